@@ -16,8 +16,8 @@
 //! together, a tuple with commas, and an API key as `secret:sk-1` or by its hash, `~` and 32 digits: no secret is in Redis.
 //!
 //! The lists look through the whole database, a thousand keys at a time, and so does the question for a caller who has used
-//! nothing: perhaps the policy is written wrongly. The Redis user needs `+scan` for that. After a reset, an instance that has
-//! just denied the caller goes on until its `Retry-After` is over: it remembers denials.
+//! nothing: the policy may be misspelled. The Redis user needs `+scan` for that. A reset takes effect in all
+//! instances within a second: each remembers a denial for that long at most.
 
 use std::collections::BTreeMap;
 use std::env;

@@ -3,7 +3,7 @@
 -- KEYS   for each entry, in their order: where its answer is remembered, if its plan says so; one key per policy.
 -- ARGV   strings of packed numbers:
 --          call            how many policies, how many plans, the time: 0 for Redis's own, otherwise microseconds since
---                          the Unix epoch, for tests; and the number of the instance that asks
+--                          the Unix epoch, for tests
 --          policies        each: strategy, and the four numbers that its `policy` function takes
 --          plans           what is asked; each: mode, cost, microseconds for which the answer is remembered under the
 --                          check's id (0: it has none), or within which a take ahead has to be due, then its policies
@@ -12,7 +12,8 @@
 --                          each policy the `reset` that was answered then
 --          runs            to the end; each: a plan by its place above, how many entries in a row follow it, and how many
 --                          times each of these is asked: takes of one caller that ask the same share an entry, so that
---                          no key comes twice in a run of takes
+--                          no key comes twice in a run of takes. Under a policy of requests in flight, the id of a slot
+--                          follows for each take, renewal and release
 -- Reply  a string of whole numbers, of 8 bytes each; for each entry, each time it is asked and each of its policies four:
 --          granted         what was charged or refunded; below 0, what was the matter (see `problem`)
 --          remaining       the largest cost that would pass now
@@ -23,13 +24,15 @@
 --        and last the time of the call, in microseconds
 --
 -- A check may fail by itself. One that is denied, and a peek, write nothing; but a state of a time to come, which another
--- clock has left behind, is put right by a denial too, or its caller might be locked out.
+-- clock has left behind, is put right by a denial too, or its caller might be locked out, and slots that have expired are
+-- removed.
 --
 -- Redis makes all functions and tables anew for each call. So what is asked most is decided without any (`usual.lua`).
 -- Otherwise a strategy is made only if it is asked for, and so is what decides anything but takes under one policy without an
 -- id.
 
-local CALL, POLICY, PLAN, PLAN_LENGTH, RUN = '<I4I4i7I6', '<I1i7i7i7i7', '<I1I4i7', 12, '<I4I4I4'
+local CALL, POLICY, PLAN, PLAN_LENGTH = '<I4I4i7', '<I1i7i7i7i7', '<I1I4i7', 12
+local RUN, RUN_LENGTH, SLOT_LENGTH = '<I4I4I4', 12, 8
 local NUMBER, NUMBER_LENGTH = '<I4', 4
 local CHARGE_OF, CHARGE_OF_LENGTH, RESET_OF, RESET_OF_LENGTH = '<I4i7i7', 18, '<i7', 7
 
@@ -39,7 +42,7 @@ local byte, sub = string.byte, string.sub
 local floor, ceil, min, max = math.floor, math.ceil, math.min, math.max
 local redis_pcall = redis.pcall
 
-local policy_count, plan_count, now, instance = decode(CALL, ARGV[1])
+local policy_count, plan_count, now = decode(CALL, ARGV[1])
 
 -- Redis expires keys by its own time; those of another are kept for a day longer than they need.
 local keep = 0

@@ -4,8 +4,7 @@
 -- time.
 local function takes(plan, entries, times)
   local policy, now, reply, n = plan[1], now, reply, replied
-  local cost = policy.in_flight and 1 or plan.cost
-  local capacity, strategy = policy.capacity, policy.strategy
+  local cost, capacity, strategy = plan.cost, policy.capacity, policy.strategy
   local load, room_in, charge, reset_in = strategy.load, strategy.room, strategy.charge, strategy.reset
   trouble = nil
   local values = read(key_at + 1, key_at + entries)
@@ -95,7 +94,8 @@ for i = 1, plan_count do
     plan[place + 1], plan.has_rate = policy, plan.has_rate or not policy.in_flight
   end
   if #plan == 1 and plan.remember == 0 then
-    plan.run = mode == TAKE and takes or plan[1].strategy.run_of and plan[1].strategy.run_of(mode)
+    local run_of = plan[1].strategy.run_of
+    plan.run = run_of and run_of(mode) or not run_of and mode == TAKE and takes
   end
   plans[i], only_runs = plan, only_runs and plan.run
 end
@@ -146,9 +146,9 @@ if not only_runs then
   -- What a policy sees, if it is alone. Returns the most that the others may grant: below 0 if it does not let the check pass.
   local function preview(plan, i)
     local policy, mode, cost, room = plan[i], plan.mode, plan.cost, rooms[i]
-    local capacity, most = policy.capacity
+    local capacity, most = policy.capacity, math.huge
     if policy.in_flight then
-      needed[i], granting[i], most = policy.strategy.preview(mode, cost, capacity, room, a[i], needs, grants)
+      needed[i], granting[i] = policy.strategy.preview(policy, KEYS[key_at + i], mode, room)
     else
       needed[i], granting[i] = needs(mode, cost, capacity), grants(mode, cost, capacity, room)
       most = granting[i]
@@ -167,7 +167,7 @@ if not only_runs then
       rooms[i], resets[i] = policy.capacity, 0
       return granted
     elseif policy.in_flight then
-      granted, a[i] = strategy.hold(mode, granted, most, a[i])
+      granted, a[i], b[i] = strategy.hold(policy, key, now, mode, granted, most, a[i], b[i])
     elseif mode == REFUND and granted > 0 then
       local given
       given, a[i], b[i], c[i] = strategy.refund(policy, key, now, plan.cost, plan.of[i], a[i], b[i], c[i])
@@ -211,14 +211,14 @@ if not only_runs then
     local mode, policy, key = plan.mode, plan[i], KEYS[key_at + i]
     if mode == RESET then
       try('DEL', key)
-    elseif totals[i] > 0 or dirty[i] and mode ~= PEEK or (mode == RENEW or mode == HOLD) and policy.in_flight then
+    elseif totals[i] > 0 and mode ~= RELEASE or dirty[i] and mode ~= PEEK then
       local charged = mode == REFUND and -totals[i] or totals[i]
       policy.strategy.save(policy, key, now, now + resets[i] + keep, charged, a[i], b[i], c[i])
     end
   end
 
-  -- Returns the most that a policy granted the last time.
-  function check(plan, times)
+  -- Returns the largest grant of a policy the last time. The slots' ids are in a text, at a place.
+  function check(plan, times, slots, at)
     local count, granted, from = #plan, 0, replied
     trouble = nil
     -- Where there was trouble nothing is saved.
@@ -230,8 +230,9 @@ if not only_runs then
       totals[i] = 0
     end
     for time = 1, times do
+      slot, at = sub(slots, at, at + SLOT_LENGTH - 1), at + SLOT_LENGTH
       granted = ask(plan)
-      if granted == 0 then
+      if granted == 0 and slot == '' then
         replied = repeat_last(replied, 4 * count, times - time)
         break
       end
@@ -291,10 +292,10 @@ if not only_runs then
   end
 
   -- Decides a check with an id, which is asked once, and remembers what was charged.
-  function check_once(plan)
+  function check_once(plan, slots, at)
     local key, from = KEYS[key_at + 1], replied
     local charged_at = repeat_answer(plan)
-    if not charged_at and check(plan, 1) > 0 and has_charged(plan, from) then
+    if not charged_at and check(plan, 1, slots, at) > 0 and has_charged(plan, from) then
       local forget_at = now + plan.remember
       local answer = encode(TIMES, now, forget_at)
       for i = from + 1, replied, 4 do
@@ -308,19 +309,18 @@ if not only_runs then
 end
 
 for i = 2 + policy_count + plan_count, #ARGV do
-  local number, entries, times = decode(RUN, ARGV[i])
+  local text = ARGV[i]
+  local number, entries, times = decode(RUN, text)
   local plan = plans[number]
-  if plan.run then
-    for first = 0, entries - 1, MOST do
-      plan.run(plan, min(MOST, entries - first), times)
-    end
-  else
-    for _ = 1, entries do
-      if plan.remember > 0 then
-        check_once(plan)
-      else
-        check(plan, times)
-      end
+  local step = plan.run and MOST or 1
+  for first = 0, entries - 1, step do
+    local at = 1 + RUN_LENGTH + SLOT_LENGTH * times * first
+    if plan.run then
+      plan.run(plan, min(MOST, entries - first), times, text, at)
+    elseif plan.remember > 0 then
+      check_once(plan, text, at)
+    else
+      check(plan, times, text, at)
     end
   end
 end

@@ -1,148 +1,143 @@
--- Requests in flight; the twin of src/limit/in_flight.rs, which explains it. Beside what each strategy has, the driver asks
--- for what differs:
---   preview(mode, cost, capacity, room, own, ...)   the room that it needs, what it would grant, and the most that the other
---                                             policies may grant
---   hold(mode, grants, most, own)             what was granted of that if no policy grants more than `most`, and the state then
---   run_of(mode)                              what decides a run of such checks, if there is such a thing
+-- Requests in flight; the Rust half, src/limit/in_flight.rs, explains them. The driver calls the functions of a
+-- strategy, and also:
+--   preview(policy, key, mode, room)                   the room that the check needs, and the grant
+--   hold(policy, key, now, mode, grants, most, ...)    what was granted, if no policy grants more than `most`, and the state then
+--   run_of(mode)                                       decides a run of such checks, if there is such a function
 --
--- Stored: for each instance that holds some: its number, how many, when it last told so, and for how long that is good.
--- Registers: what this instance holds, what the others do, and when the last of theirs ends. What is stored of the others
--- is kept in the policy until the next load.
+-- Stored: a sorted set of the slots' ids, each by the microsecond in which it expires.
+-- State: the number of slots, and when the last of them expires.
 --
--- Uses instance, keep, decode, encode, max and min of call.lua; expiry, fail, read, try and write of prelude.lua.
+-- Uses slot, keep, encode, decode, max and min of call.lua; expiry, fail, good, read, try and write of prelude.lua.
 
-local HOLDER, LENGTH = '<I6I4i7I5', 22
--- A request may end at any time: who waits asks again after so many microseconds.
+-- A request may end at any time: a waiter checks again after this many microseconds.
 local AGAIN = 100000
+-- No slot lives longer.
+local LONGEST_TTL = 3600000000
 
-local function policy(capacity, lease)
-  return { capacity = capacity, lease = lease, in_flight = true }
+local function text(number)
+  return string.format('%.0f', number)
 end
 
-local function load(policy, key, now, value)
-  local own, others, latest, rest, future = 0, 0, 0, '', false
-  if value and #value % LENGTH == 0 then
-    for at = 1, #value, LENGTH do
-      local holder, count, told, lease = decode(HOLDER, value, at)
-      if told > now then
-        told, future = now, true
-      end
-      local stop = told + lease
-      if stop > now then
-        if holder == instance then
-          own = count
-        else
-          others, latest = others + count, max(latest, stop)
-          rest = rest .. encode(HOLDER, holder, count, told, lease)
-        end
-      end
-    end
+local now_text = text(now)
+
+local function policy(capacity, ttl)
+  local expires = now + ttl
+  return { capacity = capacity, expires = expires, expires_text = text(expires), in_flight = true }
+end
+
+-- Whether a reply says that the key has a value of another type, which counts as nothing.
+local function is_foreign(reply)
+  return type(reply) == 'table' and reply.err and string.find(reply.err, 'WRONGTYPE', 1, true)
+end
+
+-- Removes the slots that have expired. Slots that another clock has left in the future expire when the longest could.
+local function load(policy, key, now)
+  local count = redis_pcall('ZCARD', key)
+  policy.foreign = is_foreign(count)
+  if count == 0 or policy.foreign or not good(count, 'ZCARD') then
+    return 0, 0, 0, false
   end
-  policy.rest = rest
-  return own, others, latest, future
+  count = count - (try('ZREMRANGEBYSCORE', key, '-inf', now_text) or 0)
+  local last = try('ZRANGE', key, '-1', '-1', 'WITHSCORES')
+  local latest, bound = last and tonumber(last[2]) or 0, now + LONGEST_TTL
+  if latest <= bound then
+    return count, latest, 0, false
+  end
+  for _, id in ipairs(try('ZRANGE', key, '(' .. text(bound), '+inf', 'BYSCORE') or {}) do
+    try('ZADD', key, text(bound), id)
+  end
+  try('PEXPIREAT', key, expiry(bound + keep))
+  return count, bound, 0, false
 end
 
-local function room(policy, now, own, others)
-  return policy.capacity - own - others
+local function room(policy, now, count)
+  return policy.capacity - count
 end
 
 local function wait()
   return AGAIN
 end
 
-local function charge(policy, key, now, cost, own, others, latest)
-  return own + cost, others, latest
+local function reset(policy, now, count, latest)
+  return count > 0 and max(0, latest - now) or 0
 end
 
-local function reset(policy, now, own, others, latest)
-  return max(0, latest - now, own > 0 and policy.lease or 0)
-end
-
-local function save(policy, key, now, at, cost, own)
-  if own > 0 then
-    write(key, encode(HOLDER, instance, own, now, policy.lease) .. policy.rest, expiry(at))
-  elseif policy.rest ~= '' then
-    write(key, policy.rest, expiry(at))
-  else
+-- The slots are stored: only the expiry of their key is not.
+local function save(policy, key, now, at)
+  if not try('PEXPIREAT', key, expiry(at)) then
+    -- Without the right to expire it, the key would stay.
     try('DEL', key)
   end
 end
 
--- Only a charge bounds what the other policies grant: a request is none of their cost.
-local function preview(mode, cost, capacity, room, own, needs, grants)
+local function preview(policy, key, mode, room)
   if mode == PEEK then
-    return 1, 0, math.huge
+    return 1, 0
   elseif mode == TAKE or mode == TAKE_AHEAD or mode == UP_TO then
-    return 1, 1, math.huge
-  elseif mode == CHARGE then
-    local granted = grants(mode, cost, capacity, room)
-    return needs(mode, cost, capacity), granted, granted
-  elseif mode == REFUND then
-    -- However long ago it was taken.
-    return -math.huge, min(cost, own), math.huge
+    -- Taken again, it is the same slot.
+    if room < 1 and not policy.foreign and try('ZSCORE', key, slot) then
+      return -math.huge, 1
+    end
+    return 1, 1
   elseif mode == RESET then
-    return -math.huge, capacity - room, math.huge
-  elseif mode == RENEW and own > 0 then
-    return -math.huge, own, math.huge
+    return -math.huge, policy.capacity - room
   end
-  return -math.huge, cost, math.huge
+  return -math.huge, (mode == RENEW or mode == RELEASE) and 1 or 0
 end
 
-local function hold(mode, grants, most, own)
-  if mode == REFUND then
-    return grants, own - grants
-  elseif mode == RENEW or mode == HOLD then
-    return grants, grants
-  elseif most < 0 then
-    return 0, own
-  elseif mode == CHARGE then
-    grants = min(grants, most)
+local function hold(policy, key, now, mode, grants, most, count, latest)
+  if trouble or most < 0 or grants == 0 then
+    return 0, count, latest
+  elseif mode == RELEASE then
+    local reply = redis_pcall('ZREM', key, slot)
+    if is_foreign(reply) or not good(reply, 'ZREM') then
+      return 0, 0, 0
+    end
+    count, latest = load(policy, key, now)
+    return 1, count, latest
   end
-  return grants, own + grants
+  if policy.foreign then
+    try('DEL', key)
+    policy.foreign = nil
+  end
+  count = count + (try('ZADD', key, 'GT', policy.expires_text, slot) or 0)
+  return 1, count, max(latest, policy.expires)
 end
 
--- Decides what instances tell of what they hold under one policy, of callers who come once in the run.
-local function run(plan, entries, times)
-  local policy, mode, cost, reply, n = plan[1], plan.mode, plan.cost, reply, replied
-  -- Those of whom nothing is held any more, and where their answers begin: one command deletes all of them.
-  local gone, gone_from = {}, {}
-  trouble = nil
-  local values = read(key_at + 1, key_at + entries)
-  local unread = trouble
+-- Decides takes, renewals and releases under one policy. The slots' ids are in a text, from a place on.
+local function run(plan, entries, times, slots, at)
+  local policy, mode, reply = plan[1], plan.mode, reply
   for i = 1, entries do
-    local key, from = KEYS[key_at + i], n
-    trouble = unread
-    local own, others, latest, dirty = load(policy, key, now, values[i])
-    local before, fresh_in = own, 0
+    local key, from, n, saves = KEYS[key_at + i], replied, replied, false
+    trouble = nil
+    local count, latest = 0, 0
+    if mode ~= RELEASE then
+      count, latest = load(policy, key, now)
+    end
     for _ = 1, times do
-      local _, grants = preview(mode, cost, policy.capacity, room(policy, now, own, others), own)
-      reply[n + 1], own = hold(mode, grants, math.huge, own)
-      fresh_in = reset(policy, now, own, others, latest)
-      reply[n + 2], reply[n + 3], reply[n + 4] = max(0, room(policy, now, own, others)), 0, fresh_in
+      slot, at = sub(slots, at, at + SLOT_LENGTH - 1), at + SLOT_LENGTH
+      local room = policy.capacity - count
+      local needs, grants = preview(policy, key, mode, room)
+      local granted
+      granted, count, latest = hold(policy, key, now, mode, grants, room - needs, count, latest)
+      saves = saves or granted > 0 and mode ~= RELEASE
+      reply[n + 1], reply[n + 2] = granted, max(0, policy.capacity - count)
+      reply[n + 3], reply[n + 4] = room < needs and AGAIN or 0, reset(policy, now, count, latest)
       n = n + 4
     end
-    if not trouble and (own ~= before or dirty or mode ~= REFUND) then
-      if own == 0 and others == 0 then
-        gone[#gone + 1], gone_from[#gone_from + 1] = key, from
-      else
-        save(policy, key, now, now + fresh_in + keep, 0, own)
-      end
+    if saves and not trouble then
+      save(policy, key, now, latest + keep)
     end
+    replied = n
     if trouble then
       fail(from, n)
     end
   end
-  trouble = nil
-  if #gone > 0 and not try('DEL', unpack(gone)) then
-    for i = 1, #gone do
-      fail(gone_from[i], gone_from[i] + 4 * times)
-    end
-  end
-  key_at, replied = key_at + entries, n
+  key_at = key_at + entries
 end
 
 local function run_of(mode)
-  return (mode == REFUND or mode == RENEW or mode == HOLD) and run
+  return (mode == TAKE or mode == UP_TO or mode == RENEW or mode == RELEASE) and run
 end
 
 return {
@@ -150,7 +145,6 @@ return {
   load = load,
   room = room,
   wait = wait,
-  charge = charge,
   reset = reset,
   save = save,
   preview = preview,

@@ -101,13 +101,16 @@ local function cell_functions()
   return search, cells_in, cell, sum_to, up_to, after, take_out
 end
 
--- What has gone wrong with the check at hand: an error of Redis, or nothing.
+-- The id of the slot that the check at hand takes, renews or releases.
+local slot
+
+-- The first failure of the present check: a command and the error of Redis, or nothing.
 local trouble
 
--- Notes the error in a reply, if it is one: the check at hand fails. Returns whether it is none.
-local function good(reply)
+-- Notes the error in the reply to a command, if it is one: the check at hand fails. Returns whether it is none.
+local function good(reply, command)
   if type(reply) == 'table' and reply.err then
-    trouble = trouble or reply.err
+    trouble = trouble or command .. ' ' .. reply.err
     return false
   end
   return true
@@ -116,14 +119,14 @@ end
 -- Calls a command. If Redis refuses it, the check at hand fails, and nothing is returned.
 local function try(...)
   local reply = redis_pcall(...)
-  return good(reply) and reply or nil
+  return good(reply, (...)) and reply or nil
 end
 
 -- The strings under some of the keys of the call, in their order; nothing for one that does not exist or is no string.
 local function read(first, last)
   local values = redis_pcall('MGET', unpack(KEYS, first, last))
   if values.err then
-    good(values)
+    good(values, 'MGET')
     return {}
   end
   return values
@@ -168,13 +171,13 @@ local function write(key, value, text)
     written, written_text = value, text
     local reply = redis_pcall('SET', key, value, 'PXAT', text)
     if reply.err then
-      good(reply)
+      good(reply, 'SET')
     end
     return
   end
   local reply = redis_pcall('SETRANGE', key, '0', value)
   if reply ~= #value then
-    good(reply)
+    good(reply, 'SETRANGE')
   end
 end
 

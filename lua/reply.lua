@@ -1,6 +1,11 @@
 -- The reply, once all is decided.
 
--- Replaces the answers to what failed by why, as a number below 0. The words are those of the versions from 6.2 on.
+-- Replaces the answers to failed checks by the reason, a number below 0. It searches for words of all versions from 6.2. A
+-- missing right is NO_PERMISSION less the place of its command in this list, which Rust has too.
+local RIGHTS = failures and {
+  'MGET', 'SET', 'SETRANGE', 'DEL', 'LRANGE', 'RPUSH', 'LSET', 'LTRIM', 'LREM', 'PEXPIREAT', 'ZCARD', 'ZRANGE',
+  'ZREMRANGEBYSCORE', 'ZSCORE', 'ZADD', 'ZREM',
+}
 while failures do
   local function says(words)
     return string.find(failures.err, words, 1, true)
@@ -12,6 +17,11 @@ while failures do
     problem = READ_ONLY
   elseif says('NOPERM') or says('ermission') or says("can't run this command") then
     problem = NO_PERMISSION
+    for place, command in ipairs(RIGHTS) do
+      if string.match(failures.err, '^%u+') == command then
+        problem = NO_PERMISSION - place
+      end
+    end
   elseif says('MISCONF') or says('NOREPLICAS') then
     -- It takes no writes at all: it cannot save to disk, or has too few replicas.
     problem = NO_WRITES

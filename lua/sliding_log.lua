@@ -39,7 +39,7 @@ local function head_of(key)
   if list.err then
     -- One that holds something of another type is as good as none.
     if sub(list.err, 1, 9) ~= 'WRONGTYPE' then
-      good(list)
+      good(list, 'LRANGE')
     end
     return nil
   end
@@ -363,7 +363,7 @@ end
 local function set(key, place, value)
   local reply = redis_pcall('LSET', key, place, value)
   if reply.err and not string.find(reply.err, 'out of range', 1, true) then
-    good(reply)
+    good(reply, 'LSET')
   end
   return not reply.err
 end

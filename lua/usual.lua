@@ -72,8 +72,9 @@ if usual then
       end
 
       if granted > 0 or future then
-        local key, at, written = KEYS[place], now + reset + keep
+        local key, at, command, written = KEYS[place], now + reset + keep, 'SET'
         if expires and (expires - at / 1000) % WRAP < LONGEST then
+          command = 'SETRANGE'
           written = redis_pcall('SETRANGE', key, '0', encode(METER, now, level, expires))
         else
           if expires then
@@ -87,7 +88,7 @@ if usual then
           written = redis_pcall('SET', key, last_state, 'PXAT', last_text)
         end
         if written ~= METER_LENGTH and written.err then
-          failures = { from = from, to = n, err = written.err, before = failures }
+          failures = { from = from, to = n, err = command .. ' ' .. written.err, before = failures }
         end
       end
     end

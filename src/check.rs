@@ -18,6 +18,6 @@
 //! # }
 //! ```
 
-pub use crate::limit::{Check, Decision, Mode, Outcome, RateLimited, Source, Verdict};
+pub use crate::limit::{Check, Decision, Mode, Outcome, RateLimited, SlotId, Source, Verdict};
 pub use crate::limiter::Done;
 pub use crate::middleware::DryRun;

@@ -85,6 +85,19 @@ pub struct StoreError {
     unsent: bool,
 }
 
+/// Maximum length in bytes of a text of a server in an error: a server may send any amount.
+const MAX_TEXT: usize = 300;
+
+/// The text, or its beginning if it is longer than [`MAX_TEXT`].
+fn shortened(mut text: String) -> String {
+    if text.len() > MAX_TEXT {
+        let end = (0..=MAX_TEXT).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+        text.truncate(end);
+        text.push('\u{2026}');
+    }
+    text
+}
+
 /// Why a store could not decide.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -142,9 +155,9 @@ impl StoreError {
         Self { cause: Some(Arc::new(cause)), ..Self::new(kind) }
     }
 
-    /// An error of this kind, for this reason.
+    /// An error of this kind, for this reason, [cut](MAX_TEXT) at 300 bytes.
     pub(crate) fn explained(kind: ErrorKind, reason: impl Into<String>) -> Self {
-        let cause = Box::<dyn std::error::Error + Send + Sync>::from(reason.into());
+        let cause = Box::<dyn std::error::Error + Send + Sync>::from(shortened(reason.into()));
         Self { cause: Some(cause.into()), ..Self::new(kind) }
     }
 
@@ -152,7 +165,7 @@ impl StoreError {
     /// Leave out user and password.
     #[must_use]
     pub fn at(self, server: impl fmt::Display) -> Self {
-        let server = self.server.unwrap_or_else(|| server.to_string().into());
+        let server = self.server.unwrap_or_else(|| shortened(server.to_string()).into());
         Self { server: Some(server), ..self }
     }
 
@@ -265,8 +278,9 @@ impl ErrorKind {
             }
             Self::Permission => {
                 "the server denies the Redis user a permission: allow `~PREFIX:* +evalsha +eval +time +mget +set \
-                 +setrange +del` and, for SlidingLog, `+lrange +rpush +lset +ltrim +lrem +pexpireat`; for RedisStore::announce, \
-                 `+zremrangebyscore +zadd +zcard +pexpire`; for RedisStore::scan, `+scan`; in a Redis Cluster, `+asking \
+                 +setrange +del` and, for SlidingLog, `+lrange +rpush +lset +ltrim +lrem +pexpireat`; for requests in flight \
+                 and a Fallback with a share, `+zrange +zremrangebyscore +zcard +zadd +zscore +zrem +pexpireat`; for \
+                 RedisStore::announce, `+zremrangebyscore +zadd +zcard +pexpire`; for RedisStore::scan, `+scan`; in a Redis Cluster, `+asking \
                  +cluster|slots` (`+cluster` before 7.0); a user of sentinels, `+sentinel|master` (`+sentinel` before 7.0)"
             }
             Self::Protocol => {
@@ -454,8 +468,8 @@ mod tests {
             Policy::new("p", window, quota.burst(6)),
             Policy::new("p", Strategy::SlidingLog, Quota::per_hour(100_001)),
             Policy::in_flight("p", 1_000_001),
-            Policy::in_flight("p", 1).and_then(|policy| policy.lease_time(Duration::ZERO)),
-            Policy::in_flight("p", 1).and_then(|policy| policy.lease_time(Duration::from_millis(1))),
+            Policy::in_flight("p", 1).and_then(|policy| policy.slot_ttl(Duration::ZERO)),
+            Policy::in_flight("p", 1).and_then(|policy| policy.slot_ttl(Duration::from_millis(1))),
         ] {
             assert_says_what_to_do(policy.unwrap_err());
         }
@@ -518,6 +532,12 @@ mod tests {
 
     #[test]
     fn long_texts_and_secrets_are_cut() {
+        for length in [298, 300, 301, 1_000_000] {
+            let error = StoreError::explained(ErrorKind::Refused, "\u{e9}".repeat(length / 2)).at("h".repeat(length));
+            let text = format!("{error}");
+            assert!(text.len() < 650, "{} bytes", text.len());
+            assert_eq!(text.matches('\u{2026}').count(), if length > 301 { 2 } else { usize::from(length > 300) });
+        }
         assert_eq!(ConfigError::invalid("quota", &"x".repeat(1_000), "write one").to_string().len(), 114);
         for text in ["secret:hunter2", " Secret:hunter2", "ip:secret:hunter2"] {
             let error = ConfigError::choice("caller", text, "another");

@@ -74,7 +74,7 @@ impl<S: Store> Limiter<S> {
     pub fn observer(self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);
         self.store.observe(&observer);
-        let in_flight = self.in_flight.observed(&self.store, Arc::clone(&observer));
+        let in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));
         let wait_queues = self.wait_queues.with_tracker(in_flight.clone());
         Self { wait_queues, in_flight, notifier: Notifier::new(observer), ..self }
     }
@@ -115,8 +115,8 @@ impl<S: Store> Limiter<S> {
     /// # }
     /// ```
     ///
-    /// [`take`](Self::take) and the others count a request too, but do not release it: it is free after the lease time,
-    /// or earlier if reservations or layers over the same store report this caller's requests in flight.
+    /// [`take`](Self::take) and the others take a slot too, but do not release it: it expires after its [time to
+    /// live](crate::Policy::slot_ttl).
     ///
     /// Outside of a tokio runtime, where only a [`LocalStore`](crate::LocalStore) works, nothing is renewed in the
     /// background, but by the next call of this method.
@@ -129,16 +129,16 @@ impl<S: Store> Limiter<S> {
     pub async fn reserve(&self, key: Key, cost: u32) -> Result<Reservation, ReserveError> {
         self.in_flight.refunds().wake();
         let since = instant();
-        // Before the store is asked.
-        let mut lease = self.in_flight.hold(key, &self.policies);
-        let answer = self.store.check(Check::take(key, &self.policies, cost).reserving(true)).await;
-        if let Some(lease) = &mut lease {
-            lease.answered(answer.as_ref());
+        let check = Check::take(key, &self.policies, cost).reserving(true);
+        let mut slot = self.in_flight.hold(&check);
+        let answer = self.store.check(check).await;
+        if let Some(slot) = &mut slot {
+            slot.answered(answer.as_ref());
         }
         match answer {
             Ok(decision) if decision.is_allowed() => Ok(Reservation::new(
                 Reserved::new(decision, key, cost, since),
-                lease,
+                slot,
                 Arc::clone(self.in_flight.refunds()),
             )),
             Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
@@ -206,12 +206,12 @@ impl<S: Store> Limiter<S> {
             Ok(turn) => turn.await,
             Err(refusal) => Err(refusal),
         };
-        let Spent { decision, lease, .. } = match permit {
+        let Spent { decision, slot, .. } = match permit {
             Ok(permit) => permit.spend(),
             Err(refusal) => return refusal.into_answer(),
         };
-        if let Some(lease) = lease {
-            lease.leave_counted();
+        if let Some(slot) = slot {
+            slot.leave_counted();
         }
         Ok(decision)
     }

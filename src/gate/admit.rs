@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use super::wait::QueuedRequest;
 use super::{Gate, Grant, Holds, KeyExtractor, MissingKey, OnError, OnMissingKey, Pending, Question};
 use crate::error::StoreError;
-use crate::in_flight::Lease;
+use crate::in_flight::Slot;
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
 use crate::store::{Answer, Store};
@@ -73,7 +73,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             }
             wanted = Some(Box::new(wants));
         }
-        question.hold(self.hold(key, &policies));
+        question.hold(self.hold(&check));
         match self.store.check(check) {
             Answer::Ready { answer } => self.answered(request, &mut question, answer, wanted).admission(question),
             Answer::Pending { future } => Admission::Undecided(Pending::asked(future, question, wanted)),
@@ -102,10 +102,10 @@ impl<S: Store, R: 'static> Gate<S, R> {
         Question::new(*check.key(), check.cost(), since)
     }
 
-    /// What a request holds in flight. Call it before the check is sent.
+    /// The slot that the check takes, before it is sent.
     #[inline]
-    pub(super) fn hold(&self, key: Key, policies: &Policies) -> Option<Lease> {
-        if self.holds == Holds::Nothing { None } else { self.in_flight.hold(key, policies) }
+    pub(super) fn hold(&self, check: &Check) -> Option<Slot> {
+        if self.holds == Holds::Nothing { None } else { self.in_flight.hold(check) }
     }
 
     /// Admission by the store's answer.
@@ -151,15 +151,15 @@ impl<S: Store, R: 'static> Gate<S, R> {
     ) -> Admitted<S::Future> {
         let answer = match turn {
             Ok(permit) => {
-                let Spent { decision, taken, lease } = permit.spend();
-                question.spend(taken, lease);
+                let Spent { decision, taken, slot } = permit.spend();
+                question.spend(taken, slot);
                 Ok(decision)
             }
             Err(refusal) => refusal.into_answer(),
         };
         if answer.is_err() {
             // It may pass though nobody has counted it.
-            question.hold(self.hold(wanted.key, &wanted.policies));
+            question.hold(self.hold(&Check::take(wanted.key, &wanted.policies, wanted.cost)));
             question.answered(&answer);
         }
         self.conclude(request, question, answer)
@@ -188,8 +188,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     #[inline]
     fn pass(&self, request: &R, question: &mut Question, decision: Option<&Decision>) -> Grant<S::Future> {
-        let lease = question.take_lease().map(Lease::passed);
-        self.grant(request, Some(question.key()), lease, || question.reserved(decision?))
+        let slot = question.take_slot();
+        let slot = if decision.is_some() { slot } else { slot.map(Slot::passed) };
+        self.grant(request, Some(question.key()), slot, || question.reserved(decision?))
     }
 
     /// Admission of an unlimited request.

@@ -4,7 +4,7 @@ use std::task::{Context, Poll};
 use super::Gate;
 use super::shadows::Shadows;
 use crate::error::StoreError;
-use crate::in_flight::Lease;
+use crate::in_flight::Slot;
 use crate::limit::{Decision, Key};
 use crate::refunds::Reserved;
 use crate::settle::{Charge, Settled, Settlement};
@@ -16,27 +16,27 @@ pub(crate) struct Grant<D> {
     /// Its reservation, and its slot in flight. None in a layer that settles nothing.
     charge: Option<Charge>,
     /// Its slot in flight, if there is no charge.
-    lease: Option<Lease>,
+    slot: Option<Slot>,
     /// None if there are none, as with most layers.
     shadows: Option<Box<Shadows<D>>>,
 }
 
 impl<S: Store, R: 'static> Gate<S, R> {
-    /// What a request holds that passes: the lease, and what `reserved` finds in a layer that settles. Starts the checks
-    /// of shadows for the `key`.
+    /// The grant of a request that passes: its slot, and its reservation in a layer that settles. Starts the checks of
+    /// shadows for the `key`.
     #[inline]
     pub(super) fn grant(
         &self,
         request: &R,
         key: Option<&Key>,
-        lease: Option<Lease>,
+        slot: Option<Slot>,
         reserved: impl FnOnce() -> Option<Reserved>,
     ) -> Grant<S::Future> {
-        let mut grant = Grant { lease, ..Grant::default() };
+        let mut grant = Grant { slot, ..Grant::default() };
         if self.settles() {
             // In case nobody else has come since a runtime ended.
             self.refunds.wake();
-            grant.charge = Some(Charge::new(Arc::clone(&self.refunds), reserved(), grant.lease.take()));
+            grant.charge = Some(Charge::new(Arc::clone(&self.refunds), reserved(), grant.slot.take()));
         }
         if let Some(key) = key
             && self.has_shadows()
@@ -84,7 +84,7 @@ impl<D> Grant<D> {
         if let Some(charge) = self.charge.take() {
             charge.account().end();
         }
-        self.lease = None;
+        self.slot = None;
         if let Some(shadows) = &mut self.shadows {
             shadows.end();
         }
@@ -101,6 +101,6 @@ impl<D: Future<Output = Result<Decision, StoreError>>> Grant<D> {
 /// Of an uncounted request.
 impl<D> Default for Grant<D> {
     fn default() -> Self {
-        Self { charge: None, lease: None, shadows: None }
+        Self { charge: None, slot: None, shadows: None }
     }
 }

@@ -112,7 +112,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     pub(crate) fn observe(&mut self, observer: impl Observer) {
         let observer: Arc<dyn Observer> = Arc::new(observer);
         self.store.observe(&observer);
-        self.in_flight = self.in_flight.observed(&self.store, Arc::clone(&observer));
+        self.in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));
         self.refunds = Arc::clone(self.in_flight.refunds());
         self.wait = self.wait.take().map(|waiting| waiting.with_tracker(self.in_flight.clone()));
         self.notifier = Notifier::new(observer);

@@ -3,7 +3,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::error::StoreError;
-use crate::in_flight::Lease;
+use crate::in_flight::Slot;
 use crate::limit::{Decision, Key};
 use crate::refunds::Reserved;
 use crate::util::instant;
@@ -17,31 +17,31 @@ pub(crate) struct Question {
     /// When the permit was charged, maybe for another waiter; and the microseconds from the store's answer to its use.
     permit: Option<(Instant, i64)>,
     /// Of the policies that count requests in flight.
-    lease: Option<Lease>,
+    slot: Option<Slot>,
 }
 
 impl Question {
     /// The check of this caller, at this cost.
     pub(crate) fn new(key: Key, cost: u32, since: Option<Instant>) -> Self {
-        Self { key, cost, since, permit: None, lease: None }
+        Self { key, cost, since, permit: None, slot: None }
     }
 
     /// Holds this while the request is in flight. Call it before the check is sent.
     #[inline]
-    pub(super) fn hold(&mut self, lease: Option<Lease>) {
-        self.lease = lease;
+    pub(super) fn hold(&mut self, slot: Option<Slot>) {
+        self.slot = slot;
     }
 
     /// The request has waited for this permit.
-    pub(super) fn spend(&mut self, permit: Option<(Instant, i64)>, lease: Option<Lease>) {
-        (self.permit, self.lease) = (permit, lease);
+    pub(super) fn spend(&mut self, permit: Option<(Instant, i64)>, slot: Option<Slot>) {
+        (self.permit, self.slot) = (permit, slot);
     }
 
     /// The store has answered.
     #[inline]
     pub(super) fn answered(&mut self, answer: &Result<Decision, StoreError>) {
-        if let Some(lease) = &mut self.lease {
-            lease.answered(answer.as_ref());
+        if let Some(slot) = &mut self.slot {
+            slot.answered(answer.as_ref());
         }
     }
 
@@ -61,7 +61,7 @@ impl Question {
     }
 
     /// What the request holds in flight.
-    pub(super) fn take_lease(&mut self) -> Option<Lease> {
-        self.lease.take()
+    pub(super) fn take_slot(&mut self) -> Option<Slot> {
+        self.slot.take()
     }
 }

@@ -5,7 +5,7 @@ use std::task::{Context, Poll};
 
 use super::{Gate, Notifier, Question, Selector};
 use crate::error::StoreError;
-use crate::in_flight::Lease;
+use crate::in_flight::Slot;
 use crate::limit::{Decision, Key};
 use crate::settle::Charge;
 use crate::store::{Answer, Store};
@@ -22,13 +22,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
         // name that is enforced, which it must not charge.
         let own = self.dry_run.then_some((key, &self.policies));
         let shadows = self.shadows.iter().map(|selector| (Key::tuple(&[key, Key::SHADOW]), selector));
-        let mut told = Told {
-            key,
-            notifier: self.notifier.clone(),
-            charge: charge.cloned(),
-            leases: Vec::new(),
-            has_ended: false,
-        };
+        let mut told =
+            Told { key, notifier: self.notifier.clone(), charge: charge.cloned(), slots: Vec::new(), has_ended: false };
         let ask = |(counted_by, selector): (Key, &Selector<R>)| {
             let policies = self.countable(selector.find(request, Some(&key))?)?;
             let check = self.check(counted_by, &policies, request);
@@ -36,7 +31,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 charge.account().reserves(check.cost());
             }
             let mut question = self.question(&check);
-            question.hold(self.hold(counted_by, &policies));
+            question.hold(self.hold(&check));
             Some(match self.store.check(check) {
                 Answer::Ready { answer } => Shadow::Told(told.tell(&mut question, answer)),
                 Answer::Pending { future } => Shadow::Asked(Box::pin(future), question),
@@ -66,7 +61,7 @@ struct Told {
     /// Where what is granted is settled.
     charge: Option<Charge>,
     /// What is held in flight where nothing is settled, until the call has ended.
-    leases: Vec<Lease>,
+    slots: Vec<Slot>,
     has_ended: bool,
 }
 
@@ -90,7 +85,7 @@ impl<D: Future<Output = Result<Decision, StoreError>>> Shadows<D> {
 impl<D> Shadows<D> {
     /// The call has ended: nothing of it is in flight.
     pub(super) fn end(&mut self) {
-        self.told.leases.clear();
+        self.told.slots.clear();
         self.told.has_ended = true;
     }
 
@@ -111,12 +106,12 @@ impl Told {
         if !decision.is_allowed() {
             return Some(decision);
         }
-        let lease = question.take_lease().filter(|_| !self.has_ended);
+        let slot = question.take_slot().filter(|_| !self.has_ended);
         match &self.charge {
-            None => self.leases.extend(lease),
+            None => self.slots.extend(slot),
             Some(charge) => {
                 if let Some(reserved) = question.reserved(&decision) {
-                    charge.account().add(reserved, lease);
+                    charge.account().add(reserved, slot);
                 }
             }
         }

@@ -3,7 +3,9 @@ use std::time::Duration;
 use smallvec::{SmallVec, smallvec};
 
 use super::strategy::Ask;
-use super::{Charged, Decision, EachCharged, Key, LONGEST, Mode, Policies, Policy, Source, State, Verdict, Verdicts};
+use super::{
+    Charged, Decision, EachCharged, Key, LONGEST, Mode, Policies, Policy, SlotId, Source, State, Verdict, Verdicts,
+};
 
 /// One request to a [`Store`](crate::store::Store): may this caller use this much under these policies?
 ///
@@ -26,6 +28,8 @@ pub struct Check {
     cost: u32,
     /// Whether what it takes is settled later.
     reserves: bool,
+    /// The slot that is taken, renewed or released.
+    slot: Option<SlotId>,
     /// Rarely used fields, boxed.
     extra: Option<Box<Extra>>,
 }
@@ -41,7 +45,8 @@ enum Extra {
 
 impl Check {
     /// Takes `cost`, all or nothing. A cost of 0 is decided and charges nothing. A policy of requests
-    /// [in flight](crate::Policy::in_flight) counts one, whatever the cost.
+    /// [in flight](crate::Policy::in_flight) counts one, independent of the cost, in a new [slot](Self::slot). A clone of the
+    /// check takes the same slot.
     pub fn take(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Take, cost)
     }
@@ -72,7 +77,7 @@ impl Check {
 
     /// Charges `cost` in any case, for a cost that is known only afterwards. The debt is bounded: each policy counts at
     /// most twice its capacity, and [`Decision::granted`] returns how much was charged. A policy of requests [in
-    /// flight](crate::Policy::in_flight) counts as many requests.
+    /// flight](crate::Policy::in_flight) counts nothing.
     pub fn charge(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Charge, cost)
     }
@@ -81,8 +86,8 @@ impl Check {
     /// returns how much: of several policies, the most that one of them refunded.
     ///
     /// Some of an older charge may have flowed back already, and to refund it again would exceed the policy: use
-    /// [`Decision::refund`] for these. A policy of requests [in flight](crate::Policy::in_flight) releases as many
-    /// requests of this instance.
+    /// [`Decision::refund`] for these. A policy of requests [in flight](crate::Policy::in_flight) refunds nothing:
+    /// see [`release`](Self::release).
     pub fn refund(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Refund, cost)
     }
@@ -98,19 +103,19 @@ impl Check {
         Self::new(key, policies, Mode::Reset, 0)
     }
 
-    /// Renews the leases of so many requests that this instance has [in flight](crate::Policy::in_flight): what it
-    /// holds is renewed, and if the store has forgotten it, it holds `count` again. [`Decision::granted`] returns how
-    /// many it holds. Charges nothing under policies of other kinds.
+    /// Renews the slot of a request [in flight](crate::Policy::in_flight) for the policy's
+    /// [`slot_ttl`](crate::Policy::slot_ttl). If the store has lost the slot, it is taken again, also beyond the limit.
+    /// Charges nothing under policies of other kinds. May be sent again.
     ///
-    /// A [`RateLimitLayer`](crate::RateLimitLayer) does this by itself.
-    pub fn renew(key: Key, policies: &Policies, count: u32) -> Self {
-        Self::new(key, policies, Mode::Renew, count)
+    /// A [`RateLimitLayer`](crate::RateLimitLayer) renews its slots itself.
+    pub fn renew(key: Key, policies: &Policies, slot: SlotId) -> Self {
+        Self { slot: Some(slot), ..Self::new(key, policies, Mode::Renew, 0) }
     }
 
-    /// Sets how many requests this instance has [in flight](crate::Policy::in_flight), whatever it held before; 0 for
-    /// none. Charges nothing under policies of other kinds.
-    pub fn hold(key: Key, policies: &Policies, count: u32) -> Self {
-        Self::new(key, policies, Mode::Hold, count)
+    /// Releases the slot of a request [in flight](crate::Policy::in_flight). Refunds nothing under policies of other
+    /// kinds. May be sent again.
+    pub fn release(key: Key, policies: &Policies, slot: SlotId) -> Self {
+        Self { slot: Some(slot), ..Self::new(key, policies, Mode::Release, 0) }
     }
 
     /// A check that probes whether a store decides. It reads and writes like any other, but no request can have its
@@ -120,7 +125,9 @@ impl Check {
     }
 
     fn new(key: Key, policies: &Policies, mode: Mode, cost: u32) -> Self {
-        Self { key, policies: policies.clone(), mode, cost, reserves: false, extra: None }
+        let takes = matches!(mode, Mode::Take | Mode::TakeAhead | Mode::UpTo) && policies.in_flight().is_some();
+        let slot = takes.then(SlotId::unique);
+        Self { key, policies: policies.clone(), mode, cost, reserves: false, slot, extra: None }
     }
 
     /// Gives the check an id, so that a repeated request is charged once. If a check of this caller with this id was
@@ -180,18 +187,20 @@ impl Check {
         }
     }
 
-    /// The check that makes another store count the same requests in flight, after this decision.
-    pub(crate) fn in_flight(&self, decision: &Decision) -> Option<Self> {
+    /// The slot that it takes, renews or releases under a policy of requests [in flight](crate::Policy::in_flight).
+    pub fn slot(&self) -> Option<SlotId> {
+        self.slot
+    }
+
+    /// The check that repeats in another store what this one has done to slots, after this decision.
+    pub(crate) fn mirrored(&self, decision: &Decision) -> Option<Self> {
         let policies = self.policies.in_flight()?;
-        let (mode, cost) = match self.mode {
-            Mode::Take | Mode::TakeAhead | Mode::UpTo if decision.is_allowed() => (Mode::Charge, 1),
-            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek => return None,
-            Mode::Charge => (Mode::Charge, decision.granted()),
-            // Where the count was wrong, the other store has followed the correction.
-            Mode::Renew => (Mode::Hold, self.cost),
-            mode => (mode, self.cost),
-        };
-        Some(Self::new(self.key, policies, mode, cost))
+        match (self.mode, self.slot) {
+            (Mode::Reset, _) => Some(Self::reset(self.key, policies)),
+            (Mode::Release, Some(slot)) => Some(Self::release(self.key, policies, slot)),
+            (_, Some(slot)) if decision.is_allowed() => Some(Self::renew(self.key, policies, slot)),
+            _ => None,
+        }
     }
 
     /// The charge of which it refunds a part, for each policy; empty for one made just now.
@@ -237,8 +246,8 @@ impl Check {
     ///
     /// A state changes only if something is charged, refunded or forgotten, or if the clock has gone back.
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
-        let ask =
-            Ask { mode: self.mode, cost: i64::from(self.cost), within: self.within(), of: self.charged_under(0), now };
+        let (mode, cost, slot) = (self.mode, i64::from(self.cost), self.slot);
+        let ask = Ask { mode, cost, within: self.within(), of: self.charged_under(0), slot, now };
         if let ([state], [policy]) = (&mut *states, self.policies.as_slice()) {
             let (verdict, granted) = state.decide(policy.params(), &ask, i64::MAX);
             return Verdicts::new(granted, SmallVec::from_buf([verdict]));
@@ -272,7 +281,7 @@ impl Check {
 impl Mode {
     /// Counts on the state of one policy, and returns how much was charged, refunded or forgotten.
     pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
-        let ask = Ask { mode: self, cost, within: 0, of: Charged::just_now(cost), now };
+        let ask = Ask { mode: self, cost, within: 0, of: Charged::just_now(cost), slot: None, now };
         state.decide(policy.params(), &ask, i64::MAX).1
     }
 }

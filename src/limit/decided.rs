@@ -37,8 +37,8 @@ impl Check {
             Mode::Take | Mode::TakeAhead => self.cost(),
             Mode::UpTo | Mode::Charge | Mode::Refund => granted.min(self.cost()),
             Mode::Peek => 0,
-            Mode::Reset | Mode::Renew => granted,
-            Mode::Hold => self.cost(),
+            Mode::Reset => granted,
+            Mode::Renew | Mode::Release => 1,
         };
         let granted = i64::from(granted);
         let verdicts = told.iter().zip(self.policies()).map(|(told, policy)| told.corrected(self, policy, granted));

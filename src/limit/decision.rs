@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use super::{Charged, Check, EachCharged, Key, LONGEST, Order, Policies, Policy, Verdict, Verdicts, duration};
+use super::{Charged, Check, EachCharged, Key, LONGEST, Policies, Policy, Verdict, Verdicts, duration};
 
 /// The verdict on one check.
 ///
@@ -56,11 +56,9 @@ impl Outcome {
 pub enum Source {
     /// In Redis, on the count that all instances share.
     Redis,
-    /// In this process, by a denial of Redis that still holds: nothing but a refund, a reset or another policy could
-    /// make it untrue before its `retry_after`. What another instance refunds or resets stays unseen for that long, but
-    /// for a second at most where costs are settled later; and so does a window that began earlier by another quota of
-    /// the same name. A check of a larger cost than was denied gets the wait of the smaller one. What is reported
-    /// beside a cost above the capacity, such as what remains, is up to a minute old.
+    /// In this process, by a denial of Redis that is at most a second old, and whose `retry_after` is not over. A refund
+    /// or a reset by another instance takes effect within that second. A check of a larger cost than was denied gets the
+    /// wait of the smaller one. A check with an [id](crate::check::Check::with_id) is always decided in Redis.
     Cached,
     /// In this process, on its own count.
     Local,
@@ -279,12 +277,6 @@ impl Decision {
     /// When Redis decided, by its own clock in microseconds; 0 or below if another did.
     pub(crate) fn at(&self) -> i64 {
         self.verdicts.at
-    }
-
-    /// Where it stands among the decisions of Redis; `None` if another store decided.
-    pub(crate) fn order(&self) -> Option<Order> {
-        let &Verdicts { at, place, .. } = &self.verdicts;
-        (at > 0).then_some((at, place))
     }
 
     /// The same decision, of a charge that is in the outage log of this number.

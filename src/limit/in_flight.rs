@@ -1,163 +1,164 @@
-//! Requests in flight: how many of a caller run at the same moment; the twin of `lua/in_flight.lua`.
+//! Requests in flight: how many of a caller run at the same moment; the Rust half of `lua/in_flight.lua`.
 //!
-//! **Idea.** A request that passes holds one until it is released, whatever it costs; one more is allowed while less
-//! than `L` are held. Each instance has a number, and the state has an entry for each instance that holds some: how
-//! many, and when it last reported that. An entry that was not renewed for the lease time `P` does not count. So what a
-//! dead instance held is free again after `P`, and the size of a state depends on the number of instances, not of
-//! requests.
+//! **Idea.** A request that passes takes a slot until the slot is released; one more is allowed while fewer than `L`
+//! slots are taken. A slot has an id, so that a take, a renewal and a release may each be sent
+//! twice: the second one changes nothing. A slot that is not renewed for its time to live `P` expires. So the slots of
+//! a dead instance are free again after `P`.
 //!
-//! **Cost.** One key, read and written whole: 22 bytes for each instance that holds some.
+//! **Cost.** One key: about 30 bytes for each slot. Each operation takes at most logarithmic time in the number of
+//! slots.
 //!
-//! **When not.** It does not limit how often: a fast request is free again at once.
+//! **When not.** It does not limit how often: a fast request is free again immediately.
 //!
-//! **Source.** Semaphores by leases, such as Redisson's `RPermitExpirableSemaphore`, which has an entry for each permit.
+//! **Source.** Semaphores with an expiring entry for each permit, such as Redisson's `RPermitExpirableSemaphore`.
 //!
-//! **Two quotas under one name.** Each entry has the lease time of its writer. What is held counts under both, and each
-//! compares it with its own limit.
+//! **Two quotas under one name.** Each slot has the time to live of the policy that took it. Slots count under both
+//! quotas, and each quota compares their number with its own limit.
 
+use std::collections::{BTreeSet, HashMap};
+use std::num::NonZeroU64;
 use std::ops::RangeInclusive;
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::strategy::{Ask, Params, Preview, Registers};
+use super::strategy::{Ask, Params, Preview};
 use super::{Mode, Quota, Verdict};
 use crate::error::ConfigError;
 
-/// A request may end at any time: waiters try again after so many microseconds.
+/// A request may end at any time: a waiter checks again after this many microseconds.
 const AGAIN: i64 = 100_000;
 
-/// How many requests may be in flight.
+/// Maximum number of requests in flight.
 const MAX: u32 = 1_000_000;
-/// A lease is renewed three times in its time, and a dead instance's is free again after it.
-const LEASE_TIMES: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(3_600);
+/// The time to live of a slot.
+const SLOT_TTLS: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(3_600);
+/// The longest of these, in microseconds.
+const LONGEST_TTL: i64 = 3_600_000_000;
 
-/// Checks that a quota can be a number of requests and a lease time.
+/// Checks that a quota can be a number of requests and the time to live of their slots.
 pub(super) fn check(quota: Quota) -> Result<(), ConfigError> {
     let wrong = |problem| {
         Err(ConfigError::new(format!(
-            "the quota `{quota}` cannot count requests in flight: {problem}; write how many at once and the lease time, like \
-             `10/30s`"
+            "the quota `{quota}` cannot count requests in flight: {problem}; write the number of requests and the \
+             slots' time to live, like `10/30s`"
         )))
     };
     match quota {
         _ if quota.capacity() != quota.limit() => wrong("they have no burst"),
-        _ if quota.limit() > MAX => wrong("more than 1000000 at once"),
-        _ if !LEASE_TIMES.contains(&quota.period()) => wrong("the lease time is not from 1 second to 1 hour"),
+        _ if quota.limit() > MAX => wrong("more than 1000000 requests"),
+        _ if !SLOT_TTLS.contains(&quota.period()) => wrong("the time to live is not from 1 second to 1 hour"),
         _ => Ok(()),
+    }
+}
+
+/// Identifies the slot of one request [in flight](crate::Policy::in_flight): see
+/// [`Check::slot`](crate::check::Check::slot).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SlotId(NonZeroU64);
+
+impl SlotId {
+    /// An id that no other slot has: it counts up from a random number of the process.
+    pub(crate) fn unique() -> Self {
+        use std::hash::BuildHasher;
+        static NEXT: LazyLock<AtomicU64> =
+            LazyLock::new(|| AtomicU64::new(std::hash::RandomState::new().hash_one("slots")));
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        Self(NonZeroU64::new(number).unwrap_or(NonZeroU64::MAX))
+    }
+
+    /// The id as bytes, for a store.
+    pub fn to_bytes(self) -> [u8; 8] {
+        self.0.get().to_be_bytes()
     }
 }
 
 /// Boxed, so that the states of strategies stay small.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct State(Box<Holders>);
+pub(crate) struct State(Box<Slots>);
 
-/// Asked by one instance.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-struct Holders {
-    own: Holder,
-    /// A local store serves one instance, so only tests have others.
-    others: Vec<Holder>,
+struct Slots {
+    /// When each expires.
+    expiries: HashMap<SlotId, i64>,
+    /// All slots, the first to expire first.
+    by_expiry: BTreeSet<(i64, SlotId)>,
 }
 
-/// An instance that holds some.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Holder {
-    instance: u64,
-    count: i64,
-    /// When it last reported.
-    told: i64,
-    /// For how long that counts.
-    lease: i64,
-}
+impl Slots {
+    fn latest(&self) -> i64 {
+        self.by_expiry.last().map_or(0, |(expiry, _)| *expiry)
+    }
 
-impl Holder {
-    /// The same at `now`: none whose lease has ended.
-    fn at(self, now: i64) -> Option<Self> {
-        let told = self.told.min(now);
-        (told + self.lease > now).then_some(Self { told, ..self })
+    fn set(&mut self, slot: SlotId, expiry: i64) {
+        if let Some(before) = self.expiries.insert(slot, expiry) {
+            self.by_expiry.remove(&(before, slot));
+        }
+        self.by_expiry.insert((expiry, slot));
+    }
+
+    fn remove(&mut self, slot: SlotId) {
+        if let Some(expiry) = self.expiries.remove(&slot) {
+            self.by_expiry.remove(&(expiry, slot));
+        }
+    }
+
+    /// Removes the slots that have expired. Slots that another clock has left in the future expire when the longest
+    /// could.
+    fn pass_to(&mut self, now: i64) {
+        while let Some(&(expiry, slot)) = self.by_expiry.first()
+            && expiry <= now
+        {
+            self.remove(slot);
+        }
+        let bound = now + LONGEST_TTL;
+        while let Some(&(expiry, slot)) = self.by_expiry.last()
+            && expiry > bound
+        {
+            self.set(slot, bound);
+        }
     }
 }
 
 impl State {
-    /// What this instance holds, what the others do, and when the last of theirs ends. And whether it must be saved even
-    /// if nothing changes, since the clock has gone back.
-    fn load(&self, now: i64) -> (Registers, bool) {
-        let own = self.0.own.at(now).map_or(0, |own| own.count);
-        let (mut others, mut latest) = (0, 0);
-        for other in self.0.others.iter().filter_map(|other| other.at(now)) {
-            (others, latest) = (others + other.count, latest.max(other.told + other.lease));
-        }
-        let future = self.0.own.told > now || self.0.others.iter().any(|other| other.told > now);
-        ([own, others, latest], future)
-    }
-
-    /// What its policy sees. Only a charge bounds what the other policies grant: a request is not part of their cost.
+    /// The answer of its policy. It does not bound the grants of other policies: a slot is not part of their cost.
     pub(super) fn preview(&self, params: &Params, ask: &Ask) -> Preview {
-        let &Ask { mode, cost, now, .. } = ask;
-        let (registers, dirty) = self.load(now);
-        let ([own, others, _], capacity) = (registers, params.capacity);
-        let room = capacity - own - others;
-        let (needs, grants) = match mode {
+        let Slots { expiries, by_expiry } = &*self.0;
+        let expired = by_expiry.iter().take_while(|(expiry, _)| *expiry <= ask.now).count();
+        let room = params.capacity - (by_expiry.len() - expired) as i64;
+        let is_taken = || ask.slot.and_then(|slot| expiries.get(&slot)).is_some_and(|expiry| *expiry > ask.now);
+        let (needs, grants) = match ask.mode {
             Mode::Peek => (1, 0),
+            // Taken again, it is the same slot.
+            Mode::Take | Mode::TakeAhead | Mode::UpTo if room < 1 && is_taken() => (i64::MIN, 1),
             Mode::Take | Mode::TakeAhead | Mode::UpTo => (1, 1),
-            Mode::Charge => (mode.needs(cost, capacity), mode.grants(cost, room, capacity)),
-            // However long ago it was taken.
-            Mode::Refund => (i64::MIN, cost.min(own)),
-            Mode::Reset => (i64::MIN, capacity - room),
-            Mode::Renew if own > 0 => (i64::MIN, own),
-            Mode::Renew | Mode::Hold => (i64::MIN, cost),
+            Mode::Reset => (i64::MIN, params.capacity - room),
+            Mode::Renew | Mode::Release => (i64::MIN, 1),
+            Mode::Charge | Mode::Refund => (i64::MIN, 0),
         };
-        let (grants, max) = match mode {
-            _ if room < needs => (0, -1),
-            Mode::Charge => (grants, grants),
-            _ => (grants, i64::MAX),
-        };
-        Preview { registers, dirty, room, needs, grants, max }
+        let (grants, max) = if room < needs { (0, -1) } else { (grants, i64::MAX) };
+        Preview { registers: [0; 3], dirty: false, room, needs, grants, max }
     }
 
-    /// Decides, and holds what is granted: the verdict, and how much that is; of a renewal, how many are held. A `max` below
-    /// 0 is of a check that another policy denies.
+    /// Decides, and takes or releases the slot: the verdict, and whether that was done; of a reset, how many slots there
+    /// were. A `max` below 0 is of a check that another policy denies.
     pub(super) fn decide(&mut self, params: &Params, ask: &Ask, max: i64) -> (Verdict, i64) {
-        let (mode, now) = (ask.mode, ask.now);
-        let Preview { registers: [own, others, latest], dirty, room, needs, grants, .. } = self.preview(params, ask);
-        let wait = if room < needs { AGAIN } else { 0 };
-        let (held, granted) = match mode {
-            Mode::Reset => {
-                *self = Self::default();
-                return (Verdict { remaining: params.capacity, wait, reset: 0 }, grants);
+        let Preview { room, needs, grants, .. } = self.preview(params, ask);
+        let slots = &mut *self.0;
+        slots.pass_to(ask.now);
+        let granted = if max < 0 { 0 } else { grants };
+        match (ask.mode, ask.slot) {
+            (Mode::Reset, _) => *slots = Slots::default(),
+            (Mode::Release, Some(slot)) => slots.remove(slot),
+            (_, Some(slot)) if granted > 0 => {
+                let expiry = slots.expiries.get(&slot).copied().unwrap_or(0).max(ask.now + params.period);
+                slots.set(slot, expiry);
             }
-            Mode::Refund => (own - grants, grants),
-            Mode::Renew | Mode::Hold => (grants, grants),
-            _ if max < 0 => (own, 0),
-            Mode::Charge => (own + grants.min(max), grants.min(max)),
-            _ => (own + grants, grants),
-        };
-        let reset = (latest - now).max(if held > 0 { params.period } else { 0 }).max(0);
-        if granted > 0 || matches!(mode, Mode::Renew | Mode::Hold) || dirty && mode != Mode::Peek {
-            self.save(params, now, held);
+            _ => {}
         }
-        (Verdict { remaining: (params.capacity - held - others).max(0), wait, reset }, granted)
-    }
-
-    fn save(&mut self, params: &Params, now: i64, held: i64) {
-        let Holders { own, others } = &mut *self.0;
-        *own = match held {
-            0 => Holder { instance: own.instance, ..Holder::default() },
-            count => Holder { count, told: now, lease: params.period, ..*own },
-        };
-        *others = others.iter().filter_map(|other| other.at(now)).collect();
-    }
-}
-
-#[cfg(test)]
-impl State {
-    /// From here on another instance asks.
-    pub(crate) fn ask_as(&mut self, instance: u64) {
-        if instance == self.0.own.instance {
-            return;
-        }
-        let found = self.0.others.iter().position(|other| other.instance == instance);
-        let next = found.map_or(Holder { instance, ..Holder::default() }, |i| self.0.others.swap_remove(i));
-        let former = std::mem::replace(&mut self.0.own, next);
-        self.0.others.extend((former.count > 0).then_some(former));
+        let count = slots.by_expiry.len() as i64;
+        let remaining = (params.capacity - count).max(0);
+        let reset = if count > 0 { slots.latest() - ask.now } else { 0 };
+        (Verdict { remaining, wait: if room < needs { AGAIN } else { 0 }, reset }, granted)
     }
 }

@@ -9,7 +9,9 @@ use sha2::{Digest, Sha256};
 /// Up to 39 bytes of printable ASCII are kept as they are, so that an operator can read them in Redis.
 /// Everything else is hashed (SHA-256, cut to 128 bits): longer keys, bytes that are not printable, the
 /// characters `{ } : , ~` that give a Redis key its structure, and every [`secret`](Self::secret). So no
-/// caller can choose a cluster slot, name another's key, or make a key long.
+/// caller can name another's key, or make a key long. In a cluster, callers who choose their own keys can aim at one of
+/// the store's [partitions](crate::store::RedisStoreBuilder::partitions), whose hash is the same in all stores, and so
+/// load one master; they cannot aim at any other of the 16,384 slots.
 ///
 /// A number is the same key as its digits: `Key::from(42)` is `Key::new("42")`.
 ///

@@ -19,7 +19,7 @@ impl Kind {
     pub(crate) const fn letter(self) -> &'static str {
         match self {
             Self::Rate(strategy) => strategy.letter(),
-            Self::InFlight => "i",
+            Self::InFlight => "s",
         }
     }
 

@@ -30,6 +30,7 @@ mod words;
 pub use check::Check;
 pub use counts::Counts;
 pub use decision::{Decision, Outcome, Source};
+pub use in_flight::SlotId;
 pub use key::Key;
 pub use mode::Mode;
 pub use policies::Policies;
@@ -49,5 +50,5 @@ pub(crate) use state::State;
 pub(crate) use strategy::{Frees, Snapshot, strategies};
 #[cfg(test)]
 pub(crate) use strategy::{Model, most_spent};
-pub(crate) use verdict::{Order, Verdicts};
+pub(crate) use verdict::Verdicts;
 pub(crate) use words::words;

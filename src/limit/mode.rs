@@ -16,11 +16,11 @@ pub enum Mode {
     Refund,
     /// Forgets all charges of the caller.
     Reset,
-    /// Renews what this instance holds of [requests in flight](crate::Policy::in_flight), or holds so many if nothing
-    /// is known of it any more.
+    /// Renews the slot of a [request in flight](crate::Policy::in_flight), also beyond the limit if the store has lost
+    /// it.
     Renew,
-    /// Holds just so many [requests in flight](crate::Policy::in_flight), whatever this instance held.
-    Hold,
+    /// Releases the slot of a [request in flight](crate::Policy::in_flight).
+    Release,
 }
 
 impl Mode {
@@ -38,7 +38,7 @@ impl Mode {
             Self::UpTo => cost.min(1),
             Self::Charge => cost.min(1) - capacity,
             // However deep in debt: a quota may have been lowered.
-            Self::Refund | Self::Reset | Self::Renew | Self::Hold => i64::MIN,
+            Self::Refund | Self::Reset | Self::Renew | Self::Release => i64::MIN,
         }
     }
 
@@ -51,7 +51,7 @@ impl Mode {
             Self::Charge => cost.min(room + capacity).max(0),
             Self::Refund => cost.min(capacity - room),
             Self::Reset => capacity - room,
-            Self::Renew | Self::Hold => 0,
+            Self::Renew | Self::Release => 0,
         }
     }
 }

@@ -172,11 +172,6 @@ impl Policies {
         self.0.split.is_none() || !policy.is_in_flight()
     }
 
-    /// One of them alone.
-    pub(crate) fn only(&self, policy: &Policy) -> Self {
-        if self.iter().len() == 1 { self.clone() } else { policy.clone().into() }
-    }
-
     /// The policies of which these are the share of an instance, or these.
     pub(crate) fn whole(&self) -> Self {
         match self.iter().all(|policy| std::ptr::eq(policy, policy.whole())) {

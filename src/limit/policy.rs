@@ -32,8 +32,8 @@ use crate::error::ConfigError;
 #[derive(Clone)]
 pub struct Policy(Arc<Inner>);
 
-/// Default lease time of requests in flight.
-const LEASE_TIME: Duration = Duration::from_secs(30);
+/// Default time to live of the slots of requests in flight.
+const SLOT_TTL: Duration = Duration::from_secs(30);
 /// Below that a block hardly saves a call.
 const SHORTEST_LEASE: Duration = Duration::from_millis(10);
 
@@ -77,13 +77,12 @@ impl Policy {
     /// until it is released, as one, whatever its cost, so that this can be combined with a policy that counts bytes or
     /// tokens.
     ///
-    /// What a dead instance held is free again after the [lease time](Self::lease_time), which is the quota's period. A
-    /// layer renews longer requests, at the latest a third of the lease time before the lease ends. It is not known
-    /// when a request ends, so [`Decision::retry_after`](super::Decision::retry_after) is a fixed 100 ms: when to try
-    /// again.
+    /// Each request has a slot, which expires after its [time to live](Self::slot_ttl), the quota's period: so the
+    /// slots of a dead instance are free again. A layer renews the slots of longer requests every third of that time.
+    /// A request may end at any time, so [`Decision::retry_after`](super::Decision::retry_after) is a fixed 100 ms.
     ///
-    /// It works like semaphores with leases, such as Redisson's `RPermitExpirableSemaphore`. As text it is a policy
-    /// with the strategy `in-flight` and a quota of the limit and the lease time, such as `10/30s`.
+    /// It works like semaphores whose permits expire, such as Redisson's `RPermitExpirableSemaphore`. As text it is a
+    /// policy with the strategy `in-flight` and a quota of the limit and the slots' time to live, such as `10/30s`.
     ///
     /// A [`RateLimitLayer`](crate::RateLimitLayer) needs [`until_body_end`](crate::RateLimitLayer::until_body_end) or
     /// [`settle`](crate::RateLimitLayer::settle), to know when a request ends.
@@ -93,7 +92,7 @@ impl Policy {
     /// use tower_redis_ratelimit::Policy;
     ///
     /// let uploads = Policy::in_flight("uploads", 10)?;
-    /// let calls = Policy::in_flight("calls", 10)?.lease_time(Duration::from_secs(5))?;
+    /// let calls = Policy::in_flight("calls", 10)?.slot_ttl(Duration::from_secs(5))?;
     /// assert_eq!((uploads.quota().limit(), calls.quota().to_string()), (10, "10/5s".to_owned()));
     /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
     /// ```
@@ -102,16 +101,16 @@ impl Policy {
     ///
     /// For a name that [`new`](Self::new) refuses, and for another limit.
     pub fn in_flight(name: &str, limit: u32) -> Result<Self, ConfigError> {
-        Self::of_kind(name, Kind::InFlight, Quota::per(limit, LEASE_TIME))
+        Self::of_kind(name, Kind::InFlight, Quota::per(limit, SLOT_TTL))
     }
 
-    /// The same policy of requests [in flight](Self::in_flight) with another lease time, from 1 second to 1 hour.
-    /// Defaults to 30 seconds. A policy of another kind is not changed.
+    /// Sets the time to live of the slots of requests [in flight](Self::in_flight), from 1 second to 1 hour. Defaults
+    /// to 30 seconds. A policy of another kind is not changed.
     ///
     /// # Errors
     ///
-    /// For a lease time that is too short or too long.
-    pub fn lease_time(self, time: Duration) -> Result<Self, ConfigError> {
+    /// For a time to live that is too short or too long.
+    pub fn slot_ttl(self, time: Duration) -> Result<Self, ConfigError> {
         match self.is_in_flight() {
             true => Self::of_kind(self.name(), Kind::InFlight, Quota::per(self.quota().limit(), time)),
             false => Ok(self),
@@ -436,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn in_flight_has_limit_and_lease_time() {
+    fn in_flight_has_limit_and_slot_ttl() {
         let in_flight = |text: &str| Policy::of_kind("p", Kind::InFlight, text.parse().unwrap());
         for (text, part) in [
             ("10/30s burst 20", "no burst"),
@@ -449,10 +448,10 @@ mod tests {
         }
         assert!(in_flight("1000000/1s").is_ok() && in_flight("1/1h").is_ok());
         assert_eq!(in_flight("4/30s"), Policy::in_flight("p", 4));
-        assert_eq!(in_flight("4/5s"), Policy::in_flight("p", 4).unwrap().lease_time(Duration::from_secs(5)));
-        assert!(Policy::in_flight("p", 4).unwrap().lease_time(Duration::from_millis(999)).is_err());
+        assert_eq!(in_flight("4/5s"), Policy::in_flight("p", 4).unwrap().slot_ttl(Duration::from_secs(5)));
+        assert!(Policy::in_flight("p", 4).unwrap().slot_ttl(Duration::from_millis(999)).is_err());
         let rate = policy("p", Quota::per_second(1)).unwrap();
-        assert_eq!(rate.clone().lease_time(Duration::from_secs(5)), Ok(rate));
+        assert_eq!(rate.clone().slot_ttl(Duration::from_secs(5)), Ok(rate));
         let none = Policy::in_flight("p", 0).unwrap_err().to_string();
         assert!(none.contains("its limit must be at least 1"), "{none}");
     }

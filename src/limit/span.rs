@@ -124,11 +124,11 @@ mod tests {
             ("f", "1m+"),
             ("w", "1m/010"),
             ("w", "1m"),
-            ("i", "1m"),
+            ("s", "1m"),
             ("?", "1m"),
         ] {
             assert_eq!(read(letter, span), None, "{letter}:{span}");
         }
-        assert_eq!(read("i", ""), Some((Kind::InFlight, Quota::per_second(1))));
+        assert_eq!(read(Kind::InFlight.letter(), ""), Some((Kind::InFlight, Quota::per_second(1))));
     }
 }

@@ -62,22 +62,16 @@ pub(crate) struct Verdicts {
     /// When Redis decided, by its own clock in microseconds; 0 if another did. Below 0 it is the number of the outage
     /// log of a [`Fallback`](crate::Fallback) that has the charge, until it is reconciled.
     pub(crate) at: i64,
-    /// Where it stands among all that Redis decided in the same call.
-    pub(crate) place: u32,
     /// How many microseconds ago that was, if the decision is repeated under an [id](super::Check::with_id).
     pub(crate) age: i64,
     /// One for each policy. Most checks have one policy: then it takes no memory elsewhere.
     pub(crate) each: SmallVec<[Verdict; 1]>,
 }
 
-/// Where a decision stands among those of Redis: when it was made, and at which place of the call. A later one is
-/// greater.
-pub(crate) type Order = (i64, u32);
-
 impl Verdicts {
     /// A decision of another store than Redis.
     pub(crate) fn new(granted: i64, each: SmallVec<[Verdict; 1]>) -> Self {
-        Self { granted, at: 0, place: 0, age: 0, each }
+        Self { granted, at: 0, age: 0, each }
     }
 
     /// The verdict of the first policy.

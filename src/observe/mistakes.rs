@@ -22,6 +22,7 @@ mistakes! {
     IN_FLIGHT_WITHOUT_END = "in-flight-without-end",
     IN_FLIGHT_IN_THROTTLE = "in-flight-in-throttle",
     NOT_LEASED = "not-leased",
+    MISSING_RIGHT = "missing-right",
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ pub mod event;
 mod metrics;
 pub(crate) mod mistakes;
 #[cfg(feature = "tracing")]
-mod throttle;
+mod repeats;
 #[cfg(feature = "tracing")]
 mod tracing;
 mod unobserved;
@@ -67,8 +67,8 @@ pub trait Observer: Send + Sync + 'static {
     }
 
     /// The server is misconfigured, so that a layer can count no request: over HTTP each gets a 500. Or it cannot count
-    /// by a policy, which it leaves out, or has counted a request twice, or a policy is leased for nothing. Reported at
-    /// most once a minute by each layer.
+    /// by a policy, which it leaves out, or has counted a request twice, or a policy is leased without effect, or the Redis
+    /// user lacks a right. Reported at most once a minute by each layer and store.
     fn misconfigured(&self, event: &event::Misconfigured<'_>) {
         let _ = event;
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tracing::{Span, error, info, trace, warn};
 
-use super::throttle::{Throttle, Told};
+use super::repeats::{Count, Repeats};
 use super::{Observer, event};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Key, Policy};
@@ -84,8 +84,8 @@ pub struct TracingObserver {
 /// What is logged once a minute.
 struct Log {
     /// By the caller, the policy, and whether it is a dry run.
-    denials: Throttle<(Key, u64, bool), Denied>,
-    failures: Throttle<ErrorKind, StoreError>,
+    denials: Repeats<(Key, u64, bool), Denied>,
+    failures: Repeats<ErrorKind, StoreError>,
 }
 
 #[derive(Clone)]
@@ -148,13 +148,13 @@ impl Observer for TracingObserver {
             dry_run,
             "rate limit decided"
         );
-        self.log.tell_ended();
+        self.log.report_counts();
         if !decision.is_allowed() {
             let (span, field) = (Span::current(), if dry_run { "rate_limit_dry_run" } else { "rate_limit" });
             span.record(field, outcome.as_str());
             let who = || Denied { policy: policy.clone(), caller: self.shown(key), dry_run };
-            if let Some(told) = self.log.denials.note((*key, policy.id(), dry_run), who) {
-                denied(&span, told);
+            if let Some(new) = self.log.denials.note((*key, policy.id(), dry_run), who) {
+                denied(&span, new);
             }
         }
     }
@@ -166,9 +166,9 @@ impl Observer for TracingObserver {
             error = error as &dyn StdError,
             "rate limit check failed"
         );
-        self.log.tell_ended();
-        if let Some(told) = self.log.failures.note(error.kind(), || error.clone()) {
-            failed(&Span::current(), told);
+        self.log.report_counts();
+        if let Some(new) = self.log.failures.note(error.kind(), || error.clone()) {
+            failed(&Span::current(), new);
         }
     }
 
@@ -204,24 +204,24 @@ impl Observer for TracingObserver {
 impl Log {
     fn new(callers: NonZeroUsize) -> Arc<Self> {
         // There are fewer kinds than this.
-        Arc::new(Self { denials: Throttle::new(callers.get()), failures: Throttle::new(64) })
+        Arc::new(Self { denials: Repeats::new(callers.get()), failures: Repeats::new(64) })
     }
 
     /// In no span, since it is about other requests than the current one.
-    fn tell_ended(&self) {
-        self.denials.ended().into_iter().for_each(|told| denied(&Span::none(), told));
-        self.failures.ended().into_iter().for_each(|told| failed(&Span::none(), told));
+    fn report_counts(&self) {
+        self.denials.counts().into_iter().for_each(|count| denied(&Span::none(), count));
+        self.failures.counts().into_iter().for_each(|count| failed(&Span::none(), count));
     }
 }
 
 impl Drop for Log {
     fn drop(&mut self) {
-        self.denials.rest().into_iter().for_each(|told| denied(&Span::none(), told));
-        self.failures.rest().into_iter().for_each(|told| failed(&Span::none(), told));
+        self.denials.unreported().into_iter().for_each(|count| denied(&Span::none(), count));
+        self.failures.unreported().into_iter().for_each(|count| failed(&Span::none(), count));
     }
 }
 
-fn denied(span: &Span, (who, denied): Told<Denied>) {
+fn denied(span: &Span, (who, denied): Count<Denied>) {
     match who {
         Some(Denied { policy, caller, dry_run }) => {
             info!(parent: span, policy = policy.name(), caller, denied, dry_run, "rate limit exceeded");
@@ -230,7 +230,7 @@ fn denied(span: &Span, (who, denied): Told<Denied>) {
     }
 }
 
-fn failed(span: &Span, (error, failed): Told<StoreError>) {
+fn failed(span: &Span, (error, failed): Count<StoreError>) {
     if let Some(error) = error {
         warn!(parent: span, kind = error.kind().as_str(), error = &error as &dyn StdError, failed, "rate limit checks failed");
     }

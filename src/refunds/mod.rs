@@ -8,7 +8,7 @@ mod sender;
 #[cfg(test)]
 mod tests;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
@@ -41,6 +41,8 @@ use crate::util::{contain, instant, lock};
 ///   [waits](RefundQueue::ask), or has.
 /// - What was sent and is not known to be done is not sent again, or it might be done twice. The observer is notified of
 ///   it, and of what finds the queue full.
+/// - A release of a slot is sent until it is done, or the slot has expired. The observer is not notified then, nor of
+///   more than [`RELEASES`] that wait: these slots expire.
 /// - It sends on the runtime of whoever came first; what is put where there is none, on the first that it has ever
 ///   seen. If that ends, what is left waits for the next one that [sends](RefundQueue::put) or
 ///   [wakes](RefundQueue::wake) it on another. A runtime that stands still is not waited for.
@@ -70,9 +72,9 @@ const STALLED: u8 = 2;
 struct Work<S: Store> {
     /// What has not been tried yet.
     fresh: VecDeque<PendingOp>,
-    /// What is tried again, and when.
-    again: VecDeque<PendingOp>,
-    again_at: Option<Instant>,
+    /// Operations to try again, each by its time and number.
+    again: BTreeMap<(Instant, u64), PendingOp>,
+    again_number: u64,
     /// What has been asked, by whoever is no sender, or by one whose runtime has ended.
     asked: Vec<Flight<S>>,
     sender: Option<ActiveSender>,
@@ -112,6 +114,10 @@ const GAP: Duration = Duration::from_millis(2);
 const AT_ONCE: usize = 1_024;
 /// How much may wait.
 const CAPACITY: usize = 100_000;
+/// How many releases may wait to be tried again.
+const RELEASES: usize = 10_000;
+/// Pause from the reply to a release until it is repeated.
+const REPEAT_AFTER: Duration = Duration::from_millis(500);
 /// After how long something is tried again: at first, and at most.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
@@ -139,8 +145,8 @@ impl<S: Store> StoreQueue<S> {
     pub(crate) fn new(store: S, observer: Option<Arc<dyn Observer>>) -> Self {
         let work = Work {
             fresh: VecDeque::new(),
-            again: VecDeque::new(),
-            again_at: None,
+            again: BTreeMap::new(),
+            again_number: 0,
             asked: Vec::new(),
             sender: None,
             senders: 0,
@@ -234,29 +240,38 @@ impl<S: Store> SharedQueue<S> {
     }
 
     /// The store has answered, or panicked.
-    pub(super) fn ended(&self, op: PendingOp, answer: Result<Decision, StoreError>) {
+    pub(super) fn ended(&self, mut op: PendingOp, answer: Result<Decision, StoreError>) {
         match answer {
             Err(error) if error.is_unsent() && op.is_tried_once() => op.answer(Err(error)),
+            Err(error) if op.is_release() && (error.is_unsent() || !error.is_of_check()) => {
+                if op.matters(instant()) {
+                    let pause = op.next_pause();
+                    drop(self.try_again(op, pause, RELEASES));
+                }
+            }
             Err(error) if error.is_unsent() && op.matters(instant()) => {
-                if let Some(op) = self.try_again(op) {
+                let pause = op.next_pause();
+                if let Some(op) = self.try_again(op, pause, CAPACITY) {
                     self.give_up(op, error);
                 }
             }
             Err(error) => self.give_up(op, error),
+            Ok(_) if op.repeats => {
+                op.repeats = false;
+                drop(self.try_again(op, REPEAT_AFTER, RELEASES));
+            }
             Ok(decision) => op.answer(Ok(decision)),
         }
     }
 
-    /// Keeps what is to be tried again. Returns it if too much waits.
-    fn try_again(&self, mut op: PendingOp) -> Option<PendingOp> {
+    /// Keeps the operation for another try. Returns it if the queue is full, or if `most` others wait for another try.
+    fn try_again(&self, op: PendingOp, pause: Duration, most: usize) -> Option<PendingOp> {
         let work = &mut *lock(&self.work);
-        if work.is_full() {
+        if work.is_full() || work.again.len() >= most {
             return Some(op);
         }
-        let pause = FIRST_PAUSE.saturating_mul(1 << op.tries.min(8)).min(LONGEST_PAUSE);
-        work.again_at.get_or_insert_with(|| instant() + pause);
-        op.tries += 1;
-        work.again.push_back(op);
+        work.again_number += 1;
+        work.again.insert((instant() + pause, work.again_number), op);
         self.came_to(work);
         None
     }
@@ -318,13 +333,11 @@ impl<S: Store> SharedQueue<S> {
         }
         flights.append(&mut work.asked);
         let next = last + GAP;
-        if work.again_at.is_some_and(|at| at <= now) {
-            work.again_at = None;
-            work.again.append(&mut work.fresh);
-            std::mem::swap(&mut work.again, &mut work.fresh);
+        while let Some(due) = work.again.first_entry().filter(|first| first.key().0 <= now) {
+            work.fresh.push_back(due.remove());
         }
         let room = AT_ONCE.saturating_sub(flights.len());
-        match (work.fresh.is_empty(), work.again_at) {
+        match (work.fresh.is_empty(), work.again_at()) {
             (false, _) if now < next => Next::Wait(Some(next)),
             (false, _) if room == 0 => Next::Wait(None),
             (false, _) => Next::Send(work.fresh.drain(..room.min(work.fresh.len())).collect()),
@@ -363,13 +376,17 @@ impl<S: Store> Work<S> {
         self.fresh.is_empty() && self.again.is_empty() && self.asked.is_empty()
     }
 
+    fn again_at(&self) -> Option<Instant> {
+        self.again.first_key_value().map(|((at, _), _)| *at)
+    }
+
     fn is_full(&self) -> bool {
         self.fresh.len() + self.again.len() >= CAPACITY
     }
 
     /// Whether a sender has not sent what waits for it, and this is another runtime.
     fn is_left_by(&self, sender: ActiveSender, runtime: &Handle) -> bool {
-        let mut due = self.fresh.front().map(|op| op.put_at).into_iter().chain(self.again_at);
+        let mut due = self.fresh.front().map(|op| op.put_at).into_iter().chain(self.again_at());
         sender.runtime != runtime.id() && due.any(|at| at + PATIENCE < instant())
     }
 }

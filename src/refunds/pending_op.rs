@@ -1,4 +1,8 @@
+use std::time::Duration;
+
 use tokio::time::Instant;
+
+use super::{FIRST_PAUSE, LONGEST_PAUSE};
 
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Policies};
@@ -11,6 +15,8 @@ pub(crate) struct PendingOp {
     pub(super) put_at: Instant,
     /// How often the store has not sent it.
     pub(super) tries: u32,
+    /// Whether to send it again a while after the reply.
+    pub(super) repeats: bool,
 }
 
 /// Called with the answer, once: also if nobody is left to send it.
@@ -34,13 +40,18 @@ type CheckAt = dyn Fn(Instant) -> Option<Check> + Send;
 impl PendingOp {
     /// Asks this check.
     pub(crate) fn of_check(check: Check) -> Self {
-        Self { what: What::Check(check), then: Then(None), put_at: instant(), tries: 0 }
+        Self { what: What::Check(check), then: Then(None), put_at: instant(), tries: 0, repeats: false }
     }
 
     /// The same, which calls `then` with what came of it: on the sender's task, or before this is put, and without a
     /// lock. If it was given up, the error says whether it is certain that it was [not sent](StoreError::is_unsent).
     pub(crate) fn then(self, then: impl FnOnce(Result<Decision, StoreError>) + Send + 'static) -> Self {
         Self { then: Then(Some(Box::new(then))), ..self }
+    }
+
+    /// Sends it again a while after the reply, in case an earlier check of its slot arrives late.
+    pub(crate) fn repeated(self) -> Self {
+        Self { repeats: true, ..self }
     }
 
     /// Charges without asking.
@@ -56,7 +67,7 @@ impl PendingOp {
         check: impl Fn(Instant) -> Option<Check> + Send + 'static,
     ) -> Self {
         let what = What::Refund { key, counts_for: policies.longest_count(), check: Box::new(check) };
-        Self { what, then: Then(None), put_at: instant(), tries: 0 }
+        Self { what, then: Then(None), put_at: instant(), tries: 0, repeats: false }
     }
 
     /// The caller whom it is about.
@@ -75,6 +86,17 @@ impl PendingOp {
         };
         let age = now.saturating_duration_since(self.put_at);
         i64::try_from(age.as_micros()).is_ok_and(|age| age < counts_for)
+    }
+
+    /// Counts a try, and returns how long to wait for the next.
+    pub(super) fn next_pause(&mut self) -> Duration {
+        self.tries += 1;
+        FIRST_PAUSE.saturating_mul(1 << (self.tries - 1).min(8)).min(LONGEST_PAUSE)
+    }
+
+    /// Whether it releases a slot, which it may do twice.
+    pub(super) fn is_release(&self) -> bool {
+        matches!(&self.what, What::Check(check) if check.mode() == Mode::Release)
     }
 
     /// Whether it is not tried again if it was not sent: whoever puts a renewal or asks for a block does so again, and a

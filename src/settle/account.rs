@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 
 use super::settlement::Counted;
 use super::{Charge, Settlement};
-use crate::in_flight::Lease;
+use crate::in_flight::Slot;
 use crate::limit::{Check, Decision};
 use crate::refunds::{PendingOp, RefundQueue, Reserved};
 use crate::util::lock;
@@ -29,7 +29,7 @@ struct Book {
     open: Open,
     settlement: Settlement,
     /// Of the policies that count requests in flight: dropped with the account.
-    in_flight: SmallVec<[Lease; 1]>,
+    in_flight: SmallVec<[Slot; 1]>,
 }
 
 /// What is not settled yet.
@@ -55,8 +55,8 @@ const UNUSED: u64 = u64::MAX;
 
 impl Account {
     /// The account of a request that settles as the handles say. It may have reserved nothing.
-    pub(crate) fn new(refunds: Arc<dyn RefundQueue>, reserved: Option<Reserved>, lease: Option<Lease>) -> Self {
-        let in_flight = lease.into_iter().collect();
+    pub(crate) fn new(refunds: Arc<dyn RefundQueue>, reserved: Option<Reserved>, slot: Option<Slot>) -> Self {
+        let in_flight = slot.into_iter().collect();
         let cost = reserved.as_ref().map_or(0, Reserved::cost);
         let enforced = reserved.is_some();
         let open = Open { reserved: reserved.into_iter().collect(), enforced, later: Vec::new() };
@@ -84,10 +84,10 @@ impl Account {
     }
 
     /// Adds what was reserved in a dry run.
-    pub(crate) fn add(&self, reserved: Reserved, lease: Option<Lease>) {
+    pub(crate) fn add(&self, reserved: Reserved, slot: Option<Slot>) {
         let cost = {
             let mut book = lock(&self.book);
-            book.in_flight.extend(lease);
+            book.in_flight.extend(slot);
             match book.settlement.cost_at_head(reserved.cost()) {
                 None => return book.open.reserved.push(reserved),
                 Some(cost) => cost,

@@ -5,7 +5,7 @@ use tokio::sync::oneshot;
 
 use super::{Account, ReserveError};
 use crate::error::{ErrorKind, StoreError};
-use crate::in_flight::Lease;
+use crate::in_flight::Slot;
 use crate::limit::RateLimited;
 use crate::refunds::{PendingOp, RefundQueue, Reserved};
 use crate::util::instant;
@@ -39,8 +39,8 @@ pub struct Charge {
 impl Charge {
     /// Counts for a request that has reserved this, or nothing, and that holds its place in flight until all is
     /// settled.
-    pub(crate) fn new(refunds: Arc<dyn RefundQueue>, reserved: Option<Reserved>, lease: Option<Lease>) -> Self {
-        Self { account: Arc::new(Account::new(refunds, reserved, lease)) }
+    pub(crate) fn new(refunds: Arc<dyn RefundQueue>, reserved: Option<Reserved>, slot: Option<Slot>) -> Self {
+        Self { account: Arc::new(Account::new(refunds, reserved, slot)) }
     }
 
     /// Counts for a layer around this one, too.

@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use super::{Account, Settlement};
 use crate::error::StoreError;
-use crate::in_flight::Lease;
+use crate::in_flight::Slot;
 use crate::limit::{Decision, RateLimited};
 use crate::refunds::{RefundQueue, Reserved};
 
@@ -51,8 +51,8 @@ pub enum ReserveError {
 }
 
 impl Reservation {
-    pub(crate) fn new(reserved: Reserved, lease: Option<Lease>, refunds: Arc<dyn RefundQueue>) -> Self {
-        Self { decision: reserved.decision.clone(), account: Account::new(refunds, Some(reserved), lease) }
+    pub(crate) fn new(reserved: Reserved, slot: Option<Slot>, refunds: Arc<dyn RefundQueue>) -> Self {
+        Self { decision: reserved.decision.clone(), account: Account::new(refunds, Some(reserved), slot) }
     }
 
     /// The decision that granted it.

@@ -57,8 +57,8 @@ pub(crate) fn shown(check: &Check) -> String {
         Mode::Charge => format!("charge {cost} to {key}{id}"),
         Mode::Refund => format!("refund {cost} to {key}{id}"),
         Mode::Reset => format!("reset {key}{id}"),
-        Mode::Renew => format!("renew {cost} of {key}"),
-        Mode::Hold => format!("hold {cost} of {key}"),
+        Mode::Renew => format!("renew a slot of {key}"),
+        Mode::Release => format!("release a slot of {key}"),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Wakes the waiters of this process when something was refunded or forgotten, in any store.
+//! Wakes the waiters of this process when something was refunded, released or forgotten in their store.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -29,25 +29,28 @@ impl Wake {
     }
 }
 
-/// Is woken when a charge of a caller under any of these policies is freed, until it is dropped.
+/// Is woken when a charge of a caller under any of these policies is freed in a store, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Listener {
-    key: Key,
+    of: (usize, Key),
     wake: Arc<Wake>,
 }
 
-/// By the caller: several may wait for one, each under its policies.
-type Listeners = HashMap<Key, Vec<(Policies, Arc<Wake>)>>;
+/// By the [identity](crate::store::Store::identity) of the store and the caller: several may wait for one, each under
+/// its policies.
+type Listeners = HashMap<(usize, Key), Vec<(Policies, Arc<Wake>)>>;
 
 static LISTENERS: LazyLock<Mutex<Listeners>> = LazyLock::new(Mutex::default);
 /// How many there are: without waiters there is no search.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
 impl Listener {
-    pub(crate) fn new(key: Key, policies: Policies, wake: Arc<Wake>) -> Self {
-        lock(&LISTENERS).entry(key).or_default().push((policies, Arc::clone(&wake)));
+    /// `None` for a store without an identity.
+    pub(crate) fn new(store: Option<usize>, key: Key, policies: Policies, wake: Arc<Wake>) -> Option<Self> {
+        let of = (store?, key);
+        lock(&LISTENERS).entry(of).or_default().push((policies, Arc::clone(&wake)));
         COUNT.fetch_add(1, Ordering::AcqRel);
-        Self { key, wake }
+        Some(Self { of, wake })
     }
 }
 
@@ -55,29 +58,27 @@ impl Drop for Listener {
     fn drop(&mut self) {
         COUNT.fetch_sub(1, Ordering::AcqRel);
         let listeners = &mut *lock(&LISTENERS);
-        let Some(of_caller) = listeners.get_mut(&self.key) else { return };
+        let Some(of_caller) = listeners.get_mut(&self.of) else { return };
         of_caller.retain(|(_, wake)| !Arc::ptr_eq(wake, &self.wake));
         if of_caller.is_empty() {
-            listeners.remove(&self.key);
+            listeners.remove(&self.of);
         }
     }
 }
 
 /// Whether less may be charged after it than before.
 pub(super) fn gives_room(check: &Check) -> bool {
-    matches!(check.mode(), Mode::Refund | Mode::Reset | Mode::Hold)
+    matches!(check.mode(), Mode::Refund | Mode::Reset | Mode::Release)
 }
 
-/// A store has done this, or may have.
-pub(super) fn tell(check: &Check) {
+/// The store of this identity has done this, or may have.
+pub(super) fn tell(store: usize, check: &Check) {
     if !gives_room(check) || COUNT.load(Ordering::Acquire) == 0 {
         return;
     }
-    let places = check.policies().in_flight().is_some() && check.mode() == Mode::Refund;
-    let freed = if places { check.cost() } else { 1 };
-    for (policies, wake) in lock(&LISTENERS).get(check.key()).into_iter().flatten() {
+    for (policies, wake) in lock(&LISTENERS).get(&(store, *check.key())).into_iter().flatten() {
         if policies.iter().any(|policy| check.policies().iter().any(|freed| freed.id() == policy.id())) {
-            wake.freed.fetch_add(freed, Ordering::AcqRel);
+            wake.freed.fetch_add(1, Ordering::AcqRel);
             wake.notify.notify_one();
         }
     }

@@ -113,7 +113,7 @@ fn longest_reset(policy: &Policy) -> i64 {
 fn changes(check: &Check, verdicts: &Verdicts) -> bool {
     let takes_a_request = || check.mode() != Mode::Peek && check.policies().in_flight().is_some();
     verdicts.granted > 0
-        || matches!(check.mode(), Mode::Reset | Mode::Renew | Mode::Hold)
+        || matches!(check.mode(), Mode::Reset | Mode::Renew | Mode::Release)
         || verdicts.each.iter().all(Verdict::is_allowed) && takes_a_request()
 }
 
@@ -205,7 +205,7 @@ impl Store for LocalStore {
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let verdicts = self.verdicts(&check, || self.shared.clock.micros());
-        freed::tell(&check);
+        freed::tell(Arc::as_ptr(&self.shared) as usize, &check);
         Answer::ready(Ok(check.answer(verdicts, Source::Local)))
     }
 
@@ -272,7 +272,7 @@ impl Shard {
     }
 
     fn warm(&mut self, decision: &Decision, caller: Digest, now: i64) {
-        // A fallback is told of requests in flight one by one.
+        // A fallback mirrors the slots of requests in flight one by one.
         let over_time = |(policy, _): &(&Policy, &Verdict)| !policy.is_in_flight();
         for (policy, verdict) in decision.verdicts().filter(over_time) {
             let key = caller.of_count(policy.id());

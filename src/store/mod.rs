@@ -112,9 +112,9 @@ pub trait Store: Clone + Send + Sync + 'static {
         false
     }
 
-    /// Identifies this store and its clones in this process, for example by the address of their shared state. All
-    /// layers over one store then share what is [in flight](crate::Policy::in_flight). Defaults to `None`: only one
-    /// layer, or [`Limiter`](crate::Limiter), may count the same policy of requests in flight in the store.
+    /// Identifies this store and its clones in this process, for example by the address of their shared state. A refund
+    /// or a release in the store then wakes the requests that wait for it, in all layers over the store. Defaults to
+    /// `None`: waiters check again without a wake-up.
     fn identity(&self) -> Option<usize> {
         None
     }

@@ -15,7 +15,7 @@ use super::permit::Times;
 use super::queue::{Ask, Room, WaitQueue, Waiter};
 use super::{Permit, QueueId, Refusal, SharedQueues, TICK};
 use crate::error::StoreError;
-use crate::in_flight::{InFlightTracker, Lease};
+use crate::in_flight::{InFlightTracker, Slot};
 use crate::limit::{Check, Decision, Frees, Outcome, Policies, Policy};
 use crate::store::{Listener, Wake};
 use crate::util::{instant, random};
@@ -26,7 +26,7 @@ pub(super) struct Dispatcher {
     id: QueueId,
     queue: u64,
     wake: Arc<Wake>,
-    _listener: Listener,
+    _listener: Option<Listener>,
     in_flight: InFlightTracker,
 }
 
@@ -64,7 +64,7 @@ impl Dispatcher {
         policies: Policies,
     ) -> Self {
         let wake = Arc::clone(&queue.wake);
-        let listener = Listener::new(id.key, policies, Arc::clone(&wake));
+        let listener = Listener::new(shared.store.identity(), id.key, policies, Arc::clone(&wake));
         Self { shared, id, queue: queue.number(), wake, _listener: listener, in_flight }
     }
 
@@ -76,11 +76,11 @@ impl Dispatcher {
             let asked_at = instant();
             let mut answers: FuturesUnordered<_> = asks.into_iter().map(|ask| self.take(ask, pace, asked_at)).collect();
             let (asked, mut others) = (answers.len(), Vec::new());
-            while let Some((ask, answer, lease)) = answers.next().await {
+            while let Some((ask, answer, slot)) = answers.next().await {
                 match answer {
                     // Whoever is first has it at once: the answers to the others may take longer.
                     Ok(decision) if decision.is_allowed() => {
-                        self.act_on(decision, lease, ask, asked_at, &mut pace).await;
+                        self.act_on(decision, slot, ask, asked_at, &mut pace).await;
                     }
                     answer => others.push((ask, answer)),
                 }
@@ -94,23 +94,22 @@ impl Dispatcher {
         }
     }
 
-    /// Asks the store. What it grants in flight, the lease holds.
+    /// Checks with the store. The slot is that of the granted request.
     fn take(
         &self,
         ask: Ask,
         pace: Pace,
         asked_at: Instant,
-    ) -> impl Future<Output = (Ask, Result<Decision, StoreError>, Option<Lease>)> {
+    ) -> impl Future<Output = (Ask, Result<Decision, StoreError>, Option<Slot>)> {
         let check = Check::take_ahead(self.id.key, &ask.policies, ask.total(), pace.within(&ask, asked_at));
-        // Before the store is asked.
-        let mut lease = self.in_flight.hold(self.id.key, &ask.policies);
+        let mut slot = self.in_flight.hold(&check);
         let answer = self.shared.store.ask(check);
         async move {
             let answer = answer.await;
-            if let Some(lease) = &mut lease {
-                lease.answered(answer.as_ref());
+            if let Some(slot) = &mut slot {
+                slot.answered(answer.as_ref());
             }
-            (ask, answer, lease)
+            (ask, answer, slot)
         }
     }
 
@@ -162,7 +161,7 @@ impl Dispatcher {
     }
 
     /// Does what the decision says.
-    async fn act_on(&self, decision: Decision, mut lease: Option<Lease>, ask: Ask, asked_at: Instant, pace: &mut Pace) {
+    async fn act_on(&self, decision: Decision, mut slot: Option<Slot>, ask: Ask, asked_at: Instant, pace: &mut Pace) {
         let now = instant();
         let room = mem::take(&mut pace.room);
         match decision.outcome() {
@@ -195,7 +194,7 @@ impl Dispatcher {
                 }
                 for permit in permits(due_at) {
                     // Under a policy that has one, a check is for one.
-                    permit.with_lease(lease.take()).hand_on();
+                    permit.with_slot(slot.take()).hand_on();
                 }
                 self.with_queue(WaitQueue::all_served);
             }

@@ -76,7 +76,8 @@ struct SharedQueues {
 /// A store whose type does not matter: whoever waits has the time for a box.
 trait ErasedStore: Send + Sync {
     fn ask(&self, check: Check) -> Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
-    fn observe(&self, in_flight: &InFlightTracker, observer: &Arc<dyn Observer>) -> InFlightTracker;
+    fn observe(&self, observer: &Arc<dyn Observer>) -> InFlightTracker;
+    fn identity(&self) -> Option<usize>;
 }
 
 impl<S: Store> ErasedStore for S {
@@ -84,9 +85,13 @@ impl<S: Store> ErasedStore for S {
         Box::pin(self.check(check))
     }
 
-    fn observe(&self, in_flight: &InFlightTracker, observer: &Arc<dyn Observer>) -> InFlightTracker {
+    fn observe(&self, observer: &Arc<dyn Observer>) -> InFlightTracker {
         Store::observe(self, observer);
-        in_flight.observed(self, Arc::clone(observer))
+        InFlightTracker::new(self, Some(Arc::clone(observer)))
+    }
+
+    fn identity(&self) -> Option<usize> {
+        Store::identity(self)
     }
 }
 
@@ -220,7 +225,7 @@ impl WaitQueues {
 
     /// The same queues with an observer, which is handed on to the store.
     pub(crate) fn observed(&self, observer: &Arc<dyn Observer>) -> Self {
-        self.with_tracker(self.shared.store.observe(&self.in_flight, observer))
+        self.with_tracker(self.shared.store.observe(observer))
     }
 
     /// Charges without asking.

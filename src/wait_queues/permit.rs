@@ -4,7 +4,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::{QueueId, SharedQueues};
-use crate::in_flight::{InFlightTracker, Lease};
+use crate::in_flight::{InFlightTracker, Slot};
 use crate::limit::{Charged, Check, Decision, Frees, Key, Policies, Policy, micros};
 use crate::refunds::{PendingOp, RefundQueue};
 use crate::util::instant;
@@ -38,7 +38,7 @@ struct Held {
     id: QueueId,
     refunds: Arc<dyn RefundQueue>,
     /// Of the policies that count requests in flight: released with the permit.
-    lease: Option<Lease>,
+    slot: Option<Slot>,
 }
 
 /// When a permit was asked for, by whoever was first then, when the store answered, and when it is due.
@@ -56,7 +56,7 @@ pub(crate) struct Spent {
     /// When it was asked for, and for how many microseconds the store's answer is known.
     pub(crate) taken: Option<(Instant, i64)>,
     /// What it holds in flight.
-    pub(crate) lease: Option<Lease>,
+    pub(crate) slot: Option<Slot>,
 }
 
 impl Permit {
@@ -71,13 +71,13 @@ impl Permit {
     ) -> Self {
         let (shared, refunds, policies) = (Arc::clone(shared), Arc::clone(in_flight.refunds()), policies.clone());
         let taken = Taken { decision, key: id.key, policies, cost, times };
-        Self { taken, held: Some(Held { shared, id, refunds, lease: None }) }
+        Self { taken, held: Some(Held { shared, id, refunds, slot: None }) }
     }
 
     /// The same with what it holds in flight.
-    pub(super) fn with_lease(mut self, lease: Option<Lease>) -> Self {
+    pub(super) fn with_slot(mut self, slot: Option<Slot>) -> Self {
         if let Some(held) = &mut self.held {
-            held.lease = lease;
+            held.slot = slot;
         }
         self
     }
@@ -87,8 +87,8 @@ impl Permit {
         self.taken.decision.clone().later(self.taken.age())
     }
 
-    /// Uses it: the request is in flight while it has the lease. Of one that was held for too long, what is counted no more
-    /// is charged again.
+    /// Uses the permit: the request is in flight while it has the slot. After too long a time, the expired part of the
+    /// charge is charged again.
     pub(crate) fn spend(mut self) -> Spent {
         let (age, held) = (self.taken.age(), self.held.take());
         if let Some(held) = held.as_ref().filter(|_| !self.taken.is_good()) {
@@ -96,7 +96,7 @@ impl Permit {
         }
         let decision = self.taken.decision.clone().later(age);
         let taken = held.is_some().then_some((self.taken.times.asked, age));
-        Spent { decision, taken, lease: held.and_then(|held| held.lease) }
+        Spent { decision, taken, slot: held.and_then(|held| held.slot) }
     }
 
     /// What gives the store back what each policy counts still of it.
@@ -133,7 +133,7 @@ impl Taken {
         now < self.times.due + PATIENCE || self.counted(now).all(|(policy, counted, _)| counted == self.cost(policy))
     }
 
-    /// What it cost under a policy. For what is in flight there is a lease.
+    /// Its cost under a policy. A request in flight has a slot instead.
     fn cost(&self, policy: &Policy) -> u32 {
         if policy.is_in_flight() { 0 } else { self.cost }
     }

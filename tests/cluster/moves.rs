@@ -173,9 +173,19 @@ async fn callers_split_across_nodes_are_decided() {
 
 /// A caller whose slot is being moved from here to there, and whose keys are here still.
 async fn begin(cluster: &Cluster, store: &RedisStore, policies: &[Policies]) -> (Key, (u16, usize, usize)) {
-    let (slot, callers) = neighbours(cluster, store, &policies[0]).await;
-    for policies in policies {
-        assert!(store.check(Check::take(callers[0], policies, 1)).await.unwrap().is_allowed());
+    let takes = |caller| policies.iter().map(|policies| Check::take(caller, policies, 1)).collect();
+    begin_with(cluster, store, &policies[0], takes).await
+}
+
+async fn begin_with(
+    cluster: &Cluster,
+    store: &RedisStore,
+    first: &Policies,
+    takes: impl FnOnce(Key) -> Vec<Check>,
+) -> (Key, (u16, usize, usize)) {
+    let (slot, callers) = neighbours(cluster, store, first).await;
+    for take in takes(callers[0]) {
+        assert!(store.check(take).await.unwrap().is_allowed());
     }
     let home = cluster.owner(slot).await;
     cluster.begin_move(slot, home, (home + 1) % 3).await;
@@ -208,9 +218,16 @@ async fn checks_after_a_deletion_are_decided_once() {
     let store = cluster.builder().timeout(PATIENT).connect().await.unwrap();
     let cells = policy(Strategy::SlidingWindow { cells: 10 }, "40/h");
     let all = [Policy::in_flight("streams", 4).unwrap().into(), cells, policy(Strategy::Gcra, "40/h")];
-    let (caller, _) = begin(&cluster, &store, &all).await;
+    let mut stream = None;
+    let takes = |caller| {
+        let takes: Vec<_> = all.iter().map(|policies| Check::take(caller, policies, 1)).collect();
+        stream = takes[0].slot();
+        takes
+    };
+    let (caller, _) = begin_with(&cluster, &store, &all[0], takes).await;
     for (policies, left) in all.iter().zip([3, 39, 39]) {
-        let first = if left == 3 { Check::refund(caller, policies, 1) } else { Check::reset(caller, policies) };
+        let release = stream.take().map(|stream| Check::release(caller, policies, stream));
+        let first = release.unwrap_or_else(|| Check::reset(caller, policies));
         let checks = [first, Check::take(caller, policies, 1), Check::peek(caller, policies, 1)];
         let answers = join_all(checks.map(|check| store.check(check))).await;
         let answers: Vec<_> = answers.into_iter().map(|answer| answer.unwrap().remaining()).collect();

@@ -232,7 +232,7 @@ fn in_flight_policies_round_trip() {
     let policy = Policy::in_flight("streams", 4).unwrap();
     let text = serde_json::to_string(&policy).unwrap();
     assert_eq!(text, r#"{"name":"streams","strategy":"in-flight","quota":"4/30s"}"#);
-    assert_same(policy.lease_time(Duration::from_secs(5)).unwrap());
+    assert_same(policy.slot_ttl(Duration::from_secs(5)).unwrap());
 }
 
 #[test]

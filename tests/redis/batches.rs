@@ -1,6 +1,8 @@
 //! Requests in flight at the same moment share a script call, and none suffers from another.
 
 use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
 use futures_util::future::join_all;
@@ -309,4 +311,45 @@ fn foreign_values(now: i64, length: usize) -> Vec<Foreign> {
         }
     }
     all
+}
+
+/// The checks that wait for it go over the other connection, or a new one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_broken_connection_fails_one_batch() {
+    const BATCH: u64 = 8;
+    const KILLS: u64 = 20;
+    let server = RedisServer::start();
+    for tasks in [64, 500, 4_000] {
+        let batch = NonZeroUsize::new(BATCH as usize).unwrap();
+        let store = RedisStore::builder(server.url()).batch(batch).timeout(Duration::from_secs(20));
+        let store = store.connect().await.unwrap();
+        let (failed, done) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+        let asks = (0..tasks).map(|task| {
+            let (store, failed, done) = (store.clone(), Arc::clone(&failed), Arc::clone(&done));
+            tokio::spawn(async move {
+                while !done.load(SeqCst) {
+                    if let Err(error) = store.check(check(&format!("caller-{task}"), "1000000/s")).await {
+                        assert_eq!(error.kind(), ErrorKind::Unreachable, "{error:?}");
+                        failed.fetch_add(1, SeqCst);
+                    }
+                }
+            })
+        });
+        let asks: Vec<_> = asks.collect();
+        let mut killed = 0;
+        while killed < KILLS {
+            let clients: String = server.command("CLIENT LIST").await;
+            let ours = clients.lines().find(|line| line.contains("cmd=evalsha"));
+            if let Some(id) = ours.and_then(|line| line.split(' ').next()?.strip_prefix("id=")) {
+                killed += server.command::<u64>(&format!("CLIENT KILL ID {id}")).await;
+            }
+        }
+        done.store(true, SeqCst);
+        for ask in asks {
+            ask.await.unwrap();
+        }
+        let failed = failed.load(SeqCst);
+        println!("{tasks} tasks: {failed} failed, {} at most", BATCH * KILLS);
+        assert!(failed <= BATCH * KILLS, "{tasks} tasks: {failed} checks failed by {killed} broken connections");
+    }
 }

@@ -2,6 +2,7 @@
 //! cluster of one node is enough for.
 
 use std::net::TcpListener;
+use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::time::Duration;
 
@@ -108,4 +109,42 @@ fn a_stalled_runtime_stops_no_other() {
     });
     assert!(other.block_on(async { store.check(check("bob", "10/s")).await }).unwrap().is_allowed());
     assert!(still.block_on(waits).unwrap().is_allowed());
+}
+
+/// A confirmed number is set again; the first instance after the flush has another number, and gives way.
+#[tokio::test]
+async fn the_partitions_survive_a_flush() {
+    let server = node(0..16384).await;
+    let url = format!("redis+cluster://127.0.0.1:{}", server.port());
+    let builder = |partitions| {
+        let partitions = NonZeroUsize::new(partitions).unwrap();
+        RedisStore::builder(url.as_str()).partitions(partitions).timeout(Duration::from_secs(20))
+    };
+    let first = builder(12).connect().await.unwrap();
+    let second = builder(12).connect().await.unwrap();
+    let _: String = server.command("FLUSHALL").await;
+    let wrong = builder(5).connect().await.unwrap();
+    let later = async |seconds| {
+        tokio::time::pause();
+        tokio::time::advance(Duration::from_secs(seconds)).await;
+        tokio::time::resume();
+    };
+    // Each store reads the marker every hour, within a minute.
+    later(3_601).await;
+    assert!(second.check(check("ann", "10/s")).await.unwrap().is_allowed());
+    later(61).await;
+    until("the number is set again", async || server.command::<String>("GET rl:{rl}:partitions").await == "12").await;
+    until("the wrong instance gives way", async || {
+        later(61).await;
+        let refused = wrong.check(check("ann", "10/s")).await;
+        refused.is_err_and(|error| error.kind() == ErrorKind::Configuration)
+    })
+    .await;
+    for store in [first, second] {
+        later(3_601).await;
+        assert!(store.check(check("ann", "1000/s")).await.unwrap().is_allowed());
+        later(61).await;
+        assert!(store.check(check("ann", "1000/s")).await.unwrap().is_allowed());
+    }
+    assert_eq!(server.command::<String>("GET rl:{rl}:partitions").await, "12");
 }

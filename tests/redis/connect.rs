@@ -3,14 +3,15 @@
 use std::error::Error as _;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::check::{Check, Source};
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::store::{ErrorKind, Store, StoreError};
-use tower_redis_ratelimit::{Key, RedisStore, Strategy};
+use tower_redis_ratelimit::{Fallback, Key, LocalStore, RedisStore, Strategy};
 
-use crate::forbidden::ask_of_a_long_log;
+use crate::forbidden::{ask_of_a_long_log, ask_of_slots};
 use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};
 
 /// Its text names the server and the remedy, does not repeat its cause, and has no secret.
@@ -131,6 +132,22 @@ async fn a_right_of_logs_is_missing() {
         }
         let _: String = server.command("FLUSHALL").await;
     }
+}
+
+/// The error names the rights of requests in flight, and with these they are counted.
+#[tokio::test]
+async fn the_documented_rights_for_slots_are_enough() {
+    let server = RedisServer::start();
+    let rights = "+evalsha +eval +time +mget +set +setrange +del";
+    let of_slots = "+zrange +zremrangebyscore +zcard +zadd +zscore +zrem +pexpireat";
+    let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
+    let store = RedisStore::connect(format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port())).await.unwrap();
+    let refused = ask_of_slots(&store, Key::new("ann")).await;
+    assert!(!refused.is_empty());
+    refused.iter().for_each(|error| assert_helpful(error, ErrorKind::Permission, of_slots));
+    assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+    let _: String = server.command(&format!("ACL SETUSER limiter {of_slots}")).await;
+    assert!(ask_of_slots(&store, Key::new("ann")).await.is_empty());
 }
 
 #[tokio::test]
@@ -364,4 +381,91 @@ fn there_is_no_runtime() {
     let store = RedisStore::connect_lazy("redis://127.0.0.1/").unwrap();
     let error = futures_util::FutureExt::now_or_never(store.check(check("ann", "10/s"))).unwrap().unwrap_err();
     assert_helpful(&error, ErrorKind::NoRuntime, "tokio runtime");
+}
+
+/// Greets, and then answers by these bytes and hangs up.
+fn hangs_up_after(reply: Vec<u8>) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("redis://{}/", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        while let Ok((mut stream, _)) = listener.accept() {
+            let mut buffer = [0; 65_536];
+            while let Ok(length @ 1..) = stream.read(&mut buffer) {
+                let asked = &buffer[..length];
+                let greets = asked.windows(6).any(|part| part == b"CLIENT");
+                let commands = asked.iter().filter(|byte| **byte == b'*').count();
+                let answer = if greets { b"+OK\r\n".repeat(commands) } else { reply.clone() };
+                if stream.write_all(&answer).is_err() || !greets {
+                    break;
+                }
+            }
+        }
+    });
+    url
+}
+
+/// It is no other protocol.
+#[tokio::test]
+async fn a_reply_cut_off_is_a_lost_connection() {
+    for reply in ["$40\r\n0123", "$4", "*3\r\n:1\r\n", ":12"] {
+        let store = RedisStore::builder(hangs_up_after(reply.into())).timeout(Duration::from_secs(20));
+        let error = store.connect_lazy().unwrap().check(check("ann", "10/s")).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unreachable, "{reply:?}: {error:?}");
+        assert!(!error.is_unsent(), "{reply:?}: it may have been charged");
+    }
+}
+
+#[tokio::test]
+async fn long_errors_are_cut() {
+    let reply = format!("-ERR {}\r\n", "\u{e9}".repeat(500_000));
+    let store = RedisStore::builder(hangs_up_after(reply.into_bytes())).timeout(Duration::from_secs(20));
+    let error = store.connect_lazy().unwrap().check(check("ann", "10/s")).await.unwrap_err();
+    let text = format!("{error}{error:?}");
+    assert!(error.kind() == ErrorKind::Refused && text.len() < 2_000, "{} bytes", text.len());
+}
+
+/// A take of 1 is granted 1 at most.
+#[tokio::test]
+async fn more_granted_than_asked_is_no_reply() {
+    for granted in [2, i64::MAX] {
+        let numbers = [granted, 9, 0, 100, 1_790].map(i64::to_le_bytes).concat();
+        let reply = [format!("${}\r\n", numbers.len()).as_bytes(), &numbers, b"\r\n"].concat();
+        let store = RedisStore::builder(hangs_up_after(reply)).timeout(Duration::from_secs(20));
+        let error = store.connect_lazy().unwrap().check(check("ann", "10/s")).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Protocol, "{granted}: {error:?}");
+    }
+}
+
+/// Its instances decide locally then, so the right is reported.
+#[tokio::test]
+async fn a_missing_right_is_named() {
+    let server = RedisServer::start();
+    let _: String = server.command("ACL SETUSER limiter reset on >hunter2 ~* +@all -setrange").await;
+    let url = format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port());
+    let error = RedisStore::connect(url.clone()).await.unwrap_err();
+    assert_helpful(&error, ErrorKind::Permission, "+setrange");
+    assert_eq!(error.source().unwrap().to_string(), "the right `+setrange` is missing");
+
+    let reports = Reports::default();
+    let redis = RedisStore::builder(url).timeout(Duration::from_secs(20)).observer(reports.clone());
+    let store = Fallback::new(redis.connect_lazy().unwrap(), LocalStore::default());
+    let source = async || store.check(check("ann", "10/d")).await.unwrap().source();
+    assert_eq!(source().await, Source::Redis);
+    until("Redis writes in place", async || source().await == Source::Local).await;
+    for _ in 0..3 {
+        assert_eq!(source().await, Source::Local);
+    }
+    let reports = reports.0.lock().unwrap();
+    assert_eq!(reports.len(), 1, "{reports:?}");
+    assert!(reports[0].contains("`+setrange` is missing") && reports[0].contains("missing-right"), "{reports:?}");
+}
+
+/// The reported misconfigurations.
+#[derive(Clone, Default)]
+struct Reports(Arc<Mutex<Vec<String>>>);
+
+impl Observer for Reports {
+    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
+        self.0.lock().unwrap().push(event.problem.to_owned());
+    }
 }

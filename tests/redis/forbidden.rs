@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::store::{ErrorKind, Store, StoreError};
-use tower_redis_ratelimit::{Key, RedisStore, Strategy};
+use tower_redis_ratelimit::{Key, Policy, RedisStore, Strategy};
 
 use crate::support::{RedisServer, STRATEGIES, policy, until};
 
@@ -45,6 +45,8 @@ const NOT_NEEDED: [&str; 30] = [
 /// What all strategies need, and what only logs do.
 const NEEDED: [&str; 7] = ["evalsha", "eval", "time", "mget", "set", "setrange", "del"];
 const OF_LOGS: [&str; 6] = ["lrange", "rpush", "lset", "ltrim", "lrem", "pexpireat"];
+/// Commands of requests in flight.
+const OF_SLOTS: [&str; 7] = ["zrange", "zremrangebyscore", "zcard", "zadd", "zscore", "zrem", "pexpireat"];
 
 /// A server without these commands.
 fn without(commands: &[&str]) -> RedisServer {
@@ -95,6 +97,22 @@ pub(crate) async fn ask_of_a_long_log(store: &RedisStore, key: Key) -> Vec<Store
     failed
 }
 
+/// Takes slots up to the limit, renews them and releases them. Returns what failed.
+pub(crate) async fn ask_of_slots(store: &RedisStore, key: Key) -> Vec<StoreError> {
+    let policies = Policy::in_flight("streams", 2).unwrap().into();
+    let (mut slots, mut failed) = (vec![], vec![]);
+    for _ in 0..3 {
+        let take = Check::take(key, &policies, 1);
+        slots.extend(take.slot());
+        failed.extend(store.check(take).await.err());
+    }
+    for slot in slots {
+        failed.extend(store.check(Check::renew(key, &policies, slot)).await.err());
+        failed.extend(store.check(Check::release(key, &policies, slot)).await.err());
+    }
+    failed
+}
+
 #[tokio::test]
 async fn unneeded_commands_may_be_forbidden() {
     let server = without(&NOT_NEEDED);
@@ -102,6 +120,7 @@ async fn unneeded_commands_may_be_forbidden() {
     for strategy in STRATEGIES {
         assert!(ask(&store, strategy).await.is_empty(), "{strategy:?}");
         assert!(ask_of_a_long_log(&store, Key::new("ann")).await.is_empty());
+        assert!(ask_of_slots(&store, Key::new("ann")).await.is_empty());
         // Connections that have rested are pinged.
         tokio::time::pause();
         tokio::time::advance(Duration::from_secs(1)).await;
@@ -152,8 +171,8 @@ async fn a_database_needs_one_right_more() {
 #[tokio::test]
 async fn every_documented_right_is_needed() {
     let server = RedisServer::start();
-    let all = NEEDED.into_iter().chain(OF_LOGS);
-    for missing in all.clone() {
+    let all = NEEDED.into_iter().chain(OF_LOGS).chain(OF_SLOTS);
+    for (place, missing) in all.clone().enumerate() {
         let rights: Vec<String> =
             all.clone().filter(|right| *right != missing).map(|right| format!("+{right}")).collect();
         let rule = format!("ACL SETUSER limiter reset on >word ~rl:* -@all {}", rights.join(" "));
@@ -161,11 +180,16 @@ async fn every_documented_right_is_needed() {
         let _: String = server.command("FLUSHALL").await;
         let _: String = server.command("SCRIPT FLUSH").await;
         let store = store(format!("redis://limiter:word@127.0.0.1:{}/", server.port()));
-        let failed = match OF_LOGS.contains(&missing) {
-            true => ask_of_a_long_log(&store, Key::new("ann")).await,
-            false => ask(&store, Strategy::Gcra).await,
+        let failed = match place {
+            ..7 => ask(&store, Strategy::Gcra).await,
+            7..13 => ask_of_a_long_log(&store, Key::new("ann")).await,
+            _ => ask_of_slots(&store, Key::new("ann")).await,
         };
         assert!(!failed.is_empty(), "{missing}");
         assert!(failed.iter().all(|error| error.kind() == ErrorKind::Permission), "{missing}: {failed:?}");
+        let keys: Vec<String> = server.command("KEYS rl:*").await;
+        for key in keys {
+            assert!(server.command::<i64>(&format!("PTTL {key}")).await > 0, "{missing}: {key} stays for ever");
+        }
     }
 }

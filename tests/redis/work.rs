@@ -121,3 +121,21 @@ async fn longest_log_checks_cost_about_the_same() {
         server.ask(&policies, &charges, search(100_000)).await;
     }
 }
+
+/// Refunds out of the middle of long logs would keep Redis busy for a tenth of a second.
+#[tokio::test]
+async fn refunds_of_long_logs_share_few_calls() {
+    let server = RedisServer::start();
+    let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).connect().await.unwrap();
+    for (limit, refunds, takes) in [(100_000, 20..=40, 2..=20), (100, 1..=4, 1..=4)] {
+        let policies = policy(Strategy::SlidingLog, &format!("{limit}/366d"));
+        let mut calls = vec![];
+        for check in [Check::refund, Check::take] {
+            let before = server.calls("evalsha").await;
+            let checks = (0..128).map(|i| store.check(check(Key::new(format!("caller-{i}")), &policies, 1)));
+            assert!(join_all(checks).await.iter().all(Result::is_ok));
+            calls.push(server.calls("evalsha").await - before);
+        }
+        assert!(refunds.contains(&calls[0]) && takes.contains(&calls[1]), "{limit}: {calls:?} calls");
+    }
+}

@@ -171,3 +171,44 @@ async fn a_dropped_store_stops_its_watch() {
     drop(store);
     until("all tasks have ended", async || tasks() <= before).await;
 }
+
+/// As a sentinel that was cut off, while the others do not answer.
+#[tokio::test]
+async fn one_stale_sentinel_replaces_no_master() {
+    let (server, stray) = (RedisServer::start(), RedisServer::start());
+    let good: Vec<Sentinel> = (0..2).map(|_| Sentinel::start(server.port(), 2, "")).collect();
+    // Sentinels that have led no failover.
+    let stale = Fake::start(server.port(), 0);
+    let ports = [stale.port, good[0].port, good[1].port];
+    let store = RedisStore::builder(url(&ports)).timeout(PATIENT).connect().await.unwrap();
+    take(&store).await;
+    good.iter().for_each(Sentinel::freeze);
+    stale.set_master(stray.port(), 0);
+    let asked = stale.asked.load(SeqCst);
+    until("the watch has queried it twice", async || stale.asked.load(SeqCst) > asked + 1).await;
+    let _: i64 = server.command("CLIENT KILL TYPE normal SKIPME yes").await;
+    until("it decides", async || store.check(check("ann", "10/s")).await.is_ok()).await;
+    assert!(!has_counted(&stray).await, "a stray server counts");
+}
+
+/// Its report loses once, and is not put to the vote again.
+#[tokio::test]
+async fn an_outvoted_sentinel_costs_nothing() {
+    let (server, stray) = (RedisServer::start(), RedisServer::start());
+    let sentinels = [Fake::start(stray.port(), 1), Fake::start(server.port(), 2), Fake::start(server.port(), 2)];
+    let ports = [sentinels[0].port, sentinels[1].port, sentinels[2].port];
+    let store = RedisStore::builder(url(&ports)).timeout(PATIENT).connect().await.unwrap();
+    take(&store).await;
+    let asked = |sentinel: usize| sentinels[sentinel].asked.load(SeqCst);
+    let before = asked(0);
+    until("the watch has queried it", async || asked(0) > before + 1).await;
+    let (before, connections) =
+        ([asked(0), asked(1), asked(2)], server.info("stats", "total_connections_received").await);
+    until("the watch has queried it four times more", async || asked(0) > before[0] + 3).await;
+    // One at a time, each in its turn.
+    for good in [1, 2] {
+        assert!(asked(good) - before[good] <= asked(0) - before[0] + 1, "sentinel {good} was queried too often");
+    }
+    let connections = server.info("stats", "total_connections_received").await - connections;
+    assert_eq!(connections, 1, "connections to the master: this test makes one");
+}

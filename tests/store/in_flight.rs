@@ -51,77 +51,91 @@ async fn counts_requests(store: impl Store) {
     let ask = async |check: Check| numbers(&store.check(check).await.unwrap());
 
     // A request is one, whatever it costs.
-    assert_eq!(ask(Check::take(ann, &alone, 1)).await, (1, vec![2]));
-    assert_eq!(ask(Check::take(ann, &both, 40)).await, (40, vec![60, 1]));
-    assert_eq!(ask(Check::take(ann, &both, 0)).await, (0, vec![60, 0]));
+    let takes = [Check::take(ann, &alone, 1), Check::take(ann, &both, 40), Check::take(ann, &both, 0)];
+    let slots = takes.each_ref().map(|take| take.slot().unwrap());
+    let [one, two, three] = takes;
+    assert_eq!(ask(one.clone()).await, (1, vec![2]));
+    assert_eq!(ask(two).await, (40, vec![60, 1]));
+    assert_eq!(ask(three).await, (0, vec![60, 0]));
     assert_eq!(ask(Check::peek(ann, &both, 40)).await, (0, vec![60, 0]));
 
     // It is all or nothing.
     let denied = store.check(Check::take(ann, &both, 40)).await.unwrap();
     assert_eq!(numbers(&denied), (0, vec![60, 0]));
     assert_eq!((denied.policy().name(), denied.retry_after()), ("streams", Some(Duration::from_millis(100))));
-    assert_eq!(ask(Check::refund(ann, &alone, 1)).await, (1, vec![1]));
+    assert_eq!(ask(one).await, (1, vec![0]), "its slot is taken already");
+    assert_eq!(ask(Check::release(ann, &alone, slots[0])).await, (1, vec![1]));
     assert_eq!(ask(Check::take(ann, &both, 61)).await, (0, vec![60, 1]));
     assert_eq!(ask(Check::up_to(ann, &both, 70)).await, (60, vec![0, 0]));
 
-    // No more is released than is held.
-    assert_eq!(ask(Check::refund(ann, &alone, 2)).await, (2, vec![2]));
-    assert_eq!(ask(Check::refund(ann, &alone, 2)).await, (1, vec![3]));
-    assert_eq!(ask(Check::refund(ann, &alone, 1)).await, (0, vec![3]));
+    // A release is done once, and costs are none of its business.
+    assert_eq!(ask(Check::release(ann, &alone, slots[1])).await.1, [1]);
+    assert_eq!(ask(Check::release(ann, &alone, slots[1])).await.1, [1]);
+    assert_eq!(ask(Check::charge(ann, &alone, 2)).await, (0, vec![1]));
+    assert_eq!(ask(Check::refund(ann, &alone, 2)).await, (0, vec![1]));
+    assert_eq!(ask(Check::release(ann, &both, slots[2])).await, (0, vec![0, 2]));
 
-    // What is held is renewed as it is, and made up for if it is gone.
-    assert_eq!(ask(Check::take(bob, &alone, 1)).await, (1, vec![2]));
-    assert_eq!(ask(Check::renew(bob, &alone, 2)).await, (1, vec![2]));
-    assert_eq!(ask(Check::hold(bob, &alone, 3)).await, (3, vec![0]));
+    // A slot that the store has lost is taken again, also beyond the limit.
+    for (slot, left) in slots.into_iter().zip([2, 1, 0]) {
+        for _ in 0..2 {
+            assert_eq!(ask(Check::renew(bob, &alone, slot)).await, (1, vec![left]));
+        }
+    }
     assert_eq!(ask(Check::take(bob, &alone, 1)).await, (0, vec![0]));
-    assert_eq!(ask(Check::hold(bob, &alone, 5)).await, (5, vec![0]), "beyond the limit too");
-    assert_eq!(ask(Check::reset(bob, &alone)).await, (5, vec![3]));
-    assert_eq!(ask(Check::renew(bob, &both, 2)).await, (0, vec![100, 1]));
-    assert_eq!(ask(Check::hold(bob, &both, 0)).await, (0, vec![100, 3]));
-    assert_eq!(ask(Check::charge(bob, &alone, 9)).await, (6, vec![0]), "down to a debt of one limit");
-    assert_eq!(ask(Check::hold(bob, &alone, 0)).await, (0, vec![3]));
+    let fourth = Check::take(bob, &alone, 1).slot().unwrap();
+    assert_eq!(ask(Check::renew(bob, &both, fourth)).await, (0, vec![100, 0]));
+    assert_eq!(ask(Check::reset(bob, &alone)).await, (4, vec![3]));
 }
 
 #[tokio::test(start_paused = true)]
-async fn unrenewed_requests_expire_after_the_lease() {
+async fn unrenewed_slots_expire() {
     let store = LocalStore::default();
-    let policies = Policy::in_flight("streams", 1).unwrap().lease_time(Duration::from_secs(3)).unwrap().into();
-    let take = async || store.check(Check::take(Key::new("ann"), &policies, 1)).await.unwrap();
-    let first = take().await;
+    let policies = Policy::in_flight("streams", 1).unwrap().slot_ttl(Duration::from_secs(3)).unwrap().into();
+    let check = || Check::take(Key::new("ann"), &policies, 1);
+    let take = async || store.check(check()).await.unwrap();
+    let first = check();
+    let slot = first.slot().unwrap();
+    let first = store.check(first).await.unwrap();
     assert!(first.is_allowed() && first.reset_after() == Duration::from_secs(3));
     for _ in 0..5 {
         tokio::time::advance(Duration::from_millis(2_999)).await;
         assert!(!take().await.is_allowed());
-        assert_eq!(store.check(Check::renew(Key::new("ann"), &policies, 1)).await.unwrap().granted(), 1);
+        assert_eq!(store.check(Check::renew(Key::new("ann"), &policies, slot)).await.unwrap().granted(), 1);
     }
     tokio::time::advance(Duration::from_millis(3_000)).await;
     assert!(take().await.is_allowed());
 }
 
-/// Each instance has an entry of its own, and a caller has as many keys in Redis as policies.
+/// The key of a caller and policy in Redis is deleted with its last slot.
 #[tokio::test]
-async fn instances_count_together_and_apart() {
+async fn instances_count_together() {
     let server = RedisServer::start();
     let store = || RedisStore::builder(server.url()).denials(0).connect_lazy().unwrap();
-    let (one, two) = (store(), store());
+    let stores = [store(), store()];
     let policies = Policy::in_flight("streams", 4).unwrap().into();
     let ann = Key::new("ann");
-    for store in [&one, &two, &one] {
-        assert!(store.check(Check::take(ann, &policies, 1)).await.unwrap().is_allowed());
+    let mut slots = vec![];
+    for store in stores.iter().cycle().take(4) {
+        let take = Check::take(ann, &policies, 1);
+        slots.push(take.slot().unwrap());
+        assert!(store.check(take).await.unwrap().is_allowed());
     }
-    let length: usize = server.command("STRLEN rl:{ann}:streams:i").await;
-    assert_eq!(length, 2 * 22);
-    let back = async |store: &RedisStore| numbers(&store.check(Check::refund(ann, &policies, 9)).await.unwrap());
-    assert_eq!(back(&two.clone()).await, (1, vec![2]), "a clone is the same instance");
-    assert_eq!(back(&two).await, (0, vec![2]), "nobody releases what another holds");
-    assert_eq!(back(&one).await, (2, vec![4]));
+    assert!(!stores[0].check(Check::take(ann, &policies, 1)).await.unwrap().is_allowed());
+    let count: usize = server.command("ZCARD rl:{ann}:streams:s").await;
+    assert_eq!(count, 4);
+    let expires: i64 = server.command("PTTL rl:{ann}:streams:s").await;
+    assert!((29_000..=30_001).contains(&expires), "{expires} ms");
+    for (left, slot) in slots.into_iter().enumerate() {
+        let released = stores[1].check(Check::release(ann, &policies, slot)).await.unwrap();
+        assert_eq!(released.remaining(), left as u32 + 1);
+    }
     assert_eq!(server.command::<usize>("DBSIZE").await, 0);
 }
 
 /// Nothing renews them there but the next request.
 #[test]
 fn requests_outside_runtimes_stay_counted() {
-    let streams = Policy::in_flight("streams", 2).unwrap().lease_time(Duration::from_secs(1)).unwrap();
+    let streams = Policy::in_flight("streams", 2).unwrap().slot_ttl(Duration::from_secs(1)).unwrap();
     let limiter = Limiter::new(LocalStore::default(), streams);
     let reserve = || limiter.reserve(Key::GLOBAL, 1).now_or_never().expect("it is answered at once").ok();
     let mut held = vec![reserve().unwrap(), reserve().unwrap()];
@@ -130,7 +144,7 @@ fn requests_outside_runtimes_stay_counted() {
         held.extend(reserve());
         std::thread::sleep(Duration::from_millis(10));
     }
-    // Nobody comes for longer than the lease time.
+    // No request comes until the slots have expired.
     std::thread::sleep(Duration::from_millis(1_100));
     held.extend(reserve());
     assert_eq!(held.len(), 2);

@@ -19,7 +19,7 @@ use tower_redis_ratelimit::{Fallback, Key, Limiter, LocalStore, Policy, RedisSto
 use crate::support::{RedisServer, until};
 
 pub const LIMIT: u32 = 10;
-pub const LEASE: Duration = Duration::from_secs(2);
+pub const TTL: Duration = Duration::from_secs(2);
 pub const PROCESSES: usize = 4;
 const TASKS: usize = 64;
 const DEADLINE: Duration = Duration::from_millis(100);
@@ -36,7 +36,7 @@ pub fn ann() -> Key {
 }
 
 pub fn limiter<S: Store>(store: S) -> Limiter<S> {
-    Limiter::new(store, Policy::in_flight("streams", LIMIT).unwrap().lease_time(LEASE).unwrap())
+    Limiter::new(store, Policy::in_flight("streams", LIMIT).unwrap().slot_ttl(TTL).unwrap())
 }
 
 /// A store that is given time, however busy the machine is.
@@ -231,7 +231,7 @@ async fn note_longest(name: &str, took: Duration, longest: &mut Duration, log: &
 }
 
 /// Has processes work, and kills and starts one after the other, for a time. Never are more in flight than may be; what
-/// the dead held is free again after the lease time.
+/// the dead held is free again once its slots have expired.
 pub async fn processes_are_killed(test: &str, url: &str) {
     let seconds = env::var("SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(5);
     let log = Log::start().await;
@@ -258,7 +258,7 @@ pub async fn processes_are_killed(test: &str, url: &str) {
     println!("most {most}, granted {granted}, failed {failed}, killed {killed}, free after {freed:?}");
     assert_eq!((most, failed), (LIMIT.into(), 0));
     assert!(granted > 100, "only {granted} were granted");
-    assert!(freed < LEASE + Duration::from_millis(500), "free after {freed:?}");
+    assert!(freed < TTL + Duration::from_millis(500), "free after {freed:?}");
 }
 
 /// Has processes work through an outage: `change` is called to begin it, and to end it. No request fails or waits: each

@@ -2,7 +2,8 @@
 
 use std::error::Error as _;
 use std::io::{Read, Write};
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use rcgen::date_time_ymd;
@@ -99,7 +100,9 @@ async fn the_server_does_not_speak_tls() {
         let server = RedisServer::start_with(args);
         let url = format!("rediss://127.0.0.1:{}/", server.port());
         let wrong = "answers without TLS: write `redis://`";
-        refused(builder(url), ErrorKind::Tls, "check that the URL's port speaks TLS", wrong).await;
+        // Three quarters of the time are for the handshake.
+        let builder = builder(url).timeout(Duration::from_secs(4));
+        refused(builder, ErrorKind::Tls, "check that the URL's port speaks TLS", wrong).await;
     }
     refused(builder(answering(b"-ERR unknown command\r\n")), ErrorKind::Tls, "speaks TLS", "corrupt").await;
 }
@@ -157,4 +160,51 @@ fn answering(reply: &'static [u8]) -> String {
 #[tokio::test]
 async fn an_insecure_url_is_set_up_wrongly() {
     refused(builder("rediss://127.0.0.1:1/#insecure"), ErrorKind::Configuration, "set up wrongly", "").await;
+}
+
+/// Leads to a server, and holds every byte from it back for as long. Notes how connections to it begin.
+fn slow(port: u16, delay: Duration) -> (u16, Arc<Mutex<Vec<Vec<u8>>>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (own, beginnings) = (listener.local_addr().unwrap().port(), Arc::new(Mutex::new(vec![])));
+    let begun = Arc::clone(&beginnings);
+    std::thread::spawn(move || {
+        while let Ok((mut client, _)) = listener.accept() {
+            let begun = Arc::clone(&begun);
+            std::thread::spawn(move || -> std::io::Result<()> {
+                let mut server = TcpStream::connect(("127.0.0.1", port))?;
+                let (mut replies, mut back) = (server.try_clone()?, client.try_clone()?);
+                std::thread::spawn(move || -> std::io::Result<()> {
+                    let mut buffer = [0; 65_536];
+                    while let length @ 1.. = replies.read(&mut buffer)? {
+                        std::thread::sleep(delay);
+                        back.write_all(&buffer[..length])?;
+                    }
+                    Ok(())
+                });
+                let mut buffer = [0; 65_536];
+                let mut first = true;
+                while let length @ 1.. = client.read(&mut buffer)? {
+                    if std::mem::take(&mut first) {
+                        begun.lock().unwrap().push(buffer[..length].to_vec());
+                    }
+                    server.write_all(&buffer[..length])?;
+                }
+                Ok(())
+            });
+        }
+    });
+    (own, beginnings)
+}
+
+/// A port of TLS receives nothing else during a handshake.
+#[tokio::test]
+async fn a_slow_handshake_is_waited_for() {
+    let ca = Authority::new();
+    let server = TlsServer::start(&ca, "127.0.0.1");
+    let (port, beginnings) = slow(server.port, Duration::from_millis(600));
+    let url = format!("rediss://127.0.0.1:{port}/");
+    let store = builder(url).root_certificates(ca.pem()).connect().await.unwrap();
+    assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+    let beginnings = beginnings.lock().unwrap();
+    assert!(!beginnings.is_empty() && beginnings.iter().all(|bytes| bytes[0] == 0x16), "{beginnings:?}");
 }

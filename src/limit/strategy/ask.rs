@@ -1,6 +1,7 @@
 use super::Params;
 use super::algorithm::{Algorithm, Registers};
 use crate::limit::charged::Charged;
+use crate::limit::in_flight::SlotId;
 use crate::limit::mode::Mode;
 use crate::limit::verdict::Verdict;
 
@@ -13,6 +14,8 @@ pub(in crate::limit) struct Ask {
     pub(in crate::limit) within: i64,
     /// The charge of which a part is refunded.
     pub(in crate::limit) of: Charged,
+    /// The slot of a request in flight.
+    pub(in crate::limit) slot: Option<SlotId>,
     pub(in crate::limit) now: i64,
 }
 

@@ -30,8 +30,8 @@ pub(crate) use tests::{Model, most_spent};
 pub use fixed_window::Align;
 pub use token_bucket::Refill;
 
+pub(super) use algorithm::Algorithm;
 pub(crate) use algorithm::Snapshot;
-pub(super) use algorithm::{Algorithm, Registers};
 pub(super) use ask::{Ask, Preview};
 pub(crate) use frees::Frees;
 pub(super) use params::Params;

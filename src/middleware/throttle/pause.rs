@@ -52,9 +52,8 @@ use crate::store::Store;
 /// ```
 ///
 /// Who has a permit when a pause begins, at most one for each service and one more for each instance, still calls. After a
-/// pause the other policies count as before. A [reset](crate::Limiter::reset) of the key ends it, but not for an instance
-/// that remembers to have been [denied](crate::store::RedisStoreBuilder::denials). The policy counts up to 100,000 units of
-/// cost a second without ever denying.
+/// pause the other policies count as before. A [reset](crate::Limiter::reset) of the key ends it, in all instances within a
+/// second. The policy counts up to 100,000 units of cost a second without ever denying.
 ///
 /// Clones share the store.
 #[derive(Debug, Clone)]

@@ -11,7 +11,7 @@ use super::plan::{Caller, Habit, LONGEST};
 use super::world::{Far, World, WorldState};
 use crate::Limiter;
 use crate::error::StoreError;
-use crate::in_flight::Lease;
+use crate::in_flight::Slot;
 use crate::limit::Decision;
 use crate::settle::{Reservation, ReserveError};
 use crate::simulation::{pick, verdict};
@@ -100,15 +100,9 @@ impl Client {
         let turn = async { self.wait_queues.join(wanted, None)?.await };
         match within(patience, turn).await? {
             Ok(permit) => {
-                let Spent { decision, lease, .. } = permit.spend();
+                let Spent { decision, slot, .. } = permit.spend();
                 waits.end(Some(1), None, &verdict(&decision));
-                Some(Held::new(
-                    self.world.clone(),
-                    self.caller,
-                    1,
-                    &decision,
-                    Kept::InFlight { _lease: lease.unwrap() },
-                ))
+                Some(Held::new(self.world.clone(), self.caller, 1, &decision, Kept::InFlight { _slot: slot.unwrap() }))
             }
             Err(refusal) => {
                 let answer = refusal.into_answer();
@@ -211,7 +205,7 @@ pub(super) struct Held {
 
 enum Kept {
     Reserved(Box<Reservation>),
-    InFlight { _lease: Lease },
+    InFlight { _slot: Slot },
 }
 
 impl Held {

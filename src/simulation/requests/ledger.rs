@@ -114,7 +114,7 @@ impl Ledger {
                 sums.refunded += granted;
                 (sums.runs, sums.ran_back) = (sums.runs + 1, sums.ran_back + cost);
             }
-            Mode::Peek | Mode::Reset | Mode::Renew | Mode::Hold => {}
+            Mode::Peek | Mode::Reset | Mode::Renew | Mode::Release => {}
         }
     }
 }

@@ -224,11 +224,11 @@ impl Caller {
             }
             Habit::InFlight => {
                 let (limit, lease) = (*pick(rng, &[1, 2, 4]), *pick(rng, &LEASES));
-                Policy::in_flight("flight", limit).and_then(|policy| policy.lease_time(lease))
+                Policy::in_flight("flight", limit).and_then(|policy| policy.slot_ttl(lease))
             }
             Habit::Queueing => {
                 let (limit, lease) = (*pick(rng, &[1, 4, AMPLE]), *pick(rng, &LEASES));
-                Policy::in_flight("queue", limit).and_then(|policy| policy.lease_time(lease))
+                Policy::in_flight("queue", limit).and_then(|policy| policy.slot_ttl(lease))
             }
         };
         let policy = policy.unwrap();
@@ -246,7 +246,7 @@ impl Caller {
 
     fn never_pauses(&mut self, rng: &mut Rng) {
         let (limit, lease) = (*pick(rng, &[8, 16]), self.policy().quota().period());
-        self.policies = Policy::in_flight("flight", limit).unwrap().lease_time(lease).unwrap().into();
+        self.policies = Policy::in_flight("flight", limit).unwrap().slot_ttl(lease).unwrap().into();
         (self.clients, self.drops, self.is_steady) = (rng.usize(10..=20), true, true);
     }
 

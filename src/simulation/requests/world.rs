@@ -57,9 +57,9 @@ impl Event {
                 decision.granted().into()
             }
             Self::Leaves(Request { check, .. }) | Self::Runs(Request { check, .. })
-                if check.key() == key && check.mode() == Mode::Refund =>
+                if check.key() == key && check.mode() == Mode::Release =>
             {
-                check.cost().into()
+                1
             }
             _ => 0,
         }
@@ -222,7 +222,7 @@ impl WorldState {
 
     /// A request runs.
     fn runs(&mut self, instance: usize, check: &Check) -> Decision {
-        let decision = self.counts(instance, check);
+        let decision = self.counts(check);
         let caller = self.caller(check.key());
         self.say(caller, || format!("i{instance} in the store: {}: {}", shown(check), verdict(&decision)));
         if let Some(caller) = caller {
@@ -231,15 +231,11 @@ impl WorldState {
         decision
     }
 
-    fn counts(&mut self, instance: usize, check: &Check) -> Decision {
+    fn counts(&mut self, check: &Check) -> Decision {
         let places: Vec<_> = check.policies().iter().map(|policy| (*check.key(), policy.id())).collect();
         let mut counts = Vec::new();
         for (place, policy) in places.iter().zip(check.policies().iter()) {
-            let mut count = self.counts.remove(place).unwrap_or_else(|| State::fresh(policy.kind()));
-            if let State::InFlight(count) = &mut count {
-                count.ask_as(instance as u64 + 1);
-            }
-            counts.push(count);
+            counts.push(self.counts.remove(place).unwrap_or_else(|| State::fresh(policy.kind())));
         }
         let verdicts = check.decide(&mut counts, self.plan.wall + self.now as i64 * 1000);
         self.counts.extend(places.into_iter().zip(counts));
@@ -264,7 +260,7 @@ impl WorldState {
     pub(super) fn used(&mut self, caller: usize) -> i64 {
         let who = &self.plan.callers[caller];
         let peek = Check::peek(who.key, &who.policies.clone(), 0);
-        let decision = self.counts(0, &peek);
+        let decision = self.counts(&peek);
         i64::from(decision.capacity()) - i64::from(decision.remaining())
     }
 }

@@ -1,6 +1,6 @@
 //! How the instances know of each other that they reconcile: each has a request in flight in the primary store as long.
 //!
-//! It is of no caller, and is counted as any other: with a lease time, so that an instance that dies keeps nobody waiting,
+//! It belongs to no caller. Its slot expires, so that no instance waits for a dead one,
 //! and in each partition of the primary store by itself.
 
 use std::sync::Arc;
@@ -14,12 +14,12 @@ use super::partition::Partition;
 use crate::limit::{Check, Policies};
 use crate::store::Store;
 
-/// How often an instance says it again: three times in the lease time. That is short enough that the others are back
+/// Interval of renewals: a third of the time to live of the slot. That is short enough that the others are back
 /// within a second, though this one has said it last when the fault ended, and nobody has heard that it no longer does.
 const EVERY: Duration = Duration::from_millis(200);
 
-/// Says that this instance reconciles, until it is ended or dropped. If it is dropped, what was said last holds for the
-/// lease time: the instance has failed, and is going to try again.
+/// Says that this instance reconciles, until it is ended or dropped. If it is dropped, the announcement holds until
+/// the slot expires: the instance has failed, and is going to try again.
 pub(super) struct Announcement {
     done: oneshot::Sender<()>,
     task: JoinHandle<bool>,
@@ -39,17 +39,17 @@ impl<P: Store, F: Store> Partition<P, F> {
         let (done, mut ended) = oneshot::channel();
         let partition = Arc::clone(self);
         let task = tokio::spawn(async move {
-            let hold = |ours| Check::hold(partition.probe, &Policies::reconciling(), ours);
+            let (probe, policies) = (partition.probe, Policies::reconciling());
             let mut is_heard = false;
             loop {
-                is_heard |= partition.reconciling(hold(1)).await.is_some();
+                is_heard |= partition.reconciling(Check::renew(probe, &policies, partition.slot)).await.is_some();
                 match timeout(EVERY, &mut ended).await {
                     Err(_) => {}
                     Ok(Ok(())) => break,
                     Ok(Err(_)) => return is_heard,
                 }
             }
-            partition.reconciling(hold(0)).await;
+            partition.reconciling(Check::release(probe, &policies, partition.slot)).await;
             is_heard
         });
         Announcement { done, task }
@@ -58,7 +58,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// How many other instances reconcile. This one no longer does, and says so again: it may not have been heard. `None` if
     /// the primary store does not say.
     pub(super) async fn others_reconciling(&self) -> Option<u32> {
-        self.reconciling(Check::hold(self.probe, &Policies::reconciling(), 0)).await
+        self.reconciling(Check::release(self.probe, &Policies::reconciling(), self.slot)).await
     }
 
     /// How many instances reconcile, after this check.

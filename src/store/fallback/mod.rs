@@ -44,7 +44,7 @@ use self::future::State;
 use self::outage_log::{Budget, OutageLog};
 use self::partition::{Partition, Reply};
 use super::{Answer, LocalStore, Observer, Store};
-use crate::limit::{Check, Decision, Key, Source};
+use crate::limit::{Check, Decision, Key, SlotId, Source};
 use crate::util::{Clock, TaskOwner, instant};
 
 /// A store made of two stores: the second answers when the first cannot.
@@ -180,6 +180,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
                 settings: settings.clone(),
                 partitions: count,
                 probe,
+                slot: SlotId::unique(),
                 breaker: Breaker::new(settings.failures.get()),
                 open: Arc::clone(&open),
                 recovery: TaskOwner::new(instant()),

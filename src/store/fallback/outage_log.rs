@@ -254,7 +254,7 @@ impl Caller<'_> {
         let cost = match mode {
             // The primary store may have more to refund.
             Mode::Refund => check.cost(),
-            Mode::Reset | Mode::Renew | Mode::Hold => 0,
+            Mode::Reset | Mode::Renew | Mode::Release => 0,
             _ => decision.granted(),
         };
         if cost == 0 && mode != Mode::Reset {

@@ -12,9 +12,9 @@ use super::breaker::{Breaker, Ticket};
 use super::outage_log::{Caller, OutageLog};
 use super::share;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, Mode, Source};
+use crate::limit::{Check, Decision, Key, Mode, SlotId, Source};
 use crate::observe::{Observer, event, or_log};
-use crate::store::{Answer, LocalStore, Store};
+use crate::store::{Answer, LocalStore, Store, freed};
 use crate::util::{Clock, TaskOwner, contain, instant};
 
 /// One partition of the primary store, or the whole of it, and the fallback.
@@ -26,6 +26,8 @@ pub(super) struct Partition<P, F> {
     pub(super) partitions: usize,
     /// The caller by whom this partition of the primary store is tried.
     pub(super) probe: Key,
+    /// The slot in the primary store that announces that this instance reconciles.
+    pub(super) slot: SlotId,
     pub(super) breaker: Breaker,
     /// How many partitions have an open breaker. For a moment one less, where one closes as soon as it has opened.
     pub(super) open: Arc<AtomicI64>,
@@ -94,7 +96,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// Whether what a check undoes may still have to be replayed on the primary store. Then the fallback undoes it, and
-    /// both are replayed in their order. Requests in flight are reported by their tracker.
+    /// both are replayed in order. Slots of requests in flight are never replayed.
     fn overtakes(&self, check: &Check) -> bool {
         matches!(check.mode(), Mode::Refund | Mode::Reset)
             && check.policies().in_flight().is_none()
@@ -124,8 +126,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
         // An answer to an id may be an old one.
         if check.id().is_none() {
-            if let Some(mirrored) = check.in_flight(decision) {
-                // So that the fallback knows what this instance holds, when it has to decide.
+            if let Some(mirrored) = check.mirrored(decision) {
+                // So that the fallback knows the slots of this instance, when it has to decide.
                 drop(self.fallback.check(mirrored));
             }
             let follow = || self.fallback.warm(check.key(), decision);
@@ -171,6 +173,15 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// replayed there only if it has an id, by which it is charged once.
     pub(super) fn fall_back(self: &Arc<Self>, check: &Check, sent: bool) -> Answer<F::Future> {
         let share = self.share_of(check.clone());
+        if let Some(store) = self.primary.identity() {
+            freed::tell(store, check);
+        }
+        if check.mode() == Mode::Release {
+            // The primary store may still have the slot.
+            drop(self.fallback.check(share));
+            let error = StoreError::new(ErrorKind::NotReady);
+            return Answer::ready(Err(if sent { error } else { error.unsent() }));
+        }
         // So that no answer is followed between what is granted here and the note of it.
         if self.locks_while_it_decides() {
             let caller = self.outages.caller(check.key());

@@ -220,8 +220,10 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// How many checks one script call may decide. More is faster, keeps Redis busy for longer at a time, at about 3 us
-    /// a check, and has it read the states of so many callers at once. Defaults to 128.
+    /// Sets the maximum number of checks in one script call. More is faster, and keeps Redis busy for longer at a time, at
+    /// about 3 us a check. Defaults to 128. Checks under
+    /// [`SlidingLog`](crate::Strategy::SlidingLog) with a limit of 16,384 or more, and refunds with one of 256 or more,
+    /// count as several: a call of such checks takes a few milliseconds at most.
     pub fn batch(mut self, checks: NonZeroUsize) -> Self {
         self.batch = checks.get();
         self
@@ -244,16 +246,13 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// How many denials are remembered until their
-    /// `retry_after`, so that a flood of denied checks does not reach Redis; see [`Source::Cached`](crate::check::Source::Cached).
-    /// Defaults to 10,000; 0 asks Redis each time. Layers that settle, and
-    /// [`Limiter::reserve`](crate::Limiter::reserve), are answered so for a second: others may have refunded.
+    /// Sets the maximum number of callers whose denials are remembered, so that a flood of denied checks does not reach
+    /// Redis; see [`Source::Cached`](crate::check::Source::Cached). Defaults to 10,000; 0 sends every check to Redis.
     ///
-    /// A caller has one for every list of policies and cost that was denied, up to 64; one of a smaller cost answers
-    /// larger ones too. Each check with an id has its own. A cost above the capacity is remembered until no charge
-    /// counts any more, but at least for a second and at most for a minute. Each takes about 200 bytes. If there are
-    /// too many, those of the least active callers are dropped first, so that a flood of denied callers mostly replaces
-    /// itself.
+    /// A denial is remembered until its `retry_after`, for a second at most: a reset or a refund by another instance
+    /// takes effect within a second. For each caller it holds one denial for each list of policies, up to 16, at about 200 bytes.
+    /// It answers all checks of its cost and above, but none with an id. The least active callers are dropped first, so
+    /// that a flood of denied callers replaces itself.
     pub fn denials(mut self, denials: usize) -> Self {
         self.denials = denials;
         self

@@ -126,17 +126,19 @@ fn pairs(url: &str) -> impl Iterator<Item = &str> {
 
 /// Refuses unknown parameters.
 fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
-    let has_login = pairs(url).any(|pair| pair.contains('@'));
+    let is_login =
+        |pair: &str| pair.contains('@') || ["sentinel_password=", "pass="].iter().any(|name| pair.starts_with(name));
+    let has_login = pairs(url).any(is_login);
     let mut seen: Vec<&str> = vec![];
     for pair in pairs(url) {
         let name = pair.split_once('=').map_or(pair, |(name, _)| name);
         let known_as = known.join("`, `");
         if !known.contains(&name) || name == "prefix" && pair.contains('@') {
-            // Perhaps it is a part of a password.
+            // It may be a part of a password: after an `&` that should have been escaped.
             let is_shown = !has_login && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
             let name = if is_shown { format!(" `{name}`") } else { String::new() };
             return wrong(format_args!(
-                "its parameter{name} is unknown: write `{known_as}`, and a `?` in a password as `%3F`; all else is set on the \
+                "its parameter{name} is unknown: write `{known_as}`, and in a password a `?` as `%3F` and an `&` as `%26`; all else is set on the \
                  builder, or in `StoreConfig`"
             ));
         }
@@ -345,6 +347,9 @@ mod tests {
             "redis://user:6379?prefix=hunter2@host/",
             "redis+cluster://user:1?prefix=hunter2@host",
             "redis://user:1?prefix=hunter2!&x@host",
+            "redis+sentinel://a:1/m?sentinel_password=hun&hunter2",
+            "redis+sentinel://a:1/m?hunter2&sentinel_password=hun",
+            "redis+unix:///tmp/redis?user=a&pass=hun&hunter2",
         ] {
             let error = crate::RedisStore::connect_lazy(url).unwrap_err().to_string();
             assert!(!error.contains("hunter2"), "{error}");

@@ -17,14 +17,17 @@ use crate::store::{Answer, Instances, Store};
 ///
 /// It needs Redis 6.2 or a compatible server; see [which servers](crate::guide::servers) are tested, and how they
 /// affect the counts. The Redis user needs `~PREFIX:* +evalsha +eval +time +mget +set +setrange +del`, and for
-/// [`SlidingLog`](crate::Strategy::SlidingLog) `+lrange +rpush +lset +ltrim +lrem +pexpireat`.
+/// [`SlidingLog`](crate::Strategy::SlidingLog) `+lrange +rpush +lset +ltrim +lrem +pexpireat`, for requests [in
+/// flight](crate::Policy::in_flight) and a [`Fallback`](crate::Fallback) with a share `+zrange +zremrangebyscore
+/// +zcard +zadd +zscore +zrem +pexpireat`.
 ///
 /// # Redis Cluster
 ///
 /// By `redis+cluster://` in place of `redis://`, or by [`cluster`](Self::cluster), it is a store in a Redis Cluster.
 /// All of the above holds there too, whatever becomes of nodes and slots:
 ///
-/// - Callers are put into [partitions](crate::store::RedisStoreBuilder::partitions), each of which is in one slot. What
+/// - Callers are put into [partitions](crate::store::RedisStoreBuilder::partitions) by a hash of the key, the same in all
+///   stores. Each partition is in one slot. What
 ///   is in flight for a partition is one script call, and the calls for one master are one round trip. The keys of a
 ///   caller are as `rl:{17}:{user-42}:api:g:100/s`, where a single server has `rl:{user-42}:api:g:100/s`. The key
 ///   `rl:{rl}:partitions` has their number.
@@ -49,7 +52,8 @@ use crate::store::{Answer, Instances, Store};
 /// elected. All of the above holds there too:
 ///
 /// - Name all sentinels. They are all queried whenever a connection is made, and the reported server must confirm that
-///   it is a master. If they disagree, the majority decides, otherwise the latest failover. One that is dead or slow
+///   it is a master. If they disagree, the majority decides, otherwise the latest failover; of equal ones, the last
+///   known master stays while it answers. A sentinel that is dead or slow
 ///   delays a connection by a quarter of the [`timeout`](crate::store::RedisStoreBuilder::timeout) at most, and by
 ///   nothing if most of them agree. While none answers, the last known master is used.
 /// - After a failover the former master may go on answering for many seconds, and then loses what it has counted. So

@@ -11,7 +11,7 @@ use futures_util::future::join_all;
 
 use super::RedisStore;
 use crate::limit::{
-    Align, Check, Decision, Key, Kind, Mode, Model, Policies, Policy, Quota, Refill, Source, State, Strategy,
+    Align, Check, Decision, Key, Kind, Mode, Model, Policies, Policy, Quota, Refill, SlotId, Source, State, Strategy,
     strategies,
 };
 use crate::store::{LocalStore, Store};
@@ -578,6 +578,8 @@ struct Trace {
     states: Vec<Vec<State>>,
     /// For each caller some of what was granted, and when.
     granted: Vec<Vec<(Decision, i64)>>,
+    /// For each caller some of the slots that were taken.
+    slots: Vec<Vec<SlotId>>,
     steps: usize,
 }
 
@@ -593,7 +595,7 @@ impl Trace {
         };
         let (redis, others) = (store(), vec![store(), store()]);
         let rng = Rng::with_seed(seed);
-        Self { rng, seed, now, redis, others, states: vec![], granted: vec![], steps: 0 }
+        Self { rng, seed, now, redis, others, states: vec![], granted: vec![], slots: vec![], steps: 0 }
     }
 
     /// Every caller has policies of its own.
@@ -601,6 +603,7 @@ impl Trace {
         // A caller whose strategy has changed has a key of its own in Redis, and starts afresh.
         self.states.resize(policies.len(), Vec::new());
         self.granted.resize(policies.len(), Vec::new());
+        self.slots.resize(policies.len(), Vec::new());
         for (states, policies) in self.states.iter_mut().zip(policies) {
             let fresh = policies.iter().map(|policy| State::fresh(policy.kind()));
             let same = |a: &State, b: &State| std::mem::discriminant(a) == std::mem::discriminant(b);
@@ -624,17 +627,19 @@ impl Trace {
                     } else {
                         self.check(i, keys[i], &policies[i], within)
                     };
-                    vec![(i, check); times]
+                    let mut checks = vec![(i, check); times];
+                    for (_, check) in checks.iter_mut().filter(|(_, check)| check.mode() == Mode::Take) {
+                        // Some are sent again in the same slot, the others have another.
+                        if self.rng.bool() {
+                            *check = Check::take(*check.key(), check.policies(), check.cost());
+                        }
+                    }
+                    checks
                 })
                 .collect();
             let instance = self.rng.usize(..=self.others.len());
             let redis = self.others.get(instance).unwrap_or(&self.redis);
             let in_redis = join_all(checks.iter().map(|(_, check)| redis.check(check.clone()))).await;
-            for state in self.states.iter_mut().flatten() {
-                if let State::InFlight(state) = state {
-                    state.ask_as(instance as u64);
-                }
-            }
             let mut seen = Vec::new();
             for ((i, check), in_redis) in checks.iter().zip(in_redis) {
                 let in_redis = in_redis.expect("an answer of Redis");
@@ -645,6 +650,11 @@ impl Trace {
                     self.seed, self.steps
                 );
                 self.steps += 1;
+                if let Some(slot) = check.slot().filter(|_| in_redis.is_allowed()) {
+                    let slots = &mut self.slots[*i];
+                    slots.truncate(7);
+                    slots.insert(self.rng.usize(..=slots.len()), slot);
+                }
                 if in_redis.granted() > 0 && self.rng.u8(..4) == 0 {
                     let granted = &mut self.granted[*i];
                     granted.truncate(7);
@@ -677,10 +687,10 @@ impl Trace {
         let cost = self.cost(policies);
         let rng = &mut self.rng;
         if policies.iter().any(Policy::is_in_flight) {
+            let slot = rng.choice(&self.slots[caller]).copied().unwrap_or_else(SlotId::unique);
             match rng.u8(..16) {
-                0 | 1 => return Check::renew(key, policies, cost),
-                2 => return Check::hold(key, policies, cost),
-                3..=6 => return Check::refund(key, policies, cost.min(3)),
+                0..=2 => return Check::renew(key, policies, slot),
+                3..=6 => return Check::release(key, policies, slot),
                 _ => {}
             }
         }

@@ -141,7 +141,7 @@ async fn a_late_check_keeps_no_call_in_flight() {
     assert!(answer.as_mut().now_or_never().is_none(), "the shadow is not answered");
     let shadow = questions.recv().await.unwrap();
     let released = questions.recv().await.unwrap();
-    assert_eq!((released.check.policies()[0].name(), released.check.mode()), ("uploads", Mode::Refund));
+    assert_eq!((released.check.policies()[0].name(), released.check.mode()), ("uploads", Mode::Release));
     shadow.deny();
     assert_eq!(answer.now_or_never().unwrap().unwrap(), "1 for acme");
 }

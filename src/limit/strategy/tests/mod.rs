@@ -18,7 +18,7 @@ use crate::limit::{Charged, Check, Key, Mode, Outcome, Policies, Policy, Quota, 
 
 /// A state at a moment.
 fn preview(state: &State, params: &Params, now: i64) -> Preview {
-    state.preview(params, &Ask { mode: Mode::Peek, cost: 0, within: 0, of: Charged::just_now(0), now })
+    state.preview(params, &Ask { mode: Mode::Peek, cost: 0, within: 0, of: Charged::just_now(0), slot: None, now })
 }
 
 /// All that was granted, and what the definition says of one more.

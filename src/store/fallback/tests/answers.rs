@@ -129,12 +129,16 @@ async fn costs_above_a_share_are_denied_temporarily() {
 async fn in_flight_requests_count_in_an_outage() {
     let (store, primary, _) = pair(1);
     let uploads = Policies::from(Policy::in_flight("uploads", 2).unwrap());
-    let take = async || store.check(Check::take(ann(), &uploads, 1)).await.unwrap().is_allowed();
-    assert_eq!([take().await, take().await, take().await], [true, true, false]);
+    let first = Check::take(ann(), &uploads, 1);
+    let take = async |check: Check| store.check(check).await.unwrap().is_allowed();
+    let another = || Check::take(ann(), &uploads, 1);
+    assert_eq!([take(first.clone()).await, take(another()).await, take(another()).await], [true, true, false]);
     open(&store, &primary).await;
-    assert!(!take().await);
-    let _ = store.check(Check::refund(ann(), &uploads, 1)).await.unwrap();
-    assert_eq!([take().await, take().await], [true, false]);
+    assert!(take(first.clone()).await && !take(another()).await);
+    // The primary store still has the slot, so that the release must be sent again.
+    let release = Check::release(ann(), &uploads, first.slot().unwrap());
+    assert!(store.check(release).await.unwrap_err().is_unsent());
+    assert_eq!([take(another()).await, take(another()).await], [true, false]);
 }
 
 /// What the primary store has charged is not taken back.

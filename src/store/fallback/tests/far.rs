@@ -7,17 +7,17 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use tokio::time::Instant;
 
 use super::*;
-use crate::limit::{Mode, Source, Verdict};
+use crate::limit::{Mode, SlotId};
 use crate::util::instant;
 
 /// One count for several instances, each so far away.
 #[derive(Clone)]
 pub(super) struct Far {
     pub(super) counts: LocalStore,
-    instance: u32,
+    slot: SlotId,
     /// Whether nobody hears that it reconciles.
     pub(super) is_mute: bool,
-    /// To how many more holds there is no answer. Those that say that it reconciles are heard all the same.
+    /// Number of announcements that get no reply. A renewal takes effect without it.
     pub(super) unanswered: Arc<AtomicUsize>,
     pub(super) delay: Arc<Mutex<Option<Duration>>>,
     pub(super) seen: Arc<Mutex<Seen>>,
@@ -31,20 +31,18 @@ pub(super) struct Seen {
     pub(super) order: Vec<Key>,
     under_way: usize,
     pub(super) most: usize,
-    /// Those that have said that they reconcile.
-    instances: u32,
 }
 
 impl Far {
     pub(super) fn new(delay: Duration) -> Self {
         let delay = Arc::new(Mutex::new(Some(delay)));
         let (unanswered, seen) = (Arc::default(), Arc::default());
-        Self { counts: LocalStore::default(), instance: 0, is_mute: false, unanswered, delay, seen }
+        Self { counts: LocalStore::default(), slot: SlotId::unique(), is_mute: false, unanswered, delay, seen }
     }
 
     /// The same counts, asked by another instance over a way of its own.
-    pub(super) fn of(&self, instance: u32, delay: Duration) -> Self {
-        Self { instance, delay: Arc::new(Mutex::new(Some(delay))), ..self.clone() }
+    pub(super) fn another(&self, delay: Duration) -> Self {
+        Self { slot: SlotId::unique(), delay: Arc::new(Mutex::new(Some(delay))), ..self.clone() }
     }
 
     pub(super) fn set(&self, delay: Option<Duration>) {
@@ -55,23 +53,18 @@ impl Far {
         Fallback::new(self.clone(), LocalStore::default()).share(Share::Fixed(share.try_into().unwrap()))
     }
 
-    /// Requests in flight are held by instance, which a local store cannot tell apart.
-    pub(super) fn hold(&self, check: &Check) -> Decision {
-        let key = |instance: u32| Key::new(format!("instance-{instance}"));
-        let policies = check.policies();
-        let ask = |check: Check| match self.counts.check(check) {
+    /// This instance says whether it reconciles. Returns how many do then.
+    pub(super) fn reconciles(&self, does: bool) -> u32 {
+        let make = if does { Check::renew } else { Check::release };
+        let decision = self.now(make(Key::PROBE, &Policies::reconciling(), self.slot));
+        decision.capacity() - decision.remaining()
+    }
+
+    fn now(&self, check: Check) -> Decision {
+        match self.counts.check(check) {
             Answer::Ready { answer } => answer.unwrap(),
             Answer::Pending { .. } => unreachable!(),
-        };
-        if check.mode() == Mode::Hold {
-            drop(ask(Check::hold(key(self.instance), policies, check.cost())));
         }
-        let mut seen = lock(&self.seen);
-        seen.instances = seen.instances.max(self.instance + 1);
-        let left = |instance| ask(Check::peek(key(instance), policies, 0)).remaining();
-        let capacity = policies.as_slice()[0].quota().capacity();
-        let held: u32 = (0..seen.instances).map(|instance| capacity - left(instance)).sum();
-        check.decided(Source::Redis, 0, |_| Verdict::allowed().with_remaining(capacity - held))
     }
 }
 
@@ -80,18 +73,19 @@ impl Store for Far {
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let Some(delay) = *lock(&self.delay) else { return Answer::ready(Err(unreachable().unsent())) };
-        if self.is_mute && check.mode() == Mode::Hold && check.cost() > 0 {
+        if self.is_mute && check.mode() == Mode::Renew {
             return Answer::pending(Box::pin(pending()));
         }
         let fewer = |left: usize| left.checked_sub(1);
-        if check.mode() == Mode::Hold && self.unanswered.fetch_update(Relaxed, Relaxed, fewer).is_ok() {
-            if check.cost() > 0 {
-                drop(self.hold(&check));
+        let tells = matches!(check.mode(), Mode::Renew | Mode::Release);
+        if tells && self.unanswered.fetch_update(Relaxed, Relaxed, fewer).is_ok() {
+            if check.mode() == Mode::Renew {
+                drop(self.now(check));
             }
             return Answer::pending(Box::pin(pending()));
         }
         if check.policies().in_flight().is_some() {
-            let decision = self.hold(&check);
+            let decision = self.now(check);
             return Answer::pending(Box::pin(async move {
                 sleep(delay).await;
                 Ok(decision)

@@ -20,7 +20,7 @@ use crate::util::{Span, Task, TaskOwner, instant};
 async fn others_wait_while_an_instance_reconciles() {
     const DELAY: Duration = Duration::from_millis(40);
     let second = Far::new(DELAY);
-    let far = [second.of(1, DELAY), second];
+    let far = [second.another(DELAY), second];
     let [first, second] = far.each_ref().map(|far| far.fallback(2).deadline(5 * DELAY));
     let (limit, two) = (policies(Strategy::Gcra, "60/100d"), policies(Strategy::Gcra, "2/100d"));
     cut(&first, &far[0]).await;
@@ -92,15 +92,15 @@ async fn instances_see_each_other_reconcile() {
 #[tokio::test(start_paused = true)]
 async fn an_unheard_instance_still_waits_for_others() {
     let mut far = Far::new(Duration::from_millis(2));
-    let other = far.of(1, Duration::ZERO);
+    let other = far.another(Duration::ZERO);
     far.is_mute = true;
     let store = far.fallback(2);
     cut(&store, &far).await;
     let _ = take(&store, caller(0), &policies(Strategy::Gcra, "60/100d")).await;
     far.set(Some(Duration::from_millis(2)));
     let reconciles = tokio::spawn(async move {
-        for ours in [1; 30].into_iter().chain([0]) {
-            drop(other.hold(&Check::hold(Key::PROBE, &Policies::reconciling(), ours)));
+        for does in [true; 30].into_iter().chain([false]) {
+            other.reconciles(does);
             sleep(Duration::from_millis(100)).await;
         }
     });
@@ -109,12 +109,11 @@ async fn an_unheard_instance_still_waits_for_others() {
     reconciles.await.unwrap();
 }
 
-/// It was heard that an instance reconciles, and not that it no longer does: others would wait for it for the lease
-/// time.
+/// The release of its announcement was lost: others would wait until the slot expires.
 #[tokio::test(start_paused = true)]
 async fn a_recovered_instance_keeps_nobody_waiting() {
     let far = Far::new(Duration::from_millis(2));
-    let other = far.of(1, Duration::ZERO);
+    let other = far.another(Duration::ZERO);
     let store = far.fallback(2);
     cut(&store, &far).await;
     far.set(Some(Duration::from_millis(2)));
@@ -122,8 +121,7 @@ async fn a_recovered_instance_keeps_nobody_waiting() {
     far.unanswered.store(3, Relaxed);
     let took = recovery(&store).await;
     assert_eq!(far.unanswered.load(Relaxed), 0);
-    let others = other.hold(&Check::hold(Key::PROBE, &Policies::reconciling(), 0));
-    assert_eq!(others.capacity() - others.remaining(), 0, "reconcile, after {took:?}");
+    assert_eq!(other.reconciles(false), 0, "reconcile, after {took:?}");
     assert!(took < Duration::from_secs(1), "{took:?}");
 }
 
@@ -135,10 +133,10 @@ async fn no_instance_is_waited_for_forever() {
     cut(&store, &far).await;
     let _ = take(&store, caller(0), &policies(Strategy::Gcra, "60/100d")).await;
     far.set(Some(Duration::from_millis(2)));
-    let forever = far.of(1, Duration::ZERO);
+    let forever = far.another(Duration::ZERO);
     let announcing = tokio::spawn(async move {
         loop {
-            drop(forever.hold(&Check::hold(Key::PROBE, &Policies::reconciling(), 1)));
+            forever.reconciles(true);
             sleep(Duration::from_millis(100)).await;
         }
     });
@@ -169,9 +167,9 @@ async fn who_waits_sees_the_store_fail() {
         let store = far.fallback(2);
         cut(&store, &far).await;
         far.set(Some(Duration::from_millis(2)));
-        let other = far.of(1, Duration::ZERO);
+        let other = far.another(Duration::ZERO);
         for tenth in 0..30 {
-            drop(other.hold(&Check::hold(Key::PROBE, &Policies::reconciling(), 1)));
+            other.reconciles(true);
             match tenth {
                 15 if fails => far.set(None),
                 15 => far.unanswered.store(2, Relaxed),
@@ -180,7 +178,7 @@ async fn who_waits_sees_the_store_fail() {
             sleep(Duration::from_millis(100)).await;
             assert!(store.is_degraded(), "after {tenth} tenths of a second");
         }
-        drop(other.hold(&Check::hold(Key::PROBE, &Policies::reconciling(), 0)));
+        other.reconciles(false);
         assert_eq!(far.unanswered.load(Relaxed), 0);
         sleep(Duration::from_secs(2)).await;
         assert_eq!(store.is_degraded(), fails);

@@ -69,15 +69,21 @@ impl<J> Queue<J> {
         (self.left..self.next_number()).contains(&number)
     }
 
-    /// Moves the oldest jobs to a worker, at most `max`. Returns how many still wait.
+    /// Moves the oldest jobs to a worker: at least one, and more until they weigh `max`. Returns how many still wait.
     ///
     /// `None` if there was no job: the worker is counted no longer, and must end.
-    pub(crate) fn take(&mut self, max: usize, to: &mut Vec<J>) -> Option<usize> {
+    pub(crate) fn take(&mut self, max: usize, weight: impl Fn(&J) -> usize, to: &mut Vec<J>) -> Option<usize> {
         if self.jobs.is_empty() {
             self.workers -= 1;
             return None;
         }
-        let count = self.jobs.len().min(max);
+        let mut left = max;
+        let fits = |job: &&J| {
+            let rest = left.checked_sub(weight(job));
+            left = rest.unwrap_or(0);
+            rest.is_some()
+        };
+        let count = self.jobs.iter().take_while(fits).count().max(1);
         to.extend(self.jobs.drain(..count));
         self.left += count as u64;
         Some(self.jobs.len())
@@ -158,13 +164,13 @@ mod tests {
         fn worker(&self, fate: Fate) {
             let mut jobs = vec![];
             if let Fate::IsDropped { taken } = fate {
-                if taken && self.queue.lock().unwrap().take(1, &mut jobs).is_none() {
+                if taken && self.queue.lock().unwrap().take(1, |_| 1, &mut jobs).is_none() {
                     return;
                 }
                 jobs.extend(self.queue.lock().unwrap().leave());
                 return self.answer(jobs);
             }
-            while self.queue.lock().unwrap().take(1, &mut jobs).is_some() {
+            while self.queue.lock().unwrap().take(1, |_| 1, &mut jobs).is_some() {
                 if matches!(fate, Fate::Fails) {
                     self.queue.lock().unwrap().take_all(&mut jobs);
                 }
@@ -208,6 +214,20 @@ mod tests {
     }
 
     #[test]
+    fn a_batch_is_bounded_by_weight() {
+        let mut queue = Queue::new(10, 1, 0);
+        [3, 1, 1, 5, 9, 2].into_iter().for_each(|weight| drop(queue.push(weight)));
+        let mut take = || {
+            let mut taken = vec![];
+            queue.take(5, |weight| *weight, &mut taken).map(|_| taken)
+        };
+        assert_eq!(
+            [take(), take(), take(), take(), take()].map(Option::unwrap_or_default),
+            [vec![3, 1, 1], vec![5], vec![9], vec![2], vec![]]
+        );
+    }
+
+    #[test]
     fn another_worker_starts_only_for_a_backlog() {
         let mut queue = Queue::new(10, 2, 2);
         let starts: Vec<bool> = (0..5).map(|job| queue.push(job).unwrap()).collect();
@@ -232,7 +252,7 @@ mod tests {
             let (worker, gone) = (Arc::clone(&model), Arc::clone(&withdrawn));
             let worker = thread::spawn(move || {
                 let mut jobs = vec![];
-                while worker.queue.lock().unwrap().take(1, &mut jobs).is_some() {
+                while worker.queue.lock().unwrap().take(1, |_| 1, &mut jobs).is_some() {
                     worker.answer(jobs.drain(..).filter(|job| !gone[*job].load(Relaxed)));
                 }
             });

@@ -2,7 +2,6 @@
 //! the other so.
 
 use std::io;
-use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
@@ -31,8 +30,6 @@ pub(crate) struct Dialer {
 
 /// After so long without traffic the system sends a probe: sooner than NATs and load balancers forget a connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(60);
-/// A server that has said nothing for so long is asked whether it speaks TLS.
-const LONGEST_DOUBT: Duration = Duration::from_millis(500);
 
 impl Dialer {
     /// A dialer whose callers wait for so long.
@@ -72,21 +69,21 @@ impl Dialer {
     }
 
     /// A Redis without TLS takes the greeting for the beginning of a command, and waits for the rest; one with TLS closes a
-    /// connection without it.
+    /// connection without it. Only a handshake that has failed or timed out is followed by a look at what else the server
+    /// speaks: a quarter of the time is left for it.
     async fn open_first(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
-        let mut opening = pin!(self.open(server));
         let opened = match server.addr() {
             ConnectionAddr::TcpTls { host, port, .. } => {
-                match timeout((self.timeout / 2).min(LONGEST_DOUBT), opening.as_mut()).await {
+                match timeout(self.timeout - self.timeout / 4, self.open(server)).await {
                     Ok(opened) => opened,
                     Err(_) if self.hears(host, *port, b"PING\r\n", |reply| b"+-".contains(&reply)).await => {
                         let reason = "the server answers without TLS: write `redis://`, or its port for TLS";
                         return Err(StoreError::explained(ErrorKind::Tls, reason));
                     }
-                    Err(_) => opening.await,
+                    Err(_) => return Err(StoreError::new(ErrorKind::Timeout)),
                 }
             }
-            ConnectionAddr::Tcp(host, port) => match opening.await {
+            ConnectionAddr::Tcp(host, port) => match self.open(server).await {
                 // A greeting that says nothing, which only TLS answers: by an alert.
                 Err(error)
                     if error.is_io_error()
@@ -97,7 +94,7 @@ impl Dialer {
                 }
                 opened => opened,
             },
-            _ => opening.await,
+            _ => self.open(server).await,
         };
         opened.map_err(|error| error_of_greeting(&error, server))
     }

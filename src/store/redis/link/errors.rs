@@ -13,6 +13,8 @@ use crate::error::{ErrorKind, StoreError};
 pub(crate) fn error_of(error: &RedisError) -> StoreError {
     let kind = match error.kind() {
         Kind::AuthenticationFailed => ErrorKind::Authentication,
+        // The connection ended within a reply.
+        Kind::Parse if error.to_string().contains("end of input") => ErrorKind::Unreachable,
         Kind::Parse | Kind::UnexpectedReturnType | Kind::RESP3NotSupported => ErrorKind::Protocol,
         Kind::InvalidClientConfig => ErrorKind::Configuration,
         Kind::Server(ServerErrorKind::NoPerm) => ErrorKind::Permission,

@@ -4,7 +4,7 @@ use redis::{Cmd, Value};
 
 use super::wire;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Charged, Check, EachCharged, Key, Mode, Order, Policies, Policy, Verdict, Verdicts};
+use crate::limit::{Charged, Check, EachCharged, Key, Mode, Policies, Policy, SlotId, Verdict, Verdicts};
 
 /// What one script call asks.
 #[derive(Debug, Default)]
@@ -18,6 +18,8 @@ pub(crate) struct ScriptCall {
     pub(crate) entries: Vec<Entry>,
     /// For every check its entry.
     pub(crate) checks: Vec<usize>,
+    /// The slots that checks take, renew or release, each with its entry.
+    slots: Vec<(usize, SlotId)>,
 }
 
 /// What is asked, of whoever asks it.
@@ -70,27 +72,45 @@ impl Plan {
     pub(crate) fn asks(&self, asked: Asked, check: &Check) -> bool {
         self.asked == asked && self.policies.is(check.policies()) && self.charged[..] == *check.charged()
     }
+
+    /// Upper bound of a grant of one policy.
+    fn max_granted(&self) -> i64 {
+        match self.asked.mode {
+            // An id repeats an earlier answer, which may be of another cost.
+            _ if self.asked.with_id => u32::MAX.into(),
+            // A request in flight is granted as 1 at any cost.
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Charge | Mode::Refund => {
+                i64::from(self.asked.cost).max(1)
+            }
+            Mode::Renew | Mode::Release => 1,
+            // Earlier charges, or requests in flight.
+            Mode::Reset => WHOLE.end,
+        }
+    }
 }
 
 impl ScriptCall {
     pub(crate) fn clear(&mut self) {
-        let Self { keys, ends, plans, entries, checks } = self;
+        let Self { keys, ends, plans, entries, checks, slots } = self;
         keys.clear();
         ends.clear();
         plans.clear();
         entries.clear();
         checks.clear();
+        slots.clear();
     }
 
     /// Adds a check that asks the same as this entry.
-    pub(crate) fn repeat(&mut self, entry: usize) {
+    pub(crate) fn repeat(&mut self, entry: usize, check: &Check) {
         self.entries[entry].times += 1;
         self.checks.push(entry);
+        self.slots.extend(check.slot().map(|slot| (entry, slot)));
     }
 
     /// Adds a check as an entry of this plan.
     pub(crate) fn push(&mut self, plan: usize, prefix: &str, check: &Check) {
         self.checks.push(self.entries.len());
+        self.slots.extend(check.slot().map(|slot| (self.entries.len(), slot)));
         self.entries.push(Entry { plan, times: 1 });
         if let Some(id) = check.id() {
             self.push_caller(prefix, check.key());
@@ -129,8 +149,8 @@ impl ScriptCall {
         }
     }
 
-    /// The command of this call, by an instance of this number. `now` is 0 for Redis's own time.
-    pub(crate) fn command(&self, name: &str, script: &str, now: i64, instance: u64) -> Cmd {
+    /// The command of this call. `now` is 0 for Redis's own time.
+    pub(crate) fn command(&self, name: &str, script: &str, now: i64) -> Cmd {
         let mut cmd = Cmd::with_capacity(self.ends.len() + 64, self.keys.len() + script.len() + 256);
         cmd.arg(name).arg(script).arg(self.ends.len());
         let mut start = 0;
@@ -141,7 +161,7 @@ impl ScriptCall {
 
         let policies = || self.plans.iter().flat_map(|plan| plan.policies.iter());
         let mut packed = Packed::default();
-        packed.u32(policies().count()).u32(self.plans.len()).i56(now).u48(instance).add_to(&mut cmd);
+        packed.u32(policies().count()).u32(self.plans.len()).i56(now).add_to(&mut cmd);
         for policy in policies() {
             packed.u8(wire::kind_number(policy.kind()));
             for argument in wire::arguments(policy) {
@@ -167,8 +187,17 @@ impl ScriptCall {
             packed.add_to(&mut cmd);
             first += plan.policies.iter().len();
         }
+        // A check may join an earlier entry of its caller.
+        let mut slots = self.slots.clone();
+        slots.sort_by_key(|(entry, _)| *entry);
+        let (mut slots, mut entry) = (slots.into_iter().peekable(), 0);
         for run in self.entries.chunk_by(|a, b| a == b) {
-            packed.u32(run[0].plan + 1).u32(run.len()).u32(run[0].times as usize).add_to(&mut cmd);
+            packed.u32(run[0].plan + 1).u32(run.len()).u32(run[0].times as usize);
+            entry += run.len();
+            while let Some((_, slot)) = slots.next_if(|(of, _)| *of < entry) {
+                packed.0.extend_from_slice(&slot.to_bytes());
+            }
+            packed.add_to(&mut cmd);
         }
         cmd
     }
@@ -200,8 +229,7 @@ impl ScriptCall {
             let plan = &self.plans[self.entries[*entry].plan];
             let from = next[*entry];
             next[*entry] += length(plan);
-            let place = u32::try_from(from).unwrap_or(u32::MAX);
-            verdicts(&answers[from..next[*entry]], &plan.policies, (at, place))
+            verdicts(&answers[from..next[*entry]], plan, at)
         }))
     }
 }
@@ -238,11 +266,6 @@ impl Packed {
         self
     }
 
-    fn u48(&mut self, number: u64) -> &mut Self {
-        self.0.extend_from_slice(&number.to_le_bytes()[..6]);
-        self
-    }
-
     /// Ends the argument, and begins the next.
     fn add_to(&mut self, cmd: &mut Cmd) {
         cmd.arg(self.0.as_slice());
@@ -250,7 +273,7 @@ impl Packed {
     }
 }
 
-/// What the script tells of rooms and times, which a double holds exactly.
+/// Rooms and times as the script reports them, which a double holds exactly.
 const WHOLE: std::ops::Range<i64> = 0..1 << 53;
 
 /// The numbers of a reply, lowest byte first. None if it has another shape.
@@ -260,12 +283,13 @@ fn numbers(reply: &Value) -> Option<&[[u8; 8]]> {
     rest.is_empty().then_some(numbers)
 }
 
-/// One answer of this time and place: four numbers for each policy. If it has an id, then when it was charged.
+/// One answer of this time: four numbers for each policy. If it has an id, then when it was charged.
 ///
 /// # Errors
 ///
 /// What kept Redis from deciding this one check, or [`ErrorKind::Protocol`] for numbers that the script never makes.
-fn verdicts(answer: &[[u8; 8]], policies: &Policies, (at, place): Order) -> Result<Verdicts, StoreError> {
+fn verdicts(answer: &[[u8; 8]], plan: &Plan, at: i64) -> Result<Verdicts, StoreError> {
+    let (policies, most) = (&plan.policies, plan.max_granted());
     let protocol = || StoreError::new(ErrorKind::Protocol);
     let (mut granted, mut problem) = (0, 0);
     let (answer, charged_at) = answer.as_chunks();
@@ -279,15 +303,16 @@ fn verdicts(answer: &[[u8; 8]], policies: &Policies, (at, place): Order) -> Resu
             granted = granted.max(grants);
         }
         problem = problem.min(grants);
-        if !(WHOLE.contains(&remaining) && (wait == Verdict::NEVER || WHOLE.contains(&wait)) && WHOLE.contains(&reset))
-        {
+        let is_whole =
+            WHOLE.contains(&remaining) && (wait == Verdict::NEVER || WHOLE.contains(&wait)) && WHOLE.contains(&reset);
+        if grants > most || !is_whole {
             problem = i64::MIN;
         }
         Verdict { remaining, wait, reset }
     });
     let each = each.collect();
     match problem {
-        0.. => Ok(Verdicts { granted, at: charged_at, place, age: (at - charged_at).max(0), each }),
+        0.. => Ok(Verdicts { granted, at: charged_at, age: (at - charged_at).max(0), each }),
         wire::REFUSED => {
             let reason =
                 "a command of the script failed: allow all that `RedisStore` needs, and let nobody else write its keys";
@@ -301,8 +326,15 @@ fn verdicts(answer: &[[u8; 8]], policies: &Policies, (at, place): Order) -> Resu
         wire::ELSEWHERE => Err(StoreError::new(ErrorKind::NotReady).unsent().of_check()),
         wire::OUT_OF_MEMORY => Err(StoreError::new(ErrorKind::OutOfMemory).unsent()),
         wire::READ_ONLY => Err(StoreError::new(ErrorKind::ReadOnly).unsent()),
-        wire::NO_PERMISSION => Err(StoreError::new(ErrorKind::Permission).of_check()),
-        _ => Err(protocol()),
+        _ => match usize::try_from(wire::NO_PERMISSION - problem) {
+            Ok(0) => Err(StoreError::new(ErrorKind::Permission).of_check()),
+            Ok(place) => {
+                let right = wire::RIGHTS.get(place - 1).ok_or_else(protocol)?;
+                let reason = format!("the right `+{right}` is missing");
+                Err(StoreError::explained(ErrorKind::Permission, reason).of_check())
+            }
+            Err(_) => Err(protocol()),
+        },
     }
 }
 

@@ -8,8 +8,8 @@ macro_rules! numbers {
     ($with:ident) => {
         $with! {
             Take TAKE = 1, UpTo UP_TO = 2, Peek PEEK = 3, Charge CHARGE = 4, Refund REFUND = 5, Reset RESET = 6,
-            TakeAhead TAKE_AHEAD = 7, Renew RENEW = 8, Hold HOLD = 9;
-            REFUSED = -1, OUT_OF_MEMORY = -2, READ_ONLY = -3, NO_PERMISSION = -4, NO_WRITES = -5, ELSEWHERE = -6,
+            TakeAhead TAKE_AHEAD = 7, Renew RENEW = 8, Release RELEASE = 9;
+            REFUSED = -1, OUT_OF_MEMORY = -2, READ_ONLY = -3, NO_WRITES = -5, ELSEWHERE = -6, NO_PERMISSION = -10,
             IN_FLIGHT = 0
         }
     };
@@ -27,6 +27,27 @@ macro_rules! in_rust {
 }
 
 numbers!(in_rust);
+
+/// The rights that the script needs; what a check lacks is [`NO_PERMISSION`] less the place of the right, from 1 on.
+/// `lua/reply.lua` has the same list.
+pub(crate) const RIGHTS: [&str; 16] = [
+    "mget",
+    "set",
+    "setrange",
+    "del",
+    "lrange",
+    "rpush",
+    "lset",
+    "ltrim",
+    "lrem",
+    "pexpireat",
+    "zcard",
+    "zrange",
+    "zremrangebyscore",
+    "zscore",
+    "zadd",
+    "zrem",
+];
 
 macro_rules! in_lua {
     ($($mode:ident $mode_name:ident = $mode_number:literal),*; $($name:ident = $number:literal),*) => {
@@ -99,7 +120,7 @@ pub(crate) const fn kind_number(kind: Kind) -> u8 {
 /// - how many ticks come at a time: in every microsecond, or after every period,
 /// - that period in microseconds, or 0.
 ///
-/// Of a window, and of requests in flight, which have a lease time as a period:
+/// For a window, and for requests in flight, whose period is the time to live of a slot:
 /// - its period in microseconds,
 /// - when windows of the clock begin, in microseconds within a period, or -1 where a first charge begins one,
 /// - the width of a cell in microseconds.
@@ -111,5 +132,17 @@ pub(crate) fn arguments(policy: &Policy) -> [i64; 4] {
         Frees::WithWindow | Frees::OneByOne | Frees::Fading | Frees::OnRelease => {
             [params.capacity, params.period, params.offset.unwrap_or(-1), params.width]
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_halves_list_the_same_rights() {
+        let quoted = RIGHTS.map(|right| format!("'{}'", right.to_uppercase())).join(", ");
+        let in_one_line = SCRIPT.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(in_one_line.contains(&format!("{{ {quoted}, }}")), "{quoted}");
     }
 }

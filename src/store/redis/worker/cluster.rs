@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use redis::RedisError;
 use tokio::runtime::Handle;
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{timeout, timeout_at};
 
 use super::inner::Inner;
 use super::job::Job;
@@ -15,8 +15,8 @@ use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{error_of, not_run, within};
 use crate::store::redis::script::MARKER;
 use crate::store::redis::topology::Node;
-use crate::store::redis::topology::cluster::{Cluster, Refresher, Refusal, SlotMap, Why};
-use crate::util::{Task, instant};
+use crate::store::redis::topology::cluster::{Cluster, Planned, Refresher, Refusal, SlotMap, Why};
+use crate::util::instant;
 
 /// How long the marker stays after the last instance has looked at it, which each does every hour.
 const MARKER_KEPT: Duration = Duration::from_secs(3 * 86_400);
@@ -33,13 +33,14 @@ impl Inner {
     /// Has the slots asked for soon, on this runtime.
     pub(super) fn refresh(self: &Arc<Self>, why: Why) {
         let (Some(cluster), Ok(runtime)) = (self.topology.cluster(), Handle::try_current()) else { return };
-        if let Some((at, task)) = cluster.refresher.begin(why, runtime.id()) {
-            drop(runtime.spawn(Self::run_refresh(Arc::downgrade(self), why, at, task)));
+        if let Some(planned) = cluster.refresher.begin(why, runtime.id()) {
+            drop(runtime.spawn(Self::run_refresh(Arc::downgrade(self), why, planned)));
         }
     }
 
-    async fn run_refresh(this: Weak<Self>, why: Why, at: Instant, task: Task) {
-        sleep_until(at).await;
+    async fn run_refresh(this: Weak<Self>, why: Why, planned: Planned) {
+        let Planned { begins, woken, task } = planned;
+        let _ = timeout_at(begins, woken).await;
         let Some(this) = this.upgrade() else { return };
         let Some(cluster) = this.topology.cluster().filter(|cluster| cluster.refresher.is_current(&task)) else {
             return;
@@ -55,7 +56,7 @@ impl Inner {
     async fn adopt(self: &Arc<Self>, cluster: &Cluster, map: Arc<SlotMap>) -> Result<(), StoreError> {
         if cluster.refresher.marker_is_due() {
             match self.mark(cluster, &map).await {
-                Ok(()) => cluster.refresher.marked(),
+                Ok(agrees) => cluster.refresher.marked(agrees),
                 Err(error) if error.kind() == ErrorKind::Configuration => {
                     let _ = cluster.refused.set(error.clone());
                     return Err(error);
@@ -69,16 +70,17 @@ impl Inner {
         Ok(())
     }
 
-    /// Sets the marker, or makes sure that it has the same number.
+    /// Sets the marker to our number. Returns whether it had that number before.
     ///
     /// # Errors
     ///
-    /// A [`ConfigError`] if it has another one, and whatever keeps its node from telling.
-    async fn mark(self: &Arc<Self>, cluster: &Cluster, map: &SlotMap) -> Result<(), StoreError> {
+    /// A [`ConfigError`] if it has another number, and ours was never confirmed; the error of a call that failed.
+    async fn mark(self: &Arc<Self>, cluster: &Cluster, map: &SlotMap) -> Result<bool, StoreError> {
         let (ours, node) = (cluster.partitions(), map.shared_owner().ok_or_else(no_node)?);
-        let theirs: usize = self.run_shared(node, &MARKER, "partitions", ours, MARKER_KEPT).await?;
+        let args = (ours, usize::from(cluster.refresher.has_agreed()));
+        let (theirs, agrees): (usize, bool) = self.run_shared(node, &MARKER, "partitions", args, MARKER_KEPT).await?;
         if theirs == ours {
-            return Ok(());
+            return Ok(agrees);
         }
         let text = format!(
             "this store has {ours} partitions, and others have {theirs} under the prefix {:?} in the same cluster, so that \
@@ -157,6 +159,9 @@ impl Inner {
             Refusal::NotReady => self.refresh(Why::Lost(from)),
             Refusal::Other => {}
         }
+        let address = cluster.address(Some(from));
+        let refused = error_of(error).at(&address);
+        let not_ready = not_run(ErrorKind::NotReady, error).at(&address);
         // Whether it was of one caller alone.
         let alone = jobs.len() == 1 || jobs.iter().all(|job| job.alone);
         let mut again = vec![];
@@ -166,7 +171,7 @@ impl Inner {
             redirect.hops += 1;
             let to = match refusal {
                 Refusal::Other => {
-                    self.refuse(job, error_of(error).at(cluster.address(Some(from))));
+                    self.refuse(job, refused.clone());
                     continue;
                 }
                 Refusal::NotReady => None,
@@ -188,7 +193,7 @@ impl Inner {
             match to {
                 Some(node) => again.push((node, job)),
                 None => {
-                    let error = not_run(ErrorKind::NotReady, error).at(cluster.address(Some(from)));
+                    let error = not_ready.clone();
                     job.fail(if refusal == Refusal::TryAgain { error.of_check() } else { error });
                 }
             }
@@ -196,13 +201,8 @@ impl Inner {
         again
     }
 
-    /// A connection to a node has failed: another node may take over. Returns those of these checks that one has taken
-    /// over already, and the others.
-    pub(super) fn lost(self: &Arc<Self>, jobs: impl Iterator<Item = Job>, node: Node) -> (Placed, Vec<Job>) {
-        if self.topology.cluster().is_none() {
-            return (vec![], jobs.collect());
-        }
-        self.refresh(Why::Lost(node));
+    /// Splits the checks of a node: first the checks that another node serves now, then the others.
+    pub(super) fn moved(&self, jobs: impl Iterator<Item = Job>, node: Node) -> (Placed, Vec<Job>) {
         let placed = jobs.map(|job| (self.node_of(&job), job));
         let (elsewhere, left): (Vec<_>, Vec<_>) = placed.partition(|(to, _)| to.is_some_and(|to| to != node));
         (elsewhere, left.into_iter().map(|(_, job)| job).collect())
@@ -225,6 +225,7 @@ mod tests {
 
     use super::*;
     use crate::store::{RedisStore, Servers};
+    use crate::support::until;
     use crate::util::lock;
 
     #[test]
@@ -259,6 +260,21 @@ mod tests {
             }
         });
         (port, id)
+    }
+
+    /// Neither when another takes its place, nor when its store is dropped.
+    #[tokio::test]
+    async fn no_planned_refresh_outlives_its_reason() {
+        let tasks = || Handle::current().metrics().num_alive_tasks();
+        let before = tasks();
+        for last in [Why::Marker, Why::Moved] {
+            let store = RedisStore::cluster(["redis://127.0.0.1:1"]).unwrap();
+            store.inner.refresh(Why::Marker);
+            store.inner.refresh(last);
+            until("one task is left", async || tasks() <= before + 1).await;
+            drop(store);
+            until("no task is left", async || tasks() <= before).await;
+        }
     }
 
     /// Nobody can tell whether it was set up anew, or its addresses are another's. The application has named them.

@@ -3,7 +3,6 @@
 use std::convert::Infallible;
 use std::fmt;
 use std::future::pending;
-use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
@@ -11,11 +10,13 @@ use std::time::Duration;
 use redis::{Cmd, FromRedisValue, ToRedisArgs};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
+use tokio::time::Instant;
 
 use super::job::{Job, no_runtime};
 use super::queues::{NodeQueue, Queues, Target, Work};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Source, Verdicts};
+use crate::observe::mistakes::MISSING_RIGHT;
 use crate::observe::{Observer, event, or_log};
 use crate::store::freed;
 use crate::store::redis::batch::{DenialCache, Queue};
@@ -23,18 +24,18 @@ use crate::store::redis::link::{error_of, within};
 use crate::store::redis::script::Script;
 use crate::store::redis::topology::cluster::Refusal;
 use crate::store::redis::topology::{Node, Topology};
-use crate::util::{contain, lock};
+use crate::util::{contain, instant, lock};
 
 pub(crate) struct Inner {
     pub(crate) topology: Topology,
     pub(crate) prefix: Box<str>,
-    /// Tells what this instance has in flight from what others have: random, and of 48 bits.
-    pub(super) instance: u64,
     pub(super) limits: Limits,
     pub(super) denials: DenialCache,
     pub(crate) observer: OnceLock<Arc<dyn Observer>>,
     /// A test's own time; 0 for Redis's.
     pub(super) now: Arc<AtomicI64>,
+    /// When a missing right was last reported.
+    reported: Mutex<Option<Instant>>,
     queues: Mutex<Queues>,
 }
 
@@ -52,6 +53,9 @@ const SCAN_STEP: usize = 1_000;
 const MAX_HOPS: usize = 4;
 
 impl Inner {
+    /// Minimum interval between two reports of a missing right.
+    const REPORT: Duration = Duration::from_secs(60);
+
     pub(crate) fn new(
         topology: Topology,
         prefix: String,
@@ -63,11 +67,11 @@ impl Inner {
         Self {
             topology,
             prefix: prefix.into(),
-            instance: RandomState::new().hash_one(0) >> 16,
             limits,
             denials: DenialCache::new(denials),
             observer,
             now,
+            reported: Mutex::default(),
             queues: Mutex::default(),
         }
     }
@@ -181,12 +185,17 @@ impl Inner {
 
     /// Answers a check by what Redis said to a call that was sent at this time.
     pub(super) fn decide(&self, job: Job, verdicts: Result<Verdicts, StoreError>, sent_at: i64) {
+        if let Err(error) = &verdicts
+            && error.kind() == ErrorKind::Permission
+        {
+            self.lacks_right(error);
+        }
         job.answer(|check| {
             match &verdicts {
                 Ok(verdicts) => self.denials.learn(&check, verdicts, sent_at),
                 Err(_) => self.denials.forget(&check),
             }
-            freed::tell(&check);
+            freed::tell(std::ptr::from_ref(self) as usize, &check);
             verdicts.map(|verdicts| check.answer(verdicts, Source::Redis))
         });
     }
@@ -194,6 +203,22 @@ impl Inner {
     /// Answers a check that may have been sent by an error.
     pub(super) fn refuse(&self, job: Job, error: StoreError) {
         self.decide(job, Err(error), 0);
+    }
+
+    /// Reports a missing right, once a minute: the checks that need it fail, and no outage is reported, since Redis
+    /// decides the others.
+    fn lacks_right(&self, error: &StoreError) {
+        let is_due = {
+            let (mut reported, now) = (lock(&self.reported), instant());
+            let is_due = reported.is_none_or(|at| now.duration_since(at) >= Self::REPORT);
+            *reported = if is_due { Some(now) } else { *reported };
+            is_due
+        };
+        if is_due {
+            let cause = std::error::Error::source(error).map(|cause| format!("{cause}; ")).unwrap_or_default();
+            let problem = format!("{cause}{error}{MISSING_RIGHT}");
+            contain(|| or_log(self.observer.get()).misconfigured(&event::Misconfigured::new(&problem)));
+        }
     }
 
     /// Tells of a failure that no check was answered with.

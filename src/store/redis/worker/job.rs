@@ -9,6 +9,7 @@ use tokio::time::Instant;
 
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision};
+use crate::store::redis::batch::weight;
 use crate::store::redis::topology::Node;
 use crate::util::{instant, polled_after_completion};
 
@@ -19,6 +20,8 @@ pub(super) struct Job {
     pub(super) since: Instant,
     /// Where it was put first.
     pub(super) place: Place,
+    /// How much of a batch it takes.
+    pub(super) weight: u32,
     /// The partition of its caller.
     pub(super) partition: u16,
     /// Whether only checks of the same caller may share its call.
@@ -63,7 +66,8 @@ impl Job {
     pub(super) fn new(check: Check, partition: u16) -> (Self, RedisFuture) {
         let (answer, receiver) = oneshot::channel();
         let place = Place::default();
-        let job = Self { check, since: instant(), place, partition, alone: false, redirect: None, answer };
+        let weight = weight(&check);
+        let job = Self { check, since: instant(), place, weight, partition, alone: false, redirect: None, answer };
         (job, RedisFuture { answer: Some(receiver), place })
     }
 

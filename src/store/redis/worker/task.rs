@@ -16,7 +16,7 @@ use super::inner::{Inner, runtime, runtime_is_ending};
 use super::job::{Job, RedisFuture, no_runtime};
 use super::queues::{NodeQueue, Target, Work};
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Key, Source};
+use crate::limit::{Check, Key, Policies, Source};
 use crate::observe::event;
 use crate::store::Answer;
 use crate::store::redis::batch::Full;
@@ -97,14 +97,19 @@ impl Inner {
         waits
     }
 
-    /// Decides a check that reads and writes as any other; in a cluster, one on each master.
+    /// Decides two checks of one caller that read and write as any others; in a cluster, two on each master. The second
+    /// finds the state of the first if they share a call, and so needs all rights of a second charge.
     pub(crate) async fn ping(self: &Arc<Self>) -> Result<(), StoreError> {
-        let Some(cluster) = self.topology.cluster() else {
-            return self.check(Check::probe(Key::PROBE)).await.map(drop);
-        };
-        self.refreshed(cluster).await?;
-        let partitions = cluster.partition_of_each().into_iter();
-        let probes: Vec<_> = partitions.map(|partition| self.enqueue(Check::probe(Key::PROBE), partition)).collect();
+        let mut partitions = vec![0];
+        if let Some(cluster) = self.topology.cluster() {
+            self.refreshed(cluster).await?;
+            partitions = cluster.partition_of_each();
+        }
+        let again = || Check::take(Key::PROBE, &Policies::probe(), 2);
+        let probes: Vec<_> = partitions
+            .into_iter()
+            .flat_map(|partition| [Check::probe(Key::PROBE), again()].map(|probe| self.enqueue(probe, partition)))
+            .collect();
         for probe in probes {
             drop(probe?.await?);
         }
@@ -224,7 +229,7 @@ impl Worker {
         let waiting = {
             let mut queues = self.inner.queues();
             let queue = queues.of(self.queue)?;
-            let Some(waiting) = queue.take(max, jobs) else {
+            let Some(waiting) = queue.take(max, |job| job.weight as usize, jobs) else {
                 // `fail` may have moved the whole queue into it.
                 jobs.shrink_to(self.inner.limits.batch);
                 self.counted = false;
@@ -262,8 +267,7 @@ impl Worker {
         let asks: SmallVec<[bool; 1]> = calls.iter().map(|call| call.asks).collect();
         let mut connection = pool.checkout(failures).await?;
         *sent = true;
-        let command =
-            |call: usize, name: &str, text: &str| calls[call].batch.call.command(name, text, now, inner.instance);
+        let command = |call: usize, name: &str, text: &str| calls[call].batch.call.command(name, text, now);
         let replies = connection.run(&CHECK, &asks, command).await.map_err(|error| error_of(&error))?;
         if replies.iter().flatten().any(is_read_only) {
             connection.give_up(Some(StoreError::new(ErrorKind::ReadOnly)));
@@ -309,25 +313,28 @@ impl Worker {
         }
     }
 
-    /// Answers the batch by an error; and if the connection is at fault, also all that waits, which would otherwise meet
-    /// the same, one time-out after the other.
+    /// Fails the batch with an error. If the batch was not sent, no connection could be made, and everything that waits
+    /// for this node fails too: each batch would otherwise wait for the same timeout. A connection that breaks fails
+    /// only what it carried.
     fn fail(&mut self, error: &StoreError, node: Node) {
         let jobs = &mut self.work.jobs;
-        let of_connection = error.is_of_connection();
-        if !(of_connection && error.is_unsent()) {
+        if self.sent {
             for job in jobs.drain(..) {
                 self.inner.refuse(job, error.clone());
             }
+            if error.is_of_connection() {
+                self.inner.refresh(Why::Lost(node));
+            }
+            return;
         }
-        if of_connection {
-            if let Some(queue) = self.inner.queues().of(self.queue) {
-                queue.take_all(jobs);
-            }
-            let (elsewhere, left) = self.inner.lost(jobs.drain(..), node);
-            self.inner.requeue(elsewhere);
-            for job in left {
-                self.inner.refuse(job, error.clone().unsent());
-            }
+        if let Some(queue) = self.inner.queues().of(self.queue) {
+            queue.take_all(jobs);
+        }
+        self.inner.refresh(Why::Lost(node));
+        let (elsewhere, left) = self.inner.moved(jobs.drain(..), node);
+        self.inner.requeue(elsewhere);
+        for job in left {
+            self.inner.refuse(job, error.clone());
         }
     }
 }

@@ -88,7 +88,7 @@ impl Ledger {
             Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge => sums.charged += granted,
             Mode::Refund => sums.refunded += granted,
             Mode::Reset => sums.resets += 1,
-            Mode::Peek | Mode::Renew | Mode::Hold => {}
+            Mode::Peek | Mode::Renew | Mode::Release => {}
         }
         Ran { run: self.runs, charged: sums.charged }
     }
@@ -177,7 +177,7 @@ impl Ledger {
                     account.vague = true;
                 }
             }
-            Mode::Peek | Mode::Renew | Mode::Hold => {}
+            Mode::Peek | Mode::Renew | Mode::Release => {}
         }
         // Once it has refunded by itself, it may know better than the answers that it hears.
         if plan.callers[caller].lasting && granted > 0 && !account.refunded {

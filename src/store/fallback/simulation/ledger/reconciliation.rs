@@ -40,7 +40,7 @@ impl Ledger {
                 let account = &mut self.accounts[caller][instance];
                 (account.reset, account.before, account.resets) = (false, 0, account.resets.saturating_sub(1));
             }
-            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Renew | Mode::Hold => {}
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Renew | Mode::Release => {}
         }
     }
 
@@ -57,7 +57,7 @@ impl Ledger {
             }
             // It may have had more to refund than the instance.
             Mode::Refund => self.sums[caller].refunded += charged,
-            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Reset | Mode::Renew | Mode::Hold => {}
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Reset | Mode::Renew | Mode::Release => {}
         }
         self.landed(caller, instance);
     }

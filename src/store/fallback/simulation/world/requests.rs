@@ -122,7 +122,7 @@ impl WorldState {
         let Request { instance, caller, ask, reconciled, .. } = self.requests[request];
         self.requests[request].ran = true;
         let verdicts = match check.policies().in_flight() {
-            Some(_) => self.holds(instance, &check),
+            Some(_) => self.holds(&check),
             None => self.counts(&check),
         };
         let (mode, granted, id) = (check.mode(), verdicts.granted, check.id().copied());
@@ -148,12 +148,9 @@ impl WorldState {
         Verdicts::new(decision.granted().into(), each)
     }
 
-    /// Requests in flight are held by instance, which a local store cannot tell apart.
-    fn holds(&mut self, instance: usize, check: &Check) -> Verdicts {
+    /// The slots of instances that reconcile are kept by the simulated time.
+    fn holds(&mut self, check: &Check) -> Verdicts {
         let now = self.now() as i64 * 1000;
-        if let State::InFlight(held) = &mut self.held {
-            held.ask_as(instance as u64 + 1);
-        }
         check.decide(std::slice::from_mut(&mut self.held), now)
     }
 

@@ -10,7 +10,9 @@
 //! to the one that does; the server has said that it did not run it. No other call is sent twice.
 //!
 //! Two instances with other numbers of partitions would count the same callers under other keys. A marker in the
-//! cluster tells the number.
+//! cluster has the number. A new instance with another number is refused. An instance whose number another instance has
+//! confirmed sets the marker again if it was lost or replaced: the first instance after a `FLUSHALL` may be the wrong
+//! one, and then gives way.
 
 mod nodes;
 mod refresh;
@@ -25,7 +27,7 @@ use redis::{ConnectionInfo, RedisError};
 use siphasher::sip::SipHasher13;
 
 pub(crate) use nodes::Refusal;
-pub(crate) use refresh::{Refresher, Why};
+pub(crate) use refresh::{Planned, Refresher, Why};
 pub(crate) use slots::{SHARED, SlotMap};
 
 use self::nodes::Nodes;

@@ -3,11 +3,12 @@
 //! A thousand instances notice a failover at the same moment. So each waits for a moment of its own, and the longer the
 //! more often the map has turned out to be the same.
 
+use std::convert::Infallible;
 use std::sync::Mutex;
 use std::time::Duration;
 
 use tokio::runtime::Id;
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 
 use crate::error::StoreError;
@@ -30,6 +31,19 @@ struct State {
     last: Option<Instant>,
     /// When the marker is to be looked at again.
     marked_until: Option<Instant>,
+    /// Whether another instance has ever confirmed our number of partitions: the marker had it before we set it.
+    agreed: bool,
+    /// Dropped with the store, and when another task takes the place of the planned one: ends its sleep.
+    planned: Option<oneshot::Sender<Infallible>>,
+}
+
+/// A planned refresh.
+#[derive(Debug)]
+pub(crate) struct Planned {
+    pub(crate) begins: Instant,
+    /// Closed if the task need not sleep until then.
+    pub(crate) woken: oneshot::Receiver<Infallible>,
+    pub(crate) task: Task,
 }
 
 /// Why the slots are asked for.
@@ -71,8 +85,8 @@ impl Refresher {
         Self { tasks: TaskOwner::new(instant()), state: Mutex::default(), outcome: watch::Sender::new(None) }
     }
 
-    /// Plans a task on this runtime, unless there is one that is as soon. Returns when it begins.
-    pub(crate) fn begin(&self, why: Why, runtime: Id) -> Option<(Instant, Task)> {
+    /// Plans a task on this runtime. `None` if another task begins as soon.
+    pub(crate) fn begin(&self, why: Why, runtime: Id) -> Option<Planned> {
         let now = instant();
         let begins = {
             let state = lock(&self.state);
@@ -81,7 +95,10 @@ impl Refresher {
             earliest.max(now + jittered(why.delay(), 0.5..1.0))
         };
         let task = self.tasks.begin(runtime, now, Span { begins, until: begins + Self::ELSEWHERE })?;
-        Some((begins, task))
+        let (planned, woken) = oneshot::channel();
+        let former = lock(&self.state).planned.replace(planned);
+        drop(former);
+        Some(Planned { begins, woken, task })
     }
 
     /// Whether no other task has taken the place of this one while it waited.
@@ -112,13 +129,22 @@ impl Refresher {
         lock(&self.state).marked_until.is_none_or(|until| until <= instant())
     }
 
-    pub(crate) fn marked(&self) {
-        lock(&self.state).marked_until = Some(instant() + Self::MARKER);
+    /// Whether another instance has ever confirmed our number of partitions.
+    pub(crate) fn has_agreed(&self) -> bool {
+        lock(&self.state).agreed
+    }
+
+    /// The marker has our number; `agrees` if it had it before.
+    pub(crate) fn marked(&self, agrees: bool) {
+        let mut state = lock(&self.state);
+        state.marked_until = Some(instant() + Self::MARKER);
+        state.agreed |= agrees;
     }
 
     /// The slots are those of another cluster.
     pub(super) fn forget_marker(&self) {
-        lock(&self.state).marked_until = None;
+        let mut state = lock(&self.state);
+        (state.marked_until, state.agreed) = (None, false);
     }
 }
 
@@ -134,13 +160,13 @@ mod tests {
         let refresher = Refresher::new();
         let begin = |why| refresher.begin(why, Handle::current().id());
         let now = instant();
-        let (later, first) = begin(Why::Marker).unwrap();
+        let Planned { begins: later, task: first, .. } = begin(Why::Marker).unwrap();
         assert!(later > now + Duration::from_secs(29));
-        assert!(begin(Why::Marker).is_none_or(|(at, _)| at < later));
-        let (soon, second) = begin(Why::Lost(Node::new(0))).unwrap();
+        assert!(begin(Why::Marker).is_none_or(|planned| planned.begins < later));
+        let Planned { begins: soon, task: second, .. } = begin(Why::Lost(Node::new(0))).unwrap();
         assert!(soon <= now + Duration::from_millis(50));
         assert!(!refresher.is_current(&first) && refresher.is_current(&second));
-        let (at_once, third) = begin(Why::Unknown).unwrap();
+        let Planned { begins: at_once, task: third, .. } = begin(Why::Unknown).unwrap();
         assert_eq!(at_once, now);
         for why in [Why::Unknown, Why::Lost(Node::new(0)), Why::Moved] {
             assert!(begin(why).is_none(), "{why:?}");
@@ -156,9 +182,9 @@ mod tests {
         let refresher = Refresher::new();
         let mut waits = vec![];
         for news in [true, false, false, false, false, true, true] {
-            let (at, task) = refresher.begin(Why::Unknown, Handle::current().id()).unwrap();
-            waits.push((at - instant()).as_millis());
-            advance(at - instant()).await;
+            let Planned { begins, task, .. } = refresher.begin(Why::Unknown, Handle::current().id()).unwrap();
+            waits.push((begins - instant()).as_millis());
+            advance(begins - instant()).await;
             refresher.end(task, news, None);
         }
         assert_eq!(waits[0], 0);
@@ -172,11 +198,11 @@ mod tests {
     async fn a_silent_task_is_not_waited_for() {
         let (refresher, other) = (Refresher::new(), Builder::new_current_thread().build().unwrap());
         let begin = |runtime: &Handle| refresher.begin(Why::Unknown, runtime.id());
-        let (_, task) = begin(other.handle()).unwrap();
+        let task = begin(other.handle()).unwrap().task;
         advance(Refresher::ELSEWHERE / 2).await;
         assert!(begin(&Handle::current()).is_none());
         advance(Refresher::ELSEWHERE / 2).await;
-        let (_, newer) = begin(&Handle::current()).unwrap();
+        let newer = begin(&Handle::current()).unwrap().task;
         assert!(begin(other.handle()).is_none() && !refresher.is_current(&task) && refresher.is_current(&newer));
         other.shutdown_background();
     }

@@ -163,8 +163,8 @@ impl SlotMap {
 
 /// Reads the reply to `CLUSTER SLOTS`, that a node at this address gave. `None` if it is another.
 ///
-/// A node without a name, or of the name `""`, is the one that was asked. One of the name `?` has one that the cluster
-/// does not know: it is left out, as is a range whose master is.
+/// A node without a name, or of the name `""`, is the queried node itself. A node of the name `?` or the port 0 is left out,
+/// since the cluster does not know its address; so is a range whose master is left out.
 pub(super) fn read(reply: &Value, asked: &Address) -> Option<Slots> {
     let Value::Array(ranges) = reply else { return None };
     let (mut read, mut ids) = (vec![], HashSet::new());
@@ -187,7 +187,7 @@ pub(super) fn read(reply: &Value, asked: &Address) -> Option<Slots> {
     Some(Slots { ranges: read, ids })
 }
 
-/// The address of a node: `[host, port, id, ...]`. The inner `None` if the cluster does not know its host.
+/// The address of a node: `[host, port, id, ...]`. The inner `None` if the cluster does not know its address.
 fn node(node: &Value, asked: &Address, ids: &mut Ids) -> Option<Option<Address>> {
     let Value::Array(parts) = node else { return None };
     let [host, Value::Int(port), rest @ ..] = parts.as_slice() else { return None };
@@ -203,8 +203,8 @@ fn node(node: &Value, asked: &Address, ids: &mut Ids) -> Option<Option<Address>>
         Value::Nil => "",
         _ => return None,
     };
-    let port = u16::try_from(*port).ok().filter(|port| *port > 0)?;
-    Some((host != "?").then(|| asked.sibling(host, port)))
+    let port = u16::try_from(*port).ok()?;
+    Some((host != "?" && port > 0).then(|| asked.sibling(host, port)))
 }
 
 #[cfg(test)]
@@ -293,7 +293,12 @@ mod tests {
             range(0, 5_460, &[host(text("a"), 7000), host(text("b"), 7001)]),
             range(5_461, 5_461, &[host(text(""), 7002), host(Value::Nil, 7003)]),
             range(5_462, 5_470, &[host(text("?"), 7004), host(text("c"), 7005)]),
-            range(5_471, 16_383, &[host(Value::SimpleString("d".to_owned()), 7006), host(text("?"), 7007)]),
+            range(5_471, 5_480, &[host(text("e"), 0), host(text("c"), 7005)]),
+            range(
+                5_481,
+                16_383,
+                &[host(Value::SimpleString("d".to_owned()), 7006), host(text("?"), 7007), host(text("f"), 0)],
+            ),
         ]);
         let slots = read(&reply, &asked()).unwrap();
         let mut known = Known::new();
@@ -305,7 +310,7 @@ mod tests {
         owner(5_460, "a", 7000);
         owner(5_461, "asked", 7002);
         owner(16_383, "d", 7006);
-        assert_eq!(map.owner(5_462), None);
+        assert_eq!((map.owner(5_462), map.owner(5_471)), (None, None));
         assert_eq!(map.nodes.len(), 5);
         let moved = map.with(5_462, Node::new(9));
         assert_eq!((moved.owner(5_462), moved.owner(0)), (Some(Node::new(9)), map.owner(0)));
@@ -324,7 +329,7 @@ mod tests {
             Value::Array(vec![range(-1, 0, &[host(text("a"), 1)])]),
             Value::Array(vec![range(0, 16_384, &[host(text("a"), 1)])]),
             Value::Array(vec![range(0, i64::MAX, &[host(text("a"), 1)])]),
-            Value::Array(vec![range(0, 1, &[host(text("a"), 0)])]),
+            Value::Array(vec![range(0, 1, &[host(text("a"), -1)])]),
             Value::Array(vec![range(0, 1, &[host(text("a"), 65_536)])]),
             Value::Array(vec![range(0, 1, &[host(Value::Int(7), 1)])]),
             Value::Array(vec![range(0, 1, &[host(Value::BulkString(vec![0xff]), 1)])]),

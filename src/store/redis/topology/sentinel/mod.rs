@@ -33,6 +33,16 @@ use crate::util::{RandomState, Span, Task, TaskOwner, instant, jittered, lock};
 /// How often a sentinel is asked after the master: so that a second is enough though one is slow.
 const WATCH: Duration = Duration::from_millis(250);
 
+/// Outcome of a query of all sentinels.
+struct Election {
+    /// The servers to try, the likeliest first.
+    candidates: Vec<Master>,
+    /// Why there may be no candidate.
+    failure: StoreError,
+    /// The number of the epoch in which the sentinels were queried.
+    epoch: u64,
+}
+
 pub(crate) struct Sentinels {
     name: Box<str>,
     /// How to reach the master, but for its address.
@@ -79,16 +89,26 @@ impl Sentinels {
     /// A new connection to the master.
     pub(crate) async fn connect(self: &Arc<Self>) -> Result<Link, StoreError> {
         self.watch();
-        let asked_in = self.epoch.load(Ordering::Acquire);
+        self.connect_to(self.elect().await).await
+    }
+
+    /// Queries all sentinels, and ranks the servers that they report.
+    async fn elect(&self) -> Election {
+        let epoch = self.epoch.load(Ordering::Acquire);
         let known = lock(&self.known).clone();
-        let quorum = self.ask_all(known.is_some()).await;
-        let (candidates, mut failure) = quorum.end(known);
+        let (candidates, failure) = self.ask_all(known.is_some()).await.end(known);
+        Election { candidates, failure, epoch }
+    }
+
+    /// A connection to the first candidate that confirms that it is a master.
+    async fn connect_to(&self, election: Election) -> Result<Link, StoreError> {
+        let Election { candidates, mut failure, epoch } = election;
         let last = candidates.len();
         for (i, candidate) in (1..).zip(candidates) {
             // One that does not answer must not use up the time for the others.
             let patience = if i == last { self.timeout } else { self.patience() };
             match within(patience, self.verify(&candidate)).await {
-                Ok(inner) => return Ok(Link { inner, epoch: Some(self.found(candidate, asked_in)) }),
+                Ok(inner) => return Ok(Link { inner, epoch: Some(self.found(candidate, epoch)) }),
                 // That of the likeliest one tells most.
                 Err(error) if i == 1 => failure = error.at(candidate),
                 Err(_) => {}
@@ -206,22 +226,32 @@ impl Sentinels {
         }
     }
 
-    /// Asks one sentinel after the other, for as long as there is the store. If it tells of another master, asks all of
-    /// them.
+    /// Queries one sentinel after the other until the store is dropped. If one reports another master, queries all of
+    /// them, and connects to what they elect. A report that loses this election is remembered, and starts no
+    /// other election.
     async fn run_watch(this: Weak<Self>, _task: Task) {
         let mut connections: Vec<Option<Driven>> = vec![];
+        // The last report of each sentinel that lost an election.
+        let mut outvoted: Vec<Option<Master>> = vec![];
         let mut turn = RandomState::new().hash_one(0) as usize;
         loop {
             sleep(jittered(WATCH, 0.8..1.2)).await;
             let Some(this) = this.upgrade() else { return };
             connections.resize_with(this.sentinels.len(), || None);
+            outvoted.resize(this.sentinels.len(), None);
             turn = turn.wrapping_add(1) % connections.len();
             let told = timeout(WATCH, this.ask(&mut connections[turn], &this.sentinels[turn])).await;
             let Ok(Ok(master)) = told else { continue };
             let is_news = lock(&this.known).as_ref().is_some_and(|known| !known.is_at(&master));
-            if is_news {
-                // It finds the master, and gives up what leads to the former one.
-                let _ = timeout(this.timeout, this.connect()).await;
+            if !is_news || outvoted[turn].as_ref() == Some(&master) {
+                continue;
+            }
+            let election = this.elect().await;
+            if election.candidates.first().is_some_and(|first| first.is_at(&master)) {
+                // Finds the master, and closes the connections to the former one.
+                let _ = timeout(this.timeout, this.connect_to(election)).await;
+            } else {
+                outvoted[turn] = Some(master);
             }
         }
     }

@@ -67,13 +67,15 @@ impl Quorum {
         self.told.iter().any(|(_, votes)| self.is_majority(*votes))
     }
 
-    /// The servers to try, the likeliest first: the word of most, and then by epoch. The one that was `known` before
-    /// comes first while what is told is of an earlier epoch, unless all agree: in a failover most sentinels tell of
-    /// the former master for a second longer than the first. And why there may be none.
+    /// The servers to try, the likeliest first: by majority, then by epoch. Of
+    /// equal epochs the `known` master comes first, so that a stale sentinel does not replace it while the others are
+    /// silent. The `known` master also precedes all reports of an earlier epoch that are not unanimous: in a failover
+    /// most sentinels report the former master for a second longer than the first. Also returns why there may be none.
     pub(super) fn end(mut self, known: Option<Master>) -> (Vec<Master>, StoreError) {
         let known_epoch = known.as_ref().map_or(0, |known| known.epoch);
         let all = self.sentinels;
         let is_unanimous = |votes: usize| votes == all;
+        let known_at = known.clone();
         if !self.told.iter().any(|(_, votes)| is_unanimous(*votes))
             && let Some(known) = known
         {
@@ -85,7 +87,8 @@ impl Quorum {
         let mut told = std::mem::take(&mut self.told);
         told.sort_by_key(|(master, votes)| {
             let is_of_now = is_unanimous(*votes) || master.epoch >= known_epoch;
-            std::cmp::Reverse((is_of_now, self.is_majority(*votes), master.epoch, *votes))
+            let is_known = known_at.as_ref().is_some_and(|known| known.is_at(master));
+            std::cmp::Reverse((is_of_now, self.is_majority(*votes), master.epoch, is_known, *votes))
         });
         (told.into_iter().map(|(master, _)| master).collect(), self.failure)
     }
@@ -120,6 +123,9 @@ mod tests {
             // Without most of them, what was known before is as good as what one says.
             (3, &[("old", 1)], Some(("a", 2)), &["a", "old"], false),
             (3, &[("a", 3)], Some(("old", 2)), &["a", "old"], false),
+            (3, &[("stray", 2)], Some(("a", 2)), &["a", "stray"], false),
+            (5, &[("stray", 2), ("stray", 2)], Some(("a", 2)), &["a", "stray"], false),
+            (3, &[("b", 2), ("b", 2)], Some(("a", 2)), &["b", "a"], true),
             (3, &[], Some(("a", 2)), &["a"], false),
             (3, &[("a", 2)], Some(("a", 2)), &["a"], false),
             // In a failover, most have not heard of it yet.
