@@ -1,6 +1,6 @@
 -- Fixed windows; the twin of src/limit/strategy/fixed_window.rs, which explains them.
 --
--- Stored: when the caller's window began, and what was granted in it; when the key expires, which the policy keeps from
+-- Stored: start of the caller's window; amount granted in it; when the key expires, which the policy keeps from
 -- `load` to `save`.
 -- Registers: when the window began that holds now, and what was granted in it.
 --

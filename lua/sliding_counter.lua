@@ -1,6 +1,6 @@
 -- Sliding counter; the twin of src/limit/strategy/sliding_counter.rs, which explains it.
 --
--- Stored: when the window of the last charge began, what was granted in it, and what in the window before; when the key
+-- Stored: start of the last charge's window; amounts granted in it and in the window before; when the key
 -- expires, which the policy keeps from `load` to `save`.
 -- Registers: when the window began that holds now, what was granted in it, and what in the window before.
 --

@@ -40,7 +40,7 @@ local function load(policy, key, now, value)
   elseif newest <= latest then
     return sum, value, newest
   end
-  -- What a clock that has gone back put into later cells is as if it had been charged now.
+  -- The clock has gone back: charges of later cells count as charged now.
   local _, kept = search(count, 0, function(place)
     return cell(value, place) < latest
   end)

@@ -218,8 +218,8 @@ fn ids_are_kept_per_policy_list() {
     assert_eq!(lists.each_ref().map(used), [2, 2, 2], "each list charges once");
 }
 
-/// As in a rolling deploy: 10 and 11 per minute, polled alternately, twice a second for 20 minutes. A window counts on; each
-/// bucket counts by itself.
+/// As in a rolling deploy: 10 and 11 per minute, polled alternately, twice a second for 20 minutes. A window keeps its
+/// count; each bucket has its own.
 #[tokio::test(start_paused = true)]
 async fn two_limits_per_window_do_not_add() {
     for strategy in STRATEGIES {

@@ -64,7 +64,7 @@ impl Algorithm for State {
     fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
         let start = now - params.period;
         let Some((head, sum, newest)) = self.cells.after(start) else { return clean([0, NOTHING, 0]) };
-        // What a clock that has gone back put into later cells is as if it had been charged now.
+        // After the clock has gone back, charges of later cells count as charged now.
         let latest = cell_end(params, now);
         ([sum, head as i64, newest.min(latest)], newest > latest)
     }

@@ -99,7 +99,7 @@ async fn changing_quotas() {
     }
 }
 
-/// Several quotas under one name, and callers that choose under which to ask: each count is just what its definition says,
+/// Several quotas under one name, and callers that choose between them: each count is just what its definition says,
 /// in Redis and in a local store.
 #[tokio::test]
 async fn every_quota_of_a_name_holds_alone() {
