@@ -142,7 +142,7 @@ async fn full_log(server: &RedisServer, entries: u32) -> (f64, u64) {
     for _ in 0..entries {
         round().await;
     }
-    let bytes = bytes_of(server, "rl:{0000000000000000}:api:o").await;
+    let bytes = bytes_of(server, "rl:{0000000000000000}:api:o:1h").await;
     let before = spent(server).await;
     for _ in 0..ROUNDS {
         round().await;

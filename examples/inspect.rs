@@ -11,7 +11,7 @@
 //! cargo run --example inspect 'api 50/s burst 100' user-42 reset
 //! ```
 //!
-//! Redis knows no quotas, so a policy is written as the service has it: `name quota`, or with a strategy between them, as in
+//! Redis does not know the limit of a window, so a policy is written as the service has it: `name quota`, or with a strategy between them, as in
 //! `login sliding-log 5/15m` and `uploads in-flight 10/30s`. A caller is written as `user-42`, `ip:192.0.2.7`, `*` for all
 //! together, a tuple with commas, and an API key as `secret:sk-1` or by its hash, `~` and 32 digits: no secret is in Redis.
 //!
@@ -86,12 +86,12 @@ fn key(text: &str) -> Result<Key, NoKey> {
     Key::deserialize(StrDeserializer::new(text))
 }
 
-/// How many callers each policy has, by its name and strategy.
-async fn callers(store: &RedisStore) -> Result<BTreeMap<(String, &'static str), usize>, StoreError> {
+/// How many callers each count has, by name, strategy and span.
+async fn callers(store: &RedisStore) -> Result<BTreeMap<(String, &'static str, String), usize>, StoreError> {
     let (mut callers, mut scan) = (BTreeMap::new(), store.scan());
     while let Some(counts) = scan.next().await? {
         for count in counts {
-            *callers.entry((count.policy, count.strategy)).or_default() += 1;
+            *callers.entry((count.policy, count.strategy, count.span)).or_default() += 1;
         }
     }
     Ok(callers)
@@ -100,13 +100,14 @@ async fn callers(store: &RedisStore) -> Result<BTreeMap<(String, &'static str), 
 /// Prints how many callers each policy has.
 async fn policies(store: &RedisStore) -> Result<(), StoreError> {
     let callers = callers(store).await?;
-    println!("{:<24} {:<16} {:>8}", "policy", "strategy", "callers");
+    println!("{:<24} {:<16} {:<12} {:>8}", "policy", "strategy", "span", "callers");
     let mut before = "";
-    for ((policy, strategy), callers) in &callers {
-        println!("{policy:<24} {strategy:<16} {callers:>8}");
+    for ((policy, strategy, span), callers) in &callers {
+        let shown = if span.is_empty() { "-" } else { span };
+        println!("{policy:<24} {strategy:<16} {shown:<12} {callers:>8}");
         if policy == before {
             println!(
-                "  ^ two strategies under one name: programs that share this prefix differ, and do not count together"
+                "  ^ two counts under one name: programs that share this prefix differ, and do not count together"
             );
         }
         before = policy;
@@ -122,11 +123,15 @@ fn strategy(policy: &Policy) -> String {
 
 /// Prints what is counted instead, if nothing is under this policy. Returns whether that is so.
 async fn is_missing(store: &RedisStore, policy: &Policy) -> Result<bool, StoreError> {
-    let (callers, strategy) = (callers(store).await?, strategy(policy));
-    if callers.keys().any(|(name, of)| name == policy.name() && strategy == *of) {
-        return Ok(false);
+    let mut scan = store.scan();
+    while let Some(counts) = scan.next().await? {
+        if counts.iter().any(|count| count.is_of(policy)) {
+            return Ok(false);
+        }
     }
-    let others: Vec<String> = callers.keys().map(|(name, strategy)| format!("`{name} {strategy}`")).collect();
+    let (callers, strategy) = (callers(store).await?, strategy(policy));
+    let others: Vec<String> =
+        callers.keys().map(|(name, strategy, span)| format!("`{name} {strategy} {span}`")).collect();
     let others = if others.is_empty() { "nothing else".to_owned() } else { others.join(", ") };
     println!("nothing is counted as `{} {strategy}`; there is {others}", policy.name());
     Ok(true)
@@ -134,11 +139,10 @@ async fn is_missing(store: &RedisStore, policy: &Policy) -> Result<bool, StoreEr
 
 /// Prints the callers who have used most of a policy.
 async fn hottest(store: &RedisStore, policy: Policy) -> Result<(), StoreError> {
-    let strategy = strategy(&policy);
     let limiter = Limiter::new(store.clone(), policy.clone());
     let (mut top, mut scan) = (Vec::<(Key, Decision)>::new(), store.scan());
     while let Some(counts) = scan.next().await? {
-        let is_of = |count: &Counted| count.policy == policy.name() && strategy == count.strategy;
+        let is_of = |count: &Counted| count.is_of(&policy);
         let callers: Vec<Key> = counts.into_iter().filter(is_of).map(|count| count.key).collect();
         for callers in callers.chunks(TOGETHER) {
             let decisions = try_join_all(callers.iter().map(|caller| limiter.peek(*caller, 1))).await?;

@@ -60,7 +60,7 @@ do
 end
 
 -- What the meter stores, as meter.lua explains it.
-local METER, METER_LENGTH = '<i7I7I7I5', 26
+local METER, METER_LENGTH = '<i7I7I5', 19
 
 -- Sums and expiries are kept without what is above this: no two that are kept are as far apart.
 local WRAP = 2 ^ 40

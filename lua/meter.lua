@@ -1,11 +1,11 @@
 -- The meter: what the leaky bucket, GCRA and the token bucket share, which say the same in three ways; the twin of
 -- src/limit/strategy/meter.rs.
 --
--- Stored: since when the meter drains, its level then in ticks, and how many ticks made a unit of cost; when the key
--- expires, which the policy keeps from `load` to `save`.
+-- Stored: since when the meter drains, and its level then in ticks; when the key expires, which the policy keeps from `load`
+-- to `save`.
 -- Registers: the level at now, in ticks, and since when it drains.
 --
--- Uses decode, encode, ceil, floor, max, min, METER and METER_LENGTH of call.lua; div_ceil, lasting and write of prelude.lua.
+-- Uses decode, encode, floor, max, min, METER and METER_LENGTH of call.lua; div_ceil, lasting and write of prelude.lua.
 
 local function meter()
   -- `interval` ticks make a unit of cost. `ticks` drain in every microsecond if `period` is 0; else they do so at once, after
@@ -28,21 +28,13 @@ local function meter()
       policy.expires = nil
       return 0, now
     end
-    local at, level, interval
-    at, level, interval, policy.expires = decode(METER, value)
+    local at, level
+    at, level, policy.expires = decode(METER, value)
     local period, elapsed, future = policy.period, now - at
     if elapsed < 0 then
       at, elapsed, future = now, 0, true
     elseif period == 0 and elapsed >= policy.furthest then
       return 0, now
-    end
-    -- If another quota counted them, as many units are owed: 2.5 units of 100 ticks each are 2.5 units of 7 ticks, rounded up
-    -- to 18.
-    if interval ~= policy.interval then
-      interval = max(1, interval)
-      local rest = level % interval
-      local units = min((level - rest) / interval, 2 * policy.capacity)
-      level = units * policy.interval + ceil(rest / interval * policy.interval)
     end
     local most = 2 * policy.full
     if level > most then
@@ -98,7 +90,7 @@ local function meter()
 
   local function save(policy, key, now, stop, cost, level, at)
     local expires, text = lasting(policy.expires, stop, 1)
-    write(key, encode(METER, at, level, policy.interval, expires), text)
+    write(key, encode(METER, at, level, expires), text)
   end
 
   return {

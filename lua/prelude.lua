@@ -1,8 +1,7 @@
 -- The prelude: what the strategies and the driver share.
 --
 -- Time is Redis's own, in whole microseconds since the Unix epoch. All numbers are whole and below 2^53, where a
--- double is exact; the quotient of two such numbers, rounded down, is exact too. A share of a number, which is a quotient
--- below 1 times that number, may be off by a little, and is off alike in both halves.
+-- double is exact; the quotient of two such numbers, rounded down, is exact too.
 --
 -- A strategy is a table of functions, with the names and the order of its Rust half:
 --   policy(capacity, ...)                     a policy, as the other functions take it. What refills is told the capacity, in
@@ -30,16 +29,6 @@
 -- a / b, rounded up.
 local function div_ceil(a, b)
   return -floor(-a / b)
-end
-
--- For windows: how much of a count came at `border` or later. All of it came from `start` to `last`, and is taken to have
--- come evenly: of 10 that came in 60 s, 5 came in the last 30 s. Rounded up; and all of it if `last` is a period after
--- `border`.
-local function late(policy, count, start, last, border)
-  if last - border >= policy.period then
-    return count
-  end
-  return ceil((last - border + 1) / (last - start + 1) * count)
 end
 
 -- For what is kept in order, as cells: a header, of a time and of the sum of all that was before; then for each cell, oldest

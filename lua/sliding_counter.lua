@@ -1,12 +1,12 @@
 -- Sliding counter; the twin of src/limit/strategy/sliding_counter.rs, which explains it.
 --
--- Stored: when the caller's window began, how long after that the last charge was, what was granted in the window, and what in
--- the window before; when the key expires, which the policy keeps from `load` to `save`.
+-- Stored: start of the last charge's window; amounts granted in it and in the window before; when the key
+-- expires, which the policy keeps from `load` to `save`.
 -- Registers: when the window began that holds now, what was granted in it, and what in the window before.
 --
--- Uses decode, encode, floor, max and min of call.lua; lasting, late and write of prelude.lua.
+-- Uses decode, encode, floor, max and min of call.lua; lasting and write of prelude.lua.
 
-local FORMAT, LENGTH = '<i7I6I5I5I5', 28
+local FORMAT, LENGTH = '<i7I5I5I5', 22
 
 -- Below this a double holds every whole number.
 local EXACT = 2 ^ 53
@@ -32,38 +32,19 @@ local function policy(capacity, period)
 end
 
 local function load(policy, key, now, value)
-  local period = policy.period
+  local start = now - now % policy.period
   if not value or #value ~= LENGTH then
     policy.expires = nil
-    return now - now % period, 0, 0
+    return start, 0, 0
   end
-  local start, since, current, previous
-  start, since, current, previous, policy.expires = decode(FORMAT, value)
-  local last = start + since
-  current, previous = min(current, 2 * policy.capacity), min(previous, 2 * policy.capacity)
-  if start > now then
-    return now - now % period, current, previous, true
+  local begun, current, previous
+  begun, current, previous, policy.expires = decode(FORMAT, value)
+  if begun >= start then
+    return start, current, previous, begun > start
+  elseif begun >= start - policy.period then
+    return start, 0, current
   end
-  local elapsed = now - start
-  if elapsed >= period then
-    local stop, later = start + period, 0
-    if last >= stop then
-      -- Of a window of a longer period.
-      later = late(policy, current, start, last, stop)
-    end
-    start = now - elapsed % period
-    if last >= start then
-      current, previous = later, current - later
-    elseif last >= start - period then
-      current, previous = 0, last >= stop and later or current
-    else
-      current, previous = 0, 0
-    end
-  end
-  if current == 0 and previous == 0 then
-    return now - now % period, 0, 0
-  end
-  return start, current, previous, last > now
+  return start, 0, 0
 end
 
 local function room(policy, now, start, current, previous)
@@ -113,7 +94,7 @@ end
 
 local function save(policy, key, now, at, cost, start, current, previous)
   local expires, text = lasting(policy.expires, at, 0)
-  write(key, encode(FORMAT, start, now - start, current, previous, expires), text)
+  write(key, encode(FORMAT, start, current, previous, expires), text)
 end
 
 return {

@@ -1,6 +1,6 @@
 -- Sliding window of cells; the twin of src/limit/strategy/sliding_window.rs, which explains it.
 --
--- Stored: cells, each with the time when it ends; in the header the time of the last charge.
+-- Stored: cells, each with the time when it ends. The header is the last cell that has left.
 -- Registers: the sum of the cells within the period; the header and those cells as they are stored; when the newest of them
 -- ends.
 --
@@ -23,7 +23,7 @@ local function load(policy, key, now, value)
   if count == 0 then
     return 0, FRESH, 0
   end
-  local start, last, base = now - policy.period, cell(value, 0)
+  local start, latest = now - policy.period, cell_end(policy, now)
   local newest, total = cell(value, count)
   if newest <= start then
     return 0, FRESH, 0
@@ -32,30 +32,19 @@ local function load(policy, key, now, value)
     local gone = search(1, count, function(place)
       return cell(value, place) > start
     end)
-    base = select(2, cell(value, gone))
-    value, count = encode(CELL, last, base) .. after(value, gone), count - gone
+    value, count = after(value, gone - 1), count - gone
   end
-  local future = last > now
-  if future then
-    last = now
-    value = encode(CELL, last, base) .. after(value, 0)
-  end
-  local sum, latest = (total - base) % WRAP, last + policy.period
+  local sum = sum_to(value, count)
   if sum == 0 then
     return 0, FRESH, 0
   elseif newest <= latest then
-    return sum, value, newest, future
+    return sum, value, newest
   end
-  -- Of a longer period, since no cell of this one ends later, or of a clock that has gone back: what does is as if it had
-  -- been charged by the last charge, whose time is in the header.
+  -- The clock has gone back: charges of later cells count as charged now.
   local _, kept = search(count, 0, function(place)
-    return cell(value, place) <= latest
+    return cell(value, place) < latest
   end)
-  newest = max(cell_end(policy, last), (cell(value, kept)))
-  if newest <= start then
-    return 0, FRESH, 0
-  end
-  return sum, up_to(value, kept) .. encode(CELL, newest, total), newest, future
+  return sum, up_to(value, kept) .. encode(CELL, latest, total), latest, true
 end
 
 local function room(policy, now, sum)
@@ -113,7 +102,7 @@ local function save(policy, key, now, at, cost, sum, cells, newest)
     if count > 0 and cell(cells, count) == newest then
       count = count - 1
     end
-    cells = encode(CELL, now, base) .. after(up_to(cells, count), 0) .. encode(CELL, newest, base + sum)
+    cells = up_to(cells, count) .. encode(CELL, newest, (base + sum) % WRAP)
   end
   write(key, cells, expiry(at))
 end

@@ -34,17 +34,12 @@ if usual then
     for place = key_at + 1, key_at + entries do
       local value, level, expires, future = values[place], 0
       if value and #value == METER_LENGTH then
-        local at, unit
-        at, level, unit, expires = decode(METER, value)
+        local at
+        at, level, expires = decode(METER, value)
         local elapsed = now - at
         if elapsed >= furthest then
           level = 0
         else
-          if unit ~= interval then
-            unit = max(1, unit)
-            local part = level % unit
-            level = min((level - part) / unit, 2 * capacity) * interval + ceil(part / unit * interval)
-          end
           if level > 2 * full then
             level = 2 * full
           end
@@ -80,7 +75,7 @@ if usual then
         local key, at, command, written = KEYS[place], now + reset + keep, 'SET'
         if expires and (expires - at / 1000) % WRAP < LONGEST then
           command = 'SETRANGE'
-          written = redis_pcall('SETRANGE', key, '0', encode(METER, now, level, interval, expires))
+          written = redis_pcall('SETRANGE', key, '0', encode(METER, now, level, expires))
         else
           if expires then
             at = at + reset
@@ -88,7 +83,7 @@ if usual then
           local ms = (at + -at % 1000) / 1000
           if ms ~= last_ms or level ~= last_level then
             last_level, last_ms, last_text = level, ms, string.format('%.0f', ms)
-            last_state = encode(METER, now, level, interval, ms % WRAP)
+            last_state = encode(METER, now, level, ms % WRAP)
           end
           written = redis_pcall('SET', key, last_state, 'PXAT', last_text)
         end

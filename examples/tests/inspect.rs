@@ -57,11 +57,11 @@ async fn look(url: &str) {
 
     let all = inspect(url, &[]).unwrap();
     let rows: Vec<Vec<&str>> = all.lines().map(|line| line.split_whitespace().collect()).collect();
-    assert_eq!(rows[0], ["policy", "strategy", "callers"]);
-    assert_eq!(rows[1], ["api", "gcra", "61"]);
-    assert_eq!(rows[2], ["api", "sliding-log", "1"]);
-    assert!(all.lines().nth(3).unwrap().contains("two strategies under one name"), "{all}");
-    assert_eq!(rows[4], ["api.v2", "gcra", "1"]);
+    assert_eq!(rows[0], ["policy", "strategy", "span", "callers"]);
+    assert_eq!(rows[1], ["api", "gcra", "100/h", "61"]);
+    assert_eq!(rows[2], ["api", "sliding-log", "1h", "1"]);
+    assert!(all.lines().nth(3).unwrap().contains("two counts under one name"), "{all}");
+    assert_eq!(rows[4], ["api.v2", "gcra", "10/h", "1"]);
     assert_eq!(rows.len(), 5);
 
     let top = inspect(url, &["api 100/h"]).unwrap();
@@ -83,8 +83,7 @@ async fn look(url: &str) {
     assert!(address.starts_with("ip:192.0.2.7 ") && address.contains(" 9 of 10 left"), "{address}");
     for args in [&["api.v2 fixed-window 10/h"][..], &["api.v2 fixed-window 10/h", "ip:192.0.2.7"]] {
         let missing = inspect(url, args).unwrap();
-        let expected =
-            "nothing is counted as `api.v2 fixed-window`; there is `api gcra`, `api sliding-log`, `api.v2 gcra`\n";
+        let expected = "nothing is counted as `api.v2 fixed-window`; there is `api gcra 100/h`, `api sliding-log 1h`, `api.v2 gcra 10/h`\n";
         assert_eq!(missing, expected);
     }
     let unused = inspect(url, &["api.v2 10/h", "ip:192.0.2.8"]).unwrap();

@@ -23,11 +23,18 @@ impl Kind {
         }
     }
 
-    /// The name, as text without a parameter, of what this letter stands for in a key.
-    pub(crate) fn name_of(letter: &str) -> Option<&'static str> {
-        let in_flight = (Self::InFlight.letter(), IN_FLIGHT);
-        let strategies = Strategy::ALL.iter().map(|strategy| (strategy.letter(), strategy.name()));
-        strategies.chain([in_flight]).find_map(|(of, name)| (of == letter).then_some(name))
+    /// The name as text, without a parameter.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Rate(strategy) => strategy.name(),
+            Self::InFlight => IN_FLIGHT,
+        }
+    }
+
+    /// The kind with this letter in a key, without its parameters.
+    pub(super) fn of_letter(letter: &str) -> Option<Self> {
+        let strategies = Strategy::ALL.iter().map(|strategy| Self::Rate(*strategy));
+        strategies.chain([Self::InFlight]).find(|kind| kind.letter() == letter)
     }
 
     /// How what it counts comes free again.

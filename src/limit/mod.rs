@@ -21,6 +21,7 @@ mod policies;
 mod policy;
 mod quota;
 mod rate_limited;
+mod span;
 mod state;
 mod strategy;
 mod verdict;
@@ -43,10 +44,10 @@ pub(crate) use answered::Answered;
 pub(crate) use charged::{Charged, EachCharged, LONGEST};
 pub(crate) use duration::micros;
 pub(crate) use kind::Kind;
-pub(crate) use policy::{check_name, is_name};
+pub(crate) use policy::is_name;
 pub(crate) use state::State;
-#[cfg(test)]
-pub(crate) use strategy::most_spent;
 pub(crate) use strategy::{Frees, Snapshot, strategies};
+#[cfg(test)]
+pub(crate) use strategy::{Model, most_spent};
 pub(crate) use verdict::Verdicts;
 pub(crate) use words::words;

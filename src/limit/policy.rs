@@ -5,16 +5,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::strategy::{Frees, Params};
-use super::{Kind, Quota, Strategy, in_flight};
+use super::{Kind, Quota, Strategy, in_flight, span};
 use crate::error::ConfigError;
 
 /// A named limit: a strategy and a quota.
 ///
-/// The name is part of Redis keys and headers. Two policies with the same name, strategy and key prefix share their
-/// counts, whatever their quotas, alignments, refills and cells. That is for a quota that changes, as in a rolling
-/// deploy: while both are in use, a caller gets about what one of them grants. Limits that apply together, such as one
-/// per minute and one per hour, need different names: a charge by the shorter forgets what only the longer would still
-/// count, and one by the longer counts in the shorter. A clone is the same policy.
+/// The name is part of Redis keys and headers, and so is what the count is about, its span. For
+/// [`FixedWindow`](Strategy::FixedWindow), [`SlidingLog`](Strategy::SlidingLog),
+/// [`SlidingWindow`](Strategy::SlidingWindow) and [`SlidingCounter`](Strategy::SlidingCounter) that is the period, with
+/// the alignment or the cells: two policies that differ in the limit alone share a count, and each compares it with its own
+/// limit. For the buckets, which are [`Gcra`](Strategy::Gcra), [`TokenBucket`](Strategy::TokenBucket) and
+/// [`LeakyBucket`](Strategy::LeakyBucket), the span is the whole quota. Policies of different spans count independently,
+/// as in a rolling deploy that changes a quota: a caller of both gets at most their sum. Limits that apply together in one
+/// check, such as one per minute and one per hour, need different names. A clone is the same policy.
 ///
 /// With the feature `serde` it is a table of text: `{ name = "api", strategy = "gcra", quota = "100/s burst 200"
 /// }`. Without a strategy it is [`Strategy::Gcra`]. [`Policies`](super::Policies) are a list of these, or one.
@@ -43,7 +46,9 @@ struct Inner {
     lease: Option<(Quota, Duration)>,
     /// The policy of which this is the share of an instance.
     whole: Option<Policy>,
-    /// Identifies the count in a process, by the name and the letter of the kind in keys.
+    /// The span as it stands in keys.
+    span: Box<str>,
+    /// Identifies the count in a process, by the name, the letter of the kind in keys, and the span.
     id: u64,
 }
 
@@ -203,9 +208,10 @@ impl Policy {
     }
 
     fn with_params(name: &str, kind: Kind, quota: Quota, params: Params) -> Self {
-        let mut hasher = DefaultHasher::new();
-        (name, kind.letter()).hash(&mut hasher);
-        Self(Arc::new(Inner { name: name.into(), kind, quota, params, lease: None, whole: None, id: hasher.finish() }))
+        let (span, mut hasher) = (span::of(kind, quota).into_boxed_str(), DefaultHasher::new());
+        (name, kind.letter(), &span).hash(&mut hasher);
+        let (name, id) = (name.into(), hasher.finish());
+        Self(Arc::new(Inner { name, kind, quota, params, lease: None, whole: None, span, id }))
     }
 
     /// The name.
@@ -255,12 +261,14 @@ impl Policy {
         let by_period = Quota::per(quota.limit(), quota.period().saturating_mul(instances.get())).burst(burst);
         let by_period = Some(by_period).filter(|_| self.frees().is_gradual());
         let part = by_period.into_iter().chain([by_limit]).find_map(|part| Self::of_kind(name, *kind, part).ok());
-        part.map_or_else(|| self.clone(), |part| part.of(self.clone()))
+        part.map_or_else(|| self.clone(), |part| part.of(self.clone(), instances))
     }
 
-    /// The same policy as a share of another.
-    fn of(mut self, whole: Self) -> Self {
+    /// The same policy as a share of another, whose count it goes on with.
+    fn of(mut self, whole: Self, instances: NonZeroU32) -> Self {
         if let Some(inner) = Arc::get_mut(&mut self.0) {
+            inner.params = inner.params.share_of(whole.params(), instances);
+            (inner.span, inner.id) = (whole.0.span.clone(), whole.0.id);
             inner.whole = Some(whole);
         }
         self
@@ -285,8 +293,19 @@ impl Policy {
         &self.0.params
     }
 
+    /// The span of its count, as it stands in keys; empty for requests in flight.
+    pub(crate) fn span(&self) -> &str {
+        &self.0.span
+    }
+
     pub(crate) fn id(&self) -> u64 {
         self.0.id
+    }
+
+    /// The policy of a key that has these letters after the name. The limit of a window is not known, and 1 here.
+    pub(crate) fn of_key(name: &str, letter: &str, span: &str) -> Option<Self> {
+        let (kind, quota) = span::read(letter, span)?;
+        Self::of_kind(name, kind, quota).ok()
     }
 
     /// Where it is in memory: that of its clones too.

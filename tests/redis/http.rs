@@ -102,5 +102,5 @@ async fn no_request_fails_when_redis_dies() {
     .await;
     let mut connection = server.connection().await;
     let keys: Vec<String> = redis::cmd("KEYS").arg("rl:{ip:*").query_async(&mut connection).await.unwrap();
-    assert_eq!(keys, ["rl:{ip:127.0.0.1}:api:g"]);
+    assert_eq!(keys, ["rl:{ip:127.0.0.1}:api:g:1000000/h"]);
 }

@@ -10,12 +10,12 @@ use tower_redis_ratelimit::{Key, Policies, RedisStore, Strategy, redis};
 use crate::support::{RedisServer, STRATEGIES, policy, until};
 
 #[tokio::test]
-async fn a_key_reads_prefix_caller_policy_strategy() {
+async fn a_key_reads_prefix_caller_policy_span() {
     let server = RedisServer::start();
     let store = RedisStore::builder(server.url()).prefix("shop:rl").connect_lazy().unwrap();
     let _ = store.check(Check::take(Key::new("ann"), &policy(Strategy::Gcra, "10/h"), 1)).await.unwrap();
     let keys: Vec<String> = server.command("KEYS *").await;
-    assert_eq!(keys, ["shop:rl:{ann}:test:g"]);
+    assert_eq!(keys, ["shop:rl:{ann}:test:g:10/h"]);
 }
 
 /// Braces, separators and bytes of any kind stay within the hash tag.
@@ -32,7 +32,7 @@ async fn no_caller_leaves_its_hash_tag() {
     let keys: Vec<String> = server.command("KEYS *").await;
     assert_eq!(keys.len(), callers.len());
     for key in keys {
-        let caller = key.strip_prefix("rl:{~").and_then(|rest| rest.strip_suffix("}:test:g")).expect(&key);
+        let caller = key.strip_prefix("rl:{~").and_then(|rest| rest.strip_suffix("}:test:g:10/h")).expect(&key);
         assert!(caller.len() == 32 && caller.bytes().all(|b| b.is_ascii_hexdigit()), "{key}");
     }
 }
@@ -122,6 +122,8 @@ async fn no_charge_leaves_a_key_without_an_expiry() {
         let soon = policy(strategy, "10/1s");
         take_of(&soon).await;
         take_of(&soon).await;
+        let keys: Vec<String> = server.command("KEYS *").await;
+        let key = &keys[0];
         assert_eq!(server.command::<i64>(&format!("PERSIST {key}")).await, 1);
         until("the key has an expiry", async || {
             take_of(&soon).await;

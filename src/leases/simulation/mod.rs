@@ -134,6 +134,11 @@ fn harm(world: &mut World, i: usize, lease: i64, is_frozen: bool, log: &mut Log)
     log.say(world.now as u64 / 1_000, None, || format!("instance {i} is {what}"));
 }
 
+/// What two buckets grant together: rates and bursts add up.
+fn sum_of(one: Quota, other: Quota) -> Quota {
+    Quota::per(one.limit() + other.limit(), one.period()).burst(one.capacity() + other.capacity())
+}
+
 fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
     let mut log = Log { kept, ..Log::default() };
     let (mut broken, mut decided) = (Breaks::default(), Decided::default());
@@ -149,7 +154,7 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
     // A burst below the limit refills in less time, but none of these does.
     let longest = period as i64 / if is_frozen { 16 } else { 2 };
     let lease = rng.i64(10_000..=longest.max(10_000));
-    // By a larger one, not everywhere at once: both count on the same state.
+    // By a larger one, not everywhere at once: a window counts on, a bucket anew.
     let replaced = Quota::per(limit + limit / 2, stated.period());
     let replaced = if strategy.frees().has_burst() { replaced.burst(stated.capacity() * 2) } else { replaced };
     let quotas = [stated, replaced];
@@ -267,7 +272,11 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
     spent.sort_unstable();
     // Nothing stands still for longer than it is stopped, and until the next step.
     let outlives = 16 * lease + period as i64 + world.longest_way();
-    let quota = quotas[usize::from(replaced_at < u32::MAX)];
+    let is_replaced = replaced_at < u32::MAX;
+    let quota = match strategy.frees().has_burst() && is_replaced {
+        true => sum_of(stated, replaced),
+        false => quotas[usize::from(is_replaced)],
+    };
     if let Err(problem) = check_spent(strategy, quota, &spent, &resets, outlives) {
         broken.add(Rule::NeverAbove, None, problem);
     }

@@ -4,26 +4,15 @@
 //! [`Align::Clock`](super::Align::Clock) cuts time itself into windows; with
 //! [`Align::FirstHit`](super::Align::FirstHit) a caller's window begins with its first charge.
 //!
-//! **Cost.** One key, three numbers, one read and one write.
+//! **Cost.** One key, two numbers, one read and one write.
 //!
 //! **When not.** At the border of two windows up to twice the limit can pass in a short time.
 //!
 //! **Source.** redis_rate v6 (slots of the clock); Istio's redisquota `FIXED_WINDOW` (from the first hit).
-//!
-//! **Two quotas under one name.** A window that one of them began is a window of both, and lasts at least a period of
-//! the quota that checks: from its beginning for one period, and on the clock from there to the next border. Say that
-//! one quota begins windows at every full minute, the other at half past, and the caller's began at 12:00:00. The first
-//! lets it end at 12:01:00, the second at 12:01:30; the first that checks after its end begins the next. If each ended
-//! it at its own borders, the caller would have the limit twice a minute.
-//!
-//! A window that another quota prolongs may continue after one of the checking quota has ended. Of what was granted in
-//! it, the part after that end counts in the next window: as if all had come evenly, and all of it if it went on for a
-//! period more.
 
 use std::time::Duration;
 
 use super::algorithm::{Algorithm, Refunded, Registers, clean};
-use super::arithmetic::late;
 use super::{Frees, Params, Snapshot, Strategy};
 use crate::error::ConfigError;
 use crate::limit::{Charged, Quota, duration};
@@ -53,8 +42,6 @@ impl Default for Align {
 pub(crate) struct State {
     /// When the caller's window began.
     start: i64,
-    /// The time of the last charge.
-    last: i64,
     /// What was granted in the window.
     count: i64,
 }
@@ -93,25 +80,13 @@ impl Algorithm for State {
     }
 
     fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
-        let Self { start, last, count } = *self;
-        let count = count.min(2 * params.capacity);
+        let Self { start, count } = *self;
         if start > now {
-            return ([window_start(params, now, now), count, 0], true);
+            return ([window_start(params, now), count, 0], true);
         } else if count > 0 && now - start < params.period {
-            return ([start, count, 0], last > now);
+            return clean([start, count, 0]);
         }
-        let end = window_end(params, start);
-        if count > 0 && now < end {
-            return ([start, count, 0], last > now);
-        }
-        if count > 0 && last >= end {
-            // Of a window that another quota has prolonged.
-            let begun = window_start(params, now, start);
-            if last >= begun {
-                return ([begun, late(params, count, start, last, end), 0], last > now);
-            }
-        }
-        clean([window_start(params, now, now), 0, 0])
+        clean([window_start(params, now), 0, 0])
     }
 
     fn room(params: &Params, _now: i64, [_, count, _]: Registers) -> i64 {
@@ -119,7 +94,7 @@ impl Algorithm for State {
     }
 
     fn wait(&self, params: &Params, now: i64, _cost: i64, [start, ..]: Registers) -> i64 {
-        window_end(params, start) - now
+        start + params.period - now
     }
 
     fn charge(&mut self, _params: &Params, _now: i64, cost: i64, [start, count, _]: Registers) -> Registers {
@@ -130,42 +105,32 @@ impl Algorithm for State {
     /// least a period later, and what lies in between is the time that a check is on its way.
     fn refund(&mut self, params: &Params, now: i64, cost: i64, of: &Charged, registers: Registers) -> Refunded {
         let [start, count, _] = registers;
-        if 2 * (window_end(params, start) - now - of.left()) >= params.period {
+        if 2 * (start + params.period - now - of.left()) >= params.period {
             return (registers, 0);
         }
         ([start, (count - cost).max(0), 0], cost)
     }
 
     fn reset_after(params: &Params, now: i64, [start, count, _]: Registers) -> i64 {
-        if count == 0 { 0 } else { window_end(params, start) - now }
+        if count == 0 { 0 } else { start + params.period - now }
     }
 
-    fn save(&mut self, _params: &Params, now: i64, _cost: i64, [start, count, _]: Registers) {
-        *self = Self { start, last: now, count };
+    fn save(&mut self, _params: &Params, _now: i64, _cost: i64, [start, count, _]: Registers) {
+        *self = Self { start, count };
     }
 
     fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
         let start = match params.offset {
-            Some(_) => window_start(params, now, now),
+            Some(_) => window_start(params, now),
             None => until - params.period,
         };
-        Self { start, last: now, count: used }
+        Self { start, count: used }
     }
 }
 
-/// When the window that holds `now` began, if one began at `start` and others followed it without a gap. On the clock
-/// they begin at its borders instead.
-fn window_start(params: &Params, now: i64, start: i64) -> i64 {
-    now - (now - params.offset.unwrap_or(start)).rem_euclid(params.period)
-}
-
-/// When the window that began at `start` ends: after a period, and on the clock at the next border from there on.
-fn window_end(params: &Params, start: i64) -> i64 {
-    let end = start + params.period;
-    match params.offset {
-        Some(offset) => end + (offset - end).rem_euclid(params.period),
-        None => end,
-    }
+/// When a window begins that holds `now`: at the last border of the clock, or now.
+fn window_start(params: &Params, now: i64) -> i64 {
+    params.offset.map_or(now, |offset| now - (now - offset).rem_euclid(params.period))
 }
 
 /// The definition: see `tests`.

@@ -14,11 +14,6 @@
 //!
 //! Kept is how far the TAT was ahead at the last charge, the backlog, and when that was. An interval is a whole number of
 //! ticks, and some ticks make a microsecond, so that 3 per second and 300,000 per second are both exact.
-//!
-//! **Two quotas under one name.** The TAT itself would not do: it is in the time of one quota. With 10 per minute, 5
-//! units put it 30 s ahead; with 20 per minute they are paid off in 15 s. So each quota reads the backlog in units, and
-//! takes it as paid off at its own rate since the last charge. A denial writes nothing, so what one quota denies does
-//! not touch what the other would grant.
 
 pub(crate) type State = super::meter::Meter<'g'>;
 

@@ -10,9 +10,6 @@
 //!
 //! **Source.** Turner, "New directions in communications" (1986); the funnel of redis tutorials (capacity, leaking
 //! rate).
-//!
-//! **Two quotas under one name.** They share the level, in units, and each leaks it at its own rate since the last
-//! charge.
 
 pub(crate) type State = super::meter::Meter<'b'>;
 

@@ -6,7 +6,6 @@
 //! after each period if it is refilled by the [interval](Refill::Interval). Each has its own counts.
 
 use super::algorithm::{Algorithm, NO_PARAMETER, Refunded, Registers};
-use super::arithmetic::{div_ceil, share};
 use super::{Frees, Params, Refill, Snapshot, Strategy};
 use crate::limit::Charged;
 
@@ -18,8 +17,6 @@ pub(crate) struct Meter<const LETTER: char> {
     at: i64,
     /// Its level then, in ticks.
     level: i64,
-    /// How many ticks made a unit of cost.
-    interval: i64,
 }
 
 /// Registers: the level at now, in ticks, and since when it drains.
@@ -47,7 +44,7 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
         if !in_batches && elapsed >= params.furthest {
             return ([0, now, 0], false);
         }
-        let level = self.level_under(params).min(2 * params.full);
+        let level = self.level.min(2 * params.full);
         let (level, at) = if in_batches {
             let periods = elapsed.div_euclid(params.period).min(div_ceil(level, params.ticks));
             (level - periods * params.ticks, at + periods * params.period)
@@ -79,8 +76,8 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
         Self::drains_in(params, now, level, at)
     }
 
-    fn save(&mut self, params: &Params, _now: i64, _cost: i64, [level, at, _]: Registers) {
-        *self = Self { at, level, interval: params.interval };
+    fn save(&mut self, _params: &Params, _now: i64, _cost: i64, [level, at, _]: Registers) {
+        *self = Self { at, level };
     }
 
     fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
@@ -89,10 +86,10 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
             // of these periods is over.
             let level = used * params.interval;
             let periods = div_ceil(level, params.ticks).min(div_ceil(until - now, params.period));
-            return Self { at: until - periods * params.period, level, interval: params.interval };
+            return Self { at: until - periods * params.period, level };
         }
         let level = (until - now).clamp(0, params.furthest) * params.ticks;
-        Self { at: now, level, interval: params.interval }
+        Self { at: now, level }
     }
 }
 
@@ -100,17 +97,6 @@ impl<const LETTER: char> Meter<LETTER> {
     /// Whether it drains at once, after each period. Of the others this is known when they are compiled.
     fn in_batches(params: &Params) -> bool {
         LETTER == 't' && params.frees == Frees::InBatches
-    }
-
-    /// The level in ticks of this policy. If another quota counted it, as many units are owed: 2.5 units of 100 ticks each
-    /// are 2.5 units of 7 ticks, rounded up to 18.
-    fn level_under(&self, params: &Params) -> i64 {
-        #[cold]
-        fn converted(params: &Params, level: i64, interval: i64) -> i64 {
-            let (units, rest) = (level.div_euclid(interval), level.rem_euclid(interval));
-            units.min(2 * params.capacity) * params.interval + share(params.interval, rest, interval)
-        }
-        if self.interval == params.interval { self.level } else { converted(params, self.level, self.interval.max(1)) }
     }
 
     /// In how long so many ticks have drained.
@@ -134,4 +120,9 @@ impl<const LETTER: char> Meter<LETTER> {
         let still = (now + (reset - of.age).max(0) - at + period / 2).div_euclid(period);
         (div_ceil(reset, period) - still).clamp(0, most)
     }
+}
+
+/// `a / b`, rounded up. `b` is above zero.
+fn div_ceil(a: i64, b: i64) -> i64 {
+    -(-a).div_euclid(b)
 }

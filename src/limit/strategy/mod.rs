@@ -8,7 +8,6 @@
 //! To add one: its Lua file, its Rust twin, and here its module, its variant and its entry in the list.
 
 mod algorithm;
-mod arithmetic;
 mod ask;
 mod charges;
 mod fixed_window;
@@ -26,7 +25,7 @@ mod text;
 mod token_bucket;
 
 #[cfg(test)]
-pub(crate) use tests::most_spent;
+pub(crate) use tests::{Model, most_spent};
 
 pub use fixed_window::Align;
 pub use token_bucket::Refill;
@@ -112,8 +111,8 @@ pub enum Strategy {
     /// As the ZSET recipe, and Redisson's `RRateLimiter`.
     SlidingLog,
     /// Counts per cell of time. Never admits more than [`SlidingLog`](Self::SlidingLog) would, and lets a caller wait
-    /// up to one cell longer, in memory that grows with the cells: 12 bytes each in Redis, so at most 12 KB for a caller
-    /// and each quota of that name, which every check reads and every charge writes.
+    /// up to one cell longer, in memory that grows with the cells: 12 bytes each in Redis, so at most 12 KB for a caller,
+    /// which every check reads and every charge writes.
     ///
     /// As hashes of timestamps to counts, and Istio's rolling windows.
     SlidingWindow {

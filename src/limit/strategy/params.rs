@@ -1,3 +1,5 @@
+use std::num::NonZeroU32;
+
 use super::Frees;
 use crate::error::ConfigError;
 use crate::limit::{Kind, Quota};
@@ -27,10 +29,6 @@ pub(crate) struct Params {
 /// The most ticks of a full debt, which is twice the capacity.
 const MAX_TICKS: i64 = 1 << 52;
 
-/// A unit has at least as many ticks, so that another quota takes over a part of one exactly enough. With the highest
-/// capacity, 2^32, and less than twice as many ticks a full debt stays far below [`MAX_TICKS`].
-const MIN_TICKS: u128 = 1 << 16;
-
 impl Params {
     pub(in crate::limit) fn new(kind: Kind, quota: Quota) -> Result<Self, ConfigError> {
         let (capacity, frees) = (quota.capacity(), kind.frees());
@@ -48,8 +46,6 @@ impl Params {
                 rate(period, u128::from(quota.limit()), u128::from(capacity))
             }
         };
-        let finer = MIN_TICKS.div_ceil(interval);
-        let (ticks, interval) = (finer * ticks, finer * interval);
         let full = u128::from(capacity) * interval;
         // The quota has been checked: no period is longer than 2^45 us, no refill than 2^49 us, no `full` than 2^51
         // ticks.
@@ -68,6 +64,17 @@ impl Params {
             strategy.adapt(&mut params, quota)?;
         }
         Ok(params)
+    }
+
+    /// The same share of a policy, with a tick that drains as that of the whole does. So a level means the same time under
+    /// every number of instances.
+    pub(in crate::limit) fn share_of(self, whole: &Self, instances: NonZeroU32) -> Self {
+        let interval = whole.interval.saturating_mul(instances.get().into());
+        let full = self.capacity.saturating_mul(interval);
+        if !self.frees.is_gradual() || full > MAX_TICKS / 2 {
+            return self;
+        }
+        Self { ticks: whole.ticks, interval, full, furthest: 2 * full / whole.ticks + 1, ..self }
     }
 }
 

@@ -11,27 +11,16 @@
 //! limit. What is overlapped is rounded up: a single charge of the window before counts until that has left.
 //!
 //! **Source.** Cloudflare, "How we built rate limiting capable of scaling to millions of domains" (2017).
-//!
-//! **Two quotas under one name.** They share the caller's windows: the first begins on the clock, and each next one
-//! when the checking quota's period is over. If each kept its own windows, 60 s and 61 s would both take what the other
-//! has counted for the window before, and the caller would have the limit twice a minute.
-//!
-//! A window of a longer period may continue after that of the checking quota has ended. Of what was granted in it, the
-//! part after that end counts in the next window: as if all had come evenly, and all of it if it went on for a period
-//! more.
 
 use super::algorithm::{Algorithm, Refunded, Registers, clean};
-use super::arithmetic::late;
 use super::{Frees, Params, Snapshot, Strategy};
 use crate::limit::Charged;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
-    /// When the caller's window began.
+    /// When the window of the last charge began.
     start: i64,
-    /// The time of the last charge.
-    last: i64,
-    /// What was granted in the window.
+    /// What was granted in it.
     current: i64,
     /// What was granted in the window before.
     previous: i64,
@@ -44,29 +33,14 @@ impl Algorithm for State {
     }
 
     fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
-        let Self { start, last, current, previous } = *self;
-        let (mut current, mut previous) = (current.min(2 * params.capacity), previous.min(2 * params.capacity));
-        if start > now {
-            return ([window_start(params, now), current, previous], true);
+        let Self { start: begun, current, previous } = *self;
+        let start = window_start(params, now);
+        if begun >= start {
+            return ([start, current, previous], begun > start);
+        } else if begun >= start - params.period {
+            return clean([start, 0, current]);
         }
-        let (mut start, elapsed) = (start, now - start);
-        if elapsed >= params.period {
-            let end = start + params.period;
-            // Of a window of a longer period.
-            let late = if last >= end { late(params, current, start, last, end) } else { 0 };
-            start = now - elapsed.rem_euclid(params.period);
-            (current, previous) = if last >= start {
-                (late, current - late)
-            } else if last >= start - params.period {
-                (0, if last >= end { late } else { current })
-            } else {
-                (0, 0)
-            };
-        }
-        if current == 0 && previous == 0 {
-            return clean([window_start(params, now), 0, 0]);
-        }
-        ([start, current, previous], last > now)
+        clean([start, 0, 0])
     }
 
     fn room(params: &Params, now: i64, [start, current, previous]: Registers) -> i64 {
@@ -111,19 +85,19 @@ impl Algorithm for State {
         }
     }
 
-    fn save(&mut self, _params: &Params, now: i64, _cost: i64, [start, current, previous]: Registers) {
-        *self = Self { start, last: now, current, previous };
+    fn save(&mut self, _params: &Params, _now: i64, _cost: i64, [start, current, previous]: Registers) {
+        *self = Self { start, current, previous };
     }
 
     fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
         let start = window_start(params, now);
         let left = start + params.period - now;
         if until - now > left {
-            return Self { start, last: now, current: used, previous: 0 };
+            return Self { start, current: used, previous: 0 };
         }
         // As much in the window before as still counts so much.
         let previous = i128::from(used) * i128::from(params.period) / i128::from(left);
-        Self { start, last: now, current: 0, previous: previous.min(2 * i128::from(params.capacity)) as i64 }
+        Self { start, current: 0, previous: previous.min(2 * i128::from(params.capacity)) as i64 }
     }
 }
 

@@ -8,10 +8,6 @@
 //! here. Each cell is kept with the sum of all up to it, so that a denial finds those that must leave by a binary
 //! search.
 //!
-//! **Two quotas under one name**, of other cells or periods, share the cells of both: a charge goes to the newest cell,
-//! or into one after it if that ends before the one of now. A cell of a much longer period may end long after all that
-//! is in it was granted: one that ends more than a period after the last charge counts as if it were the cell of that.
-//!
 //! **When not.** Where the wait of one cell matters, or one cell would do.
 //!
 //! **Source.** Hashes of timestamps to counts; Istio's redisquota `ROLLING_WINDOW` (bucketDuration).
@@ -24,8 +20,6 @@ use crate::limit::{Charged, Quota, duration, quota};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
-    /// The time of the last charge.
-    last: i64,
     /// When each cell ends and what was granted in it, oldest first.
     cells: Charges,
 }
@@ -69,14 +63,10 @@ impl Algorithm for State {
 
     fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
         let start = now - params.period;
-        let Some((head, sum, mut newest)) = self.cells.after(start) else { return clean([0, NOTHING, 0]) };
-        if newest > self.latest(params, now) {
-            newest = self.late(params, now, head).1;
-            if newest <= start {
-                return clean([0, NOTHING, 0]);
-            }
-        }
-        ([sum, head as i64, newest], self.last > now)
+        let Some((head, sum, newest)) = self.cells.after(start) else { return clean([0, NOTHING, 0]) };
+        // After the clock has gone back, charges of later cells count as charged now.
+        let latest = cell_end(params, now);
+        ([sum, head as i64, newest.min(latest)], newest > latest)
     }
 
     fn room(params: &Params, _now: i64, [sum, ..]: Registers) -> i64 {
@@ -88,8 +78,7 @@ impl Algorithm for State {
             NOTHING => None,
             head => self.cells.freeing(head as usize, sum + cost - params.capacity),
         };
-        let ends = frees.filter(|ends| *ends <= self.latest(params, now));
-        ends.unwrap_or(newest) + params.period - now
+        frees.map_or(newest, |ends| ends.min(newest)) + params.period - now
     }
 
     fn charge(&mut self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Registers) -> Registers {
@@ -102,7 +91,7 @@ impl Algorithm for State {
         if of.left() <= 0 {
             return (registers, 0);
         } else if sum > cost && head != NOTHING {
-            self.merge_late(params, now, head as usize);
+            self.merge_later(params, now, head as usize);
             self.cells.take_out(head as usize, now - of.age, cost);
             newest = self.cells.newest().unwrap_or(newest);
         }
@@ -118,43 +107,26 @@ impl Algorithm for State {
             self.cells.restart(newest, sum);
         } else {
             let head = head as usize;
-            self.merge_late(params, now, head);
+            self.merge_later(params, now, head);
             if cost > 0 {
                 self.cells.add(head, newest, cost);
             }
             self.cells.drop_before(head);
         }
-        self.last = if cost > 0 { now } else { self.last.min(now) };
     }
 
     fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
         // All that is used goes with the newest cell: some of it may have gone before.
-        Self { last: now, cells: Charges::one((until - params.period).min(cell_end(params, now)), used) }
+        Self { cells: Charges::one((until - params.period).min(cell_end(params, now)), used) }
     }
 }
 
 impl State {
-    /// When a cell of this period ends at the latest that all has been charged in by the last charge.
-    fn latest(&self, params: &Params, now: i64) -> i64 {
-        self.last.min(now) + params.period
-    }
-
-    /// The first cell that ends later than any of this period, where there is one: it is of a longer period, or of a
-    /// clock that has gone back. And when all such cells end, as if what is in them had been granted at the last
-    /// charge.
-    #[cold]
-    fn late(&self, params: &Params, now: i64, head: usize) -> (usize, i64) {
-        let first = self.cells.first_after(head, self.latest(params, now));
-        let ends = cell_end(params, self.last.min(now));
-        // The base may be of a clock that was ahead, as cells after it were.
-        (first, if first - 1 > head { ends.max(self.cells.time(first - 1)) } else { ends })
-    }
-
-    /// Makes one cell of those that end later than any of this period.
-    fn merge_late(&mut self, params: &Params, now: i64, head: usize) {
-        if self.cells.newest().is_some_and(|newest| newest > self.latest(params, now)) {
-            let (first, ends) = self.late(params, now, head);
-            self.cells.merge(first, ends);
+    /// Makes one cell, that of now, of all that end later: they are of a clock that has gone back.
+    fn merge_later(&mut self, params: &Params, now: i64, head: usize) {
+        let latest = cell_end(params, now);
+        if self.cells.newest().is_some_and(|newest| newest > latest) {
+            self.cells.merge(self.cells.first_after(head, latest - 1), latest);
         }
     }
 }

@@ -12,9 +12,6 @@
 //!
 //! **Source.** Spring Cloud Gateway's `RedisRateLimiter` (replenishRate, burstCapacity, requestedTokens), but to the
 //! microsecond; bucket4j's `refillGreedy` and `refillIntervally`.
-//!
-//! **Two quotas under one name.** They share what the bucket lacks, in tokens, and each refills at its own rate since it
-//! was refilled last.
 
 /// How tokens come into a bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]

@@ -6,7 +6,7 @@ use super::script::read_key;
 use super::topology::Node;
 use super::worker::Inner;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::Key;
+use crate::limit::{Key, Policy};
 
 /// Finds what is counted under the prefix of a [`RedisStore`](crate::RedisStore), step by step.
 ///
@@ -23,15 +23,31 @@ pub struct Scan {
 }
 
 /// One count in Redis: whose it is, and under which policy.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Counted {
     /// The caller.
     pub key: Key,
     /// The name of the policy.
     pub policy: String,
-    /// The name of its strategy, such as `gcra`, or `in-flight`. Redis has neither its parameters nor the quota.
+    /// The name of its strategy, such as `gcra`, or `in-flight`.
     pub strategy: &'static str,
+    /// The span as it stands in the key: the period of a window, such as `1m`, the quota of a bucket, such as `100/s+200`
+    /// with a burst of 200. Empty for requests in flight.
+    pub span: String,
+    of: Policy,
+}
+
+impl Counted {
+    /// Whether it is a count of this policy: of its name, strategy and span.
+    pub fn is_of(&self, policy: &Policy) -> bool {
+        self.policy == policy.name() && self.strategy == policy.kind().name() && self.span == policy.span()
+    }
+
+    /// The policy, if it is a bucket, which has its whole quota in the key. Redis has no other limit.
+    pub fn bucket(&self) -> Option<Policy> {
+        self.of.frees().has_burst().then(|| self.of.clone())
+    }
 }
 
 impl Scan {
@@ -67,8 +83,8 @@ impl Scan {
 
     fn read(&self, key: &[u8]) -> Option<Counted> {
         let key = str::from_utf8(key).ok()?;
-        let (key, policy, strategy) =
-            self.prefixes.iter().find_map(|prefix| read_key(key.strip_prefix(prefix.as_str())?))?;
-        Some(Counted { key, policy: policy.to_owned(), strategy })
+        let (key, of) = self.prefixes.iter().find_map(|prefix| read_key(key.strip_prefix(prefix.as_str())?))?;
+        let (policy, strategy, span) = (of.name().to_owned(), of.kind().name(), of.span().to_owned());
+        Some(Counted { key, policy, strategy, span, of })
     }
 }

@@ -29,7 +29,7 @@ use crate::store::{Answer, Instances, Store};
 /// - Callers are put into [partitions](crate::store::RedisStoreBuilder::partitions) by a hash of the key, the same in all
 ///   stores. Each partition is in one slot. What
 ///   is in flight for a partition is one script call, and the calls for one master are one round trip. The keys of a
-///   caller are as `rl:{17}:{user-42}:api:g`, where a single server has `rl:{user-42}:api:g`. The key
+///   caller are as `rl:{17}:{user-42}:api:g:100/s`, where a single server has `rl:{user-42}:api:g:100/s`. The key
 ///   `rl:{rl}:partitions` has their number.
 /// - Each master has its own connections and queue. A [`Fallback`](crate::Fallback) has a breaker for each partition: a
 ///   master that is down degrades its callers only, until its replica has taken over. Replicas are not used.

@@ -1,5 +1,6 @@
 //! The Lua and the Rust half of every strategy agree on random traces, bit for bit.
 
+use std::collections::HashMap;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
@@ -10,7 +11,7 @@ use futures_util::future::join_all;
 
 use super::RedisStore;
 use crate::limit::{
-    Align, Check, Decision, Key, Kind, Mode, Policies, Policy, Quota, Refill, SlotId, Source, State, Strategy,
+    Align, Check, Decision, Key, Kind, Mode, Model, Policies, Policy, Quota, Refill, SlotId, Source, State, Strategy,
     strategies,
 };
 use crate::store::{LocalStore, Store};
@@ -76,19 +77,79 @@ async fn several_policies() {
     trace.run(&policies, STEPS).await;
 }
 
-/// A quota may change at any moment: both halves carry the state over alike.
+/// A limit may change at any moment: both halves count on alike. Another span is another count.
 #[tokio::test]
 async fn changing_quotas() {
     // Takes under GCRA alone are decided by another part of the script.
     for kind_of in [nth, |_| Strategy::Gcra.into()] {
         let server = RedisServer::start();
         let mut trace = Trace::new(11, &server);
+        let kinds: Vec<Kind> = (0..CALLERS).map(kind_of).collect();
+        let first: Vec<Policy> = kinds.iter().map(|kind| policy("changing", *kind, &mut trace.rng)).collect();
         for _ in 0..150 {
-            let policies = (0..CALLERS).map(|i| policy("changing", kind_of(i), &mut trace.rng).into());
-            let policies: Vec<Policies> = policies.collect();
+            let change = |(first, kind): (&Policy, &Kind)| {
+                let quota =
+                    Quota::per(trace.rng.u32(1..=2 * first.quota().limit().min(50_000)), first.quota().period());
+                let changed = Policy::of_kind("changing", *kind, quota).ok().filter(|policy| policy.id() == first.id());
+                changed.unwrap_or_else(|| first.clone()).into()
+            };
+            let policies: Vec<Policies> = first.iter().zip(&kinds).map(change).collect();
             trace.run(&policies, CALLERS * 10).await;
         }
     }
+}
+
+/// Several quotas under one name, and callers that choose between them: each count is just what its definition says,
+/// in Redis and in a local store.
+#[tokio::test]
+async fn every_quota_of_a_name_holds_alone() {
+    let server = RedisServer::start();
+    let Trace { mut rng, now, redis, .. } = Trace::new(21, &server);
+    let local = LocalStore::default();
+    let (mut granted, mut denied, mut shared) = (0, 0, 0);
+    for round in 0..40 * Strategy::ALL.len() {
+        let strategy = Strategy::ALL[round % Strategy::ALL.len()];
+        let periods = [1_000_000, 1_500_000, 10_000_000, 60_000_000];
+        let quotas: Vec<Policies> = (0..rng.usize(2..=3))
+            .map(|_| {
+                let limit = [5, 10, 20, 40][rng.usize(..4)];
+                let quota = Quota::per(limit, Duration::from_micros(periods[rng.usize(..4)]));
+                let quota = if strategy.frees().has_burst() && rng.bool() { quota.burst(limit / 5) } else { quota };
+                Policy::new("p", strategy, quota).unwrap().into()
+            })
+            .collect();
+        let mut models: HashMap<u64, Model> = HashMap::new();
+        let key = Key::new(format!("caller-{round}"));
+        let (mut which, manner) = (0, rng.u8(..3));
+        for _ in 0..120 {
+            let (policies, time) = (&quotas[which], now.load(Relaxed));
+            let policy = &policies[0];
+            let model = models.entry(policy.id()).or_insert_with(|| Model::new(strategy, policy.quota()));
+            model.limit = policy.quota().limit().into();
+            let expected = model.allows(1, time.into());
+            let check = Check::take(key, policies, 1);
+            let in_redis = redis.check(check.clone()).await.unwrap().is_allowed();
+            let in_local = local.verdicts(&check, || time).granted == 1;
+            assert_eq!((in_redis, in_local), (expected, expected), "round {round}, {policy:?} of {quotas:?}");
+            if expected {
+                model.grants.push((time.into(), 1));
+                granted += 1;
+            } else {
+                denied += 1;
+            }
+            // The first until nothing remains, then another once; or in turn; or at random.
+            which = match manner {
+                0 if which == 0 && expected => 0,
+                0 if which > 0 => 0,
+                0 => rng.usize(1..quotas.len()),
+                1 => (which + 1) % quotas.len(),
+                _ => rng.usize(..quotas.len()),
+            };
+            now.fetch_add([0, 1_000, rng.i64(0..1_000_000)][rng.usize(..3)], Relaxed);
+        }
+        shared += u32::from(models.len() < quotas.len());
+    }
+    assert!(granted > 5_000 && denied > 5_000 && shared > 20, "{granted} granted, {denied} denied, {shared} shared");
 }
 
 /// Ids too, asked again at just the age at which they are forgotten, and around it: both stores know them for equally long,
@@ -164,7 +225,18 @@ async fn ids_of_a_later_clock_are_forgotten() {
     assert_eq!(left, [5, 5, 10, 5], "it is charged twice");
 }
 
-/// Near quotas of one count, each caller's in turn: windows with other borders, buckets with other refills.
+/// Policies of one count: their limits differ by less than a tenth, unless it is a bucket.
+fn near_policies(kind: Kind, rng: &mut Rng) -> [Policies; 3] {
+    let first = policy("near", kind, rng);
+    [0, 1, 2].map(|_| {
+        let quota = first.quota();
+        let limit = quota.limit() - rng.u32(0..=quota.limit() / 16);
+        let near = Policy::of_kind("near", kind, Quota::per(limit, quota.period())).ok();
+        near.filter(|near| near.id() == first.id()).unwrap_or_else(|| first.clone()).into()
+    })
+}
+
+/// Near limits of one count, each caller's in turn.
 #[tokio::test]
 async fn near_quotas() {
     let server = RedisServer::start();
@@ -175,29 +247,11 @@ async fn near_quotas() {
             let policies: Vec<Policies> = all.iter().map(|near| near[i % 3].clone()).collect();
             trace.run(&policies, 1).await;
         }
+        // The next quotas are of other callers.
+        trace.states.clear();
+        trace.granted.clear();
+        let _: String = server.command("FLUSHALL").await;
     }
-}
-
-/// Policies of one count whose quotas are less than a tenth from each other.
-fn near_policies(kind: Kind, rng: &mut Rng) -> [Policies; 3] {
-    let first = policy("near", kind, rng).quota();
-    [0, 1, 2].map(|_| {
-        let kind = match kind {
-            Kind::Rate(Strategy::FixedWindow(_)) if rng.bool() => Strategy::FixedWindow(Align::FirstHit).into(),
-            Kind::Rate(Strategy::FixedWindow(_)) => vary(rng, kind),
-            Kind::Rate(Strategy::TokenBucket(_)) if rng.bool() => Strategy::TokenBucket(Refill::Interval).into(),
-            Kind::Rate(Strategy::SlidingWindow { cells }) => {
-                Strategy::SlidingWindow { cells: cells + rng.u16(0..=1) }.into()
-            }
-            same => same,
-        };
-        let limit = first.limit() - rng.u32(0..=first.limit() / 16);
-        let period = first.period() - first.period() / rng.u32(16..1_000);
-        let quota = Quota::per(limit, Duration::from_micros(period.as_micros() as u64));
-        let burst = first.capacity() - rng.u32(0..=first.capacity() / 16);
-        let near = |quota| Policy::of_kind("near", kind, quota);
-        near(quota.burst(burst)).or_else(|_| near(quota)).or_else(|_| near(first)).unwrap().into()
-    })
 }
 
 /// Logs of several blocks, of which much is refunded wherever it was charged.
@@ -259,7 +313,7 @@ async fn long_logs() {
             }
         }
         if round % 500 == 499 {
-            longest = longest.max(server.command::<u64>("LLEN rl:{0}:log:o").await);
+            longest = longest.max(server.command::<u64>("LLEN rl:{0}:log:o:20s").await);
         }
     }
     assert!(given > 5_000 && longest > 4, "{given} were refunded, of {longest} elements at most");
@@ -279,7 +333,7 @@ async fn an_expired_log_frees_its_memory() {
         now.fetch_add(if i < 2_000 { 1 } else { 6_000_000 }, Relaxed);
         assert!(redis.check(Check::take(Key::new("ann"), &policies, 1)).await.unwrap().is_allowed());
     }
-    let bytes: u64 = server.command("MEMORY USAGE rl:{ann}:log:o SAMPLES 0").await;
+    let bytes: u64 = server.command("MEMORY USAGE rl:{ann}:log:o:10s SAMPLES 0").await;
     assert!(bytes < 500, "{bytes} bytes");
 }
 
@@ -294,7 +348,7 @@ async fn a_long_log_is_kept_beside_new_callers() {
         now.fetch_add(1, Relaxed);
         assert!(take("ann").await.unwrap().is_allowed());
     }
-    assert_eq!(server.command::<String>("TYPE rl:{ann}:log:o").await, "list");
+    assert_eq!(server.command::<String>("TYPE rl:{ann}:log:o:1h").await, "list");
     let decisions = join_all(["eve", "ann"].map(take)).await;
     let left: Vec<u32> = decisions.into_iter().map(|decision| decision.unwrap().remaining()).collect();
     assert_eq!(left, [999, 499]);
@@ -319,8 +373,8 @@ async fn takes_under_one_plan() {
     for kind in [Strategy::Gcra, Strategy::LeakyBucket, greedy, interval] {
         let server = RedisServer::start();
         let mut trace = Trace::new(19, &server);
-        let mut states: Vec<Vec<State>> = (0..CALLERS).map(|_| vec![State::fresh(kind)]).collect();
         let mut waits = vec![Duration::from_micros(1)];
+        let mut states: HashMap<(usize, u64), [State; 1]> = HashMap::new();
         for _ in 0..100 {
             let quotas: Vec<Policies> = (0..3).map(|_| policy("p", kind.into(), &mut trace.rng).into()).collect();
             for step in 0..20 {
@@ -338,7 +392,8 @@ async fn takes_under_one_plan() {
                 let mut seen = vec![];
                 for ((i, check), in_redis) in checks.iter().zip(in_redis) {
                     let in_redis = in_redis.unwrap();
-                    let in_rust = in_rust(check, &mut states[*i], trace.now.load(Relaxed));
+                    let state = states.entry((*i, policies[0].id())).or_insert_with(|| [State::fresh(kind)]);
+                    let in_rust = in_rust(check, state, trace.now.load(Relaxed));
                     assert_eq!(in_redis, in_rust, "Redis and Rust differ: {check:?}");
                     seen.extend(in_redis.retry_after());
                     seen.push(in_redis.reset_after());
@@ -435,7 +490,9 @@ async fn uncharged_checks_write_nothing() {
         assert!(trace.redis.check(take(one, capacity)).await.unwrap().is_allowed());
         let period = one[0].quota().period().as_micros() as i64;
         trace.now.fetch_add(trace.rng.i64(0..=period / 4), Relaxed);
-        let dump = format!("DUMP rl:{{{key}}}:near:{}", one[0].kind().letter());
+        let (letter, span) = (one[0].kind().letter(), one[0].span());
+        let between = if span.is_empty() { "" } else { ":" };
+        let dump = format!("DUMP rl:{{{key}}}:near:{letter}{between}{span}");
         let before: Vec<u8> = server.command(&dump).await;
         for check in
             [take(other, other[0].quota().capacity()), Check::peek(Key::new(&key), other, 1), take(one, capacity)]

@@ -5,7 +5,6 @@ mod clock;
 mod definition;
 mod leased;
 mod quotas;
-mod two_quotas;
 
 pub(crate) use leased::most_spent;
 
@@ -24,17 +23,17 @@ fn preview(state: &State, params: &Params, now: i64) -> Preview {
 
 /// All that was granted, and what the definition says of one more.
 #[derive(Clone)]
-pub(super) struct Model {
+pub(crate) struct Model {
     pub(super) strategy: Strategy,
-    pub(super) limit: i128,
+    pub(crate) limit: i128,
     pub(super) period: i128,
     pub(super) burst: i128,
     /// Times and costs.
-    pub(super) grants: Vec<(i128, i128)>,
+    pub(crate) grants: Vec<(i128, i128)>,
 }
 
 impl Model {
-    fn new(strategy: Strategy, quota: Quota) -> Self {
+    pub(crate) fn new(strategy: Strategy, quota: Quota) -> Self {
         Self {
             strategy,
             limit: quota.limit().into(),
@@ -54,7 +53,7 @@ impl Model {
 macro_rules! define {
     ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, $kinds:tt;)*) => {
         impl Model {
-            fn allows(&self, cost: i128, now: i128) -> bool {
+            pub(crate) fn allows(&self, cost: i128, now: i128) -> bool {
                 match self.strategy { $(Strategy::$variant { .. } => super::$module::allows(self, cost, now),)* }
             }
         }
@@ -76,28 +75,10 @@ pub(super) fn vary(rng: &mut Rng, strategy: Strategy) -> Strategy {
     }
 }
 
-/// A strategy that has its state in common with this one.
-fn kin(rng: &mut Rng, strategy: Strategy) -> Strategy {
-    match strategy {
-        Strategy::FixedWindow(_) => {
-            let align = [Align::default(), Align::FirstHit][rng.usize(..2)];
-            vary(rng, Strategy::FixedWindow(align))
-        }
-        Strategy::TokenBucket(_) => Strategy::TokenBucket([Refill::Greedy, Refill::Interval][rng.usize(..2)]),
-        Strategy::SlidingWindow { cells } => Strategy::SlidingWindow { cells: cells + rng.u16(0..=cells.div_ceil(10)) },
-        same => same,
-    }
-}
-
 /// Whether a charge can never leave more room later: not where it begins a window or an interval that begins later without
 /// it. There the windows of the caller are as long as ever, but others.
 fn is_monotone(strategy: Strategy) -> bool {
     !matches!(strategy, Strategy::FixedWindow(Align::FirstHit) | Strategy::TokenBucket(Refill::Interval))
-}
-
-/// Whether windows have borders that a charge moves, or that another quota has elsewhere.
-fn has_borders(strategy: Strategy) -> bool {
-    matches!(strategy, Strategy::FixedWindow(_))
 }
 
 /// Quotas whose intervals are whole in ticks, which most are.

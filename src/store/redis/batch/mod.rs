@@ -191,7 +191,8 @@ mod tests {
         batch.push("rl", &Check::take(Key::new("bob"), &one, 1));
         batch.push("rl", &Check::peek(Key::new("cid"), &two, 3));
         batch.push("rl", &Check::take(Key::new("dan"), &one, 1));
-        let keys = ["rl:{ann}:api:g", "rl:{bob}:api:g", "rl:{cid}:burst:g", "rl:{cid}:daily:g", "rl:{dan}:api:g"];
+        let keys = ["rl:{ann}:api:g", "rl:{bob}:api:g", "rl:{cid}:burst:g", "rl:{cid}:daily:g", "rl:{dan}:api:g"]
+            .map(|key| format!("{key}:10/s+20"));
         let policy = vec![7, 20, 100_000, 1, 0];
         let expected = vec![
             vec![3, 2, 0],
@@ -204,12 +205,15 @@ mod tests {
             vec![2, 1, 1],
             vec![1, 1, 1],
         ];
-        assert_eq!(arguments(&batch.call.command("EVALSHA", "", 0)), (keys.map(str::to_owned).to_vec(), expected));
+        assert_eq!(arguments(&batch.call.command("EVALSHA", "", 0)), (keys.to_vec(), expected));
 
         batch.clear();
         batch.push("rl", &Check::take(Key::new("eve"), &one, 1));
         let expected = vec![vec![1, 1, 7], policy, vec![1, 1, 0, 1], vec![1, 1, 1]];
-        assert_eq!(arguments(&batch.call.command("EVALSHA", "", 7)), (vec!["rl:{eve}:api:g".to_owned()], expected));
+        assert_eq!(
+            arguments(&batch.call.command("EVALSHA", "", 7)),
+            (vec!["rl:{eve}:api:g:10/s+20".to_owned()], expected)
+        );
     }
 
     #[test]
@@ -223,7 +227,7 @@ mod tests {
         batch.push("rl", &Check::peek(Key::new("ann"), &one, 1));
         batch.push("rl", &Check::peek(Key::new("ann"), &one, 1));
         let (keys, packed) = arguments(&batch.call.command("EVALSHA", "", 0));
-        let (ann, bob) = ("rl:{ann}:api:g", "rl:{bob}:api:g");
+        let (ann, bob) = ("rl:{ann}:api:g:10/s+20", "rl:{bob}:api:g:10/s+20");
         assert_eq!(keys, [ann, bob, ann, ann, ann, ann]);
         // Two of ann's first, bob's, and then in the order in which they came.
         let runs = [[1, 1, 2], [1, 1, 1], [2, 1, 1], [1, 1, 1], [3, 2, 1]];
@@ -242,7 +246,10 @@ mod tests {
         let mut batch = Batch::default();
         batch.push("rl", &Check::take(Key::new("ann"), &named(&["burst", "daily"]), 1).with_id("17"));
         let (keys, packed) = arguments(&batch.call.command("EVALSHA", "", 0));
-        assert_eq!(keys, ["rl:{ann}:burst:g:daily:g:17", "rl:{ann}:burst:g", "rl:{ann}:daily:g"]);
+        assert_eq!(
+            keys,
+            ["rl:{ann}:burst:g:10/s+20:daily:g:10/s+20:17", "rl:{ann}:burst:g:10/s+20", "rl:{ann}:daily:g:10/s+20"]
+        );
         assert_eq!(packed[3..], [vec![1, 1, 1_000_000, 1, 2], vec![1, 1, 1]]);
 
         // Its answer ends with when it was charged.

@@ -4,14 +4,12 @@ use redis::{Cmd, Value};
 
 use super::wire;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{
-    Charged, Check, EachCharged, Key, Kind, Mode, Policies, Policy, SlotId, Verdict, Verdicts, check_name,
-};
+use crate::limit::{Charged, Check, EachCharged, Key, Mode, Policies, Policy, SlotId, Verdict, Verdicts};
 
 /// What one script call asks.
 #[derive(Debug, Default)]
 pub(crate) struct ScriptCall {
-    /// For every entry its keys: `prefix:{caller}` and each policy's `:name:strategy`; before them, for a check with
+    /// For every entry its keys: `prefix:{caller}` and each policy's `:name:strategy:span`; before them, for a check with
     /// an id, `prefix:{caller}`, all of those, and `:id`.
     keys: Vec<u8>,
     /// Where each key ends.
@@ -143,9 +141,10 @@ impl ScriptCall {
         }
     }
 
-    /// What follows the caller: `:name:strategy`.
+    /// What follows the caller: `:name:strategy:span`, without a span for requests in flight.
     fn push_count(&mut self, policy: &Policy) {
-        for part in [":", policy.name(), ":", policy.kind().letter()] {
+        let between = if policy.span().is_empty() { "" } else { ":" };
+        for part in [":", policy.name(), ":", policy.kind().letter(), between, policy.span()] {
             self.keys.extend_from_slice(part.as_bytes());
         }
     }
@@ -235,13 +234,14 @@ impl ScriptCall {
     }
 }
 
-/// What the key of a count says after its prefix, as [`ScriptCall::push`] has written it: the caller, the policy's name,
-/// and the name of its strategy. None for other keys.
-pub(crate) fn read_key(rest: &str) -> Option<(Key, &str, &'static str)> {
+/// Reads the key of a count after its prefix, as [`ScriptCall::push`] writes it: the caller, and a policy of that count.
+/// `None` for other keys.
+pub(crate) fn read_key(rest: &str) -> Option<(Key, Policy)> {
     let (caller, count) = rest.strip_prefix(":{")?.split_once("}:")?;
-    // What has an id is longer by that.
-    let (name, letter) = count.split_once(':').filter(|(name, _)| check_name(name).is_ok())?;
-    Some((Key::of_redis(caller)?, name, Kind::name_of(letter)?))
+    // The key of a remembered answer ends with an id, which no span has.
+    let (name, count) = count.split_once(':')?;
+    let (letter, span) = count.split_once(':').unwrap_or((count, ""));
+    Some((Key::of_redis(caller)?, Policy::of_key(name, letter, span)?))
 }
 
 /// An argument of packed numbers, lowest byte first.

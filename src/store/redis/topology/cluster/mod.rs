@@ -2,7 +2,7 @@
 //!
 //! All keys of a script call must be in one slot, so that checks of callers who are in slots of their own could not
 //! share a call. Therefore callers are put into a fixed number of *partitions*. The keys of a partition have its hash
-//! tag, as in `rl:{17}:{ann}:api:g`, so a partition is in one slot. What is in flight for a partition is one script
+//! tag, as in `rl:{17}:{ann}:api:g:100/s`, so a partition is in one slot. What is in flight for a partition is one script
 //! call, and the calls for all partitions of one master are one pipeline.
 //!
 //! The map of [`slots`] is asked of any of the [`nodes`] at the start, and again when a connection is lost or a slot

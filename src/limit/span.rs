@@ -1,0 +1,134 @@
+//! The span of a count: how much time it is about. It stands in the Redis key after the strategy.
+//!
+//! | strategy | span | such as |
+//! |---|---|---|
+//! | [`FixedWindow`](Strategy::FixedWindow) | period and alignment | `1m`, `1d+22h`, `1m+hit` |
+//! | [`SlidingLog`](Strategy::SlidingLog), [`SlidingCounter`](Strategy::SlidingCounter) | period | `15m` |
+//! | [`SlidingWindow`](Strategy::SlidingWindow) | period and number of cells | `1m/10` |
+//! | [`Gcra`](Strategy::Gcra), [`LeakyBucket`](Strategy::LeakyBucket), [`TokenBucket`](Strategy::TokenBucket) | whole quota, and `i` for a refill by the interval | `100/s`, `100/s+200`, `100/s,i` |
+//! | requests in flight | none | |
+//!
+//! The limit of a window is not a part of its span, so that a count goes on when the limit changes. The level of a bucket
+//! has a meaning under its own quota only.
+
+use std::time::Duration;
+
+use super::{Align, Kind, Quota, Refill, Strategy, duration};
+
+const FIRST_HIT: &str = "hit";
+const INTERVAL: &str = ",i";
+
+/// The span of a policy's count; empty for requests in flight.
+pub(super) fn of(kind: Kind, quota: Quota) -> String {
+    let Kind::Rate(strategy) = kind else { return String::new() };
+    let period = duration::Text(quota.period());
+    match strategy {
+        Strategy::FixedWindow(Align::FirstHit) => format!("{period}+{FIRST_HIT}"),
+        Strategy::FixedWindow(Align::Clock { offset }) => {
+            let offset = offset.as_micros() % quota.period().as_micros().max(1);
+            match u64::try_from(offset) {
+                Ok(0) | Err(_) => period.to_string(),
+                Ok(offset) => format!("{period}+{}", duration::Text(Duration::from_micros(offset))),
+            }
+        }
+        Strategy::SlidingLog | Strategy::SlidingCounter => period.to_string(),
+        Strategy::SlidingWindow { cells } => format!("{period}/{cells}"),
+        Strategy::TokenBucket(Refill::Interval) => bucket(quota) + INTERVAL,
+        Strategy::TokenBucket(Refill::Greedy) | Strategy::LeakyBucket | Strategy::Gcra => bucket(quota),
+    }
+}
+
+fn bucket(quota: Quota) -> String {
+    let rate = Quota::per(quota.limit(), quota.period());
+    if quota.capacity() == quota.limit() { rate.to_string() } else { format!("{rate}+{}", quota.capacity()) }
+}
+
+/// Reads the kind that has this letter in keys, with its parameters, and the quota. The limit of a window is not known: it
+/// is 1 here. `None` if no policy has this span.
+pub(super) fn read(letter: &str, span: &str) -> Option<(Kind, Quota)> {
+    let every = |period: &str| Some(Quota::per(1, duration::parse(period).ok()?));
+    let (strategy, quota) = match Kind::of_letter(letter)? {
+        Kind::InFlight => return span.is_empty().then_some((Kind::InFlight, Quota::per_second(1))),
+        Kind::Rate(Strategy::FixedWindow(_)) => {
+            let (period, align) = match span.split_once('+') {
+                None => (span, Align::default()),
+                Some((period, FIRST_HIT)) => (period, Align::FirstHit),
+                Some((period, offset)) => (period, Align::Clock { offset: duration::parse(offset).ok()? }),
+            };
+            (Strategy::FixedWindow(align), every(period)?)
+        }
+        Kind::Rate(Strategy::SlidingWindow { .. }) => {
+            let (period, cells) = span.split_once('/')?;
+            (Strategy::SlidingWindow { cells: cells.parse().ok()? }, every(period)?)
+        }
+        Kind::Rate(strategy @ (Strategy::SlidingLog | Strategy::SlidingCounter)) => (strategy, every(span)?),
+        Kind::Rate(strategy) => {
+            let (rate, strategy) = match (strategy, span.strip_suffix(INTERVAL)) {
+                (Strategy::TokenBucket(_), Some(rate)) => (rate, Strategy::TokenBucket(Refill::Interval)),
+                _ => (span, strategy),
+            };
+            let (rate, burst) = rate.split_once('+').map_or((rate, None), |(rate, burst)| (rate, Some(burst)));
+            let rate: Quota = rate.parse().ok()?;
+            (strategy, burst.map_or(Some(rate), |burst| Some(rate.burst(burst.parse().ok()?)))?)
+        }
+    };
+    let kind = Kind::Rate(strategy);
+    // Only as `of` writes it.
+    (quota.is_valid() && of(kind, quota) == span).then_some((kind, quota))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limit::Policy;
+
+    #[test]
+    fn spans_are_read_as_written() {
+        let window = |offset| Strategy::FixedWindow(Align::Clock { offset: Duration::from_secs(offset) });
+        for (strategy, quota, span) in [
+            (window(0), "10/m", "1m"),
+            (window(60), "10/m", "1m"),
+            (window(22 * 3_600), "10/d", "1d+22h"),
+            (Strategy::FixedWindow(Align::FirstHit), "10/90s", "90s+hit"),
+            (Strategy::SlidingLog, "5/15m", "15m"),
+            (Strategy::SlidingCounter, "5/60m", "1h"),
+            (Strategy::SlidingWindow { cells: 60 }, "5/m", "1m/60"),
+            (Strategy::TokenBucket(Refill::Greedy), "5/m", "5/m"),
+            (Strategy::TokenBucket(Refill::Interval), "5/m burst 7", "5/m+7,i"),
+            (Strategy::LeakyBucket, "1000/h burst 1000", "1000/h"),
+            (Strategy::Gcra, "100/s burst 200", "100/s+200"),
+        ] {
+            let policy = Policy::new("api", strategy, quota.parse().unwrap()).unwrap();
+            assert_eq!(policy.span(), span);
+            let (kind, quota) = read(strategy.letter(), span).unwrap();
+            let again = Policy::of_kind("api", kind, quota).unwrap();
+            assert_eq!((again.span(), again.id()), (span, policy.id()));
+            assert!(!policy.frees().has_burst() || again.quota().capacity() == policy.quota().capacity());
+        }
+        assert_eq!(Policy::in_flight("up", 3).unwrap().span(), "");
+    }
+
+    #[test]
+    fn other_texts_are_no_span() {
+        for (letter, span) in [
+            ("g", ""),
+            ("g", "5/60s"),
+            ("g", "5/m+5"),
+            ("g", "5/m,i"),
+            ("g", "0/m"),
+            ("g", "5/m:x"),
+            ("g", "5/m burst 7"),
+            ("o", "60s"),
+            ("o", "1m/10"),
+            ("f", "1m+60s"),
+            ("f", "1m+"),
+            ("w", "1m/010"),
+            ("w", "1m"),
+            ("s", "1m"),
+            ("?", "1m"),
+        ] {
+            assert_eq!(read(letter, span), None, "{letter}:{span}");
+        }
+        assert_eq!(read(Kind::InFlight.letter(), ""), Some((Kind::InFlight, Quota::per_second(1))));
+    }
+}
