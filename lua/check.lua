@@ -73,6 +73,8 @@ for i = 1, plan_count do
   local plan = { nil, mode = mode, cost = cost, remember = remember, has_rate = false, run = false }
   if mode == TAKE_AHEAD then
     plan.within, plan.remember = remember, 0
+  elseif remember < 0 then
+    plan.debt, plan.remember = -remember, 0
   end
   local count = (#text - PLAN_LENGTH) / NUMBER_LENGTH
   if mode == REFUND then
@@ -151,6 +153,9 @@ if not only_runs then
       needed[i], granting[i] = policy.strategy.preview(policy, KEYS[key_at + i], mode, room)
     else
       needed[i], granting[i] = needs(mode, cost, capacity), grants(mode, cost, capacity, room)
+      if plan.debt then
+        granting[i] = max(0, min(granting[i], room + plan.debt))
+      end
       most = granting[i]
     end
     if room < needed[i] and not (mode == TAKE_AHEAD and is_due_in_time(plan, i)) then

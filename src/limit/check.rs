@@ -50,7 +50,7 @@ enum Leasing {
 #[derive(Debug, Clone)]
 enum Extra {
     Id(Key),
-    /// The longest wait of a take ahead, in microseconds.
+    /// The longest wait of a take ahead, in microseconds, or the debt that a charge may reach.
     Within(i64),
     Charged(EachCharged),
 }
@@ -92,6 +92,13 @@ impl Check {
     /// flight](crate::Policy::in_flight) counts nothing.
     pub fn charge(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Charge, cost)
+    }
+
+    /// Charges until the debt is `debt`, if it is less, so that repeated and concurrent charges do not add up. At most the
+    /// capacity.
+    pub(crate) fn charge_up_to_debt(key: Key, policies: &Policies, debt: u32) -> Self {
+        let extra = Some(Box::new(Extra::Within(debt.into())));
+        Self { extra, ..Self::charge(key, policies, u32::MAX) }
     }
 
     /// Refunds `cost` of what was charged just now; each policy refunds at most what it counts. [`Decision::granted`]

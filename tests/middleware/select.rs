@@ -228,13 +228,14 @@ async fn overrides_match_network_keys() {
 
 #[tokio::test(start_paused = true)]
 async fn stored_policies_apply_next_and_keep_counts() {
-    let live = Live::new(policy("api", "2/m"));
+    let windowed = |quota: &str| Policy::new("api", Strategy::SlidingLog, quota.parse().unwrap()).unwrap();
+    let live = Live::new(windowed("2/m"));
     let service = limited(by(live.clone()));
     for (status, expected) in [(200, "\"api\";q=2"), (200, "\"api\";q=2"), (429, "\"api\";q=2")] {
         let response = send(&service, request("alice")).await;
         assert_eq!((response.status().as_u16(), &*quotas(&response)), (status, expected));
     }
-    live.store(policy("api", "4/m"));
+    live.store(windowed("4/m"));
     let remaining = [Some(1), Some(0), None].map(|remaining| (remaining.map_or(429, |_| 200), remaining.unwrap_or(0)));
     for (status, remaining) in remaining {
         let response = send(&service, request("alice")).await;

@@ -230,7 +230,7 @@ fn foreign_values(now: i64, length: usize) -> Vec<Foreign> {
     add("ZADD", &[b"1", b"x"], false);
     add("XADD", &[b"*", b"f", b"v"], false);
     for text in ["", "garbage", "1", "-1", "1790000000000000000000"] {
-        add("SET", &[text.as_bytes()], false);
+        add("SET", &[text.as_bytes()], text.len() == length);
         add("RPUSH", &[text.as_bytes()], false);
     }
 

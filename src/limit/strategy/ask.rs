@@ -10,7 +10,8 @@ use crate::limit::verdict::Verdict;
 pub(in crate::limit) struct Ask {
     pub(in crate::limit) mode: Mode,
     pub(in crate::limit) cost: i64,
-    /// The longest wait of a take ahead, in microseconds.
+    /// The longest wait of a take ahead, in microseconds; or the debt that a charge may reach, in units of cost, where 0
+    /// means the capacity.
     pub(in crate::limit) within: i64,
     /// The charge of which a part is refunded.
     pub(in crate::limit) of: Charged,
@@ -44,7 +45,10 @@ impl Ask {
         if room < needs && !(mode == Mode::TakeAhead && self.is_due_in_time(state, params, room, registers)) {
             return Preview { registers, dirty, room, needs, grants: 0, max: -1 };
         }
-        let grants = mode.grants(self.cost, room, params.capacity);
+        let mut grants = mode.grants(self.cost, room, params.capacity);
+        if mode == Mode::Charge && self.within > 0 {
+            grants = grants.min(room + self.within).max(0);
+        }
         Preview { registers, dirty, room, needs, grants, max: grants }
     }
 

@@ -89,24 +89,17 @@ impl<S: Store> Pause<S> {
         self.policy.clone()
     }
 
-    /// Lets nobody of this key pass for so long from now, or for the longest time. A longer pause that has begun already
-    /// is kept. Of several that begin at the same moment, one is kept.
+    /// Denies this key for `time` from now, or for the longest time. Of several pauses the longest counts, also if they
+    /// begin together.
     ///
     /// # Errors
     ///
     /// Those of the store.
     pub async fn begin(&self, key: Key, time: Duration) -> Result<(), StoreError> {
-        let time = time.min(self.max);
-        let present = self.store.check(Check::peek(key, &self.policy().into(), 1)).await?;
-        if time.is_zero() || present.retry_after().is_some_and(|wait| wait >= time) {
-            return Ok(());
+        let debt = self.policy.quota().units_in(time.min(self.max));
+        if debt > 0 {
+            let _ = self.store.check(Check::charge_up_to_debt(key, &self.policy().into(), debt)).await?;
         }
-        // A full debt under half as many units, which flow back as fast, ends when the whole burst has room for one: however
-        // many charge it, it is not more than full.
-        let (quota, burst) = (self.policy.quota(), self.policy.quota().capacity());
-        let debt = burst + quota.units_in(time);
-        let half = Policy::new(self.policy.name(), Strategy::Gcra, quota.burst(debt.div_ceil(2)))?;
-        let _ = self.store.check(Check::charge(key, &half.into(), debt)).await?;
         Ok(())
     }
 }

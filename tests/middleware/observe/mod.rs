@@ -20,7 +20,7 @@ use tower_redis_ratelimit::reject::OnMissingKey;
 use tower_redis_ratelimit::settle::Settlement;
 use tower_redis_ratelimit::store::RedisStoreBuilder;
 use tower_redis_ratelimit::{
-    Fallback, Key, Leased, Limiter, LocalStore, Policies, Policy, RateLimitLayer, RedisStore, ThrottleLayer,
+    Fallback, Key, Leased, Limiter, LocalStore, Policies, Policy, RateLimitLayer, RedisStore, Strategy, ThrottleLayer,
 };
 
 use crate::support::{Broken, anonymous, hello, layer, layer_with, limited, manual_store, policy, request, send};
@@ -205,9 +205,12 @@ async fn a_repeated_layer_is_reported_once() {
     assert!(seen.len() == 1 && seen[0].contains("\"api\""), "{seen:?}");
     assert!(seen[0].contains("(counted-twice: https://docs.rs/"), "{seen:?}");
 
-    // Quotas may differ: the name is the count.
-    let tighter = layer("5/h").observer(notes.clone());
-    send(&tighter.layer(limited(layer("9/h").observer(notes.clone()))), request("alice")).await;
+    // Limits of a window may differ: they share a count.
+    let log = |quota: &str| {
+        let policy = Policy::new("api", Strategy::SlidingLog, quota.parse().unwrap()).unwrap();
+        RateLimitLayer::new(LocalStore::default(), Global, policy).observer(notes.clone())
+    };
+    send(&log("5/h").layer(limited(log("9/h"))), request("alice")).await;
     assert_eq!(problems(&notes).len(), 1);
 
     // Two layers that are not the same one.

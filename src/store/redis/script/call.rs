@@ -171,7 +171,11 @@ impl ScriptCall {
         }
         let mut first = 1;
         for plan in &self.plans {
-            let time = if plan.asked.with_id { plan.policies.longest_period() } else { plan.asked.within };
+            let time = match plan.asked.mode {
+                _ if plan.asked.with_id => plan.policies.longest_period(),
+                Mode::Charge => -plan.asked.within,
+                _ => plan.asked.within,
+            };
             packed.u8(wire::mode_number(plan.asked.mode)).u32(plan.asked.cost as usize).i56(time);
             for place in first..first + plan.policies.iter().len() {
                 packed.u32(place);
