@@ -74,7 +74,7 @@ for i = 1, plan_count do
   if mode == TAKE_AHEAD then
     plan.within, plan.remember = remember, 0
   elseif remember < 0 then
-    plan.debt, plan.remember = -remember, 0
+    plan.refills_in, plan.remember = -remember, 0
   end
   local count = (#text - PLAN_LENGTH) / NUMBER_LENGTH
   if mode == REFUND then
@@ -153,8 +153,8 @@ if not only_runs then
       needed[i], granting[i] = policy.strategy.preview(policy, KEYS[key_at + i], mode, room)
     else
       needed[i], granting[i] = needs(mode, cost, capacity), grants(mode, cost, capacity, room)
-      if plan.debt then
-        granting[i] = max(0, min(granting[i], room + plan.debt))
+      if plan.refills_in then
+        granting[i] = max(0, min(granting[i], room + div_ceil(plan.refills_in * policy.ticks, policy.interval)))
       end
       most = granting[i]
     end

@@ -50,7 +50,7 @@ enum Leasing {
 #[derive(Debug, Clone)]
 enum Extra {
     Id(Key),
-    /// The longest wait of a take ahead, in microseconds, or the debt that a charge may reach.
+    /// The longest wait of a take ahead, or the longest time to refill the debt of a charge, in microseconds.
     Within(i64),
     Charged(EachCharged),
 }
@@ -94,10 +94,10 @@ impl Check {
         Self::new(key, policies, Mode::Charge, cost)
     }
 
-    /// Charges until the debt is `debt`, if it is less, so that repeated and concurrent charges do not add up. At most the
-    /// capacity.
-    pub(crate) fn charge_up_to_debt(key: Key, policies: &Policies, debt: u32) -> Self {
-        let extra = Some(Box::new(Extra::Within(debt.into())));
+    /// Charges a debt that takes `time` to refill, or nothing if the debt is larger already. So repeated and concurrent
+    /// charges do not add up. For the policies of a meter; the debt is at most the capacity.
+    pub(crate) fn charge_debt_of(key: Key, policies: &Policies, time: Duration) -> Self {
+        let extra = Some(Box::new(Extra::Within(time.as_micros().min(LONGEST as u128) as i64)));
         Self { extra, ..Self::charge(key, policies, u32::MAX) }
     }
 

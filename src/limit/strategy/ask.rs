@@ -10,8 +10,8 @@ use crate::limit::verdict::Verdict;
 pub(in crate::limit) struct Ask {
     pub(in crate::limit) mode: Mode,
     pub(in crate::limit) cost: i64,
-    /// The longest wait of a take ahead, in microseconds; or the debt that a charge may reach, in units of cost, where 0
-    /// means the capacity.
+    /// The longest wait of a take ahead, in microseconds; or the longest time that the debt of a charge may take to
+    /// refill, where 0 means no such bound.
     pub(in crate::limit) within: i64,
     /// The charge of which a part is refunded.
     pub(in crate::limit) of: Charged,
@@ -47,7 +47,7 @@ impl Ask {
         }
         let mut grants = mode.grants(self.cost, room, params.capacity);
         if mode == Mode::Charge && self.within > 0 {
-            grants = grants.min(room + self.within).max(0);
+            grants = grants.min(room + params.units_in(self.within)).max(0);
         }
         Preview { registers, dirty, room, needs, grants, max: grants }
     }

@@ -66,6 +66,11 @@ impl Params {
         Ok(params)
     }
 
+    /// How many units of a meter refill in this time, in microseconds, rounded up.
+    pub(in crate::limit) fn units_in(&self, time: i64) -> i64 {
+        time.saturating_mul(self.ticks).saturating_add(self.interval - 1) / self.interval
+    }
+
     /// The same share of a policy, with a tick that drains as that of the whole does. So a level means the same time under
     /// every number of instances.
     pub(in crate::limit) fn share_of(self, whole: &Self, instances: NonZeroU32) -> Self {

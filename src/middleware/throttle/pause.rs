@@ -96,9 +96,9 @@ impl<S: Store> Pause<S> {
     ///
     /// Those of the store.
     pub async fn begin(&self, key: Key, time: Duration) -> Result<(), StoreError> {
-        let debt = self.policy.quota().units_in(time.min(self.max));
-        if debt > 0 {
-            let _ = self.store.check(Check::charge_up_to_debt(key, &self.policy().into(), debt)).await?;
+        let time = time.min(self.max);
+        if !time.is_zero() {
+            let _ = self.store.check(Check::charge_debt_of(key, &self.policy().into(), time)).await?;
         }
         Ok(())
     }
