@@ -116,6 +116,7 @@ pub mod answers {}
 /// Quota that is charged ahead and spent in memory.
 ///
 /// [pitfalls]: crate::guide::pitfalls#not-leased
+/// [short]: crate::guide::pitfalls#short-lease
 #[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/leases.md")]
 pub mod leases {}
