@@ -44,6 +44,7 @@ pub mod peers {}
 
 /// What mostly goes wrong, what to check before going live, and what messages mean.
 ///
+/// [changing]: crate::guide::choosing#changing-a-policy
 /// [dry-run]: crate::guide::recipes#a-dry-run-beside-an-enforced-limit
 /// [keys]: crate::guide::keys
 /// [leases]: crate::guide::leases
