@@ -3,7 +3,11 @@
 //! How many times a request allocates, in every case of `cargo bench -p benches --bench load`, with all that it makes the client of
 //! Redis do. `-- TEXT...` counts only the cases whose name has one of the texts.
 
-#![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark fails by panicking")]
+#![allow(
+    missing_docs,
+    clippy::unwrap_used,
+    reason = "a benchmark fails by panicking"
+)]
 
 use std::env;
 
@@ -16,12 +20,16 @@ const FEW: u64 = 20 * 1024;
 const MORE: u64 = 40 * 1024;
 
 fn main() {
-    let texts: Vec<String> = env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
+    let texts: Vec<String> = env::args()
+        .skip(1)
+        .filter(|arg| !arg.starts_with("--"))
+        .collect();
     let servers = Servers::start();
     for case in cases::named(&texts) {
         // Others do not run in this process, or make their own allocations beside those of a request.
         if !matches!(case.0, What::Get | What::Bare | What::Http(_)) {
-            let count = (count(case, &servers, MORE) - count(case, &servers, FEW)) / (MORE - FEW) as f64;
+            let count =
+                (count(case, &servers, MORE) - count(case, &servers, FEW)) / (MORE - FEW) as f64;
             println!("{}: {count:.2}", case.full_name());
         }
     }
@@ -30,7 +38,10 @@ fn main() {
 /// How many allocations so many requests take, and all around them.
 fn count(case: Case, servers: &Servers, requests: u64) -> f64 {
     // Allocations are counted by the thread.
-    let runtime = runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     let info = allocation_counter::measure(|| {
         runtime.block_on(case.run(servers, Amount::Count(requests)));
     });

@@ -7,7 +7,11 @@
 //! It has the rules of
 //! `src/store/redis` (workers, batches, denials that are remembered, when the map is asked for) and of the breaker's probes. What Redis takes for them is measured: see [`READ`].
 
-#![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark fails by panicking")]
+#![allow(
+    missing_docs,
+    clippy::unwrap_used,
+    reason = "a benchmark fails by panicking"
+)]
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet};
@@ -46,7 +50,12 @@ fn main() {
         "| instances | masters | partitions | requests/s, each | of these to Redis | connections of a master | checks a call | calls a pipeline | \
          busy, mean and most | p50, p99 us |\n|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
     );
-    let size = |instances, masters, partitions, rate| Size { instances, masters, partitions, rate };
+    let size = |instances, masters, partitions, rate| Size {
+        instances,
+        masters,
+        partitions,
+        rate,
+    };
     for size in [
         size(1, 3, 12, 150_000.0),
         size(4, 3, 12, 60_000.0),
@@ -64,12 +73,29 @@ fn main() {
     );
     println!("|---|--:|--:|--:|");
     let size = size(1_000, 100, 400, 2_000.0);
-    println!("{}", asked("one partition's slot moves", &reshard(size, &[0.0])));
-    let each_second: Vec<f64> = (0..16).map(|partition| f64::from(partition) * 1e6).collect();
-    println!("{}", asked("16 of them move, one every second", &reshard(size, &each_second)));
+    println!(
+        "{}",
+        asked("one partition's slot moves", &reshard(size, &[0.0]))
+    );
+    let each_second: Vec<f64> = (0..16)
+        .map(|partition| f64::from(partition) * 1e6)
+        .collect();
+    println!(
+        "{}",
+        asked(
+            "16 of them move, one every second",
+            &reshard(size, &each_second)
+        )
+    );
     for seconds in [5.0, 20.0] {
         let (asks, tries) = failover(size, seconds * 1e6);
-        println!("{}", asked(&format!("a master fails, its replica takes over after {seconds} s"), &asks));
+        println!(
+            "{}",
+            asked(
+                &format!("a master fails, its replica takes over after {seconds} s"),
+                &asks
+            )
+        );
         let most = busiest(tries.iter().copied(), 100_000.0);
         println!(
             "| its heir, meanwhile: tries of its partitions | {} in all, {most} in the busiest 100 ms | | |",
@@ -152,7 +178,11 @@ impl Traffic {
 
     fn plan(&mut self, at: f64, instance: usize, event: Event) {
         self.happening.push((instance, event));
-        self.events.push(Reverse(((at * 1e3) as u64, self.happening.len() - 1, instance)));
+        self.events.push(Reverse((
+            (at * 1e3) as u64,
+            self.happening.len() - 1,
+            instance,
+        )));
     }
 
     fn run(mut self) -> String {
@@ -196,12 +226,20 @@ impl Traffic {
     fn ask(&mut self, instance: usize, now: f64) {
         self.counts.requests += 1;
         let share = self.rng.f64();
-        let caller = self.shares.partition_point(|sum| *sum < share).min(CALLERS - 1);
-        if self.denied[instance].get(&caller).is_some_and(|until| now < *until) {
+        let caller = self
+            .shares
+            .partition_point(|sum| *sum < share)
+            .min(CALLERS - 1);
+        if self.denied[instance]
+            .get(&caller)
+            .is_some_and(|until| now < *until)
+        {
             return;
         }
         let master = self.partition(caller) * self.size.masters / self.size.partitions;
-        self.workers[instance * self.size.masters + master].waiting.push((caller, now));
+        self.workers[instance * self.size.masters + master]
+            .waiting
+            .push((caller, now));
         self.send(instance, master, now);
     }
 
@@ -222,7 +260,11 @@ impl Traffic {
         let jobs = mem::replace(&mut workers.waiting, rest);
 
         let callers: HashSet<usize> = jobs.iter().map(|job| job.0).collect();
-        let calls = callers.iter().map(|caller| self.partition(*caller)).collect::<HashSet<_>>().len();
+        let calls = callers
+            .iter()
+            .map(|caller| self.partition(*caller))
+            .collect::<HashSet<_>>()
+            .len();
         let takes = READ + CALL * calls as f64 + CHECK * callers.len() as f64;
         let busy = &mut self.busy[master];
         let starts = busy.0.max(now + ROUND_TRIP / 2.0);
@@ -242,16 +284,31 @@ impl Traffic {
         self.counts.calls += calls;
         self.counts.checks += jobs.len();
         self.pipelines.push(jobs);
-        let answer = Event::Answer { master, pipeline: self.pipelines.len() - 1 };
+        let answer = Event::Answer {
+            master,
+            pipeline: self.pipelines.len() - 1,
+        };
         self.plan(starts + takes + ROUND_TRIP / 2.0, instance, answer);
     }
 
     fn told(self) -> String {
-        let Self { size, mut counts, workers, busy, .. } = self;
+        let Self {
+            size,
+            mut counts,
+            workers,
+            busy,
+            ..
+        } = self;
         counts.times.sort_by(f64::total_cmp);
         let quantile = |share: f64| counts.times[(counts.times.len() as f64 * share) as usize];
-        let each =
-            |master: usize| workers.iter().skip(master).step_by(size.masters).map(|workers| workers.connections).sum();
+        let each = |master: usize| {
+            workers
+                .iter()
+                .skip(master)
+                .step_by(size.masters)
+                .map(|workers| workers.connections)
+                .sum()
+        };
         let connections: usize = (0..size.masters).map(each).max().unwrap_or(0);
         let busy: Vec<f64> = busy.iter().map(|busy| busy.1 / TIME * 100.0).collect();
         format!(
@@ -288,7 +345,10 @@ struct Refresher {
 impl Refresher {
     /// `changed` is whether another map is heard at a time. A task that is planned covers what happens until it asks.
     fn start(&mut self, rng: &mut Rng, now: f64, delay: f64, changed: impl Fn(f64) -> bool) {
-        let gap = jitter(rng, (100_000.0 * f64::powi(2.0, self.idle.min(10))).min(400_000.0));
+        let gap = jitter(
+            rng,
+            (100_000.0 * f64::powi(2.0, self.idle.min(10))).min(400_000.0),
+        );
         if self.last.is_some_and(|last| last > now) {
             return;
         }
@@ -329,9 +389,16 @@ fn failover(size: Size, until: f64) -> (Vec<f64>, Vec<f64>) {
             probes.push((next, 0));
         }
         loop {
-            let (at, count) = probes.iter_mut().min_by(|a, b| a.0.total_cmp(&b.0)).unwrap();
+            let (at, count) = probes
+                .iter_mut()
+                .min_by(|a, b| a.0.total_cmp(&b.0))
+                .unwrap();
             let now = *at;
-            if refresher.asks.iter().any(|asked| (until..now).contains(asked)) {
+            if refresher
+                .asks
+                .iter()
+                .any(|asked| (until..now).contains(asked))
+            {
                 // The map has the heir.
                 tries.extend(probes.iter().map(|probe| probe.0));
                 break;
@@ -357,8 +424,20 @@ fn asked(what: &str, asks: &[f64]) -> String {
     let mut rng = Rng::with_seed(14);
     let nodes: Vec<usize> = asks.iter().map(|_| rng.usize(..200)).collect();
     let of_one = (0..200)
-        .map(|node| busiest(asks.iter().zip(&nodes).filter(|(_, of)| **of == node).map(|(at, _)| *at), 1e6))
+        .map(|node| {
+            busiest(
+                asks.iter()
+                    .zip(&nodes)
+                    .filter(|(_, of)| **of == node)
+                    .map(|(at, _)| *at),
+                1e6,
+            )
+        })
         .max()
         .unwrap_or(0);
-    format!("| {what} | {} | {} | {of_one} |", asks.len(), busiest(asks.iter().copied(), 1e6))
+    format!(
+        "| {what} | {} | {} | {of_one} |",
+        asks.len(),
+        busiest(asks.iter().copied(), 1e6)
+    )
 }

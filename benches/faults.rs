@@ -40,7 +40,10 @@ use std::time::Duration;
 use table::Outcome;
 
 fn main() {
-    let texts: Vec<String> = env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
+    let texts: Vec<String> = env::args()
+        .skip(1)
+        .filter(|arg| !arg.starts_with("--"))
+        .collect();
     let wants = |table: &str| texts.is_empty() || texts.iter().any(|text| text == table);
     if wants("server") {
         println!("{HEAD} |\n{LINE}|");
@@ -66,7 +69,10 @@ fn main() {
     }
     if wants("reconcile") {
         for (away, others) in [(2, 20_000), (5, 95_000), (0, 95_000)] {
-            let row = run("reconcile", reconcile::run(Duration::from_millis(away), others));
+            let row = run(
+                "reconcile",
+                reconcile::run(Duration::from_millis(away), others),
+            );
             println!("{others} callers, Redis {away} ms away: {row}");
         }
     }
@@ -77,7 +83,15 @@ const LINE: &str = "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:";
 
 /// What both tables have of a row.
 fn line(name: &str, row: &Outcome) -> String {
-    let Outcome { requests, errors, granted, allowed, unanswered, reconciled, .. } = row;
+    let Outcome {
+        requests,
+        errors,
+        granted,
+        allowed,
+        unanswered,
+        reconciled,
+        ..
+    } = row;
     let times = [Some(row.worst), row.recovery, row.healthy_p99, row.open_p99];
     let [worst, recovery, before, open] = times.map(millis);
     format!(
@@ -87,13 +101,21 @@ fn line(name: &str, row: &Outcome) -> String {
 
 /// On a runtime of its own, so that no task of one row is in the way of another.
 fn run<T: Send + 'static>(name: &str, row: impl Future<Output = T> + Send + 'static) -> T {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    runtime.block_on(async move { tokio::spawn(row).await }).expect(name)
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap();
+    runtime
+        .block_on(async move { tokio::spawn(row).await })
+        .expect(name)
 }
 
 fn millis(time: Option<Duration>) -> String {
-    time.map_or("-".to_owned(), |time| match time.as_micros() as f64 / 1000.0 {
-        millis if millis < 10.0 => format!("{millis:.2} ms"),
-        millis => format!("{millis:.0} ms"),
+    time.map_or("-".to_owned(), |time| {
+        match time.as_micros() as f64 / 1000.0 {
+            millis if millis < 10.0 => format!("{millis:.2} ms"),
+            millis => format!("{millis:.0} ms"),
+        }
     })
 }

@@ -7,7 +7,11 @@
 //! `-- TEXT...` runs only the series whose name has one of the texts. `-- --quick` only tries them, with a million callers
 //! at most. `-- --save` also writes what was measured into `docs/performance.md`, and draws its pictures.
 
-#![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark fails by panicking")]
+#![allow(
+    missing_docs,
+    clippy::unwrap_used,
+    reason = "a benchmark fails by panicking"
+)]
 
 use std::env;
 use std::fmt::Write as _;
@@ -42,25 +46,37 @@ const SERIES: [Series; 4] = [
         name: "callers",
         by: "callers that all live",
         at: &[1_000, 10_000, 100_000, 1_000_000, 10_000_000],
-        point: |callers| Point { callers: callers as u32, ..Point::default() },
+        point: |callers| Point {
+            callers: callers as u32,
+            ..Point::default()
+        },
     },
     Series {
         name: "instances",
         by: "instances, which share 256 requests at a time",
         at: &[1, 2, 4, 8, 16],
-        point: |instances| Point { instances: instances as usize, ..Point::default() },
+        point: |instances| Point {
+            instances: instances as usize,
+            ..Point::default()
+        },
     },
     Series {
         name: "requests",
         by: "requests at a time",
         at: &[1, 4, 16, 64, 128, 256, 512, 1_024],
-        point: |requests| Point { requests, ..Point::default() },
+        point: |requests| Point {
+            requests,
+            ..Point::default()
+        },
     },
     Series {
         name: "masters",
         by: "masters of a cluster",
         at: &[1, 2, 3, 4, 6, 8, 12],
-        point: |masters| Point { masters: Some(masters as usize), ..Point::default() },
+        point: |masters| Point {
+            masters: Some(masters as usize),
+            ..Point::default()
+        },
     },
 ];
 
@@ -76,12 +92,18 @@ struct Point {
 
 impl Default for Point {
     fn default() -> Self {
-        Self { callers: 100_000, instances: 1, requests: 256, masters: None }
+        Self {
+            callers: 100_000,
+            instances: 1,
+            requests: 256,
+            masters: None,
+        }
     }
 }
 
 fn main() {
-    let (options, texts): (Vec<String>, Vec<String>) = env::args().skip(1).partition(|arg| arg.starts_with("--"));
+    let (options, texts): (Vec<String>, Vec<String>) =
+        env::args().skip(1).partition(|arg| arg.starts_with("--"));
     let has = |option: &str| options.iter().any(|given| given == option);
     let most = if has("--quick") { 1_000_000 } else { u64::MAX };
     let (rounds, amount) = if has("--quick") { QUICK } else { ROUNDS };
@@ -89,8 +111,16 @@ fn main() {
         if !texts.is_empty() && !texts.iter().any(|text| series.name.contains(text.as_str())) {
             continue;
         }
-        let at: Vec<u64> = series.at.iter().copied().filter(|value| *value <= most).collect();
-        let sites: Vec<Site> = at.iter().map(|value| block_on(Site::start((series.point)(*value)))).collect();
+        let at: Vec<u64> = series
+            .at
+            .iter()
+            .copied()
+            .filter(|value| *value <= most)
+            .collect();
+        let sites: Vec<Site> = at
+            .iter()
+            .map(|value| block_on(Site::start((series.point)(*value))))
+            .collect();
         let mut measures = vec![vec![]; sites.len()];
         for round in 1..=rounds {
             eprintln!("{}, round {round} of {rounds}", series.name);
@@ -99,7 +129,12 @@ fn main() {
                 measures.push(block_on(site.measure(amount)));
             }
         }
-        let report = Report { series, at, sites, measures };
+        let report = Report {
+            series,
+            at,
+            sites,
+            measures,
+        };
         let table = report.table();
         println!("{table}");
         if has("--save") {
@@ -110,7 +145,12 @@ fn main() {
 }
 
 fn block_on<T>(future: impl Future<Output = T>) -> T {
-    runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap().block_on(future)
+    runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap()
+        .block_on(future)
 }
 
 /// The servers of a point, with all of its callers.
@@ -130,15 +170,25 @@ impl Site {
     async fn start(point: Point) -> Self {
         let servers = match point.masters {
             None => Servers::Single(RedisServer::start()),
-            Some(masters) => Servers::Cluster(Cluster::start_sized(masters, false, |port| port).await),
+            Some(masters) => {
+                Servers::Cluster(Cluster::start_sized(masters, false, |port| port).await)
+            }
         };
-        let mut site = Self { point, servers, bytes: 0.0 };
+        let mut site = Self {
+            point,
+            servers,
+            bytes: 0.0,
+        };
         // It brings what Redis holds besides callers.
         let store = site.store().await;
         let (empty, _) = site.memory().await;
         fill(store, site.load()).await;
         let (full, keys) = site.memory().await;
-        assert!(keys >= point.callers.into(), "{keys} keys of {} callers", point.callers);
+        assert!(
+            keys >= point.callers.into(),
+            "{keys} keys of {} callers",
+            point.callers
+        );
         site.bytes = (full - empty) as f64 / f64::from(point.callers);
         site
     }
@@ -161,14 +211,20 @@ impl Site {
             Servers::Cluster(cluster) => {
                 let masters = cluster.nodes.len();
                 let partitions = if masters > 6 { 4 * masters } else { 12 };
-                cluster.builder().partitions(NonZeroUsize::new(partitions).unwrap())
+                cluster
+                    .builder()
+                    .partitions(NonZeroUsize::new(partitions).unwrap())
             }
         }
     }
 
     async fn store(&self) -> RedisStore {
         // Redis is away for a while as a table of ten million keys grows.
-        self.builder().timeout(Duration::from_secs(20)).connect().await.unwrap()
+        self.builder()
+            .timeout(Duration::from_secs(20))
+            .connect()
+            .await
+            .unwrap()
     }
 
     /// Bytes and keys.
@@ -182,9 +238,22 @@ impl Site {
     }
 
     async fn measure(&self, amount: Amount) -> Measure {
-        let Point { instances, requests, .. } = self.point;
-        let instances = join_all((0..instances).map(async |_| limited(self.store().await, self.load()))).await;
-        serve(&self.servers(), &instances, by_address, self.load(), requests, amount).await
+        let Point {
+            instances,
+            requests,
+            ..
+        } = self.point;
+        let instances =
+            join_all((0..instances).map(async |_| limited(self.store().await, self.load()))).await;
+        serve(
+            &self.servers(),
+            &instances,
+            by_address,
+            self.load(),
+            requests,
+            amount,
+        )
+        .await
     }
 }
 
@@ -198,7 +267,10 @@ struct Report {
 
 impl Report {
     fn medians(&self, value: impl Fn(&Measure) -> f64) -> Vec<f64> {
-        self.measures.iter().map(|rounds| median(rounds.iter().map(&value).collect())).collect()
+        self.measures
+            .iter()
+            .map(|rounds| median(rounds.iter().map(&value).collect()))
+            .collect()
     }
 
     fn table(&self) -> String {
@@ -209,14 +281,23 @@ impl Report {
         );
         let per_second = self.medians(|m| m.per_second);
         let [p50, p99] = [self.medians(|m| m.p50), self.medians(|m| m.p99)];
-        let [server, client, batch] =
-            [self.medians(|m| m.server), self.medians(|m| m.client), self.medians(|m| m.batch)];
+        let [server, client, batch] = [
+            self.medians(|m| m.server),
+            self.medians(|m| m.client),
+            self.medians(|m| m.batch),
+        ];
         for (i, (at, site)) in self.at.iter().zip(&self.sites).enumerate() {
             // Of two cases of the same round.
-            let of_first =
-                self.measures[i].iter().zip(&self.measures[0]).map(|(m, first)| m.per_second / first.per_second);
+            let of_first = self.measures[i]
+                .iter()
+                .zip(&self.measures[0])
+                .map(|(m, first)| m.per_second / first.per_second);
             // Of fewer callers, buffers of connections would count for more.
-            let bytes = if site.point.callers < 10_000 { "-".to_owned() } else { format!("{:.0}", site.bytes) };
+            let bytes = if site.point.callers < 10_000 {
+                "-".to_owned()
+            } else {
+                format!("{:.0}", site.bytes)
+            };
             let _ = writeln!(
                 text,
                 "| {at} | {:.0} | {:.2} | {:.1} | {:.1} | {:.2} | {:.2} | {:.1} | {bytes} |",
@@ -233,13 +314,30 @@ impl Report {
     }
 
     fn picture(&self) -> String {
-        let processors = self.sites.iter().map(|site| site.servers().len() as f64 * 1e6);
-        let alone = processors.zip(self.medians(|m| m.server)).map(|(processors, time)| processors / time).collect();
-        let line = |name, color, is_dashed, points| Line { name, color, is_dashed, points };
+        let processors = self
+            .sites
+            .iter()
+            .map(|site| site.servers().len() as f64 * 1e6);
+        let alone = processors
+            .zip(self.medians(|m| m.server))
+            .map(|(processors, time)| processors / time)
+            .collect();
+        let line = |name, color, is_dashed, points| Line {
+            name,
+            color,
+            is_dashed,
+            points,
+        };
         let lines = vec![
             line("measured", "#0072b2", false, self.medians(|m| m.per_second)),
             line("Redis, always busy", "#555", true, alone),
         ];
-        Picture { title: "Decisions per second", by: self.series.by, at: &self.at, lines }.draw()
+        Picture {
+            title: "Decisions per second",
+            by: self.series.by,
+            at: &self.at,
+            lines,
+        }
+        .draw()
     }
 }

@@ -3,7 +3,11 @@
 //! What it costs to find the policies of a request: whole requests through a layer with a `LocalStore`, under policies that
 //! are always the same and under those that each selector finds; and the selectors alone.
 
-#![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark fails by panicking")]
+#![allow(
+    missing_docs,
+    clippy::unwrap_used,
+    reason = "a benchmark fails by panicking"
+)]
 
 use std::convert::Infallible;
 use std::future::{Ready, ready};
@@ -49,12 +53,17 @@ fn request() -> Request<()> {
 }
 
 fn tiers() -> Tiers {
-    Tiers::new(policy("free")).tier("pro", policy("pro")).tier("team", policy("team")).exempt("internal")
+    Tiers::new(policy("free"))
+        .tier("pro", policy("pro"))
+        .tier("team", policy("team"))
+        .exempt("internal")
 }
 
 fn routes() -> Routes {
     (0..20).fold(Routes::new(policy("api")), |routes, i| {
-        routes.route(&format!("/users/{{id}}/part-{i}"), policy("part")).unwrap()
+        routes
+            .route(&format!("/users/{{id}}/part-{i}"), policy("part"))
+            .unwrap()
     })
 }
 
@@ -90,16 +99,23 @@ fn main() {
     // Of a million callers with policies of their own, who come in any order.
     const CALLERS: u32 = 1_000_000;
     let key = |i: u32| Key::new(format!("tenant-{i}"));
-    let own: Vec<Policies> = (0..1_000).map(|i| policy(&format!("own-{i}")).into()).collect();
-    let tiers = tiers().callers((0..CALLERS).map(|i| (key(i), own[i as usize % own.len()].clone())));
+    let own: Vec<Policies> = (0..1_000)
+        .map(|i| policy(&format!("own-{i}")).into())
+        .collect();
+    let tiers =
+        tiers().callers((0..CALLERS).map(|i| (key(i), own[i as usize % own.len()].clone())));
     let (parts, ()) = request().into_parts();
     let mut rng = fastrand::Rng::with_seed(1);
     let keys: Vec<Key> = (0..CALLERS).map(|_| key(rng.u32(..CALLERS))).collect();
     let mut group = criterion.benchmark_group("1,000,000 overrides");
     let mut next = keys.iter().cycle();
-    group.bench_function("any caller", |bencher| bencher.iter(|| find(&tiers, &parts, next.next().unwrap())));
+    group.bench_function("any caller", |bencher| {
+        bencher.iter(|| find(&tiers, &parts, next.next().unwrap()))
+    });
     let mut next = keys[..1_000].iter().cycle();
-    group.bench_function("one of 1,000 callers", |bencher| bencher.iter(|| find(&tiers, &parts, next.next().unwrap())));
+    group.bench_function("one of 1,000 callers", |bencher| {
+        bencher.iter(|| find(&tiers, &parts, next.next().unwrap()))
+    });
     group.finish();
     criterion.final_summary();
 }

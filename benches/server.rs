@@ -64,7 +64,10 @@ async fn main() {
     let mut connection = server.connection().await;
     let empty = classic(&server, &mut connection, "return 0", None).await.0;
     println!("medians of {REPEATS}; an empty script call takes {empty:.2} us\n");
-    println!("{:<34}{:>12}{:>12}{:>14}", "", "us a check", "of Gcra's", "bytes a key");
+    println!(
+        "{:<34}{:>12}{:>12}{:>14}",
+        "", "us a check", "of Gcra's", "bytes a key"
+    );
 
     let strategies = support::STRATEGIES;
     let mut costs = vec![vec![]; strategies.len()];
@@ -73,22 +76,41 @@ async fn main() {
             costs[i].push(ours(&server, strategy).await);
         }
     }
-    let of_gcra = strategies.iter().zip(&costs).filter(|(strategy, _)| **strategy == Strategy::Gcra);
+    let of_gcra = strategies
+        .iter()
+        .zip(&costs)
+        .filter(|(strategy, _)| **strategy == Strategy::Gcra);
     let gcra = median(of_gcra.flat_map(|(_, costs)| costs).map(|cost| cost.0));
     for (strategy, costs) in strategies.iter().zip(&costs) {
         let time = median(costs.iter().map(|cost| cost.0));
-        println!("{:<34}{time:>12.2}{:>12.2}{:>14}", format!("{strategy:?}"), time / gcra, costs[0].1);
+        println!(
+            "{:<34}{time:>12.2}{:>12.2}{:>14}",
+            format!("{strategy:?}"),
+            time / gcra,
+            costs[0].1
+        );
     }
     for entries in [10, 1_000, 10_000] {
         let (time, bytes) = full_log(&server, entries).await;
-        println!("{:<34}{time:>12.2}{:>12.2}{:>14}", format!("SlidingLog of {entries}"), time / gcra, bytes);
+        println!(
+            "{:<34}{time:>12.2}{:>12.2}{:>14}",
+            format!("SlidingLog of {entries}"),
+            time / gcra,
+            bytes
+        );
     }
-    for (name, script, fill) in
-        [("classic ZSET log", ZSET_LOG, "ZADD"), ("classic hash of timestamps", HASH_LOG, "HSET")]
-    {
+    for (name, script, fill) in [
+        ("classic ZSET log", ZSET_LOG, "ZADD"),
+        ("classic hash of timestamps", HASH_LOG, "HSET"),
+    ] {
         for entries in [10, 1_000] {
-            let (time, bytes) = classic(&server, &mut connection, script, Some((fill, entries))).await;
-            println!("{:<34}{time:>12.2}{:>12.2}{bytes:>14}", format!("{name} of {entries}"), time / gcra);
+            let (time, bytes) =
+                classic(&server, &mut connection, script, Some((fill, entries))).await;
+            println!(
+                "{:<34}{time:>12.2}{:>12.2}{bytes:>14}",
+                format!("{name} of {entries}"),
+                time / gcra
+            );
         }
     }
 }
@@ -100,30 +122,49 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
 }
 
 async fn store(server: &RedisServer) -> RedisStore {
-    RedisStore::builder(server.url()).connections(NonZeroUsize::MIN).connect().await.unwrap()
+    RedisStore::builder(server.url())
+        .connections(NonZeroUsize::MIN)
+        .connect()
+        .await
+        .unwrap()
 }
 
 /// Microseconds that the server has spent in script calls.
 async fn spent(server: &RedisServer) -> f64 {
     let stats: String = server.command("INFO commandstats").await;
-    let line = stats.lines().find(|line| line.starts_with("cmdstat_evalsha:"));
-    let usec = line.and_then(|line| line.split(',').find_map(|field| field.strip_prefix("usec=")));
+    let line = stats
+        .lines()
+        .find(|line| line.starts_with("cmdstat_evalsha:"));
+    let usec = line.and_then(|line| {
+        line.split(',')
+            .find_map(|field| field.strip_prefix("usec="))
+    });
     usec.map_or(0.0, |usec| usec.parse().unwrap())
 }
 
 async fn bytes_of(server: &RedisServer, key: &str) -> u64 {
-    server.command(&format!("MEMORY USAGE {key} SAMPLES 0")).await
+    server
+        .command(&format!("MEMORY USAGE {key} SAMPLES 0"))
+        .await
 }
 
 /// Every check of its own caller, twice each, all granted.
 async fn ours(server: &RedisServer, strategy: Strategy) -> (f64, u64) {
     let store = store(server).await;
-    let policies: Policies = Policy::new("api", strategy, Quota::per_hour(1_000)).unwrap().into();
-    let callers = |round: usize| (0..BATCH).map(move |i| Key::new(format!("{:016}", round * BATCH + i)));
+    let policies: Policies = Policy::new("api", strategy, Quota::per_hour(1_000))
+        .unwrap()
+        .into();
+    let callers =
+        |round: usize| (0..BATCH).map(move |i| Key::new(format!("{:016}", round * BATCH + i)));
     let before = spent(server).await;
     for round in 0..ROUNDS {
         let checks = callers(round / 2).map(|key| store.check(Check::take(key, &policies, 1)));
-        assert!(join_all(checks).await.into_iter().all(|decision| decision.unwrap().is_allowed()));
+        assert!(
+            join_all(checks)
+                .await
+                .into_iter()
+                .all(|decision| decision.unwrap().is_allowed())
+        );
     }
     let time = (spent(server).await - before) / (ROUNDS * BATCH) as f64;
     let keys: Vec<String> = server.command("KEYS rl:{0000000000000000}:*").await;
@@ -135,10 +176,20 @@ async fn ours(server: &RedisServer, strategy: Strategy) -> (f64, u64) {
 /// Logs that hold so many entries each.
 async fn full_log(server: &RedisServer, entries: u32) -> (f64, u64) {
     let store = store(server).await;
-    let policies: Policies =
-        Policy::new("api", Strategy::SlidingLog, Quota::per_hour(entries + ROUNDS as u32)).unwrap().into();
+    let policies: Policies = Policy::new(
+        "api",
+        Strategy::SlidingLog,
+        Quota::per_hour(entries + ROUNDS as u32),
+    )
+    .unwrap()
+    .into();
     // Checks of one caller in a batch would be decided as one: each is of its own.
-    let round = || join_all((0..BATCH).map(|i| store.check(Check::take(Key::new(format!("{i:016}")), &policies, 1))));
+    let round = || {
+        join_all(
+            (0..BATCH)
+                .map(|i| store.check(Check::take(Key::new(format!("{i:016}")), &policies, 1))),
+        )
+    };
     for _ in 0..entries {
         round().await;
     }
@@ -173,11 +224,20 @@ async fn classic(
             let () = cmd.query_async(connection).await.unwrap();
         }
     }
-    let bytes: Option<u64> = redis::cmd("MEMORY").arg("USAGE").arg(key).query_async(connection).await.unwrap();
+    let bytes: Option<u64> = redis::cmd("MEMORY")
+        .arg("USAGE")
+        .arg(key)
+        .query_async(connection)
+        .await
+        .unwrap();
     let before = spent(server).await;
     for i in 0..ROUNDS {
         let mut call = script.prepare_invoke();
-        let call = call.key(key).arg(1_000_000).arg(3_600_000_000_u64).arg(format!("x{i}"));
+        let call = call
+            .key(key)
+            .arg(1_000_000)
+            .arg(3_600_000_000_u64)
+            .arg(format!("x{i}"));
         let _: i64 = call.invoke_async(connection).await.unwrap();
     }
     let time = (spent(server).await - before) / ROUNDS as f64;

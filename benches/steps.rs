@@ -55,9 +55,15 @@ struct Caller {
 
 impl Caller {
     fn new(strategy: Strategy, limit: u32, period: Duration) -> Self {
-        let policy = Policy::new("api", strategy, Quota::per(limit, period)).unwrap_or_else(|error| panic!("{error}"));
+        let policy = Policy::new("api", strategy, Quota::per(limit, period))
+            .unwrap_or_else(|error| panic!("{error}"));
         let state = [State::fresh(strategy)];
-        let mut caller = Self { key: Key::new("user-42"), policies: policy.into(), state, now: START };
+        let mut caller = Self {
+            key: Key::new("user-42"),
+            policies: policy.into(),
+            state,
+            now: START,
+        };
         (0..CHARGES).for_each(|_| assert_eq!(caller.step().granted, 1));
         caller
     }
@@ -72,13 +78,20 @@ fn grant(group: &mut BenchmarkGroup<'_, WallTime>) {
     for &strategy in Strategy::ALL {
         let name = &format!("{strategy:?}");
         // No log is longer.
-        let limit = if strategy == Strategy::SlidingLog { 100_000 } else { u32::MAX };
+        let limit = if strategy == Strategy::SlidingLog {
+            100_000
+        } else {
+            u32::MAX
+        };
         let mut caller = Caller::new(strategy, limit, period(strategy));
         group.bench_function(name, |bencher| bencher.iter(|| caller.step()));
         let verdicts = caller.step();
         assert_eq!(verdicts.granted, 1, "{name}");
         let charged = i64::from(limit) - verdicts.first().remaining;
-        assert!(charged > 1, "{name} has forgotten all charges before the last");
+        assert!(
+            charged > 1,
+            "{name} has forgotten all charges before the last"
+        );
     }
 }
 

@@ -29,12 +29,22 @@ async fn main() -> Result<(), Box<dyn Error>> {
     };
 
     let layer = RateLimitLayer::new(store, PeerIp, policy).observer(Log);
-    let app = Router::new().route("/", get(|| async { "Hello!\n" })).layer(layer);
+    let app = Router::new()
+        .route("/", get(|| async { "Hello!\n" }))
+        .layer(layer);
 
-    let listener =
-        tokio::net::TcpListener::bind(("127.0.0.1", port)).await.map_err(|error| format!("PORT {port}: {error}"))?;
-    println!("{quota} per address, {counted}. Try: curl -i localhost:{}/", listener.local_addr()?.port());
-    axum::serve(listener, app.into_make_service_with_connect_info::<SocketAddr>()).await?;
+    let listener = tokio::net::TcpListener::bind(("127.0.0.1", port))
+        .await
+        .map_err(|error| format!("PORT {port}: {error}"))?;
+    println!(
+        "{quota} per address, {counted}. Try: curl -i localhost:{}/",
+        listener.local_addr()?.port()
+    );
+    axum::serve(
+        listener,
+        app.into_make_service_with_connect_info::<SocketAddr>(),
+    )
+    .await?;
     Ok(())
 }
 
@@ -43,11 +53,17 @@ struct Log;
 
 impl Observer for Log {
     fn degraded(&self, event: &event::Degraded<'_>) {
-        eprintln!("degraded: this instance counts by itself now: {}", event.error);
+        eprintln!(
+            "degraded: this instance counts by itself now: {}",
+            event.error
+        );
     }
 
     fn recovered(&self, event: &event::Recovered) {
-        eprintln!("recovered: counted in Redis again, after {:.1?}", event.after);
+        eprintln!(
+            "recovered: counted in Redis again, after {:.1?}",
+            event.after
+        );
     }
 }
 
@@ -57,5 +73,6 @@ where
     T: std::str::FromStr<Err: std::fmt::Display>,
 {
     let text = env::var(name).unwrap_or_else(|_| default.to_owned());
-    text.parse().map_err(|error| format!("{name}={text}: {error}"))
+    text.parse()
+        .map_err(|error| format!("{name}={text}: {error}"))
 }

@@ -61,7 +61,10 @@ async fn main() -> Result<(), Box<dyn Error>> {
         clock.tick().await;
         let each: Vec<usize> = made.iter().map(|calls| calls.load(Relaxed)).collect();
         let all = each.iter().sum::<usize>();
-        println!("second {second}: {} calls, {all} in all, by instance {each:?}", all - before);
+        println!(
+            "second {second}: {} calls, {all} in all, by instance {each:?}",
+            all - before
+        );
         before = all;
     }
     match store {
@@ -100,5 +103,6 @@ where
     T: std::str::FromStr<Err: std::fmt::Display>,
 {
     let text = env::var(name).unwrap_or_else(|_| default.to_owned());
-    text.parse().map_err(|error| format!("{name}={text}: {error}"))
+    text.parse()
+        .map_err(|error| format!("{name}={text}: {error}"))
 }

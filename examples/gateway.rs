@@ -54,20 +54,35 @@ async fn main() {
 }
 
 async fn run(file: String) -> Result<(), Box<dyn Error>> {
-    tracing_subscriber::fmt().with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .init();
     let buckets = Matcher::Suffix("_seconds".to_owned());
-    let metrics = PrometheusBuilder::new().set_buckets_for_metric(buckets, &[0.001, 0.01, 0.1, 1.0])?;
+    let metrics =
+        PrometheusBuilder::new().set_buckets_for_metric(buckets, &[0.001, 0.01, 0.1, 1.0])?;
     let metrics = metrics.install_recorder()?;
 
     let text = read(&file);
-    let settings = text.clone().and_then(|text| parse(&text)).map_err(|error| format!("{file}: {error}"))?;
+    let settings = text
+        .clone()
+        .and_then(|text| parse(&text))
+        .map_err(|error| format!("{file}: {error}"))?;
     let (limits, trial) = (Live::new(settings.limits), Live::new(settings.trial));
-    let layer =
-        RateLimitLayer::new(AnyStore::from_config(&settings.store)?, Caller(settings.client_ip), limits.clone())
-            .skip(|request| matches!(request.uri.path(), "/health" | "/metrics"))
-            .cost(|request| if request.uri.path() == "/report" { 10 } else { 1 })
-            .shadow(trial.clone())
-            .observer((TracingObserver::new().reveal_keys(), MetricsObserver::new()));
+    let layer = RateLimitLayer::new(
+        AnyStore::from_config(&settings.store)?,
+        Caller(settings.client_ip),
+        limits.clone(),
+    )
+    .skip(|request| matches!(request.uri.path(), "/health" | "/metrics"))
+    .cost(|request| {
+        if request.uri.path() == "/report" {
+            10
+        } else {
+            1
+        }
+    })
+    .shadow(trial.clone())
+    .observer((TracingObserver::new().reveal_keys(), MetricsObserver::new()));
 
     let upkeep = metrics.clone();
     let app = Router::new()
@@ -89,16 +104,29 @@ async fn run(file: String) -> Result<(), Box<dyn Error>> {
     });
     let listener = tokio::net::TcpListener::bind(settings.listen).await?;
     help(listener.local_addr()?);
-    axum::serve(listener, app.into_make_service_with_connect_info::<SocketAddr>()).await?;
+    axum::serve(
+        listener,
+        app.into_make_service_with_connect_info::<SocketAddr>(),
+    )
+    .await?;
     Ok(())
 }
 
 /// Notes who has sent the API key, and under which plan. An unknown key is like none: who guesses is counted by
 /// address.
-async fn authenticate(State(users): State<Arc<HashMap<String, User>>>, mut request: Request, next: Next) -> Response {
-    let api_key = request.headers().get("x-api-key").and_then(|value| value.to_str().ok());
+async fn authenticate(
+    State(users): State<Arc<HashMap<String, User>>>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    let api_key = request
+        .headers()
+        .get("x-api-key")
+        .and_then(|value| value.to_str().ok());
     if let Some(user) = api_key.and_then(|api_key| users.get(api_key)) {
-        request.extensions_mut().insert(Tier::new(user.plan.clone()));
+        request
+            .extensions_mut()
+            .insert(Tier::new(user.plan.clone()));
         request.extensions_mut().insert(user.clone());
     }
     next.run(request).await
@@ -117,7 +145,12 @@ impl KeyExtractor for Caller {
 }
 
 /// Puts the limits in place that the file has now. If something is wrong with it, all stays as it is.
-fn reload(file: &str, known: &mut Result<String, String>, limits: &Live<Tiers>, trial: &Live<Policies>) {
+fn reload(
+    file: &str,
+    known: &mut Result<String, String>,
+    limits: &Live<Tiers>,
+    trial: &Live<Policies>,
+) {
     let text = read(file);
     if text == *known {
         return;
@@ -140,8 +173,15 @@ fn read(file: &str) -> Result<String, String> {
 /// An error tells the number of the line, and not the line itself, which may have an API key.
 fn parse(text: &str) -> Result<Settings, String> {
     toml::from_str(text).map_err(|error: toml::de::Error| {
-        let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
-        format!("line {}: {}", before.matches('\n').count() + 1, error.message())
+        let before = error
+            .span()
+            .and_then(|span| text.get(..span.start))
+            .unwrap_or_default();
+        format!(
+            "line {}: {}",
+            before.matches('\n').count() + 1,
+            error.message()
+        )
     })
 }
 

@@ -39,7 +39,9 @@ const TOGETHER: usize = 128;
 
 #[tokio::main]
 async fn main() -> ExitCode {
-    let Err(error) = run().await else { return ExitCode::SUCCESS };
+    let Err(error) = run().await else {
+        return ExitCode::SUCCESS;
+    };
     let mut causes = Some(&*error);
     while let Some(cause) = causes {
         eprintln!("{cause}");
@@ -51,7 +53,10 @@ async fn main() -> ExitCode {
 async fn run() -> Result<(), Box<dyn Error>> {
     let url = env::var("REDIS_URL").unwrap_or_else(|_| "redis://127.0.0.1/".to_owned());
     // An operator can wait longer than a request.
-    let store = RedisStore::builder(&url).timeout(Duration::from_secs(10)).connect().await?;
+    let store = RedisStore::builder(&url)
+        .timeout(Duration::from_secs(10))
+        .connect()
+        .await?;
     let args: Vec<String> = env::args().skip(1).collect();
     match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [] => policies(&store).await?,
@@ -64,7 +69,12 @@ async fn run() -> Result<(), Box<dyn Error>> {
             let _ = limiter.reset(key).await?;
             print(key, &limiter.peek(key, 1).await?);
         }
-        _ => return Err("write nothing, a policy, or a policy and a caller, with `reset` behind them".into()),
+        _ => {
+            return Err(
+                "write nothing, a policy, or a policy and a caller, with `reset` behind them"
+                    .into(),
+            );
+        }
     }
     Ok(())
 }
@@ -73,11 +83,18 @@ async fn run() -> Result<(), Box<dyn Error>> {
 fn policy(text: &str) -> Result<Policy, NoKey> {
     let (name, rest) = text.trim().split_once(' ').unwrap_or((text, ""));
     // A strategy may have a number too, but none of its words begins with one.
-    let mut digits = rest.match_indices(|c: char| c.is_ascii_digit()).map(|(at, _)| at);
-    let (strategy, quota) =
-        rest.split_at(digits.find(|at| rest[..*at].trim_end().len() < *at || *at == 0).unwrap_or(0));
+    let mut digits = rest
+        .match_indices(|c: char| c.is_ascii_digit())
+        .map(|(at, _)| at);
+    let (strategy, quota) = rest.split_at(
+        digits
+            .find(|at| rest[..*at].trim_end().len() < *at || *at == 0)
+            .unwrap_or(0),
+    );
     let strategy = Some(("strategy", strategy.trim())).filter(|(_, strategy)| !strategy.is_empty());
-    let fields = [("name", name), ("quota", quota)].into_iter().chain(strategy);
+    let fields = [("name", name), ("quota", quota)]
+        .into_iter()
+        .chain(strategy);
     Policy::deserialize(MapDeserializer::new(fields))
 }
 
@@ -87,11 +104,15 @@ fn key(text: &str) -> Result<Key, NoKey> {
 }
 
 /// How many callers each count has, by name, strategy and span.
-async fn callers(store: &RedisStore) -> Result<BTreeMap<(String, &'static str, String), usize>, StoreError> {
+async fn callers(
+    store: &RedisStore,
+) -> Result<BTreeMap<(String, &'static str, String), usize>, StoreError> {
     let (mut callers, mut scan) = (BTreeMap::new(), store.scan());
     while let Some(counts) = scan.next().await? {
         for count in counts {
-            *callers.entry((count.policy, count.strategy, count.span)).or_default() += 1;
+            *callers
+                .entry((count.policy, count.strategy, count.span))
+                .or_default() += 1;
         }
     }
     Ok(callers)
@@ -100,7 +121,10 @@ async fn callers(store: &RedisStore) -> Result<BTreeMap<(String, &'static str, S
 /// Prints how many callers each policy has.
 async fn policies(store: &RedisStore) -> Result<(), StoreError> {
     let callers = callers(store).await?;
-    println!("{:<24} {:<16} {:<12} {:>8}", "policy", "strategy", "span", "callers");
+    println!(
+        "{:<24} {:<16} {:<12} {:>8}",
+        "policy", "strategy", "span", "callers"
+    );
     let mut before = "";
     for ((policy, strategy, span), callers) in &callers {
         let shown = if span.is_empty() { "-" } else { span };
@@ -117,7 +141,9 @@ async fn policies(store: &RedisStore) -> Result<(), StoreError> {
 
 /// The strategy of a policy as counts name it.
 fn strategy(policy: &Policy) -> String {
-    let text = policy.strategy().map_or_else(|| "in-flight".to_owned(), |strategy| strategy.to_string());
+    let text = policy
+        .strategy()
+        .map_or_else(|| "in-flight".to_owned(), |strategy| strategy.to_string());
     text.split('(').next().unwrap_or_default().to_owned()
 }
 
@@ -130,10 +156,19 @@ async fn is_missing(store: &RedisStore, policy: &Policy) -> Result<bool, StoreEr
         }
     }
     let (callers, strategy) = (callers(store).await?, strategy(policy));
-    let others: Vec<String> =
-        callers.keys().map(|(name, strategy, span)| format!("`{name} {strategy} {span}`")).collect();
-    let others = if others.is_empty() { "nothing else".to_owned() } else { others.join(", ") };
-    println!("nothing is counted as `{} {strategy}`; there is {others}", policy.name());
+    let others: Vec<String> = callers
+        .keys()
+        .map(|(name, strategy, span)| format!("`{name} {strategy} {span}`"))
+        .collect();
+    let others = if others.is_empty() {
+        "nothing else".to_owned()
+    } else {
+        others.join(", ")
+    };
+    println!(
+        "nothing is counted as `{} {strategy}`; there is {others}",
+        policy.name()
+    );
     Ok(true)
 }
 
@@ -143,9 +178,14 @@ async fn hottest(store: &RedisStore, policy: Policy) -> Result<(), StoreError> {
     let (mut top, mut scan) = (Vec::<(Key, Decision)>::new(), store.scan());
     while let Some(counts) = scan.next().await? {
         let is_of = |count: &Counted| count.is_of(&policy);
-        let callers: Vec<Key> = counts.into_iter().filter(is_of).map(|count| count.key).collect();
+        let callers: Vec<Key> = counts
+            .into_iter()
+            .filter(is_of)
+            .map(|count| count.key)
+            .collect();
         for callers in callers.chunks(TOGETHER) {
-            let decisions = try_join_all(callers.iter().map(|caller| limiter.peek(*caller, 1))).await?;
+            let decisions =
+                try_join_all(callers.iter().map(|caller| limiter.peek(*caller, 1))).await?;
             top.extend(callers.iter().copied().zip(decisions));
         }
         top.sort_by_key(|(key, decision)| (decision.remaining(), key.reveal().to_owned()));
@@ -163,7 +203,9 @@ async fn hottest(store: &RedisStore, policy: Policy) -> Result<(), StoreError> {
 
 /// Prints the counts of one caller.
 async fn show(store: &RedisStore, policy: Policy, key: Key) -> Result<(), StoreError> {
-    let decision = Limiter::new(store.clone(), policy.clone()).peek(key, 1).await?;
+    let decision = Limiter::new(store.clone(), policy.clone())
+        .peek(key, 1)
+        .await?;
     if decision.remaining() < decision.capacity() || !is_missing(store, &policy).await? {
         print(key, &decision);
     }
@@ -177,5 +219,8 @@ fn print(key: Key, decision: &Decision) {
         None => "passes".to_owned(),
     };
     let reset = decision.reset_after().as_secs_f64();
-    println!("{:<40} {left:>7} of {most} left, {next}, all back in {reset:.1} s", key.reveal());
+    println!(
+        "{:<40} {left:>7} of {most} left, {next}, all back in {reset:.1} s",
+        key.reveal()
+    );
 }

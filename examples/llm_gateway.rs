@@ -27,9 +27,15 @@ async fn main() -> Result<(), Box<dyn Error>> {
 
     let tokens_a_minute = Policy::new("tokens", Strategy::SlidingWindow { cells: 60 }, tokens)?;
     let policies = Policies::new([tokens_a_minute, Policy::in_flight("streams", streams)?])?;
-    let layer = RateLimitLayer::new(AnyStore::from_env("REDIS_URL")?, HeaderKey::new("x-api-key")?, policies);
+    let layer = RateLimitLayer::new(
+        AnyStore::from_env("REDIS_URL")?,
+        HeaderKey::new("x-api-key")?,
+        policies,
+    );
     // An answer that is denied its tokens would keep what the layer takes at the start.
-    let app = Router::new().route("/chat", post(chat)).layer(layer.cost(|_| 0).until_body_end());
+    let app = Router::new()
+        .route("/chat", post(chat))
+        .layer(layer.cost(|_| 0).until_body_end());
 
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
     let port = listener.local_addr()?.port();
@@ -48,14 +54,20 @@ struct Question {
 }
 
 /// Streams the model's answer, and charges the tokens of the question and each of the answer.
-async fn chat(charge: Charge, Json(Question { prompt, max_tokens }): Json<Question>) -> Result<Body, ReserveError> {
+async fn chat(
+    charge: Charge,
+    Json(Question { prompt, max_tokens }): Json<Question>,
+) -> Result<Body, ReserveError> {
     charge.reserve(max_tokens).await?;
     charge.set(prompt.split_whitespace().count() as u32);
-    let answer = stream::unfold((Model::answer(&prompt), charge), |(mut model, charge)| async move {
-        let token = model.next().await?;
-        charge.add(1);
-        Some((Ok::<_, Infallible>(token), (model, charge)))
-    });
+    let answer = stream::unfold(
+        (Model::answer(&prompt), charge),
+        |(mut model, charge)| async move {
+            let token = model.next().await?;
+            charge.add(1);
+            Some((Ok::<_, Infallible>(token), (model, charge)))
+        },
+    );
     Ok(Body::from_stream(answer))
 }
 
@@ -66,8 +78,13 @@ struct Model {
 
 impl Model {
     fn answer(prompt: &str) -> Self {
-        let words: Vec<_> = (0..3).flat_map(|_| prompt.split_whitespace()).map(|word| format!("{word} ")).collect();
-        Self { words: words.into_iter() }
+        let words: Vec<_> = (0..3)
+            .flat_map(|_| prompt.split_whitespace())
+            .map(|word| format!("{word} "))
+            .collect();
+        Self {
+            words: words.into_iter(),
+        }
     }
 
     async fn next(&mut self) -> Option<String> {
@@ -82,5 +99,6 @@ where
     T: std::str::FromStr<Err: std::fmt::Display>,
 {
     let text = env::var(name).unwrap_or_else(|_| default.to_owned());
-    text.parse().map_err(|error| format!("{name}={text}: {error}"))
+    text.parse()
+        .map_err(|error| format!("{name}={text}: {error}"))
 }

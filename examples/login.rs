@@ -21,13 +21,20 @@ use tower_redis_ratelimit::{Key, Limiter, Policy, Quota, Strategy};
 async fn main() -> Result<(), Box<dyn Error>> {
     let port: u16 = setting("PORT", "3000")?;
     let quota: Quota = setting("FAILURES", "5/min")?;
-    let failures = Limiter::new(AnyStore::from_env("REDIS_URL")?, Policy::new("login", Strategy::SlidingLog, quota)?);
-    let app = Router::new().route("/login", post(login)).with_state(failures);
+    let failures = Limiter::new(
+        AnyStore::from_env("REDIS_URL")?,
+        Policy::new("login", Strategy::SlidingLog, quota)?,
+    );
+    let app = Router::new()
+        .route("/login", post(login))
+        .with_state(failures);
 
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
     let port = listener.local_addr()?.port();
     println!("{quota} wrong passwords for each user. Try:");
-    println!("curl -i --json '{{\"user\":\"alice\",\"password\":\"open sesame\"}}' localhost:{port}/login");
+    println!(
+        "curl -i --json '{{\"user\":\"alice\",\"password\":\"open sesame\"}}' localhost:{port}/login"
+    );
     axum::serve(listener, app).await?;
     Ok(())
 }
@@ -65,5 +72,6 @@ where
     T: std::str::FromStr<Err: std::fmt::Display>,
 {
     let text = env::var(name).unwrap_or_else(|_| default.to_owned());
-    text.parse().map_err(|error| format!("{name}={text}: {error}"))
+    text.parse()
+        .map_err(|error| format!("{name}={text}: {error}"))
 }

@@ -19,7 +19,9 @@ use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Decision, Source};
 use tower_redis_ratelimit::extract::Global;
 use tower_redis_ratelimit::store::Share;
-use tower_redis_ratelimit::{Fallback, LocalStore, Policy, Quota, RateLimitLayer, RedisStore, Strategy};
+use tower_redis_ratelimit::{
+    Fallback, LocalStore, Policy, Quota, RateLimitLayer, RedisStore, Strategy,
+};
 
 const INSTANCES: NonZeroU32 = NonZeroU32::new(4).unwrap();
 const QUOTA: Quota = Quota::per_second(200);
@@ -50,7 +52,10 @@ impl Second {
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
-    tracing_subscriber::fmt().without_time().with_target(false).init();
+    tracing_subscriber::fmt()
+        .without_time()
+        .with_target(false)
+        .init();
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let mut redis = start_redis(port)?;
     let second = Arc::new(Second::default());
@@ -60,7 +65,9 @@ async fn main() -> Result<(), Box<dyn Error>> {
         let policy = Policy::new("example", Strategy::Gcra, QUOTA)?;
         let service = RateLimitLayer::new(store, Global, policy)
             .decision_in_response()
-            .layer(service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(String::new()))));
+            .layer(service_fn(async |_: Request<()>| {
+                Ok::<_, Infallible>(Response::new(String::new()))
+            }));
         for _ in 0..16 {
             tokio::spawn(client(service.clone(), Arc::clone(&second)));
         }
@@ -98,7 +105,10 @@ async fn main() -> Result<(), Box<dyn Error>> {
 }
 
 /// Asks a hundred times a second, come what may.
-#[allow(clippy::disallowed_methods, reason = "the time of each request is what it shows")]
+#[allow(
+    clippy::disallowed_methods,
+    reason = "the time of each request is what it shows"
+)]
 async fn client<S>(mut service: S, second: Arc<Second>)
 where
     S: Service<Request<()>, Response = Response<String>, Error = Infallible>,
@@ -115,7 +125,14 @@ where
 /// Starts Redis, and waits until it takes connections.
 fn start_redis(port: u16) -> std::io::Result<Child> {
     let redis = Command::new("redis-server")
-        .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", ""])
+        .args([
+            "--port",
+            &port.to_string(),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+        ])
         .stdout(Stdio::null())
         .spawn()?;
     while TcpStream::connect(("127.0.0.1", port)).is_err() {

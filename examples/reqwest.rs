@@ -24,7 +24,10 @@ use tower_redis_ratelimit::{
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
     let store = AnyStore::from_env("REDIS_URL")?;
-    let (rate, api_rate) = (setting("RATE", "50/s burst 5")?, setting("API_RATE", "20/s")?);
+    let (rate, api_rate) = (
+        setting("RATE", "50/s burst 5")?,
+        setting("API_RATE", "20/s")?,
+    );
     let calls: usize = setting("CALLS", "60")?;
     let api = serve(api_rate).await?;
     println!("two instances call {api}, {rate} together; it takes {api_rate}");
@@ -46,12 +49,19 @@ async fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
 fn client(
     store: &AnyStore,
     rate: Quota,
-) -> Result<impl Service<Request, Response = Response, Error = BoxError, Future: Send> + use<>, ConfigError> {
+) -> Result<
+    impl Service<Request, Response = Response, Error = BoxError, Future: Send> + use<>,
+    ConfigError,
+> {
     const API: Key = Key::GLOBAL;
     // However long the API says, nobody waits for more than a minute.
     let pause = Pause::new(store.clone(), "the-api-pause", Duration::from_secs(60))?;
-    let policies = Policies::new([Policy::new("the-api", Strategy::Gcra, rate)?, pause.policy()])?;
-    let throttle = ThrottleLayer::new(store.clone(), API, policies).max_wait(Duration::from_secs(5));
+    let policies = Policies::new([
+        Policy::new("the-api", Strategy::Gcra, rate)?,
+        pause.policy(),
+    ])?;
+    let throttle =
+        ThrottleLayer::new(store.clone(), API, policies).max_wait(Duration::from_secs(5));
 
     let client = Client::new();
     Ok(throttle.layer(service_fn(move |request| {
@@ -67,7 +77,12 @@ fn client(
 }
 
 /// Calls one after the other. Returns how many calls were made, and how many the API has denied.
-async fn work<S>(instance: usize, mut client: S, api: Url, calls: usize) -> Result<(usize, usize), BoxError>
+async fn work<S>(
+    instance: usize,
+    mut client: S,
+    api: Url,
+    calls: usize,
+) -> Result<(usize, usize), BoxError>
 where
     S: Service<Request, Response = Response, Error = BoxError>,
 {
@@ -78,7 +93,10 @@ where
         made += 1;
         if response.status() == StatusCode::TOO_MANY_REQUESTS {
             denied += 1;
-            println!("instance {instance} got a 429, retry-after: {:?}", response.headers()["retry-after"]);
+            println!(
+                "instance {instance} got a 429, retry-after: {:?}",
+                response.headers()["retry-after"]
+            );
         }
     }
     Ok((made, denied))
@@ -88,9 +106,15 @@ where
 async fn serve(quota: Quota) -> Result<Url, BoxError> {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
     let api = format!("http://{}/", listener.local_addr()?).parse()?;
-    let policy = Policy::new("of-the-api", Strategy::FixedWindow(Default::default()), quota)?;
+    let policy = Policy::new(
+        "of-the-api",
+        Strategy::FixedWindow(Default::default()),
+        quota,
+    )?;
     let layer = RateLimitLayer::new(LocalStore::default(), Global, policy);
-    let app = Router::new().route("/", get(|| async { "Hello!\n" })).layer(layer);
+    let app = Router::new()
+        .route("/", get(|| async { "Hello!\n" }))
+        .layer(layer);
     tokio::spawn(async move { axum::serve(listener, app).await });
     Ok(api)
 }
@@ -101,5 +125,6 @@ where
     T: std::str::FromStr<Err: std::fmt::Display>,
 {
     let text = env::var(name).unwrap_or_else(|_| default.to_owned());
-    text.parse().map_err(|error| format!("{name}={text}: {error}"))
+    text.parse()
+        .map_err(|error| format!("{name}={text}: {error}"))
 }

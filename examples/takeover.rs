@@ -30,7 +30,11 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let free_at = match system.as_str() {
         "redis-rate" => of_redis_rate,
         "redis-cell" => of_redis_cell,
-        other => return Err(format!("{other:?} is not known: write `redis-rate` or `redis-cell`").into()),
+        other => {
+            return Err(
+                format!("{other:?} is not known: write `redis-rate` or `redis-cell`").into(),
+            );
+        }
     };
     let policy = Policy::new(name.as_str(), Strategy::Gcra, quota.parse()?)?;
     let interval = policy.quota().period().as_secs_f64() / f64::from(policy.quota().limit());
@@ -38,12 +42,18 @@ async fn main() -> Result<(), Box<dyn Error>> {
 
     let url = env::var("REDIS_URL").unwrap_or_else(|_| "redis://127.0.0.1/".to_owned());
     let store = RedisStore::connect(&url).await?;
-    let mut redis = redis::Client::open(url)?.get_multiplexed_async_connection().await?;
+    let mut redis = redis::Client::open(url)?
+        .get_multiplexed_async_connection()
+        .await?;
     // SCAN may find a key twice.
     let (mut keys, mut cursor) = (BTreeSet::new(), 0_u64);
     loop {
         let mut scan = redis::cmd("SCAN");
-        scan.arg(cursor).arg("MATCH").arg(format!("{prefix}*")).arg("COUNT").arg(1_000);
+        scan.arg(cursor)
+            .arg("MATCH")
+            .arg(format!("{prefix}*"))
+            .arg("COUNT")
+            .arg(1_000);
         let found: Vec<String>;
         (cursor, found) = scan.query_async(&mut redis).await?;
         keys.extend(found);
@@ -69,8 +79,13 @@ async fn main() -> Result<(), Box<dyn Error>> {
         });
         charged += try_join_all(charges).await?.len();
     }
-    let such_as = example.map(|rest| format!(", such as {rest:?}")).unwrap_or_default();
-    println!("{} keys begin with {prefix:?}; took over the counts of {charged} callers{such_as}", keys.len());
+    let such_as = example
+        .map(|rest| format!(", such as {rest:?}"))
+        .unwrap_or_default();
+    println!(
+        "{} keys begin with {prefix:?}; took over the counts of {charged} callers{such_as}",
+        keys.len()
+    );
     Ok(())
 }
 

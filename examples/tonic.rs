@@ -26,7 +26,10 @@ use tower_redis_ratelimit::{Policy, Quota, RateLimitLayer, Strategy};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
-    let quota: Quota = env::var("RATE_LIMIT").as_deref().unwrap_or("2/4s").parse()?;
+    let quota: Quota = env::var("RATE_LIMIT")
+        .as_deref()
+        .unwrap_or("2/4s")
+        .parse()?;
     let policy = Policy::new("example", Strategy::Gcra, quota)?;
     let store = AnyStore::from_env("REDIS_URL")?;
     let counted = match store {
@@ -39,19 +42,37 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let (_, health) = tonic_health::server::health_reporter();
     let incoming = TcpIncoming::bind("127.0.0.1:0".parse()?)?;
     let address = incoming.local_addr()?;
-    tokio::spawn(Server::builder().layer(layer).add_service(health).serve_with_incoming(incoming));
+    tokio::spawn(
+        Server::builder()
+            .layer(layer)
+            .add_service(health)
+            .serve_with_incoming(incoming),
+    );
     println!("{address}: {quota} per address, {counted}");
 
     // The client.
-    let client = HealthClient::new(Endpoint::new(format!("http://{address}"))?.connect().await?);
-    let mut patient =
-        ServiceBuilder::new().retry(HonourPushback { retries: 5 }).service_fn(|request: HealthCheckRequest| {
+    let client = HealthClient::new(
+        Endpoint::new(format!("http://{address}"))?
+            .connect()
+            .await?,
+    );
+    let mut patient = ServiceBuilder::new()
+        .retry(HonourPushback { retries: 5 })
+        .service_fn(|request: HealthCheckRequest| {
             let mut client = client.clone();
             async move { client.check(request).await }
         });
     for call in 1..=3 {
-        let granted = patient.ready().await?.call(HealthCheckRequest::default()).await?;
-        let left = granted.metadata().get("ratelimit").and_then(|field| field.to_str().ok()).unwrap_or_default();
+        let granted = patient
+            .ready()
+            .await?
+            .call(HealthCheckRequest::default())
+            .await?;
+        let left = granted
+            .metadata()
+            .get("ratelimit")
+            .and_then(|field| field.to_str().ok())
+            .unwrap_or_default();
         println!("call {call}: granted, ratelimit: {left}");
     }
     Ok(())
@@ -69,14 +90,30 @@ impl<Req: Clone, Res> retry::Policy<Req, Res, Status> for HonourPushback {
     fn retry(&mut self, _: &mut Req, result: &mut Result<Res, Status>) -> Option<Sleep> {
         let denied = result.as_ref().err()?;
         println!("{:?}: {}", denied.code(), denied.message());
-        if let Some(wait) = denied.get_details_retry_info().and_then(|info| info.retry_delay) {
+        if let Some(wait) = denied
+            .get_details_retry_info()
+            .and_then(|info| info.retry_delay)
+        {
             println!("  RetryInfo: {wait:?}");
         }
-        for violation in denied.get_details_quota_failure().into_iter().flat_map(|failure| failure.violations) {
-            println!("  QuotaFailure: {}: {}", violation.subject, violation.description);
+        for violation in denied
+            .get_details_quota_failure()
+            .into_iter()
+            .flat_map(|failure| failure.violations)
+        {
+            println!(
+                "  QuotaFailure: {}: {}",
+                violation.subject, violation.description
+            );
         }
         // A negative number says that no wait helps.
-        let millis = denied.metadata().get("grpc-retry-pushback-ms")?.to_str().ok()?.parse().ok()?;
+        let millis = denied
+            .metadata()
+            .get("grpc-retry-pushback-ms")?
+            .to_str()
+            .ok()?
+            .parse()
+            .ok()?;
         self.retries = self.retries.checked_sub(1)?;
         println!("  grpc-retry-pushback-ms: {millis}, so the client waits");
         Some(sleep(Duration::from_millis(millis)))

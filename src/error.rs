@@ -40,7 +40,9 @@ impl ConfigError {
 /// from being one.
 fn redacted(text: &str) -> Cow<'_, str> {
     let lower = text.to_ascii_lowercase();
-    let colon = lower.find("secret").and_then(|secret| Some(secret + lower[secret..].find(':')?));
+    let colon = lower
+        .find("secret")
+        .and_then(|secret| Some(secret + lower[secret..].find(':')?));
     match colon {
         Some(colon) if colon + 1 < text.len() => format!("{}\u{2026}", &text[..=colon]).into(),
         _ => text.into(),
@@ -91,7 +93,10 @@ const MAX_TEXT: usize = 300;
 /// The text, or its beginning if it is longer than [`MAX_TEXT`].
 fn shortened(mut text: String) -> String {
     if text.len() > MAX_TEXT {
-        let end = (0..=MAX_TEXT).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+        let end = (0..=MAX_TEXT)
+            .rev()
+            .find(|end| text.is_char_boundary(*end))
+            .unwrap_or(0);
         text.truncate(end);
         text.push('\u{2026}');
     }
@@ -147,40 +152,66 @@ pub enum ErrorKind {
 impl StoreError {
     /// An error of this kind, for your own [`Store`](crate::store::Store).
     pub fn new(kind: ErrorKind) -> Self {
-        Self { kind, server: None, cause: None, of_check: false, unsent: false }
+        Self {
+            kind,
+            server: None,
+            cause: None,
+            of_check: false,
+            unsent: false,
+        }
     }
 
     /// An error of this kind with its cause.
-    pub fn with_source(kind: ErrorKind, cause: impl std::error::Error + Send + Sync + 'static) -> Self {
-        Self { cause: Some(Arc::new(cause)), ..Self::new(kind) }
+    pub fn with_source(
+        kind: ErrorKind,
+        cause: impl std::error::Error + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            cause: Some(Arc::new(cause)),
+            ..Self::new(kind)
+        }
     }
 
     /// An error of this kind, for this reason, [cut](MAX_TEXT) at 300 bytes.
     pub(crate) fn explained(kind: ErrorKind, reason: impl Into<String>) -> Self {
         let cause = Box::<dyn std::error::Error + Send + Sync>::from(shortened(reason.into()));
-        Self { cause: Some(cause.into()), ..Self::new(kind) }
+        Self {
+            cause: Some(cause.into()),
+            ..Self::new(kind)
+        }
     }
 
     /// The same error, of the server at this address, which its text then names. It keeps the address that it has.
     /// Leave out user and password.
     #[must_use]
     pub fn at(self, server: impl fmt::Display) -> Self {
-        let server = self.server.unwrap_or_else(|| shortened(server.to_string()).into());
-        Self { server: Some(server), ..self }
+        let server = self
+            .server
+            .unwrap_or_else(|| shortened(server.to_string()).into());
+        Self {
+            server: Some(server),
+            ..self
+        }
     }
 
     /// The same error, of this check only. A [`Fallback`](crate::Fallback) answers the check, and its breaker does not
     /// count it as a failure.
     #[must_use]
     pub fn of_check(self) -> Self {
-        Self { of_check: true, ..self }
+        Self {
+            of_check: true,
+            ..self
+        }
     }
 
     /// The same error, of a check that was not sent, and so certainly not charged. A [`Fallback`](crate::Fallback)
     /// later charges what it granted instead. Without this mark it must not, since the store may have charged it.
     #[must_use]
     pub fn unsent(self) -> Self {
-        Self { unsent: true, ..self }
+        Self {
+            unsent: true,
+            ..self
+        }
     }
 
     /// Whether it concerns [this check only](Self::of_check).
@@ -208,7 +239,11 @@ impl StoreError {
     /// The more useful of two failures: a mistake that can be fixed, rather than an unreachable server.
     #[must_use]
     pub(crate) fn or_telling(self, other: Self) -> Self {
-        if matches!(self.kind, ErrorKind::Unreachable | ErrorKind::Timeout) { other } else { self }
+        if matches!(self.kind, ErrorKind::Unreachable | ErrorKind::Timeout) {
+            other
+        } else {
+            self
+        }
     }
 
     /// Whether the check is known [not to have been sent](Self::unsent).
@@ -252,8 +287,12 @@ impl ErrorKind {
     const fn advice(self) -> &'static str {
         match self {
             Self::Configuration => "the store is set up wrongly: correct what it is built with",
-            Self::Unreachable => "the server cannot be reached: check the URL, and that the server runs",
-            Self::Tls => "no TLS connection to the server can be made: check that the URL's port speaks TLS",
+            Self::Unreachable => {
+                "the server cannot be reached: check the URL, and that the server runs"
+            }
+            Self::Tls => {
+                "no TLS connection to the server can be made: check that the URL's port speaks TLS"
+            }
             Self::TlsWanted => {
                 "the server speaks TLS only: write `rediss://` instead of `redis://`, and turn on the feature `tls`"
             }
@@ -272,7 +311,9 @@ impl ErrorKind {
                 "the server wants a certificate that it trusts: give one to `RedisStoreBuilder::client_certificate`, or let \
                  the server do without (`tls-auth-clients no` in a Redis)"
             }
-            Self::Timeout => "the server did not answer in time: check its load and the network, or allow more time",
+            Self::Timeout => {
+                "the server did not answer in time: check its load and the network, or allow more time"
+            }
             Self::Authentication => {
                 "the server refused to let us in: check the user and password in the URL (`redis://user:password@host/`)"
             }
@@ -315,7 +356,9 @@ impl fmt::Display for StoreError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // Of these it is the cause that says what to do.
         let (text, cause) = match (self.kind, &self.cause) {
-            (ErrorKind::Configuration, Some(cause)) => ("the store is set up wrongly: ", Some(cause)),
+            (ErrorKind::Configuration, Some(cause)) => {
+                ("the store is set up wrongly: ", Some(cause))
+            }
             (ErrorKind::Refused, Some(cause)) => ("the server refused: ", Some(cause)),
             (kind, _) => (kind.advice(), None),
         };
@@ -331,7 +374,9 @@ impl fmt::Display for StoreError {
 impl fmt::Debug for StoreError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut debug = f.debug_struct("StoreError");
-        debug.field("kind", &self.kind).field("text", &format_args!("{self}"));
+        debug
+            .field("kind", &self.kind)
+            .field("text", &format_args!("{self}"));
         if let Some(cause) = std::error::Error::source(self) {
             debug.field("cause", &format_args!("{cause}"));
         }
@@ -401,14 +446,18 @@ mod tests {
     #[test]
     fn the_runbook_says_what_to_do() {
         let page = include_str!("../docs/runbook.md");
-        let missing = KINDS.into_iter().filter(|kind| !page.contains(&format!("`{}`", kind.as_str())));
+        let missing = KINDS
+            .into_iter()
+            .filter(|kind| !page.contains(&format!("`{}`", kind.as_str())));
         assert_eq!(missing.collect::<Vec<_>>(), []);
     }
 
     /// A store outside of this crate may be of another server.
     #[test]
     fn general_errors_do_not_mention_redis() {
-        let of_redis = KINDS.into_iter().filter(|kind| StoreError::new(*kind).to_string().contains("Redis"));
+        let of_redis = KINDS
+            .into_iter()
+            .filter(|kind| StoreError::new(*kind).to_string().contains("Redis"));
         let known = [
             ErrorKind::CertificateUntrusted,
             ErrorKind::CertificateName,
@@ -423,12 +472,23 @@ mod tests {
     /// All but those that are of no server.
     #[test]
     fn errors_name_their_server_once() {
-        let of_none = [ErrorKind::Configuration, ErrorKind::QueueFull, ErrorKind::NoRuntime];
+        let of_none = [
+            ErrorKind::Configuration,
+            ErrorKind::QueueFull,
+            ErrorKind::NoRuntime,
+        ];
         for kind in KINDS {
-            for error in [StoreError::new(kind), StoreError::explained(kind, "a leaf on the line")] {
+            for error in [
+                StoreError::new(kind),
+                StoreError::explained(kind, "a leaf on the line"),
+            ] {
                 let text = error.at("10.0.0.1:6379").at("10.0.0.2:6379").to_string();
                 let names = !of_none.contains(&kind);
-                assert_eq!(text.matches("the server 10.0.0.1:6379").count(), usize::from(names), "{text}");
+                assert_eq!(
+                    text.matches("the server 10.0.0.1:6379").count(),
+                    usize::from(names),
+                    "{text}"
+                );
                 assert!(!text.contains("10.0.0.2"), "{text}");
             }
         }
@@ -449,20 +509,38 @@ mod tests {
         use crate::store::{AnyStore, Servers, ShareConfig, StoreConfig, StoreKind};
         use crate::{Policies, Policy, Quota, RedisStore, Strategy};
 
-        for text in
-            ["", "10", "ten/s", "10/60", "10/M", "10/s burst", "0/s", "1/s burst 0", "1/0s", "1/d burst 4000000"]
-        {
+        for text in [
+            "",
+            "10",
+            "ten/s",
+            "10/60",
+            "10/M",
+            "10/s burst",
+            "0/s",
+            "1/s burst 0",
+            "1/0s",
+            "1/d burst 4000000",
+        ] {
             assert_says_what_to_do(text.parse::<Quota>().unwrap_err());
         }
-        for text in
-            ["", "gcar", "gcra(2)", "gcra(", "sliding-window(60)", "sliding-window(0 cells)", "fixed-window(60)"]
-        {
+        for text in [
+            "",
+            "gcar",
+            "gcra(2)",
+            "gcra(",
+            "sliding-window(60)",
+            "sliding-window(0 cells)",
+            "fixed-window(60)",
+        ] {
             assert_says_what_to_do(text.parse::<Strategy>().unwrap_err());
         }
         assert_says_what_to_do("memory".parse::<StoreKind>().unwrap_err());
         assert_says_what_to_do("all".parse::<ShareConfig>().unwrap_err());
 
-        let (window, quota) = (Strategy::FixedWindow(Default::default()), Quota::per_second(5));
+        let (window, quota) = (
+            Strategy::FixedWindow(Default::default()),
+            Quota::per_second(5),
+        );
         for policy in [
             Policy::new("a b", Strategy::Gcra, quota),
             Policy::new("p", window, quota.burst(6)),
@@ -487,7 +565,11 @@ mod tests {
             assert_says_what_to_do(ClientIp::x_forwarded_for().trust(trusted).unwrap_err());
         }
         for pattern in ["users", "/a b", "/users/:id", "/{}", &"/{a}".repeat(26)] {
-            assert_says_what_to_do(Routes::new(policy.clone()).route(pattern, policy.clone()).unwrap_err());
+            assert_says_what_to_do(
+                Routes::new(policy.clone())
+                    .route(pattern, policy.clone())
+                    .unwrap_err(),
+            );
         }
         assert_says_what_to_do(Routes::new(policy).exempt("/%20/{id}").unwrap_err());
 
@@ -518,27 +600,60 @@ mod tests {
         }
         #[cfg(not(feature = "tls"))]
         assert_says_what_to_do(RedisStore::connect_lazy("rediss://127.0.0.1/").unwrap_err());
-        let config = || StoreConfig { url: Some(url.to_owned()), ..StoreConfig::default() };
+        let config = || StoreConfig {
+            url: Some(url.to_owned()),
+            ..StoreConfig::default()
+        };
         for config in [
-            StoreConfig { kind: StoreKind::Redis, ..StoreConfig::default() },
-            StoreConfig { deadline: Duration::ZERO, ..config() },
-            StoreConfig { root_certificates: Some("missing.pem".into()), ..config() },
-            StoreConfig { client_certificate: Some("missing.pem".into()), ..config() },
+            StoreConfig {
+                kind: StoreKind::Redis,
+                ..StoreConfig::default()
+            },
+            StoreConfig {
+                deadline: Duration::ZERO,
+                ..config()
+            },
+            StoreConfig {
+                root_certificates: Some("missing.pem".into()),
+                ..config()
+            },
+            StoreConfig {
+                client_certificate: Some("missing.pem".into()),
+                ..config()
+            },
         ] {
             let error = AnyStore::from_config(&config).unwrap_err();
-            assert_says_what_to_do(error.to_string().strip_prefix("the store is set up wrongly: ").unwrap());
+            assert_says_what_to_do(
+                error
+                    .to_string()
+                    .strip_prefix("the store is set up wrongly: ")
+                    .unwrap(),
+            );
         }
     }
 
     #[test]
     fn long_texts_and_secrets_are_cut() {
         for length in [298, 300, 301, 1_000_000] {
-            let error = StoreError::explained(ErrorKind::Refused, "\u{e9}".repeat(length / 2)).at("h".repeat(length));
+            let error = StoreError::explained(ErrorKind::Refused, "\u{e9}".repeat(length / 2))
+                .at("h".repeat(length));
             let text = format!("{error}");
             assert!(text.len() < 650, "{} bytes", text.len());
-            assert_eq!(text.matches('\u{2026}').count(), if length > 301 { 2 } else { usize::from(length > 300) });
+            assert_eq!(
+                text.matches('\u{2026}').count(),
+                if length > 301 {
+                    2
+                } else {
+                    usize::from(length > 300)
+                }
+            );
         }
-        assert_eq!(ConfigError::invalid("quota", &"x".repeat(1_000), "write one").to_string().len(), 114);
+        assert_eq!(
+            ConfigError::invalid("quota", &"x".repeat(1_000), "write one")
+                .to_string()
+                .len(),
+            114
+        );
         for text in ["secret:hunter2", " Secret:hunter2", "ip:secret:hunter2"] {
             let error = ConfigError::choice("caller", text, "another");
             assert!(!format!("{error} {error:?}").contains("hunter2"), "{error}");
@@ -550,7 +665,10 @@ mod tests {
         for kind in KINDS {
             let alone = StoreError::new(kind);
             assert_says_what_to_do(&alone);
-            assert!(format!("{alone:?}").contains(&alone.to_string()), "{alone:?}");
+            assert!(
+                format!("{alone:?}").contains(&alone.to_string()),
+                "{alone:?}"
+            );
 
             let caused = StoreError::with_source(kind, std::io::Error::other("a leaf on the line"));
             let mut text = caused.to_string();
@@ -560,7 +678,11 @@ mod tests {
                 source = cause.source();
             }
             assert_eq!(text.matches("a leaf on the line").count(), 1, "{text}");
-            assert_eq!(format!("{caused:?}").matches("a leaf on the line").count(), 1, "{caused:?}");
+            assert_eq!(
+                format!("{caused:?}").matches("a leaf on the line").count(),
+                1,
+                "{caused:?}"
+            );
         }
     }
 }

@@ -63,7 +63,13 @@ impl<S: Store> Limiter<S> {
     pub fn new(store: S, policies: impl Into<Policies>) -> Self {
         let in_flight = InFlightTracker::new(&store, None);
         let wait_queues = WaitQueues::new(store.clone(), in_flight.clone(), Bounds::DEFAULT);
-        Self { store, policies: policies.into(), wait_queues, in_flight, notifier: Notifier::default() }
+        Self {
+            store,
+            policies: policies.into(),
+            wait_queues,
+            in_flight,
+            notifier: Notifier::default(),
+        }
     }
 
     /// Sets the observer of the store, notified for example when a [`Fallback`](crate::Fallback) decides locally, if
@@ -76,14 +82,22 @@ impl<S: Store> Limiter<S> {
         self.store.observe(&observer);
         let in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));
         let wait_queues = self.wait_queues.with_tracker(in_flight.clone());
-        Self { wait_queues, in_flight, notifier: Notifier::new(observer), ..self }
+        Self {
+            wait_queues,
+            in_flight,
+            notifier: Notifier::new(observer),
+            ..self
+        }
     }
 
     /// Sets how many may [wait](Self::wait) in this process; one more is denied at once. Defaults to 10,000. Earlier
     /// clones keep their setting.
     #[must_use]
     pub fn max_waiting(self, max: NonZeroUsize) -> Self {
-        Self { wait_queues: self.wait_queues.with_bounds(Bounds::of(max)), ..self }
+        Self {
+            wait_queues: self.wait_queues.with_bounds(Bounds::of(max)),
+            ..self
+        }
     }
 
     /// Takes `cost`, all or nothing. See [`Check::take`].
@@ -163,13 +177,21 @@ impl<S: Store> Limiter<S> {
 
     /// Charges `cost` in any case. See [`Check::charge`]. Beside other policies, one of requests [in
     /// flight](crate::Policy::in_flight) is left out, also from the decision: it counts requests, not costs.
-    pub fn charge(&self, key: Key, cost: u32) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
+    pub fn charge(
+        &self,
+        key: Key,
+        cost: u32,
+    ) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
         self.effect(Check::charge(key, self.of_costs(), cost))
     }
 
     /// Refunds `cost`. See [`Check::refund`]. A policy of requests in flight is left out as in a
     /// [charge](Self::charge).
-    pub fn refund(&self, key: Key, cost: u32) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
+    pub fn refund(
+        &self,
+        key: Key,
+        cost: u32,
+    ) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
         self.effect(Check::refund(key, self.of_costs(), cost))
     }
 
@@ -179,12 +201,18 @@ impl<S: Store> Limiter<S> {
     }
 
     /// Forgets all charges of the caller. See [`Check::reset`].
-    pub fn reset(&self, key: Key) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
+    pub fn reset(
+        &self,
+        key: Key,
+    ) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
         self.effect(Check::reset(key, &self.policies))
     }
 
     /// Asks at once, and waits for the answer.
-    fn effect(&self, check: Check) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
+    fn effect(
+        &self,
+        check: Check,
+    ) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
         let answer = self.store.check(check);
         async { answer.await.map(Done) }
     }
@@ -203,7 +231,12 @@ impl<S: Store> Limiter<S> {
     /// Those of the store.
     pub async fn wait(&self, key: Key, cost: u32, max: Duration) -> Result<Decision, StoreError> {
         let deadline = instant().checked_add(max);
-        let wanted = WaitRequest { key, policies: self.policies.clone(), cost, deadline };
+        let wanted = WaitRequest {
+            key,
+            policies: self.policies.clone(),
+            cost,
+            deadline,
+        };
         if wanted.exceeds_capacity() {
             return self.take(key, cost).await;
         }

@@ -24,8 +24,12 @@ const PERIOD: i64 = 10_000;
 const START: i64 = -1_000;
 const END: i64 = 39_000;
 const STEP: usize = 100;
-const PHASES: [(i64, &str); 4] =
-    [(3_500, "trickle"), (9_900, "two bursts of 15"), (18_500, "silence"), (31_500, "flood, 5 per second")];
+const PHASES: [(i64, &str); 4] = [
+    (3_500, "trickle"),
+    (9_900, "two bursts of 15"),
+    (18_500, "silence"),
+    (31_500, "flood, 5 per second"),
+];
 
 /// How many requests come at a time of the trace.
 fn arrivals(time: i64) -> usize {
@@ -45,7 +49,10 @@ fn pictures_are_what_the_code_draws() {
             fs::write(&path, &text).unwrap();
         }
         let saved = fs::read_to_string(path).unwrap_or_default();
-        assert!(saved == text, "{file} is out of date: run `SAVE=1 cargo test --test pictures`");
+        assert!(
+            saved == text,
+            "{file} is out of date: run `SAVE=1 cargo test --test pictures`"
+        );
     }
 }
 
@@ -68,7 +75,10 @@ fn pictures() -> Result<Vec<(String, String)>> {
         "leases-plot",
         "dashboard",
     ] {
-        inline.push_str(&definition(name, &fs::read_to_string(path(&format!("docs/{name}.svg")))?));
+        inline.push_str(&definition(
+            name,
+            &fs::read_to_string(path(&format!("docs/{name}.svg")))?,
+        ));
     }
     files.push(("docs/pictures.md".to_owned(), inline));
     Ok(files)
@@ -130,12 +140,16 @@ struct Play {
 }
 
 fn play(strategy: Strategy) -> Result<Play> {
-    let runtime = runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
+    let runtime = runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build()?;
     runtime.block_on(async {
         let store = LocalStore::default();
         let quota = Quota::per(LIMIT, millis(PERIOD));
-        let ask =
-            |check: fn(Key, &Policies, u32) -> Check, policies: &Policies| store.check(check(Key::GLOBAL, policies, 1));
+        let ask = |check: fn(Key, &Policies, u32) -> Check, policies: &Policies| {
+            store.check(check(Key::GLOBAL, policies, 1))
+        };
 
         // The store took the time of day from the wall. The trace begins at the same place between two windows of the
         // clock whenever it is played; a charged window shows where that is.
@@ -143,12 +157,17 @@ fn play(strategy: Strategy) -> Result<Play> {
         advance(ask(Check::take, &clock).await?.reset_after() + millis(PERIOD + START)).await;
 
         let policies = Policy::new("trace", strategy, quota)?.into();
-        let mut play = Play { requests: vec![], remaining: vec![] };
+        let mut play = Play {
+            requests: vec![],
+            remaining: vec![],
+        };
         for time in (START..END).step_by(STEP) {
             for _ in 0..arrivals(time) {
-                play.requests.push((time, ask(Check::take, &policies).await?.is_allowed()));
+                play.requests
+                    .push((time, ask(Check::take, &policies).await?.is_allowed()));
             }
-            play.remaining.push((time, ask(Check::peek, &policies).await?.remaining()));
+            play.remaining
+                .push((time, ask(Check::peek, &policies).await?.remaining()));
             advance(millis(STEP as i64)).await;
         }
         Ok(play)
@@ -175,16 +194,31 @@ const HIGHLIGHT: &str = "#fff0b3";
 impl Play {
     /// The most that was granted in a period, and when the first such period ends.
     fn most(&self) -> (usize, i64) {
-        let granted = || self.requests.iter().filter(|(_, granted)| *granted).map(|(time, _)| *time);
-        let within = |end: i64| granted().filter(|time| (end - PERIOD + 1..=end).contains(time)).count();
-        granted().map(|end| (within(end), end)).max_by_key(|(most, end)| (*most, -end)).unwrap_or((0, START))
+        let granted = || {
+            self.requests
+                .iter()
+                .filter(|(_, granted)| *granted)
+                .map(|(time, _)| *time)
+        };
+        let within = |end: i64| {
+            granted()
+                .filter(|time| (end - PERIOD + 1..=end).contains(time))
+                .count()
+        };
+        granted()
+            .map(|end| (within(end), end))
+            .max_by_key(|(most, end)| (*most, -end))
+            .unwrap_or((0, START))
     }
 
     fn draw(&self, title: &str) -> String {
         let (most, end) = self.most();
         let caption = format!("at most {most} granted in any 10 s");
         let borders: String = (0..END).step_by(PERIOD as usize).map(border).collect();
-        let phases: String = PHASES.iter().map(|(time, name)| text(x(*time), 36.0, name)).collect();
+        let phases: String = PHASES
+            .iter()
+            .map(|(time, name)| text(x(*time), 36.0, name))
+            .collect();
         format!(
             r##"<svg xmlns="http://www.w3.org/2000/svg" width="800" height="220" viewBox="0 0 800 220" role="img"
  font-family="system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif" font-size="11" fill="#555">
@@ -240,8 +274,19 @@ impl Play {
     fn marks(&self, granted: bool, mark: fn(f64, f64) -> String) -> String {
         let (mut marks, mut last, mut height) = (String::new(), None, 0.0);
         for (time, _) in self.requests.iter().filter(|request| request.1 == granted) {
-            height = if last == Some(time) { height + PITCH } else { PITCH };
-            marks += &mark(x(*time), if granted { GROUND - height } else { GROUND + height });
+            height = if last == Some(time) {
+                height + PITCH
+            } else {
+                PITCH
+            };
+            marks += &mark(
+                x(*time),
+                if granted {
+                    GROUND - height
+                } else {
+                    GROUND + height
+                },
+            );
             last = Some(time);
         }
         marks
@@ -259,12 +304,19 @@ fn text(x: f64, y: f64, text: &str) -> String {
 
 /// Where a window of the clock begins.
 fn border(time: i64) -> String {
-    let line = format!("<path d=\"M{:.1} 42V202\" stroke=\"#bbb\" stroke-dasharray=\"2 2\"/>\n", x(time));
+    let line = format!(
+        "<path d=\"M{:.1} 42V202\" stroke=\"#bbb\" stroke-dasharray=\"2 2\"/>\n",
+        x(time)
+    );
     line + &text(x(time), 215.0, &format!("{} s", time / 1_000))
 }
 
 fn square(x: f64, y: f64) -> String {
-    format!("M{:.1} {:.1}h{MARK}v{MARK}h-{MARK}z", x - MARK / 2.0, y - MARK / 2.0)
+    format!(
+        "M{:.1} {:.1}h{MARK}v{MARK}h-{MARK}z",
+        x - MARK / 2.0,
+        y - MARK / 2.0
+    )
 }
 
 fn cross(x: f64, y: f64) -> String {

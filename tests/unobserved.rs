@@ -14,7 +14,8 @@ use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::extract::{Global, KeyExtractor, PeerIp};
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
 use tower_redis_ratelimit::{
-    CallLimitLayer, Fallback, Key, Limiter, LocalStore, Policy, Quota, RateLimitLayer, Strategy, ThrottleLayer,
+    CallLimitLayer, Fallback, Key, Limiter, LocalStore, Policy, Quota, RateLimitLayer, Strategy,
+    ThrottleLayer,
 };
 use tracing::Level;
 
@@ -23,8 +24,14 @@ use crate::lines::Lines;
 /// Makes sure that there are as many lines as parts, and that each has its part.
 #[track_caller]
 fn assert_lines(lines: &[String], parts: &[&str]) {
-    let fit = lines.iter().zip(parts).all(|(line, part)| line.contains(part));
-    assert!(fit && lines.len() == parts.len(), "{parts:?} are expected: {lines:#?}");
+    let fit = lines
+        .iter()
+        .zip(parts)
+        .all(|(line, part)| line.contains(part));
+    assert!(
+        fit && lines.len() == parts.len(),
+        "{parts:?} are expected: {lines:#?}"
+    );
 }
 
 fn policy() -> Policy {
@@ -36,8 +43,15 @@ fn layer<S: Store>(store: &S) -> RateLimitLayer<S, Global> {
 }
 
 async fn send<S: Store, K: KeyExtractor>(layer: &RateLimitLayer<S, K>) -> u16 {
-    let answer = service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(String::new())));
-    layer.layer(answer).oneshot(Request::new(())).await.unwrap().status().as_u16()
+    let answer =
+        service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(String::new())));
+    layer
+        .layer(answer)
+        .oneshot(Request::new(()))
+        .await
+        .unwrap()
+        .status()
+        .as_u16()
 }
 
 /// A store that fails with this error, and one that decides instead.
@@ -80,7 +94,11 @@ async fn failures_are_logged_once_a_minute() {
     for _ in 0..50 {
         assert_eq!(send(&layer(&store)).await, 503);
         let calls = CallLimitLayer::<_, _, ()>::new(store.clone(), Global, policy());
-        calls.layer(service_fn(async |()| Ok::<_, Infallible>(()))).oneshot(()).await.unwrap_err();
+        calls
+            .layer(service_fn(async |()| Ok::<_, Infallible>(())))
+            .oneshot(())
+            .await
+            .unwrap_err();
     }
     assert_lines(&lines.take(), &["kind=\"refused\""]);
     advance(Duration::from_secs(60)).await;
@@ -103,12 +121,22 @@ async fn limiters_and_throttles_log_too() {
     for _ in 0..5 {
         limiter.take(Key::GLOBAL, 1).await.map(drop).unwrap();
     }
-    assert_lines(&lines.take(), &["kind=\"read_only\"", "rate limits are local"]);
+    assert_lines(
+        &lines.take(),
+        &["kind=\"read_only\"", "rate limits are local"],
+    );
 
     let store = MockStore::new();
     store.fail(StoreError::new(ErrorKind::OutOfMemory));
     let layer = ThrottleLayer::new(store, Key::GLOBAL, policy()).allow_on_error();
-    layer.layer(service_fn(async |()| Ok::<_, Infallible>(()))).ready().await.unwrap().call(()).await.unwrap();
+    layer
+        .layer(service_fn(async |()| Ok::<_, Infallible>(())))
+        .ready()
+        .await
+        .unwrap()
+        .call(())
+        .await
+        .unwrap();
     assert_lines(&lines.take(), &["kind=\"out_of_memory\""]);
 }
 
@@ -117,7 +145,10 @@ async fn a_misconfiguration_is_logged() {
     let (lines, _guard) = Lines::collect(Level::INFO);
     let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy());
     assert_eq!([send(&layer).await, send(&layer).await], [500; 2]);
-    assert_lines(&lines.take(), &["ERROR the server is set up so that requests are not counted"]);
+    assert_lines(
+        &lines.take(),
+        &["ERROR the server is set up so that requests are not counted"],
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -151,11 +182,24 @@ async fn without_a_subscriber() {
 fn standard_error_stands_in_for_a_subscriber() {
     let this = std::env::current_exe().unwrap();
     let output = std::process::Command::new(this)
-        .args(["--exact", "without_a_subscriber", "--ignored", "--nocapture"])
+        .args([
+            "--exact",
+            "without_a_subscriber",
+            "--ignored",
+            "--nocapture",
+        ])
         .output()
         .unwrap();
     assert!(output.status.success(), "{output:?}");
     let said = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(said.matches("no-peer-address").count(), usize::from(cfg!(debug_assertions)) * 2, "{said}");
-    assert!(!cfg!(debug_assertions) || said.contains("turn on the feature `tracing` and set a subscriber"), "{said}");
+    assert_eq!(
+        said.matches("no-peer-address").count(),
+        usize::from(cfg!(debug_assertions)) * 2,
+        "{said}"
+    );
+    assert!(
+        !cfg!(debug_assertions)
+            || said.contains("turn on the feature `tracing` and set a subscriber"),
+        "{said}"
+    );
 }

@@ -26,7 +26,9 @@ use tower_redis_ratelimit::extract::{HeaderKey, KeyExtractor, PeerIp};
 use tower_redis_ratelimit::headers::Headers;
 use tower_redis_ratelimit::settle::Settlement;
 use tower_redis_ratelimit::store::Store;
-use tower_redis_ratelimit::{Leased, LocalStore, Policy, Quota, RateLimitLayer, RedisStore, Strategy, redis};
+use tower_redis_ratelimit::{
+    Leased, LocalStore, Policy, Quota, RateLimitLayer, RedisStore, Strategy, redis,
+};
 
 use crate::cluster::{Side, Sites};
 use crate::meter::{Amount, Measure, load};
@@ -89,7 +91,11 @@ pub struct Servers {
 
 impl Servers {
     pub fn start() -> Self {
-        Self { single: RedisServer::start(), cell: OnceCell::new(), sites: Sites::default() }
+        Self {
+            single: RedisServer::start(),
+            cell: OnceCell::new(),
+            sites: Sites::default(),
+        }
     }
 }
 
@@ -154,17 +160,32 @@ fn all() -> Vec<Case> {
         cases.extend(CONCURRENCY.map(|tasks| Case(what, tasks)));
     }
     cases.extend(
-        [What::Local(HOURLY, Fields::Without), What::Governor(HOURLY, Fields::Without)].map(|what| Case(what, 64)),
+        [
+            What::Local(HOURLY, Fields::Without),
+            What::Governor(HOURLY, Fields::Without),
+        ]
+        .map(|what| Case(what, 64)),
     );
-    for what in [What::Redis(Load::Zipf), What::Leased(Load::Zipf), What::Redis(Load::Living(MANY))] {
+    for what in [
+        What::Redis(Load::Zipf),
+        What::Leased(Load::Zipf),
+        What::Redis(Load::Living(MANY)),
+    ] {
         cases.push(Case(what, 256));
     }
     for load in [Load::Many, HOURLY] {
         cases.extend([What::RedisByHeader(load), What::Cell(load)].map(|what| Case(what, 256)));
     }
     cases.extend([What::Bare, What::Multiplexed(HOURLY)].map(|what| Case(what, 256)));
-    cases.extend(support::STRATEGIES.map(|strategy| Case(What::Redis(Load::Hourly(strategy)), 256)));
-    let layers = [Layers::Limited, Layers::Idle, Layers::None, Layers::Shared, Layers::Settled];
+    cases
+        .extend(support::STRATEGIES.map(|strategy| Case(What::Redis(Load::Hourly(strategy)), 256)));
+    let layers = [
+        Layers::Limited,
+        Layers::Idle,
+        Layers::None,
+        Layers::Shared,
+        Layers::Settled,
+    ];
     cases.extend(layers.map(|layers| Case(What::Http(layers), 64)));
     cases.extend(Side::ALL.map(|side| Case(What::Beside(side), 256)));
     cases
@@ -172,7 +193,12 @@ fn all() -> Vec<Case> {
 
 /// Those whose name has one of the texts; all, if there is none.
 pub fn named(texts: &[String]) -> Vec<Case> {
-    let wanted = |case: &Case| texts.is_empty() || texts.iter().any(|text| case.full_name().contains(text.as_str()));
+    let wanted = |case: &Case| {
+        texts.is_empty()
+            || texts
+                .iter()
+                .any(|text| case.full_name().contains(text.as_str()))
+    };
     all().into_iter().filter(wanted).collect()
 }
 
@@ -191,12 +217,20 @@ impl Case {
             Load::Granted => "one caller, granted".to_owned(),
             Load::Denied => "one caller, denied".to_owned(),
         };
-        let fields = |fields: &Fields| if *fields == Fields::With { "" } else { ", without header fields" };
+        let fields = |fields: &Fields| {
+            if *fields == Fields::With {
+                ""
+            } else {
+                ", without header fields"
+            }
+        };
         match &self.0 {
             What::Get => "redis-benchmark GET".to_owned(),
             What::Multiplexed(what) => format!("a script call each, multiplexed, {}", load(what)),
             What::Pool(what) => format!("a script call each, pool of 16, {}", load(what)),
-            What::Bare => "GET and SET with an expiry, in a script that decides nothing, 100k keys".to_owned(),
+            What::Bare => {
+                "GET and SET with an expiry, in a script that decides nothing, 100k keys".to_owned()
+            }
             What::Redis(what) => format!("RedisStore, {}", load(what)),
             What::Leased(what) => format!("Leased RedisStore, {}", load(what)),
             What::RedisByHeader(what) => format!("RedisStore by a header field, {}", load(what)),
@@ -208,7 +242,9 @@ impl Case {
             What::Http(Layers::Idle) => "axum over HTTP with a layer that does nothing".to_owned(),
             What::Http(Layers::None) => "axum over HTTP without a layer".to_owned(),
             What::Http(Layers::Shared) => "axum over HTTP with RedisStore".to_owned(),
-            What::Http(Layers::Settled) => "axum over HTTP with RedisStore and a settlement".to_owned(),
+            What::Http(Layers::Settled) => {
+                "axum over HTTP with RedisStore and a settlement".to_owned()
+            }
             What::Beside(side) => side.name(),
         }
     }
@@ -260,37 +296,56 @@ impl Case {
                     fill(store.clone(), load).await;
                 }
                 let service = limited(store, load);
-                load.hold(server, |caller| ask(service.clone(), by_address(caller))).await;
+                load.hold(server, |caller| ask(service.clone(), by_address(caller)))
+                    .await;
                 serve(&[server], &[service], by_address, load, tasks, amount).await
             }
             What::Leased(load) => {
                 let store = Leased::new(RedisStore::connect(server.url()).await.unwrap());
-                let policy = Policy::new("api", load.strategy(), load.quota()).unwrap().leased(LEASE).unwrap();
+                let policy = Policy::new("api", load.strategy(), load.quota())
+                    .unwrap()
+                    .leased(LEASE)
+                    .unwrap();
                 let service = RateLimitLayer::new(store, PeerIp, policy).layer(service_fn(inner));
                 serve(&[server], &[service], by_address, load, tasks, amount).await
             }
             What::RedisByHeader(load) => {
                 let store = RedisStore::connect(server.url()).await.unwrap();
-                let service = layer(store, HeaderKey::new(HEADER).unwrap(), load).layer(service_fn(inner));
-                load.hold(server, |caller| ask(service.clone(), by_header(caller))).await;
+                let service =
+                    layer(store, HeaderKey::new(HEADER).unwrap(), load).layer(service_fn(inner));
+                load.hold(server, |caller| ask(service.clone(), by_header(caller)))
+                    .await;
                 serve(&[server], &[service], by_header, load, tasks, amount).await
             }
             What::Cell(load) => {
-                let server = servers.cell.get_or_init(|| async { redis_cell::start(&[]) }).await;
+                let server = servers
+                    .cell
+                    .get_or_init(|| async { redis_cell::start(&[]) })
+                    .await;
                 let _: String = server.command("FLUSHALL").await;
-                let service = redis_cell::layer(server, load.quota()).await.layer(service_fn(inner));
-                load.hold(server, |caller| ask(service.clone(), by_header(caller))).await;
+                let service = redis_cell::layer(server, load.quota())
+                    .await
+                    .layer(service_fn(inner));
+                load.hold(server, |caller| ask(service.clone(), by_header(caller)))
+                    .await;
                 serve(&[server], &[service], by_header, load, tasks, amount).await
             }
             What::InFlight => {
                 let store = RedisStore::connect(server.url()).await.unwrap();
-                let layer = RateLimitLayer::new(store, PeerIp, Policy::in_flight("api", 100).unwrap());
+                let layer =
+                    RateLimitLayer::new(store, PeerIp, Policy::in_flight("api", 100).unwrap());
                 let service = layer.until_body_end().layer(service_fn(inner));
                 serve(&[server], &[service], by_address, Load::Many, tasks, amount).await
             }
             What::Local(load, fields) => {
-                let headers = if fields == Fields::With { Headers::default() } else { Headers::NONE };
-                let service = layer(LocalStore::default(), PeerIp, load).headers(headers).layer(service_fn(inner));
+                let headers = if fields == Fields::With {
+                    Headers::default()
+                } else {
+                    Headers::NONE
+                };
+                let service = layer(LocalStore::default(), PeerIp, load)
+                    .headers(headers)
+                    .layer(service_fn(inner));
                 serve(&[server], &[service], by_address, load, tasks, amount).await
             }
             What::Governor(load, fields) => governor(server, load, fields, tasks, amount).await,
@@ -362,14 +417,21 @@ impl Load {
 }
 
 fn layer<S: Store, K: KeyExtractor>(store: S, key: K, load: Load) -> RateLimitLayer<S, K> {
-    RateLimitLayer::new(store, key, Policy::new("api", load.strategy(), load.quota()).unwrap())
+    RateLimitLayer::new(
+        store,
+        key,
+        Policy::new("api", load.strategy(), load.quota()).unwrap(),
+    )
 }
 
 /// A service that does nothing, under a limit.
 pub fn limited<S: Store>(
     store: S,
     load: Load,
-) -> impl Service<Request<()>, Response = Response<Body>, Error = Infallible, Future: Send> + Clone + Send + 'static {
+) -> impl Service<Request<()>, Response = Response<Body>, Error = Infallible, Future: Send>
++ Clone
++ Send
++ 'static {
     layer(store, PeerIp, load).layer(service_fn(inner))
 }
 
@@ -387,18 +449,30 @@ pub async fn fill(store: RedisStore, load: Load) {
                 }
             })
         };
-        join_all((0..TASKS).map(fill)).await.into_iter().for_each(Result::unwrap);
+        join_all((0..TASKS).map(fill))
+            .await
+            .into_iter()
+            .for_each(Result::unwrap);
     }
 }
 
-async fn governor(server: &RedisServer, load: Load, fields: Fields, tasks: u64, amount: Amount) -> Measure {
+async fn governor(
+    server: &RedisServer,
+    load: Load,
+    fields: Fields,
+    tasks: u64,
+    amount: Amount,
+) -> Measure {
     let quota = load.quota();
     let mut config = GovernorConfigBuilder::default();
-    let config = config.period(quota.period() / quota.limit()).burst_size(quota.capacity());
+    let config = config
+        .period(quota.period() / quota.limit())
+        .burst_size(quota.capacity());
     let mut config = config.key_extractor(PeerIpKeyExtractor);
     match fields {
         Fields::With => {
-            let service = GovernorLayer::new(config.use_headers().finish().unwrap()).layer(service_fn(inner));
+            let service =
+                GovernorLayer::new(config.use_headers().finish().unwrap()).layer(service_fn(inner));
             serve(&[server], &[service], by_address, load, tasks, amount).await
         }
         Fields::Without => {
@@ -422,7 +496,10 @@ pub async fn serve<S, B>(
     amount: Amount,
 ) -> Measure
 where
-    S: Service<Request<()>, Response = Response<B>, Error = Infallible, Future: Send> + Clone + Send + 'static,
+    S: Service<Request<()>, Response = Response<B>, Error = Infallible, Future: Send>
+        + Clone
+        + Send
+        + 'static,
 {
     load(servers, tasks, amount, |mut meter| {
         let mut service = instances[meter.task % instances.len()].clone();
@@ -449,7 +526,10 @@ where
 /// A request of one caller, whom its connection tells.
 pub fn by_address(caller: u32) -> Request<()> {
     let mut request = Request::new(());
-    request.extensions_mut().insert(ConnectInfo(SocketAddr::new(IpAddr::from(address(caller)), 1)));
+    request.extensions_mut().insert(ConnectInfo(SocketAddr::new(
+        IpAddr::from(address(caller)),
+        1,
+    )));
     request
 }
 
@@ -457,7 +537,10 @@ pub fn by_address(caller: u32) -> Request<()> {
 pub const HEADER: &str = "x-api-key";
 
 fn by_header(caller: u32) -> Request<()> {
-    Request::builder().header(HEADER, address(caller).to_string()).body(()).unwrap()
+    Request::builder()
+        .header(HEADER, address(caller).to_string())
+        .body(())
+        .unwrap()
 }
 
 pub fn address(caller: u32) -> Ipv4Addr {
@@ -508,7 +591,12 @@ async fn bare(server: &RedisServer, requests: u64, amount: Amount) -> Measure {
         for caller in callers {
             call.key(format!("bare:{{{}}}:gcra:api", address(caller)));
         }
-        let _: () = call.arg("a value of 21 letters").arg(3_600_000).invoke_async(connection).await.unwrap();
+        let _: () = call
+            .arg("a value of 21 letters")
+            .arg(3_600_000)
+            .invoke_async(connection)
+            .await
+            .unwrap();
     }
     let calls = requests / u64::from(CALL);
     let connections = join_all((0..calls).map(|_| server.connection())).await;
@@ -532,27 +620,54 @@ async fn bare(server: &RedisServer, requests: u64, amount: Amount) -> Measure {
 /// 16 connections, each held for a call, without a ping at checkout.
 async fn pool(server: &RedisServer) -> bb8::Pool<bb8_redis::RedisConnectionManager> {
     let manager = bb8_redis::RedisConnectionManager::new(server.url()).unwrap();
-    bb8::Pool::builder().max_size(16).min_idle(16).test_on_check_out(false).build(manager).await.unwrap()
+    bb8::Pool::builder()
+        .max_size(16)
+        .min_idle(16)
+        .test_on_check_out(false)
+        .build(manager)
+        .await
+        .unwrap()
 }
 
 async fn redis_benchmark(server: &RedisServer, clients: u64) -> Measure {
     // The key that it asks for.
     let _: String = server.command("SET key:__rand_int__ value").await;
     let (port, clients) = (server.port().to_string(), clients.to_string());
-    let args = ["-p", &port, "-t", "get", "-c", &clients, "-n", "100000", "-q", "--csv"];
-    let output =
-        Command::new("redis-benchmark").args(args).output().expect("redis-benchmark, which comes with redis-server");
+    let args = [
+        "-p", &port, "-t", "get", "-c", &clients, "-n", "100000", "-q", "--csv",
+    ];
+    let output = Command::new("redis-benchmark")
+        .args(args)
+        .output()
+        .expect("redis-benchmark, which comes with redis-server");
     let text = String::from_utf8(output.stdout).unwrap();
-    let line = text.lines().find(|line| line.starts_with("\"GET\"")).expect("a line for GET");
-    let fields: Vec<f64> = line.split(',').skip(1).map(|field| field.trim_matches('"').parse().unwrap()).collect();
+    let line = text
+        .lines()
+        .find(|line| line.starts_with("\"GET\""))
+        .expect("a line for GET");
+    let fields: Vec<f64> = line
+        .split(',')
+        .skip(1)
+        .map(|field| field.trim_matches('"').parse().unwrap())
+        .collect();
     // rps, avg, min, p50, p95, p99, max; in milliseconds.
-    Measure { per_second: fields[0], p50: fields[3] * 1e3, p99: fields[5] * 1e3, ..Measure::default() }
+    Measure {
+        per_second: fields[0],
+        p50: fields[3] * 1e3,
+        p99: fields[5] * 1e3,
+        ..Measure::default()
+    }
 }
 
 /// Takes 2 for each request, in a window: what refills at once has nothing to refund.
 async fn windowed(server: &RedisServer) -> RateLimitLayer<RedisStore, PeerIp> {
     let store = RedisStore::connect(server.url()).await.unwrap();
-    let policy = Policy::new("api", Strategy::SlidingWindow { cells: 10 }, Quota::per_day(u32::MAX)).unwrap();
+    let policy = Policy::new(
+        "api",
+        Strategy::SlidingWindow { cells: 10 },
+        Quota::per_day(u32::MAX),
+    )
+    .unwrap();
     RateLimitLayer::new(store, PeerIp, policy).cost(|_request| 2)
 }
 
@@ -564,7 +679,11 @@ async fn http(server: &RedisServer, layers: Layers, tasks: u64, amount: Amount) 
         Layers::Idle => app.layer(MapRequestLayer::new(|request: Request<Body>| request)),
         Layers::Limited => app.layer(layer(LocalStore::default(), PeerIp, Load::Granted)),
         Layers::Shared => app.layer(windowed(server).await),
-        Layers::Settled => app.layer(windowed(server).await.settle(|_response| Settlement::Cost(1))),
+        Layers::Settled => app.layer(
+            windowed(server)
+                .await
+                .settle(|_response| Settlement::Cost(1)),
+        ),
     };
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -583,7 +702,10 @@ async fn http(server: &RedisServer, layers: Layers, tasks: u64, amount: Amount) 
             if !meter.goes_on() {
                 break;
             }
-            stream.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").await.unwrap();
+            stream
+                .write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                .await
+                .unwrap();
             let mut length = 0;
             while !response[..length].ends_with(b"\r\n\r\nHello!\n") {
                 let read = stream.read(&mut response[length..]).await.unwrap();

@@ -58,19 +58,34 @@ impl Side {
             Who::Cluster => "RedisStore on 3 masters",
             Who::OneByOne => "a script call each, pipelined, on 3 masters",
         };
-        format!("cluster: {what}{}", if self.replicas { ", with replicas" } else { "" })
+        format!(
+            "cluster: {what}{}",
+            if self.replicas { ", with replicas" } else { "" }
+        )
     }
 
     pub async fn run(self, sites: &Sites, tasks: u64, amount: Amount) -> Measure {
         let place = usize::from(self.replicas);
         let (url, masters): (_, Vec<&RedisServer>) = match self.who {
             Who::Single => {
-                let servers = sites.single[place].get_or_init(|| single(self.replicas)).await;
+                let servers = sites.single[place]
+                    .get_or_init(|| single(self.replicas))
+                    .await;
                 (servers[0].url(), vec![&servers[0]])
             }
             Who::Cluster | Who::OneByOne => {
-                let cluster = sites.cluster[place].get_or_init(|| cluster(self.replicas)).await;
-                (cluster.url(), cluster.nodes.iter().take(MASTERS).map(|node| &node.server).collect())
+                let cluster = sites.cluster[place]
+                    .get_or_init(|| cluster(self.replicas))
+                    .await;
+                (
+                    cluster.url(),
+                    cluster
+                        .nodes
+                        .iter()
+                        .take(MASTERS)
+                        .map(|node| &node.server)
+                        .collect(),
+                )
             }
         };
         for master in &masters {
@@ -89,9 +104,13 @@ async fn single(replicas: bool) -> Vec<RedisServer> {
     if !replicas {
         return vec![server];
     }
-    let replica = RedisServer::start_with(&["--replicaof", "127.0.0.1", &server.port().to_string()]);
+    let replica =
+        RedisServer::start_with(&["--replicaof", "127.0.0.1", &server.port().to_string()]);
     until("the replica follows", async || {
-        replica.command::<String>("INFO replication").await.contains("master_link_status:up")
+        replica
+            .command::<String>("INFO replication")
+            .await
+            .contains("master_link_status:up")
     })
     .await;
     vec![server, replica]
@@ -101,7 +120,10 @@ async fn cluster(replicas: bool) -> Cluster {
     let cluster = Cluster::start(replicas).await;
     for node in &cluster.nodes {
         // Under this load a node may be late, and must not be taken for dead.
-        let _: String = node.server.command("CONFIG SET cluster-node-timeout 60000").await;
+        let _: String = node
+            .server
+            .command("CONFIG SET cluster-node-timeout 60000")
+            .await;
     }
     cluster
 }
@@ -119,7 +141,9 @@ async fn pipelined(masters: &[&RedisServer], tasks: u64, amount: Amount) -> Meas
             while meter.goes_on() {
                 let caller = meter.rng.u32(..LOAD.callers());
                 let slot = usize::from(slot(address(caller).to_string().as_bytes()));
-                let master = (1..MASTERS).filter(|master| slot >= SLOTS * master / MASTERS).count();
+                let master = (1..MASTERS)
+                    .filter(|master| slot >= SLOTS * master / MASTERS)
+                    .count();
                 one_by_one(&mut connections[master], LOAD, caller).await;
                 meter.done();
             }
@@ -134,7 +158,13 @@ const SLOTS: usize = 16_384;
 /// The slot of a hash tag: CRC-16/XMODEM.
 fn slot(tag: &[u8]) -> u16 {
     let crc = tag.iter().fold(0u16, |crc, byte| {
-        (0..8).fold(crc ^ u16::from(*byte) << 8, |crc, _| if crc & 0x8000 == 0 { crc << 1 } else { crc << 1 ^ 0x1021 })
+        (0..8).fold(crc ^ u16::from(*byte) << 8, |crc, _| {
+            if crc & 0x8000 == 0 {
+                crc << 1
+            } else {
+                crc << 1 ^ 0x1021
+            }
+        })
     });
     crc % SLOTS as u16
 }

@@ -86,7 +86,12 @@ impl Meter {
 }
 
 /// Runs so many tasks, which have these servers decide.
-pub async fn load<F>(servers: &[&RedisServer], tasks: u64, amount: Amount, task: impl Fn(Meter) -> F) -> Measure
+pub async fn load<F>(
+    servers: &[&RedisServer],
+    tasks: u64,
+    amount: Amount,
+    task: impl Fn(Meter) -> F,
+) -> Measure
 where
     F: Future<Output = Meter> + Send + 'static,
 {
@@ -97,7 +102,16 @@ where
     let start = Instant::now();
     let meters = match amount {
         Amount::Time(time) => run(tasks, tasks, time, u64::MAX, &task).await,
-        Amount::Count(count) => run(tasks, tasks, Duration::from_secs(60), count.div_ceil(tasks), &task).await,
+        Amount::Count(count) => {
+            run(
+                tasks,
+                tasks,
+                Duration::from_secs(60),
+                count.div_ceil(tasks),
+                &task,
+            )
+            .await
+        }
     };
     let elapsed = start.elapsed().as_secs_f64();
     let after = Used::by(servers).await;
@@ -105,7 +119,11 @@ where
     let count = meters.iter().map(|meter| meter.count).sum::<u64>() as f64;
     let mut times: Vec<u64> = meters.into_iter().flat_map(|meter| meter.times).collect();
     times.sort_unstable();
-    let quantile = |share: f64| times.get((times.len() as f64 * share) as usize).map_or(0.0, |time| *time as f64 / 1e3);
+    let quantile = |share: f64| {
+        times
+            .get((times.len() as f64 * share) as usize)
+            .map_or(0.0, |time| *time as f64 / 1e3)
+    };
     Measure {
         per_second: count / elapsed,
         p50: quantile(0.5),
@@ -118,11 +136,21 @@ where
 }
 
 fn count_by(count: f64, times: u64) -> f64 {
-    if times == 0 { 0.0 } else { count / times as f64 }
+    if times == 0 {
+        0.0
+    } else {
+        count / times as f64
+    }
 }
 
 /// Tasks of other seeds ask for other callers.
-async fn run<F>(tasks: u64, seed: u64, time: Duration, most: u64, task: &impl Fn(Meter) -> F) -> Vec<Meter>
+async fn run<F>(
+    tasks: u64,
+    seed: u64,
+    time: Duration,
+    most: u64,
+    task: &impl Fn(Meter) -> F,
+) -> Vec<Meter>
 where
     F: Future<Output = Meter> + Send + 'static,
 {
@@ -155,11 +183,21 @@ struct Used {
 
 impl Used {
     async fn by(servers: &[&RedisServer]) -> Self {
-        let mut used = Self { processor: 0.0, own: own_processor(), calls: 0, reads: 0 };
+        let mut used = Self {
+            processor: 0.0,
+            own: own_processor(),
+            calls: 0,
+            reads: 0,
+        };
         for server in servers {
             let info: String = server.command("INFO cpu").await;
             let of = |field: &str| -> f64 {
-                info.lines().find_map(|line| line.strip_prefix(field)).expect(field).trim().parse().expect("seconds")
+                info.lines()
+                    .find_map(|line| line.strip_prefix(field))
+                    .expect(field)
+                    .trim()
+                    .parse()
+                    .expect("seconds")
             };
             used.processor += (of("used_cpu_user:") + of("used_cpu_sys:")) * 1e6;
             used.calls += server.calls("evalsha").await;
@@ -171,7 +209,14 @@ impl Used {
 
 /// For how many microseconds the threads of this process have run, as Linux counts them.
 fn own_processor() -> f64 {
-    let threads = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
-    let counts = threads.filter_map(|thread| fs::read_to_string(thread.path().join("schedstat")).ok());
-    counts.filter_map(|count| count.split(' ').next()?.parse::<f64>().ok()).sum::<f64>() / 1e3
+    let threads = fs::read_dir("/proc/self/task")
+        .into_iter()
+        .flatten()
+        .flatten();
+    let counts =
+        threads.filter_map(|thread| fs::read_to_string(thread.path().join("schedstat")).ok());
+    counts
+        .filter_map(|count| count.split(' ').next()?.parse::<f64>().ok())
+        .sum::<f64>()
+        / 1e3
 }

@@ -11,7 +11,10 @@ fn docs() -> PathBuf {
 pub fn save_table(page: &str, mark: &str, table: &str) {
     let path = docs().join(page);
     let page = fs::read_to_string(&path).unwrap();
-    let (open, close) = (format!("<!-- {mark} -->\n"), format!("<!-- end of {mark} -->"));
+    let (open, close) = (
+        format!("<!-- {mark} -->\n"),
+        format!("<!-- end of {mark} -->"),
+    );
     let start = page.find(&open).expect(&open) + open.len();
     let end = page.find(&close).expect(&close);
     fs::write(path, format!("{}{table}{}", &page[..start], &page[end..])).unwrap();

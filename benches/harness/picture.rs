@@ -27,7 +27,12 @@ impl Picture<'_> {
     pub fn draw(&self) -> String {
         let (first, last) = (self.at[0] as f64, self.at[self.at.len() - 1] as f64);
         let x = |at: u64| LEFT + (RIGHT - LEFT) * (at as f64 / first).ln() / (last / first).ln();
-        let highest = self.lines.iter().flat_map(|line| &line.points).copied().fold(0.0, f64::max);
+        let highest = self
+            .lines
+            .iter()
+            .flat_map(|line| &line.points)
+            .copied()
+            .fold(0.0, f64::max);
         let step = step(highest);
         let top = (highest / step).ceil() * step;
         let y = |value: f64| 310.0 - 270.0 * value / top;
@@ -45,26 +50,59 @@ impl Picture<'_> {
             );
         }
         for at in self.at {
-            let _ = writeln!(marks, "<text x=\"{:.1}\" y=\"328\" text-anchor=\"middle\">{}</text>", x(*at), short(*at));
+            let _ = writeln!(
+                marks,
+                "<text x=\"{:.1}\" y=\"328\" text-anchor=\"middle\">{}</text>",
+                x(*at),
+                short(*at)
+            );
         }
-        for Line { color, is_dashed, points, .. } in &self.lines {
-            let points = || self.at.iter().zip(points).map(|(at, value)| (x(*at), y(*value)));
+        for Line {
+            color,
+            is_dashed,
+            points,
+            ..
+        } in &self.lines
+        {
+            let points = || {
+                self.at
+                    .iter()
+                    .zip(points)
+                    .map(|(at, value)| (x(*at), y(*value)))
+            };
             let path: Vec<String> = points().map(|(x, y)| format!("{x:.1} {y:.1}")).collect();
             let path = path.join("L");
-            let style = if *is_dashed { "stroke-dasharray=\"4 3\"" } else { "stroke-width=\"2\"" };
-            let _ = writeln!(marks, "<path d=\"M{path}\" fill=\"none\" stroke=\"{color}\" {style}/>");
+            let style = if *is_dashed {
+                "stroke-dasharray=\"4 3\""
+            } else {
+                "stroke-width=\"2\""
+            };
+            let _ = writeln!(
+                marks,
+                "<path d=\"M{path}\" fill=\"none\" stroke=\"{color}\" {style}/>"
+            );
             for (x, y) in points().filter(|_| !is_dashed) {
-                let _ = writeln!(marks, "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\" fill=\"{color}\"/>");
+                let _ = writeln!(
+                    marks,
+                    "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\" fill=\"{color}\"/>"
+                );
             }
         }
         // From the lowest up, none on top of another.
-        let mut labels: Vec<_> = self.lines.iter().map(|line| (y(line.points[line.points.len() - 1]), line)).collect();
+        let mut labels: Vec<_> = self
+            .lines
+            .iter()
+            .map(|line| (y(line.points[line.points.len() - 1]), line))
+            .collect();
         labels.sort_by(|a, b| b.0.total_cmp(&a.0));
         let mut above = f64::MAX;
         for (at, Line { name, color, .. }) in labels {
             above = at.min(above - 14.0);
             let (x, y) = (RIGHT + 8.0, above + 4.0);
-            let _ = writeln!(marks, "<text x=\"{x:.1}\" y=\"{y:.1}\" fill=\"{color}\">{name}</text>");
+            let _ = writeln!(
+                marks,
+                "<text x=\"{x:.1}\" y=\"{y:.1}\" fill=\"{color}\">{name}</text>"
+            );
         }
         format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"760\" height=\"350\" viewBox=\"0 0 760 350\" role=\"img\"\n \

@@ -24,8 +24,15 @@ pub(crate) async fn layer(
     quota: Quota,
 ) -> RateLimitLayer<ByHeader, Request<()>, Response<Body>, Response<Body>, MultiplexedConnection> {
     // It lets one more pass at once than its burst says.
-    let policy = Policy::new(quota.capacity() as usize - 1, quota.limit() as usize, quota.period(), 1);
-    let config = RateLimitConfig::new(ByHeader(policy), |error, _request: &_| panic!("tower-redis-cell: {error}"));
+    let policy = Policy::new(
+        quota.capacity() as usize - 1,
+        quota.limit() as usize,
+        quota.period(),
+        1,
+    );
+    let config = RateLimitConfig::new(ByHeader(policy), |error, _request: &_| {
+        panic!("tower-redis-cell: {error}")
+    });
     RateLimitLayer::new(config, server.connection().await)
 }
 
@@ -34,7 +41,10 @@ pub(crate) struct ByHeader(Policy);
 
 impl ProvideRule<Request<()>> for ByHeader {
     fn provide<'a>(&self, request: &'a Request<()>) -> ProvideRuleResult<'a> {
-        let value = request.headers().get(HEADER).and_then(|value| value.to_str().ok());
+        let value = request
+            .headers()
+            .get(HEADER)
+            .and_then(|value| value.to_str().ok());
         Ok(value.map(|value| Rule::new(value, self.0)))
     }
 }
@@ -62,13 +72,29 @@ fn module() -> PathBuf {
     fs::write(folder.join("Cargo.toml"), MANIFEST).unwrap();
     fs::write(folder.join("lib.rs"), "").unwrap();
     let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.args(["rustc", "--quiet", "--release", "--package", "redis-cell", "--crate-type", "cdylib"]);
+    cargo.args([
+        "rustc",
+        "--quiet",
+        "--release",
+        "--package",
+        "redis-cell",
+        "--crate-type",
+        "cdylib",
+    ]);
     cargo.args(["--target-dir", "target"]).current_dir(&folder);
     assert!(
         cargo.status().is_ok_and(|status| status.success()),
         "the cases of tower-redis-cell need its module, and {cargo:?} did not build it in {folder:?}: it needs the registry, \
          once, and a C compiler. `-- TEXT...` runs other cases"
     );
-    let file = format!("{}redis_cell{}", env::consts::DLL_PREFIX, env::consts::DLL_SUFFIX);
-    folder.join("target/release").join(file).canonicalize().unwrap()
+    let file = format!(
+        "{}redis_cell{}",
+        env::consts::DLL_PREFIX,
+        env::consts::DLL_SUFFIX
+    );
+    folder
+        .join("target/release")
+        .join(file)
+        .canonicalize()
+        .unwrap()
 }

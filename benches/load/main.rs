@@ -7,7 +7,12 @@
 //! compared with. `-- --quick` only tries them. `-- --save` also writes the tables into `docs/performance.md`, and draws
 //! `docs/throughput.svg`.
 
-#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
+#![allow(
+    missing_docs,
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a benchmark fails by panicking"
+)]
 
 mod report;
 
@@ -27,10 +32,14 @@ const ROUNDS: (usize, Amount) = (5, Amount::Time(Duration::from_secs(1)));
 const QUICK: (usize, Amount) = (1, Amount::Time(Duration::from_millis(100)));
 
 fn main() {
-    let (options, texts): (Vec<String>, Vec<String>) = env::args().skip(1).partition(|arg| arg.starts_with("--"));
+    let (options, texts): (Vec<String>, Vec<String>) =
+        env::args().skip(1).partition(|arg| arg.starts_with("--"));
     let has = |option: &str| options.iter().any(|given| given == option);
     let (save, (rounds, amount)) = (has("--save"), if has("--quick") { QUICK } else { ROUNDS });
-    assert!(!save || texts.is_empty(), "--save writes what all cases have measured: leave out {texts:?}");
+    assert!(
+        !save || texts.is_empty(),
+        "--save writes what all cases have measured: leave out {texts:?}"
+    );
 
     let cases = cases::named(&texts);
     let allocations = allocations(&cases, &texts);
@@ -42,7 +51,11 @@ fn main() {
             measures.push(run(*case, &servers, amount));
         }
     }
-    let report = Report { cases, measures, allocations };
+    let report = Report {
+        cases,
+        measures,
+        allocations,
+    };
     let (ratios, table) = (report.ratios(), report.table());
     println!("{ratios}\n{table}");
     if save {
@@ -54,21 +67,34 @@ fn main() {
 
 /// On a runtime of its own, so that no task of one is in the way of another.
 fn run(case: Case, servers: &Arc<Servers>, amount: Amount) -> Measure {
-    let runtime = runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let runtime = runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap();
     let servers = Arc::clone(servers);
-    runtime.block_on(async move { tokio::spawn(async move { case.run(&servers, amount).await }).await.unwrap() })
+    runtime.block_on(async move {
+        tokio::spawn(async move { case.run(&servers, amount).await })
+            .await
+            .unwrap()
+    })
 }
 
 /// How many allocations a request takes: counted by a process of its own, since counting takes time.
 fn allocations(cases: &[Case], texts: &[String]) -> Vec<Option<f64>> {
     let cargo = env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
     let mut command = Command::new(cargo);
-    command.args(["bench", "--quiet", "--bench", "allocations", "--"]).args(texts).stderr(Stdio::inherit());
+    command
+        .args(["bench", "--quiet", "--bench", "allocations", "--"])
+        .args(texts)
+        .stderr(Stdio::inherit());
     let output = command.output().expect("cargo");
     assert!(output.status.success(), "{command:?} failed");
     let text = String::from_utf8(output.stdout).unwrap();
     let count = |case: &Case| {
-        let line = text.lines().find_map(|line| line.strip_prefix(&format!("{}: ", case.full_name())));
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix(&format!("{}: ", case.full_name())));
         line.map(|count| count.parse().expect(count))
     };
     cases.iter().map(count).collect()

@@ -61,37 +61,111 @@ impl Report {
             ("`RedisStore`, of `tower-redis-cell`", Load::Many),
             ("the same, where Redis holds all 100,000 keys", HOURLY),
         ] {
-            let [ours, theirs] = [What::RedisByHeader(load), What::Cell(load)].map(|what| Case(what, 256));
+            let [ours, theirs] =
+                [What::RedisByHeader(load), What::Cell(load)].map(|what| Case(what, 256));
             row(what, self.ratio(ours, theirs, throughput), " x", "1.7 x");
         }
-        row("`RedisStore`, of `redis-benchmark -t get -c 64`", self.ratio(REDIS, GET, throughput), " x", "3.5 x");
+        row(
+            "`RedisStore`, of `redis-benchmark -t get -c 64`",
+            self.ratio(REDIS, GET, throughput),
+            " x",
+            "3.5 x",
+        );
         let in_flight = self.ratio(Case(What::InFlight, 256), REDIS, throughput);
-        row("requests in flight, of decisions by `Gcra`", in_flight, " x", "0.6 x");
+        row(
+            "requests in flight, of decisions by `Gcra`",
+            in_flight,
+            " x",
+            "0.6 x",
+        );
         let granted = Case(What::Redis(Load::Granted), 256);
-        row("one caller, granted, of `redis-benchmark`", self.ratio(granted, GET, throughput), " x", "6 x");
-        let of_local = self.ratio(granted, Case(What::Local(Load::Granted, Fields::With), 256), throughput);
+        row(
+            "one caller, granted, of `redis-benchmark`",
+            self.ratio(granted, GET, throughput),
+            " x",
+            "6 x",
+        );
+        let of_local = self.ratio(
+            granted,
+            Case(What::Local(Load::Granted, Fields::With), 256),
+            throughput,
+        );
         row("one caller, granted, of `LocalStore`", of_local, " x", "");
         let leased = |load| Case(What::Leased(load), 256);
-        let of_local =
-            self.ratio(leased(Load::Granted), Case(What::Local(Load::Granted, Fields::With), 256), throughput);
+        let of_local = self.ratio(
+            leased(Load::Granted),
+            Case(What::Local(Load::Granted, Fields::With), 256),
+            throughput,
+        );
         row("the same, leased, of `LocalStore`", of_local, " x", "0.7 x");
-        row("the same, leased, of `redis-benchmark`", self.ratio(leased(Load::Granted), GET, throughput), " x", "15 x");
+        row(
+            "the same, leased, of `redis-benchmark`",
+            self.ratio(leased(Load::Granted), GET, throughput),
+            " x",
+            "15 x",
+        );
         let alone = self.median(Case(What::Leased(Load::Granted), 1), |m| m.p50);
-        row("the same, leased, one at a time, p50", alone, " us", "at most 2 us");
+        row(
+            "the same, leased, one at a time, p50",
+            alone,
+            " us",
+            "at most 2 us",
+        );
         let zipf = Case(What::Redis(Load::Zipf), 256);
-        row("callers by Zipf's law, leased, of not", self.ratio(leased(Load::Zipf), zipf, throughput), " x", "1.5 x");
-        row("callers who ask alike, leased, of not", self.ratio(leased(Load::Many), REDIS, throughput), " x", "0.97 x");
+        row(
+            "callers by Zipf's law, leased, of not",
+            self.ratio(leased(Load::Zipf), zipf, throughput),
+            " x",
+            "1.5 x",
+        );
+        row(
+            "callers who ask alike, leased, of not",
+            self.ratio(leased(Load::Many), REDIS, throughput),
+            " x",
+            "0.97 x",
+        );
         let zipf = self.ratio(zipf, REDIS, throughput);
-        row("callers by Zipf's law, of callers who ask alike", zipf, " x", "");
-        let denied = self.median(Case(What::Redis(Load::Denied), 256), throughput).map(|value| value / 1e6);
+        row(
+            "callers by Zipf's law, of callers who ask alike",
+            zipf,
+            " x",
+            "",
+        );
+        let denied = self
+            .median(Case(What::Redis(Load::Denied), 256), throughput)
+            .map(|value| value / 1e6);
         row("one caller, denied", denied, " M/s", "3 M/s");
         let one = |what| Case(what, 1);
-        let latency = self.ratio(one(What::Redis(Load::Many)), one(What::Multiplexed(Load::Many)), |m| m.p50);
-        row("one at a time, p50, of a bare script call", latency, " x", "at most 1.05 x");
-        row("Redis's processor for a decision", self.median(REDIS, |m| m.server), " us", "at most 2.6 us");
-        row("the same, where Redis holds all 100,000 keys", self.median(hourly, |m| m.server), " us", "");
+        let latency = self.ratio(
+            one(What::Redis(Load::Many)),
+            one(What::Multiplexed(Load::Many)),
+            |m| m.p50,
+        );
+        row(
+            "one at a time, p50, of a bare script call",
+            latency,
+            " x",
+            "at most 1.05 x",
+        );
+        row(
+            "Redis's processor for a decision",
+            self.median(REDIS, |m| m.server),
+            " us",
+            "at most 2.6 us",
+        );
+        row(
+            "the same, where Redis holds all 100,000 keys",
+            self.median(hourly, |m| m.server),
+            " us",
+            "",
+        );
         let living = Case(What::Redis(Load::Living(MANY)), 256);
-        row("the same, once all have been there for a while", self.median(living, |m| m.server), " us", "");
+        row(
+            "the same, once all have been there for a while",
+            self.median(living, |m| m.server),
+            " us",
+            "",
+        );
         let bare = self.ratio(living, Case(What::Bare, 256), |m| m.server);
         row(
             "the same, of a GET and a SET with an expiry in a script that decides nothing",
@@ -101,19 +175,42 @@ impl Report {
         );
         let slowest = support::STRATEGIES
             .into_iter()
-            .filter_map(|strategy| self.ratio(Case(What::Redis(Load::Hourly(strategy)), 256), hourly, throughput))
+            .filter_map(|strategy| {
+                self.ratio(
+                    Case(What::Redis(Load::Hourly(strategy)), 256),
+                    hourly,
+                    throughput,
+                )
+            })
             .min_by(f64::total_cmp);
-        row("the slowest strategy, of `Gcra`, where Redis holds all 100,000 keys", slowest, " x", "0.5 x");
-        let local_speed = self.median(local(Fields::With), throughput).map(|value| value / 1e6);
+        row(
+            "the slowest strategy, of `Gcra`, where Redis holds all 100,000 keys",
+            slowest,
+            " x",
+            "0.5 x",
+        );
+        let local_speed = self
+            .median(local(Fields::With), throughput)
+            .map(|value| value / 1e6);
         row("`LocalStore`", local_speed, " M/s", "2 M/s");
         for (what, fields, goal) in [
             ("`LocalStore`, of `tower_governor`", Fields::With, "1.1 x"),
-            ("the same, both without header fields", Fields::Without, "0.9 x"),
+            (
+                "the same, both without header fields",
+                Fields::Without,
+                "0.9 x",
+            ),
         ] {
             let governor = Case(What::Governor(HOURLY, fields), 64);
-            row(what, self.ratio(local(fields), governor, throughput), " x", goal);
+            row(
+                what,
+                self.ratio(local(fields), governor, throughput),
+                " x",
+                goal,
+            );
         }
-        let [limited, idle, none] = [Layers::Limited, Layers::Idle, Layers::None].map(|l| Case(What::Http(l), 64));
+        let [limited, idle, none] =
+            [Layers::Limited, Layers::Idle, Layers::None].map(|l| Case(What::Http(l), 64));
         for (with, replicas) in [("", false), (", all with replicas", true)] {
             let side = |who| Case(What::Beside(Side { who, replicas }), 256);
             let [one, cluster, single_calls] = [Who::Single, Who::Cluster, Who::OneByOne].map(side);
@@ -129,7 +226,12 @@ impl Report {
                 " x",
                 "at most 1.2 x",
             );
-            row(&format!("3 masters{with}: checks a script call"), self.median(cluster, |m| m.batch), "", "8");
+            row(
+                &format!("3 masters{with}: checks a script call"),
+                self.median(cluster, |m| m.batch),
+                "",
+                "8",
+            );
             row(
                 &format!("3 masters{with}: of a script call each, pipelined"),
                 self.ratio(cluster, single_calls, throughput),
@@ -137,11 +239,26 @@ impl Report {
                 "2 x",
             );
         }
-        row("axum over HTTP with the layer, of without", self.ratio(limited, none, throughput), " x", "0.98 x");
-        row("the same, of with a layer that does nothing", self.ratio(limited, idle, throughput), " x", "");
+        row(
+            "axum over HTTP with the layer, of without",
+            self.ratio(limited, none, throughput),
+            " x",
+            "0.98 x",
+        );
+        row(
+            "the same, of with a layer that does nothing",
+            self.ratio(limited, idle, throughput),
+            " x",
+            "",
+        );
         let [settled, kept] = [Layers::Settled, Layers::Shared].map(|l| Case(What::Http(l), 64));
         let p99 = self.ratio(settled, kept, |m| m.p99);
-        row("axum over HTTP with a settlement, p99, of without", p99, " x", "at most 1.05 x");
+        row(
+            "axum over HTTP with a settlement, p99, of without",
+            p99,
+            " x",
+            "at most 1.05 x",
+        );
         text
     }
 
@@ -152,7 +269,8 @@ impl Report {
         );
         for (case, allocations) in self.cases.iter().zip(&self.allocations) {
             let value = |value: fn(&Measure) -> f64| self.median(*case, value).unwrap_or_default();
-            let or_dash = |value: f64, text: String| if value > 0.05 { text } else { "-".to_owned() };
+            let or_dash =
+                |value: f64, text: String| if value > 0.05 { text } else { "-".to_owned() };
             let (server, client) = (value(|m| m.server), value(|m| m.client));
             let (batch, read) = (value(|m| m.batch), value(|m| m.read));
             let _ = writeln!(
@@ -160,7 +278,8 @@ impl Report {
                 "| {} | {} | {} | {:.0} | {:.1} | {:.1} | {} | {} | {} | {} | {} |",
                 case.name(),
                 case.1,
-                self.ratio(*case, GET, throughput).map_or("-".to_owned(), |ratio| format!("{ratio:.2}")),
+                self.ratio(*case, GET, throughput)
+                    .map_or("-".to_owned(), |ratio| format!("{ratio:.2}")),
                 value(throughput),
                 value(|m| m.p50),
                 value(|m| m.p99),
@@ -177,10 +296,26 @@ impl Report {
     /// Decisions per second by how many are asked for at a time.
     pub(crate) fn picture(&self) -> Option<String> {
         const LINES: [(&str, &str, What); 4] = [
-            ("RedisStore, one caller", "#009e73", What::Redis(Load::Granted)),
-            ("RedisStore, 100k callers", "#0072b2", What::Redis(Load::Many)),
-            ("a script call each, multiplexed", "#d55e00", What::Multiplexed(Load::Many)),
-            ("a script call each, pool of 16", "#cc79a7", What::Pool(Load::Many)),
+            (
+                "RedisStore, one caller",
+                "#009e73",
+                What::Redis(Load::Granted),
+            ),
+            (
+                "RedisStore, 100k callers",
+                "#0072b2",
+                What::Redis(Load::Many),
+            ),
+            (
+                "a script call each, multiplexed",
+                "#d55e00",
+                What::Multiplexed(Load::Many),
+            ),
+            (
+                "a script call each, pool of 16",
+                "#cc79a7",
+                What::Pool(Load::Many),
+            ),
         ];
         let get = Line {
             name: "redis-benchmark GET, 64 at a time",
@@ -192,9 +327,19 @@ impl Report {
         for (name, color, what) in LINES {
             let points = CONCURRENCY.map(|tasks| self.median(Case(what, tasks), throughput));
             let points = points.into_iter().collect::<Option<_>>()?;
-            lines.push(Line { name, color, is_dashed: false, points });
+            lines.push(Line {
+                name,
+                color,
+                is_dashed: false,
+                points,
+            });
         }
-        let picture = Picture { title: "Decisions per second", by: "requests at a time", at: &CONCURRENCY, lines };
+        let picture = Picture {
+            title: "Decisions per second",
+            by: "requests at a time",
+            at: &CONCURRENCY,
+            lines,
+        };
         Some(picture.draw())
     }
 
@@ -205,10 +350,19 @@ impl Report {
 
     /// The median of what one case is of another, round by round.
     fn ratio(&self, case: Case, base: Case, value: impl Fn(&Measure) -> f64) -> Option<f64> {
-        Some(median(self.of(case)?.iter().zip(self.of(base)?).map(|(case, base)| value(case) / value(base)).collect()))
+        Some(median(
+            self.of(case)?
+                .iter()
+                .zip(self.of(base)?)
+                .map(|(case, base)| value(case) / value(base))
+                .collect(),
+        ))
     }
 
     fn of(&self, case: Case) -> Option<&Vec<Measure>> {
-        self.cases.iter().position(|known| *known == case).map(|at| &self.measures[at])
+        self.cases
+            .iter()
+            .position(|known| *known == case)
+            .map(|at| &self.measures[at])
     }
 }

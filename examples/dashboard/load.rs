@@ -19,7 +19,10 @@ const TICKS_PER_SECOND: u32 = 50;
 /// Sends `rate` requests a second to the instances in turn, whether or not they are answered.
 pub(crate) async fn run<S>(instances: Vec<S>, rate: Arc<AtomicU32>, recorder: Arc<Recorder>)
 where
-    S: Service<Request<()>, Response = Response<String>, Error = Infallible, Future: Send> + Clone + Send + 'static,
+    S: Service<Request<()>, Response = Response<String>, Error = Infallible, Future: Send>
+        + Clone
+        + Send
+        + 'static,
 {
     let mut ticks = interval(Duration::from_secs(1) / TICKS_PER_SECOND);
     // A machine that is too slow sends less, and the page shows it.
@@ -52,6 +55,8 @@ fn request(number: usize) -> Request<()> {
     if let Ok(name) = format!("user-{caller:02}").parse() {
         request.headers_mut().insert("x-user", name);
     }
-    request.extensions_mut().insert(Tier::new(["pro", "free"][caller % 2]));
+    request
+        .extensions_mut()
+        .insert(Tier::new(["pro", "free"][caller % 2]));
     request
 }

@@ -31,7 +31,9 @@ use tower::{Layer, service_fn};
 use tower_redis_ratelimit::extract::HeaderKey;
 use tower_redis_ratelimit::select::{Live, Tiers};
 use tower_redis_ratelimit::store::{AnyStore, Share};
-use tower_redis_ratelimit::{ConfigError, Fallback, LocalStore, Policy, Quota, RateLimitLayer, RedisStore, Strategy};
+use tower_redis_ratelimit::{
+    ConfigError, Fallback, LocalStore, Policy, Quota, RateLimitLayer, RedisStore, Strategy,
+};
 
 use crate::recorder::{Recorder, Settings};
 use crate::redis::{Action, Redis};
@@ -56,10 +58,19 @@ type Answer = Result<StatusCode, (StatusCode, String)>;
 async fn main() -> Result<(), Box<dyn Error>> {
     let redis = Redis::start()?;
     if redis.is_none() {
-        println!("There is no redis-server on the PATH, so nothing can be killed: counts are in this process.");
+        println!(
+            "There is no redis-server on the PATH, so nothing can be killed: counts are in this process."
+        );
     }
-    let quotas = [Quota::per_second(10).burst(20), Quota::per_second(40).burst(80)];
-    let (limits, recorder, rate) = (Live::new(tiers(quotas)?), Recorder::new(), Arc::new(AtomicU32::new(1_000)));
+    let quotas = [
+        Quota::per_second(10).burst(20),
+        Quota::per_second(40).burst(80),
+    ];
+    let (limits, recorder, rate) = (
+        Live::new(tiers(quotas)?),
+        Recorder::new(),
+        Arc::new(AtomicU32::new(1_000)),
+    );
 
     let local = LocalStore::default();
     let mut instances = vec![];
@@ -67,17 +78,30 @@ async fn main() -> Result<(), Box<dyn Error>> {
         let store = match &redis {
             Some(redis) => {
                 let store = RedisStore::connect_lazy(redis.url())?;
-                Fallback::new(store, LocalStore::default()).share(Share::Fixed(INSTANCES)).into()
+                Fallback::new(store, LocalStore::default())
+                    .share(Share::Fixed(INSTANCES))
+                    .into()
             }
             None => AnyStore::from(local.clone()),
         };
-        let layer = RateLimitLayer::new(store, HeaderKey::new("x-user")?.readable(), limits.clone());
+        let layer =
+            RateLimitLayer::new(store, HeaderKey::new("x-user")?.readable(), limits.clone());
         let service = service_fn(async |_| Ok::<_, Infallible>(Response::new(String::new())));
         instances.push(layer.observer(Arc::clone(&recorder)).layer(service));
     }
-    tokio::spawn(load::run(instances, Arc::clone(&rate), Arc::clone(&recorder)));
+    tokio::spawn(load::run(
+        instances,
+        Arc::clone(&rate),
+        Arc::clone(&recorder),
+    ));
 
-    let demo = Arc::new(Demo { recorder, redis: Mutex::new(redis), rate, quotas: Mutex::new(quotas), limits });
+    let demo = Arc::new(Demo {
+        recorder,
+        redis: Mutex::new(redis),
+        rate,
+        quotas: Mutex::new(quotas),
+        limits,
+    });
     tokio::spawn(end_seconds(Arc::clone(&demo)));
     let app = Router::new()
         .route("/", get(page))
@@ -88,10 +112,16 @@ async fn main() -> Result<(), Box<dyn Error>> {
         .layer(from_fn(only_our_page))
         .with_state(demo);
 
-    let port: u16 = env::var("PORT").unwrap_or_else(|_| "3000".to_owned()).parse()?;
-    let listener =
-        tokio::net::TcpListener::bind(("127.0.0.1", port)).await.map_err(|error| format!("PORT {port}: {error}"))?;
-    println!("Open http://localhost:{}/ and kill Redis. Ctrl-C ends it.", listener.local_addr()?.port());
+    let port: u16 = env::var("PORT")
+        .unwrap_or_else(|_| "3000".to_owned())
+        .parse()?;
+    let listener = tokio::net::TcpListener::bind(("127.0.0.1", port))
+        .await
+        .map_err(|error| format!("PORT {port}: {error}"))?;
+    println!(
+        "Open http://localhost:{}/ and kill Redis. Ctrl-C ends it.",
+        listener.local_addr()?.port()
+    );
     let mut terminated = tokio::signal::unix::signal(SignalKind::terminate())?;
     tokio::select! {
         ended = axum::serve(listener, app) => Ok(ended?),
@@ -111,9 +141,18 @@ async fn end_seconds(demo: Arc<Demo>) {
     let mut seconds = tokio::time::interval(Duration::from_secs(1));
     loop {
         seconds.tick().await;
-        let redis = lock(&demo.redis).as_mut().map_or(redis::State::Missing, Redis::state);
-        let quotas = PLANS.into_iter().zip(lock(&demo.quotas).map(|quota| quota.to_string())).collect();
-        demo.recorder.end(Settings { redis, rate: demo.rate.load(Relaxed), quotas });
+        let redis = lock(&demo.redis)
+            .as_mut()
+            .map_or(redis::State::Missing, Redis::state);
+        let quotas = PLANS
+            .into_iter()
+            .zip(lock(&demo.quotas).map(|quota| quota.to_string()))
+            .collect();
+        demo.recorder.end(Settings {
+            redis,
+            rate: demo.rate.load(Relaxed),
+            quotas,
+        });
     }
 }
 
@@ -124,20 +163,37 @@ async fn page() -> impl IntoResponse {
         "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; img-src data:; \
          base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     );
-    ([(CONTENT_SECURITY_POLICY, policy)], Html(include_str!("page.html").replace("NONCE", &nonce)))
+    (
+        [(CONTENT_SECURITY_POLICY, policy)],
+        Html(include_str!("page.html").replace("NONCE", &nonce)),
+    )
 }
 
-async fn records(State(demo): State<Arc<Demo>>) -> Sse<impl Stream<Item = Result<Event, Infallible>>> {
-    Sse::new(demo.recorder.records().map(|record| Ok(Event::default().data(record))))
+async fn records(
+    State(demo): State<Arc<Demo>>,
+) -> Sse<impl Stream<Item = Result<Event, Infallible>>> {
+    Sse::new(
+        demo.recorder
+            .records()
+            .map(|record| Ok(Event::default().data(record))),
+    )
 }
 
 async fn redis_action(State(demo): State<Arc<Demo>>, Path(action): Path<Action>) -> Answer {
     let mut redis = lock(&demo.redis);
-    let redis = redis.as_mut().ok_or((StatusCode::CONFLICT, "there is no redis-server on the PATH".to_owned()))?;
-    redis.act(action).map_err(|error| (StatusCode::CONFLICT, error.to_string()))?;
+    let redis = redis.as_mut().ok_or((
+        StatusCode::CONFLICT,
+        "there is no redis-server on the PATH".to_owned(),
+    ))?;
+    redis
+        .act(action)
+        .map_err(|error| (StatusCode::CONFLICT, error.to_string()))?;
     let (mark, text) = match action {
         Action::Kill => ("killed", "You killed Redis"),
-        Action::Freeze => ("frozen", "You froze Redis: it takes connections and does not answer"),
+        Action::Freeze => (
+            "frozen",
+            "You froze Redis: it takes connections and does not answer",
+        ),
         Action::Resume => ("resumed", "You let Redis go on"),
         Action::Restart => ("restarted", "You started Redis again, empty"),
     };
@@ -157,25 +213,37 @@ async fn change_rate(State(demo): State<Arc<Demo>>, Path(change): Path<String>) 
     Ok(StatusCode::NO_CONTENT)
 }
 
-async fn change_limit(State(demo): State<Arc<Demo>>, Path(plan): Path<String>, quota: String) -> Answer {
+async fn change_limit(
+    State(demo): State<Arc<Demo>>,
+    Path(plan): Path<String>,
+    quota: String,
+) -> Answer {
     let bad_request = |error: ConfigError| (StatusCode::BAD_REQUEST, error.to_string());
     let quota: Quota = quota.parse().map_err(bad_request)?;
     let mut quotas = lock(&demo.quotas);
     let mut changed = *quotas;
-    let plan =
-        PLANS.into_iter().position(|name| name == plan).ok_or((StatusCode::NOT_FOUND, "`free` or `pro`".to_owned()))?;
+    let plan = PLANS
+        .into_iter()
+        .position(|name| name == plan)
+        .ok_or((StatusCode::NOT_FOUND, "`free` or `pro`".to_owned()))?;
     changed[plan] = quota;
     demo.limits.store(tiers(changed).map_err(bad_request)?);
     *quotas = changed;
-    demo.recorder.note(PLANS[plan], format!("You set {} to {quota}", PLANS[plan]));
+    demo.recorder
+        .note(PLANS[plan], format!("You set {} to {quota}", PLANS[plan]));
     Ok(StatusCode::NO_CONTENT)
 }
 
 /// Refuses what other sites let a browser send here: they have other names, or say where they come from.
 async fn only_our_page(request: Request, next: Next) -> Response {
-    let host = request.headers().get(HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
+    let host = request
+        .headers()
+        .get(HOST)
+        .and_then(|host| host.to_str().ok())
+        .unwrap_or_default();
     let is_local = matches!(host.split(':').next(), Some("localhost" | "127.0.0.1"));
-    let is_same = request.headers().get(ORIGIN).map(HeaderValue::as_bytes) == Some(format!("http://{host}").as_bytes());
+    let is_same = request.headers().get(ORIGIN).map(HeaderValue::as_bytes)
+        == Some(format!("http://{host}").as_bytes());
     match is_local && (is_same || request.method() == Method::GET) {
         true => next.run(request).await,
         false => (StatusCode::FORBIDDEN, "for the page of this example only").into_response(),

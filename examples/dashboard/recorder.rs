@@ -98,7 +98,10 @@ struct Note {
 
 impl Recorder {
     pub(crate) fn new() -> Arc<Self> {
-        Arc::new(Self { second: Mutex::default(), records: watch::Sender::new(VecDeque::new()) })
+        Arc::new(Self {
+            second: Mutex::default(),
+            records: watch::Sender::new(VecDeque::new()),
+        })
     }
 
     /// What somebody has done.
@@ -117,7 +120,13 @@ impl Recorder {
         elapsed.sort_unstable();
         let percentile = |percent| elapsed.get(elapsed.len() * percent / 100).copied();
         let (p50, p99) = (percentile(50), percentile(99));
-        let record = Record { at: now(), settings: Some(settings), p50, p99, ..record };
+        let record = Record {
+            at: now(),
+            settings: Some(settings),
+            p50,
+            p99,
+            ..record
+        };
         let json = serde_json::to_string(&record).unwrap_or_default();
         self.records.send_modify(|records| {
             let number = records.back().map_or(1, |(last, _)| last + 1);
@@ -130,15 +139,22 @@ impl Recorder {
 
     /// The last records, and each later one when its second ends.
     pub(crate) fn records(&self) -> impl Stream<Item = Arc<str>> + use<> {
-        stream::unfold((self.records.subscribe(), 0), async |(mut records, seen)| {
-            loop {
-                let next = records.borrow_and_update().iter().find(|(number, _)| *number > seen).cloned();
-                if let Some((number, record)) = next {
-                    return Some((record, (records, number)));
+        stream::unfold(
+            (self.records.subscribe(), 0),
+            async |(mut records, seen)| {
+                loop {
+                    let next = records
+                        .borrow_and_update()
+                        .iter()
+                        .find(|(number, _)| *number > seen)
+                        .cloned();
+                    if let Some((number, record)) = next {
+                        return Some((record, (records, number)));
+                    }
+                    records.changed().await.ok()?;
                 }
-                records.changed().await.ok()?;
-            }
-        })
+            },
+        )
     }
 
     fn second(&self) -> MutexGuard<'_, Second> {
@@ -149,10 +165,17 @@ impl Recorder {
 impl Observer for Recorder {
     fn decided(&self, event: &event::Decided<'_>) {
         let (decision, mut second) = (event.decision, self.second());
-        let counts = if decision.is_allowed() { &mut second.record.allowed } else { &mut second.record.denied };
+        let counts = if decision.is_allowed() {
+            &mut second.record.allowed
+        } else {
+            &mut second.record.denied
+        };
         *counts.entry(decision.source().as_str()).or_default() += 1;
         second.elapsed.push(event.elapsed.as_micros());
-        let denied = second.callers.get(event.key).map_or(0, |caller| caller.denied);
+        let denied = second
+            .callers
+            .get(event.key)
+            .map_or(0, |caller| caller.denied);
         let caller = Caller {
             policy: decision.policy().clone(),
             remaining: decision.remaining(),
@@ -163,7 +186,12 @@ impl Observer for Recorder {
     }
 
     fn failed(&self, event: &event::Failed<'_>) {
-        *self.second().record.failed.entry(event.error.kind().as_str()).or_default() += 1;
+        *self
+            .second()
+            .record
+            .failed
+            .entry(event.error.kind().as_str())
+            .or_default() += 1;
     }
 
     fn degraded(&self, event: &event::Degraded<'_>) {
@@ -171,7 +199,10 @@ impl Observer for Recorder {
         second.local += 1;
         if second.local == 1 {
             let why = event.error.kind().as_str();
-            second.record.note("", format!("Too many checks failed ({why}): the fallback decides"));
+            second.record.note(
+                "",
+                format!("Too many checks failed ({why}): the fallback decides"),
+            );
         }
     }
 
@@ -192,7 +223,10 @@ impl Observer for Recorder {
 
     fn sends(&self, event: &event::Sends) {
         let record = &mut self.second().record;
-        *record.batches.entry(1 << event.checks.max(1).ilog2()).or_default() += 1;
+        *record
+            .batches
+            .entry(1 << event.checks.max(1).ilog2())
+            .or_default() += 1;
         record.checks += event.checks;
     }
 }
@@ -203,34 +237,56 @@ impl Second {
         let mut record = mem::take(&mut self.record);
         record.local = self.local;
         if record.reconciled + record.dropped > 0 {
-            let text = format!("Reconciled: {} charged to Redis, {} dropped", record.reconciled, record.dropped);
+            let text = format!(
+                "Reconciled: {} charged to Redis, {} dropped",
+                record.reconciled, record.dropped
+            );
             record.note(format!("{} charged", record.reconciled), text);
         }
         self.callers.retain(|_, caller| caller.quiet < QUIET);
         for (key, caller) in &mut self.callers {
             caller.quiet += 1;
             let policy = &caller.policy;
-            let fill = record.policies.entry(policy.name().to_owned()).or_insert_with(|| Fill::of(policy));
-            fill.callers.push((key.reveal().to_owned(), caller.remaining, mem::take(&mut caller.denied)));
+            let fill = record
+                .policies
+                .entry(policy.name().to_owned())
+                .or_insert_with(|| Fill::of(policy));
+            fill.callers.push((
+                key.reveal().to_owned(),
+                caller.remaining,
+                mem::take(&mut caller.denied),
+            ));
         }
-        record.policies.values_mut().for_each(|fill| fill.callers.sort_unstable());
+        record
+            .policies
+            .values_mut()
+            .for_each(|fill| fill.callers.sort_unstable());
         (record, mem::take(&mut self.elapsed))
     }
 }
 
 impl Record {
     fn note(&mut self, mark: impl Into<String>, text: impl Into<String>) {
-        self.notes.push(Note { mark: mark.into(), text: text.into() });
+        self.notes.push(Note {
+            mark: mark.into(),
+            text: text.into(),
+        });
     }
 }
 
 impl Fill {
     fn of(policy: &Policy) -> Self {
-        Self { capacity: policy.quota().capacity(), callers: vec![] }
+        Self {
+            capacity: policy.quota().capacity(),
+            callers: vec![],
+        }
     }
 }
 
 #[allow(clippy::disallowed_methods, reason = "people read the time of day")]
 fn now() -> u128 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis()
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+        .as_millis()
 }

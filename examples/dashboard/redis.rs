@@ -40,10 +40,16 @@ impl Redis {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             process => process?,
         };
-        let mut redis = Self { process, port, state: State::Running };
+        let mut redis = Self {
+            process,
+            port,
+            state: State::Running,
+        };
         while TcpStream::connect(("127.0.0.1", port)).is_err() {
             if redis.state() == State::Stopped {
-                return Err(io::Error::other("redis-server ends at once: start it by hand to see why"));
+                return Err(io::Error::other(
+                    "redis-server ends at once: start it by hand to see why",
+                ));
             }
             std::thread::sleep(Duration::from_millis(10));
         }
@@ -86,8 +92,14 @@ impl Redis {
     }
 
     fn signal(&self, signal: &str) -> io::Result<()> {
-        let status = Command::new("kill").args([signal, &self.process.id().to_string()]).status()?;
-        if status.success() { Ok(()) } else { Err(io::Error::other(format!("kill {signal} fails"))) }
+        let status = Command::new("kill")
+            .args([signal, &self.process.id().to_string()])
+            .status()?;
+        if status.success() {
+            Ok(())
+        } else {
+            Err(io::Error::other(format!("kill {signal} fails")))
+        }
     }
 }
 
@@ -100,7 +112,14 @@ impl Drop for Redis {
 
 fn spawn(port: u16) -> io::Result<Child> {
     Command::new("redis-server")
-        .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", ""])
+        .args([
+            "--port",
+            &port.to_string(),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+        ])
         .stdout(Stdio::null())
         .spawn()
 }

@@ -57,9 +57,12 @@ async fn main() {
 }
 
 async fn run() -> Result<(), Box<dyn Error>> {
-    tracing_subscriber::fmt().with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .init();
     let buckets = Matcher::Suffix("_seconds".to_owned());
-    let metrics = PrometheusBuilder::new().set_buckets_for_metric(buckets, &[0.001, 0.01, 0.1, 1.0])?;
+    let metrics =
+        PrometheusBuilder::new().set_buckets_for_metric(buckets, &[0.001, 0.01, 0.1, 1.0])?;
     let metrics = metrics.install_recorder()?;
 
     let listen: SocketAddr = setting("LISTEN", "127.0.0.1:8081")?;
@@ -68,8 +71,15 @@ async fn run() -> Result<(), Box<dyn Error>> {
     store.observe(&observer);
     let directory = PathBuf::from(env::var("CONFIG").unwrap_or_else(|_| DIRECTORY.to_owned()));
     let mut files = rules::read(&directory);
-    let (new_domains, domains) = watch::channel(Arc::new(Domains::new(files.as_ref().map_err(String::as_str)?)?));
-    let service = Service { domains, store, observer, headers: setting("HEADERS", "draft")? };
+    let (new_domains, domains) = watch::channel(Arc::new(Domains::new(
+        files.as_ref().map_err(String::as_str)?,
+    )?));
+    let service = Service {
+        domains,
+        store,
+        observer,
+        headers: setting("HEADERS", "draft")?,
+    };
 
     let upkeep = metrics.clone();
     thread::spawn(move || {
@@ -81,8 +91,12 @@ async fn run() -> Result<(), Box<dyn Error>> {
     });
 
     let (reporter, health) = tonic_health::server::health_reporter();
-    reporter.set_serving::<RateLimitServiceServer<Service>>().await;
-    let grpc = Routes::new(RateLimitServiceServer::new(service)).add_service(health).into_axum_router();
+    reporter
+        .set_serving::<RateLimitServiceServer<Service>>()
+        .await;
+    let grpc = Routes::new(RateLimitServiceServer::new(service))
+        .add_service(health)
+        .into_axum_router();
     let app = grpc.route("/metrics", get(async move || metrics.render()));
     let listener = tokio::net::TcpListener::bind(listen).await?;
     let port = listener.local_addr()?.port();
@@ -94,7 +108,11 @@ async fn run() -> Result<(), Box<dyn Error>> {
 }
 
 /// Puts the limits in place that the files have now. If something is wrong with one, all stays as it is.
-fn reload(directory: &Path, known: &mut Result<Files, String>, limits: &watch::Sender<Arc<Domains>>) {
+fn reload(
+    directory: &Path,
+    known: &mut Result<Files, String>,
+    limits: &watch::Sender<Arc<Domains>>,
+) {
     let files = rules::read(directory);
     if files == *known {
         return;
@@ -129,10 +147,18 @@ impl RateLimitService for Service {
         &self,
         request: Request<RateLimitRequest>,
     ) -> Result<Response<RateLimitResponse>, Status> {
-        let RateLimitRequest { domain, descriptors, hits_addend } = request.into_inner();
+        let RateLimitRequest {
+            domain,
+            descriptors,
+            hits_addend,
+        } = request.into_inner();
         let domains = Arc::clone(&self.domains.borrow());
         let find = |descriptor| domains.find(&domain, descriptor);
-        let found: Vec<_> = descriptors.iter().map(find).collect::<Result<_, _>>().map_err(Status::invalid_argument)?;
+        let found: Vec<_> = descriptors
+            .iter()
+            .map(find)
+            .collect::<Result<_, _>>()
+            .map_err(Status::invalid_argument)?;
         let limits = || found.iter().flatten().map(|(_, limit)| limit);
         let is_replaced = |limit: &Limit| {
             let name = limit.current.as_ref().map(|current| &current.name);
@@ -145,7 +171,9 @@ impl RateLimitService for Service {
         // Checks of one moment share a round trip.
         let answers = try_join_all(answers).await?;
         let (statuses, decisions): (Vec<_>, Vec<_>) = answers.into_iter().unzip();
-        let is_over = statuses.iter().any(|status| status.code() == Code::OverLimit);
+        let is_over = statuses
+            .iter()
+            .any(|status| status.code() == Code::OverLimit);
         Ok(Response::new(RateLimitResponse {
             overall_code: if is_over { Code::OverLimit } else { Code::Ok }.into(),
             statuses,
@@ -172,14 +200,27 @@ impl Service {
             current_limit: found.and_then(|(_, limit)| limit.current.clone()),
             ..DescriptorStatus::default()
         };
-        let Some((caller, limit)) = found else { return Ok((status(false), None)) };
+        let Some((caller, limit)) = found else {
+            return Ok((status(false), None));
+        };
         let policies = match &limit.rate {
-            Rate::Unlimited => return Ok((DescriptorStatus { limit_remaining: u32::MAX, ..status(false) }, None)),
+            Rate::Unlimited => {
+                return Ok((
+                    DescriptorStatus {
+                        limit_remaining: u32::MAX,
+                        ..status(false)
+                    },
+                    None,
+                ));
+            }
             Rate::Banned => return Ok((status(!limit.shadow), None)),
             Rate::Counted(policies) => policies,
         };
         // A request that does not say how many hits it is says 0. A descriptor that says 0 means it.
-        let hits = descriptor.hits_addend.as_ref().map_or(u64::from(hits_addend.max(1)), |hits| hits.value);
+        let hits = descriptor
+            .hits_addend
+            .as_ref()
+            .map_or(u64::from(hits_addend.max(1)), |hits| hits.value);
         let hits = u32::try_from(hits).unwrap_or(u32::MAX);
         let (check, needed) = match hits {
             _ if descriptor.is_negative_hits => (Check::refund(*caller, policies, hits), 0),
@@ -190,7 +231,8 @@ impl Service {
         };
         let since = now();
         let decision = self.store.check(check).await.map_err(|error| {
-            self.observer.failed(&event::Failed::new(Some(caller), &error));
+            self.observer
+                .failed(&event::Failed::new(Some(caller), &error));
             Status::unavailable(error.to_string())
         })?;
         let mut event = event::Decided::new(caller, &decision, since.elapsed());
@@ -202,7 +244,10 @@ impl Service {
         let status = DescriptorStatus {
             limit_remaining: decision.remaining(),
             // Envoy reads whole seconds.
-            duration_until_reset: Some(protobuf::Duration { seconds: reset as i64, nanos: 0 }),
+            duration_until_reset: Some(protobuf::Duration {
+                seconds: reset as i64,
+                nanos: 0,
+            }),
             ..status(is_over && !limit.shadow)
         };
         Ok((status, Some(decision).filter(|_| !limit.shadow)))
@@ -212,7 +257,9 @@ impl Service {
     fn fields(&self, mut decisions: Vec<Decision>) -> Vec<HeaderValue> {
         decisions.sort_by_key(|decision| Reverse(decision.retry_after()));
         let mut fields = HeaderMap::new();
-        decisions.iter().for_each(|decision| self.headers.append(decision, &mut fields));
+        decisions
+            .iter()
+            .for_each(|decision| self.headers.append(decision, &mut fields));
         let field = |(name, value): (&http::HeaderName, &http::HeaderValue)| HeaderValue {
             key: name.to_string(),
             value: value.to_str().unwrap_or_default().to_owned(),
@@ -222,7 +269,10 @@ impl Service {
     }
 }
 
-#[allow(clippy::disallowed_methods, reason = "for the metric of how long a check takes")]
+#[allow(
+    clippy::disallowed_methods,
+    reason = "for the metric of how long a check takes"
+)]
 fn now() -> Instant {
     Instant::now()
 }

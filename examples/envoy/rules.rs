@@ -34,7 +34,10 @@ pub(crate) fn read(directory: &Path) -> Result<Files, String> {
         let mut files = Files::new();
         for entry in fs::read_dir(directory)? {
             let path = entry?.path();
-            if path.extension().is_some_and(|extension| extension == "yaml") {
+            if path
+                .extension()
+                .is_some_and(|extension| extension == "yaml")
+            {
                 let text = fs::read_to_string(&path)?;
                 files.insert(path, text);
             }
@@ -142,13 +145,18 @@ impl Domains {
     pub(crate) fn new(files: &Files) -> Result<Self, String> {
         let mut domains = Self::default();
         for (path, text) in files {
-            domains.add(text).map_err(|error| format!("{}: {error}", path.display()))?;
+            domains
+                .add(text)
+                .map_err(|error| format!("{}: {error}", path.display()))?;
         }
         Ok(domains)
     }
 
     fn add(&mut self, text: &str) -> Result<(), String> {
-        let File { domain, descriptors } = yaml_serde::from_str(text).map_err(|error| error.to_string())?;
+        let File {
+            domain,
+            descriptors,
+        } = yaml_serde::from_str(text).map_err(|error| error.to_string())?;
         let rules = Rules::new(descriptors, &domain)?;
         match self.0.insert(domain.clone(), rules) {
             Some(_) => Err(format!("the domain {domain:?} is in another file too")),
@@ -162,7 +170,9 @@ impl Domains {
         domain: &str,
         descriptor: &RateLimitDescriptor,
     ) -> Result<Option<(Key, Arc<Limit>)>, String> {
-        let Some(mut rules) = self.0.get(domain) else { return Ok(None) };
+        let Some(mut rules) = self.0.get(domain) else {
+            return Ok(None);
+        };
         let (mut caller, mut limit) = (vec![Key::new(domain)], None);
         for entry in &descriptor.entries {
             let value = match (&descriptor.limit, rules.find(entry)) {
@@ -188,12 +198,32 @@ impl Domains {
 impl Rules {
     fn new(descriptors: Vec<Descriptor>, within: &str) -> Result<Self, String> {
         let mut rules = Self::default();
-        for Descriptor { key, value, rate_limit, shadow_mode, share_threshold, descriptors, .. } in descriptors {
-            let path = format!("{within}.{key}{}{value}", if value.is_empty() { "" } else { "_" });
-            let limit = rate_limit.map(|text| text.read(&path, shadow_mode)).transpose();
-            let limit = limit.map_err(|error| format!("{path}: {error}"))?.map(Arc::new);
+        for Descriptor {
+            key,
+            value,
+            rate_limit,
+            shadow_mode,
+            share_threshold,
+            descriptors,
+            ..
+        } in descriptors
+        {
+            let path = format!(
+                "{within}.{key}{}{value}",
+                if value.is_empty() { "" } else { "_" }
+            );
+            let limit = rate_limit
+                .map(|text| text.read(&path, shadow_mode))
+                .transpose();
+            let limit = limit
+                .map_err(|error| format!("{path}: {error}"))?
+                .map(Arc::new);
             let shared = share_threshold.then(|| value.clone());
-            let rule = Rule { limit, shared, nested: Self::new(descriptors, &path)? };
+            let rule = Rule {
+                limit,
+                shared,
+                nested: Self::new(descriptors, &path)?,
+            };
             let values = rules.0.entry(key).or_default();
             let is_second = match value {
                 value if value.is_empty() => values.any.replace(rule).is_some(),
@@ -212,15 +242,32 @@ impl Rules {
 
     /// The most specific rule: by the value, by a pattern, by the key alone.
     fn find(&self, entry: &Entry) -> Option<&Rule> {
-        let Values { exact, patterns, any } = self.0.get(&entry.key)?;
-        let by_pattern = || patterns.iter().find(|(pattern, _)| matches(pattern, &entry.value)).map(|(_, rule)| rule);
+        let Values {
+            exact,
+            patterns,
+            any,
+        } = self.0.get(&entry.key)?;
+        let by_pattern = || {
+            patterns
+                .iter()
+                .find(|(pattern, _)| matches(pattern, &entry.value))
+                .map(|(_, rule)| rule)
+        };
         exact.get(&entry.value).or_else(by_pattern).or(any.as_ref())
     }
 }
 
 impl LimitText {
     fn read(self, path: &str, shadow: bool) -> Result<Limit, String> {
-        let Self { name, replaces, unlimited, unit, requests_per_unit, quota, strategy } = self;
+        let Self {
+            name,
+            replaces,
+            unlimited,
+            unit,
+            requests_per_unit,
+            quota,
+            strategy,
+        } = self;
         let (quota, default) = match (unlimited, quota, unit, requests_per_unit) {
             (true, None, None, None) => (None, as_envoy()),
             (false, Some(quota), None, None) => (Some(quota), Strategy::default()),
@@ -228,11 +275,21 @@ impl LimitText {
                 let unit = Unit::from_str_name(&unit.to_uppercase()).unwrap_or_default();
                 (Some(Quota::per(requests, period(unit)?)), as_envoy())
             }
-            _ => return Err("write `unit` and `requests_per_unit`, or `quota`, or `unlimited: true`".to_owned()),
+            _ => {
+                return Err(
+                    "write `unit` and `requests_per_unit`, or `quota`, or `unlimited: true`"
+                        .to_owned(),
+                );
+            }
         };
         let limit = Limit::new(path, quota, strategy.unwrap_or(default))?;
         let current = limit.current.map(|current| RateLimit { name, ..current });
-        Ok(Limit { current, replaces: replaces.into_iter().map(|Name { name }| name).collect(), shadow, ..limit })
+        Ok(Limit {
+            current,
+            replaces: replaces.into_iter().map(|Name { name }| name).collect(),
+            shadow,
+            ..limit
+        })
     }
 }
 
@@ -240,21 +297,37 @@ impl Limit {
     /// Counts under a name that is a policy's.
     fn new(name: &str, quota: Option<Quota>, strategy: Strategy) -> Result<Self, String> {
         let plain = |letter: char| letter.is_ascii_alphanumeric() || "-_./".contains(letter);
-        let name: String = name.chars().map(|letter| if plain(letter) { letter } else { '_' }).take(64).collect();
+        let name: String = name
+            .chars()
+            .map(|letter| if plain(letter) { letter } else { '_' })
+            .take(64)
+            .collect();
         let rate = match quota {
             None => Rate::Unlimited,
             Some(quota) if quota.limit() == 0 => Rate::Banned,
-            Some(quota) => {
-                Rate::Counted(Policy::new(&name, strategy, quota).map_err(|error| error.to_string())?.into())
-            }
+            Some(quota) => Rate::Counted(
+                Policy::new(&name, strategy, quota)
+                    .map_err(|error| error.to_string())?
+                    .into(),
+            ),
         };
-        let unit = |period| UNITS.iter().find(|(_, of)| *of == period).map_or(Unit::Unknown, |(unit, _)| *unit);
+        let unit = |period| {
+            UNITS
+                .iter()
+                .find(|(_, of)| *of == period)
+                .map_or(Unit::Unknown, |(unit, _)| *unit)
+        };
         let current = quota.map(|quota| RateLimit {
             name: String::new(),
             requests_per_unit: quota.limit(),
             unit: unit(quota.period()).into(),
         });
-        Ok(Self { current, replaces: vec![], shadow: false, rate })
+        Ok(Self {
+            current,
+            replaces: vec![],
+            shadow: false,
+            rate,
+        })
     }
 }
 
@@ -265,13 +338,23 @@ fn as_envoy() -> Strategy {
 
 fn period(unit: Unit) -> Result<Duration, String> {
     let known = UNITS.iter().find(|(of, _)| *of == unit);
-    known.map(|(_, period)| *period).ok_or_else(|| "use `second`, `minute`, `hour`, `day`, .. as `unit`".to_owned())
+    known
+        .map(|(_, period)| *period)
+        .ok_or_else(|| "use `second`, `minute`, `hour`, `day`, .. as `unit`".to_owned())
 }
 
 /// Whether a value is the pattern, where each `*` stands for any text.
 fn matches(pattern: &str, value: &str) -> bool {
     let mut parts = pattern.split('*');
-    let Some(rest) = parts.next().and_then(|start| value.strip_prefix(start)) else { return false };
-    let Some(mut rest) = parts.next_back().and_then(|end| rest.strip_suffix(end)) else { return false };
-    parts.all(|part| rest.split_once(part).map(|(_, after)| rest = after).is_some())
+    let Some(rest) = parts.next().and_then(|start| value.strip_prefix(start)) else {
+        return false;
+    };
+    let Some(mut rest) = parts.next_back().and_then(|end| rest.strip_suffix(end)) else {
+        return false;
+    };
+    parts.all(|part| {
+        rest.split_once(part)
+            .map(|(_, after)| rest = after)
+            .is_some()
+    })
 }

@@ -1,6 +1,11 @@
 //! `examples/client.rs` as it runs: alone, and three processes beside each other on one Redis that is killed meanwhile.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 #![allow(clippy::disallowed_methods, reason = "processes run in real time")]
 
 use std::env::consts::EXE_SUFFIX;
@@ -22,18 +27,32 @@ fn client() -> Command {
     path.pop();
     path.pop();
     let mut command = Command::new(path.join("examples").join(format!("client{EXE_SUFFIX}")));
-    command.env("RATE", format!("{RATE}/s burst {BURST}")).env("SECONDS", SECONDS.to_string());
-    command.env_remove("REDIS_URL").stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+        .env("RATE", format!("{RATE}/s burst {BURST}"))
+        .env("SECONDS", SECONDS.to_string());
+    command
+        .env_remove("REDIS_URL")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     command
 }
 
 /// The calls of each instance, by its last line.
 fn calls(output: &Output) -> Vec<usize> {
     let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
-    let last = text.lines().rfind(|line| line.starts_with("second ")).expect("a line for each second");
+    assert!(
+        output.status.success(),
+        "{text}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let last = text
+        .lines()
+        .rfind(|line| line.starts_with("second "))
+        .expect("a line for each second");
     let each = last.split_once('[').unwrap().1.trim_end_matches(']');
-    each.split(", ").map(|calls| calls.parse().unwrap()).collect()
+    each.split(", ")
+        .map(|calls| calls.parse().unwrap())
+        .collect()
 }
 
 #[test]
@@ -42,7 +61,10 @@ fn three_instances_keep_the_rate_without_redis() {
     assert_eq!(each.len(), 3);
     let all: usize = each.iter().sum();
     assert!(all <= BURST + RATE * SECONDS + RATE / 10, "{each:?}");
-    assert!(each.iter().all(|calls| *calls > all / 6), "each gets its share: {each:?}");
+    assert!(
+        each.iter().all(|calls| *calls > all / 6),
+        "each gets its share: {each:?}"
+    );
 }
 
 /// An API that notes when it is called.
@@ -67,7 +89,10 @@ impl Api {
         let mut buffer = [0; 4_096];
         while let Ok(1..) = stream.read(&mut buffer) {
             self.0.lock().unwrap().push(Instant::now());
-            if stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").is_err() {
+            if stream
+                .write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+                .is_err()
+            {
                 return;
             }
         }
@@ -81,16 +106,30 @@ struct Redis {
 
 impl Redis {
     fn start() -> Self {
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let port = TcpListener::bind("127.0.0.1:0")
+            .unwrap()
+            .local_addr()
+            .unwrap()
+            .port();
         let process = Command::new("redis-server")
-            .args(["--port", &port.to_string(), "--save", "", "--dir", env!("CARGO_TARGET_TMPDIR")])
+            .args([
+                "--port",
+                &port.to_string(),
+                "--save",
+                "",
+                "--dir",
+                env!("CARGO_TARGET_TMPDIR"),
+            ])
             .stdout(Stdio::null())
             .spawn()
             .expect("redis-server");
         let redis = Self { process, port };
         let start = Instant::now();
         while redis.ask("PING").is_none() {
-            assert!(start.elapsed() < Duration::from_secs(30), "redis-server does not come up");
+            assert!(
+                start.elapsed() < Duration::from_secs(30),
+                "redis-server does not come up"
+            );
             thread::sleep(Duration::from_millis(10));
         }
         redis
@@ -107,8 +146,19 @@ impl Redis {
     /// How many scripts it has run.
     fn scripts(&self) -> usize {
         let stats = self.ask("INFO commandstats").unwrap();
-        let calls = |line: &str| line.split_once("calls=")?.1.split(',').next()?.parse::<usize>().ok();
-        stats.lines().filter(|line| line.starts_with("cmdstat_eval")).filter_map(calls).sum()
+        let calls = |line: &str| {
+            line.split_once("calls=")?
+                .1
+                .split(',')
+                .next()?
+                .parse::<usize>()
+                .ok()
+        };
+        stats
+            .lines()
+            .filter(|line| line.starts_with("cmdstat_eval"))
+            .filter_map(calls)
+            .sum()
     }
 }
 
@@ -121,7 +171,10 @@ impl Drop for Redis {
 
 fn three_processes(redis: &Redis, api: &str) -> Vec<Child> {
     let mut client = client();
-    client.env("REDIS_URL", format!("redis://127.0.0.1:{}/", redis.port)).env("API", api).env("INSTANCES", "1");
+    client
+        .env("REDIS_URL", format!("redis://127.0.0.1:{}/", redis.port))
+        .env("API", api)
+        .env("INSTANCES", "1");
     (0..3).map(|_| client.spawn().unwrap()).collect()
 }
 
@@ -129,16 +182,25 @@ fn three_processes(redis: &Redis, api: &str) -> Vec<Child> {
 fn three_processes_keep_the_rate_cheaply() {
     let (redis, api) = (Redis::start(), Api::default());
     let clients = three_processes(&redis, &api.start());
-    let each: Vec<usize> = clients.into_iter().map(|client| calls(&client.wait_with_output().unwrap())[0]).collect();
+    let each: Vec<usize> = clients
+        .into_iter()
+        .map(|client| calls(&client.wait_with_output().unwrap())[0])
+        .collect();
     let times = api.0.lock().unwrap();
     let all = times.len();
     // The processes begin and end at moments of their own.
     let took = times[all - 1].duration_since(times[0]).as_secs_f64();
-    assert!(all as f64 <= BURST as f64 + RATE as f64 * took + 5.0, "{all} in {took} s");
+    assert!(
+        all as f64 <= BURST as f64 + RATE as f64 * took + 5.0,
+        "{all} in {took} s"
+    );
     assert!(each.iter().all(|calls| *calls > 0), "{each:?}");
     let scripts = redis.scripts();
     // What each instance announces itself by, and takes ahead when it ends, is among them.
-    assert!(scripts as f64 <= 1.2 * all as f64 + 12.0, "{scripts} calls of Redis for {all}");
+    assert!(
+        scripts as f64 <= 1.2 * all as f64 + 12.0,
+        "{scripts} calls of Redis for {all}"
+    );
 }
 
 #[test]
@@ -150,10 +212,17 @@ fn calls_go_on_when_redis_is_killed() {
     }
     drop(redis);
     let before = api.0.lock().unwrap().len();
-    let outputs: Vec<Output> = clients.into_iter().map(|client| client.wait_with_output().unwrap()).collect();
+    let outputs: Vec<Output> = clients
+        .into_iter()
+        .map(|client| client.wait_with_output().unwrap())
+        .collect();
     for output in &outputs {
         assert!(calls(output)[0] > 0);
     }
     let times = api.0.lock().unwrap();
-    assert!(times.len() > before + RATE / 2, "{} after {before}", times.len());
+    assert!(
+        times.len() > before + RATE / 2,
+        "{} after {before}",
+        times.len()
+    );
 }

@@ -1,6 +1,11 @@
 //! `examples/envoy` as it runs: what Envoy's client is answered, and what Envoy's is.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 #![allow(clippy::disallowed_methods, reason = "Envoy waits in real time")]
 
 #[path = "../../tests/support/mod.rs"]
@@ -16,7 +21,9 @@ use std::{env, fs};
 
 use envoy_types::pb::envoy::config::core::v3::HeaderValue;
 use envoy_types::pb::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
-use envoy_types::pb::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::{Entry, RateLimitOverride};
+use envoy_types::pb::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::{
+    Entry, RateLimitOverride,
+};
 use envoy_types::pb::envoy::service::ratelimit::v3::rate_limit_response::rate_limit::Unit;
 use envoy_types::pb::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus};
 use envoy_types::pb::envoy::service::ratelimit::v3::rate_limit_service_client::RateLimitServiceClient;
@@ -53,48 +60,89 @@ impl Service {
             fs::write(directory.path().join(format!("{number}.yaml")), text).unwrap();
         }
         let path = directory.path().to_str().unwrap();
-        let example = Example::start("envoy", &[("LISTEN", "127.0.0.1:0"), ("CONFIG", path), setting]);
-        let client = RateLimitServiceClient::connect(format!("http://127.0.0.1:{}", example.port)).await.unwrap();
-        Self { directory, example, client }
+        let example = Example::start(
+            "envoy",
+            &[("LISTEN", "127.0.0.1:0"), ("CONFIG", path), setting],
+        );
+        let client = RateLimitServiceClient::connect(format!("http://127.0.0.1:{}", example.port))
+            .await
+            .unwrap();
+        Self {
+            directory,
+            example,
+            client,
+        }
     }
 
     /// Changes the first file, as an editor does.
     fn change(&self, text: &str) {
-        let (new, file) = (self.directory.path().join("new"), self.directory.path().join("0.yaml"));
+        let (new, file) = (
+            self.directory.path().join("new"),
+            self.directory.path().join("0.yaml"),
+        );
         fs::write(&new, text).unwrap();
         fs::rename(new, file).unwrap();
     }
 
     async fn ask(&mut self, request: RateLimitRequest) -> RateLimitResponse {
-        self.client.should_rate_limit(request).await.unwrap().into_inner()
+        self.client
+            .should_rate_limit(request)
+            .await
+            .unwrap()
+            .into_inner()
     }
 
     /// One descriptor: its code, its limit, what remains.
     async fn one(&mut self, domain: &str, entries: &[(&str, &str)]) -> (Code, Option<u32>, u32) {
         let response = self.ask(request(domain, [descriptor(entries)])).await;
-        let [status] = &response.statuses[..] else { panic!("{response:?}") };
+        let [status] = &response.statuses[..] else {
+            panic!("{response:?}")
+        };
         assert_eq!(response.overall_code(), status.code());
         seen(status)
     }
 }
 
-fn request(domain: &str, descriptors: impl IntoIterator<Item = RateLimitDescriptor>) -> RateLimitRequest {
+fn request(
+    domain: &str,
+    descriptors: impl IntoIterator<Item = RateLimitDescriptor>,
+) -> RateLimitRequest {
     let descriptors = descriptors.into_iter().collect();
-    RateLimitRequest { domain: domain.to_owned(), descriptors, hits_addend: 0 }
+    RateLimitRequest {
+        domain: domain.to_owned(),
+        descriptors,
+        hits_addend: 0,
+    }
 }
 
 fn descriptor(entries: &[(&str, &str)]) -> RateLimitDescriptor {
-    let entry = |&(key, value): &(&str, &str)| Entry { key: key.to_owned(), value: value.to_owned() };
-    RateLimitDescriptor { entries: entries.iter().map(entry).collect(), ..RateLimitDescriptor::default() }
+    let entry = |&(key, value): &(&str, &str)| Entry {
+        key: key.to_owned(),
+        value: value.to_owned(),
+    };
+    RateLimitDescriptor {
+        entries: entries.iter().map(entry).collect(),
+        ..RateLimitDescriptor::default()
+    }
 }
 
 /// With a number of hits of its own.
 fn hits(entries: &[(&str, &str)], hits: u64) -> RateLimitDescriptor {
-    RateLimitDescriptor { hits_addend: Some(UInt64Value { value: hits }), ..descriptor(entries) }
+    RateLimitDescriptor {
+        hits_addend: Some(UInt64Value { value: hits }),
+        ..descriptor(entries)
+    }
 }
 
 fn seen(status: &DescriptorStatus) -> (Code, Option<u32>, u32) {
-    (status.code(), status.current_limit.as_ref().map(|limit| limit.requests_per_unit), status.limit_remaining)
+    (
+        status.code(),
+        status
+            .current_limit
+            .as_ref()
+            .map(|limit| limit.requests_per_unit),
+        status.limit_remaining,
+    )
 }
 
 /// The second and third example of Envoy's README, with limits by the day.
@@ -125,7 +173,12 @@ async fn each_descriptor_has_its_limit() {
     let marketing = |number| descriptor(&[("message_type", "marketing"), ("to_number", number)]);
     let number = descriptor(&[("to_number", "2061111111")]);
     for left in (0..5).rev() {
-        let response = service.ask(request("messaging", [marketing("2061111111"), number.clone()])).await;
+        let response = service
+            .ask(request(
+                "messaging",
+                [marketing("2061111111"), number.clone()],
+            ))
+            .await;
         assert_eq!(response.overall_code(), OK);
         assert_eq!(
             response.statuses.iter().map(seen).collect::<Vec<_>>(),
@@ -133,15 +186,31 @@ async fn each_descriptor_has_its_limit() {
         );
     }
     // One denies: the other is charged all the same.
-    let response = service.ask(request("messaging", [marketing("2061111111"), number.clone()])).await;
+    let response = service
+        .ask(request(
+            "messaging",
+            [marketing("2061111111"), number.clone()],
+        ))
+        .await;
     assert_eq!(response.overall_code(), OVER);
-    assert_eq!(response.statuses.iter().map(seen).collect::<Vec<_>>(), [(OVER, Some(5), 0), (OK, Some(100), 94)]);
+    assert_eq!(
+        response.statuses.iter().map(seen).collect::<Vec<_>>(),
+        [(OVER, Some(5), 0), (OK, Some(100), 94)]
+    );
     let status = &response.statuses[0];
     assert_eq!(status.current_limit.as_ref().unwrap().unit(), Unit::Day);
-    assert!((1..=86_400).contains(&status.duration_until_reset.as_ref().unwrap().seconds), "{status:?}");
+    assert!(
+        (1..=86_400).contains(&status.duration_until_reset.as_ref().unwrap().seconds),
+        "{status:?}"
+    );
 
-    let response = service.ask(request("messaging", [marketing("2062222222"), number])).await;
-    assert_eq!(response.statuses.iter().map(seen).collect::<Vec<_>>(), [(OK, Some(5), 4), (OK, Some(100), 93)]);
+    let response = service
+        .ask(request("messaging", [marketing("2062222222"), number]))
+        .await;
+    assert_eq!(
+        response.statuses.iter().map(seen).collect::<Vec<_>>(),
+        [(OK, Some(5), 4), (OK, Some(100), 93)]
+    );
 }
 
 #[tokio::test]
@@ -164,8 +233,14 @@ descriptors:
 ";
     let mut service = Service::start(&[ADDRESSES, paths]).await;
     let address = |address| [("remote_address", address)];
-    assert_eq!(service.one("edge_proxy_per_ip", &address("50.0.0.1")).await, (OK, Some(10), 9));
-    assert_eq!(service.one("edge_proxy_per_ip", &address("50.0.0.5")).await, (OVER, Some(0), 0));
+    assert_eq!(
+        service.one("edge_proxy_per_ip", &address("50.0.0.1")).await,
+        (OK, Some(10), 9)
+    );
+    assert_eq!(
+        service.one("edge_proxy_per_ip", &address("50.0.0.5")).await,
+        (OVER, Some(0), 0)
+    );
     for (path, limit, left) in [
         ("/api/1/action", 3, 2),
         ("/api/2/action", 2, 1),
@@ -175,7 +250,11 @@ descriptors:
         ("files/a.pdf", 4, 3),
         ("files/b.pdf", 4, 2),
     ] {
-        assert_eq!(service.one("paths", &[("path", path)]).await, (OK, Some(limit), left), "{path}");
+        assert_eq!(
+            service.one("paths", &[("path", path)]).await,
+            (OK, Some(limit), left),
+            "{path}"
+        );
     }
 }
 
@@ -200,14 +279,33 @@ descriptors:
         ("internal", &[("key", "other")]),
         ("internal", &[("key", "value"), ("exempt", "x")]),
         ("internal", &[("key", "value"), ("unknown", "x")]),
-        ("internal", &[("key", "value"), ("subkey", "x"), ("third", "x")]),
+        (
+            "internal",
+            &[("key", "value"), ("subkey", "x"), ("third", "x")],
+        ),
         ("internal", &[]),
     ] {
-        assert_eq!(service.one(domain, entries).await, (OK, None, 0), "{domain} {entries:?}");
+        assert_eq!(
+            service.one(domain, entries).await,
+            (OK, None, 0),
+            "{domain} {entries:?}"
+        );
     }
-    assert_eq!(service.one("internal", &[("ldap", "x")]).await, (OK, None, u32::MAX));
-    assert_eq!(service.one("internal", &[("key", "value"), ("subkey", "x")]).await, (OK, Some(300), 299));
-    assert_eq!(service.one("internal", &[("key", "value")]).await, (OK, Some(1), 0), "a level above");
+    assert_eq!(
+        service.one("internal", &[("ldap", "x")]).await,
+        (OK, None, u32::MAX)
+    );
+    assert_eq!(
+        service
+            .one("internal", &[("key", "value"), ("subkey", "x")])
+            .await,
+        (OK, Some(300), 299)
+    );
+    assert_eq!(
+        service.one("internal", &[("key", "value")]).await,
+        (OK, Some(1), 0),
+        "a level above"
+    );
 }
 
 #[tokio::test]
@@ -234,17 +332,37 @@ descriptors:
         let entries = [("service", "auth-service"), ("user", user)];
         assert_eq!(service.one("services", &entries).await, (OK, Some(1), 0));
         assert_eq!(service.one("services", &entries).await, (code, Some(1), 0));
-        let response = service.ask(request("services", [descriptor(&entries)])).await;
-        assert_eq!(response.response_headers_to_add.is_empty(), user == "user-a", "clients are told nothing of it");
+        let response = service
+            .ask(request("services", [descriptor(&entries)]))
+            .await;
+        assert_eq!(
+            response.response_headers_to_add.is_empty(),
+            user == "user-a",
+            "clients are told nothing of it"
+        );
     }
-    assert_eq!(service.one("services", &[("service", "x"), ("user", "nobody")]).await, (OK, Some(0), 0));
+    assert_eq!(
+        service
+            .one("services", &[("service", "x"), ("user", "nobody")])
+            .await,
+        (OK, Some(0), 0)
+    );
     let metrics = Answer::read(service.example.get("/metrics")).body;
-    let of_denials = |line: &&str| line.starts_with("ratelimit_decisions_total") && line.contains("=\"denied\"");
+    let of_denials =
+        |line: &&str| line.starts_with("ratelimit_decisions_total") && line.contains("=\"denied\"");
     let mut denials: Vec<&str> = metrics.lines().filter(of_denials).collect();
     denials.sort_unstable();
-    let [shadow, limit] = denials[..] else { panic!("{metrics}") };
-    assert!(shadow.contains("policy=\"services.service.user_user-a\"") && shadow.ends_with("dry_run=\"true\"} 2"));
-    assert!(limit.contains("policy=\"services.service.user_user-b\"") && limit.ends_with("dry_run=\"false\"} 2"));
+    let [shadow, limit] = denials[..] else {
+        panic!("{metrics}")
+    };
+    assert!(
+        shadow.contains("policy=\"services.service.user_user-a\"")
+            && shadow.ends_with("dry_run=\"true\"} 2")
+    );
+    assert!(
+        limit.contains("policy=\"services.service.user_user-b\"")
+            && limit.ends_with("dry_run=\"false\"} 2")
+    );
 }
 
 #[tokio::test]
@@ -272,11 +390,17 @@ descriptors:
     for (descriptors, statuses) in [
         (vec![one.clone()], vec![(OK, Some(5), 4)]),
         (vec![two.clone()], vec![(OK, Some(10), 9)]),
-        (vec![one.clone(), two], vec![(OK, None, 0), (OK, Some(10), 8)]),
+        (
+            vec![one.clone(), two],
+            vec![(OK, None, 0), (OK, Some(10), 8)],
+        ),
         (vec![one], vec![(OK, Some(5), 3)]),
     ] {
         let response = service.ask(request("replacing", descriptors)).await;
-        assert_eq!(response.statuses.iter().map(seen).collect::<Vec<_>>(), statuses);
+        assert_eq!(
+            response.statuses.iter().map(seen).collect::<Vec<_>>(),
+            statuses
+        );
     }
 }
 
@@ -295,22 +419,43 @@ async fn hits_are_of_request_or_descriptor() {
         (0, None, OVER, 0),
         (0, Some(u64::MAX), OVER, 0),
     ] {
-        let descriptor = of_descriptor.map_or(descriptor(&number), |of_descriptor| hits(&number, of_descriptor));
-        let request = RateLimitRequest { hits_addend: of_request, ..request("messaging", [descriptor]) };
+        let descriptor = of_descriptor.map_or(descriptor(&number), |of_descriptor| {
+            hits(&number, of_descriptor)
+        });
+        let request = RateLimitRequest {
+            hits_addend: of_request,
+            ..request("messaging", [descriptor])
+        };
         let response = service.ask(request).await;
-        assert_eq!(seen(&response.statuses[0]), (code, Some(100), left), "{of_request} {of_descriptor:?}");
+        assert_eq!(
+            seen(&response.statuses[0]),
+            (code, Some(100), left),
+            "{of_request} {of_descriptor:?}"
+        );
         assert_eq!(response.overall_code(), code);
     }
-    let back = RateLimitDescriptor { is_negative_hits: true, ..hits(&number, 30) };
-    assert_eq!(seen(&service.ask(request("messaging", [back])).await.statuses[0]), (OK, Some(100), 30));
+    let back = RateLimitDescriptor {
+        is_negative_hits: true,
+        ..hits(&number, 30)
+    };
+    assert_eq!(
+        seen(&service.ask(request("messaging", [back])).await.statuses[0]),
+        (OK, Some(100), 30)
+    );
 }
 
 #[tokio::test]
 async fn a_request_may_bring_its_limit() {
     let mut service = Service::start(&[MESSAGING]).await;
     let limited = |requests_per_unit, unit: Unit| {
-        let limit = Some(RateLimitOverride { requests_per_unit, unit: unit.into() });
-        RateLimitDescriptor { limit, ..descriptor(&[("tenant", "a")]) }
+        let limit = Some(RateLimitOverride {
+            requests_per_unit,
+            unit: unit.into(),
+        });
+        RateLimitDescriptor {
+            limit,
+            ..descriptor(&[("tenant", "a")])
+        }
     };
     for (descriptor, status) in [
         (limited(2, Unit::Day), (OK, Some(2), 1)),
@@ -318,12 +463,19 @@ async fn a_request_may_bring_its_limit() {
         (limited(0, Unit::Day), (OVER, Some(0), 0)),
         (limited(7, Unit::Year), (OK, Some(7), 6)),
     ] {
-        let response = service.ask(request("messaging", [descriptor.clone()])).await;
+        let response = service
+            .ask(request("messaging", [descriptor.clone()]))
+            .await;
         assert_eq!(seen(&response.statuses[0]), status, "{descriptor:?}");
     }
-    let elsewhere = service.ask(request("elsewhere", [limited(0, Unit::Day)])).await;
+    let elsewhere = service
+        .ask(request("elsewhere", [limited(0, Unit::Day)]))
+        .await;
     assert_eq!(elsewhere.overall_code(), OK, "the domain is not known");
-    let problem = service.client.should_rate_limit(request("messaging", [limited(2, Unit::Unknown)])).await;
+    let problem = service
+        .client
+        .should_rate_limit(request("messaging", [limited(2, Unit::Unknown)]))
+        .await;
     assert_eq!(problem.unwrap_err().code(), tonic::Code::InvalidArgument);
 }
 
@@ -338,7 +490,12 @@ descriptors:
     rate_limit: { unit: week, requests_per_unit: 100, strategy: sliding-log }
 ";
     let mut service = Service::start(&[own]).await;
-    let both = || request("own", [descriptor(&[("all", "")]), descriptor(&[("user", "ann")])]);
+    let both = || {
+        request(
+            "own",
+            [descriptor(&[("all", "")]), descriptor(&[("user", "ann")])],
+        )
+    };
     assert_eq!(service.ask(both()).await.overall_code(), OK);
     let response = service.ask(both()).await;
     assert_eq!(response.overall_code(), OVER);
@@ -353,7 +510,10 @@ descriptors:
         ]
     );
     // Long after the end of a window of the clock.
-    assert_eq!(fields[3..], ["ratelimit: \"own.all\";r=98;t=604800", "retry-after: 1200"]);
+    assert_eq!(
+        fields[3..],
+        ["ratelimit: \"own.all\";r=98;t=604800", "retry-after: 1200"]
+    );
 
     let mut silent = Service::with(("HEADERS", "[]"), &[own]).await;
     assert!(silent.ask(both()).await.response_headers_to_add.is_empty());
@@ -362,7 +522,9 @@ descriptors:
 #[tokio::test]
 async fn a_changed_file_keeps_counts() {
     let file = |limit| {
-        format!("domain: d\ndescriptors: [{{ key: k, rate_limit: {{ unit: day, requests_per_unit: {limit} }} }}]")
+        format!(
+            "domain: d\ndescriptors: [{{ key: k, rate_limit: {{ unit: day, requests_per_unit: {limit} }} }}]"
+        )
     };
     let mut service = Service::start(&[&file("10")]).await;
     for left in [9, 8, 7] {
@@ -386,8 +548,14 @@ async fn instances_share_their_counts() {
     let store = format!("{{ kind: redis, url: {:?}, timeout: 20s }}", server.url());
     let mut one = Service::with(("STORE", &store), &[MESSAGING]).await;
     let mut two = Service::with(("STORE", &store), &[MESSAGING]).await;
-    assert_eq!(one.one("messaging", &[("to_number", "1")]).await, (OK, Some(100), 99));
-    assert_eq!(two.one("messaging", &[("to_number", "1")]).await, (OK, Some(100), 98));
+    assert_eq!(
+        one.one("messaging", &[("to_number", "1")]).await,
+        (OK, Some(100), 99)
+    );
+    assert_eq!(
+        two.one("messaging", &[("to_number", "1")]).await,
+        (OK, Some(100), 98)
+    );
 }
 
 /// With Nagle's algorithm an answer takes 40 ms, and Envoy waits for 20.
@@ -395,7 +563,13 @@ async fn instances_share_their_counts() {
 async fn answers_come_within_envoys_timeout() {
     let mut service = Service::start(&[MESSAGING]).await;
     let number = ("to_number", "1");
-    let both = request("messaging", [descriptor(&[number]), descriptor(&[("message_type", "marketing"), number])]);
+    let both = request(
+        "messaging",
+        [
+            descriptor(&[number]),
+            descriptor(&[("message_type", "marketing"), number]),
+        ],
+    );
     let mut in_time = 0;
     for _ in 0..40 {
         let start = Instant::now();
@@ -408,29 +582,73 @@ async fn answers_come_within_envoys_timeout() {
 /// So that `failure_mode_deny` is Envoy's to follow.
 #[tokio::test]
 async fn a_failed_store_is_unavailable() {
-    let mut service = Service::with(("STORE", "{ kind: redis, url: redis://127.0.0.1:1/ }"), &[MESSAGING]).await;
+    let mut service = Service::with(
+        ("STORE", "{ kind: redis, url: redis://127.0.0.1:1/ }"),
+        &[MESSAGING],
+    )
+    .await;
     let number = request("messaging", [descriptor(&[("to_number", "1")])]);
-    assert_eq!(service.client.should_rate_limit(number).await.unwrap_err().code(), tonic::Code::Unavailable);
+    assert_eq!(
+        service
+            .client
+            .should_rate_limit(number)
+            .await
+            .unwrap_err()
+            .code(),
+        tonic::Code::Unavailable
+    );
 
-    let channel = Channel::from_shared(format!("http://127.0.0.1:{}", service.example.port)).unwrap();
+    let channel =
+        Channel::from_shared(format!("http://127.0.0.1:{}", service.example.port)).unwrap();
     let mut health = HealthClient::new(channel.connect().await.unwrap());
     for service in ["", "envoy.service.ratelimit.v3.RateLimitService"] {
         let service = service.to_owned();
-        assert_eq!(health.check(HealthCheckRequest { service }).await.unwrap().into_inner().status, 1, "it serves");
+        assert_eq!(
+            health
+                .check(HealthCheckRequest { service })
+                .await
+                .unwrap()
+                .into_inner()
+                .status,
+            1,
+            "it serves"
+        );
     }
 }
 
 #[test]
 fn a_wrong_file_is_reported_at_startup() {
-    let limit = |text| format!("domain: d\ndescriptors: [{{ key: k, value: v, rate_limit: {text} }}]");
+    let limit =
+        |text| format!("domain: d\ndescriptors: [{{ key: k, value: v, rate_limit: {text} }}]");
     for (files, problem) in [
-        (vec![limit("{ unit: fortnight, requests_per_unit: 1 }")], "0.yaml: d.k_v: use `second`, `minute`, "),
-        (vec![limit("{ unit: day }")], "0.yaml: d.k_v: write `unit` and `requests_per_unit`, or `quota`"),
-        (vec![limit("{ quota: often }")], "0.yaml: descriptors[0].rate_limit.quota: "),
-        (vec![limit("{ quota: 1/s burst 2, strategy: sliding-log }")], "0.yaml: d.k_v: "),
-        (vec![limit("{ unlimited: true }"), limit("{ unlimited: true }")], "1.yaml: the domain \"d\" is in another"),
-        (vec!["domain: d\ndescriptors: [{ key: k }, { key: k }]".to_owned()], "0.yaml: d.k: appears more than once"),
-        (vec!["domain: d\ndescriptors: [{ key: k, quota_mode: true }]".to_owned()], "unknown field `quota_mode`"),
+        (
+            vec![limit("{ unit: fortnight, requests_per_unit: 1 }")],
+            "0.yaml: d.k_v: use `second`, `minute`, ",
+        ),
+        (
+            vec![limit("{ unit: day }")],
+            "0.yaml: d.k_v: write `unit` and `requests_per_unit`, or `quota`",
+        ),
+        (
+            vec![limit("{ quota: often }")],
+            "0.yaml: descriptors[0].rate_limit.quota: ",
+        ),
+        (
+            vec![limit("{ quota: 1/s burst 2, strategy: sliding-log }")],
+            "0.yaml: d.k_v: ",
+        ),
+        (
+            vec![limit("{ unlimited: true }"), limit("{ unlimited: true }")],
+            "1.yaml: the domain \"d\" is in another",
+        ),
+        (
+            vec!["domain: d\ndescriptors: [{ key: k }, { key: k }]".to_owned()],
+            "0.yaml: d.k: appears more than once",
+        ),
+        (
+            vec!["domain: d\ndescriptors: [{ key: k, quota_mode: true }]".to_owned()],
+            "unknown field `quota_mode`",
+        ),
     ] {
         let directory = TempDir::new().unwrap();
         for (number, text) in files.iter().enumerate() {
@@ -438,7 +656,11 @@ fn a_wrong_file_is_reported_at_startup() {
         }
         // If it took the files, it would end because it has no such address.
         let mut command = Example::command("envoy");
-        let output = command.env("CONFIG", directory.path()).env("LISTEN", "192.0.2.1:0").output().unwrap();
+        let output = command
+            .env("CONFIG", directory.path())
+            .env("LISTEN", "192.0.2.1:0")
+            .output()
+            .unwrap();
         let told = String::from_utf8(output.stderr).unwrap();
         assert!(!output.status.success() && told.contains(problem), "{told}");
     }
@@ -449,22 +671,35 @@ fn a_wrong_file_is_reported_at_startup() {
 fn the_page_shows_what_is_tried() {
     let yaml = |text: &str| yaml_serde::from_str::<Value>(text).unwrap();
     let page = include_str!("../../docs/envoy.md");
-    let blocks: Vec<&str> = page.split("```yaml\n").skip(1).map(|rest| rest.split("```").next().unwrap()).collect();
-    let [limits, filter, actions, istio] = blocks[..] else { panic!("{} blocks", blocks.len()) };
-    assert_eq!(yaml(limits), yaml(include_str!("../envoy/config/shop.yaml")));
+    let blocks: Vec<&str> = page
+        .split("```yaml\n")
+        .skip(1)
+        .map(|rest| rest.split("```").next().unwrap())
+        .collect();
+    let [limits, filter, actions, istio] = blocks[..] else {
+        panic!("{} blocks", blocks.len())
+    };
+    assert_eq!(
+        yaml(limits),
+        yaml(include_str!("../envoy/config/shop.yaml"))
+    );
 
     let envoy = yaml(include_str!("../envoy/envoy.yaml"));
     let manager = &envoy["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"];
     let filter = &yaml(filter)["http_filters"][0];
     assert_eq!(filter, &manager["http_filters"][0]);
     let host = &manager["route_config"]["virtual_hosts"][0];
-    assert_eq!(yaml(actions)["rate_limits"], host["routes"][0]["route"]["rate_limits"]);
+    assert_eq!(
+        yaml(actions)["rate_limits"],
+        host["routes"][0]["route"]["rate_limits"]
+    );
 
     let istio: Vec<Value> = istio.split("---\n").map(yaml).collect();
     let patch = |number: usize| istio[number]["spec"]["configPatches"][0]["patch"]["value"].clone();
     let mut inserted = patch(1);
-    let grpc =
-        ["typed_config", "rate_limit_service", "grpc_service"].iter().fold(&mut inserted, |at, key| &mut at[*key]);
+    let grpc = ["typed_config", "rate_limit_service", "grpc_service"]
+        .iter()
+        .fold(&mut inserted, |at, key| &mut at[*key]);
     *grpc = filter["typed_config"]["rate_limit_service"]["grpc_service"].clone();
     assert_eq!(&inserted, filter, "but for the name of the cluster");
     assert_eq!(patch(2)["rate_limits"], host["rate_limits"]);
@@ -483,19 +718,36 @@ impl Envoy {
         let [port, upstream] = listeners.map(|listener| listener.local_addr().unwrap().port());
         let text = include_str!("../envoy/envoy.yaml");
         let on = |text: &str, of: u16, port: u16| {
-            text.replace(&format!("port_value: {of} "), &format!("port_value: {port} "))
+            text.replace(
+                &format!("port_value: {of} "),
+                &format!("port_value: {port} "),
+            )
         };
-        let text = on(&on(&on(text, 10_000, port), 10_001, upstream), 8_081, service);
+        let text = on(
+            &on(&on(text, 10_000, port), 10_001, upstream),
+            8_081,
+            service,
+        );
         let file = directory.join("envoy.yaml");
         fs::write(&file, text).unwrap();
         let mut command = Command::new(binary);
-        command.arg("-c").arg(file).args(["--use-dynamic-base-id", "--log-level", "error"]);
-        Self { process: command.spawn().unwrap(), port }
+        command
+            .arg("-c")
+            .arg(file)
+            .args(["--use-dynamic-base-id", "--log-level", "error"]);
+        Self {
+            process: command.spawn().unwrap(),
+            port,
+        }
     }
 
     fn get(&self, path: &str) -> Option<Answer> {
         let mut stream = connect(self.port).ok()?;
-        write!(stream, "GET {path} HTTP/1.1\r\nhost: shop\r\nconnection: close\r\n\r\n").ok()?;
+        write!(
+            stream,
+            "GET {path} HTTP/1.1\r\nhost: shop\r\nconnection: close\r\n\r\n"
+        )
+        .ok()?;
         Some(Answer::read(stream))
     }
 }
@@ -512,7 +764,11 @@ impl Drop for Envoy {
 #[ignore = "needs Envoy: `cargo xtask envoy`"]
 async fn envoy_rejects_what_is_over() {
     let service = Service::start(&[include_str!("../envoy/config/shop.yaml")]).await;
-    let envoy = Envoy::start(&env::var("ENVOY").unwrap(), service.example.port, service.directory.path());
+    let envoy = Envoy::start(
+        &env::var("ENVOY").unwrap(),
+        service.example.port,
+        service.directory.path(),
+    );
     while envoy.get("/").is_none() {
         sleep(Duration::from_millis(50)).await;
     }
@@ -523,7 +779,10 @@ async fn envoy_rejects_what_is_over() {
     }
     let denied = envoy.get("/login?user=bob").unwrap();
     assert_eq!(denied.status, 429);
-    assert!(denied.head.contains("\r\nretry-after: ") && denied.head.contains("\r\nx-envoy-ratelimited: true"));
+    assert!(
+        denied.head.contains("\r\nretry-after: ")
+            && denied.head.contains("\r\nx-envoy-ratelimited: true")
+    );
     assert_eq!(envoy.get("/").unwrap().status, 200);
     // By `failure_mode_deny: false`.
     drop(service);

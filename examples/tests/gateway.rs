@@ -2,7 +2,12 @@
 //!
 //! Cargo builds examples before the tests of their package, unless only one test is built.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 
 use std::env::consts::EXE_SUFFIX;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -28,7 +33,11 @@ impl Gateway {
     fn start(name: &str) -> Self {
         let file = file(name);
         fs::write(&file, on_a_free_port(FILE)).unwrap();
-        let mut process = command(&file).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut process = command(&file)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
 
         let log = Arc::new(Mutex::new(String::new()));
         let (stderr, lines) = (process.stderr.take().unwrap(), Arc::clone(&log));
@@ -37,7 +46,9 @@ impl Gateway {
                 *lines.lock().unwrap() += &(line.unwrap() + "\n");
             }
         });
-        let stdout = BufReader::new(process.stdout.take().unwrap()).lines().map(Result::unwrap);
+        let stdout = BufReader::new(process.stdout.take().unwrap())
+            .lines()
+            .map(Result::unwrap);
         let mut lines: Vec<String> = vec![];
         for line in stdout.filter(|line| line.starts_with("curl ")) {
             lines.push(line);
@@ -45,20 +56,41 @@ impl Gateway {
                 break;
             }
         }
-        assert!(!lines.is_empty(), "it does not start: {}", log.lock().unwrap());
-        Self { process, file, lines, log }
+        assert!(
+            !lines.is_empty(),
+            "it does not start: {}",
+            log.lock().unwrap()
+        );
+        Self {
+            process,
+            file,
+            lines,
+            log,
+        }
     }
 
     fn address(&self) -> &str {
-        self.lines[0].split_once("127.0.0.1").unwrap().1.split_once('/').map(|(port, _)| port).unwrap()
+        self.lines[0]
+            .split_once("127.0.0.1")
+            .unwrap()
+            .1
+            .split_once('/')
+            .map(|(port, _)| port)
+            .unwrap()
     }
 
     /// Sends a request with these lines of the head.
     fn get(&self, path: &str, head: &[&str]) -> Answer {
         let mut stream = TcpStream::connect(format!("127.0.0.1{}", self.address())).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        stream
+            .set_read_timeout(Some(Duration::from_secs(30)))
+            .unwrap();
         let head: String = head.iter().map(|line| format!("{line}\r\n")).collect();
-        write!(stream, "GET {path} HTTP/1.1\r\nhost: gateway\r\nconnection: close\r\n{head}\r\n").unwrap();
+        write!(
+            stream,
+            "GET {path} HTTP/1.1\r\nhost: gateway\r\nconnection: close\r\n{head}\r\n"
+        )
+        .unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
         Answer(answer)
@@ -84,11 +116,15 @@ impl Gateway {
     }
 
     fn until_the_log_has(&self, text: &str) {
-        until(&format!("{text} in the log"), || self.log.lock().unwrap().contains(text));
+        until(&format!("{text} in the log"), || {
+            self.log.lock().unwrap().contains(text)
+        });
     }
 
     fn until_the_free_plan_is(&self, policy: &str) {
-        until(policy, || self.alice("/").field("ratelimit-policy") == Some(policy));
+        until(policy, || {
+            self.alice("/").field("ratelimit-policy") == Some(policy)
+        });
     }
 }
 
@@ -111,14 +147,26 @@ impl Answer {
     }
 
     fn field(&self, name: &str) -> Option<&str> {
-        let mut fields = self.0.lines().take_while(|line| !line.is_empty()).filter_map(|line| line.split_once(": "));
+        let mut fields = self
+            .0
+            .lines()
+            .take_while(|line| !line.is_empty())
+            .filter_map(|line| line.split_once(": "));
         fields.find_map(|(field, value)| (field == name).then_some(value))
     }
 
     /// Of the first policy in `RateLimit`.
     fn remaining(&self) -> u32 {
         let field = self.field("ratelimit").expect(&self.0);
-        field.split_once("r=").unwrap().1.split_once(';').unwrap().0.parse().unwrap()
+        field
+            .split_once("r=")
+            .unwrap()
+            .1
+            .split_once(';')
+            .unwrap()
+            .0
+            .parse()
+            .unwrap()
     }
 }
 
@@ -133,8 +181,15 @@ fn on_a_free_port(text: &str) -> String {
 /// The example with this file.
 fn command(file: &PathBuf) -> Command {
     let test = env::current_exe().unwrap();
-    let example = test.ancestors().nth(2).unwrap().join(format!("examples/gateway{EXE_SUFFIX}"));
-    assert!(example.exists(), "it is not built: `cargo build --package examples --examples`");
+    let example = test
+        .ancestors()
+        .nth(2)
+        .unwrap()
+        .join(format!("examples/gateway{EXE_SUFFIX}"));
+    assert!(
+        example.exists(),
+        "it is not built: `cargo build --package examples --examples`"
+    );
     let mut command = Command::new(example);
     command.arg(file).env("NO_COLOR", "1");
     command
@@ -171,9 +226,17 @@ fn printed_commands_work() {
     for (line, (part, policy, remaining)) in gateway.lines.iter().zip(expected) {
         assert!(line.contains(part), "{line}");
         let answer = gateway.curl(line);
-        assert_eq!((answer.status(), answer.field("ratelimit-policy")), (200, policy), "{line}");
+        assert_eq!(
+            (answer.status(), answer.field("ratelimit-policy")),
+            (200, policy),
+            "{line}"
+        );
         match policy {
-            Some(_) => assert!(remaining.contains(&answer.remaining()), "{line}: {}", answer.0),
+            Some(_) => assert!(
+                remaining.contains(&answer.remaining()),
+                "{line}: {}",
+                answer.0
+            ),
             None => assert_eq!(answer.field("ratelimit"), None, "{line}"),
         }
     }
@@ -194,7 +257,10 @@ fn printed_commands_work() {
 fn reloads_valid_files_and_rejects_invalid_ones() {
     const CAROL: &str = "carol = { name = \"carol\", quota = \"50/min\" }";
     let gateway = Gateway::start("a_change_of_the_file");
-    assert_eq!(gateway.alice("/").field("ratelimit-policy"), Some("\"free\";q=30;w=60"));
+    assert_eq!(
+        gateway.alice("/").field("ratelimit-policy"),
+        Some("\"free\";q=30;w=60")
+    );
     let with = |quota: &str| FILE.replace("30/min", quota);
 
     gateway.change(&with("3000/h"));
@@ -202,47 +268,92 @@ fn reloads_valid_files_and_rejects_invalid_ones() {
 
     for (text, problems) in [
         (with("5/M"), ["line 19", "\"5/M\" is not a valid quota"]),
-        (with("5/min").replace("carol = {", "carol = 5 #"), ["line 27", "`exempt`, a policy such as"]),
-        (with("5/min").replace("[trial]", "[trail]"), ["unknown field `trail`", "`trial`"]),
         (
-            with("5/min").replace(CAROL, "\"secret:sk-live-1\" = { name = \"a\", quota = \"6/M\" }"),
+            with("5/min").replace("carol = {", "carol = 5 #"),
+            ["line 27", "`exempt`, a policy such as"],
+        ),
+        (
+            with("5/min").replace("[trial]", "[trail]"),
+            ["unknown field `trail`", "`trial`"],
+        ),
+        (
+            with("5/min").replace(
+                CAROL,
+                "\"secret:sk-live-1\" = { name = \"a\", quota = \"6/M\" }",
+            ),
             ["line 27", "\"6/M\" is not a valid quota"],
         ),
-        (with("5/min").replace("key-of-bob = {", "key-of-bob = 7 #"), ["line 38", "invalid type: integer `7`"]),
+        (
+            with("5/min").replace("key-of-bob = {", "key-of-bob = 7 #"),
+            ["line 38", "invalid type: integer `7`"],
+        ),
     ] {
         gateway.change(&text);
-        problems.into_iter().for_each(|problem| gateway.until_the_log_has(problem));
-        assert_eq!(gateway.alice("/").field("ratelimit-policy"), Some("\"free\";q=3000;w=3600"), "{problems:?}");
+        problems
+            .into_iter()
+            .for_each(|problem| gateway.until_the_log_has(problem));
+        assert_eq!(
+            gateway.alice("/").field("ratelimit-policy"),
+            Some("\"free\";q=3000;w=3600"),
+            "{problems:?}"
+        );
     }
     let log = gateway.log.lock().unwrap().clone();
-    assert!(!log.contains("sk-live") && !log.contains("key-of-"), "it shows a key: {log}");
+    assert!(
+        !log.contains("sk-live") && !log.contains("key-of-"),
+        "it shows a key: {log}"
+    );
     fs::remove_file(&gateway.file).unwrap();
     gateway.until_the_log_has("No such file");
-    assert_eq!(gateway.alice("/").field("ratelimit-policy"), Some("\"free\";q=3000;w=3600"));
+    assert_eq!(
+        gateway.alice("/").field("ratelimit-policy"),
+        Some("\"free\";q=3000;w=3600")
+    );
 
     gateway.change(&with("7/h").replace("10/min", "2/h"));
     gateway.until_the_free_plan_is("\"free\";q=7;w=3600");
     until("a denial", || gateway.alice("/").status() == 429);
     let denied = gateway.alice("/");
     assert!(denied.field("retry-after").is_some(), "{}", denied.0);
-    assert_eq!(denied.field("content-type"), Some("application/problem+json"));
+    assert_eq!(
+        denied.field("content-type"),
+        Some("application/problem+json")
+    );
     gateway.until_the_log_has("policy=\"free\" caller=\"alice\" denied=1 dry_run=false");
 
     // What is to the left of the proxy's entry is the client's: no way around.
-    let statuses = ["192.0.2.9", "1.1.1.1, 192.0.2.9", "\"2.2.2.2, 192.0.2.9"]
-        .map(|addresses| gateway.get("/", &[&format!("x-forwarded-for: {addresses}"), "x-api-key: guessed"]).status());
+    let statuses = ["192.0.2.9", "1.1.1.1, 192.0.2.9", "\"2.2.2.2, 192.0.2.9"].map(|addresses| {
+        gateway
+            .get(
+                "/",
+                &[
+                    &format!("x-forwarded-for: {addresses}"),
+                    "x-api-key: guessed",
+                ],
+            )
+            .status()
+    });
     assert_eq!(statuses, [200, 200, 429]);
 }
 
 #[test]
 fn an_invalid_file_is_reported_at_startup() {
     let file = file("a_wrong_file");
-    fs::write(&file, on_a_free_port(&FILE.replace("[\"loopback\"]", "[\"0.0.0.0/0\"]"))).unwrap();
+    fs::write(
+        &file,
+        on_a_free_port(&FILE.replace("[\"loopback\"]", "[\"0.0.0.0/0\"]")),
+    )
+    .unwrap();
     let output = command(&file).output().unwrap();
     let problem = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{problem}");
     let file = file.display().to_string();
-    for part in [&*file, "line 7", "\"0.0.0.0/0\" cannot be trusted", "write the proxies' network like"] {
+    for part in [
+        &*file,
+        "line 7",
+        "\"0.0.0.0/0\" cannot be trusted",
+        "write the proxies' network like",
+    ] {
         assert!(problem.contains(part), "{part}: {problem}");
     }
 }

@@ -1,6 +1,11 @@
 //! `examples/llm_gateway.rs` as it runs: what answers cost is known at their ends, and few run at a time.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 
 mod support;
 
@@ -15,8 +20,18 @@ fn gateway() -> Example {
 }
 
 fn ask(gateway: &Example, key: &str, max: u32, words: usize) -> TcpStream {
-    let question = format!(r#"{{"prompt":"{}","max_tokens":{max}}}"#, "word ".repeat(words));
-    gateway.post("/chat", &[&format!("x-api-key: {key}"), "content-type: application/json"], &question)
+    let question = format!(
+        r#"{{"prompt":"{}","max_tokens":{max}}}"#,
+        "word ".repeat(words)
+    );
+    gateway.post(
+        "/chat",
+        &[
+            &format!("x-api-key: {key}"),
+            "content-type: application/json",
+        ],
+        &question,
+    )
 }
 
 /// Waits until so many tokens remain, by an answer that costs nothing.
@@ -38,7 +53,12 @@ fn wait_until_remaining(gateway: &Example, key: &str, wanted: u32) {
 fn a_response_is_charged_its_tokens() {
     let gateway = gateway();
     let answer = Answer::read(ask(&gateway, "alice", 300, 5));
-    assert_eq!((answer.status, answer.remaining("tokens")), (200, 700), "what it may cost: {}", answer.head);
+    assert_eq!(
+        (answer.status, answer.remaining("tokens")),
+        (200, 700),
+        "what it may cost: {}",
+        answer.head
+    );
     assert_eq!(answer.body.matches("word").count(), 15);
     // 5 of the question and 15 of the answer.
     wait_until_remaining(&gateway, "alice", 980);
@@ -48,7 +68,12 @@ fn a_response_is_charged_its_tokens() {
     // Answers that may have too many are denied, and cost nothing.
     for _ in 0..20 {
         let denied = Answer::read(ask(&gateway, "alice", 961, 5));
-        assert_eq!((denied.status, denied.remaining("tokens")), (429, 960), "{}", denied.head);
+        assert_eq!(
+            (denied.status, denied.remaining("tokens")),
+            (429, 960),
+            "{}",
+            denied.head
+        );
     }
     assert_eq!(Answer::read(ask(&gateway, "alice", 960, 0)).status, 200);
 }
@@ -67,7 +92,11 @@ fn a_disconnected_client_pays_for_tokens_sent() {
     let mut remaining = 0;
     while remaining < 200 {
         let answer = Answer::read(ask(&gateway, "bob", 0, 0));
-        remaining = if answer.status == 200 { answer.remaining("tokens") } else { 0 };
+        remaining = if answer.status == 200 {
+            answer.remaining("tokens")
+        } else {
+            0
+        };
     }
     // 20 of the question, and fewer than the 60 that the whole answer has: writing fails soon after the client is gone.
     assert!((920..=977).contains(&remaining), "{remaining} remain");
@@ -83,9 +112,17 @@ fn at_most_four_answers_at_once() {
         let read = stream.read(&mut head).unwrap();
         heads.push(String::from_utf8_lossy(&head[..read]).into_owned());
     }
-    assert!(heads.iter().all(|head| head.starts_with("HTTP/1.1 200")), "{heads:?}");
+    assert!(
+        heads.iter().all(|head| head.starts_with("HTTP/1.1 200")),
+        "{heads:?}"
+    );
     let fifth = Answer::read(ask(&gateway, "carol", 100, 1));
-    assert_eq!((fifth.status, fifth.remaining("streams")), (429, 0), "{}", fifth.head);
+    assert_eq!(
+        (fifth.status, fifth.remaining("streams")),
+        (429, 0),
+        "{}",
+        fifth.head
+    );
     assert_eq!(Answer::read(ask(&gateway, "dave", 100, 1)).status, 200);
     drop(streams.pop());
     // There is room again when the server has seen it.

@@ -1,6 +1,11 @@
 //! `examples/login.rs` as it runs: right passwords are free, and many guesses at once are no way around.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 
 mod support;
 
@@ -17,20 +22,38 @@ fn attempt(login: &Example, user: &str, password: &str) -> TcpStream {
 fn only_failures_count_even_in_parallel() {
     let login = Example::start("login", &[("FAILURES", "5/h")]);
     for _ in 0..10 {
-        assert_eq!(Answer::read(attempt(&login, "alice", "open sesame")).status, 200);
+        assert_eq!(
+            Answer::read(attempt(&login, "alice", "open sesame")).status,
+            200
+        );
     }
 
     let guess = |guess| attempt(&login, "alice", if guess % 2 == 0 { "abc" } else { "123" });
     let guesses: Vec<_> = (0..100).map(guess).collect();
-    let answers: Vec<u16> = guesses.into_iter().map(|guess| Answer::read(guess).status).collect();
+    let answers: Vec<u16> = guesses
+        .into_iter()
+        .map(|guess| Answer::read(guess).status)
+        .collect();
     let of = |status| answers.iter().filter(|answer| **answer == status).count();
     assert_eq!((of(401), of(429)), (5, 95), "{answers:?}");
 
     let denied = Answer::read(attempt(&login, "alice", "open sesame"));
-    assert_eq!((denied.status, denied.remaining("login")), (429, 0), "{}", denied.head);
+    assert_eq!(
+        (denied.status, denied.remaining("login")),
+        (429, 0),
+        "{}",
+        denied.head
+    );
     assert!(denied.head.contains("\r\nretry-after: "), "{}", denied.head);
-    assert!(denied.body.contains("The quota of 5/h is used up."), "{}", denied.body);
-    assert_eq!(Answer::read(attempt(&login, "bob", "open sesame")).status, 200);
+    assert!(
+        denied.body.contains("The quota of 5/h is used up."),
+        "{}",
+        denied.body
+    );
+    assert_eq!(
+        Answer::read(attempt(&login, "bob", "open sesame")).status,
+        200
+    );
 }
 
 #[test]
@@ -49,7 +72,13 @@ fn disconnecting_early_counts_as_an_attempt() {
 fn spellings_of_a_user_share_one_count() {
     let login = Example::start("login", &[("FAILURES", "3/h")]);
     let guess = |user: &str| Answer::read(attempt(&login, user, "abc")).status;
-    let spellings = ["alice", r"\u0061lice", r"a\u006cice", r"a\u006Cice", r"alic\u0065"];
+    let spellings = [
+        "alice",
+        r"\u0061lice",
+        r"a\u006cice",
+        r"a\u006Cice",
+        r"alic\u0065",
+    ];
     assert_eq!(spellings.map(guess), [401, 401, 401, 429, 429]);
     assert_eq!(guess("Alice"), 401, "another user");
     assert_eq!(guess(r"\ud800"), 400, "nobody's name");

@@ -1,7 +1,12 @@
 //! `examples/ops` by the names in it: metrics and labels as they are exported, all of them shown, and a paragraph of
 //! `docs/runbook.md` for each alert. Whether Prometheus can read it is checked by `cargo xtask ops`.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -27,13 +32,20 @@ const CLOSED: [&str; 4] = ["outcome", "source", "dry_run", "kind"];
 
 /// Makes every event, with all values of the labels that rules may ask for.
 fn notify(observer: &impl Observer) {
-    let policies = Policy::new("api", Strategy::Gcra, Quota::per_hour(1)).unwrap().into();
+    let policies = Policy::new("api", Strategy::Gcra, Quota::per_hour(1))
+        .unwrap()
+        .into();
     let check = Check::take(Key::new("ann"), &policies, 1);
     for source in [Source::Redis, Source::Cached, Source::Local] {
-        for verdict in [Verdict::allowed(), Verdict::denied(Duration::from_secs(1)), Verdict::exceeds_capacity()] {
+        for verdict in [
+            Verdict::allowed(),
+            Verdict::denied(Duration::from_secs(1)),
+            Verdict::exceeds_capacity(),
+        ] {
             let decision = check.decided(source, 1, |_| verdict);
             for dry_run in [false, true] {
-                let mut decided = event::Decided::new(check.key(), &decision, Duration::from_millis(1));
+                let mut decided =
+                    event::Decided::new(check.key(), &decision, Duration::from_millis(1));
                 decided.dry_run = dry_run;
                 observer.decided(&decided);
             }
@@ -49,7 +61,9 @@ fn notify(observer: &impl Observer) {
 
 /// What Prometheus gets: each series' name with its labels. As in the recipe, times have buckets.
 fn exported() -> BTreeMap<String, Labels> {
-    let builder = PrometheusBuilder::new().set_buckets_for_metric(Matcher::Suffix("_seconds".into()), &[0.1]).unwrap();
+    let builder = PrometheusBuilder::new()
+        .set_buckets_for_metric(Matcher::Suffix("_seconds".into()), &[0.1])
+        .unwrap();
     let recorder = builder.build_recorder();
     metrics::with_local_recorder(&recorder, || notify(&MetricsObserver::new()));
     let mut exported = BTreeMap::<String, Labels>::new();
@@ -70,14 +84,24 @@ fn exported() -> BTreeMap<String, Labels> {
 /// The metrics that a text names, each with the labels in the braces behind it.
 fn named(text: &str) -> Vec<(String, Vec<(String, String)>)> {
     let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
-    let names = text.match_indices("ratelimit_").filter(|(at, _)| !text[..*at].ends_with(is_name));
+    let names = text
+        .match_indices("ratelimit_")
+        .filter(|(at, _)| !text[..*at].ends_with(is_name));
     let of_name = |(at, _)| {
         let rest: &str = &text[at..];
         let (name, rest) = rest.split_at(rest.find(|c| !is_name(c)).unwrap_or(rest.len()));
-        let braces = rest.strip_prefix('{').and_then(|rest| rest.split_once('}')).map(|(braces, _)| braces);
-        let matchers = braces.unwrap_or_default().split(',').filter(|matcher| !matcher.is_empty());
+        let braces = rest
+            .strip_prefix('{')
+            .and_then(|rest| rest.split_once('}'))
+            .map(|(braces, _)| braces);
+        let matchers = braces
+            .unwrap_or_default()
+            .split(',')
+            .filter(|matcher| !matcher.is_empty());
         let of_matcher = |matcher: &str| {
-            let (label, value) = matcher.split_once('=').unwrap_or_else(|| panic!("{matcher} of {name}"));
+            let (label, value) = matcher
+                .split_once('=')
+                .unwrap_or_else(|| panic!("{matcher} of {name}"));
             (label.to_owned(), value.trim_matches(['~', '"']).to_owned())
         };
         (name.to_owned(), matchers.map(of_matcher).collect())
@@ -87,9 +111,15 @@ fn named(text: &str) -> Vec<(String, Vec<(String, String)>)> {
 
 /// The labels that a text groups by.
 fn grouped(text: &str) -> BTreeSet<&str> {
-    let lists = ["by (", "on (", "label_values("].iter().flat_map(|start| text.split(start).skip(1));
-    let labels = lists.filter_map(|rest| rest.split(')').next()).flat_map(|list| list.split(", "));
-    labels.filter(|label| !label.starts_with("ratelimit_")).collect()
+    let lists = ["by (", "on (", "label_values("]
+        .iter()
+        .flat_map(|start| text.split(start).skip(1));
+    let labels = lists
+        .filter_map(|rest| rest.split(')').next())
+        .flat_map(|list| list.split(", "));
+    labels
+        .filter(|label| !label.starts_with("ratelimit_"))
+        .collect()
 }
 
 /// All texts in there.
@@ -104,7 +134,10 @@ fn strings<'a>(value: &'a Value, found: &mut Vec<&'a str>) {
 
 /// The metric that a series is of.
 fn metric(series: &str) -> &str {
-    ["_bucket", "_sum", "_count"].iter().find_map(|suffix| series.strip_suffix(suffix)).unwrap_or(series)
+    ["_bucket", "_sum", "_count"]
+        .iter()
+        .find_map(|suffix| series.strip_suffix(suffix))
+        .unwrap_or(series)
 }
 
 #[test]
@@ -114,43 +147,79 @@ fn rules_and_dashboard_name_what_is_exported() {
     let mut texts = vec![ALERTS, ALERT_TESTS];
     strings(&dashboard, &mut texts);
 
-    let known: BTreeSet<&str> = exported.values().flat_map(BTreeMap::keys).map(String::as_str).collect();
+    let known: BTreeSet<&str> = exported
+        .values()
+        .flat_map(BTreeMap::keys)
+        .map(String::as_str)
+        .collect();
     for text in &texts {
         for (name, labels) in named(text) {
-            let series = exported.get(&name).unwrap_or_else(|| panic!("{name} is not exported"));
+            let series = exported
+                .get(&name)
+                .unwrap_or_else(|| panic!("{name} is not exported"));
             for (label, asked) in labels {
-                let values = series.get(&label).unwrap_or_else(|| panic!("{name} has no label {label}"));
-                let mut asked = asked.split('|').filter(|_| CLOSED.contains(&label.as_str()));
+                let values = series
+                    .get(&label)
+                    .unwrap_or_else(|| panic!("{name} has no label {label}"));
+                let mut asked = asked
+                    .split('|')
+                    .filter(|_| CLOSED.contains(&label.as_str()));
                 let unknown = asked.find(|asked| !values.contains(*asked));
                 assert_eq!(unknown, None, "of the label {label} of {name}");
             }
         }
-        let unknown = grouped(text).into_iter().find(|label| !known.contains(label));
+        let unknown = grouped(text)
+            .into_iter()
+            .find(|label| !known.contains(label));
         assert_eq!(unknown, None, "in {text}");
     }
 
     // All that the crate names is exported by this test, and all that is exported is shown.
-    let names = |text: &str| -> BTreeSet<String> { named(text).into_iter().map(|(name, _)| name).collect() };
+    let names = |text: &str| -> BTreeSet<String> {
+        named(text).into_iter().map(|(name, _)| name).collect()
+    };
     let exported: BTreeSet<&str> = exported.keys().map(|series| metric(series)).collect();
     let shown: BTreeSet<String> = texts[2..].iter().flat_map(|text| names(text)).collect();
-    assert_eq!(exported, names(OBSERVER).iter().map(String::as_str).collect());
-    assert_eq!(exported, shown.iter().map(|series| metric(series)).collect());
+    assert_eq!(
+        exported,
+        names(OBSERVER).iter().map(String::as_str).collect()
+    );
+    assert_eq!(
+        exported,
+        shown.iter().map(|series| metric(series)).collect()
+    );
 }
 
 #[test]
 fn each_alert_has_a_paragraph_and_tests() {
-    let after =
-        |text: &'static str, start: &'static str| text.lines().filter_map(move |line| line.trim().strip_prefix(start));
+    let after = |text: &'static str, start: &'static str| {
+        text.lines()
+            .filter_map(move |line| line.trim().strip_prefix(start))
+    };
     let alerts: Vec<&str> = after(ALERTS, "- alert: ").collect();
-    let paragraphs: Vec<&str> = after(RUNBOOK, "## ").filter(|title| title.starts_with("RateLimit")).collect();
+    let paragraphs: Vec<&str> = after(RUNBOOK, "## ")
+        .filter(|title| title.starts_with("RateLimit"))
+        .collect();
     assert_eq!(alerts, paragraphs);
 
     let page = "https://docs.rs/tower-redis-ratelimit/latest/tower_redis_ratelimit/guide/runbook/index.html#";
     let links: Vec<&str> = after(ALERTS, "runbook_url: ").collect();
-    assert_eq!(links, alerts.iter().map(|alert| format!("{page}{}", alert.to_lowercase())).collect::<Vec<_>>());
+    assert_eq!(
+        links,
+        alerts
+            .iter()
+            .map(|alert| format!("{page}{}", alert.to_lowercase()))
+            .collect::<Vec<_>>()
+    );
 
     for alert in alerts {
-        assert!(ALERT_TESTS.contains(&format!("- alertname: {alert}\n")), "no test fires {alert}");
-        assert!(ALERT_TESTS.contains(&format!("- {{ alertname: {alert}, ")), "no test keeps {alert} silent");
+        assert!(
+            ALERT_TESTS.contains(&format!("- alertname: {alert}\n")),
+            "no test fires {alert}"
+        );
+        assert!(
+            ALERT_TESTS.contains(&format!("- {{ alertname: {alert}, ")),
+            "no test keeps {alert} silent"
+        );
     }
 }

@@ -1,7 +1,15 @@
 //! `examples/takeover.rs` as it runs: what the old limiter has granted is not granted again.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
-#![allow(clippy::disallowed_methods, reason = "redis-cell counts by the time of day")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
+#![allow(
+    clippy::disallowed_methods,
+    reason = "redis-cell counts by the time of day"
+)]
 
 #[path = "../../tests/support/mod.rs"]
 mod support;
@@ -23,16 +31,35 @@ const QUOTA: &str = "10/h";
 /// What the example prints with these arguments, or why it fails.
 fn take_over(server: &RedisServer, system: &str, prefix: &str) -> Result<String, String> {
     let test = env::current_exe().unwrap();
-    let example = test.ancestors().nth(2).unwrap().join(format!("examples/takeover{EXE_SUFFIX}"));
+    let example = test
+        .ancestors()
+        .nth(2)
+        .unwrap()
+        .join(format!("examples/takeover{EXE_SUFFIX}"));
     let args = [system, prefix, "api", QUOTA];
-    let output = Command::new(example).env("REDIS_URL", server.url()).args(args).output().unwrap();
+    let output = Command::new(example)
+        .env("REDIS_URL", server.url())
+        .args(args)
+        .output()
+        .unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
-    if output.status.success() { Ok(text(output.stdout)) } else { Err(text(output.stderr)) }
+    if output.status.success() {
+        Ok(text(output.stdout))
+    } else {
+        Err(text(output.stderr))
+    }
 }
 
 async fn limiter(server: &RedisServer) -> Limiter<RedisStore> {
-    let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).connect().await.unwrap();
-    Limiter::new(store, Policy::new("api", Strategy::Gcra, QUOTA.parse().unwrap()).unwrap())
+    let store = RedisStore::builder(server.url())
+        .timeout(Duration::from_secs(20))
+        .connect()
+        .await
+        .unwrap();
+    Limiter::new(
+        store,
+        Policy::new("api", Strategy::Gcra, QUOTA.parse().unwrap()).unwrap(),
+    )
 }
 
 async fn remaining(limiter: &Limiter<RedisStore>, caller: &str) -> u32 {
@@ -44,7 +71,14 @@ async fn redis_rate(redis: &mut MultiplexedConnection, caller: &str, requests: u
     let mut passed = 0;
     for _ in 0..requests {
         let mut call = redis::cmd("EVAL");
-        call.arg(REDIS_RATE).arg(1).arg(format!("rate:{caller}")).arg(0).arg(1).arg(10).arg(3_600).arg(10);
+        call.arg(REDIS_RATE)
+            .arg(1)
+            .arg(format!("rate:{caller}"))
+            .arg(0)
+            .arg(1)
+            .arg(10)
+            .arg(3_600)
+            .arg(10);
         passed += call.query_async::<u32>(redis).await.unwrap();
     }
     passed
@@ -68,14 +102,23 @@ async fn redis_rates_counts_are_taken_over() {
     for _ in 0..2 {
         let told = "1502 keys begin with \"rate:\"; took over the counts of 1502 callers, such as \"ann\"\n";
         assert_eq!(take_over(&server, "redis-rate", "rate:").unwrap(), told);
-        for (caller, left) in [("ann", 3), ("bob", 0), ("eve", 10), ("user-0", 9), ("user-1499", 9)] {
+        for (caller, left) in [
+            ("ann", 3),
+            ("bob", 0),
+            ("eve", 10),
+            ("user-0", 9),
+            ("user-1499", 9),
+        ] {
             assert_eq!(remaining(&limiter, caller).await, left, "of {caller}");
         }
     }
     let denied = limiter.take(Key::new("bob"), 1).await.unwrap();
     let wait = denied.retry_after().unwrap();
     let interval = Duration::from_secs(360);
-    assert!(wait > 4 * interval && wait <= 5 * interval, "the debt of 4 is paid off first: {wait:?}");
+    assert!(
+        wait > 4 * interval && wait <= 5 * interval,
+        "the debt of 4 is paid off first: {wait:?}"
+    );
 }
 
 /// Its keys hold the time in nanoseconds at which all that was granted will have flowed back.
@@ -86,12 +129,15 @@ async fn redis_cells_counts_are_taken_over() {
     let interval = Duration::from_secs(360);
     for (caller, granted) in [("ann", 7), ("bob", 10)] {
         let tat = (now + granted * interval).as_nanos();
-        server.command::<()>(&format!("SET throttle/{caller} {tat}")).await;
+        server
+            .command::<()>(&format!("SET throttle/{caller} {tat}"))
+            .await;
     }
     server.command::<()>("SET throttle/other something").await;
     server.command::<()>("HSET throttle/hash a 1").await;
     let limiter = limiter(&server).await;
-    let told = "4 keys begin with \"throttle/\"; took over the counts of 2 callers, such as \"ann\"\n";
+    let told =
+        "4 keys begin with \"throttle/\"; took over the counts of 2 callers, such as \"ann\"\n";
     assert_eq!(take_over(&server, "redis-cell", "throttle/").unwrap(), told);
     for (caller, left) in [("ann", 3), ("bob", 0), ("other", 10), ("hash", 10)] {
         assert_eq!(remaining(&limiter, caller).await, left, "of {caller}");
@@ -103,7 +149,13 @@ async fn redis_cells_counts_are_taken_over() {
 fn what_is_not_there_is_reported() {
     let server = RedisServer::start();
     let told = take_over(&server, "redis-rate", "rates:").unwrap();
-    assert_eq!(told, "0 keys begin with \"rates:\"; took over the counts of 0 callers\n");
+    assert_eq!(
+        told,
+        "0 keys begin with \"rates:\"; took over the counts of 0 callers\n"
+    );
     let problem = take_over(&server, "redis_rate", "rate:").unwrap_err();
-    assert!(problem.contains("is not known: write `redis-rate` or `redis-cell`"), "{problem}");
+    assert!(
+        problem.contains("is not known: write `redis-rate` or `redis-cell`"),
+        "{problem}"
+    );
 }

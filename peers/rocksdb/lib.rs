@@ -52,7 +52,12 @@ impl Options {
 
     pub fn set_compression_type(&mut self, _: DBCompressionType) {}
 
-    pub fn set_compaction_filter(&mut self, _: &str, _: impl FnMut(u32, &[u8], &[u8]) -> CompactionDecision) {}
+    pub fn set_compaction_filter(
+        &mut self,
+        _: &str,
+        _: impl FnMut(u32, &[u8], &[u8]) -> CompactionDecision,
+    ) {
+    }
 
     pub fn set_merge_operator_associative(
         &mut self,

@@ -14,7 +14,13 @@ pub const INSTANCES: [u32; 3] = [1, 2, 4];
 
 pub async fn granted(peer: impl Peer, instances: u32) -> u64 {
     let server: RedisServer = peer.server(&[]);
-    let setup = Setup { server: &server, quota: Quota::per_hour(LIMIT), limits: 1, instances, deadline: PATIENT };
+    let setup = Setup {
+        server: &server,
+        quota: Quota::per_hour(LIMIT),
+        limits: 1,
+        instances,
+        deadline: PATIENT,
+    };
     let instances = join_all((0..instances).map(|_| peer.instance(setup))).await;
     let ask = |task| {
         let mut instance = instances[task as usize % instances.len()].clone();
@@ -26,5 +32,9 @@ pub async fn granted(peer: impl Peer, instances: u32) -> u64 {
             granted
         })
     };
-    join_all((0..AT_A_TIME).map(ask)).await.into_iter().map(Result::unwrap).sum()
+    join_all((0..AT_A_TIME).map(ask))
+        .await
+        .into_iter()
+        .map(Result::unwrap)
+        .sum()
 }

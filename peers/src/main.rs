@@ -7,7 +7,11 @@
 //! `--rounds N` takes the medians of so many rounds; the default is 3. `--quick` only tries it. `--save` also writes the tables
 //! into `docs/peers.md`.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a benchmark fails by panicking"
+)]
 #![allow(clippy::disallowed_methods, reason = "a benchmark reads the time")]
 
 mod exact;
@@ -59,23 +63,46 @@ const QUICK: Amount = Amount::Time(Duration::from_millis(100));
 
 fn main() {
     let args: Vec<String> = env::args().skip(1).collect();
-    let known = ["speed", "outage", "exact", "--peer", "--rounds", "--quick", "--save"];
+    let known = [
+        "speed", "outage", "exact", "--peer", "--rounds", "--quick", "--save",
+    ];
     let is_value = |i: usize| i > 0 && ["--peer", "--rounds"].contains(&args[i - 1].as_str());
-    if let Some((_, other)) = args.iter().enumerate().find(|(i, arg)| !is_value(*i) && !known.contains(&arg.as_str())) {
-        eprintln!("{other}: use [speed] [outage] [exact] [--peer TEXT] [--rounds N] [--quick] [--save]");
+    if let Some((_, other)) = args
+        .iter()
+        .enumerate()
+        .find(|(i, arg)| !is_value(*i) && !known.contains(&arg.as_str()))
+    {
+        eprintln!(
+            "{other}: use [speed] [outage] [exact] [--peer TEXT] [--rounds N] [--quick] [--save]"
+        );
         std::process::exit(2);
     }
     let has = |option: &str| args.iter().any(|arg| arg == option);
-    let value = |option: &str| Some(args.get(args.iter().position(|arg| arg == option)? + 1).expect(option).as_str());
+    let value = |option: &str| {
+        Some(
+            args.get(args.iter().position(|arg| arg == option)? + 1)
+                .expect(option)
+                .as_str(),
+        )
+    };
     let rounds = value("--rounds").map_or(3, |rounds| rounds.parse().expect("--rounds N"));
-    let (rounds, amount) = if has("--quick") { (1, QUICK) } else { (rounds, AMOUNT) };
+    let (rounds, amount) = if has("--quick") {
+        (1, QUICK)
+    } else {
+        (rounds, AMOUNT)
+    };
     let named = |peers: &[&'static dyn Measured]| -> Peers {
         let (first, others) = peers.split_first().unwrap();
-        let others = others.iter().filter(|peer| value("--peer").is_none_or(|text| peer.name().contains(text)));
+        let others = others
+            .iter()
+            .filter(|peer| value("--peer").is_none_or(|text| peer.name().contains(text)));
         [first].into_iter().chain(others).copied().collect()
     };
     let shared = named(&SHARED);
-    assert!(!has("--save") || value("--peer").is_none(), "--save writes of all peers: leave out --peer");
+    assert!(
+        !has("--save") || value("--peer").is_none(),
+        "--save writes of all peers: leave out --peer"
+    );
     let parts = ["speed", "outage", "exact"];
     let wants = |part: &str| has(part) || !parts.into_iter().any(has);
 
@@ -93,7 +120,12 @@ fn main() {
         show("local", &local.tables());
     }
     if wants("outage") {
-        show("outage", &Fault::ALL.map(|fault| report::outage(fault, &outages(&shared, fault))).concat());
+        show(
+            "outage",
+            &Fault::ALL
+                .map(|fault| report::outage(fault, &outages(&shared, fault)))
+                .concat(),
+        );
     }
     if wants("exact") {
         show("exact", &report::exact(&exact(&shared, rounds)));
@@ -101,7 +133,12 @@ fn main() {
 }
 
 /// In each round every case in turn, and in each case every peer.
-fn speeds_of(peers: &Peers, cases: &'static [(Load, u64)], rounds: usize, amount: Amount) -> Speeds {
+fn speeds_of(
+    peers: &Peers,
+    cases: &'static [(Load, u64)],
+    rounds: usize,
+    amount: Amount,
+) -> Speeds {
     let servers: Vec<_> = peers.iter().map(|peer| peer.server(&[])).collect();
     let mut measures: Vec<Vec<Vec<Measure>>> = vec![vec![vec![]; cases.len()]; peers.len()];
     for round in 1..=rounds {
@@ -110,12 +147,18 @@ fn speeds_of(peers: &Peers, cases: &'static [(Load, u64)], rounds: usize, amount
             for ((peer, server), measures) in peers.iter().zip(&servers).zip(&mut measures) {
                 if peer.can(load) {
                     // On a runtime of its own, so that no task of one is in the way of another.
-                    measures[case].push(runtime().block_on(peer.speed(server, load, tasks, amount)));
+                    measures[case]
+                        .push(runtime().block_on(peer.speed(server, load, tasks, amount)));
                 }
             }
         }
     }
-    Speeds { names: peers.iter().map(|peer| peer.name()).collect(), cases, shared: cases == SHARED_CASES, measures }
+    Speeds {
+        names: peers.iter().map(|peer| peer.name()).collect(),
+        cases,
+        shared: cases == SHARED_CASES,
+        measures,
+    }
 }
 
 /// All at the same time: they ask so seldom that the machine is mostly idle.
@@ -123,19 +166,40 @@ fn outages(peers: &Peers, fault: Fault) -> Vec<(&'static str, Outage)> {
     eprintln!("Redis {}", fault.name());
     let run = |peer: &'static dyn Measured| async move { (peer.name(), peer.outage(fault).await) };
     let run = |peer: &&'static dyn Measured| run(*peer);
-    runtime().block_on(join_all(peers.iter().map(|peer| async { tokio::spawn(run(peer)).await.unwrap() })))
+    runtime().block_on(join_all(
+        peers
+            .iter()
+            .map(|peer| async { tokio::spawn(run(peer)).await.unwrap() }),
+    ))
 }
 
 /// What was granted by so many instances, least and most.
-fn exact(peers: &Peers, rounds: usize) -> Vec<(&'static str, [(u64, u64); exact::INSTANCES.len()])> {
+fn exact(
+    peers: &Peers,
+    rounds: usize,
+) -> Vec<(&'static str, [(u64, u64); exact::INSTANCES.len()])> {
     eprintln!("exactness");
     let granted = |peer: &dyn Measured, instances| {
         let granted = (0..rounds).map(|_| runtime().block_on(peer.exact(instances)));
-        granted.fold((u64::MAX, 0), |(least, most), granted| (least.min(granted), most.max(granted)))
+        granted.fold((u64::MAX, 0), |(least, most), granted| {
+            (least.min(granted), most.max(granted))
+        })
     };
-    peers.iter().map(|peer| (peer.name(), exact::INSTANCES.map(|instances| granted(*peer, instances)))).collect()
+    peers
+        .iter()
+        .map(|peer| {
+            (
+                peer.name(),
+                exact::INSTANCES.map(|instances| granted(*peer, instances)),
+            )
+        })
+        .collect()
 }
 
 fn runtime() -> Runtime {
-    Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+    Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap()
 }

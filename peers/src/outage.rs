@@ -104,9 +104,16 @@ pub async fn run(peer: impl Peer, fault: Fault) -> Outage {
     static STARTING: Mutex<()> = Mutex::const_new(());
     let starting = STARTING.lock().await;
     // What waits for a server is on no thread that runs requests.
-    let mut server = spawn_blocking(move || peer.server(&KEEPS_ITS_DATA)).await.unwrap();
-    let setup =
-        Setup { server: &server, quota: Quota::per_hour(LIMIT), limits: 1, instances: INSTANCES, deadline: DEADLINE };
+    let mut server = spawn_blocking(move || peer.server(&KEEPS_ITS_DATA))
+        .await
+        .unwrap();
+    let setup = Setup {
+        server: &server,
+        quota: Quota::per_hour(LIMIT),
+        limits: 1,
+        instances: INSTANCES,
+        deadline: DEADLINE,
+    };
     let instances = join_all((0..INSTANCES).map(|_| peer.instance(setup))).await;
     drop(starting);
     let before = at_once(&instances, 0, BEFORE).await;
@@ -116,7 +123,11 @@ pub async fn run(peer: impl Peer, fault: Fault) -> Outage {
     let goes_on = Arc::new(AtomicBool::new(true));
     let next = Arc::new(AtomicU32::new(10));
     let tasks = (0..TASKS).map(|task| {
-        let (instance, goes_on, next) = (instances[task % instances.len()].clone(), goes_on.clone(), next.clone());
+        let (instance, goes_on, next) = (
+            instances[task % instances.len()].clone(),
+            goes_on.clone(),
+            next.clone(),
+        );
         tokio::spawn(async move {
             let mut all = vec![];
             while goes_on.load(Ordering::Relaxed) {
@@ -140,7 +151,11 @@ pub async fn run(peer: impl Peer, fault: Fault) -> Outage {
     let end = Instant::now();
     sleep(AFTER).await;
     goes_on.store(false, Ordering::Relaxed);
-    let all: Vec<Asked> = join_all(tasks).await.into_iter().flat_map(Result::unwrap).collect();
+    let all: Vec<Asked> = join_all(tasks)
+        .await
+        .into_iter()
+        .flat_map(Result::unwrap)
+        .collect();
     let again = at_once(&instances, 1, AGAIN).await;
     judge(&all, before, start, end, again)
 }
@@ -148,24 +163,44 @@ pub async fn run(peer: impl Peer, fault: Fault) -> Outage {
 fn judge(all: &[Asked], before: u64, start: Instant, end: Instant, again: u64) -> Outage {
     let granted = |asked: &&Asked| asked.counted && asked.answer == Some(Answer::Passed);
     let count = |from: Option<Instant>, to: Option<Instant>| {
-        let within =
-            |asked: &&Asked| from.is_none_or(|from| asked.begun >= from) && to.is_none_or(|to| asked.begun < to);
+        let within = |asked: &&Asked| {
+            from.is_none_or(|from| asked.begun >= from) && to.is_none_or(|to| asked.begun < to)
+        };
         all.iter().filter(within).filter(granted).count() as u64
     };
     // A restart is over too soon to ask much.
     let until = end.max(start + Duration::from_secs(1));
-    let others = || all.iter().filter(|asked| !asked.counted && asked.begun >= start && asked.begun < until);
-    let answers = [Some(Answer::Passed), Some(Answer::Denied), Some(Answer::Failed), None];
+    let others = || {
+        all.iter()
+            .filter(|asked| !asked.counted && asked.begun >= start && asked.begun < until)
+    };
+    let answers = [
+        Some(Answer::Passed),
+        Some(Answer::Denied),
+        Some(Answer::Failed),
+        None,
+    ];
     let mut waits: Vec<Duration> = others().map(|asked| asked.wait).collect();
     waits.sort_unstable();
     let after = || all.iter().filter(|asked| asked.begun >= end);
-    let bad = after().filter(|asked| asked.is_bad()).map(|asked| asked.begun + asked.wait - end).max();
-    let last = after().map(|asked| asked.begun + asked.wait - end).max().unwrap_or_default();
+    let bad = after()
+        .filter(|asked| asked.is_bad())
+        .map(|asked| asked.begun + asked.wait - end)
+        .max();
+    let last = after()
+        .map(|asked| asked.begun + asked.wait - end)
+        .max()
+        .unwrap_or_default();
     let bad = bad.unwrap_or_default();
     Outage {
-        answers: answers.map(|answer| others().filter(|asked| asked.answer == answer).count() as u64),
+        answers: answers
+            .map(|answer| others().filter(|asked| asked.answer == answer).count() as u64),
         waits,
-        granted: [before + count(None, Some(start)), count(Some(start), Some(end)), count(Some(end), None)],
+        granted: [
+            before + count(None, Some(start)),
+            count(Some(start), Some(end)),
+            count(Some(end), None),
+        ],
         well: (bad + 10 * PAUSE < last).then_some(bad),
         again,
     }
@@ -174,7 +209,12 @@ fn judge(all: &[Asked], before: u64, start: Instant, end: Instant, again: u64) -
 async fn ask(mut instance: impl Instance, caller: u32) -> Asked {
     let begun = Instant::now();
     let answer = timeout(PATIENCE, instance.ask(caller)).await.ok();
-    Asked { begun, wait: begun.elapsed(), answer, counted: caller == 0 }
+    Asked {
+        begun,
+        wait: begun.elapsed(),
+        answer,
+        counted: caller == 0,
+    }
 }
 
 /// How many of so many requests of a caller are granted, 64 at a time.

@@ -78,11 +78,24 @@ pub struct Layered<S>(pub S, pub fn(u32) -> Request<()>);
 
 impl<S, B> Instance for Layered<S>
 where
-    S: Service<Request<()>, Response = Response<B>, Error: Debug, Future: Send> + Clone + Send + Sync + 'static,
+    S: Service<Request<()>, Response = Response<B>, Error: Debug, Future: Send>
+        + Clone
+        + Send
+        + Sync
+        + 'static,
 {
     async fn ask(&mut self, caller: u32) -> Answer {
         let request = self.1(caller);
-        match self.0.ready().await.unwrap().call(request).await.unwrap().status() {
+        match self
+            .0
+            .ready()
+            .await
+            .unwrap()
+            .call(request)
+            .await
+            .unwrap()
+            .status()
+        {
             StatusCode::OK => Answer::Passed,
             StatusCode::TOO_MANY_REQUESTS => Answer::Denied,
             _ => Answer::Failed,
@@ -92,7 +105,10 @@ where
 
 /// A caller as layers know it that read a header field.
 pub fn by_header(caller: u32) -> Request<()> {
-    Request::builder().header(HEADER, name_of(caller)).body(()).unwrap()
+    Request::builder()
+        .header(HEADER, name_of(caller))
+        .body(())
+        .unwrap()
 }
 
 /// A caller as libraries know it.
@@ -105,7 +121,13 @@ pub trait Measured: Sync {
     fn name(&self) -> &'static str;
     fn server(&self, args: &[&str]) -> RedisServer;
     fn can(&self, load: Load) -> bool;
-    fn speed<'a>(&'a self, server: &'a RedisServer, load: Load, tasks: u64, amount: Amount) -> BoxFuture<'a, Measure>;
+    fn speed<'a>(
+        &'a self,
+        server: &'a RedisServer,
+        load: Load,
+        tasks: u64,
+        amount: Amount,
+    ) -> BoxFuture<'a, Measure>;
     fn outage(&self, fault: Fault) -> BoxFuture<'_, Outage>;
     fn exact(&self, instances: u32) -> BoxFuture<'_, u64>;
 }
@@ -123,7 +145,13 @@ impl<P: Peer> Measured for P {
         Peer::can(self, load)
     }
 
-    fn speed<'a>(&'a self, server: &'a RedisServer, load: Load, tasks: u64, amount: Amount) -> BoxFuture<'a, Measure> {
+    fn speed<'a>(
+        &'a self,
+        server: &'a RedisServer,
+        load: Load,
+        tasks: u64,
+        amount: Amount,
+    ) -> BoxFuture<'a, Measure> {
         Box::pin(speed::measure(*self, server, load, tasks, amount))
     }
 

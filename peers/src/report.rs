@@ -25,7 +25,12 @@ pub fn faster(all: &[&Speeds]) -> String {
     const NOISE: f64 = 1.05;
     let mut faster = vec![];
     for speeds in all {
-        for (peer, who) in speeds.names.iter().enumerate().filter(|(_, who)| !who.starts_with("this crate")) {
+        for (peer, who) in speeds
+            .names
+            .iter()
+            .enumerate()
+            .filter(|(_, who)| !who.starts_with("this crate"))
+        {
             for (case, (load, tasks)) in speeds.cases.iter().enumerate() {
                 let ratio = speeds.of_ours(peer, case).unwrap_or_default();
                 if ratio > NOISE {
@@ -35,8 +40,13 @@ pub fn faster(all: &[&Speeds]) -> String {
         }
     }
     faster.sort_by(|(one, _), (other, _)| other.total_cmp(one));
-    let rows = faster.iter().map(|(ratio, row)| format!("| {row} | {ratio:.2} x |\n"));
-    format!("| | case | at a time | times our decisions/s |\n|---|---|--:|--:|\n{}", rows.collect::<String>())
+    let rows = faster
+        .iter()
+        .map(|(ratio, row)| format!("| {row} | {ratio:.2} x |\n"));
+    format!(
+        "| | case | at a time | times our decisions/s |\n|---|---|--:|--:|\n{}",
+        rows.collect::<String>()
+    )
 }
 
 impl Speeds {
@@ -44,7 +54,11 @@ impl Speeds {
         let mut text = self.table("decisions/s", |m| m.per_second, decisions);
         text += &self.table("p99", |m| m.p99, micros);
         if self.shared {
-            text += &self.table("Redis's processor for a decision, us", |m| m.server, |value| format!("{value:.1}"));
+            text += &self.table(
+                "Redis's processor for a decision, us",
+                |m| m.server,
+                |value| format!("{value:.1}"),
+            );
         }
         text
     }
@@ -58,7 +72,8 @@ impl Speeds {
         for (name, measures) in self.names.iter().zip(&self.measures) {
             let _ = write!(text, "| {name} |");
             for measures in measures {
-                let value = (!measures.is_empty()).then(|| median(measures.iter().map(value).collect()));
+                let value =
+                    (!measures.is_empty()).then(|| median(measures.iter().map(value).collect()));
                 let _ = write!(text, " {} |", value.map_or("-".to_owned(), shown));
             }
             text += "\n";
@@ -69,8 +84,11 @@ impl Speeds {
     /// How many decisions a peer makes for each of ours, in the same round.
     fn of_ours(&self, peer: usize, case: usize) -> Option<f64> {
         let [theirs, ours] = [peer, 0].map(|peer| &self.measures[peer][case]);
-        let ratios: Vec<f64> =
-            theirs.iter().zip(ours).map(|(theirs, ours)| theirs.per_second / ours.per_second).collect();
+        let ratios: Vec<f64> = theirs
+            .iter()
+            .zip(ours)
+            .map(|(theirs, ours)| theirs.per_second / ours.per_second)
+            .collect();
         (!ratios.is_empty()).then(|| median(ratios))
     }
 }
@@ -83,9 +101,14 @@ pub fn outage(fault: Fault, outages: &[(&str, Outage)]) -> String {
     );
     for (name, outage) in outages {
         let count: u64 = outage.answers.iter().sum();
-        let answers = outage.answers.map(|answers| format!("{:.0} %", 100.0 * answers as f64 / count.max(1) as f64));
+        let answers = outage
+            .answers
+            .map(|answers| format!("{:.0} %", 100.0 * answers as f64 / count.max(1) as f64));
         let wait = |share: f64| {
-            let wait = outage.waits.get((outage.waits.len() as f64 * share) as usize).or(outage.waits.last());
+            let wait = outage
+                .waits
+                .get((outage.waits.len() as f64 * share) as usize)
+                .or(outage.waits.last());
             wait.map_or("-".to_owned(), |wait| time(*wait))
         };
         let [before, during, after] = outage.granted;
@@ -109,12 +132,25 @@ pub fn outage(fault: Fault, outages: &[(&str, Outage)]) -> String {
 pub fn exact(granted: &[(&str, [(u64, u64); INSTANCES.len()])]) -> String {
     let mut text = String::from("| granted, limit 100 |");
     for instances in INSTANCES {
-        let _ = write!(text, " {instances} {} |", if instances == 1 { "instance" } else { "instances" });
+        let _ = write!(
+            text,
+            " {instances} {} |",
+            if instances == 1 {
+                "instance"
+            } else {
+                "instances"
+            }
+        );
     }
     let _ = writeln!(text, "\n|---|{}", "--:|".repeat(INSTANCES.len()));
     for (name, counts) in granted {
-        let counts =
-            counts.map(|(least, most)| if least == most { most.to_string() } else { format!("{least}-{most}") });
+        let counts = counts.map(|(least, most)| {
+            if least == most {
+                most.to_string()
+            } else {
+                format!("{least}-{most}")
+            }
+        });
         let _ = writeln!(text, "| {name} | {} |", counts.join(" | "));
     }
     text

@@ -61,14 +61,30 @@ impl Load {
     }
 
     fn answer(self) -> Answer {
-        if self == Self::Denied { Answer::Denied } else { Answer::Passed }
+        if self == Self::Denied {
+            Answer::Denied
+        } else {
+            Answer::Passed
+        }
     }
 }
 
-pub async fn measure(peer: impl Peer, server: &RedisServer, what: Load, tasks: u64, amount: Amount) -> Measure {
+pub async fn measure(
+    peer: impl Peer,
+    server: &RedisServer,
+    what: Load,
+    tasks: u64,
+    amount: Amount,
+) -> Measure {
     let _: String = server.command("FLUSHALL").await;
     let instance = peer
-        .instance(Setup { server, quota: what.quota(), limits: what.limits(), instances: 1, deadline: PATIENT })
+        .instance(Setup {
+            server,
+            quota: what.quota(),
+            limits: what.limits(),
+            instances: 1,
+            deadline: PATIENT,
+        })
         .await;
     if what != Load::ShortLived {
         ask_each(&instance, what.callers()).await;
@@ -94,7 +110,12 @@ pub async fn measure(peer: impl Peer, server: &RedisServer, what: Load, tasks: u
     .await;
     let [right, wrong] = [right, wrong].map(|count| count.load(Ordering::Relaxed));
     // What is not decided, or not so, is no decision that was quick.
-    assert!(wrong <= right / 1_000, "{}, {}: {wrong} of {right} answers were others", peer.name(), what.name());
+    assert!(
+        wrong <= right / 1_000,
+        "{}, {}: {wrong} of {right} answers were others",
+        peer.name(),
+        what.name()
+    );
     measure
 }
 
@@ -112,5 +133,8 @@ async fn ask_each(instance: &impl Instance, callers: u32) {
             }
         })
     };
-    join_all((0..TASKS).map(ask)).await.into_iter().for_each(Result::unwrap);
+    join_all((0..TASKS).map(ask))
+        .await
+        .into_iter()
+        .for_each(Result::unwrap);
 }

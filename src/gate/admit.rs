@@ -3,7 +3,9 @@
 use std::borrow::Cow;
 
 use super::wait::QueuedRequest;
-use super::{Gate, Grant, Holds, KeyExtractor, MissingKey, OnError, OnMissingKey, Pending, Question};
+use super::{
+    Gate, Grant, Holds, KeyExtractor, MissingKey, OnError, OnMissingKey, Pending, Question,
+};
 use crate::error::StoreError;
 use crate::in_flight::Slot;
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
@@ -25,7 +27,10 @@ pub(crate) enum Admission<D> {
 pub(crate) type Admitted<D> = Result<(Grant<D>, Option<Decision>), Refusal>;
 
 /// What follows when the store has answered.
-#[allow(clippy::large_enum_variant, reason = "it stays on the stack, and most requests do not wait")]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "it stays on the stack, and most requests do not wait"
+)]
 pub(super) enum Next<D> {
     Admitted(Admitted<D>),
     /// It waits for its turn.
@@ -46,7 +51,11 @@ pub(super) const NEVER_ENDS: &str = "a policy that counts requests in flight can
 impl<S: Store, R: 'static> Gate<S, R> {
     /// Finds the key and the policies, and sends the check.
     #[inline]
-    pub(crate) fn admit(&self, extractor: &impl KeyExtractor<R>, request: &R) -> Admission<S::Future> {
+    pub(crate) fn admit(
+        &self,
+        extractor: &impl KeyExtractor<R>,
+        request: &R,
+    ) -> Admission<S::Future> {
         if self.skip.as_ref().is_some_and(|skip| skip(request)) {
             return self.uncounted(request, None);
         }
@@ -61,7 +70,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
             Ok(key) => key,
             Err(missing) => return self.admit_without_key(request, missing),
         };
-        let Some(policies) = self.countable(policies) else { return self.exempt(request, Ok(key)) };
+        let Some(policies) = self.countable(policies) else {
+            return self.exempt(request, Ok(key));
+        };
         let check = self.check(key, &policies, request);
         let mut question = self.question(&check);
         let mut wanted = None;
@@ -77,8 +88,12 @@ impl<S: Store, R: 'static> Gate<S, R> {
         let answer = self.store.check(check);
         self.notifier.unless_leased(&policies);
         match answer {
-            Answer::Ready { answer } => self.answered(request, &mut question, answer, wanted).admission(question),
-            Answer::Pending { future } => Admission::Undecided(Pending::asked(future, question, wanted)),
+            Answer::Ready { answer } => self
+                .answered(request, &mut question, answer, wanted)
+                .admission(question),
+            Answer::Pending { future } => {
+                Admission::Undecided(Pending::asked(future, question, wanted))
+            }
         }
     }
 
@@ -86,7 +101,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
     #[inline]
     pub(super) fn countable<'a>(&self, policies: Cow<'a, Policies>) -> Option<Cow<'a, Policies>> {
         if self.holds == Holds::Nothing && policies.in_flight().is_some() {
-            self.notifier.misconfigured(format_args!("{NEVER_ENDS}{IN_FLIGHT_WITHOUT_END}"));
+            self.notifier
+                .misconfigured(format_args!("{NEVER_ENDS}{IN_FLIGHT_WITHOUT_END}"));
             return policies.without_in_flight().cloned().map(Cow::Owned);
         }
         Some(policies)
@@ -99,14 +115,22 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     /// Notes the time, if there is an observer to be notified, or something to settle.
     pub(super) fn question(&self, check: &Check) -> Question {
-        let since = if self.settles() { Some(instant()) } else { self.notifier.since() };
+        let since = if self.settles() {
+            Some(instant())
+        } else {
+            self.notifier.since()
+        };
         Question::new(*check.key(), check.cost(), since)
     }
 
     /// The slot that the check takes, before it is sent.
     #[inline]
     pub(super) fn hold(&self, check: &Check) -> Option<Slot> {
-        if self.holds == Holds::Nothing { None } else { self.in_flight.hold(check) }
+        if self.holds == Holds::Nothing {
+            None
+        } else {
+            self.in_flight.hold(check)
+        }
     }
 
     /// Admission by the store's answer.
@@ -137,8 +161,14 @@ impl<S: Store, R: 'static> Gate<S, R> {
         place: Result<Acquire, wait_queues::Refusal>,
     ) -> Next<S::Future> {
         match place {
-            Ok(turn) => Next::Wait(Box::new(QueuedRequest { turn, wanted, permit: None })),
-            Err(refusal) => Next::Admitted(self.conclude_turn(request, question, &wanted, Err(refusal))),
+            Ok(turn) => Next::Wait(Box::new(QueuedRequest {
+                turn,
+                wanted,
+                permit: None,
+            })),
+            Err(refusal) => {
+                Next::Admitted(self.conclude_turn(request, question, &wanted, Err(refusal)))
+            }
         }
     }
 
@@ -152,7 +182,11 @@ impl<S: Store, R: 'static> Gate<S, R> {
     ) -> Admitted<S::Future> {
         let answer = match turn {
             Ok(permit) => {
-                let Spent { decision, taken, slot } = permit.spend();
+                let Spent {
+                    decision,
+                    taken,
+                    slot,
+                } = permit.spend();
                 question.spend(taken, slot);
                 Ok(decision)
             }
@@ -174,11 +208,13 @@ impl<S: Store, R: 'static> Gate<S, R> {
         question: &mut Question,
         answer: Result<Decision, StoreError>,
     ) -> Admitted<S::Future> {
-        self.notifier.answered(question.key(), question, &answer, false);
+        self.notifier
+            .answered(question.key(), question, &answer, false);
         match answer {
-            Ok(decision) if decision.is_allowed() => {
-                Ok((self.pass(request, question, Some(&decision)), Some(decision)))
-            }
+            Ok(decision) if decision.is_allowed() => Ok((
+                self.pass(request, question, Some(&decision)),
+                Some(decision),
+            )),
             Ok(decision) => Err(Refusal::Denied(decision)),
             Err(error) => match self.on_error {
                 OnError::Allow => Ok((self.pass(request, question, None), None)),
@@ -188,10 +224,21 @@ impl<S: Store, R: 'static> Gate<S, R> {
     }
 
     #[inline]
-    fn pass(&self, request: &R, question: &mut Question, decision: Option<&Decision>) -> Grant<S::Future> {
+    fn pass(
+        &self,
+        request: &R,
+        question: &mut Question,
+        decision: Option<&Decision>,
+    ) -> Grant<S::Future> {
         let slot = question.take_slot();
-        let slot = if decision.is_some() { slot } else { slot.map(Slot::passed) };
-        self.grant(request, Some(question.key()), slot, || question.reserved(decision?))
+        let slot = if decision.is_some() {
+            slot
+        } else {
+            slot.map(Slot::passed)
+        };
+        self.grant(request, Some(question.key()), slot, || {
+            question.reserved(decision?)
+        })
     }
 
     /// Admission of an unlimited request.

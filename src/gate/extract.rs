@@ -84,7 +84,10 @@ pub trait KeyExtractor<R = Parts>: Send + Sync + 'static {
     where
         Self: Sized,
     {
-        Or { first: self, second }
+        Or {
+            first: self,
+            second,
+        }
     }
 }
 
@@ -145,7 +148,9 @@ where
     F: Fn(&R) -> Option<Key> + Send + Sync + 'static,
 {
     fn extract(&self, request: &R) -> Result<Key, MissingKey> {
-        self(request).ok_or(MissingKey::new("the request has nothing that it could be counted by"))
+        self(request).ok_or(MissingKey::new(
+            "the request has nothing that it could be counted by",
+        ))
     }
 }
 

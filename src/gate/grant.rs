@@ -32,11 +32,18 @@ impl<S: Store, R: 'static> Gate<S, R> {
         slot: Option<Slot>,
         reserved: impl FnOnce() -> Option<Reserved>,
     ) -> Grant<S::Future> {
-        let mut grant = Grant { slot, ..Grant::default() };
+        let mut grant = Grant {
+            slot,
+            ..Grant::default()
+        };
         if self.settles() {
             // In case nobody else has come since a runtime ended.
             self.refunds.wake();
-            grant.charge = Some(Charge::new(Arc::clone(&self.refunds), reserved(), grant.slot.take()));
+            grant.charge = Some(Charge::new(
+                Arc::clone(&self.refunds),
+                reserved(),
+                grant.slot.take(),
+            ));
         }
         if let Some(key) = key
             && self.has_shadows()
@@ -94,13 +101,19 @@ impl<D> Grant<D> {
 impl<D: Future<Output = Result<Decision, StoreError>>> Grant<D> {
     /// Polls the shadows: ready when all are decided.
     pub(crate) fn poll_shadows(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        self.shadows.as_mut().map_or(Poll::Ready(()), |shadows| shadows.poll(cx))
+        self.shadows
+            .as_mut()
+            .map_or(Poll::Ready(()), |shadows| shadows.poll(cx))
     }
 }
 
 /// Of an uncounted request.
 impl<D> Default for Grant<D> {
     fn default() -> Self {
-        Self { charge: None, slot: None, shadows: None }
+        Self {
+            charge: None,
+            slot: None,
+            shadows: None,
+        }
     }
 }

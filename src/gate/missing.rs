@@ -44,7 +44,10 @@ impl MissingKey {
     /// The client left the key out: over HTTP a 400, over gRPC `INVALID_ARGUMENT`. `problem` is shown to the client,
     /// and says what is missing, such as "no API key".
     pub fn new(problem: impl Into<Cow<'static, str>>) -> Self {
-        Self { problem: Problem::Text(problem.into()), cause: Cause::Absent }
+        Self {
+            problem: Problem::Text(problem.into()),
+            cause: Cause::Absent,
+        }
     }
 
     /// The client left out its credentials, such as an API key: over HTTP a 401, over gRPC `UNAUTHENTICATED`. `problem`
@@ -62,14 +65,20 @@ impl MissingKey {
     /// assert_eq!(missing.challenge().unwrap(), "Bearer");
     /// ```
     pub fn unauthenticated(problem: impl Into<Cow<'static, str>>, challenge: HeaderValue) -> Self {
-        Self { problem: Problem::Text(problem.into()), cause: Cause::Unauthenticated(challenge) }
+        Self {
+            problem: Problem::Text(problem.into()),
+            cause: Cause::Unauthenticated(challenge),
+        }
     }
 
     /// The client sent something that must not become a key, such as a header twice: over HTTP a 400, over gRPC
     /// `INVALID_ARGUMENT`, whatever [`OnMissingKey`](crate::reject::OnMissingKey) says, or a client could pass
     /// uncounted by it. `problem` is shown to the client.
     pub fn malformed(problem: impl Into<Cow<'static, str>>) -> Self {
-        Self { problem: Problem::Text(problem.into()), cause: Cause::Malformed }
+        Self {
+            problem: Problem::Text(problem.into()),
+            cause: Cause::Malformed,
+        }
     }
 
     /// The server is misconfigured, so that no request can have a key: over HTTP a 500, over gRPC `INTERNAL`, whatever
@@ -78,18 +87,29 @@ impl MissingKey {
     /// `problem` says how to fix it. It is reported to the layer's [observer](crate::observe::Observer::misconfigured),
     /// and shown to clients in debug builds only.
     pub fn misconfigured(problem: impl Into<Cow<'static, str>>) -> Self {
-        Self { problem: Problem::Text(problem.into()), cause: Cause::Misconfigured }
+        Self {
+            problem: Problem::Text(problem.into()),
+            cause: Cause::Misconfigured,
+        }
     }
 
     /// The client left out this header. With a challenge, it is [unauthenticated](Self::unauthenticated).
     pub(crate) fn header(name: &HeaderName, challenge: Option<&HeaderValue>) -> Self {
-        let cause = challenge.cloned().map_or(Cause::Absent, Cause::Unauthenticated);
-        Self { problem: Problem::NoHeader(name.clone()), cause }
+        let cause = challenge
+            .cloned()
+            .map_or(Cause::Absent, Cause::Unauthenticated);
+        Self {
+            problem: Problem::NoHeader(name.clone()),
+            cause,
+        }
     }
 
     /// The request lacks an extension of this type: the server is misconfigured, unless another extractor finds a key.
     pub(crate) const fn extension(of_type: &'static str) -> Self {
-        Self { problem: Problem::NoExtension(of_type), cause: Cause::Misconfigured }
+        Self {
+            problem: Problem::NoExtension(of_type),
+            cause: Cause::Misconfigured,
+        }
     }
 
     /// Whether the request may be counted by another key.

@@ -106,7 +106,11 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     /// Lets requests wait that would be denied.
     pub(crate) fn wait(&mut self, wait: Wait) {
-        self.wait = Some(Waiting::new(self.store.clone(), self.in_flight.clone(), wait));
+        self.wait = Some(Waiting::new(
+            self.store.clone(),
+            self.in_flight.clone(),
+            wait,
+        ));
     }
 
     pub(crate) fn observe(&mut self, observer: impl Observer) {
@@ -114,7 +118,10 @@ impl<S: Store, R: 'static> Gate<S, R> {
         self.store.observe(&observer);
         self.in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));
         self.refunds = Arc::clone(self.in_flight.refunds());
-        self.wait = self.wait.take().map(|waiting| waiting.with_tracker(self.in_flight.clone()));
+        self.wait = self
+            .wait
+            .take()
+            .map(|waiting| waiting.with_tracker(self.in_flight.clone()));
         self.notifier = Notifier::new(observer);
     }
 }
@@ -137,8 +144,12 @@ impl<S, R> Gate<S, R> {
     /// If it cannot. A server that does not start is better than one that runs without a limit until its log is read.
     pub(crate) fn assert_countable(&self) {
         for selector in self.shadows.iter().chain([&self.policies]) {
-            let in_flight = matches!(selector, Selector::Fixed(policies) if policies.in_flight().is_some());
-            assert!(self.holds != Holds::Nothing || !in_flight, "{NEVER_ENDS}{IN_FLIGHT_WITHOUT_END}");
+            let in_flight =
+                matches!(selector, Selector::Fixed(policies) if policies.in_flight().is_some());
+            assert!(
+                self.holds != Holds::Nothing || !in_flight,
+                "{NEVER_ENDS}{IN_FLIGHT_WITHOUT_END}"
+            );
         }
     }
 }
@@ -167,6 +178,9 @@ impl<S: Clone, R: 'static> Clone for Gate<S, R> {
 impl<S: fmt::Debug, R> Gate<S, R> {
     /// Shows the layer or service of this name that has these settings.
     pub(crate) fn fmt(&self, name: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct(name).field("store", &self.store).field("policies", &self.policies).finish_non_exhaustive()
+        f.debug_struct(name)
+            .field("store", &self.store)
+            .field("policies", &self.policies)
+            .finish_non_exhaustive()
     }
 }

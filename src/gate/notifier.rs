@@ -33,12 +33,18 @@ const PAUSE: Duration = Duration::from_secs(60);
 
 impl Notifier {
     pub(crate) fn new(observer: Arc<dyn Observer>) -> Self {
-        Self { observer: Some(observer), misconfiguration: Arc::default() }
+        Self {
+            observer: Some(observer),
+            misconfiguration: Arc::default(),
+        }
     }
 
     /// The notifier of another layer, which has reported nothing yet.
     pub(crate) fn anew(&self) -> Self {
-        Self { observer: self.observer.clone(), misconfiguration: Arc::default() }
+        Self {
+            observer: self.observer.clone(),
+            misconfiguration: Arc::default(),
+        }
     }
 
     /// The time of a check, if there is an observer to be notified of its duration.
@@ -63,7 +69,9 @@ impl Notifier {
                 observer.decided(&event);
             }
             (Ok(_), None) => {}
-            (Err(error), observer) => or_log(observer.as_ref()).failed(&event::Failed::new(Some(key), error)),
+            (Err(error), observer) => {
+                or_log(observer.as_ref()).failed(&event::Failed::new(Some(key), error))
+            }
         }
     }
 
@@ -84,7 +92,12 @@ impl Notifier {
     /// Reports, once, a request that a layer around this one has counted by a policy of this one.
     pub(crate) fn counted_twice(&self, outer: &Decision, inner: &Decision) {
         // Of one name and strategy they share their count, whatever their quotas are.
-        let both = inner.policies().iter().find(|inner| outer.policies().iter().any(|outer| outer.id() == inner.id()));
+        let both = inner.policies().iter().find(|inner| {
+            outer
+                .policies()
+                .iter()
+                .any(|outer| outer.id() == inner.id())
+        });
         if let Some(policy) = both
             && !self.misconfiguration.reported_twice.swap(true, Relaxed)
         {
@@ -101,8 +114,14 @@ impl Notifier {
     #[inline]
     pub(crate) fn unless_leased(&self, policies: &Policies) {
         let reported = &self.misconfiguration.reported_unleased;
-        if policies.is_leased_for_nothing() && !reported.load(Relaxed) && !reported.swap(true, Relaxed) {
-            let name = policies.iter().find(|policy| policy.lease().is_some()).map_or("", |policy| policy.name());
+        if policies.is_leased_for_nothing()
+            && !reported.load(Relaxed)
+            && !reported.swap(true, Relaxed)
+        {
+            let name = policies
+                .iter()
+                .find(|policy| policy.lease().is_some())
+                .map_or("", |policy| policy.name());
             self.report(&format!(
                 "the policy {name:?} is leased for nothing, and has a tighter quota for that: put the store into a \
                  `Leased`, around any `Fallback`, lease all policies of the list, and do not settle, reserve or wait; or \

@@ -41,11 +41,17 @@ pin_project! {
 
 impl<D> Pending<D> {
     pub(super) fn asked(answer: D, question: Question, wanted: Option<Box<WaitRequest>>) -> Self {
-        Self { stage: Stage::Asked { answer, wanted }, question }
+        Self {
+            stage: Stage::Asked { answer, wanted },
+            question,
+        }
     }
 
     pub(super) fn queued(request: Box<QueuedRequest>, question: Question) -> Self {
-        Self { stage: Stage::Queued { request }, question }
+        Self {
+            stage: Stage::Queued { request },
+            question,
+        }
     }
 
     /// Whether it waits for its turn, with a service that is not ready.
@@ -74,7 +80,10 @@ impl<D> Pending<D> {
         R: 'static,
         T: Service<Q> + Clone,
     {
-        let Projected { mut stage, question } = self.project();
+        let Projected {
+            mut stage,
+            question,
+        } = self.project();
         loop {
             let next = match stage.as_mut().project() {
                 StageProj::Asked { answer, wanted } => {

@@ -23,7 +23,13 @@ pub(crate) struct Question {
 impl Question {
     /// The check of this caller, at this cost.
     pub(crate) fn new(key: Key, cost: u32, since: Option<Instant>) -> Self {
-        Self { key, cost, since, permit: None, slot: None }
+        Self {
+            key,
+            cost,
+            since,
+            permit: None,
+            slot: None,
+        }
     }
 
     /// Holds this while the request is in flight. Call it before the check is sent.
@@ -57,7 +63,12 @@ impl Question {
     /// What the decision has granted.
     pub(super) fn reserved(&self, decision: &Decision) -> Option<Reserved> {
         let (charged_at, age) = self.permit.or(self.since.map(|since| (since, 0)))?;
-        Some(Reserved::new(decision.clone().later(-age), self.key, self.cost, charged_at))
+        Some(Reserved::new(
+            decision.clone().later(-age),
+            self.key,
+            self.cost,
+            charged_at,
+        ))
     }
 
     /// What the request holds in flight.

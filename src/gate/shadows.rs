@@ -17,13 +17,26 @@ impl<S: Store, R: 'static> Gate<S, R> {
     }
 
     /// The checks that reject nothing, for a request that passes. What they charge is settled with the request's.
-    pub(super) fn shadows(&self, request: &R, key: Key, charge: Option<&Charge>) -> Box<Shadows<S::Future>> {
+    pub(super) fn shadows(
+        &self,
+        request: &R,
+        key: Key,
+        charge: Option<&Charge>,
+    ) -> Box<Shadows<S::Future>> {
         // What is enforced later goes on from what a dry run has counted. A shadow counts apart: it may have a policy of a
         // name that is enforced, which it must not charge.
         let own = self.dry_run.then_some((key, &self.policies));
-        let shadows = self.shadows.iter().map(|selector| (Key::tuple(&[key, Key::SHADOW]), selector));
-        let mut told =
-            Told { key, notifier: self.notifier.clone(), charge: charge.cloned(), slots: Vec::new(), has_ended: false };
+        let shadows = self
+            .shadows
+            .iter()
+            .map(|selector| (Key::tuple(&[key, Key::SHADOW]), selector));
+        let mut told = Told {
+            key,
+            notifier: self.notifier.clone(),
+            charge: charge.cloned(),
+            slots: Vec::new(),
+            has_ended: false,
+        };
         let ask = |(counted_by, selector): (Key, &Selector<R>)| {
             let policies = self.countable(selector.find(request, Some(&key))?)?;
             let check = self.check(counted_by, &policies, request);
@@ -101,7 +114,11 @@ impl<D> Shadows<D> {
 }
 
 impl Told {
-    fn tell(&mut self, question: &mut Question, answer: Result<Decision, StoreError>) -> Option<Decision> {
+    fn tell(
+        &mut self,
+        question: &mut Question,
+        answer: Result<Decision, StoreError>,
+    ) -> Option<Decision> {
         question.answered(&answer);
         self.notifier.answered(&self.key, question, &answer, true);
         let decision = answer.ok()?;

@@ -43,7 +43,13 @@ impl Wait {
 
     /// Waits for at most this long.
     pub const fn up_to(max: Duration) -> Self {
-        Self { max, bounds: Bounds { each: Self::PER_CALLER, all: Self::IN_ALL } }
+        Self {
+            max,
+            bounds: Bounds {
+                each: Self::PER_CALLER,
+                all: Self::IN_ALL,
+            },
+        }
     }
 
     /// Sets how many requests of one caller may wait in this process, under all policies; one more is denied at once.
@@ -85,11 +91,17 @@ pub(super) struct QueuedRequest {
 
 impl Waiting {
     pub(super) fn new(store: impl Store, in_flight: InFlightTracker, wait: Wait) -> Self {
-        Self { max: wait.max, queues: WaitQueues::new(store, in_flight, wait.bounds) }
+        Self {
+            max: wait.max,
+            queues: WaitQueues::new(store, in_flight, wait.bounds),
+        }
     }
 
     pub(super) fn with_tracker(self, in_flight: InFlightTracker) -> Self {
-        Self { queues: self.queues.with_tracker(in_flight), ..self }
+        Self {
+            queues: self.queues.with_tracker(in_flight),
+            ..self
+        }
     }
 
     /// The waiter for the case that this check is denied.
@@ -122,7 +134,10 @@ impl QueuedRequest {
             }
         }
         ready!(poll_ready(cx))?;
-        let permit = self.permit.take().unwrap_or_else(|| polled_after_completion("QueuedRequest"));
+        let permit = self
+            .permit
+            .take()
+            .unwrap_or_else(|| polled_after_completion("QueuedRequest"));
         Poll::Ready(Ok(Ok(permit)))
     }
 }

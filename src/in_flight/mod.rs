@@ -68,7 +68,10 @@ impl InFlightTracker {
     /// The slots in `store`. `observer` is notified of each that could not be released.
     pub(crate) fn new(store: &impl Store, observer: Option<Arc<dyn Observer>>) -> Self {
         let refunds = Arc::new(StoreQueue::new(store.clone(), observer));
-        Self(Arc::new(Inner { refunds, slots: Mutex::default() }))
+        Self(Arc::new(Inner {
+            refunds,
+            slots: Mutex::default(),
+        }))
     }
 
     /// The queue of the store's background operations.
@@ -79,7 +82,12 @@ impl InFlightTracker {
     /// The slot that this check takes, before it is sent. `None` if no policy counts requests in flight.
     pub(crate) fn hold(&self, check: &Check) -> Option<Slot> {
         let (policies, id) = (check.policies().in_flight()?, check.slot()?);
-        let entry = Entry { key: *check.key(), policies: policies.clone(), due_at: None, is_unsure: true };
+        let entry = Entry {
+            key: *check.key(),
+            policies: policies.clone(),
+            due_at: None,
+            is_unsure: true,
+        };
         let has_task = {
             let slots = &mut *lock(&self.0.slots);
             slots.each.insert(id, entry);
@@ -90,7 +98,10 @@ impl InFlightTracker {
         }
         // For operations that an ended runtime has left behind.
         self.0.refunds.wake();
-        Some(Slot { tracker: self.clone(), id })
+        Some(Slot {
+            tracker: self.clone(),
+            id,
+        })
     }
 }
 
@@ -124,10 +135,22 @@ impl Slot {
 impl Drop for Slot {
     fn drop(&mut self) {
         let entry = lock(&self.tracker.0.slots).each.remove(&self.id);
-        let Some(Entry { key, policies, due_at, is_unsure }) = entry else { return };
+        let Some(Entry {
+            key,
+            policies,
+            due_at,
+            is_unsure,
+        }) = entry
+        else {
+            return;
+        };
         if is_unsure || due_at.is_some() {
             let release = PendingOp::of_check(Check::release(key, &policies, self.id));
-            self.tracker.0.refunds.put(if is_unsure { release.repeated() } else { release });
+            self.tracker.0.refunds.put(if is_unsure {
+                release.repeated()
+            } else {
+                release
+            });
         }
     }
 }
@@ -135,7 +158,9 @@ impl Drop for Slot {
 impl Slots {
     /// Begins to renew a slot. If it `stays` unsure, its reply has not come.
     fn pass(&mut self, id: SlotId, stays: bool) {
-        let Some(entry) = self.each.get_mut(&id) else { return };
+        let Some(entry) = self.each.get_mut(&id) else {
+            return;
+        };
         entry.is_unsure &= stays;
         if entry.due_at.is_none() {
             let due_at = instant() + entry.pause();
@@ -164,14 +189,21 @@ impl Slots {
 impl Entry {
     /// From one renewal to the next.
     fn pause(&self) -> Duration {
-        self.policies.iter().map(|policy: &Policy| policy.quota().period()).min().unwrap_or_default() / 3
+        self.policies
+            .iter()
+            .map(|policy: &Policy| policy.quota().period())
+            .min()
+            .unwrap_or_default()
+            / 3
     }
 }
 
 impl Inner {
     /// Starts the task that renews. Outside of a runtime the caller does its work.
     fn start(self: &Arc<Self>) {
-        let Ok(runtime) = Handle::try_current() else { return self.tick(instant()) };
+        let Ok(runtime) = Handle::try_current() else {
+            return self.tick(instant());
+        };
         if !std::mem::replace(&mut lock(&self.slots).has_task, true) {
             runtime.spawn(Renewer(Arc::downgrade(self)).run());
         }
@@ -181,11 +213,12 @@ impl Inner {
         let renewals = lock(&self.slots).renewals(now);
         for check in renewals {
             let (tracker, slot) = (Arc::downgrade(self), check.slot());
-            self.refunds.put(PendingOp::of_check(check).then(move |answer| {
-                if let (Ok(_), Some(tracker), Some(slot)) = (answer, tracker.upgrade(), slot) {
-                    lock(&tracker.slots).pass(slot, false);
-                }
-            }));
+            self.refunds
+                .put(PendingOp::of_check(check).then(move |answer| {
+                    if let (Ok(_), Some(tracker), Some(slot)) = (answer, tracker.upgrade(), slot) {
+                        lock(&tracker.slots).pass(slot, false);
+                    }
+                }));
         }
     }
 }
@@ -197,7 +230,9 @@ impl Renewer {
     async fn run(mut self) {
         loop {
             sleep(TICK).await;
-            let Some(tracker) = self.0.upgrade() else { return };
+            let Some(tracker) = self.0.upgrade() else {
+                return;
+            };
             {
                 let slots = &mut *lock(&tracker.slots);
                 if slots.each.is_empty() {

@@ -43,7 +43,13 @@ const TTL: Duration = Duration::from_secs(30);
 impl Wavering {
     fn new() -> Self {
         let (there, elsewhere) = (LocalStore::default(), LocalStore::default());
-        Self { there, elsewhere, mood: Arc::default(), way: || Duration::from_millis(2), asked: Arc::default() }
+        Self {
+            there,
+            elsewhere,
+            mood: Arc::default(),
+            way: || Duration::from_millis(2),
+            asked: Arc::default(),
+        }
     }
 
     fn is(&self, mood: u8) {
@@ -52,7 +58,10 @@ impl Wavering {
 
     /// What it has been asked since, but for takes.
     fn requests(&self) -> Vec<Mode> {
-        std::mem::take(&mut *lock(&self.asked)).into_iter().filter(|mode| *mode != Mode::Take).collect()
+        std::mem::take(&mut *lock(&self.asked))
+            .into_iter()
+            .filter(|mode| *mode != Mode::Take)
+            .collect()
     }
 
     /// How many the store counts of a caller.
@@ -62,7 +71,9 @@ impl Wavering {
 }
 
 fn now(store: &LocalStore, check: Check) -> Decision {
-    let Answer::Ready { answer } = store.check(check) else { unreachable!("it never waits") };
+    let Answer::Ready { answer } = store.check(check) else {
+        unreachable!("it never waits")
+    };
     answer.unwrap()
 }
 
@@ -79,21 +90,34 @@ impl Store for Wavering {
             let unsent = Err(StoreError::new(ErrorKind::Unreachable).unsent());
             if mood == AWAY {
                 let decision = now(&store.elsewhere, check.clone());
-                return if check.mode() == Mode::Release { unsent } else { Ok(decision) };
+                return if check.mode() == Mode::Release {
+                    unsent
+                } else {
+                    Ok(decision)
+                };
             }
             if mood == REFUSES {
                 return unsent;
             }
             let decision = now(&store.there, check);
             sleep((store.way)()).await;
-            if mood == LOSES { Err(StoreError::new(ErrorKind::Timeout)) } else { Ok(decision) }
+            if mood == LOSES {
+                Err(StoreError::new(ErrorKind::Timeout))
+            } else {
+                Ok(decision)
+            }
         }))
     }
 }
 
 fn policies() -> Policies {
-    static POLICIES: std::sync::LazyLock<Policies> =
-        std::sync::LazyLock::new(|| Policy::in_flight("streams", LIMIT).unwrap().slot_ttl(TTL).unwrap().into());
+    static POLICIES: std::sync::LazyLock<Policies> = std::sync::LazyLock::new(|| {
+        Policy::in_flight("streams", LIMIT)
+            .unwrap()
+            .slot_ttl(TTL)
+            .unwrap()
+            .into()
+    });
     POLICIES.clone()
 }
 
@@ -106,12 +130,19 @@ async fn request(store: &Wavering, slots: &InFlightTracker, key: Key) -> Option<
     request_under(store, slots, key, &policies()).await
 }
 
-async fn request_under(store: &Wavering, slots: &InFlightTracker, key: Key, policies: &Policies) -> Option<Slot> {
+async fn request_under(
+    store: &Wavering,
+    slots: &InFlightTracker,
+    key: Key,
+    policies: &Policies,
+) -> Option<Slot> {
     let check = Check::take(key, policies, 1);
     let mut slot = slots.hold(&check).unwrap();
     let answer = store.check(check).await;
     slot.answered(answer.as_ref());
-    answer.is_ok_and(|decision| decision.is_allowed()).then_some(slot)
+    answer
+        .is_ok_and(|decision| decision.is_allowed())
+        .then_some(slot)
 }
 
 async fn until(what: &str, mut condition: impl FnMut() -> bool) {
@@ -120,7 +151,9 @@ async fn until(what: &str, mut condition: impl FnMut() -> bool) {
             sleep(Duration::from_millis(5)).await;
         }
     };
-    timeout(TTL / 2, wait).await.unwrap_or_else(|_| panic!("timed out waiting until {what}"));
+    timeout(TTL / 2, wait)
+        .await
+        .unwrap_or_else(|_| panic!("timed out waiting until {what}"));
 }
 
 #[tokio::test(start_paused = true)]
@@ -131,7 +164,10 @@ async fn long_requests_are_counted_until_they_end() {
     sleep(20 * TTL).await;
     assert_eq!(store.counted(ann), 1);
     let renewals = store.requests();
-    assert!(renewals.iter().all(|mode| *mode == Mode::Renew) && (60..=80).contains(&renewals.len()), "{renewals:?}");
+    assert!(
+        renewals.iter().all(|mode| *mode == Mode::Renew) && (60..=80).contains(&renewals.len()),
+        "{renewals:?}"
+    );
     drop(one);
     until("it is released", || store.counted(ann) == 0).await;
     assert_eq!(store.requests(), [Mode::Release]);
@@ -150,7 +186,11 @@ async fn layers_over_one_store_keep_all_slots() {
         }
     }
     for layer in &layers {
-        assert!(timeout(Duration::from_millis(3), request(&store, layer, ann)).await.is_err());
+        assert!(
+            timeout(Duration::from_millis(3), request(&store, layer, ann))
+                .await
+                .is_err()
+        );
         sleep(2 * TTL).await;
         assert_eq!(store.counted(ann), 5);
     }
@@ -177,10 +217,19 @@ async fn requests_dropped_before_the_answer_are_released() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let slots = slots(&store);
     let _other = request(&store, &slots, ann).await.unwrap();
-    assert!(timeout(Duration::from_millis(3), request(&store, &slots, ann)).await.is_err());
+    assert!(
+        timeout(Duration::from_millis(3), request(&store, &slots, ann))
+            .await
+            .is_err()
+    );
     assert_eq!(store.counted(ann), 2);
     // And not only when it is renewed.
-    timeout(Duration::from_secs(1), until("it counts one", || store.counted(ann) == 1)).await.expect("at once");
+    timeout(
+        Duration::from_secs(1),
+        until("it counts one", || store.counted(ann) == 1),
+    )
+    .await
+    .expect("at once");
 }
 
 /// The release reaches the store before the take, on another connection.
@@ -193,7 +242,12 @@ async fn a_take_overtaken_by_its_release_is_released() {
     assert_eq!(store.requests(), [Mode::Release]);
     let _ = now(&store.there, check);
     assert_eq!(store.counted(ann), 1);
-    timeout(Duration::from_millis(200), until("it counts none", || store.counted(ann) == 0)).await.expect("soon");
+    timeout(
+        Duration::from_millis(200),
+        until("it counts none", || store.counted(ann) == 0),
+    )
+    .await
+    .expect("soon");
 }
 
 /// As a take that was overtaken.
@@ -209,8 +263,16 @@ async fn a_renewal_overtaken_by_its_release_is_released() {
     store.is(HERE);
     drop(slot);
     sleep(Duration::from_millis(400)).await;
-    let _ = now(&store.there, Check::renew(ann, &policies(), check.slot().unwrap()));
-    timeout(Duration::from_millis(200), until("it counts none", || store.counted(ann) == 0)).await.expect("soon");
+    let _ = now(
+        &store.there,
+        Check::renew(ann, &policies(), check.slot().unwrap()),
+    );
+    timeout(
+        Duration::from_millis(200),
+        until("it counts none", || store.counted(ann) == 0),
+    )
+    .await
+    .expect("soon");
 }
 
 #[tokio::test(start_paused = true)]
@@ -219,7 +281,10 @@ async fn changes_during_an_outage_are_counted_afterwards() {
     let slots = slots(&store);
     let before = request(&store, &slots, ann).await.unwrap();
     store.is(AWAY);
-    let _during = (request(&store, &slots, ann).await.unwrap(), request(&store, &slots, ann).await.unwrap());
+    let _during = (
+        request(&store, &slots, ann).await.unwrap(),
+        request(&store, &slots, ann).await.unwrap(),
+    );
     drop(before);
     sleep(Duration::from_secs(2)).await;
     assert_eq!(store.counted(ann), 1);
@@ -238,7 +303,12 @@ async fn a_release_in_an_outage_is_sent_after_it() {
         drop(one);
         sleep(Duration::from_secs(5)).await;
         store.is(HERE);
-        timeout(Duration::from_secs(2), until("it counts none", || store.counted(ann) == 0)).await.expect("soon");
+        timeout(
+            Duration::from_secs(2),
+            until("it counts none", || store.counted(ann) == 0),
+        )
+        .await
+        .expect("soon");
     }
 }
 
@@ -247,7 +317,10 @@ async fn a_release_in_an_outage_is_sent_after_it() {
 async fn lost_slots_return_within_a_third_of_their_ttl() {
     let (store, ann, bob) = (Wavering::new(), Key::new("ann"), Key::new("bob"));
     let slots = slots(&store);
-    let held = [request(&store, &slots, ann).await, request(&store, &slots, ann).await];
+    let held = [
+        request(&store, &slots, ann).await,
+        request(&store, &slots, ann).await,
+    ];
     let bobs = request(&store, &slots, bob).await;
     for key in [ann, bob] {
         let _ = now(&store.there, Check::reset(key, &policies()));
@@ -274,7 +347,11 @@ async fn nothing_stays_counted_whatever_happens() {
             tasks.push(tokio::spawn(async move {
                 sleep(Duration::from_millis(start)).await;
                 // Some go away before they are answered.
-                let answer = timeout(Duration::from_micros(patience), request(&store, &slots, key)).await;
+                let answer = timeout(
+                    Duration::from_micros(patience),
+                    request(&store, &slots, key),
+                )
+                .await;
                 if let Ok(Some(_slot)) = answer {
                     sleep(Duration::from_millis(work)).await;
                 }
@@ -289,7 +366,10 @@ async fn nothing_stays_counted_whatever_happens() {
             task.await.unwrap();
         }
         let keys = || (0..4).map(|i| Key::new(i.to_string()));
-        until("nothing is counted", || keys().all(|key| store.counted(key) == 0)).await;
+        until("nothing is counted", || {
+            keys().all(|key| store.counted(key) == 0)
+        })
+        .await;
     }
 }
 
@@ -297,7 +377,10 @@ async fn nothing_stays_counted_whatever_happens() {
 /// flight.
 #[tokio::test(start_paused = true)]
 async fn cancellations_never_let_requests_exceed_the_limit() {
-    assert_eq!(most_in_flight(|| Duration::from_millis(2), 64, 1.0).await, LIMIT as usize);
+    assert_eq!(
+        most_in_flight(|| Duration::from_millis(2), 64, 1.0).await,
+        LIMIT as usize
+    );
 }
 
 /// What is asked later may come to the store before what was asked first, on another connection.
@@ -313,7 +396,13 @@ async fn overtaking_checks_never_exceed_the_limit() {
 async fn most_in_flight(way: fn() -> Duration, clients: u32, hasty: f64) -> usize {
     let (in_flight, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     for seed in 0..10 {
-        let (store, mut rng) = (Wavering { way, ..Wavering::new() }, Rng::with_seed(seed));
+        let (store, mut rng) = (
+            Wavering {
+                way,
+                ..Wavering::new()
+            },
+            Rng::with_seed(seed),
+        );
         let slots = slots(&store);
         let mut tasks = vec![];
         for _ in 0..clients {
@@ -323,10 +412,17 @@ async fn most_in_flight(way: fn() -> Duration, clients: u32, hasty: f64) -> usiz
                 let mut rng = Rng::with_seed(seed);
                 for _ in 0..100 {
                     let is_hasty = rng.f64() < hasty;
-                    let patience = if is_hasty { Duration::from_micros(rng.u64(..10_000)) } else { TTL };
+                    let patience = if is_hasty {
+                        Duration::from_micros(rng.u64(..10_000))
+                    } else {
+                        TTL
+                    };
                     let answer = timeout(patience, request(&store, &slots, Key::new("ann"))).await;
                     if let Ok(Some(slot)) = answer {
-                        most.fetch_max(in_flight.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                        most.fetch_max(
+                            in_flight.fetch_add(1, Ordering::SeqCst) + 1,
+                            Ordering::SeqCst,
+                        );
                         sleep(Duration::from_millis(rng.u64(..50))).await;
                         in_flight.fetch_sub(1, Ordering::SeqCst);
                         drop(slot);
@@ -346,8 +442,13 @@ async fn most_in_flight(way: fn() -> Duration, clients: u32, hasty: f64) -> usiz
 #[tokio::test(start_paused = true)]
 async fn a_cancelled_request_frees_capacity_under_flood() {
     fastrand::seed(7);
-    let (store, ann) =
-        (Wavering { way: || Duration::from_micros(fastrand::u64(..5_000)), ..Wavering::new() }, Key::new("ann"));
+    let (store, ann) = (
+        Wavering {
+            way: || Duration::from_micros(fastrand::u64(..5_000)),
+            ..Wavering::new()
+        },
+        Key::new("ann"),
+    );
     let slots = slots(&store);
     let in_flight = Arc::new(AtomicUsize::new(0));
     for seed in 0..24 {
@@ -355,7 +456,11 @@ async fn a_cancelled_request_frees_capacity_under_flood() {
         tokio::spawn(async move {
             let mut rng = Rng::with_seed(seed);
             loop {
-                let patience = if rng.f64() < 0.1 { Duration::from_micros(rng.u64(..10_000)) } else { TTL };
+                let patience = if rng.f64() < 0.1 {
+                    Duration::from_micros(rng.u64(..10_000))
+                } else {
+                    TTL
+                };
                 if let Ok(Some(_slot)) = timeout(patience, request(&store, &slots, ann)).await {
                     in_flight.fetch_add(1, Ordering::SeqCst);
                     sleep(Duration::from_millis(rng.u64(1..40))).await;
@@ -369,7 +474,9 @@ async fn a_cancelled_request_frees_capacity_under_flood() {
         let mut least = usize::MAX;
         for _ in 0..1_000 {
             sleep(Duration::from_millis(1)).await;
-            least = least.min((store.counted(ann) as usize).saturating_sub(in_flight.load(Ordering::SeqCst)));
+            least = least.min(
+                (store.counted(ann) as usize).saturating_sub(in_flight.load(Ordering::SeqCst)),
+            );
         }
         assert_eq!(least, 0, "within a second");
     }
@@ -377,18 +484,39 @@ async fn a_cancelled_request_frees_capacity_under_flood() {
 
 #[tokio::test(start_paused = true)]
 async fn a_distant_flood_releases_all_capacity() {
-    let (store, ann) = (Wavering { way: || Duration::from_millis(10), ..Wavering::new() }, Key::new("ann"));
+    let (store, ann) = (
+        Wavering {
+            way: || Duration::from_millis(10),
+            ..Wavering::new()
+        },
+        Key::new("ann"),
+    );
     let slots = slots(&store);
-    let (hasty, open) = (Arc::new(AtomicBool::new(true)), Arc::new(AtomicBool::new(true)));
+    let (hasty, open) = (
+        Arc::new(AtomicBool::new(true)),
+        Arc::new(AtomicBool::new(true)),
+    );
     let mut tasks = vec![];
     for seed in 0..5 * u64::from(LIMIT) {
-        let (store, slots, hasty, open) = (store.clone(), slots.clone(), Arc::clone(&hasty), Arc::clone(&open));
+        let (store, slots, hasty, open) = (
+            store.clone(),
+            slots.clone(),
+            Arc::clone(&hasty),
+            Arc::clone(&open),
+        );
         tasks.push(tokio::spawn(async move {
             let mut rng = Rng::with_seed(seed);
             loop {
                 let goes = hasty.load(Ordering::SeqCst) && rng.f64() < 0.1;
-                let patience = if goes { Duration::from_millis(rng.u64(..20)) } else { TTL };
-                let slot = timeout(patience, request(&store, &slots, ann)).await.ok().flatten();
+                let patience = if goes {
+                    Duration::from_millis(rng.u64(..20))
+                } else {
+                    TTL
+                };
+                let slot = timeout(patience, request(&store, &slots, ann))
+                    .await
+                    .ok()
+                    .flatten();
                 if slot.is_some() {
                     sleep(Duration::from_millis(rng.u64(1..20))).await;
                 }
@@ -415,7 +543,12 @@ async fn a_distant_flood_releases_all_capacity() {
 /// What ends outside of a runtime, or on one that has ended, is reported by the next one.
 #[test]
 fn nothing_is_lost_with_a_runtime() {
-    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = || {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+    };
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let slots = slots(&store);
     let first = runtime();
@@ -436,7 +569,11 @@ fn nothing_is_lost_with_a_runtime() {
 async fn slots_of_two_ttls_are_kept() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let slots = slots(&store);
-    let short = Policy::in_flight("streams", 10).unwrap().slot_ttl(Duration::from_secs(2)).unwrap().into();
+    let short = Policy::in_flight("streams", 10)
+        .unwrap()
+        .slot_ttl(Duration::from_secs(2))
+        .unwrap()
+        .into();
     let _long = request(&store, &slots, ann).await.unwrap();
     let _short = request_under(&store, &slots, ann, &short).await.unwrap();
     let mut least = u32::MAX;
@@ -454,7 +591,12 @@ async fn an_unused_permit_counts_until_dropped() {
     let slots = slots(&store);
     let turns = WaitQueues::new(store.clone(), slots.clone(), Bounds::DEFAULT);
     let _held = request(&store, &slots, ann).await.unwrap();
-    let wanted = || WaitRequest { key: ann, policies: policies(), cost: 1, deadline: None };
+    let wanted = || WaitRequest {
+        key: ann,
+        policies: policies(),
+        cost: 1,
+        deadline: None,
+    };
     let permit = turns.join(wanted(), None).unwrap().await.unwrap();
     sleep(2 * TTL).await;
     assert_eq!(store.counted(ann), 2);
@@ -510,10 +652,15 @@ impl Observer for Drops {
 fn an_observer_may_drop_a_reservation() {
     let (done, wait) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .start_paused(true)
+            .build()
+            .unwrap();
         runtime.block_on(async {
             let (primary, observer) = (MockStore::new(), Drops::default());
-            let store = Fallback::new(primary.clone(), LocalStore::default()).failures(NonZeroU32::MAX);
+            let store =
+                Fallback::new(primary.clone(), LocalStore::default()).failures(NonZeroU32::MAX);
             let limiter = Limiter::new(store, policies()).observer(observer.clone());
             let ann = Key::new("ann");
             let kept = limiter.reserve(ann, 1).await.unwrap();
@@ -524,7 +671,10 @@ fn an_observer_may_drop_a_reservation() {
         });
         let _ = done.send(());
     });
-    assert!(wait.recv_timeout(Duration::from_secs(20)).is_ok(), "it hangs");
+    assert!(
+        wait.recv_timeout(Duration::from_secs(20)).is_ok(),
+        "it hangs"
+    );
 }
 
 /// What others ask, in an outage in which a fallback goes on.
@@ -543,7 +693,10 @@ impl Store for Refusing {
 async fn an_unanswered_renewal_does_not_delay_others() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let [first, second] = [InFlightTracker::new(&Refusing, None), slots(&store)];
-    let _first = first.hold(&Check::take(ann, &policies(), 1)).unwrap().passed();
+    let _first = first
+        .hold(&Check::take(ann, &policies(), 1))
+        .unwrap()
+        .passed();
     let _second = request(&store, &second, ann).await.unwrap();
     let mut least = u32::MAX;
     for _ in 0..1_000 {

@@ -35,23 +35,36 @@ impl Block {
     /// What this decision granted to an ask of this time, under policies that are leased for `lease`.
     pub(super) fn new(key: Key, decision: Decision, asked_at: Instant, lease: Duration) -> Self {
         // Windows end by the clock of the store, which charged it after it was asked for.
-        let window =
-            decision.verdicts().filter(|(policy, _)| matches!(policy.strategy(), Some(Strategy::FixedWindow(_))));
-        let ends = window.map(|(_, verdict)| Duration::from_micros(verdict.reset.max(0) as u64)).min();
+        let window = decision
+            .verdicts()
+            .filter(|(policy, _)| matches!(policy.strategy(), Some(Strategy::FixedWindow(_))));
+        let ends = window
+            .map(|(_, verdict)| Duration::from_micros(verdict.reset.max(0) as u64))
+            .min();
         let lives = ends.map_or(lease, |ends| ends.min(lease));
         // Its last eighth is for a clock that runs slower than that of the store.
         let dies_at = asked_at + lives / 8 * 7;
         let granted = decision.granted();
         let now = instant();
         let idle_at = now + dies_at.saturating_duration_since(now) / 2;
-        Self { key, left: granted, charged: granted, decision, asked_at, dies_at, idle_at }
+        Self {
+            key,
+            left: granted,
+            charged: granted,
+            decision,
+            asked_at,
+            dies_at,
+            idle_at,
+        }
     }
 
     /// Takes the cost of a check out of it.
     ///
     /// The clock is read after that: if the process has stood still before, nothing that is too old is granted.
     pub(super) fn take(&mut self, check: Check, now: &impl Fn() -> Instant) -> Taken {
-        let Some(left) = self.left.checked_sub(check.cost()) else { return Taken::TooLittle(check) };
+        let Some(left) = self.left.checked_sub(check.cost()) else {
+            return Taken::TooLittle(check);
+        };
         let untouched = std::mem::replace(&mut self.left, left);
         let now = now();
         if self.is_dead(now) {
@@ -102,10 +115,15 @@ impl Block {
     pub(super) fn into_refund(self, now: Instant) -> PendingOp {
         let (key, policies) = (self.key, self.decision.policies().clone());
         let flown = flown_in(&policies, now.saturating_duration_since(self.asked_at));
-        let decision = self.decision.of_charge(self.left.saturating_add(flown).min(self.charged));
+        let decision = self
+            .decision
+            .of_charge(self.left.saturating_add(flown).min(self.charged));
         PendingOp::refund(key, &policies, move |now| {
             let age = now.saturating_duration_since(self.asked_at);
-            decision.refund(self.key, self.left, age).next().map(Check::for_block)
+            decision
+                .refund(self.key, self.left, age)
+                .next()
+                .map(Check::for_block)
         })
     }
 }
@@ -115,7 +133,10 @@ impl Block {
 fn flown_in(policies: &Policies, time: Duration) -> u32 {
     let flown = policies.iter().map(|policy| match policy.frees() {
         Frees::Gradually => policy.quota().units_in(time).saturating_sub(1),
-        Frees::InBatches => policy.quota().units_in_periods(time).saturating_sub(policy.quota().limit()),
+        Frees::InBatches => policy
+            .quota()
+            .units_in_periods(time)
+            .saturating_sub(policy.quota().limit()),
         Frees::OneByOne | Frees::Fading | Frees::WithWindow | Frees::OnRelease => u32::MAX,
     });
     flown.min().unwrap_or(0)

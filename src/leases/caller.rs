@@ -140,16 +140,28 @@ impl Caller {
         }
         let elapsed = at.saturating_duration_since(self.since).as_micros().max(1);
         let soon = u128::from(self.wanted) * (self.lease / 2).as_micros() / elapsed;
-        let demand = soon.min(u128::from(self.wanted.saturating_mul(GROWTH))).min(u32::MAX.into()) as u32;
+        let demand = soon
+            .min(u128::from(self.wanted.saturating_mul(GROWTH)))
+            .min(u32::MAX.into()) as u32;
         if demand < LEAST {
             return None;
         }
         // The units of the checks that wait are among those wanted since.
-        let waiting = if self.waiting.is_empty() { 0 } else { self.wanted.min(u32::MAX.into()) as u32 };
+        let waiting = if self.waiting.is_empty() {
+            0
+        } else {
+            self.wanted.min(u32::MAX.into()) as u32
+        };
         let number = ASKS.fetch_add(1, Relaxed);
         (self.asked, self.since, self.wanted, self.demand) = (Some(number), at, 0, demand);
         let wanted = demand.saturating_add(waiting);
-        Some(Ask { number, at, lease: self.lease, wanted, remaining: self.remaining })
+        Some(Ask {
+            number,
+            at,
+            lease: self.lease,
+            wanted,
+            remaining: self.remaining,
+        })
     }
 
     /// Has a check that found too little wait for the answer to the ask in flight, if that takes longer than a quarter of
@@ -169,7 +181,10 @@ impl Caller {
     }
 
     pub(super) fn left(&self) -> u64 {
-        self.blocks.iter().map(|block| u64::from(block.left())).sum()
+        self.blocks
+            .iter()
+            .map(|block| u64::from(block.left()))
+            .sum()
     }
 
     /// Handles the answer to an ask: its block, and what the store had left, if that is known. `None` if the caller was
@@ -184,12 +199,19 @@ impl Caller {
     ) -> Option<Answered> {
         self.asked.take_if(|number| *number == ask.number)?;
         let trip = now.saturating_duration_since(self.since);
-        self.slow = if trip > self.lease / 4 { self.slow.saturating_add(1) } else { 0 };
+        self.slow = if trip > self.lease / 4 {
+            self.slow.saturating_add(1)
+        } else {
+            0
+        };
         self.remaining = remaining.unwrap_or(self.remaining);
         if remaining.is_none_or(|remaining| fair(remaining, instances) < LEAST) {
             self.pause_until = now + self.lease / 4;
         }
-        let mut answered = Answered { slow: self.slow, ..Answered::default() };
+        let mut answered = Answered {
+            slow: self.slow,
+            ..Answered::default()
+        };
         match block {
             Some(block) if block.is_dead(now) => {
                 answered.ended.push(block);
@@ -214,7 +236,8 @@ impl Caller {
             ended.push(self.blocks.remove(0));
         }
         // As much is wanted until the next one arrives.
-        let meanwhile = u128::from(self.demand) * 2 * trip.as_micros() / self.lease.as_micros().max(1);
+        let meanwhile =
+            u128::from(self.demand) * 2 * trip.as_micros() / self.lease.as_micros().max(1);
         let quarter = block.granted() / 4;
         self.low = quarter.max(meanwhile.min(u128::from(quarter * 3)) as u32);
         self.blocks.push(block);
@@ -222,16 +245,24 @@ impl Caller {
 
     /// Reduces the blocks' charge by a refund of what was spent.
     pub(super) fn refunded(&mut self, cost: u32) {
-        self.blocks.iter_mut().for_each(|block| block.refunded(cost));
+        self.blocks
+            .iter_mut()
+            .for_each(|block| block.refunded(cost));
     }
 
     /// Removes blocks that are dead or idle. Returns `false` if the caller has none and has asked for none for some time,
     /// so that it is forgotten.
     pub(super) fn sweep(&mut self, now: Instant, ended: &mut Ended) -> bool {
-        while let Some(place) = self.blocks.iter().position(|block| block.is_dead(now) || block.is_idle(now)) {
+        while let Some(place) = self
+            .blocks
+            .iter()
+            .position(|block| block.is_dead(now) || block.is_idle(now))
+        {
             ended.push(self.blocks.remove(place));
         }
-        !self.blocks.is_empty() || self.asked.is_some() || now < self.since + self.lease * REMEMBERED
+        !self.blocks.is_empty()
+            || self.asked.is_some()
+            || now < self.since + self.lease * REMEMBERED
     }
 
     pub(super) fn drain(&mut self) -> impl Iterator<Item = Block> {

@@ -25,7 +25,10 @@ const UNIT_BITS: u32 = 8;
 
 impl HotCallers {
     pub(super) fn new() -> Self {
-        Self { cells: (0..CELLS).map(|_| AtomicU32::new(0)).collect(), clock: Clock::new() }
+        Self {
+            cells: (0..CELLS).map(|_| AtomicU32::new(0)).collect(),
+            clock: Clock::new(),
+        }
     }
 
     /// Counts a check. Returns whether it is the last of [`OFTEN`] within this time. Of checks at the same moment some may

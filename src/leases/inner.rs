@@ -71,7 +71,11 @@ const SLOW: u32 = 16;
 impl<S: Store> Inner<S> {
     pub(super) fn new(store: S, share: Share, max_callers: NonZeroUsize) -> Self {
         let max = max_callers.get();
-        let shard = |count| Shard { callers: Mutex::default(), len: AtomicUsize::new(0), max: max / count };
+        let shard = |count| Shard {
+            callers: Mutex::default(),
+            len: AtomicUsize::new(0),
+            max: max / count,
+        };
         Self {
             store,
             share,
@@ -95,7 +99,9 @@ impl<S: Store> Inner<S> {
     /// Decides a check by a block, if its caller comes often. Most callers do not: what `spend` does is kept out of line.
     #[inline]
     pub(super) fn decide(self: &Arc<Self>, check: Check) -> Decided {
-        let Some(lease) = check.policies().lease() else { return Decided::Store(check) };
+        let Some(lease) = check.policies().lease() else {
+            return Decided::Store(check);
+        };
         let is_leasable = check.is_leasable();
         if is_leasable {
             check.policies().lease_takes_effect();
@@ -128,9 +134,17 @@ impl<S: Store> Inner<S> {
 
     /// Decides a check that has waited for a block, if need be by the store.
     pub(super) fn decide_now(self: &Arc<Self>, check: Check) -> Answer<S::Future> {
-        let Some(lease) = check.policies().lease() else { return self.store.check(check) };
+        let Some(lease) = check.policies().lease() else {
+            return self.store.check(check);
+        };
         let (shard, caller) = self.shards.of(check.key());
-        match self.spend(check, (shard, caller.of_count(lease.id)), lease.time, false, false) {
+        match self.spend(
+            check,
+            (shard, caller.of_count(lease.id)),
+            lease.time,
+            false,
+            false,
+        ) {
             Decided::Block(decision) => Answer::ready(Ok(decision)),
             Decided::Store(check) | Decided::Later(check, _) => self.store.check(check),
         }
@@ -148,7 +162,8 @@ impl<S: Store> Inner<S> {
         let (key, cost, mut ended) = (*check.key(), check.cost(), Ended::new());
         let (answer, ask, wait) = {
             let mut callers = lock(&shard.callers);
-            if first && !callers.contains_key(&caller) && (is_hot || self.hot.count(caller, lease)) {
+            if first && !callers.contains_key(&caller) && (is_hot || self.hot.count(caller, lease))
+            {
                 shard.begin(&mut callers, caller, lease, &mut ended);
             }
             match callers.get_mut(&caller) {
@@ -165,7 +180,9 @@ impl<S: Store> Inner<S> {
             }
         };
         if let Some(ask) = ask {
-            let policies = answer.as_ref().map_or_else(Check::policies, Decision::policies);
+            let policies = answer
+                .as_ref()
+                .map_or_else(Check::policies, Decision::policies);
             self.ask(key, caller, policies, ask);
         } else if answer.is_err() {
             // Asks and the sweeper may be left of a runtime that has ended.
@@ -181,7 +198,8 @@ impl<S: Store> Inner<S> {
     }
 
     fn queue(&self) -> &StoreQueue<S> {
-        self.queue.get_or_init(|| StoreQueue::new(self.store.clone(), self.observer.get().cloned()))
+        self.queue
+            .get_or_init(|| StoreQueue::new(self.store.clone(), self.observer.get().cloned()))
     }
 
     fn ask(self: &Arc<Self>, key: Key, caller: Digest, policies: &Policies, ask: Ask) {
@@ -193,39 +211,50 @@ impl<S: Store> Inner<S> {
         let size = ask.size(self.share.instances().get());
         let check = Check::up_to(key, policies, size).for_block();
         let (inner, queue) = (Arc::downgrade(self), self.queue().downgrade());
-        self.queue().put(PendingOp::of_check(check).then(move |answer| {
-            let block = |decision| Block::new(key, decision, ask.at, ask.lease);
-            match (inner.upgrade(), answer, queue()) {
-                (Some(inner), Ok(decision), _) if inner.store.is_authoritative(&decision) => {
-                    inner.answered(caller, ask, Some(block(decision)));
-                }
-                (inner, answer, queue) => {
-                    if let (Ok(decision), Some(queue)) = (&answer, queue) {
-                        // Nobody is left to spend it, or another store has granted it instead.
-                        queue.put(block(decision.clone()).into_refund(instant()));
+        self.queue()
+            .put(PendingOp::of_check(check).then(move |answer| {
+                let block = |decision| Block::new(key, decision, ask.at, ask.lease);
+                match (inner.upgrade(), answer, queue()) {
+                    (Some(inner), Ok(decision), _) if inner.store.is_authoritative(&decision) => {
+                        inner.answered(caller, ask, Some(block(decision)));
                     }
-                    if let Some(inner) = inner {
-                        // A refund of what may have been charged could be of what others were charged.
-                        let lost = if answer.is_err_and(|error| !error.is_unsent()) { size } else { 0 };
-                        inner.answered(caller, ask, None);
-                        inner.notify_lost(lost);
+                    (inner, answer, queue) => {
+                        if let (Ok(decision), Some(queue)) = (&answer, queue) {
+                            // Nobody is left to spend it, or another store has granted it instead.
+                            queue.put(block(decision.clone()).into_refund(instant()));
+                        }
+                        if let Some(inner) = inner {
+                            // A refund of what may have been charged could be of what others were charged.
+                            let lost = if answer.is_err_and(|error| !error.is_unsent()) {
+                                size
+                            } else {
+                                0
+                            };
+                            inner.answered(caller, ask, None);
+                            inner.notify_lost(lost);
+                        }
                     }
                 }
-            }
-            drop(in_flight);
-        }));
+                drop(in_flight);
+            }));
     }
 
     /// Handles the block that an ask was answered with, however late, if it was.
     fn answered(self: &Arc<Self>, caller: Digest, ask: Ask, block: Option<Block>) {
-        let asked = block.as_ref().map(|block| (block.key, block.policies().clone()));
+        let asked = block
+            .as_ref()
+            .map(|block| (block.key, block.policies().clone()));
         let remaining = block.as_ref().map(Block::remaining);
         let (instances, shard) = (self.share.instances().get(), self.shards.at(caller));
         let answered = {
             let (mut callers, now) = (lock(&shard.callers), instant());
-            let Some(known) = callers.get_mut(&caller) else { return };
+            let Some(known) = callers.get_mut(&caller) else {
+                return;
+            };
             let block = block.filter(|block| block.left() > 0);
-            let Some(mut answered) = known.answered(&ask, block, remaining, instances, now) else { return };
+            let Some(mut answered) = known.answered(&ask, block, remaining, instances, now) else {
+                return;
+            };
             if self.is_drained.load(SeqCst) {
                 answered.ended.extend(known.drain());
             }
@@ -253,7 +282,11 @@ impl<S: Store> Inner<S> {
     /// Notifies the observer that a block has ended. Returns what refunds the rest of it.
     fn ended(&self, block: Block) -> Option<PendingOp> {
         let (now, left) = (instant(), block.left());
-        let (refunded, expired) = if block.is_dead(now) { (0, left) } else { (left, 0) };
+        let (refunded, expired) = if block.is_dead(now) {
+            (0, left)
+        } else {
+            (left, 0)
+        };
         self.notify(&block, refunded, expired);
         (left > 0).then(|| block.into_refund(now))
     }
@@ -315,7 +348,11 @@ impl<S: Store> Inner<S> {
         self.queue().wake();
         let _ = timeout(PATIENCE, self.in_flight.closed()).await;
         self.is_drained.store(true, SeqCst);
-        let refunds: Vec<_> = self.drain().into_iter().filter_map(|block| self.ended(block)).collect();
+        let refunds: Vec<_> = self
+            .drain()
+            .into_iter()
+            .filter_map(|block| self.ended(block))
+            .collect();
         let sent: Vec<_> = refunds.into_iter().map(|op| self.queue().ask(op)).collect();
         for refund in sent {
             refund.await;
@@ -323,20 +360,31 @@ impl<S: Store> Inner<S> {
     }
 
     fn drain(&self) -> Ended {
-        let drain = |shard: &Shard| lock(&shard.callers).values_mut().flat_map(Caller::drain).collect::<Ended>();
+        let drain = |shard: &Shard| {
+            lock(&shard.callers)
+                .values_mut()
+                .flat_map(Caller::drain)
+                .collect::<Ended>()
+        };
         self.shards.iter().flat_map(drain).collect()
     }
 
     /// How many callers it knows.
     #[cfg(test)]
     pub(super) fn callers(&self) -> usize {
-        self.shards.iter().map(|shard| shard.len.load(Relaxed)).sum()
+        self.shards
+            .iter()
+            .map(|shard| shard.len.load(Relaxed))
+            .sum()
     }
 
     /// The units that are left in all blocks.
     #[cfg(test)]
     pub(super) fn left(&self) -> u64 {
-        self.shards.iter().map(|shard| lock(&shard.callers).values().map(Caller::left).sum::<u64>()).sum()
+        self.shards
+            .iter()
+            .map(|shard| lock(&shard.callers).values().map(Caller::left).sum::<u64>())
+            .sum()
     }
 }
 
@@ -348,12 +396,25 @@ impl<S: Store> Drop for Inner<S> {
 
 impl Shard {
     /// Adds a caller that comes often. If there are too many, one of little demand gives way.
-    fn begin(&self, callers: &mut BTreeMap<Digest, Caller>, caller: Digest, lease: Duration, ended: &mut Ended) {
+    fn begin(
+        &self,
+        callers: &mut BTreeMap<Digest, Caller>,
+        caller: Digest,
+        lease: Duration,
+        ended: &mut Ended,
+    ) {
         if callers.len() >= self.max {
             // Digests are random, so that neighbors are a sample.
-            let sample = callers.range(caller..).chain(callers.range(..caller)).take(SAMPLE);
-            let least = sample.filter_map(|(other, known)| Some((known.demand()?, *other))).min();
-            let Some(mut known) = least.and_then(|(_, least)| callers.remove(&least)) else { return };
+            let sample = callers
+                .range(caller..)
+                .chain(callers.range(..caller))
+                .take(SAMPLE);
+            let least = sample
+                .filter_map(|(other, known)| Some((known.demand()?, *other)))
+                .min();
+            let Some(mut known) = least.and_then(|(_, least)| callers.remove(&least)) else {
+                return;
+            };
             ended.extend(known.drain());
         }
         callers.insert(caller, Caller::new(lease, instant()));

@@ -80,14 +80,18 @@ impl<S: Store> Leased<S> {
     }
 
     fn with(store: S, share: Share, max_callers: NonZeroUsize) -> Self {
-        Self { inner: Arc::new(Inner::new(store, share, max_callers)) }
+        Self {
+            inner: Arc::new(Inner::new(store, share, max_callers)),
+        }
     }
 
     /// Sets how many instances share a quota. Defaults to 1. It bounds how much one of them has charged ahead, and too
     /// small a number only means that the end of a quota is shared less fairly.
     #[must_use]
     pub fn share(self, share: Share) -> Self {
-        let Inner { store, max_callers, .. } = &*self.inner;
+        let Inner {
+            store, max_callers, ..
+        } = &*self.inner;
         Self::with(store.clone(), share, *max_callers)
     }
 
@@ -119,17 +123,25 @@ impl<S: Store> Store for Leased<S> {
             Decided::Block(decision) => Answer::ready(Ok(decision)),
             Decided::Store(check) => match inner.store.check(check) {
                 Answer::Ready { answer } => Answer::ready(answer),
-                Answer::Pending { future } => Answer::pending(LeasedFuture { waiting: None, sent: Some(future) }),
+                Answer::Pending { future } => Answer::pending(LeasedFuture {
+                    waiting: None,
+                    sent: Some(future),
+                }),
             },
-            Decided::Later(check, arrived) => {
-                Answer::pending(LeasedFuture { waiting: Some((Arc::clone(inner), check, arrived)), sent: None })
-            }
+            Decided::Later(check, arrived) => Answer::pending(LeasedFuture {
+                waiting: Some((Arc::clone(inner), check, arrived)),
+                sent: None,
+            }),
         }
     }
 
     fn withdraw(&self, future: Pin<&mut Self::Future>) -> bool {
         let this = future.project();
-        this.waiting.is_some() || this.sent.as_pin_mut().is_some_and(|sent| self.inner.store.withdraw(sent))
+        this.waiting.is_some()
+            || this
+                .sent
+                .as_pin_mut()
+                .is_some_and(|sent| self.inner.store.withdraw(sent))
     }
 
     fn warm(&self, key: &Key, decision: &Decision) {
@@ -164,12 +176,16 @@ impl<S: Store> Store for Leased<S> {
 
 impl<S: Store> Clone for Leased<S> {
     fn clone(&self) -> Self {
-        Self { inner: Arc::clone(&self.inner) }
+        Self {
+            inner: Arc::clone(&self.inner),
+        }
     }
 }
 
 impl<S: Store + fmt::Debug> fmt::Debug for Leased<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Leased").field("store", &self.inner.store).finish_non_exhaustive()
+        f.debug_struct("Leased")
+            .field("store", &self.inner.store)
+            .finish_non_exhaustive()
     }
 }

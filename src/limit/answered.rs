@@ -9,7 +9,10 @@ pub(crate) struct Answered {
 
 impl Answered {
     pub(crate) fn new(check: &Check, verdicts: &Verdicts) -> Self {
-        Self { policies: check.policies().clone(), verdicts: verdicts.clone() }
+        Self {
+            policies: check.policies().clone(),
+            verdicts: verdicts.clone(),
+        }
     }
 
     /// The same answer to a check with the same id, if it counts the same. The answer is kept `until` then.

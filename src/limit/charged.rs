@@ -27,7 +27,12 @@ pub(crate) const LONGEST: i64 = 1 << 52;
 impl Charged {
     /// A charge made just before, refunded as a whole.
     pub(crate) fn just_now(cost: i64) -> Self {
-        Self { age: 0, at: 0, cost, reset: LONGEST }
+        Self {
+            age: 0,
+            at: 0,
+            cost,
+            reset: LONGEST,
+        }
     }
 
     /// The number of the outage log that has it, if it is not in Redis.
@@ -42,19 +47,38 @@ impl Charged {
 
     /// The same charge so many microseconds later.
     pub(crate) fn later(self, elapsed: i64) -> Self {
-        Self { age: self.age.saturating_add(elapsed.max(0)).min(LONGEST), ..self }
+        Self {
+            age: self.age.saturating_add(elapsed.max(0)).min(LONGEST),
+            ..self
+        }
     }
 
     /// Conservative merge: the greater age, the smaller cost.
     pub(crate) fn or(self, other: Self) -> Self {
         let (age, cost) = (self.age.max(other.age), self.cost.min(other.cost));
-        let at = [self.at, other.at].into_iter().filter(|at| *at > 0).min().unwrap_or(0);
-        Self { age, at, cost, reset: self.left().min(other.left()) + age }
+        let at = [self.at, other.at]
+            .into_iter()
+            .filter(|at| *at > 0)
+            .min()
+            .unwrap_or(0);
+        Self {
+            age,
+            at,
+            cost,
+            reset: self.left().min(other.left()) + age,
+        }
     }
 
     /// Refunds it on the state of its policy, and returns how much.
     pub(crate) fn refund(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
-        let ask = Ask { mode: Mode::Refund, cost, within: 0, of: self, slot: None, now };
+        let ask = Ask {
+            mode: Mode::Refund,
+            cost,
+            within: 0,
+            of: self,
+            slot: None,
+            now,
+        };
         state.decide(policy.params(), &ask, i64::MAX).1
     }
 }

@@ -4,7 +4,8 @@ use smallvec::{SmallVec, smallvec};
 
 use super::strategy::Ask;
 use super::{
-    Charged, Decision, EachCharged, Key, LONGEST, Mode, Policies, Policy, SlotId, Source, State, Verdict, Verdicts,
+    Charged, Decision, EachCharged, Key, LONGEST, Mode, Policies, Policy, SlotId, Source, State,
+    Verdict, Verdicts,
 };
 
 /// One request to a [`Store`](crate::store::Store): may this caller use this much under these policies?
@@ -72,9 +73,16 @@ impl Check {
     /// under others, and in a [`Store`](crate::store::Store) without debts, this is a [`take`](Self::take).
     pub fn take_ahead(key: Key, policies: &Policies, cost: u32, within: Duration) -> Self {
         let owes = policies.iter().all(|policy| policy.frees().has_burst());
-        let within = if owes { within.as_micros().min(LONGEST as u128) as i64 } else { 0 };
+        let within = if owes {
+            within.as_micros().min(LONGEST as u128) as i64
+        } else {
+            0
+        };
         let extra = Some(Box::new(Extra::Within(within)));
-        Self { extra, ..Self::new(key, policies, Mode::TakeAhead, cost) }
+        Self {
+            extra,
+            ..Self::new(key, policies, Mode::TakeAhead, cost)
+        }
     }
 
     /// Takes as much of `cost` as there is room for; [`Decision::granted`] returns how much.
@@ -97,8 +105,13 @@ impl Check {
     /// Charges a debt that takes `time` to refill, or nothing if the debt is larger already. So repeated and concurrent
     /// charges do not add up. For the policies of a meter; the debt is at most the capacity.
     pub(crate) fn charge_debt_of(key: Key, policies: &Policies, time: Duration) -> Self {
-        let extra = Some(Box::new(Extra::Within(time.as_micros().min(LONGEST as u128) as i64)));
-        Self { extra, ..Self::charge(key, policies, u32::MAX) }
+        let extra = Some(Box::new(Extra::Within(
+            time.as_micros().min(LONGEST as u128) as i64,
+        )));
+        Self {
+            extra,
+            ..Self::charge(key, policies, u32::MAX)
+        }
     }
 
     /// Refunds `cost` of what was charged just now; each policy refunds at most what it counts. [`Decision::granted`]
@@ -112,9 +125,17 @@ impl Check {
     }
 
     /// Refunds `cost` of an earlier charge, or of one made just now if none is given.
-    pub(crate) fn refund_of(key: Key, policies: &Policies, cost: u32, charged: EachCharged) -> Self {
+    pub(crate) fn refund_of(
+        key: Key,
+        policies: &Policies,
+        cost: u32,
+        charged: EachCharged,
+    ) -> Self {
         let extra = Some(Box::new(Extra::Charged(charged)));
-        Self { extra, ..Self::refund(key, policies, cost) }
+        Self {
+            extra,
+            ..Self::refund(key, policies, cost)
+        }
     }
 
     /// Forgets all charges of the caller. What is refunded afterwards of a charge made before is taken out of later ones.
@@ -128,13 +149,19 @@ impl Check {
     ///
     /// A [`RateLimitLayer`](crate::RateLimitLayer) renews its slots itself.
     pub fn renew(key: Key, policies: &Policies, slot: SlotId) -> Self {
-        Self { slot: Some(slot), ..Self::new(key, policies, Mode::Renew, 0) }
+        Self {
+            slot: Some(slot),
+            ..Self::new(key, policies, Mode::Renew, 0)
+        }
     }
 
     /// Releases the slot of a request [in flight](crate::Policy::in_flight). Refunds nothing under policies of other
     /// kinds. May be sent again.
     pub fn release(key: Key, policies: &Policies, slot: SlotId) -> Self {
-        Self { slot: Some(slot), ..Self::new(key, policies, Mode::Release, 0) }
+        Self {
+            slot: Some(slot),
+            ..Self::new(key, policies, Mode::Release, 0)
+        }
     }
 
     /// A check that probes whether a store decides. It reads and writes like any other, but no request can have its
@@ -144,7 +171,8 @@ impl Check {
     }
 
     fn new(key: Key, policies: &Policies, mode: Mode, cost: u32) -> Self {
-        let takes = matches!(mode, Mode::Take | Mode::TakeAhead | Mode::UpTo) && policies.in_flight().is_some();
+        let takes = matches!(mode, Mode::Take | Mode::TakeAhead | Mode::UpTo)
+            && policies.in_flight().is_some();
         let slot = takes.then(SlotId::unique);
         Self {
             key,
@@ -175,7 +203,10 @@ impl Check {
     pub(crate) fn with_id_key(self, id: Option<Key>) -> Self {
         match self.extra.as_deref() {
             Some(Extra::Within(_) | Extra::Charged(_)) => self,
-            _ => Self { extra: id.map(|id| Box::new(Extra::Id(id))), ..self },
+            _ => Self {
+                extra: id.map(|id| Box::new(Extra::Id(id))),
+                ..self
+            },
         }
     }
 
@@ -241,7 +272,10 @@ impl Check {
 
     /// The charge of which it refunds a part, as the policy at this index knows it.
     pub(crate) fn charged_under(&self, policy: usize) -> Charged {
-        self.charged().get(policy).copied().unwrap_or(Charged::just_now(self.cost.into()))
+        self.charged()
+            .get(policy)
+            .copied()
+            .unwrap_or(Charged::just_now(self.cost.into()))
     }
 
     /// The same check; if `reserves`, what it takes is settled later, so that other callers may refund a part.
@@ -252,7 +286,10 @@ impl Check {
     /// The same check, which charges or refunds a block of a [`Leased`](crate::Leased) store: a
     /// [`Fallback`](crate::Fallback) leaves it to its primary store alone.
     pub(crate) fn for_block(self) -> Self {
-        Self { leasing: Leasing::Block, ..self }
+        Self {
+            leasing: Leasing::Block,
+            ..self
+        }
     }
 
     /// Returns `true` if it charges or refunds a block.
@@ -263,14 +300,19 @@ impl Check {
     /// The same check for the primary store of a [`Fallback`](crate::Fallback), in which no [`Leased`](crate::Leased)
     /// store may decide it from a block.
     pub(crate) fn in_fallback(self) -> Self {
-        let leasing = if self.is_for_block() { Leasing::Block } else { Leasing::Never };
+        let leasing = if self.is_for_block() {
+            Leasing::Block
+        } else {
+            Leasing::Never
+        };
         Self { leasing, ..self }
     }
 
     /// Returns `true` if a block may decide it.
     #[inline]
     pub(crate) fn is_leasable(&self) -> bool {
-        let is_plain = self.mode == Mode::Take && self.cost > 0 && self.id().is_none() && !self.reserves;
+        let is_plain =
+            self.mode == Mode::Take && self.cost > 0 && self.id().is_none() && !self.reserves;
         is_plain && self.leasing == Leasing::Possible
     }
 
@@ -295,7 +337,14 @@ impl Check {
     /// A state changes only if something is charged, refunded or forgotten, or if the clock has gone back.
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
         let (mode, cost, slot) = (self.mode, i64::from(self.cost), self.slot);
-        let ask = Ask { mode, cost, within: self.within(), of: self.charged_under(0), slot, now };
+        let ask = Ask {
+            mode,
+            cost,
+            within: self.within(),
+            of: self.charged_under(0),
+            slot,
+            now,
+        };
         if let ([state], [policy]) = (&mut *states, self.policies.as_slice()) {
             let (verdict, granted) = state.decide(policy.params(), &ask, i64::MAX);
             return Verdicts::new(granted, SmallVec::from_buf([verdict]));
@@ -305,11 +354,22 @@ impl Check {
 
     /// Several policies, the rarer case.
     fn decide_all(&self, states: &mut [State], ask: &Ask) -> Verdicts {
-        let looks = states.iter().zip(self.policies.iter()).map(|(state, policy)| state.preview(policy.params(), ask));
+        let looks = states
+            .iter()
+            .zip(self.policies.iter())
+            .map(|(state, policy)| state.preview(policy.params(), ask));
         let max = looks.map(|look| look.max).min().unwrap_or(0);
         let (mut granted, mut each) = (0, smallvec![Verdict::NONE; states.len()]);
-        for (i, ((verdict, state), policy)) in each.iter_mut().zip(states).zip(self.policies.iter()).enumerate() {
-            let ask = Ask { of: self.charged_under(i), ..*ask };
+        for (i, ((verdict, state), policy)) in each
+            .iter_mut()
+            .zip(states)
+            .zip(self.policies.iter())
+            .enumerate()
+        {
+            let ask = Ask {
+                of: self.charged_under(i),
+                ..*ask
+            };
             let (answer, grants) = state.decide(policy.params(), &ask, max);
             *verdict = answer;
             if self.policies.tells_granted(policy) {
@@ -329,7 +389,14 @@ impl Check {
 impl Mode {
     /// Counts on the state of one policy, and returns how much was charged, refunded or forgotten.
     pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
-        let ask = Ask { mode: self, cost, within: 0, of: Charged::just_now(cost), slot: None, now };
+        let ask = Ask {
+            mode: self,
+            cost,
+            within: 0,
+            of: Charged::just_now(cost),
+            slot: None,
+            now,
+        };
         state.decide(policy.params(), &ask, i64::MAX).1
     }
 }

@@ -57,7 +57,9 @@ impl Counts {
     }
 
     fn verdicts(&mut self, check: &Check, now: i64) -> Verdicts {
-        let Some(id) = check.id() else { return self.charge(check, now) };
+        let Some(id) = check.id() else {
+            return self.charge(check, now);
+        };
         let id = (*id, check.policies().id());
         if let Some((answered, until)) = self.answers.get(&id)
             && let Some(again) = answered.again(check, *until, now)
@@ -68,20 +70,30 @@ impl Counts {
         let verdicts = self.charge(check, now);
         if verdicts.granted > 0 {
             let until = now.saturating_add(check.policies().longest_period());
-            self.answers.insert(id, (Answered::new(check, &verdicts), until));
+            self.answers
+                .insert(id, (Answered::new(check, &verdicts), until));
             self.until = self.until.max(until);
         }
         verdicts
     }
 
     fn charge(&mut self, check: &Check, now: i64) -> Verdicts {
-        let state = |policy: &Policy| self.states.remove(&policy.id()).unwrap_or_else(|| State::fresh(policy.kind()));
+        let state = |policy: &Policy| {
+            self.states
+                .remove(&policy.id())
+                .unwrap_or_else(|| State::fresh(policy.kind()))
+        };
         let mut states: SmallVec<[State; 1]> = check.policies().iter().map(state).collect();
         let verdicts = check.decide(&mut states, now);
         for (policy, state) in check.policies().iter().zip(states) {
             self.states.insert(policy.id(), state);
         }
-        let reset = verdicts.each.iter().map(|verdict| verdict.reset).max().unwrap_or(0);
+        let reset = verdicts
+            .each
+            .iter()
+            .map(|verdict| verdict.reset)
+            .max()
+            .unwrap_or(0);
         self.until = self.until.max(now.saturating_add(reset));
         verdicts
     }
@@ -89,5 +101,8 @@ impl Counts {
 
 /// In microseconds.
 fn since_epoch(time: SystemTime) -> i64 {
-    micros(time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or(Duration::ZERO))
+    micros(
+        time.duration_since(SystemTime::UNIX_EPOCH)
+            .unwrap_or(Duration::ZERO),
+    )
 }

@@ -30,7 +30,12 @@ impl Check {
     /// assert_eq!((decision.granted(), decision.remaining()), (0, 3));
     /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
     /// ```
-    pub fn decided(&self, source: Source, granted: u32, verdict: impl FnMut(&Policy) -> Verdict) -> Decision {
+    pub fn decided(
+        &self,
+        source: Source,
+        granted: u32,
+        verdict: impl FnMut(&Policy) -> Verdict,
+    ) -> Decision {
         let told: Vec<Verdict> = self.policies().iter().map(verdict).collect();
         let granted = match self.mode() {
             _ if !told.iter().all(Verdict::is_allowed) => 0,
@@ -41,37 +46,59 @@ impl Check {
             Mode::Renew | Mode::Release => 1,
         };
         let granted = i64::from(granted);
-        let verdicts = told.iter().zip(self.policies()).map(|(told, policy)| told.corrected(self, policy, granted));
-        self.clone().answer(Verdicts::new(granted, verdicts.collect()), source)
+        let verdicts = told
+            .iter()
+            .zip(self.policies())
+            .map(|(told, policy)| told.corrected(self, policy, granted));
+        self.clone()
+            .answer(Verdicts::new(granted, verdicts.collect()), source)
     }
 }
 
 impl Verdict {
     /// The policy lets the check pass.
     pub const fn allowed() -> Self {
-        Self { remaining: i64::MAX, wait: 0, reset: 0 }
+        Self {
+            remaining: i64::MAX,
+            wait: 0,
+            reset: 0,
+        }
     }
 
     /// The same check would pass after this time, rounded up to microseconds, if nothing else is charged until then.
     pub fn denied(retry_after: Duration) -> Self {
         let wait = micros(retry_after).max(1);
-        Self { remaining: 0, wait, reset: wait }
+        Self {
+            remaining: 0,
+            wait,
+            reset: wait,
+        }
     }
 
     /// The check costs more than the capacity of the policy: no wait helps.
     pub const fn exceeds_capacity() -> Self {
-        Self { remaining: i64::MAX, wait: Self::NEVER, reset: 0 }
+        Self {
+            remaining: i64::MAX,
+            wait: Self::NEVER,
+            reset: 0,
+        }
     }
 
     /// Sets the largest cost that would pass now. Defaults to 0 for a denial, and otherwise to the most possible.
     pub fn with_remaining(self, remaining: u32) -> Self {
-        Self { remaining: i64::from(remaining), ..self }
+        Self {
+            remaining: i64::from(remaining),
+            ..self
+        }
     }
 
     /// Sets how long until no charge counts any more, if none is added; rounded up to microseconds. Defaults to the
     /// wait of a denial, and otherwise to zero.
     pub fn with_reset_after(self, reset_after: Duration) -> Self {
-        Self { reset: micros(reset_after), ..self }
+        Self {
+            reset: micros(reset_after),
+            ..self
+        }
     }
 
     /// The same verdict without contradictions to what the check was granted.
@@ -82,12 +109,20 @@ impl Verdict {
             false => (i64::from(check.cost()), granted),
         };
         let max = match check.mode() {
-            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge if self.is_allowed() => capacity - granted,
-            Mode::Take | Mode::TakeAhead | Mode::Peek if !self.is_allowed() => capacity.min(cost - 1),
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge if self.is_allowed() => {
+                capacity - granted
+            }
+            Mode::Take | Mode::TakeAhead | Mode::Peek if !self.is_allowed() => {
+                capacity.min(cost - 1)
+            }
             Mode::UpTo | Mode::Charge => 0,
             _ => capacity,
         };
-        Self { remaining: self.remaining.min(max).max(0), reset: self.reset.max(self.wait), ..self }
+        Self {
+            remaining: self.remaining.min(max).max(0),
+            reset: self.reset.max(self.wait),
+            ..self
+        }
     }
 }
 
@@ -100,7 +135,11 @@ mod tests {
 
     fn policies() -> Policies {
         let policy = |name, quota| Policy::new(name, Strategy::Gcra, quota).unwrap();
-        Policies::new([policy("ten", Quota::per_second(10)), policy("five", Quota::per_second(5))]).unwrap()
+        Policies::new([
+            policy("ten", Quota::per_second(10)),
+            policy("five", Quota::per_second(5)),
+        ])
+        .unwrap()
     }
 
     #[test]
@@ -113,7 +152,14 @@ mod tests {
             Verdict::allowed()
         });
         assert_eq!(asked, ["ten", "five"]);
-        assert_eq!((decision.granted(), decision.policy().name(), decision.remaining()), (2, "five", 3));
+        assert_eq!(
+            (
+                decision.granted(),
+                decision.policy().name(),
+                decision.remaining()
+            ),
+            (2, "five", 3)
+        );
         assert_eq!(decision.source().as_str(), "test");
 
         let decision = check.decided(SOURCE, 2, |policy| match policy.name() {
@@ -141,7 +187,11 @@ mod tests {
             (&part, 1, just_before - second / 2, 1),
             (&part, 1, second / 2, 0),
         ] {
-            assert_eq!(decision.refund(key, cost, age).count(), refunds, "{cost} after {age:?}");
+            assert_eq!(
+                decision.refund(key, cost, age).count(),
+                refunds,
+                "{cost} after {age:?}"
+            );
         }
     }
 
@@ -159,16 +209,32 @@ mod tests {
             (Strategy::SlidingLog, 4, -4, 0),
             (Strategy::SlidingLog, 0, 1, 60),
         ] {
-            let policies = Policy::new("test", strategy, Quota::per_minute(6)).unwrap().into();
-            let verdict = Verdict::allowed().with_remaining(6 - used).with_reset_after(second(u64::from(used) * 10));
+            let policies = Policy::new("test", strategy, Quota::per_minute(6))
+                .unwrap()
+                .into();
+            let verdict = Verdict::allowed()
+                .with_remaining(6 - used)
+                .with_reset_after(second(u64::from(used) * 10));
             let decision = Check::charge(Key::GLOBAL, &policies, 0).decided(SOURCE, 0, |_| verdict);
             let settled = decision.settled(4, 4_u32.wrapping_add_signed(cost));
-            assert_eq!(settled.reset_after(), second(reset), "{strategy}: {cost} beside {used}");
+            assert_eq!(
+                settled.reset_after(),
+                second(reset),
+                "{strategy}: {cost} beside {used}"
+            );
         }
         let uploads = Policy::in_flight("uploads", 6).unwrap().into();
-        let verdict = Verdict::allowed().with_remaining(2).with_reset_after(second(30));
-        let settled = Check::take(Key::GLOBAL, &uploads, 4).decided(SOURCE, 4, |_| verdict).settled(4, 0);
-        assert_eq!((settled.remaining(), settled.reset_after()), (2, second(30)), "it is in flight still");
+        let verdict = Verdict::allowed()
+            .with_remaining(2)
+            .with_reset_after(second(30));
+        let settled = Check::take(Key::GLOBAL, &uploads, 4)
+            .decided(SOURCE, 4, |_| verdict)
+            .settled(4, 0);
+        assert_eq!(
+            (settled.remaining(), settled.reset_after()),
+            (2, second(30)),
+            "it is in flight still"
+        );
     }
 
     #[test]
@@ -181,17 +247,31 @@ mod tests {
         };
         let (key, many) = (Key::GLOBAL, Verdict::allowed().with_remaining(u32::MAX));
         assert_eq!(numbers(Check::take(key, &policies, 2), 99, many), (2, 3));
-        assert_eq!(numbers(Check::take(key, &policies, 9), 9, many), (9, 0), "more than its capacity");
+        assert_eq!(
+            numbers(Check::take(key, &policies, 9), 9, many),
+            (9, 0),
+            "more than its capacity"
+        );
         assert_eq!(numbers(Check::up_to(key, &policies, 2), 99, many), (2, 3));
         assert_eq!(numbers(Check::up_to(key, &policies, 2), 1, many), (1, 4));
         assert_eq!(numbers(Check::peek(key, &policies, 2), 99, many), (0, 5));
         assert_eq!(numbers(Check::refund(key, &policies, 2), 99, many), (2, 5));
         assert_eq!(numbers(Check::reset(key, &policies), 99, many), (99, 5));
         let uploads = Policy::in_flight("uploads", 5).unwrap().into();
-        assert_eq!(numbers(Check::take(key, &uploads, 2), 99, many), (2, 4), "of one request");
-        assert_eq!(numbers(Check::charge(key, &uploads, 2), 99, many), (2, 3), "of two requests");
+        assert_eq!(
+            numbers(Check::take(key, &uploads, 2), 99, many),
+            (2, 4),
+            "of one request"
+        );
+        assert_eq!(
+            numbers(Check::charge(key, &uploads, 2), 99, many),
+            (2, 3),
+            "of two requests"
+        );
 
-        let denied = Verdict::denied(Duration::ZERO).with_remaining(u32::MAX).with_reset_after(Duration::ZERO);
+        let denied = Verdict::denied(Duration::ZERO)
+            .with_remaining(u32::MAX)
+            .with_reset_after(Duration::ZERO);
         for (check, remaining) in [
             (Check::take(key, &policies, 2), 1),
             (Check::take(key, &policies, 0), 0),
@@ -202,15 +282,42 @@ mod tests {
         ] {
             let decision = decided(check, 99, denied);
             let microsecond = Duration::from_micros(1);
-            assert_eq!(decision.outcome(), Outcome::Denied { retry_after: microsecond });
-            assert_eq!((decision.granted(), decision.remaining()), (0, remaining), "{decision:?}");
+            assert_eq!(
+                decision.outcome(),
+                Outcome::Denied {
+                    retry_after: microsecond
+                }
+            );
+            assert_eq!(
+                (decision.granted(), decision.remaining()),
+                (0, remaining),
+                "{decision:?}"
+            );
             assert_eq!(decision.reset_after(), microsecond);
         }
-        let never = decided(Check::take(key, &policies, 11), 11, Verdict::exceeds_capacity());
-        assert_eq!((never.outcome(), never.granted(), never.remaining()), (Outcome::ExceedsCapacity, 0, 5));
-        let long = decided(Check::take(key, &policies, 2), 0, Verdict::denied(Duration::MAX));
-        assert_eq!(long.retry_after(), Some(Duration::from_micros(LONGEST as u64)));
-        let nanosecond = decided(Check::take(key, &policies, 2), 0, Verdict::denied(Duration::from_nanos(1_001)));
+        let never = decided(
+            Check::take(key, &policies, 11),
+            11,
+            Verdict::exceeds_capacity(),
+        );
+        assert_eq!(
+            (never.outcome(), never.granted(), never.remaining()),
+            (Outcome::ExceedsCapacity, 0, 5)
+        );
+        let long = decided(
+            Check::take(key, &policies, 2),
+            0,
+            Verdict::denied(Duration::MAX),
+        );
+        assert_eq!(
+            long.retry_after(),
+            Some(Duration::from_micros(LONGEST as u64))
+        );
+        let nanosecond = decided(
+            Check::take(key, &policies, 2),
+            0,
+            Verdict::denied(Duration::from_nanos(1_001)),
+        );
         assert_eq!(nanosecond.retry_after(), Some(Duration::from_micros(2)));
     }
 }

@@ -1,6 +1,8 @@
 use std::time::Duration;
 
-use super::{Charged, Check, EachCharged, Key, LONGEST, Policies, Policy, Verdict, Verdicts, duration};
+use super::{
+    Charged, Check, EachCharged, Key, LONGEST, Policies, Policy, Verdict, Verdicts, duration,
+};
 
 /// The verdict on one check.
 ///
@@ -92,7 +94,12 @@ impl Decision {
     #[inline]
     pub(super) fn new(policies: Policies, verdicts: Verdicts, source: Source) -> Self {
         let decider = verdicts.decider();
-        Self { policies, verdicts, decider, source }
+        Self {
+            policies,
+            verdicts,
+            decider,
+            source,
+        }
     }
 
     /// Whether the check passed.
@@ -101,8 +108,12 @@ impl Decision {
             0 => Outcome::Allowed,
             Verdict::NEVER => Outcome::ExceedsCapacity,
             // Only what is taken ahead is charged and has to wait.
-            wait if self.verdicts.granted > 0 => Outcome::Later { due_in: micros(wait) },
-            wait => Outcome::Denied { retry_after: micros(wait) },
+            wait if self.verdicts.granted > 0 => Outcome::Later {
+                due_in: micros(wait),
+            },
+            wait => Outcome::Denied {
+                retry_after: micros(wait),
+            },
         }
     }
 
@@ -163,19 +174,31 @@ impl Decision {
     ///
     /// When one policy denies, those with room for the check are allowed here although nothing was charged.
     pub fn each(&self) -> impl ExactSizeIterator<Item = Decision> + '_ {
-        (0..self.policies.iter().len()).map(|decider| Self { decider, ..self.clone() })
+        (0..self.policies.iter().len()).map(|decider| Self {
+            decider,
+            ..self.clone()
+        })
     }
 
     /// The same decision so many microseconds later; if below zero, earlier.
     pub(crate) fn later(self, elapsed: i64) -> Self {
-        Self { verdicts: self.verdicts.later(elapsed), ..self }
+        Self {
+            verdicts: self.verdicts.later(elapsed),
+            ..self
+        }
     }
 
     /// The same as a denial for this time, so long after it was made.
     pub(crate) fn denied_for(self, wait: Duration, age: Duration) -> Self {
-        let mut verdicts = self.verdicts.later(i64::try_from(age.as_micros()).unwrap_or(LONGEST));
+        let mut verdicts = self
+            .verdicts
+            .later(i64::try_from(age.as_micros()).unwrap_or(LONGEST));
         verdicts.granted = 0;
-        if let Some(decider) = verdicts.each.get_mut(self.decider).filter(|decider| decider.wait != Verdict::NEVER) {
+        if let Some(decider) = verdicts
+            .each
+            .get_mut(self.decider)
+            .filter(|decider| decider.wait != Verdict::NEVER)
+        {
             decider.wait = duration::micros(wait).max(1);
             decider.reset = decider.reset.max(decider.wait);
         }
@@ -224,15 +247,34 @@ impl Decision {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn refund(&self, key: Key, cost: u32, age: Duration) -> impl Iterator<Item = Check> + use<> {
+    pub fn refund(
+        &self,
+        key: Key,
+        cost: u32,
+        age: Duration,
+    ) -> impl Iterator<Item = Check> + use<> {
         let age = (duration::micros(age) + self.verdicts.age).min(LONGEST);
         let cost = cost.min(self.granted());
         let over_time = self.verdicts().filter(|(policy, _)| !policy.is_in_flight());
-        let charged = Charged { age, at: self.verdicts.at, cost: self.granted().into(), reset: 0 };
-        let charged: EachCharged = over_time.map(|(_, verdict)| Charged { reset: verdict.reset, ..charged }).collect();
+        let charged = Charged {
+            age,
+            at: self.verdicts.at,
+            cost: self.granted().into(),
+            reset: 0,
+        };
+        let charged: EachCharged = over_time
+            .map(|(_, verdict)| Charged {
+                reset: verdict.reset,
+                ..charged
+            })
+            .collect();
         let policies = || self.policies.whole().without_in_flight().cloned();
         let check = |policies| Check::refund_of(key, &policies, cost, charged.clone());
-        (cost > 0 && charged.iter().any(|charged| charged.left() > 0)).then(policies).flatten().map(check).into_iter()
+        (cost > 0 && charged.iter().any(|charged| charged.left() > 0))
+            .then(policies)
+            .flatten()
+            .map(check)
+            .into_iter()
     }
 
     /// How long to wait before going on, if it was charged [ahead of time](crate::check::Check::take_ahead).
@@ -256,7 +298,12 @@ impl Decision {
     /// The same decision, with the wait that `wait` returns for each policy whose capacity is exceeded, by its index.
     pub(crate) fn wait_instead(self, wait: impl Fn(usize, &Verdict) -> i64) -> Self {
         let mut verdicts = self.verdicts;
-        for (i, verdict) in verdicts.each.iter_mut().enumerate().filter(|(_, verdict)| verdict.wait == Verdict::NEVER) {
+        for (i, verdict) in verdicts
+            .each
+            .iter_mut()
+            .enumerate()
+            .filter(|(_, verdict)| verdict.wait == Verdict::NEVER)
+        {
             verdict.wait = wait(i, verdict);
         }
         Self::new(self.policies, verdicts, self.source)
@@ -264,7 +311,12 @@ impl Decision {
 
     /// The same decision after another cost replaced what was reserved, as far as is known without a call to the store.
     pub(crate) fn settled(self, reserved: u32, cost: u32) -> Self {
-        let Self { policies, mut verdicts, source, .. } = self;
+        let Self {
+            policies,
+            mut verdicts,
+            source,
+            ..
+        } = self;
         // More than nothing is refunded, less is charged.
         let back = i64::from(reserved) - i64::from(cost);
         verdicts.granted = i64::from(cost);
@@ -296,11 +348,18 @@ impl Decision {
     /// is left of it. What the store had left then remains too. It is [refunded](Self::refund) as if it had been charged alone then.
     pub(crate) fn part(&self, check: Check, left: u32, age: Duration) -> Self {
         let mut verdicts = self.verdicts.clone();
-        (verdicts.granted, verdicts.age) = (check.cost().into(), self.verdicts.age + duration::micros(age));
+        (verdicts.granted, verdicts.age) = (
+            check.cost().into(),
+            self.verdicts.age + duration::micros(age),
+        );
         for (verdict, policy) in verdicts.each.iter_mut().zip(self.policies.iter()) {
-            verdict.remaining = (verdict.remaining + i64::from(left)).min(policy.quota().capacity().into());
+            verdict.remaining =
+                (verdict.remaining + i64::from(left)).min(policy.quota().capacity().into());
         }
-        Self { decider: self.decider, ..check.answer(verdicts, Source::Leased) }
+        Self {
+            decider: self.decider,
+            ..check.answer(verdicts, Source::Leased)
+        }
     }
 
     /// The same decision, if no more of it is charged.

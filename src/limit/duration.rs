@@ -7,7 +7,9 @@ use super::LONGEST;
 
 /// In microseconds, rounded up.
 pub(crate) fn micros(duration: Duration) -> i64 {
-    i64::try_from(duration.as_nanos().div_ceil(1_000)).unwrap_or(LONGEST).min(LONGEST)
+    i64::try_from(duration.as_nanos().div_ceil(1_000))
+        .unwrap_or(LONGEST)
+        .min(LONGEST)
 }
 
 /// Longest first: the name that is written, the words that are read too, and the length in nanoseconds.
@@ -35,7 +37,10 @@ pub(super) fn parse(text: &str) -> Result<Duration, &'static str> {
 
 /// The digits that the text begins with, and the rest.
 pub(super) fn split(text: &str) -> (&str, &str) {
-    text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()))
+    text.split_at(
+        text.find(|c: char| !c.is_ascii_digit())
+            .unwrap_or(text.len()),
+    )
 }
 
 /// So many of a unit; one if `count` is empty.
@@ -49,7 +54,11 @@ pub(super) fn times(count: &str, unit: &str) -> Result<Duration, &'static str> {
         .into_iter()
         .find(|(name, words, _)| unit == *name || words.contains(&unit))
         .ok_or_else(|| no_unit(unit))?;
-    let count: u128 = if count.is_empty() { 1 } else { count.parse().map_err(|_| TOO_LONG)? };
+    let count: u128 = if count.is_empty() {
+        1
+    } else {
+        count.parse().map_err(|_| TOO_LONG)?
+    };
     let nanos = count.checked_mul(nanos).ok_or(TOO_LONG)?;
     let seconds = u64::try_from(nanos / 1_000_000_000).map_err(|_| TOO_LONG)?;
     Ok(Duration::new(seconds, (nanos % 1_000_000_000) as u32))
@@ -70,7 +79,9 @@ fn no_unit(unit: &str) -> &'static str {
 /// How many of the largest unit that measures it without a rest.
 pub(super) fn measure(duration: Duration) -> (u128, &'static str) {
     let nanos = duration.as_nanos();
-    let unit = UNITS.into_iter().find(|(_, _, unit)| nanos >= *unit && nanos.is_multiple_of(*unit));
+    let unit = UNITS
+        .into_iter()
+        .find(|(_, _, unit)| nanos >= *unit && nanos.is_multiple_of(*unit));
     unit.map_or((0, "s"), |(name, _, unit)| (nanos / unit, name))
 }
 
@@ -119,7 +130,10 @@ mod tests {
             ("340282366920938463463374607431768211455d", "too long"),
         ] {
             let told = parse(text).unwrap_err();
-            assert!(told.contains(problem), "{text:?} gave {told:?}, which lacks {problem:?}");
+            assert!(
+                told.contains(problem),
+                "{text:?} gave {told:?}, which lacks {problem:?}"
+            );
         }
     }
 

@@ -47,7 +47,9 @@ pub(super) fn check(quota: Quota) -> Result<(), ConfigError> {
     match quota {
         _ if quota.capacity() != quota.limit() => wrong("they have no burst"),
         _ if quota.limit() > MAX => wrong("more than 1000000 requests"),
-        _ if !SLOT_TTLS.contains(&quota.period()) => wrong("the time to live is not from 1 second to 1 hour"),
+        _ if !SLOT_TTLS.contains(&quota.period()) => {
+            wrong("the time to live is not from 1 second to 1 hour")
+        }
         _ => Ok(()),
     }
 }
@@ -123,10 +125,20 @@ impl Slots {
 impl State {
     /// The answer of its policy. It does not bound the grants of other policies: a slot is not part of their cost.
     pub(super) fn preview(&self, params: &Params, ask: &Ask) -> Preview {
-        let Slots { expiries, by_expiry } = &*self.0;
-        let expired = by_expiry.iter().take_while(|(expiry, _)| *expiry <= ask.now).count();
+        let Slots {
+            expiries,
+            by_expiry,
+        } = &*self.0;
+        let expired = by_expiry
+            .iter()
+            .take_while(|(expiry, _)| *expiry <= ask.now)
+            .count();
         let room = params.capacity - (by_expiry.len() - expired) as i64;
-        let is_taken = || ask.slot.and_then(|slot| expiries.get(&slot)).is_some_and(|expiry| *expiry > ask.now);
+        let is_taken = || {
+            ask.slot
+                .and_then(|slot| expiries.get(&slot))
+                .is_some_and(|expiry| *expiry > ask.now)
+        };
         let (needs, grants) = match ask.mode {
             Mode::Peek => (1, 0),
             // Taken again, it is the same slot.
@@ -136,14 +148,30 @@ impl State {
             Mode::Renew | Mode::Release => (i64::MIN, 1),
             Mode::Charge | Mode::Refund => (i64::MIN, 0),
         };
-        let (grants, max) = if room < needs { (0, -1) } else { (grants, i64::MAX) };
-        Preview { registers: [0; 3], dirty: false, room, needs, grants, max }
+        let (grants, max) = if room < needs {
+            (0, -1)
+        } else {
+            (grants, i64::MAX)
+        };
+        Preview {
+            registers: [0; 3],
+            dirty: false,
+            room,
+            needs,
+            grants,
+            max,
+        }
     }
 
     /// Decides, and takes or releases the slot: the verdict, and whether that was done; of a reset, how many slots there
     /// were. A `max` below 0 is of a check that another policy denies.
     pub(super) fn decide(&mut self, params: &Params, ask: &Ask, max: i64) -> (Verdict, i64) {
-        let Preview { room, needs, grants, .. } = self.preview(params, ask);
+        let Preview {
+            room,
+            needs,
+            grants,
+            ..
+        } = self.preview(params, ask);
         let slots = &mut *self.0;
         slots.pass_to(ask.now);
         let granted = if max < 0 { 0 } else { grants };
@@ -151,14 +179,30 @@ impl State {
             (Mode::Reset, _) => *slots = Slots::default(),
             (Mode::Release, Some(slot)) => slots.remove(slot),
             (_, Some(slot)) if granted > 0 => {
-                let expiry = slots.expiries.get(&slot).copied().unwrap_or(0).max(ask.now + params.period);
+                let expiry = slots
+                    .expiries
+                    .get(&slot)
+                    .copied()
+                    .unwrap_or(0)
+                    .max(ask.now + params.period);
                 slots.set(slot, expiry);
             }
             _ => {}
         }
         let count = slots.by_expiry.len() as i64;
         let remaining = (params.capacity - count).max(0);
-        let reset = if count > 0 { slots.latest() - ask.now } else { 0 };
-        (Verdict { remaining, wait: if room < needs { AGAIN } else { 0 }, reset }, granted)
+        let reset = if count > 0 {
+            slots.latest() - ask.now
+        } else {
+            0
+        };
+        (
+            Verdict {
+                remaining,
+                wait: if room < needs { AGAIN } else { 0 },
+                reset,
+            },
+            granted,
+        )
     }
 }

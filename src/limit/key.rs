@@ -43,7 +43,11 @@ const OCTETS: [[u8; 4]; 256] = {
     let mut octets = [[0; 4]; 256];
     let mut octet = 0;
     while octet < 256 {
-        let digits = [b'0' + (octet / 100) as u8, b'0' + (octet / 10 % 10) as u8, b'0' + (octet % 10) as u8];
+        let digits = [
+            b'0' + (octet / 100) as u8,
+            b'0' + (octet / 10 % 10) as u8,
+            b'0' + (octet % 10) as u8,
+        ];
         octets[octet] = match octet {
             0..10 => [digits[2], b'.', 0, 0],
             10..100 => [digits[1], digits[2], b'.', 0],
@@ -84,8 +88,13 @@ impl Key {
     /// A key of the caller's own bytes, such as a user id.
     pub fn new(bytes: impl AsRef<[u8]>) -> Self {
         let bytes = bytes.as_ref();
-        let readable = |b: &u8| b.is_ascii_graphic() && !matches!(b, b'{' | b'}' | b':' | b',' | b'~');
-        if bytes != b"*" && !bytes.is_empty() && bytes.len() <= Self::MAX && bytes.iter().all(readable) {
+        let readable =
+            |b: &u8| b.is_ascii_graphic() && !matches!(b, b'{' | b'}' | b':' | b',' | b'~');
+        if bytes != b"*"
+            && !bytes.is_empty()
+            && bytes.len() <= Self::MAX
+            && bytes.iter().all(readable)
+        {
             Self::reserved(bytes)
         } else {
             Self::hashed(Sha256::new().chain_update(b"key\0").chain_update(bytes))
@@ -151,13 +160,16 @@ impl Key {
 
     /// One key of several: `("a", "bc")` and `("ab", "c")` stay apart, and one of a single part is not that part.
     pub fn tuple(parts: &[Key]) -> Self {
-        let len = parts.iter().map(|part| part.as_bytes().len() + 1).sum::<usize>();
+        let len = parts
+            .iter()
+            .map(|part| part.as_bytes().len() + 1)
+            .sum::<usize>();
         let nested = parts.iter().any(|part| part.as_bytes().contains(&BETWEEN));
         if parts.len() < 2 || nested || len > Self::MAX + 1 {
             let hash = Sha256::new().chain_update(b"tuple\0");
-            return Self::hashed(
-                parts.iter().fold(hash, |hash, part| hash.chain_update([part.len]).chain_update(part.as_bytes())),
-            );
+            return Self::hashed(parts.iter().fold(hash, |hash, part| {
+                hash.chain_update([part.len]).chain_update(part.as_bytes())
+            }));
         }
         let mut key = Self::reserved(b"");
         for (i, part) in parts.iter().enumerate() {
@@ -195,7 +207,10 @@ impl Key {
 
     /// A key that no caller's bytes can make, if it has one of the characters that they cannot have.
     pub(crate) const fn reserved(bytes: &[u8]) -> Self {
-        let mut key = Self { len: 0, bytes: [0; Self::MAX] };
+        let mut key = Self {
+            len: 0,
+            bytes: [0; Self::MAX],
+        };
         while (key.len as usize) < bytes.len() && (key.len as usize) < Self::MAX {
             key.bytes[key.len as usize] = bytes[key.len as usize];
             key.len += 1;
@@ -250,7 +265,9 @@ impl Key {
 
 /// The IPv4 address that an IPv6 one stands for, if it does.
 fn unwrapped(address: IpAddr) -> IpAddr {
-    let IpAddr::V6(v6) = address else { return address };
+    let IpAddr::V6(v6) = address else {
+        return address;
+    };
     match v6.octets() {
         [0, 0x64, 0xff, 0x9b, 0, 0, 0, 0, 0, 0, 0, 0, a, b, c, d] => [a, b, c, d].into(),
         [0x20, 0x02, a, b, c, d, ..] => [a, b, c, d].into(),
@@ -315,7 +332,10 @@ mod tests {
     #[test]
     fn readable_keys_stay_readable() {
         assert_eq!(text(Key::new("user-42@example.org")), "user-42@example.org");
-        assert_eq!(text(Key::new("8a6e0804-2bd0-4672-b79d-d97027f9071a")), "8a6e0804-2bd0-4672-b79d-d97027f9071a");
+        assert_eq!(
+            text(Key::new("8a6e0804-2bd0-4672-b79d-d97027f9071a")),
+            "8a6e0804-2bd0-4672-b79d-d97027f9071a"
+        );
         assert_eq!(text(Key::ip("192.0.2.7".parse().unwrap())), "ip:192.0.2.7");
     }
 
@@ -327,7 +347,10 @@ mod tests {
                 for c in OCTETS {
                     for d in OCTETS {
                         let address = IpAddr::from([a, b, c, d]);
-                        assert_eq!(Key::ip(address), Key::reserved(format!("ip:{address}").as_bytes()));
+                        assert_eq!(
+                            Key::ip(address),
+                            Key::reserved(format!("ip:{address}").as_bytes())
+                        );
                     }
                 }
             }
@@ -338,13 +361,21 @@ mod tests {
     fn one_network_of_ipv6_is_one_key() {
         let key = |address: &str| Key::ip(address.parse().unwrap());
         assert_eq!(text(key("2001:db8:1:2::1")), "ip:2001:0db8:0001:0002::/64");
-        assert_eq!(key("2001:db8:1:2::1"), key("2001:db8:1:2:ffff:ffff:ffff:ffff"));
+        assert_eq!(
+            key("2001:db8:1:2::1"),
+            key("2001:db8:1:2:ffff:ffff:ffff:ffff")
+        );
         assert_ne!(key("2001:db8:1:2::1"), key("2001:db8:1:3::1"));
     }
 
     #[test]
     fn ipv6_networks_have_any_prefix_length() {
-        let key = |prefix| text(Key::network("2001:db8:1234:5678:9abc:def0:1234:5678".parse().unwrap(), prefix));
+        let key = |prefix| {
+            text(Key::network(
+                "2001:db8:1234:5678:9abc:def0:1234:5678".parse().unwrap(),
+                prefix,
+            ))
+        };
         assert_eq!(key(1), "ip:0000:0000:0000:0000::/1");
         assert_eq!(key(10), "ip:2000:0000:0000:0000::/10");
         assert_eq!(key(48), "ip:2001:0db8:1234:0000::/48");
@@ -353,7 +384,10 @@ mod tests {
         assert_eq!(key(65), "ip:20010db8123456788000000000000000/65");
         assert_eq!(key(100), "ip:20010db8123456789abcdef010000000/100");
         assert_eq!(key(128), "ip:20010db8123456789abcdef012345678/128");
-        assert_eq!((key(0), key(255)), ("ip:0000:0000:0000:0000::/0".to_owned(), key(128)));
+        assert_eq!(
+            (key(0), key(255)),
+            ("ip:0000:0000:0000:0000::/0".to_owned(), key(128))
+        );
         let v4 = |prefix| Key::network("192.0.2.7".parse().unwrap(), prefix);
         assert_eq!(v4(1), v4(128), "the prefix is of IPv6");
     }
@@ -362,10 +396,20 @@ mod tests {
     fn mapped_ipv4_addresses_count_as_ipv4() {
         let key = |address: &str| Key::ip(address.parse().unwrap());
         let expected = key("192.0.2.7");
-        for address in ["::ffff:192.0.2.7", "64:ff9b::192.0.2.7", "2002:c000:207::1", "2002:c000:207:1:2:3:4:5"] {
+        for address in [
+            "::ffff:192.0.2.7",
+            "64:ff9b::192.0.2.7",
+            "2002:c000:207::1",
+            "2002:c000:207:1:2:3:4:5",
+        ] {
             assert_eq!(key(address), expected, "{address}");
         }
-        for address in ["64:ff9b:1::192.0.2.7", "64:ff9b::1:c000:207", "::192.0.2.7", "2003:c000:207::1"] {
+        for address in [
+            "64:ff9b:1::192.0.2.7",
+            "64:ff9b::1:c000:207",
+            "::192.0.2.7",
+            "2003:c000:207::1",
+        ] {
             assert!(text(key(address)).ends_with("::/64"), "{address}");
         }
     }
@@ -373,12 +417,24 @@ mod tests {
     #[test]
     fn kinds_of_keys_stay_apart() {
         let long = "x".repeat(100);
-        for bytes in
-            ["192.0.2.7", "ip:192.0.2.7", "20010db800010002/64", "ip:2001:0db8:0001:0002::/64", "a", "a,b", &long]
-        {
-            let mut keys = vec![Key::new(bytes), Key::secret(bytes), Key::tuple(&[Key::new(bytes)])];
+        for bytes in [
+            "192.0.2.7",
+            "ip:192.0.2.7",
+            "20010db800010002/64",
+            "ip:2001:0db8:0001:0002::/64",
+            "a",
+            "a,b",
+            &long,
+        ] {
+            let mut keys = vec![
+                Key::new(bytes),
+                Key::secret(bytes),
+                Key::tuple(&[Key::new(bytes)]),
+            ];
             keys.push(Key::tuple(&[Key::new("a"), Key::new("b")]));
-            keys.extend(["192.0.2.7", "2001:db8:1:2::"].map(|address| Key::ip(address.parse().unwrap())));
+            keys.extend(
+                ["192.0.2.7", "2001:db8:1:2::"].map(|address| Key::ip(address.parse().unwrap())),
+            );
             keys.push(Key::GLOBAL);
             for (i, key) in keys.iter().enumerate() {
                 assert!(!keys[..i].contains(key), "{bytes:?}: {} twice", text(*key));
@@ -426,13 +482,22 @@ mod tests {
         assert_ne!(tuple(&["a", "bc"]), tuple(&["ab", "c"]));
         let long = "x".repeat(30);
         assert_ne!(tuple(&[&long, "a", "bc"]), tuple(&[&long, "ab", "c"]));
-        assert_eq!(text(tuple(&[&long, "12345678"])), format!("{long},12345678"));
+        assert_eq!(
+            text(tuple(&[&long, "12345678"])),
+            format!("{long},12345678")
+        );
         assert_eq!(text(tuple(&[&long, "123456789"])).len(), 33, "one too long");
         let (a, b, c) = (Key::new("a"), Key::new("b"), Key::new("c"));
-        assert_ne!(Key::tuple(&[Key::tuple(&[a, b]), c]), Key::tuple(&[a, Key::tuple(&[b, c])]));
+        assert_ne!(
+            Key::tuple(&[Key::tuple(&[a, b]), c]),
+            Key::tuple(&[a, Key::tuple(&[b, c])])
+        );
         assert_eq!(text(Key::tuple(&[])).len(), 33, "never empty");
         let secret = Key::secret("k");
-        assert_eq!(text(Key::tuple(&[secret, Key::SHADOW])), format!("{},~try", text(secret)));
+        assert_eq!(
+            text(Key::tuple(&[secret, Key::SHADOW])),
+            format!("{},~try", text(secret))
+        );
     }
 
     #[test]

@@ -34,7 +34,9 @@ impl Kind {
     /// The kind with this letter in a key, without its parameters.
     pub(super) fn of_letter(letter: &str) -> Option<Self> {
         let strategies = Strategy::ALL.iter().map(|strategy| Self::Rate(*strategy));
-        strategies.chain([Self::InFlight]).find(|kind| kind.letter() == letter)
+        strategies
+            .chain([Self::InFlight])
+            .find(|kind| kind.letter() == letter)
     }
 
     /// How what it counts comes free again.
@@ -73,7 +75,11 @@ impl FromStr for Kind {
     type Err = ConfigError;
 
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        if text.trim() == IN_FLIGHT { Ok(Self::InFlight) } else { text.parse().map(Self::Rate) }
+        if text.trim() == IN_FLIGHT {
+            Ok(Self::InFlight)
+        } else {
+            text.parse().map(Self::Rate)
+        }
     }
 }
 

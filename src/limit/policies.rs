@@ -80,12 +80,18 @@ pub(crate) struct Lease {
 
 impl Lease {
     fn of(policies: &[Policy]) -> Option<Self> {
-        let times = policies.iter().map(Policy::lease).collect::<Option<SmallVec<[Duration; 1]>>>()?;
+        let times = policies
+            .iter()
+            .map(Policy::lease)
+            .collect::<Option<SmallVec<[Duration; 1]>>>()?;
         let mut hasher = DefaultHasher::new();
         for policy in policies {
             (policy.name(), policy.kind(), policy.quota(), policy.lease()).hash(&mut hasher);
         }
-        Some(Self { time: times.into_iter().min()?, id: hasher.finish() })
+        Some(Self {
+            time: times.into_iter().min()?,
+            id: hasher.finish(),
+        })
     }
 }
 
@@ -101,16 +107,23 @@ impl Policies {
     pub fn new(policies: impl IntoIterator<Item = Policy>) -> Result<Self, ConfigError> {
         let policies: SmallVec<[Policy; 1]> = policies.into_iter().collect();
         if policies.is_empty() {
-            return Err(ConfigError::new("the list of policies is empty: a check needs at least one"));
+            return Err(ConfigError::new(
+                "the list of policies is empty: a check needs at least one",
+            ));
         }
         if policies.len() > Self::MAX {
-            let text = format!("{} policies for one check: use at most {}", policies.len(), Self::MAX);
+            let text = format!(
+                "{} policies for one check: use at most {}",
+                policies.len(),
+                Self::MAX
+            );
             return Err(ConfigError::new(text));
         }
         for (i, name) in policies.iter().map(Policy::name).enumerate() {
             if policies[..i].iter().any(|other| other.name() == name) {
-                let text =
-                    format!("two policies are named {name:?}: give each its own name, since it is part of the key");
+                let text = format!(
+                    "two policies are named {name:?}: give each its own name, since it is part of the key"
+                );
                 return Err(ConfigError::new(text));
             }
         }
@@ -120,15 +133,33 @@ impl Policies {
     fn of(policies: SmallVec<[Policy; 1]>) -> Self {
         let hash = |number: fn(&Policy) -> u64| {
             let mut hasher = DefaultHasher::new();
-            policies.iter().for_each(|policy| number(policy).hash(&mut hasher));
+            policies
+                .iter()
+                .for_each(|policy| number(policy).hash(&mut hasher));
             hasher.finish()
         };
         let (id, identity) = (hash(Policy::id), hash(|policy| policy.address() as u64));
-        let (in_flight, others): (SmallVec<_>, SmallVec<_>) = policies.iter().cloned().partition(Policy::is_in_flight);
-        let split = (!in_flight.is_empty() && !others.is_empty()).then(|| (Self::of(in_flight), Self::of(others)));
-        let (lease, is_leased) = (Lease::of(&policies), policies.iter().any(|policy| policy.lease().is_some()));
-        let (takes_effect, part, derived) = (AtomicBool::new(false), Mutex::default(), OnceLock::new());
-        Self(Arc::new(List { policies, id, lease, is_leased, takes_effect, identity, split, part, derived }))
+        let (in_flight, others): (SmallVec<_>, SmallVec<_>) =
+            policies.iter().cloned().partition(Policy::is_in_flight);
+        let split = (!in_flight.is_empty() && !others.is_empty())
+            .then(|| (Self::of(in_flight), Self::of(others)));
+        let (lease, is_leased) = (
+            Lease::of(&policies),
+            policies.iter().any(|policy| policy.lease().is_some()),
+        );
+        let (takes_effect, part, derived) =
+            (AtomicBool::new(false), Mutex::default(), OnceLock::new());
+        Self(Arc::new(List {
+            policies,
+            id,
+            lease,
+            is_leased,
+            takes_effect,
+            identity,
+            split,
+            part,
+            derived,
+        }))
     }
 
     /// All of them, in their order; there is at least one.
@@ -158,7 +189,12 @@ impl Policies {
     pub(crate) fn in_flight(&self) -> Option<&Self> {
         match &self.0.split {
             Some((in_flight, _)) => Some(in_flight),
-            None => self.0.policies.first().is_some_and(Policy::is_in_flight).then_some(self),
+            None => self
+                .0
+                .policies
+                .first()
+                .is_some_and(Policy::is_in_flight)
+                .then_some(self),
         }
     }
 
@@ -177,7 +213,10 @@ impl Policies {
 
     /// The policies of which these are the share of an instance, or these.
     pub(crate) fn whole(&self) -> Self {
-        match self.iter().all(|policy| std::ptr::eq(policy, policy.whole())) {
+        match self
+            .iter()
+            .all(|policy| std::ptr::eq(policy, policy.whole()))
+        {
             true => self.clone(),
             false => Self::of(self.iter().map(|policy| policy.whole().clone()).collect()),
         }
@@ -185,7 +224,10 @@ impl Policies {
 
     /// How long the longest period is, in microseconds.
     pub(crate) fn longest_period(&self) -> i64 {
-        self.iter().map(|policy| policy.params().period).max().unwrap_or(0)
+        self.iter()
+            .map(|policy| policy.params().period)
+            .max()
+            .unwrap_or(0)
     }
 
     /// How long a charge counts at the longest, in microseconds. A debt counts for longer.
@@ -198,7 +240,10 @@ impl Policies {
         const QUOTA: Quota = Quota::per_second(1_000_000);
         static PROBE: LazyLock<Policies> = LazyLock::new(|| {
             Policies::of(
-                ["one", "two"].map(|name| Policy::known(name, Strategy::Gcra.into(), QUOTA)).into_iter().collect(),
+                ["one", "two"]
+                    .map(|name| Policy::known(name, Strategy::Gcra.into(), QUOTA))
+                    .into_iter()
+                    .collect(),
             )
         });
         PROBE.clone()
@@ -251,7 +296,10 @@ impl Policies {
     pub(crate) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
             || self.identity() == other.identity()
-                && self.iter().map(Policy::address).eq(other.iter().map(Policy::address))
+                && self
+                    .iter()
+                    .map(Policy::address)
+                    .eq(other.iter().map(Policy::address))
     }
 
     /// A list of the same policies in fresh `Arc`s, to avoid contention.
@@ -262,8 +310,17 @@ impl Policies {
     /// Reads the value that `make` derives from the list, which is computed once and kept with it. A list keeps one:
     /// a value of another type than the first is computed each time.
     #[inline]
-    pub(crate) fn derived<T: Send + Sync + 'static, R>(&self, make: fn(&Self) -> T, read: impl FnOnce(&T) -> R) -> R {
-        match self.0.derived.get_or_init(|| Box::new(make(self))).downcast_ref() {
+    pub(crate) fn derived<T: Send + Sync + 'static, R>(
+        &self,
+        make: fn(&Self) -> T,
+        read: impl FnOnce(&T) -> R,
+    ) -> R {
+        match self
+            .0
+            .derived
+            .get_or_init(|| Box::new(make(self)))
+            .downcast_ref()
+        {
             Some(kept) => read(kept),
             None => read(&make(self)),
         }
@@ -326,7 +383,9 @@ mod tests {
         let one = policy("one", 1);
         let refused = |policies: Vec<Policy>| Policies::new(policies).unwrap_err().to_string();
         assert!(refused(vec![]).starts_with("the list of policies is empty: "));
-        assert!(refused(vec![one.clone(), one.clone()]).starts_with("two policies are named \"one\": "));
+        assert!(
+            refused(vec![one.clone(), one.clone()]).starts_with("two policies are named \"one\": ")
+        );
         let many = (0..17).map(|i| policy(&i.to_string(), 1));
         assert!(refused(many.collect()).starts_with("17 policies for one check: "));
         assert_eq!(Policies::from(one).iter().len(), 1);
@@ -336,12 +395,19 @@ mod tests {
     fn identity_is_that_of_the_policies() {
         let (one, two) = (policy("one", 1), policy("two", 1));
         let list = Policies::new([one.clone(), two.clone()]).unwrap();
-        for same in [list.clone(), list.copy(), Policies::new([one.clone(), two.clone()]).unwrap()] {
+        for same in [
+            list.clone(),
+            list.copy(),
+            Policies::new([one.clone(), two.clone()]).unwrap(),
+        ] {
             assert!(list.is(&same) && list.identity() == same.identity() && list == same);
         }
         let equal = Policies::new([policy("one", 1), two.clone()]).unwrap();
         assert!(!list.is(&equal) && list.identity() != equal.identity() && list == equal);
-        for other in [Policies::from(one.clone()), Policies::new([two, one]).unwrap()] {
+        for other in [
+            Policies::from(one.clone()),
+            Policies::new([two, one]).unwrap(),
+        ] {
             assert!(!list.is(&other) && list.identity() != other.identity() && list != other);
         }
     }
@@ -363,7 +429,9 @@ mod tests {
         assert!(!part.is(&list) && part.whole().is(&list) && list.whole().is(&list));
         let second = Duration::from_secs(1);
         let take = Check::take(Key::GLOBAL, &part, 1);
-        let decision = take.decided(Source::Local, 1, |_| Verdict::allowed().with_reset_after(second));
+        let decision = take.decided(Source::Local, 1, |_| {
+            Verdict::allowed().with_reset_after(second)
+        });
         let back = decision.refund(Key::GLOBAL, 1, Duration::ZERO).next();
         assert!(back.is_some_and(|back| back.policies().is(&list)));
     }

@@ -70,7 +70,12 @@ impl Policy {
         if kind == Kind::InFlight {
             in_flight::check(quota)?;
         }
-        Ok(Self::with_params(name, kind, quota, Params::new(kind, quota)?))
+        Ok(Self::with_params(
+            name,
+            kind,
+            quota,
+            Params::new(kind, quota)?,
+        ))
     }
 
     /// At most `limit` requests of a caller at the same moment, over all instances: from 1 to 1,000,000. Each counts
@@ -112,7 +117,11 @@ impl Policy {
     /// For a time to live that is too short or too long.
     pub fn slot_ttl(self, time: Duration) -> Result<Self, ConfigError> {
         match self.is_in_flight() {
-            true => Self::of_kind(self.name(), Kind::InFlight, Quota::per(self.quota().limit(), time)),
+            true => Self::of_kind(
+                self.name(),
+                Kind::InFlight,
+                Quota::per(self.quota().limit(), time),
+            ),
             false => Ok(self),
         }
     }
@@ -154,7 +163,9 @@ impl Policy {
     /// [in flight](Self::in_flight).
     pub fn leased(self, time: Duration) -> Result<Self, ConfigError> {
         if self.is_in_flight() {
-            let text = format!("{self:?} is leased: leave that out, since requests in flight are never charged ahead");
+            let text = format!(
+                "{self:?} is leased: leave that out, since requests in flight are never charged ahead"
+            );
             return Err(ConfigError::new(text));
         }
         let stated = self.stated();
@@ -164,22 +175,30 @@ impl Policy {
             false => stated.period() / 2,
         };
         let is_whole = time.subsec_nanos().is_multiple_of(1_000);
-        let is_small =
-            longest < SHORTEST_LEASE || is_gradual && stated.units_in(time.min(longest)) >= stated.capacity();
+        let is_small = longest < SHORTEST_LEASE
+            || is_gradual && stated.units_in(time.min(longest)) >= stated.capacity();
         if is_small || !is_whole || !(SHORTEST_LEASE..=longest).contains(&time) {
             let larger = if is_gradual { "burst" } else { "period" };
             let text = match is_small {
                 true => format!("raise the {larger}, or leave the lease out"),
                 false => {
-                    format!("use whole microseconds from {SHORTEST_LEASE:?} to {longest:?}, or raise the {larger}")
+                    format!(
+                        "use whole microseconds from {SHORTEST_LEASE:?} to {longest:?}, or raise the {larger}"
+                    )
                 }
             };
-            return Err(ConfigError::new(format!("a lease of {time:?} of the quota `{stated}`: {text}")));
+            return Err(ConfigError::new(format!(
+                "a lease of {time:?} of the quota `{stated}`: {text}"
+            )));
         }
         let quota = match self.frees() {
             Frees::Gradually => stated.burst(stated.capacity() - stated.units_in(time)),
-            Frees::InBatches | Frees::OneByOne | Frees::Fading => stated.with_period(stated.period() + time),
-            Frees::WithWindow if matches!(self.strategy(), Some(Strategy::SlidingWindow { .. })) => {
+            Frees::InBatches | Frees::OneByOne | Frees::Fading => {
+                stated.with_period(stated.period() + time)
+            }
+            Frees::WithWindow
+                if matches!(self.strategy(), Some(Strategy::SlidingWindow { .. })) =>
+            {
                 stated.with_period(stated.period() + time)
             }
             Frees::WithWindow | Frees::OnRelease => stated,
@@ -203,7 +222,8 @@ impl Policy {
 
     /// A policy of the crate itself, known to be valid.
     pub(super) fn known(name: &str, kind: Kind, quota: Quota) -> Self {
-        let params = Params::new(kind, quota).unwrap_or_else(|_| unreachable!("the quota is a good one"));
+        let params =
+            Params::new(kind, quota).unwrap_or_else(|_| unreachable!("the quota is a good one"));
         Self::with_params(name, kind, quota, params)
     }
 
@@ -211,7 +231,16 @@ impl Policy {
         let (span, mut hasher) = (span::of(kind, quota).into_boxed_str(), DefaultHasher::new());
         (name, kind.letter(), &span).hash(&mut hasher);
         let (name, id) = (name.into(), hasher.finish());
-        Self(Arc::new(Inner { name, kind, quota, params, lease: None, whole: None, span, id }))
+        Self(Arc::new(Inner {
+            name,
+            kind,
+            quota,
+            params,
+            lease: None,
+            whole: None,
+            span,
+            id,
+        }))
     }
 
     /// The name.
@@ -255,12 +284,21 @@ impl Policy {
     /// rounded down, but at least 1. The rate of a strategy that refills gradually is divided exactly.
     pub(crate) fn share(&self, instances: NonZeroU32) -> Self {
         let part = |whole: u32| (whole / instances).max(1);
-        let Inner { name, kind, quota, .. } = &*self.0;
+        let Inner {
+            name, kind, quota, ..
+        } = &*self.0;
         let burst = part(quota.capacity());
         let by_limit = Quota::per(part(quota.limit()), quota.period()).burst(burst);
-        let by_period = Quota::per(quota.limit(), quota.period().saturating_mul(instances.get())).burst(burst);
+        let by_period = Quota::per(
+            quota.limit(),
+            quota.period().saturating_mul(instances.get()),
+        )
+        .burst(burst);
         let by_period = Some(by_period).filter(|_| self.frees().is_gradual());
-        let part = by_period.into_iter().chain([by_limit]).find_map(|part| Self::of_kind(name, *kind, part).ok());
+        let part = by_period
+            .into_iter()
+            .chain([by_limit])
+            .find_map(|part| Self::of_kind(name, *kind, part).ok());
         part.map_or_else(|| self.clone(), |part| part.of(self.clone(), instances))
     }
 
@@ -277,7 +315,10 @@ impl Policy {
     /// How long a charge counts at the longest, in microseconds: with a burst, until a full count has flowed back.
     pub(crate) fn counts_for(&self) -> i64 {
         let periods = match self.frees() {
-            Frees::Gradually | Frees::InBatches => self.quota().capacity().div_ceil(self.quota().limit().max(1)),
+            Frees::Gradually | Frees::InBatches => self
+                .quota()
+                .capacity()
+                .div_ceil(self.quota().limit().max(1)),
             Frees::Fading => 2,
             Frees::WithWindow | Frees::OneByOne | Frees::OnRelease => 1,
         };
@@ -316,12 +357,19 @@ impl Policy {
 
 pub(crate) fn check_name(name: &str) -> Result<(), ConfigError> {
     let fix = "use 1 to 64 ASCII letters, digits, `-`, `_`, `.` or `/`";
-    if is_name(name, b"-_./") { Ok(()) } else { Err(ConfigError::invalid("policy name", name, fix)) }
+    if is_name(name, b"-_./") {
+        Ok(())
+    } else {
+        Err(ConfigError::invalid("policy name", name, fix))
+    }
 }
 
 /// 1 to 64 ASCII letters, digits and `others`.
 pub(crate) fn is_name(name: &str, others: &[u8]) -> bool {
-    (1..=64).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_alphanumeric() || others.contains(&b))
+    (1..=64).contains(&name.len())
+        && name
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || others.contains(&b))
 }
 
 impl fmt::Debug for Policy {
@@ -342,7 +390,9 @@ impl PartialEq for Policy {
     #[inline]
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
-            || (self.name() == other.name() && self.kind() == other.kind() && self.quota() == other.quota())
+            || (self.name() == other.name()
+                && self.kind() == other.kind()
+                && self.quota() == other.quota())
                 && self.0.lease == other.0.lease
     }
 }
@@ -359,9 +409,19 @@ mod tests {
 
     #[test]
     fn names_are_checked() {
-        for name in ["", "two words", "a:b", "a{b}", "a\"b", "caf\u{e9}", "tab\t", &"x".repeat(65)] {
+        for name in [
+            "",
+            "two words",
+            "a:b",
+            "a{b}",
+            "a\"b",
+            "caf\u{e9}",
+            "tab\t",
+            &"x".repeat(65),
+        ] {
             let error = policy(name, Quota::per_second(1)).unwrap_err().to_string();
-            let expected = format!("{name:?} is not a valid policy name: use 1 to 64 ASCII letters");
+            let expected =
+                format!("{name:?} is not a valid policy name: use 1 to 64 ASCII letters");
             assert!(error.starts_with(&expected), "{error}");
         }
         assert!(policy("v1/api.read_only-2", Quota::per_second(1)).is_ok());
@@ -371,21 +431,45 @@ mod tests {
     fn quotas_that_cannot_work_are_refused() {
         let refused = |quota: Quota, problem: &str| {
             let error = policy("p", quota).unwrap_err().to_string();
-            assert!(error.starts_with(&format!("the quota `{quota}` cannot work: its {problem}")), "{error}");
+            assert!(
+                error.starts_with(&format!("the quota `{quota}` cannot work: its {problem}")),
+                "{error}"
+            );
         };
         refused(Quota::per_second(0), "limit must be at least 1");
         refused(Quota::per_second(1).burst(0), "burst must be at least 1");
-        for period in [Duration::ZERO, Duration::from_nanos(1_500), Duration::from_secs(400 * 86_400), Duration::MAX] {
-            refused(Quota::per(1, period), "period must be a whole number of microseconds");
+        for period in [
+            Duration::ZERO,
+            Duration::from_nanos(1_500),
+            Duration::from_secs(400 * 86_400),
+            Duration::MAX,
+        ] {
+            refused(
+                Quota::per(1, period),
+                "period must be a whole number of microseconds",
+            );
         }
-        refused(Quota::per_day(1).burst(u32::MAX), "burst would take more than ten years");
-        let window = Policy::new("p", Strategy::FixedWindow(Default::default()), Quota::per_second(5).burst(6));
-        assert!(window.unwrap_err().to_string().starts_with("a burst of 6 on a window of 5: "));
+        refused(
+            Quota::per_day(1).burst(u32::MAX),
+            "burst would take more than ten years",
+        );
+        let window = Policy::new(
+            "p",
+            Strategy::FixedWindow(Default::default()),
+            Quota::per_second(5).burst(6),
+        );
+        assert!(
+            window
+                .unwrap_err()
+                .to_string()
+                .starts_with("a burst of 6 on a window of 5: ")
+        );
         assert!(policy("p", Quota::per_second(u32::MAX)).is_ok());
         let log = |limit| Policy::new("p", Strategy::SlidingLog, Quota::per_hour(limit));
         let error = log(100_001).unwrap_err().to_string();
         assert!(
-            error.starts_with("a limit of 100001 for a sliding log") && error.contains("at most 100000"),
+            error.starts_with("a limit of 100001 for a sliding log")
+                && error.contains("at most 100000"),
             "{error}"
         );
         assert!(log(100_000).is_ok());
@@ -395,7 +479,9 @@ mod tests {
     fn a_lease_tightens_the_quota() {
         let leased = |strategy, quota: &str, ms| {
             let policy = Policy::new("p", strategy, quota.parse().unwrap()).unwrap();
-            policy.leased(Duration::from_millis(ms)).map(|policy| policy.quota().to_string())
+            policy
+                .leased(Duration::from_millis(ms))
+                .map(|policy| policy.quota().to_string())
         };
         let sliding = Strategy::SlidingWindow { cells: 10 };
         let interval = Strategy::TokenBucket(crate::limit::Refill::Interval);
@@ -410,27 +496,54 @@ mod tests {
             (Strategy::FixedWindow(Default::default()), "999/s"),
         ] {
             // 99.9 are refilled in a tenth of a second.
-            assert_eq!(leased(strategy, "999/s", 100).unwrap(), quota, "{strategy:?}");
+            assert_eq!(
+                leased(strategy, "999/s", 100).unwrap(),
+                quota,
+                "{strategy:?}"
+            );
             assert!(leased(strategy, "999/s", 500).is_ok());
             for (ms, fix) in [(9, "from 10ms to 500"), (501, "or raise the ")] {
                 let error = leased(strategy, "999/s", ms).unwrap_err().to_string();
-                assert!(error.starts_with("a lease of ") && error.contains(fix), "{error}");
+                assert!(
+                    error.starts_with("a lease of ") && error.contains(fix),
+                    "{error}"
+                );
             }
         }
-        assert_eq!(leased(Strategy::Gcra, "10/s burst 100", 5_000).unwrap(), "10/s burst 50");
+        assert_eq!(
+            leased(Strategy::Gcra, "10/s burst 100", 5_000).unwrap(),
+            "10/s burst 50"
+        );
         for quota in ["10/s burst 1", "1000/s burst 10"] {
             let error = leased(Strategy::Gcra, quota, 10).unwrap_err().to_string();
             assert_eq!(
                 error,
-                format!("a lease of 10ms of the quota `{quota}`: raise the burst, or leave the lease out")
+                format!(
+                    "a lease of 10ms of the quota `{quota}`: raise the burst, or leave the lease out"
+                )
             );
         }
-        let in_flight = Policy::in_flight("p", 4).unwrap().leased(Duration::from_millis(100));
-        assert!(in_flight.unwrap_err().to_string().contains("requests in flight"));
+        let in_flight = Policy::in_flight("p", 4)
+            .unwrap()
+            .leased(Duration::from_millis(100));
+        assert!(
+            in_flight
+                .unwrap_err()
+                .to_string()
+                .contains("requests in flight")
+        );
         let policy = policy("p", Quota::per_second(1_000)).unwrap();
-        let [one, two] = [100, 200].map(|ms| policy.clone().leased(Duration::from_millis(ms)).unwrap());
-        assert_eq!(one.clone().leased(Duration::from_millis(200)), Ok(two.clone()), "from the quota as stated");
-        assert_eq!(format!("{policy:?}, {one:?}"), "Policy(p Gcra 1000/s), Policy(p Gcra 1000/s leased 100ms)");
+        let [one, two] =
+            [100, 200].map(|ms| policy.clone().leased(Duration::from_millis(ms)).unwrap());
+        assert_eq!(
+            one.clone().leased(Duration::from_millis(200)),
+            Ok(two.clone()),
+            "from the quota as stated"
+        );
+        assert_eq!(
+            format!("{policy:?}, {one:?}"),
+            "Policy(p Gcra 1000/s), Policy(p Gcra 1000/s leased 100ms)"
+        );
         assert!(one != two && one != policy && one.stated() == policy.quota());
     }
 
@@ -444,12 +557,25 @@ mod tests {
             ("10/3601s", "from 1 second to 1 hour"),
         ] {
             let error = in_flight(text).unwrap_err().to_string();
-            assert!(error.contains(part) && error.contains("like `10/30s`"), "{error}");
+            assert!(
+                error.contains(part) && error.contains("like `10/30s`"),
+                "{error}"
+            );
         }
         assert!(in_flight("1000000/1s").is_ok() && in_flight("1/1h").is_ok());
         assert_eq!(in_flight("4/30s"), Policy::in_flight("p", 4));
-        assert_eq!(in_flight("4/5s"), Policy::in_flight("p", 4).unwrap().slot_ttl(Duration::from_secs(5)));
-        assert!(Policy::in_flight("p", 4).unwrap().slot_ttl(Duration::from_millis(999)).is_err());
+        assert_eq!(
+            in_flight("4/5s"),
+            Policy::in_flight("p", 4)
+                .unwrap()
+                .slot_ttl(Duration::from_secs(5))
+        );
+        assert!(
+            Policy::in_flight("p", 4)
+                .unwrap()
+                .slot_ttl(Duration::from_millis(999))
+                .is_err()
+        );
         let rate = policy("p", Quota::per_second(1)).unwrap();
         assert_eq!(rate.clone().slot_ttl(Duration::from_secs(5)), Ok(rate));
         let none = Policy::in_flight("p", 0).unwrap_err().to_string();
@@ -460,13 +586,31 @@ mod tests {
     fn instance_shares_never_exceed_the_whole() {
         use crate::limit::Align;
         let part = |strategy, quota, instances| {
-            Policy::new("p", strategy, quota).unwrap().share(NonZeroU32::new(instances).unwrap()).quota()
+            Policy::new("p", strategy, quota)
+                .unwrap()
+                .share(NonZeroU32::new(instances).unwrap())
+                .quota()
         };
         let window = Strategy::FixedWindow(Align::FirstHit);
-        assert_eq!(part(window, Quota::per_minute(10), 4), Quota::per_minute(2).burst(2));
-        assert_eq!(part(window, Quota::per_minute(3), 4), Quota::per_minute(1).burst(1), "at least 1");
+        assert_eq!(
+            part(window, Quota::per_minute(10), 4),
+            Quota::per_minute(2).burst(2)
+        );
+        assert_eq!(
+            part(window, Quota::per_minute(3), 4),
+            Quota::per_minute(1).burst(1),
+            "at least 1"
+        );
         let four_seconds = Quota::per(10, Duration::from_secs(4));
-        assert_eq!(part(Strategy::Gcra, Quota::per_second(10).burst(20), 4), four_seconds.burst(5), "a rate is exact");
-        assert_eq!(part(Strategy::Gcra, Quota::per_day(365), 1000).limit(), 1, "a period has its bound");
+        assert_eq!(
+            part(Strategy::Gcra, Quota::per_second(10).burst(20), 4),
+            four_seconds.burst(5),
+            "a rate is exact"
+        );
+        assert_eq!(
+            part(Strategy::Gcra, Quota::per_day(365), 1000).limit(),
+            1,
+            "a period has its bound"
+        );
     }
 }

@@ -45,7 +45,11 @@ pub struct Quota {
 impl Quota {
     /// `limit` in every `period`.
     pub const fn per(limit: u32, period: Duration) -> Self {
-        Self { limit, period, burst: None }
+        Self {
+            limit,
+            period,
+            burst: None,
+        }
     }
 
     /// `limit` in every second.
@@ -92,13 +96,17 @@ impl Quota {
 
     /// How long these units take to refill gradually, rounded down to nanoseconds.
     pub(crate) fn time_for(&self, units: u64) -> Duration {
-        let nanos = self.period.as_nanos().saturating_mul(units.into()) / u128::from(self.limit.max(1));
+        let nanos =
+            self.period.as_nanos().saturating_mul(units.into()) / u128::from(self.limit.max(1));
         u64::try_from(nanos).map_or(Duration::MAX, Duration::from_nanos)
     }
 
     /// How much refills gradually in this time, rounded up.
     pub(crate) fn units_in(&self, time: Duration) -> u32 {
-        let units = time.as_nanos().saturating_mul(self.limit.into()).div_ceil(self.period.as_nanos().max(1));
+        let units = time
+            .as_nanos()
+            .saturating_mul(self.limit.into())
+            .div_ceil(self.period.as_nanos().max(1));
         u32::try_from(units).unwrap_or(u32::MAX)
     }
 
@@ -158,13 +166,18 @@ impl FromStr for Quota {
             ConfigError::invalid("quota", text, format_args!("{problem}; {fix}"))
         };
 
-        let (limit, rest) = split_rate(text.trim()).ok_or_else(|| wrong("there is no `/` and no `per`"))?;
-        let limit = whole(limit).ok_or_else(|| wrong("the limit is not a whole number up to 4294967295"))?;
+        let (limit, rest) =
+            split_rate(text.trim()).ok_or_else(|| wrong("there is no `/` and no `per`"))?;
+        let limit = whole(limit)
+            .ok_or_else(|| wrong("the limit is not a whole number up to 4294967295"))?;
 
         let mut words = rest.split_whitespace().peekable();
         let period = words.next().ok_or_else(|| wrong("the period is missing"))?;
         let period = match duration::split(period) {
-            (count, "") => duration::times(count, words.next_if(|word| *word != "burst").unwrap_or_default()),
+            (count, "") => duration::times(
+                count,
+                words.next_if(|word| *word != "burst").unwrap_or_default(),
+            ),
             (count, unit) => duration::times(count, unit),
         };
         let mut quota = Self::per(limit, period.map_err(wrong)?);
@@ -172,7 +185,10 @@ impl FromStr for Quota {
             None => {}
             Some("burst") => {
                 let burst = words.next().and_then(whole);
-                quota = quota.burst(burst.ok_or_else(|| wrong("the burst is not a whole number up to 4294967295"))?);
+                quota = quota
+                    .burst(burst.ok_or_else(|| {
+                        wrong("the burst is not a whole number up to 4294967295")
+                    })?);
             }
             Some(_) => return Err(wrong("only `burst` may follow the period")),
         }
@@ -190,7 +206,8 @@ fn split_rate(text: &str) -> Option<(&str, &str)> {
         Some(parts) => parts,
         None => {
             let (limit, rest) = text.split_once("per")?;
-            let apart = limit.ends_with(char::is_whitespace) && rest.starts_with(char::is_whitespace);
+            let apart =
+                limit.ends_with(char::is_whitespace) && rest.starts_with(char::is_whitespace);
             apart.then_some((limit, rest))?
         }
     };
@@ -199,7 +216,11 @@ fn split_rate(text: &str) -> Option<(&str, &str)> {
 
 /// Digits only: `u32::from_str` would take a sign too.
 pub(super) fn whole(digits: &str) -> Option<u32> {
-    digits.bytes().all(|b| b.is_ascii_digit()).then(|| digits.parse().ok()).flatten()
+    digits
+        .bytes()
+        .all(|b| b.is_ascii_digit())
+        .then(|| digits.parse().ok())
+        .flatten()
 }
 
 impl Quota {
@@ -208,8 +229,11 @@ impl Quota {
     pub(super) const MAX_REFILL: Duration = Duration::from_secs(3_650 * 86_400);
 
     pub(super) fn check(&self) -> Result<(), ConfigError> {
-        self.problem()
-            .map_or(Ok(()), |problem| Err(ConfigError::new(format!("the quota `{self}` cannot work: {problem}"))))
+        self.problem().map_or(Ok(()), |problem| {
+            Err(ConfigError::new(format!(
+                "the quota `{self}` cannot work: {problem}"
+            )))
+        })
     }
 
     /// Why it cannot work, and what to do.
@@ -224,8 +248,12 @@ impl Quota {
             || !self.period.subsec_nanos().is_multiple_of(1_000)
         {
             Some("its period must be a whole number of microseconds, from 1 us to 366 days")
-        } else if period * self.capacity() as u128 / self.limit as u128 > Self::MAX_REFILL.as_micros() {
-            Some("its burst would take more than ten years to refill; lower the burst or raise the rate")
+        } else if period * self.capacity() as u128 / self.limit as u128
+            > Self::MAX_REFILL.as_micros()
+        {
+            Some(
+                "its burst would take more than ten years to refill; lower the burst or raise the rate",
+            )
         } else {
             None
         }
@@ -240,7 +268,8 @@ mod tests {
     #[test]
     fn bursts_count_whole_periods() {
         let quota = Quota::per_minute(100);
-        let units = [0, 1, 60, 61, 120].map(|seconds| quota.units_in_periods(Duration::from_secs(seconds)));
+        let units =
+            [0, 1, 60, 61, 120].map(|seconds| quota.units_in_periods(Duration::from_secs(seconds)));
         assert_eq!(units, [0, 100, 100, 200, 200]);
         assert_eq!(quota.units_in_periods(Duration::MAX), u32::MAX);
     }
@@ -249,21 +278,52 @@ mod tests {
     fn text_forms() {
         assert_eq!("100/s".parse(), Ok(Quota::per_second(100)));
         assert_eq!(" 10/60s ".parse(), Ok(Quota::per_minute(10)));
-        assert_eq!("1000/h burst 50".parse(), Ok(Quota::per_hour(1000).burst(50)));
-        assert_eq!("7/250ms".parse(), Ok(Quota::per(7, Duration::from_millis(250))));
+        assert_eq!(
+            "1000/h burst 50".parse(),
+            Ok(Quota::per_hour(1000).burst(50))
+        );
+        assert_eq!(
+            "7/250ms".parse(),
+            Ok(Quota::per(7, Duration::from_millis(250)))
+        );
         let five = Quota::per(5, Duration::from_secs(900));
-        for text in ["5/15m", "5 / 15 min", "5 per 15m", "5  per\t15 minutes", "5 per 900 seconds"] {
+        for text in [
+            "5/15m",
+            "5 / 15 min",
+            "5 per 15m",
+            "5  per\t15 minutes",
+            "5 per 900 seconds",
+        ] {
             assert_eq!(text.parse(), Ok(five), "{text}");
         }
-        for text in ["10/m", "10/min", "10 per minute", "10/1m", "10 per 1 minute", "10 per 60 sec"] {
+        for text in [
+            "10/m",
+            "10/min",
+            "10 per minute",
+            "10/1m",
+            "10 per 1 minute",
+            "10 per 60 sec",
+        ] {
             assert_eq!(text.parse(), Ok(Quota::per_minute(10)), "{text}");
         }
-        assert_eq!("1000 per hour burst 50".parse(), Ok(Quota::per_hour(1000).burst(50)));
-        assert_eq!("1000 per 1 hour  burst  50".parse(), Ok(Quota::per_hour(1000).burst(50)));
-        assert_eq!("1 per 30 days".parse(), Ok(Quota::per(1, Duration::from_secs(30 * 86_400))));
+        assert_eq!(
+            "1000 per hour burst 50".parse(),
+            Ok(Quota::per_hour(1000).burst(50))
+        );
+        assert_eq!(
+            "1000 per 1 hour  burst  50".parse(),
+            Ok(Quota::per_hour(1000).burst(50))
+        );
+        assert_eq!(
+            "1 per 30 days".parse(),
+            Ok(Quota::per(1, Duration::from_secs(30 * 86_400)))
+        );
         assert_eq!(five.to_string(), "5/15m");
         assert_eq!(Quota::per_minute(10).to_string(), "10/m");
-        assert_eq!(Quota::per(10, Duration::from_secs(90)).to_string(), "10/90s");
+        assert_eq!(
+            Quota::per(10, Duration::from_secs(90)).to_string(),
+            "10/90s"
+        );
     }
 
     #[test]
@@ -271,7 +331,12 @@ mod tests {
         const GOOD: Quota = Quota::per_second(50).burst(100);
         const _: () = assert!(GOOD.is_valid());
         let day = Quota::per_day;
-        for bad in [day(0), day(1).burst(0), Quota::per(1, Duration::ZERO), day(1).burst(4_000_000)] {
+        for bad in [
+            day(0),
+            day(1).burst(0),
+            Quota::per(1, Duration::ZERO),
+            day(1).burst(4_000_000),
+        ] {
             assert!(!bad.is_valid(), "{bad}");
         }
     }
@@ -310,13 +375,19 @@ mod tests {
             ("10/s burst", "the burst is not a whole number"),
             ("10/s burst 5 6", "more text"),
             ("0/s", "`0/s` cannot work: its limit must be at least 1"),
-            ("1/s burst 0", "`1/s burst 0` cannot work: its burst must be at least 1"),
+            (
+                "1/s burst 0",
+                "`1/s burst 0` cannot work: its burst must be at least 1",
+            ),
             ("1/0s", "`1/0s` cannot work: its period must be"),
             ("1/367d", "366 days"),
             ("1/d burst 4000000", "more than ten years to refill"),
         ] {
             let error = text.parse::<Quota>().unwrap_err().to_string();
-            assert!(error.contains(part), "{text:?} gave {error:?}, which lacks {part:?}");
+            assert!(
+                error.contains(part),
+                "{text:?} gave {error:?}, which lacks {part:?}"
+            );
         }
     }
 

@@ -46,12 +46,22 @@ impl fmt::Display for RateLimited {
         match self.retry_after() {
             Some(wait) => {
                 let left = self.decision.remaining() > 0;
-                let problem = if left { "has too little left for this call" } else { "is used up" };
-                write!(f, "the quota of {quota} ({name}) {problem}; try again in {wait:?}")
+                let problem = if left {
+                    "has too little left for this call"
+                } else {
+                    "is used up"
+                };
+                write!(
+                    f,
+                    "the quota of {quota} ({name}) {problem}; try again in {wait:?}"
+                )
             }
             None => {
                 let capacity = self.decision.capacity();
-                write!(f, "the call's cost exceeds the maximum burst of {capacity} ({name})")
+                write!(
+                    f,
+                    "the call's cost exceeds the maximum burst of {capacity} ({name})"
+                )
             }
         }
     }
@@ -69,7 +79,9 @@ mod tests {
         let policy = Policy::new("api", Strategy::SlidingLog, Quota::per_second(2)).unwrap();
         let policies = policy.leased(Duration::from_millis(100)).unwrap().into();
         let check = Check::take(Key::GLOBAL, &policies, 1);
-        let denied = check.decided(Source::Local, 0, |_| Verdict::denied(Duration::from_secs(1)));
+        let denied = check.decided(Source::Local, 0, |_| {
+            Verdict::denied(Duration::from_secs(1))
+        });
         let text = "the quota of 2/s (api) is used up; try again in 1s";
         assert_eq!(RateLimited::new(denied).to_string(), text);
     }

@@ -20,7 +20,9 @@ const INTERVAL: &str = ",i";
 
 /// The span of a policy's count; empty for requests in flight.
 pub(super) fn of(kind: Kind, quota: Quota) -> String {
-    let Kind::Rate(strategy) = kind else { return String::new() };
+    let Kind::Rate(strategy) = kind else {
+        return String::new();
+    };
     let period = duration::Text(quota.period());
     match strategy {
         Strategy::FixedWindow(Align::FirstHit) => format!("{period}+{FIRST_HIT}"),
@@ -34,13 +36,19 @@ pub(super) fn of(kind: Kind, quota: Quota) -> String {
         Strategy::SlidingLog | Strategy::SlidingCounter => period.to_string(),
         Strategy::SlidingWindow { cells } => format!("{period}/{cells}"),
         Strategy::TokenBucket(Refill::Interval) => bucket(quota) + INTERVAL,
-        Strategy::TokenBucket(Refill::Greedy) | Strategy::LeakyBucket | Strategy::Gcra => bucket(quota),
+        Strategy::TokenBucket(Refill::Greedy) | Strategy::LeakyBucket | Strategy::Gcra => {
+            bucket(quota)
+        }
     }
 }
 
 fn bucket(quota: Quota) -> String {
     let rate = Quota::per(quota.limit(), quota.period());
-    if quota.capacity() == quota.limit() { rate.to_string() } else { format!("{rate}+{}", quota.capacity()) }
+    if quota.capacity() == quota.limit() {
+        rate.to_string()
+    } else {
+        format!("{rate}+{}", quota.capacity())
+    }
 }
 
 /// Reads the kind that has this letter in keys, with its parameters, and the quota. The limit of a window is not known: it
@@ -48,28 +56,51 @@ fn bucket(quota: Quota) -> String {
 pub(super) fn read(letter: &str, span: &str) -> Option<(Kind, Quota)> {
     let every = |period: &str| Some(Quota::per(1, duration::parse(period).ok()?));
     let (strategy, quota) = match Kind::of_letter(letter)? {
-        Kind::InFlight => return span.is_empty().then_some((Kind::InFlight, Quota::per_second(1))),
+        Kind::InFlight => {
+            return span
+                .is_empty()
+                .then_some((Kind::InFlight, Quota::per_second(1)));
+        }
         Kind::Rate(Strategy::FixedWindow(_)) => {
             let (period, align) = match span.split_once('+') {
                 None => (span, Align::default()),
                 Some((period, FIRST_HIT)) => (period, Align::FirstHit),
-                Some((period, offset)) => (period, Align::Clock { offset: duration::parse(offset).ok()? }),
+                Some((period, offset)) => (
+                    period,
+                    Align::Clock {
+                        offset: duration::parse(offset).ok()?,
+                    },
+                ),
             };
             (Strategy::FixedWindow(align), every(period)?)
         }
         Kind::Rate(Strategy::SlidingWindow { .. }) => {
             let (period, cells) = span.split_once('/')?;
-            (Strategy::SlidingWindow { cells: cells.parse().ok()? }, every(period)?)
+            (
+                Strategy::SlidingWindow {
+                    cells: cells.parse().ok()?,
+                },
+                every(period)?,
+            )
         }
-        Kind::Rate(strategy @ (Strategy::SlidingLog | Strategy::SlidingCounter)) => (strategy, every(span)?),
+        Kind::Rate(strategy @ (Strategy::SlidingLog | Strategy::SlidingCounter)) => {
+            (strategy, every(span)?)
+        }
         Kind::Rate(strategy) => {
             let (rate, strategy) = match (strategy, span.strip_suffix(INTERVAL)) {
-                (Strategy::TokenBucket(_), Some(rate)) => (rate, Strategy::TokenBucket(Refill::Interval)),
+                (Strategy::TokenBucket(_), Some(rate)) => {
+                    (rate, Strategy::TokenBucket(Refill::Interval))
+                }
                 _ => (span, strategy),
             };
-            let (rate, burst) = rate.split_once('+').map_or((rate, None), |(rate, burst)| (rate, Some(burst)));
+            let (rate, burst) = rate
+                .split_once('+')
+                .map_or((rate, None), |(rate, burst)| (rate, Some(burst)));
             let rate: Quota = rate.parse().ok()?;
-            (strategy, burst.map_or(Some(rate), |burst| Some(rate.burst(burst.parse().ok()?)))?)
+            (
+                strategy,
+                burst.map_or(Some(rate), |burst| Some(rate.burst(burst.parse().ok()?)))?,
+            )
         }
     };
     let kind = Kind::Rate(strategy);
@@ -84,7 +115,11 @@ mod tests {
 
     #[test]
     fn spans_are_read_as_written() {
-        let window = |offset| Strategy::FixedWindow(Align::Clock { offset: Duration::from_secs(offset) });
+        let window = |offset| {
+            Strategy::FixedWindow(Align::Clock {
+                offset: Duration::from_secs(offset),
+            })
+        };
         for (strategy, quota, span) in [
             (window(0), "10/m", "1m"),
             (window(60), "10/m", "1m"),
@@ -94,7 +129,11 @@ mod tests {
             (Strategy::SlidingCounter, "5/60m", "1h"),
             (Strategy::SlidingWindow { cells: 60 }, "5/m", "1m/60"),
             (Strategy::TokenBucket(Refill::Greedy), "5/m", "5/m"),
-            (Strategy::TokenBucket(Refill::Interval), "5/m burst 7", "5/m+7,i"),
+            (
+                Strategy::TokenBucket(Refill::Interval),
+                "5/m burst 7",
+                "5/m+7,i",
+            ),
             (Strategy::LeakyBucket, "1000/h burst 1000", "1000/h"),
             (Strategy::Gcra, "100/s burst 200", "100/s+200"),
         ] {
@@ -103,7 +142,10 @@ mod tests {
             let (kind, quota) = read(strategy.letter(), span).unwrap();
             let again = Policy::of_kind("api", kind, quota).unwrap();
             assert_eq!((again.span(), again.id()), (span, policy.id()));
-            assert!(!policy.frees().has_burst() || again.quota().capacity() == policy.quota().capacity());
+            assert!(
+                !policy.frees().has_burst()
+                    || again.quota().capacity() == policy.quota().capacity()
+            );
         }
         assert_eq!(Policy::in_flight("up", 3).unwrap().span(), "");
     }
@@ -129,6 +171,9 @@ mod tests {
         ] {
             assert_eq!(read(letter, span), None, "{letter}:{span}");
         }
-        assert_eq!(read(Kind::InFlight.letter(), ""), Some((Kind::InFlight, Quota::per_second(1))));
+        assert_eq!(
+            read(Kind::InFlight.letter(), ""),
+            Some((Kind::InFlight, Quota::per_second(1)))
+        );
     }
 }

@@ -19,7 +19,11 @@ impl Verdict {
     /// The wait for what will never pass.
     pub(crate) const NEVER: i64 = -1;
     /// Of a policy that does not restrict the check.
-    pub(super) const NONE: Self = Self { remaining: 0, wait: 0, reset: 0 };
+    pub(super) const NONE: Self = Self {
+        remaining: 0,
+        wait: 0,
+        reset: 0,
+    };
 
     /// The verdict after so much was refunded, or charged if below zero, as far as is known without a call to the
     /// store.
@@ -30,10 +34,14 @@ impl Verdict {
         }
         let (quota, capacity) = (policy.quota(), i64::from(policy.quota().capacity()));
         self.remaining = (self.remaining + back).clamp(0, capacity);
-        let time = i64::try_from(quota.time_for(back.unsigned_abs()).as_micros()).unwrap_or(i64::MAX);
+        let time =
+            i64::try_from(quota.time_for(back.unsigned_abs()).as_micros()).unwrap_or(i64::MAX);
         self.reset = match back {
             _ if self.remaining == capacity => 0,
-            _ if policy.frees().is_gradual() => self.reset.saturating_sub(time.saturating_mul(back.signum())).max(0),
+            _ if policy.frees().is_gradual() => self
+                .reset
+                .saturating_sub(time.saturating_mul(back.signum()))
+                .max(0),
             // What begins to count is counted for a period.
             ..0 if self.reset == 0 => policy.params().period,
             _ => self.reset,
@@ -71,7 +79,12 @@ pub(crate) struct Verdicts {
 impl Verdicts {
     /// A decision of another store than Redis.
     pub(crate) fn new(granted: i64, each: SmallVec<[Verdict; 1]>) -> Self {
-        Self { granted, at: 0, age: 0, each }
+        Self {
+            granted,
+            at: 0,
+            age: 0,
+            each,
+        }
     }
 
     /// The verdict of the first policy.

@@ -13,7 +13,8 @@ pub(super) struct Copies<T>(Arc<[T]>);
 impl<T> Copies<T> {
     /// One of `copy` for each processor, which must have fresh `Arc`s where a request clones one.
     pub(super) fn new(copy: impl FnMut() -> T) -> Self {
-        static COPIES: LazyLock<usize> = LazyLock::new(|| thread::available_parallelism().map_or(1, usize::from));
+        static COPIES: LazyLock<usize> =
+            LazyLock::new(|| thread::available_parallelism().map_or(1, usize::from));
         Self(std::iter::repeat_with(copy).take(*COPIES).collect())
     }
 
@@ -45,12 +46,21 @@ mod tests {
     fn threads_have_copies_of_their_own() {
         let copies = Copies::new(|| "settings");
         let current = ptr::from_ref(copies.current()) as usize;
-        assert_eq!(current, ptr::from_ref(copies.clone().current()) as usize, "a thread keeps its copy");
+        assert_eq!(
+            current,
+            ptr::from_ref(copies.clone().current()) as usize,
+            "a thread keeps its copy"
+        );
         let others = || {
             let copies = copies.clone();
-            thread::spawn(move || ptr::from_ref(copies.current()) as usize).join().unwrap()
+            thread::spawn(move || ptr::from_ref(copies.current()) as usize)
+                .join()
+                .unwrap()
         };
         // A thread of another test may be numbered between these two, so that they share a copy.
-        assert!(copies.0.len() == 1 || (0..1_000).any(|_| others() != current), "all threads have the same copy");
+        assert!(
+            copies.0.len() == 1 || (0..1_000).any(|_| others() != current),
+            "all threads have the same copy"
+        );
     }
 }

@@ -23,7 +23,9 @@ impl<S: Sync> FromRequestParts<S> for Charge {
         static NOTIFIER: LazyLock<Notifier> = LazyLock::new(Notifier::default);
         request.extensions.get().cloned().ok_or_else(|| {
             let fix = "add `.settle(..)` or `.until_body_end()`";
-            let problem = format!("the handler takes a `Charge`, and no layer around it settles: {fix}{NO_CHARGE}");
+            let problem = format!(
+                "the handler takes a `Charge`, and no layer around it settles: {fix}{NO_CHARGE}"
+            );
             let missing = MissingKey::misconfigured(problem);
             NOTIFIER.missing(&missing);
             HttpReject::new().response(Reason::MissingKey(&missing))

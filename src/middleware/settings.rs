@@ -7,7 +7,9 @@ pub(super) struct Settings<K, C>(Copies<(Arc<K>, Arc<C>)>);
 
 impl<K, C: Clone> Settings<K, C> {
     pub(super) fn new(extractor: Arc<K>, config: C) -> Self {
-        Self(Copies::new(|| (Arc::clone(&extractor), Arc::new(config.clone()))))
+        Self(Copies::new(|| {
+            (Arc::clone(&extractor), Arc::new(config.clone()))
+        }))
     }
 
     /// The settings after a change.

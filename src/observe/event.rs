@@ -24,7 +24,12 @@ pub struct Decided<'a> {
 impl<'a> Decided<'a> {
     /// This caller's decision after this time, not in a dry run.
     pub const fn new(key: &'a Key, decision: &'a Decision, elapsed: Duration) -> Self {
-        Self { key, decision, elapsed, dry_run: false }
+        Self {
+            key,
+            decision,
+            elapsed,
+            dry_run: false,
+        }
     }
 }
 
@@ -128,7 +133,12 @@ pub struct Leased {
 impl Leased {
     /// So much of each.
     pub const fn new(charged: u64, refunded: u64, expired: u64) -> Self {
-        Self { charged, refunded, expired, lost: 0 }
+        Self {
+            charged,
+            refunded,
+            expired,
+            lost: 0,
+        }
     }
 }
 

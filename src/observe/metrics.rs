@@ -1,6 +1,9 @@
 use std::sync::Arc;
 
-use metrics::{SharedString, Unit, counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
+use metrics::{
+    SharedString, Unit, counter, describe_counter, describe_gauge, describe_histogram, gauge,
+    histogram,
+};
 
 use super::{Observer, event};
 
@@ -77,14 +80,26 @@ const COUNTERS: [(&str, &str); 7] = [
         "ratelimit_reconciled_total",
         "Cost that the fallback granted and that was charged to the primary store afterwards.",
     ),
-    ("ratelimit_dropped_total", "Cost that the fallback granted and that could not be charged to the primary store."),
-    ("ratelimit_leased_total", "Cost that was charged ahead, to be spent in memory."),
-    ("ratelimit_lease_refunded_total", "Cost that was charged ahead and refunded, since the caller did not spend it."),
+    (
+        "ratelimit_dropped_total",
+        "Cost that the fallback granted and that could not be charged to the primary store.",
+    ),
+    (
+        "ratelimit_leased_total",
+        "Cost that was charged ahead, to be spent in memory.",
+    ),
+    (
+        "ratelimit_lease_refunded_total",
+        "Cost that was charged ahead and refunded, since the caller did not spend it.",
+    ),
     (
         "ratelimit_lease_expired_total",
         "Cost that was charged ahead and not spent in time. What still counted of it was refunded.",
     ),
-    ("ratelimit_lease_lost_total", "Cost that may have been charged ahead and lost, since Redis did not answer."),
+    (
+        "ratelimit_lease_lost_total",
+        "Cost that may have been charged ahead and lost, since Redis did not answer.",
+    ),
     (
         "ratelimit_misconfigured_total",
         "Reports of a misconfigured server, which cannot count requests as it should. The log says what is wrong.",
@@ -92,13 +107,31 @@ const COUNTERS: [(&str, &str); 7] = [
 ];
 /// Without a unit: from OpenTelemetry, Prometheus would get those of unit 1 as `.._ratio`.
 const GAUGES: [(&str, &str); 2] = [
-    ("ratelimit_degraded", "Whether the fallback decides, because the primary store has failed too often."),
-    ("ratelimit_queue_checks", "Checks that waited when a script call was last sent to Redis."),
+    (
+        "ratelimit_degraded",
+        "Whether the fallback decides, because the primary store has failed too often.",
+    ),
+    (
+        "ratelimit_queue_checks",
+        "Checks that waited when a script call was last sent to Redis.",
+    ),
 ];
 const HISTOGRAMS: [(&str, Unit, &str); 3] = [
-    ("ratelimit_check_seconds", Unit::Seconds, "How long a decision took."),
-    ("ratelimit_outage_seconds", Unit::Seconds, "How long the fallback decided, of each outage."),
-    ("ratelimit_batch_checks", Unit::Count, "Checks decided by one script call in Redis."),
+    (
+        "ratelimit_check_seconds",
+        Unit::Seconds,
+        "How long a decision took.",
+    ),
+    (
+        "ratelimit_outage_seconds",
+        Unit::Seconds,
+        "How long the fallback decided, of each outage.",
+    ),
+    (
+        "ratelimit_batch_checks",
+        Unit::Count,
+        "Checks decided by one script call in Redis.",
+    ),
 ];
 
 impl MetricsObserver {
@@ -154,7 +187,15 @@ impl Default for MetricsObserver {
 }
 
 impl Observer for MetricsObserver {
-    fn decided(&self, &event::Decided { decision, elapsed, dry_run, .. }: &event::Decided<'_>) {
+    fn decided(
+        &self,
+        &event::Decided {
+            decision,
+            elapsed,
+            dry_run,
+            ..
+        }: &event::Decided<'_>,
+    ) {
         counter!(
             "ratelimit_decisions_total",
             "store" => self.store(),
@@ -190,7 +231,15 @@ impl Observer for MetricsObserver {
         counter!("ratelimit_dropped_total", "store" => self.store()).increment(dropped);
     }
 
-    fn leased(&self, &event::Leased { charged, refunded, expired, lost }: &event::Leased) {
+    fn leased(
+        &self,
+        &event::Leased {
+            charged,
+            refunded,
+            expired,
+            lost,
+        }: &event::Leased,
+    ) {
         counter!("ratelimit_leased_total", "store" => self.store()).increment(charged);
         counter!("ratelimit_lease_refunded_total", "store" => self.store()).increment(refunded);
         counter!("ratelimit_lease_expired_total", "store" => self.store()).increment(expired);

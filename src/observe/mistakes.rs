@@ -33,8 +33,10 @@ mod tests {
     #[test]
     fn each_code_has_its_paragraph() {
         let page = include_str!("../../docs/pitfalls.md");
-        let paragraphs: Vec<_> =
-            page.lines().filter_map(|line| line.strip_prefix("### `")?.strip_suffix('`')).collect();
+        let paragraphs: Vec<_> = page
+            .lines()
+            .filter_map(|line| line.strip_prefix("### `")?.strip_suffix('`'))
+            .collect();
         assert_eq!(paragraphs, CODES);
     }
 }

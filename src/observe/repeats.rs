@@ -44,8 +44,17 @@ pub(super) type Count<S> = (Option<S>, u64);
 impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
     pub(super) fn new(max: usize) -> Self {
         let start = instant();
-        let minute = Minute { ends: start, counts: HashMap::new(), due: Vec::new(), max };
-        Self { minute: Mutex::new(minute), start, due_at: AtomicU64::new(u64::MAX) }
+        let minute = Minute {
+            ends: start,
+            counts: HashMap::new(),
+            due: Vec::new(),
+            max,
+        };
+        Self {
+            minute: Mutex::new(minute),
+            start,
+            due_at: AtomicU64::new(u64::MAX),
+        }
     }
 
     /// Counts one occurrence. Returns a new subject, to be reported immediately.
@@ -77,7 +86,10 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
         let (due, _quiet) = {
             let minute = &mut *lock(&self.minute);
             let quiet = minute.end(instant());
-            let due = minute.due.drain(minute.due.len().saturating_sub(COUNTS_PER_CALL)..).collect();
+            let due = minute
+                .due
+                .drain(minute.due.len().saturating_sub(COUNTS_PER_CALL)..)
+                .collect();
             self.schedule(minute);
             (due, quiet)
         };
@@ -87,7 +99,9 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
     /// Returns all counts that were not reported.
     pub(super) fn unreported(&self) -> Vec<Count<S>> {
         let minute = &mut *lock(&self.minute);
-        let counts = mem::take(&mut minute.counts).into_values().filter(|(_, count)| *count > 0);
+        let counts = mem::take(&mut minute.counts)
+            .into_values()
+            .filter(|(_, count)| *count > 0);
         minute.due.drain(..).chain(counts).collect()
     }
 
@@ -108,8 +122,15 @@ impl<K: Eq + Hash, S: Clone> Minute<K, S> {
             return Vec::new();
         }
         self.ends = now + MINUTE;
-        let ended = self.counts.extract_if(|_, (_, count)| *count == 0).map(|(_, count)| count).collect();
-        let counts = self.counts.values_mut().map(|(subject, count)| (subject.clone(), mem::take(count)));
+        let ended = self
+            .counts
+            .extract_if(|_, (_, count)| *count == 0)
+            .map(|(_, count)| count)
+            .collect();
+        let counts = self
+            .counts
+            .values_mut()
+            .map(|(subject, count)| (subject.clone(), mem::take(count)));
         self.due.extend(counts);
         ended
     }
@@ -126,7 +147,11 @@ mod tests {
 
     /// Notes one more occurrence, and returns all reports.
     fn note(repeats: &Repeats<u32, u32>, key: u32) -> Vec<Count<u32>> {
-        repeats.counts().into_iter().chain(repeats.note(key, || key)).collect()
+        repeats
+            .counts()
+            .into_iter()
+            .chain(repeats.note(key, || key))
+            .collect()
     }
 
     fn listed(repeats: &Repeats<u32, u32>) -> usize {
@@ -144,7 +169,11 @@ mod tests {
         }
         // Two a second: the first immediately, and after each minute the count of that minute.
         let minutes = [(60, 119), (120, 120), (180, 120), (240, 120), (300, 120)];
-        let expected: Vec<_> = [(0, 1)].into_iter().chain(minutes).map(|(at, count)| (at, (Some(1), count))).collect();
+        let expected: Vec<_> = [(0, 1)]
+            .into_iter()
+            .chain(minutes)
+            .map(|(at, count)| (at, (Some(1), count)))
+            .collect();
         assert_eq!(lines, expected);
         assert_eq!(repeats.unreported(), [(Some(1), 2)]);
     }
@@ -157,7 +186,10 @@ mod tests {
         }
         assert!(repeats.counts().is_empty());
         advance(MINUTE).await;
-        let mut counts: Vec<_> = [(); 3].into_iter().flat_map(|()| repeats.counts()).collect();
+        let mut counts: Vec<_> = [(); 3]
+            .into_iter()
+            .flat_map(|()| repeats.counts())
+            .collect();
         counts.sort();
         assert_eq!(counts, [(Some(1), 2), (Some(3), 4), (Some(4), 1)]);
         // A subject that did not occur for a minute is new again.
@@ -167,7 +199,10 @@ mod tests {
             assert!(repeats.counts().is_empty());
             advance(MINUTE).await;
         }
-        assert_eq!((repeats.due_at.load(Relaxed), repeats.unreported()), (u64::MAX, vec![]));
+        assert_eq!(
+            (repeats.due_at.load(Relaxed), repeats.unreported()),
+            (u64::MAX, vec![])
+        );
     }
 
     #[tokio::test(start_paused = true)]
@@ -218,7 +253,15 @@ mod tests {
         assert_eq!(lines.len(), 4, "once a minute");
         let mut counts: Vec<_> = (0..4).flat_map(|_| repeats.counts()).collect();
         counts.sort();
-        assert_eq!(counts, [(None, 997 * 10 - 1), (Some(0), 9), (Some(1), 9), (Some(2), 9)]);
+        assert_eq!(
+            counts,
+            [
+                (None, 997 * 10 - 1),
+                (Some(0), 9),
+                (Some(1), 9),
+                (Some(2), 9)
+            ]
+        );
         // Subjects that do not occur again make room.
         advance(MINUTE).await;
         assert_eq!(note(&repeats, 500), [(Some(500), 1)]);

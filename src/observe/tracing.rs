@@ -101,24 +101,37 @@ impl TracingObserver {
 
     /// Shows callers as a few digits of a hash.
     pub fn new() -> Self {
-        Self { log: Log::new(Self::DEFAULT_CALLERS), reveal_keys: false }
+        Self {
+            log: Log::new(Self::DEFAULT_CALLERS),
+            reveal_keys: false,
+        }
     }
 
     /// Names callers by their [keys in clear](Key::reveal), which may be addresses or names of users. A secret stays
     /// hashed. Defaults to no.
     pub fn reveal_keys(self) -> Self {
-        Self { reveal_keys: true, ..self }
+        Self {
+            reveal_keys: true,
+            ..self
+        }
     }
 
     /// Sets how many callers may be listed in a minute; one that is denied by two policies counts twice. It bounds the
     /// lines, and the memory to about 400 bytes each. Defaults to [1,000](Self::DEFAULT_CALLERS). Earlier clones keep
     /// their counts.
     pub fn callers(self, max: NonZeroUsize) -> Self {
-        Self { log: Log::new(max), ..self }
+        Self {
+            log: Log::new(max),
+            ..self
+        }
     }
 
     fn shown(&self, key: &Key) -> String {
-        if self.reveal_keys { key.reveal().to_owned() } else { format!("{key:?}") }
+        if self.reveal_keys {
+            key.reveal().to_owned()
+        } else {
+            format!("{key:?}")
+        }
     }
 }
 
@@ -131,12 +144,22 @@ impl Default for TracingObserver {
 /// Shows no caller, whether or not the log does.
 impl fmt::Debug for TracingObserver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TracingObserver").field("reveal_keys", &self.reveal_keys).finish_non_exhaustive()
+        f.debug_struct("TracingObserver")
+            .field("reveal_keys", &self.reveal_keys)
+            .finish_non_exhaustive()
     }
 }
 
 impl Observer for TracingObserver {
-    fn decided(&self, &event::Decided { key, decision, elapsed, dry_run }: &event::Decided<'_>) {
+    fn decided(
+        &self,
+        &event::Decided {
+            key,
+            decision,
+            elapsed,
+            dry_run,
+        }: &event::Decided<'_>,
+    ) {
         let (policy, outcome) = (decision.policy(), decision.outcome());
         trace!(
             policy = policy.name(),
@@ -150,9 +173,20 @@ impl Observer for TracingObserver {
         );
         self.log.report_counts();
         if !decision.is_allowed() {
-            let (span, field) = (Span::current(), if dry_run { "rate_limit_dry_run" } else { "rate_limit" });
+            let (span, field) = (
+                Span::current(),
+                if dry_run {
+                    "rate_limit_dry_run"
+                } else {
+                    "rate_limit"
+                },
+            );
             span.record(field, outcome.as_str());
-            let who = || Denied { policy: policy.clone(), caller: self.shown(key), dry_run };
+            let who = || Denied {
+                policy: policy.clone(),
+                caller: self.shown(key),
+                dry_run,
+            };
             if let Some(new) = self.log.denials.note((*key, policy.id(), dry_run), who) {
                 denied(&span, new);
             }
@@ -173,7 +207,10 @@ impl Observer for TracingObserver {
     }
 
     fn misconfigured(&self, &event::Misconfigured { problem }: &event::Misconfigured<'_>) {
-        error!(problem, "the server is set up so that requests are not counted as they should be");
+        error!(
+            problem,
+            "the server is set up so that requests are not counted as they should be"
+        );
     }
 
     fn degraded(&self, &event::Degraded { error }: &event::Degraded<'_>) {
@@ -189,11 +226,25 @@ impl Observer for TracingObserver {
     }
 
     fn reconciled(&self, &event::Reconciled { charged, dropped }: &event::Reconciled) {
-        info!(charged, dropped, "charged what was granted locally to the shared store");
+        info!(
+            charged,
+            dropped, "charged what was granted locally to the shared store"
+        );
     }
 
-    fn leased(&self, &event::Leased { charged, refunded, expired, lost }: &event::Leased) {
-        trace!(charged, refunded, expired, lost, "a block of a leased quota has ended");
+    fn leased(
+        &self,
+        &event::Leased {
+            charged,
+            refunded,
+            expired,
+            lost,
+        }: &event::Leased,
+    ) {
+        trace!(
+            charged,
+            refunded, expired, lost, "a block of a leased quota has ended"
+        );
     }
 
     fn sends(&self, &event::Sends { checks, waiting }: &event::Sends) {
@@ -204,26 +255,45 @@ impl Observer for TracingObserver {
 impl Log {
     fn new(callers: NonZeroUsize) -> Arc<Self> {
         // There are fewer kinds than this.
-        Arc::new(Self { denials: Repeats::new(callers.get()), failures: Repeats::new(64) })
+        Arc::new(Self {
+            denials: Repeats::new(callers.get()),
+            failures: Repeats::new(64),
+        })
     }
 
     /// In no span, since it is about other requests than the current one.
     fn report_counts(&self) {
-        self.denials.counts().into_iter().for_each(|count| denied(&Span::none(), count));
-        self.failures.counts().into_iter().for_each(|count| failed(&Span::none(), count));
+        self.denials
+            .counts()
+            .into_iter()
+            .for_each(|count| denied(&Span::none(), count));
+        self.failures
+            .counts()
+            .into_iter()
+            .for_each(|count| failed(&Span::none(), count));
     }
 }
 
 impl Drop for Log {
     fn drop(&mut self) {
-        self.denials.unreported().into_iter().for_each(|count| denied(&Span::none(), count));
-        self.failures.unreported().into_iter().for_each(|count| failed(&Span::none(), count));
+        self.denials
+            .unreported()
+            .into_iter()
+            .for_each(|count| denied(&Span::none(), count));
+        self.failures
+            .unreported()
+            .into_iter()
+            .for_each(|count| failed(&Span::none(), count));
     }
 }
 
 fn denied(span: &Span, (who, denied): Count<Denied>) {
     match who {
-        Some(Denied { policy, caller, dry_run }) => {
+        Some(Denied {
+            policy,
+            caller,
+            dry_run,
+        }) => {
             info!(parent: span, policy = policy.name(), caller, denied, dry_run, "rate limit exceeded");
         }
         None => info!(parent: span, denied, "further callers rate limited (not listed)"),

@@ -38,7 +38,10 @@ impl Observer for Unobserved {
         static SAID: Once = Once::new();
         match log() {
             Some(log) => log.misconfigured(event),
-            None => say(&SAID, format_args!("the server is misconfigured: {}", event.problem)),
+            None => say(
+                &SAID,
+                format_args!("the server is misconfigured: {}", event.problem),
+            ),
         }
     }
 
@@ -47,8 +50,15 @@ impl Observer for Unobserved {
         match log() {
             Some(log) => log.degraded(event),
             None => {
-                let cause = event.error.source().map(|cause| format!(" ({cause})")).unwrap_or_default();
-                say(&SAID, format_args!("rate limits are local: {}{cause}", event.error));
+                let cause = event
+                    .error
+                    .source()
+                    .map(|cause| format!(" ({cause})"))
+                    .unwrap_or_default();
+                say(
+                    &SAID,
+                    format_args!("rate limits are local: {}{cause}", event.error),
+                );
             }
         }
     }

@@ -152,13 +152,26 @@ impl<S: Store> StoreQueue<S> {
             senders: 0,
         };
         let (work, status, came) = (Mutex::new(work), AtomicU8::new(IDLE), Notify::new());
-        Self { shared: Arc::new(SharedQueue { store, observer, work, status, came, home: OnceLock::new() }) }
+        Self {
+            shared: Arc::new(SharedQueue {
+                store,
+                observer,
+                work,
+                status,
+                came,
+                home: OnceLock::new(),
+            }),
+        }
     }
 
     /// The queue, as long as anybody else has it: for what waits in it, or it would never be dropped.
     pub(crate) fn downgrade(&self) -> impl Fn() -> Option<Self> + Send + use<S> {
         let shared = Arc::downgrade(&self.shared);
-        move || Some(Self { shared: shared.upgrade()? })
+        move || {
+            Some(Self {
+                shared: shared.upgrade()?,
+            })
+        }
     }
 }
 
@@ -177,7 +190,10 @@ impl<S: Store> RefundQueue for StoreQueue<S> {
     fn ask(&self, op: PendingOp) -> Pin<Box<dyn Future<Output = ()> + Send>> {
         let mut asked = Vec::new();
         self.shared.ask(op, instant(), &mut asked);
-        Box::pin(Awaited { shared: Arc::clone(&self.shared), asked })
+        Box::pin(Awaited {
+            shared: Arc::clone(&self.shared),
+            asked,
+        })
     }
 
     fn copy(&self) -> Arc<dyn RefundQueue> {
@@ -224,7 +240,10 @@ impl<S: Store> SharedQueue<S> {
             }
         };
         if let Some(op) = full {
-            self.give_up(op, StoreError::new(ErrorKind::QueueFull).of_check().unsent());
+            self.give_up(
+                op,
+                StoreError::new(ErrorKind::QueueFull).of_check().unsent(),
+            );
         }
         Ok(())
     }
@@ -234,7 +253,10 @@ impl<S: Store> SharedQueue<S> {
         let Some(check) = op.check(now) else { return };
         match contain(|| self.store.check(check)) {
             Some(Answer::Ready { answer }) => self.ended(op, answer),
-            Some(Answer::Pending { future }) => asked.push(Flight { op, answer: Box::pin(future) }),
+            Some(Answer::Pending { future }) => asked.push(Flight {
+                op,
+                answer: Box::pin(future),
+            }),
             None => self.ended(op, Err(panicked())),
         }
     }
@@ -271,20 +293,27 @@ impl<S: Store> SharedQueue<S> {
             return Some(op);
         }
         work.again_number += 1;
-        work.again.insert((instant() + pause, work.again_number), op);
+        work.again
+            .insert((instant() + pause, work.again_number), op);
         self.came_to(work);
         None
     }
 
     /// Something waits for a sender.
     fn came_to(&self, work: &Work<S>) {
-        let status = if work.sender.is_some() { SENDING } else { STALLED };
+        let status = if work.sender.is_some() {
+            SENDING
+        } else {
+            STALLED
+        };
         self.status.store(status, Ordering::Release);
         self.came.notify_one();
     }
 
     fn give_up(&self, op: PendingOp, error: StoreError) {
-        contain(|| or_log(self.observer.as_ref()).failed(&event::Failed::new(Some(op.key()), &error)));
+        contain(|| {
+            or_log(self.observer.as_ref()).failed(&event::Failed::new(Some(op.key()), &error))
+        });
         op.answer(Err(error));
     }
 
@@ -309,14 +338,26 @@ impl<S: Store> SharedQueue<S> {
             return;
         }
         self.remember_runtime();
-        let Some(runtime) = Handle::try_current().ok().or_else(|| self.home.get().cloned()) else { return };
+        let Some(runtime) = Handle::try_current()
+            .ok()
+            .or_else(|| self.home.get().cloned())
+        else {
+            return;
+        };
         let number = {
             let work = &mut *lock(&self.work);
-            if self.status() == IDLE || work.sender.is_some_and(|sender| !work.is_left_by(sender, &runtime)) {
+            if self.status() == IDLE
+                || work
+                    .sender
+                    .is_some_and(|sender| !work.is_left_by(sender, &runtime))
+            {
                 return;
             }
             work.senders += 1;
-            work.sender = Some(ActiveSender { runtime: runtime.id(), number: work.senders });
+            work.sender = Some(ActiveSender {
+                runtime: runtime.id(),
+                number: work.senders,
+            });
             self.status.store(SENDING, Ordering::Release);
             work.senders
         };
@@ -326,14 +367,28 @@ impl<S: Store> SharedQueue<S> {
 
     /// What the sender of this number does next, if its last wave was at the time `last`. What has been asked by others
     /// joins its flights.
-    pub(super) fn next(&self, number: u64, flights: &mut Vec<Flight<S>>, last: Instant, now: Instant) -> Next {
+    pub(super) fn next(
+        &self,
+        number: u64,
+        flights: &mut Vec<Flight<S>>,
+        last: Instant,
+        now: Instant,
+    ) -> Next {
         let work = &mut *lock(&self.work);
         if work.sender.is_none_or(|sender| sender.number != number) {
-            return if flights.is_empty() { Next::End } else { Next::Wait(None) };
+            return if flights.is_empty() {
+                Next::End
+            } else {
+                Next::Wait(None)
+            };
         }
         flights.append(&mut work.asked);
         let next = last + GAP;
-        while let Some(due) = work.again.first_entry().filter(|first| first.key().0 <= now) {
+        while let Some(due) = work
+            .again
+            .first_entry()
+            .filter(|first| first.key().0 <= now)
+        {
             work.fresh.push_back(due.remove());
         }
         let room = AT_ONCE.saturating_sub(flights.len());
@@ -386,13 +441,20 @@ impl<S: Store> Work<S> {
 
     /// Whether a sender has not sent what waits for it, and this is another runtime.
     fn is_left_by(&self, sender: ActiveSender, runtime: &Handle) -> bool {
-        let mut due = self.fresh.front().map(|op| op.put_at).into_iter().chain(self.again_at());
+        let mut due = self
+            .fresh
+            .front()
+            .map(|op| op.put_at)
+            .into_iter()
+            .chain(self.again_at());
         sender.runtime != runtime.id() && due.any(|at| at + PATIENCE < instant())
     }
 }
 
 impl<S: Store> Clone for StoreQueue<S> {
     fn clone(&self) -> Self {
-        Self { shared: Arc::clone(&self.shared) }
+        Self {
+            shared: Arc::clone(&self.shared),
+        }
     }
 }

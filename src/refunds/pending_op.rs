@@ -40,18 +40,33 @@ type CheckAt = dyn Fn(Instant) -> Option<Check> + Send;
 impl PendingOp {
     /// Asks this check.
     pub(crate) fn of_check(check: Check) -> Self {
-        Self { what: What::Check(check), then: Then(None), put_at: instant(), tries: 0, repeats: false }
+        Self {
+            what: What::Check(check),
+            then: Then(None),
+            put_at: instant(),
+            tries: 0,
+            repeats: false,
+        }
     }
 
     /// The same, which calls `then` with what came of it: on the sender's task, or before this is put, and without a
     /// lock. If it was given up, the error says whether it is certain that it was [not sent](StoreError::is_unsent).
-    pub(crate) fn then(self, then: impl FnOnce(Result<Decision, StoreError>) + Send + 'static) -> Self {
-        Self { then: Then(Some(Box::new(then))), ..self }
+    pub(crate) fn then(
+        self,
+        then: impl FnOnce(Result<Decision, StoreError>) + Send + 'static,
+    ) -> Self {
+        Self {
+            then: Then(Some(Box::new(then))),
+            ..self
+        }
     }
 
     /// Sends it again a while after the reply, in case an earlier check of its slot arrives late.
     pub(crate) fn repeated(self) -> Self {
-        Self { repeats: true, ..self }
+        Self {
+            repeats: true,
+            ..self
+        }
     }
 
     /// Charges without asking.
@@ -66,8 +81,18 @@ impl PendingOp {
         policies: &Policies,
         check: impl Fn(Instant) -> Option<Check> + Send + 'static,
     ) -> Self {
-        let what = What::Refund { key, counts_for: policies.longest_count(), check: Box::new(check) };
-        Self { what, then: Then(None), put_at: instant(), tries: 0, repeats: false }
+        let what = What::Refund {
+            key,
+            counts_for: policies.longest_count(),
+            check: Box::new(check),
+        };
+        Self {
+            what,
+            then: Then(None),
+            put_at: instant(),
+            tries: 0,
+            repeats: false,
+        }
     }
 
     /// The caller whom it is about.
@@ -91,7 +116,9 @@ impl PendingOp {
     /// Counts a try, and returns how long to wait for the next.
     pub(super) fn next_pause(&mut self) -> Duration {
         self.tries += 1;
-        FIRST_PAUSE.saturating_mul(1 << (self.tries - 1).min(8)).min(LONGEST_PAUSE)
+        FIRST_PAUSE
+            .saturating_mul(1 << (self.tries - 1).min(8))
+            .min(LONGEST_PAUSE)
     }
 
     /// Whether it releases a slot, which it may do twice.

@@ -19,7 +19,12 @@ pub(crate) struct Reserved {
 impl Reserved {
     /// What was granted to a take of this cost.
     pub(crate) fn new(decision: Decision, key: Key, cost: u32, since: Instant) -> Self {
-        Self { decision, key, cost, since }
+        Self {
+            decision,
+            key,
+            cost,
+            since,
+        }
     }
 
     /// How much.
@@ -29,7 +34,13 @@ impl Reserved {
 
     /// The refund of all of it now. `None` if nothing of it counts any more.
     pub(crate) fn refund(&self, now: Instant) -> Option<Check> {
-        self.decision.refund(self.key, self.cost, now.saturating_duration_since(self.since)).next()
+        self.decision
+            .refund(
+                self.key,
+                self.cost,
+                now.saturating_duration_since(self.since),
+            )
+            .next()
     }
 
     /// What takes so much more for the caller. `None` if no policy counts costs.
@@ -43,9 +54,14 @@ impl Reserved {
         let reserved = self.cost();
         match cost.cmp(&reserved) {
             Ordering::Less => {
-                let rest = Self { cost: reserved - cost, ..self };
+                let rest = Self {
+                    cost: reserved - cost,
+                    ..self
+                };
                 let policies = rest.decision.policies().clone();
-                refunds.put(PendingOp::refund(rest.key, &policies, move |now| rest.refund(now)));
+                refunds.put(PendingOp::refund(rest.key, &policies, move |now| {
+                    rest.refund(now)
+                }));
             }
             Ordering::Equal => {}
             Ordering::Greater => {

@@ -18,7 +18,11 @@ pub(super) struct Sender<S: Store> {
 
 impl<S: Store> Sender<S> {
     pub(super) fn new(shared: Arc<SharedQueue<S>>, number: u64) -> Self {
-        Self { shared, number, flights: Vec::new() }
+        Self {
+            shared,
+            number,
+            flights: Vec::new(),
+        }
     }
 
     pub(super) async fn run(mut self) {
@@ -52,9 +56,16 @@ impl<S: Store> Sender<S> {
                     Poll::Pending => i += 1,
                 }
             }
-            let is_time = time.as_mut().as_pin_mut().is_some_and(|time| time.poll(cx).is_ready());
+            let is_time = time
+                .as_mut()
+                .as_pin_mut()
+                .is_some_and(|time| time.poll(cx).is_ready());
             let came = came.as_mut().poll(cx).is_ready();
-            if is_time || came || !ended.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+            if is_time || came || !ended.is_empty() {
+                Poll::Ready(())
+            } else {
+                Poll::Pending
+            }
         })
         .await;
         for (op, answer) in ended {

@@ -43,20 +43,32 @@ struct Asked(mpsc::UnboundedReceiver<(Check, oneshot::Sender<Reply>)>);
 impl Asked {
     async fn next(&mut self) -> (u32, oneshot::Sender<Reply>) {
         // What is never asked for is to fail the test, not to hang it.
-        let (check, answer) = timeout(Duration::from_secs(20), self.0.recv()).await.expect("it is asked").unwrap();
+        let (check, answer) = timeout(Duration::from_secs(20), self.0.recv())
+            .await
+            .expect("it is asked")
+            .unwrap();
         (check.cost(), answer)
     }
 
     /// The costs of what has been asked by now.
     fn now(&mut self) -> Vec<(u32, oneshot::Sender<Reply>)> {
-        std::iter::from_fn(|| self.0.try_recv().ok()).map(|(check, answer)| (check.cost(), answer)).collect()
+        std::iter::from_fn(|| self.0.try_recv().ok())
+            .map(|(check, answer)| (check.cost(), answer))
+            .collect()
     }
 }
 
 fn asking() -> (StoreQueue<Asking>, Asked, Arc<Failures>) {
     let (sender, asked) = mpsc::unbounded_channel();
     let failures = Arc::new(Failures::default());
-    (StoreQueue::new(Asking(sender), Some(Arc::clone(&failures) as Arc<dyn Observer>)), Asked(asked), failures)
+    (
+        StoreQueue::new(
+            Asking(sender),
+            Some(Arc::clone(&failures) as Arc<dyn Observer>),
+        ),
+        Asked(asked),
+        failures,
+    )
 }
 
 #[derive(Default)]
@@ -70,7 +82,13 @@ impl Observer for Failures {
 }
 
 fn policies() -> Policies {
-    Policy::new("test", Strategy::FixedWindow(Align::FirstHit), Quota::per_minute(1_000_000)).unwrap().into()
+    Policy::new(
+        "test",
+        Strategy::FixedWindow(Align::FirstHit),
+        Quota::per_minute(1_000_000),
+    )
+    .unwrap()
+    .into()
 }
 
 fn charge(cost: u32) -> Check {
@@ -105,7 +123,10 @@ async fn idle<S: Store>(queue: &StoreQueue<S>) {
 }
 
 fn costs(asked: Vec<(u32, oneshot::Sender<Reply>)>) -> Vec<u32> {
-    asked.into_iter().map(|(cost, answer)| answer.send(done(cost)).map_or(0, |()| cost)).collect()
+    asked
+        .into_iter()
+        .map(|(cost, answer)| answer.send(done(cost)).map_or(0, |()| cost))
+        .collect()
 }
 
 #[test]
@@ -114,9 +135,14 @@ fn an_immediate_store_needs_no_runtime() {
     let queue = StoreQueue::new(store.clone(), None);
     let answered = Arc::new(AtomicU32::new(0));
     let by_call = Arc::clone(&answered);
-    queue.send_then(charge(3), move |answer| by_call.store(answer.unwrap().granted(), Relaxed));
+    queue.send_then(charge(3), move |answer| {
+        by_call.store(answer.unwrap().granted(), Relaxed)
+    });
     assert_eq!(answered.load(Relaxed), 3);
-    let left = store.check(Check::peek(Key::GLOBAL, &policies(), 0)).now().remaining();
+    let left = store
+        .check(Check::peek(Key::GLOBAL, &policies(), 0))
+        .now()
+        .remaining();
     assert_eq!((left, status(&queue)), (999_997, IDLE));
 }
 
@@ -135,7 +161,10 @@ async fn simultaneous_refunds_are_sent_together() {
     answer.send(done(1)).unwrap();
     assert_eq!(costs(wave), (2..=AT_ONCE as u32).collect::<Vec<_>>());
     sleep(GAP * 3).await;
-    assert_eq!(costs(asked.now()), (AT_ONCE as u32 + 1..=ALL).collect::<Vec<_>>());
+    assert_eq!(
+        costs(asked.now()),
+        (AT_ONCE as u32 + 1..=ALL).collect::<Vec<_>>()
+    );
     idle(&queue).await;
     assert_eq!(failures.0.load(Relaxed), 0);
     queue.send(charge(7));
@@ -147,7 +176,9 @@ async fn unsent_refunds_are_retried_while_they_matter() {
     let (queue, mut asked, failures) = asking();
     let answered = Arc::new(AtomicU32::new(0));
     let by_call = Arc::clone(&answered);
-    queue.send_then(charge(1), move |answer| by_call.store(1 + u32::from(answer.is_err()), Relaxed));
+    queue.send_then(charge(1), move |answer| {
+        by_call.store(1 + u32::from(answer.is_err()), Relaxed)
+    });
     for _ in 0..5 {
         asked.next().await.1.send(unsent()).unwrap();
     }
@@ -162,7 +193,9 @@ async fn unsent_refunds_are_retried_while_they_matter() {
     assert_eq!((answered.load(Relaxed), failures.0.load(Relaxed)), (1, 0));
 
     let by_call = Arc::clone(&answered);
-    queue.send_then(charge(3), move |answer| by_call.store(10 + u32::from(answer.is_err()), Relaxed));
+    queue.send_then(charge(3), move |answer| {
+        by_call.store(10 + u32::from(answer.is_err()), Relaxed)
+    });
     let start = instant();
     while answered.load(Relaxed) == 1 {
         tokio::select! {
@@ -171,7 +204,10 @@ async fn unsent_refunds_are_retried_while_they_matter() {
         }
     }
     let minute = instant() - start;
-    assert!(minute >= Duration::from_secs(60) && minute < Duration::from_secs(62), "{minute:?}");
+    assert!(
+        minute >= Duration::from_secs(60) && minute < Duration::from_secs(62),
+        "{minute:?}"
+    );
     assert_eq!((answered.load(Relaxed), failures.0.load(Relaxed)), (11, 1));
     idle(&queue).await;
 }
@@ -180,7 +216,9 @@ async fn unsent_refunds_are_retried_while_they_matter() {
 #[tokio::test(start_paused = true)]
 async fn retries_of_bursts_outlast_a_period() {
     let (queue, mut asked, failures) = asking();
-    let policies = Policy::new("test", Strategy::Gcra, Quota::per_second(1).burst(1_000)).unwrap().into();
+    let policies = Policy::new("test", Strategy::Gcra, Quota::per_second(1).burst(1_000))
+        .unwrap()
+        .into();
     queue.send(Check::charge(Key::GLOBAL, &policies, 500));
     let start = instant();
     while instant() - start < Duration::from_secs(5) {
@@ -196,7 +234,9 @@ async fn refunds_from_outside_a_runtime_are_sent() {
     let (queue, mut asked, _) = asking();
     queue.wake();
     let elsewhere = queue.clone();
-    thread::spawn(move || elsewhere.send(charge(1))).join().unwrap();
+    thread::spawn(move || elsewhere.send(charge(1)))
+        .join()
+        .unwrap();
     asked.next().await.1.send(unsent()).unwrap();
     asked.next().await.1.send(done(1)).unwrap();
     idle(&queue).await;
@@ -206,7 +246,12 @@ async fn refunds_from_outside_a_runtime_are_sent() {
 async fn unanswered_refunds_are_reported_not_repeated() {
     let (queue, mut asked, failures) = asking();
     queue.send(charge(1));
-    asked.next().await.1.send(Err(StoreError::new(ErrorKind::Timeout))).unwrap();
+    asked
+        .next()
+        .await
+        .1
+        .send(Err(StoreError::new(ErrorKind::Timeout)))
+        .unwrap();
     idle(&queue).await;
     assert_eq!((asked.now().len(), failures.0.load(Relaxed)), (0, 1));
 }
@@ -240,11 +285,19 @@ fn the_next_runtime_sends_the_rest() {
     let (_, answer) = asked.0.try_recv().unwrap();
     assert!(asked.now().is_empty());
 
-    let second = Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let second = Builder::new_current_thread()
+        .enable_all()
+        .start_paused(true)
+        .build()
+        .unwrap();
     second.block_on(async {
         queue.wake();
         sleep(GAP * 2).await;
-        assert_eq!(costs(asked.now()), [2, 3, 4], "what was under way is not sent again");
+        assert_eq!(
+            costs(asked.now()),
+            [2, 3, 4],
+            "what was under way is not sent again"
+        );
         // The answer comes all the same.
         answer.send(unsent()).unwrap();
         let (cost, answer) = asked.next().await;
@@ -305,14 +358,19 @@ fn each_refund_is_sent_once() {
             })
         })
         .collect();
-    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    threads
+        .into_iter()
+        .for_each(|thread| thread.join().unwrap());
     let last = Builder::new_current_thread().enable_all().build().unwrap();
     last.block_on(async {
         queue.wake();
         idle(&queue).await;
     });
     drop(queue);
-    assert_eq!((answers.join().unwrap(), failures.0.load(Relaxed)), (2_000, 0));
+    assert_eq!(
+        (answers.join().unwrap(), failures.0.load(Relaxed)),
+        (2_000, 0)
+    );
 }
 
 /// Another runtime has taken over by then, and has nothing left to do.
@@ -322,7 +380,9 @@ fn answers_left_by_stalled_runtimes_are_read() {
     let (answered, mut answer_read) = oneshot::channel();
     let still = Builder::new_current_thread().enable_all().build().unwrap();
     still.block_on(async {
-        queue.send_then(charge(1), move |answer| answered.send(answer.map(drop)).unwrap());
+        queue.send_then(charge(1), move |answer| {
+            answered.send(answer.map(drop)).unwrap()
+        });
         // The sender has it.
         sleep(GAP * 2).await;
         queue.send(charge(2));
@@ -343,7 +403,10 @@ fn answers_left_by_stalled_runtimes_are_read() {
         queue.wake();
         idle(&queue).await;
     });
-    assert!(matches!(answer_read.try_recv(), Ok(Ok(()))), "its answer is read");
+    assert!(
+        matches!(answer_read.try_recv(), Ok(Ok(()))),
+        "its answer is read"
+    );
 }
 
 /// Panics when it is asked, when it is to answer, or answers nothing: so its observer does.
@@ -358,7 +421,11 @@ impl Store for Panicking {
         Answer::pending(Box::pin(async move {
             tokio::task::yield_now().await;
             assert_ne!(check.cost(), 2, "a fault of its future");
-            if check.cost() == 3 { Err(StoreError::new(ErrorKind::Timeout)) } else { done(check.cost()) }
+            if check.cost() == 3 {
+                Err(StoreError::new(ErrorKind::Timeout))
+            } else {
+                done(check.cost())
+            }
         }))
     }
 }
@@ -376,19 +443,26 @@ async fn a_panic_costs_one_event() {
     // Those of the second round come to a sender.
     for cost in [1, 2, 3, 4, 1, 2, 3, 4] {
         let answered = Arc::clone(&answered);
-        queue.send_then(charge(cost), move |answer| lock(&answered).push((cost, answer.is_ok())));
+        queue.send_then(charge(cost), move |answer| {
+            lock(&answered).push((cost, answer.is_ok()))
+        });
     }
     idle(&queue).await;
     let mut answered = std::mem::take(&mut *lock(&answered));
     answered.sort_unstable();
-    assert_eq!(answered, [1, 1, 2, 2, 3, 3, 4, 4].map(|cost| (cost, cost == 4)));
+    assert_eq!(
+        answered,
+        [1, 1, 2, 2, 3, 3, 4, 4].map(|cost| (cost, cost == 4))
+    );
 }
 
 #[test]
 fn abandoned_refunds_are_reported() {
     let (queue, mut asked, _) = asking();
     let (answered, mut answer_read) = oneshot::channel();
-    queue.send_then(charge(1), move |answer| answered.send(answer.is_ok()).unwrap());
+    queue.send_then(charge(1), move |answer| {
+        answered.send(answer.is_ok()).unwrap()
+    });
     drop(queue);
     assert_eq!((asked.now().len(), answer_read.try_recv()), (1, Ok(false)));
 }

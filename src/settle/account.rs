@@ -55,12 +55,24 @@ const UNUSED: u64 = u64::MAX;
 
 impl Account {
     /// The account of a request that settles as the handles say. It may have reserved nothing.
-    pub(crate) fn new(refunds: Arc<dyn RefundQueue>, reserved: Option<Reserved>, slot: Option<Slot>) -> Self {
+    pub(crate) fn new(
+        refunds: Arc<dyn RefundQueue>,
+        reserved: Option<Reserved>,
+        slot: Option<Slot>,
+    ) -> Self {
         let in_flight = slot.into_iter().collect();
         let cost = reserved.as_ref().map_or(0, Reserved::cost);
         let enforced = reserved.is_some();
-        let open = Open { reserved: reserved.into_iter().collect(), enforced, later: Vec::new() };
-        let book = Book { open, settlement: Settlement::AtEnd, in_flight };
+        let open = Open {
+            reserved: reserved.into_iter().collect(),
+            enforced,
+            later: Vec::new(),
+        };
+        let book = Book {
+            open,
+            settlement: Settlement::AtEnd,
+            in_flight,
+        };
         Self {
             refunds,
             reserved: AtomicU32::new(cost),
@@ -104,16 +116,30 @@ impl Account {
             book.settlement = settlement;
             let reserved = self.reserved();
             let cost = settlement.cost_at_head(reserved)?;
-            (std::mem::take(&mut book.open), reserved.saturating_sub(self.later.swap(0, Relaxed)), cost)
+            (
+                std::mem::take(&mut book.open),
+                reserved.saturating_sub(self.later.swap(0, Relaxed)),
+                cost,
+            )
         };
-        open.settle(|reserved| settlement.cost(reserved, Counted::default()), &*self.refunds);
-        Some(Settled { reserved: known, cost })
+        open.settle(
+            |reserved| settlement.cost(reserved, Counted::default()),
+            &*self.refunds,
+        );
+        Some(Settled {
+            reserved: known,
+            cost,
+        })
     }
 
     /// What asks for more under the layer's policies. `None` if nothing is reserved there, or all is settled.
     pub(super) fn ask_more(&self, units: u32) -> Option<Check> {
         let book = lock(&self.book);
-        book.open.reserved.first().filter(|_| book.open.enforced)?.ask_more(units)
+        book.open
+            .reserved
+            .first()
+            .filter(|_| book.open.enforced)?
+            .ask_more(units)
     }
 
     /// Adds what was granted to that.
@@ -131,7 +157,11 @@ impl Account {
             book.settlement
         };
         // The head came first: if it has told the cost, that is charged already.
-        let kept = if settlement == Settlement::Keep { units } else { 0 };
+        let kept = if settlement == Settlement::Keep {
+            units
+        } else {
+            0
+        };
         reserved.settle(kept, &*self.refunds);
     }
 
@@ -139,7 +169,9 @@ impl Account {
     pub(super) fn give_back(&self, units: u32) {
         let given = {
             let later = &mut lock(&self.book).open.later;
-            let Some(at) = later.iter().rposition(|reserved| reserved.cost() == units) else { return };
+            let Some(at) = later.iter().rposition(|reserved| reserved.cost() == units) else {
+                return;
+            };
             self.reserved.fetch_sub(units, Relaxed);
             self.later.fetch_sub(units, Relaxed);
             later.swap_remove(at)
@@ -197,18 +229,32 @@ impl Account {
 
 impl Drop for Account {
     fn drop(&mut self) {
-        let counted = Counted { units: self.counted(), bytes: *self.bytes.get_mut() };
-        let book = self.book.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let counted = Counted {
+            units: self.counted(),
+            bytes: *self.bytes.get_mut(),
+        };
+        let book = self
+            .book
+            .get_mut()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
         let settlement = book.settlement;
-        std::mem::take(&mut book.open).settle(|reserved| settlement.cost(reserved, counted), &*self.refunds);
+        std::mem::take(&mut book.open).settle(
+            |reserved| settlement.cost(reserved, counted),
+            &*self.refunds,
+        );
     }
 }
 
 impl Open {
     /// Settles by what a request costs for which so much was reserved.
     fn settle(self, cost: impl Fn(u32) -> u32, refunds: &dyn RefundQueue) {
-        let Self { reserved, later, .. } = self;
-        let more = later.iter().map(Reserved::cost).fold(0, u32::saturating_add);
+        let Self {
+            reserved, later, ..
+        } = self;
+        let more = later
+            .iter()
+            .map(Reserved::cost)
+            .fold(0, u32::saturating_add);
         let mut reserved = reserved.into_iter();
         if !later.is_empty()
             && let Some(first) = reserved.next()

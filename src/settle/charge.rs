@@ -39,8 +39,14 @@ pub struct Charge {
 impl Charge {
     /// Counts for a request that has reserved this, or nothing, and that holds its place in flight until all is
     /// settled.
-    pub(crate) fn new(refunds: Arc<dyn RefundQueue>, reserved: Option<Reserved>, slot: Option<Slot>) -> Self {
-        Self { account: Arc::new(Account::new(refunds, reserved, slot)) }
+    pub(crate) fn new(
+        refunds: Arc<dyn RefundQueue>,
+        reserved: Option<Reserved>,
+        slot: Option<Slot>,
+    ) -> Self {
+        Self {
+            account: Arc::new(Account::new(refunds, reserved, slot)),
+        }
     }
 
     /// Counts for a layer around this one, too.
@@ -54,7 +60,8 @@ impl Charge {
 
     /// Adds to the count.
     pub fn add(&self, units: u32) {
-        self.account.count(|counted| counted.saturating_add(units.into()));
+        self.account
+            .count(|counted| counted.saturating_add(units.into()));
     }
 
     /// Sets the count, whatever was counted before.
@@ -102,7 +109,9 @@ impl Charge {
         let mut next = Some(self);
         while let Some(charge) = next {
             if let Err(error) = charge.reserve_here(units).await {
-                granted.iter().for_each(|within: &&Self| within.account.give_back(units));
+                granted
+                    .iter()
+                    .for_each(|within: &&Self| within.account.give_back(units));
                 return Err(error);
             }
             granted.push(charge);
@@ -113,14 +122,18 @@ impl Charge {
 
     /// Reserves for this layer.
     async fn reserve_here(&self, units: u32) -> Result<(), ReserveError> {
-        let Some(check) = self.account.ask_more(units) else { return Ok(()) };
+        let Some(check) = self.account.ask_more(units) else {
+            return Ok(());
+        };
         let (key, since, charge) = (*check.key(), instant(), self.clone());
         let (tell, told) = oneshot::channel();
         // It hears the answer also if nobody waits for it any more: until then it holds the account.
         let op = PendingOp::of_check(check).then(move |answer| {
             let granted = match answer {
                 Ok(decision) if decision.is_allowed() => {
-                    charge.account.add_more(Reserved::new(decision, key, units, since));
+                    charge
+                        .account
+                        .add_more(Reserved::new(decision, key, units, since));
                     Ok(())
                 }
                 Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
@@ -129,7 +142,8 @@ impl Charge {
             let _ = tell.send(granted);
         });
         self.account.ask(op).await;
-        told.await.unwrap_or_else(|_| Err(StoreError::new(ErrorKind::NoRuntime).of_check().into()))
+        told.await
+            .unwrap_or_else(|_| Err(StoreError::new(ErrorKind::NoRuntime).of_check().into()))
     }
 
     /// How much was reserved: what the request [costs](crate::RateLimitLayer::cost) beforehand, and what was
@@ -141,6 +155,8 @@ impl Charge {
 
 impl fmt::Debug for Charge {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Charge").field("reserved", &self.reserved()).finish_non_exhaustive()
+        f.debug_struct("Charge")
+            .field("reserved", &self.reserved())
+            .finish_non_exhaustive()
     }
 }

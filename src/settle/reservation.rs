@@ -51,8 +51,15 @@ pub enum ReserveError {
 }
 
 impl Reservation {
-    pub(crate) fn new(reserved: Reserved, slot: Option<Slot>, refunds: Arc<dyn RefundQueue>) -> Self {
-        Self { decision: reserved.decision.clone(), account: Account::new(refunds, Some(reserved), slot) }
+    pub(crate) fn new(
+        reserved: Reserved,
+        slot: Option<Slot>,
+        refunds: Arc<dyn RefundQueue>,
+    ) -> Self {
+        Self {
+            decision: reserved.decision.clone(),
+            account: Account::new(refunds, Some(reserved), slot),
+        }
     }
 
     /// The decision that granted it.
@@ -81,7 +88,8 @@ impl Reservation {
     /// # }
     /// ```
     pub fn add(&self, units: u32) {
-        self.account.count(|counted| counted.saturating_add(units.into()));
+        self.account
+            .count(|counted| counted.saturating_add(units.into()));
     }
 
     /// Sets what it costs when it is dropped, whatever was counted before.
@@ -112,7 +120,9 @@ impl Drop for Reservation {
 
 impl fmt::Debug for Reservation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reservation").field("decision", &self.decision).finish_non_exhaustive()
+        f.debug_struct("Reservation")
+            .field("decision", &self.decision)
+            .finish_non_exhaustive()
     }
 }
 

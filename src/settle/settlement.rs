@@ -48,7 +48,9 @@ impl Settlement {
         let units = match self {
             Self::AtEnd => counted.units.unwrap_or(reserved.into()),
             Self::Bytes { per } => counted.bytes.div_ceil(per.get().into()),
-            Self::Keep | Self::Refund | Self::Cost(_) => self.cost_at_head(reserved).unwrap_or(reserved).into(),
+            Self::Keep | Self::Refund | Self::Cost(_) => {
+                self.cost_at_head(reserved).unwrap_or(reserved).into()
+            }
         };
         u32::try_from(units).unwrap_or(u32::MAX)
     }
@@ -68,14 +70,28 @@ mod tests {
             (Settlement::Cost(9), counted(Some(3), 9), Some(9), 9),
             (Settlement::AtEnd, counted(None, 9), None, 7),
             (Settlement::AtEnd, counted(Some(0), 9), None, 0),
-            (Settlement::AtEnd, counted(Some(u64::MAX), 9), None, u32::MAX),
+            (
+                Settlement::AtEnd,
+                counted(Some(u64::MAX), 9),
+                None,
+                u32::MAX,
+            ),
             (Settlement::Bytes { per }, counted(Some(3), 0), None, 0),
             (Settlement::Bytes { per }, counted(None, 1), None, 1),
             (Settlement::Bytes { per }, counted(None, 2_000), None, 2),
-            (Settlement::Bytes { per }, counted(None, u64::MAX), None, u32::MAX),
+            (
+                Settlement::Bytes { per },
+                counted(None, u64::MAX),
+                None,
+                u32::MAX,
+            ),
         ] {
             assert_eq!(settlement.cost_at_head(7), at_head, "{settlement:?}");
-            assert_eq!(settlement.cost(7, counted), cost, "{settlement:?} {counted:?}");
+            assert_eq!(
+                settlement.cost(7, counted),
+                cost,
+                "{settlement:?} {counted:?}"
+            );
         }
     }
 }

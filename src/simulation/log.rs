@@ -26,7 +26,11 @@ impl Log {
     pub(crate) fn say(&mut self, at: u64, caller: Option<usize>, text: impl FnOnce() -> String) {
         self.count += 1;
         if self.kept {
-            self.lines.push(Line { at, caller, text: text() });
+            self.lines.push(Line {
+                at,
+                caller,
+                text: text(),
+            });
         }
     }
 }
@@ -45,8 +49,13 @@ impl fmt::Display for Line {
 }
 
 pub(crate) fn shown(check: &Check) -> String {
-    let (cost, key) = (check.cost(), String::from_utf8_lossy(check.key().as_bytes()));
-    let id = check.id().map(|id| format!(" with id {}", String::from_utf8_lossy(id.as_bytes())));
+    let (cost, key) = (
+        check.cost(),
+        String::from_utf8_lossy(check.key().as_bytes()),
+    );
+    let id = check
+        .id()
+        .map(|id| format!(" with id {}", String::from_utf8_lossy(id.as_bytes())));
     let id = id.unwrap_or_default();
     let within = check.within() / 1000;
     match check.mode() {
@@ -66,7 +75,9 @@ pub(crate) fn verdict(decision: &Decision) -> String {
     let left = format!("{} left of {}", decision.remaining(), decision.capacity());
     match decision.outcome() {
         Outcome::Allowed => format!("{} granted, {left}", decision.granted()),
-        Outcome::Later { due_in } => format!("{} granted, due in {due_in:?}, {left}", decision.granted()),
+        Outcome::Later { due_in } => {
+            format!("{} granted, due in {due_in:?}, {left}", decision.granted())
+        }
         Outcome::Denied { retry_after } => format!("denied for {retry_after:?}, {left}"),
         Outcome::ExceedsCapacity => format!("never fits, {left}"),
     }

@@ -49,7 +49,11 @@ pub(crate) struct Broken<R> {
 
 impl<R: Rule> fmt::Display for Broken<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { rule, problem, caller } = self;
+        let Self {
+            rule,
+            problem,
+            caller,
+        } = self;
         let whose = caller.map_or(String::new(), |caller| format!(" of c{caller}"));
         write!(f, "broken: {rule:?}{whose}: {problem}")
     }
@@ -68,7 +72,11 @@ impl<R: Rule> Breaks<R> {
     /// The first break of each rule counts.
     pub(crate) fn add(&mut self, rule: R, caller: Option<usize>, problem: String) {
         if self.each.iter().all(|broken| broken.rule != rule) {
-            self.each.push(Broken { rule, caller, problem });
+            self.each.push(Broken {
+                rule,
+                caller,
+                problem,
+            });
         }
     }
 
@@ -83,7 +91,10 @@ impl<R: Rule> Breaks<R> {
 
 impl<R> Default for Breaks<R> {
     fn default() -> Self {
-        Self { each: vec![], said: 0 }
+        Self {
+            each: vec![],
+            said: 0,
+        }
     }
 }
 
@@ -100,7 +111,12 @@ pub(crate) struct Outcome<R> {
 impl<R> Outcome<R> {
     /// Takes what a run has left.
     pub(crate) fn of(plan: String, log: &mut Log, broken: &mut Breaks<R>) -> Self {
-        Self { steps: log.count, broken: mem::take(&mut broken.each), log: mem::take(&mut log.lines), plan }
+        Self {
+            steps: log.count,
+            broken: mem::take(&mut broken.each),
+            log: mem::take(&mut log.lines),
+            plan,
+        }
     }
 }
 
@@ -117,17 +133,35 @@ impl<R: Rule> Simulation<R> {
     pub(crate) fn explore(&self) {
         if let Some(seed) = number("SIMULATE_SEED") {
             println!("{}", self.story(seed));
-            assert!((self.run)(seed, false).broken.is_empty(), "seed {seed} breaks a rule");
+            assert!(
+                (self.run)(seed, false).broken.is_empty(),
+                "seed {seed} breaks a rule"
+            );
             return;
         }
         let from = number("SIMULATE_FROM").unwrap_or(0);
         let report = self.report(from..from + number("SIMULATE_SEEDS").unwrap_or(SEEDS));
         let mut text = String::new();
-        for (rule, Found { seeds, first, shortest: (steps, seed) }) in &report.0 {
-            let _ = writeln!(text, "{rule:?}: {seeds} seeds, first {first}, shortest {seed} with {steps} steps");
+        for (
+            rule,
+            Found {
+                seeds,
+                first,
+                shortest: (steps, seed),
+            },
+        ) in &report.0
+        {
+            let _ = writeln!(
+                text,
+                "{rule:?}: {seeds} seeds, first {first}, shortest {seed} with {steps} steps"
+            );
         }
         println!("{text}");
-        if let Some(Found { shortest: (_, seed), .. }) = report.0.values().min_by_key(|found| found.shortest) {
+        if let Some(Found {
+            shortest: (_, seed),
+            ..
+        }) = report.0.values().min_by_key(|found| found.shortest)
+        {
             let (name, story) = (self.name, self.story(*seed));
             panic!("{story}\n{text}\nreplay one: cargo xtask simulate {name} --seed {seed}");
         }
@@ -166,7 +200,9 @@ impl<R: Rule> Simulation<R> {
             let count = thread::available_parallelism().map_or(1, usize::from);
             let workers: Vec<_> = (0..count).map(|_| scope.spawn(work)).collect();
             let mut report = Report::new();
-            workers.into_iter().for_each(|worker| report.merge(worker.join().unwrap()));
+            workers
+                .into_iter()
+                .for_each(|worker| report.merge(worker.join().unwrap()));
             report
         })
     }
@@ -178,7 +214,11 @@ impl<R: Rule> Simulation<R> {
         // Only what concerns the caller, if it is the only one that something happened to.
         let mut callers: Vec<_> = outcome.broken.iter().map(|broken| broken.caller).collect();
         callers.dedup();
-        let caller = if let [caller] = callers[..] { caller } else { None };
+        let caller = if let [caller] = callers[..] {
+            caller
+        } else {
+            None
+        };
         for line in outcome.log.iter().filter(|line| line.concerns(caller)) {
             let _ = writeln!(text, "{line}");
         }
@@ -204,7 +244,10 @@ impl<R: Rule> Report<R> {
     }
 
     fn add(&mut self, seed: u64, outcome: &Outcome<R>) {
-        outcome.broken.iter().for_each(|broken| self.breaks(broken.rule, seed, outcome.steps));
+        outcome
+            .broken
+            .iter()
+            .for_each(|broken| self.breaks(broken.rule, seed, outcome.steps));
     }
 
     /// Its log is lost.
@@ -214,7 +257,11 @@ impl<R: Rule> Report<R> {
 
     fn breaks(&mut self, rule: R, seed: u64, steps: usize) {
         let this = (steps, seed);
-        let found = self.0.entry(rule).or_insert(Found { seeds: 0, first: seed, shortest: this });
+        let found = self.0.entry(rule).or_insert(Found {
+            seeds: 0,
+            first: seed,
+            shortest: this,
+        });
         found.seeds += 1;
         found.first = found.first.min(seed);
         found.shortest = found.shortest.min(this);
@@ -236,12 +283,18 @@ impl<R: Rule> Report<R> {
 
 /// What a store on its own may let pass within so many milliseconds: what a policy holds, and what flows back.
 pub(crate) fn flows(policy: &Policy, now: u64) -> i64 {
-    let (capacity, period, elapsed) = (policy.params().capacity, policy.params().period, now as i64 * 1000);
+    let (capacity, period, elapsed) = (
+        policy.params().capacity,
+        policy.params().period,
+        now as i64 * 1000,
+    );
     match policy.frees() {
         Frees::Gradually => capacity + capacity * elapsed / period + 1,
-        Frees::InBatches | Frees::WithWindow | Frees::OneByOne | Frees::Fading | Frees::OnRelease => {
-            capacity * (elapsed / period + 2)
-        }
+        Frees::InBatches
+        | Frees::WithWindow
+        | Frees::OneByOne
+        | Frees::Fading
+        | Frees::OnRelease => capacity * (elapsed / period + 2),
     }
 }
 
@@ -251,5 +304,9 @@ pub(crate) fn pick<'a, T>(rng: &mut Rng, of: &'a [T]) -> &'a T {
 
 fn number(name: &str) -> Option<u64> {
     let value = env::var(name).ok()?;
-    Some(value.parse().unwrap_or_else(|_| panic!("{name} is {value:?}, and not a number")))
+    Some(
+        value
+            .parse()
+            .unwrap_or_else(|_| panic!("{name} is {value:?}, and not a number")),
+    )
 }

@@ -6,7 +6,9 @@ use std::task::{Context, Poll};
 
 use pin_project_lite::pin_project;
 
-use super::{Answer, Fallback, FallbackFuture, LocalStore, RedisFuture, RedisStore, Store, StoreConfig};
+use super::{
+    Answer, Fallback, FallbackFuture, LocalStore, RedisFuture, RedisStore, Store, StoreConfig,
+};
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
@@ -170,7 +172,9 @@ impl Store for AnyStore {
 fn wrap<F>(answer: Answer<F>, state: impl FnOnce(F) -> State) -> Answer<AnyStoreFuture> {
     match answer {
         Answer::Ready { answer } => Answer::ready(answer),
-        Answer::Pending { future } => Answer::pending(AnyStoreFuture { state: state(future) }),
+        Answer::Pending { future } => Answer::pending(AnyStoreFuture {
+            state: state(future),
+        }),
     }
 }
 

@@ -76,7 +76,14 @@ impl Hold {
 
 impl<V: Ranked> BoundedMap<V> {
     pub(super) fn new(max: usize) -> Self {
-        Self { places: Vec::new(), index: HashTable::new(), max, hand: 0, newcomers_hand: 0, newcomers: Vec::new() }
+        Self {
+            places: Vec::new(),
+            index: HashTable::new(),
+            max,
+            hand: 0,
+            newcomers_hand: 0,
+            newcomers: Vec::new(),
+        }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -93,8 +100,14 @@ impl<V: Ranked> BoundedMap<V> {
 
     /// The place of a key, which holds until something is put or removed.
     pub(super) fn find(&self, key: Digest) -> Option<usize> {
-        let is_there = |place: &u32| self.places.get(*place as usize).is_some_and(|place| place.key == key);
-        self.index.find(key.hash(), is_there).map(|place| *place as usize)
+        let is_there = |place: &u32| {
+            self.places
+                .get(*place as usize)
+                .is_some_and(|place| place.key == key)
+        };
+        self.index
+            .find(key.hash(), is_there)
+            .map(|place| *place as usize)
     }
 
     /// What is at a place.
@@ -108,12 +121,18 @@ impl<V: Ranked> BoundedMap<V> {
 
     /// Moves the last entry to this place.
     pub(super) fn remove_at(&mut self, place: usize) -> Option<V> {
-        let (hash, last) = (self.places.get(place)?.key.hash(), self.places.last()?.key.hash());
+        let (hash, last) = (
+            self.places.get(place)?.key.hash(),
+            self.places.last()?.key.hash(),
+        );
         if let Ok(entry) = self.index.find_entry(hash, |at| *at as usize == place) {
             entry.remove();
         }
         let gone = self.places.swap_remove(place);
-        if let Some(at) = self.index.find_mut(last, |at| *at as usize == self.places.len()) {
+        if let Some(at) = self
+            .index
+            .find_mut(last, |at| *at as usize == self.places.len())
+        {
             *at = place as u32;
         }
         Some(gone.slot.value)
@@ -133,9 +152,17 @@ impl<V: Ranked> BoundedMap<V> {
             // By an eighth, since doubling would leave up to half of the memory unused.
             self.places.reserve_exact(self.places.len() / 8 + 4);
         }
-        let hash = |place: &u32| self.places.get(*place as usize).map_or(0, |place| place.key.hash());
-        self.index.insert_unique(key.hash(), self.places.len() as u32, hash);
-        self.places.push(Place { key, slot: Slot { value, hold } });
+        let hash = |place: &u32| {
+            self.places
+                .get(*place as usize)
+                .map_or(0, |place| place.key.hash())
+        };
+        self.index
+            .insert_unique(key.hash(), self.places.len() as u32, hash);
+        self.places.push(Place {
+            key,
+            slot: Slot { value, hold },
+        });
         gone
     }
 
@@ -162,7 +189,11 @@ impl<V: Ranked> BoundedMap<V> {
             self.hand += 1;
         }
         let (rank, old) = old?;
-        let place = if V::OLD_STAYS { self.place_to_free(rank, old) } else { old };
+        let place = if V::OLD_STAYS {
+            self.place_to_free(rank, old)
+        } else {
+            old
+        };
         // The last entry moves to this place: mostly the latest newcomer.
         self.remove_at(place as usize)
     }
@@ -178,7 +209,12 @@ impl<V: Ranked> BoundedMap<V> {
             let index = (self.newcomers_hand as usize + look) % self.newcomers.len();
             let place = self.places.get(self.newcomers[index] as usize);
             // A place behind the last entry ranks highest: it is given to another newcomer.
-            (place.map_or(Hold(u64::MAX), |Place { slot, .. }| slot.value.rank(slot.hold)), index)
+            (
+                place.map_or(Hold(u64::MAX), |Place { slot, .. }| {
+                    slot.value.rank(slot.hold)
+                }),
+                index,
+            )
         });
         // The first of those that rank alike.
         let least = looks.into_iter().min_by_key(|(rank, _)| *rank);

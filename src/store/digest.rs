@@ -40,7 +40,10 @@ pub(super) struct Digester(SipHasher13);
 impl Digester {
     pub(super) fn new() -> Self {
         let random = RandomState::new();
-        Self(SipHasher13::new_with_keys(random.hash_one(0), random.hash_one(1)))
+        Self(SipHasher13::new_with_keys(
+            random.hash_one(0),
+            random.hash_one(1),
+        ))
     }
 
     pub(super) fn digest(&self, key: &Key) -> Digest {
@@ -51,7 +54,9 @@ impl Digester {
     /// The digest of two keys, in this order.
     pub(super) fn pair(&self, first: &Key, second: &Key) -> Digest {
         // No key contains this byte, so `a, bc` and `ab, c` stay apart.
-        let Hash128 { h1, h2 } = self.0.hash(&[first.as_bytes(), second.as_bytes()].join(&0xff));
+        let Hash128 { h1, h2 } = self
+            .0
+            .hash(&[first.as_bytes(), second.as_bytes()].join(&0xff));
         Digest([h1, h2])
     }
 }
@@ -63,7 +68,13 @@ mod tests {
     #[test]
     fn keys_counts_and_pairs_stay_apart() {
         let digester = Digester::new();
-        let (a, ab, b, bc, c) = (Key::new("a"), Key::new("ab"), Key::new("b"), Key::new("bc"), Key::new("c"));
+        let (a, ab, b, bc, c) = (
+            Key::new("a"),
+            Key::new("ab"),
+            Key::new("b"),
+            Key::new("bc"),
+            Key::new("c"),
+        );
         assert_eq!(digester.digest(&a), digester.clone().digest(&Key::new("a")));
         let digests = [
             digester.digest(&a),

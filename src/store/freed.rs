@@ -46,9 +46,17 @@ static COUNT: AtomicUsize = AtomicUsize::new(0);
 
 impl Listener {
     /// `None` for a store without an identity.
-    pub(crate) fn new(store: Option<usize>, key: Key, policies: Policies, wake: Arc<Wake>) -> Option<Self> {
+    pub(crate) fn new(
+        store: Option<usize>,
+        key: Key,
+        policies: Policies,
+        wake: Arc<Wake>,
+    ) -> Option<Self> {
         let of = (store?, key);
-        lock(&LISTENERS).entry(of).or_default().push((policies, Arc::clone(&wake)));
+        lock(&LISTENERS)
+            .entry(of)
+            .or_default()
+            .push((policies, Arc::clone(&wake)));
         COUNT.fetch_add(1, Ordering::AcqRel);
         Some(Self { of, wake })
     }
@@ -58,7 +66,9 @@ impl Drop for Listener {
     fn drop(&mut self) {
         COUNT.fetch_sub(1, Ordering::AcqRel);
         let listeners = &mut *lock(&LISTENERS);
-        let Some(of_caller) = listeners.get_mut(&self.of) else { return };
+        let Some(of_caller) = listeners.get_mut(&self.of) else {
+            return;
+        };
         of_caller.retain(|(_, wake)| !Arc::ptr_eq(wake, &self.wake));
         if of_caller.is_empty() {
             listeners.remove(&self.of);
@@ -76,8 +86,17 @@ pub(super) fn tell(store: usize, check: &Check) {
     if !gives_room(check) || COUNT.load(Ordering::Acquire) == 0 {
         return;
     }
-    for (policies, wake) in lock(&LISTENERS).get(&(store, *check.key())).into_iter().flatten() {
-        if policies.iter().any(|policy| check.policies().iter().any(|freed| freed.id() == policy.id())) {
+    for (policies, wake) in lock(&LISTENERS)
+        .get(&(store, *check.key()))
+        .into_iter()
+        .flatten()
+    {
+        if policies.iter().any(|policy| {
+            check
+                .policies()
+                .iter()
+                .any(|freed| freed.id() == policy.id())
+        }) {
             wake.freed.fetch_add(1, Ordering::AcqRel);
             wake.notify.notify_one();
         }

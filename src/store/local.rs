@@ -13,7 +13,8 @@ use super::shards::Shards;
 use super::{Answer, Store, freed};
 use crate::error::StoreError;
 use crate::limit::{
-    Answered, Check, Decision, Key, Mode, Policies, Policy, Snapshot, Source, State, Verdict, Verdicts,
+    Answered, Check, Decision, Key, Mode, Policies, Policy, Snapshot, Source, State, Verdict,
+    Verdicts,
 };
 use crate::util::{Clock, lock};
 
@@ -123,13 +124,23 @@ impl Entry {
         match *self {
             Self::Counted(ref mut state) => mem::replace(state, State::fresh(policy.kind())),
             Self::Warmed { until, .. } if until <= now => State::fresh(policy.kind()),
-            Self::Warmed { remaining, capacity, until, .. } => {
+            Self::Warmed {
+                remaining,
+                capacity,
+                until,
+                ..
+            } => {
                 let ours = policy.params().capacity;
                 // What is left, in proportion to our capacity. Rounded down, so that the parts of all instances are no
                 // more than the whole.
                 let left = i128::from(remaining) * i128::from(ours) / i128::from(capacity.max(1));
                 let used = ours - (left as i64).clamp(0, ours);
-                State::resume(policy.kind(), policy.params(), now, Snapshot { used, until })
+                State::resume(
+                    policy.kind(),
+                    policy.params(),
+                    now,
+                    Snapshot { used, until },
+                )
             }
         }
     }
@@ -150,14 +161,26 @@ impl LocalStore {
         // Large shards fill evenly; and a shard must hold all policies of a caller.
         let shards = Shards::new((keys.get() / 256).min(64), |shards| {
             let max = keys.get().div_ceil(shards).max(Policies::MAX);
-            Mutex::new(Shard { states: BoundedMap::new(max), answers: BoundedMap::new(max) })
+            Mutex::new(Shard {
+                states: BoundedMap::new(max),
+                answers: BoundedMap::new(max),
+            })
         });
-        Self { shared: Arc::new(Shared { shards, clock: Clock::new() }) }
+        Self {
+            shared: Arc::new(Shared {
+                shards,
+                clock: Clock::new(),
+            }),
+        }
     }
 
     /// How many keys it holds.
     pub fn len(&self) -> usize {
-        self.shared.shards.iter().map(|shard| lock(shard).states.len()).sum()
+        self.shared
+            .shards
+            .iter()
+            .map(|shard| lock(shard).states.len())
+            .sum()
     }
 
     /// Whether it holds no key.
@@ -178,7 +201,12 @@ impl LocalStore {
             None => shard.decide(check, caller, now()),
             Some(id) => {
                 // As in Redis, the answer is kept for each list of policies.
-                let answer = self.shared.shards.digester().pair(check.key(), id).of_count(check.policies().id());
+                let answer = self
+                    .shared
+                    .shards
+                    .digester()
+                    .pair(check.key(), id)
+                    .of_count(check.policies().id());
                 shard.decide_once(check, answer, caller, now())
             }
         }
@@ -188,7 +216,9 @@ impl LocalStore {
 /// Shows how many keys it holds, and none of them.
 impl fmt::Debug for LocalStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LocalStore").field("keys", &self.len()).finish_non_exhaustive()
+        f.debug_struct("LocalStore")
+            .field("keys", &self.len())
+            .finish_non_exhaustive()
     }
 }
 
@@ -223,7 +253,10 @@ impl Shard {
     fn decide(&mut self, check: &Check, caller: Digest, now: i64) -> Verdicts {
         if let [policy] = check.policies().as_slice()
             && let Some(place) = self.states.find(caller.of_count(policy.id()))
-            && let Some(Slot { value: Entry::Counted(state), hold }) = self.states.at(place)
+            && let Some(Slot {
+                value: Entry::Counted(state),
+                hold,
+            }) = self.states.at(place)
         {
             // The most common case: one policy, of a caller that is known. It is decided in place.
             let verdicts = check.decide(slice::from_mut(state), now);
@@ -257,16 +290,24 @@ impl Shard {
 
         // First those that have a place: to put new ones may move them.
         let mut others = SmallVec::<[(&Policy, Entry, Hold); 1]>::new();
-        let decided = states.into_iter().zip(places).zip(check.policies().iter()).zip(&verdicts.each);
+        let decided = states
+            .into_iter()
+            .zip(places)
+            .zip(check.policies().iter())
+            .zip(&verdicts.each);
         for (((state, place), policy), verdict) in decided {
             let (value, hold) = (Entry::Counted(state), hold(verdict, policy, now));
-            match place.filter(|_| verdict.reset > 0).and_then(|place| self.states.at(place)) {
+            match place
+                .filter(|_| verdict.reset > 0)
+                .and_then(|place| self.states.at(place))
+            {
                 Some(slot) => *slot = Slot { value, hold },
                 None => others.push((policy, value, hold)),
             }
         }
         for (policy, value, hold) in others {
-            self.states.put(caller.of_count(policy.id()), value, hold, now);
+            self.states
+                .put(caller.of_count(policy.id()), value, hold, now);
         }
         verdicts
     }
@@ -277,15 +318,32 @@ impl Shard {
         for (policy, verdict) in decision.verdicts().filter(over_time) {
             let key = caller.of_count(policy.id());
             // A store outside of this crate may tell any time.
-            let verdict = &Verdict { reset: verdict.reset.min(longest_reset(policy)), ..*verdict };
-            let (remaining, capacity, until) = (verdict.remaining, policy.params().capacity, now + verdict.reset);
+            let verdict = &Verdict {
+                reset: verdict.reset.min(longest_reset(policy)),
+                ..*verdict
+            };
+            let (remaining, capacity, until) = (
+                verdict.remaining,
+                policy.params().capacity,
+                now + verdict.reset,
+            );
             match self.states.get(key).map(|slot| &slot.value) {
                 // What has flowed back since is in the newer one.
-                Some(Entry::Warmed { remaining: least, until, seen, .. })
-                    if *least < remaining && *seen > now - MOMENT && *until > now => {}
+                Some(Entry::Warmed {
+                    remaining: least,
+                    until,
+                    seen,
+                    ..
+                }) if *least < remaining && *seen > now - MOMENT && *until > now => {}
                 _ => {
-                    let followed = Entry::Warmed { remaining, capacity, until, seen: now };
-                    self.states.put(key, followed, hold(verdict, policy, now), now);
+                    let followed = Entry::Warmed {
+                        remaining,
+                        capacity,
+                        until,
+                        seen: now,
+                    };
+                    self.states
+                        .put(key, followed, hold(verdict, policy, now), now);
                 }
             }
         }
@@ -301,7 +359,12 @@ impl Shard {
         let verdicts = self.decide(check, caller, now);
         if verdicts.granted > 0 {
             let value = Answered::new(check, &verdicts);
-            self.answers.put(answer, value, Hold::new(0, now + check.policies().longest_period()), now);
+            self.answers.put(
+                answer,
+                value,
+                Hold::new(0, now + check.policies().longest_period()),
+                now,
+            );
         }
         verdicts
     }

@@ -61,7 +61,12 @@ fn allowed(check: &Check) -> Result<Decision, StoreError> {
 impl MockStore {
     /// A store that allows every check.
     pub fn new() -> Self {
-        Self { shared: Arc::new(Mutex::new(Shared { answer: Arc::new(allowed), asked: vec![] })) }
+        Self {
+            shared: Arc::new(Mutex::new(Shared {
+                answer: Arc::new(allowed),
+                asked: vec![],
+            })),
+        }
     }
 
     /// Allows every check from now on, as if it were the caller's first.
@@ -80,7 +85,10 @@ impl MockStore {
     }
 
     /// Answers every check from now on as `answer` does; see [`Check::decided`].
-    pub fn answer(&self, answer: impl Fn(&Check) -> Result<Decision, StoreError> + Send + Sync + 'static) {
+    pub fn answer(
+        &self,
+        answer: impl Fn(&Check) -> Result<Decision, StoreError> + Send + Sync + 'static,
+    ) {
         // What a user gave is dropped without the lock.
         let _former = mem::replace(&mut lock(&self.shared).answer, Arc::new(answer));
     }
@@ -114,6 +122,8 @@ impl Store for MockStore {
 /// Shows how many checks it was asked.
 impl fmt::Debug for MockStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MockStore").field("asked", &lock(&self.shared).asked.len()).finish_non_exhaustive()
+        f.debug_struct("MockStore")
+            .field("asked", &lock(&self.shared).asked.len())
+            .finish_non_exhaustive()
     }
 }

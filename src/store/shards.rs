@@ -13,7 +13,10 @@ impl<T> Shards<T> {
     /// At most `max` shards: the largest power of two that is no more, and at least one. `make` gets their number.
     pub(crate) fn new(max: usize, mut make: impl FnMut(usize) -> T) -> Self {
         let count = 1 << max.max(1).ilog2();
-        Self { shards: (0..count).map(|_| make(count)).collect(), digester: Digester::new() }
+        Self {
+            shards: (0..count).map(|_| make(count)).collect(),
+            digester: Digester::new(),
+        }
     }
 
     /// The shard of a caller, and the digest by which it knows the caller.
@@ -53,10 +56,17 @@ mod tests {
             for i in 0..1_000 * count {
                 let key = Key::new(i.to_string());
                 let (shard, caller) = shards.of(&key);
-                assert_eq!((shard, caller), shards.of(&key), "a caller stays where it is");
+                assert_eq!(
+                    (shard, caller),
+                    shards.of(&key),
+                    "a caller stays where it is"
+                );
                 *callers.entry(*shard).or_insert(0) += 1;
             }
-            assert!(callers.len() == count && callers.values().all(|n| (700..1_300).contains(n)), "{callers:?}");
+            assert!(
+                callers.len() == count && callers.values().all(|n| (700..1_300).contains(n)),
+                "{callers:?}"
+            );
         }
     }
 }

@@ -17,7 +17,10 @@ impl Clock {
         let wall = unix_time();
         #[cfg(test)]
         let wall = super::Seed::wall().unwrap_or(wall);
-        Self { wall: micros(wall), start: instant() }
+        Self {
+            wall: micros(wall),
+            start: instant(),
+        }
     }
 
     pub(crate) fn micros(&self) -> i64 {
@@ -27,7 +30,9 @@ impl Clock {
 
 /// Whole microseconds. `Duration::as_micros` multiplies in 128 bits, which is slower.
 fn micros(duration: Duration) -> i64 {
-    let whole = i64::try_from(duration.as_secs()).unwrap_or(i64::MAX).saturating_mul(1_000_000);
+    let whole = i64::try_from(duration.as_secs())
+        .unwrap_or(i64::MAX)
+        .saturating_mul(1_000_000);
     whole.saturating_add(i64::from(duration.subsec_micros()))
 }
 
@@ -42,7 +47,12 @@ pub(crate) fn instant() -> Instant {
 }
 
 /// The time since the Unix epoch, by the wall clock: it may go back, and tests cannot pause it.
-#[allow(clippy::disallowed_methods, reason = "the one place that reads the wall clock")]
+#[allow(
+    clippy::disallowed_methods,
+    reason = "the one place that reads the wall clock"
+)]
 pub(crate) fn unix_time() -> Duration {
-    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
+    SystemTime::now()
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or_default()
 }

@@ -21,7 +21,10 @@ pub(crate) use task::{Span, Task, TaskOwner};
 /// Panics, as std's futures do when they are polled after they have answered. To hang or to answer again would hide the
 /// caller's mistake.
 #[track_caller]
-#[allow(clippy::panic, reason = "only code that breaks the contract of `Future` gets here")]
+#[allow(
+    clippy::panic,
+    reason = "only code that breaks the contract of `Future` gets here"
+)]
 pub(crate) fn polled_after_completion(future: &str) -> ! {
     panic!("`{future}` polled after completion")
 }

@@ -59,7 +59,9 @@ mod seeded {
 
     impl RandomState {
         pub(crate) fn new() -> Self {
-            let seeded = SEED.with_borrow_mut(|seed| seed.as_mut().map(|(rng, _)| Self(rng.u64(..), rng.u64(..))));
+            let seeded = SEED.with_borrow_mut(|seed| {
+                seed.as_mut().map(|(rng, _)| Self(rng.u64(..), rng.u64(..)))
+            });
             seeded.unwrap_or_else(|| {
                 let random = std::hash::RandomState::new();
                 Self(random.hash_one(0), random.hash_one(1))

@@ -39,21 +39,37 @@ pub(crate) struct Span {
 impl Span {
     /// Of a task that every runtime has of its own.
     pub(crate) fn on_each_runtime(now: Instant) -> Self {
-        Self { begins: now, until: now }
+        Self {
+            begins: now,
+            until: now,
+        }
     }
 }
 
 impl<R: PartialEq> TaskOwner<R> {
     pub(crate) fn new(now: Instant) -> Self {
-        let (held_until, tasks) = (AtomicI64::new(NEVER), Mutex::new(Tasks { each: vec![], begun: 0 }));
-        Self(Arc::new(Inner { start: now, held_until, tasks }))
+        let (held_until, tasks) = (
+            AtomicI64::new(NEVER),
+            Mutex::new(Tasks {
+                each: vec![],
+                begun: 0,
+            }),
+        );
+        Self(Arc::new(Inner {
+            start: now,
+            held_until,
+            tasks,
+        }))
     }
 
     /// The right to do the work on this runtime. `None` if a task that begins as soon has it there, or on another
     /// runtime that is still relied on. Tasks that would have begun later lose it.
     pub(crate) fn begin(&self, runtime: R, now: Instant, span: Span) -> Option<Task<R>> {
         let number = self.0.step(|tasks| tasks.begin(runtime, now, span))?;
-        Some(Task { owner: Arc::clone(&self.0), number })
+        Some(Task {
+            owner: Arc::clone(&self.0),
+            number,
+        })
     }
 
     /// Whether a task is relied on for what came up before this call. It takes no lock.
@@ -73,7 +89,10 @@ impl<R: PartialEq> Inner<R> {
         let tasks = &mut *lock(&self.tasks);
         let result = step(tasks);
         let until = tasks.each.iter().map(|task| task.span.until).max();
-        self.held_until.store(until.map_or(NEVER, |until| self.micros(until)), Ordering::Relaxed);
+        self.held_until.store(
+            until.map_or(NEVER, |until| self.micros(until)),
+            Ordering::Relaxed,
+        );
         result
     }
 
@@ -85,7 +104,8 @@ impl<R: PartialEq> Inner<R> {
 impl<R: PartialEq> Task<R> {
     /// Has other runtimes rely on it until then. `false` if it has lost its right, or another one is relied on by now.
     pub(crate) fn renew(&self, now: Instant, until: Instant) -> bool {
-        self.owner.step(|tasks| tasks.renew(self.number, now, until))
+        self.owner
+            .step(|tasks| tasks.renew(self.number, now, until))
     }
 }
 
@@ -114,17 +134,29 @@ struct Claim<R> {
 impl<R: PartialEq> Tasks<R> {
     fn begin(&mut self, runtime: R, now: Instant, span: Span) -> Option<u64> {
         let is_relied_on = |task: &Claim<R>| task.runtime == runtime || now < task.span.until;
-        if self.each.iter().any(|task| task.span.begins <= span.begins && is_relied_on(task)) {
+        if self
+            .each
+            .iter()
+            .any(|task| task.span.begins <= span.begins && is_relied_on(task))
+        {
             return None;
         }
         self.each.retain(|task| task.span.begins <= now);
         self.begun += 1;
-        self.each.push(Claim { number: self.begun, runtime, span });
+        self.each.push(Claim {
+            number: self.begun,
+            runtime,
+            span,
+        });
         Some(self.begun)
     }
 
     fn renew(&mut self, number: u64, now: Instant, until: Instant) -> bool {
-        if self.each.iter().any(|task| task.number != number && now < task.span.until) {
+        if self
+            .each
+            .iter()
+            .any(|task| task.number != number && now < task.span.until)
+        {
             return false;
         }
         let task = self.each.iter_mut().find(|task| task.number == number);

@@ -78,7 +78,10 @@ fn at(seconds: u64) -> Instant {
 }
 
 fn span(begins: u64, until: u64) -> Span {
-    Span { begins: at(begins), until: at(until) }
+    Span {
+        begins: at(begins),
+        until: at(until),
+    }
 }
 
 /// What becomes of the first task of a runtime.
@@ -102,7 +105,12 @@ struct Model {
 impl Model {
     fn new() -> Self {
         let (needed, working) = (AtomicBool::new(false), AtomicUsize::new(0));
-        Self { owner: task::TaskOwner::new(at(0)), needed, working, standing_still: Mutex::new(vec![]) }
+        Self {
+            owner: task::TaskOwner::new(at(0)),
+            needed,
+            working,
+            standing_still: Mutex::new(vec![]),
+        }
     }
 
     /// As whoever needs the work, and the task that it may begin, which runs at once here.
@@ -112,8 +120,13 @@ impl Model {
             if LOOKS.get() && self.owner.is_held(at(0)) {
                 return;
             }
-            let span = task::Span { begins: at(0), until: at(10) };
-            let Some(task) = self.owner.begin(runtime, at(0), span) else { return };
+            let span = task::Span {
+                begins: at(0),
+                until: at(10),
+            };
+            let Some(task) = self.owner.begin(runtime, at(0), span) else {
+                return;
+            };
             match fate {
                 Fate::Ends => self.work(&task),
                 Fate::IsDropped => {}
@@ -146,7 +159,11 @@ fn one_task_works_at_a_time() {
 
 #[test]
 fn checks_without_the_lock_leave_no_work() {
-    for fates in [[Fate::Ends; 2], [Fate::IsDropped, Fate::Ends], [Fate::StandsStill, Fate::Ends]] {
+    for fates in [
+        [Fate::Ends; 2],
+        [Fate::IsDropped, Fate::Ends],
+        [Fate::StandsStill, Fate::Ends],
+    ] {
         explore(fates, true);
     }
 }
@@ -167,11 +184,21 @@ fn explore<const N: usize>(fates: [Fate; N], looks: bool) {
             thread.join().unwrap();
         }
         let stuck = std::mem::take(&mut *lock(&model.standing_still));
-        assert_eq!(model.owner.is_held(at(0)), !stuck.is_empty(), "a task is counted that runs no more");
-        assert!(!model.needed.load(SeqCst) || !stuck.is_empty(), "work is left behind");
+        assert_eq!(
+            model.owner.is_held(at(0)),
+            !stuck.is_empty(),
+            "a task is counted that runs no more"
+        );
+        assert!(
+            !model.needed.load(SeqCst) || !stuck.is_empty(),
+            "work is left behind"
+        );
 
         // Another runtime takes over from one that stands still, which finds out when it runs again.
-        let span = task::Span { begins: at(10), until: at(20) };
+        let span = task::Span {
+            begins: at(10),
+            until: at(20),
+        };
         let next = model.owner.begin(3, at(10), span).unwrap();
         assert!(model.owner.is_held(at(10)) && model.owner.begin(4, at(10), span).is_none());
         assert!(next.renew(at(10), at(20)));
@@ -198,7 +225,11 @@ fn a_runtime_has_one_task() {
     let alone = Span::on_each_runtime(at(0));
     let mut each = [1, 2].map(|runtime| owner.begin(runtime, at(0), alone));
     assert!(each.iter().all(Option::is_some));
-    assert!([1, 2].iter().all(|runtime| owner.begin(*runtime, at(0), alone).is_none()));
+    assert!(
+        [1, 2]
+            .iter()
+            .all(|runtime| owner.begin(*runtime, at(0), alone).is_none())
+    );
     each[0] = None;
     assert!(owner.begin(1, at(0), alone).is_some() && owner.begin(2, at(0), alone).is_none());
 }

@@ -36,13 +36,20 @@ impl Future for Acquire {
         }
         let answer = ready!(Pin::new(&mut self.answer).poll(cx));
         // The runtime that asked has ended.
-        Poll::Ready(answer.unwrap_or_else(|_| Err(Refusal::Failed(StoreError::new(ErrorKind::NoRuntime).of_check()))))
+        Poll::Ready(answer.unwrap_or_else(|_| {
+            Err(Refusal::Failed(
+                StoreError::new(ErrorKind::NoRuntime).of_check(),
+            ))
+        }))
     }
 }
 
 impl Drop for Acquire {
     fn drop(&mut self) {
         // An answer that it has not read goes with the receiver: a permit then goes on to the next one.
-        drop(self.shared.with_queue(&self.id, self.queue, |queue| queue.leave(self.number)));
+        drop(
+            self.shared
+                .with_queue(&self.id, self.queue, |queue| queue.leave(self.number)),
+        );
     }
 }

@@ -65,7 +65,14 @@ impl Dispatcher {
     ) -> Self {
         let wake = Arc::clone(&queue.wake);
         let listener = Listener::new(shared.store.identity(), id.key, policies, Arc::clone(&wake));
-        Self { shared, id, queue: queue.number(), wake, _listener: listener, in_flight }
+        Self {
+            shared,
+            id,
+            queue: queue.number(),
+            wake,
+            _listener: listener,
+            in_flight,
+        }
     }
 
     pub(super) async fn run(self) {
@@ -74,7 +81,10 @@ impl Dispatcher {
         // What was refunded until it is asked, it sees.
         while let Some(asks) = self.next(pace.room(self.wake.take_freed())) {
             let asked_at = instant();
-            let mut answers: FuturesUnordered<_> = asks.into_iter().map(|ask| self.take(ask, pace, asked_at)).collect();
+            let mut answers: FuturesUnordered<_> = asks
+                .into_iter()
+                .map(|ask| self.take(ask, pace, asked_at))
+                .collect();
             let (asked, mut others) = (answers.len(), Vec::new());
             while let Some((ask, answer, slot)) = answers.next().await {
                 match answer {
@@ -87,7 +97,9 @@ impl Dispatcher {
             }
             pace.shared(asked, others.len());
             match others.into_iter().min_by_key(|(ask, _)| ask.first) {
-                Some((ask, Ok(decision))) => self.act_on(decision, None, ask, asked_at, &mut pace).await,
+                Some((ask, Ok(decision))) => {
+                    self.act_on(decision, None, ask, asked_at, &mut pace).await
+                }
                 Some((ask, Err(error))) => self.fail(&error, &ask, &mut pace).await,
                 None => {}
             }
@@ -101,7 +113,12 @@ impl Dispatcher {
         pace: Pace,
         asked_at: Instant,
     ) -> impl Future<Output = (Ask, Result<Decision, StoreError>, Option<Slot>)> {
-        let check = Check::take_ahead(self.id.key, &ask.policies, ask.total(), pace.within(&ask, asked_at));
+        let check = Check::take_ahead(
+            self.id.key,
+            &ask.policies,
+            ask.total(),
+            pace.within(&ask, asked_at),
+        );
         let mut slot = self.in_flight.hold(&check);
         let answer = self.shared.store.ask(check);
         async move {
@@ -115,7 +132,9 @@ impl Dispatcher {
 
     /// The store is not asked again before it helps, after the denial that the queue began with.
     async fn sit_out_denial(&self, pace: &mut Pace) {
-        let denied = self.with_queue(|queue| queue.ask(Room::default()).pop().zip(queue.denied())).flatten();
+        let denied = self
+            .with_queue(|queue| queue.ask(Room::default()).pop().zip(queue.denied()))
+            .flatten();
         if let Some((ask, (decision, at, wait))) = denied {
             self.sit_out(&decision, at, wait, &ask, at, pace).await;
         }
@@ -133,7 +152,11 @@ impl Dispatcher {
     ) {
         let several = self.with_queue(|queue| queue.len() > 1).unwrap_or_default();
         // A request that has ended makes room for one: to wait would be to leave it empty.
-        let gap = if decision.policy().is_in_flight() { Duration::ZERO } else { GAP };
+        let gap = if decision.policy().is_in_flight() {
+            Duration::ZERO
+        } else {
+            GAP
+        };
         let (wait, pause) = pace.retry_in(decision, wait, ask, several);
         if let Rested::Due = self.rest(at + wait, pause, ask, asked_at, gap).await {
             pace.denied(decision);
@@ -161,7 +184,14 @@ impl Dispatcher {
     }
 
     /// Does what the decision says.
-    async fn act_on(&self, decision: Decision, mut slot: Option<Slot>, ask: Ask, asked_at: Instant, pace: &mut Pace) {
+    async fn act_on(
+        &self,
+        decision: Decision,
+        mut slot: Option<Slot>,
+        ask: Ask,
+        asked_at: Instant,
+        pace: &mut Pace,
+    ) {
         let now = instant();
         let room = mem::take(&mut pace.room);
         match decision.outcome() {
@@ -170,16 +200,31 @@ impl Dispatcher {
                 self.with_queue(|queue| queue.learn(&ask, &decision, now, due_at, ask.costs.len()));
                 pace.granted(&ask, Room::after(&decision));
                 let permits = |due| {
-                    let times = Times { asked: asked_at, answered: now, due };
+                    let times = Times {
+                        asked: asked_at,
+                        answered: now,
+                        due,
+                    };
                     let permit = |&cost: &u32| {
                         let decision = decision.clone().due(cost);
-                        Permit::new(&self.shared, &self.in_flight, self.id, &ask.policies, cost, decision, times)
+                        Permit::new(
+                            &self.shared,
+                            &self.in_flight,
+                            self.id,
+                            &ask.policies,
+                            cost,
+                            decision,
+                            times,
+                        )
                     };
                     ask.costs.iter().map(permit).collect::<Vec<_>>()
                 };
                 let mut looked_at = asked_at;
                 loop {
-                    match self.rest(due_at, Duration::ZERO, &ask, looked_at, GAP).await {
+                    match self
+                        .rest(due_at, Duration::ZERO, &ask, looked_at, GAP)
+                        .await
+                    {
                         Rested::Due => break,
                         Rested::Look => {
                             looked_at = instant();
@@ -200,16 +245,31 @@ impl Dispatcher {
             }
             // There is less room than there was; if not less than it said, one is asked for.
             Outcome::Denied { .. } if ask.costs.len() > 1 => {
-                let room = Room { units: room.units.saturating_sub(ask.cost()).min(decision.remaining()), ..room };
-                *pace = Pace { room, failures: 0, ..*pace };
+                let room = Room {
+                    units: room
+                        .units
+                        .saturating_sub(ask.cost())
+                        .min(decision.remaining()),
+                    ..room
+                };
+                *pace = Pace {
+                    room,
+                    failures: 0,
+                    ..*pace
+                };
             }
             Outcome::Denied { retry_after } => {
                 pace.failures = 0;
                 let passes_at = now.checked_add(retry_after);
-                self.with_queue(|queue| queue.learn(&ask, &decision, now, passes_at.unwrap_or(now), 0));
+                self.with_queue(|queue| {
+                    queue.learn(&ask, &decision, now, passes_at.unwrap_or(now), 0)
+                });
                 match passes_at {
-                    Some(passes_at) if ask.deadline.is_none_or(|deadline| passes_at <= deadline) => {
-                        self.sit_out(&decision, now, retry_after, &ask, asked_at, pace).await;
+                    Some(passes_at)
+                        if ask.deadline.is_none_or(|deadline| passes_at <= deadline) =>
+                    {
+                        self.sit_out(&decision, now, retry_after, &ask, asked_at, pace)
+                            .await;
                     }
                     _ => self.refuse(ask.first, decision),
                 }
@@ -224,7 +284,9 @@ impl Dispatcher {
         let (refunded, mut all_refunded) = mpsc::channel::<()>(1);
         for op in permits.into_iter().flat_map(Permit::refund) {
             let refunded = refunded.clone();
-            self.in_flight.refunds().put(op.then(move |_| drop(refunded)));
+            self.in_flight
+                .refunds()
+                .put(op.then(move |_| drop(refunded)));
         }
         drop(refunded);
         let _ = timeout(LONG_PAUSE, all_refunded.recv()).await;
@@ -232,7 +294,11 @@ impl Dispatcher {
 
     /// When what was taken ahead by this decision is due, by what the store says now: sooner, if something was refunded.
     async fn look(&self, decision: &Decision, ask: &Ask, due_at: Instant) -> Instant {
-        let peek = self.shared.store.ask(Check::peek(self.id.key, &ask.policies, 0)).await;
+        let peek = self
+            .shared
+            .store
+            .ask(Check::peek(self.id.key, &ask.policies, 0))
+            .await;
         let Ok(peek) = peek else { return due_at };
         // Another store does not know of it.
         if peek.source() != decision.source() {
@@ -246,11 +312,22 @@ impl Dispatcher {
 
     /// Rests until its turn, and for a `pause` that is left to others; meanwhile refuses those whose time is up. The store
     /// was asked at the time `asked_at`, and since something was refunded it is asked after such a `gap`.
-    async fn rest(&self, turn: Instant, pause: Duration, ask: &Ask, asked_at: Instant, gap: Duration) -> Rested {
+    async fn rest(
+        &self,
+        turn: Instant,
+        pause: Duration,
+        ask: &Ask,
+        asked_at: Instant,
+        gap: Duration,
+    ) -> Rested {
         let until = turn + pause;
         let look = (turn.saturating_duration_since(asked_at) / LOOKS).max(LOOK);
         // Hardly before its turn it does not help, and in the pause it would end that.
-        let mut looks_at = if asked_at + look + SOON < turn { asked_at + look } else { until };
+        let mut looks_at = if asked_at + look + SOON < turn {
+            asked_at + look
+        } else {
+            until
+        };
         loop {
             let now = instant();
             if self.wake.is_freed() {
@@ -272,17 +349,34 @@ impl Dispatcher {
     /// the queue has to be asked for again.
     async fn doze(&self, until: Instant, ask: Option<&Ask>) -> bool {
         self.refuse_overdue();
-        let Some(wakes_at) = self.with_queue(|queue| queue.rest(until, ask, instant())).flatten() else {
+        let Some(wakes_at) = self
+            .with_queue(|queue| queue.rest(until, ask, instant()))
+            .flatten()
+        else {
             return false;
         };
         // On its task: where a queue is joined, it is polled only for what is there at once.
-        poll_fn(|cx| if cx.waker().will_wake(Waker::noop()) { Poll::Pending } else { Poll::Ready(()) }).await;
-        let _ = timeout(wakes_at.saturating_duration_since(instant()), self.wake.notify.notified()).await;
+        poll_fn(|cx| {
+            if cx.waker().will_wake(Waker::noop()) {
+                Poll::Pending
+            } else {
+                Poll::Ready(())
+            }
+        })
+        .await;
+        let _ = timeout(
+            wakes_at.saturating_duration_since(instant()),
+            self.wake.notify.notified(),
+        )
+        .await;
         true
     }
 
     fn refuse_overdue(&self) {
-        refuse_all(self.with_queue(|queue| queue.overdue(instant())).unwrap_or_default());
+        refuse_all(
+            self.with_queue(|queue| queue.overdue(instant()))
+                .unwrap_or_default(),
+        );
     }
 
     /// Refuses the one of this number, if it still waits.
@@ -295,7 +389,11 @@ impl Dispatcher {
     /// Reports to the first that the store cannot decide, or to all if it could not for several times; and leaves it alone for a
     /// while.
     async fn fail(&self, error: &StoreError, ask: &Ask, pace: &mut Pace) {
-        *pace = Pace { room: Room::default(), failures: pace.failures + 1, ..*pace };
+        *pace = Pace {
+            room: Room::default(),
+            failures: pace.failures + 1,
+            ..*pace
+        };
         let (only, pause) = match pace.failures {
             MAX_FAILURES.. => (None, LONG_PAUSE),
             failures => (Some(ask.first), FIRST_PAUSE * failures),
@@ -354,7 +452,10 @@ impl Pace {
     /// For how much there is room, since so many requests in flight were `freed` here.
     fn room(&self, freed: u32) -> Room {
         let known = self.room.places;
-        Room { places: self.most.map_or(known.max(freed), |most| known.min(most)), ..self.room }
+        Room {
+            places: self.most.map_or(known.max(freed), |most| known.min(most)),
+            ..self.room
+        }
     }
 
     /// After so many checks at once. If all instances asked for all that comes free, most of them would ask in vain.
@@ -370,7 +471,14 @@ impl Pace {
     fn granted(&mut self, ask: &Ask, room: Room) {
         let found = ask.total().saturating_add(room.units);
         let before = self.found.filter(|_| self.losses == 0);
-        *self = Self { room, found: before.max(Some(found)), has_waited: true, losses: 0, failures: 0, ..*self };
+        *self = Self {
+            room,
+            found: before.max(Some(found)),
+            has_waited: true,
+            losses: 0,
+            failures: 0,
+            ..*self
+        };
     }
 
     /// The wait of this denial is over.
@@ -383,12 +491,17 @@ impl Pace {
             Frees::WithWindow | Frees::InBatches => decision.capacity(),
             Frees::Gradually | Frees::Fading | Frees::OnRelease => return,
         };
-        self.room = Room { units, ..Room::after(decision) };
+        self.room = Room {
+            units,
+            ..Room::after(decision)
+        };
     }
 
     /// Within how long what is asked for has to be due.
     fn within(&self, ask: &Ask, now: Instant) -> Duration {
-        let max = ask.deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(now));
+        let max = ask.deadline.map_or(Duration::MAX, |deadline| {
+            deadline.saturating_duration_since(now)
+        });
         match (ask.costs.len(), self.has_waited) {
             (1, true) if can_owe(&ask.policies) => max,
             (1, _) => max.min(SOON),
@@ -399,7 +512,13 @@ impl Pace {
 
     /// When to ask again after a denial of what would be in time: it passes after `retry_after`. Also for how long to leave
     /// it to others then.
-    fn retry_in(&self, decision: &Decision, retry_after: Duration, ask: &Ask, several: bool) -> (Duration, Duration) {
+    fn retry_in(
+        &self,
+        decision: &Decision,
+        retry_after: Duration,
+        ask: &Ask,
+        several: bool,
+    ) -> (Duration, Duration) {
         let policy = decision.policy();
         let (spacing, period) = (policy.quota().time_for(1), policy.quota().period());
         if can_owe(decision.policies()) && !self.has_waited && ask.cost() > 0 {
@@ -408,7 +527,10 @@ impl Pace {
         if let Some(wait) = until_more_may_be_owed(decision) {
             // Whoever is ahead takes it then. Who comes again and again in vain stays away for longer, so that each turn is
             // not asked for by all.
-            let pause = spacing.saturating_mul(2 << self.losses).min(Duration::from_secs(1)).mul_f64(random());
+            let pause = spacing
+                .saturating_mul(2 << self.losses)
+                .min(Duration::from_secs(1))
+                .mul_f64(random());
             return (wait.max(TICK), pause);
         }
         // What comes free one by one is left to gather a little, so that a call gets several; for a random time, or one
@@ -436,7 +558,9 @@ fn until_more_may_be_owed(decision: &Decision) -> Option<Duration> {
         let wait = Duration::from_micros(u64::try_from(verdict.wait).unwrap_or_default());
         wait.saturating_sub(full_debt(policy))
     });
-    longer.max().filter(|wait| can_owe(decision.policies()) && !wait.is_zero())
+    longer
+        .max()
+        .filter(|wait| can_owe(decision.policies()) && !wait.is_zero())
 }
 
 /// How long it takes to pay as much as may be owed; rounded up to microseconds, as the waits of decisions are.

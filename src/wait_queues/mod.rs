@@ -75,13 +75,19 @@ struct SharedQueues {
 
 /// A store whose type does not matter: whoever waits has the time for a box.
 trait ErasedStore: Send + Sync {
-    fn ask(&self, check: Check) -> Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
+    fn ask(
+        &self,
+        check: Check,
+    ) -> Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
     fn observe(&self, observer: &Arc<dyn Observer>) -> InFlightTracker;
     fn identity(&self) -> Option<usize>;
 }
 
 impl<S: Store> ErasedStore for S {
-    fn ask(&self, check: Check) -> Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>> {
+    fn ask(
+        &self,
+        check: Check,
+    ) -> Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>> {
         Box::pin(self.check(check))
     }
 
@@ -157,24 +163,34 @@ impl Refusal {
 
 impl Bounds {
     /// Where one key is mostly that of all.
-    pub(crate) const DEFAULT: Self = Self { each: 10_000, all: 10_000 };
+    pub(crate) const DEFAULT: Self = Self {
+        each: 10_000,
+        all: 10_000,
+    };
 
     /// So many, whoever they are.
     pub(crate) const fn of(all: NonZeroUsize) -> Self {
-        Self { each: all.get(), all: all.get() }
+        Self {
+            each: all.get(),
+            all: all.get(),
+        }
     }
 }
 
 impl WaitRequest {
     /// Whether it costs more than ever fits: no wait helps.
     pub(crate) fn exceeds_capacity(&self) -> bool {
-        self.policies.iter().any(|policy| policy.never_fits(self.cost))
+        self.policies
+            .iter()
+            .any(|policy| policy.never_fits(self.cost))
     }
 
     /// What one of too many gets before the store has said anything: to come again when a unit has flowed back.
     fn denial(&self) -> Decision {
         let check = Check::take(self.key, &self.policies, self.cost);
-        check.decided(Source::Local, 0, |policy| Verdict::denied(policy.quota().time_for(1)))
+        check.decided(Source::Local, 0, |policy| {
+            Verdict::denied(policy.quota().time_for(1))
+        })
     }
 }
 
@@ -196,14 +212,29 @@ impl Waiting {
 impl WaitQueues {
     /// `in_flight` is that of whoever asks the store.
     pub(crate) fn new(store: impl Store, in_flight: InFlightTracker, bounds: Bounds) -> Self {
-        let queues = Mutex::new(Queues { each: HashMap::new(), waiting: Waiting::default(), made: 0 });
+        let queues = Mutex::new(Queues {
+            each: HashMap::new(),
+            waiting: Waiting::default(),
+            made: 0,
+        });
         let count = AtomicUsize::new(0);
-        Self { shared: Arc::new(SharedQueues { store: Box::new(store), queues, count }), in_flight, bounds }
+        Self {
+            shared: Arc::new(SharedQueues {
+                store: Box::new(store),
+                queues,
+                count,
+            }),
+            in_flight,
+            bounds,
+        }
     }
 
     /// The same queues, in which so many may wait.
     pub(crate) fn with_bounds(&self, bounds: Bounds) -> Self {
-        Self { bounds, ..self.clone() }
+        Self {
+            bounds,
+            ..self.clone()
+        }
     }
 
     /// Waits behind those who wait on this runtime already, if anybody does, and if a wait helps.
@@ -220,7 +251,10 @@ impl WaitQueues {
 
     /// The same queues. What they give back is reported to the observer of this tracker if it fails.
     pub(crate) fn with_tracker(&self, in_flight: InFlightTracker) -> Self {
-        Self { in_flight, ..self.clone() }
+        Self {
+            in_flight,
+            ..self.clone()
+        }
     }
 
     /// The same queues with an observer, which is handed on to the store.
@@ -230,7 +264,9 @@ impl WaitQueues {
 
     /// Charges without asking.
     pub(crate) fn charge(&self, key: Key, policies: &Policies, cost: u32) {
-        self.in_flight.refunds().put(PendingOp::charge(key, policies, cost));
+        self.in_flight
+            .refunds()
+            .put(PendingOp::charge(key, policies, cost));
     }
 
     /// Waits for a permit. `denied` is what the store has just said, if it was asked. What [never
@@ -239,20 +275,35 @@ impl WaitQueues {
     /// # Errors
     ///
     /// [`Refusal`], if it is certain already that there is none in time, or if too many wait.
-    pub(crate) fn join(&self, wanted: WaitRequest, denied: Option<Decision>) -> Result<Acquire, Refusal> {
-        let runtime = Handle::try_current()
-            .map_err(|error| Refusal::Failed(StoreError::with_source(ErrorKind::NoRuntime, error).of_check()))?;
+    pub(crate) fn join(
+        &self,
+        wanted: WaitRequest,
+        denied: Option<Decision>,
+    ) -> Result<Acquire, Refusal> {
+        let runtime = Handle::try_current().map_err(|error| {
+            Refusal::Failed(StoreError::with_source(ErrorKind::NoRuntime, error).of_check())
+        })?;
         let id = QueueId::of(&runtime, &wanted);
         self.in_flight.refunds().wake();
         let (turn, dispatcher) = {
-            let Queues { each, waiting, made } = &mut *lock(&self.shared.queues);
+            let Queues {
+                each,
+                waiting,
+                made,
+            } = &mut *lock(&self.shared.queues);
             if let Some(queue) = each.get_mut(&id) {
                 return self.enqueue(queue, waiting, id, wanted);
             }
             let mut queue = WaitQueue::new(*made, &wanted, denied, instant());
             let policies = wanted.policies.clone();
             let turn = self.enqueue(&mut queue, waiting, id, wanted)?;
-            let dispatcher = Dispatcher::new(Arc::clone(&self.shared), self.in_flight.clone(), id, &queue, policies);
+            let dispatcher = Dispatcher::new(
+                Arc::clone(&self.shared),
+                self.in_flight.clone(),
+                id,
+                &queue,
+                policies,
+            );
             *made += 1;
             each.insert(id, queue);
             self.shared.count.fetch_add(1, Ordering::AcqRel);
@@ -261,7 +312,11 @@ impl WaitQueues {
         // What is there is taken at once, without a task. By the waker the dispatcher knows that it is not on one yet: see
         // `Dispatcher::doze`.
         let mut dispatcher = Box::pin(dispatcher.run());
-        if dispatcher.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
+        if dispatcher
+            .as_mut()
+            .poll(&mut Context::from_waker(Waker::noop()))
+            .is_pending()
+        {
             // A runtime that has ended drops it: that answers who waits.
             runtime.spawn(dispatcher);
         }
@@ -287,7 +342,13 @@ impl WaitQueues {
         let before = queue.len();
         let number = queue.push(waiter);
         waiting.change(&id.key, before, queue.len());
-        Ok(Acquire { shared: Arc::clone(&self.shared), id, queue: queue.number(), number, answer })
+        Ok(Acquire {
+            shared: Arc::clone(&self.shared),
+            id,
+            queue: queue.number(),
+            number,
+            answer,
+        })
     }
 }
 
@@ -297,15 +358,27 @@ impl QueueId {
         for policy in &wanted.policies {
             (policy.id(), policy.kind(), policy.quota()).hash(&mut policies);
         }
-        Self { runtime: runtime.id(), key: wanted.key, policies: policies.finish() }
+        Self {
+            runtime: runtime.id(),
+            key: wanted.key,
+            policies: policies.finish(),
+        }
     }
 }
 
 impl SharedQueues {
     /// Calls `act` with the queue of this number, if it is still there.
-    fn with_queue<T>(&self, id: &QueueId, number: u64, act: impl FnOnce(&mut WaitQueue) -> T) -> Option<T> {
+    fn with_queue<T>(
+        &self,
+        id: &QueueId,
+        number: u64,
+        act: impl FnOnce(&mut WaitQueue) -> T,
+    ) -> Option<T> {
         let queues = &mut *lock(&self.queues);
-        let queue = queues.each.get_mut(id).filter(|queue| queue.number() == number)?;
+        let queue = queues
+            .each
+            .get_mut(id)
+            .filter(|queue| queue.number() == number)?;
         let before = queue.len();
         let result = act(queue);
         queues.waiting.change(&id.key, before, queue.len());
@@ -325,7 +398,10 @@ impl SharedQueues {
     /// Takes away the queue of this number, if nobody waits in it or if it `must` go.
     fn remove(&self, id: &QueueId, number: u64, must: bool) -> Option<WaitQueue> {
         let queues = &mut *lock(&self.queues);
-        queues.each.get(id).filter(|queue| queue.number() == number && (must || queue.len() == 0))?;
+        queues
+            .each
+            .get(id)
+            .filter(|queue| queue.number() == number && (must || queue.len() == 0))?;
         let queue = queues.each.remove(id)?;
         queues.waiting.change(&id.key, queue.len(), 0);
         self.count.fetch_sub(1, Ordering::AcqRel);
@@ -335,7 +411,9 @@ impl SharedQueues {
 
 impl fmt::Debug for WaitQueues {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("WaitQueues").field("waiting", &lock(&self.shared.queues).waiting.all).finish_non_exhaustive()
+        f.debug_struct("WaitQueues")
+            .field("waiting", &lock(&self.shared.queues).waiting.all)
+            .finish_non_exhaustive()
     }
 }
 

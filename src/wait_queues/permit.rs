@@ -69,9 +69,27 @@ impl Permit {
         decision: Decision,
         times: Times,
     ) -> Self {
-        let (shared, refunds, policies) = (Arc::clone(shared), Arc::clone(in_flight.refunds()), policies.clone());
-        let taken = Taken { decision, key: id.key, policies, cost, times };
-        Self { taken, held: Some(Held { shared, id, refunds, slot: None }) }
+        let (shared, refunds, policies) = (
+            Arc::clone(shared),
+            Arc::clone(in_flight.refunds()),
+            policies.clone(),
+        );
+        let taken = Taken {
+            decision,
+            key: id.key,
+            policies,
+            cost,
+            times,
+        };
+        Self {
+            taken,
+            held: Some(Held {
+                shared,
+                id,
+                refunds,
+                slot: None,
+            }),
+        }
     }
 
     /// The same with what it holds in flight.
@@ -92,11 +110,17 @@ impl Permit {
     pub(crate) fn spend(mut self) -> Spent {
         let (age, held) = (self.taken.age(), self.held.take());
         if let Some(held) = held.as_ref().filter(|_| !self.taken.is_good()) {
-            self.taken.charge_again().for_each(|op| held.refunds.put(op));
+            self.taken
+                .charge_again()
+                .for_each(|op| held.refunds.put(op));
         }
         let decision = self.taken.decision.clone().later(age);
         let taken = held.is_some().then_some((self.taken.times.asked, age));
-        Spent { decision, taken, slot: held.and_then(|held| held.slot) }
+        Spent {
+            decision,
+            taken,
+            slot: held.and_then(|held| held.slot),
+        }
     }
 
     /// What gives the store back what each policy counts still of it.
@@ -108,11 +132,18 @@ impl Permit {
     /// Hands it on to whoever is first in the queue, or gives what is still counted of it back to the store.
     pub(super) fn hand_on(mut self) {
         while let Some(held) = self.held.take() {
-            let next = self.taken.is_good().then(|| held.shared.pop(&held.id, self.taken.cost)).flatten();
+            let next = self
+                .taken
+                .is_good()
+                .then(|| held.shared.pop(&held.id, self.taken.cost))
+                .flatten();
             let Some(waiter) = next else {
                 return self.taken.refunds().for_each(|op| held.refunds.put(op));
             };
-            match waiter.answer(Ok(Self { taken: self.taken.clone(), held: Some(held) })) {
+            match waiter.answer(Ok(Self {
+                taken: self.taken.clone(),
+                held: Some(held),
+            })) {
                 Some(permit) => self = permit,
                 None => return,
             }
@@ -130,7 +161,10 @@ impl Taken {
     /// Whether it may be used as it is: it is counted still, or was due just now.
     fn is_good(&self) -> bool {
         let now = instant();
-        now < self.times.due + PATIENCE || self.counted(now).all(|(policy, counted, _)| counted == self.cost(policy))
+        now < self.times.due + PATIENCE
+            || self
+                .counted(now)
+                .all(|(policy, counted, _)| counted == self.cost(policy))
     }
 
     /// Its cost under a policy. A request in flight has a slot instead.
@@ -142,53 +176,86 @@ impl Taken {
     /// another's by now. What refills at once, a window or a log, needs to know which charge that is: others may have been
     /// charged since.
     fn counted(&self, now: Instant) -> impl Iterator<Item = (&Policy, u32, Option<Charged>)> {
-        let (age, at) = (micros(now.saturating_duration_since(self.times.asked)), self.decision.at());
-        self.policies.iter().zip(self.decision.verdicts()).map(move |(policy, (decided, verdict))| {
-            let left = Duration::from_micros(u64::try_from(verdict.reset - age).unwrap_or_default());
-            let counted = match decided.frees() {
-                _ if left.is_zero() => 0,
-                Frees::Gradually => decided.quota().units_in(left),
-                // It is paid for last, by so many refills to come.
-                Frees::InBatches => decided.quota().units_in_periods(left),
-                Frees::WithWindow | Frees::OneByOne | Frees::Fading | Frees::OnRelease => self.cost,
-            };
-            let cost = counted.min(self.cost(policy));
-            let charged = match policy.frees() {
-                Frees::Gradually => None,
-                // Of what is paid for last, nothing has come back of what is counted still.
-                Frees::InBatches => {
-                    Some(Charged { age: 0, at: at.min(0), cost: cost.into(), reset: verdict.reset - age })
-                }
-                Frees::WithWindow | Frees::OneByOne | Frees::Fading | Frees::OnRelease => {
-                    Some(Charged { age, at, cost: cost.into(), reset: verdict.reset })
-                }
-            };
-            (policy, cost, charged)
-        })
+        let (age, at) = (
+            micros(now.saturating_duration_since(self.times.asked)),
+            self.decision.at(),
+        );
+        self.policies.iter().zip(self.decision.verdicts()).map(
+            move |(policy, (decided, verdict))| {
+                let left =
+                    Duration::from_micros(u64::try_from(verdict.reset - age).unwrap_or_default());
+                let counted = match decided.frees() {
+                    _ if left.is_zero() => 0,
+                    Frees::Gradually => decided.quota().units_in(left),
+                    // It is paid for last, by so many refills to come.
+                    Frees::InBatches => decided.quota().units_in_periods(left),
+                    Frees::WithWindow | Frees::OneByOne | Frees::Fading | Frees::OnRelease => {
+                        self.cost
+                    }
+                };
+                let cost = counted.min(self.cost(policy));
+                let charged = match policy.frees() {
+                    Frees::Gradually => None,
+                    // Of what is paid for last, nothing has come back of what is counted still.
+                    Frees::InBatches => Some(Charged {
+                        age: 0,
+                        at: at.min(0),
+                        cost: cost.into(),
+                        reset: verdict.reset - age,
+                    }),
+                    Frees::WithWindow | Frees::OneByOne | Frees::Fading | Frees::OnRelease => {
+                        Some(Charged {
+                            age,
+                            at,
+                            cost: cost.into(),
+                            reset: verdict.reset,
+                        })
+                    }
+                };
+                (policy, cost, charged)
+            },
+        )
     }
 
     /// What gives back what each policy counts still: at once, if that is the same for all of them.
     fn refunds(&self) -> impl Iterator<Item = PendingOp> {
-        let counted: Vec<_> = self.counted(instant()).map(|(_, cost, charged)| (cost, charged)).collect();
-        parts(&counted, |(cost, _)| *cost > 0).into_iter().map(|only| {
-            let taken = self.clone();
-            PendingOp::refund(self.key, &self.policies, move |now| taken.refund(only, now))
-        })
+        let counted: Vec<_> = self
+            .counted(instant())
+            .map(|(_, cost, charged)| (cost, charged))
+            .collect();
+        parts(&counted, |(cost, _)| *cost > 0)
+            .into_iter()
+            .map(|only| {
+                let taken = self.clone();
+                PendingOp::refund(self.key, &self.policies, move |now| taken.refund(only, now))
+            })
     }
 
     /// What gives back what is counted at a time under all policies, or `only` under one of them.
     fn refund(&self, only: Option<usize>, now: Instant) -> Option<Check> {
-        let counted = self.counted(now).enumerate().filter(|(i, _)| only.is_none_or(|only| only == *i));
-        let (costs, charged): (Vec<u32>, Vec<_>) = counted.map(|(_, (_, cost, charged))| (cost, charged)).unzip();
+        let counted = self
+            .counted(now)
+            .enumerate()
+            .filter(|(i, _)| only.is_none_or(|only| only == *i));
+        let (costs, charged): (Vec<u32>, Vec<_>) = counted
+            .map(|(_, (_, cost, charged))| (cost, charged))
+            .unzip();
         // By now it may be more under one of them.
         let cost = costs.into_iter().min().filter(|cost| *cost > 0)?;
-        Some(Check::refund_of(self.key, &self.part(only), cost, charged.into_iter().flatten().collect()))
+        Some(Check::refund_of(
+            self.key,
+            &self.part(only),
+            cost,
+            charged.into_iter().flatten().collect(),
+        ))
     }
 
     /// What charges again what is counted no more.
     fn charge_again(&self) -> impl Iterator<Item = PendingOp> {
         let counted = self.counted(instant());
-        let gone: Vec<u32> = counted.map(|(policy, counted, _)| self.cost(policy) - counted).collect();
+        let gone: Vec<u32> = counted
+            .map(|(policy, counted, _)| self.cost(policy) - counted)
+            .collect();
         parts(&gone, |gone| *gone > 0)
             .into_iter()
             .map(move |only| PendingOp::charge(self.key, &self.part(only), gone[only.unwrap_or(0)]))
@@ -205,14 +272,23 @@ fn parts<T: PartialEq>(each: &[T], has_any: impl Fn(&T) -> bool) -> Vec<Option<u
     let is_same = each.windows(2).all(|pair| pair[0] == pair[1]);
     match each.first() {
         Some(first) if is_same => has_any(first).then_some(None).into_iter().collect(),
-        _ => each.iter().enumerate().filter(|(_, one)| has_any(one)).map(|(i, _)| Some(i)).collect(),
+        _ => each
+            .iter()
+            .enumerate()
+            .filter(|(_, one)| has_any(one))
+            .map(|(i, _)| Some(i))
+            .collect(),
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
         if self.held.is_some() {
-            Self { taken: self.taken.clone(), held: self.held.take() }.hand_on();
+            Self {
+                taken: self.taken.clone(),
+                held: self.held.take(),
+            }
+            .hand_on();
         }
     }
 }

@@ -75,7 +75,9 @@ impl Ask {
 
     /// What all of them want.
     pub(super) fn total(&self) -> u32 {
-        self.costs.iter().fold(0, |total, cost| total.saturating_add(*cost))
+        self.costs
+            .iter()
+            .fold(0, |total, cost| total.saturating_add(*cost))
     }
 }
 
@@ -93,17 +95,27 @@ impl Room {
         let least = |in_flight: bool| {
             let verdicts = decision.verdicts();
             let verdicts = verdicts.filter(|(policy, _)| policy.is_in_flight() == in_flight);
-            let remaining = verdicts.map(|(_, verdict)| u32::try_from(verdict.remaining.max(0)).unwrap_or(u32::MAX));
+            let remaining = verdicts
+                .map(|(_, verdict)| u32::try_from(verdict.remaining.max(0)).unwrap_or(u32::MAX));
             remaining.min().unwrap_or(u32::MAX)
         };
-        Self { units: least(false), places: least(true) }
+        Self {
+            units: least(false),
+            places: least(true),
+        }
     }
 }
 
 impl Waiter {
     pub(super) fn new(wanted: WaitRequest) -> (Self, oneshot::Receiver<Answer>) {
         let (sender, answer) = oneshot::channel();
-        (Self { wanted, answer: sender }, answer)
+        (
+            Self {
+                wanted,
+                answer: sender,
+            },
+            answer,
+        )
     }
 
     /// Sends the answer. Returns the permit if nobody waits for it any more.
@@ -114,15 +126,27 @@ impl Waiter {
 
 impl WaitQueue {
     /// A queue whose first caller has just been `denied` what it wants, if it has asked.
-    pub(super) fn new(number: u64, wanted: &WaitRequest, denied: Option<Decision>, now: Instant) -> Self {
-        let next_at = denied.as_ref().and_then(Decision::retry_after).and_then(|wait| now.checked_add(wait));
+    pub(super) fn new(
+        number: u64,
+        wanted: &WaitRequest,
+        denied: Option<Decision>,
+        now: Instant,
+    ) -> Self {
+        let next_at = denied
+            .as_ref()
+            .and_then(Decision::retry_after)
+            .and_then(|wait| now.checked_add(wait));
         Self {
             number,
             waiting: BTreeMap::new(),
             deadlines: BTreeSet::new(),
             units: 0,
             came: 0,
-            known: denied.map(|decision| Known { decision, at: now, cost: wanted.cost }),
+            known: denied.map(|decision| Known {
+                decision,
+                at: now,
+                cost: wanted.cost,
+            }),
             trouble: None,
             has_failed: false,
             next_at,
@@ -147,13 +171,24 @@ impl WaitQueue {
     }
 
     /// Why one more may not join: too many wait, or the turn would come too late even if nobody left the queue.
-    pub(super) fn refusal(&self, wanted: &WaitRequest, is_full: bool, now: Instant) -> Option<Decision> {
+    pub(super) fn refusal(
+        &self,
+        wanted: &WaitRequest,
+        is_full: bool,
+        now: Instant,
+    ) -> Option<Decision> {
         if !is_full && wanted.deadline.is_none() {
             return None;
         }
         let earliest = self.earliest(wanted);
-        let is_late = wanted.deadline.zip(earliest).is_some_and(|(deadline, earliest)| earliest > deadline);
-        (is_full || is_late).then(|| self.denial(earliest, now).unwrap_or_else(|| wanted.denial()))
+        let is_late = wanted
+            .deadline
+            .zip(earliest)
+            .is_some_and(|(deadline, earliest)| earliest > deadline);
+        (is_full || is_late).then(|| {
+            self.denial(earliest, now)
+                .unwrap_or_else(|| wanted.denial())
+        })
     }
 
     /// Why nobody may wait now.
@@ -165,25 +200,38 @@ impl WaitQueue {
     fn denial(&self, until: Option<Instant>, now: Instant) -> Option<Decision> {
         let wait = until.map_or(Duration::ZERO, |until| until.saturating_duration_since(now));
         let Known { decision, at, .. } = self.known.as_ref()?;
-        Some(decision.clone().denied_for(wait, now.saturating_duration_since(*at)))
+        Some(
+            decision
+                .clone()
+                .denied_for(wait, now.saturating_duration_since(*at)),
+        )
     }
 
     /// No turn of one who comes now is before that, if those before it stay.
     fn earliest(&self, wanted: &WaitRequest) -> Option<Instant> {
         let (known, next_at) = (self.known.as_ref()?, self.next_at?);
         // What is counted by windows shows too little.
-        if !wanted.policies.iter().all(|policy| policy.frees().is_gradual()) {
+        if !wanted
+            .policies
+            .iter()
+            .all(|policy| policy.frees().is_gradual())
+        {
             return Some(next_at);
         }
         let units = self.units_before() + u64::from(wanted.cost);
         let verdicts = known.decision.verdicts();
-        verdicts.map(|(policy, verdict)| known.earliest(policy, verdict, units)).fold(Some(next_at), Ord::max)
+        verdicts
+            .map(|(policy, verdict)| known.earliest(policy, verdict, units))
+            .fold(Some(next_at), Ord::max)
     }
 
     /// What those cost who wait, but for those who are served: they have theirs.
     fn units_before(&self) -> u64 {
         let served = self.waiting.values().take(self.served);
-        self.units - served.map(|waiter| u64::from(waiter.wanted.cost)).sum::<u64>()
+        self.units
+            - served
+                .map(|waiter| u64::from(waiter.wanted.cost))
+                .sum::<u64>()
     }
 
     /// Queues up at the end. Returns the number there.
@@ -213,7 +261,11 @@ impl WaitQueue {
     /// Takes out the one who has this number.
     pub(super) fn leave(&mut self, number: u64) -> Option<Waiter> {
         let left = self.remove(number)?;
-        if self.waiting.first_key_value().is_none_or(|(first, _)| *first > number) {
+        if self
+            .waiting
+            .first_key_value()
+            .is_none_or(|(first, _)| *first > number)
+        {
             self.wake_unless_first_wants(left.wanted.cost);
         }
         Some(left)
@@ -232,7 +284,10 @@ impl WaitQueue {
 
     /// Whether the first wants a permit of this cost.
     fn first_wants(&self, cost: u32) -> bool {
-        self.waiting.values().next().is_some_and(|first| first.wanted.cost == cost)
+        self.waiting
+            .values()
+            .next()
+            .is_some_and(|first| first.wanted.cost == cost)
     }
 
     /// The dispatcher rests for what the first wanted, which has left.
@@ -260,7 +315,10 @@ impl WaitQueue {
         self.has_failed = true;
         self.deadlines.clear();
         self.units = 0;
-        (std::mem::take(&mut self.waiting).into_values().collect(), before)
+        (
+            std::mem::take(&mut self.waiting).into_values().collect(),
+            before,
+        )
     }
 
     /// Notes that the store is asked again.
@@ -287,19 +345,37 @@ impl WaitQueue {
     }
 
     /// Takes out those who wanted to have their turn by then, and are after this one.
-    fn take_out_late(&mut self, by: Instant, after: Option<u64>, now: Instant) -> Vec<(Waiter, Refusal)> {
+    fn take_out_late(
+        &mut self,
+        by: Instant,
+        after: Option<u64>,
+        now: Instant,
+    ) -> Vec<(Waiter, Refusal)> {
         let failed = self.trouble.clone().map(Refusal::Failed);
-        let Some(refusal) = failed.or_else(|| self.denial(self.next_at, now).map(Refusal::Denied)) else {
+        let Some(refusal) = failed.or_else(|| self.denial(self.next_at, now).map(Refusal::Denied))
+        else {
             return Vec::new();
         };
-        let late = self.deadlines.range(..=(by, u64::MAX)).map(|(_, number)| *number);
-        let late: Vec<u64> = late.filter(|number| after.is_none_or(|after| *number > after)).collect();
-        late.into_iter().filter_map(|number| Some((self.remove(number)?, refusal.clone()))).collect()
+        let late = self
+            .deadlines
+            .range(..=(by, u64::MAX))
+            .map(|(_, number)| *number);
+        let late: Vec<u64> = late
+            .filter(|number| after.is_none_or(|after| *number > after))
+            .collect();
+        late.into_iter()
+            .filter_map(|number| Some((self.remove(number)?, refusal.clone())))
+            .collect()
     }
 
     /// When a dispatcher that rests until then has to look again. None if it has to ask again now: the first does not
     /// want what was asked for, or somebody's time is up after the time for which the answer was.
-    pub(super) fn rest(&mut self, until: Instant, ask: Option<&Ask>, now: Instant) -> Option<Instant> {
+    pub(super) fn rest(
+        &mut self,
+        until: Instant,
+        ask: Option<&Ask>,
+        now: Instant,
+    ) -> Option<Instant> {
         if ask.is_some_and(|ask| !self.first_wants(ask.cost())) {
             self.next_at = None;
             self.served = 0;
@@ -307,7 +383,13 @@ impl WaitQueue {
         }
         let next_at = self.next_at.unwrap_or(now);
         let first = self.deadlines.first().map(|(deadline, _)| *deadline);
-        let looks_at = first.map(|first| if first < next_at { first } else { first.max(next_at + TICK) });
+        let looks_at = first.map(|first| {
+            if first < next_at {
+                first
+            } else {
+                first.max(next_at + TICK)
+            }
+        });
         let wakes_at = looks_at.map_or(until, |looks_at| looks_at.min(until));
         self.wakes_at = Some(wakes_at);
         Some(wakes_at).filter(|wakes_at| *wakes_at > now)
@@ -322,10 +404,27 @@ impl WaitQueue {
     /// request in flight, so that each of these has a check of its own.
     pub(super) fn ask(&self, room: Room) -> Vec<Ask> {
         let mut asks: Vec<Ask> = vec![];
-        let mut units = room.units.max(self.waiting.values().next().map_or(0, |first| first.wanted.cost)).max(1);
-        for (&number, Waiter { wanted, .. }) in self.waiting.iter().take(room.places.max(1) as usize) {
-            let &WaitRequest { ref policies, cost, deadline, .. } = wanted;
-            let Some(rest) = units.checked_sub(cost.max(1)) else { break };
+        let mut units = room
+            .units
+            .max(
+                self.waiting
+                    .values()
+                    .next()
+                    .map_or(0, |first| first.wanted.cost),
+            )
+            .max(1);
+        for (&number, Waiter { wanted, .. }) in
+            self.waiting.iter().take(room.places.max(1) as usize)
+        {
+            let &WaitRequest {
+                ref policies,
+                cost,
+                deadline,
+                ..
+            } = wanted;
+            let Some(rest) = units.checked_sub(cost.max(1)) else {
+                break;
+            };
             units = rest;
             match asks.last_mut().filter(|_| policies.in_flight().is_none()) {
                 Some(ask) => {
@@ -335,7 +434,13 @@ impl WaitQueue {
                 }
                 None => {
                     let (policies, costs) = (policies.clone(), smallvec![cost]);
-                    asks.push(Ask { first: number, last: number, policies, costs, deadline });
+                    asks.push(Ask {
+                        first: number,
+                        last: number,
+                        policies,
+                        costs,
+                        deadline,
+                    });
                 }
             }
         }
@@ -352,7 +457,11 @@ impl WaitQueue {
         next_at: Instant,
         served: usize,
     ) -> Option<StoreError> {
-        self.known = Some(Known { decision: decision.clone(), at, cost: ask.cost() });
+        self.known = Some(Known {
+            decision: decision.clone(),
+            at,
+            cost: ask.cost(),
+        });
         self.next_at = Some(next_at);
         self.served = served;
         self.trouble.take()

@@ -32,8 +32,18 @@ async fn exactly_the_limit_is_granted() {
     let cluster = Cluster::start(false).await;
     let start = || {
         let mut worker = Command::new(env::current_exe().unwrap());
-        worker.args(["--exact", "healthy::exactly_the_limit_is_granted", "--nocapture"]).env(WORKER, cluster.url());
-        worker.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap()
+        worker
+            .args([
+                "--exact",
+                "healthy::exactly_the_limit_is_granted",
+                "--nocapture",
+            ])
+            .env(WORKER, cluster.url());
+        worker
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap()
     };
     let workers: Vec<_> = (0..PROCESSES).map(|_| start()).collect();
     let mut granted = vec![0; STRATEGIES.len() * CALLERS];
@@ -41,20 +51,34 @@ async fn exactly_the_limit_is_granted() {
         let output = worker.wait_with_output().unwrap();
         assert!(output.status.success(), "{output:?}");
         let text = String::from_utf8(output.stdout).unwrap();
-        let counts = text.lines().find_map(|line| line.strip_prefix("granted ")).unwrap();
+        let counts = text
+            .lines()
+            .find_map(|line| line.strip_prefix("granted "))
+            .unwrap();
         for (place, count) in counts.split(' ').enumerate() {
             granted[place] += count.parse::<usize>().unwrap();
         }
     }
-    assert_eq!(granted, vec![LIMIT; STRATEGIES.len() * CALLERS], "{STRATEGIES:?}");
+    assert_eq!(
+        granted,
+        vec![LIMIT; STRATEGIES.len() * CALLERS],
+        "{STRATEGIES:?}"
+    );
     for node in &cluster.nodes {
-        assert!(node.server.calls("evalsha").await > 100, "each master decides");
+        assert!(
+            node.server.calls("evalsha").await > 100,
+            "each master decides"
+        );
     }
 }
 
 /// Asks for each caller twice as often as its share of the limit, by every strategy.
 async fn work(url: &str) {
-    let store = RedisStore::builder(url).timeout(PATIENT).connect().await.unwrap();
+    let store = RedisStore::builder(url)
+        .timeout(PATIENT)
+        .connect()
+        .await
+        .unwrap();
     let mut granted = vec![];
     for (i, strategy) in STRATEGIES.into_iter().enumerate() {
         let policies = policy(strategy, &format!("{LIMIT}/100d"));
@@ -71,8 +95,14 @@ async fn work(url: &str) {
                 granted
             })
         });
-        let all: Vec<[usize; CALLERS]> = join_all(tasks).await.into_iter().map(Result::unwrap).collect();
-        granted.extend((0..CALLERS).map(|caller| all.iter().map(|granted| granted[caller]).sum::<usize>()));
+        let all: Vec<[usize; CALLERS]> = join_all(tasks)
+            .await
+            .into_iter()
+            .map(Result::unwrap)
+            .collect();
+        granted.extend(
+            (0..CALLERS).map(|caller| all.iter().map(|granted| granted[caller]).sum::<usize>()),
+        );
     }
     let granted: Vec<String> = granted.iter().map(usize::to_string).collect();
     // On a line of its own: the test runner prints too.
@@ -94,12 +124,32 @@ async fn several_policies_and_ids_decide_atomically() {
     for caller in 0..20 {
         let key = Key::new(format!("caller-{caller}"));
         let checks = (0..8).map(|_| store.check(Check::take(key, &policies, 1)));
-        let decisions: Vec<_> = join_all(checks).await.into_iter().map(Result::unwrap).collect();
-        assert_eq!(decisions.iter().filter(|decision| decision.is_allowed()).count(), 5);
+        let decisions: Vec<_> = join_all(checks)
+            .await
+            .into_iter()
+            .map(Result::unwrap)
+            .collect();
+        assert_eq!(
+            decisions
+                .iter()
+                .filter(|decision| decision.is_allowed())
+                .count(),
+            5
+        );
         let left = store.check(Check::peek(key, &policies, 1)).await.unwrap();
-        assert!(left.each().map(|each| each.remaining()).eq([0, 95]), "{left:?}");
-        let once = || store.check(Check::take(key, &policy(Strategy::Gcra, "5/d"), 1).with_id("id"));
-        assert_eq!((once().await.unwrap().remaining(), once().await.unwrap().remaining()), (4, 4));
+        assert!(
+            left.each().map(|each| each.remaining()).eq([0, 95]),
+            "{left:?}"
+        );
+        let once =
+            || store.check(Check::take(key, &policy(Strategy::Gcra, "5/d"), 1).with_id("id"));
+        assert_eq!(
+            (
+                once().await.unwrap().remaining(),
+                once().await.unwrap().remaining()
+            ),
+            (4, 4)
+        );
     }
 }
 
@@ -146,17 +196,26 @@ async fn a_cluster_is_a_url() {
     let any = AnyStore::from_config(&config).unwrap();
     let lazy = RedisStore::connect_lazy(cluster.url().as_str()).unwrap();
     // One node names the others.
-    let one = RedisStore::cluster([format!("redis://127.0.0.1:{}/", cluster.nodes[1].server.port())]).unwrap();
+    let one = RedisStore::cluster([format!(
+        "redis://127.0.0.1:{}/",
+        cluster.nodes[1].server.port()
+    )])
+    .unwrap();
     for i in 0..30 {
         let check = || check(&format!("caller-{i}"), "1000/100d");
         assert_eq!(lazy.check(check()).await.unwrap().remaining(), 999);
         assert_eq!(one.check(check()).await.unwrap().remaining(), 998);
         let decision = any.check(check()).await.unwrap();
-        assert_eq!((decision.remaining(), decision.source()), (997, Source::Redis));
+        assert_eq!(
+            (decision.remaining(), decision.source()),
+            (997, Source::Redis)
+        );
     }
     let instances: Vec<_> = (0..3).map(|_| lazy.announce().unwrap()).collect();
     crate::support::until("the instances see each other", async || {
-        instances.iter().all(|instances| instances.alive().get() == 3)
+        instances
+            .iter()
+            .all(|instances| instances.alive().get() == 3)
     })
     .await;
 }
@@ -165,26 +224,58 @@ async fn a_cluster_is_a_url() {
 async fn another_number_of_partitions_is_refused() {
     let cluster = Cluster::start(false).await;
     let number = |number| NonZeroUsize::new(number).unwrap();
-    let first = cluster.builder().partitions(number(32)).connect().await.unwrap();
-    assert!(first.check(check("ann", "10/s")).await.unwrap().is_allowed());
+    let first = cluster
+        .builder()
+        .partitions(number(32))
+        .connect()
+        .await
+        .unwrap();
+    assert!(
+        first
+            .check(check("ann", "10/s"))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
     let error = cluster.builder().connect().await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Configuration);
-    assert!(error.to_string().contains("12 partitions, and others have 32"), "{error}");
+    assert!(
+        error
+            .to_string()
+            .contains("12 partitions, and others have 32"),
+        "{error}"
+    );
     let lazy = cluster.builder().connect_lazy().unwrap();
     for _ in 0..2 {
         let error = lazy.check(check("ann", "10/s")).await.unwrap_err();
-        assert!(error.kind() == ErrorKind::Configuration && error.is_unsent(), "{error:?}");
+        assert!(
+            error.kind() == ErrorKind::Configuration && error.is_unsent(),
+            "{error:?}"
+        );
     }
-    cluster.builder().partitions(number(32)).connect().await.unwrap();
+    cluster
+        .builder()
+        .partitions(number(32))
+        .connect()
+        .await
+        .unwrap();
     cluster.builder().prefix("other").connect().await.unwrap();
     let many = cluster.builder().partitions(number(1_025)).connect_lazy();
-    assert!(many.unwrap_err().to_string().starts_with("1025 partitions: "));
+    assert!(
+        many.unwrap_err()
+            .to_string()
+            .starts_with("1025 partitions: ")
+    );
     // No key is left without an expiry.
     for node in &cluster.nodes {
         let keys: Vec<String> = node.server.command("KEYS *").await;
         for key in keys {
             // It may have expired since.
-            assert_ne!(node.server.command::<i64>(&format!("PTTL {key}")).await, -1, "{key}");
+            assert_ne!(
+                node.server.command::<i64>(&format!("PTTL {key}")).await,
+                -1,
+                "{key}"
+            );
         }
     }
 }
@@ -195,29 +286,52 @@ async fn the_documented_permissions_are_enough() {
     let cluster = Cluster::start(false).await;
     let needed = "+evalsha +eval +time +mget +set +setrange +del +asking +cluster|slots";
     for node in &cluster.nodes {
-        let _: String = node.server.command(&format!("ACL SETUSER app on >hunter2 ~rl:* {needed}")).await;
+        let _: String = node
+            .server
+            .command(&format!("ACL SETUSER app on >hunter2 ~rl:* {needed}"))
+            .await;
     }
     let url = cluster.url().replace("://", "://app:hunter2@");
     let store = RedisStore::connect(url.as_str()).await.unwrap();
-    for decision in join_all((0..60).map(|i| store.check(check(&format!("caller-{i}"), "10/h")))).await {
+    for decision in
+        join_all((0..60).map(|i| store.check(check(&format!("caller-{i}"), "10/h")))).await
+    {
         assert!(decision.unwrap().is_allowed());
     }
     let (mut key, mut home) = (String::new(), 0);
     for (i, node) in cluster.nodes.iter().enumerate() {
-        if let [found] = node.server.command::<Vec<String>>("KEYS *{caller-7}*").await.as_slice() {
+        if let [found] = node
+            .server
+            .command::<Vec<String>>("KEYS *{caller-7}*")
+            .await
+            .as_slice()
+        {
             (key, home) = (found.clone(), i);
         }
     }
     let slot = slot_of(&cluster, &key).await;
-    let _: i64 = cluster.nodes[home].server.command(&format!("DEL {key}")).await;
+    let _: i64 = cluster.nodes[home]
+        .server
+        .command(&format!("DEL {key}"))
+        .await;
     cluster.begin_move(slot, home, (home + 1) % MASTERS).await;
-    assert_eq!(store.check(check("caller-7", "10/h")).await.unwrap().remaining(), 9);
+    assert_eq!(
+        store
+            .check(check("caller-7", "10/h"))
+            .await
+            .unwrap()
+            .remaining(),
+        9
+    );
 
     for node in &cluster.nodes {
         let _: String = node.server.command("ACL SETUSER app -cluster").await;
     }
     let error = RedisStore::connect(url).await.unwrap_err();
-    assert!(error.kind() == ErrorKind::Permission && error.to_string().contains("+cluster|slots"), "{error:?}");
+    assert!(
+        error.kind() == ErrorKind::Permission && error.to_string().contains("+cluster|slots"),
+        "{error:?}"
+    );
 }
 
 /// Nodes may be known by their names, or as wherever they were asked.
@@ -226,18 +340,34 @@ async fn nodes_have_names_or_none() {
     let cluster = Cluster::start(false).await;
     for (i, endpoint) in ["hostname", "unknown-endpoint"].into_iter().enumerate() {
         for node in &cluster.nodes {
-            let _: String = node.server.command("CONFIG SET cluster-announce-hostname localhost").await;
-            let _: String =
-                node.server.command(&format!("CONFIG SET cluster-preferred-endpoint-type {endpoint}")).await;
+            let _: String = node
+                .server
+                .command("CONFIG SET cluster-announce-hostname localhost")
+                .await;
+            let _: String = node
+                .server
+                .command(&format!(
+                    "CONFIG SET cluster-preferred-endpoint-type {endpoint}"
+                ))
+                .await;
         }
         crate::support::until("all know the names", async || {
-            let node = cluster.nodes[0].server.command::<redis::Value>("CLUSTER SLOTS").await;
+            let node = cluster.nodes[0]
+                .server
+                .command::<redis::Value>("CLUSTER SLOTS")
+                .await;
             let text = format!("{node:?}");
-            if i == 0 { text.matches("bulk-string('\"localhost\"')").count() == MASTERS } else { text.contains("nil") }
+            if i == 0 {
+                text.matches("bulk-string('\"localhost\"')").count() == MASTERS
+            } else {
+                text.contains("nil")
+            }
         })
         .await;
         let store = cluster.builder().prefix(endpoint).connect().await.unwrap();
-        for decision in join_all((0..60).map(|i| store.check(check(&format!("caller-{i}"), "10/h")))).await {
+        for decision in
+            join_all((0..60).map(|i| store.check(check(&format!("caller-{i}"), "10/h")))).await
+        {
             assert!(decision.unwrap().is_allowed());
         }
     }
@@ -251,17 +381,35 @@ async fn a_non_cluster_is_reported() {
     let error = RedisStore::connect(url).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Configuration, "{error:?}");
     let address = format!("127.0.0.1:{}", server.port());
-    assert!(error.to_string().contains(&format!("the server {address} is not a node of a Redis Cluster")), "{error}");
-    assert!(error.to_string().contains(&format!("write `redis://{address}`, and connect with `RedisStore::connect`")));
-    let nobody =
-        RedisStore::connect_lazy(format!("redis+cluster://127.0.0.1:{}", crate::support::free_port())).unwrap();
+    assert!(
+        error.to_string().contains(&format!(
+            "the server {address} is not a node of a Redis Cluster"
+        )),
+        "{error}"
+    );
+    assert!(error.to_string().contains(&format!(
+        "write `redis://{address}`, and connect with `RedisStore::connect`"
+    )));
+    let nobody = RedisStore::connect_lazy(format!(
+        "redis+cluster://127.0.0.1:{}",
+        crate::support::free_port()
+    ))
+    .unwrap();
     for _ in 0..2 {
         let error = nobody.check(check("ann", "10/s")).await.unwrap_err();
-        assert!(error.kind() == ErrorKind::Unreachable && error.is_unsent(), "{error:?}");
-        assert!(error.to_string().starts_with("the server 127.0.0.1:"), "{error}");
+        assert!(
+            error.kind() == ErrorKind::Unreachable && error.is_unsent(),
+            "{error:?}"
+        );
+        assert!(
+            error.to_string().starts_with("the server 127.0.0.1:"),
+            "{error}"
+        );
     }
     // A node that has met nobody.
     let lonely = RedisServer::start_with(&["--cluster-enabled", "yes"]);
-    let error = RedisStore::connect(format!("redis+cluster://127.0.0.1:{}", lonely.port())).await.unwrap_err();
+    let error = RedisStore::connect(format!("redis+cluster://127.0.0.1:{}", lonely.port()))
+        .await
+        .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotReady, "{error:?}");
 }

@@ -2,7 +2,9 @@
 
 use tower_redis_ratelimit::RedisStore;
 
-use crate::in_flight_load::{an_outage, ann, is_worker, limiter, patient, processes_are_killed, work};
+use crate::in_flight_load::{
+    an_outage, ann, is_worker, limiter, patient, processes_are_killed, work,
+};
 use crate::nodes::{Cluster, MASTERS};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -11,7 +13,11 @@ async fn killed_processes_never_exceed_the_limit() {
         return work().await;
     }
     let cluster = Cluster::start(false).await;
-    processes_are_killed("in_flight::killed_processes_never_exceed_the_limit", &cluster.url()).await;
+    processes_are_killed(
+        "in_flight::killed_processes_never_exceed_the_limit",
+        &cluster.url(),
+    )
+    .await;
 }
 
 /// Its replica takes over.
@@ -26,7 +32,12 @@ async fn a_master_is_killed() {
     let one = limiter.reserve(ann(), 1).await.unwrap();
     let mut master = 0;
     for (i, node) in cluster.nodes.iter().enumerate().take(MASTERS) {
-        if !node.server.command::<Vec<String>>("KEYS *{ann}*").await.is_empty() {
+        if !node
+            .server
+            .command::<Vec<String>>("KEYS *{ann}*")
+            .await
+            .is_empty()
+        {
             master = i;
         }
     }

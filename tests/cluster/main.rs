@@ -1,6 +1,11 @@
 //! A Redis Cluster of real servers: what holds on a single one holds there too, whatever becomes of its nodes and slots.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 #![allow(clippy::disallowed_methods, reason = "real servers fail in real time")]
 #![allow(unreachable_pub, reason = "helpers of this binary")]
 

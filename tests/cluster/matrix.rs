@@ -70,7 +70,11 @@ impl Fault {
     fn setup(self) -> Setup {
         match self {
             // As on a single server.
-            Self::Path(Mode::Waver(..)) => Setup { instances: 1, connections: 16, ..Setup::default() },
+            Self::Path(Mode::Waver(..)) => Setup {
+                instances: 1,
+                connections: 16,
+                ..Setup::default()
+            },
             _ => Setup::default(),
         }
     }
@@ -112,7 +116,12 @@ async fn masters(cluster: &Cluster) -> Vec<usize> {
     let mut masters = vec![];
     for (name, _) in CALLERS {
         for (i, node) in cluster.nodes.iter().enumerate().take(MASTERS) {
-            if !node.server.command::<Vec<String>>(&format!("KEYS *{{{name}}}*")).await.is_empty() {
+            if !node
+                .server
+                .command::<Vec<String>>(&format!("KEYS *{{{name}}}*"))
+                .await
+                .is_empty()
+            {
                 masters.push(i);
             }
         }
@@ -122,7 +131,12 @@ async fn masters(cluster: &Cluster) -> Vec<usize> {
 }
 
 fn sum(counts: &[AtomicU64; CALLERS.len()], of: impl Fn(usize) -> bool) -> u64 {
-    counts.iter().enumerate().filter(|(caller, _)| of(*caller)).map(|(_, count)| count.load(SeqCst)).sum()
+    counts
+        .iter()
+        .enumerate()
+        .filter(|(caller, _)| of(*caller))
+        .map(|(_, count)| count.load(SeqCst))
+        .sum()
 }
 
 /// A cluster under load: who has used up a limit knows it.
@@ -152,10 +166,19 @@ impl Scene {
         let admin = cluster.nodes[victim].server.connection().await;
         load.start();
         until("the spent callers are spent", async || {
-            load.instances.iter().all(|instance| instance.has_denied(Kind::Spent, Source::Redis))
+            load.instances
+                .iter()
+                .all(|instance| instance.has_denied(Kind::Spent, Source::Redis))
         })
         .await;
-        Self { cluster, proxies, load, masters, victim, admin }
+        Self {
+            cluster,
+            proxies,
+            load,
+            masters,
+            victim,
+            admin,
+        }
     }
 
     fn others(&self) -> (u64, u64) {
@@ -166,12 +189,16 @@ impl Scene {
 
     /// What was counted for the callers of the victim.
     fn hit(&self, counts: impl Fn(&Sums) -> &[AtomicU64; CALLERS.len()]) -> u64 {
-        sum(counts(&self.load.sums), |caller| self.masters[caller] == self.victim)
+        sum(counts(&self.load.sums), |caller| {
+            self.masters[caller] == self.victim
+        })
     }
 
     /// The callers of the victim whose limits are used up while the fault lasts.
     fn tight(&self) -> impl Iterator<Item = usize> {
-        (0..CALLERS.len()).filter(|caller| CALLERS[*caller].1 == Kind::Tight && self.masters[*caller] == self.victim)
+        (0..CALLERS.len()).filter(|caller| {
+            CALLERS[*caller].1 == Kind::Tight && self.masters[*caller] == self.victim
+        })
     }
 
     async fn command(&mut self, words: &[&str]) {
@@ -191,14 +218,21 @@ impl Scene {
                 self.command(&["CLIENT", "KILL", "TYPE", "normal"]).await;
             }
             Fault::OutOfMemory => self.command(&["CONFIG", "SET", "maxmemory", "1"]).await,
-            Fault::NoReplicas => self.command(&["CONFIG", "SET", "min-replicas-to-write", "1"]).await,
+            Fault::NoReplicas => {
+                self.command(&["CONFIG", "SET", "min-replicas-to-write", "1"])
+                    .await
+            }
             Fault::ScriptFlush => self.command(&["SCRIPT", "FLUSH"]).await,
             Fault::FlushAll => self.command(&["FLUSHALL"]).await,
             Fault::Password => {
-                self.command(&["CONFIG", "SET", "requirepass", "another"]).await;
+                self.command(&["CONFIG", "SET", "requirepass", "another"])
+                    .await;
                 self.command(&["CLIENT", "KILL", "TYPE", "normal"]).await;
             }
-            Fault::Forbidden => self.command(&["ACL", "SETUSER", "default", "-evalsha"]).await,
+            Fault::Forbidden => {
+                self.command(&["ACL", "SETUSER", "default", "-evalsha"])
+                    .await
+            }
         }
     }
 
@@ -207,15 +241,23 @@ impl Scene {
         match fault {
             Fault::Killed | Fault::Frozen => {
                 let heir = &self.cluster.nodes[self.victim + MASTERS];
-                until("its replica takes over", async || heir.is_master().await && heir.sees("cluster_state:ok").await)
-                    .await;
+                until("its replica takes over", async || {
+                    heir.is_master().await && heir.sees("cluster_state:ok").await
+                })
+                .await;
             }
             Fault::Path(_) => self.proxies[self.victim].set(Mode::Pass),
             Fault::Full => self.command(&["CONFIG", "SET", "maxclients", "1000"]).await,
             Fault::OutOfMemory => self.command(&["CONFIG", "SET", "maxmemory", "0"]).await,
-            Fault::NoReplicas => self.command(&["CONFIG", "SET", "min-replicas-to-write", "0"]).await,
+            Fault::NoReplicas => {
+                self.command(&["CONFIG", "SET", "min-replicas-to-write", "0"])
+                    .await
+            }
             Fault::Password => self.command(&["CONFIG", "SET", "requirepass", ""]).await,
-            Fault::Forbidden => self.command(&["ACL", "SETUSER", "default", "+evalsha"]).await,
+            Fault::Forbidden => {
+                self.command(&["ACL", "SETUSER", "default", "+evalsha"])
+                    .await
+            }
             Fault::Cut | Fault::ScriptFlush | Fault::FlushAll => {}
         }
     }
@@ -223,13 +265,27 @@ impl Scene {
     /// Waits until the callers of the victim are decided about by all instances alone, and those of other masters are not.
     async fn is_noticed(&self) {
         let instances = &self.load.instances;
-        until("the instances notice", async || instances.iter().all(|instance| instance.store.is_degraded())).await;
+        until("the instances notice", async || {
+            instances
+                .iter()
+                .all(|instance| instance.store.is_degraded())
+        })
+        .await;
         let local = self.hit(|sums| &sums.local);
-        until("they go on", async || self.hit(|sums| &sums.local) > local + 100).await;
+        until("they go on", async || {
+            self.hit(|sums| &sums.local) > local + 100
+        })
+        .await;
         let redis = self.others().0;
-        until("the callers of other masters go on in Redis", async || self.others().0 > redis + 200).await;
+        until("the callers of other masters go on in Redis", async || {
+            self.others().0 > redis + 200
+        })
+        .await;
         until("every part is used up", async || {
-            instances.iter().all(|instance| self.tight().all(|caller| instance.denies(caller, Source::Local)))
+            instances.iter().all(|instance| {
+                self.tight()
+                    .all(|caller| instance.denies(caller, Source::Local))
+            })
         })
         .await;
     }
@@ -238,19 +294,35 @@ impl Scene {
     async fn is_over(&self) -> Duration {
         let since = Instant::now();
         let instances = &self.load.instances;
-        until("all are back", async || instances.iter().all(|instance| !instance.store.is_degraded())).await;
+        until("all are back", async || {
+            instances
+                .iter()
+                .all(|instance| !instance.store.is_degraded())
+        })
+        .await;
         let recovery = since.elapsed();
         let redis = self.hit(|sums| &sums.redis);
-        until("the victim's callers are asked for", async || self.hit(|sums| &sums.redis) > redis + 100).await;
+        until("the victim's callers are asked for", async || {
+            self.hit(|sums| &sums.redis) > redis + 100
+        })
+        .await;
         until("Redis has nothing left for the tight", async || {
-            instances.iter().all(|instance| instance.has_denied(Kind::Tight, Source::Redis))
+            instances
+                .iter()
+                .all(|instance| instance.has_denied(Kind::Tight, Source::Redis))
         })
         .await;
         recovery
     }
 
     /// What is promised whatever happens. `forgotten` is what the victim had granted to each caller before it forgot that.
-    async fn end(mut self, fault: Fault, recovery: Duration, before: (u64, u64), forgotten: &[u64]) -> Outcome {
+    async fn end(
+        mut self,
+        fault: Fault,
+        recovery: Duration,
+        before: (u64, u64),
+        forgotten: &[u64],
+    ) -> Outcome {
         self.load.stop().await;
         let sums = &self.load.sums;
         let worst = Duration::from_micros(sums.worst.load(SeqCst));
@@ -261,18 +333,24 @@ impl Scene {
 
         // Clients find what they were granted, once all of it is settled, and nothing twice.
         let store = RedisStore::connect(self.cluster.url()).await.unwrap();
-        let unknown = self.load.total(|events| &events.failed) + self.load.total(|events| &events.dropped);
+        let unknown =
+            self.load.total(|events| &events.failed) + self.load.total(|events| &events.dropped);
         let (mut all_granted, mut allowed, mut tight) = (0, 0, 0);
         for (caller, (name, kind)) in CALLERS.into_iter().enumerate() {
-            let granted = sum(&sums.redis, |other| other == caller) + sum(&sums.local, |other| other == caller);
-            let charged = kind.limit() - u64::from(store.check(peek(caller)).await.unwrap().remaining());
+            let granted = sum(&sums.redis, |other| other == caller)
+                + sum(&sums.local, |other| other == caller);
+            let charged =
+                kind.limit() - u64::from(store.check(peek(caller)).await.unwrap().remaining());
             eprintln!("{name}: {granted} granted, {charged} charged, {unknown} not known");
             let may = kind.limit() + forgotten[caller];
             match kind {
                 // On a machine that stalls, some were not answered before anybody was spent.
                 Kind::Spent => assert!(granted <= may + unknown, "{name}: {granted} granted"),
                 Kind::Ample => {
-                    assert!(charged <= granted, "{name}: {granted} granted, {charged} charged");
+                    assert!(
+                        charged <= granted,
+                        "{name}: {granted} granted, {charged} charged"
+                    );
                     continue;
                 }
                 Kind::Tight => tight += kind.limit(),
@@ -287,7 +365,10 @@ impl Scene {
             bound += tight - tight / count;
         }
         if !fault.has_heir() {
-            assert!(all_granted <= allowed + bound, "granted {all_granted} of {allowed}, {bound} more at most");
+            assert!(
+                all_granted <= allowed + bound,
+                "granted {all_granted} of {allowed}, {bound} more at most"
+            );
         }
         let (healthy_p99, open_p99) = sums.p99();
         Outcome {
@@ -312,7 +393,12 @@ async fn behind_proxies() -> (Cluster, Vec<Proxy>) {
     let proxies: Mutex<HashMap<u16, Proxy>> = Mutex::default();
     let port_of = |proxy: &Proxy| -> u16 {
         let url = proxy.url();
-        url.trim_end_matches('/').rsplit(':').next().unwrap().parse().unwrap()
+        url.trim_end_matches('/')
+            .rsplit(':')
+            .next()
+            .unwrap()
+            .parse()
+            .unwrap()
     };
     let known_as = |port| {
         let proxy = Proxy::start(port, Mode::Pass);
@@ -322,10 +408,24 @@ async fn behind_proxies() -> (Cluster, Vec<Proxy>) {
     };
     let cluster = Cluster::start_known_as(false, known_as).await;
     let mut proxies = proxies.into_inner().unwrap();
-    let proxies: Vec<Proxy> = cluster.nodes.iter().map(|node| proxies.remove(&node.server.port()).unwrap()).collect();
+    let proxies: Vec<Proxy> = cluster
+        .nodes
+        .iter()
+        .map(|node| proxies.remove(&node.server.port()).unwrap())
+        .collect();
     until("the nodes know each other by the proxies", async || {
-        let maps = join_all(cluster.nodes.iter().map(|node| node.server.command::<String>("CLUSTER NODES"))).await;
-        maps.iter().all(|map| proxies.iter().all(|proxy| map.contains(&format!(":{}@", port_of(proxy)))))
+        let maps = join_all(
+            cluster
+                .nodes
+                .iter()
+                .map(|node| node.server.command::<String>("CLUSTER NODES")),
+        )
+        .await;
+        maps.iter().all(|map| {
+            proxies
+                .iter()
+                .all(|proxy| map.contains(&format!(":{}@", port_of(proxy))))
+        })
     })
     .await;
     (cluster, proxies)
@@ -339,7 +439,11 @@ pub async fn run(fault: Fault) -> Outcome {
     scene.inject(fault).await;
     let mut forgotten = vec![0; CALLERS.len()];
     if fault == Fault::FlushAll {
-        for (caller, forgotten) in forgotten.iter_mut().enumerate().filter(|(i, _)| scene.masters[*i] == scene.victim) {
+        for (caller, forgotten) in forgotten
+            .iter_mut()
+            .enumerate()
+            .filter(|(i, _)| scene.masters[*i] == scene.victim)
+        {
             // A grant that is recorded only now was forgotten too.
             *forgotten = scene.load.sums.redis[caller].load(SeqCst);
         }
@@ -367,7 +471,10 @@ pub async fn run(fault: Fault) -> Outcome {
         let former = &scene.cluster.nodes[scene.victim].server;
         former.thaw();
         until("it follows its heir", async || {
-            former.command::<String>("INFO replication").await.contains("master_link_status:up")
+            former
+                .command::<String>("INFO replication")
+                .await
+                .contains("master_link_status:up")
         })
         .await;
     }

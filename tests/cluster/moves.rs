@@ -9,7 +9,9 @@ use futures_util::future::join_all;
 use tokio::task::JoinSet;
 use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::store::{ErrorKind, Store};
-use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, Quota, RedisStore, Strategy};
+use tower_redis_ratelimit::{
+    Fallback, Key, LocalStore, Policies, Policy, Quota, RedisStore, Strategy,
+};
 
 use crate::nodes::{Cluster, slot_of};
 use crate::support::{policy, until};
@@ -19,20 +21,43 @@ const LIMIT: u32 = 10_000_000;
 const TASKS: usize = 32;
 
 /// Callers whose keys are in one slot, and that slot.
-pub async fn neighbours(cluster: &Cluster, store: &RedisStore, policies: &Policies) -> (u16, Vec<Key>) {
+pub async fn neighbours(
+    cluster: &Cluster,
+    store: &RedisStore,
+    policies: &Policies,
+) -> (u16, Vec<Key>) {
     let mut slots: HashMap<u16, Vec<Key>> = HashMap::new();
     for i in 0..200 {
         let name = format!("caller-{i}");
-        let _ = store.check(Check::take(Key::new(&name), policies, 0)).await.unwrap();
-        let _ = store.check(Check::take(Key::new(&name), policies, 1)).await.unwrap();
+        let _ = store
+            .check(Check::take(Key::new(&name), policies, 0))
+            .await
+            .unwrap();
+        let _ = store
+            .check(Check::take(Key::new(&name), policies, 1))
+            .await
+            .unwrap();
         let mut found = vec![];
         for node in &cluster.nodes {
-            found.extend(node.server.command::<Vec<String>>(&format!("KEYS *{{{name}}}*")).await);
+            found.extend(
+                node.server
+                    .command::<Vec<String>>(&format!("KEYS *{{{name}}}*"))
+                    .await,
+            );
         }
-        slots.entry(slot_of(cluster, &found[0]).await).or_default().push(Key::new(&name));
-        let _ = store.check(Check::reset(Key::new(&name), policies)).await.unwrap();
+        slots
+            .entry(slot_of(cluster, &found[0]).await)
+            .or_default()
+            .push(Key::new(&name));
+        let _ = store
+            .check(Check::reset(Key::new(&name), policies))
+            .await
+            .unwrap();
     }
-    slots.into_iter().max_by_key(|(_, callers)| callers.len()).unwrap()
+    slots
+        .into_iter()
+        .max_by_key(|(_, callers)| callers.len())
+        .unwrap()
 }
 
 /// Tasks that ask for callers in turn, until they are stopped; what was granted to each.
@@ -46,7 +71,10 @@ struct Load {
 
 impl Load {
     fn granted(&self) -> u64 {
-        self.granted.iter().map(|granted| granted.load(SeqCst)).sum()
+        self.granted
+            .iter()
+            .map(|granted| granted.load(SeqCst))
+            .sum()
     }
 
     /// Waits until more than so many further checks are granted.
@@ -64,14 +92,21 @@ impl Load {
         };
         for task in 0..TASKS {
             let (store, callers, policies) = (store.clone(), callers.to_vec(), policies.clone());
-            let (stop, granted, worst) = (Arc::clone(&load.stop), Arc::clone(&load.granted), Arc::clone(&load.worst));
+            let (stop, granted, worst) = (
+                Arc::clone(&load.stop),
+                Arc::clone(&load.granted),
+                Arc::clone(&load.worst),
+            );
             load.tasks.spawn(async move {
                 for turn in task.. {
                     if stop.load(SeqCst) {
                         break;
                     }
                     let (caller, since) = (turn % callers.len(), Instant::now());
-                    let decision = store.check(Check::take(callers[caller], &policies, 1)).await.expect("a decision");
+                    let decision = store
+                        .check(Check::take(callers[caller], &policies, 1))
+                        .await
+                        .expect("a decision");
                     worst.fetch_max(since.elapsed().as_micros() as u64, SeqCst);
                     granted[caller].fetch_add(u64::from(decision.granted()), SeqCst);
                     tokio::time::sleep(Duration::from_millis(1)).await;
@@ -86,15 +121,23 @@ impl Load {
         while let Some(task) = self.tasks.join_next().await {
             task.expect("a task of the load");
         }
-        self.granted.iter().map(|granted| granted.load(SeqCst)).collect()
+        self.granted
+            .iter()
+            .map(|granted| granted.load(SeqCst))
+            .collect()
     }
 }
 
 async fn charged(store: &RedisStore, callers: &[Key], policies: &Policies) -> Vec<u64> {
     let mut charged = vec![];
     for caller in callers {
-        let left = store.check(Check::peek(*caller, policies, 1)).await.unwrap();
-        charged.push(u64::from(LIMIT - left.each().map(|each| each.remaining()).min().unwrap()));
+        let left = store
+            .check(Check::peek(*caller, policies, 1))
+            .await
+            .unwrap();
+        charged.push(u64::from(
+            LIMIT - left.each().map(|each| each.remaining()).min().unwrap(),
+        ));
     }
     charged
 }
@@ -104,7 +147,10 @@ async fn charged(store: &RedisStore, callers: &[Key], policies: &Policies) -> Ve
 async fn moving_slots_charge_every_check_once() {
     let mut cluster = Cluster::start(false).await;
     let store = cluster.builder().timeout(PATIENT).connect().await.unwrap();
-    let policies = policy(Strategy::FixedWindow(Default::default()), &format!("{LIMIT}/366d"));
+    let policies = policy(
+        Strategy::FixedWindow(Default::default()),
+        &format!("{LIMIT}/366d"),
+    );
     let (slot, callers) = neighbours(&cluster, &store, &policies).await;
     assert!(callers.len() >= 5);
     let mut load = Load::start(&store, &callers, &policies);
@@ -123,11 +169,17 @@ async fn moving_slots_charge_every_check_once() {
     let new = cluster.add().await;
     cluster.move_slot(slot, home, new).await;
     let before = cluster.nodes[new].server.calls("evalsha").await;
-    until("the new node decides", async || cluster.nodes[new].server.calls("evalsha").await > before + 20).await;
+    until("the new node decides", async || {
+        cluster.nodes[new].server.calls("evalsha").await > before + 20
+    })
+    .await;
     cluster.move_slot(slot, new, home).await;
     let gone = cluster.nodes.pop().unwrap();
     for node in &cluster.nodes {
-        let _: String = node.server.command(&format!("CLUSTER FORGET {}", gone.id)).await;
+        let _: String = node
+            .server
+            .command(&format!("CLUSTER FORGET {}", gone.id))
+            .await;
     }
     drop(gone);
     load.goes_on("checks go on without it", 1_000).await;
@@ -135,12 +187,20 @@ async fn moving_slots_charge_every_check_once() {
     let mut moved = 0;
     for node in &cluster.nodes {
         let stats: String = node.server.command("INFO errorstats").await;
-        let line = stats.lines().find_map(|line| line.strip_prefix("errorstat_MOVED:count="));
+        let line = stats
+            .lines()
+            .find_map(|line| line.strip_prefix("errorstat_MOVED:count="));
         moved += line.map_or(0, |count| count.trim().parse::<u64>().unwrap());
     }
-    println!("{granted:?}, at worst {} us, {moved} sent elsewhere", load.worst.load(SeqCst));
+    println!(
+        "{granted:?}, at worst {} us, {moved} sent elsewhere",
+        load.worst.load(SeqCst)
+    );
     // Each of 8 moves is learnt of by what is under way.
-    assert!(moved <= 8 * 2 * TASKS as u64, "{moved} calls were sent elsewhere");
+    assert!(
+        moved <= 8 * 2 * TASKS as u64,
+        "{moved} calls were sent elsewhere"
+    );
     assert_eq!(charged(&store, &callers, &policies).await, granted);
 }
 
@@ -149,11 +209,21 @@ async fn moving_slots_charge_every_check_once() {
 async fn callers_split_across_nodes_are_decided() {
     let cluster = Cluster::start(false).await;
     let store = cluster.builder().timeout(PATIENT).connect().await.unwrap();
-    let one = |name| Policy::new(name, Strategy::FixedWindow(Default::default()), Quota::per_day(LIMIT)).unwrap();
+    let one = |name| {
+        Policy::new(
+            name,
+            Strategy::FixedWindow(Default::default()),
+            Quota::per_day(LIMIT),
+        )
+        .unwrap()
+    };
     let policies = Policies::new([one("one"), one("two")]).unwrap();
     let (slot, callers) = neighbours(&cluster, &store, &policies).await;
-    let fallback = Fallback::new(cluster.builder().connect().await.unwrap(), LocalStore::default())
-        .deadline(Duration::from_secs(2));
+    let fallback = Fallback::new(
+        cluster.builder().connect().await.unwrap(),
+        LocalStore::default(),
+    )
+    .deadline(Duration::from_secs(2));
     let mut load = Load::start(&fallback, &callers, &policies);
     let home = cluster.owner(slot).await;
     let away = (home + 1) % 3;
@@ -167,13 +237,28 @@ async fn callers_split_across_nodes_are_decided() {
     let granted = load.stop().await;
     let worst = Duration::from_micros(load.worst.load(SeqCst));
     println!("{granted:?}, at worst {worst:?}");
-    assert!(!fallback.is_degraded() && worst < Duration::from_secs(2), "{worst:?}");
-    until("all is settled", async || charged(&store, &callers, &policies).await == granted).await;
+    assert!(
+        !fallback.is_degraded() && worst < Duration::from_secs(2),
+        "{worst:?}"
+    );
+    until("all is settled", async || {
+        charged(&store, &callers, &policies).await == granted
+    })
+    .await;
 }
 
 /// A caller whose slot is being moved from here to there, and whose keys are here still.
-async fn begin(cluster: &Cluster, store: &RedisStore, policies: &[Policies]) -> (Key, (u16, usize, usize)) {
-    let takes = |caller| policies.iter().map(|policies| Check::take(caller, policies, 1)).collect();
+async fn begin(
+    cluster: &Cluster,
+    store: &RedisStore,
+    policies: &[Policies],
+) -> (Key, (u16, usize, usize)) {
+    let takes = |caller| {
+        policies
+            .iter()
+            .map(|policies| Check::take(caller, policies, 1))
+            .collect()
+    };
     begin_with(cluster, store, &policies[0], takes).await
 }
 
@@ -199,7 +284,13 @@ async fn a_log_grows_while_its_slot_moves() {
     let store = cluster.builder().timeout(PATIENT).connect().await.unwrap();
     let policies = policy(Strategy::SlidingLog, "100/h");
     let (caller, (slot, from, to)) = begin(&cluster, &store, std::slice::from_ref(&policies)).await;
-    let take = async || store.check(Check::take(caller, &policies, 1)).await.unwrap().remaining();
+    let take = async || {
+        store
+            .check(Check::take(caller, &policies, 1))
+            .await
+            .unwrap()
+            .remaining()
+    };
     for left in (30..99).rev() {
         assert_eq!(take().await, left);
     }
@@ -208,7 +299,14 @@ async fn a_log_grows_while_its_slot_moves() {
     for left in (0..30).rev() {
         assert_eq!(take().await, left);
     }
-    assert_eq!(store.check(Check::take(caller, &policies, 1)).await.unwrap().granted(), 0);
+    assert_eq!(
+        store
+            .check(Check::take(caller, &policies, 1))
+            .await
+            .unwrap()
+            .granted(),
+        0
+    );
 }
 
 /// The same of what one check deletes, and the next of the same call charges.
@@ -217,20 +315,36 @@ async fn checks_after_a_deletion_are_decided_once() {
     let cluster = Cluster::start(false).await;
     let store = cluster.builder().timeout(PATIENT).connect().await.unwrap();
     let cells = policy(Strategy::SlidingWindow { cells: 10 }, "40/h");
-    let all = [Policy::in_flight("streams", 4).unwrap().into(), cells, policy(Strategy::Gcra, "40/h")];
+    let all = [
+        Policy::in_flight("streams", 4).unwrap().into(),
+        cells,
+        policy(Strategy::Gcra, "40/h"),
+    ];
     let mut stream = None;
     let takes = |caller| {
-        let takes: Vec<_> = all.iter().map(|policies| Check::take(caller, policies, 1)).collect();
+        let takes: Vec<_> = all
+            .iter()
+            .map(|policies| Check::take(caller, policies, 1))
+            .collect();
         stream = takes[0].slot();
         takes
     };
     let (caller, _) = begin_with(&cluster, &store, &all[0], takes).await;
     for (policies, left) in all.iter().zip([3, 39, 39]) {
-        let release = stream.take().map(|stream| Check::release(caller, policies, stream));
+        let release = stream
+            .take()
+            .map(|stream| Check::release(caller, policies, stream));
         let first = release.unwrap_or_else(|| Check::reset(caller, policies));
-        let checks = [first, Check::take(caller, policies, 1), Check::peek(caller, policies, 1)];
+        let checks = [
+            first,
+            Check::take(caller, policies, 1),
+            Check::peek(caller, policies, 1),
+        ];
         let answers = join_all(checks.map(|check| store.check(check))).await;
-        let answers: Vec<_> = answers.into_iter().map(|answer| answer.unwrap().remaining()).collect();
+        let answers: Vec<_> = answers
+            .into_iter()
+            .map(|answer| answer.unwrap().remaining())
+            .collect();
         assert_eq!(answers, [left + 1, left, left], "{policies:?}");
     }
 }
@@ -243,10 +357,17 @@ async fn new_ids_wait_for_a_moving_slot() {
     let store = cluster.builder().timeout(PATIENT).connect().await.unwrap();
     let policies = policy(Strategy::Gcra, "40/h");
     let (caller, (slot, from, to)) = begin(&cluster, &store, std::slice::from_ref(&policies)).await;
-    let take = async |id| store.check(Check::take(caller, &policies, 1).with_id(id)).await;
+    let take = async |id| {
+        store
+            .check(Check::take(caller, &policies, 1).with_id(id))
+            .await
+    };
     for id in ["here", "there"] {
         let error = take(id).await.unwrap_err();
-        assert!(error.kind() == ErrorKind::NotReady && error.is_unsent() && error.is_of_check(), "{error:?}");
+        assert!(
+            error.kind() == ErrorKind::NotReady && error.is_unsent() && error.is_of_check(),
+            "{error:?}"
+        );
         while cluster.move_keys(slot, from, to, 1).await > 0 {}
     }
     cluster.end_move(slot, from, to).await;

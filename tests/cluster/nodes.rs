@@ -44,18 +44,25 @@ impl Node {
             server.restart_with(&["--cluster-announce-port", &port.to_string()]);
         }
         let id = server.command("CLUSTER MYID").await;
-        let _: String = server.command(&format!("CLUSTER SET-CONFIG-EPOCH {}", number + 1)).await;
+        let _: String = server
+            .command(&format!("CLUSTER SET-CONFIG-EPOCH {}", number + 1))
+            .await;
         Self { server, id }
     }
 
     pub async fn sees(&self, what: &str) -> bool {
-        self.server.command::<String>("CLUSTER INFO").await.contains(what)
+        self.server
+            .command::<String>("CLUSTER INFO")
+            .await
+            .contains(what)
     }
 
     /// Whether it is a master that has slots.
     pub async fn is_master(&self) -> bool {
         let nodes: String = self.server.command("CLUSTER NODES").await;
-        nodes.lines().any(|line| line.contains("myself,master") && line.split(' ').count() > 8)
+        nodes
+            .lines()
+            .any(|line| line.contains("myself,master") && line.split(' ').count() > 8)
     }
 }
 
@@ -71,14 +78,22 @@ impl Cluster {
     }
 
     /// As [`start_known_as`](Self::start_known_as), of so many masters.
-    pub async fn start_sized(masters: usize, with_replicas: bool, known_as: impl Fn(u16) -> u16) -> Self {
+    pub async fn start_sized(
+        masters: usize,
+        with_replicas: bool,
+        known_as: impl Fn(u16) -> u16,
+    ) -> Self {
         let count = if with_replicas { 2 * masters } else { masters };
         let nodes = join_all((0..count).map(|number| Node::start(number, &known_as))).await;
         for (i, node) in nodes.iter().enumerate().take(masters) {
             // One by one: Redis 6.2 knows no ranges.
-            let slots: Vec<String> =
-                (SLOTS * i / masters..SLOTS * (i + 1) / masters).map(|slot| slot.to_string()).collect();
-            let _: String = node.server.command(&format!("CLUSTER ADDSLOTS {}", slots.join(" "))).await;
+            let slots: Vec<String> = (SLOTS * i / masters..SLOTS * (i + 1) / masters)
+                .map(|slot| slot.to_string())
+                .collect();
+            let _: String = node
+                .server
+                .command(&format!("CLUSTER ADDSLOTS {}", slots.join(" ")))
+                .await;
         }
         let cluster = Self { nodes, masters };
         for node in &cluster.nodes[1..] {
@@ -100,17 +115,36 @@ impl Cluster {
         for i in masters..count {
             let node = &cluster.nodes[i];
             until("a replica follows its master", async || {
-                node.server.command::<String>("INFO replication").await.contains("master_link_status:up")
+                node.server
+                    .command::<String>("INFO replication")
+                    .await
+                    .contains("master_link_status:up")
             })
             .await;
         }
         until("all nodes know all replicas", async || {
-            let maps = join_all(cluster.nodes.iter().map(|node| node.server.command::<String>("CLUSTER NODES"))).await;
-            maps.iter().all(|map| map.matches(" slave ").count() + map.matches(",slave ").count() == count - masters)
+            let maps = join_all(
+                cluster
+                    .nodes
+                    .iter()
+                    .map(|node| node.server.command::<String>("CLUSTER NODES")),
+            )
+            .await;
+            maps.iter().all(|map| {
+                map.matches(" slave ").count() + map.matches(",slave ").count() == count - masters
+            })
         })
         .await;
         until("the cluster is well", async || {
-            join_all(cluster.nodes.iter().map(|node| node.sees("cluster_state:ok"))).await.into_iter().all(|ok| ok)
+            join_all(
+                cluster
+                    .nodes
+                    .iter()
+                    .map(|node| node.sees("cluster_state:ok")),
+            )
+            .await
+            .into_iter()
+            .all(|ok| ok)
         })
         .await;
         cluster
@@ -118,18 +152,30 @@ impl Cluster {
 
     async fn meet(&self, node: &Node) {
         let first = &self.nodes[0].server;
-        let _: String = first.command(&format!("CLUSTER MEET 127.0.0.1 {}", node.server.port())).await;
+        let _: String = first
+            .command(&format!("CLUSTER MEET 127.0.0.1 {}", node.server.port()))
+            .await;
     }
 
     async fn know_each_other(&self) {
         let known = format!("cluster_known_nodes:{}", self.nodes.len());
         until("all nodes know each other", async || {
-            join_all(self.nodes.iter().map(|node| node.sees(&known))).await.into_iter().all(|ok| ok)
+            join_all(self.nodes.iter().map(|node| node.sees(&known)))
+                .await
+                .into_iter()
+                .all(|ok| ok)
         })
         .await;
         until("no handshake is under way", async || {
-            let maps = join_all(self.nodes.iter().map(|node| node.server.command::<String>("CLUSTER NODES"))).await;
-            maps.iter().all(|map| !map.contains("handshake") && map.matches(" connected").count() == self.nodes.len())
+            let maps = join_all(
+                self.nodes
+                    .iter()
+                    .map(|node| node.server.command::<String>("CLUSTER NODES")),
+            )
+            .await;
+            maps.iter().all(|map| {
+                !map.contains("handshake") && map.matches(" connected").count() == self.nodes.len()
+            })
         })
         .await;
     }
@@ -141,13 +187,20 @@ impl Cluster {
         self.nodes.push(node);
         self.know_each_other().await;
         let added = self.nodes.len() - 1;
-        until("it takes part", async || self.nodes[added].sees("cluster_state:ok").await).await;
+        until("it takes part", async || {
+            self.nodes[added].sees("cluster_state:ok").await
+        })
+        .await;
         added
     }
 
     pub fn url(&self) -> String {
-        let hosts: Vec<String> =
-            self.nodes.iter().take(self.masters).map(|node| format!("127.0.0.1:{}", node.server.port())).collect();
+        let hosts: Vec<String> = self
+            .nodes
+            .iter()
+            .take(self.masters)
+            .map(|node| format!("127.0.0.1:{}", node.server.port()))
+            .collect();
         format!("redis+cluster://{}", hosts.join(","))
     }
 
@@ -161,20 +214,36 @@ impl Cluster {
 
     /// How often the masters have run a command.
     pub async fn calls(&self, command: &str) -> u64 {
-        join_all(self.nodes.iter().take(self.masters).map(|node| node.server.calls(command))).await.into_iter().sum()
+        join_all(
+            self.nodes
+                .iter()
+                .take(self.masters)
+                .map(|node| node.server.calls(command)),
+        )
+        .await
+        .into_iter()
+        .sum()
     }
 
     /// The node that serves a slot, as that node itself says.
     pub async fn owner(&self, slot: u16) -> usize {
         for (i, node) in self.nodes.iter().enumerate() {
-            let Ok(Value::Array(ranges)) =
-                cmd("CLUSTER").arg("SLOTS").query_async::<Value>(&mut node.server.connection().await).await
+            let Ok(Value::Array(ranges)) = cmd("CLUSTER")
+                .arg("SLOTS")
+                .query_async::<Value>(&mut node.server.connection().await)
+                .await
             else {
                 continue;
             };
             for range in ranges {
                 let Value::Array(parts) = range else { continue };
-                let [Value::Int(first), Value::Int(last), Value::Array(master), ..] = parts.as_slice() else {
+                let [
+                    Value::Int(first),
+                    Value::Int(last),
+                    Value::Array(master),
+                    ..,
+                ] = parts.as_slice()
+                else {
                     continue;
                 };
                 if (*first..=*last).contains(&i64::from(slot))
@@ -190,18 +259,34 @@ impl Cluster {
     /// Begins to move a slot.
     pub async fn begin_move(&self, slot: u16, from: usize, to: usize) {
         let (from, to) = (&self.nodes[from], &self.nodes[to]);
-        let _: String = to.server.command(&format!("CLUSTER SETSLOT {slot} IMPORTING {}", from.id)).await;
-        let _: String = from.server.command(&format!("CLUSTER SETSLOT {slot} MIGRATING {}", to.id)).await;
+        let _: String = to
+            .server
+            .command(&format!("CLUSTER SETSLOT {slot} IMPORTING {}", from.id))
+            .await;
+        let _: String = from
+            .server
+            .command(&format!("CLUSTER SETSLOT {slot} MIGRATING {}", to.id))
+            .await;
     }
 
     /// Moves so many keys of the slot at most, each by itself. Returns how many there were.
     pub async fn move_keys(&self, slot: u16, from: usize, to: usize, most: usize) -> usize {
         let mut connection = self.nodes[from].server.connection().await;
-        let keys: Vec<Vec<u8>> =
-            cmd("CLUSTER").arg("GETKEYSINSLOT").arg(slot).arg(most).query_async(&mut connection).await.unwrap();
+        let keys: Vec<Vec<u8>> = cmd("CLUSTER")
+            .arg("GETKEYSINSLOT")
+            .arg(slot)
+            .arg(most)
+            .query_async(&mut connection)
+            .await
+            .unwrap();
         for key in &keys {
             let mut migrate = cmd("MIGRATE");
-            migrate.arg("127.0.0.1").arg(self.nodes[to].server.port()).arg(key).arg(0).arg(5_000);
+            migrate
+                .arg("127.0.0.1")
+                .arg(self.nodes[to].server.port())
+                .arg(key)
+                .arg(0)
+                .arg(5_000);
             let _: String = migrate.query_async(&mut connection).await.unwrap();
         }
         keys.len()
@@ -211,7 +296,10 @@ impl Cluster {
     pub async fn end_move(&self, slot: u16, from: usize, to: usize) {
         let id = &self.nodes[to].id;
         for node in [to, from] {
-            let _: String = self.nodes[node].server.command(&format!("CLUSTER SETSLOT {slot} NODE {id}")).await;
+            let _: String = self.nodes[node]
+                .server
+                .command(&format!("CLUSTER SETSLOT {slot} NODE {id}"))
+                .await;
         }
     }
 
@@ -225,5 +313,8 @@ impl Cluster {
 
 /// The slot of a key, as Redis counts it.
 pub async fn slot_of(cluster: &Cluster, key: &str) -> u16 {
-    cluster.nodes[0].server.command(&format!("CLUSTER KEYSLOT {key}")).await
+    cluster.nodes[0]
+        .server
+        .command(&format!("CLUSTER KEYSLOT {key}"))
+        .await
 }

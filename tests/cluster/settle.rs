@@ -28,7 +28,12 @@ async fn settlements_during_slot_moves_charge_once() {
     let nodes = [owner, (owner + 1) % 3];
     for turn in 0..MOVES {
         let [from, to] = [nodes[turn % 2], nodes[(turn + 1) % 2]];
-        let reserve = async |caller: &Key| limiter.reserve(*caller, RESERVED).await.expect("a reservation");
+        let reserve = async |caller: &Key| {
+            limiter
+                .reserve(*caller, RESERVED)
+                .await
+                .expect("a reservation")
+        };
         let held = join_all(callers.iter().map(reserve)).await;
         let settle = async {
             for (i, reservation) in held.into_iter().enumerate() {
@@ -39,11 +44,22 @@ async fn settlements_during_slot_moves_charge_once() {
         tokio::join!(settle, cluster.move_slot(slot, from, to));
     }
     let all = async || {
-        let remaining =
-            join_all(callers.iter().map(async |caller| limiter.peek(*caller, 0).await.unwrap().remaining()));
-        remaining.await.into_iter().map(|remaining| LIMIT - remaining).collect::<Vec<_>>()
+        let remaining = join_all(
+            callers
+                .iter()
+                .map(async |caller| limiter.peek(*caller, 0).await.unwrap().remaining()),
+        );
+        remaining
+            .await
+            .into_iter()
+            .map(|remaining| LIMIT - remaining)
+            .collect::<Vec<_>>()
     };
-    let costs = |i: usize| (0..MOVES).map(|turn| COSTS[(i + turn) % COSTS.len()]).sum::<u32>();
+    let costs = |i: usize| {
+        (0..MOVES)
+            .map(|turn| COSTS[(i + turn) % COSTS.len()])
+            .sum::<u32>()
+    };
     let expected: Vec<_> = (0..callers.len()).map(costs).collect();
     until("all is settled", async || all().await == expected).await;
     // Nothing comes twice.

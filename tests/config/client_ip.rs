@@ -14,9 +14,18 @@ fn configured_kinds_equal_those_in_code() -> Result<(), ConfigError> {
     for (value, expected) in [
         (json!("peer"), ClientIp::peer()),
         (json!({}), ClientIp::peer()),
-        (json!({ "ipv6_prefix": 56 }), ClientIp::peer().ipv6_prefix(56)?),
-        (json!({ "header": "X-Forwarded-For", "trust": ["private"] }), xff().trust(["private"])?),
-        (json!({ "header": "x-forwarded-for", "trust": "private" }), xff().trust(["private"])?),
+        (
+            json!({ "ipv6_prefix": 56 }),
+            ClientIp::peer().ipv6_prefix(56)?,
+        ),
+        (
+            json!({ "header": "X-Forwarded-For", "trust": ["private"] }),
+            xff().trust(["private"])?,
+        ),
+        (
+            json!({ "header": "x-forwarded-for", "trust": "private" }),
+            xff().trust(["private"])?,
+        ),
         (
             json!({ "header": "x-forwarded-for", "trust": "loopback, 203.0.113.0/24" }),
             xff().trust(["loopback", "203.0.113.0/24"])?,
@@ -25,9 +34,10 @@ fn configured_kinds_equal_those_in_code() -> Result<(), ConfigError> {
             json!({ "header": "forwarded", "hops": 2, "ipv6_prefix": 56 }),
             ClientIp::forwarded().hops(2)?.ipv6_prefix(56)?,
         ),
-        (json!({ "header": "forwarded", "hops": "2", "ipv6_prefix": "56" }), {
-            ClientIp::forwarded().hops(2)?.ipv6_prefix(56)?
-        }),
+        (
+            json!({ "header": "forwarded", "hops": "2", "ipv6_prefix": "56" }),
+            { ClientIp::forwarded().hops(2)?.ipv6_prefix(56)? },
+        ),
         (
             json!({ "header": "cf-connecting-ip", "trust": ["2400:cb00::/32", "192.0.2.7", "unix"] }),
             ClientIp::header("cf-connecting-ip").trust(["2400:cb00::/32", "192.0.2.7", "unix"])?,
@@ -35,15 +45,20 @@ fn configured_kinds_equal_those_in_code() -> Result<(), ConfigError> {
     ] {
         assert_eq!(read(&value).as_ref(), Ok(&expected), "{value}");
         let text = toml::to_string(&json!({ "client": value })).unwrap();
-        assert_eq!(toml::from_str::<toml::Table>(&text).unwrap()["client"].clone().try_into(), Ok(expected), "{text}");
+        assert_eq!(
+            toml::from_str::<toml::Table>(&text).unwrap()["client"]
+                .clone()
+                .try_into(),
+            Ok(expected),
+            "{text}"
+        );
     }
     Ok(())
 }
 
 #[test]
 fn errors() {
-    let choices =
-        "`peer`, or a header and who writes it, such as `{ header = \"x-forwarded-for\", trust = [\"private\"] }`";
+    let choices = "`peer`, or a header and who writes it, such as `{ header = \"x-forwarded-for\", trust = [\"private\"] }`";
     let trusted = "write the proxies' network like `203.0.113.0/24`, an address, `private`, `loopback` or `unix`, \
                    or trust a number of hops";
     let no_header =
@@ -109,6 +124,11 @@ fn errors() {
 #[test]
 fn errors_name_their_line() {
     let file = "[client]\nheader = \"x-forwarded-for\"\ntrust = [\n    \"private\",\n    \"10.0.0.0/33\",\n]\n";
-    let error = toml::from_str::<std::collections::HashMap<String, ClientIp>>(file).unwrap_err().to_string();
-    assert!(error.starts_with("TOML parse error at line 5, column 5\n"), "{error}");
+    let error = toml::from_str::<std::collections::HashMap<String, ClientIp>>(file)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.starts_with("TOML parse error at line 5, column 5\n"),
+        "{error}"
+    );
 }

@@ -24,7 +24,10 @@ fn of_a_store() {
     let unknown = format!("unknown field `conections`, expected one of {FIELDS}");
     for (value, text) in [
         (json!({ "conections": 2 }), unknown.as_str()),
-        (json!({ "timeout": 250 }), "invalid type: integer `250`, expected a duration such as `250ms` as `timeout`"),
+        (
+            json!({ "timeout": 250 }),
+            "invalid type: integer `250`, expected a duration such as `250ms` as `timeout`",
+        ),
         (
             json!({ "timeout": "250" }),
             "timeout: \"250\" is not a valid duration: the duration has no unit; write it like `250ms`, `2s` or `15m`",
@@ -34,10 +37,22 @@ fn of_a_store() {
             "deadline: \"1.5s\" is not a valid duration: the duration is not a whole number with one unit; \
              write it like `250ms`, `2s` or `15m`",
         ),
-        (json!({ "connections": 0 }), "connections: \"0\" is not a valid number: write a whole number from 1 on"),
-        (json!({ "queue": -1 }), "queue: \"-1\" is not a valid number: write a whole number from 1 on"),
-        (json!({ "batch": "two" }), "batch: \"two\" is not a valid number: write a whole number from 1 on"),
-        (json!({ "local_keys": null }), "invalid type: null, expected a whole number from 1 on as `local_keys`"),
+        (
+            json!({ "connections": 0 }),
+            "connections: \"0\" is not a valid number: write a whole number from 1 on",
+        ),
+        (
+            json!({ "queue": -1 }),
+            "queue: \"-1\" is not a valid number: write a whole number from 1 on",
+        ),
+        (
+            json!({ "batch": "two" }),
+            "batch: \"two\" is not a valid number: write a whole number from 1 on",
+        ),
+        (
+            json!({ "local_keys": null }),
+            "invalid type: null, expected a whole number from 1 on as `local_keys`",
+        ),
         (
             json!({ "partitions": true }),
             "invalid type: boolean `true`, expected a whole number from 1 on as `partitions`",
@@ -62,23 +77,44 @@ fn of_a_store() {
             json!({ "kind": "memory" }),
             "kind: \"memory\" is not a valid kind of store: write `auto`, `fallback`, `redis` or `local`",
         ),
-        (json!({ "prefix": 1 }), "invalid type: integer `1`, expected text as `prefix`"),
-        (json!({ "url": ["hunter2"] }), "invalid type: sequence, expected a string"),
-        (json!({ "client_key": 1 }), "invalid type: integer `1`, expected path string"),
+        (
+            json!({ "prefix": 1 }),
+            "invalid type: integer `1`, expected text as `prefix`",
+        ),
+        (
+            json!({ "url": ["hunter2"] }),
+            "invalid type: sequence, expected a string",
+        ),
+        (
+            json!({ "client_key": 1 }),
+            "invalid type: integer `1`, expected path string",
+        ),
     ] {
         assert_eq!(error::<StoreConfig>(&value), text);
     }
-    for (text, name) in [(r#"{ "batch": 1, "batch": 2 }"#, "batch"), (r#"{ "url": "a", "url": "a" }"#, "url")] {
-        let error = serde_json::from_str::<StoreConfig>(text).unwrap_err().to_string();
-        assert!(error.starts_with(&format!("duplicate field `{name}` at line 1")), "{error}");
+    for (text, name) in [
+        (r#"{ "batch": 1, "batch": 2 }"#, "batch"),
+        (r#"{ "url": "a", "url": "a" }"#, "url"),
+    ] {
+        let error = serde_json::from_str::<StoreConfig>(text)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.starts_with(&format!("duplicate field `{name}` at line 1")),
+            "{error}"
+        );
     }
 }
 
 #[test]
 fn of_a_policy() {
-    let names: String = Strategy::ALL.iter().map(|strategy| format!("`{strategy}`, ")).collect();
-    let misnamed =
-        format!("\"gcar\" is not a valid strategy: no strategy has this name; write {names}or in a policy `in-flight`");
+    let names: String = Strategy::ALL
+        .iter()
+        .map(|strategy| format!("`{strategy}`, "))
+        .collect();
+    let misnamed = format!(
+        "\"gcar\" is not a valid strategy: no strategy has this name; write {names}or in a policy `in-flight`"
+    );
     for (value, text) in [
         (json!({ "name": "api" }), "missing field `quota`"),
         (json!({ "quota": "10/s" }), "missing field `name`"),
@@ -98,8 +134,14 @@ fn of_a_policy() {
             json!({ "name": "api", "quota": "10/60" }),
             "\"10/60\" is not a valid quota: the duration has no unit; write it like `100/s`, `10/60s` or `1000/h burst 50`",
         ),
-        (json!({ "name": "api", "quota": "0/s" }), "the quota `0/s` cannot work: its limit must be at least 1"),
-        (json!({ "name": "api", "quota": "10/s", "strategy": "gcar" }), misnamed.as_str()),
+        (
+            json!({ "name": "api", "quota": "0/s" }),
+            "the quota `0/s` cannot work: its limit must be at least 1",
+        ),
+        (
+            json!({ "name": "api", "quota": "10/s", "strategy": "gcar" }),
+            misnamed.as_str(),
+        ),
         (
             json!({ "name": "api", "quota": "10/s", "strategy": "sliding-window(0 cells)" }),
             "a sliding window of 0 cells: cut it into 1 to 1000",
@@ -117,7 +159,10 @@ fn of_a_policy() {
     ] {
         assert_eq!(error::<Policy>(&value), text);
         assert_eq!(error::<Policies>(&value), text);
-        assert_eq!(error::<Policies>(&json!([{ "name": "good", "quota": "1/s" }, value])), text);
+        assert_eq!(
+            error::<Policies>(&json!([{ "name": "good", "quota": "1/s" }, value])),
+            text
+        );
     }
 }
 
@@ -125,7 +170,10 @@ fn of_a_policy() {
 fn of_a_list() {
     let policy = json!({ "name": "api", "quota": "5/s" });
     for (value, text) in [
-        (json!([]), "the list of policies is empty: a check needs at least one"),
+        (
+            json!([]),
+            "the list of policies is empty: a check needs at least one",
+        ),
         (
             json!([policy, policy]),
             "two policies are named \"api\": give each its own name, since it is part of the key",
@@ -156,12 +204,24 @@ fn of_header_fields() {
     let forms = "`draft`, `github`, `x-seconds` or `draft-6`";
     let two = "two of `github`, `x-seconds` and `draft-6` are there: a response has one legacy style, so leave one out";
     for (value, text) in [
-        (json!(["draft", "gitlab"]), format!("\"gitlab\" is not a valid form of header fields: write {forms}")),
-        (json!("draft; github"), format!("\"draft; github\" is not a valid form of header fields: write {forms}")),
+        (
+            json!(["draft", "gitlab"]),
+            format!("\"gitlab\" is not a valid form of header fields: write {forms}"),
+        ),
+        (
+            json!("draft; github"),
+            format!("\"draft; github\" is not a valid form of header fields: write {forms}"),
+        ),
         (json!(["github", "x-seconds"]), two.to_owned()),
         (json!("draft-6, github"), two.to_owned()),
-        (json!([6]), format!("invalid type: integer `6`, expected {forms}")),
-        (json!(true), format!("invalid type: boolean `true`, expected a list, each {forms}")),
+        (
+            json!([6]),
+            format!("invalid type: integer `6`, expected {forms}"),
+        ),
+        (
+            json!(true),
+            format!("invalid type: boolean `true`, expected a list, each {forms}"),
+        ),
     ] {
         assert_eq!(error::<Headers>(&value), text);
     }
@@ -184,19 +244,41 @@ fn errors_name_the_line() {
     for (text, line, column) in [
         (format!("[store]\n{url}timeout = \"250\"\n"), 3, 11),
         (format!("[store]\n{url}conections = 2\n"), 3, 1),
-        (format!("[store]\n{url}[[policies]]\nname = \"api\"\nquota = \"5/M\"\n"), 5, 9),
-        (format!("[store]\n{url}[policies]\nname = \"api\"\nquotas = \"5/m\"\n"), 5, 1),
+        (
+            format!("[store]\n{url}[[policies]]\nname = \"api\"\nquota = \"5/M\"\n"),
+            5,
+            9,
+        ),
+        (
+            format!("[store]\n{url}[policies]\nname = \"api\"\nquotas = \"5/m\"\n"),
+            5,
+            1,
+        ),
     ] {
         let error = toml::from_str::<File>(&text).unwrap_err().to_string();
-        assert!(error.starts_with(&format!("TOML parse error at line {line}, column {column}\n")), "{error}");
+        assert!(
+            error.starts_with(&format!(
+                "TOML parse error at line {line}, column {column}\n"
+            )),
+            "{error}"
+        );
         assert!(!error.contains("hunter2"), "{error}");
     }
-    let error = toml::from_str::<File>("[store]\ntimeout = 250\n").unwrap_err().to_string();
-    assert!(error.contains("timeout: \"250\" is not a valid duration: the duration has no unit"), "{error}");
-    let error = yaml_serde::from_str::<File>("policies:\n- { name: api, quota: 1/s }\n- { name: log, quota: 5/M }\n");
+    let error = toml::from_str::<File>("[store]\ntimeout = 250\n")
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("timeout: \"250\" is not a valid duration: the duration has no unit"),
+        "{error}"
+    );
+    let error = yaml_serde::from_str::<File>(
+        "policies:\n- { name: api, quota: 1/s }\n- { name: log, quota: 5/M }\n",
+    );
     let error = error.unwrap_err().to_string();
     assert!(
-        error.starts_with("policies") && error.contains("\"5/M\" is not a valid quota") && error.contains("line 3"),
+        error.starts_with("policies")
+            && error.contains("\"5/M\" is not a valid quota")
+            && error.contains("line 3"),
         "{error}"
     );
 }

@@ -45,12 +45,24 @@ fn expected() -> Service {
     store.failures = NonZeroU32::new(5).unwrap();
     store.share = ShareConfig::Fixed(NonZeroU32::new(3).unwrap());
     store.local_keys = NonZeroUsize::new(1_000_000).unwrap();
-    let midnight = Align::Clock { offset: Duration::from_secs(22 * 3_600) };
+    let midnight = Align::Clock {
+        offset: Duration::from_secs(22 * 3_600),
+    };
     let policies = Policies::new([
         Policy::new("burst", Strategy::Gcra, Quota::per_second(100).burst(200)).unwrap(),
-        Policy::new("daily", Strategy::FixedWindow(midnight), Quota::per_day(10_000)).unwrap(),
+        Policy::new(
+            "daily",
+            Strategy::FixedWindow(midnight),
+            Quota::per_day(10_000),
+        )
+        .unwrap(),
     ]);
-    Service { store, policies: policies.unwrap(), on_error: OnError::Allow, on_missing_key: OnMissingKey::Reject }
+    Service {
+        store,
+        policies: policies.unwrap(),
+        on_error: OnError::Allow,
+        on_missing_key: OnMissingKey::Reject,
+    }
 }
 
 #[test]
@@ -138,15 +150,29 @@ fn json() {
     }"#;
     assert_eq!(serde_json::from_str::<Service>(text).unwrap(), expected());
     let value: serde_json::Value = serde_json::from_str(text).unwrap();
-    assert_eq!(serde_json::from_value::<Service>(value).unwrap(), expected());
+    assert_eq!(
+        serde_json::from_value::<Service>(value).unwrap(),
+        expected()
+    );
 }
 
 /// What these environment variables give.
-fn environment<T: DeserializeOwned>(variables: &[(&str, &str)], numbers: bool) -> Result<T, config::ConfigError> {
-    let variables: HashMap<String, String> =
-        variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
-    let source = Environment::with_prefix("APP").prefix_separator("_").separator("__").try_parsing(numbers);
-    Config::builder().add_source(source.source(Some(variables))).build()?.try_deserialize()
+fn environment<T: DeserializeOwned>(
+    variables: &[(&str, &str)],
+    numbers: bool,
+) -> Result<T, config::ConfigError> {
+    let variables: HashMap<String, String> = variables
+        .iter()
+        .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+        .collect();
+    let source = Environment::with_prefix("APP")
+        .prefix_separator("_")
+        .separator("__")
+        .try_parsing(numbers);
+    Config::builder()
+        .add_source(source.source(Some(variables)))
+        .build()?
+        .try_deserialize()
 }
 
 #[test]
@@ -178,7 +204,13 @@ fn environment_variables() {
     let policy = Policy::new("api", sliding, Quota::per(5, Duration::from_secs(900))).unwrap();
     for numbers in [false, true] {
         let service: Service = environment(&variables, numbers).unwrap();
-        assert_eq!(service, Service { policies: policy.clone().into(), ..expected() });
+        assert_eq!(
+            service,
+            Service {
+                policies: policy.clone().into(),
+                ..expected()
+            }
+        );
     }
 }
 
@@ -191,7 +223,11 @@ fn environment_variables_of_a_layer() {
         headers: Headers,
     }
     let trust = ["private", "203.0.113.0/24"];
-    let client_ip = ClientIp::x_forwarded_for().trust(trust).unwrap().ipv6_prefix(56).unwrap();
+    let client_ip = ClientIp::x_forwarded_for()
+        .trust(trust)
+        .unwrap()
+        .ipv6_prefix(56)
+        .unwrap();
     let variables = [
         ("APP_CLIENT_IP__HEADER", "x-forwarded-for"),
         ("APP_CLIENT_IP__TRUST", "private, 203.0.113.0/24"),
@@ -200,19 +236,51 @@ fn environment_variables_of_a_layer() {
     ];
     for numbers in [false, true] {
         let layer: Layer = environment(&variables, numbers).unwrap();
-        assert_eq!(layer, Layer { client_ip: client_ip.clone(), headers: Headers::DRAFT.and(LegacyHeaders::GitHub) });
+        assert_eq!(
+            layer,
+            Layer {
+                client_ip: client_ip.clone(),
+                headers: Headers::DRAFT.and(LegacyHeaders::GitHub)
+            }
+        );
     }
-    let layer: Layer = environment(&[("APP_CLIENT_IP", "peer"), ("APP_HEADERS", "")], false).unwrap();
-    assert_eq!(layer, Layer { client_ip: ClientIp::peer(), headers: Headers::NONE });
+    let layer: Layer =
+        environment(&[("APP_CLIENT_IP", "peer"), ("APP_HEADERS", "")], false).unwrap();
+    assert_eq!(
+        layer,
+        Layer {
+            client_ip: ClientIp::peer(),
+            headers: Headers::NONE
+        }
+    );
 }
 
 #[test]
 fn a_wrong_variable_is_named() {
     for (variable, value, texts) in [
-        ("APP_STORE__TIMEOUT", "250", ["timeout: \"250\" is not a valid duration", "write it like `250ms`"]),
-        ("APP_STORE__CONECTIONS", "2", ["unknown field `conections`", "expected one of `kind`"]),
-        ("APP_POLICIES__QUOTA", "10/60", ["\"10/60\" is not a valid quota", "write it like `100/s`"]),
-        ("APP_POLICIES__BURST", "5", ["unknown field `burst`", "expected one of `name`"]),
+        (
+            "APP_STORE__TIMEOUT",
+            "250",
+            [
+                "timeout: \"250\" is not a valid duration",
+                "write it like `250ms`",
+            ],
+        ),
+        (
+            "APP_STORE__CONECTIONS",
+            "2",
+            ["unknown field `conections`", "expected one of `kind`"],
+        ),
+        (
+            "APP_POLICIES__QUOTA",
+            "10/60",
+            ["\"10/60\" is not a valid quota", "write it like `100/s`"],
+        ),
+        (
+            "APP_POLICIES__BURST",
+            "5",
+            ["unknown field `burst`", "expected one of `name`"],
+        ),
     ] {
         // The last of two with one name counts. Variables have no order, so that only one may be wrong.
         let variables = [
@@ -221,15 +289,26 @@ fn a_wrong_variable_is_named() {
             ("APP_POLICIES__QUOTA", "10/min"),
             (variable, value),
         ];
-        let error = environment::<Service>(&variables, false).unwrap_err().to_string();
-        assert!(texts.iter().all(|text| error.contains(text)), "{variable}: {error}");
+        let error = environment::<Service>(&variables, false)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            texts.iter().all(|text| error.contains(text)),
+            "{variable}: {error}"
+        );
     }
 }
 
 #[test]
 fn omitted_settings_have_defaults() {
-    assert_eq!(toml::from_str::<StoreConfig>("").unwrap(), StoreConfig::default());
-    assert_eq!(serde_json::from_str::<StoreConfig>(r#"{ "url": null }"#).unwrap(), StoreConfig::default());
+    assert_eq!(
+        toml::from_str::<StoreConfig>("").unwrap(),
+        StoreConfig::default()
+    );
+    assert_eq!(
+        serde_json::from_str::<StoreConfig>(r#"{ "url": null }"#).unwrap(),
+        StoreConfig::default()
+    );
     let policy: Policy = toml::from_str(
         r#"name = "api"
         quota = "10/s""#,
@@ -244,19 +323,29 @@ fn a_policy_alone_is_a_list() {
     struct File {
         policies: Policies,
     }
-    let api: Policies = Policy::new("api", Strategy::Gcra, Quota::per_minute(10)).unwrap().into();
+    let api: Policies = Policy::new("api", Strategy::Gcra, Quota::per_minute(10))
+        .unwrap()
+        .into();
     let file: File = toml::from_str(r#"policies = { name = "api", quota = "10/min" }"#).unwrap();
     assert_eq!(file.policies, api);
     let file: File = yaml_serde::from_str("policies: { name: api, quota: 10/min }").unwrap();
     assert_eq!(file.policies, api);
-    let file: File = environment(&[("APP_POLICIES__NAME", "api"), ("APP_POLICIES__QUOTA", "10/min")], false).unwrap();
+    let file: File = environment(
+        &[
+            ("APP_POLICIES__NAME", "api"),
+            ("APP_POLICIES__QUOTA", "10/min"),
+        ],
+        false,
+    )
+    .unwrap();
     assert_eq!(file.policies, api);
 }
 
 #[test]
 fn the_share_may_be_alive() {
     for share in ["alive", " alive "] {
-        let store: StoreConfig = serde_json::from_value(serde_json::json!({ "share": share })).unwrap();
+        let store: StoreConfig =
+            serde_json::from_value(serde_json::json!({ "share": share })).unwrap();
         assert_eq!(store.share, ShareConfig::Alive);
     }
 }
@@ -276,5 +365,8 @@ fn a_policy_may_be_flattened() {
         quota = "5/s""#,
     )
     .unwrap();
-    assert_eq!((route.path.as_str(), route.policy.name()), ("/search", "search"));
+    assert_eq!(
+        (route.path.as_str(), route.policy.name()),
+        ("/search", "search")
+    );
 }

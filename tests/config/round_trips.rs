@@ -42,35 +42,55 @@ fn assert_same<T: Serialize + DeserializeOwned + Clone + PartialEq + Debug>(valu
 }
 
 fn quotas() -> impl Generate<Value = Quota> {
-    let periods =
-        prop_oneof![1u64..31_000_000_000_000, select(&[1_000_000, 60_000_000, 900_000_000, 86_400_000_000][..])];
-    (1u32.., periods, option::of(1u32..)).prop_filter_map("a quota that can work", |(limit, period, burst)| {
-        let quota = Quota::per(limit, Duration::from_micros(period));
-        let quota = burst.map_or(quota, |burst| quota.burst(burst));
-        quota.is_valid().then_some(quota)
-    })
+    let periods = prop_oneof![
+        1u64..31_000_000_000_000,
+        select(&[1_000_000, 60_000_000, 900_000_000, 86_400_000_000][..])
+    ];
+    (1u32.., periods, option::of(1u32..)).prop_filter_map(
+        "a quota that can work",
+        |(limit, period, burst)| {
+            let quota = Quota::per(limit, Duration::from_micros(period));
+            let quota = burst.map_or(quota, |burst| quota.burst(burst));
+            quota.is_valid().then_some(quota)
+        },
+    )
 }
 
 fn strategies() -> impl Generate<Value = Strategy> {
-    let offset = (any::<u64>(), 0u32..1_000_000_000).prop_map(|(secs, nanos)| Duration::new(secs, nanos));
-    (select(Strategy::ALL), offset, 1u16..=1000).prop_map(|(strategy, offset, cells)| match strategy {
-        Strategy::FixedWindow(Align::Clock { .. }) => Strategy::FixedWindow(Align::Clock { offset }),
-        Strategy::SlidingWindow { .. } => Strategy::SlidingWindow { cells },
-        other => other,
-    })
+    let offset =
+        (any::<u64>(), 0u32..1_000_000_000).prop_map(|(secs, nanos)| Duration::new(secs, nanos));
+    (select(Strategy::ALL), offset, 1u16..=1000).prop_map(
+        |(strategy, offset, cells)| match strategy {
+            Strategy::FixedWindow(Align::Clock { .. }) => {
+                Strategy::FixedWindow(Align::Clock { offset })
+            }
+            Strategy::SlidingWindow { .. } => Strategy::SlidingWindow { cells },
+            other => other,
+        },
+    )
 }
 
 fn policies() -> impl Generate<Value = Policies> {
-    let policy = ("[a-zA-Z0-9._/-]{1,60}", strategies(), quotas(), option::of(1u32..=1_000));
+    let policy = (
+        "[a-zA-Z0-9._/-]{1,60}",
+        strategies(),
+        quotas(),
+        option::of(1u32..=1_000),
+    );
     proptest::collection::vec(policy, 1..5).prop_filter_map("policies that can work", |policies| {
         let policies = policies.into_iter().enumerate();
         // The number makes the name unique.
         let policies = policies.map(|(i, (name, strategy, quota, lease))| {
             let policy = Policy::new(&format!("{i}{name}"), strategy, quota)?;
             // Some part of the longest that most of them take.
-            let lease =
-                lease.map(|part| Duration::from_micros(quota.period().as_micros() as u64 / 2_000 * u64::from(part)));
-            Ok::<_, ConfigError>(lease.and_then(|time| policy.clone().leased(time).ok()).unwrap_or(policy))
+            let lease = lease.map(|part| {
+                Duration::from_micros(quota.period().as_micros() as u64 / 2_000 * u64::from(part))
+            });
+            Ok::<_, ConfigError>(
+                lease
+                    .and_then(|time| policy.clone().leased(time).ok())
+                    .unwrap_or(policy),
+            )
         });
         Policies::new(policies.collect::<Result<Vec<_>, _>>().ok()?).ok()
     })
@@ -79,20 +99,54 @@ fn policies() -> impl Generate<Value = Policies> {
 fn stores() -> impl Generate<Value = StoreConfig> {
     // TOML's integers have 63 bits.
     let size = || (1..=i64::MAX as usize).prop_filter_map("not zero", NonZeroUsize::new);
-    let time = || (any::<u64>(), 0u32..1_000_000_000).prop_map(|(secs, nanos)| Duration::new(secs, nanos));
-    let kind = select(&[StoreKind::Auto, StoreKind::Fallback, StoreKind::Redis, StoreKind::Local][..]);
+    let time =
+        || (any::<u64>(), 0u32..1_000_000_000).prop_map(|(secs, nanos)| Duration::new(secs, nanos));
+    let kind = select(
+        &[
+            StoreKind::Auto,
+            StoreKind::Fallback,
+            StoreKind::Redis,
+            StoreKind::Local,
+        ][..],
+    );
     let instances = || (1u32..).prop_filter_map("not zero", NonZeroU32::new);
-    let share = prop_oneof![Just(ShareConfig::Alive), instances().prop_map(ShareConfig::Fixed)];
+    let share = prop_oneof![
+        Just(ShareConfig::Alive),
+        instances().prop_map(ShareConfig::Fixed)
+    ];
     let optional = || option::of("\\PC{0,20}");
-    let text = (optional(), "\\PC{0,20}", [optional(), optional(), optional(), optional()]);
-    let sizes = (size(), size(), size(), size(), size(), 0..=i64::MAX as usize);
+    let text = (
+        optional(),
+        "\\PC{0,20}",
+        [optional(), optional(), optional(), optional()],
+    );
+    let sizes = (
+        size(),
+        size(),
+        size(),
+        size(),
+        size(),
+        0..=i64::MAX as usize,
+    );
     (kind, text, sizes, time(), time(), instances(), share).prop_map(
         |(kind, (url, prefix, tls), sizes, timeout, deadline, failures, share)| {
             let mut store = StoreConfig::default();
             (store.kind, store.url, store.prefix, store.share) = (kind, url, prefix, share);
-            (store.connections, store.queue, store.batch, store.partitions, store.local_keys, store.denials) = sizes;
+            (
+                store.connections,
+                store.queue,
+                store.batch,
+                store.partitions,
+                store.local_keys,
+                store.denials,
+            ) = sizes;
             (store.timeout, store.deadline, store.failures) = (timeout, deadline, failures);
-            let [root_certificates, client_certificate, client_key, server_name] = tls;
+            let [
+                root_certificates,
+                client_certificate,
+                client_key,
+                server_name,
+            ] = tls;
             store.root_certificates = root_certificates.map(Into::into);
             store.client_certificate = client_certificate.map(Into::into);
             store.client_key = client_key.map(Into::into);
@@ -105,8 +159,17 @@ fn stores() -> impl Generate<Value = StoreConfig> {
 /// Of every kind that there is.
 fn keys() -> impl Generate<Value = Key> {
     let address = (any::<IpAddr>(), 1u8..=128).prop_map(|(address, bits)| {
-        let request = http::Request::builder().extension(address).body(()).unwrap().into_parts().0;
-        ClientIp::peer().ipv6_prefix(bits).unwrap().extract(&request).unwrap()
+        let request = http::Request::builder()
+            .extension(address)
+            .body(())
+            .unwrap()
+            .into_parts()
+            .0;
+        ClientIp::peer()
+            .ipv6_prefix(bits)
+            .unwrap()
+            .extract(&request)
+            .unwrap()
     });
     let one = prop_oneof![
         any::<Vec<u8>>().prop_map(Key::new),
@@ -123,33 +186,45 @@ fn keys() -> impl Generate<Value = Key> {
 type Choices<K> = BTreeMap<K, Option<Policies>>;
 
 fn tiers(default: Policies, named: &Choices<String>, callers: &[(Key, Option<Policies>)]) -> Tiers {
-    let tiers = named.iter().fold(Tiers::new(default), |tiers, (name, policies)| match policies {
-        Some(policies) => tiers.tier(name.as_str(), policies.clone()),
-        None => tiers.exempt(name.as_str()),
-    });
-    callers.iter().fold(tiers, |tiers, (key, policies)| match policies {
-        Some(policies) => tiers.caller(*key, policies.clone()),
-        None => tiers.exempt_caller(*key),
-    })
+    let tiers = named.iter().fold(
+        Tiers::new(default),
+        |tiers, (name, policies)| match policies {
+            Some(policies) => tiers.tier(name.as_str(), policies.clone()),
+            None => tiers.exempt(name.as_str()),
+        },
+    );
+    callers
+        .iter()
+        .fold(tiers, |tiers, (key, policies)| match policies {
+            Some(policies) => tiers.caller(*key, policies.clone()),
+            None => tiers.exempt_caller(*key),
+        })
 }
 
 fn clients() -> impl Generate<Value = ClientIp> {
     let network = prop_oneof![
         select(&["private", "loopback", "unix"][..]).prop_map(str::to_owned),
         (any::<[u8; 4]>(), 1u8..=32).prop_map(|(v4, bits)| format!("{}/{bits}", IpAddr::from(v4))),
-        (any::<[u8; 16]>(), 1u8..=128).prop_map(|(v6, bits)| format!("{}/{bits}", IpAddr::from(v6))),
+        (any::<[u8; 16]>(), 1u8..=128)
+            .prop_map(|(v6, bits)| format!("{}/{bits}", IpAddr::from(v6))),
         any::<IpAddr>().prop_map(|address| address.to_string()),
     ];
-    let trust = prop_oneof![proptest::collection::vec(network, 1..5).prop_map(Ok), (1u8..).prop_map(Err),];
+    let trust = prop_oneof![
+        proptest::collection::vec(network, 1..5).prop_map(Ok),
+        (1u8..).prop_map(Err),
+    ];
     let header = select(&["X-Forwarded-For", "forwarded", "x-real-ip"][..]);
-    (option::of((header, trust)), 1u8..=128).prop_filter_map("networks of some addresses", |(forwarding, bits)| {
-        let client = match forwarding {
-            None => ClientIp::peer(),
-            Some((header, Ok(networks))) => ClientIp::header(header).trust(networks).ok()?,
-            Some((header, Err(hops))) => ClientIp::header(header).hops(hops).ok()?,
-        };
-        client.ipv6_prefix(bits).ok()
-    })
+    (option::of((header, trust)), 1u8..=128).prop_filter_map(
+        "networks of some addresses",
+        |(forwarding, bits)| {
+            let client = match forwarding {
+                None => ClientIp::peer(),
+                Some((header, Ok(networks))) => ClientIp::header(header).trust(networks).ok()?,
+                Some((header, Err(hops))) => ClientIp::header(header).hops(hops).ok()?,
+            };
+            client.ipv6_prefix(bits).ok()
+        },
+    )
 }
 
 proptest! {
@@ -212,16 +287,33 @@ proptest! {
 
 #[test]
 fn choices_round_trip() {
-    [StoreKind::Auto, StoreKind::Fallback, StoreKind::Redis, StoreKind::Local].into_iter().for_each(assert_same);
-    [OnError::Reject, OnError::Allow].into_iter().for_each(assert_same);
-    [OnMissingKey::Reject, OnMissingKey::Allow].into_iter().for_each(assert_same);
-    [ShareConfig::Alive, ShareConfig::Fixed(NonZeroU32::MAX)].into_iter().for_each(assert_same);
+    [
+        StoreKind::Auto,
+        StoreKind::Fallback,
+        StoreKind::Redis,
+        StoreKind::Local,
+    ]
+    .into_iter()
+    .for_each(assert_same);
+    [OnError::Reject, OnError::Allow]
+        .into_iter()
+        .for_each(assert_same);
+    [OnMissingKey::Reject, OnMissingKey::Allow]
+        .into_iter()
+        .for_each(assert_same);
+    [ShareConfig::Alive, ShareConfig::Fixed(NonZeroU32::MAX)]
+        .into_iter()
+        .for_each(assert_same);
     assert_same(StoreConfig::default());
     for headers in [Headers::DRAFT, Headers::NONE] {
         assert_same(headers);
-        [LegacyHeaders::GitHub, LegacyHeaders::XSeconds, LegacyHeaders::Draft6]
-            .into_iter()
-            .for_each(|legacy| assert_same(headers.and(legacy)));
+        [
+            LegacyHeaders::GitHub,
+            LegacyHeaders::XSeconds,
+            LegacyHeaders::Draft6,
+        ]
+        .into_iter()
+        .for_each(|legacy| assert_same(headers.and(legacy)));
     }
     Strategy::ALL.iter().copied().for_each(assert_same);
 }
@@ -231,7 +323,10 @@ fn choices_round_trip() {
 fn in_flight_policies_round_trip() {
     let policy = Policy::in_flight("streams", 4).unwrap();
     let text = serde_json::to_string(&policy).unwrap();
-    assert_eq!(text, r#"{"name":"streams","strategy":"in-flight","quota":"4/30s"}"#);
+    assert_eq!(
+        text,
+        r#"{"name":"streams","strategy":"in-flight","quota":"4/30s"}"#
+    );
     assert_same(policy.slot_ttl(Duration::from_secs(5)).unwrap());
 }
 
@@ -239,10 +334,18 @@ fn in_flight_policies_round_trip() {
 fn written_settings_are_readable() {
     let policies = Policies::new([
         Policy::new("burst", Strategy::Gcra, Quota::per_second(100).burst(200)).unwrap(),
-        Policy::new("login", Strategy::SlidingLog, Quota::per(5, Duration::from_secs(900))).unwrap(),
+        Policy::new(
+            "login",
+            Strategy::SlidingLog,
+            Quota::per(5, Duration::from_secs(900)),
+        )
+        .unwrap(),
     ]);
     assert_eq!(
-        toml::to_string(&File { value: policies.unwrap() }).unwrap(),
+        toml::to_string(&File {
+            value: policies.unwrap()
+        })
+        .unwrap(),
         r#"[[value]]
 name = "burst"
 strategy = "gcra"

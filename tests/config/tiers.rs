@@ -10,13 +10,23 @@ use tower_redis_ratelimit::select::{PolicySelector, Tier, Tiers};
 use tower_redis_ratelimit::{Key, Policies, Policy, Quota};
 
 fn request(tier: &'static str) -> Parts {
-    Request::builder().extension(Tier::new(tier)).body(()).unwrap().into_parts().0
+    Request::builder()
+        .extension(Tier::new(tier))
+        .body(())
+        .unwrap()
+        .into_parts()
+        .0
 }
 
 /// The names of the policies of a caller in a plan; nothing for one that is exempt.
 fn names(tiers: &Tiers, tier: &'static str, caller: Key) -> String {
     let policies = tiers.policies(&request(tier), Some(&caller));
-    policies.iter().flatten().map(Policy::name).collect::<Vec<_>>().join(" ")
+    policies
+        .iter()
+        .flatten()
+        .map(Policy::name)
+        .collect::<Vec<_>>()
+        .join(" ")
 }
 
 fn read<T: DeserializeOwned>(value: Value) -> Result<T, String> {
@@ -49,8 +59,15 @@ fn toml() {
     assert_eq!(names(&tiers, "unknown", nobody), "free");
     assert_eq!(names(&tiers, "pro", Key::new("tenant-7")), "large");
     assert_eq!(names(&tiers, "pro", Key::secret("sk-live-1")), "partner");
-    assert_eq!(names(&tiers, "pro", Key::ip("192.0.2.7".parse().unwrap())), "");
-    assert_eq!(names(&tiers, "unknown", Key::new("sk-live-1")), "free", "a secret is not what is spelled like it");
+    assert_eq!(
+        names(&tiers, "pro", Key::ip("192.0.2.7".parse().unwrap())),
+        ""
+    );
+    assert_eq!(
+        names(&tiers, "unknown", Key::new("sk-live-1")),
+        "free",
+        "a secret is not what is spelled like it"
+    );
 }
 
 #[test]
@@ -67,11 +84,18 @@ fn yaml_and_json() {
         "tiers": { "pro": [{ "name": "pro", "quota": "6000/min" }] },
         "callers": { "7": { "name": "seven", "quota": "7/s" }, "ip:2001:db8::7": "exempt" }
     }"#;
-    for tiers in [yaml_serde::from_str::<Tiers>(yaml).unwrap(), serde_json::from_str(json).unwrap()] {
+    for tiers in [
+        yaml_serde::from_str::<Tiers>(yaml).unwrap(),
+        serde_json::from_str(json).unwrap(),
+    ] {
         assert_eq!(names(&tiers, "free", Key::new("nobody")), "free");
         assert_eq!(names(&tiers, "pro", Key::new("nobody")), "pro");
         assert_eq!(names(&tiers, "pro", Key::new("7")), "seven");
-        assert_eq!(names(&tiers, "pro", Key::ip("2001:db8::ffff".parse().unwrap())), "", "the same /64");
+        assert_eq!(
+            names(&tiers, "pro", Key::ip("2001:db8::ffff".parse().unwrap())),
+            "",
+            "the same /64"
+        );
     }
 }
 
@@ -79,7 +103,12 @@ fn yaml_and_json() {
 fn plan_names_come_from_code() {
     let tiers: Tiers = toml::from_str(FILE).unwrap();
     let tiers = tiers.named_by(|request| request.headers.get("plan")?.to_str().ok());
-    let request = Request::builder().header("plan", "internal").body(()).unwrap().into_parts().0;
+    let request = Request::builder()
+        .header("plan", "internal")
+        .body(())
+        .unwrap()
+        .into_parts()
+        .0;
     assert_eq!(tiers.policies(&request, None), None);
 }
 
@@ -104,16 +133,28 @@ fn callers_are_found_by_their_keys() {
         ("ip:2001:db8::7", ip("2001:db8::")),
         ("ip:2001:db8::/64", ip("2001:db8::")),
         ("ip:2001:0db8:0000:0000::/64", ip("2001:db8::")),
-        ("tenant-7,ip:192.0.2.7", Key::tuple(&[Key::new("tenant-7"), ip("192.0.2.7")])),
+        (
+            "tenant-7,ip:192.0.2.7",
+            Key::tuple(&[Key::new("tenant-7"), ip("192.0.2.7")]),
+        ),
         ("a,secret:b", Key::tuple(&[Key::new("a"), Key::secret("b")])),
         ("*", Key::GLOBAL),
         #[cfg(feature = "axum")]
-        ("route:none", MatchedRoute.extract(&request("free")).unwrap()),
+        (
+            "route:none",
+            MatchedRoute.extract(&request("free")).unwrap(),
+        ),
     ] {
-        let text = json!({ "default": { "name": "free", "quota": "1/s" }, "callers": { text: "exempt" } });
+        let text =
+            json!({ "default": { "name": "free", "quota": "1/s" }, "callers": { text: "exempt" } });
         let tiers: Tiers = read(text.clone()).unwrap();
         assert_eq!(tiers.policies(&request("free"), Some(&key)), None, "{text}");
-        assert!(tiers.policies(&request("free"), Some(&Key::new("another"))).is_some(), "{text}");
+        assert!(
+            tiers
+                .policies(&request("free"), Some(&Key::new("another")))
+                .is_some(),
+            "{text}"
+        );
     }
 }
 
@@ -208,7 +249,9 @@ fn impossible_callers_are_refused() {
     ] {
         let error = read::<Tiers>(caller(text)).expect_err(text);
         assert!(
-            error.starts_with(&format!("{text:?} is not a valid caller: write a caller's key as it is")),
+            error.starts_with(&format!(
+                "{text:?} is not a valid caller: write a caller's key as it is"
+            )),
             "{error}"
         );
     }
@@ -229,11 +272,17 @@ fn no_error_shows_a_secret() {
         "a,SECRET:sk-live-1",
     ] {
         let error = read::<Tiers>(caller(text)).expect_err(text);
-        assert!(error.contains("is not a valid caller") && !error.contains("sk-live"), "{error}");
+        assert!(
+            error.contains("is not a valid caller") && !error.contains("sk-live"),
+            "{error}"
+        );
     }
     let turned_round = json!({ "default": { "name": "free", "quota": "1/s" }, "callers": { "a": "secret:sk-live-1" } });
     let error = read::<Tiers>(turned_round).unwrap_err();
-    assert!(error.starts_with("\"secret:\u{2026}\" is not a valid policy"), "{error}");
+    assert!(
+        error.starts_with("\"secret:\u{2026}\" is not a valid policy"),
+        "{error}"
+    );
 }
 
 /// What cannot be read again is not written.
@@ -241,7 +290,10 @@ fn no_error_shows_a_secret() {
 fn unwritable_callers_are_an_error() {
     let tiers = Tiers::new(policy("free")).exempt_caller(Key::new("192.0.2.7"));
     let error = serde_json::to_string(&tiers).unwrap_err().to_string();
-    assert!(error.starts_with("\"192.0.2.7\" is not a valid caller"), "{error}");
+    assert!(
+        error.starts_with("\"192.0.2.7\" is not a valid caller"),
+        "{error}"
+    );
 }
 
 /// A format may allow it, and two texts may be one caller. A secret is not shown.
@@ -249,19 +301,30 @@ fn unwritable_callers_are_an_error() {
 fn duplicates_are_refused() {
     let secret = Key::secret("sk-live-1");
     for (tables, text) in [
-        (r#""tiers": { "pro": "exempt", "pro": "exempt" }"#.to_owned(), "the tier \"pro\" is there twice".to_owned()),
+        (
+            r#""tiers": { "pro": "exempt", "pro": "exempt" }"#.to_owned(),
+            "the tier \"pro\" is there twice".to_owned(),
+        ),
         (
             r#""callers": { "ip:2001:db8::1": "exempt", "ip:2001:db8::2": "exempt" }"#.to_owned(),
             "the caller \"ip:2001:0db8:0000:0000::/64\" is there twice".to_owned(),
         ),
         (
-            format!(r#""callers": {{ "secret:sk-live-1": "exempt", {:?}: "exempt" }}"#, secret.reveal()),
+            format!(
+                r#""callers": {{ "secret:sk-live-1": "exempt", {:?}: "exempt" }}"#,
+                secret.reveal()
+            ),
             format!("the caller {:?} is there twice", secret.reveal()),
         ),
     ] {
         let file = format!(r#"{{ "default": {{ "name": "free", "quota": "1/s" }}, {tables} }}"#);
-        let error = serde_json::from_str::<Tiers>(&file).unwrap_err().to_string();
-        assert!(error.starts_with(&format!("{text}: write it once at line 1")), "{error}");
+        let error = serde_json::from_str::<Tiers>(&file)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.starts_with(&format!("{text}: write it once at line 1")),
+            "{error}"
+        );
         assert!(!error.contains("sk-live"), "{error}");
     }
 }
@@ -273,16 +336,25 @@ fn errors_name_their_line() {
         ("pro = { name = \"pro\", quota = \"5/M\" }", 3, 31),
         ("[callers]\n\"ip:x\" = \"exempt\"", 4, 1),
     ] {
-        let file = format!("default = {{ name = \"free\", quota = \"60/min\" }}\n[tiers]\n{wrong}\n");
+        let file =
+            format!("default = {{ name = \"free\", quota = \"60/min\" }}\n[tiers]\n{wrong}\n");
         let error = toml::from_str::<Tiers>(&file).unwrap_err().to_string();
-        assert!(error.starts_with(&format!("TOML parse error at line {line}, column {column}\n")), "{error}");
+        assert!(
+            error.starts_with(&format!(
+                "TOML parse error at line {line}, column {column}\n"
+            )),
+            "{error}"
+        );
     }
 }
 
 #[test]
 fn written_settings_are_readable() {
     let tiers = Tiers::new(policy("free"))
-        .tier("pro", Policies::new([policy("pro"), policy("daily")]).unwrap())
+        .tier(
+            "pro",
+            Policies::new([policy("pro"), policy("daily")]).unwrap(),
+        )
         .exempt("internal")
         .exempt_caller(Key::ip("192.0.2.7".parse().unwrap()))
         .caller(Key::new("tenant-7"), policy("large"));

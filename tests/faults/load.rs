@@ -56,7 +56,12 @@ pub struct Setup {
 
 impl Default for Setup {
     fn default() -> Self {
-        Self { instances: INSTANCES, connections: 2, timeout: Duration::from_millis(250), leased: false }
+        Self {
+            instances: INSTANCES,
+            connections: 2,
+            timeout: Duration::from_millis(250),
+            leased: false,
+        }
     }
 }
 
@@ -74,7 +79,11 @@ impl Kind {
         if !is_leased {
             return policy(Strategy::Gcra, &format!("{}/100d", self.limit()));
         }
-        leased(Strategy::Gcra, self.limit() as u32, Duration::from_millis(400))
+        leased(
+            Strategy::Gcra,
+            self.limit() as u32,
+            Duration::from_millis(400),
+        )
     }
 }
 
@@ -116,7 +125,9 @@ impl Observer for Notes {
     }
 
     fn leased(&self, event: &event::Leased) {
-        self.0.left.fetch_add(event.refunded + event.expired, SeqCst);
+        self.0
+            .left
+            .fetch_add(event.refunded + event.expired, SeqCst);
         self.0.largest.fetch_max(event.charged, SeqCst);
     }
 
@@ -138,16 +149,36 @@ pub struct Instance {
 }
 
 impl Instance {
-    pub fn new(url: &str, Setup { instances, connections, timeout, .. }: Setup) -> Self {
+    pub fn new(
+        url: &str,
+        Setup {
+            instances,
+            connections,
+            timeout,
+            ..
+        }: Setup,
+    ) -> Self {
         let notes = Notes::default();
         let connections = NonZeroUsize::new(connections).unwrap();
         let share = Share::Fixed(NonZeroU32::new(instances as u32).unwrap());
-        let redis = RedisStore::builder(url).timeout(timeout).connections(connections).connect_lazy().unwrap();
-        let store =
-            Fallback::new(redis, LocalStore::default()).deadline(DEADLINE).share(share.clone()).observer(notes.clone());
+        let redis = RedisStore::builder(url)
+            .timeout(timeout)
+            .connections(connections)
+            .connect_lazy()
+            .unwrap();
+        let store = Fallback::new(redis, LocalStore::default())
+            .deadline(DEADLINE)
+            .share(share.clone())
+            .observer(notes.clone());
         let leased = Leased::new(store.clone()).share(share);
         leased.observe(&(Arc::new(notes.clone()) as Arc<dyn Observer>));
-        Self { store, leased, events: notes.0, denied: Default::default(), by_redis: AtomicU64::new(0) }
+        Self {
+            store,
+            leased,
+            events: notes.0,
+            denied: Default::default(),
+            by_redis: AtomicU64::new(0),
+        }
     }
 
     /// How many requests Redis has decided for it.
@@ -157,7 +188,9 @@ impl Instance {
 
     /// Whether every caller of this kind was denied by this source.
     pub fn has_denied(&self, kind: Kind, source: Source) -> bool {
-        (0..CALLERS.len()).filter(|caller| CALLERS[*caller].1 == kind).all(|caller| self.denies(caller, source))
+        (0..CALLERS.len())
+            .filter(|caller| CALLERS[*caller].1 == kind)
+            .all(|caller| self.denies(caller, source))
     }
 
     /// Whether a caller was denied by this source.
@@ -200,7 +233,9 @@ pub struct Load {
 impl Load {
     pub fn new(url: &str, setup: Setup) -> Self {
         Self {
-            instances: (0..setup.instances).map(|_| Instance::new(url, setup)).collect(),
+            instances: (0..setup.instances)
+                .map(|_| Instance::new(url, setup))
+                .collect(),
             sums: Arc::default(),
             leased: setup.leased,
             tight: Arc::default(),
@@ -224,13 +259,21 @@ impl Load {
         let (count, leased) = (self.instances.len(), self.leased);
         for i in 0..count * TASKS {
             let (instances, sums) = (Arc::clone(&self.instances), Arc::clone(&self.sums));
-            let (tight, burst, stop) = (Arc::clone(&self.tight), Arc::clone(&self.burst), Arc::clone(&self.stop));
+            let (tight, burst, stop) = (
+                Arc::clone(&self.tight),
+                Arc::clone(&self.burst),
+                Arc::clone(&self.stop),
+            );
             self.tasks.spawn(async move {
                 let instance = &instances[i % count];
-                let checks: Vec<Check> = (0..CALLERS.len()).map(|caller| take(caller, leased)).collect();
+                let checks: Vec<Check> = (0..CALLERS.len())
+                    .map(|caller| take(caller, leased))
+                    .collect();
                 let (mut healthy, mut open) = (vec![], vec![]);
                 // Not all at once.
-                let mut pause = sums.pause(LONGEST_PAUSE * i as u32 / (count * TASKS) as u32).await;
+                let mut pause = sums
+                    .pause(LONGEST_PAUSE * i as u32 / (count * TASKS) as u32)
+                    .await;
                 for turn in i / count.. {
                     if stop.load(SeqCst) {
                         break;
@@ -284,7 +327,10 @@ impl Load {
 
     /// A sum over all instances.
     pub fn total(&self, of: impl Fn(&Events) -> &AtomicU64) -> u64 {
-        self.instances.iter().map(|instance| of(&instance.events).load(SeqCst)).sum()
+        self.instances
+            .iter()
+            .map(|instance| of(&instance.events).load(SeqCst))
+            .sum()
     }
 }
 
@@ -295,7 +341,11 @@ impl Sums {
         sleep(pause).await;
         let late = since.elapsed() - pause;
         if late > DEADLINE / 2 {
-            let slot = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis() / DEADLINE.as_millis();
+            let slot = SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .unwrap()
+                .as_millis()
+                / DEADLINE.as_millis();
             let mut stalls = self.stalls.lock().unwrap();
             let longest = stalls.entry(slot as u64).or_default();
             *longest = late.max(*longest);
@@ -309,7 +359,13 @@ impl Sums {
     }
 
     pub fn longest_stall(&self) -> Duration {
-        self.stalls.lock().unwrap().values().max().copied().unwrap_or_default()
+        self.stalls
+            .lock()
+            .unwrap()
+            .values()
+            .max()
+            .copied()
+            .unwrap_or_default()
     }
 
     /// The 99th percentiles before the fault and once the breaker was open, if requests came then.
@@ -317,7 +373,9 @@ impl Sums {
         let of = |times: &Mutex<Vec<u64>>| {
             let mut times = times.lock().unwrap();
             times.sort_unstable();
-            times.get(times.len() * 99 / 100).map(|micros| Duration::from_micros(*micros))
+            times
+                .get(times.len() * 99 / 100)
+                .map(|micros| Duration::from_micros(*micros))
         };
         (of(&self.healthy), of(&self.open))
     }
@@ -347,7 +405,8 @@ async fn ask(instance: &Instance, sums: &Sums, caller: usize, check: &Check) -> 
                 instance.by_redis.fetch_add(1, SeqCst);
             }
             if !decision.is_allowed() {
-                instance.denied[usize::from(decision.source() == Source::Local)][caller].store(true, SeqCst);
+                instance.denied[usize::from(decision.source() == Source::Local)][caller]
+                    .store(true, SeqCst);
             }
         }
     }

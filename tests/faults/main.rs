@@ -1,6 +1,11 @@
 //! Every way that we know in which Redis fails, under load from four instances: what must hold in each of them.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 #![allow(clippy::disallowed_methods, reason = "real servers fail in real time")]
 #![allow(unreachable_pub, reason = "shared with a benchmark")]
 
@@ -41,7 +46,10 @@ mod leased {
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn very_slow() {
-        println!("{:?}", run(Fault::Path(Mode::Delay(Duration::from_millis(500)))).await);
+        println!(
+            "{:?}",
+            run(Fault::Path(Mode::Delay(Duration::from_millis(500)))).await
+        );
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -52,7 +60,12 @@ mod leased {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_deadline_alone_bounds_the_wait() {
-    for mode in [Mode::Silent, Mode::BlackHole, Mode::Swallow, Mode::Delay(Duration::from_secs(5))] {
+    for mode in [
+        Mode::Silent,
+        Mode::BlackHole,
+        Mode::Swallow,
+        Mode::Delay(Duration::from_secs(5)),
+    ] {
         matrix::deadline(mode).await;
     }
 }
@@ -70,15 +83,29 @@ async fn others_wait_while_an_instance_reconciles() {
 fn fifty_outages_leave_nothing_behind() {
     const ALONE: &str = "FAULTS_ALONE";
     if std::env::var_os(ALONE).is_some() {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .unwrap();
         return runtime.block_on(matrix::cycles(50));
     }
     let this = std::env::current_exe().unwrap();
     let mut alone = Command::new(this);
-    alone.args(["fifty_outages_leave_nothing_behind", "--exact", "--nocapture"]).env(ALONE, "1");
+    alone
+        .args([
+            "fifty_outages_leave_nothing_behind",
+            "--exact",
+            "--nocapture",
+        ])
+        .env(ALONE, "1");
     let output = alone.output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{text}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     assert!(text.contains("1 passed"), "{text}");
     println!("{text}");
 }

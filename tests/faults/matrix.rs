@@ -68,7 +68,11 @@ impl Fault {
     fn setup(self) -> Setup {
         match self {
             // Alone, each late answer is of the whole limit; and of many connections they come one by one.
-            Self::Path(Mode::Waver(..)) => Setup { instances: 1, connections: 16, ..Setup::default() },
+            Self::Path(Mode::Waver(..)) => Setup {
+                instances: 1,
+                connections: 16,
+                ..Setup::default()
+            },
             _ => Setup::default(),
         }
     }
@@ -92,9 +96,13 @@ impl Fault {
     /// cut first, the breaker may be open before any other error is seen, and a connection that rests then has none.
     fn shows_as(self) -> &'static [ErrorKind] {
         match self {
-            Self::KilledEmpty | Self::Killed | Self::Cut | Self::StartDown => &[ErrorKind::Unreachable],
+            Self::KilledEmpty | Self::Killed | Self::Cut | Self::StartDown => {
+                &[ErrorKind::Unreachable]
+            }
             Self::Path(Mode::Half | Mode::Refuse) => &[ErrorKind::Unreachable],
-            Self::Path(Mode::Answer(reply)) if reply.starts_with(b"-LOADING") => &[ErrorKind::NotReady],
+            Self::Path(Mode::Answer(reply)) if reply.starts_with(b"-LOADING") => {
+                &[ErrorKind::NotReady]
+            }
             Self::Path(Mode::Answer(_)) => &[ErrorKind::Protocol],
             Self::Path(Mode::Delay(delay)) if delay < DEADLINE => &[],
             Self::Frozen | Self::Path(_) => &[ErrorKind::Timeout],
@@ -177,7 +185,10 @@ struct Scene {
 
 impl Scene {
     async fn command(&mut self, command: &str) {
-        let _: redis::Value = cmd(command).query_async(&mut self.admin).await.expect(command);
+        let _: redis::Value = cmd(command)
+            .query_async(&mut self.admin)
+            .await
+            .expect(command);
     }
 
     async fn inject(&mut self, fault: Fault) {
@@ -192,7 +203,10 @@ impl Scene {
             }
             Fault::OutOfMemory => self.command("CONFIG SET maxmemory 1").await,
             Fault::NoReplicas => self.command("CONFIG SET min-replicas-to-write 1").await,
-            Fault::Replica => self.command(&format!("REPLICAOF 127.0.0.1 {}", free_port())).await,
+            Fault::Replica => {
+                self.command(&format!("REPLICAOF 127.0.0.1 {}", free_port()))
+                    .await
+            }
             Fault::ScriptFlush => self.command("SCRIPT FLUSH").await,
             Fault::FlushAll => self.command("FLUSHALL").await,
             Fault::Password => {
@@ -250,7 +264,14 @@ pub async fn run(fault: Fault) -> Outcome {
 /// The same of callers that are leased to.
 #[allow(dead_code, reason = "not all targets have it")]
 pub async fn leased(fault: Fault) -> Outcome {
-    run_as(fault, Setup { leased: true, ..fault.setup() }).await
+    run_as(
+        fault,
+        Setup {
+            leased: true,
+            ..fault.setup()
+        },
+    )
+    .await
 }
 
 async fn run_as(fault: Fault, setup: Setup) -> Outcome {
@@ -259,14 +280,25 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
         _ => &[],
     };
     let server = block_in_place(|| RedisServer::start_with(args));
-    let proxy = Proxy::start(server.port(), if fault == Fault::StartDown { Mode::Refuse } else { Mode::Pass });
+    let proxy = Proxy::start(
+        server.port(),
+        if fault == Fault::StartDown {
+            Mode::Refuse
+        } else {
+            Mode::Pass
+        },
+    );
     let url = match fault {
         Fault::Path(_) | Fault::StartDown => proxy.url(),
         Fault::NoName => "redis://redis.invalid/".to_owned(),
         _ => server.url(),
     };
     let admin = server.connection().await;
-    let mut scene = Scene { server, proxy, admin };
+    let mut scene = Scene {
+        server,
+        proxy,
+        admin,
+    };
     let mut load = Load::new(&url, setup);
     let instances = std::sync::Arc::clone(&load.instances);
 
@@ -279,9 +311,9 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
         // Those who are leased to ask Redis now and then.
         let some = if setup.leased { 50 } else { 500 };
         until("every instance knows who is spent", async || {
-            instances
-                .iter()
-                .all(|instance| instance.by_redis() > some && instance.has_denied(Kind::Spent, Source::Redis))
+            instances.iter().all(|instance| {
+                instance.by_redis() > some && instance.has_denied(Kind::Spent, Source::Redis)
+            })
         })
         .await;
     }
@@ -301,16 +333,26 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
     scene.inject(fault).await;
     if fault.forgets() {
         // A grant that is recorded only now was forgotten too.
-        forgotten.iter_mut().zip(&load.sums.redis).for_each(|(count, sum)| *count = sum.load(SeqCst).max(*count));
+        forgotten
+            .iter_mut()
+            .zip(&load.sums.redis)
+            .for_each(|(count, sum)| *count = sum.load(SeqCst).max(*count));
     }
     load.tighten();
     if matches!(fault, Fault::Path(Mode::Waver(..))) {
         load.burst();
     }
     if fault.is_outage() {
-        until("every instance goes on by itself", async || instances.iter().all(|i| i.store.is_degraded())).await;
-        until("every part is used up", async || instances.iter().all(|i| i.has_denied(Kind::Tight, Source::Local)))
-            .await;
+        until("every instance goes on by itself", async || {
+            instances.iter().all(|i| i.store.is_degraded())
+        })
+        .await;
+        until("every part is used up", async || {
+            instances
+                .iter()
+                .all(|i| i.has_denied(Kind::Tight, Source::Local))
+        })
+        .await;
     }
     while since.elapsed() < fault.lasts() {
         // The length of the fault.
@@ -322,14 +364,20 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
 
     scene.heal(fault).await;
     let healed = Instant::now();
-    let by_redis: Vec<u64> = instances.iter().map(|instance| instance.by_redis()).collect();
+    let by_redis: Vec<u64> = instances
+        .iter()
+        .map(|instance| instance.by_redis())
+        .collect();
     let mut recovery = None;
     if fault != Fault::NoName {
         // Not all at the same moment: on a busy machine one may be away again.
         let back: Vec<AtomicBool> = by_redis.iter().map(|_| AtomicBool::new(false)).collect();
         until("every instance is back", async || {
             for ((instance, before), back) in instances.iter().zip(&by_redis).zip(&back) {
-                back.fetch_or(!instance.store.is_degraded() && instance.by_redis() > *before, SeqCst);
+                back.fetch_or(
+                    !instance.store.is_degraded() && instance.by_redis() > *before,
+                    SeqCst,
+                );
             }
             back.iter().all(|back| back.load(SeqCst))
         })
@@ -337,7 +385,9 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
         recovery = Some(healed.elapsed());
         // Whatever Redis still has for anybody is asked for now.
         until("Redis has nothing left for the tight", async || {
-            instances.iter().all(|instance| instance.has_denied(Kind::Tight, Source::Redis))
+            instances
+                .iter()
+                .all(|instance| instance.has_denied(Kind::Tight, Source::Redis))
         })
         .await;
     }
@@ -348,15 +398,28 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
     let failed = load.total(|events| &events.failed);
     let opened = load.total(|events| &events.degraded);
     let worst = Duration::from_micros(sums.worst.load(SeqCst));
-    assert_eq!(sums.errors.load(SeqCst), 0, "requests failed because of the limiter");
+    assert_eq!(
+        sums.errors.load(SeqCst),
+        0,
+        "requests failed because of the limiter"
+    );
     let may_take = RECOVERY + ATTEMPT * sums.stalls() as u32;
-    assert!(recovery.is_none_or(|recovery| recovery < may_take), "back after {recovery:?}, of {may_take:?}");
+    assert!(
+        recovery.is_none_or(|recovery| recovery < may_take),
+        "back after {recovery:?}, of {may_take:?}"
+    );
     let stalled = sums.longest_stall();
-    assert!(worst <= DEADLINE + SLACK + stalled, "a request waited for {worst:?}, and the machine for {stalled:?}");
+    assert!(
+        worst <= DEADLINE + SLACK + stalled,
+        "a request waited for {worst:?}, and the machine for {stalled:?}"
+    );
     // Of those who are leased to few checks fail, and maybe none in this way.
     let kinds = fault.shows_as();
     if !setup.leased && !kinds.is_empty() {
-        let seen: Vec<_> = instances.iter().flat_map(|i| i.events.kinds.lock().unwrap().clone()).collect();
+        let seen: Vec<_> = instances
+            .iter()
+            .flat_map(|i| i.events.kinds.lock().unwrap().clone())
+            .collect();
         assert!(
             kinds.iter().any(|kind| seen.contains(kind)),
             "no check failed with any of {kinds:?}, but with {seen:?}"
@@ -365,7 +428,14 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
     // Checks that a stall of the machine may have made late: each that was under way. Redis may have stalled for longer.
     let late = (sums.stalls() + sums.stalls().min(1)) * (instances.len() * TASKS) as u64;
     if fault.is_unnoticed() {
-        let of_time = instances.iter().all(|i| i.events.kinds.lock().unwrap().iter().all(|k| *k == ErrorKind::Timeout));
+        let of_time = instances.iter().all(|i| {
+            i.events
+                .kinds
+                .lock()
+                .unwrap()
+                .iter()
+                .all(|k| *k == ErrorKind::Timeout)
+        });
         assert!(
             failed <= late && of_time,
             "Redis decides all the same, but {failed} checks failed, of {late} that may"
@@ -375,13 +445,23 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
     if fault != Fault::NoName {
         reconciled(&forgotten, &scene, &load, setup.leased).await;
     }
-    let (dropped, charged) = (load.total(|events| &events.dropped), load.total(|events| &events.charged));
+    let (dropped, charged) = (
+        load.total(|events| &events.dropped),
+        load.total(|events| &events.charged),
+    );
     // Once Redis has forgotten them, the spent are granted something again.
     let unanswered = if fault.forgets() { failed } else { early };
     let second_helping = unanswered + opened_early * Kind::Spent.limit() / instances.len() as u64;
     let (mut granted, mut allowed) = (0, 0);
-    for (i, (name, kind)) in CALLERS.iter().enumerate().filter(|(_, (_, kind))| *kind != Kind::Ample) {
-        let (of_it, may) = (get(&sums.redis, i) + get(&sums.local, i), kind.limit() + forgotten[i]);
+    for (i, (name, kind)) in CALLERS
+        .iter()
+        .enumerate()
+        .filter(|(_, (_, kind))| *kind != Kind::Ample)
+    {
+        let (of_it, may) = (
+            get(&sums.redis, i) + get(&sums.local, i),
+            kind.limit() + forgotten[i],
+        );
         if *kind == Kind::Spent && !fault.starts_down() {
             let (redis, local) = (get(&sums.redis, i), get(&sums.local, i));
             assert!(
@@ -399,16 +479,30 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
         bound += dropped;
     }
     if fault.is_partial() {
-        let tight: u64 = CALLERS.iter().filter(|(_, kind)| *kind == Kind::Tight).map(|(_, kind)| kind.limit()).sum();
+        let tight: u64 = CALLERS
+            .iter()
+            .filter(|(_, kind)| *kind == Kind::Tight)
+            .map(|(_, kind)| kind.limit())
+            .sum();
         bound += tight - tight / count;
     }
-    assert!(granted <= allowed + bound, "granted {granted} of {allowed}, {bound} more at most");
+    assert!(
+        granted <= allowed + bound,
+        "granted {granted} of {allowed}, {bound} more at most"
+    );
     if fault.is_outage() {
         let (failed, opened) = (failed - early, opened - opened_early);
         // For each caller an ask, and what is left of up to four blocks.
-        let of_blocks = if setup.leased { 5 * CALLERS.len() as u64 } else { 0 };
+        let of_blocks = if setup.leased {
+            5 * CALLERS.len() as u64
+        } else {
+            0
+        };
         let most = opened * (TASKS as u64 + 3 + of_blocks) + late;
-        assert!(failed <= most, "{failed} checks were not answered, of {most} that may be");
+        assert!(
+            failed <= most,
+            "{failed} checks were not answered, of {most} that may be"
+        );
     }
 
     let (healthy_p99, open_p99) = sums.p99();
@@ -430,7 +524,11 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
 
 /// A store of its own.
 async fn asker(scene: &Scene) -> RedisStore {
-    RedisStore::builder(scene.server.url()).timeout(Duration::from_secs(10)).connect().await.unwrap()
+    RedisStore::builder(scene.server.url())
+        .timeout(Duration::from_secs(10))
+        .connect()
+        .await
+        .unwrap()
 }
 
 /// How much of this caller's limit is charged.
@@ -447,10 +545,19 @@ async fn counted(redis: &RedisStore, caller: usize) -> u64 {
 async fn reconciled(forgotten: &[u64], scene: &Scene, load: &Load, leased: bool) {
     let redis = asker(scene).await;
     // Of the others, more is asked for than there is to charge.
-    for (i, (name, _)) in CALLERS.iter().enumerate().filter(|(_, (_, kind))| *kind == Kind::Ample) {
+    for (i, (name, _)) in CALLERS
+        .iter()
+        .enumerate()
+        .filter(|(_, (_, kind))| *kind == Kind::Ample)
+    {
         let used = async || counted(&redis, i).await;
         let by_us = load.sums.local[i].load(SeqCst);
-        let largest = load.instances.iter().map(|i| i.events.largest.load(SeqCst)).max().unwrap_or(0);
+        let largest = load
+            .instances
+            .iter()
+            .map(|i| i.events.largest.load(SeqCst))
+            .max()
+            .unwrap_or(0);
         let of_blocks = load.total(|events| &events.left);
         let by_redis = load.sums.redis[i].load(SeqCst);
         let gone = match forgotten[i] {
@@ -463,9 +570,10 @@ async fn reconciled(forgotten: &[u64], scene: &Scene, load: &Load, leased: bool)
         let failed = load.total(|events| &events.failed);
         let unsure = || gone + failed + load.total(|events| &events.dropped);
         // The last charges are under way for a moment after the recovery.
-        until(&format!("{by_us} of {name} are reconciled, but for {}", unsure()), async || {
-            used().await + unsure() >= by_redis + by_us
-        })
+        until(
+            &format!("{by_us} of {name} are reconciled, but for {}", unsure()),
+            async || used().await + unsure() >= by_redis + by_us,
+        )
         .await;
         let used = used().await;
         assert!(
@@ -474,7 +582,10 @@ async fn reconciled(forgotten: &[u64], scene: &Scene, load: &Load, leased: bool)
         );
         // A check that was charged and not answered was granted here, once.
         let most = by_redis + by_us + of_blocks + failed * largest;
-        assert!(used <= most, "{name}: {used} were charged of {most} at most, {by_redis} of them granted by Redis");
+        assert!(
+            used <= most,
+            "{name}: {used} were charged of {most} at most, {by_redis} of them granted by Redis"
+        );
     }
 }
 
@@ -483,16 +594,33 @@ async fn reconciled(forgotten: &[u64], scene: &Scene, load: &Load, leased: bool)
 pub async fn deadline(mode: Mode) {
     let server = block_in_place(RedisServer::start);
     let proxy = Proxy::start(server.port(), Mode::Pass);
-    let mut load = Load::new(&proxy.url(), Setup { timeout: Duration::from_secs(60), ..Setup::default() });
+    let mut load = Load::new(
+        &proxy.url(),
+        Setup {
+            timeout: Duration::from_secs(60),
+            ..Setup::default()
+        },
+    );
     load.introduce().await;
     load.start();
-    until("Redis decides", async || load.instances.iter().all(|instance| instance.by_redis() > 500)).await;
+    until("Redis decides", async || {
+        load.instances
+            .iter()
+            .all(|instance| instance.by_redis() > 500)
+    })
+    .await;
     proxy.set(mode);
-    until("every instance goes on by itself", async || load.instances.iter().all(|i| i.store.is_degraded())).await;
+    until("every instance goes on by itself", async || {
+        load.instances.iter().all(|i| i.store.is_degraded())
+    })
+    .await;
     load.stop().await;
     let worst = Duration::from_micros(load.sums.worst.load(SeqCst));
     assert_eq!(load.sums.errors.load(SeqCst), 0);
-    assert!((DEADLINE..=DEADLINE + SLACK).contains(&worst), "a request waited for {worst:?}");
+    assert!(
+        (DEADLINE..=DEADLINE + SLACK).contains(&worst),
+        "a request waited for {worst:?}"
+    );
 }
 
 /// One store through many outages of every sort: no task, connection, key or memory is left behind. The process must be
@@ -514,23 +642,43 @@ pub async fn cycles(count: usize) {
     let proxy = Proxy::start(server.port(), Mode::Pass);
     let admin = server.connection().await;
     let local = LocalStore::default();
-    let store = Fallback::new(RedisStore::connect_lazy(proxy.url()).unwrap(), local.clone()).deadline(DEADLINE);
+    let store = Fallback::new(
+        RedisStore::connect_lazy(proxy.url()).unwrap(),
+        local.clone(),
+    )
+    .deadline(DEADLINE);
     let metrics = tokio::runtime::Handle::current().metrics();
     let ask = async || {
         let checks = (0..CALLERS.len()).map(|caller| store.check(crate::load::take(caller, false)));
-        futures_util::future::join_all(checks).await.into_iter().all(|d| d.unwrap().source() != Source::Local)
+        futures_util::future::join_all(checks)
+            .await
+            .into_iter()
+            .all(|d| d.unwrap().source() != Source::Local)
     };
     // How many connections an outage leaves to the pool is chance, and each has tasks: only a full pool can be counted.
-    let ample = CALLERS.iter().position(|(_, kind)| *kind == Kind::Ample).unwrap();
+    let ample = CALLERS
+        .iter()
+        .position(|(_, kind)| *kind == Kind::Ample)
+        .unwrap();
     let at_rest = async || {
         // Two full batches, as one would leave the second worker without work, and the pool with one connection.
         futures_util::future::join_all((0..256).map(|_| store.check(peek(ample)))).await;
-        let listed = redis::cmd("CLIENT").arg("LIST").query_async::<String>(&mut admin.clone()).await;
-        listed.is_ok_and(|list| list.lines().count() == CONNECTIONS) && metrics.num_alive_tasks() == ALIVE
+        let listed = redis::cmd("CLIENT")
+            .arg("LIST")
+            .query_async::<String>(&mut admin.clone())
+            .await;
+        listed.is_ok_and(|list| list.lines().count() == CONNECTIONS)
+            && metrics.num_alive_tasks() == ALIVE
     };
     until("Redis decides", ask).await;
     let mut memory = 0;
-    let modes = [Mode::Refuse, Mode::Silent, Mode::Half, Mode::BlackHole, Mode::Swallow];
+    let modes = [
+        Mode::Refuse,
+        Mode::Silent,
+        Mode::Half,
+        Mode::BlackHole,
+        Mode::Swallow,
+    ];
     for cycle in 0..count {
         if cycle == WARM_UP {
             until("the pool is full, and nothing else is left", at_rest).await;
@@ -543,18 +691,32 @@ pub async fn cycles(count: usize) {
         })
         .await;
         proxy.set(Mode::Pass);
-        until("it has recovered", async || !store.is_degraded() && ask().await).await;
+        until("it has recovered", async || {
+            !store.is_degraded() && ask().await
+        })
+        .await;
     }
-    until("the pool is full, and no task and no connection is left", at_rest).await;
+    until(
+        "the pool is full, and no task and no connection is left",
+        at_rest,
+    )
+    .await;
     assert!(local.len() <= CALLERS.len(), "{} keys", local.len());
     let gained = resident() - memory;
     println!("{gained} KiB more than after {WARM_UP} outages");
-    assert!(gained < NOISE, "{gained} KiB more than after {WARM_UP} outages");
+    assert!(
+        gained < NOISE,
+        "{gained} KiB more than after {WARM_UP} outages"
+    );
 }
 
 /// In KiB.
 fn resident() -> i64 {
     let statm = std::fs::read_to_string("/proc/self/statm").expect("Linux");
-    let pages: i64 = statm.split(' ').nth(1).and_then(|pages| pages.parse().ok()).expect("a number of pages");
+    let pages: i64 = statm
+        .split(' ')
+        .nth(1)
+        .and_then(|pages| pages.parse().ok())
+        .expect("a number of pages");
     pages * 4
 }

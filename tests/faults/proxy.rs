@@ -46,7 +46,11 @@ impl Proxy {
         let address = socket.local_addr().unwrap();
         let (mode, watched) = watch::channel(mode);
         let listener = tokio::spawn(listen(socket, address, redis, watched));
-        Self { address, mode, listener }
+        Self {
+            address,
+            mode,
+            listener,
+        }
     }
 
     pub fn url(&self) -> String {
@@ -71,7 +75,12 @@ fn bind(address: SocketAddr) -> TcpSocket {
     socket
 }
 
-async fn listen(socket: TcpSocket, address: SocketAddr, redis: u16, mut mode: watch::Receiver<Mode>) {
+async fn listen(
+    socket: TcpSocket,
+    address: SocketAddr,
+    redis: u16,
+    mut mode: watch::Receiver<Mode>,
+) {
     // A socket that is bound and does not listen refuses, and nobody else can take its port meanwhile.
     let (mut refusing, mut listening) = (Some(socket), None::<TcpListener>);
     loop {
@@ -100,7 +109,9 @@ async fn listen(socket: TcpSocket, address: SocketAddr, redis: u16, mut mode: wa
 
 /// One connection. Its client asks one thing at a time, so that one task can do for both directions.
 async fn serve(mut client: TcpStream, redis: u16, mut mode: watch::Receiver<Mode>) {
-    let Ok(mut server) = TcpStream::connect(("127.0.0.1", redis)).await else { return };
+    let Ok(mut server) = TcpStream::connect(("127.0.0.1", redis)).await else {
+        return;
+    };
     let (mut asked, mut answered) = (vec![0; 64 * 1024], vec![0; 64 * 1024]);
     loop {
         let now = *mode.borrow_and_update();
@@ -151,6 +162,9 @@ async fn serve(mut client: TcpStream, redis: u16, mut mode: watch::Receiver<Mode
 
 /// How many commands begin in these bytes.
 fn commands(bytes: &[u8]) -> usize {
-    let starts = bytes.iter().enumerate().filter(|(i, byte)| **byte == b'*' && (*i == 0 || bytes[i - 1] == b'\n'));
+    let starts = bytes
+        .iter()
+        .enumerate()
+        .filter(|(i, byte)| **byte == b'*' && (*i == 0 || bytes[i - 1] == b'\n'));
     starts.count()
 }

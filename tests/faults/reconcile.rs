@@ -55,7 +55,10 @@ pub async fn run(away: Duration, others: usize) -> Row {
         assert!(instances[1].check(check).await.unwrap().is_allowed());
     }
 
-    let (stop, longest) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+    let (stop, longest) = (
+        Arc::new(AtomicBool::new(false)),
+        Arc::new(AtomicU64::new(0)),
+    );
     let watching = tokio::spawn({
         let (stop, longest) = (Arc::clone(&stop), Arc::clone(&longest));
         async move {
@@ -80,19 +83,34 @@ pub async fn run(away: Duration, others: usize) -> Row {
     }
     stop.store(true, SeqCst);
     watching.await.unwrap();
-    Row { back: back.map(Option::unwrap), beyond, stall: Duration::from_micros(longest.load(SeqCst)) }
+    Row {
+        back: back.map(Option::unwrap),
+        beyond,
+        stall: Duration::from_micros(longest.load(SeqCst)),
+    }
 }
 
 /// Each of the callers who use up their limits once. How much they were granted.
 async fn ask(instance: &Instance, limit: &Policies) -> u32 {
-    let checks = (0..SPENT).map(|i| instance.check(Check::take(Key::new(format!("spent-{i}")), limit, 1)));
+    let checks =
+        (0..SPENT).map(|i| instance.check(Check::take(Key::new(format!("spent-{i}")), limit, 1)));
     let answers = futures_util::future::join_all(checks).await;
-    answers.into_iter().map(|answer| answer.unwrap().granted()).sum()
+    answers
+        .into_iter()
+        .map(|answer| answer.unwrap().granted())
+        .sum()
 }
 
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { back: [first, second], beyond, stall } = self;
-        write!(f, "back after {first:.2?} and {second:.2?}, {beyond} granted beyond, longest stall {stall:.1?}")
+        let Self {
+            back: [first, second],
+            beyond,
+            stall,
+        } = self;
+        write!(
+            f,
+            "back after {first:.2?} and {second:.2?}, {beyond} granted beyond, longest stall {stall:.1?}"
+        )
     }
 }

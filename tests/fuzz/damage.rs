@@ -58,7 +58,10 @@ pub(crate) fn damage(rng: &mut Rng, valid: &[u8]) -> Vec<u8> {
             1 => bytes.truncate(from),
             2 => drop(bytes.splice(from..from, bytes[from..to].to_vec())),
             3 => bytes[from..to].fill_with(|| rng.u8(..)),
-            4 => drop(bytes.splice(from..to, rng.choice(TOKENS).copied().unwrap_or_default().bytes())),
+            4 => drop(bytes.splice(
+                from..to,
+                rng.choice(TOKENS).copied().unwrap_or_default().bytes(),
+            )),
             _ => replace_number(rng, &mut bytes, from),
         }
     }
@@ -68,10 +71,23 @@ pub(crate) fn damage(rng: &mut Rng, valid: &[u8]) -> Vec<u8> {
 /// Puts another number in the place of the next one.
 fn replace_number(rng: &mut Rng, bytes: &mut Vec<u8>, from: usize) {
     let digits = |byte: &u8| byte.is_ascii_digit();
-    let Some(start) = bytes[from..].iter().position(digits).map(|place| from + place) else { return };
-    let length = bytes[start..].iter().take_while(|byte| digits(byte)).count();
+    let Some(start) = bytes[from..]
+        .iter()
+        .position(digits)
+        .map(|place| from + place)
+    else {
+        return;
+    };
+    let length = bytes[start..]
+        .iter()
+        .take_while(|byte| digits(byte))
+        .count();
     let number = match rng.bool() {
-        true => rng.choice(&TOKENS[..9]).copied().unwrap_or_default().to_owned(),
+        true => rng
+            .choice(&TOKENS[..9])
+            .copied()
+            .unwrap_or_default()
+            .to_owned(),
         false => (rng.u64(..) >> rng.u32(0..64)).to_string(),
     };
     bytes.splice(start..start + length, number.bytes());

@@ -4,7 +4,12 @@
 //! `FUZZ_SECONDS` says for how long each test goes on; `cargo xtask fuzz` does so for ten minutes.
 
 #![cfg(feature = "serde")]
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 #![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
 
 #[path = "../support/mod.rs"]
@@ -26,7 +31,10 @@ use fastrand::Rng;
 static PANICS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 fn setting(name: &str) -> Option<u64> {
-    std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text}: not a number")))
+    std::env::var(name).ok().map(|text| {
+        text.parse()
+            .unwrap_or_else(|_| panic!("{name}={text}: not a number"))
+    })
 }
 
 /// Runs a case for each of many seeds: `count` of them, or as many as there is time for.

@@ -37,7 +37,9 @@ impl Proxy {
 }
 
 async fn serve(client: TcpStream, port: u16, damages: Arc<AtomicBool>) {
-    let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await else { return };
+    let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await else {
+        return;
+    };
     let (mut replies, mut requests) = server.into_split();
     let (mut from, mut to) = client.into_split();
     let forward = async { tokio::io::copy(&mut from, &mut requests).await };
@@ -78,17 +80,27 @@ async fn ask(proxy: &Proxy, store: &RedisStore) {
                 }
             });
             let answers = futures_util::future::join_all(checks.map(|check| store.check(check)));
-            let answers =
-                tokio::time::timeout(Duration::from_secs(30), answers).await.expect("an answer in bounded time");
+            let answers = tokio::time::timeout(Duration::from_secs(30), answers)
+                .await
+                .expect("an answer in bounded time");
             for decision in answers.into_iter().flatten() {
                 // All getters, whatever the numbers are.
-                let _ = format!("{decision:?} {:?} {:?}", decision.outcome(), decision.reset_after());
-                decision.refund(Key::new("caller-0"), 1, Duration::MAX).for_each(drop);
+                let _ = format!(
+                    "{decision:?} {:?} {:?}",
+                    decision.outcome(),
+                    decision.reset_after()
+                );
+                decision
+                    .refund(Key::new("caller-0"), 1, Duration::MAX)
+                    .for_each(drop);
             }
         }
         proxy.damages.store(false, SeqCst);
         until("Redis decides again", async || {
-            store.check(check("another", "1000000/s")).await.is_ok_and(|decision| decision.source() == Source::Redis)
+            store
+                .check(check("another", "1000000/s"))
+                .await
+                .is_ok_and(|decision| decision.source() == Source::Redis)
         })
         .await;
     })
@@ -99,7 +111,11 @@ async fn ask(proxy: &Proxy, store: &RedisStore) {
 async fn damaged_replies_do_no_harm() {
     let (proxy, _server) = Proxy::start(|_| RedisServer::start()).await;
     let url = format!("redis://127.0.0.1:{}/", proxy.port);
-    let store = RedisStore::builder(url).timeout(Duration::from_millis(200)).connect().await.unwrap();
+    let store = RedisStore::builder(url)
+        .timeout(Duration::from_millis(200))
+        .connect()
+        .await
+        .unwrap();
     ask(&proxy, &store).await;
 }
 
@@ -118,9 +134,18 @@ async fn damaged_replies_of_a_cluster_do_no_harm() {
     };
     let (proxy, server) = Proxy::start(start).await;
     let _: String = server.command("CLUSTER ADDSLOTSRANGE 0 16383").await;
-    until("the cluster is up", async || server.command::<String>("CLUSTER INFO").await.contains("cluster_state:ok"))
-        .await;
+    until("the cluster is up", async || {
+        server
+            .command::<String>("CLUSTER INFO")
+            .await
+            .contains("cluster_state:ok")
+    })
+    .await;
     let url = format!("redis+cluster://127.0.0.1:{}", proxy.port);
-    let store = RedisStore::builder(url).timeout(Duration::from_millis(200)).connect().await.unwrap();
+    let store = RedisStore::builder(url)
+        .timeout(Duration::from_millis(200))
+        .connect()
+        .await
+        .unwrap();
     ask(&proxy, &store).await;
 }

@@ -20,22 +20,38 @@ async fn damaged_states_lock_nobody_out() {
     let connection: MultiplexedConnection = server.connection().await;
     let store = RedisStore::connect(server.url()).await.unwrap();
     each_seed(300, async |mut rng| {
-        let _: () = redis::cmd("FLUSHALL").query_async(&mut connection.clone()).await.unwrap();
+        let _: () = redis::cmd("FLUSHALL")
+            .query_async(&mut connection.clone())
+            .await
+            .unwrap();
         let strategy = STRATEGIES[rng.usize(..STRATEGIES.len())];
         let policies = policy(strategy, rng.choice(["10/m", "20/2m", "3/m"]).unwrap());
         // The store may remember a denial of another.
         let caller = rng.u64(..).to_string();
         let key = || Key::new(&caller);
         for cost in [1, rng.u32(1..5)] {
-            let _ = store.check(Check::take(key(), &policies, cost)).await.unwrap();
+            let _ = store
+                .check(Check::take(key(), &policies, cost))
+                .await
+                .unwrap();
         }
-        let keys: Vec<Vec<u8>> = redis::cmd("KEYS").arg("*").query_async(&mut connection.clone()).await.unwrap();
+        let keys: Vec<Vec<u8>> = redis::cmd("KEYS")
+            .arg("*")
+            .query_async(&mut connection.clone())
+            .await
+            .unwrap();
         let name = rng.choice(&keys).expect("a count");
-        let state: Vec<u8> = redis::cmd("GET").arg(name).query_async(&mut connection.clone()).await.unwrap();
+        let state: Vec<u8> = redis::cmd("GET")
+            .arg(name)
+            .query_async(&mut connection.clone())
+            .await
+            .unwrap();
         let state = damage(&mut rng, &state);
         let keeps = rng.bool();
         let mut set = redis::cmd("SET");
-        set.arg(name).arg(&state).arg(if keeps { &["KEEPTTL"][..] } else { &[] });
+        set.arg(name)
+            .arg(&state)
+            .arg(if keeps { &["KEEPTTL"][..] } else { &[] });
         let _: () = set.query_async(&mut connection.clone()).await.unwrap();
         for turn in 0..6 {
             let cost = rng.u32(0..3);
@@ -47,16 +63,35 @@ async fn damaged_states_lock_nobody_out() {
                 _ => Check::take(key(), &policies, cost),
             };
             let context = format!("{strategy:?}, turn {turn}, {check:?}, a state of {state:?}");
-            let decision = store.check(check).await.unwrap_or_else(|error| panic!("{context}: {error:?}"));
-            assert!(decision.remaining() <= decision.capacity(), "{context}: {decision:?}");
+            let decision = store
+                .check(check)
+                .await
+                .unwrap_or_else(|error| panic!("{context}: {error:?}"));
+            assert!(
+                decision.remaining() <= decision.capacity(),
+                "{context}: {decision:?}"
+            );
             assert!(decision.reset_after() <= LONGEST, "{context}: {decision:?}");
-            assert!(decision.retry_after().is_none_or(|wait| wait <= LONGEST), "{context}: {decision:?}");
+            assert!(
+                decision.retry_after().is_none_or(|wait| wait <= LONGEST),
+                "{context}: {decision:?}"
+            );
         }
         // No charge takes the expiry off a key.
-        let decision = store.check(Check::charge(key(), &policies, 1)).await.unwrap();
+        let decision = store
+            .check(Check::charge(key(), &policies, 1))
+            .await
+            .unwrap();
         if keeps && decision.granted() > 0 {
-            let expiry: i64 = redis::cmd("PTTL").arg(name).query_async(&mut connection.clone()).await.unwrap();
-            assert_ne!(expiry, -1, "{strategy:?}: a key without an expiry, from {state:?}");
+            let expiry: i64 = redis::cmd("PTTL")
+                .arg(name)
+                .query_async(&mut connection.clone())
+                .await
+                .unwrap();
+            assert_ne!(
+                expiry, -1,
+                "{strategy:?}: a key without an expiry, from {state:?}"
+            );
         }
     })
     .await;

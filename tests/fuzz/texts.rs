@@ -14,7 +14,14 @@ use tower_redis_ratelimit::{Key, Policies, Quota, RedisStore};
 use crate::damage::damage;
 use crate::each_seed;
 
-const QUOTAS: &[&str] = &["10/s", "100/m burst 20", "5/1.5s", "1000/100d", "3/90m burst 7", "4/30s"];
+const QUOTAS: &[&str] = &[
+    "10/s",
+    "100/m burst 20",
+    "5/1.5s",
+    "1000/100d",
+    "3/90m burst 7",
+    "4/30s",
+];
 
 const SETTINGS: &[&str] = &[
     r#"[{"name":"api","strategy":"gcra","quota":"10/s burst 20"}]"#,
@@ -47,15 +54,24 @@ fn read<T: DeserializeOwned + Serialize>(text: &str) {
         value: T,
     }
     let json = |value: &T| serde_json::to_string(value).expect("what was read can be written");
-    let Ok(value) = serde_json::from_str::<T>(text) else { return };
+    let Ok(value) = serde_json::from_str::<T>(text) else {
+        return;
+    };
     let written = json(&value);
-    let again =
-        json(&serde_json::from_str(&written).unwrap_or_else(|error| panic!("{text} became {written}: {error}")));
+    let again = json(
+        &serde_json::from_str(&written)
+            .unwrap_or_else(|error| panic!("{text} became {written}: {error}")),
+    );
     assert_eq!(written, again, "{text}");
     // TOML's integers have 63 bits.
-    let Ok(toml) = toml::to_string(&File { value }) else { return };
-    let again =
-        json(&toml::from_str::<File<T>>(&toml).unwrap_or_else(|error| panic!("{text} became {toml}: {error}")).value);
+    let Ok(toml) = toml::to_string(&File { value }) else {
+        return;
+    };
+    let again = json(
+        &toml::from_str::<File<T>>(&toml)
+            .unwrap_or_else(|error| panic!("{text} became {toml}: {error}"))
+            .value,
+    );
     assert_eq!(written, again, "{text}");
 }
 
@@ -100,12 +116,18 @@ async fn damaged_addresses_name_somebody() {
         for _ in 0..rng.usize(1..4) {
             let text = rng.choice(FORWARDED).expect("some");
             let text = damage(&mut rng, text.as_bytes());
-            let Ok(value) = http::HeaderValue::from_bytes(&text) else { continue };
-            request = request.header("forwarded", value.clone()).header("x-forwarded-for", value);
+            let Ok(value) = http::HeaderValue::from_bytes(&text) else {
+                continue;
+            };
+            request = request
+                .header("forwarded", value.clone())
+                .header("x-forwarded-for", value);
         }
         let parts = request.body(()).unwrap().into_parts().0;
         for extractor in [&forwarded, &x_forwarded_for] {
-            extractor.extract(&parts).unwrap_or_else(|error| panic!("{error:?} for {:?}", parts.headers));
+            extractor
+                .extract(&parts)
+                .unwrap_or_else(|error| panic!("{error:?} for {:?}", parts.headers));
         }
     })
     .await;
@@ -116,11 +138,23 @@ async fn unlike_keys_stay_apart() {
     each_seed(5_000, async |mut rng| {
         let mut part = || damage(&mut rng, b"ann:\xff%00{api}");
         let (a, b, c) = (part(), part(), part());
-        assert_eq!(a == b, Key::new(a.clone()) == Key::new(b.clone()), "{a:?} and {b:?}");
+        assert_eq!(
+            a == b,
+            Key::new(a.clone()) == Key::new(b.clone()),
+            "{a:?} and {b:?}"
+        );
         let tuple = |parts: &[&[u8]]| Key::tuple(&parts.iter().map(Key::new).collect::<Vec<_>>());
         let same = (a == b) && (b == c);
-        assert_eq!(same, tuple(&[&a, &b]) == tuple(&[&b, &c]), "{a:?}, {b:?} and {c:?}");
-        assert_ne!(tuple(&[&a, &b]), tuple(&[&[a.as_slice(), &b].concat()]), "{a:?} and {b:?}");
+        assert_eq!(
+            same,
+            tuple(&[&a, &b]) == tuple(&[&b, &c]),
+            "{a:?}, {b:?} and {c:?}"
+        );
+        assert_ne!(
+            tuple(&[&a, &b]),
+            tuple(&[&[a.as_slice(), &b].concat()]),
+            "{a:?} and {b:?}"
+        );
     })
     .await;
 }

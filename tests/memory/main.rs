@@ -3,7 +3,12 @@
 //!
 //! Counted is what each thread asks of the allocator, so that tests do not meet.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 
 #[path = "../support/mod.rs"]
 mod support;
@@ -32,13 +37,33 @@ use crate::support::{RedisServer, STRATEGIES, policy};
 fn finding_the_client_allocates_nothing() {
     let list = "6.6.6.6, [2001:db8::7]:4711, 10.0.0.3, fd00::2%eth0, ::ffff:10.0.0.1";
     let elements = r#"for=6.6.6.6, for="[2001:db8::\7]:4711";host="a, b", for=10.0.0.3;proto=https, FOR="[fd00::2]""#;
-    for (header, line) in [("x-forwarded-for", list), ("forwarded", elements), ("x-real-ip", "[2001:db8::7]:4711")] {
-        let client = ClientIp::header(header).trust(["203.0.113.0/24", "2001:db8:1::/48", "private"]).unwrap();
+    for (header, line) in [
+        ("x-forwarded-for", list),
+        ("forwarded", elements),
+        ("x-real-ip", "[2001:db8::7]:4711"),
+    ] {
+        let client = ClientIp::header(header)
+            .trust(["203.0.113.0/24", "2001:db8:1::/48", "private"])
+            .unwrap();
         let peer = SocketAddr::from(([10, 0, 0, 1], 4711));
-        let request = Request::builder().extension(peer).header(header, line).body(()).unwrap().into_parts().0;
+        let request = Request::builder()
+            .extension(peer)
+            .header(header, line)
+            .body(())
+            .unwrap()
+            .into_parts()
+            .0;
         let mut key = None;
-        assert_eq!(measure(|| key = client.extract(&request).ok()).count_total, 0, "{header}");
-        assert_eq!(key, Some(Key::ip("2001:db8::7".parse().unwrap())), "{header}");
+        assert_eq!(
+            measure(|| key = client.extract(&request).ok()).count_total,
+            0,
+            "{header}"
+        );
+        assert_eq!(
+            key,
+            Some(Key::ip("2001:db8::7".parse().unwrap())),
+            "{header}"
+        );
     }
 }
 
@@ -51,10 +76,18 @@ fn a_logged_caller_takes_400_bytes() {
 
     let policies = policy(Strategy::Gcra, "1/h");
     let store = LocalStore::default();
-    let take = || store.check(Check::take(Key::GLOBAL, &policies, 1)).now_or_never().unwrap().unwrap();
+    let take = || {
+        store
+            .check(Check::take(Key::GLOBAL, &policies, 1))
+            .now_or_never()
+            .unwrap()
+            .unwrap()
+    };
     let [_, denied]: [Decision; 2] = [take(), take()];
     for max in [100, 900, 1_800] {
-        let observer = TracingObserver::new().reveal_keys().callers(NonZeroUsize::new(max).unwrap());
+        let observer = TracingObserver::new()
+            .reveal_keys()
+            .callers(NonZeroUsize::new(max).unwrap());
         let log = measure(|| {
             for caller in 0..50_000 {
                 let key = Key::new(format!("{caller:039}"));
@@ -62,7 +95,10 @@ fn a_logged_caller_takes_400_bytes() {
             }
         });
         let each = log.bytes_current as f64 / max as f64;
-        assert!((100.0..=400.0).contains(&each), "{each:.0} bytes for each of {max}");
+        assert!(
+            (100.0..=400.0).contains(&each),
+            "{each:.0} bytes for each of {max}"
+        );
     }
 }
 
@@ -77,7 +113,9 @@ fn a_caller_takes_at_most_100_bytes() {
     for strategy in STRATEGIES {
         let charges = match strategy {
             // A queue of two from the first charge on, of 12 bytes each.
-            Strategy::SlidingLog | Strategy::SlidingWindow { .. } => size_of::<(VecDeque<()>, [u8; 24])>(),
+            Strategy::SlidingLog | Strategy::SlidingWindow { .. } => {
+                size_of::<(VecDeque<()>, [u8; 24])>()
+            }
             _ => 0,
         };
         // So long that nobody is forgotten.
@@ -90,14 +128,24 @@ fn a_caller_takes_at_most_100_bytes() {
             let takes = measure(|| {
                 for i in first..first + STEP {
                     let check = Check::take(Key::new(format!("user-{i:05}")), &policies, 1);
-                    assert!(store.check(check).now_or_never().unwrap().unwrap().is_allowed());
+                    assert!(
+                        store
+                            .check(check)
+                            .now_or_never()
+                            .unwrap()
+                            .unwrap()
+                            .is_allowed()
+                    );
                 }
             });
             bytes += takes.bytes_current;
             let callers = first + STEP;
             assert_eq!(store.len() as i64, callers, "each is held");
             let beside = bytes - callers * (KEY + charges as i64);
-            assert!(beside > 0, "{strategy:?}: less than {callers} keys were counted");
+            assert!(
+                beside > 0,
+                "{strategy:?}: less than {callers} keys were counted"
+            );
             assert!(
                 beside <= 100 * callers,
                 "{strategy:?}: {:.1} bytes for each of {callers} callers, beside their keys",
@@ -115,13 +163,23 @@ fn a_full_queue_takes_8_megabytes() {
     const LANES: NonZeroUsize = NonZeroUsize::new(2).unwrap();
     const BATCH: NonZeroUsize = NonZeroUsize::new(128).unwrap();
     const MOST: usize = QUEUE.get() + LANES.get() * BATCH.get();
-    let runtime = runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     let server = RedisServer::start();
     let policies = policy(Strategy::Gcra, "1000/366d");
     let take = |i: usize| Check::take(Key::new(format!("user-{i:05}")), &policies, 1);
-    let store = RedisStore::builder(server.url()).queue(QUEUE).connections(LANES).batch(BATCH);
+    let store = RedisStore::builder(server.url())
+        .queue(QUEUE)
+        .connections(LANES)
+        .batch(BATCH);
     let store = runtime.block_on(async {
-        let store = store.timeout(Duration::from_secs(60)).connect().await.unwrap();
+        let store = store
+            .timeout(Duration::from_secs(60))
+            .connect()
+            .await
+            .unwrap();
         assert!(store.check(take(MOST)).await.unwrap().is_allowed());
         store
     });
@@ -131,7 +189,9 @@ fn a_full_queue_takes_8_megabytes() {
     let mut fill = || loop {
         match store.check(take(waiting.len())) {
             Answer::Pending { future } => waiting.push(future),
-            Answer::Ready { answer: Err(error) } if error.kind() == ErrorKind::QueueFull => break waiting.len(),
+            Answer::Ready { answer: Err(error) } if error.kind() == ErrorKind::QueueFull => {
+                break waiting.len();
+            }
             Answer::Ready { answer } => panic!("Redis hangs, and a check was answered: {answer:?}"),
         }
     };
@@ -143,19 +203,27 @@ fn a_full_queue_takes_8_megabytes() {
                     yield_now().await;
                 }
             };
-            timeout(Duration::from_secs(20), workers_take).await.expect("each worker takes a batch");
+            timeout(Duration::from_secs(20), workers_take)
+                .await
+                .expect("each worker takes a batch");
             assert_eq!(fill(), MOST, "as many as the workers took");
         });
     });
     let least = QUEUE.get() * (size_of::<RedisFuture>() + size_of::<Check>());
-    assert!(queued.bytes_current >= least as i64, "less than the checks was counted: {queued:?}");
+    assert!(
+        queued.bytes_current >= least as i64,
+        "less than the checks was counted: {queued:?}"
+    );
     assert!(queued.bytes_max <= 8 << 20, "{queued:?}");
 
     server.thaw();
     let answered = measure(|| {
         for decision in runtime.block_on(join_all(waiting)) {
             let decision = decision.unwrap();
-            assert_eq!((decision.source(), decision.granted(), decision.remaining()), (Source::Redis, 1, 999));
+            assert_eq!(
+                (decision.source(), decision.granted(), decision.remaining()),
+                (Source::Redis, 1, 999)
+            );
         }
     });
     // The queue keeps its buffer, for the next time.

@@ -10,18 +10,23 @@ use http::request::Parts;
 use http::{Request, Response};
 use tower::{Layer, Service};
 use tower_redis_ratelimit::check::{Check, Decision, DryRun};
-use tower_redis_ratelimit::extract::{ClientIp, ClientIpBuilder, Global, HeaderKey, KeyExtractor, MissingKey, PeerIp};
+use tower_redis_ratelimit::extract::{
+    ClientIp, ClientIpBuilder, Global, HeaderKey, KeyExtractor, MissingKey, PeerIp,
+};
 use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
-use tower_redis_ratelimit::rate_limit::{AsIs, Ending, RateLimit, ResponseFuture, TrackedBody, UntilBodyEnd};
+use tower_redis_ratelimit::rate_limit::{
+    AsIs, Ending, RateLimit, ResponseFuture, TrackedBody, UntilBodyEnd,
+};
 use tower_redis_ratelimit::reject::{HttpReject, OnError, OnMissingKey, Reason, Reject, Rejection};
 use tower_redis_ratelimit::select::{Live, Tier, Tiers};
 use tower_redis_ratelimit::settle::{Charge, Reservation, ReserveError, Settlement};
 use tower_redis_ratelimit::store::{
-    AnyStore, AnyStoreFuture, ErrorKind, FallbackFuture, RedisFuture, RedisStoreBuilder, ShareConfig, Store,
-    StoreConfig, StoreError, StoreKind,
+    AnyStore, AnyStoreFuture, ErrorKind, FallbackFuture, RedisFuture, RedisStoreBuilder,
+    ShareConfig, Store, StoreConfig, StoreError, StoreKind,
 };
 use tower_redis_ratelimit::{
-    ConfigError, Fallback, Key, Limiter, LocalStore, Policies, Policy, Quota, RateLimitLayer, RedisStore, Strategy,
+    ConfigError, Fallback, Key, Limiter, LocalStore, Policies, Policy, Quota, RateLimitLayer,
+    RedisStore, Strategy,
 };
 
 use crate::support::*;
@@ -73,14 +78,47 @@ fn shared_types_are_send_clone_and_debug() {
     shared::<RateLimitLayer<RedisStore, HeaderKey, HttpReject, UntilBodyEnd>>();
     shared::<RateLimit<Hello, RedisStore, HeaderKey, HttpReject, UntilBodyEnd>>();
     shared::<(Charge, Settlement, AsIs, Limiter<RedisStore>, ReserveError)>();
-    shared::<(LocalStore, RedisStore, Fallback<RedisStore, LocalStore>, AnyStore)>();
+    shared::<(
+        LocalStore,
+        RedisStore,
+        Fallback<RedisStore, LocalStore>,
+        AnyStore,
+    )>();
     shared::<(StoreConfig, StoreKind, ShareConfig)>();
     shared::<(Decision, Key, Check, Policy, Policies, Quota, Strategy)>();
-    shared::<(StoreError, ErrorKind, ConfigError, MissingKey, Rejection<'static>, Reason<'static>)>();
-    shared::<(ClientIp, ClientIpBuilder, DryRun, Tier, Tiers, Live<Tiers>, Live<Policy>, Live<Policies>)>();
-    shared::<(Global, HeaderKey, PeerIp, HttpReject, OnError, OnMissingKey, Headers, LegacyHeaders)>();
+    shared::<(
+        StoreError,
+        ErrorKind,
+        ConfigError,
+        MissingKey,
+        Rejection<'static>,
+        Reason<'static>,
+    )>();
+    shared::<(
+        ClientIp,
+        ClientIpBuilder,
+        DryRun,
+        Tier,
+        Tiers,
+        Live<Tiers>,
+        Live<Policy>,
+        Live<Policies>,
+    )>();
+    shared::<(
+        Global,
+        HeaderKey,
+        PeerIp,
+        HttpReject,
+        OnError,
+        OnMissingKey,
+        Headers,
+        LegacyHeaders,
+    )>();
     #[cfg(feature = "tonic")]
-    shared::<(tower_redis_ratelimit::reject::GrpcReject, tower_redis_ratelimit::reject::GrpcOr<HttpReject>)>();
+    shared::<(
+        tower_redis_ratelimit::reject::GrpcReject,
+        tower_redis_ratelimit::reject::GrpcOr<HttpReject>,
+    )>();
 }
 
 #[test]
@@ -91,7 +129,12 @@ fn futures_can_be_spawned_and_shown() {
     spawnable::<ResponseFuture<Hello, Fallback<RedisStore, LocalStore>, String, HttpReject>>();
     spawnable::<ResponseFuture<Hello, RedisStore, axum::body::Body, HttpReject, UntilBodyEnd>>();
     spawnable::<(Reservation, TrackedBody<axum::body::Body>)>();
-    spawnable::<(RedisFuture, FallbackFuture<RedisStore, LocalStore>, AnyStoreFuture, RedisStoreBuilder)>();
+    spawnable::<(
+        RedisFuture,
+        FallbackFuture<RedisStore, LocalStore>,
+        AnyStoreFuture,
+        RedisStoreBuilder,
+    )>();
 }
 
 #[test]
@@ -132,7 +175,8 @@ impl Service<Request<String>> for Settling {
 /// Over layers of every ending, as of a library that takes what its users made.
 fn around<S: Store, K: KeyExtractor, R, E: Ending>(
     layer: &RateLimitLayer<S, K, R, E>,
-) -> impl Service<Request<String>, Response = Response<E::Body<String>>, Error = Infallible> + use<S, K, R, E>
+) -> impl Service<Request<String>, Response = Response<E::Body<String>>, Error = Infallible>
++ use<S, K, R, E>
 where
     R: Reject<String>,
 {
@@ -146,8 +190,13 @@ async fn settling_types_are_nameable() {
         200 => Settlement::Refund,
         _ => Settlement::Keep,
     });
-    let _ = (around(&layer), around(&layer_with(LocalStore::default(), "1/h")));
-    let app: Router = Router::new().route("/books", get(|| async { "hello" })).layer(layer.clone());
+    let _ = (
+        around(&layer),
+        around(&layer_with(LocalStore::default(), "1/h")),
+    );
+    let app: Router = Router::new()
+        .route("/books", get(|| async { "hello" }))
+        .layer(layer.clone());
     let service = Settling(layer.layer(Hello));
     for _ in 0..3 {
         assert_eq!(text(send(&service, request("alice")).await).await, "hello");
@@ -184,25 +233,43 @@ async fn layers_are_clone_and_debug_without_bounds() {
         value
     }
 
-    let extracting = shared(RateLimitLayer::new(LocalStore::default(), Rigid, policy("api", "1/h")));
+    let extracting = shared(RateLimitLayer::new(
+        LocalStore::default(),
+        Rigid,
+        policy("api", "1/h"),
+    ));
     let service = shared(extracting.layer(Hello));
     assert_eq!(send(&service, anonymous()).await.status(), 200);
-    let app: Router = Router::new().route("/books", get(|| async { "hello" })).layer(extracting.clone());
+    let app: Router = Router::new()
+        .route("/books", get(|| async { "hello" }))
+        .layer(extracting.clone());
     assert_eq!(send(&app, anonymous()).await.status(), 429);
 
     let rejecting = shared(layer("1/h").reject(Rigid));
-    assert_eq!(send(&rejecting.clone().layer(Hello), request("alice")).await.body(), "hello");
-    assert_eq!(send(&rejecting.layer(Hello), request("alice")).await.body(), "rigid");
+    assert_eq!(
+        send(&rejecting.clone().layer(Hello), request("alice"))
+            .await
+            .body(),
+        "hello"
+    );
+    assert_eq!(
+        send(&rejecting.layer(Hello), request("alice")).await.body(),
+        "rigid"
+    );
 }
 
 #[tokio::test]
 async fn debug_shows_policies_and_no_secret() {
-    let store = RedisStore::connect_lazy(format!("redis://user:{SECRET}@127.0.0.1:1/").as_str()).unwrap();
+    let store =
+        RedisStore::connect_lazy(format!("redis://user:{SECRET}@127.0.0.1:1/").as_str()).unwrap();
     let store = Fallback::new(store, LocalStore::default());
     let limited = layer_with(store.clone(), "1/h").layer(Hello);
     let future = limited.clone().call(request("alice"));
     let builder = RedisStore::builder(format!("redis://user:{SECRET}@127.0.0.1:1/").as_str());
-    let shown = format!("{limited:?} {:?} {future:?} {builder:?}", layer_with(store, "1/h"));
+    let shown = format!(
+        "{limited:?} {:?} {future:?} {builder:?}",
+        layer_with(store, "1/h")
+    );
     assert!(!shown.contains(SECRET), "{shown}");
     assert!(!shown.contains("alice"), "{shown}");
     assert!(shown.contains("Policy(api Gcra 1/h)"), "{shown}");

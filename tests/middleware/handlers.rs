@@ -22,7 +22,9 @@ fn by_user() -> HeaderKey {
 
 #[tokio::test(start_paused = true)]
 async fn errors_of_a_limiter_are_answers() {
-    async fn reserve(State(limiter): State<Limiter<LocalStore>>) -> Result<&'static str, ReserveError> {
+    async fn reserve(
+        State(limiter): State<Limiter<LocalStore>>,
+    ) -> Result<&'static str, ReserveError> {
         limiter.reserve(Key::GLOBAL, 1).await?.keep();
         let _ = limiter.peek(Key::GLOBAL, 0).await?;
         Ok("hello")
@@ -37,7 +39,10 @@ async fn errors_of_a_limiter_are_answers() {
     assert_eq!(field(&denied, "ratelimit-policy"), Some("\"api\";q=1;w=90"));
     assert_eq!(field(&denied, "cache-control"), Some("no-store"));
     assert!(!decision(&denied).unwrap().is_allowed());
-    assert_eq!(json(denied).await["detail"], "The quota of 1/90s is used up. Try again in 90 s.");
+    assert_eq!(
+        json(denied).await["detail"],
+        "The quota of 1/90s is used up. Try again in 90 s."
+    );
 
     async fn fail<E: From<StoreError>>() -> Result<(), E> {
         Err(error().into())
@@ -53,11 +58,17 @@ async fn errors_of_a_limiter_are_answers() {
         .route("/store", get(fail::<StoreError>))
         .route("/reserve", get(fail::<ReserveError>))
         .route("/denied", get(deny));
-    for (path, status, retry_after) in
-        [("/store", 503, Some("1")), ("/reserve", 503, Some("1")), ("/denied", 429, None)]
-    {
+    for (path, status, retry_after) in [
+        ("/store", 503, Some("1")),
+        ("/reserve", 503, Some("1")),
+        ("/denied", 429, None),
+    ] {
         let answer = send(&app, Request::get(path).body(Body::empty()).unwrap()).await;
-        assert_eq!((answer.status().as_u16(), field(&answer, "retry-after")), (status, retry_after), "{path}");
+        assert_eq!(
+            (answer.status().as_u16(), field(&answer, "retry-after")),
+            (status, retry_after),
+            "{path}"
+        );
         assert!(!text(answer).await.contains(SECRET));
     }
 }
@@ -65,7 +76,9 @@ async fn errors_of_a_limiter_are_answers() {
 #[tokio::test]
 async fn handlers_take_the_charge_and_the_decision() {
     async fn remaining(decision: Option<Decision>) -> String {
-        decision.map_or("uncounted".to_owned(), |decision| decision.remaining().to_string())
+        decision.map_or("uncounted".to_owned(), |decision| {
+            decision.remaining().to_string()
+        })
     }
     async fn charge(charge: Charge) -> String {
         charge.set(3);
@@ -74,8 +87,18 @@ async fn handlers_take_the_charge_and_the_decision() {
     async fn maybe(charge: Option<Charge>) -> String {
         charge.is_some().to_string()
     }
-    let routes = || Router::new().route("/", get(remaining)).route("/charge", get(charge)).route("/maybe", get(maybe));
-    let get = |path| Request::get(path).header(USER, "alice").body(Body::empty()).unwrap();
+    let routes = || {
+        Router::new()
+            .route("/", get(remaining))
+            .route("/charge", get(charge))
+            .route("/maybe", get(maybe))
+    };
+    let get = |path| {
+        Request::get(path)
+            .header(USER, "alice")
+            .body(Body::empty())
+            .unwrap()
+    };
     let bare: Router = routes();
     let limited = routes().layer(layer("9/h").skip(|request| request.uri.query() == Some("skip")));
     let settled = routes().layer(layer("9/h").until_body_end());
@@ -95,21 +118,41 @@ async fn handlers_take_the_charge_and_the_decision() {
     let missing = send(&limited, get("/charge")).await;
     assert_eq!(missing.status(), 500);
     let fix = "add `.settle(..)` or `.until_body_end()` (no-charge: https://docs.rs/";
-    assert_eq!(text(missing).await.contains(fix), cfg!(debug_assertions), "in a release build it is for the log alone");
+    assert_eq!(
+        text(missing).await.contains(fix),
+        cfg!(debug_assertions),
+        "in a release build it is for the log alone"
+    );
 }
 
 /// A `layer` of a router is around its fallback, too; a `route_layer` is not.
 #[tokio::test]
 async fn a_route_layer_does_not_count_unknown_paths() {
     let routes = || Router::new().route("/books", get(|| async { "hello" }));
-    let unknown = || Request::get("/unknown").header(USER, "alice").body(Body::empty()).unwrap();
-    let [around, within] = [routes().layer(layer("2/h")), routes().route_layer(layer("2/h"))];
+    let unknown = || {
+        Request::get("/unknown")
+            .header(USER, "alice")
+            .body(Body::empty())
+            .unwrap()
+    };
+    let [around, within] = [
+        routes().layer(layer("2/h")),
+        routes().route_layer(layer("2/h")),
+    ];
     for (app, books) in [(around, 429), (within, 200)] {
         for _ in 0..2 {
             assert_eq!(send(&app, unknown()).await.status(), 404);
         }
         assert_eq!(
-            send(&app, Request::get("/books").header(USER, "alice").body(Body::empty()).unwrap()).await.status(),
+            send(
+                &app,
+                Request::get("/books")
+                    .header(USER, "alice")
+                    .body(Body::empty())
+                    .unwrap()
+            )
+            .await
+            .status(),
             books
         );
     }
@@ -118,19 +161,40 @@ async fn a_route_layer_does_not_count_unknown_paths() {
 /// A browser asks first whether it may, without any key; and shows no answer to a script that has no CORS field.
 #[tokio::test]
 async fn cors_belongs_around_the_limit() {
-    let cors = || CorsLayer::new().allow_origin(HeaderValue::from_static("https://shop.example")).allow_headers([USER]);
+    let cors = || {
+        CorsLayer::new()
+            .allow_origin(HeaderValue::from_static("https://shop.example"))
+            .allow_headers([USER])
+    };
     let preflight = || {
         let request = Request::options("/books").header("origin", "https://shop.example");
-        request.header("access-control-request-method", "GET").body(Body::empty()).unwrap()
+        request
+            .header("access-control-request-method", "GET")
+            .body(Body::empty())
+            .unwrap()
     };
-    let books = || Request::get("/books").header(USER, "alice").header("origin", "https://shop.example");
+    let books = || {
+        Request::get("/books")
+            .header(USER, "alice")
+            .header("origin", "https://shop.example")
+    };
     let routes = || Router::new().route("/books", get(|| async { "hello" }));
-    let allows = |response: &Response| response.headers().contains_key("access-control-allow-origin");
+    let allows = |response: &Response| {
+        response
+            .headers()
+            .contains_key("access-control-allow-origin")
+    };
 
     let around = routes().layer(layer("1/h")).layer(cors());
     let within = routes().layer(cors()).layer(layer("1/h"));
-    let skipping = routes().layer(cors()).layer(layer("1/h").skip(|request| request.method == Method::OPTIONS));
-    for (app, expected, reads_denials) in [(around, 200, true), (within, 400, false), (skipping, 200, false)] {
+    let skipping = routes()
+        .layer(cors())
+        .layer(layer("1/h").skip(|request| request.method == Method::OPTIONS));
+    for (app, expected, reads_denials) in [
+        (around, 200, true),
+        (within, 400, false),
+        (skipping, 200, false),
+    ] {
         assert_eq!(send(&app, preflight()).await.status(), expected);
         for status in [200, 429] {
             let answer = send(&app, books().body(Body::empty()).unwrap()).await;
@@ -153,14 +217,22 @@ async fn the_limit_belongs_inside_the_authentication() {
         id.to_string()
     }
     let problems = Problems::default();
-    let limit = || RateLimitLayer::new(LocalStore::default(), by_extension(|user: &User| user.0), policy("api", "1/h"));
+    let limit = || {
+        RateLimitLayer::new(
+            LocalStore::default(),
+            by_extension(|user: &User| user.0),
+            policy("api", "1/h"),
+        )
+    };
     let routes = || Router::new().route("/books", get(hello));
 
     let inside = routes().layer(limit()).layer(from_fn(authenticate));
     assert_eq!(text(send(&inside, anonymous()).await).await, "42");
     assert_eq!(send(&inside, anonymous()).await.status(), 429);
 
-    let outside = routes().layer(from_fn(authenticate)).layer(limit().observer(problems.clone()));
+    let outside = routes()
+        .layer(from_fn(authenticate))
+        .layer(limit().observer(problems.clone()));
     let answer = send(&outside, anonymous()).await;
     assert_eq!(answer.status(), StatusCode::INTERNAL_SERVER_ERROR);
     assert_eq!(
@@ -170,7 +242,10 @@ async fn the_limit_belongs_inside_the_authentication() {
     );
     let problem = problems.0.lock().unwrap().concat();
     assert!(problem.contains(type_name::<User>()), "{problem}");
-    assert!(problem.contains("put the layer inside the authentication"), "{problem}");
+    assert!(
+        problem.contains("put the layer inside the authentication"),
+        "{problem}"
+    );
 }
 
 /// Types that a program of one's own has to write.
@@ -181,7 +256,11 @@ struct Limits {
 
 fn limits(by_address: bool) -> Limits {
     let store = AnyStore::from(LocalStore::default());
-    let chosen: Box<dyn KeyExtractor> = if by_address { Box::new(by_user().or(PeerIp)) } else { Box::new(by_user()) };
+    let chosen: Box<dyn KeyExtractor> = if by_address {
+        Box::new(by_user().or(PeerIp))
+    } else {
+        Box::new(by_user())
+    };
     Limits {
         by_user: RateLimitLayer::new(store, by_user(), policy("api", "1/h")),
         chosen: RateLimitLayer::new(LocalStore::default(), chosen, policy("api", "1/h")),
@@ -191,11 +270,18 @@ fn limits(by_address: bool) -> Limits {
 #[tokio::test]
 async fn layers_stand_in_fields_by_their_defaults() {
     let Limits { by_user, chosen } = limits(false);
-    let app: Router = Router::new().route("/books", get(|| async { "hello" })).layer(chosen).layer(by_user);
+    let app: Router = Router::new()
+        .route("/books", get(|| async { "hello" }))
+        .layer(chosen)
+        .layer(by_user);
     assert_eq!(send(&app, request("alice")).await.status(), 200);
     assert_eq!(send(&app, anonymous()).await.status(), 400);
-    let by_address = Router::new().route("/books", get(|| async {})).layer(limits(true).chosen);
+    let by_address = Router::new()
+        .route("/books", get(|| async {}))
+        .layer(limits(true).chosen);
     let mut request = anonymous();
-    request.extensions_mut().insert(std::net::IpAddr::from([192, 0, 2, 7]));
+    request
+        .extensions_mut()
+        .insert(std::net::IpAddr::from([192, 0, 2, 7]));
     assert_eq!(send(&by_address, request).await.status(), 200);
 }

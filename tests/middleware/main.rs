@@ -1,6 +1,11 @@
 //! The middleware: its part of tower's contract against mocks, and what it answers over HTTP. No network, no waiting.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test that cannot go on has failed")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test that cannot go on has failed"
+)]
 
 mod api;
 mod call;

@@ -18,16 +18,32 @@ fn complaint(statements: &str) -> Option<String> {
     );
     let (library, out) = (library(), tempfile::tempdir().unwrap());
     let mut compiler = Command::new(env::var_os("RUSTC").unwrap_or("rustc".into()))
-        .args(["--edition=2024", "--crate-type=lib", "--emit=metadata", "--out-dir"])
+        .args([
+            "--edition=2024",
+            "--crate-type=lib",
+            "--emit=metadata",
+            "--out-dir",
+        ])
         .arg(out.path())
-        .arg(format!("--extern=tower_redis_ratelimit={}", library.display()))
-        .arg(format!("-Ldependency={}", library.parent().unwrap().display()))
+        .arg(format!(
+            "--extern=tower_redis_ratelimit={}",
+            library.display()
+        ))
+        .arg(format!(
+            "-Ldependency={}",
+            library.parent().unwrap().display()
+        ))
         .arg("-")
         .stdin(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    compiler.stdin.take().unwrap().write_all(program.as_bytes()).unwrap();
+    compiler
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(program.as_bytes())
+        .unwrap();
     let output = compiler.wait_with_output().unwrap();
     (!output.status.success()).then(|| String::from_utf8(output.stderr).unwrap())
 }
@@ -36,19 +52,28 @@ fn complaint(statements: &str) -> Option<String> {
 fn library() -> PathBuf {
     let tests = env::current_exe().unwrap();
     let built = |path: &Path| path.metadata().unwrap().modified().unwrap();
-    let beside = fs::read_dir(tests.parent().unwrap()).unwrap().map(|entry| entry.unwrap().path());
+    let beside = fs::read_dir(tests.parent().unwrap())
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
     let libraries = beside.filter(|path| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        name.starts_with("libtower_redis_ratelimit-") && name.ends_with(".rlib") && built(path) <= built(&tests)
+        name.starts_with("libtower_redis_ratelimit-")
+            && name.ends_with(".rlib")
+            && built(path) <= built(&tests)
     });
-    libraries.max_by_key(|path| built(path)).expect("the library")
+    libraries
+        .max_by_key(|path| built(path))
+        .expect("the library")
 }
 
 /// Makes sure that the wrong statements are answered with all of these texts, and that the right ones compile.
 fn fixes(wrong: &str, texts: &[&str], right: &str) {
     let complaint = complaint(wrong).expect("this must not compile");
     for text in texts {
-        assert!(complaint.contains(text), "`{text}` is missing in\n{complaint}");
+        assert!(
+            complaint.contains(text),
+            "`{text}` is missing in\n{complaint}"
+        );
     }
     assert_eq!(self::complaint(right), None);
 }
@@ -70,7 +95,10 @@ fn a_wrong_store_type_lists_the_stores() {
 fn a_result_for_a_value_suggests_the_question_mark() {
     fixes(
         "RateLimitLayer::new(RedisStore::connect_lazy(\"redis://127.0.0.1/\"), Global, policy);",
-        &["ConfigError>` does not implement `Store`", "add `?`, as in `RedisStore::connect_lazy(url)?`"],
+        &[
+            "ConfigError>` does not implement `Store`",
+            "add `?`, as in `RedisStore::connect_lazy(url)?`",
+        ],
         "RateLimitLayer::new(RedisStore::connect_lazy(\"redis://127.0.0.1/\")?, Global, policy);",
     );
     fixes(
@@ -80,12 +108,18 @@ fn a_result_for_a_value_suggests_the_question_mark() {
     );
     fixes(
         "RateLimitLayer::new(LocalStore::default(), HeaderKey::new(\"x-api-key\"), policy);",
-        &["ConfigError>` finds no key in a request", "add `?`, as in `HeaderKey::new(\"x-api-key\")?`"],
+        &[
+            "ConfigError>` finds no key in a request",
+            "add `?`, as in `HeaderKey::new(\"x-api-key\")?`",
+        ],
         "RateLimitLayer::new(LocalStore::default(), HeaderKey::new(\"x-api-key\")?, policy);",
     );
     fixes(
         "RateLimitLayer::new(LocalStore::default(), Global, Policy::new(\"api\", Strategy::Gcra, Quota::per_second(50)));",
-        &["ConfigError>` gives no policies for a request", "add `?`, as in `Policy::new(name, strategy, quota)?`"],
+        &[
+            "ConfigError>` gives no policies for a request",
+            "add `?`, as in `Policy::new(name, strategy, quota)?`",
+        ],
         "RateLimitLayer::new(LocalStore::default(), Global, Policy::new(\"api\", Strategy::Gcra, Quota::per_second(50))?);",
     );
 }
@@ -116,7 +150,11 @@ fn a_rejecting_closure_must_return_a_response() {
 fn a_key_closure_must_return_an_option() {
     fixes(
         "CallLimitLayer::<_, _, String>::new(LocalStore::default(), |_: &String| Key::GLOBAL, policy);",
-        &["finds no key in a request", "a closure: `key_fn(|request| ..)`", "returns an `Option<Key>`"],
+        &[
+            "finds no key in a request",
+            "a closure: `key_fn(|request| ..)`",
+            "returns an `Option<Key>`",
+        ],
         "CallLimitLayer::<_, _, String>::new(LocalStore::default(), |_: &String| Some(Key::GLOBAL), policy);",
     );
 }
@@ -125,8 +163,14 @@ fn a_key_closure_must_return_an_option() {
 #[test]
 fn a_closure_without_key_fn_is_not_understood() {
     for (closure, text) in [
-        ("|request| Some(Key::new(request.uri.path()))", "type annotations needed"),
-        ("|_| Some(Key::GLOBAL)", "implementation of `FnOnce` is not general enough"),
+        (
+            "|request| Some(Key::new(request.uri.path()))",
+            "type annotations needed",
+        ),
+        (
+            "|_| Some(Key::GLOBAL)",
+            "implementation of `FnOnce` is not general enough",
+        ),
     ] {
         fixes(
             &format!("RateLimitLayer::new(LocalStore::default(), {closure}, policy);"),
@@ -147,7 +191,11 @@ fn only_what_may_be_denied_must_be_used() {
              }}"
         )
     };
-    for done in ["reset(Key::GLOBAL)", "charge(Key::GLOBAL, 1)", "refund(Key::GLOBAL, 1)"] {
+    for done in [
+        "reset(Key::GLOBAL)",
+        "charge(Key::GLOBAL, 1)",
+        "refund(Key::GLOBAL, 1)",
+    ] {
         fixes(
             &asks("limiter.take(Key::GLOBAL, 1).await?"),
             &["unused `Decision` that must be used", "it may be a denial"],
@@ -160,7 +208,11 @@ fn only_what_may_be_denied_must_be_used() {
 fn a_wrong_extractor_type_lists_the_extractors() {
     fixes(
         "RateLimitLayer::new(LocalStore::default(), \"x-api-key\", policy);",
-        &["`&str` finds no key in a request", "`PeerIp`, `ClientIp`, `HeaderKey`, `Global`", "`key_fn(|request| ..)`"],
+        &[
+            "`&str` finds no key in a request",
+            "`PeerIp`, `ClientIp`, `HeaderKey`, `Global`",
+            "`key_fn(|request| ..)`",
+        ],
         "RateLimitLayer::new(LocalStore::default(), key_fn(|request| Some(Key::new(request.uri.path()))), policy);",
     );
 }
@@ -185,7 +237,10 @@ fn a_wrong_selector_type_lists_the_selectors() {
 fn a_wrong_live_type_lists_the_selectors() {
     fixes(
         "RateLimitLayer::new(LocalStore::default(), Global, Live::new(\"50/s\"));",
-        &["Live<&str>` gives no policies for a request", "`Policy::new(name, strategy, quota)?`"],
+        &[
+            "Live<&str>` gives no policies for a request",
+            "`Policy::new(name, strategy, quota)?`",
+        ],
         "RateLimitLayer::new(LocalStore::default(), Global, Live::new(policy));",
     );
 }
@@ -215,7 +270,10 @@ fn wrong_request_types_suggest_a_closure() {
 fn a_client_ip_without_trust_suggests_trust() {
     fixes(
         "RateLimitLayer::new(LocalStore::default(), ClientIp::x_forwarded_for(), policy);",
-        &["`ClientIpBuilder` finds no key in a request", "`ClientIp::x_forwarded_for().trust([\"private\"])?`"],
+        &[
+            "`ClientIpBuilder` finds no key in a request",
+            "`ClientIp::x_forwarded_for().trust([\"private\"])?`",
+        ],
         "RateLimitLayer::new(LocalStore::default(), ClientIp::x_forwarded_for().trust([\"private\"])?, policy);",
     );
 }
@@ -234,7 +292,9 @@ fn an_unsupported_body_names_the_fix() {
             "HttpReject` cannot answer a rejected request with the body `bool`",
             "`.reject_with(|rejection| HttpReject::new().reject(rejection).map(|text: String| ..))`",
         ],
-        &answers(".reject_with(|rejection| HttpReject::new().reject(rejection).map(|text: String| text.is_empty()))"),
+        &answers(
+            ".reject_with(|rejection| HttpReject::new().reject(rejection).map(|text: String| text.is_empty()))",
+        ),
     );
 }
 
@@ -258,7 +318,9 @@ fn a_grpc_body_suggests_the_grpc_reject() {
         ],
         &answers(match cfg!(feature = "tonic") {
             true => ".reject(GrpcReject::new())",
-            false => ".reject_with(|rejection| HttpReject::new().reject(rejection).map(|_: String| Body))",
+            false => {
+                ".reject_with(|rejection| HttpReject::new().reject(rejection).map(|_: String| Body))"
+            }
         }),
     );
 }

@@ -16,7 +16,9 @@ use tower_redis_ratelimit::check::{Check, RateLimited};
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Share, Store, StoreError};
 use tower_redis_ratelimit::throttle::{Pause, retry_after};
-use tower_redis_ratelimit::{Fallback, Key, Limiter, LocalStore, Policies, Policy, Strategy, ThrottleLayer};
+use tower_redis_ratelimit::{
+    Fallback, Key, Limiter, LocalStore, Policies, Policy, Strategy, ThrottleLayer,
+};
 
 const KEY: Key = Key::GLOBAL;
 const SECOND: Duration = Duration::from_secs(1);
@@ -30,13 +32,18 @@ async fn ok(_: &'static str) -> Result<(), Infallible> {
 }
 
 fn denied_for(error: &BoxError) -> Duration {
-    error.downcast_ref::<RateLimited>().expect("it is denied").retry_after().unwrap()
+    error
+        .downcast_ref::<RateLimited>()
+        .expect("it is denied")
+        .retry_after()
+        .unwrap()
 }
 
 #[tokio::test(start_paused = true)]
 async fn calls_that_would_wait_too_long_fail() {
     let calls = AtomicU32::new(0);
-    let layer = ThrottleLayer::new(LocalStore::default(), KEY, policy("1/10s")).max_wait(15 * SECOND);
+    let layer =
+        ThrottleLayer::new(LocalStore::default(), KEY, policy("1/10s")).max_wait(15 * SECOND);
     let counted = || {
         service_fn(async |request| {
             calls.fetch_add(1, SeqCst);
@@ -52,9 +59,16 @@ async fn calls_that_would_wait_too_long_fail() {
         let error = service.ready().await.unwrap().call("").await.unwrap_err();
         (denied_for(&error), start.elapsed())
     });
-    assert!((19 * SECOND..=20 * SECOND).contains(&fails.0) && fails.1 < SECOND, "{fails:?}");
+    assert!(
+        (19 * SECOND..=20 * SECOND).contains(&fails.0) && fails.1 < SECOND,
+        "{fails:?}"
+    );
     waits.unwrap().call("").await.unwrap();
-    assert_eq!((start.elapsed().as_secs(), calls.load(SeqCst)), (10, 2), "what has failed was not made");
+    assert_eq!(
+        (start.elapsed().as_secs(), calls.load(SeqCst)),
+        (10, 2),
+        "what has failed was not made"
+    );
 
     // It charged nothing.
     service.ready().await.unwrap().call("").await.unwrap();
@@ -76,7 +90,10 @@ async fn a_refused_call_leaves_its_buffer_alive() {
     let layer = ThrottleLayer::new(LocalStore::default(), KEY, policy("1/10s")).max_wait(SECOND);
     let mut service = Buffer::new(layer.layer(service_fn(ok)), 8);
     for passes in [true, false, false] {
-        assert_eq!(service.ready().await.unwrap().call("").await.is_ok(), passes);
+        assert_eq!(
+            service.ready().await.unwrap().call("").await.is_ok(),
+            passes
+        );
     }
     sleep(10 * SECOND).await;
     service.ready().await.unwrap().call("").await.unwrap();
@@ -89,35 +106,60 @@ async fn a_timed_throttle_reports_failures() {
 
     impl Observer for Log {
         fn decided(&self, decided: &event::Decided<'_>) {
-            self.0.lock().unwrap().push(decided.decision.outcome().as_str().to_owned());
+            self.0
+                .lock()
+                .unwrap()
+                .push(decided.decision.outcome().as_str().to_owned());
         }
 
         fn failed(&self, failed: &event::Failed<'_>) {
-            self.0.lock().unwrap().push(failed.error.kind().as_str().to_owned());
+            self.0
+                .lock()
+                .unwrap()
+                .push(failed.error.kind().as_str().to_owned());
         }
     }
 
     let (store, log) = (MockStore::new(), Log::default());
-    let layer = ThrottleLayer::new(store.clone(), KEY, policy("1/s")).max_wait(SECOND).observer(log.clone());
+    let layer = ThrottleLayer::new(store.clone(), KEY, policy("1/s"))
+        .max_wait(SECOND)
+        .observer(log.clone());
     store.fail(StoreError::new(ErrorKind::Unreachable));
     let error = layer.layer(service_fn(ok)).oneshot("").await.unwrap_err();
-    assert_eq!(error.downcast_ref::<StoreError>().unwrap().kind(), ErrorKind::Unreachable);
+    assert_eq!(
+        error.downcast_ref::<StoreError>().unwrap().kind(),
+        ErrorKind::Unreachable
+    );
     store.deny(5 * SECOND);
-    assert_eq!(denied_for(&layer.layer(service_fn(ok)).oneshot("").await.unwrap_err()), 5 * SECOND);
+    assert_eq!(
+        denied_for(&layer.layer(service_fn(ok)).oneshot("").await.unwrap_err()),
+        5 * SECOND
+    );
     assert_eq!(*log.0.lock().unwrap(), ["unreachable", "denied"]);
     store.fail(StoreError::new(ErrorKind::Unreachable));
-    layer.allow_on_error().layer(service_fn(ok)).oneshot("").await.unwrap();
+    layer
+        .allow_on_error()
+        .layer(service_fn(ok))
+        .oneshot("")
+        .await
+        .unwrap();
 }
 
 /// For how long a pause lasts still.
 async fn left(store: &impl Store, pause: &Pause<impl Store>) -> Duration {
-    let peek = store.check(Check::peek(KEY, &pause.policy().into(), 1)).await.unwrap();
+    let peek = store
+        .check(Check::peek(KEY, &pause.policy().into(), 1))
+        .await
+        .unwrap();
     peek.retry_after().unwrap_or_default()
 }
 
 /// Up to a unit of ten microseconds.
 fn assert_close(left: Duration, expected: Duration) {
-    assert!(left.abs_diff(expected) <= Duration::from_micros(30), "{left:?} in place of {expected:?}");
+    assert!(
+        left.abs_diff(expected) <= Duration::from_micros(30),
+        "{left:?} in place of {expected:?}"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -154,8 +196,14 @@ async fn the_longest_pause_counts_and_none_add_up() {
     let _ = limiter.reset(KEY).await.unwrap();
     assert!(limiter.take(KEY, 1).await.unwrap().is_allowed());
 
-    for max in [Duration::ZERO, Duration::from_millis(999), 5 * 3_600 * SECOND + Duration::from_nanos(1)] {
-        let error = Pause::new(store.clone(), "pause", max).unwrap_err().to_string();
+    for max in [
+        Duration::ZERO,
+        Duration::from_millis(999),
+        5 * 3_600 * SECOND + Duration::from_nanos(1),
+    ] {
+        let error = Pause::new(store.clone(), "pause", max)
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("write from 1 second to 5 hours"), "{error}");
     }
     let longest = Pause::new(store.clone(), "longest", 5 * 3_600 * SECOND).unwrap();
@@ -169,7 +217,10 @@ async fn whoever_is_told_to_wait_tells_the_others() {
     let pause = Pause::new(store.clone(), "pause", 60 * SECOND).unwrap();
     let policies = Policies::new([policy("10/s"), pause.policy()]).unwrap();
     let layer = || ThrottleLayer::new(store.clone(), KEY, policies.clone());
-    let (mut one, mut two) = (layer().layer(service_fn(ok)), layer().max_wait(10 * SECOND).layer(service_fn(ok)));
+    let (mut one, mut two) = (
+        layer().layer(service_fn(ok)),
+        layer().max_wait(10 * SECOND).layer(service_fn(ok)),
+    );
     let start = Instant::now();
     one.ready().await.unwrap().call("").await.unwrap();
     two.ready().await.unwrap().call("").await.unwrap();
@@ -193,28 +244,55 @@ async fn a_pause_lasts_as_long_by_fallback() {
     let store = Fallback::new(redis, LocalStore::default()).share(share);
     let pause = Pause::new(store.clone(), "pause", 60 * SECOND).unwrap();
     pause.begin(KEY, 30 * SECOND).await.unwrap();
-    let peek = store.check(Check::peek(KEY, &pause.policy().into(), 1)).await.unwrap();
+    let peek = store
+        .check(Check::peek(KEY, &pause.policy().into(), 1))
+        .await
+        .unwrap();
     let left = peek.retry_after().unwrap();
-    assert!(left.abs_diff(30 * SECOND) < Duration::from_millis(1), "{left:?}");
+    assert!(
+        left.abs_diff(30 * SECOND) < Duration::from_millis(1),
+        "{left:?}"
+    );
 }
 
 #[test]
 fn only_servers_that_ask_for_a_wait_are_heard() {
     let told = |status: u16, name: &'static str, value: &[u8]| {
-        let response = Response::builder().status(status).header(name, value).body(()).unwrap();
+        let response = Response::builder()
+            .status(status)
+            .header(name, value)
+            .body(())
+            .unwrap();
         retry_after(response.status(), response.headers())
     };
     for status in [429, 503] {
         assert_eq!(told(status, "retry-after", b"30"), Some(30 * SECOND));
         assert_eq!(told(status, "retry-after", b" 0 "), Some(Duration::ZERO));
-        assert_eq!(told(status, "retry-after", b"18446744073709551615"), Some(Duration::from_secs(u64::MAX)));
-        for wrong in ["", "-1", "1.5", "soon", "18446744073709551616", "Fri, 31 Dec 1999 23:59:59 GMT"] {
-            assert_eq!(told(status, "retry-after", wrong.as_bytes()), None, "{wrong}");
+        assert_eq!(
+            told(status, "retry-after", b"18446744073709551615"),
+            Some(Duration::from_secs(u64::MAX))
+        );
+        for wrong in [
+            "",
+            "-1",
+            "1.5",
+            "soon",
+            "18446744073709551616",
+            "Fri, 31 Dec 1999 23:59:59 GMT",
+        ] {
+            assert_eq!(
+                told(status, "retry-after", wrong.as_bytes()),
+                None,
+                "{wrong}"
+            );
         }
         assert_eq!(told(status, "retry-after", b"\xff"), None);
     }
     assert_eq!(told(200, "retry-after", b"30"), None);
     assert_eq!(told(301, "retry-after", b"30"), None);
-    assert_eq!(told(200, "grpc-retry-pushback-ms", b"1500"), Some(Duration::from_millis(1_500)));
+    assert_eq!(
+        told(200, "grpc-retry-pushback-ms", b"1500"),
+        Some(Duration::from_millis(1_500))
+    );
     assert_eq!(told(200, "grpc-retry-pushback-ms", b"-1"), None);
 }

@@ -20,7 +20,10 @@ use crate::support::{self, *};
 
 /// Makes sure of what all rejections have in common, and gives the problem.
 async fn problem<B: HttpBody<Error: Debug>>(response: Response<B>) -> Value {
-    assert_eq!(field(&response, "content-type"), Some("application/problem+json"));
+    assert_eq!(
+        field(&response, "content-type"),
+        Some("application/problem+json")
+    );
     assert_eq!(field(&response, "cache-control"), Some("no-store"));
     json(response).await
 }
@@ -29,7 +32,11 @@ async fn problem<B: HttpBody<Error: Debug>>(response: Response<B>) -> Value {
 async fn a_denial_is_the_drafts_problem_type() {
     let service = limited(layer("1/90s"));
     let allowed = send(&service, request("alice")).await;
-    assert_eq!(field(&allowed, "cache-control"), None, "only rejections are kept from caches");
+    assert_eq!(
+        field(&allowed, "cache-control"),
+        None,
+        "only rejections are kept from caches"
+    );
     assert_eq!(allowed.body(), "hello");
 
     let denied = send(&service, request("alice")).await;
@@ -54,28 +61,56 @@ async fn a_handler_answers_as_the_layer_does() {
     limiter.reserve(Key::GLOBAL, 1).await.unwrap().keep();
     let error = limiter.reserve(Key::GLOBAL, 1).await.unwrap_err();
     let decision = limiter.take(Key::GLOBAL, 1).await.unwrap();
-    let by_handler: [Response<String>; 2] = [HttpReject::new().response(&error), HttpReject::new().response(&decision)];
+    let by_handler: [Response<String>; 2] = [
+        HttpReject::new().response(&error),
+        HttpReject::new().response(&decision),
+    ];
     for answer in by_handler {
-        assert_eq!((answer.status(), answer.headers()), (by_layer.status(), by_layer.headers()));
-        assert_eq!(answer.extensions().get::<Decision>(), by_layer.extensions().get());
+        assert_eq!(
+            (answer.status(), answer.headers()),
+            (by_layer.status(), by_layer.headers())
+        );
+        assert_eq!(
+            answer.extensions().get::<Decision>(),
+            by_layer.extensions().get()
+        );
         assert_eq!(answer.body(), by_layer.body());
     }
     let own: Response<String> = HttpReject::new().json("{}").response(&error);
-    assert_eq!((own.body().as_str(), field(&own, "retry-after")), ("{}", Some("90")));
+    assert_eq!(
+        (own.body().as_str(), field(&own, "retry-after")),
+        ("{}", Some("90"))
+    );
 
     let failed: Response<String> = HttpReject::new().response(&support::error());
-    assert_eq!((failed.status().as_u16(), field(&failed, "retry-after")), (503, Some("1")));
-    assert_eq!(problem(failed).await["detail"], "The request could not be counted.");
+    assert_eq!(
+        (failed.status().as_u16(), field(&failed, "retry-after")),
+        (503, Some("1"))
+    );
+    assert_eq!(
+        problem(failed).await["detail"],
+        "The request could not be counted."
+    );
     let missing = MissingKey::unauthenticated("no token", HeaderValue::from_static("Bearer"));
     let missing: Response<String> = HttpReject::new().response(Reason::MissingKey(&missing));
-    assert_eq!((missing.status().as_u16(), field(&missing, "www-authenticate")), (401, Some("Bearer")));
+    assert_eq!(
+        (
+            missing.status().as_u16(),
+            field(&missing, "www-authenticate")
+        ),
+        (401, Some("Bearer"))
+    );
 }
 
 #[tokio::test]
 async fn a_missing_key_is_a_client_error() {
     let response = send(&limited(layer("1/h")), anonymous()).await;
     assert_eq!(response.status(), 400);
-    assert_eq!(field(&response, "retry-after"), None, "waiting does not help");
+    assert_eq!(
+        field(&response, "retry-after"),
+        None,
+        "waiting does not help"
+    );
     let expected = json!({
         "type": "about:blank",
         "title": "Bad Request",
@@ -88,12 +123,20 @@ async fn a_missing_key_is_a_client_error() {
 #[tokio::test]
 async fn anonymous_requests_are_challenged() {
     let by_api_key = || {
-        let key = HeaderKey::new("x-api-key").unwrap().challenge(HeaderValue::from_static("ApiKey realm=\"books\""));
+        let key = HeaderKey::new("x-api-key")
+            .unwrap()
+            .challenge(HeaderValue::from_static("ApiKey realm=\"books\""));
         RateLimitLayer::new(LocalStore::default(), key, policy("api", "1/h"))
     };
     let response = send(&limited(by_api_key()), anonymous()).await;
-    assert_eq!((response.status().as_u16(), field(&response, "retry-after")), (401, None));
-    assert_eq!(field(&response, "www-authenticate"), Some("ApiKey realm=\"books\""));
+    assert_eq!(
+        (response.status().as_u16(), field(&response, "retry-after")),
+        (401, None)
+    );
+    assert_eq!(
+        field(&response, "www-authenticate"),
+        Some("ApiKey realm=\"books\"")
+    );
     let expected = json!({
         "type": "about:blank",
         "title": "Unauthorized",
@@ -102,9 +145,11 @@ async fn anonymous_requests_are_challenged() {
     assert_eq!(problem(response).await, expected);
 
     // A response of one's own has the challenge too, unless it has another, or is no 401.
-    for (status, own, expected) in
-        [(401, None, Some("ApiKey realm=\"books\"")), (401, Some("Bearer"), Some("Bearer")), (403, None, None)]
-    {
+    for (status, own, expected) in [
+        (401, None, Some("ApiKey realm=\"books\"")),
+        (401, Some("Bearer"), Some("Bearer")),
+        (403, None, None),
+    ] {
         let layer = by_api_key().reject_with(|rejection| {
             assert_eq!(rejection.status(), 401);
             let mut response = Response::builder().status(status);
@@ -114,7 +159,11 @@ async fn anonymous_requests_are_challenged() {
             response.body(String::new()).unwrap()
         });
         let response = send(&limited(layer), anonymous()).await;
-        let fields: Vec<_> = response.headers().get_all("www-authenticate").iter().collect();
+        let fields: Vec<_> = response
+            .headers()
+            .get_all("www-authenticate")
+            .iter()
+            .collect();
         assert_eq!(fields, Vec::from_iter(expected), "{status}");
     }
 
@@ -124,10 +173,18 @@ async fn anonymous_requests_are_challenged() {
     assert_eq!(send(&optional, anonymous()).await.status(), 200);
     let mut twice = anonymous();
     for value in ["one", "two"] {
-        twice.headers_mut().append("x-api-key", value.parse().unwrap());
+        twice
+            .headers_mut()
+            .append("x-api-key", value.parse().unwrap());
     }
     let response = send(&optional, twice).await;
-    assert_eq!((response.status().as_u16(), field(&response, "www-authenticate")), (400, None));
+    assert_eq!(
+        (
+            response.status().as_u16(),
+            field(&response, "www-authenticate")
+        ),
+        (400, None)
+    );
 }
 
 #[tokio::test]
@@ -141,18 +198,33 @@ async fn custom_extractors_challenge_too() {
             }
         }
 
-        limited(RateLimitLayer::new(LocalStore::default(), Nobody(missing), policy("api", "1/h")))
+        limited(RateLimitLayer::new(
+            LocalStore::default(),
+            Nobody(missing),
+            policy("api", "1/h"),
+        ))
     };
-    let missing = || MissingKey::unauthenticated("no access token", HeaderValue::from_static("Bearer"));
+    let missing =
+        || MissingKey::unauthenticated("no access token", HeaderValue::from_static("Bearer"));
     let response = send(&nobody(missing), anonymous()).await;
-    assert_eq!((response.status().as_u16(), field(&response, "www-authenticate")), (401, Some("Bearer")));
+    assert_eq!(
+        (
+            response.status().as_u16(),
+            field(&response, "www-authenticate")
+        ),
+        (401, Some("Bearer"))
+    );
     assert_eq!(problem(response).await["detail"], "no access token");
 }
 
 /// What a client is told where no address was noted.
 fn misconfigured() -> String {
     let why = PeerIp.extract(&anonymous().into_parts().0).unwrap_err();
-    assert!(why.to_string().contains("into_make_service_with_connect_info"), "{why}");
+    assert!(
+        why.to_string()
+            .contains("into_make_service_with_connect_info"),
+        "{why}"
+    );
     if cfg!(debug_assertions) {
         format!("Rate limiting is misconfigured: {why}.")
     } else {
@@ -171,13 +243,20 @@ async fn a_missing_address_is_a_server_error() {
         "title": "Internal Server Error",
         "detail": misconfigured(),
     });
-    assert_eq!(problem(response).await, expected, "nothing of how it is set up, but in a debug build");
+    assert_eq!(
+        problem(response).await,
+        expected,
+        "nothing of how it is set up, but in a debug build"
+    );
 }
 
 #[tokio::test]
 async fn store_failures_hide_their_error() {
     let text = error().to_string();
-    assert!(text.contains(SECRET), "there must be something to leak: {text}");
+    assert!(
+        text.contains(SECRET),
+        "there must be something to leak: {text}"
+    );
 
     let response = send(&limited(layer_with(Broken, "1/h")), request("alice")).await;
     assert_eq!(response.status(), 503);
@@ -194,8 +273,7 @@ async fn store_failures_hide_their_error() {
 #[tokio::test]
 async fn extractor_messages_are_escaped_in_json() {
     struct Odd;
-    const ODD: &str =
-        "a \"quoted\" back\\slash,\n\ta control \u{1}, \u{7f}, and more: \u{e9}\u{2028}\u{1f600}</script>";
+    const ODD: &str = "a \"quoted\" back\\slash,\n\ta control \u{1}, \u{7f}, and more: \u{e9}\u{2028}\u{1f600}</script>";
 
     impl KeyExtractor for Odd {
         fn extract(&self, _: &Parts) -> Result<Key, MissingKey> {
@@ -212,17 +290,37 @@ async fn extractor_messages_are_escaped_in_json() {
 async fn the_denial_text_is_configurable() {
     const ODD: &str = "Ask \"us\" for more:\n\\sales";
     for (reject, content_type, expected) in [
-        (HttpReject::new().json("{\"error\":\"slow\"}"), "application/json", "{\"error\":\"slow\"}"),
-        (HttpReject::new().body("text/html".parse().unwrap(), "<b>slow</b>"), "text/html", "<b>slow</b>"),
-        (HttpReject::new().detail(ODD).json("{}".to_owned()), "application/json", "{}"),
-        (HttpReject::new().json("{}").detail(ODD), "application/problem+json", ""),
+        (
+            HttpReject::new().json("{\"error\":\"slow\"}"),
+            "application/json",
+            "{\"error\":\"slow\"}",
+        ),
+        (
+            HttpReject::new().body("text/html".parse().unwrap(), "<b>slow</b>"),
+            "text/html",
+            "<b>slow</b>",
+        ),
+        (
+            HttpReject::new().detail(ODD).json("{}".to_owned()),
+            "application/json",
+            "{}",
+        ),
+        (
+            HttpReject::new().json("{}").detail(ODD),
+            "application/problem+json",
+            "",
+        ),
     ] {
         let service = limited(layer("1/h").reject(reject.clone()));
         assert_eq!(send(&service, request("alice")).await.body(), "hello");
         let denied = send(&service, request("alice")).await;
         assert_eq!(denied.status(), 429);
-        let fields = ["content-type", "cache-control", "retry-after", "ratelimit"].map(|name| field(&denied, name));
-        assert_eq!(fields, [content_type, "no-store", "3600", "\"api\";r=0;t=3600"].map(Some));
+        let fields = ["content-type", "cache-control", "retry-after", "ratelimit"]
+            .map(|name| field(&denied, name));
+        assert_eq!(
+            fields,
+            [content_type, "no-store", "3600", "\"api\";r=0;t=3600"].map(Some)
+        );
         if expected.is_empty() {
             let expected = json!({
                 "type": "https://iana.org/assignments/http-problem-types#quota-exceeded",
@@ -251,8 +349,15 @@ async fn a_rejection_displays_as_a_sentence() {
     ) -> RateLimitLayer<S, K, impl Fn(Rejection<'_>) -> Response<String>> {
         layer.reject_with(|rejection| Response::new(rejection.to_string()))
     }
-    let service = limited(sentence(layer("1/h").cost(|request| if request.uri.path() == "/all" { 2 } else { 1 })));
-    let at_fault = limited(sentence(RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"))));
+    let service =
+        limited(sentence(layer("1/h").cost(|request| {
+            if request.uri.path() == "/all" { 2 } else { 1 }
+        })));
+    let at_fault = limited(sentence(RateLimitLayer::new(
+        LocalStore::default(),
+        PeerIp,
+        policy("api", "1/h"),
+    )));
     let broken = limited(sentence(layer_with(Broken, "1/h")));
     let scarce = limited(sentence(layer("3/h").cost(|_| 2)));
     let mut all = request("alice");
@@ -264,11 +369,23 @@ async fn a_rejection_displays_as_a_sentence() {
             send(&scarce, request("alice")).await,
             "The quota of 3/h has too little left for this request. Try again in 1200 s.",
         ),
-        (send(&service, request("alice")).await, "The quota of 1/h is used up. Try again in 3600 s."),
-        (send(&service, all).await, "The request's cost exceeds the maximum burst of 1."),
-        (send(&service, anonymous()).await, "the header x-user is missing"),
+        (
+            send(&service, request("alice")).await,
+            "The quota of 1/h is used up. Try again in 3600 s.",
+        ),
+        (
+            send(&service, all).await,
+            "The request's cost exceeds the maximum burst of 1.",
+        ),
+        (
+            send(&service, anonymous()).await,
+            "the header x-user is missing",
+        ),
         (send(&at_fault, anonymous()).await, &misconfigured()),
-        (send(&broken, request("alice")).await, "The request could not be counted."),
+        (
+            send(&broken, request("alice")).await,
+            "The request could not be counted.",
+        ),
     ] {
         assert_eq!(response.body(), expected);
     }
@@ -284,7 +401,11 @@ where
         B: From<String>,
         S: Store,
     {
-        send(&layer.layer(service_fn(hello::<B>)), user.map_or_else(anonymous, request)).await
+        send(
+            &layer.layer(service_fn(hello::<B>)),
+            user.map_or_else(anonymous, request),
+        )
+        .await
     }
 
     let (layer, broken) = (layer("1/h"), layer_with(Broken, "1/h"));
@@ -315,13 +436,19 @@ async fn the_usual_bodies_fit() {
 #[tokio::test]
 async fn custom_bodies_map_from_text() {
     type Boxed = BoxBody<Bytes, Infallible>;
-    let layer =
-        layer("1/h").reject_with(|rejection| HttpReject::new().reject(rejection).map(|text: String| text.boxed()));
+    let layer = layer("1/h").reject_with(|rejection| {
+        HttpReject::new()
+            .reject(rejection)
+            .map(|text: String| text.boxed())
+    });
     let hello = |_: Request<String>| async { Ok::<_, Infallible>(Response::new(Boxed::default())) };
     let service = layer.layer(service_fn(hello));
     assert_eq!(send(&service, request("alice")).await.status(), 200);
     let denied = send(&service, request("alice")).await;
-    assert_eq!((denied.status().as_u16(), field(&denied, "retry-after")), (429, Some("3600")));
+    assert_eq!(
+        (denied.status().as_u16(), field(&denied, "retry-after")),
+        (429, Some("3600"))
+    );
     assert_eq!(problem(denied).await["violated-policies"], json!(["api"]));
 }
 
@@ -339,25 +466,36 @@ async fn a_closure_turns_rejections_into_responses() {
     let broken = limited(layer_with(Broken, "1/h").reject(respond));
     assert_eq!(send(&service, request("alice")).await.body(), "hello");
     let denied = send(&service, request("alice")).await;
-    assert_eq!(field(&denied, "retry-after"), Some("3600"), "the layer adds it");
+    assert_eq!(
+        field(&denied, "retry-after"),
+        Some("3600"),
+        "the layer adds it"
+    );
     assert_eq!(denied.body(), "denied by api");
     let missing = "missing: the header x-user is missing";
     assert_eq!(send(&service, anonymous()).await.body(), missing);
     let unavailable = send(&broken, request("alice")).await;
     assert_eq!(unavailable.body(), "unavailable: Configuration");
-    assert_eq!(unavailable.headers().len(), 0, "what the closure did not set is not there");
+    assert_eq!(
+        unavailable.headers().len(),
+        0,
+        "what the closure did not set is not there"
+    );
 }
 
 /// A layer that answers every client in its own protocol: gRPC with trailers only, the others as usual.
 fn by_content_type<S: Store>(
     layer: RateLimitLayer<S, HeaderKey>,
 ) -> RateLimitLayer<S, HeaderKey, impl Fn(Rejection<'_>) -> Response<String>> {
-    layer.reject_with(|rejection| match rejection.request().headers.get("content-type") {
-        Some(kind) if kind == "application/grpc" => {
-            Response::builder().header("grpc-status", "8").body(rejection.status().to_string()).unwrap()
-        }
-        _ => HttpReject::new().reject(rejection),
-    })
+    layer.reject_with(
+        |rejection| match rejection.request().headers.get("content-type") {
+            Some(kind) if kind == "application/grpc" => Response::builder()
+                .header("grpc-status", "8")
+                .body(rejection.status().to_string())
+                .unwrap(),
+            _ => HttpReject::new().reject(rejection),
+        },
+    )
 }
 
 #[tokio::test]
@@ -366,30 +504,57 @@ async fn one_layer_answers_in_each_protocol() {
     let at_once = limited(by_content_type(layer("1/h")));
     let later = limited(by_content_type(layer_with(store, "1/h")));
     let server_at_fault = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"));
-    let server_at_fault =
-        limited(server_at_fault.reject_with(|rejection| Response::new(rejection.status().to_string())));
-    assert_eq!(send(&server_at_fault, request("alice")).await.body(), "500 Internal Server Error");
+    let server_at_fault = limited(
+        server_at_fault.reject_with(|rejection| Response::new(rejection.status().to_string())),
+    );
+    assert_eq!(
+        send(&server_at_fault, request("alice")).await.body(),
+        "500 Internal Server Error"
+    );
 
     assert_eq!(send(&at_once, request("alice")).await.status(), 200);
-    for (reason, status) in [("denied", 429), ("denied later", 429), ("unavailable", 503), ("no key", 400)] {
+    for (reason, status) in [
+        ("denied", 429),
+        ("denied later", 429),
+        ("unavailable", 503),
+        ("no key", 400),
+    ] {
         for grpc in [true, false] {
-            let mut request = if reason == "no key" { anonymous() } else { request("alice") };
+            let mut request = if reason == "no key" {
+                anonymous()
+            } else {
+                request("alice")
+            };
             if grpc {
-                request.headers_mut().insert("content-type", "application/grpc".parse().unwrap());
+                request
+                    .headers_mut()
+                    .insert("content-type", "application/grpc".parse().unwrap());
             }
             let response = match reason {
                 "denied" | "no key" => send(&at_once, request).await,
                 _ => {
                     let answer = async {
                         let question = questions.recv().await.unwrap();
-                        if status == 429 { question.deny() } else { question.fail() }
+                        if status == 429 {
+                            question.deny()
+                        } else {
+                            question.fail()
+                        }
                     };
                     tokio::join!(send(&later, request), answer).0
                 }
             };
             if grpc {
-                assert_eq!((response.status().as_u16(), field(&response, "grpc-status")), (200, Some("8")), "{reason}");
-                assert!(response.body().starts_with(&status.to_string()), "{reason}: {}", response.body());
+                assert_eq!(
+                    (response.status().as_u16(), field(&response, "grpc-status")),
+                    (200, Some("8")),
+                    "{reason}"
+                );
+                assert!(
+                    response.body().starts_with(&status.to_string()),
+                    "{reason}: {}",
+                    response.body()
+                );
             } else {
                 assert_eq!(response.status(), status, "{reason}");
                 assert!(problem(response).await["title"].is_string(), "{reason}");
@@ -400,23 +565,41 @@ async fn one_layer_answers_in_each_protocol() {
 
 #[tokio::test]
 async fn debug_of_rejections_hides_request_headers() {
-    let service = limited(layer("1/h").reject_with(|rejection| Response::new(format!("{rejection:?}"))));
+    let service =
+        limited(layer("1/h").reject_with(|rejection| Response::new(format!("{rejection:?}"))));
     for _ in 0..2 {
         let mut request = request("alice");
-        request.headers_mut().insert("authorization", SECRET.parse().unwrap());
+        request
+            .headers_mut()
+            .insert("authorization", SECRET.parse().unwrap());
         let response = send(&service, request).await;
         let shown = response.body();
-        assert!(shown == "hello" || shown.contains("Denied") && !shown.contains(SECRET), "{shown}");
+        assert!(
+            shown == "hello" || shown.contains("Denied") && !shown.contains(SECRET),
+            "{shown}"
+        );
     }
 }
 
 #[tokio::test]
 async fn a_closures_retry_after_is_kept() {
-    let later = |_: Rejection<'_>| Response::builder().header("retry-after", "7").body(String::new()).unwrap();
+    let later = |_: Rejection<'_>| {
+        Response::builder()
+            .header("retry-after", "7")
+            .body(String::new())
+            .unwrap()
+    };
     let service = limited(layer("1/h").reject(later));
     send(&service, request("alice")).await;
     let denied = send(&service, request("alice")).await;
-    assert_eq!(denied.headers().get_all("retry-after").iter().collect::<Vec<_>>(), ["7"]);
+    assert_eq!(
+        denied
+            .headers()
+            .get_all("retry-after")
+            .iter()
+            .collect::<Vec<_>>(),
+        ["7"]
+    );
 }
 
 #[tokio::test]
@@ -436,6 +619,9 @@ async fn repeated_headers_are_always_rejected() {
     twice.headers_mut().append(USER, "mallory".parse().unwrap());
     let response = send(&service, twice).await;
     assert_eq!(response.status(), 400);
-    assert_eq!(problem(response).await["detail"], "the header x-user appears more than once");
+    assert_eq!(
+        problem(response).await["detail"],
+        "the header x-user appears more than once"
+    );
     assert_eq!(send(&service, anonymous()).await.status(), 200);
 }

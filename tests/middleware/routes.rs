@@ -51,7 +51,11 @@ where
     }));
     for request in requests {
         let (method, path) = request.split_once(' ').unwrap();
-        let request = Request::builder().method(method).uri(path).body(Body::empty()).unwrap();
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .body(Body::empty())
+            .unwrap();
         send(&app, request).await;
     }
     let keys = keys.lock().unwrap().clone();
@@ -61,7 +65,11 @@ where
 
 /// As most services have it: one layer over the router.
 fn over_all(extractor: Find) -> Router {
-    app().layer(RateLimitLayer::new(LocalStore::default(), key_fn(extractor), policy("api", "1000/h")))
+    app().layer(RateLimitLayer::new(
+        LocalStore::default(),
+        key_fn(extractor),
+        policy("api", "1000/h"),
+    ))
 }
 
 #[tokio::test]
@@ -71,11 +79,21 @@ async fn a_route_is_counted_by_its_template() {
         (["GET /users/1", "GET /users/2%2f3"], "/users/{id}"),
         (["GET /users/me", "GET /users/me?x"], "/users/me"),
         (["GET /files/a", "PUT /files/a/b/c"], "/files/{*path}"),
-        (["GET /tenants/a/orders/1", "GET /tenants/b/orders/2"], "/tenants/{tenant}/orders/{id}"),
-        (["POST /admin/users/bob", "POST /admin/users/eve"], "/admin/users/{name}"),
+        (
+            ["GET /tenants/a/orders/1", "GET /tenants/b/orders/2"],
+            "/tenants/{tenant}/orders/{id}",
+        ),
+        (
+            ["POST /admin/users/bob", "POST /admin/users/eve"],
+            "/admin/users/{name}",
+        ),
         (["GET /users/1", "POST /users/1"], "/users/{id}"),
     ] {
-        assert_eq!(keys(MatchedRoute, &requests, over_all).await, [Key::new(template); 2], "{requests:?}");
+        assert_eq!(
+            keys(MatchedRoute, &requests, over_all).await,
+            [Key::new(template); 2],
+            "{requests:?}"
+        );
     }
 }
 
@@ -94,7 +112,10 @@ const UNMATCHED: [&str; 9] = [
 
 #[tokio::test]
 async fn unmatched_routes_share_a_key() {
-    for keys in [keys(MatchedRoute, &UNMATCHED, over_all).await, keys(MatchedEndpoint, &UNMATCHED, over_all).await] {
+    for keys in [
+        keys(MatchedRoute, &UNMATCHED, over_all).await,
+        keys(MatchedEndpoint, &UNMATCHED, over_all).await,
+    ] {
         for (key, request) in keys.iter().zip(UNMATCHED) {
             assert_eq!(key.as_bytes(), b"route:none", "{request}");
         }
@@ -116,18 +137,34 @@ async fn endpoints_are_method_and_template() {
         ("get /files/a", "OTHER", "/files/{*path}"),
         ("POST /admin/users/bob", "POST", "/admin/users/{name}"),
     ] {
-        assert_eq!(keys(MatchedEndpoint, &[request], over_all).await, [endpoint(method, template)], "{request}");
+        assert_eq!(
+            keys(MatchedEndpoint, &[request], over_all).await,
+            [endpoint(method, template)],
+            "{request}"
+        );
     }
 }
 
 #[tokio::test]
 async fn nested_routers_see_the_whole_route() {
     let nested = |extractor| {
-        let layer = RateLimitLayer::new(LocalStore::default(), key_fn(extractor), policy("api", "1000/h"));
-        let users = Router::new().route("/{id}", get(ok)).fallback(ok).layer(layer);
+        let layer = RateLimitLayer::new(
+            LocalStore::default(),
+            key_fn(extractor),
+            policy("api", "1000/h"),
+        );
+        let users = Router::new()
+            .route("/{id}", get(ok))
+            .fallback(ok)
+            .layer(layer);
         Router::new().nest("/api/{version}/users", users)
     };
-    let requests = ["GET /api/1/users/7", "GET /api/2/users/8", "GET /api/1/users/7/x", "GET /api/1/users/7/y"];
+    let requests = [
+        "GET /api/1/users/7",
+        "GET /api/2/users/8",
+        "GET /api/1/users/7/x",
+        "GET /api/1/users/7/y",
+    ];
     let found = keys(MatchedRoute, &requests, nested).await;
     assert_eq!(found[..2], [Key::new("/api/{version}/users/{id}"); 2]);
     assert!(found[2..].iter().all(|key| key.as_bytes() == b"route:none"));
@@ -136,16 +173,27 @@ async fn nested_routers_see_the_whole_route() {
 #[tokio::test]
 async fn a_layer_on_a_route_sees_it() {
     let on_route = |extractor| {
-        let layer = RateLimitLayer::new(LocalStore::default(), key_fn(extractor), policy("api", "1000/h"));
+        let layer = RateLimitLayer::new(
+            LocalStore::default(),
+            key_fn(extractor),
+            policy("api", "1000/h"),
+        );
         Router::new().route("/users/{id}", get(ok).layer(layer))
     };
-    assert_eq!(keys(MatchedRoute, &["GET /users/7"], on_route).await, [Key::new("/users/{id}")]);
+    assert_eq!(
+        keys(MatchedRoute, &["GET /users/7"], on_route).await,
+        [Key::new("/users/{id}")]
+    );
 }
 
 #[tokio::test]
 async fn around_a_router_no_route_is_known() {
     let around = |extractor| {
-        let layer = RateLimitLayer::new(LocalStore::default(), key_fn(extractor), policy("api", "1000/h"));
+        let layer = RateLimitLayer::new(
+            LocalStore::default(),
+            key_fn(extractor),
+            policy("api", "1000/h"),
+        );
         Router::new().fallback_service(layer.layer(app()))
     };
     let found = keys(MatchedRoute, &["GET /users/1", "GET /"], around).await;
@@ -154,7 +202,11 @@ async fn around_a_router_no_route_is_known() {
 
 #[tokio::test]
 async fn addresses_count_separately_for_each_route() {
-    let layer = RateLimitLayer::new(LocalStore::default(), (PeerIp, MatchedRoute), policy("api", "1/h"));
+    let layer = RateLimitLayer::new(
+        LocalStore::default(),
+        (PeerIp, MatchedRoute),
+        policy("api", "1/h"),
+    );
     let app = app().layer(layer);
     for (peer, path, status) in [
         ("192.0.2.7:1", "/users/1", 200),
@@ -165,7 +217,9 @@ async fn addresses_count_separately_for_each_route() {
         ("192.0.2.8:1", "/no/such/2", 429),
     ] {
         let mut request = Request::builder().uri(path).body(Body::empty()).unwrap();
-        request.extensions_mut().insert(peer.parse::<SocketAddr>().unwrap());
+        request
+            .extensions_mut()
+            .insert(peer.parse::<SocketAddr>().unwrap());
         assert_eq!(send(&app, request).await.status(), status, "{peer} {path}");
     }
 }

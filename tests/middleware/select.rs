@@ -11,19 +11,27 @@ use tower_redis_ratelimit::check::DryRun;
 use tower_redis_ratelimit::extract::{ClientIp, Global, HeaderKey, KeyExtractor, MissingKey};
 use tower_redis_ratelimit::reject::OnMissingKey;
 use tower_redis_ratelimit::select::{Live, PolicySelector, Routes, Tier, Tiers, policies_fn};
-use tower_redis_ratelimit::{ConfigError, Key, LocalStore, Policies, Policy, Quota, RateLimitLayer, Strategy};
+use tower_redis_ratelimit::{
+    ConfigError, Key, LocalStore, Policies, Policy, Quota, RateLimitLayer, Strategy,
+};
 
 use crate::support::*;
 
 /// Counts by user, under what is selected.
 fn by(policies: impl PolicySelector) -> RateLimitLayer<LocalStore, HeaderKey> {
-    RateLimitLayer::new(LocalStore::default(), HeaderKey::new(USER).unwrap().readable(), policies)
-        .decision_in_response()
+    RateLimitLayer::new(
+        LocalStore::default(),
+        HeaderKey::new(USER).unwrap().readable(),
+        policies,
+    )
+    .decision_in_response()
 }
 
 /// The names and quotas in the fields of a response, without their windows.
 fn quotas<B>(response: &Response<B>) -> String {
-    field(response, "ratelimit-policy").unwrap_or("none").replace(";w=60", "")
+    field(response, "ratelimit-policy")
+        .unwrap_or("none")
+        .replace(";w=60", "")
 }
 
 fn on(method: Method, path: &str) -> Request<String> {
@@ -41,7 +49,14 @@ fn of_tier(user: &str, tier: &'static str) -> Request<String> {
 fn assert_exempt<B>(response: &Response<B>) {
     assert_eq!(response.status(), 200);
     assert!(decision(response).is_none(), "it was counted");
-    assert!(!response.headers().keys().any(|name| name.as_str().contains("ratelimit")), "{:?}", response.headers());
+    assert!(
+        !response
+            .headers()
+            .keys()
+            .any(|name| name.as_str().contains("ratelimit")),
+        "{:?}",
+        response.headers()
+    );
 }
 
 #[tokio::test]
@@ -59,7 +74,11 @@ async fn a_closure_may_return_no_policies() {
         (Method::DELETE, 429, "\"write\";q=1"),
     ] {
         let response = send(&service, on(method.clone(), "/")).await;
-        assert_eq!((response.status().as_u16(), &*quotas(&response)), (status, expected), "{method}");
+        assert_eq!(
+            (response.status().as_u16(), &*quotas(&response)),
+            (status, expected),
+            "{method}"
+        );
     }
     for _ in 0..3 {
         assert_exempt(&send(&service, on(Method::OPTIONS, "/")).await);
@@ -87,13 +106,20 @@ async fn without_policies_nothing_is_limited() {
 async fn a_missing_key_does_not_exempt() {
     let free = || policy("free", "1/m");
     let selectors: [RateLimitLayer<_, _>; 4] = [
-        by(Tiers::new(free()).exempt("internal").exempt_caller(Key::new("root"))),
+        by(Tiers::new(free())
+            .exempt("internal")
+            .exempt_caller(Key::new("root"))),
         by(Live::new(free())),
         by(Routes::new(free()).exempt("/health").unwrap()),
-        by(policies_fn(move |request| (request.uri.path() != "/health").then(|| Policies::from(free())))),
+        by(policies_fn(move |request| {
+            (request.uri.path() != "/health").then(|| Policies::from(free()))
+        })),
     ];
     for layer in selectors {
-        assert_eq!(send(&limited(layer.clone()), anonymous()).await.status(), 400);
+        assert_eq!(
+            send(&limited(layer.clone()), anonymous()).await.status(),
+            400
+        );
         let layer = layer.on_missing_key(OnMissingKey::Allow);
         assert_exempt(&send(&limited(layer), anonymous()).await);
     }
@@ -113,7 +139,8 @@ async fn only_exempt_requests_hide_a_misconfiguration() {
         }
     }
     let routes = Routes::new(policy("api", "1/m")).exempt("/health").unwrap();
-    let layer = RateLimitLayer::new(LocalStore::default(), Nowhere, routes).on_missing_key(OnMissingKey::Allow);
+    let layer = RateLimitLayer::new(LocalStore::default(), Nowhere, routes)
+        .on_missing_key(OnMissingKey::Allow);
     let service = limited(layer);
     assert_eq!(send(&service, on(Method::GET, "/")).await.status(), 500);
     assert_exempt(&send(&service, on(Method::GET, "/health")).await);
@@ -128,22 +155,35 @@ async fn skipped_requests_pass_at_once() {
         assert_exempt(&send(&service, health).await);
         assert_exempt(&send(&service, on(Method::GET, "/health")).await);
     }
-    assert_eq!(send(&service, request("alice")).await.status(), 200, "nothing was counted");
+    assert_eq!(
+        send(&service, request("alice")).await.status(),
+        200,
+        "nothing was counted"
+    );
     assert_eq!(send(&service, request("alice")).await.status(), 429);
 }
 
 #[tokio::test]
 async fn the_cost_may_depend_on_the_policies() {
     let tiers = Tiers::new(policy("free", "10/m")).tier("pro", policy("pro", "10/m"));
-    let service = limited(by(tiers).cost_under(|_, policies| if policies[0].name() == "pro" { 1 } else { 4 }));
+    let service = limited(
+        by(tiers).cost_under(|_, policies| if policies[0].name() == "pro" { 1 } else { 4 }),
+    );
     for (request, remaining) in [(request("alice"), 6), (of_tier("bob", "pro"), 9)] {
-        assert_eq!(decision(&send(&service, request).await).unwrap().remaining(), remaining);
+        assert_eq!(
+            decision(&send(&service, request).await)
+                .unwrap()
+                .remaining(),
+            remaining
+        );
     }
 }
 
 #[tokio::test]
 async fn a_tier_is_named_by_an_extension() {
-    let tiers = Tiers::new(policy("free", "1/m")).tier("pro", policy("pro", "2/m")).exempt("internal");
+    let tiers = Tiers::new(policy("free", "1/m"))
+        .tier("pro", policy("pro", "2/m"))
+        .exempt("internal");
     let service = limited(by(tiers));
     for (request, expected) in [
         (request("alice"), "\"free\";q=1"),
@@ -168,14 +208,25 @@ async fn a_tier_is_named_by_a_closure() {
         .named_by(|request| Some(&request.extensions.get::<User>()?.plan));
     let service = limited(by(tiers));
     let mut of_user = request("alice");
-    of_user.extensions_mut().insert(User { plan: "pro".to_owned() });
+    of_user.extensions_mut().insert(User {
+        plan: "pro".to_owned(),
+    });
     assert_eq!(quotas(&send(&service, of_user).await), "\"pro\";q=2");
-    assert_eq!(quotas(&send(&service, of_tier("alice", "pro")).await), "\"free\";q=1", "the closure alone counts");
+    assert_eq!(
+        quotas(&send(&service, of_tier("alice", "pro")).await),
+        "\"free\";q=1",
+        "the closure alone counts"
+    );
 }
 
 #[tokio::test]
 async fn caller_overrides_win_over_tiers() {
-    let many = (0..10_000).map(|i| (Key::new(format!("tenant-{i}")), policy("tenant", &format!("{}/m", i + 1))));
+    let many = (0..10_000).map(|i| {
+        (
+            Key::new(format!("tenant-{i}")),
+            policy("tenant", &format!("{}/m", i + 1)),
+        )
+    });
     let tiers = Tiers::new(policy("free", "1/m"))
         .tier("pro", policy("pro", "2/m"))
         .exempt("internal")
@@ -198,11 +249,21 @@ async fn caller_overrides_win_over_tiers() {
 #[tokio::test]
 async fn overrides_match_secret_keys() {
     const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
-    let tiers = Tiers::new(policy("free", "1/m")).caller(Key::secret("k-17"), policy("large", "9/m"));
-    let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new(API_KEY).unwrap(), tiers);
+    let tiers =
+        Tiers::new(policy("free", "1/m")).caller(Key::secret("k-17"), policy("large", "9/m"));
+    let layer = RateLimitLayer::new(
+        LocalStore::default(),
+        HeaderKey::new(API_KEY).unwrap(),
+        tiers,
+    );
     let mut request = anonymous();
-    request.headers_mut().insert(API_KEY, "k-17".parse().unwrap());
-    assert_eq!(quotas(&send(&limited(layer), request).await), "\"large\";q=9");
+    request
+        .headers_mut()
+        .insert(API_KEY, "k-17".parse().unwrap());
+    assert_eq!(
+        quotas(&send(&limited(layer), request).await),
+        "\"large\";q=9"
+    );
 }
 
 /// The docs of `Key::network`: whatever the length of the prefix that clients are counted by.
@@ -210,7 +271,12 @@ async fn overrides_match_secret_keys() {
 async fn overrides_match_network_keys() {
     let address = |text: &str| text.parse::<IpAddr>().unwrap();
     for (bits, named, same, other) in [
-        (56, "2001:db8:1:200::", "2001:db8:1:2ff::7", "2001:db8:1:300::7"),
+        (
+            56,
+            "2001:db8:1:200::",
+            "2001:db8:1:2ff::7",
+            "2001:db8:1:300::7",
+        ),
         (128, "2001:db8::7", "2001:db8::7", "2001:db8::8"),
         (56, "192.0.2.7", "::ffff:192.0.2.7", "192.0.2.8"),
     ] {
@@ -221,26 +287,43 @@ async fn overrides_match_network_keys() {
         for (from, expected) in [(same, "\"large\";q=99"), (other, "\"free\";q=9")] {
             let mut request = anonymous();
             request.extensions_mut().insert(address(from));
-            assert_eq!(quotas(&send(&service, request).await), expected, "{from}/{bits}");
+            assert_eq!(
+                quotas(&send(&service, request).await),
+                expected,
+                "{from}/{bits}"
+            );
         }
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn stored_policies_apply_next_and_keep_counts() {
-    let windowed = |quota: &str| Policy::new("api", Strategy::SlidingLog, quota.parse().unwrap()).unwrap();
+    let windowed =
+        |quota: &str| Policy::new("api", Strategy::SlidingLog, quota.parse().unwrap()).unwrap();
     let live = Live::new(windowed("2/m"));
     let service = limited(by(live.clone()));
-    for (status, expected) in [(200, "\"api\";q=2"), (200, "\"api\";q=2"), (429, "\"api\";q=2")] {
+    for (status, expected) in [
+        (200, "\"api\";q=2"),
+        (200, "\"api\";q=2"),
+        (429, "\"api\";q=2"),
+    ] {
         let response = send(&service, request("alice")).await;
-        assert_eq!((response.status().as_u16(), &*quotas(&response)), (status, expected));
+        assert_eq!(
+            (response.status().as_u16(), &*quotas(&response)),
+            (status, expected)
+        );
     }
     live.store(windowed("4/m"));
-    let remaining = [Some(1), Some(0), None].map(|remaining| (remaining.map_or(429, |_| 200), remaining.unwrap_or(0)));
+    let remaining = [Some(1), Some(0), None]
+        .map(|remaining| (remaining.map_or(429, |_| 200), remaining.unwrap_or(0)));
     for (status, remaining) in remaining {
         let response = send(&service, request("alice")).await;
         assert_eq!(response.status(), status);
-        assert_eq!(decision(&response).unwrap().remaining(), remaining, "2 of 4 were used before");
+        assert_eq!(
+            decision(&response).unwrap().remaining(),
+            remaining,
+            "2 of 4 were used before"
+        );
         assert_eq!(quotas(&response), "\"api\";q=4");
     }
     let refused: Result<(), ConfigError> =
@@ -258,7 +341,9 @@ async fn a_reload_under_load_is_atomic() {
         Policies::new([policy("one"), policy("two")]).unwrap()
     };
     let live = Live::new(edition(10_000));
-    let service = Router::new().route("/books", get(|| async { "hello" })).layer(by(live.clone()));
+    let service = Router::new()
+        .route("/books", get(|| async { "hello" }))
+        .layer(by(live.clone()));
     let done = Arc::new(AtomicBool::new(false));
     let reload = tokio::task::spawn_blocking({
         let done = done.clone();
@@ -317,29 +402,53 @@ async fn routes_go_by_path_and_method() {
         (Method::OPTIONS, "*", "default"),
     ] {
         let response = send(&service, on(method.clone(), path)).await;
-        assert_eq!(quotas(&response), format!("\"{expected}\";q=9"), "{method} {path}");
+        assert_eq!(
+            quotas(&response),
+            format!("\"{expected}\";q=9"),
+            "{method} {path}"
+        );
     }
     assert_exempt(&send(&service, on(Method::GET, "/health")).await);
     let asterisk = Routes::new(named("default")).route("users", named("user"));
-    assert!(asterisk.unwrap_err().to_string().contains("\"users\" cannot be used (it does not begin with `/`)"));
+    assert!(
+        asterisk
+            .unwrap_err()
+            .to_string()
+            .contains("\"users\" cannot be used (it does not begin with `/`)")
+    );
 }
 
 #[test]
 fn wrong_patterns_are_refused() {
     for pattern in ["/users/{name}", "/a{*rest}/b", "/{}", "/{a", ""] {
-        let routes = Routes::new(policy("a", "1/m")).route("/users/{id}", policy("b", "1/m")).unwrap();
+        let routes = Routes::new(policy("a", "1/m"))
+            .route("/users/{id}", policy("b", "1/m"))
+            .unwrap();
         let error = routes.route(pattern, policy("c", "1/m")).unwrap_err();
-        assert!(error.to_string().starts_with(&format!("the route {pattern:?} cannot be used (")), "{error}");
+        assert!(
+            error
+                .to_string()
+                .starts_with(&format!("the route {pattern:?} cannot be used (")),
+            "{error}"
+        );
     }
-    let error = Routes::new(policy("a", "1/m")).route("POST /users", policy("b", "1/m")).unwrap_err().to_string();
-    assert!(error.ends_with("for one method, write `.method(Method::POST, \"/users\", ..)`"), "{error}");
+    let error = Routes::new(policy("a", "1/m"))
+        .route("POST /users", policy("b", "1/m"))
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.ends_with("for one method, write `.method(Method::POST, \"/users\", ..)`"),
+        "{error}"
+    );
 }
 
 /// A selector may stand for one route, and one in a [`Live`].
 #[tokio::test]
 async fn selectors_are_made_of_selectors() {
     let tiers = Tiers::new(policy("free", "1/m")).tier("pro", policy("pro", "2/m"));
-    let routes = Routes::new(policy("api", "5/m")).route("/export", tiers).unwrap();
+    let routes = Routes::new(policy("api", "5/m"))
+        .route("/export", tiers)
+        .unwrap();
     let live = Live::new(routes);
     let service = limited(by(live.clone()));
     let mut export = on(Method::GET, "/export");
@@ -365,7 +474,11 @@ async fn a_selector_may_ask_another() {
     }
     let service = limited(by(ByPath));
     for path in ["/policy", "/list", "/option"] {
-        assert_eq!(quotas(&send(&service, on(Method::GET, path)).await), "\"api\";q=5", "{path}");
+        assert_eq!(
+            quotas(&send(&service, on(Method::GET, path)).await),
+            "\"api\";q=5",
+            "{path}"
+        );
     }
 }
 
@@ -373,9 +486,15 @@ async fn a_selector_may_ask_another() {
 #[test]
 fn fixed_policies_are_known_beforehand() {
     let policies = Policies::from(policy("api", "5/m"));
-    let selectors: [Box<dyn PolicySelector>; 3] =
-        [Box::new(policies.clone()), Box::new(Some(policies.clone())), Box::new(Arc::new(policies.clone()))];
-    assert_eq!(selectors.map(|selector| selector.fixed() == Some(policies.clone())), [true; 3]);
+    let selectors: [Box<dyn PolicySelector>; 3] = [
+        Box::new(policies.clone()),
+        Box::new(Some(policies.clone())),
+        Box::new(Arc::new(policies.clone())),
+    ];
+    assert_eq!(
+        selectors.map(|selector| selector.fixed() == Some(policies.clone())),
+        [true; 3]
+    );
 }
 
 /// A policy that counts requests in flight, of which this layer does not know when they end: it is left out, and all
@@ -383,29 +502,48 @@ fn fixed_policies_are_known_beforehand() {
 #[tokio::test]
 async fn reloaded_in_flight_policies_fail_no_request() {
     let uploads = || Policy::in_flight("uploads", 1).unwrap();
-    let (alone, both) = (Policies::from(uploads()), Policies::new([policy("api", "2/m"), uploads()]).unwrap());
+    let (alone, both) = (
+        Policies::from(uploads()),
+        Policies::new([policy("api", "2/m"), uploads()]).unwrap(),
+    );
     let live = Live::new(Policies::from(policy("api", "9/m")));
     live.store(both.clone());
-    let routes = Routes::new(policy("api", "9/m")).route("/books", both.clone()).unwrap();
+    let routes = Routes::new(policy("api", "9/m"))
+        .route("/books", both.clone())
+        .unwrap();
     let found = both.clone();
-    let layers: [RateLimitLayer<_, _>; 4] =
-        [by(live.clone()), by(Tiers::new(both.clone())), by(routes), by(policies_fn(move |_| found.clone()))];
+    let layers: [RateLimitLayer<_, _>; 4] = [
+        by(live.clone()),
+        by(Tiers::new(both.clone())),
+        by(routes),
+        by(policies_fn(move |_| found.clone())),
+    ];
     for layer in layers {
         let problems = Problems::default();
         let service = limited(layer.observer(problems.clone()));
         for status in [200, 200, 429, 429] {
             let response = send(&service, request("alice")).await;
-            assert_eq!((response.status().as_u16(), &*quotas(&response)), (status, "\"api\";q=2"));
+            assert_eq!(
+                (response.status().as_u16(), &*quotas(&response)),
+                (status, "\"api\";q=2")
+            );
         }
         let problems = problems.0.lock().unwrap();
-        assert!(problems.len() == 1 && problems[0].contains("`.until_body_end()`"), "{problems:?}");
+        assert!(
+            problems.len() == 1 && problems[0].contains("`.until_body_end()`"),
+            "{problems:?}"
+        );
     }
 
     let service = limited(by(live.clone()));
     live.store(alone);
     assert_exempt(&send(&service, request("alice")).await);
     live.store(both);
-    assert_eq!(quotas(&send(&service, request("alice")).await), "\"api\";q=2", "and the next reload is as any other");
+    assert_eq!(
+        quotas(&send(&service, request("alice")).await),
+        "\"api\";q=2",
+        "and the next reload is as any other"
+    );
 
     // What is only tried, too.
     let tried = Tiers::new(Policies::new([policy("tried", "1/m"), uploads()]).unwrap());
@@ -413,7 +551,10 @@ async fn reloaded_in_flight_policies_fail_no_request() {
     for allowed in [true, false] {
         let response = send(&service, request("alice")).await;
         assert_eq!(response.status(), 200);
-        assert_eq!(response.extensions().get::<DryRun>().unwrap().is_allowed(), allowed);
+        assert_eq!(
+            response.extensions().get::<DryRun>().unwrap().is_allowed(),
+            allowed
+        );
     }
 }
 
@@ -450,7 +591,9 @@ mod with_axum {
     }
 
     fn nested() -> Router {
-        Router::new().route("/items/{id}", get(|| async { "item" })).route("/more", get(|| async { "more" }))
+        Router::new()
+            .route("/items/{id}", get(|| async { "item" }))
+            .route("/more", get(|| async { "more" }))
     }
 
     fn router() -> Router {
@@ -486,17 +629,31 @@ mod with_axum {
 
     #[tokio::test]
     async fn nested_router_layers_see_full_paths() {
-        let nested = nested().fallback(|| async { "nothing" }).layer(by(routes()));
+        let nested = nested()
+            .fallback(|| async { "nothing" })
+            .layer(by(routes()));
         let app = Router::new().nest("/api", nested);
-        assert_told(&app, &[("/api/items/7", "item"), ("/api/more", "api"), ("/api/nowhere", "api")]).await;
+        assert_told(
+            &app,
+            &[
+                ("/api/items/7", "item"),
+                ("/api/more", "api"),
+                ("/api/nowhere", "api"),
+            ],
+        )
+        .await;
     }
 
     /// In a pattern `{{` stands for a brace. A template is a pattern, and is looked up as if it were a path.
     #[tokio::test]
     async fn escaped_braces_match_in_templates() {
         let pattern = "/{{x}}/{id}";
-        let routes = Routes::new(policy("default", "99/m")).route(pattern, policy("braces", "99/m")).unwrap();
-        let app = Router::new().route(pattern, get(|| async { "braces" })).layer(by(routes));
+        let routes = Routes::new(policy("default", "99/m"))
+            .route(pattern, policy("braces", "99/m"))
+            .unwrap();
+        let app = Router::new()
+            .route(pattern, get(|| async { "braces" }))
+            .layer(by(routes));
         assert_told(&app, &[("/{x}/7", "braces"), ("/x/7", "default")]).await;
     }
 
@@ -504,8 +661,15 @@ mod with_axum {
     #[tokio::test]
     async fn routers_within_services_see_partial_templates() {
         let limited = || nested().layer(by(routes()));
-        let service = MapRequest::new(Router::new().nest("/api", limited()), |request: Request<_>| request);
-        assert_told(&Router::new().route_service("/{*rest}", service), &[("/api/items/7", "default")]).await;
+        let service = MapRequest::new(
+            Router::new().nest("/api", limited()),
+            |request: Request<_>| request,
+        );
+        assert_told(
+            &Router::new().route_service("/{*rest}", service),
+            &[("/api/items/7", "default")],
+        )
+        .await;
         let app = Router::new().nest("/api", Router::new().fallback_service(limited()));
         assert_told(&app, &[("/api/items/7", "default")]).await;
     }
@@ -517,16 +681,26 @@ mod with_axum {
             request
         });
         // The outer router notes the path as it was sent.
-        assert_told(&Router::new().fallback_service(rewriting), &[("/old-users/7", "user")]).await;
+        assert_told(
+            &Router::new().fallback_service(rewriting),
+            &[("/old-users/7", "user")],
+        )
+        .await;
     }
 
     /// One limit for all that is asked of a user's page, whichever user.
     #[tokio::test]
     async fn template_values_share_one_count() {
-        let routes = Routes::new(policy("api", "9/m")).route("/users/{id}", policy("user", "2/m")).unwrap();
+        let routes = Routes::new(policy("api", "9/m"))
+            .route("/users/{id}", policy("user", "2/m"))
+            .unwrap();
         let app = router().layer(by(routes));
         for (path, status) in [("/users/1", 200), ("/users/2", 200), ("/users/3", 429)] {
-            assert_eq!(send(&app, on(Method::GET, path)).await.status(), status, "{path}");
+            assert_eq!(
+                send(&app, on(Method::GET, path)).await.status(),
+                status,
+                "{path}"
+            );
         }
     }
 }

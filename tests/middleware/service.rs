@@ -35,18 +35,33 @@ fn mocked() -> (Spawn<Limited>, Handle, Questions) {
 
 /// The call that the inner service must have got by now.
 fn called(handle: &mut Handle) -> (Request<String>, SendResponse<Response<String>>) {
-    handle.next_request().now_or_never().expect("the inner service was not called").unwrap()
+    handle
+        .next_request()
+        .now_or_never()
+        .expect("the inner service was not called")
+        .unwrap()
 }
 
 /// Calls the service as soon as it is ready, which must be now.
-fn call<S: Service<Request<String>, Error: Debug>>(service: &mut S, request: Request<String>) -> S::Future {
-    service.ready().now_or_never().expect("the service is ready").unwrap().call(request)
+fn call<S: Service<Request<String>, Error: Debug>>(
+    service: &mut S,
+    request: Request<String>,
+) -> S::Future {
+    service
+        .ready()
+        .now_or_never()
+        .expect("the service is ready")
+        .unwrap()
+        .call(request)
 }
 
 /// Whether the mock was never called, and never will be, since all of its clones are gone.
 fn was_never_called(service: Spawn<Limited>, mut handle: Handle) -> bool {
     drop(service);
-    let request = handle.next_request().now_or_never().expect("no clone of the inner service is left");
+    let request = handle
+        .next_request()
+        .now_or_never()
+        .expect("no clone of the inner service is left");
     request.is_none()
 }
 
@@ -57,16 +72,27 @@ fn readiness_is_that_of_the_inner_service() {
     assert!(service.poll_ready::<Request<String>>().is_pending());
     assert!(!service.is_woken());
     handle.allow(1);
-    assert!(service.is_woken(), "the task must be woken when the inner service gets ready");
-    assert!(matches!(service.poll_ready::<Request<String>>(), Poll::Ready(Ok(()))));
-    assert!(questions.try_recv().is_err(), "readiness is no question to the store");
+    assert!(
+        service.is_woken(),
+        "the task must be woken when the inner service gets ready"
+    );
+    assert!(matches!(
+        service.poll_ready::<Request<String>>(),
+        Poll::Ready(Ok(()))
+    ));
+    assert!(
+        questions.try_recv().is_err(),
+        "readiness is no question to the store"
+    );
 }
 
 #[test]
 fn readiness_reports_a_broken_inner_service() {
     let (mut service, mut handle, _questions) = mocked();
     handle.send_error("broken");
-    let Poll::Ready(Err(error)) = service.poll_ready::<Request<String>>() else { panic!("the error is kept back") };
+    let Poll::Ready(Err(error)) = service.poll_ready::<Request<String>>() else {
+        panic!("the error is kept back")
+    };
     assert_eq!(error.to_string(), "broken");
 }
 
@@ -76,7 +102,10 @@ fn a_request_is_one_check() {
     let mut response = pin!(call(service.get_mut(), request("alice")));
     assert!(waits(response.as_mut()) && waits(response.as_mut()));
     let check = questions.try_recv().unwrap().check;
-    assert_eq!((check.mode(), check.cost(), *check.key()), (Mode::Take, 1, Key::new("alice")));
+    assert_eq!(
+        (check.mode(), check.cost(), *check.key()),
+        (Mode::Take, 1, Key::new("alice"))
+    );
     assert_eq!(check.policies().as_slice(), [policy("api", "100/s")]);
     assert!(questions.try_recv().is_err(), "one request is one check");
 }
@@ -86,7 +115,10 @@ fn the_inner_call_follows_the_decision() {
     let (mut service, mut handle, mut questions) = mocked();
     let mut response = pin!(call(service.get_mut(), request("alice")));
     assert!(waits(response.as_mut()));
-    assert!(handle.poll_request().is_pending(), "called before the decision");
+    assert!(
+        handle.poll_request().is_pending(),
+        "called before the decision"
+    );
 
     questions.try_recv().unwrap().allow();
     assert!(waits(response.as_mut()));
@@ -105,7 +137,9 @@ async fn store_and_inner_service_wake_the_task() {
         let (_, answer) = handle.next_request().await.unwrap();
         answer.send_response(Response::new("hello".to_owned()));
     });
-    let response = timeout(Duration::from_secs(1), response).await.expect("a wake-up was lost");
+    let response = timeout(Duration::from_secs(1), response)
+        .await
+        .expect("a wake-up was lost");
     assert_eq!(response.unwrap().unwrap().body(), "hello");
 }
 
@@ -132,7 +166,12 @@ fn undecided_requests_never_reach_the_inner_service() {
 #[test]
 fn requests_without_key_reach_nothing() {
     let (mut service, handle, mut questions) = mocked();
-    assert_eq!(settled(call(service.get_mut(), anonymous())).unwrap().status(), 400);
+    assert_eq!(
+        settled(call(service.get_mut(), anonymous()))
+            .unwrap()
+            .status(),
+        400
+    );
     assert!(questions.try_recv().is_err(), "there is nobody to ask for");
     assert!(was_never_called(service, handle));
 }
@@ -145,7 +184,10 @@ fn cancelled_requests_never_reach_the_inner_service() {
     let question = questions.try_recv().unwrap();
     assert!(!question.is_abandoned());
     drop(response);
-    assert!(question.is_abandoned(), "the store must learn that nobody waits");
+    assert!(
+        question.is_abandoned(),
+        "the store must learn that nobody waits"
+    );
     assert!(was_never_called(service, handle));
 }
 
@@ -186,7 +228,10 @@ fn the_request_arrives_as_it_was_sent() {
     assert!(waits(response.as_mut()));
 
     let (request, _answer) = called(&mut handle);
-    assert_eq!((request.method(), request.version()), (&Method::PUT, http::Version::HTTP_2));
+    assert_eq!(
+        (request.method(), request.version()),
+        (&Method::PUT, http::Version::HTTP_2)
+    );
     assert_eq!(request.uri(), "/books?page=2");
     assert_eq!(request.headers().len(), 1);
     assert_eq!(request.body(), "body");
@@ -199,9 +244,13 @@ fn inner_errors_pass_through_untouched() {
     #[derive(Debug, PartialEq)]
     struct Broken(u32);
 
-    let service =
-        layer("100/s").layer(service_fn(|_: Request<String>| async { Err::<Response<String>, _>(Broken(7)) }));
-    assert_eq!(settled(service.oneshot(request("alice"))).unwrap_err(), Broken(7));
+    let service = layer("100/s").layer(service_fn(|_: Request<String>| async {
+        Err::<Response<String>, _>(Broken(7))
+    }));
+    assert_eq!(
+        settled(service.oneshot(request("alice"))).unwrap_err(),
+        Broken(7)
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -216,7 +265,9 @@ async fn the_service_polled_ready_is_called() {
         // without a key takes another way through the middleware.
         for request in [request("alice"), anonymous(), request("alice"), anonymous()] {
             let response = async { service.ready().await.unwrap().call(request).await.unwrap() };
-            let response = timeout(Duration::from_secs(1), response).await.expect("a wake-up was lost");
+            let response = timeout(Duration::from_secs(1), response)
+                .await
+                .expect("a wake-up was lost");
             assert_eq!(response.body(), "hello");
         }
     }
@@ -238,12 +289,19 @@ async fn the_service_polled_ready_is_called() {
 #[test]
 fn an_undecided_request_holds_the_inner_service() {
     let (store, _questions) = manual_store();
-    let mut service = layer_with(store, "100/s").layer(ConcurrencyLimit::new(service_fn(hello::<String>), 1));
+    let mut service =
+        layer_with(store, "100/s").layer(ConcurrencyLimit::new(service_fn(hello::<String>), 1));
     let mut response = Box::pin(call(&mut service, request("alice")));
     assert!(waits(response.as_mut()));
-    assert!(service.ready().now_or_never().is_none(), "the one place is taken");
+    assert!(
+        service.ready().now_or_never().is_none(),
+        "the one place is taken"
+    );
     drop(response);
-    assert!(service.ready().now_or_never().is_some(), "the one place is free again");
+    assert!(
+        service.ready().now_or_never().is_some(),
+        "the one place is free again"
+    );
 }
 
 #[tokio::test]
@@ -256,7 +314,11 @@ async fn a_rejection_releases_the_inner_service() {
         let mut service = layer_with(store, "100/s").layer(inner);
         // The place is not to hang on the futures, which live as long as their owner likes.
         let mut rejected = Vec::new();
-        for (request, status) in [(request("alice"), 429), (anonymous(), 400), (request("alice"), 503)] {
+        for (request, status) in [
+            (request("alice"), 429),
+            (anonymous(), 400),
+            (request("alice"), 503),
+        ] {
             let mut response = Box::pin(call(&mut service, request));
             match questions.try_recv() {
                 Ok(question) if status == 429 => question.deny(),
@@ -265,7 +327,10 @@ async fn a_rejection_releases_the_inner_service() {
             }
             assert_eq!(settled(response.as_mut()).unwrap().status(), status);
             rejected.push(response);
-            assert!(service.clone().ready().now_or_never().is_some(), "the one place is free again after a {status}");
+            assert!(
+                service.clone().ready().now_or_never().is_some(),
+                "the one place is free again after a {status}"
+            );
         }
     }
 
@@ -278,10 +343,16 @@ async fn a_rejection_releases_the_inner_service() {
 async fn an_immediate_rejection_releases_the_inner_service() {
     let inner = ConcurrencyLimit::new(service_fn(hello::<String>), 1);
     let mut service = layer_with(LocalStore::default(), "1/h").layer(inner);
-    assert_eq!(call(&mut service, request("alice")).await.unwrap().status(), 200);
+    assert_eq!(
+        call(&mut service, request("alice")).await.unwrap().status(),
+        200
+    );
     for (request, status) in [(request("alice"), 429), (anonymous(), 400)] {
         let response = call(&mut service, request);
-        assert!(service.clone().ready().now_or_never().is_some(), "the one place is free again after a {status}");
+        assert!(
+            service.clone().ready().now_or_never().is_some(),
+            "the one place is free again after a {status}"
+        );
         assert_eq!(response.await.unwrap().status(), status);
     }
 }
@@ -292,7 +363,12 @@ fn an_immediate_decision_calls_the_ready_service() {
     let mut response = pin!(call(service.get_mut(), request("alice")));
     assert!(waits(response.as_mut()));
     let (request, answer) = called(&mut handle);
-    assert!(request.extensions().get::<Decision>().is_some_and(Decision::is_allowed));
+    assert!(
+        request
+            .extensions()
+            .get::<Decision>()
+            .is_some_and(Decision::is_allowed)
+    );
     answer.send_response(Response::new("hello".to_owned()));
     assert_eq!(settled(response).unwrap().body(), "hello");
 }
@@ -300,7 +376,8 @@ fn an_immediate_decision_calls_the_ready_service() {
 #[test]
 fn an_undecided_request_may_pass_once() {
     let (store, mut questions) = manual_store();
-    let (mut service, mut handle) = mock::spawn_layer(layer_with(store, "100/s").on_error(OnError::Allow));
+    let (mut service, mut handle) =
+        mock::spawn_layer(layer_with(store, "100/s").on_error(OnError::Allow));
     let mut response = pin!(call(service.get_mut(), request("alice")));
     assert!(waits(response.as_mut()));
     assert!(handle.poll_request().is_pending());

@@ -38,11 +38,20 @@ pub(crate) fn layer(quota: &str) -> RateLimitLayer<LocalStore, HeaderKey> {
 
 /// The same in another store.
 pub(crate) fn layer_with<S: Store>(store: S, quota: &str) -> RateLimitLayer<S, HeaderKey> {
-    RateLimitLayer::new(store, HeaderKey::new(USER).unwrap().readable(), policy("api", quota)).decision_in_response()
+    RateLimitLayer::new(
+        store,
+        HeaderKey::new(USER).unwrap().readable(),
+        policy("api", quota),
+    )
+    .decision_in_response()
 }
 
 pub(crate) fn request(user: &str) -> Request<String> {
-    Request::builder().uri("/books").header(USER, user).body(String::new()).unwrap()
+    Request::builder()
+        .uri("/books")
+        .header(USER, user)
+        .body(String::new())
+        .unwrap()
 }
 
 /// A request that says what it costs, to [`by_header`].
@@ -58,7 +67,10 @@ pub(crate) fn by_header(request: &Parts) -> u32 {
 
 /// A request that a count by user has no key for.
 pub(crate) fn anonymous() -> Request<String> {
-    Request::builder().uri("/books").body(String::new()).unwrap()
+    Request::builder()
+        .uri("/books")
+        .body(String::new())
+        .unwrap()
 }
 
 /// The decision that came with a request to [`hello`], which leaves it with the response.
@@ -66,9 +78,13 @@ pub(crate) fn anonymous() -> Request<String> {
 pub(crate) struct Seen(pub(crate) Option<Decision>);
 
 /// The inner service of most tests.
-pub(crate) async fn hello<B: From<String>>(request: Request<String>) -> Result<Response<B>, Infallible> {
+pub(crate) async fn hello<B: From<String>>(
+    request: Request<String>,
+) -> Result<Response<B>, Infallible> {
     let mut response = Response::new(B::from("hello".to_owned()));
-    response.extensions_mut().insert(Seen(request.extensions().get().cloned()));
+    response
+        .extensions_mut()
+        .insert(Seen(request.extensions().get().cloned()));
     Ok(response)
 }
 
@@ -89,7 +105,10 @@ where
     S: Service<Request<A>, Response = Response<B>, Error: Debug> + Clone,
 {
     // A lost wake-up is to fail the test, not to hang it.
-    timeout(Duration::from_secs(20), service.clone().oneshot(request)).await.expect("an answer").unwrap()
+    timeout(Duration::from_secs(20), service.clone().oneshot(request))
+        .await
+        .expect("an answer")
+        .unwrap()
 }
 
 /// Whether the future has something to wait for, after it had a chance to go on.
@@ -104,7 +123,10 @@ pub(crate) fn settled<F: Future>(future: F) -> F::Output {
 
 /// A header field of a response as text.
 pub(crate) fn field<'a, B>(response: &'a Response<B>, name: &str) -> Option<&'a str> {
-    response.headers().get(name).map(|value| value.to_str().unwrap())
+    response
+        .headers()
+        .get(name)
+        .map(|value| value.to_str().unwrap())
 }
 
 pub(crate) fn decision<B>(response: &Response<B>) -> Option<&Decision> {
@@ -163,13 +185,20 @@ impl Store for ManualStore {
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let (answer, receiver) = oneshot::channel();
         self.0.send(Question { check, answer }).unwrap();
-        Answer::pending(Box::pin(async { receiver.await.expect("the test answers, or drops the response first") }))
+        Answer::pending(Box::pin(async {
+            receiver
+                .await
+                .expect("the test answers, or drops the response first")
+        }))
     }
 }
 
 impl Question {
     pub(crate) fn allow(self) {
-        let decision = LocalStore::default().check(self.check).now_or_never().unwrap();
+        let decision = LocalStore::default()
+            .check(self.check)
+            .now_or_never()
+            .unwrap();
         self.answer.send(decision).unwrap();
     }
 
@@ -177,7 +206,9 @@ impl Question {
         let store = LocalStore::default();
         let all = Check::charge(*self.check.key(), self.check.policies(), u32::MAX);
         let _ = store.check(all).now_or_never().unwrap().unwrap();
-        self.answer.send(store.check(self.check).now_or_never().unwrap()).unwrap();
+        self.answer
+            .send(store.check(self.check).now_or_never().unwrap())
+            .unwrap();
     }
 
     pub(crate) fn fail(self) {

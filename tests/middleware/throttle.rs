@@ -32,14 +32,21 @@ use crate::support::Problems;
 const KEY: Key = Key::GLOBAL;
 
 fn policies(strategy: Strategy, quota: &str) -> Policies {
-    Policy::new("test", strategy, quota.parse().unwrap()).unwrap().into()
+    Policy::new("test", strategy, quota.parse().unwrap())
+        .unwrap()
+        .into()
 }
 
 /// A local store that records its checks.
 fn watched() -> (LocalStore, MockStore) {
     let (local, store) = (LocalStore::default(), MockStore::new());
     let asked = local.clone();
-    store.answer(move |check| asked.check(check.clone()).now_or_never().expect("it never waits"));
+    store.answer(move |check| {
+        asked
+            .check(check.clone())
+            .now_or_never()
+            .expect("it never waits")
+    });
     (local, store)
 }
 
@@ -67,8 +74,18 @@ async fn instances_share_the_rate_without_a_herd() {
         // Fewer than the instances may be ahead: they contend.
         (Strategy::Gcra, "50/s burst 1", 0.95, 1.8),
         (Strategy::LeakyBucket, "50/s burst 10", 0.97, 1.02),
-        (Strategy::TokenBucket(Default::default()), "50/s", 0.97, 1.02),
-        (Strategy::FixedWindow(Default::default()), "50/s", 0.95, 1.02),
+        (
+            Strategy::TokenBucket(Default::default()),
+            "50/s",
+            0.97,
+            1.02,
+        ),
+        (
+            Strategy::FixedWindow(Default::default()),
+            "50/s",
+            0.95,
+            1.02,
+        ),
         (Strategy::SlidingWindow { cells: 10 }, "50/s", 0.9, 1.2),
         (Strategy::SlidingLog, "50/s", 0.92, 1.7),
         (Strategy::SlidingCounter, "50/s", 0.9, 3.0),
@@ -99,26 +116,48 @@ async fn instances_share_the_rate_without_a_herd() {
                 }
             })
         });
-        let each: Vec<u32> = join_all(tasks.map(tokio::spawn)).await.into_iter().map(Result::unwrap).collect();
+        let each: Vec<u32> = join_all(tasks.map(tokio::spawn))
+            .await
+            .into_iter()
+            .map(Result::unwrap)
+            .collect();
         let times = times.lock().unwrap();
         let in_time = times.iter().filter(|time| **time <= end).count() as f64;
         let may = f64::from(50 * 20 + burst);
         // What a strategy of windows lets pass depends on when its windows begin.
-        assert!(in_time >= used * may, "{strategy:?} {quota}: {in_time} of {may}");
+        assert!(
+            in_time >= used * may,
+            "{strategy:?} {quota}: {in_time} of {may}"
+        );
         for (i, from) in times.iter().enumerate() {
-            let within = times[i..].iter().take_while(|time| **time < *from + Duration::from_secs(1)).count();
-            assert!(within as u32 <= 50 + burst, "{strategy:?} {quota}: {within} in a second");
+            let within = times[i..]
+                .iter()
+                .take_while(|time| **time < *from + Duration::from_secs(1))
+                .count();
+            assert!(
+                within as u32 <= 50 + burst,
+                "{strategy:?} {quota}: {within} in a second"
+            );
         }
         let asked = store.asked().len() as f64 / times.len() as f64;
-        assert!(asked <= calls, "{strategy:?} {quota}: {asked} calls a grant");
+        assert!(
+            asked <= calls,
+            "{strategy:?} {quota}: {asked} calls a grant"
+        );
         // The tasks of an instance queue. Instances alternate where they take ahead; where they do not, it is
         // chance who comes first when a window begins.
-        let takes_ahead = matches!(strategy, Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(_));
+        let takes_ahead = matches!(
+            strategy,
+            Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(_)
+        );
         let takes_turns = takes_ahead && burst >= 3;
         for tasks in each.chunks(if takes_turns { 150 } else { 50 }) {
             let (least, most) = (tasks.iter().min().unwrap(), tasks.iter().max().unwrap());
             // Two that go at the same moment may come again in either order, and the end may fall between them.
-            assert!(most - least <= if takes_turns { 3 } else { 2 }, "{strategy:?} {quota}: {tasks:?}");
+            assert!(
+                most - least <= if takes_turns { 3 } else { 2 },
+                "{strategy:?} {quota}: {tasks:?}"
+            );
         }
     }
 }
@@ -129,10 +168,15 @@ async fn a_storm_of_cancels_loses_nothing() {
     for seed in 0..40 {
         let (local, _) = watched();
         let policies = policies(Strategy::Gcra, "100000/100d");
-        let layers: Vec<_> = (0..3).map(|_| ThrottleLayer::new(local.clone(), KEY, policies.clone())).collect();
+        let layers: Vec<_> = (0..3)
+            .map(|_| ThrottleLayer::new(local.clone(), KEY, policies.clone()))
+            .collect();
         let called = Arc::new(AtomicU32::new(0));
         // Some of it comes late: all that there is at once is taken.
-        let _ = local.check(Check::charge(KEY, &policies, 100_000 - seed * 3)).await.unwrap();
+        let _ = local
+            .check(Check::charge(KEY, &policies, 100_000 - seed * 3))
+            .await
+            .unwrap();
         let before = charged(&local, &policies).await;
         let tasks = (0..90).map(|i| {
             let (layer, called) = (layers[i % 3].clone(), Arc::clone(&called));
@@ -159,7 +203,12 @@ async fn a_storm_of_cancels_loses_nothing() {
         settle().await;
         let used = charged(&local, &policies).await - before;
         assert_eq!(used, called.load(SeqCst), "seed {seed}");
-        assert!(layers.iter().all(|layer| format!("{layer:?}").contains("waiting: 0")), "{layers:?}");
+        assert!(
+            layers
+                .iter()
+                .all(|layer| format!("{layer:?}").contains("waiting: 0")),
+            "{layers:?}"
+        );
     }
 }
 
@@ -171,19 +220,35 @@ async fn unused_permits_are_refunded() {
     let mut service = layer.layer(service_fn(ok));
     service.ready().await.unwrap();
     service.ready().await.unwrap();
-    assert_eq!(charged(&local, &policies).await, 1, "ready twice is one permit");
+    assert_eq!(
+        charged(&local, &policies).await,
+        1,
+        "ready twice is one permit"
+    );
     let mut clone = service.clone();
     clone.ready().await.unwrap();
-    assert_eq!(charged(&local, &policies).await, 2, "a clone has one of its own");
+    assert_eq!(
+        charged(&local, &policies).await,
+        2,
+        "a clone has one of its own"
+    );
     clone.call("").await.unwrap();
     drop((service, clone));
     settle().await;
-    assert_eq!(charged(&local, &policies).await, 1, "what was not called goes back");
+    assert_eq!(
+        charged(&local, &policies).await,
+        1,
+        "what was not called goes back"
+    );
 
     let mut unready = layer.layer(service_fn(ok));
     unready.call("").await.unwrap();
     settle().await;
-    assert_eq!(charged(&local, &policies).await, 2, "a call that was not ready is charged");
+    assert_eq!(
+        charged(&local, &policies).await,
+        2,
+        "a call that was not ready is charged"
+    );
 }
 
 /// It goes to the next waiter in this process, without a call of the store.
@@ -203,7 +268,10 @@ async fn an_unused_permit_passes_on() {
         second.await.unwrap().unwrap();
         assert!(start.elapsed() < Duration::from_millis(5));
         settle().await;
-        let since: Vec<_> = store.asked()[before..].iter().map(|check| (check.mode(), check.cost())).collect();
+        let since: Vec<_> = store.asked()[before..]
+            .iter()
+            .map(|check| (check.mode(), check.cost()))
+            .collect();
         assert_eq!(since, back, "{quota}");
     }
 }
@@ -221,7 +289,10 @@ async fn expired_permits_are_charged_again() {
         service.call("").await.unwrap();
         settle().await;
         let asked = store.asked();
-        let again = asked[before..].iter().filter(|check| check.mode() == Mode::Charge).count();
+        let again = asked[before..]
+            .iter()
+            .filter(|check| check.mode() == Mode::Charge)
+            .count();
         assert_eq!(again, charges, "after {held} ms");
         // Nor does it go back then.
         let mut service = layer.layer(service_fn(ok));
@@ -238,7 +309,8 @@ async fn expired_permits_are_charged_again() {
 #[tokio::test(start_paused = true)]
 async fn permits_expire_under_each_policy_separately() {
     let (_, store) = watched();
-    let named = |name, quota: &str| Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap();
+    let named =
+        |name, quota: &str| Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap();
     for least in ["7/s", "7000/s"] {
         let policies = Policies::new([named("second", least), named("day", "20/d")]).unwrap();
         for (used, mode) in [(true, Mode::Charge), (false, Mode::Refund)] {
@@ -254,9 +326,19 @@ async fn permits_expire_under_each_policy_separately() {
             settle().await;
             let charged: Vec<_> = store.asked()[before..]
                 .iter()
-                .map(|check| (check.mode(), check.policies()[0].name().to_owned(), check.policies().iter().len()))
+                .map(|check| {
+                    (
+                        check.mode(),
+                        check.policies()[0].name().to_owned(),
+                        check.policies().iter().len(),
+                    )
+                })
                 .collect();
-            assert_eq!(charged, [(mode, if used { "second" } else { "day" }.to_owned(), 1)], "{least}");
+            assert_eq!(
+                charged,
+                [(mode, if used { "second" } else { "day" }.to_owned(), 1)],
+                "{least}"
+            );
         }
     }
 }
@@ -291,7 +373,10 @@ async fn a_failing_service_refunds_its_permit() {
         let policies = policies(Strategy::Gcra, quota);
         let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
         let before = if quota.starts_with("1/") { 1 } else { 0 };
-        let _ = local.check(Check::take(KEY, &policies, before)).await.unwrap();
+        let _ = local
+            .check(Check::take(KEY, &policies, before))
+            .await
+            .unwrap();
         let (inner, mut handle) = mock::pair::<(), ()>();
         let mut service = layer.layer(inner);
         let _ = service.ready().now_or_never();
@@ -315,13 +400,25 @@ async fn waits_under_buffer_limit_and_timeout() {
     let buffered = Buffer::new(inner, NonZeroUsize::MIN.get() * 8);
     let calls = (0..6).map(|_| buffered.clone().oneshot(""));
     assert!(join_all(calls).await.iter().all(Result::is_ok));
-    assert!((3.0..3.1).contains(&start.elapsed().as_secs_f64()), "{:?}", start.elapsed());
+    assert!(
+        (3.0..3.1).contains(&start.elapsed().as_secs_f64()),
+        "{:?}",
+        start.elapsed()
+    );
 
     // The time-out is that of the call, not of the wait for readiness; whoever gives up waiting loses nothing.
     let mut timed = Timeout::new(layer.layer(service_fn(ok)), Duration::from_millis(1));
-    assert!(timeout(Duration::from_millis(300), timed.ready()).await.is_err());
+    assert!(
+        timeout(Duration::from_millis(300), timed.ready())
+            .await
+            .is_err()
+    );
     timed.ready().await.unwrap().call("").await.unwrap();
-    assert!((4.0..4.1).contains(&start.elapsed().as_secs_f64()), "{:?}", start.elapsed());
+    assert!(
+        (4.0..4.1).contains(&start.elapsed().as_secs_f64()),
+        "{:?}",
+        start.elapsed()
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -345,7 +442,9 @@ async fn every_retry_takes_a_permit() {
     let (local, _) = watched();
     let policies = policies(Strategy::Gcra, "10/100d");
     let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
-    let fails = layer.layer(service_fn(async |_: &str| Err::<(), _>(BoxError::from("no"))));
+    let fails = layer.layer(service_fn(async |_: &str| {
+        Err::<(), _>(BoxError::from("no"))
+    }));
     let retry = Retry::new(Twice(2), fails);
     retry.oneshot("").await.unwrap_err();
     settle().await;
@@ -359,7 +458,10 @@ async fn balanced_services_share_one_count() {
     let policies = policies(Strategy::Gcra, "100/100d");
     let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
     let services = (0..4).map(|i| {
-        Ok::<_, Infallible>(tower::discover::Change::Insert(i, Constant::new(layer.layer(service_fn(ok)), i)))
+        Ok::<_, Infallible>(tower::discover::Change::Insert(
+            i,
+            Constant::new(layer.layer(service_fn(ok)), i),
+        ))
     });
     let mut balance = Balance::new(Box::pin(stream::iter(services)));
     for _ in 0..20 {
@@ -384,7 +486,11 @@ async fn an_outage_limits_waiters_by_share() {
     for _ in 0..21 {
         layer.layer(service_fn(ok)).oneshot("").await.unwrap();
     }
-    assert!((1.99..2.1).contains(&start.elapsed().as_secs_f64()), "{:?}", start.elapsed());
+    assert!(
+        (1.99..2.1).contains(&start.elapsed().as_secs_f64()),
+        "{:?}",
+        start.elapsed()
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -395,25 +501,44 @@ async fn an_undecided_permit_is_requested_again() {
     impl Observer for Log {
         fn decided(&self, decided: &event::Decided<'_>) {
             let waited = decided.elapsed.as_millis();
-            self.0.lock().unwrap().push(format!("{} after {waited} ms", decided.decision.outcome().as_str()));
+            self.0.lock().unwrap().push(format!(
+                "{} after {waited} ms",
+                decided.decision.outcome().as_str()
+            ));
         }
 
         fn failed(&self, failed: &event::Failed<'_>) {
-            self.0.lock().unwrap().push(failed.error.kind().as_str().to_owned());
+            self.0
+                .lock()
+                .unwrap()
+                .push(failed.error.kind().as_str().to_owned());
         }
     }
 
     let (_, store) = watched();
     let log = Log::default();
-    let layer = ThrottleLayer::new(store.clone(), KEY, policies(Strategy::Gcra, "10/s")).observer(log.clone());
+    let layer = ThrottleLayer::new(store.clone(), KEY, policies(Strategy::Gcra, "10/s"))
+        .observer(log.clone());
     store.fail(StoreError::new(ErrorKind::Unreachable));
     let mut service = layer.layer(service_fn(ok));
     let ready = tokio::spawn(async move { service.ready().await.map(drop) });
     sleep(Duration::from_millis(600)).await;
-    assert!(!ready.is_finished() && store.asked().len() == 3, "{:?}", store.asked());
+    assert!(
+        !ready.is_finished() && store.asked().len() == 3,
+        "{:?}",
+        store.asked()
+    );
     store.allow();
     ready.await.unwrap().unwrap();
-    assert_eq!(*log.0.lock().unwrap(), ["unreachable", "unreachable", "unreachable", "allowed after 0 ms"]);
+    assert_eq!(
+        *log.0.lock().unwrap(),
+        [
+            "unreachable",
+            "unreachable",
+            "unreachable",
+            "allowed after 0 ms"
+        ]
+    );
 
     store.fail(StoreError::new(ErrorKind::Unreachable));
     let mut lenient = layer.allow_on_error().layer(service_fn(ok));
@@ -432,11 +557,21 @@ async fn a_panicking_observer_fails_one_call() {
     }
 
     let (store, policies) = (LocalStore::default(), policies(Strategy::Gcra, "2/h"));
-    let layer = ThrottleLayer::new(store.clone(), KEY, policies.clone()).observer(Panics(AtomicU32::new(0)));
+    let layer = ThrottleLayer::new(store.clone(), KEY, policies.clone())
+        .observer(Panics(AtomicU32::new(0)));
     let mut service = layer.layer(service_fn(ok));
-    assert!(AssertUnwindSafe(service.ready()).catch_unwind().await.is_err());
+    assert!(
+        AssertUnwindSafe(service.ready())
+            .catch_unwind()
+            .await
+            .is_err()
+    );
     service.ready().await.unwrap().call("").await.unwrap();
-    assert_eq!(charged(&store, &policies).await, 1, "the permit of the first has gone back");
+    assert_eq!(
+        charged(&store, &policies).await,
+        1,
+        "the permit of the first has gone back"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -450,7 +585,9 @@ async fn wakes_the_task_that_polled_last() {
         std::task::Poll::Ready(())
     });
     once.await;
-    tokio::spawn(async move { service.ready().await.unwrap().call("").await.unwrap() }).await.unwrap();
+    tokio::spawn(async move { service.ready().await.unwrap().call("").await.unwrap() })
+        .await
+        .unwrap();
 }
 
 /// A throttle does not know when a call has ended: it would never be free again.
@@ -461,7 +598,8 @@ async fn in_flight_policies_are_skipped_and_reported() {
     let both = Policies::new([rate, in_flight.clone()]).unwrap();
     for (policies, took) in [(both, 200), (in_flight.into(), 0)] {
         let problems = Problems::default();
-        let layer = ThrottleLayer::new(LocalStore::default(), KEY, policies).observer(problems.clone());
+        let layer =
+            ThrottleLayer::new(LocalStore::default(), KEY, policies).observer(problems.clone());
         let mut service = layer.layer(service_fn(ok));
         let start = Instant::now();
         for _ in 0..3 {
@@ -471,7 +609,8 @@ async fn in_flight_policies_are_skipped_and_reported() {
         assert!((took..took + 20).contains(&elapsed), "{elapsed} ms");
         let problems = problems.0.lock().unwrap();
         assert!(
-            problems.len() == 1 && problems[0].contains("`RateLimitLayer` (in-flight-in-throttle: "),
+            problems.len() == 1
+                && problems[0].contains("`RateLimitLayer` (in-flight-in-throttle: "),
             "{problems:?}"
         );
     }

@@ -47,79 +47,153 @@ where
     let start = Instant::now();
     let all = (0..count).map(|_| {
         let service = service.clone();
-        async move { (service.oneshot(get(path)).await.unwrap().status(), start.elapsed()) }
+        async move {
+            (
+                service.oneshot(get(path)).await.unwrap().status(),
+                start.elapsed(),
+            )
+        }
     });
     join_all(all).await
 }
 
 #[tokio::test(start_paused = true)]
 async fn queued_requests_pass_at_their_time() {
-    for strategy in
-        [Strategy::Gcra, Strategy::LeakyBucket, Strategy::SlidingLog, Strategy::FixedWindow(Default::default())]
-    {
+    for strategy in [
+        Strategy::Gcra,
+        Strategy::LeakyBucket,
+        Strategy::SlidingLog,
+        Strategy::FixedWindow(Default::default()),
+    ] {
         let layer = RateLimitLayer::new(LocalStore::default(), by_path(), policy(strategy, "10/s"))
             .wait(Duration::from_secs(5));
         let service = layer.layer(service_fn(ok));
         let answers = send(&service, "/a", 30).await;
-        assert!(answers.iter().all(|(status, _)| *status == 200), "{strategy:?}: {answers:?}");
+        assert!(
+            answers.iter().all(|(status, _)| *status == 200),
+            "{strategy:?}: {answers:?}"
+        );
         // In the order in which they came, and no earlier than the quota lets them.
-        assert!(answers.is_sorted_by_key(|(_, at)| *at), "{strategy:?}: {answers:?}");
+        assert!(
+            answers.is_sorted_by_key(|(_, at)| *at),
+            "{strategy:?}: {answers:?}"
+        );
         let (_, last) = answers[29];
-        assert!(last > Duration::from_millis(900) && last < Duration::from_millis(2_500), "{strategy:?}: {last:?}");
+        assert!(
+            last > Duration::from_millis(900) && last < Duration::from_millis(2_500),
+            "{strategy:?}: {last:?}"
+        );
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn too_long_waits_are_rejected_immediately() {
-    let layer = RateLimitLayer::new(LocalStore::default(), by_path(), policy(Strategy::Gcra, "10/s burst 1"))
-        .wait(Duration::from_secs(1));
+    let layer = RateLimitLayer::new(
+        LocalStore::default(),
+        by_path(),
+        policy(Strategy::Gcra, "10/s burst 1"),
+    )
+    .wait(Duration::from_secs(1));
     let service = layer.layer(service_fn(ok));
     let answers = send(&service, "/a", 30).await;
-    let (passed, rejected): (Vec<_>, Vec<_>) = answers.iter().partition(|(status, _)| *status == 200);
-    assert_eq!(passed.len(), 11, "one at once, and one every tenth of a second: {answers:?}");
-    assert!(rejected.iter().all(|(status, at)| *status == 429 && at.is_zero()), "{answers:?}");
+    let (passed, rejected): (Vec<_>, Vec<_>) =
+        answers.iter().partition(|(status, _)| *status == 200);
+    assert_eq!(
+        passed.len(),
+        11,
+        "one at once, and one every tenth of a second: {answers:?}"
+    );
+    assert!(
+        rejected
+            .iter()
+            .all(|(status, at)| *status == 429 && at.is_zero()),
+        "{answers:?}"
+    );
     // Its wait is that behind all others.
     let turn = send(&service, "/b", 11);
     let late = async { service.clone().oneshot(get("/b")).await.unwrap() };
     let (_, late) = tokio::join!(turn, late);
-    assert_eq!((late.status().as_u16(), late.headers()["retry-after"].to_str().unwrap()), (429, "2"));
+    assert_eq!(
+        (
+            late.status().as_u16(),
+            late.headers()["retry-after"].to_str().unwrap()
+        ),
+        (429, "2")
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn the_number_of_waiters_is_bounded() {
-    let layer = RateLimitLayer::new(LocalStore::default(), by_path(), policy(Strategy::Gcra, "1/s"));
+    let layer = RateLimitLayer::new(
+        LocalStore::default(),
+        by_path(),
+        policy(Strategy::Gcra, "1/s"),
+    );
     let long = Wait::up_to(Duration::from_secs(3_600));
-    let each = layer.clone().wait(long.per_caller(FEW)).layer(service_fn(ok));
-    let rejected = |answers: &[(StatusCode, Duration)]| answers.iter().filter(|(status, _)| *status == 429).count();
+    let each = layer
+        .clone()
+        .wait(long.per_caller(FEW))
+        .layer(service_fn(ok));
+    let rejected = |answers: &[(StatusCode, Duration)]| {
+        answers.iter().filter(|(status, _)| *status == 429).count()
+    };
     let (ann, bob) = tokio::join!(send(&each, "/ann", 10), send(&each, "/bob", 10));
     assert_eq!((rejected(&ann), rejected(&bob)), (6, 6));
-    assert!(ann.iter().all(|(status, at)| *status == 200 || at.is_zero()));
+    assert!(
+        ann.iter()
+            .all(|(status, at)| *status == 200 || at.is_zero())
+    );
 
     let all = layer.wait(long.in_all(FEW)).layer(service_fn(ok));
     let (cid, dan) = tokio::join!(send(&all, "/cid", 4), send(&all, "/dan", 10));
-    assert_eq!((rejected(&cid), rejected(&dan)), (0, 9), "three wait already");
-    assert_eq!(rejected(&send(&all, "/eve", 4).await), 0, "nobody waits any more");
+    assert_eq!(
+        (rejected(&cid), rejected(&dan)),
+        (0, 9),
+        "three wait already"
+    );
+    assert_eq!(
+        rejected(&send(&all, "/eve", 4).await),
+        0,
+        "nobody waits any more"
+    );
 }
 
 /// A request that comes while others wait joins the queue: it does not take what they wait for.
 #[tokio::test(start_paused = true)]
 async fn nobody_overtakes() {
-    let layer = RateLimitLayer::new(LocalStore::default(), by_path(), policy(Strategy::Gcra, "10/s"))
-        .cost(|request| request.headers.get("cost").map_or(1, |cost| cost.to_str().unwrap().parse().unwrap()))
-        .wait(Duration::from_secs(10));
+    let layer = RateLimitLayer::new(
+        LocalStore::default(),
+        by_path(),
+        policy(Strategy::Gcra, "10/s"),
+    )
+    .cost(|request| {
+        request
+            .headers
+            .get("cost")
+            .map_or(1, |cost| cost.to_str().unwrap().parse().unwrap())
+    })
+    .wait(Duration::from_secs(10));
     let service = layer.layer(service_fn(ok));
     send(&service, "/a", 10).await;
     let mut large = get("/a");
     large.headers_mut().insert("cost", "5".parse().unwrap());
     let start = Instant::now();
-    let large = async { (service.clone().oneshot(large).await.unwrap().status(), start.elapsed()) };
+    let large = async {
+        (
+            service.clone().oneshot(large).await.unwrap().status(),
+            start.elapsed(),
+        )
+    };
     let small = async {
         tokio::time::sleep(Duration::from_millis(150)).await;
         send(&service, "/a", 1).await;
         start.elapsed()
     };
     let (large, small) = tokio::join!(large, small);
-    assert!(large.0 == 200 && large.1 < Duration::from_millis(520), "{large:?}");
+    assert!(
+        large.0 == 200 && large.1 < Duration::from_millis(520),
+        "{large:?}"
+    );
     assert!(small > Duration::from_millis(599), "{small:?}");
 }
 
@@ -127,19 +201,28 @@ async fn nobody_overtakes() {
 async fn a_dropped_waiter_passes_its_permit_on() {
     let store = LocalStore::default();
     let policies: Policies = policy(Strategy::Gcra, "1/s").into();
-    let layer = RateLimitLayer::new(store.clone(), by_path(), policies.clone()).wait(Duration::from_secs(10));
+    let layer = RateLimitLayer::new(store.clone(), by_path(), policies.clone())
+        .wait(Duration::from_secs(10));
     let service = layer.layer(service_fn(ok));
     send(&service, "/a", 1).await;
     let start = Instant::now();
     let mut dropped = Box::pin(service.clone().oneshot(get("/a")));
     assert!(dropped.as_mut().now_or_never().is_none());
-    let next = async { (service.clone().oneshot(get("/a")).await.unwrap().status(), start.elapsed()) };
+    let next = async {
+        (
+            service.clone().oneshot(get("/a")).await.unwrap().status(),
+            start.elapsed(),
+        )
+    };
     let drops = async {
         tokio::time::sleep(Duration::from_millis(500)).await;
         drop(dropped);
     };
     let (next, ()) = tokio::join!(next, drops);
-    assert!(next.0 == 200 && next.1 < Duration::from_millis(1_010), "{next:?}");
+    assert!(
+        next.0 == 200 && next.1 < Duration::from_millis(1_010),
+        "{next:?}"
+    );
 
     // The last one leaves it to the store.
     let mut last = Box::pin(service.clone().oneshot(get("/a")));
@@ -147,16 +230,26 @@ async fn a_dropped_waiter_passes_its_permit_on() {
     tokio::time::sleep(Duration::from_millis(100)).await;
     drop(last);
     tokio::time::sleep(Duration::from_millis(1)).await;
-    let peek = store.check(Check::peek(Key::new("/a"), &policies, 1)).await.unwrap();
-    assert!(peek.retry_after().unwrap() < Duration::from_millis(910), "{peek:?}");
+    let peek = store
+        .check(Check::peek(Key::new("/a"), &policies, 1))
+        .await
+        .unwrap();
+    assert!(
+        peek.retry_after().unwrap() < Duration::from_millis(910),
+        "{peek:?}"
+    );
 }
 
 /// The handler and the client see a decision as of any request that passes.
 #[tokio::test(start_paused = true)]
 async fn waited_requests_are_annotated_as_allowed() {
-    let layer = RateLimitLayer::new(LocalStore::default(), by_path(), policy(Strategy::Gcra, "1/s"))
-        .wait(Duration::from_secs(10))
-        .decision_in_response();
+    let layer = RateLimitLayer::new(
+        LocalStore::default(),
+        by_path(),
+        policy(Strategy::Gcra, "1/s"),
+    )
+    .wait(Duration::from_secs(10))
+    .decision_in_response();
     let service = layer.layer(service_fn(async |request: Request<()>| {
         let decision = request.extensions().get::<Decision>().cloned();
         Ok::<_, std::convert::Infallible>(Response::new(format!(
@@ -166,7 +259,13 @@ async fn waited_requests_are_annotated_as_allowed() {
     }));
     for _ in 0..2 {
         let response = service.clone().oneshot(get("/a")).await.unwrap();
-        assert!(response.extensions().get::<Decision>().unwrap().is_allowed());
+        assert!(
+            response
+                .extensions()
+                .get::<Decision>()
+                .unwrap()
+                .is_allowed()
+        );
         assert_eq!(response.headers()["ratelimit"], "\"test\";r=0;t=1");
         assert_eq!(response.body(), "Some((true, 1))");
     }
@@ -175,8 +274,12 @@ async fn waited_requests_are_annotated_as_allowed() {
 /// Waiters take up no capacity of the inner service.
 #[tokio::test(start_paused = true)]
 async fn waiting_does_not_hold_the_inner_service() {
-    let layer = RateLimitLayer::new(LocalStore::default(), by_path(), policy(Strategy::Gcra, "1/s"))
-        .wait(Duration::from_secs(10));
+    let layer = RateLimitLayer::new(
+        LocalStore::default(),
+        by_path(),
+        policy(Strategy::Gcra, "1/s"),
+    )
+    .wait(Duration::from_secs(10));
     let service = layer.layer(ConcurrencyLimitLayer::new(1).layer(service_fn(ok)));
     send(&service, "/a", 1).await;
     let waits = send(&service, "/a", 3);
@@ -186,20 +289,32 @@ async fn waiting_does_not_hold_the_inner_service() {
     };
     let (waited, other) = tokio::join!(waits, other);
     assert_eq!(other, (StatusCode::OK, Duration::ZERO));
-    assert!(waited.iter().all(|(status, _)| *status == 200), "{waited:?}");
+    assert!(
+        waited.iter().all(|(status, _)| *status == 200),
+        "{waited:?}"
+    );
 }
 
 /// If the inner service fails to become ready, its error is returned and the permit goes to the next.
 #[tokio::test(start_paused = true)]
 async fn a_failing_inner_service_passes_permits_on() {
     let store = LocalStore::default();
-    let layer = RateLimitLayer::new(store, by_path(), policy(Strategy::Gcra, "1/s")).wait(Duration::from_secs(10));
+    let layer = RateLimitLayer::new(store, by_path(), policy(Strategy::Gcra, "1/s"))
+        .wait(Duration::from_secs(10));
     let polls = Arc::new(AtomicUsize::new(0));
     let service = layer.layer(FailsReady { polls, fails_at: 3 });
     let start = Instant::now();
     let answers = join_all((0..3).map(|_| service.clone().oneshot(get("/a")))).await;
-    assert_eq!(answers.iter().filter(|answer| answer.is_err()).count(), 1, "{answers:?}");
-    assert!(start.elapsed() < Duration::from_millis(1_010), "{:?}", start.elapsed());
+    assert_eq!(
+        answers.iter().filter(|answer| answer.is_err()).count(),
+        1,
+        "{answers:?}"
+    );
+    assert!(
+        start.elapsed() < Duration::from_millis(1_010),
+        "{:?}",
+        start.elapsed()
+    );
 }
 
 /// Not ready at the fourth poll after it was cloned for the requests that wait.
@@ -214,7 +329,10 @@ impl Service<Request<()>> for FailsReady {
     type Error = &'static str;
     type Future = std::future::Ready<Result<Response<String>, &'static str>>;
 
-    fn poll_ready(&mut self, _: &mut std::task::Context<'_>) -> std::task::Poll<Result<(), Self::Error>> {
+    fn poll_ready(
+        &mut self,
+        _: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Result<(), Self::Error>> {
         let fails = self.polls.fetch_add(1, SeqCst) == self.fails_at;
         std::task::Poll::Ready(if fails { Err("not ready") } else { Ok(()) })
     }
@@ -228,25 +346,40 @@ impl Service<Request<()>> for FailsReady {
 async fn store_failures_while_waiting_are_reported() {
     for (on_error, status) in [(OnError::Reject, 503), (OnError::Allow, 200)] {
         let store = MockStore::new();
-        let layer = RateLimitLayer::new(store.clone(), by_path(), policy(Strategy::SlidingLog, "1/s"))
-            .wait(Duration::from_secs(10))
-            .on_error(on_error);
+        let layer = RateLimitLayer::new(
+            store.clone(),
+            by_path(),
+            policy(Strategy::SlidingLog, "1/s"),
+        )
+        .wait(Duration::from_secs(10))
+        .on_error(on_error);
         let service = layer.layer(service_fn(ok));
         store.deny(Duration::from_secs(1));
         let mut waits = Box::pin(send(&service, "/a", 3));
         assert!(waits.as_mut().now_or_never().is_none());
         store.fail(StoreError::new(ErrorKind::Unreachable));
         assert!(waits.await.iter().all(|(answer, _)| *answer == status));
-        assert!(store.asked().len() <= 5, "all waiters are answered at once: {:?}", store.asked());
+        assert!(
+            store.asked().len() <= 5,
+            "all waiters are answered at once: {:?}",
+            store.asked()
+        );
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn costs_above_capacity_do_not_wait() {
-    let layer = RateLimitLayer::new(LocalStore::default(), by_path(), policy(Strategy::Gcra, "1/s"))
-        .cost(|_| 2)
-        .wait(Duration::from_secs(10));
-    assert_eq!(send(&layer.layer(service_fn(ok)), "/a", 1).await, [(StatusCode::TOO_MANY_REQUESTS, Duration::ZERO)]);
+    let layer = RateLimitLayer::new(
+        LocalStore::default(),
+        by_path(),
+        policy(Strategy::Gcra, "1/s"),
+    )
+    .cost(|_| 2)
+    .wait(Duration::from_secs(10));
+    assert_eq!(
+        send(&layer.layer(service_fn(ok)), "/a", 1).await,
+        [(StatusCode::TOO_MANY_REQUESTS, Duration::ZERO)]
+    );
 }
 
 /// What flows back while the inner service is not ready is another's by then.
@@ -254,17 +387,36 @@ async fn costs_above_capacity_do_not_wait() {
 async fn only_unexpired_charges_are_refunded() {
     let (local, store) = (LocalStore::default(), MockStore::new());
     let asked = local.clone();
-    store.answer(move |check| asked.check(check.clone()).now_or_never().expect("it never waits"));
+    store.answer(move |check| {
+        asked
+            .check(check.clone())
+            .now_or_never()
+            .expect("it never waits")
+    });
     let policies: Policies = policy(Strategy::Gcra, "10/s").into();
-    let _ = local.check(Check::take(Key::new("/a"), &policies, 10)).await.unwrap();
-    let layer = RateLimitLayer::new(store.clone(), by_path(), policies).cost(|_| 10).wait(Duration::from_secs(10));
+    let _ = local
+        .check(Check::take(Key::new("/a"), &policies, 10))
+        .await
+        .unwrap();
+    let layer = RateLimitLayer::new(store.clone(), by_path(), policies)
+        .cost(|_| 10)
+        .wait(Duration::from_secs(10));
     let (inner, mut handle) = tower_test::mock::pair::<Request<()>, Response<String>>();
     let mut service = layer.layer(inner);
     handle.allow(1);
     let response = service.ready().await.unwrap().call(get("/a"));
     handle.allow(0);
-    assert!(tokio::time::timeout(Duration::from_millis(1_500), response).await.is_err());
+    assert!(
+        tokio::time::timeout(Duration::from_millis(1_500), response)
+            .await
+            .is_err()
+    );
     tokio::time::sleep(Duration::from_millis(1)).await;
-    let back: Vec<u32> = store.asked().iter().filter(|it| it.mode() == Mode::Refund).map(Check::cost).collect();
+    let back: Vec<u32> = store
+        .asked()
+        .iter()
+        .filter(|it| it.mode() == Mode::Refund)
+        .map(Check::cost)
+        .collect();
     assert_eq!(back, [5]);
 }

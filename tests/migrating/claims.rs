@@ -19,8 +19,8 @@ use tower_redis_ratelimit::{Key, LocalStore, Policies, Policy, Quota, Strategy, 
 use crate::replay::{Ask, MILLISECOND, Request, SECOND, asked, at, most, ours, trace};
 use crate::support::RedisServer;
 use crate::theirs::{
-    COUNTERS, HASH, ISTIO_FIXED, ISTIO_ROLLING, REDIS_RATE, REDISSON, SPRING, Theirs, ZSET, bucket4j, funnel, governor,
-    redis_cell,
+    COUNTERS, HASH, ISTIO_FIXED, ISTIO_ROLLING, REDIS_RATE, REDISSON, SPRING, Theirs, ZSET,
+    bucket4j, funnel, governor, redis_cell,
 };
 
 /// Traces of each quota, and requests of each trace.
@@ -29,7 +29,9 @@ const REQUESTS: usize = 750;
 
 const WINDOWS: &[&str] = &["1/s", "10/10s", "60/m", "100/10s"];
 const BUCKETS: &[&str] = &["1/s burst 5", "10/10s", "60/m burst 20", "100/s burst 10"];
-const CLOCK: Strategy = Strategy::FixedWindow(Align::Clock { offset: Duration::ZERO });
+const CLOCK: Strategy = Strategy::FixedWindow(Align::Clock {
+    offset: Duration::ZERO,
+});
 const CELLS: u16 = 10;
 
 /// How they differ.
@@ -83,7 +85,10 @@ impl Case {
     }
 
     fn costs(self) -> Self {
-        Self { max_cost: 5, ..self }
+        Self {
+            max_cost: 5,
+            ..self
+        }
     }
 
     fn ask(self, ask: Ask) -> Self {
@@ -103,7 +108,10 @@ impl Case {
     }
 
     fn exceeds(self) -> Self {
-        Self { exceeds: true, ..self }
+        Self {
+            exceeds: true,
+            ..self
+        }
     }
 }
 
@@ -125,7 +133,10 @@ fn micros(quota: Quota) -> u128 {
 
 /// The sliding window with one cell less, over a period that is shorter by it.
 fn fewer_cells(quota: Quota) -> Policies {
-    let shorter = Quota::per(quota.limit(), quota.period() / u32::from(CELLS) * u32::from(CELLS - 1));
+    let shorter = Quota::per(
+        quota.limit(),
+        quota.period() / u32::from(CELLS) * u32::from(CELLS - 1),
+    );
     policy(Strategy::SlidingWindow { cells: CELLS - 1 }, shorter)
 }
 
@@ -140,7 +151,10 @@ fn counters(quota: Quota) -> Theirs {
 
 /// The quota, and a tenth of it in a second.
 fn two_counters(quota: Quota) -> Theirs {
-    Theirs::lua(COUNTERS, &[&quota.limit(), &seconds(quota), &(quota.limit() / 10), &1])
+    Theirs::lua(
+        COUNTERS,
+        &[&quota.limit(), &seconds(quota), &(quota.limit() / 10), &1],
+    )
 }
 
 fn two_windows(quota: Quota) -> Policies {
@@ -149,7 +163,14 @@ fn two_windows(quota: Quota) -> Policies {
 }
 
 fn redis_rate(quota: Quota) -> Theirs {
-    Theirs::lua(REDIS_RATE, &[&quota.limit(), &quota.period().as_secs_f64(), &quota.capacity()])
+    Theirs::lua(
+        REDIS_RATE,
+        &[
+            &quota.limit(),
+            &quota.period().as_secs_f64(),
+            &quota.capacity(),
+        ],
+    )
 }
 
 /// With a clock of this unit.
@@ -166,11 +187,17 @@ fn cell(quota: Quota) -> u128 {
 }
 
 fn rolling(quota: Quota) -> Theirs {
-    Theirs::lua(ISTIO_ROLLING, &[&quota.limit(), &micros(quota), &cell(quota)])
+    Theirs::lua(
+        ISTIO_ROLLING,
+        &[&quota.limit(), &micros(quota), &cell(quota)],
+    )
 }
 
 fn hash(quota: Quota) -> Theirs {
-    Theirs::lua(HASH, &[&quota.limit(), &millis(quota), &(cell(quota) / 1_000)])
+    Theirs::lua(
+        HASH,
+        &[&quota.limit(), &millis(quota), &(cell(quota) / 1_000)],
+    )
 }
 
 #[rustfmt::skip]
@@ -239,7 +266,11 @@ struct Counts {
 impl Counts {
     fn of(case: &Case, number: usize, redis: &mut redis::Connection) -> Self {
         let mut counts = Self::default();
-        for (quota, text) in case.quotas.iter().map(|text| (text.parse::<Quota>().unwrap(), text)) {
+        for (quota, text) in case
+            .quotas
+            .iter()
+            .map(|text| (text.parse::<Quota>().unwrap(), text))
+        {
             for seed in 0..SEEDS {
                 let requests = trace(seed, REQUESTS, quota, (case.grain)(quota), case.max_cost);
                 let key = format!("{number}-{text}-{seed}");
@@ -253,10 +284,19 @@ impl Counts {
 
     fn add(&mut self, quota: Quota, requests: &[Request], [theirs, ours]: [&[bool]; 2]) {
         self.requests += requests.len();
-        self.they_alone += theirs.iter().zip(ours).filter(|(they, we)| **they && !**we).count();
-        self.we_alone += theirs.iter().zip(ours).filter(|(they, we)| !**they && **we).count();
+        self.they_alone += theirs
+            .iter()
+            .zip(ours)
+            .filter(|(they, we)| **they && !**we)
+            .count();
+        self.we_alone += theirs
+            .iter()
+            .zip(ours)
+            .filter(|(they, we)| !**they && **we)
+            .count();
         for (most_of, granted) in self.most.iter_mut().zip([theirs, ours]) {
-            *most_of = most_of.max(f64::from(most(quota.period(), requests, granted)) / f64::from(quota.limit()));
+            *most_of = most_of
+                .max(f64::from(most(quota.period(), requests, granted)) / f64::from(quota.limit()));
         }
     }
 
@@ -273,7 +313,10 @@ impl Counts {
 #[test]
 fn decisions_agree_as_the_guide_says() {
     let server = RedisServer::start();
-    let mut redis = redis::Client::open(server.url()).unwrap().get_connection().unwrap();
+    let mut redis = redis::Client::open(server.url())
+        .unwrap()
+        .get_connection()
+        .unwrap();
     let mut table =
         "| theirs | ours | decided alike | they alone grant | we alone grant | most in a period: they | we |\n"
             .to_owned();
@@ -294,11 +337,19 @@ fn decisions_agree_as_the_guide_says() {
             counts.we_alone,
         );
         if (counts.differ(), they > we) != (case.differ, case.exceeds) {
-            wrong.push(format!("{}: {:?}, exceeds: {}", case.theirs, counts.differ(), they > we));
+            wrong.push(format!(
+                "{}: {:?}, exceeds: {}",
+                case.theirs,
+                counts.differ(),
+                they > we
+            ));
         }
     }
     println!("{table}");
-    assert!(wrong.is_empty(), "otherwise than the guide says: {wrong:#?}");
+    assert!(
+        wrong.is_empty(),
+        "otherwise than the guide says: {wrong:#?}"
+    );
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/migrating.md");
     let saved = fs::read_to_string(&page).unwrap();
     let (head, rest) = saved.split_once("<!-- agreement -->\n").unwrap();
@@ -307,14 +358,20 @@ fn decisions_agree_as_the_guide_says() {
     if env::var_os("SAVE").is_some() {
         fs::write(&page, text).unwrap();
     } else {
-        assert!(saved == text, "{page:?} is out of date: run `SAVE=1 cargo test --package migrating-tests`");
+        assert!(
+            saved == text,
+            "{page:?} is out of date: run `SAVE=1 cargo test --package migrating-tests`"
+        );
     }
 }
 
 /// Which of the requests at these times pass.
 fn decide(theirs: Theirs, times: impl IntoIterator<Item = i64>) -> Vec<bool> {
     let server = RedisServer::start();
-    let mut redis = redis::Client::open(server.url()).unwrap().get_connection().unwrap();
+    let mut redis = redis::Client::open(server.url())
+        .unwrap()
+        .get_connection()
+        .unwrap();
     theirs.decide(&mut redis, "key", &at(times))
 }
 
@@ -324,37 +381,69 @@ fn zset_of_times_grants_a_whole_burst() {
     assert_eq!(decide(zset(quota, "time", "after"), burst), [true; 100]);
     let unique = decide(zset(quota, "unique", "after"), burst);
     assert_eq!(unique.iter().filter(|granted| **granted).count(), 10);
-    assert_eq!(unique, ours(&policy(Strategy::SlidingLog, quota), &at(burst)));
+    assert_eq!(
+        unique,
+        ours(&policy(Strategy::SlidingLog, quota), &at(burst))
+    );
 }
 
 /// One a second, asked for twice a second.
 #[test]
 fn zset_that_adds_first_locks_out() {
-    let (times, quota) = ([0, 1, 2, 3, 4].map(|half| half * SECOND / 2), "1/s".parse().unwrap());
-    assert_eq!(decide(zset(quota, "unique", "before"), times), [true, false, false, false, false]);
-    assert_eq!(ours(&policy(Strategy::SlidingLog, quota), &at(times)), [true, false, true, false, true]);
+    let (times, quota) = (
+        [0, 1, 2, 3, 4].map(|half| half * SECOND / 2),
+        "1/s".parse().unwrap(),
+    );
+    assert_eq!(
+        decide(zset(quota, "unique", "before"), times),
+        [true, false, false, false, false]
+    );
+    assert_eq!(
+        ours(&policy(Strategy::SlidingLog, quota), &at(times)),
+        [true, false, true, false, true]
+    );
 }
 
 /// Two in 10 s. What is charged at 9 s comes again in the second window, which it opens there; here it is known still.
 #[test]
 fn istio_forgets_an_id_with_its_window() {
-    let requests = [(0, "first"), (9, "again"), (9, "again"), (11, "again"), (12, "third"), (13, "fourth")];
+    let requests = [
+        (0, "first"),
+        (9, "again"),
+        (9, "again"),
+        (11, "again"),
+        (12, "third"),
+        (13, "fourth"),
+    ];
     let server = RedisServer::start();
-    let mut redis = redis::Client::open(server.url()).unwrap().get_connection().unwrap();
+    let mut redis = redis::Client::open(server.url())
+        .unwrap()
+        .get_connection()
+        .unwrap();
     let theirs = requests.map(|(second, id)| {
         let istio = Theirs::lua(ISTIO_FIXED, &[&2, &(10 * SECOND), &id]);
         istio.decide(&mut redis, "key", &at([second * SECOND]))[0]
     });
     assert_eq!(theirs, [true, true, true, true, true, false]);
 
-    let policies = policy(Strategy::FixedWindow(Align::FirstHit), "2/10s".parse().unwrap());
-    let runtime = runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    let policies = policy(
+        Strategy::FixedWindow(Align::FirstHit),
+        "2/10s".parse().unwrap(),
+    );
+    let runtime = runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build()
+        .unwrap();
     runtime.block_on(async {
         let (store, start) = (LocalStore::default(), Instant::now());
         for (second, id) in requests {
             advance(start + Duration::from_secs(second as u64) - Instant::now()).await;
             let take = Check::take(Key::GLOBAL, &policies, 1).with_id(id);
-            assert!(store.check(take).await.unwrap().is_allowed(), "{id} at {second} s");
+            assert!(
+                store.check(take).await.unwrap().is_allowed(),
+                "{id} at {second} s"
+            );
         }
     });
 }
@@ -365,9 +454,17 @@ fn funnel_credits_time_while_full() {
     let quota = "1/s".parse().unwrap();
     let mut requests = at([0, 5 * SECOND, 5_900_000, 6 * SECOND]);
     requests[1].cost = 2;
-    assert_eq!(ours(&policy(Strategy::LeakyBucket, quota), &requests), [true, false, true, false]);
-    let Theirs::Rust(mut decide) = funnel(quota) else { panic!("a model") };
-    let theirs: Vec<bool> = requests.iter().map(|request| decide(request.at, request.cost)).collect();
+    assert_eq!(
+        ours(&policy(Strategy::LeakyBucket, quota), &requests),
+        [true, false, true, false]
+    );
+    let Theirs::Rust(mut decide) = funnel(quota) else {
+        panic!("a model")
+    };
+    let theirs: Vec<bool> = requests
+        .iter()
+        .map(|request| decide(request.at, request.cost))
+        .collect();
     assert_eq!(theirs, [true, false, true, true]);
 }
 

@@ -26,12 +26,24 @@ pub(crate) struct Request {
 
 /// The requests at these times, in microseconds from the start, of a cost of one.
 pub(crate) fn at(times: impl IntoIterator<Item = i64>) -> Vec<Request> {
-    times.into_iter().map(|time| Request { at: START + time, cost: 1 }).collect()
+    times
+        .into_iter()
+        .map(|time| Request {
+            at: START + time,
+            cost: 1,
+        })
+        .collect()
 }
 
 /// So many requests, a fifth more than the quota gives: half of them come with the one before, and once in three limits there is
 /// silence for up to two periods. Their times are multiples of `grain`.
-pub(crate) fn trace(seed: u64, count: usize, quota: Quota, grain: i64, max_cost: u32) -> Vec<Request> {
+pub(crate) fn trace(
+    seed: u64,
+    count: usize,
+    quota: Quota,
+    grain: i64,
+    max_cost: u32,
+) -> Vec<Request> {
     let mut rng = Rng::with_seed(seed);
     let period = quota.period().as_micros() as i64;
     let max_cost = max_cost.min(quota.capacity());
@@ -43,7 +55,10 @@ pub(crate) fn trace(seed: u64, count: usize, quota: Quota, grain: i64, max_cost:
             _ => rng.i64(0..period / i64::from(quota.limit()) * i64::from(max_cost + 3) / 2),
         };
         time += (gap + grain / 2) / grain * grain;
-        Request { at: time, cost: if rng.bool() { 1 } else { rng.u32(1..=max_cost) } }
+        Request {
+            at: time,
+            cost: if rng.bool() { 1 } else { rng.u32(1..=max_cost) },
+        }
     };
     (0..count).map(|_| request()).collect()
 }
@@ -58,13 +73,23 @@ pub(crate) fn ours(policies: &Policies, requests: &[Request]) -> Vec<bool> {
 
 /// The same, if they are asked about otherwise.
 pub(crate) fn asked(ask: Ask, policies: &Policies, requests: &[Request]) -> Vec<bool> {
-    let runtime = runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    let runtime = runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build()
+        .unwrap();
     runtime.block_on(async {
         let store = LocalStore::default();
         // It has taken the time of day from the wall. A charged window of the clock shows when an hour is full.
         let hour = Quota::per_hour(1);
-        let hour = Policy::new("hour", Strategy::FixedWindow(Align::default()), hour).unwrap().into();
-        let full = store.check(Check::take(Key::GLOBAL, &hour, 1)).await.unwrap().reset_after();
+        let hour = Policy::new("hour", Strategy::FixedWindow(Align::default()), hour)
+            .unwrap()
+            .into();
+        let full = store
+            .check(Check::take(Key::GLOBAL, &hour, 1))
+            .await
+            .unwrap()
+            .reset_after();
         advance(full + Duration::from_micros((START % HOUR) as u64)).await;
         let mut now = START;
         let mut decided = vec![];
@@ -83,8 +108,12 @@ pub(crate) fn asked(ask: Ask, policies: &Policies, requests: &[Request]) -> Vec<
 /// The most that was granted within any period, (now - P, now].
 pub(crate) fn most(period: Duration, requests: &[Request], granted: &[bool]) -> u32 {
     let period = period.as_micros() as i64;
-    let granted: Vec<Request> =
-        requests.iter().zip(granted).filter(|(_, granted)| **granted).map(|(request, _)| *request).collect();
+    let granted: Vec<Request> = requests
+        .iter()
+        .zip(granted)
+        .filter(|(_, granted)| **granted)
+        .map(|(request, _)| *request)
+        .collect();
     let (mut first, mut sum, mut most) = (0, 0, 0);
     for request in &granted {
         sum += request.cost;

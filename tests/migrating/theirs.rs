@@ -37,16 +37,31 @@ impl Theirs {
     }
 
     /// Which of the requests pass. A script decides under this key.
-    pub(crate) fn decide(self, redis: &mut redis::Connection, key: &str, requests: &[Request]) -> Vec<bool> {
+    pub(crate) fn decide(
+        self,
+        redis: &mut redis::Connection,
+        key: &str,
+        requests: &[Request],
+    ) -> Vec<bool> {
         match self {
             Self::Lua(script, args) => {
                 let mut calls = redis::pipe();
                 for request in requests {
-                    calls.cmd("EVAL").arg(script).arg(1).arg(key).arg(request.at).arg(request.cost).arg(&args);
+                    calls
+                        .cmd("EVAL")
+                        .arg(script)
+                        .arg(1)
+                        .arg(key)
+                        .arg(request.at)
+                        .arg(request.cost)
+                        .arg(&args);
                 }
                 calls.query(redis).unwrap()
             }
-            Self::Rust(mut decide) => requests.iter().map(|request| decide(request.at, request.cost)).collect(),
+            Self::Rust(mut decide) => requests
+                .iter()
+                .map(|request| decide(request.at, request.cost))
+                .collect(),
         }
     }
 }
@@ -73,13 +88,21 @@ pub(crate) fn redis_cell(quota: Quota) -> Theirs {
 
 /// bucket4j, `refillGreedy` or `refillIntervally`. The bucket is made full at the first request, and periods begin there.
 pub(crate) fn bucket4j(quota: Quota, intervally: bool) -> Theirs {
-    let (period, tokens, capacity) = (nanos(quota.period()), i64::from(quota.limit()), i64::from(quota.capacity()));
+    let (period, tokens, capacity) = (
+        nanos(quota.period()),
+        i64::from(quota.limit()),
+        i64::from(quota.capacity()),
+    );
     // How many there are, what they are short of the next one, in tokens times nanoseconds, and since when.
     let (mut size, mut rest, mut refilled) = (capacity, 0, None);
     Theirs::rust(move |now, cost| {
         let now = now * 1_000;
         let since = refilled.unwrap_or(now);
-        let until = if intervally { now - (now - since) % period } else { now };
+        let until = if intervally {
+            now - (now - since) % period
+        } else {
+            now
+        };
         refilled = Some(until);
         let flown = i128::from(tokens) * i128::from(until - since) + i128::from(rest);
         rest = (flown % i128::from(period)) as i64;
@@ -105,14 +128,19 @@ pub(crate) fn governor(quota: Quota) -> Theirs {
     Theirs::rust(move |now, cost| {
         let elapsed = now - last.replace(now).unwrap_or(now);
         clock.advance(Duration::from_micros(elapsed as u64));
-        limiter.check_n(NonZeroU32::new(cost).unwrap()).is_ok_and(|decided| decided.is_ok())
+        limiter
+            .check_n(NonZeroU32::new(cost).unwrap())
+            .is_ok_and(|decided| decided.is_ok())
     })
 }
 
 /// The funnel that is common in Java: it leaks whole units only, and notes the time when it does.
 pub(crate) fn funnel(quota: Quota) -> Theirs {
-    let (period, limit, capacity) =
-        (quota.period().as_micros() as i64, i64::from(quota.limit()), i64::from(quota.capacity()));
+    let (period, limit, capacity) = (
+        quota.period().as_micros() as i64,
+        i64::from(quota.limit()),
+        i64::from(quota.capacity()),
+    );
     let (mut left, mut leaked) = (capacity, None);
     Theirs::rust(move |now, cost| {
         let units = (now - *leaked.get_or_insert(now)) * limit / period;

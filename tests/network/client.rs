@@ -23,16 +23,26 @@ use crate::support::*;
 async fn a_client_is_limited_before_it_calls() {
     let calls = Arc::new(AtomicUsize::new(0));
     let server = serve(counting(&calls));
-    let limits = RateLimitLayer::new(LocalStore::default(), Global, policy("out", "2/min")).reject(GrpcReject::new());
+    let limits = RateLimitLayer::new(LocalStore::default(), Global, policy("out", "2/min"))
+        .reject(GrpcReject::new());
     let limited = ServiceBuilder::new().layer(limits).service(server);
     let mut client = HealthClient::new(limited);
     for _ in 0..2 {
         client.check(HealthCheckRequest::default()).await.unwrap();
     }
-    let denied = client.check(HealthCheckRequest::default()).await.unwrap_err();
+    let denied = client
+        .check(HealthCheckRequest::default())
+        .await
+        .unwrap_err();
     assert_eq!(denied.code(), Code::ResourceExhausted);
-    assert_eq!(denied.get_details_retry_info().unwrap().retry_delay, Some(Duration::from_secs(30)));
-    assert_eq!(denied.get_details_quota_failure().unwrap().violations[0].subject, "out");
+    assert_eq!(
+        denied.get_details_retry_info().unwrap().retry_delay,
+        Some(Duration::from_secs(30))
+    );
+    assert_eq!(
+        denied.get_details_quota_failure().unwrap().violations[0].subject,
+        "out"
+    );
     assert_eq!(field(&denied, PUSHBACK), Some("30000"));
     assert_eq!(calls.load(Relaxed), 2, "the third was not sent");
     sleep(Duration::from_secs(30)).await;
@@ -43,7 +53,9 @@ async fn a_client_is_limited_before_it_calls() {
 fn counting(calls: &Arc<AtomicUsize>) -> RateLimitLayer<LocalStore, Global, GrpcReject> {
     let calls = Arc::clone(calls);
     let layer = RateLimitLayer::new(LocalStore::default(), Global, policy("api", "1000000/s"));
-    layer.reject(GrpcReject::new()).skip(move |_| calls.fetch_add(1, Relaxed) < usize::MAX)
+    layer
+        .reject(GrpcReject::new())
+        .skip(move |_| calls.fetch_add(1, Relaxed) < usize::MAX)
 }
 
 /// Tries again when and as long as the server says so.
@@ -68,12 +80,16 @@ impl<Req: Clone, Res> retry::Policy<Req, Res, Status> for HonourPushback {
 }
 
 /// A client of this server that tries again after the pushback.
-fn patient(server: &Channel) -> impl Service<HealthCheckRequest, Response = (), Error = Status> + Clone {
+fn patient(
+    server: &Channel,
+) -> impl Service<HealthCheckRequest, Response = (), Error = Status> + Clone {
     let server = server.clone();
-    ServiceBuilder::new().retry(HonourPushback { retries: 3 }).service_fn(move |_: HealthCheckRequest| {
-        let server = server.clone();
-        async move { call(&server, from("alice")).await }
-    })
+    ServiceBuilder::new()
+        .retry(HonourPushback { retries: 3 })
+        .service_fn(move |_: HealthCheckRequest| {
+            let server = server.clone();
+            async move { call(&server, from("alice")).await }
+        })
 }
 
 /// A server behind a layer that counts the calls.
@@ -85,7 +101,10 @@ where
 {
     let calls = Arc::new(AtomicUsize::new(0));
     let counter = Arc::clone(&calls);
-    (serve(layer.skip(move |_| counter.fetch_add(1, Relaxed) == usize::MAX)), calls)
+    (
+        serve(layer.skip(move |_| counter.fetch_add(1, Relaxed) == usize::MAX)),
+        calls,
+    )
 }
 
 #[tokio::test(start_paused = true)]
@@ -94,11 +113,22 @@ async fn retrying_clients_wait_exactly_the_pushback() {
     let client = patient(&server);
     let start = Instant::now();
     for waits in 0..4 {
-        client.clone().oneshot(HealthCheckRequest::default()).await.unwrap();
+        client
+            .clone()
+            .oneshot(HealthCheckRequest::default())
+            .await
+            .unwrap();
         // The clock is the test's: it stands still but for the waits. A timer of tokio rounds up to the millisecond.
         let (waited, pushback) = (start.elapsed(), Duration::from_secs(7 * waits));
-        assert!((pushback..pushback + Duration::from_millis(10)).contains(&waited), "{waited:?}");
-        assert_eq!(calls.load(Relaxed) as u64, 1 + 2 * waits, "each wait was enough, so one retry was");
+        assert!(
+            (pushback..pushback + Duration::from_millis(10)).contains(&waited),
+            "{waited:?}"
+        );
+        assert_eq!(
+            calls.load(Relaxed) as u64,
+            1 + 2 * waits,
+            "each wait was enough, so one retry was"
+        );
     }
 }
 
@@ -106,23 +136,47 @@ async fn retrying_clients_wait_exactly_the_pushback() {
 async fn retrying_clients_give_up_on_excessive_costs() {
     let start = Instant::now();
     let (server, calls) = counted(layer(policy("api", "1/s")).cost(|_| 2));
-    let denied = patient(&server).oneshot(HealthCheckRequest::default()).await.unwrap_err();
-    assert_eq!((denied.code(), calls.load(Relaxed)), (Code::ResourceExhausted, 1));
+    let denied = patient(&server)
+        .oneshot(HealthCheckRequest::default())
+        .await
+        .unwrap_err();
+    assert_eq!(
+        (denied.code(), calls.load(Relaxed)),
+        (Code::ResourceExhausted, 1)
+    );
 
     let (server, calls) = counted(layer_with(Broken, policy("api", "1/s")));
-    let failed = patient(&server).oneshot(HealthCheckRequest::default()).await.unwrap_err();
-    assert_eq!((failed.code(), calls.load(Relaxed)), (Code::Unavailable, 4), "three retries");
+    let failed = patient(&server)
+        .oneshot(HealthCheckRequest::default())
+        .await
+        .unwrap_err();
+    assert_eq!(
+        (failed.code(), calls.load(Relaxed)),
+        (Code::Unavailable, 4),
+        "three retries"
+    );
     let waited = start.elapsed();
-    assert!((Duration::from_secs(3)..Duration::from_millis(3_010)).contains(&waited), "a second each: {waited:?}");
+    assert!(
+        (Duration::from_secs(3)..Duration::from_millis(3_010)).contains(&waited),
+        "a second each: {waited:?}"
+    );
 }
 
 #[tokio::test]
 async fn clones_of_a_client_share_the_limit() {
-    let limits = RateLimitLayer::new(LocalStore::default(), Global, policy("out", "3/h")).reject(GrpcReject::new());
+    let limits = RateLimitLayer::new(LocalStore::default(), Global, policy("out", "3/h"))
+        .reject(GrpcReject::new());
     let client = HealthClient::new(limits.layer(serve(counting(&Arc::default()))));
     let calls = (0..10).map(|_| {
         let mut client = client.clone();
         async move { client.check(HealthCheckRequest::default()).await.is_ok() }
     });
-    assert_eq!(join_all(calls).await.into_iter().filter(|passed| *passed).count(), 3);
+    assert_eq!(
+        join_all(calls)
+            .await
+            .into_iter()
+            .filter(|passed| *passed)
+            .count(),
+        3
+    );
 }

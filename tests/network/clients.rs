@@ -32,8 +32,12 @@ struct Server {
 impl Server {
     async fn start() -> Self {
         let reached = Arc::new(AtomicU32::new(0));
-        let count = async |State(reached): State<Arc<AtomicU32>>| (reached.fetch_add(1, Relaxed) + 1).to_string();
-        let app = Router::new().route("/", get(count)).with_state(Arc::clone(&reached));
+        let count = async |State(reached): State<Arc<AtomicU32>>| {
+            (reached.fetch_add(1, Relaxed) + 1).to_string()
+        };
+        let app = Router::new()
+            .route("/", get(count))
+            .with_state(Arc::clone(&reached));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         tokio::spawn(async move { axum::serve(listener, app).await.unwrap() });
@@ -59,7 +63,9 @@ fn hyper() -> Client<HttpConnector, Body> {
 
 /// What the service says, in time.
 async fn say<S: Service<R> + Clone, R>(service: &S, request: R) -> Result<S::Response, S::Error> {
-    timeout(Duration::from_secs(20), service.clone().oneshot(request)).await.expect("an answer")
+    timeout(Duration::from_secs(20), service.clone().oneshot(request))
+        .await
+        .expect("an answer")
 }
 
 async fn text(response: Response<Body>) -> String {
@@ -69,7 +75,11 @@ async fn text(response: Response<Body>) -> String {
 
 /// What a call was denied by.
 fn limited<T>(result: Result<T, BoxError>) -> RateLimited {
-    *result.err().expect("it was let through").downcast().expect("another error than `RateLimited`")
+    *result
+        .err()
+        .expect("it was let through")
+        .downcast()
+        .expect("another error than `RateLimited`")
 }
 
 #[tokio::test]
@@ -77,7 +87,10 @@ async fn hyper_clients_get_the_servers_denial() {
     let server = Server::start().await;
     let by_host = key_fn(|request| request.uri.host().map(Key::new));
     let client = ServiceBuilder::new()
-        .layer(RateLimitLayer::new(LocalStore::default(), by_host, policy("api", "2/h")).decision_in_response())
+        .layer(
+            RateLimitLayer::new(LocalStore::default(), by_host, policy("api", "2/h"))
+                .decision_in_response(),
+        )
         .map_response(|response: Response<_>| response.map(Body::new))
         .service(hyper());
     for (expected, status) in [("1", 200), ("2", 200), ("", 429)] {
@@ -98,18 +111,31 @@ async fn a_hyper_client_gets_an_error() {
     let server = Server::start().await;
     let by_host = |request: &Request<Body>| request.uri().host().map(Key::new);
     let client = ServiceBuilder::new()
-        .layer(CallLimitLayer::new(LocalStore::default(), by_host, policy("api", "2/h")))
+        .layer(CallLimitLayer::new(
+            LocalStore::default(),
+            by_host,
+            policy("api", "2/h"),
+        ))
         .service(hyper());
     for expected in ["1", "2"] {
         let response = say(&client, server.request()).await.unwrap();
         assert_eq!(text(response.map(Body::new)).await, expected);
     }
-    assert!(limited(say(&client, server.request()).await).retry_after().is_some());
+    assert!(
+        limited(say(&client, server.request()).await)
+            .retry_after()
+            .is_some()
+    );
     assert_eq!(server.reached(), 2);
 
-    let other = Request::get("http://localhost:1/").body(Body::empty()).unwrap();
+    let other = Request::get("http://localhost:1/")
+        .body(Body::empty())
+        .unwrap();
     let error = say(&client, other).await.unwrap_err();
-    assert!(error.is::<hyper_util::client::legacy::Error>(), "another host is another count: {error}");
+    assert!(
+        error.is::<hyper_util::client::legacy::Error>(),
+        "another host is another count: {error}"
+    );
 }
 
 #[tokio::test]
@@ -117,7 +143,11 @@ async fn a_reqwest_client_gets_an_error() {
     let server = Server::start().await;
     let by_host = |request: &reqwest::Request| request.url().host_str().map(Key::new);
     let client = ServiceBuilder::new()
-        .layer(CallLimitLayer::new(LocalStore::default(), by_host, policy("api", "2/h")))
+        .layer(CallLimitLayer::new(
+            LocalStore::default(),
+            by_host,
+            policy("api", "2/h"),
+        ))
         .service(reqwest::Client::builder().no_proxy().build().unwrap());
     let request = || reqwest::Request::new(Method::GET, server.url().parse().unwrap());
     for expected in ["1", "2"] {
@@ -125,7 +155,11 @@ async fn a_reqwest_client_gets_an_error() {
         assert_eq!(response.status(), StatusCode::OK);
         assert_eq!(response.text().await.unwrap(), expected);
     }
-    assert!(limited(say(&client, request()).await).retry_after().is_some());
+    assert!(
+        limited(say(&client, request()).await)
+            .retry_after()
+            .is_some()
+    );
     assert_eq!(server.reached(), 2);
 }
 
@@ -137,7 +171,9 @@ macro_rules! health {
         let address = listener.local_addr().unwrap();
         let server = tonic::transport::Server::builder().add_service(health);
         tokio::spawn(server.serve_with_incoming(TcpIncoming::from(listener)));
-        let channel = Endpoint::from_shared(format!("http://{address}")).unwrap().connect_lazy();
+        let channel = Endpoint::from_shared(format!("http://{address}"))
+            .unwrap()
+            .connect_lazy();
         HealthClient::new(ServiceBuilder::new().layer($layer).service(channel))
     }};
 }
@@ -148,21 +184,40 @@ async fn tonic_clients_get_the_servers_denial() {
         .reject_with(|rejection| Status::resource_exhausted(rejection.to_string()).into_http());
     let mut client = health!(limits);
     for _ in 0..2 {
-        client.check(HealthCheckRequest::default()).await.expect("the server is well");
+        client
+            .check(HealthCheckRequest::default())
+            .await
+            .expect("the server is well");
     }
-    let status = client.check(HealthCheckRequest::default()).await.unwrap_err();
+    let status = client
+        .check(HealthCheckRequest::default())
+        .await
+        .unwrap_err();
     assert_eq!(status.code(), Code::ResourceExhausted);
-    assert_eq!(status.message(), "The quota of 2/h is used up. Try again in 1800 s.");
+    assert_eq!(
+        status.message(),
+        "The quota of 2/h is used up. Try again in 1800 s."
+    );
 }
 
 #[tokio::test]
 async fn a_tonic_client_gets_an_error() {
     let by_method = |request: &Request<tonic::body::Body>| Some(Key::new(request.uri().path()));
-    let mut client = health!(CallLimitLayer::new(LocalStore::default(), by_method, policy("api", "2/h")));
+    let mut client = health!(CallLimitLayer::new(
+        LocalStore::default(),
+        by_method,
+        policy("api", "2/h")
+    ));
     for _ in 0..2 {
-        client.check(HealthCheckRequest::default()).await.expect("the server is well");
+        client
+            .check(HealthCheckRequest::default())
+            .await
+            .expect("the server is well");
     }
-    let status = client.check(HealthCheckRequest::default()).await.unwrap_err();
+    let status = client
+        .check(HealthCheckRequest::default())
+        .await
+        .unwrap_err();
     let source = std::error::Error::source(&status).expect("the error of the channel");
     assert!(source.is::<RateLimited>(), "{status}");
 }

@@ -25,16 +25,27 @@ struct Recorded {
 }
 
 impl AsyncRead for Recorded {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let filled = buf.filled().len();
         ready!(Pin::new(&mut self.stream).poll_read(cx, buf))?;
-        self.read.lock().unwrap().extend_from_slice(&buf.filled()[filled..]);
+        self.read
+            .lock()
+            .unwrap()
+            .extend_from_slice(&buf.filled()[filled..]);
         Poll::Ready(Ok(()))
     }
 }
 
 impl AsyncWrite for Recorded {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write(cx, bytes)
     }
 
@@ -59,7 +70,11 @@ fn frames(mut bytes: &[u8]) -> Vec<Frame> {
     let mut frames = vec![];
     while let Some((head, rest)) = bytes.split_at_checked(9) {
         let len = u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize;
-        frames.push((head[3], head[4], u32::from_be_bytes([head[5], head[6], head[7], head[8]])));
+        frames.push((
+            head[3],
+            head[4],
+            u32::from_be_bytes([head[5], head[6], head[7], head[8]]),
+        ));
         bytes = &rest[len..];
     }
     assert!(bytes.is_empty());
@@ -86,11 +101,18 @@ const DETAILS: &str = "CAgSMVRoZSBxdW90YSBvZiAxLzkwcyBpcyB1c2VkIHVwLiBUcnkgYWdha
 async fn a_denial_is_one_frame_of_headers() {
     let (client, connection) = tokio::io::duplex(1 << 16);
     let (_, health) = tonic_health::server::health_reporter();
-    let server = Server::builder().layer(layer(policy("api", "1/90s"))).add_service(health);
-    tokio::spawn(server.serve_with_incoming(once(now(Ok::<_, io::Error>(connection))).chain(pending())));
+    let server = Server::builder()
+        .layer(layer(policy("api", "1/90s")))
+        .add_service(health);
+    tokio::spawn(
+        server.serve_with_incoming(once(now(Ok::<_, io::Error>(connection))).chain(pending())),
+    );
 
     let read = Arc::new(Mutex::new(vec![]));
-    let client = Recorded { stream: client, read: Arc::clone(&read) };
+    let client = Recorded {
+        stream: client,
+        read: Arc::clone(&read),
+    };
     let (mut client, connection) = h2::client::handshake(client).await.unwrap();
     tokio::spawn(connection);
 
@@ -114,25 +136,42 @@ async fn a_denial_is_one_frame_of_headers() {
     }
 
     let of_stream = |stream| {
-        let frames = frames(&read.lock().unwrap()).into_iter().filter(move |frame| frame.2 == stream);
-        frames.map(|(kind, flags, _)| (kind, flags)).collect::<Vec<_>>()
+        let frames = frames(&read.lock().unwrap())
+            .into_iter()
+            .filter(move |frame| frame.2 == stream);
+        frames
+            .map(|(kind, flags, _)| (kind, flags))
+            .collect::<Vec<_>>()
     };
     // A granted call has headers, a message, and a status in the trailers.
-    assert_eq!(of_stream(1), [(HEADERS, END_HEADERS), (DATA, 0), (HEADERS, END_HEADERS | END_STREAM)]);
+    assert_eq!(
+        of_stream(1),
+        [
+            (HEADERS, END_HEADERS),
+            (DATA, 0),
+            (HEADERS, END_HEADERS | END_STREAM)
+        ]
+    );
     assert!(responses[0].1.is_some());
     assert_eq!(of_stream(3), [(HEADERS, END_HEADERS | END_STREAM)]);
 
     let (head, trailers) = &responses[1];
     assert_eq!((head.status.as_u16(), trailers), (200, &None));
-    let mut fields: Vec<_> =
-        head.headers.iter().map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect();
+    let mut fields: Vec<_> = head
+        .headers
+        .iter()
+        .map(|(name, value)| (name.as_str(), value.to_str().unwrap()))
+        .collect();
     fields.sort_unstable();
     fields.retain(|(name, _)| *name != "date");
     assert_eq!(
         fields,
         [
             ("content-type", "application/grpc"),
-            ("grpc-message", "The%20quota%20of%201/90s%20is%20used%20up.%20Try%20again%20in%2090%20s."),
+            (
+                "grpc-message",
+                "The%20quota%20of%201/90s%20is%20used%20up.%20Try%20again%20in%2090%20s."
+            ),
             ("grpc-retry-pushback-ms", "90000"),
             ("grpc-status", "8"),
             ("grpc-status-details-bin", DETAILS),
@@ -152,17 +191,30 @@ async fn a_denial_is_one_frame_of_headers() {
     // 89 s, and 999,500,000 ns as a varint.
     let retry_info = field(1, &[0x08, 89, 0x10, 0xe0, 0xd1, 0xcc, 0xdc, 0x03]);
     let quota_failure = field(1, &[field(1, b"api"), field(2, sentence)].concat());
-    let expected =
-        [vec![0x08, 8], field(2, sentence), any(b"RetryInfo", &retry_info), any(b"QuotaFailure", &quota_failure)];
+    let expected = [
+        vec![0x08, 8],
+        field(2, sentence),
+        any(b"RetryInfo", &retry_info),
+        any(b"QuotaFailure", &quota_failure),
+    ];
     assert_eq!(status.details(), expected.concat());
 
     let status = pb::Status::decode(status.details()).unwrap();
     let [retry_info, quota_failure] = status.details.try_into().unwrap();
-    let delay = pb::RetryInfo::decode(&*retry_info.value).unwrap().retry_delay.unwrap();
+    let delay = pb::RetryInfo::decode(&*retry_info.value)
+        .unwrap()
+        .retry_delay
+        .unwrap();
     assert_eq!((delay.seconds, delay.nanos), (89, 999_500_000));
-    let violations = pb::QuotaFailure::decode(&*quota_failure.value).unwrap().violations;
+    let violations = pb::QuotaFailure::decode(&*quota_failure.value)
+        .unwrap()
+        .violations;
     assert_eq!(
-        (violations.len(), &*violations[0].subject, violations[0].description.as_bytes()),
+        (
+            violations.len(),
+            &*violations[0].subject,
+            violations[0].description.as_bytes()
+        ),
         (1, "api", &sentence[..])
     );
 }

@@ -2,7 +2,12 @@
 //! and clients of hyper, reqwest and tonic under a limit.
 
 #![cfg(test)]
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test that cannot go on has failed")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test that cannot go on has failed"
+)]
 #![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
 
 mod client;

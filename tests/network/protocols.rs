@@ -20,7 +20,8 @@ where
     let reject: GrpcOr<HttpReject> = GrpcReject::new().or(HttpReject::new());
     let (_, health) = tonic_health::server::health_reporter();
     let grpc = tonic::service::Routes::new(health).into_axum_router();
-    grpc.route("/page", get(|| async { "hello" })).layer(layer.reject(reject))
+    grpc.route("/page", get(|| async { "hello" }))
+        .layer(layer.reject(reject))
 }
 
 async fn send(app: &Router, content_type: &str, user: Option<&str>) -> Response<Body> {
@@ -28,11 +29,17 @@ async fn send(app: &Router, content_type: &str, user: Option<&str>) -> Response<
     if let Some(user) = user {
         request = request.header("x-user", user);
     }
-    app.clone().oneshot(request.body(Body::empty()).unwrap()).await.unwrap()
+    app.clone()
+        .oneshot(request.body(Body::empty()).unwrap())
+        .await
+        .unwrap()
 }
 
 fn header<'a>(response: &'a Response<Body>, name: &str) -> Option<&'a str> {
-    response.headers().get(name).map(|value| value.to_str().unwrap())
+    response
+        .headers()
+        .get(name)
+        .map(|value| value.to_str().unwrap())
 }
 
 #[tokio::test]
@@ -40,19 +47,40 @@ async fn clients_are_answered_in_their_protocol() {
     let limited = app(layer(policy("api", "1/h")));
     let broken = app(layer_with(Broken, policy("api", "1/h")));
     send(&limited, "text/plain", Some("alice")).await;
-    for (app, user, status, code) in
-        [(&limited, Some("alice"), 429, "8"), (&limited, None, 400, "3"), (&broken, Some("alice"), 503, "14")]
-    {
-        for kind in ["application/grpc", "application/grpc+proto", "Application/GRPC; a=b"] {
+    for (app, user, status, code) in [
+        (&limited, Some("alice"), 429, "8"),
+        (&limited, None, 400, "3"),
+        (&broken, Some("alice"), 503, "14"),
+    ] {
+        for kind in [
+            "application/grpc",
+            "application/grpc+proto",
+            "Application/GRPC; a=b",
+        ] {
             let response = send(app, kind, user).await;
-            assert_eq!((response.status().as_u16(), header(&response, "grpc-status")), (200, Some(code)), "{kind}");
+            assert_eq!(
+                (response.status().as_u16(), header(&response, "grpc-status")),
+                (200, Some(code)),
+                "{kind}"
+            );
             assert_eq!(header(&response, "content-type"), Some("application/grpc"));
             assert!(axum::body::HttpBody::is_end_stream(response.body()));
         }
-        for kind in ["application/json", "application/grpc-web", "application/grpc-web-text+proto"] {
+        for kind in [
+            "application/json",
+            "application/grpc-web",
+            "application/grpc-web-text+proto",
+        ] {
             let response = send(app, kind, user).await;
-            assert_eq!((response.status().as_u16(), header(&response, "grpc-status")), (status, None), "{kind}");
-            assert_eq!(header(&response, "content-type"), Some("application/problem+json"));
+            assert_eq!(
+                (response.status().as_u16(), header(&response, "grpc-status")),
+                (status, None),
+                "{kind}"
+            );
+            assert_eq!(
+                header(&response, "content-type"),
+                Some("application/problem+json")
+            );
         }
     }
 }
@@ -63,19 +91,42 @@ async fn http_and_grpc_share_a_count() {
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(async { axum::serve(listener, app(layer(policy("api", "2/h")))).await });
 
-    let channel = tonic::transport::Endpoint::new(url).unwrap().connect().await.unwrap();
+    let channel = tonic::transport::Endpoint::new(url)
+        .unwrap()
+        .connect()
+        .await
+        .unwrap();
     call(&channel, from("alice")).await.unwrap();
     let mut page = channel.clone();
-    let request = Request::get("/page").header("x-user", "alice").body(tonic::body::Body::empty()).unwrap();
-    let response = tower::Service::call(page.ready().await.unwrap(), request).await.unwrap();
+    let request = Request::get("/page")
+        .header("x-user", "alice")
+        .body(tonic::body::Body::empty())
+        .unwrap();
+    let response = tower::Service::call(page.ready().await.unwrap(), request)
+        .await
+        .unwrap();
     assert_eq!(
-        (response.status().as_u16(), response.headers()["ratelimit"].to_str().unwrap().contains("r=0")),
+        (
+            response.status().as_u16(),
+            response.headers()["ratelimit"]
+                .to_str()
+                .unwrap()
+                .contains("r=0")
+        ),
         (200, true)
     );
 
-    assert_eq!(call(&channel, from("alice")).await.unwrap_err().code(), Code::ResourceExhausted);
-    let request = Request::get("/page").header("x-user", "alice").body(tonic::body::Body::empty()).unwrap();
-    let response = tower::Service::call(page.ready().await.unwrap(), request).await.unwrap();
+    assert_eq!(
+        call(&channel, from("alice")).await.unwrap_err().code(),
+        Code::ResourceExhausted
+    );
+    let request = Request::get("/page")
+        .header("x-user", "alice")
+        .body(tonic::body::Body::empty())
+        .unwrap();
+    let response = tower::Service::call(page.ready().await.unwrap(), request)
+        .await
+        .unwrap();
     assert_eq!(response.status(), 429);
 }
 
@@ -86,11 +137,30 @@ async fn http2_values_ignore_surrounding_blanks() {
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(async { axum::serve(listener, app(layer(policy("api", "2/h")))).await });
 
-    let mut page = tonic::transport::Endpoint::new(url).unwrap().connect().await.unwrap();
+    let mut page = tonic::transport::Endpoint::new(url)
+        .unwrap()
+        .connect()
+        .await
+        .unwrap();
     let mut statuses = vec![];
-    for value in ["k-1", "k-1 ", "k-1\t", " k-1", "\t \tk-1  \t", "k 1", "", " ", "\t "] {
-        let request = Request::get("/page").header("x-user", value).body(tonic::body::Body::empty()).unwrap();
-        let response = tower::Service::call(page.ready().await.unwrap(), request).await.unwrap();
+    for value in [
+        "k-1",
+        "k-1 ",
+        "k-1\t",
+        " k-1",
+        "\t \tk-1  \t",
+        "k 1",
+        "",
+        " ",
+        "\t ",
+    ] {
+        let request = Request::get("/page")
+            .header("x-user", value)
+            .body(tonic::body::Body::empty())
+            .unwrap();
+        let response = tower::Service::call(page.ready().await.unwrap(), request)
+            .await
+            .unwrap();
         statuses.push(response.status().as_u16());
     }
     assert_eq!(statuses, [200, 200, 429, 429, 429, 200, 400, 400, 400]);
@@ -100,13 +170,29 @@ async fn http2_values_ignore_surrounding_blanks() {
 #[tokio::test]
 async fn http_clients_without_key_are_challenged() {
     let key = HeaderKey::new("x-api-key").unwrap().challenge(API_KEY);
-    let limits = RateLimitLayer::new(tower_redis_ratelimit::LocalStore::default(), key, policy("api", "1/h"));
+    let limits = RateLimitLayer::new(
+        tower_redis_ratelimit::LocalStore::default(),
+        key,
+        policy("api", "1/h"),
+    );
     let app = Router::new().route("/page", get(|| async {}));
     let both = app.layer(limits.reject(GrpcReject::new().or(HttpReject::new())));
     let response = send(&both, "application/json", None).await;
-    assert_eq!((response.status().as_u16(), header(&response, "www-authenticate")), (401, Some("ApiKey")));
+    assert_eq!(
+        (
+            response.status().as_u16(),
+            header(&response, "www-authenticate")
+        ),
+        (401, Some("ApiKey"))
+    );
     let response = send(&both, "application/grpc", None).await;
-    assert_eq!((header(&response, "grpc-status"), header(&response, "www-authenticate")), (Some("16"), None));
+    assert_eq!(
+        (
+            header(&response, "grpc-status"),
+            header(&response, "www-authenticate")
+        ),
+        (Some("16"), None)
+    );
 }
 
 /// tonic-web makes gRPC of gRPC-Web within itself, so that a layer there answers both.
@@ -124,9 +210,18 @@ async fn grpc_web_works_within_the_translating_layer() {
     };
     let granted = call().await.unwrap();
     assert_eq!(granted.status(), 200);
-    assert!(!granted.headers().contains_key("grpc-status"), "it is in the body");
+    assert!(
+        !granted.headers().contains_key("grpc-status"),
+        "it is in the body"
+    );
     let denied = call().await.unwrap();
-    let fields = ["content-type", "grpc-status", "grpc-retry-pushback-ms"].map(|name| &denied.headers()[name]);
+    let fields = ["content-type", "grpc-status", "grpc-retry-pushback-ms"]
+        .map(|name| &denied.headers()[name]);
     assert_eq!(fields, ["application/grpc-web+proto", "8", "3600000"]);
-    assert!(to_bytes(Body::new(denied.into_body()), 1_000).await.unwrap().is_empty());
+    assert!(
+        to_bytes(Body::new(denied.into_body()), 1_000)
+            .await
+            .unwrap()
+            .is_empty()
+    );
 }

@@ -35,11 +35,22 @@ const CALLER: Key = Key::GLOBAL;
 
 /// 1,000 units, of which nothing comes back by itself while a test runs.
 fn policy() -> Policy {
-    Policy::new("units", Strategy::FixedWindow(Align::FirstHit), "1000/d".parse().unwrap()).unwrap()
+    Policy::new(
+        "units",
+        Strategy::FixedWindow(Align::FirstHit),
+        "1000/d".parse().unwrap(),
+    )
+    .unwrap()
 }
 
 fn charged(store: &LocalStore) -> u32 {
-    1_000 - store.check(Check::peek(CALLER, &policy().into(), 0)).now_or_never().unwrap().unwrap().remaining()
+    1_000
+        - store
+            .check(Check::peek(CALLER, &policy().into(), 0))
+            .now_or_never()
+            .unwrap()
+            .unwrap()
+            .remaining()
 }
 
 async fn settled(store: &LocalStore, cost: u32) {
@@ -48,7 +59,11 @@ async fn settled(store: &LocalStore, cost: u32) {
             sleep(Duration::from_millis(2)).await;
         }
     };
-    assert!(timeout(Duration::from_secs(20), all).await.is_ok(), "{} charged in the place of {cost}", charged(store));
+    assert!(
+        timeout(Duration::from_secs(20), all).await.is_ok(),
+        "{} charged in the place of {cost}",
+        charged(store)
+    );
 }
 
 /// A stream without an end, whose parts cost one each.
@@ -89,7 +104,11 @@ async fn forgets(request: Request) -> Response<Body> {
 
 fn switch() -> Response<Body> {
     let upgrade = Response::builder().status(StatusCode::SWITCHING_PROTOCOLS);
-    upgrade.header("connection", "upgrade").header("upgrade", "echo").body(Body::empty()).unwrap()
+    upgrade
+        .header("connection", "upgrade")
+        .header("upgrade", "echo")
+        .body(Body::empty())
+        .unwrap()
 }
 
 /// A server behind a layer that reserves 10, and its count.
@@ -113,7 +132,10 @@ async fn start(settlement: Settlement) -> (SocketAddr, LocalStore) {
 /// Sends a request, and reads until the connection is closed.
 async fn ask(address: SocketAddr, request: &str) -> String {
     let mut connection = TcpStream::connect(address).await.unwrap();
-    connection.write_all(format!("{request}\r\nhost: test\r\nconnection: close\r\n\r\n").as_bytes()).await.unwrap();
+    connection
+        .write_all(format!("{request}\r\nhost: test\r\nconnection: close\r\n\r\n").as_bytes())
+        .await
+        .unwrap();
     let mut answer = String::new();
     connection.read_to_string(&mut answer).await.unwrap();
     answer
@@ -121,11 +143,22 @@ async fn ask(address: SocketAddr, request: &str) -> String {
 
 #[tokio::test]
 async fn charged_bytes_are_the_bytes_sent() {
-    let (address, store) = start(Settlement::Bytes { per: NonZeroU32::new(4).unwrap() }).await;
-    assert!(ask(address, "GET /text HTTP/1.1").await.ends_with("0123456789"));
+    let (address, store) = start(Settlement::Bytes {
+        per: NonZeroU32::new(4).unwrap(),
+    })
+    .await;
+    assert!(
+        ask(address, "GET /text HTTP/1.1")
+            .await
+            .ends_with("0123456789")
+    );
     settled(&store, 3).await;
     for path in ["HEAD /text", "GET /204", "GET /304"] {
-        assert!(ask(address, &format!("{path} HTTP/1.1")).await.starts_with("HTTP/1.1 "));
+        assert!(
+            ask(address, &format!("{path} HTTP/1.1"))
+                .await
+                .starts_with("HTTP/1.1 ")
+        );
         settled(&store, 3).await;
     }
 }
@@ -134,7 +167,11 @@ async fn charged_bytes_are_the_bytes_sent() {
 async fn bodiless_responses_keep_the_reservation() {
     let (address, store) = start(Settlement::AtEnd).await;
     for (i, path) in (1..).zip(["HEAD /text", "GET /204", "GET /304"]) {
-        assert!(ask(address, &format!("{path} HTTP/1.1")).await.starts_with("HTTP/1.1 "));
+        assert!(
+            ask(address, &format!("{path} HTTP/1.1"))
+                .await
+                .starts_with("HTTP/1.1 ")
+        );
         settled(&store, 10 * i).await;
     }
 }
@@ -144,17 +181,23 @@ async fn bodiless_responses_keep_the_reservation() {
 async fn an_interim_response_settles_nothing() {
     let (address, store) = start(Settlement::Cost(7)).await;
     let mut connection = TcpStream::connect(address).await.unwrap();
-    let head =
-        "POST /text HTTP/1.1\r\nhost: test\r\ncontent-length: 5\r\nexpect: 100-continue\r\nconnection: close\r\n\r\n";
+    let head = "POST /text HTTP/1.1\r\nhost: test\r\ncontent-length: 5\r\nexpect: 100-continue\r\nconnection: close\r\n\r\n";
     connection.write_all(head.as_bytes()).await.unwrap();
     let mut interim = vec![0; "HTTP/1.1 100 Continue\r\n\r\n".len()];
     connection.read_exact(&mut interim).await.unwrap();
-    assert!(interim.starts_with(b"HTTP/1.1 100"), "{}", String::from_utf8_lossy(&interim));
+    assert!(
+        interim.starts_with(b"HTTP/1.1 100"),
+        "{}",
+        String::from_utf8_lossy(&interim)
+    );
     assert_eq!(charged(&store), 10, "reserved");
     connection.write_all(b"hello").await.unwrap();
     let mut answer = String::new();
     connection.read_to_string(&mut answer).await.unwrap();
-    assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with("hello"), "{answer}");
+    assert!(
+        answer.starts_with("HTTP/1.1 200") && answer.ends_with("hello"),
+        "{answer}"
+    );
     settled(&store, 7).await;
 }
 
@@ -176,7 +219,9 @@ async fn an_upgraded_connection_settles_on_close() {
 /// Asks for an upgrade, and reads the head of the answer.
 async fn upgraded(address: SocketAddr, path: &str) -> (TcpStream, String) {
     let mut connection = TcpStream::connect(address).await.unwrap();
-    let head = format!("GET {path} HTTP/1.1\r\nhost: test\r\nconnection: upgrade\r\nupgrade: echo\r\n\r\n");
+    let head = format!(
+        "GET {path} HTTP/1.1\r\nhost: test\r\nconnection: upgrade\r\nupgrade: echo\r\n\r\n"
+    );
     connection.write_all(head.as_bytes()).await.unwrap();
     let mut answer = Vec::new();
     while !answer.ends_with(b"\r\n\r\n") {
@@ -190,8 +235,12 @@ async fn upgraded(address: SocketAddr, path: &str) -> (TcpStream, String) {
 async fn an_upgraded_connection_stays_in_flight() {
     let store = LocalStore::default();
     let streams = Policy::in_flight("streams", 2).unwrap();
-    let layer = RateLimitLayer::new(store.clone(), key_fn(|_| Some(CALLER)), streams.clone()).until_body_end();
-    let app = Router::new().route("/upgrade", any(upgrade)).route("/forgets", any(forgets)).layer(layer);
+    let layer = RateLimitLayer::new(store.clone(), key_fn(|_| Some(CALLER)), streams.clone())
+        .until_body_end();
+    let app = Router::new()
+        .route("/upgrade", any(upgrade))
+        .route("/forgets", any(forgets))
+        .layer(layer);
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     tokio::spawn(async move { axum::serve(listener, app).await.unwrap() });
@@ -211,7 +260,12 @@ async fn an_upgraded_connection_stays_in_flight() {
     // Each that is closed makes room for one.
     let free = || {
         let peek = Check::peek(CALLER, &streams.clone().into(), 1);
-        store.check(peek).now_or_never().unwrap().unwrap().remaining()
+        store
+            .check(peek)
+            .now_or_never()
+            .unwrap()
+            .unwrap()
+            .remaining()
     };
     open.pop();
     let freed = async {
@@ -219,7 +273,10 @@ async fn an_upgraded_connection_stays_in_flight() {
             sleep(Duration::from_millis(2)).await;
         }
     };
-    assert!(timeout(Duration::from_secs(20), freed).await.is_ok(), "it is not refunded");
+    assert!(
+        timeout(Duration::from_secs(20), freed).await.is_ok(),
+        "it is not refunded"
+    );
     let (_connection, answer) = upgraded(address, "/forgets").await;
     assert!(answer.starts_with("HTTP/1.1 101"), "{answer}");
     // As docs/choosing.md says: without the handle it ends with its response.
@@ -228,14 +285,20 @@ async fn an_upgraded_connection_stays_in_flight() {
             sleep(Duration::from_millis(2)).await;
         }
     };
-    assert!(timeout(Duration::from_secs(20), freed).await.is_ok(), "it is held");
+    assert!(
+        timeout(Duration::from_secs(20), freed).await.is_ok(),
+        "it is held"
+    );
 }
 
 #[tokio::test]
 async fn disconnected_clients_pay_for_work_done() {
     let (address, store) = start(Settlement::AtEnd).await;
     let mut connection = TcpStream::connect(address).await.unwrap();
-    connection.write_all(b"GET /endless HTTP/1.1\r\nhost: test\r\n\r\n").await.unwrap();
+    connection
+        .write_all(b"GET /endless HTTP/1.1\r\nhost: test\r\n\r\n")
+        .await
+        .unwrap();
     let mut some = [0; 400];
     connection.read_exact(&mut some).await.unwrap();
     assert_eq!(charged(&store), 10);
@@ -245,7 +308,10 @@ async fn disconnected_clients_pay_for_work_done() {
             sleep(Duration::from_millis(2)).await;
         }
     };
-    assert!(timeout(Duration::from_secs(20), ended).await.is_ok(), "it is not settled");
+    assert!(
+        timeout(Duration::from_secs(20), ended).await.is_ok(),
+        "it is not settled"
+    );
     assert!(charged(&store) > 10, "{} charged", charged(&store));
 }
 
@@ -277,17 +343,29 @@ fn echo() -> (Channel, LocalStore) {
         }
     });
     let layer = RateLimitLayer::new(store.clone(), key_fn(|_| Some(CALLER)), policy()).cost(|_| 10);
-    let layer = layer.reject(GrpcReject::new()).settle(|_| Settlement::AtEnd);
-    tokio::spawn(Server::builder().layer(layer).serve_with_incoming(service, connections));
+    let layer = layer
+        .reject(GrpcReject::new())
+        .settle(|_| Settlement::AtEnd);
+    tokio::spawn(
+        Server::builder()
+            .layer(layer)
+            .serve_with_incoming(service, connections),
+    );
     (channel, store)
 }
 
-async fn open(channel: &Channel, messages: impl Stream<Item = String> + Send + 'static) -> Streaming<String> {
+async fn open(
+    channel: &Channel,
+    messages: impl Stream<Item = String> + Send + 'static,
+) -> Streaming<String> {
     let mut grpc = client::Grpc::new(channel.clone());
     grpc.ready().await.unwrap();
     let path = http::uri::PathAndQuery::from_static("/test.Echo/Echo");
     let codec = ProstCodec::<String, String>::default();
-    grpc.streaming(tonic::Request::new(messages), path, codec).await.unwrap().into_inner()
+    grpc.streaming(tonic::Request::new(messages), path, codec)
+        .await
+        .unwrap()
+        .into_inner()
 }
 
 #[tokio::test]
@@ -295,8 +373,14 @@ async fn grpc_streams_settle_however_they_end() {
     let (channel, store) = echo();
     // To its end, with its trailers.
     let texts = |texts: &'static [&str]| stream::iter(texts).map(|text| (*text).to_owned());
-    let answers: Vec<_> = open(&channel, texts(&["a", "b", "c"])).await.collect().await;
-    assert_eq!(answers.iter().flatten().collect::<Vec<_>>(), ["a", "b", "c"]);
+    let answers: Vec<_> = open(&channel, texts(&["a", "b", "c"]))
+        .await
+        .collect()
+        .await;
+    assert_eq!(
+        answers.iter().flatten().collect::<Vec<_>>(),
+        ["a", "b", "c"]
+    );
     settled(&store, 3).await;
     // To an error.
     let mut answers = open(&channel, texts(&["a", "fail"])).await;

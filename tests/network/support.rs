@@ -32,7 +32,9 @@ pub(crate) fn policy(name: &str, quota: &str) -> Policy {
 }
 
 /// Counts by user in this process, and answers over gRPC.
-pub(crate) fn layer(policies: impl Into<Policies>) -> RateLimitLayer<LocalStore, HeaderKey, GrpcReject> {
+pub(crate) fn layer(
+    policies: impl Into<Policies>,
+) -> RateLimitLayer<LocalStore, HeaderKey, GrpcReject> {
     layer_with(LocalStore::default(), policies)
 }
 
@@ -41,7 +43,8 @@ pub(crate) fn layer_with<S: Store>(
     store: S,
     policies: impl Into<Policies>,
 ) -> RateLimitLayer<S, HeaderKey, GrpcReject> {
-    RateLimitLayer::new(store, HeaderKey::new("x-user").unwrap(), policies.into()).reject(GrpcReject::new())
+    RateLimitLayer::new(store, HeaderKey::new("x-user").unwrap(), policies.into())
+        .reject(GrpcReject::new())
 }
 
 /// A client's way to a server in memory, and the server's ends of the connections.
@@ -49,10 +52,13 @@ pub(crate) fn in_memory() -> (Channel, UnboundedReceiverStream<io::Result<Duplex
     let (sender, connections) = mpsc::unbounded_channel();
     let connect = move |_: Uri| {
         let (client, server) = tokio::io::duplex(1 << 16);
-        let sent = sender.send(Ok(server)).map_err(|_| io::Error::from(io::ErrorKind::ConnectionRefused));
+        let sent = sender
+            .send(Ok(server))
+            .map_err(|_| io::Error::from(io::ErrorKind::ConnectionRefused));
         async move { sent.map(|()| TokioIo::new(client)) }
     };
-    let channel = Endpoint::from_static("http://in.memory").connect_with_connector_lazy(service_fn(connect));
+    let channel =
+        Endpoint::from_static("http://in.memory").connect_with_connector_lazy(service_fn(connect));
     (channel, UnboundedReceiverStream::new(connections))
 }
 
@@ -65,26 +71,41 @@ where
 {
     let (channel, connections) = in_memory();
     let (_, health) = tonic_health::server::health_reporter();
-    tokio::spawn(Server::builder().layer(layer).add_service(health).serve_with_incoming(connections));
+    tokio::spawn(
+        Server::builder()
+            .layer(layer)
+            .add_service(health)
+            .serve_with_incoming(connections),
+    );
     channel
 }
 
 pub(crate) fn from(user: &str) -> Request<HealthCheckRequest> {
     let mut request = Request::new(HealthCheckRequest::default());
-    request.metadata_mut().insert("x-user", user.parse().unwrap());
+    request
+        .metadata_mut()
+        .insert("x-user", user.parse().unwrap());
     request
 }
 
 /// Calls the health service, which is well.
-pub(crate) async fn call(channel: &Channel, request: Request<HealthCheckRequest>) -> Result<(), Status> {
+pub(crate) async fn call(
+    channel: &Channel,
+    request: Request<HealthCheckRequest>,
+) -> Result<(), Status> {
     let mut client = HealthClient::new(channel.clone());
     // A lost wake-up is to fail the test, not to hang it.
-    let answer = timeout(Duration::from_secs(600), client.check(request)).await.expect("an answer");
+    let answer = timeout(Duration::from_secs(600), client.check(request))
+        .await
+        .expect("an answer");
     answer.map(|response| assert_eq!(response.into_inner().status, 1))
 }
 
 pub(crate) fn field<'a>(status: &'a Status, name: &str) -> Option<&'a str> {
-    status.metadata().get(name).map(|value| value.to_str().unwrap())
+    status
+        .metadata()
+        .get(name)
+        .map(|value| value.to_str().unwrap())
 }
 
 /// Makes sure that nothing of a status contains a secret.
@@ -103,7 +124,10 @@ impl Store for Broken {
     type Future = Pending<Result<Decision, StoreError>>;
 
     fn check(&self, _: Check) -> Answer<Self::Future> {
-        Answer::ready(Err(StoreError::with_source(ErrorKind::Configuration, io::Error::other(SECRET))))
+        Answer::ready(Err(StoreError::with_source(
+            ErrorKind::Configuration,
+            io::Error::other(SECRET),
+        )))
     }
 }
 

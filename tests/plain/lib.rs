@@ -1,7 +1,11 @@
 //! The crate without any of its features.
 
 #![cfg(test)]
-#![allow(clippy::unwrap_used, clippy::panic, reason = "a test that cannot go on has failed")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a test that cannot go on has failed"
+)]
 
 mod unobserved;
 
@@ -10,12 +14,22 @@ use tower_redis_ratelimit::store::{AnyStore, ErrorKind, StoreConfig};
 
 #[tokio::test]
 async fn tls_without_its_feature_is_refused() {
-    for url in ["rediss://127.0.0.1/", "rediss+cluster://127.0.0.1", "rediss+sentinel://127.0.0.1/mymaster"] {
+    for url in [
+        "rediss://127.0.0.1/",
+        "rediss+cluster://127.0.0.1",
+        "rediss+sentinel://127.0.0.1/mymaster",
+    ] {
         let error = RedisStore::connect_lazy(url).unwrap_err();
-        assert!(error.to_string().starts_with("TLS is not built in: "), "{url}: {error}");
+        assert!(
+            error.to_string().starts_with("TLS is not built in: "),
+            "{url}: {error}"
+        );
         let error = RedisStore::connect(url).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Configuration, "{url}");
-        assert!(error.to_string().contains("turn on the feature `tls`"), "{error}");
+        assert!(
+            error.to_string().contains("turn on the feature `tls`"),
+            "{error}"
+        );
     }
     let config = || {
         let mut config = StoreConfig::default();
@@ -33,6 +47,9 @@ async fn tls_without_its_feature_is_refused() {
         let mut config = config();
         change(&mut config);
         let error = AnyStore::from_config(&config).unwrap_err();
-        assert!(error.to_string().contains("turn on the feature `tls`"), "{error}");
+        assert!(
+            error.to_string().contains("turn on the feature `tls`"),
+            "{error}"
+        );
     }
 }

@@ -13,7 +13,12 @@ use tower_redis_ratelimit::{Fallback, LocalStore, Policy, Quota, RateLimitLayer,
 /// Runs this test in a process of its own.
 fn ignored(test: &str) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
-    command.args(["--exact", &format!("unobserved::{test}"), "--ignored", "--nocapture"]);
+    command.args([
+        "--exact",
+        &format!("unobserved::{test}"),
+        "--ignored",
+        "--nocapture",
+    ]);
     command
 }
 
@@ -25,8 +30,14 @@ fn said(test: &str) -> String {
 }
 
 async fn send<S: Store, K: KeyExtractor>(layer: &RateLimitLayer<S, K>) {
-    let answer = service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(String::new())));
-    layer.layer(answer).oneshot(Request::new(())).await.map(drop).unwrap();
+    let answer =
+        service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(String::new())));
+    layer
+        .layer(answer)
+        .oneshot(Request::new(()))
+        .await
+        .map(drop)
+        .unwrap();
 }
 
 fn policy() -> Policy {
@@ -66,7 +77,10 @@ async fn with_a_unit_observer() {
 #[test]
 fn outages_and_misconfigurations_appear_once() {
     let said = said("without_an_observer");
-    for part in ["rate limits are local: the server cannot be reached: check the URL", "turn on the feature `axum`"] {
+    for part in [
+        "rate limits are local: the server cannot be reached: check the URL",
+        "turn on the feature `axum`",
+    ] {
         let times = if cfg!(debug_assertions) { 1 } else { 0 };
         assert_eq!(said.matches(part).count(), times, "{part}: {said}");
     }
@@ -76,7 +90,11 @@ fn outages_and_misconfigurations_appear_once() {
 /// Whoever reads it may have gone.
 #[test]
 fn a_closed_standard_error_harms_no_request() {
-    let mut child = ignored("without_an_observer").stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut child = ignored("without_an_observer")
+        .stderr(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
     drop(child.stderr.take());
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success(), "{output:?}");

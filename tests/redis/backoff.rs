@@ -24,16 +24,23 @@ async fn connections_of(path: &Path, store: &RedisStore, kind: ErrorKind) -> (us
         assert!(error.kind() == kind && error.is_unsent(), "{error:?}");
     }
     // The first three are free.
-    (path.connections.load(SeqCst) - before, 4 + since.elapsed().as_millis() as usize / 50)
+    (
+        path.connections.load(SeqCst) - before,
+        4 + since.elapsed().as_millis() as usize / 50,
+    )
 }
 
 #[tokio::test]
 async fn failing_checks_connect_now_and_then() {
     let server = RedisServer::start_with(&["--requirepass", "right"]);
     let master = RedisServer::start();
-    let replica = RedisServer::start_with(&["--replicaof", "127.0.0.1", &master.port().to_string()]);
+    let replica =
+        RedisServer::start_with(&["--replicaof", "127.0.0.1", &master.port().to_string()]);
     until("the replica has synchronized", async || {
-        replica.command::<String>("INFO replication").await.contains("master_link_status:up")
+        replica
+            .command::<String>("INFO replication")
+            .await
+            .contains("master_link_status:up")
     })
     .await;
     for (server, login, kind) in [
@@ -43,14 +50,23 @@ async fn failing_checks_connect_now_and_then() {
     ] {
         let path = Path::to(server).await;
         let url = path.url().replace("://", &format!("://{login}"));
-        let store = RedisStore::builder(url).timeout(PATIENT).connect_lazy().unwrap();
+        let store = RedisStore::builder(url)
+            .timeout(PATIENT)
+            .connect_lazy()
+            .unwrap();
         let (made, most) = connections_of(&path, &store, kind).await;
         println!("{kind:?}: {made} connections for 200 checks, {most} may be");
-        assert!(made <= most, "{kind:?}: {made} connections, more than {most}");
+        assert!(
+            made <= most,
+            "{kind:?}: {made} connections, more than {most}"
+        );
         // It is not given up.
         if login.is_empty() {
             path.lead_to(&master);
-            until("it decides", async || store.check(check("ann", "10000/s")).await.is_ok()).await;
+            until("it decides", async || {
+                store.check(check("ann", "10000/s")).await.is_ok()
+            })
+            .await;
         }
     }
 }
@@ -69,13 +85,19 @@ async fn lost_connections_are_made_now_and_then() {
             let _ = stream.write_all(b"+OK\r\n+OK\r\n").await;
         }
     });
-    let store = RedisStore::builder(url).timeout(PATIENT).connect_lazy().unwrap();
+    let store = RedisStore::builder(url)
+        .timeout(PATIENT)
+        .connect_lazy()
+        .unwrap();
     let since = Instant::now();
     for _ in 0..200 {
         let error = store.check(check("ann", "10/s")).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unreachable, "{error:?}");
     }
-    let (made, most) = (made.load(SeqCst), 4 + since.elapsed().as_millis() as usize / 50);
+    let (made, most) = (
+        made.load(SeqCst),
+        4 + since.elapsed().as_millis() as usize / 50,
+    );
     assert!(made <= most, "{made} connections, more than {most}");
 }
 
@@ -84,8 +106,18 @@ async fn lost_connections_are_made_now_and_then() {
 async fn one_connection_is_enough() {
     let server = RedisServer::start();
     let one = NonZeroUsize::MIN;
-    let store = RedisStore::builder(server.url()).batch(one).timeout(PATIENT).connect_lazy().unwrap();
-    assert!(store.check(check("ann", "10000/s")).await.unwrap().is_allowed());
+    let store = RedisStore::builder(server.url())
+        .batch(one)
+        .timeout(PATIENT)
+        .connect_lazy()
+        .unwrap();
+    assert!(
+        store
+            .check(check("ann", "10000/s"))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
     let _: String = server.command("CONFIG SET maxclients 1").await;
     for _ in 0..5 {
         let checks = (0..20).map(|i| store.check(check(&format!("caller-{i}"), "10000/s")));

@@ -19,10 +19,18 @@ async fn one_script_call_serves_many_requests() {
     let before = server.calls("evalsha").await;
     for _ in 0..10 {
         let checks = (0..256).map(|i| store.check(check(&format!("caller-{i}"), "1000/h")));
-        assert!(join_all(checks).await.into_iter().all(|decision| decision.unwrap().is_allowed()));
+        assert!(
+            join_all(checks)
+                .await
+                .into_iter()
+                .all(|decision| decision.unwrap().is_allowed())
+        );
     }
     let calls = server.calls("evalsha").await - before;
-    assert!((20..=100).contains(&calls), "2560 checks took {calls} script calls");
+    assert!(
+        (20..=100).contains(&calls),
+        "2560 checks took {calls} script calls"
+    );
 }
 
 /// Lua passes no more than 8,000 values at a time: one call may have more keys.
@@ -30,7 +38,11 @@ async fn one_script_call_serves_many_requests() {
 async fn one_call_of_ten_thousand_callers() {
     let server = RedisServer::start();
     let all = NonZeroUsize::new(10_000).unwrap();
-    let store = RedisStore::builder(server.url()).batch(all).queue(all).timeout(Duration::from_secs(20)).connect();
+    let store = RedisStore::builder(server.url())
+        .batch(all)
+        .queue(all)
+        .timeout(Duration::from_secs(20))
+        .connect();
     let store = store.await.unwrap();
     let policies = policy(Strategy::Gcra, "1000/d");
     let before = server.calls("evalsha").await;
@@ -49,16 +61,27 @@ async fn one_call_of_ten_thousand_callers() {
 async fn a_thousand_policy_lists_share_a_call() {
     let server = RedisServer::start();
     let all = NonZeroUsize::new(1_000).unwrap();
-    let store = RedisStore::builder(server.url()).batch(all).timeout(Duration::from_secs(20)).connect().await.unwrap();
-    let lists: Vec<Policies> =
-        (1..=1_000).map(|limit| policy(STRATEGIES[limit % STRATEGIES.len()], &format!("{limit}/d"))).collect();
+    let store = RedisStore::builder(server.url())
+        .batch(all)
+        .timeout(Duration::from_secs(20))
+        .connect()
+        .await
+        .unwrap();
+    let lists: Vec<Policies> = (1..=1_000)
+        .map(|limit| policy(STRATEGIES[limit % STRATEGIES.len()], &format!("{limit}/d")))
+        .collect();
     let before = server.calls("evalsha").await;
     for round in 1..=2 {
-        let take = |(i, list): (usize, &Policies)| store.check(Check::take(Key::new(format!("caller-{i}")), list, 1));
+        let take = |(i, list): (usize, &Policies)| {
+            store.check(Check::take(Key::new(format!("caller-{i}")), list, 1))
+        };
         let decisions = join_all(lists.iter().enumerate().map(take)).await;
         for (i, decision) in decisions.into_iter().enumerate() {
             let (decision, limit) = (decision.unwrap(), i as u32 + 1);
-            assert_eq!((decision.is_allowed(), decision.remaining()), (limit >= round, limit.saturating_sub(round)));
+            assert_eq!(
+                (decision.is_allowed(), decision.remaining()),
+                (limit >= round, limit.saturating_sub(round))
+            );
         }
     }
     assert_eq!(server.calls("evalsha").await - before, 2);
@@ -68,14 +91,24 @@ async fn a_thousand_policy_lists_share_a_call() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_request_notices_a_script_flush() {
     let server = RedisServer::start();
-    let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(10)).connect().await.unwrap();
+    let store = RedisStore::builder(server.url())
+        .timeout(Duration::from_secs(10))
+        .connect()
+        .await
+        .unwrap();
     let policies = policy(Strategy::Gcra, "1000000/d");
     let tasks: Vec<_> = (0..64)
         .map(|_| {
             let (store, policies) = (store.clone(), policies.clone());
             tokio::spawn(async move {
                 for _ in 0..100 {
-                    assert!(store.check(Check::take(Key::new("ann"), &policies, 1)).await.unwrap().is_allowed());
+                    assert!(
+                        store
+                            .check(Check::take(Key::new("ann"), &policies, 1))
+                            .await
+                            .unwrap()
+                            .is_allowed()
+                    );
                 }
             })
         })
@@ -83,23 +116,41 @@ async fn no_request_notices_a_script_flush() {
     let mut connection = server.connection().await;
     let mut flushes = 0;
     while !tasks.iter().all(|task| task.is_finished()) {
-        let _: String = redis::cmd("SCRIPT").arg("FLUSH").query_async(&mut connection).await.unwrap();
+        let _: String = redis::cmd("SCRIPT")
+            .arg("FLUSH")
+            .query_async(&mut connection)
+            .await
+            .unwrap();
         flushes += 1;
     }
     for task in tasks {
         task.await.unwrap();
     }
-    assert!(flushes > 1 && server.calls("eval").await > 1, "the script was never forgotten");
-    let left = store.check(Check::peek(Key::new("ann"), &policies, 1)).await.unwrap().remaining();
+    assert!(
+        flushes > 1 && server.calls("eval").await > 1,
+        "the script was never forgotten"
+    );
+    let left = store
+        .check(Check::peek(Key::new("ann"), &policies, 1))
+        .await
+        .unwrap()
+        .remaining();
     // Some of a million a day flows back meanwhile, one per 86.4 ms.
-    assert!((1_000_000 - 6_400..1_000_000 - 6_000).contains(&left), "{left} left");
+    assert!(
+        (1_000_000 - 6_400..1_000_000 - 6_000).contains(&left),
+        "{left} left"
+    );
 }
 
 /// Dropped futures neither poison a batch nor a connection, and what was not sent is not charged.
 #[tokio::test]
 async fn dropped_requests_harm_nobody() {
     let server = RedisServer::start();
-    let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).connect().await.unwrap();
+    let store = RedisStore::builder(server.url())
+        .timeout(Duration::from_secs(20))
+        .connect()
+        .await
+        .unwrap();
     let policies = policy(Strategy::Gcra, "1000/h");
     let take = |caller: &str| store.check(Check::take(Key::new(caller), &policies, 1));
 
@@ -139,11 +190,17 @@ async fn full_queues_and_frozen_servers_fail_promptly() {
         .unwrap();
     server.freeze();
     let answers = join_all((0..20).map(|i| store.check(check(&i.to_string(), "10/s")))).await;
-    let kinds: Vec<_> = answers.into_iter().map(|answer| answer.unwrap_err().kind()).collect();
+    let kinds: Vec<_> = answers
+        .into_iter()
+        .map(|answer| answer.unwrap_err().kind())
+        .collect();
     assert_eq!(kinds[..10], [ErrorKind::Timeout; 10]);
     assert_eq!(kinds[10..], [ErrorKind::QueueFull; 10]);
     server.thaw();
-    until("it decides again", async || store.check(check("ann", "10/s")).await.is_ok()).await;
+    until("it decides again", async || {
+        store.check(check("ann", "10/s")).await.is_ok()
+    })
+    .await;
 }
 
 /// Anything at all under our keys, asked for in every way, in the same batches as a caller with a state of its own:
@@ -152,7 +209,11 @@ async fn full_queues_and_frozen_servers_fail_promptly() {
 #[tokio::test]
 async fn foreign_values_cost_nobody_else() {
     let server = RedisServer::start();
-    let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).connect().await.unwrap();
+    let store = RedisStore::builder(server.url())
+        .timeout(Duration::from_secs(20))
+        .connect()
+        .await
+        .unwrap();
     let mut connection = server.connection().await;
     for strategy in STRATEGIES {
         let policies = policy(strategy, "10/100d");
@@ -165,10 +226,16 @@ async fn foreign_values_cost_nobody_else() {
 
         let mut pipe = redis::pipe();
         let mut checks = vec![];
-        for (i, foreign) in foreign_values(seconds * 1_000_000 + micros, length).into_iter().enumerate() {
+        for (i, foreign) in foreign_values(seconds * 1_000_000 + micros, length)
+            .into_iter()
+            .enumerate()
+        {
             for (j, mode) in MODES.into_iter().enumerate() {
                 let caller = format!("{i}-{j}");
-                pipe.cmd(foreign.command).arg(keys[0].replace("ann", &caller)).arg(&foreign.arguments).ignore();
+                pipe.cmd(foreign.command)
+                    .arg(keys[0].replace("ann", &caller))
+                    .arg(&foreign.arguments)
+                    .ignore();
                 checks.push((foreign.clone(), mode(Key::new(&caller), &policies, 3)));
             }
         }
@@ -180,31 +247,55 @@ async fn foreign_values_cost_nobody_else() {
             let (decisions, ann) = tokio::join!(all, ann());
             assert_eq!(ann.unwrap().remaining(), 9 - time, "{strategy:?}");
             for ((foreign, check), decision) in checks.iter().zip(decisions) {
-                let context = format!("{strategy:?}, {:?} for time {time}, {foreign:?}", check.mode());
+                let context = format!(
+                    "{strategy:?}, {:?} for time {time}, {foreign:?}",
+                    check.mode()
+                );
                 let decision = decision.unwrap_or_else(|error| panic!("{error:?}: {context}"));
-                let wait = decision.retry_after().unwrap_or_default().max(decision.reset_after());
+                let wait = decision
+                    .retry_after()
+                    .unwrap_or_default()
+                    .max(decision.reset_after());
                 assert!(wait <= longest, "{decision:?}: {context}");
                 if time == 1 && !foreign.alike && check.mode() == Mode::Take {
-                    assert_eq!((decision.granted(), decision.remaining()), (3, 7), "{context}");
+                    assert_eq!(
+                        (decision.granted(), decision.remaining()),
+                        (3, 7),
+                        "{context}"
+                    );
                 }
             }
         }
 
         let reset = |check: &Check| store.check(Check::reset(*check.key(), &policies));
-        assert!(join_all(checks.iter().map(|(_, check)| reset(check))).await.iter().all(Result::is_ok));
+        assert!(
+            join_all(checks.iter().map(|(_, check)| reset(check)))
+                .await
+                .iter()
+                .all(Result::is_ok)
+        );
         let take = |check: &Check| store.check(Check::take(*check.key(), &policies, 1));
         let fresh = join_all(checks.iter().map(|(_, check)| take(check))).await;
         for ((foreign, check), decision) in checks.iter().zip(fresh) {
-            assert_eq!(decision.unwrap().remaining(), 9, "{strategy:?}, {:?} and a reset, {foreign:?}", check.mode());
+            assert_eq!(
+                decision.unwrap().remaining(),
+                9,
+                "{strategy:?}, {:?} and a reset, {foreign:?}",
+                check.mode()
+            );
         }
         let _: String = server.command("FLUSHALL").await;
     }
 }
 
-const MODES: [fn(Key, &Policies, u32) -> Check; 6] =
-    [Check::take, Check::up_to, Check::peek, Check::charge, Check::refund, |key, policies, _| {
-        Check::reset(key, policies)
-    }];
+const MODES: [fn(Key, &Policies, u32) -> Check; 6] = [
+    Check::take,
+    Check::up_to,
+    Check::peek,
+    Check::charge,
+    Check::refund,
+    |key, policies, _| Check::reset(key, policies),
+];
 
 /// What someone else has put under our key.
 #[derive(Debug, Clone)]
@@ -222,7 +313,11 @@ fn foreign_values(now: i64, length: usize) -> Vec<Foreign> {
     let mut all = vec![];
     let mut add = |command, arguments: &[&[u8]], alike| {
         let arguments = arguments.iter().map(|bytes| bytes.to_vec()).collect();
-        all.push(Foreign { command, arguments, alike });
+        all.push(Foreign {
+            command,
+            arguments,
+            alike,
+        });
     };
 
     add("HSET", &[b"f", b"v"], false);
@@ -235,7 +330,13 @@ fn foreign_values(now: i64, length: usize) -> Vec<Foreign> {
     }
 
     // As long as a state is, or nearly; and as one of one cell more, and of twenty.
-    for length in [length, length - 1, length + 1, length * 3 / 2, length / 2 * 21] {
+    for length in [
+        length,
+        length - 1,
+        length + 1,
+        length * 3 / 2,
+        length / 2 * 21,
+    ] {
         for byte in [0, 1, 0x7f, 0x80, 0xff, b'0'] {
             add("SET", &[&vec![byte; length]], true);
         }
@@ -250,13 +351,25 @@ fn foreign_values(now: i64, length: usize) -> Vec<Foreign> {
     let (live, old, ahead) = (now - DAY, now - 300 * DAY, now + 1_000 * DAY);
     let bytes = |number: i64, length: usize| number.to_le_bytes()[..length].to_vec();
     for base in [0_i64, 1, 9, 10, 20, 1 << 39, -1] {
-        for ends in
-            [&[live][..], &[live, old], &[live, ahead, live], &[live, -1, live], &[old, ahead], &[ahead, old, ahead]]
-        {
+        for ends in [
+            &[live][..],
+            &[live, old],
+            &[live, ahead, live],
+            &[live, -1, live],
+            &[old, ahead],
+            &[ahead, old, ahead],
+        ] {
             for sums in [[0, 1, 2], [9, 10, 11], [20, 10, 0], [-1, -2, 1 << 39]] {
-                let cells = ends.iter().zip(sums).flat_map(|(ends, sum)| [bytes(*ends, 7), bytes(sum, 5)].concat());
+                let cells = ends
+                    .iter()
+                    .zip(sums)
+                    .flat_map(|(ends, sum)| [bytes(*ends, 7), bytes(sum, 5)].concat());
                 let last = [live, old, ahead, -1][(sums[0] & 3) as usize];
-                let value: Vec<u8> = bytes(last, 7).into_iter().chain(bytes(base, 5)).chain(cells).collect();
+                let value: Vec<u8> = bytes(last, 7)
+                    .into_iter()
+                    .chain(bytes(base, 5))
+                    .chain(cells)
+                    .collect();
                 // Once the newest cell has left, none counts.
                 add("SET", &[&value], ends.last() != Some(&old));
             }
@@ -265,11 +378,18 @@ fn foreign_values(now: i64, length: usize) -> Vec<Foreign> {
 
     // Lists that begin with a head of one block or of three, and then anything.
     let block = |cells: &[(i64, i64)]| -> Vec<u8> {
-        cells.iter().flat_map(|(time, sum)| [bytes(*time, 7), bytes(*sum, 5)].concat()).collect()
+        cells
+            .iter()
+            .flat_map(|(time, sum)| [bytes(*time, 7), bytes(*sum, 5)].concat())
+            .collect()
     };
     // With so many charges at the front, so many blocks, and so many cells of the first one that are gone.
     let head = |counts: [i64; 3], cells: &[(i64, i64)]| -> Vec<u8> {
-        counts.iter().flat_map(|count| bytes(*count, 2)).chain(block(cells)).collect()
+        counts
+            .iter()
+            .flat_map(|count| bytes(*count, 2))
+            .chain(block(cells))
+            .collect()
     };
     let rests: [Vec<Vec<u8>>; 14] = [
         vec![],
@@ -281,19 +401,48 @@ fn foreign_values(now: i64, length: usize) -> Vec<Foreign> {
         vec![block(&[(0, 0), (live, 1)])],
         vec![block(&[(0, 0), (live, 1)]); 3],
         vec![block(&[(0, 0), (live, 10)]), b"x".to_vec()],
-        vec![block(&[(0, 0), (old, 1), (live, 5), (old, 20)]), block(&[(0, 5), (live, 9)])],
-        vec![vec![], block(&[(live, 20), (live, 10), (ahead, 5), (live, 9)]), block(&[(0, -1), (live, 9)])],
-        vec![block(&[(0, 0), (ahead, 1), (live, 3)]), vec![], block(&[(0, 9), (ahead, 10)])],
-        vec![block(&[(0, 3), (live, 1)]), block(&[(0, 0), (ahead, 2), (live, 30)]), b"x".to_vec()],
-        vec![block(&[(0, 0), (old, 1), (old, 2)]), block(&[(0, 0), (live, 0)])],
+        vec![
+            block(&[(0, 0), (old, 1), (live, 5), (old, 20)]),
+            block(&[(0, 5), (live, 9)]),
+        ],
+        vec![
+            vec![],
+            block(&[(live, 20), (live, 10), (ahead, 5), (live, 9)]),
+            block(&[(0, -1), (live, 9)]),
+        ],
+        vec![
+            block(&[(0, 0), (ahead, 1), (live, 3)]),
+            vec![],
+            block(&[(0, 9), (ahead, 10)]),
+        ],
+        vec![
+            block(&[(0, 3), (live, 1)]),
+            block(&[(0, 0), (ahead, 2), (live, 30)]),
+            b"x".to_vec(),
+        ],
+        vec![
+            block(&[(0, 0), (old, 1), (old, 2)]),
+            block(&[(0, 0), (live, 0)]),
+        ],
         [vec![b"x".to_vec(); 300], vec![block(&[(0, 0), (live, 20)])]].concat(),
     ];
-    let mut heads = vec![b"123456789".to_vec(), vec![0; 18], vec![0xff; 30], vec![0xff; 54]];
+    let mut heads = vec![
+        b"123456789".to_vec(),
+        vec![0; 18],
+        vec![0xff; 30],
+        vec![0xff; 54],
+    ];
     for base in [0, 1, -1, 1 << 39] {
         for count in [0, 1, 2, 9, 0xffff] {
             heads.push(head([0, 1, count], &[(0, base), (live, base + 9)]));
             heads.push(head([0, count, 0], &[(live, base), (ahead, 9)]));
-            for times in [[live; 3], [old, old, live], [old, live, live], [live, ahead, live], [live, live, ahead]] {
+            for times in [
+                [live; 3],
+                [old, old, live],
+                [old, live, live],
+                [live, ahead, live],
+                [live, live, ahead],
+            ] {
                 for sums in [[1, 2, 3], [5, 5, 10], [20, 10, 9], [-1, 3, 1 << 38]] {
                     let of = |i: usize| (times[i], sums[i]);
                     heads.push(head([0, 3, count], &[(0, base), of(0), of(1), of(2)]));
@@ -306,7 +455,10 @@ fn foreign_values(now: i64, length: usize) -> Vec<Foreign> {
     // Some of all of them.
     for head in heads.iter().step_by(17) {
         for rest in &rests {
-            let elements: Vec<&[u8]> = std::iter::once(head).chain(rest).map(Vec::as_slice).collect();
+            let elements: Vec<&[u8]> = std::iter::once(head)
+                .chain(rest)
+                .map(Vec::as_slice)
+                .collect();
             add("RPUSH", &elements, true);
         }
     }
@@ -321,14 +473,22 @@ async fn a_broken_connection_fails_one_batch() {
     let server = RedisServer::start();
     for tasks in [64, 500, 4_000] {
         let batch = NonZeroUsize::new(BATCH as usize).unwrap();
-        let store = RedisStore::builder(server.url()).batch(batch).timeout(Duration::from_secs(20));
+        let store = RedisStore::builder(server.url())
+            .batch(batch)
+            .timeout(Duration::from_secs(20));
         let store = store.connect().await.unwrap();
-        let (failed, done) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+        let (failed, done) = (
+            Arc::new(AtomicU64::new(0)),
+            Arc::new(AtomicBool::new(false)),
+        );
         let asks = (0..tasks).map(|task| {
             let (store, failed, done) = (store.clone(), Arc::clone(&failed), Arc::clone(&done));
             tokio::spawn(async move {
                 while !done.load(SeqCst) {
-                    if let Err(error) = store.check(check(&format!("caller-{task}"), "1000000/s")).await {
+                    if let Err(error) = store
+                        .check(check(&format!("caller-{task}"), "1000000/s"))
+                        .await
+                    {
                         assert_eq!(error.kind(), ErrorKind::Unreachable, "{error:?}");
                         failed.fetch_add(1, SeqCst);
                     }
@@ -350,6 +510,9 @@ async fn a_broken_connection_fails_one_batch() {
         }
         let failed = failed.load(SeqCst);
         println!("{tasks} tasks: {failed} failed, {} at most", BATCH * KILLS);
-        assert!(failed <= BATCH * KILLS, "{tasks} tasks: {failed} checks failed by {killed} broken connections");
+        assert!(
+            failed <= BATCH * KILLS,
+            "{tasks} tasks: {failed} checks failed by {killed} broken connections"
+        );
     }
 }

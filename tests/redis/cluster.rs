@@ -14,12 +14,22 @@ use crate::support::{RedisServer, check, until};
 
 /// A node that serves these slots, and knows of no other.
 async fn node(slots: Range<u16>) -> RedisServer {
-    let server = RedisServer::start_with(&["--cluster-enabled", "yes", "--cluster-require-full-coverage", "no"]);
+    let server = RedisServer::start_with(&[
+        "--cluster-enabled",
+        "yes",
+        "--cluster-require-full-coverage",
+        "no",
+    ]);
     if !slots.is_empty() {
         let slots: Vec<String> = slots.map(|slot| slot.to_string()).collect();
-        let _: String = server.command(&format!("CLUSTER ADDSLOTS {}", slots.join(" "))).await;
+        let _: String = server
+            .command(&format!("CLUSTER ADDSLOTS {}", slots.join(" ")))
+            .await;
         until("the node serves its slots", async || {
-            server.command::<String>("CLUSTER INFO").await.contains("cluster_state:ok")
+            server
+                .command::<String>("CLUSTER INFO")
+                .await
+                .contains("cluster_state:ok")
         })
         .await;
     }
@@ -33,7 +43,10 @@ async fn a_node_is_not_taken() {
         let error = RedisStore::connect(server.url()).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Cluster, "{slots:?}: {error:?}");
         assert!(error.to_string().contains("redis+cluster://"), "{error}");
-        let node = format!("the server 127.0.0.1:{} is a node of a Redis Cluster", server.port());
+        let node = format!(
+            "the server 127.0.0.1:{} is a node of a Redis Cluster",
+            server.port()
+        );
         assert!(error.to_string().starts_with(&node), "{error}");
     }
 }
@@ -42,9 +55,13 @@ async fn a_node_is_not_taken() {
 #[tokio::test]
 async fn callers_of_another_node_are_refused() {
     let (one, other) = (node(0..8192).await, node(8192..16384).await);
-    let _: String = one.command(&format!("CLUSTER MEET 127.0.0.1 {}", other.port())).await;
+    let _: String = one
+        .command(&format!("CLUSTER MEET 127.0.0.1 {}", other.port()))
+        .await;
     until("they know each other", async || {
-        one.command::<String>("CLUSTER INFO").await.contains("cluster_slots_ok:16384")
+        one.command::<String>("CLUSTER INFO")
+            .await
+            .contains("cluster_slots_ok:16384")
     })
     .await;
     let store = RedisStore::connect_lazy(one.url()).unwrap();
@@ -55,14 +72,20 @@ async fn callers_of_another_node_are_refused() {
             refused += 1;
         }
     }
-    assert!((5..=35).contains(&refused), "{refused} of 40 are of the other node");
+    assert!(
+        (5..=35).contains(&refused),
+        "{refused} of 40 are of the other node"
+    );
 }
 
 /// The probe of a `Fallback` notices it too: a lone check is decided, and most batches are not.
 #[tokio::test]
 async fn a_fallback_stays_degraded() {
     let server = node(0..16384).await;
-    let store = Fallback::new(RedisStore::connect_lazy(server.url()).unwrap(), LocalStore::default());
+    let store = Fallback::new(
+        RedisStore::connect_lazy(server.url()).unwrap(),
+        LocalStore::default(),
+    );
     until("a batch has failed often enough", async || {
         let checks = (0..20).map(|i| store.check(check(&format!("caller-{i}"), "10/s")));
         futures_util::future::join_all(checks).await;
@@ -71,12 +94,21 @@ async fn a_fallback_stays_degraded() {
     .await;
     let refused = async || {
         let stats: String = server.command("INFO commandstats").await;
-        let line = stats.lines().find(|line| line.starts_with("cmdstat_evalsha:")).unwrap_or_default();
-        let count = line.split("rejected_calls=").nth(1).and_then(|rest| rest.split(',').next());
+        let line = stats
+            .lines()
+            .find(|line| line.starts_with("cmdstat_evalsha:"))
+            .unwrap_or_default();
+        let count = line
+            .split("rejected_calls=")
+            .nth(1)
+            .and_then(|rest| rest.split(',').next());
         count.map_or(0, |count| count.parse::<u64>().unwrap())
     };
     let before = refused().await;
-    until("it has probed twice more", async || refused().await >= before + 2).await;
+    until("it has probed twice more", async || {
+        refused().await >= before + 2
+    })
+    .await;
     assert!(store.is_degraded());
 }
 
@@ -85,9 +117,16 @@ async fn a_fallback_stays_degraded() {
 async fn a_silent_seed_keeps_nobody_waiting() {
     let server = node(0..16384).await;
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
-    let url = format!("redis+cluster://{},127.0.0.1:{}", silent.local_addr().unwrap(), server.port());
+    let url = format!(
+        "redis+cluster://{},127.0.0.1:{}",
+        silent.local_addr().unwrap(),
+        server.port()
+    );
     // A busy machine may be late itself, but not each time.
-    until("it connects", async || RedisStore::connect(url.as_str()).await.is_ok()).await;
+    until("it connects", async || {
+        RedisStore::connect(url.as_str()).await.is_ok()
+    })
+    .await;
 }
 
 /// It was about to ask for the slots, and runs nothing any more.
@@ -97,7 +136,10 @@ fn a_stalled_runtime_stops_no_other() {
     let (still, other) = (runtime(), runtime());
     let server = other.block_on(node(0..16384));
     let url = format!("redis+cluster://127.0.0.1:{}", server.port());
-    let store = RedisStore::builder(url).timeout(Duration::from_secs(5)).connect_lazy().unwrap();
+    let store = RedisStore::builder(url)
+        .timeout(Duration::from_secs(5))
+        .connect_lazy()
+        .unwrap();
     let entered = still.enter();
     let waits = store.check(check("ann", "10/s"));
     drop(entered);
@@ -107,7 +149,12 @@ fn a_stalled_runtime_stops_no_other() {
             tokio::task::yield_now().await;
         }
     });
-    assert!(other.block_on(async { store.check(check("bob", "10/s")).await }).unwrap().is_allowed());
+    assert!(
+        other
+            .block_on(async { store.check(check("bob", "10/s")).await })
+            .unwrap()
+            .is_allowed()
+    );
     assert!(still.block_on(waits).unwrap().is_allowed());
 }
 
@@ -118,7 +165,9 @@ async fn the_partitions_survive_a_flush() {
     let url = format!("redis+cluster://127.0.0.1:{}", server.port());
     let builder = |partitions| {
         let partitions = NonZeroUsize::new(partitions).unwrap();
-        RedisStore::builder(url.as_str()).partitions(partitions).timeout(Duration::from_secs(20))
+        RedisStore::builder(url.as_str())
+            .partitions(partitions)
+            .timeout(Duration::from_secs(20))
     };
     let first = builder(12).connect().await.unwrap();
     let second = builder(12).connect().await.unwrap();
@@ -131,9 +180,18 @@ async fn the_partitions_survive_a_flush() {
     };
     // Each store reads the marker every hour, within a minute.
     later(3_601).await;
-    assert!(second.check(check("ann", "10/s")).await.unwrap().is_allowed());
+    assert!(
+        second
+            .check(check("ann", "10/s"))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
     later(61).await;
-    until("the number is set again", async || server.command::<String>("GET rl:{rl}:partitions").await == "12").await;
+    until("the number is set again", async || {
+        server.command::<String>("GET rl:{rl}:partitions").await == "12"
+    })
+    .await;
     until("the wrong instance gives way", async || {
         later(61).await;
         let refused = wrong.check(check("ann", "10/s")).await;
@@ -142,9 +200,24 @@ async fn the_partitions_survive_a_flush() {
     .await;
     for store in [first, second] {
         later(3_601).await;
-        assert!(store.check(check("ann", "1000/s")).await.unwrap().is_allowed());
+        assert!(
+            store
+                .check(check("ann", "1000/s"))
+                .await
+                .unwrap()
+                .is_allowed()
+        );
         later(61).await;
-        assert!(store.check(check("ann", "1000/s")).await.unwrap().is_allowed());
+        assert!(
+            store
+                .check(check("ann", "1000/s"))
+                .await
+                .unwrap()
+                .is_allowed()
+        );
     }
-    assert_eq!(server.command::<String>("GET rl:{rl}:partitions").await, "12");
+    assert_eq!(
+        server.command::<String>("GET rl:{rl}:partitions").await,
+        "12"
+    );
 }

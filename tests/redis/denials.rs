@@ -14,7 +14,9 @@ use tower_redis_ratelimit::extract::Global;
 use tower_redis_ratelimit::settle::{ReserveError, Settlement};
 use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::strategy::Align;
-use tower_redis_ratelimit::{Key, Limiter, Policies, Policy, Quota, RateLimitLayer, RedisStore, Strategy};
+use tower_redis_ratelimit::{
+    Key, Limiter, Policies, Policy, Quota, RateLimitLayer, RedisStore, Strategy,
+};
 
 use crate::support::{RedisServer, STRATEGIES, policy, until};
 
@@ -43,11 +45,17 @@ async fn a_flood_of_denials_costs_one_call() {
         for denied in flood {
             assert_eq!(denied.source(), Source::Cached);
             let (wait, first) = (denied.retry_after().unwrap(), first.retry_after().unwrap());
-            assert!(wait < first && wait > first - Duration::from_secs(20), "{strategy:?}: {wait:?} of {first:?}");
+            assert!(
+                wait < first && wait > first - Duration::from_secs(20),
+                "{strategy:?}: {wait:?} of {first:?}"
+            );
         }
         // A larger cost is denied too, also above the capacity; Redis decides a smaller one.
         assert_eq!(take(&store, &policies, 5).await.source(), Source::Cached);
-        assert_eq!(take(&store, &policies, 11).await.outcome(), Outcome::ExceedsCapacity);
+        assert_eq!(
+            take(&store, &policies, 11).await.outcome(),
+            Outcome::ExceedsCapacity
+        );
         tokio::time::resume();
         assert_eq!(server.calls("evalsha").await - before, 1, "{strategy:?}");
         assert_eq!(take(&store, &policies, 0).await.outcome(), Outcome::Allowed);
@@ -68,9 +76,15 @@ async fn a_denied_caller_passes_after_its_wait() {
             }
         };
         let start = tokio::time::Instant::now();
-        until("it passes", async || take(&store, &policies, 2).await.is_allowed()).await;
+        until("it passes", async || {
+            take(&store, &policies, 2).await.is_allowed()
+        })
+        .await;
         let waited = start.elapsed();
-        assert!(waited + Duration::from_millis(50) >= wait, "{strategy:?}: after {waited:?} of {wait:?}");
+        assert!(
+            waited + Duration::from_millis(50) >= wait,
+            "{strategy:?}: after {waited:?} of {wait:?}"
+        );
         let _ = ask(&store, Check::reset(ANN, &policies)).await;
     }
 }
@@ -96,11 +110,23 @@ async fn a_denial_is_forgotten_with_its_reason() {
 
     exhaust().await;
     let more = policy(Strategy::Gcra, "20/100d");
-    assert!(take(&store, &more, 1).await.is_allowed(), "the quota has been raised");
+    assert!(
+        take(&store, &more, 1).await.is_allowed(),
+        "the quota has been raised"
+    );
 
     exhaust().await;
-    assert_eq!(ask(&store, Check::take(ANN, &policies, 1).with_id("request-1")).await.source(), Source::Redis);
-    let forgetful = RedisStore::builder(server.url()).denials(0).connect().await.unwrap();
+    assert_eq!(
+        ask(&store, Check::take(ANN, &policies, 1).with_id("request-1"))
+            .await
+            .source(),
+        Source::Redis
+    );
+    let forgetful = RedisStore::builder(server.url())
+        .denials(0)
+        .connect()
+        .await
+        .unwrap();
     for _ in 0..3 {
         assert_eq!(take(&forgetful, &policies, 1).await.source(), Source::Redis);
     }
@@ -110,18 +136,26 @@ async fn a_denial_is_forgotten_with_its_reason() {
 #[tokio::test]
 async fn others_free_within_a_second() {
     let server = RedisServer::start();
-    let (one, other) =
-        (RedisStore::connect(server.url()).await.unwrap(), RedisStore::connect(server.url()).await.unwrap());
+    let (one, other) = (
+        RedisStore::connect(server.url()).await.unwrap(),
+        RedisStore::connect(server.url()).await.unwrap(),
+    );
     for strategy in STRATEGIES {
         let policies = policy(strategy, "3/100d");
-        for frees in [Check::reset(ANN, &policies), Check::refund(ANN, &policies, 3)] {
+        for frees in [
+            Check::reset(ANN, &policies),
+            Check::refund(ANN, &policies, 3),
+        ] {
             let _ = take(&one, &policies, 3).await;
             assert!(!take(&one, &policies, 1).await.is_allowed(), "{strategy:?}");
             let _ = ask(&other, frees.clone()).await;
             tokio::time::pause();
             tokio::time::advance(Duration::from_secs(1)).await;
             tokio::time::resume();
-            assert!(take(&one, &policies, 1).await.is_allowed(), "{strategy:?}: {frees:?}");
+            assert!(
+                take(&one, &policies, 1).await.is_allowed(),
+                "{strategy:?}: {frees:?}"
+            );
             let _ = ask(&one, Check::reset(ANN, &policies)).await;
         }
     }
@@ -131,7 +165,11 @@ async fn others_free_within_a_second() {
 #[tokio::test]
 async fn an_unanswered_reset_forgets_the_denial() {
     let server = RedisServer::start();
-    let store = RedisStore::builder(server.url()).timeout(Duration::from_millis(200)).connect().await.unwrap();
+    let store = RedisStore::builder(server.url())
+        .timeout(Duration::from_millis(200))
+        .connect()
+        .await
+        .unwrap();
     let policies = policy(Strategy::Gcra, "10/100d");
     let _ = take(&store, &policies, 10).await;
     let _ = take(&store, &policies, 1).await;
@@ -151,11 +189,22 @@ async fn an_unanswered_reset_forgets_the_denial() {
 #[tokio::test]
 async fn refunds_of_other_instances_are_seen() {
     let server = RedisServer::start();
-    let store = || RedisStore::builder(server.url()).timeout(Duration::from_secs(60)).connect_lazy().unwrap();
+    let store = || {
+        RedisStore::builder(server.url())
+            .timeout(Duration::from_secs(60))
+            .connect_lazy()
+            .unwrap()
+    };
     let policies = policy(Strategy::SlidingLog, "10/100d");
-    let (one, other) = (Limiter::new(store(), policies.clone()), Limiter::new(store(), policies.clone()));
-    let layer = RateLimitLayer::new(store(), Global, policies.clone()).settle(|_| Settlement::Refund);
-    let service = layer.layer(service_fn(async |_: Request<String>| Ok::<_, Infallible>(Response::new(String::new()))));
+    let (one, other) = (
+        Limiter::new(store(), policies.clone()),
+        Limiter::new(store(), policies.clone()),
+    );
+    let layer =
+        RateLimitLayer::new(store(), Global, policies.clone()).settle(|_| Settlement::Refund);
+    let service = layer.layer(service_fn(async |_: Request<String>| {
+        Ok::<_, Infallible>(Response::new(String::new()))
+    }));
     let status = || {
         let request = Request::new(String::new());
         async { service.clone().oneshot(request).await.unwrap().status() }
@@ -179,8 +228,14 @@ async fn refunds_of_other_instances_are_seen() {
     assert!(calls <= most, "{calls} calls, {most} at most");
 
     held.settle(0);
-    until("a reservation passes", async || other.reserve(ANN, 10).await.is_ok()).await;
-    until("a request passes", async || status().await == StatusCode::OK).await;
+    until("a reservation passes", async || {
+        other.reserve(ANN, 10).await.is_ok()
+    })
+    .await;
+    until("a request passes", async || {
+        status().await == StatusCode::OK
+    })
+    .await;
 }
 
 /// Refunds and denials run at once.
@@ -199,7 +254,10 @@ async fn no_denial_outlives_a_refund() {
         let _ = ask(&store, Check::reset(ANN, &policies)).await;
         let granted: u32 = join_all(flood).await.into_iter().map(Result::unwrap).sum();
         if granted == 0 {
-            assert!(take(&store, &policies, 1).await.is_allowed(), "denied by a memory");
+            assert!(
+                take(&store, &policies, 1).await.is_allowed(),
+                "denied by a memory"
+            );
         }
         let _ = ask(&store, Check::reset(ANN, &policies)).await;
     }
@@ -207,7 +265,12 @@ async fn no_denial_outlives_a_refund() {
 
 /// A policy of a name, of which nothing flows back.
 fn of(name: &str, strategy: Strategy, limit: u32) -> Policy {
-    Policy::new(name, strategy, Quota::per(limit, Duration::from_secs(100 * 86_400))).unwrap()
+    Policy::new(
+        name,
+        strategy,
+        Quota::per(limit, Duration::from_secs(100 * 86_400)),
+    )
+    .unwrap()
 }
 
 /// Exhausts every policy of some lists, by another instance.
@@ -224,7 +287,10 @@ async fn exhaust(server: &RedisServer, lists: &[Policies]) {
 async fn alternating_policies_cost_a_call_each() {
     let server = RedisServer::start();
     let store = RedisStore::connect(server.url()).await.unwrap();
-    let lists = [of("read", Strategy::Gcra, 10).into(), of("write", Strategy::SlidingLog, 10).into()];
+    let lists = [
+        of("read", Strategy::Gcra, 10).into(),
+        of("write", Strategy::SlidingLog, 10).into(),
+    ];
     exhaust(&server, &lists).await;
     let before = server.calls("evalsha").await;
     for i in 0..2_000 {
@@ -242,9 +308,15 @@ async fn alternating_policies_cost_a_call_each() {
 async fn denials_of_other_lists_stay() {
     let server = RedisServer::start();
     let store = RedisStore::connect(server.url()).await.unwrap();
-    let (read, write) = (of("read", Strategy::Gcra, 10), of("write", Strategy::SlidingWindow { cells: 10 }, 10));
-    let lists: [Policies; 3] =
-        [read.clone().into(), write.clone().into(), Policies::new([read.clone(), write.clone()]).unwrap()];
+    let (read, write) = (
+        of("read", Strategy::Gcra, 10),
+        of("write", Strategy::SlidingWindow { cells: 10 }, 10),
+    );
+    let lists: [Policies; 3] = [
+        read.clone().into(),
+        write.clone().into(),
+        Policies::new([read.clone(), write.clone()]).unwrap(),
+    ];
     exhaust(&server, &lists).await;
     let before = server.calls("evalsha").await;
     let mut waits = vec![];
@@ -260,15 +332,26 @@ async fn denials_of_other_lists_stay() {
         }
     }
     // Redis decides a cost of 5, and then a cost of 1, whose denial answers all.
-    assert!(waits.chunks(5).all(|waits| waits.iter().all(|wait| *wait == waits[0])), "{waits:?}");
+    assert!(
+        waits
+            .chunks(5)
+            .all(|waits| waits.iter().all(|wait| *wait == waits[0])),
+        "{waits:?}"
+    );
 
     // Policies made anew are the same.
-    let again = [of("read", Strategy::Gcra, 10).into(), of("write", Strategy::SlidingWindow { cells: 10 }, 10).into()];
+    let again = [
+        of("read", Strategy::Gcra, 10).into(),
+        of("write", Strategy::SlidingWindow { cells: 10 }, 10).into(),
+    ];
     for list in &again {
         assert_eq!(take(&store, list, 1).await.source(), Source::Cached);
     }
     // So is what asks for any part.
-    assert_eq!(ask(&store, Check::up_to(ANN, &lists[0], 8)).await.source(), Source::Cached);
+    assert_eq!(
+        ask(&store, Check::up_to(ANN, &lists[0], 8)).await.source(),
+        Source::Cached
+    );
     tokio::time::resume();
     assert_eq!(server.calls("evalsha").await - before, 6, "of 300 checks");
     // What is refunded under one list is forgotten for all, since they share policies.
@@ -282,24 +365,41 @@ async fn denials_of_other_lists_stay() {
 async fn costs_above_capacity_take_one_call() {
     let server = RedisServer::start();
     let store = RedisStore::connect(server.url()).await.unwrap();
-    let (few, many) = (of("few", Strategy::Gcra, 10), of("many", Strategy::Gcra, 100));
+    let (few, many) = (
+        of("few", Strategy::Gcra, 10),
+        of("many", Strategy::Gcra, 100),
+    );
     let lists = [few.clone().into(), Policies::new([few, many]).unwrap()];
     exhaust(&server, &lists).await;
     let before = server.calls("evalsha").await;
     for i in 0..500 {
         for list in &lists {
             let never = take(&store, list, 11 + i * 37 % 90).await;
-            assert_eq!((never.outcome(), never.remaining()), (Outcome::ExceedsCapacity, 0));
+            assert_eq!(
+                (never.outcome(), never.remaining()),
+                (Outcome::ExceedsCapacity, 0)
+            );
         }
         if i == 0 {
             tokio::time::pause();
         }
     }
     let both = take(&store, &lists[1], 101).await;
-    assert_eq!((both.source(), both.outcome()), (Source::Cached, Outcome::ExceedsCapacity), "of both policies");
+    assert_eq!(
+        (both.source(), both.outcome()),
+        (Source::Cached, Outcome::ExceedsCapacity),
+        "of both policies"
+    );
     tokio::time::resume();
     assert_eq!(server.calls("evalsha").await - before, 2, "of 1001 checks");
-    assert!(!take(&store, &lists[0], 10).await.retry_after().unwrap().is_zero(), "it may fit one day");
+    assert!(
+        !take(&store, &lists[0], 10)
+            .await
+            .retry_after()
+            .unwrap()
+            .is_zero(),
+        "it may fit one day"
+    );
 }
 
 /// It may have been granted before.
@@ -319,15 +419,26 @@ async fn no_memory_denies_an_id() {
             assert!(!take_id(id).await.is_allowed());
         }
     }
-    assert_eq!(server.calls("evalsha").await - before, 10, "Redis decides each");
+    assert_eq!(
+        server.calls("evalsha").await - before,
+        10,
+        "Redis decides each"
+    );
     assert_eq!(take_id("granted").await, granted);
 
     // An id that was granted in the end stays granted too.
     let _ = ask(&store, Check::refund(ANN, &list, 2)).await;
-    assert!(!ask(&store, Check::take(ANN, &list, 3).with_id("one")).await.is_allowed());
+    assert!(
+        !ask(&store, Check::take(ANN, &list, 3).with_id("one"))
+            .await
+            .is_allowed()
+    );
     let one = take_id("one").await;
     assert!(one.is_allowed());
-    assert_eq!(ask(&store, Check::take(ANN, &list, 3).with_id("one")).await, one);
+    assert_eq!(
+        ask(&store, Check::take(ANN, &list, 3).with_id("one")).await,
+        one
+    );
 }
 
 /// Any mix of lists, costs and ids: at most one call a second for each list and cost, and each answer is true.
@@ -335,7 +446,11 @@ async fn no_memory_denies_an_id() {
 async fn mixed_floods_cost_one_call_per_question() {
     let server = RedisServer::start();
     let store = RedisStore::connect(server.url()).await.unwrap();
-    let forgetful = RedisStore::builder(server.url()).denials(0).connect().await.unwrap();
+    let forgetful = RedisStore::builder(server.url())
+        .denials(0)
+        .connect()
+        .await
+        .unwrap();
     for seed in 0..20 {
         let mut rng = Rng::with_seed(seed);
         let lists: Vec<Policies> = (0..4)
@@ -362,7 +477,11 @@ async fn mixed_floods_cost_one_call_per_question() {
                     questions.insert((list, cost));
                 }
                 let check = Check::take(ANN, &lists[list], cost);
-                if let Some(id) = id { check.with_id(id) } else { check }
+                if let Some(id) = id {
+                    check.with_id(id)
+                } else {
+                    check
+                }
             })
             .collect();
         let (before, since) = (server.calls("evalsha").await, tokio::time::Instant::now());
@@ -375,12 +494,20 @@ async fn mixed_floods_cost_one_call_per_question() {
 
         rng.shuffle(&mut checks);
         for check in checks.into_iter().take(100) {
-            let (known, asked) = (ask(&store, check.clone()).await, ask(&forgetful, check.clone()).await);
-            let (never, really_never) =
-                (known.outcome() == Outcome::ExceedsCapacity, asked.outcome() == Outcome::ExceedsCapacity);
+            let (known, asked) = (
+                ask(&store, check.clone()).await,
+                ask(&forgetful, check.clone()).await,
+            );
+            let (never, really_never) = (
+                known.outcome() == Outcome::ExceedsCapacity,
+                asked.outcome() == Outcome::ExceedsCapacity,
+            );
             assert_eq!(never, really_never, "seed {seed}: {check:?}");
             let slack = Duration::from_secs(60);
-            assert!(known.retry_after() <= asked.retry_after().map(|wait| wait + slack), "seed {seed}: {check:?}");
+            assert!(
+                known.retry_after() <= asked.retry_after().map(|wait| wait + slack),
+                "seed {seed}: {check:?}"
+            );
         }
         for list in &lists {
             let _ = ask(&store, Check::reset(ANN, list)).await;
@@ -392,18 +519,26 @@ async fn mixed_floods_cost_one_call_per_question() {
 #[tokio::test]
 async fn frequent_denials_survive_a_flood() {
     let server = RedisServer::start();
-    let store = RedisStore::builder(server.url()).denials(1_000).timeout(Duration::from_secs(20));
+    let store = RedisStore::builder(server.url())
+        .denials(1_000)
+        .timeout(Duration::from_secs(20));
     let store = store.connect().await.unwrap();
     let list: Policies = of("api", Strategy::FixedWindow(Align::FirstHit), 1).into();
     exhaust(&server, std::slice::from_ref(&list)).await;
     let (mut sent, mut hits, since) = (0, 0, tokio::time::Instant::now());
     for first in (0..20_000).step_by(50) {
         let others = async || {
-            let others = (first..first + 50).map(|i| Check::take(Key::new(format!("other-{i}")), &list, 1));
+            let others =
+                (first..first + 50).map(|i| Check::take(Key::new(format!("other-{i}")), &list, 1));
             join_all(others.map(|check| store.check(check))).await
         };
         others().await;
-        assert!(others().await.into_iter().all(|decision| !decision.unwrap().is_allowed()));
+        assert!(
+            others()
+                .await
+                .into_iter()
+                .all(|decision| !decision.unwrap().is_allowed())
+        );
         for _ in 0..3 {
             match take(&store, &list, 1).await.source() {
                 Source::Cached => hits += 1,
@@ -412,26 +547,37 @@ async fn frequent_denials_survive_a_flood() {
         }
     }
     let most = 3 + since.elapsed().as_secs();
-    assert!(sent <= most, "{sent} of {} checks were sent, {most} at most", sent + hits);
+    assert!(
+        sent <= most,
+        "{sent} of {} checks were sent, {most} at most",
+        sent + hits
+    );
 }
 
 /// Denied callers in rotation, twice as many as are remembered: a part of them is known each time.
 #[tokio::test]
 async fn an_overfull_denial_cache_still_helps() {
     let server = RedisServer::start();
-    let store = RedisStore::builder(server.url()).denials(1_000).timeout(Duration::from_secs(20));
+    let store = RedisStore::builder(server.url())
+        .denials(1_000)
+        .timeout(Duration::from_secs(20));
     let store = store.connect().await.unwrap();
     let list: Policies = of("api", Strategy::FixedWindow(Align::FirstHit), 1).into();
     let mut hits = vec![];
     for _ in 0..8 {
         let mut cached = 0;
         for first in (0..2_000).step_by(100) {
-            let checks =
-                (first..first + 100).map(|i| store.check(Check::take(Key::new(format!("caller-{i}")), &list, 1)));
+            let checks = (first..first + 100)
+                .map(|i| store.check(Check::take(Key::new(format!("caller-{i}")), &list, 1)));
             let decisions = join_all(checks).await.into_iter().map(Result::unwrap);
-            cached += decisions.filter(|decision| decision.source() == Source::Cached).count();
+            cached += decisions
+                .filter(|decision| decision.source() == Source::Cached)
+                .count();
         }
         hits.push(cached);
     }
-    assert!(hits[3..].iter().all(|cached| *cached > 850), "of 2000 each: {hits:?}");
+    assert!(
+        hits[3..].iter().all(|cached| *cached > 850),
+        "of 2000 each: {hits:?}"
+    );
 }

@@ -9,8 +9,15 @@ use tower_redis_ratelimit::{Key, Policies, RedisStore, Strategy};
 
 use crate::support::{RedisServer, policy};
 
-const EVICTING: [&str; 7] =
-    ["allkeys-lru", "allkeys-lfu", "allkeys-random", "volatile-lru", "volatile-lfu", "volatile-random", "volatile-ttl"];
+const EVICTING: [&str; 7] = [
+    "allkeys-lru",
+    "allkeys-lfu",
+    "allkeys-random",
+    "volatile-lru",
+    "volatile-lfu",
+    "volatile-random",
+    "volatile-ttl",
+];
 
 /// How many bytes there are for counts: of some thousand callers.
 const ROOM: u64 = 512 * 1024;
@@ -28,11 +35,18 @@ impl Full {
     async fn start(maxmemory_policy: &str) -> Self {
         let server = RedisServer::start_with(&["--maxmemory-policy", maxmemory_policy]);
         // Each check is Redis's own.
-        let builder = RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).denials(0);
+        let builder = RedisStore::builder(server.url())
+            .timeout(Duration::from_secs(20))
+            .denials(0);
         let store = builder.connect().await.unwrap();
         // The keys of the probe are in nobody's way.
         let _: String = server.command("FLUSHALL").await;
-        let full = Self { server, store, policies: policy(Strategy::Gcra, "10/100d"), callers: 0 };
+        let full = Self {
+            server,
+            store,
+            policies: policy(Strategy::Gcra, "10/100d"),
+            callers: 0,
+        };
         full.leave(ROOM).await;
         full
     }
@@ -40,7 +54,10 @@ impl Full {
     /// Sets `maxmemory` to so many bytes more than there are in use.
     async fn leave(&self, bytes: u64) {
         let used = self.server.info("memory", "used_memory").await;
-        let _: String = self.server.command(&format!("CONFIG SET maxmemory {}", used + bytes)).await;
+        let _: String = self
+            .server
+            .command(&format!("CONFIG SET maxmemory {}", used + bytes))
+            .await;
     }
 
     fn take(&self, caller: &str, cost: u32) -> Check {
@@ -48,7 +65,11 @@ impl Full {
     }
 
     async fn remaining(&self, caller: &str) -> u32 {
-        self.store.check(Check::peek(Key::new(caller), &self.policies, 1)).await.unwrap().remaining()
+        self.store
+            .check(Check::peek(Key::new(caller), &self.policies, 1))
+            .await
+            .unwrap()
+            .remaining()
     }
 
     async fn evicted(&self) -> u64 {
@@ -78,32 +99,64 @@ async fn evicted_callers_start_afresh() {
         let before = full.evicted().await;
         let mut afresh = 0;
         for first in (0..full.callers).step_by(200) {
-            let callers: Vec<String> = (first..first + 200).map(|i| format!("caller-{i}")).collect();
+            let callers: Vec<String> = (first..first + 200)
+                .map(|i| format!("caller-{i}"))
+                .collect();
             for remaining in join_all(callers.iter().map(|caller| full.remaining(caller))).await {
-                assert!((9..=10).contains(&remaining), "{maxmemory_policy}: {remaining}");
+                assert!(
+                    (9..=10).contains(&remaining),
+                    "{maxmemory_policy}: {remaining}"
+                );
                 afresh += u64::from(remaining == 10);
             }
         }
         // A larger buffer may evict some more meanwhile.
         let after = full.evicted().await;
-        assert!((before..=after).contains(&afresh), "{maxmemory_policy}: {afresh} of {before} to {after}");
-        assert!(full.store.check(full.take("caller-0", 5)).await.unwrap().is_allowed());
+        assert!(
+            (before..=after).contains(&afresh),
+            "{maxmemory_policy}: {afresh} of {before} to {after}"
+        );
+        assert!(
+            full.store
+                .check(full.take("caller-0", 5))
+                .await
+                .unwrap()
+                .is_allowed()
+        );
     }
 }
 
 /// A key lives until its state is fresh again: of what refills, those who have used little go first.
 #[tokio::test]
 async fn volatile_ttl_keeps_the_most_exhausted_callers() {
-    for strategy in [Strategy::Gcra, Strategy::LeakyBucket, Strategy::TokenBucket(Default::default())] {
+    for strategy in [
+        Strategy::Gcra,
+        Strategy::LeakyBucket,
+        Strategy::TokenBucket(Default::default()),
+    ] {
         let mut full = Full::start("volatile-ttl").await;
         full.policies = policy(strategy, "10/100d");
         let heavy: Vec<String> = (0..20).map(|i| format!("heavy-{i}")).collect();
         for caller in &heavy {
-            assert!(full.store.check(full.take(caller, 10)).await.unwrap().is_allowed());
+            assert!(
+                full.store
+                    .check(full.take(caller, 10))
+                    .await
+                    .unwrap()
+                    .is_allowed()
+            );
         }
         full.flood(1_000).await;
         for caller in &heavy {
-            assert!(!full.store.check(full.take(caller, 1)).await.unwrap().is_allowed(), "{strategy:?}: {caller}");
+            assert!(
+                !full
+                    .store
+                    .check(full.take(caller, 1))
+                    .await
+                    .unwrap()
+                    .is_allowed(),
+                "{strategy:?}: {caller}"
+            );
         }
     }
 }
@@ -112,28 +165,74 @@ async fn volatile_ttl_keeps_the_most_exhausted_callers() {
 #[tokio::test]
 async fn noeviction_refuses_charges_and_forgets_nothing() {
     let full = Full::start("noeviction").await;
-    assert!(full.store.check(full.take("ann", 10)).await.unwrap().is_allowed());
-    assert!(full.store.check(full.take("bob", 4)).await.unwrap().is_allowed());
+    assert!(
+        full.store
+            .check(full.take("ann", 10))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
+    assert!(
+        full.store
+            .check(full.take("bob", 4))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
     full.leave(0).await;
     let _: String = full.server.command("CONFIG SET maxmemory 1").await;
     for caller in ["bob", "cid"] {
         let error = full.store.check(full.take(caller, 1)).await.unwrap_err();
-        assert_eq!((error.kind(), error.is_unsent()), (ErrorKind::OutOfMemory, true), "{caller}: {error:?}");
+        assert_eq!(
+            (error.kind(), error.is_unsent()),
+            (ErrorKind::OutOfMemory, true),
+            "{caller}: {error:?}"
+        );
     }
     // A denial writes nothing, nor does a peek.
-    assert!(!full.store.check(full.take("ann", 1)).await.unwrap().is_allowed());
-    assert_eq!((full.remaining("ann").await, full.remaining("bob").await, full.remaining("cid").await), (0, 6, 10));
+    assert!(
+        !full
+            .store
+            .check(full.take("ann", 1))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
+    assert_eq!(
+        (
+            full.remaining("ann").await,
+            full.remaining("bob").await,
+            full.remaining("cid").await
+        ),
+        (0, 6, 10)
+    );
     assert_eq!(full.evicted().await, 0);
     full.leave(ROOM).await;
-    assert_eq!(full.store.check(full.take("bob", 1)).await.unwrap().remaining(), 5);
+    assert_eq!(
+        full.store
+            .check(full.take("bob", 1))
+            .await
+            .unwrap()
+            .remaining(),
+        5
+    );
 }
 
 /// Under `volatile-*`, data that never expires pushes all counts out; then charges are refused as by `noeviction`.
 #[tokio::test]
 async fn counts_are_evicted_before_persistent_data() {
-    for maxmemory_policy in EVICTING.into_iter().filter(|policy| policy.starts_with("volatile")) {
+    for maxmemory_policy in EVICTING
+        .into_iter()
+        .filter(|policy| policy.starts_with("volatile"))
+    {
         let full = Full::start(maxmemory_policy).await;
-        assert!(full.store.check(full.take("ann", 10)).await.unwrap().is_allowed());
+        assert!(
+            full.store
+                .check(full.take("ann", 10))
+                .await
+                .unwrap()
+                .is_allowed()
+        );
         let mut connection = full.server.connection().await;
         let mut stored = 0;
         // The small ones leave no room for a count.
@@ -141,17 +240,30 @@ async fn counts_are_evicted_before_persistent_data() {
             let value = "x".repeat(size);
             let refused = loop {
                 let mut set = tower_redis_ratelimit::redis::cmd("SET");
-                match set.arg(format!("data-{stored}")).arg(&value).exec_async(&mut connection).await {
+                match set
+                    .arg(format!("data-{stored}"))
+                    .arg(&value)
+                    .exec_async(&mut connection)
+                    .await
+                {
                     Ok(()) => stored += 1,
                     Err(error) => break error,
                 }
             };
             assert_eq!(refused.code(), Some("OOM"), "{maxmemory_policy}: {refused}");
         }
-        assert_eq!(full.server.command::<i64>("DBSIZE").await, stored, "{maxmemory_policy}: only data is left");
+        assert_eq!(
+            full.server.command::<i64>("DBSIZE").await,
+            stored,
+            "{maxmemory_policy}: only data is left"
+        );
         assert_eq!(full.remaining("ann").await, 10, "{maxmemory_policy}");
         let error = full.store.check(full.take("ann", 1)).await.unwrap_err();
-        assert_eq!((error.kind(), error.is_unsent()), (ErrorKind::OutOfMemory, true), "{maxmemory_policy}");
+        assert_eq!(
+            (error.kind(), error.is_unsent()),
+            (ErrorKind::OutOfMemory, true),
+            "{maxmemory_policy}"
+        );
     }
 }
 
@@ -162,25 +274,43 @@ async fn client_eviction_spares_the_store() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     let server = RedisServer::start_with(&["--maxmemory-clients", "4mb"]);
-    let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).connect().await.unwrap();
+    let store = RedisStore::builder(server.url())
+        .timeout(Duration::from_secs(20))
+        .connect()
+        .await
+        .unwrap();
     let policies = policy(Strategy::Gcra, "100/100d");
     let take = || store.check(Check::take(Key::new("ann"), &policies, 1));
     assert!(take().await.unwrap().is_allowed());
     let ours: String = server.command("CLIENT LIST TYPE normal").await;
-    let ours = ours.lines().find(|line| line.contains("cmd=evalsha") || line.contains("cmd=eval ")).expect("ours");
+    let ours = ours
+        .lines()
+        .find(|line| line.contains("cmd=evalsha") || line.contains("cmd=eval "))
+        .expect("ours");
     let id = ours.split(' ').next().unwrap().to_owned();
 
-    let mut greedy = tokio::net::TcpStream::connect(("127.0.0.1", server.port())).await.unwrap();
+    let mut greedy = tokio::net::TcpStream::connect(("127.0.0.1", server.port()))
+        .await
+        .unwrap();
     // A command that is never whole.
-    let _ = greedy.write_all(b"*2\r\n$4\r\nECHO\r\n$100000000\r\n").await;
+    let _ = greedy
+        .write_all(b"*2\r\n$4\r\nECHO\r\n$100000000\r\n")
+        .await;
     let megabyte = vec![b'x'; 1 << 20];
     let evicted = async {
         while greedy.write_all(&megabyte).await.is_ok() {}
         let _ = greedy.read(&mut [0]).await;
     };
-    tokio::time::timeout(Duration::from_secs(60), evicted).await.expect("it is evicted");
+    tokio::time::timeout(Duration::from_secs(60), evicted)
+        .await
+        .expect("it is evicted");
     assert_eq!(server.info("stats", "evicted_clients").await, 1);
     assert!(take().await.unwrap().is_allowed());
     let clients: String = server.command("CLIENT LIST TYPE normal").await;
-    assert!(clients.lines().any(|line| line.starts_with(&format!("{id} "))), "{id} is gone: {clients}");
+    assert!(
+        clients
+            .lines()
+            .any(|line| line.starts_with(&format!("{id} "))),
+        "{id} is gone: {clients}"
+    );
 }

@@ -20,7 +20,12 @@ const LIMIT: usize = 1_000;
 /// Runs the test of this name in 4 processes, each with a store of its own, and adds up what they print: lines of what
 /// was granted where, of so many places. A test that does so finds the URL in the environment when it is run as one of
 /// them.
-fn granted_by_processes(test: &str, server: &RedisServer, places: usize, is_leased: bool) -> Vec<usize> {
+fn granted_by_processes(
+    test: &str,
+    server: &RedisServer,
+    places: usize,
+    is_leased: bool,
+) -> Vec<usize> {
     let start = |number: usize| -> Child {
         Command::new(env::current_exe().unwrap())
             .args(["--exact", test, "--nocapture"])
@@ -38,9 +43,12 @@ fn granted_by_processes(test: &str, server: &RedisServer, places: usize, is_leas
         let output = worker.wait_with_output().unwrap();
         assert!(output.status.success(), "{output:?}");
         let text = String::from_utf8(output.stdout).unwrap();
-        let lines = text.lines().filter_map(|line| line.strip_prefix("granted ")?.split_once(": "));
-        let counts: Vec<(usize, usize)> =
-            lines.map(|(place, n)| (place.parse().unwrap(), n.parse().unwrap())).collect();
+        let lines = text
+            .lines()
+            .filter_map(|line| line.strip_prefix("granted ")?.split_once(": "));
+        let counts: Vec<(usize, usize)> = lines
+            .map(|(place, n)| (place.parse().unwrap(), n.parse().unwrap()))
+            .collect();
         assert_eq!(counts.len(), places, "a line for each place");
         for (place, count) in counts {
             granted[place] += count;
@@ -51,7 +59,11 @@ fn granted_by_processes(test: &str, server: &RedisServer, places: usize, is_leas
 
 /// A store that is given time, however busy the machine is.
 async fn store(url: &str) -> RedisStore {
-    RedisStore::builder(url).timeout(Duration::from_secs(20)).connect().await.unwrap()
+    RedisStore::builder(url)
+        .timeout(Duration::from_secs(20))
+        .connect()
+        .await
+        .unwrap()
 }
 
 /// The same policy, and one that is leased.
@@ -161,10 +173,21 @@ async fn many_keys_count_exactly() {
             Costs::Random => assert!(granted <= FEW as usize, "{context}: {granted}"),
         }
         random += usize::from(costs == Costs::Random) * granted;
-        let left = store.check(Check::peek(key(place), &policies[strategy], 1)).await.unwrap().remaining();
-        assert_eq!(left as usize, FEW as usize - granted, "{context}: {granted} granted");
+        let left = store
+            .check(Check::peek(key(place), &policies[strategy], 1))
+            .await
+            .unwrap()
+            .remaining();
+        assert_eq!(
+            left as usize,
+            FEW as usize - granted,
+            "{context}: {granted} granted"
+        );
     }
-    assert!(random > STRATEGIES.len() * KEYS * FEW as usize / 2, "only {random} were granted at random");
+    assert!(
+        random > STRATEGIES.len() * KEYS * FEW as usize / 2,
+        "only {random} were granted at random"
+    );
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -175,7 +198,11 @@ enum Costs {
 
 /// The strategy of a place, and what is asked there.
 fn of(place: usize) -> (usize, Costs) {
-    let costs = if place < STRATEGIES.len() * KEYS { Costs::One } else { Costs::Random };
+    let costs = if place < STRATEGIES.len() * KEYS {
+        Costs::One
+    } else {
+        Costs::Random
+    };
     (place % STRATEGIES.len(), costs)
 }
 
@@ -230,14 +257,36 @@ async fn several_policies_are_all_or_nothing() {
     let store = RedisStore::connect(server.url()).await.unwrap();
     let policies = Policies::new([
         Policy::new("few", Strategy::Gcra, Quota::per_hour(5)).unwrap(),
-        Policy::new("many", Strategy::FixedWindow(Default::default()), Quota::per_day(100)).unwrap(),
+        Policy::new(
+            "many",
+            Strategy::FixedWindow(Default::default()),
+            Quota::per_day(100),
+        )
+        .unwrap(),
     ])
     .unwrap();
     let checks = (0..50).map(|_| store.check(Check::take(Key::new("ann"), &policies, 1)));
-    let decisions: Vec<_> = join_all(checks).await.into_iter().map(Result::unwrap).collect();
-    assert_eq!(decisions.iter().filter(|decision| decision.is_allowed()).count(), 5);
-    assert!(decisions.iter().all(|decision| decision.policy().name() == "few"));
-    let left = store.check(Check::peek(Key::new("ann"), &policies, 1)).await.unwrap();
+    let decisions: Vec<_> = join_all(checks)
+        .await
+        .into_iter()
+        .map(Result::unwrap)
+        .collect();
+    assert_eq!(
+        decisions
+            .iter()
+            .filter(|decision| decision.is_allowed())
+            .count(),
+        5
+    );
+    assert!(
+        decisions
+            .iter()
+            .all(|decision| decision.policy().name() == "few")
+    );
+    let left = store
+        .check(Check::peek(Key::new("ann"), &policies, 1))
+        .await
+        .unwrap();
     let left: Vec<_> = left.each().map(|each| each.remaining()).collect();
     assert_eq!(left, [0, 95], "45 denials charged nothing");
 }

@@ -36,7 +36,11 @@ impl Observer for Notes {
     }
 
     fn reconciled(&self, event: &event::Reconciled) {
-        self.0.reconciled.lock().unwrap().push((event.charged, event.dropped));
+        self.0
+            .reconciled
+            .lock()
+            .unwrap()
+            .push((event.charged, event.dropped));
     }
 
     fn failed(&self, _: &event::Failed<'_>) {
@@ -45,7 +49,10 @@ impl Observer for Notes {
 }
 
 fn fallback(url: String, notes: &Notes) -> Fallback<RedisStore, LocalStore> {
-    let redis = RedisStore::builder(url).timeout(Duration::from_secs(5)).connect_lazy().unwrap();
+    let redis = RedisStore::builder(url)
+        .timeout(Duration::from_secs(5))
+        .connect_lazy()
+        .unwrap();
     Fallback::new(redis, LocalStore::default()).observer(notes.clone())
 }
 
@@ -54,15 +61,28 @@ async fn it_degrades_and_recovers_with_redis() {
     let mut server = RedisServer::start();
     let notes = Notes::default();
     let store = fallback(server.url(), &notes).deadline(Duration::from_secs(5));
-    assert_eq!(store.check(check("ann", "10/h")).await.unwrap().source(), Source::Redis);
+    assert_eq!(
+        store.check(check("ann", "10/h")).await.unwrap().source(),
+        Source::Redis
+    );
 
     server.kill();
     for _ in 0..5 {
-        assert_eq!(store.check(check("ann", "10/h")).await.unwrap().source(), Source::Local);
+        assert_eq!(
+            store.check(check("ann", "10/h")).await.unwrap().source(),
+            Source::Local
+        );
     }
     assert!(store.is_degraded());
-    assert_eq!(notes.0.degraded.lock().unwrap().as_slice(), [ErrorKind::Unreachable]);
-    assert_eq!(notes.0.failed.load(SeqCst), 3, "only what opened the breaker was tried in Redis");
+    assert_eq!(
+        notes.0.degraded.lock().unwrap().as_slice(),
+        [ErrorKind::Unreachable]
+    );
+    assert_eq!(
+        notes.0.failed.load(SeqCst),
+        3,
+        "only what opened the breaker was tried in Redis"
+    );
 
     server.restart();
     until("it has recovered", async || !store.is_degraded()).await;
@@ -70,7 +90,11 @@ async fn it_degrades_and_recovers_with_redis() {
     let decision = store.check(check("ann", "10/h")).await.unwrap();
     // The restarted Redis is empty. The first may have been charged when it failed, for all that is known; the others
     // got no connection.
-    assert_eq!((decision.source(), decision.remaining()), (Source::Redis, 10 - 4 - 1), "four were reconciled");
+    assert_eq!(
+        (decision.source(), decision.remaining()),
+        (Source::Redis, 10 - 4 - 1),
+        "four were reconciled"
+    );
     assert_eq!(notes.0.reconciled.lock().unwrap().as_slice(), [(4, 0)]);
 }
 
@@ -82,20 +106,40 @@ fn checks_outside_runtimes_do_not_degrade_others() {
     let notes = Notes::default();
     let store = fallback(server.url(), &notes).deadline(Duration::from_secs(5));
     for count in 1..=5 {
-        let decision = store.check(check("ann", "10/h")).now_or_never().expect("it does not wait").unwrap();
-        assert_eq!((decision.source(), decision.remaining()), (Source::Local, 10 - count));
+        let decision = store
+            .check(check("ann", "10/h"))
+            .now_or_never()
+            .expect("it does not wait")
+            .unwrap();
+        assert_eq!(
+            (decision.source(), decision.remaining()),
+            (Source::Local, 10 - count)
+        );
         assert!(!store.is_degraded());
     }
     assert_eq!(notes.0.failed.load(SeqCst), 5);
     assert!(notes.0.degraded.lock().unwrap().is_empty());
 
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     runtime.block_on(async {
         // The first check on the runtime starts the settlement.
-        assert_eq!(store.check(check("ann", "10/h")).await.unwrap().source(), Source::Redis);
-        until("all are reconciled", async || !notes.0.reconciled.lock().unwrap().is_empty()).await;
+        assert_eq!(
+            store.check(check("ann", "10/h")).await.unwrap().source(),
+            Source::Redis
+        );
+        until("all are reconciled", async || {
+            !notes.0.reconciled.lock().unwrap().is_empty()
+        })
+        .await;
         let decision = store.check(check("ann", "10/h")).await.unwrap();
-        assert_eq!((decision.source(), decision.remaining()), (Source::Redis, 10 - 6 - 1), "all five were reconciled");
+        assert_eq!(
+            (decision.source(), decision.remaining()),
+            (Source::Redis, 10 - 6 - 1),
+            "all five were reconciled"
+        );
     });
     assert_eq!(notes.0.reconciled.lock().unwrap().as_slice(), [(5, 0)]);
 }
@@ -105,7 +149,10 @@ async fn it_starts_while_redis_is_down() {
     let notes = Notes::default();
     let store = fallback(format!("redis://127.0.0.1:{}/", free_port()), &notes);
     let decisions = join_all((0..20).map(|_| store.check(check("ann", "10/h")))).await;
-    let allowed = decisions.iter().filter(|decision| decision.as_ref().unwrap().is_allowed()).count();
+    let allowed = decisions
+        .iter()
+        .filter(|decision| decision.as_ref().unwrap().is_allowed())
+        .count();
     assert_eq!(allowed, 10, "the local store limits too");
 }
 
@@ -127,8 +174,15 @@ async fn a_frozen_redis_is_not_waited_for() {
             assert_eq!(decision.unwrap().source(), Source::Local);
         }
     }
-    assert_eq!(notes.0.failed.load(SeqCst), 10 + 2, "checks that Redis was asked");
-    assert_eq!(notes.0.degraded.lock().unwrap().as_slice(), [ErrorKind::Timeout]);
+    assert_eq!(
+        notes.0.failed.load(SeqCst),
+        10 + 2,
+        "checks that Redis was asked"
+    );
+    assert_eq!(
+        notes.0.degraded.lock().unwrap().as_slice(),
+        [ErrorKind::Timeout]
+    );
     server.thaw();
     until("it has recovered", async || !store.is_degraded()).await;
     let left = take().await.unwrap();
@@ -147,7 +201,11 @@ async fn a_dropped_store_stops_its_probes() {
         let _ = store.check(check("ann", "10/h")).await.unwrap();
     }
     assert!(store.is_degraded());
-    let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
+    let tasks = || {
+        tokio::runtime::Handle::current()
+            .metrics()
+            .num_alive_tasks()
+    };
     drop(store);
     until("every task has ended", async || tasks() == 0).await;
 }
@@ -158,7 +216,12 @@ fn it_recovers_on_another_runtime() {
     let mut server = RedisServer::start();
     let notes = Notes::default();
     let store = fallback(server.url(), &notes);
-    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = || {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+    };
     server.kill();
     runtime().block_on(async {
         for _ in 0..3 {
@@ -176,7 +239,8 @@ fn it_recovers_on_another_runtime() {
 #[tokio::test]
 async fn instances_share_and_reconcile_the_rest() {
     let all = STRATEGIES.map(async |strategy| {
-        let mut server = RedisServer::start_with(&["--appendonly", "yes", "--appendfsync", "always"]);
+        let mut server =
+            RedisServer::start_with(&["--appendonly", "yes", "--appendfsync", "always"]);
         let notes = Notes::default();
         let instance = || {
             let store = fallback(server.url(), &notes)
@@ -194,7 +258,10 @@ async fn instances_share_and_reconcile_the_rest() {
         server.kill();
         // The check that opens the breaker may have been charged, for all that is known: it is never reconciled.
         for instance in &instances {
-            let _ = instance.check(Check::take(Key::new("somebody else"), &policies, 1)).await.unwrap();
+            let _ = instance
+                .check(Check::take(Key::new("somebody else"), &policies, 1))
+                .await
+                .unwrap();
         }
         let mut granted = 0;
         for i in 0..100 {
@@ -202,13 +269,29 @@ async fn instances_share_and_reconcile_the_rest() {
             assert_eq!(decision.source(), Source::Local);
             granted += decision.granted();
         }
-        assert!((36..=40).contains(&granted), "{strategy:?}: {granted} of the 40 that were left");
+        assert!(
+            (36..=40).contains(&granted),
+            "{strategy:?}: {granted} of the 40 that were left"
+        );
 
         server.restart();
-        until("all have recovered", async || instances.iter().all(|instance| !instance.is_degraded())).await;
-        until("all have reconciled", async || notes.0.reconciled.lock().unwrap().len() == 4).await;
-        let left = instances[0].check(Check::peek(Key::new("ann"), &policies, 1)).await.unwrap();
-        assert_eq!((left.source(), left.remaining()), (Source::Redis, 40 - granted), "{strategy:?}");
+        until("all have recovered", async || {
+            instances.iter().all(|instance| !instance.is_degraded())
+        })
+        .await;
+        until("all have reconciled", async || {
+            notes.0.reconciled.lock().unwrap().len() == 4
+        })
+        .await;
+        let left = instances[0]
+            .check(Check::peek(Key::new("ann"), &policies, 1))
+            .await
+            .unwrap();
+        assert_eq!(
+            (left.source(), left.remaining()),
+            (Source::Redis, 40 - granted),
+            "{strategy:?}"
+        );
     });
     join_all(all).await;
 }
@@ -219,37 +302,74 @@ async fn checks_unsent_by_the_deadline_are_reconciled() {
     let server = RedisServer::start();
     let notes = Notes::default();
     let one = NonZeroUsize::MIN;
-    let redis = RedisStore::builder(server.url()).connections(one).batch(one).timeout(Duration::from_secs(20));
+    let redis = RedisStore::builder(server.url())
+        .connections(one)
+        .batch(one)
+        .timeout(Duration::from_secs(20));
     let redis = redis.connect().await.unwrap();
     let store = Fallback::new(redis.clone(), LocalStore::default()).observer(notes.clone());
     let store = store.deadline(Duration::from_millis(300));
     let policies = policy(Strategy::Gcra, "100/100d");
     server.freeze();
-    for decision in join_all((0..10).map(|_| store.check(Check::take(Key::new("ann"), &policies, 1)))).await {
+    for decision in
+        join_all((0..10).map(|_| store.check(Check::take(Key::new("ann"), &policies, 1)))).await
+    {
         assert_eq!(decision.unwrap().source(), Source::Local);
     }
     server.thaw();
-    let reconciled =
-        || notes.0.reconciled.lock().unwrap().iter().fold((0, 0), |sum, event| (sum.0 + event.0, sum.1 + event.1));
+    let reconciled = || {
+        notes
+            .0
+            .reconciled
+            .lock()
+            .unwrap()
+            .iter()
+            .fold((0, 0), |sum, event| (sum.0 + event.0, sum.1 + event.1))
+    };
     until("nine are reconciled", async || reconciled() == (9, 0)).await;
-    let left = redis.check(Check::peek(Key::new("ann"), &policies, 1)).await.unwrap();
-    assert_eq!((left.source(), left.remaining()), (Source::Redis, 100 - 10), "the one that was sent is charged too");
+    let left = redis
+        .check(Check::peek(Key::new("ann"), &policies, 1))
+        .await
+        .unwrap();
+    assert_eq!(
+        (left.source(), left.remaining()),
+        (Source::Redis, 100 - 10),
+        "the one that was sent is charged too"
+    );
 }
 
 /// With `Share::Alive` the shares follow how many instances there are.
 #[tokio::test]
 async fn live_instances_are_counted() {
     let mut server = RedisServer::start();
-    let stores: Vec<_> = (0..3).map(|_| RedisStore::connect_lazy(server.url()).unwrap()).collect();
-    let announced: Vec<_> = stores.iter().map(|store| store.announce().unwrap()).collect();
-    until("all know of all", async || announced.iter().all(|instances| instances.alive().get() == 3)).await;
+    let stores: Vec<_> = (0..3)
+        .map(|_| RedisStore::connect_lazy(server.url()).unwrap())
+        .collect();
+    let announced: Vec<_> = stores
+        .iter()
+        .map(|store| store.announce().unwrap())
+        .collect();
+    until("all know of all", async || {
+        announced
+            .iter()
+            .all(|instances| instances.alive().get() == 3)
+    })
+    .await;
 
-    let store = Fallback::new(stores[0].clone(), LocalStore::default()).share(Share::Alive(announced[0].clone()));
+    let store = Fallback::new(stores[0].clone(), LocalStore::default())
+        .share(Share::Alive(announced[0].clone()));
     server.kill();
-    let policies = policy(Strategy::FixedWindow(tower_redis_ratelimit::strategy::Align::FirstHit), "10/100d");
+    let policies = policy(
+        Strategy::FixedWindow(tower_redis_ratelimit::strategy::Align::FirstHit),
+        "10/100d",
+    );
     let mut granted = 0;
     for _ in 0..20 {
-        granted += store.check(Check::take(Key::new("ann"), &policies, 1)).await.unwrap().granted();
+        granted += store
+            .check(Check::take(Key::new("ann"), &policies, 1))
+            .await
+            .unwrap()
+            .granted();
     }
     assert_eq!(granted, 3, "a third of 10");
 
@@ -257,15 +377,24 @@ async fn live_instances_are_counted() {
     server.restart();
     let [first, second, third] = <[_; 3]>::try_from(announced).unwrap();
     drop(third);
-    until("it is no longer counted", async || first.alive().get() == 2 && second.alive().get() == 2).await;
+    until("it is no longer counted", async || {
+        first.alive().get() == 2 && second.alive().get() == 2
+    })
+    .await;
 }
 
 /// One that has announced itself while the clock was ahead, or on another server, counts for no longer.
 #[tokio::test]
 async fn instances_of_a_later_clock_are_forgotten() {
     let server = RedisServer::start();
-    let later = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_millis() + 3_600_000;
-    let _: u32 = server.command(&format!("ZADD rl:instances {later} gone")).await;
+    let later = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .unwrap()
+        .as_millis()
+        + 3_600_000;
+    let _: u32 = server
+        .command(&format!("ZADD rl:instances {later} gone"))
+        .await;
     let store = RedisStore::connect_lazy(server.url()).unwrap();
     let _instances = store.announce().unwrap();
     until("it is announced", async || server.calls("zadd").await > 1).await;
@@ -285,7 +414,10 @@ async fn cached_denials_do_not_hide_an_outage() {
     server.freeze();
     for i in 0..3 {
         assert_eq!(take("flood").await.unwrap().source(), Source::Cached);
-        assert_eq!(take(&format!("caller-{i}")).await.unwrap().source(), Source::Local);
+        assert_eq!(
+            take(&format!("caller-{i}")).await.unwrap().source(),
+            Source::Local
+        );
     }
     assert!(store.is_degraded());
     server.thaw();
@@ -294,11 +426,15 @@ async fn cached_denials_do_not_hide_an_outage() {
 /// It neither opens the breaker for the others nor keeps it open.
 #[tokio::test]
 async fn a_refused_policy_does_not_degrade_others() {
-    let mut server = RedisServer::start_with(&["--user", "logless", "on", ">word", "~*", "+@all", "-lrange"]);
+    let mut server =
+        RedisServer::start_with(&["--user", "logless", "on", ">word", "~*", "+@all", "-lrange"]);
     let notes = Notes::default();
     let url = format!("redis://logless:word@127.0.0.1:{}/", server.port());
     let store = fallback(url, &notes).deadline(Duration::from_secs(5));
-    let (log, gcra) = (policy(Strategy::SlidingLog, "1000/100d"), policy(Strategy::Gcra, "1000/100d"));
+    let (log, gcra) = (
+        policy(Strategy::SlidingLog, "1000/100d"),
+        policy(Strategy::Gcra, "1000/100d"),
+    );
     let take = |policies| store.check(Check::take(Key::new("ann"), policies, 1));
     for _ in 0..10 {
         assert_eq!(take(&log).await.unwrap().source(), Source::Local);
@@ -317,28 +453,63 @@ async fn a_refused_policy_does_not_degrade_others() {
 
 /// How Redis is made to refuse what writes, what it then replies, and how it is made to take it again.
 const REFUSALS: [(&str, ErrorKind, &str); 3] = [
-    ("CONFIG SET maxmemory 1", ErrorKind::OutOfMemory, "CONFIG SET maxmemory 0"),
-    ("CONFIG SET min-replicas-to-write 1", ErrorKind::Refused, "CONFIG SET min-replicas-to-write 0"),
-    ("REPLICAOF 127.0.0.1 1", ErrorKind::ReadOnly, "REPLICAOF NO ONE"),
+    (
+        "CONFIG SET maxmemory 1",
+        ErrorKind::OutOfMemory,
+        "CONFIG SET maxmemory 0",
+    ),
+    (
+        "CONFIG SET min-replicas-to-write 1",
+        ErrorKind::Refused,
+        "CONFIG SET min-replicas-to-write 0",
+    ),
+    (
+        "REPLICAOF 127.0.0.1 1",
+        ErrorKind::ReadOnly,
+        "REPLICAOF NO ONE",
+    ),
 ];
 
 /// Also under several policies, with an id, and where a log takes several commands.
 #[tokio::test]
 async fn checks_redis_cannot_write_are_uncharged() {
     let server = RedisServer::start();
-    let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(5)).connect().await.unwrap();
+    let store = RedisStore::builder(server.url())
+        .timeout(Duration::from_secs(5))
+        .connect()
+        .await
+        .unwrap();
     let named = |name, strategy| Policy::new(name, strategy, "100/100d".parse().unwrap()).unwrap();
     let lists = STRATEGIES.map(|strategy| {
-        Policies::new([named("one", strategy), named("log", Strategy::SlidingLog), named("two", Strategy::Gcra)])
+        Policies::new([
+            named("one", strategy),
+            named("log", Strategy::SlidingLog),
+            named("two", Strategy::Gcra),
+        ])
     });
-    let lists: Vec<_> = lists.into_iter().map(Result::unwrap).chain([policy(Strategy::Gcra, "100/100d")]).collect();
+    let lists: Vec<_> = lists
+        .into_iter()
+        .map(Result::unwrap)
+        .chain([policy(Strategy::Gcra, "100/100d")])
+        .collect();
     let used = async |list: &Policies| {
-        let peek = store.check(Check::peek(Key::new("ann"), list, 1)).await.unwrap();
-        peek.each().map(|each| each.capacity() - each.remaining()).collect::<Vec<_>>()
+        let peek = store
+            .check(Check::peek(Key::new("ann"), list, 1))
+            .await
+            .unwrap();
+        peek.each()
+            .map(|each| each.capacity() - each.remaining())
+            .collect::<Vec<_>>()
     };
     for list in &lists {
         for cost in [2, 3] {
-            assert!(store.check(Check::take(Key::new("ann"), list, cost)).await.unwrap().is_allowed());
+            assert!(
+                store
+                    .check(Check::take(Key::new("ann"), list, cost))
+                    .await
+                    .unwrap()
+                    .is_allowed()
+            );
         }
     }
     for (refuse, kind, mend) in REFUSALS {
@@ -351,7 +522,11 @@ async fn checks_redis_cannot_write_are_uncharged() {
                 Check::charge(key, list, 1),
             ];
             let refused = |error: StoreError| {
-                assert_eq!((error.kind(), error.is_unsent()), (kind, true), "{refuse}: {list:?}: {error:?}");
+                assert_eq!(
+                    (error.kind(), error.is_unsent()),
+                    (kind, true),
+                    "{refuse}: {list:?}: {error:?}"
+                );
             };
             let before = used(list).await;
             for answer in join_all(charges.map(|check| store.check(check))).await {
@@ -392,6 +567,10 @@ async fn grants_redis_cannot_write_are_reconciled() {
         let _: String = server.command(mend).await;
         until("it has recovered", async || !store.is_degraded()).await;
         let left = take().await.unwrap();
-        assert_eq!((left.source(), left.remaining()), (Source::Redis, 100 - 1 - 5 - 1), "{refuse}");
+        assert_eq!(
+            (left.source(), left.remaining()),
+            (Source::Redis, 100 - 1 - 5 - 1),
+            "{refuse}"
+        );
     }
 }

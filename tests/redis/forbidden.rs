@@ -46,16 +46,30 @@ const NOT_NEEDED: [&str; 30] = [
 const NEEDED: [&str; 7] = ["evalsha", "eval", "time", "mget", "set", "setrange", "del"];
 const OF_LOGS: [&str; 6] = ["lrange", "rpush", "lset", "ltrim", "lrem", "pexpireat"];
 /// Commands of requests in flight.
-const OF_SLOTS: [&str; 7] = ["zrange", "zremrangebyscore", "zcard", "zadd", "zscore", "zrem", "pexpireat"];
+const OF_SLOTS: [&str; 7] = [
+    "zrange",
+    "zremrangebyscore",
+    "zcard",
+    "zadd",
+    "zscore",
+    "zrem",
+    "pexpireat",
+];
 
 /// A server without these commands.
 fn without(commands: &[&str]) -> RedisServer {
-    let args: Vec<&str> = commands.iter().flat_map(|command| ["--rename-command", command, ""]).collect();
+    let args: Vec<&str> = commands
+        .iter()
+        .flat_map(|command| ["--rename-command", command, ""])
+        .collect();
     RedisServer::start_with(&args)
 }
 
 fn store(url: String) -> RedisStore {
-    RedisStore::builder(url).timeout(Duration::from_secs(20)).connect_lazy().unwrap()
+    RedisStore::builder(url)
+        .timeout(Duration::from_secs(20))
+        .connect_lazy()
+        .unwrap()
 }
 
 /// Asks in every mode. Returns what failed.
@@ -108,7 +122,12 @@ pub(crate) async fn ask_of_slots(store: &RedisStore, key: Key) -> Vec<StoreError
     }
     for slot in slots {
         failed.extend(store.check(Check::renew(key, &policies, slot)).await.err());
-        failed.extend(store.check(Check::release(key, &policies, slot)).await.err());
+        failed.extend(
+            store
+                .check(Check::release(key, &policies, slot))
+                .await
+                .err(),
+        );
     }
     failed
 }
@@ -127,7 +146,10 @@ async fn unneeded_commands_may_be_forbidden() {
         tokio::time::resume();
     }
     let _instances = store.announce().unwrap();
-    until("it is announced", async || server.command::<u32>("ZCARD rl:instances").await == 1).await;
+    until("it is announced", async || {
+        server.command::<u32>("ZCARD rl:instances").await == 1
+    })
+    .await;
 }
 
 /// Nothing is decided, and the cause names the command.
@@ -141,16 +163,27 @@ async fn needed_commands_are_named() {
         {
             assert_eq!(error.kind(), ErrorKind::Refused, "{command}: {error:?}");
             let cause = error.to_string();
-            assert!(cause.starts_with(&format!("the server 127.0.0.1:{} refused", server.port())), "{cause}");
+            assert!(
+                cause.starts_with(&format!("the server 127.0.0.1:{} refused", server.port())),
+                "{cause}"
+            );
             // Redis 6.2 has other quotation marks.
-            assert!(["'", "`"].iter().any(|mark| cause.contains(&format!("{mark}{command}{mark}"))), "{cause}");
+            assert!(
+                ["'", "`"]
+                    .iter()
+                    .any(|mark| cause.contains(&format!("{mark}{command}{mark}"))),
+                "{cause}"
+            );
         }
     }
     for command in ["TIME", "MGET", "SET"] {
         let server = without(&[command]);
         let error = RedisStore::connect(server.url()).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Refused, "{command}: {error:?}");
-        assert!(ask(&store(server.url()), Strategy::Gcra).await.len() > 2, "{command}");
+        assert!(
+            ask(&store(server.url()), Strategy::Gcra).await.len() > 2,
+            "{command}"
+        );
     }
 }
 
@@ -159,9 +192,17 @@ async fn needed_commands_are_named() {
 async fn a_database_needs_one_right_more() {
     let server = RedisServer::start();
     let rights: Vec<String> = NEEDED.iter().map(|right| format!("+{right}")).collect();
-    let rule = format!("ACL SETUSER limiter reset on >word ~rl:* -@all {}", rights.join(" "));
+    let rule = format!(
+        "ACL SETUSER limiter reset on >word ~rl:* -@all {}",
+        rights.join(" ")
+    );
     let _: String = server.command(&rule).await;
-    let store = || store(format!("redis://limiter:word@127.0.0.1:{}/3", server.port()));
+    let store = || {
+        store(format!(
+            "redis://limiter:word@127.0.0.1:{}/3",
+            server.port()
+        ))
+    };
     assert!(!ask(&store(), Strategy::Gcra).await.is_empty());
     let _: String = server.command("ACL SETUSER limiter +select").await;
     assert!(ask(&store(), Strategy::Gcra).await.is_empty());
@@ -173,9 +214,15 @@ async fn every_documented_right_is_needed() {
     let server = RedisServer::start();
     let all = NEEDED.into_iter().chain(OF_LOGS).chain(OF_SLOTS);
     for (place, missing) in all.clone().enumerate() {
-        let rights: Vec<String> =
-            all.clone().filter(|right| *right != missing).map(|right| format!("+{right}")).collect();
-        let rule = format!("ACL SETUSER limiter reset on >word ~rl:* -@all {}", rights.join(" "));
+        let rights: Vec<String> = all
+            .clone()
+            .filter(|right| *right != missing)
+            .map(|right| format!("+{right}"))
+            .collect();
+        let rule = format!(
+            "ACL SETUSER limiter reset on >word ~rl:* -@all {}",
+            rights.join(" ")
+        );
         let _: String = server.command(&rule).await;
         let _: String = server.command("FLUSHALL").await;
         let _: String = server.command("SCRIPT FLUSH").await;
@@ -186,10 +233,18 @@ async fn every_documented_right_is_needed() {
             _ => ask_of_slots(&store, Key::new("ann")).await,
         };
         assert!(!failed.is_empty(), "{missing}");
-        assert!(failed.iter().all(|error| error.kind() == ErrorKind::Permission), "{missing}: {failed:?}");
+        assert!(
+            failed
+                .iter()
+                .all(|error| error.kind() == ErrorKind::Permission),
+            "{missing}: {failed:?}"
+        );
         let keys: Vec<String> = server.command("KEYS rl:*").await;
         for key in keys {
-            assert!(server.command::<i64>(&format!("PTTL {key}")).await > 0, "{missing}: {key} stays for ever");
+            assert!(
+                server.command::<i64>(&format!("PTTL {key}")).await > 0,
+                "{missing}: {key} stays for ever"
+            );
         }
     }
 }

@@ -15,7 +15,9 @@ use tower_redis_ratelimit::settle::Reservation;
 use tower_redis_ratelimit::wait::Wait;
 use tower_redis_ratelimit::{CallLimitLayer, Limiter, Policy, RedisStore};
 
-use crate::in_flight_load::{LIMIT, TTL, an_outage, ann, is_worker, limiter, patient, processes_are_killed, work};
+use crate::in_flight_load::{
+    LIMIT, TTL, an_outage, ann, is_worker, limiter, patient, processes_are_killed, work,
+};
 use crate::proxy::far;
 use crate::support::{RedisServer, until};
 
@@ -67,7 +69,11 @@ async fn redis_is_frozen() {
 }
 
 async fn hold(limiter: &Limiter<RedisStore>, count: u32) -> Vec<Reservation> {
-    join_all((0..count).map(|_| limiter.reserve(ann(), 1))).await.into_iter().flatten().collect()
+    join_all((0..count).map(|_| limiter.reserve(ann(), 1)))
+        .await
+        .into_iter()
+        .flatten()
+        .collect()
 }
 
 async fn left(limiter: &Limiter<RedisStore>) -> u32 {
@@ -81,13 +87,23 @@ async fn a_stalled_instance_is_counted_again() {
     let (other, url) = (limiter(patient(&server.url())), server.url());
     // A runtime that runs nothing is an instance that stands still.
     let stopped = limiter(patient(&url));
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .unwrap();
     let stops = stopped.clone();
-    let held = runtime.spawn(async move { hold(&stops, 6).await }).await.unwrap();
+    let held = runtime
+        .spawn(async move { hold(&stops, 6).await })
+        .await
+        .unwrap();
     assert_eq!((held.len(), left(&other).await), (6, 4));
     let (go_on, wait) = std::sync::mpsc::channel::<()>();
     runtime.spawn(async move { wait.recv() });
-    until("what it holds is free", async || left(&other).await == LIMIT).await;
+    until("what it holds is free", async || {
+        left(&other).await == LIMIT
+    })
+    .await;
     let others = hold(&other, LIMIT).await;
     assert_eq!(others.len(), LIMIT as usize);
     go_on.send(()).unwrap();
@@ -109,7 +125,10 @@ async fn a_stalled_instance_is_counted_again() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn forgotten_requests_are_counted_again() {
     let server = RedisServer::start();
-    let limiters = [limiter(patient(&server.url())), limiter(patient(&server.url()))];
+    let limiters = [
+        limiter(patient(&server.url())),
+        limiter(patient(&server.url())),
+    ];
     let held = [hold(&limiters[0], 4).await, hold(&limiters[1], 3).await];
     for _ in 0..3 {
         let () = server.command("FLUSHALL").await;
@@ -137,11 +156,17 @@ async fn requests_ending_together_are_released_together() {
     let server = RedisServer::start();
     let limiter = limiter(patient(&server.url()));
     let keys = (0..CALLERS).map(|i| Key::new(i.to_string()));
-    let held: Vec<_> =
-        join_all(keys.map(|key| limiter.reserve(key, 1))).await.into_iter().map(Result::unwrap).collect();
+    let held: Vec<_> = join_all(keys.map(|key| limiter.reserve(key, 1)))
+        .await
+        .into_iter()
+        .map(Result::unwrap)
+        .collect();
     let calls = server.calls("evalsha").await;
     drop(held);
-    until("nothing is left", async || server.command::<u64>("DBSIZE").await == 0).await;
+    until("nothing is left", async || {
+        server.command::<u64>("DBSIZE").await == 0
+    })
+    .await;
     let calls = server.calls("evalsha").await - calls;
     assert!(calls < CALLERS as u64 / 20, "{calls} calls");
 }
@@ -157,12 +182,22 @@ async fn denials_are_cached_until_requests_end() {
     let server = RedisServer::start();
     let store = RedisStore::connect(server.url()).await.unwrap();
     let policies = Policy::in_flight("streams", 2).unwrap().into();
-    let take = async |cost| store.check(Check::take(ann(), &policies, cost)).await.unwrap();
+    let take = async |cost| {
+        store
+            .check(Check::take(ann(), &policies, cost))
+            .await
+            .unwrap()
+    };
     let first = Check::take(ann(), &policies, 1);
     let slot = first.slot().unwrap();
     assert!(store.check(first).await.unwrap().is_allowed() && take(100).await.is_allowed());
     let denied = take(100).await;
-    assert_eq!(denied.outcome(), Outcome::Denied { retry_after: Duration::from_millis(100) });
+    assert_eq!(
+        denied.outcome(),
+        Outcome::Denied {
+            retry_after: Duration::from_millis(100)
+        }
+    );
     let (before, mut cached) = (server.calls("evalsha").await, 0);
     for _ in 0..1_000 {
         let denied = take(100).await;
@@ -170,8 +205,14 @@ async fn denials_are_cached_until_requests_end() {
         cached += u32::from(denied.source() == Source::Cached);
     }
     let calls = server.calls("evalsha").await - before;
-    assert!(cached > 900 && calls < 100, "{cached} of 1000 were remembered, {calls} calls");
-    let _ = store.check(Check::release(ann(), &policies, slot)).await.unwrap();
+    assert!(
+        cached > 900 && calls < 100,
+        "{cached} of 1000 were remembered, {calls} calls"
+    );
+    let _ = store
+        .check(Check::release(ann(), &policies, slot))
+        .await
+        .unwrap();
     assert!(take(100).await.is_allowed());
     // What ends elsewhere is seen when it is to be asked again.
     assert!(!take(100).await.is_allowed());
@@ -191,16 +232,26 @@ async fn an_outage_is_no_second_helping() {
 
     let mut server = RedisServer::start();
     let share = Share::Fixed(NonZeroU32::new(2).unwrap());
-    let limiter = limiter(Fallback::new(patient(&server.url()), LocalStore::default()).share(share));
+    let limiter =
+        limiter(Fallback::new(patient(&server.url()), LocalStore::default()).share(share));
     let mut held = vec![];
     for _ in 0..7 {
         held.push(limiter.reserve(ann(), 1).await.unwrap());
     }
     server.kill();
-    until("the outage is noticed", async || limiter.peek(ann(), 1).await.unwrap().source() == Source::Local).await;
-    assert!(limiter.reserve(ann(), 1).await.is_err(), "it holds more than its share of 5");
+    until("the outage is noticed", async || {
+        limiter.peek(ann(), 1).await.unwrap().source() == Source::Local
+    })
+    .await;
+    assert!(
+        limiter.reserve(ann(), 1).await.is_err(),
+        "it holds more than its share of 5"
+    );
     held.truncate(4);
-    until("there is room", async || limiter.peek(ann(), 1).await.unwrap().remaining() == 1).await;
+    until("there is room", async || {
+        limiter.peek(ann(), 1).await.unwrap().remaining() == 1
+    })
+    .await;
     held.push(limiter.reserve(ann(), 1).await.unwrap());
     assert!(limiter.reserve(ann(), 1).await.is_err());
     server.restart();
@@ -211,7 +262,10 @@ async fn an_outage_is_no_second_helping() {
     })
     .await;
     drop(held);
-    until("all is free", async || limiter.peek(ann(), 1).await.unwrap().remaining() == LIMIT).await;
+    until("all is free", async || {
+        limiter.peek(ann(), 1).await.unwrap().remaining() == LIMIT
+    })
+    .await;
 }
 
 /// Though requests come faster than one in a call to Redis.
@@ -219,13 +273,19 @@ async fn an_outage_is_no_second_helping() {
 async fn a_distant_wait_queue_drains() {
     let server = RedisServer::start();
     let url = far(&server, Duration::from_millis(20)).await;
-    let layer = CallLimitLayer::new(patient(&url), |_: &()| Some(ann()), Policy::in_flight("streams", 50).unwrap());
+    let layer = CallLimitLayer::new(
+        patient(&url),
+        |_: &()| Some(ann()),
+        Policy::in_flight("streams", 50).unwrap(),
+    );
     let wait = Wait::up_to(Duration::from_secs(60)).per_caller(NonZeroUsize::MAX);
     let service = layer.wait(wait).layer(service_fn(async |()| {
         sleep(Duration::from_millis(10)).await;
         Ok::<_, Infallible>(())
     }));
-    let mut calls: Vec<_> = (0..150).map(|_| tokio::spawn(service.clone().oneshot(()))).collect();
+    let mut calls: Vec<_> = (0..150)
+        .map(|_| tokio::spawn(service.clone().oneshot(())))
+        .collect();
     for _ in 0..200 {
         sleep(Duration::from_millis(5)).await;
         calls.push(tokio::spawn(service.clone().oneshot(())));
@@ -235,8 +295,14 @@ async fn a_distant_wait_queue_drains() {
         call.await.unwrap().unwrap();
     }
     let took = start.elapsed();
-    assert!(took < Duration::from_secs(3), "the last one waited for {took:?}");
-    let here = Limiter::new(patient(&server.url()), Policy::in_flight("streams", 50).unwrap());
+    assert!(
+        took < Duration::from_secs(3),
+        "the last one waited for {took:?}"
+    );
+    let here = Limiter::new(
+        patient(&server.url()),
+        Policy::in_flight("streams", 50).unwrap(),
+    );
     until("all is free", async || left(&here).await == 50).await;
 }
 
@@ -248,20 +314,38 @@ async fn a_distant_flood_releases_all_capacity() {
     const PATIENT: u8 = 1;
     const OVER: u8 = 2;
 
-    let seconds = env::var("SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(1.0);
+    let seconds = env::var("SECONDS")
+        .ok()
+        .and_then(|seconds| seconds.parse().ok())
+        .unwrap_or(1.0);
     let server = RedisServer::start();
     let policy = Policy::in_flight("streams", PLACES).unwrap();
     let limiter = |url: &str| Limiter::new(patient(url), policy.clone());
-    let (here, far) = (limiter(&server.url()), limiter(&far(&server, Duration::from_millis(20)).await));
-    let (mood, begun) = (Arc::new(AtomicU8::new(PATIENT)), Arc::new(AtomicUsize::new(0)));
+    let (here, far) = (
+        limiter(&server.url()),
+        limiter(&far(&server, Duration::from_millis(20)).await),
+    );
+    let (mood, begun) = (
+        Arc::new(AtomicU8::new(PATIENT)),
+        Arc::new(AtomicUsize::new(0)),
+    );
     let mut tasks = vec![];
     for seed in 0..5 * u64::from(PLACES) {
-        let (far, mood, begun, mut rng) = (far.clone(), Arc::clone(&mood), Arc::clone(&begun), Rng::with_seed(seed));
+        let (far, mood, begun, mut rng) = (
+            far.clone(),
+            Arc::clone(&mood),
+            Arc::clone(&begun),
+            Rng::with_seed(seed),
+        );
         tasks.push(tokio::spawn(async move {
             loop {
                 let goes_away = mood.load(SeqCst) == HASTY && rng.f64() < 0.1;
-                let patience = Duration::from_millis(if goes_away { rng.u64(..40) } else { 60_000 });
-                let held = timeout(patience, far.reserve(ann(), 1)).await.ok().and_then(Result::ok);
+                let patience =
+                    Duration::from_millis(if goes_away { rng.u64(..40) } else { 60_000 });
+                let held = timeout(patience, far.reserve(ann(), 1))
+                    .await
+                    .ok()
+                    .and_then(Result::ok);
                 if held.is_some() {
                     begun.fetch_add(1, SeqCst);
                 }
@@ -275,7 +359,10 @@ async fn a_distant_flood_releases_all_capacity() {
     let pass = async |what: &str, seconds: f64| {
         let before = begun.load(SeqCst);
         sleep(Duration::from_secs_f64(seconds)).await;
-        println!("{what}: {} began in {seconds} s", begun.load(SeqCst) - before);
+        println!(
+            "{what}: {} began in {seconds} s",
+            begun.load(SeqCst) - before
+        );
     };
     pass("before", seconds).await;
     mood.store(HASTY, SeqCst);
@@ -288,7 +375,12 @@ async fn a_distant_flood_releases_all_capacity() {
     for task in tasks {
         held.extend(task.await.unwrap());
     }
-    assert_eq!(left(&here).await, PLACES - held.len() as u32, "{} are held", held.len());
+    assert_eq!(
+        left(&here).await,
+        PLACES - held.len() as u32,
+        "{} are held",
+        held.len()
+    );
 }
 
 /// A third of all calls are dropped before the answer, with it or after it, while connections are killed and Redis
@@ -296,13 +388,17 @@ async fn a_distant_flood_releases_all_capacity() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn cancelled_calls_on_broken_connections_keep_the_limit() {
     let server = RedisServer::start();
-    let limiters = [limiter(patient(&server.url())), limiter(patient(&server.url()))];
+    let limiters = [
+        limiter(patient(&server.url())),
+        limiter(patient(&server.url())),
+    ];
     let (running, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let (open, begun) = (Arc::new(AtomicU8::new(1)), Arc::new(AtomicUsize::new(0)));
     let mut tasks = vec![];
     for seed in 0..64 {
         let limiter = limiters[seed as usize % 2].clone();
-        let (running, most, open, begun) = (running.clone(), most.clone(), open.clone(), begun.clone());
+        let (running, most, open, begun) =
+            (running.clone(), most.clone(), open.clone(), begun.clone());
         tasks.push(tokio::spawn(async move {
             let mut rng = Rng::with_seed(seed);
             while open.load(SeqCst) == 1 {
@@ -326,10 +422,21 @@ async fn cancelled_calls_on_broken_connections_keep_the_limit() {
     for round in 0..20 {
         sleep(Duration::from_millis(100)).await;
         let mut kill = redis::cmd("CLIENT");
-        let () = kill.arg("KILL").arg("TYPE").arg("normal").query_async(&mut connection).await.unwrap();
+        let () = kill
+            .arg("KILL")
+            .arg("TYPE")
+            .arg("normal")
+            .query_async(&mut connection)
+            .await
+            .unwrap();
         if round % 5 == 4 {
             let mut pause = redis::cmd("CLIENT");
-            let () = pause.arg("PAUSE").arg(50).query_async(&mut connection).await.unwrap();
+            let () = pause
+                .arg("PAUSE")
+                .arg(50)
+                .query_async(&mut connection)
+                .await
+                .unwrap();
         }
     }
     open.store(0, SeqCst);
@@ -337,7 +444,10 @@ async fn cancelled_calls_on_broken_connections_keep_the_limit() {
         task.await.unwrap();
     }
     let ended_at = Instant::now();
-    until("nothing is left", async || server.command::<u64>("DBSIZE").await == 0).await;
+    until("nothing is left", async || {
+        server.command::<u64>("DBSIZE").await == 0
+    })
+    .await;
     let (took, begun, most) = (ended_at.elapsed(), begun.load(SeqCst), most.load(SeqCst));
     println!("{begun} began, at most {most} ran, all released after {took:?}");
     assert!(begun > 100, "only {begun} began");
@@ -353,13 +463,25 @@ async fn foreign_values_count_as_no_slots() {
     use tower_redis_ratelimit::{Key, Policies, Quota, Strategy};
 
     let server = RedisServer::start();
-    let store = RedisStore::builder(server.url()).denials(0).connect().await.unwrap();
+    let store = RedisStore::builder(server.url())
+        .denials(0)
+        .connect()
+        .await
+        .unwrap();
     let streams = Policy::in_flight("streams", 2).unwrap();
     let alone = Policies::from(streams.clone());
     let api = Policy::new("api", Strategy::Gcra, Quota::per_second(10)).unwrap();
     let both = Policies::new([api, streams]).unwrap();
     let (bob, callers) = (Key::new("bob"), ["a", "b", "c", "d"].map(Key::new));
-    for (policies, mode) in [(&alone, 0), (&alone, 1), (&alone, 2), (&alone, 3), (&both, 0), (&both, 1), (&both, 3)] {
+    for (policies, mode) in [
+        (&alone, 0),
+        (&alone, 1),
+        (&alone, 2),
+        (&alone, 3),
+        (&both, 0),
+        (&both, 1),
+        (&both, 3),
+    ] {
         let () = server.command("FLUSHALL").await;
         let () = server.command("SET rl:{a}:streams:s text").await;
         let () = server.command("RPUSH rl:{b}:streams:s one two").await;
@@ -375,7 +497,11 @@ async fn foreign_values_count_as_no_slots() {
                 _ => Check::peek(key, policies, 1),
             }
         };
-        let asked = callers.iter().copied().chain([bob]).map(|key| store.check(make(key)));
+        let asked = callers
+            .iter()
+            .copied()
+            .chain([bob])
+            .map(|key| store.check(make(key)));
         for answer in join_all(asked).await {
             let decision = answer.unwrap();
             let left = decision.each().last().unwrap().remaining();
@@ -384,7 +510,12 @@ async fn foreign_values_count_as_no_slots() {
         }
         if mode < 2 {
             for key in ["a", "b", "c", "d"] {
-                assert_eq!(server.command::<u64>(&format!("ZCARD rl:{{{key}}}:streams:s")).await, 1);
+                assert_eq!(
+                    server
+                        .command::<u64>(&format!("ZCARD rl:{{{key}}}:streams:s"))
+                        .await,
+                    1
+                );
             }
         }
     }

@@ -12,8 +12,18 @@ use crate::support::{RedisServer, STRATEGIES, policy, until};
 #[tokio::test]
 async fn a_key_reads_prefix_caller_policy_span() {
     let server = RedisServer::start();
-    let store = RedisStore::builder(server.url()).prefix("shop:rl").connect_lazy().unwrap();
-    let _ = store.check(Check::take(Key::new("ann"), &policy(Strategy::Gcra, "10/h"), 1)).await.unwrap();
+    let store = RedisStore::builder(server.url())
+        .prefix("shop:rl")
+        .connect_lazy()
+        .unwrap();
+    let _ = store
+        .check(Check::take(
+            Key::new("ann"),
+            &policy(Strategy::Gcra, "10/h"),
+            1,
+        ))
+        .await
+        .unwrap();
     let keys: Vec<String> = server.command("KEYS *").await;
     assert_eq!(keys, ["shop:rl:{ann}:test:g:10/h"]);
 }
@@ -25,15 +35,36 @@ async fn no_caller_leaves_its_hash_tag() {
     let store = RedisStore::connect_lazy(server.url()).unwrap();
     let policies = policy(Strategy::Gcra, "10/h");
     let long = vec![b'x'; 10_240];
-    let callers: [&[u8]; 7] = [b"}:other:g", b"{a}", b"a:b", b"\xff\xfe", b"a b\r\n", &long, b""];
+    let callers: [&[u8]; 7] = [
+        b"}:other:g",
+        b"{a}",
+        b"a:b",
+        b"\xff\xfe",
+        b"a b\r\n",
+        &long,
+        b"",
+    ];
     for caller in callers {
-        assert_eq!(store.check(Check::take(Key::new(caller), &policies, 1)).await.unwrap().remaining(), 9);
+        assert_eq!(
+            store
+                .check(Check::take(Key::new(caller), &policies, 1))
+                .await
+                .unwrap()
+                .remaining(),
+            9
+        );
     }
     let keys: Vec<String> = server.command("KEYS *").await;
     assert_eq!(keys.len(), callers.len());
     for key in keys {
-        let caller = key.strip_prefix("rl:{~").and_then(|rest| rest.strip_suffix("}:test:g:10/h")).expect(&key);
-        assert!(caller.len() == 32 && caller.bytes().all(|b| b.is_ascii_hexdigit()), "{key}");
+        let caller = key
+            .strip_prefix("rl:{~")
+            .and_then(|rest| rest.strip_suffix("}:test:g:10/h"))
+            .expect(&key);
+        assert!(
+            caller.len() == 32 && caller.bytes().all(|b| b.is_ascii_hexdigit()),
+            "{key}"
+        );
     }
 }
 
@@ -44,19 +75,32 @@ async fn every_key_expires_when_it_is_fresh() {
     let store = RedisStore::connect_lazy(server.url()).unwrap();
     for strategy in STRATEGIES {
         let policies = policy(strategy, "1000/h");
-        let decision = store.check(Check::take(Key::new("ann"), &policies, 7)).await.unwrap();
+        let decision = store
+            .check(Check::take(Key::new("ann"), &policies, 7))
+            .await
+            .unwrap();
         let key: Vec<String> = server.command("KEYS *").await;
         let left: i64 = server.command(&format!("PTTL {}", key[0])).await;
         let reset = decision.reset_after().as_millis() as i64;
-        assert!(left > 0 && left <= reset + 1, "{strategy:?}: {left} ms for a reset in {reset} ms");
+        assert!(
+            left > 0 && left <= reset + 1,
+            "{strategy:?}: {left} ms for a reset in {reset} ms"
+        );
         let _: String = server.command("FLUSHALL").await;
     }
 }
 
 /// Those whose states are written in place.
 fn constant() -> impl Iterator<Item = Strategy> {
-    let grows = |strategy: &Strategy| matches!(strategy, Strategy::SlidingLog | Strategy::SlidingWindow { .. });
-    STRATEGIES.into_iter().filter(move |strategy| !grows(strategy))
+    let grows = |strategy: &Strategy| {
+        matches!(
+            strategy,
+            Strategy::SlidingLog | Strategy::SlidingWindow { .. }
+        )
+    };
+    STRATEGIES
+        .into_iter()
+        .filter(move |strategy| !grows(strategy))
 }
 
 /// Who comes again is mostly written in place. For this, the key of a caller whose quota refills may live for up to
@@ -65,23 +109,41 @@ fn constant() -> impl Iterator<Item = Strategy> {
 async fn most_charges_leave_the_expiry_alone() {
     const CHARGES: u64 = 40;
     let server = RedisServer::start();
-    let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).connect_lazy().unwrap();
+    let store = RedisStore::builder(server.url())
+        .timeout(Duration::from_secs(20))
+        .connect_lazy()
+        .unwrap();
     for strategy in constant() {
         let policies = policy(strategy, "1000/h");
-        let refills = !matches!(strategy, Strategy::FixedWindow(_) | Strategy::SlidingCounter);
+        let refills = !matches!(
+            strategy,
+            Strategy::FixedWindow(_) | Strategy::SlidingCounter
+        );
         let before = [server.calls("set").await, server.calls("setrange").await];
         for _ in 0..CHARGES {
-            let decision = store.check(Check::take(Key::new("ann"), &policies, 1)).await.unwrap();
+            let decision = store
+                .check(Check::take(Key::new("ann"), &policies, 1))
+                .await
+                .unwrap();
             let keys: Vec<String> = server.command("KEYS *").await;
             let left: i64 = server.command(&format!("PTTL {}", keys[0])).await;
             let reset = decision.reset_after().as_millis() as i64;
             let most = if refills { 2 * reset } else { reset };
             // Between the two answers some time may pass.
-            assert!((reset - 500..=most + 500).contains(&left), "{strategy:?}: {left} ms for a reset in {reset} ms");
+            assert!(
+                (reset - 500..=most + 500).contains(&left),
+                "{strategy:?}: {left} ms for a reset in {reset} ms"
+            );
         }
-        let [set, in_place] = [server.calls("set").await - before[0], server.calls("setrange").await - before[1]];
+        let [set, in_place] = [
+            server.calls("set").await - before[0],
+            server.calls("setrange").await - before[1],
+        ];
         assert_eq!(set + in_place, CHARGES, "{strategy:?}");
-        assert!(set <= 8, "{strategy:?}: {set} of {CHARGES} charges have set an expiry");
+        assert!(
+            set <= 8,
+            "{strategy:?}: {set} of {CHARGES} charges have set an expiry"
+        );
         let _: String = server.command("FLUSHALL").await;
     }
 }
@@ -92,11 +154,18 @@ async fn most_charges_leave_the_expiry_alone() {
 async fn no_charge_leaves_a_key_without_an_expiry() {
     let server = RedisServer::start();
     // Each denial is Redis's own.
-    let builder = RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).denials(0);
+    let builder = RedisStore::builder(server.url())
+        .timeout(Duration::from_secs(20))
+        .denials(0);
     let store = builder.connect_lazy().unwrap();
     for strategy in constant() {
         let take_of = async |policies: &Policies| {
-            assert!(store.check(Check::take(Key::new("ann"), policies, 1)).await.is_ok());
+            assert!(
+                store
+                    .check(Check::take(Key::new("ann"), policies, 1))
+                    .await
+                    .is_ok()
+            );
         };
         let policies = policy(strategy, "1000/h");
         let take = async || take_of(&policies).await;
@@ -116,7 +185,10 @@ async fn no_charge_leaves_a_key_without_an_expiry() {
             take().await;
             let _: redis::Value = server.command(&change).await;
             take().await;
-            assert!(server.command::<i64>(&format!("PTTL {key}")).await > 0, "{strategy:?}: {change}");
+            assert!(
+                server.command::<i64>(&format!("PTTL {key}")).await > 0,
+                "{strategy:?}: {change}"
+            );
         }
         let _: String = server.command("FLUSHALL").await;
         let soon = policy(strategy, "10/1s");
@@ -138,17 +210,29 @@ async fn no_charge_leaves_a_key_without_an_expiry() {
 #[tokio::test]
 async fn new_callers_beside_others_get_an_expiry() {
     let server = RedisServer::start();
-    let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).connect_lazy().unwrap();
+    let store = RedisStore::builder(server.url())
+        .timeout(Duration::from_secs(20))
+        .connect_lazy()
+        .unwrap();
     for strategy in constant() {
         let policies = policy(strategy, "1000/h");
-        let take = |i: usize| store.check(Check::take(Key::new(format!("caller-{i}")), &policies, 1));
+        let take =
+            |i: usize| store.check(Check::take(Key::new(format!("caller-{i}")), &policies, 1));
         for callers in [(0..60).step_by(3).collect::<Vec<_>>(), (0..60).collect()] {
-            assert!(join_all(callers.into_iter().map(take)).await.iter().all(Result::is_ok));
+            assert!(
+                join_all(callers.into_iter().map(take))
+                    .await
+                    .iter()
+                    .all(Result::is_ok)
+            );
         }
         let keys: Vec<String> = server.command("KEYS *").await;
         assert_eq!(keys.len(), 60);
         for key in keys {
-            assert!(server.command::<i64>(&format!("PTTL {key}")).await > 0, "{strategy:?}: {key}");
+            assert!(
+                server.command::<i64>(&format!("PTTL {key}")).await > 0,
+                "{strategy:?}: {key}"
+            );
         }
         let _: String = server.command("FLUSHALL").await;
     }
@@ -162,12 +246,27 @@ async fn no_key_expires_while_a_script_runs() {
                   for i = 1, 3e7 do end \
                   return { #read, redis.call('SETRANGE', KEYS[1], 0, 'new'), redis.call('PTTL', KEYS[1]) }";
     let mut connection = server.connection().await;
-    let () = redis::cmd("SET").arg("k").arg("value").arg("PX").arg(20).query_async(&mut connection).await.unwrap();
-    let eval = redis::cmd("EVAL").arg(script).arg(1).arg("k").query_async(&mut connection).await;
+    let () = redis::cmd("SET")
+        .arg("k")
+        .arg("value")
+        .arg("PX")
+        .arg(20)
+        .query_async(&mut connection)
+        .await
+        .unwrap();
+    let eval = redis::cmd("EVAL")
+        .arg(script)
+        .arg(1)
+        .arg("k")
+        .query_async(&mut connection)
+        .await;
     let [read, written, left]: [i64; 3] = eval.unwrap();
     assert_eq!([read, written], [5, 5]);
     assert!(left >= 0, "{left} ms");
-    until("it has expired", async || server.command::<i64>("DBSIZE").await == 0).await;
+    until("it has expired", async || {
+        server.command::<i64>("DBSIZE").await == 0
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -184,7 +283,11 @@ async fn denials_and_peeks_write_nothing() {
             let _ = store.check(check).await.unwrap();
         }
     }
-    let writes = [server.calls("set").await, server.calls("setrange").await, server.calls("del").await];
+    let writes = [
+        server.calls("set").await,
+        server.calls("setrange").await,
+        server.calls("del").await,
+    ];
     assert_eq!(writes, [0; 3]);
     let keys: i64 = server.command("DBSIZE").await;
     assert_eq!(keys, 0);

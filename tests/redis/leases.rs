@@ -10,14 +10,20 @@ use futures_util::future::join_all;
 use tower_redis_ratelimit::check::{Check, Decision, Source};
 use tower_redis_ratelimit::store::{Share, Store};
 use tower_redis_ratelimit::strategy::Refill;
-use tower_redis_ratelimit::{Fallback, Key, Leased, LocalStore, Policies, Policy, Quota, RedisStore, Strategy};
+use tower_redis_ratelimit::{
+    Fallback, Key, Leased, LocalStore, Policies, Policy, Quota, RedisStore, Strategy,
+};
 
 use crate::support::{RedisServer, STRATEGIES};
 
 type Instance = Leased<Fallback<RedisStore, LocalStore>>;
 
 pub(crate) async fn instance(url: &str, of: u32) -> Instance {
-    let redis = RedisStore::builder(url).timeout(Duration::from_secs(20)).connect().await.unwrap();
+    let redis = RedisStore::builder(url)
+        .timeout(Duration::from_secs(20))
+        .connect()
+        .await
+        .unwrap();
     let store = Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(60));
     Leased::new(store).share(Share::Fixed(NonZeroU32::new(of).unwrap()))
 }
@@ -31,7 +37,9 @@ fn most(strategy: Strategy, quota: Quota, time: Duration) -> u32 {
     let periods = (time.as_micros() / quota.period().as_micros()) as u32;
     match strategy {
         Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(Refill::Greedy) => {
-            quota.capacity() + (time.as_secs_f64() * f64::from(quota.limit()) / quota.period().as_secs_f64()) as u32
+            quota.capacity()
+                + (time.as_secs_f64() * f64::from(quota.limit()) / quota.period().as_secs_f64())
+                    as u32
         }
         Strategy::TokenBucket(Refill::Interval) => quota.capacity() + quota.limit() * (periods + 1),
         Strategy::SlidingLog | Strategy::SlidingWindow { .. } => quota.limit() * (periods + 1),
@@ -50,44 +58,72 @@ async fn uneven_instances_use_up_a_leased_quota() {
         .into_iter()
         .map(|strategy| {
             let quota = Quota::per(1_200, Duration::from_secs(4));
-            let quota = if quota_has_burst(strategy) { quota.burst(450) } else { quota };
+            let quota = if quota_has_burst(strategy) {
+                quota.burst(450)
+            } else {
+                quota
+            };
             let plain = Policy::new("plain", strategy, quota).unwrap();
-            let leased = Policy::new("leased", strategy, quota).unwrap().leased(Duration::from_millis(80)).unwrap();
+            let leased = Policy::new("leased", strategy, quota)
+                .unwrap()
+                .leased(Duration::from_millis(80))
+                .unwrap();
             (strategy, quota, [plain.into(), leased.into()])
         })
         .collect();
     let start = Instant::now();
-    let tasks = cases.iter().enumerate().flat_map(|(number, (_, _, policies))| {
-        instances.iter().zip([8, 4, 2, 1]).map(move |(store, part)| async move {
-            let key = Key::from(number as u64);
-            let (mut granted, mut leased, mut due) = ([0; 2], 0, 0);
-            let mut ticks = tokio::time::interval(TICK);
-            for _ in 0..250 {
-                ticks.tick().await;
-                // 450 a second of all.
-                due += 9 * part;
-                let asks = (0..due / 15).flat_map(|_| policies).map(|policies| take(store, key, policies));
-                due %= 15;
-                for (i, decision) in join_all(asks).await.into_iter().enumerate() {
-                    granted[i % 2] += u32::from(decision.is_allowed());
-                    leased += u32::from(decision.source() == Source::Leased);
-                }
-            }
-            (number, granted, leased)
-        })
-    });
+    let tasks = cases
+        .iter()
+        .enumerate()
+        .flat_map(|(number, (_, _, policies))| {
+            instances
+                .iter()
+                .zip([8, 4, 2, 1])
+                .map(move |(store, part)| async move {
+                    let key = Key::from(number as u64);
+                    let (mut granted, mut leased, mut due) = ([0; 2], 0, 0);
+                    let mut ticks = tokio::time::interval(TICK);
+                    for _ in 0..250 {
+                        ticks.tick().await;
+                        // 450 a second of all.
+                        due += 9 * part;
+                        let asks = (0..due / 15)
+                            .flat_map(|_| policies)
+                            .map(|policies| take(store, key, policies));
+                        due %= 15;
+                        for (i, decision) in join_all(asks).await.into_iter().enumerate() {
+                            granted[i % 2] += u32::from(decision.is_allowed());
+                            leased += u32::from(decision.source() == Source::Leased);
+                        }
+                    }
+                    (number, granted, leased)
+                })
+        });
     let results = join_all(tasks).await;
     let time = start.elapsed();
     for (number, (strategy, quota, _)) in cases.iter().enumerate() {
-        let sum =
-            |of: fn(&(usize, [u32; 2], u32)) -> u32| results.iter().filter(|r| r.0 == number).map(of).sum::<u32>();
+        let sum = |of: fn(&(usize, [u32; 2], u32)) -> u32| {
+            results
+                .iter()
+                .filter(|r| r.0 == number)
+                .map(of)
+                .sum::<u32>()
+        };
         let (plain, leased, saved) = (sum(|r| r.1[0]), sum(|r| r.1[1]), sum(|r| r.2));
         println!("{strategy:?}: {leased} of {plain}, {saved} from memory, in {time:?}");
-        assert!(leased <= most(*strategy, *quota, time), "{strategy:?}: {leased} in {time:?}");
+        assert!(
+            leased <= most(*strategy, *quota, time),
+            "{strategy:?}: {leased} in {time:?}"
+        );
         // A busy machine asks for less. Windows of two lengths turn at moments of their own, and one may grant two limits
         // by the end: no more than the rate is wanted. `leases::tests::load` has the clock in its hand.
-        let wanted = plain.min((time.as_secs_f64() / quota.period().as_secs_f64() * f64::from(quota.limit())) as u32);
-        assert!(leased * 100 >= wanted * 80, "{strategy:?}: {leased}, and without leases {plain}");
+        let wanted = plain.min(
+            (time.as_secs_f64() / quota.period().as_secs_f64() * f64::from(quota.limit())) as u32,
+        );
+        assert!(
+            leased * 100 >= wanted * 80,
+            "{strategy:?}: {leased}, and without leases {plain}"
+        );
         assert!(saved > 0, "{strategy:?}");
     }
 }
@@ -102,7 +138,11 @@ const LIMIT: u32 = 100_000;
 /// A log in which nothing flows back during the test.
 fn log() -> Policies {
     let quota = Quota::per(LIMIT, Duration::from_secs(86_400));
-    Policy::new("p", Strategy::SlidingLog, quota).unwrap().leased(LEASE).unwrap().into()
+    Policy::new("p", Strategy::SlidingLog, quota)
+        .unwrap()
+        .leased(LEASE)
+        .unwrap()
+        .into()
 }
 
 /// Asks until it is killed, and prints what it was granted so far, and whether it has just slept for longer than a lease.
@@ -128,7 +168,10 @@ async fn worker(url: &str) {
 }
 
 fn signal(child: &Child, signal: &str) {
-    let status = Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap();
+    let status = Command::new("kill")
+        .args([signal, &child.id().to_string()])
+        .status()
+        .unwrap();
     assert!(status.success());
 }
 
@@ -159,15 +202,33 @@ async fn stopped_and_killed_processes_spend_nothing_late() {
     signal(&child, "-KILL");
     child.wait().unwrap();
     let lines = reader.join().unwrap();
-    let slept: Vec<&str> = lines.iter().filter_map(|line| line.strip_prefix("slept ")).collect();
-    assert!(!slept.is_empty() && slept.iter().all(|leased| *leased == "false"), "{slept:?}");
-    let sum = lines.iter().rev().find_map(|line| line.strip_prefix("sum ")).unwrap();
+    let slept: Vec<&str> = lines
+        .iter()
+        .filter_map(|line| line.strip_prefix("slept "))
+        .collect();
+    assert!(
+        !slept.is_empty() && slept.iter().all(|leased| *leased == "false"),
+        "{slept:?}"
+    );
+    let sum = lines
+        .iter()
+        .rev()
+        .find_map(|line| line.strip_prefix("sum "))
+        .unwrap();
     let (granted, leased) = sum.split_once(' ').unwrap();
     let (granted, leased): (u32, u32) = (granted.parse().unwrap(), leased.parse().unwrap());
     let store = RedisStore::connect(server.url()).await.unwrap();
-    let charged = LIMIT - store.check(Check::peek(Key::GLOBAL, &log(), 1)).await.unwrap().remaining();
+    let charged = LIMIT
+        - store
+            .check(Check::peek(Key::GLOBAL, &log(), 1))
+            .await
+            .unwrap()
+            .remaining();
     // What it was about to print, and a block and a half: for half of a lease time each.
     let most = granted + 4 + 4 * LEASE.as_millis() as u32;
     println!("{granted} granted, {leased} of that from memory; {charged} charged");
-    assert!(leased > granted / 2 && (granted..=most).contains(&charged), "{granted}, {leased}, {charged}");
+    assert!(
+        leased > granted / 2 && (granted..=most).contains(&charged),
+        "{granted}, {leased}, {charged}"
+    );
 }

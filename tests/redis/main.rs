@@ -1,6 +1,11 @@
 //! The Redis store on real servers: exactness, batches, faults, and what its errors say.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 #![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
 
 #[path = "../support/mod.rs"]

@@ -15,24 +15,33 @@ use crate::support::{RedisServer, STRATEGIES, until};
 const CALLER: &str = "caller-of-16-byt";
 
 fn policy(strategy: Strategy, quota: &str) -> Policies {
-    Policy::new("api", strategy, quota.parse().unwrap()).unwrap().into()
+    Policy::new("api", strategy, quota.parse().unwrap())
+        .unwrap()
+        .into()
 }
 
 /// A store that is given time, however busy the machine is.
 async fn store(server: &RedisServer) -> RedisStore {
-    RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).connect_lazy().unwrap()
+    RedisStore::builder(server.url())
+        .timeout(Duration::from_secs(20))
+        .connect_lazy()
+        .unwrap()
 }
 
 /// The one key that there is.
 async fn only_key(server: &RedisServer) -> String {
     let keys: Vec<String> = server.command("KEYS *").await;
-    let [key] = keys.as_slice() else { panic!("one key: {keys:?}") };
+    let [key] = keys.as_slice() else {
+        panic!("one key: {keys:?}")
+    };
     assert!(key.starts_with("rl:{caller-of-16-byt}:api:"), "{key}");
     key.clone()
 }
 
 async fn bytes_of(server: &RedisServer, key: &str) -> u64 {
-    server.command(&format!("MEMORY USAGE {key} SAMPLES 0")).await
+    server
+        .command(&format!("MEMORY USAGE {key} SAMPLES 0"))
+        .await
 }
 
 /// However much is charged, and however high the quota.
@@ -41,9 +50,17 @@ async fn constant_strategies_take_at_most_136_bytes() {
     let server = RedisServer::start();
     let store = store(&server).await;
     // Without jemalloc, Redis 6.2 takes larger blocks, and now and then one that is larger by what is too small to be left.
-    let jemalloc = server.command::<String>("INFO memory").await.contains("mem_allocator:jemalloc");
+    let jemalloc = server
+        .command::<String>("INFO memory")
+        .await
+        .contains("mem_allocator:jemalloc");
     let most = if jemalloc { 136 } else { 168 };
-    let grows = |strategy: &Strategy| matches!(strategy, Strategy::SlidingLog | Strategy::SlidingWindow { .. });
+    let grows = |strategy: &Strategy| {
+        matches!(
+            strategy,
+            Strategy::SlidingLog | Strategy::SlidingWindow { .. }
+        )
+    };
     for strategy in STRATEGIES.into_iter().filter(|strategy| !grows(strategy)) {
         for quota in ["3/h", "1000/d", "999983/30d", "4294967295/366d"] {
             let policies = policy(strategy, quota);
@@ -71,14 +88,23 @@ async fn logs_take_16_bytes_per_grant() {
         let mut granted = 0;
         // One after the other: those at once would be one entry of a script call, and one charge.
         while granted < grants {
-            assert!(store.check(Check::take(Key::new(CALLER), &policies, 1)).await.unwrap().is_allowed());
+            assert!(
+                store
+                    .check(Check::take(Key::new(CALLER), &policies, 1))
+                    .await
+                    .unwrap()
+                    .is_allowed()
+            );
             granted += 1;
         }
         let key = only_key(&server).await;
         let bytes = bytes_of(&server, &key).await;
         println!("{grants} grants take {bytes} bytes");
         // A time and a sum for each.
-        assert!((12 * grants..=16 * grants).contains(&bytes), "{grants} grants take {bytes} bytes");
+        assert!(
+            (12 * grants..=16 * grants).contains(&bytes),
+            "{grants} grants take {bytes} bytes"
+        );
     }
 }
 
@@ -91,7 +117,10 @@ async fn refunded_charges_take_no_log_memory() {
     let (mut open, mut kept) = (VecDeque::new(), 0);
     for i in 0..6_000 {
         let asked_at = Instant::now();
-        open.push_back((store.check(Check::take(key, &policies, 1)).await.unwrap(), asked_at));
+        open.push_back((
+            store.check(Check::take(key, &policies, 1)).await.unwrap(),
+            asked_at,
+        ));
         if open.len() > 700
             && let Some((decision, asked_at)) = open.pop_front()
         {
@@ -104,7 +133,10 @@ async fn refunded_charges_take_no_log_memory() {
             }
         }
     }
-    let (live, bytes) = (kept + open.len() as u64, bytes_of(&server, &only_key(&server).await).await);
+    let (live, bytes) = (
+        kept + open.len() as u64,
+        bytes_of(&server, &only_key(&server).await).await,
+    );
     println!("{live} of 6000 take {bytes} bytes");
     assert!(bytes <= 20 * live, "{live} live charges take {bytes} bytes");
 }
@@ -115,26 +147,50 @@ async fn windows_take_24_bytes_per_live_cell() {
     let server = RedisServer::start();
     let store = store(&server).await;
     for (cells, period, enough) in [(10, "500ms", 8), (100, "2s", 60)] {
-        let policies = policy(Strategy::SlidingWindow { cells }, &format!("1000000/{period}"));
+        let policies = policy(
+            Strategy::SlidingWindow { cells },
+            &format!("1000000/{period}"),
+        );
         let key = format!("rl:{{{CALLER}}}:api:w:{period}/{cells}");
         let connection = server.connection().await;
         let first = Cell::new(None);
-        until("enough cells are live, and the first has left", async || {
-            assert!(store.check(Check::take(Key::new(CALLER), &policies, 1)).await.unwrap().is_allowed());
-            let mut both = redis::pipe();
-            both.atomic().cmd("GET").arg(&key).cmd("MEMORY").arg("USAGE").arg(&key).arg("SAMPLES").arg(0);
-            let both = both.query_async(&mut connection.clone()).await.unwrap();
-            // A machine that stood still for a period has nothing to show.
-            let (Some(value), Some(bytes)): (Option<Vec<u8>>, Option<usize>) = both else { return false };
-            // A time and a sum, and for each cell when it ends and the sum up to it.
-            let (cell, live) = (&value[12..19], (value.len() - 12) / 12);
-            assert!(live <= usize::from(cells) + 1, "{live} of {cells} cells are live");
-            assert!(bytes <= 24 * live + 150, "{live} cells take {bytes} bytes");
-            let oldest = <[u8; 7]>::try_from(cell).unwrap();
-            let has_left = first.get().is_some_and(|first| first != oldest);
-            first.set(first.get().or(Some(oldest)));
-            has_left && live >= enough
-        })
+        until(
+            "enough cells are live, and the first has left",
+            async || {
+                assert!(
+                    store
+                        .check(Check::take(Key::new(CALLER), &policies, 1))
+                        .await
+                        .unwrap()
+                        .is_allowed()
+                );
+                let mut both = redis::pipe();
+                both.atomic()
+                    .cmd("GET")
+                    .arg(&key)
+                    .cmd("MEMORY")
+                    .arg("USAGE")
+                    .arg(&key)
+                    .arg("SAMPLES")
+                    .arg(0);
+                let both = both.query_async(&mut connection.clone()).await.unwrap();
+                // A machine that stood still for a period has nothing to show.
+                let (Some(value), Some(bytes)): (Option<Vec<u8>>, Option<usize>) = both else {
+                    return false;
+                };
+                // A time and a sum, and for each cell when it ends and the sum up to it.
+                let (cell, live) = (&value[12..19], (value.len() - 12) / 12);
+                assert!(
+                    live <= usize::from(cells) + 1,
+                    "{live} of {cells} cells are live"
+                );
+                assert!(bytes <= 24 * live + 150, "{live} cells take {bytes} bytes");
+                let oldest = <[u8; 7]>::try_from(cell).unwrap();
+                let has_left = first.get().is_some_and(|first| first != oldest);
+                first.set(first.get().or(Some(oldest)));
+                has_left && live >= enough
+            },
+        )
         .await;
         let _: String = server.command("FLUSHALL").await;
     }
@@ -149,24 +205,41 @@ async fn nothing_stays_behind() {
     let policies = STRATEGIES.map(|strategy| policy(strategy, "1/s"));
     let mut most = 0;
     for first in (0..CALLERS).step_by(1_000) {
-        let takes = (first..first + 1_000)
-            .map(|i| store.check(Check::take(Key::new(format!("caller-{i}")), &policies[i % STRATEGIES.len()], 1)));
-        assert!(join_all(takes).await.into_iter().all(|decision| decision.unwrap().is_allowed()));
+        let takes = (first..first + 1_000).map(|i| {
+            store.check(Check::take(
+                Key::new(format!("caller-{i}")),
+                &policies[i % STRATEGIES.len()],
+                1,
+            ))
+        });
+        assert!(
+            join_all(takes)
+                .await
+                .into_iter()
+                .all(|decision| decision.unwrap().is_allowed())
+        );
         let (keys, expires) = keys_and_expires(&server).await;
         assert_eq!(keys, expires, "keys without an expiry, after {first}");
         most = most.max(keys);
     }
     assert!(most >= 1_000, "{most} keys at most");
-    until("all keys have expired", async || server.command::<i64>("DBSIZE").await == 0).await;
+    until("all keys have expired", async || {
+        server.command::<i64>("DBSIZE").await == 0
+    })
+    .await;
     assert_eq!(server.info("stats", "expired_keys").await, CALLERS as u64);
 }
 
 /// How many keys there are, and how many of them expire.
 async fn keys_and_expires(server: &RedisServer) -> (u64, u64) {
     let info: String = server.command("INFO keyspace").await;
-    let Some(line) = info.lines().find_map(|line| line.strip_prefix("db0:")) else { return (0, 0) };
+    let Some(line) = info.lines().find_map(|line| line.strip_prefix("db0:")) else {
+        return (0, 0);
+    };
     let field = |name: &str| {
-        let value = line.split(',').find_map(|field| field.strip_prefix(name)?.strip_prefix('='));
+        let value = line
+            .split(',')
+            .find_map(|field| field.strip_prefix(name)?.strip_prefix('='));
         value.expect(name).parse().expect("a number")
     };
     (field("keys"), field("expires"))

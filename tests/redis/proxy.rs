@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering::SeqCst};
 use std::time::Duration;
 
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, copy, copy_bidirectional};
+use tokio::io::{
+    AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, copy, copy_bidirectional,
+};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc::unbounded_channel;
@@ -29,7 +31,10 @@ impl Path {
     pub(crate) async fn to(server: &RedisServer) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let (port, connections) = (Arc::new(AtomicU16::new(server.port())), Arc::new(AtomicUsize::new(0)));
+        let (port, connections) = (
+            Arc::new(AtomicU16::new(server.port())),
+            Arc::new(AtomicUsize::new(0)),
+        );
         let (forgotten, forget) = watch::channel(());
         let (to, count) = (Arc::clone(&port), Arc::clone(&connections));
         tokio::spawn(async move {
@@ -49,7 +54,12 @@ impl Path {
                 });
             }
         });
-        Self { address, port, connections, forgotten }
+        Self {
+            address,
+            port,
+            connections,
+            forgotten,
+        }
     }
 
     pub(crate) fn url(&self) -> String {
@@ -70,18 +80,24 @@ impl Path {
 /// Leads to one server, and holds back what is sent there on demand.
 pub(crate) async fn holding(server: &RedisServer) -> (String, watch::Sender<bool>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let (url, port) = (format!("redis://{}/", listener.local_addr().unwrap()), server.port());
+    let (url, port) = (
+        format!("redis://{}/", listener.local_addr().unwrap()),
+        server.port(),
+    );
     let (holds, held) = watch::channel(false);
     tokio::spawn(async move {
         while let Ok((client, _)) = listener.accept().await {
             let mut held = held.clone();
             tokio::spawn(async move {
                 let server = TcpStream::connect(("127.0.0.1", port)).await?;
-                let ((mut from, mut back), (mut replies, mut to)) = (client.into_split(), server.into_split());
+                let ((mut from, mut back), (mut replies, mut to)) =
+                    (client.into_split(), server.into_split());
                 tokio::spawn(async move { copy(&mut replies, &mut back).await });
                 let mut buffer = vec![0; 65_536];
                 while let length @ 1.. = from.read(&mut buffer).await? {
-                    held.wait_for(|holds| !holds).await.map_err(io::Error::other)?;
+                    held.wait_for(|holds| !holds)
+                        .await
+                        .map_err(io::Error::other)?;
                     to.write_all(&buffer[..length]).await?;
                 }
                 Ok::<(), io::Error>(())
@@ -94,7 +110,10 @@ pub(crate) async fn holding(server: &RedisServer) -> (String, watch::Sender<bool
 /// Leads to one server, which is so far away: each way takes as long.
 pub(crate) async fn far(server: &RedisServer, way: Duration) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let (url, port) = (format!("redis://{}/", listener.local_addr().unwrap()), server.port());
+    let (url, port) = (
+        format!("redis://{}/", listener.local_addr().unwrap()),
+        server.port(),
+    );
     tokio::spawn(async move {
         while let Ok((client, _)) = listener.accept().await {
             let server = TcpStream::connect(("127.0.0.1", port)).await?;
@@ -159,7 +178,10 @@ pub(crate) async fn pooling(servers: &[&RedisServer], strict: bool) -> String {
                     for arg in &command {
                         cmd.arg(arg.as_slice());
                     }
-                    let reply = upstream.send_packed_command(&cmd).await.map_err(io::Error::other)?;
+                    let reply = upstream
+                        .send_packed_command(&cmd)
+                        .await
+                        .map_err(io::Error::other)?;
                     let mut bytes = vec![];
                     write_reply(&mut bytes, &reply);
                     client.write_all(&bytes).await?;
@@ -172,9 +194,19 @@ pub(crate) async fn pooling(servers: &[&RedisServer], strict: bool) -> String {
 
 /// Of the part in braces, as such proxies do it.
 pub(crate) fn shard(key: &[u8], shards: usize) -> usize {
-    let open = key.iter().position(|byte| *byte == b'{').map_or(0, |at| at + 1);
-    let close = key[open..].iter().position(|byte| *byte == b'}').map_or(key.len(), |at| open + at);
-    key[open..close].iter().map(|byte| usize::from(*byte)).sum::<usize>() % shards
+    let open = key
+        .iter()
+        .position(|byte| *byte == b'{')
+        .map_or(0, |at| at + 1);
+    let close = key[open..]
+        .iter()
+        .position(|byte| *byte == b'}')
+        .map_or(key.len(), |at| open + at);
+    key[open..close]
+        .iter()
+        .map(|byte| usize::from(*byte))
+        .sum::<usize>()
+        % shards
 }
 
 async fn read_command(client: &mut BufReader<TcpStream>) -> io::Result<Vec<Vec<u8>>> {
@@ -194,7 +226,10 @@ async fn read_command(client: &mut BufReader<TcpStream>) -> io::Result<Vec<Vec<u
 async fn read_number(client: &mut BufReader<TcpStream>) -> io::Result<usize> {
     let mut line = String::new();
     client.read_line(&mut line).await?;
-    let number = line.trim_end().get(1..).and_then(|number| number.parse().ok());
+    let number = line
+        .trim_end()
+        .get(1..)
+        .and_then(|number| number.parse().ok());
     number.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
 }
 
@@ -209,7 +244,14 @@ fn write_reply(bytes: &mut Vec<u8>, reply: &Value) {
             bytes.extend(b"\r\n");
         }
         Value::ServerError(error) => {
-            bytes.extend(format!("-{} {}\r\n", error.code(), error.details().unwrap_or_default()).bytes());
+            bytes.extend(
+                format!(
+                    "-{} {}\r\n",
+                    error.code(),
+                    error.details().unwrap_or_default()
+                )
+                .bytes(),
+            );
         }
         other => panic!("no script answers {other:?}"),
     }

@@ -20,12 +20,20 @@ fn one_thread() -> Runtime {
 }
 
 fn two_threads() -> Runtime {
-    Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+    Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap()
 }
 
 /// One connection, so that a runtime that kept it would leave none to the next.
 fn store(url: String) -> RedisStore {
-    RedisStore::builder(url).connections(NonZeroUsize::MIN).timeout(Duration::from_secs(5)).connect_lazy().unwrap()
+    RedisStore::builder(url)
+        .connections(NonZeroUsize::MIN)
+        .timeout(Duration::from_secs(5))
+        .connect_lazy()
+        .unwrap()
 }
 
 /// Makes checks one after the other. How many failed.
@@ -44,12 +52,24 @@ fn successive_runtimes_share_a_store() {
     let store = store(server.url());
     let mut failed = 0;
     for i in 0..20 {
-        let runtime = if i % 2 == 0 { one_thread() } else { two_threads() };
+        let runtime = if i % 2 == 0 {
+            one_thread()
+        } else {
+            two_threads()
+        };
         failed += runtime.block_on(failures(&store, 3));
     }
     assert_eq!(failed, 0, "of 60 checks on 20 runtimes");
-    let clients = async || server.command::<String>("CLIENT LIST TYPE normal").await.lines().count();
-    one_thread().block_on(until("no connection is left but this one", async || clients().await == 1));
+    let clients = async || {
+        server
+            .command::<String>("CLIENT LIST TYPE normal")
+            .await
+            .lines()
+            .count()
+    };
+    one_thread().block_on(until("no connection is left but this one", async || {
+        clients().await == 1
+    }));
 }
 
 /// As with a store in a `static` and tests that run at the same time.
@@ -64,18 +84,27 @@ fn ending_runtimes_do_not_disturb_each_other() {
                 scope.spawn(move || {
                     let mut failed = 0;
                     for _ in 0..20 {
-                        let runtime = if i % 2 == 0 { one_thread() } else { two_threads() };
+                        let runtime = if i % 2 == 0 {
+                            one_thread()
+                        } else {
+                            two_threads()
+                        };
                         failed += runtime.block_on(failures(store, 5));
                         // Ends with a check under way.
                         let (other, guard) = (store.clone(), runtime.enter());
-                        drop(tokio::spawn(async move { other.check(check("bob", "10/s")).await }));
+                        drop(tokio::spawn(async move {
+                            other.check(check("bob", "10/s")).await
+                        }));
                         drop(guard);
                     }
                     failed
                 })
             })
             .collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .sum()
     });
     assert_eq!(failed, 0, "of 400 checks on 80 runtimes");
 }
@@ -88,12 +117,20 @@ fn accept(listener: &TcpListener) -> TcpStream {
         tokio::time::timeout(Duration::from_secs(20), listener.accept()).await
     });
     listener.set_nonblocking(false).unwrap();
-    accepted.expect("a connection in time").unwrap().0.into_std().unwrap()
+    accepted
+        .expect("a connection in time")
+        .unwrap()
+        .0
+        .into_std()
+        .unwrap()
 }
 
 /// Hands everything on between two connections, until one ends.
 fn pipe(client: TcpStream, server: TcpStream) {
-    for (mut from, mut to) in [(client.try_clone().unwrap(), server.try_clone().unwrap()), (server, client)] {
+    for (mut from, mut to) in [
+        (client.try_clone().unwrap(), server.try_clone().unwrap()),
+        (server, client),
+    ] {
         thread::spawn(move || io::copy(&mut from, &mut to));
     }
 }
@@ -126,14 +163,22 @@ fn a_check_outlives_its_runtime() {
     let server = RedisServer::start();
     let store = store(server.url());
     let (ends, stays) = (two_threads(), two_threads());
-    let _ = ends.block_on(async { store.check(check("ann", "10/s")).await }).unwrap();
+    let _ = ends
+        .block_on(async { store.check(check("ann", "10/s")).await })
+        .unwrap();
     server.freeze();
     let guard = ends.enter();
-    let checks = [store.check(check("ann", "10/s")), store.check(check("bob", "10/s"))];
+    let checks = [
+        store.check(check("ann", "10/s")),
+        store.check(check("bob", "10/s")),
+    ];
     drop(guard);
     drop(ends);
     for check in checks {
-        assert_eq!(stays.block_on(check).unwrap_err().kind(), ErrorKind::NoRuntime);
+        assert_eq!(
+            stays.block_on(check).unwrap_err().kind(),
+            ErrorKind::NoRuntime
+        );
     }
     server.thaw();
     assert_eq!(stays.block_on(failures(&store, 3)), 0);
@@ -162,9 +207,16 @@ fn connections_ending_with_runtimes_are_no_failure() {
     for (url, has_task) in [(server.url(), false), (format!("unix://{socket}"), true)] {
         let store = store(url);
         let (ends, stays) = (two_threads(), two_threads());
-        let _ = ends.block_on(async { store.check(check("ann", "10/s")).await }).unwrap();
+        let _ = ends
+            .block_on(async { store.check(check("ann", "10/s")).await })
+            .unwrap();
         let ((holding, held), (release, go_on)) = (mpsc::channel(), mpsc::channel());
-        store.observe(&(Arc::new(Holds { holding, go_on: Mutex::new(go_on) }) as Arc<dyn Observer>));
+        store.observe(
+            &(Arc::new(Holds {
+                holding,
+                go_on: Mutex::new(go_on),
+            }) as Arc<dyn Observer>),
+        );
         let (waits, waited) = mpsc::channel::<()>();
         ends.spawn(async move {
             let _waits = waits;
@@ -176,17 +228,30 @@ fn connections_ending_with_runtimes_are_no_failure() {
         held.recv().unwrap();
         let ending = thread::spawn(move || drop(ends));
         assert!(waited.recv().is_err(), "what waits is dropped");
-        let clients = async || server.command::<String>("CLIENT LIST TYPE normal").await.lines().count();
+        let clients = async || {
+            server
+                .command::<String>("CLIENT LIST TYPE normal")
+                .await
+                .lines()
+                .count()
+        };
         if has_task {
-            stays.block_on(until("no connection is left but this one", async || clients().await == 1));
+            stays.block_on(until("no connection is left but this one", async || {
+                clients().await == 1
+            }));
         }
         drop(release);
         ending.join().unwrap();
         let error = stays.block_on(checked).unwrap_err();
-        assert!(error.kind() == ErrorKind::NoRuntime && error.is_of_check(), "{error:?}");
+        assert!(
+            error.kind() == ErrorKind::NoRuntime && error.is_of_check(),
+            "{error:?}"
+        );
         assert_eq!(stays.block_on(failures(&store, 3)), 0);
         drop(stays);
-        one_thread().block_on(until("all have ended with their runtimes", async || clients().await == 1));
+        one_thread().block_on(until("all have ended with their runtimes", async || {
+            clients().await == 1
+        }));
     }
 }
 
@@ -201,6 +266,9 @@ fn an_ended_runtime_counts_as_none() {
     let _guard = handle.enter();
     for _ in 0..3 {
         let answer = futures_util::FutureExt::now_or_never(store.check(check("ann", "10/s")));
-        assert_eq!(answer.expect("an answer at once").unwrap_err().kind(), ErrorKind::NoRuntime);
+        assert_eq!(
+            answer.expect("an answer at once").unwrap_err().kind(),
+            ErrorKind::NoRuntime
+        );
     }
 }

@@ -14,9 +14,14 @@ async fn found(store: &RedisStore) -> (BTreeSet<(String, String, &'static str)>,
     let (mut all, mut steps, mut scan) = (BTreeSet::new(), 0, store.scan());
     while let Some(counts) = scan.next().await.unwrap() {
         steps += 1;
-        all.extend(
-            counts.into_iter().map(|Counted { key, policy, strategy, .. }| (key.reveal().to_owned(), policy, strategy)),
-        );
+        all.extend(counts.into_iter().map(
+            |Counted {
+                 key,
+                 policy,
+                 strategy,
+                 ..
+             }| (key.reveal().to_owned(), policy, strategy),
+        ));
     }
     assert!(scan.next().await.unwrap().is_none(), "it has ended");
     (all, steps)
@@ -25,43 +30,94 @@ async fn found(store: &RedisStore) -> (BTreeSet<(String, String, &'static str)>,
 #[tokio::test]
 async fn every_count_is_found_and_nothing_else() {
     let server = RedisServer::start();
-    let builder = || RedisStore::builder(server.url()).prefix("shop").timeout(Duration::from_secs(20));
+    let builder = || {
+        RedisStore::builder(server.url())
+            .prefix("shop")
+            .timeout(Duration::from_secs(20))
+    };
     let store = builder().connect().await.unwrap();
     assert_eq!(found(&store).await, (BTreeSet::new(), 1));
 
     let take = |key| Check::take(key, &policy(Strategy::Gcra, "10/h"), 1);
     let keys = (0..2_500).map(|number| Key::new(format!("user-{number}")));
-    let keys = keys.chain([Key::GLOBAL, Key::secret("sk-1"), Key::tuple(&[Key::new("a"), Key::new("b")])]);
-    let keys: Vec<Key> = keys.chain([Key::ip("2001:db8::1".parse().unwrap())]).collect();
+    let keys = keys.chain([
+        Key::GLOBAL,
+        Key::secret("sk-1"),
+        Key::tuple(&[Key::new("a"), Key::new("b")]),
+    ]);
+    let keys: Vec<Key> = keys
+        .chain([Key::ip("2001:db8::1".parse().unwrap())])
+        .collect();
     let mut expected = BTreeSet::new();
-    for answer in join_all(keys.iter().map(|key| store.check(take(*key).with_id("once")))).await {
+    for answer in join_all(
+        keys.iter()
+            .map(|key| store.check(take(*key).with_id("once"))),
+    )
+    .await
+    {
         assert!(answer.unwrap().is_allowed());
     }
-    expected.extend(keys.iter().map(|key| (key.reveal().to_owned(), "test".to_owned(), "gcra")));
+    expected.extend(
+        keys.iter()
+            .map(|key| (key.reveal().to_owned(), "test".to_owned(), "gcra")),
+    );
     for strategy in Strategy::ALL {
         let take = Check::take(Key::new("ann"), &policy(*strategy, "10/h"), 1);
         assert!(store.check(take).await.unwrap().is_allowed());
         let text = strategy.to_string();
-        let name =
-            ["gcra", "sliding-window", "fixed-window", "token-bucket"].into_iter().find(|name| text.starts_with(name));
-        let names = ["leaky-bucket", "sliding-log", "sliding-counter"].into_iter().find(|name| text.starts_with(name));
+        let name = ["gcra", "sliding-window", "fixed-window", "token-bucket"]
+            .into_iter()
+            .find(|name| text.starts_with(name));
+        let names = ["leaky-bucket", "sliding-log", "sliding-counter"]
+            .into_iter()
+            .find(|name| text.starts_with(name));
         expected.insert(("ann".to_owned(), "test".to_owned(), name.or(names).unwrap()));
     }
-    let upload = Check::take(Key::new("ann"), &Policy::in_flight("up", 2).unwrap().into(), 1);
+    let upload = Check::take(
+        Key::new("ann"),
+        &Policy::in_flight("up", 2).unwrap().into(),
+        1,
+    );
     assert!(store.check(upload).await.unwrap().is_allowed());
     expected.insert(("ann".to_owned(), "up".to_owned(), "in-flight"));
 
     // What others have: under a longer prefix, under none, and under ours.
-    let other = RedisStore::builder(server.url()).prefix("shop:eu").connect().await.unwrap();
-    assert!(other.check(check("bob", "10/h")).await.unwrap().is_allowed());
-    for key in ["shop:{bob}:test:g:x", "shop:{bob}:test", "shop:{}:test:g", "shop:{b", "shop:{bob}:test:?", "shop:x"] {
+    let other = RedisStore::builder(server.url())
+        .prefix("shop:eu")
+        .connect()
+        .await
+        .unwrap();
+    assert!(
+        other
+            .check(check("bob", "10/h"))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
+    for key in [
+        "shop:{bob}:test:g:x",
+        "shop:{bob}:test",
+        "shop:{}:test:g",
+        "shop:{b",
+        "shop:{bob}:test:?",
+        "shop:x",
+    ] {
         let _: String = server.command(&format!("SET {key} 1")).await;
     }
     let mut connection = server.connection().await;
     // Neither is text for a terminal.
-    for key in [&b"shop:{\xff}:test:g"[..], b"shop:{bob}:\x1b[2Jtest:g", b"shop:{bob}::g"] {
+    for key in [
+        &b"shop:{\xff}:test:g"[..],
+        b"shop:{bob}:\x1b[2Jtest:g",
+        b"shop:{bob}::g",
+    ] {
         let mut set = tower_redis_ratelimit::redis::cmd("SET");
-        let _: () = set.arg(key).arg(1).query_async(&mut connection).await.unwrap();
+        let _: () = set
+            .arg(key)
+            .arg(1)
+            .query_async(&mut connection)
+            .await
+            .unwrap();
     }
 
     let (all, steps) = found(&store).await;
@@ -73,12 +129,26 @@ async fn every_count_is_found_and_nothing_else() {
 async fn a_scan_needs_its_right() {
     let server = RedisServer::start();
     let rights = "+evalsha +eval +time +mget +set +setrange +del";
-    let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
-    let store = RedisStore::connect(format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port())).await.unwrap();
+    let _: String = server
+        .command(&format!(
+            "ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}"
+        ))
+        .await;
+    let store = RedisStore::connect(format!(
+        "redis://limiter:hunter2@127.0.0.1:{}/",
+        server.port()
+    ))
+    .await
+    .unwrap();
     let mut scan = store.scan();
     let error = scan.next().await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Permission);
-    assert!(error.to_string().contains(&format!("the server 127.0.0.1:{} ", server.port())), "{error}");
+    assert!(
+        error
+            .to_string()
+            .contains(&format!("the server 127.0.0.1:{} ", server.port())),
+        "{error}"
+    );
     let _: String = server.command("ACL SETUSER limiter +scan").await;
     assert_eq!(scan.next().await.unwrap(), Some(vec![]));
 }

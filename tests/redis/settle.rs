@@ -15,7 +15,9 @@ use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::settle::{Charge, Reservation, Settlement};
 use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::strategy::Align;
-use tower_redis_ratelimit::{Fallback, Key, Limiter, LocalStore, Policies, RateLimitLayer, RedisStore, Strategy};
+use tower_redis_ratelimit::{
+    Fallback, Key, Limiter, LocalStore, Policies, RateLimitLayer, RedisStore, Strategy,
+};
 
 use crate::proxy::holding;
 use crate::support::{RedisServer, policy, until};
@@ -28,7 +30,10 @@ fn store(server: &RedisServer) -> RedisStore {
 
 /// One that a busy machine does not make late.
 fn patient(server: &RedisServer) -> RedisStore {
-    RedisStore::builder(server.url()).timeout(Duration::from_secs(60)).connect_lazy().unwrap()
+    RedisStore::builder(server.url())
+        .timeout(Duration::from_secs(60))
+        .connect_lazy()
+        .unwrap()
 }
 
 fn request() -> Request<String> {
@@ -50,25 +55,47 @@ async fn parallel_guesses_get_no_more_tries() {
         counted.fetch_add(1, Relaxed);
         async move {
             let mut response = Response::new(String::new());
-            *response.status_mut() = if is_right { StatusCode::OK } else { StatusCode::UNAUTHORIZED };
+            *response.status_mut() = if is_right {
+                StatusCode::OK
+            } else {
+                StatusCode::UNAUTHORIZED
+            };
             Ok::<_, Infallible>(response)
         }
     }));
     // Those who are right take no try, however often.
     let mut right = 0;
-    let log_in = || Request::builder().uri("/right").body(String::new()).unwrap();
+    let log_in = || {
+        Request::builder()
+            .uri("/right")
+            .body(String::new())
+            .unwrap()
+    };
     while right < 20 {
         let logged_in = async || service.clone().oneshot(log_in()).await.unwrap().status() == 200;
         until("what was reserved before is refunded", logged_in).await;
         right += 1;
     }
     let limiter = Limiter::new(store(&server), policy(Strategy::SlidingLog, "5/h"));
-    until("all is refunded", async || limiter.peek(Key::GLOBAL, 5).await.unwrap().is_allowed()).await;
+    until("all is refunded", async || {
+        limiter.peek(Key::GLOBAL, 5).await.unwrap().is_allowed()
+    })
+    .await;
     tries.store(0, Relaxed);
     let guesses = (0..100).map(|_| tokio::spawn(service.clone().oneshot(request())));
-    let statuses: Vec<_> = join_all(guesses).await.into_iter().map(|guess| guess.unwrap().unwrap().status()).collect();
+    let statuses: Vec<_> = join_all(guesses)
+        .await
+        .into_iter()
+        .map(|guess| guess.unwrap().unwrap().status())
+        .collect();
     assert_eq!(statuses.iter().filter(|status| **status == 401).count(), 5);
-    assert_eq!((tries.load(Relaxed), statuses.iter().filter(|status| **status == 429).count()), (5, 95));
+    assert_eq!(
+        (
+            tries.load(Relaxed),
+            statuses.iter().filter(|status| **status == 429).count()
+        ),
+        (5, 95)
+    );
 }
 
 /// How many script calls it takes to serve so many requests with 64 at once.
@@ -107,12 +134,25 @@ async fn settling_takes_few_script_calls() {
         let without = calls(&server, layer.clone().layer(inner), REQUESTS).await;
         let limiter = Limiter::new(patient(&server), policies.clone());
         limiter.reset(Key::GLOBAL).await.unwrap();
-        let with = calls(&server, layer.clone().settle(|_| Settlement::AtEnd).layer(inner), REQUESTS).await;
+        let with = calls(
+            &server,
+            layer.clone().settle(|_| Settlement::AtEnd).layer(inner),
+            REQUESTS,
+        )
+        .await;
         let each = |calls: f64| calls / f64::from(REQUESTS);
         let settling = each(with as f64 - without as f64);
-        println!("{handler:?}: {:.3} calls a request, {settling:.3} more to settle", each(without as f64));
-        assert!(settling <= 0.3, "{handler:?}: {settling:.3} calls to settle a request");
-        let charged = async || limiter.peek(Key::GLOBAL, 0).await.unwrap().remaining() == 100_000_000 - 3 * REQUESTS;
+        println!(
+            "{handler:?}: {:.3} calls a request, {settling:.3} more to settle",
+            each(without as f64)
+        );
+        assert!(
+            settling <= 0.3,
+            "{handler:?}: {settling:.3} calls to settle a request"
+        );
+        let charged = async || {
+            limiter.peek(Key::GLOBAL, 0).await.unwrap().remaining() == 100_000_000 - 3 * REQUESTS
+        };
         until("all is settled", charged).await;
     }
 }
@@ -148,7 +188,10 @@ async fn a_hanging_server_settles_nothing_twice() {
     for cost in [3, 17] {
         let server = RedisServer::start();
         let failures = Failures::default();
-        let redis = RedisStore::builder(server.url()).timeout(Duration::from_millis(300)).connect_lazy().unwrap();
+        let redis = RedisStore::builder(server.url())
+            .timeout(Duration::from_millis(300))
+            .connect_lazy()
+            .unwrap();
         let limiter = Limiter::new(redis, policy(WINDOW, "10000/d")).observer(failures.clone());
         let held = reserve(&limiter).await;
         server.freeze();
@@ -161,7 +204,10 @@ async fn a_hanging_server_settles_nothing_twice() {
         tokio::time::sleep(Duration::from_millis(500)).await;
         server.thaw();
         // What was sent when it hung is done then, though nobody has heard of it. The rest is sent from here on.
-        until("all is settled", async || charged(&server).await == HELD * cost).await;
+        until("all is settled", async || {
+            charged(&server).await == HELD * cost
+        })
+        .await;
         tokio::time::sleep(Duration::from_millis(1_500)).await;
         assert_eq!(charged(&server).await, HELD * cost, "and not twice");
         println!("{cost}: {} reported as lost", failures.0.load(Relaxed));
@@ -173,12 +219,17 @@ async fn a_hanging_server_settles_nothing_twice() {
 async fn a_killed_server_charges_nothing_twice() {
     let mut server = RedisServer::start();
     let failures = Failures::default();
-    let store = RedisStore::builder(server.url()).connections(NonZeroUsize::MIN).connect_lazy().unwrap();
+    let store = RedisStore::builder(server.url())
+        .connections(NonZeroUsize::MIN)
+        .connect_lazy()
+        .unwrap();
     let limiter = Limiter::new(store, policy(WINDOW, "10000/d")).observer(failures.clone());
     let held = reserve(&limiter).await;
     server.freeze();
     let mut held = held.into_iter();
-    held.by_ref().take(5).for_each(|reserved| reserved.settle(RESERVED + 7));
+    held.by_ref()
+        .take(5)
+        .for_each(|reserved| reserved.settle(RESERVED + 7));
     // It is not answered, so that it is not known what became of it.
     until("it is reported", async || failures.0.load(Relaxed) > 0).await;
     server.kill();
@@ -188,8 +239,15 @@ async fn a_killed_server_charges_nothing_twice() {
     let all = async || charged(&server).await + 7 * failures.0.load(Relaxed) == 7 * HELD;
     until("what was not sent is sent again", all).await;
     tokio::time::sleep(Duration::from_millis(1_500)).await;
-    assert_eq!(charged(&server).await + 7 * failures.0.load(Relaxed), 7 * HELD);
-    assert!(failures.0.load(Relaxed) <= 5, "{} lost", failures.0.load(Relaxed));
+    assert_eq!(
+        charged(&server).await + 7 * failures.0.load(Relaxed),
+        7 * HELD
+    );
+    assert!(
+        failures.0.load(Relaxed) <= 5,
+        "{} lost",
+        failures.0.load(Relaxed)
+    );
 }
 
 /// The fallback takes over what cannot be settled, and charges it to Redis when that is back.
@@ -198,7 +256,8 @@ async fn behind_a_fallback_an_outage_doubles_nothing() {
     for (hangs, cost) in [(true, 3), (true, 17), (false, 17)] {
         let mut server = RedisServer::start();
         // What a busy machine answers late would be reserved twice.
-        let store = Fallback::new(patient(&server), LocalStore::default()).deadline(Duration::from_secs(1));
+        let store =
+            Fallback::new(patient(&server), LocalStore::default()).deadline(Duration::from_secs(1));
         let limiter = Limiter::new(store.clone(), policy(WINDOW, "10000/d"));
         let held = reserve(&limiter).await;
         if hangs {
@@ -214,7 +273,10 @@ async fn behind_a_fallback_an_outage_doubles_nothing() {
         }
         until("the fallback decides", async || store.is_degraded()).await;
         let local = async || 10_000 - limiter.peek(Key::GLOBAL, 0).await.unwrap().remaining();
-        until("all is settled locally", async || local().await == HELD * cost).await;
+        until("all is settled locally", async || {
+            local().await == HELD * cost
+        })
+        .await;
         if hangs {
             server.thaw()
         } else {
@@ -238,20 +300,47 @@ async fn behind_a_fallback_an_outage_doubles_nothing() {
 async fn delayed_refunds_free_only_the_rest() {
     let server = RedisServer::start();
     let (url, holds) = holding(&server).await;
-    let held_back = RedisStore::builder(url).timeout(Duration::from_secs(60)).connect().await.unwrap();
+    let held_back = RedisStore::builder(url)
+        .timeout(Duration::from_secs(60))
+        .connect()
+        .await
+        .unwrap();
     let (other, policies) = (patient(&server), policy(Strategy::Gcra, "100/s"));
-    let granted = held_back.check(Check::take(Key::GLOBAL, &policies, 100)).await.unwrap();
+    let granted = held_back
+        .check(Check::take(Key::GLOBAL, &policies, 100))
+        .await
+        .unwrap();
     holds.send_replace(true);
-    let back = granted.refund(Key::GLOBAL, 100, Duration::ZERO).next().unwrap();
+    let back = granted
+        .refund(Key::GLOBAL, 100, Duration::ZERO)
+        .next()
+        .unwrap();
     let back = tokio::spawn(held_back.check(back));
-    let peek = async || other.check(Check::peek(Key::GLOBAL, &policies, 1)).await.unwrap();
-    until("most has flowed back", async || peek().await.remaining() >= 90).await;
+    let peek = async || {
+        other
+            .check(Check::peek(Key::GLOBAL, &policies, 1))
+            .await
+            .unwrap()
+    };
+    until("most has flowed back", async || {
+        peek().await.remaining() >= 90
+    })
+    .await;
     let start = Instant::now();
-    let all_there_is = async || other.check(Check::up_to(Key::GLOBAL, &policies, 100)).await.unwrap().granted();
+    let all_there_is = async || {
+        other
+            .check(Check::up_to(Key::GLOBAL, &policies, 100))
+            .await
+            .unwrap()
+            .granted()
+    };
     let first = all_there_is().await;
     holds.send_replace(false);
     let given = back.await.unwrap().unwrap().granted();
     let passed = first + all_there_is().await;
     let most = 100 + start.elapsed().as_millis() as u32 / 10;
-    assert!(given <= 10 && passed <= most, "{given} are refunded, and {passed} pass of {most} at most");
+    assert!(
+        given <= 10 && passed <= most,
+        "{given} are refunded, and {passed} pass of {most} at most"
+    );
 }

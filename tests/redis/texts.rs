@@ -41,13 +41,18 @@ fn texts(error: &StoreError) -> Vec<String> {
     }
     for (i, text) in texts.iter().enumerate() {
         for other in &texts[..i] {
-            assert!(!other.contains(text.as_str()), "{text:?} is shown twice: {texts:?}");
+            assert!(
+                !other.contains(text.as_str()),
+                "{text:?} is shown twice: {texts:?}"
+            );
         }
     }
     let log = Log::default();
     let writer = log.clone();
-    let subscriber =
-        tracing_subscriber::fmt().with_max_level(tracing::Level::TRACE).with_writer(move || writer.clone()).finish();
+    let subscriber = tracing_subscriber::fmt()
+        .with_max_level(tracing::Level::TRACE)
+        .with_writer(move || writer.clone())
+        .finish();
     tracing::subscriber::with_default(subscriber, || {
         let observer = TracingObserver::new();
         observer.failed(&event::Failed::new(None, error));
@@ -61,10 +66,16 @@ fn texts(error: &StoreError) -> Vec<String> {
 /// But for a wrong URL, which is of no server yet.
 fn assert_tells_no_secret(error: &StoreError, what: &str) {
     let is_named = error.to_string().contains("the server 127.0.0.1:");
-    assert!(is_named || error.kind() == ErrorKind::Configuration, "{what}: no server is named: {error}");
+    assert!(
+        is_named || error.kind() == ErrorKind::Configuration,
+        "{what}: no server is named: {error}"
+    );
     for text in texts(error) {
         for secret in SECRETS {
-            assert!(!text.contains(secret), "{what}: {secret:?} is shown: {text}");
+            assert!(
+                !text.contains(secret),
+                "{what}: {secret:?} is shown: {text}"
+            );
         }
     }
 }
@@ -92,7 +103,9 @@ async fn failures(store: &RedisStore) -> Vec<StoreError> {
 
 #[tokio::test]
 async fn a_refused_command_shows_no_key() {
-    for command in ["EVALSHA", "EVAL", "TIME", "MGET", "SET", "SETRANGE", "DEL", "RPUSH", "LRANGE", "LSET"] {
+    for command in [
+        "EVALSHA", "EVAL", "TIME", "MGET", "SET", "SETRANGE", "DEL", "RPUSH", "LRANGE", "LSET",
+    ] {
         let server = RedisServer::start_with(&["--rename-command", command, ""]);
         let failed = failures(&RedisStore::connect_lazy(server.url()).unwrap()).await;
         assert!(!failed.is_empty(), "{command}");
@@ -106,8 +119,20 @@ async fn a_refused_command_shows_no_key() {
 #[tokio::test]
 async fn a_refused_user_shows_no_secret() {
     let server = RedisServer::start();
-    for rights in ["-evalsha", "-eval", "-time", "-mget", "-set", "-setrange", "resetkeys ~other:*"] {
-        let _: String = server.command(&format!("ACL SETUSER telling-user reset on >hunter2 ~* +@all {rights}")).await;
+    for rights in [
+        "-evalsha",
+        "-eval",
+        "-time",
+        "-mget",
+        "-set",
+        "-setrange",
+        "resetkeys ~other:*",
+    ] {
+        let _: String = server
+            .command(&format!(
+                "ACL SETUSER telling-user reset on >hunter2 ~* +@all {rights}"
+            ))
+            .await;
         let url = format!("redis://telling-user:hunter2@127.0.0.1:{}/", server.port());
         let failed = failures(&RedisStore::connect_lazy(url).unwrap()).await;
         assert!(!failed.is_empty(), "{rights}");
@@ -143,12 +168,19 @@ async fn a_missed_deadline_names_the_server() {
         format!("redis+sentinel://telling-user:hunter2@{address}/mymaster"),
     ] {
         let (tell, mut told) = mpsc::unbounded_channel();
-        let redis = RedisStore::builder(url.as_str()).timeout(Duration::from_secs(20)).connect_lazy().unwrap();
+        let redis = RedisStore::builder(url.as_str())
+            .timeout(Duration::from_secs(20))
+            .connect_lazy()
+            .unwrap();
         let store = Fallback::new(redis, LocalStore::default()).observer(Tells(tell));
         let any = AnyStore::from(store);
         assert!(any.check(check("ann", "10/s")).await.unwrap().is_allowed());
         let error = told.recv().await.unwrap();
-        let server = if url.contains("sentinel") { "\"mymaster\" of the sentinels " } else { "" };
+        let server = if url.contains("sentinel") {
+            "\"mymaster\" of the sentinels "
+        } else {
+            ""
+        };
         let text = format!("the server {server}{address} did not answer in time: ");
         assert!(error.starts_with(&text), "{url}: {error}");
     }
@@ -157,7 +189,9 @@ async fn a_missed_deadline_names_the_server() {
 /// `Result<_, Error>` of `main` is printed as `Debug`.
 #[tokio::test]
 async fn debug_says_what_to_do() {
-    let error = RedisStore::connect("redis://127.0.0.1:1/").await.unwrap_err();
+    let error = RedisStore::connect("redis://127.0.0.1:1/")
+        .await
+        .unwrap_err();
     let text = format!("{error:?}");
     for part in ["Unreachable", "check the URL", "refused"] {
         assert!(text.contains(part), "{text} lacks {part:?}");
@@ -173,18 +207,31 @@ async fn debug_says_what_to_do() {
 #[tokio::test]
 async fn a_repeated_greeting_shows_no_secret() {
     for (words, kind) in [
-        ("-ERR no `HELLO 3 AUTH telling-user hunter2` here", ErrorKind::Refused),
+        (
+            "-ERR no `HELLO 3 AUTH telling-user hunter2` here",
+            ErrorKind::Refused,
+        ),
         ("-hunter2 is what you said", ErrorKind::Refused),
-        ("-WRONGPASS telling-user has not hunter2", ErrorKind::Authentication),
+        (
+            "-WRONGPASS telling-user has not hunter2",
+            ErrorKind::Authentication,
+        ),
     ] {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let url = format!("redis://telling-user:hunter2@{}/?protocol=resp3", listener.local_addr().unwrap());
+        let url = format!(
+            "redis://telling-user:hunter2@{}/?protocol=resp3",
+            listener.local_addr().unwrap()
+        );
         tokio::spawn(async move {
             while let Ok((mut stream, _)) = listener.accept().await {
                 let mut asked = [0; 4096];
-                let Ok(length) = stream.read(&mut asked).await else { continue };
+                let Ok(length) = stream.read(&mut asked).await else {
+                    continue;
+                };
                 let commands = asked[..length].iter().filter(|byte| **byte == b'*').count();
-                let _ = stream.write_all(format!("{words}\r\n").repeat(commands).as_bytes()).await;
+                let _ = stream
+                    .write_all(format!("{words}\r\n").repeat(commands).as_bytes())
+                    .await;
             }
         });
         let error = RedisStore::connect(url).await.unwrap_err();
@@ -197,7 +244,10 @@ async fn a_repeated_greeting_shows_no_secret() {
 #[tokio::test]
 async fn an_echo_shows_no_secret() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("redis://telling-user:hunter2@{}/", listener.local_addr().unwrap());
+    let url = format!(
+        "redis://telling-user:hunter2@{}/",
+        listener.local_addr().unwrap()
+    );
     tokio::spawn(async move {
         while let Ok((mut stream, _)) = listener.accept().await {
             tokio::spawn(async move {
@@ -209,7 +259,9 @@ async fn an_echo_shows_no_secret() {
     let store = RedisStore::connect_lazy(url).unwrap();
     until("it failed", async || {
         let failed = failures(&store).await;
-        failed.iter().for_each(|error| assert_tells_no_secret(error, "echo"));
+        failed
+            .iter()
+            .for_each(|error| assert_tells_no_secret(error, "echo"));
         !failed.is_empty()
     })
     .await;

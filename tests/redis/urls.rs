@@ -9,15 +9,30 @@ use crate::support::{RedisServer, check};
 /// Counts in a database, and is there as this user with this protocol.
 async fn assert_counts(server: &RedisServer, url: &str, database: u32, expected: &str) {
     let store = RedisStore::connect(url).await.unwrap();
-    assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+    assert!(
+        store
+            .check(check("ann", "10/s"))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
     let keyspace: String = server.command("INFO keyspace").await;
-    assert!(keyspace.contains(&format!("db{database}:keys=")), "{url}: {keyspace}");
+    assert!(
+        keyspace.contains(&format!("db{database}:keys=")),
+        "{url}: {keyspace}"
+    );
     let clients: String = server.command("CLIENT LIST TYPE normal").await;
-    let ours = clients.lines().find(|line| line.contains("cmd=evalsha")).expect("our connection");
+    let ours = clients
+        .lines()
+        .find(|line| line.contains("cmd=evalsha"))
+        .expect("our connection");
     for field in [&format!("db={database}"), expected] {
         // Redis 6.2 does not list the protocol.
         let is_listed = ours.contains(" resp=") || !field.starts_with("resp=");
-        assert!(!is_listed || ours.split(' ').any(|part| part == field), "{url}: {ours} lacks {field}");
+        assert!(
+            !is_listed || ours.split(' ').any(|part| part == field),
+            "{url}: {ours} lacks {field}"
+        );
     }
     drop(store);
     let _: String = server.command("FLUSHALL").await;
@@ -30,18 +45,42 @@ async fn every_part_of_a_url_applies() {
     let socket = dir.path().join("redis.sock").to_str().unwrap().to_owned();
     let server = RedisServer::start_with(&["--unixsocket", &socket]);
     let rights = "+evalsha +eval +time +mget +set +setrange +del +select";
-    let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
+    let _: String = server
+        .command(&format!(
+            "ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}"
+        ))
+        .await;
     let host = format!("127.0.0.1:{}", server.port());
     for (url, database, expected) in [
         (format!("redis://{host}"), 0, "user=default"),
         (format!("redis://{host}/7"), 7, "user=default"),
-        (format!("redis://limiter:hunter2@{host}/7"), 7, "user=limiter"),
-        (format!("valkey://limiter:hunter2@{host}/7"), 7, "user=limiter"),
-        (format!("redis://limiter:hunter2@{host}/7?protocol=resp3"), 7, "resp=3"),
+        (
+            format!("redis://limiter:hunter2@{host}/7"),
+            7,
+            "user=limiter",
+        ),
+        (
+            format!("valkey://limiter:hunter2@{host}/7"),
+            7,
+            "user=limiter",
+        ),
+        (
+            format!("redis://limiter:hunter2@{host}/7?protocol=resp3"),
+            7,
+            "resp=3",
+        ),
         (format!("redis+unix://{socket}"), 0, "user=default"),
         (format!("unix://{socket}?db=5"), 5, "user=default"),
-        (format!("redis+unix://{socket}?db=5&user=limiter&pass=hunter2"), 5, "user=limiter"),
-        (format!("redis+unix://{socket}?user=limiter&pass=hunter2&protocol=resp3"), 0, "resp=3"),
+        (
+            format!("redis+unix://{socket}?db=5&user=limiter&pass=hunter2"),
+            5,
+            "user=limiter",
+        ),
+        (
+            format!("redis+unix://{socket}?user=limiter&pass=hunter2&protocol=resp3"),
+            0,
+            "resp=3",
+        ),
     ] {
         assert_counts(&server, &url, database, expected).await;
     }
@@ -56,18 +95,35 @@ async fn the_prefix_of_a_url_takes_precedence() {
     config.prefix = "other".to_owned();
     let stores: [AnyStore; 3] = [
         RedisStore::connect_lazy(&url).unwrap().into(),
-        RedisStore::builder(&url).prefix("other").connect_lazy().unwrap().into(),
+        RedisStore::builder(&url)
+            .prefix("other")
+            .connect_lazy()
+            .unwrap()
+            .into(),
         AnyStore::from_config(&config).unwrap(),
     ];
     for store in stores {
-        assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+        assert!(
+            store
+                .check(check("ann", "10/s"))
+                .await
+                .unwrap()
+                .is_allowed()
+        );
         let keys: Vec<String> = server.command("KEYS *").await;
         assert_eq!(keys, ["shop/eu:{ann}:test:g:10/s"], "{store:?}");
         let _: String = server.command("FLUSHALL").await;
     }
     for prefix in ["", "a%20b", "{a}"] {
-        let error = RedisStore::connect_lazy(format!("redis://a/?prefix={prefix}")).unwrap_err().to_string();
-        assert!(error.starts_with(&format!("{prefix:?} is not a valid key prefix: use 1 to 64")), "{error}");
+        let error = RedisStore::connect_lazy(format!("redis://a/?prefix={prefix}"))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.starts_with(&format!(
+                "{prefix:?} is not a valid key prefix: use 1 to 64"
+            )),
+            "{error}"
+        );
     }
 }
 
@@ -75,24 +131,58 @@ async fn the_prefix_of_a_url_takes_precedence() {
 #[test]
 fn mistakes_in_a_url_are_named() {
     let info = "redis://a/-1".into_connection_info().unwrap();
-    let mut mistakes: Vec<(Servers, &str)> = vec![(info.into(), "its database is -1, and the first one is 0")];
+    let mut mistakes: Vec<(Servers, &str)> =
+        vec![(info.into(), "its database is -1, and the first one is 0")];
     let of_text = [
-        ("redis+cluster://app:hunter2@a:1,app:hunter2@b:2", "more than one `@`: write user and password once"),
-        ("redis+sentinel://app:hunter2@a:1,app:hunter2@b:2/mymaster", "more than one `@`: write"),
-        ("redis+cluster://app:hunter@2@a:1", "and an `@` in them as `%40`"),
-        ("redis://a/?protocl=resp3", "parameter `protocl` is unknown: write `prefix`, `protocol`"),
+        (
+            "redis+cluster://app:hunter2@a:1,app:hunter2@b:2",
+            "more than one `@`: write user and password once",
+        ),
+        (
+            "redis+sentinel://app:hunter2@a:1,app:hunter2@b:2/mymaster",
+            "more than one `@`: write",
+        ),
+        (
+            "redis+cluster://app:hunter@2@a:1",
+            "and an `@` in them as `%40`",
+        ),
+        (
+            "redis://a/?protocl=resp3",
+            "parameter `protocl` is unknown: write `prefix`, `protocol`",
+        ),
         ("redis://a/?db=3", "parameter `db` is unknown"),
-        ("redis://a/?timeout=5", "all else is set on the builder, or in `StoreConfig`"),
-        ("redis+cluster://a/3", "a cluster has no database but 0: write none"),
-        ("redis+cluster://a:1?sentinel_user=app", "parameter `sentinel_user` is unknown"),
+        (
+            "redis://a/?timeout=5",
+            "all else is set on the builder, or in `StoreConfig`",
+        ),
+        (
+            "redis+cluster://a/3",
+            "a cluster has no database but 0: write none",
+        ),
+        (
+            "redis+cluster://a:1?sentinel_user=app",
+            "parameter `sentinel_user` is unknown",
+        ),
         (
             "redis+sentinel://a/mymaster?sentinel_pasword=hunter2",
             "`sentinel_pasword` is unknown: write `prefix`, `protocol`, `sentinel_user`",
         ),
-        ("redis+unix:///tmp/redis?password=hunter2", "parameter `password` is unknown: write `db`, `user`, `pass`"),
-        ("redis://a/?prefx=shop", "parameter `prefx` is unknown: write `prefix`"),
-        ("redis+cluster://a?prefix=shop&prefix=x", "parameter `prefix` appears more than once"),
-        ("redis://a/?protocol=resp2&protocol=resp3", "parameter `protocol` appears more than once"),
+        (
+            "redis+unix:///tmp/redis?password=hunter2",
+            "parameter `password` is unknown: write `db`, `user`, `pass`",
+        ),
+        (
+            "redis://a/?prefx=shop",
+            "parameter `prefx` is unknown: write `prefix`",
+        ),
+        (
+            "redis+cluster://a?prefix=shop&prefix=x",
+            "parameter `prefix` appears more than once",
+        ),
+        (
+            "redis://a/?protocol=resp2&protocol=resp3",
+            "parameter `protocol` appears more than once",
+        ),
         (
             "redis://app:1234?hunter2@a/",
             "its parameter is unknown: write `prefix`, `protocol`, and in a password a `?` as `%3F` and an `&` as `%26`",
@@ -100,7 +190,10 @@ fn mistakes_in_a_url_are_named() {
         ("redis://a/-1", "its database is -1"),
         ("redis+unix:///tmp/redis?db=-1", "its database is -1"),
         ("redis+sentinel://a/mymaster/-1", "its database is -1"),
-        ("redis+sentinel://a/", "it names no master: write its name after the sentinels"),
+        (
+            "redis+sentinel://a/",
+            "it names no master: write its name after the sentinels",
+        ),
         ("redis+sentinel://a:26379,b:26379", "it names no master"),
     ];
     mistakes.extend(of_text.map(|(url, problem)| (url.into(), problem)));
@@ -108,8 +201,14 @@ fn mistakes_in_a_url_are_named() {
         match RedisStore::connect_lazy(servers) {
             Err(error) => {
                 let text = error.to_string();
-                assert!(text.starts_with("the Redis URL cannot be used: "), "{text:?}");
-                assert!(text.contains(problem) && !text.contains("hunter2"), "{text:?} lacks {problem:?}");
+                assert!(
+                    text.starts_with("the Redis URL cannot be used: "),
+                    "{text:?}"
+                );
+                assert!(
+                    text.contains(problem) && !text.contains("hunter2"),
+                    "{text:?} lacks {problem:?}"
+                );
                 assert!(!text.contains("write it like"), "a second fix: {text:?}");
             }
             Ok(store) => panic!("{store:?}, where {problem:?}"),

@@ -11,7 +11,9 @@ use tokio::time::{Instant, sleep, timeout};
 use tower::{Layer, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::store::{Share, Store};
-use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, RedisStore, Strategy, ThrottleLayer};
+use tower_redis_ratelimit::{
+    Fallback, Key, LocalStore, Policies, RedisStore, Strategy, ThrottleLayer,
+};
 use tower_service::Service;
 
 use crate::support::{RedisServer, policy, until};
@@ -47,7 +49,9 @@ async fn storm(layers: &[ThrottleLayer], rounds: usize) -> u32 {
 }
 
 fn nobody_waits(layers: &[ThrottleLayer]) -> bool {
-    layers.iter().all(|layer| format!("{layer:?}").contains("waiting: 0"))
+    layers
+        .iter()
+        .all(|layer| format!("{layer:?}").contains("waiting: 0"))
 }
 
 /// What Redis has counted in the end is what was called, whoever gave up when.
@@ -64,8 +68,16 @@ async fn a_storm_of_cancels_loses_no_permit() {
     // The last storm finds less than it wants: then it is owed, and nobody waits for so long.
     let mut expected = 0;
     for left in [900_000, 500] {
-        let remaining = store.check(Check::peek(KEY, &policies, 0)).await.unwrap().remaining();
-        let charged = store.check(Check::charge(KEY, &policies, remaining - left)).await.unwrap().granted();
+        let remaining = store
+            .check(Check::peek(KEY, &policies, 0))
+            .await
+            .unwrap()
+            .remaining();
+        let charged = store
+            .check(Check::charge(KEY, &policies, remaining - left))
+            .await
+            .unwrap()
+            .granted();
         let called = storm(&layers, 20).await;
         assert!(called > 100, "{called} calls");
         expected += charged + called;
@@ -74,8 +86,15 @@ async fn a_storm_of_cancels_loses_no_permit() {
             (peek.capacity() - peek.remaining()).abs_diff(expected)
         };
         // A unit flows back in 8.64 s.
-        until("Redis counts what was called", async || nobody_waits(&layers) && counted().await <= 1).await;
-        expected = store.check(Check::peek(KEY, &policies, 0)).await.unwrap().remaining();
+        until("Redis counts what was called", async || {
+            nobody_waits(&layers) && counted().await <= 1
+        })
+        .await;
+        expected = store
+            .check(Check::peek(KEY, &policies, 0))
+            .await
+            .unwrap()
+            .remaining();
         expected = policies[0].quota().capacity() - expected;
     }
 }
@@ -96,7 +115,8 @@ async fn nobody_is_stuck_if_redis_dies_meanwhile() {
     let calls: Arc<Vec<AtomicU32>> = Arc::new((0..60).map(|_| AtomicU32::new(0)).collect());
     let tasks: Vec<_> = (0..60)
         .map(|i| {
-            let (layer, stop, calls) = (layers[i % 3].clone(), Arc::clone(&stop), Arc::clone(&calls));
+            let (layer, stop, calls) =
+                (layers[i % 3].clone(), Arc::clone(&stop), Arc::clone(&calls));
             tokio::spawn(async move {
                 let mut service = layer.layer(service_fn(async |()| Ok::<_, Infallible>(())));
                 while !stop.load(SeqCst) {
@@ -106,7 +126,12 @@ async fn nobody_is_stuck_if_redis_dies_meanwhile() {
             })
         })
         .collect();
-    let all = || calls.iter().map(|calls| calls.load(SeqCst)).collect::<Vec<_>>();
+    let all = || {
+        calls
+            .iter()
+            .map(|calls| calls.load(SeqCst))
+            .collect::<Vec<_>>()
+    };
     for _ in 0..2 {
         for kill in [true, false] {
             if kill {
@@ -117,13 +142,23 @@ async fn nobody_is_stuck_if_redis_dies_meanwhile() {
             let before = all();
             let start = Instant::now();
             storm(&layers, 5).await;
-            until("each of them goes on", async || all().iter().zip(&before).all(|(now, then)| now > then)).await;
-            assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+            until("each of them goes on", async || {
+                all().iter().zip(&before).all(|(now, then)| now > then)
+            })
+            .await;
+            assert!(
+                start.elapsed() < Duration::from_secs(20),
+                "{:?}",
+                start.elapsed()
+            );
         }
     }
     stop.store(true, SeqCst);
     for task in tasks {
-        timeout(Duration::from_secs(20), task).await.expect("nobody is stuck").unwrap();
+        timeout(Duration::from_secs(20), task)
+            .await
+            .expect("nobody is stuck")
+            .unwrap();
     }
     until("nobody waits", async || nobody_waits(&layers)).await;
 }

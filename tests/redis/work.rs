@@ -13,7 +13,16 @@ use tower_redis_ratelimit::{Key, Policies, RedisStore, Strategy};
 use crate::support::{RedisServer, STRATEGIES, policy};
 
 /// Those that change a key.
-const WRITES: [&str; 8] = ["set", "setrange", "del", "rpush", "lset", "ltrim", "lrem", "pexpireat"];
+const WRITES: [&str; 8] = [
+    "set",
+    "setrange",
+    "del",
+    "rpush",
+    "lset",
+    "ltrim",
+    "lrem",
+    "pexpireat",
+];
 
 /// What a search of so many charges takes, and what is done with its result.
 fn search(charges: usize) -> usize {
@@ -29,7 +38,10 @@ impl Server {
     async fn start() -> Self {
         let redis = RedisServer::start();
         let many = NonZeroUsize::new(1_000).unwrap();
-        let builder = RedisStore::builder(redis.url()).batch(many).queue(many).timeout(Duration::from_secs(20));
+        let builder = RedisStore::builder(redis.url())
+            .batch(many)
+            .queue(many)
+            .timeout(Duration::from_secs(20));
         // Each denial is Redis's own.
         let store = builder.denials(0).connect().await.unwrap();
         Self { redis, store }
@@ -42,8 +54,15 @@ impl Server {
         let stats: String = self.redis.command("INFO commandstats").await;
         let called = stats.lines().filter_map(|line| {
             let (name, rest) = line.strip_prefix("cmdstat_")?.split_once(":calls=")?;
-            let ours = ["evalsha", "config", "client", "hello", "info"].iter().all(|other| !name.starts_with(other));
-            ours.then(|| (name.to_owned(), rest.split(',').next().unwrap().parse().unwrap()))
+            let ours = ["evalsha", "config", "client", "hello", "info"]
+                .iter()
+                .all(|other| !name.starts_with(other));
+            ours.then(|| {
+                (
+                    name.to_owned(),
+                    rest.split(',').next().unwrap().parse().unwrap(),
+                )
+            })
         });
         (called.collect(), granted)
     }
@@ -52,7 +71,9 @@ impl Server {
     async fn charge(&self, key: Key, policies: &Policies, costs: &[u32]) {
         for costs in costs.chunks(1_000) {
             // Takes of one caller that come at once would be one charge.
-            let charges = costs.iter().map(|cost| self.store.check(Check::charge(key, policies, *cost)));
+            let charges = costs
+                .iter()
+                .map(|cost| self.store.check(Check::charge(key, policies, *cost)));
             for (decision, cost) in join_all(charges).await.into_iter().zip(costs) {
                 assert_eq!(decision.unwrap().granted(), *cost);
             }
@@ -70,16 +91,29 @@ impl Server {
         let most = granted.values().sum::<usize>() + more;
 
         // Each is below the one before, which a memory of denials knows nothing of.
-        let denied = (0..20).map(|i| limit * 99 / 100 - i).chain([limit, limit / 2, 100, 2, 1]);
+        let denied = (0..20)
+            .map(|i| limit * 99 / 100 - i)
+            .chain([limit, limit / 2, 100, 2, 1]);
         let takes = denied.clone().map(|cost| Check::take(key, policies, cost));
-        let peeks = denied.step_by(5).map(|cost| Check::peek(key, policies, cost));
-        for check in takes.chain(peeks).chain([Check::up_to(key, policies, limit)]) {
+        let peeks = denied
+            .step_by(5)
+            .map(|cost| Check::peek(key, policies, cost));
+        for check in takes
+            .chain(peeks)
+            .chain([Check::up_to(key, policies, limit)])
+        {
             let context = format!("{:?} {} of {policies:?}", check.mode(), check.cost());
             let (commands, granted) = self.commands(check).await;
             assert_eq!(granted, 0, "{context}");
             let count: usize = commands.values().sum();
-            assert!(count <= most, "{context}: {count} commands, {most} at most: {commands:?}");
-            assert!(WRITES.iter().all(|write| !commands.contains_key(*write)), "{context} writes: {commands:?}");
+            assert!(
+                count <= most,
+                "{context}: {count} commands, {most} at most: {commands:?}"
+            );
+            assert!(
+                WRITES.iter().all(|write| !commands.contains_key(*write)),
+                "{context} writes: {commands:?}"
+            );
         }
         for check in [
             Check::refund(key, policies, 1),
@@ -94,7 +128,10 @@ impl Server {
             let (commands, granted) = self.commands(check).await;
             assert!(granted > 0, "{context}");
             let count: usize = commands.values().sum();
-            assert!(count <= most, "{context}: {count} commands, {most} at most: {commands:?}");
+            assert!(
+                count <= most,
+                "{context}: {count} commands, {most} at most: {commands:?}"
+            );
         }
     }
 }
@@ -103,9 +140,18 @@ impl Server {
 #[tokio::test]
 async fn every_check_costs_about_the_same() {
     let server = Server::start().await;
-    for strategy in STRATEGIES.into_iter().chain([Strategy::SlidingWindow { cells: 1000 }]) {
-        let more = if strategy == Strategy::SlidingLog { search(10_000) } else { 0 };
-        server.ask(&policy(strategy, "10000/366d"), &[1; 9_999], more).await;
+    for strategy in STRATEGIES
+        .into_iter()
+        .chain([Strategy::SlidingWindow { cells: 1000 }])
+    {
+        let more = if strategy == Strategy::SlidingLog {
+            search(10_000)
+        } else {
+            0
+        };
+        server
+            .ask(&policy(strategy, "10000/366d"), &[1; 9_999], more)
+            .await;
     }
 }
 
@@ -114,7 +160,9 @@ async fn every_check_costs_about_the_same() {
 async fn longest_log_checks_cost_about_the_same() {
     let policies = policy(Strategy::SlidingLog, "100000/366d");
     let mut rng = Rng::with_seed(0);
-    let mut uneven: Vec<u32> = (0..9_000).map(|_| [1, 1, 1, rng.u32(1..=20)][rng.usize(..4)]).collect();
+    let mut uneven: Vec<u32> = (0..9_000)
+        .map(|_| [1, 1, 1, rng.u32(1..=20)][rng.usize(..4)])
+        .collect();
     uneven.push(99_999 - uneven.iter().sum::<u32>());
     for charges in [vec![1; 99_999], uneven] {
         let server = Server::start().await;
@@ -126,16 +174,24 @@ async fn longest_log_checks_cost_about_the_same() {
 #[tokio::test]
 async fn refunds_of_long_logs_share_few_calls() {
     let server = RedisServer::start();
-    let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).connect().await.unwrap();
+    let store = RedisStore::builder(server.url())
+        .timeout(Duration::from_secs(20))
+        .connect()
+        .await
+        .unwrap();
     for (limit, refunds, takes) in [(100_000, 20..=40, 2..=20), (100, 1..=4, 1..=4)] {
         let policies = policy(Strategy::SlidingLog, &format!("{limit}/366d"));
         let mut calls = vec![];
         for check in [Check::refund, Check::take] {
             let before = server.calls("evalsha").await;
-            let checks = (0..128).map(|i| store.check(check(Key::new(format!("caller-{i}")), &policies, 1)));
+            let checks =
+                (0..128).map(|i| store.check(check(Key::new(format!("caller-{i}")), &policies, 1)));
             assert!(join_all(checks).await.iter().all(Result::is_ok));
             calls.push(server.calls("evalsha").await - before);
         }
-        assert!(refunds.contains(&calls[0]) && takes.contains(&calls[1]), "{limit}: {calls:?} calls");
+        assert!(
+            refunds.contains(&calls[0]) && takes.contains(&calls[1]),
+            "{limit}: {calls:?} calls"
+        );
     }
 }

@@ -10,14 +10,23 @@ use crate::nodes::{Fake, NAME, Sentinel, url};
 use crate::support::{RedisServer, check, free_port};
 
 async fn connect(servers: impl Into<Servers>) -> Result<RedisStore, StoreError> {
-    RedisStore::builder(servers).timeout(Duration::from_secs(20)).connect().await
+    RedisStore::builder(servers)
+        .timeout(Duration::from_secs(20))
+        .connect()
+        .await
 }
 
 async fn refused(servers: impl Into<Servers>, kind: ErrorKind, remedy: &str) {
     let error = connect(servers).await.unwrap_err();
     assert_eq!(error.kind(), kind, "{error:?}");
-    assert!(error.to_string().contains(remedy), "{error} lacks {remedy:?}");
-    assert!(error.to_string().contains("the server 127.0.0.1:") || kind == ErrorKind::Configuration, "{error}");
+    assert!(
+        error.to_string().contains(remedy),
+        "{error} lacks {remedy:?}"
+    );
+    assert!(
+        error.to_string().contains("the server 127.0.0.1:") || kind == ErrorKind::Configuration,
+        "{error}"
+    );
     assert!(!format!("{error:?}").contains("hunter2"), "{error:?}");
 }
 
@@ -26,17 +35,32 @@ async fn refused(servers: impl Into<Servers>, kind: ErrorKind, remedy: &str) {
 async fn the_documented_rights_are_enough() {
     let server = RedisServer::start();
     let rights = "+evalsha +eval +time +mget +set +setrange +del +role";
-    let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2/ resetkeys ~rl:* -@all {rights}")).await;
+    let _: String = server
+        .command(&format!(
+            "ACL SETUSER limiter on >hunter2/ resetkeys ~rl:* -@all {rights}"
+        ))
+        .await;
     let _: String = server.command("ACL SETUSER default on >hunter22").await;
     let more = format!("sentinel auth-pass {NAME} hunter22\n");
     let sentinel = Sentinel::start(server.port(), 1, &more);
-    let _: String = sentinel.command("ACL SETUSER asker on >hunter2@ -@all +sentinel|master").await.unwrap();
+    let _: String = sentinel
+        .command("ACL SETUSER asker on >hunter2@ -@all +sentinel|master")
+        .await
+        .unwrap();
     let _: String = sentinel.command("ACL SETUSER default off").await.unwrap();
 
     let master = format!("redis://limiter:hunter2%2F@{NAME}");
     let good = format!("redis://asker:hunter2%40@127.0.0.1:{}", sentinel.port);
-    let store = connect(Servers::sentinel(&master, [good.as_str()])).await.unwrap();
-    assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+    let store = connect(Servers::sentinel(&master, [good.as_str()]))
+        .await
+        .unwrap();
+    assert!(
+        store
+            .check(check("ann", "10/s"))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
     let of_url = |password: &str| {
         let port = sentinel.port;
         format!(
@@ -49,9 +73,19 @@ async fn the_documented_rights_are_enough() {
     let advice = "check the user and password";
     refused(of_url("wrong"), ErrorKind::Authentication, advice).await;
     refused(url(&[sentinel.port]), ErrorKind::Authentication, advice).await;
-    refused(Servers::sentinel(NAME, [good.as_str()]), ErrorKind::Authentication, advice).await;
+    refused(
+        Servers::sentinel(NAME, [good.as_str()]),
+        ErrorKind::Authentication,
+        advice,
+    )
+    .await;
     let wrong = format!("redis://limiter:hunter2wrong@{NAME}");
-    refused(Servers::sentinel(&wrong, [good.as_str()]), ErrorKind::Authentication, advice).await;
+    refused(
+        Servers::sentinel(&wrong, [good.as_str()]),
+        ErrorKind::Authentication,
+        advice,
+    )
+    .await;
 }
 
 /// The first script distinguishes a replica from a master, if the user may not ask.
@@ -59,10 +93,16 @@ async fn the_documented_rights_are_enough() {
 async fn masters_are_recognized_without_the_role_command() {
     let server = RedisServer::start();
     let rights = "+evalsha +eval +time +mget +set +setrange +del";
-    let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
+    let _: String = server
+        .command(&format!(
+            "ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}"
+        ))
+        .await;
     let sentinel = Fake::start(server.port(), 1);
-    let servers =
-        Servers::sentinel(&format!("redis://limiter:hunter2@{NAME}"), [format!("redis://127.0.0.1:{}", sentinel.port)]);
+    let servers = Servers::sentinel(
+        &format!("redis://limiter:hunter2@{NAME}"),
+        [format!("redis://127.0.0.1:{}", sentinel.port)],
+    );
     connect(servers).await.unwrap();
 }
 
@@ -70,8 +110,16 @@ async fn masters_are_recognized_without_the_role_command() {
 async fn the_user_of_sentinels_may_not_ask() {
     let server = RedisServer::start();
     let sentinel = Sentinel::start(server.port(), 1, "");
-    let _: String = sentinel.command("ACL SETUSER default -sentinel").await.unwrap();
-    refused(url(&[sentinel.port]), ErrorKind::Permission, "+sentinel|master").await;
+    let _: String = sentinel
+        .command("ACL SETUSER default -sentinel")
+        .await
+        .unwrap();
+    refused(
+        url(&[sentinel.port]),
+        ErrorKind::Permission,
+        "+sentinel|master",
+    )
+    .await;
 }
 
 #[tokio::test]
@@ -79,13 +127,23 @@ async fn the_sentinels_know_no_such_master() {
     let server = RedisServer::start();
     let sentinel = Sentinel::start(server.port(), 1, "");
     let servers = Servers::sentinel("other", [format!("redis://127.0.0.1:{}", sentinel.port)]);
-    refused(servers, ErrorKind::Configuration, "no master named \"other\"").await;
+    refused(
+        servers,
+        ErrorKind::Configuration,
+        "no master named \"other\"",
+    )
+    .await;
 }
 
 #[tokio::test]
 async fn the_server_is_not_a_sentinel() {
     let server = RedisServer::start();
-    refused(url(&[server.port()]), ErrorKind::Configuration, "is not a Redis Sentinel").await;
+    refused(
+        url(&[server.port()]),
+        ErrorKind::Configuration,
+        "is not a Redis Sentinel",
+    )
+    .await;
 }
 
 #[tokio::test]
@@ -93,8 +151,16 @@ async fn a_sentinel_is_not_a_server() {
     let server = RedisServer::start();
     let sentinel = Sentinel::start(server.port(), 1, "");
     let address = format!("127.0.0.1:{}", sentinel.port);
-    for url in [format!("redis://{address}"), format!("redis+cluster://{address}")] {
-        refused(url, ErrorKind::Refused, "to a Redis Sentinel, write `redis+sentinel://HOST:PORT/MASTER`").await;
+    for url in [
+        format!("redis://{address}"),
+        format!("redis+cluster://{address}"),
+    ] {
+        refused(
+            url,
+            ErrorKind::Refused,
+            "to a Redis Sentinel, write `redis+sentinel://HOST:PORT/MASTER`",
+        )
+        .await;
     }
 }
 
@@ -102,29 +168,49 @@ async fn a_sentinel_is_not_a_server() {
 #[tokio::test]
 async fn failing_checks_ask_sentinels_now_and_then() {
     let sentinel = Fake::start(free_port(), 1);
-    let store = RedisStore::builder(url(&[sentinel.port])).timeout(Duration::from_secs(20)).connect_lazy().unwrap();
+    let store = RedisStore::builder(url(&[sentinel.port]))
+        .timeout(Duration::from_secs(20))
+        .connect_lazy()
+        .unwrap();
     let since = Instant::now();
     for _ in 0..200 {
-        assert_eq!(store.check(check("ann", "10/s")).await.unwrap_err().kind(), ErrorKind::Unreachable);
+        assert_eq!(
+            store.check(check("ann", "10/s")).await.unwrap_err().kind(),
+            ErrorKind::Unreachable
+        );
     }
     // The first three are free, and the watch asks too.
     let passed = since.elapsed().as_millis() as u64;
     let (asked, most) = (sentinel.asked.load(SeqCst), 5 + passed / 50 + passed / 200);
-    assert!(asked <= most, "asked {asked} times for 200 checks, more than {most}");
+    assert!(
+        asked <= most,
+        "asked {asked} times for 200 checks, more than {most}"
+    );
 }
 
 #[tokio::test]
 async fn no_sentinel_can_be_reached() {
-    refused(url(&[free_port(), free_port()]), ErrorKind::Unreachable, "check the URL").await;
+    refused(
+        url(&[free_port(), free_port()]),
+        ErrorKind::Unreachable,
+        "check the URL",
+    )
+    .await;
 }
 
 /// All of them are late: nobody counts there.
 #[tokio::test]
 async fn the_server_is_not_a_master() {
     let server = RedisServer::start();
-    let replica = RedisServer::start_with(&["--replicaof", "127.0.0.1", &server.port().to_string()]);
+    let replica =
+        RedisServer::start_with(&["--replicaof", "127.0.0.1", &server.port().to_string()]);
     let sentinel = Fake::start(replica.port(), 1);
-    refused(url(&[sentinel.port]), ErrorKind::NotReady, "no master is elected yet").await;
+    refused(
+        url(&[sentinel.port]),
+        ErrorKind::NotReady,
+        "no master is elected yet",
+    )
+    .await;
 }
 
 #[test]
@@ -142,6 +228,9 @@ fn invalid_sentinel_addresses_are_refused() {
         Servers::from("redis+sentinel://:hunter2@a:26379/mymaster/one"),
     ] {
         let error = RedisStore::connect_lazy(servers).unwrap_err().to_string();
-        assert!(error.starts_with("the Redis URL cannot be used: ") && !error.contains("hunter2"), "{error}");
+        assert!(
+            error.starts_with("the Redis URL cannot be used: ") && !error.contains("hunter2"),
+            "{error}"
+        );
     }
 }

@@ -21,13 +21,19 @@ const IN_A_ROW: usize = 4;
 
 /// How many such loads there are, one after the other: `FAILOVERS=20` means five.
 fn loads() -> usize {
-    std::env::var("FAILOVERS").map_or(1, |count| count.parse::<usize>().expect("a number").div_ceil(IN_A_ROW))
+    std::env::var("FAILOVERS").map_or(1, |count| {
+        count.parse::<usize>().expect("a number").div_ceil(IN_A_ROW)
+    })
 }
 
 /// Whether a connection of a store is open there.
 async fn is_used(group: &Group, server: usize) -> bool {
-    let clients: String = group.servers[server].command("CLIENT LIST TYPE normal").await;
-    clients.lines().any(|line| line.contains("cmd=evalsha") || line.contains("cmd=role"))
+    let clients: String = group.servers[server]
+        .command("CLIENT LIST TYPE normal")
+        .await;
+    clients
+        .lines()
+        .any(|line| line.contains("cmd=evalsha") || line.contains("cmd=role"))
 }
 
 /// Waits until what the master has written so far is at both replicas, which may lag on a busy machine.
@@ -37,8 +43,18 @@ async fn both_replicas_have_it(group: &Group, master: usize) {
         let mut connection = connection.clone();
         async move {
             // It waits for what this connection has written, and so for all before it.
-            let _: () = redis::cmd("SET").arg("written").arg(1).query_async(&mut connection).await.expect("a master");
-            let have: u64 = redis::cmd("WAIT").arg(2).arg(200).query_async(&mut connection).await.expect("a count");
+            let _: () = redis::cmd("SET")
+                .arg("written")
+                .arg(1)
+                .query_async(&mut connection)
+                .await
+                .expect("a master");
+            let have: u64 = redis::cmd("WAIT")
+                .arg(2)
+                .arg(200)
+                .query_async(&mut connection)
+                .await
+                .expect("a count");
             have == 2
         }
     })
@@ -60,7 +76,9 @@ async fn survive(group: &mut Group) {
     load.introduce().await;
     load.start();
     until("the spent callers are spent", async || {
-        load.instances.iter().all(|instance| instance.has_denied(Kind::Spent, Source::Redis))
+        load.instances
+            .iter()
+            .all(|instance| instance.has_denied(Kind::Spent, Source::Redis))
     })
     .await;
     // Of a check that was not answered before anybody was spent, as on a machine that stalls, it is not known whether it was
@@ -72,8 +90,11 @@ async fn survive(group: &mut Group) {
         let old = group.master().await.expect("a master");
         let kill = failover % 2 == 1;
         group.switches.lock().unwrap().clear();
-        let granted =
-            || std::array::from_fn::<u64, { CALLERS.len() }, _>(|caller| load.sums.redis[caller].load(SeqCst));
+        let granted = || {
+            std::array::from_fn::<u64, { CALLERS.len() }, _>(|caller| {
+                load.sums.redis[caller].load(SeqCst)
+            })
+        };
         let granted_before = granted();
         both_replicas_have_it(group, old).await;
         let begun = Instant::now();
@@ -81,21 +102,36 @@ async fn survive(group: &mut Group) {
             group.servers[old].kill();
         } else {
             until("the failover begins", async || {
-                group.sentinels[failover % 3].command::<String>(&format!("SENTINEL FAILOVER {NAME}")).await.is_ok()
+                group.sentinels[failover % 3]
+                    .command::<String>(&format!("SENTINEL FAILOVER {NAME}"))
+                    .await
+                    .is_ok()
             })
             .await;
         }
-        until("a sentinel has switched", async || !group.switches.lock().unwrap().is_empty()).await;
-        let before: Vec<u64> = load.instances.iter().map(|instance| instance.by_redis()).collect();
+        until("a sentinel has switched", async || {
+            !group.switches.lock().unwrap().is_empty()
+        })
+        .await;
+        let before: Vec<u64> = load
+            .instances
+            .iter()
+            .map(|instance| instance.by_redis())
+            .collect();
         if !kill {
-            until("the former master is left", async || !is_used(group, old).await).await;
+            until("the former master is left", async || {
+                !is_used(group, old).await
+            })
+            .await;
         }
         let left = Instant::now();
         until("all instances are back", async || {
             load.instances
                 .iter()
                 .zip(&before)
-                .all(|(instance, before)| !instance.store.is_degraded() && instance.by_redis() > *before)
+                .all(|(instance, before)| {
+                    !instance.store.is_degraded() && instance.by_redis() > *before
+                })
         })
         .await;
         let (back, mut granted_after) = (Instant::now(), granted());
@@ -124,13 +160,21 @@ async fn survive(group: &mut Group) {
         if kill {
             group.servers[old].restart();
         }
-        let _: String = group.servers[old].command(&format!("REPLICAOF 127.0.0.1 {}", group.servers[new].port())).await;
+        let _: String = group.servers[old]
+            .command(&format!(
+                "REPLICAOF 127.0.0.1 {}",
+                group.servers[new].port()
+            ))
+            .await;
         group.is_well().await;
         if group.switches.lock().unwrap().len() > group.sentinels.len() {
             println!("the machine stalled, and the sentinels failed over again");
             granted_after = granted();
         }
-        for (at_risk, (after, before)) in at_risk.iter_mut().zip(granted_after.into_iter().zip(granted_before)) {
+        for (at_risk, (after, before)) in at_risk
+            .iter_mut()
+            .zip(granted_after.into_iter().zip(granted_before))
+        {
             // With what was under way.
             *at_risk += after - before + (load.instances.len() * TASKS) as u64;
         }
@@ -139,12 +183,19 @@ async fn survive(group: &mut Group) {
 
     let sums = &load.sums;
     let worst = Duration::from_micros(sums.worst.load(SeqCst));
-    println!("{} requests, worst {worst:?}; {} stalls", sums.requests.load(SeqCst), sums.stalls());
+    println!(
+        "{} requests, worst {worst:?}; {} stalls",
+        sums.requests.load(SeqCst),
+        sums.stalls()
+    );
     assert_eq!(sums.errors.load(SeqCst), 0, "requests failed");
     assert!(worst < DEADLINE + SLACK + sums.longest_stall(), "{worst:?}");
     let store = RedisStore::connect(group.url()).await.unwrap();
     for (caller, (name, kind)) in CALLERS.into_iter().enumerate() {
-        let (redis, local) = (sums.redis[caller].load(SeqCst), sums.local[caller].load(SeqCst));
+        let (redis, local) = (
+            sums.redis[caller].load(SeqCst),
+            sums.local[caller].load(SeqCst),
+        );
         let granted = redis + local;
         match kind {
             Kind::Spent => assert!(
@@ -156,9 +207,19 @@ async fn survive(group: &mut Group) {
                 let left = store.check(peek(caller)).await.unwrap().remaining();
                 let charged = kind.limit() - u64::from(left);
                 let lost = granted.saturating_sub(charged);
-                println!("{name}: {granted} granted, {charged} charged, so {lost} lost of {} at risk", at_risk[caller]);
-                assert!(charged <= granted, "{name}: {granted} granted, {charged} charged");
-                assert!(lost <= at_risk[caller], "{name}: more was lost than {}", at_risk[caller]);
+                println!(
+                    "{name}: {granted} granted, {charged} charged, so {lost} lost of {} at risk",
+                    at_risk[caller]
+                );
+                assert!(
+                    charged <= granted,
+                    "{name}: {granted} granted, {charged} charged"
+                );
+                assert!(
+                    lost <= at_risk[caller],
+                    "{name}: more was lost than {}",
+                    at_risk[caller]
+                );
             }
             Kind::Tight => {}
         }

@@ -1,6 +1,11 @@
 //! Redis Sentinel with real servers: the store finds the master, and goes with it to another server.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 #![allow(clippy::disallowed_methods, reason = "real servers fail in real time")]
 #![allow(unreachable_pub, reason = "helpers of this binary")]
 

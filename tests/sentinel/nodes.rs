@@ -40,8 +40,16 @@ impl Sentinel {
             );
             fs::write(&file, text).unwrap();
             let mut command = Command::new("redis-server");
-            command.arg(&file).arg("--sentinel").stdin(Stdio::null()).stdout(Stdio::null());
-            let mut sentinel = Self { child: command.spawn().unwrap(), port, _dir: dir };
+            command
+                .arg(&file)
+                .arg("--sentinel")
+                .stdin(Stdio::null())
+                .stdout(Stdio::null());
+            let mut sentinel = Self {
+                child: command.spawn().unwrap(),
+                port,
+                _dir: dir,
+            };
             if sentinel.is_up() {
                 return sentinel;
             }
@@ -65,14 +73,19 @@ impl Sentinel {
     }
 
     pub async fn command<T: redis::FromRedisValue>(&self, command: &str) -> redis::RedisResult<T> {
-        cmd(command).query_async(&mut self.client().get_multiplexed_async_connection().await?).await
+        cmd(command)
+            .query_async(&mut self.client().get_multiplexed_async_connection().await?)
+            .await
     }
 
     /// A field of what it says of the master.
     async fn field(&self, name: &str) -> String {
         let fields: redis::RedisResult<std::collections::HashMap<String, String>> =
             self.command(&format!("SENTINEL MASTER {NAME}")).await;
-        fields.ok().and_then(|mut fields| fields.remove(name)).unwrap_or_default()
+        fields
+            .ok()
+            .and_then(|mut fields| fields.remove(name))
+            .unwrap_or_default()
     }
 
     pub async fn master(&self) -> u16 {
@@ -80,7 +93,13 @@ impl Sentinel {
     }
 
     fn signal(&self, signal: &str) {
-        assert!(Command::new("kill").args([signal, &self.child.id().to_string()]).status().unwrap().success());
+        assert!(
+            Command::new("kill")
+                .args([signal, &self.child.id().to_string()])
+                .status()
+                .unwrap()
+                .success()
+        );
     }
 
     pub fn freeze(&self) {
@@ -109,14 +128,27 @@ pub struct Group {
 
 impl Group {
     pub async fn start() -> Self {
-        let start = || RedisServer::start_with(&["--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1"]);
+        let start = || {
+            RedisServer::start_with(&[
+                "--repl-diskless-sync-delay",
+                "0",
+                "--repl-ping-replica-period",
+                "1",
+            ])
+        };
         let servers: Vec<RedisServer> = (0..3).map(|_| start()).collect();
         let master = servers[0].port();
         for replica in &servers[1..] {
-            let _: String = replica.command(&format!("REPLICAOF 127.0.0.1 {master}")).await;
+            let _: String = replica
+                .command(&format!("REPLICAOF 127.0.0.1 {master}"))
+                .await;
         }
         let sentinels: Vec<Sentinel> = (0..3).map(|_| Sentinel::start(master, 2, "")).collect();
-        let group = Self { servers, sentinels, switches: Arc::default() };
+        let group = Self {
+            servers,
+            sentinels,
+            switches: Arc::default(),
+        };
         for (i, sentinel) in group.sentinels.iter().enumerate() {
             let (client, switches) = (sentinel.client(), Arc::clone(&group.switches));
             std::thread::spawn(move || {
@@ -147,7 +179,12 @@ impl Group {
                 };
                 if sentinel.field("num-other-sentinels").await != "2"
                     || sentinel.field("flags").await != "master"
-                    || replicas.unwrap_or_default().iter().filter(|replica| follow(replica)).count() != 2
+                    || replicas
+                        .unwrap_or_default()
+                        .iter()
+                        .filter(|replica| follow(replica))
+                        .count()
+                        != 2
                 {
                     return false;
                 }
@@ -161,11 +198,18 @@ impl Group {
     pub async fn master(&self) -> Option<usize> {
         let masters = join_all(self.sentinels.iter().map(Sentinel::master)).await;
         let all = masters.iter().all(|port| *port == masters[0]);
-        self.servers.iter().position(|server| server.port() == masters[0]).filter(|_| all)
+        self.servers
+            .iter()
+            .position(|server| server.port() == masters[0])
+            .filter(|_| all)
     }
 
     pub fn url(&self) -> String {
-        url(&self.sentinels.iter().map(|sentinel| sentinel.port).collect::<Vec<_>>())
+        url(&self
+            .sentinels
+            .iter()
+            .map(|sentinel| sentinel.port)
+            .collect::<Vec<_>>())
     }
 }
 
@@ -182,7 +226,11 @@ impl Fake {
     pub fn start(master: u16, epoch: u64) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
-        let fake = Self { port, master: Arc::default(), asked: Arc::default() };
+        let fake = Self {
+            port,
+            master: Arc::default(),
+            asked: Arc::default(),
+        };
         fake.set_master(master, epoch);
         let (master, asked) = (Arc::clone(&fake.master), Arc::clone(&fake.asked));
         std::thread::spawn(move || {
@@ -195,8 +243,20 @@ impl Fake {
                         let reply = if words[0] == "SENTINEL" {
                             assert_eq!(words[1..], ["MASTER", NAME]);
                             asked.fetch_add(1, SeqCst);
-                            let (port, epoch) = (master.0.load(SeqCst).to_string(), master.1.load(SeqCst).to_string());
-                            let fields = ["name", NAME, "ip", "127.0.0.1", "port", &port, "config-epoch", &epoch];
+                            let (port, epoch) = (
+                                master.0.load(SeqCst).to_string(),
+                                master.1.load(SeqCst).to_string(),
+                            );
+                            let fields = [
+                                "name",
+                                NAME,
+                                "ip",
+                                "127.0.0.1",
+                                "port",
+                                &port,
+                                "config-epoch",
+                                &epoch,
+                            ];
                             let texts = fields.map(|text| format!("${}\r\n{text}\r\n", text.len()));
                             format!("*{}\r\n{}", texts.len(), texts.concat())
                         } else {
@@ -238,6 +298,9 @@ fn command(lines: &mut impl BufRead) -> Option<Vec<String>> {
 
 /// How to reach the master by these sentinels.
 pub fn url(sentinels: &[u16]) -> String {
-    let hosts: Vec<String> = sentinels.iter().map(|port| format!("127.0.0.1:{port}")).collect();
+    let hosts: Vec<String> = sentinels
+        .iter()
+        .map(|port| format!("127.0.0.1:{port}"))
+        .collect();
     format!("redis+sentinel://{}/{NAME}", hosts.join(","))
 }

@@ -25,7 +25,13 @@ async fn has_counted(server: &RedisServer) -> bool {
 }
 
 async fn take(store: &RedisStore) {
-    assert!(store.check(check("ann", "1000000/100d")).await.unwrap().is_allowed());
+    assert!(
+        store
+            .check(check("ann", "1000000/100d"))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
 }
 
 #[tokio::test]
@@ -37,12 +43,37 @@ async fn the_master_is_found() {
     assert!(has_counted(&server).await);
     take(&RedisStore::connect(url(&[sentinel.port])).await.unwrap()).await;
     let servers = Servers::sentinel(NAME, [of_sentinel]);
-    take(&RedisStore::builder(servers).prefix("shop").connect().await.unwrap()).await;
-    assert_eq!(server.command::<Vec<String>>("KEYS shop:*{ann}*").await.len(), 1);
+    take(
+        &RedisStore::builder(servers)
+            .prefix("shop")
+            .connect()
+            .await
+            .unwrap(),
+    )
+    .await;
+    assert_eq!(
+        server
+            .command::<Vec<String>>("KEYS shop:*{ann}*")
+            .await
+            .len(),
+        1
+    );
     // RESP3 has maps.
     let resp3 = format!("{}/3?protocol=resp3", url(&[sentinel.port]));
-    take(&RedisStore::builder(resp3).prefix("third").connect().await.unwrap()).await;
-    assert!(server.command::<String>("INFO keyspace").await.contains("db3:keys="));
+    take(
+        &RedisStore::builder(resp3)
+            .prefix("third")
+            .connect()
+            .await
+            .unwrap(),
+    )
+    .await;
+    assert!(
+        server
+            .command::<String>("INFO keyspace")
+            .await
+            .contains("db3:keys=")
+    );
 }
 
 #[tokio::test]
@@ -51,25 +82,47 @@ async fn dead_and_silent_sentinels_keep_nobody_waiting() {
     let ((_listener, silent), fake) = (silent(), Fake::start(server.port(), 1));
     // The others might still name another one, but not for as long as a connection may take.
     let sentinels = url(&[silent, free_port(), fake.port]);
-    let store = RedisStore::builder(sentinels).timeout(IMPATIENT).connect_lazy().unwrap();
-    until("it decides", async || store.check(check("ann", "10/s")).await.is_ok()).await;
+    let store = RedisStore::builder(sentinels)
+        .timeout(IMPATIENT)
+        .connect_lazy()
+        .unwrap();
+    until("it decides", async || {
+        store.check(check("ann", "10/s")).await.is_ok()
+    })
+    .await;
 
     // Most of them agree: nobody waits for the rest.
     let other = Fake::start(server.port(), 1);
     let since = Instant::now();
     let sentinels = url(&[silent, other.port, fake.port]);
-    take(&RedisStore::builder(sentinels).timeout(PATIENT).connect().await.unwrap()).await;
+    take(
+        &RedisStore::builder(sentinels)
+            .timeout(PATIENT)
+            .connect()
+            .await
+            .unwrap(),
+    )
+    .await;
     assert!(since.elapsed() < PATIENT / 8, "{:?}", since.elapsed());
 }
 
 #[tokio::test]
 async fn a_frozen_sentinel_keeps_nobody_waiting() {
     let server = RedisServer::start();
-    let sentinels: Vec<Sentinel> = (0..3).map(|_| Sentinel::start(server.port(), 2, "")).collect();
+    let sentinels: Vec<Sentinel> = (0..3)
+        .map(|_| Sentinel::start(server.port(), 2, ""))
+        .collect();
     sentinels[0].freeze();
     let ports: Vec<u16> = sentinels.iter().map(|sentinel| sentinel.port).collect();
     let since = Instant::now();
-    take(&RedisStore::builder(url(&ports)).timeout(PATIENT).connect().await.unwrap()).await;
+    take(
+        &RedisStore::builder(url(&ports))
+            .timeout(PATIENT)
+            .connect()
+            .await
+            .unwrap(),
+    )
+    .await;
     assert!(since.elapsed() < PATIENT / 8, "{:?}", since.elapsed());
 }
 
@@ -81,14 +134,22 @@ async fn one_sentinel_is_cut_off() {
         let liar = Fake::start(former.port(), epoch);
         let others = [Fake::start(server.port(), 2), Fake::start(server.port(), 2)];
         let second = if dead { free_port() } else { others[1].port };
-        let store =
-            RedisStore::builder(url(&[liar.port, others[0].port, second])).timeout(PATIENT).connect_lazy().unwrap();
+        let store = RedisStore::builder(url(&[liar.port, others[0].port, second]))
+            .timeout(PATIENT)
+            .connect_lazy()
+            .unwrap();
         take(&store).await;
         // Nor does the watch believe it.
         let asked = liar.asked.load(SeqCst);
-        until("it was asked twice more", async || liar.asked.load(SeqCst) > asked + 1).await;
+        until("it was asked twice more", async || {
+            liar.asked.load(SeqCst) > asked + 1
+        })
+        .await;
         take(&store).await;
-        assert!(!has_counted(&former).await && has_counted(&server).await, "{epoch} {dead}");
+        assert!(
+            !has_counted(&former).await && has_counted(&server).await,
+            "{epoch} {dead}"
+        );
     }
 }
 
@@ -96,13 +157,24 @@ async fn one_sentinel_is_cut_off() {
 #[tokio::test]
 async fn the_sentinels_are_late() {
     let server = RedisServer::start();
-    let replica = RedisServer::start_with(&["--replicaof", "127.0.0.1", &server.port().to_string()]);
+    let replica =
+        RedisServer::start_with(&["--replicaof", "127.0.0.1", &server.port().to_string()]);
     let (_listener, silent) = silent();
     for former in [replica.port(), silent, free_port()] {
-        let sentinels = [Fake::start(former, 1), Fake::start(former, 1), Fake::start(server.port(), 2)];
+        let sentinels = [
+            Fake::start(former, 1),
+            Fake::start(former, 1),
+            Fake::start(server.port(), 2),
+        ];
         let ports = [sentinels[0].port, sentinels[1].port, sentinels[2].port];
-        let store = RedisStore::builder(url(&ports)).timeout(IMPATIENT).connect_lazy().unwrap();
-        until("it decides", async || store.check(check("ann", "10/s")).await.is_ok()).await;
+        let store = RedisStore::builder(url(&ports))
+            .timeout(IMPATIENT)
+            .connect_lazy()
+            .unwrap();
+        until("it decides", async || {
+            store.check(check("ann", "10/s")).await.is_ok()
+        })
+        .await;
     }
 }
 
@@ -110,11 +182,21 @@ async fn the_sentinels_are_late() {
 #[tokio::test]
 async fn a_master_that_still_answers_is_left() {
     let (former, server) = (RedisServer::start(), RedisServer::start());
-    let sentinels = [Fake::start(former.port(), 1), Fake::start(former.port(), 1), Fake::start(former.port(), 1)];
+    let sentinels = [
+        Fake::start(former.port(), 1),
+        Fake::start(former.port(), 1),
+        Fake::start(former.port(), 1),
+    ];
     let ports = [sentinels[0].port, sentinels[1].port, sentinels[2].port];
-    let store = RedisStore::builder(url(&ports)).timeout(PATIENT).connect().await.unwrap();
+    let store = RedisStore::builder(url(&ports))
+        .timeout(PATIENT)
+        .connect()
+        .await
+        .unwrap();
     take(&store).await;
-    sentinels.iter().for_each(|sentinel| sentinel.set_master(server.port(), 2));
+    sentinels
+        .iter()
+        .for_each(|sentinel| sentinel.set_master(server.port(), 2));
     let since = Instant::now();
     until("the store goes to the new one", async || {
         take(&store).await;
@@ -126,7 +208,11 @@ async fn a_master_that_still_answers_is_left() {
     for _ in 0..10 {
         take(&store).await;
     }
-    assert_eq!(former.calls("evalsha").await, counted, "the former master is asked again");
+    assert_eq!(
+        former.calls("evalsha").await,
+        counted,
+        "the former master is asked again"
+    );
 }
 
 /// A master that becomes a replica says READONLY, though its connections stay.
@@ -135,12 +221,23 @@ async fn a_demoted_master_is_left_at_once() {
     let former = RedisServer::start();
     let server = RedisServer::start_with(&["--repl-diskless-sync-delay", "0"]);
     let sentinel = Fake::start(former.port(), 1);
-    let store = RedisStore::builder(url(&[sentinel.port])).timeout(PATIENT).connect().await.unwrap();
+    let store = RedisStore::builder(url(&[sentinel.port]))
+        .timeout(PATIENT)
+        .connect()
+        .await
+        .unwrap();
     take(&store).await;
     // No sentinel says so in time.
-    let _: String = former.command(&format!("REPLICAOF 127.0.0.1 {}", server.port())).await;
-    until("it follows", async || former.command::<String>("INFO replication").await.contains("master_link_status:up"))
+    let _: String = former
+        .command(&format!("REPLICAOF 127.0.0.1 {}", server.port()))
         .await;
+    until("it follows", async || {
+        former
+            .command::<String>("INFO replication")
+            .await
+            .contains("master_link_status:up")
+    })
+    .await;
     assert!(store.check(check("ann", "10/s")).await.is_err());
     sentinel.set_master(server.port(), 2);
     take(&store).await;
@@ -152,10 +249,17 @@ async fn a_demoted_master_is_left_at_once() {
 async fn without_sentinels_the_known_master_stays() {
     let server = RedisServer::start();
     let mut sentinel = Sentinel::start(server.port(), 1, "");
-    let store = RedisStore::builder(url(&[sentinel.port])).timeout(PATIENT).connect().await.unwrap();
+    let store = RedisStore::builder(url(&[sentinel.port]))
+        .timeout(PATIENT)
+        .connect()
+        .await
+        .unwrap();
     sentinel.kill();
     let _: i64 = server.command("CLIENT KILL TYPE normal SKIPME yes").await;
-    until("it decides", async || store.check(check("ann", "10/s")).await.is_ok()).await;
+    until("it decides", async || {
+        store.check(check("ann", "10/s")).await.is_ok()
+    })
+    .await;
 }
 
 /// The watch is a task of the store's.
@@ -163,11 +267,21 @@ async fn without_sentinels_the_known_master_stays() {
 async fn a_dropped_store_stops_its_watch() {
     let server = RedisServer::start();
     let sentinel = Fake::start(server.port(), 1);
-    let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
+    let tasks = || {
+        tokio::runtime::Handle::current()
+            .metrics()
+            .num_alive_tasks()
+    };
     let before = tasks();
-    let store = RedisStore::builder(url(&[sentinel.port])).connect().await.unwrap();
+    let store = RedisStore::builder(url(&[sentinel.port]))
+        .connect()
+        .await
+        .unwrap();
     let asked = sentinel.asked.load(SeqCst);
-    until("the watch asks", async || sentinel.asked.load(SeqCst) > asked + 1).await;
+    until("the watch asks", async || {
+        sentinel.asked.load(SeqCst) > asked + 1
+    })
+    .await;
     drop(store);
     until("all tasks have ended", async || tasks() <= before).await;
 }
@@ -176,18 +290,30 @@ async fn a_dropped_store_stops_its_watch() {
 #[tokio::test]
 async fn one_stale_sentinel_replaces_no_master() {
     let (server, stray) = (RedisServer::start(), RedisServer::start());
-    let good: Vec<Sentinel> = (0..2).map(|_| Sentinel::start(server.port(), 2, "")).collect();
+    let good: Vec<Sentinel> = (0..2)
+        .map(|_| Sentinel::start(server.port(), 2, ""))
+        .collect();
     // Sentinels that have led no failover.
     let stale = Fake::start(server.port(), 0);
     let ports = [stale.port, good[0].port, good[1].port];
-    let store = RedisStore::builder(url(&ports)).timeout(PATIENT).connect().await.unwrap();
+    let store = RedisStore::builder(url(&ports))
+        .timeout(PATIENT)
+        .connect()
+        .await
+        .unwrap();
     take(&store).await;
     good.iter().for_each(Sentinel::freeze);
     stale.set_master(stray.port(), 0);
     let asked = stale.asked.load(SeqCst);
-    until("the watch has queried it twice", async || stale.asked.load(SeqCst) > asked + 1).await;
+    until("the watch has queried it twice", async || {
+        stale.asked.load(SeqCst) > asked + 1
+    })
+    .await;
     let _: i64 = server.command("CLIENT KILL TYPE normal SKIPME yes").await;
-    until("it decides", async || store.check(check("ann", "10/s")).await.is_ok()).await;
+    until("it decides", async || {
+        store.check(check("ann", "10/s")).await.is_ok()
+    })
+    .await;
     assert!(!has_counted(&stray).await, "a stray server counts");
 }
 
@@ -195,20 +321,39 @@ async fn one_stale_sentinel_replaces_no_master() {
 #[tokio::test]
 async fn an_outvoted_sentinel_costs_nothing() {
     let (server, stray) = (RedisServer::start(), RedisServer::start());
-    let sentinels = [Fake::start(stray.port(), 1), Fake::start(server.port(), 2), Fake::start(server.port(), 2)];
+    let sentinels = [
+        Fake::start(stray.port(), 1),
+        Fake::start(server.port(), 2),
+        Fake::start(server.port(), 2),
+    ];
     let ports = [sentinels[0].port, sentinels[1].port, sentinels[2].port];
-    let store = RedisStore::builder(url(&ports)).timeout(PATIENT).connect().await.unwrap();
+    let store = RedisStore::builder(url(&ports))
+        .timeout(PATIENT)
+        .connect()
+        .await
+        .unwrap();
     take(&store).await;
     let asked = |sentinel: usize| sentinels[sentinel].asked.load(SeqCst);
     let before = asked(0);
     until("the watch has queried it", async || asked(0) > before + 1).await;
-    let (before, connections) =
-        ([asked(0), asked(1), asked(2)], server.info("stats", "total_connections_received").await);
-    until("the watch has queried it four times more", async || asked(0) > before[0] + 3).await;
+    let (before, connections) = (
+        [asked(0), asked(1), asked(2)],
+        server.info("stats", "total_connections_received").await,
+    );
+    until("the watch has queried it four times more", async || {
+        asked(0) > before[0] + 3
+    })
+    .await;
     // One at a time, each in its turn.
     for good in [1, 2] {
-        assert!(asked(good) - before[good] <= asked(0) - before[0] + 1, "sentinel {good} was queried too often");
+        assert!(
+            asked(good) - before[good] <= asked(0) - before[0] + 1,
+            "sentinel {good} was queried too often"
+        );
     }
     let connections = server.info("stats", "total_connections_received").await - connections;
-    assert_eq!(connections, 1, "connections to the master: this test makes one");
+    assert_eq!(
+        connections, 1,
+        "connections to the master: this test makes one"
+    );
 }

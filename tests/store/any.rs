@@ -32,22 +32,45 @@ async fn instances_share_the_count_of_one_redis() {
     let server = RedisServer::start();
     let policies = policy(Strategy::Gcra, "10/d");
     let mut left = vec![];
-    for kind in [StoreKind::Auto, StoreKind::Fallback, StoreKind::Redis, StoreKind::Local] {
+    for kind in [
+        StoreKind::Auto,
+        StoreKind::Fallback,
+        StoreKind::Redis,
+        StoreKind::Local,
+    ] {
         let mut config = config(kind, server.url());
         config.deadline = Duration::from_secs(60);
         let store = AnyStore::from_config(&config).unwrap();
-        let decision = store.check(Check::take(Key::new("ann"), &policies, 1)).await.unwrap();
+        let decision = store
+            .check(Check::take(Key::new("ann"), &policies, 1))
+            .await
+            .unwrap();
         left.push((decision.source(), decision.remaining()));
     }
-    assert_eq!(left, [(Source::Redis, 9), (Source::Redis, 8), (Source::Redis, 7), (Source::Local, 9)]);
+    assert_eq!(
+        left,
+        [
+            (Source::Redis, 9),
+            (Source::Redis, 8),
+            (Source::Redis, 7),
+            (Source::Local, 9)
+        ]
+    );
 }
 
 #[tokio::test]
 async fn only_a_fallback_is_degraded() {
     let policies = policy(Strategy::Gcra, "1000/d");
-    let ask = async |store: &AnyStore| store.check(Check::take(Key::new("ann"), &policies, 1)).await;
-    let (fallback, redis, local) =
-        (AnyStore::from(Fallback::new(redis(), LocalStore::default())), AnyStore::from(redis()), AnyStore::local());
+    let ask = async |store: &AnyStore| {
+        store
+            .check(Check::take(Key::new("ann"), &policies, 1))
+            .await
+    };
+    let (fallback, redis, local) = (
+        AnyStore::from(Fallback::new(redis(), LocalStore::default())),
+        AnyStore::from(redis()),
+        AnyStore::local(),
+    );
     assert!(!fallback.is_degraded());
     until("the fallback is degraded", async || {
         assert_eq!(ask(&fallback).await.unwrap().source(), Source::Local);
@@ -55,7 +78,10 @@ async fn only_a_fallback_is_degraded() {
     })
     .await;
     for _ in 0..5 {
-        assert_eq!(ask(&redis).await.unwrap_err().kind(), ErrorKind::Unreachable);
+        assert_eq!(
+            ask(&redis).await.unwrap_err().kind(),
+            ErrorKind::Unreachable
+        );
         assert_eq!(ask(&local).await.unwrap().source(), Source::Local);
     }
     assert!(!redis.is_degraded() && !local.is_degraded());
@@ -65,10 +91,22 @@ async fn only_a_fallback_is_degraded() {
 fn warms_its_store() {
     let policies = policy(Strategy::Gcra, "10/100d");
     let take = |cost| Check::take(Key::new("ann"), &policies, cost);
-    let decision = LocalStore::default().check(take(6)).now_or_never().unwrap().unwrap();
+    let decision = LocalStore::default()
+        .check(take(6))
+        .now_or_never()
+        .unwrap()
+        .unwrap();
     let store = AnyStore::local();
     store.warm(&Key::new("ann"), &decision);
-    assert_eq!(store.check(take(0)).now_or_never().unwrap().unwrap().remaining(), 4);
+    assert_eq!(
+        store
+            .check(take(0))
+            .now_or_never()
+            .unwrap()
+            .unwrap()
+            .remaining(),
+        4
+    );
 }
 
 /// So that all who ask this store together count what is in flight once.
@@ -102,10 +140,16 @@ async fn the_store_notifies_its_observer() {
     let server = RedisServer::start();
     let policies = policy(Strategy::Gcra, "10/d");
     let redis = AnyStore::from_config(&config(StoreKind::Redis, server.url())).unwrap();
-    for store in [redis, Fallback::new(self::redis(), LocalStore::default()).into()] {
+    for store in [
+        redis,
+        Fallback::new(self::redis(), LocalStore::default()).into(),
+    ] {
         let count = Arc::new(Count::default());
         store.observe(&(Arc::clone(&count) as Arc<dyn Observer>));
-        let _ = store.check(Check::take(Key::new("ann"), &policies, 1)).await.unwrap();
+        let _ = store
+            .check(Check::take(Key::new("ann"), &policies, 1))
+            .await
+            .unwrap();
         assert!(count.0.load(Relaxed) > 0, "{store:?}");
     }
 }
@@ -114,11 +158,18 @@ async fn the_store_notifies_its_observer() {
 #[tokio::test]
 async fn the_store_withdraws_unsent_checks() {
     let policies = policy(Strategy::Gcra, "10/d");
-    for store in [AnyStore::from(redis()), Fallback::new(redis(), LocalStore::default()).into()] {
-        let Answer::Pending { future } = store.check(Check::take(Key::new("ann"), &policies, 1)) else {
+    for store in [
+        AnyStore::from(redis()),
+        Fallback::new(redis(), LocalStore::default()).into(),
+    ] {
+        let Answer::Pending { future } = store.check(Check::take(Key::new("ann"), &policies, 1))
+        else {
             panic!("no answer yet")
         };
-        assert!(store.withdraw(pin!(future)), "nothing has run that could send it");
+        assert!(
+            store.withdraw(pin!(future)),
+            "nothing has run that could send it"
+        );
     }
 }
 
@@ -131,11 +182,22 @@ fn it_allocates_nothing_of_its_own() {
         ask();
         measure(|| (0..100).for_each(|_| ask())).count_total
     }
-    let runtime = runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     let _guard = runtime.enter();
     let fallback = || Fallback::new(redis(), LocalStore::default());
-    let alone = [allocations(&redis()), allocations(&fallback()), allocations(&LocalStore::default())];
-    let any = [redis().into(), fallback().into(), AnyStore::local()].map(|store| allocations(&store));
+    let alone = [
+        allocations(&redis()),
+        allocations(&fallback()),
+        allocations(&LocalStore::default()),
+    ];
+    let any =
+        [redis().into(), fallback().into(), AnyStore::local()].map(|store| allocations(&store));
     assert_eq!(any, alone);
-    assert!(alone[0] >= 100 && alone[2] == 0, "what is counted: {alone:?}");
+    assert!(
+        alone[0] >= 100 && alone[2] == 0,
+        "what is counted: {alone:?}"
+    );
 }

@@ -7,7 +7,9 @@ use futures_util::future::join_all;
 use tokio::time::Instant;
 use tower_redis_ratelimit::check::{Outcome, Source};
 use tower_redis_ratelimit::settle::{Reservation, ReserveError};
-use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policies, Policy, Quota, RedisStore, Strategy};
+use tower_redis_ratelimit::{
+    Key, Limiter, LocalStore, Policies, Policy, Quota, RedisStore, Strategy,
+};
 
 use crate::support::{RedisServer, STRATEGIES, free_port, policy, until};
 
@@ -26,8 +28,14 @@ async fn waits_exactly_as_long_as_needed() {
         let start = Instant::now();
         let decision = limiter.wait(ANN, 4, Duration::from_secs(10)).await.unwrap();
         assert_eq!(decision.granted(), 4, "{strategy:?}");
-        let late = start.elapsed().checked_sub(wait).expect("not before its time");
-        assert!(late <= Duration::from_millis(3), "{strategy:?}: {late:?} late");
+        let late = start
+            .elapsed()
+            .checked_sub(wait)
+            .expect("not before its time");
+        assert!(
+            late <= Duration::from_millis(3),
+            "{strategy:?}: {late:?} late"
+        );
     }
 }
 
@@ -38,9 +46,22 @@ async fn too_long_waits_are_denied_immediately() {
     let start = Instant::now();
     let decision = limiter.wait(ANN, 1, Duration::from_secs(59)).await.unwrap();
     assert!(matches!(decision.outcome(), Outcome::Denied { .. }));
-    assert_eq!(limiter.wait(ANN, 2, Duration::from_secs(600)).await.unwrap().outcome(), Outcome::ExceedsCapacity);
+    assert_eq!(
+        limiter
+            .wait(ANN, 2, Duration::from_secs(600))
+            .await
+            .unwrap()
+            .outcome(),
+        Outcome::ExceedsCapacity
+    );
     assert_eq!(start.elapsed(), Duration::ZERO);
-    assert!(limiter.wait(ANN, 1, Duration::MAX).await.unwrap().is_allowed());
+    assert!(
+        limiter
+            .wait(ANN, 1, Duration::MAX)
+            .await
+            .unwrap()
+            .is_allowed()
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -49,7 +70,13 @@ async fn small_costs_do_not_starve_large() {
     let _ = limiter.take(ANN, 10).await.unwrap();
     let order = Mutex::new(vec![]);
     let wait = async |cost: u32| {
-        assert!(limiter.wait(ANN, cost, Duration::from_secs(60)).await.unwrap().is_allowed());
+        assert!(
+            limiter
+                .wait(ANN, cost, Duration::from_secs(60))
+                .await
+                .unwrap()
+                .is_allowed()
+        );
         order.lock().unwrap().push(cost);
     };
     tokio::join!(wait(10), wait(1), wait(2), wait(9), wait(3));
@@ -67,8 +94,14 @@ async fn deadlines_apply_in_the_queue() {
         limiter.wait(ANN, 1, Duration::from_millis(500)),
         limiter.wait(ANN, 1, Duration::from_secs(10)),
     );
-    assert!(first.unwrap().is_allowed() && !hasty.unwrap().is_allowed() && last.unwrap().is_allowed());
-    assert!(start.elapsed() < Duration::from_millis(2_100), "{:?}", start.elapsed());
+    assert!(
+        first.unwrap().is_allowed() && !hasty.unwrap().is_allowed() && last.unwrap().is_allowed()
+    );
+    assert!(
+        start.elapsed() < Duration::from_millis(2_100),
+        "{:?}",
+        start.elapsed()
+    );
 }
 
 /// A late caller with little time takes nothing before those who came earlier.
@@ -80,19 +113,31 @@ async fn nobody_overtakes() {
     let patient = limiter.wait(ANN, 5, Duration::from_secs(60));
     let hasty = async {
         for _ in 0..100 {
-            let decision = limiter.wait(ANN, 1, Duration::from_millis(5)).await.unwrap();
-            assert!(start.elapsed() > Duration::from_millis(500) || !decision.is_allowed(), "{decision:?}");
+            let decision = limiter
+                .wait(ANN, 1, Duration::from_millis(5))
+                .await
+                .unwrap();
+            assert!(
+                start.elapsed() > Duration::from_millis(500) || !decision.is_allowed(),
+                "{decision:?}"
+            );
         }
     };
     let (patient, ()) = tokio::join!(async { (patient.await.unwrap(), start.elapsed()) }, hasty);
-    assert!(patient.0.is_allowed() && patient.1 < Duration::from_millis(520), "{patient:?}");
+    assert!(
+        patient.0.is_allowed() && patient.1 < Duration::from_millis(520),
+        "{patient:?}"
+    );
 }
 
 /// It leaves the queue, and nothing is lost whenever it is dropped.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_dropped_wait_takes_nothing() {
     let server = RedisServer::start();
-    let limiter = Limiter::new(RedisStore::connect(server.url()).await.unwrap(), policy(Strategy::Gcra, "1000/100d"));
+    let limiter = Limiter::new(
+        RedisStore::connect(server.url()).await.unwrap(),
+        policy(Strategy::Gcra, "1000/100d"),
+    );
     let mut granted = 0;
     for micros in 0..200 {
         let wait = limiter.wait(ANN, 1, Duration::from_secs(10));
@@ -100,9 +145,15 @@ async fn a_dropped_wait_takes_nothing() {
             granted += decision.unwrap().granted();
         }
     }
-    until("the rest is refunded", async || limiter.peek(ANN, 1).await.unwrap().remaining() == 1000 - granted).await;
+    until("the rest is refunded", async || {
+        limiter.peek(ANN, 1).await.unwrap().remaining() == 1000 - granted
+    })
+    .await;
     let shown = format!("{limiter:?}");
-    assert!(shown.contains("WaitQueues { waiting: 0, .. }"), "somebody still waits: {shown}");
+    assert!(
+        shown.contains("WaitQueues { waiting: 0, .. }"),
+        "somebody still waits: {shown}"
+    );
 }
 
 /// Nor is anything lost if it is dropped after the grant and before it is polled.
@@ -125,8 +176,14 @@ async fn waits_dropped_before_polling_take_nothing() {
             decision = wait => granted += decision.unwrap().granted(),
         }
     }
-    assert!((1..WAITS).contains(&granted), "{granted} of {WAITS} were waited for");
-    until("the rest is refunded", async || limiter.peek(ANN, 1).await.unwrap().remaining() == 100_000 - granted).await;
+    assert!(
+        (1..WAITS).contains(&granted),
+        "{granted} of {WAITS} were waited for"
+    );
+    until("the rest is refunded", async || {
+        limiter.peek(ANN, 1).await.unwrap().remaining() == 100_000 - granted
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -135,8 +192,16 @@ async fn it_waits_for_redis_as_well() {
     let store = RedisStore::connect(server.url()).await.unwrap();
     let limiter = Limiter::new(store, policy(Strategy::Gcra, "100/s burst 10"));
     let waits = (0..40).map(|_| limiter.wait(ANN, 1, Duration::from_secs(20)));
-    let decisions: Vec<_> = join_all(waits).await.into_iter().map(Result::unwrap).collect();
-    assert!(decisions.iter().all(|decision| decision.is_allowed() && decision.source() == Source::Redis));
+    let decisions: Vec<_> = join_all(waits)
+        .await
+        .into_iter()
+        .map(Result::unwrap)
+        .collect();
+    assert!(
+        decisions
+            .iter()
+            .all(|decision| decision.is_allowed() && decision.source() == Source::Redis)
+    );
 }
 
 #[tokio::test]
@@ -158,7 +223,11 @@ async fn reservations_can_be_settled_kept_refunded() {
         let limiter = limiter(strategy, LOG);
         let reserve = async |cost| limiter.reserve(ANN, cost).await.unwrap();
         let first = reserve(600).await;
-        assert_eq!((first.decision().granted(), left(&limiter).await), (600, 400), "{strategy:?}");
+        assert_eq!(
+            (first.decision().granted(), left(&limiter).await),
+            (600, 400),
+            "{strategy:?}"
+        );
         first.settle(100);
         assert_eq!(left(&limiter).await, 900, "{strategy:?}");
         drop(reserve(50).await);
@@ -174,17 +243,26 @@ async fn reservations_can_be_settled_kept_refunded() {
 async fn a_dropped_reservation_costs_what_was_counted() {
     let limiter = limiter(Strategy::SlidingLog, LOG);
     for (count, left_over) in [
-        ((|reservation| (0..30).for_each(|_| reservation.add(1))) as fn(&Reservation), 970),
+        (
+            (|reservation| (0..30).for_each(|_| reservation.add(1))) as fn(&Reservation),
+            970,
+        ),
         (|reservation| reservation.add(150), 820),
         (|reservation| reservation.set(0), 820),
-        (|reservation| (reservation.add(99), reservation.set(10)).1, 810),
+        (
+            |reservation| (reservation.add(99), reservation.set(10)).1,
+            810,
+        ),
     ] {
         let reservation = limiter.reserve(ANN, 100).await.unwrap();
         count(&reservation);
         drop(reservation);
         assert_eq!(left(&limiter).await, left_over);
     }
-    for (end, left_over) in [(Reservation::keep as fn(Reservation), 710), (|reservation| reservation.settle(5), 705)] {
+    for (end, left_over) in [
+        (Reservation::keep as fn(Reservation), 710),
+        (|reservation| reservation.settle(5), 705),
+    ] {
         let reservation = limiter.reserve(ANN, 100).await.unwrap();
         reservation.add(50);
         end(reservation);
@@ -196,15 +274,24 @@ async fn a_dropped_reservation_costs_what_was_counted() {
 async fn failed_reservations_say_why() {
     let limiter = limiter(Strategy::SlidingLog, "10/h");
     let first = limiter.reserve(ANN, 8).await.unwrap();
-    let ReserveError::Denied(denied) = limiter.reserve(ANN, 8).await.unwrap_err() else { panic!("a denial") };
-    assert_eq!((denied.decision().remaining(), denied.retry_after()), (2, Some(Duration::from_secs(3_600))));
+    let ReserveError::Denied(denied) = limiter.reserve(ANN, 8).await.unwrap_err() else {
+        panic!("a denial")
+    };
+    assert_eq!(
+        (denied.decision().remaining(), denied.retry_after()),
+        (2, Some(Duration::from_secs(3_600)))
+    );
     drop(first);
     assert!(limiter.reserve(ANN, 8).await.is_ok());
 
-    let unreachable = RedisStore::connect_lazy(format!("redis://127.0.0.1:{}/", free_port())).unwrap();
+    let unreachable =
+        RedisStore::connect_lazy(format!("redis://127.0.0.1:{}/", free_port())).unwrap();
     let limiter = Limiter::new(unreachable, policy(Strategy::Gcra, "10/h"));
     let error = limiter.reserve(ANN, 1).await.unwrap_err();
-    assert!(matches!(&error, ReserveError::Failed(error) if error.is_unsent()), "{error:?}");
+    assert!(
+        matches!(&error, ReserveError::Failed(error) if error.is_unsent()),
+        "{error:?}"
+    );
     assert!(error.to_string().contains("cannot be reached"), "{error}");
 }
 
@@ -212,8 +299,16 @@ async fn failed_reservations_say_why() {
 #[test]
 fn a_reservation_outlives_its_runtime() {
     let server = RedisServer::start();
-    let limiter = Limiter::new(RedisStore::connect_lazy(server.url()).unwrap(), policy(Strategy::SlidingLog, "10/h"));
-    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let limiter = Limiter::new(
+        RedisStore::connect_lazy(server.url()).unwrap(),
+        policy(Strategy::SlidingLog, "10/h"),
+    );
+    let runtime = || {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+    };
     let first = runtime();
     let reserved = first.block_on(limiter.reserve(ANN, 10)).unwrap();
     drop(first);
@@ -232,9 +327,18 @@ async fn charges_and_refunds_are_not_in_flight() {
     let both = Policies::new([tokens, Policy::in_flight("streams", 4).unwrap()]).unwrap();
     let limiter = Limiter::new(LocalStore::default(), both);
     let user = Key::new("user");
-    let _held = [limiter.reserve(user, 10).await.unwrap(), limiter.reserve(user, 10).await.unwrap()];
+    let _held = [
+        limiter.reserve(user, 10).await.unwrap(),
+        limiter.reserve(user, 10).await.unwrap(),
+    ];
     assert_eq!(limiter.refund(user, 5).await.unwrap().granted(), 5);
     assert_eq!(limiter.charge(user, 300).await.unwrap().granted(), 300);
-    let each: Vec<u32> = limiter.peek(user, 0).await.unwrap().each().map(|each| each.remaining()).collect();
+    let each: Vec<u32> = limiter
+        .peek(user, 0)
+        .await
+        .unwrap()
+        .each()
+        .map(|each| each.remaining())
+        .collect();
     assert_eq!(each, [685, 2]);
 }

@@ -13,7 +13,11 @@ use tower_redis_ratelimit::{Key, LocalStore, Strategy};
 use crate::support::{STRATEGIES, check, policy};
 
 fn ask(store: &LocalStore, check: Check) -> Decision {
-    store.check(check).now_or_never().expect("it never waits").unwrap()
+    store
+        .check(check)
+        .now_or_never()
+        .expect("it never waits")
+        .unwrap()
 }
 
 /// Of answers that come at about the same time the one with the least remaining is the newest, but not if its window
@@ -27,18 +31,28 @@ async fn continues_from_answers_of_a_new_window() {
         tokio::time::advance(Duration::from_millis(elapsed)).await;
         here.warm(&Key::GLOBAL, &ask(&there, take(cost)));
     }
-    assert_eq!(ask(&here, Check::up_to(Key::GLOBAL, &policies, 4)).granted(), 1);
+    assert_eq!(
+        ask(&here, Check::up_to(Key::GLOBAL, &policies, 4)).granted(),
+        1
+    );
 }
 
 #[test]
 fn many_threads_are_granted_exactly_the_limit() {
     for strategy in STRATEGIES {
-        let (store, policies, granted) = (LocalStore::default(), policy(strategy, "1000/100d"), AtomicU32::new(0));
+        let (store, policies, granted) = (
+            LocalStore::default(),
+            policy(strategy, "1000/100d"),
+            AtomicU32::new(0),
+        );
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
                     for _ in 0..500 {
-                        granted.fetch_add(ask(&store, Check::take(Key::GLOBAL, &policies, 1)).granted(), Relaxed);
+                        granted.fetch_add(
+                            ask(&store, Check::take(Key::GLOBAL, &policies, 1)).granted(),
+                            Relaxed,
+                        );
                     }
                 });
             }
@@ -56,7 +70,11 @@ async fn a_retry_passes_exactly_on_time() {
         let wait = take().retry_after().unwrap();
         // Tokio's paused clock moves in milliseconds; the decisions are by the microsecond.
         tokio::time::advance(wait - Duration::from_micros(1)).await;
-        assert_eq!(take().retry_after(), Some(Duration::from_micros(1)), "{strategy:?}");
+        assert_eq!(
+            take().retry_after(),
+            Some(Duration::from_micros(1)),
+            "{strategy:?}"
+        );
         tokio::time::advance(Duration::from_micros(1)).await;
         assert!(take().is_allowed(), "{strategy:?}");
     }
@@ -65,14 +83,20 @@ async fn a_retry_passes_exactly_on_time() {
 #[tokio::test(start_paused = true)]
 async fn counts_are_kept_only_while_meaningful() {
     // Windows of the clock may end at any time.
-    for strategy in STRATEGIES.into_iter().filter(|strategy| *strategy != Strategy::FixedWindow(Align::default())) {
+    for strategy in STRATEGIES
+        .into_iter()
+        .filter(|strategy| *strategy != Strategy::FixedWindow(Align::default()))
+    {
         let (store, policies) = (LocalStore::default(), policy(strategy, "10/10s"));
         let take = || ask(&store, Check::take(Key::new("ann"), &policies, 1)).is_allowed();
         assert!((0..10).all(|_| take()), "{strategy:?}");
         // The first charge alone would mostly be forgotten by now.
         tokio::time::advance(Duration::from_millis(1_500)).await;
         let more = (0..10).filter(|_| take()).count();
-        assert!(more <= 2, "{strategy:?}: a charge was forgotten, {more} more pass");
+        assert!(
+            more <= 2,
+            "{strategy:?}: a charge was forgotten, {more} more pass"
+        );
         let _ = ask(&store, Check::reset(Key::new("ann"), &policies));
         assert!(store.is_empty(), "{strategy:?}: what says nothing is held");
     }
@@ -94,7 +118,11 @@ async fn expired_keys_make_room() {
         }
         tokio::time::advance(Duration::from_secs(1)).await;
     }
-    assert!(store.len() <= 2_500, "{} of 20,000 keys are still held", store.len());
+    assert!(
+        store.len() <= 2_500,
+        "{} of 20,000 keys are still held",
+        store.len()
+    );
 }
 
 /// However small, a store holds all policies of a caller.
@@ -103,10 +131,18 @@ fn a_small_store_counts_too() {
     use tower_redis_ratelimit::{Policies, Policy};
     for keys in [1, 16, 64, 1000] {
         let store = LocalStore::with_capacity(NonZeroUsize::new(keys).unwrap());
-        let policies = (0..Policies::MAX)
-            .map(|i| Policy::new(&i.to_string(), Strategy::Gcra, format!("{}/100d", i + 2).parse().unwrap()).unwrap());
+        let policies = (0..Policies::MAX).map(|i| {
+            Policy::new(
+                &i.to_string(),
+                Strategy::Gcra,
+                format!("{}/100d", i + 2).parse().unwrap(),
+            )
+            .unwrap()
+        });
         let policies = Policies::new(policies).unwrap();
-        let granted: u32 = (0..50).map(|_| ask(&store, Check::take(Key::GLOBAL, &policies, 1)).granted()).sum();
+        let granted: u32 = (0..50)
+            .map(|_| ask(&store, Check::take(Key::GLOBAL, &policies, 1)).granted())
+            .sum();
         assert_eq!(granted, 2, "a store of {keys}");
     }
 }
@@ -120,7 +156,10 @@ async fn a_full_store_keeps_exhausted_callers() {
         let _ = ask(&store, Check::take(Key::new("greedy"), &policies, 1));
     }
     for i in 0..100_000 {
-        let _ = ask(&store, Check::take(Key::new(format!("flood-{i}")), &policies, 1));
+        let _ = ask(
+            &store,
+            Check::take(Key::new(format!("flood-{i}")), &policies, 1),
+        );
     }
     assert!(store.len() <= 640 + 63, "{} keys", store.len());
     assert!(
@@ -136,7 +175,10 @@ async fn a_flood_of_new_keys_frees_nobody() {
     const KEYS: usize = LocalStore::DEFAULT_KEYS.get() / 10;
     let mut freed = vec![];
     // New keys that use a hundredth of their limit, and such that use it up.
-    for (strategy, limit) in STRATEGIES.into_iter().flat_map(|strategy| [(strategy, 100), (strategy, 1)]) {
+    for (strategy, limit) in STRATEGIES
+        .into_iter()
+        .flat_map(|strategy| [(strategy, 100), (strategy, 1)])
+    {
         let store = LocalStore::with_capacity(NonZeroUsize::new(KEYS).unwrap());
         let policies = policy(strategy, &format!("{limit}/100d"));
         let ann = |cost| ask(&store, Check::take(Key::new("ann"), &policies, cost));
@@ -149,15 +191,23 @@ async fn a_flood_of_new_keys_frees_nobody() {
                     break;
                 }
             }
-            let _ = ask(&store, Check::take(Key::new(format!("new-{i}")), &policies, 1));
+            let _ = ask(
+                &store,
+                Check::take(Key::new(format!("new-{i}")), &policies, 1),
+            );
         }
-        let Some(wait) = ann(1).retry_after() else { continue };
+        let Some(wait) = ann(1).retry_after() else {
+            continue;
+        };
         tokio::time::advance(wait - Duration::from_micros(1)).await;
         assert!(!ann(1).is_allowed(), "{strategy:?}");
         tokio::time::advance(Duration::from_micros(1)).await;
         assert!(ann(1).is_allowed(), "{strategy:?}");
     }
-    assert!(freed.is_empty(), "freed, and after how many new keys: {freed:?}");
+    assert!(
+        freed.is_empty(),
+        "freed, and after how many new keys: {freed:?}"
+    );
 }
 
 /// A store full of exhausted callers has a few entries for newcomers, which replace each other.
@@ -168,14 +218,26 @@ async fn newcomers_do_not_evict_all_exhausted_callers() {
     for strategy in [Strategy::Gcra, Strategy::FixedWindow(Align::FirstHit)] {
         let store = LocalStore::with_capacity(NonZeroUsize::new(KEYS).unwrap());
         let policies = policy(strategy, "100/100d");
-        let take = |name: String, cost| ask(&store, Check::take(Key::new(name), &policies, cost)).granted();
+        let take = |name: String, cost| {
+            ask(&store, Check::take(Key::new(name), &policies, cost)).granted()
+        };
         for i in 0..2 * KEYS {
             take(format!("exhausted-{i}"), 100);
         }
         tokio::time::advance(Duration::from_millis(1)).await;
         // Peeking charges nobody who is not known.
-        let peek = |i| ask(&store, Check::peek(Key::new(format!("exhausted-{i}")), &policies, 1));
-        let known = || (0..2 * KEYS).map(peek).filter(|peek| !peek.is_allowed()).count();
+        let peek = |i| {
+            ask(
+                &store,
+                Check::peek(Key::new(format!("exhausted-{i}")), &policies, 1),
+            )
+        };
+        let known = || {
+            (0..2 * KEYS)
+                .map(peek)
+                .filter(|peek| !peek.is_allowed())
+                .count()
+        };
         let before = known();
         assert!(before > KEYS * 9 / 10, "{before}");
         for i in 0..20 * KEYS {
@@ -196,7 +258,9 @@ async fn newcomers_do_not_evict_all_exhausted_callers() {
         let granted = granted[granted.len() / 2];
         let after = known();
         if after < before * 8 / 10 || granted > 130 {
-            freed.push(format!("{strategy:?}: {after} of {before} are denied, and one was granted {granted} of 100"));
+            freed.push(format!(
+                "{strategy:?}: {after} of {before} are denied, and one was granted {granted} of 100"
+            ));
         }
     }
     assert!(freed.is_empty(), "{freed:?}");
@@ -208,14 +272,28 @@ fn ids_are_kept_per_policy_list() {
     use tower_redis_ratelimit::{Policies, Policy};
     let store = LocalStore::default();
     let of = |name: &str| Policy::new(name, Strategy::Gcra, "100/100d".parse().unwrap()).unwrap();
-    let lists = [Policies::from(of("one")), Policies::from(of("two")), Policies::new([of("one"), of("two")]).unwrap()];
+    let lists = [
+        Policies::from(of("one")),
+        Policies::from(of("two")),
+        Policies::new([of("one"), of("two")]).unwrap(),
+    ];
     for _ in 0..10 {
         for list in &lists {
-            assert!(ask(&store, Check::take(Key::GLOBAL, list, 1).with_id("request-1")).is_allowed());
+            assert!(
+                ask(
+                    &store,
+                    Check::take(Key::GLOBAL, list, 1).with_id("request-1")
+                )
+                .is_allowed()
+            );
         }
     }
     let used = |list: &Policies| 100 - ask(&store, Check::peek(Key::GLOBAL, list, 1)).remaining();
-    assert_eq!(lists.each_ref().map(used), [2, 2, 2], "each list charges once");
+    assert_eq!(
+        lists.each_ref().map(used),
+        [2, 2, 2],
+        "each list charges once"
+    );
 }
 
 /// As in a rolling deploy: 10 and 11 per minute, polled alternately, twice a second for 20 minutes. A window keeps its
@@ -224,7 +302,10 @@ fn ids_are_kept_per_policy_list() {
 async fn two_limits_per_window_do_not_add() {
     for strategy in STRATEGIES {
         let granted = async |quotas: [&str; 2]| {
-            let (store, policies) = (LocalStore::default(), quotas.map(|quota| policy(strategy, quota)));
+            let (store, policies) = (
+                LocalStore::default(),
+                quotas.map(|quota| policy(strategy, quota)),
+            );
             let mut granted = 0;
             for i in 0..2_400 {
                 granted += ask(&store, Check::take(Key::GLOBAL, &policies[i % 2], 1)).granted();
@@ -234,8 +315,14 @@ async fn two_limits_per_window_do_not_add() {
         };
         let (tighter, looser) = (granted(["10/m"; 2]).await, granted(["11/m"; 2]).await);
         let both = granted(["10/m", "11/m"]).await;
-        let is_bucket = matches!(strategy, Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(_));
+        let is_bucket = matches!(
+            strategy,
+            Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(_)
+        );
         let most = if is_bucket { tighter + looser } else { looser };
-        assert!(both * 10 >= tighter * 9 && both <= most, "{strategy:?}: {tighter}, {looser} and {both}");
+        assert!(
+            both * 10 >= tighter * 9 && both <= most,
+            "{strategy:?}: {tighter}, {looser} and {both}"
+        );
     }
 }

@@ -1,6 +1,11 @@
 //! What every store promises, with every strategy.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 #![allow(clippy::disallowed_methods, reason = "tokio's clock is paused here")]
 
 #[path = "../support/late.rs"]

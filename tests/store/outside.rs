@@ -10,7 +10,9 @@ use futures_util::FutureExt;
 use tokio::time::{Instant, advance};
 use tower_redis_ratelimit::check::{Check, Decision, Mode, Outcome, Source, Verdict};
 use tower_redis_ratelimit::observe::Observer;
-use tower_redis_ratelimit::store::{Answer, Counts, ErrorKind, MockStore, Store, StoreError, WrapStore};
+use tower_redis_ratelimit::store::{
+    Answer, Counts, ErrorKind, MockStore, Store, StoreError, WrapStore,
+};
 use tower_redis_ratelimit::strategy::Align;
 use tower_redis_ratelimit::{Fallback, Key, Leased, LocalStore, Policies, Policy, Strategy};
 
@@ -27,7 +29,10 @@ pub(crate) const MEMORY: Source = Source::Other("memory");
 
 impl InMemory {
     pub(crate) fn new() -> Self {
-        Self { callers: Arc::default(), start: (SystemTime::now(), Instant::now()) }
+        Self {
+            callers: Arc::default(),
+            start: (SystemTime::now(), Instant::now()),
+        }
     }
 
     /// By tokio's clock, which is paused.
@@ -58,9 +63,15 @@ async fn counts_agree_with_the_local_store() {
     // Where windows are those of the clock, the two would have to read it at the same moment.
     let of_clock = |strategy: &Strategy| match strategy {
         Strategy::FixedWindow(align) => matches!(align, Align::Clock { .. }),
-        strategy => matches!(strategy, Strategy::SlidingWindow { .. } | Strategy::SlidingCounter),
+        strategy => matches!(
+            strategy,
+            Strategy::SlidingWindow { .. } | Strategy::SlidingCounter
+        ),
     };
-    for strategy in STRATEGIES.into_iter().filter(|strategy| !of_clock(strategy)) {
+    for strategy in STRATEGIES
+        .into_iter()
+        .filter(|strategy| !of_clock(strategy))
+    {
         let (local, ours) = (LocalStore::default(), InMemory::new());
         let policies = policy(strategy, "10/m");
         let mut rng = fastrand::Rng::with_seed(7);
@@ -72,8 +83,11 @@ async fn counts_agree_with_the_local_store() {
                 3 => Check::take(Key::GLOBAL, &policies, 1).with_id(rng.u32(0..5).to_string()),
                 _ => Check::take(Key::GLOBAL, &policies, rng.u32(0..4)),
             };
-            let [expected, decision] = [ask(&local, check.clone()), ask(&ours, check)].map(Result::unwrap);
-            let seen = |decision: &Decision| (decision.outcome(), decision.granted(), decision.remaining());
+            let [expected, decision] =
+                [ask(&local, check.clone()), ask(&ours, check)].map(Result::unwrap);
+            let seen = |decision: &Decision| {
+                (decision.outcome(), decision.granted(), decision.remaining())
+            };
             assert_eq!(seen(&decision), seen(&expected), "{strategy:?}");
             advance(Duration::from_millis(rng.u64(0..1_000))).await;
         }
@@ -96,7 +110,10 @@ fn a_mock_answers_as_configured() {
     let store = MockStore::new();
     let (mock, take) = (store.clone(), || ask(&store, check("ann", "10/s")));
     let first = take().unwrap();
-    assert_eq!((first.outcome(), first.granted(), first.remaining()), (Outcome::Allowed, 1, 9));
+    assert_eq!(
+        (first.outcome(), first.granted(), first.remaining()),
+        (Outcome::Allowed, 1, 9)
+    );
     assert_eq!(first.source(), Source::Other("mock"));
     mock.deny(Duration::from_secs(30));
     for _ in 0..2 {
@@ -109,17 +126,31 @@ fn a_mock_answers_as_configured() {
     mock.answer(|check| Ok(check.decided(Source::Local, 0, |_| Verdict::exceeds_capacity())));
     assert_eq!(take().unwrap().outcome(), Outcome::ExceedsCapacity);
     assert_eq!(mock.asked().len(), 6);
-    assert!(mock.asked().iter().all(|check| *check.key() == Key::new("ann") && check.cost() == 1));
+    assert!(
+        mock.asked()
+            .iter()
+            .all(|check| *check.key() == Key::new("ann") && check.cost() == 1)
+    );
 }
 
 /// As in every other store.
 #[test]
 fn an_id_is_kept_for_each_list() {
-    let policies = |name| Policies::from(Policy::new(name, Strategy::Gcra, "10/h".parse().unwrap()).unwrap());
+    let policies =
+        |name| Policies::from(Policy::new(name, Strategy::Gcra, "10/h".parse().unwrap()).unwrap());
     let (store, one, other) = (InMemory::new(), policies("one"), policies("other"));
-    let take = |policies| ask(&store, Check::take(Key::GLOBAL, policies, 4).with_id("id")).unwrap().remaining();
+    let take = |policies| {
+        ask(&store, Check::take(Key::GLOBAL, policies, 4).with_id("id"))
+            .unwrap()
+            .remaining()
+    };
     assert_eq!([take(&one), take(&other), take(&one), take(&other)], [6; 4]);
-    assert_eq!(ask(&store, Check::peek(Key::GLOBAL, &one, 0)).unwrap().remaining(), 6);
+    assert_eq!(
+        ask(&store, Check::peek(Key::GLOBAL, &one, 0))
+            .unwrap()
+            .remaining(),
+        6
+    );
 }
 
 /// What the fallback granted instead is charged to a store of another crate as well, unless that may have charged it.
@@ -136,7 +167,8 @@ async fn unsent_grants_are_charged_to_outside_stores() {
         assert_eq!(take("bob").await.unwrap().source(), Source::Local);
         primary.allow();
         let charged = |caller| {
-            let charge = |check: &Check| check.mode() == Mode::Charge && *check.key() == Key::new(caller);
+            let charge =
+                |check: &Check| check.mode() == Mode::Charge && *check.key() == Key::new(caller);
             primary.asked().iter().any(charge)
         };
         until("bob is charged", async || charged("bob")).await;
@@ -153,7 +185,10 @@ async fn outside_stores_may_fail_single_checks() {
         let error = StoreError::new(ErrorKind::Refused);
         primary.fail(if of_check { error.of_check() } else { error });
         for _ in 0..10 {
-            assert_eq!(store.check(check("ann", "10/h")).await.unwrap().source(), Source::Local);
+            assert_eq!(
+                store.check(check("ann", "10/h")).await.unwrap().source(),
+                Source::Local
+            );
         }
         assert_eq!(store.is_degraded(), !of_check);
     }
@@ -166,18 +201,28 @@ async fn local_counts_continue_from_any_outside_answer() {
         for wait in [Duration::ZERO, Duration::from_secs(1), Duration::MAX] {
             let primary = MockStore::new();
             primary.answer(move |check| {
-                Ok(check.decided(Source::Other("far"), 0, |_| Verdict::denied(wait).with_reset_after(Duration::MAX)))
+                Ok(check.decided(Source::Other("far"), 0, |_| {
+                    Verdict::denied(wait).with_reset_after(Duration::MAX)
+                }))
             });
             let store = Fallback::new(primary.clone(), LocalStore::default());
             let policies = policy(strategy, "10/s");
-            let take = async || store.check(Check::take(Key::GLOBAL, &policies, 1)).await.unwrap();
+            let take = async || {
+                store
+                    .check(Check::take(Key::GLOBAL, &policies, 1))
+                    .await
+                    .unwrap()
+            };
             assert!(!take().await.is_allowed());
             primary.fail(StoreError::new(ErrorKind::Unreachable).unsent());
             let denied = take().await;
             assert_eq!(denied.source(), Source::Local);
             assert!(!denied.is_allowed(), "{strategy:?}");
             advance(Duration::from_secs(30)).await;
-            assert!(take().await.is_allowed(), "{strategy:?} after {wait:?}: {denied:?}");
+            assert!(
+                take().await.is_allowed(),
+                "{strategy:?} after {wait:?}: {denied:?}"
+            );
         }
     }
 }
@@ -237,7 +282,9 @@ impl WrapStore for Wrapped {
     }
 
     fn decide(&self, check: Check) -> Answer<<Hooks as Store>::Future> {
-        Answer::ready(Ok(check.decided(MEMORY, check.cost(), |_| Verdict::allowed())))
+        Answer::ready(Ok(
+            check.decided(MEMORY, check.cost(), |_| Verdict::allowed())
+        ))
     }
 }
 
@@ -245,7 +292,14 @@ impl WrapStore for Wrapped {
 fn a_wrapped_store_keeps_its_hooks() {
     fn keeps_hooks(store: &impl Store, hooks: &Hooks) {
         let decision = ask(&MockStore::new(), check("ann", "10/h")).unwrap();
-        assert_eq!((store.partitions(), store.partition(&Key::GLOBAL), store.identity()), (12, 7, Some(3)));
+        assert_eq!(
+            (
+                store.partitions(),
+                store.partition(&Key::GLOBAL),
+                store.identity()
+            ),
+            (12, 7, Some(3))
+        );
         assert!(!store.is_authoritative(&decision));
         assert_eq!(store.server(&Key::GLOBAL).as_deref(), Some("10.0.0.1:6379"));
         store.warm(&Key::GLOBAL, &decision);
@@ -253,11 +307,16 @@ fn a_wrapped_store_keeps_its_hooks() {
         assert_eq!(*hooks.0.lock().unwrap(), ["warm", "observe"]);
     }
     let (wrapped, hooks) = (Wrapped::default(), Hooks::default());
-    assert_eq!(ask(&wrapped, check("ann", "10/h")).unwrap().source(), MEMORY);
+    assert_eq!(
+        ask(&wrapped, check("ann", "10/h")).unwrap().source(),
+        MEMORY
+    );
     keeps_hooks(&wrapped, &wrapped.0);
     assert!(wrapped.withdraw(pin!(std::future::pending())));
     let leased = Leased::new(hooks.clone());
     keeps_hooks(&leased, &hooks);
-    let Answer::Pending { future } = leased.check(check("ann", "10/h")) else { panic!("it is sent") };
+    let Answer::Pending { future } = leased.check(check("ann", "10/h")) else {
+        panic!("it is sent")
+    };
     assert!(leased.withdraw(pin!(future)));
 }

@@ -24,7 +24,12 @@ fn named(name: &str, strategy: Strategy, quota: &str) -> Policy {
 fn watched() -> (LocalStore, MockStore) {
     let (local, store) = (LocalStore::default(), MockStore::new());
     let asked = local.clone();
-    store.answer(move |check| asked.check(check.clone()).now_or_never().expect("it never waits"));
+    store.answer(move |check| {
+        asked
+            .check(check.clone())
+            .now_or_never()
+            .expect("it never waits")
+    });
     (local, store)
 }
 
@@ -39,7 +44,11 @@ async fn calls_of_a_wait(store: &MockStore, policies: impl Into<Policies>, cost:
 /// A store that knows no debt, whatever the strategy.
 #[tokio::test(start_paused = true)]
 async fn a_debtless_store_is_not_polled_constantly() {
-    for strategy in [Strategy::Gcra, Strategy::TokenBucket(Refill::Interval), Strategy::SlidingLog] {
+    for strategy in [
+        Strategy::Gcra,
+        Strategy::TokenBucket(Refill::Interval),
+        Strategy::SlidingLog,
+    ] {
         let store = MockStore::new();
         store.deny(Duration::from_millis(500));
         let again = async {
@@ -68,7 +77,10 @@ async fn debtless_policies_are_not_polled_constantly() {
 async fn zero_costs_are_not_polled_constantly() {
     let (local, store) = watched();
     let policies = policy(Strategy::Gcra, "1/s burst 10");
-    let _ = local.check(Check::charge(ANN, &policies, 15)).await.unwrap();
+    let _ = local
+        .check(Check::charge(ANN, &policies, 15))
+        .await
+        .unwrap();
     assert_eq!(calls_of_a_wait(&store, policies, 0).await, 2);
 }
 
@@ -84,19 +96,42 @@ async fn a_full_debt_is_waited_for() {
     ] {
         let (local, store) = watched();
         let policies = policy(strategy, quota);
-        let _ = local.check(Check::charge(ANN, &policies, 100)).await.unwrap();
-        let at = local.check(Check::peek(ANN, &policies, 1)).await.unwrap().retry_after().unwrap();
+        let _ = local
+            .check(Check::charge(ANN, &policies, 100))
+            .await
+            .unwrap();
+        let at = local
+            .check(Check::peek(ANN, &policies, 1))
+            .await
+            .unwrap()
+            .retry_after()
+            .unwrap();
         let start = Instant::now();
         let calls = calls_of_a_wait(&store, policies, 1).await;
         assert!(calls <= 3, "{strategy:?} {quota}: {calls} calls");
-        let late = start.elapsed().checked_sub(at).expect("not before its time");
-        assert!(late <= Duration::from_millis(3), "{strategy:?} {quota}: {late:?} late");
+        let late = start
+            .elapsed()
+            .checked_sub(at)
+            .expect("not before its time");
+        assert!(
+            late <= Duration::from_millis(3),
+            "{strategy:?} {quota}: {late:?} late"
+        );
     }
     // One owes all that it may, and is soon paid; another has a longer wait.
     let (local, store) = watched();
-    let (deep, shallow) = (named("a", Strategy::Gcra, "1/s burst 100"), named("b", Strategy::Gcra, "1/s burst 5"));
-    let _ = local.check(Check::charge(ANN, &deep.clone().into(), 150)).await.unwrap();
-    let _ = local.check(Check::charge(ANN, &shallow.clone().into(), 10)).await.unwrap();
+    let (deep, shallow) = (
+        named("a", Strategy::Gcra, "1/s burst 100"),
+        named("b", Strategy::Gcra, "1/s burst 5"),
+    );
+    let _ = local
+        .check(Check::charge(ANN, &deep.clone().into(), 150))
+        .await
+        .unwrap();
+    let _ = local
+        .check(Check::charge(ANN, &shallow.clone().into(), 10))
+        .await
+        .unwrap();
     assert!(calls_of_a_wait(&store, Policies::new([deep, shallow]).unwrap(), 1).await <= 3);
 }
 
@@ -106,7 +141,10 @@ async fn a_zero_wait_is_a_take() {
     for strategy in [Strategy::Gcra, Strategy::SlidingLog] {
         let limiter = Limiter::new(LocalStore::default(), policy(strategy, "10/s"));
         let waits = join_all((0..12).map(|_| limiter.wait(ANN, 1, Duration::ZERO))).await;
-        let allowed = waits.into_iter().filter(|decision| decision.as_ref().unwrap().is_allowed()).count();
+        let allowed = waits
+            .into_iter()
+            .filter(|decision| decision.as_ref().unwrap().is_allowed())
+            .count();
         assert_eq!(allowed, 10, "{strategy:?}");
     }
 }
@@ -135,12 +173,18 @@ async fn only_exhausted_policies_lengthen_the_queue() {
 /// Those who cannot pass in time are not counted by those behind them.
 #[tokio::test(start_paused = true)]
 async fn expired_waiters_do_not_delay_others() {
-    let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/s burst 100"));
+    let limiter = Limiter::new(
+        LocalStore::default(),
+        policy(Strategy::Gcra, "1/s burst 100"),
+    );
     let _ = limiter.take(ANN, 100).await.unwrap();
     let first = limiter.wait(ANN, 1, Duration::from_secs(5));
     let later = async |cost, max| {
         sleep(Duration::from_millis(10)).await;
-        limiter.wait(ANN, cost, Duration::from_secs(max)).await.unwrap()
+        limiter
+            .wait(ANN, cost, Duration::from_secs(max))
+            .await
+            .unwrap()
     };
     let (first, large, small) = tokio::join!(first, later(100, 2), later(1, 10));
     assert!(first.unwrap().is_allowed() && !large.is_allowed());
@@ -156,10 +200,16 @@ async fn waiters_that_fit_are_never_refused() {
     let first = limiter.wait(ANN, 5, LONG);
     let second = async {
         sleep(Duration::from_millis(10)).await;
-        limiter.wait(ANN, 1, Duration::from_millis(11_500)).await.unwrap()
+        limiter
+            .wait(ANN, 1, Duration::from_millis(11_500))
+            .await
+            .unwrap()
     };
     let (first, second) = tokio::join!(first, second);
-    assert!(first.unwrap().is_allowed() && second.is_allowed(), "{second:?}");
+    assert!(
+        first.unwrap().is_allowed() && second.is_allowed(),
+        "{second:?}"
+    );
 }
 
 /// A denied client need not wait for longer than the store alone would return.
@@ -168,7 +218,13 @@ async fn the_returned_wait_is_never_too_long() {
     let (local, _) = watched();
     let policies = policy(Strategy::FixedWindow(Align::FirstHit), "1/h");
     let limiter = Limiter::new(local.clone(), policies.clone());
-    assert!(limiter.wait(ANN, 1, Duration::ZERO).await.unwrap().is_allowed());
+    assert!(
+        limiter
+            .wait(ANN, 1, Duration::ZERO)
+            .await
+            .unwrap()
+            .is_allowed()
+    );
     let long = tokio::spawn({
         let limiter = limiter.clone();
         async move { limiter.wait(ANN, 1, LONG * 2).await }
@@ -176,15 +232,25 @@ async fn the_returned_wait_is_never_too_long() {
     sleep(LONG * 3 / 4).await;
     let returned = limiter.wait(ANN, 1, Duration::ZERO).await.unwrap();
     let real = local.check(Check::peek(ANN, &policies, 1)).await.unwrap();
-    assert!(returned.retry_after().unwrap() <= real.retry_after().unwrap(), "{returned:?} of {real:?}");
-    assert!(returned.reset_after() <= real.reset_after(), "{returned:?} of {real:?}");
+    assert!(
+        returned.retry_after().unwrap() <= real.retry_after().unwrap(),
+        "{returned:?} of {real:?}"
+    );
+    assert!(
+        returned.reset_after() <= real.reset_after(),
+        "{returned:?} of {real:?}"
+    );
     long.abort();
 }
 
 /// Others need not wait for so much.
 #[tokio::test(start_paused = true)]
 async fn a_leaving_waiter_takes_its_cost_along() {
-    for strategy in [Strategy::Gcra, Strategy::FixedWindow(Align::FirstHit), Strategy::TokenBucket(Refill::Interval)] {
+    for strategy in [
+        Strategy::Gcra,
+        Strategy::FixedWindow(Align::FirstHit),
+        Strategy::TokenBucket(Refill::Interval),
+    ] {
         let (_, store) = watched();
         let limiter = Limiter::new(store.clone(), policy(strategy, "100/h"));
         let _ = limiter.take(ANN, 90).await.unwrap();
@@ -197,8 +263,16 @@ async fn a_leaving_waiter_takes_its_cost_along() {
         drop(large);
         let start = Instant::now();
         assert!(small.await.unwrap().is_allowed());
-        assert!(start.elapsed() < Duration::from_millis(5), "{strategy:?}: {:?}", start.elapsed());
-        let charges = store.asked().iter().filter(|check| check.mode() == Mode::Charge).count();
+        assert!(
+            start.elapsed() < Duration::from_millis(5),
+            "{strategy:?}: {:?}",
+            start.elapsed()
+        );
+        let charges = store
+            .asked()
+            .iter()
+            .filter(|check| check.mode() == Mode::Charge)
+            .count();
         assert_eq!(charges, 0);
     }
 }
@@ -213,8 +287,18 @@ async fn a_replacing_waiter_is_answered_in_time() {
     sleep(Duration::from_secs(1)).await;
     drop(first);
     let start = Instant::now();
-    assert!(!limiter.wait(ANN, 1, Duration::from_secs(5)).await.unwrap().is_allowed());
-    assert!(start.elapsed() <= Duration::from_secs(5), "{:?}", start.elapsed());
+    assert!(
+        !limiter
+            .wait(ANN, 1, Duration::from_secs(5))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
+    assert!(
+        start.elapsed() <= Duration::from_secs(5),
+        "{:?}",
+        start.elapsed()
+    );
 }
 
 /// Any costs, deadlines and quotas, and some cancellations: each is answered in time, no more passes than may, the
@@ -225,7 +309,12 @@ async fn any_waiters_are_answered_in_time() {
         let mut rng = Rng::with_seed(seed);
         let (_, store) = watched();
         let strategy = Strategy::ALL[rng.usize(..Strategy::ALL.len())];
-        let quotas = [["10/s", "20/s"], ["100000/s", "100000/s"], ["1/d", "1/d"], ["5/s", "5/s"]][rng.usize(..4)];
+        let quotas = [
+            ["10/s", "20/s"],
+            ["100000/s", "100000/s"],
+            ["1/d", "1/d"],
+            ["5/s", "5/s"],
+        ][rng.usize(..4)];
         let limiters = quotas.map(|quota| Limiter::new(store.clone(), policy(strategy, quota)));
         let most = policy(strategy, quotas[1])[0].quota().limit();
         let waits: Vec<_> = (0..rng.usize(1..60))
@@ -235,38 +324,70 @@ async fn any_waiters_are_answered_in_time() {
                 let at = Duration::from_micros(rng.u64(..2_000_000));
                 let max = [0, 1, 999, 50_000, 400_000, 3_000_000][rng.usize(..6)];
                 let max = Duration::from_micros(max);
-                let patience = if rng.u8(..4) == 0 { Duration::from_micros(rng.u64(..500_000)) } else { LONG };
+                let patience = if rng.u8(..4) == 0 {
+                    Duration::from_micros(rng.u64(..500_000))
+                } else {
+                    LONG
+                };
                 tokio::spawn(async move {
                     sleep(at).await;
                     let start = Instant::now();
                     let answer = tokio::time::timeout(patience, limiter.wait(ANN, cost, max)).await;
                     let late = start.elapsed().saturating_sub(max.min(patience));
-                    assert!(late <= Duration::from_millis(30), "{cost} for {max:?}: {late:?} late, {answer:?}");
+                    assert!(
+                        late <= Duration::from_millis(30),
+                        "{cost} for {max:?}: {late:?} late, {answer:?}"
+                    );
                     let passed = answer.is_ok_and(|decision| decision.unwrap().is_allowed());
                     passed.then(|| (Instant::now(), cost))
                 })
             })
             .collect();
         let count = waits.len();
-        let mut passed: Vec<_> = join_all(waits).await.into_iter().filter_map(|wait| wait.expect("in time")).collect();
+        let mut passed: Vec<_> = join_all(waits)
+            .await
+            .into_iter()
+            .filter_map(|wait| wait.expect("in time"))
+            .collect();
         passed.sort();
         let what = format!("seed {seed}: {strategy:?} {quotas:?}");
         if quotas[0] == quotas[1] && matches!(strategy, Strategy::Gcra | Strategy::LeakyBucket) {
             for (i, (from, _)) in passed.iter().enumerate() {
                 for (at, _) in &passed[i..] {
-                    let costs: u32 = passed[i..].iter().take_while(|(time, _)| time <= at).map(|(_, cost)| cost).sum();
+                    let costs: u32 = passed[i..]
+                        .iter()
+                        .take_while(|(time, _)| time <= at)
+                        .map(|(_, cost)| cost)
+                        .sum();
                     let quota = policy(strategy, quotas[1])[0].quota();
                     // Timers may be late by a millisecond.
                     let may = f64::from(quota.capacity())
-                        + (*at - *from + Duration::from_millis(1)).as_secs_f64() / quota.period().as_secs_f64()
+                        + (*at - *from + Duration::from_millis(1)).as_secs_f64()
+                            / quota.period().as_secs_f64()
                             * f64::from(quota.limit());
-                    assert!(f64::from(costs) <= may + 1.0, "{what}: {costs} of {may} in {:?}", *at - *from);
+                    assert!(
+                        f64::from(costs) <= may + 1.0,
+                        "{what}: {costs} of {may} in {:?}",
+                        *at - *from
+                    );
                 }
             }
         }
         sleep(Duration::from_secs(10)).await;
-        let asked = store.asked().iter().filter(|check| check.mode() == Mode::TakeAhead).count();
-        assert!(asked <= 6 * count + 10, "{what}: {asked} calls for {count} waits");
-        assert!(limiters.iter().all(|it| format!("{it:?}").contains("WaitQueues { waiting: 0, .. }")), "{what}");
+        let asked = store
+            .asked()
+            .iter()
+            .filter(|check| check.mode() == Mode::TakeAhead)
+            .count();
+        assert!(
+            asked <= 6 * count + 10,
+            "{what}: {asked} calls for {count} waits"
+        );
+        assert!(
+            limiters
+                .iter()
+                .all(|it| format!("{it:?}").contains("WaitQueues { waiting: 0, .. }")),
+            "{what}"
+        );
     }
 }

@@ -22,7 +22,9 @@ use tower_redis_ratelimit::select::{Live, PolicySelector};
 use tower_redis_ratelimit::store::{Answer, ErrorKind, MockStore, Store, StoreError};
 use tower_redis_ratelimit::strategy::{Align, Refill};
 use tower_redis_ratelimit::wait::Wait;
-use tower_redis_ratelimit::{CallLimitLayer, Key, Limiter, LocalStore, Policies, Policy, Strategy, ThrottleLayer};
+use tower_redis_ratelimit::{
+    CallLimitLayer, Key, Limiter, LocalStore, Policies, Policy, Strategy, ThrottleLayer,
+};
 
 use crate::late::Late;
 use crate::support::policy;
@@ -73,21 +75,39 @@ async fn three_instances(
 /// Who has asked for what another has taken meanwhile does not owe it all: permits come one by one.
 #[tokio::test(start_paused = true)]
 async fn permits_come_evenly_from_slow_stores() {
-    for strategy in [Strategy::Gcra, Strategy::LeakyBucket, Strategy::TokenBucket(Default::default())] {
+    for strategy in [
+        Strategy::Gcra,
+        Strategy::LeakyBucket,
+        Strategy::TokenBucket(Default::default()),
+    ] {
         for (quota, time, gap) in [("50/s", 20, 0.1), ("60/m", 180, 4.0)] {
             let policies = policy(strategy, quota);
-            let (times, calls) =
-                three_instances(&LocalStore::default(), &policies, [1, 1, 2], Duration::from_secs(time)).await;
+            let (times, calls) = three_instances(
+                &LocalStore::default(),
+                &policies,
+                [1, 1, 2],
+                Duration::from_secs(time),
+            )
+            .await;
             let mut all = times.concat();
             all.sort();
-            let longest = all.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64()).fold(0.0, f64::max);
-            assert!(longest < gap, "{strategy:?} {quota}: nobody for {longest} s");
+            let longest = all
+                .windows(2)
+                .map(|pair| (pair[1] - pair[0]).as_secs_f64())
+                .fold(0.0, f64::max);
+            assert!(
+                longest < gap,
+                "{strategy:?} {quota}: nobody for {longest} s"
+            );
             assert!(calls < 1.25, "{strategy:?} {quota}: {calls} calls a grant");
             // Whoever comes first when there is a burst may take most of it; afterwards they take turns.
             let after_burst = Duration::from_secs(time / 10);
             let each = times.map(|times| times.iter().filter(|at| **at > after_burst).count());
             let (least, most) = (each.iter().min().unwrap(), each.iter().max().unwrap());
-            assert!(most - least <= most / 10 + 2, "{strategy:?} {quota}: {each:?}");
+            assert!(
+                most - least <= most / 10 + 2,
+                "{strategy:?} {quota}: {each:?}"
+            );
         }
     }
 }
@@ -103,11 +123,19 @@ async fn a_distant_instance_gets_permits_too() {
     ] {
         for (quota, time, most) in [("50/s", 200, 10_000), ("60/m", 7_200, 7_200)] {
             let policies = policy(strategy, quota);
-            let (times, calls) =
-                three_instances(&LocalStore::default(), &policies, [1, 2, 4], Duration::from_secs(time)).await;
+            let (times, calls) = three_instances(
+                &LocalStore::default(),
+                &policies,
+                [1, 2, 4],
+                Duration::from_secs(time),
+            )
+            .await;
             let each = times.map(|times| times.len());
             let all: usize = each.iter().sum();
-            assert!(each.iter().all(|count| count * 6 >= all), "{strategy:?} {quota}: {each:?}");
+            assert!(
+                each.iter().all(|count| count * 6 >= all),
+                "{strategy:?} {quota}: {each:?}"
+            );
             assert!(all * 10 >= most * 9, "{strategy:?} {quota}: {each:?}");
             assert!(calls <= 0.5, "{strategy:?} {quota}: {calls} calls a grant");
         }
@@ -119,23 +147,35 @@ async fn a_distant_instance_gets_permits_too() {
 async fn a_queue_of_mixed_costs_drains() {
     let policies = policy(Strategy::Gcra, "10000/s");
     let local = LocalStore::default();
-    let limiter = Limiter::new(Late::new(&local, Duration::from_millis(2)), policies.clone());
+    let limiter = Limiter::new(
+        Late::new(&local, Duration::from_millis(2)),
+        policies.clone(),
+    );
     let mut waits = vec![];
     for ms in 0..2_000 {
         if ms == 500 {
-            let _ = local.check(Check::charge(ANN, &policies, 10_000)).await.unwrap();
+            let _ = local
+                .check(Check::charge(ANN, &policies, 10_000))
+                .await
+                .unwrap();
         }
         let limiter = limiter.clone();
         waits.push(tokio::spawn(async move {
             let start = Instant::now();
-            let decision = limiter.wait(ANN, 1 + ms % 3, Duration::from_millis(100)).await.unwrap();
+            let decision = limiter
+                .wait(ANN, 1 + ms % 3, Duration::from_millis(100))
+                .await
+                .unwrap();
             (ms, decision.is_allowed(), start.elapsed())
         }));
         sleep(Duration::from_millis(1)).await;
     }
     for wait in waits {
         let (ms, allowed, took) = wait.await.unwrap();
-        assert!(allowed && took < Duration::from_millis(50), "of {ms} ms: {allowed} after {took:?}");
+        assert!(
+            allowed && took < Duration::from_millis(50),
+            "of {ms} ms: {allowed} after {took:?}"
+        );
     }
 }
 
@@ -145,15 +185,20 @@ async fn a_queue_of_mixed_costs_drains() {
 async fn a_queue_of_in_flight_requests_drains() {
     let jobs = || Policy::in_flight("jobs", 50).unwrap();
     let rate = Policy::new("rate", Strategy::Gcra, "1000000/s".parse().unwrap()).unwrap();
-    for (policies, there, gap) in
-        [(Policies::from(jobs()), 2, 2), (jobs().into(), 5, 5), (Policies::new([jobs(), rate]).unwrap(), 2, 2)]
-    {
+    for (policies, there, gap) in [
+        (Policies::from(jobs()), 2, 2),
+        (jobs().into(), 5, 5),
+        (Policies::new([jobs(), rate]).unwrap(), 2, 2),
+    ] {
         let store = Late::new(&LocalStore::default(), Duration::from_millis(there));
         let layer = CallLimitLayer::new(store, |_: &u32| Some(ANN), policies.clone());
-        let service = layer.cost(|cost| *cost).wait(Duration::from_secs(1)).layer(service_fn(async |_| {
-            sleep(Duration::from_millis(10)).await;
-            Ok::<_, Infallible>(())
-        }));
+        let service = layer
+            .cost(|cost| *cost)
+            .wait(Duration::from_secs(1))
+            .layer(service_fn(async |_| {
+                sleep(Duration::from_millis(10)).await;
+                Ok::<_, Infallible>(())
+            }));
         let mut calls = vec![];
         for i in 0..1_000 {
             for _ in 0..if i == 250 { 120 } else { 1 } {
@@ -170,7 +215,10 @@ async fn a_queue_of_in_flight_requests_drains() {
             let (i, passed, took) = call.await.unwrap();
             // Not all of the burst find a place at once.
             let most = if (250..300).contains(&i) { 200 } else { 40 };
-            assert!(passed && took < Duration::from_millis(most), "{policies:?}, {i}: {passed} after {took:?}");
+            assert!(
+                passed && took < Duration::from_millis(most),
+                "{policies:?}, {i}: {passed} after {took:?}"
+            );
         }
     }
 }
@@ -187,12 +235,23 @@ async fn freed_capacity_is_requested_once() {
             let store = Late::new(&local, Duration::from_millis(2));
             stores.push(store.clone());
             let layer = CallLimitLayer::new(store, |_: &()| Some(ANN), policies.clone()).wait(LONG);
-            let (in_flight, most, grants) = (Arc::clone(&in_flight), Arc::clone(&most), Arc::clone(&grants));
+            let (in_flight, most, grants) = (
+                Arc::clone(&in_flight),
+                Arc::clone(&most),
+                Arc::clone(&grants),
+            );
             let service = layer.layer(service_fn(move |()| {
-                let (in_flight, most, grants) = (Arc::clone(&in_flight), Arc::clone(&most), Arc::clone(&grants));
+                let (in_flight, most, grants) = (
+                    Arc::clone(&in_flight),
+                    Arc::clone(&most),
+                    Arc::clone(&grants),
+                );
                 async move {
                     most.fetch_max(in_flight.fetch_add(1, SeqCst) + 1, SeqCst);
-                    sleep(Duration::from_millis(1 + u64::from(grants.fetch_add(1, SeqCst) % 19))).await;
+                    sleep(Duration::from_millis(
+                        1 + u64::from(grants.fetch_add(1, SeqCst) % 19),
+                    ))
+                    .await;
                     in_flight.fetch_sub(1, SeqCst);
                     Ok::<_, Infallible>(())
                 }
@@ -205,14 +264,29 @@ async fn freed_capacity_is_requested_once() {
             }
         }
         let ended = join_all(tasks).await;
-        assert!(ended.into_iter().all(|task| task.unwrap().is_err()), "{instances}, {limit}: one was refused");
+        assert!(
+            ended.into_iter().all(|task| task.unwrap().is_err()),
+            "{instances}, {limit}: one was refused"
+        );
         assert_eq!(most.load(SeqCst), limit);
-        let asked = stores.iter().flat_map(Late::asked).filter(|mode| matches!(mode, Mode::Take | Mode::TakeAhead));
-        let (grants, calls) = (grants.load(SeqCst), asked.count() as f64 / f64::from(grants.load(SeqCst)));
-        assert!(calls < calls_a_grant, "{instances}, {limit}: {calls} calls a grant");
+        let asked = stores
+            .iter()
+            .flat_map(Late::asked)
+            .filter(|mode| matches!(mode, Mode::Take | Mode::TakeAhead));
+        let (grants, calls) = (
+            grants.load(SeqCst),
+            asked.count() as f64 / f64::from(grants.load(SeqCst)),
+        );
+        assert!(
+            calls < calls_a_grant,
+            "{instances}, {limit}: {calls} calls a grant"
+        );
         // A request is in flight for 10 ms, and a place taken for 4 ms more.
         let full = limit * 2_000 / 14;
-        assert!(grants > full / 2, "{instances}, {limit}: {grants} of {full} grants");
+        assert!(
+            grants > full / 2,
+            "{instances}, {limit}: {grants} of {full} grants"
+        );
     }
 }
 
@@ -220,8 +294,13 @@ async fn freed_capacity_is_requested_once() {
 #[tokio::test(start_paused = true)]
 async fn no_wait_exceeds_its_maximum_by_much() {
     let store = Late::new(&LocalStore::default(), Duration::from_millis(10));
-    let layer = CallLimitLayer::new(store, |_: &()| Some(ANN), Policy::in_flight("jobs", 20).unwrap());
-    let wait = Wait::up_to(Duration::from_millis(150)).per_caller(NonZeroUsize::new(1_000).unwrap());
+    let layer = CallLimitLayer::new(
+        store,
+        |_: &()| Some(ANN),
+        Policy::in_flight("jobs", 20).unwrap(),
+    );
+    let wait =
+        Wait::up_to(Duration::from_millis(150)).per_caller(NonZeroUsize::new(1_000).unwrap());
     let service = layer.wait(wait).layer(service_fn(ok));
     let mut calls = vec![];
     for _ in 0..2_000 {
@@ -237,7 +316,10 @@ async fn no_wait_exceeds_its_maximum_by_much() {
         let (passes, took) = call.await.unwrap();
         passed += u32::from(passes);
         // It first asks by itself, and then one call may be under way and one for it.
-        assert!(took <= Duration::from_millis(150 + 3 * 20), "{passes} after {took:?}");
+        assert!(
+            took <= Duration::from_millis(150 + 3 * 20),
+            "{passes} after {took:?}"
+        );
     }
     assert!(passed > 500 && passed < 1_500, "{passed}");
 }
@@ -249,15 +331,32 @@ async fn instances_share_permits_coming_one_by_one() {
     for (quota, time, gap, most) in [("50/s", 60, 2, 2.0), ("60/m", 1_200, 30, 4.0)] {
         let (local, policies) = (LocalStore::default(), policy(Strategy::SlidingLog, quota));
         for _ in 0..policies[0].quota().limit() {
-            assert!(local.check(Check::take(ANN, &policies, 1)).await.unwrap().is_allowed());
+            assert!(
+                local
+                    .check(Check::take(ANN, &policies, 1))
+                    .await
+                    .unwrap()
+                    .is_allowed()
+            );
             sleep(policies[0].quota().period() / policies[0].quota().limit()).await;
         }
-        let (times, calls) = three_instances(&local, &policies, [1, 2, 4], Duration::from_secs(time)).await;
-        let longest = times.iter().flat_map(|times| times.windows(2).map(|pair| pair[1] - pair[0])).max().unwrap();
+        let (times, calls) =
+            three_instances(&local, &policies, [1, 2, 4], Duration::from_secs(time)).await;
+        let longest = times
+            .iter()
+            .flat_map(|times| times.windows(2).map(|pair| pair[1] - pair[0]))
+            .max()
+            .unwrap();
         let each = times.map(|times| times.len());
         let all: usize = each.iter().sum();
-        assert!(each.iter().all(|count| count * 5 >= all), "{quota}: {each:?}");
-        assert!(longest < Duration::from_secs(gap), "{quota}: an instance waited for {longest:?}");
+        assert!(
+            each.iter().all(|count| count * 5 >= all),
+            "{quota}: {each:?}"
+        );
+        assert!(
+            longest < Duration::from_secs(gap),
+            "{quota}: an instance waited for {longest:?}"
+        );
         assert!(calls <= most, "{quota}: {calls} calls a grant");
     }
 }
@@ -272,8 +371,17 @@ async fn store_latency_denies_no_waiter_with_room() {
         let waits = (0..8).map(|i| limiter.wait(ANN, 1 + i % 2, Duration::ZERO));
         let start = Instant::now();
         let answers = join_all(waits).await;
-        assert!(answers.iter().all(|answer| answer.as_ref().unwrap().is_allowed()), "{strategy:?}: {answers:?}");
-        assert!(start.elapsed() <= 8 * 2 * THERE + THERE, "{strategy:?}: {:?}", start.elapsed());
+        assert!(
+            answers
+                .iter()
+                .all(|answer| answer.as_ref().unwrap().is_allowed()),
+            "{strategy:?}: {answers:?}"
+        );
+        assert!(
+            start.elapsed() <= 8 * 2 * THERE + THERE,
+            "{strategy:?}: {:?}",
+            start.elapsed()
+        );
     }
 }
 
@@ -282,7 +390,8 @@ async fn store_latency_denies_no_waiter_with_room() {
 async fn a_new_quota_applies_to_later_waiters() {
     for &strategy in Strategy::ALL {
         let live = Live::new(policy(strategy, "1/h"));
-        let layer = CallLimitLayer::new(LocalStore::default(), |_: &()| Some(ANN), live.clone()).wait(LONG);
+        let layer =
+            CallLimitLayer::new(LocalStore::default(), |_: &()| Some(ANN), live.clone()).wait(LONG);
         let throttle = ThrottleLayer::new(LocalStore::default(), ANN, live.clone());
         let (service, throttled) = (layer.layer(service_fn(ok)), throttle.layer(service_fn(ok)));
         for _ in 0..2 {
@@ -294,12 +403,20 @@ async fn a_new_quota_applies_to_later_waiters() {
         let start = Instant::now();
         service.clone().oneshot(()).await.unwrap();
         throttled.clone().oneshot(()).await.unwrap();
-        assert!(start.elapsed() < Duration::from_secs(5), "{strategy:?}: {:?}", start.elapsed());
+        assert!(
+            start.elapsed() < Duration::from_secs(5),
+            "{strategy:?}: {:?}",
+            start.elapsed()
+        );
     }
 }
 
 /// Of one who waits in vain for a minute: how long, if this happens after a second. Before, so many others wait.
-async fn woken<F>(strategy: Strategy, others: usize, act: impl FnOnce(Limiter<LocalStore>) -> F) -> Duration
+async fn woken<F>(
+    strategy: Strategy,
+    others: usize,
+    act: impl FnOnce(Limiter<LocalStore>) -> F,
+) -> Duration
 where
     F: Future<Output = ()>,
 {
@@ -336,7 +453,10 @@ async fn a_refund_wakes_waiters() {
                 limiter.reset(ANN).await.unwrap();
             });
             let took = [refunded.await, reset.await];
-            assert!(took.iter().all(|took| *took < Duration::from_millis(50)), "{strategy:?}, {others}: {took:?}");
+            assert!(
+                took.iter().all(|took| *took < Duration::from_millis(50)),
+                "{strategy:?}, {others}: {took:?}"
+            );
         }
     }
 }
@@ -356,7 +476,11 @@ async fn a_refund_brings_permits_forward() {
     let start = Instant::now();
     limiter.refund(ANN, 1).await.unwrap();
     assert!(second.await.unwrap().unwrap().is_allowed());
-    assert!(start.elapsed() < Duration::from_millis(50), "{:?}", start.elapsed());
+    assert!(
+        start.elapsed() < Duration::from_millis(50),
+        "{:?}",
+        start.elapsed()
+    );
     // No more than what was refunded.
     let next = limiter.peek(ANN, 1).await.unwrap().retry_after().unwrap();
     assert!(next > Duration::from_secs(58), "{next:?}");
@@ -376,7 +500,11 @@ async fn a_settlement_wakes_waiters() {
     let start = Instant::now();
     let (waited, ()) = tokio::join!(waits, settles);
     assert!(waited.unwrap().is_allowed());
-    assert!(start.elapsed() < Duration::from_millis(600), "{:?}", start.elapsed());
+    assert!(
+        start.elapsed() < Duration::from_millis(600),
+        "{:?}",
+        start.elapsed()
+    );
 }
 
 /// What others refund is not reported here.
@@ -394,14 +522,22 @@ async fn long_waits_check_again() {
         let start = Instant::now();
         let (waited, ()) = tokio::join!(waits, elsewhere);
         assert!(waited.unwrap().is_allowed());
-        assert!(start.elapsed() < Duration::from_secs(31), "{strategy:?}: {:?}", start.elapsed());
+        assert!(
+            start.elapsed() < Duration::from_secs(31),
+            "{strategy:?}: {:?}",
+            start.elapsed()
+        );
     }
     // Not all the time.
     let store = MockStore::new();
     store.deny(Duration::from_secs(3_600));
     let limiter = Limiter::new(store.clone(), policy(Strategy::Gcra, "1/h"));
     let _ = timeout(Duration::from_secs(3_600), limiter.wait(ANN, 1, LONG)).await;
-    assert!(store.asked().len() <= 40, "{} calls in an hour", store.asked().len());
+    assert!(
+        store.asked().len() <= 40,
+        "{} calls in an hour",
+        store.asked().len()
+    );
 }
 
 /// Polls a throttle once on a runtime that then ends, or stands still, and waits for it on another.
@@ -414,7 +550,9 @@ fn on_two_runtimes(ends: bool, prepare: impl FnOnce(&MockStore)) {
     let first = runtime();
     first.block_on(async {
         for _ in 0..5 {
-            let once = poll_fn(|cx| std::task::Poll::Ready(Service::<()>::poll_ready(&mut service, cx).is_ready()));
+            let once = poll_fn(|cx| {
+                std::task::Poll::Ready(Service::<()>::poll_ready(&mut service, cx).is_ready())
+            });
             assert!(!once.await);
             tokio::task::yield_now().await;
         }
@@ -424,19 +562,28 @@ fn on_two_runtimes(ends: bool, prepare: impl FnOnce(&MockStore)) {
     store.allow();
     runtime().block_on(async {
         let ready = timeout(Duration::from_secs(10), service.ready()).await;
-        ready.expect("it is ready on the second runtime").unwrap().call(()).await.unwrap();
+        ready
+            .expect("it is ready on the second runtime")
+            .unwrap()
+            .call(())
+            .await
+            .unwrap();
     });
 }
 
 #[test]
 fn a_throttle_outlives_its_runtime() {
-    on_two_runtimes(true, |store| store.fail(StoreError::new(ErrorKind::Unreachable)));
+    on_two_runtimes(true, |store| {
+        store.fail(StoreError::new(ErrorKind::Unreachable))
+    });
     on_two_runtimes(true, |store| store.deny(Duration::from_secs(60)));
 }
 
 #[test]
 fn a_throttle_survives_a_stalled_runtime() {
-    on_two_runtimes(false, |store| store.fail(StoreError::new(ErrorKind::Unreachable)));
+    on_two_runtimes(false, |store| {
+        store.fail(StoreError::new(ErrorKind::Unreachable))
+    });
     on_two_runtimes(false, |store| store.deny(Duration::from_secs(60)));
 }
 
@@ -447,7 +594,10 @@ async fn load_shed_sheds_nothing_below_the_quota() {
         let layer = ThrottleLayer::new(LocalStore::default(), ANN, policy(strategy, "10000/s"));
         let mut shed = LoadShed::new(layer.layer(service_fn(ok::<()>)));
         for i in 0..100 {
-            assert!(shed.ready().await.unwrap().call(()).await.is_ok(), "{strategy:?}: {i}");
+            assert!(
+                shed.ready().await.unwrap().call(()).await.is_ok(),
+                "{strategy:?}: {i}"
+            );
             assert!(shed.clone().oneshot(()).await.is_ok(), "{strategy:?}: {i}");
         }
     }
@@ -457,23 +607,41 @@ async fn load_shed_sheds_nothing_below_the_quota() {
 #[tokio::test(start_paused = true)]
 async fn queued_costs_above_capacity_are_refused() {
     let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/s"));
-    let layer = CallLimitLayer::new(LocalStore::default(), |_: &u32| Some(ANN), policy(Strategy::Gcra, "1/s"));
-    let service = layer.cost(|cost| *cost).wait(Duration::from_secs(3)).layer(service_fn(ok));
+    let layer = CallLimitLayer::new(
+        LocalStore::default(),
+        |_: &u32| Some(ANN),
+        policy(Strategy::Gcra, "1/s"),
+    );
+    let service = layer
+        .cost(|cost| *cost)
+        .wait(Duration::from_secs(3))
+        .layer(service_fn(ok));
     let wait = async |cost: u32, after| {
         sleep(Duration::from_millis(after)).await;
-        limiter.wait(ANN, cost, Duration::from_secs(3)).await.unwrap().outcome()
+        limiter
+            .wait(ANN, cost, Duration::from_secs(3))
+            .await
+            .unwrap()
+            .outcome()
     };
     let call = async |cost: u32, after| {
         sleep(Duration::from_millis(after)).await;
         match service.clone().oneshot(cost).await {
             Ok(()) => Outcome::Allowed,
-            Err(error) => error.downcast_ref::<RateLimited>().unwrap().decision().outcome(),
+            Err(error) => error
+                .downcast_ref::<RateLimited>()
+                .unwrap()
+                .decision()
+                .outcome(),
         }
     };
     let waits = futures_util::future::join4(wait(1, 0), wait(1, 10), wait(100, 20), wait(1, 30));
     let calls = futures_util::future::join4(call(1, 0), call(1, 10), call(100, 20), call(1, 30));
     let ((a, b, large, c), (d, e, larger, f)) = tokio::join!(waits, calls);
-    assert_eq!((large, larger), (Outcome::ExceedsCapacity, Outcome::ExceedsCapacity));
+    assert_eq!(
+        (large, larger),
+        (Outcome::ExceedsCapacity, Outcome::ExceedsCapacity)
+    );
     assert_eq!([a, b, c, d, e, f], [Outcome::Allowed; 6]);
 }
 
@@ -484,14 +652,28 @@ async fn a_caller_waits_under_all_policies() {
 
     impl PolicySelector<u32> for ByName {
         fn policies(&self, name: &u32, _: Option<&Key>) -> Option<Policies> {
-            Some(Policy::new(&name.to_string(), Strategy::Gcra, "1/s burst 1".parse().unwrap()).unwrap().into())
+            Some(
+                Policy::new(
+                    &name.to_string(),
+                    Strategy::Gcra,
+                    "1/s burst 1".parse().unwrap(),
+                )
+                .unwrap()
+                .into(),
+            )
         }
     }
 
     let layer = CallLimitLayer::new(LocalStore::default(), |_: &u32| Some(ANN), ByName);
-    let service = layer.wait(Wait::up_to(LONG).per_caller(FEW)).layer(service_fn(ok));
+    let service = layer
+        .wait(Wait::up_to(LONG).per_caller(FEW))
+        .layer(service_fn(ok));
     let calls = (0..20).map(|i| service.clone().oneshot(i % 5));
-    let passed = join_all(calls).await.iter().filter(|call| call.is_ok()).count();
+    let passed = join_all(calls)
+        .await
+        .iter()
+        .filter(|call| call.is_ok())
+        .count();
     assert_eq!(passed, 5 + 3);
 }
 
@@ -506,11 +688,20 @@ async fn the_number_of_waiters_is_bounded() {
     let few = limiter.max_waiting(FEW);
     let start = Instant::now();
     let waits = (0..10).map(|_| few.wait(Key::new("bob"), 1, LONG));
-    let passed = join_all(waits).await.into_iter().filter(|answer| answer.as_ref().unwrap().is_allowed()).count();
+    let passed = join_all(waits)
+        .await
+        .into_iter()
+        .filter(|answer| answer.as_ref().unwrap().is_allowed())
+        .count();
     assert_eq!((passed, start.elapsed().as_secs()), (3, 2));
 
     // Those that have no place come again.
-    let layer = ThrottleLayer::new(store, Key::new("cid"), policy(Strategy::Gcra, "10/s burst 1")).max_waiting(FEW);
+    let layer = ThrottleLayer::new(
+        store,
+        Key::new("cid"),
+        policy(Strategy::Gcra, "10/s burst 1"),
+    )
+    .max_waiting(FEW);
     let start = Instant::now();
     let (mut calls, watched) = (vec![], layer.clone());
     for _ in 0..20 {
@@ -519,25 +710,39 @@ async fn the_number_of_waiters_is_bounded() {
     for _ in 0..20 {
         sleep(Duration::from_millis(50)).await;
         let shown = format!("{watched:?}");
-        assert!((0..=3).any(|waiting| shown.contains(&format!("waiting: {waiting},"))), "{shown}");
+        assert!(
+            (0..=3).any(|waiting| shown.contains(&format!("waiting: {waiting},"))),
+            "{shown}"
+        );
     }
     for call in calls {
         call.await.unwrap().unwrap();
     }
     let took = start.elapsed();
-    assert!(took > Duration::from_millis(1_890) && took < Duration::from_secs(4), "{took:?}");
+    assert!(
+        took > Duration::from_millis(1_890) && took < Duration::from_secs(4),
+        "{took:?}"
+    );
 }
 
 /// Nothing is taken ahead for a permit that is far away, so that a cancellation costs no call.
 #[tokio::test(start_paused = true)]
 async fn dropped_requests_cost_a_call_each() {
     let store = Late::new(&LocalStore::default(), Duration::from_millis(1));
-    let layer = CallLimitLayer::new(store.clone(), |_: &()| Some(ANN), policy(Strategy::Gcra, "1/m"));
+    let layer = CallLimitLayer::new(
+        store.clone(),
+        |_: &()| Some(ANN),
+        policy(Strategy::Gcra, "1/m"),
+    );
     let service = layer.wait(LONG).layer(service_fn(ok));
     service.clone().oneshot(()).await.unwrap();
     let before = store.asked().len();
     for _ in 0..200 {
-        assert!(timeout(Duration::from_millis(50), service.clone().oneshot(())).await.is_err());
+        assert!(
+            timeout(Duration::from_millis(50), service.clone().oneshot(()))
+                .await
+                .is_err()
+        );
         sleep(Duration::from_millis(10)).await;
     }
     let asked = store.asked().len() - before;
@@ -547,8 +752,15 @@ async fn dropped_requests_cost_a_call_each() {
 #[tokio::test(start_paused = true)]
 async fn one_failing_call_ends_one_wait() {
     let store = Late::new(&LocalStore::default(), Duration::from_millis(1));
-    let layer = CallLimitLayer::new(store.clone(), |_: &()| Some(ANN), policy(Strategy::Gcra, "10/s burst 1"));
-    let service = layer.wait(LONG).on_error(OnError::Allow).layer(service_fn(ok));
+    let layer = CallLimitLayer::new(
+        store.clone(),
+        |_: &()| Some(ANN),
+        policy(Strategy::Gcra, "10/s burst 1"),
+    );
+    let service = layer
+        .wait(LONG)
+        .on_error(OnError::Allow)
+        .layer(service_fn(ok));
     let passed = Arc::new(AtomicU32::new(0));
     for _ in 0..100 {
         let (call, passed) = (service.clone().oneshot(()), Arc::clone(&passed));
@@ -561,14 +773,21 @@ async fn one_failing_call_ends_one_wait() {
     store.fail_next(1);
     sleep(Duration::from_millis(500)).await;
     let passed_so_far = passed.load(SeqCst);
-    assert!((8..=12).contains(&passed_so_far), "{passed_so_far} in a second");
+    assert!(
+        (8..=12).contains(&passed_so_far),
+        "{passed_so_far} in a second"
+    );
     // But nobody is kept waiting by a store that is gone.
     store.fail(true);
     sleep(Duration::from_secs(1)).await;
     assert_eq!(passed.load(SeqCst), 100);
     let start = Instant::now();
     service.clone().oneshot(()).await.unwrap();
-    assert!(start.elapsed() < Duration::from_millis(5), "{:?}", start.elapsed());
+    assert!(
+        start.elapsed() < Duration::from_millis(5),
+        "{:?}",
+        start.elapsed()
+    );
 }
 
 /// Each request that joins or leaves takes the lock of the wait queues.
@@ -581,7 +800,9 @@ async fn errors_are_dropped_without_a_lock() {
         fn drop(&mut self) {
             let (limiter, (seen, is_seen)) = (self.0.clone(), mpsc::channel());
             thread::spawn(move || seen.send(format!("{limiter:?}")));
-            let _ = self.1.send(is_seen.recv_timeout(Duration::from_secs(1)).is_ok());
+            let _ = self
+                .1
+                .send(is_seen.recv_timeout(Duration::from_secs(1)).is_ok());
         }
     }
 
@@ -609,7 +830,12 @@ async fn errors_are_dropped_without_a_lock() {
     let (first, second, third) = (waits(), waits(), waits());
     sleep(Duration::from_millis(10)).await;
     let cause = limiter.clone();
-    store.answer(move |_| Err(StoreError::with_source(ErrorKind::Refused, Cause(cause.clone(), is_free.clone()))));
+    store.answer(move |_| {
+        Err(StoreError::with_source(
+            ErrorKind::Refused,
+            Cause(cause.clone(), is_free.clone()),
+        ))
+    });
     first.await.unwrap();
     second.await.unwrap();
     store.allow();
@@ -647,8 +873,14 @@ async fn reset_is_relative_to_the_permit() {
     let _ = limiter.take(ANN, 5).await.unwrap();
     let (first, second) = tokio::join!(limiter.wait(ANN, 1, LONG), limiter.wait(ANN, 1, LONG));
     for decision in [first.unwrap(), second.unwrap()] {
-        assert!(decision.reset_after() <= Duration::from_secs(300), "{decision:?}");
-        assert!(decision.reset_after() > Duration::from_secs(299), "{decision:?}");
+        assert!(
+            decision.reset_after() <= Duration::from_secs(300),
+            "{decision:?}"
+        );
+        assert!(
+            decision.reset_after() > Duration::from_secs(299),
+            "{decision:?}"
+        );
     }
 }
 
@@ -657,7 +889,12 @@ async fn reset_is_relative_to_the_permit() {
 async fn a_local_end_frees_capacity_immediately() {
     for there in [0, 1] {
         let store = Late::new(&LocalStore::default(), Duration::from_millis(there));
-        let layer = CallLimitLayer::new(store, |_: &()| Some(ANN), Policy::in_flight("jobs", 2).unwrap()).wait(LONG);
+        let layer = CallLimitLayer::new(
+            store,
+            |_: &()| Some(ANN),
+            Policy::in_flight("jobs", 2).unwrap(),
+        )
+        .wait(LONG);
         let service = layer.layer(service_fn(async |()| {
             sleep(Duration::from_millis(10)).await;
             Ok::<_, Infallible>(())
@@ -666,7 +903,11 @@ async fn a_local_end_frees_capacity_immediately() {
         let calls = join_all((0..60).map(|_| service.clone().oneshot(()))).await;
         assert!(calls.iter().all(Result::is_ok));
         // 300 ms, if no place were ever free.
-        assert!(start.elapsed() < Duration::from_millis(900), "{there}: {:?}", start.elapsed());
+        assert!(
+            start.elapsed() < Duration::from_millis(900),
+            "{there}: {:?}",
+            start.elapsed()
+        );
     }
 }
 
@@ -677,10 +918,13 @@ async fn passing_after_failed_waits_is_in_flight() {
     let store = Late::new(&local, Duration::from_millis(1));
     let policies = Policies::from(Policy::in_flight("jobs", 2).unwrap());
     let layer = CallLimitLayer::new(store.clone(), |_: &u64| Some(ANN), policies.clone());
-    let service = layer.wait(LONG).on_error(OnError::Allow).layer(service_fn(async |seconds| {
-        sleep(Duration::from_secs(seconds)).await;
-        Ok::<_, Infallible>(())
-    }));
+    let service = layer
+        .wait(LONG)
+        .on_error(OnError::Allow)
+        .layer(service_fn(async |seconds| {
+            sleep(Duration::from_secs(seconds)).await;
+            Ok::<_, Infallible>(())
+        }));
     for _ in 0..2 {
         tokio::spawn(service.clone().oneshot(5));
     }
@@ -694,10 +938,18 @@ async fn passing_after_failed_waits_is_in_flight() {
     store.fail(false);
     // The first two have ended, and the five that passed later have not: the first renewal counts them.
     sleep(Duration::from_secs(10)).await;
-    let peek: Decision = local.check(Check::peek(ANN, &policies, 1)).now_or_never().unwrap().unwrap();
+    let peek: Decision = local
+        .check(Check::peek(ANN, &policies, 1))
+        .now_or_never()
+        .unwrap()
+        .unwrap();
     assert_eq!(peek.remaining(), 0);
     sleep(Duration::from_secs(20)).await;
-    let peek = local.check(Check::peek(ANN, &policies, 1)).now_or_never().unwrap().unwrap();
+    let peek = local
+        .check(Check::peek(ANN, &policies, 1))
+        .now_or_never()
+        .unwrap()
+        .unwrap();
     assert_eq!(peek.remaining(), 2);
     assert!(store.asked().contains(&Mode::Renew));
 }
@@ -715,7 +967,13 @@ async fn an_unused_permit_refunds_its_charge() {
         let mut used = vec![];
         for second in [50, 1, 9, 2] {
             sleep(Duration::from_secs(second)).await;
-            used.push(store.check(Check::up_to(ANN, &policies, 100)).await.unwrap().granted());
+            used.push(
+                store
+                    .check(Check::up_to(ANN, &policies, 100))
+                    .await
+                    .unwrap()
+                    .granted(),
+            );
             held.clear();
         }
         assert_eq!(used, [50, 50, 0, 0], "{strategy:?}");
@@ -741,9 +999,14 @@ impl Store for SlowRefunds {
 /// What is on its way when the window ends is not taken from the next one.
 #[tokio::test(start_paused = true)]
 async fn unused_permits_spare_the_next_window() {
-    let (store, policies) = (LocalStore::default(), policy(Strategy::FixedWindow(Align::FirstHit), "100/m"));
+    let (store, policies) = (
+        LocalStore::default(),
+        policy(Strategy::FixedWindow(Align::FirstHit), "100/m"),
+    );
     let throttle = ThrottleLayer::new(SlowRefunds(store.clone()), ANN, policies.clone());
-    let mut held: Vec<_> = (0..50).map(|_| throttle.layer(service_fn(ok::<()>))).collect();
+    let mut held: Vec<_> = (0..50)
+        .map(|_| throttle.layer(service_fn(ok::<()>)))
+        .collect();
     let start = Instant::now();
     for throttle in &mut held {
         ServiceExt::<()>::ready(throttle).await.unwrap();
@@ -753,7 +1016,13 @@ async fn unused_permits_spare_the_next_window() {
     let mut used = vec![];
     for _ in 0..2 {
         sleep(Duration::from_millis(900)).await;
-        used.push(store.check(Check::up_to(ANN, &policies, 100)).await.unwrap().granted());
+        used.push(
+            store
+                .check(Check::up_to(ANN, &policies, 100))
+                .await
+                .unwrap()
+                .granted(),
+        );
     }
     assert_eq!(used, [100, 0]);
 }
@@ -771,24 +1040,35 @@ impl Observer for Failures {
 /// What was not sent is sent again; what may have been done is not, and the observer is notified.
 #[tokio::test(start_paused = true)]
 async fn failed_refunds_of_permits_are_retried_or_reported() {
-    for (error, tries, reported, remaining) in
-        [(StoreError::new(ErrorKind::Unreachable).unsent(), 3, 0, 100), (StoreError::new(ErrorKind::Timeout), 1, 1, 99)]
-    {
-        let (local, store, failures) = (LocalStore::default(), MockStore::new(), Failures::default());
+    for (error, tries, reported, remaining) in [
+        (StoreError::new(ErrorKind::Unreachable).unsent(), 3, 0, 100),
+        (StoreError::new(ErrorKind::Timeout), 1, 1, 99),
+    ] {
+        let (local, store, failures) =
+            (LocalStore::default(), MockStore::new(), Failures::default());
         let (asked, failing) = (local.clone(), AtomicU32::new(2));
         store.answer(move |check| match check.mode() {
-            Mode::Refund if failing.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1)).is_ok() => {
+            Mode::Refund
+                if failing
+                    .fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1))
+                    .is_ok() =>
+            {
                 Err(error.clone())
             }
             _ => asked.check(check.clone()).now_or_never().unwrap(),
         });
         let policies = policy(Strategy::SlidingLog, "100/m");
-        let layer = ThrottleLayer::new(store.clone(), ANN, policies.clone()).observer(failures.clone());
+        let layer =
+            ThrottleLayer::new(store.clone(), ANN, policies.clone()).observer(failures.clone());
         let mut throttle = layer.layer(service_fn(ok::<()>));
         ServiceExt::<()>::ready(&mut throttle).await.unwrap();
         drop(throttle);
         sleep(Duration::from_secs(5)).await;
-        let refunds = store.asked().iter().filter(|check| check.mode() == Mode::Refund).count();
+        let refunds = store
+            .asked()
+            .iter()
+            .filter(|check| check.mode() == Mode::Refund)
+            .count();
         assert_eq!((refunds, failures.0.load(SeqCst)), (tries, reported));
         let peek = local.check(Check::peek(ANN, &policies, 1)).await.unwrap();
         assert_eq!(peek.remaining(), remaining);
@@ -801,7 +1081,10 @@ async fn cancelled_waiters_refund_every_policy_separately() {
     let store = LocalStore::default();
     let slow = Policy::new("slow", Strategy::Gcra, "60/m burst 100".parse().unwrap()).unwrap();
     let quick = Policy::new("quick", Strategy::Gcra, "100/s".parse().unwrap()).unwrap();
-    let both = Limiter::new(store.clone(), Policies::new([slow.clone(), quick.clone()]).unwrap());
+    let both = Limiter::new(
+        store.clone(),
+        Policies::new([slow.clone(), quick.clone()]).unwrap(),
+    );
     let [slow, quick] = [slow, quick].map(|policy| Limiter::new(store.clone(), policy));
     assert!(both.take(ANN, 100).await.unwrap().is_allowed());
     let wait = |cost| {
@@ -843,6 +1126,10 @@ async fn request_ends_do_not_wake_rate_waiters() {
         });
     }
     let _ = timeout(Duration::from_secs(5), both.wait(ANN, 1, LONG)).await;
-    let asks = store.asked().iter().filter(|mode| **mode == Mode::TakeAhead).count();
+    let asks = store
+        .asked()
+        .iter()
+        .filter(|mode| **mode == Mode::TakeAhead)
+        .count();
     assert!(asks <= 5 * 100 + 1, "{asks} asks in 5 s");
 }

@@ -2,7 +2,10 @@
 
 #![allow(unreachable_pub, reason = "shared by test binaries")]
 #![allow(dead_code, reason = "each test binary uses its part")]
-#![allow(clippy::disallowed_methods, reason = "real processes are timed in real time")]
+#![allow(
+    clippy::disallowed_methods,
+    reason = "real processes are timed in real time"
+)]
 
 use std::env;
 use std::num::NonZeroU32;
@@ -36,12 +39,21 @@ pub fn ann() -> Key {
 }
 
 pub fn limiter<S: Store>(store: S) -> Limiter<S> {
-    Limiter::new(store, Policy::in_flight("streams", LIMIT).unwrap().slot_ttl(TTL).unwrap())
+    Limiter::new(
+        store,
+        Policy::in_flight("streams", LIMIT)
+            .unwrap()
+            .slot_ttl(TTL)
+            .unwrap(),
+    )
 }
 
 /// A store that is given time, however busy the machine is.
 pub fn patient(url: &str) -> RedisStore {
-    RedisStore::builder(url).timeout(PATIENCE).connect_lazy().unwrap()
+    RedisStore::builder(url)
+        .timeout(PATIENCE)
+        .connect_lazy()
+        .unwrap()
 }
 
 /// What is in flight in each process, noted after it was granted and before it is released: so it is never more than
@@ -74,7 +86,10 @@ impl Log {
     async fn number(&self, command: &[&str]) -> u64 {
         let mut cmd = redis::cmd(command[0]);
         cmd.arg(&command[1..]);
-        cmd.query_async::<Option<u64>>(&mut self.connection.clone()).await.unwrap().unwrap_or(0)
+        cmd.query_async::<Option<u64>>(&mut self.connection.clone())
+            .await
+            .unwrap()
+            .unwrap_or(0)
     }
 
     /// The most that was in flight at once, since it was last asked.
@@ -129,12 +144,21 @@ impl Worker {
     pub fn start(test: &str, store: &str, log: &Log, falls_back: bool) -> Self {
         let name = format!("{:x}", fastrand::u64(..));
         let mut command = Command::new(env::current_exe().unwrap());
-        command.args(["--exact", test, "--nocapture"]).stdin(Stdio::null()).stdout(Stdio::null());
-        command.env(STORE, store).env(LOG, log.server.url()).env(NAME, &name);
+        command
+            .args(["--exact", test, "--nocapture"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null());
+        command
+            .env(STORE, store)
+            .env(LOG, log.server.url())
+            .env(NAME, &name);
         if falls_back {
             command.env(FALLS_BACK, "yes");
         }
-        Self { child: command.spawn().unwrap(), name }
+        Self {
+            child: command.spawn().unwrap(),
+            name,
+        }
     }
 
     /// Kills it as `kill -9` does: what it had in flight has ended.
@@ -145,8 +169,13 @@ impl Worker {
     }
 
     pub fn signal(&self, signal: &str) {
-        let status = Command::new("kill").args([signal, &self.child.id().to_string()]).status();
-        assert!(status.is_ok_and(|status| status.success()), "kill {signal} failed");
+        let status = Command::new("kill")
+            .args([signal, &self.child.id().to_string()])
+            .status();
+        assert!(
+            status.is_ok_and(|status| status.success()),
+            "kill {signal} failed"
+        );
     }
 
     /// How many it has in flight.
@@ -173,7 +202,12 @@ pub async fn work() {
     if env::var(FALLS_BACK).is_ok() {
         let share = Share::Fixed(NonZeroU32::new(PROCESSES as u32).unwrap());
         let redis = RedisStore::connect_lazy(store.as_str()).unwrap();
-        run(limiter(Fallback::new(redis, LocalStore::default()).deadline(DEADLINE).share(share))).await;
+        run(limiter(
+            Fallback::new(redis, LocalStore::default())
+                .deadline(DEADLINE)
+                .share(share),
+        ))
+        .await;
     } else {
         run(limiter(patient(&store))).await;
     }
@@ -196,11 +230,22 @@ async fn run<S: Store>(limiter: Limiter<S>) {
                 match answer {
                     Ok(reservation) => {
                         if reservation.decision().source() == Source::Local {
-                            let _: () = redis::cmd("INCR").arg("locally").query_async(&mut log).await.unwrap();
+                            let _: () = redis::cmd("INCR")
+                                .arg("locally")
+                                .query_async(&mut log)
+                                .await
+                                .unwrap();
                         }
                         let mut note = async |count: i64| {
                             let mut cmd = redis::cmd("EVAL");
-                            let () = cmd.arg(NOTE).arg(0).arg(&name).arg(count).query_async(&mut log).await.unwrap();
+                            let () = cmd
+                                .arg(NOTE)
+                                .arg(0)
+                                .arg(&name)
+                                .arg(count)
+                                .query_async(&mut log)
+                                .await
+                                .unwrap();
                         };
                         note(1).await;
                         sleep(Duration::from_millis(rng.u64(1..40))).await;
@@ -209,7 +254,11 @@ async fn run<S: Store>(limiter: Limiter<S>) {
                     }
                     Err(ReserveError::Denied(_)) => {}
                     Err(_) => {
-                        let _: () = redis::cmd("INCR").arg("failed").query_async(&mut log).await.unwrap();
+                        let _: () = redis::cmd("INCR")
+                            .arg("failed")
+                            .query_async(&mut log)
+                            .await
+                            .unwrap();
                     }
                 }
                 let (pause, start) = (Duration::from_millis(rng.u64(1..20)), Instant::now());
@@ -222,18 +271,33 @@ async fn run<S: Store>(limiter: Limiter<S>) {
 }
 
 /// Notes a time by this name in the log, if it is longer than what was noted there.
-async fn note_longest(name: &str, took: Duration, longest: &mut Duration, log: &mut redis::aio::MultiplexedConnection) {
+async fn note_longest(
+    name: &str,
+    took: Duration,
+    longest: &mut Duration,
+    log: &mut redis::aio::MultiplexedConnection,
+) {
     if took > *longest {
         *longest = took;
         let mut cmd = redis::cmd("EVAL");
-        let () = cmd.arg(NOTE_LONGEST).arg(0).arg(name).arg(took.as_millis() as u64).query_async(log).await.unwrap();
+        let () = cmd
+            .arg(NOTE_LONGEST)
+            .arg(0)
+            .arg(name)
+            .arg(took.as_millis() as u64)
+            .query_async(log)
+            .await
+            .unwrap();
     }
 }
 
 /// Has processes work, and kills and starts one after the other, for a time. Never are more in flight than may be; what
 /// the dead held is free again once its slots have expired.
 pub async fn processes_are_killed(test: &str, url: &str) {
-    let seconds = env::var("SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(5);
+    let seconds = env::var("SECONDS")
+        .ok()
+        .and_then(|seconds| seconds.parse().ok())
+        .unwrap_or(5);
     let log = Log::start().await;
     let start = || Worker::start(test, url, &log, false);
     let mut workers: Vec<Worker> = (0..PROCESSES).map(|_| start()).collect();
@@ -252,20 +316,30 @@ pub async fn processes_are_killed(test: &str, url: &str) {
     }
     let died_at = Instant::now();
     let limiter = limiter(patient(url));
-    until("all is free", async || limiter.peek(ann(), 1).await.unwrap().remaining() == LIMIT).await;
+    until("all is free", async || {
+        limiter.peek(ann(), 1).await.unwrap().remaining() == LIMIT
+    })
+    .await;
     let freed = died_at.elapsed();
     let (most, granted, failed) = (log.most().await, log.granted().await, log.failed().await);
-    println!("most {most}, granted {granted}, failed {failed}, killed {killed}, free after {freed:?}");
+    println!(
+        "most {most}, granted {granted}, failed {failed}, killed {killed}, free after {freed:?}"
+    );
     assert_eq!((most, failed), (LIMIT.into(), 0));
     assert!(granted > 100, "only {granted} were granted");
-    assert!(freed < TTL + Duration::from_millis(500), "free after {freed:?}");
+    assert!(
+        freed < TTL + Duration::from_millis(500),
+        "free after {freed:?}"
+    );
 }
 
 /// Has processes work through an outage: `change` is called to begin it, and to end it. No request fails or waits: each
 /// process goes on with its part, and what they have in flight is counted again once Redis is back.
 pub async fn an_outage(test: &str, url: &str, mut change: impl AsyncFnMut(bool)) {
     let log = Log::start().await;
-    let _workers: Vec<Worker> = (0..PROCESSES).map(|_| Worker::start(test, url, &log, true)).collect();
+    let _workers: Vec<Worker> = (0..PROCESSES)
+        .map(|_| Worker::start(test, url, &log, true))
+        .collect();
     let more = async || {
         let than = log.granted().await + 100;
         until("more is granted", async || log.granted().await > than).await;
@@ -287,8 +361,20 @@ pub async fn an_outage(test: &str, url: &str, mut change: impl AsyncFnMut(bool))
     println!("one waited for {longest} ms, and the machine for {stalled} ms");
     assert_eq!(failed, 0);
     let limit = u64::from(LIMIT);
-    assert!(before <= limit + local_before, "{before} before, of which {local_before} may be local");
-    assert!(later <= limit + local_later, "{later} later, of which {local_later} may be local");
-    assert!(during <= 2 * limit && after <= 3 * limit, "{during} in it, {after} after it");
-    assert!(longest < 1_000 + stalled, "one waited for {longest} ms, and the machine for {stalled} ms");
+    assert!(
+        before <= limit + local_before,
+        "{before} before, of which {local_before} may be local"
+    );
+    assert!(
+        later <= limit + local_later,
+        "{later} later, of which {local_later} may be local"
+    );
+    assert!(
+        during <= 2 * limit && after <= 3 * limit,
+        "{during} in it, {after} after it"
+    );
+    assert!(
+        longest < 1_000 + stalled,
+        "one waited for {longest} ms, and the machine for {stalled} ms"
+    );
 }

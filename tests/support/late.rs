@@ -31,7 +31,11 @@ struct Shared {
 
 impl Late {
     pub fn new(store: &LocalStore, there: Duration) -> Self {
-        Self { store: store.clone(), there, shared: Arc::default() }
+        Self {
+            store: store.clone(),
+            there,
+            shared: Arc::default(),
+        }
     }
 
     pub fn fail(&self, fails: bool) {
@@ -53,12 +57,23 @@ impl Store for Late {
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         self.shared.asked.lock().unwrap().push(check.mode());
-        let Self { store, there, shared } = self.clone();
+        let Self {
+            store,
+            there,
+            shared,
+        } = self.clone();
         Answer::pending(Box::pin(async move {
             sleep(there).await;
             let fails = shared.fails.load(SeqCst)
-                || shared.failing.fetch_update(SeqCst, SeqCst, |failing| failing.checked_sub(1)).is_ok();
-            let answer = if fails { Err(StoreError::new(ErrorKind::Unreachable)) } else { store.check(check).await };
+                || shared
+                    .failing
+                    .fetch_update(SeqCst, SeqCst, |failing| failing.checked_sub(1))
+                    .is_ok();
+            let answer = if fails {
+                Err(StoreError::new(ErrorKind::Unreachable))
+            } else {
+                store.check(check).await
+            };
             sleep(there).await;
             answer
         }))

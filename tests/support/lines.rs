@@ -29,7 +29,11 @@ impl Lines {
     /// What was logged since the last time.
     pub fn take(&self) -> Vec<String> {
         let bytes = std::mem::take(&mut *self.0.lock().unwrap());
-        String::from_utf8(bytes).unwrap().lines().map(|line| line.trim().to_owned()).collect()
+        String::from_utf8(bytes)
+            .unwrap()
+            .lines()
+            .map(|line| line.trim().to_owned())
+            .collect()
     }
 }
 

@@ -2,7 +2,10 @@
 
 #![allow(unreachable_pub, reason = "shared with tests outside of the crate")]
 #![allow(dead_code, reason = "each test binary uses its part")]
-#![allow(clippy::disallowed_methods, reason = "a real server is waited for in real time")]
+#![allow(
+    clippy::disallowed_methods,
+    reason = "a real server is waited for in real time"
+)]
 
 use std::ffi::OsString;
 use std::future::Future;
@@ -37,7 +40,12 @@ impl RedisServer {
         for _ in 0..20 {
             let dir = tempfile::tempdir().expect("a folder for redis-server");
             let port = free_port();
-            let mut server = Self { child: spawn(port, &args, &dir), port, args: args.clone(), dir };
+            let mut server = Self {
+                child: spawn(port, &args, &dir),
+                port,
+                args: args.clone(),
+                dir,
+            };
             if server.wait_until_up() {
                 return server;
             }
@@ -62,7 +70,11 @@ impl RedisServer {
     /// Starts it again on its port, after a `kill`.
     pub fn restart(&mut self) {
         self.child = spawn(self.port, &self.args, &self.dir);
-        assert!(self.wait_until_up(), "redis-server did not come up again on port {}", self.port);
+        assert!(
+            self.wait_until_up(),
+            "redis-server did not come up again on port {}",
+            self.port
+        );
     }
 
     /// Starts it again with more arguments, after a `kill`.
@@ -81,8 +93,13 @@ impl RedisServer {
     }
 
     fn signal(&self, signal: &str) {
-        let status = Command::new("kill").args([signal, &self.child.id().to_string()]).status();
-        assert!(status.is_ok_and(|status| status.success()), "kill {signal} failed");
+        let status = Command::new("kill")
+            .args([signal, &self.child.id().to_string()])
+            .status();
+        assert!(
+            status.is_ok_and(|status| status.success()),
+            "kill {signal} failed"
+        );
     }
 
     /// A connection past the store, to look and to meddle.
@@ -90,26 +107,39 @@ impl RedisServer {
         let client = redis::Client::open(self.url()).expect("a URL");
         // However busy the machine is.
         let patience = Some(Duration::from_secs(20));
-        let config = AsyncConnectionConfig::new().set_connection_timeout(patience).set_response_timeout(patience);
-        client.get_multiplexed_async_connection_with_config(&config).await.expect("a connection")
+        let config = AsyncConnectionConfig::new()
+            .set_connection_timeout(patience)
+            .set_response_timeout(patience);
+        client
+            .get_multiplexed_async_connection_with_config(&config)
+            .await
+            .expect("a connection")
     }
 
     /// Sends one command, such as `"SCRIPT FLUSH"`.
     pub async fn command<T: redis::FromRedisValue>(&self, command: &str) -> T {
-        cmd(command).query_async(&mut self.connection().await).await.expect(command)
+        cmd(command)
+            .query_async(&mut self.connection().await)
+            .await
+            .expect(command)
     }
 
     /// How often the server has run a command, such as `evalsha`.
     pub async fn calls(&self, command: &str) -> u64 {
         let stats: String = self.command("INFO commandstats").await;
-        let line = stats.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
-        line.and_then(|line| line.split(',').next()).map_or(0, |calls| calls.parse().expect("a count"))
+        let line = stats
+            .lines()
+            .find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
+        line.and_then(|line| line.split(',').next())
+            .map_or(0, |calls| calls.parse().expect("a count"))
     }
 
     /// A number of INFO, such as `used_memory` of `memory`.
     pub async fn info(&self, section: &str, field: &str) -> u64 {
         let info: String = self.command(&format!("INFO {section}")).await;
-        let value = info.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+        let value = info
+            .lines()
+            .find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
         value.expect(field).trim().parse().expect("a number")
     }
 
@@ -122,9 +152,17 @@ impl RedisServer {
                 .get_connection()
                 .and_then(|mut connection| redis::cmd("INFO").arg("server").query(&mut connection));
             match answer {
-                Ok::<String, _>(info) => return info.contains(&format!("process_id:{}\r", self.child.id())),
+                Ok::<String, _>(info) => {
+                    return info.contains(&format!("process_id:{}\r", self.child.id()));
+                }
                 // It is up, and wants a password.
-                Err(error) if error.code().is_some_and(|code| code == "NOAUTH" || code == "NOPERM") => return true,
+                Err(error)
+                    if error
+                        .code()
+                        .is_some_and(|code| code == "NOAUTH" || code == "NOPERM") =>
+                {
+                    return true;
+                }
                 Err(_) => std::thread::sleep(Duration::from_millis(5)),
             }
         }
@@ -146,7 +184,17 @@ fn binary() -> OsString {
 fn spawn(port: u16, args: &[String], dir: &TempDir) -> Child {
     let binary = binary();
     let child = Command::new(&binary)
-        .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir"])
+        .args([
+            "--port",
+            &port.to_string(),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--dir",
+        ])
         .arg(dir.path())
         .args(args)
         .stdin(Stdio::null())
@@ -154,8 +202,12 @@ fn spawn(port: u16, args: &[String], dir: &TempDir) -> Child {
         .spawn();
     match child {
         Ok(child) => child,
-        Err(error) if std::env::var_os("REDIS_SERVER").is_some() => panic!("REDIS_SERVER={binary:?}: {error}"),
-        Err(error) => panic!("the tests need `redis-server` on the PATH: `cargo xtask test` installs it ({error})"),
+        Err(error) if std::env::var_os("REDIS_SERVER").is_some() => {
+            panic!("REDIS_SERVER={binary:?}: {error}")
+        }
+        Err(error) => panic!(
+            "the tests need `redis-server` on the PATH: `cargo xtask test` installs it ({error})"
+        ),
     }
 }
 
@@ -188,7 +240,9 @@ pub fn check(caller: &str, quota: &str) -> Check {
 
 /// A policy named `test`.
 pub fn policy(strategy: Strategy, quota: &str) -> Policies {
-    Policy::new("test", strategy, quota.parse().expect("a quota")).expect("a policy").into()
+    Policy::new("test", strategy, quota.parse().expect("a quota"))
+        .expect("a policy")
+        .into()
 }
 
 /// A policy that may be charged ahead for so long, and counts in Redis as [`policy`] of so many per 100 days does.
@@ -199,12 +253,18 @@ pub fn leased(strategy: Strategy, limit: u32, time: Duration) -> Policies {
     } else {
         Quota::per(limit, period - time)
     };
-    Policy::new("test", strategy, quota).and_then(|policy| policy.leased(time)).expect("a policy").into()
+    Policy::new("test", strategy, quota)
+        .and_then(|policy| policy.leased(time))
+        .expect("a policy")
+        .into()
 }
 
 /// Whether it frees what was charged little by little.
 pub fn is_gradual(strategy: Strategy) -> bool {
-    matches!(strategy, Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(Refill::Greedy))
+    matches!(
+        strategy,
+        Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(Refill::Greedy)
+    )
 }
 
 /// Every strategy that there is.

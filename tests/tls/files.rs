@@ -50,7 +50,12 @@ async fn configured_stores_connect_with_their_files() {
     config.client_certificate = folder.write("client.pem", &own.pem);
     config.client_key = folder.write("client.key", &own.key);
     config.server_name = Some("redis.internal".to_owned());
-    let decide = async |config: &StoreConfig| AnyStore::from_config(config).unwrap().check(check("ann", "10/s")).await;
+    let decide = async |config: &StoreConfig| {
+        AnyStore::from_config(config)
+            .unwrap()
+            .check(check("ann", "10/s"))
+            .await
+    };
     assert!(decide(&config).await.unwrap().is_allowed());
 
     // Each of them is needed.
@@ -60,9 +65,18 @@ async fn configured_stores_connect_with_their_files() {
         config
     };
     for (config, kind) in [
-        (without(|config| config.root_certificates = None), ErrorKind::CertificateUntrusted),
-        (without(|config| (config.client_certificate, config.client_key) = (None, None)), ErrorKind::ClientCertificate),
-        (without(|config| config.server_name = None), ErrorKind::CertificateName),
+        (
+            without(|config| config.root_certificates = None),
+            ErrorKind::CertificateUntrusted,
+        ),
+        (
+            without(|config| (config.client_certificate, config.client_key) = (None, None)),
+            ErrorKind::ClientCertificate,
+        ),
+        (
+            without(|config| config.server_name = None),
+            ErrorKind::CertificateName,
+        ),
     ] {
         let error = decide(&config).await.unwrap_err();
         assert_eq!(error.kind(), kind, "{error:?}");
@@ -72,31 +86,108 @@ async fn configured_stores_connect_with_their_files() {
 #[test]
 fn errors_name_the_file() {
     let (ca, folder) = (Authority::new(), Folder::new());
-    let (own, strange) = (ca.sign("service.example"), Authority::new().sign("service.example"));
-    let (certificate, key) = (folder.write("client.pem", &own.pem), folder.write("client.key", &own.key));
-    let (other, none) = (folder.write("other.key", &strange.key), folder.write("none.pem", "no PEM"));
+    let (own, strange) = (
+        ca.sign("service.example"),
+        Authority::new().sign("service.example"),
+    );
+    let (certificate, key) = (
+        folder.write("client.pem", &own.pem),
+        folder.write("client.key", &own.key),
+    );
+    let (other, none) = (
+        folder.write("other.key", &strange.key),
+        folder.write("none.pem", "no PEM"),
+    );
     let missing = Some(folder.0.path().join("missing.pem"));
     for (roots, certificate, key, texts) in [
-        (&missing, &None, &None, ["missing.pem\" of `root_certificates` cannot be read", "this process may read"]),
-        (&None, &missing, &key, ["missing.pem\" of `client_certificate` cannot be read", "this process may read"]),
-        (&None, &certificate, &missing, ["missing.pem\" of `client_key` cannot be read", "this process may read"]),
-        (&None, &certificate, &None, ["`client_certificate` is set without `client_key`", "set both or neither"]),
-        (&None, &None, &key, ["`client_key` is set without `client_certificate`", "set both or neither"]),
-        (&none, &None, &None, ["none.pem\": the root certificate cannot be used", "give it in PEM"]),
-        (&None, &none, &key, ["none.pem\" and \"", "the client certificate cannot be used"]),
-        (&None, &certificate, &none, ["none.pem\": the key of a client certificate cannot be used", "give it in PEM"]),
+        (
+            &missing,
+            &None,
+            &None,
+            [
+                "missing.pem\" of `root_certificates` cannot be read",
+                "this process may read",
+            ],
+        ),
+        (
+            &None,
+            &missing,
+            &key,
+            [
+                "missing.pem\" of `client_certificate` cannot be read",
+                "this process may read",
+            ],
+        ),
+        (
+            &None,
+            &certificate,
+            &missing,
+            [
+                "missing.pem\" of `client_key` cannot be read",
+                "this process may read",
+            ],
+        ),
+        (
+            &None,
+            &certificate,
+            &None,
+            [
+                "`client_certificate` is set without `client_key`",
+                "set both or neither",
+            ],
+        ),
+        (
+            &None,
+            &None,
+            &key,
+            [
+                "`client_key` is set without `client_certificate`",
+                "set both or neither",
+            ],
+        ),
+        (
+            &none,
+            &None,
+            &None,
+            [
+                "none.pem\": the root certificate cannot be used",
+                "give it in PEM",
+            ],
+        ),
+        (
+            &None,
+            &none,
+            &key,
+            ["none.pem\" and \"", "the client certificate cannot be used"],
+        ),
+        (
+            &None,
+            &certificate,
+            &none,
+            [
+                "none.pem\": the key of a client certificate cannot be used",
+                "give it in PEM",
+            ],
+        ),
         (
             &None,
             &certificate,
             &other,
-            ["client.pem\" and \"", "other.key\": the client certificate with its key cannot"],
+            [
+                "client.pem\" and \"",
+                "other.key\": the client certificate with its key cannot",
+            ],
         ),
     ] {
         let mut config = config("rediss://127.0.0.1/");
-        (config.root_certificates, config.client_certificate) = (roots.clone(), certificate.clone());
+        (config.root_certificates, config.client_certificate) =
+            (roots.clone(), certificate.clone());
         config.client_key = key.clone();
         let error = refused(&config);
-        assert!(texts.iter().all(|text| error.contains(text)), "{error} lacks one of {texts:?}");
+        assert!(
+            texts.iter().all(|text| error.contains(text)),
+            "{error} lacks one of {texts:?}"
+        );
     }
 }
 

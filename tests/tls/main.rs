@@ -2,7 +2,12 @@
 //! advice.
 
 #![cfg(feature = "tls")]
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 #![allow(clippy::disallowed_methods, reason = "real servers take real time")]
 #![allow(unreachable_pub, reason = "helpers of this binary")]
 

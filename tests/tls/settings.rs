@@ -17,24 +17,56 @@ fn invalid_certificates() {
     for (builder, what) in [
         (builder().root_certificates(""), "root certificate"),
         (builder().root_certificates("no PEM"), "root certificate"),
-        (builder().root_certificates(own.key.as_str()), "root certificate"),
+        (
+            builder().root_certificates(own.key.as_str()),
+            "root certificate",
+        ),
         (builder().root_certificates(broken), "root certificate"),
-        (builder().client_certificate("", own.key.as_str()), "client certificate"),
-        (builder().client_certificate(own.pem.as_str(), ""), "key of a client certificate"),
-        (builder().client_certificate(own.pem.as_str(), own.pem.as_str()), "key of a client certificate"),
-        (builder().client_certificate(own.pem.as_str(), strange.key), "client certificate with its key"),
+        (
+            builder().client_certificate("", own.key.as_str()),
+            "client certificate",
+        ),
+        (
+            builder().client_certificate(own.pem.as_str(), ""),
+            "key of a client certificate",
+        ),
+        (
+            builder().client_certificate(own.pem.as_str(), own.pem.as_str()),
+            "key of a client certificate",
+        ),
+        (
+            builder().client_certificate(own.pem.as_str(), strange.key),
+            "client certificate with its key",
+        ),
     ] {
         let error = builder.connect_lazy().unwrap_err().to_string();
-        assert!(error.starts_with(&format!("the {what} cannot be used: ")), "{what}: {error}");
-        assert!(error.contains("give it in PEM") && !error.contains("BEGIN PRIVATE"), "{error}");
+        assert!(
+            error.starts_with(&format!("the {what} cannot be used: ")),
+            "{what}: {error}"
+        );
+        assert!(
+            error.contains("give it in PEM") && !error.contains("BEGIN PRIVATE"),
+            "{error}"
+        );
     }
-    builder().root_certificates(ca.pem()).client_certificate(own.pem, own.key).connect_lazy().unwrap();
+    builder()
+        .root_certificates(ca.pem())
+        .client_certificate(own.pem, own.key)
+        .connect_lazy()
+        .unwrap();
 }
 
 #[test]
 fn an_invalid_name() {
-    let error = builder().server_name("not a name").connect_lazy().unwrap_err().to_string();
-    assert!(error.starts_with("\"not a name\" is not a valid server name: "), "{error}");
+    let error = builder()
+        .server_name("not a name")
+        .connect_lazy()
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.starts_with("\"not a name\" is not a valid server name: "),
+        "{error}"
+    );
     builder().server_name("10.0.0.1").connect_lazy().unwrap();
 }
 
@@ -48,8 +80,15 @@ fn certificates_without_tls() {
         Servers::from("redis+cluster://a,b"),
         Servers::from("redis+sentinel://a,b/mymaster"),
     ] {
-        let error = RedisStore::builder(servers).root_certificates(ca.as_str()).connect_lazy().unwrap_err().to_string();
-        assert!(error.contains("does not ask for TLS: write `rediss://`"), "{error}");
+        let error = RedisStore::builder(servers)
+            .root_certificates(ca.as_str())
+            .connect_lazy()
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("does not ask for TLS: write `rediss://`"),
+            "{error}"
+        );
     }
     for servers in [
         Servers::from("rediss+cluster://a,b"),
@@ -57,13 +96,22 @@ fn certificates_without_tls() {
         Servers::sentinel("rediss://mymaster", ["redis://a:26379"]),
         Servers::sentinel("redis://mymaster", ["rediss://a:26379"]),
     ] {
-        RedisStore::builder(servers).root_certificates(ca.as_str()).connect_lazy().unwrap();
+        RedisStore::builder(servers)
+            .root_certificates(ca.as_str())
+            .connect_lazy()
+            .unwrap();
     }
 }
 
 #[test]
 fn a_key_is_not_shown() {
     let own = Authority::new().sign("service.example");
-    let shown = format!("{:?}", builder().client_certificate(own.pem, own.key.as_str()));
-    assert!(shown.contains("client_certificate: true") && !shown.contains("PRIVATE"), "{shown}");
+    let shown = format!(
+        "{:?}",
+        builder().client_certificate(own.pem, own.key.as_str())
+    );
+    assert!(
+        shown.contains("client_certificate: true") && !shown.contains("PRIVATE"),
+        "{shown}"
+    );
 }

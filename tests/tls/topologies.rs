@@ -26,24 +26,48 @@ async fn a_cluster() {
     let ca = Authority::new();
     let own = ca.sign("service.example");
     let bus = free_port().to_string();
-    let cluster = ["--cluster-enabled", "yes", "--cluster-port", &bus, "--tls-cluster", "yes"];
+    let cluster = [
+        "--cluster-enabled",
+        "yes",
+        "--cluster-port",
+        &bus,
+        "--tls-cluster",
+        "yes",
+    ];
     let node = TlsServer::start_with(&ca, &ca.sign(HOST), &cluster);
     let _: String = node.server.command("CLUSTER ADDSLOTSRANGE 0 16383").await;
     until("it serves its slots", async || {
-        node.server.command::<String>("CLUSTER INFO").await.contains("cluster_state:ok")
+        node.server
+            .command::<String>("CLUSTER INFO")
+            .await
+            .contains("cluster_state:ok")
     })
     .await;
     let url = format!("rediss+cluster://127.0.0.1:{}", node.port);
     let store = builder(url.as_str(), &ca, &own).connect().await.unwrap();
     // Only the port that speaks TLS is left.
     let _: String = node.server.command("CONFIG SET port 0").await;
-    assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+    assert!(
+        store
+            .check(check("ann", "10/s"))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
     let error = RedisStore::connect(url.as_str()).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::CertificateUntrusted, "{error:?}");
-    let error = builder(url.as_str(), &ca, &own).server_name("other.example").connect().await.unwrap_err();
+    let error = builder(url.as_str(), &ca, &own)
+        .server_name("other.example")
+        .connect()
+        .await
+        .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::CertificateName, "{error:?}");
     let plain = format!("redis+cluster://127.0.0.1:{}", node.port);
-    let error = RedisStore::builder(plain).timeout(Duration::from_secs(8)).connect().await.unwrap_err();
+    let error = RedisStore::builder(plain)
+        .timeout(Duration::from_secs(8))
+        .connect()
+        .await
+        .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::TlsWanted, "{error:?}");
 }
 
@@ -62,8 +86,15 @@ impl Drop for Sentinel {
 /// A sentinel that speaks nothing but TLS, and its port.
 fn sentinel(master: u16, ca: &Authority) -> (Sentinel, u16) {
     let (files, port) = (Files::new(ca, &ca.sign(HOST)), free_port());
-    let settings: String = files.settings.iter().map(|[name, value]| format!("{name} {value}\n")).collect();
-    let dir = std::path::Path::new(&files.settings[0][1]).parent().unwrap().to_owned();
+    let settings: String = files
+        .settings
+        .iter()
+        .map(|[name, value]| format!("{name} {value}\n"))
+        .collect();
+    let dir = std::path::Path::new(&files.settings[0][1])
+        .parent()
+        .unwrap()
+        .to_owned();
     let text = format!(
         "port 0\ntls-port {port}\ntls-replication yes\nbind 127.0.0.1\ndir {}\n{settings}\
          sentinel monitor mymaster 127.0.0.1 {master} 1\n",
@@ -71,8 +102,18 @@ fn sentinel(master: u16, ca: &Authority) -> (Sentinel, u16) {
     );
     std::fs::write(dir.join("sentinel.conf"), text).unwrap();
     let mut command = Command::new("redis-server");
-    command.arg(dir.join("sentinel.conf")).arg("--sentinel").stdin(Stdio::null()).stdout(Stdio::null());
-    (Sentinel { child: command.spawn().unwrap(), _files: files }, port)
+    command
+        .arg(dir.join("sentinel.conf"))
+        .arg("--sentinel")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null());
+    (
+        Sentinel {
+            child: command.spawn().unwrap(),
+            _files: files,
+        },
+        port,
+    )
 }
 
 #[tokio::test]
@@ -81,17 +122,37 @@ async fn sentinels_and_their_master() {
     let own = ca.sign("service.example");
     let server = TlsServer::start_with(&ca, &ca.sign(HOST), &[]);
     let (_sentinel, port) = sentinel(server.port, &ca);
-    until("the sentinel is up", async || TcpStream::connect(("127.0.0.1", port)).is_ok()).await;
+    until("the sentinel is up", async || {
+        TcpStream::connect(("127.0.0.1", port)).is_ok()
+    })
+    .await;
     let url = format!("rediss+sentinel://127.0.0.1:{port}/mymaster");
     let store = builder(url.as_str(), &ca, &own).connect().await.unwrap();
-    assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+    assert!(
+        store
+            .check(check("ann", "10/s"))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
     let error = RedisStore::connect(url.as_str()).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::CertificateUntrusted, "{error:?}");
     // Each is named in its own way.
-    let mixed = |master: &str, scheme: &str| Servers::sentinel(master, [format!("{scheme}://127.0.0.1:{port}")]);
-    builder(mixed("mymaster", "rediss"), &ca, &own).connect().await.unwrap();
-    let error = builder(mixed("rediss://mymaster", "redis"), &ca, &own).connect().await.unwrap_err();
+    let mixed = |master: &str, scheme: &str| {
+        Servers::sentinel(master, [format!("{scheme}://127.0.0.1:{port}")])
+    };
+    builder(mixed("mymaster", "rediss"), &ca, &own)
+        .connect()
+        .await
+        .unwrap();
+    let error = builder(mixed("rediss://mymaster", "redis"), &ca, &own)
+        .connect()
+        .await
+        .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::TlsWanted, "{error:?}");
-    let error = builder(mixed("redis://mymaster", "rediss"), &ca, &own).connect().await.unwrap_err();
+    let error = builder(mixed("redis://mymaster", "rediss"), &ca, &own)
+        .connect()
+        .await
+        .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::TlsWanted, "{error:?}");
 }

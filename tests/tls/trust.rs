@@ -21,10 +21,17 @@ fn builder(servers: impl Into<Servers>) -> RedisStoreBuilder {
 async fn refused(builder: RedisStoreBuilder, kind: ErrorKind, remedy: &str, cause: &str) {
     let error: StoreError = builder.connect().await.unwrap_err();
     assert_eq!(error.kind(), kind, "{error:?}");
-    assert!(error.to_string().contains(remedy), "{error} lacks {remedy:?}");
-    let is_named =
-        ["127.0.0.1:", "localhost:"].iter().any(|host| error.to_string().contains(&format!("the server {host}")));
-    assert!(is_named || kind == ErrorKind::Configuration, "{error} names no server");
+    assert!(
+        error.to_string().contains(remedy),
+        "{error} lacks {remedy:?}"
+    );
+    let is_named = ["127.0.0.1:", "localhost:"]
+        .iter()
+        .any(|host| error.to_string().contains(&format!("the server {host}")));
+    assert!(
+        is_named || kind == ErrorKind::Configuration,
+        "{error} names no server"
+    );
     let text = error.source().map(ToString::to_string).unwrap_or_default();
     assert!(text.contains(cause), "{text:?} lacks {cause:?}");
 }
@@ -34,23 +41,52 @@ async fn refused(builder: RedisStoreBuilder, kind: ErrorKind, remedy: &str, caus
 async fn a_private_ca_is_trusted() {
     let ca = Authority::new();
     let server = TlsServer::start(&ca, "127.0.0.1");
-    let store = builder(server.url()).root_certificates(ca.pem()).connect().await.unwrap();
-    assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+    let store = builder(server.url())
+        .root_certificates(ca.pem())
+        .connect()
+        .await
+        .unwrap();
+    assert!(
+        store
+            .check(check("ann", "10/s"))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
     // Among others.
     let several = format!("{}{}", Authority::new().pem(), ca.pem());
-    builder(server.url()).root_certificates(several).connect().await.unwrap();
+    builder(server.url())
+        .root_certificates(several)
+        .connect()
+        .await
+        .unwrap();
     // What was set on the connection's own way stays.
-    let certificates = TlsCertificates { client_tls: None, root_cert: Some(ca.pem().into_bytes()) };
+    let certificates = TlsCertificates {
+        client_tls: None,
+        root_cert: Some(ca.pem().into_bytes()),
+    };
     let client = Client::build_with_tls(server.url(), certificates).unwrap();
-    builder(client.get_connection_info().clone()).connect().await.unwrap();
+    builder(client.get_connection_info().clone())
+        .connect()
+        .await
+        .unwrap();
 }
 
 #[tokio::test]
 async fn the_ca_is_another() {
     let ca = Authority::new();
     let server = TlsServer::start(&ca, "127.0.0.1");
-    let (kind, remedy) = (ErrorKind::CertificateUntrusted, "`RedisStoreBuilder::root_certificates`");
-    refused(builder(server.url()).root_certificates(Authority::new().pem()), kind, remedy, "certificate").await;
+    let (kind, remedy) = (
+        ErrorKind::CertificateUntrusted,
+        "`RedisStoreBuilder::root_certificates`",
+    );
+    refused(
+        builder(server.url()).root_certificates(Authority::new().pem()),
+        kind,
+        remedy,
+        "certificate",
+    )
+    .await;
     refused(builder(server.url()), kind, remedy, "UnknownIssuer").await;
 }
 
@@ -64,7 +100,13 @@ async fn the_certificate_has_expired() {
         });
         let server = TlsServer::start_with(&ca, &certificate, &["--tls-auth-clients", "no"]);
         let builder = builder(server.url()).root_certificates(ca.pem());
-        refused(builder, ErrorKind::CertificateExpired, "renew it, and check the clocks", "certificate").await;
+        refused(
+            builder,
+            ErrorKind::CertificateExpired,
+            "renew it, and check the clocks",
+            "certificate",
+        )
+        .await;
     }
 }
 
@@ -73,11 +115,30 @@ async fn the_certificate_is_for_another_host() {
     let ca = Authority::new();
     let server = TlsServer::start(&ca, "redis.example");
     let builder = || builder(server.url()).root_certificates(ca.pem());
-    let (kind, remedy) = (ErrorKind::CertificateName, "`RedisStoreBuilder::server_name`");
+    let (kind, remedy) = (
+        ErrorKind::CertificateName,
+        "`RedisStoreBuilder::server_name`",
+    );
     refused(builder(), kind, remedy, "not valid for name").await;
-    refused(builder().server_name("127.0.0.1"), kind, remedy, "not valid for name").await;
-    let store = builder().server_name("redis.example").connect().await.unwrap();
-    assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+    refused(
+        builder().server_name("127.0.0.1"),
+        kind,
+        remedy,
+        "not valid for name",
+    )
+    .await;
+    let store = builder()
+        .server_name("redis.example")
+        .connect()
+        .await
+        .unwrap();
+    assert!(
+        store
+            .check(check("ann", "10/s"))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
 }
 
 #[tokio::test]
@@ -85,13 +146,32 @@ async fn the_server_wants_a_certificate() {
     let ca = Authority::new();
     let server = TlsServer::start_with(&ca, &ca.sign("127.0.0.1"), &[]);
     let builder = || builder(server.url()).root_certificates(ca.pem());
-    let (kind, remedy) = (ErrorKind::ClientCertificate, "`RedisStoreBuilder::client_certificate`");
+    let (kind, remedy) = (
+        ErrorKind::ClientCertificate,
+        "`RedisStoreBuilder::client_certificate`",
+    );
     refused(builder(), kind, remedy, "").await;
     let strange = Authority::new().sign("service.example");
-    refused(builder().client_certificate(strange.pem, strange.key), kind, remedy, "").await;
+    refused(
+        builder().client_certificate(strange.pem, strange.key),
+        kind,
+        remedy,
+        "",
+    )
+    .await;
     let own = ca.sign("service.example");
-    let store = builder().client_certificate(own.pem, own.key).connect().await.unwrap();
-    assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+    let store = builder()
+        .client_certificate(own.pem, own.key)
+        .connect()
+        .await
+        .unwrap();
+    assert!(
+        store
+            .check(check("ann", "10/s"))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
 }
 
 #[tokio::test]
@@ -102,9 +182,21 @@ async fn the_server_does_not_speak_tls() {
         let wrong = "answers without TLS: write `redis://`";
         // Three quarters of the time are for the handshake.
         let builder = builder(url).timeout(Duration::from_secs(4));
-        refused(builder, ErrorKind::Tls, "check that the URL's port speaks TLS", wrong).await;
+        refused(
+            builder,
+            ErrorKind::Tls,
+            "check that the URL's port speaks TLS",
+            wrong,
+        )
+        .await;
     }
-    refused(builder(answering(b"-ERR unknown command\r\n")), ErrorKind::Tls, "speaks TLS", "corrupt").await;
+    refused(
+        builder(answering(b"-ERR unknown command\r\n")),
+        ErrorKind::Tls,
+        "speaks TLS",
+        "corrupt",
+    )
+    .await;
 }
 
 #[tokio::test]
@@ -112,7 +204,13 @@ async fn the_url_does_not_ask_for_tls() {
     let ca = Authority::new();
     let server = TlsServer::start(&ca, "127.0.0.1");
     let url = format!("redis://127.0.0.1:{}/", server.port);
-    refused(builder(url), ErrorKind::TlsWanted, "write `rediss://` instead of `redis://`", "").await;
+    refused(
+        builder(url),
+        ErrorKind::TlsWanted,
+        "write `rediss://` instead of `redis://`",
+        "",
+    )
+    .await;
 }
 
 /// Whatever else may keep it from answering, its port speaks TLS.
@@ -120,9 +218,17 @@ async fn the_url_does_not_ask_for_tls() {
 async fn a_silent_server_has_spoken_tls() {
     let ca = Authority::new();
     let server = TlsServer::start(&ca, "127.0.0.1");
-    let builder = RedisStore::builder(server.url()).root_certificates(ca.pem()).timeout(Duration::from_millis(500));
-    let store = builder.connections(std::num::NonZeroUsize::MIN).connect_lazy().unwrap();
-    until("it decides", async || store.check(check("ann", "10/s")).await.is_ok()).await;
+    let builder = RedisStore::builder(server.url())
+        .root_certificates(ca.pem())
+        .timeout(Duration::from_millis(500));
+    let store = builder
+        .connections(std::num::NonZeroUsize::MIN)
+        .connect_lazy()
+        .unwrap();
+    until("it decides", async || {
+        store.check(check("ann", "10/s")).await.is_ok()
+    })
+    .await;
     server.server.freeze();
     // The first is sent on the connection that there was, and the second waits for another one.
     for _ in 0..2 {
@@ -139,7 +245,11 @@ async fn a_server_that_never_answers_is_late() {
     for scheme in ["redis", "rediss"] {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("{scheme}://{}/", listener.local_addr().unwrap());
-        let error = RedisStore::builder(url).timeout(Duration::from_millis(200)).connect().await.unwrap_err();
+        let error = RedisStore::builder(url)
+            .timeout(Duration::from_millis(200))
+            .connect()
+            .await
+            .unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Timeout, "{error:?}");
     }
 }
@@ -159,13 +269,22 @@ fn answering(reply: &'static [u8]) -> String {
 /// Redis-rs can check nothing at all only with a feature of its own.
 #[tokio::test]
 async fn an_insecure_url_is_set_up_wrongly() {
-    refused(builder("rediss://127.0.0.1:1/#insecure"), ErrorKind::Configuration, "set up wrongly", "").await;
+    refused(
+        builder("rediss://127.0.0.1:1/#insecure"),
+        ErrorKind::Configuration,
+        "set up wrongly",
+        "",
+    )
+    .await;
 }
 
 /// Leads to a server, and holds every byte from it back for as long. Notes how connections to it begin.
 fn slow(port: u16, delay: Duration) -> (u16, Arc<Mutex<Vec<Vec<u8>>>>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let (own, beginnings) = (listener.local_addr().unwrap().port(), Arc::new(Mutex::new(vec![])));
+    let (own, beginnings) = (
+        listener.local_addr().unwrap().port(),
+        Arc::new(Mutex::new(vec![])),
+    );
     let begun = Arc::clone(&beginnings);
     std::thread::spawn(move || {
         while let Ok((mut client, _)) = listener.accept() {
@@ -203,8 +322,21 @@ async fn a_slow_handshake_is_waited_for() {
     let server = TlsServer::start(&ca, "127.0.0.1");
     let (port, beginnings) = slow(server.port, Duration::from_millis(600));
     let url = format!("rediss://127.0.0.1:{port}/");
-    let store = builder(url).root_certificates(ca.pem()).connect().await.unwrap();
-    assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+    let store = builder(url)
+        .root_certificates(ca.pem())
+        .connect()
+        .await
+        .unwrap();
+    assert!(
+        store
+            .check(check("ann", "10/s"))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
     let beginnings = beginnings.lock().unwrap();
-    assert!(!beginnings.is_empty() && beginnings.iter().all(|bytes| bytes[0] == 0x16), "{beginnings:?}");
+    assert!(
+        !beginnings.is_empty() && beginnings.iter().all(|bytes| bytes[0] == 0x16),
+        "{beginnings:?}"
+    );
 }

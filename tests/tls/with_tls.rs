@@ -23,8 +23,12 @@ impl Authority {
         let mut params = CertificateParams::new([]).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         // OpenSSL takes a certificate with the name of its authority for one that has signed itself.
-        params.distinguished_name.push(DnType::CommonName, "an authority");
-        Self { issuer: CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap() }
+        params
+            .distinguished_name
+            .push(DnType::CommonName, "an authority");
+        Self {
+            issuer: CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap(),
+        }
     }
 
     pub fn pem(&self) -> String {
@@ -39,7 +43,10 @@ impl Authority {
         let mut params = CertificateParams::new([host.to_owned()]).unwrap();
         change(&mut params);
         let key = KeyPair::generate().unwrap();
-        Certificate { pem: params.signed_by(&key, &self.issuer).unwrap().pem(), key: key.serialize_pem() }
+        Certificate {
+            pem: params.signed_by(&key, &self.issuer).unwrap().pem(),
+            key: key.serialize_pem(),
+        }
     }
 }
 
@@ -61,18 +68,31 @@ impl Files {
         let dir = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| {
             fs::write(dir.path().join(name), text).unwrap();
-            [format!("tls-{name}-file"), dir.path().join(name).to_str().unwrap().to_owned()]
+            [
+                format!("tls-{name}-file"),
+                dir.path().join(name).to_str().unwrap().to_owned(),
+            ]
         };
-        let settings =
-            vec![write("cert", &certificate.pem), write("key", &certificate.key), write("ca-cert", &authority.pem())];
-        Self { settings, _dir: dir }
+        let settings = vec![
+            write("cert", &certificate.pem),
+            write("key", &certificate.key),
+            write("ca-cert", &authority.pem()),
+        ];
+        Self {
+            settings,
+            _dir: dir,
+        }
     }
 }
 
 impl TlsServer {
     /// One that asks for no client certificates.
     pub fn start(authority: &Authority, host: &str) -> Self {
-        Self::start_with(authority, &authority.sign(host), &["--tls-auth-clients", "no"])
+        Self::start_with(
+            authority,
+            &authority.sign(host),
+            &["--tls-auth-clients", "no"],
+        )
     }
 
     pub fn start_with(authority: &Authority, certificate: &Certificate, more: &[&str]) -> Self {
@@ -83,7 +103,11 @@ impl TlsServer {
         }
         args.extend(more.iter().map(|text| (*text).to_owned()));
         let args: Vec<&str> = args.iter().map(String::as_str).collect();
-        Self { server: RedisServer::start_with(&args), port, _files: files }
+        Self {
+            server: RedisServer::start_with(&args),
+            port,
+            _files: files,
+        }
     }
 
     pub fn url(&self) -> String {

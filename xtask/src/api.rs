@@ -29,10 +29,14 @@ pub(crate) fn save() -> Result {
 
 /// Fails if the list is not what it would be now.
 pub(crate) fn check() -> Result {
-    let saved = fs::read_to_string(root().join(LIST)).map_err(|error| format!("{LIST}: {error}"))?;
+    let saved =
+        fs::read_to_string(root().join(LIST)).map_err(|error| format!("{LIST}: {error}"))?;
     let list = list()?;
-    let differs =
-        |one: &str, other: &str| one.lines().find(|line| !other.lines().any(|other| other == *line)).map(str::to_owned);
+    let differs = |one: &str, other: &str| {
+        one.lines()
+            .find(|line| !other.lines().any(|other| other == *line))
+            .map(str::to_owned)
+    };
     match differs(&list, &saved).or_else(|| differs(&saved, &list)) {
         None => Ok(()),
         Some(line) => Err(format!(
@@ -48,7 +52,11 @@ fn list() -> Result<String> {
     find(&root().join(DOCS), "", &mut items)?;
     Ok(items
         .into_iter()
-        .map(|(item, parts)| parts.iter().fold(item.clone() + "\n", |list, part| list + &item + " " + part + "\n"))
+        .map(|(item, parts)| {
+            parts.iter().fold(item.clone() + "\n", |list, part| {
+                list + &item + " " + part + "\n"
+            })
+        })
         .collect())
 }
 
@@ -56,7 +64,11 @@ fn find(folder: &Path, module: &str, items: &mut BTreeMap<String, Vec<String>>) 
     let problem = |error| format!("{}: {error}", folder.display());
     for entry in fs::read_dir(folder).map_err(problem)? {
         let path = entry.map_err(problem)?.path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let name = path
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
         if path.is_dir() {
             find(&path, &format!("{module}{name}::"), items)?;
         } else if let [kind, name, "html"] = name.split('.').collect::<Vec<_>>()[..] {
@@ -69,12 +81,23 @@ fn find(folder: &Path, module: &str, items: &mut BTreeMap<String, Vec<String>>) 
 
 /// The parts that are the item's own: not those that any implementation of a trait has.
 fn parts(page: &str) -> Vec<String> {
-    let own = ["trait-implementations", "implementors"].map(|end| page.find(&format!("id=\"{end}\"")));
+    let own =
+        ["trait-implementations", "implementors"].map(|end| page.find(&format!("id=\"{end}\"")));
     let own = &page[..own.into_iter().flatten().min().unwrap_or(page.len())];
-    let ids = own.split(" id=\"").skip(1).filter_map(|rest| rest.split('"').next());
-    let part = |id: &str| PARTS.iter().find_map(|(kind, name)| Some(format!("{name} {}", id.strip_prefix(kind)?)));
+    let ids = own
+        .split(" id=\"")
+        .skip(1)
+        .filter_map(|rest| rest.split('"').next());
+    let part = |id: &str| {
+        PARTS
+            .iter()
+            .find_map(|(kind, name)| Some(format!("{name} {}", id.strip_prefix(kind)?)))
+    };
     // The fields of a variant are `variant.A.field.b`.
-    let mut parts: Vec<String> = ids.filter_map(part).filter(|part| !part.contains('.')).collect();
+    let mut parts: Vec<String> = ids
+        .filter_map(part)
+        .filter(|part| !part.contains('.'))
+        .collect();
     parts.sort();
     parts.dedup();
     parts

@@ -12,7 +12,12 @@ use serde_json::{Value, json};
 use crate::Result;
 use crate::command::succeeds;
 
-const PROGRAMS: [&str; 4] = ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"];
+const PROGRAMS: [&str; 4] = [
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+];
 /// How long a condition is waited for, and how often it is looked at.
 const PATIENCE: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(50);
@@ -33,17 +38,37 @@ pub(crate) struct Browser {
 
 impl Browser {
     pub(crate) fn start() -> Result<Self> {
-        let Some(program) = PROGRAMS.into_iter().find(|program| succeeds(program, &["--version"])) else {
-            return Err("Chromium is not on the PATH: install it, on Debian by `apt-get install chromium`".to_owned());
+        let Some(program) = PROGRAMS
+            .into_iter()
+            .find(|program| succeeds(program, &["--version"]))
+        else {
+            return Err(
+                "Chromium is not on the PATH: install it, on Debian by `apt-get install chromium`"
+                    .to_owned(),
+            );
         };
         let mut process = Command::new("sh")
             // It talks by the files 3 and 4.
-            .args(["-c", "exec \"$@\" 3<&0 4>&1 </dev/null >/dev/null 2>&1", "sh", program])
-            .args(["--headless", "--remote-debugging-pipe", "--no-first-run", "--disable-background-networking"])
+            .args([
+                "-c",
+                "exec \"$@\" 3<&0 4>&1 </dev/null >/dev/null 2>&1",
+                "sh",
+                program,
+            ])
+            .args([
+                "--headless",
+                "--remote-debugging-pipe",
+                "--no-first-run",
+                "--disable-background-networking",
+            ])
             // Nothing but this machine can be reached.
             .arg("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE localhost, EXCLUDE 127.0.0.1")
             // The page is ours, and a container allows no sandbox.
-            .args(["--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars"])
+            .args([
+                "--no-sandbox",
+                "--disable-dev-shm-usage",
+                "--hide-scrollbars",
+            ])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -52,10 +77,20 @@ impl Browser {
             return Err("the browser has no pipes".to_owned());
         };
         let from = BufReader::new(from);
-        let mut browser = Self { process, to, from, session: None, sent: 0, urls: vec![], errors: vec![] };
+        let mut browser = Self {
+            process,
+            to,
+            from,
+            session: None,
+            sent: 0,
+            urls: vec![],
+            errors: vec![],
+        };
         let target = browser.call("Target.createTarget", json!({ "url": "about:blank" }))?;
         let page = json!({ "targetId": target["targetId"], "flatten": true });
-        browser.session = browser.call("Target.attachToTarget", page)?["sessionId"].as_str().map(str::to_owned);
+        browser.session = browser.call("Target.attachToTarget", page)?["sessionId"]
+            .as_str()
+            .map(str::to_owned);
         for domain in ["Page", "Network", "Runtime", "Log", "Accessibility"] {
             browser.call(&format!("{domain}.enable"), json!({}))?;
         }
@@ -67,15 +102,23 @@ impl Browser {
     }
 
     pub(crate) fn look(&mut self, width: u32, scheme: &str) -> Result {
-        let size = json!({ "width": width, "height": 800, "deviceScaleFactor": 1, "mobile": false });
+        let size =
+            json!({ "width": width, "height": 800, "deviceScaleFactor": 1, "mobile": false });
         self.call("Emulation.setDeviceMetricsOverride", size)?;
         let feature = json!({ "name": "prefers-color-scheme", "value": scheme });
-        self.call("Emulation.setEmulatedMedia", json!({ "features": [feature] })).map(drop)
+        self.call(
+            "Emulation.setEmulatedMedia",
+            json!({ "features": [feature] }),
+        )
+        .map(drop)
     }
 
     /// What this JavaScript comes to.
     pub(crate) fn evaluate(&mut self, script: &str) -> Result<Value> {
-        let answer = self.call("Runtime.evaluate", json!({ "expression": script, "returnByValue": true }))?;
+        let answer = self.call(
+            "Runtime.evaluate",
+            json!({ "expression": script, "returnByValue": true }),
+        )?;
         match answer.get("exceptionDetails") {
             Some(details) => Err(format!("{script}: {details}")),
             None => Ok(answer["result"]["value"].clone()),
@@ -91,7 +134,9 @@ impl Browser {
             thread::sleep(LOOK);
         }
         let page = self.evaluate("document.body.innerText")?;
-        Err(format!("waited in vain until {what}; the page says:\n{page}"))
+        Err(format!(
+            "waited in vain until {what}; the page says:\n{page}"
+        ))
     }
 
     /// Presses a key, such as `Tab`.
@@ -100,7 +145,8 @@ impl Browser {
             "Tab" => (9, ""),
             _ => (13, "\r"),
         };
-        let down = json!({ "type": "keyDown", "key": key, "windowsVirtualKeyCode": code, "text": text });
+        let down =
+            json!({ "type": "keyDown", "key": key, "windowsVirtualKeyCode": code, "text": text });
         self.call("Input.dispatchKeyEvent", down)?;
         let up = json!({ "type": "keyUp", "key": key, "windowsVirtualKeyCode": code });
         self.call("Input.dispatchKeyEvent", up).map(drop)
@@ -109,21 +155,31 @@ impl Browser {
     /// The roles and names by which a screen reader finds its way.
     pub(crate) fn roles(&mut self) -> Result<Vec<(String, String)>> {
         let tree = self.call("Accessibility.getFullAXTree", json!({}))?;
-        let nodes = tree["nodes"].as_array().into_iter().flatten().filter(|node| node["ignored"] != true);
-        let text = |node: &Value, field: &str| node[field]["value"].as_str().unwrap_or_default().to_owned();
-        Ok(nodes.map(|node| (text(node, "role"), text(node, "name"))).collect())
+        let nodes = tree["nodes"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter(|node| node["ignored"] != true);
+        let text = |node: &Value, field: &str| {
+            node[field]["value"].as_str().unwrap_or_default().to_owned()
+        };
+        Ok(nodes
+            .map(|node| (text(node, "role"), text(node, "name")))
+            .collect())
     }
 
     /// The page down to the end of what this selector finds, as a PNG.
     pub(crate) fn picture(&mut self, down_to: &str) -> Result<Vec<u8>> {
-        let end =
-            self.evaluate(&format!("scrollY + document.querySelector('{down_to}').getBoundingClientRect().bottom"))?;
+        let end = self.evaluate(&format!(
+            "scrollY + document.querySelector('{down_to}').getBoundingClientRect().bottom"
+        ))?;
         let width = self.evaluate("innerWidth")?;
-        let clip =
-            json!({ "x": 0, "y": 0, "width": width, "height": end.as_f64().unwrap_or_default() + 12.0, "scale": 1 });
+        let clip = json!({ "x": 0, "y": 0, "width": width, "height": end.as_f64().unwrap_or_default() + 12.0, "scale": 1 });
         let how = json!({ "format": "png", "captureBeyondViewport": true, "clip": clip });
         let picture = self.call("Page.captureScreenshot", how)?;
-        STANDARD.decode(picture["data"].as_str().unwrap_or_default()).map_err(|error| error.to_string())
+        STANDARD
+            .decode(picture["data"].as_str().unwrap_or_default())
+            .map_err(|error| error.to_string())
     }
 
     /// Calls a method, and notes what happens until it is answered.
@@ -134,12 +190,15 @@ impl Browser {
             message["sessionId"] = json!(session);
         }
         let lost = |error| format!("the browser does not answer {method}: {error}");
-        self.to.write_all(format!("{message}\0").as_bytes()).map_err(lost)?;
+        self.to
+            .write_all(format!("{message}\0").as_bytes())
+            .map_err(lost)?;
         loop {
             let mut bytes = vec![];
             self.from.read_until(0, &mut bytes).map_err(lost)?;
             let message = bytes.strip_suffix(&[0]).ok_or("the browser has ended")?;
-            let mut message: Value = serde_json::from_slice(message).map_err(|error| error.to_string())?;
+            let mut message: Value =
+                serde_json::from_slice(message).map_err(|error| error.to_string())?;
             if message["id"] != self.sent {
                 self.note(&message);
             } else if let Some(error) = message.get("error") {
@@ -154,9 +213,12 @@ impl Browser {
         let params = &event["params"];
         match event["method"].as_str() {
             Some("Network.requestWillBeSent") => {
-                self.urls.extend(params["request"]["url"].as_str().map(str::to_owned));
+                self.urls
+                    .extend(params["request"]["url"].as_str().map(str::to_owned));
             }
-            Some("Runtime.exceptionThrown") => self.errors.push(params["exceptionDetails"].to_string()),
+            Some("Runtime.exceptionThrown") => {
+                self.errors.push(params["exceptionDetails"].to_string())
+            }
             Some("Runtime.consoleAPICalled") => self.errors.push(params["args"].to_string()),
             Some("Log.entryAdded") => self.errors.push(params["entry"].to_string()),
             _ => {}

@@ -8,7 +8,9 @@ use crate::Result;
 /// The folder of the repository.
 pub(crate) fn root() -> &'static Path {
     // Cargo tells the folder of this package.
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."))
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .unwrap_or(Path::new("."))
 }
 
 pub(crate) fn cargo(args: &[&str]) -> Result {

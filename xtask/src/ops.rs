@@ -15,12 +15,17 @@ pub(crate) fn ops() -> Result {
     promtool(&["test", "rules", "alerts.test.yml"])?;
 
     // The tool reads queries in rules only.
-    let dashboard = fs::read(root().join("examples/ops/dashboard.json")).map_err(|error| error.to_string())?;
-    let dashboard: Value = serde_json::from_slice(&dashboard).map_err(|error| format!("dashboard.json: {error}"))?;
+    let dashboard =
+        fs::read(root().join("examples/ops/dashboard.json")).map_err(|error| error.to_string())?;
+    let dashboard: Value =
+        serde_json::from_slice(&dashboard).map_err(|error| format!("dashboard.json: {error}"))?;
     let panels = dashboard["panels"].as_array().into_iter().flatten();
     let queries = panels.flat_map(|panel| panel["targets"].as_array().into_iter().flatten());
     let as_rule = |(number, query): (usize, &Value)| {
-        let query = query["expr"].as_str().unwrap_or_default().replace("$__rate_interval", "5m");
+        let query = query["expr"]
+            .as_str()
+            .unwrap_or_default()
+            .replace("$__rate_interval", "5m");
         json!({ "record": format!("query{number}"), "expr": query })
     };
     let rules: Vec<Value> = queries.enumerate().map(as_rule).collect();
@@ -31,5 +36,7 @@ pub(crate) fn ops() -> Result {
 }
 
 fn promtool(args: &[&str]) -> Result {
-    run(Command::new("promtool").args(args).current_dir(root().join("examples/ops")))
+    run(Command::new("promtool")
+        .args(args)
+        .current_dir(root().join("examples/ops")))
 }

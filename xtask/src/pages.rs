@@ -34,12 +34,16 @@ const PAGES: [&str; 24] = [
 ];
 
 /// Where the documentation of the library will be, and where `cargo doc` has put it.
-const DOCS: (&str, &str) = ("https://docs.rs/tower-redis-ratelimit/latest/", "target/doc/");
+const DOCS: (&str, &str) = (
+    "https://docs.rs/tower-redis-ratelimit/latest/",
+    "target/doc/",
+);
 
 /// Every link leads to something, and no line of code is hidden: only rustdoc hides those.
 pub(crate) fn check() -> Result {
     for page in PAGES {
-        let text = fs::read_to_string(root().join(page)).map_err(|error| format!("{page}: {error}"))?;
+        let text =
+            fs::read_to_string(root().join(page)).map_err(|error| format!("{page}: {error}"))?;
         if let Some((number, problem)) = problems(page, &text).first() {
             return Err(format!("{page}:{number}: {problem}"));
         }
@@ -52,19 +56,28 @@ pub(crate) fn check() -> Result {
 
 /// Fails if a module of the guide, as rustdoc shows it, has a link to a file: there only modules are.
 fn check_module(name: &str) -> Result {
-    let path = root().join(DOCS.1).join("tower_redis_ratelimit/guide").join(name).join("index.html");
+    let path = root()
+        .join(DOCS.1)
+        .join("tower_redis_ratelimit/guide")
+        .join(name)
+        .join("index.html");
     let html = fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
     match file_link(&html) {
-        Some(link) => {
-            Err(format!("the guide's {name:?} links to {link}: write `[text][name]`, and the name in src/guide.rs"))
-        }
+        Some(link) => Err(format!(
+            "the guide's {name:?} links to {link}: write `[text][name]`, and the name in src/guide.rs"
+        )),
         None => Ok(()),
     }
 }
 
 fn file_link(html: &str) -> Option<&str> {
-    let links = html.split("href=\"").skip(1).filter_map(|rest| rest.split(['"', '#']).next());
-    links.filter(|link| !link.contains("://")).find(|link| link.ends_with(".md"))
+    let links = html
+        .split("href=\"")
+        .skip(1)
+        .filter_map(|rest| rest.split(['"', '#']).next());
+    links
+        .filter(|link| !link.contains("://"))
+        .find(|link| link.ends_with(".md"))
 }
 
 /// What is wrong with a page, by the number of the line.
@@ -83,7 +96,8 @@ fn problems(page: &str, text: &str) -> Vec<(usize, String)> {
             }
         } else {
             let problem = |link: &str| match link.strip_prefix('#') {
-                Some(anchor) => (!has_heading(text, anchor)).then(|| format!("#{anchor} is no heading of this page")),
+                Some(anchor) => (!has_heading(text, anchor))
+                    .then(|| format!("#{anchor} is no heading of this page")),
                 None => problem(page, link),
             };
             problems.extend(links(line).filter_map(|link| Some((number, problem(link)?))));
@@ -94,8 +108,14 @@ fn problems(page: &str, text: &str) -> Vec<(usize, String)> {
 
 /// The targets of `[text](target)` and `[label]: target`.
 fn links(line: &str) -> impl Iterator<Item = &str> {
-    let inline = line.split("](").skip(1).filter_map(|rest| rest.split(')').next());
-    let definition = line.strip_prefix('[').and_then(|rest| rest.split_once("]: ")).map(|(_, target)| target);
+    let inline = line
+        .split("](")
+        .skip(1)
+        .filter_map(|rest| rest.split(')').next());
+    let definition = line
+        .strip_prefix('[')
+        .and_then(|rest| rest.split_once("]: "))
+        .map(|(_, target)| target);
     inline.chain(definition)
 }
 
@@ -103,16 +123,25 @@ fn links(line: &str) -> impl Iterator<Item = &str> {
 fn has_heading(text: &str, anchor: &str) -> bool {
     let name = |heading: &str| -> String {
         let heading = heading.to_lowercase().replace(' ', "-");
-        heading.chars().filter(|c| c.is_alphanumeric() || matches!(c, '-' | '_')).collect()
+        heading
+            .chars()
+            .filter(|c| c.is_alphanumeric() || matches!(c, '-' | '_'))
+            .collect()
     };
     text.lines()
-        .filter_map(|line| line.strip_prefix('#')?.trim_start_matches('#').strip_prefix(' '))
+        .filter_map(|line| {
+            line.strip_prefix('#')?
+                .trim_start_matches('#')
+                .strip_prefix(' ')
+        })
         .any(|heading| name(heading) == anchor)
 }
 
 fn problem(page: &str, link: &str) -> Option<String> {
     let (public, built) = DOCS;
-    let (file, anchor) = link.split_once('#').map_or((link, None), |(file, anchor)| (file, Some(anchor)));
+    let (file, anchor) = link
+        .split_once('#')
+        .map_or((link, None), |(file, anchor)| (file, Some(anchor)));
     let path = match file.strip_prefix(public) {
         Some(path) => Path::new(built).join(path),
         None if link.starts_with("https://") => return None,
@@ -126,12 +155,20 @@ fn problem(page: &str, link: &str) -> Option<String> {
     };
     let target = root().join(&path);
     if !target.exists() {
-        return Some(format!("{link} leads to {}, which does not exist", path.display()));
+        return Some(format!(
+            "{link} leads to {}, which does not exist",
+            path.display()
+        ));
     }
     let anchor = anchor?;
     let text = fs::read_to_string(target).unwrap_or_default();
     let found = text.contains(&format!("id=\"{anchor}\"")) || has_heading(&text, anchor);
-    (!found).then(|| format!("{link} leads to a place that {} does not have", path.display()))
+    (!found).then(|| {
+        format!(
+            "{link} leads to a place that {} does not have",
+            path.display()
+        )
+    })
 }
 
 #[cfg(test)]
@@ -141,17 +178,28 @@ mod tests {
     use super::*;
 
     fn lines(page: &str, text: &str) -> Vec<usize> {
-        problems(page, text).into_iter().map(|(number, _)| number).collect()
+        problems(page, text)
+            .into_iter()
+            .map(|(number, _)| number)
+            .collect()
     }
 
     #[test]
     fn links_must_lead_to_something() {
-        let text = "[a](choosing.md) and ![b](none.svg)\n\n[c]: strategies/gcra.svg\n[d]: none.md\n";
+        let text =
+            "[a](choosing.md) and ![b](none.svg)\n\n[c]: strategies/gcra.svg\n[d]: none.md\n";
         assert_eq!(lines("docs/faults.md", text), [1, 4]);
-        let fine = "```text\n[a](none.md)\n```\n<https://docs.rs/> [a](https://docs.rs/) [b](faults.md)\n";
+        let fine =
+            "```text\n[a](none.md)\n```\n<https://docs.rs/> [a](https://docs.rs/) [b](faults.md)\n";
         assert!(lines("docs/faults.md", fine).is_empty());
         assert_eq!(lines("README.md", "[a](docs/choosing.md)\n"), [1]);
-        assert_eq!(lines("README.md", "[a]: examples/dashboard/outage.png\n[b]: none.png\n"), [2]);
+        assert_eq!(
+            lines(
+                "README.md",
+                "[a]: examples/dashboard/outage.png\n[b]: none.png\n"
+            ),
+            [2]
+        );
         let within = "## A server, by TLS\n\n[a](#a-server-by-tls)\n[b](#a-server)\n some text\n[c](#some-text)\n";
         assert_eq!(lines("README.md", within), [4, 6]);
         let elsewhere = "[a]: running.md#sizing\n[b]: running.md#none\n[c]: none.md#sizing\n";
@@ -160,8 +208,7 @@ mod tests {
 
     #[test]
     fn modules_link_to_modules() {
-        let html =
-            r#"<a href="../keys/index.html">a</a> <a href="https://a.b/c.md">b</a> <a href="keys.md#users">c</a>"#;
+        let html = r#"<a href="../keys/index.html">a</a> <a href="https://a.b/c.md">b</a> <a href="keys.md#users">c</a>"#;
         assert_eq!(file_link(html), Some("keys.md"));
         assert_eq!(file_link(&html.replace("keys.md", "keys")), None);
     }
@@ -169,7 +216,9 @@ mod tests {
     /// Adds a path, and all that is in it.
     fn add(paths: &mut Vec<PathBuf>, path: PathBuf) {
         if path.is_dir() {
-            fs::read_dir(&path).unwrap().for_each(|entry| add(paths, entry.unwrap().path()));
+            fs::read_dir(&path)
+                .unwrap()
+                .for_each(|entry| add(paths, entry.unwrap().path()));
         }
         paths.push(path);
     }
@@ -197,17 +246,33 @@ mod tests {
         ] {
             add(&mut paths, root().join(path));
         }
-        let is = |path: &Path, kinds: &[&str]| kinds.iter().any(|kind| path.extension().is_some_and(|it| it == *kind));
-        let is_folder = |name: &str| !name.is_empty() && paths.iter().any(|path| path.is_dir() && path.ends_with(name));
+        let is = |path: &Path, kinds: &[&str]| {
+            kinds
+                .iter()
+                .any(|kind| path.extension().is_some_and(|it| it == *kind))
+        };
+        let is_folder = |name: &str| {
+            !name.is_empty()
+                && paths
+                    .iter()
+                    .any(|path| path.is_dir() && path.ends_with(name))
+        };
         let mut lost = vec![];
         for page in paths.iter().filter(|path| is(path, &["md", "lua"])) {
             let text = fs::read_to_string(page).unwrap();
-            let lines = text.lines().filter(|line| is(page, &["md"]) || line.starts_with("--"));
-            let words = lines.flat_map(|line| line.split(|c: char| c.is_whitespace() || "`()[],;:|\"".contains(c)));
+            let lines = text
+                .lines()
+                .filter(|line| is(page, &["md"]) || line.starts_with("--"));
+            let words = lines.flat_map(|line| {
+                line.split(|c: char| c.is_whitespace() || "`()[],;:|\"".contains(c))
+            });
             let words = words.filter_map(|word| word.split('#').next());
             for word in words.map(|word| word.trim_end_matches(['.', '/'])) {
                 let is_code = is(Path::new(word), &["rs", "lua"]);
-                let is_path = is_code || word.split_once('/').is_some_and(|(folder, _)| is_folder(folder));
+                let is_path = is_code
+                    || word
+                        .split_once('/')
+                        .is_some_and(|(folder, _)| is_folder(folder));
                 // `lua/<strategy>.lua` stands for many.
                 if is_path
                     && !word.contains('<')

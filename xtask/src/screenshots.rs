@@ -19,44 +19,77 @@ pub(crate) fn screenshots() -> Result {
 
     browser.look(1200, "light")?;
     browser.open(url)?;
-    browser.until("decisions flow", &says("Redis decides", &for_seconds(40, "all(record.allowed) > 100")))?;
+    browser.until(
+        "decisions flow",
+        &says(
+            "Redis decides",
+            &for_seconds(40, "all(record.allowed) > 100"),
+        ),
+    )?;
     names(&mut browser)?;
     save(&mut browser, "before", "body")?;
 
     let by_redis = "!record.local && record.allowed.redis > 100";
     let locally = "record.local === 3 && record.allowed.local > 100";
     press(&mut browser, "kill")?;
-    let outage = says("Redis is stopped. The fallback decides", &for_seconds(12, locally));
+    let outage = says(
+        "Redis is stopped. The fallback decides",
+        &for_seconds(12, locally),
+    );
     browser.until("the fallback decides", &outage)?;
     save(&mut browser, "outage", TIME_LINE)?;
 
     press(&mut browser, "kill")?;
-    browser.until("Redis decides again", &says("Redis decides again", &for_seconds(8, by_redis)))?;
+    browser.until(
+        "Redis decides again",
+        &says("Redis decides again", &for_seconds(8, by_redis)),
+    )?;
     press(&mut browser, "freeze")?;
-    let outage = says("Redis is frozen. The fallback decides", &for_seconds(6, locally));
+    let outage = says(
+        "Redis is frozen. The fallback decides",
+        &for_seconds(6, locally),
+    );
     browser.until("the fallback decides", &outage)?;
     press(&mut browser, "freeze")?;
-    browser.until("Redis decides again", &says("Redis decides again", &for_seconds(8, by_redis)))?;
-    browser.until("both outages are reconciled", "records.filter(record => record.reconciled).length > 1")?;
+    browser.until(
+        "Redis decides again",
+        &says("Redis decides again", &for_seconds(8, by_redis)),
+    )?;
+    browser.until(
+        "both outages are reconciled",
+        "records.filter(record => record.reconciled).length > 1",
+    )?;
     save(&mut browser, "after", TIME_LINE)?;
     save_time_line(&mut browser)?;
     browser.look(1200, "dark")?;
     save(&mut browser, "dark", TIME_LINE)?;
     browser.look(390, "light")?;
-    browser.until("a phone needs no scrolling to the right", "document.documentElement.scrollWidth <= 390")?;
+    browser.until(
+        "a phone needs no scrolling to the right",
+        "document.documentElement.scrollWidth <= 390",
+    )?;
 
     browser.evaluate("$('free-limit').value = '20/s  burst 40'")?;
     press(&mut browser, "free-limit")?;
-    browser.until("the limit is another", "$('free-limit').value === '20/s burst 40'")?;
+    browser.until(
+        "the limit is another",
+        "$('free-limit').value === '20/s burst 40'",
+    )?;
 
     let unanswered = browser.evaluate("sum(records.map(record => record.unanswered))")?;
     if unanswered != 0 {
         return Err(format!("{unanswered} requests were not answered"));
     }
-    let others: Vec<_> =
-        browser.urls.iter().filter(|other| !other.starts_with(url) && !other.starts_with("data:")).collect();
+    let others: Vec<_> = browser
+        .urls
+        .iter()
+        .filter(|other| !other.starts_with(url) && !other.starts_with("data:"))
+        .collect();
     if !others.is_empty() || !browser.errors.is_empty() {
-        return Err(format!("the page asks others for {others:?}, or has errors: {:#?}", browser.errors));
+        return Err(format!(
+            "the page asks others for {others:?}, or has errors: {:#?}",
+            browser.errors
+        ));
     }
     Ok(())
 }
@@ -86,7 +119,11 @@ fn press(browser: &mut Browser, button: &str) -> Result {
 fn names(browser: &mut Browser) -> Result {
     let roles = browser.roles()?;
     for role in ["button", "textbox", "image", "table"] {
-        let names: Vec<_> = roles.iter().filter(|other| other.0 == role).map(|(_, name)| name).collect();
+        let names: Vec<_> = roles
+            .iter()
+            .filter(|other| other.0 == role)
+            .map(|(_, name)| name)
+            .collect();
         if names.is_empty() || names.iter().any(|name| name.is_empty()) {
             return Err(format!("each {role} should have a name: {names:?}"));
         }
@@ -98,7 +135,10 @@ fn names(browser: &mut Browser) -> Result {
 fn save(browser: &mut Browser, name: &str, down_to: &str) -> Result {
     // Without the ring around the button that was pressed.
     browser.evaluate("document.activeElement.blur()")?;
-    write(&format!("examples/dashboard/{name}.png"), &browser.picture(down_to)?)
+    write(
+        &format!("examples/dashboard/{name}.png"),
+        &browser.picture(down_to)?,
+    )
 }
 
 /// Saves the time line alone for the documentation, in the colors of its reader.
@@ -117,7 +157,10 @@ fn save_time_line(browser: &mut Browser) -> Result {
         return new XMLSerializer().serializeToString(picture);
     })()";
     let picture = browser.evaluate(script)?;
-    write("docs/dashboard.svg", format!("{}\n", picture.as_str().unwrap_or_default()).as_bytes())
+    write(
+        "docs/dashboard.svg",
+        format!("{}\n", picture.as_str().unwrap_or_default()).as_bytes(),
+    )
 }
 
 fn write(file: &str, bytes: &[u8]) -> Result {
@@ -139,10 +182,22 @@ impl Example {
             .stdout(Stdio::piped())
             .spawn()
             .map_err(|error| format!("{}: {error}", program.display()))?;
-        let lines = process.stdout.take().map(BufReader::new).into_iter().flat_map(BufRead::lines);
+        let lines = process
+            .stdout
+            .take()
+            .map(BufReader::new)
+            .into_iter()
+            .flat_map(BufRead::lines);
         let mut words = lines.map_while(std::result::Result::ok);
-        let url = words.find_map(|line| line.split(' ').find(|word| word.starts_with("http://")).map(str::to_owned));
-        Ok(Self { process, url: url.ok_or("the example does not say where its page is")? })
+        let url = words.find_map(|line| {
+            line.split(' ')
+                .find(|word| word.starts_with("http://"))
+                .map(str::to_owned)
+        });
+        Ok(Self {
+            process,
+            url: url.ok_or("the example does not say where its page is")?,
+        })
     }
 }
 

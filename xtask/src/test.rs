@@ -18,7 +18,15 @@ pub(crate) fn test() -> Result {
     let version = metadata.rust_version().to_owned();
     // Beside the rest, since it shares nothing with that, and little of that keeps two processors busy.
     let lowest_rust = thread::spawn(move || lowest_rust(&version));
-    cargo(&["clippy", "--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"])?;
+    cargo(&[
+        "clippy",
+        "--workspace",
+        "--all-targets",
+        "--all-features",
+        "--",
+        "-D",
+        "warnings",
+    ])?;
     // Of the whole workspace too, so that the dependencies are those that clippy has checked.
     document(&["--workspace", "--all-features"])?;
     pages::check()?;
@@ -31,30 +39,64 @@ pub(crate) fn test() -> Result {
     document(&["--package", LIBRARY, NONE])?;
     cargo(&["test", "--quiet", "--package", "plain-tests", "--lib"])?;
     package()?;
-    lowest_rust.join().map_err(|_| "the check with the lowest Rust panicked")??;
+    lowest_rust
+        .join()
+        .map_err(|_| "the check with the lowest Rust panicked")??;
     // What follows is of the whole workspace, so that it is built once. That builds the examples too.
     cargo(&["test", "--workspace", "--all-features", "--doc"])?;
-    for (name, seeds) in [("fallback", "20000"), ("requests", "5000"), ("leases", "2000")] {
+    for (name, seeds) in [
+        ("fallback", "20000"),
+        ("requests", "5000"),
+        ("leases", "2000"),
+    ] {
         simulate(&[name, seeds], &["--workspace", "--all-features"])?;
     }
     // Last, since its last lines are the counts.
     if succeeds("cargo", &["nextest", "--version"]) {
         // Many tests wait for a server.
-        let threads = thread::available_parallelism().map_or(2, |count| count.get() * 3 / 2).to_string();
-        cargo(&["nextest", "run", "--workspace", "--all-features", "--test-threads", &threads])
+        let threads = thread::available_parallelism()
+            .map_or(2, |count| count.get() * 3 / 2)
+            .to_string();
+        cargo(&[
+            "nextest",
+            "run",
+            "--workspace",
+            "--all-features",
+            "--test-threads",
+            &threads,
+        ])
     } else {
-        cargo(&["test", "--workspace", "--all-features", "--lib", "--bins", "--examples", "--tests"])
+        cargo(&[
+            "test",
+            "--workspace",
+            "--all-features",
+            "--lib",
+            "--bins",
+            "--examples",
+            "--tests",
+        ])
     }
 }
 
 /// The library with these features only.
 fn alone(features: &str) -> Result {
-    cargo(&["clippy", "--package", LIBRARY, "--lib", features, "--", "-D", "warnings"])
+    cargo(&[
+        "clippy",
+        "--package",
+        LIBRARY,
+        "--lib",
+        features,
+        "--",
+        "-D",
+        "warnings",
+    ])
 }
 
 pub(crate) fn document(features: &[&str]) -> Result {
     let mut command = Command::new("cargo");
-    command.args(["doc", "--quiet", "--no-deps", "--lib"]).args(features);
+    command
+        .args(["doc", "--quiet", "--no-deps", "--lib"])
+        .args(features);
     run(command.env("RUSTDOCFLAGS", "-D warnings"))
 }
 
@@ -62,18 +104,46 @@ pub(crate) fn document(features: &[&str]) -> Result {
 /// that it does not have, and [`Metadata::check_dependencies`] at what the dependencies state.
 fn lowest_rust(version: &str) -> Result {
     let installed = succeeds("rustup", &["run", version, "cargo", "--version"])
-        || succeeds("rustup", &["toolchain", "install", version, "--profile", "minimal", "--no-self-update"]);
+        || succeeds(
+            "rustup",
+            &[
+                "toolchain",
+                "install",
+                version,
+                "--profile",
+                "minimal",
+                "--no-self-update",
+            ],
+        );
     if !installed {
         eprintln!("not compiled with Rust {version}: `rustup toolchain install {version}` fails");
         return Ok(());
     }
     let mut command = Command::new("rustup");
-    command.args(["run", version, "cargo", "check", "--quiet", "--package", LIBRARY, "--lib", "--all-features"]);
+    command.args([
+        "run",
+        version,
+        "cargo",
+        "check",
+        "--quiet",
+        "--package",
+        LIBRARY,
+        "--lib",
+        "--all-features",
+    ]);
     run(command.args(["--target-dir", "target/lowest-rust"]))
 }
 
 /// Packs the library as for the registry, and builds it from there: nothing that it needs is left out.
 fn package() -> Result {
     // Into the same folder, so that its dependencies are not built again.
-    cargo(&["package", "--quiet", "--package", LIBRARY, "--allow-dirty", "--target-dir", "target"])
+    cargo(&[
+        "package",
+        "--quiet",
+        "--package",
+        LIBRARY,
+        "--allow-dirty",
+        "--target-dir",
+        "target",
+    ])
 }

@@ -32,24 +32,50 @@ impl Example {
     /// Starts it with these settings of the environment, and waits until it listens.
     pub(crate) fn start(name: &str, settings: &[(&str, &str)]) -> Self {
         let mut command = Self::command(name);
-        command.envs(settings.iter().copied()).stdout(Stdio::piped());
+        command
+            .envs(settings.iter().copied())
+            .stdout(Stdio::piped());
         let mut process = command.spawn().unwrap();
-        let mut lines = BufReader::new(process.stdout.take().unwrap()).lines().map(Result::unwrap);
-        let port = lines.find_map(|line| line.split_once("localhost:")?.1.split('/').next()?.parse().ok());
+        let mut lines = BufReader::new(process.stdout.take().unwrap())
+            .lines()
+            .map(Result::unwrap);
+        let port = lines.find_map(|line| {
+            line.split_once("localhost:")?
+                .1
+                .split('/')
+                .next()?
+                .parse()
+                .ok()
+        });
         let (printed, later) = mpsc::channel();
         thread::spawn(move || lines.for_each(|line| drop(printed.send(line))));
-        Self { process, port: port.expect("it prints where it listens"), lines: later }
+        Self {
+            process,
+            port: port.expect("it prints where it listens"),
+            lines: later,
+        }
     }
 
     /// Waits until it has printed this line.
     pub(crate) fn wait_for(&self, line: &str) {
-        while self.lines.recv_timeout(Duration::from_secs(60)).expect("it prints the line") != line {}
+        while self
+            .lines
+            .recv_timeout(Duration::from_secs(60))
+            .expect("it prints the line")
+            != line
+        {}
     }
 
     /// Sends a request with these lines of the head. Its answer is not read yet.
     pub(crate) fn post(&self, path: &str, head: &[&str], body: &str) -> TcpStream {
         let head: String = head.iter().map(|line| format!("{line}\r\n")).collect();
-        self.send(&format!("POST {path} HTTP/1.1\r\ncontent-length: {}\r\n{head}", body.len()), body)
+        self.send(
+            &format!(
+                "POST {path} HTTP/1.1\r\ncontent-length: {}\r\n{head}",
+                body.len()
+            ),
+            body,
+        )
     }
 
     /// Asks for a page. It is not read yet.
@@ -59,13 +85,20 @@ impl Example {
 
     fn send(&self, head: &str, body: &str) -> TcpStream {
         let mut stream = connect(self.port).unwrap();
-        stream.write_all(format!("{head}host: localhost\r\nconnection: close\r\n\r\n{body}").as_bytes()).unwrap();
+        stream
+            .write_all(
+                format!("{head}host: localhost\r\nconnection: close\r\n\r\n{body}").as_bytes(),
+            )
+            .unwrap();
         stream
     }
 
     /// Ends it as Ctrl-C does, so that it cleans up.
     pub(crate) fn interrupt(&mut self) {
-        Command::new("kill").args(["-INT", &self.process.id().to_string()]).status().unwrap();
+        Command::new("kill")
+            .args(["-INT", &self.process.id().to_string()])
+            .status()
+            .unwrap();
         self.process.wait().unwrap();
     }
 }
@@ -95,15 +128,29 @@ impl Answer {
     pub(crate) fn read(mut stream: TcpStream) -> Self {
         let mut text = String::new();
         stream.read_to_string(&mut text).unwrap();
-        let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no whole head: {text:?}"));
+        let (head, body) = text
+            .split_once("\r\n\r\n")
+            .unwrap_or_else(|| panic!("no whole head: {text:?}"));
         let status = head.split(' ').nth(1).unwrap().parse().unwrap();
-        Self { status, head: head.to_lowercase(), body: body.to_owned() }
+        Self {
+            status,
+            head: head.to_lowercase(),
+            body: body.to_owned(),
+        }
     }
 
     /// What remains of a policy, by the `RateLimit` field.
     #[allow(dead_code, reason = "not every example answers with it")]
     pub(crate) fn remaining(&self, policy: &str) -> u32 {
-        let item = self.head.split_once(&format!("\"{policy}\";r=")).unwrap_or_else(|| panic!("{}", self.head)).1;
-        item.split(|other: char| !other.is_ascii_digit()).next().unwrap().parse().unwrap()
+        let item = self
+            .head
+            .split_once(&format!("\"{policy}\";r="))
+            .unwrap_or_else(|| panic!("{}", self.head))
+            .1;
+        item.split(|other: char| !other.is_ascii_digit())
+            .next()
+            .unwrap()
+            .parse()
+            .unwrap()
     }
 }

@@ -19,9 +19,18 @@ impl Peer for Governor {
 
     async fn instance(&self, setup: Setup<'_>) -> impl Instance {
         let mut config = GovernorConfigBuilder::default();
-        let config = config.period(setup.quota.period() / setup.quota.limit()).burst_size(setup.quota.capacity());
+        let config = config
+            .period(setup.quota.period() / setup.quota.limit())
+            .burst_size(setup.quota.capacity());
         // Ours sends header fields too.
-        let config = config.key_extractor(PeerIpKeyExtractor).use_headers().finish().unwrap();
-        Layered(GovernorLayer::new(config).layer(service_fn(inner)), by_address)
+        let config = config
+            .key_extractor(PeerIpKeyExtractor)
+            .use_headers()
+            .finish()
+            .unwrap();
+        Layered(
+            GovernorLayer::new(config).layer(service_fn(inner)),
+            by_address,
+        )
     }
 }

@@ -40,7 +40,10 @@ impl Peer for Limitador {
             Self::InMemory => {
                 let limiter = RateLimiter::new(CALLERS);
                 limits.for_each(|limit| assert!(limiter.add_limit(limit)));
-                return LimitadorInstance { limiter: AnyLimiter::Local(Arc::new(limiter)), namespace };
+                return LimitadorInstance {
+                    limiter: AnyLimiter::Local(Arc::new(limiter)),
+                    namespace,
+                };
             }
             Self::Redis => AsyncRateLimiter::new_with_storage(Box::new(redis(setup).await)),
             Self::Cached => {
@@ -53,7 +56,10 @@ impl Peer for Limitador {
             }
         };
         limits.for_each(|limit| assert!(limiter.add_limit(limit)));
-        LimitadorInstance { limiter: AnyLimiter::Shared(Arc::new(limiter)), namespace }
+        LimitadorInstance {
+            limiter: AnyLimiter::Shared(Arc::new(limiter)),
+            namespace,
+        }
     }
 }
 
@@ -64,7 +70,13 @@ const CALLERS: u64 = 200_000;
 fn limit(number: u32, setup: Setup<'_>) -> Limit {
     let period = setup.quota.period().as_secs() + u64::from(number);
     let caller = "caller".to_owned().try_into().unwrap();
-    Limit::new("api", u64::from(setup.quota.limit()), period, vec![], vec![caller])
+    Limit::new(
+        "api",
+        u64::from(setup.quota.limit()),
+        period,
+        vec![],
+        vec![caller],
+    )
 }
 
 /// Its default has no timeouts.
@@ -74,8 +86,12 @@ async fn redis(setup: Setup<'_>) -> AsyncRedisStorage {
         .set_connection_timeout(setup.deadline)
         .set_number_of_retries(0);
     let client = redis_027::Client::open(setup.server.url()).unwrap();
-    let connection = ConnectionManager::new_with_config(client, config).await.unwrap();
-    AsyncRedisStorage::new_with_conn_manager(connection).await.unwrap()
+    let connection = ConnectionManager::new_with_config(client, config)
+        .await
+        .unwrap();
+    AsyncRedisStorage::new_with_conn_manager(connection)
+        .await
+        .unwrap()
 }
 
 #[derive(Clone)]
@@ -94,12 +110,15 @@ impl Instance for LimitadorInstance {
     async fn ask(&mut self, caller: u32) -> Answer {
         let context = Context::from(HashMap::from([("caller".to_owned(), name_of(caller))]));
         let result = match &self.limiter {
-            AnyLimiter::Local(limiter) => limiter.check_rate_limited_and_update(&self.namespace, &context, 1),
+            AnyLimiter::Local(limiter) => {
+                limiter.check_rate_limited_and_update(&self.namespace, &context, 1)
+            }
             // Its cache holds a lock of a map while it waits for a permit, of which there are enough
             // (`counters_cache.rs`, `Batcher::add`). Where tokio makes it wait to let other tasks run, those block
             // their threads on that lock, and all stand still for ever. So tokio must not.
             AnyLimiter::Shared(limiter) => {
-                unconstrained(limiter.check_rate_limited_and_update(&self.namespace, &context, 1)).await
+                unconstrained(limiter.check_rate_limited_and_update(&self.namespace, &context, 1))
+                    .await
             }
         };
         Answer::of(result.map(|result| !result.limited))

@@ -9,7 +9,9 @@ use http::{Request, Response};
 use tower::{Layer, Service, service_fn};
 use tower_redis_ratelimit::extract::{HeaderKey, KeyExtractor, PeerIp};
 use tower_redis_ratelimit::store::{Share, Store};
-use tower_redis_ratelimit::{Fallback, LocalStore, Policies, Policy, RateLimitLayer, RedisStore, Strategy};
+use tower_redis_ratelimit::{
+    Fallback, LocalStore, Policies, Policy, RateLimitLayer, RedisStore, Strategy,
+};
 
 use super::inner;
 use crate::peer::{Instance, Layered, Peer, Setup, by_header};
@@ -32,7 +34,9 @@ impl Peer for WithFallback {
         let instances = NonZeroU32::new(setup.instances).unwrap();
         // The store's own timeout is longer, as it is by default.
         let redis = redis(setup, setup.deadline * 5 / 2);
-        let store = Fallback::new(redis, LocalStore::default()).deadline(setup.deadline).share(Share::Fixed(instances));
+        let store = Fallback::new(redis, LocalStore::default())
+            .deadline(setup.deadline)
+            .share(Share::Fixed(instances));
         Layered(service(store, header(), setup), by_header)
     }
 }
@@ -50,7 +54,10 @@ impl Peer for Alone {
     }
 
     async fn instance(&self, setup: Setup<'_>) -> impl Instance {
-        Layered(service(redis(setup, setup.deadline), header(), setup), by_header)
+        Layered(
+            service(redis(setup, setup.deadline), header(), setup),
+            by_header,
+        )
     }
 }
 
@@ -72,7 +79,10 @@ impl Peer for Local {
 }
 
 fn redis(setup: Setup<'_>, timeout: Duration) -> RedisStore {
-    RedisStore::builder(setup.server.url()).timeout(timeout).connect_lazy().unwrap()
+    RedisStore::builder(setup.server.url())
+        .timeout(timeout)
+        .connect_lazy()
+        .unwrap()
 }
 
 fn header() -> HeaderKey {
@@ -83,9 +93,13 @@ fn service(
     store: impl Store,
     key: impl KeyExtractor,
     setup: Setup<'_>,
-) -> impl Service<Request<()>, Response = Response<Body>, Error: std::fmt::Debug, Future: Send> + Clone + Send + Sync + 'static
-{
-    let policy = |number| Policy::new(&format!("limit-{number}"), Strategy::Gcra, setup.quota).unwrap();
+) -> impl Service<Request<()>, Response = Response<Body>, Error: std::fmt::Debug, Future: Send>
++ Clone
++ Send
++ Sync
++ 'static {
+    let policy =
+        |number| Policy::new(&format!("limit-{number}"), Strategy::Gcra, setup.quota).unwrap();
     let policies = Policies::new((0..setup.limits).map(policy)).unwrap();
     RateLimitLayer::new(store, key, policies).layer(service_fn(inner))
 }

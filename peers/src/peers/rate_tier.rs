@@ -8,7 +8,9 @@ use http::HeaderMap;
 use tower::{Layer, service_fn};
 use tower_rate_tier::storage::Storage;
 use tower_rate_tier::storage::memory::MemoryStorage;
-use tower_rate_tier::{CircuitBreaker, Quota, RateTier as Tiers, RedisStorage, TierIdentity, TierLimitLayer};
+use tower_rate_tier::{
+    CircuitBreaker, Quota, RateTier as Tiers, RedisStorage, TierIdentity, TierLimitLayer,
+};
 
 use super::{connection, inner};
 use crate::peer::{Instance, Layered, Peer, Setup, by_header};
@@ -24,7 +26,8 @@ impl Peer for RateTier {
     async fn instance(&self, setup: Setup<'_>) -> impl Instance {
         let redis = RedisStorage::new(connection(setup)).timeout(setup.deadline);
         // It asks Redis again once a second, not every five.
-        let storage = CircuitBreaker::new(redis, MemoryStorage::new()).open_for(Duration::from_secs(1));
+        let storage =
+            CircuitBreaker::new(redis, MemoryStorage::new()).open_for(Duration::from_secs(1));
         service(Arc::new(storage), setup)
     }
 }
@@ -43,8 +46,21 @@ impl Peer for InMemory {
 }
 
 fn service(storage: Arc<dyn Storage>, setup: Setup<'_>) -> impl Instance {
-    let identity = |headers: &HeaderMap| Some(TierIdentity::new(headers.get(HEADER)?.to_str().ok()?, "tier"));
+    let identity = |headers: &HeaderMap| {
+        Some(TierIdentity::new(
+            headers.get(HEADER)?.to_str().ok()?,
+            "tier",
+        ))
+    };
     let quota = Quota::with_window(setup.quota.limit(), setup.quota.period());
-    let tiers = Tiers::builder().tier("tier", quota).storage(storage).build();
-    Layered(TierLimitLayer::new(tiers).identifier_fn(identity).layer(service_fn(inner)), by_header)
+    let tiers = Tiers::builder()
+        .tier("tier", quota)
+        .storage(storage)
+        .build();
+    Layered(
+        TierLimitLayer::new(tiers)
+            .identifier_fn(identity)
+            .layer(service_fn(inner)),
+        by_header,
+    )
 }

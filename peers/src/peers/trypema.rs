@@ -29,19 +29,33 @@ impl Peer for Trypema {
     async fn instance(&self, setup: Setup<'_>) -> impl Instance {
         let limiter = match self {
             Self::Local => Limiter::Local(build(LocalRateLimiterProvider::builder(), setup)),
-            Self::Redis => Limiter::Redis(build(RedisRateLimiterProvider::builder(connection(setup)), setup)),
-            Self::Hybrid => Limiter::Hybrid(build(HybridRateLimiterProvider::builder(connection(setup)), setup)),
+            Self::Redis => Limiter::Redis(build(
+                RedisRateLimiterProvider::builder(connection(setup)),
+                setup,
+            )),
+            Self::Hybrid => Limiter::Hybrid(build(
+                HybridRateLimiterProvider::builder(connection(setup)),
+                setup,
+            )),
         };
         let per_second = f64::from(setup.quota.limit()) / setup.quota.period().as_secs_f64();
-        TrypemaInstance { limiter, rate: RateLimit::per_second_or_panic(per_second) }
+        TrypemaInstance {
+            limiter,
+            rate: RateLimit::per_second_or_panic(per_second),
+        }
     }
 }
 
 fn build<B: RateLimiterBuilder>(builder: B, setup: Setup<'_>) -> Arc<B::Provider> {
     let window = WindowSize::seconds_or_panic(setup.quota.period().as_secs());
     // A hundredth of the window, which it then drops at a time, and at most its largest bench's.
-    let bucket = BucketSize::milliseconds_or_panic(100.min(setup.quota.period().as_millis() as u64 / 100));
-    builder.window_size(window).bucket_size(bucket).build().unwrap()
+    let bucket =
+        BucketSize::milliseconds_or_panic(100.min(setup.quota.period().as_millis() as u64 / 100));
+    builder
+        .window_size(window)
+        .bucket_size(bucket)
+        .build()
+        .unwrap()
 }
 
 #[derive(Clone)]

@@ -10,7 +10,9 @@ use std::time::Duration;
 use fastrand::Rng;
 
 use self::world::World;
-use crate::limit::{Align, Check, Decision, Key, Policies, Policy, Quota, Source, Strategy, most_spent};
+use crate::limit::{
+    Align, Check, Decision, Key, Policies, Policy, Quota, Source, Strategy, most_spent,
+};
 use crate::simulation::{Breaks, Log, Outcome, Simulation};
 
 /// What holds in every run.
@@ -31,7 +33,10 @@ impl crate::simulation::Rule for Rule {
     const PANIC: Self = Self::Panic;
 }
 
-const LEASES: Simulation<Rule> = Simulation { name: "leases", run: |seed, kept| run(seed, kept).0 };
+const LEASES: Simulation<Rule> = Simulation {
+    name: "leases",
+    run: |seed, kept| run(seed, kept).0,
+};
 
 /// Whether more was spent between any two times than may be, or in a window of the clock. What is charged ahead is spent or
 /// refunded within `outlives`: up to then after a reset, what had been charged before may come on top.
@@ -57,21 +62,35 @@ fn check_spent(
     }
     let mut before = 0;
     for (from, sum) in &sums {
-        let reset = |to| resets.iter().filter(|at| (*from - outlives..=to).contains(*at)).count() as i64;
-        let most = |to| most_spent(strategy, quota, to - *from) + reset(to) * most_spent(strategy, quota, 0);
+        let reset = |to| {
+            resets
+                .iter()
+                .filter(|at| (*from - outlives..=to).contains(*at))
+                .count() as i64
+        };
+        let most = |to| {
+            most_spent(strategy, quota, to - *from) + reset(to) * most_spent(strategy, quota, 0)
+        };
         let mut bound = most(*from);
         // What may be spent grows with time, so that most of the times need no look.
-        while let Some((to, sum)) = sums.get(sums.partition_point(|(_, sum)| sum - before <= bound)) {
+        while let Some((to, sum)) = sums.get(sums.partition_point(|(_, sum)| sum - before <= bound))
+        {
             bound = most(*to);
             if sum - before > bound {
-                return Err(format!("{} were spent from {from} on in {} us, and not {bound}", sum - before, to - from));
+                return Err(format!(
+                    "{} were spent from {from} on in {} us, and not {bound}",
+                    sum - before,
+                    to - from
+                ));
             }
         }
         before = *sum;
     }
     if let Strategy::FixedWindow(Align::Clock { offset }) = strategy {
         let (period, offset) = (quota.period().as_micros() as i64, offset.as_micros() as i64);
-        for window in spent.chunk_by(|one, two| (one.0 - offset) / period == (two.0 - offset) / period) {
+        for window in
+            spent.chunk_by(|one, two| (one.0 - offset) / period == (two.0 - offset) / period)
+        {
             let sum: i64 = window.iter().map(|(_, cost)| i64::from(*cost)).sum();
             if resets.is_empty() && sum > i64::from(quota.limit()) {
                 return Err(format!("{sum} were spent in the window of {}", window[0].0));
@@ -131,7 +150,9 @@ fn harm(world: &mut World, i: usize, lease: i64, is_frozen: bool, log: &mut Log)
         }
         _ => return,
     };
-    log.say(world.now as u64 / 1_000, None, || format!("instance {i} is {what}"));
+    log.say(world.now as u64 / 1_000, None, || {
+        format!("instance {i} is {what}")
+    });
 }
 
 /// What two buckets grant together: rates and bursts add up.
@@ -140,7 +161,10 @@ fn sum_of(one: Quota, other: Quota) -> Quota {
 }
 
 fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
-    let mut log = Log { kept, ..Log::default() };
+    let mut log = Log {
+        kept,
+        ..Log::default()
+    };
     let (mut broken, mut decided) = (Breaks::default(), Decided::default());
     let mut rng = Rng::with_seed(seed);
     let strategy = Strategy::ALL[seed as usize % Strategy::ALL.len()];
@@ -148,7 +172,11 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
     // Small ones are often used up at once.
     let limit = [rng.u32(40..400), rng.u32(400..3_000)][rng.usize(..2)];
     let stated = Quota::per(limit, Duration::from_micros(period));
-    let stated = if strategy.frees().has_burst() && rng.bool() { stated.burst(limit * rng.u32(1..4)) } else { stated };
+    let stated = if strategy.frees().has_burst() && rng.bool() {
+        stated.burst(limit * rng.u32(1..4))
+    } else {
+        stated
+    };
     // The first instance stands still again and again, for many times as long as it leases, while all that is left is taken.
     let is_frozen = rng.u8(..4) == 0;
     // A burst below the limit refills in less time, but none of these does.
@@ -156,14 +184,23 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
     let lease = rng.i64(10_000..=longest.max(10_000));
     // By a larger one, not everywhere at once: a window counts on, a bucket anew.
     let replaced = Quota::per(limit + limit / 2, stated.period());
-    let replaced = if strategy.frees().has_burst() { replaced.burst(stated.capacity() * 2) } else { replaced };
+    let replaced = if strategy.frees().has_burst() {
+        replaced.burst(stated.capacity() * 2)
+    } else {
+        replaced
+    };
     let quotas = [stated, replaced];
     let leased = |quota| {
-        let policy = Policy::new("p", strategy, quota).and_then(|p| p.leased(Duration::from_micros(lease as u64)));
+        let policy = Policy::new("p", strategy, quota)
+            .and_then(|p| p.leased(Duration::from_micros(lease as u64)));
         Policies::from(policy.unwrap())
     };
     let policies = quotas.map(leased);
-    let replaced_at = if rng.u8(..4) == 0 { rng.u32(..160) } else { u32::MAX };
+    let replaced_at = if rng.u8(..4) == 0 {
+        rng.u32(..160)
+    } else {
+        u32::MAX
+    };
     let has_resets = rng.u8(..4) == 0;
     let instances = rng.u32(1..=4);
     let plan = format!("{strategy:?} {stated} for {lease} us on {instances} instances");
@@ -192,7 +229,8 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
         };
         world.pass(time);
         // When it goes on, it spends what it has left, and the others all that they get.
-        let goes_on = is_frozen && (before + 1..=world.now).contains(&world.instances[0].stopped_until);
+        let goes_on =
+            is_frozen && (before + 1..=world.now).contains(&world.instances[0].stopped_until);
         for i in 0..world.instances.len() {
             if world.instances[i].stopped_until > world.now {
                 continue;
@@ -206,10 +244,16 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
             let policies = &policies[usize::from(step >= replaced_at.saturating_add(4 * i as u32))];
             if has_resets && rng.u8(..200) == 0 {
                 world.send(i, Check::reset(key, policies));
-                log.say(world.now as u64 / 1_000, None, || format!("instance {i} resets"));
+                log.say(world.now as u64 / 1_000, None, || {
+                    format!("instance {i} resets")
+                });
             }
             let now = world.now;
-            let few = if rng.u8(..6) == 0 { 0 } else { rng.u32(..=rates[i]) };
+            let few = if rng.u8(..6) == 0 {
+                0
+            } else {
+                rng.u32(..=rates[i])
+            };
             let (flood, flood_cost) = match i {
                 0 if goes_on => (64, (stated.capacity() / 256).max(1)),
                 0 if is_frozen => (0, 0),
@@ -227,7 +271,9 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
                     0 => rng.u32(1..4),
                     _ => 1,
                 };
-                let Some(decision) = world.take(i, key, policies, cost) else { continue };
+                let Some(decision) = world.take(i, key, policies, cost) else {
+                    continue;
+                };
                 assert!(decision.source() == Source::Leased && decision.is_allowed());
                 decided.leased += u64::from(cost);
                 // A request that is not served is refunded, or a part of it, at once or later.
@@ -239,16 +285,38 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
                 };
                 spent.push((world.clock(), cost - part));
                 if part > 0 {
-                    let until = now + if is_frozen || rng.bool() { 0 } else { rng.i64(0..4 * lease) };
-                    held.push(Held { i, decision, part, from: now, until });
+                    let until = now
+                        + if is_frozen || rng.bool() {
+                            0
+                        } else {
+                            rng.i64(0..4 * lease)
+                        };
+                    held.push(Held {
+                        i,
+                        decision,
+                        part,
+                        from: now,
+                        until,
+                    });
                 }
             }
-            for Held { decision, part, from, .. } in held.extract_if(.., |held| held.i == i && held.until <= now) {
+            for Held {
+                decision,
+                part,
+                from,
+                ..
+            } in held.extract_if(.., |held| held.i == i && held.until <= now)
+            {
                 for back in decision.refund(key, part, Duration::from_micros((now - from) as u64)) {
                     world.send(i, back);
                 }
             }
-            log.say(at, None, || format!("instance {i}: {count} checks, {} from memory", decided.leased - before));
+            log.say(at, None, || {
+                format!(
+                    "instance {i}: {count} checks, {} from memory",
+                    decided.leased - before
+                )
+            });
             if !timers_first {
                 world.run(i);
             }
@@ -261,13 +329,27 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
         (0..world.instances.len()).for_each(|i| drop(world.run(i)));
     }
     let at = world.now as u64 / 1_000;
-    decided.leased += world.from_memory.iter().map(|(_, cost)| u64::from(*cost)).sum::<u64>();
+    decided.leased += world
+        .from_memory
+        .iter()
+        .map(|(_, cost)| u64::from(*cost))
+        .sum::<u64>();
     spent.append(&mut world.from_memory);
     check_blocks(&world, strategy, &decided, &mut broken);
-    let [refunded, expired] = [&world.blocks.refunded, &world.blocks.expired].map(|sum| sum.load(Relaxed));
-    let (mut single, resets) =
-        world.shared(|shared| (std::mem::take(&mut shared.spent), std::mem::take(&mut shared.resets)));
-    decided = Decided { single: single.len(), refunded, expired, ..decided };
+    let [refunded, expired] =
+        [&world.blocks.refunded, &world.blocks.expired].map(|sum| sum.load(Relaxed));
+    let (mut single, resets) = world.shared(|shared| {
+        (
+            std::mem::take(&mut shared.spent),
+            std::mem::take(&mut shared.resets),
+        )
+    });
+    decided = Decided {
+        single: single.len(),
+        refunded,
+        expired,
+        ..decided
+    };
     spent.append(&mut single);
     spent.sort_unstable();
     // Nothing stands still for longer than it is stopped, and until the next step.
@@ -286,33 +368,59 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
 
 /// What has become of all blocks.
 fn check_blocks(world: &World, strategy: Strategy, decided: &Decided, broken: &mut Breaks<Rule>) {
-    let held: usize = world.instances.iter().map(|instance| instance.store.inner.callers()).sum();
+    let held: usize = world
+        .instances
+        .iter()
+        .map(|instance| instance.store.inner.callers())
+        .sum();
     if held > 0 {
         broken.add(Rule::Returned, None, format!("{held} callers are held"));
     }
-    let [charged, refunded, expired] =
-        [&world.blocks.charged, &world.blocks.refunded, &world.blocks.expired].map(|sum| sum.load(Relaxed));
+    let [charged, refunded, expired] = [
+        &world.blocks.charged,
+        &world.blocks.refunded,
+        &world.blocks.expired,
+    ]
+    .map(|sum| sum.load(Relaxed));
     let (leased, is_killed) = (decided.leased, !world.killed.is_empty());
     world.shared(|shared| {
         let ahead = shared.ahead;
         if leased > ahead || charged > ahead {
-            broken.add(Rule::ChargedOnce, None, format!("{charged}, and {leased} spent, of {ahead}"));
+            broken.add(
+                Rule::ChargedOnce,
+                None,
+                format!("{charged}, and {leased} spent, of {ahead}"),
+            );
         }
         if !is_killed && charged != leased + refunded + expired {
-            let problem = format!("{charged} charged, {leased} spent, {refunded} refunded, {expired} expired");
+            let problem = format!(
+                "{charged} charged, {leased} spent, {refunded} refunded, {expired} expired"
+            );
             broken.add(Rule::ChargedOnce, None, problem);
         }
         // What is charged while its caller is reset, or its process ends, may be lost.
         if !is_killed && !world.is_ended && !shared.is_reset && charged != shared.told {
-            broken.add(Rule::Returned, None, format!("{} were told to be charged, and {charged} ended", shared.told));
+            broken.add(
+                Rule::Returned,
+                None,
+                format!(
+                    "{} were told to be charged, and {charged} ended",
+                    shared.told
+                ),
+            );
         }
         // Of a bucket, all that is left may have flowed back, and a fixed window may have ended.
-        let may_be_nothing = strategy.frees().has_burst() || matches!(strategy, Strategy::FixedWindow(_));
+        let may_be_nothing =
+            strategy.frees().has_burst() || matches!(strategy, Strategy::FixedWindow(_));
         // A process that ends may end before it has sent what it refunds.
         let is_sent = !shared.is_unsent && !may_be_nothing && !world.is_ended;
         let (sent, most) = (shared.sent_back, refunded + expired);
         if !is_killed && is_sent && !(refunded..=most).contains(&sent) {
-            broken.add(Rule::Returned, None, format!("{sent} were sent back of {refunded}, and {most} at most"));
+            broken.add(
+                Rule::Returned,
+                None,
+                format!("{sent} were sent back of {refunded}, and {most} at most"),
+            );
         }
     });
 }
@@ -333,13 +441,21 @@ fn blocks_are_spent_refunded_and_expire() {
     for seed in 0..Strategy::ALL.len() as u64 {
         let mut sum = Decided::default();
         for seed in (seed..270).step_by(Strategy::ALL.len()) {
-            let Decided { leased, single, refunded, expired } = run(seed, false).1;
+            let Decided {
+                leased,
+                single,
+                refunded,
+                expired,
+            } = run(seed, false).1;
             sum.leased += leased;
             sum.single += single;
             sum.refunded += refunded;
             sum.expired += expired;
         }
         let strategy = Strategy::ALL[seed as usize];
-        assert!(sum.leased > 500 && sum.refunded > 50 && sum.expired > 250, "{strategy:?}: {sum:?}");
+        assert!(
+            sum.leased > 500 && sum.refunded > 50 && sum.expired > 250,
+            "{strategy:?}: {sum:?}"
+        );
     }
 }

@@ -109,7 +109,14 @@ impl Shared {
         };
         let decided_at = self.now + way();
         let answered_at = decided_at + way();
-        self.under_way.push(Travelling { check, decided_at, answered_at, fate, answer: None, to: Some(to) });
+        self.under_way.push(Travelling {
+            check,
+            decided_at,
+            answered_at,
+            fate,
+            answer: None,
+            to: Some(to),
+        });
         answer
     }
 
@@ -117,7 +124,10 @@ impl Shared {
     fn go_on(&mut self, until: i64) {
         let mut under_way = std::mem::take(&mut self.under_way);
         under_way.sort_by_key(|check| check.decided_at);
-        for check in under_way.iter_mut().filter(|check| check.answer.is_none() && check.decided_at <= until) {
+        for check in under_way
+            .iter_mut()
+            .filter(|check| check.answer.is_none() && check.decided_at <= until)
+        {
             self.now = check.decided_at.max(self.now);
             check.answer = Some(match check.fate {
                 Fate::Answered => Ok(self.decide(check.check.clone())),
@@ -130,9 +140,14 @@ impl Shared {
             });
         }
         self.now = until;
-        for check in under_way.iter_mut().filter(|check| check.answered_at <= until) {
+        for check in under_way
+            .iter_mut()
+            .filter(|check| check.answered_at <= until)
+        {
             if let (Some(answer), Some(to)) = (check.answer.take(), check.to.take()) {
-                let granted = answer.as_ref().map_or(0, |decision| decision.granted().into());
+                let granted = answer
+                    .as_ref()
+                    .map_or(0, |decision| decision.granted().into());
                 if to.send(answer).is_ok() && check.check.mode() == Mode::UpTo {
                     self.told += granted;
                 }
@@ -145,8 +160,17 @@ impl Shared {
     fn decide(&mut self, check: Check) -> Decision {
         let now = self.clock();
         let check = check.at_redis(now);
-        let fresh = || check.policies().iter().map(|policy| State::fresh(policy.kind())).collect();
-        let states = self.states.entry((*check.key(), check.policies().id())).or_insert_with(fresh);
+        let fresh = || {
+            check
+                .policies()
+                .iter()
+                .map(|policy| State::fresh(policy.kind()))
+                .collect()
+        };
+        let states = self
+            .states
+            .entry((*check.key(), check.policies().id()))
+            .or_insert_with(fresh);
         let verdicts = check.decide(states, now);
         if check.mode() == Mode::Take && verdicts.granted > 0 {
             self.spent.push((now, check.cost()));
@@ -165,7 +189,9 @@ impl Store for Remote {
     fn check(&self, check: Check) -> Answer<Boxed> {
         let answer = lock(&self.0).send(check);
         Answer::pending(Box::pin(async {
-            answer.await.unwrap_or_else(|_| Err(StoreError::new(ErrorKind::Timeout).of_check()))
+            answer
+                .await
+                .unwrap_or_else(|_| Err(StoreError::new(ErrorKind::Timeout).of_check()))
         }))
     }
 }
@@ -271,13 +297,25 @@ impl World {
     }
 
     fn instance(&mut self, of: u32) -> Instance {
-        let runtime = Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        let runtime = Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            .build()
+            .unwrap();
         self.seed.stands_at(self.start);
         let store = Leased::new(self.remote.clone()).share(Share::Fixed(of.try_into().unwrap()));
         store.observe(&(Arc::new(Arc::clone(&self.blocks)) as Arc<dyn Observer>));
         let speed = self.rng.i64(1024 - 64..=1024 + 64);
         let (began, ran) = (self.now, Duration::ZERO);
-        Instance { store, runtime: Some(runtime), began, speed, ran, waiting: vec![], stopped_until: 0 }
+        Instance {
+            store,
+            runtime: Some(runtime),
+            began,
+            speed,
+            ran,
+            waiting: vec![],
+            stopped_until: 0,
+        }
     }
 
     /// What the shared store's clock shows.
@@ -306,18 +344,29 @@ impl World {
     pub(in crate::leases) fn on<T>(&mut self, i: usize, act: impl FnOnce(&mut Instance) -> T) -> T {
         self.seed.stands_at(self.start + self.elapsed(i));
         let instance = &mut self.instances[i];
-        let handle = instance.runtime.as_ref().map(|runtime| runtime.handle().clone());
+        let handle = instance
+            .runtime
+            .as_ref()
+            .map(|runtime| runtime.handle().clone());
         let _runtime = handle.as_ref().map(|handle| handle.enter());
         act(instance)
     }
 
     /// One check: its decision, if that is there at once.
-    pub(in crate::leases) fn take(&mut self, i: usize, key: Key, policies: &Policies, cost: u32) -> Option<Decision> {
-        self.on(i, |instance| match instance.store.check(Check::take(key, policies, cost)) {
-            Answer::Ready { answer } => Some(answer.unwrap()),
-            Answer::Pending { future } => {
-                instance.waiting.push(Box::pin(future));
-                None
+    pub(in crate::leases) fn take(
+        &mut self,
+        i: usize,
+        key: Key,
+        policies: &Policies,
+        cost: u32,
+    ) -> Option<Decision> {
+        self.on(i, |instance| {
+            match instance.store.check(Check::take(key, policies, cost)) {
+                Answer::Ready { answer } => Some(answer.unwrap()),
+                Answer::Pending { future } => {
+                    instance.waiting.push(Box::pin(future));
+                    None
+                }
             }
         })
     }
@@ -329,7 +378,9 @@ impl World {
         let instance = &mut self.instances[i];
         let pass = elapsed.saturating_sub(instance.ran);
         instance.ran = elapsed;
-        let Some(runtime) = &instance.runtime else { return vec![] };
+        let Some(runtime) = &instance.runtime else {
+            return vec![];
+        };
         runtime.block_on(async {
             tokio::time::advance(pass).await;
             for _ in 0..12 {
@@ -338,16 +389,22 @@ impl World {
         });
         let mut answers = vec![];
         let mut cx = Context::from_waker(Waker::noop());
-        instance.waiting.retain_mut(|future| match future.as_mut().poll(&mut cx) {
-            std::task::Poll::Ready(answer) => {
-                answers.push(answer);
-                false
-            }
-            std::task::Poll::Pending => true,
-        });
+        instance
+            .waiting
+            .retain_mut(|future| match future.as_mut().poll(&mut cx) {
+                std::task::Poll::Ready(answer) => {
+                    answers.push(answer);
+                    false
+                }
+                std::task::Poll::Pending => true,
+            });
         let now = self.clock();
-        let leased = answers.iter().flatten().filter(|decision| decision.source() == Source::Leased);
-        self.from_memory.extend(leased.map(|decision| (now, decision.granted())));
+        let leased = answers
+            .iter()
+            .flatten()
+            .filter(|decision| decision.source() == Source::Leased);
+        self.from_memory
+            .extend(leased.map(|decision| (now, decision.granted())));
         answers
     }
 

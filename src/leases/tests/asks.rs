@@ -23,15 +23,26 @@ fn ask(caller: &mut Caller) -> Option<Ask> {
 
 fn spend(caller: &mut Caller, policies: &Policies, cost: u32) -> Result<Decision, Check> {
     caller.want(cost);
-    caller.spend(Check::take(ann(), policies, cost), &instant, &mut Ended::new())
+    caller.spend(
+        Check::take(ann(), policies, cost),
+        &instant,
+        &mut Ended::new(),
+    )
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_quarter_left_asks_for_the_next() {
     let (policies, mut caller) = (log(), Caller::new(LEASE, instant()));
     caller.want(1);
-    let decision = LocalStore::default().check(Check::up_to(ann(), &policies, 100)).await.unwrap();
-    caller.add(Block::new(ann(), decision, instant(), LEASE), Duration::ZERO, &mut Ended::new());
+    let decision = LocalStore::default()
+        .check(Check::up_to(ann(), &policies, 100))
+        .await
+        .unwrap();
+    caller.add(
+        Block::new(ann(), decision, instant(), LEASE),
+        Duration::ZERO,
+        &mut Ended::new(),
+    );
     for left in (0..100).rev() {
         assert!(spend(&mut caller, &policies, 1).is_ok());
         assert_eq!(ask(&mut caller).is_some(), left == 25, "{left} are left");
@@ -43,21 +54,39 @@ async fn a_block_is_for_half_a_lease() {
     let (policies, mut caller) = (log(), Caller::new(LEASE, instant()));
     let ask_size = |caller: &mut Caller| {
         let ask = ask(caller)?;
-        caller.answered(&ask, None, Some(u32::MAX), 1, instant()).map(|_| ask.size(1))
+        caller
+            .answered(&ask, None, Some(u32::MAX), 1, instant())
+            .map(|_| ask.size(1))
     };
     caller.want(1);
-    assert_eq!(ask_size(&mut caller), Some(1), "it is not known how much is left");
+    assert_eq!(
+        ask_size(&mut caller),
+        Some(1),
+        "it is not known how much is left"
+    );
     for _ in 0..40 {
         advance(Duration::from_millis(1)).await;
         let _ = spend(&mut caller, &policies, 3);
     }
-    assert_eq!(ask_size(&mut caller), Some(600), "3 a millisecond, for 200 ms");
+    assert_eq!(
+        ask_size(&mut caller),
+        Some(600),
+        "3 a millisecond, for 200 ms"
+    );
     let _ = spend(&mut caller, &policies, 40);
-    assert_eq!(ask_size(&mut caller), Some(320), "all of it came in one moment");
+    assert_eq!(
+        ask_size(&mut caller),
+        Some(320),
+        "all of it came in one moment"
+    );
 }
 
 fn asks(store: &MockStore) -> usize {
-    store.asked().iter().filter(|check| check.mode() == Mode::UpTo).count()
+    store
+        .asked()
+        .iter()
+        .filter(|check| check.mode() == Mode::UpTo)
+        .count()
 }
 
 #[tokio::test(start_paused = true)]
@@ -68,7 +97,11 @@ async fn callers_at_their_limit_are_seldom_asked_for() {
         Answer::Pending { .. } => unreachable!(),
     });
     let leased = Leased::new(store.clone());
-    let few = Policy::new("p", Strategy::SlidingLog, Quota::per_minute(20)).unwrap().leased(LEASE).unwrap().into();
+    let few = Policy::new("p", Strategy::SlidingLog, Quota::per_minute(20))
+        .unwrap()
+        .leased(LEASE)
+        .unwrap()
+        .into();
     let asks_in = async |millis| {
         let before = asks(&store);
         for _ in 0..millis {
@@ -79,7 +112,10 @@ async fn callers_at_their_limit_are_seldom_asked_for() {
     };
     let _ = asks_in(200).await;
     let asks = asks_in(1_000).await;
-    assert!((2..=10).contains(&asks), "{asks} asks in 1 s, a quarter of a lease time apart");
+    assert!(
+        (2..=10).contains(&asks),
+        "{asks} asks in 1 s, a quarter of a lease time apart"
+    );
 }
 
 /// It may have been charged; and by the time that an unsent one could be sent, it may not be wanted any more.
@@ -110,7 +146,11 @@ impl Store for Held {
         let Self(local, permits) = self.clone();
         Answer::pending(Box::pin(async move {
             let is_ask = check.mode() == Mode::UpTo;
-            let _permit = if is_ask { permits.acquire().await.ok() } else { None };
+            let _permit = if is_ask {
+                permits.acquire().await.ok()
+            } else {
+                None
+            };
             local.check(check).await
         }))
     }
@@ -118,7 +158,13 @@ impl Store for Held {
 
 #[test]
 fn other_runtimes_wait_for_asks_on() {
-    let runtime = || -> Runtime { Builder::new_current_thread().enable_time().start_paused(true).build().unwrap() };
+    let runtime = || -> Runtime {
+        Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            .build()
+            .unwrap()
+    };
     let (policies, permits, first) = (log(), Arc::new(Semaphore::new(0)), runtime());
     let store = Leased::new(Held(LocalStore::default(), Arc::clone(&permits)));
     let some = async || {
@@ -145,5 +191,9 @@ async fn callers_with_blocks_are_bounded() {
             drop(leased.check(Check::take(Key::from(caller), &policies, 1)));
         }
     }
-    assert!((MOST - 1_000..=MOST).contains(&leased.inner.callers()), "{}", leased.inner.callers());
+    assert!(
+        (MOST - 1_000..=MOST).contains(&leased.inner.callers()),
+        "{}",
+        leased.inner.callers()
+    );
 }

@@ -14,7 +14,9 @@ use crate::check::Verdict;
 use crate::error::StoreError;
 use crate::leases::block::{Block, Taken};
 use crate::leases::simulation::world::Blocks;
-use crate::limit::{Align, Check, Decision, Key, Mode, Policies, Policy, Quota, Refill, Source, Strategy};
+use crate::limit::{
+    Align, Check, Decision, Key, Mode, Policies, Policy, Quota, Refill, Source, Strategy,
+};
 use crate::observe::Observer;
 use crate::refunds::{RefundQueue, StoreQueue};
 use crate::store::{Answer, Fallback, LocalStore, MockStore, Share, Store};
@@ -24,7 +26,10 @@ use crate::{Leased, Limiter};
 pub(super) const LEASE: Duration = Duration::from_millis(400);
 
 fn policy(strategy: Strategy, quota: &str) -> Policy {
-    Policy::new("p", strategy, quota.parse().unwrap()).unwrap().leased(LEASE).unwrap()
+    Policy::new("p", strategy, quota.parse().unwrap())
+        .unwrap()
+        .leased(LEASE)
+        .unwrap()
 }
 
 /// A log: what is refunded of it can be taken again at once.
@@ -41,7 +46,11 @@ pub(super) async fn take<S: Store>(store: &S, policies: &Policies) -> Decision {
 }
 
 pub(super) async fn left(store: &LocalStore, policies: &Policies) -> u32 {
-    store.check(Check::peek(ann(), policies, 1)).await.unwrap().remaining()
+    store
+        .check(Check::peek(ann(), policies, 1))
+        .await
+        .unwrap()
+        .remaining()
 }
 
 /// A store over `local` with a block of which some is spent, and how much is left of it.
@@ -61,12 +70,17 @@ async fn hot(local: &LocalStore, policies: &Policies) -> (Leased<LocalStore>, u3
 #[tokio::test(start_paused = true)]
 async fn nothing_is_spent_after_a_stop() {
     let (policies, local) = (log(), LocalStore::default());
-    let decision = local.check(Check::up_to(ann(), &policies, 10)).await.unwrap();
+    let decision = local
+        .check(Check::up_to(ann(), &policies, 10))
+        .await
+        .unwrap();
     let asked_at = instant();
     let mut block = Block::new(ann(), decision, asked_at, LEASE);
     let now = Cell::new(asked_at + LEASE / 8 * 7 - Duration::from_micros(1));
     let check = || Check::take(ann(), &policies, 1);
-    let Taken::Part(decision) = block.take(check(), &|| now.get()) else { panic!() };
+    let Taken::Part(decision) = block.take(check(), &|| now.get()) else {
+        panic!()
+    };
     assert_eq!((decision.remaining(), block.left()), (9_999, 9));
     // A process that is stopped after it has looked for a block and before it reads the clock.
     let stopped = || {
@@ -83,7 +97,10 @@ async fn a_block_dies_with_its_window() {
     for align in [Align::default(), Align::FirstHit] {
         let policies = policy(Strategy::FixedWindow(align), "1000/s").into();
         sleep(Duration::from_millis(850)).await;
-        let decision = local.check(Check::up_to(ann(), &policies, 10)).await.unwrap();
+        let decision = local
+            .check(Check::up_to(ann(), &policies, 10))
+            .await
+            .unwrap();
         let (reset, asked_at) = (decision.reset_after(), instant());
         let block = Block::new(ann(), decision, asked_at, LEASE);
         let lives = block.dies_at() - asked_at;
@@ -102,7 +119,11 @@ async fn quiet_callers_get_their_rest_back() {
     assert!(left(&local, &policies).await < 10_000 - 41);
     sleep(LEASE).await;
     assert_eq!(left(&local, &policies).await, 10_000 - 41);
-    assert_eq!(take(&store, &policies).await.source(), Source::Local, "it does not come often any more");
+    assert_eq!(
+        take(&store, &policies).await.source(),
+        Source::Local,
+        "it does not come often any more"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -123,7 +144,13 @@ async fn the_end_of_a_store_refunds_its_blocks() {
 
 #[test]
 fn the_end_of_a_runtime_refunds_its_blocks() {
-    let runtime = || tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    let runtime = || {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            .build()
+            .unwrap()
+    };
     let (local, policies, first) = (LocalStore::default(), log(), runtime());
     let (store, _) = first.block_on(hot(&local, &policies));
     drop(first);
@@ -139,9 +166,16 @@ async fn a_reset_drops_blocks() {
     let (store, _) = hot(&local, &policies).await;
     let _ = store.check(Check::reset(ann(), &policies)).await.unwrap();
     let decision = take(&store, &policies).await;
-    assert_eq!((decision.source(), decision.remaining()), (Source::Local, 9_999));
+    assert_eq!(
+        (decision.source(), decision.remaining()),
+        (Source::Local, 9_999)
+    );
     sleep(LEASE * 2).await;
-    assert_eq!(left(&local, &policies).await, 9_999, "nothing of before is refunded");
+    assert_eq!(
+        left(&local, &policies).await,
+        9_999,
+        "nothing of before is refunded"
+    );
 }
 
 /// As in a rolling deploy, or on two routes.
@@ -176,16 +210,28 @@ async fn other_checks_go_to_the_shared_store() {
         Check::charge(ann(), &policies, 1),
         Check::refund(ann(), &policies, 1),
     ] {
-        assert_eq!(store.check(check.clone()).await.unwrap().source(), Source::Local, "{check:?}");
+        assert_eq!(
+            store.check(check.clone()).await.unwrap().source(),
+            Source::Local,
+            "{check:?}"
+        );
     }
     assert_eq!(store.check(take(2)).await.unwrap().source(), Source::Leased);
     let plain = Policy::new("plain", Strategy::Gcra, Quota::per_second(1_000)).unwrap();
     let one_is_not = Policies::new([policies[0].clone(), plain.clone()]).unwrap();
-    let in_flight = Policies::new([policies[0].clone(), Policy::in_flight("calls", 1_000).unwrap()]).unwrap();
+    let in_flight = Policies::new([
+        policies[0].clone(),
+        Policy::in_flight("calls", 1_000).unwrap(),
+    ])
+    .unwrap();
     for policies in [plain.into(), one_is_not, in_flight] {
         for _ in 0..40 {
             let check = Check::take(ann(), &policies, 1);
-            assert_eq!(store.check(check).await.unwrap().source(), Source::Local, "{policies:?}");
+            assert_eq!(
+                store.check(check).await.unwrap().source(),
+                Source::Local,
+                "{policies:?}"
+            );
         }
     }
 }
@@ -193,13 +239,22 @@ async fn other_checks_go_to_the_shared_store() {
 #[tokio::test(start_paused = true)]
 async fn several_policies_share_a_block() {
     let local = LocalStore::default();
-    let hour = Policy::new("hour", Strategy::FixedWindow(Align::FirstHit), Quota::per_hour(2_000)).unwrap();
+    let hour = Policy::new(
+        "hour",
+        Strategy::FixedWindow(Align::FirstHit),
+        Quota::per_hour(2_000),
+    )
+    .unwrap();
     let hour = hour.leased(Duration::from_secs(1)).unwrap();
     let policies = Policies::new([policy(Strategy::Gcra, "1000/s burst 5000"), hour]).unwrap();
     let (store, rest) = hot(&local, &policies).await;
     let decision = take(&store, &policies).await;
     assert_eq!(u64::from(rest - 1), store.inner.left());
-    assert_eq!((decision.policy().name(), decision.remaining()), ("hour", 2_000 - 42), "the one with the least left");
+    assert_eq!(
+        (decision.policy().name(), decision.remaining()),
+        ("hour", 2_000 - 42),
+        "the one with the least left"
+    );
     drop(store);
     assert_eq!(left(&local, &policies).await, 2_000 - 42);
 }
@@ -211,13 +266,26 @@ async fn the_rest_of_the_quota_remains_too() {
     let (store, _) = hot(&local, &policies).await;
     for taken in 42..400 {
         let decision = take(&store, &policies).await;
-        assert_eq!(decision.remaining(), 10_000 - taken, "{:?}", decision.source());
+        assert_eq!(
+            decision.remaining(),
+            10_000 - taken,
+            "{:?}",
+            decision.source()
+        );
         sleep(Duration::from_millis(1)).await;
     }
-    let small = Policy::new("p", Strategy::Gcra, Quota::per_second(1_000)).unwrap().leased(LEASE).unwrap().into();
+    let small = Policy::new("p", Strategy::Gcra, Quota::per_second(1_000))
+        .unwrap()
+        .leased(LEASE)
+        .unwrap()
+        .into();
     for _ in 0..1_000 {
         let decision = take(&store, &small).await;
-        assert!(decision.remaining() <= 600, "no more than the capacity: {}", decision.remaining());
+        assert!(
+            decision.remaining() <= 600,
+            "no more than the capacity: {}",
+            decision.remaining()
+        );
         sleep(Duration::from_millis(2)).await;
     }
 }
@@ -237,7 +305,11 @@ impl Store for Slow {
                 sleep(late).await;
             }
             let (remaining, reset) = (decision.remaining(), decision.reset_after());
-            let verdict = |_: &_| Verdict::allowed().with_remaining(remaining).with_reset_after(reset);
+            let verdict = |_: &_| {
+                Verdict::allowed()
+                    .with_remaining(remaining)
+                    .with_reset_after(reset)
+            };
             Ok(check.decided(Source::Other("shared"), decision.granted(), verdict))
         }))
     }
@@ -256,7 +328,11 @@ async fn late_blocks_are_spent_or_refunded() {
             sleep(Duration::from_millis(1)).await;
         }
         sleep(LEASE * 8).await;
-        assert_eq!(left(&shared, &policies).await, 10_000 - granted, "late by {late} ms");
+        assert_eq!(
+            left(&shared, &policies).await,
+            10_000 - granted,
+            "late by {late} ms"
+        );
         assert_eq!(store.inner.callers(), 0, "late by {late} ms");
     }
 }
@@ -300,12 +376,15 @@ async fn outages_spend_blocks_and_charge_none() {
                 Answer::Ready { answer } => answer?,
                 Answer::Pending { .. } => unreachable!(),
             };
-            Ok(check.decided(Source::Other("shared"), decision.granted(), |_| {
-                Verdict::allowed().with_remaining(decision.remaining())
-            }))
+            Ok(
+                check.decided(Source::Other("shared"), decision.granted(), |_| {
+                    Verdict::allowed().with_remaining(decision.remaining())
+                }),
+            )
         }
     });
-    let store = Leased::new(Fallback::new(redis.clone(), local.clone())).share(Share::Fixed(NonZeroU32::MIN));
+    let store = Leased::new(Fallback::new(redis.clone(), local.clone()))
+        .share(Share::Fixed(NonZeroU32::MIN));
     for _ in 0..60 {
         let _ = take(&store, &policies).await;
         sleep(Duration::from_millis(1)).await;
@@ -345,7 +424,10 @@ async fn blocks_leave_enough_for_other_instances() {
     for (count, cost) in [(10, 900), (400, 1), (1, 1)] {
         for _ in 0..count {
             let before = left(&local, &policies).await;
-            let decision = store.check(Check::take(ann(), &policies, cost)).await.unwrap();
+            let decision = store
+                .check(Check::take(ann(), &policies, cost))
+                .await
+                .unwrap();
             assert!(decision.is_allowed());
             // Besides what it takes: an eighth of what is left, or one to know what is left.
             let ahead = before - left(&local, &policies).await;
@@ -378,7 +460,10 @@ impl Store for Stuck {
 async fn late_asks_are_not_refunded() {
     for is_dropped in [true, false] {
         let stuck = Stuck::default();
-        let mut store = Some(Leased::new(Fallback::new(stuck.clone(), LocalStore::default())));
+        let mut store = Some(Leased::new(Fallback::new(
+            stuck.clone(),
+            LocalStore::default(),
+        )));
         for _ in 0..40 {
             drop(store.as_ref().unwrap().check(Check::take(ann(), &log(), 1)));
         }
@@ -386,7 +471,11 @@ async fn late_asks_are_not_refunded() {
             store = None;
         }
         sleep(LEASE).await;
-        assert_eq!((stuck.0.load(Relaxed), stuck.1.load(Relaxed)), (0, 1), "refunds, and asks");
+        assert_eq!(
+            (stuck.0.load(Relaxed), stuck.1.load(Relaxed)),
+            (0, 1),
+            "refunds, and asks"
+        );
         drop(store);
     }
 }
@@ -404,7 +493,11 @@ async fn shutdown_waits_a_second_at_most() {
 
 /// How much others find in a bucket that they empty.
 async fn rest(local: &LocalStore, policies: &Policies) -> u32 {
-    local.check(Check::up_to(ann(), policies, u32::MAX)).await.unwrap().granted()
+    local
+        .check(Check::up_to(ann(), policies, u32::MAX))
+        .await
+        .unwrap()
+        .granted()
 }
 
 /// A part of a block is refunded before its rest is due, between that and when it is sent, or after that, which may be long:
@@ -412,12 +505,29 @@ async fn rest(local: &LocalStore, policies: &Policies) -> u32 {
 #[tokio::test(start_paused = true)]
 async fn what_flowed_back_is_refunded_once() {
     let greedy = Strategy::TokenBucket(Refill::Greedy);
-    for strategy in [Strategy::Gcra, Strategy::LeakyBucket, greedy, Strategy::TokenBucket(Refill::Interval)] {
-        for (stopped, part) in [200, 9_000].into_iter().flat_map(|stopped| [0, 1, 2].map(|part| (stopped, part))) {
-            let (policies, local) = (Policies::from(policy(strategy, "1000/s burst 100000")), LocalStore::default());
-            let decision = local.check(Check::up_to(ann(), &policies, 40_000)).await.unwrap();
+    for strategy in [
+        Strategy::Gcra,
+        Strategy::LeakyBucket,
+        greedy,
+        Strategy::TokenBucket(Refill::Interval),
+    ] {
+        for (stopped, part) in [200, 9_000]
+            .into_iter()
+            .flat_map(|stopped| [0, 1, 2].map(|part| (stopped, part)))
+        {
+            let (policies, local) = (
+                Policies::from(policy(strategy, "1000/s burst 100000")),
+                LocalStore::default(),
+            );
+            let decision = local
+                .check(Check::up_to(ann(), &policies, 40_000))
+                .await
+                .unwrap();
             let mut block = Block::new(ann(), decision, instant(), LEASE);
-            let Taken::Part(spent) = block.take(Check::take(ann(), &policies, 20_000), &instant) else { panic!() };
+            let Taken::Part(spent) = block.take(Check::take(ann(), &policies, 20_000), &instant)
+            else {
+                panic!()
+            };
             let since = instant();
             let refund = async || {
                 for refund in spent.refund(ann(), 20_000, instant() - since) {
@@ -439,18 +549,27 @@ async fn what_flowed_back_is_refunded_once() {
                 refund().await;
             }
             granted += rest(&local, &policies).await;
-            assert!(granted <= 100_000, "{strategy:?} after {stopped} ms, {part}: {granted}");
+            assert!(
+                granted <= 100_000,
+                "{strategy:?} after {stopped} ms, {part}: {granted}"
+            );
         }
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn refunds_of_parts_lower_that_of_the_rest() {
-    let (policies, local) = (Policies::from(policy(Strategy::Gcra, "1000/s burst 100000")), LocalStore::default());
+    let (policies, local) = (
+        Policies::from(policy(Strategy::Gcra, "1000/s burst 100000")),
+        LocalStore::default(),
+    );
     let (store, mut before) = hot(&local, &policies).await;
     // Until a large block has just been begun.
     let left = loop {
-        let _ = store.check(Check::take(ann(), &policies, 20)).await.unwrap();
+        let _ = store
+            .check(Check::take(ann(), &policies, 20))
+            .await
+            .unwrap();
         let left = store.inner.left() as u32;
         if left > before + 1_000 && left < 10_000 {
             break left;
@@ -458,7 +577,10 @@ async fn refunds_of_parts_lower_that_of_the_rest() {
         before = left;
         sleep(Duration::from_millis(1)).await;
     };
-    let part = store.check(Check::take(ann(), &policies, left / 4)).await.unwrap();
+    let part = store
+        .check(Check::take(ann(), &policies, left / 4))
+        .await
+        .unwrap();
     assert_eq!(part.source(), Source::Leased);
     for refund in part.refund(ann(), left / 4, Duration::ZERO) {
         let _ = store.check(refund).await.unwrap();
@@ -467,7 +589,10 @@ async fn refunds_of_parts_lower_that_of_the_rest() {
     let _ = rest(&local, &policies).await;
     drop(store);
     let back = rest(&local, &policies).await;
-    assert!(back > 0 && back <= left - left / 4 - 50 + 20, "{back} of {left}: 50 have flowed back, 20 of them spent");
+    assert!(
+        back > 0 && back <= left - left / 4 - 50 + 20,
+        "{back} of {left}: 50 have flowed back, 20 of them spent"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -486,7 +611,13 @@ async fn blocks_dropped_by_resets_are_observed() {
     sleep(LEASE).await;
     let [told, refunded, expired] =
         [&blocks.charged, &blocks.refunded, &blocks.expired].map(|count| count.load(Relaxed));
-    assert_eq!((told, refunded + expired), (u64::from(charged - (40 - in_memory)), told - u64::from(in_memory)));
+    assert_eq!(
+        (told, refunded + expired),
+        (
+            u64::from(charged - (40 - in_memory)),
+            told - u64::from(in_memory)
+        )
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -523,7 +654,9 @@ impl Store for Late {
 
 #[tokio::test(start_paused = true)]
 async fn blocks_told_after_the_end_are_refunded() {
-    let ends = (0..60).map(|checks| (checks, true)).chain((30..60).map(|checks| (checks, false)));
+    let ends = (0..60)
+        .map(|checks| (checks, true))
+        .chain((30..60).map(|checks| (checks, false)));
     for (checks, is_shut_down) in ends {
         let (policies, local) = (log(), LocalStore::default());
         let store = Leased::new(Late(local.clone(), Duration::from_millis(5)));
@@ -535,11 +668,19 @@ async fn blocks_told_after_the_end_are_refunded() {
         let kept = is_shut_down.then(|| store.clone());
         if is_shut_down {
             store.shutdown().await;
-            assert_eq!(left(&local, &policies).await, 10_000 - granted, "after {checks} checks");
+            assert_eq!(
+                left(&local, &policies).await,
+                10_000 - granted,
+                "after {checks} checks"
+            );
         }
         drop(store);
         sleep(Duration::from_millis(20)).await;
-        assert_eq!(left(&local, &policies).await, 10_000 - granted, "after {checks} checks");
+        assert_eq!(
+            left(&local, &policies).await,
+            10_000 - granted,
+            "after {checks} checks"
+        );
         drop(kept);
     }
 }
@@ -548,7 +689,10 @@ async fn blocks_told_after_the_end_are_refunded() {
 #[tokio::test(start_paused = true)]
 async fn blocks_told_long_after_the_end_are_refunded() {
     let quota = Quota::per(10_000, Duration::from_secs(100));
-    let policy = Policy::new("p", Strategy::SlidingLog, quota).unwrap().leased(Duration::from_secs(20)).unwrap();
+    let policy = Policy::new("p", Strategy::SlidingLog, quota)
+        .unwrap()
+        .leased(Duration::from_secs(20))
+        .unwrap();
     let (policies, local) = (policy.into(), LocalStore::default());
     let store = Leased::new(Late(local.clone(), Duration::from_secs(3)));
     let mut granted = 0;

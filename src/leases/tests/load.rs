@@ -19,7 +19,12 @@ fn load(policies: &Policies, parts: [u32; 4], per_second: u32, seconds: u32) -> 
     let mut world = World::new(1, 4);
     world.shared(|shared| (shared.is_healthy, shared.travels) = (true, 1_000));
     let (key, sum) = (Key::GLOBAL, parts.iter().sum::<u32>());
-    let mut used = Used { asked: 0, granted: 0, denied: 0, checks: 0 };
+    let mut used = Used {
+        asked: 0,
+        granted: 0,
+        denied: 0,
+        checks: 0,
+    };
     let mut due = [0; 4];
     for _ in 0..seconds * 1_000 {
         world.pass(1_000);
@@ -47,7 +52,10 @@ fn policy(strategy: Strategy) -> Policy {
 }
 
 fn leased(strategy: Strategy, time: u64) -> Policies {
-    policy(strategy).leased(Duration::from_millis(time)).unwrap().into()
+    policy(strategy)
+        .leased(Duration::from_millis(time))
+        .unwrap()
+        .into()
 }
 
 /// Of what is granted without leases: a sliding window of ten cells frees each a tenth of its period late.
@@ -56,8 +64,14 @@ fn uneven_instances_use_up_a_quota() {
     for &strategy in Strategy::ALL {
         let all = load(&policy(strategy).into(), [8, 4, 2, 1], 3_000, 3);
         let used = load(&leased(strategy, 20), [8, 4, 2, 1], 3_000, 3);
-        println!("{strategy:?}: {used:?}, {:.3}", used.granted as f64 / all.granted as f64);
-        assert!(used.granted * 100 >= all.granted * 95, "{strategy:?}: {used:?}, of {all:?}");
+        println!(
+            "{strategy:?}: {used:?}, {:.3}",
+            used.granted as f64 / all.granted as f64
+        );
+        assert!(
+            used.granted * 100 >= all.granted * 95,
+            "{strategy:?}: {used:?}, of {all:?}"
+        );
     }
 }
 

@@ -28,8 +28,17 @@ struct Server {
 
 impl Server {
     fn new(per_second: u32, round_trip: Duration) -> Self {
-        let (each, free_at) = (Duration::from_secs(1) / per_second, Arc::new(Mutex::new(instant())));
-        Self { local: LocalStore::default(), each, round_trip, free_at, calls: Arc::default() }
+        let (each, free_at) = (
+            Duration::from_secs(1) / per_second,
+            Arc::new(Mutex::new(instant())),
+        );
+        Self {
+            local: LocalStore::default(),
+            each,
+            round_trip,
+            free_at,
+            calls: Arc::default(),
+        }
     }
 
     /// Decides nothing for this time.
@@ -48,7 +57,12 @@ impl Store for Server {
     type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        let Self { local, each, round_trip, .. } = self.clone();
+        let Self {
+            local,
+            each,
+            round_trip,
+            ..
+        } = self.clone();
         self.calls.fetch_add(1, Relaxed);
         let decided_at = {
             let mut free_at = lock(&self.free_at);
@@ -73,7 +87,11 @@ struct Load {
 
 impl fmt::Display for Load {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { asked, leased, answered } = self;
+        let Self {
+            asked,
+            leased,
+            answered,
+        } = self;
         write!(
             f,
             "{} asked, {} answered, {} from memory",
@@ -85,17 +103,27 @@ impl fmt::Display for Load {
 }
 
 /// So many checks in each millisecond of this time. Nobody waits for their answers.
-async fn load(store: &Leased<Server>, policies: &Policies, key: Key, per_milli: u32, time: Duration) -> Arc<Load> {
+async fn load(
+    store: &Leased<Server>,
+    policies: &Policies,
+    key: Key,
+    per_milli: u32,
+    time: Duration,
+) -> Arc<Load> {
     let (load, start) = (Arc::new(Load::default()), instant());
     for milli in 1.. {
         for _ in 0..per_milli {
-            let (answer, load) = (store.check(Check::take(key, policies, 1)), Arc::clone(&load));
+            let (answer, load) = (
+                store.check(Check::take(key, policies, 1)),
+                Arc::clone(&load),
+            );
             load.asked.fetch_add(1, Relaxed);
             tokio::spawn(async move {
                 let decision = answer.await.unwrap();
                 assert!(decision.is_allowed());
                 load.answered.fetch_add(1, Relaxed);
-                load.leased.fetch_add((decision.source() == Source::Leased).into(), Relaxed);
+                load.leased
+                    .fetch_add((decision.source() == Source::Leased).into(), Relaxed);
             });
         }
         sleep_until(start + Duration::from_millis(milli)).await;
@@ -109,7 +137,12 @@ async fn load(store: &Leased<Server>, policies: &Policies, key: Key, per_milli: 
 const SECOND: Duration = Duration::from_secs(1);
 
 fn policies(lease: Duration) -> Policies {
-    let policy = Policy::new("p", Strategy::Gcra, Quota::per_second(100_000).burst(400_000)).unwrap();
+    let policy = Policy::new(
+        "p",
+        Strategy::Gcra,
+        Quota::per_second(100_000).burst(400_000),
+    )
+    .unwrap();
     policy.leased(lease).unwrap().into()
 }
 
@@ -117,19 +150,31 @@ fn policies(lease: Duration) -> Policies {
 async fn round_trips_of_half_a_lease_save_most_calls() {
     for lease in [20, 100] {
         for eighths in 0..=4 {
-            let (lease, server) =
-                (Duration::from_millis(lease), Server::new(100_000, Duration::from_millis(lease * eighths / 8)));
+            let (lease, server) = (
+                Duration::from_millis(lease),
+                Server::new(100_000, Duration::from_millis(lease * eighths / 8)),
+            );
             let (store, policies) = (Leased::new(server.clone()), policies(lease));
             load(&store, &policies, ann(), 5, SECOND).await;
-            let (before, load) = (server.calls.load(Relaxed), load(&store, &policies, ann(), 5, SECOND * 2).await);
+            let (before, load) = (
+                server.calls.load(Relaxed),
+                load(&store, &policies, ann(), 5, SECOND * 2).await,
+            );
             let calls = server.calls.load(Relaxed) - before;
-            println!("{lease:?}, round trip of {:?}: {load}, {calls} calls", server.round_trip);
+            println!(
+                "{lease:?}, round trip of {:?}: {load}, {calls} calls",
+                server.round_trip
+            );
             assert!(
                 load.leased.load(Relaxed) * 100 >= load.asked.load(Relaxed) * 80,
                 "{:?}: {load}",
                 server.round_trip
             );
-            assert!(calls * 100 <= load.asked.load(Relaxed) * 20, "{:?}: {calls}", server.round_trip);
+            assert!(
+                calls * 100 <= load.asked.load(Relaxed) * 20,
+                "{:?}: {calls}",
+                server.round_trip
+            );
         }
     }
 }
@@ -138,7 +183,10 @@ async fn round_trips_of_half_a_lease_save_most_calls() {
 #[tokio::test(start_paused = true)]
 async fn stalls_heal() {
     for stall in [30, 60, 90, 150, 300, 500] {
-        let (server, lease) = (Server::new(20_000, Duration::from_micros(500)), Duration::from_millis(100));
+        let (server, lease) = (
+            Server::new(20_000, Duration::from_micros(500)),
+            Duration::from_millis(100),
+        );
         let (store, policies) = (Leased::new(server.clone()), policies(lease));
         load(&store, &policies, ann(), 30, SECOND).await;
         let before = server.calls.load(Relaxed);
@@ -160,7 +208,11 @@ async fn stalls_heal() {
         );
         assert!(sent <= 30 * 100, "{stall} ms: {sent} sent");
         sleep(lease).await;
-        assert_eq!(meanwhile.answered.load(Relaxed), meanwhile.asked.load(Relaxed), "{stall} ms");
+        assert_eq!(
+            meanwhile.answered.load(Relaxed),
+            meanwhile.asked.load(Relaxed),
+            "{stall} ms"
+        );
     }
 }
 
@@ -178,7 +230,10 @@ impl Observer for Arc<Problems> {
 async fn short_leases_are_reported() {
     let lease = Duration::from_millis(100);
     for (trip, stall) in [(20, 0), (20, 400), (30, 0), (60, 0), (120, 0)] {
-        let (server, problems) = (Server::new(100_000, Duration::from_millis(trip)), Arc::new(Problems::default()));
+        let (server, problems) = (
+            Server::new(100_000, Duration::from_millis(trip)),
+            Arc::new(Problems::default()),
+        );
         let (store, policies) = (Leased::new(server.clone()), policies(lease));
         store.observe(&(Arc::new(Arc::clone(&problems)) as Arc<dyn Observer>));
         load(&store, &policies, ann(), 5, SECOND).await;
@@ -189,9 +244,16 @@ async fn short_leases_are_reported() {
             assert_eq!(*problems, [""; 0], "{trip} ms, and a stall of {stall} ms");
         } else {
             // A timer of tokio is up to a millisecond late, twice.
-            let figures = (4 * trip..=4 * trip + 8).map(|millis| format!("for at least {millis}.0ms"));
-            assert!(problems.len() == 1 && problems[0].contains("(short-lease: "), "{trip} ms: {problems:?}");
-            assert!({ figures }.any(|figure| problems[0].contains(&figure)), "{trip} ms: {problems:?}");
+            let figures =
+                (4 * trip..=4 * trip + 8).map(|millis| format!("for at least {millis}.0ms"));
+            assert!(
+                problems.len() == 1 && problems[0].contains("(short-lease: "),
+                "{trip} ms: {problems:?}"
+            );
+            assert!(
+                { figures }.any(|figure| problems[0].contains(&figure)),
+                "{trip} ms: {problems:?}"
+            );
         }
     }
 }
@@ -199,7 +261,10 @@ async fn short_leases_are_reported() {
 /// Who sends many keys does not take the block of the caller that comes most.
 #[tokio::test(start_paused = true)]
 async fn the_caller_that_wants_most_keeps_its_blocks() {
-    let (server, policies) = (Server::new(1_000_000, Duration::from_millis(1)), policies(Duration::from_millis(100)));
+    let (server, policies) = (
+        Server::new(1_000_000, Duration::from_millis(1)),
+        policies(Duration::from_millis(100)),
+    );
     let store = Leased::new(server.clone()).max_callers(64.try_into().unwrap());
     let flood = {
         let (store, policies) = (store.clone(), policies.clone());
@@ -214,11 +279,18 @@ async fn the_caller_that_wants_most_keeps_its_blocks() {
         })
     };
     sleep(SECOND).await;
-    assert!((32..=64).contains(&store.inner.callers()), "{}", store.inner.callers());
+    assert!(
+        (32..=64).contains(&store.inner.callers()),
+        "{}",
+        store.inner.callers()
+    );
     load(&store, &policies, ann(), 20, SECOND / 4).await;
     let load = load(&store, &policies, ann(), 20, SECOND).await;
     println!("{load}, {} callers", store.inner.callers());
-    assert!(load.leased.load(Relaxed) * 100 >= load.asked.load(Relaxed) * 95, "{load}");
+    assert!(
+        load.leased.load(Relaxed) * 100 >= load.asked.load(Relaxed) * 95,
+        "{load}"
+    );
     assert!(store.inner.callers() <= 64);
     flood.abort();
 }

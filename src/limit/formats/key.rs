@@ -35,12 +35,22 @@ fn read(text: &str) -> Option<Key> {
         return (!secret.is_empty()).then(|| Key::secret(secret));
     }
     if text.contains(',') {
-        let part = |part: &str| if part == part.trim() { read(part) } else { None };
+        let part = |part: &str| {
+            if part == part.trim() {
+                read(part)
+            } else {
+                None
+            }
+        };
         let parts: Option<Vec<Key>> = text.split(',').map(part).collect();
         return parts.map(|parts| Key::tuple(&parts));
     }
     if let Some(address) = text.strip_prefix("ip:") {
-        return if address == "unix" { Some(Key::UNIX) } else { network(address) };
+        return if address == "unix" {
+            Some(Key::UNIX)
+        } else {
+            network(address)
+        };
     }
     if let Some(digits) = text.strip_prefix('~') {
         return Key::of_digits(digits);
@@ -57,18 +67,25 @@ fn read(text: &str) -> Option<Key> {
 /// Whether a name is meant as another kind of key.
 fn is_of_another_kind(name: &str) -> bool {
     let name = name.trim().to_ascii_lowercase();
-    let marked = ["ip:", "secret:", "route:", "~"].iter().any(|mark| name.starts_with(mark));
+    let marked = ["ip:", "secret:", "route:", "~"]
+        .iter()
+        .any(|mark| name.starts_with(mark));
     marked || name == "*" || name.parse::<IpAddr>().is_ok() || name.parse::<IpNet>().is_ok()
 }
 
 /// The key of an address, or of an IPv6 network: `2001:db8::/64`, and `20010db8000000000000000000000001/128` as in Redis.
 fn network(text: &str) -> Option<Key> {
-    let Some((address, prefix)) = text.split_once('/') else { return text.parse().ok().map(Key::ip) };
+    let Some((address, prefix)) = text.split_once('/') else {
+        return text.parse().ok().map(Key::ip);
+    };
     let address = match address.parse::<Ipv6Addr>() {
         Ok(address) => address,
         Err(_) if address.len() == 32 => u128::from_str_radix(address, 16).ok()?.into(),
         Err(_) => return None,
     };
-    let prefix = prefix.parse().ok().filter(|prefix| (1..=128).contains(prefix))?;
+    let prefix = prefix
+        .parse()
+        .ok()
+        .filter(|prefix| (1..=128).contains(prefix))?;
     Some(Key::network(IpAddr::V6(address), prefix))
 }

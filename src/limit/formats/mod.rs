@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{
-    Deserialize, DeserializeOwned, DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Unexpected, Visitor,
+    Deserialize, DeserializeOwned, DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess,
+    Unexpected, Visitor,
 };
 use serde::ser::Serializer;
 
@@ -52,7 +53,11 @@ impl<'de, T: Setting> DeserializeSeed<'de> for Field<T> {
     type Value = T;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<T, D::Error> {
-        if T::ANY { deserializer.deserialize_any(self) } else { deserializer.deserialize_str(self) }
+        if T::ANY {
+            deserializer.deserialize_any(self)
+        } else {
+            deserializer.deserialize_str(self)
+        }
     }
 }
 
@@ -95,7 +100,10 @@ macro_rules! deserialize {
     ($type:ty) => {
         impl<'de> serde::Deserialize<'de> for $type {
             fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-                serde::de::DeserializeSeed::deserialize($crate::limit::formats::Field::new(""), deserializer)
+                serde::de::DeserializeSeed::deserialize(
+                    $crate::limit::formats::Field::new(""),
+                    deserializer,
+                )
             }
         }
     };
@@ -134,12 +142,19 @@ impl Setting for Duration {
 
     fn read(text: &str) -> Result<Self, ConfigError> {
         duration::parse(text).map_err(|problem| {
-            ConfigError::invalid("duration", text, format_args!("{problem}; write it like `250ms`, `2s` or `15m`"))
+            ConfigError::invalid(
+                "duration",
+                text,
+                format_args!("{problem}; write it like `250ms`, `2s` or `15m`"),
+            )
         })
     }
 }
 
-pub(crate) fn write_duration<S: Serializer>(duration: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+pub(crate) fn write_duration<S: Serializer>(
+    duration: &Duration,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
     serializer.collect_str(&duration::Text(*duration))
 }
 
@@ -184,7 +199,10 @@ impl<T: Setting + DeserializeOwned> Setting for List<T> {
     fn read(text: &str) -> Result<Self, ConfigError> {
         // `split` finds one text in none.
         let texts = text.split(',').filter(|_| !text.trim().is_empty());
-        texts.map(|text| T::read(text.trim())).collect::<Result<_, _>>().map(Self)
+        texts
+            .map(|text| T::read(text.trim()))
+            .collect::<Result<_, _>>()
+            .map(Self)
     }
 
     fn read_list<'de, D: Deserializer<'de>>(list: D, _: Field<Self>) -> Result<Self, D::Error> {

@@ -33,13 +33,24 @@ fn leased<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Err
 impl Serialize for Policy {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let (name, leased) = (self.name().to_owned(), self.lease().map(Span));
-        Table { name, strategy: self.kind(), quota: self.stated(), leased }.serialize(serializer)
+        Table {
+            name,
+            strategy: self.kind(),
+            quota: self.stated(),
+            leased,
+        }
+        .serialize(serializer)
     }
 }
 
 impl<'de> Deserialize<'de> for Policy {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let Table { name, strategy, quota, leased } = Table::deserialize(deserializer)?;
+        let Table {
+            name,
+            strategy,
+            quota,
+            leased,
+        } = Table::deserialize(deserializer)?;
         check_name(&name).map_err(D::Error::custom)?;
         // The place that a format reports may be that of the whole list.
         let located = |error| D::Error::custom(format_args!("policy {name:?}: {error}"));
@@ -60,7 +71,8 @@ impl Serialize for Policies {
 deserialize!(Policies);
 
 impl Setting for Policies {
-    const EXPECTED: &'static str = "a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies";
+    const EXPECTED: &'static str =
+        "a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies";
     const ANY: bool = true;
 
     fn read(text: &str) -> Result<Self, ConfigError> {

@@ -6,14 +6,25 @@ use super::*;
 /// come with the full second.
 #[test]
 fn token_bucket_bursts_match_spring() {
-    let mut caller = Caller::new(Strategy::TokenBucket(Refill::Greedy), Quota::per_second(10).burst(20));
+    let mut caller = Caller::new(
+        Strategy::TokenBucket(Refill::Greedy),
+        Quota::per_second(10).burst(20),
+    );
     let mut spend = |at: i64, tokens: u32| {
         for left in (0..tokens).rev() {
             let decision = caller.take(at, 1);
-            assert_eq!((decision.is_allowed(), decision.remaining()), (true, left), "at {at} us");
+            assert_eq!(
+                (decision.is_allowed(), decision.remaining()),
+                (true, left),
+                "at {at} us"
+            );
         }
         let denied = caller.take(at, 1);
-        assert_eq!((denied.is_allowed(), denied.remaining()), (false, 0), "at {at} us");
+        assert_eq!(
+            (denied.is_allowed(), denied.remaining()),
+            (false, 0),
+            "at {at} us"
+        );
     };
     spend(0, 20);
     spend(S, 10);
@@ -28,7 +39,10 @@ fn token_bucket_bursts_match_spring() {
 fn token_bucket_costs_match_spring() {
     for tokens in [3, 60] {
         let seconds = i64::from(tokens);
-        let mut caller = Caller::new(Strategy::TokenBucket(Refill::Greedy), Quota::per_second(1).burst(tokens));
+        let mut caller = Caller::new(
+            Strategy::TokenBucket(Refill::Greedy),
+            Quota::per_second(1).burst(tokens),
+        );
         for (at, allowed, remaining) in [
             (0, true, 0),
             (0, false, 0),
@@ -39,7 +53,11 @@ fn token_bucket_costs_match_spring() {
             (3 * seconds * S, true, 0),
         ] {
             let decision = caller.take(at, tokens);
-            assert_eq!((decision.is_allowed(), decision.remaining()), (allowed, remaining), "{tokens} at {at} us");
+            assert_eq!(
+                (decision.is_allowed(), decision.remaining()),
+                (allowed, remaining),
+                "{tokens} at {at} us"
+            );
         }
     }
 }
@@ -47,6 +65,14 @@ fn token_bucket_costs_match_spring() {
 /// A `burstCapacity` of 0 blocks every request in Spring; here it is no policy.
 #[test]
 fn a_bucket_of_no_capacity_is_invalid() {
-    let none = Policy::new("p", Strategy::TokenBucket(Refill::Greedy), Quota::per_second(10).burst(0));
-    assert!(none.unwrap_err().to_string().contains("its burst must be at least 1"));
+    let none = Policy::new(
+        "p",
+        Strategy::TokenBucket(Refill::Greedy),
+        Quota::per_second(10).burst(0),
+    );
+    assert!(
+        none.unwrap_err()
+            .to_string()
+            .contains("its burst must be at least 1")
+    );
 }

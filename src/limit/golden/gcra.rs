@@ -8,7 +8,13 @@ use super::*;
 /// nothing.
 fn throttle(caller: &mut Caller, at: i64, quantity: u32) -> [i64; 5] {
     let decision = caller.take(at, quantity);
-    let seconds = |micros: i64| if micros < 0 { -1 } else { (micros as u64).div_ceil(S as u64) as i64 };
+    let seconds = |micros: i64| {
+        if micros < 0 {
+            -1
+        } else {
+            (micros as u64).div_ceil(S as u64) as i64
+        }
+    };
     [
         i64::from(!decision.is_allowed()),
         decision.capacity().into(),
@@ -51,7 +57,11 @@ fn gcra_matches_the_tests_of_redis_cell() {
     .into_iter()
     .enumerate()
     {
-        assert_eq!(throttle(&mut caller, at * MS, quantity), reply, "row {row}: {quantity} at {at} ms");
+        assert_eq!(
+            throttle(&mut caller, at * MS, quantity),
+            reply,
+            "row {row}: {quantity} at {at} ms"
+        );
     }
 }
 
@@ -64,8 +74,17 @@ fn gcra_matches_the_readme_of_redis_cell() {
 
 /// A result of redis_rate since v9: allowed, remaining, and the milliseconds until a retry, -1 if allowed, and a reset.
 fn result(decision: &Decision) -> [i64; 4] {
-    let retry = if decision.is_allowed() { -1 } else { retry(decision) / MS };
-    [decision.granted().into(), decision.remaining().into(), retry, micros(decision.reset_after()) / MS]
+    let retry = if decision.is_allowed() {
+        -1
+    } else {
+        retry(decision) / MS
+    };
+    [
+        decision.granted().into(),
+        decision.remaining().into(),
+        retry,
+        micros(decision.reset_after()) / MS,
+    ]
 }
 
 /// `Allow` and `AllowN` under `PerSecond(10)`, and `Reset`. A cost above the burst never fits, where redis_rate tells a
@@ -73,7 +92,11 @@ fn result(decision: &Decision) -> [i64; 4] {
 #[test]
 fn gcra_allows_as_redis_rate_does() {
     let mut caller = Caller::new(Strategy::Gcra, Quota::per_second(10));
-    assert_eq!(result(&caller.take(0, 0)), [0, 10, -1, 0], "nothing is a peek at a caller who is not there");
+    assert_eq!(
+        result(&caller.take(0, 0)),
+        [0, 10, -1, 0],
+        "nothing is a peek at a caller who is not there"
+    );
     assert_eq!(result(&caller.take(0, 1)), [1, 9, -1, 100]);
     assert_eq!(result(&caller.take(0, 0)), [0, 9, -1, 100]);
     let reset = Check::reset(Key::GLOBAL, &caller.policies);
@@ -83,7 +106,10 @@ fn gcra_allows_as_redis_rate_does() {
     assert_eq!(result(&caller.take(0, 7)), [7, 0, -1, 1_000]);
     assert_eq!(result(&caller.take(0, 10)), [0, 0, 1_000, 1_000]);
     let never = caller.take(0, 1_000);
-    assert_eq!((never.outcome(), result(&never)), (Outcome::ExceedsCapacity, [0, 0, 0, 1_000]));
+    assert_eq!(
+        (never.outcome(), result(&never)),
+        (Outcome::ExceedsCapacity, [0, 0, 0, 1_000])
+    );
 }
 
 /// `AllowAtMost` under `PerSecond(10)`: all that is left, and a wait only if there is not even one.
@@ -99,7 +125,11 @@ fn at_most_matches_redis_rate() {
         (0, [0, 0, -1, 1_000]),
         (1_000, [0, 0, 100, 1_000]),
     ] {
-        assert_eq!(result(&caller.ask(0, Check::up_to, most)), expected, "at most {most}");
+        assert_eq!(
+            result(&caller.ask(0, Check::up_to, most)),
+            expected,
+            "at most {most}"
+        );
     }
 }
 
@@ -108,9 +138,18 @@ fn at_most_matches_redis_rate() {
 fn at_most_charges_only_the_granted_cost() {
     let mut caller = Caller::new(Strategy::Gcra, Quota::per_second(10));
     let _ = caller.take(0, 9);
-    assert_eq!(result(&caller.ask(50 * MS, Check::up_to, 5)), [1, 0, -1, 950]);
-    assert_eq!(result(&caller.ask(50 * MS, Check::up_to, 5)), [0, 0, 50, 950]);
-    assert_eq!(result(&caller.ask(100 * MS, Check::up_to, 5)), [1, 0, -1, 1_000]);
+    assert_eq!(
+        result(&caller.ask(50 * MS, Check::up_to, 5)),
+        [1, 0, -1, 950]
+    );
+    assert_eq!(
+        result(&caller.ask(50 * MS, Check::up_to, 5)),
+        [0, 0, 50, 950]
+    );
+    assert_eq!(
+        result(&caller.ask(100 * MS, Check::up_to, 5)),
+        [1, 0, -1, 1_000]
+    );
 }
 
 /// One per millisecond: no wait is longer than that, and none is rounded away.

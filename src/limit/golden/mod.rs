@@ -6,7 +6,9 @@ mod windows;
 
 use std::time::Duration;
 
-use super::{Align, Check, Decision, Key, Outcome, Policies, Policy, Quota, Refill, Source, State, Strategy};
+use super::{
+    Align, Check, Decision, Key, Outcome, Policies, Policy, Quota, Refill, Source, State, Strategy,
+};
 
 const MS: i64 = 1_000;
 const S: i64 = 1_000_000;
@@ -23,7 +25,10 @@ struct Caller {
 
 impl Caller {
     fn new(strategy: Strategy, quota: Quota) -> Self {
-        Self { policies: Policy::new("p", strategy, quota).unwrap().into(), state: [State::fresh(strategy)] }
+        Self {
+            policies: Policy::new("p", strategy, quota).unwrap().into(),
+            state: [State::fresh(strategy)],
+        }
     }
 
     /// Asks, so many microseconds after the start.

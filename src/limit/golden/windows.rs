@@ -6,7 +6,10 @@ use super::*;
 /// whether it passed. There, what is denied counts too, and the time is in whole seconds.
 #[test]
 fn clock_aligned_windows_match_redis_rate_slots() {
-    let mut caller = Caller::new(Strategy::FixedWindow(Align::default()), Quota::per_minute(10));
+    let mut caller = Caller::new(
+        Strategy::FixedWindow(Align::default()),
+        Quota::per_minute(10),
+    );
     for (at, n, count, delay, allow) in [
         (20 * S, 4, 4, 40 * S, true),
         (20 * S, 7, 4, 40 * S, false),
@@ -20,8 +23,11 @@ fn clock_aligned_windows_match_redis_rate_slots() {
         (3 * MINUTE + 50 * S, 1, 1, 10 * S, true),
     ] {
         let decision = caller.take(at, n);
-        let answer =
-            (decision.capacity() - decision.remaining(), micros(decision.reset_after()), decision.is_allowed());
+        let answer = (
+            decision.capacity() - decision.remaining(),
+            micros(decision.reset_after()),
+            decision.is_allowed(),
+        );
         assert_eq!(answer, (count, delay, allow), "{n} at {at} us");
         if !allow {
             assert_eq!(retry(&decision), delay, "{n} at {at} us");
@@ -45,7 +51,11 @@ fn sliding_log_expiry_matches_redisson() {
     ] {
         let decision = caller.take(at * MS, 1);
         let answer = (decision.remaining(), retry(&decision));
-        assert_eq!(answer, (available, if wait < 0 { wait } else { wait * MS }), "at {at} ms");
+        assert_eq!(
+            answer,
+            (available, if wait < 0 { wait } else { wait * MS }),
+            "at {at} ms"
+        );
     }
 }
 
@@ -54,23 +64,40 @@ fn sliding_log_expiry_matches_redisson() {
 /// raises an error.
 #[test]
 fn sliding_log_weights_match_redisson() {
-    let mut caller = Caller::new(Strategy::SlidingLog, Quota::per(10, Duration::from_secs(10)));
+    let mut caller = Caller::new(
+        Strategy::SlidingLog,
+        Quota::per(10, Duration::from_secs(10)),
+    );
     for (at, permits, available) in [(0, 3, 7), (2, 4, 3), (4, 3, 0)] {
         assert_eq!(caller.take(at * S, permits).remaining(), available);
     }
     for (permits, seconds) in [(1, 5), (3, 5), (4, 7), (7, 7), (8, 9), (10, 9)] {
-        assert_eq!(retry(&caller.take(5 * S, permits)), seconds * S, "{permits} permits");
+        assert_eq!(
+            retry(&caller.take(5 * S, permits)),
+            seconds * S,
+            "{permits} permits"
+        );
     }
     assert_eq!(caller.take(5 * S, 11).outcome(), Outcome::ExceedsCapacity);
-    assert_eq!(caller.take(12 * S, 8).retry_after(), Some(Duration::from_secs(2)));
-    assert_eq!(caller.take(12 * S, 7).remaining(), 0, "what was denied took nothing");
+    assert_eq!(
+        caller.take(12 * S, 8).retry_after(),
+        Some(Duration::from_secs(2))
+    );
+    assert_eq!(
+        caller.take(12 * S, 7).remaining(),
+        0,
+        "what was denied took nothing"
+    );
 }
 
 /// Istio's redisquota, `FIXED_WINDOW` of 10 in 2 seconds: what is allocated, and for how long. What is not allocated is
 /// told a wait, which Istio does not tell.
 #[test]
 fn first_hit_window_matches_istio() {
-    let mut caller = Caller::new(Strategy::FixedWindow(Align::FirstHit), Quota::per(10, Duration::from_secs(2)));
+    let mut caller = Caller::new(
+        Strategy::FixedWindow(Align::FirstHit),
+        Quota::per(10, Duration::from_secs(2)),
+    );
     for (at, amount, best_effort, allocated, wait, valid) in [
         (0, 10, false, 10, -1, 2_000),
         (1_000, 10, false, 0, 1_000, 1_000),
@@ -84,10 +111,22 @@ fn first_hit_window_matches_istio() {
         (8_000, 1, true, 0, 1_500, 1_500),
         (8_000, 0, true, 0, -1, 1_500),
     ] {
-        let decision = caller.ask(at * MS, if best_effort { Check::up_to } else { Check::take }, amount);
+        let decision = caller.ask(
+            at * MS,
+            if best_effort {
+                Check::up_to
+            } else {
+                Check::take
+            },
+            amount,
+        );
         let retry = retry(&decision);
         let retry = if retry < 0 { retry } else { retry / MS };
-        let answer = (decision.granted(), retry, micros(decision.reset_after()) / MS);
+        let answer = (
+            decision.granted(),
+            retry,
+            micros(decision.reset_after()) / MS,
+        );
         assert_eq!(answer, (allocated, wait, valid), "{amount} at {at} ms");
     }
 }
@@ -130,9 +169,21 @@ fn rolling_window_of_cells_matches_istio() {
         (361_000, 1, false, 0, 30_000),
         (391_000, 5, true, 4, -1),
     ] {
-        let decision = caller.ask(at * MS, if best_effort { Check::up_to } else { Check::take }, amount);
+        let decision = caller.ask(
+            at * MS,
+            if best_effort {
+                Check::up_to
+            } else {
+                Check::take
+            },
+            amount,
+        );
         let retry = retry(&decision);
         let retry = if retry < 0 { retry } else { retry / MS };
-        assert_eq!((decision.granted(), retry), (allocated, wait), "{amount} at {at} ms");
+        assert_eq!(
+            (decision.granted(), retry),
+            (allocated, wait),
+            "{amount} at {at} ms"
+        );
     }
 }

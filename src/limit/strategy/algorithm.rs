@@ -44,7 +44,14 @@ pub(crate) trait Algorithm: Default {
     fn charge(&mut self, params: &Params, now: i64, cost: i64, registers: Registers) -> Registers;
     /// Refunds up to `cost` of a charge, so that from then on there is never more room than if only the rest of it had
     /// been charged. Returns the amount actually refunded, as a lower bound; if it is 0, nothing has changed.
-    fn refund(&mut self, params: &Params, now: i64, cost: i64, of: &Charged, registers: Registers) -> Refunded;
+    fn refund(
+        &mut self,
+        params: &Params,
+        now: i64,
+        cost: i64,
+        of: &Charged,
+        registers: Registers,
+    ) -> Refunded;
     /// How long until the state is as if nothing had been charged, with all that it remembers beyond the count. Its key
     /// expires then, and a [refund](Self::refund) recognizes by it which charge is meant.
     fn reset_after(params: &Params, now: i64, registers: Registers) -> i64;

@@ -42,18 +42,40 @@ impl Ask {
         let (registers, dirty) = state.load(params, now);
         let room = T::room(params, now, registers);
         let needs = mode.needs(self.cost, params.capacity);
-        if room < needs && !(mode == Mode::TakeAhead && self.is_due_in_time(state, params, room, registers)) {
-            return Preview { registers, dirty, room, needs, grants: 0, max: -1 };
+        if room < needs
+            && !(mode == Mode::TakeAhead && self.is_due_in_time(state, params, room, registers))
+        {
+            return Preview {
+                registers,
+                dirty,
+                room,
+                needs,
+                grants: 0,
+                max: -1,
+            };
         }
         let mut grants = mode.grants(self.cost, room, params.capacity);
         if mode == Mode::Charge && self.within > 0 {
             grants = grants.min(room + params.units_in(self.within)).max(0);
         }
-        Preview { registers, dirty, room, needs, grants, max: grants }
+        Preview {
+            registers,
+            dirty,
+            room,
+            needs,
+            grants,
+            max: grants,
+        }
     }
 
     /// Whether a cost that there is no room for is due in time, within the debt that the policy bears.
-    fn is_due_in_time<T: Algorithm>(&self, state: &T, params: &Params, room: i64, registers: Registers) -> bool {
+    fn is_due_in_time<T: Algorithm>(
+        &self,
+        state: &T,
+        params: &Params,
+        room: i64,
+        registers: Registers,
+    ) -> bool {
         self.cost <= params.capacity
             && room - self.cost >= -params.capacity
             && state.wait(params, self.now, self.cost, registers) <= self.within
@@ -64,9 +86,21 @@ impl Ask {
     /// A check charges all its policies the same, so each at most `max`, the least that any of them grants: of an
     /// `up_to(5)` under policies with room for 3 and for 9, both are charged 3. But each refunds, or forgets, what it
     /// has itself. A `max` below 0 is of a check that another policy denies.
-    pub(in crate::limit) fn decide<T: Algorithm>(&self, state: &mut T, params: &Params, max: i64) -> (Verdict, i64) {
+    pub(in crate::limit) fn decide<T: Algorithm>(
+        &self,
+        state: &mut T,
+        params: &Params,
+        max: i64,
+    ) -> (Verdict, i64) {
         let &Self { mode, now, .. } = self;
-        let Preview { mut registers, dirty, mut room, needs, grants, .. } = self.preview(state, params);
+        let Preview {
+            mut registers,
+            dirty,
+            mut room,
+            needs,
+            grants,
+            ..
+        } = self.preview(state, params);
         let wait = if room >= needs {
             0
         } else if needs > params.capacity {
@@ -78,7 +112,14 @@ impl Ask {
         match mode {
             Mode::Reset => {
                 *state = T::default();
-                return (Verdict { remaining: params.capacity, wait, reset: 0 }, grants);
+                return (
+                    Verdict {
+                        remaining: params.capacity,
+                        wait,
+                        reset: 0,
+                    },
+                    grants,
+                );
             }
             // Each what it has.
             Mode::Refund if grants > 0 => {
@@ -93,8 +134,24 @@ impl Ask {
         }
         let reset = T::reset_after(params, now, registers);
         if granted > 0 || dirty && mode != Mode::Peek {
-            state.save(params, now, if mode == Mode::Refund { -granted } else { granted }, registers);
+            state.save(
+                params,
+                now,
+                if mode == Mode::Refund {
+                    -granted
+                } else {
+                    granted
+                },
+                registers,
+            );
         }
-        (Verdict { remaining: room.max(0), wait, reset }, granted)
+        (
+            Verdict {
+                remaining: room.max(0),
+                wait,
+                reset,
+            },
+            granted,
+        )
     }
 }

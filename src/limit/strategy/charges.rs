@@ -26,7 +26,10 @@ const WRAP: i64 = 1 << 40;
 
 impl Charge {
     fn new(time: i64, total: i64) -> Self {
-        Self { upper: time << 8 | (total >> 32 & 0xff), lower: total as u32 }
+        Self {
+            upper: time << 8 | (total >> 32 & 0xff),
+            lower: total as u32,
+        }
     }
 
     fn time(self) -> i64 {
@@ -52,7 +55,9 @@ impl fmt::Debug for Charge {
 impl Charges {
     /// One charge.
     pub(super) fn one(time: i64, cost: i64) -> Self {
-        Self(Some(Box::new([Charge::new(0, 0), Charge::new(time, cost)].into())))
+        Self(Some(Box::new(
+            [Charge::new(0, 0), Charge::new(time, cost)].into(),
+        )))
     }
 
     fn queue(&self) -> Option<&VecDeque<Charge>> {
@@ -61,12 +66,15 @@ impl Charges {
 
     /// The place of the newest; 0 if there is none.
     fn last(&self) -> usize {
-        self.queue().map_or(0, |queue| queue.len().saturating_sub(1))
+        self.queue()
+            .map_or(0, |queue| queue.len().saturating_sub(1))
     }
 
     /// The time at a place. There is one.
     pub(super) fn time(&self, place: usize) -> i64 {
-        self.queue().and_then(|queue| queue.get(place)).map_or(0, |charge| charge.time())
+        self.queue()
+            .and_then(|queue| queue.get(place))
+            .map_or(0, |charge| charge.time())
     }
 
     /// The time of the newest, if there is one.
@@ -87,7 +95,9 @@ impl Charges {
     #[inline]
     pub(super) fn freeing(&self, base: usize, over: i64) -> Option<i64> {
         let queue = self.queue()?;
-        let (_, place) = search(base, queue.len(), |place| queue[place].since(queue[base]) >= over);
+        let (_, place) = search(base, queue.len(), |place| {
+            queue[place].since(queue[base]) >= over
+        });
         queue.get(place).map(|charge| charge.time())
     }
 
@@ -156,7 +166,10 @@ impl Charges {
     /// Adds a charge to the newest, if that is of the same time, or after it.
     pub(super) fn add(&mut self, base: usize, time: i64, cost: i64) {
         match &mut self.0 {
-            Some(queue) if queue.len() > base + 1 && queue.back().is_some_and(|newest| newest.time() == time) => {
+            Some(queue)
+                if queue.len() > base + 1
+                    && queue.back().is_some_and(|newest| newest.time() == time) =>
+            {
                 if let Some(newest) = queue.back_mut() {
                     *newest = Charge::new(time, newest.total() + cost);
                 }
@@ -166,7 +179,9 @@ impl Charges {
     }
 
     fn push(&mut self, time: i64, cost: i64) {
-        let Some(queue) = &mut self.0 else { return *self = Self::one(time, cost) };
+        let Some(queue) = &mut self.0 else {
+            return *self = Self::one(time, cost);
+        };
         if queue.len() == queue.capacity() {
             // Not twice as much: a log may be long, and there is one for each caller.
             queue.reserve_exact(2 + queue.len() / 4);
@@ -183,7 +198,11 @@ fn search(mut near: usize, mut far: usize, test: impl Fn(usize) -> bool) -> (usi
     let mut step = 1_usize;
     while near.abs_diff(far) > 1 {
         let ahead = step.min(near.abs_diff(far) / 2);
-        let place = if far > near { near + ahead } else { near - ahead };
+        let place = if far > near {
+            near + ahead
+        } else {
+            near - ahead
+        };
         if test(place) {
             (far, step) = (place, usize::MAX);
         } else {
@@ -201,7 +220,12 @@ mod tests {
     #[test]
     fn a_log_takes_memory_as_needed() {
         let mut charges = Charges::one(0, 1);
-        let room = |charges: &Charges| charges.queue().map(|queue| (queue.len(), queue.capacity())).unwrap();
+        let room = |charges: &Charges| {
+            charges
+                .queue()
+                .map(|queue| (queue.len(), queue.capacity()))
+                .unwrap()
+        };
         for time in 0..1_000 {
             (0..3).for_each(|_| charges.add(0, time, 1));
             let (len, room) = room(&charges);

@@ -34,7 +34,9 @@ pub enum Align {
 /// On the clock, with no offset.
 impl Default for Align {
     fn default() -> Self {
-        Self::Clock { offset: Duration::ZERO }
+        Self::Clock {
+            offset: Duration::ZERO,
+        }
     }
 }
 
@@ -73,7 +75,9 @@ impl Algorithm for State {
         let align = match text.split_once('+') {
             None if text == "first-hit" => Align::FirstHit,
             None if text == "clock" => Align::default(),
-            Some((clock, offset)) if clock.trim_end() == "clock" => Align::Clock { offset: duration::parse(offset)? },
+            Some((clock, offset)) if clock.trim_end() == "clock" => Align::Clock {
+                offset: duration::parse(offset)?,
+            },
             _ => return Err("its alignment is not one of `clock`, `clock+22h` and `first-hit`"),
         };
         Ok(Strategy::FixedWindow(align))
@@ -97,13 +101,26 @@ impl Algorithm for State {
         start + params.period - now
     }
 
-    fn charge(&mut self, _params: &Params, _now: i64, cost: i64, [start, count, _]: Registers) -> Registers {
+    fn charge(
+        &mut self,
+        _params: &Params,
+        _now: i64,
+        cost: i64,
+        [start, count, _]: Registers,
+    ) -> Registers {
         [start, count + cost, 0]
     }
 
     /// Of a charge in the window that holds now: that ends when the window of the charge was to end. Any other ends at
     /// least a period later, and what lies in between is the time that a check is on its way.
-    fn refund(&mut self, params: &Params, now: i64, cost: i64, of: &Charged, registers: Registers) -> Refunded {
+    fn refund(
+        &mut self,
+        params: &Params,
+        now: i64,
+        cost: i64,
+        of: &Charged,
+        registers: Registers,
+    ) -> Refunded {
         let [start, count, _] = registers;
         if 2 * (start + params.period - now - of.left()) >= params.period {
             return (registers, 0);
@@ -112,7 +129,11 @@ impl Algorithm for State {
     }
 
     fn reset_after(params: &Params, now: i64, [start, count, _]: Registers) -> i64 {
-        if count == 0 { 0 } else { start + params.period - now }
+        if count == 0 {
+            0
+        } else {
+            start + params.period - now
+        }
     }
 
     fn save(&mut self, _params: &Params, _now: i64, _cost: i64, [start, count, _]: Registers) {
@@ -130,7 +151,9 @@ impl Algorithm for State {
 
 /// When a window begins that holds `now`: at the last border of the clock, or now.
 fn window_start(params: &Params, now: i64) -> i64 {
-    params.offset.map_or(now, |offset| now - (now - offset).rem_euclid(params.period))
+    params
+        .offset
+        .map_or(now, |offset| now - (now - offset).rem_euclid(params.period))
 }
 
 /// The definition: see `tests`.
@@ -145,7 +168,11 @@ pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool
         _ => {
             let mut start = i128::MIN / 2;
             for (time, _) in &model.grants {
-                start = if *time >= start + period { *time } else { start };
+                start = if *time >= start + period {
+                    *time
+                } else {
+                    start
+                };
             }
             model.granted(|time| time >= start && now < start + period) + cost <= model.limit
         }

@@ -28,7 +28,11 @@ impl Frees {
     pub(crate) fn is_gradual(self) -> bool {
         match self {
             Self::Gradually => true,
-            Self::InBatches | Self::WithWindow | Self::OneByOne | Self::Fading | Self::OnRelease => false,
+            Self::InBatches
+            | Self::WithWindow
+            | Self::OneByOne
+            | Self::Fading
+            | Self::OnRelease => false,
         }
     }
 }

@@ -20,7 +20,12 @@ pub(crate) type State = super::meter::Meter<'g'>;
 /// The definition: see `tests`.
 #[cfg(test)]
 pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
-    let &super::tests::Model { limit, period, burst, .. } = model;
+    let &super::tests::Model {
+        limit,
+        period,
+        burst,
+        ..
+    } = model;
     // Times by the limit, so that an interval is whole.
     let mut tat = 0;
     for (time, cost) in &model.grants {

@@ -16,7 +16,12 @@ pub(crate) type State = super::meter::Meter<'b'>;
 /// The definition: see `tests`.
 #[cfg(test)]
 pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
-    let &super::tests::Model { limit, period, burst, .. } = model;
+    let &super::tests::Model {
+        limit,
+        period,
+        burst,
+        ..
+    } = model;
     let (mut level, mut at) = (0, 0);
     for (time, cost) in &model.grants {
         level = 0.max(level - (time - at) * limit) + cost * period;

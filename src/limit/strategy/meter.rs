@@ -22,7 +22,11 @@ pub(crate) struct Meter<const LETTER: char> {
 /// Registers: the level at now, in ticks, and since when it drains.
 impl<const LETTER: char> Algorithm for Meter<LETTER> {
     fn frees(strategy: Strategy) -> Frees {
-        if strategy == Strategy::TokenBucket(Refill::Interval) { Frees::InBatches } else { Frees::Gradually }
+        if strategy == Strategy::TokenBucket(Refill::Interval) {
+            Frees::InBatches
+        } else {
+            Frees::Gradually
+        }
     }
 
     fn parameter(strategy: Strategy) -> Option<String> {
@@ -46,12 +50,21 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
         }
         let level = self.level.min(2 * params.full);
         let (level, at) = if in_batches {
-            let periods = elapsed.div_euclid(params.period).min(div_ceil(level, params.ticks));
+            let periods = elapsed
+                .div_euclid(params.period)
+                .min(div_ceil(level, params.ticks));
             (level - periods * params.ticks, at + periods * params.period)
         } else {
             (level - elapsed * params.ticks, now)
         };
-        (if level > 0 { [level, at, 0] } else { [0, now, 0] }, future)
+        (
+            if level > 0 {
+                [level, at, 0]
+            } else {
+                [0, now, 0]
+            },
+            future,
+        )
     }
 
     fn room(params: &Params, _now: i64, [level, ..]: Registers) -> i64 {
@@ -59,17 +72,39 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
     }
 
     fn wait(&self, params: &Params, now: i64, cost: i64, [level, at, _]: Registers) -> i64 {
-        Self::drains_in(params, now, level + cost * params.interval - params.full, at)
+        Self::drains_in(
+            params,
+            now,
+            level + cost * params.interval - params.full,
+            at,
+        )
     }
 
-    fn charge(&mut self, params: &Params, _now: i64, cost: i64, [level, at, _]: Registers) -> Registers {
+    fn charge(
+        &mut self,
+        params: &Params,
+        _now: i64,
+        cost: i64,
+        [level, at, _]: Registers,
+    ) -> Registers {
         [level + cost * params.interval, at, 0]
     }
 
-    fn refund(&mut self, params: &Params, now: i64, cost: i64, of: &Charged, [level, at, _]: Registers) -> Refunded {
-        let [cost, charge] = [cost, of.cost].map(|cost| cost.min(2 * params.capacity) * params.interval);
+    fn refund(
+        &mut self,
+        params: &Params,
+        now: i64,
+        cost: i64,
+        of: &Charged,
+        [level, at, _]: Registers,
+    ) -> Refunded {
+        let [cost, charge] =
+            [cost, of.cost].map(|cost| cost.min(2 * params.capacity) * params.interval);
         let ticks = (charge - Self::times_since(params, now, of, at) * params.ticks).clamp(0, cost);
-        ([(level - ticks).max(0), at, 0], div_ceil(ticks, params.interval))
+        (
+            [(level - ticks).max(0), at, 0],
+            div_ceil(ticks, params.interval),
+        )
     }
 
     fn reset_after(params: &Params, now: i64, [level, at, _]: Registers) -> i64 {
@@ -86,7 +121,10 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
             // of these periods is over.
             let level = used * params.interval;
             let periods = div_ceil(level, params.ticks).min(div_ceil(until - now, params.period));
-            return Self { at: until - periods * params.period, level };
+            return Self {
+                at: until - periods * params.period,
+                level,
+            };
         }
         let level = (until - now).clamp(0, params.furthest) * params.ticks;
         Self { at: now, level }
@@ -102,7 +140,11 @@ impl<const LETTER: char> Meter<LETTER> {
     /// In how long so many ticks have drained.
     fn drains_in(params: &Params, now: i64, ticks: i64, at: i64) -> i64 {
         let times = div_ceil(ticks, params.ticks);
-        if Self::in_batches(params) && times > 0 { at + times * params.period - now } else { times }
+        if Self::in_batches(params) && times > 0 {
+            at + times * params.period - now
+        } else {
+            times
+        }
     }
 
     /// How many times ticks have drained since a charge, which alone is certain to have been there all the time: what was

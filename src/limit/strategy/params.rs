@@ -42,9 +42,11 @@ impl Params {
         let period = quota.period().as_micros();
         let (ticks, interval) = match frees {
             Frees::InBatches => (u128::from(quota.limit()), 1),
-            Frees::Gradually | Frees::WithWindow | Frees::OneByOne | Frees::Fading | Frees::OnRelease => {
-                rate(period, u128::from(quota.limit()), u128::from(capacity))
-            }
+            Frees::Gradually
+            | Frees::WithWindow
+            | Frees::OneByOne
+            | Frees::Fading
+            | Frees::OnRelease => rate(period, u128::from(quota.limit()), u128::from(capacity)),
         };
         let full = u128::from(capacity) * interval;
         // The quota has been checked: no period is longer than 2^45 us, no refill than 2^49 us, no `full` than 2^51
@@ -68,7 +70,9 @@ impl Params {
 
     /// How many units of a meter refill in this time, in microseconds, rounded up.
     pub(in crate::limit) fn units_in(&self, time: i64) -> i64 {
-        time.saturating_mul(self.ticks).saturating_add(self.interval - 1) / self.interval
+        time.saturating_mul(self.ticks)
+            .saturating_add(self.interval - 1)
+            / self.interval
     }
 
     /// The same share of a policy, with a tick that drains as that of the whole does. So a level means the same time under
@@ -79,7 +83,13 @@ impl Params {
         if !self.frees.is_gradual() || full > MAX_TICKS / 2 {
             return self;
         }
-        Self { ticks: whole.ticks, interval, full, furthest: 2 * full / whole.ticks + 1, ..self }
+        Self {
+            ticks: whole.ticks,
+            interval,
+            full,
+            furthest: 2 * full / whole.ticks + 1,
+            ..self
+        }
     }
 }
 

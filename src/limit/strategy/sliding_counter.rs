@@ -33,7 +33,11 @@ impl Algorithm for State {
     }
 
     fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
-        let Self { start: begun, current, previous } = *self;
+        let Self {
+            start: begun,
+            current,
+            previous,
+        } = *self;
         let start = window_start(params, now);
         if begun >= start {
             return ([start, current, previous], begun > start);
@@ -49,7 +53,13 @@ impl Algorithm for State {
         params.capacity - current - overlap - i64::from(rest > 0)
     }
 
-    fn wait(&self, params: &Params, now: i64, cost: i64, [start, current, previous]: Registers) -> i64 {
+    fn wait(
+        &self,
+        params: &Params,
+        now: i64,
+        cost: i64,
+        [start, current, previous]: Registers,
+    ) -> i64 {
         let left = start + params.period - now;
         if current + cost <= params.capacity {
             return left - mul_div(params.period, params.capacity - current - cost, previous).0;
@@ -58,20 +68,39 @@ impl Algorithm for State {
         left + params.period - mul_div(params.period, params.capacity - cost, current).0
     }
 
-    fn charge(&mut self, _params: &Params, _now: i64, cost: i64, [start, current, previous]: Registers) -> Registers {
+    fn charge(
+        &mut self,
+        _params: &Params,
+        _now: i64,
+        cost: i64,
+        [start, current, previous]: Registers,
+    ) -> Registers {
         [start, current + cost, previous]
     }
 
     /// From the window of the charge, which was to be gone with the end of the next one: this window, or the one before.
     /// No two such times are less than a period apart, and what lies in between is the time that a check is on its way.
-    fn refund(&mut self, params: &Params, now: i64, cost: i64, of: &Charged, registers: Registers) -> Refunded {
+    fn refund(
+        &mut self,
+        params: &Params,
+        now: i64,
+        cost: i64,
+        of: &Charged,
+        registers: Registers,
+    ) -> Refunded {
         let ([start, current, previous], period) = (registers, params.period);
         let ahead = 2 * (start + 2 * period - now - of.left());
         if ahead < period {
             let rest = (cost - current).max(0);
-            return ([start, (current - cost).max(0), (previous - rest).max(0)], cost);
+            return (
+                [start, (current - cost).max(0), (previous - rest).max(0)],
+                cost,
+            );
         } else if ahead < 3 * period {
-            return ([start, current, (previous - cost).max(0)], cost.min(previous));
+            return (
+                [start, current, (previous - cost).max(0)],
+                cost.min(previous),
+            );
         }
         (registers, 0)
     }
@@ -85,19 +114,37 @@ impl Algorithm for State {
         }
     }
 
-    fn save(&mut self, _params: &Params, _now: i64, _cost: i64, [start, current, previous]: Registers) {
-        *self = Self { start, current, previous };
+    fn save(
+        &mut self,
+        _params: &Params,
+        _now: i64,
+        _cost: i64,
+        [start, current, previous]: Registers,
+    ) {
+        *self = Self {
+            start,
+            current,
+            previous,
+        };
     }
 
     fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
         let start = window_start(params, now);
         let left = start + params.period - now;
         if until - now > left {
-            return Self { start, current: used, previous: 0 };
+            return Self {
+                start,
+                current: used,
+                previous: 0,
+            };
         }
         // As much in the window before as still counts so much.
         let previous = i128::from(used) * i128::from(params.period) / i128::from(left);
-        Self { start, current: 0, previous: previous.min(2 * i128::from(params.capacity)) as i64 }
+        Self {
+            start,
+            current: 0,
+            previous: previous.min(2 * i128::from(params.capacity)) as i64,
+        }
     }
 }
 

@@ -65,23 +65,41 @@ impl Algorithm for State {
     fn wait(&self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Registers) -> i64 {
         let frees = match head {
             NOTHING => None,
-            head => self.charges.freeing(head as usize, sum + cost - params.capacity),
+            head => self
+                .charges
+                .freeing(head as usize, sum + cost - params.capacity),
         };
         frees.map_or(newest, |time| time.min(now)) + params.period - now
     }
 
-    fn charge(&mut self, _params: &Params, now: i64, cost: i64, [sum, head, _]: Registers) -> Registers {
+    fn charge(
+        &mut self,
+        _params: &Params,
+        now: i64,
+        cost: i64,
+        [sum, head, _]: Registers,
+    ) -> Registers {
         [sum + cost, head, now]
     }
 
     /// Of a charge within the period: from the first that was made at its time or later. From an older one it would free
     /// what is about to leave anyway, and from a newer one what would count for longer than the charge did.
-    fn refund(&mut self, _params: &Params, now: i64, cost: i64, of: &Charged, registers: Registers) -> Refunded {
+    fn refund(
+        &mut self,
+        _params: &Params,
+        now: i64,
+        cost: i64,
+        of: &Charged,
+        registers: Registers,
+    ) -> Refunded {
         let [sum, head, newest] = registers;
         let left = (sum - cost).max(0);
         if of.left() <= 0 {
             return (registers, 0);
-        } else if head == NOTHING || left == 0 || self.charges.newest().is_some_and(|newest| newest > now) {
+        } else if head == NOTHING
+            || left == 0
+            || self.charges.newest().is_some_and(|newest| newest > now)
+        {
             // What is left of a clock that has gone back is as if it had been charged now.
             return ([left, NOTHING, newest], cost);
         }
@@ -90,7 +108,11 @@ impl Algorithm for State {
     }
 
     fn reset_after(params: &Params, now: i64, [sum, _, newest]: Registers) -> i64 {
-        if sum == 0 { 0 } else { newest + params.period - now }
+        if sum == 0 {
+            0
+        } else {
+            newest + params.period - now
+        }
     }
 
     fn save(&mut self, _params: &Params, now: i64, cost: i64, [sum, head, newest]: Registers) {
@@ -109,7 +131,9 @@ impl Algorithm for State {
 
     fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
         // All that is used goes with the newest charge: some of it may have gone before.
-        Self { charges: Charges::one((until - params.period).min(now), used) }
+        Self {
+            charges: Charges::one((until - params.period).min(now), used),
+        }
     }
 }
 

@@ -36,19 +36,23 @@ impl Algorithm for State {
 
     fn adapt(strategy: Strategy, params: &mut Params, _: Quota) -> Result<(), ConfigError> {
         match strategy {
-            Strategy::SlidingWindow { cells: cells @ 1..=1000 } => {
+            Strategy::SlidingWindow {
+                cells: cells @ 1..=1000,
+            } => {
                 params.width = (params.period as u64).div_ceil(cells.into()) as i64;
                 Ok(())
             }
-            Strategy::SlidingWindow { cells } => {
-                Err(ConfigError::new(format!("a sliding window of {cells} cells: cut it into 1 to 1000")))
-            }
+            Strategy::SlidingWindow { cells } => Err(ConfigError::new(format!(
+                "a sliding window of {cells} cells: cut it into 1 to 1000"
+            ))),
             _ => Ok(()),
         }
     }
 
     fn parameter(strategy: Strategy) -> Option<String> {
-        let Strategy::SlidingWindow { cells } = strategy else { return None };
+        let Strategy::SlidingWindow { cells } = strategy else {
+            return None;
+        };
         Some(format!("{cells} cells"))
     }
 
@@ -58,12 +62,16 @@ impl Algorithm for State {
         let cells = quota::whole(digits).filter(|_| matches!(unit.trim_start(), "cell" | "cells"));
         let cells = cells.ok_or("its parameter is not a number of cells, such as `10 cells`")?;
         // One that does not fit is too large in any case.
-        Ok(Strategy::SlidingWindow { cells: u16::try_from(cells).unwrap_or(u16::MAX) })
+        Ok(Strategy::SlidingWindow {
+            cells: u16::try_from(cells).unwrap_or(u16::MAX),
+        })
     }
 
     fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
         let start = now - params.period;
-        let Some((head, sum, newest)) = self.cells.after(start) else { return clean([0, NOTHING, 0]) };
+        let Some((head, sum, newest)) = self.cells.after(start) else {
+            return clean([0, NOTHING, 0]);
+        };
         // After the clock has gone back, charges of later cells count as charged now.
         let latest = cell_end(params, now);
         ([sum, head as i64, newest.min(latest)], newest > latest)
@@ -76,17 +84,32 @@ impl Algorithm for State {
     fn wait(&self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Registers) -> i64 {
         let frees = match head {
             NOTHING => None,
-            head => self.cells.freeing(head as usize, sum + cost - params.capacity),
+            head => self
+                .cells
+                .freeing(head as usize, sum + cost - params.capacity),
         };
         frees.map_or(newest, |ends| ends.min(newest)) + params.period - now
     }
 
-    fn charge(&mut self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Registers) -> Registers {
+    fn charge(
+        &mut self,
+        params: &Params,
+        now: i64,
+        cost: i64,
+        [sum, head, newest]: Registers,
+    ) -> Registers {
         [sum + cost, head, newest.max(cell_end(params, now))]
     }
 
     /// Of a charge that counts still, from its cell on: see the sliding log.
-    fn refund(&mut self, params: &Params, now: i64, cost: i64, of: &Charged, registers: Registers) -> Refunded {
+    fn refund(
+        &mut self,
+        params: &Params,
+        now: i64,
+        cost: i64,
+        of: &Charged,
+        registers: Registers,
+    ) -> Refunded {
         let [sum, head, mut newest] = registers;
         if of.left() <= 0 {
             return (registers, 0);
@@ -99,7 +122,11 @@ impl Algorithm for State {
     }
 
     fn reset_after(params: &Params, now: i64, [sum, _, newest]: Registers) -> i64 {
-        if sum == 0 { 0 } else { newest + params.period - now }
+        if sum == 0 {
+            0
+        } else {
+            newest + params.period - now
+        }
     }
 
     fn save(&mut self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Registers) {
@@ -117,7 +144,9 @@ impl Algorithm for State {
 
     fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
         // All that is used goes with the newest cell: some of it may have gone before.
-        Self { cells: Charges::one((until - params.period).min(cell_end(params, now)), used) }
+        Self {
+            cells: Charges::one((until - params.period).min(cell_end(params, now)), used),
+        }
     }
 }
 
@@ -126,7 +155,8 @@ impl State {
     fn merge_later(&mut self, params: &Params, now: i64, head: usize) {
         let latest = cell_end(params, now);
         if self.cells.newest().is_some_and(|newest| newest > latest) {
-            self.cells.merge(self.cells.first_after(head, latest - 1), latest);
+            self.cells
+                .merge(self.cells.first_after(head, latest - 1), latest);
         }
     }
 }
@@ -139,11 +169,16 @@ fn cell_end(params: &Params, time: i64) -> i64 {
 /// The definition: see `tests`.
 #[cfg(test)]
 pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
-    let Strategy::SlidingWindow { cells } = model.strategy else { unreachable!() };
+    let Strategy::SlidingWindow { cells } = model.strategy else {
+        unreachable!()
+    };
     let (limit, period) = (model.limit, model.period);
     let width = (period + i128::from(cells) - 1) / i128::from(cells);
     let cell_end = |time: i128| (time.div_euclid(width) + 1) * width;
     let allowed = model.granted(|time| cell_end(time) > now - period) + cost <= limit;
-    assert!(!allowed || model.granted(|time| time > now - period) + cost <= limit, "more than the log");
+    assert!(
+        !allowed || model.granted(|time| time > now - period) + cost <= limit,
+        "more than the log"
+    );
     allowed
 }

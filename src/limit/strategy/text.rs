@@ -24,19 +24,32 @@ impl FromStr for Strategy {
     /// For text of another form, and for a sliding window of too few or too many cells.
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         let wrong = |problem| {
-            let all = Self::ALL.iter().map(|strategy| format!("`{strategy}`, ")).collect::<String>();
-            ConfigError::invalid("strategy", text, format_args!("{problem}; write {all}or in a policy `in-flight`"))
+            let all = Self::ALL
+                .iter()
+                .map(|strategy| format!("`{strategy}`, "))
+                .collect::<String>();
+            ConfigError::invalid(
+                "strategy",
+                text,
+                format_args!("{problem}; write {all}or in a policy `in-flight`"),
+            )
         };
         let (name, parameter) = match text.trim().split_once('(') {
             None => (text.trim(), None),
             Some((name, rest)) => {
-                let parameter = rest.strip_suffix(')').ok_or_else(|| wrong("there is no `)` at its end"))?;
+                let parameter = rest
+                    .strip_suffix(')')
+                    .ok_or_else(|| wrong("there is no `)` at its end"))?;
                 (name.trim_end(), Some(parameter.trim()))
             }
         };
         let mut all = Self::ALL.iter().copied();
-        let named = all.find(|strategy| strategy.name() == name).ok_or_else(|| wrong("no strategy has this name"))?;
-        let strategy = parameter.map_or(Ok(named), |parameter| named.with_parameter(parameter)).map_err(wrong)?;
+        let named = all
+            .find(|strategy| strategy.name() == name)
+            .ok_or_else(|| wrong("no strategy has this name"))?;
+        let strategy = parameter
+            .map_or(Ok(named), |parameter| named.with_parameter(parameter))
+            .map_err(wrong)?;
         // Finds what is out of bounds.
         Params::new(strategy.into(), Quota::per_second(1)).map(|_| strategy)
     }
@@ -52,35 +65,80 @@ mod tests {
 
     fn any_strategy() -> impl Generate<Value = Strategy> {
         let offset = (0..u64::MAX, 0u32..1_000_000_000, 0u32..3);
-        (proptest::sample::select(Strategy::ALL), offset, 1u16..=1000).prop_map(|(strategy, offset, cells)| {
-            let (secs, nanos, kind) = offset;
-            let offset =
-                [Duration::from_secs(secs), Duration::from_secs(secs % 30 * 3_600), Duration::new(secs, nanos)];
-            match strategy {
-                Strategy::FixedWindow(Align::Clock { .. }) => {
-                    Strategy::FixedWindow(Align::Clock { offset: offset[kind as usize] })
+        (proptest::sample::select(Strategy::ALL), offset, 1u16..=1000).prop_map(
+            |(strategy, offset, cells)| {
+                let (secs, nanos, kind) = offset;
+                let offset = [
+                    Duration::from_secs(secs),
+                    Duration::from_secs(secs % 30 * 3_600),
+                    Duration::new(secs, nanos),
+                ];
+                match strategy {
+                    Strategy::FixedWindow(Align::Clock { .. }) => {
+                        Strategy::FixedWindow(Align::Clock {
+                            offset: offset[kind as usize],
+                        })
+                    }
+                    Strategy::SlidingWindow { .. } => Strategy::SlidingWindow { cells },
+                    other => other,
                 }
-                Strategy::SlidingWindow { .. } => Strategy::SlidingWindow { cells },
-                other => other,
-            }
-        })
+            },
+        )
     }
 
     #[test]
     fn text_forms() {
-        let utc_plus_2 = Strategy::FixedWindow(Align::Clock { offset: Duration::from_secs(22 * 3_600) });
+        let utc_plus_2 = Strategy::FixedWindow(Align::Clock {
+            offset: Duration::from_secs(22 * 3_600),
+        });
         for (text, strategy, canonical) in [
             ("gcra", Strategy::Gcra, "gcra"),
             (" leaky-bucket ", Strategy::LeakyBucket, "leaky-bucket"),
-            ("fixed-window", Strategy::FixedWindow(Align::default()), "fixed-window"),
-            ("fixed-window(clock)", Strategy::FixedWindow(Align::default()), "fixed-window"),
-            ("fixed-window( clock + 22 hours )", utc_plus_2, "fixed-window(clock+22h)"),
-            ("fixed-window(first-hit)", Strategy::FixedWindow(Align::FirstHit), "fixed-window(first-hit)"),
-            ("sliding-window", Strategy::SlidingWindow { cells: 10 }, "sliding-window(10 cells)"),
-            ("sliding-window (60cells)", Strategy::SlidingWindow { cells: 60 }, "sliding-window(60 cells)"),
-            ("sliding-window(1 cell)", Strategy::SlidingWindow { cells: 1 }, "sliding-window(1 cells)"),
-            ("token-bucket(greedy)", Strategy::TokenBucket(Refill::Greedy), "token-bucket"),
-            ("token-bucket(interval)", Strategy::TokenBucket(Refill::Interval), "token-bucket(interval)"),
+            (
+                "fixed-window",
+                Strategy::FixedWindow(Align::default()),
+                "fixed-window",
+            ),
+            (
+                "fixed-window(clock)",
+                Strategy::FixedWindow(Align::default()),
+                "fixed-window",
+            ),
+            (
+                "fixed-window( clock + 22 hours )",
+                utc_plus_2,
+                "fixed-window(clock+22h)",
+            ),
+            (
+                "fixed-window(first-hit)",
+                Strategy::FixedWindow(Align::FirstHit),
+                "fixed-window(first-hit)",
+            ),
+            (
+                "sliding-window",
+                Strategy::SlidingWindow { cells: 10 },
+                "sliding-window(10 cells)",
+            ),
+            (
+                "sliding-window (60cells)",
+                Strategy::SlidingWindow { cells: 60 },
+                "sliding-window(60 cells)",
+            ),
+            (
+                "sliding-window(1 cell)",
+                Strategy::SlidingWindow { cells: 1 },
+                "sliding-window(1 cells)",
+            ),
+            (
+                "token-bucket(greedy)",
+                Strategy::TokenBucket(Refill::Greedy),
+                "token-bucket",
+            ),
+            (
+                "token-bucket(interval)",
+                Strategy::TokenBucket(Refill::Interval),
+                "token-bucket(interval)",
+            ),
         ] {
             assert_eq!(text.parse(), Ok(strategy), "{text}");
             assert_eq!(strategy.to_string(), canonical);
@@ -107,19 +165,43 @@ mod tests {
             ("gcra(", "no `)`"),
             ("token-bucket(interval) x", "no `)`"),
             ("token-bucket(eager)", "neither `greedy` nor `interval`"),
-            ("fixed-window(60)", "not one of `clock`, `clock+22h` and `first-hit`"),
-            ("fixed-window(hour+2h)", "not one of `clock`, `clock+22h` and `first-hit`"),
-            ("fixed-window(clock-2h)", "not one of `clock`, `clock+22h` and `first-hit`"),
+            (
+                "fixed-window(60)",
+                "not one of `clock`, `clock+22h` and `first-hit`",
+            ),
+            (
+                "fixed-window(hour+2h)",
+                "not one of `clock`, `clock+22h` and `first-hit`",
+            ),
+            (
+                "fixed-window(clock-2h)",
+                "not one of `clock`, `clock+22h` and `first-hit`",
+            ),
             ("fixed-window(clock+2)", "the duration has no unit"),
-            ("sliding-window(60)", "not a number of cells, such as `10 cells`"),
-            ("sliding-window(60s)", "not a number of cells, such as `10 cells`"),
-            ("sliding-window()", "not a number of cells, such as `10 cells`"),
+            (
+                "sliding-window(60)",
+                "not a number of cells, such as `10 cells`",
+            ),
+            (
+                "sliding-window(60s)",
+                "not a number of cells, such as `10 cells`",
+            ),
+            (
+                "sliding-window()",
+                "not a number of cells, such as `10 cells`",
+            ),
             ("sliding-window(0 cells)", "0 cells: cut it into 1 to 1000"),
-            ("sliding-window(1001 cells)", "1001 cells: cut it into 1 to 1000"),
+            (
+                "sliding-window(1001 cells)",
+                "1001 cells: cut it into 1 to 1000",
+            ),
             ("sliding-window(100000 cells)", "cut it into 1 to 1000"),
         ] {
             let error = text.parse::<Strategy>().unwrap_err().to_string();
-            assert!(error.contains(part), "{text:?} gave {error:?}, which lacks {part:?}");
+            assert!(
+                error.contains(part),
+                "{text:?} gave {error:?}, which lacks {part:?}"
+            );
         }
     }
 

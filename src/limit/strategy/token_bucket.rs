@@ -29,7 +29,12 @@ pub(crate) type State = super::meter::Meter<'t'>;
 /// The definition: see `tests`.
 #[cfg(test)]
 pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
-    let &super::tests::Model { limit, period, burst, .. } = model;
+    let &super::tests::Model {
+        limit,
+        period,
+        burst,
+        ..
+    } = model;
     if model.strategy == super::Strategy::TokenBucket(Refill::Greedy) {
         // Tokens by the period, so that a refill is whole.
         let (mut tokens, mut at) = (burst * period, 0);

@@ -27,8 +27,12 @@ pub struct UntilAnswer<Res> {
 type Rule<Res> = dyn Fn(&Result<Res, BoxError>) -> Settlement + Send + Sync;
 
 impl<Res> UntilAnswer<Res> {
-    pub(super) fn new(rule: impl Fn(&Result<Res, BoxError>) -> Settlement + Send + Sync + 'static) -> Self {
-        Self { rule: Arc::new(rule) }
+    pub(super) fn new(
+        rule: impl Fn(&Result<Res, BoxError>) -> Settlement + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            rule: Arc::new(rule),
+        }
     }
 }
 
@@ -51,7 +55,9 @@ impl<Res: 'static> CallEnding<Res> for UntilAnswer<Res> {
 
 impl<Res> Clone for UntilAnswer<Res> {
     fn clone(&self) -> Self {
-        Self { rule: Arc::clone(&self.rule) }
+        Self {
+            rule: Arc::clone(&self.rule),
+        }
     }
 }
 

@@ -60,11 +60,20 @@ pub(super) struct Call<T, S, R, E> {
 }
 
 impl<F, Res, D, C, E: Clone> State<F, Res, D, C, E> {
-    pub(super) fn calling<T, S, R>(config: &Config<S, R, E>, inner: &mut T, request: R, grant: Grant<D>) -> Self
+    pub(super) fn calling<T, S, R>(
+        config: &Config<S, R, E>,
+        inner: &mut T,
+        request: R,
+        grant: Grant<D>,
+    ) -> Self
     where
         T: Service<R, Future = F>,
     {
-        Self::Calling { response: inner.call(request), grant, ending: config.ending.clone() }
+        Self::Calling {
+            response: inner.call(request),
+            grant,
+            ending: config.ending.clone(),
+        }
     }
 }
 
@@ -81,21 +90,36 @@ where
         let mut state = self.project().state;
         loop {
             let next = match state.as_mut().project() {
-                StateProj::Undecided { pending, call: waiting } => {
-                    let Some(Call { config, inner, request }) = waiting else {
+                StateProj::Undecided {
+                    pending,
+                    call: waiting,
+                } => {
+                    let Some(Call {
+                        config,
+                        inner,
+                        request,
+                    }) = waiting
+                    else {
                         polled_after_completion("CallFuture");
                     };
-                    let admitted = ready!(pending.poll(cx, &config.gate, request, inner)).map_err(Into::into)?;
+                    let admitted = ready!(pending.poll(cx, &config.gate, request, inner))
+                        .map_err(Into::into)?;
                     // It is there: only this arm takes it, and leaves this state at once.
                     let Some(mut call) = waiting.take() else {
                         polled_after_completion("CallFuture");
                     };
                     match admitted {
-                        Ok((grant, _)) => State::calling(&call.config, &mut call.inner, call.request, grant),
+                        Ok((grant, _)) => {
+                            State::calling(&call.config, &mut call.inner, call.request, grant)
+                        }
                         Err(refusal) => return Poll::Ready(Err(refusal.into())),
                     }
                 }
-                StateProj::Calling { response, grant, ending } => {
+                StateProj::Calling {
+                    response,
+                    grant,
+                    ending,
+                } => {
                     let _ = grant.poll_shadows(cx);
                     let answer = ready!(response.poll(cx)).map_err(Into::into);
                     if let Some(settlement) = ending.settlement(&answer) {
@@ -105,11 +129,18 @@ where
                     if !grant.has_shadows() {
                         return Poll::Ready(answer);
                     }
-                    State::Answered { answer: Some(answer), grant: mem::take(grant) }
+                    State::Answered {
+                        answer: Some(answer),
+                        grant: mem::take(grant),
+                    }
                 }
                 StateProj::Answered { answer, grant } => {
                     ready!(grant.poll_shadows(cx));
-                    return Poll::Ready(answer.take().unwrap_or_else(|| polled_after_completion("CallFuture")));
+                    return Poll::Ready(
+                        answer
+                            .take()
+                            .unwrap_or_else(|| polled_after_completion("CallFuture")),
+                    );
                 }
             };
             state.set(next);

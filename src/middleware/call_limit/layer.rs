@@ -4,7 +4,9 @@ use std::sync::Arc;
 use tower_layer::Layer;
 
 use super::{BoxError, CallLimit, UntilAnswer};
-use crate::gate::{Gate, Holds, KeyExtractor, OnError, OnMissingKey, PolicySelector, Selector, Wait};
+use crate::gate::{
+    Gate, Holds, KeyExtractor, OnError, OnMissingKey, PolicySelector, Selector, Wait,
+};
 use crate::limit::Policies;
 use crate::middleware::rate_limit::AsIs;
 use crate::middleware::settings::Settings;
@@ -79,7 +81,10 @@ pub(super) struct Config<S, R, E> {
 
 impl<S: Clone, R: 'static, E: Clone> Clone for Config<S, R, E> {
     fn clone(&self) -> Self {
-        Self { gate: self.gate.clone(), ending: self.ending.clone() }
+        Self {
+            gate: self.gate.clone(),
+            ending: self.ending.clone(),
+        }
     }
 }
 
@@ -87,8 +92,13 @@ impl<S: Store, K: KeyExtractor<R>, R: 'static> CallLimitLayer<S, K, R> {
     /// Counts requests in `store`, by the keys that `extractor` finds, under the policies that `policies` gives: a
     /// [`Policy`](crate::Policy), several [`Policies`], or another [`PolicySelector`].
     pub fn new(store: S, extractor: K, policies: impl PolicySelector<R>) -> Self {
-        let config = Config { gate: Gate::new(store, policies, Holds::InFlight), ending: AsIs };
-        Self { settings: Settings::new(Arc::new(extractor), config) }
+        let config = Config {
+            gate: Gate::new(store, policies, Holds::InFlight),
+            ending: AsIs,
+        };
+        Self {
+            settings: Settings::new(Arc::new(extractor), config),
+        }
     }
 }
 
@@ -173,7 +183,10 @@ impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
     ) -> CallLimitLayer<S, K, R, UntilAnswer<Res>> {
         self.change_to(|Config { mut gate, .. }| {
             gate.settle();
-            Config { gate, ending: UntilAnswer::new(rule) }
+            Config {
+                gate,
+                ending: UntilAnswer::new(rule),
+            }
         })
     }
 
@@ -226,14 +239,19 @@ impl<T, S, K, R, E> Layer<T> for CallLimitLayer<S, K, R, E> {
     type Service = CallLimit<T, S, K, R, E>;
 
     fn layer(&self, inner: T) -> Self::Service {
-        CallLimit { inner, settings: self.settings.clone() }
+        CallLimit {
+            inner,
+            settings: self.settings.clone(),
+        }
     }
 }
 
 /// Shared, so that no part of it has to be `Clone`.
 impl<S, K, R, E> Clone for CallLimitLayer<S, K, R, E> {
     fn clone(&self) -> Self {
-        Self { settings: self.settings.clone() }
+        Self {
+            settings: self.settings.clone(),
+        }
     }
 }
 

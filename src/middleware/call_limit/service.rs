@@ -38,16 +38,36 @@ where
     fn call(&mut self, request: R) -> Self::Future {
         let (extractor, config) = self.settings.current();
         match config.gate.admit(extractor, &request) {
-            Admission::Pass(grant, _) => CallFuture { state: State::calling(config, &mut self.inner, request, grant) },
+            Admission::Pass(grant, _) => CallFuture {
+                state: State::calling(config, &mut self.inner, request, grant),
+            },
             Admission::Refuse(refusal) => {
                 drop(take_ready(&mut self.inner));
-                CallFuture { state: State::Answered { answer: Some(Err(refusal.into())), grant: Grant::default() } }
+                CallFuture {
+                    state: State::Answered {
+                        answer: Some(Err(refusal.into())),
+                        grant: Grant::default(),
+                    },
+                }
             }
             Admission::Undecided(pending) => {
                 let ready = take_ready(&mut self.inner);
-                let inner = if pending.is_queued() { self.inner.clone() } else { ready };
-                let call = Call { config: Arc::clone(config), inner, request };
-                CallFuture { state: State::Undecided { pending, call: Some(call) } }
+                let inner = if pending.is_queued() {
+                    self.inner.clone()
+                } else {
+                    ready
+                };
+                let call = Call {
+                    config: Arc::clone(config),
+                    inner,
+                    request,
+                };
+                CallFuture {
+                    state: State::Undecided {
+                        pending,
+                        call: Some(call),
+                    },
+                }
             }
         }
     }
@@ -72,7 +92,10 @@ impl<T, S, K, R, E> CallLimit<T, S, K, R, E> {
 
 impl<T: Clone, S, K, R, E> Clone for CallLimit<T, S, K, R, E> {
     fn clone(&self) -> Self {
-        Self { inner: self.inner.clone(), settings: self.settings.clone() }
+        Self {
+            inner: self.inner.clone(),
+            settings: self.settings.clone(),
+        }
     }
 }
 

@@ -40,13 +40,20 @@ pub struct ExtensionKey<T> {
 ///
 /// A request without the extension is one of a [misconfigured](MissingKey::misconfigured) server: as a rule its layers
 /// are in the wrong order. Where others than users come too, add an [`or`](KeyExtractor::or).
-pub fn by_extension<T, K: Into<Key>>(key: impl Fn(&T) -> K + Send + Sync + 'static) -> ExtensionKey<T> {
-    ExtensionKey { key: Arc::new(move |extension| key(extension).into()) }
+pub fn by_extension<T, K: Into<Key>>(
+    key: impl Fn(&T) -> K + Send + Sync + 'static,
+) -> ExtensionKey<T> {
+    ExtensionKey {
+        key: Arc::new(move |extension| key(extension).into()),
+    }
 }
 
 impl<T: Send + Sync + 'static> KeyExtractor for ExtensionKey<T> {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
-        let extension = request.extensions.get().ok_or_else(|| MissingKey::extension(type_name::<T>()))?;
+        let extension = request
+            .extensions
+            .get()
+            .ok_or_else(|| MissingKey::extension(type_name::<T>()))?;
         Ok(self.key_of(extension))
     }
 }
@@ -62,13 +69,17 @@ impl<T> ExtensionKey<T> {
 /// Shared, so that `T` does not have to be `Clone`.
 impl<T> Clone for ExtensionKey<T> {
     fn clone(&self) -> Self {
-        Self { key: Arc::clone(&self.key) }
+        Self {
+            key: Arc::clone(&self.key),
+        }
     }
 }
 
 impl<T> fmt::Debug for ExtensionKey<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("ExtensionKey").field(&format_args!("{}", type_name::<T>())).finish()
+        f.debug_tuple("ExtensionKey")
+            .field(&format_args!("{}", type_name::<T>()))
+            .finish()
     }
 }
 
@@ -81,16 +92,33 @@ mod tests {
     struct Id<N>(N);
 
     fn with(extension: impl Clone + Send + Sync + 'static) -> Parts {
-        Request::builder().extension(extension).body(()).unwrap().into_parts().0
+        Request::builder()
+            .extension(extension)
+            .body(())
+            .unwrap()
+            .into_parts()
+            .0
     }
 
     #[test]
     fn counts_by_texts_and_numbers() {
         let request = with(Arc::new(Id(42_u64)));
-        assert_eq!(by_extension(|user: &Arc<Id<u64>>| user.0).extract(&request), Ok(Key::new("42")));
-        assert_eq!(by_extension(|user: &Arc<Id<u64>>| user.0.to_string()).extract(&request), Ok(Key::new("42")));
-        assert_eq!(by_extension(|_: &Arc<Id<u64>>| "a team").extract(&request), Ok(Key::new("a team")));
-        assert_eq!(by_extension(|_: &Arc<Id<u64>>| Key::secret("sk")).extract(&request), Ok(Key::secret("sk")));
+        assert_eq!(
+            by_extension(|user: &Arc<Id<u64>>| user.0).extract(&request),
+            Ok(Key::new("42"))
+        );
+        assert_eq!(
+            by_extension(|user: &Arc<Id<u64>>| user.0.to_string()).extract(&request),
+            Ok(Key::new("42"))
+        );
+        assert_eq!(
+            by_extension(|_: &Arc<Id<u64>>| "a team").extract(&request),
+            Ok(Key::new("a team"))
+        );
+        assert_eq!(
+            by_extension(|_: &Arc<Id<u64>>| Key::secret("sk")).extract(&request),
+            Ok(Key::secret("sk"))
+        );
     }
 
     #[test]
@@ -99,9 +127,18 @@ mod tests {
         let missing = by_user.extract(&with(())).unwrap_err();
         assert!(missing.is_misconfigured());
         let told = missing.to_string();
-        assert!(told.contains("extract::extension::tests::Id<u64>` in its extensions"), "{told}");
-        assert!(told.contains("put the layer inside the authentication"), "{told}");
-        assert!(told.ends_with("guide/pitfalls/index.html#no-extension)"), "{told}");
+        assert!(
+            told.contains("extract::extension::tests::Id<u64>` in its extensions"),
+            "{told}"
+        );
+        assert!(
+            told.contains("put the layer inside the authentication"),
+            "{told}"
+        );
+        assert!(
+            told.ends_with("guide/pitfalls/index.html#no-extension)"),
+            "{told}"
+        );
     }
 
     #[test]
@@ -116,17 +153,33 @@ mod tests {
         let by_header = || HeaderKey::new("x-api-key").unwrap();
         assert_eq!(by_header().or(Global).extract(&with(())), Ok(Key::GLOBAL));
         let neither = by_user.or(by_header()).extract(&with(())).unwrap_err();
-        assert!(neither.is_misconfigured(), "the server noted no address: {neither}");
-        let neither = by_extension(|user: &Id<u64>| user.0).or(by_header()).extract(&with(())).unwrap_err();
+        assert!(
+            neither.is_misconfigured(),
+            "the server noted no address: {neither}"
+        );
+        let neither = by_extension(|user: &Id<u64>| user.0)
+            .or(by_header())
+            .extract(&with(()))
+            .unwrap_err();
         assert_eq!(neither.to_string(), "the header x-api-key is missing");
     }
 
     #[test]
     fn no_second_choice_for_what_is_wrong() {
-        let twice = Request::builder().header("x-api-key", "a").header("x-api-key", "b").body(()).unwrap();
+        let twice = Request::builder()
+            .header("x-api-key", "a")
+            .header("x-api-key", "b")
+            .body(())
+            .unwrap();
         let by_header = HeaderKey::new("x-api-key").unwrap().or(Global);
         let malformed = by_header.extract(&twice.into_parts().0).unwrap_err();
         assert!(!malformed.is_absent());
-        assert!(PeerIp.or(Global).extract(&with(())).unwrap_err().is_misconfigured());
+        assert!(
+            PeerIp
+                .or(Global)
+                .extract(&with(()))
+                .unwrap_err()
+                .is_misconfigured()
+        );
     }
 }

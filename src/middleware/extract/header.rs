@@ -50,9 +50,17 @@ impl HeaderKey {
         let name = header_name(name.as_ref())?;
         if [header::FORWARDED.as_str(), "x-forwarded-for"].contains(&name.as_str()) {
             let fix = "the client writes it, and would choose its key: count by `ClientIp::x_forwarded_for()`, and say whom you trust";
-            return Err(ConfigError::invalid("header to count by", name.as_str(), fix));
+            return Err(ConfigError::invalid(
+                "header to count by",
+                name.as_str(),
+                fix,
+            ));
         }
-        Ok(Self { name, secret: true, challenge: None })
+        Ok(Self {
+            name,
+            secret: true,
+            challenge: None,
+        })
     }
 
     /// Keeps values readable in Redis, where [`Key::new`] does. Not for secrets.
@@ -85,7 +93,11 @@ impl HeaderKey {
     /// [`Limiter`](crate::Limiter).
     pub fn key_of(&self, value: impl AsRef<[u8]>) -> Key {
         let value = value.as_ref().trim_ascii();
-        if self.secret { Key::secret(value) } else { Key::new(value) }
+        if self.secret {
+            Key::secret(value)
+        } else {
+            Key::new(value)
+        }
     }
 }
 
@@ -96,7 +108,9 @@ impl KeyExtractor for HeaderKey {
         // Over HTTP/2, blanks around a value are still there.
         let first = values.next().map(|value| value.as_bytes().trim_ascii());
         if values.next().is_some() {
-            return Err(MissingKey::malformed(format!("the header {name} appears more than once")));
+            return Err(MissingKey::malformed(format!(
+                "the header {name} appears more than once"
+            )));
         }
         match first {
             None => Err(MissingKey::header(name, self.challenge.as_ref())),
@@ -114,7 +128,8 @@ impl KeyExtractor for HeaderKey {
 
 pub(super) fn header_name(name: &str) -> Result<HeaderName, ConfigError> {
     let fix = "use letters, digits and `-`, such as `x-real-ip`";
-    name.parse().map_err(|_| ConfigError::invalid("header name", name, fix))
+    name.parse()
+        .map_err(|_| ConfigError::invalid("header name", name, fix))
 }
 
 #[cfg(test)]
@@ -123,7 +138,13 @@ mod tests {
     use http::Request;
 
     fn request(header: &[u8]) -> Parts {
-        Request::builder().uri("/books").header("x-user", header).body(()).unwrap().into_parts().0
+        Request::builder()
+            .uri("/books")
+            .header("x-user", header)
+            .body(())
+            .unwrap()
+            .into_parts()
+            .0
     }
 
     const USER: HeaderName = HeaderName::from_static("x-user");
@@ -152,7 +173,9 @@ mod tests {
             assert_eq!(problem.to_string(), expected);
             assert!(problem.is_absent() && problem.challenge().is_none());
 
-            let challenged = by(name).challenge(HeaderValue::from_static("ApiKey")).extract(&parts);
+            let challenged = by(name)
+                .challenge(HeaderValue::from_static("ApiKey"))
+                .extract(&parts);
             let challenged = challenged.unwrap_err();
             assert_eq!(challenged.to_string(), expected);
             assert_eq!(challenged.challenge().unwrap(), "ApiKey");
@@ -162,12 +185,23 @@ mod tests {
 
     #[test]
     fn a_repeated_header_is_rejected() {
-        for (first, second) in [("alice", "bob"), ("alice", "alice"), ("", "alice"), ("alice", "")] {
-            let request = Request::builder().header("x-user", first).header("x-user", second);
+        for (first, second) in [
+            ("alice", "bob"),
+            ("alice", "alice"),
+            ("", "alice"),
+            ("alice", ""),
+        ] {
+            let request = Request::builder()
+                .header("x-user", first)
+                .header("x-user", second);
             let parts = request.body(()).unwrap().into_parts().0;
             for extractor in [by(USER), by(USER).readable()] {
                 let problem = extractor.extract(&parts).unwrap_err();
-                assert_eq!(problem.to_string(), "the header x-user appears more than once", "{first:?}, {second:?}");
+                assert_eq!(
+                    problem.to_string(),
+                    "the header x-user appears more than once",
+                    "{first:?}, {second:?}"
+                );
                 assert!(!problem.is_absent() && !problem.is_misconfigured());
             }
         }
@@ -192,25 +226,42 @@ mod tests {
         for name in ["X-Forwarded-For", "forwarded"] {
             let error = HeaderKey::new(name).unwrap_err().to_string();
             assert!(
-                error.contains("the client writes it") && error.contains("`ClientIp::x_forwarded_for()`"),
+                error.contains("the client writes it")
+                    && error.contains("`ClientIp::x_forwarded_for()`"),
                 "{error}"
             );
         }
         for name in ["", "x user", "x-user:", "x-us\u{e9}r", &"x".repeat(1 << 17)] {
             let error = HeaderKey::new(name).unwrap_err().to_string();
             let name: String = name.chars().take(80).collect();
-            assert!(error.starts_with(&format!("{name:?} is not a valid header name: use")), "{error}");
+            assert!(
+                error.starts_with(&format!("{name:?} is not a valid header name: use")),
+                "{error}"
+            );
         }
     }
 
     #[test]
     fn surrounding_blanks_do_not_change_the_key() {
-        for value in [&b"alice "[..], b" alice", b"\talice", b"alice\t", b" \t alice \t "] {
-            assert_eq!(by(USER).extract(&request(value)), Ok(Key::secret("alice")), "{value:?}");
+        for value in [
+            &b"alice "[..],
+            b" alice",
+            b"\talice",
+            b"alice\t",
+            b" \t alice \t ",
+        ] {
+            assert_eq!(
+                by(USER).extract(&request(value)),
+                Ok(Key::secret("alice")),
+                "{value:?}"
+            );
         }
         for value in [&b" "[..], b"\t", b"  \t "] {
             let problem = by(USER).extract(&request(value)).unwrap_err();
-            assert!(problem.is_absent() && problem.to_string() == "the header x-user is empty", "{value:?}: {problem}");
+            assert!(
+                problem.is_absent() && problem.to_string() == "the header x-user is empty",
+                "{value:?}: {problem}"
+            );
         }
         assert_eq!(by(USER).extract(&request(b"a b")), Ok(Key::secret("a b")));
     }

@@ -46,7 +46,12 @@ mod tests {
     use http::Request;
 
     fn with<T: Clone + Send + Sync + 'static>(extension: T) -> Parts {
-        Request::builder().extension(extension).body(()).unwrap().into_parts().0
+        Request::builder()
+            .extension(extension)
+            .body(())
+            .unwrap()
+            .into_parts()
+            .0
     }
 
     #[test]
@@ -56,18 +61,41 @@ mod tests {
         assert_eq!(PeerIp.extract(&with(socket)), expected);
         assert_eq!(PeerIp.extract(&with(socket.ip())), expected);
         #[cfg(feature = "axum")]
-        assert_eq!(PeerIp.extract(&with(axum::extract::ConnectInfo(socket))), expected);
+        assert_eq!(
+            PeerIp.extract(&with(axum::extract::ConnectInfo(socket))),
+            expected
+        );
         #[cfg(feature = "axum")]
-        assert_eq!(PeerIp.extract(&with(axum::extract::connect_info::MockConnectInfo(socket))), expected);
+        assert_eq!(
+            PeerIp.extract(&with(axum::extract::connect_info::MockConnectInfo(socket))),
+            expected
+        );
         #[cfg(feature = "tonic")]
         {
-            let tcp = |remote_addr| tonic::transport::server::TcpConnectInfo { local_addr: None, remote_addr };
+            let tcp = |remote_addr| tonic::transport::server::TcpConnectInfo {
+                local_addr: None,
+                remote_addr,
+            };
             assert_eq!(PeerIp.extract(&with(tcp(Some(socket)))), expected);
-            assert!(PeerIp.extract(&with(tcp(None))).unwrap_err().is_misconfigured());
+            assert!(
+                PeerIp
+                    .extract(&with(tcp(None)))
+                    .unwrap_err()
+                    .is_misconfigured()
+            );
         }
         let missing = PeerIp.extract(&with(())).unwrap_err();
-        assert!(missing.to_string().contains("into_make_service_with_connect_info"));
-        assert!(missing.to_string().ends_with("guide/pitfalls/index.html#no-peer-address)"), "{missing}");
+        assert!(
+            missing
+                .to_string()
+                .contains("into_make_service_with_connect_info")
+        );
+        assert!(
+            missing
+                .to_string()
+                .ends_with("guide/pitfalls/index.html#no-peer-address)"),
+            "{missing}"
+        );
     }
 
     #[cfg(unix)]
@@ -77,7 +105,10 @@ mod tests {
         let address = socket.peer_addr().unwrap();
         assert_eq!(PeerIp.extract(&with(address.clone())), Ok(Key::UNIX));
         #[cfg(feature = "axum")]
-        assert_eq!(PeerIp.extract(&with(axum::extract::ConnectInfo(address.clone()))), Ok(Key::UNIX));
+        assert_eq!(
+            PeerIp.extract(&with(axum::extract::ConnectInfo(address.clone()))),
+            Ok(Key::UNIX)
+        );
         #[cfg(feature = "tonic")]
         {
             let noted = tonic::transport::server::Connected::connect_info(&socket);
@@ -86,7 +117,11 @@ mod tests {
         let mut request = with(address);
         let known: SocketAddr = "192.0.2.7:1".parse().unwrap();
         request.extensions.insert(known);
-        assert_eq!(PeerIp.extract(&request), Ok(Key::ip(known.ip())), "an address tells more");
+        assert_eq!(
+            PeerIp.extract(&request),
+            Ok(Key::ip(known.ip())),
+            "an address tells more"
+        );
     }
 
     #[test]

@@ -27,7 +27,13 @@ mod tests {
     use http::request::Parts;
 
     fn request(header: &[u8]) -> Parts {
-        Request::builder().uri("/books").header("x-user", header).body(()).unwrap().into_parts().0
+        Request::builder()
+            .uri("/books")
+            .header("x-user", header)
+            .body(())
+            .unwrap()
+            .into_parts()
+            .0
     }
 
     #[test]
@@ -36,7 +42,10 @@ mod tests {
         let parts = request(b"alice");
         assert_eq!(by_path.extract(&parts), Ok(Key::new("/books")));
         let both = (by_path, HeaderKey::new("x-user").unwrap().readable());
-        assert_eq!(both.extract(&parts), Ok(Key::tuple(&[Key::new("/books"), Key::new("alice")])));
+        assert_eq!(
+            both.extract(&parts),
+            Ok(Key::tuple(&[Key::new("/books"), Key::new("alice")]))
+        );
         let nobody = |_: &Parts| None;
         assert!((Global, nobody).extract(&parts).is_err());
         assert_eq!(Global.extract(&parts), Ok(Key::GLOBAL));
@@ -48,7 +57,10 @@ mod tests {
         struct User(u64);
 
         let address: SocketAddr = "[2001:db8::7]:1".parse().unwrap();
-        let request = Request::builder().header("x-api-key", " sk-1 ").extension(address).extension(User(42));
+        let request = Request::builder()
+            .header("x-api-key", " sk-1 ")
+            .extension(address)
+            .extension(User(42));
         let request = request.body(()).unwrap().into_parts().0;
         let ip: IpAddr = "2001:db8::8".parse().unwrap();
         let secret = || HeaderKey::new("x-api-key").unwrap();
@@ -63,12 +75,25 @@ mod tests {
             assert_eq!(client.extract(&request), Ok(client.key_of(ip)));
         }
         assert_eq!(by_user.extract(&request), Ok(by_user.key_of(&User(42))));
-        let [user, peer, header] = [by_user.key_of(&User(42)), PeerIp.key_of(ip), secret().key_of("sk-1")];
-        assert_eq!((PeerIp, secret()).extract(&request), Ok(Key::tuple(&[peer, header])));
+        let [user, peer, header] = [
+            by_user.key_of(&User(42)),
+            PeerIp.key_of(ip),
+            secret().key_of("sk-1"),
+        ];
+        assert_eq!(
+            (PeerIp, secret()).extract(&request),
+            Ok(Key::tuple(&[peer, header]))
+        );
         let three = (by_user, PeerIp, secret());
-        assert_eq!(three.extract(&request), Ok(Key::tuple(&[user, peer, header])));
+        assert_eq!(
+            three.extract(&request),
+            Ok(Key::tuple(&[user, peer, header]))
+        );
         let four = (three, PeerIp, PeerIp, secret());
         let nested = Key::tuple(&[user, peer, header]);
-        assert_eq!(four.extract(&request), Ok(Key::tuple(&[nested, peer, peer, header])));
+        assert_eq!(
+            four.extract(&request),
+            Ok(Key::tuple(&[nested, peer, peer, header]))
+        );
     }
 }

@@ -20,9 +20,16 @@ pub(super) enum Peer {
 impl Peer {
     /// Of the connection, ignoring an address from the application.
     pub(super) fn of(request: &Parts) -> Self {
-        let noted = request.extensions.get().map(|address: &SocketAddr| Self::Address(address.ip()));
+        let noted = request
+            .extensions
+            .get()
+            .map(|address: &SocketAddr| Self::Address(address.ip()));
         // Then the features, so that they add an address where there was none, and change none.
-        noted.or_else(|| axum(request)).or_else(|| tonic(request)).or_else(|| unix(request)).unwrap_or(Self::Unknown)
+        noted
+            .or_else(|| axum(request))
+            .or_else(|| tonic(request))
+            .or_else(|| unix(request))
+            .unwrap_or(Self::Unknown)
     }
 }
 
@@ -34,8 +41,16 @@ pub(super) fn explicit(request: &Parts) -> Option<IpAddr> {
 /// The server recorded nothing, or what only a feature reads.
 pub(super) fn unknown() -> MissingKey {
     const SERVE: &str = "serve `app.into_make_service_with_connect_info::<SocketAddr>()`";
-    let axum = if cfg!(feature = "axum") { "" } else { "turn on the feature `axum` of `tower-redis-ratelimit`, and " };
-    let tonic = if cfg!(feature = "tonic") { "" } else { "; with tonic, turn on its feature `tonic`" };
+    let axum = if cfg!(feature = "axum") {
+        ""
+    } else {
+        "turn on the feature `axum` of `tower-redis-ratelimit`, and "
+    };
+    let tonic = if cfg!(feature = "tonic") {
+        ""
+    } else {
+        "; with tonic, turn on its feature `tonic`"
+    };
     MissingKey::misconfigured(format!(
         "the address of the peer is not known: with axum, {axum}{SERVE}{tonic}; with another server, put it into the \
          extensions of each request, as a `SocketAddr`{NO_PEER_ADDRESS}"
@@ -48,9 +63,16 @@ fn axum(request: &Parts) -> Option<Peer> {
     use axum::extract::connect_info::{ConnectInfo, MockConnectInfo};
 
     let extensions = &request.extensions;
-    let real = extensions.get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(address)| address);
-    let mock = || extensions.get::<MockConnectInfo<SocketAddr>>().map(|MockConnectInfo(address)| address);
-    real.or_else(mock).map(|address| Peer::Address(address.ip()))
+    let real = extensions
+        .get::<ConnectInfo<SocketAddr>>()
+        .map(|ConnectInfo(address)| address);
+    let mock = || {
+        extensions
+            .get::<MockConnectInfo<SocketAddr>>()
+            .map(|MockConnectInfo(address)| address)
+    };
+    real.or_else(mock)
+        .map(|address| Peer::Address(address.ip()))
 }
 
 #[cfg(not(feature = "axum"))]
@@ -61,8 +83,11 @@ fn axum(_: &Parts) -> Option<Peer> {
 /// The address that tonic's server records, with or without TLS.
 #[cfg(feature = "tonic")]
 fn tonic(request: &Parts) -> Option<Peer> {
-    let info = request.extensions.get::<tonic::transport::server::TcpConnectInfo>()?;
-    info.remote_addr().map(|address| Peer::Address(address.ip()))
+    let info = request
+        .extensions
+        .get::<tonic::transport::server::TcpConnectInfo>()?;
+    info.remote_addr()
+        .map(|address| Peer::Address(address.ip()))
 }
 
 #[cfg(not(feature = "tonic"))]
@@ -78,9 +103,15 @@ fn unix(request: &Parts) -> Option<Peer> {
     let extensions = &request.extensions;
     let is_unix = extensions.get::<SocketAddr>().is_some();
     #[cfg(feature = "axum")]
-    let is_unix = is_unix || extensions.get::<axum::extract::ConnectInfo<SocketAddr>>().is_some();
+    let is_unix = is_unix
+        || extensions
+            .get::<axum::extract::ConnectInfo<SocketAddr>>()
+            .is_some();
     #[cfg(feature = "tonic")]
-    let is_unix = is_unix || extensions.get::<tonic::transport::server::UdsConnectInfo>().is_some();
+    let is_unix = is_unix
+        || extensions
+            .get::<tonic::transport::server::UdsConnectInfo>()
+            .is_some();
     is_unix.then_some(Peer::Unix)
 }
 

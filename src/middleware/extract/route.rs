@@ -55,7 +55,8 @@ pub struct MatchedEndpoint;
 
 impl KeyExtractor for MatchedEndpoint {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
-        let endpoint = |template| Key::tuple(&[Key::new(method(&request.method)), Key::new(template)]);
+        let endpoint =
+            |template| Key::tuple(&[Key::new(method(&request.method)), Key::new(template)]);
         Ok(template(request).map_or(Key::NO_ROUTE, endpoint))
     }
 }

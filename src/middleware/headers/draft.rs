@@ -16,14 +16,26 @@ const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy"
 /// Adds the fields of a decision. Both fields are lists, so what a layer or server behind this one has added stays.
 pub(super) fn append(headers: &mut HeaderMap, decision: &Decision) {
     // Made once per list of policies.
-    let policy_field = decision.policies().derived(Texts::new, |texts| texts.policy_field.clone());
+    let policy_field = decision
+        .policies()
+        .derived(Texts::new, |texts| texts.policy_field.clone());
     headers.append(RATE_LIMIT_POLICY, policy_field);
     headers.append(RATE_LIMIT, rate_limit(decision));
 }
 
 /// Writes the quota of the policy that decided, as in `50/s burst 100` or `4 requests at once`.
-pub(in crate::middleware) fn write_quota(decision: &Decision, to: &mut impl fmt::Write) -> fmt::Result {
-    let quota = |texts: &Texts| to.write_str(texts.quotas.get(decision.decider()).map_or("", String::as_str));
+pub(in crate::middleware) fn write_quota(
+    decision: &Decision,
+    to: &mut impl fmt::Write,
+) -> fmt::Result {
+    let quota = |texts: &Texts| {
+        to.write_str(
+            texts
+                .quotas
+                .get(decision.decider())
+                .map_or("", String::as_str),
+        )
+    };
     decision.policies().derived(Texts::new, quota)
 }
 
@@ -40,7 +52,12 @@ impl Texts {
         let mut text = String::new();
         for policy in policies.iter() {
             let (separator, quota) = (if text.is_empty() { "" } else { ", " }, policy.stated());
-            let _ = write!(text, "{separator}\"{}\";q={};", policy.name(), quota.limit());
+            let _ = write!(
+                text,
+                "{separator}\"{}\";q={};",
+                policy.name(),
+                quota.limit()
+            );
             let _ = match policy.is_in_flight() {
                 // The draft's unit for requests in flight, which have no window.
                 true => text.write_str("qu=\"concurrent-requests\""),
@@ -53,7 +70,10 @@ impl Texts {
             false => policy.stated().to_string(),
         });
         let quotas = quotas.collect();
-        Self { policy_field: value(text.as_bytes()), quotas }
+        Self {
+            policy_field: value(text.as_bytes()),
+            quotas,
+        }
     }
 }
 
@@ -65,9 +85,15 @@ fn value(text: &[u8]) -> HeaderValue {
 /// `"api";r=9;t=54` for each policy: what remains (`r`), and for how many seconds that must last (`t`). A request in
 /// flight may end at any time.
 fn rate_limit(decision: &Decision) -> HeaderValue {
-    let mut items = decision.verdicts().map(|(policy, verdict)| Item::new(policy, verdict));
-    let Some(first) = items.next() else { return value(b"") };
-    let Some(second) = items.next() else { return value(first.as_bytes()) };
+    let mut items = decision
+        .verdicts()
+        .map(|(policy, verdict)| Item::new(policy, verdict));
+    let Some(first) = items.next() else {
+        return value(b"");
+    };
+    let Some(second) = items.next() else {
+        return value(first.as_bytes());
+    };
     let mut text = first.as_bytes().to_vec();
     for item in iter::once(second).chain(items) {
         text.extend_from_slice(b", ");
@@ -85,14 +111,21 @@ struct Item {
 
 impl Item {
     fn new(policy: &Policy, verdict: &Verdict) -> Self {
-        let mut item = Self { bytes: [0; 128], len: 0 };
+        let mut item = Self {
+            bytes: [0; 128],
+            len: 0,
+        };
         item.push(b"\"");
         item.push(policy.name().as_bytes());
         item.push(b"\";r=");
         item.push(itoa::Buffer::new().format(verdict.remaining).as_bytes());
         if !policy.is_in_flight() {
             item.push(b";t=");
-            item.push(itoa::Buffer::new().format(seconds(effective_window(policy, verdict))).as_bytes());
+            item.push(
+                itoa::Buffer::new()
+                    .format(seconds(effective_window(policy, verdict)))
+                    .as_bytes(),
+            );
         }
         item
     }
@@ -119,14 +152,24 @@ fn effective_window(policy: &Policy, verdict: &Verdict) -> u64 {
     if verdict.wait > 0 {
         return verdict.wait.unsigned_abs();
     }
-    let (reset, remaining) = (verdict.reset.unsigned_abs(), verdict.remaining.unsigned_abs());
-    let next = if policy.frees().is_gradual() { lasts(policy, 1).min(reset) } else { reset };
+    let (reset, remaining) = (
+        verdict.reset.unsigned_abs(),
+        verdict.remaining.unsigned_abs(),
+    );
+    let next = if policy.frees().is_gradual() {
+        lasts(policy, 1).min(reset)
+    } else {
+        reset
+    };
     lasts(policy, remaining).max(next)
 }
 
 /// How long the quota takes to grant this much, in microseconds: `3/m` gives 2 in 40 s.
 fn lasts(policy: &Policy, cost: u64) -> u64 {
-    let (period, limit) = (policy.params().period.unsigned_abs(), u64::from(policy.quota().limit().max(1)));
+    let (period, limit) = (
+        policy.params().period.unsigned_abs(),
+        u64::from(policy.quota().limit().max(1)),
+    );
     match period.checked_mul(cost) {
         Some(product) => product.div_ceil(limit),
         // The quotient fits: no quota takes longer than ten years to refill.
@@ -161,35 +204,64 @@ mod tests {
 
     /// The field after each of `count` checks at one moment, under these policies.
     fn fields(policies: &Policies, count: usize) -> Vec<String> {
-        let mut states: Vec<_> = policies.iter().map(|p| crate::limit::State::fresh(p.kind())).collect();
+        let mut states: Vec<_> = policies
+            .iter()
+            .map(|p| crate::limit::State::fresh(p.kind()))
+            .collect();
         let check = || Check::take(Key::GLOBAL, policies, 1);
         (0..count)
             .map(|_| {
                 let verdicts = check().decide(&mut states, 1_700_000_000_000_000);
-                rate_limit(&check().answer(verdicts, Source::Local)).to_str().unwrap().to_owned()
+                rate_limit(&check().answer(verdicts, Source::Local))
+                    .to_str()
+                    .unwrap()
+                    .to_owned()
             })
             .collect()
     }
 
     #[test]
     fn a_refilling_quota_returns_its_period() {
-        let policies = Policy::new("api", Strategy::Gcra, Quota::per_minute(3)).unwrap().into();
-        let expected = ["\"api\";r=2;t=40", "\"api\";r=1;t=20", "\"api\";r=0;t=20", "\"api\";r=0;t=20"];
+        let policies = Policy::new("api", Strategy::Gcra, Quota::per_minute(3))
+            .unwrap()
+            .into();
+        let expected = [
+            "\"api\";r=2;t=40",
+            "\"api\";r=1;t=20",
+            "\"api\";r=0;t=20",
+            "\"api\";r=0;t=20",
+        ];
         assert_eq!(fields(&policies, 4), expected);
     }
 
     #[test]
     fn a_window_returns_when_it_ends() {
-        let policies = Policy::new("day", Strategy::FixedWindow(Align::FirstHit), Quota::per_minute(2)).unwrap().into();
-        assert_eq!(fields(&policies, 3), ["\"day\";r=1;t=60", "\"day\";r=0;t=60", "\"day\";r=0;t=60"]);
+        let policies = Policy::new(
+            "day",
+            Strategy::FixedWindow(Align::FirstHit),
+            Quota::per_minute(2),
+        )
+        .unwrap()
+        .into();
+        assert_eq!(
+            fields(&policies, 3),
+            ["\"day\";r=1;t=60", "\"day\";r=0;t=60", "\"day\";r=0;t=60"]
+        );
     }
 
     /// The window ends after 40 s.
     #[test]
     fn late_in_a_window_the_rest_lasts_longer() {
-        let clock = Strategy::FixedWindow(Align::Clock { offset: Duration::ZERO });
-        let policies = Policy::new("day", clock, Quota::per_minute(5)).unwrap().into();
-        assert_eq!(fields(&policies, 2), ["\"day\";r=4;t=48", "\"day\";r=3;t=40"]);
+        let clock = Strategy::FixedWindow(Align::Clock {
+            offset: Duration::ZERO,
+        });
+        let policies = Policy::new("day", clock, Quota::per_minute(5))
+            .unwrap()
+            .into();
+        assert_eq!(
+            fields(&policies, 2),
+            ["\"day\";r=4;t=48", "\"day\";r=3;t=40"]
+        );
     }
 
     #[test]
@@ -206,7 +278,10 @@ mod tests {
         ];
         assert_eq!(fields(&policies, 3), expected);
         let texts = Texts::new(&policies);
-        assert_eq!(texts.policy_field, "\"tokens\";q=3;w=60, \"streams\";q=2;qu=\"concurrent-requests\"");
+        assert_eq!(
+            texts.policy_field,
+            "\"tokens\";q=3;w=60, \"streams\";q=2;qu=\"concurrent-requests\""
+        );
         assert_eq!(texts.quotas, ["3/m", "2 requests at once"]);
     }
 
@@ -216,8 +291,14 @@ mod tests {
         let policy = Policy::new("api", Strategy::SlidingLog, Quota::per_second(2)).unwrap();
         let policies = policy.leased(Duration::from_millis(100)).unwrap().into();
         let texts = Texts::new(&policies);
-        assert_eq!((texts.policy_field, &*texts.quotas[0]), (HeaderValue::from_static("\"api\";q=2;w=1"), "2/s"));
-        assert_eq!(fields(&policies, 3), ["\"api\";r=1;t=2", "\"api\";r=0;t=2", "\"api\";r=0;t=2"]);
+        assert_eq!(
+            (texts.policy_field, &*texts.quotas[0]),
+            (HeaderValue::from_static("\"api\";q=2;w=1"), "2/s")
+        );
+        assert_eq!(
+            fields(&policies, 3),
+            ["\"api\";r=1;t=2", "\"api\";r=0;t=2", "\"api\";r=0;t=2"]
+        );
     }
 
     #[test]
@@ -228,18 +309,34 @@ mod tests {
             policy("daily", Quota::per_day(86_400)),
         ])
         .unwrap();
-        assert_eq!(fields(&policies, 1), ["\"burst\";r=4;t=1, \"daily\";r=86399;t=86399"]);
+        assert_eq!(
+            fields(&policies, 1),
+            ["\"burst\";r=4;t=1, \"daily\";r=86399;t=86399"]
+        );
         let mut headers = HeaderMap::new();
-        let mut states: Vec<_> = policies.iter().map(|p| crate::limit::State::fresh(p.kind())).collect();
+        let mut states: Vec<_> = policies
+            .iter()
+            .map(|p| crate::limit::State::fresh(p.kind()))
+            .collect();
         let check = Check::take(Key::GLOBAL, &policies, 1);
         let verdicts = check.decide(&mut states, 0);
         append(&mut headers, &check.answer(verdicts, Source::Local));
-        assert_eq!(headers["ratelimit-policy"], "\"burst\";q=5;w=1, \"daily\";q=86400;w=86400");
+        assert_eq!(
+            headers["ratelimit-policy"],
+            "\"burst\";q=5;w=1, \"daily\";q=86400;w=86400"
+        );
     }
 
     #[test]
     fn seconds_round_up() {
-        for (millis, expected) in [(0, 1), (1, 1), (900, 1), (1_000, 1), (1_001, 2), (59_999, 60)] {
+        for (millis, expected) in [
+            (0, 1),
+            (1, 1),
+            (900, 1),
+            (1_000, 1),
+            (1_001, 2),
+            (59_999, 60),
+        ] {
             assert_eq!(retry_after(Duration::from_millis(millis)), expected);
         }
     }

@@ -73,7 +73,11 @@ impl LegacyHeaders {
                 return;
             }
         }
-        for (name, value) in names.into_iter().zip([u64::from(decision.capacity()), remaining, reset]) {
+        for (name, value) in
+            names
+                .into_iter()
+                .zip([u64::from(decision.capacity()), remaining, reset])
+        {
             headers.insert(name, number(value));
         }
     }

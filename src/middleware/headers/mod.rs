@@ -38,15 +38,24 @@ pub struct Headers {
 
 impl Headers {
     /// `RateLimit` and `RateLimit-Policy`, as in draft-ietf-httpapi-ratelimit-headers-11.
-    pub const DRAFT: Self = Self { draft: true, legacy: None };
+    pub const DRAFT: Self = Self {
+        draft: true,
+        legacy: None,
+    };
 
     /// None.
-    pub const NONE: Self = Self { draft: false, legacy: None };
+    pub const NONE: Self = Self {
+        draft: false,
+        legacy: None,
+    };
 
     /// The same and three older fields. A response has one legacy style: this one replaces another.
     #[must_use]
     pub const fn and(self, legacy: LegacyHeaders) -> Self {
-        Self { legacy: Some(legacy), ..self }
+        Self {
+            legacy: Some(legacy),
+            ..self
+        }
     }
 
     /// Adds the fields of a decision to a response, and `Retry-After` if it is a denial for now.
@@ -92,7 +101,9 @@ impl Headers {
         if !decision.is_allowed()
             && let Some(wait) = decision.retry_after()
         {
-            headers.entry(RETRY_AFTER).or_insert_with(|| draft::retry_after_field(wait));
+            headers
+                .entry(RETRY_AFTER)
+                .or_insert_with(|| draft::retry_after_field(wait));
         }
     }
 
@@ -101,9 +112,13 @@ impl Headers {
         let inner = response.extensions().get::<Decision>();
         let within = inner.map(Decision::is_allowed);
         // A handler's denial, by the layer's own policies, has their fields already.
-        let is_own = |inner: &Decision| decision.policies().without_in_flight() == Some(inner.policies());
+        let is_own =
+            |inner: &Decision| decision.policies().without_in_flight() == Some(inner.policies());
         let is_there = within == Some(false) && inner.is_some_and(is_own);
-        let fields = Self { draft: self.draft && !is_there, ..self };
+        let fields = Self {
+            draft: self.draft && !is_there,
+            ..self
+        };
         fields.append_around(&decision, response.headers_mut(), within == Some(false));
         // Where layers wrap each other, the innermost decision is kept: it is why the response is what it is.
         if shows && within.is_none() {

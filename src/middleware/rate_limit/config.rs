@@ -47,15 +47,42 @@ impl<S, R, E> Config<S, R, E> {
 
     /// The same settings with another rejection.
     pub(super) fn with_reject<R2>(self, reject: R2) -> Config<S, R2, E> {
-        let Self { gate, headers, shows_decision, rule, ending, .. } = self;
-        Config { gate, reject: Arc::new(reject), headers, shows_decision, rule, ending }
+        let Self {
+            gate,
+            headers,
+            shows_decision,
+            rule,
+            ending,
+            ..
+        } = self;
+        Config {
+            gate,
+            reject: Arc::new(reject),
+            headers,
+            shows_decision,
+            rule,
+            ending,
+        }
     }
 
     /// The same settings, with requests settled at the end.
     pub(super) fn with_rule<E2>(self, rule: Option<Rule>) -> Config<S, R, E2> {
-        let Self { mut gate, reject, headers, shows_decision, .. } = self;
+        let Self {
+            mut gate,
+            reject,
+            headers,
+            shows_decision,
+            ..
+        } = self;
         gate.settle();
-        Config { gate, reject, headers, shows_decision, rule: rule.map(Arc::new), ending: PhantomData }
+        Config {
+            gate,
+            reject,
+            headers,
+            shows_decision,
+            rule: rule.map(Arc::new),
+            ending: PhantomData,
+        }
     }
 }
 

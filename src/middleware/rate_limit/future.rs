@@ -89,7 +89,8 @@ impl<F, Res, D, C> State<F, Res, D, C> {
         {
             charge.count_for(outer);
         }
-        let (headers, shows_decision, rule) = (config.headers, config.shows_decision, config.rule.clone());
+        let (headers, shows_decision, rule) =
+            (config.headers, config.shows_decision, config.rule.clone());
         let is_annotated = shows_decision || headers != Headers::NONE;
         let annotated = decision.as_ref().filter(|_| is_annotated).cloned();
         if let Some(decision) = decision
@@ -99,11 +100,21 @@ impl<F, Res, D, C> State<F, Res, D, C> {
             config.gate.notifier.counted_twice(&outer, inner);
         }
         let response = inner.call(Request::from_parts(parts, body));
-        Self::Calling { response, grant, annotated, headers, shows_decision, rule }
+        Self::Calling {
+            response,
+            grant,
+            annotated,
+            headers,
+            shows_decision,
+            rule,
+        }
     }
 
     pub(super) fn answered(response: Res) -> Self {
-        Self::Answered { response: Some(response), grant: Grant::default() }
+        Self::Answered {
+            response: Some(response),
+            grant: Grant::default(),
+        }
     }
 }
 
@@ -115,9 +126,14 @@ where
     /// Continues by the admission.
     fn go_on<D>(mut self, admitted: Admitted<D>) -> State<T::Future, T::Response, D, Self> {
         match admitted {
-            Ok((grant, decision)) => {
-                State::calling(&self.config, &mut self.inner, self.parts, self.body, grant, decision)
-            }
+            Ok((grant, decision)) => State::calling(
+                &self.config,
+                &mut self.inner,
+                self.parts,
+                self.body,
+                grant,
+                decision,
+            ),
             Err(refusal) => State::answered(self.config.respond(&self.parts, refusal)),
         }
     }
@@ -134,7 +150,9 @@ fn settle<D, B>(
     if let Some(Settled { reserved, cost }) = grant.settle(rule(&parts))
         && cost != reserved
     {
-        *decision = decision.take().map(|decision| decision.settled(reserved, cost));
+        *decision = decision
+            .take()
+            .map(|decision| decision.settled(reserved, cost));
     }
     Response::from_parts(parts, body)
 }
@@ -152,8 +170,17 @@ where
         let mut state = self.project().state;
         loop {
             let next = match state.as_mut().project() {
-                StateProj::Undecided { pending, call: waiting } => {
-                    let Some(Call { config, inner, parts, .. }) = waiting else {
+                StateProj::Undecided {
+                    pending,
+                    call: waiting,
+                } => {
+                    let Some(Call {
+                        config,
+                        inner,
+                        parts,
+                        ..
+                    }) = waiting
+                    else {
                         polled_after_completion("ResponseFuture");
                     };
                     let admitted = ready!(pending.poll(cx, &config.gate, parts, inner))?;
@@ -163,7 +190,14 @@ where
                     };
                     call.go_on(admitted)
                 }
-                StateProj::Calling { response, grant, annotated, headers, shows_decision, rule } => {
+                StateProj::Calling {
+                    response,
+                    grant,
+                    annotated,
+                    headers,
+                    shows_decision,
+                    rule,
+                } => {
                     let _ = grant.poll_shadows(cx);
                     let mut response = ready!(response.poll(cx))?;
                     if let Some(rule) = rule {
@@ -175,13 +209,21 @@ where
                     if !grant.has_shadows() {
                         return Poll::Ready(Ok(E::wrap(response, grant.take_charge())));
                     }
-                    State::Answered { response: Some(response), grant: mem::take(grant) }
+                    State::Answered {
+                        response: Some(response),
+                        grant: mem::take(grant),
+                    }
                 }
                 StateProj::Answered { response, grant } => {
                     ready!(grant.poll_shadows(cx));
-                    let mut response = response.take().unwrap_or_else(|| polled_after_completion("ResponseFuture"));
+                    let mut response = response
+                        .take()
+                        .unwrap_or_else(|| polled_after_completion("ResponseFuture"));
                     if let Some(decisions) = grant.take_shadows() {
-                        response.extensions_mut().get_or_insert_default::<DryRun>().extend(decisions);
+                        response
+                            .extensions_mut()
+                            .get_or_insert_default::<DryRun>()
+                            .extend(decisions);
                     }
                     return Poll::Ready(Ok(E::wrap(response, grant.take_charge())));
                 }

@@ -7,7 +7,9 @@ use tower_layer::Layer;
 
 use super::config::Config;
 use super::{AsIs, RateLimit};
-use crate::gate::{Gate, Holds, KeyExtractor, OnError, OnMissingKey, PolicySelector, Selector, Wait};
+use crate::gate::{
+    Gate, Holds, KeyExtractor, OnError, OnMissingKey, PolicySelector, Selector, Wait,
+};
 use crate::limit::Policies;
 use crate::middleware::headers::Headers;
 use crate::middleware::reject::{HttpReject, IsResponse, Rejection};
@@ -72,7 +74,9 @@ impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
             rule: None,
             ending: PhantomData,
         };
-        Self { settings: Settings::new(Arc::new(extractor), config) }
+        Self {
+            settings: Settings::new(Arc::new(extractor), config),
+        }
     }
 }
 
@@ -137,7 +141,10 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
     /// # }
     /// ```
     #[must_use]
-    pub fn cost_under(self, cost: impl Fn(&Parts, &Policies) -> u32 + Send + Sync + 'static) -> Self {
+    pub fn cost_under(
+        self,
+        cost: impl Fn(&Parts, &Policies) -> u32 + Send + Sync + 'static,
+    ) -> Self {
         self.change(|config| config.gate.cost = Some(Arc::new(cost)))
     }
 
@@ -324,14 +331,19 @@ impl<T, S, K, R, E> Layer<T> for RateLimitLayer<S, K, R, E> {
     /// request is left out instead, and reported as [misconfigured](Observer::misconfigured).
     fn layer(&self, inner: T) -> Self::Service {
         self.settings.config().gate.assert_countable();
-        RateLimit { inner, settings: self.settings.clone() }
+        RateLimit {
+            inner,
+            settings: self.settings.clone(),
+        }
     }
 }
 
 /// Shared, so that no part of it has to be `Clone`.
 impl<S, K, R, E> Clone for RateLimitLayer<S, K, R, E> {
     fn clone(&self) -> Self {
-        Self { settings: self.settings.clone() }
+        Self {
+            settings: self.settings.clone(),
+        }
     }
 }
 

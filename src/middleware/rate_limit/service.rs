@@ -40,18 +40,34 @@ where
         let (extractor, config) = self.settings.current();
         let (parts, body) = request.into_parts();
         match config.gate.admit(extractor, &parts) {
-            Admission::Pass(grant, decision) => {
-                ResponseFuture { state: State::calling(config, &mut self.inner, parts, body, grant, decision) }
-            }
+            Admission::Pass(grant, decision) => ResponseFuture {
+                state: State::calling(config, &mut self.inner, parts, body, grant, decision),
+            },
             Admission::Refuse(refusal) => {
                 drop(take_ready(&mut self.inner));
-                ResponseFuture { state: State::answered(config.respond(&parts, refusal)) }
+                ResponseFuture {
+                    state: State::answered(config.respond(&parts, refusal)),
+                }
             }
             Admission::Undecided(pending) => {
                 let ready = take_ready(&mut self.inner);
-                let inner = if pending.is_queued() { self.inner.clone() } else { ready };
-                let call = Call { config: Arc::clone(config), inner, parts, body };
-                ResponseFuture { state: State::Undecided { pending, call: Some(call) } }
+                let inner = if pending.is_queued() {
+                    self.inner.clone()
+                } else {
+                    ready
+                };
+                let call = Call {
+                    config: Arc::clone(config),
+                    inner,
+                    parts,
+                    body,
+                };
+                ResponseFuture {
+                    state: State::Undecided {
+                        pending,
+                        call: Some(call),
+                    },
+                }
             }
         }
     }
@@ -76,7 +92,10 @@ impl<T, S, K, R, E> RateLimit<T, S, K, R, E> {
 
 impl<T: Clone, S, K, R, E> Clone for RateLimit<T, S, K, R, E> {
     fn clone(&self) -> Self {
-        Self { inner: self.inner.clone(), settings: self.settings.clone() }
+        Self {
+            inner: self.inner.clone(),
+            settings: self.settings.clone(),
+        }
     }
 }
 

@@ -125,7 +125,11 @@ pub struct GrpcOr<R> {
 #[diagnostic::do_not_recommend]
 impl<B: Default, R: Reject<B>> Reject<B> for GrpcOr<R> {
     fn reject(&self, rejection: Rejection<'_>) -> Response<B> {
-        if is_grpc(rejection.request()) { GrpcReject::new().reject(rejection) } else { self.other.reject(rejection) }
+        if is_grpc(rejection.request()) {
+            GrpcReject::new().reject(rejection)
+        } else {
+            self.other.reject(rejection)
+        }
     }
 }
 
@@ -136,9 +140,13 @@ fn is_grpc(request: &Parts) -> bool {
     if request.method != Method::POST {
         return false;
     }
-    let kind = request.headers.get(CONTENT_TYPE).and_then(|kind| kind.as_bytes().split_at_checked(GRPC.len()));
+    let kind = request
+        .headers
+        .get(CONTENT_TYPE)
+        .and_then(|kind| kind.as_bytes().split_at_checked(GRPC.len()));
     kind.is_some_and(|(kind, rest)| {
-        kind.eq_ignore_ascii_case(GRPC.as_bytes()) && matches!(rest.first(), None | Some(b'+' | b';' | b' ' | b'\t'))
+        kind.eq_ignore_ascii_case(GRPC.as_bytes())
+            && matches!(rest.first(), None | Some(b'+' | b';' | b' ' | b'\t'))
     })
 }
 
@@ -149,12 +157,17 @@ impl From<Reason<'_>> for Status {
         let (code, wait) = match reason {
             Reason::Denied(decision) => {
                 for violated in decision.each().filter(|verdict| !verdict.is_allowed()) {
-                    details.add_quota_failure_violation(violated.policy().name(), Reason::Denied(&violated).sentence());
+                    details.add_quota_failure_violation(
+                        violated.policy().name(),
+                        Reason::Denied(&violated).sentence(),
+                    );
                 }
                 (Code::ResourceExhausted, decision.retry_after())
             }
             Reason::MissingKey(missing) if missing.is_misconfigured() => (Code::Internal, None),
-            Reason::MissingKey(missing) if missing.challenge().is_some() => (Code::Unauthenticated, None),
+            Reason::MissingKey(missing) if missing.challenge().is_some() => {
+                (Code::Unauthenticated, None)
+            }
             Reason::MissingKey(_) => (Code::InvalidArgument, None),
             Reason::Unavailable(_) => (Code::Unavailable, Some(AFTER_FAILURE)),
         };
@@ -162,7 +175,10 @@ impl From<Reason<'_>> for Status {
             details.set_retry_info(wait);
         }
         let mut metadata = MetadataMap::new();
-        metadata.insert("grpc-retry-pushback-ms", MetadataValue::from(pushback(wait)));
+        metadata.insert(
+            "grpc-retry-pushback-ms",
+            MetadataValue::from(pushback(wait)),
+        );
         Self::with_error_details_and_metadata(code, reason.sentence(), details, metadata)
     }
 }
@@ -178,7 +194,8 @@ impl Reason<'_> {
 
 /// The wait in milliseconds, rounded up. -1 for none, and for one above what clients read: a signed number of 32 bits.
 fn pushback(wait: Option<Duration>) -> i32 {
-    wait.and_then(|wait| i32::try_from(wait.as_nanos().div_ceil(1_000_000)).ok()).unwrap_or(-1)
+    wait.and_then(|wait| i32::try_from(wait.as_nanos().div_ceil(1_000_000)).ok())
+        .unwrap_or(-1)
 }
 
 #[cfg(test)]
@@ -189,7 +206,15 @@ mod tests {
     #[test]
     fn grpc_is_recognized_by_content_type() {
         let by = |method: Method, kind: &str| {
-            is_grpc(&Request::builder().method(method).header("content-type", kind).body(()).unwrap().into_parts().0)
+            is_grpc(
+                &Request::builder()
+                    .method(method)
+                    .header("content-type", kind)
+                    .body(())
+                    .unwrap()
+                    .into_parts()
+                    .0,
+            )
         };
         let of = |kind: &str| by(Method::POST, kind);
         for kind in [
@@ -232,7 +257,10 @@ mod tests {
             (Duration::from_secs(1), 1_000),
             (days, 2_073_600_000),
             (Duration::from_millis(i32::MAX as u64), i32::MAX),
-            (Duration::from_millis(i32::MAX as u64) + Duration::from_micros(1), -1),
+            (
+                Duration::from_millis(i32::MAX as u64) + Duration::from_micros(1),
+                -1,
+            ),
             (Duration::MAX, -1),
         ] {
             assert_eq!(pushback(Some(wait)), expected, "{wait:?}");

@@ -75,7 +75,9 @@ enum Denied {
 impl HttpReject {
     /// Rejects as [above](Self).
     pub const fn new() -> Self {
-        Self { denied: Denied::Problem }
+        Self {
+            denied: Denied::Problem,
+        }
     }
 
     /// Sets the `detail` of the problem of a denial. Defaults to the quota and the wait, such as "The quota of 50/s is
@@ -85,7 +87,9 @@ impl HttpReject {
         let mut escaped = String::new();
         // A `String` takes every text.
         let _ = Escaped(&mut escaped).write_str(detail);
-        Self { denied: Denied::Detail(escaped) }
+        Self {
+            denied: Denied::Detail(escaped),
+        }
     }
 
     /// Sets the whole body of a denial to a JSON text, with `Content-Type: application/json`. It is sent as it is, and
@@ -99,7 +103,9 @@ impl HttpReject {
     /// [`detail`](Self::detail).
     #[must_use]
     pub fn body(self, content_type: HeaderValue, body: impl Into<String>) -> Self {
-        Self { denied: Denied::Body(content_type, body.into()) }
+        Self {
+            denied: Denied::Body(content_type, body.into()),
+        }
     }
 
     /// The response to a request that a handler refuses by what a [`Limiter`](crate::Limiter) has told it: a denial, with
@@ -139,7 +145,8 @@ impl HttpReject {
             Reason::Denied(decision) => self.denied(decision, reason),
             Reason::MissingKey(_) => (PROBLEM, problem("about:blank", reason)),
             Reason::Unavailable(_) => {
-                let kind = "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity";
+                let kind =
+                    "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity";
                 (PROBLEM, problem(kind, reason))
             }
         };
@@ -159,9 +166,10 @@ impl HttpReject {
     fn denied(&self, decision: &Decision, reason: Reason<'_>) -> (HeaderValue, String) {
         let mut body = match &self.denied {
             Denied::Body(content_type, body) => return (content_type.clone(), body.clone()),
-            Denied::Detail(_) | Denied::Problem => {
-                open_problem("https://iana.org/assignments/http-problem-types#quota-exceeded", "Too Many Requests")
-            }
+            Denied::Detail(_) | Denied::Problem => open_problem(
+                "https://iana.org/assignments/http-problem-types#quota-exceeded",
+                "Too Many Requests",
+            ),
         };
         match &self.denied {
             Denied::Detail(detail) => body.push_str(detail),
@@ -169,7 +177,9 @@ impl HttpReject {
             _ => drop(reason.tell(&mut body)),
         }
         body.push_str("\",\"violated-policies\":[");
-        let violated = decision.verdicts().filter(|(_, verdict)| !verdict.is_allowed());
+        let violated = decision
+            .verdicts()
+            .filter(|(_, verdict)| !verdict.is_allowed());
         for (i, (policy, _)) in violated.enumerate() {
             // Names have no character that JSON would escape.
             body.push_str(if i > 0 { ",\"" } else { "\"" });
@@ -201,7 +211,13 @@ fn problem(kind: &str, reason: Reason<'_>) -> String {
 /// A problem up to its detail.
 fn open_problem(kind: &str, title: &str) -> String {
     let mut body = String::with_capacity(256);
-    for text in ["{\"type\":\"", kind, "\",\"title\":\"", title, "\",\"detail\":\""] {
+    for text in [
+        "{\"type\":\"",
+        kind,
+        "\",\"title\":\"",
+        title,
+        "\",\"detail\":\"",
+    ] {
         body.push_str(text);
     }
     body

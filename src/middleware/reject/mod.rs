@@ -92,8 +92,12 @@ impl Reason<'_> {
     fn status(&self) -> StatusCode {
         match self {
             Reason::Denied(_) => StatusCode::TOO_MANY_REQUESTS,
-            Reason::MissingKey(missing) if missing.is_misconfigured() => StatusCode::INTERNAL_SERVER_ERROR,
-            Reason::MissingKey(missing) if missing.challenge().is_some() => StatusCode::UNAUTHORIZED,
+            Reason::MissingKey(missing) if missing.is_misconfigured() => {
+                StatusCode::INTERNAL_SERVER_ERROR
+            }
+            Reason::MissingKey(missing) if missing.challenge().is_some() => {
+                StatusCode::UNAUTHORIZED
+            }
             Reason::MissingKey(_) => StatusCode::BAD_REQUEST,
             Reason::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
         }
@@ -108,7 +112,11 @@ impl Reason<'_> {
                     to.write_str("The quota of ")?;
                     write_quota(decision, to)?;
                     let left = decision.remaining() > 0;
-                    to.write_str(if left { " has too little left for this request" } else { " is used up" })?;
+                    to.write_str(if left {
+                        " has too little left for this request"
+                    } else {
+                        " is used up"
+                    })?;
                     to.write_str(". Try again in ")?;
                     to.write_str(itoa::Buffer::new().format(retry_after(wait)))?;
                     to.write_str(" s.")
@@ -163,7 +171,10 @@ impl<'a> From<&'a ReserveError> for Reason<'a> {
 /// Adds the challenge of an unauthenticated client to a 401 that has none.
 pub(super) fn challenge<B>(missing: &MissingKey, response: &mut Response<B>) {
     if let (Some(challenge), StatusCode::UNAUTHORIZED) = (missing.challenge(), response.status()) {
-        response.headers_mut().entry(WWW_AUTHENTICATE).or_insert_with(|| challenge.clone());
+        response
+            .headers_mut()
+            .entry(WWW_AUTHENTICATE)
+            .or_insert_with(|| challenge.clone());
     }
 }
 
@@ -177,7 +188,9 @@ impl fmt::Display for Rejection<'_> {
 /// Leaves out the request, whose headers carry secrets.
 impl fmt::Debug for Rejection<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Rejection").field("reason", &self.reason).finish_non_exhaustive()
+        f.debug_struct("Rejection")
+            .field("reason", &self.reason)
+            .finish_non_exhaustive()
     }
 }
 

@@ -49,7 +49,10 @@ impl<P> Live<P> {
 
 impl<P> Held<P> {
     const fn new(selector: P) -> Self {
-        Self { selector, fixed: OnceLock::new() }
+        Self {
+            selector,
+            fixed: OnceLock::new(),
+        }
     }
 }
 
@@ -69,6 +72,8 @@ impl<P> Clone for Live<P> {
 
 impl<P: fmt::Debug> fmt::Debug for Live<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Live").field(&self.0.load().selector).finish()
+        f.debug_tuple("Live")
+            .field(&self.0.load().selector)
+            .finish()
     }
 }

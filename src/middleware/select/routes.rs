@@ -60,7 +60,11 @@ pub struct Routes {
 impl Routes {
     /// `default` is for what no pattern matches: a [`Policy`](crate::Policy), or any [`PolicySelector`].
     pub fn new(default: impl PolicySelector) -> Self {
-        Self { all: Router::new(), methods: HashMap::new(), default: Selector::new(default) }
+        Self {
+            all: Router::new(),
+            methods: HashMap::new(),
+            default: Selector::new(default),
+        }
     }
 
     /// Sets the policies of paths that match `pattern`, for all methods.
@@ -69,7 +73,11 @@ impl Routes {
     ///
     /// For a pattern that is not valid, that no path matches, such as `/users/:id`, or that is like another:
     /// `/users/{id}` and `/users/{name}`.
-    pub fn route(mut self, pattern: &str, policies: impl PolicySelector) -> Result<Self, ConfigError> {
+    pub fn route(
+        mut self,
+        pattern: &str,
+        policies: impl PolicySelector,
+    ) -> Result<Self, ConfigError> {
         insert(&mut self.all, pattern, policies)?;
         Ok(self)
     }
@@ -79,7 +87,12 @@ impl Routes {
     /// # Errors
     ///
     /// As [`route`](Self::route).
-    pub fn method(mut self, method: Method, pattern: &str, policies: impl PolicySelector) -> Result<Self, ConfigError> {
+    pub fn method(
+        mut self,
+        method: Method,
+        pattern: &str,
+        policies: impl PolicySelector,
+    ) -> Result<Self, ConfigError> {
         insert(self.methods.entry(method).or_default(), pattern, policies)?;
         Ok(self)
     }
@@ -126,13 +139,20 @@ struct Found<'a> {
 
 fn at<'a>(router: &'a Router<Selector>, path: &str) -> Option<Found<'a>> {
     let found = router.at(path).ok()?;
-    Some(Found { selector: found.value, is_path: found.params.is_empty() })
+    Some(Found {
+        selector: found.value,
+        is_path: found.params.is_empty(),
+    })
 }
 
 /// With more, `matchit` panics.
 const MAX_PARAMETERS: usize = 25;
 
-fn insert(router: &mut Router<Selector>, pattern: &str, policies: impl PolicySelector) -> Result<(), ConfigError> {
+fn insert(
+    router: &mut Router<Selector>,
+    pattern: &str,
+    policies: impl PolicySelector,
+) -> Result<(), ConfigError> {
     if !pattern.starts_with('/') {
         if let Some((method, path)) = pattern.split_once(" /") {
             let method = method.to_ascii_uppercase();
@@ -146,13 +166,24 @@ fn insert(router: &mut Router<Selector>, pattern: &str, policies: impl PolicySel
     if !matches!(pattern.parse::<PathAndQuery>(), Ok(path) if path.path() == pattern) {
         return Err(wrong(pattern, "it has a character that no path has"));
     }
-    if pattern.split('/').any(|segment| segment.starts_with([':', '*'])) {
-        return Err(wrong(pattern, "a segment begins with `:` or `*`, which is not a parameter"));
+    if pattern
+        .split('/')
+        .any(|segment| segment.starts_with([':', '*']))
+    {
+        return Err(wrong(
+            pattern,
+            "a segment begins with `:` or `*`, which is not a parameter",
+        ));
     }
     if pattern.replace("{{", "").matches('{').count() > MAX_PARAMETERS {
-        return Err(wrong(pattern, format_args!("it has more than {MAX_PARAMETERS} parameters")));
+        return Err(wrong(
+            pattern,
+            format_args!("it has more than {MAX_PARAMETERS} parameters"),
+        ));
     }
-    router.insert(pattern, Selector::new(policies)).map_err(|error| wrong(pattern, error))
+    router
+        .insert(pattern, Selector::new(policies))
+        .map_err(|error| wrong(pattern, error))
 }
 
 fn wrong(pattern: &str, problem: impl fmt::Display) -> ConfigError {
@@ -165,7 +196,10 @@ impl PolicySelector for Routes {
     fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
         let find = |path: &str| self.find(&request.method, path);
         let under = |found: Option<Found<'_>>| {
-            found.map_or(&self.default, |found| found.selector).find(request, key).map(Cow::into_owned)
+            found
+                .map_or(&self.default, |found| found.selector)
+                .find(request, key)
+                .map(Cow::into_owned)
         };
         match target(request) {
             Target::Path(path) => match find(path) {
@@ -175,7 +209,8 @@ impl PolicySelector for Routes {
                     let Some(Lenient { path, climbs }) = lenient(path) else {
                         return under(Some(find(&other_end(path))?));
                     };
-                    let policies = under(find(&path)).or_else(|| under(Some(find(&other_end(&path))?)));
+                    let policies =
+                        under(find(&path)).or_else(|| under(Some(find(&other_end(&path))?)));
                     policies.or_else(|| under(None).filter(|_| climbs))
                 }),
             },
@@ -189,7 +224,10 @@ impl PolicySelector for Routes {
 enum Target<'a> {
     Path(&'a str),
     /// That of a request whose path is not known.
-    #[cfg_attr(not(feature = "axum"), allow(dead_code, reason = "only axum tells templates"))]
+    #[cfg_attr(
+        not(feature = "axum"),
+        allow(dead_code, reason = "only axum tells templates")
+    )]
     Template(Cow<'a, str>),
 }
 
@@ -200,7 +238,11 @@ fn target(request: &Parts) -> Target<'_> {
     let (here, extensions) = (request.uri.path(), &request.extensions);
     let sent = || extensions.get().map_or(here, |OriginalUri(uri)| uri.path());
     // A nested router cuts what it stands under from the path.
-    let whole = if extensions.get::<NestedPath>().is_some() { sent() } else { here };
+    let whole = if extensions.get::<NestedPath>().is_some() {
+        sent()
+    } else {
+        here
+    };
     match extensions.get().map(MatchedPath::as_str) {
         Some(template) if !fits(template, whole) => match sent() {
             sent if fits(template, sent) => Target::Path(sent),
@@ -227,12 +269,18 @@ fn fits(template: &str, path: &str) -> bool {
             ([b'}', b'}', template @ ..], [b'}', path @ ..]) => (template, path),
             ([b'{', b'{', ..], _) => return false,
             ([b'{', parameter @ ..], _) => {
-                let end = parameter.iter().position(|byte| *byte == b'}').map_or(parameter.len(), |end| end + 1);
+                let end = parameter
+                    .iter()
+                    .position(|byte| *byte == b'}')
+                    .map_or(parameter.len(), |end| end + 1);
                 if parameter.starts_with(b"*") {
                     // In the middle, it is of a router around another one, whose path is not known.
                     return end == parameter.len() && !path.is_empty();
                 }
-                let segment = path.iter().position(|byte| *byte == b'/').unwrap_or(path.len());
+                let segment = path
+                    .iter()
+                    .position(|byte| *byte == b'/')
+                    .unwrap_or(path.len());
                 (&parameter[end..], &path[segment..])
             }
             ([one, template @ ..], [other, path @ ..]) if one == other => (template, path),
@@ -255,10 +303,17 @@ fn lenient(path: &str) -> Option<Lenient> {
         return None;
     }
     let decoded = decoded(path);
-    let decoded = decoded.split(|byte| matches!(byte, b'?' | b'#' | b'\0')).next().unwrap_or_default();
+    let decoded = decoded
+        .split(|byte| matches!(byte, b'?' | b'#' | b'\0'))
+        .next()
+        .unwrap_or_default();
     let (mut segments, mut climbs) = (vec![], false);
     for segment in decoded.split(|byte| matches!(byte, b'/' | b'\\')) {
-        match segment.split(|byte| *byte == b';').next().unwrap_or_default() {
+        match segment
+            .split(|byte| *byte == b';')
+            .next()
+            .unwrap_or_default()
+        {
             b"" | b"." => {}
             b".." => {
                 climbs = true;
@@ -271,12 +326,16 @@ fn lenient(path: &str) -> Option<Lenient> {
     if !segments.is_empty() && decoded.ends_with(b"/") {
         read.push(b'/');
     }
-    Some(Lenient { path: String::from_utf8_lossy(&read).into_owned(), climbs })
+    Some(Lenient {
+        path: String::from_utf8_lossy(&read).into_owned(),
+        climbs,
+    })
 }
 
 /// The path without the slash at its end, or with one.
 fn other_end(path: &str) -> Cow<'_, str> {
-    path.strip_suffix('/').map_or_else(|| format!("{path}/").into(), Cow::Borrowed)
+    path.strip_suffix('/')
+        .map_or_else(|| format!("{path}/").into(), Cow::Borrowed)
 }
 
 /// Without escapes, also nested ones: `%2e`, `%252e`.
@@ -297,6 +356,8 @@ fn decoded(path: &str) -> Vec<u8> {
 
 impl fmt::Debug for Routes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Routes").field("default", &self.default).finish_non_exhaustive()
+        f.debug_struct("Routes")
+            .field("default", &self.default)
+            .finish_non_exhaustive()
     }
 }

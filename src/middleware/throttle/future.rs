@@ -30,7 +30,10 @@ where
         let this = self.project();
         match this.response.as_pin_mut() {
             Some(response) => response.poll(cx).map_err(Into::into),
-            None => Poll::Ready(Err(this.error.take().unwrap_or_else(|| polled_after_completion("ThrottleFuture")))),
+            None => Poll::Ready(Err(this
+                .error
+                .take()
+                .unwrap_or_else(|| polled_after_completion("ThrottleFuture")))),
         }
     }
 }

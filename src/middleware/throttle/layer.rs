@@ -85,11 +85,25 @@ impl ThrottleLayer {
     /// flight](crate::Policy::in_flight) are left out, and reported as [misconfigured](Observer::misconfigured): a
     /// throttle does not know when a call has ended.
     pub fn new(store: impl Store, key: Key, policies: impl PolicySelector<()>) -> Self {
-        let wait_queues = WaitQueues::new(store.clone(), InFlightTracker::new(&store, None), Bounds::DEFAULT);
+        let wait_queues = WaitQueues::new(
+            store.clone(),
+            InFlightTracker::new(&store, None),
+            Bounds::DEFAULT,
+        );
         let policies = Selector::new(policies);
         let notifier = Notifier::default();
-        let settings = Settings { wait_queues, key, policies, max_wait: None, allow_on_error: false, notifier };
-        Self { settings, waits: PhantomData }
+        let settings = Settings {
+            wait_queues,
+            key,
+            policies,
+            max_wait: None,
+            allow_on_error: false,
+            notifier,
+        };
+        Self {
+            settings,
+            waits: PhantomData,
+        }
     }
 }
 
@@ -126,7 +140,10 @@ impl<W> ThrottleLayer<W> {
     #[must_use]
     pub fn max_wait(mut self, max: Duration) -> ThrottleLayer<AtMost> {
         self.settings.max_wait = Some(max);
-        ThrottleLayer { settings: self.settings, waits: PhantomData }
+        ThrottleLayer {
+            settings: self.settings,
+            waits: PhantomData,
+        }
     }
 
     /// Sets how many of its services may queue; one more tries again after 250 ms. Defaults to 10,000.

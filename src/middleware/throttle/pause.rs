@@ -77,7 +77,9 @@ impl<S: Store> Pause<S> {
     /// For a name that [`Policy::new`] refuses, and for another `max`.
     pub fn new(store: S, name: &str, max: Duration) -> Result<Self, ConfigError> {
         if !(Duration::from_secs(1)..=LONGEST).contains(&max) {
-            return Err(ConfigError::new(format!("a longest pause of {max:?}: write from 1 second to 5 hours")));
+            return Err(ConfigError::new(format!(
+                "a longest pause of {max:?}: write from 1 second to 5 hours"
+            )));
         }
         let quota = Quota::per_second(UNITS_PER_SECOND);
         let policy = Policy::new(name, Strategy::Gcra, quota.burst(quota.units_in(max)))?;
@@ -98,7 +100,10 @@ impl<S: Store> Pause<S> {
     pub async fn begin(&self, key: Key, time: Duration) -> Result<(), StoreError> {
         let time = time.min(self.max);
         if !time.is_zero() {
-            let _ = self.store.check(Check::charge_debt_of(key, &self.policy().into(), time)).await?;
+            let _ = self
+                .store
+                .check(Check::charge_debt_of(key, &self.policy().into(), time))
+                .await?;
         }
         Ok(())
     }

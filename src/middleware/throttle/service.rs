@@ -63,7 +63,8 @@ impl Settings {
     fn policies(&self) -> Option<Policies> {
         let policies = self.policies.find(&(), Some(&self.key))?;
         if policies.in_flight().is_some() {
-            self.notifier.misconfigured(format_args!("{NEVER_ENDS}{IN_FLIGHT_IN_THROTTLE}"));
+            self.notifier
+                .misconfigured(format_args!("{NEVER_ENDS}{IN_FLIGHT_IN_THROTTLE}"));
         }
         // A call waits for its permit, which no block decides.
         self.notifier.unless_leased(&policies);
@@ -71,10 +72,17 @@ impl Settings {
     }
 
     fn enqueue(&self) -> State {
-        let Some(policies) = self.policies() else { return State::Ready(None) };
+        let Some(policies) = self.policies() else {
+            return State::Ready(None);
+        };
         let question = Question::new(self.key, 1, self.notifier.since());
         let deadline = self.max_wait.and_then(|max| instant().checked_add(max));
-        let wanted = WaitRequest { key: self.key, policies, cost: 1, deadline };
+        let wanted = WaitRequest {
+            key: self.key,
+            policies,
+            cost: 1,
+            deadline,
+        };
         match self.wait_queues.join(wanted, None) {
             Ok(turn) => State::Waiting(turn, question),
             Err(refusal) => self.refused(refusal, &question),
@@ -89,7 +97,8 @@ impl Settings {
     }
 
     fn granted(&self, permit: Permit, question: &Question) -> State {
-        self.notifier.answered(&self.key, question, &Ok(permit.decision()), false);
+        self.notifier
+            .answered(&self.key, question, &Ok(permit.decision()), false);
         State::Ready(Some(permit))
     }
 
@@ -131,7 +140,12 @@ fn runtime() -> Option<Id> {
 
 impl<T, W> Throttle<T, W> {
     pub(super) fn new(inner: T, settings: Arc<Settings>) -> Self {
-        Self { inner, settings, state: State::Idle, waits: PhantomData }
+        Self {
+            inner,
+            settings,
+            state: State::Idle,
+            waits: PhantomData,
+        }
     }
 
     /// The inner service.
@@ -170,7 +184,10 @@ impl<T, W> Throttle<T, W> {
                 State::Waiting(turn, _) => {
                     let turn = ready!(Pin::new(turn).poll(cx));
                     // First, or an observer that panics would leave what must not be polled again.
-                    let State::Waiting(_, question) = mem::replace(&mut self.state, State::Idle) else { continue };
+                    let State::Waiting(_, question) = mem::replace(&mut self.state, State::Idle)
+                    else {
+                        continue;
+                    };
                     match turn {
                         Ok(permit) => self.settings.granted(permit, &question),
                         Err(refusal) => self.settings.refused(refusal, &question),
@@ -236,8 +253,14 @@ where
 
     fn call(&mut self, request: R) -> Self::Future {
         match self.spend() {
-            Ok(()) => ThrottleFuture { response: Some(self.inner.call(request)), error: None },
-            Err(error) => ThrottleFuture { response: None, error: Some(error) },
+            Ok(()) => ThrottleFuture {
+                response: Some(self.inner.call(request)),
+                error: None,
+            },
+            Err(error) => ThrottleFuture {
+                response: None,
+                error: Some(error),
+            },
         }
     }
 }
@@ -258,6 +281,9 @@ impl<T: fmt::Debug, W> fmt::Debug for Throttle<T, W> {
             State::Ready(_) => "ready",
             State::Refused(_) => "refused",
         };
-        f.debug_struct("Throttle").field("inner", &self.inner).field("state", &state).finish_non_exhaustive()
+        f.debug_struct("Throttle")
+            .field("inner", &self.inner)
+            .field("state", &state)
+            .finish_non_exhaustive()
     }
 }

@@ -33,8 +33,21 @@ impl Client {
     pub(super) async fn run(mut self) {
         let (habit, most, drops, is_steady, end, last) = {
             let WorldState { plan, .. } = &*self.world.state();
-            let Caller { habit, cost, drops, is_steady, .. } = plan.callers[self.caller];
-            (habit, cost, drops, is_steady, plan.end, if is_steady { plan.last() } else { plan.end })
+            let Caller {
+                habit,
+                cost,
+                drops,
+                is_steady,
+                ..
+            } = plan.callers[self.caller];
+            (
+                habit,
+                cost,
+                drops,
+                is_steady,
+                plan.end,
+                if is_steady { plan.last() } else { plan.end },
+            )
         };
         // Some clients are never idle, some hardly ask.
         let pause = *pick(&mut self.rng, if is_steady { &[5] } else { &[10, 40, 150] });
@@ -46,14 +59,19 @@ impl Client {
             }
             let rng = &mut self.rng;
             let cost = rng.u32(1..=most);
-            let patience = (drops && now < end && rng.u8(..4) == 0).then(|| Duration::from_millis(rng.u64(..100)));
+            let patience = (drops && now < end && rng.u8(..4) == 0)
+                .then(|| Duration::from_millis(rng.u64(..100)));
             match habit {
                 Habit::Waiting => {
                     let max = Duration::from_millis(*pick(rng, &[0, 40, 400, 3000, 3000]));
                     self.wait(cost, max, patience).await;
                 }
                 Habit::Reserving => {
-                    let real = if rng.bool() { rng.u32(..=cost) } else { cost * 2 };
+                    let real = if rng.bool() {
+                        rng.u32(..=cost)
+                    } else {
+                        cost * 2
+                    };
                     let lasts = Duration::from_millis(rng.u64(..150));
                     if let Some(held) = self.reserve(cost, patience).await {
                         sleep(lasts).await;
@@ -61,7 +79,14 @@ impl Client {
                     }
                 }
                 Habit::InFlight => {
-                    let lasts = Duration::from_millis(*pick(rng, if is_steady { &[1, 5, 60] } else { &[5, 60, 300] }));
+                    let lasts = Duration::from_millis(*pick(
+                        rng,
+                        if is_steady {
+                            &[1, 5, 60]
+                        } else {
+                            &[5, 60, 300]
+                        },
+                    ));
                     if let Some(held) = self.reserve(1, patience).await {
                         sleep(lasts).await;
                         drop(held);
@@ -84,9 +109,18 @@ impl Client {
         let waits = Waits::new(self, cost, max);
         let key = self.world.state().plan.callers[self.caller].key;
         if let Some(answer) = within(patience, self.limiter.wait(key, cost, max)).await {
-            let granted = answer.as_ref().map(|decision| i64::from(decision.granted())).unwrap_or_default();
-            let text = answer.as_ref().map_or_else(|error| format!("error: {error}"), verdict);
-            waits.end(Some(granted).filter(|granted| *granted > 0), answer.as_ref().err(), &text);
+            let granted = answer
+                .as_ref()
+                .map(|decision| i64::from(decision.granted()))
+                .unwrap_or_default();
+            let text = answer
+                .as_ref()
+                .map_or_else(|error| format!("error: {error}"), verdict);
+            waits.end(
+                Some(granted).filter(|granted| *granted > 0),
+                answer.as_ref().err(),
+                &text,
+            );
         }
     }
 
@@ -95,18 +129,33 @@ impl Client {
         let waits = Waits::new(self, 1, max);
         let wanted = {
             let Caller { key, policies, .. } = &self.world.state().plan.callers[self.caller];
-            WaitRequest { key: *key, policies: policies.clone(), cost: 1, deadline: instant().checked_add(max) }
+            WaitRequest {
+                key: *key,
+                policies: policies.clone(),
+                cost: 1,
+                deadline: instant().checked_add(max),
+            }
         };
         let turn = async { self.wait_queues.join(wanted, None)?.await };
         match within(patience, turn).await? {
             Ok(permit) => {
                 let Spent { decision, slot, .. } = permit.spend();
                 waits.end(Some(1), None, &verdict(&decision));
-                Some(Held::new(self.world.clone(), self.caller, 1, &decision, Kept::InFlight { _slot: slot.unwrap() }))
+                Some(Held::new(
+                    self.world.clone(),
+                    self.caller,
+                    1,
+                    &decision,
+                    Kept::InFlight {
+                        _slot: slot.unwrap(),
+                    },
+                ))
             }
             Err(refusal) => {
                 let answer = refusal.into_answer();
-                let text = answer.as_ref().map_or_else(|error| format!("error: {error}"), verdict);
+                let text = answer
+                    .as_ref()
+                    .map_or_else(|error| format!("error: {error}"), verdict);
                 waits.end(None, answer.as_ref().err(), &text);
                 None
             }
@@ -117,13 +166,24 @@ impl Client {
     pub(super) async fn reserve(&self, cost: u32, patience: Option<Duration>) -> Option<Held> {
         let (world, caller) = (&self.world, self.caller);
         let key = world.state().plan.callers[caller].key;
-        let mut asks = Asks { world, caller, cost, is_answered: false };
+        let mut asks = Asks {
+            world,
+            caller,
+            cost,
+            is_answered: false,
+        };
         let answer = within(patience, self.limiter.reserve(key, cost)).await?;
         asks.is_answered = true;
         match answer {
             Ok(reservation) => {
                 let decision = reservation.decision().clone();
-                Some(Held::new(world.clone(), caller, cost, &decision, Kept::Reserved(Box::new(reservation))))
+                Some(Held::new(
+                    world.clone(),
+                    caller,
+                    cost,
+                    &decision,
+                    Kept::Reserved(Box::new(reservation)),
+                ))
             }
             Err(ReserveError::Denied(_)) => None,
             Err(ReserveError::Failed(error)) => {
@@ -151,31 +211,55 @@ struct Waits<'a> {
 
 impl<'a> Waits<'a> {
     fn new(client: &'a Client, cost: u32, max: Duration) -> Self {
-        let &Client { caller, runtime, .. } = client;
+        let &Client {
+            caller, runtime, ..
+        } = client;
         let state = &mut *client.world.state();
         let (now, max) = (state.now, max.as_millis() as u64);
         let number = state.ledger.waits(caller, runtime, now, max);
-        state.say(Some(caller), || format!("r{runtime} w{number} waits for {cost}, up to {max} ms"));
+        state.say(Some(caller), || {
+            format!("r{runtime} w{number} waits for {cost}, up to {max} ms")
+        });
         Self { client, number }
     }
 
     fn end(self, granted: Option<i64>, error: Option<&StoreError>, text: &str) {
-        let (&Client { caller, runtime, .. }, number) = (self.client, self.number);
+        let (
+            &Client {
+                caller, runtime, ..
+            },
+            number,
+        ) = (self.client, self.number);
         let state = &mut *self.client.world.state();
-        state.say(Some(caller), || format!("r{runtime} w{number} is answered: {text}"));
+        state.say(Some(caller), || {
+            format!("r{runtime} w{number} is answered: {text}")
+        });
         if let Some(error) = error {
             state.failed(caller, error);
-        } else if granted.is_none() && state.plan.is_well() && state.plan.callers[caller].is_ample() {
-            state.breaks(Rule::Slow, Some(caller), format!("w{number} is refused, though there is room for all"));
+        } else if granted.is_none() && state.plan.is_well() && state.plan.callers[caller].is_ample()
+        {
+            state.breaks(
+                Rule::Slow,
+                Some(caller),
+                format!("w{number} is refused, though there is room for all"),
+            );
         }
-        state.ledger.waited(&state.plan, state.now, caller, number, granted);
+        state
+            .ledger
+            .waited(&state.plan, state.now, caller, number, granted);
     }
 }
 
 impl Drop for Waits<'_> {
     fn drop(&mut self) {
         let state = &mut *self.client.world.state();
-        state.ledger.waited(&state.plan, state.now, self.client.caller, self.number, None);
+        state.ledger.waited(
+            &state.plan,
+            state.now,
+            self.client.caller,
+            self.number,
+            None,
+        );
     }
 }
 
@@ -190,7 +274,10 @@ struct Asks<'a> {
 impl Drop for Asks<'_> {
     fn drop(&mut self) {
         if !self.is_answered {
-            self.world.state().ledger.is_unknown(self.caller, self.cost.into());
+            self.world
+                .state()
+                .ledger
+                .is_unknown(self.caller, self.cost.into());
         }
     }
 }
@@ -217,7 +304,12 @@ impl Held {
                 state.ledger.begins(&state.plan, caller);
             }
         }
-        Self { world, caller, cost, kept: Some(kept) }
+        Self {
+            world,
+            caller,
+            cost,
+            kept: Some(kept),
+        }
     }
 
     pub(super) fn settle(mut self, cost: u32) {
@@ -230,10 +322,14 @@ impl Held {
     /// Before it can come to the store.
     fn ends(&self, cost: u32) {
         let state = &mut *self.world.state();
-        state.say(Some(self.caller), || format!("ends with a cost of {cost} for {}", self.cost));
+        state.say(Some(self.caller), || {
+            format!("ends with a cost of {cost} for {}", self.cost)
+        });
         match state.plan.callers[self.caller].habit {
             Habit::InFlight | Habit::Queueing => state.ledger.ends(self.caller),
-            _ => state.ledger.settles(self.caller, self.cost.into(), cost.into()),
+            _ => state
+                .ledger
+                .settles(self.caller, self.cost.into(), cost.into()),
         }
     }
 }

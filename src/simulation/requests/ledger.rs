@@ -94,7 +94,10 @@ struct Waiter {
 
 impl Ledger {
     pub(super) fn new(plan: &Plan) -> Self {
-        Self { callers: plan.callers.iter().map(|_| Sums::default()).collect(), broken: Breaks::default() }
+        Self {
+            callers: plan.callers.iter().map(|_| Sums::default()).collect(),
+            broken: Breaks::default(),
+        }
     }
 
     pub(super) fn breaks(&mut self, rule: Rule, caller: Option<usize>, problem: String) {
@@ -128,23 +131,53 @@ impl Ledger {
             sums.idle_since = since;
         }
         sums.came += 1;
-        sums.waiting.push_back(Waiter { number: sums.came, runtime, since, max });
+        sums.waiting.push_back(Waiter {
+            number: sums.came,
+            runtime,
+            since,
+            max,
+        });
         sums.came
     }
 
     /// Somebody waits no more, and passes if `granted`.
-    pub(super) fn waited(&mut self, plan: &Plan, now: u64, caller: usize, number: u64, granted: Option<i64>) {
+    pub(super) fn waited(
+        &mut self,
+        plan: &Plan,
+        now: u64,
+        caller: usize,
+        number: u64,
+        granted: Option<i64>,
+    ) {
         let sums = &mut self.callers[caller];
-        let Some(place) = sums.waiting.iter().position(|waiter| waiter.number == number) else { return };
+        let Some(place) = sums
+            .waiting
+            .iter()
+            .position(|waiter| waiter.number == number)
+        else {
+            return;
+        };
         let waiter = sums.waiting.remove(place).unwrap();
         let Some(cost) = granted else { return };
-        let before = sums.waiting.iter().find(|other| other.runtime == waiter.runtime && other.number < number);
+        let before = sums
+            .waiting
+            .iter()
+            .find(|other| other.runtime == waiter.runtime && other.number < number);
         let before = before.map(|other| other.number);
         sums.passed += cost;
         sums.idle_since = now;
-        let &mut Sums { passed, charged, refunded, .. } = sums;
+        let &mut Sums {
+            passed,
+            charged,
+            refunded,
+            ..
+        } = sums;
         if let Some(before) = before {
-            self.breaks(Rule::Order, Some(caller), format!("w{number} passes before w{before}"));
+            self.breaks(
+                Rule::Order,
+                Some(caller),
+                format!("w{number} passes before w{before}"),
+            );
         }
         // What is in flight begins then, and is refunded when it ends.
         if plan.callers[caller].habit == Habit::Queueing {
@@ -156,7 +189,11 @@ impl Ledger {
         }
         let room = simulation::flows(plan.callers[caller].policy(), now) + refunded;
         if passed > room {
-            self.breaks(Rule::Early, Some(caller), format!("{passed} passed after {now} ms, with room for {room}"));
+            self.breaks(
+                Rule::Early,
+                Some(caller),
+                format!("{passed} passed after {now} ms, with room for {room}"),
+            );
         }
     }
 
@@ -166,23 +203,51 @@ impl Ledger {
         let slack = 2 * call + 20;
         // One that is under way, the one that they are asked for by, and one more if others took what was there.
         let calls = 3 * call;
-        let trouble = if plan.is_well() { 0 } else { 2 * TIMEOUT + 1500 };
-        for (caller, who) in plan.callers.iter().enumerate().filter(|(_, who)| who.habit.waits()) {
+        let trouble = if plan.is_well() {
+            0
+        } else {
+            2 * TIMEOUT + 1500
+        };
+        for (caller, who) in plan
+            .callers
+            .iter()
+            .enumerate()
+            .filter(|(_, who)| who.habit.waits())
+        {
             let sums = &self.callers[caller];
-            let late = sums.waiting.iter().find(|waiter| now > waiter.since + waiter.max + calls + slack + trouble);
-            let slow = sums.waiting.front().filter(|waiter| now > waiter.since + calls + slack);
-            if let Some(&Waiter { number, since, max, .. }) = late {
+            let late = sums
+                .waiting
+                .iter()
+                .find(|waiter| now > waiter.since + waiter.max + calls + slack + trouble);
+            let slow = sums
+                .waiting
+                .front()
+                .filter(|waiter| now > waiter.since + calls + slack);
+            if let Some(&Waiter {
+                number, since, max, ..
+            }) = late
+            {
                 let problem = format!("w{number} waits since {since} ms, for {max} ms at most");
                 self.breaks(Rule::Late, Some(caller), problem);
-            } else if let Some(&Waiter { number, since, .. }) = slow.filter(|_| plan.is_well() && who.is_ample()) {
-                let problem = format!("w{number} waits since {since} ms, though there is room for all");
+            } else if let Some(&Waiter { number, since, .. }) =
+                slow.filter(|_| plan.is_well() && who.is_ample())
+            {
+                let problem =
+                    format!("w{number} waits since {since} ms, though there is room for all");
                 self.breaks(Rule::Slow, Some(caller), problem);
             } else if plan.is_well() && !sums.waiting.is_empty() && !who.drops {
                 let longest = 2 * longest_gap(plan, who.policy(), who.cost) + slack;
                 // Who cannot have their turn in time is refused, and keeps nobody from it.
-                let since = sums.waiting.iter().filter(|waiter| waiter.max >= longest).map(|waiter| waiter.since).min();
+                let since = sums
+                    .waiting
+                    .iter()
+                    .filter(|waiter| waiter.max >= longest)
+                    .map(|waiter| waiter.since)
+                    .min();
                 if since.is_some_and(|since| now > since.max(sums.idle_since) + longest) {
-                    let problem = format!("nobody has passed for more than {longest} ms while somebody waited");
+                    let problem = format!(
+                        "nobody has passed for more than {longest} ms while somebody waited"
+                    );
                     self.breaks(Rule::Idle, Some(caller), problem);
                 }
             }
@@ -213,7 +278,15 @@ impl Ledger {
 
     /// Whatever was to be settled has run at most once.
     pub(super) fn runs_once(&mut self, caller: usize) {
-        let &Sums { settled, runs, to_refund, ran_back, to_charge, ran_charge, .. } = &self.callers[caller];
+        let &Sums {
+            settled,
+            runs,
+            to_refund,
+            ran_back,
+            to_charge,
+            ran_charge,
+            ..
+        } = &self.callers[caller];
         if runs > settled || ran_back > to_refund || ran_charge > to_charge {
             let problem = format!(
                 "{runs} of {settled} settlements, which gave {ran_back} of {to_refund} back and charged {ran_charge} of {to_charge}"
@@ -226,7 +299,15 @@ impl Ledger {
     pub(super) fn rests(&mut self, plan: &Plan, caller: usize, used: i64) {
         self.was_steady(caller);
         let who = &plan.callers[caller];
-        let &Sums { settled, runs, reported, real, unknown, in_flight, .. } = &self.callers[caller];
+        let &Sums {
+            settled,
+            runs,
+            reported,
+            real,
+            unknown,
+            in_flight,
+            ..
+        } = &self.callers[caller];
         match who.habit {
             Habit::Waiting => {}
             Habit::Reserving => {
@@ -242,13 +323,15 @@ impl Ledger {
                 let capacity = who.policy().params().capacity;
                 let costs = (real - steady).min(capacity)..=(real + unknown + steady).min(capacity);
                 if reported == 0 && !costs.contains(&used) {
-                    let problem =
-                        format!("the store counts {used}, {real} were the real costs, and maybe {unknown} more");
+                    let problem = format!(
+                        "the store counts {used}, {real} were the real costs, and maybe {unknown} more"
+                    );
                     self.breaks(Rule::Cost, Some(caller), problem);
                 }
             }
             Habit::InFlight | Habit::Queueing if used != in_flight => {
-                let problem = format!("the store counts {used} in flight, and there are {in_flight}");
+                let problem =
+                    format!("the store counts {used} in flight, and there are {in_flight}");
                 self.breaks(Rule::Left, Some(caller), problem);
             }
             Habit::InFlight | Habit::Queueing => {}
@@ -297,7 +380,10 @@ impl Ledger {
 /// How long it may take until somebody passes, at most, if instances take turns. What flows back at once does so within two
 /// periods.
 fn longest_gap(plan: &Plan, policy: &Policy, cost: u32) -> u64 {
-    let (capacity, period) = (policy.params().capacity as u64, policy.params().period as u64 / 1000);
+    let (capacity, period) = (
+        policy.params().capacity as u64,
+        policy.params().period as u64 / 1000,
+    );
     match policy.frees() {
         Frees::OnRelease => LONGEST + 150,
         Frees::Gradually => period * u64::from(cost) * plan.instances as u64 / capacity + 150,

@@ -27,7 +27,10 @@ use crate::in_flight::InFlightTracker;
 use crate::util::{Seed, instant};
 use crate::wait_queues::{Bounds, WaitQueues};
 
-const REQUESTS: Simulation<Rule> = Simulation { name: "requests", run };
+const REQUESTS: Simulation<Rule> = Simulation {
+    name: "requests",
+    run,
+};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// How long after the last fault all is settled.
@@ -38,7 +41,14 @@ const REMAINS: u64 = 2 * TIMEOUT + 3000;
 /// A runtime that ends drops its tasks in an order that depends on their numbers, and these go on from run to run.
 fn align_task_numbers() {
     let runtime = Builder::new_current_thread().build().unwrap();
-    while !runtime.spawn(async {}).id().to_string().parse::<u64>().unwrap().is_multiple_of(16) {}
+    while !runtime
+        .spawn(async {})
+        .id()
+        .to_string()
+        .parse::<u64>()
+        .unwrap()
+        .is_multiple_of(16)
+    {}
 }
 
 fn run(seed: u64, kept: bool) -> Outcome<Rule> {
@@ -74,8 +84,15 @@ struct Clocked {
 
 impl Clocked {
     fn new() -> Self {
-        let runtime = Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
-        Self { runtime: Some(runtime), now: 0 }
+        let runtime = Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            .build()
+            .unwrap();
+        Self {
+            runtime: Some(runtime),
+            now: 0,
+        }
     }
 
     /// Lets it run until nothing is left to do by then.
@@ -100,24 +117,50 @@ impl<'a> Simulated<'a> {
         let state = world.state();
         let plan = &state.plan;
         let limiters = (0..plan.instances).map(|instance| {
-            let store = Far { world: world.clone(), instance, identity: Arc::default() };
+            let store = Far {
+                world: world.clone(),
+                instance,
+                identity: Arc::default(),
+            };
             let limiter = |caller: &plan::Caller| {
-                let notes = Notes { world: world.clone(), instance };
+                let notes = Notes {
+                    world: world.clone(),
+                    instance,
+                };
                 let in_flight = InFlightTracker::new(&store, None);
                 let wait_queues = WaitQueues::new(store.clone(), in_flight, Bounds::DEFAULT);
-                (Limiter::new(store.clone(), caller.policies.clone()).observer(notes), wait_queues)
+                (
+                    Limiter::new(store.clone(), caller.policies.clone()).observer(notes),
+                    wait_queues,
+                )
             };
             plan.callers.iter().map(limiter).collect()
         });
         let limiters = limiters.collect();
         let runtimes = plan.runtimes.iter().map(|_| Clocked::new()).collect();
-        Self { world, rng, seed, start, runtimes, limiters, now: 0, step: plan.step }
+        Self {
+            world,
+            rng,
+            seed,
+            start,
+            runtimes,
+            limiters,
+            now: 0,
+            step: plan.step,
+        }
     }
 
     fn client(&mut self, runtime: usize, caller: usize) -> Client {
         let instance = self.world.state().plan.runtimes[runtime].instance;
         let (limiter, wait_queues) = self.limiters[instance][caller].clone();
-        Client { world: self.world.clone(), limiter, wait_queues, caller, runtime, rng: self.rng.fork() }
+        Client {
+            world: self.world.clone(),
+            limiter,
+            wait_queues,
+            caller,
+            runtime,
+            rng: self.rng.fork(),
+        }
     }
 
     fn spawn(&self, runtime: usize, task: impl Future<Output = ()> + Send + 'static) {
@@ -129,7 +172,11 @@ impl<'a> Simulated<'a> {
     fn run(mut self) {
         let (callers, end, last) = {
             let WorldState { plan, .. } = &*self.world.state();
-            let callers: Vec<_> = plan.callers.iter().map(|caller| (caller.habit, caller.clients)).collect();
+            let callers: Vec<_> = plan
+                .callers
+                .iter()
+                .map(|caller| (caller.habit, caller.clients))
+                .collect();
             (callers, plan.end, plan.last())
         };
         for runtime in 0..self.runtimes.len() {
@@ -141,7 +188,9 @@ impl<'a> Simulated<'a> {
             }
         }
         self.passes_to(end);
-        self.world.state().say(None, || "nothing goes wrong any more".to_owned());
+        self.world
+            .state()
+            .say(None, || "nothing goes wrong any more".to_owned());
         self.passes_to(last);
         self.step = 50;
         // Somebody comes now and then: what a runtime has left is done by the next that comes.
@@ -151,9 +200,18 @@ impl<'a> Simulated<'a> {
                     let client = self.client(runtime, caller);
                     match habit {
                         Habit::Waiting => {}
-                        Habit::Reserving => self.spawn(runtime, async move { drop(client.reserve(0, None).await) }),
-                        Habit::InFlight => self.spawn(runtime, async move { drop(client.reserve(1, None).await) }),
-                        Habit::Queueing => self.spawn(runtime, async move { drop(client.queue(SECOND, None).await) }),
+                        Habit::Reserving => {
+                            self.spawn(runtime, async move { drop(client.reserve(0, None).await) })
+                        }
+                        Habit::InFlight => {
+                            self.spawn(runtime, async move { drop(client.reserve(1, None).await) })
+                        }
+                        Habit::Queueing => {
+                            self.spawn(
+                                runtime,
+                                async move { drop(client.queue(SECOND, None).await) },
+                            )
+                        }
                     }
                 }
             }
@@ -164,9 +222,12 @@ impl<'a> Simulated<'a> {
         self.limiters.clear();
         self.passes_to(self.now + REMAINS);
         for (i, Clocked { runtime, .. }) in self.runtimes.iter().enumerate() {
-            let left = runtime.as_ref().map_or(0, |runtime| runtime.metrics().num_alive_tasks());
+            let left = runtime
+                .as_ref()
+                .map_or(0, |runtime| runtime.metrics().num_alive_tasks());
             if left > 0 {
-                let problem = format!("{left} tasks live on, {REMAINS} ms after their limiters, on r{i}");
+                let problem =
+                    format!("{left} tasks live on, {REMAINS} ms after their limiters, on r{i}");
                 self.world.state().breaks(Rule::Tasks, None, problem);
             }
         }
@@ -186,7 +247,8 @@ impl<'a> Simulated<'a> {
     fn passes_to(&mut self, until: u64) {
         while self.now < until {
             self.now = (self.now + self.rng.u64(1..=self.step)).min(until);
-            self.seed.stands_at(self.start + Duration::from_millis(self.now));
+            self.seed
+                .stands_at(self.start + Duration::from_millis(self.now));
             self.world.passes_to(self.now);
             let first = self.rng.usize(..self.runtimes.len());
             for i in 0..self.runtimes.len() {
@@ -202,7 +264,10 @@ impl<'a> Simulated<'a> {
     fn run_one(&mut self, runtime: usize) {
         let (is_still, has_ended) = {
             let state = self.world.state();
-            (state.plan.is_still(runtime, self.now), state.plan.has_ended(runtime, self.now))
+            (
+                state.plan.is_still(runtime, self.now),
+                state.plan.has_ended(runtime, self.now),
+            )
         };
         if has_ended && let Some(ended) = self.runtimes[runtime].runtime.take() {
             self.world.state().say(None, || format!("r{runtime} ends"));

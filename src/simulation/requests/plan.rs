@@ -97,8 +97,19 @@ impl Habit {
     }
 }
 
-const KINDS: [Kind; 5] = [Kind::Down, Kind::LosingRequests, Kind::LosingReplies, Kind::Slow, Kind::Frozen];
-const HABITS: [Habit; 4] = [Habit::Waiting, Habit::Reserving, Habit::InFlight, Habit::Queueing];
+const KINDS: [Kind; 5] = [
+    Kind::Down,
+    Kind::LosingRequests,
+    Kind::LosingReplies,
+    Kind::Slow,
+    Kind::Frozen,
+];
+const HABITS: [Habit; 4] = [
+    Habit::Waiting,
+    Habit::Reserving,
+    Habit::InFlight,
+    Habit::Queueing,
+];
 
 /// How long steady clients go on when their callers should have all places back.
 const STEADY: u64 = 1000;
@@ -128,13 +139,22 @@ impl Plan {
                     let from = rng.u64(50..end);
                     (from, (from + rng.u64(50..1500)).min(end))
                 });
-                runtimes.push(Runtime { instance, ends_at, still });
+                runtimes.push(Runtime {
+                    instance,
+                    ends_at,
+                    still,
+                });
             }
         }
         let faults = (0..if is_well { 0 } else { rng.usize(..=2) }).map(|_| {
             let from = rng.u64(..end);
             let until = (from + rng.u64(20..900)).min(end);
-            Fault { from, until, instance: rng.usize(..instances), kind: *pick(rng, &KINDS) }
+            Fault {
+                from,
+                until,
+                instance: rng.usize(..instances),
+                kind: *pick(rng, &KINDS),
+            }
         });
         let faults = faults.collect();
         let callers = (0..rng.usize(1..=2)).map(|i| Caller::new(rng, i)).collect();
@@ -149,7 +169,11 @@ impl Plan {
             wall: (LONG * 220).as_micros() as i64 + rng.i64(0..90_000_000_000),
         };
         let is_far = plan.delay > 10;
-        for caller in plan.callers.iter_mut().filter(|caller| is_far && caller.habit == Habit::InFlight) {
+        for caller in plan
+            .callers
+            .iter_mut()
+            .filter(|caller| is_far && caller.habit == Habit::InFlight)
+        {
             if rng.bool() {
                 caller.never_pauses(rng);
             }
@@ -159,7 +183,11 @@ impl Plan {
 
     /// Whether nothing goes wrong, but that a client may hang up.
     pub(super) fn is_well(&self) -> bool {
-        self.faults.is_empty() && self.runtimes.iter().all(|it| it.ends_at.is_none() && it.still.is_none())
+        self.faults.is_empty()
+            && self
+                .runtimes
+                .iter()
+                .all(|it| it.ends_at.is_none() && it.still.is_none())
     }
 
     /// When the callers of steady clients have all places back: what was sent may be answered, or come to the store,
@@ -170,17 +198,25 @@ impl Plan {
 
     /// When the last client asks.
     pub(super) fn last(&self) -> u64 {
-        if self.callers.iter().any(|caller| caller.is_steady) { self.heals_at() + STEADY } else { self.end }
+        if self.callers.iter().any(|caller| caller.is_steady) {
+            self.heals_at() + STEADY
+        } else {
+            self.end
+        }
     }
 
     /// What goes wrong with an instance now.
     pub(super) fn fault(&self, instance: usize, now: u64) -> Option<&Fault> {
-        self.faults.iter().find(|fault| fault.instance == instance && (fault.from..fault.until).contains(&now))
+        self.faults
+            .iter()
+            .find(|fault| fault.instance == instance && (fault.from..fault.until).contains(&now))
     }
 
     /// Whether a runtime is there now, and for how long it will then have stood still.
     pub(super) fn is_still(&self, runtime: usize, now: u64) -> bool {
-        self.runtimes[runtime].still.is_some_and(|(from, until)| (from..until).contains(&now))
+        self.runtimes[runtime]
+            .still
+            .is_some_and(|(from, until)| (from..until).contains(&now))
     }
 
     pub(super) fn has_ended(&self, runtime: usize, now: u64) -> bool {
@@ -191,19 +227,67 @@ impl Plan {
 /// As it stands above a log.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { instances, step, delay, end, .. } = self;
-        writeln!(f, "{instances} instances, steps of {step} ms, delays of {delay} ms, until {end} ms")?;
-        for (i, Runtime { instance, ends_at, still }) in self.runtimes.iter().enumerate() {
-            writeln!(f, "r{i} of i{instance}, ends at {ends_at:?}, stands still {still:?}")?;
+        let Self {
+            instances,
+            step,
+            delay,
+            end,
+            ..
+        } = self;
+        writeln!(
+            f,
+            "{instances} instances, steps of {step} ms, delays of {delay} ms, until {end} ms"
+        )?;
+        for (
+            i,
+            Runtime {
+                instance,
+                ends_at,
+                still,
+            },
+        ) in self.runtimes.iter().enumerate()
+        {
+            writeln!(
+                f,
+                "r{i} of i{instance}, ends at {ends_at:?}, stands still {still:?}"
+            )?;
         }
-        for Fault { from, until, instance, kind } in &self.faults {
+        for Fault {
+            from,
+            until,
+            instance,
+            kind,
+        } in &self.faults
+        {
             writeln!(f, "{from} to {until} ms: {kind:?} for i{instance}")?;
         }
-        for (i, Caller { policies, habit, cost, clients, drops, is_steady, .. }) in self.callers.iter().enumerate() {
+        for (
+            i,
+            Caller {
+                policies,
+                habit,
+                cost,
+                clients,
+                drops,
+                is_steady,
+                ..
+            },
+        ) in self.callers.iter().enumerate()
+        {
             write!(f, "c{i} {habit:?}, cost up to {cost}, {clients} clients")?;
-            write!(f, "{}", if *is_steady { ", which never pause" } else { "" })?;
+            write!(
+                f,
+                "{}",
+                if *is_steady {
+                    ", which never pause"
+                } else {
+                    ""
+                }
+            )?;
             write!(f, "{}:", if *drops { ", which hang up" } else { "" })?;
-            policies.iter().try_for_each(|policy| write!(f, " {policy:?}"))?;
+            policies
+                .iter()
+                .try_for_each(|policy| write!(f, " {policy:?}"))?;
             writeln!(f)?;
         }
         Ok(())
@@ -215,8 +299,15 @@ impl Caller {
         let habit = *pick(rng, &HABITS);
         let policy = match habit {
             Habit::Waiting => {
-                let (limit, period) = *pick(rng, &[(2, 200), (10, 300), (10, 1000), (50, 1000), (AMPLE, 1000)]);
-                Policy::new("wait", *pick(rng, Strategy::ALL), Quota::per(limit, Duration::from_millis(period)))
+                let (limit, period) = *pick(
+                    rng,
+                    &[(2, 200), (10, 300), (10, 1000), (50, 1000), (AMPLE, 1000)],
+                );
+                Policy::new(
+                    "wait",
+                    *pick(rng, Strategy::ALL),
+                    Quota::per(limit, Duration::from_millis(period)),
+                )
             }
             Habit::Reserving => {
                 let quota = Quota::per(*pick(rng, &[10, 40, 500]), LONG);
@@ -232,12 +323,20 @@ impl Caller {
             }
         };
         let policy = policy.unwrap();
-        let clients = if policy.quota().limit() == AMPLE { 10..=30 } else { 1..=5 };
+        let clients = if policy.quota().limit() == AMPLE {
+            10..=30
+        } else {
+            1..=5
+        };
         Self {
             key: Key::new(format!("c{index}")),
             policies: policy.into(),
             habit,
-            cost: if habit.is_in_flight() { 1 } else { rng.u32(1..=3).min(2) },
+            cost: if habit.is_in_flight() {
+                1
+            } else {
+                rng.u32(1..=3).min(2)
+            },
             clients: rng.usize(clients),
             drops: rng.u8(..3) == 0,
             is_steady: false,
@@ -246,7 +345,11 @@ impl Caller {
 
     fn never_pauses(&mut self, rng: &mut Rng) {
         let (limit, lease) = (*pick(rng, &[8, 16]), self.policy().quota().period());
-        self.policies = Policy::in_flight("flight", limit).unwrap().slot_ttl(lease).unwrap().into();
+        self.policies = Policy::in_flight("flight", limit)
+            .unwrap()
+            .slot_ttl(lease)
+            .unwrap()
+            .into();
         (self.clients, self.drops, self.is_steady) = (rng.usize(10..=20), true, true);
     }
 

@@ -92,7 +92,10 @@ impl World {
         Self(Arc::new(Mutex::new(WorldState {
             ledger: Ledger::new(&plan),
             plan,
-            log: Log { kept, ..Log::default() },
+            log: Log {
+                kept,
+                ..Log::default()
+            },
             now: 0,
             rng,
             counts: HashMap::new(),
@@ -132,7 +135,10 @@ impl World {
     }
 }
 
-type Answered = (oneshot::Sender<Result<Decision, StoreError>>, Result<Decision, StoreError>);
+type Answered = (
+    oneshot::Sender<Result<Decision, StoreError>>,
+    Result<Decision, StoreError>,
+);
 
 impl WorldState {
     pub(super) fn say(&mut self, caller: Option<usize>, text: impl FnOnce() -> String) {
@@ -158,7 +164,10 @@ impl WorldState {
     }
 
     pub(super) fn caller(&self, key: &Key) -> Option<usize> {
-        self.plan.callers.iter().position(|caller| caller.key == *key)
+        self.plan
+            .callers
+            .iter()
+            .position(|caller| caller.key == *key)
     }
 
     fn will(&mut self, after: u64, event: Event) {
@@ -171,48 +180,112 @@ impl WorldState {
         let fate = match self.fate(instance) {
             Some(fate) => fate,
             None => {
-                self.say(self.caller(check.key()), || format!("i{instance} cannot send: {}", shown(&check)));
+                self.say(self.caller(check.key()), || {
+                    format!("i{instance} cannot send: {}", shown(&check))
+                });
                 return Answer::ready(Err(StoreError::new(ErrorKind::Unreachable).unsent()));
             }
         };
-        self.say(self.caller(check.key()), || format!("i{instance} asks: {}", shown(&check)));
+        self.say(self.caller(check.key()), || {
+            format!("i{instance} asks: {}", shown(&check))
+        });
         let (answer, answered) = oneshot::channel();
-        self.will(fate.queued, Event::Leaves(Request { instance, check, fate, answer }));
+        self.will(
+            fate.queued,
+            Event::Leaves(Request {
+                instance,
+                check,
+                fate,
+                answer,
+            }),
+        );
         Answer::pending(Waiting(answered))
     }
 
     /// None if it is not sent.
     fn fate(&mut self, instance: usize) -> Option<Fate> {
         let (most, rng) = (self.plan.delay, &mut self.rng);
-        let well = Fate { queued: rng.u64(..2), sent: rng.u64(..=most), runs: true, back: Some(rng.u64(..=most)) };
+        let well = Fate {
+            queued: rng.u64(..2),
+            sent: rng.u64(..=most),
+            runs: true,
+            back: Some(rng.u64(..=most)),
+        };
         Some(match self.plan.fault(instance, self.now) {
             None => well,
-            Some(Fault { kind: Kind::Down, .. }) => return None,
-            Some(Fault { kind: Kind::Slow, .. }) => Fate { sent: rng.u64(..500), back: Some(rng.u64(..500)), ..well },
-            Some(Fault { kind: Kind::Frozen, until, .. }) => Fate { sent: until - self.now + rng.u64(..5), ..well },
+            Some(Fault {
+                kind: Kind::Down, ..
+            }) => return None,
+            Some(Fault {
+                kind: Kind::Slow, ..
+            }) => Fate {
+                sent: rng.u64(..500),
+                back: Some(rng.u64(..500)),
+                ..well
+            },
+            Some(Fault {
+                kind: Kind::Frozen,
+                until,
+                ..
+            }) => Fate {
+                sent: until - self.now + rng.u64(..5),
+                ..well
+            },
             Some(_) if rng.u8(..3) == 0 => well,
-            Some(Fault { kind: Kind::LosingRequests, .. }) => Fate { runs: false, back: None, ..well },
-            Some(Fault { kind: Kind::LosingReplies, .. }) => Fate { back: None, ..well },
+            Some(Fault {
+                kind: Kind::LosingRequests,
+                ..
+            }) => Fate {
+                runs: false,
+                back: None,
+                ..well
+            },
+            Some(Fault {
+                kind: Kind::LosingReplies,
+                ..
+            }) => Fate { back: None, ..well },
         })
     }
 
     fn happens(&mut self, event: Event) -> Option<Answered> {
         match event {
             Event::Leaves(request) if request.answer.is_closed() => {
-                let Request { instance, check, .. } = request;
-                self.say(self.caller(check.key()), || format!("i{instance} never sends: {}", shown(&check)));
+                let Request {
+                    instance, check, ..
+                } = request;
+                self.say(self.caller(check.key()), || {
+                    format!("i{instance} never sends: {}", shown(&check))
+                });
             }
             Event::Leaves(request) => self.will(request.fate.sent, Event::Runs(request)),
             Event::Runs(request) => {
-                let decision = request.fate.runs.then(|| self.runs(request.instance, &request.check));
+                let decision = request
+                    .fate
+                    .runs
+                    .then(|| self.runs(request.instance, &request.check));
                 match (request.fate.back, decision) {
-                    (Some(back), Some(decision)) => self.will(back, Event::IsAnswered(request, Ok(decision))),
-                    _ => self.will(TIMEOUT, Event::IsAnswered(request, Err(StoreError::new(ErrorKind::Timeout)))),
+                    (Some(back), Some(decision)) => {
+                        self.will(back, Event::IsAnswered(request, Ok(decision)))
+                    }
+                    _ => self.will(
+                        TIMEOUT,
+                        Event::IsAnswered(request, Err(StoreError::new(ErrorKind::Timeout))),
+                    ),
                 }
             }
-            Event::IsAnswered(Request { answer, instance, check, .. }, result) => {
+            Event::IsAnswered(
+                Request {
+                    answer,
+                    instance,
+                    check,
+                    ..
+                },
+                result,
+            ) => {
                 if result.is_err() {
-                    self.say(self.caller(check.key()), || format!("i{instance} gets no answer: {}", shown(&check)));
+                    self.say(self.caller(check.key()), || {
+                        format!("i{instance} gets no answer: {}", shown(&check))
+                    });
                 }
                 return Some((answer, result));
             }
@@ -224,23 +297,45 @@ impl WorldState {
     fn runs(&mut self, instance: usize, check: &Check) -> Decision {
         let decision = self.counts(check);
         let caller = self.caller(check.key());
-        self.say(caller, || format!("i{instance} in the store: {}: {}", shown(check), verdict(&decision)));
+        self.say(caller, || {
+            format!(
+                "i{instance} in the store: {}: {}",
+                shown(check),
+                verdict(&decision)
+            )
+        });
         if let Some(caller) = caller {
-            self.ledger.ran(caller, check.mode(), check.cost().into(), decision.granted().into());
+            self.ledger.ran(
+                caller,
+                check.mode(),
+                check.cost().into(),
+                decision.granted().into(),
+            );
         }
         decision
     }
 
     fn counts(&mut self, check: &Check) -> Decision {
-        let places: Vec<_> = check.policies().iter().map(|policy| (*check.key(), policy.id())).collect();
+        let places: Vec<_> = check
+            .policies()
+            .iter()
+            .map(|policy| (*check.key(), policy.id()))
+            .collect();
         let mut counts = Vec::new();
         for (place, policy) in places.iter().zip(check.policies().iter()) {
-            counts.push(self.counts.remove(place).unwrap_or_else(|| State::fresh(policy.kind())));
+            counts.push(
+                self.counts
+                    .remove(place)
+                    .unwrap_or_else(|| State::fresh(policy.kind())),
+            );
         }
         let verdicts = check.decide(&mut counts, self.plan.wall + self.now as i64 * 1000);
         self.counts.extend(places.into_iter().zip(counts));
         self.decided += 1;
-        check.clone().answer(verdicts, Source::Redis).decided_at(self.decided)
+        check
+            .clone()
+            .answer(verdicts, Source::Redis)
+            .decided_at(self.decided)
     }
 
     /// Compares what the store counts of steady callers with what is in flight, when they should have all places back.
@@ -249,8 +344,19 @@ impl WorldState {
             return;
         }
         for caller in 0..self.plan.callers.len() {
-            let Caller { key, is_steady: true, .. } = self.plan.callers[caller] else { continue };
-            let on_the_way = self.events.values().map(|event| event.in_flight(&key)).sum::<i64>();
+            let Caller {
+                key,
+                is_steady: true,
+                ..
+            } = self.plan.callers[caller]
+            else {
+                continue;
+            };
+            let on_the_way = self
+                .events
+                .values()
+                .map(|event| event.in_flight(&key))
+                .sum::<i64>();
             let counted = self.used(caller) - on_the_way;
             self.ledger.is_steady(caller, counted);
         }
@@ -306,8 +412,12 @@ impl Observer for Notes {
         let Some(key) = event.key else { return };
         let (instance, kind) = (self.instance, event.error.kind().as_str());
         let mut state = self.world.state();
-        let Some(caller) = state.caller(key) else { return };
+        let Some(caller) = state.caller(key) else {
+            return;
+        };
         state.ledger.is_reported(caller);
-        state.say(Some(caller), || format!("i{instance} gives up what was to be settled: {kind}"));
+        state.say(Some(caller), || {
+            format!("i{instance} gives up what was to be settled: {kind}")
+        });
     }
 }

@@ -21,12 +21,18 @@ impl StoreConfig {
             builder = builder.root_certificates(pem);
         }
         let unpaired = |setting, without| {
-            Err(ConfigError::new(format!("`{setting}` is set without `{without}`: set both or neither")))
+            Err(ConfigError::new(format!(
+                "`{setting}` is set without `{without}`: set both or neither"
+            )))
         };
         match (&self.client_certificate, &self.client_key) {
             (Some(certificate), Some(key)) => {
-                let pem = (read("client_certificate", certificate)?, read("client_key", key)?);
-                check_client(&pem.0, &pem.1).map_err(|error| in_files(&[certificate, key], &error))?;
+                let pem = (
+                    read("client_certificate", certificate)?,
+                    read("client_key", key)?,
+                );
+                check_client(&pem.0, &pem.1)
+                    .map_err(|error| in_files(&[certificate, key], &error))?;
                 builder = builder.client_certificate(pem.0, pem.1);
             }
             (Some(_), None) => return unpaired("client_certificate", "client_key"),
@@ -60,7 +66,13 @@ fn read(setting: &'static str, path: &std::path::Path) -> Result<Vec<u8>, Config
 impl StoreConfig {
     /// The store of this URL.
     pub(super) fn connect_lazy(&self, url: &str) -> Result<RedisStore, ConfigError> {
-        let Self { root_certificates, client_certificate, client_key, server_name, .. } = self;
+        let Self {
+            root_certificates,
+            client_certificate,
+            client_key,
+            server_name,
+            ..
+        } = self;
         let files = [root_certificates, client_certificate, client_key];
         if server_name.is_some() || files.into_iter().any(Option::is_some) {
             return Err(no_tls());

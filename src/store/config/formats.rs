@@ -17,7 +17,20 @@ macro_rules! fields {
     };
 }
 
-fields!(kind, prefix, connections, timeout, queue, batch, partitions, denials, deadline, failures, share, local_keys);
+fields!(
+    kind,
+    prefix,
+    connections,
+    timeout,
+    queue,
+    batch,
+    partitions,
+    denials,
+    deadline,
+    failures,
+    share,
+    local_keys
+);
 
 deserialize!(ShareConfig);
 

@@ -30,7 +30,11 @@ words!(StoreKind, "kind of store", "`auto`, `fallback`, `redis` or `local`":
 ///
 /// As text: a number such as `4`, or `alive`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "lowercase"))]
+#[cfg_attr(
+    feature = "serde",
+    derive(serde::Serialize),
+    serde(rename_all = "lowercase")
+)]
 #[non_exhaustive]
 pub enum ShareConfig {
     /// [`Share::Alive`], with what [`RedisStore::announce`] counts. It needs a tokio runtime when the store is made.
@@ -69,7 +73,10 @@ impl FromStr for ShareConfig {
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         match text.trim() {
             "alive" => Ok(Self::Alive),
-            number => number.parse().map(Self::Fixed).map_err(|_| ConfigError::choice("share", text, Self::CHOICES)),
+            number => number
+                .parse()
+                .map(Self::Fixed)
+                .map_err(|_| ConfigError::choice("share", text, Self::CHOICES)),
         }
     }
 }

@@ -80,8 +80,15 @@ use crate::error::ConfigError;
 /// # Ok::<(), tower_redis_ratelimit::store::StoreError>(())
 /// ```
 #[derive(Clone, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(default, deny_unknown_fields))]
-#[cfg_attr(feature = "serde", serde(expecting = "the settings of a store, such as `{ url = \"redis://127.0.0.1/\" }`"))]
+#[cfg_attr(
+    feature = "serde",
+    derive(serde::Serialize, serde::Deserialize),
+    serde(default, deny_unknown_fields)
+)]
+#[cfg_attr(
+    feature = "serde",
+    serde(expecting = "the settings of a store, such as `{ url = \"redis://127.0.0.1/\" }`")
+)]
 #[non_exhaustive]
 pub struct StoreConfig {
     /// Which store it is. Defaults to [`StoreKind::Auto`].
@@ -117,7 +124,10 @@ pub struct StoreConfig {
     /// See [`RedisStoreBuilder::timeout`]. Defaults to 250 ms.
     #[cfg_attr(
         feature = "serde",
-        serde(deserialize_with = "formats::timeout", serialize_with = "formats::write_duration")
+        serde(
+            deserialize_with = "formats::timeout",
+            serialize_with = "formats::write_duration"
+        )
     )]
     pub timeout: Duration,
     /// See [`RedisStoreBuilder::queue`]. Defaults to 10,000.
@@ -135,7 +145,10 @@ pub struct StoreConfig {
     /// See [`Fallback::deadline`]. At least a millisecond; defaults to 100 ms.
     #[cfg_attr(
         feature = "serde",
-        serde(deserialize_with = "formats::deadline", serialize_with = "formats::write_duration")
+        serde(
+            deserialize_with = "formats::deadline",
+            serialize_with = "formats::write_duration"
+        )
     )]
     pub deadline: Duration,
     /// See [`Fallback::failures`]. Defaults to 3.
@@ -188,10 +201,17 @@ impl StoreConfig {
     }
 
     fn of_variable(name: &str, value: Result<String, VarError>) -> Result<Self, ConfigError> {
-        let wrong = |what: &str| Err(wrong_url(format_args!("{name} is {what} (unset it for no Redis)")));
+        let wrong = |what: &str| {
+            Err(wrong_url(format_args!(
+                "{name} is {what} (unset it for no Redis)"
+            )))
+        };
         match value {
             Ok(url) if url.trim().is_empty() => wrong("empty"),
-            Ok(url) => Ok(Self { url: Some(url), ..Self::default() }),
+            Ok(url) => Ok(Self {
+                url: Some(url),
+                ..Self::default()
+            }),
             Err(VarError::NotPresent) => Ok(Self::default()),
             Err(VarError::NotUnicode(_)) => wrong("not Unicode"),
         }
@@ -205,7 +225,10 @@ impl StoreConfig {
                 AnyStore::Fallback(self.fallback(self.connect_lazy(url)?)?)
             }
             (kind @ (StoreKind::Redis | StoreKind::Fallback), None) => {
-                return Err(wrong_url(format_args!("it is missing, and a store of the kind `{kind}` needs it")).into());
+                return Err(wrong_url(format_args!(
+                    "it is missing, and a store of the kind `{kind}` needs it"
+                ))
+                .into());
             }
         })
     }
@@ -224,11 +247,17 @@ impl StoreConfig {
     fn fallback(&self, redis: RedisStore) -> Result<Fallback<RedisStore, LocalStore>, StoreError> {
         // All answers of Redis would be late: every instance would count for itself, though Redis is well.
         if self.deadline < Duration::from_millis(1) {
-            let text = format!("a deadline of {:?} for Redis: write at least 1 ms, such as 100 ms", self.deadline);
+            let text = format!(
+                "a deadline of {:?} for Redis: write at least 1 ms, such as 100 ms",
+                self.deadline
+            );
             return Err(ConfigError::new(text).into());
         }
         let share = self.share.of(&redis)?;
-        Ok(Fallback::new(redis, self.local()).deadline(self.deadline).failures(self.failures).share(share))
+        Ok(Fallback::new(redis, self.local())
+            .deadline(self.deadline)
+            .failures(self.failures)
+            .share(share))
     }
 
     fn local(&self) -> LocalStore {

@@ -46,7 +46,10 @@ fn fields(text: &str) -> Vec<&str> {
     let indent = first.len() - first.trim_start().len();
     lines
         .by_ref()
-        .map_while(|line| line.split_at_checked(indent).filter(|(spaces, _)| spaces.trim().is_empty()))
+        .map_while(|line| {
+            line.split_at_checked(indent)
+                .filter(|(spaces, _)| spaces.trim().is_empty())
+        })
         .filter_map(|(_, line)| line.split_once(": ").map(|(name, _)| name))
         .filter(|name| !name.starts_with(' '))
         .collect()
@@ -55,10 +58,16 @@ fn fields(text: &str) -> Vec<&str> {
 #[test]
 fn defaults_are_those_of_the_stores() {
     let config = StoreConfig::default();
-    assert_eq!(format!("{:?}", config.redis(URL)), format!("{:?}", builder()));
+    assert_eq!(
+        format!("{:?}", config.redis(URL)),
+        format!("{:?}", builder())
+    );
     let redis = || builder().connect_lazy().unwrap();
     let fallback = Fallback::new(redis(), LocalStore::default());
-    assert_eq!(settings(&config.fallback(redis()).unwrap()), settings(&fallback));
+    assert_eq!(
+        settings(&config.fallback(redis()).unwrap()),
+        settings(&fallback)
+    );
     assert_eq!(config.local_keys, LocalStore::DEFAULT_KEYS);
 }
 
@@ -79,49 +88,104 @@ fn every_setting_reaches_its_store() {
         .deadline(Duration::from_millis(50))
         .failures(config.failures)
         .share(Share::Fixed(NonZeroU32::new(8).unwrap()));
-    assert_eq!(settings(&config.fallback(redis()).unwrap()), settings(&fallback));
+    assert_eq!(
+        settings(&config.fallback(redis()).unwrap()),
+        settings(&fallback)
+    );
 }
 
 /// A setting that a builder gains must be one of ours too.
 #[test]
 fn the_stores_have_no_other_settings() {
     let text = format!("{:#?}", builder());
-    let ours = ["prefix", "connections", "timeout", "queue", "batch", "partitions", "denials"];
+    let ours = [
+        "prefix",
+        "connections",
+        "timeout",
+        "queue",
+        "batch",
+        "partitions",
+        "denials",
+    ];
     // What is for TLS is in files: `tests/tls` connects with it.
-    assert_eq!(fields(&text), [&["servers", "tls"], &ours[..], &["observer", "now"]].concat());
+    assert_eq!(
+        fields(&text),
+        [&["servers", "tls"], &ours[..], &["observer", "now"]].concat()
+    );
     let fallback = Fallback::new(builder().connect_lazy().unwrap(), LocalStore::default());
-    assert_eq!(fields(&settings(&fallback)), ["deadline", "failures", "share", "observer"]);
+    assert_eq!(
+        fields(&settings(&fallback)),
+        ["deadline", "failures", "share", "observer"]
+    );
 }
 
 #[tokio::test]
 async fn the_local_store_has_its_capacity() {
     use crate::limit::{Check, Key, Policies, Policy, Quota, Strategy};
     use crate::store::Store;
-    let policies: Policies = Policy::new("api", Strategy::Gcra, Quota::per_day(1)).unwrap().into();
-    let config = StoreConfig { local_keys: NonZeroUsize::new(50).unwrap(), ..StoreConfig::default() };
-    let AnyStore::Local(store) = AnyStore::from_config(&config).unwrap() else { panic!("no URL, but not local") };
+    let policies: Policies = Policy::new("api", Strategy::Gcra, Quota::per_day(1))
+        .unwrap()
+        .into();
+    let config = StoreConfig {
+        local_keys: NonZeroUsize::new(50).unwrap(),
+        ..StoreConfig::default()
+    };
+    let AnyStore::Local(store) = AnyStore::from_config(&config).unwrap() else {
+        panic!("no URL, but not local")
+    };
     for caller in 0..500 {
-        let _ = store.check(Check::take(Key::new(caller.to_string()), &policies, 1)).await.unwrap();
+        let _ = store
+            .check(Check::take(Key::new(caller.to_string()), &policies, 1))
+            .await
+            .unwrap();
     }
     assert_eq!(store.len(), 50);
-    let config = StoreConfig { url: Some(URL.to_owned()), ..config };
-    let AnyStore::Fallback(store) = AnyStore::from_config(&config).unwrap() else { panic!("a URL, but no fallback") };
-    assert!(format!("{store:?}").contains("fallback: LocalStore"), "{store:?}");
-    assert_eq!(format!("{:?}", config.local()), "LocalStore { keys: 0, .. }");
+    let config = StoreConfig {
+        url: Some(URL.to_owned()),
+        ..config
+    };
+    let AnyStore::Fallback(store) = AnyStore::from_config(&config).unwrap() else {
+        panic!("a URL, but no fallback")
+    };
+    assert!(
+        format!("{store:?}").contains("fallback: LocalStore"),
+        "{store:?}"
+    );
+    assert_eq!(
+        format!("{:?}", config.local()),
+        "LocalStore { keys: 0, .. }"
+    );
 }
 
 #[test]
 fn kind_and_url_choose_the_store() {
     let store = |kind, url: Option<&str>| {
-        AnyStore::from_config(&StoreConfig { kind, url: url.map(str::to_owned), ..StoreConfig::default() })
+        AnyStore::from_config(&StoreConfig {
+            kind,
+            url: url.map(str::to_owned),
+            ..StoreConfig::default()
+        })
     };
-    for (kind, url) in [(StoreKind::Auto, None), (StoreKind::Local, None), (StoreKind::Local, Some(URL))] {
-        assert!(matches!(store(kind, url), Ok(AnyStore::Local(_))), "{kind} {url:?}");
+    for (kind, url) in [
+        (StoreKind::Auto, None),
+        (StoreKind::Local, None),
+        (StoreKind::Local, Some(URL)),
+    ] {
+        assert!(
+            matches!(store(kind, url), Ok(AnyStore::Local(_))),
+            "{kind} {url:?}"
+        );
     }
     for kind in [StoreKind::Auto, StoreKind::Fallback] {
-        assert!(matches!(store(kind, Some(URL)), Ok(AnyStore::Fallback(_))), "{kind}");
+        assert!(
+            matches!(store(kind, Some(URL)), Ok(AnyStore::Fallback(_))),
+            "{kind}"
+        );
     }
-    assert!(matches!(store(StoreKind::Redis, Some(URL)), Ok(AnyStore::Redis(_))));
+    assert!(matches!(
+        store(StoreKind::Redis, Some(URL)),
+        Ok(AnyStore::Redis(_))
+    ));
     for kind in [StoreKind::Redis, StoreKind::Fallback] {
         assert_eq!(
             store(kind, None).unwrap_err().to_string(),
@@ -136,28 +200,62 @@ fn kind_and_url_choose_the_store() {
 #[test]
 fn impossible_settings_are_refused() {
     let refused = |config: StoreConfig| AnyStore::from_config(&config).unwrap_err();
-    let zero = refused(StoreConfig { timeout: Duration::ZERO, ..other() });
-    assert!(zero.to_string().contains("a timeout of 0 for Redis: write"), "{zero}");
-    let zero = refused(StoreConfig { deadline: Duration::ZERO, ..other() });
+    let zero = refused(StoreConfig {
+        timeout: Duration::ZERO,
+        ..other()
+    });
+    assert!(
+        zero.to_string().contains("a timeout of 0 for Redis: write"),
+        "{zero}"
+    );
+    let zero = refused(StoreConfig {
+        deadline: Duration::ZERO,
+        ..other()
+    });
     assert!(zero.to_string().contains("a deadline of 0ns"), "{zero}");
-    let nanosecond = refused(StoreConfig { deadline: Duration::from_nanos(1), ..other() });
-    assert!(nanosecond.to_string().contains("a deadline of 1ns"), "{nanosecond}");
-    let short = StoreConfig { deadline: Duration::from_millis(1), ..other() };
+    let nanosecond = refused(StoreConfig {
+        deadline: Duration::from_nanos(1),
+        ..other()
+    });
+    assert!(
+        nanosecond.to_string().contains("a deadline of 1ns"),
+        "{nanosecond}"
+    );
+    let short = StoreConfig {
+        deadline: Duration::from_millis(1),
+        ..other()
+    };
     assert!(AnyStore::from_config(&short).is_ok());
-    let prefix = refused(StoreConfig { prefix: "{shop}".to_owned(), ..other() });
-    assert!(prefix.to_string().contains("\"{shop}\" is not a valid key prefix: use"), "{prefix}");
-    let url = refused(StoreConfig { url: Some("http://user:hunter2@host/".to_owned()), ..other() });
+    let prefix = refused(StoreConfig {
+        prefix: "{shop}".to_owned(),
+        ..other()
+    });
+    assert!(
+        prefix
+            .to_string()
+            .contains("\"{shop}\" is not a valid key prefix: use"),
+        "{prefix}"
+    );
+    let url = refused(StoreConfig {
+        url: Some("http://user:hunter2@host/".to_owned()),
+        ..other()
+    });
     assert!(url.to_string().contains("write it like `redis://"), "{url}");
     assert!(!format!("{url} {url:?}").contains("hunter2"), "{url:?}");
-    let alone = refused(StoreConfig { share: ShareConfig::Alive, ..other() });
+    let alone = refused(StoreConfig {
+        share: ShareConfig::Alive,
+        ..other()
+    });
     assert_eq!(alone.kind(), crate::error::ErrorKind::NoRuntime, "{alone}");
 }
 
 #[tokio::test]
 async fn live_instances_can_share() {
-    let AnyStore::Fallback(store) =
-        AnyStore::from_config(&StoreConfig { share: ShareConfig::Alive, ..other() }).unwrap()
-    else {
+    let AnyStore::Fallback(store) = AnyStore::from_config(&StoreConfig {
+        share: ShareConfig::Alive,
+        ..other()
+    })
+    .unwrap() else {
         panic!("no fallback")
     };
     assert!(settings(&store).contains("Instances(1 alive)"), "{store:?}");
@@ -166,12 +264,33 @@ async fn live_instances_can_share() {
 #[test]
 fn debug_shows_the_address_and_no_password() {
     let text = format!("{:?}", other());
-    assert!(text.contains(r#"url: Some("127.0.0.1:6380")"#) && !text.contains("hunter2"), "{text}");
-    let text = format!("{:?}", StoreConfig { url: Some("hunter2".to_owned()), ..other() });
-    assert!(text.contains(r#"url: Some("unreadable")"#) && !text.contains("hunter2"), "{text}");
+    assert!(
+        text.contains(r#"url: Some("127.0.0.1:6380")"#) && !text.contains("hunter2"),
+        "{text}"
+    );
+    let text = format!(
+        "{:?}",
+        StoreConfig {
+            url: Some("hunter2".to_owned()),
+            ..other()
+        }
+    );
+    assert!(
+        text.contains(r#"url: Some("unreadable")"#) && !text.contains("hunter2"),
+        "{text}"
+    );
     let url = "redis+cluster://:hunter2@a:1,b:2".to_owned();
-    let text = format!("{:?}", StoreConfig { url: Some(url), ..other() });
-    assert!(text.contains(r#"url: Some("a:1,b:2")"#) && !text.contains("hunter2"), "{text}");
+    let text = format!(
+        "{:?}",
+        StoreConfig {
+            url: Some(url),
+            ..other()
+        }
+    );
+    assert!(
+        text.contains(r#"url: Some("a:1,b:2")"#) && !text.contains("hunter2"),
+        "{text}"
+    );
     let fields = fields(&format!("{:#?}", other())).len();
     assert_eq!(fields, 17, "every setting is shown");
 }
@@ -182,12 +301,24 @@ fn a_variable_must_hold_the_url() {
     assert_eq!(of(Ok(URL.to_owned())).unwrap().url.as_deref(), Some(URL));
     assert_eq!(of(Err(VarError::NotPresent)), Ok(StoreConfig::default()));
     for (value, problem) in [
-        (Ok(" ".to_owned()), "REDIS_URL is empty (unset it for no Redis)"),
-        (Err(VarError::NotUnicode(OsString::new())), "REDIS_URL is not Unicode (unset it for no Redis)"),
+        (
+            Ok(" ".to_owned()),
+            "REDIS_URL is empty (unset it for no Redis)",
+        ),
+        (
+            Err(VarError::NotUnicode(OsString::new())),
+            "REDIS_URL is not Unicode (unset it for no Redis)",
+        ),
     ] {
         assert_eq!(of(value), Err(wrong_url(problem)));
     }
-    assert!(matches!(AnyStore::from_env("A_VARIABLE_THAT_NOBODY_SETS"), Ok(AnyStore::Local(_))));
+    assert!(matches!(
+        AnyStore::from_env("A_VARIABLE_THAT_NOBODY_SETS"),
+        Ok(AnyStore::Local(_))
+    ));
     let error = AnyStore::from_env("PATH").unwrap_err();
-    assert!(error.to_string().contains("the Redis URL cannot be used"), "{error}");
+    assert!(
+        error.to_string().contains("the Redis URL cannot be used"),
+        "{error}"
+    );
 }

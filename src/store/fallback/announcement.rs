@@ -42,14 +42,19 @@ impl<P: Store, F: Store> Partition<P, F> {
             let (probe, policies) = (partition.probe, Policies::reconciling());
             let mut is_heard = false;
             loop {
-                is_heard |= partition.reconciling(Check::renew(probe, &policies, partition.slot)).await.is_some();
+                is_heard |= partition
+                    .reconciling(Check::renew(probe, &policies, partition.slot))
+                    .await
+                    .is_some();
                 match timeout(EVERY, &mut ended).await {
                     Err(_) => {}
                     Ok(Ok(())) => break,
                     Ok(Err(_)) => return is_heard,
                 }
             }
-            partition.reconciling(Check::release(probe, &policies, partition.slot)).await;
+            partition
+                .reconciling(Check::release(probe, &policies, partition.slot))
+                .await;
             is_heard
         });
         Announcement { done, task }
@@ -58,7 +63,12 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// How many other instances reconcile. This one no longer does, and says so again: it may not have been heard. `None` if
     /// the primary store does not say.
     pub(super) async fn others_reconciling(&self) -> Option<u32> {
-        self.reconciling(Check::release(self.probe, &Policies::reconciling(), self.slot)).await
+        self.reconciling(Check::release(
+            self.probe,
+            &Policies::reconciling(),
+            self.slot,
+        ))
+        .await
     }
 
     /// How many instances reconcile, after this check.

@@ -60,7 +60,11 @@ impl Breaker {
     pub(super) const LONGEST_DELAY: Duration = Duration::from_millis(250);
 
     pub(super) fn new(threshold: u32) -> Self {
-        Self { threshold, state: AtomicU8::new(CLOSED), streak: Mutex::default() }
+        Self {
+            threshold,
+            state: AtomicU8::new(CLOSED),
+            streak: Mutex::default(),
+        }
     }
 
     pub(super) fn is_closed(&self) -> bool {
@@ -119,7 +123,8 @@ impl Breaker {
         streak.release(ticket);
         let opens = lasting || streak.failures >= self.threshold;
         streak.opened_at = opens.then_some(now);
-        self.state.store(if opens { OPEN } else { HALF_OPEN }, Ordering::Release);
+        self.state
+            .store(if opens { OPEN } else { HALF_OPEN }, Ordering::Release);
         opens
     }
 
@@ -135,18 +140,24 @@ impl Breaker {
         let mut streak = lock(&self.streak);
         let opened_at = streak.opened_at;
         self.end(&mut streak);
-        opened_at.map(|opened_at| Duration::from_micros(u64::try_from(now - opened_at).unwrap_or(0)))
+        opened_at
+            .map(|opened_at| Duration::from_micros(u64::try_from(now - opened_at).unwrap_or(0)))
     }
 
     fn end(&self, streak: &mut FailureStreak) {
-        *streak = FailureStreak { trials: streak.trials, ..FailureStreak::default() };
+        *streak = FailureStreak {
+            trials: streak.trials,
+            ..FailureStreak::default()
+        };
         self.state.store(CLOSED, Ordering::Release);
     }
 
     /// How long to wait before the next probe, after so many in this outage: doubling up to a quarter of a second, and
     /// then shorter by up to a half, by `jitter` from 0 to 1, so that instances do not come back all at once.
     pub(super) fn delay(probes: u32, jitter: f64) -> Duration {
-        let delay = Self::FIRST_DELAY.saturating_mul(1 << probes.min(10)).min(Self::LONGEST_DELAY);
+        let delay = Self::FIRST_DELAY
+            .saturating_mul(1 << probes.min(10))
+            .min(Self::LONGEST_DELAY);
         delay.mul_f64(1.0 - jitter.clamp(0.0, 1.0) / 2.0)
     }
 }

@@ -87,7 +87,17 @@ impl CallerLog {
     pub(super) fn new(policies: Policies) -> Self {
         let (before, after, refunds) = (IndexMap::new(), IndexMap::new(), Refunds::default());
         let (charge, number) = (Charges::none(&policies), another());
-        Self { policies, number, first: number, before, after, refunds, charge, all: None, used: 0 }
+        Self {
+            policies,
+            number,
+            first: number,
+            before,
+            after,
+            refunds,
+            charge,
+            all: None,
+            used: 0,
+        }
     }
 
     /// Begins with a decision of the fallback, which charged so much: whatever else that counted, the primary store counts.
@@ -123,7 +133,9 @@ impl CallerLog {
     /// Whether nothing is left to be done.
     pub(super) fn is_done(&self, now: i64) -> bool {
         let ids = self.before.len() + self.after.len();
-        ids == 0 && self.refunds.is_empty() && self.charge.left(&self.policies, now).all(|left| left == 0)
+        ids == 0
+            && self.refunds.is_empty()
+            && self.charge.left(&self.policies, now).all(|left| left == 0)
     }
 
     /// How much of a limit the caller had used when it was last granted something, in 255ths, rounded down.
@@ -132,7 +144,11 @@ impl CallerLog {
     }
 
     pub(super) fn set_used(&mut self, decision: &Decision) {
-        self.used = decision.verdicts().map(|(policy, verdict)| verdict.used(policy)).max().unwrap_or(0);
+        self.used = decision
+            .verdicts()
+            .map(|(policy, verdict)| verdict.used(policy))
+            .max()
+            .unwrap_or(0);
     }
 
     /// How much room it takes.
@@ -143,7 +159,15 @@ impl CallerLog {
     /// Records what was done now. What was charged counts for as long as the whole policies say, which may be less than an
     /// instance's part of them: its rate is lower. Under an id that was `sent` to the primary store, it counts for no longer
     /// than that knows the id. What was refunded is `of` a charge, if not of just now.
-    pub(super) fn add(&mut self, mode: Mode, id: Option<Key>, cost: u64, of: &[Charged], now: i64, sent: bool) {
+    pub(super) fn add(
+        &mut self,
+        mode: Mode,
+        id: Option<Key>,
+        cost: u64,
+        of: &[Charged],
+        now: i64,
+        sent: bool,
+    ) {
         let Some(id) = id else {
             return match mode {
                 Mode::Charge => self.charge(cost, now),
@@ -167,7 +191,12 @@ impl CallerLog {
             Mode::Reset => self.reset(expires_at),
             Mode::Refund => {
                 let of = repeat(Charged::just_now(i64::try_from(cost).unwrap_or(i64::MAX)));
-                self.all.get_or_insert_with(|| self.charge.clone()).refund(&self.policies, cost, of, now);
+                self.all.get_or_insert_with(|| self.charge.clone()).refund(
+                    &self.policies,
+                    cost,
+                    of,
+                    now,
+                );
             }
             _ => {}
         }
@@ -181,7 +210,17 @@ impl CallerLog {
 
     /// Records again what is still to be done, before all of this.
     pub(super) fn put_back(&mut self, op: ReplayOp, now: i64) {
-        let ReplayOp { id, mode, cost, expires_at, refund, charge, first, used, .. } = op;
+        let ReplayOp {
+            id,
+            mode,
+            cost,
+            expires_at,
+            refund,
+            charge,
+            first,
+            used,
+            ..
+        } = op;
         let amount = Amount { cost, expires_at };
         self.used = self.used.max(used);
         match (mode, id) {
@@ -194,7 +233,9 @@ impl CallerLog {
                 }
             }
             (Mode::Reset, None) => self.refunds.reset(expires_at),
-            (Mode::Refund, None) => refund.into_iter().for_each(|refund| self.refunds.add(refund)),
+            (Mode::Refund, None) => refund
+                .into_iter()
+                .for_each(|refund| self.refunds.add(refund)),
             // The reset came after it.
             (_, None) if self.refunds.reset_until.is_some() => {}
             (_, None) => {
@@ -221,9 +262,16 @@ impl CallerLog {
     /// Refunds of a charge: here if that is noted here, and else in the primary store. What is noted and counts no longer
     /// is not refunded there. If it is not said of which charge, as much as there is is refunded here, and the rest there.
     fn refund(&mut self, cost: u64, of: &[Charged], now: i64) {
-        let charged = if of.is_empty() { self.just_now(cost, now) } else { of.into() };
+        let charged = if of.is_empty() {
+            self.just_now(cost, now)
+        } else {
+            of.into()
+        };
         let mut refund = Refund::new(cost, charged, now);
-        if refund.log_number().is_some_and(|number| (self.first..=self.number).contains(&number)) {
+        if refund
+            .log_number()
+            .is_some_and(|number| (self.first..=self.number).contains(&number))
+        {
             let given = refund.take_out(&self.policies, &mut self.charge, now);
             if let Some(all) = &mut self.all {
                 refund.take_out(&self.policies, all, now);
@@ -239,10 +287,26 @@ impl CallerLog {
     /// A charge of just now, as the first of a caller.
     fn just_now(&self, cost: u64, now: i64) -> EachCharged {
         let cost = u32::try_from(cost).unwrap_or(u32::MAX);
-        let mut states: SmallVec<[State; 1]> = self.policies.iter().map(|policy| State::fresh(policy.kind())).collect();
+        let mut states: SmallVec<[State; 1]> = self
+            .policies
+            .iter()
+            .map(|policy| State::fresh(policy.kind()))
+            .collect();
         let verdicts = Check::charge(Key::GLOBAL, &self.policies, cost).decide(&mut states, now);
-        let charged = Charged { age: 0, at: -self.number, cost: cost.into(), reset: 0 };
-        verdicts.each.iter().map(|verdict| Charged { reset: verdict.reset, ..charged }).collect()
+        let charged = Charged {
+            age: 0,
+            at: -self.number,
+            cost: cost.into(),
+            reset: 0,
+        };
+        verdicts
+            .each
+            .iter()
+            .map(|verdict| Charged {
+                reset: verdict.reset,
+                ..charged
+            })
+            .collect()
     }
 
     /// Forgets what is still to be charged.
@@ -268,11 +332,28 @@ impl CallerLog {
     }
 
     /// Takes out a little of what is to be done in a stage, but for what no longer counts. `false` if nothing is left in it.
-    pub(super) fn take_some(&mut self, key: Key, stage: u8, now: i64, ops: &mut Vec<ReplayOp>) -> bool {
+    pub(super) fn take_some(
+        &mut self,
+        key: Key,
+        stage: u8,
+        now: i64,
+        ops: &mut Vec<ReplayOp>,
+    ) -> bool {
         let (policies, first, used) = (&self.policies, self.first, self.used);
         let op = |id, mode, Amount { cost, expires_at }| {
             let policies = policies.clone();
-            ReplayOp { key, policies, id, mode, cost, expires_at, refund: None, charge: None, first, used }
+            ReplayOp {
+                key,
+                policies,
+                id,
+                mode,
+                cost,
+                expires_at,
+                refund: None,
+                charge: None,
+                first,
+                used,
+            }
         };
         if let Some((id, Once { mode, amount })) = match stage {
             0 => self.before.pop(),
@@ -288,11 +369,24 @@ impl CallerLog {
         if stage == 1 && !self.refunds.is_empty() {
             let refunds = std::mem::take(&mut self.refunds);
             if let Some(expires_at) = refunds.reset_until.filter(|until| *until > now) {
-                ops.push(op(None, Mode::Reset, Amount { cost: 0, expires_at }));
+                ops.push(op(
+                    None,
+                    Mode::Reset,
+                    Amount {
+                        cost: 0,
+                        expires_at,
+                    },
+                ));
             }
             ops.extend(refunds.into_each(now).map(|refund| {
-                let amount = Amount { cost: refund.cost, expires_at: now };
-                ReplayOp { refund: Some(refund), ..op(None, Mode::Refund, amount) }
+                let amount = Amount {
+                    cost: refund.cost,
+                    expires_at: now,
+                };
+                ReplayOp {
+                    refund: Some(refund),
+                    ..op(None, Mode::Refund, amount)
+                }
             }));
             return true;
         }
@@ -302,10 +396,25 @@ impl CallerLog {
         }
         // As much as counts under all policies, then what is left under some of them.
         let mut charged = 0;
-        while let Some(next) = counts.iter().copied().filter(|count| *count > charged).min() {
-            let some =
-                policies.iter().zip(&counts).filter(|(_, count)| **count > charged).map(|(policy, _)| policy.clone());
-            let mut op = op(None, Mode::Charge, Amount { cost: next - charged, expires_at: now });
+        while let Some(next) = counts
+            .iter()
+            .copied()
+            .filter(|count| *count > charged)
+            .min()
+        {
+            let some = policies
+                .iter()
+                .zip(&counts)
+                .filter(|(_, count)| **count > charged)
+                .map(|(policy, _)| policy.clone());
+            let mut op = op(
+                None,
+                Mode::Charge,
+                Amount {
+                    cost: next - charged,
+                    expires_at: now,
+                },
+            );
             if counts.iter().all(|count| *count == next) {
                 op.charge = Some(self.charge.clone());
             } else if counts.contains(&charged) {
@@ -341,7 +450,11 @@ mod tests {
     use proptest::prelude::*;
 
     fn log() -> CallerLog {
-        CallerLog::new(Policy::new("test", Strategy::Gcra, Quota::per_day(1_000_000)).unwrap().into())
+        CallerLog::new(
+            Policy::new("test", Strategy::Gcra, Quota::per_day(1_000_000))
+                .unwrap()
+                .into(),
+        )
     }
 
     fn ops(log: CallerLog) -> Vec<ReplayOp> {
@@ -362,7 +475,9 @@ mod tests {
 
     /// What a caller is charged after these ops, if it was charged this much before.
     fn charged(start: u64, log: CallerLog) -> u64 {
-        ops(log).iter().fold(start, |used, op| done(used, op.mode, op.cost))
+        ops(log)
+            .iter()
+            .fold(start, |used, op| done(used, op.mode, op.cost))
     }
 
     #[test]
@@ -385,13 +500,22 @@ mod tests {
     #[test]
     fn noted_refunds_age() {
         const S: i64 = 1_000_000;
-        let policies: Policies = Policy::new("test", Strategy::SlidingLog, Quota::per_minute(10)).unwrap().into();
-        let of = Charged { age: 20 * S, at: 0, cost: 5, reset: 60 * S };
+        let policies: Policies = Policy::new("test", Strategy::SlidingLog, Quota::per_minute(10))
+            .unwrap()
+            .into();
+        let of = Charged {
+            age: 20 * S,
+            at: 0,
+            cost: 5,
+            reset: 60 * S,
+        };
         let sent = |at: i64| {
             let mut log = CallerLog::new(policies.clone());
             log.add(Mode::Refund, None, 3, &[of], 0, false);
             let ops = ops_at(log, at);
-            ops.iter().map(|op| op.check(at).charged()[0].age).collect::<Vec<_>>()
+            ops.iter()
+                .map(|op| op.check(at).charged()[0].age)
+                .collect::<Vec<_>>()
         };
         assert_eq!(sent(30 * S), [50 * S]);
         assert_eq!(sent(40 * S - 1), [60 * S - 1]);
@@ -407,7 +531,10 @@ mod tests {
             let mut log = CallerLog::new(policies.clone());
             let mut noted = 0;
             for now in (0..10).map(|i| i * 100_000) {
-                let ops = ops_at(std::mem::replace(&mut log, CallerLog::new(policies.clone())), now);
+                let ops = ops_at(
+                    std::mem::replace(&mut log, CallerLog::new(policies.clone())),
+                    now,
+                );
                 log.add(Mode::Charge, None, 10, &[], now, false);
                 noted = ops.iter().map(|op| op.cost).sum();
                 ops.into_iter().rev().for_each(|op| log.put_back(op, now));
@@ -421,10 +548,17 @@ mod tests {
     #[test]
     fn noted_charges_are_refunded_locally() {
         const HOUR: i64 = 3_600_000_000;
-        let policies: Policies = Policy::new("test", Strategy::Gcra, Quota::per_day(24)).unwrap().into();
+        let policies: Policies = Policy::new("test", Strategy::Gcra, Quota::per_day(24))
+            .unwrap()
+            .into();
         let mut log = CallerLog::new(policies);
         log.add(Mode::Charge, None, 10, &[], 0, false);
-        let of = Charged { age: 4 * HOUR, at: -log.number(), cost: 10, reset: 10 * HOUR };
+        let of = Charged {
+            age: 4 * HOUR,
+            at: -log.number(),
+            cost: 10,
+            reset: 10 * HOUR,
+        };
         log.add(Mode::Refund, None, 10, &[of], 4 * HOUR, false);
         assert!(ops_at(log, 4 * HOUR).is_empty());
     }
@@ -440,7 +574,14 @@ mod tests {
             while log.take_some(Key::GLOBAL, stage, 0, &mut ops) {}
             ops.iter().map(|op| (op.mode, op.cost)).collect::<Vec<_>>()
         };
-        assert_eq!([0, 1, 2].map(&mut stage), [[(Mode::Charge, 1)], [(Mode::Refund, 7)], [(Mode::Charge, 5)]]);
+        assert_eq!(
+            [0, 1, 2].map(&mut stage),
+            [
+                [(Mode::Charge, 1)],
+                [(Mode::Refund, 7)],
+                [(Mode::Charge, 5)]
+            ]
+        );
     }
 
     /// It was under way when it was refunded, and has failed.
@@ -452,16 +593,30 @@ mod tests {
         log.add(Mode::Refund, None, 4, &[], 0, false);
         taken.into_iter().for_each(|op| log.put_back(op, 0));
         let ops = ops(log);
-        assert_eq!(ops.iter().map(|op| (op.mode, op.cost)).collect::<Vec<_>>(), [(Mode::Charge, 6)]);
+        assert_eq!(
+            ops.iter().map(|op| (op.mode, op.cost)).collect::<Vec<_>>(),
+            [(Mode::Charge, 6)]
+        );
     }
 
     /// By what was charged before it and not refunded, at whatever time that was noted again.
     #[test]
     fn later_ids_lapse_after_earlier_ones() {
         const HOUR: i64 = 3_600_000_000;
-        let new = || CallerLog::new(Policy::new("test", Strategy::Gcra, Quota::per_day(24)).unwrap().into());
+        let new = || {
+            CallerLog::new(
+                Policy::new("test", Strategy::Gcra, Quota::per_day(24))
+                    .unwrap()
+                    .into(),
+            )
+        };
         let id = |name| Some(Key::new(name));
-        let left = |log, hours| ops_at(log, hours * HOUR).iter().filter(|op| op.id == id("last")).count();
+        let left = |log, hours| {
+            ops_at(log, hours * HOUR)
+                .iter()
+                .filter(|op| op.id == id("last"))
+                .count()
+        };
         for (refunded, again, hours) in [(false, false, 11), (true, false, 1), (false, true, 11)] {
             for (at, expected) in [(hours - 1, 1), (hours, 0)] {
                 let mut log = new();

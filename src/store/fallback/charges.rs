@@ -31,7 +31,12 @@ pub(super) struct Charges {
 
 impl Charges {
     pub(super) fn none(policies: &Policies) -> Self {
-        Self::on(policies.iter().map(|policy| State::fresh(policy.kind())).collect())
+        Self::on(
+            policies
+                .iter()
+                .map(|policy| State::fresh(policy.kind()))
+                .collect(),
+        )
     }
 
     /// None, where an instance has counted so much of its part of each policy: then the primary store counts as much of
@@ -41,11 +46,17 @@ impl Charges {
         let before = policies.iter().map(|policy| match parts.next() {
             Some((part, verdict)) if policy.frees().has_burst() && verdict.reset > 0 => {
                 let [whole, part] = [policy, part].map(|policy| policy.params().capacity);
-                let used = (i128::from(part - verdict.remaining) * i128::from(whole) / i128::from(part)) as i64;
+                let used = (i128::from(part - verdict.remaining) * i128::from(whole)
+                    / i128::from(part)) as i64;
                 // A part may be rounded down, and then flows back later; and a fallback of a user's may tell any time.
                 let periods = (used as u64).div_ceil(policy.quota().limit().into()) as i64;
                 let until = now + verdict.reset.min(periods * policy.params().period);
-                State::resume(policy.kind(), policy.params(), now, Snapshot { used, until })
+                State::resume(
+                    policy.kind(),
+                    policy.params(),
+                    now,
+                    Snapshot { used, until },
+                )
             }
             _ => State::fresh(policy.kind()),
         });
@@ -53,7 +64,10 @@ impl Charges {
     }
 
     fn on(before: States) -> Self {
-        Self { all: before.clone(), before }
+        Self {
+            all: before.clone(),
+            before,
+        }
     }
 
     /// The same without what is to be charged.
@@ -62,7 +76,11 @@ impl Charges {
     }
 
     /// How much is to be charged under each policy: what still counts.
-    pub(super) fn left<'a>(&'a self, policies: &'a Policies, now: i64) -> impl Iterator<Item = u64> + 'a {
+    pub(super) fn left<'a>(
+        &'a self,
+        policies: &'a Policies,
+        now: i64,
+    ) -> impl Iterator<Item = u64> + 'a {
         let each = policies.iter().zip(self.before.iter().zip(&self.all));
         each.map(move |(policy, (before, all))| left(policy, before, all, now))
     }
@@ -70,10 +88,20 @@ impl Charges {
     /// When all of it lapses, in microseconds from now.
     pub(super) fn reset_after(&mut self, policies: &Policies, now: i64) -> i64 {
         let verdicts = Check::peek(Key::GLOBAL, policies, 0).decide(&mut self.all, now);
-        verdicts.each.iter().map(|verdict| verdict.reset).max().unwrap_or(0)
+        verdicts
+            .each
+            .iter()
+            .map(|verdict| verdict.reset)
+            .max()
+            .unwrap_or(0)
     }
 
-    pub(super) fn charge(&mut self, policies: &Policies, costs: impl IntoIterator<Item = u64>, now: i64) {
+    pub(super) fn charge(
+        &mut self,
+        policies: &Policies,
+        costs: impl IntoIterator<Item = u64>,
+        now: i64,
+    ) {
         for ((policy, state), cost) in policies.iter().zip(&mut self.all).zip(costs) {
             Mode::Charge.count(policy, state, clamped(cost), now);
         }
@@ -88,10 +116,17 @@ impl Charges {
         of: impl IntoIterator<Item = Charged>,
         now: i64,
     ) -> u64 {
-        let each = policies.iter().zip(self.before.iter().zip(&mut self.all)).zip(of);
+        let each = policies
+            .iter()
+            .zip(self.before.iter().zip(&mut self.all))
+            .zip(of);
         let given = each.map(|((policy, (before, all)), of)| {
             // A window or a log counts nothing before: it need not be copied to see how much is left.
-            let most = if policy.frees().has_burst() { left(policy, before, all, now) } else { cost };
+            let most = if policy.frees().has_burst() {
+                left(policy, before, all, now)
+            } else {
+                cost
+            };
             of.refund(policy, all, clamped(cost.min(most)), now)
         });
         given.max().unwrap_or(0).max(0) as u64
@@ -99,7 +134,8 @@ impl Charges {
 }
 
 fn left(policy: &Policy, before: &State, all: &State, now: i64) -> u64 {
-    let counted = |state: &State| Mode::Refund.count(policy, &mut state.clone(), u32::MAX.into(), now);
+    let counted =
+        |state: &State| Mode::Refund.count(policy, &mut state.clone(), u32::MAX.into(), now);
     (counted(all) - counted(before)).max(0) as u64
 }
 
@@ -122,7 +158,11 @@ mod tests {
     fn policies(strategy: Strategy, rng: &mut Rng) -> Policies {
         let (limit, period) = (rng.u32(1..2_000), Duration::from_secs(rng.u64(1..7_200)));
         let quota = Quota::per(limit, period);
-        let quota = if strategy.frees().has_burst() { quota.burst(rng.u32(1..3_000)) } else { quota };
+        let quota = if strategy.frees().has_burst() {
+            quota.burst(rng.u32(1..3_000))
+        } else {
+            quota
+        };
         Policy::new("test", strategy, quota).unwrap().into()
     }
 
@@ -135,15 +175,22 @@ mod tests {
             let mut current = policies(strategy, &mut rng);
             let (local, mut now) = (LocalStore::default(), 1_700_000_000_000_000);
             let part = current.share(NonZeroU32::new(rng.u32(1..8)).unwrap());
-            let counted = local.check(Check::charge(Key::GLOBAL, &part, rng.u32(0..4_000))).await.unwrap();
+            let counted = local
+                .check(Check::charge(Key::GLOBAL, &part, rng.u32(0..4_000)))
+                .await
+                .unwrap();
             assert_eq!(counted.source(), Source::Local);
-            let (mut charges, mut granted) = (Charges::after(&current, counted.settled(0, 0), now), 0);
+            let (mut charges, mut granted) =
+                (Charges::after(&current, counted.settled(0, 0), now), 0);
             for _ in 0..10 {
                 let most: u64 = charges.left(&current, now).sum();
                 match rng.u8(..4) {
                     0 if !strategy.frees().has_burst() => {
                         let period = current[0].quota().period();
-                        current = Policy::new("test", strategy, Quota::per(rng.u32(1..2_000), period)).unwrap().into();
+                        current =
+                            Policy::new("test", strategy, Quota::per(rng.u32(1..2_000), period))
+                                .unwrap()
+                                .into();
                     }
                     1 => {
                         let of = Charged::just_now(rng.i64(0..2_000));
@@ -157,7 +204,10 @@ mod tests {
                     }
                 }
                 let left: u64 = charges.left(&current, now).sum();
-                assert!(left <= granted, "seed {seed}, {current:?}: {left} of {granted}");
+                assert!(
+                    left <= granted,
+                    "seed {seed}, {current:?}: {left} of {granted}"
+                );
                 now += rng.i64(0..3_600_000_000);
             }
         }

@@ -57,7 +57,11 @@ impl<P: Store, F: Store> FallbackFuture<P, F> {
         let this = self.project();
         match this.state.project() {
             StateProj::Primary { answer, .. } => this.partition.primary.withdraw(answer),
-            StateProj::Fallback { answer, sent: false, .. } => this.partition.fallback.withdraw(answer),
+            StateProj::Fallback {
+                answer,
+                sent: false,
+                ..
+            } => this.partition.fallback.withdraw(answer),
             StateProj::Fallback { sent: true, .. } | StateProj::Done => false,
         }
     }
@@ -72,13 +76,23 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
         loop {
             let (check, sent) = match this.state.as_mut().project() {
                 StateProj::Done => polled_after_completion("FallbackFuture"),
-                StateProj::Fallback { answer, check, sent } => {
+                StateProj::Fallback {
+                    answer,
+                    check,
+                    sent,
+                } => {
                     let answer = ready!(answer.poll(cx));
                     let answer = partition.fell_back(check, *sent, answer);
                     this.state.set(State::Done);
                     return Poll::Ready(answer);
                 }
-                StateProj::Primary { mut answer, mut deadline, asked, at, check } => match answer.as_mut().poll(cx) {
+                StateProj::Primary {
+                    mut answer,
+                    mut deadline,
+                    asked,
+                    at,
+                    check,
+                } => match answer.as_mut().poll(cx) {
                     Poll::Ready(Ok(decision)) => {
                         if let Some(asked) = *asked {
                             partition.succeeded(check, &decision, asked);
@@ -97,11 +111,16 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                         (check.clone(), !error.is_unsent())
                     }
                     Poll::Pending => {
-                        let Some(ticket) = *asked else { return Poll::Pending };
+                        let Some(ticket) = *asked else {
+                            return Poll::Pending;
+                        };
                         if deadline.is_none() {
                             let after = partition.settings.deadline;
                             // Only `sleep` takes a deadline that is too long to be a time.
-                            deadline.set(Some(at.checked_add(after).map_or_else(|| sleep(after), sleep_until)));
+                            deadline.set(Some(
+                                at.checked_add(after)
+                                    .map_or_else(|| sleep(after), sleep_until),
+                            ));
                         }
                         if let Some(deadline) = deadline.as_mut().as_pin_mut() {
                             ready!(deadline.poll(cx));
@@ -120,7 +139,11 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                     this.state.set(State::Done);
                     return Poll::Ready(answer);
                 }
-                Answer::Pending { future } => this.state.set(State::Fallback { answer: future, check, sent }),
+                Answer::Pending { future } => this.state.set(State::Fallback {
+                    answer: future,
+                    check,
+                    sent,
+                }),
             }
         }
     }

@@ -164,7 +164,12 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
     /// The same stores with other settings, and a closed breaker.
     fn with(self, change: impl FnOnce(&mut Settings)) -> Self {
-        let Partition { primary, fallback, settings, .. } = &*self.partitions[0];
+        let Partition {
+            primary,
+            fallback,
+            settings,
+            ..
+        } = &*self.partitions[0];
         let mut settings = settings.clone();
         change(&mut settings);
         Self::build(primary.clone(), fallback.clone(), settings)
@@ -190,7 +195,9 @@ impl<P: Store, F: Store> Fallback<P, F> {
                 clock: Clock::new(),
             })
         };
-        Self { partitions: probes.into_iter().map(partition).collect() }
+        Self {
+            partitions: probes.into_iter().map(partition).collect(),
+        }
     }
 
     /// The breaker and stores of a caller.
@@ -204,7 +211,9 @@ impl<P: Store, F: Store> Fallback<P, F> {
     /// Whether the fallback decides, because the primary store has failed too often: for health checks. With
     /// [partitions](Store::partitions), whether it decides for any of them.
     pub fn is_degraded(&self) -> bool {
-        self.partitions.iter().any(|partition| partition.breaker.is_open())
+        self.partitions
+            .iter()
+            .any(|partition| partition.breaker.is_open())
     }
 }
 
@@ -218,7 +227,10 @@ fn probes(primary: &impl Store, count: usize) -> Vec<Key> {
             probes[primary.partition(&key) % count].get_or_insert(key);
         }
     }
-    probes.into_iter().map(|probe| probe.unwrap_or(Key::PROBE)).collect()
+    probes
+        .into_iter()
+        .map(|probe| probe.unwrap_or(Key::PROBE))
+        .collect()
 }
 
 impl<P: Store, F: Store> Store for Fallback<P, F> {
@@ -226,22 +238,39 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let partition = self.partition(check.key());
-        let pending = |state| Answer::pending(FallbackFuture { partition: Arc::clone(partition), state });
+        let pending = |state| {
+            Answer::pending(FallbackFuture {
+                partition: Arc::clone(partition),
+                state,
+            })
+        };
         let sent = match partition.ask(&check) {
             Reply::NotAsked if check.is_for_block() => {
-                return Answer::ready(Err(StoreError::new(ErrorKind::Unreachable).of_check().unsent()));
+                return Answer::ready(Err(StoreError::new(ErrorKind::Unreachable)
+                    .of_check()
+                    .unsent()));
             }
             Reply::NotAsked => false,
             Reply::Answer(Ok(decision)) => return Answer::ready(Ok(decision)),
             Reply::Answer(Err(error)) if check.is_for_block() => return Answer::ready(Err(error)),
             Reply::Answer(Err(error)) => !error.is_unsent(),
             Reply::Later(answer, asked, at) => {
-                return pending(State::Primary { answer, deadline: None, asked: Some(asked), at, check });
+                return pending(State::Primary {
+                    answer,
+                    deadline: None,
+                    asked: Some(asked),
+                    at,
+                    check,
+                });
             }
         };
         match partition.fall_back(&check, sent) {
             Answer::Ready { answer } => Answer::ready(answer),
-            Answer::Pending { future } => pending(State::Fallback { answer: future, check, sent }),
+            Answer::Pending { future } => pending(State::Fallback {
+                answer: future,
+                check,
+                sent,
+            }),
         }
     }
 
@@ -264,9 +293,14 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
         for partition in &*self.partitions {
-            partition.settings.observer.get_or_init(|| Arc::clone(observer));
+            partition
+                .settings
+                .observer
+                .get_or_init(|| Arc::clone(observer));
         }
-        let Partition { primary, fallback, .. } = &*self.partitions[0];
+        let Partition {
+            primary, fallback, ..
+        } = &*self.partitions[0];
         primary.observe(observer);
         fallback.observe(observer);
     }
@@ -274,14 +308,24 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
 
 impl<P, F> Clone for Fallback<P, F> {
     fn clone(&self) -> Self {
-        Self { partitions: Arc::clone(&self.partitions) }
+        Self {
+            partitions: Arc::clone(&self.partitions),
+        }
     }
 }
 
 impl<P: fmt::Debug, F: fmt::Debug> fmt::Debug for Fallback<P, F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Partition { primary, fallback, settings, .. } = &*self.partitions[0];
-        let degraded = self.partitions.iter().any(|partition| partition.breaker.is_open());
+        let Partition {
+            primary,
+            fallback,
+            settings,
+            ..
+        } = &*self.partitions[0];
+        let degraded = self
+            .partitions
+            .iter()
+            .any(|partition| partition.breaker.is_open());
         f.debug_struct("Fallback")
             .field("primary", primary)
             .field("fallback", fallback)

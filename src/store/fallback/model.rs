@@ -72,7 +72,9 @@ fn the_breaker() {
             thread::spawn(move || (0..4).for_each(|_| run(&partition.0, &partition.1)))
         };
         let ask = |breaker: &Breaker, seen: &Seen| {
-            let Some(ticket) = breaker.admit(|| 0, Duration::MAX) else { return };
+            let Some(ticket) = breaker.admit(|| 0, Duration::MAX) else {
+                return;
+            };
             if matches!(ticket, Ticket::Trial(_)) {
                 assert_eq!(seen.trials.fetch_add(1, SeqCst), 0, "two trials at once");
                 yield_now();
@@ -98,8 +100,16 @@ fn the_breaker() {
                 seen.closed.fetch_add(1, SeqCst);
             }
         };
-        let threads = [spawn(ask), spawn(ask), spawn(ask), spawn(watch), spawn(close)];
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        let threads = [
+            spawn(ask),
+            spawn(ask),
+            spawn(ask),
+            spawn(watch),
+            spawn(close),
+        ];
+        threads
+            .into_iter()
+            .for_each(|thread| thread.join().unwrap());
         let (breaker, seen) = &*partition;
         let (opened, closed) = (seen.opened.load(SeqCst), seen.closed.load(SeqCst));
         assert_eq!(opened, closed + usize::from(breaker.is_open()), "openings");
@@ -124,15 +134,30 @@ fn warming_keeps_what_was_granted() {
     };
 
     explore(move || {
-        let policies = Policy::new("test", Strategy::Gcra, Quota::per_day(1_000)).unwrap().into();
+        let policies = Policy::new("test", Strategy::Gcra, Quota::per_day(1_000))
+            .unwrap()
+            .into();
         let (primary, local) = (LocalStore::default(), LocalStore::default());
         let (breaker, outages) = (Breaker::new(1), OutageLog::new(Budget::new(16)));
-        let partition =
-            Arc::new(Partition { breaker, outages, primary, local, policies, granted: AtomicUsize::new(0) });
+        let partition = Arc::new(Partition {
+            breaker,
+            outages,
+            primary,
+            local,
+            policies,
+            granted: AtomicUsize::new(0),
+        });
 
         let asking = Arc::clone(&partition);
         let ask = move || {
-            let Partition { breaker, outages, primary, local, policies, granted } = &*asking;
+            let Partition {
+                breaker,
+                outages,
+                primary,
+                local,
+                policies,
+                granted,
+            } = &*asking;
             let check = Check::take(Key::GLOBAL, policies, 1);
             for _ in 0..3 {
                 let epoch = outages.epoch();
@@ -161,10 +186,19 @@ fn warming_keeps_what_was_granted() {
         };
         let reconciling = Arc::clone(&partition);
         let reconcile = move || {
-            let Partition { breaker, outages, primary, .. } = &*reconciling;
+            let Partition {
+                breaker,
+                outages,
+                primary,
+                ..
+            } = &*reconciling;
             for _ in 0..2 {
                 let number = outages.begin();
-                for op in outages.take(number, &Key::GLOBAL).into_iter().flat_map(|log| log.into_ops(Key::GLOBAL, 0)) {
+                for op in outages
+                    .take(number, &Key::GLOBAL)
+                    .into_iter()
+                    .flat_map(|log| log.into_ops(Key::GLOBAL, 0))
+                {
                     let _ = decide(primary, &op.check(0));
                 }
                 outages.reconciled(number);
@@ -173,12 +207,25 @@ fn warming_keeps_what_was_granted() {
                 }
             }
         };
-        let threads = [thread::spawn(ask.clone()), thread::spawn(ask), thread::spawn(fail), thread::spawn(reconcile)];
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        let threads = [
+            thread::spawn(ask.clone()),
+            thread::spawn(ask),
+            thread::spawn(fail),
+            thread::spawn(reconcile),
+        ];
+        threads
+            .into_iter()
+            .for_each(|thread| thread.join().unwrap());
 
         let granted = partition.granted.load(SeqCst);
-        let peek = decide(&partition.local, &Check::peek(Key::GLOBAL, &partition.policies, 0));
+        let peek = decide(
+            &partition.local,
+            &Check::peek(Key::GLOBAL, &partition.policies, 0),
+        );
         let used = (peek.capacity() - peek.remaining()) as usize;
-        assert!(used >= granted, "the fallback has granted {granted} and counts {used}");
+        assert!(
+            used >= granted,
+            "the fallback has granted {granted} and counts {used}"
+        );
     });
 }

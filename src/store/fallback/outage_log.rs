@@ -68,7 +68,10 @@ pub(super) struct Deciding<'a> {
 
 impl Budget {
     pub(super) fn new(max: usize) -> Self {
-        Self { held: Arc::new(AtomicUsize::new(0)), max }
+        Self {
+            held: Arc::new(AtomicUsize::new(0)),
+            max,
+        }
     }
 
     fn has_room(&self, more: usize) -> bool {
@@ -87,8 +90,15 @@ impl Budget {
 impl OutageLog {
     pub(super) fn new(budget: Budget) -> Self {
         let shards = Shards::new(SHARDS, |_| Mutex::new(Shard::default()));
-        let (callers, reconciliations, epoch) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicU64::new(0));
-        Self { shards, budget, callers, reconciliations, epoch }
+        let (callers, reconciliations, epoch) =
+            (AtomicUsize::new(0), AtomicU64::new(0), AtomicU64::new(0));
+        Self {
+            shards,
+            budget,
+            callers,
+            reconciliations,
+            epoch,
+        }
     }
 
     /// Whether nothing is noted.
@@ -107,7 +117,11 @@ impl OutageLog {
 
     /// Until this is dropped, no other thread decides about the caller or follows an answer about it.
     pub(super) fn caller<'a>(&'a self, key: &'a Key) -> Caller<'a> {
-        Caller { key, outages: self, shard: self.shard(key) }
+        Caller {
+            key,
+            outages: self,
+            shard: self.shard(key),
+        }
     }
 
     /// Until this is dropped, no thread begins to follow an answer about the caller.
@@ -138,7 +152,10 @@ impl OutageLog {
     pub(super) fn put_back(&self, op: ReplayOp, now: i64) {
         let (key, policies) = (op.key, op.policies.clone());
         let (id, mode, cost) = (op.id, op.mode, op.cost);
-        self.caller(&key).change(&policies, id.as_ref(), mode, cost, |log, _| log.put_back(op, now));
+        self.caller(&key)
+            .change(&policies, id.as_ref(), mode, cost, |log, _| {
+                log.put_back(op, now)
+            });
     }
 
     /// Records again what is left of a log that was taken out, as [`put_back`](Self::put_back) does.
@@ -153,7 +170,10 @@ impl OutageLog {
             return caller.logs().push(left);
         }
         drop(caller);
-        left.into_ops(*key, now).into_iter().rev().for_each(|op| self.put_back(op, now));
+        left.into_ops(*key, now)
+            .into_iter()
+            .rev()
+            .for_each(|op| self.put_back(op, now));
     }
 
     /// Begins a reconciliation, of which this is the number.
@@ -168,7 +188,9 @@ impl OutageLog {
     /// Adds the callers of a shard of whom something is noted, by how much of a limit they have used. Returns what was
     /// granted there, but too much to note.
     pub(super) fn list(&self, shard: usize, callers: &mut BTreeMap<u8, Vec<Key>>) -> u64 {
-        let Some(shard) = self.shards.iter().nth(shard) else { return 0 };
+        let Some(shard) = self.shards.iter().nth(shard) else {
+            return 0;
+        };
         let mut shard = lock(shard);
         for (key, logs) in &shard.logs {
             let used = logs.iter().map(CallerLog::used).max().unwrap_or(0);
@@ -181,11 +203,17 @@ impl OutageLog {
     /// of this number is [`reconciled`](Self::reconciled).
     pub(super) fn take(&self, number: u64, key: &Key) -> CallerLogs {
         let mut shard = self.shard(key);
-        let Some(logs) = shard.logs.remove(key) else { return CallerLogs::new() };
+        let Some(logs) = shard.logs.remove(key) else {
+            return CallerLogs::new();
+        };
         if shard.logs.is_empty() {
             shard.logs.shrink_to_fit();
         }
-        match shard.reconciling.iter_mut().find(|(other, _)| *other == number) {
+        match shard
+            .reconciling
+            .iter_mut()
+            .find(|(other, _)| *other == number)
+        {
             Some((_, callers)) => drop(callers.insert(*key)),
             None => shard.reconciling.push((number, HashSet::from_iter([*key]))),
         }
@@ -204,7 +232,9 @@ impl OutageLog {
     /// What a reconciliation took out has lapsed, or was put back: no answer need know of it.
     pub(super) fn lapsed(&self, number: u64) {
         for shard in self.shards.iter() {
-            lock(shard).reconciling.retain(|(other, _)| *other != number);
+            lock(shard)
+                .reconciling
+                .retain(|(other, _)| *other != number);
         }
     }
 
@@ -216,9 +246,16 @@ impl OutageLog {
 impl Caller<'_> {
     /// Whether something is noted of the caller, or being reconciled, or decided.
     pub(super) fn is_held(&self) -> bool {
-        let Shard { logs, reconciling, deciding, .. } = &*self.shard;
+        let Shard {
+            logs,
+            reconciling,
+            deciding,
+            ..
+        } = &*self.shard;
         logs.contains_key(self.key)
-            || reconciling.iter().any(|(_, callers)| callers.contains(self.key))
+            || reconciling
+                .iter()
+                .any(|(_, callers)| callers.contains(self.key))
             || deciding.contains(self.key)
     }
 
@@ -229,7 +266,11 @@ impl Caller<'_> {
 
     /// Where the log under these policies is among those of the caller.
     fn place(&self, policies: &Policies) -> Option<usize> {
-        self.shard.logs.get(self.key)?.iter().position(|log| log.is_under(policies))
+        self.shard
+            .logs
+            .get(self.key)?
+            .iter()
+            .position(|log| log.is_under(policies))
     }
 
     fn logs(&mut self) -> &mut CallerLogs {
@@ -260,9 +301,17 @@ impl Caller<'_> {
         if cost == 0 && mode != Mode::Reset {
             return None;
         }
-        let mode = if matches!(mode, Mode::Refund | Mode::Reset) { mode } else { Mode::Charge };
+        let mode = if matches!(mode, Mode::Refund | Mode::Reset) {
+            mode
+        } else {
+            Mode::Charge
+        };
         let (cost, now, mut number) = (u64::from(cost), now(), 0);
-        let charged = if mode == Mode::Charge { decision.granted() } else { 0 };
+        let charged = if mode == Mode::Charge {
+            decision.granted()
+        } else {
+            0
+        };
         self.change(policies, id, mode, cost, |log, is_new| {
             if is_new {
                 log.begin(decision, charged, now);

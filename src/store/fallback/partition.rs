@@ -161,7 +161,11 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     /// Counts a failure.
     pub(super) fn count(&self, error: &StoreError, ticket: Ticket) {
-        if self.breaker.failed(ticket, error.kind() == ErrorKind::Cluster, self.clock.micros()) {
+        if self.breaker.failed(
+            ticket,
+            error.kind() == ErrorKind::Cluster,
+            self.clock.micros(),
+        ) {
             self.outages.end_epoch();
             if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
                 self.observe(|observer| observer.degraded(&event::Degraded::new(error)));
@@ -227,7 +231,9 @@ impl<P: Store, F: Store> Partition<P, F> {
         if sent && !once {
             return Ok(decision);
         }
-        let Some(number) = caller.note(check, sent, &decision, || self.clock.micros()) else { return Ok(decision) };
+        let Some(number) = caller.note(check, sent, &decision, || self.clock.micros()) else {
+            return Ok(decision);
+        };
         self.attend();
         Ok(decision.in_log(number))
     }

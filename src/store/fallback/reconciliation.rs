@@ -47,13 +47,22 @@ impl Window {
     fn of(partitions: usize) -> Self {
         let most = (Self::MOST / partitions).max(Self::LEAST);
         let least = most.min(Self::START);
-        Self { now: least, least, most }
+        Self {
+            now: least,
+            least,
+            most,
+        }
     }
 
     /// One more if an op took less than a quarter of the deadline, and else one less. What is sent before that is
     /// noticed may double what is under way, and is answered in time all the same.
     fn learn(&mut self, took: Duration, deadline: Duration) {
-        self.now = if took < deadline / 4 { self.now + 1 } else { self.now - 1 }.clamp(self.least, self.most);
+        self.now = if took < deadline / 4 {
+            self.now + 1
+        } else {
+            self.now - 1
+        }
+        .clamp(self.least, self.most);
     }
 }
 
@@ -90,7 +99,9 @@ impl<P: Store, F: Store> Partition<P, F> {
                     Look::Later => break,
                 }
             }
-            let Some(ended) = calls.join_next().await else { break };
+            let Some(ended) = calls.join_next().await else {
+                break;
+            };
             if let Ok((.., took)) = &ended {
                 window.learn(*took, self.settings.deadline);
             }
@@ -109,7 +120,10 @@ impl<P: Store, F: Store> Partition<P, F> {
                 return None;
             }
             match self.asked_in_time(check.clone()).await {
-                Err(error) if error.kind() == ErrorKind::QueueFull && since.elapsed() < self.settings.deadline => {
+                Err(error)
+                    if error.kind() == ErrorKind::QueueFull
+                        && since.elapsed() < self.settings.deadline =>
+                {
                     asked.store(false, Ordering::Relaxed);
                     sleep(FULL).await;
                 }
@@ -122,7 +136,9 @@ impl<P: Store, F: Store> Partition<P, F> {
     pub(super) fn notify(&self) {
         let sums = std::mem::take(&mut *lock(&self.sums));
         if sums != Sums::default() {
-            self.observe(|observer| observer.reconciled(&event::Reconciled::new(sums.charged, sums.dropped)));
+            self.observe(|observer| {
+                observer.reconciled(&event::Reconciled::new(sums.charged, sums.dropped))
+            });
         }
     }
 }
@@ -198,15 +214,26 @@ impl<'a, P: Store, F: Store> Reconciliation<'a, P, F> {
 
     /// Looks a little further for the next op.
     fn look(&mut self) -> Look {
-        let Some(number) = self.ready.last().copied() else { return self.take() };
-        let Some(replay) = self.replays.get_mut(&number) else { return Look::Later };
+        let Some(number) = self.ready.last().copied() else {
+            return self.take();
+        };
+        let Some(replay) = self.replays.get_mut(&number) else {
+            return Look::Later;
+        };
         let now = self.partition.clock.micros();
         if let Some(op) = replay.next(now) {
             replay.under_way += 1;
             let (check, asked) = (op.check(now), Arc::new(AtomicBool::new(false)));
             self.numbers += 1;
             self.begun = true;
-            self.calls.insert(self.numbers, Call { replay: number, op, asked: Arc::clone(&asked) });
+            self.calls.insert(
+                self.numbers,
+                Call {
+                    replay: number,
+                    op,
+                    asked: Arc::clone(&asked),
+                },
+            );
             return Look::Send(self.numbers, check, asked);
         }
         if replay.waits {
@@ -220,23 +247,41 @@ impl<'a, P: Store, F: Store> Reconciliation<'a, P, F> {
 
     /// Takes out the next caller.
     fn take(&mut self) -> Look {
-        let Some(mut callers) = self.callers.last_entry() else { return Look::Later };
+        let Some(mut callers) = self.callers.last_entry() else {
+            return Look::Later;
+        };
         let Some(key) = callers.get_mut().pop() else {
             callers.remove();
             return Look::Again;
         };
         let logs = self.partition.outages.take(self.number, &key);
         self.numbers += 1;
-        self.replays
-            .insert(self.numbers, CallerReplay { key, logs, due: vec![], stage: 0, under_way: 0, waits: false });
+        self.replays.insert(
+            self.numbers,
+            CallerReplay {
+                key,
+                logs,
+                due: vec![],
+                stage: 0,
+                under_way: 0,
+                waits: false,
+            },
+        );
         self.ready.push(self.numbers);
         Look::Again
     }
 
     fn ended(&mut self, ended: Result<Ended, JoinError>) {
         // What a task that panicked leaves behind is for the end.
-        let Ok((call, result, _)) = ended else { return self.failed = true };
-        let Some(Call { replay: number, op, .. }) = self.calls.remove(&call) else { return };
+        let Ok((call, result, _)) = ended else {
+            return self.failed = true;
+        };
+        let Some(Call {
+            replay: number, op, ..
+        }) = self.calls.remove(&call)
+        else {
+            return;
+        };
         if let Some(replay) = self.replays.get_mut(&number) {
             replay.under_way -= 1;
             if replay.under_way == 0 && std::mem::take(&mut replay.waits) {
@@ -245,13 +290,19 @@ impl<'a, P: Store, F: Store> Reconciliation<'a, P, F> {
         }
         match result {
             None => self.again.push(op),
-            Some(Ok(granted)) if op.mode == Mode::Charge => lock(&self.partition.sums).charged += granted,
+            Some(Ok(granted)) if op.mode == Mode::Charge => {
+                lock(&self.partition.sums).charged += granted
+            }
             Some(Ok(_)) => {}
             Some(Err(error)) => {
                 // What is known not to have been done is sent again, and what is done once by its id.
                 let again = error.is_unsent() || (op.id.is_some() && !error.is_of_check());
                 self.failed |= again || !error.is_of_check();
-                if again { self.again.push(op) } else { self.lost(&op) }
+                if again {
+                    self.again.push(op)
+                } else {
+                    self.lost(&op)
+                }
             }
         }
     }
@@ -267,8 +318,17 @@ impl CallerReplay {
     /// The next op of this stage. Without one, this is to be asked again unless it `waits`, or is at the end.
     fn next(&mut self, now: i64) -> Option<ReplayOp> {
         if self.due.is_empty() {
-            let Self { key, logs, due, stage, .. } = self;
-            if !logs.iter_mut().any(|log| log.take_some(*key, *stage, now, due)) {
+            let Self {
+                key,
+                logs,
+                due,
+                stage,
+                ..
+            } = self;
+            if !logs
+                .iter_mut()
+                .any(|log| log.take_some(*key, *stage, now, due))
+            {
                 self.waits = self.under_way > 0;
                 self.stage += u8::from(!self.waits);
             }
@@ -282,13 +342,20 @@ impl<P: Store, F: Store> Drop for Reconciliation<'_, P, F> {
         let (partition, now) = (self.partition, self.partition.clock.micros());
         // The last first, since each is put before what is noted.
         for CallerReplay { key, logs, due, .. } in std::mem::take(&mut self.replays).into_values() {
-            logs.into_iter().rev().for_each(|log| partition.outages.restore(&key, log, now));
-            due.into_iter().for_each(|op| partition.outages.put_back(op, now));
+            logs.into_iter()
+                .rev()
+                .for_each(|log| partition.outages.restore(&key, log, now));
+            due.into_iter()
+                .for_each(|op| partition.outages.put_back(op, now));
         }
         // Calls are left only if the runtime has ended under them.
         for Call { op, asked, .. } in std::mem::take(&mut self.calls).into_values() {
             let sent = asked.swap(true, Ordering::Relaxed);
-            if sent && op.id.is_none() { self.lost(&op) } else { self.again.push(op) }
+            if sent && op.id.is_none() {
+                self.lost(&op)
+            } else {
+                self.again.push(op)
+            }
         }
         for op in self.again.drain(..).rev() {
             partition.outages.put_back(op, now);
@@ -312,7 +379,10 @@ mod tests {
             window.now
         };
         assert_eq!([after(24, 10), after(25, 5), after(90, 1)], [74, 69, 68]);
-        assert_eq!([after(0, 10_000), after(25, 10_000)], [Window::MOST, Window::START]);
+        assert_eq!(
+            [after(0, 10_000), after(25, 10_000)],
+            [Window::MOST, Window::START]
+        );
         assert_eq!(Window::of(100).now, Window::LEAST);
     }
 }

@@ -32,10 +32,23 @@ impl<P: Store, F: Store> Partition<P, F> {
         if self.recovery.is_held(now) {
             return;
         }
-        let Ok(runtime) = Handle::try_current() else { return };
-        let span = Span { begins: now, until: now + self.patience() };
+        let Ok(runtime) = Handle::try_current() else {
+            return;
+        };
+        let span = Span {
+            begins: now,
+            until: now + self.patience(),
+        };
         if let Some(task) = self.recovery.begin(runtime.id(), now, span) {
-            drop(runtime.spawn(Recovery { partition: Arc::downgrade(self), task }.run()));
+            drop(
+                runtime.spawn(
+                    Recovery {
+                        partition: Arc::downgrade(self),
+                        task,
+                    }
+                    .run(),
+                ),
+            );
         }
     }
 
@@ -48,7 +61,11 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// For how long other runtimes rely on a task that is not heard of. It waits for a quarter of a second and two
     /// deadlines at most: see [`others`](Self::others).
     fn patience(&self) -> Duration {
-        let longest = self.settings.deadline.saturating_add(Breaker::LONGEST_DELAY).saturating_mul(2);
+        let longest = self
+            .settings
+            .deadline
+            .saturating_add(Breaker::LONGEST_DELAY)
+            .saturating_mul(2);
         // Or there may be no such time.
         longest.min(Duration::from_secs(365 * 86_400))
     }
@@ -64,10 +81,16 @@ impl<P: Store, F: Store> Partition<P, F> {
             Answer::Ready { answer } => return answer,
             Answer::Pending { future } => pin!(future),
         };
-        timeout(self.settings.deadline, answer.as_mut()).await.unwrap_or_else(|_| {
-            let error = self.late(&key);
-            Err(if self.primary.withdraw(answer) { error.unsent() } else { error })
-        })
+        timeout(self.settings.deadline, answer.as_mut())
+            .await
+            .unwrap_or_else(|_| {
+                let error = self.late(&key);
+                Err(if self.primary.withdraw(answer) {
+                    error.unsent()
+                } else {
+                    error
+                })
+            })
     }
 
     /// Has the primary store decide a check.
@@ -80,7 +103,9 @@ impl<P: Store, F: Store> Partition<P, F> {
     fn others(&self) -> Option<Duration> {
         let others = self.settings.share.instances() > NonZeroU32::MIN;
         // The longest wait until a probe, a deadline for the probe, and one for what they say.
-        others.then(|| Breaker::LONGEST_DELAY.saturating_add(self.settings.deadline.saturating_mul(2)))
+        others.then(|| {
+            Breaker::LONGEST_DELAY.saturating_add(self.settings.deadline.saturating_mul(2))
+        })
     }
 
     /// With the breaker closed: sends a probe if it is half-open, and reconciles what the fallback has
@@ -132,15 +157,24 @@ impl<P: Store, F: Store> Recovery<P, F> {
     async fn run(self) {
         let jitter = RandomState::new();
         let (mut attempts, mut was_open) = (0, false);
-        while let Some(partition) = self.current().filter(|partition| partition.needs_attention()) {
+        while let Some(partition) = self
+            .current()
+            .filter(|partition| partition.needs_attention())
+        {
             let open = partition.breaker.is_open();
             // While it waits, it keeps no store alive.
             drop(partition);
             if open != was_open {
                 (attempts, was_open) = (0, open);
             }
-            sleep(Breaker::delay(attempts, jitter.hash_one(attempts) as f64 / u64::MAX as f64)).await;
-            let Some(partition) = self.current() else { break };
+            sleep(Breaker::delay(
+                attempts,
+                jitter.hash_one(attempts) as f64 / u64::MAX as f64,
+            ))
+            .await;
+            let Some(partition) = self.current() else {
+                break;
+            };
             let well = unless_it_panics(async {
                 if partition.breaker.is_open() {
                     self.recover(partition).await
@@ -161,7 +195,9 @@ impl<P: Store, F: Store> Recovery<P, F> {
 
     /// The store, unless it is gone or another task looks after it.
     fn current(&self) -> Option<Arc<Partition<P, F>>> {
-        self.partition.upgrade().filter(|partition| partition.renew(&self.task))
+        self.partition
+            .upgrade()
+            .filter(|partition| partition.renew(&self.task))
     }
 
     /// With the breaker open: tries to close it. Reconciles first, and waits until the other instances have reconciled
@@ -185,7 +221,9 @@ impl<P: Store, F: Store> Recovery<P, F> {
             drop(partition);
             sleep(others.saturating_sub(since.elapsed())).await;
             loop {
-                let Some(again) = self.current() else { return false };
+                let Some(again) = self.current() else {
+                    return false;
+                };
                 partition = again;
                 if reconciled.elapsed() >= LONGEST_WAIT {
                     break;

@@ -32,7 +32,10 @@ impl Refund {
 
     /// The charge as it is now.
     pub(super) fn charged(&self, now: i64) -> EachCharged {
-        self.charged.iter().map(|charged| charged.later(now - self.at)).collect()
+        self.charged
+            .iter()
+            .map(|charged| charged.later(now - self.at))
+            .collect()
     }
 
     /// Whether any policy counts it still.
@@ -53,7 +56,10 @@ impl Refund {
         if !self.counts(now) {
             return 0;
         }
-        let of = self.charged(now).into_iter().map(|charged| Charged { reset: LONGEST, ..charged });
+        let of = self.charged(now).into_iter().map(|charged| Charged {
+            reset: LONGEST,
+            ..charged
+        });
         charges.refund(policies, self.cost, of, now)
     }
 }
@@ -76,7 +82,9 @@ impl Refunds {
             return;
         }
         let is_full = self.each.len() >= MAX;
-        let alike = |other: &&mut Refund| is_full && other.log_number().is_some() == refund.log_number().is_some();
+        let alike = |other: &&mut Refund| {
+            is_full && other.log_number().is_some() == refund.log_number().is_some()
+        };
         match self.each.iter_mut().rfind(alike) {
             Some(last) => {
                 let both = last.charged(refund.at).into_iter().zip(&refund.charged);
@@ -88,8 +96,18 @@ impl Refunds {
     }
 
     /// Takes out of a charge what was refunded since, the oldest first. The charge was noted in logs from this number on.
-    pub(super) fn spend(&mut self, policies: &Policies, charge: &mut Charges, first: i64, now: i64) {
-        for refund in self.each.iter_mut().filter(|refund| refund.log_number().is_some_and(|number| number >= first)) {
+    pub(super) fn spend(
+        &mut self,
+        policies: &Policies,
+        charge: &mut Charges,
+        first: i64,
+        now: i64,
+    ) {
+        for refund in self
+            .each
+            .iter_mut()
+            .filter(|refund| refund.log_number().is_some_and(|number| number >= first))
+        {
             refund.cost -= refund.take_out(policies, charge, now).min(refund.cost);
         }
         self.each.retain(|refund| refund.cost > 0);
@@ -97,7 +115,9 @@ impl Refunds {
 
     /// What is still to be refunded.
     pub(super) fn into_each(self, now: i64) -> impl Iterator<Item = Refund> {
-        self.each.into_iter().filter(move |refund| refund.counts(now))
+        self.each
+            .into_iter()
+            .filter(move |refund| refund.counts(now))
     }
 }
 
@@ -110,12 +130,25 @@ mod tests {
     fn many_refunds_merge_at_the_oldest_age() {
         let mut refunds = Refunds::default();
         for i in 0..MAX as i64 + 84 {
-            let charged = Charged { age: i, at: i % 3, cost: 9, reset: 1_000 };
+            let charged = Charged {
+                age: i,
+                at: i % 3,
+                cost: 9,
+                reset: 1_000,
+            };
             refunds.add(Refund::new(2, [charged].into(), 0));
         }
         assert_eq!(refunds.each.len(), MAX);
         let last = refunds.into_each(5).last().unwrap();
         assert_eq!(last.cost, 2 * 85);
-        assert_eq!(last.charged(5)[..], [Charged { age: MAX as i64 + 83 + 5, at: 1, cost: 9, reset: 1_000 }]);
+        assert_eq!(
+            last.charged(5)[..],
+            [Charged {
+                age: MAX as i64 + 83 + 5,
+                at: 1,
+                cost: 9,
+                reset: 1_000
+            }]
+        );
     }
 }

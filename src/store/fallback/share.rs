@@ -48,16 +48,28 @@ pub(super) fn of_whole(check: &Check, decision: Decision, now: impl FnOnce() -> 
         return decision;
     }
     let now = now();
-    let parts: Vec<i64> = decision.verdicts().map(|(part, _)| part.params().capacity).collect();
+    let parts: Vec<i64> = decision
+        .verdicts()
+        .map(|(part, _)| part.params().capacity)
+        .collect();
     decision.wait_instead(|i, verdict| {
         // None if a fallback has decided on other policies than it was asked.
-        let Some(policy) = check.policies().as_slice().get(i) else { return Verdict::NEVER };
+        let Some(policy) = check.policies().as_slice().get(i) else {
+            return Verdict::NEVER;
+        };
         let (whole, part) = (policy.params().capacity, parts[i]);
         let used = i128::from(part - verdict.remaining) * i128::from(whole) / i128::from(part);
-        let followed = Snapshot { used: used as i64, until: now + verdict.reset };
+        let followed = Snapshot {
+            used: used as i64,
+            until: now + verdict.reset,
+        };
         let mut state = State::resume(policy.kind(), policy.params(), now, followed);
         let peek = Check::peek(*check.key(), &policy.clone().into(), check.cost());
-        match peek.decide(std::slice::from_mut(&mut state), now).first().wait {
+        match peek
+            .decide(std::slice::from_mut(&mut state), now)
+            .first()
+            .wait
+        {
             // The whole has room, but this instance may not grant it. Redis may decide after the next probe.
             0 => Breaker::LONGEST_DELAY.as_micros() as i64,
             wait => wait,

@@ -59,7 +59,9 @@ impl RedisStore {
     /// # Errors
     ///
     /// As [`connect_lazy`](Self::connect_lazy); also if there is no URL, or one has a database but 0.
-    pub fn cluster<U: IntoConnectionInfo>(nodes: impl IntoIterator<Item = U>) -> Result<Self, ConfigError> {
+    pub fn cluster<U: IntoConnectionInfo>(
+        nodes: impl IntoIterator<Item = U>,
+    ) -> Result<Self, ConfigError> {
         Self::connect_lazy(Servers::cluster(nodes))
     }
 
@@ -186,7 +188,11 @@ impl RedisStoreBuilder {
     /// The client certificate, with those between it and its authority, and its key, in PEM: required by a Redis with
     /// `tls-auth-clients yes`, its default. Defaults to none.
     #[cfg(feature = "tls")]
-    pub fn client_certificate(mut self, certificate: impl Into<Vec<u8>>, key: impl Into<Vec<u8>>) -> Self {
+    pub fn client_certificate(
+        mut self,
+        certificate: impl Into<Vec<u8>>,
+        key: impl Into<Vec<u8>>,
+    ) -> Self {
         self.tls.client_certificate = Some((certificate.into(), key.into()));
         self
     }
@@ -291,15 +297,40 @@ impl RedisStoreBuilder {
             return Err(ConfigError::invalid("key prefix", &self.prefix, fix));
         }
         if self.timeout.is_zero() {
-            return Err(ConfigError::new("a timeout of 0 for Redis: write a longer one, such as 250 ms"));
+            return Err(ConfigError::new(
+                "a timeout of 0 for Redis: write a longer one, such as 250 ms",
+            ));
         }
         if self.partitions > Cluster::MAX_PARTITIONS {
-            return Err(ConfigError::new(format!("{} partitions: write at most 1024", self.partitions)));
+            return Err(ConfigError::new(format!(
+                "{} partitions: write at most 1024",
+                self.partitions
+            )));
         }
         let servers = self.servers.into_kind()?;
-        let topology = Topology::new(servers, &self.prefix, self.partitions, self.timeout, &self.tls)?;
-        let limits = Limits { workers: self.connections, queue: self.queue, batch: self.batch, timeout: self.timeout };
-        let inner = Inner::new(topology, self.prefix, limits, self.denials, self.observer, self.now);
-        Ok(RedisStore { inner: Arc::new(inner) })
+        let topology = Topology::new(
+            servers,
+            &self.prefix,
+            self.partitions,
+            self.timeout,
+            &self.tls,
+        )?;
+        let limits = Limits {
+            workers: self.connections,
+            queue: self.queue,
+            batch: self.batch,
+            timeout: self.timeout,
+        };
+        let inner = Inner::new(
+            topology,
+            self.prefix,
+            limits,
+            self.denials,
+            self.observer,
+            self.now,
+        );
+        Ok(RedisStore {
+            inner: Arc::new(inner),
+        })
     }
 }

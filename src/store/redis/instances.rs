@@ -24,7 +24,8 @@ const EVERY: Duration = Duration::from_secs(2);
 ///
 /// [`ErrorKind::NoRuntime`] outside of a tokio runtime.
 pub(super) fn announce(inner: &Arc<Inner>) -> Result<Instances, StoreError> {
-    let runtime = Handle::try_current().map_err(|error| StoreError::with_source(ErrorKind::NoRuntime, error))?;
+    let runtime = Handle::try_current()
+        .map_err(|error| StoreError::with_source(ErrorKind::NoRuntime, error))?;
     let alive = Arc::new(AtomicU32::new(1));
     // Dropped, it ends the task.
     let mut announcer = JoinSet::new();
@@ -56,5 +57,7 @@ async fn run(inner: Weak<Inner>, alive: Arc<AtomicU32>) {
 /// Says that the instance of this name is alive. Returns how many are.
 async fn announced(inner: &Arc<Inner>, name: &str) -> Result<u32, StoreError> {
     let node = inner.shared_node().await?;
-    inner.run_shared(node, &ANNOUNCE, "instances", name, 3 * EVERY).await
+    inner
+        .run_shared(node, &ANNOUNCE, "instances", name, 3 * EVERY)
+        .await
 }

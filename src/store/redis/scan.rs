@@ -41,7 +41,9 @@ pub struct Counted {
 impl Counted {
     /// Whether it is a count of this policy: of its name, strategy and span.
     pub fn is_of(&self, policy: &Policy) -> bool {
-        self.policy == policy.name() && self.strategy == policy.kind().name() && self.span == policy.span()
+        self.policy == policy.name()
+            && self.strategy == policy.kind().name()
+            && self.span == policy.span()
     }
 
     /// The policy, if it is a bucket, which has its whole quota in the key. Redis has no other limit.
@@ -53,7 +55,12 @@ impl Counted {
 impl Scan {
     pub(super) fn new(inner: &Arc<Inner>) -> Self {
         let prefixes = inner.topology.prefixes(&inner.prefix);
-        Self { inner: Arc::clone(inner), nodes: None, cursor: 0, prefixes }
+        Self {
+            inner: Arc::clone(inner),
+            nodes: None,
+            cursor: 0,
+            prefixes,
+        }
     }
 
     /// Takes one step: returns the counts among the next 1,000 keys or so of the database, perhaps none. `None` at the
@@ -71,7 +78,9 @@ impl Scan {
             let masters = self.inner.topology.masters();
             self.nodes = Some(masters.ok_or_else(|| StoreError::new(ErrorKind::NotReady))?);
         }
-        let Some(&node) = self.nodes.iter().flatten().last() else { return Ok(None) };
+        let Some(&node) = self.nodes.iter().flatten().last() else {
+            return Ok(None);
+        };
         let pattern = format!("{}:{{*", self.inner.prefix);
         let (cursor, keys) = self.inner.scan(node, self.cursor, &pattern).await?;
         self.cursor = cursor;
@@ -83,8 +92,18 @@ impl Scan {
 
     fn read(&self, key: &[u8]) -> Option<Counted> {
         let key = str::from_utf8(key).ok()?;
-        let (key, of) = self.prefixes.iter().find_map(|prefix| read_key(key.strip_prefix(prefix.as_str())?))?;
-        let (policy, strategy, span) = (of.name().to_owned(), of.kind().name(), of.span().to_owned());
-        Some(Counted { key, policy, strategy, span, of })
+        let (key, of) = self
+            .prefixes
+            .iter()
+            .find_map(|prefix| read_key(key.strip_prefix(prefix.as_str())?))?;
+        let (policy, strategy, span) =
+            (of.name().to_owned(), of.kind().name(), of.span().to_owned());
+        Some(Counted {
+            key,
+            policy,
+            strategy,
+            span,
+            of,
+        })
     }
 }

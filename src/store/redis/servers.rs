@@ -61,7 +61,10 @@ impl Servers {
     /// let store = RedisStore::builder(servers).prefix("shop").connect_lazy()?;
     /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
     /// ```
-    pub fn sentinel<U: IntoConnectionInfo>(master: &str, sentinels: impl IntoIterator<Item = U>) -> Self {
+    pub fn sentinel<U: IntoConnectionInfo>(
+        master: &str,
+        sentinels: impl IntoIterator<Item = U>,
+    ) -> Self {
         Self::new(sentinel(master, sentinels.into_iter().map(read)))
     }
 
@@ -76,45 +79,69 @@ impl Servers {
 
     pub(super) fn into_kind(self) -> Result<Kind, ConfigError> {
         let mut kind = self.kind?;
-        let databases: Vec<i64> = kind.all().iter().map(|server| server.redis_settings().db()).collect();
+        let databases: Vec<i64> = kind
+            .all()
+            .iter()
+            .map(|server| server.redis_settings().db())
+            .collect();
         match databases.into_iter().find(|database| *database < 0) {
-            Some(database) => wrong(format_args!("its database is {database}, and the first one is 0")),
+            Some(database) => wrong(format_args!(
+                "its database is {database}, and the first one is 0"
+            )),
             None => Ok(kind),
         }
     }
 
     fn of_text(text: &str) -> Self {
-        let scheme = text.split_once("://").and_then(|(scheme, rest)| Some((scheme.split_once('+')?, rest)));
+        let scheme = text
+            .split_once("://")
+            .and_then(|(scheme, rest)| Some((scheme.split_once('+')?, rest)));
         let (kind, parameters): (_, &[&str]) = match scheme {
             Some(((scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), "cluster"), rest)) => {
-                let kind = nodes(scheme, rest).and_then(|nodes| cluster(nodes.into_iter().map(read)));
+                let kind =
+                    nodes(scheme, rest).and_then(|nodes| cluster(nodes.into_iter().map(read)));
                 (kind, &["prefix", "protocol"])
             }
-            Some(((scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), "sentinel"), rest)) => {
-                (sentinel_of_url(scheme, rest), &["prefix", "protocol", "sentinel_user", "sentinel_password"])
-            }
+            Some(((scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), "sentinel"), rest)) => (
+                sentinel_of_url(scheme, rest),
+                &["prefix", "protocol", "sentinel_user", "sentinel_password"],
+            ),
             _ => match read(text) {
-                Ok(server) if matches!(server.addr(), ConnectionAddr::Unix(_)) => {
-                    (Ok(Kind::Server(Box::new(server))), &["db", "user", "pass", "prefix", "protocol"])
-                }
-                server => (server.map(|server| Kind::Server(Box::new(server))), &["prefix", "protocol"]),
+                Ok(server) if matches!(server.addr(), ConnectionAddr::Unix(_)) => (
+                    Ok(Kind::Server(Box::new(server))),
+                    &["db", "user", "pass", "prefix", "protocol"],
+                ),
+                server => (
+                    server.map(|server| Kind::Server(Box::new(server))),
+                    &["prefix", "protocol"],
+                ),
             },
         };
         let kind = kind.and_then(|kind| check_parameters(text, parameters).map(|()| kind));
         // Of a URL that cannot be read, it may be a part of a password.
-        let prefix = kind.is_ok().then(|| pairs(text).find_map(|pair| pair.strip_prefix("prefix="))).flatten();
-        Self { prefix: prefix.map(str::to_owned), kind }
+        let prefix = kind
+            .is_ok()
+            .then(|| pairs(text).find_map(|pair| pair.strip_prefix("prefix=")))
+            .flatten();
+        Self {
+            prefix: prefix.map(str::to_owned),
+            kind,
+        }
     }
 }
 
 /// The URL itself is left out, since it may hold a password.
 fn wrong<T>(problem: impl fmt::Display) -> Result<T, ConfigError> {
-    Err(ConfigError::new(format!("the Redis URL cannot be used: {problem}")))
+    Err(ConfigError::new(format!(
+        "the Redis URL cannot be used: {problem}"
+    )))
 }
 
 /// For a problem that does not say what to write.
 pub(in crate::store) fn wrong_url(problem: impl fmt::Display) -> ConfigError {
-    ConfigError::new(format!("the Redis URL cannot be used: {problem}; write it like `redis://:password@host:6379/0`"))
+    ConfigError::new(format!(
+        "the Redis URL cannot be used: {problem}; write it like `redis://:password@host:6379/0`"
+    ))
 }
 
 /// The parameters of a URL.
@@ -126,8 +153,12 @@ fn pairs(url: &str) -> impl Iterator<Item = &str> {
 
 /// Refuses unknown parameters.
 fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
-    let is_login =
-        |pair: &str| pair.contains('@') || ["sentinel_password=", "pass="].iter().any(|name| pair.starts_with(name));
+    let is_login = |pair: &str| {
+        pair.contains('@')
+            || ["sentinel_password=", "pass="]
+                .iter()
+                .any(|name| pair.starts_with(name))
+    };
     let has_login = pairs(url).any(is_login);
     let mut seen: Vec<&str> = vec![];
     for pair in pairs(url) {
@@ -135,15 +166,24 @@ fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
         let known_as = known.join("`, `");
         if !known.contains(&name) || name == "prefix" && pair.contains('@') {
             // It may be a part of a password: after an `&` that should have been escaped.
-            let is_shown = !has_login && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
-            let name = if is_shown { format!(" `{name}`") } else { String::new() };
+            let is_shown = !has_login
+                && name
+                    .bytes()
+                    .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+            let name = if is_shown {
+                format!(" `{name}`")
+            } else {
+                String::new()
+            };
             return wrong(format_args!(
                 "its parameter{name} is unknown: write `{known_as}`, and in a password a `?` as `%3F` and an `&` as `%26`; all else is set on the \
                  builder, or in `StoreConfig`"
             ));
         }
         if seen.contains(&name) {
-            return wrong(format_args!("its parameter `{name}` appears more than once: write it once"));
+            return wrong(format_args!(
+                "its parameter `{name}` appears more than once: write it once"
+            ));
         }
         seen.push(name);
     }
@@ -171,7 +211,10 @@ fn nodes(scheme: &str, rest: &str) -> Result<Vec<String>, ConfigError> {
     if hosts.split(',').any(str::is_empty) {
         return wrong("it names no host, or has one comma too many");
     }
-    Ok(hosts.split(',').map(|host| format!("{scheme}://{user}{at}{host}{query}")).collect())
+    Ok(hosts
+        .split(',')
+        .map(|host| format!("{scheme}://{user}{at}{host}{query}"))
+        .collect())
 }
 
 fn read(server: impl IntoConnectionInfo) -> Result<ConnectionInfo, ConfigError> {
@@ -192,21 +235,52 @@ fn sentinel_of_url(scheme: &str, rest: &str) -> Result<Kind, ConfigError> {
             _ => of_all.push(pair),
         }
     }
-    let query = if of_all.is_empty() { String::new() } else { format!("/?{}", of_all.join("&")) };
-    let at = |user: &str| if user.is_empty() { String::new() } else { format!("{user}@") };
+    let query = if of_all.is_empty() {
+        String::new()
+    } else {
+        format!("/?{}", of_all.join("&"))
+    };
+    let at = |user: &str| {
+        if user.is_empty() {
+            String::new()
+        } else {
+            format!("{user}@")
+        }
+    };
     // These stand for themselves in a query, but not before a host.
-    let [sentinel_user, sentinel_password] =
-        of_sentinels.map(|text| text.replace(':', "%3A").replace('/', "%2F").replace('@', "%40").replace('?', "%3F"));
-    let login = if of_sentinels == ["", ""] { String::new() } else { format!("{sentinel_user}:{sentinel_password}") };
+    let [sentinel_user, sentinel_password] = of_sentinels.map(|text| {
+        text.replace(':', "%3A")
+            .replace('/', "%2F")
+            .replace('@', "%40")
+            .replace('?', "%3F")
+    });
+    let login = if of_sentinels == ["", ""] {
+        String::new()
+    } else {
+        format!("{sentinel_user}:{sentinel_password}")
+    };
     let host = |host: &str| {
         // The brackets of an IPv6 address have colons too.
-        let has_port = host.rsplit_once(':').is_some_and(|(_, port)| !port.ends_with(']'));
-        if has_port || host.is_empty() { host.to_owned() } else { format!("{host}:26379") }
+        let has_port = host
+            .rsplit_once(':')
+            .is_some_and(|(_, port)| !port.ends_with(']'));
+        if has_port || host.is_empty() {
+            host.to_owned()
+        } else {
+            format!("{host}:26379")
+        }
     };
     let hosts: Vec<String> = hosts.split(',').map(host).collect();
     let sentinels = nodes(scheme, &format!("{}{}{query}", at(&login), hosts.join(",")))?;
-    let master = format!("{scheme}://{}{name}/{database}{}", at(user), query.trim_start_matches('/'));
-    sentinel(if name.is_empty() { "" } else { &master }, sentinels.into_iter().map(read))
+    let master = format!(
+        "{scheme}://{}{name}/{database}{}",
+        at(user),
+        query.trim_start_matches('/')
+    );
+    sentinel(
+        if name.is_empty() { "" } else { &master },
+        sentinels.into_iter().map(read),
+    )
 }
 
 fn sentinel(
@@ -219,15 +293,29 @@ fn sentinel(
             "it names no master: write its name after the sentinels, as in `redis+sentinel://host:26379/mymaster`",
         );
     }
-    let Some(first) = sentinels.first() else { return wrong("the URL of at least one sentinel is needed") };
-    if sentinels.iter().any(|sentinel| matches!(sentinel.addr(), ConnectionAddr::Unix(_))) {
+    let Some(first) = sentinels.first() else {
+        return wrong("the URL of at least one sentinel is needed");
+    };
+    if sentinels
+        .iter()
+        .any(|sentinel| matches!(sentinel.addr(), ConnectionAddr::Unix(_)))
+    {
         return wrong("sentinels have no unix sockets");
     }
-    if sentinels.iter().any(|sentinel| sentinel.redis_settings().db() != 0) {
-        return wrong("a sentinel has no database but 0: that of the master stands behind its name");
+    if sentinels
+        .iter()
+        .any(|sentinel| sentinel.redis_settings().db() != 0)
+    {
+        return wrong(
+            "a sentinel has no database but 0: that of the master stands behind its name",
+        );
     }
     let is_url = master.contains("://");
-    let master = if is_url { master.to_owned() } else { format!("redis://{master}") };
+    let master = if is_url {
+        master.to_owned()
+    } else {
+        format!("redis://{master}")
+    };
     let master = read(master)?;
     let name = match master.addr() {
         ConnectionAddr::Tcp(name, _) | ConnectionAddr::TcpTls { host: name, .. } => name.clone(),
@@ -238,15 +326,28 @@ fn sentinel(
     if name.is_empty() || !name.bytes().all(is_name) {
         return wrong("a master's name is needed, of letters, digits, `.`, `-` and `_`");
     }
-    let master = if is_url { master } else { master.set_addr(first.addr().clone()) };
-    Ok(Kind::Sentinel { name, master: Box::new(master), sentinels })
+    let master = if is_url {
+        master
+    } else {
+        master.set_addr(first.addr().clone())
+    };
+    Ok(Kind::Sentinel {
+        name,
+        master: Box::new(master),
+        sentinels,
+    })
 }
 
-fn cluster(nodes: impl Iterator<Item = Result<ConnectionInfo, ConfigError>>) -> Result<Kind, ConfigError> {
+fn cluster(
+    nodes: impl Iterator<Item = Result<ConnectionInfo, ConfigError>>,
+) -> Result<Kind, ConfigError> {
     let nodes: Vec<_> = nodes.collect::<Result<_, _>>()?;
     if nodes.is_empty() {
         wrong("a cluster needs the address of at least one of its nodes")
-    } else if nodes.iter().any(|node| matches!(node.addr(), ConnectionAddr::Unix(_))) {
+    } else if nodes
+        .iter()
+        .any(|node| matches!(node.addr(), ConnectionAddr::Unix(_)))
+    {
         wrong("the nodes of a cluster have no unix sockets")
     } else if nodes.iter().any(|node| node.redis_settings().db() != 0) {
         wrong("a cluster has no database but 0: write none")
@@ -283,7 +384,12 @@ impl fmt::Debug for Servers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let nodes = match &self.kind {
             Ok(Kind::Server(server)) => std::slice::from_ref(&**server),
-            Ok(Kind::Sentinel { sentinels: nodes, .. } | Kind::Cluster(nodes)) => nodes,
+            Ok(
+                Kind::Sentinel {
+                    sentinels: nodes, ..
+                }
+                | Kind::Cluster(nodes),
+            ) => nodes,
             Err(_) => return f.write_str("unreadable"),
         };
         let nodes: Vec<String> = nodes.iter().map(|node| node.addr().to_string()).collect();
@@ -309,18 +415,29 @@ mod tests {
         for (url, addresses) in [
             ("redis+cluster://a", "a:6379"),
             ("redis+cluster://a:1,b:2", "a:1,b:2"),
-            ("redis+cluster://user:pa,ss@a:1,[::1]:2/?protocol=resp3", "a:1,::1:2"),
+            (
+                "redis+cluster://user:pa,ss@a:1,[::1]:2/?protocol=resp3",
+                "a:1,::1:2",
+            ),
             ("valkey+cluster://:p@a:1,b/0", "a:1,b:6379"),
         ] {
             let servers = Servers::from(url);
             assert_eq!(format!("{servers:?}"), addresses, "{url}");
-            let Ok(Kind::Cluster(nodes)) = servers.into_kind() else { panic!("{url}") };
-            let (user, password) = (nodes[0].redis_settings().username(), nodes[0].redis_settings().password());
+            let Ok(Kind::Cluster(nodes)) = servers.into_kind() else {
+                panic!("{url}")
+            };
+            let (user, password) = (
+                nodes[0].redis_settings().username(),
+                nodes[0].redis_settings().password(),
+            );
             assert_eq!(user, url.contains("user").then_some("user"), "{url}");
             assert_eq!(password.is_some(), url.contains('@'), "{url}");
         }
         let one = Servers::cluster(["redis://a:1", "redis://b:2"]);
-        assert_eq!(format!("{one:?}"), format!("{:?}", Servers::from("redis+cluster://a:1,b:2")));
+        assert_eq!(
+            format!("{one:?}"),
+            format!("{:?}", Servers::from("redis+cluster://a:1,b:2"))
+        );
     }
 
     #[test]
@@ -351,7 +468,9 @@ mod tests {
             "redis+sentinel://a:1/m?hunter2&sentinel_password=hun",
             "redis+unix:///tmp/redis?user=a&pass=hun&hunter2",
         ] {
-            let error = crate::RedisStore::connect_lazy(url).unwrap_err().to_string();
+            let error = crate::RedisStore::connect_lazy(url)
+                .unwrap_err()
+                .to_string();
             assert!(!error.contains("hunter2"), "{error}");
         }
     }
@@ -371,7 +490,10 @@ mod tests {
         ] {
             let error = servers.into_kind().map(drop).unwrap_err();
             let error = error.to_string();
-            assert!(error.starts_with("the Redis URL cannot be used: ") && !error.contains("hunter2"), "{error}");
+            assert!(
+                error.starts_with("the Redis URL cannot be used: ") && !error.contains("hunter2"),
+                "{error}"
+            );
         }
     }
 }

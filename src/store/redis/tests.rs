@@ -11,8 +11,8 @@ use futures_util::future::join_all;
 
 use super::RedisStore;
 use crate::limit::{
-    Align, Check, Decision, Key, Kind, Mode, Model, Policies, Policy, Quota, Refill, SlotId, Source, State, Strategy,
-    strategies,
+    Align, Check, Decision, Key, Kind, Mode, Model, Policies, Policy, Quota, Refill, SlotId,
+    Source, State, Strategy, strategies,
 };
 use crate::store::{LocalStore, Store};
 use crate::support::RedisServer;
@@ -45,9 +45,15 @@ async fn in_flight() {
 fn vary(rng: &mut Rng, kind: Kind) -> Kind {
     match kind {
         Kind::Rate(Strategy::FixedWindow(Align::Clock { .. })) => {
-            Strategy::FixedWindow(Align::Clock { offset: Duration::from_micros(rng.u64(..10_000_000_000)) }).into()
+            Strategy::FixedWindow(Align::Clock {
+                offset: Duration::from_micros(rng.u64(..10_000_000_000)),
+            })
+            .into()
         }
-        Kind::Rate(Strategy::SlidingWindow { .. }) => Strategy::SlidingWindow { cells: rng.u16(1..=20) }.into(),
+        Kind::Rate(Strategy::SlidingWindow { .. }) => Strategy::SlidingWindow {
+            cells: rng.u16(1..=20),
+        }
+        .into(),
         same => same,
     }
 }
@@ -59,7 +65,9 @@ fn any(rng: &mut Rng) -> Kind {
 
 /// Each of them in turn.
 fn nth(i: usize) -> Kind {
-    Strategy::ALL.get(i % (Strategy::ALL.len() + 1)).map_or(Kind::InFlight, |strategy| (*strategy).into())
+    Strategy::ALL
+        .get(i % (Strategy::ALL.len() + 1))
+        .map_or(Kind::InFlight, |strategy| (*strategy).into())
 }
 
 #[tokio::test]
@@ -85,12 +93,19 @@ async fn changing_quotas() {
         let server = RedisServer::start();
         let mut trace = Trace::new(11, &server);
         let kinds: Vec<Kind> = (0..CALLERS).map(kind_of).collect();
-        let first: Vec<Policy> = kinds.iter().map(|kind| policy("changing", *kind, &mut trace.rng)).collect();
+        let first: Vec<Policy> = kinds
+            .iter()
+            .map(|kind| policy("changing", *kind, &mut trace.rng))
+            .collect();
         for _ in 0..150 {
             let change = |(first, kind): (&Policy, &Kind)| {
-                let quota =
-                    Quota::per(trace.rng.u32(1..=2 * first.quota().limit().min(50_000)), first.quota().period());
-                let changed = Policy::of_kind("changing", *kind, quota).ok().filter(|policy| policy.id() == first.id());
+                let quota = Quota::per(
+                    trace.rng.u32(1..=2 * first.quota().limit().min(50_000)),
+                    first.quota().period(),
+                );
+                let changed = Policy::of_kind("changing", *kind, quota)
+                    .ok()
+                    .filter(|policy| policy.id() == first.id());
                 changed.unwrap_or_else(|| first.clone()).into()
             };
             let policies: Vec<Policies> = first.iter().zip(&kinds).map(change).collect();
@@ -104,7 +119,12 @@ async fn changing_quotas() {
 #[tokio::test]
 async fn every_quota_of_a_name_holds_alone() {
     let server = RedisServer::start();
-    let Trace { mut rng, now, redis, .. } = Trace::new(21, &server);
+    let Trace {
+        mut rng,
+        now,
+        redis,
+        ..
+    } = Trace::new(21, &server);
     let local = LocalStore::default();
     let (mut granted, mut denied, mut shared) = (0, 0, 0);
     for round in 0..40 * Strategy::ALL.len() {
@@ -114,7 +134,11 @@ async fn every_quota_of_a_name_holds_alone() {
             .map(|_| {
                 let limit = [5, 10, 20, 40][rng.usize(..4)];
                 let quota = Quota::per(limit, Duration::from_micros(periods[rng.usize(..4)]));
-                let quota = if strategy.frees().has_burst() && rng.bool() { quota.burst(limit / 5) } else { quota };
+                let quota = if strategy.frees().has_burst() && rng.bool() {
+                    quota.burst(limit / 5)
+                } else {
+                    quota
+                };
                 Policy::new("p", strategy, quota).unwrap().into()
             })
             .collect();
@@ -124,13 +148,19 @@ async fn every_quota_of_a_name_holds_alone() {
         for _ in 0..120 {
             let (policies, time) = (&quotas[which], now.load(Relaxed));
             let policy = &policies[0];
-            let model = models.entry(policy.id()).or_insert_with(|| Model::new(strategy, policy.quota()));
+            let model = models
+                .entry(policy.id())
+                .or_insert_with(|| Model::new(strategy, policy.quota()));
             model.limit = policy.quota().limit().into();
             let expected = model.allows(1, time.into());
             let check = Check::take(key, policies, 1);
             let in_redis = redis.check(check.clone()).await.unwrap().is_allowed();
             let in_local = local.verdicts(&check, || time).granted == 1;
-            assert_eq!((in_redis, in_local), (expected, expected), "round {round}, {policy:?} of {quotas:?}");
+            assert_eq!(
+                (in_redis, in_local),
+                (expected, expected),
+                "round {round}, {policy:?} of {quotas:?}"
+            );
             if expected {
                 model.grants.push((time.into(), 1));
                 granted += 1;
@@ -149,7 +179,10 @@ async fn every_quota_of_a_name_holds_alone() {
         }
         shared += u32::from(models.len() < quotas.len());
     }
-    assert!(granted > 5_000 && denied > 5_000 && shared > 20, "{granted} granted, {denied} denied, {shared} shared");
+    assert!(
+        granted > 5_000 && denied > 5_000 && shared > 20,
+        "{granted} granted, {denied} denied, {shared} shared"
+    );
 }
 
 /// Ids too, asked again at just the age at which they are forgotten, and around it: both stores know them for equally long,
@@ -159,17 +192,37 @@ async fn ids() {
     let server = RedisServer::start();
     let mut trace = Trace::new(12, &server);
     let local = LocalStore::default();
-    let of = |name: &str, kind, quota: &str| Policy::of_kind(name, kind, quota.parse().unwrap()).unwrap();
+    let of = |name: &str, kind, quota: &str| {
+        Policy::of_kind(name, kind, quota.parse().unwrap()).unwrap()
+    };
     let (mut differ, mut repeated, mut given) = (vec![], 0, 0);
     for i in 0..3_000 {
         let key = Key::new(format!("caller-{i}"));
-        let (one, two) = (of("one", any(&mut trace.rng), "5/1s"), of("two", any(&mut trace.rng), "9/1500ms"));
-        let lists: [Policies; 3] = [one.clone().into(), two.clone().into(), Policies::new([one, two]).unwrap()];
+        let (one, two) = (
+            of("one", any(&mut trace.rng), "5/1s"),
+            of("two", any(&mut trace.rng), "9/1500ms"),
+        );
+        let lists: [Policies; 3] = [
+            one.clone().into(),
+            two.clone().into(),
+            Policies::new([one, two]).unwrap(),
+        ];
         // The same id under another list is another.
-        let asked = if trace.rng.bool() { &lists[..1] } else { &lists[..] };
+        let asked = if trace.rng.bool() {
+            &lists[..1]
+        } else {
+            &lists[..]
+        };
         let period = lists[trace.rng.usize(..asked.len())].longest_period();
         let start = trace.now.load(Relaxed) + trace.rng.i64(1..10_000_000);
-        let ages = [0, trace.rng.i64(0..period), period - 1, period, period + 1, period + trace.rng.i64(1..2_000)];
+        let ages = [
+            0,
+            trace.rng.i64(0..period),
+            period - 1,
+            period,
+            period + 1,
+            period + trace.rng.i64(1..2_000),
+        ];
         let mut first = None;
         for age in ages {
             trace.now.store(start + age, Relaxed);
@@ -179,17 +232,32 @@ async fn ids() {
                     0 => Check::up_to(key, policies, cost),
                     1 => Check::charge(key, policies, cost),
                     2 => Check::refund(key, policies, cost),
-                    3 => Check::take_ahead(key, policies, cost, Duration::from_millis(trace.rng.u64(..2_000))),
+                    3 => Check::take_ahead(
+                        key,
+                        policies,
+                        cost,
+                        Duration::from_millis(trace.rng.u64(..2_000)),
+                    ),
                     _ => Check::take(key, policies, cost),
                 };
-                let check = if trace.rng.u8(..4) == 0 { check } else { check.with_id("request-1") };
-                let in_redis = trace.redis.check(check.clone()).await.expect("an answer of Redis");
+                let check = if trace.rng.u8(..4) == 0 {
+                    check
+                } else {
+                    check.with_id("request-1")
+                };
+                let in_redis = trace
+                    .redis
+                    .check(check.clone())
+                    .await
+                    .expect("an answer of Redis");
                 let verdicts = local.verdicts(&check, || start + age);
                 let decision = check.clone().answer(verdicts, Source::Redis);
                 if decision != in_redis {
                     first = first.or(Some(age - period));
                 }
-                repeated += u32::from(check.id().is_some() && in_redis.is_allowed() && age > 0 && age < period);
+                repeated += u32::from(
+                    check.id().is_some() && in_redis.is_allowed() && age > 0 && age < period,
+                );
                 let back = |decision: &Decision| decision.refund(key, cost, Duration::ZERO).next();
                 if trace.rng.u8(..4) == 0
                     && let (Some(back), Some(in_rust)) = (back(&in_redis), back(&decision))
@@ -205,8 +273,15 @@ async fn ids() {
         }
         differ.extend(first);
     }
-    assert!(repeated > 1_000 && given > 1_000, "{repeated} were repeated, {given} gave something back");
-    assert!(differ.is_empty(), "{} of 3000 callers differ, first so many us past the period: {differ:?}", differ.len());
+    assert!(
+        repeated > 1_000 && given > 1_000,
+        "{repeated} were repeated, {given} gave something back"
+    );
+    assert!(
+        differ.is_empty(),
+        "{} of 3000 callers differ, first so many us past the period: {differ:?}",
+        differ.len()
+    );
 }
 
 /// An id of a clock that has gone back is known for a period from then on, and no longer.
@@ -214,13 +289,21 @@ async fn ids() {
 async fn ids_of_a_later_clock_are_forgotten() {
     let server = RedisServer::start();
     let Trace { now, redis, .. } = Trace::new(20, &server);
-    let policies = Policy::new("api", Strategy::Gcra, "10/s".parse().unwrap()).unwrap().into();
+    let policies = Policy::new("api", Strategy::Gcra, "10/s".parse().unwrap())
+        .unwrap()
+        .into();
     let mut left = vec![];
     for elapsed in [3_600_000_000, -3_600_000_000, 999_999, 1] {
         now.fetch_add(elapsed, Relaxed);
         let take = Check::take(Key::new("ann"), &policies, 5).with_id("a");
         let _ = redis.check(take).await.unwrap();
-        left.push(redis.check(Check::take(Key::new("ann"), &policies, 0)).await.unwrap().remaining());
+        left.push(
+            redis
+                .check(Check::take(Key::new("ann"), &policies, 0))
+                .await
+                .unwrap()
+                .remaining(),
+        );
     }
     assert_eq!(left, [5, 5, 10, 5], "it is charged twice");
 }
@@ -232,7 +315,9 @@ fn near_policies(kind: Kind, rng: &mut Rng) -> [Policies; 3] {
         let quota = first.quota();
         let limit = quota.limit() - rng.u32(0..=quota.limit() / 16);
         let near = Policy::of_kind("near", kind, Quota::per(limit, quota.period())).ok();
-        near.filter(|near| near.id() == first.id()).unwrap_or_else(|| first.clone()).into()
+        near.filter(|near| near.id() == first.id())
+            .unwrap_or_else(|| first.clone())
+            .into()
     })
 }
 
@@ -242,7 +327,9 @@ async fn near_quotas() {
     let server = RedisServer::start();
     let mut trace = Trace::new(12, &server);
     for _ in 0..10 {
-        let all: Vec<[Policies; 3]> = (0..CALLERS).map(|i| near_policies(nth(i), &mut trace.rng)).collect();
+        let all: Vec<[Policies; 3]> = (0..CALLERS)
+            .map(|i| near_policies(nth(i), &mut trace.rng))
+            .collect();
         for i in 0..100 {
             let policies: Vec<Policies> = all.iter().map(|near| near[i % 3].clone()).collect();
             trace.run(&policies, 1).await;
@@ -258,13 +345,22 @@ async fn near_quotas() {
 #[tokio::test]
 async fn long_logs() {
     let server = RedisServer::start();
-    let Trace { mut rng, now, redis, .. } = Trace::new(14, &server);
+    let Trace {
+        mut rng,
+        now,
+        redis,
+        ..
+    } = Trace::new(14, &server);
     // In the shorter period, charges leave all the time.
     let quotas = [(10_000, 20), (10_000, 2), (3_000, 20), (700, 2)];
     let mut callers = quotas.map(|(limit, seconds)| {
         let quota = Quota::per(limit, Duration::from_secs(seconds));
         let policy = Policy::new("log", Strategy::SlidingLog, quota).unwrap();
-        (Policies::from(policy), vec![], [State::fresh(Strategy::SlidingLog)])
+        (
+            Policies::from(policy),
+            vec![],
+            [State::fresh(Strategy::SlidingLog)],
+        )
     });
     let (mut given, mut longest) = (0, 0);
     for round in 0..8_000 {
@@ -274,8 +370,8 @@ async fn long_logs() {
             _ => rng.i64(0..1_500),
         };
         let time = now.fetch_add(elapsed, Relaxed) + elapsed;
-        let checks =
-            callers.iter_mut().enumerate().map(|(i, (policies, open, _)): (_, &mut (_, Vec<(Decision, i64)>, _))| {
+        let checks = callers.iter_mut().enumerate().map(
+            |(i, (policies, open, _)): (_, &mut (_, Vec<(Decision, i64)>, _))| {
                 let (key, limit) = (Key::new(format!("{i}")), quotas[i].0);
                 if rng.u8(..3) == 0 && !open.is_empty() {
                     // Mostly all of it; of the first callers mostly of late.
@@ -285,7 +381,11 @@ async fn long_logs() {
                         rng.usize(..open.len())
                     };
                     let (decision, at) = open.swap_remove(nth);
-                    let cost = if rng.u8(..4) > 0 { decision.granted() } else { rng.u32(0..=decision.granted()) };
+                    let cost = if rng.u8(..4) > 0 {
+                        decision.granted()
+                    } else {
+                        rng.u32(0..=decision.granted())
+                    };
                     let late = [0, 0, rng.i64(0..5_000)][rng.usize(..3)];
                     let age = Duration::from_micros((time - at + late).max(0) as u64);
                     if let Some(check) = decision.refund(key, cost, age).next() {
@@ -301,10 +401,13 @@ async fn long_logs() {
                     4 => Check::take(key, policies, 600),
                     _ => Check::take(key, policies, rng.u32(1..=3)),
                 }
-            });
+            },
+        );
         let checks: Vec<Check> = checks.collect();
         let in_redis = join_all(checks.iter().map(|check| redis.check(check.clone()))).await;
-        for ((check, in_redis), (_, open, state)) in checks.into_iter().zip(in_redis).zip(&mut callers) {
+        for ((check, in_redis), (_, open, state)) in
+            checks.into_iter().zip(in_redis).zip(&mut callers)
+        {
             let context = format!("Redis and Rust differ: round {round}, {check:?}");
             let in_redis = in_redis.unwrap();
             assert_eq!(in_redis, in_rust(&check, state, time), "{context}");
@@ -316,10 +419,16 @@ async fn long_logs() {
             longest = longest.max(server.command::<u64>("LLEN rl:{0}:log:o:20s").await);
         }
     }
-    assert!(given > 5_000 && longest > 4, "{given} were refunded, of {longest} elements at most");
+    assert!(
+        given > 5_000 && longest > 4,
+        "{given} were refunded, of {longest} elements at most"
+    );
     // Blocks have left, and others were dropped between their neighbors.
     let (left, dropped) = (server.calls("ltrim").await, server.calls("lrem").await);
-    assert!(left > 20 && dropped > 10, "{left} times blocks have left, {dropped} times they were dropped");
+    assert!(
+        left > 20 && dropped > 10,
+        "{left} times blocks have left, {dropped} times they were dropped"
+    );
 }
 
 /// What has left the period takes no memory, however much left at once.
@@ -328,12 +437,22 @@ async fn an_expired_log_frees_its_memory() {
     let server = RedisServer::start();
     let Trace { now, redis, .. } = Trace::new(16, &server);
     let quota = Quota::per(2_010, Duration::from_secs(10));
-    let policies = Policy::new("log", Strategy::SlidingLog, quota).unwrap().into();
+    let policies = Policy::new("log", Strategy::SlidingLog, quota)
+        .unwrap()
+        .into();
     for i in 0..2_004 {
         now.fetch_add(if i < 2_000 { 1 } else { 6_000_000 }, Relaxed);
-        assert!(redis.check(Check::take(Key::new("ann"), &policies, 1)).await.unwrap().is_allowed());
+        assert!(
+            redis
+                .check(Check::take(Key::new("ann"), &policies, 1))
+                .await
+                .unwrap()
+                .is_allowed()
+        );
     }
-    let bytes: u64 = server.command("MEMORY USAGE rl:{ann}:log:o:10s SAMPLES 0").await;
+    let bytes: u64 = server
+        .command("MEMORY USAGE rl:{ann}:log:o:10s SAMPLES 0")
+        .await;
     assert!(bytes < 500, "{bytes} bytes");
 }
 
@@ -342,15 +461,23 @@ async fn an_expired_log_frees_its_memory() {
 async fn a_long_log_is_kept_beside_new_callers() {
     let server = RedisServer::start();
     let Trace { now, redis, .. } = Trace::new(17, &server);
-    let policies = Policy::new("log", Strategy::SlidingLog, Quota::per_hour(1_000)).unwrap().into();
+    let policies = Policy::new("log", Strategy::SlidingLog, Quota::per_hour(1_000))
+        .unwrap()
+        .into();
     let take = |name| redis.check(Check::take(Key::new(name), &policies, 1));
     for _ in 0..500 {
         now.fetch_add(1, Relaxed);
         assert!(take("ann").await.unwrap().is_allowed());
     }
-    assert_eq!(server.command::<String>("TYPE rl:{ann}:log:o:1h").await, "list");
+    assert_eq!(
+        server.command::<String>("TYPE rl:{ann}:log:o:1h").await,
+        "list"
+    );
     let decisions = join_all(["eve", "ann"].map(take)).await;
-    let left: Vec<u32> = decisions.into_iter().map(|decision| decision.unwrap().remaining()).collect();
+    let left: Vec<u32> = decisions
+        .into_iter()
+        .map(|decision| decision.unwrap().remaining())
+        .collect();
     assert_eq!(left, [999, 499]);
 }
 
@@ -358,10 +485,15 @@ async fn a_long_log_is_kept_beside_new_callers() {
 async fn unequal_takes_of_one_call_add_up() {
     let server = RedisServer::start();
     let Trace { redis, .. } = Trace::new(18, &server);
-    let policies = Policy::new("api", Strategy::Gcra, Quota::per_hour(10)).unwrap().into();
+    let policies = Policy::new("api", Strategy::Gcra, Quota::per_hour(10))
+        .unwrap()
+        .into();
     let take = |cost| redis.check(Check::take(Key::new("ann"), &policies, cost));
     let decisions = join_all([1, 2, 3].map(take)).await;
-    let left: Vec<u32> = decisions.into_iter().map(|decision| decision.unwrap().remaining()).collect();
+    let left: Vec<u32> = decisions
+        .into_iter()
+        .map(|decision| decision.unwrap().remaining())
+        .collect();
     assert_eq!(left, [9, 7, 4]);
 }
 
@@ -376,7 +508,9 @@ async fn takes_under_one_plan() {
         let mut waits = vec![Duration::from_micros(1)];
         let mut states: HashMap<(usize, u64), [State; 1]> = HashMap::new();
         for _ in 0..100 {
-            let quotas: Vec<Policies> = (0..3).map(|_| policy("p", kind.into(), &mut trace.rng).into()).collect();
+            let quotas: Vec<Policies> = (0..3)
+                .map(|_| policy("p", kind.into(), &mut trace.rng).into())
+                .collect();
             for step in 0..20 {
                 let policies = &quotas[trace.rng.usize(..quotas.len())];
                 let cost = trace.cost(policies);
@@ -388,11 +522,18 @@ async fn takes_under_one_plan() {
                     checks.extend(vec![(i, take); times]);
                 }
                 checks.truncate(128);
-                let in_redis = join_all(checks.iter().map(|(_, check)| trace.redis.check(check.clone()))).await;
+                let in_redis = join_all(
+                    checks
+                        .iter()
+                        .map(|(_, check)| trace.redis.check(check.clone())),
+                )
+                .await;
                 let mut seen = vec![];
                 for ((i, check), in_redis) in checks.iter().zip(in_redis) {
                     let in_redis = in_redis.unwrap();
-                    let state = states.entry((*i, policies[0].id())).or_insert_with(|| [State::fresh(kind)]);
+                    let state = states
+                        .entry((*i, policies[0].id()))
+                        .or_insert_with(|| [State::fresh(kind)]);
                     let in_rust = in_rust(check, state, trace.now.load(Relaxed));
                     assert_eq!(in_redis, in_rust, "Redis and Rust differ: {check:?}");
                     seen.extend(in_redis.retry_after());
@@ -410,11 +551,17 @@ async fn takes_under_one_plan() {
 /// What is packed for one caller is written for the next only if both have the same level.
 #[tokio::test]
 async fn levels_of_one_millisecond_stay_apart() {
-    for kind in [Strategy::Gcra, Strategy::LeakyBucket, Strategy::TokenBucket(Refill::Greedy)] {
+    for kind in [
+        Strategy::Gcra,
+        Strategy::LeakyBucket,
+        Strategy::TokenBucket(Refill::Greedy),
+    ] {
         let server = RedisServer::start();
         let Trace { redis, .. } = Trace::new(20, &server);
         // A unit flows back in less than a microsecond, so that both keys expire in one millisecond.
-        let policies = Policy::new("p", kind, Quota::per_second(2_000_000)).unwrap().into();
+        let policies = Policy::new("p", kind, Quota::per_second(2_000_000))
+            .unwrap()
+            .into();
         let take = |name, cost| redis.check(Check::take(Key::new(name), &policies, cost));
         assert!(take("ann", 1).await.unwrap().is_allowed());
         assert!(take("bob", 3).await.unwrap().is_allowed());
@@ -422,7 +569,10 @@ async fn levels_of_one_millisecond_stay_apart() {
             // Then both need a later expiry, and are not written in place.
             tokio::time::sleep(Duration::from_millis(5)).await;
             let decisions = join_all(["ann", "bob"].map(|name| take(name, 1))).await;
-            let all: Vec<u32> = decisions.into_iter().map(|decision| decision.unwrap().remaining()).collect();
+            let all: Vec<u32> = decisions
+                .into_iter()
+                .map(|decision| decision.unwrap().remaining())
+                .collect();
             assert_eq!(all, left);
         }
     }
@@ -434,16 +584,34 @@ async fn levels_of_one_millisecond_stay_apart() {
 async fn delayed_refunds_keep_their_real_age() {
     let server = RedisServer::start();
     let Trace { now, redis, .. } = Trace::new(15, &server);
-    let policies = Policy::new("p", Strategy::Gcra, Quota::per_second(100)).unwrap().into();
+    let policies = Policy::new("p", Strategy::Gcra, Quota::per_second(100))
+        .unwrap()
+        .into();
     // A charge of just now; 900 ms later; by a clock that is 10 s behind, and by one that is 10 s ahead.
-    for (later, age, given) in [(0, 0, 100), (900, 0, 10), (900, 950, 5), (-10_000, 900, 10), (10_000, 900, 0)] {
+    for (later, age, given) in [
+        (0, 0, 100),
+        (900, 0, 10),
+        (900, 950, 5),
+        (-10_000, 900, 10),
+        (10_000, 900, 0),
+    ] {
         let key = Key::new(format!("{later} {age}"));
         let decision = redis.check(Check::take(key, &policies, 100)).await.unwrap();
-        let back = decision.refund(key, 100, Duration::from_millis(age)).next().unwrap();
+        let back = decision
+            .refund(key, 100, Duration::from_millis(age))
+            .next()
+            .unwrap();
         let start = now.fetch_add(1_000 * later, Relaxed);
         // What has flowed back by then is taken again.
-        let _ = redis.check(Check::up_to(key, &policies, 100)).await.unwrap();
-        assert_eq!(redis.check(back).await.unwrap().granted(), given, "{later} ms later, at an age of {age} ms");
+        let _ = redis
+            .check(Check::up_to(key, &policies, 100))
+            .await
+            .unwrap();
+        assert_eq!(
+            redis.check(back).await.unwrap().granted(),
+            given,
+            "{later} ms later, at an age of {age} ms"
+        );
         now.store(start, Relaxed);
     }
 }
@@ -454,7 +622,9 @@ async fn refunds_of_repeated_answers_keep_their_age() {
     let server = RedisServer::start();
     let Trace { now, redis, .. } = Trace::new(17, &server);
     let local = LocalStore::default();
-    let policies = Policy::new("log", Strategy::SlidingLog, "100/10s".parse().unwrap()).unwrap().into();
+    let policies = Policy::new("log", Strategy::SlidingLog, "100/10s".parse().unwrap())
+        .unwrap()
+        .into();
     let key = Key::new("ann");
     let start = now.load(Relaxed);
     let ask = async |check: Check, later| {
@@ -467,11 +637,14 @@ async fn refunds_of_repeated_answers_keep_their_age() {
     let _ = ask(first(), 0).await;
     let _ = ask(Check::take(key, &policies, 50), 9_000_000).await;
     let repeated = ask(first(), 9_500_000).await;
-    let [of_redis, of_local] = repeated.map(|decision| decision.refund(key, 50, Duration::ZERO).next().unwrap());
+    let [of_redis, of_local] =
+        repeated.map(|decision| decision.refund(key, 50, Duration::ZERO).next().unwrap());
     assert_eq!(redis.check(of_redis).await.unwrap().granted(), 50);
     assert_eq!(local.verdicts(&of_local, || start + 9_500_000).granted, 50);
     // The charge of 9 s counts still.
-    let granted = ask(Check::up_to(key, &policies, 100), 10_500_000).await.map(|decision| decision.granted());
+    let granted = ask(Check::up_to(key, &policies, 100), 10_500_000)
+        .await
+        .map(|decision| decision.granted());
     assert_eq!(granted, [50; 2], "in Redis and in a local store");
 }
 
@@ -487,16 +660,25 @@ async fn uncharged_checks_write_nothing() {
         let key = format!("caller-{i}");
         let take = |policies: &Policies, cost| Check::take(Key::new(&key), policies, cost);
         let capacity = one[0].quota().capacity();
-        assert!(trace.redis.check(take(one, capacity)).await.unwrap().is_allowed());
+        assert!(
+            trace
+                .redis
+                .check(take(one, capacity))
+                .await
+                .unwrap()
+                .is_allowed()
+        );
         let period = one[0].quota().period().as_micros() as i64;
         trace.now.fetch_add(trace.rng.i64(0..=period / 4), Relaxed);
         let (letter, span) = (one[0].kind().letter(), one[0].span());
         let between = if span.is_empty() { "" } else { ":" };
         let dump = format!("DUMP rl:{{{key}}}:near:{letter}{between}{span}");
         let before: Vec<u8> = server.command(&dump).await;
-        for check in
-            [take(other, other[0].quota().capacity()), Check::peek(Key::new(&key), other, 1), take(one, capacity)]
-        {
+        for check in [
+            take(other, other[0].quota().capacity()),
+            Check::peek(Key::new(&key), other, 1),
+            take(one, capacity),
+        ] {
             if trace.redis.check(check.clone()).await.unwrap().granted() == 0 {
                 compared += 1;
                 if server.command::<Vec<u8>>(&dump).await != before {
@@ -522,7 +704,9 @@ async fn agree(seed: u64, kind: Kind) {
         })
         .collect();
     let (first, second) = policies.split_at_mut(CALLERS / 2);
-    second.iter_mut().for_each(|policies| *policies = first[0].clone());
+    second
+        .iter_mut()
+        .for_each(|policies| *policies = first[0].clone());
     trace.run(&policies, STEPS).await;
 }
 
@@ -548,10 +732,16 @@ fn policy(name: &str, kind: Kind, rng: &mut Rng) -> Policy {
         _ => (rng.u32(1..1_000_000), rng.u64(1..100 * DAY)),
     };
     // No log is longer.
-    let limit = if kind == Strategy::SlidingLog.into() { limit.min(100_000) } else { limit };
+    let limit = if kind == Strategy::SlidingLog.into() {
+        limit.min(100_000)
+    } else {
+        limit
+    };
     if kind == Kind::InFlight {
-        let lease = Duration::from_micros(period).clamp(Duration::from_secs(1), Duration::from_secs(3_600));
-        return Policy::of_kind(name, kind, Quota::per(limit.min(rng.u32(1..=100)), lease)).unwrap();
+        let lease =
+            Duration::from_micros(period).clamp(Duration::from_secs(1), Duration::from_secs(3_600));
+        return Policy::of_kind(name, kind, Quota::per(limit.min(rng.u32(1..=100)), lease))
+            .unwrap();
     }
     let quota = Quota::per(limit, Duration::from_micros(period));
     let burst = match rng.u8(..4) {
@@ -560,10 +750,13 @@ fn policy(name: &str, kind: Kind, rng: &mut Rng) -> Policy {
         2 => limit.saturating_mul(2),
         _ => limit,
     };
-    let policy =
-        Policy::of_kind(name, kind, quota.burst(burst)).or_else(|_| Policy::of_kind(name, kind, quota)).unwrap();
+    let policy = Policy::of_kind(name, kind, quota.burst(burst))
+        .or_else(|_| Policy::of_kind(name, kind, quota))
+        .unwrap();
     // What is leased is counted under a tighter quota.
-    let leased = policy.clone().leased(Duration::from_micros(period / rng.u64(2..100)));
+    let leased = policy
+        .clone()
+        .leased(Duration::from_micros(period / rng.u64(2..100)));
     leased.ok().filter(|_| rng.bool()).unwrap_or(policy)
 }
 
@@ -588,14 +781,26 @@ impl Trace {
         let now = Arc::new(AtomicI64::new(1_790_000_000_000_000));
         // One connection, so that the checks of a caller are decided in their order.
         let store = || {
-            let builder = RedisStore::builder(server.url()).connections(NonZeroUsize::MIN).denials(0);
+            let builder = RedisStore::builder(server.url())
+                .connections(NonZeroUsize::MIN)
+                .denials(0);
             let mut builder = builder.timeout(Duration::from_secs(60));
             builder.now = Arc::clone(&now);
             builder.connect_lazy().unwrap()
         };
         let (redis, others) = (store(), vec![store(), store()]);
         let rng = Rng::with_seed(seed);
-        Self { rng, seed, now, redis, others, states: vec![], granted: vec![], slots: vec![], steps: 0 }
+        Self {
+            rng,
+            seed,
+            now,
+            redis,
+            others,
+            states: vec![],
+            granted: vec![],
+            slots: vec![],
+            steps: 0,
+        }
     }
 
     /// Every caller has policies of its own.
@@ -606,12 +811,17 @@ impl Trace {
         self.slots.resize(policies.len(), Vec::new());
         for (states, policies) in self.states.iter_mut().zip(policies) {
             let fresh = policies.iter().map(|policy| State::fresh(policy.kind()));
-            let same = |a: &State, b: &State| std::mem::discriminant(a) == std::mem::discriminant(b);
-            if states.len() != policies.iter().len() || !states.iter().zip(fresh.clone()).all(|(a, b)| same(a, &b)) {
+            let same =
+                |a: &State, b: &State| std::mem::discriminant(a) == std::mem::discriminant(b);
+            if states.len() != policies.iter().len()
+                || !states.iter().zip(fresh.clone()).all(|(a, b)| same(a, &b))
+            {
                 *states = fresh.collect();
             }
         }
-        let keys: Vec<Key> = (0..policies.len()).map(|i| Key::new(format!("caller-{i}"))).collect();
+        let keys: Vec<Key> = (0..policies.len())
+            .map(|i| Key::new(format!("caller-{i}")))
+            .collect();
         let mut waits = vec![Duration::from_micros(1)];
         let end = self.steps + steps;
         while self.steps < end {
@@ -628,7 +838,10 @@ impl Trace {
                         self.check(i, keys[i], &policies[i], within)
                     };
                     let mut checks = vec![(i, check); times];
-                    for (_, check) in checks.iter_mut().filter(|(_, check)| check.mode() == Mode::Take) {
+                    for (_, check) in checks
+                        .iter_mut()
+                        .filter(|(_, check)| check.mode() == Mode::Take)
+                    {
                         // Some are sent again in the same slot, the others have another.
                         if self.rng.bool() {
                             *check = Check::take(*check.key(), check.policies(), check.cost());
@@ -639,7 +852,8 @@ impl Trace {
                 .collect();
             let instance = self.rng.usize(..=self.others.len());
             let redis = self.others.get(instance).unwrap_or(&self.redis);
-            let in_redis = join_all(checks.iter().map(|(_, check)| redis.check(check.clone()))).await;
+            let in_redis =
+                join_all(checks.iter().map(|(_, check)| redis.check(check.clone()))).await;
             let mut seen = Vec::new();
             for ((i, check), in_redis) in checks.iter().zip(in_redis) {
                 let in_redis = in_redis.expect("an answer of Redis");
@@ -658,7 +872,10 @@ impl Trace {
                 if in_redis.granted() > 0 && self.rng.u8(..4) == 0 {
                     let granted = &mut self.granted[*i];
                     granted.truncate(7);
-                    granted.insert(self.rng.usize(..=granted.len()), (in_redis.clone(), self.now.load(Relaxed)));
+                    granted.insert(
+                        self.rng.usize(..=granted.len()),
+                        (in_redis.clone(), self.now.load(Relaxed)),
+                    );
                 }
                 seen.extend(in_redis.retry_after());
                 seen.push(in_redis.reset_after());
@@ -678,16 +895,23 @@ impl Trace {
             // Also of one that takes longer than the check that gives it back, or less; or much less.
             let late = [0, 0, 1, rng.i64(0..1_000_000), -rng.i64(0..10_000_000)][rng.usize(..5)];
             let age = Duration::from_micros((self.now.load(Relaxed) - at + late).max(0) as u64);
-            let check = decision.refund(key, rng.u32(1..=decision.granted()), age).next();
+            let check = decision
+                .refund(key, rng.u32(1..=decision.granted()), age)
+                .next();
             // It leaves out what is in flight, of which the states here have more.
-            if let Some(check) = check.filter(|check| check.policies().iter().len() == policies.iter().len()) {
+            if let Some(check) =
+                check.filter(|check| check.policies().iter().len() == policies.iter().len())
+            {
                 return check;
             }
         }
         let cost = self.cost(policies);
         let rng = &mut self.rng;
         if policies.iter().any(Policy::is_in_flight) {
-            let slot = rng.choice(&self.slots[caller]).copied().unwrap_or_else(SlotId::unique);
+            let slot = rng
+                .choice(&self.slots[caller])
+                .copied()
+                .unwrap_or_else(SlotId::unique);
             match rng.u8(..16) {
                 0..=2 => return Check::renew(key, policies, slot),
                 3..=6 => return Check::release(key, policies, slot),
@@ -707,7 +931,9 @@ impl Trace {
 
     fn cost(&mut self, policies: &Policies) -> u32 {
         let rng = &mut self.rng;
-        let capacity = policies[rng.usize(..policies.iter().len())].quota().capacity();
+        let capacity = policies[rng.usize(..policies.iter().len())]
+            .quota()
+            .capacity();
         match rng.u8(..8) {
             0 => 0,
             1 => capacity,

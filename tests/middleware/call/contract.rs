@@ -34,18 +34,30 @@ fn mocked() -> (Spawn<Limited>, Handle, Questions) {
 
 /// The call that the inner service must have got by now.
 fn called(handle: &mut Handle) -> (Job, SendResponse<String>) {
-    handle.next_request().now_or_never().expect("the inner service was not called").unwrap()
+    handle
+        .next_request()
+        .now_or_never()
+        .expect("the inner service was not called")
+        .unwrap()
 }
 
 /// Calls the service as soon as it is ready, which must be now.
 fn call<S: Service<Job, Error = BoxError>>(service: &mut S, job: Job) -> S::Future {
-    service.ready().now_or_never().expect("the service is ready").unwrap().call(job)
+    service
+        .ready()
+        .now_or_never()
+        .expect("the service is ready")
+        .unwrap()
+        .call(job)
 }
 
 /// Whether the mock was never called, and never will be, since all of its clones are gone.
 fn was_never_called(service: Spawn<Limited>, mut handle: Handle) -> bool {
     drop(service);
-    let request = handle.next_request().now_or_never().expect("no clone of the inner service is left");
+    let request = handle
+        .next_request()
+        .now_or_never()
+        .expect("no clone of the inner service is left");
     request.is_none()
 }
 
@@ -55,11 +67,19 @@ fn readiness_is_that_of_the_inner_service() {
     handle.allow(0);
     assert!(service.poll_ready::<Job>().is_pending());
     handle.allow(1);
-    assert!(service.is_woken(), "the task must be woken when the inner service gets ready");
+    assert!(
+        service.is_woken(),
+        "the task must be woken when the inner service gets ready"
+    );
     assert!(matches!(service.poll_ready::<Job>(), Poll::Ready(Ok(()))));
-    assert!(questions.try_recv().is_err(), "readiness is no question to the store");
+    assert!(
+        questions.try_recv().is_err(),
+        "readiness is no question to the store"
+    );
     handle.send_error("broken");
-    let Poll::Ready(Err(error)) = service.poll_ready::<Job>() else { panic!("the error is kept back") };
+    let Poll::Ready(Err(error)) = service.poll_ready::<Job>() else {
+        panic!("the error is kept back")
+    };
     assert_eq!(error.to_string(), "broken");
 }
 
@@ -68,12 +88,18 @@ fn the_inner_call_follows_the_decision() {
     let (mut service, mut handle, mut questions) = mocked();
     let mut response = pin!(call(service.get_mut(), job("acme")));
     assert!(waits(response.as_mut()) && waits(response.as_mut()));
-    assert!(handle.poll_request().is_pending(), "called before the decision");
+    assert!(
+        handle.poll_request().is_pending(),
+        "called before the decision"
+    );
 
     let question = questions.try_recv().unwrap();
     assert!(questions.try_recv().is_err(), "one request is one check");
     let check = &question.check;
-    assert_eq!((check.mode(), check.cost(), *check.key()), (Mode::Take, 1, Key::new("acme")));
+    assert_eq!(
+        (check.mode(), check.cost(), *check.key()),
+        (Mode::Take, 1, Key::new("acme"))
+    );
     assert_eq!(check.policies().as_slice(), [policy("jobs", "100/s")]);
     question.allow();
     assert!(waits(response.as_mut()));
@@ -99,9 +125,16 @@ async fn store_and_inner_service_wake_the_task() {
     let response = tokio::spawn(call(service.get_mut(), job("acme")));
     tokio::spawn(async move {
         questions.recv().await.unwrap().allow();
-        handle.next_request().await.unwrap().1.send_response("printed".to_owned());
+        handle
+            .next_request()
+            .await
+            .unwrap()
+            .1
+            .send_response("printed".to_owned());
     });
-    let response = timeout(Duration::from_secs(1), response).await.expect("a wake-up was lost");
+    let response = timeout(Duration::from_secs(1), response)
+        .await
+        .expect("a wake-up was lost");
     assert_eq!(response.unwrap().unwrap(), "printed");
 }
 
@@ -118,7 +151,11 @@ fn denied_or_undecided_calls_are_not_made() {
     questions.try_recv().unwrap().fail();
     assert!(settled(undecided).unwrap_err().is::<StoreError>());
 
-    assert!(settled(call(service.get_mut(), job(""))).unwrap_err().is::<MissingKey>());
+    assert!(
+        settled(call(service.get_mut(), job("")))
+            .unwrap_err()
+            .is::<MissingKey>()
+    );
     assert!(questions.try_recv().is_err(), "there is nobody to ask for");
     assert!(was_never_called(service, handle));
 }
@@ -131,14 +168,18 @@ fn a_cancelled_undecided_request_is_withdrawn() {
     let question = questions.try_recv().unwrap();
     assert!(!question.is_abandoned());
     drop(response);
-    assert!(question.is_abandoned(), "the store must learn that nobody waits");
+    assert!(
+        question.is_abandoned(),
+        "the store must learn that nobody waits"
+    );
     assert!(was_never_called(service, handle));
 }
 
 #[test]
 fn an_undecided_request_may_pass_once() {
     let (store, mut questions) = manual_store();
-    let (mut service, mut handle) = mock::spawn_layer(layer_with(store, "100/s").on_error(OnError::Allow));
+    let (mut service, mut handle) =
+        mock::spawn_layer(layer_with(store, "100/s").on_error(OnError::Allow));
     let mut response = pin!(call(service.get_mut(), job("acme")));
     assert!(waits(response.as_mut()));
     assert!(handle.poll_request().is_pending());
@@ -161,10 +202,20 @@ fn inner_errors_are_boxed_once() {
     impl std::error::Error for Broken {}
 
     let broken = layer("100/s").layer(service_fn(async |_: Job| Err::<String, _>(Broken(7))));
-    assert_eq!(settled(broken.clone().oneshot(job("acme"))).unwrap_err().downcast_ref(), Some(&Broken(7)));
+    assert_eq!(
+        settled(broken.clone().oneshot(job("acme")))
+            .unwrap_err()
+            .downcast_ref(),
+        Some(&Broken(7))
+    );
     // Also through a layer of tower's, which boxes as well.
     let twice = layer("100/s").layer(LoadShed::new(broken));
-    assert_eq!(settled(twice.oneshot(job("acme"))).unwrap_err().downcast_ref(), Some(&Broken(7)));
+    assert_eq!(
+        settled(twice.oneshot(job("acme")))
+            .unwrap_err()
+            .downcast_ref(),
+        Some(&Broken(7))
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -179,7 +230,9 @@ async fn the_service_polled_ready_is_called() {
         // without a key takes another way through the middleware.
         for job in [job("acme"), job(""), job("acme"), job("")] {
             let response = async { service.ready().await.unwrap().call(job).await.unwrap() };
-            timeout(Duration::from_secs(1), response).await.expect("a wake-up was lost");
+            timeout(Duration::from_secs(1), response)
+                .await
+                .expect("a wake-up was lost");
         }
     }
 
@@ -194,9 +247,15 @@ fn an_undecided_request_holds_the_inner_service() {
     let mut service = layer_with(store, "100/s").layer(ConcurrencyLimit::new(service_fn(print), 1));
     let mut response = Box::pin(call(&mut service, job("acme")));
     assert!(waits(response.as_mut()));
-    assert!(service.ready().now_or_never().is_none(), "the one place is taken");
+    assert!(
+        service.ready().now_or_never().is_none(),
+        "the one place is taken"
+    );
     drop(response);
-    assert!(service.ready().now_or_never().is_some(), "the one place is free again");
+    assert!(
+        service.ready().now_or_never().is_some(),
+        "the one place is free again"
+    );
 }
 
 #[tokio::test]
@@ -216,9 +275,15 @@ async fn a_failed_call_releases_the_inner_service() {
                 Ok(question) => question.fail(),
                 Err(_) => {}
             }
-            assert_eq!(settled(response.as_mut()).unwrap_err().is::<RateLimited>(), denied);
+            assert_eq!(
+                settled(response.as_mut()).unwrap_err().is::<RateLimited>(),
+                denied
+            );
             failed.push(response);
-            assert!(service.clone().ready().now_or_never().is_some(), "the one place is free again");
+            assert!(
+                service.clone().ready().now_or_never().is_some(),
+                "the one place is free again"
+            );
         }
     }
 
@@ -232,7 +297,10 @@ fn an_immediate_failure_releases_the_inner_service() {
     assert!(settled(call(&mut service, job("acme"))).is_ok());
     for tenant in ["acme", ""] {
         let response = call(&mut service, job(tenant));
-        assert!(service.clone().ready().now_or_never().is_some(), "the one place is free again");
+        assert!(
+            service.clone().ready().now_or_never().is_some(),
+            "the one place is free again"
+        );
         assert!(settled(response).is_err());
     }
 }

@@ -58,40 +58,105 @@ fn printed<S>(service: &S, job: Job) -> Result<String, BoxError>
 where
     S: Service<Job, Response = String, Error = BoxError> + Clone,
 {
-    service.clone().oneshot(job).now_or_never().expect("nothing to wait for")
+    service
+        .clone()
+        .oneshot(job)
+        .now_or_never()
+        .expect("nothing to wait for")
 }
 
 /// What the call was denied by.
 #[track_caller]
 fn limited<T: Debug>(result: Result<T, BoxError>) -> RateLimited {
-    *result.expect_err("it was let through").downcast().expect("another error than `RateLimited`")
+    *result
+        .expect_err("it was let through")
+        .downcast()
+        .expect("another error than `RateLimited`")
 }
 
 #[tokio::test(start_paused = true)]
 async fn closures_give_key_and_cost() {
     let service = ServiceBuilder::new()
         .layer(
-            CallLimitLayer::new(LocalStore::default(), |job: &Job| Some(Key::new(job.tenant)), policy("jobs", "60/m"))
-                .cost(|job| job.pages),
+            CallLimitLayer::new(
+                LocalStore::default(),
+                |job: &Job| Some(Key::new(job.tenant)),
+                policy("jobs", "60/m"),
+            )
+            .cost(|job| job.pages),
         )
         .service_fn(print);
-    assert_eq!(printed(&service, Job { tenant: "acme", pages: 40 }).unwrap(), "40 for acme");
-    let denied = limited(printed(&service, Job { tenant: "acme", pages: 40 }));
+    assert_eq!(
+        printed(
+            &service,
+            Job {
+                tenant: "acme",
+                pages: 40
+            }
+        )
+        .unwrap(),
+        "40 for acme"
+    );
+    let denied = limited(printed(
+        &service,
+        Job {
+            tenant: "acme",
+            pages: 40,
+        },
+    ));
     assert_eq!(denied.retry_after(), Some(Duration::from_secs(20)));
-    assert_eq!((denied.decision().policy().name(), denied.decision().remaining()), ("jobs", 20));
-    assert_eq!(denied.to_string(), "the quota of 60/m (jobs) has too little left for this call; try again in 20s");
-    assert_eq!(printed(&service, Job { tenant: "other", pages: 60 }).unwrap(), "60 for other");
+    assert_eq!(
+        (
+            denied.decision().policy().name(),
+            denied.decision().remaining()
+        ),
+        ("jobs", 20)
+    );
+    assert_eq!(
+        denied.to_string(),
+        "the quota of 60/m (jobs) has too little left for this call; try again in 20s"
+    );
+    assert_eq!(
+        printed(
+            &service,
+            Job {
+                tenant: "other",
+                pages: 60
+            }
+        )
+        .unwrap(),
+        "60 for other"
+    );
     advance(Duration::from_secs(20)).await;
-    assert_eq!(printed(&service, Job { tenant: "acme", pages: 40 }).unwrap(), "40 for acme");
+    assert_eq!(
+        printed(
+            &service,
+            Job {
+                tenant: "acme",
+                pages: 40
+            }
+        )
+        .unwrap(),
+        "40 for acme"
+    );
 
-    let never = limited(printed(&service, Job { tenant: "acme", pages: 61 }));
+    let never = limited(printed(
+        &service,
+        Job {
+            tenant: "acme",
+            pages: 61,
+        },
+    ));
     assert_eq!(never.retry_after(), None);
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_denial_names_the_fix_not_callers() {
     let service = layer("60/m").cost(|job| job.pages).layer(service_fn(print));
-    let secret = |pages| Job { tenant: SECRET, pages };
+    let secret = |pages| Job {
+        tenant: SECRET,
+        pages,
+    };
     printed(&service, secret(60)).unwrap();
     for (pages, sentence) in [
         (30, "the quota of 60/m (jobs) is used up; try again in 30s"),
@@ -117,7 +182,10 @@ fn extractors_without_http_accept_any_request() {
         let layer = CallLimitLayer::new(LocalStore::default(), key, policy("jobs", "1/h"));
         let service = layer.layer(service_fn(print));
         printed(&service, job("acme")).unwrap();
-        (printed(&service, job("acme")).is_err(), printed(&service, job("other")).is_err())
+        (
+            printed(&service, job("acme")).is_err(),
+            printed(&service, job("other")).is_err(),
+        )
     }
 
     assert_eq!(counts(Tenant), (true, false));
@@ -125,7 +193,10 @@ fn extractors_without_http_accept_any_request() {
     assert_eq!(counts(by_tenant), (true, false));
     assert_eq!(counts(|job: &Job| by_tenant(job)), (true, false));
     assert_eq!(counts((Tenant, Global)), (true, false));
-    assert_eq!(counts((Global, |job: &Job| by_tenant(job), Tenant)), (true, false));
+    assert_eq!(
+        counts((Global, |job: &Job| by_tenant(job), Tenant)),
+        (true, false)
+    );
     assert_eq!(counts(Global), (true, true));
 }
 
@@ -140,14 +211,31 @@ fn selectors_without_http_accept_any_request() {
 
     /// How many jobs pass, of four that print something and four that do not.
     fn passes(policies: impl PolicySelector<Job>) -> (usize, usize) {
-        let service = CallLimitLayer::new(LocalStore::default(), Global, policies).layer(service_fn(print));
-        let pass = |pages| (0..4).filter(|_| printed(&service, Job { tenant: "acme", pages }).is_ok()).count();
+        let service =
+            CallLimitLayer::new(LocalStore::default(), Global, policies).layer(service_fn(print));
+        let pass = |pages| {
+            (0..4)
+                .filter(|_| {
+                    printed(
+                        &service,
+                        Job {
+                            tenant: "acme",
+                            pages,
+                        },
+                    )
+                    .is_ok()
+                })
+                .count()
+        };
         (pass(1), pass(0))
     }
 
     let two = || policy("two", "2/h");
     assert_eq!(passes(two()), (2, 0));
-    assert_eq!(passes(Policies::new([two(), policy("three", "3/h")]).unwrap()), (2, 0));
+    assert_eq!(
+        passes(Policies::new([two(), policy("three", "3/h")]).unwrap()),
+        (2, 0)
+    );
     assert_eq!(passes(Some(two())), (2, 0));
     assert_eq!(passes(None::<Policy>), (4, 4));
     assert_eq!(passes(Arc::new(two())), (2, 0));
@@ -155,13 +243,17 @@ fn selectors_without_http_accept_any_request() {
     assert_eq!(passes(ByPages), (2, 4));
     assert_eq!(passes(Live::new(ByPages)), (2, 4));
     let policies = Policies::from(two());
-    assert_eq!(passes(move |job: &Job| (job.pages > 0).then(|| policies.clone())), (2, 4));
+    assert_eq!(
+        passes(move |job: &Job| (job.pages > 0).then(|| policies.clone())),
+        (2, 4)
+    );
 }
 
 #[test]
 fn live_policies_serve_two_request_types() {
     let live = Live::new(policy("jobs", "1/h"));
-    let jobs = CallLimitLayer::new(LocalStore::default(), Global, live.clone()).layer(service_fn(print));
+    let jobs =
+        CallLimitLayer::new(LocalStore::default(), Global, live.clone()).layer(service_fn(print));
     let numbers = CallLimitLayer::new(LocalStore::default(), Global, live.clone())
         .layer(service_fn(async |number: u32| Ok::<_, Infallible>(number)));
     let number = || numbers.clone().oneshot(7).now_or_never().unwrap();
@@ -173,29 +265,62 @@ fn live_policies_serve_two_request_types() {
 
 #[test]
 fn skipped_requests_need_no_key() {
-    let service = layer("1/h").skip(|job| job.pages == 0).layer(service_fn(print));
+    let service = layer("1/h")
+        .skip(|job| job.pages == 0)
+        .layer(service_fn(print));
     for tenant in ["acme", "acme", ""] {
         assert!(printed(&service, Job { tenant, pages: 0 }).is_ok());
     }
-    assert!(printed(&service, job("acme")).is_ok(), "nothing was charged");
+    assert!(
+        printed(&service, job("acme")).is_ok(),
+        "nothing was charged"
+    );
     limited(printed(&service, job("acme")));
 }
 
 #[test]
 fn a_cost_may_go_by_the_policies() {
-    let layer = layer("10/h").cost_under(|job, policies| job.pages * policies[0].name().len() as u32);
+    let layer =
+        layer("10/h").cost_under(|job, policies| job.pages * policies[0].name().len() as u32);
     let service = layer.layer(service_fn(print));
-    assert!(printed(&service, Job { tenant: "acme", pages: 2 }).is_ok());
-    assert_eq!(limited(printed(&service, Job { tenant: "acme", pages: 1 })).decision().remaining(), 2);
+    assert!(
+        printed(
+            &service,
+            Job {
+                tenant: "acme",
+                pages: 2
+            }
+        )
+        .is_ok()
+    );
+    assert_eq!(
+        limited(printed(
+            &service,
+            Job {
+                tenant: "acme",
+                pages: 1
+            }
+        ))
+        .decision()
+        .remaining(),
+        2
+    );
 }
 
 #[test]
 fn a_missing_key_fails_or_passes() {
     let service = layer("1/h").layer(service_fn(print));
     let error = printed(&service, job("")).unwrap_err();
-    assert!(error.downcast_ref::<MissingKey>().is_some_and(MissingKey::is_absent), "{error}");
+    assert!(
+        error
+            .downcast_ref::<MissingKey>()
+            .is_some_and(MissingKey::is_absent),
+        "{error}"
+    );
 
-    let allowing = layer("1/h").on_missing_key(OnMissingKey::Allow).layer(service_fn(print));
+    let allowing = layer("1/h")
+        .on_missing_key(OnMissingKey::Allow)
+        .layer(service_fn(print));
     assert!((0..3).all(|_| printed(&allowing, job("")).is_ok()));
 
     struct Malformed;
@@ -205,8 +330,13 @@ fn a_missing_key_fails_or_passes() {
         }
     }
     let layer = CallLimitLayer::new(LocalStore::default(), Malformed, policy("jobs", "1/h"));
-    let service = layer.on_missing_key(OnMissingKey::Allow).layer(service_fn(print));
-    assert_eq!(printed(&service, job("acme")).unwrap_err().to_string(), "two tenants");
+    let service = layer
+        .on_missing_key(OnMissingKey::Allow)
+        .layer(service_fn(print));
+    assert_eq!(
+        printed(&service, job("acme")).unwrap_err().to_string(),
+        "two tenants"
+    );
 }
 
 #[test]
@@ -215,7 +345,9 @@ fn store_errors_fail_or_pass() {
     let error = printed(&service, job("acme")).unwrap_err();
     assert!(error.is::<StoreError>(), "{error}");
 
-    let allowing = layer_with(Broken, "1/h").on_error(OnError::Allow).layer(service_fn(print));
+    let allowing = layer_with(Broken, "1/h")
+        .on_error(OnError::Allow)
+        .layer(service_fn(print));
     assert!((0..3).all(|_| printed(&allowing, job("acme")).is_ok()));
 }
 
@@ -225,12 +357,19 @@ struct Notes(Arc<Mutex<Vec<String>>>);
 impl Observer for Notes {
     fn decided(&self, event: &event::Decided<'_>) {
         assert!(!event.dry_run);
-        let note = format!("{} {}", event.key.reveal(), event.decision.outcome().as_str());
+        let note = format!(
+            "{} {}",
+            event.key.reveal(),
+            event.decision.outcome().as_str()
+        );
         self.0.lock().unwrap().push(note);
     }
 
     fn failed(&self, event: &event::Failed<'_>) {
-        self.0.lock().unwrap().push(format!("{} failed", event.key.unwrap().reveal()));
+        self.0
+            .lock()
+            .unwrap()
+            .push(format!("{} failed", event.key.unwrap().reveal()));
     }
 
     fn misconfigured(&self, event: &event::Misconfigured<'_>) {
@@ -243,11 +382,15 @@ async fn observers_see_decisions_failures_and_misconfigurations() {
     let notes = Notes::default();
     let noted = || std::mem::take(&mut *notes.0.lock().unwrap());
 
-    let service = layer("1/h").observer(notes.clone()).layer(service_fn(print));
+    let service = layer("1/h")
+        .observer(notes.clone())
+        .layer(service_fn(print));
     let _ = [job("acme"), job("acme"), job("")].map(|job| printed(&service, job));
     assert_eq!(noted(), ["acme allowed", "acme denied"]);
 
-    let service = layer_with(Broken, "1/h").observer(notes.clone()).layer(service_fn(print));
+    let service = layer_with(Broken, "1/h")
+        .observer(notes.clone())
+        .layer(service_fn(print));
     let _ = printed(&service, job("acme"));
     assert_eq!(noted(), ["acme failed"]);
 
@@ -258,7 +401,9 @@ async fn observers_see_decisions_failures_and_misconfigurations() {
         }
     }
     let layer = CallLimitLayer::new(LocalStore::default(), Misconfigured, policy("jobs", "1/h"));
-    let layer = layer.on_missing_key(OnMissingKey::Allow).observer(notes.clone());
+    let layer = layer
+        .on_missing_key(OnMissingKey::Allow)
+        .observer(notes.clone());
     let service = layer.layer(service_fn(print));
     assert!((0..3).all(|_| printed(&service, job("acme")).is_err()));
     assert_eq!(noted(), ["set it up"]);
@@ -271,7 +416,10 @@ async fn observers_see_decisions_failures_and_misconfigurations() {
 fn settings_on_a_clone_leave_the_original() {
     let first = layer("1/h");
     let skipping = first.clone().skip(|_| true);
-    let (first, skipping) = (first.layer(service_fn(print)), skipping.layer(service_fn(print)));
+    let (first, skipping) = (
+        first.layer(service_fn(print)),
+        skipping.layer(service_fn(print)),
+    );
     assert!((0..3).all(|_| printed(&skipping, job("acme")).is_ok()));
     assert!(printed(&first, job("acme")).is_ok());
     limited(printed(&first, job("acme")));
@@ -294,17 +442,26 @@ async fn all_types_are_nameable_send_and_clone() {
     type Inner = tower::util::BoxCloneService<Job, String, Infallible>;
 
     error::<RateLimited>();
-    let store = RedisStore::connect_lazy(format!("redis://user:{SECRET}@127.0.0.1:1/").as_str()).unwrap();
-    let layer: CallLimitLayer<RedisStore, Rigid, Job> = CallLimitLayer::new(store, Rigid, policy("jobs", "1/h"));
+    let store =
+        RedisStore::connect_lazy(format!("redis://user:{SECRET}@127.0.0.1:1/").as_str()).unwrap();
+    let layer: CallLimitLayer<RedisStore, Rigid, Job> =
+        CallLimitLayer::new(store, Rigid, policy("jobs", "1/h"));
     shared(&layer);
     let mut service: CallLimit<_, RedisStore, Rigid, Job> = layer.clone().layer(service_fn(print));
     shared(&service);
     let future: CallFuture<_, RedisStore, Job> = service.call(job("alice"));
     spawnable(&future);
-    spawnable(&layer.layer(Inner::new(service_fn(print))).call(job("alice")));
+    spawnable(
+        &layer
+            .layer(Inner::new(service_fn(print)))
+            .call(job("alice")),
+    );
     let shown = format!("{layer:?} {service:?} {future:?}");
     assert!(shown.contains("Policy(jobs Gcra 1/h)"), "{shown}");
-    assert!(!shown.contains(SECRET) && !shown.contains("alice"), "{shown}");
+    assert!(
+        !shown.contains(SECRET) && !shown.contains("alice"),
+        "{shown}"
+    );
 }
 
 #[test]

@@ -15,10 +15,14 @@ use tower_redis_ratelimit::{Key, LocalStore, RateLimitLayer};
 use tracing::{Level, field, info_span};
 
 use crate::lines::Lines;
-use crate::support::{Broken, ManualStore, anonymous, layer, layer_with, limited, manual_store, policy, request, send};
+use crate::support::{
+    Broken, ManualStore, anonymous, layer, layer_with, limited, manual_store, policy, request, send,
+};
 
 fn exceeded(caller: &str, denied: u64) -> String {
-    format!("INFO rate limit exceeded policy=\"api\" caller=\"{caller}\" denied={denied} dry_run=false")
+    format!(
+        "INFO rate limit exceeded policy=\"api\" caller=\"{caller}\" denied={denied} dry_run=false"
+    )
 }
 
 #[tokio::test(start_paused = true)]
@@ -36,7 +40,11 @@ async fn limited_callers_are_logged_once_a_minute() {
     send(&service, request("carol")).await;
     assert_eq!(lines.take(), [exceeded("alice", 98)]);
     send(&service, request("bob")).await;
-    assert_eq!(lines.take(), [exceeded("bob", 1)], "it was quiet, and is logged at once");
+    assert_eq!(
+        lines.take(),
+        [exceeded("bob", 1)],
+        "it was quiet, and is logged at once"
+    );
     send(&service, request("alice")).await;
     assert_eq!(lines.take(), [""; 0]);
     drop(service);
@@ -48,7 +56,12 @@ async fn policies_and_dry_runs_log_separately() {
     let (lines, _guard) = Lines::collect(Level::INFO);
     let observer = TracingObserver::new().reveal_keys();
     let key = Key::new("alice");
-    for (name, dry_run) in [("api", false), ("api", true), ("login", false), ("api", true)] {
+    for (name, dry_run) in [
+        ("api", false),
+        ("api", true),
+        ("login", false),
+        ("api", true),
+    ] {
         let check = Check::take(key, &policy(name, "1/h").into(), 2);
         let decision = LocalStore::default().check(check).await.unwrap();
         let mut event = event::Decided::new(&key, &decision, Duration::ZERO);
@@ -56,7 +69,14 @@ async fn policies_and_dry_runs_log_separately() {
         observer.clone().decided(&event);
     }
     let login = exceeded("alice", 1).replace("api", "login");
-    assert_eq!(lines.take(), [exceeded("alice", 1), exceeded("alice", 1).replace("false", "true"), login]);
+    assert_eq!(
+        lines.take(),
+        [
+            exceeded("alice", 1),
+            exceeded("alice", 1).replace("false", "true"),
+            login
+        ]
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -64,12 +84,15 @@ async fn further_callers_share_one_log_line() {
     let (lines, _guard) = Lines::collect(Level::INFO);
     let store = MockStore::new();
     store.deny(Duration::from_secs(1));
-    let observer = TracingObserver::new().reveal_keys().callers(NonZeroUsize::MIN);
+    let observer = TracingObserver::new()
+        .reveal_keys()
+        .callers(NonZeroUsize::MIN);
     let service = limited(layer_with(store, "1/h").observer(observer));
     for i in 0..1_000 {
         send(&service, request(&i.to_string())).await;
     }
-    let more = |denied: u64| format!("INFO further callers rate limited (not listed) denied={denied}");
+    let more =
+        |denied: u64| format!("INFO further callers rate limited (not listed) denied={denied}");
     assert_eq!(lines.take(), [exceeded("0", 1), more(1)]);
     advance(Duration::from_secs(60)).await;
     send(&service, request("1000")).await;
@@ -80,24 +103,38 @@ async fn further_callers_share_one_log_line() {
 async fn failures_are_throttled_but_breaker_changes_logged() {
     let (lines, _guard) = Lines::collect(Level::INFO);
     let observer = TracingObserver::new();
-    let (timeout, refused) = (StoreError::new(ErrorKind::Timeout), StoreError::new(ErrorKind::Refused));
+    let (timeout, refused) = (
+        StoreError::new(ErrorKind::Timeout),
+        StoreError::new(ErrorKind::Refused),
+    );
     let key = Key::new("alice");
     for _ in 0..100 {
         observer.failed(&event::Failed::new(Some(&key), &timeout));
     }
     observer.failed(&event::Failed::new(None, &refused));
     let logged = lines.take();
-    assert!(logged[0].starts_with("WARN rate limit checks failed kind=\"timeout\" error="), "{logged:?}");
     assert!(
-        logged[0].ends_with("failed=1") && logged[1].contains("kind=\"refused\"") && logged.len() == 2,
+        logged[0].starts_with("WARN rate limit checks failed kind=\"timeout\" error="),
+        "{logged:?}"
+    );
+    assert!(
+        logged[0].ends_with("failed=1")
+            && logged[1].contains("kind=\"refused\"")
+            && logged.len() == 2,
         "{logged:?}"
     );
     advance(Duration::from_secs(60)).await;
     // Without another failure the next decision logs them.
-    send(&limited(layer("9/h").observer(observer.clone())), request("alice")).await;
+    send(
+        &limited(layer("9/h").observer(observer.clone())),
+        request("alice"),
+    )
+    .await;
     let logged = lines.take();
     assert!(
-        logged[0].contains("kind=\"timeout\"") && logged[0].ends_with("failed=99") && logged.len() == 1,
+        logged[0].contains("kind=\"timeout\"")
+            && logged[0].ends_with("failed=99")
+            && logged.len() == 1,
         "{logged:?}"
     );
 
@@ -124,11 +161,24 @@ async fn callers_are_named_only_on_demand() {
     let service = limited(layer("1/h").observer(observer.clone()));
     send(&service, request("alice")).await;
     send(&service, request("alice")).await;
-    send(&limited(layer_with(Broken, "1/h").observer(observer)), request("alice")).await;
+    send(
+        &limited(layer_with(Broken, "1/h").observer(observer)),
+        request("alice"),
+    )
+    .await;
     let text = lines.take().join("\n");
-    assert!(text.contains("rate limit decided policy=\"api\" caller=\"Key(#"), "{text}");
-    assert!(text.contains("rate limit exceeded policy=\"api\" caller=\"Key(#"), "{text}");
-    assert!(text.contains("rate limit check failed caller=\"Key(#"), "{text}");
+    assert!(
+        text.contains("rate limit decided policy=\"api\" caller=\"Key(#"),
+        "{text}"
+    );
+    assert!(
+        text.contains("rate limit exceeded policy=\"api\" caller=\"Key(#"),
+        "{text}"
+    );
+    assert!(
+        text.contains("rate limit check failed caller=\"Key(#"),
+        "{text}"
+    );
     assert!(!text.contains("alice"), "{text}");
 }
 
@@ -138,19 +188,34 @@ async fn denials_are_logged_within_the_span() {
     let (store, mut questions): (ManualStore, _) = manual_store();
     let service = TraceLayer::new_for_http()
         .make_span_with(|request: &Request<String>| {
-            info_span!("request", path = request.uri().path(), rate_limit = field::Empty)
+            info_span!(
+                "request",
+                path = request.uri().path(),
+                rate_limit = field::Empty
+            )
         })
         .on_request(())
-        .layer(limited(layer_with(store, "1/h").observer(TracingObserver::new())));
+        .layer(limited(
+            layer_with(store, "1/h").observer(TracingObserver::new()),
+        ));
     let answered = async || {
         let response = service.clone().oneshot(request("alice")).await.unwrap();
         assert!(matches!(response.status().as_u16(), 200 | 429));
-        lines.take().into_iter().find(|line| line.contains("finished processing request")).unwrap()
+        lines
+            .take()
+            .into_iter()
+            .find(|line| line.contains("finished processing request"))
+            .unwrap()
     };
-    let (allowed, ()) = tokio::join!(answered(), async { questions.recv().await.unwrap().allow() });
+    let (allowed, ()) = tokio::join!(answered(), async {
+        questions.recv().await.unwrap().allow()
+    });
     assert!(allowed.contains("request{path=\"/books\"}"), "{allowed}");
     let (denied, ()) = tokio::join!(answered(), async { questions.recv().await.unwrap().deny() });
-    assert!(denied.contains("request{path=\"/books\" rate_limit=\"denied\"}"), "{denied}");
+    assert!(
+        denied.contains("request{path=\"/books\" rate_limit=\"denied\"}"),
+        "{denied}"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -165,7 +230,10 @@ async fn counts_are_logged_outside_foreign_spans() {
         info_span!("request", path).in_scope(|| observer.decided(&event));
         lines.take()
     };
-    assert_eq!(logged("/a", &alice), [exceeded("alice", 1).replace("INFO", "INFO request{path=\"/a\"}:")]);
+    assert_eq!(
+        logged("/a", &alice),
+        [exceeded("alice", 1).replace("INFO", "INFO request{path=\"/a\"}:")]
+    );
     assert_eq!(logged("/a", &alice), [""; 0]);
     advance(Duration::from_secs(60)).await;
     let bob = exceeded("bob", 1).replace("INFO", "INFO request{path=\"/b\"}:");
@@ -181,7 +249,13 @@ async fn a_misconfiguration_is_logged_as_error() {
         let (lines, _guard) = Lines::collect(Level::INFO);
         send(&limited(layer), anonymous()).await;
         let logged = lines.take();
-        assert!(logged[0].starts_with("ERROR the server is set up so that"), "{logged:?}");
-        assert!(logged[0].contains("into_make_service_with_connect_info") && logged.len() == 1, "{logged:?}");
+        assert!(
+            logged[0].starts_with("ERROR the server is set up so that"),
+            "{logged:?}"
+        );
+        assert!(
+            logged[0].contains("into_make_service_with_connect_info") && logged.len() == 1,
+            "{logged:?}"
+        );
     }
 }

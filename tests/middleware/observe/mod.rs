@@ -20,10 +20,13 @@ use tower_redis_ratelimit::reject::OnMissingKey;
 use tower_redis_ratelimit::settle::Settlement;
 use tower_redis_ratelimit::store::RedisStoreBuilder;
 use tower_redis_ratelimit::{
-    Fallback, Key, Leased, Limiter, LocalStore, Policies, Policy, RateLimitLayer, RedisStore, Strategy, ThrottleLayer,
+    Fallback, Key, Leased, Limiter, LocalStore, Policies, Policy, RateLimitLayer, RedisStore,
+    Strategy, ThrottleLayer,
 };
 
-use crate::support::{Broken, anonymous, hello, layer, layer_with, limited, manual_store, policy, request, send};
+use crate::support::{
+    Broken, anonymous, hello, layer, layer_with, limited, manual_store, policy, request, send,
+};
 
 /// A Redis where nobody listens: to be refused is all that it may wait for.
 fn nowhere() -> RedisStoreBuilder {
@@ -53,14 +56,28 @@ impl Notes {
 
 impl Observer for Notes {
     fn decided(&self, event: &event::Decided<'_>) {
-        let event::Decided { key, decision, elapsed, dry_run, .. } = event;
+        let event::Decided {
+            key,
+            decision,
+            elapsed,
+            dry_run,
+            ..
+        } = event;
         let (policy, outcome) = (decision.policies()[0].name(), decision.outcome().as_str());
         assert!(!dry_run);
-        self.add(format!("{} {policy} {outcome} {:?} {elapsed:?}", key.reveal(), decision.source()));
+        self.add(format!(
+            "{} {policy} {outcome} {:?} {elapsed:?}",
+            key.reveal(),
+            decision.source()
+        ));
     }
 
     fn failed(&self, event: &event::Failed<'_>) {
-        self.add(format!("{} failed: {:?}", event.key.unwrap().reveal(), event.error.kind()));
+        self.add(format!(
+            "{} failed: {:?}",
+            event.key.unwrap().reveal(),
+            event.error.kind()
+        ));
     }
 
     fn misconfigured(&self, event: &event::Misconfigured<'_>) {
@@ -82,8 +99,15 @@ async fn decisions_and_failures_name_their_caller() {
     let service = limited(layer("1/h").observer((notes.clone(), ())));
     send(&service, request("alice")).await;
     send(&service, request("alice")).await;
-    assert_eq!(notes.take(), ["alice api allowed Local 0ns", "alice api denied Local 0ns"]);
-    send(&limited(layer_with(Broken, "1/h").observer(notes.clone())), request("bob")).await;
+    assert_eq!(
+        notes.take(),
+        ["alice api allowed Local 0ns", "alice api denied Local 0ns"]
+    );
+    send(
+        &limited(layer_with(Broken, "1/h").observer(notes.clone())),
+        request("bob"),
+    )
+    .await;
     assert_eq!(notes.take(), ["bob failed: Configuration"]);
 }
 
@@ -97,9 +121,14 @@ async fn late_answers_name_caller_and_duration() {
         advance(Duration::from_millis(50)).await;
         question.allow();
     });
-    let (bob, ()) = tokio::join!(send(&service, request("bob")), async { questions.recv().await.unwrap().fail() });
+    let (bob, ()) = tokio::join!(send(&service, request("bob")), async {
+        questions.recv().await.unwrap().fail()
+    });
     assert_eq!((alice.status().as_u16(), bob.status().as_u16()), (200, 503));
-    assert_eq!(notes.take(), ["alice api allowed Local 50ms", "bob failed: Configuration"]);
+    assert_eq!(
+        notes.take(),
+        ["alice api allowed Local 50ms", "bob failed: Configuration"]
+    );
 }
 
 #[tokio::test]
@@ -118,10 +147,21 @@ async fn events_name_callers_only_on_demand() {
     }
 
     let notes = Notes::default();
-    send(&limited(layer("1/h").observer(Events(notes.clone()))), request("alice")).await;
-    send(&limited(layer_with(Broken, "1/h").observer(Events(notes.clone()))), request("alice")).await;
+    send(
+        &limited(layer("1/h").observer(Events(notes.clone()))),
+        request("alice"),
+    )
+    .await;
+    send(
+        &limited(layer_with(Broken, "1/h").observer(Events(notes.clone()))),
+        request("alice"),
+    )
+    .await;
     for event in notes.take() {
-        assert!(event.contains("key: ") && event.contains("Key(#") && !event.contains("alice"), "{event}");
+        assert!(
+            event.contains("key: ") && event.contains("Key(#") && !event.contains("alice"),
+            "{event}"
+        );
     }
 }
 
@@ -152,15 +192,31 @@ async fn a_store_keeps_its_own_observer() {
     let [of_redis, of_fallback, of_first, of_second] = [(); 4].map(|()| Notes::default());
     let redis = nowhere().observer(of_redis.clone()).connect_lazy().unwrap();
     // The settings that come after it do not lose it.
-    let store = Fallback::new(redis, LocalStore::default()).observer(of_fallback.clone()).deadline(LONG);
-    send(&limited(layer_with(store, "9/h").observer(of_first.clone())), request("alice")).await;
-    assert_eq!((of_redis.take(), of_fallback.take()), (vec!["sends".into()], vec!["alice failed: Unreachable".into()]));
+    let store = Fallback::new(redis, LocalStore::default())
+        .observer(of_fallback.clone())
+        .deadline(LONG);
+    send(
+        &limited(layer_with(store, "9/h").observer(of_first.clone())),
+        request("alice"),
+    )
+    .await;
+    assert_eq!(
+        (of_redis.take(), of_fallback.take()),
+        (
+            vec!["sends".into()],
+            vec!["alice failed: Unreachable".into()]
+        )
+    );
     assert_eq!(of_first.take().len(), 1, "the decision");
 
     // That of the first layer over it, if it was given none.
     let store = fallback();
     let _first = layer_with(store.clone(), "9/h").observer(of_first.clone());
-    send(&limited(layer_with(store, "9/h").observer(of_second.clone())), request("alice")).await;
+    send(
+        &limited(layer_with(store, "9/h").observer(of_second.clone())),
+        request("alice"),
+    )
+    .await;
     assert_eq!(of_first.take(), ["sends", "alice failed: Unreachable"]);
     assert_eq!(of_second.take().len(), 1, "the decision");
 }
@@ -168,7 +224,10 @@ async fn a_store_keeps_its_own_observer() {
 #[tokio::test(start_paused = true)]
 async fn layers_report_misconfigurations_once_a_minute() {
     let notes = Notes::default();
-    let layer = || RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h")).observer(notes.clone());
+    let layer = || {
+        RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"))
+            .observer(notes.clone())
+    };
     let service = limited(layer().on_missing_key(OnMissingKey::Allow));
     let mut seen = 0;
     for (wait, expected) in [(0, 1), (0, 1), (59, 1), (1, 2), (59, 2), (600, 3), (0, 3)] {
@@ -177,24 +236,53 @@ async fn layers_report_misconfigurations_once_a_minute() {
         let problems = notes.take();
         seen += problems.len();
         assert_eq!(seen, expected, "after {wait} s");
-        assert!(problems.iter().all(|problem| problem.contains("into_make_service_with_connect_info")), "{problems:?}");
+        assert!(
+            problems
+                .iter()
+                .all(|problem| problem.contains("into_make_service_with_connect_info")),
+            "{problems:?}"
+        );
     }
     send(&limited(layer()), anonymous()).await;
     assert_eq!(notes.take().len(), 1, "another layer");
-    assert_eq!(send(&limited(layer().dry_run()), anonymous()).await.status(), 200);
-    assert_eq!(notes.take().len(), 1, "a dry run, which counts nothing either");
+    assert_eq!(
+        send(&limited(layer().dry_run()), anonymous())
+            .await
+            .status(),
+        200
+    );
+    assert_eq!(
+        notes.take().len(),
+        1,
+        "a dry run, which counts nothing either"
+    );
     let client = limited(crate::support::layer("1/h").observer(notes.clone()));
     assert_eq!(send(&client, anonymous()).await.status(), 400);
-    assert_eq!(notes.take().len(), 0, "a client's mistake is none of the server's");
-    let exempt = RateLimitLayer::new(LocalStore::default(), PeerIp, None::<Policy>).observer(notes.clone());
+    assert_eq!(
+        notes.take().len(),
+        0,
+        "a client's mistake is none of the server's"
+    );
+    let exempt =
+        RateLimitLayer::new(LocalStore::default(), PeerIp, None::<Policy>).observer(notes.clone());
     assert_eq!(send(&limited(exempt), anonymous()).await.status(), 200);
-    assert_eq!(notes.take().len(), 0, "nobody needs the key of an exempt request");
+    assert_eq!(
+        notes.take().len(),
+        0,
+        "nobody needs the key of an exempt request"
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_repeated_layer_is_reported_once() {
     let notes = Notes::default();
-    let problems = |notes: &Notes| notes.take().into_iter().filter(|note| note.contains("twice")).collect::<Vec<_>>();
+    let problems = |notes: &Notes| {
+        notes
+            .take()
+            .into_iter()
+            .filter(|note| note.contains("twice"))
+            .collect::<Vec<_>>()
+    };
     let twice = layer("9/h").observer(notes.clone());
     let service = twice.layer(limited(twice.clone()));
     for _ in 0..3 {
@@ -203,7 +291,10 @@ async fn a_repeated_layer_is_reported_once() {
     }
     let seen = problems(&notes);
     assert!(seen.len() == 1 && seen[0].contains("\"api\""), "{seen:?}");
-    assert!(seen[0].contains("(counted-twice: https://docs.rs/"), "{seen:?}");
+    assert!(
+        seen[0].contains("(counted-twice: https://docs.rs/"),
+        "{seen:?}"
+    );
 
     // Limits of a window may differ: they share a count.
     let log = |quota: &str| {
@@ -214,7 +305,8 @@ async fn a_repeated_layer_is_reported_once() {
     assert_eq!(problems(&notes).len(), 1);
 
     // Two layers that are not the same one.
-    let another = RateLimitLayer::new(LocalStore::default(), Global, policy("all", "9/h")).observer(notes.clone());
+    let another = RateLimitLayer::new(LocalStore::default(), Global, policy("all", "9/h"))
+        .observer(notes.clone());
     let service = another.layer(limited(layer("9/h").observer(notes.clone())));
     send(&service, request("alice")).await;
     assert_eq!(problems(&notes), [""; 0]);
@@ -222,7 +314,9 @@ async fn a_repeated_layer_is_reported_once() {
 
 #[tokio::test]
 async fn a_lease_for_nothing_is_reported_once() {
-    let leased = policy("api", "9/s").leased(Duration::from_millis(100)).unwrap();
+    let leased = policy("api", "9/s")
+        .leased(Duration::from_millis(100))
+        .unwrap();
     let problems = async |is_leased: bool| {
         let (notes, local) = (Notes::default(), LocalStore::default());
         if is_leased {
@@ -233,41 +327,82 @@ async fn a_lease_for_nothing_is_reported_once() {
             let _ = limiter.take(Key::GLOBAL, 1).await.unwrap();
         } else {
             let store = Fallback::new(local.clone(), LocalStore::default());
-            let service = limited(RateLimitLayer::new(store, Global, leased.clone()).observer(notes.clone()));
+            let service =
+                limited(RateLimitLayer::new(store, Global, leased.clone()).observer(notes.clone()));
             let limiter = Limiter::new(local, leased.clone()).observer(notes.clone());
             for _ in 0..3 {
                 send(&service, request("alice")).await;
                 let _ = limiter.take(Key::GLOBAL, 1).await.unwrap();
             }
         }
-        notes.take().into_iter().filter(|note| note.contains("leased")).collect::<Vec<_>>()
+        notes
+            .take()
+            .into_iter()
+            .filter(|note| note.contains("leased"))
+            .collect::<Vec<_>>()
     };
     assert_eq!(problems(true).await, [""; 0]);
     let seen = problems(false).await;
-    assert!(seen.len() == 2 && seen[0] == seen[1], "of the layer, and of the limiter: {seen:?}");
-    assert!(seen[0].contains("\"api\" is leased") && seen[0].contains("(not-leased: https://docs.rs/"), "{seen:?}");
+    assert!(
+        seen.len() == 2 && seen[0] == seen[1],
+        "of the layer, and of the limiter: {seen:?}"
+    );
+    assert!(
+        seen[0].contains("\"api\" is leased") && seen[0].contains("(not-leased: https://docs.rs/"),
+        "{seen:?}"
+    );
 
-    let (notes, list) = (Notes::default(), Policies::new([policy("all", "99/s"), leased]).unwrap());
-    let beside = RateLimitLayer::new(Leased::new(LocalStore::default()), Global, list).observer(notes.clone());
+    let (notes, list) = (
+        Notes::default(),
+        Policies::new([policy("all", "99/s"), leased]).unwrap(),
+    );
+    let beside = RateLimitLayer::new(Leased::new(LocalStore::default()), Global, list)
+        .observer(notes.clone());
     send(&limited(beside), request("alice")).await;
-    assert!(notes.take().iter().any(|note| note.contains("\"api\" is leased for nothing")), "beside one that is not");
+    assert!(
+        notes
+            .take()
+            .iter()
+            .any(|note| note.contains("\"api\" is leased for nothing")),
+        "beside one that is not"
+    );
 }
 
 /// Over a store that leases, too.
 #[tokio::test(start_paused = true)]
 async fn checks_that_no_block_decides_are_reported() {
-    let policies = || policy("api", "90/s").leased(Duration::from_millis(100)).unwrap();
+    let policies = || {
+        policy("api", "90/s")
+            .leased(Duration::from_millis(100))
+            .unwrap()
+    };
     let store = || Leased::new(LocalStore::default());
-    let reports = |notes: &Notes| notes.take().iter().filter(|note| note.contains("(not-leased: ")).count();
+    let reports = |notes: &Notes| {
+        notes
+            .take()
+            .iter()
+            .filter(|note| note.contains("(not-leased: "))
+            .count()
+    };
     let notes = Notes::default();
 
     let inside = Fallback::new(store(), LocalStore::default());
-    send(&limited(RateLimitLayer::new(inside, Global, policies()).observer(notes.clone())), request("alice")).await;
+    send(
+        &limited(RateLimitLayer::new(inside, Global, policies()).observer(notes.clone())),
+        request("alice"),
+    )
+    .await;
     assert_eq!(reports(&notes), 1, "inside of a fallback");
 
-    let settled = RateLimitLayer::new(store(), Global, policies()).settle(|_| Settlement::Keep).observer(notes.clone());
+    let settled = RateLimitLayer::new(store(), Global, policies())
+        .settle(|_| Settlement::Keep)
+        .observer(notes.clone());
     for _ in 0..2 {
-        send(&settled.layer(service_fn(hello::<http_body_util::Full<bytes::Bytes>>)), request("alice")).await;
+        send(
+            &settled.layer(service_fn(hello::<http_body_util::Full<bytes::Bytes>>)),
+            request("alice"),
+        )
+        .await;
     }
     assert_eq!(reports(&notes), 1, "settled");
 
@@ -288,14 +423,19 @@ async fn checks_that_no_block_decides_are_reported() {
     let leasing = limiter();
     let _ = leasing.take(Key::GLOBAL, 1).await.unwrap();
     let _ = leasing.up_to(Key::GLOBAL, 1).await.unwrap();
-    assert_eq!(reports(&notes), 0, "others of its checks are decided by blocks");
+    assert_eq!(
+        reports(&notes),
+        0,
+        "others of its checks are decided by blocks"
+    );
 }
 
 /// Wherever a request happens to be handled.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn all_threads_report_a_misconfiguration_once() {
     let notes = Notes::default();
-    let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h")).observer(notes.clone());
+    let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"))
+        .observer(notes.clone());
     let service = axum::Router::<()>::new().layer(layer);
     let calls = (0..64).map(|_| {
         let service = service.clone();
@@ -319,9 +459,18 @@ impl Observer for Panics {
 async fn a_panicking_observer_fails_only_its_request() {
     let (store, mut questions) = manual_store();
     let inner = ConcurrencyLimit::new(service_fn(hello::<String>), 1);
-    let mut service = layer_with(store, "9/h").observer(Panics(AtomicBool::new(false))).layer(inner);
+    let mut service = layer_with(store, "9/h")
+        .observer(Panics(AtomicBool::new(false)))
+        .layer(inner);
     for panics in [true, false] {
-        let mut response = Box::pin(service.ready().now_or_never().expect("a place").unwrap().call(request("alice")));
+        let mut response = Box::pin(
+            service
+                .ready()
+                .now_or_never()
+                .expect("a place")
+                .unwrap()
+                .call(request("alice")),
+        );
         assert!(response.as_mut().now_or_never().is_none());
         questions.try_recv().unwrap().allow();
         let response = AssertUnwindSafe(response.as_mut()).catch_unwind().await;

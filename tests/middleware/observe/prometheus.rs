@@ -14,12 +14,19 @@ use crate::support::{layer_with, limited, policy, request, send};
 fn recorder(recommended_naming: bool) -> PrometheusRecorder {
     let buckets = Matcher::Suffix("_seconds".into());
     let builder = PrometheusBuilder::new().with_recommended_naming(recommended_naming);
-    builder.set_buckets_for_metric(buckets, &[0.1, 1.0]).unwrap().build_recorder()
+    builder
+        .set_buckets_for_metric(buckets, &[0.1, 1.0])
+        .unwrap()
+        .build_recorder()
 }
 
 /// The lines of one metric, in their order.
 fn lines(rendered: &str, metric: &str) -> Vec<String> {
-    let mut lines: Vec<String> = rendered.lines().filter(|line| line.starts_with(metric)).map(str::to_owned).collect();
+    let mut lines: Vec<String> = rendered
+        .lines()
+        .filter(|line| line.starts_with(metric))
+        .map(str::to_owned)
+        .collect();
     lines.sort();
     lines
 }
@@ -33,7 +40,10 @@ async fn prometheus_exports_decisions_failures_and_breaker() {
     let store = Fallback::new(primary, LocalStore::default());
     let service = limited(layer_with(store, "3/h").observer(MetricsObserver::named("orders")));
     let rendered = || recorder.handle().render();
-    assert_eq!(lines(&rendered(), "ratelimit_degraded"), ["ratelimit_degraded{store=\"orders\"} 0"]);
+    assert_eq!(
+        lines(&rendered(), "ratelimit_degraded"),
+        ["ratelimit_degraded{store=\"orders\"} 0"]
+    );
     for _ in 0..5 {
         send(&service, request("alice")).await;
     }
@@ -49,7 +59,10 @@ async fn prometheus_exports_decisions_failures_and_breaker() {
         lines(&rendered, "ratelimit_failures_total"),
         [r#"ratelimit_failures_total{store="orders",kind="unreachable"} 3"#]
     );
-    assert_eq!(lines(&rendered, "ratelimit_degraded"), [r#"ratelimit_degraded{store="orders"} 1"#]);
+    assert_eq!(
+        lines(&rendered, "ratelimit_degraded"),
+        [r#"ratelimit_degraded{store="orders"} 1"#]
+    );
     assert_eq!(
         lines(&rendered, "ratelimit_check_seconds_count"),
         [r#"ratelimit_check_seconds_count{store="orders"} 5"#]
@@ -78,21 +91,35 @@ fn unlabelled_metrics_exist_from_the_start() {
     ];
     let mut found = lines(&recorder.handle().render(), "ratelimit_");
     // The parts of a histogram beside its count.
-    found.retain(|line| !["_bucket{", "_sum{", "quantile="].iter().any(|part| line.contains(part)));
+    found.retain(|line| {
+        !["_bucket{", "_sum{", "quantile="]
+            .iter()
+            .any(|part| line.contains(part))
+    });
     assert_eq!(found, expected);
 
     observer.degraded(&event::Degraded::new(&StoreError::new(ErrorKind::Timeout)));
     let _again = MetricsObserver::new();
     MetricsObserver::named("other").recovered(&event::Recovered::new(Duration::from_secs(1)));
     let degraded = lines(&recorder.handle().render(), "ratelimit_degraded");
-    assert_eq!(degraded, ["ratelimit_degraded{store=\"default\"} 1", "ratelimit_degraded{store=\"other\"} 0"]);
+    assert_eq!(
+        degraded,
+        [
+            "ratelimit_degraded{store=\"default\"} 1",
+            "ratelimit_degraded{store=\"other\"} 0"
+        ]
+    );
 }
 
 /// Sets every metric, and a dry run.
 fn tell_all(observer: &impl Observer) {
     let error = StoreError::new(ErrorKind::Timeout);
     let check = Check::take(Key::new("alice"), &policy("api", "1/h").into(), 2);
-    let decision = LocalStore::default().check(check).now_or_never().unwrap().unwrap();
+    let decision = LocalStore::default()
+        .check(check)
+        .now_or_never()
+        .unwrap()
+        .unwrap();
     let key = Key::new("alice");
     let mut decided = event::Decided::new(&key, &decision, Duration::from_millis(250));
     decided.dry_run = true;
@@ -111,11 +138,19 @@ fn metrics_are_described_and_follow_openmetrics() {
     let rendered = [false, true].map(|recommended_naming| {
         let recorder = recorder(recommended_naming);
         metrics::with_local_recorder(&recorder, || tell_all(&MetricsObserver::new()));
-        let mut lines: Vec<String> = recorder.handle().render().lines().map(str::to_owned).collect();
+        let mut lines: Vec<String> = recorder
+            .handle()
+            .render()
+            .lines()
+            .map(str::to_owned)
+            .collect();
         lines.sort();
         lines
     });
-    assert_eq!(rendered[0], rendered[1], "an exporter that sees to the names leaves them as they are");
+    assert_eq!(
+        rendered[0], rendered[1],
+        "an exporter that sees to the names leaves them as they are"
+    );
     let rendered = rendered[0].join("\n");
     let kinds: Vec<(&str, &str)> = rendered
         .lines()
@@ -142,7 +177,10 @@ fn metrics_are_described_and_follow_openmetrics() {
         ]
     );
     for (name, kind) in kinds {
-        assert!(rendered.contains(&format!("# HELP {name} ")), "{name} is not described");
+        assert!(
+            rendered.contains(&format!("# HELP {name} ")),
+            "{name} is not described"
+        );
         assert_eq!(name.ends_with("_total"), kind == "counter", "{name}");
     }
     for line in [

@@ -11,13 +11,23 @@ use super::*;
 fn streaming(
     layer: RateLimitLayer<LocalStore, Global, HttpReject, UntilBodyEnd>,
 ) -> (
-    impl Service<Request<String>, Response = Response<TrackedBody<Frames>>, Error = Infallible, Future: Send> + Clone,
+    impl Service<
+        Request<String>,
+        Response = Response<TrackedBody<Frames>>,
+        Error = Infallible,
+        Future: Send,
+    > + Clone,
     mpsc::UnboundedReceiver<(Sender, Charge)>,
 ) {
     let (started, streams) = mpsc::unbounded_channel();
     let inner = service_fn(move |request: Request<String>| {
         let (sender, body) = frames();
-        started.send((sender, request.extensions().get::<Charge>().unwrap().clone())).unwrap();
+        started
+            .send((
+                sender,
+                request.extensions().get::<Charge>().unwrap().clone(),
+            ))
+            .unwrap();
         async { Ok(Response::new(body)) }
     });
     (layer.layer(inner), streams)
@@ -28,13 +38,20 @@ async fn the_handles_cost_is_charged_at_end() {
     let count = Count::new();
     let (service, mut streams) = streaming(count.settling(Settlement::AtEnd));
     let response = send(&service, request("alice")).await;
-    assert_eq!(decision(&response).unwrap().remaining(), 990, "what is known when the head is sent");
+    assert_eq!(
+        decision(&response).unwrap().remaining(),
+        990,
+        "what is known when the head is sent"
+    );
     let (sender, charge) = streams.recv().await.unwrap();
     assert_eq!(charge.reserved(), 10);
     let mut body = response.into_body();
     for i in 1..=3 {
         sender.send(data("token")).unwrap();
-        assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), "token");
+        assert_eq!(
+            body.frame().await.unwrap().unwrap().into_data().unwrap(),
+            "token"
+        );
         charge.add(i * 10);
     }
     drop(charge);
@@ -97,7 +114,9 @@ async fn sent_bytes_are_charged() {
         for _ in 0..read {
             body.frame().await.unwrap().unwrap();
         }
-        sender.send(Ok(Frame::trailers(http::HeaderMap::new()))).unwrap();
+        sender
+            .send(Ok(Frame::trailers(http::HeaderMap::new())))
+            .unwrap();
         drop(body);
         assert_eq!(count.charged(), cost, "{read} of {sent} frames");
     }
@@ -109,7 +128,9 @@ async fn an_unread_body_has_no_bytes() {
     let per = NonZeroU32::MIN;
     let count = Count::new();
     let layer = count.settling(Settlement::Bytes { per });
-    let inner = service_fn(async |_: Request<String>| Ok::<_, Infallible>(Response::new("a long text".to_owned())));
+    let inner = service_fn(async |_: Request<String>| {
+        Ok::<_, Infallible>(Response::new("a long text".to_owned()))
+    });
     drop(send(&layer.layer(inner), request("alice")).await);
     assert_eq!(count.charged(), 0);
 }

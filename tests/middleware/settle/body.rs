@@ -19,9 +19,15 @@ async fn tracked<B: From<String> + Send + 'static>(count: &Count, body: B) -> Tr
 async fn sizes_and_ends_pass_through() {
     let count = Count::new();
     let full = tracked(&count, Any(Full::new(Bytes::from_static(b"hello")))).await;
-    assert_eq!((full.size_hint().exact(), full.is_end_stream()), (Some(5), false));
+    assert_eq!(
+        (full.size_hint().exact(), full.is_end_stream()),
+        (Some(5), false)
+    );
     let empty = tracked(&count, Any(Empty::<Bytes>::new())).await;
-    assert_eq!((empty.size_hint().exact(), empty.is_end_stream()), (Some(0), true));
+    assert_eq!(
+        (empty.size_hint().exact(), empty.is_end_stream()),
+        (Some(0), true)
+    );
 }
 
 #[tokio::test]
@@ -34,8 +40,19 @@ async fn data_trailers_and_errors_pass_through() {
     sender.send(data("hello")).unwrap();
     sender.send(Ok(Frame::trailers(trailers.clone()))).unwrap();
     sender.send(Err("broken")).unwrap();
-    assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), "hello");
-    assert_eq!(body.frame().await.unwrap().unwrap().into_trailers().unwrap(), trailers);
+    assert_eq!(
+        body.frame().await.unwrap().unwrap().into_data().unwrap(),
+        "hello"
+    );
+    assert_eq!(
+        body.frame()
+            .await
+            .unwrap()
+            .unwrap()
+            .into_trailers()
+            .unwrap(),
+        trailers
+    );
     assert_eq!(body.frame().await.unwrap().unwrap_err(), "broken");
 }
 
@@ -47,7 +64,13 @@ async fn settles_with_last_frame_or_error() {
         let inner = service_fn(move |request: Request<String>| {
             request.extensions().get::<Charge>().unwrap().set(3);
             let (sender, body) = frames();
-            sender.send(if ends_well { data("hello") } else { Err("broken") }).unwrap();
+            sender
+                .send(if ends_well {
+                    data("hello")
+                } else {
+                    Err("broken")
+                })
+                .unwrap();
             async { Ok::<_, Infallible>(Response::new(body)) }
         });
         let mut service = count.layer().until_body_end().layer(inner);

@@ -109,7 +109,11 @@ impl Seen {
 
     /// What it is to be charged, if it has reserved so much.
     fn cost(&self, case: &Case, reserved: u32) -> u32 {
-        let counted = self.units.lock().unwrap().map_or(reserved, |units| units as u32);
+        let counted = self
+            .units
+            .lock()
+            .unwrap()
+            .map_or(reserved, |units| units as u32);
         match case.settlement {
             _ if !self.head.load(Relaxed) => counted,
             Settlement::Keep => reserved,
@@ -138,7 +142,11 @@ fn handle(
         seen.count(&charge, case.counts.0);
         if let Some((units, polls)) = case.more {
             let charge = charge.clone();
-            poll_times(&mut Box::pin(async move { charge.reserve(units).await }), polls).await;
+            poll_times(
+                &mut Box::pin(async move { charge.reserve(units).await }),
+                polls,
+            )
+            .await;
         }
         yield_now().await;
         match case.end {
@@ -201,12 +209,19 @@ where
         let mut body = response.into_body();
         let mut read = 0;
         while case.end != (End::BodyDropped { read }) {
-            let Some(Ok(frame)) = body.frame().await else { break };
-            seen.bytes.fetch_add(frame.data_ref().unwrap().len() as u64, Relaxed);
+            let Some(Ok(frame)) = body.frame().await else {
+                break;
+            };
+            seen.bytes
+                .fetch_add(frame.data_ref().unwrap().len() as u64, Relaxed);
             read += 1;
         }
     };
-    let _ = timeout(Duration::from_secs(60), AssertUnwindSafe(everything).catch_unwind()).await;
+    let _ = timeout(
+        Duration::from_secs(60),
+        AssertUnwindSafe(everything).catch_unwind(),
+    )
+    .await;
 }
 
 fn case() -> impl proptest::strategy::Strategy<Value = Case> {
@@ -229,7 +244,10 @@ fn case() -> impl proptest::strategy::Strategy<Value = Case> {
         3 => (0..12_u8).prop_map(|polls| End::Dropped { polls }),
     ];
     let hold = prop_oneof![Just(Hold::Nobody), Just(Hold::Body), Just(Hold::Longer)];
-    let counts = (proptest::option::of(0..30_u32), proptest::option::of(0..30_u32));
+    let counts = (
+        proptest::option::of(0..30_u32),
+        proptest::option::of(0..30_u32),
+    );
     let more = proptest::option::of((0..20_u32, 0..12_u8));
     (0..20_u32, more, settlement, counts, 0..4_u8, end, hold).prop_map(
         |(reserve, more, settlement, counts, frames, end, hold)| Case {
@@ -259,19 +277,32 @@ struct World {
 
 impl World {
     fn new(polls: (u8, u8)) -> Self {
-        let store = Slow { local: LocalStore::default(), log: Arc::default(), polls };
+        let store = Slow {
+            local: LocalStore::default(),
+            log: Arc::default(),
+            polls,
+        };
         let policy = quota("test", "1000/d");
         let layer = RateLimitLayer::new(store.clone(), by_number as ByNumber, policy.clone())
             .cost(|request| request.extensions.get::<Given>().unwrap().0.reserve)
             .settle(|response| *response.extensions.get::<Settlement>().unwrap());
-        Self { store, policy, layer }
+        Self {
+            store,
+            policy,
+            layer,
+        }
     }
 
     fn requests(&self, cases: &[Case]) -> Vec<(Request<String>, Arc<Seen>)> {
         let request = |(number, case): (usize, &Case)| {
             let seen = Arc::new(Seen::default());
-            let mut request = Request::builder().uri(format!("/{number}")).body(String::new()).unwrap();
-            request.extensions_mut().insert::<Given>((case.clone(), Arc::clone(&seen)));
+            let mut request = Request::builder()
+                .uri(format!("/{number}"))
+                .body(String::new())
+                .unwrap();
+            request
+                .extensions_mut()
+                .insert::<Given>((case.clone(), Arc::clone(&seen)));
             (request, seen)
         };
         cases.iter().enumerate().map(request).collect()
@@ -281,8 +312,11 @@ impl World {
     fn wrong(&self, number: usize, case: &Case, seen: &Seen) -> Option<String> {
         let key = Key::new(format!("/{number}"));
         let log = self.store.log.lock().unwrap();
-        let done =
-            |settles: bool| log.iter().filter(|(of, mode)| *of == key && (*mode != Mode::Take) == settles).count();
+        let done = |settles: bool| {
+            log.iter()
+                .filter(|(of, mode)| *of == key && (*mode != Mode::Take) == settles)
+                .count()
+        };
         let (takes, settlements) = (done(false), done(true));
         let more = case.more.map_or(0, |(units, _)| units);
         let cost = match takes {
@@ -303,7 +337,8 @@ impl World {
 
     fn all_wrong(&self, cases: &[Case], seen: &[Arc<Seen>]) -> Vec<String> {
         let all = cases.iter().zip(seen).enumerate();
-        all.filter_map(|(number, (case, seen))| self.wrong(number, case, seen)).collect()
+        all.filter_map(|(number, (case, seen))| self.wrong(number, case, seen))
+            .collect()
     }
 
     /// Waits until all is settled, and a while longer.
@@ -321,7 +356,11 @@ impl World {
 }
 
 fn runtime() -> Runtime {
-    Builder::new_current_thread().enable_all().start_paused(true).build().unwrap()
+    Builder::new_current_thread()
+        .enable_all()
+        .start_paused(true)
+        .build()
+        .unwrap()
 }
 
 proptest! {
@@ -398,9 +437,15 @@ proptest! {
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn dropping_10_000_bodies_loses_no_charge() {
     const REQUESTS: u32 = 10_000;
-    let store = Slow { local: LocalStore::default(), log: Arc::default(), polls: (1, 1) };
+    let store = Slow {
+        local: LocalStore::default(),
+        log: Arc::default(),
+        polls: (1, 1),
+    };
     let policy = quota("test", "1000000/d");
-    let layer = RateLimitLayer::new(store.clone(), Global, policy.clone()).cost(|_| 50).settle(|_| Settlement::AtEnd);
+    let layer = RateLimitLayer::new(store.clone(), Global, policy.clone())
+        .cost(|_| 50)
+        .settle(|_| Settlement::AtEnd);
     let service = layer.layer(service_fn(|request: Request<String>| {
         let charge = request.extensions().get::<Charge>().unwrap().clone();
         let frames = stream::iter((0..10).map(move |_| {
@@ -431,16 +476,28 @@ async fn dropping_10_000_bodies_loses_no_charge() {
             sleep(Duration::from_millis(5)).await;
         }
     };
-    assert!(timeout(Duration::from_secs(60), settled).await.is_ok(), "{} charged", charged());
+    assert!(
+        timeout(Duration::from_secs(60), settled).await.is_ok(),
+        "{} charged",
+        charged()
+    );
     let log = store.log.lock().unwrap();
-    assert_eq!(log.len(), 2 * REQUESTS as usize, "each is taken and settled once");
+    assert_eq!(
+        log.len(),
+        2 * REQUESTS as usize,
+        "each is taken and settled once"
+    );
 }
 
 /// Nobody knows by then whether it was granted. Its cost is the caller's, or else whoever hangs up would pay nothing.
 #[tokio::test(start_paused = true)]
 async fn abandoned_reservations_charge_without_staying_in_flight() {
     let (count, streams) = (Count::new(), Policy::in_flight("streams", 4).unwrap());
-    let store = Slow { local: count.store.clone(), log: Arc::default(), polls: (1, 5) };
+    let store = Slow {
+        local: count.store.clone(),
+        log: Arc::default(),
+        polls: (1, 5),
+    };
     let both = Policies::new([count.policy.clone(), streams.clone()]).unwrap();
     let limiter = Limiter::new(store, both);
     let mut reserving = Box::pin(limiter.reserve(Key::GLOBAL, 500));

@@ -49,7 +49,9 @@ async fn a_kept_handle_keeps_requests_in_flight() {
     let kept = Arc::clone(&handles);
     let layer = RateLimitLayer::new(store.clone(), Global, uploads(1)).until_body_end();
     let service = layer.layer(service_fn(move |request: Request<String>| {
-        kept.lock().unwrap().push(request.extensions().get::<Charge>().unwrap().clone());
+        kept.lock()
+            .unwrap()
+            .push(request.extensions().get::<Charge>().unwrap().clone());
         hello::<String>(request)
     }));
     drop(send(&service, request("alice")).await);
@@ -63,7 +65,14 @@ async fn a_request_without_response_is_released() {
     let store = LocalStore::default();
     let layer = RateLimitLayer::new(store.clone(), Global, uploads(1)).settle(|_| Settlement::Keep);
     let failing = service_fn(async |_: Request<String>| Err::<Response<String>, _>("no response"));
-    assert!(layer.clone().layer(failing).oneshot(request("alice")).await.is_err());
+    assert!(
+        layer
+            .clone()
+            .layer(failing)
+            .oneshot(request("alice"))
+            .await
+            .is_err()
+    );
     assert_eq!(taken(&store, 1), 0);
     let endless = service_fn(async |_: Request<String>| {
         std::future::pending::<()>().await;
@@ -82,7 +91,9 @@ async fn a_panicking_rule_releases_the_request() {
     let count = Count::new();
     let both = Policies::new([count.policy.clone(), uploads(1)]).unwrap();
     let layer = RateLimitLayer::new(count.store.clone(), Global, both).cost(|_| 10);
-    let service = layer.settle(|_| panic!("a fault of the rule")).layer(service_fn(hello::<String>));
+    let service = layer
+        .settle(|_| panic!("a fault of the rule"))
+        .layer(service_fn(hello::<String>));
     let call = std::panic::AssertUnwindSafe(service.oneshot(request("alice")));
     assert!(call.catch_unwind().await.is_err());
     assert_eq!((count.charged(), taken(&count.store, 1)), (10, 0));
@@ -94,11 +105,19 @@ async fn in_flight_ignores_cost_and_settlement() {
     for cost in [0, 500, 700] {
         let count = Count::new();
         let both = Policies::new([count.policy.clone(), uploads(4)]).unwrap();
-        let layer = RateLimitLayer::new(count.store.clone(), Global, both).cost(|_| 500).decision_in_response();
-        let service = layer.settle(move |_| Settlement::Cost(cost)).layer(service_fn(hello::<String>));
+        let layer = RateLimitLayer::new(count.store.clone(), Global, both)
+            .cost(|_| 500)
+            .decision_in_response();
+        let service = layer
+            .settle(move |_| Settlement::Cost(cost))
+            .layer(service_fn(hello::<String>));
         let response = send(&service, request("alice")).await;
         assert_eq!((count.charged(), taken(&count.store, 4)), (cost, 1));
-        let each: Vec<u32> = decision(&response).unwrap().each().map(|each| each.remaining()).collect();
+        let each: Vec<u32> = decision(&response)
+            .unwrap()
+            .each()
+            .map(|each| each.remaining())
+            .collect();
         assert_eq!(each, [1_000 - cost, 3]);
         drop(response);
         assert_eq!((count.charged(), taken(&count.store, 4)), (cost, 0));
@@ -111,9 +130,21 @@ async fn a_free_request_is_in_flight_too() {
     let count = Count::new();
     let both = Policies::new([count.policy.clone(), uploads(4)]).unwrap();
     let layer = RateLimitLayer::new(count.store.clone(), Global, both);
-    drop(send(&layer.clone().until_body_end().layer(service_fn(hello::<String>)), request("alice")).await);
+    drop(
+        send(
+            &layer
+                .clone()
+                .until_body_end()
+                .layer(service_fn(hello::<String>)),
+            request("alice"),
+        )
+        .await,
+    );
     assert_eq!((count.charged(), taken(&count.store, 4)), (1, 0));
-    let free = layer.cost(|_| 0).settle(|_| Settlement::Refund).layer(service_fn(hello::<String>));
+    let free = layer
+        .cost(|_| 0)
+        .settle(|_| Settlement::Refund)
+        .layer(service_fn(hello::<String>));
     let response = send(&free, request("alice")).await;
     assert_eq!((count.charged(), taken(&count.store, 4)), (1, 1));
     drop(response);
@@ -123,18 +154,27 @@ async fn a_free_request_is_in_flight_too() {
 #[tokio::test]
 async fn dry_runs_and_shadows_are_released_too() {
     let store = LocalStore::default();
-    let layer = RateLimitLayer::new(store.clone(), Global, uploads(1)).shadow(uploads(2)).dry_run().until_body_end();
+    let layer = RateLimitLayer::new(store.clone(), Global, uploads(1))
+        .shadow(uploads(2))
+        .dry_run()
+        .until_body_end();
     let service = layer.layer(service_fn(hello::<String>));
     let would = |response: &Response<_>| {
         let dry: &DryRun = response.extensions().get().unwrap();
-        dry.decisions().iter().map(|decision| decision.is_allowed()).collect::<Vec<_>>()
+        dry.decisions()
+            .iter()
+            .map(|decision| decision.is_allowed())
+            .collect::<Vec<_>>()
     };
     for _ in 0..3 {
         let first = send(&service, request("alice")).await;
         assert_eq!(would(&first), [true, true]);
         let second = send(&service, request("alice")).await;
         assert_eq!(would(&second), [false, true]);
-        assert_eq!(would(&send(&service, request("alice")).await), [false, false]);
+        assert_eq!(
+            would(&send(&service, request("alice")).await),
+            [false, false]
+        );
     }
     assert_eq!(taken(&store, 1), 0);
 }
@@ -142,7 +182,9 @@ async fn dry_runs_and_shadows_are_released_too() {
 #[tokio::test(start_paused = true)]
 async fn requests_wait_until_others_end() {
     let store = LocalStore::default();
-    let layer = RateLimitLayer::new(store.clone(), Global, uploads(1)).wait(Duration::from_secs(20)).until_body_end();
+    let layer = RateLimitLayer::new(store.clone(), Global, uploads(1))
+        .wait(Duration::from_secs(20))
+        .until_body_end();
     let service = layer.layer(service_fn(hello::<String>));
     let first = send(&service, request("alice")).await;
     let waiting = tokio::spawn(service.clone().oneshot(request("alice")));
@@ -151,7 +193,11 @@ async fn requests_wait_until_others_end() {
     drop(first);
     let second = waiting.await.unwrap().unwrap();
     assert_eq!(second.status(), 200);
-    assert!(freed.elapsed() < Duration::from_millis(300), "{:?}", freed.elapsed());
+    assert!(
+        freed.elapsed() < Duration::from_millis(300),
+        "{:?}",
+        freed.elapsed()
+    );
     assert_eq!(taken(&store, 1), 1);
     drop(second);
     assert_eq!(taken(&store, 1), 0);
@@ -161,19 +207,33 @@ async fn requests_wait_until_others_end() {
 async fn layers_without_settlement_name_the_fix() {
     let problems = Problems::default();
     let found = Live::new(uploads(1));
-    let layer = RateLimitLayer::new(LocalStore::default(), Global, found).observer(problems.clone());
+    let layer =
+        RateLimitLayer::new(LocalStore::default(), Global, found).observer(problems.clone());
     let response = send(&limited(layer.clone()), request("alice")).await;
-    assert!(response.status() == 200 && decision(&response).is_none(), "that is left out: {response:?}");
+    assert!(
+        response.status() == 200 && decision(&response).is_none(),
+        "that is left out: {response:?}"
+    );
     // Nothing would be rejected, and nothing is tried.
     let response = send(&limited(layer.clone().dry_run()), request("alice")).await;
     assert_eq!(
-        (response.status().as_u16(), response.extensions().get::<DryRun>().unwrap().decisions().len()),
+        (
+            response.status().as_u16(),
+            response
+                .extensions()
+                .get::<DryRun>()
+                .unwrap()
+                .decisions()
+                .len()
+        ),
         (200, 0)
     );
     let problems = problems.0.lock().unwrap();
     assert_eq!(problems.len(), 2);
     assert!(
-        problems.iter().all(|problem| problem.contains("`.until_body_end()` to it (in-flight-without-end: ")),
+        problems
+            .iter()
+            .all(|problem| problem.contains("`.until_body_end()` to it (in-flight-without-end: ")),
         "{problems:?}"
     );
 }
@@ -182,18 +242,35 @@ async fn layers_without_settlement_name_the_fix() {
 #[test]
 fn a_layer_that_cannot_count_is_refused() {
     let layer = |policies| RateLimitLayer::new(LocalStore::default(), Global, policies);
-    let (rate, both) = (policy("api", "9/m"), Policies::new([policy("api", "9/m"), uploads(1)]).unwrap());
+    let (rate, both) = (
+        policy("api", "9/m"),
+        Policies::new([policy("api", "9/m"), uploads(1)]).unwrap(),
+    );
     for layer in [
         layer(Policies::from(uploads(1))),
         layer(both.clone()),
         layer(both.clone()).dry_run(),
         layer(rate.clone().into()).shadow(both.clone()),
     ] {
-        let made = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(limited(layer.clone()))));
-        let text = *made.expect_err("it cannot count").downcast::<String>().unwrap();
+        let made = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            drop(limited(layer.clone()))
+        }));
+        let text = *made
+            .expect_err("it cannot count")
+            .downcast::<String>()
+            .unwrap();
         assert!(text.contains("add `.until_body_end()`"), "{text}");
-        drop(layer.clone().until_body_end().layer(service_fn(hello::<String>)));
-        drop(layer.settle(|_| Settlement::Keep).layer(service_fn(hello::<String>)));
+        drop(
+            layer
+                .clone()
+                .until_body_end()
+                .layer(service_fn(hello::<String>)),
+        );
+        drop(
+            layer
+                .settle(|_| Settlement::Keep)
+                .layer(service_fn(hello::<String>)),
+        );
     }
     drop(limited(layer(rate.into())));
 }
@@ -201,7 +278,9 @@ fn a_layer_that_cannot_count_is_refused() {
 /// What no store could decide is in flight all the same.
 #[tokio::test]
 async fn undecided_requests_have_the_usual_body() {
-    let layer = RateLimitLayer::new(Broken, Global, uploads(1)).on_error(OnError::Allow).until_body_end();
+    let layer = RateLimitLayer::new(Broken, Global, uploads(1))
+        .on_error(OnError::Allow)
+        .until_body_end();
     let response = send(&layer.layer(service_fn(hello::<String>)), request("alice")).await;
     assert_eq!(text(response).await, "hello");
 }
@@ -246,10 +325,12 @@ async fn tried_calls_are_in_flight_until_answered() {
             false => CallLimitLayer::new(store, Global, uploads(1)).dry_run(),
             true => CallLimitLayer::new(store, Global, uploads(9)).shadow(uploads(1)),
         };
-        let service = layer.observer(tried.clone()).layer(service_fn(async |_: String| {
-            yield_now().await;
-            Ok::<_, Infallible>(())
-        }));
+        let service = layer
+            .observer(tried.clone())
+            .layer(service_fn(async |_: String| {
+                yield_now().await;
+                Ok::<_, Infallible>(())
+            }));
         let call = || {
             let mut call = Box::pin(service.clone().oneshot(String::new()));
             assert!(waits(call.as_mut()));
@@ -305,7 +386,10 @@ async fn tried_calls_end_before_late_checks() {
     });
     for (is_dry, settles) in [(false, false), (false, true), (true, false), (true, true)] {
         let ((manual, mut questions), store) = (manual_store(), LocalStore::default());
-        let late = Late { manual, store: store.clone() };
+        let late = Late {
+            manual,
+            store: store.clone(),
+        };
         let layer = CallLimitLayer::new(late, Global, uploads(1)).shadow(policy("late", "9/h"));
         let layer = if is_dry { layer.dry_run() } else { layer };
         match settles {
@@ -323,7 +407,10 @@ async fn a_reservation_is_in_flight() {
     let store = LocalStore::default();
     let limiter = Limiter::new(store.clone(), uploads(1));
     let first = limiter.reserve(Key::GLOBAL, 1).await.unwrap();
-    assert!(matches!(limiter.reserve(Key::GLOBAL, 1).await, Err(ReserveError::Denied(_))));
+    assert!(matches!(
+        limiter.reserve(Key::GLOBAL, 1).await,
+        Err(ReserveError::Denied(_))
+    ));
     first.settle(300);
     assert_eq!(taken(&store, 1), 0);
     drop(limiter.reserve(Key::GLOBAL, 1).await.unwrap());

@@ -33,13 +33,24 @@ use crate::support::*;
 
 /// One that gives nothing back by itself while a test runs.
 pub(crate) fn quota(name: &str, quota: &str) -> Policy {
-    Policy::new(name, Strategy::FixedWindow(Align::FirstHit), quota.parse().unwrap()).unwrap()
+    Policy::new(
+        name,
+        Strategy::FixedWindow(Align::FirstHit),
+        quota.parse().unwrap(),
+    )
+    .unwrap()
 }
 
 /// How much a caller was charged, of 1,000 units.
 pub(crate) fn charged(store: &LocalStore, key: Key, policy: &Policy) -> u32 {
     let check = Check::peek(key, &policy.clone().into(), 0);
-    policy.quota().capacity() - store.check(check).now_or_never().unwrap().unwrap().remaining()
+    policy.quota().capacity()
+        - store
+            .check(check)
+            .now_or_never()
+            .unwrap()
+            .unwrap()
+            .remaining()
 }
 
 /// A layer that counts everybody together, under 1,000 units, and its count.
@@ -50,12 +61,17 @@ pub(crate) struct Count {
 
 impl Count {
     pub(crate) fn new() -> Self {
-        Self { store: LocalStore::default(), policy: quota("test", "1000/d") }
+        Self {
+            store: LocalStore::default(),
+            policy: quota("test", "1000/d"),
+        }
     }
 
     /// Each request reserves 10.
     pub(crate) fn layer(&self) -> RateLimitLayer<LocalStore, Global> {
-        RateLimitLayer::new(self.store.clone(), Global, self.policy.clone()).cost(|_| 10).decision_in_response()
+        RateLimitLayer::new(self.store.clone(), Global, self.policy.clone())
+            .cost(|_| 10)
+            .decision_in_response()
     }
 
     pub(crate) fn settling(
@@ -83,7 +99,10 @@ impl<B: Body + Unpin> Body for Any<B> {
     type Data = B::Data;
     type Error = B::Error;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
         Pin::new(&mut self.0).poll_frame(cx)
     }
 
@@ -105,7 +124,12 @@ pub(crate) type Sender = mpsc::UnboundedSender<Received>;
 
 pub(crate) fn frames() -> (Sender, Frames) {
     let (sender, mut receiver) = mpsc::unbounded_channel();
-    (sender, Any(StreamBody::new(Box::pin(stream::poll_fn(move |cx| receiver.poll_recv(cx))))))
+    (
+        sender,
+        Any(StreamBody::new(Box::pin(stream::poll_fn(move |cx| {
+            receiver.poll_recv(cx)
+        })))),
+    )
 }
 
 pub(crate) fn data(text: &str) -> Received {

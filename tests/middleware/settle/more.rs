@@ -24,19 +24,31 @@ struct Plan {
 
 /// Tells in the response's extensions what came of it.
 async fn more(request: Request<Plan>) -> Result<Response<String>, Infallible> {
-    let charge = request.extensions().get::<Charge>().expect("a handle").clone();
+    let charge = request
+        .extensions()
+        .get::<Charge>()
+        .expect("a handle")
+        .clone();
     let Plan { more, count } = *request.body();
     let outcome: Outcome = charge.reserve(more).await;
     if let Some(count) = count {
         charge.set(count);
     }
     let mut response = Response::new(String::new());
-    response.extensions_mut().insert((outcome, charge.reserved()));
+    response
+        .extensions_mut()
+        .insert((outcome, charge.reserved()));
     Ok(response)
 }
 
 fn plan(more: u32, count: impl Into<Option<u32>>) -> Request<Plan> {
-    Request::builder().header(USER, "alice").body(Plan { more, count: count.into() }).unwrap()
+    Request::builder()
+        .header(USER, "alice")
+        .body(Plan {
+            more,
+            count: count.into(),
+        })
+        .unwrap()
 }
 
 fn outcome<B>(response: &Response<B>) -> &Outcome {
@@ -49,13 +61,24 @@ fn reserved<B>(response: &Response<B>) -> u32 {
 
 #[tokio::test]
 async fn more_is_settled_with_the_rest() {
-    for (count, cost) in [(None, 510), (Some(0), 0), (Some(7), 7), (Some(30), 30), (Some(510), 510), (Some(700), 700)] {
+    for (count, cost) in [
+        (None, 510),
+        (Some(0), 0),
+        (Some(7), 7),
+        (Some(30), 30),
+        (Some(510), 510),
+        (Some(700), 700),
+    ] {
         let counted = Count::new();
         let service = counted.layer().until_body_end().layer(service_fn(more));
         let response = send(&service, plan(500, count)).await;
         assert!(outcome(&response).is_ok());
         assert_eq!((reserved(&response), counted.charged()), (510, 510));
-        assert_eq!(decision(&response).unwrap().remaining(), 490, "as the head is sent");
+        assert_eq!(
+            decision(&response).unwrap().remaining(),
+            490,
+            "as the head is sent"
+        );
         assert_eq!(decision(&response).unwrap().granted(), 510);
         drop(response);
         assert_eq!(counted.charged(), cost, "{count:?}");
@@ -64,13 +87,21 @@ async fn more_is_settled_with_the_rest() {
 
 #[tokio::test]
 async fn the_head_may_settle_all_of_it() {
-    for (settlement, cost) in [(Settlement::Keep, 510), (Settlement::Refund, 0), (Settlement::Cost(40), 40)] {
+    for (settlement, cost) in [
+        (Settlement::Keep, 510),
+        (Settlement::Refund, 0),
+        (Settlement::Cost(40), 40),
+    ] {
         let counted = Count::new();
         let service = counted.settling(settlement).layer(service_fn(more));
         let response = send(&service, plan(500, 3)).await;
         assert_eq!(counted.charged(), cost, "{settlement:?}");
         let told = decision(&response).unwrap();
-        assert_eq!((told.remaining(), told.granted()), (1_000 - cost, cost), "{settlement:?}");
+        assert_eq!(
+            (told.remaining(), told.granted()),
+            (1_000 - cost, cost),
+            "{settlement:?}"
+        );
         // It is settled: nothing is reserved any more.
         drop(response);
         assert_eq!(counted.charged(), cost);
@@ -82,7 +113,9 @@ async fn without_room_nothing_is_reserved() {
     let counted = Count::new();
     let service = counted.layer().until_body_end().layer(service_fn(more));
     let response = send(&service, plan(991, None)).await;
-    let Err(ReserveError::Denied(denied)) = outcome(&response) else { panic!("a denial") };
+    let Err(ReserveError::Denied(denied)) = outcome(&response) else {
+        panic!("a denial")
+    };
     assert_eq!(denied.decision().remaining(), 990);
     assert_eq!((reserved(&response), counted.charged()), (10, 10));
     assert_eq!(decision(&response).unwrap().remaining(), 990);
@@ -100,11 +133,17 @@ async fn a_denied_handler_answers_as_the_layer() {
         charge.reserve(991).await
     }
     let counted = Count::new();
-    let app: Router = Router::new().route("/books", get(much)).layer(counted.layer().until_body_end());
+    let app: Router = Router::new()
+        .route("/books", get(much))
+        .layer(counted.layer().until_body_end());
     let denied = send(&app, anonymous()).await;
     assert_eq!(denied.status(), 429);
     assert_eq!(denied.headers().get_all("ratelimit").iter().count(), 1);
-    assert!(field(&denied, "ratelimit").unwrap().starts_with("\"test\";r=990"));
+    assert!(
+        field(&denied, "ratelimit")
+            .unwrap()
+            .starts_with("\"test\";r=990")
+    );
     assert!(!decision(&denied).unwrap().is_allowed());
 }
 
@@ -124,9 +163,16 @@ async fn uncounted_requests_and_dry_runs_reserve_nothing() {
 #[tokio::test]
 async fn a_shadow_is_charged_in_the_end() {
     let counted = Count::new();
-    let layer = counted.layer().shadow(quota("new", "2000/d")).settle(|_| Settlement::Keep);
+    let layer = counted
+        .layer()
+        .shadow(quota("new", "2000/d"))
+        .settle(|_| Settlement::Keep);
     drop(send(&layer.layer(service_fn(more)), plan(500, None)).await);
-    let look = counted.layer().cost(|_| 0).shadow(quota("new", "2000/d")).layer(service_fn(hello::<String>));
+    let look = counted
+        .layer()
+        .cost(|_| 0)
+        .shadow(quota("new", "2000/d"))
+        .layer(service_fn(hello::<String>));
     let response = send(&look, request("alice")).await;
     let tried: &tower_redis_ratelimit::check::DryRun = response.extensions().get().unwrap();
     assert_eq!(tried.decisions()[0].remaining(), 2_000 - 510);
@@ -137,12 +183,16 @@ async fn nested_layers_reserve_all_or_nothing() {
     for (limit, ok, charged_within) in [(600, true, 510), (400, false, 10)] {
         let (outer, inner) = (Count::new(), Count::new());
         let small = quota("small", &format!("{limit}/d"));
-        let around = RateLimitLayer::new(outer.store.clone(), Global, small.clone()).until_body_end();
+        let around =
+            RateLimitLayer::new(outer.store.clone(), Global, small.clone()).until_body_end();
         let service = around.layer(inner.layer().until_body_end().layer(service_fn(more)));
         let response = send(&service, plan(500, None)).await;
         assert_eq!(outcome(&response).is_ok(), ok);
         assert_eq!(inner.charged(), charged_within);
-        assert_eq!(charged(&outer.store, Key::GLOBAL, &small), if ok { 501 } else { 1 });
+        assert_eq!(
+            charged(&outer.store, Key::GLOBAL, &small),
+            if ok { 501 } else { 1 }
+        );
         drop(response);
         assert_eq!(inner.charged(), charged_within);
     }
@@ -154,16 +204,35 @@ async fn more_is_no_request_in_flight() {
     let streams = Policy::in_flight("streams", 1).unwrap();
     let both = Policies::new([tokens.clone(), streams.clone()]).unwrap();
     let by_user = HeaderKey::new(USER).unwrap().readable();
-    let service = RateLimitLayer::new(store.clone(), by_user, both).until_body_end().layer(service_fn(more));
+    let service = RateLimitLayer::new(store.clone(), by_user, both)
+        .until_body_end()
+        .layer(service_fn(more));
     let response = send(&service, plan(500, 20)).await;
     assert!(outcome(&response).is_ok());
     let alice = Key::new("alice");
-    assert_eq!((charged(&store, alice, &tokens), charged(&store, alice, &streams)), (501, 1));
+    assert_eq!(
+        (
+            charged(&store, alice, &tokens),
+            charged(&store, alice, &streams)
+        ),
+        (501, 1)
+    );
     drop(response);
-    assert_eq!((charged(&store, alice, &tokens), charged(&store, alice, &streams)), (20, 0));
+    assert_eq!(
+        (
+            charged(&store, alice, &tokens),
+            charged(&store, alice, &streams)
+        ),
+        (20, 0)
+    );
 
-    let service = RateLimitLayer::new(store, Global, streams).until_body_end().layer(service_fn(more));
-    assert!(outcome(&send(&service, plan(500, 20)).await).is_ok(), "nothing counts costs");
+    let service = RateLimitLayer::new(store, Global, streams)
+        .until_body_end()
+        .layer(service_fn(more));
+    assert!(
+        outcome(&send(&service, plan(500, 20)).await).is_ok(),
+        "nothing counts costs"
+    );
 }
 
 /// A sum that no `u32` holds is kept all the same.
@@ -181,9 +250,14 @@ async fn more_than_a_check_may_cost_is_kept() {
             assert_eq!(charge.reserved(), u32::MAX);
             Ok::<_, Infallible>(Response::new(String::new()))
         });
-        let layer = RateLimitLayer::new(store.clone(), Global, policy.clone()).settle(move |_| settlement);
+        let layer =
+            RateLimitLayer::new(store.clone(), Global, policy.clone()).settle(move |_| settlement);
         drop(send(&layer.layer(twice), request("alice")).await);
-        assert_eq!(charged(&store, Key::GLOBAL, &policy), MUCH, "{settlement:?}");
+        assert_eq!(
+            charged(&store, Key::GLOBAL, &policy),
+            MUCH,
+            "{settlement:?}"
+        );
     }
 }
 
@@ -213,9 +287,16 @@ async fn a_failing_store_reserves_nothing() {
     }
     for failure in [refused, || refused().unsent()] {
         let (store, policy) = (LocalStore::default(), quota("test", "1000/d"));
-        let layer = RateLimitLayer::new(Failing(store.clone(), failure), Global, policy.clone()).cost(|_| 10);
-        let response = send(&layer.until_body_end().layer(service_fn(more)), plan(500, 3)).await;
-        let Err(error @ ReserveError::Failed(_)) = outcome(&response) else { panic!("at once, and not tried again") };
+        let layer = RateLimitLayer::new(Failing(store.clone(), failure), Global, policy.clone())
+            .cost(|_| 10);
+        let response = send(
+            &layer.until_body_end().layer(service_fn(more)),
+            plan(500, 3),
+        )
+        .await;
+        let Err(error @ ReserveError::Failed(_)) = outcome(&response) else {
+            panic!("at once, and not tried again")
+        };
         assert_eq!(error.source().unwrap().to_string(), "refused");
         drop(response);
         sleep(Duration::from_secs(5)).await;
@@ -226,10 +307,16 @@ async fn a_failing_store_reserves_nothing() {
 /// The first part is Redis's, the second one the local store's: each is settled where it was granted.
 #[tokio::test(start_paused = true)]
 async fn a_fallback_may_grant_what_is_more() {
-    let (primary, local, policy) = (LocalStore::default(), LocalStore::default(), quota("test", "1000/d"));
+    let (primary, local, policy) = (
+        LocalStore::default(),
+        LocalStore::default(),
+        quota("test", "1000/d"),
+    );
     let unsent = || StoreError::new(ErrorKind::Unreachable).unsent();
     let store = Fallback::new(Failing(primary.clone(), unsent), local.clone());
-    let layer = RateLimitLayer::new(store, Global, policy.clone()).cost(|_| 10).until_body_end();
+    let layer = RateLimitLayer::new(store, Global, policy.clone())
+        .cost(|_| 10)
+        .until_body_end();
     let response = send(&layer.layer(service_fn(more)), plan(500, 30)).await;
     assert!(outcome(&response).is_ok());
     assert_eq!(charged(&primary, Key::GLOBAL, &policy), 10);
@@ -270,7 +357,9 @@ async fn a_dropped_wait_loses_nothing() {
             let (outer, inner) = (Count::new(), Count::new());
             let slow = |count: &Count| {
                 let store = Slow(count.store.clone(), 2);
-                RateLimitLayer::new(store, Global, count.policy.clone()).cost(|_| 10).until_body_end()
+                RateLimitLayer::new(store, Global, count.policy.clone())
+                    .cost(|_| 10)
+                    .until_body_end()
             };
             let counting = service_fn(move |request: Request<Plan>| async move {
                 if let Some(count) = count {
@@ -282,7 +371,9 @@ async fn a_dropped_wait_loses_nothing() {
             let mut response = Box::pin(service.call(plan(500, None)));
             let mut ended = false;
             for _ in 0..dropped_after {
-                ended = std::future::poll_fn(|cx| Poll::Ready(response.as_mut().poll(cx).is_ready())).await;
+                ended =
+                    std::future::poll_fn(|cx| Poll::Ready(response.as_mut().poll(cx).is_ready()))
+                        .await;
                 if ended {
                     break;
                 }
@@ -293,8 +384,14 @@ async fn a_dropped_wait_loses_nothing() {
             ends[usize::from(ended)] += 1;
             for charged in [outer.charged(), inner.charged()] {
                 match count {
-                    Some(count) => assert!([0, 10, count].contains(&charged), "{charged} at {dropped_after}"),
-                    None => assert!([0, 10, 510].contains(&charged), "{charged} at {dropped_after}"),
+                    Some(count) => assert!(
+                        [0, 10, count].contains(&charged),
+                        "{charged} at {dropped_after}"
+                    ),
+                    None => assert!(
+                        [0, 10, 510].contains(&charged),
+                        "{charged} at {dropped_after}"
+                    ),
                 }
             }
             if let Some(count) = count
@@ -304,7 +401,10 @@ async fn a_dropped_wait_loses_nothing() {
             }
         }
     }
-    assert!(ends.iter().all(|ends| *ends > 5), "{ends:?}: dropped, and not");
+    assert!(
+        ends.iter().all(|ends| *ends > 5),
+        "{ends:?}: dropped, and not"
+    );
 }
 
 /// Answers takes after a yield, and nothing else.
@@ -327,7 +427,12 @@ impl Store for OnlyTakes {
 }
 
 fn over_takes() -> RateLimitLayer<OnlyTakes, Global> {
-    RateLimitLayer::new(OnlyTakes(LocalStore::default()), Global, quota("test", "1000000/d")).cost(|_| 10)
+    RateLimitLayer::new(
+        OnlyTakes(LocalStore::default()),
+        Global,
+        quota("test", "1000000/d"),
+    )
+    .cost(|_| 10)
 }
 
 #[tokio::test(start_paused = true)]
@@ -337,21 +442,30 @@ async fn more_is_asked_before_what_nobody_waits_for() {
     for _ in 0..2_000 {
         drop(send(&service, plan(0, None)).await);
     }
-    let response = tokio::time::timeout(Duration::from_millis(100), send(&service, plan(500, None))).await;
+    let response =
+        tokio::time::timeout(Duration::from_millis(100), send(&service, plan(500, None))).await;
     assert!(outcome(&response.expect("at once")).is_ok());
 }
 
 /// A runtime that stands still sends what nobody waits for, and a request on another one asks for more.
 #[test]
 fn more_is_asked_on_the_runtime_of_its_request() {
-    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let service = over_takes().settle(|_| Settlement::Refund).layer(service_fn(more));
+    let runtime = || {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+    };
+    let service = over_takes()
+        .settle(|_| Settlement::Refund)
+        .layer(service_fn(more));
     let (still, other) = (runtime(), runtime());
     still.block_on(async {
         drop(send(&service, plan(0, None)).await);
     });
-    let response =
-        other.block_on(async { tokio::time::timeout(Duration::from_secs(3), send(&service, plan(500, None))).await });
+    let response = other.block_on(async {
+        tokio::time::timeout(Duration::from_secs(3), send(&service, plan(500, None))).await
+    });
     assert!(outcome(&response.expect("at once")).is_ok());
 }
 
@@ -360,9 +474,19 @@ fn more_is_asked_on_the_runtime_of_its_request() {
 fn more_that_is_asked_as_a_runtime_ends_is_settled() {
     for polls in 0..8 {
         let counted = Count::new();
-        let layer = RateLimitLayer::new(Slow(counted.store.clone(), 2), Global, counted.policy.clone()).cost(|_| 10);
+        let layer = RateLimitLayer::new(
+            Slow(counted.store.clone(), 2),
+            Global,
+            counted.policy.clone(),
+        )
+        .cost(|_| 10);
         let service = layer.until_body_end().layer(service_fn(more));
-        let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let runtime = || {
+            tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .unwrap()
+        };
         let first = runtime();
         first.block_on(async {
             let service = service.clone();
@@ -376,7 +500,11 @@ fn more_that_is_asked_as_a_runtime_ends_is_settled() {
             drop(send(&service, plan(0, Some(0))).await);
             sleep(Duration::from_millis(100)).await;
         });
-        assert!([0, 7, 10, 510].contains(&counted.charged()), "{} after {polls}", counted.charged());
+        assert!(
+            [0, 7, 10, 510].contains(&counted.charged()),
+            "{} after {polls}",
+            counted.charged()
+        );
         assert_ne!(counted.charged(), 500, "{polls}");
     }
 }
@@ -384,15 +512,26 @@ fn more_that_is_asked_as_a_runtime_ends_is_settled() {
 /// The handler does not wait for the answer: the request costs what the head has told.
 #[tokio::test(start_paused = true)]
 async fn a_grant_after_the_head_is_settled() {
-    for (settlement, cost) in [(Settlement::Keep, 510), (Settlement::Refund, 0), (Settlement::Cost(40), 40)] {
+    for (settlement, cost) in [
+        (Settlement::Keep, 510),
+        (Settlement::Refund, 0),
+        (Settlement::Cost(40), 40),
+    ] {
         let counted = Count::new();
-        let layer = RateLimitLayer::new(Slow(counted.store.clone(), 3), Global, counted.policy.clone());
-        let service = layer.cost(|_| 10).settle(move |_| settlement).layer(service_fn(async |request| {
-            let request: Request<String> = request;
-            let charge = request.extensions().get::<Charge>().unwrap();
-            assert!(charge.reserve(500).now_or_never().is_none());
-            Ok::<_, Infallible>(Response::new(String::new()))
-        }));
+        let layer = RateLimitLayer::new(
+            Slow(counted.store.clone(), 3),
+            Global,
+            counted.policy.clone(),
+        );
+        let service = layer
+            .cost(|_| 10)
+            .settle(move |_| settlement)
+            .layer(service_fn(async |request| {
+                let request: Request<String> = request;
+                let charge = request.extensions().get::<Charge>().unwrap();
+                assert!(charge.reserve(500).now_or_never().is_none());
+                Ok::<_, Infallible>(Response::new(String::new()))
+            }));
         drop(send(&service, request("alice")).await);
         sleep(Duration::from_secs(1)).await;
         assert_eq!(counted.charged(), cost, "{settlement:?}");

@@ -20,20 +20,34 @@ use super::*;
 /// Counts 3 by its handle, and answers.
 async fn three(request: Request<String>) -> Result<Response<String>, Infallible> {
     yield_now().await;
-    request.extensions().get::<Charge>().expect("a handle").add(3);
+    request
+        .extensions()
+        .get::<Charge>()
+        .expect("a handle")
+        .add(3);
     Ok(Response::new(String::new()))
 }
 
 fn tried<B>(response: &Response<B>) -> Vec<u32> {
     let dry: &DryRun = response.extensions().get().expect("a dry run");
-    dry.decisions().iter().map(|decision| decision.remaining()).collect()
+    dry.decisions()
+        .iter()
+        .map(|decision| decision.remaining())
+        .collect()
 }
 
 #[tokio::test]
 async fn a_dry_run_settles_as_if_enforced() {
-    for (settlement, cost) in [(Settlement::Refund, 0), (Settlement::Cost(70), 70), (Settlement::AtEnd, 3)] {
+    for (settlement, cost) in [
+        (Settlement::Refund, 0),
+        (Settlement::Cost(70), 70),
+        (Settlement::AtEnd, 3),
+    ] {
         let count = Count::new();
-        let service = count.settling(settlement).dry_run().layer(service_fn(three));
+        let service = count
+            .settling(settlement)
+            .dry_run()
+            .layer(service_fn(three));
         let response = send(&service, request("alice")).await;
         assert_eq!(tried(&response), [990]);
         assert!(decision(&response).is_none());
@@ -44,14 +58,25 @@ async fn a_dry_run_settles_as_if_enforced() {
 
 #[tokio::test]
 async fn shadows_settle_as_if_enforced() {
-    for (settlement, cost) in [(Settlement::Refund, 0), (Settlement::Cost(70), 70), (Settlement::AtEnd, 3)] {
+    for (settlement, cost) in [
+        (Settlement::Refund, 0),
+        (Settlement::Cost(70), 70),
+        (Settlement::AtEnd, 3),
+    ] {
         let count = Count::new();
         let layer = count.layer().shadow(quota("new", "500/d"));
-        let service = layer.clone().settle(move |_| settlement).layer(service_fn(three));
+        let service = layer
+            .clone()
+            .settle(move |_| settlement)
+            .layer(service_fn(three));
         drop(send(&service, request("alice")).await);
         assert_eq!(count.charged(), cost, "{settlement:?}");
         let look = layer.cost(|_| 0).layer(service_fn(hello::<String>));
-        assert_eq!(tried(&send(&look, request("alice")).await), [500 - cost], "{settlement:?}");
+        assert_eq!(
+            tried(&send(&look, request("alice")).await),
+            [500 - cost],
+            "{settlement:?}"
+        );
     }
 }
 
@@ -64,16 +89,28 @@ async fn the_handle_returns_dry_run_reservations() {
         charge.set(charge.reserved() / 2);
         Ok::<_, Infallible>(Response::new(String::new()))
     });
-    drop(send(&count.settling(Settlement::AtEnd).dry_run().layer(half), request("alice")).await);
+    drop(
+        send(
+            &count.settling(Settlement::AtEnd).dry_run().layer(half),
+            request("alice"),
+        )
+        .await,
+    );
     assert_eq!(count.charged(), 5);
 }
 
 /// The head of the response is there first.
 #[tokio::test]
 async fn a_late_shadow_is_settled_too() {
-    for (settlement, cost) in [(Settlement::Refund, 0), (Settlement::Cost(7), 7), (Settlement::AtEnd, 3)] {
+    for (settlement, cost) in [
+        (Settlement::Refund, 0),
+        (Settlement::Cost(7), 7),
+        (Settlement::AtEnd, 3),
+    ] {
         let (store, mut questions) = manual_store();
-        let layer = RateLimitLayer::new(store, Global, quota("test", "1000/d")).dry_run().cost(|_| 10);
+        let layer = RateLimitLayer::new(store, Global, quota("test", "1000/d"))
+            .dry_run()
+            .cost(|_| 10);
         let service = layer.settle(move |_| settlement).layer(service_fn(three));
         let response = tokio::spawn(service.oneshot(request("alice")));
         let taken = questions.recv().await.unwrap();
@@ -85,7 +122,11 @@ async fn a_late_shadow_is_settled_too() {
         taken.allow();
         drop(response.await.unwrap().unwrap());
         let back = questions.recv().await.unwrap();
-        assert_eq!((back.check.mode(), back.check.cost()), (Mode::Refund, 10 - cost), "{settlement:?}");
+        assert_eq!(
+            (back.check.mode(), back.check.cost()),
+            (Mode::Refund, 10 - cost),
+            "{settlement:?}"
+        );
         back.allow();
     }
 }
@@ -93,7 +134,11 @@ async fn a_late_shadow_is_settled_too() {
 #[tokio::test]
 async fn dry_run_denials_reserve_nothing() {
     let count = Count::new();
-    let service = count.settling(Settlement::Cost(3)).cost(|_| 1_001).dry_run().layer(service_fn(three));
+    let service = count
+        .settling(Settlement::Cost(3))
+        .cost(|_| 1_001)
+        .dry_run()
+        .layer(service_fn(three));
     drop(send(&service, request("alice")).await);
     assert_eq!(count.charged(), 0);
 }
@@ -104,11 +149,18 @@ async fn several_policies_settle_alike() {
     let other = quota("other", "200/d");
     let both = Policies::new([count.policy.clone(), other.clone()]).unwrap();
     for (cost, charged_by_now) in [(0, 0), (10, 10), (25, 35), (4, 39)] {
-        let layer = RateLimitLayer::new(count.store.clone(), Global, both.clone()).cost(|_| 10).decision_in_response();
-        let service = layer.settle(move |_| Settlement::Cost(cost)).layer(service_fn(three));
+        let layer = RateLimitLayer::new(count.store.clone(), Global, both.clone())
+            .cost(|_| 10)
+            .decision_in_response();
+        let service = layer
+            .settle(move |_| Settlement::Cost(cost))
+            .layer(service_fn(three));
         let response = send(&service, request("alice")).await;
         let decided = decision(&response).unwrap();
-        assert_eq!((decided.policy().name(), decided.remaining()), ("other", 200 - charged_by_now));
+        assert_eq!(
+            (decided.policy().name(), decided.remaining()),
+            ("other", 200 - charged_by_now)
+        );
         let each = [count.charged(), charged(&count.store, Key::GLOBAL, &other)];
         assert_eq!(each, [charged_by_now; 2]);
     }
@@ -127,7 +179,10 @@ async fn settlement_uses_the_policies_of_the_request() {
     let mut paying = request("alice");
     paying.extensions_mut().insert(Tier::new("pro"));
     drop(send(&service, paying).await);
-    assert_eq!((count.charged(), charged(&count.store, Key::GLOBAL, &pro)), (3, 3));
+    assert_eq!(
+        (count.charged(), charged(&count.store, Key::GLOBAL, &pro)),
+        (3, 3)
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -135,16 +190,26 @@ async fn a_request_that_waited_is_settled() {
     let store = LocalStore::default();
     let policy = quota("test", "10/m");
     let layer = RateLimitLayer::new(store.clone(), Global, policy.clone()).cost(|_| 10);
-    let service = layer.wait(Duration::from_secs(90)).until_body_end().layer(service_fn(three));
+    let service = layer
+        .wait(Duration::from_secs(90))
+        .until_body_end()
+        .layer(service_fn(three));
     let first = send(&service, request("alice"));
     let second = async {
         yield_now().await;
         service.clone().oneshot(request("alice")).await.unwrap()
     };
     let (first, second) = join(first, second).await;
-    assert_eq!([first.status().as_u16(), second.status().as_u16()], [200, 200]);
+    assert_eq!(
+        [first.status().as_u16(), second.status().as_u16()],
+        [200, 200]
+    );
     drop(first);
-    assert_eq!(charged(&store, Key::GLOBAL, &policy), 10, "that of the first one was of another minute");
+    assert_eq!(
+        charged(&store, Key::GLOBAL, &policy),
+        10,
+        "that of the first one was of another minute"
+    );
     drop(second);
     assert_eq!(charged(&store, Key::GLOBAL, &policy), 3);
 }
@@ -158,7 +223,10 @@ async fn a_permit_held_for_long_is_settled() {
     assert!(store.check(take).await.unwrap().is_allowed());
     let layer = RateLimitLayer::new(store.clone(), Global, policy.clone()).cost(|_| 10);
     let (inner, mut handle) = tower_test::mock::pair::<Request<String>, Response<String>>();
-    let mut service = layer.wait(Duration::from_secs(90)).settle(|_| Settlement::Refund).layer(inner);
+    let mut service = layer
+        .wait(Duration::from_secs(90))
+        .settle(|_| Settlement::Refund)
+        .layer(inner);
     handle.allow(1);
     let response = service.ready().await.unwrap().call(request("alice"));
     handle.allow(0);
@@ -166,7 +234,12 @@ async fn a_permit_held_for_long_is_settled() {
         sleep(Duration::from_secs(100)).await;
         assert_eq!(charged(&store, Key::GLOBAL, &policy), 10);
         handle.allow(1);
-        handle.next_request().await.unwrap().1.send_response(Response::new(String::new()));
+        handle
+            .next_request()
+            .await
+            .unwrap()
+            .1
+            .send_response(Response::new(String::new()));
     };
     assert_eq!(join(response, serves).await.0.unwrap().status(), 200);
     assert_eq!(charged(&store, Key::GLOBAL, &policy), 0);
@@ -178,11 +251,20 @@ async fn one_handle_counts_for_all_layers() {
     let service = inner.settling(Settlement::AtEnd).layer(service_fn(three));
     // One that settles nothing is in nobody's way.
     let service = middle.layer().layer(service);
-    let service = outer.settling(Settlement::AtEnd).cost(|_| 20).layer(service);
+    let service = outer
+        .settling(Settlement::AtEnd)
+        .cost(|_| 20)
+        .layer(service);
     let response = send(&service, request("alice")).await;
-    assert_eq!([inner.charged(), middle.charged(), outer.charged()], [10, 10, 20]);
+    assert_eq!(
+        [inner.charged(), middle.charged(), outer.charged()],
+        [10, 10, 20]
+    );
     drop(response);
-    assert_eq!([inner.charged(), middle.charged(), outer.charged()], [3, 10, 3]);
+    assert_eq!(
+        [inner.charged(), middle.charged(), outer.charged()],
+        [3, 10, 3]
+    );
 }
 
 /// An outer layer answers in place of the inner one.
@@ -190,7 +272,10 @@ async fn one_handle_counts_for_all_layers() {
 async fn outer_denials_have_a_body_too() {
     let (inner, outer) = (Count::new(), Count::new());
     let service = inner.settling(Settlement::AtEnd).layer(service_fn(three));
-    let service = outer.settling(Settlement::Keep).cost(|_| 600).layer(service);
+    let service = outer
+        .settling(Settlement::Keep)
+        .cost(|_| 600)
+        .layer(service);
     assert_eq!(send(&service, request("alice")).await.status(), 200);
     let denied = send(&service, request("alice")).await;
     assert_eq!(denied.status(), 429);
@@ -206,7 +291,8 @@ fn plain(rejection: Rejection<'_>) -> Response<String> {
 async fn settings_before_and_after_are_kept() {
     let count = Count::new();
     let key = || HeaderKey::new(USER).unwrap();
-    let layer = RateLimitLayer::new(count.store.clone(), key(), count.policy.clone()).decision_in_response();
+    let layer = RateLimitLayer::new(count.store.clone(), key(), count.policy.clone())
+        .decision_in_response();
     let before = layer
         .clone()
         .cost(|_| 10)
@@ -221,9 +307,21 @@ async fn settings_before_and_after_are_kept() {
     for (user, layer) in [("alice", before), ("bob", after)] {
         let service = layer.layer(service_fn(hello::<String>));
         assert_eq!(text(send(&service, request(user)).await).await, "hello");
-        assert_eq!(decision(&send(&service, request(user)).await).unwrap().remaining(), 0);
-        assert!(text(send(&service, request(user)).await).await.contains("is used up"));
-        let health = Request::builder().uri("/health").body(String::new()).unwrap();
+        assert_eq!(
+            decision(&send(&service, request(user)).await)
+                .unwrap()
+                .remaining(),
+            0
+        );
+        assert!(
+            text(send(&service, request(user)).await)
+                .await
+                .contains("is used up")
+        );
+        let health = Request::builder()
+            .uri("/health")
+            .body(String::new())
+            .unwrap();
         assert_eq!(text(send(&service, health).await).await, "hello");
     }
 }
@@ -263,7 +361,10 @@ async fn failed_settlements_are_reported() {
         let (store, failures) = (settles_not(error), Failures::default());
         let layer = RateLimitLayer::new(store.clone(), Global, quota("test", "10/m")).cost(|_| 10);
         // The observer that is set last is notified.
-        let layer = layer.observer(()).settle(move |_| Settlement::Cost(cost)).observer(failures.clone());
+        let layer = layer
+            .observer(())
+            .settle(move |_| Settlement::Cost(cost))
+            .observer(failures.clone());
         drop(send(&layer.layer(service_fn(three)), request("alice")).await);
         sleep(Duration::from_secs(90)).await;
         let asked = store.asked().len() - 1;
@@ -277,13 +378,23 @@ async fn settlements_during_an_outage_are_sent_later() {
     let store = settles_not(StoreError::new(ErrorKind::Unreachable).unsent());
     let failures = Failures::default();
     let layer = RateLimitLayer::new(store.clone(), Global, quota("test", "10/h")).cost(|_| 10);
-    let service = layer.observer(failures.clone()).settle(|_| Settlement::Cost(12)).layer(service_fn(three));
+    let service = layer
+        .observer(failures.clone())
+        .settle(|_| Settlement::Cost(12))
+        .layer(service_fn(three));
     drop(send(&service, request("alice")).await);
     sleep(Duration::from_secs(600)).await;
     store.allow();
     let tries = store.asked().len();
     sleep(Duration::from_secs(5)).await;
     let asked = store.asked();
-    assert_eq!((asked.len(), failures.0.load(Relaxed)), (tries + 1, 0), "once");
-    assert_eq!((asked[tries].mode(), asked[tries].cost()), (Mode::Charge, 2));
+    assert_eq!(
+        (asked.len(), failures.0.load(Relaxed)),
+        (tries + 1, 0),
+        "once"
+    );
+    assert_eq!(
+        (asked[tries].mode(), asked[tries].cost()),
+        (Mode::Charge, 2)
+    );
 }

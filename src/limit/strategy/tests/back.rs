@@ -21,7 +21,10 @@ type Granted = Vec<(i64, i64)>;
 
 /// The states of a caller who was charged only what was real, each at its time.
 fn counterfactual(policies: &Policies, granted: &Granted) -> Vec<State> {
-    let mut states: Vec<_> = policies.iter().map(|policy| State::fresh(policy.kind())).collect();
+    let mut states: Vec<_> = policies
+        .iter()
+        .map(|policy| State::fresh(policy.kind()))
+        .collect();
     for (at, real) in granted.iter().filter(|(_, real)| *real > 0) {
         for (policy, state) in policies.iter().zip(&mut states) {
             Mode::Charge.count(policy, state, *real, *at);
@@ -44,7 +47,11 @@ fn reserve_and_refund(
     compare: impl Fn(i64, i64, &dyn Fn() -> String),
 ) {
     let mut given = vec![];
-    for (seed, &strategy) in Strategy::ALL.iter().enumerate().filter(|(_, strategy)| strategies(**strategy)) {
+    for (seed, &strategy) in Strategy::ALL
+        .iter()
+        .enumerate()
+        .filter(|(_, strategy)| strategies(**strategy))
+    {
         let mut rng = Rng::with_seed(seed as u64);
         let (mut back, mut late) = (0, 0);
         for _ in 0..400 {
@@ -53,28 +60,65 @@ fn reserve_and_refund(
                 Policy::new(name, strategy, quota(&mut rng, strategy)).unwrap()
             };
             let policies = Policies::new([policy("one"), policy("two")]).unwrap();
-            let policies = if rng.bool() { policies } else { Policies::from(policies[0].clone()) };
-            let mut states: Vec<_> = policies.iter().map(|policy| State::fresh(policy.kind())).collect();
-            let (mut now, mut granted, mut open): (i64, Granted, Vec<Reservation>) = (START, vec![], vec![]);
-            let capacity = policies.iter().map(|policy| policy.quota().capacity()).min().unwrap();
+            let policies = if rng.bool() {
+                policies
+            } else {
+                Policies::from(policies[0].clone())
+            };
+            let mut states: Vec<_> = policies
+                .iter()
+                .map(|policy| State::fresh(policy.kind()))
+                .collect();
+            let (mut now, mut granted, mut open): (i64, Granted, Vec<Reservation>) =
+                (START, vec![], vec![]);
+            let capacity = policies
+                .iter()
+                .map(|policy| policy.quota().capacity())
+                .min()
+                .unwrap();
             let mut reset = 1;
             for _ in 0..60 {
-                now += [0, 0, 1, rng.i64(0..=reset / 8), rng.i64(0..=reset / 2), rng.i64(0..=reset)][rng.usize(..6)];
+                now += [
+                    0,
+                    0,
+                    1,
+                    rng.i64(0..=reset / 8),
+                    rng.i64(0..=reset / 2),
+                    rng.i64(0..=reset),
+                ][rng.usize(..6)];
                 if rng.bool() || open.is_empty() {
-                    let cost = if rng.bool() { rng.u32(1..=capacity) } else { rng.u32(1..=capacity.div_ceil(8)) };
+                    let cost = if rng.bool() {
+                        rng.u32(1..=capacity)
+                    } else {
+                        rng.u32(1..=capacity.div_ceil(8))
+                    };
                     let check = Check::take(Key::GLOBAL, &policies, cost);
                     let verdicts = check.decide(&mut states, now);
-                    reset = verdicts.each.iter().map(|verdict| verdict.reset).max().unwrap();
+                    reset = verdicts
+                        .each
+                        .iter()
+                        .map(|verdict| verdict.reset)
+                        .max()
+                        .unwrap();
                     let decision = check.answer(verdicts, Source::Local);
                     if decision.is_allowed() {
-                        open.push(Reservation { decision, at: now, place: granted.len() });
+                        open.push(Reservation {
+                            decision,
+                            at: now,
+                            place: granted.len(),
+                        });
                         granted.push((now, cost.into()));
                     }
                 } else {
-                    let Reservation { decision, at, place } = open.swap_remove(rng.usize(..open.len()));
+                    let Reservation {
+                        decision,
+                        at,
+                        place,
+                    } = open.swap_remove(rng.usize(..open.len()));
                     let cost = rng.u32(0..=decision.granted());
                     granted[place].1 -= i64::from(cost);
-                    let age = Duration::from_micros((now - at) as u64).mul_f64(1.0 + longer * rng.f64());
+                    let age =
+                        Duration::from_micros((now - at) as u64).mul_f64(1.0 + longer * rng.f64());
                     let check = decision.refund(Key::GLOBAL, cost, age).next();
                     late += u32::from(check.is_none() && cost > 0);
                     back += check.map_or(0, |check| check.decide(&mut states, now).granted);
@@ -82,9 +126,12 @@ fn reserve_and_refund(
                 let real = counterfactual(&policies, &granted);
                 for (i, policy) in policies.iter().enumerate() {
                     for at in [now, now + rng.i64(0..=reset), now + reset] {
-                        let [ours, real] = [&states[i], &real[i]].map(|state| preview(state, policy.params(), at).room);
+                        let [ours, real] = [&states[i], &real[i]]
+                            .map(|state| preview(state, policy.params(), at).room);
                         compare(ours, real, &|| {
-                            format!("seed {seed}, {policy:?}: {ours} is left at {at}, {real} really; {granted:?}")
+                            format!(
+                                "seed {seed}, {policy:?}: {ours} is left at {at}, {real} really; {granted:?}"
+                            )
                         });
                     }
                 }
@@ -92,26 +139,40 @@ fn reserve_and_refund(
         }
         given.push((strategy, back, late));
     }
-    assert!(given.iter().all(|(_, back, late)| *back > 1_000 && *late > 10), "{given:?}");
+    assert!(
+        given
+            .iter()
+            .all(|(_, back, late)| *back > 1_000 && *late > 10),
+        "{given:?}"
+    );
 }
 
 #[test]
 fn a_refund_never_frees_too_much() {
     for longer in [0.0, 0.5] {
-        reserve_and_refund(is_monotone, longer, |ours, real, context| assert!(ours <= real, "{}", context()));
+        reserve_and_refund(is_monotone, longer, |ours, real, context| {
+            assert!(ours <= real, "{}", context())
+        });
     }
 }
 
 #[test]
 fn windows_and_logs_refund_the_whole_difference() {
-    reserve_and_refund(is_exact, 0.0, |ours, real, context| assert!(ours >= real, "{}", context()));
+    reserve_and_refund(is_exact, 0.0, |ours, real, context| {
+        assert!(ours >= real, "{}", context())
+    });
 }
 
 /// When something is asked, how much, and how much of it is refunded later.
 type Asked = (i64, u32, u32);
 
 /// How many were denied that would give something back, and that would give nothing back; and the sum of what was kept.
-fn settled_later(strategy: Strategy, quota: Quota, asked: impl Iterator<Item = Asked>, later: i64) -> ([u32; 2], u64) {
+fn settled_later(
+    strategy: Strategy,
+    quota: Quota,
+    asked: impl Iterator<Item = Asked>,
+    later: i64,
+) -> ([u32; 2], u64) {
     let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
     let mut state = [State::fresh(strategy)];
     let mut open: VecDeque<(i64, Decision, u32)> = VecDeque::new();
@@ -142,14 +203,21 @@ const SECOND: i64 = 1_000_000;
 #[test]
 fn a_right_password_is_never_denied() {
     let mut locked_out = vec![];
-    for strategy in Strategy::ALL.iter().copied().chain([Strategy::SlidingWindow { cells: 60 }]) {
+    for strategy in Strategy::ALL
+        .iter()
+        .copied()
+        .chain([Strategy::SlidingWindow { cells: 60 }])
+    {
         // One each 10 s for 3 hours: wrong is the first of each ten minutes.
         let asked = (0..1_080).map(|i| (START + 10 * i * SECOND, 1, u32::from(i % 60 != 0)));
         let ([right, wrong], _) = settled_later(strategy, Quota::per_minute(5), asked, SECOND / 10);
         println!("{strategy:?}: {right} right passwords denied, {wrong} wrong ones");
         locked_out.extend((right + wrong > 0).then_some((strategy, right, wrong)));
     }
-    assert!(locked_out.is_empty(), "denied right and wrong passwords: {locked_out:?}");
+    assert!(
+        locked_out.is_empty(),
+        "denied right and wrong passwords: {locked_out:?}"
+    );
 }
 
 /// Who reserves five times what is needed can use as much of the quota as who charges what is needed, but for what is under
@@ -165,7 +233,10 @@ fn excess_reservations_do_not_exhaust_the_quota() {
             settled_later(strategy, Quota::per_minute(60_000), asked, SECOND / 10).1 as f64
         };
         let share = used(500) / used(100);
-        println!("{strategy:?}: {:.1} % of the quota is usable", 100.0 * share);
+        println!(
+            "{strategy:?}: {:.1} % of the quota is usable",
+            100.0 * share
+        );
         unused.extend((share < 0.97).then_some((strategy, share)));
     }
     assert!(unused.is_empty(), "usable parts of the quota: {unused:?}");
@@ -175,11 +246,18 @@ fn excess_reservations_do_not_exhaust_the_quota() {
 /// refunded has begun them.
 #[test]
 fn refunds_keep_each_window_within_limit() {
-    for strategy in Strategy::ALL.iter().copied().filter(|strategy| !is_monotone(*strategy)) {
+    for strategy in Strategy::ALL
+        .iter()
+        .copied()
+        .filter(|strategy| !is_monotone(*strategy))
+    {
         let mut rng = Rng::with_seed(7);
         let mut back = 0;
         for _ in 0..400 {
-            let quota = Quota::per(rng.u32(1..50), Duration::from_micros(rng.u64(10..1_000_000)));
+            let quota = Quota::per(
+                rng.u32(1..50),
+                Duration::from_micros(rng.u64(10..1_000_000)),
+            );
             let (limit, period) = (i64::from(quota.limit()), quota.period().as_micros() as i64);
             let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
             let mut state = [State::fresh(strategy)];
@@ -187,18 +265,30 @@ fn refunds_keep_each_window_within_limit() {
             // By when the window ends, or the bucket is refilled: what was kept.
             let mut kept: BTreeMap<i64, i64> = BTreeMap::new();
             for _ in 0..60 {
-                now += [0, 1, rng.i64(0..=period / 8), rng.i64(0..=period / 2), rng.i64(0..=period)][rng.usize(..5)];
+                now += [
+                    0,
+                    1,
+                    rng.i64(0..=period / 8),
+                    rng.i64(0..=period / 2),
+                    rng.i64(0..=period),
+                ][rng.usize(..5)];
                 if rng.bool() || open.is_empty() {
                     let check = Check::take(Key::GLOBAL, &policies, rng.u32(1..=quota.limit()));
                     let verdicts = check.decide(&mut state, now);
                     let decision = check.answer(verdicts, Source::Local);
                     if decision.is_allowed() {
-                        *kept.entry(now + decision.verdicts().next().unwrap().1.reset).or_default() +=
-                            i64::from(decision.granted());
-                        open.push(Reservation { decision, at: now, place: 0 });
+                        *kept
+                            .entry(now + decision.verdicts().next().unwrap().1.reset)
+                            .or_default() += i64::from(decision.granted());
+                        open.push(Reservation {
+                            decision,
+                            at: now,
+                            place: 0,
+                        });
                     }
                 } else {
-                    let Reservation { decision, at, .. } = open.swap_remove(rng.usize(..open.len()));
+                    let Reservation { decision, at, .. } =
+                        open.swap_remove(rng.usize(..open.len()));
                     let cost = rng.u32(0..=decision.granted());
                     let end = at + decision.verdicts().next().unwrap().1.reset;
                     kept.entry(end).and_modify(|kept| *kept -= i64::from(cost));
@@ -208,7 +298,11 @@ fn refunds_keep_each_window_within_limit() {
                     }
                 }
             }
-            assert!(kept.values().all(|kept| *kept <= limit), "{:?}: {kept:?}", policies[0]);
+            assert!(
+                kept.values().all(|kept| *kept <= limit),
+                "{:?}: {kept:?}",
+                policies[0]
+            );
         }
         assert!(back > 1_000, "{strategy:?}: {back}");
     }
@@ -222,12 +316,18 @@ fn an_immediate_refund_restores_the_excess() {
         let mut rng = Rng::with_seed(seed as u64);
         for _ in 0..200 {
             let strategy = vary(&mut rng, strategy);
-            let policies: Policies = Policy::new("p", strategy, Quota::per_minute(1_000)).unwrap().into();
+            let policies: Policies = Policy::new("p", strategy, Quota::per_minute(1_000))
+                .unwrap()
+                .into();
             let params = policies[0].params();
             let mut state = [State::fresh(strategy)];
             // The clock's windows begin in it.
             let now = START - START.rem_euclid(60_000_000) + rng.i64(0..60_000_000);
-            let age = if rng.bool() { 0 } else { rng.i64(0..90_000_000) };
+            let age = if rng.bool() {
+                0
+            } else {
+                rng.i64(0..90_000_000)
+            };
             let count = if age == 0 { rng.usize(1..20) } else { 1 };
             let mut open = vec![];
             for _ in 0..count {
@@ -240,12 +340,16 @@ fn an_immediate_refund_restores_the_excess() {
             for decision in open {
                 let cost = rng.u32(0..=decision.granted());
                 real.push((now, i64::from(decision.granted() - cost)));
-                if let Some(check) = decision.refund(Key::GLOBAL, cost, Duration::from_micros(age as u64)).next() {
+                if let Some(check) = decision
+                    .refund(Key::GLOBAL, cost, Duration::from_micros(age as u64))
+                    .next()
+                {
                     check.decide(&mut state, now + age);
                 }
             }
             let real = counterfactual(&policies, &real);
-            let [ours, real] = [&state[0], &real[0]].map(|state| preview(state, params, now + age).room);
+            let [ours, real] =
+                [&state[0], &real[0]].map(|state| preview(state, params, now + age).room);
             assert_eq!(ours, real, "seed {seed}, {:?} {age} us later", policies[0]);
         }
     }
@@ -255,8 +359,9 @@ fn an_immediate_refund_restores_the_excess() {
 fn a_reset_allows_at_most_twice_capacity() {
     let mut rng = Rng::with_seed(5);
     for (&strategy, reset_at) in Strategy::ALL.iter().zip([10, 20, 40].into_iter().cycle()) {
-        let policies =
-            Policies::from(Policy::new("api", strategy, Quota::per(20, Duration::from_secs(3_600))).unwrap());
+        let policies = Policies::from(
+            Policy::new("api", strategy, Quota::per(20, Duration::from_secs(3_600))).unwrap(),
+        );
         let (mut states, mut open, mut used) = ([State::fresh(strategy)], vec![], 0);
         let mut most = 0;
         for step in 0..400 {
@@ -273,7 +378,9 @@ fn a_reset_allows_at_most_twice_capacity() {
             } else {
                 let decision = open.swap_remove(rng.usize(..open.len()));
                 let cost = rng.u32(0..=decision.granted());
-                decision.refund(Key::GLOBAL, cost, Duration::ZERO).for_each(|check| drop(decide(check)));
+                decision
+                    .refund(Key::GLOBAL, cost, Duration::ZERO)
+                    .for_each(|check| drop(decide(check)));
                 used -= cost;
             }
             most = most.max(used);

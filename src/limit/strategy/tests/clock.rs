@@ -5,8 +5,13 @@ use super::*;
 fn a_backward_clock_locks_nobody_out() {
     let mut rng = Rng::with_seed(0);
     // With some charges that have flowed back by then, or with none.
-    for (&strategy, before) in Strategy::ALL.iter().flat_map(|strategy| [(strategy, 0), (strategy, 25)]) {
-        let policies: Policies = Policy::new("p", vary(&mut rng, strategy), Quota::per_second(10)).unwrap().into();
+    for (&strategy, before) in Strategy::ALL
+        .iter()
+        .flat_map(|strategy| [(strategy, 0), (strategy, 25)])
+    {
+        let policies: Policies = Policy::new("p", vary(&mut rng, strategy), Quota::per_second(10))
+            .unwrap()
+            .into();
         let (policy, mut now) = (&policies[0], 1_790_000_000_000_000);
         let mut state = [State::fresh(policy.kind())];
         let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
@@ -14,19 +19,32 @@ fn a_backward_clock_locks_nobody_out() {
             take(1).decide(&mut state, now);
             now += 100_000;
         }
-        let rest = Check::up_to(Key::GLOBAL, &policies, 10).decide(&mut state, now).granted;
+        let rest = Check::up_to(Key::GLOBAL, &policies, 10)
+            .decide(&mut state, now)
+            .granted;
         assert!(rest == 10 || before > 0);
         // An hour back, as after a failover to another host.
         now -= 3_600_000_000;
         let verdicts = take(1).decide(&mut state, now);
-        assert_eq!(verdicts.granted, 0, "{policy:?}: a clock gave a fresh start");
-        assert!(verdicts.first().wait <= 2_000_000, "{policy:?}: {:?}", verdicts.first());
+        assert_eq!(
+            verdicts.granted, 0,
+            "{policy:?}: a clock gave a fresh start"
+        );
+        assert!(
+            verdicts.first().wait <= 2_000_000,
+            "{policy:?}: {:?}",
+            verdicts.first()
+        );
         for _ in 0..3 {
             now += 1_000_000;
             take(1).decide(&mut state, now);
         }
         now += 2_000_000;
-        assert_eq!(take(10).decide(&mut state, now).granted, 10, "{policy:?} is locked out");
+        assert_eq!(
+            take(10).decide(&mut state, now).granted,
+            10,
+            "{policy:?} is locked out"
+        );
     }
 }
 
@@ -34,8 +52,13 @@ fn a_backward_clock_locks_nobody_out() {
 #[test]
 fn a_small_step_back_moves_later_charges() {
     const START: i64 = 1_790_000_000_000_000;
-    for strategy in [Strategy::SlidingLog, Strategy::SlidingWindow { cells: 1000 }] {
-        let policies: Policies = Policy::new("p", strategy, Quota::per_second(1000)).unwrap().into();
+    for strategy in [
+        Strategy::SlidingLog,
+        Strategy::SlidingWindow { cells: 1000 },
+    ] {
+        let policies: Policies = Policy::new("p", strategy, Quota::per_second(1000))
+            .unwrap()
+            .into();
         let mut state = [State::fresh(strategy)];
         let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
         // One every millisecond, then a step back of 1 ms.
@@ -45,7 +68,10 @@ fn a_small_step_back_moves_later_charges() {
         let now = START + 998_000;
         for _ in 0..2 {
             let wait = take(1).decide(&mut state, now).first().wait;
-            assert!((1..=3_000).contains(&wait), "{strategy:?}: a wait of {wait} us for the first of them");
+            assert!(
+                (1..=3_000).contains(&wait),
+                "{strategy:?}: a wait of {wait} us for the first of them"
+            );
         }
         // All is as it would have been, but for that last millisecond.
         for left in [1000, 999, 500, 100, 2] {
@@ -57,7 +83,10 @@ fn a_small_step_back_moves_later_charges() {
             );
         }
         let (clone, reset) = (state.clone(), take(0).decide(&mut state, now).first().reset);
-        assert!((1_000_000..=1_002_000).contains(&reset), "{strategy:?}: fresh after {reset} us");
+        assert!(
+            (1_000_000..=1_002_000).contains(&reset),
+            "{strategy:?}: fresh after {reset} us"
+        );
         // What is charged meanwhile counts from now on, and what comes later follows it.
         for at in [now + 3_000, now + 5_000] {
             assert_eq!(take(1).decide(&mut state, at).granted, 1, "{strategy:?}");

@@ -30,7 +30,12 @@ fn every_strategy_is_its_definition() {
                 let expected = before.allows(cost.into(), now.into());
                 let verdicts = Check::take(Key::GLOBAL, &policies, cost).decide(&mut state, now);
                 let verdict = *verdicts.first();
-                assert_eq!(verdict.wait == 0, expected, "{context}: cost {cost} at {now}, {:?}", before.grants);
+                assert_eq!(
+                    verdict.wait == 0,
+                    expected,
+                    "{context}: cost {cost} at {now}, {:?}",
+                    before.grants
+                );
                 if expected {
                     assert_eq!(verdicts.granted, i64::from(cost), "{context}");
                     if cost > 0 {
@@ -41,27 +46,60 @@ fn every_strategy_is_its_definition() {
                 } else {
                     denied += 1;
                     let retry = now + verdict.wait;
-                    assert_eq!(take(&state, cost, retry).granted, i64::from(cost), "{context}: not at {retry}");
-                    assert_eq!(take(&state, cost, retry - 1).granted, 0, "{context}: before {retry}");
+                    assert_eq!(
+                        take(&state, cost, retry).granted,
+                        i64::from(cost),
+                        "{context}: not at {retry}"
+                    );
+                    assert_eq!(
+                        take(&state, cost, retry - 1).granted,
+                        0,
+                        "{context}: before {retry}"
+                    );
                     times.push(verdict.wait);
                 }
 
                 let remaining = i128::from(verdict.remaining);
-                assert!(model.allows(remaining, now.into()) || remaining == 0, "{context}: {remaining} remain");
-                assert!(!model.allows(remaining + 1, now.into()), "{context}: more than {remaining} remain");
+                assert!(
+                    model.allows(remaining, now.into()) || remaining == 0,
+                    "{context}: {remaining} remain"
+                );
+                assert!(
+                    !model.allows(remaining + 1, now.into()),
+                    "{context}: more than {remaining} remain"
+                );
 
                 let seen = |at: i64| {
-                    (preview(&state[0], params, at).registers, preview(&State::fresh(strategy), params, at).registers)
+                    (
+                        preview(&state[0], params, at).registers,
+                        preview(&State::fresh(strategy), params, at).registers,
+                    )
                 };
                 let (registers, fresh) = seen(now + verdict.reset);
-                assert_eq!(registers, fresh, "{context}: not fresh after {}", verdict.reset);
+                assert_eq!(
+                    registers, fresh,
+                    "{context}: not fresh after {}",
+                    verdict.reset
+                );
                 if verdict.reset > 0 {
                     let (registers, fresh) = seen(now + verdict.reset - 1);
-                    assert_ne!(registers, fresh, "{context}: fresh before {}", verdict.reset);
+                    assert_ne!(
+                        registers, fresh,
+                        "{context}: fresh before {}",
+                        verdict.reset
+                    );
                 }
                 times.push(verdict.reset);
                 let time = times[rng.usize(..times.len())];
-                now += [0, 1, time, time - 1, rng.i64(0..=time.max(0)), rng.i64(0..=time / 8)][rng.usize(..6)].max(0);
+                now += [
+                    0,
+                    1,
+                    time,
+                    time - 1,
+                    rng.i64(0..=time.max(0)),
+                    rng.i64(0..=time / 8),
+                ][rng.usize(..6)]
+                .max(0);
             }
         }
         assert!(denied > 500, "seed {seed}: only {denied} denials");
@@ -80,18 +118,34 @@ fn every_rate_is_right() {
         };
         let (limit, period, burst) = (size(32) as u32, size(44), size(32) as u32);
         let quota = Quota::per(limit, Duration::from_micros(period)).burst(burst);
-        let Ok(policy) = Policy::new("p", Strategy::Gcra, quota) else { continue };
+        let Ok(policy) = Policy::new("p", Strategy::Gcra, quota) else {
+            continue;
+        };
         let params = policy.params();
         let exact = i128::from(period) * i128::from(params.ticks);
         let ours = i128::from(params.interval) * i128::from(limit);
         assert!(ours >= exact, "{quota} grants too much");
-        assert!((ours - exact) * 1000 <= exact, "{quota} is off by more than 0.1 %");
-        assert!(2 * params.full <= 1 << 52 && params.furthest < 1 << 51, "{quota} overflows");
+        assert!(
+            (ours - exact) * 1000 <= exact,
+            "{quota} is off by more than 0.1 %"
+        );
+        assert!(
+            2 * params.full <= 1 << 52 && params.furthest < 1 << 51,
+            "{quota} overflows"
+        );
     }
-    for quota in [Quota::per_second(3), Quota::per_second(300_000), Quota::per_day(1_000_000)] {
+    for quota in [
+        Quota::per_second(3),
+        Quota::per_second(300_000),
+        Quota::per_day(1_000_000),
+    ] {
         let policy = Policy::new("p", Strategy::Gcra, quota).unwrap();
         let params = policy.params();
         let (interval, limit) = (i128::from(params.interval), i128::from(quota.limit()));
-        assert_eq!(interval * limit, quota.period().as_micros() as i128 * i128::from(params.ticks), "{quota} is exact");
+        assert_eq!(
+            interval * limit,
+            quota.period().as_micros() as i128 * i128::from(params.ticks),
+            "{quota} is exact"
+        );
     }
 }

@@ -18,7 +18,17 @@ use crate::limit::{Charged, Check, Key, Mode, Outcome, Policies, Policy, Quota, 
 
 /// A state at a moment.
 fn preview(state: &State, params: &Params, now: i64) -> Preview {
-    state.preview(params, &Ask { mode: Mode::Peek, cost: 0, within: 0, of: Charged::just_now(0), slot: None, now })
+    state.preview(
+        params,
+        &Ask {
+            mode: Mode::Peek,
+            cost: 0,
+            within: 0,
+            of: Charged::just_now(0),
+            slot: None,
+            now,
+        },
+    )
 }
 
 /// All that was granted, and what the definition says of one more.
@@ -45,7 +55,11 @@ impl Model {
 
     /// The sum of what was granted at times that `counts`.
     pub(super) fn granted(&self, counts: impl Fn(i128) -> bool) -> i128 {
-        self.grants.iter().filter(|(time, _)| counts(*time)).map(|(_, cost)| cost).sum()
+        self.grants
+            .iter()
+            .filter(|(time, _)| counts(*time))
+            .map(|(_, cost)| cost)
+            .sum()
     }
 }
 
@@ -67,10 +81,12 @@ strategies!(define);
 /// The same strategy, with other parameters.
 pub(super) fn vary(rng: &mut Rng, strategy: Strategy) -> Strategy {
     match strategy {
-        Strategy::FixedWindow(Align::Clock { .. }) => {
-            Strategy::FixedWindow(Align::Clock { offset: Duration::from_micros(rng.u64(..100_000_000)) })
-        }
-        Strategy::SlidingWindow { .. } => Strategy::SlidingWindow { cells: rng.u16(1..=20) },
+        Strategy::FixedWindow(Align::Clock { .. }) => Strategy::FixedWindow(Align::Clock {
+            offset: Duration::from_micros(rng.u64(..100_000_000)),
+        }),
+        Strategy::SlidingWindow { .. } => Strategy::SlidingWindow {
+            cells: rng.u16(1..=20),
+        },
         same => same,
     }
 }
@@ -78,7 +94,10 @@ pub(super) fn vary(rng: &mut Rng, strategy: Strategy) -> Strategy {
 /// Whether a charge can never leave more room later: not where it begins a window or an interval that begins later without
 /// it. There the windows of the caller are as long as ever, but others.
 fn is_monotone(strategy: Strategy) -> bool {
-    !matches!(strategy, Strategy::FixedWindow(Align::FirstHit) | Strategy::TokenBucket(Refill::Interval))
+    !matches!(
+        strategy,
+        Strategy::FixedWindow(Align::FirstHit) | Strategy::TokenBucket(Refill::Interval)
+    )
 }
 
 /// Quotas whose intervals are whole in ticks, which most are.
@@ -90,11 +109,16 @@ fn quota(rng: &mut Rng, strategy: Strategy) -> Quota {
         3 => Quota::per_second(300_000),
         4 => Quota::per(rng.u32(1..10), Duration::from_micros(rng.u64(1..50))),
         5 => Quota::per_day(1_000_000),
-        _ => Quota::per(rng.u32(1..100), Duration::from_micros(rng.u64(1..10_000_000))),
+        _ => Quota::per(
+            rng.u32(1..100),
+            Duration::from_micros(rng.u64(1..10_000_000)),
+        ),
     };
     match strategy {
         Strategy::SlidingLog => Quota::per(quota.limit().min(sliding_log::MAX), quota.period()),
-        _ if strategy.frees().has_burst() && rng.bool() => quota.burst(rng.u32(1..=2 * quota.limit())),
+        _ if strategy.frees().has_burst() && rng.bool() => {
+            quota.burst(rng.u32(1..=2 * quota.limit()))
+        }
         _ => quota,
     }
 }

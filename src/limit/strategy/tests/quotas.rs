@@ -6,26 +6,43 @@ use super::*;
 #[test]
 fn a_changed_limit_is_no_fresh_start() {
     let mut rng = Rng::with_seed(0);
-    for &strategy in Strategy::ALL.iter().filter(|strategy| !strategy.frees().has_burst()) {
+    for &strategy in Strategy::ALL
+        .iter()
+        .filter(|strategy| !strategy.frees().has_burst())
+    {
         let strategy = vary(&mut rng, strategy);
         let limits = [1, 7, 10, 1000];
         for (old, new) in limits.iter().flat_map(|old| limits.map(|new| (*old, new))) {
-            let policies = |limit| Policies::from(Policy::new("p", strategy, Quota::per_minute(limit)).unwrap());
+            let policies = |limit| {
+                Policies::from(Policy::new("p", strategy, Quota::per_minute(limit)).unwrap())
+            };
             let now = 1_790_000_000_000_000;
             let mut state = [State::fresh(strategy)];
-            assert_eq!(Check::take(Key::GLOBAL, &policies(old), old).decide(&mut state, now).granted, i64::from(old));
+            assert_eq!(
+                Check::take(Key::GLOBAL, &policies(old), old)
+                    .decide(&mut state, now)
+                    .granted,
+                i64::from(old)
+            );
 
             let new_policies = policies(new);
             assert_eq!(policies(old).id(), new_policies.id());
             let peek = Check::peek(Key::GLOBAL, &new_policies, 1).decide(&mut state.clone(), now);
             let most = i64::from(new.saturating_sub(old));
-            assert!(peek.first().remaining <= most, "{strategy:?} {old} to {new}: {peek:?}");
+            assert!(
+                peek.first().remaining <= most,
+                "{strategy:?} {old} to {new}: {peek:?}"
+            );
             // What is denied passes after the wait that it was told, by the new limit.
             let all = Check::take(Key::GLOBAL, &new_policies, new);
             let wait = all.decide(&mut state, now).first().wait;
             let later = all.clone().decide(&mut state, now + wait);
             let outcome = all.answer(later, crate::limit::Source::Local).outcome();
-            assert_eq!(outcome, Outcome::Allowed, "{strategy:?} {old} to {new}: not after {wait}");
+            assert_eq!(
+                outcome,
+                Outcome::Allowed,
+                "{strategy:?} {old} to {new}: not after {wait}"
+            );
         }
     }
 }
@@ -34,14 +51,35 @@ fn a_changed_limit_is_no_fresh_start() {
 #[test]
 fn a_lowered_limit_forgets_no_charge() {
     let mut rng = Rng::with_seed(0);
-    for &strategy in Strategy::ALL.iter().filter(|strategy| !strategy.frees().has_burst()) {
+    for &strategy in Strategy::ALL
+        .iter()
+        .filter(|strategy| !strategy.frees().has_burst())
+    {
         let strategy = vary(&mut rng, strategy);
-        let [high, low] =
-            [1000, 10].map(|limit| Policies::from(Policy::new("p", strategy, Quota::per_day(limit)).unwrap()));
+        let [high, low] = [1000, 10].map(|limit| {
+            Policies::from(Policy::new("p", strategy, Quota::per_day(limit)).unwrap())
+        });
         let (now, mut state) = (1_790_000_000_000_000, [State::fresh(strategy)]);
-        assert_eq!(Check::take(Key::GLOBAL, &high, 1000).decide(&mut state, now).granted, 1000);
-        assert_eq!(Check::refund(Key::GLOBAL, &low, 5).decide(&mut state, now).granted, 5, "{strategy:?}");
-        assert_eq!(Check::up_to(Key::GLOBAL, &high, 1000).decide(&mut state, now).granted, 5, "{strategy:?}");
+        assert_eq!(
+            Check::take(Key::GLOBAL, &high, 1000)
+                .decide(&mut state, now)
+                .granted,
+            1000
+        );
+        assert_eq!(
+            Check::refund(Key::GLOBAL, &low, 5)
+                .decide(&mut state, now)
+                .granted,
+            5,
+            "{strategy:?}"
+        );
+        assert_eq!(
+            Check::up_to(Key::GLOBAL, &high, 1000)
+                .decide(&mut state, now)
+                .granted,
+            5,
+            "{strategy:?}"
+        );
     }
 }
 
@@ -60,29 +98,61 @@ fn a_warmed_state_grants_no_more() {
             let mut now = 1_790_000_000_000_000 + rng.i64(0..1_000_000);
             for _ in 0..20 {
                 let cost = rng.u32(1..=quota.capacity());
-                let verdict = *Check::up_to(Key::GLOBAL, &policies, cost).decide(&mut state, now).first();
-                let followed = Snapshot { used: params.capacity - verdict.remaining, until: now + verdict.reset };
+                let verdict = *Check::up_to(Key::GLOBAL, &policies, cost)
+                    .decide(&mut state, now)
+                    .first();
+                let followed = Snapshot {
+                    used: params.capacity - verdict.remaining,
+                    until: now + verdict.reset,
+                };
                 let resumed = State::resume(strategy.into(), params, now, followed);
                 let room = |state: &State, at: i64| preview(state, params, at).room;
-                let instances = NonZeroU32::new(rng.u32(1..=quota.limit().min(quota.capacity()).min(20))).unwrap();
+                let instances =
+                    NonZeroU32::new(rng.u32(1..=quota.limit().min(quota.capacity()).min(20)))
+                        .unwrap();
                 let (share, whole) = (policies[0].share(instances), &policies[0]);
                 // Rounded up, as the local store does.
                 let capacity = share.params().capacity;
                 let used = capacity - verdict.remaining * capacity / params.capacity;
-                let part = State::resume(strategy.into(), share.params(), now, Snapshot { used, ..followed });
-                let room_of_all = |at| i64::from(instances.get()) * preview(&part, share.params(), at).room;
+                let part = State::resume(
+                    strategy.into(),
+                    share.params(),
+                    now,
+                    Snapshot { used, ..followed },
+                );
+                let room_of_all =
+                    |at| i64::from(instances.get()) * preview(&part, share.params(), at).room;
                 // A time is told rounded up to the microsecond, in which so much may flow back.
-                let flows = if strategy.frees().is_gradual() { 1 + params.ticks / params.interval } else { 0 };
+                let flows = if strategy.frees().is_gradual() {
+                    1 + params.ticks / params.interval
+                } else {
+                    0
+                };
                 let lost = verdict.remaining - room(&resumed, now);
-                assert!((0..=flows).contains(&lost), "{:?} {followed:?}: {lost} lost", policies[0]);
+                assert!(
+                    (0..=flows).contains(&lost),
+                    "{:?} {followed:?}: {lost} lost",
+                    policies[0]
+                );
                 for _ in 0..5 {
                     let later = now + rng.i64(0..=verdict.reset);
-                    assert!(room(&resumed, later) <= room(&state[0], later), "{:?} {followed:?}", policies[0]);
+                    assert!(
+                        room(&resumed, later) <= room(&state[0], later),
+                        "{:?} {followed:?}",
+                        policies[0]
+                    );
                     let (all, most) = (room_of_all(later), room(&state[0], later));
-                    assert!(all <= most, "{whole:?} {followed:?}: {all} and not {most} by {instances}");
+                    assert!(
+                        all <= most,
+                        "{whole:?} {followed:?}: {all} and not {most} by {instances}"
+                    );
                 }
                 let fresh = room(&resumed, followed.until);
-                assert_eq!(fresh, params.capacity, "{:?} {followed:?} is not fresh in time", policies[0]);
+                assert_eq!(
+                    fresh, params.capacity,
+                    "{:?} {followed:?} is not fresh in time",
+                    policies[0]
+                );
                 now += rng.i64(0..=verdict.reset + 2);
             }
         }
@@ -93,16 +163,37 @@ fn a_warmed_state_grants_no_more() {
 #[test]
 fn charges_above_a_lowered_quota_are_refundable() {
     let mut rng = Rng::with_seed(0);
-    for &strategy in Strategy::ALL.iter().filter(|strategy| !strategy.frees().has_burst()) {
+    for &strategy in Strategy::ALL
+        .iter()
+        .filter(|strategy| !strategy.frees().has_burst())
+    {
         let strategy = vary(&mut rng, strategy);
-        let policies = |limit| Policies::from(Policy::new("p", strategy, Quota::per_day(limit)).unwrap());
+        let policies =
+            |limit| Policies::from(Policy::new("p", strategy, Quota::per_day(limit)).unwrap());
         let (high, low) = (policies(1000), policies(10));
         let now = 1_790_000_000_000_000;
         let mut state = [State::fresh(strategy)];
-        assert_eq!(Check::take(Key::GLOBAL, &high, 1000).decide(&mut state, now).granted, 1000);
+        assert_eq!(
+            Check::take(Key::GLOBAL, &high, 1000)
+                .decide(&mut state, now)
+                .granted,
+            1000
+        );
         let mut given = state.clone();
-        assert_eq!(Check::refund(Key::GLOBAL, &low, 5).decide(&mut given, now).granted, 5, "{strategy:?}");
+        assert_eq!(
+            Check::refund(Key::GLOBAL, &low, 5)
+                .decide(&mut given, now)
+                .granted,
+            5,
+            "{strategy:?}"
+        );
         Check::reset(Key::GLOBAL, &low).decide(&mut state, now);
-        assert_eq!(Check::take(Key::GLOBAL, &low, 10).decide(&mut state, now).granted, 10, "{strategy:?}");
+        assert_eq!(
+            Check::take(Key::GLOBAL, &low, 10)
+                .decide(&mut state, now)
+                .granted,
+            10,
+            "{strategy:?}"
+        );
     }
 }

@@ -16,7 +16,9 @@ pub struct ClientIpBuilder {
 
 impl ClientIpBuilder {
     pub(super) fn new(header: &str) -> Self {
-        Self { header: header_name(header) }
+        Self {
+            header: header_name(header),
+        }
     }
 
     /// Trusts the proxies in these networks. Each is one of
@@ -34,19 +36,37 @@ impl ClientIpBuilder {
     ///
     /// For another text; for networks of all addresses, such as `0.0.0.0/0` or its halves; for no network; and for a
     /// text that cannot be the name of a header.
-    pub fn trust<T: AsRef<str>>(self, proxies: impl IntoIterator<Item = T>) -> Result<ClientIp, ConfigError> {
-        let trusted = proxies.into_iter().map(|proxies| proxies.as_ref().parse()).collect::<Result<Vec<_>, _>>();
+    pub fn trust<T: AsRef<str>>(
+        self,
+        proxies: impl IntoIterator<Item = T>,
+    ) -> Result<ClientIp, ConfigError> {
+        let trusted = proxies
+            .into_iter()
+            .map(|proxies| proxies.as_ref().parse())
+            .collect::<Result<Vec<_>, _>>();
         self.trusting(trusted)
     }
 
-    pub(super) fn trusting(self, trusted: Result<Vec<Trusted>, ConfigError>) -> Result<ClientIp, ConfigError> {
+    pub(super) fn trusting(
+        self,
+        trusted: Result<Vec<Trusted>, ConfigError>,
+    ) -> Result<ClientIp, ConfigError> {
         let (header, trusted) = (self.header?, trusted?);
         if trusted.is_empty() {
-            return Err(ConfigError::new("no proxy is trusted: name at least one network"));
+            return Err(ConfigError::new(
+                "no proxy is trusted: name at least one network",
+            ));
         }
         if cover_all(&trusted) {
-            let text = trusted.iter().map(Trusted::to_string).collect::<Vec<_>>().join(", ");
-            return Err(untrusted(&text, "together they cover every address, so that clients were believed too"));
+            let text = trusted
+                .iter()
+                .map(Trusted::to_string)
+                .collect::<Vec<_>>()
+                .join(", ");
+            return Err(untrusted(
+                &text,
+                "together they cover every address, so that clients were believed too",
+            ));
         }
         Ok(ClientIp::behind(header, Trust::Networks(trusted)))
     }
@@ -68,7 +88,14 @@ impl ClientIpBuilder {
     /// header.
     pub fn hops(self, hops: u8) -> Result<ClientIp, ConfigError> {
         let header = self.header?;
-        let none = || ConfigError::new("no hop is trusted: trust at least 1, or use `ClientIp::peer` without a proxy");
-        Ok(ClientIp::behind(header, Trust::Hops(NonZeroU8::new(hops).ok_or_else(none)?)))
+        let none = || {
+            ConfigError::new(
+                "no hop is trusted: trust at least 1, or use `ClientIp::peer` without a proxy",
+            )
+        };
+        Ok(ClientIp::behind(
+            header,
+            Trust::Hops(NonZeroU8::new(hops).ok_or_else(none)?),
+        ))
     }
 }

@@ -21,7 +21,10 @@ struct Table {
     trust: Option<List<Trusted>>,
     #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "hops")]
     hops: Option<NonZeroU8>,
-    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "ipv6_prefix")]
+    #[serde(
+        skip_serializing_if = "Option::is_none",
+        deserialize_with = "ipv6_prefix"
+    )]
     ipv6_prefix: Option<Bits>,
 }
 
@@ -30,14 +33,15 @@ fn hops<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<NonZeroU8>,
 }
 
 fn ipv6_prefix<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Bits>, D::Error> {
-    Field::new("ipv6_prefix").deserialize(deserializer).map(Some)
+    Field::new("ipv6_prefix")
+        .deserialize(deserializer)
+        .map(Some)
 }
 
 deserialize!(ClientIp);
 
 impl Setting for ClientIp {
-    const EXPECTED: &'static str =
-        "`peer`, or a header and who writes it, such as `{ header = \"x-forwarded-for\", trust = [\"private\"] }`";
+    const EXPECTED: &'static str = "`peer`, or a header and who writes it, such as `{ header = \"x-forwarded-for\", trust = [\"private\"] }`";
     const ANY: bool = true;
 
     fn read(text: &str) -> Result<Self, ConfigError> {
@@ -48,22 +52,34 @@ impl Setting for ClientIp {
     }
 
     fn read_table<'de, D: Deserializer<'de>>(table: D, _: Field<Self>) -> Result<Self, D::Error> {
-        let Table { header, trust, hops, ipv6_prefix } = Table::deserialize(table)?;
+        let Table {
+            header,
+            trust,
+            hops,
+            ipv6_prefix,
+        } = Table::deserialize(table)?;
         let client = match (header, trust, hops) {
             (None, None, None) => Ok(Self::peer()),
-            (Some(header), Some(List(trusted)), None) => {
-                Self::header(&header).trusting(Ok(trusted)).map_err(D::Error::custom)
-            }
-            (Some(header), None, Some(hops)) => Self::header(&header).hops(hops.get()).map_err(D::Error::custom),
+            (Some(header), Some(List(trusted)), None) => Self::header(&header)
+                .trusting(Ok(trusted))
+                .map_err(D::Error::custom),
+            (Some(header), None, Some(hops)) => Self::header(&header)
+                .hops(hops.get())
+                .map_err(D::Error::custom),
             (Some(header), None, None) => Err(D::Error::custom(format_args!(
                 "no proxy is trusted to write {header:?}: set it by `trust = [\"private\"]` or by `hops = 1`"
             ))),
-            (Some(_), Some(_), Some(_)) => Err(D::Error::custom("`trust` and `hops` are both set: leave one out")),
+            (Some(_), Some(_), Some(_)) => Err(D::Error::custom(
+                "`trust` and `hops` are both set: leave one out",
+            )),
             (None, ..) => Err(D::Error::custom(
                 "the header that the trusted proxies write is missing: add it, such as `header = \"x-forwarded-for\"`",
             )),
         }?;
-        Ok(Self { ipv6_prefix: ipv6_prefix.map_or(client.ipv6_prefix, |Bits(bits)| bits), ..client })
+        Ok(Self {
+            ipv6_prefix: ipv6_prefix.map_or(client.ipv6_prefix, |Bits(bits)| bits),
+            ..client
+        })
     }
 }
 
@@ -73,7 +89,10 @@ impl Serialize for ClientIp {
         if *self == peer {
             return serializer.serialize_str(PEER);
         }
-        let Self { forwarding, ipv6_prefix } = self;
+        let Self {
+            forwarding,
+            ipv6_prefix,
+        } = self;
         let mut table = Table::default();
         if *ipv6_prefix != peer.ipv6_prefix {
             table.ipv6_prefix = Some(Bits(*ipv6_prefix));
@@ -90,7 +109,10 @@ impl Serialize for ClientIp {
 }
 
 deserialize!(List<Trusted>);
-text!(Trusted, "a network such as `203.0.113.0/24`, an address, `private`, `loopback` or `unix`");
+text!(
+    Trusted,
+    "a network such as `203.0.113.0/24`, an address, `private`, `loopback` or `unix`"
+);
 
 /// The length of an IPv6 prefix.
 #[derive(serde::Serialize)]

@@ -31,7 +31,13 @@ pub(super) fn elements(line: &[u8]) -> impl Iterator<Item = Option<IpAddr>> {
 
 /// Whether this byte of a quoted string stands behind an odd number of backslashes.
 fn is_escaped(line: &[u8], at: usize) -> bool {
-    line[..at].iter().rev().take_while(|byte| **byte == b'\\').count() % 2 == 1
+    line[..at]
+        .iter()
+        .rev()
+        .take_while(|byte| **byte == b'\\')
+        .count()
+        % 2
+        == 1
 }
 
 /// The address in an element's `for`, if the element is well-formed and has one `for`.
@@ -67,7 +73,11 @@ impl<'a> Value<'a> {
     /// The value at the start of a text, and what follows.
     fn split(text: &'a [u8]) -> Option<(Self, &'a [u8])> {
         let Some(string) = text.strip_prefix(b"\"") else {
-            let (token, next) = text.split_at(text.iter().position(|byte| *byte == b';').unwrap_or(text.len()));
+            let (token, next) = text.split_at(
+                text.iter()
+                    .position(|byte| *byte == b';')
+                    .unwrap_or(text.len()),
+            );
             return Some((Self::Token(token), next));
         };
         let (string, next) = string.split_at(end_of_string(string)?);
@@ -107,5 +117,8 @@ fn unescaped(text: &[u8]) -> Option<IpAddr> {
 }
 
 fn is_token(name: &[u8]) -> bool {
-    !name.is_empty() && name.iter().all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(byte))
+    !name.is_empty()
+        && name
+            .iter()
+            .all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(byte))
 }

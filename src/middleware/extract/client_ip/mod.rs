@@ -154,7 +154,10 @@ impl ClientIp {
     /// Reads no header: as [`PeerIp`](crate::extract::PeerIp), for services that have a proxy only in some deployments,
     /// and with a configurable prefix.
     pub fn peer() -> Self {
-        Self { forwarding: None, ipv6_prefix: 64 }
+        Self {
+            forwarding: None,
+            ipv6_prefix: 64,
+        }
     }
 
     fn behind(header: HeaderName, trust: Trust) -> Self {
@@ -163,7 +166,14 @@ impl ClientIp {
             "forwarded" => Form::Forwarded,
             _ => Form::Single,
         };
-        Self { forwarding: Some(Forwarding { header, form, trust }), ..Self::peer() }
+        Self {
+            forwarding: Some(Forwarding {
+                header,
+                form,
+                trust,
+            }),
+            ..Self::peer()
+        }
     }
 
     /// Sets how many bits of an IPv6 address are counted by. Defaults to 64, since one host owns all addresses of a
@@ -174,7 +184,10 @@ impl ClientIp {
     /// Unless it is from 1 to 128.
     pub fn ipv6_prefix(self, bits: u8) -> Result<Self, ConfigError> {
         match bits {
-            1..=128 => Ok(Self { ipv6_prefix: bits, ..self }),
+            1..=128 => Ok(Self {
+                ipv6_prefix: bits,
+                ..self
+            }),
             _ => Err(ConfigError::new(format!(
                 "an IPv6 prefix of {bits} bits: write 1 to 128, such as 64, which one host owns"
             ))),
@@ -201,7 +214,9 @@ impl ClientIp {
             return Peer::Address(address);
         }
         let peer = Peer::of(request);
-        self.forwarding.as_ref().map_or(peer, |forwarding| forwarding.client(request, peer))
+        self.forwarding
+            .as_ref()
+            .map_or(peer, |forwarding| forwarding.client(request, peer))
     }
 }
 
@@ -217,12 +232,23 @@ impl KeyExtractor for ClientIp {
 
 impl Forwarding {
     fn client(&self, request: &Parts, peer: Peer) -> Peer {
-        let peer = if peer == Peer::Unknown && self.trust.names_unix() { Peer::Unix } else { peer };
-        let lines = request.headers.get_all(&self.header).iter().map(|line| line.as_bytes());
+        let peer = if peer == Peer::Unknown && self.trust.names_unix() {
+            Peer::Unix
+        } else {
+            peer
+        };
+        let lines = request
+            .headers
+            .get_all(&self.header)
+            .iter()
+            .map(|line| line.as_bytes());
         match self.form {
-            Form::XForwardedFor => {
-                self.walk(peer, lines.rev().flat_map(|line| line.rsplit(|byte| *byte == b',').map(node::address)))
-            }
+            Form::XForwardedFor => self.walk(
+                peer,
+                lines
+                    .rev()
+                    .flat_map(|line| line.rsplit(|byte| *byte == b',').map(node::address)),
+            ),
             Form::Forwarded => self.walk(peer, lines.rev().flat_map(elements)),
             Form::Single => {
                 let mut values = lines;
@@ -245,7 +271,9 @@ impl Forwarding {
                 break;
             }
             // Read only now: an entry that somebody else wrote is not even looked at.
-            let Some(Some(address)) = entries.next() else { break };
+            let Some(Some(address)) = entries.next() else {
+                break;
+            };
             hop = Peer::Address(address);
         }
         hop

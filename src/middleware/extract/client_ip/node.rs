@@ -45,7 +45,12 @@ fn v6(text: &str) -> Option<Ipv6Addr> {
 /// A port of RFC 7239: up to five digits, or an obfuscated one such as `_web`.
 fn is_port(text: &str) -> bool {
     match text.strip_prefix('_') {
-        Some(name) => !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b)),
+        Some(name) => {
+            !name.is_empty()
+                && name
+                    .bytes()
+                    .all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b))
+        }
         None => (1..=5).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_digit()),
     }
 }

@@ -39,7 +39,9 @@ pub(super) fn cover_all(trusted: &[Trusted]) -> bool {
         Trusted::Network(network) => Some(*network),
         Trusted::Private | Trusted::Loopback | Trusted::Unix => None,
     });
-    IpNet::aggregate(&networks.collect()).iter().any(|network| network.prefix_len() == 0)
+    IpNet::aggregate(&networks.collect())
+        .iter()
+        .any(|network| network.prefix_len() == 0)
 }
 
 /// Trusted proxies, as they are named in a setting.
@@ -53,7 +55,9 @@ pub(super) enum Trusted {
 
 impl Trusted {
     fn covers(self, hop: Peer) -> bool {
-        let Peer::Address(address) = hop else { return self == Self::Unix && hop == Peer::Unix };
+        let Peer::Address(address) = hop else {
+            return self == Self::Unix && hop == Peer::Unix;
+        };
         // Not those that stand for an IPv4 address by a tunnel or a translator: whether 2002:0a00:0001:: is 10.0.0.1 depends on
         // who routes it.
         let address = address.to_canonical();
@@ -87,12 +91,22 @@ impl FromStr for Trusted {
             "private" => return Ok(Self::Private),
             "loopback" => return Ok(Self::Loopback),
             "unix" => return Ok(Self::Unix),
-            _ => text.parse().or_else(|_| text.parse().map(|address: IpAddr| address.into())),
+            _ => text
+                .parse()
+                .or_else(|_| text.parse().map(|address: IpAddr| address.into())),
         };
-        let unknown = |_| untrusted(text, "it is neither one of the words nor a network nor an address");
+        let unknown = |_| {
+            untrusted(
+                text,
+                "it is neither one of the words nor a network nor an address",
+            )
+        };
         let network = unmapped(network.map_err(unknown)?);
         if network.prefix_len() == 0 {
-            return Err(untrusted(text, "it covers every address, so that clients were believed too"));
+            return Err(untrusted(
+                text,
+                "it covers every address, so that clients were believed too",
+            ));
         }
         Ok(Self::Network(network))
     }
@@ -104,7 +118,9 @@ impl fmt::Display for Trusted {
             Self::Private => f.write_str("private"),
             Self::Loopback => f.write_str("loopback"),
             Self::Unix => f.write_str("unix"),
-            Self::Network(network) if network.prefix_len() == network.max_prefix_len() => network.addr().fmt(f),
+            Self::Network(network) if network.prefix_len() == network.max_prefix_len() => {
+                network.addr().fmt(f)
+            }
             Self::Network(network) => network.fmt(f),
         }
     }
@@ -112,7 +128,13 @@ impl fmt::Display for Trusted {
 
 /// A network of IPv4-mapped addresses as one of IPv4, since addresses are compared as IPv4.
 fn unmapped(network: IpNet) -> IpNet {
-    let IpNet::V6(v6) = network else { return network.trunc() };
-    let v4 = v6.network().to_ipv4_mapped().zip(v6.prefix_len().checked_sub(96));
-    v4.and_then(|(address, prefix)| Ipv4Net::new(address, prefix).ok()).map_or(network.trunc(), IpNet::V4)
+    let IpNet::V6(v6) = network else {
+        return network.trunc();
+    };
+    let v4 = v6
+        .network()
+        .to_ipv4_mapped()
+        .zip(v6.prefix_len().checked_sub(96));
+    v4.and_then(|(address, prefix)| Ipv4Net::new(address, prefix).ok())
+        .map_or(network.trunc(), IpNet::V4)
 }

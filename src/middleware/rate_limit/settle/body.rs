@@ -32,7 +32,10 @@ impl<B: Body> Body for TrackedBody<B> {
     type Data = B::Data;
     type Error = B::Error;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
         let mut this = self.project();
         let frame = ready!(this.inner.as_mut().poll_frame(cx));
         if let (Some(Ok(frame)), Some(charge)) = (&frame, &this.charge)
@@ -71,6 +74,8 @@ impl<B: Default> Default for TrackedBody<B> {
 
 impl<B: fmt::Debug> fmt::Debug for TrackedBody<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TrackedBody").field("inner", &self.inner).finish_non_exhaustive()
+        f.debug_struct("TrackedBody")
+            .field("inner", &self.inner)
+            .finish_non_exhaustive()
     }
 }

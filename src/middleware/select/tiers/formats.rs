@@ -28,17 +28,30 @@ struct Table {
 }
 
 fn tiers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Choices<String>, D::Error> {
-    deserializer.deserialize_map(Once { what: "tier", shown: String::as_str })
+    deserializer.deserialize_map(Once {
+        what: "tier",
+        shown: String::as_str,
+    })
 }
 
 fn callers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Choices<Key>, D::Error> {
-    deserializer.deserialize_map(Once { what: "caller", shown: Key::reveal })
+    deserializer.deserialize_map(Once {
+        what: "caller",
+        shown: Key::reveal,
+    })
 }
 
 impl<'de> Deserialize<'de> for Tiers {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let Table { default, tiers, callers } = Table::deserialize(deserializer)?;
-        let named = tiers.into_iter().map(|(name, policies)| (name.into(), policies)).collect();
+        let Table {
+            default,
+            tiers,
+            callers,
+        } = Table::deserialize(deserializer)?;
+        let named = tiers
+            .into_iter()
+            .map(|(name, policies)| (name.into(), policies))
+            .collect();
         Ok(Self::of(Plans { default, named }, callers))
     }
 }
@@ -58,10 +71,23 @@ impl Serialize for Tiers {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let Plans { default, named } = self.plans.current();
         let choice = |policies| Option::as_ref(policies).map_or(Choice::Exempt, Choice::Limited);
-        let tiers = named.iter().map(|(name, policies)| (&**name, choice(policies))).collect();
-        let callers = self.callers.iter().map(|(key, policies)| Ok((key.written()?, choice(policies))));
-        let callers = callers.collect::<Result<_, ConfigError>>().map_err(serde::ser::Error::custom)?;
-        Written { default, tiers, callers }.serialize(serializer)
+        let tiers = named
+            .iter()
+            .map(|(name, policies)| (&**name, choice(policies)))
+            .collect();
+        let callers = self
+            .callers
+            .iter()
+            .map(|(key, policies)| Ok((key.written()?, choice(policies))));
+        let callers = callers
+            .collect::<Result<_, ConfigError>>()
+            .map_err(serde::ser::Error::custom)?;
+        Written {
+            default,
+            tiers,
+            callers,
+        }
+        .serialize(serializer)
     }
 }
 
@@ -116,7 +142,9 @@ impl<'de, N: Setting + Eq + Hash> Visitor<'de> for Once<N> {
                 Entry::Vacant(entry) => entry.insert(map.next_value_seed(Field::new(""))?),
                 Entry::Occupied(entry) => {
                     let (what, shown) = (self.what, (self.shown)(entry.key()));
-                    return Err(A::Error::custom(format_args!("the {what} {shown:?} is there twice: write it once")));
+                    return Err(A::Error::custom(format_args!(
+                        "the {what} {shown:?} is there twice: write it once"
+                    )));
                 }
             };
         }

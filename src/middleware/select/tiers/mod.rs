@@ -117,7 +117,13 @@ struct Plans {
 impl Tiers {
     /// Policies for requests of no listed plan.
     pub fn new(default: impl Into<Policies>) -> Self {
-        Self::of(Plans { default: default.into(), named: HashMap::new() }, HashMap::new())
+        Self::of(
+            Plans {
+                default: default.into(),
+                named: HashMap::new(),
+            },
+            HashMap::new(),
+        )
     }
 
     fn of(plans: Plans, callers: HashMap<Key, Option<Policies>>) -> Self {
@@ -152,8 +158,13 @@ impl Tiers {
 
     /// The policies of many callers, as by [`caller`](Self::caller) for each.
     #[must_use]
-    pub fn callers(mut self, callers: impl IntoIterator<Item = (Key, impl Into<Policies>)>) -> Self {
-        let callers = callers.into_iter().map(|(key, policies)| (key, Some(policies.into())));
+    pub fn callers(
+        mut self,
+        callers: impl IntoIterator<Item = (Key, impl Into<Policies>)>,
+    ) -> Self {
+        let callers = callers
+            .into_iter()
+            .map(|(key, policies)| (key, Some(policies.into())));
         Arc::make_mut(&mut self.callers).extend(callers);
         self
     }
@@ -183,21 +194,33 @@ impl Tiers {
     /// ```
     #[must_use]
     pub fn named_by(self, name: impl Fn(&Parts) -> Option<&str> + Send + Sync + 'static) -> Self {
-        Self { name: Arc::new(name), ..self }
+        Self {
+            name: Arc::new(name),
+            ..self
+        }
     }
 
     fn insert(self, name: Box<str>, policies: Option<Policies>) -> Self {
         let mut plans = self.plans.current().copy();
         plans.named.insert(name, policies);
-        Self { plans: Copies::new(|| plans.copy()), ..self }
+        Self {
+            plans: Copies::new(|| plans.copy()),
+            ..self
+        }
     }
 }
 
 impl Plans {
     /// The same, with policies in fresh `Arc`s, to avoid contention.
     fn copy(&self) -> Self {
-        let named = self.named.iter().map(|(name, policies)| (name.clone(), policies.as_ref().map(Policies::copy)));
-        Self { default: self.default.copy(), named: named.collect() }
+        let named = self
+            .named
+            .iter()
+            .map(|(name, policies)| (name.clone(), policies.as_ref().map(Policies::copy)));
+        Self {
+            default: self.default.copy(),
+            named: named.collect(),
+        }
     }
 }
 
@@ -220,7 +243,10 @@ impl fmt::Debug for Tiers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Plans { default, named } = self.plans.current();
         let mut tiers = f.debug_struct("Tiers");
-        tiers.field("default", default).field("named", named).field("callers", &self.callers.len());
+        tiers
+            .field("default", default)
+            .field("named", named)
+            .field("callers", &self.callers.len());
         tiers.finish_non_exhaustive()
     }
 }

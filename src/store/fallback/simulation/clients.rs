@@ -40,7 +40,13 @@ impl Client {
     pub(super) async fn run(mut self) {
         let (key, policies, habit, most, end) = {
             let state = self.world.state();
-            let Caller { key, ref policies, habit, cost, .. } = state.plan.callers[self.caller];
+            let Caller {
+                key,
+                ref policies,
+                habit,
+                cost,
+                ..
+            } = state.plan.callers[self.caller];
             (key, policies.clone(), habit, cost, state.plan.end)
         };
         // Some callers are never idle, some hardly ask.
@@ -70,7 +76,8 @@ impl Client {
                     let degraded = self.instances.iter().position(Fallback::is_degraded);
                     let count = if degraded.is_some() { 8 } else { 1 };
                     instance = degraded.unwrap_or(instance);
-                    join_all((0..count).map(|_| self.ask(instance, take.clone(), Patience::Waits))).await;
+                    join_all((0..count).map(|_| self.ask(instance, take.clone(), Patience::Waits)))
+                        .await;
                 }
                 Habit::WithIds => {
                     // A few new ones from time to time; each is asked for again for a while.
@@ -79,28 +86,50 @@ impl Client {
                     self.ask(instance, take, Patience::Waits).await;
                 }
                 Habit::GivingBack => {
-                    let back = Check::refund(key, &policies, if rng.bool() { cost } else { 3 * cost });
+                    let back =
+                        Check::refund(key, &policies, if rng.bool() { cost } else { 3 * cost });
                     let older = taken
                         .take_if(|_| rng.u8(..3) == 0)
-                        .and_then(|(decision, at)| decision.refund(key, cost, Duration::from_millis(now - at)).next());
-                    let check = if rng.u8(..4) == 0 { back } else { older.unwrap_or(take) };
+                        .and_then(|(decision, at)| {
+                            decision
+                                .refund(key, cost, Duration::from_millis(now - at))
+                                .next()
+                        });
+                    let check = if rng.u8(..4) == 0 {
+                        back
+                    } else {
+                        older.unwrap_or(take)
+                    };
                     let decision = self.ask(instance, check, Patience::Waits).await;
-                    taken = taken.or(decision.filter(Decision::is_allowed).map(|decision| (decision, now)));
+                    taken = taken.or(decision
+                        .filter(Decision::is_allowed)
+                        .map(|decision| (decision, now)));
                 }
                 Habit::Dropping => {
                     let millis = rng.u64(..150);
-                    let patience =
-                        *pick(rng, &[Patience::Waits, Patience::Drops(millis / 5), Patience::PollsAfter(millis)]);
+                    let patience = *pick(
+                        rng,
+                        &[
+                            Patience::Waits,
+                            Patience::Drops(millis / 5),
+                            Patience::PollsAfter(millis),
+                        ],
+                    );
                     self.ask(instance, take, patience).await;
                 }
                 Habit::Resetting => {
-                    let check = if rng.u8(..12) == 0 { Check::reset(key, &policies) } else { take };
+                    let check = if rng.u8(..12) == 0 {
+                        Check::reset(key, &policies)
+                    } else {
+                        take
+                    };
                     self.ask(instance, check, Patience::Waits).await;
                 }
                 Habit::Reserving | Habit::ReservingAlone => {
                     let is_alone = habit == Habit::ReservingAlone;
                     if !reserved.is_empty() && rng.bool() {
-                        let (decision, instance, at) = reserved.swap_remove(rng.usize(..reserved.len()));
+                        let (decision, instance, at) =
+                            reserved.swap_remove(rng.usize(..reserved.len()));
                         let age = Duration::from_millis(now - at);
                         let back = rng.u32(..=decision.granted());
                         let check = match back {
@@ -116,7 +145,8 @@ impl Client {
                     let instance = if is_alone { home } else { instance };
                     if is_alone && rng.u8(..20) == 0 {
                         reserved.clear();
-                        self.ask(instance, Check::reset(key, &policies), Patience::Waits).await;
+                        self.ask(instance, Check::reset(key, &policies), Patience::Waits)
+                            .await;
                         continue;
                     }
                     let take = Check::take(key, &policies, 3 * cost);
@@ -134,12 +164,18 @@ impl Client {
         let future = match world.during(ask, || store.check(check)) {
             Answer::Ready { answer } => {
                 let now = world.state().now();
-                world.state().answered(ask, now, store.is_degraded(), &answer);
+                world
+                    .state()
+                    .answered(ask, now, store.is_degraded(), &answer);
                 return answer.ok();
             }
             Answer::Pending { future } => future,
         };
-        let future = Watched { world, ask, future: Box::pin(future) };
+        let future = Watched {
+            world,
+            ask,
+            future: Box::pin(future),
+        };
         let mut polled = 0;
         let answer = match patience {
             Patience::Waits => Some(future.await),
@@ -152,7 +188,9 @@ impl Client {
             }
         };
         match &answer {
-            Some(answer) => world.state().answered(ask, polled, store.is_degraded(), answer),
+            Some(answer) => world
+                .state()
+                .answered(ask, polled, store.is_degraded(), answer),
             None => world.state().dropped(ask),
         }
         answer?.ok()

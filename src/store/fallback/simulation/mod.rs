@@ -35,13 +35,20 @@ use crate::simulation::{Outcome, Simulation};
 use crate::store::{Instances, LocalStore};
 use crate::util::Seed;
 
-const FALLBACK: Simulation<Rule> = Simulation { name: "fallback", run };
+const FALLBACK: Simulation<Rule> = Simulation {
+    name: "fallback",
+    run,
+};
 
 /// Runs what a seed stands for. With a log if it is `kept`.
 fn run(seed: u64, kept: bool) -> Outcome<Rule> {
     let mut rng = Rng::with_seed(seed);
     let plan = Plan::new(&mut rng);
-    let runtime = Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    let runtime = Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build()
+        .unwrap();
     runtime.block_on(live(plan, rng, kept))
 }
 
@@ -70,7 +77,15 @@ async fn live(plan: Plan, mut rng: Rng, kept: bool) -> Outcome<Rule> {
         let is_alone = world.state().plan.callers[caller].habit == Habit::ReservingAlone;
         for _ in 0..if is_alone { 1 } else { rng.usize(1..=2) } {
             let (world, instances) = (world.clone(), instances.clone());
-            tasks.spawn(Client { world, instances, caller, rng: rng.fork() }.run());
+            tasks.spawn(
+                Client {
+                    world,
+                    instances,
+                    caller,
+                    rng: rng.fork(),
+                }
+                .run(),
+            );
         }
     }
     while let Some(task) = tasks.join_next().await {
@@ -79,9 +94,10 @@ async fn live(plan: Plan, mut rng: Rng, kept: bool) -> Outcome<Rule> {
     sleep(RECOVERY).await;
     for (i, instance) in instances.iter().enumerate() {
         if instance.is_degraded() {
-            world
-                .state()
-                .break_rule(Rule::Recovery, format!("i{i} has not recovered {RECOVERY:?} after the last fault"));
+            world.state().break_rule(
+                Rule::Recovery,
+                format!("i{i} has not recovered {RECOVERY:?} after the last fault"),
+            );
         }
     }
     sleep(REST).await;
@@ -90,7 +106,10 @@ async fn live(plan: Plan, mut rng: Rng, kept: bool) -> Outcome<Rule> {
     sleep(REMAINS).await;
     let left = Handle::current().metrics().num_alive_tasks();
     if left > 0 {
-        world.state().break_rule(Rule::Left, format!("{left} tasks live on, {REMAINS:?} after their stores"));
+        world.state().break_rule(
+            Rule::Left,
+            format!("{left} tasks live on, {REMAINS:?} after their stores"),
+        );
     }
     let WorldState { log, ledger, .. } = &mut *world.state();
     Outcome::of(shown, log, &mut ledger.broken)
@@ -101,8 +120,15 @@ fn instances(world: &World, alive: &Arc<AtomicU32>) -> Vec<Instance> {
     let plan = &state.plan;
     alive.store(plan.instances as u32, Relaxed);
     let instance = |instance| {
-        let primary = Primary { world: world.clone(), instance };
-        let local = Local { world: world.clone(), instance, store: LocalStore::default() };
+        let primary = Primary {
+            world: world.clone(),
+            instance,
+        };
+        let local = Local {
+            world: world.clone(),
+            instance,
+            store: LocalStore::default(),
+        };
         Fallback::new(primary, local)
             .deadline(Duration::from_millis(plan.deadline))
             .failures(NonZeroU32::new(plan.failures).unwrap())
@@ -110,7 +136,10 @@ fn instances(world: &World, alive: &Arc<AtomicU32>) -> Vec<Instance> {
                 Sharing::Fixed => Share::Fixed(NonZeroU32::new(plan.instances as u32).unwrap()),
                 Sharing::Alive => Share::Alive(counted(alive)),
             })
-            .observer(LogObserver { world: world.clone(), instance })
+            .observer(LogObserver {
+                world: world.clone(),
+                instance,
+            })
     };
     (0..plan.instances).map(instance).collect()
 }
@@ -129,9 +158,17 @@ async fn weather(world: World, alive: Arc<AtomicU32>, mut rng: Rng) {
             let whom = (0..state.plan.instances).filter(|i| fault.instances >> i & 1 == 1);
             let whom: Vec<String> = whom.map(|i| format!("i{i}")).collect();
             let empties = fault.kind == Kind::Emptied;
-            events.push((fault.from, false, format!("--- {:?} begins for {}", fault.kind, whom.join(", "))));
+            events.push((
+                fault.from,
+                false,
+                format!("--- {:?} begins for {}", fault.kind, whom.join(", ")),
+            ));
             // A moment before requests pass again.
-            events.push((fault.until - 1, empties, format!("--- {:?} ends", fault.kind)));
+            events.push((
+                fault.until - 1,
+                empties,
+                format!("--- {:?} ends", fault.kind),
+            ));
         }
         (state.plan.instances as u32, state.plan.share)
     };
@@ -142,7 +179,11 @@ async fn weather(world: World, alive: Arc<AtomicU32>, mut rng: Rng) {
             sleep(Duration::from_millis(left.min(rng.u64(100..400)))).await;
             if share == Sharing::Alive {
                 // Mostly right.
-                let count = if rng.bool() { instances } else { rng.u32(1..=instances) };
+                let count = if rng.bool() {
+                    instances
+                } else {
+                    rng.u32(1..=instances)
+                };
                 let before = alive.swap(count, Relaxed);
                 let mut state = world.state();
                 state.ledger.fewer += i64::from(count < before);

@@ -144,7 +144,11 @@ impl Plan {
     pub(super) fn new(rng: &mut Rng) -> Self {
         let instances = *pick(rng, &[1, 1, 2, 2, 3, 4]);
         let kinds: &[Kind] = if rng.u8(..4) == 0 { &MILD } else { &KINDS };
-        let mut at = if rng.u8(..8) == 0 { 0 } else { rng.u64(50..400) };
+        let mut at = if rng.u8(..8) == 0 {
+            0
+        } else {
+            rng.u64(50..400)
+        };
         let faults = (0..rng.usize(1..=3)).map(|_| {
             let from = at;
             let until = from
@@ -155,18 +159,33 @@ impl Plan {
                 };
             at = until + if rng.bool() { 0 } else { rng.u64(50..1500) };
             let all = (1u8 << instances) - 1;
-            let some = if rng.u8(..3) == 0 { rng.u8(1..=all) } else { all };
+            let some = if rng.u8(..3) == 0 {
+                rng.u8(1..=all)
+            } else {
+                all
+            };
             let kind = *pick(rng, kinds);
-            Fault { from, until, instances: if kind == Kind::Emptied { all } else { some }, kind }
+            Fault {
+                from,
+                until,
+                instances: if kind == Kind::Emptied { all } else { some },
+                kind,
+            }
         });
         let faults: Vec<Fault> = faults.collect();
         let end = faults.iter().map(|fault| fault.until).max().unwrap_or(0);
         let callers = (0..rng.usize(1..=3)).map(|i| Caller::new(rng, i)).collect();
         // A day into a period of 90 days, and some of the next hour.
-        let wall = |rng: &mut Rng| LONG * 220 + Duration::from_micros(86_400_000_000 + rng.u64(..3_600_000_000));
+        let wall = |rng: &mut Rng| {
+            LONG * 220 + Duration::from_micros(86_400_000_000 + rng.u64(..3_600_000_000))
+        };
         Self {
             instances,
-            share: if rng.u8(..4) == 0 { Sharing::Alive } else { Sharing::Fixed },
+            share: if rng.u8(..4) == 0 {
+                Sharing::Alive
+            } else {
+                Sharing::Fixed
+            },
             deadline: *pick(rng, &[20, 50, 100]),
             failures: *pick(rng, &[1, 3, 3, 5]),
             batched: rng.bool(),
@@ -181,12 +200,34 @@ impl Plan {
 /// As it stands above a log.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { instances, share, deadline, failures, batched, callers, .. } = self;
+        let Self {
+            instances,
+            share,
+            deadline,
+            failures,
+            batched,
+            callers,
+            ..
+        } = self;
         let calls = if *batched { ", in batches" } else { "" };
-        writeln!(f, "{instances} instances, share {share:?}, deadline {deadline} ms, {failures} failures open{calls}")?;
-        for (i, Caller { policies, habit, cost, .. }) in callers.iter().enumerate() {
+        writeln!(
+            f,
+            "{instances} instances, share {share:?}, deadline {deadline} ms, {failures} failures open{calls}"
+        )?;
+        for (
+            i,
+            Caller {
+                policies,
+                habit,
+                cost,
+                ..
+            },
+        ) in callers.iter().enumerate()
+        {
             write!(f, "c{i} {habit:?}, cost up to {cost}:")?;
-            policies.iter().try_for_each(|policy| write!(f, " {policy:?}"))?;
+            policies
+                .iter()
+                .try_for_each(|policy| write!(f, " {policy:?}"))?;
             writeln!(f)?;
         }
         Ok(())
@@ -204,18 +245,36 @@ impl Caller {
         let habit = *pick(rng, &HABITS);
         let takes_only = matches!(habit, Habit::Steady | Habit::Bursting | Habit::Dropping);
         let lasting = !takes_only || rng.u8(..3) > 0;
-        let period = if lasting { LONG } else { Duration::from_millis(*pick(rng, &[300, 1000, 4000])) };
+        let period = if lasting {
+            LONG
+        } else {
+            Duration::from_millis(*pick(rng, &[300, 1000, 4000]))
+        };
         let mut policy = |name: &str| {
             let strategy = *pick(rng, Strategy::ALL);
             // Who reserves can bear whatever is charged.
-            let limit = if habit.reserves() { 10_000 } else { *pick(rng, &[4, 10, 40, 100, 500]) };
+            let limit = if habit.reserves() {
+                10_000
+            } else {
+                *pick(rng, &[4, 10, 40, 100, 500])
+            };
             Policy::new(name, strategy, Quota::per(limit, period)).unwrap()
         };
         let first = policy("one");
         let several = takes_only && index == 2;
-        let policies: Policies = if several { Policies::new([first, policy("two")]).unwrap() } else { first.into() };
+        let policies: Policies = if several {
+            Policies::new([first, policy("two")]).unwrap()
+        } else {
+            first.into()
+        };
         let cost = rng.u32(1..=3);
-        Self { key: Key::new(format!("c{index}")), policies, habit, lasting, cost }
+        Self {
+            key: Key::new(format!("c{index}")),
+            policies,
+            habit,
+            lasting,
+            cost,
+        }
     }
 
     /// The capacity of each of its policies.

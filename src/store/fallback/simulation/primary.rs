@@ -28,7 +28,9 @@ impl Store for Primary {
 
     fn check(&self, check: Check) -> Answer<Waiting> {
         let (request, fate) = self.world.state().arrives(self.instance, &check);
-        if let (0, 0, false, 0, Reply::Error(error)) = (fate.queued, fate.sent, fate.runs, fate.back, &fate.answer) {
+        if let (0, 0, false, 0, Reply::Error(error)) =
+            (fate.queued, fate.sent, fate.runs, fate.back, &fate.answer)
+        {
             self.world.state().answers(request, Some(error));
             return Answer::ready(Err(error.clone()));
         }
@@ -61,7 +63,11 @@ async fn serve(
     }
     world.state().sends(request);
     wait(fate.sent).await;
-    let decision = if fate.runs { Some(world.state().runs(request, check)) } else { None };
+    let decision = if fate.runs {
+        Some(world.state().runs(request, check))
+    } else {
+        None
+    };
     wait(fate.back).await;
     match (fate.answer, decision) {
         (Reply::Decision, Some(decision)) => {
@@ -115,8 +121,13 @@ impl Store for Local {
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let answer = self.store.check(check.clone());
-        if let Answer::Ready { answer: Ok(decision) } = &answer {
-            self.world.state().decides_locally(self.instance, &check, decision);
+        if let Answer::Ready {
+            answer: Ok(decision),
+        } = &answer
+        {
+            self.world
+                .state()
+                .decides_locally(self.instance, &check, decision);
         }
         answer
     }

@@ -35,7 +35,11 @@ impl StreakModel {
             self.unsure_until = self.unsure_until.max(now);
         }
         self.failures += u32::from(counts && (self.trial == Some(request) || self.failures == 0));
-        if self.unsure || self.probed.is_some() { 0 } else { self.failures }
+        if self.unsure || self.probed.is_some() {
+            0
+        } else {
+            self.failures
+        }
     }
 
     /// A probe was answered.
@@ -52,7 +56,11 @@ impl StreakModel {
     /// A request was answered that was sent at a time.
     pub(super) fn answers(&mut self, sent: u64, request: usize) {
         if self.trial == Some(request) || self.unsure {
-            *self = Self { unsure: sent <= self.unsure_until, unsure_until: self.unsure_until, ..Self::default() };
+            *self = Self {
+                unsure: sent <= self.unsure_until,
+                unsure_until: self.unsure_until,
+                ..Self::default()
+            };
         }
     }
 }
@@ -68,7 +76,9 @@ fn an_uncertain_trial_forgets_no_failure() {
     streak.probes(4, 10);
     // The trial ends the streak, and the probe fails later.
     streak.answers(3, 1);
-    [(20, 2), (21, 3), (22, 4)].into_iter().for_each(|(now, request)| streak.sends(now, request));
+    [(20, 2), (21, 3), (22, 4)]
+        .into_iter()
+        .for_each(|(now, request)| streak.sends(now, request));
     streak.fails(25, 2, true);
     streak.answers(21, 3);
     // The trial of the streak that the failure has begun. What was sent before it does not count.

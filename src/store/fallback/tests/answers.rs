@@ -10,7 +10,11 @@ use crate::util::instant;
 async fn burst(store: &Tested, policies: &Policies, count: usize) -> u32 {
     let mut granted = 0;
     for _ in 0..count {
-        granted += store.check(Check::take(ann(), policies, 1)).await.unwrap().granted();
+        granted += store
+            .check(Check::take(ann(), policies, 1))
+            .await
+            .unwrap()
+            .granted();
     }
     granted
 }
@@ -21,7 +25,8 @@ async fn late_answers_keep_local_grants() {
     for (share, part) in [(1, 100), (4, 25)] {
         let (store, primary, _) = pair(share);
         let policies = policies(Strategy::Gcra, "100/100d");
-        let spawn = |policies: &Policies| tokio::spawn(store.check(Check::take(ann(), policies, 1)));
+        let spawn =
+            |policies: &Policies| tokio::spawn(store.check(Check::take(ann(), policies, 1)));
         primary.set(Manner::Silent);
         let mut unanswered = vec![];
         for _ in 0..3 {
@@ -45,7 +50,10 @@ async fn late_answers_keep_local_grants() {
         for answer in late.into_iter().chain(unanswered) {
             granted += answer.await.unwrap().unwrap().granted();
         }
-        assert!(granted <= part + 20 + 3, "{granted} granted of {part}, with 20 late answers and 3 unanswered");
+        assert!(
+            granted <= part + 20 + 3,
+            "{granted} granted of {part}, with 20 late answers and 3 unanswered"
+        );
     }
 }
 
@@ -67,7 +75,11 @@ async fn answers_from_before_an_outage_are_ignored() {
         // Redis has denied nobody since, and so this instance knows only what it granted.
         open(&store, &primary).await;
         let second = burst(&store, &policies, 200).await;
-        assert_eq!((first, second), (100 / share, 0), "a second helping of {second}");
+        assert_eq!(
+            (first, second),
+            (100 / share, 0),
+            "a second helping of {second}"
+        );
     }
 }
 
@@ -87,7 +99,10 @@ async fn answers_keep_unreconciled_grants() {
     assert!(answer.await.unwrap().is_ok() && !store.is_degraded());
     open(&store, &primary).await;
     let granted = granted + burst(&store, &policies, 200).await;
-    assert!(granted <= 100 + 1, "{granted} granted of 100, with one under way");
+    assert!(
+        granted <= 100 + 1,
+        "{granted} granted of 100, with one under way"
+    );
 }
 
 /// A cost that the whole has room for is worth another try, whoever decides then.
@@ -99,28 +114,71 @@ async fn costs_above_a_share_are_denied_temporarily() {
         let take = |cost| store.check(Check::take(ann(), &policies, cost));
         let whole = LocalStore::default();
         let _ = take(80).await.unwrap();
-        let _ = whole.check(Check::take(ann(), &policies, 80)).await.unwrap();
-        let alone = whole.check(Check::take(ann(), &policies, 50)).await.unwrap().retry_after().unwrap();
+        let _ = whole
+            .check(Check::take(ann(), &policies, 80))
+            .await
+            .unwrap();
+        let alone = whole
+            .check(Check::take(ann(), &policies, 50))
+            .await
+            .unwrap()
+            .retry_after()
+            .unwrap();
         open(&store, &primary).await;
 
         let decision = take(50).await.unwrap();
-        let Some(wait) = decision.retry_after() else { panic!("{strategy:?}: {:?}", decision.outcome()) };
+        let Some(wait) = decision.retry_after() else {
+            panic!("{strategy:?}: {:?}", decision.outcome())
+        };
         assert_eq!(decision.granted(), 0);
         // What a window or a log lets go, and when, is not known from outside.
-        let exact = if strategy.frees().is_gradual() { Duration::from_millis(20) } else { Duration::from_secs(100) };
-        assert!(wait.abs_diff(alone) <= exact, "{strategy:?}: {wait:?} instead of {alone:?}");
+        let exact = if strategy.frees().is_gradual() {
+            Duration::from_millis(20)
+        } else {
+            Duration::from_secs(100)
+        };
+        assert!(
+            wait.abs_diff(alone) <= exact,
+            "{strategy:?}: {wait:?} instead of {alone:?}"
+        );
         // There is room in the whole, and that is another's to give, until the next probe perhaps.
-        let fresh = store.check(Check::peek(Key::new("bob"), &policies, 50)).await.unwrap();
-        assert_eq!(fresh.outcome(), Outcome::Denied { retry_after: Duration::from_millis(250) }, "{strategy:?}");
-        let carol = async |cost| store.check(Check::take(Key::new("carol"), &policies, cost)).await.unwrap();
+        let fresh = store
+            .check(Check::peek(Key::new("bob"), &policies, 50))
+            .await
+            .unwrap();
+        assert_eq!(
+            fresh.outcome(),
+            Outcome::Denied {
+                retry_after: Duration::from_millis(250)
+            },
+            "{strategy:?}"
+        );
+        let carol = async |cost| {
+            store
+                .check(Check::take(Key::new("carol"), &policies, cost))
+                .await
+                .unwrap()
+        };
         assert!(carol(1).await.is_allowed());
         assert_eq!(
             carol(50).await.outcome(),
-            Outcome::Denied { retry_after: Duration::from_millis(250) },
+            Outcome::Denied {
+                retry_after: Duration::from_millis(250)
+            },
             "{strategy:?}"
         );
-        assert_eq!(take(101).await.unwrap().outcome(), Outcome::ExceedsCapacity, "{strategy:?}");
-        assert!(store.check(Check::take(Key::new("bob"), &policies, 25)).await.unwrap().is_allowed());
+        assert_eq!(
+            take(101).await.unwrap().outcome(),
+            Outcome::ExceedsCapacity,
+            "{strategy:?}"
+        );
+        assert!(
+            store
+                .check(Check::take(Key::new("bob"), &policies, 25))
+                .await
+                .unwrap()
+                .is_allowed()
+        );
     }
 }
 
@@ -132,13 +190,23 @@ async fn in_flight_requests_count_in_an_outage() {
     let first = Check::take(ann(), &uploads, 1);
     let take = async |check: Check| store.check(check).await.unwrap().is_allowed();
     let another = || Check::take(ann(), &uploads, 1);
-    assert_eq!([take(first.clone()).await, take(another()).await, take(another()).await], [true, true, false]);
+    assert_eq!(
+        [
+            take(first.clone()).await,
+            take(another()).await,
+            take(another()).await
+        ],
+        [true, true, false]
+    );
     open(&store, &primary).await;
     assert!(take(first.clone()).await && !take(another()).await);
     // The primary store still has the slot, so that the release must be sent again.
     let release = Check::release(ann(), &uploads, first.slot().unwrap());
     assert!(store.check(release).await.unwrap_err().is_unsent());
-    assert_eq!([take(another()).await, take(another()).await], [true, false]);
+    assert_eq!(
+        [take(another()).await, take(another()).await],
+        [true, false]
+    );
 }
 
 /// What the primary store has charged is not taken back.
@@ -147,7 +215,9 @@ async fn sent_checks_are_not_withdrawn() {
     let (store, primary, _) = pair(1);
     primary.set(Manner::Swallows);
     let check = Check::take(ann(), &policies(Strategy::Gcra, "10/s"), 1);
-    let Answer::Pending { future } = store.check(check) else { unreachable!() };
+    let Answer::Pending { future } = store.check(check) else {
+        unreachable!()
+    };
     assert!(!store.withdraw(pin!(future)));
 }
 
@@ -159,7 +229,11 @@ async fn the_deadline_begins_with_the_check() {
     let answer = store.check(Check::take(ann(), &policies(Strategy::Gcra, "10/s"), 1));
     sleep(Duration::from_millis(80)).await;
     let _ = answer.await.unwrap();
-    assert_eq!(start.elapsed(), Tested::DEFAULT_DEADLINE, "from the check to its answer");
+    assert_eq!(
+        start.elapsed(),
+        Tested::DEFAULT_DEADLINE,
+        "from the check to its answer"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -167,18 +241,30 @@ async fn a_deadline_of_forever_is_none() {
     let (store, primary, _) = pair(1);
     let store = store.deadline(Duration::MAX);
     primary.set(Manner::After(Duration::from_secs(3_600)));
-    assert!(store.check(Check::take(ann(), &policies(Strategy::Gcra, "10/s"), 1)).await.unwrap().is_allowed());
+    assert!(
+        store
+            .check(Check::take(ann(), &policies(Strategy::Gcra, "10/s"), 1))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
 }
 
 /// However it was answered.
 #[tokio::test(start_paused = true)]
 async fn polling_a_finished_future_panics() {
-    let manners = [Manner::AtOnce, Manner::After(Duration::from_millis(1)), Manner::Each(unreachable), Manner::Silent];
+    let manners = [
+        Manner::AtOnce,
+        Manner::After(Duration::from_millis(1)),
+        Manner::Each(unreachable),
+        Manner::Silent,
+    ];
     for manner in manners {
         let (store, primary, _) = pair(1);
         primary.set(manner);
         let polling = tokio::spawn(async move {
-            let mut answer = Box::pin(store.check(Check::take(ann(), &policies(Strategy::Gcra, "10/s"), 1)));
+            let mut answer =
+                Box::pin(store.check(Check::take(ann(), &policies(Strategy::Gcra, "10/s"), 1)));
             let _ = answer.as_mut().await.unwrap();
             futures_util::future::poll_immediate(answer.as_mut()).await;
         });

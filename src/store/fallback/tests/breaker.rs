@@ -39,7 +39,11 @@ async fn simultaneous_timeouts_count_as_one_failure() {
         rounds += 1;
     }
     assert_eq!(rounds, 3, "rounds of checks until the breaker opened");
-    assert!(primary.asked() <= 64 + 3, "{} checks waited for the deadline", primary.asked());
+    assert!(
+        primary.asked() <= 64 + 3,
+        "{} checks waited for the deadline",
+        primary.asked()
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -90,20 +94,38 @@ async fn probes_become_rarer() {
             }
             Err(unreachable())
         });
-        let store = Fallback::new(primary, LocalStore::default()).failures(failures.try_into().unwrap());
-        let _ = store.check(Check::take(ann(), &policies(Strategy::Gcra, "10/s"), 1)).await.unwrap();
+        let store =
+            Fallback::new(primary, LocalStore::default()).failures(failures.try_into().unwrap());
+        let _ = store
+            .check(Check::take(ann(), &policies(Strategy::Gcra, "10/s"), 1))
+            .await
+            .unwrap();
         sleep(Duration::from_secs(10)).await;
         assert_eq!(store.is_degraded(), failures == 1);
-        let delays: Vec<_> = lock(&probes).windows(2).map(|pair| pair[1] - pair[0]).skip(3).collect();
-        assert!(delays.iter().all(|delay| (125..=251).contains(&delay.as_millis())), "{failures}: {delays:?}");
-        assert!(delays.windows(2).any(|pair| pair[0] != pair[1]), "{failures}: {delays:?}");
+        let delays: Vec<_> = lock(&probes)
+            .windows(2)
+            .map(|pair| pair[1] - pair[0])
+            .skip(3)
+            .collect();
+        assert!(
+            delays
+                .iter()
+                .all(|delay| (125..=251).contains(&delay.as_millis())),
+            "{failures}: {delays:?}"
+        );
+        assert!(
+            delays.windows(2).any(|pair| pair[0] != pair[1]),
+            "{failures}: {delays:?}"
+        );
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn errors_of_one_check_alone_never_count() {
     let (store, primary, _) = pair(1);
-    primary.set(Manner::Each(|| StoreError::new(ErrorKind::Refused).of_check()));
+    primary.set(Manner::Each(|| {
+        StoreError::new(ErrorKind::Refused).of_check()
+    }));
     for _ in 0..10 {
         all(&store, 10).await;
     }

@@ -37,12 +37,23 @@ impl Far {
     pub(super) fn new(delay: Duration) -> Self {
         let delay = Arc::new(Mutex::new(Some(delay)));
         let (unanswered, seen) = (Arc::default(), Arc::default());
-        Self { counts: LocalStore::default(), slot: SlotId::unique(), is_mute: false, unanswered, delay, seen }
+        Self {
+            counts: LocalStore::default(),
+            slot: SlotId::unique(),
+            is_mute: false,
+            unanswered,
+            delay,
+            seen,
+        }
     }
 
     /// The same counts, asked by another instance over a way of its own.
     pub(super) fn another(&self, delay: Duration) -> Self {
-        Self { slot: SlotId::unique(), delay: Arc::new(Mutex::new(Some(delay))), ..self.clone() }
+        Self {
+            slot: SlotId::unique(),
+            delay: Arc::new(Mutex::new(Some(delay))),
+            ..self.clone()
+        }
     }
 
     pub(super) fn set(&self, delay: Option<Duration>) {
@@ -50,7 +61,8 @@ impl Far {
     }
 
     pub(super) fn fallback(&self, share: u32) -> Fallback<Self, LocalStore> {
-        Fallback::new(self.clone(), LocalStore::default()).share(Share::Fixed(share.try_into().unwrap()))
+        Fallback::new(self.clone(), LocalStore::default())
+            .share(Share::Fixed(share.try_into().unwrap()))
     }
 
     /// This instance says whether it reconciles. Returns how many do then.
@@ -72,13 +84,20 @@ impl Store for Far {
     type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        let Some(delay) = *lock(&self.delay) else { return Answer::ready(Err(unreachable().unsent())) };
+        let Some(delay) = *lock(&self.delay) else {
+            return Answer::ready(Err(unreachable().unsent()));
+        };
         if self.is_mute && check.mode() == Mode::Renew {
             return Answer::pending(Box::pin(pending()));
         }
         let fewer = |left: usize| left.checked_sub(1);
         let tells = matches!(check.mode(), Mode::Renew | Mode::Release);
-        if tells && self.unanswered.fetch_update(Relaxed, Relaxed, fewer).is_ok() {
+        if tells
+            && self
+                .unanswered
+                .fetch_update(Relaxed, Relaxed, fewer)
+                .is_ok()
+        {
             if check.mode() == Mode::Renew {
                 drop(self.now(check));
             }
@@ -93,13 +112,19 @@ impl Store for Far {
         }
         let mut seen = lock(&self.seen);
         if check.mode() == Mode::Charge {
-            seen.charged.entry(*check.key()).or_default().push(instant());
+            seen.charged
+                .entry(*check.key())
+                .or_default()
+                .push(instant());
             seen.order.push(*check.key());
             seen.under_way += 1;
             seen.most = seen.most.max(seen.under_way);
         }
-        let (decision, seen, is_charge) =
-            (self.counts.check(check.clone()), Arc::clone(&self.seen), check.mode() == Mode::Charge);
+        let (decision, seen, is_charge) = (
+            self.counts.check(check.clone()),
+            Arc::clone(&self.seen),
+            check.mode() == Mode::Charge,
+        );
         Answer::pending(Box::pin(async move {
             sleep(delay).await;
             lock(&seen).under_way -= usize::from(is_charge);
@@ -112,7 +137,11 @@ pub(super) fn caller(i: usize) -> Key {
     Key::new(format!("caller-{i}"))
 }
 
-pub(super) async fn take(store: &Fallback<Far, LocalStore>, key: Key, policies: &Policies) -> Decision {
+pub(super) async fn take(
+    store: &Fallback<Far, LocalStore>,
+    key: Key,
+    policies: &Policies,
+) -> Decision {
     store.check(Check::take(key, policies, 1)).await.unwrap()
 }
 
@@ -120,7 +149,12 @@ pub(super) async fn take(store: &Fallback<Far, LocalStore>, key: Key, policies: 
 pub(super) async fn cut(store: &Fallback<Far, LocalStore>, far: &Far) {
     far.set(None);
     while !store.is_degraded() {
-        let _ = take(store, Key::new("somebody"), &policies(Strategy::Gcra, "1000/s")).await;
+        let _ = take(
+            store,
+            Key::new("somebody"),
+            &policies(Strategy::Gcra, "1000/s"),
+        )
+        .await;
         advance(Duration::from_millis(2)).await;
     }
 }

@@ -15,7 +15,13 @@ const FULL: Duration = Duration::from_millis(8_400);
 const SEEDS: u64 = 400;
 
 /// At which steps of an outage an instance is asked for all that it grants.
-const DEMAND: [fn(u32) -> bool; 5] = [|_| false, |_| true, |step| step == 0, |step| step == 12, |step| step % 5 == 0];
+const DEMAND: [fn(u32) -> bool; 5] = [
+    |_| false,
+    |_| true,
+    |step| step == 0,
+    |step| step == 12,
+    |step| step % 5 == 0,
+];
 const STEPS: u32 = 24;
 
 /// An outage of some instances, and what one count that all share grants of the same.
@@ -39,7 +45,8 @@ impl Outage {
             true => Quota::per(BATCH, FULL / (BURST / BATCH)).burst(BURST),
             false => Quota::per(BURST, FULL),
         };
-        let (instances, primary, reconciled) = (rng.u32(1..=8), Primary::default(), Reconciled::default());
+        let (instances, primary, reconciled) =
+            (rng.u32(1..=8), Primary::default(), Reconciled::default());
         let share = Share::Fixed(std::num::NonZeroU32::new(instances).unwrap());
         let store = |_| {
             let store = Fallback::new(primary.clone(), LocalStore::default());
@@ -48,7 +55,16 @@ impl Outage {
         let stores = (0..instances).map(store).collect();
         let policies = Policy::new("test", strategy, quota).unwrap().into();
         let id = rng.bool().then_some(0);
-        Self { policies, stores, primary, reconciled, shared: LocalStore::default(), id, granted: 0, excess: 0 }
+        Self {
+            policies,
+            stores,
+            primary,
+            reconciled,
+            shared: LocalStore::default(),
+            id,
+            granted: 0,
+            excess: 0,
+        }
     }
 
     /// Asks an instance for as much as there is.
@@ -69,7 +85,10 @@ impl Outage {
     async fn begin(&mut self) {
         for store in &self.stores {
             // So it knows what the caller has used.
-            let _ = store.check(Check::peek(ann(), &self.policies, 0)).await.unwrap();
+            let _ = store
+                .check(Check::peek(ann(), &self.policies, 0))
+                .await
+                .unwrap();
         }
         for store in &self.stores {
             open(store, &self.primary).await;
@@ -92,7 +111,10 @@ async fn flow_back_is_granted_once() {
     for seed in 0..SEEDS {
         let mut rng = Rng::with_seed(seed);
         // All clocks are one.
-        let _seed = Seed::set(seed, Duration::from_secs(1_700_000_000) + FULL.mul_f64(rng.f64()));
+        let _seed = Seed::set(
+            seed,
+            Duration::from_secs(1_700_000_000) + FULL.mul_f64(rng.f64()),
+        );
         let mut outage = Outage::new(&mut rng);
         let instances = outage.stores.len();
         let some = rng.u32(1..BURST);
@@ -124,13 +146,32 @@ async fn flow_back_is_granted_once() {
         outage.end().await;
         let flown = flown(since.elapsed());
 
-        let charged: u64 = outage.reconciled.events().iter().map(|(charged, _)| charged).sum();
-        assert!(charged <= outage.granted.into(), "{charged} charged of {}: {run}", outage.granted);
-        let peek = outage.shared.check(Check::peek(ann(), &outage.policies, 0)).await.unwrap();
-        let (counted, shared) = (outage.primary.used(&outage.policies).await, peek.capacity() - peek.remaining());
+        let charged: u64 = outage
+            .reconciled
+            .events()
+            .iter()
+            .map(|(charged, _)| charged)
+            .sum();
+        assert!(
+            charged <= outage.granted.into(),
+            "{charged} charged of {}: {run}",
+            outage.granted
+        );
+        let peek = outage
+            .shared
+            .check(Check::peek(ann(), &outage.policies, 0))
+            .await
+            .unwrap();
+        let (counted, shared) = (
+            outage.primary.used(&outage.policies).await,
+            peek.capacity() - peek.remaining(),
+        );
         // Each instance rounds up, and an id is charged as a whole.
         if policy.frees().is_gradual() && outage.id.is_none() || outage.granted == 0 {
-            assert!(counted <= shared + instances as u32, "{counted} counted of {shared}: {run}");
+            assert!(
+                counted <= shared + instances as u32,
+                "{counted} counted of {shared}: {run}"
+            );
         }
 
         // All instances are asked for all that they grant.
@@ -138,7 +179,11 @@ async fn flow_back_is_granted_once() {
             outage.take(step as usize % instances, BURST).await;
             sleep(FULL / STEPS).await;
         }
-        let others = granted.iter().filter(|granted| **granted > 0).count().saturating_sub(1) as u32;
+        let others = granted
+            .iter()
+            .filter(|granted| **granted > 0)
+            .count()
+            .saturating_sub(1) as u32;
         let twice = (others * flown.saturating_sub(before)).min(BURST);
         let bound = match policy.strategy() {
             _ if policy.frees().is_gradual() => twice,
@@ -148,7 +193,11 @@ async fn flow_back_is_granted_once() {
             Some(Strategy::FixedWindow(Align::FirstHit)) => BURST,
             _ => 0,
         };
-        assert!(outage.excess <= bound, "{} of {bound} above one count: {run}", outage.excess);
+        assert!(
+            outage.excess <= bound,
+            "{} of {bound} above one count: {run}",
+            outage.excess
+        );
     }
 }
 

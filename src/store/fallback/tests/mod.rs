@@ -73,7 +73,11 @@ impl Primary {
 
     /// What it counts of a caller.
     async fn used(&self, policies: &Policies) -> u32 {
-        let peek = self.counts.check(Check::peek(ann(), policies, 0)).await.unwrap();
+        let peek = self
+            .counts
+            .check(Check::peek(ann(), policies, 0))
+            .await
+            .unwrap();
         peek.capacity() - peek.remaining()
     }
 }
@@ -88,7 +92,9 @@ impl Store for Primary {
         }
         let decide = || match self.counts.check(check) {
             // By its own clock, as Redis does.
-            Answer::Ready { answer } => Answer::ready(answer.map(|decision| decision.decided_at(1))),
+            Answer::Ready { answer } => {
+                Answer::ready(answer.map(|decision| decision.decided_at(1)))
+            }
             pending => pending,
         };
         Answer::pending(match &mut script.manner {
@@ -119,7 +125,9 @@ impl Store for Primary {
                     Err(error)
                 })
             }
-            Manner::Crowded(every) if fastrand::usize(..*every) > 0 => return Answer::ready(Err(queue_full())),
+            Manner::Crowded(every) if fastrand::usize(..*every) > 0 => {
+                return Answer::ready(Err(queue_full()));
+            }
             Manner::Crowded(_) => Box::pin(decide()),
         })
     }
@@ -147,7 +155,9 @@ fn pair(share: u32) -> (Tested, Primary, Reconciled) {
     let (primary, reconciled) = (Primary::default(), Reconciled::default());
     let store = Fallback::new(primary.clone(), LocalStore::default());
     (
-        store.share(Share::Fixed(std::num::NonZeroU32::new(share).unwrap())).observer(reconciled.clone()),
+        store
+            .share(Share::Fixed(std::num::NonZeroU32::new(share).unwrap()))
+            .observer(reconciled.clone()),
         primary,
         reconciled,
     )
@@ -158,7 +168,9 @@ fn ann() -> Key {
 }
 
 fn policies(strategy: Strategy, quota: &str) -> Policies {
-    Policy::new("test", strategy, quota.parse().unwrap()).unwrap().into()
+    Policy::new("test", strategy, quota.parse().unwrap())
+        .unwrap()
+        .into()
 }
 
 fn unreachable() -> StoreError {
@@ -178,7 +190,10 @@ async fn open(store: &Tested, primary: &Primary) {
     primary.set(Manner::Each(unreachable));
     let somebody = policies(Strategy::Gcra, "1000/s");
     while !store.is_degraded() {
-        let _ = store.check(Check::take(Key::new("somebody"), &somebody, 1)).await.unwrap();
+        let _ = store
+            .check(Check::take(Key::new("somebody"), &somebody, 1))
+            .await
+            .unwrap();
         advance(Duration::from_millis(2)).await;
     }
 }

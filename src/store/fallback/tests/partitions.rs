@@ -51,7 +51,13 @@ fn away() -> StoreError {
 async fn ask(store: &Fallback<Parted, LocalStore>) {
     let policies = policies(Strategy::Gcra, "1000/d");
     for caller in ["0", "1", "2"] {
-        assert!(store.check(Check::take(Key::new(caller), &policies, 1)).await.unwrap().is_allowed());
+        assert!(
+            store
+                .check(Check::take(Key::new(caller), &policies, 1))
+                .await
+                .unwrap()
+                .is_allowed()
+        );
     }
 }
 
@@ -73,9 +79,15 @@ async fn a_failing_partition_degrades_only_its_callers() {
     for _ in 0..10 {
         ask(&store).await;
     }
-    let more: Vec<usize> = (0..3).map(|partition| asked(partition) - before[partition]).collect();
+    let more: Vec<usize> = (0..3)
+        .map(|partition| asked(partition) - before[partition])
+        .collect();
     assert_eq!(
-        (more[partition("0")], more[partition("1")], more[partition("2")]),
+        (
+            more[partition("0")],
+            more[partition("1")],
+            more[partition("2")]
+        ),
         (10, 0, 10),
         "only the partition that is out is not asked"
     );
@@ -103,13 +115,22 @@ async fn a_failing_partition_degrades_only_its_callers() {
     let used = |caller: &'static str| {
         let counts = primary.0[partition(caller)].counts.clone();
         async move {
-            let peek =
-                counts.check(Check::peek(Key::new(caller), &policies(Strategy::Gcra, "1000/d"), 0)).await.unwrap();
+            let peek = counts
+                .check(Check::peek(
+                    Key::new(caller),
+                    &policies(Strategy::Gcra, "1000/d"),
+                    0,
+                ))
+                .await
+                .unwrap();
             peek.capacity() - peek.remaining()
         }
     };
     let (zero, one, two) = (used("0").await, used("1").await, used("2").await);
-    assert!(zero > 100 && zero == one && one == two, "{zero}, {one}, {two}");
+    assert!(
+        zero > 100 && zero == one && one == two,
+        "{zero}, {one}, {two}"
+    );
 }
 
 /// One partition is out, with more callers than would be its share of what may be noted.
@@ -118,7 +139,8 @@ async fn partitions_share_the_bound_of_notes() {
     let (primary, reconciled) = (Parted::default(), Reconciled::default());
     let store = Fallback::new(primary.clone(), LocalStore::default()).observer(reconciled.clone());
     let policies = policies(Strategy::Gcra, "1000/100d");
-    let take = |caller: usize| store.check(Check::take(Key::new(format!("{caller}-0")), &policies, 1));
+    let take =
+        |caller: usize| store.check(Check::take(Key::new(format!("{caller}-0")), &policies, 1));
     let partition = &primary.0[primary.partition(&Key::new("0"))];
     partition.set(Manner::Each(away));
     for i in 0..40_000 {
@@ -128,6 +150,9 @@ async fn partitions_share_the_bound_of_notes() {
     while store.is_degraded() || reconciled.events().is_empty() {
         sleep(Duration::from_millis(5)).await;
     }
-    let (charged, dropped) = reconciled.events().iter().fold((0, 0), |sum, event| (sum.0 + event.0, sum.1 + event.1));
+    let (charged, dropped) = reconciled
+        .events()
+        .iter()
+        .fold((0, 0), |sum, event| (sum.0 + event.0, sum.1 + event.1));
     assert_eq!((charged, dropped), (40_000, 0));
 }

@@ -21,8 +21,13 @@ async fn others_wait_while_an_instance_reconciles() {
     const DELAY: Duration = Duration::from_millis(40);
     let second = Far::new(DELAY);
     let far = [second.another(DELAY), second];
-    let [first, second] = far.each_ref().map(|far| far.fallback(2).deadline(5 * DELAY));
-    let (limit, two) = (policies(Strategy::Gcra, "60/100d"), policies(Strategy::Gcra, "2/100d"));
+    let [first, second] = far
+        .each_ref()
+        .map(|far| far.fallback(2).deadline(5 * DELAY));
+    let (limit, two) = (
+        policies(Strategy::Gcra, "60/100d"),
+        policies(Strategy::Gcra, "2/100d"),
+    );
     cut(&first, &far[0]).await;
     cut(&second, &far[1]).await;
     for i in 0..20_000 {
@@ -55,9 +60,16 @@ async fn others_wait_while_an_instance_reconciles() {
     for _ in 0..60 {
         granted += ask(&first).await + ask(&second).await;
     }
-    assert_eq!(granted, 50 * 60, "of limits that come to that, with instances back after {took:?}");
+    assert_eq!(
+        granted,
+        50 * 60,
+        "of limits that come to that, with instances back after {took:?}"
+    );
     let [first, second] = took.map(Option::unwrap);
-    assert!(first.abs_diff(second) < Duration::from_millis(300), "one comes back after the other: {took:?}");
+    assert!(
+        first.abs_diff(second) < Duration::from_millis(300),
+        "one comes back after the other: {took:?}"
+    );
 }
 
 /// As Redis counts it.
@@ -65,7 +77,10 @@ async fn others_wait_while_an_instance_reconciles() {
 async fn instances_see_each_other_reconcile() {
     let server = RedisServer::start();
     let instance = || {
-        let redis = RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).connect_lazy().unwrap();
+        let redis = RedisStore::builder(server.url())
+            .timeout(Duration::from_secs(20))
+            .connect_lazy()
+            .unwrap();
         Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(20))
     };
     let [one, two, other] = [instance(), instance(), instance()];
@@ -80,12 +95,19 @@ async fn instances_see_each_other_reconcile() {
     // As if it had failed: it is going to try again.
     drop(announcement);
     assert_eq!(reconciling().await, Some(1));
-    assert_eq!(one.partitions[0].others_reconciling().await, Some(0), "it does not wait for itself");
+    assert_eq!(
+        one.partitions[0].others_reconciling().await,
+        Some(0),
+        "it does not wait for itself"
+    );
     assert_eq!(reconciling().await, Some(0), "nor do the others by then");
     let announcement = two.partitions[0].announce();
     until("it is announced", async || reconciling().await == Some(1)).await;
     drop(announcement);
-    until("it has died, for all that is known", async || reconciling().await == Some(0)).await;
+    until("it has died, for all that is known", async || {
+        reconciling().await == Some(0)
+    })
+    .await;
 }
 
 /// What it has said itself may have been lost.
@@ -105,7 +127,10 @@ async fn an_unheard_instance_still_waits_for_others() {
         }
     });
     let took = recovery(&store).await;
-    assert!((Duration::from_millis(3_000)..Duration::from_millis(3_500)).contains(&took), "{took:?}");
+    assert!(
+        (Duration::from_millis(3_000)..Duration::from_millis(3_500)).contains(&took),
+        "{took:?}"
+    );
     reconciles.await.unwrap();
 }
 
@@ -141,7 +166,10 @@ async fn no_instance_is_waited_for_forever() {
         }
     });
     let took = recovery(&store).await;
-    assert!((Duration::from_secs(10)..Duration::from_secs(12)).contains(&took), "{took:?}");
+    assert!(
+        (Duration::from_secs(10)..Duration::from_secs(12)).contains(&took),
+        "{took:?}"
+    );
     announcing.abort();
 }
 
@@ -149,10 +177,14 @@ async fn no_instance_is_waited_for_forever() {
 #[tokio::test(start_paused = true)]
 async fn a_store_without_requests_in_flight_names_no_others() {
     let primary = MockStore::new();
-    let store = Fallback::new(primary.clone(), LocalStore::default()).share(Share::Fixed(2.try_into().unwrap()));
+    let store = Fallback::new(primary.clone(), LocalStore::default())
+        .share(Share::Fixed(2.try_into().unwrap()));
     primary.answer(|_| Err(unreachable()));
     while !store.is_degraded() {
-        let _ = store.check(Check::take(ann(), &policies(Strategy::Gcra, "60/100d"), 1)).await.unwrap();
+        let _ = store
+            .check(Check::take(ann(), &policies(Strategy::Gcra, "60/100d"), 1))
+            .await
+            .unwrap();
     }
     primary.deny(Duration::from_secs(1));
     let took = recovery(&store).await;
@@ -220,10 +252,18 @@ async fn charges_lapsing_during_reconciliation_are_skipped() {
     recovery(&store).await;
     sleep(Duration::from_secs(20)).await;
     let seen = lock(&far.seen);
-    let late = seen.charged.values().flatten().filter(|at| **at - granted > COUNTS).count();
+    let late = seen
+        .charged
+        .values()
+        .flatten()
+        .filter(|at| **at - granted > COUNTS)
+        .count();
     let sent = seen.charged.len();
     assert!(sent > 100, "{sent} are charged");
-    assert_eq!(late, 0, "of {sent} charges so many had lapsed when they were sent");
+    assert_eq!(
+        late, 0,
+        "of {sent} charges so many had lapsed when they were sent"
+    );
 }
 
 /// What others may be granted again is first of all what nobody may be granted any more.
@@ -244,7 +284,10 @@ async fn the_most_exhausted_callers_are_reconciled_first() {
     let spent = |key: &Key| (0..1_000).any(|i| i % 10 == 3 && caller(i) == *key);
     let last = seen.order.iter().rposition(spent).unwrap();
     assert_eq!(seen.order.len(), 1_000);
-    assert!(last < 110, "{last} are charged before the last of 100 who have used up their limits");
+    assert!(
+        last < 110,
+        "{last} are charged before the last of 100 who have used up their limits"
+    );
 }
 
 /// A near store is sent far more at once than a far one, which would answer the last of them too late.
@@ -264,13 +307,18 @@ async fn concurrency_follows_the_distance_of_the_store() {
         recovery(&store).await;
         most.push(lock(&far.seen).most);
     }
-    assert!(most[0] >= 512 && most[1] <= 64, "{most:?} ops at once, 2 ms and 90 ms away");
+    assert!(
+        most[0] >= 512 && most[1] <= 64,
+        "{most:?} ops at once, 2 ms and 90 ms away"
+    );
 }
 
 /// One that nobody takes over from.
 fn task() -> Task {
     let now = instant();
-    TaskOwner::new(now).begin(Handle::current().id(), now, Span::on_each_runtime(now)).unwrap()
+    TaskOwner::new(now)
+        .begin(Handle::current().id(), now, Span::on_each_runtime(now))
+        .unwrap()
 }
 
 /// Whatever there is to reconcile, other tasks of the runtime run in between.
@@ -298,7 +346,10 @@ async fn reconciliation_yields_to_other_tasks() {
         .await
     );
     assert!(partition.outages.is_empty());
-    assert!(polls >= CALLERS / 1_000, "{CALLERS} callers in {polls} goes");
+    assert!(
+        polls >= CALLERS / 1_000,
+        "{CALLERS} callers in {polls} goes"
+    );
 }
 
 /// What is left when the primary store fails again is not gone through.
@@ -326,13 +377,22 @@ async fn one_reconciliation_goes_through_all_stages() {
     let policies = policies(Strategy::Gcra, "100/100d");
     cut(&store, &far).await;
     let take = |cost| Check::take(ann(), &policies, cost);
-    for check in [take(20).with_id("one"), take(5).with_id("two"), Check::refund(ann(), &policies, 15), take(7)] {
+    for check in [
+        take(20).with_id("one"),
+        take(5).with_id("two"),
+        Check::refund(ann(), &policies, 15),
+        take(7),
+    ] {
         let _ = store.check(check).await.unwrap();
     }
     far.set(Some(Duration::from_millis(2)));
     let partition = &store.partitions[0];
     assert!(partition.reconcile(&task()).await && partition.outages.is_empty());
-    let peek = far.counts.check(Check::peek(ann(), &policies, 0)).await.unwrap();
+    let peek = far
+        .counts
+        .check(Check::peek(ann(), &policies, 0))
+        .await
+        .unwrap();
     assert_eq!(peek.capacity() - peek.remaining(), 20 + 5 - 15 + 7);
 }
 
@@ -351,6 +411,10 @@ async fn reconciliation_yields_between_the_ids_of_callers() {
     let _ = store.check(Check::take(ann(), &policies, 5)).await.unwrap();
     far.set(Some(Duration::from_millis(2)));
     recovery(&store).await;
-    let peek = far.counts.check(Check::peek(ann(), &policies, 0)).await.unwrap();
+    let peek = far
+        .counts
+        .check(Check::peek(ann(), &policies, 0))
+        .await
+        .unwrap();
     assert_eq!(peek.capacity() - peek.remaining(), IDS as u32 + 5);
 }

@@ -21,13 +21,22 @@ async fn a_repeated_id_is_charged_once() {
     let _ = ask(&store, take(&policies, 50)).await;
     open(&store, &primary).await;
     for _ in 0..30 {
-        assert_eq!(ask(&store, take(&policies, 1).with_id("payment-7")).await.granted(), 1);
+        assert_eq!(
+            ask(&store, take(&policies, 1).with_id("payment-7"))
+                .await
+                .granted(),
+            1
+        );
     }
     close(&store, &primary).await;
     assert_eq!(primary.used(&policies).await, 51);
     assert_eq!(reconciled.events(), [(1, 0)]);
     // A retry after the recovery is the same.
-    assert!(ask(&store, take(&policies, 1).with_id("payment-7")).await.is_allowed());
+    assert!(
+        ask(&store, take(&policies, 1).with_id("payment-7"))
+            .await
+            .is_allowed()
+    );
     assert_eq!(primary.used(&policies).await, 51);
 }
 
@@ -71,7 +80,11 @@ async fn grants_under_a_closed_breaker_reconcile_soon() {
     let _ = ask(&store, take(&policies, 60)).await;
     open(&store, &primary).await;
     close(&store, &primary).await;
-    assert_eq!((soon, primary.used(&policies).await), (20, 60), "a second and an hour later");
+    assert_eq!(
+        (soon, primary.used(&policies).await),
+        (20, 60),
+        "a second and an hour later"
+    );
     assert_eq!(reconciled.events(), [(20, 0)]);
 }
 
@@ -98,7 +111,11 @@ async fn grants_lapse_under_the_whole_policy() {
         open(&store, &primary).await;
         for i in 0..25 {
             let check = take(&policies, 1);
-            let check = if i < ids { check.with_id(i.to_string()) } else { check };
+            let check = if i < ids {
+                check.with_id(i.to_string())
+            } else {
+                check
+            };
             assert!(ask(&store, check).await.is_allowed());
         }
         sleep(Duration::from_secs(50)).await;
@@ -113,7 +130,11 @@ async fn unlapsed_grants_are_charged_with_their_ids() {
     let policies = policies(Strategy::Gcra, "100/100s");
     open(&store, &primary).await;
     for i in 0..25 {
-        assert!(ask(&store, take(&policies, 1).with_id(i.to_string())).await.is_allowed());
+        assert!(
+            ask(&store, take(&policies, 1).with_id(i.to_string()))
+                .await
+                .is_allowed()
+        );
     }
     sleep(Duration::from_secs(10)).await;
     primary.set(Manner::AtOnce);
@@ -121,7 +142,10 @@ async fn unlapsed_grants_are_charged_with_their_ids() {
         sleep(Duration::from_millis(5)).await;
     }
     let used = primary.used(&policies).await;
-    assert!((13..=15).contains(&used), "{used} of 25, after 10 to 12 of them have flown back");
+    assert!(
+        (13..=15).contains(&used),
+        "{used} of 25, after 10 to 12 of them have flown back"
+    );
 }
 
 /// However often it is asked, it is one charge, which counts for a second.
@@ -131,7 +155,11 @@ async fn a_repeated_id_lapses_as_one_charge() {
     let policies = policies(Strategy::Gcra, "100/100s");
     open(&store, &primary).await;
     for _ in 0..25 {
-        assert!(ask(&store, take(&policies, 1).with_id("payment-7")).await.is_allowed());
+        assert!(
+            ask(&store, take(&policies, 1).with_id("payment-7"))
+                .await
+                .is_allowed()
+        );
     }
     sleep(Duration::from_secs(5)).await;
     close(&store, &primary).await;
@@ -191,7 +219,11 @@ async fn resets_during_an_outage_are_applied() {
         close(&store, &primary).await;
         assert_eq!(primary.used(&policies).await, 7);
         for (id, cost) in [("before", 1), ("after", 2)] {
-            assert!(ask(&store, take(&policies, cost).with_id(id)).await.is_allowed());
+            assert!(
+                ask(&store, take(&policies, cost).with_id(id))
+                    .await
+                    .is_allowed()
+            );
         }
         assert_eq!(primary.used(&policies).await, 7, "both are known");
     }
@@ -204,7 +236,11 @@ async fn an_interrupted_reconciliation_resumes_where_it_stopped() {
     let policies = policies(Strategy::Gcra, "100/100d");
     let caller = |i: usize| Key::new(i.to_string());
     let queue_full: fn() -> StoreError = queue_full;
-    for (error, id, lost) in [(queue_full, None, 0), (unreachable, None, 20), (unreachable, Some("payment-7"), 0)] {
+    for (error, id, lost) in [
+        (queue_full, None, 0),
+        (unreachable, None, 20),
+        (unreachable, Some("payment-7"), 0),
+    ] {
         let (store, primary, reconciled) = pair(1);
         open(&store, &primary).await;
         for i in 0..30 {
@@ -225,12 +261,23 @@ async fn an_interrupted_reconciliation_resumes_where_it_stopped() {
         sleep(Duration::from_secs(2)).await;
         let mut used = 0;
         for i in 0..30 {
-            let peek = primary.counts.check(Check::peek(caller(i), &policies, 0)).await.unwrap();
+            let peek = primary
+                .counts
+                .check(Check::peek(caller(i), &policies, 0))
+                .await
+                .unwrap();
             used += 100 - u64::from(peek.remaining());
         }
-        let (charged, dropped) =
-            reconciled.events().iter().fold((0, 0), |sum, event| (sum.0 + event.0, sum.1 + event.1));
-        assert_eq!((used, charged, dropped), (30 - lost, 30 - lost, lost), "{:?}", error());
+        let (charged, dropped) = reconciled
+            .events()
+            .iter()
+            .fold((0, 0), |sum, event| (sum.0 + event.0, sum.1 + event.1));
+        assert_eq!(
+            (used, charged, dropped),
+            (30 - lost, 30 - lost, lost),
+            "{:?}",
+            error()
+        );
     }
 }
 
@@ -249,21 +296,28 @@ async fn a_failed_reconciliation_risks_few_charges() {
         sleep(Duration::from_millis(5)).await;
     }
     let (charged, dropped) = reconciled.events()[0];
-    assert!(charged == 0 && (1..=64).contains(&dropped), "{dropped} of 500 are lost");
+    assert!(
+        charged == 0 && (1..=64).contains(&dropped),
+        "{dropped} of 500 are lost"
+    );
 }
 
 /// Two layers have policies of their own for a caller.
 #[tokio::test(start_paused = true)]
 async fn each_list_of_policies_is_reconciled() {
     let (store, primary, _) = pair(1);
-    let [api, login] = ["api", "login"]
-        .map(|name| Policies::from(Policy::new(name, Strategy::Gcra, "100/100d".parse().unwrap()).unwrap()));
+    let [api, login] = ["api", "login"].map(|name| {
+        Policies::from(Policy::new(name, Strategy::Gcra, "100/100d".parse().unwrap()).unwrap())
+    });
     open(&store, &primary).await;
     for policies in [&api, &login, &api] {
         assert!(ask(&store, take(policies, 7)).await.is_allowed());
     }
     close(&store, &primary).await;
-    assert_eq!((primary.used(&api).await, primary.used(&login).await), (14, 7));
+    assert_eq!(
+        (primary.used(&api).await, primary.used(&login).await),
+        (14, 7)
+    );
 }
 
 /// One is left behind by a runtime that stands still.
@@ -279,7 +333,11 @@ async fn a_reconciliation_ends_only_its_own() {
         let _ = ask(&store, Check::take(*key, &policies, 1)).await;
         outages.take(number, key);
     }
-    let held = || keys.iter().filter(|key| outages.caller(key).is_held()).count();
+    let held = || {
+        keys.iter()
+            .filter(|key| outages.caller(key).is_held())
+            .count()
+    };
     assert_eq!(held(), 100);
     outages.reconciled(numbers[1]);
     assert_eq!(held(), 50);
@@ -291,7 +349,9 @@ async fn a_reconciliation_ends_only_its_own() {
 #[tokio::test(start_paused = true)]
 async fn the_slowest_policy_decides_when_grants_lapse() {
     let (store, primary, _) = pair(1);
-    let policy = |name, quota: &str| crate::limit::Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap();
+    let policy = |name, quota: &str| {
+        crate::limit::Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap()
+    };
     let policies = Policies::new([policy("burst", "5/s"), policy("daily", "1000/100d")]).unwrap();
     open(&store, &primary).await;
     for _ in 0..10 {
@@ -307,7 +367,12 @@ async fn debts_above_a_share_are_charged() {
     let (store, primary, _) = pair(4);
     let policies = policies(Strategy::Gcra, "100/100d");
     open(&store, &primary).await;
-    assert_eq!(ask(&store, Check::charge(ann(), &policies, 40)).await.granted(), 40);
+    assert_eq!(
+        ask(&store, Check::charge(ann(), &policies, 40))
+            .await
+            .granted(),
+        40
+    );
     close(&store, &primary).await;
     assert_eq!(primary.used(&policies).await, 40);
 }
@@ -322,9 +387,15 @@ fn repeatedly_failing_reconciliations_stay_within_the_bound() {
         let mut dropped = 0;
         let mut take_all = |number| {
             let mut callers = std::collections::BTreeMap::new();
-            dropped += (0..outages.shards()).map(|shard| outages.list(shard, &mut callers)).sum::<u64>();
+            dropped += (0..outages.shards())
+                .map(|shard| outages.list(shard, &mut callers))
+                .sum::<u64>();
             let take = |key| (key, outages.take(number, &key));
-            callers.into_values().flatten().map(take).collect::<Vec<_>>()
+            callers
+                .into_values()
+                .flatten()
+                .map(take)
+                .collect::<Vec<_>>()
         };
         let mut granted = 0;
         for _ in 0..10 {
@@ -332,8 +403,15 @@ fn repeatedly_failing_reconciliations_stay_within_the_bound() {
             let taken = take_all(number);
             for key in callers.by_ref().take(400) {
                 let check = Check::take(key, &policies, 1);
-                let Answer::Ready { answer } = local.check(check.clone()) else { unreachable!() };
-                assert!(outages.caller(&key).note(&check, false, &answer.unwrap(), || 0).is_some());
+                let Answer::Ready { answer } = local.check(check.clone()) else {
+                    unreachable!()
+                };
+                assert!(
+                    outages
+                        .caller(&key)
+                        .note(&check, false, &answer.unwrap(), || 0)
+                        .is_some()
+                );
                 granted += 1;
             }
             for (key, logs) in taken {
@@ -343,7 +421,8 @@ fn repeatedly_failing_reconciliations_stay_within_the_bound() {
                         continue;
                     }
                     let mut ops = vec![];
-                    (0..CallerLog::STAGES).for_each(|stage| while log.take_some(key, stage, 0, &mut ops) {});
+                    (0..CallerLog::STAGES)
+                        .for_each(|stage| while log.take_some(key, stage, 0, &mut ops) {});
                     ops.into_iter().for_each(|op| outages.put_back(op, 0));
                 }
             }
@@ -358,12 +437,18 @@ fn repeatedly_failing_reconciliations_stay_within_the_bound() {
 #[tokio::test(start_paused = true)]
 async fn grants_beyond_the_bound_are_reported() {
     let (mut store, primary, reconciled) = pair(1);
-    let partition = Arc::get_mut(&mut store.partitions).and_then(|all| Arc::get_mut(&mut all[0])).unwrap();
+    let partition = Arc::get_mut(&mut store.partitions)
+        .and_then(|all| Arc::get_mut(&mut all[0]))
+        .unwrap();
     partition.outages = OutageLog::new(Budget::new(10));
     let policies = policies(Strategy::SlidingLog, "100/d");
     open(&store, &primary).await;
     for i in 0..30 {
-        assert!(ask(&store, Check::take(Key::new(i.to_string()), &policies, 3)).await.is_allowed());
+        assert!(
+            ask(&store, Check::take(Key::new(i.to_string()), &policies, 3))
+                .await
+                .is_allowed()
+        );
     }
     close(&store, &primary).await;
     assert_eq!(reconciled.events(), [(30, 60)]);
@@ -376,12 +461,21 @@ fn the_ids_of_a_caller_are_bounded() {
     let policies = policies(Strategy::Gcra, "100/100d");
     let note = |id: u32| {
         let check = take(&policies, 1).with_id(id.to_string());
-        let Answer::Ready { answer } = local.check(check.clone()) else { unreachable!() };
-        assert!(outages.caller(&ann()).note(&check, false, &answer.unwrap(), || 0).is_some());
+        let Answer::Ready { answer } = local.check(check.clone()) else {
+            unreachable!()
+        };
+        assert!(
+            outages
+                .caller(&ann())
+                .note(&check, false, &answer.unwrap(), || 0)
+                .is_some()
+        );
     };
     let dropped = || {
         let mut callers = std::collections::BTreeMap::new();
-        (0..outages.shards()).map(|shard| outages.list(shard, &mut callers)).sum::<u64>()
+        (0..outages.shards())
+            .map(|shard| outages.list(shard, &mut callers))
+            .sum::<u64>()
     };
     // The caller takes room too.
     (0..20).chain(0..9).for_each(note);
@@ -397,7 +491,10 @@ async fn grants_under_a_raised_quota_are_charged() {
     for &strategy in Strategy::ALL {
         for id in [None, Some("payment-7")] {
             let (store, primary, _) = pair(1);
-            let (low, high) = (policies(strategy, "10/100d"), policies(strategy, "1000/100d"));
+            let (low, high) = (
+                policies(strategy, "10/100d"),
+                policies(strategy, "1000/100d"),
+            );
             open(&store, &primary).await;
             assert!(ask(&store, take(&low, 10)).await.is_allowed());
             for _ in 0..5 {
@@ -414,7 +511,10 @@ async fn grants_under_a_raised_quota_are_charged() {
                 used += of_low;
             }
             let granted = 510 + u32::from(id.is_some());
-            assert!((granted..=granted + 1).contains(&used), "{strategy:?}: {used} charged of {granted}");
+            assert!(
+                (granted..=granted + 1).contains(&used),
+                "{strategy:?}: {used} charged of {granted}"
+            );
         }
     }
 }
@@ -432,7 +532,13 @@ async fn full_queues_do_not_stop_reconciliation() {
         }
         let since = instant();
         primary.set(Manner::Crowded(every));
-        let charged = || reconciled.events().iter().map(|(charged, _)| charged).sum::<u64>();
+        let charged = || {
+            reconciled
+                .events()
+                .iter()
+                .map(|(charged, _)| charged)
+                .sum::<u64>()
+        };
         while charged() < 500 {
             // Nothing starts the task again but what is asked.
             let _ = store.check(Check::peek(ann(), &policies, 1)).await.unwrap();
@@ -440,6 +546,9 @@ async fn full_queues_do_not_stop_reconciliation() {
         }
         let took = since.elapsed();
         // A few of the ops are out of luck for a whole deadline, and wait for the next rounds.
-        assert!(took < Duration::from_millis(1_500), "every {every}th finds room, and it takes {took:?}");
+        assert!(
+            took < Duration::from_millis(1_500),
+            "every {every}th finds room, and it takes {took:?}"
+        );
     }
 }

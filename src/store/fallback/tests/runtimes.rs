@@ -6,7 +6,12 @@ use super::*;
 
 /// Polls what is given to `block_on` after every poll of a task.
 fn runtime() -> Runtime {
-    Builder::new_current_thread().enable_time().start_paused(true).event_interval(1).build().unwrap()
+    Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .event_interval(1)
+        .build()
+        .unwrap()
 }
 
 /// The task that looks after the primary store is on a runtime that runs it no further.
@@ -30,11 +35,22 @@ fn a_stalled_runtime_does_not_delay_recovery() {
             }
             assert!(!store.is_degraded(), "five seconds later");
         });
-        assert_eq!(awake.block_on(primary.used(&policies)), 100, "all is reconciled");
-        assert_eq!(asleep.metrics().num_alive_tasks(), 1, "no others were started there");
+        assert_eq!(
+            awake.block_on(primary.used(&policies)),
+            100,
+            "all is reconciled"
+        );
+        assert_eq!(
+            asleep.metrics().num_alive_tasks(),
+            1,
+            "no others were started there"
+        );
         // It finds nothing to do when it wakes up.
         asleep.block_on(async { sleep(Duration::from_secs(1)).await });
-        assert_eq!(asleep.metrics().num_alive_tasks() + awake.metrics().num_alive_tasks(), 0);
+        assert_eq!(
+            asleep.metrics().num_alive_tasks() + awake.metrics().num_alive_tasks(),
+            0
+        );
     }
 }
 
@@ -48,7 +64,8 @@ fn one_runtime_recovers_at_a_time() {
         let _ = store.check(Check::take(ann(), &policies, 1)).await.unwrap();
     };
     let tasks = || [&first, &second].map(|runtime| runtime.metrics().num_alive_tasks());
-    let later = |time| [&first, &second].map(|runtime| runtime.block_on(async { sleep(time).await }));
+    let later =
+        |time| [&first, &second].map(|runtime| runtime.block_on(async { sleep(time).await }));
     first.block_on(open(&store, &primary));
     for _ in 0..3 {
         second.block_on(ask());
@@ -68,11 +85,16 @@ fn a_success_has_grants_reconciled() {
     let (store, primary, _) = pair(1);
     let policies = policies(Strategy::Gcra, "100/100d");
     primary.set(Manner::Each(queue_full));
-    let _ = runtime().block_on(async { store.check(Check::take(ann(), &policies, 7)).await }).unwrap();
+    let _ = runtime()
+        .block_on(async { store.check(Check::take(ann(), &policies, 7)).await })
+        .unwrap();
     assert!(!store.is_degraded());
     primary.set(Manner::AtOnce);
     runtime().block_on(async {
-        let _ = store.check(Check::peek(Key::new("bob"), &policies, 1)).await.unwrap();
+        let _ = store
+            .check(Check::peek(Key::new("bob"), &policies, 1))
+            .await
+            .unwrap();
         sleep(Duration::from_secs(1)).await;
         assert_eq!(primary.used(&policies).await, 7);
     });
@@ -88,7 +110,10 @@ fn the_next_runtime_reconciles_the_rest() {
         runtime().block_on(async {
             open(&store, &primary).await;
             for i in 0..30 {
-                let _ = store.check(Check::take(caller(i), &policies, 1)).await.unwrap();
+                let _ = store
+                    .check(Check::take(caller(i), &policies, 1))
+                    .await
+                    .unwrap();
             }
             primary.set(Manner::AtOnce);
             let asked = primary.asked();
@@ -103,7 +128,13 @@ fn the_next_runtime_reconciles_the_rest() {
             sleep(Duration::from_secs(1)).await;
             let mut used = 0;
             for i in 0..30 {
-                used += 100 - primary.counts.check(Check::peek(caller(i), &policies, 0)).await.unwrap().remaining();
+                used += 100
+                    - primary
+                        .counts
+                        .check(Check::peek(caller(i), &policies, 0))
+                        .await
+                        .unwrap()
+                        .remaining();
             }
             assert_eq!(used, 30, "{sent} were sent");
         });

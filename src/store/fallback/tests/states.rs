@@ -16,7 +16,11 @@ fn trial(breaker: &Breaker, now: i64) -> Ticket {
 /// A failure, and those of two trials.
 fn fail(breaker: &Breaker) -> [bool; 3] {
     let begins = breaker.failed(Ticket::Free, false, 10);
-    [begins, breaker.failed(trial(breaker, 20), false, 20), breaker.failed(trial(breaker, 30), false, 30)]
+    [
+        begins,
+        breaker.failed(trial(breaker, 20), false, 20),
+        breaker.failed(trial(breaker, 30), false, 30),
+    ]
 }
 
 #[test]
@@ -24,7 +28,10 @@ fn opens_at_threshold_and_closes_once() {
     let breaker = Breaker::new(3);
     assert_eq!(fail(&breaker), [false, false, true]);
     assert!(breaker.is_open());
-    assert!(!breaker.failed(Ticket::Probe, false, 40), "it is open already");
+    assert!(
+        !breaker.failed(Ticket::Probe, false, 40),
+        "it is open already"
+    );
     assert_eq!(breaker.close(1_000_030), Some(Duration::from_secs(1)));
     assert!(breaker.is_closed());
     assert_eq!(breaker.close(1_000_040), None);
@@ -54,7 +61,10 @@ fn concurrent_failures_count_once() {
     assert!((0..100).all(|now| !breaker.failed(Ticket::Free, false, now)));
     assert!(breaker.failed(trial(&breaker, 100), false, 100));
     assert!(Breaker::new(1).failed(Ticket::Free, false, 0));
-    assert!(Breaker::new(3).failed(Ticket::Free, true, 0), "a lasting one needs no other");
+    assert!(
+        Breaker::new(3).failed(Ticket::Free, true, 0),
+        "a lasting one needs no other"
+    );
 }
 
 #[test]
@@ -93,7 +103,11 @@ fn a_late_trial_does_not_affect_another() {
         assert!(!breaker.failed(late, false, 210));
         breaker.learned_nothing(late);
         breaker.succeeded(late);
-        assert_eq!(breaker.admit(|| 220, PATIENCE), None, "the next one is still waited for");
+        assert_eq!(
+            breaker.admit(|| 220, PATIENCE),
+            None,
+            "the next one is still waited for"
+        );
         assert!(breaker.failed(next, false, 230));
     }
 }
@@ -117,7 +131,9 @@ fn a_failed_probe_admits_no_second_trial() {
 
 #[test]
 fn probes_back_off_to_250_ms() {
-    let delays: Vec<u128> = (0..8).map(|probes| Breaker::delay(probes, 0.0).as_millis()).collect();
+    let delays: Vec<u128> = (0..8)
+        .map(|probes| Breaker::delay(probes, 0.0).as_millis())
+        .collect();
     assert_eq!(delays, [50, 100, 200, 250, 250, 250, 250, 250]);
     assert_eq!(Breaker::delay(u32::MAX, 1.0), Duration::from_millis(125));
 }

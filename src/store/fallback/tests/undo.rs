@@ -5,13 +5,20 @@ use crate::util::instant;
 
 async fn take(store: &Tested, policies: &Policies, cost: u32) -> (Decision, tokio::time::Instant) {
     let asked_at = instant();
-    let decision = store.check(Check::take(ann(), policies, cost)).await.unwrap();
+    let decision = store
+        .check(Check::take(ann(), policies, cost))
+        .await
+        .unwrap();
     assert!(decision.is_allowed());
     (decision, asked_at)
 }
 
 /// Gives so much back of what was taken.
-async fn refund(store: &Tested, (decision, asked_at): &(Decision, tokio::time::Instant), cost: u32) {
+async fn refund(
+    store: &Tested,
+    (decision, asked_at): &(Decision, tokio::time::Instant),
+    cost: u32,
+) {
     for check in decision.refund(ann(), cost, asked_at.elapsed()) {
         let _ = store.check(check).await.unwrap();
     }
@@ -44,7 +51,11 @@ async fn an_outage_refund_spares_newer_charges() {
             let before = primary.used(&policies).await;
             sleep(Duration::from_secs(40)).await;
             let after = primary.used(&policies).await;
-            assert_eq!((before, after), (100, 90), "{strategy}, of a local charge: {earlier}");
+            assert_eq!(
+                (before, after),
+                (100, 90),
+                "{strategy}, of a local charge: {earlier}"
+            );
         }
     }
 }
@@ -62,7 +73,11 @@ async fn charges_before_an_outage_are_refundable() {
             }
             refund(&store, &first, 90).await;
             close(&store, &primary).await;
-            assert_eq!(primary.used(&policies).await, 10 + taken, "{strategy}, {taken} taken locally");
+            assert_eq!(
+                primary.used(&policies).await,
+                10 + taken,
+                "{strategy}, {taken} taken locally"
+            );
         }
     }
 }
@@ -77,7 +92,10 @@ async fn refunds_survive_a_full_queue() {
         let _ = take(&store, &policies, 1).await;
         refund(&store, &first, 499).await;
         primary.set(Manner::AtOnce);
-        let _ = store.check(Check::peek(Key::new("somebody"), &policies, 1)).await.unwrap();
+        let _ = store
+            .check(Check::peek(Key::new("somebody"), &policies, 1))
+            .await
+            .unwrap();
         rest().await;
         assert_eq!(primary.used(&policies).await, 2, "{strategy}");
     }
@@ -93,7 +111,11 @@ async fn a_refund_waits_for_its_reconciliation() {
             primary.set(Manner::Each(queue_full));
             let held = take(&store, &policies, 500).await;
             let asked = primary.asked();
-            primary.set(if fails { Manner::Late(unsent) } else { Manner::After(Duration::from_millis(80)) });
+            primary.set(if fails {
+                Manner::Late(unsent)
+            } else {
+                Manner::After(Duration::from_millis(80))
+            });
             while primary.asked() == asked {
                 sleep(Duration::from_millis(1)).await;
             }
@@ -101,7 +123,11 @@ async fn a_refund_waits_for_its_reconciliation() {
             let _ = take(&store, &policies, 20).await;
             primary.set(Manner::AtOnce);
             rest().await;
-            assert_eq!(primary.used(&policies).await, 21, "{strategy}, fails: {fails}");
+            assert_eq!(
+                primary.used(&policies).await,
+                21,
+                "{strategy}, fails: {fails}"
+            );
         }
     }
 }

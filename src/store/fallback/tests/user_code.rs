@@ -41,7 +41,8 @@ impl Observer for Panics {
 async fn a_panicking_observer_costs_only_its_events() {
     let notified = Arc::new(AtomicUsize::new(0));
     let far = Far::new(Duration::from_millis(2));
-    let store = Fallback::new(far.clone(), LocalStore::default()).observer(Panics(Arc::clone(&notified)));
+    let store =
+        Fallback::new(far.clone(), LocalStore::default()).observer(Panics(Arc::clone(&notified)));
     let policies = policies(Strategy::Gcra, "100/100d");
     cut(&store, &far).await;
     for _ in 0..40 {
@@ -51,9 +52,17 @@ async fn a_panicking_observer_costs_only_its_events() {
     // Nobody asks meanwhile, who would start the task again.
     recovery(&store).await;
     sleep(Duration::from_secs(1)).await;
-    let peek = far.counts.check(Check::peek(ann(), &policies, 0)).await.unwrap();
+    let peek = far
+        .counts
+        .check(Check::peek(ann(), &policies, 0))
+        .await
+        .unwrap();
     assert_eq!(peek.remaining(), 60);
-    assert_eq!(notified.load(SeqCst), 3 + 1 + 1 + 1, "failures, the outage, its end, and what was reconciled");
+    assert_eq!(
+        notified.load(SeqCst),
+        3 + 1 + 1 + 1,
+        "failures, the outage, its end, and what was reconciled"
+    );
 }
 
 /// A primary store that panics once, on the task that probes.
@@ -64,7 +73,10 @@ impl Store for PanicsOnce {
     type Future = <Far as Store>::Future;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        if *check.key() == Key::PROBE && lock(&self.0.delay).is_some() && self.1.fetch_add(1, SeqCst) < 2 {
+        if *check.key() == Key::PROBE
+            && lock(&self.0.delay).is_some()
+            && self.1.fetch_add(1, SeqCst) < 2
+        {
             panic_any(());
         }
         self.0.check(check)
@@ -74,10 +86,19 @@ impl Store for PanicsOnce {
 #[tokio::test(start_paused = true)]
 async fn a_panicking_store_does_not_end_recovery() {
     let far = Far::new(Duration::from_millis(2));
-    let store = Fallback::new(PanicsOnce(far.clone(), Arc::default()), LocalStore::default());
+    let store = Fallback::new(
+        PanicsOnce(far.clone(), Arc::default()),
+        LocalStore::default(),
+    );
     far.set(None);
     while !store.is_degraded() {
-        assert!(store.check(Check::take(ann(), &policies(Strategy::Gcra, "100/100d"), 1)).await.unwrap().is_allowed());
+        assert!(
+            store
+                .check(Check::take(ann(), &policies(Strategy::Gcra, "100/100d"), 1))
+                .await
+                .unwrap()
+                .is_allowed()
+        );
     }
     far.set(Some(Duration::from_millis(2)));
     sleep(Duration::from_secs(2)).await;
@@ -95,7 +116,9 @@ struct AsksBack {
 impl AsksBack {
     fn ask_back(&self, key: &Key) {
         // Once each time.
-        let Some(whole) = lock(&self.whole).take() else { return };
+        let Some(whole) = lock(&self.whole).take() else {
+            return;
+        };
         self.asked.fetch_add(1, SeqCst);
         drop(whole.check(Check::take(*key, &policies(Strategy::Gcra, "100/100d"), 1)));
         *lock(&self.whole) = Some(whole);
@@ -121,13 +144,18 @@ impl Store for AsksBack {
 fn user_code_runs_under_no_lock() {
     let (done, finished) = mpsc::channel();
     std::thread::spawn(move || {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            .build()
+            .unwrap();
         runtime.block_on(async {
             let far = Far::new(Duration::from_millis(2));
             let local = AsksBack::default();
             let store = Fallback::new(far.clone(), local.clone());
             *lock(&local.whole) = Some(store.clone());
-            let check = || store.check(Check::take(ann(), &policies(Strategy::Gcra, "100/100d"), 1));
+            let check =
+                || store.check(Check::take(ann(), &policies(Strategy::Gcra, "100/100d"), 1));
             assert!(check().await.unwrap().is_allowed());
             done.send(()).unwrap();
             far.set(None);
@@ -138,6 +166,9 @@ fn user_code_runs_under_no_lock() {
         });
     });
     for what in ["an answer is followed", "the fallback decides"] {
-        assert!(finished.recv_timeout(Duration::from_secs(20)).is_ok(), "it hangs when {what}");
+        assert!(
+            finished.recv_timeout(Duration::from_secs(20)).is_ok(),
+            "it hangs when {what}"
+        );
     }
 }

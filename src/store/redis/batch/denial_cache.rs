@@ -68,9 +68,19 @@ impl DenialCache {
     /// A cache of about `max` callers; 0 for none.
     pub(crate) fn new(max: usize) -> Self {
         let of_shard = max.div_ceil(SHARDS);
-        let shard = |_| RwLock::new(Shard { callers: BoundedMap::new(of_shard), freed_at: i64::MIN });
+        let shard = |_| {
+            RwLock::new(Shard {
+                callers: BoundedMap::new(of_shard),
+                freed_at: i64::MIN,
+            })
+        };
         let shards = Shards::new(SHARDS, shard);
-        Self { shards, clock: Clock::new(), held: AtomicUsize::new(0), is_on: max > 0 }
+        Self {
+            shards,
+            clock: Clock::new(),
+            held: AtomicUsize::new(0),
+            is_on: max > 0,
+        }
     }
 
     /// The time to pass to [`learn`](Self::learn).
@@ -88,7 +98,10 @@ impl DenialCache {
         let shard = shard.read().unwrap_or_else(PoisonError::into_inner);
         let caller = &shard.callers.get(caller)?.value;
         let now = self.clock.micros();
-        let denial = caller.denials.iter().find(|denial| denial.is_under(check.policies()))?;
+        let denial = caller
+            .denials
+            .iter()
+            .find(|denial| denial.is_under(check.policies()))?;
         if denial.expires_at <= now || needs < denial.needs {
             return None;
         }
@@ -139,13 +152,23 @@ impl Shard {
     fn remember(&mut self, caller: Digest, denial: Denial, now: i64) {
         let hold = Hold::new(0, denial.expires_at);
         let Some(slot) = self.callers.get_mut(caller) else {
-            self.callers.put(caller, Caller { denials: smallvec![denial], hits: AtomicU8::new(0) }, hold, now);
+            self.callers.put(
+                caller,
+                Caller {
+                    denials: smallvec![denial],
+                    hits: AtomicU8::new(0),
+                },
+                hold,
+                now,
+            );
             return;
         };
         slot.hold = slot.hold.max(hold);
         let denials = &mut slot.value.denials;
         denials.retain(|known| known.expires_at > now);
-        let same = denials.iter().position(|known| known.policies == denial.policies);
+        let same = denials
+            .iter()
+            .position(|known| known.policies == denial.policies);
         // The replies of several workers come in any order; the denial of the smaller cost answers more checks.
         if same.is_some_and(|place| denials[place].rank() > denial.rank()) {
             return;
@@ -187,7 +210,13 @@ fn needs(check: &Check) -> Option<u32> {
         Mode::Take => Some(check.cost()),
         Mode::UpTo => Some(check.cost().min(1)),
         // A peek reads the present state, and a debt depends on more than the room.
-        Mode::TakeAhead | Mode::Peek | Mode::Charge | Mode::Refund | Mode::Reset | Mode::Renew | Mode::Release => None,
+        Mode::TakeAhead
+        | Mode::Peek
+        | Mode::Charge
+        | Mode::Refund
+        | Mode::Reset
+        | Mode::Renew
+        | Mode::Release => None,
     }
 }
 
@@ -201,7 +230,13 @@ impl Denial {
         // No wait helps a cost above the capacity.
         let holds = verdicts.wait().unwrap_or(MEMORY).min(MEMORY);
         let policies = check.policies().as_slice().into();
-        Some(Self { policies, needs, verdicts: verdicts.clone(), sent, expires_at: sent.saturating_add(holds) })
+        Some(Self {
+            policies,
+            needs,
+            verdicts: verdicts.clone(),
+            sent,
+            expires_at: sent.saturating_add(holds),
+        })
     }
 
     #[inline]
@@ -236,12 +271,21 @@ mod tests {
     const HOUR: i64 = 3_600_000_000;
 
     fn list(name: &str) -> Policies {
-        Policy::new(name, Strategy::Gcra, "100/h".parse().unwrap()).unwrap().into()
+        Policy::new(name, Strategy::Gcra, "100/h".parse().unwrap())
+            .unwrap()
+            .into()
     }
 
     /// The verdicts of Redis on a check that is denied for this long.
     fn denied(wait: i64) -> Verdicts {
-        Verdicts::new(0, smallvec![Verdict { remaining: 0, wait, reset: HOUR }])
+        Verdicts::new(
+            0,
+            smallvec![Verdict {
+                remaining: 0,
+                wait,
+                reset: HOUR
+            }],
+        )
     }
 
     fn deny(denials: &DenialCache, check: &Check) {
@@ -249,19 +293,31 @@ mod tests {
     }
 
     fn held(denials: &DenialCache) -> usize {
-        denials.shards.iter().map(|shard| shard.read().unwrap().callers.len()).sum()
+        denials
+            .shards
+            .iter()
+            .map(|shard| shard.read().unwrap().callers.len())
+            .sum()
     }
 
     #[tokio::test(start_paused = true)]
     async fn denials_expire_within_a_second() {
         let policies = list("p");
         let check = Check::take(Key::GLOBAL, &policies, 1);
-        for (wait, holds) in [(HOUR, MEMORY), (MEMORY / 2, MEMORY / 2), (Verdict::NEVER, MEMORY)] {
+        for (wait, holds) in [
+            (HOUR, MEMORY),
+            (MEMORY / 2, MEMORY / 2),
+            (Verdict::NEVER, MEMORY),
+        ] {
             let denials = DenialCache::new(10);
             denials.learn(&check, &denied(wait), denials.now());
             for (rest, is_known) in [(holds - 1_000, true), (1_000, false)] {
                 tokio::time::advance(std::time::Duration::from_micros(rest as u64)).await;
-                assert_eq!(denials.verdicts(&check).is_some(), is_known, "{wait}, {rest}");
+                assert_eq!(
+                    denials.verdicts(&check).is_some(),
+                    is_known,
+                    "{wait}, {rest}"
+                );
             }
         }
     }
@@ -270,15 +326,32 @@ mod tests {
     fn the_denial_of_the_smallest_cost_answers() {
         let (denials, policies) = (DenialCache::new(10), list("p"));
         let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
-        let wait = |cost| denials.verdicts(&take(cost)).map(|verdicts| verdicts.first().wait == Verdict::NEVER);
+        let wait = |cost| {
+            denials
+                .verdicts(&take(cost))
+                .map(|verdicts| verdicts.first().wait == Verdict::NEVER)
+        };
         deny(&denials, &take(101));
-        assert_eq!((wait(101), wait(102), wait(5)), (Some(false), Some(true), None));
+        assert_eq!(
+            (wait(101), wait(102), wait(5)),
+            (Some(false), Some(true), None)
+        );
         deny(&denials, &take(5).with_id("a"));
-        assert_eq!((wait(5), wait(7), wait(101), wait(4)), (Some(false), Some(false), Some(true), None));
+        assert_eq!(
+            (wait(5), wait(7), wait(101), wait(4)),
+            (Some(false), Some(false), Some(true), None)
+        );
         deny(&denials, &take(7));
         assert_eq!((wait(5), wait(4)), (Some(false), None));
-        assert!(denials.verdicts(&take(5).with_id("a")).is_none(), "an id may have been granted");
-        assert!(denials.verdicts(&Check::take(Key::GLOBAL, &list("q"), 9)).is_none());
+        assert!(
+            denials.verdicts(&take(5).with_id("a")).is_none(),
+            "an id may have been granted"
+        );
+        assert!(
+            denials
+                .verdicts(&Check::take(Key::GLOBAL, &list("q"), 9))
+                .is_none()
+        );
     }
 
     #[test]
@@ -288,18 +361,36 @@ mod tests {
         for policies in &lists {
             deny(&denials, &Check::take(Key::GLOBAL, policies, 1));
         }
-        let known = lists.iter().filter(|list| denials.verdicts(&Check::take(Key::GLOBAL, list, 1)).is_some());
+        let known = lists.iter().filter(|list| {
+            denials
+                .verdicts(&Check::take(Key::GLOBAL, list, 1))
+                .is_some()
+        });
         assert_eq!(known.count(), MAX_LISTS);
         let mut rng = fastrand::Rng::with_seed(1);
         for _ in 0..20_000 {
-            let check = Check::take(Key::new(format!("{}", rng.u32(..5_000))), &lists[rng.usize(..100)], rng.u32(1..9));
+            let check = Check::take(
+                Key::new(format!("{}", rng.u32(..5_000))),
+                &lists[rng.usize(..100)],
+                rng.u32(1..9),
+            );
             deny(&denials, &check);
             assert!(denials.verdicts(&check).is_some(), "the last one answers");
         }
         let full = held(&denials);
         assert!((1_500..=1_600).contains(&full), "{full}");
-        let reset = Verdicts::new(0, smallvec![Verdict { remaining: 1, wait: 0, reset: 0 }]);
-        for key in (0..5_000).map(|i| Key::new(i.to_string())).chain([Key::GLOBAL]) {
+        let reset = Verdicts::new(
+            0,
+            smallvec![Verdict {
+                remaining: 1,
+                wait: 0,
+                reset: 0
+            }],
+        );
+        for key in (0..5_000)
+            .map(|i| Key::new(i.to_string()))
+            .chain([Key::GLOBAL])
+        {
             denials.learn(&Check::reset(key, &lists[0]), &reset, denials.now());
         }
         assert_eq!((held(&denials), denials.held.load(Relaxed)), (0, 0));

@@ -20,7 +20,11 @@ use crate::limit::{Check, Frees, Key, Mode};
 pub(super) fn weight(check: &Check) -> u32 {
     let of_policy = |capacity: i64| {
         let root = u32::try_from(capacity.isqrt()).unwrap_or(0);
-        root / if check.mode() == Mode::Refund { 16 } else { 128 }
+        root / if check.mode() == Mode::Refund {
+            16
+        } else {
+            128
+        }
     };
     let params = check.policies().iter().map(|policy| policy.params());
     let logs = params.filter(|params| params.frees == Frees::OneByOne);
@@ -39,7 +43,11 @@ pub(super) struct Batch {
 
 impl Batch {
     pub(super) fn clear(&mut self) {
-        let Self { call, plan_of, open } = self;
+        let Self {
+            call,
+            plan_of,
+            open,
+        } = self;
         call.clear();
         plan_of.clear();
         open.clear();
@@ -48,7 +56,10 @@ impl Batch {
     pub(super) fn push(&mut self, prefix: &str, check: &Check) {
         let plan = self.plan(check);
         let entry = self.call.entries.len();
-        let joins = matches!(check.mode(), Mode::Take | Mode::Refund | Mode::Renew | Mode::Release);
+        let joins = matches!(
+            check.mode(),
+            Mode::Take | Mode::Refund | Mode::Renew | Mode::Release
+        );
         if joins && check.id().is_none() {
             let open = self.open.entry(*check.key()).or_insert((plan, entry));
             if open.0 != plan {
@@ -90,7 +101,9 @@ mod tests {
     use crate::limit::{Policies, Policy, Quota, Strategy};
 
     fn policies(limit: u32) -> Policies {
-        Policy::new("api", Strategy::Gcra, Quota::per_second(limit)).unwrap().into()
+        Policy::new("api", Strategy::Gcra, Quota::per_second(limit))
+            .unwrap()
+            .into()
     }
 
     #[test]
@@ -102,12 +115,26 @@ mod tests {
             for round in 0..3 {
                 for (i, list) in lists.iter().enumerate() {
                     // A copy is of the same policies in memory.
-                    let list = if round == 0 { list.clone() } else { list.copy() };
-                    batch.push("rl", &Check::take(Key::new(format!("{round}-{i}")), &list, 1));
+                    let list = if round == 0 {
+                        list.clone()
+                    } else {
+                        list.copy()
+                    };
+                    batch.push(
+                        "rl",
+                        &Check::take(Key::new(format!("{round}-{i}")), &list, 1),
+                    );
                 }
             }
             assert_eq!(batch.call.plans.len(), lists.len());
-            assert!(batch.call.plans.iter().zip(&lists).all(|(plan, list)| plan.policies.is(list)));
+            assert!(
+                batch
+                    .call
+                    .plans
+                    .iter()
+                    .zip(&lists)
+                    .all(|(plan, list)| plan.policies.is(list))
+            );
             let plans = batch.call.entries.iter().map(|entry| entry.plan);
             assert!(plans.eq((0..3).flat_map(|_| 0..lists.len())));
         }
@@ -118,7 +145,13 @@ mod tests {
         let list = policies(10);
         let take = |cost| Check::take(Key::GLOBAL, &list, cost);
         let mut batch = Batch::default();
-        for check in [take(1), take(2), take(1).with_id("a"), Check::peek(Key::GLOBAL, &list, 1), take(1)] {
+        for check in [
+            take(1),
+            take(2),
+            take(1).with_id("a"),
+            Check::peek(Key::GLOBAL, &list, 1),
+            take(1),
+        ] {
             batch.push("rl", &check);
         }
         let plans: Vec<usize> = batch.call.entries.iter().map(|entry| entry.plan).collect();
@@ -142,7 +175,9 @@ mod tests {
     }
 
     fn named(names: &[&str]) -> Policies {
-        let policy = |name: &&str| Policy::new(name, Strategy::Gcra, Quota::per_second(10).burst(20)).unwrap();
+        let policy = |name: &&str| {
+            Policy::new(name, Strategy::Gcra, Quota::per_second(10).burst(20)).unwrap()
+        };
         Policies::new(names.iter().map(policy)).unwrap()
     }
 
@@ -160,8 +195,16 @@ mod tests {
         };
         let mut packed = vec![numbers(args.next().unwrap(), &[4, 4, 7])];
         let (policies, plans) = (packed[0][0] as usize, packed[0][1] as usize);
-        packed.extend(args.by_ref().take(policies).map(|bytes| numbers(bytes, &[1, 7, 7, 7, 7])));
-        packed.extend(args.by_ref().take(plans).map(|bytes| numbers(bytes, &[1, 4, 7])));
+        packed.extend(
+            args.by_ref()
+                .take(policies)
+                .map(|bytes| numbers(bytes, &[1, 7, 7, 7, 7])),
+        );
+        packed.extend(
+            args.by_ref()
+                .take(plans)
+                .map(|bytes| numbers(bytes, &[1, 4, 7])),
+        );
         packed.extend(args.map(|bytes| numbers(bytes, &[4, 4, 4])));
         (keys, packed)
     }
@@ -170,8 +213,15 @@ mod tests {
     fn numbers(mut bytes: &[u8], widths: &[usize]) -> Vec<i64> {
         let mut numbers = vec![];
         for &width in widths.iter().chain(std::iter::repeat(&4)) {
-            let Some((number, rest)) = bytes.split_at_checked(width) else { break };
-            numbers.push(number.iter().rev().fold(0, |sum, byte| sum << 8 | i64::from(*byte)));
+            let Some((number, rest)) = bytes.split_at_checked(width) else {
+                break;
+            };
+            numbers.push(
+                number
+                    .iter()
+                    .rev()
+                    .fold(0, |sum, byte| sum << 8 | i64::from(*byte)),
+            );
             bytes = rest;
         }
         assert!(bytes.is_empty(), "{bytes:?} is left");
@@ -191,8 +241,14 @@ mod tests {
         batch.push("rl", &Check::take(Key::new("bob"), &one, 1));
         batch.push("rl", &Check::peek(Key::new("cid"), &two, 3));
         batch.push("rl", &Check::take(Key::new("dan"), &one, 1));
-        let keys = ["rl:{ann}:api:g", "rl:{bob}:api:g", "rl:{cid}:burst:g", "rl:{cid}:daily:g", "rl:{dan}:api:g"]
-            .map(|key| format!("{key}:10/s+20"));
+        let keys = [
+            "rl:{ann}:api:g",
+            "rl:{bob}:api:g",
+            "rl:{cid}:burst:g",
+            "rl:{cid}:daily:g",
+            "rl:{dan}:api:g",
+        ]
+        .map(|key| format!("{key}:10/s+20"));
         let policy = vec![7, 20, 100_000, 1, 0];
         let expected = vec![
             vec![3, 2, 0],
@@ -205,7 +261,10 @@ mod tests {
             vec![2, 1, 1],
             vec![1, 1, 1],
         ];
-        assert_eq!(arguments(&batch.call.command("EVALSHA", "", 0)), (keys.to_vec(), expected));
+        assert_eq!(
+            arguments(&batch.call.command("EVALSHA", "", 0)),
+            (keys.to_vec(), expected)
+        );
 
         batch.clear();
         batch.push("rl", &Check::take(Key::new("eve"), &one, 1));
@@ -221,7 +280,13 @@ mod tests {
         let one = named(&["api"]);
         let mut batch = Batch::default();
         let take = |caller: &str, cost| Check::take(Key::new(caller), &one, cost);
-        for check in [take("ann", 1), take("bob", 1), take("ann", 1), take("ann", 2), take("ann", 1)] {
+        for check in [
+            take("ann", 1),
+            take("bob", 1),
+            take("ann", 1),
+            take("ann", 2),
+            take("ann", 1),
+        ] {
             batch.push("rl", &check);
         }
         batch.push("rl", &Check::peek(Key::new("ann"), &one, 1));
@@ -234,7 +299,9 @@ mod tests {
         assert_eq!(packed[packed.len() - 5..], runs.map(Vec::from));
 
         // The answers of an entry follow each other, and go to its checks in their order.
-        let answers = [10, 11, 20, 30, 12, 40, 50].iter().flat_map(|left| [1, *left, 0, 1]);
+        let answers = [10, 11, 20, 30, 12, 40, 50]
+            .iter()
+            .flat_map(|left| [1, *left, 0, 1]);
         let reply = reply(answers.chain([1_790]));
         let read = batch.call.read(&reply).unwrap().map(Result::unwrap);
         let left: Vec<i64> = read.map(|verdicts| verdicts.first().remaining).collect();
@@ -244,21 +311,34 @@ mod tests {
     #[test]
     fn each_id_has_a_separate_key() {
         let mut batch = Batch::default();
-        batch.push("rl", &Check::take(Key::new("ann"), &named(&["burst", "daily"]), 1).with_id("17"));
+        batch.push(
+            "rl",
+            &Check::take(Key::new("ann"), &named(&["burst", "daily"]), 1).with_id("17"),
+        );
         let (keys, packed) = arguments(&batch.call.command("EVALSHA", "", 0));
         assert_eq!(
             keys,
-            ["rl:{ann}:burst:g:10/s+20:daily:g:10/s+20:17", "rl:{ann}:burst:g:10/s+20", "rl:{ann}:daily:g:10/s+20"]
+            [
+                "rl:{ann}:burst:g:10/s+20:daily:g:10/s+20:17",
+                "rl:{ann}:burst:g:10/s+20",
+                "rl:{ann}:daily:g:10/s+20"
+            ]
         );
         assert_eq!(packed[3..], [vec![1, 1, 1_000_000, 1, 2], vec![1, 1, 1]]);
 
         // Its answer ends with when it was charged.
         let read = |charged_at| {
             let reply = reply([1, 9, 0, 100, 1, 19, 0, 100, charged_at, 1_790]);
-            batch.call.read(&reply).and_then(|mut all| all.next().unwrap())
+            batch
+                .call
+                .read(&reply)
+                .and_then(|mut all| all.next().unwrap())
         };
         let verdicts = read(1_000).unwrap();
-        assert_eq!((verdicts.granted, verdicts.at, verdicts.age), (1, 1_000, 790));
+        assert_eq!(
+            (verdicts.granted, verdicts.at, verdicts.age),
+            (1, 1_000, 790)
+        );
         assert_eq!(read(-1).unwrap_err().kind(), ErrorKind::Protocol);
     }
 
@@ -267,7 +347,12 @@ mod tests {
         let mut batch = Batch::default();
         batch.push("rl", &Check::take(Key::new("ann"), &named(&["api"]), 1));
         let ints = |ints: &[i64]| reply(ints.iter().copied());
-        let read = |value: Value| batch.call.read(&value).and_then(|mut all| all.next().unwrap());
+        let read = |value: Value| {
+            batch
+                .call
+                .read(&value)
+                .and_then(|mut all| all.next().unwrap())
+        };
 
         let verdicts = read(ints(&[1, 9, 0, 100, 1_790])).unwrap();
         assert_eq!((verdicts.granted, verdicts.at), (1, 1_790));
@@ -305,12 +390,28 @@ mod tests {
             ints(&[2, 9, 0, 100, 1]),
             ints(&[i64::MAX, 9, 0, 100, 1]),
             ints(&[1, 9, i64::MAX, 1, 1]),
-            Value::Array(vec![Value::Int(1), Value::Int(9), Value::Int(0), Value::Int(100), Value::Int(1)]),
-            Value::Array(vec![Value::Int(1), Value::Nil, Value::Int(0), Value::Int(0), Value::Int(1)]),
+            Value::Array(vec![
+                Value::Int(1),
+                Value::Int(9),
+                Value::Int(0),
+                Value::Int(100),
+                Value::Int(1),
+            ]),
+            Value::Array(vec![
+                Value::Int(1),
+                Value::Nil,
+                Value::Int(0),
+                Value::Int(0),
+                Value::Int(1),
+            ]),
             Value::BulkString(vec![0; 39]),
             Value::BulkString(vec![0; 41]),
         ] {
-            assert_eq!(read(wrong.clone()).unwrap_err().kind(), ErrorKind::Protocol, "{wrong:?}");
+            assert_eq!(
+                read(wrong.clone()).unwrap_err().kind(),
+                ErrorKind::Protocol,
+                "{wrong:?}"
+            );
         }
     }
 }

@@ -26,7 +26,14 @@ pub(crate) struct Full;
 
 impl<J> Queue<J> {
     pub(crate) fn new(max_jobs: usize, max_workers: usize, backlog: usize) -> Self {
-        Self { jobs: VecDeque::new(), max_jobs, left: 0, workers: 0, max_workers, backlog }
+        Self {
+            jobs: VecDeque::new(),
+            max_jobs,
+            left: 0,
+            workers: 0,
+            max_workers,
+            backlog,
+        }
     }
 
     /// Adds a job. Returns whether the caller must start a worker, which is counted already.
@@ -44,7 +51,8 @@ impl<J> Queue<J> {
     /// As [`push`](Self::push), of a job that was let into another queue already.
     pub(crate) fn put(&mut self, job: J) -> bool {
         self.jobs.push_back(job);
-        let start = self.workers < self.max_workers && (self.workers == 0 || self.jobs.len() > self.backlog);
+        let start = self.workers < self.max_workers
+            && (self.workers == 0 || self.jobs.len() > self.backlog);
         self.workers += usize::from(start);
         start
     }
@@ -72,7 +80,12 @@ impl<J> Queue<J> {
     /// Moves the oldest jobs to a worker: at least one, and more until they weigh `max`. Returns how many still wait.
     ///
     /// `None` if there was no job: the worker is counted no longer, and must end.
-    pub(crate) fn take(&mut self, max: usize, weight: impl Fn(&J) -> usize, to: &mut Vec<J>) -> Option<usize> {
+    pub(crate) fn take(
+        &mut self,
+        max: usize,
+        weight: impl Fn(&J) -> usize,
+        to: &mut Vec<J>,
+    ) -> Option<usize> {
         if self.jobs.is_empty() {
             self.workers -= 1;
             return None;
@@ -164,13 +177,26 @@ mod tests {
         fn worker(&self, fate: Fate) {
             let mut jobs = vec![];
             if let Fate::IsDropped { taken } = fate {
-                if taken && self.queue.lock().unwrap().take(1, |_| 1, &mut jobs).is_none() {
+                if taken
+                    && self
+                        .queue
+                        .lock()
+                        .unwrap()
+                        .take(1, |_| 1, &mut jobs)
+                        .is_none()
+                {
                     return;
                 }
                 jobs.extend(self.queue.lock().unwrap().leave());
                 return self.answer(jobs);
             }
-            while self.queue.lock().unwrap().take(1, |_| 1, &mut jobs).is_some() {
+            while self
+                .queue
+                .lock()
+                .unwrap()
+                .take(1, |_| 1, &mut jobs)
+                .is_some()
+            {
                 if matches!(fate, Fate::Fails) {
                     self.queue.lock().unwrap().take_all(&mut jobs);
                 }
@@ -192,7 +218,12 @@ mod tests {
         }
     }
 
-    fn every_job_is_answered_once_with(backlog: usize, max_jobs: usize, max_workers: usize, fates: [Fate; JOBS]) {
+    fn every_job_is_answered_once_with(
+        backlog: usize,
+        max_jobs: usize,
+        max_workers: usize,
+        fates: [Fate; JOBS],
+    ) {
         let mut scheduler = loom::model::Builder::new();
         scheduler.preemption_bound = Some(2);
         scheduler.check(move || {
@@ -205,7 +236,10 @@ mod tests {
             for thread in threads {
                 thread.join().unwrap();
             }
-            let answers = model.answers.each_ref().map(|answers| answers.load(Relaxed));
+            let answers = model
+                .answers
+                .each_ref()
+                .map(|answers| answers.load(Relaxed));
             assert_eq!(answers, [1; JOBS], "answers to each job");
             let queue = model.queue.lock().unwrap();
             assert!(queue.jobs.is_empty(), "no job is left behind");
@@ -216,7 +250,9 @@ mod tests {
     #[test]
     fn a_batch_is_bounded_by_weight() {
         let mut queue = Queue::new(10, 1, 0);
-        [3, 1, 1, 5, 9, 2].into_iter().for_each(|weight| drop(queue.push(weight)));
+        [3, 1, 1, 5, 9, 2]
+            .into_iter()
+            .for_each(|weight| drop(queue.push(weight)));
         let mut take = || {
             let mut taken = vec![];
             queue.take(5, |weight| *weight, &mut taken).map(|_| taken)
@@ -252,7 +288,13 @@ mod tests {
             let (worker, gone) = (Arc::clone(&model), Arc::clone(&withdrawn));
             let worker = thread::spawn(move || {
                 let mut jobs = vec![];
-                while worker.queue.lock().unwrap().take(1, |_| 1, &mut jobs).is_some() {
+                while worker
+                    .queue
+                    .lock()
+                    .unwrap()
+                    .take(1, |_| 1, &mut jobs)
+                    .is_some()
+                {
                     worker.answer(jobs.drain(..).filter(|job| !gone[*job].load(Relaxed)));
                 }
             });
@@ -265,7 +307,10 @@ mod tests {
             worker.join().unwrap();
             for (job, withdrawn) in withdrawn.iter().enumerate() {
                 let sent = model.answers[job].load(Relaxed) == 1;
-                assert!(sent != withdrawn.load(Relaxed), "sent and taken back, or neither");
+                assert!(
+                    sent != withdrawn.load(Relaxed),
+                    "sent and taken back, or neither"
+                );
             }
         });
     }
@@ -280,12 +325,20 @@ mod tests {
 
     #[test]
     fn ended_workers_leave_no_job_behind() {
-        let fates = [Fate::IsDropped { taken: false }, Fate::IsDropped { taken: true }, Fate::Fails];
+        let fates = [
+            Fate::IsDropped { taken: false },
+            Fate::IsDropped { taken: true },
+            Fate::Fails,
+        ];
         for max_workers in 1..=2 {
             for fate in fates {
                 every_job_is_answered_once(10, max_workers, [fate; JOBS]);
                 every_job_is_answered_once(10, max_workers, [fate, Fate::Ends, Fate::Ends]);
-                every_job_is_answered_once(10, max_workers, [Fate::Ends, fate, Fate::IsDropped { taken: true }]);
+                every_job_is_answered_once(
+                    10,
+                    max_workers,
+                    [Fate::Ends, fate, Fate::IsDropped { taken: true }],
+                );
             }
         }
     }

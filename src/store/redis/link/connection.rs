@@ -49,13 +49,24 @@ impl Connection {
     const RESTED: Duration = Duration::from_millis(500);
 
     pub(super) fn new(link: Link, patience: Duration) -> Self {
-        Self { link, broken: false, proven: false, failure: None, used: instant(), patience }
+        Self {
+            link,
+            broken: false,
+            proven: false,
+            failure: None,
+            used: instant(),
+            patience,
+        }
     }
 
     /// Whether its server has closed it, or is not the one to ask any more.
     pub(super) fn is_over(&mut self) -> bool {
         self.link.inner.is_lost()
-            || self.link.epoch.as_ref().is_some_and(|epoch| epoch.current.load(Ordering::Acquire) != epoch.number)
+            || self
+                .link
+                .epoch
+                .as_ref()
+                .is_some_and(|epoch| epoch.current.load(Ordering::Acquire) != epoch.number)
     }
 
     pub(super) fn has_rested(&self) -> bool {
@@ -66,7 +77,11 @@ impl Connection {
     pub(super) async fn answers(&mut self) -> bool {
         self.broken = true;
         // A NAT, for one, forgets connections that rest, and tells nobody.
-        let reply = timeout(self.patience, self.link.inner.send_packed_command(&redis::cmd("PING"))).await;
+        let reply = timeout(
+            self.patience,
+            self.link.inner.send_packed_command(&redis::cmd("PING")),
+        )
+        .await;
         self.ended_by(None);
         self.broken = !matches!(reply, Ok(Ok(_)));
         !self.broken
@@ -104,16 +119,31 @@ impl Connection {
         command: impl Fn(usize, &str, &str) -> Cmd,
     ) -> Result<Replies, RedisError> {
         let all: SmallVec<[usize; 1]> = (0..calls.len()).collect();
-        let mut replies = self.send(calls, &all, |call| command(call, "EVALSHA", script.hash())).await?;
+        let mut replies = self
+            .send(calls, &all, |call| command(call, "EVALSHA", script.hash()))
+            .await?;
         let is_unknown = |reply: &Result<_, RedisError>| {
-            reply.as_ref().is_err_and(|error| error.kind() == ServerErrorKind::NoScript.into())
+            reply
+                .as_ref()
+                .is_err_and(|error| error.kind() == ServerErrorKind::NoScript.into())
         };
-        let unknown: SmallVec<[usize; 1]> = all.into_iter().filter(|call| is_unknown(&replies[*call])).collect();
+        let unknown: SmallVec<[usize; 1]> = all
+            .into_iter()
+            .filter(|call| is_unknown(&replies[*call]))
+            .collect();
         if !unknown.is_empty() {
             // What the others said is known: a failure is of these alone.
-            match self.send(calls, &unknown, |call| command(call, "EVAL", script.text)).await {
-                Ok(again) => unknown.into_iter().zip(again).for_each(|(call, reply)| replies[call] = reply),
-                Err(error) => unknown.into_iter().for_each(|call| replies[call] = Err(error.clone())),
+            match self
+                .send(calls, &unknown, |call| command(call, "EVAL", script.text))
+                .await
+            {
+                Ok(again) => unknown
+                    .into_iter()
+                    .zip(again)
+                    .for_each(|(call, reply)| replies[call] = reply),
+                Err(error) => unknown
+                    .into_iter()
+                    .for_each(|call| replies[call] = Err(error.clone())),
             }
         }
         Ok(replies)
@@ -126,7 +156,10 @@ impl Connection {
     /// What befell the connection, or what the server has said.
     pub(crate) async fn ask(&mut self, command: &Cmd) -> Result<Value, RedisError> {
         let nothing = || Err((ErrorKind::UnexpectedReturnType, "no reply").into());
-        self.send(&[false], &[0], |_| command.clone()).await?.pop().unwrap_or_else(nothing)
+        self.send(&[false], &[0], |_| command.clone())
+            .await?
+            .pop()
+            .unwrap_or_else(nothing)
     }
 
     /// Sends these calls, and returns the replies to them.
@@ -155,18 +188,35 @@ impl Connection {
                 replies.map(SmallVec::<[Value; 1]>::from_vec)
             }
         };
-        let mut told = sent.inspect_err(|error| self.ended_by(Some(error)))?.into_iter();
+        let mut told = sent
+            .inspect_err(|error| self.ended_by(Some(error)))?
+            .into_iter();
         let mut replies = Replies::with_capacity(these.len());
         for &call in these {
             // That it may ask is not told apart: the next reply says what came of it.
-            let reply = if calls[call] { told.nth(1) } else { told.next() };
+            let reply = if calls[call] {
+                told.nth(1)
+            } else {
+                told.next()
+            };
             replies.push(match reply {
                 Some(Value::ServerError(error)) => Err(error.into()),
                 Some(reply) => Ok(reply),
-                None => return Err((ErrorKind::UnexpectedReturnType, "fewer replies than commands").into()),
+                None => {
+                    return Err((
+                        ErrorKind::UnexpectedReturnType,
+                        "fewer replies than commands",
+                    )
+                        .into());
+                }
             });
         }
-        self.ended_by(replies.iter().filter_map(|reply| reply.as_ref().err()).find(|error| is_lasting(error)));
+        self.ended_by(
+            replies
+                .iter()
+                .filter_map(|reply| reply.as_ref().err())
+                .find(|error| is_lasting(error)),
+        );
         Ok(replies)
     }
 }

@@ -34,13 +34,20 @@ const KEEP_ALIVE: Duration = Duration::from_secs(60);
 impl Dialer {
     /// A dialer whose callers wait for so long.
     pub(crate) fn new(timeout: Duration, server_name: Option<String>) -> Self {
-        Self { timeout, server_name, connected: AtomicBool::new(false) }
+        Self {
+            timeout,
+            server_name,
+            connected: AtomicBool::new(false),
+        }
     }
 
     /// A new connection to a server.
     pub(crate) async fn dial(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
         let connection = match self.connected.load(Relaxed) {
-            true => self.open(server).await.map_err(|error| error_of_greeting(&error, server)),
+            true => self
+                .open(server)
+                .await
+                .map_err(|error| error_of_greeting(&error, server)),
             false => self.open_first(server).await,
         };
         self.connected.fetch_or(connection.is_ok(), Relaxed);
@@ -49,12 +56,18 @@ impl Dialer {
 
     async fn open(&self, server: &ConnectionInfo) -> Result<Driven, RedisError> {
         // Redis-rs has times of its own. Whoever dials or asks has one too.
-        let mut config = AsyncConnectionConfig::new().set_connection_timeout(None).set_response_timeout(None);
+        let mut config = AsyncConnectionConfig::new()
+            .set_connection_timeout(None)
+            .set_response_timeout(None);
         if let ConnectionAddr::Tcp(host, port) = server.addr() {
             let stream = connect(host, *port, server.tcp_settings()).await?;
-            let opening = MultiplexedConnection::new_with_config(server.redis_settings(), stream, config);
+            let opening =
+                MultiplexedConnection::new_with_config(server.redis_settings(), stream, config);
             let (connection, driver) = opening.await?;
-            return Ok(Driven { connection, driver: driver.boxed().fuse() });
+            return Ok(Driven {
+                connection,
+                driver: driver.boxed().fuse(),
+            });
         }
         if let ConnectionAddr::TcpTls { host, .. } = server.addr() {
             config = config.set_dns_resolver(Host(host.clone()));
@@ -64,8 +77,13 @@ impl Dialer {
             (Some(name), ConnectionAddr::TcpTls { port, .. }) => with_address(server, name, *port),
             _ => server.clone(),
         };
-        let connection = Client::open(named)?.get_multiplexed_async_connection_with_config(&config).await?;
-        Ok(Driven { connection, driver: Fuse::terminated() })
+        let connection = Client::open(named)?
+            .get_multiplexed_async_connection_with_config(&config)
+            .await?;
+        Ok(Driven {
+            connection,
+            driver: Fuse::terminated(),
+        })
     }
 
     /// A Redis without TLS takes the greeting for the beginning of a command, and waits for the rest; one with TLS closes a
@@ -76,8 +94,13 @@ impl Dialer {
             ConnectionAddr::TcpTls { host, port, .. } => {
                 match timeout(self.timeout - self.timeout / 4, self.open(server)).await {
                     Ok(opened) => opened,
-                    Err(_) if self.hears(host, *port, b"PING\r\n", |reply| b"+-".contains(&reply)).await => {
-                        let reason = "the server answers without TLS: write `redis://`, or its port for TLS";
+                    Err(_)
+                        if self
+                            .hears(host, *port, b"PING\r\n", |reply| b"+-".contains(&reply))
+                            .await =>
+                    {
+                        let reason =
+                            "the server answers without TLS: write `redis://`, or its port for TLS";
                         return Err(StoreError::explained(ErrorKind::Tls, reason));
                     }
                     Err(_) => return Err(StoreError::new(ErrorKind::Timeout)),
@@ -88,7 +111,11 @@ impl Dialer {
                 Err(error)
                     if error.is_io_error()
                         && !error.is_connection_refusal()
-                        && self.hears(host, *port, b"\x16\x03\x01\0\x04\x01\0\0\0", |reply| reply == 0x15).await =>
+                        && self
+                            .hears(host, *port, b"\x16\x03\x01\0\x04\x01\0\0\0", |reply| {
+                                reply == 0x15
+                            })
+                            .await =>
                 {
                     return Err(StoreError::new(ErrorKind::TlsWanted));
                 }
@@ -100,9 +127,17 @@ impl Dialer {
     }
 
     /// Whether a server answers these bytes by one that begins so.
-    async fn hears(&self, host: &str, port: u16, said: &[u8], expected: impl Fn(u8) -> bool) -> bool {
+    async fn hears(
+        &self,
+        host: &str,
+        port: u16,
+        said: &[u8],
+        expected: impl Fn(u8) -> bool,
+    ) -> bool {
         let asking = async {
-            let stream = TcpStream::connect(&*names::addresses(host, port).await.ok()?).await.ok()?;
+            let stream = TcpStream::connect(&*names::addresses(host, port).await.ok()?)
+                .await
+                .ok()?;
             stream.writable().await.ok()?;
             stream.try_write(said).ok()?;
             let mut reply = [0];
@@ -122,7 +157,12 @@ impl Dialer {
 /// A stream to a host without TLS, as redis-rs would open one.
 async fn connect(host: &str, port: u16, settings: &TcpSettings) -> io::Result<TcpStream> {
     let addresses = names::addresses(host, port).await?;
-    let (stream, _) = select_ok(addresses.into_iter().map(|address| Box::pin(TcpStream::connect(address)))).await?;
+    let (stream, _) = select_ok(
+        addresses
+            .into_iter()
+            .map(|address| Box::pin(TcpStream::connect(address))),
+    )
+    .await?;
     stream.set_nodelay(settings.nodelay())?;
     let socket = SockRef::from(&stream);
     if let Some(keepalive) = settings.keepalive() {
@@ -137,9 +177,16 @@ async fn connect(host: &str, port: u16, settings: &TcpSettings) -> io::Result<Tc
 pub(crate) fn with_address(other: &ConnectionInfo, host: &str, port: u16) -> ConnectionInfo {
     let host = host.to_owned();
     let addr = match other.addr() {
-        ConnectionAddr::TcpTls { insecure, tls_params, .. } => {
-            ConnectionAddr::TcpTls { host, port, insecure: *insecure, tls_params: tls_params.clone() }
-        }
+        ConnectionAddr::TcpTls {
+            insecure,
+            tls_params,
+            ..
+        } => ConnectionAddr::TcpTls {
+            host,
+            port,
+            insecure: *insecure,
+            tls_params: tls_params.clone(),
+        },
         _ => ConnectionAddr::Tcp(host, port),
     };
     other.clone().set_addr(addr)
@@ -170,14 +217,19 @@ mod tests {
         let ours = tcp_settings(&TcpSettings::default());
         assert!(ours.nodelay());
         let default = TcpKeepalive::new().with_time(KEEP_ALIVE);
-        assert_eq!(format!("{:?}", ours.keepalive()), format!("{:?}", Some(default)));
+        assert_eq!(
+            format!("{:?}", ours.keepalive()),
+            format!("{:?}", Some(default))
+        );
     }
 
     #[tokio::test]
     async fn streams_have_their_settings() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
-        let stream = connect("127.0.0.1", port, &tcp_settings(&TcpSettings::default())).await.unwrap();
+        let stream = connect("127.0.0.1", port, &tcp_settings(&TcpSettings::default()))
+            .await
+            .unwrap();
         let socket = SockRef::from(&stream);
         assert!(stream.nodelay().unwrap() && socket.keepalive().unwrap());
         assert_eq!(socket.tcp_keepalive_time().unwrap(), KEEP_ALIVE);
@@ -187,6 +239,9 @@ mod tests {
     fn tcp_settings_of_the_application_stay() {
         let keepalive = TcpKeepalive::new().with_time(Duration::from_secs(7));
         let ours = tcp_settings(&TcpSettings::default().set_keepalive(keepalive.clone()));
-        assert_eq!(format!("{:?}", ours.keepalive()), format!("{:?}", Some(keepalive)));
+        assert_eq!(
+            format!("{:?}", ours.keepalive()),
+            format!("{:?}", Some(keepalive))
+        );
     }
 }

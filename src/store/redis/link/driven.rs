@@ -34,12 +34,24 @@ impl Driven {
 
     /// As redis-rs calls it.
     pub(crate) async fn send_packed_command(&mut self, command: &Cmd) -> Result<Value, RedisError> {
-        drive(&mut self.driver, self.connection.send_packed_command(command)).await
+        drive(
+            &mut self.driver,
+            self.connection.send_packed_command(command),
+        )
+        .await
     }
 
     /// The replies to all commands of a pipeline.
-    pub(crate) async fn send_packed_commands(&mut self, pipeline: &Pipeline) -> Result<Vec<Value>, RedisError> {
-        drive(&mut self.driver, self.connection.send_packed_commands(pipeline, 0, pipeline.len())).await
+    pub(crate) async fn send_packed_commands(
+        &mut self,
+        pipeline: &Pipeline,
+    ) -> Result<Vec<Value>, RedisError> {
+        drive(
+            &mut self.driver,
+            self.connection
+                .send_packed_commands(pipeline, 0, pipeline.len()),
+        )
+        .await
     }
 }
 
@@ -55,7 +67,11 @@ async fn drive<T>(driver: &mut Driver, asking: impl Future<Output = T>) -> T {
     }
     poll_fn(|cx| {
         let _ = driver.poll_unpin(cx);
-        let waker = if driver.is_terminated() { cx.waker() } else { Waker::noop() };
+        let waker = if driver.is_terminated() {
+            cx.waker()
+        } else {
+            Waker::noop()
+        };
         asking.as_mut().poll(&mut Context::from_waker(waker))
     })
     .await
@@ -80,7 +96,9 @@ mod tests {
         });
         let driver = async move {
             for i in 0.. {
-                let Some(answer) = asked.recv().await else { return };
+                let Some(answer) = asked.recv().await else {
+                    return;
+                };
                 let (ask, told) = oneshot::channel();
                 // At once for many times, as if tokio need not run anything else.
                 if i % 1_000 < 500 {

@@ -19,7 +19,9 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
         Kind::InvalidClientConfig => ErrorKind::Configuration,
         Kind::Server(ServerErrorKind::NoPerm) => ErrorKind::Permission,
         Kind::Server(ServerErrorKind::ReadOnly) => ErrorKind::ReadOnly,
-        Kind::Server(ServerErrorKind::BusyLoading | ServerErrorKind::MasterDown) => ErrorKind::NotReady,
+        Kind::Server(ServerErrorKind::BusyLoading | ServerErrorKind::MasterDown) => {
+            ErrorKind::NotReady
+        }
         Kind::Server(
             ServerErrorKind::Moved
             | ServerErrorKind::Ask
@@ -44,12 +46,19 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
         },
     };
     let mut reason = said(error);
-    if kind == ErrorKind::Refused && error.detail().is_some_and(|text| text.contains("unknown command")) {
-        reason +=
-            ", which `RedisStore` needs: allow it; or, to a Redis Sentinel, write `redis+sentinel://HOST:PORT/MASTER`";
+    if kind == ErrorKind::Refused
+        && error
+            .detail()
+            .is_some_and(|text| text.contains("unknown command"))
+    {
+        reason += ", which `RedisStore` needs: allow it; or, to a Redis Sentinel, write `redis+sentinel://HOST:PORT/MASTER`";
     }
     let told = StoreError::explained(kind, reason);
-    if was_not_run(kind, error) { told.unsent() } else { told }
+    if was_not_run(kind, error) {
+        told.unsent()
+    } else {
+        told
+    }
 }
 
 /// A failure to log in or to agree on the protocol.
@@ -57,10 +66,16 @@ pub(crate) fn error_of_greeting(error: &RedisError, server: &ConnectionInfo) -> 
     let greeting = server.redis_settings();
     let told = error_of(error);
     // `HELLO` has the password in it, and its refusal is handed on as the server words it.
-    if error.is_io_error() || greeting.password().is_none() || greeting.protocol() == ProtocolVersion::RESP2 {
+    if error.is_io_error()
+        || greeting.password().is_none()
+        || greeting.protocol() == ProtocolVersion::RESP2
+    {
         return told;
     }
-    StoreError::explained(told.kind(), format!("its answer to the greeting: {}", error.category()))
+    StoreError::explained(
+        told.kind(),
+        format!("its answer to the greeting: {}", error.category()),
+    )
 }
 
 /// What comes of this in time, or [`ErrorKind::Timeout`].
@@ -68,7 +83,9 @@ pub(crate) async fn within<T>(
     time: Duration,
     attempt: impl Future<Output = Result<T, StoreError>>,
 ) -> Result<T, StoreError> {
-    timeout(time, attempt).await.unwrap_or_else(|_| Err(StoreError::new(ErrorKind::Timeout)))
+    timeout(time, attempt)
+        .await
+        .unwrap_or_else(|_| Err(StoreError::new(ErrorKind::Timeout)))
 }
 
 /// A call that was not run has failed like this, which is a failure of this kind.
@@ -101,7 +118,10 @@ fn said(error: &RedisError) -> String {
     // `unknown command 'EVALSHA', with args beginning with: 'da121a' '2' 'rl:{ann}:api:g'`.
     // A password is an argument too, and before each caller stands a brace.
     if !error.is_io_error()
-        && let Some(end) = [", with args", "{"].iter().filter_map(|mark| text.find(mark)).min()
+        && let Some(end) = [", with args", "{"]
+            .iter()
+            .filter_map(|mark| text.find(mark))
+            .min()
     {
         text.truncate(end);
     }

@@ -19,7 +19,10 @@ use tokio::sync::oneshot;
 
 use crate::util::lock;
 
-static LOOK_UPS: LookUps = LookUps { under_way: Mutex::new(BTreeMap::new()), look_up: system };
+static LOOK_UPS: LookUps = LookUps {
+    under_way: Mutex::new(BTreeMap::new()),
+    look_up: system,
+};
 
 struct LookUps {
     under_way: Mutex<BTreeMap<Box<str>, Answer>>,
@@ -38,7 +41,9 @@ pub(crate) async fn addresses(host: &str, port: u16) -> io::Result<Vec<SocketAdd
         Ok(address) => vec![SocketAddr::new(address, port)],
         Err(_) => LOOK_UPS.find(host).await?,
     };
-    addresses.iter_mut().for_each(|address| address.set_port(port));
+    addresses
+        .iter_mut()
+        .for_each(|address| address.set_port(port));
     Ok(addresses)
 }
 
@@ -46,7 +51,10 @@ fn system(host: &str) -> io::Result<Vec<SocketAddr>> {
     let addresses: Vec<_> = (host, 0).to_socket_addrs()?.collect();
     // Redis-rs would panic.
     if addresses.is_empty() {
-        Err(io::Error::new(io::ErrorKind::NotFound, "the host has no address"))
+        Err(io::Error::new(
+            io::ErrorKind::NotFound,
+            "the host has no address",
+        ))
     } else {
         Ok(addresses)
     }
@@ -67,12 +75,14 @@ impl LookUps {
         let (tell, answer) = oneshot::channel();
         let answer = answer.shared();
         let name: Box<str> = host.into();
-        thread::Builder::new().name("redis-host".to_owned()).spawn(move || {
-            let found = (self.look_up)(&name).map_err(Arc::new);
-            lock(&self.under_way).remove(&name);
-            // Perhaps nobody waits any longer.
-            let _ = tell.send(found);
-        })?;
+        thread::Builder::new()
+            .name("redis-host".to_owned())
+            .spawn(move || {
+                let found = (self.look_up)(&name).map_err(Arc::new);
+                lock(&self.under_way).remove(&name);
+                // Perhaps nobody waits any longer.
+                let _ = tell.send(found);
+            })?;
         under_way.insert(host.into(), answer.clone());
         Ok(answer)
     }
@@ -126,7 +136,11 @@ mod tests {
         };
         for _ in 0..100 {
             for host in ["some", "none"] {
-                assert!(timeout(Duration::from_millis(1), LOOK_UPS.find(host)).await.is_err());
+                assert!(
+                    timeout(Duration::from_millis(1), LOOK_UPS.find(host))
+                        .await
+                        .is_err()
+                );
             }
         }
         let mut waiting = pin!(LOOK_UPS.find("none"));
@@ -134,8 +148,14 @@ mod tests {
         *lock(&HANGS) = false;
         ANSWERED.notify_all();
         let error = waiting.await.unwrap_err();
-        assert!(error.kind() == io::ErrorKind::NotFound && error.to_string() == "no such host", "{error:?}");
-        until("both have ended", async || lock(&LOOK_UPS.under_way).is_empty()).await;
+        assert!(
+            error.kind() == io::ErrorKind::NotFound && error.to_string() == "no such host",
+            "{error:?}"
+        );
+        until("both have ended", async || {
+            lock(&LOOK_UPS.under_way).is_empty()
+        })
+        .await;
         assert_eq!(COUNT.load(SeqCst), 2, "look-ups of two hosts");
         // Nothing of it is kept.
         assert_eq!(LOOK_UPS.find("some").await.unwrap().len(), 1);
@@ -145,8 +165,17 @@ mod tests {
     #[tokio::test]
     async fn an_address_is_not_looked_up() {
         for address in ["127.0.0.1", "::1"] {
-            assert_eq!(addresses(address, 7).await.unwrap(), [SocketAddr::new(address.parse().unwrap(), 7)]);
+            assert_eq!(
+                addresses(address, 7).await.unwrap(),
+                [SocketAddr::new(address.parse().unwrap(), 7)]
+            );
         }
-        assert!(addresses("localhost", 7).await.unwrap().iter().all(|address| address.port() == 7));
+        assert!(
+            addresses("localhost", 7)
+                .await
+                .unwrap()
+                .iter()
+                .all(|address| address.port() == 7)
+        );
     }
 }

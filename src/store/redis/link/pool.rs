@@ -54,7 +54,11 @@ impl Backoff {
 
     /// Why no connection may be made now.
     fn error(&self) -> Option<StoreError> {
-        lock(&self.0).refused.as_ref().filter(|(until, _)| instant() < *until).map(|(_, error)| error.clone())
+        lock(&self.0)
+            .refused
+            .as_ref()
+            .filter(|(until, _)| instant() < *until)
+            .map(|(_, error)| error.clone())
     }
 
     fn failed(&self, error: StoreError) {
@@ -117,7 +121,11 @@ impl<C: Connect> Pool<C> {
     /// A pool of at most so many connections. Each is made when it is needed, within the time-out.
     pub(crate) fn new(to: C, max: usize, timeout: Duration) -> Self {
         let (sender, failures) = watch::channel(None);
-        let manager = Manager { to, timeout, backoff: Backoff::default() };
+        let manager = Manager {
+            to,
+            timeout,
+            backoff: Backoff::default(),
+        };
         let connections = bb8::Pool::builder()
             .max_size(u32::try_from(max).unwrap_or(u32::MAX))
             .test_on_check_out(false)
@@ -128,7 +136,10 @@ impl<C: Connect> Pool<C> {
             .max_lifetime(None)
             .error_sink(Box::new(Sink(sender)))
             .build_unchecked(manager);
-        Self { connections, failures }
+        Self {
+            connections,
+            failures,
+        }
     }
 
     /// For [`checkout`](Self::checkout).
@@ -157,7 +168,10 @@ impl<C: Connect> Pool<C> {
     }
 
     /// A connection, or why there is none: bb8 alone would leave us waiting after a failure to connect.
-    async fn get(&self, failures: &mut Failures) -> Result<bb8::PooledConnection<'_, Manager<C>>, StoreError> {
+    async fn get(
+        &self,
+        failures: &mut Failures,
+    ) -> Result<bb8::PooledConnection<'_, Manager<C>>, StoreError> {
         failures.mark_unchanged();
         let mut getting = pin!(self.connections.get());
         let got = loop {

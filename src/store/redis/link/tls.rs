@@ -17,7 +17,9 @@ mod with {
     use std::sync::Arc;
     use std::{fmt, io};
 
-    use redis::{Client, ClientTlsConfig, ConnectionAddr, ConnectionInfo, RedisError, TlsCertificates};
+    use redis::{
+        Client, ClientTlsConfig, ConnectionAddr, ConnectionInfo, RedisError, TlsCertificates,
+    };
     use rustls::crypto::{CryptoProvider, ring};
     use rustls::pki_types::pem::PemObject;
     use rustls::pki_types::{self, CertificateDer, PrivateKeyDer};
@@ -45,9 +47,16 @@ mod with {
         ///
         /// For a wrong certificate or server name, and if something is set for TLS but none of the servers speaks it.
         pub(crate) fn apply(&self, servers: Vec<&mut ConnectionInfo>) -> Result<(), ConfigError> {
-            let Self { root_certificates, client_certificate, server_name } = self;
-            let is_set = root_certificates.is_some() || client_certificate.is_some() || server_name.is_some();
-            let is_tls = |server: &ConnectionInfo| matches!(server.addr(), ConnectionAddr::TcpTls { .. });
+            let Self {
+                root_certificates,
+                client_certificate,
+                server_name,
+            } = self;
+            let is_set = root_certificates.is_some()
+                || client_certificate.is_some()
+                || server_name.is_some();
+            let is_tls =
+                |server: &ConnectionInfo| matches!(server.addr(), ConnectionAddr::TcpTls { .. });
             if !servers.iter().any(|server| is_tls(server)) {
                 return if is_set { Err(unused()) } else { Ok(()) };
             }
@@ -61,16 +70,25 @@ mod with {
                 return Ok(());
             }
             root_certificates.as_deref().map(check_roots).transpose()?;
-            client_certificate.as_ref().map(|(certificate, key)| check_client(certificate, key)).transpose()?;
+            client_certificate
+                .as_ref()
+                .map(|(certificate, key)| check_client(certificate, key))
+                .transpose()?;
             let certificates = TlsCertificates {
-                client_tls: client_certificate
-                    .clone()
-                    .map(|(client_cert, client_key)| ClientTlsConfig { client_cert, client_key }),
+                client_tls: client_certificate.clone().map(|(client_cert, client_key)| {
+                    ClientTlsConfig {
+                        client_cert,
+                        client_key,
+                    }
+                }),
                 root_cert: root_certificates.clone(),
             };
             for server in servers.into_iter().filter(|server| is_tls(server)) {
                 let client = Client::build_with_tls(server.clone(), certificates.clone());
-                *server = client.map_err(|error| wrong("TLS set-up", error))?.get_connection_info().clone();
+                *server = client
+                    .map_err(|error| wrong("TLS set-up", error))?
+                    .get_connection_info()
+                    .clone();
             }
             Ok(())
         }
@@ -94,27 +112,40 @@ mod with {
     }
 
     fn certificates(what: &str, pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, ConfigError> {
-        let all: Vec<_> =
-            CertificateDer::pem_slice_iter(pem).collect::<Result<_, _>>().map_err(|error| wrong(what, error))?;
-        if all.is_empty() { Err(wrong(what, "it contains no certificate")) } else { Ok(all) }
+        let all: Vec<_> = CertificateDer::pem_slice_iter(pem)
+            .collect::<Result<_, _>>()
+            .map_err(|error| wrong(what, error))?;
+        if all.is_empty() {
+            Err(wrong(what, "it contains no certificate"))
+        } else {
+            Ok(all)
+        }
     }
 
     pub(crate) fn check_roots(pem: &[u8]) -> Result<(), ConfigError> {
         let mut roots = RootCertStore::empty();
         let all = certificates("root certificate", pem)?;
-        all.into_iter().try_for_each(|root| roots.add(root)).map_err(|error| wrong("root certificate", error))
+        all.into_iter()
+            .try_for_each(|root| roots.add(root))
+            .map_err(|error| wrong("root certificate", error))
     }
 
     pub(crate) fn check_client(certificate: &[u8], key: &[u8]) -> Result<(), ConfigError> {
         let chain = certificates("client certificate", certificate)?;
-        let key = PrivateKeyDer::from_pem_slice(key).map_err(|error| wrong("key of a client certificate", error))?;
+        let key = PrivateKeyDer::from_pem_slice(key)
+            .map_err(|error| wrong("key of a client certificate", error))?;
         let pair = CertifiedKey::from_der(chain, key, &ring::default_provider());
-        pair.map(drop).map_err(|error| wrong("client certificate with its key", error))
+        pair.map(drop)
+            .map_err(|error| wrong("client certificate with its key", error))
     }
 
     impl fmt::Debug for Tls {
         fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            let Self { root_certificates, client_certificate, server_name } = self;
+            let Self {
+                root_certificates,
+                client_certificate,
+                server_name,
+            } = self;
             f.debug_struct("Tls")
                 .field("root_certificates", &root_certificates.is_some())
                 .field("client_certificate", &client_certificate.is_some())
@@ -133,18 +164,21 @@ mod with {
 
     /// What is wrong with the TLS of a connection, if it is that.
     pub(crate) fn problem(error: &RedisError) -> Option<ErrorKind> {
-        let cause = error.source().and_then(|cause| cause.downcast_ref::<Shared>());
+        let cause = error
+            .source()
+            .and_then(|cause| cause.downcast_ref::<Shared>());
         let io = cause.and_then(|cause| cause.downcast_ref::<io::Error>());
-        let tls = io.and_then(io::Error::get_ref).and_then(|cause| cause.downcast_ref::<rustls::Error>())?;
+        let tls = io
+            .and_then(io::Error::get_ref)
+            .and_then(|cause| cause.downcast_ref::<rustls::Error>())?;
         Some(match tls {
             rustls::Error::InvalidCertificate(problem) => match problem {
                 CertificateError::Expired
                 | CertificateError::ExpiredContext { .. }
                 | CertificateError::NotValidYet
                 | CertificateError::NotValidYetContext { .. } => ErrorKind::CertificateExpired,
-                CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
-                    ErrorKind::CertificateName
-                }
+                CertificateError::NotValidForName
+                | CertificateError::NotValidForNameContext { .. } => ErrorKind::CertificateName,
                 _ => ErrorKind::CertificateUntrusted,
             },
             rustls::Error::AlertReceived(
@@ -179,8 +213,13 @@ mod without {
         /// If a server speaks TLS: somebody else may have built redis-rs with it, but perhaps
         /// without cryptography.
         pub(crate) fn apply(self, servers: Vec<&mut ConnectionInfo>) -> Result<(), ConfigError> {
-            let is_tls = |server: &ConnectionInfo| matches!(server.addr(), ConnectionAddr::TcpTls { .. });
-            if servers.into_iter().any(|server| is_tls(server)) { Err(super::no_tls()) } else { Ok(()) }
+            let is_tls =
+                |server: &ConnectionInfo| matches!(server.addr(), ConnectionAddr::TcpTls { .. });
+            if servers.into_iter().any(|server| is_tls(server)) {
+                Err(super::no_tls())
+            } else {
+                Ok(())
+            }
         }
 
         pub(crate) fn server_name(self) -> Option<String> {

@@ -4,7 +4,9 @@ use redis::{Cmd, Value};
 
 use super::wire;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Charged, Check, EachCharged, Key, Mode, Policies, Policy, SlotId, Verdict, Verdicts};
+use crate::limit::{
+    Charged, Check, EachCharged, Key, Mode, Policies, Policy, SlotId, Verdict, Verdicts,
+};
 
 /// What one script call asks.
 #[derive(Debug, Default)]
@@ -66,11 +68,17 @@ impl Asked {
 
 impl Plan {
     pub(crate) fn new(asked: Asked, check: &Check) -> Self {
-        Self { asked, policies: check.policies().clone(), charged: check.charged().into() }
+        Self {
+            asked,
+            policies: check.policies().clone(),
+            charged: check.charged().into(),
+        }
     }
 
     pub(crate) fn asks(&self, asked: Asked, check: &Check) -> bool {
-        self.asked == asked && self.policies.is(check.policies()) && self.charged[..] == *check.charged()
+        self.asked == asked
+            && self.policies.is(check.policies())
+            && self.charged[..] == *check.charged()
     }
 
     /// Upper bound of a grant of one policy.
@@ -79,9 +87,12 @@ impl Plan {
             // An id repeats an earlier answer, which may be of another cost.
             _ if self.asked.with_id => u32::MAX.into(),
             // A request in flight is granted as 1 at any cost.
-            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Charge | Mode::Refund => {
-                i64::from(self.asked.cost).max(1)
-            }
+            Mode::Take
+            | Mode::TakeAhead
+            | Mode::UpTo
+            | Mode::Peek
+            | Mode::Charge
+            | Mode::Refund => i64::from(self.asked.cost).max(1),
             Mode::Renew | Mode::Release => 1,
             // Earlier charges, or requests in flight.
             Mode::Reset => WHOLE.end,
@@ -91,7 +102,14 @@ impl Plan {
 
 impl ScriptCall {
     pub(crate) fn clear(&mut self) {
-        let Self { keys, ends, plans, entries, checks, slots } = self;
+        let Self {
+            keys,
+            ends,
+            plans,
+            entries,
+            checks,
+            slots,
+        } = self;
         keys.clear();
         ends.clear();
         plans.clear();
@@ -110,7 +128,8 @@ impl ScriptCall {
     /// Adds a check as an entry of this plan.
     pub(crate) fn push(&mut self, plan: usize, prefix: &str, check: &Check) {
         self.checks.push(self.entries.len());
-        self.slots.extend(check.slot().map(|slot| (self.entries.len(), slot)));
+        self.slots
+            .extend(check.slot().map(|slot| (self.entries.len(), slot)));
         self.entries.push(Entry { plan, times: 1 });
         if let Some(id) = check.id() {
             self.push_caller(prefix, check.key());
@@ -144,14 +163,22 @@ impl ScriptCall {
     /// What follows the caller: `:name:strategy:span`, without a span for requests in flight.
     fn push_count(&mut self, policy: &Policy) {
         let between = if policy.span().is_empty() { "" } else { ":" };
-        for part in [":", policy.name(), ":", policy.kind().letter(), between, policy.span()] {
+        for part in [
+            ":",
+            policy.name(),
+            ":",
+            policy.kind().letter(),
+            between,
+            policy.span(),
+        ] {
             self.keys.extend_from_slice(part.as_bytes());
         }
     }
 
     /// The command of this call. `now` is 0 for Redis's own time.
     pub(crate) fn command(&self, name: &str, script: &str, now: i64) -> Cmd {
-        let mut cmd = Cmd::with_capacity(self.ends.len() + 64, self.keys.len() + script.len() + 256);
+        let mut cmd =
+            Cmd::with_capacity(self.ends.len() + 64, self.keys.len() + script.len() + 256);
         cmd.arg(name).arg(script).arg(self.ends.len());
         let mut start = 0;
         for &end in &self.ends {
@@ -161,7 +188,11 @@ impl ScriptCall {
 
         let policies = || self.plans.iter().flat_map(|plan| plan.policies.iter());
         let mut packed = Packed::default();
-        packed.u32(policies().count()).u32(self.plans.len()).i56(now).add_to(&mut cmd);
+        packed
+            .u32(policies().count())
+            .u32(self.plans.len())
+            .i56(now)
+            .add_to(&mut cmd);
         for policy in policies() {
             packed.u8(wire::kind_number(policy.kind()));
             for argument in wire::arguments(policy) {
@@ -176,14 +207,20 @@ impl ScriptCall {
                 Mode::Charge => -plan.asked.within,
                 _ => plan.asked.within,
             };
-            packed.u8(wire::mode_number(plan.asked.mode)).u32(plan.asked.cost as usize).i56(time);
+            packed
+                .u8(wire::mode_number(plan.asked.mode))
+                .u32(plan.asked.cost as usize)
+                .i56(time);
             for place in first..first + plan.policies.iter().len() {
                 packed.u32(place);
             }
             if plan.asked.mode == Mode::Refund {
                 let just_now = Charged::just_now(plan.asked.cost.into());
                 let charged = |policy| plan.charged.get(policy).unwrap_or(&just_now);
-                packed.u32(charged(0).cost as usize).i56(charged(0).age).i56(charged(0).at.max(0));
+                packed
+                    .u32(charged(0).cost as usize)
+                    .i56(charged(0).age)
+                    .i56(charged(0).at.max(0));
                 for policy in 0..plan.policies.iter().len() {
                     packed.i56(charged(policy).reset);
                 }
@@ -196,7 +233,10 @@ impl ScriptCall {
         slots.sort_by_key(|(entry, _)| *entry);
         let (mut slots, mut entry) = (slots.into_iter().peekable(), 0);
         for run in self.entries.chunk_by(|a, b| a == b) {
-            packed.u32(run[0].plan + 1).u32(run.len()).u32(run[0].times as usize);
+            packed
+                .u32(run[0].plan + 1)
+                .u32(run.len())
+                .u32(run[0].times as usize);
             entry += run.len();
             while let Some((_, slot)) = slots.next_if(|(of, _)| *of < entry) {
                 packed.0.extend_from_slice(&slot.to_bytes());
@@ -212,7 +252,10 @@ impl ScriptCall {
     ///
     /// [`ErrorKind::Protocol`] for a reply that is no string, or not as long as this call makes it, or does not end with
     /// a time.
-    pub(crate) fn read(&self, reply: &Value) -> Result<impl Iterator<Item = Result<Verdicts, StoreError>>, StoreError> {
+    pub(crate) fn read(
+        &self,
+        reply: &Value,
+    ) -> Result<impl Iterator<Item = Result<Verdicts, StoreError>>, StoreError> {
         // Of an answer: four for each policy; and when it was charged, if it may have been before.
         let length = |plan: &Plan| 4 * plan.policies.iter().len() + usize::from(plan.asked.with_id);
         // Where the next answer of each entry begins.
@@ -282,7 +325,9 @@ const WHOLE: std::ops::Range<i64> = 0..1 << 53;
 
 /// The numbers of a reply, lowest byte first. None if it has another shape.
 fn numbers(reply: &Value) -> Option<&[[u8; 8]]> {
-    let Value::BulkString(bytes) = reply else { return None };
+    let Value::BulkString(bytes) = reply else {
+        return None;
+    };
     let (numbers, rest) = bytes.as_chunks();
     rest.is_empty().then_some(numbers)
 }
@@ -297,7 +342,9 @@ fn verdicts(answer: &[[u8; 8]], plan: &Plan, at: i64) -> Result<Verdicts, StoreE
     let protocol = || StoreError::new(ErrorKind::Protocol);
     let (mut granted, mut problem) = (0, 0);
     let (answer, charged_at) = answer.as_chunks();
-    let charged_at = charged_at.first().map_or(at, |charged_at| i64::from_le_bytes(*charged_at));
+    let charged_at = charged_at
+        .first()
+        .map_or(at, |charged_at| i64::from_le_bytes(*charged_at));
     if !WHOLE.contains(&charged_at) {
         return Err(protocol());
     }
@@ -307,19 +354,28 @@ fn verdicts(answer: &[[u8; 8]], plan: &Plan, at: i64) -> Result<Verdicts, StoreE
             granted = granted.max(grants);
         }
         problem = problem.min(grants);
-        let is_whole =
-            WHOLE.contains(&remaining) && (wait == Verdict::NEVER || WHOLE.contains(&wait)) && WHOLE.contains(&reset);
+        let is_whole = WHOLE.contains(&remaining)
+            && (wait == Verdict::NEVER || WHOLE.contains(&wait))
+            && WHOLE.contains(&reset);
         if grants > most || !is_whole {
             problem = i64::MIN;
         }
-        Verdict { remaining, wait, reset }
+        Verdict {
+            remaining,
+            wait,
+            reset,
+        }
     });
     let each = each.collect();
     match problem {
-        0.. => Ok(Verdicts { granted, at: charged_at, age: (at - charged_at).max(0), each }),
+        0.. => Ok(Verdicts {
+            granted,
+            at: charged_at,
+            age: (at - charged_at).max(0),
+            each,
+        }),
         wire::REFUSED => {
-            let reason =
-                "a command of the script failed: allow all that `RedisStore` needs, and let nobody else write its keys";
+            let reason = "a command of the script failed: allow all that `RedisStore` needs, and let nobody else write its keys";
             Err(StoreError::explained(ErrorKind::Refused, reason).of_check())
         }
         // Redis refuses the first write of a script for these reasons, and then nothing was charged, or none at all.

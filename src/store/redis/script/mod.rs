@@ -25,11 +25,15 @@ pub(super) struct Script {
 
 impl Script {
     const fn new(text: &'static str) -> Self {
-        Self { text, hash: OnceLock::new() }
+        Self {
+            text,
+            hash: OnceLock::new(),
+        }
     }
 
     /// The SHA-1 by which EVALSHA names it.
     pub(super) fn hash(&self) -> &str {
-        self.hash.get_or_init(|| redis::Script::new(self.text).get_hash().to_owned())
+        self.hash
+            .get_or_init(|| redis::Script::new(self.text).get_hash().to_owned())
     }
 }

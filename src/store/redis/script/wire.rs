@@ -128,10 +128,18 @@ pub(crate) fn arguments(policy: &Policy) -> [i64; 4] {
     let params = policy.params();
     match params.frees {
         Frees::Gradually => [params.capacity, params.interval, params.ticks, 0],
-        Frees::InBatches => [params.capacity, params.interval, params.ticks, params.period],
-        Frees::WithWindow | Frees::OneByOne | Frees::Fading | Frees::OnRelease => {
-            [params.capacity, params.period, params.offset.unwrap_or(-1), params.width]
-        }
+        Frees::InBatches => [
+            params.capacity,
+            params.interval,
+            params.ticks,
+            params.period,
+        ],
+        Frees::WithWindow | Frees::OneByOne | Frees::Fading | Frees::OnRelease => [
+            params.capacity,
+            params.period,
+            params.offset.unwrap_or(-1),
+            params.width,
+        ],
     }
 }
 
@@ -141,8 +149,13 @@ mod tests {
 
     #[test]
     fn both_halves_list_the_same_rights() {
-        let quoted = RIGHTS.map(|right| format!("'{}'", right.to_uppercase())).join(", ");
+        let quoted = RIGHTS
+            .map(|right| format!("'{}'", right.to_uppercase()))
+            .join(", ");
         let in_one_line = SCRIPT.split_whitespace().collect::<Vec<_>>().join(" ");
-        assert!(in_one_line.contains(&format!("{{ {quoted}, }}")), "{quoted}");
+        assert!(
+            in_one_line.contains(&format!("{{ {quoted}, }}")),
+            "{quoted}"
+        );
     }
 }

@@ -40,7 +40,9 @@ impl Kind {
     pub(super) fn all(&mut self) -> Vec<&mut ConnectionInfo> {
         match self {
             Self::Server(server) => vec![server],
-            Self::Sentinel { master, sentinels, .. } => std::iter::once(&mut **master).chain(sentinels).collect(),
+            Self::Sentinel {
+                master, sentinels, ..
+            } => std::iter::once(&mut **master).chain(sentinels).collect(),
             Self::Cluster(nodes) => nodes.iter_mut().collect(),
         }
     }
@@ -80,10 +82,21 @@ impl Topology {
         let dialer = || Dialer::new(timeout, tls.server_name());
         Ok(match servers {
             Kind::Server(server) => Self::Server(Arc::new((*server, dialer()))),
-            Kind::Sentinel { name, master, sentinels } => {
-                Self::Sentinel(Arc::new(Sentinels::new(name, *master, dialer(), sentinels, dialer(), timeout)))
+            Kind::Sentinel {
+                name,
+                master,
+                sentinels,
+            } => Self::Sentinel(Arc::new(Sentinels::new(
+                name,
+                *master,
+                dialer(),
+                sentinels,
+                dialer(),
+                timeout,
+            ))),
+            Kind::Cluster(seeds) => {
+                Self::Cluster(Arc::new(Cluster::new(seeds, dialer(), prefix, partitions)))
             }
-            Kind::Cluster(seeds) => Self::Cluster(Arc::new(Cluster::new(seeds, dialer(), prefix, partitions))),
         })
     }
 
@@ -105,25 +118,30 @@ impl Topology {
 
     /// The node that has the keys of this partition. None while nobody has told it.
     pub(super) fn node(&self, partition: u16) -> Option<Node> {
-        self.cluster().map_or(Some(Node::ONLY), |cluster| cluster.node(partition))
+        self.cluster()
+            .map_or(Some(Node::ONLY), |cluster| cluster.node(partition))
     }
 
     /// The nodes that have keys of callers. None while one of them is not known.
     pub(super) fn masters(&self) -> Option<Vec<Node>> {
-        self.cluster().map_or_else(|| Some(vec![Node::ONLY]), |cluster| cluster.masters())
+        self.cluster()
+            .map_or_else(|| Some(vec![Node::ONLY]), |cluster| cluster.masters())
     }
 
     /// What the keys of counts begin with, before the caller.
     pub(super) fn prefixes(&self, prefix: &str) -> Vec<String> {
         match self.cluster() {
             None => vec![prefix.to_owned()],
-            Some(cluster) => (0..cluster.partitions()).map(|of| cluster.prefix(of as u16).to_owned()).collect(),
+            Some(cluster) => (0..cluster.partitions())
+                .map(|of| cluster.prefix(of as u16).to_owned())
+                .collect(),
         }
     }
 
     /// The node that has the keys of no partition.
     pub(super) fn shared_node(&self) -> Option<Node> {
-        self.cluster().map_or(Some(Node::ONLY), |cluster| cluster.shared_node())
+        self.cluster()
+            .map_or(Some(Node::ONLY), |cluster| cluster.shared_node())
     }
 
     /// What errors call a node, or all of them: an address, without user and password.
@@ -145,7 +163,14 @@ impl Topology {
 
     /// At most so many connections to a node.
     pub(super) fn pool(&self, node: Node, max: usize, timeout: Duration) -> Pool {
-        Pool::new(Route { topology: self.clone(), node }, max, timeout)
+        Pool::new(
+            Route {
+                topology: self.clone(),
+                node,
+            },
+            max,
+            timeout,
+        )
     }
 }
 

@@ -32,17 +32,27 @@ pub(super) type Placed = Vec<(Option<Node>, Job)>;
 impl Inner {
     /// Has the slots asked for soon, on this runtime.
     pub(super) fn refresh(self: &Arc<Self>, why: Why) {
-        let (Some(cluster), Ok(runtime)) = (self.topology.cluster(), Handle::try_current()) else { return };
+        let (Some(cluster), Ok(runtime)) = (self.topology.cluster(), Handle::try_current()) else {
+            return;
+        };
         if let Some(planned) = cluster.refresher.begin(why, runtime.id()) {
             drop(runtime.spawn(Self::run_refresh(Arc::downgrade(self), why, planned)));
         }
     }
 
     async fn run_refresh(this: Weak<Self>, why: Why, planned: Planned) {
-        let Planned { begins, woken, task } = planned;
+        let Planned {
+            begins,
+            woken,
+            task,
+        } = planned;
         let _ = timeout_at(begins, woken).await;
         let Some(this) = this.upgrade() else { return };
-        let Some(cluster) = this.topology.cluster().filter(|cluster| cluster.refresher.is_current(&task)) else {
+        let Some(cluster) = this
+            .topology
+            .cluster()
+            .filter(|cluster| cluster.refresher.is_current(&task))
+        else {
             return;
         };
         let (news, outcome) = match cluster.ask_any(why, this.limits.timeout).await {
@@ -53,7 +63,11 @@ impl Inner {
     }
 
     /// Takes up a map of slots, once the marker allows it.
-    async fn adopt(self: &Arc<Self>, cluster: &Cluster, map: Arc<SlotMap>) -> Result<(), StoreError> {
+    async fn adopt(
+        self: &Arc<Self>,
+        cluster: &Cluster,
+        map: Arc<SlotMap>,
+    ) -> Result<(), StoreError> {
         if cluster.refresher.marker_is_due() {
             match self.mark(cluster, &map).await {
                 Ok(agrees) => cluster.refresher.marked(agrees),
@@ -76,9 +90,14 @@ impl Inner {
     ///
     /// A [`ConfigError`] if it has another number, and ours was never confirmed; the error of a call that failed.
     async fn mark(self: &Arc<Self>, cluster: &Cluster, map: &SlotMap) -> Result<bool, StoreError> {
-        let (ours, node) = (cluster.partitions(), map.shared_owner().ok_or_else(no_node)?);
+        let (ours, node) = (
+            cluster.partitions(),
+            map.shared_owner().ok_or_else(no_node)?,
+        );
         let args = (ours, usize::from(cluster.refresher.has_agreed()));
-        let (theirs, agrees): (usize, bool) = self.run_shared(node, &MARKER, "partitions", args, MARKER_KEPT).await?;
+        let (theirs, agrees): (usize, bool) = self
+            .run_shared(node, &MARKER, "partitions", args, MARKER_KEPT)
+            .await?;
         if theirs == ours {
             return Ok(agrees);
         }
@@ -92,7 +111,11 @@ impl Inner {
 
     /// Looks after the marker once in a while.
     pub(super) fn keep_marker(self: &Arc<Self>) {
-        if self.topology.cluster().is_some_and(|cluster| cluster.refresher.marker_is_due()) {
+        if self
+            .topology
+            .cluster()
+            .is_some_and(|cluster| cluster.refresher.marker_is_due())
+        {
             self.refresh(Why::Marker);
         }
     }
@@ -112,12 +135,17 @@ impl Inner {
         }
         let told = async {
             // The task may be of a runtime that stands still.
-            while timeout(Refresher::ELSEWHERE, outcome.changed()).await.is_err() {
+            while timeout(Refresher::ELSEWHERE, outcome.changed())
+                .await
+                .is_err()
+            {
                 self.refresh(Why::Unknown);
             }
             outcome.borrow().clone().map_or(Ok(()), Err)
         };
-        within(self.limits.timeout, told).await.map_err(|error| error.at(cluster.address(None)))
+        within(self.limits.timeout, told)
+            .await
+            .map_err(|error| error.at(cluster.address(None)))
     }
 
     /// The node that has the keys of no caller.
@@ -155,7 +183,9 @@ impl Inner {
                 cluster.learn(slot, node);
                 self.refresh(Why::Moved);
             }
-            Refusal::Ask(_) | Refusal::TryAgain => jobs.iter().for_each(|job| cluster.notice_move(job.partition)),
+            Refusal::Ask(_) | Refusal::TryAgain => jobs
+                .iter()
+                .for_each(|job| cluster.notice_move(job.partition)),
             Refusal::NotReady => self.refresh(Why::Lost(from)),
             Refusal::Other => {}
         }
@@ -194,7 +224,11 @@ impl Inner {
                 Some(node) => again.push((node, job)),
                 None => {
                     let error = not_ready.clone();
-                    job.fail(if refusal == Refusal::TryAgain { error.of_check() } else { error });
+                    job.fail(if refusal == Refusal::TryAgain {
+                        error.of_check()
+                    } else {
+                        error
+                    });
                 }
             }
         }
@@ -204,13 +238,17 @@ impl Inner {
     /// Splits the checks of a node: first the checks that another node serves now, then the others.
     pub(super) fn moved(&self, jobs: impl Iterator<Item = Job>, node: Node) -> (Placed, Vec<Job>) {
         let placed = jobs.map(|job| (self.node_of(&job), job));
-        let (elsewhere, left): (Vec<_>, Vec<_>) = placed.partition(|(to, _)| to.is_some_and(|to| to != node));
+        let (elsewhere, left): (Vec<_>, Vec<_>) =
+            placed.partition(|(to, _)| to.is_some_and(|to| to != node));
         (elsewhere, left.into_iter().map(|(_, job)| job).collect())
     }
 }
 
 fn no_node() -> StoreError {
-    let cause = io::Error::new(io::ErrorKind::NotFound, "no node of the cluster serves the slot");
+    let cause = io::Error::new(
+        io::ErrorKind::NotFound,
+        "no node of the cluster serves the slot",
+    );
     StoreError::with_source(ErrorKind::Unreachable, cause)
 }
 
@@ -230,7 +268,10 @@ mod tests {
 
     #[test]
     fn store_errors_are_not_lost() {
-        let error = parse_redis_value(b"-CLUSTERDOWN Hash slot not served\r\n").unwrap().extract_error().unwrap_err();
+        let error = parse_redis_value(b"-CLUSTERDOWN Hash slot not served\r\n")
+            .unwrap()
+            .extract_error()
+            .unwrap_err();
         let told = not_run(ErrorKind::NotReady, &error);
         assert!(told.kind() == ErrorKind::NotReady && told.is_unsent());
     }
@@ -250,7 +291,9 @@ mod tests {
                         let asked = &buffer[..length];
                         let reply = if asked.windows(5).any(|part| part == b"SLOTS") {
                             let id = *lock(&told);
-                            format!("*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n$9\r\n127.0.0.1\r\n:{port}\r\n$1\r\n{id}\r\n")
+                            format!(
+                                "*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n$9\r\n127.0.0.1\r\n:{port}\r\n$1\r\n{id}\r\n"
+                            )
                         } else {
                             "+OK\r\n".repeat(asked.iter().filter(|byte| **byte == b'*').count())
                         };
@@ -282,10 +325,17 @@ mod tests {
     async fn a_replaced_cluster_is_eventually_adopted() {
         let (port, id) = node("a");
         let store = RedisStore::builder(Servers::cluster([format!("redis://127.0.0.1:{port}")]));
-        let store = store.timeout(Duration::from_secs(20)).connect_lazy().unwrap();
+        let store = store
+            .timeout(Duration::from_secs(20))
+            .connect_lazy()
+            .unwrap();
         let cluster = store.inner.topology.cluster().unwrap();
-        let ask =
-            async || cluster.ask_any(Why::Moved, Duration::from_secs(20)).await.map(|(map, _)| cluster.adopt(map));
+        let ask = async || {
+            cluster
+                .ask_any(Why::Moved, Duration::from_secs(20))
+                .await
+                .map(|(map, _)| cluster.adopt(map))
+        };
         let rest = async |seconds| {
             tokio::time::pause();
             advance(Duration::from_secs(seconds)).await;
@@ -293,14 +343,27 @@ mod tests {
         };
         ask().await.unwrap();
         for _ in 0..2 {
-            assert!(cluster.connect(cluster.shared_node().unwrap()).await.is_ok());
+            assert!(
+                cluster
+                    .connect(cluster.shared_node().unwrap())
+                    .await
+                    .is_ok()
+            );
             *lock(&id) = "b";
-            for error in
-                [ask().await.unwrap_err(), cluster.connect(cluster.shared_node().unwrap()).await.err().unwrap()]
-            {
+            for error in [
+                ask().await.unwrap_err(),
+                cluster
+                    .connect(cluster.shared_node().unwrap())
+                    .await
+                    .err()
+                    .unwrap(),
+            ] {
                 assert_eq!(error.kind(), ErrorKind::NotReady);
                 let cause = std::error::Error::source(&error).unwrap().to_string();
-                assert!(cause.contains(&format!("127.0.0.1:{port} is not of this cluster")), "{cause}");
+                assert!(
+                    cause.contains(&format!("127.0.0.1:{port} is not of this cluster")),
+                    "{cause}"
+                );
             }
             rest(25).await;
             assert!(ask().await.is_err());
@@ -312,7 +375,12 @@ mod tests {
         assert!(ask().await.is_err());
         rest(30).await;
         ask().await.unwrap();
-        assert!(cluster.connect(cluster.shared_node().unwrap()).await.is_ok());
+        assert!(
+            cluster
+                .connect(cluster.shared_node().unwrap())
+                .await
+                .is_ok()
+        );
         *lock(&id) = "a";
         assert!(ask().await.is_err(), "it is not taken back at once");
     }

@@ -91,7 +91,9 @@ impl Inner {
             let mut queues = self.queues();
             let Queues { each, made, spare } = &mut *queues;
             let mut watch = None;
-            let found = each.iter().position(|queue| queue.is_of(runtime.id(), node));
+            let found = each
+                .iter()
+                .position(|queue| queue.is_of(runtime.id(), node));
             let index = found.unwrap_or_else(|| {
                 *made += 1;
                 let (queue, its_watch) = self.make_queue(*made, runtime, node);
@@ -108,15 +110,45 @@ impl Inner {
         result
     }
 
-    fn make_queue(self: &Arc<Self>, number: u64, runtime: &Handle, node: Option<Node>) -> (NodeQueue, Watch) {
+    fn make_queue(
+        self: &Arc<Self>,
+        number: u64,
+        runtime: &Handle,
+        node: Option<Node>,
+    ) -> (NodeQueue, Watch) {
         let (_store, store) = oneshot::channel();
-        let Limits { workers, queue, batch, timeout } = self.limits;
+        let Limits {
+            workers,
+            queue,
+            batch,
+            timeout,
+        } = self.limits;
         // A second call for a partition is worth its cost only once there is enough for it.
-        let backlog = if self.topology.cluster().is_some() { batch } else { 0 };
-        let target = node.map(|node| Target { node, pool: self.topology.pool(node, workers, timeout).into() });
+        let backlog = if self.topology.cluster().is_some() {
+            batch
+        } else {
+            0
+        };
+        let target = node.map(|node| Target {
+            node,
+            pool: self.topology.pool(node, workers, timeout).into(),
+        });
         let jobs = Queue::new(queue, if target.is_some() { workers } else { 1 }, backlog);
-        let watch = Watch { inner: Arc::downgrade(self), queue: number, store };
-        (NodeQueue { number, runtime: runtime.id(), target, jobs, _store }, watch)
+        let watch = Watch {
+            inner: Arc::downgrade(self),
+            queue: number,
+            store,
+        };
+        (
+            NodeQueue {
+                number,
+                runtime: runtime.id(),
+                target,
+                jobs,
+                _store,
+            },
+            watch,
+        )
     }
 
     /// Calls a script with the key of this name, which is of no caller, and two arguments, on a node or wherever that
@@ -132,23 +164,39 @@ impl Inner {
         let (runtime, key) = (runtime()?, self.topology.shared_key(&self.prefix, name));
         let command = |_, command: &str, script: &str| {
             let mut cmd = Cmd::new();
-            cmd.arg(command).arg(script).arg(1).arg(&key).arg(&arg).arg(expires.as_millis() as u64);
+            cmd.arg(command)
+                .arg(script)
+                .arg(1)
+                .arg(&key)
+                .arg(&arg)
+                .arg(expires.as_millis() as u64);
             cmd
         };
         let call = async {
             let (mut node, mut asks) = (node, false);
             for _ in 0..MAX_HOPS {
                 let target = self.with_queue(&runtime, Some(node), |queue, _| queue.target.clone());
-                let Some(Target { pool, .. }) = target else { break };
+                let Some(Target { pool, .. }) = target else {
+                    break;
+                };
                 let mut failures = pool.failures();
                 let mut connection = pool.checkout(&mut failures).await?;
-                let replies = connection.run(script, &[asks], command).await.map_err(|error| error_of(&error))?;
+                let replies = connection
+                    .run(script, &[asks], command)
+                    .await
+                    .map_err(|error| error_of(&error))?;
                 let error = match replies.into_iter().next() {
-                    Some(Ok(reply)) => return redis::from_redis_value(reply).map_err(|error| error_of(&error.into())),
+                    Some(Ok(reply)) => {
+                        return redis::from_redis_value(reply)
+                            .map_err(|error| error_of(&error.into()));
+                    }
                     Some(Err(error)) => error,
                     None => break,
                 };
-                let refusal = self.topology.cluster().map(|cluster| (cluster, cluster.refusal(&error, node)));
+                let refusal = self
+                    .topology
+                    .cluster()
+                    .map(|cluster| (cluster, cluster.refusal(&error, node)));
                 (node, asks) = match refusal {
                     Some((cluster, Refusal::Moved { slot, node })) => {
                         cluster.learn(slot, node);
@@ -160,7 +208,9 @@ impl Inner {
             }
             Err(StoreError::new(ErrorKind::NotReady))
         };
-        within(self.limits.timeout, call).await.map_err(|error| error.at(self.topology.address(Some(node))))
+        within(self.limits.timeout, call)
+            .await
+            .map_err(|error| error.at(self.topology.address(Some(node))))
     }
 
     /// Which keys match this pattern, of a node: one step from a cursor on, with the cursor of the next.
@@ -171,16 +221,27 @@ impl Inner {
         pattern: &str,
     ) -> Result<(u64, Vec<Vec<u8>>), StoreError> {
         let target = self.with_queue(&runtime()?, Some(node), |queue, _| queue.target.clone());
-        let Some(Target { pool, .. }) = target else { return Err(StoreError::new(ErrorKind::NotReady)) };
+        let Some(Target { pool, .. }) = target else {
+            return Err(StoreError::new(ErrorKind::NotReady));
+        };
         let mut scan = redis::cmd("SCAN");
-        scan.arg(cursor).arg("MATCH").arg(pattern).arg("COUNT").arg(SCAN_STEP);
+        scan.arg(cursor)
+            .arg("MATCH")
+            .arg(pattern)
+            .arg("COUNT")
+            .arg(SCAN_STEP);
         let call = async {
             let mut failures = pool.failures();
             let mut connection = pool.checkout(&mut failures).await?;
-            let reply = connection.ask(&scan).await.map_err(|error| error_of(&error))?;
+            let reply = connection
+                .ask(&scan)
+                .await
+                .map_err(|error| error_of(&error))?;
             redis::from_redis_value(reply).map_err(|error| error_of(&error.into()))
         };
-        within(self.limits.timeout, call).await.map_err(|error| error.at(self.topology.address(Some(node))))
+        within(self.limits.timeout, call)
+            .await
+            .map_err(|error| error.at(self.topology.address(Some(node))))
     }
 
     /// Answers a check by what Redis said to a call that was sent at this time.
@@ -215,9 +276,13 @@ impl Inner {
             is_due
         };
         if is_due {
-            let cause = std::error::Error::source(error).map(|cause| format!("{cause}; ")).unwrap_or_default();
+            let cause = std::error::Error::source(error)
+                .map(|cause| format!("{cause}; "))
+                .unwrap_or_default();
             let problem = format!("{cause}{error}{MISSING_RIGHT}");
-            contain(|| or_log(self.observer.get()).misconfigured(&event::Misconfigured::new(&problem)));
+            contain(|| {
+                or_log(self.observer.get()).misconfigured(&event::Misconfigured::new(&problem))
+            });
         }
     }
 
@@ -229,7 +294,10 @@ impl Inner {
 
 impl fmt::Debug for Inner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RedisStore").field("prefix", &self.prefix).field("limits", &self.limits).finish_non_exhaustive()
+        f.debug_struct("RedisStore")
+            .field("prefix", &self.prefix)
+            .field("limits", &self.limits)
+            .finish_non_exhaustive()
     }
 }
 
@@ -248,7 +316,9 @@ impl Watch {
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        let Some(inner) = self.inner.upgrade() else { return };
+        let Some(inner) = self.inner.upgrade() else {
+            return;
+        };
         let queue = inner.queues().remove(self.queue);
         for job in queue.into_iter().flat_map(|queue| queue.jobs.into_jobs()) {
             job.fail(no_runtime().unsent());
@@ -290,7 +360,10 @@ mod tests {
     /// Or the announcement of an instance would end with it, or what asks a cluster for its slots.
     #[test]
     fn an_observer_that_panics_ends_no_task() {
-        let store = RedisStore::builder("redis://127.0.0.1:1").observer(Panics).connect_lazy().unwrap();
+        let store = RedisStore::builder("redis://127.0.0.1:1")
+            .observer(Panics)
+            .connect_lazy()
+            .unwrap();
         store.inner.failed(&StoreError::new(ErrorKind::Unreachable));
     }
 }

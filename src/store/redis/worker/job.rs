@@ -67,18 +67,39 @@ impl Job {
         let (answer, receiver) = oneshot::channel();
         let place = Place::default();
         let weight = weight(&check);
-        let job = Self { check, since: instant(), place, weight, partition, alone: false, redirect: None, answer };
-        (job, RedisFuture { answer: Some(receiver), place })
+        let job = Self {
+            check,
+            since: instant(),
+            place,
+            weight,
+            partition,
+            alone: false,
+            redirect: None,
+            answer,
+        };
+        (
+            job,
+            RedisFuture {
+                answer: Some(receiver),
+                place,
+            },
+        )
     }
 
     /// Checks of one group share a script call.
     pub(super) fn group(&self) -> (bool, u16, Option<&[u8]>) {
-        (self.asks(), self.partition, self.alone.then(|| self.check.key().as_bytes()))
+        (
+            self.asks(),
+            self.partition,
+            self.alone.then(|| self.check.key().as_bytes()),
+        )
     }
 
     /// Whether it asks a node for a slot that is being moved there.
     pub(super) fn asks(&self) -> bool {
-        self.redirect.as_ref().is_some_and(|redirect| redirect.ask.is_some())
+        self.redirect
+            .as_ref()
+            .is_some_and(|redirect| redirect.ask.is_some())
     }
 
     /// Whether the caller has dropped the future.
@@ -107,7 +128,9 @@ impl Future for RedisFuture {
     type Output = Result<Decision, StoreError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let Some(receiver) = &mut self.answer else { polled_after_completion("RedisFuture") };
+        let Some(receiver) = &mut self.answer else {
+            polled_after_completion("RedisFuture")
+        };
         let answer = ready!(Pin::new(receiver).poll(cx));
         self.answer = None;
         Poll::Ready(answer.unwrap_or_else(|_| Err(no_runtime())))

@@ -43,30 +43,46 @@ impl NodeQueue {
 
     /// The place of the job that is pushed next.
     pub(super) fn next_place(&self) -> Place {
-        Place { queue: self.number, job: self.jobs.next_number() }
+        Place {
+            queue: self.number,
+            job: self.jobs.next_number(),
+        }
     }
 }
 
 impl Queues {
     /// Whether the job at this place still waits: no worker has it.
     pub(super) fn have(&self, place: Place) -> bool {
-        self.each.iter().any(|queue| queue.number == place.queue && queue.jobs.has(place.job))
+        self.each
+            .iter()
+            .any(|queue| queue.number == place.queue && queue.jobs.has(place.job))
     }
 
     /// Whether the job that was put at this place first waits somewhere, though a node has sent it elsewhere.
     pub(super) fn have_redirected(&self, place: Place) -> bool {
-        self.each.iter().any(|queue| queue.jobs.iter().any(|job| job.place == place))
+        self.each
+            .iter()
+            .any(|queue| queue.jobs.iter().any(|job| job.place == place))
     }
 
     /// Drops what leads to the nodes that are no longer any, as far as it is not in use.
     pub(super) fn retain(&mut self, is_node: impl Fn(Node) -> bool) {
-        let is_left = |queue: &NodeQueue| queue.target.as_ref().is_some_and(|target| !is_node(target.node));
-        self.each.retain(|queue| !is_left(queue) || !queue.jobs.is_idle());
+        let is_left = |queue: &NodeQueue| {
+            queue
+                .target
+                .as_ref()
+                .is_some_and(|target| !is_node(target.node))
+        };
+        self.each
+            .retain(|queue| !is_left(queue) || !queue.jobs.is_idle());
     }
 
     /// The queue of this number. None if its runtime has ended.
     pub(super) fn of(&mut self, number: u64) -> Option<&mut Queue<Job>> {
-        self.each.iter_mut().find(|queue| queue.number == number).map(|queue| &mut queue.jobs)
+        self.each
+            .iter_mut()
+            .find(|queue| queue.number == number)
+            .map(|queue| &mut queue.jobs)
     }
 
     /// Takes the queue of this number away.

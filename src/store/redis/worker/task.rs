@@ -47,7 +47,11 @@ impl Inner {
     /// Puts a check into the queue of its partition's node.
     fn enqueue(self: &Arc<Self>, check: Check, partition: u16) -> Result<RedisFuture, StoreError> {
         let runtime = runtime()?;
-        if let Some(error) = self.topology.cluster().and_then(|cluster| cluster.refused.get()) {
+        if let Some(error) = self
+            .topology
+            .cluster()
+            .and_then(|cluster| cluster.refused.get())
+        {
             return Err(error.clone());
         }
         let (mut job, mut future) = Job::new(check, partition);
@@ -56,12 +60,16 @@ impl Inner {
             future.place = job.place;
             queue.jobs.push(job)
         });
-        pushed.map(|()| future).map_err(|Full| StoreError::new(ErrorKind::QueueFull))
+        pushed
+            .map(|()| future)
+            .map_err(|Full| StoreError::new(ErrorKind::QueueFull))
     }
 
     /// Puts checks that were not decided into the queues of these nodes, on this runtime.
     fn requeue(self: &Arc<Self>, jobs: Placed) {
-        let Ok(runtime) = Handle::try_current() else { return };
+        let Ok(runtime) = Handle::try_current() else {
+            return;
+        };
         for (node, job) in jobs {
             let _ = self.put(&runtime, node, |queue| Ok(queue.jobs.put(job)));
         }
@@ -76,7 +84,13 @@ impl Inner {
     ) -> Result<(), Full> {
         let worker = self.with_queue(runtime, node, |queue, spare| {
             let start = put(queue)?;
-            Ok(start.then(|| (queue.number, queue.target.clone(), spare.pop().unwrap_or_default())))
+            Ok(start.then(|| {
+                (
+                    queue.number,
+                    queue.target.clone(),
+                    spare.pop().unwrap_or_default(),
+                )
+            }))
         });
         if let Some((queue, target, work)) = worker? {
             // A runtime that has ended drops it at once: that answers the check.
@@ -89,8 +103,8 @@ impl Inner {
     pub(crate) fn withdraw(&self, future: &mut RedisFuture) -> bool {
         // Under the lock, so that no worker takes it between these two.
         let queues = self.queues();
-        let waits =
-            queues.have(future.place) || (self.topology.cluster().is_some() && queues.have_redirected(future.place));
+        let waits = queues.have(future.place)
+            || (self.topology.cluster().is_some() && queues.have_redirected(future.place));
         if waits {
             future.abandon();
         }
@@ -108,7 +122,9 @@ impl Inner {
         let again = || Check::take(Key::PROBE, &Policies::probe(), 2);
         let probes: Vec<_> = partitions
             .into_iter()
-            .flat_map(|partition| [Check::probe(Key::PROBE), again()].map(|probe| self.enqueue(probe, partition)))
+            .flat_map(|partition| {
+                [Check::probe(Key::PROBE), again()].map(|probe| self.enqueue(probe, partition))
+            })
             .collect();
         for probe in probes {
             drop(probe?.await?);
@@ -131,7 +147,13 @@ struct Worker {
 impl Worker {
     /// A worker that its queue has counted already.
     fn new(inner: &Arc<Inner>, queue: u64, work: Work) -> Self {
-        Self { inner: Arc::clone(inner), queue, work, sent: false, counted: true }
+        Self {
+            inner: Arc::clone(inner),
+            queue,
+            work,
+            sent: false,
+            counted: true,
+        }
     }
 
     async fn run(self, target: Option<Target>) {
@@ -173,7 +195,10 @@ impl Worker {
             if self.take_jobs(None, usize::MAX).is_none() {
                 return;
             }
-            let unplaced = found.err().unwrap_or_else(|| StoreError::new(ErrorKind::NotReady)).unsent();
+            let unplaced = found
+                .err()
+                .unwrap_or_else(|| StoreError::new(ErrorKind::NotReady))
+                .unsent();
             let unplaced = unplaced.at(self.inner.topology.address(None));
             let (mut placed, mut left_over) = (vec![], false);
             for job in self.work.jobs.drain(..) {
@@ -195,7 +220,12 @@ impl Worker {
     /// Lets those who were answered ask again, so that more of each partition is there: as long as each turn of the runtime
     /// brings more, and a few turns at most. Where nobody asks, that is one turn.
     async fn gather(&self) {
-        let pushed = || self.inner.queues().of(self.queue).map(|queue| queue.next_number());
+        let pushed = || {
+            self.inner
+                .queues()
+                .of(self.queue)
+                .map(|queue| queue.next_number())
+        };
         let mut before = pushed();
         for _ in 0..GATHER {
             yield_now().await;
@@ -211,8 +241,11 @@ impl Worker {
     /// must end.
     fn take(&mut self, node: Node) -> bool {
         self.work.clear_calls();
-        let Some(waiting) = self.take_jobs(Some(node), self.inner.limits.batch) else { return false };
-        self.work.make_calls(&self.inner.topology, &self.inner.prefix);
+        let Some(waiting) = self.take_jobs(Some(node), self.inner.limits.batch) else {
+            return false;
+        };
+        self.work
+            .make_calls(&self.inner.topology, &self.inner.prefix);
         self.inner.keep_marker();
         let jobs = &self.work.jobs;
         if let Some(observer) = self.inner.observer.get()
@@ -240,8 +273,14 @@ impl Worker {
         };
         let now = instant();
         jobs.retain(|job| !job.is_abandoned());
-        for job in jobs.extract_if(.., |job| now.duration_since(job.since) > self.inner.limits.timeout) {
-            job.fail(StoreError::new(ErrorKind::Timeout).at(self.inner.topology.address(node)).unsent());
+        for job in jobs.extract_if(.., |job| {
+            now.duration_since(job.since) > self.inner.limits.timeout
+        }) {
+            job.fail(
+                StoreError::new(ErrorKind::Timeout)
+                    .at(self.inner.topology.address(node))
+                    .unsent(),
+            );
         }
         Some(waiting)
     }
@@ -251,24 +290,45 @@ impl Worker {
     /// # Errors
     ///
     /// What befalls all of them.
-    async fn call(&mut self, node: Node, pool: &Pool, failures: &mut Failures) -> Result<Replies, StoreError> {
+    async fn call(
+        &mut self,
+        node: Node,
+        pool: &Pool,
+        failures: &mut Failures,
+    ) -> Result<Replies, StoreError> {
         self.sent = false;
-        within(self.inner.limits.timeout, self.attempt(pool, failures)).await.map_err(|error| {
-            // What drives the connection may have been dropped with the runtime before this worker: Redis has not failed.
-            let error = if error.is_of_connection() && runtime_is_ending() { no_runtime() } else { error };
-            let error = error.at(self.inner.topology.address(Some(node)));
-            if self.sent { error } else { error.unsent() }
-        })
+        within(self.inner.limits.timeout, self.attempt(pool, failures))
+            .await
+            .map_err(|error| {
+                // What drives the connection may have been dropped with the runtime before this worker: Redis has not failed.
+                let error = if error.is_of_connection() && runtime_is_ending() {
+                    no_runtime()
+                } else {
+                    error
+                };
+                let error = error.at(self.inner.topology.address(Some(node)));
+                if self.sent { error } else { error.unsent() }
+            })
     }
 
-    async fn attempt(&mut self, pool: &Pool, failures: &mut Failures) -> Result<Replies, StoreError> {
-        let Self { inner, work, sent, .. } = self;
+    async fn attempt(
+        &mut self,
+        pool: &Pool,
+        failures: &mut Failures,
+    ) -> Result<Replies, StoreError> {
+        let Self {
+            inner, work, sent, ..
+        } = self;
         let (calls, now) = (work.calls(), inner.now.load(Ordering::Relaxed));
         let asks: SmallVec<[bool; 1]> = calls.iter().map(|call| call.asks).collect();
         let mut connection = pool.checkout(failures).await?;
         *sent = true;
-        let command = |call: usize, name: &str, text: &str| calls[call].batch.call.command(name, text, now);
-        let replies = connection.run(&CHECK, &asks, command).await.map_err(|error| error_of(&error))?;
+        let command =
+            |call: usize, name: &str, text: &str| calls[call].batch.call.command(name, text, now);
+        let replies = connection
+            .run(&CHECK, &asks, command)
+            .await
+            .map_err(|error| error_of(&error))?;
         if replies.iter().flatten().any(is_read_only) {
             connection.give_up(Some(StoreError::new(ErrorKind::ReadOnly)));
         }
@@ -287,12 +347,19 @@ impl Worker {
         let mut jobs = jobs.drain(..);
         for (call, reply) in calls.iter().zip(replies) {
             let own = jobs.by_ref().take(call.jobs);
-            match (reply.as_ref().map(|reply| call.batch.call.read(reply)), inner.topology.cluster()) {
+            match (
+                reply.as_ref().map(|reply| call.batch.call.read(reply)),
+                inner.topology.cluster(),
+            ) {
                 (Ok(Ok(verdicts)), cluster) => {
                     let mut again = vec![];
                     for (job, verdicts) in own.zip(verdicts) {
                         match verdicts {
-                            Err(error) if error.kind() == ErrorKind::NotReady && cluster.is_some() => again.push(job),
+                            Err(error)
+                                if error.kind() == ErrorKind::NotReady && cluster.is_some() =>
+                            {
+                                again.push(job)
+                            }
                             verdicts => inner.decide(job, verdicts.map_err(named), sent_at),
                         }
                     }
@@ -306,7 +373,9 @@ impl Worker {
                         inner.refuse(job, error.clone());
                     }
                 }
-                (Err(error), Some(cluster)) => inner.requeue(inner.redirect(cluster, own.collect(), error, node)),
+                (Err(error), Some(cluster)) => {
+                    inner.requeue(inner.redirect(cluster, own.collect(), error, node))
+                }
                 // `attempt` has taken it for one of all.
                 (Err(_), None) => {}
             }
@@ -341,7 +410,11 @@ impl Worker {
 
 /// What a node says that moves a slot away, if only some of the keys that it is asked for are there.
 fn deleted_here() -> RedisError {
-    (redis::ErrorKind::Server(ServerErrorKind::TryAgain), "a check of the same call has deleted a key").into()
+    (
+        redis::ErrorKind::Server(ServerErrorKind::TryAgain),
+        "a check of the same call has deleted a key",
+    )
+        .into()
 }
 
 /// When the task is dropped with its runtime, those who wait for an answer elsewhere get one.
@@ -350,9 +423,17 @@ impl Drop for Worker {
         if !self.counted {
             return;
         }
-        let waiting = self.inner.queues().of(self.queue).map(|queue| queue.leave());
+        let waiting = self
+            .inner
+            .queues()
+            .of(self.queue)
+            .map(|queue| queue.leave());
         for job in self.work.jobs.drain(..) {
-            let error = if self.sent { no_runtime() } else { no_runtime().unsent() };
+            let error = if self.sent {
+                no_runtime()
+            } else {
+                no_runtime().unsent()
+            };
             self.inner.refuse(job, error);
         }
         for job in waiting.into_iter().flatten() {
@@ -381,7 +462,12 @@ mod tests {
 
     fn store(url: String, timeout: Duration) -> RedisStore {
         let one = NonZeroUsize::MIN;
-        RedisStore::builder(url).connections(one).batch(one).timeout(timeout).connect_lazy().unwrap()
+        RedisStore::builder(url)
+            .connections(one)
+            .batch(one)
+            .timeout(timeout)
+            .connect_lazy()
+            .unwrap()
     }
 
     /// Answers until it is sent the word, tells of that, and says no more.
@@ -394,7 +480,10 @@ mod tests {
             let mut buffer = [0; 4096];
             while let Ok(length @ 1..) = stream.read(&mut buffer) {
                 let asked = &buffer[..length];
-                if asked.windows(word.len()).any(|part| part == word.as_bytes()) {
+                if asked
+                    .windows(word.len())
+                    .any(|part| part == word.as_bytes())
+                {
                     let _ = tell.send(());
                 } else {
                     let commands = asked.iter().filter(|byte| **byte == b'*').count();
@@ -410,9 +499,13 @@ mod tests {
     async fn a_check_without_connection_was_not_sent() {
         let (silent, _told) = falls_silent_at("CLIENT");
         let short = Duration::from_millis(50);
-        for (url, kind) in
-            [(format!("redis://127.0.0.1:{}/", free_port()), ErrorKind::Unreachable), (silent, ErrorKind::Timeout)]
-        {
+        for (url, kind) in [
+            (
+                format!("redis://127.0.0.1:{}/", free_port()),
+                ErrorKind::Unreachable,
+            ),
+            (silent, ErrorKind::Timeout),
+        ] {
             let store = store(url, short);
             // The first ones are of a call, and the others wait for it.
             for answer in join_all((0..4).map(|_| store.check(check("ann", "10/s")))).await {
@@ -423,7 +516,10 @@ mod tests {
         let (hears, _told) = falls_silent_at("EVALSHA");
         let store = store(hears, Duration::from_millis(500));
         let answers = join_all((0..2).map(|_| store.check(check("ann", "10/s")))).await;
-        let errors = answers.into_iter().map(Result::unwrap_err).map(|error| (error.kind(), error.is_unsent()));
+        let errors = answers
+            .into_iter()
+            .map(Result::unwrap_err)
+            .map(|error| (error.kind(), error.is_unsent()));
         assert!(errors.eq([(ErrorKind::Timeout, false), (ErrorKind::Timeout, true)]));
     }
 
@@ -441,9 +537,15 @@ mod tests {
                     while let Ok(length @ 1..) = stream.read(&mut buffer) {
                         let asked = &buffer[..length];
                         let greets = asked.windows(6).any(|part| part == b"CLIENT");
-                        let commands = if greets { asked.iter().filter(|byte| **byte == b'*').count() } else { 1 };
+                        let commands = if greets {
+                            asked.iter().filter(|byte| **byte == b'*').count()
+                        } else {
+                            1
+                        };
                         let reply = if greets { "+OK\r\n" } else { reply };
-                        stream.write_all(&reply.as_bytes().repeat(commands)).unwrap();
+                        stream
+                            .write_all(&reply.as_bytes().repeat(commands))
+                            .unwrap();
                     }
                 });
             }
@@ -456,24 +558,88 @@ mod tests {
     #[tokio::test]
     async fn refused_calls_are_known_to_be_uncharged() {
         for (reply, kind, unsent) in [
-            ("-LOADING Redis is loading the dataset in memory\r\n", ErrorKind::NotReady, true),
-            ("-MASTERDOWN Link with MASTER is down\r\n", ErrorKind::NotReady, true),
-            ("-NOAUTH Authentication required.\r\n", ErrorKind::Authentication, true),
-            ("-NOPERM User a has no permissions to run the 'evalsha' command\r\n", ErrorKind::Permission, true),
-            ("-ERR ACL failure in script: User a has no permissions\r\n", ErrorKind::Permission, true),
-            ("-CLUSTERDOWN Hash slot not served\r\n", ErrorKind::Cluster, true),
+            (
+                "-LOADING Redis is loading the dataset in memory\r\n",
+                ErrorKind::NotReady,
+                true,
+            ),
+            (
+                "-MASTERDOWN Link with MASTER is down\r\n",
+                ErrorKind::NotReady,
+                true,
+            ),
+            (
+                "-NOAUTH Authentication required.\r\n",
+                ErrorKind::Authentication,
+                true,
+            ),
+            (
+                "-NOPERM User a has no permissions to run the 'evalsha' command\r\n",
+                ErrorKind::Permission,
+                true,
+            ),
+            (
+                "-ERR ACL failure in script: User a has no permissions\r\n",
+                ErrorKind::Permission,
+                true,
+            ),
+            (
+                "-CLUSTERDOWN Hash slot not served\r\n",
+                ErrorKind::Cluster,
+                true,
+            ),
             ("-MOVED 3999 127.0.0.1:6381\r\n", ErrorKind::Cluster, true),
             ("-ASK 3999 127.0.0.1:6381\r\n", ErrorKind::Cluster, true),
-            ("-TRYAGAIN Multiple keys request during rehashing of slot\r\n", ErrorKind::Cluster, true),
-            ("-CROSSSLOT Keys in request don't hash to the same slot\r\n", ErrorKind::Cluster, true),
-            ("-READONLY You can't write against a read only replica.\r\n", ErrorKind::ReadOnly, true),
-            ("-OOM command not allowed when used memory > 'maxmemory'.\r\n", ErrorKind::OutOfMemory, true),
-            ("-BUSY Redis is busy running a script.\r\n", ErrorKind::Refused, true),
-            ("-MISCONF Redis is configured to save RDB snapshots\r\n", ErrorKind::Refused, true),
-            ("-NOREPLICAS Not enough good replicas to write.\r\n", ErrorKind::Refused, true),
-            ("-ERR user_script:7: attempt to index a nil value\r\n", ErrorKind::Refused, false),
-            ("-ERR Error running script: Script killed by user with SCRIPT KILL\r\n", ErrorKind::Refused, false),
-            ("-EXECABORT Transaction discarded\r\n", ErrorKind::Refused, false),
+            (
+                "-TRYAGAIN Multiple keys request during rehashing of slot\r\n",
+                ErrorKind::Cluster,
+                true,
+            ),
+            (
+                "-CROSSSLOT Keys in request don't hash to the same slot\r\n",
+                ErrorKind::Cluster,
+                true,
+            ),
+            (
+                "-READONLY You can't write against a read only replica.\r\n",
+                ErrorKind::ReadOnly,
+                true,
+            ),
+            (
+                "-OOM command not allowed when used memory > 'maxmemory'.\r\n",
+                ErrorKind::OutOfMemory,
+                true,
+            ),
+            (
+                "-BUSY Redis is busy running a script.\r\n",
+                ErrorKind::Refused,
+                true,
+            ),
+            (
+                "-MISCONF Redis is configured to save RDB snapshots\r\n",
+                ErrorKind::Refused,
+                true,
+            ),
+            (
+                "-NOREPLICAS Not enough good replicas to write.\r\n",
+                ErrorKind::Refused,
+                true,
+            ),
+            (
+                "-ERR user_script:7: attempt to index a nil value\r\n",
+                ErrorKind::Refused,
+                false,
+            ),
+            (
+                "-ERR Error running script: Script killed by user with SCRIPT KILL\r\n",
+                ErrorKind::Refused,
+                false,
+            ),
+            (
+                "-EXECABORT Transaction discarded\r\n",
+                ErrorKind::Refused,
+                false,
+            ),
             ("-UNKNOWN to us\r\n", ErrorKind::Refused, false),
             ("+OK\r\n", ErrorKind::Protocol, false),
         ] {
@@ -518,20 +684,41 @@ mod tests {
 
     #[test]
     fn an_ended_runtime_reports_unsent_checks() {
-        let runtime = || -> Runtime { Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap() };
+        let runtime = || -> Runtime {
+            Builder::new_multi_thread()
+                .worker_threads(1)
+                .enable_all()
+                .build()
+                .unwrap()
+        };
         for (word, sent) in [("CLIENT", false), ("EVALSHA", true)] {
             let (url, told) = falls_silent_at(word);
             let store = store(url, Duration::from_secs(60));
             let ends = runtime();
             let guard = ends.enter();
-            let checks = [store.check(check("ann", "10/s")), store.check(check("bob", "10/s"))];
+            let checks = [
+                store.check(check("ann", "10/s")),
+                store.check(check("bob", "10/s")),
+            ];
             drop(guard);
             told.recv().unwrap();
             drop(ends);
-            let errors = checks.map(|check| check.now_or_never().expect("an answer at once").unwrap_err());
-            assert!(errors.iter().all(|error| error.kind() == ErrorKind::NoRuntime && error.is_of_check()));
+            let errors = checks.map(|check| {
+                check
+                    .now_or_never()
+                    .expect("an answer at once")
+                    .unwrap_err()
+            });
+            assert!(
+                errors
+                    .iter()
+                    .all(|error| error.kind() == ErrorKind::NoRuntime && error.is_of_check())
+            );
             assert_eq!(errors.map(|error| error.is_unsent()), [!sent, true]);
-            assert!(store.inner.queues().each.is_empty(), "the runtime's connections are gone");
+            assert!(
+                store.inner.queues().each.is_empty(),
+                "the runtime's connections are gone"
+            );
         }
     }
 
@@ -539,8 +726,15 @@ mod tests {
     #[test]
     fn a_check_outside_runtimes_is_not_sent() {
         let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
-        let error = store.check(check("ann", "10/s")).now_or_never().unwrap().unwrap_err();
-        assert!(error.kind() == ErrorKind::NoRuntime && error.is_of_check() && error.is_unsent(), "{error:?}");
+        let error = store
+            .check(check("ann", "10/s"))
+            .now_or_never()
+            .unwrap()
+            .unwrap_err();
+        assert!(
+            error.kind() == ErrorKind::NoRuntime && error.is_of_check() && error.is_unsent(),
+            "{error:?}"
+        );
     }
 
     #[tokio::test]
@@ -557,7 +751,10 @@ mod tests {
         let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
         let mut answer = store.check(check("ann", "10/s"));
         for _ in 0..2 {
-            assert_eq!((&mut answer).now_or_never().unwrap().unwrap_err().kind(), ErrorKind::NoRuntime);
+            assert_eq!(
+                (&mut answer).now_or_never().unwrap().unwrap_err().kind(),
+                ErrorKind::NoRuntime
+            );
         }
     }
 
@@ -570,6 +767,9 @@ mod tests {
         assert!(store.withdraw(Pin::new(&mut future)));
         let another = Job::new(check("ann", "10/s"), 0).1;
         assert!(store.inner.queues().have_redirected(another.place));
-        until("a worker has dropped it", async || !store.inner.queues().have_redirected(another.place)).await;
+        until("a worker has dropped it", async || {
+            !store.inner.queues().have_redirected(another.place)
+        })
+        .await;
     }
 }

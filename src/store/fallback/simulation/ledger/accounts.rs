@@ -94,7 +94,13 @@ impl Account {
     pub(super) fn owe(&mut self, now: u64, granted: i64) {
         self.owed += granted;
         self.grants.push_back((now, granted));
-        self.open.get_or_insert(Open { granted: 0, from: self.heard_at, told: 0 }).granted += granted;
+        self.open
+            .get_or_insert(Open {
+                granted: 0,
+                from: self.heard_at,
+                told: 0,
+            })
+            .granted += granted;
     }
 
     /// How much of what is owed still counts. An instance may take what counts of a request without an answer for some
@@ -144,10 +150,17 @@ impl Account {
 
     /// How much the instance may have granted by itself by now, from what it has heard.
     pub(super) fn part(&self, plan: &Plan, caller: usize, fewer: i64, now: u64) -> i64 {
-        let parts = plan.callers[caller].policies.iter().enumerate().map(|(i, policy)| {
-            let (left, whole) = self.heard.as_ref().map_or((1, 1), |heard| heard[i].at(policy, now));
-            Parts::of(plan, policy.params().capacity, fewer).left(left, whole)
-        });
+        let parts = plan.callers[caller]
+            .policies
+            .iter()
+            .enumerate()
+            .map(|(i, policy)| {
+                let (left, whole) = self
+                    .heard
+                    .as_ref()
+                    .map_or((1, 1), |heard| heard[i].at(policy, now));
+                Parts::of(plan, policy.params().capacity, fewer).left(left, whole)
+            });
         parts.min().unwrap_or(0)
     }
 }
@@ -162,7 +175,10 @@ pub(super) struct Left {
 
 impl Left {
     pub(super) fn new(verdict: &Verdict, now: u64) -> Self {
-        Self { remaining: verdict.remaining, all_at: now as i64 * 1000 + verdict.reset }
+        Self {
+            remaining: verdict.remaining,
+            all_at: now as i64 * 1000 + verdict.reset,
+        }
     }
 
     /// What is left now, of how much. What flows back all the time is told in whole units, but there is also a part of the
@@ -173,7 +189,10 @@ impl Left {
             return (self.remaining.min(capacity), capacity);
         }
         let whole = policy.quota().time_for(capacity.unsigned_abs()).as_micros() as i64;
-        (whole - (self.all_at - now as i64 * 1000).clamp(0, whole), whole)
+        (
+            whole - (self.all_at - now as i64 * 1000).clamp(0, whole),
+            whole,
+        )
     }
 }
 
@@ -189,10 +208,18 @@ impl Parts {
     pub(super) fn of(plan: &Plan, capacity: i64, fewer: i64) -> Self {
         let least = (capacity / plan.instances as i64).max(1);
         match plan.share {
-            Sharing::Fixed => Self { least, most: least, changed: 0 },
+            Sharing::Fixed => Self {
+                least,
+                most: least,
+                changed: 0,
+            },
             // One that has used some of a smaller part may go on with a larger one. And a small part forgets what was
             // used of a larger one beyond twice its own size.
-            Sharing::Alive => Self { least, most: capacity, changed: capacity - least + fewer * capacity },
+            Sharing::Alive => Self {
+                least,
+                most: capacity,
+                changed: capacity - least + fewer * capacity,
+            },
         }
     }
 
@@ -211,6 +238,9 @@ impl Parts {
 impl Caller {
     /// Whether nothing is ever refunded to it.
     pub(super) fn takes_only(&self) -> bool {
-        matches!(self.habit, Habit::Steady | Habit::Bursting | Habit::Dropping)
+        matches!(
+            self.habit,
+            Habit::Steady | Habit::Bursting | Habit::Dropping
+        )
     }
 }

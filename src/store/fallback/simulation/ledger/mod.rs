@@ -75,7 +75,13 @@ impl Ledger {
     }
 
     /// The primary store charged a request of a client.
-    pub(super) fn ran(&mut self, caller: usize, mode: Mode, granted: i64, id: Option<&[u8]>) -> Ran {
+    pub(super) fn ran(
+        &mut self,
+        caller: usize,
+        mode: Mode,
+        granted: i64,
+        id: Option<&[u8]>,
+    ) -> Ran {
         self.runs += 1;
         let sums = &mut self.sums[caller];
         if let Some(id) = id {
@@ -90,7 +96,10 @@ impl Ledger {
             Mode::Reset => sums.resets += 1,
             Mode::Peek | Mode::Renew | Mode::Release => {}
         }
-        Ran { run: self.runs, charged: sums.charged }
+        Ran {
+            run: self.runs,
+            charged: sums.charged,
+        }
     }
 
     /// An instance has heard from the primary store, while that decides for it.
@@ -99,7 +108,13 @@ impl Ledger {
     /// was has been charged before the answer was made, or given up. If something else was reconciled since it asked,
     /// it need not.
     pub(super) fn hears(&mut self, plan: &Plan, now: u64, heard: &Heard, decision: &Decision) {
-        let &Heard { caller, instance, ran: Ran { run, charged }, since, turned } = heard;
+        let &Heard {
+            caller,
+            instance,
+            ran: Ran { run, charged },
+            since,
+            turned,
+        } = heard;
         let account = &mut self.accounts[caller][instance];
         let awaits = account.flying > 0 && now <= account.given_up_at;
         let knows_of_all = !awaits && !account.owes() && run >= account.landed;
@@ -107,8 +122,14 @@ impl Ledger {
         if !knows_of_all && !account.vague {
             return;
         }
-        let left = decision.verdicts().map(|(_, verdict)| Left::new(verdict, now)).collect();
-        let news = Account { heard: Some(left), ..Account::default() };
+        let left = decision
+            .verdicts()
+            .map(|(_, verdict)| Left::new(verdict, now))
+            .collect();
+        let news = Account {
+            heard: Some(left),
+            ..Account::default()
+        };
         let part = |account: &Account| account.part(plan, caller, self.fewer, now);
         let (before, after) = (part(account), part(&news));
         if since > turned && !account.vague || after >= before - account.since {
@@ -118,7 +139,17 @@ impl Ledger {
 
     /// An instance has decided by itself.
     pub(super) fn decides(&mut self, plan: &Plan, now: u64, asked: &Granted<'_>, granted: i64) {
-        let &Granted { caller, instance, mode, cost, id, of_older, unasked, degraded, reconciling } = asked;
+        let &Granted {
+            caller,
+            instance,
+            mode,
+            cost,
+            id,
+            of_older,
+            unasked,
+            degraded,
+            reconciling,
+        } = asked;
         let (sums, account) = (&mut self.sums[caller], &mut self.accounts[caller][instance]);
         sums.in_doubt |= !unasked;
         let mut again = false;
@@ -141,7 +172,8 @@ impl Ledger {
                     true if granted > 0 => {
                         account.owe(now, granted);
                         if !degraded {
-                            (account.well, account.alone) = (account.well + granted, account.alone + 1);
+                            (account.well, account.alone) =
+                                (account.well + granted, account.alone + 1);
                         }
                     }
                     true => {}
@@ -206,7 +238,14 @@ impl Ledger {
     }
 
     /// A client was granted so much.
-    pub(super) fn grants(&mut self, plan: &Plan, now: u64, caller: usize, cost: i64, id: Option<&[u8]>) {
+    pub(super) fn grants(
+        &mut self,
+        plan: &Plan,
+        now: u64,
+        caller: usize,
+        cost: i64,
+        id: Option<&[u8]>,
+    ) {
         let sums = &mut self.sums[caller];
         if let Some(id) = id {
             let id = sums.ids.entry(id.to_vec()).or_default();
@@ -218,7 +257,11 @@ impl Ledger {
         let granted = sums.granted;
         let (bound, why) = self.bound(plan, now, caller);
         if granted > bound {
-            self.breaks(Rule::Granted, Some(caller), format!("{granted} granted of {bound} = {why}"));
+            self.breaks(
+                Rule::Granted,
+                Some(caller),
+                format!("{granted} granted of {bound} = {why}"),
+            );
         }
     }
 
@@ -252,11 +295,15 @@ impl Ledger {
                 0
             } else {
                 let period = policy.params().period;
-                let windows =
-                    self.accounts[caller].iter().map(|account| account.windows(policy.strategy(), period, now));
+                let windows = self.accounts[caller]
+                    .iter()
+                    .map(|account| account.windows(policy.strategy(), period, now));
                 flows(policy, now) + capacity * (self.opened + windows.sum::<i64>())
             };
-            (capacity * (1 + forgotten) + parts.beyond(capacity, plan.instances) + flowing, capacity)
+            (
+                capacity * (1 + forgotten) + parts.beyond(capacity, plan.instances) + flowing,
+                capacity,
+            )
         }))
         .min()
         .unwrap_or_default();
@@ -278,40 +325,78 @@ impl Ledger {
             let possible = ids().map(|id| id.cost).sum();
             let lost = self.unreconciled[caller];
             if used > possible {
-                self.breaks(Rule::Id, Some(caller), format!("Redis counts {used} for ids that cost {possible}"));
+                self.breaks(
+                    Rule::Id,
+                    Some(caller),
+                    format!("Redis counts {used} for ids that cost {possible}"),
+                );
             } else if self.emptied == 0
                 && !self.changed
                 && possible <= who.capacities().min().unwrap_or(0)
                 && used < certain - lost
             {
-                self.breaks(Rule::Lost, Some(caller), format!("Redis counts {used} for ids that cost {certain}"));
+                self.breaks(
+                    Rule::Lost,
+                    Some(caller),
+                    format!("Redis counts {used} for ids that cost {certain}"),
+                );
             }
             return;
         }
         if who.habit.reserves() {
-            let Sums { told, reset_later, in_doubt, .. } = self.sums[caller];
+            let Sums {
+                told,
+                reset_later,
+                in_doubt,
+                ..
+            } = self.sums[caller];
             // Where the counts are in ticks, each of many is rounded up.
-            let off = i64::from(who.policies.iter().any(|policy| policy.frees().is_gradual()));
+            let off = i64::from(
+                who.policies
+                    .iter()
+                    .any(|policy| policy.frees().is_gradual()),
+            );
             // What was granted before the primary store was told of a reset is forgotten there.
-            let least = if reset_later || self.emptied > 0 { 0 } else { told - off };
+            let least = if reset_later || self.emptied > 0 {
+                0
+            } else {
+                told - off
+            };
             if !in_doubt && !(least..=told + off).contains(&used) {
-                self.breaks(Rule::Exact, Some(caller), format!("Redis counts {used}, and {told} was charged"));
+                self.breaks(
+                    Rule::Exact,
+                    Some(caller),
+                    format!("Redis counts {used}, and {told} was charged"),
+                );
             }
         }
         if !who.lasting || self.changed {
             return;
         }
         for instance in 0..plan.instances {
-            let Account { owed, well, beyond, vague, reset, .. } = self.accounts[caller][instance];
+            let Account {
+                owed,
+                well,
+                beyond,
+                vague,
+                reset,
+                ..
+            } = self.accounts[caller][instance];
             let (rule, problem) = match owed {
                 _ if reset && !vague => (Rule::Back, "of a reset".to_owned()),
                 owed if owed < 0 && !vague => (Rule::Back, format!("of {} refunded", -owed)),
                 _ if vague => continue,
                 owed if owed > beyond + well => (Rule::Lost, format!("of {owed} granted")),
-                owed if owed > beyond => (Rule::Late, format!("of {owed} granted while not degraded")),
+                owed if owed > beyond => {
+                    (Rule::Late, format!("of {owed} granted while not degraded"))
+                }
                 _ => continue,
             };
-            self.breaks(rule, Some(caller), format!("i{instance} never told Redis {problem}"));
+            self.breaks(
+                rule,
+                Some(caller),
+                format!("i{instance} never told Redis {problem}"),
+            );
         }
     }
 }

@@ -5,7 +5,13 @@ use super::*;
 impl Ledger {
     /// The reconciliation of an instance sends something.
     pub(in super::super) fn reconciles(&mut self, plan: &Plan, now: u64, sent: &Reconciled) {
-        let &Reconciled { caller, instance, mode, cost, with_id } = sent;
+        let &Reconciled {
+            caller,
+            instance,
+            mode,
+            cost,
+            with_id,
+        } = sent;
         let (who, account) = (&plan.callers[caller], &mut self.accounts[caller][instance]);
         (account.flying, account.given_up_at) = (account.flying + 1, now + plan.deadline);
         if with_id || who.habit == Habit::WithIds {
@@ -15,7 +21,8 @@ impl Ledger {
             Mode::Charge if account.reset => {
                 account.before -= cost;
                 if account.before < 0 && !account.vague {
-                    let problem = format!("i{instance} charges {cost}, which its reset will forget");
+                    let problem =
+                        format!("i{instance} charges {cost}, which its reset will forget");
                     self.breaks(Rule::Back, Some(caller), problem);
                 }
             }
@@ -25,28 +32,45 @@ impl Ledger {
                 let counts = account.counts(who, now);
                 account.forget(cost);
                 if owed < 0 && who.takes_only() {
-                    let problem = format!("i{instance} charges {cost}, {} more than it granted", -owed);
+                    let problem =
+                        format!("i{instance} charges {cost}, {} more than it granted", -owed);
                     self.breaks(Rule::Twice, Some(caller), problem);
                 } else if cost > counts && who.takes_only() && !self.changed {
-                    let problem = format!("i{instance} charges {cost}, of which only {counts} still count");
+                    let problem =
+                        format!("i{instance} charges {cost}, of which only {counts} still count");
                     self.breaks(Rule::Lapsed, Some(caller), problem);
                 }
             }
             Mode::Refund => account.owed += cost,
             Mode::Reset => {
                 if account.resets == 0 {
-                    self.breaks(Rule::Twice, Some(caller), format!("i{instance} resets what nobody has reset"));
+                    self.breaks(
+                        Rule::Twice,
+                        Some(caller),
+                        format!("i{instance} resets what nobody has reset"),
+                    );
                 }
                 let account = &mut self.accounts[caller][instance];
-                (account.reset, account.before, account.resets) = (false, 0, account.resets.saturating_sub(1));
+                (account.reset, account.before, account.resets) =
+                    (false, 0, account.resets.saturating_sub(1));
             }
-            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Renew | Mode::Release => {}
+            Mode::Take
+            | Mode::TakeAhead
+            | Mode::UpTo
+            | Mode::Peek
+            | Mode::Renew
+            | Mode::Release => {}
         }
     }
 
     /// The primary store ran what the reconciliation sent, and charged so much of it.
     pub(in super::super) fn reconciled(&mut self, sent: &Reconciled, charged: i64) {
-        let &Reconciled { caller, instance, mode, .. } = sent;
+        let &Reconciled {
+            caller,
+            instance,
+            mode,
+            ..
+        } = sent;
         self.runs += 1;
         match mode {
             Mode::Charge => {
@@ -57,14 +81,26 @@ impl Ledger {
             }
             // It may have had more to refund than the instance.
             Mode::Refund => self.sums[caller].refunded += charged,
-            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Reset | Mode::Renew | Mode::Release => {}
+            Mode::Take
+            | Mode::TakeAhead
+            | Mode::UpTo
+            | Mode::Peek
+            | Mode::Reset
+            | Mode::Renew
+            | Mode::Release => {}
         }
         self.landed(caller, instance);
     }
 
     /// What the reconciliation sent did not run. If it was not sent at all, it is owed again.
     pub(in super::super) fn failed(&mut self, now: u64, sent: &Reconciled, unsent: bool) {
-        let &Reconciled { caller, instance, mode, cost, with_id } = sent;
+        let &Reconciled {
+            caller,
+            instance,
+            mode,
+            cost,
+            with_id,
+        } = sent;
         let account = &mut self.accounts[caller][instance];
         self.sums[caller].in_doubt |= !unsent;
         match (unsent, mode) {

@@ -101,12 +101,17 @@ impl World {
     pub(super) fn new(plan: Plan, rng: Rng, kept: bool, counts: LocalStore) -> Self {
         let state = WorldState {
             ledger: Ledger::new(&plan),
-            log: Log { kept, ..Log::default() },
+            log: Log {
+                kept,
+                ..Log::default()
+            },
             rng,
             start: instant(),
             degraded: vec![false; plan.instances],
             turned: vec![0; plan.instances],
-            streaks: (0..plan.instances).map(|_| StreakModel::default()).collect(),
+            streaks: (0..plan.instances)
+                .map(|_| StreakModel::default())
+                .collect(),
             calls: vec![None; plan.instances],
             counts,
             held: State::fresh(crate::limit::Kind::InFlight),
@@ -154,27 +159,61 @@ impl WorldState {
     /// A client asks.
     pub(super) fn asks(&mut self, instance: usize, caller: usize, check: &Check) -> usize {
         let (ask, check) = (self.asks.len(), check.clone());
-        self.say(Some(caller), || format!("i{instance} #{ask:<4} {}", shown(&check)));
+        self.say(Some(caller), || {
+            format!("i{instance} #{ask:<4} {}", shown(&check))
+        });
         let since = self.now();
-        self.asks.push(Ask { instance, caller, check, since, asked: false, unsent: false, ran: Ran::default() });
+        self.asks.push(Ask {
+            instance,
+            caller,
+            check,
+            since,
+            asked: false,
+            unsent: false,
+            ran: Ran::default(),
+        });
         ask
     }
 
     /// A client's request is answered.
-    pub(super) fn answered(&mut self, ask: usize, polled: u64, degraded: bool, answer: &Result<Decision, StoreError>) {
+    pub(super) fn answered(
+        &mut self,
+        ask: usize,
+        polled: u64,
+        degraded: bool,
+        answer: &Result<Decision, StoreError>,
+    ) {
         let now = self.now();
-        let Ask { instance, caller, ref check, since, ran, .. } = self.asks[ask];
+        let Ask {
+            instance,
+            caller,
+            ref check,
+            since,
+            ran,
+            ..
+        } = self.asks[ask];
         let check = check.clone();
-        self.say(Some(caller), || format!("i{instance} #{ask:<4} answered: {}", answered(answer)));
+        self.say(Some(caller), || {
+            format!("i{instance} #{ask:<4} answered: {}", answered(answer))
+        });
         let latest = (since + self.plan.deadline).max(polled);
         if now > latest {
             let deadline = self.plan.deadline;
-            let problem = format!("#{ask} was answered after {} ms, with a deadline of {deadline} ms", now - since);
+            let problem = format!(
+                "#{ask} was answered after {} ms, with a deadline of {deadline} ms",
+                now - since
+            );
             self.breaks(Rule::Wait, Some(caller), problem);
         }
         let decision = match answer {
             Ok(decision) => decision,
-            Err(error) => return self.breaks(Rule::Failed, Some(caller), format!("#{ask} failed: {error}")),
+            Err(error) => {
+                return self.breaks(
+                    Rule::Failed,
+                    Some(caller),
+                    format!("#{ask} failed: {error}"),
+                );
+            }
         };
         self.ledger.answers(caller, &check, decision);
         if decision.source() == Source::Redis && !degraded {
@@ -182,22 +221,38 @@ impl WorldState {
         }
         // An id is answered as it was before, when the part may have been another.
         let other = check.id().is_some() && self.ledger.changed;
-        if let Some(problem) = nonsense(&self.plan.callers[caller], &check, decision).filter(|_| !other) {
+        if let Some(problem) =
+            nonsense(&self.plan.callers[caller], &check, decision).filter(|_| !other)
+        {
             self.breaks(Rule::Sense, Some(caller), format!("#{ask}: {problem}"));
         }
         if decision.source() == Source::Redis && !degraded && check.id().is_none() {
             let turned = self.turned[instance];
-            self.ledger.hears(&self.plan, now, &Heard { caller, instance, ran, since, turned }, decision);
+            self.ledger.hears(
+                &self.plan,
+                now,
+                &Heard {
+                    caller,
+                    instance,
+                    ran,
+                    since,
+                    turned,
+                },
+                decision,
+            );
         }
         if matches!(check.mode(), Mode::Take | Mode::UpTo) && decision.granted() > 0 {
             let id = check.id().map(Key::as_bytes);
-            self.ledger.grants(&self.plan, now, caller, i64::from(decision.granted()), id);
+            self.ledger
+                .grants(&self.plan, now, caller, i64::from(decision.granted()), id);
         }
     }
 
     /// A client goes away.
     pub(super) fn dropped(&mut self, ask: usize) {
-        let Ask { instance, caller, .. } = self.asks[ask];
+        let Ask {
+            instance, caller, ..
+        } = self.asks[ask];
         self.say(Some(caller), || format!("i{instance} #{ask:<4} dropped"));
     }
 
@@ -205,12 +260,25 @@ impl WorldState {
     pub(super) fn decides_locally(&mut self, instance: usize, check: &Check, decision: &Decision) {
         let Some(ask) = self.current else {
             let caller = self.caller(check);
-            return self.say(caller, || format!("i{instance}       looks: {}", shown(check)));
+            return self.say(caller, || {
+                format!("i{instance}       looks: {}", shown(check))
+            });
         };
-        let Ask { caller, asked, unsent, .. } = self.asks[ask];
-        self.say(Some(caller), || format!("i{instance} #{ask:<4} decides: {}", verdict(decision)));
+        let Ask {
+            caller,
+            asked,
+            unsent,
+            ..
+        } = self.asks[ask];
+        self.say(Some(caller), || {
+            format!("i{instance} #{ask:<4} decides: {}", verdict(decision))
+        });
         let now = self.now();
-        let (mode, cost, id) = (check.mode(), i64::from(check.cost()), check.id().map(Key::as_bytes));
+        let (mode, cost, id) = (
+            check.mode(),
+            i64::from(check.cost()),
+            check.id().map(Key::as_bytes),
+        );
         let granted = Granted {
             caller,
             instance,
@@ -222,11 +290,15 @@ impl WorldState {
             degraded: self.degraded[instance],
             reconciling: now <= self.turned[instance],
         };
-        self.ledger.decides(&self.plan, now, &granted, i64::from(decision.granted()));
+        self.ledger
+            .decides(&self.plan, now, &granted, i64::from(decision.granted()));
     }
 
     fn caller(&self, check: &Check) -> Option<usize> {
-        self.plan.callers.iter().position(|caller| caller.key == *check.key())
+        self.plan
+            .callers
+            .iter()
+            .position(|caller| caller.key == *check.key())
     }
 
     /// The primary store forgets everything.
@@ -243,7 +315,11 @@ impl WorldState {
         for (index, caller) in self.plan.callers.iter().enumerate() {
             let peek = Check::peek(caller.key, &caller.policies, 0);
             let decision = self.counts.check(peek).now_or_never().unwrap().unwrap();
-            let used = decision.each().map(|each| i64::from(each.capacity() - each.remaining())).max().unwrap();
+            let used = decision
+                .each()
+                .map(|each| i64::from(each.capacity() - each.remaining()))
+                .max()
+                .unwrap();
             self.ledger.rests(&self.plan, index, used);
         }
     }

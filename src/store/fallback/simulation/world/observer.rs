@@ -19,7 +19,9 @@ impl Observer for LogObserver {
         state.turned[instance] = now.max(state.turned[instance]);
         state.ledger.opened += 1;
         state.streaks[instance] = StreakModel::default();
-        state.say(None, || format!("i{instance}       is degraded: {}", kind.as_str()));
+        state.say(None, || {
+            format!("i{instance}       is degraded: {}", kind.as_str())
+        });
     }
 
     fn recovered(&self, &event::Recovered { after }: &event::Recovered) {
@@ -27,11 +29,15 @@ impl Observer for LogObserver {
         let mut state = self.world.state();
         state.degraded[instance] = false;
         state.streaks[instance] = StreakModel::default();
-        state.say(None, || format!("i{instance}       has recovered after {after:?}"));
+        state.say(None, || {
+            format!("i{instance}       has recovered after {after:?}")
+        });
     }
 
     fn reconciled(&self, &event::Reconciled { charged, dropped }: &event::Reconciled) {
         let instance = self.instance;
-        self.world.state().say(None, || format!("i{instance}       has reconciled {charged}, and dropped {dropped}"));
+        self.world.state().say(None, || {
+            format!("i{instance}       has reconciled {charged}, and dropped {dropped}")
+        });
     }
 }

@@ -30,13 +30,26 @@ impl WorldState {
         if ask.is_none() {
             // Until it is answered, or given up.
             self.turned[instance] = now + self.plan.deadline;
-            let what = if caller.is_some() { "reconciles" } else { "probes" };
-            self.say(caller, || format!("i{instance}       {what}: {}", shown(check)));
+            let what = if caller.is_some() {
+                "reconciles"
+            } else {
+                "probes"
+            };
+            self.say(caller, || {
+                format!("i{instance}       {what}: {}", shown(check))
+            });
         }
         if let Some(reconciled) = &reconciled {
             self.ledger.reconciles(&self.plan, now, reconciled);
         }
-        self.requests.push(Request { instance, caller, ask, reconciled, sent: false, ran: false });
+        self.requests.push(Request {
+            instance,
+            caller,
+            ask,
+            reconciled,
+            sent: false,
+            ran: false,
+        });
         (request, fate)
     }
 
@@ -44,10 +57,16 @@ impl WorldState {
         let deadline = self.plan.deadline;
         let rng = &mut self.rng;
         let mut faults = self.plan.faults.iter();
-        let fault =
-            faults.find(|fault| (fault.from..fault.until).contains(&now) && fault.instances >> instance & 1 == 1);
-        let well =
-            Fate { queued: rng.u64(..2), sent: rng.u64(..3), runs: true, back: rng.u64(..3), answer: Reply::Decision };
+        let fault = faults.find(|fault| {
+            (fault.from..fault.until).contains(&now) && fault.instances >> instance & 1 == 1
+        });
+        let well = Fate {
+            queued: rng.u64(..2),
+            sent: rng.u64(..3),
+            runs: true,
+            back: rng.u64(..3),
+            answer: Reply::Decision,
+        };
         let Some(fault) = fault else { return well };
         const SOME: [Kind; 8] = [
             Kind::Down,
@@ -65,31 +84,72 @@ impl WorldState {
             kind => kind,
         };
         let error = |kind| Reply::Error(StoreError::new(kind));
-        let at_once = |answer| Fate { queued: 0, sent: 0, runs: false, back: 0, answer };
+        let at_once = |answer| Fate {
+            queued: 0,
+            sent: 0,
+            runs: false,
+            back: 0,
+            answer,
+        };
         match kind {
             Kind::Down | Kind::Emptied => Fate {
                 queued: if rng.bool() { 0 } else { rng.u64(..5) },
-                ..at_once(Reply::Error(StoreError::new(ErrorKind::Unreachable).unsent()))
+                ..at_once(Reply::Error(
+                    StoreError::new(ErrorKind::Unreachable).unsent(),
+                ))
             },
-            Kind::Refusing => Fate { runs: false, answer: error(ErrorKind::Refused), ..well },
-            Kind::RefusingSome | Kind::QueueFull | Kind::LosingRequests | Kind::LosingReplies | Kind::Cutting
+            Kind::Refusing => Fate {
+                runs: false,
+                answer: error(ErrorKind::Refused),
+                ..well
+            },
+            Kind::RefusingSome
+            | Kind::QueueFull
+            | Kind::LosingRequests
+            | Kind::LosingReplies
+            | Kind::Cutting
                 if rng.u8(..3) == 0 =>
             {
                 well
             }
-            Kind::RefusingSome => {
-                Fate { runs: false, answer: Reply::Error(StoreError::new(ErrorKind::Refused).of_check()), ..well }
+            Kind::RefusingSome => Fate {
+                runs: false,
+                answer: Reply::Error(StoreError::new(ErrorKind::Refused).of_check()),
+                ..well
+            },
+            Kind::QueueFull => {
+                at_once(Reply::Error(StoreError::new(ErrorKind::QueueFull).unsent()))
             }
-            Kind::QueueFull => at_once(Reply::Error(StoreError::new(ErrorKind::QueueFull).unsent())),
-            Kind::LosingRequests => Fate { runs: false, answer: Reply::Never, ..well },
-            Kind::LosingReplies => Fate { answer: Reply::Never, ..well },
-            Kind::Cutting => Fate { answer: error(ErrorKind::Unreachable), ..well },
+            Kind::LosingRequests => Fate {
+                runs: false,
+                answer: Reply::Never,
+                ..well
+            },
+            Kind::LosingReplies => Fate {
+                answer: Reply::Never,
+                ..well
+            },
+            Kind::Cutting => Fate {
+                answer: error(ErrorKind::Unreachable),
+                ..well
+            },
             Kind::Late => {
                 let sent = rng.u64(..deadline);
-                Fate { sent, back: rng.u64(deadline / 2..deadline * 5 / 4) - sent / 2, ..well }
+                Fate {
+                    sent,
+                    back: rng.u64(deadline / 2..deadline * 5 / 4) - sent / 2,
+                    ..well
+                }
             }
-            Kind::Slow => Fate { queued: rng.u64(..deadline * 2), sent: rng.u64(deadline..deadline * 5), ..well },
-            Kind::Frozen => Fate { sent: fault.until - now + rng.u64(..5), ..well },
+            Kind::Slow => Fate {
+                queued: rng.u64(..deadline * 2),
+                sent: rng.u64(deadline..deadline * 5),
+                ..well
+            },
+            Kind::Frozen => Fate {
+                sent: fault.until - now + rng.u64(..5),
+                ..well
+            },
             Kind::Mixed => well,
         }
     }
@@ -101,7 +161,13 @@ impl WorldState {
 
     /// An instance takes a request back, if it is still in the queue.
     pub(in super::super) fn withdraws(&mut self, request: usize) -> bool {
-        let Request { instance, caller, ask, sent, .. } = self.requests[request];
+        let Request {
+            instance,
+            caller,
+            ask,
+            sent,
+            ..
+        } = self.requests[request];
         if sent {
             return false;
         }
@@ -113,13 +179,21 @@ impl WorldState {
             self.ledger.failed(now, &reconciled, true);
         }
         let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
-        self.say(caller, || format!("i{instance} {whose:<5} is taken back, not sent"));
+        self.say(caller, || {
+            format!("i{instance} {whose:<5} is taken back, not sent")
+        });
         true
     }
 
     /// A request runs.
     pub(in super::super) fn runs(&mut self, request: usize, check: Check) -> Decision {
-        let Request { instance, caller, ask, reconciled, .. } = self.requests[request];
+        let Request {
+            instance,
+            caller,
+            ask,
+            reconciled,
+            ..
+        } = self.requests[request];
         self.requests[request].ran = true;
         let verdicts = match check.policies().in_flight() {
             Some(_) => self.holds(&check),
@@ -127,7 +201,9 @@ impl WorldState {
         };
         let (mode, granted, id) = (check.mode(), verdicts.granted, check.id().copied());
         let id = id.as_ref().map(Key::as_bytes);
-        let decision = check.answer(verdicts, Source::Redis).decided_at(self.now() as i64 * 1000 + 1);
+        let decision = check
+            .answer(verdicts, Source::Redis)
+            .decided_at(self.now() as i64 * 1000 + 1);
         if let (Some(caller), Some(ask)) = (caller, ask) {
             self.asks[ask].ran = self.ledger.ran(caller, mode, granted, id);
         }
@@ -136,14 +212,24 @@ impl WorldState {
         }
         if caller.is_some() {
             let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
-            self.say(caller, || format!("i{instance} {whose:<5} runs in Redis: {}", verdict(&decision)));
+            self.say(caller, || {
+                format!(
+                    "i{instance} {whose:<5} runs in Redis: {}",
+                    verdict(&decision)
+                )
+            });
         }
         decision
     }
 
     fn counts(&self, check: &Check) -> Verdicts {
         // The local store answers at once.
-        let decision = self.counts.check(check.clone()).now_or_never().unwrap().unwrap();
+        let decision = self
+            .counts
+            .check(check.clone())
+            .now_or_never()
+            .unwrap()
+            .unwrap();
         let each = decision.verdicts().map(|(_, verdict)| *verdict).collect();
         Verdicts::new(decision.granted().into(), each)
     }
@@ -156,7 +242,14 @@ impl WorldState {
 
     /// A request is answered, if anybody still waits.
     pub(in super::super) fn answers(&mut self, request: usize, error: Option<&StoreError>) {
-        let Request { instance, caller, ask, reconciled, ran, .. } = self.requests[request];
+        let Request {
+            instance,
+            caller,
+            ask,
+            reconciled,
+            ran,
+            ..
+        } = self.requests[request];
         let Some(error) = error else {
             if caller.is_none() {
                 let now = self.now();
@@ -173,39 +266,72 @@ impl WorldState {
         }
         let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
         let known = if error.is_unsent() { ", not sent" } else { "" };
-        self.say(caller, || format!("i{instance} {whose:<5} fails in Redis: {}{known}", error.kind().as_str()));
+        self.say(caller, || {
+            format!(
+                "i{instance} {whose:<5} fails in Redis: {}{known}",
+                error.kind().as_str()
+            )
+        });
     }
 
     /// A request was not answered.
     pub(in super::super) fn lost(&mut self, request: usize) {
-        let Request { instance, caller, ask, reconciled, ran, .. } = self.requests[request];
+        let Request {
+            instance,
+            caller,
+            ask,
+            reconciled,
+            ran,
+            ..
+        } = self.requests[request];
         let now = self.now();
         if let (Some(reconciled), false) = (reconciled, ran) {
             self.ledger.failed(now, &reconciled, false);
         }
-        let what = if ran { "the answer is lost" } else { "the request is lost" };
-        self.say(caller, || format!("i{instance} {:<5} {what}", ask.map_or(String::new(), |ask| format!("#{ask}"))));
+        let what = if ran {
+            "the answer is lost"
+        } else {
+            "the request is lost"
+        };
+        self.say(caller, || {
+            format!(
+                "i{instance} {:<5} {what}",
+                ask.map_or(String::new(), |ask| format!("#{ask}"))
+            )
+        });
     }
 
     /// Whoever asked went away before the request was sent.
     pub(in super::super) fn withdrawn(&mut self, request: usize) {
-        let Request { instance, caller, ask, reconciled, .. } = self.requests[request];
+        let Request {
+            instance,
+            caller,
+            ask,
+            reconciled,
+            ..
+        } = self.requests[request];
         let now = self.now();
         if let Some(reconciled) = reconciled {
             self.ledger.failed(now, &reconciled, false);
         }
         let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
-        self.say(caller, || format!("i{instance} {whose:<5} never sent: nobody waits"));
+        self.say(caller, || {
+            format!("i{instance} {whose:<5} never sent: nobody waits")
+        });
     }
 
     /// An instance notes that the primary store failed a request.
     pub(super) fn fails(&mut self, instance: usize, error: &StoreError) {
-        let Some(ask) = self.current.filter(|_| !self.degraded[instance]) else { return };
+        let Some(ask) = self.current.filter(|_| !self.degraded[instance]) else {
+            return;
+        };
         let counts = !error.is_of_check() && error.kind() != ErrorKind::QueueFull;
         let now = self.now();
         let failures = self.streaks[instance].fails(now, ask, counts);
         if failures > self.plan.failures {
-            let problem = format!("i{instance} has sent one request after another, of which {failures} failed");
+            let problem = format!(
+                "i{instance} has sent one request after another, of which {failures} failed"
+            );
             self.breaks(Rule::Silence, None, problem);
         }
     }

@@ -12,7 +12,9 @@ pub(super) fn nonsense(caller: &Caller, check: &Check, decision: &Decision) -> O
     }
     let whole = caller.capacities().min().unwrap_or(0);
     match decision.outcome() {
-        Outcome::Denied { retry_after } if retry_after.is_zero() => Some("denied, and need not wait".to_owned()),
+        Outcome::Denied { retry_after } if retry_after.is_zero() => {
+            Some("denied, and need not wait".to_owned())
+        }
         Outcome::ExceedsCapacity if i64::from(cost) <= whole => {
             Some(format!("{cost} is said never to fit into {whole}"))
         }
@@ -22,7 +24,9 @@ pub(super) fn nonsense(caller: &Caller, check: &Check, decision: &Decision) -> O
         Outcome::Allowed if check.mode() == Mode::Take && granted != cost => {
             Some(format!("allowed {cost}, and granted {granted}"))
         }
-        _ if check.mode() != Mode::Reset && granted > cost => Some(format!("granted {granted} of {cost}")),
+        _ if check.mode() != Mode::Reset && granted > cost => {
+            Some(format!("granted {granted} of {cost}"))
+        }
         _ => None,
     }
 }

@@ -60,7 +60,12 @@ impl Cluster {
     /// A slot that a node has said to be moving is taken for one for so long.
     const MOVES: Duration = Duration::from_secs(1);
 
-    pub(crate) fn new(seeds: Vec<ConnectionInfo>, dialer: Dialer, prefix: &str, partitions: usize) -> Self {
+    pub(crate) fn new(
+        seeds: Vec<ConnectionInfo>,
+        dialer: Dialer,
+        prefix: &str,
+        partitions: usize,
+    ) -> Self {
         let partition = |tag: u32| Partition {
             slot: slots::slot(tag.to_string().as_bytes()),
             prefix: format!("{prefix}:{{{tag}}}").into(),
@@ -92,7 +97,9 @@ impl Cluster {
 
     /// The master of a partition. None while nobody has told it.
     pub(crate) fn node(&self, partition: u16) -> Option<Node> {
-        self.map.load().owner(self.partitions[usize::from(partition)].slot)
+        self.map
+            .load()
+            .owner(self.partitions[usize::from(partition)].slot)
     }
 
     /// The master of the keys that are of no partition.
@@ -102,18 +109,27 @@ impl Cluster {
 
     /// A partition of each master that has one.
     pub(crate) fn partition_of_each(&self) -> Vec<u16> {
-        self.each_master().into_iter().map(|(_, partition)| partition).collect()
+        self.each_master()
+            .into_iter()
+            .map(|(_, partition)| partition)
+            .collect()
     }
 
     /// The masters that have partitions. None while one of them is not known.
     pub(crate) fn masters(&self) -> Option<Vec<Node>> {
-        self.each_master().into_iter().map(|(node, _)| node).collect()
+        self.each_master()
+            .into_iter()
+            .map(|(node, _)| node)
+            .collect()
     }
 
     /// By one map, which may be replaced meanwhile.
     fn each_master(&self) -> Vec<(Option<Node>, u16)> {
         let map = self.map.load();
-        let owners = self.partitions.iter().map(|partition| map.owner(partition.slot));
+        let owners = self
+            .partitions
+            .iter()
+            .map(|partition| map.owner(partition.slot));
         let mut each: Vec<_> = owners.zip(0..).collect();
         each.sort_unstable();
         each.dedup_by_key(|(node, _)| *node);
@@ -123,13 +139,17 @@ impl Cluster {
     /// Whether a partition's slot is being moved. Then some of its keys are here and some are there, and a call that
     /// has both is refused: its callers are asked one by one.
     pub(crate) fn moves(&self, partition: u16) -> bool {
-        let until = self.partitions[usize::from(partition)].moves_until.load(Relaxed);
+        let until = self.partitions[usize::from(partition)]
+            .moves_until
+            .load(Relaxed);
         until > i64::MIN && self.clock.micros() < until
     }
 
     pub(crate) fn notice_move(&self, partition: u16) {
         let until = self.clock.micros() + Self::MOVES.as_micros() as i64;
-        self.partitions[usize::from(partition)].moves_until.store(until, Relaxed);
+        self.partitions[usize::from(partition)]
+            .moves_until
+            .store(until, Relaxed);
     }
 
     /// What errors call a node, or the whole cluster.
@@ -139,7 +159,9 @@ impl Cluster {
 
     /// A new connection to a node of this cluster.
     pub(crate) async fn connect(&self, node: Node) -> Result<Driven, StoreError> {
-        self.nodes.connect(node, |slots| self.map.load().is_of_cluster(slots)).await
+        self.nodes
+            .connect(node, |slots| self.map.load().is_of_cluster(slots))
+            .await
     }
 
     /// What a node that was asked means by an error.
@@ -149,14 +171,28 @@ impl Cluster {
 
     /// Another node serves this slot.
     pub(crate) fn learn(&self, slot: u16, node: Node) {
-        self.map.rcu(|map| if map.owner(slot) == Some(node) { Arc::clone(map) } else { map.with(slot, node).into() });
+        self.map.rcu(|map| {
+            if map.owner(slot) == Some(node) {
+                Arc::clone(map)
+            } else {
+                map.with(slot, node).into()
+            }
+        });
     }
 
     /// Asks the nodes for the map of slots, each for so long at most. Returns it, and whether it is another than
     /// before.
-    pub(crate) async fn ask_any(&self, why: Why, patience: Duration) -> Result<(Arc<SlotMap>, bool), StoreError> {
+    pub(crate) async fn ask_any(
+        &self,
+        why: Why,
+        patience: Duration,
+    ) -> Result<(Arc<SlotMap>, bool), StoreError> {
         let present = self.map.load_full();
-        let lost = if let Why::Lost(node) = why { Some(node) } else { None };
+        let lost = if let Why::Lost(node) = why {
+            Some(node)
+        } else {
+            None
+        };
         let (map, is_other) = self.nodes.ask_any(&present, lost, patience).await?;
         if is_other {
             self.refresher.forget_marker();
@@ -185,17 +221,43 @@ mod tests {
     #[test]
     fn refusals_are_parsed_or_none() {
         let seed = "redis://seed:1".into_connection_info().unwrap();
-        let cluster = Cluster::new(vec![seed], Dialer::new(Duration::from_secs(1), None), "rl", 1);
+        let cluster = Cluster::new(
+            vec![seed],
+            Dialer::new(Duration::from_secs(1), None),
+            "rl",
+            1,
+        );
         let asked = cluster.nodes.number(Address::new("seed", 1));
         let refusal = |line: &str| {
-            let error = parse_redis_value(line.as_bytes()).unwrap().extract_error().unwrap_err();
+            let error = parse_redis_value(line.as_bytes())
+                .unwrap()
+                .extract_error()
+                .unwrap_err();
             cluster.refusal(&error, asked)
         };
         let node = |host, port| cluster.nodes.number(Address::new(host, port));
         for (line, expected) in [
-            ("-MOVED 3999 b:6381\r\n", Refusal::Moved { slot: 3999, node: node("b", 6381) }),
-            ("-MOVED 0 :6381\r\n", Refusal::Moved { slot: 0, node: node("seed", 6381) }),
-            ("-MOVED 0 ::1:6381\r\n", Refusal::Moved { slot: 0, node: node("::1", 6381) }),
+            (
+                "-MOVED 3999 b:6381\r\n",
+                Refusal::Moved {
+                    slot: 3999,
+                    node: node("b", 6381),
+                },
+            ),
+            (
+                "-MOVED 0 :6381\r\n",
+                Refusal::Moved {
+                    slot: 0,
+                    node: node("seed", 6381),
+                },
+            ),
+            (
+                "-MOVED 0 ::1:6381\r\n",
+                Refusal::Moved {
+                    slot: 0,
+                    node: node("::1", 6381),
+                },
+            ),
             ("-ASK 3999 [::1]:6381\r\n", Refusal::Ask(node("::1", 6381))),
             ("-MOVED 3999 ?:6381\r\n", Refusal::NotReady),
             ("-MOVED 3999 b:0\r\n", Refusal::NotReady),
@@ -204,10 +266,19 @@ mod tests {
             ("-MOVED\r\n", Refusal::NotReady),
             ("-MOVED 99999 b:1\r\n", Refusal::NotReady),
             ("-ASK all of it\r\n", Refusal::NotReady),
-            ("-TRYAGAIN Multiple keys request during rehashing of slot\r\n", Refusal::TryAgain),
+            (
+                "-TRYAGAIN Multiple keys request during rehashing of slot\r\n",
+                Refusal::TryAgain,
+            ),
             ("-CLUSTERDOWN The cluster is down\r\n", Refusal::NotReady),
-            ("-LOADING Redis is loading the dataset in memory\r\n", Refusal::NotReady),
-            ("-CROSSSLOT Keys in request don't hash to the same slot\r\n", Refusal::Other),
+            (
+                "-LOADING Redis is loading the dataset in memory\r\n",
+                Refusal::NotReady,
+            ),
+            (
+                "-CROSSSLOT Keys in request don't hash to the same slot\r\n",
+                Refusal::Other,
+            ),
             ("-ERR no\r\n", Refusal::Other),
         ] {
             assert_eq!(refusal(line), expected, "{line}");
@@ -221,13 +292,20 @@ mod tests {
     #[test]
     fn masters_may_change_meanwhile() {
         let seed = "redis://seed:1".into_connection_info().unwrap();
-        let cluster = Cluster::new(vec![seed], Dialer::new(Duration::from_secs(1), None), "rl", 1_024);
+        let cluster = Cluster::new(
+            vec![seed],
+            Dialer::new(Duration::from_secs(1), None),
+            "rl",
+            1_024,
+        );
         let mut rng = fastrand::Rng::with_seed(0);
         let mut map = || {
             let mut reply = format!("*{}\r\n", cluster.partitions.len());
             for Partition { slot, .. } in &cluster.partitions {
                 let port = rng.u16(1..=9);
-                reply += &format!("*3\r\n:{slot}\r\n:{slot}\r\n*3\r\n$1\r\nn\r\n:{port}\r\n$2\r\ni{port}\r\n");
+                reply += &format!(
+                    "*3\r\n:{slot}\r\n:{slot}\r\n*3\r\n$1\r\nn\r\n:{port}\r\n$2\r\ni{port}\r\n"
+                );
             }
             let reply = parse_redis_value(reply.as_bytes()).unwrap();
             let slots = slots::read(&reply, &Address::new("seed", 1)).unwrap();
@@ -239,10 +317,14 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let each = maps.iter().cycle();
-                each.take_while(|_| !ends.load(Relaxed)).for_each(|map| cluster.adopt(Arc::clone(map)));
+                each.take_while(|_| !ends.load(Relaxed))
+                    .for_each(|map| cluster.adopt(Arc::clone(map)));
             });
-            let masters =
-                || std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| cluster.partition_of_each().len()));
+            let masters = || {
+                std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                    cluster.partition_of_each().len()
+                }))
+            };
             let counts: Vec<_> = (0..500).map(|_| masters().ok()).collect();
             ends.store(true, Relaxed);
             assert!(counts.iter().all(|count| *count == Some(9)), "{counts:?}");

@@ -35,7 +35,10 @@ pub(super) struct Known<A = Address> {
 
 impl<A: Clone + Eq + Hash> Known<A> {
     pub(super) fn new() -> Self {
-        Self { addresses: vec![], numbers: HashMap::new() }
+        Self {
+            addresses: vec![],
+            numbers: HashMap::new(),
+        }
     }
 
     pub(super) fn number(&mut self, address: A) -> Node {
@@ -78,7 +81,12 @@ const SIDE_BY_SIDE: u32 = 8;
 
 impl Nodes {
     pub(super) fn new(seeds: Vec<ConnectionInfo>, dialer: Dialer) -> Self {
-        Self { seeds, dialer, known: Mutex::new(Known::new()), gone_since: Mutex::default() }
+        Self {
+            seeds,
+            dialer,
+            known: Mutex::new(Known::new()),
+            gone_since: Mutex::default(),
+        }
     }
 
     /// The number of the node at an address.
@@ -92,8 +100,14 @@ impl Nodes {
 
     /// A new connection to a node, which tells that it is of the same cluster: by now, its address may be that of
     /// another server.
-    pub(super) async fn connect(&self, node: Node, is_ours: impl Fn(&Slots) -> bool) -> Result<Driven, StoreError> {
-        let address = self.address(node).ok_or_else(|| StoreError::new(ErrorKind::Unreachable))?;
+    pub(super) async fn connect(
+        &self,
+        node: Node,
+        is_ours: impl Fn(&Slots) -> bool,
+    ) -> Result<Driven, StoreError> {
+        let address = self
+            .address(node)
+            .ok_or_else(|| StoreError::new(ErrorKind::Unreachable))?;
         match self.ask(&address).await {
             Ok((connection, slots)) if is_ours(&slots) => Ok(connection),
             Err(error) if error.kind() != ErrorKind::Configuration => Err(error),
@@ -103,18 +117,30 @@ impl Nodes {
 
     /// The address of a node, or those that the application has named.
     pub(super) fn name(&self, node: Option<Node>) -> String {
-        let seeds = || self.seeds.iter().map(|seed| seed.addr().to_string()).collect::<Vec<_>>().join(", ");
-        node.and_then(|node| self.address(node)).map_or_else(seeds, |address| address.to_string())
+        let seeds = || {
+            self.seeds
+                .iter()
+                .map(|seed| seed.addr().to_string())
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
+        node.and_then(|node| self.address(node))
+            .map_or_else(seeds, |address| address.to_string())
     }
 
     /// What a node says of the slots, and the connection that it was asked over.
     async fn ask(&self, address: &Address) -> Result<(Driven, Slots), StoreError> {
-        let mut connection = self.dialer.dial(&with_address(&self.seeds[0], &address.host, address.port)).await?;
+        let mut connection = self
+            .dialer
+            .dial(&with_address(&self.seeds[0], &address.host, address.port))
+            .await?;
         let mut cmd = redis::cmd("CLUSTER");
         cmd.arg("SLOTS");
         match connection.send_packed_command(&cmd).await {
             Ok(Value::ServerError(error))
-                if error.details().is_some_and(|text| text.contains("cluster support disabled")) =>
+                if error
+                    .details()
+                    .is_some_and(|text| text.contains("cluster support disabled")) =>
             {
                 let text = format!(
                     "the server {address} is not a node of a Redis Cluster: for a single Redis write `redis://{address}`, \
@@ -147,7 +173,11 @@ impl Nodes {
         patience: Duration,
     ) -> Result<(SlotMap, bool), StoreError> {
         // At the start nothing is known of any of them.
-        let pause = if present.is_empty() { Duration::ZERO } else { patience / SIDE_BY_SIDE };
+        let pause = if present.is_empty() {
+            Duration::ZERO
+        } else {
+            patience / SIDE_BY_SIDE
+        };
         let ask = async |address: Address| (within(patience, self.ask(&address)).await, address);
         let mut left = self.to_ask(present, lost).into_iter();
         let mut answers = FuturesUnordered::new();
@@ -173,7 +203,10 @@ impl Nodes {
         };
         *lock(&self.gone_since) = None;
         let is_other = !present.is_of_cluster(&slots);
-        Ok((SlotMap::new(slots, |address| self.number(address)), is_other))
+        Ok((
+            SlotMap::new(slots, |address| self.number(address)),
+            is_other,
+        ))
     }
 
     /// What the node that was asked means by an error.
@@ -182,18 +215,27 @@ impl Nodes {
             let (address, slot) = error.redirect_node()?;
             let (host, port) = address.rsplit_once(':')?;
             let host = host.trim_start_matches('[').trim_end_matches(']');
-            let address = self.address(asked)?.sibling(host, port.parse().ok().filter(|port| *port > 0)?);
+            let address = self
+                .address(asked)?
+                .sibling(host, port.parse().ok().filter(|port| *port > 0)?);
             (host != "?").then(|| (slot, self.number(address)))
         };
         match error.kind() {
             Kind::Server(ServerErrorKind::Moved) => {
-                elsewhere().map_or(Refusal::NotReady, |(slot, node)| Refusal::Moved { slot, node })
+                elsewhere().map_or(Refusal::NotReady, |(slot, node)| Refusal::Moved {
+                    slot,
+                    node,
+                })
             }
-            Kind::Server(ServerErrorKind::Ask) => elsewhere().map_or(Refusal::NotReady, |(_, node)| Refusal::Ask(node)),
+            Kind::Server(ServerErrorKind::Ask) => {
+                elsewhere().map_or(Refusal::NotReady, |(_, node)| Refusal::Ask(node))
+            }
             Kind::Server(ServerErrorKind::TryAgain) => Refusal::TryAgain,
-            Kind::Server(ServerErrorKind::ClusterDown | ServerErrorKind::BusyLoading | ServerErrorKind::MasterDown) => {
-                Refusal::NotReady
-            }
+            Kind::Server(
+                ServerErrorKind::ClusterDown
+                | ServerErrorKind::BusyLoading
+                | ServerErrorKind::MasterDown,
+            ) => Refusal::NotReady,
             _ => Refusal::Other,
         }
     }
@@ -204,7 +246,10 @@ impl Nodes {
     }
 
     fn is_seed(&self, address: &Address) -> bool {
-        self.seeds.iter().filter_map(Address::of).any(|seed| seed == *address)
+        self.seeds
+            .iter()
+            .filter_map(Address::of)
+            .any(|seed| seed == *address)
     }
 
     /// Some nodes that are known, in any order, and then those that the application named.
@@ -213,7 +258,10 @@ impl Nodes {
         let mut nodes = present.nodes.clone();
         nodes.sort_by_cached_key(|node| (lost == Some(*node), random.hash_one(node.index())));
         nodes.truncate(ASKED);
-        let mut addresses: Vec<Address> = nodes.into_iter().filter_map(|node| self.address(node)).collect();
+        let mut addresses: Vec<Address> = nodes
+            .into_iter()
+            .filter_map(|node| self.address(node))
+            .collect();
         for seed in self.seeds.iter().filter_map(Address::of) {
             if !addresses.contains(&seed) {
                 addresses.push(seed);
@@ -225,7 +273,8 @@ impl Nodes {
 
 /// A server at the address of a node of the cluster that is none.
 fn of_another(address: &Address) -> StoreError {
-    let reason = format!("{address} is not of this cluster any more: another one may have its address now");
+    let reason =
+        format!("{address} is not of this cluster any more: another one may have its address now");
     StoreError::explained(ErrorKind::NotReady, reason).at(address)
 }
 
@@ -262,6 +311,10 @@ mod tests {
             }
         }
         let compared = COMPARED.get();
-        assert!(compared < 4 * usize::from(SLOTS), "{compared} comparisons of {} addresses", SLOTS);
+        assert!(
+            compared < 4 * usize::from(SLOTS),
+            "{compared} comparisons of {} addresses",
+            SLOTS
+        );
     }
 }

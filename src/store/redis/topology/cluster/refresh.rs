@@ -82,7 +82,11 @@ impl Refresher {
     const MARKER: Duration = Duration::from_secs(3_600);
 
     pub(super) fn new() -> Self {
-        Self { tasks: TaskOwner::new(instant()), state: Mutex::default(), outcome: watch::Sender::new(None) }
+        Self {
+            tasks: TaskOwner::new(instant()),
+            state: Mutex::default(),
+            outcome: watch::Sender::new(None),
+        }
     }
 
     /// Plans a task on this runtime. `None` if another task begins as soon.
@@ -90,15 +94,30 @@ impl Refresher {
         let now = instant();
         let begins = {
             let state = lock(&self.state);
-            let gap = Self::GAP.saturating_mul(1 << state.idle.min(10)).min(Self::LONGEST_GAP);
-            let earliest = state.last.map_or(now, |last| last + jittered(gap, 0.5..1.0));
+            let gap = Self::GAP
+                .saturating_mul(1 << state.idle.min(10))
+                .min(Self::LONGEST_GAP);
+            let earliest = state
+                .last
+                .map_or(now, |last| last + jittered(gap, 0.5..1.0));
             earliest.max(now + jittered(why.delay(), 0.5..1.0))
         };
-        let task = self.tasks.begin(runtime, now, Span { begins, until: begins + Self::ELSEWHERE })?;
+        let task = self.tasks.begin(
+            runtime,
+            now,
+            Span {
+                begins,
+                until: begins + Self::ELSEWHERE,
+            },
+        )?;
         let (planned, woken) = oneshot::channel();
         let former = lock(&self.state).planned.replace(planned);
         drop(former);
-        Some(Planned { begins, woken, task })
+        Some(Planned {
+            begins,
+            woken,
+            task,
+        })
     }
 
     /// Whether no other task has taken the place of this one while it waited.
@@ -111,7 +130,11 @@ impl Refresher {
     pub(crate) fn end(&self, task: Task, news: bool, error: Option<StoreError>) {
         {
             let mut state = lock(&self.state);
-            state.idle = if news { 0 } else { state.idle.saturating_add(1) };
+            state.idle = if news {
+                0
+            } else {
+                state.idle.saturating_add(1)
+            };
             state.last = Some(instant());
         }
         drop(task);
@@ -120,13 +143,17 @@ impl Refresher {
 
     /// Whether it has failed only just now.
     pub(crate) fn has_just_failed(&self) -> Option<StoreError> {
-        let is_recent = lock(&self.state).last.is_some_and(|last| last.elapsed() < Self::LONGEST_GAP);
+        let is_recent = lock(&self.state)
+            .last
+            .is_some_and(|last| last.elapsed() < Self::LONGEST_GAP);
         self.outcome.borrow().clone().filter(|_| is_recent)
     }
 
     /// Whether the marker is to be looked at.
     pub(crate) fn marker_is_due(&self) -> bool {
-        lock(&self.state).marked_until.is_none_or(|until| until <= instant())
+        lock(&self.state)
+            .marked_until
+            .is_none_or(|until| until <= instant())
     }
 
     /// Whether another instance has ever confirmed our number of partitions.
@@ -160,13 +187,25 @@ mod tests {
         let refresher = Refresher::new();
         let begin = |why| refresher.begin(why, Handle::current().id());
         let now = instant();
-        let Planned { begins: later, task: first, .. } = begin(Why::Marker).unwrap();
+        let Planned {
+            begins: later,
+            task: first,
+            ..
+        } = begin(Why::Marker).unwrap();
         assert!(later > now + Duration::from_secs(29));
         assert!(begin(Why::Marker).is_none_or(|planned| planned.begins < later));
-        let Planned { begins: soon, task: second, .. } = begin(Why::Lost(Node::new(0))).unwrap();
+        let Planned {
+            begins: soon,
+            task: second,
+            ..
+        } = begin(Why::Lost(Node::new(0))).unwrap();
         assert!(soon <= now + Duration::from_millis(50));
         assert!(!refresher.is_current(&first) && refresher.is_current(&second));
-        let Planned { begins: at_once, task: third, .. } = begin(Why::Unknown).unwrap();
+        let Planned {
+            begins: at_once,
+            task: third,
+            ..
+        } = begin(Why::Unknown).unwrap();
         assert_eq!(at_once, now);
         for why in [Why::Unknown, Why::Lost(Node::new(0)), Why::Moved] {
             assert!(begin(why).is_none(), "{why:?}");
@@ -182,7 +221,9 @@ mod tests {
         let refresher = Refresher::new();
         let mut waits = vec![];
         for news in [true, false, false, false, false, true, true] {
-            let Planned { begins, task, .. } = refresher.begin(Why::Unknown, Handle::current().id()).unwrap();
+            let Planned { begins, task, .. } = refresher
+                .begin(Why::Unknown, Handle::current().id())
+                .unwrap();
             waits.push((begins - instant()).as_millis());
             advance(begins - instant()).await;
             refresher.end(task, news, None);
@@ -196,14 +237,21 @@ mod tests {
     /// Its runtime may run nothing any more.
     #[tokio::test(start_paused = true)]
     async fn a_silent_task_is_not_waited_for() {
-        let (refresher, other) = (Refresher::new(), Builder::new_current_thread().build().unwrap());
+        let (refresher, other) = (
+            Refresher::new(),
+            Builder::new_current_thread().build().unwrap(),
+        );
         let begin = |runtime: &Handle| refresher.begin(Why::Unknown, runtime.id());
         let task = begin(other.handle()).unwrap().task;
         advance(Refresher::ELSEWHERE / 2).await;
         assert!(begin(&Handle::current()).is_none());
         advance(Refresher::ELSEWHERE / 2).await;
         let newer = begin(&Handle::current()).unwrap().task;
-        assert!(begin(other.handle()).is_none() && !refresher.is_current(&task) && refresher.is_current(&newer));
+        assert!(
+            begin(other.handle()).is_none()
+                && !refresher.is_current(&task)
+                && refresher.is_current(&newer)
+        );
         other.shutdown_background();
     }
 }

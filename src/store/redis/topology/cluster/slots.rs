@@ -17,7 +17,13 @@ pub(crate) const SHARED: &str = "rl";
 /// The slot of a hash tag: CRC-16/XMODEM, as Redis counts it.
 pub(super) fn slot(tag: &[u8]) -> u16 {
     let crc = tag.iter().fold(0u16, |crc, byte| {
-        (0..8).fold(crc ^ u16::from(*byte) << 8, |crc, _| if crc & 0x8000 == 0 { crc << 1 } else { crc << 1 ^ 0x1021 })
+        (0..8).fold(crc ^ u16::from(*byte) << 8, |crc, _| {
+            if crc & 0x8000 == 0 {
+                crc << 1
+            } else {
+                crc << 1 ^ 0x1021
+            }
+        })
     });
     crc % SLOTS
 }
@@ -77,13 +83,18 @@ pub(super) struct Address {
 
 impl Address {
     pub(super) fn new(host: &str, port: u16) -> Self {
-        Self { host: host.into(), port }
+        Self {
+            host: host.into(),
+            port,
+        }
     }
 
     /// Of a server that the application named.
     pub(super) fn of(server: &ConnectionInfo) -> Option<Self> {
         match server.addr() {
-            ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. } => Some(Self::new(host, *port)),
+            ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. } => {
+                Some(Self::new(host, *port))
+            }
             _ => None,
         }
     }
@@ -103,12 +114,20 @@ impl fmt::Display for Address {
 impl SlotMap {
     /// Before the cluster was asked.
     pub(super) fn empty() -> Self {
-        Self { owners: Box::default(), nodes: vec![], ids: Arc::default() }
+        Self {
+            owners: Box::default(),
+            nodes: vec![],
+            ids: Arc::default(),
+        }
     }
 
     pub(super) fn new(slots: Slots, mut node: impl FnMut(Address) -> Node) -> Self {
         let owners = vec![None; usize::from(SLOTS)].into();
-        let mut map = Self { owners, nodes: vec![], ids: Arc::new(slots.ids) };
+        let mut map = Self {
+            owners,
+            nodes: vec![],
+            ids: Arc::new(slots.ids),
+        };
         for range in slots.ranges {
             let nodes: Vec<Node> = range.nodes.into_iter().map(&mut node).collect();
             map.owners[usize::from(range.first)..=usize::from(range.last)].fill(Some(nodes[0]));
@@ -157,7 +176,11 @@ impl SlotMap {
         if !nodes.contains(&owner) {
             nodes.push(owner);
         }
-        Self { owners, nodes, ids: Arc::clone(&self.ids) }
+        Self {
+            owners,
+            nodes,
+            ids: Arc::clone(&self.ids),
+        }
     }
 }
 
@@ -166,11 +189,17 @@ impl SlotMap {
 /// A node without a name, or of the name `""`, is the queried node itself. A node of the name `?` or the port 0 is left out,
 /// since the cluster does not know its address; so is a range whose master is left out.
 pub(super) fn read(reply: &Value, asked: &Address) -> Option<Slots> {
-    let Value::Array(ranges) = reply else { return None };
+    let Value::Array(ranges) = reply else {
+        return None;
+    };
     let (mut read, mut ids) = (vec![], HashSet::new());
     for range in ranges {
-        let Value::Array(parts) = range else { return None };
-        let [Value::Int(first), Value::Int(last), master, replicas @ ..] = parts.as_slice() else { return None };
+        let Value::Array(parts) = range else {
+            return None;
+        };
+        let [Value::Int(first), Value::Int(last), master, replicas @ ..] = parts.as_slice() else {
+            return None;
+        };
         let (first, last) = (u16::try_from(*first).ok()?, u16::try_from(*last).ok()?);
         if first > last || last >= SLOTS {
             return None;
@@ -189,8 +218,12 @@ pub(super) fn read(reply: &Value, asked: &Address) -> Option<Slots> {
 
 /// The address of a node: `[host, port, id, ...]`. The inner `None` if the cluster does not know its address.
 fn node(node: &Value, asked: &Address, ids: &mut Ids) -> Option<Option<Address>> {
-    let Value::Array(parts) = node else { return None };
-    let [host, Value::Int(port), rest @ ..] = parts.as_slice() else { return None };
+    let Value::Array(parts) = node else {
+        return None;
+    };
+    let [host, Value::Int(port), rest @ ..] = parts.as_slice() else {
+        return None;
+    };
     if let Some(Value::BulkString(id)) = rest.first() {
         let id = str::from_utf8(id).ok()?;
         if !ids.contains(id) {
@@ -231,7 +264,13 @@ mod tests {
     #[test]
     fn a_slot_is_that_of_redis() {
         // Of the cluster's specification, and of `CLUSTER KEYSLOT`.
-        for (tag, expected) in [("", 0), ("123456789", 0x31c3), ("foo", 12_182), ("user1000", 3_443), ("1", 9_842)] {
+        for (tag, expected) in [
+            ("", 0),
+            ("123456789", 0x31c3),
+            ("foo", 12_182),
+            ("user1000", 3_443),
+            ("1", 9_842),
+        ] {
             assert_eq!(slot(tag.as_bytes()), expected, "{tag}");
         }
     }
@@ -242,7 +281,8 @@ mod tests {
             let tags = tags(partitions);
             assert_eq!(tags.len(), partitions);
             for (i, tag) in tags.iter().enumerate() {
-                let part = usize::from(slot(tag.to_string().as_bytes())) * tags.len() / usize::from(SLOTS);
+                let part =
+                    usize::from(slot(tag.to_string().as_bytes())) * tags.len() / usize::from(SLOTS);
                 assert_eq!(part, i, "{partitions}: {tag}");
             }
         }
@@ -255,14 +295,19 @@ mod tests {
     #[test]
     fn partitions_are_spread_over_the_masters() {
         let slots = |partitions: usize| -> Vec<usize> {
-            tags(partitions).into_iter().map(|tag| slot(tag.to_string().as_bytes()).into()).collect()
+            tags(partitions)
+                .into_iter()
+                .map(|tag| slot(tag.to_string().as_bytes()).into())
+                .collect()
         };
         let each = |slots: &[usize], masters: usize| {
             let range = f64::from(SLOTS) / masters as f64;
             let mut each = vec![0; masters];
             let mut master = 0;
             for slot in slots {
-                while master + 1 < masters && *slot > (range * (master + 1) as f64 - 1.0).round() as usize {
+                while master + 1 < masters
+                    && *slot > (range * (master + 1) as f64 - 1.0).round() as usize
+                {
                     master += 1;
                 }
                 each[master] += 1;
@@ -282,7 +327,10 @@ mod tests {
             let slots = slots(partitions);
             for masters in 1..=partitions / 4 {
                 let busiest = each(&slots, masters).into_iter().max().unwrap_or(0);
-                assert!(2 * busiest * masters <= 3 * partitions, "{partitions} on {masters}: {busiest}");
+                assert!(
+                    2 * busiest * masters <= 3 * partitions,
+                    "{partitions} on {masters}: {busiest}"
+                );
             }
         }
     }
@@ -291,20 +339,38 @@ mod tests {
     fn slot_maps_are_parsed() {
         let reply = Value::Array(vec![
             range(0, 5_460, &[host(text("a"), 7000), host(text("b"), 7001)]),
-            range(5_461, 5_461, &[host(text(""), 7002), host(Value::Nil, 7003)]),
-            range(5_462, 5_470, &[host(text("?"), 7004), host(text("c"), 7005)]),
+            range(
+                5_461,
+                5_461,
+                &[host(text(""), 7002), host(Value::Nil, 7003)],
+            ),
+            range(
+                5_462,
+                5_470,
+                &[host(text("?"), 7004), host(text("c"), 7005)],
+            ),
             range(5_471, 5_480, &[host(text("e"), 0), host(text("c"), 7005)]),
             range(
                 5_481,
                 16_383,
-                &[host(Value::SimpleString("d".to_owned()), 7006), host(text("?"), 7007), host(text("f"), 0)],
+                &[
+                    host(Value::SimpleString("d".to_owned()), 7006),
+                    host(text("?"), 7007),
+                    host(text("f"), 0),
+                ],
             ),
         ]);
         let slots = read(&reply, &asked()).unwrap();
         let mut known = Known::new();
         let mut intern = |address| known.number(address);
         let map = SlotMap::new(slots, &mut intern);
-        let owner = |slot, host, port| assert_eq!(map.owner(slot), Some(intern(Address::new(host, port))), "{slot}");
+        let owner = |slot, host, port| {
+            assert_eq!(
+                map.owner(slot),
+                Some(intern(Address::new(host, port))),
+                "{slot}"
+            )
+        };
         let mut owner = owner;
         owner(0, "a", 7000);
         owner(5_460, "a", 7000);
@@ -313,7 +379,10 @@ mod tests {
         assert_eq!((map.owner(5_462), map.owner(5_471)), (None, None));
         assert_eq!(map.nodes.len(), 5);
         let moved = map.with(5_462, Node::new(9));
-        assert_eq!((moved.owner(5_462), moved.owner(0)), (Some(Node::new(9)), map.owner(0)));
+        assert_eq!(
+            (moved.owner(5_462), moved.owner(0)),
+            (Some(Node::new(9)), map.owner(0))
+        );
         assert_eq!(SlotMap::empty().owner(7), None);
     }
 
@@ -334,11 +403,18 @@ mod tests {
             Value::Array(vec![range(0, 1, &[host(Value::Int(7), 1)])]),
             Value::Array(vec![range(0, 1, &[host(Value::BulkString(vec![0xff]), 1)])]),
             Value::Array(vec![range(0, 1, &[text("a:1")])]),
-            Value::Array(vec![range(0, 1, &[host(text("a"), 1), Value::Array(vec![])])]),
+            Value::Array(vec![range(
+                0,
+                1,
+                &[host(text("a"), 1), Value::Array(vec![])],
+            )]),
         ] {
             assert_eq!(read(&reply, &asked()), None, "{reply:?}");
         }
-        assert_eq!(read(&Value::Array(vec![]), &asked()).unwrap().ranges, vec![]);
+        assert_eq!(
+            read(&Value::Array(vec![]), &asked()).unwrap().ranges,
+            vec![]
+        );
     }
 
     #[test]
@@ -352,7 +428,8 @@ mod tests {
         let ours = map(&["a", "b", "c"]);
         for ids in [&["a", "b", "c"][..], &["c"], &["x", "y", "a"]] {
             assert!(
-                ours.is_of_cluster(&slots(ids)) && ours.with(7, Node::new(1)).is_of_cluster(&slots(ids)),
+                ours.is_of_cluster(&slots(ids))
+                    && ours.with(7, Node::new(1)).is_of_cluster(&slots(ids)),
                 "{ids:?}"
             );
         }
@@ -360,7 +437,11 @@ mod tests {
         assert!(!ours.with(7, Node::new(1)).is_of_cluster(&slots(&["x"])));
         // Before the first answer, and of a server that gives no ids.
         assert!(SlotMap::empty().is_of_cluster(&slots(&["x"])));
-        let nameless = Value::Array(vec![range(0, 1, &[Value::Array(vec![text("a"), Value::Int(1)])])]);
+        let nameless = Value::Array(vec![range(
+            0,
+            1,
+            &[Value::Array(vec![text("a"), Value::Int(1)])],
+        )]);
         assert!(ours.is_of_cluster(&read(&nameless, &asked()).unwrap()));
     }
 }

@@ -97,18 +97,35 @@ impl Sentinels {
         let epoch = self.epoch.load(Ordering::Acquire);
         let known = lock(&self.known).clone();
         let (candidates, failure) = self.ask_all(known.is_some()).await.end(known);
-        Election { candidates, failure, epoch }
+        Election {
+            candidates,
+            failure,
+            epoch,
+        }
     }
 
     /// A connection to the first candidate that confirms that it is a master.
     async fn connect_to(&self, election: Election) -> Result<Link, StoreError> {
-        let Election { candidates, mut failure, epoch } = election;
+        let Election {
+            candidates,
+            mut failure,
+            epoch,
+        } = election;
         let last = candidates.len();
         for (i, candidate) in (1..).zip(candidates) {
             // One that does not answer must not use up the time for the others.
-            let patience = if i == last { self.timeout } else { self.patience() };
+            let patience = if i == last {
+                self.timeout
+            } else {
+                self.patience()
+            };
             match within(patience, self.verify(&candidate)).await {
-                Ok(inner) => return Ok(Link { inner, epoch: Some(self.found(candidate, epoch)) }),
+                Ok(inner) => {
+                    return Ok(Link {
+                        inner,
+                        epoch: Some(self.found(candidate, epoch)),
+                    });
+                }
                 // That of the likeliest one tells most.
                 Err(error) if i == 1 => failure = error.at(candidate),
                 Err(_) => {}
@@ -136,14 +153,21 @@ impl Sentinels {
     }
 
     /// Asks a sentinel, over this connection if there is one. It is gone if the sentinel does not answer.
-    async fn ask(&self, connection: &mut Option<Driven>, server: &ConnectionInfo) -> Result<Master, StoreError> {
+    async fn ask(
+        &self,
+        connection: &mut Option<Driven>,
+        server: &ConnectionInfo,
+    ) -> Result<Master, StoreError> {
         let mut open = match connection.take() {
             Some(open) => open,
             None => self.to_sentinels.dial(server).await?,
         };
         let mut cmd = redis::cmd("SENTINEL");
         cmd.arg("MASTER").arg(&*self.name);
-        let reply = open.send_packed_command(&cmd).await.map_err(|error| error_of(&error).at(server.addr()))?;
+        let reply = open
+            .send_packed_command(&cmd)
+            .await
+            .map_err(|error| error_of(&error).at(server.addr()))?;
         let told = match reply {
             Value::ServerError(error) => {
                 let text = error.details().unwrap_or_default();
@@ -157,7 +181,9 @@ impl Sentinels {
                     _ => error_of(&error.into()).at(server.addr()),
                 })
             }
-            reply => read(reply).ok_or_else(|| StoreError::new(ErrorKind::Protocol).at(server.addr())),
+            reply => {
+                read(reply).ok_or_else(|| StoreError::new(ErrorKind::Protocol).at(server.addr()))
+            }
         };
         *connection = Some(open);
         told
@@ -178,12 +204,17 @@ impl Sentinels {
             },
             // A user who may not ask is told by the first script.
             Ok(Value::ServerError(error))
-                if matches!(error.kind(), Some(ServerErrorKind::NoPerm | ServerErrorKind::ResponseError)) =>
+                if matches!(
+                    error.kind(),
+                    Some(ServerErrorKind::NoPerm | ServerErrorKind::ResponseError)
+                ) =>
             {
                 Ok(connection)
             }
             Ok(Value::ServerError(error)) => Err(error_of(&error.into())),
-            Ok(_) => Err(error_of(&(Kind::UnexpectedReturnType, "a role is expected").into())),
+            Ok(_) => Err(error_of(
+                &(Kind::UnexpectedReturnType, "a role is expected").into(),
+            )),
             Err(error) => Err(error_of(&error)),
         };
         verified.map_err(|error| error.at(server.addr()))
@@ -194,7 +225,11 @@ impl Sentinels {
         match &*lock(&self.known) {
             Some(master) => master.to_string(),
             None => {
-                let sentinels: Vec<String> = self.sentinels.iter().map(|server| server.addr().to_string()).collect();
+                let sentinels: Vec<String> = self
+                    .sentinels
+                    .iter()
+                    .map(|server| server.addr().to_string())
+                    .collect();
                 format!("{:?} of the sentinels {}", self.name, sentinels.join(", "))
             }
         }
@@ -215,13 +250,21 @@ impl Sentinels {
             // Another one has been found meanwhile, perhaps by a later word. Who asks again will know.
             number = asked_in;
         }
-        Epoch { current: Arc::clone(&self.epoch), number }
+        Epoch {
+            current: Arc::clone(&self.epoch),
+            number,
+        }
     }
 
     /// Starts the watch of this runtime, if it has none.
     fn watch(self: &Arc<Self>) {
-        let (Ok(runtime), now) = (Handle::try_current(), instant()) else { return };
-        if let Some(task) = self.watches.begin(runtime.id(), now, Span::on_each_runtime(now)) {
+        let (Ok(runtime), now) = (Handle::try_current(), instant()) else {
+            return;
+        };
+        if let Some(task) = self
+            .watches
+            .begin(runtime.id(), now, Span::on_each_runtime(now))
+        {
             drop(runtime.spawn(Self::run_watch(Arc::downgrade(self), task)));
         }
     }
@@ -240,14 +283,24 @@ impl Sentinels {
             connections.resize_with(this.sentinels.len(), || None);
             outvoted.resize(this.sentinels.len(), None);
             turn = turn.wrapping_add(1) % connections.len();
-            let told = timeout(WATCH, this.ask(&mut connections[turn], &this.sentinels[turn])).await;
+            let told = timeout(
+                WATCH,
+                this.ask(&mut connections[turn], &this.sentinels[turn]),
+            )
+            .await;
             let Ok(Ok(master)) = told else { continue };
-            let is_news = lock(&this.known).as_ref().is_some_and(|known| !known.is_at(&master));
+            let is_news = lock(&this.known)
+                .as_ref()
+                .is_some_and(|known| !known.is_at(&master));
             if !is_news || outvoted[turn].as_ref() == Some(&master) {
                 continue;
             }
             let election = this.elect().await;
-            if election.candidates.first().is_some_and(|first| first.is_at(&master)) {
+            if election
+                .candidates
+                .first()
+                .is_some_and(|first| first.is_at(&master))
+            {
                 // Finds the master, and closes the connections to the former one.
                 let _ = timeout(this.timeout, this.connect_to(election)).await;
             } else {
@@ -260,9 +313,19 @@ impl Sentinels {
 /// What a sentinel tells of a master.
 fn read(reply: Value) -> Option<Master> {
     let fields: HashMap<String, String> = redis::from_redis_value(reply).ok()?;
-    let (host, port) = (fields.get("ip").filter(|host| !host.is_empty())?, fields.get("port")?.parse().ok()?);
-    let epoch = fields.get("config-epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or(0);
-    (port > 0).then(|| Master { host: host.as_str().into(), port, epoch })
+    let (host, port) = (
+        fields.get("ip").filter(|host| !host.is_empty())?,
+        fields.get("port")?.parse().ok()?,
+    );
+    let epoch = fields
+        .get("config-epoch")
+        .and_then(|epoch| epoch.parse().ok())
+        .unwrap_or(0);
+    (port > 0).then(|| Master {
+        host: host.as_str().into(),
+        port,
+        epoch,
+    })
 }
 
 fn no_master(address: &redis::ConnectionAddr, name: &str) -> ConfigError {

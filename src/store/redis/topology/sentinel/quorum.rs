@@ -36,7 +36,11 @@ pub(super) struct Quorum {
 impl Quorum {
     /// Of so many sentinels.
     pub(super) fn new(sentinels: usize) -> Self {
-        Self { sentinels, told: vec![], failure: StoreError::new(ErrorKind::Unreachable) }
+        Self {
+            sentinels,
+            told: vec![],
+            failure: StoreError::new(ErrorKind::Unreachable),
+        }
     }
 
     pub(super) fn add(&mut self, answer: Result<Master, StoreError>) {
@@ -88,9 +92,18 @@ impl Quorum {
         told.sort_by_key(|(master, votes)| {
             let is_of_now = is_unanimous(*votes) || master.epoch >= known_epoch;
             let is_known = known_at.as_ref().is_some_and(|known| known.is_at(master));
-            std::cmp::Reverse((is_of_now, self.is_majority(*votes), master.epoch, is_known, *votes))
+            std::cmp::Reverse((
+                is_of_now,
+                self.is_majority(*votes),
+                master.epoch,
+                is_known,
+                *votes,
+            ))
         });
-        (told.into_iter().map(|(master, _)| master).collect(), self.failure)
+        (
+            told.into_iter().map(|(master, _)| master).collect(),
+            self.failure,
+        )
     }
 }
 
@@ -99,12 +112,17 @@ mod tests {
     use super::*;
 
     fn master(host: &str, epoch: u64) -> Master {
-        Master { host: host.into(), port: 6379, epoch }
+        Master {
+            host: host.into(),
+            port: 6379,
+            epoch,
+        }
     }
 
     fn quorum(sentinels: usize, told: &[(&str, u64)]) -> Quorum {
         let mut quorum = Quorum::new(sentinels);
-        told.iter().for_each(|(host, epoch)| quorum.add(Ok(master(host, *epoch))));
+        told.iter()
+            .for_each(|(host, epoch)| quorum.add(Ok(master(host, *epoch))));
         quorum
     }
 
@@ -115,39 +133,103 @@ mod tests {
             (3, &[("a", 1)], None, &["a"], false),
             (3, &[("a", 1), ("a", 1)], None, &["a"], true),
             // One is cut off from the others.
-            (3, &[("old", 1), ("a", 2), ("a", 2)], None, &["a", "old"], true),
-            (3, &[("old", 9), ("a", 2), ("a", 2)], None, &["a", "old"], true),
+            (
+                3,
+                &[("old", 1), ("a", 2), ("a", 2)],
+                None,
+                &["a", "old"],
+                true,
+            ),
+            (
+                3,
+                &[("old", 9), ("a", 2), ("a", 2)],
+                None,
+                &["a", "old"],
+                true,
+            ),
             // One is cut off, one is dead, or one has just led a failover.
             (3, &[("old", 1), ("a", 2)], None, &["a", "old"], false),
-            (4, &[("old", 1), ("old", 1), ("a", 2)], None, &["a", "old"], false),
+            (
+                4,
+                &[("old", 1), ("old", 1), ("a", 2)],
+                None,
+                &["a", "old"],
+                false,
+            ),
             // Without most of them, what was known before is as good as what one says.
             (3, &[("old", 1)], Some(("a", 2)), &["a", "old"], false),
             (3, &[("a", 3)], Some(("old", 2)), &["a", "old"], false),
             (3, &[("stray", 2)], Some(("a", 2)), &["a", "stray"], false),
-            (5, &[("stray", 2), ("stray", 2)], Some(("a", 2)), &["a", "stray"], false),
+            (
+                5,
+                &[("stray", 2), ("stray", 2)],
+                Some(("a", 2)),
+                &["a", "stray"],
+                false,
+            ),
             (3, &[("b", 2), ("b", 2)], Some(("a", 2)), &["b", "a"], true),
             (3, &[], Some(("a", 2)), &["a"], false),
             (3, &[("a", 2)], Some(("a", 2)), &["a"], false),
             // In a failover, most have not heard of it yet.
-            (3, &[("old", 1), ("old", 1)], Some(("a", 2)), &["a", "old"], true),
-            (3, &[("old", 1), ("a", 2), ("old", 1)], Some(("a", 2)), &["a", "old"], true),
-            (3, &[("a", 3), ("a", 3)], Some(("old", 2)), &["a", "old"], true),
+            (
+                3,
+                &[("old", 1), ("old", 1)],
+                Some(("a", 2)),
+                &["a", "old"],
+                true,
+            ),
+            (
+                3,
+                &[("old", 1), ("a", 2), ("old", 1)],
+                Some(("a", 2)),
+                &["a", "old"],
+                true,
+            ),
+            (
+                3,
+                &[("a", 3), ("a", 3)],
+                Some(("old", 2)),
+                &["a", "old"],
+                true,
+            ),
             // The sentinels were set up anew, and count failovers from 0.
-            (3, &[("a", 0), ("a", 0)], Some(("old", 9)), &["old", "a"], true),
-            (3, &[("a", 0), ("a", 0), ("a", 0)], Some(("old", 9)), &["a"], true),
+            (
+                3,
+                &[("a", 0), ("a", 0)],
+                Some(("old", 9)),
+                &["old", "a"],
+                true,
+            ),
+            (
+                3,
+                &[("a", 0), ("a", 0), ("a", 0)],
+                Some(("old", 9)),
+                &["a"],
+                true,
+            ),
             (3, &[], None, &[], false),
         ] {
             let quorum = quorum(sentinels, told);
             assert_eq!(quorum.is_decided(), decided, "{told:?}");
             let (tried, _) = quorum.end(known.map(|(host, epoch)| master(host, epoch)));
-            assert!(tried.iter().map(|master| &*master.host).eq(expected.iter().copied()), "{told:?}: {tried:?}");
+            assert!(
+                tried
+                    .iter()
+                    .map(|master| &*master.host)
+                    .eq(expected.iter().copied()),
+                "{told:?}: {tried:?}"
+            );
         }
     }
 
     #[test]
     fn the_error_names_what_to_fix() {
         let mut quorum = Quorum::new(3);
-        for kind in [ErrorKind::Unreachable, ErrorKind::Authentication, ErrorKind::Timeout] {
+        for kind in [
+            ErrorKind::Unreachable,
+            ErrorKind::Authentication,
+            ErrorKind::Timeout,
+        ] {
             quorum.add(Err(StoreError::new(kind)));
         }
         assert_eq!(quorum.end(None).1.kind(), ErrorKind::Authentication);
