@@ -1,4 +1,5 @@
--- The call: what it asks.
+-- The call: what it asks. First of the script of every check: it, prelude.lua, meter.lua, the strategies, check.lua,
+-- problem.lua, reply.lua.
 --
 -- KEYS   for each entry, in their order: where its answer is remembered, if its plan says so; one key per policy.
 -- ARGV   strings of packed numbers:
@@ -28,9 +29,9 @@
 -- clock has left behind, is put right by a denial too, or its caller might be locked out, and slots that have expired are
 -- removed.
 --
--- Redis makes all functions and tables anew for each call. So what is asked most is decided without any (`usual.lua`).
--- Otherwise a strategy is made only if it is asked for, and so is what decides anything but takes under one policy without an
--- id.
+-- Redis makes all functions and tables anew for each call. So the most frequent call has a script of its own (`takes.lua`).
+-- In this one, a strategy is made only if the call has it, and so is what decides anything but takes under one policy without
+-- an id.
 
 local CALL, POLICY, PLAN, PLAN_LENGTH = '<I4I4i7', '<I1i7i7i7i7', '<I1I4i7', 12
 local RUN, RUN_LENGTH, SLOT_LENGTH = '<I4I4I4', 12, 8
@@ -59,9 +60,6 @@ do
     keep = real - now + 86400000000
   end
 end
-
--- What the meter stores, as meter.lua explains it.
-local METER, METER_LENGTH = '<i7I7I5', 19
 
 -- Sums and expiries are kept without what is above this: no two that are kept are as far apart.
 local WRAP = 2 ^ 40

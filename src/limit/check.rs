@@ -389,6 +389,17 @@ impl Check {
 impl Mode {
     /// Counts on the state of one policy, and returns how much was charged, refunded or forgotten.
     pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
+        self.decide(policy, state, cost, now).1
+    }
+
+    /// Decides on the state of one policy. Returns how much was charged, refunded or forgotten beside the verdict.
+    pub(crate) fn decide(
+        self,
+        policy: &Policy,
+        state: &mut State,
+        cost: i64,
+        now: i64,
+    ) -> (Verdict, i64) {
         let ask = Ask {
             mode: self,
             cost,
@@ -397,6 +408,6 @@ impl Mode {
             slot: None,
             now,
         };
-        state.decide(policy.params(), &ask, i64::MAX).1
+        state.decide(policy.params(), &ask, i64::MAX)
     }
 }

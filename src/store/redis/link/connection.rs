@@ -100,7 +100,7 @@ impl Connection {
         self.broken = true;
     }
 
-    /// Runs a script once for each of these calls, in one round trip; those that are `true` are of a slot that is being
+    /// Runs the script of each of these calls, in one round trip; those that are `true` are of a slot that is being
     /// moved to this node. What the server has said to each is told in their order: one that it refused says nothing of
     /// the others.
     ///
@@ -112,15 +112,17 @@ impl Connection {
     ///
     /// What befell the connection before all replies had come. The pool drops a connection whose next use would likely
     /// fail as this one did, or if this future is dropped before.
-    pub(crate) async fn run(
+    pub(crate) async fn run<'a>(
         &mut self,
-        script: &Script,
+        script: impl Fn(usize) -> &'a Script,
         calls: &[bool],
         command: impl Fn(usize, &str, &str) -> Cmd,
     ) -> Result<Replies, RedisError> {
         let all: SmallVec<[usize; 1]> = (0..calls.len()).collect();
         let mut replies = self
-            .send(calls, &all, |call| command(call, "EVALSHA", script.hash()))
+            .send(calls, &all, |call| {
+                command(call, "EVALSHA", script(call).hash())
+            })
             .await?;
         let is_unknown = |reply: &Result<_, RedisError>| {
             reply
@@ -134,7 +136,9 @@ impl Connection {
         if !unknown.is_empty() {
             // What the others said is known: a failure is of these alone.
             match self
-                .send(calls, &unknown, |call| command(call, "EVAL", script.text))
+                .send(calls, &unknown, |call| {
+                    command(call, "EVAL", script(call).text)
+                })
                 .await
             {
                 Ok(again) => unknown
