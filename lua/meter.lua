@@ -5,7 +5,7 @@
 -- to `save`.
 -- Registers: the level at now, in ticks, and since when it drains.
 --
--- The script of takes has its own version of all that a take needs: takes.lua.
+-- The script of takes has a second version of a take: takes.lua.
 --
 -- Uses decode, encode, floor, max and min of call.lua; div_ceil, lasting and write of prelude.lua.
 

@@ -5,14 +5,14 @@
 -- KEYS   one for each entry
 -- ARGV   one string of packed numbers for each run of entries under one policy and at one cost: the time, which is 0 for
 --          Redis's own, otherwise microseconds since the Unix epoch, for tests; the ticks of the capacity, of the cost, and
---          those that drain in a microsecond; the number of entries; how many takes each entry has
+--          of a microsecond; the number of entries; the number of takes of each entry
 -- Reply  a string of three whole numbers for each entry, of 7, 7 and 5 bytes:
 --          time            of the call, in microseconds; below 0, a problem (see problem.lua)
 --          level           in ticks, after one take that was charged; below 0, -1 less the level before all takes
 --          expiry          of the key, if a take was charged
---        So a charged take returns the state as it is stored. From the level the client computes all else.
+--        So the answer to a charged take is the stored state. The client computes the verdict from the level.
 --
--- Redis runs a script for each call of it anew. So this one makes no function, and no table that it can do without.
+-- Redis runs the whole script for each call, and functions and tables take time: this script makes none.
 
 local METER, METER_LENGTH = '<i7I7I5', 19
 local KEYS, encode, decode, redis_pcall = KEYS, struct.pack, struct.unpack, redis.pcall
@@ -23,10 +23,10 @@ if time.err then
 end
 local clock = time[1] * 1000000 + time[2]
 
--- The states, each of which is replaced by its answer.
-local told, failures = KEYS[2] and redis_pcall('MGET', unpack(KEYS)) or redis_pcall('MGET', KEYS[1])
-if told.err then
-  failures = { from = 1, to = #KEYS, err = 'MGET ' .. told.err }
+-- The states. Each is replaced by its answer.
+local answers, failures = KEYS[2] and redis_pcall('MGET', unpack(KEYS)) or redis_pcall('MGET', KEYS[1])
+if answers.err then
+  failures = { from = 1, to = #KEYS, err = 'MGET ' .. answers.err }
 end
 local place = 0
 for run = 1, failures and 0 or #ARGV do
@@ -40,7 +40,7 @@ for run = 1, failures and 0 or #ARGV do
   end
   for _ = 1, entries do
     place = place + 1
-    local value, level, expires, future = told[place], 0
+    local value, level, expires, future = answers[place], 0
     if value and #value == METER_LENGTH then
       local at
       at, level, expires = decode(METER, value)
@@ -88,9 +88,9 @@ for run = 1, failures and 0 or #ARGV do
     if times > 1 or charged == level then
       state = encode(METER, now, -1 - level, 0)
     end
-    told[place] = state
+    answers[place] = state
   end
 end
 if not failures then
-  return table.concat(told)
+  return table.concat(answers)
 end

@@ -2,8 +2,8 @@
 
 while failures do
   for i = failures.from, failures.to do
-    told[i] = encode(METER, failures.problem, 0, 0)
+    answers[i] = encode(METER, failures.problem, 0, 0)
   end
   failures = failures.before
 end
-return table.concat(told)
+return table.concat(answers)

@@ -392,7 +392,7 @@ impl Mode {
         self.decide(policy, state, cost, now).1
     }
 
-    /// Decides on the state of one policy. Returns how much was charged, refunded or forgotten beside the verdict.
+    /// Decides on the state of one policy. Returns the verdict, and how much was charged, refunded or forgotten.
     pub(crate) fn decide(
         self,
         policy: &Policy,

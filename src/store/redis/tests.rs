@@ -547,7 +547,7 @@ async fn takes_under_one_plan() {
     }
 }
 
-/// Whatever is under a key: a state of any time and level, or a value of someone else.
+/// From a state of any time and level, or a foreign value.
 #[tokio::test]
 async fn both_scripts_decide_and_store_alike() {
     let server = RedisServer::start();
@@ -602,7 +602,7 @@ async fn both_scripts_decide_and_store_alike() {
         }
         let context = format!("round {round}, {policies:?}, {cost}, {value:?}");
         assert_eq!(answers[0], answers[1], "{context}");
-        // The expiry is by Redis's clock, which goes on between the two.
+        // The expiry is by Redis's clock, which advances between the two.
         let [(one, ttl), (other, other_ttl)] = [&stored[0], &stored[1]];
         assert_eq!(one.get(..14), other.get(..14), "{context}");
         assert!(
@@ -901,7 +901,7 @@ impl Trace {
         let mut waits = vec![Duration::from_micros(1)];
         let end = self.steps + steps;
         while self.steps < end {
-            // Calls of takes alone are decided by `takes.lua`; `takes_under_one_plan` has more.
+            // `takes.lua` decides a call of takes alone; see also `takes_under_one_plan`.
             let only_takes = self.rng.bool();
             // Some ask several times at once: they share an entry of the batch.
             let checks: Vec<(usize, Check)> = (0..keys.len())

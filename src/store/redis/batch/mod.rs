@@ -274,7 +274,7 @@ mod tests {
         assert_eq!(packed[..2], [vec![3, 2, 7], policy]);
     }
 
-    /// In a few numbers, however many policies and costs there are.
+    /// Each run of takes is one argument.
     #[test]
     fn takes_under_meters_have_a_script_of_their_own() {
         let greedy = |name| {
@@ -338,7 +338,7 @@ mod tests {
             take("bob", &window.into(), 1),
             take("bob", &interval.into(), 1),
             take("bob", &Policy::in_flight("open", 2).unwrap().into(), 1),
-            // What the second finds is what the first has left.
+            // The second take of a caller depends on the first.
             take("ann", &gcra, 2),
         ] {
             assert!(!is_of_takes(&[one(), other.clone()]), "{other:?}");
@@ -446,7 +446,7 @@ mod tests {
             assert!(batch.call.read(&wrong).is_err(), "{wrong:?}");
         }
 
-        // A replica says so of each take.
+        // A replica refuses each take.
         let is_read_only = |problem| {
             let reply = Value::BulkString(state(problem, 0));
             batch.call.is_read_only(&reply)

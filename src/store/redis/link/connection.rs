@@ -100,8 +100,8 @@ impl Connection {
         self.broken = true;
     }
 
-    /// Runs the script of each of these calls, in one round trip; those that are `true` are of a slot that is being
-    /// moved to this node. What the server has said to each is told in their order: one that it refused says nothing of
+    /// Runs the script of each of these calls in one round trip. A call is `true` if its slot is being moved to this
+    /// node. What the server has said to each is told in their order: one that it refused says nothing of
     /// the others.
     ///
     /// A call is sent by the script's hash, and again by its text if the server does not know the hash: then it has run

@@ -371,7 +371,7 @@ impl ScriptCall {
 
     /// Whether the server is a replica, and so refused a check that would write.
     pub(crate) fn is_read_only(&self, reply: &Value) -> bool {
-        // Nothing else is told by this number.
+        // No other number of a reply has this value.
         if self.is_of_takes() {
             let mut answers = taken(reply).into_iter().flatten();
             answers.any(|answer| i56(&answer[..7]) == wire::READ_ONLY)
@@ -381,7 +381,7 @@ impl ScriptCall {
     }
 }
 
-/// A reply, as far as it is read.
+/// A reply while its answers are read.
 enum Answers<'a> {
     /// For each entry.
     OfTakes(SmallVec<[Taken; 1]>),
@@ -448,7 +448,7 @@ pub(crate) fn read_key(rest: &str) -> Option<(Key, Policy)> {
 
 /// An argument of packed numbers, lowest byte first.
 #[derive(Default)]
-struct Packed(Vec<u8>);
+struct Packed(SmallVec<[u8; 40]>);
 
 impl Packed {
     fn u8(&mut self, number: u8) -> &mut Self {
@@ -560,7 +560,7 @@ fn verdicts(answer: &[[u8; 8]], plan: &Plan, at: i64) -> Result<Verdicts, StoreE
     })
 }
 
-/// The failure of a check for a problem: [`ErrorKind::Protocol`] for one that no script reports.
+/// The error of a check that has this problem: [`ErrorKind::Protocol`] if the problem is unknown.
 fn failure(problem: i64) -> StoreError {
     match problem {
         wire::REFUSED => {
