@@ -29,6 +29,8 @@ if answers.err then
   failures = { from = 1, to = #KEYS, err = 'MGET ' .. answers.err }
 end
 local place = 0
+-- The last state that was set: new callers are often charged alike.
+local last_ms, last_text, last_level, last_state
 for run = 1, failures and 0 or #ARGV do
   local now, full, units, ticks, entries, times = decode('<i7i7i7i7I4I4', ARGV[run])
   -- Redis expires keys by its own time. Under another time they are kept for a day longer than needed.
@@ -77,9 +79,13 @@ for run = 1, failures and 0 or #ARGV do
           at = at + reset
         end
         local ms = (at + -at % 1000) / 1000
-        local low = ms % 1000000
-        state = encode(METER, now, charged, ms % 1099511627776)
-        written = redis_pcall('SET', KEYS[place], state, 'PXAT', string.format('%d%06d', (ms - low) / 1000000, low))
+        if ms ~= last_ms or charged ~= last_level then
+          local low = ms % 1000000
+          last_ms, last_text = ms, string.format('%d%06d', (ms - low) / 1000000, low)
+          last_level, last_state = charged, encode(METER, now, charged, ms % 1099511627776)
+        end
+        state = last_state
+        written = redis_pcall('SET', KEYS[place], state, 'PXAT', last_text)
       end
       if written ~= METER_LENGTH and written.err then
         failures = { from = place, to = place, err = command .. ' ' .. written.err, before = failures }
