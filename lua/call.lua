@@ -30,7 +30,7 @@
 -- removed.
 --
 -- Redis runs the whole script for each call. So the most frequent call has a separate script (`takes.lua`). This one makes the
--- functions of a strategy only if a policy has the strategy, and those of rarer checks only if the call has such a check.
+-- functions of a strategy only if a policy has it, and the functions of rarer checks only for such a check.
 
 local CALL, POLICY, PLAN, PLAN_LENGTH = '<I4I4i7', '<I1i7i7i7i7', '<I1I4i7', 12
 local RUN, RUN_LENGTH, SLOT_LENGTH = '<I4I4I4', 12, 8

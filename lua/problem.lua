@@ -26,8 +26,8 @@ while failure do
     -- It takes no writes at all: it cannot save to disk, or has too few replicas.
     problem = NO_WRITES
   elseif says('non local key') then
-    -- The slot is being moved away, and this call has deleted a key of the check: no node makes it anew here. Nothing of the
-    -- check was written, which reads its keys first.
+    -- The slot is being moved away, and this call has deleted a key of the check, so that no node creates the key here again.
+    -- Nothing of the check was written: it reads its keys first.
     problem = ELSEWHERE
   end
   failure.problem, failure = problem, failure.before

@@ -29,7 +29,7 @@ if answers.err then
   failures = { from = 1, to = #KEYS, err = 'MGET ' .. answers.err }
 end
 local place = 0
--- The last state that was set: new callers are often charged alike.
+-- The last state that was set. New callers often get equal states.
 local last_ms, last_text, last_level, last_state
 for run = 1, failures and 0 or #ARGV do
   local now, full, units, ticks, entries, times = decode('<i7i7i7i7I4I4', ARGV[run])

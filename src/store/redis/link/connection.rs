@@ -101,8 +101,7 @@ impl Connection {
     }
 
     /// Runs the script of each of these calls in one round trip. A call is `true` if its slot is being moved to this
-    /// node. What the server has said to each is told in their order: one that it refused says nothing of
-    /// the others.
+    /// node. Returns the replies in the order of the calls; an error reply does not affect the other calls.
     ///
     /// A call is sent by the script's hash, and again by its text if the server does not know the hash: then it has run
     /// nothing, so that nothing is charged twice. `command` makes a call, by its number, the name of the command and
