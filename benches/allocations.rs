@@ -1,7 +1,7 @@
 //! `cargo bench -p benches --bench allocations`
 //!
-//! Allocations per request, in every case of `cargo bench -p benches --bench load`, including those of the Redis client.
-//! `-- TEXT...` measures only the cases whose name contains one of the texts.
+//! Allocations per request, in every case of `cargo bench -p benches --bench load`, including those
+//! of the Redis client. `-- TEXT...` measures only the cases whose name contains one of the texts.
 
 #![allow(
     missing_docs,

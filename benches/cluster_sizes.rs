@@ -1,10 +1,11 @@
 //! `cargo bench -p benches --bench cluster_sizes`
 //!
-//! Redis Clusters of any size: instances and masters are simulated, without a network, and each run gives the same
-//! figures. Prints the tables of `docs/running.md`: the traffic, and the number of queries of the map of slots.
+//! Redis Clusters of any size: instances and masters are simulated, without a network, and each run
+//! gives the same figures. Prints the tables of `docs/running.md`: the traffic, and the number of
+//! queries of the map of slots.
 //!
-//! It follows the rules of `src/store/redis` (workers, batches, cached denials, refreshes of the map) and of the breaker's
-//! probes. Redis's processing times are measured: see [`READ`].
+//! It follows the rules of `src/store/redis` (workers, batches, cached denials, refreshes of the
+//! map) and of the breaker's probes. Redis's processing times are measured: see [`READ`].
 
 #![allow(
     missing_docs,
@@ -372,8 +373,9 @@ fn reshard(size: Size, moves: &[f64]) -> Vec<f64> {
     asks
 }
 
-/// A master fails until its replica takes over. Each of its partitions is tried repeatedly, and each failure requests a
-/// query of the slots. Returns the times of these queries, and of the attempts at the replica afterwards.
+/// A master fails until its replica takes over. Each of its partitions is tried repeatedly, and
+/// each failure requests a query of the slots. Returns the times of these queries, and of the
+/// attempts at the replica afterwards.
 fn failover(size: Size, until: f64) -> (Vec<f64>, Vec<f64>) {
     /// Time after which a connection without a reply is given up.
     const TIMEOUT: f64 = 250_000.0;

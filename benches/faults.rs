@@ -1,8 +1,9 @@
 //! `cargo bench -p benches --bench faults`
 //!
-//! Runs every fault of `tests/faults` and of `tests/cluster` sequentially, with the same assertions, and prints them as
-//! tables. `-- server` runs only the first table, `-- leased` the same faults with leased callers, and `-- cluster` the
-//! faults of a cluster. `-- reconcile` measures the time to charge many callers after an outage.
+//! Runs every fault of `tests/faults` and of `tests/cluster` sequentially, with the same
+//! assertions, and prints them as tables. `-- server` runs only the first table, `-- leased` the
+//! same faults with leased callers, and `-- cluster` the faults of a cluster. `-- reconcile`
+//! measures the time to charge many callers after an outage.
 
 #![allow(
     missing_docs,

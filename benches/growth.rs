@@ -1,11 +1,13 @@
 //! `cargo bench -p benches --bench growth`
 //!
-//! Decisions per second, and the cost of a decision in Redis and in the client, as something grows: the callers that
-//! Redis stores, the instances of a service, the concurrent requests, and the masters of a cluster. All share the machine,
-//! so what grows is mainly the cost of a decision; a dashed line shows what Redis alone could decide.
+//! Decisions per second, and the cost of a decision in Redis and in the client, as something grows:
+//! the callers that Redis stores, the instances of a service, the concurrent requests, and the
+//! masters of a cluster. All share the machine, so what grows is mainly the cost of a decision; a
+//! dashed line shows what Redis alone could decide.
 //!
-//! `-- TEXT...` runs only the series whose name contains one of the texts. `-- --quick` is a short trial, with at most a
-//! million callers. `-- --save` also writes the results into `docs/performance.md`, and draws its pictures.
+//! `-- TEXT...` runs only the series whose name contains one of the texts. `-- --quick` is a short
+//! trial, with at most a million callers. `-- --save` also writes the results into
+//! `docs/performance.md`, and draws its pictures.
 
 #![allow(
     missing_docs,

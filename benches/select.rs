@@ -1,7 +1,7 @@
 //! `cargo bench -p benches --bench select`
 //!
-//! The cost of finding a request's policies: whole requests through a layer with a `LocalStore`, under fixed policies and
-//! under each selector; and the selectors alone.
+//! The cost of finding a request's policies: whole requests through a layer with a `LocalStore`,
+//! under fixed policies and under each selector; and the selectors alone.
 
 #![allow(
     missing_docs,

@@ -1,7 +1,8 @@
 //! `cargo bench -p benches --bench server`
 //!
-//! The cost of every strategy in Redis, compared with the two classic scripts, in one run: server time per check in
-//! batches of 32 (`usec_per_call` of the script call over its checks), and memory per key.
+//! The cost of every strategy in Redis, compared with the two classic scripts, in one run: server
+//! time per check in batches of 32 (`usec_per_call` of the script call over its checks), and memory
+//! per key.
 
 #![allow(
     missing_docs,

@@ -26,8 +26,8 @@ use limit::{Check, Key, Policies, Policy, Quota, State, Strategy, Verdicts};
 
 const DAY: u64 = 24 * 3_600;
 
-/// The period of a quota that is never used up. Buckets drain slower than they are charged, so that a step has
-/// a drain to compute; windows sometimes end; a log holds [`CHARGES`] charges.
+/// The period of a quota that is never used up. Buckets drain slower than they are charged, so that
+/// a step has a drain to compute; windows sometimes end; a log holds [`CHARGES`] charges.
 fn period(strategy: Strategy) -> Duration {
     match strategy {
         Strategy::SlidingLog => Duration::from_micros(CHARGES * STEP as u64),

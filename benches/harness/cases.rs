@@ -42,8 +42,8 @@ pub const CONCURRENCY: [u64; 4] = [1, 64, 256, 1024];
 /// Lease time of blocks.
 const LEASE: Duration = Duration::from_millis(250);
 
-/// Pause between the requests of a connection, for cases in which the machine must not be saturated: 64 connections send
-/// about 7,000 requests per second.
+/// Pause between the requests of a connection, for cases in which the machine must not be
+/// saturated: 64 connections send about 7,000 requests per second.
 const PAUSE: Duration = Duration::from_millis(8);
 
 /// A case: its subject, and the number of concurrent requests.
@@ -58,8 +58,8 @@ pub enum What {
     Multiplexed(Load),
     /// A script call for each request, over a pool of 16 connections, without pings.
     Pool(Load),
-    /// A GET and a SET with an expiry for each key, in a script that decides nothing: the minimum cost in Redis of a
-    /// decision that reads and writes like this.
+    /// A GET and a SET with an expiry for each key, in a script that decides nothing: the minimum
+    /// cost in Redis of a decision that reads and writes like this.
     Bare,
     /// `RedisStore` through the layer.
     Redis(Load),
@@ -69,8 +69,8 @@ pub enum What {
     RedisByHeader(Load),
     /// `tower-redis-cell`, with a header field as the key too.
     Cell(Load),
-    /// `RedisStore` through a layer that keeps each request until its body has ended, with 100,000 callers: a request is a
-    /// take and a refund.
+    /// `RedisStore` through a layer that keeps each request until its body has ended, with 100,000
+    /// callers: a request is a take and a refund.
     InFlight,
     /// `LocalStore` through the layer.
     Local(Load, Fields),

@@ -1,11 +1,12 @@
 //! `cargo bench -p benches --bench load`
 //!
-//! Decisions per second through the whole middleware, compared with other designs on the same Redis, in one run: rounds of
-//! all cases in turn, medians, ratios first. Client and server share the machine.
+//! Decisions per second through the whole middleware, compared with other designs on the same
+//! Redis, in one run: rounds of all cases in turn, medians, ratios first. Client and server share
+//! the machine.
 //!
-//! `-- TEXT...` runs only the cases whose name contains one of the texts: `-- cluster` those on a cluster, and the cases
-//! that they are compared with. `-- --quick` is a short trial. `-- --save` also writes the tables into
-//! `docs/performance.md`, and draws `docs/throughput.svg`.
+//! `-- TEXT...` runs only the cases whose name contains one of the texts: `-- cluster` those on a
+//! cluster, and the cases that they are compared with. `-- --quick` is a short trial. `-- --save`
+//! also writes the tables into `docs/performance.md`, and draws `docs/throughput.svg`.
 
 #![allow(
     missing_docs,

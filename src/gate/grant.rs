@@ -17,7 +17,7 @@ pub(crate) struct Grant<D> {
     charge: Option<Charge>,
     /// The in-flight slot, if there is no charge.
     slot: Option<Slot>,
-    /// Running dry-run and shadow checks. `None` in most layers, which have no such policies.
+    /// The dry-run and shadow checks. `None` in most layers, which have no such policies.
     shadows: Option<Box<Shadows<D>>>,
 }
 

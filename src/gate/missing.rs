@@ -50,10 +50,9 @@ impl MissingKey {
         }
     }
 
-    /// The client left out its credentials, such as an API key: over HTTP a 401, over gRPC `UNAUTHENTICATED`. `problem`
-    /// is shown to the client. As with [`new`](Self::new),
-    /// [`OnMissingKey`](crate::reject::OnMissingKey) may let the
-    /// request pass.
+    /// The client left out its credentials, such as an API key: over HTTP a 401, over gRPC
+    /// `UNAUTHENTICATED`. `problem` is shown to the client. As with [`new`](Self::new),
+    /// [`OnMissingKey`](crate::reject::OnMissingKey) may let the request pass.
     ///
     /// `challenge` tells the client how to authenticate, such as `Bearer` or `Basic realm="books"`. A 401 must have one
     /// (RFC 9110), so the layer adds it as `WWW-Authenticate` to every 401 without one.

@@ -224,13 +224,13 @@ async fn requests_dropped_before_the_answer_are_released() {
             .is_err()
     );
     assert_eq!(store.counted(ann), 2);
-    // Within less time than a renewal takes.
+    // The release is sent immediately, not only with the next renewal.
     timeout(
         Duration::from_secs(1),
         until("it counts one", || store.counted(ann) == 1),
     )
     .await
-    .expect("a slot in time");
+    .expect("a release in time");
 }
 
 /// The release reaches the store before the take, on another connection.
@@ -375,8 +375,8 @@ async fn nothing_stays_counted_whatever_happens() {
     }
 }
 
-/// While the store is reachable, and only cancelled requests lose their replies, the
-/// limit is never exceeded.
+/// While the store is reachable, and only cancelled requests lose their replies, the limit is never
+/// exceeded.
 #[tokio::test(start_paused = true)]
 async fn cancellations_never_let_requests_exceed_the_limit() {
     assert_eq!(

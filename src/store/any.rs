@@ -52,16 +52,14 @@ pub enum AnyStore {
 
 impl AnyStore {
     /// Creates the store that these settings describe. It connects to Redis at the first check, so
-    /// a service starts while
-    /// Redis is down.
+    /// a service starts while Redis is down.
     ///
     /// # Errors
     ///
     /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) if
     /// [`RedisStoreBuilder::connect_lazy`](crate::store::RedisStoreBuilder::connect_lazy) rejects
     /// the settings, if the URL is missing, if a file is unreadable, or if a fallback's deadline is
-    /// below 1 ms;
-    /// [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) for
+    /// below 1 ms; [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) for
     /// [`ShareConfig::Alive`](crate::store::ShareConfig::Alive) outside a Tokio runtime.
     pub fn from_config(config: &StoreConfig) -> Result<Self, StoreError> {
         config.store()

@@ -51,7 +51,7 @@ use crate::util::{Clock, lock};
 ///
 /// A key is dropped when all its charges have expired. If the store is full before that, each new
 /// key replaces another one. The store compares a few keys, some old and some inserted while it was
-/// full, and drops the one that had used the smallest share of its limit at its last check; of
+/// full, and drops the key with the smallest used share of its limit at its last check; of
 /// equal ones, the newer. So a flood of new keys replaces mainly itself, however long it lasts: a
 /// caller that has used at least as large a share is kept. If the store is full of callers that
 /// have used up their limits, new keys replace each other in a small percentage of the entries,

@@ -84,15 +84,14 @@ pub trait Store: Clone + Send + Sync + 'static {
     }
 
     /// Records a decision of another store on this caller, to continue from there if that store
-    /// fails. A [`Fallback`]
-    /// passes the decisions of its first store to the second. Defaults to doing nothing.
+    /// fails. A [`Fallback`] passes the decisions of its first store to the second. Defaults to
+    /// doing nothing.
     fn warm(&self, key: &Key, decision: &Decision) {
         let _ = (key, decision);
     }
 
     /// Returns the number of partitions that may fail separately, as in a Redis Cluster. A
-    /// [`Fallback`] has a breaker for
-    /// each. Defaults to 1; must not change.
+    /// [`Fallback`] has a breaker for each. Defaults to 1; must not change.
     fn partitions(&self) -> usize {
         1
     }

@@ -332,7 +332,7 @@ fn foreign_values(now: i64, length: usize) -> Vec<Foreign> {
         add("RPUSH", &[text.as_bytes()], false);
     }
 
-    // As long as a state, or almost; with one more cell, and with twenty.
+    // The length of a state, or almost; with one more cell, and with twenty.
     for length in [
         length,
         length - 1,

@@ -12,7 +12,7 @@ use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
 
 use crate::support::{RedisServer, check, until};
 
-/// A node that serves these slots, and knows no other node.
+/// A node that serves these slots, and is not connected to any other node.
 async fn node(slots: Range<u16>) -> RedisServer {
     let server = RedisServer::start_with(&[
         "--cluster-enabled",

@@ -1,4 +1,4 @@
-//! Every problem with the server or the URL is a typed error whose text says how to fix it.
+//! Every problem with the server or the URL is a typed error whose text names the fix.
 
 use std::error::Error as _;
 use std::io::{Read, Write};

@@ -99,7 +99,7 @@ async fn it_degrades_and_recovers_with_redis() {
 }
 
 /// Outside a runtime, the primary store replies immediately that it cannot decide, and the check is
-/// not sent. That says nothing about Redis; the check is charged there as soon as there is a
+/// not sent. This is unrelated to Redis; the check is charged there as soon as there is a
 /// runtime.
 #[test]
 fn checks_outside_runtimes_do_not_degrade_others() {

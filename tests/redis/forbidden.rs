@@ -42,7 +42,7 @@ const NOT_NEEDED: [&str; 30] = [
     "WAIT",
 ];
 
-/// Commands that all strategies need, and those that only logs need.
+/// Commands that all strategies need, and commands that only logs need.
 const NEEDED: [&str; 7] = ["evalsha", "eval", "time", "mget", "set", "setrange", "del"];
 const OF_LOGS: [&str; 6] = ["lrange", "rpush", "lset", "ltrim", "lrem", "pexpireat"];
 /// Commands of requests in flight.

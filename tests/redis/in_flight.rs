@@ -1,4 +1,4 @@
-//! Requests in flight in real processes, some of which are killed or stopped, and so is Redis.
+//! Requests in flight in real processes, while processes and Redis are killed or stopped.
 
 use std::convert::Infallible;
 use std::env;
@@ -138,7 +138,7 @@ async fn forgotten_requests_are_counted_again() {
         // Other requests start and end in the meantime.
         until("it is counted again", async || {
             drop(hold(&limiters[0], 1).await);
-            // It may still count the one that has just ended.
+            // It may still count the request that has just ended.
             left(&limiters[1]).await <= LIMIT - 7
         })
         .await;

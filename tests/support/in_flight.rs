@@ -1,4 +1,4 @@
-//! Processes of a service with requests in flight, some of which are killed, and a log of these
+//! Processes of a service with requests in flight, the killing of some, and a log of these
 //! requests.
 
 #![allow(unreachable_pub, reason = "shared by test binaries")]

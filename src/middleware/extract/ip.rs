@@ -8,10 +8,10 @@ use crate::limit::Key;
 
 /// Counts by the address of the connection's peer; IPv6 by its /64 network.
 ///
-/// The address is that of the nearest peer: behind a load balancer it is the balancer's, and all clients are counted
-/// together. No header is read: use [`ClientIp`](crate::extract::ClientIp) for the header that your
-/// proxies write. Its
-/// [`peer()`](crate::extract::ClientIp::peer) counts the same way, with a configurable IPv6 prefix.
+/// The address is that of the nearest peer: behind a load balancer it is the balancer's, and all
+/// clients are counted together. No header is read: use [`ClientIp`](crate::extract::ClientIp) for
+/// the header that your proxies write. Its [`peer()`](crate::extract::ClientIp::peer) counts the
+/// same way, with a configurable IPv6 prefix.
 ///
 /// The address is read from the request's extensions. The first of these that is present is used:
 /// 1. an [`IpAddr`], which your application may insert to override the server, 2. a

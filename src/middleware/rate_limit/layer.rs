@@ -42,8 +42,7 @@ use crate::store::Store;
 /// close the connection.
 ///
 /// Use a [`CallLimitLayer`](crate::CallLimitLayer) for services other than HTTP, and for clients
-/// that need an error
-/// instead of a response.
+/// that need an error instead of a response.
 ///
 /// # Order of layers
 ///
@@ -219,8 +218,8 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
     ///
     /// Only requests that pass are checked under them, one check per list of policies, at the
     /// request's [cost](Self::cost). Their counts are separate from those of enforced policies,
-    /// even of the same name. The policies
-    /// of several shadows need different names, or they share a count.
+    /// even of the same name. The policies of several shadows need different names, or they share a
+    /// count.
     ///
     /// ```
     /// # use tower_redis_ratelimit::extract::Global;

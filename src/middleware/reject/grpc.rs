@@ -43,8 +43,7 @@ use super::{AFTER_FAILURE, Reason, Reject, Rejection};
 /// [`Limiter`](crate::Limiter) in the method: see [the recipes](crate::guide::recipes).
 ///
 /// It creates every body type whose `Default` is empty, such as tonic's, axum's and hyper's. It
-/// works for servers and
-/// for clients:
+/// works for servers and for clients:
 ///
 /// ```
 /// use tonic::transport::Server;

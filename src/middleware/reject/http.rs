@@ -12,10 +12,9 @@ use crate::middleware::headers::Headers;
 /// - Denied: 429 with the type `quota-exceeded` of the `RateLimit` draft and its `violated-policies`. The layer adds
 ///   `Retry-After` in whole seconds, rounded up, if a wait helps.
 /// - No key: 400, whose `detail` names the missing key, or 401 with `WWW-Authenticate` if the
-///   client is
-///   [unauthenticated](crate::extract::MissingKey::unauthenticated). 500 if the server is misconfigured; the reason is
-///   [for the log](crate::observe::Observer::misconfigured), and in the `detail` in debug builds
-///   only.
+///   client is [unauthenticated](crate::extract::MissingKey::unauthenticated). 500 if the server is
+///   misconfigured; the reason is [for the log](crate::observe::Observer::misconfigured), and in
+///   the `detail` in debug builds only.
 /// - No store could decide: 503 with the draft's type `temporary-reduced-capacity` and `Retry-After: 1`, without the
 ///   cause.
 ///
@@ -102,8 +101,7 @@ impl HttpReject {
     }
 
     /// Sets the whole body of a denial, and its type, such as `text/html`. The body is sent
-    /// unchanged. Replaces
-    /// [`detail`](Self::detail).
+    /// unchanged. Replaces [`detail`](Self::detail).
     #[must_use]
     pub fn body(self, content_type: HeaderValue, body: impl Into<String>) -> Self {
         Self {

@@ -57,8 +57,7 @@ pub enum Reason<'a> {
     /// It was denied, temporarily or permanently.
     Denied(&'a Decision),
     /// No rate-limit key was found. The text of a [misconfigured](MissingKey::is_misconfigured)
-    /// server is meant for the log,
-    /// not for clients.
+    /// server is meant for the log, not for clients.
     MissingKey(&'a MissingKey),
     /// No store could decide. The error is meant for the log, not for clients.
     Unavailable(&'a StoreError),

@@ -49,9 +49,8 @@ use crate::limit::{Key, Policies};
 /// such as tower-http's `NormalizePath`, must therefore wrap the layer.
 ///
 /// Add the layer to the outermost router or around it, or to a router nested in it. For a router in
-/// a `route_service`,
-/// or in the fallback of a nested router, axum does not report whole templates, so patterns for whole paths do not
-/// match.
+/// a `route_service`, or in the fallback of a nested router, axum does not report whole templates,
+/// so patterns for whole paths do not match.
 ///
 /// To count each route separately under one policy, put the route into the key: see `MatchedRoute`.
 pub struct Routes {

@@ -42,8 +42,7 @@ use crate::wait_queues::{Bounds, WaitQueues};
 /// # Permits
 ///
 /// - A permit is charged when it is acquired, and used by `call`. A service that is dropped without
-///   a call passes its
-///   permit on to the next waiter of this process, or refunds it to the store.
+///   a call passes its permit on to the next waiter of this process, or refunds it to the store.
 /// - Each clone has its own permit. Clones, and all services of one layer, wait in one queue, in
 ///   FIFO order.
 /// - Each instance takes at most one permit in advance, so that instances take turns. One store
@@ -59,8 +58,7 @@ use crate::wait_queues::{Bounds, WaitQueues};
 /// - A local store grants in the first poll if it has capacity. A store over a network replies
 ///   later: a [`LoadShed`](https://docs.rs/tower/latest/tower/load_shed/struct.LoadShed.html)
 ///   around the throttle polls only once and then sheds the call. Put a
-///   [`Buffer`](https://docs.rs/tower/latest/tower/buffer/struct.Buffer.html) between
-///   them.
+///   [`Buffer`](https://docs.rs/tower/latest/tower/buffer/struct.Buffer.html) between them.
 /// - A service that is polled on another runtime than before starts waiting again.
 /// - When a runtime shuts down, its permits are not refunded.
 /// - If a service is called without being ready, the call is charged and proceeds without a permit.

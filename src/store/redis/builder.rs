@@ -30,8 +30,7 @@ impl RedisStore {
     ///
     /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) for an invalid URL,
     /// otherwise the reason why Redis cannot decide: the server is unreachable, rejects the
-    /// password, lacks a permission, is not a Redis, or is a
-    /// node of a cluster.
+    /// password, lacks a permission, is not a Redis, or is a node of a cluster.
     pub async fn connect(servers: impl Into<Servers>) -> Result<Self, StoreError> {
         Self::builder(servers).connect().await
     }
@@ -49,8 +48,8 @@ impl RedisStore {
     /// others. Connects at the first check, like [`connect_lazy`](Self::connect_lazy).
     ///
     /// To connect immediately, or for more settings, pass [`Servers::cluster`] to
-    /// [`connect`](Self::connect) or
-    /// [`builder`](Self::builder). See [above](Self#redis-cluster) for the specifics of a cluster.
+    /// [`connect`](Self::connect) or [`builder`](Self::builder). See [above](Self#redis-cluster)
+    /// for the specifics of a cluster.
     ///
     /// ```
     /// use tower_redis_ratelimit::RedisStore;

@@ -65,8 +65,7 @@ impl Scan {
     }
 
     /// Performs one step: returns the counts among the next 1,000 keys or so of the database,
-    /// possibly none. `None` at the
-    /// end.
+    /// possibly none. `None` at the end.
     ///
     /// As with the command `SCAN`, a count that exists during the whole scan is returned at least
     /// once, and one that is added or removed during the scan may be missed. So may the counts of a

@@ -19,9 +19,8 @@ use crate::error::ConfigError;
 ///
 /// Each may end with `?prefix=shop`: the [prefix](crate::store::RedisStoreBuilder::prefix) of the
 /// store, which overrides the program's setting. If sentinels require a user and a password too,
-/// add
-/// `?sentinel_user=user&sentinel_password=password`. With the feature `tls`, `rediss://`, `rediss+cluster://` and
-/// `rediss+sentinel://` use TLS.
+/// add `?sentinel_user=user&sentinel_password=password`. With the feature `tls`, `rediss://`,
+/// `rediss+cluster://` and `rediss+sentinel://` use TLS.
 ///
 /// ```
 /// use tower_redis_ratelimit::store::Servers;

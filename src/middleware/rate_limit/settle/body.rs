@@ -13,8 +13,7 @@ pin_project! {
     /// [`UntilBodyEnd`](crate::rate_limit::UntilBodyEnd).
     ///
     /// It passes on the frames of the inner service's body. It ends with the last frame, with an
-    /// error, or when it is
-    /// dropped.
+    /// error, or when it is dropped.
     pub struct TrackedBody<B> {
         #[pin]
         inner: B,

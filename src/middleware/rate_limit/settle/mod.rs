@@ -35,8 +35,7 @@ mod sealed {
 pub struct AsIs;
 
 /// Settles a request's charge when the response body has ended and every clone of its [`Charge`] is
-/// dropped. The
-/// response is a `Response<TrackedBody<B>>`.
+/// dropped. The response is a `Response<TrackedBody<B>>`.
 ///
 /// [`RateLimitLayer::settle`](crate::RateLimitLayer::settle) and
 /// [`RateLimitLayer::until_body_end`](crate::RateLimitLayer::until_body_end) make such layers.

@@ -1,7 +1,7 @@
 //! A connection that is driven by the task that sends a command over it.
 //!
 //! Redis-rs would spawn a task per connection, which writes the commands and forwards the replies.
-//! That takes two more scheduler turns per call. If more than three tasks in a row wake each other,
+//! This costs two more scheduler turns per call. If more than three tasks in a row wake each other,
 //! Tokio also wakes another thread to share the work; with one request at a time, that takes longer
 //! than the work.
 //!
@@ -61,12 +61,12 @@ impl Driven {
 /// Drives a connection until the reply has arrived.
 ///
 /// The request wakes the driver and the reply wakes the requester. Both are the current task, which
-/// would be scheduled again. So `asking` gets a no-op waker, and only the driver registers the real
-/// one, for data from the server.
-async fn drive<T>(driver: &mut Driver, asking: impl Future<Output = T>) -> T {
-    // Tokio's cooperative budget would suspend `asking`, and its no-op waker would never resume it.
-    let mut asking = pin!(unconstrained(asking));
-    if let Some(answer) = asking.as_mut().now_or_never() {
+/// would be scheduled again. So `request` gets a no-op waker, and only the driver registers the
+/// real one, for data from the server.
+async fn drive<T>(driver: &mut Driver, request: impl Future<Output = T>) -> T {
+    // Tokio's cooperative budget would suspend `request`, and its no-op waker would never resume it.
+    let mut request = pin!(unconstrained(request));
+    if let Some(answer) = request.as_mut().now_or_never() {
         return answer;
     }
     poll_fn(|cx| {
@@ -76,7 +76,7 @@ async fn drive<T>(driver: &mut Driver, asking: impl Future<Output = T>) -> T {
         } else {
             Waker::noop()
         };
-        asking.as_mut().poll(&mut Context::from_waker(waker))
+        request.as_mut().poll(&mut Context::from_waker(waker))
     })
     .await
 }

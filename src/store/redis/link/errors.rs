@@ -116,9 +116,9 @@ fn was_not_run(kind: ErrorKind, error: &RedisError) -> bool {
 /// repeats its text.
 fn message(error: &RedisError) -> String {
     let mut text = error.to_string();
-    // A server may repeat the arguments of a rejected command:
-    // `unknown command 'EVALSHA', with args beginning with: 'da121a' '2' 'rl:{ann}:api:g'`.
-    // A password may be an argument too. Every caller's key follows a brace.
+    // A server may repeat the arguments of a rejected command: `unknown command 'EVALSHA', with
+    // args beginning with: 'da121a' '2' 'rl:{ann}:api:g'`. A password may be an argument too. Every
+    // caller's key follows a brace.
     if !error.is_io_error()
         && let Some(end) = [", with args", "{"]
             .iter()

@@ -19,13 +19,13 @@ use tokio::sync::oneshot;
 
 use crate::util::lock;
 
-static LOOK_UPS: LookUps = LookUps {
-    under_way: Mutex::new(BTreeMap::new()),
+static LOOKUPS: Lookups = Lookups {
+    running: Mutex::new(BTreeMap::new()),
     look_up: system,
 };
 
-struct LookUps {
-    under_way: Mutex<BTreeMap<Box<str>, Answer>>,
+struct Lookups {
+    running: Mutex<BTreeMap<Box<str>, Answer>>,
     look_up: fn(&str) -> io::Result<Vec<SocketAddr>>,
 }
 
@@ -39,7 +39,7 @@ type Answer = Shared<oneshot::Receiver<Result<Vec<SocketAddr>, Arc<io::Error>>>>
 pub(crate) async fn addresses(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
     let mut addresses = match host.parse::<IpAddr>() {
         Ok(address) => vec![SocketAddr::new(address, port)],
-        Err(_) => LOOK_UPS.find(host).await?,
+        Err(_) => LOOKUPS.find(host).await?,
     };
     addresses
         .iter_mut()
@@ -60,7 +60,7 @@ fn system(host: &str) -> io::Result<Vec<SocketAddr>> {
     }
 }
 
-impl LookUps {
+impl Lookups {
     async fn find(&'static self, host: &str) -> io::Result<Vec<SocketAddr>> {
         let found = self.begin(host)?.await.map_err(io::Error::other)?;
         found.map_err(|error| io::Error::new(error.kind(), error))
@@ -68,22 +68,22 @@ impl LookUps {
 
     /// Joins the running lookup, or starts one.
     fn begin(&'static self, host: &str) -> io::Result<Answer> {
-        let mut under_way = lock(&self.under_way);
-        if let Some(answer) = under_way.get(host) {
+        let mut running = lock(&self.running);
+        if let Some(answer) = running.get(host) {
             return Ok(answer.clone());
         }
-        let (tell, answer) = oneshot::channel();
+        let (sender, answer) = oneshot::channel();
         let answer = answer.shared();
         let name: Box<str> = host.into();
         thread::Builder::new()
             .name("redis-host".to_owned())
             .spawn(move || {
                 let found = (self.look_up)(&name).map_err(Arc::new);
-                lock(&self.under_way).remove(&name);
+                lock(&self.running).remove(&name);
                 // Fails if all waiters have been dropped.
-                let _ = tell.send(found);
+                let _ = sender.send(found);
             })?;
-        under_way.insert(host.into(), answer.clone());
+        running.insert(host.into(), answer.clone());
         Ok(answer)
     }
 }
@@ -124,8 +124,8 @@ mod tests {
         static HANGS: Mutex<bool> = Mutex::new(true);
         static ANSWERED: Condvar = Condvar::new();
         static COUNT: AtomicUsize = AtomicUsize::new(0);
-        static LOOK_UPS: LookUps = LookUps {
-            under_way: Mutex::new(BTreeMap::new()),
+        static LOOKUPS: Lookups = Lookups {
+            running: Mutex::new(BTreeMap::new()),
             look_up: |host| {
                 COUNT.fetch_add(1, SeqCst);
                 drop(ANSWERED.wait_while(lock(&HANGS), |hangs| *hangs));
@@ -138,13 +138,13 @@ mod tests {
         for _ in 0..100 {
             for host in ["some", "none"] {
                 assert!(
-                    timeout(Duration::from_millis(1), LOOK_UPS.find(host))
+                    timeout(Duration::from_millis(1), LOOKUPS.find(host))
                         .await
                         .is_err()
                 );
             }
         }
-        let mut waiting = pin!(LOOK_UPS.find("none"));
+        let mut waiting = pin!(LOOKUPS.find("none"));
         assert!(waiting.as_mut().now_or_never().is_none());
         *lock(&HANGS) = false;
         ANSWERED.notify_all();
@@ -154,12 +154,12 @@ mod tests {
             "{error:?}"
         );
         until("both have ended", async || {
-            lock(&LOOK_UPS.under_way).is_empty()
+            lock(&LOOKUPS.running).is_empty()
         })
         .await;
         assert_eq!(COUNT.load(SeqCst), 2, "lookups of two hosts");
         // No result is cached.
-        assert_eq!(LOOK_UPS.find("some").await.unwrap().len(), 1);
+        assert_eq!(LOOKUPS.find("some").await.unwrap().len(), 1);
         assert_eq!(COUNT.load(SeqCst), 3);
     }
 

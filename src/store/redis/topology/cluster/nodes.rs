@@ -160,8 +160,7 @@ impl Nodes {
 
     /// Queries several nodes, starting the next one after a short pause or as soon as one has
     /// failed, so that a node that does not respond causes no delay. The `lost` node is queried
-    /// last. Returns the map, and whether it is of another
-    /// cluster.
+    /// last. Returns the map, and whether it is of another cluster.
     ///
     /// The address of a node may have been reassigned to another cluster. So a map must have a node
     /// in common with the current one. Only if no such node has replied for a long time, the nodes
@@ -172,7 +171,7 @@ impl Nodes {
         lost: Option<Node>,
         patience: Duration,
     ) -> Result<(SlotMap, bool), StoreError> {
-        // At startup, no node is known to work: query all in parallel.
+        // At startup, any node may be down: query all in parallel.
         let pause = if present.is_empty() {
             Duration::ZERO
         } else {

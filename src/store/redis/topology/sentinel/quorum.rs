@@ -1,4 +1,4 @@
-//! Combines the reports of several sentinels, some of which may be cut off from the others.
+//! Combines the reports of several sentinels, which may be cut off from each other.
 
 use std::fmt;
 
