@@ -322,7 +322,7 @@ fn duplicates_are_refused() {
             .unwrap_err()
             .to_string();
         assert!(
-            error.starts_with(&format!("{text}: write it once at line 1")),
+            error.starts_with(&format!("{text}: remove one at line 1")),
             "{error}"
         );
         assert!(!error.contains("sk-live"), "{error}");

@@ -246,7 +246,7 @@ async fn a_literally_named_path_is_exempt() {
                 .exempt(pattern)
                 .unwrap_err()
                 .to_string()
-                .contains("would exempt nothing"),
+                .contains("exempts nothing"),
             "{pattern}"
         );
     }

@@ -204,7 +204,7 @@ async fn the_longest_of_several_pauses_counts() {
         let error = Pause::new(store.clone(), "pause", max)
             .unwrap_err()
             .to_string();
-        assert!(error.contains("write from 1 second to 5 hours"), "{error}");
+        assert!(error.contains("use 1 second to 5 hours"), "{error}");
     }
     let longest = Pause::new(store.clone(), "longest", 5 * 3_600 * SECOND).unwrap();
     longest.begin(KEY, Duration::MAX).await.unwrap();

@@ -439,7 +439,7 @@ fn wrong_patterns_are_refused() {
         .unwrap_err()
         .to_string();
     assert!(
-        error.ends_with("for one method, write `.method(Method::POST, \"/users\", ..)`"),
+        error.ends_with("for one method, use `.method(Method::POST, \"/users\", ..)`"),
         "{error}"
     );
 }

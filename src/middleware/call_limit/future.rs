@@ -42,7 +42,7 @@ pin_project! {
             grant: Grant<D>,
             ending: E,
         },
-        // Drops the inner future first: it may hold a permit, such as `ConcurrencyLimit`'s.
+        // The inner future has been dropped: it may hold a permit, such as `ConcurrencyLimit`'s.
         Answered {
             // `None` after it was returned.
             answer: Option<Result<Res, BoxError>>,

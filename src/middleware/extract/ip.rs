@@ -14,11 +14,12 @@ use crate::limit::Key;
 /// same way, with a configurable IPv6 prefix.
 ///
 /// The address is read from the request's extensions. The first of these that is present is used:
-/// 1. an [`IpAddr`], which your application may insert to override the server, 2. a
-/// [`SocketAddr`](std::net::SocketAddr), 3. with the feature `axum`, axum's
-/// `ConnectInfo<SocketAddr>`, which `into_make_service_with_connect_info::<SocketAddr>()` inserts,
-/// or its `MockConnectInfo`, 4. with the feature `tonic`, tonic's `TcpConnectInfo`, which its
-/// server inserts, for TLS connections too.
+/// 1. an [`IpAddr`], which your application may insert to override the server,
+/// 2. a [`SocketAddr`](std::net::SocketAddr),
+/// 3. with the feature `axum`, axum's `ConnectInfo<SocketAddr>`, which
+///    `into_make_service_with_connect_info::<SocketAddr>()` inserts, or its `MockConnectInfo`,
+/// 4. with the feature `tonic`, tonic's `TcpConnectInfo`, which its server inserts, for TLS
+///    connections too.
 ///
 /// Peers on unix sockets have no address, and are counted together. They are recognized by a
 /// `tokio::net::unix::SocketAddr`, alone or in axum's `ConnectInfo`, and by tonic's `UdsConnectInfo`.

@@ -23,8 +23,8 @@ use crate::limit::Decision;
 /// | `Headers::NONE.and(LegacyHeaders::GitHub)` | only those three |
 /// | `Headers::NONE` | none |
 ///
-/// A denial always has `Retry-After`. The fields are explained in [the
-/// guide](crate::guide::answers).
+/// A denial that may be retried has `Retry-After` with any setting. The fields are explained in
+/// [the guide](crate::guide::answers).
 ///
 /// With the feature `serde` it is a list, such as `["draft", "github"]`, of `draft` and one of `github`, `x-seconds`
 /// and `draft-6`. In an environment variable it is one text: `draft, github`. An empty list is `Headers::NONE`.

@@ -53,7 +53,7 @@ pin_project! {
             shows_decision: bool,
             rule: Option<Arc<Rule>>,
         },
-        // Drops the inner future first: it may hold a permit, such as `ConcurrencyLimit`'s.
+        // The inner future has been dropped: it may hold a permit, such as `ConcurrencyLimit`'s.
         Answered {
             // `None` after it was returned.
             response: Option<Res>,
