@@ -76,14 +76,14 @@ async fn an_outage_is_logged_once() {
         &lines.take(),
         &[
             "WARN rate limit checks failed kind=\"unreachable\" error=the server cannot be reached: check",
-            "WARN rate limits are local: the shared store has failed too often kind=\"unreachable\"",
+            "WARN shared store unavailable, enforcing rate limits locally kind=\"unreachable\"",
         ],
     );
     primary.allow();
     while store.is_degraded() {
         sleep(Duration::from_millis(50)).await;
     }
-    assert_lines(&lines.take(), &["INFO rate limits are shared again after="]);
+    assert_lines(&lines.take(), &["INFO shared store recovered after="]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -123,7 +123,7 @@ async fn limiters_and_throttles_log_too() {
     }
     assert_lines(
         &lines.take(),
-        &["kind=\"read_only\"", "rate limits are local"],
+        &["kind=\"read_only\"", "enforcing rate limits locally"],
     );
 
     let store = MockStore::new();
@@ -145,10 +145,7 @@ async fn a_misconfiguration_is_logged() {
     let (lines, _guard) = Lines::collect(Level::INFO);
     let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy());
     assert_eq!([send(&layer).await, send(&layer).await], [500; 2]);
-    assert_lines(
-        &lines.take(),
-        &["ERROR the server is set up so that requests are not counted"],
-    );
+    assert_lines(&lines.take(), &["ERROR rate limiting is misconfigured"]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -199,7 +196,7 @@ fn standard_error_stands_in_for_a_subscriber() {
     );
     assert!(
         !cfg!(debug_assertions)
-            || said.contains("turn on the feature `tracing` and set a subscriber"),
+            || said.contains("enable the feature `tracing` and install a subscriber"),
         "{said}"
     );
 }

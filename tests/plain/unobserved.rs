@@ -78,7 +78,7 @@ async fn with_a_unit_observer() {
 fn outages_and_misconfigurations_appear_once() {
     let said = said("without_an_observer");
     for part in [
-        "rate limits are local: the server cannot be reached: check the URL",
+        "enforcing rate limits locally: the server cannot be reached: check the URL",
         "turn on the feature `axum`",
     ] {
         let times = if cfg!(debug_assertions) { 1 } else { 0 };

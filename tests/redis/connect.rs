@@ -67,7 +67,7 @@ async fn an_invalid_url() {
         assert_helpful(
             &RedisStore::connect(url).await.unwrap_err(),
             ErrorKind::Configuration,
-            "set up wrongly",
+            "invalid store configuration",
         );
     }
 }
@@ -443,7 +443,7 @@ async fn the_server_never_answers() {
         .connect()
         .await
         .unwrap_err();
-    assert_helpful(&error, ErrorKind::Timeout, "did not answer in time");
+    assert_helpful(&error, ErrorKind::Timeout, "did not reply in time");
 }
 
 #[tokio::test]
@@ -594,7 +594,7 @@ fn there_is_no_runtime() {
     let error = futures_util::FutureExt::now_or_never(store.check(check("ann", "10/s")))
         .unwrap()
         .unwrap_err();
-    assert_helpful(&error, ErrorKind::NoRuntime, "tokio runtime");
+    assert_helpful(&error, ErrorKind::NoRuntime, "Tokio runtime");
 }
 
 /// Greets, and then answers by these bytes and hangs up.

@@ -208,7 +208,7 @@ async fn the_server_is_not_a_master() {
     refused(
         url(&[sentinel.port]),
         ErrorKind::NotReady,
-        "no master is elected yet",
+        "no master has been elected",
     )
     .await;
 }

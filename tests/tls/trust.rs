@@ -185,7 +185,7 @@ async fn the_server_does_not_speak_tls() {
         refused(
             builder,
             ErrorKind::Tls,
-            "check that the URL's port speaks TLS",
+            "check that the URL's port serves TLS",
             wrong,
         )
         .await;
@@ -193,7 +193,7 @@ async fn the_server_does_not_speak_tls() {
     refused(
         builder(answering(b"-ERR unknown command\r\n")),
         ErrorKind::Tls,
-        "speaks TLS",
+        "serves TLS",
         "corrupt",
     )
     .await;
@@ -207,7 +207,7 @@ async fn the_url_does_not_ask_for_tls() {
     refused(
         builder(url),
         ErrorKind::TlsWanted,
-        "write `rediss://` instead of `redis://`",
+        "use `rediss://` instead of `redis://`",
         "",
     )
     .await;
