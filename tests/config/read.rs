@@ -263,7 +263,7 @@ fn a_wrong_variable_is_named() {
             "250",
             [
                 "timeout: \"250\" is not a valid duration",
-                "write it like `250ms`",
+                "use the form `250ms`",
             ],
         ),
         (
@@ -274,7 +274,7 @@ fn a_wrong_variable_is_named() {
         (
             "APP_POLICIES__QUOTA",
             "10/60",
-            ["\"10/60\" is not a valid quota", "write it like `100/s`"],
+            ["\"10/60\" is not a valid quota", "use the form `100/s`"],
         ),
         (
             "APP_POLICIES__BURST",

@@ -164,8 +164,8 @@ fn errors() {
     let caller = |text: &str| json!({ "default": free, "callers": { text: "exempt" } });
     let no_caller = |text: &str| {
         format!(
-            "{text:?} is not a valid caller: write a caller's key as it is, `ip:192.0.2.7`, `secret:` and an API key, \
-             or `~` and 32 digits as in Redis"
+            "{text:?} is not a valid caller: use a caller's key in clear, `ip:192.0.2.7`, `secret:` followed by an API key, \
+             or `~` followed by 32 digits as in Redis"
         )
     };
     for (value, text) in [
@@ -176,29 +176,29 @@ fn errors() {
         ),
         (
             json!({ "default": "exempt" }),
-            "\"exempt\" is not a valid policy: write a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies"
+            "\"exempt\" is not a valid policy: use a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies"
                 .to_owned(),
         ),
         (
             json!({ "default": free, "tiers": { "pro": "exmept" } }),
-            "\"exmept\" is not a valid policy: write `exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
+            "\"exmept\" is not a valid policy: use `exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
              or a list of policies"
                 .to_owned(),
         ),
         (
             json!({ "default": free, "tiers": { "pro": 60 } }),
-            "\"60\" is not a valid policy: write `exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
+            "\"60\" is not a valid policy: use `exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
              or a list of policies"
                 .to_owned(),
         ),
         (
             json!({ "default": free, "tiers": { "pro": { "name": "pro", "quota": "60" } } }),
-            "\"60\" is not a valid quota: there is no `/` and no `per`; write it like `100/s`, `10/60s` or `1000/h burst 50`"
+            "\"60\" is not a valid quota: there is no `/` and no `per`; use the form `100/s`, `10/60s` or `1000/h burst 50`"
                 .to_owned(),
         ),
         (
             json!({ "default": free, "tiers": { "pro": [free, free] } }),
-            "two policies are named \"free\": give each its own name, since it is part of the key".to_owned(),
+            "two policies are named \"free\": use different names, since the name is part of the key".to_owned(),
         ),
         (json!({ "default": free, "tiers": ["pro"] }), "invalid type: sequence, expected a table of tiers".to_owned()),
         (json!({ "default": free, "callers": 7 }), "invalid type: integer `7`, expected a table of callers".to_owned()),
@@ -250,7 +250,7 @@ fn impossible_callers_are_refused() {
         let error = read::<Tiers>(caller(text)).expect_err(text);
         assert!(
             error.starts_with(&format!(
-                "{text:?} is not a valid caller: write a caller's key as it is"
+                "{text:?} is not a valid caller: use a caller's key in clear"
             )),
             "{error}"
         );
