@@ -241,7 +241,7 @@ impl Check {
         self.cost
     }
 
-    /// Returns the [id](Self::with_id), if the check has one.
+    /// Returns the [id](Self::with_id). `None` without an id.
     pub fn id(&self) -> Option<&Key> {
         match self.extra.as_deref() {
             Some(Extra::Id(id)) => Some(id),

@@ -146,7 +146,7 @@ impl State {
         };
         let (needs, grants) = match ask.mode {
             Mode::Peek => (1, 0),
-            // The same slot, taken again.
+            // This request already holds the slot.
             Mode::Take | Mode::TakeAhead | Mode::UpTo if room < 1 && is_taken() => (i64::MIN, 1),
             Mode::Take | Mode::TakeAhead | Mode::UpTo => (1, 1),
             Mode::Reset => (i64::MIN, params.capacity - room),

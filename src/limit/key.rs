@@ -262,7 +262,7 @@ impl Key {
         }
     }
 
-    /// Appends as many bytes as fit.
+    /// Appends `bytes`, truncated to the free space.
     fn push(&mut self, bytes: &[u8]) {
         let start = usize::from(self.len);
         let end = (start + bytes.len()).min(Self::MAX);

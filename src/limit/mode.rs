@@ -1,4 +1,4 @@
-/// What a check does with its cost.
+/// The operation of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Mode {

@@ -102,7 +102,7 @@ impl Verdicts {
         self.each.get(policy).unwrap_or(&Verdict::NONE)
     }
 
-    /// Returns the index of the deciding policy: the first of those with the longest wait, then the
+    /// Returns the index of the deciding policy: the first with the longest wait, then the
     /// least remaining.
     pub(super) fn decider(&self) -> usize {
         let rank = |v: &Verdict| (v.wait == Verdict::NEVER, v.wait, -v.remaining);

@@ -45,7 +45,7 @@ pub(crate) trait Algorithm: Default {
     fn wait(&self, params: &Params, now: i64, cost: i64, registers: Registers) -> i64;
     /// Charges `cost`, even beyond the limit.
     fn charge(&mut self, params: &Params, now: i64, cost: i64, registers: Registers) -> Registers;
-    /// Refunds up to `cost` of a charge, but never so much that the caller could later get more
+    /// Refunds up to `cost` of a charge, but never an amount that would let the caller later get more
     /// than if only the rest had been charged. Returns the refunded amount, as a lower bound; 0
     /// means that nothing has changed.
     fn refund(

@@ -124,7 +124,7 @@ impl Charges {
         for place in first..queue.len() {
             let charge = queue[place];
             let rest = start.max(charge.since(from) - cost);
-            // Skip a charge of which nothing is left.
+            // Skip a charge that is removed entirely.
             if rest > sum {
                 (kept, sum) = (kept + 1, rest);
                 queue[kept] = Charge::new(charge.time(), from.total() + rest);
@@ -196,9 +196,9 @@ impl Charges {
     }
 }
 
-/// Returns two adjacent indices between `near` and `far`, of which the second passes `test` and the
-/// first does not. `test` must be monotonic, fail at `near` and pass at `far`. Searches in growing
-/// steps from `near`, then by bisection, so the time is logarithmic in the distance.
+/// Returns two adjacent indices between `near` and `far`: `test` is `false` for the first and `true`
+/// for the second. `test` must be monotonic, `false` at `near` and `true` at `far`. Searches in
+/// growing steps from `near`, then by bisection, so the time is logarithmic in the distance.
 #[inline]
 fn search(mut near: usize, mut far: usize, test: impl Fn(usize) -> bool) -> (usize, usize) {
     let mut step = 1_usize;

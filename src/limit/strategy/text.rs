@@ -192,10 +192,7 @@ mod tests {
                 "not a number of cells, such as `10 cells`",
             ),
             ("sliding-window(0 cells)", "0 cells: use 1 to 1000"),
-            (
-                "sliding-window(1001 cells)",
-                "1001 cells: use 1 to 1000",
-            ),
+            ("sliding-window(1001 cells)", "1001 cells: use 1 to 1000"),
             ("sliding-window(100000 cells)", "use 1 to 1000"),
         ] {
             let error = text.parse::<Strategy>().unwrap_err().to_string();
