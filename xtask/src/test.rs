@@ -92,7 +92,7 @@ fn alone(features: &str) -> Result {
     ])
 }
 
-pub(crate) fn document(features: &[&str]) -> Result {
+fn document(features: &[&str]) -> Result {
     let mut command = Command::new("cargo");
     command
         .args(["doc", "--quiet", "--no-deps", "--lib"])
