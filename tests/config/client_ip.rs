@@ -1,4 +1,4 @@
-//! Where the address of the client is read, from a file.
+//! The extractor of client addresses, read from a file.
 
 use serde_json::{Value, json};
 use tower_redis_ratelimit::ConfigError;

@@ -1,4 +1,4 @@
-//! What is refused, and what it says: the field, the value, and what to write instead.
+//! Invalid settings: the error names the field, the value and the fix.
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -237,7 +237,8 @@ struct File {
     policies: Option<Policies>,
 }
 
-/// Formats that know lines name the one that is wrong, and none beside it, such as that of the URL.
+/// For formats with line numbers, the error names the line. It shows no other line, such as that of
+/// the URL.
 #[test]
 fn errors_name_the_line() {
     let url = "url = \"redis://:hunter2@host/\"\n";

@@ -1,4 +1,4 @@
-//! Tiers: who is under which policies, from a file.
+//! Tiers: the policies of each plan and caller, read from a file.
 
 use http::Request;
 use http::request::Parts;
@@ -18,7 +18,7 @@ fn request(tier: &'static str) -> Parts {
         .0
 }
 
-/// The names of the policies of a caller in a plan; nothing for one that is exempt.
+/// Returns the names of the policies of a caller in a plan; empty for an exempt caller.
 fn names(tiers: &Tiers, tier: &'static str, caller: Key) -> String {
     let policies = tiers.policies(&request(tier), Some(&caller));
     policies
@@ -112,7 +112,7 @@ fn plan_names_come_from_code() {
     assert_eq!(tiers.policies(&request, None), None);
 }
 
-/// Every kind of key, as it stands in Redis and as people write it.
+/// Every kind of key, in its form in Redis and in the form that people write.
 #[test]
 fn callers_are_found_by_their_keys() {
     let ip = |address: &str| Key::ip(address.parse().unwrap());
@@ -217,7 +217,7 @@ fn errors() {
     }
 }
 
-/// What looks like another kind of key, and would be a caller that nobody is.
+/// A name that looks like another kind of key would match no caller.
 #[test]
 fn impossible_callers_are_refused() {
     let caller = |text: &str| json!({ "default": { "name": "free", "quota": "1/s" }, "callers": { text: "exempt" } });
@@ -285,7 +285,7 @@ fn no_error_shows_a_secret() {
     );
 }
 
-/// What cannot be read again is not written.
+/// A key that could not be read again is not written.
 #[test]
 fn unwritable_callers_are_an_error() {
     let tiers = Tiers::new(policy("free")).exempt_caller(Key::new("192.0.2.7"));
@@ -296,7 +296,8 @@ fn unwritable_callers_are_an_error() {
     );
 }
 
-/// A format may allow it, and two texts may be one caller. A secret is not shown.
+/// Some formats allow duplicate names, and two texts may name one caller. The error shows no
+/// secret.
 #[test]
 fn duplicates_are_refused() {
     let secret = Key::secret("sk-live-1");
