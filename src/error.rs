@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 /// An invalid setting, such as a quota, a policy or a Redis URL.
 ///
-/// The message names the rejected value and says what to use instead. It contains no password, and
-/// nothing after `secret:`.
+/// The message names the rejected value and the fix. It contains no password, and nothing after
+/// `secret:`.
 ///
 /// ```
 /// use tower_redis_ratelimit::Quota;
@@ -60,11 +60,10 @@ impl std::error::Error for ConfigError {}
 
 /// An error of a store that could not decide a check.
 ///
-/// The error says nothing about the caller: a [`Fallback`](crate::Fallback) decides the check
-/// locally instead, and the middleware applies [`OnError`](crate::reject::OnError). The message
-/// names the server, if one is involved, and says how to fix the problem. The
-/// [`source`](std::error::Error::source) is the cause, if there is one. Errors of this crate
-/// contain no caller's key and no password.
+/// It is not a verdict on the caller: a [`Fallback`](crate::Fallback) decides the check locally
+/// instead, and the middleware applies [`OnError`](crate::reject::OnError). The message names the
+/// server, if one is involved, and the fix. The [`source`](std::error::Error::source) is the cause,
+/// if there is one. Errors of this crate contain no caller's key and no password.
 ///
 /// ```
 /// use std::io;
@@ -124,7 +123,7 @@ pub enum ErrorKind {
     CertificateExpired,
     /// The server's certificate does not match the host in the URL.
     CertificateName,
-    /// The server requires a client certificate, or rejected the one that it received.
+    /// The server requires a client certificate, or rejected it.
     ClientCertificate,
     /// No reply arrived in time. The check may or may not have been charged.
     Timeout,
@@ -240,8 +239,8 @@ impl StoreError {
         )
     }
 
-    /// Returns the more useful of two errors: one that the user can fix, rather than an unreachable
-    /// server.
+    /// Returns the more useful of two errors: rather a mistake that the user can fix than an
+    /// unreachable server.
     #[must_use]
     pub(crate) fn or_telling(self, other: Self) -> Self {
         if matches!(self.kind, ErrorKind::Unreachable | ErrorKind::Timeout) {
@@ -361,7 +360,7 @@ const SERVER: &str = "the server";
 
 impl fmt::Display for StoreError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // These causes already say what to do, so they replace the general advice.
+        // These causes contain their own advice, which replaces the general one.
         let (text, cause) = match (self.kind, &self.cause) {
             (ErrorKind::Configuration, Some(cause)) => {
                 ("invalid store configuration: ", Some(cause))

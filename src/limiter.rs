@@ -73,7 +73,7 @@ impl<S: Store> Limiter<S> {
     }
 
     /// Sets the observer. It receives a store's events, such as that a
-    /// [`Fallback`](crate::Fallback) decides locally, unless the store already has one; each
+    /// [`Fallback`](crate::Fallback) decides locally, unless the store has an observer; each
     /// [`Reservation`] that could not be settled; and each policy that is leased without effect. It
     /// does not receive decisions, which are returned to the caller. Defaults to [a log of
     /// problems](Observer); `()` disables that.

@@ -297,7 +297,7 @@ impl Check {
         Self { reserves, ..self }
     }
 
-    /// Marks the check as one that charges or refunds a block of a [`Leased`](crate::Leased) store.
+    /// Marks a check that charges or refunds a block of a [`Leased`](crate::Leased) store.
     /// A [`Fallback`](crate::Fallback) sends it to its primary store only.
     pub(crate) fn for_block(self) -> Self {
         Self {

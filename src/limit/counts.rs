@@ -46,7 +46,7 @@ pub struct Counts {
 
 impl Counts {
     /// Decides a check of this caller at `now`, and charges what is granted. A clock that goes back
-    /// grants no more.
+    /// grants nothing extra.
     pub fn decide(&mut self, check: &Check, now: SystemTime, source: Source) -> Decision {
         let now = since_epoch(now);
         check.clone().answer(self.verdicts(check, now), source)

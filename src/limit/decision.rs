@@ -190,7 +190,7 @@ impl Decision {
         })
     }
 
-    /// Returns the decision as it is `elapsed` microseconds later, or earlier if negative.
+    /// Shifts the decision by `elapsed` microseconds, which may be negative.
     pub(crate) fn later(self, elapsed: i64) -> Self {
         Self {
             verdicts: self.verdicts.later(elapsed),

@@ -63,8 +63,8 @@ pub(super) fn check(quota: Quota) -> Result<(), ConfigError> {
 pub struct SlotId(NonZeroU64);
 
 impl SlotId {
-    /// Creates a process-wide unique id, which also differs from those of other processes: it
-    /// counts up from a random number.
+    /// Creates a process-wide unique id, and distinct from ids of other processes: ids count
+    /// up from a random number.
     pub(crate) fn unique() -> Self {
         use std::hash::BuildHasher;
         static NEXT: LazyLock<AtomicU64> =

@@ -32,7 +32,7 @@ use crate::refunds::{RefundQueue, Reserved};
 /// ```
 ///
 /// Refunds and charges are sent immediately, in the background. In an outage they are retried while
-/// they matter, unless they may have been sent already, so that nothing is charged twice. Lost ones
+/// they matter, unless they may have been sent already, to avoid charging twice. Lost ones
 /// are reported to the limiter's [observer](crate::Limiter::observer).
 #[must_use = "dropping it refunds the reservation"]
 pub struct Reservation {

@@ -20,7 +20,7 @@ fn ask(store: &LocalStore, check: Check) -> Decision {
         .unwrap()
 }
 
-/// Of several answers, the one with the least remaining is the newest, unless its window has ended.
+/// The newest of several answers is the one with the least remaining, unless its window has ended.
 #[tokio::test(start_paused = true)]
 async fn continues_from_answers_of_a_new_window() {
     let (there, here) = (LocalStore::default(), LocalStore::default());

@@ -1,4 +1,4 @@
-//! The same settings for a cluster, and for sentinels with their master.
+//! TLS settings for a cluster, and for sentinels with their master.
 
 use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};

@@ -22,7 +22,7 @@ impl Authority {
     pub fn new() -> Self {
         let mut params = CertificateParams::new([]).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        // Without a name of its own, OpenSSL would consider each issued certificate self-signed.
+        // Without a distinct name, OpenSSL would consider each issued certificate self-signed.
         params
             .distinguished_name
             .push(DnType::CommonName, "an authority");

@@ -66,7 +66,7 @@ impl Charges {
         self.0.as_deref()
     }
 
-    /// Returns the index of the newest charge; 0 if there is none.
+    /// Returns the index of the newest charge, or 0 without charges.
     fn last(&self) -> usize {
         self.queue()
             .map_or(0, |queue| queue.len().saturating_sub(1))

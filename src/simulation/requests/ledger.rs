@@ -246,9 +246,7 @@ impl Ledger {
                     .map(|waiter| waiter.since)
                     .min();
                 if since.is_some_and(|since| now > since.max(sums.idle_since) + longest) {
-                    let problem = format!(
-                        "nobody has passed for more than {longest} ms while somebody waited"
-                    );
+                    let problem = format!("no waiter was granted for more than {longest} ms");
                     self.breaks(Rule::Idle, Some(caller), problem);
                 }
             }
@@ -315,7 +313,7 @@ impl Ledger {
                 self.runs_once(caller);
                 if runs + reported < settled {
                     let problem = format!(
-                        "{settled} were to be settled, {runs} were, and of {reported} the observer was notified"
+                        "{settled} settlements due, {runs} done, {reported} reported as lost"
                     );
                     self.breaks(Rule::Lost, Some(caller), problem);
                 }
@@ -326,7 +324,7 @@ impl Ledger {
                 let costs = (real - steady).min(capacity)..=(real + unknown + steady).min(capacity);
                 if reported == 0 && !costs.contains(&used) {
                     let problem = format!(
-                        "the store counts {used}, {real} were the real costs, and maybe {unknown} more"
+                        "the store counts {used}, the real costs are {real}, plus up to {unknown}"
                     );
                     self.breaks(Rule::Cost, Some(caller), problem);
                 }

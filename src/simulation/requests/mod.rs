@@ -245,7 +245,7 @@ impl<'a> Simulated<'a> {
         state.say(None, || "the end".to_owned());
     }
 
-    /// Lets time pass in steps.
+    /// Advances the time in steps.
     fn passes_to(&mut self, until: u64) {
         while self.now < until {
             self.now = (self.now + self.rng.u64(1..=self.step)).min(until);

@@ -123,7 +123,7 @@ pub(super) const LONGEST: u64 = 300;
 pub(super) const TIMEOUT: u64 = 1000;
 /// A period in which nothing refills during a run.
 const LONG: Duration = Duration::from_secs(90 * 86_400);
-/// A time to live longer than any fault, and one that expires within a run.
+/// A time to live longer than any fault, and a shorter one that expires within a run.
 const LEASES: [Duration; 2] = [Duration::from_secs(12), Duration::from_millis(1500)];
 
 impl Plan {

@@ -16,7 +16,7 @@ struct Reservation {
     index: usize,
 }
 
-/// The time of each grant, and its real cost as far as it is known.
+/// The time of each grant, and its real cost so far.
 type Granted = Vec<(i64, i64)>;
 
 /// Returns the states of a caller who was charged only the real costs, each at its time.

@@ -74,7 +74,7 @@ fn a_small_step_back_moves_later_charges() {
                 "{strategy:?}: a wait of {wait} us for the first of them"
             );
         }
-        // Only the last millisecond differs from what would have been without the step.
+        // Without the step, only the last millisecond would differ.
         for left in [1000, 999, 500, 100, 2] {
             let at = START + 1_000_000 + (1000 - left) * 1_000;
             let remaining = take(0).decide(&mut state, at).first().remaining;

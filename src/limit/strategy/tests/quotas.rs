@@ -83,8 +83,8 @@ fn a_lowered_limit_keeps_all_charges() {
     }
 }
 
-/// A state that continues another store's count grants no more than that store would, now or later, and is fresh at the
-/// same time. With shares, all instances together grant no more.
+/// A state that continues another store's count grants at most as much as that store would, now or later, and is fresh at the
+/// same time. With shares, all instances together do not exceed that either.
 #[test]
 fn a_warmed_state_grants_no_more() {
     let mut rng = Rng::with_seed(0);
