@@ -1,4 +1,4 @@
-//! Checks and decisions: the request to a store, and its answer.
+//! Checks and decisions: the request to a store, and its result.
 //!
 //! A layer creates a [`Check`] for each request. A [`Limiter`](crate::Limiter) and any
 //! [`Store`](crate::store::Store) accept every kind of check:

@@ -34,7 +34,7 @@ pub struct Key {
 /// First byte of a hashed key. A readable key cannot contain it.
 const HASHED: u8 = b'~';
 /// Separates the parts of a tuple. A part cannot contain it.
-const BETWEEN: u8 = b',';
+const SEPARATOR: u8 = b',';
 
 /// Prefix of an address key. A readable key cannot contain its colon.
 const ADDRESS: &[u8] = b"ip:";
@@ -169,7 +169,9 @@ impl Key {
             .iter()
             .map(|part| part.as_bytes().len() + 1)
             .sum::<usize>();
-        let nested = parts.iter().any(|part| part.as_bytes().contains(&BETWEEN));
+        let nested = parts
+            .iter()
+            .any(|part| part.as_bytes().contains(&SEPARATOR));
         if parts.len() < 2 || nested || len > Self::MAX + 1 {
             let hash = Sha256::new().chain_update(b"tuple\0");
             return Self::hashed(parts.iter().fold(hash, |hash, part| {
@@ -179,7 +181,7 @@ impl Key {
         let mut key = Self::reserved(b"");
         for (i, part) in parts.iter().enumerate() {
             if i > 0 {
-                key.push(&[BETWEEN]);
+                key.push(&[SEPARATOR]);
             }
             key.push(part.as_bytes());
         }

@@ -1,6 +1,6 @@
 //! Limits, checks and decisions: pure and deterministic, without a clock, a network or tasks.
 //!
-//! `now` is always an argument. Stores call this module; it calls no other.
+//! `now` is always an argument. Stores call this module; it calls no store.
 
 mod answered;
 mod charged;

@@ -51,7 +51,7 @@ pub(crate) struct Settled {
     pub(crate) cost: u32,
 }
 
-/// No handle has counted anything.
+/// Marks a request for which no handle has counted a cost.
 const UNUSED: u64 = u64::MAX;
 
 impl Account {

@@ -7,7 +7,10 @@ use std::fmt;
 ///
 /// A single pointer, which is null before the first charge: a state is as large as the largest
 /// strategy's, and a store holds one per caller.
-#[allow(clippy::box_collection, reason = "a box is a quarter of a queue")]
+#[allow(
+    clippy::box_collection,
+    reason = "a `Box` has a quarter of the size of a `VecDeque`"
+)]
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Charges(Option<Box<VecDeque<Charge>>>);
 
