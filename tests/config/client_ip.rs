@@ -1,4 +1,4 @@
-//! Where the address of the client is read, from a file.
+//! The extractor of client addresses, read from a file.
 
 use serde_json::{Value, json};
 use tower_redis_ratelimit::ConfigError;
@@ -65,7 +65,7 @@ fn errors() {
         "the header that the trusted proxies write is missing: set it, such as `header = \"x-forwarded-for\"`"
             .to_owned();
     for (value, text) in [
-        (json!("x-real-ip"), format!("\"x-real-ip\" is not a valid client address: write {choices}")),
+        (json!("x-real-ip"), format!("\"x-real-ip\" is not a valid client address: use {choices}")),
         (json!(["peer"]), format!("invalid type: sequence, expected {choices}")),
         (
             json!({ "header": "forwarded", "hop": 2 }),
@@ -110,11 +110,11 @@ fn errors() {
         ),
         (
             json!({ "header": "forwarded", "hops": 0 }),
-            "hops: \"0\" is not a valid number: write a whole number from 1 to 255".to_owned(),
+            "hops: \"0\" is not a valid number: use an integer from 1 to 255".to_owned(),
         ),
         (
             json!({ "header": "forwarded", "hops": 1, "ipv6_prefix": 129 }),
-            "ipv6_prefix: \"129\" is not a valid IPv6 prefix: write a whole number from 1 to 128, such as `64`".to_owned(),
+            "ipv6_prefix: \"129\" is not a valid IPv6 prefix: use a whole number from 1 to 128, such as `64`".to_owned(),
         ),
     ] {
         assert_eq!(read(&value).unwrap_err(), text, "{value}");

@@ -1,10 +1,10 @@
-//! The crate without any of its features.
+//! Tests of the crate without any of its features.
 
 #![cfg(test)]
 #![allow(
     clippy::unwrap_used,
     clippy::panic,
-    reason = "a test that cannot go on has failed"
+    reason = "a test fails by panicking"
 )]
 
 mod unobserved;

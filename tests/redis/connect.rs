@@ -67,7 +67,7 @@ async fn an_invalid_url() {
         assert_helpful(
             &RedisStore::connect(url).await.unwrap_err(),
             ErrorKind::Configuration,
-            "set up wrongly",
+            "invalid store configuration",
         );
     }
 }
@@ -445,7 +445,7 @@ async fn the_server_never_answers() {
         .connect()
         .await
         .unwrap_err();
-    assert_helpful(&error, ErrorKind::Timeout, "did not answer in time");
+    assert_helpful(&error, ErrorKind::Timeout, "did not reply in time");
 }
 
 #[tokio::test]
@@ -597,7 +597,7 @@ fn a_missing_runtime_is_reported() {
     let error = futures_util::FutureExt::now_or_never(store.check(check("ann", "10/s")))
         .unwrap()
         .unwrap_err();
-    assert_helpful(&error, ErrorKind::NoRuntime, "tokio runtime");
+    assert_helpful(&error, ErrorKind::NoRuntime, "Tokio runtime");
 }
 
 /// A server that greets, replies with these bytes, and closes the connection.

@@ -165,7 +165,7 @@ async fn needed_commands_are_named() {
             assert_eq!(error.kind(), ErrorKind::Refused, "{command}: {error:?}");
             let cause = error.to_string();
             assert!(
-                cause.starts_with(&format!("the server 127.0.0.1:{} refused", server.port())),
+                cause.starts_with(&format!("the server 127.0.0.1:{} rejected", server.port())),
                 "{cause}"
             );
             // Redis 6.2 uses other quotation marks.

@@ -181,7 +181,7 @@ async fn a_missed_deadline_names_the_server() {
         } else {
             ""
         };
-        let text = format!("the server {server}{address} did not answer in time: ");
+        let text = format!("the server {server}{address} did not reply in time: ");
         assert!(error.starts_with(&text), "{url}: {error}");
     }
 }

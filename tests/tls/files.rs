@@ -1,4 +1,4 @@
-//! Certificates by their files, as a configuration names them.
+//! Certificates from files, as named in a configuration.
 
 use std::fs;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use tower_redis_ratelimit::store::{AnyStore, ErrorKind, Store, StoreConfig, Stor
 use crate::support::check;
 use crate::with_tls::{Authority, TlsServer};
 
-/// A folder of files.
+/// A temporary folder for files.
 struct Folder(TempDir);
 
 impl Folder {
@@ -33,7 +33,7 @@ fn config(url: impl Into<String>) -> StoreConfig {
     config
 }
 
-/// What it says of settings that cannot work.
+/// Returns the error for an invalid configuration.
 fn refused(config: &StoreConfig) -> String {
     let error = AnyStore::from_config(config).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Configuration, "{error:?}");
@@ -58,7 +58,7 @@ async fn configured_stores_connect_with_their_files() {
     };
     assert!(decide(&config).await.unwrap().is_allowed());
 
-    // Each of them is needed.
+    // Each of the files is needed.
     let without = |change: fn(&mut StoreConfig)| {
         let mut config = config.clone();
         change(&mut config);
@@ -191,7 +191,7 @@ fn tls_settings_need_a_tls_url() {
     let mut config = config("redis://127.0.0.1/");
     config.root_certificates = folder.write("ca.pem", &Authority::new().pem());
     assert!(refused(&config).contains("use `rediss://`"));
-    // A store that asks no Redis has no use for it.
+    // A local store does not read the files.
     config.kind = StoreKind::Local;
     config.root_certificates = Some("missing.pem".into());
     AnyStore::from_config(&config).unwrap();

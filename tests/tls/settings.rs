@@ -1,4 +1,4 @@
-//! What cannot work is refused when the store is built, by its name.
+//! Invalid TLS settings are rejected when the store is built, and the error names the setting.
 
 use tower_redis_ratelimit::RedisStore;
 use tower_redis_ratelimit::store::Servers;
@@ -70,7 +70,7 @@ fn an_invalid_name() {
     builder().server_name("10.0.0.1").connect_lazy().unwrap();
 }
 
-/// Whoever sets a certificate expects encryption.
+/// Setting a certificate implies that encryption is expected.
 #[test]
 fn certificates_without_tls() {
     let ca = Authority::new().pem();

@@ -190,7 +190,7 @@ fn kind_and_url_choose_the_store() {
         assert_eq!(
             store(kind, None).unwrap_err().to_string(),
             format!(
-                "the store is set up wrongly: the Redis URL cannot be used: it is missing, and a store of the \
+                "invalid store configuration: the Redis URL cannot be used: it is missing, and a store of the \
                  kind `{kind}` needs it; write it like `redis://:password@host:6379/0`"
             )
         );

@@ -114,7 +114,7 @@ async fn closures_give_key_and_cost() {
     );
     assert_eq!(
         denied.to_string(),
-        "the quota of 60/m (jobs) has too little left for this call; try again in 20s"
+        "the quota of 60/m (jobs) cannot cover this call; try again in 20s"
     );
     assert_eq!(
         printed(

@@ -146,8 +146,8 @@ async fn failures_are_throttled_but_breaker_changes_logged() {
     let logged = lines.take();
     assert_eq!(logged.len(), 6, "{logged:?}");
     for (line, part) in logged.iter().zip([
-        "WARN rate limits are local",
-        "INFO rate limits are shared again after=3s",
+        "WARN shared store unavailable",
+        "INFO shared store recovered after=3s",
         "charged=7 dropped=1",
     ]) {
         assert!(line.contains(part), "{part} is missing in {line}");
