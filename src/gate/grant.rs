@@ -1,3 +1,4 @@
+use std::fmt;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
@@ -12,7 +13,7 @@ use crate::store::Store;
 
 /// What a passing request holds. Its drop settles what was reserved, unless the body of the response or the handler
 /// still has the [`Charge`], and ends what is in flight.
-pub(crate) struct Grant<D> {
+pub struct Grant<D> {
     /// Its reservation, and its slot in flight. None in a layer that settles nothing.
     charge: Option<Charge>,
     /// Its slot in flight, if there is no charge.
@@ -115,5 +116,11 @@ impl<D> Default for Grant<D> {
             slot: None,
             shadows: None,
         }
+    }
+}
+
+impl<D> fmt::Debug for Grant<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Grant").finish_non_exhaustive()
     }
 }

@@ -14,7 +14,7 @@ use crate::util::{instant, lock};
 
 /// Notifies the observer of a layer, or of a limiter, or logs what needs attention if it has none. Clones are of the same one.
 #[derive(Clone, Default)]
-pub(crate) struct Notifier {
+pub struct Notifier {
     observer: Option<Arc<dyn Observer>>,
     misconfiguration: Arc<Misconfiguration>,
 }
@@ -143,5 +143,11 @@ impl Misconfiguration {
             *last = Some(now);
         }
         due
+    }
+}
+
+impl fmt::Debug for Notifier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Notifier").finish_non_exhaustive()
     }
 }

@@ -80,7 +80,7 @@ pub struct ThrottleLayer<W = Forever> {
 
 impl ThrottleLayer {
     /// Takes permits from `store`, on the count of `key`, under the policies that `policies` gives: a
-    /// [`Policy`](crate::Policy), several [`Policies`](crate::Policies), or [`Live`](crate::select::Live) ones, which
+    /// [`Policy`](crate::Policy), several [`Policies`](crate::Policies)(crate::Policies), or [`Live`](crate::select::Live) ones, which
     /// apply to waits that begin after they were replaced. Without any, every call proceeds. Policies of requests [in
     /// flight](crate::Policy::in_flight) are left out, and reported as [misconfigured](Observer::misconfigured): a
     /// throttle does not know when a call has ended.

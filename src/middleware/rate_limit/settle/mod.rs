@@ -10,6 +10,7 @@ use http::response::Parts;
 
 pub use body::TrackedBody;
 
+use crate::middleware::limit::AsIs;
 use crate::settle::{Charge, Settlement};
 
 /// Settles a request by the head of its response.
@@ -29,10 +30,6 @@ pub trait Ending: sealed::Ending {
 mod sealed {
     pub trait Ending: 'static {}
 }
-
-/// Settles nothing: what a request has taken stays charged, and the response is the inner service's.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct AsIs;
 
 /// Settles what a request has taken when the body of the response has ended, and no [`Charge`] of it is left. The
 /// response is a `Response<TrackedBody<B>>`.
