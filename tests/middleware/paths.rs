@@ -433,7 +433,7 @@ fn unmatchable_patterns_are_refused() {
                 assert!(
                     error
                         .to_string()
-                        .starts_with(&format!("the route {pattern:?} cannot be used (")),
+                        .starts_with(&format!("invalid route {pattern:?} (")),
                     "{error}"
                 )
             }

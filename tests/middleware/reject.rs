@@ -89,7 +89,7 @@ async fn a_handler_answers_as_the_layer_does() {
     );
     assert_eq!(
         problem(failed).await["detail"],
-        "The request could not be counted."
+        "Rate limiting is temporarily unavailable."
     );
     let missing = MissingKey::unauthenticated("no token", HeaderValue::from_static("Bearer"));
     let missing: Response<String> = HttpReject::new().response(Reason::MissingKey(&missing));
@@ -265,7 +265,7 @@ async fn store_failures_hide_their_error() {
     let expected = json!({
         "type": "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity",
         "title": "Service Unavailable",
-        "detail": "The request could not be counted.",
+        "detail": "Rate limiting is temporarily unavailable.",
     });
     assert_eq!(problem(response).await, expected);
 }
@@ -338,7 +338,10 @@ async fn the_denial_text_is_configurable() {
         assert_eq!(missing["detail"], "the header x-user is missing");
         let broken = limited(layer_with(Broken, "1/h").reject(reject));
         let unavailable = problem(send(&broken, request("alice")).await).await;
-        assert_eq!(unavailable["detail"], "The request could not be counted.");
+        assert_eq!(
+            unavailable["detail"],
+            "Rate limiting is temporarily unavailable."
+        );
     }
 }
 
@@ -367,7 +370,7 @@ async fn a_rejection_displays_as_a_sentence() {
     for (response, expected) in [
         (
             send(&scarce, request("alice")).await,
-            "The quota of 3/h has too little left for this request. Try again in 1200 s.",
+            "The quota of 3/h cannot cover this request. Try again in 1200 s.",
         ),
         (
             send(&service, request("alice")).await,
@@ -384,7 +387,7 @@ async fn a_rejection_displays_as_a_sentence() {
         (send(&at_fault, anonymous()).await, &misconfigured()),
         (
             send(&broken, request("alice")).await,
-            "The request could not be counted.",
+            "Rate limiting is temporarily unavailable.",
         ),
     ] {
         assert_eq!(response.body(), expected);

@@ -414,7 +414,7 @@ async fn routes_go_by_path_and_method() {
         asterisk
             .unwrap_err()
             .to_string()
-            .contains("\"users\" cannot be used (it does not begin with `/`)")
+            .contains("invalid route \"users\" (it does not begin with `/`)")
     );
 }
 
@@ -428,7 +428,7 @@ fn wrong_patterns_are_refused() {
         assert!(
             error
                 .to_string()
-                .starts_with(&format!("the route {pattern:?} cannot be used (")),
+                .starts_with(&format!("invalid route {pattern:?} (")),
             "{error}"
         );
     }

@@ -79,7 +79,7 @@ fn outages_and_misconfigurations_appear_once() {
     let said = said("without_an_observer");
     for part in [
         "rate limits are local: the server cannot be reached: check the URL",
-        "turn on the feature `axum`",
+        "enable the feature `axum`",
     ] {
         let times = if cfg!(debug_assertions) { 1 } else { 0 };
         assert_eq!(said.matches(part).count(), times, "{part}: {said}");

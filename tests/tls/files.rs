@@ -149,24 +149,21 @@ fn errors_name_the_file() {
             &none,
             &None,
             &None,
-            [
-                "none.pem\": the root certificate cannot be used",
-                "give it in PEM",
-            ],
+            ["none.pem\": invalid root certificate", "expected PEM"],
         ),
         (
             &None,
             &none,
             &key,
-            ["none.pem\" and \"", "the client certificate cannot be used"],
+            ["none.pem\" and \"", "invalid client certificate"],
         ),
         (
             &None,
             &certificate,
             &none,
             [
-                "none.pem\": the key of a client certificate cannot be used",
-                "give it in PEM",
+                "none.pem\": invalid key of a client certificate",
+                "expected PEM",
             ],
         ),
         (

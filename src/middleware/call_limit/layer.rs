@@ -9,8 +9,8 @@ use crate::store::Store;
 /// Limits the rate of calls of any tower service: jobs of a queue, commands, requests of a client. One check per
 /// request, and the inner service is called only if it passes.
 ///
-/// It is the [`RateLimitLayer`](crate::RateLimitLayer) for requests other than HTTP's: a closure returns the key of a
-/// request, and a denied call fails.
+/// It is the counterpart of [`RateLimitLayer`](crate::RateLimitLayer) for requests other than HTTP:
+/// a closure returns the key of a request, and a denied call fails with an error.
 ///
 /// ```
 /// use tower::{ServiceBuilder, ServiceExt};
@@ -48,19 +48,19 @@ use crate::store::Store;
 ///
 /// # Errors of a call
 ///
-/// They are boxed, like those of tower's own layers:
-/// - [`RateLimited`](crate::check::RateLimited) for a call that is denied.
-/// - [`StoreError`](crate::store::StoreError) if the store could not decide, unless [`on_error`](Self::on_error) lets
-///   it pass.
-/// - [`MissingKey`](crate::extract::MissingKey) for a request that has no key, unless
-///   [`on_missing_key`](Self::on_missing_key) lets it pass.
-/// - The error of the inner service, boxed as well.
+/// The error type is a boxed error, as in tower's own layers. It holds
+/// - a [`RateLimited`](crate::check::RateLimited) if the call is denied,
+/// - a [`StoreError`](crate::store::StoreError) if the store could not decide, unless
+///   [`on_error`](Self::on_error) allows the call,
+/// - a [`MissingKey`](crate::extract::MissingKey) if the request has no key, unless
+///   [`on_missing_key`](Self::on_missing_key) allows the call,
+/// - or the error of the inner service.
 ///
-/// A request is [in flight](crate::Policy::in_flight) until the service has answered, or the call is dropped. The cost
-/// of a call may depend on the answer: see [`settle`](Self::settle).
+/// A request is [in flight](crate::Policy::in_flight) until the service returns its result, or the
+/// call is dropped. The cost of a call may depend on the result: see [`settle`](Self::settle).
 ///
-/// Under tower's `Retry`, each attempt is counted. In a `Timeout`, a call that times out before the decision is not
-/// made.
+/// Inside tower's `Retry`, each attempt is counted. Inside a `Timeout`, a call that times out
+/// before the decision never reaches the inner service.
 pub type CallLimitLayer<S, K, R, E = AsIs> = LimitLayer<S, K, Calls<R, E>>;
 
 impl<S: Store, K: KeyExtractor<R>, R: 'static> CallLimitLayer<S, K, R> {

@@ -1,4 +1,4 @@
-//! Any tower service with other requests than HTTP's: see [`CallLimitLayer`].
+//! The middleware for any tower service whose requests are not HTTP: see [`CallLimitLayer`].
 
 mod calls;
 mod ending;
@@ -16,5 +16,5 @@ pub type CallLimit<T, S, K, R, E = AsIs> = Limit<T, S, K, Calls<R, E>>;
 /// Resolves to the response of a [`CallLimit`].
 pub type CallFuture<T, S, R, E = AsIs> = LimitFuture<T, S, Calls<R, E>, R>;
 
-/// Like tower's: one of several errors.
+/// The error type of a call, as in tower's own layers.
 pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;

@@ -81,11 +81,13 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     /// Lets a request that would be denied wait for its turn, up to a [`Duration`](std::time::Duration) or by a
     /// [`Wait`]. Defaults to no wait.
     ///
-    /// The requests of a caller are served in the order in which they came to this process, and each instance takes at
-    /// most one permit ahead, so that the instances take turns. A request is denied as soon as it is known that its
-    /// turn would come too late. A dropped request leaves its turn to the next.
+    /// In this process, the requests of a caller are served in the order of their arrival. Each
+    /// instance takes at most one permit in advance, so that instances take turns. A request is
+    /// denied as soon as its turn is certain to be too late. The turn of a dropped request passes
+    /// to the next one.
     ///
-    /// Meanwhile the inner service is not kept ready: it is polled for readiness when the turn has come.
+    /// The inner service is not kept ready during the wait: it is polled for readiness when the
+    /// request's turn has come.
     ///
     /// ```
     /// # use tower_redis_ratelimit::extract::Global;
@@ -107,8 +109,8 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
         self.change(|config| config.gate.wait(wait.into()))
     }
 
-    /// Exempts the requests that match, such as health checks: they pass without a key, a check or header fields.
-    /// Defaults to none.
+    /// Exempts matching requests, such as health checks: they pass without a key, a check or header
+    /// fields. Defaults to none.
     ///
     /// ```
     /// # use tower_redis_ratelimit::extract::Global;
@@ -128,20 +130,21 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
 
     /// Decides and charges as usual, but rejects nothing: to see the effect of a limit before it is enforced.
     ///
-    /// The observer is notified of each decision. Over HTTP, a [`DryRun`](crate::check::DryRun) in the response's
-    /// extensions holds it; there are no header fields and no [`Decision`](crate::check::Decision), since nothing is
-    /// limited. A request without a key, or one that the store cannot decide, passes. The check runs in parallel to the
-    /// inner call, which waits for it if it takes longer.
+    /// The observer is notified of each decision. Over HTTP, a [`DryRun`](crate::check::DryRun) in
+    /// the response's extensions holds it; there are no header fields and no
+    /// [`Decision`](crate::check::Decision), since nothing is limited. A request passes even if it
+    /// has no key, or if the store cannot decide. The check runs concurrently with the inner call,
+    /// whose response waits for the check.
     #[must_use]
     pub fn dry_run(self) -> Self {
         self.change(|config| config.gate.dry_run = true)
     }
 
-    /// Adds policies in dry-run mode to the enforced ones, like a [`dry_run`](Self::dry_run) of these alone. May be
-    /// called repeatedly.
+    /// Adds policies in dry-run mode, in addition to the enforced ones. May be called repeatedly.
     ///
-    /// Only requests that pass are decided and charged under them, each list of policies separately, at the request's
-    /// [cost](Self::cost). Their counts are separate from enforced ones, also from a policy of the same name. Policies
+    /// Only requests that pass are checked under them, one check per list of policies, at the
+    /// request's [cost](Self::cost). Their counts are separate from those of enforced policies,
+    /// even of the same name. The policies
     /// of several shadows need different names, or they share a count.
     ///
     /// ```
@@ -159,26 +162,25 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
         self.change(|config| config.gate.shadows.push(Selector::new(policies)))
     }
 
-    /// Sets what happens to a request that the store could not decide. Defaults to [`OnError::Reject`]: a 503 over HTTP,
-    /// and the store's [`StoreError`](crate::store::StoreError) for other calls.
+    /// Sets what happens to a request that the store could not decide. Defaults to [`OnError::Reject`]:
+    /// a 503 over HTTP, and the [`StoreError`](crate::store::StoreError) as the error of other calls.
     #[must_use]
     pub fn on_error(self, on_error: OnError) -> Self {
         self.change(|config| config.gate.on_error = on_error)
     }
 
-    /// Sets what happens to a request without a key. One whose key is
-    /// [malformed](crate::extract::MissingKey::malformed), or missing because the server is
-    /// [misconfigured](crate::extract::MissingKey::misconfigured), is always rejected. Defaults to
-    /// [`OnMissingKey::Reject`]: a 400 or 401 over HTTP, and the [`MissingKey`](crate::extract::MissingKey) as the error
-    /// of other calls.
+    /// Sets what happens to a request without a key. Defaults to [`OnMissingKey::Reject`]: a
+    /// 400 or 401 over HTTP, and the [`MissingKey`](crate::extract::MissingKey) as the error of other
+    /// calls. A request is always rejected if its key is [malformed](crate::extract::MissingKey::malformed),
+    /// or missing because the server is [misconfigured](crate::extract::MissingKey::misconfigured).
     #[must_use]
     pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
         self.change(|config| config.gate.on_missing_key = on_missing_key)
     }
 
-    /// Sets the [`Observer`] of every decision, of each check that no store could decide, and of a misconfigured server;
-    /// and of the store, if that has none yet. Defaults to [a log of what needs attention](Observer); `()` turns that
-    /// off.
+    /// Sets the [`Observer`] of all decisions, store failures and misconfigurations. The store gets
+    /// the same observer, unless one is set. Defaults to [a log of what needs attention](Observer);
+    /// `()` disables it.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self
     where
@@ -202,7 +204,7 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
         // Clones of the layer keep their settings.
         let mut config = Arc::try_unwrap(self.shared)
             .map_or_else(|shared| shared.config.clone(), |shared| shared.config);
-        config.gate.notifier = config.gate.notifier.anew();
+        config.gate.notifier = config.gate.notifier.with_fresh_limits();
         LimitLayer::with_config(extractor, change(config))
     }
 }

@@ -69,6 +69,6 @@ pub(in crate::middleware) mod sealed {
     }
 }
 
-/// Settles nothing: a request's charge stays, and the response is the inner service's.
+/// Settles nothing: charges are final, and the response is the inner service's.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AsIs;

@@ -23,36 +23,41 @@ use crate::store::Store;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 ///
-/// For the handler the [`Decision`](crate::check::Decision) is in the extensions of the request. An uncounted request has
-/// none, so a handler takes an `Option<Extension<Decision>>`, or with the feature `axum` an `Option<Decision>`. A denial
-/// is in the extensions of its response; [`decision_in_response`](Self::decision_in_response) has the others there too.
+/// Handlers find the [`Decision`](crate::check::Decision) in the extensions of the request.
+/// Uncounted requests have none, so extract an `Option<Extension<Decision>>` or, with the feature
+/// `axum`, an `Option<Decision>`. A denial is in the extensions of its response;
+/// [`decision_in_response`](Self::decision_in_response) adds the other decisions there.
 ///
-/// A denied request is answered by a [`Reject`](crate::reject::Reject); an error would close the connection.
+/// A denied request gets the response of a [`Reject`](crate::reject::Reject), since an error would
+/// close the connection.
 ///
-/// A [`CallLimitLayer`](crate::CallLimitLayer) is for services other than HTTP, and for clients that need an error
+/// Use a [`CallLimitLayer`](crate::CallLimitLayer) for services other than HTTP, and for clients
+/// that need an error
 /// instead of a response.
 ///
-/// # Where it stands
+/// # Order of layers
 ///
-/// - Inside the authentication if its key is a user, and outside if its key is an address. Of the layers of an axum
-///   `Router`, the last one is the outermost.
-/// - Inside CORS: a browser asks first, without any key, and would be answered with 400; and it shows a script no denial
-///   without CORS fields. If the limit has to be outside, [`skip`](Self::skip) the method `OPTIONS`.
-/// - `Router::layer` is around the fallback too, so that unknown paths (404) are counted; `Router::route_layer` is not.
-///   Count them where the limit protects against scans.
+/// - Inside the authentication if the key is a user, outside if the key is an address. The last
+///   layer that is added to an axum `Router` is the outermost.
+/// - Inside CORS: a browser's preflight request has no key, so it would get a 400; and a browser
+///   hides a denial without CORS fields from scripts. If the limit must be outside,
+///   [`skip`](Self::skip) the method `OPTIONS`.
+/// - `Router::layer` wraps the fallback too, so unknown paths (404) are counted;
+///   `Router::route_layer` does not. Count them if the limit protects against scans.
 ///
-/// # Its type
+/// # Naming the type
 ///
-/// A field or a function's return type names the store and the extractor: `RateLimitLayer<RedisStore, PeerIp>`. Closures
-/// have no name, so box them, and whatever is chosen when the program starts:
-/// `RateLimitLayer<AnyStore, Box<dyn KeyExtractor>>`. One that settles is a
+/// A field or a function's return type names the store and the extractor:
+/// `RateLimitLayer<RedisStore, PeerIp>`. Box closures, which have no name, and types that are
+/// chosen at startup: `RateLimitLayer<AnyStore, Box<dyn KeyExtractor>>`. A layer that settles is a
 /// `RateLimitLayer<S, K, HttpReject, UntilBodyEnd>`.
 pub type RateLimitLayer<S, K, R = HttpReject, E = AsIs> = LimitLayer<S, K, Http<R, E>>;
 
 impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
-    /// Counts requests in `store`, by the keys that `extractor` finds, under the policies that
-    /// `policies` gives: a [`Policy`](crate::Policy), several [`Policies`](crate::Policies), [`Tiers`](crate::select::Tiers) of them, or
-    /// another [`PolicySelector`]. The store is cloned, once for each processor.
+    /// Counts requests in `store`, under the keys that `extractor` finds and the policies that
+    /// `policies` returns: a [`Policy`](crate::Policy), several [`Policies`](crate::Policies),
+    /// [`Tiers`](crate::select::Tiers) of them, or another [`PolicySelector`]. The store is cloned
+    /// once per processor.
     pub fn new(store: S, extractor: K, policies: impl PolicySelector) -> Self {
         let config = Config {
             gate: Gate::new(store, policies, Holds::Nothing),
@@ -73,8 +78,8 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
         })
     }
 
-    /// Sets how a request is rejected: by a closure from a [`Rejection`] to a response. Like [`reject`](Self::reject),
-    /// but the compiler knows the type of the closure's argument:
+    /// Sets how a request is rejected: by a closure from a [`Rejection`] to a response. Like
+    /// [`reject`](Self::reject), but the compiler infers the type of the closure's argument:
     ///
     /// ```
     /// # use tower_redis_ratelimit::extract::Global;
@@ -122,10 +127,10 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
         self.change(|config| config.protocol.headers = headers)
     }
 
-    /// Puts the [`Decision`](crate::check::Decision) on a request that passes into the extensions of its response, for
-    /// layers and clients around this layer; where it is settled by the response, as it is then. Of layers that wrap
-    /// each other, the innermost one's stays. Defaults to denials alone, since it is three allocations for each
-    /// request.
+    /// Adds the [`Decision`](crate::check::Decision) to the extensions of the response of an
+    /// admitted request, for outer layers and clients. If the response settles the request, it is
+    /// the settled decision. With nested layers, the innermost decision is kept. Defaults to
+    /// denials only, since it takes three allocations per request.
     ///
     /// ```
     /// use http::{Request, Response};

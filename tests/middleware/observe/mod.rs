@@ -363,7 +363,7 @@ async fn a_lease_for_nothing_is_reported_once() {
         notes
             .take()
             .iter()
-            .any(|note| note.contains("\"api\" is leased for nothing")),
+            .any(|note| note.contains("\"api\" is leased without effect")),
         "beside one that is not"
     );
 }
