@@ -141,7 +141,8 @@ where
                     let _ = grant.poll_shadows(cx);
                     let result = ready!(response.poll(cx));
                     let result = P::settle(noted, result, grant);
-                    if !grant.has_shadows() {
+                    // An error does not wait for the checks of dry runs.
+                    if result.is_err() || !grant.has_shadows() {
                         return Poll::Ready(P::finish(result, grant));
                     }
                     State::Answered {

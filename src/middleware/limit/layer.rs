@@ -134,7 +134,7 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     /// the response's extensions holds it; there are no header fields and no
     /// [`Decision`](crate::check::Decision), since nothing is limited. A request passes even if it
     /// has no key, or if the store cannot decide. The check runs concurrently with the inner call,
-    /// whose response waits for the check.
+    /// whose response waits for the check. An error of the inner service does not wait.
     #[must_use]
     pub fn dry_run(self) -> Self {
         self.change(|config| config.gate.dry_run = true)
