@@ -471,7 +471,7 @@ async fn the_server_has_no_memory_left() {
     assert_helpful(
         &RedisStore::connect(server.url()).await.unwrap_err(),
         ErrorKind::OutOfMemory,
-        "raise `maxmemory`",
+        "has reached `maxmemory`: raise it",
     );
 }
 

@@ -250,7 +250,7 @@ async fn a_misconfiguration_is_logged_as_error() {
         send(&limited(layer), anonymous()).await;
         let logged = lines.take();
         assert!(
-            logged[0].starts_with("ERROR the server is set up so that"),
+            logged[0].starts_with("ERROR rate limiting is misconfigured"),
             "{logged:?}"
         );
         assert!(
