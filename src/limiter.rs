@@ -15,7 +15,8 @@ use crate::store::{Answer, Store};
 use crate::util::instant;
 use crate::wait_queues::{Bounds, Spent, WaitQueues, WaitRequest};
 
-/// A store with policies, for code that is not a tower service, such as a job worker or a WebSocket loop.
+/// A store with policies, for code that is not a tower service, such as a job worker or a WebSocket
+/// loop.
 ///
 /// Clones share the store's counts and the queue of waiters.
 ///
@@ -45,8 +46,8 @@ pub struct Limiter<S> {
     notifier: Notifier,
 }
 
-/// The [`Decision`] on a charge, refund or reset. It may be ignored: the operation has already taken
-/// effect.
+/// The [`Decision`] on a charge, refund or reset. It may be ignored: the operation has already
+/// taken effect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Done(Decision);
 

@@ -72,9 +72,9 @@ impl Check {
     /// callers see the debt immediately, so each such check is due at a different time, over all
     /// instances.
     ///
-    /// The debt is bounded like that of a [`charge`](Self::charge). Only strategies that refill
-    /// gradually support it; under others, and in a [`Store`](crate::store::Store) without debts,
-    /// this is a [`take`](Self::take).
+    /// The debt is bounded like that of a [`charge`](Self::charge). Only strategies that refill support
+    /// it; under others, and in a [`Store`](crate::store::Store) without debts, this is a
+    /// [`take`](Self::take).
     pub fn take_ahead(key: Key, policies: &Policies, cost: u32, within: Duration) -> Self {
         let owes = policies.iter().all(|policy| policy.frees().has_burst());
         let within = if owes {
@@ -108,8 +108,8 @@ impl Check {
     }
 
     /// Charges a debt that takes `time` to refill, or nothing if the debt is already larger, so
-    /// that repeated and concurrent charges do not add up. Only for policies of gradually refilling
-    /// strategies. The debt is at most the capacity.
+    /// that repeated and concurrent charges do not add up. Only for policies of buckets. The
+    /// debt is at most the capacity.
     pub(crate) fn charge_debt_of(key: Key, policies: &Policies, time: Duration) -> Self {
         let extra = Some(Box::new(Extra::Within(
             time.as_micros().min(LONGEST as u128) as i64,

@@ -143,9 +143,11 @@ impl MetricsObserver {
         Self::named("default")
     }
 
-    /// Creates an observer with this label `store`, for a process with several stores. Observers of the same name share their gauges, so give each store its name.
+    /// Creates an observer with this label `store`, for a process with several stores. Observers of
+    /// the same name share their gauges, so give each store its name.
     ///
-    /// The constructor describes the metrics to the recorder, and registers those without further labels, so install the recorder first.
+    /// The constructor describes the metrics to the recorder, and registers those without further
+    /// labels, so install the recorder first.
     pub fn named(store: &str) -> Self {
         let store = SharedString::from(Arc::<str>::from(store));
         describe_counter!(
@@ -170,7 +172,8 @@ impl MetricsObserver {
         }
         for (name, unit, description) in HISTOGRAMS {
             describe_histogram!(name, unit, description);
-            // Register the histogram empty: Prometheus does not see the first outage unless the series starts at 0.
+            // Register the histogram empty: Prometheus does not see the first outage unless the
+            // series starts at 0.
             drop(histogram!(name, "store" => store.clone()));
         }
         Self { store }

@@ -108,7 +108,8 @@ impl TracingObserver {
         }
     }
 
-    /// Shows callers by their [keys in clear](Key::reveal), which may be addresses or user names. Secrets stay hashed. Disabled by default.
+    /// Shows callers by their [keys in clear](Key::reveal), which may be addresses or user names.
+    /// Secrets stay hashed. Disabled by default.
     pub fn reveal_keys(self) -> Self {
         Self {
             reveal_keys: true,
@@ -116,7 +117,9 @@ impl TracingObserver {
         }
     }
 
-    /// Sets the maximum number of callers that are listed per minute, which bounds the log lines, and the memory to about 400 bytes per caller. A caller denied by two policies counts twice. Defaults to [1,000](Self::DEFAULT_CALLERS). Earlier clones keep their counts.
+    /// Sets the maximum number of callers that are listed per minute, which bounds the log lines,
+    /// and the memory to about 400 bytes per caller. A caller denied by two policies counts twice.
+    /// Defaults to [1,000](Self::DEFAULT_CALLERS). Earlier clones keep their counts.
     pub fn callers(self, max: NonZeroUsize) -> Self {
         Self {
             log: Log::new(max),
