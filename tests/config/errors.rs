@@ -202,7 +202,7 @@ fn of_a_choice() {
 #[test]
 fn of_header_fields() {
     let forms = "`draft`, `github`, `x-seconds` or `draft-6`";
-    let two = "two of `github`, `x-seconds` and `draft-6` are there: a response has one legacy style, so leave one out";
+    let two = "`github`, `x-seconds` and `draft-6` exclude each other: use one of them";
     for (value, text) in [
         (
             json!(["draft", "gitlab"]),

@@ -304,18 +304,18 @@ fn duplicates_are_refused() {
     for (tables, text) in [
         (
             r#""tiers": { "pro": "exempt", "pro": "exempt" }"#.to_owned(),
-            "the tier \"pro\" is there twice".to_owned(),
+            "duplicate tier \"pro\"".to_owned(),
         ),
         (
             r#""callers": { "ip:2001:db8::1": "exempt", "ip:2001:db8::2": "exempt" }"#.to_owned(),
-            "the caller \"ip:2001:0db8:0000:0000::/64\" is there twice".to_owned(),
+            "duplicate caller \"ip:2001:0db8:0000:0000::/64\"".to_owned(),
         ),
         (
             format!(
                 r#""callers": {{ "secret:sk-live-1": "exempt", {:?}: "exempt" }}"#,
                 secret.reveal()
             ),
-            format!("the caller {:?} is there twice", secret.reveal()),
+            format!("duplicate caller {:?}", secret.reveal()),
         ),
     ] {
         let file = format!(r#"{{ "default": {{ "name": "free", "quota": "1/s" }}, {tables} }}"#);
@@ -323,7 +323,7 @@ fn duplicates_are_refused() {
             .unwrap_err()
             .to_string();
         assert!(
-            error.starts_with(&format!("{text}: write it once at line 1")),
+            error.starts_with(&format!("{text}: remove one at line 1")),
             "{error}"
         );
         assert!(!error.contains("sk-live"), "{error}");

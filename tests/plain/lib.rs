@@ -27,7 +27,7 @@ async fn tls_without_its_feature_is_refused() {
         let error = RedisStore::connect(url).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Configuration, "{url}");
         assert!(
-            error.to_string().contains("turn on the feature `tls`"),
+            error.to_string().contains("enable the feature `tls`"),
             "{error}"
         );
     }
@@ -48,7 +48,7 @@ async fn tls_without_its_feature_is_refused() {
         change(&mut config);
         let error = AnyStore::from_config(&config).unwrap_err();
         assert!(
-            error.to_string().contains("turn on the feature `tls`"),
+            error.to_string().contains("enable the feature `tls`"),
             "{error}"
         );
     }

@@ -79,7 +79,7 @@ fn outages_and_misconfigurations_appear_once() {
     let printed = printed("without_an_observer");
     for part in [
         "enforcing rate limits locally: the server cannot be reached: check the URL",
-        "turn on the feature `axum`",
+        "enable the feature `axum`",
     ] {
         let times = if cfg!(debug_assertions) { 1 } else { 0 };
         assert_eq!(printed.matches(part).count(), times, "{part}: {printed}");

@@ -158,7 +158,7 @@ async fn a_sentinel_is_not_a_server() {
         refused(
             url,
             ErrorKind::Refused,
-            "to a Redis Sentinel, write `redis+sentinel://HOST:PORT/MASTER`",
+            "for a Redis Sentinel, use `redis+sentinel://HOST:PORT/MASTER`",
         )
         .await;
     }

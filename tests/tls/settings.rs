@@ -41,11 +41,11 @@ fn invalid_certificates() {
     ] {
         let error = builder.connect_lazy().unwrap_err().to_string();
         assert!(
-            error.starts_with(&format!("the {what} cannot be used: ")),
+            error.starts_with(&format!("invalid {what}: ")),
             "{what}: {error}"
         );
         assert!(
-            error.contains("give it in PEM") && !error.contains("BEGIN PRIVATE"),
+            error.contains("expected PEM") && !error.contains("BEGIN PRIVATE"),
             "{error}"
         );
     }
@@ -86,7 +86,7 @@ fn certificates_without_tls() {
             .unwrap_err()
             .to_string();
         assert!(
-            error.contains("does not ask for TLS: write `rediss://`"),
+            error.contains("does not use TLS: use `rediss://`"),
             "{error}"
         );
     }

@@ -179,7 +179,7 @@ async fn the_server_does_not_speak_tls() {
     for args in [&[][..], &["--requirepass", "secret"]] {
         let server = RedisServer::start_with(args);
         let url = format!("rediss://127.0.0.1:{}/", server.port());
-        let wrong = "answers without TLS: write `redis://`";
+        let wrong = "does not use TLS on this port: use `redis://`";
         // The handshake may take three quarters of the timeout.
         let builder = builder(url).timeout(Duration::from_secs(4));
         refused(
