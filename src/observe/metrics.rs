@@ -41,8 +41,8 @@ use super::{Observer, event};
 /// use tower_redis_ratelimit::{RedisStore, Strategy};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// // Install the recorder first. Observers created earlier are not described, and their gauges are
-/// missing until they change.
+/// // Install the recorder first: observers created earlier are not described, and their gauges are
+/// // missing until they change.
 /// let recorder = PrometheusBuilder::new()
 ///     // Without buckets the exporter emits quantiles, which cannot be aggregated over instances.
 ///     .set_buckets_for_metric(Matcher::Full("ratelimit_check_seconds".into()), &[0.0001, 0.001, 0.01, 0.1])?

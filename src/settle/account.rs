@@ -36,7 +36,7 @@ struct AccountState {
 /// The reservations that are not settled yet.
 #[derive(Default)]
 struct Open {
-    /// Under the layer's policies, or those of a dry run and of shadows.
+    /// One per list of policies: the layer's, and those of dry runs and shadows.
     reserved: SmallVec<[Reserved; 1]>,
     /// Whether the first one is under policies that the layer enforces.
     enforced: bool,
@@ -110,9 +110,9 @@ impl Account {
         reserved.settle(cost, &*self.refunds);
     }
 
-    /// Applies the rule of the layer when the head of the response is known. Either settles
-    /// immediately, or stores how to settle at the end. Returns the cost under the layer's
-    /// policies, if it is determined.
+    /// Applies the layer's rule, which has seen the head of the response. Either settles
+    /// immediately, or stores how to settle at the end. Returns the cost under the layer's policies,
+    /// if the rule determines it.
     pub(crate) fn settle(&self, settlement: Settlement) -> Option<Settled> {
         let (open, known, cost) = {
             let mut state = lock(&self.state);
@@ -161,7 +161,7 @@ impl Account {
             }
             state.settlement
         };
-        // The head of the response came first. If it determined the cost, that is already charged.
+        // The layer's rule was faster. If it determined the cost, that is already charged.
         let kept = if settlement == Settlement::Keep {
             units
         } else {
