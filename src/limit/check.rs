@@ -291,8 +291,7 @@ impl Check {
             .unwrap_or(Charged::just_now(self.cost.into()))
     }
 
-    /// Sets whether the charge is settled later, so that other callers may get a part of it
-    /// refunded.
+    /// Sets whether the charge is settled later. No block decides such a check.
     pub(crate) fn reserving(self, reserves: bool) -> Self {
         Self { reserves, ..self }
     }
