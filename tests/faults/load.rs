@@ -248,7 +248,7 @@ impl Load {
         }
     }
 
-    /// Sends one request of every caller to every instance, so that each has a count of each
+    /// Sends one request of every caller to every instance: each then has a count of each
     /// caller.
     pub async fn introduce(&self) {
         for instance in &*self.instances {

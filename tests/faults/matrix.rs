@@ -94,7 +94,7 @@ impl Fault {
         }
     }
 
-    /// The errors of which some check must get one, so that the row tests its fault. If connections
+    /// Some check must fail with one of these errors, so that the row tests its fault. If connections
     /// are cut first, the breaker may open before any other error occurs, and an idle connection
     /// then reports none.
     fn shows_as(self) -> &'static [ErrorKind] {
@@ -266,7 +266,7 @@ pub async fn run(fault: Fault) -> Outcome {
     run_as(fault, fault.setup()).await
 }
 
-/// The same row with leased callers.
+/// Runs a row with leased callers.
 #[allow(dead_code, reason = "not all targets have it")]
 pub async fn leased(fault: Fault) -> Outcome {
     run_as(
