@@ -1,4 +1,3 @@
-use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use super::Gate;
@@ -6,8 +5,7 @@ use super::shadows::Shadows;
 use crate::error::StoreError;
 use crate::in_flight::Slot;
 use crate::limit::{Decision, Key};
-use crate::refunds::Reserved;
-use crate::settle::{Charge, Settled, Settlement};
+use crate::settle::{Charge, Reserved, Settled, Settlement};
 use crate::store::Store;
 
 /// What a passing request holds. Its drop settles what was reserved, unless the body of the response or the handler
@@ -38,9 +36,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
         };
         if self.settles() {
             // In case nobody else has come since a runtime ended.
-            self.refunds.wake();
+            self.ops.wake();
             grant.charge = Some(Charge::new(
-                Arc::clone(&self.refunds),
+                self.ops.clone(),
                 reserved(),
                 grant.slot.take(),
             ));

@@ -5,7 +5,7 @@ use tokio::time::Instant;
 use crate::error::StoreError;
 use crate::in_flight::Slot;
 use crate::limit::{Decision, Key};
-use crate::refunds::Reserved;
+use crate::settle::Reserved;
 use crate::util::instant;
 
 /// The check of a request, and what the request holds from then on.

@@ -20,11 +20,11 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep};
 
+use crate::background::{OpQueue, PendingOp, Task, TaskOwner};
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Policies, Policy, SlotId};
 use crate::observe::Observer;
-use crate::refunds::{PendingOp, RefundQueue, StoreQueue};
-use crate::store::Store;
+use crate::store::{Store, op_queue};
 use crate::util::{instant, lock};
 
 /// The slots of a layer or a [`Limiter`](crate::Limiter) in its store. Clones share them.
@@ -32,8 +32,9 @@ use crate::util::{instant, lock};
 pub(crate) struct InFlightTracker(Arc<Inner>);
 
 struct Inner {
-    refunds: Arc<dyn RefundQueue>,
+    ops: OpQueue,
     slots: Mutex<Slots>,
+    renewer: TaskOwner,
 }
 
 #[derive(Default)]
@@ -41,7 +42,6 @@ struct Slots {
     each: BTreeMap<SlotId, Entry>,
     /// No slot is due before.
     due_at: Option<Instant>,
-    has_task: bool,
 }
 
 struct Entry {
@@ -67,16 +67,17 @@ const TICK: Duration = Duration::from_millis(250);
 impl InFlightTracker {
     /// The slots in `store`. `observer` is notified of each that could not be released.
     pub(crate) fn new(store: &impl Store, observer: Option<Arc<dyn Observer>>) -> Self {
-        let refunds = Arc::new(StoreQueue::new(store.clone(), observer));
+        let ops = op_queue(store.clone(), observer);
         Self(Arc::new(Inner {
-            refunds,
+            ops,
             slots: Mutex::default(),
+            renewer: TaskOwner::new(),
         }))
     }
 
     /// The queue of the store's background operations.
-    pub(crate) fn refunds(&self) -> &Arc<dyn RefundQueue> {
-        &self.0.refunds
+    pub(crate) fn ops(&self) -> &OpQueue {
+        &self.0.ops
     }
 
     /// The slot that this check takes, before it is sent. `None` if no policy counts requests in flight.
@@ -88,16 +89,13 @@ impl InFlightTracker {
             due_at: None,
             is_unsure: true,
         };
-        let has_task = {
-            let slots = &mut *lock(&self.0.slots);
-            slots.each.insert(id, entry);
-            slots.has_task
-        };
-        if !has_task {
+        lock(&self.0.slots).each.insert(id, entry);
+        // The task ends under the same lock.
+        if !self.0.renewer.is_running() {
             self.0.start();
         }
         // For operations that an ended runtime has left behind.
-        self.0.refunds.wake();
+        self.0.ops.wake();
         Some(Slot {
             tracker: self.clone(),
             id,
@@ -146,7 +144,7 @@ impl Drop for Slot {
         };
         if is_unsure || due_at.is_some() {
             let release = PendingOp::of_check(Check::release(key, &policies, self.id));
-            self.tracker.0.refunds.put(if is_unsure {
+            self.tracker.0.ops.put(if is_unsure {
                 release.repeated()
             } else {
                 release
@@ -201,11 +199,12 @@ impl Entry {
 impl Inner {
     /// Starts the task that renews. Outside of a runtime the caller does its work.
     fn start(self: &Arc<Self>) {
-        let Ok(runtime) = Handle::try_current() else {
-            return self.tick(instant());
-        };
-        if !std::mem::replace(&mut lock(&self.slots).has_task, true) {
-            runtime.spawn(Renewer(Arc::downgrade(self)).run());
+        match Handle::try_current() {
+            Ok(runtime) => {
+                let this = Arc::downgrade(self);
+                self.renewer.spawn(&runtime, |task| renew(this, task));
+            }
+            Err(_) => self.tick(instant()),
         }
     }
 
@@ -213,7 +212,7 @@ impl Inner {
         let renewals = lock(&self.slots).renewals(now);
         for check in renewals {
             let (tracker, slot) = (Arc::downgrade(self), check.slot());
-            self.refunds
+            self.ops
                 .put(PendingOp::of_check(check).then(move |answer| {
                     if let (Ok(_), Some(tracker), Some(slot)) = (answer, tracker.upgrade(), slot) {
                         lock(&tracker.slots).pass(slot, false);
@@ -223,33 +222,19 @@ impl Inner {
     }
 }
 
-/// The task that renews slots for as long as there are any. If its runtime ends, the next request starts another.
-struct Renewer(Weak<Inner>);
-
-impl Renewer {
-    async fn run(mut self) {
-        loop {
-            sleep(TICK).await;
-            let Some(tracker) = self.0.upgrade() else {
-                return;
-            };
-            {
-                let slots = &mut *lock(&tracker.slots);
-                if slots.each.is_empty() {
-                    slots.has_task = false;
-                    self.0 = Weak::new();
-                    return;
-                }
+/// Renews slots for as long as there are any.
+async fn renew(tracker: Weak<Inner>, task: Task) {
+    loop {
+        sleep(TICK).await;
+        let Some(tracker) = tracker.upgrade() else {
+            return;
+        };
+        {
+            let slots = lock(&tracker.slots);
+            if slots.each.is_empty() {
+                return drop(task);
             }
-            tracker.tick(instant());
         }
-    }
-}
-
-impl Drop for Renewer {
-    fn drop(&mut self) {
-        if let Some(tracker) = self.0.upgrade() {
-            lock(&tracker.slots).has_task = false;
-        }
+        tracker.tick(instant());
     }
 }

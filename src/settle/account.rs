@@ -1,18 +1,18 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Mutex, OnceLock};
 
 use smallvec::SmallVec;
 
 use super::settlement::Counted;
-use super::{Charge, Settlement};
+use super::{Charge, Reserved, Settlement};
+use crate::background::{OpQueue, PendingOp};
 use crate::in_flight::Slot;
 use crate::limit::{Check, Decision};
-use crate::refunds::{PendingOp, RefundQueue, Reserved};
 use crate::util::lock;
 
 /// What one request has reserved. The last one who drops it settles it.
 pub(crate) struct Account {
-    refunds: Arc<dyn RefundQueue>,
+    ops: OpQueue,
     /// How much is reserved under the layer's policies, also in a dry run.
     reserved: AtomicU32,
     /// How much of that the layer's decision does not know of. Written under the lock.
@@ -56,7 +56,7 @@ const UNUSED: u64 = u64::MAX;
 impl Account {
     /// The account of a request that settles as the handles say. It may have reserved nothing.
     pub(crate) fn new(
-        refunds: Arc<dyn RefundQueue>,
+        ops: OpQueue,
         reserved: Option<Reserved>,
         slot: Option<Slot>,
     ) -> Self {
@@ -74,7 +74,7 @@ impl Account {
             in_flight,
         };
         Self {
-            refunds,
+            ops,
             reserved: AtomicU32::new(cost),
             later: AtomicU32::new(0),
             units: AtomicU64::new(UNUSED),
@@ -105,7 +105,7 @@ impl Account {
                 Some(cost) => cost,
             }
         };
-        reserved.settle(cost, &*self.refunds);
+        reserved.settle(cost, &self.ops);
     }
 
     /// Settles by what is known when the head of the response is there, or says how to do so in the end. The cost under the
@@ -124,7 +124,7 @@ impl Account {
         };
         open.settle(
             |reserved| settlement.cost(reserved, Counted::default()),
-            &*self.refunds,
+            &self.ops,
         );
         Some(Settled {
             reserved: known,
@@ -162,7 +162,7 @@ impl Account {
         } else {
             0
         };
-        reserved.settle(kept, &*self.refunds);
+        reserved.settle(kept, &self.ops);
     }
 
     /// Refunds what was reserved as so much more.
@@ -176,7 +176,7 @@ impl Account {
             self.later.fetch_sub(units, Relaxed);
             later.swap_remove(at)
         };
-        given.settle(0, &*self.refunds);
+        given.settle(0, &self.ops);
     }
 
     /// The layer's decision with what was reserved after it.
@@ -194,7 +194,7 @@ impl Account {
 
     /// Asks for the request.
     pub(super) async fn ask(&self, op: PendingOp) {
-        self.refunds.ask(op).await;
+        self.ops.ask(op).await;
     }
 
     /// That of the layer around this one.
@@ -240,14 +240,14 @@ impl Drop for Account {
         let settlement = book.settlement;
         std::mem::take(&mut book.open).settle(
             |reserved| settlement.cost(reserved, counted),
-            &*self.refunds,
+            &self.ops,
         );
     }
 }
 
 impl Open {
     /// Settles by what a request costs for which so much was reserved.
-    fn settle(self, cost: impl Fn(u32) -> u32, refunds: &dyn RefundQueue) {
+    fn settle(self, cost: impl Fn(u32) -> u32, ops: &OpQueue) {
         let Self {
             reserved, later, ..
         } = self;
@@ -267,12 +267,12 @@ impl Open {
                 let refunded = back.min(part.cost());
                 back -= refunded;
                 let cost = part.cost() - refunded + std::mem::take(&mut missing);
-                part.settle(cost, refunds);
+                part.settle(cost, ops);
             }
         }
         for tried in reserved {
             let cost = cost(tried.cost().saturating_add(more));
-            tried.settle(cost, refunds);
+            tried.settle(cost, ops);
         }
     }
 }

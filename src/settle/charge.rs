@@ -3,11 +3,11 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Account, ReserveError};
+use super::{Account, ReserveError, Reserved};
+use crate::background::{OpQueue, PendingOp};
 use crate::error::{ErrorKind, StoreError};
 use crate::in_flight::Slot;
 use crate::limit::RateLimited;
-use crate::refunds::{PendingOp, RefundQueue, Reserved};
 use crate::util::instant;
 
 /// Counts what a request really costs: in the extensions of every request that passes a layer that
@@ -40,12 +40,12 @@ impl Charge {
     /// Counts for a request that has reserved this, or nothing, and that holds its place in flight until all is
     /// settled.
     pub(crate) fn new(
-        refunds: Arc<dyn RefundQueue>,
+        ops: OpQueue,
         reserved: Option<Reserved>,
         slot: Option<Slot>,
     ) -> Self {
         Self {
-            account: Arc::new(Account::new(refunds, reserved, slot)),
+            account: Arc::new(Account::new(ops, reserved, slot)),
         }
     }
 

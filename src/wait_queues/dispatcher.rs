@@ -285,7 +285,7 @@ impl Dispatcher {
         for op in permits.into_iter().flat_map(Permit::refund) {
             let refunded = refunded.clone();
             self.in_flight
-                .refunds()
+                .ops()
                 .put(op.then(move |_| drop(refunded)));
         }
         drop(refunded);

@@ -26,9 +26,10 @@ use tokio::runtime::Handle;
 use tokio::time::{sleep, timeout, timeout_at};
 
 use self::quorum::{Master, Quorum};
+use crate::background::{Task, TaskOwner};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{Dialer, Driven, Epoch, Link, error_of, with_address, within};
-use crate::util::{RandomState, Span, Task, TaskOwner, instant, jittered, lock};
+use crate::util::{RandomState, instant, jittered, lock};
 
 /// How often a sentinel is asked after the master: so that a second is enough though one is slow.
 const WATCH: Duration = Duration::from_millis(250);
@@ -55,8 +56,7 @@ pub(crate) struct Sentinels {
     known: Mutex<Option<Master>>,
     /// The number of its epoch.
     epoch: Arc<AtomicU64>,
-    /// Each runtime has a watch of its own, which is gone with it.
-    watches: TaskOwner,
+    watch: TaskOwner,
 }
 
 impl Sentinels {
@@ -77,7 +77,7 @@ impl Sentinels {
             timeout,
             known: Mutex::default(),
             epoch: Arc::default(),
-            watches: TaskOwner::new(instant()),
+            watch: TaskOwner::new(),
         }
     }
 
@@ -88,7 +88,6 @@ impl Sentinels {
 
     /// A new connection to the master.
     pub(crate) async fn connect(self: &Arc<Self>) -> Result<Link, StoreError> {
-        self.watch();
         self.connect_to(self.elect().await).await
     }
 
@@ -256,16 +255,11 @@ impl Sentinels {
         }
     }
 
-    /// Starts the watch of this runtime, if it has none.
-    fn watch(self: &Arc<Self>) {
-        let (Ok(runtime), now) = (Handle::try_current(), instant()) else {
-            return;
-        };
-        if let Some(task) = self
-            .watches
-            .begin(runtime.id(), now, Span::on_each_runtime(now))
-        {
-            drop(runtime.spawn(Self::run_watch(Arc::downgrade(self), task)));
+    /// Starts the watch, unless it is running.
+    pub(crate) fn watch(self: &Arc<Self>) {
+        if let Ok(runtime) = Handle::try_current() {
+            let this = Arc::downgrade(self);
+            self.watch.spawn(&runtime, |task| Self::run_watch(this, task));
         }
     }
 

@@ -1,0 +1,54 @@
+use std::future::Future;
+
+use tokio::runtime::Handle;
+
+use super::sync::{Arc, AtomicBool, Ordering};
+
+/// Runs one background task at a time, on the runtime of whoever needed it first.
+///
+/// Publish the work, and then call [`spawn`](Self::spawn). A task that ends because there is no work drops its [`Task`]
+/// and then checks for work again: if `spawn` found the task still running, that check finds the work.
+///
+/// A runtime that shuts down drops its tasks. The next call of `spawn` then starts the task on its own runtime. A
+/// runtime that is alive and runs nothing delays the work.
+#[derive(Debug)]
+pub(crate) struct TaskOwner(Arc<AtomicBool>);
+
+/// The right of a task to run, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Task(Arc<AtomicBool>);
+
+impl TaskOwner {
+    pub(crate) fn new() -> Self {
+        Self(Arc::new(AtomicBool::new(false)))
+    }
+
+    /// Spawns the task on this runtime, unless it is running already.
+    pub(crate) fn spawn<F>(&self, runtime: &Handle, task: impl FnOnce(Task) -> F)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        if let Some(right) = self.begin() {
+            // A runtime that has shut down drops it immediately, and with it the right.
+            drop(runtime.spawn(task(right)));
+        }
+    }
+
+    /// Whether a task is running. Work that was published just before may need another one all the same.
+    pub(crate) fn is_running(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// The right to run. `None` if a task has it.
+    pub(super) fn begin(&self) -> Option<Task> {
+        // Each swap reads the one before, so that a task which ends sees all work that was published before a failed call.
+        let is_running = self.0.swap(true, Ordering::AcqRel);
+        (!is_running).then(|| Task(Arc::clone(&self.0)))
+    }
+}
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        self.0.swap(false, Ordering::AcqRel);
+    }
+}
