@@ -23,13 +23,16 @@ impl TaskOwner {
         Self(Arc::new(AtomicBool::new(false)))
     }
 
-    /// Spawns the task on this runtime, unless it is running already.
-    pub(crate) fn spawn<F>(&self, runtime: &Handle, task: impl FnOnce(Task) -> F)
+    /// Spawns the task on this runtime, or outside of one on `home`. Does nothing if it is running already, or if there
+    /// is no runtime.
+    pub(crate) fn spawn<F>(&self, home: Option<&Handle>, task: impl FnOnce(Task) -> F)
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        if let Some(right) = self.begin() {
-            // A runtime that has shut down drops it immediately, and with it the right.
+        let Some(right) = self.begin() else { return };
+        let here = Handle::try_current().ok();
+        if let Some(runtime) = here.as_ref().or(home) {
+            // A runtime that has shut down drops the task immediately, and with it the right.
             drop(runtime.spawn(task(right)));
         }
     }

@@ -114,13 +114,15 @@ fn a_task_moves_when_its_runtime_shuts_down() {
     let (first, second) = (runtime(), runtime());
     let owner = TaskOwner::new();
     for runtime in [&first, &second] {
-        owner.spawn(runtime.handle(), forever);
+        owner.spawn(Some(runtime.handle()), forever);
     }
     let tasks = |runtime: &Runtime| runtime.metrics().num_alive_tasks();
     assert_eq!([tasks(&first), tasks(&second)], [1, 0]);
     let ended = first.handle().clone();
     drop(first);
-    owner.spawn(&ended, forever);
-    owner.spawn(second.handle(), forever);
+    owner.spawn(Some(&ended), forever);
+    owner.spawn(None, forever);
+    assert!(!owner.is_running(), "there is no runtime");
+    second.block_on(async { owner.spawn(None, forever) });
     assert_eq!(tasks(&second), 1);
 }

@@ -17,7 +17,6 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep};
 
 use crate::background::{OpQueue, PendingOp, Task, TaskOwner};
@@ -199,12 +198,10 @@ impl Entry {
 impl Inner {
     /// Starts the task that renews. Outside of a runtime the caller does its work.
     fn start(self: &Arc<Self>) {
-        match Handle::try_current() {
-            Ok(runtime) => {
-                let this = Arc::downgrade(self);
-                self.renewer.spawn(&runtime, |task| renew(this, task));
-            }
-            Err(_) => self.tick(instant()),
+        let this = Arc::downgrade(self);
+        self.renewer.spawn(None, |task| renew(this, task));
+        if !self.renewer.is_running() {
+            self.tick(instant());
         }
     }
 

@@ -307,12 +307,9 @@ impl SharedQueue {
             return;
         }
         self.remember_runtime();
-        let here = Handle::try_current().ok();
-        if let Some(runtime) = here.as_ref().or(self.home.get()) {
-            self.sender.spawn(runtime, |task| {
-                Sender::new(Arc::clone(self), task).run()
-            });
-        }
+        self.sender.spawn(self.home.get(), |task| {
+            Sender::new(Arc::clone(self), task).run()
+        });
     }
 
     /// The next step of the sender, whose last wave was at the time `last`. Checks that others have asked join its

@@ -22,7 +22,6 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use redis::{ConnectionInfo, ErrorKind as Kind, ServerErrorKind, Value};
-use tokio::runtime::Handle;
 use tokio::time::{sleep, timeout, timeout_at};
 
 use self::quorum::{Master, Quorum};
@@ -257,10 +256,8 @@ impl Sentinels {
 
     /// Starts the watch, unless it is running.
     pub(crate) fn watch(self: &Arc<Self>) {
-        if let Ok(runtime) = Handle::try_current() {
-            let this = Arc::downgrade(self);
-            self.watch.spawn(&runtime, |task| Self::run_watch(this, task));
-        }
+        let this = Arc::downgrade(self);
+        self.watch.spawn(None, |task| Self::run_watch(this, task));
     }
 
     /// Queries one sentinel after the other until the store is dropped. If one reports another master, queries all of
