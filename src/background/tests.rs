@@ -43,11 +43,7 @@ impl Model {
         // Relaxed: `TaskOwner` alone must make it visible.
         self.needed.store(true, Relaxed);
         while let Some(task) = self.owner.begin() {
-            assert_eq!(
-                self.running.fetch_add(1, SeqCst),
-                0,
-                "one runs at a time"
-            );
+            assert_eq!(self.running.fetch_add(1, SeqCst), 0, "one runs at a time");
             if fate == Fate::Ends {
                 self.needed.store(false, SeqCst);
             }

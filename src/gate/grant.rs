@@ -37,11 +37,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if self.settles() {
             // In case nobody else has come since a runtime ended.
             self.ops.wake();
-            grant.charge = Some(Charge::new(
-                self.ops.clone(),
-                reserved(),
-                grant.slot.take(),
-            ));
+            grant.charge = Some(Charge::new(self.ops.clone(), reserved(), grant.slot.take()));
         }
         if let Some(key) = key
             && self.has_shadows()

@@ -209,12 +209,11 @@ impl Inner {
         let renewals = lock(&self.slots).renewals(now);
         for check in renewals {
             let (tracker, slot) = (Arc::downgrade(self), check.slot());
-            self.ops
-                .put(PendingOp::of_check(check).then(move |answer| {
-                    if let (Ok(_), Some(tracker), Some(slot)) = (answer, tracker.upgrade(), slot) {
-                        lock(&tracker.slots).pass(slot, false);
-                    }
-                }));
+            self.ops.put(PendingOp::of_check(check).then(move |answer| {
+                if let (Ok(_), Some(tracker), Some(slot)) = (answer, tracker.upgrade(), slot) {
+                    lock(&tracker.slots).pass(slot, false);
+                }
+            }));
         }
     }
 }

@@ -11,10 +11,10 @@ use tokio::time::{sleep, timeout};
 use super::block::Block;
 use super::caller::{Ask, Caller, Ended};
 use super::hot::HotCallers;
+use crate::background::{OpQueue, PendingOp};
 use crate::limit::{Check, Decision, Key, Mode, Policies};
 use crate::observe::mistakes::SHORT_LEASE;
 use crate::observe::{Observer, event, or_log};
-use crate::background::{OpQueue, PendingOp};
 use crate::store::{Answer, Digest, Shards, Share, Store, op_queue};
 use crate::util::{contain, instant, lock};
 

@@ -55,11 +55,7 @@ const UNUSED: u64 = u64::MAX;
 
 impl Account {
     /// The account of a request that settles as the handles say. It may have reserved nothing.
-    pub(crate) fn new(
-        ops: OpQueue,
-        reserved: Option<Reserved>,
-        slot: Option<Slot>,
-    ) -> Self {
+    pub(crate) fn new(ops: OpQueue, reserved: Option<Reserved>, slot: Option<Slot>) -> Self {
         let in_flight = slot.into_iter().collect();
         let cost = reserved.as_ref().map_or(0, Reserved::cost);
         let enforced = reserved.is_some();
@@ -238,10 +234,8 @@ impl Drop for Account {
             .get_mut()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
         let settlement = book.settlement;
-        std::mem::take(&mut book.open).settle(
-            |reserved| settlement.cost(reserved, counted),
-            &self.ops,
-        );
+        std::mem::take(&mut book.open)
+            .settle(|reserved| settlement.cost(reserved, counted), &self.ops);
     }
 }
 

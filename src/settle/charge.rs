@@ -39,11 +39,7 @@ pub struct Charge {
 impl Charge {
     /// Counts for a request that has reserved this, or nothing, and that holds its place in flight until all is
     /// settled.
-    pub(crate) fn new(
-        ops: OpQueue,
-        reserved: Option<Reserved>,
-        slot: Option<Slot>,
-    ) -> Self {
+    pub(crate) fn new(ops: OpQueue, reserved: Option<Reserved>, slot: Option<Slot>) -> Self {
         Self {
             account: Arc::new(Account::new(ops, reserved, slot)),
         }

@@ -50,11 +50,7 @@ pub enum ReserveError {
 }
 
 impl Reservation {
-    pub(crate) fn new(
-        reserved: Reserved,
-        slot: Option<Slot>,
-        ops: OpQueue,
-    ) -> Self {
+    pub(crate) fn new(reserved: Reserved, slot: Option<Slot>, ops: OpQueue) -> Self {
         Self {
             decision: reserved.decision.clone(),
             account: Account::new(ops, Some(reserved), slot),

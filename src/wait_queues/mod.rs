@@ -49,11 +49,11 @@ pub(crate) use permit::{Permit, Spent};
 
 use self::dispatcher::Dispatcher;
 use self::queue::{WaitQueue, Waiter};
+use crate::background::PendingOp;
 use crate::error::{ErrorKind, StoreError};
 use crate::in_flight::InFlightTracker;
 use crate::limit::{Check, Decision, Key, Policies, Source, Verdict};
 use crate::observe::Observer;
-use crate::background::PendingOp;
 use crate::store::Store;
 use crate::util::{instant, lock};
 

@@ -4,9 +4,9 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::{QueueId, SharedQueues};
+use crate::background::{OpQueue, PendingOp};
 use crate::in_flight::{InFlightTracker, Slot};
 use crate::limit::{Charged, Check, Decision, Frees, Key, Policies, Policy, micros};
-use crate::background::{OpQueue, PendingOp};
 use crate::util::instant;
 
 /// For how long after it was due a permit may be used that the count has forgotten.
@@ -110,9 +110,7 @@ impl Permit {
     pub(crate) fn spend(mut self) -> Spent {
         let (age, held) = (self.taken.age(), self.held.take());
         if let Some(held) = held.as_ref().filter(|_| !self.taken.is_good()) {
-            self.taken
-                .charge_again()
-                .for_each(|op| held.ops.put(op));
+            self.taken.charge_again().for_each(|op| held.ops.put(op));
         }
         let decision = self.taken.decision.clone().later(age);
         let taken = held.is_some().then_some((self.taken.times.asked, age));

@@ -14,8 +14,8 @@ use super::job::Job;
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{error_of, not_run, within};
 use crate::store::redis::script::MARKER;
-use crate::store::redis::topology::{Node, Topology};
 use crate::store::redis::topology::cluster::{Cluster, Planned, Refusal, SlotMap, Why};
+use crate::store::redis::topology::{Node, Topology};
 use crate::util::instant;
 
 /// How long the marker stays after the last instance has looked at it, which each does every hour.
@@ -136,12 +136,9 @@ impl Inner {
             self.refresh(Why::Unknown);
             return Err(error);
         }
-        within(
-            self.limits.timeout,
-            self.query_slots(cluster, Why::Unknown),
-        )
-        .await
-        .map_err(|error| error.at(cluster.address(None)))
+        within(self.limits.timeout, self.query_slots(cluster, Why::Unknown))
+            .await
+            .map_err(|error| error.at(cluster.address(None)))
     }
 
     /// The node that has the keys of no caller.

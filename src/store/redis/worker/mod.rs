@@ -3,8 +3,9 @@
 //! starts one, so that an idle store adds no delay.
 //!
 //! Each tokio runtime that uses a store has [queues], workers and connections of its own, one set for each node: no
-//! check depends on a runtime but the one that it was made on. They are gone when that runtime ends. What has no node
-//! yet waits in a queue without connections until the [cluster] has told.
+//! check depends on a runtime but the one that it was made on. They are gone when that runtime shuts down, and the
+//! checks that wait there fail. A check without a node waits in a queue without connections until its worker has queried
+//! the slots of the [cluster].
 
 mod cluster;
 mod inner;

@@ -212,10 +212,7 @@ mod tests {
             assert!(plan(why).is_none(), "{why:?}");
         }
         refresher.end(second);
-        assert!(
-            refresher.begin(&mut third, PATIENCE),
-            "it was not that one"
-        );
+        assert!(refresher.begin(&mut third, PATIENCE), "it was not that one");
         refresher.end(third);
         assert!(plan(Why::Unknown).is_some());
     }
