@@ -1,7 +1,7 @@
 //! Work off the request path, and where it runs.
 //!
-//! Each kind of background work of a store is one task at a time, on the runtime of whoever needed it first. When that
-//! runtime has shut down, the next check starts the task on its own runtime: see [`TaskOwner`].
+//! Each kind of background work of a store is one task at a time, on the runtime that needed it first. After that runtime
+//! has shut down, the next check starts the task on the runtime of the check: see [`TaskOwner`].
 
 mod op_queue;
 mod sync;

@@ -1,4 +1,4 @@
-//! What threads share by in `task`. `tests` compiles that file with `loom`'s in their place.
+//! The shared types of `task`. `tests` replaces them by `loom`'s.
 
 pub(super) use std::sync::Arc;
 pub(super) use std::sync::atomic::{AtomicBool, Ordering};

@@ -4,7 +4,7 @@ use tokio::runtime::Handle;
 
 use super::sync::{Arc, AtomicBool, Ordering};
 
-/// Runs one background task at a time, on the runtime of whoever needed it first.
+/// Runs one background task at a time, on the runtime that needed it first.
 ///
 /// Publish the work, and then call [`spawn`](Self::spawn). A task that ends because there is no work drops its [`Task`]
 /// and then checks for work again: if `spawn` found the task still running, that check finds the work.
@@ -37,12 +37,13 @@ impl TaskOwner {
         }
     }
 
-    /// Whether a task is running. Work that was published just before may need another one all the same.
+    /// Whether a task is running. It may be about to end: publish work under a lock that the task also ends under, or call
+    /// [`spawn`](Self::spawn).
     pub(crate) fn is_running(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// The right to run. `None` if a task has it.
+    /// The right to run. `None` if a task is running.
     pub(super) fn begin(&self) -> Option<Task> {
         // Each swap reads the one before, so that a task which ends sees all work that was published before a failed call.
         let is_running = self.0.swap(true, Ordering::AcqRel);

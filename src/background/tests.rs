@@ -12,7 +12,7 @@ use self::sync::Arc;
 use self::sync::Ordering::{Relaxed, SeqCst};
 use super::{Task, TaskOwner};
 
-/// The file of the library, compiled once more with what `loom` schedules.
+/// The file of the library, compiled with `loom`'s types.
 #[allow(dead_code, reason = "not all of it is tried")]
 #[path = "task.rs"]
 mod task;
@@ -22,7 +22,7 @@ mod sync {
     pub(super) use loom::sync::atomic::{AtomicBool, Ordering};
 }
 
-/// What becomes of the task that a thread starts.
+/// The end of the task that a thread starts.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Fate {
     Ends,
@@ -38,7 +38,7 @@ struct Model {
 }
 
 impl Model {
-    /// Needs the work, and runs the task if it is to be started.
+    /// Needs the work, and runs the task if none is running.
     fn need(&self, fate: Fate) {
         // Relaxed: `TaskOwner` alone must make it visible.
         self.needed.store(true, Relaxed);
@@ -82,7 +82,7 @@ fn explore<const N: usize>(fates: [Fate; N]) {
         );
         // A task that was dropped with its runtime blocks no other.
         model.need(Fate::Ends);
-        assert!(!model.needed.load(SeqCst), "nobody starts it again");
+        assert!(!model.needed.load(SeqCst), "the next task does the work");
     });
 }
 

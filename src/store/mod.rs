@@ -213,7 +213,7 @@ impl<W: WrapStore> Store for W {
     }
 }
 
-/// The queue of a store's background operations. `observer` is notified of what could not be done.
+/// Creates the queue of a store's background operations. `observer` is notified of each operation that failed.
 pub(crate) fn op_queue(store: impl Store, observer: Option<Arc<dyn Observer>>) -> OpQueue {
     let ask = move |check| match store.check(check) {
         Answer::Ready { answer } => Asked::Replied(answer),

@@ -29,7 +29,7 @@ impl Future for Awaited {
     }
 }
 
-/// If the request is gone, the sender awaits the reply.
+/// If the request is dropped, the sender awaits the reply.
 impl Drop for Awaited {
     fn drop(&mut self) {
         if !self.asked.is_empty() {

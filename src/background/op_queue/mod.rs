@@ -1,4 +1,4 @@
-//! Operations that nobody waits for: charges, refunds, renewals and releases, many of which are sent together.
+//! Charges, refunds, renewals and releases off the request path, sent together.
 
 mod awaited;
 mod pending_op;
@@ -29,24 +29,27 @@ use crate::limit::{Check, Decision};
 use crate::observe::{Observer, event, or_log};
 use crate::util::{contain, instant, lock};
 
-/// Sends operations to a store, each once, and reports those that it could not send. Clones share it.
+/// Sends each operation to a store once, and reports the operations that it could not send. Clones share it.
 ///
-/// - A store that replies immediately, as a [`LocalStore`](crate::LocalStore) does, is asked immediately. Any other is
-///   asked in waves: operations that come within [`GAP`] of the last wave go with the next one, so that the store can
-///   send them together.
+/// - A store that replies immediately, such as a [`LocalStore`](crate::LocalStore), gets each operation immediately. Any
+///   other store gets waves: operations that come within [`GAP`] of the last wave go with the next one, so that the store
+///   can send them together.
 /// - An operation that the store has not sent is tried again, first soon and then once a second, until it matters no
-///   more. A renewal is not: the next one includes all slots in flight. Nor is a take, for which a request
+///   more. A renewal is not: the next one includes all slots in flight. Nor is a take for a request that
 ///   [waits](Self::ask), or has waited.
 /// - An operation that was sent and may not be done is not sent again, or it might be done twice. The observer is
 ///   notified of it, and of each operation that finds the queue full.
 /// - A release of a slot is sent until it is done, or the slot has expired. The observer is not notified then, nor of
 ///   more than [`RELEASES`] that wait: these slots expire.
 /// - Its sender is a [background task](super). When the runtime of the sender shuts down, the operations stay in the
-///   queue until somebody [puts](Self::put) another one or [wakes](Self::wake) it. Operations that are put outside of a
-///   runtime are sent on the first one that the queue has seen.
+///   queue until another one is [put](Self::put) or a request [wakes](Self::wake) it. Outside of a runtime the sender is
+///   started on the first runtime that the queue has seen.
 #[derive(Clone)]
 pub(crate) struct OpQueue {
-    /// The outer `Arc` is of one [`copy`](Self::copy) each.
+    #[allow(
+        clippy::redundant_allocation,
+        reason = "each `copy` has an outer `Arc`, so that not all requests write one reference count"
+    )]
     shared: Arc<Arc<SharedQueue>>,
 }
 
@@ -64,8 +67,7 @@ struct SharedQueue {
     ask: Box<Ask>,
     observer: Option<Arc<dyn Observer>>,
     work: Mutex<Work>,
-    /// Whether operations wait, or their replies are awaited. Otherwise `put` asks the store immediately. Written under
-    /// the lock.
+    /// Whether operations wait, or their replies are awaited. Otherwise `put` sends immediately. Written under the lock.
     is_busy: AtomicBool,
     /// Wakes the sender.
     came: Notify,
@@ -120,7 +122,7 @@ const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 impl OpQueue {
-    /// The queue of the store that `ask` asks. `observer` is notified of what could not be done.
+    /// Creates the queue of a store that decides by `ask`. `observer` is notified of each operation that failed.
     pub(crate) fn new(
         ask: impl Fn(Check) -> Asked + Send + Sync + 'static,
         observer: Option<Arc<dyn Observer>>,
@@ -154,8 +156,8 @@ impl OpQueue {
         self.shared.attend();
     }
 
-    /// Asks the store now, ahead of the operations that wait, for a request that waits for this future. If the request
-    /// is dropped, the sender awaits the reply.
+    /// Sends an operation now, ahead of the others, for a request that waits for this future. If the future is dropped,
+    /// the sender awaits the reply.
     pub(crate) fn ask(&self, op: PendingOp) -> impl Future<Output = ()> + Send + 'static {
         let mut asked = Vec::new();
         self.shared.ask(op, instant(), &mut asked);
@@ -174,12 +176,12 @@ impl OpQueue {
         }
     }
 
-    /// The same queue in an `Arc` of its own, whose reference count no other processor writes.
+    /// A clone in a new `Arc`, so that no other processor writes its reference count.
     pub(crate) fn copy(&self) -> Self {
         Self::of(Arc::clone(&self.shared))
     }
 
-    /// The queue while anybody else has it, for operations that wait in it: they must not keep it alive.
+    /// A weak reference, for operations that wait in the queue: they must not keep it alive.
     pub(crate) fn downgrade(&self) -> impl Fn() -> Option<Self> + Send + use<> {
         let shared = Arc::downgrade(&*self.shared);
         move || Some(Self::of(shared.upgrade()?))
@@ -195,7 +197,7 @@ impl SharedQueue {
     ///
     /// # Errors
     ///
-    /// The same operation, if the queue is not busy: the store can be asked immediately.
+    /// Returns the operation if the queue is not busy: it can be sent immediately.
     fn leave(&self, op: PendingOp) -> Result<(), PendingOp> {
         if !self.is_busy() {
             return Err(op);
@@ -225,7 +227,7 @@ impl SharedQueue {
         Ok(())
     }
 
-    /// Asks the store.
+    /// Sends an operation to the store.
     fn ask(&self, op: PendingOp, now: Instant, asked: &mut Vec<Flight>) {
         let Some(check) = op.check(now) else { return };
         match contain(|| (self.ask)(check)) {
@@ -312,8 +314,7 @@ impl SharedQueue {
         });
     }
 
-    /// The next step of the sender, whose last wave was at the time `last`. Checks that others have asked join its
-    /// flights.
+    /// The next step of the sender, whose last wave was at the time `last`. The checks in `asked` join its flights.
     fn next(&self, flights: &mut Vec<Flight>, last: Instant, now: Instant) -> Next {
         let work = &mut *lock(&self.work);
         flights.append(&mut work.asked);
@@ -332,7 +333,7 @@ impl SharedQueue {
             (false, _) => Next::Send(work.fresh.drain(..room.min(work.fresh.len())).collect()),
             (true, Some(at)) => Next::Wait(Some(at)),
             (true, None) if !flights.is_empty() => Next::Wait(None),
-            // Operations that come before that make a wave.
+            // The next operations make a wave.
             (true, None) if now < next => Next::Wait(Some(next)),
             (true, None) => {
                 self.is_busy.store(false, Ordering::Release);
@@ -342,7 +343,7 @@ impl SharedQueue {
     }
 }
 
-/// Nobody knows what a store has done that panics.
+/// A store that panics may have done anything.
 fn panicked() -> StoreError {
     StoreError::with_source(ErrorKind::Refused, io::Error::other("the store panicked")).of_check()
 }

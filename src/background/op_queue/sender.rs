@@ -44,7 +44,7 @@ impl Sender {
         }
         let shared = Arc::clone(&self.shared);
         drop(self);
-        // An operation that came meanwhile has started no other sender: see `TaskOwner`.
+        // Recheck: an operation put before the drop has started no other sender. See `TaskOwner`.
         shared.attend();
     }
 

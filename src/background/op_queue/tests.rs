@@ -22,7 +22,7 @@ impl OpQueue {
     }
 }
 
-/// What a store is asked that replies when the test says so, on any runtime.
+/// The checks of a store whose replies the test sends.
 struct Received(mpsc::UnboundedReceiver<(Check, oneshot::Sender<Reply>)>);
 
 impl Received {
@@ -293,7 +293,7 @@ fn the_next_runtime_sends_the_rest() {
     assert_eq!(failures.0.load(Relaxed), 0);
 }
 
-/// One sender at a time: it goes on when its runtime does.
+/// One sender at a time: it continues when its runtime does.
 #[test]
 fn a_stalled_runtime_delays_operations() {
     let (queue, mut asked, failures) = asking();

@@ -82,8 +82,8 @@ use crate::util::Clock;
 /// # Runtimes
 ///
 /// The task that probes and reconciles runs on the tokio runtime of the check that noticed a failure. After that runtime
-/// has shut down, the next check starts the task on its own runtime. While that runtime is alive and runs nothing, the
-/// outage goes on. A multi-threaded runtime always runs, and so does `#[tokio::main]`. A current-thread runtime runs only
+/// has shut down, the next check starts the task on its own runtime. While that runtime is alive and runs nothing, no
+/// outage ends. A multi-threaded runtime always runs, and so does `#[tokio::main]`. A current-thread runtime runs only
 /// inside of `block_on`: with a `block_on` for each check, an outage would never end. Keep one thread in `block_on`
 /// there, or use a multi-threaded runtime.
 ///

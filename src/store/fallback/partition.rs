@@ -79,7 +79,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         // A check that is waited for has failed by its deadline, or its caller has gone away.
         let patience = self.settings.deadline.saturating_mul(2);
         let Some(ticket) = self.breaker.admit(|| self.clock.micros(), patience) else {
-            // In case the recovery task is gone with its runtime.
+            // The runtime of the recovery task may have shut down.
             self.attend();
             return Reply::NotAsked;
         };

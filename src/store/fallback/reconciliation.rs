@@ -67,8 +67,8 @@ impl Window {
 }
 
 impl<P: Store, F: Store> Partition<P, F> {
-    /// Does all that is noted in the primary store, and adds it up. `false` if that fails again: what was not sent is for
-    /// the next time.
+    /// Replays the outage log on the primary store, and sums it up. `false` if that fails again: unsent operations remain
+    /// for the next time.
     pub(super) async fn reconcile(self: &Arc<Self>) -> bool {
         if self.outages.is_empty() {
             return true;

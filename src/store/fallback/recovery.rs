@@ -26,7 +26,7 @@ const LONGEST_WAIT: Duration = Duration::from_secs(10);
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 impl<P: Store, F: Store> Partition<P, F> {
-    /// Starts the task that looks after the primary store, unless it is running.
+    /// Starts the recovery task, unless it is running.
     pub(super) fn attend(self: &Arc<Self>) {
         let partition = Arc::downgrade(self);
         self.recovery

@@ -65,9 +65,9 @@ use crate::store::{Answer, Instances, Store};
 ///
 /// # Runtimes
 ///
-/// Each tokio runtime that uses a store has a queue and connections of its own there until it shuts down, and no check
-/// depends on another runtime. So a store may be a `static` that several runtimes use, such as those of
-/// `#[tokio::test]`. A check that is pending when its runtime shuts down fails immediately, with an error of
+/// A store has a separate queue and connections for each tokio runtime that uses it, until the runtime shuts down. No
+/// check depends on another runtime, so a store may be a `static` that several runtimes use, for example in two
+/// `#[tokio::test]`s. A check that is pending when its runtime shuts down fails immediately, with an error of
 /// [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) that says whether it was
 /// [not sent](crate::store::StoreError::is_unsent).
 ///

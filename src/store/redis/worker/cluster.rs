@@ -52,11 +52,11 @@ impl Inner {
         }
     }
 
-    /// Queries the slots, and takes up the map.
+    /// Queries the slots, and adopts the map.
     ///
     /// # Errors
     ///
-    /// Why they are not known.
+    /// The error of the query, or of the marker.
     async fn query_slots(self: &Arc<Self>, cluster: &Cluster, why: Why) -> Result<(), StoreError> {
         let queried = async {
             let (map, changed) = cluster.ask_any(why, self.limits.timeout).await?;

@@ -27,7 +27,7 @@ struct RefresherState {
     idle: u32,
     /// When the last query ended, and its error.
     last: Option<(Instant, Option<StoreError>)>,
-    /// The task that other checks rely on.
+    /// The task that checks rely on.
     planned: Option<Plan>,
     /// When the marker is to be looked at again.
     marked_until: Option<Instant>,
@@ -38,7 +38,7 @@ struct RefresherState {
 #[derive(Debug)]
 struct Plan {
     begins: Instant,
-    /// From then on nobody relies on the task: its runtime has shut down, or runs nothing.
+    /// When another task may replace this one: its runtime has shut down, or runs nothing.
     overdue: Instant,
     /// Dropped with the store, and when another task takes the place of this one: ends its sleep.
     _wakes: oneshot::Sender<Infallible>,
@@ -48,7 +48,7 @@ struct Plan {
 #[derive(Debug)]
 pub(crate) struct Planned {
     pub(crate) begins: Instant,
-    /// Closed if another task has taken the place of this one, or the store is gone.
+    /// Closed when another task replaces this one, or with the store.
     pub(crate) woken: oneshot::Receiver<Infallible>,
 }
 
@@ -87,7 +87,7 @@ impl Refresher {
     /// How often the marker is looked at.
     const MARKER: Duration = Duration::from_secs(3_600);
 
-    /// Plans a task. `None` if there is one that begins as soon.
+    /// Plans a task. `None` if a planned task begins as soon.
     pub(crate) fn plan(&self, why: Why) -> Option<Planned> {
         let now = instant();
         let (wakes, woken) = oneshot::channel();
@@ -136,7 +136,7 @@ impl Refresher {
         }
     }
 
-    /// The nodes were queried. Was there news, or what went wrong?
+    /// Records a query: whether it brought anything new, or its error.
     pub(crate) fn queried(&self, outcome: &Result<bool, StoreError>) {
         let state = &mut *lock(&self.state);
         state.idle = match outcome {
