@@ -1,9 +1,9 @@
-//! When the map of slots is queried: off the request path, by one task at a time.
+//! Schedules queries of the map of slots: off the request path, in one task at a time.
 //!
-//! A thousand instances notice a failover at the same moment. So each waits for a moment of its own, and the longer the
-//! more often the map has turned out to be the same.
+//! A thousand instances notice a failover at the same moment. So each waits for a random delay,
+//! which grows while consecutive queries return the same map.
 //!
-//! Checks that have no node at all do not wait for that task, but query the map themselves.
+//! Checks without a node do not wait for that task: their worker queries the map.
 
 use std::convert::Infallible;
 use std::sync::Mutex;
@@ -23,15 +23,16 @@ pub(crate) struct Refresher {
 
 #[derive(Debug, Default)]
 struct RefresherState {
-    /// How many successive queries brought nothing new.
-    idle: u32,
+    /// Number of consecutive queries without a change.
+    unchanged: u32,
     /// When the last query ended, and its error.
     last: Option<(Instant, Option<StoreError>)>,
     /// The task that checks rely on.
     planned: Option<Plan>,
-    /// When the marker is to be looked at again.
+    /// Time of the next check of the marker.
     marked_until: Option<Instant>,
-    /// Whether another instance has ever confirmed our number of partitions: the marker had it before we set it.
+    /// Whether another instance has ever confirmed this number of partitions: the marker had it
+    /// before this one set it.
     agreed: bool,
 }
 
@@ -40,7 +41,8 @@ struct Plan {
     begins: Instant,
     /// When another task may replace this one: its runtime has shut down, or runs nothing.
     overdue: Instant,
-    /// Dropped with the store, and when another task takes the place of this one: ends its sleep.
+    /// Wakes the planned task from its sleep when dropped: with the store, or when another task
+    /// replaces the planned one.
     _wakes: oneshot::Sender<Infallible>,
 }
 
@@ -52,21 +54,21 @@ pub(crate) struct Planned {
     pub(crate) woken: oneshot::Receiver<Infallible>,
 }
 
-/// Why the slots are queried.
+/// The reason for a query of the slots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Why {
-    /// They are not known, and checks wait for them.
+    /// The slots are unknown, and checks wait for them.
     Unknown,
-    /// A node did not answer, or does not decide.
+    /// A node did not respond, or cannot decide.
     Lost(Node),
-    /// One slot is elsewhere, so others may be.
+    /// One slot has moved, so others may have moved too.
     Moved,
-    /// The marker of the number of partitions expires some day.
+    /// The marker of the number of partitions has to be renewed before it expires.
     Marker,
 }
 
 impl Why {
-    /// How long to wait at most, and at least half as long.
+    /// Maximum delay; the minimum is half of it.
     fn delay(self) -> Duration {
         match self {
             Self::Unknown => Duration::ZERO,
@@ -78,23 +80,23 @@ impl Why {
 }
 
 impl Refresher {
-    /// The shortest time from one query to the next; doubled while none brings anything new.
+    /// Minimum interval between two queries; doubled while nothing changes.
     const GAP: Duration = Duration::from_millis(100);
-    /// Short enough that a probe of a fallback finds the new master soon.
+    /// Short enough that a probe of a fallback soon finds the new master.
     const LONGEST_GAP: Duration = Duration::from_millis(400);
     /// How late a task may begin.
     const LATE: Duration = Duration::from_millis(50);
-    /// How often the marker is looked at.
+    /// Interval between two checks of the marker.
     const MARKER: Duration = Duration::from_secs(3_600);
 
-    /// Plans a task. `None` if a planned task begins as soon.
+    /// Plans a task. `None` if another task starts no later.
     pub(crate) fn plan(&self, why: Why) -> Option<Planned> {
         let now = instant();
         let (wakes, woken) = oneshot::channel();
         let (begins, former) = {
             let state = &mut *lock(&self.state);
             let gap = Self::GAP
-                .saturating_mul(1 << state.idle.min(10))
+                .saturating_mul(1 << state.unchanged.min(10))
                 .min(Self::LONGEST_GAP);
             let last = state.last.as_ref();
             let earliest = last.map_or(now, |(last, _)| *last + jittered(gap, 0.5..1.0));
@@ -139,9 +141,9 @@ impl Refresher {
     /// Records a query: whether it brought anything new, or its error.
     pub(crate) fn queried(&self, outcome: &Result<bool, StoreError>) {
         let state = &mut *lock(&self.state);
-        state.idle = match outcome {
+        state.unchanged = match outcome {
             Ok(true) => 0,
-            _ => state.idle.saturating_add(1),
+            _ => state.unchanged.saturating_add(1),
         };
         state.last = Some((instant(), outcome.as_ref().err().cloned()));
     }
@@ -153,26 +155,26 @@ impl Refresher {
         error.clone().filter(|_| last.elapsed() < Self::LONGEST_GAP)
     }
 
-    /// Whether the marker is to be looked at.
+    /// Returns `true` if the marker should be checked.
     pub(crate) fn marker_is_due(&self) -> bool {
         lock(&self.state)
             .marked_until
             .is_none_or(|until| until <= instant())
     }
 
-    /// Whether another instance has ever confirmed our number of partitions.
+    /// Returns `true` if another instance has ever confirmed this number of partitions.
     pub(crate) fn has_agreed(&self) -> bool {
         lock(&self.state).agreed
     }
 
-    /// The marker has our number; `agrees` if it had it before.
+    /// Records that the marker has this number; `agrees` if it had it before.
     pub(crate) fn marked(&self, agrees: bool) {
         let mut state = lock(&self.state);
         state.marked_until = Some(instant() + Self::MARKER);
         state.agreed |= agrees;
     }
 
-    /// The slots are those of another cluster.
+    /// Forgets the marker: the slots belong to another cluster.
     pub(super) fn forget_marker(&self) {
         let mut state = lock(&self.state);
         (state.marked_until, state.agreed) = (None, false);
