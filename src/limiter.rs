@@ -9,8 +9,7 @@ use crate::gate::Notifier;
 use crate::in_flight::InFlightTracker;
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::observe::Observer;
-use crate::refunds::Reserved;
-use crate::settle::{Reservation, ReserveError};
+use crate::settle::{Reservation, ReserveError, Reserved};
 use crate::store::{Answer, Store};
 use crate::util::instant;
 use crate::wait_queues::{Bounds, Spent, WaitQueues, WaitRequest};
@@ -145,7 +144,7 @@ impl<S: Store> Limiter<S> {
     /// [`ReserveError::Denied`] if the policies deny the cost, and [`ReserveError::Failed`] if the
     /// store could not decide.
     pub async fn reserve(&self, key: Key, cost: u32) -> Result<Reservation, ReserveError> {
-        self.in_flight.refunds().wake();
+        self.in_flight.ops().wake();
         let since = instant();
         let check = Check::take(key, &self.policies, cost).reserving(true);
         let mut slot = self.in_flight.hold(&check);
@@ -157,7 +156,7 @@ impl<S: Store> Limiter<S> {
             Ok(decision) if decision.is_allowed() => Ok(Reservation::new(
                 Reserved::new(decision, key, cost, since),
                 slot,
-                Arc::clone(self.in_flight.refunds()),
+                self.in_flight.ops().clone(),
             )),
             Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
             Err(error) => Err(ReserveError::Failed(error)),

@@ -42,11 +42,11 @@ pub(crate) use select::Selector;
 
 use self::admit::NEVER_ENDS;
 use self::wait::Waiting;
+use crate::background::OpQueue;
 use crate::in_flight::InFlightTracker;
 use crate::limit::Policies;
 use crate::observe::Observer;
 use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
-use crate::refunds::RefundQueue;
 use crate::store::Store;
 
 /// The settings of a layer for requests of the type `R`.
@@ -68,7 +68,7 @@ pub(crate) struct Gate<S, R> {
     holds: Holds,
     /// Tracks requests in flight, including queued ones.
     in_flight: InFlightTracker,
-    refunds: Arc<dyn RefundQueue>,
+    ops: OpQueue,
 }
 
 /// Returns `true` if a request is exempt: it passes without a key or a check.
@@ -103,7 +103,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             on_missing_key: OnMissingKey::default(),
             notifier: Notifier::default(),
             holds,
-            refunds: Arc::clone(in_flight.refunds()),
+            ops: in_flight.ops().clone(),
             in_flight,
         }
     }
@@ -121,7 +121,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         let observer: Arc<dyn Observer> = Arc::new(observer);
         self.store.observe(&observer);
         self.in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));
-        self.refunds = Arc::clone(self.in_flight.refunds());
+        self.ops = self.in_flight.ops().clone();
         self.wait = self
             .wait
             .take()
@@ -175,7 +175,7 @@ impl<S: Clone, R: 'static> Clone for Gate<S, R> {
             notifier: self.notifier.clone(),
             holds: self.holds,
             in_flight: self.in_flight.clone(),
-            refunds: self.refunds.copy(),
+            ops: self.ops.copy(),
         }
     }
 }

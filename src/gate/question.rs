@@ -5,7 +5,7 @@ use tokio::time::Instant;
 use crate::error::StoreError;
 use crate::in_flight::Slot;
 use crate::limit::{Decision, Key};
-use crate::refunds::Reserved;
+use crate::settle::Reserved;
 use crate::util::instant;
 
 /// A request's check, and the resources that the request owns once it is sent.

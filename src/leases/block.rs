@@ -2,8 +2,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use crate::background::PendingOp;
 use crate::limit::{Check, Decision, Frees, Key, Policies, Strategy};
-use crate::refunds::PendingOp;
 use crate::util::instant;
 
 /// What was charged ahead for one caller, and is spent in memory until it is too old.

@@ -11,11 +11,11 @@ use tokio::time::{sleep, timeout};
 use super::block::Block;
 use super::caller::{Ask, Caller, Ended};
 use super::hot::HotCallers;
+use crate::background::{OpQueue, PendingOp};
 use crate::limit::{Check, Decision, Key, Mode, Policies};
 use crate::observe::mistakes::SHORT_LEASE;
 use crate::observe::{Observer, event, or_log};
-use crate::refunds::{PendingOp, RefundQueue, StoreQueue};
-use crate::store::{Answer, Digest, Shards, Share, Store};
+use crate::store::{Answer, Digest, Shards, Share, Store, op_queue};
 use crate::util::{contain, instant, lock};
 
 /// The state of a [`Leased`](super::Leased), which its clones share.
@@ -26,7 +26,7 @@ pub(super) struct Inner<S: Store> {
     hot: HotCallers,
     shards: Shards<Shard>,
     /// Created for the first ask, when the observer is known.
-    queue: OnceLock<StoreQueue<S>>,
+    queue: OnceLock<OpQueue>,
     observer: OnceLock<Arc<dyn Observer>>,
     /// Each ask in flight has a receiver.
     in_flight: watch::Sender<()>,
@@ -197,9 +197,9 @@ impl<S: Store> Inner<S> {
         }
     }
 
-    fn queue(&self) -> &StoreQueue<S> {
+    fn queue(&self) -> &OpQueue {
         self.queue
-            .get_or_init(|| StoreQueue::new(self.store.clone(), self.observer.get().cloned()))
+            .get_or_init(|| op_queue(self.store.clone(), self.observer.get().cloned()))
     }
 
     fn ask(self: &Arc<Self>, key: Key, caller: Digest, policies: &Policies, ask: Ask) {

@@ -37,6 +37,7 @@ pub(crate) use shards::Shards;
 
 pub use crate::limit::Counts;
 
+use crate::background::{Asked, OpQueue};
 use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
 
@@ -217,4 +218,13 @@ impl<W: WrapStore> Store for W {
     fn observe(&self, observer: &Arc<dyn Observer>) {
         self.inner().observe(observer);
     }
+}
+
+/// Creates the queue of a store's background operations. `observer` is notified of each operation that failed.
+pub(crate) fn op_queue(store: impl Store, observer: Option<Arc<dyn Observer>>) -> OpQueue {
+    let ask = move |check| match store.check(check) {
+        Answer::Ready { answer } => Asked::Replied(answer),
+        Answer::Pending { future } => Asked::Pending(Box::pin(future)),
+    };
+    OpQueue::new(ask, observer)
 }

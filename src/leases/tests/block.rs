@@ -18,7 +18,7 @@ use crate::limit::{
     Align, Check, Decision, Key, Mode, Policies, Policy, Quota, Refill, Source, Strategy,
 };
 use crate::observe::Observer;
-use crate::refunds::{RefundQueue, StoreQueue};
+use crate::store::op_queue;
 use crate::store::{Answer, Fallback, LocalStore, MockStore, Share, Store};
 use crate::util::instant;
 use crate::{Leased, Limiter};
@@ -544,7 +544,7 @@ async fn what_flowed_back_is_refunded_once() {
             }
             sleep(Duration::from_millis(stopped)).await;
             let mut granted = rest(&local, &policies).await;
-            StoreQueue::new(local.clone(), None).put(ended);
+            op_queue(local.clone(), None).put(ended);
             if part == 2 {
                 refund().await;
             }
