@@ -9,8 +9,8 @@ use axum::Router;
 use axum::extract::ConnectInfo;
 use axum::serve::Listener;
 use http::Request;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use hyper_util::server::conn::auto::Builder;
+use hyper::server::conn::http1::Builder;
+use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::TcpListener;
 use tower::ServiceExt;
@@ -20,10 +20,9 @@ const HEAD: Duration = Duration::from_secs(5);
 
 /// Serves HTTP/1. Each request has the peer's address, as by `into_make_service_with_connect_info::<SocketAddr>()`.
 pub(crate) async fn serve(mut listener: TcpListener, app: Router) -> Infallible {
-    let mut http = Builder::new(TokioExecutor::new()).http1_only();
-    http.http1()
-        .timer(TokioTimer::new())
-        .header_read_timeout(HEAD);
+    // The builder of hyper-util that reads the version first has no time-out for that.
+    let mut http = Builder::new();
+    http.timer(TokioTimer::new()).header_read_timeout(HEAD);
     loop {
         // It tries again after an error, such as too many open files.
         let (stream, peer): (_, SocketAddr) = Listener::accept(&mut listener).await;
@@ -34,9 +33,9 @@ pub(crate) async fn serve(mut listener: TcpListener, app: Router) -> Infallible 
         let http = http.clone();
         tokio::spawn(async move {
             let service = TowerToHyperService::new(app);
-            let connection = http.serve_connection_with_upgrades(TokioIo::new(stream), service);
+            let connection = http.serve_connection(TokioIo::new(stream), service);
             // It fails if the client hangs up or is too slow, which concerns nobody else.
-            drop(connection.await);
+            drop(connection.with_upgrades().await);
         });
     }
 }

@@ -44,7 +44,8 @@ impl Example {
             .lines()
             .map(Result::unwrap);
         let port = lines.find_map(|line| {
-            line.split_once("localhost:")?
+            line.split_once("localhost:")
+                .or_else(|| line.split_once("127.0.0.1:"))?
                 .1
                 .split('/')
                 .next()?
