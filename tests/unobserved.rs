@@ -76,7 +76,7 @@ async fn an_outage_is_logged_once() {
         &lines.take(),
         &[
             "WARN rate limit checks failed kind=\"unreachable\" error=the server cannot be reached: check",
-            "WARN rate limits are local: the shared store has failed too often kind=\"unreachable\"",
+            "set `Fallback::share` kind=\"unreachable\"",
         ],
     );
     primary.allow();

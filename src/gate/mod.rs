@@ -48,6 +48,8 @@ use crate::store::Store;
 /// The settings of a layer for requests of the type `R`.
 pub(crate) struct Gate<S, R> {
     store: S,
+    /// The identity of the store.
+    identity: Option<usize>,
     policies: Selector<R>,
     /// Policies that reject nothing, beside those that do.
     pub(crate) shadows: Vec<Selector<R>>,
@@ -88,6 +90,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     pub(crate) fn new(store: S, policies: impl PolicySelector<R>, holds: Holds) -> Self {
         let in_flight = InFlightTracker::new(&store, None);
         Self {
+            identity: store.identity(),
             store,
             policies: Selector::new(policies),
             shadows: Vec::new(),
@@ -116,6 +119,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     pub(crate) fn observe(&mut self, observer: impl Observer) {
         let observer: Arc<dyn Observer> = Arc::new(observer);
         self.store.observe(&observer);
+        self.policies.observe(&observer);
         self.in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));
         self.refunds = Arc::clone(self.in_flight.refunds());
         self.wait = self
@@ -137,7 +141,8 @@ impl<S, R> Gate<S, R> {
         self.holds == Holds::Charge
     }
 
-    /// Checks that it can count by the policies that are known from the start.
+    /// Checks that it can count by the policies that are known from the start, and that no other layer gives one of them
+    /// another limit.
     ///
     /// # Panics
     ///
@@ -151,6 +156,9 @@ impl<S, R> Gate<S, R> {
                 "{NEVER_ENDS}{IN_FLIGHT_WITHOUT_END}"
             );
         }
+        if let Selector::Fixed(policies) = &self.policies {
+            self.notifier.list(self.identity, policies);
+        }
     }
 }
 
@@ -159,6 +167,7 @@ impl<S: Clone, R: 'static> Clone for Gate<S, R> {
     fn clone(&self) -> Self {
         Self {
             store: self.store.clone(),
+            identity: self.identity,
             policies: self.policies.clone(),
             shadows: self.shadows.clone(),
             dry_run: self.dry_run,

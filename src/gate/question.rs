@@ -55,6 +55,10 @@ impl Question {
         &self.key
     }
 
+    pub(super) fn cost(&self) -> u32 {
+        self.cost
+    }
+
     /// How long the answer took.
     pub(super) fn waited(&self) -> Duration {
         self.since.map_or(Duration::ZERO, |since| instant() - since)

@@ -2,6 +2,7 @@
 //!
 //! More fields may come. Make one by its `new` for tests of your own observer, and where you ask a store yourself.
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use crate::error::StoreError;
@@ -72,12 +73,17 @@ impl<'a> Misconfigured<'a> {
 pub struct Degraded<'a> {
     /// The last failure.
     pub error: &'a StoreError,
+    /// The number of instances that [share](crate::Fallback::share) each limit. With 1, each instance grants the whole limit.
+    pub share: NonZeroU32,
 }
 
 impl<'a> Degraded<'a> {
-    /// With this last failure.
+    /// With this last failure, and a share of 1.
     pub const fn new(error: &'a StoreError) -> Self {
-        Self { error }
+        Self {
+            error,
+            share: NonZeroU32::MIN,
+        }
     }
 }
 

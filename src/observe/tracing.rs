@@ -1,6 +1,6 @@
 use std::error::Error as StdError;
 use std::fmt;
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU32, NonZeroUsize};
 use std::sync::Arc;
 
 use tracing::{Span, error, info, trace, warn};
@@ -213,12 +213,23 @@ impl Observer for TracingObserver {
         );
     }
 
-    fn degraded(&self, &event::Degraded { error }: &event::Degraded<'_>) {
-        warn!(
-            kind = error.kind().as_str(),
-            error = error as &dyn StdError,
-            "rate limits are local: the shared store has failed too often"
-        );
+    fn degraded(&self, &event::Degraded { error, share }: &event::Degraded<'_>) {
+        let (kind, source) = (error.kind().as_str(), error as &dyn StdError);
+        match share {
+            NonZeroU32::MIN => warn!(
+                kind,
+                error = source,
+                share,
+                "rate limits are local: the shared store has failed too often, and each instance grants the whole limit; with \
+                 more than one, set `Fallback::share`"
+            ),
+            share => warn!(
+                kind,
+                error = source,
+                share,
+                "rate limits are local: the shared store has failed too often"
+            ),
+        }
     }
 
     fn recovered(&self, &event::Recovered { after }: &event::Recovered) {

@@ -3,6 +3,7 @@
 use std::error::Error as _;
 use std::fmt;
 use std::io::Write as _;
+use std::num::NonZeroU32;
 use std::sync::{Arc, Once};
 
 use super::{Observer, event};
@@ -55,9 +56,15 @@ impl Observer for Unobserved {
                     .source()
                     .map(|cause| format!(" ({cause})"))
                     .unwrap_or_default();
+                let whole = match event.share {
+                    NonZeroU32::MIN => {
+                        "; each instance grants the whole limit: with more than one, set `Fallback::share`"
+                    }
+                    _ => "",
+                };
                 say(
                     &SAID,
-                    format_args!("rate limits are local: {}{cause}", event.error),
+                    format_args!("rate limits are local: {}{cause}{whole}", event.error),
                 );
             }
         }

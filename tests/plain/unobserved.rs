@@ -80,6 +80,7 @@ fn outages_and_misconfigurations_appear_once() {
     for part in [
         "rate limits are local: the server cannot be reached: check the URL",
         "turn on the feature `axum`",
+        "; each instance grants the whole limit: with more than one, set `Fallback::share`\n",
     ] {
         let times = if cfg!(debug_assertions) { 1 } else { 0 };
         assert_eq!(said.matches(part).count(), times, "{part}: {said}");

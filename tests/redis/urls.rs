@@ -195,6 +195,37 @@ fn mistakes_in_a_url_are_named() {
             "it names no master: write its name after the sentinels",
         ),
         ("redis+sentinel://a:26379,b:26379", "it names no master"),
+        (
+            "redis-cluster://app:hunter2@a:6379",
+            "its scheme is unknown: for a cluster, write `redis+cluster://`",
+        ),
+        (
+            "rediss-cluster://app:hunter2@a:6379",
+            "for a cluster, write `rediss+cluster://`",
+        ),
+        (
+            "redis-sentinel://app:hunter2@a:26379",
+            "for a master of Redis Sentinel, write `redis+sentinel://host:26379/mymaster`",
+        ),
+        (
+            "redis://app:hunter2@a:6379,b:6379/0",
+            "it names several hosts: write `redis+cluster://` for the nodes of a cluster, `redis+sentinel://`",
+        ),
+        ("rediss://a,b", "several hosts: write `rediss+cluster://`"),
+        (
+            "http://app:hunter2@a:6379",
+            "its scheme is unknown: write `redis://host:6379`, `rediss://` for TLS",
+        ),
+        (
+            "Redis+hunter2://a",
+            "its scheme is unknown: write `redis://",
+        ),
+        (
+            "app:hunter2@a:6379",
+            "it has no scheme: begin it with `redis://`",
+        ),
+        ("localhost:6379", "it has no scheme: begin"),
+        ("", "it has no scheme: begin"),
     ];
     mistakes.extend(of_text.map(|(url, problem)| (url.into(), problem)));
     for (servers, problem) in mistakes {

@@ -1,5 +1,5 @@
 use http::request::Parts;
-use http::{HeaderName, HeaderValue, header};
+use http::{HeaderName, HeaderValue};
 
 use crate::error::ConfigError;
 use crate::gate::{KeyExtractor, MissingKey};
@@ -17,14 +17,16 @@ use crate::limit::Key;
 ///
 /// Use a header that is verified in front of the layer: a client that may send any value gets a new count for each.
 ///
-/// Do not use a header with several spellings of the same value, since each is counted separately:
-/// - `Authorization`: `Bearer x`, `bearer x` and `Bearer x` are one credential and three values. Count by the
-///   authenticated user.
-/// - `X-Forwarded-For` and `Forwarded` are refused: proxies append to what the client has sent, so the client chooses
+/// A header with several spellings of the same value is refused, since each would have a count of its own:
+/// - `Authorization` and `Proxy-Authorization`: `Bearer x`, `bearer x` and `Bearer  x` are one credential and three
+///   values. Count by the authenticated user.
+/// - `Cookie`: clients order cookies as they like, and add others to that of the session. Count by the session.
+/// - gRPC's metadata whose names end with `-bin`: base64 with and without padding is the same value. Count by the decoded
+///   one, with [`key_fn`](crate::extract::key_fn).
+/// - `X-Forwarded-For` and `Forwarded`: proxies append to what the client has sent, so the client chooses
 ///   the whole value, and could get a new key for every request. [`ClientIp`](crate::extract::ClientIp) reads the part
 ///   that your proxies wrote. Use it for headers with one address too, such as `X-Real-IP`: here, a client that
 ///   bypasses the proxy chooses its key, and each address of an IPv6 network has a separate count.
-/// - `Cookie`: clients may send it in several lines, and it holds more than the session.
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::HeaderKey;
@@ -45,11 +47,12 @@ impl HeaderKey {
     ///
     /// # Errors
     ///
-    /// For a text that cannot be the name of a header, such as `"api key"`; for `X-Forwarded-For` and `Forwarded`.
+    /// For a text that cannot be the name of a header, such as `"api key"`, and for a header whose values have several
+    /// spellings: `Authorization`, `Proxy-Authorization`, `Cookie`, names that end with `-bin`, `X-Forwarded-For` and
+    /// `Forwarded`.
     pub fn new(name: impl AsRef<str>) -> Result<Self, ConfigError> {
         let name = header_name(name.as_ref())?;
-        if [header::FORWARDED.as_str(), "x-forwarded-for"].contains(&name.as_str()) {
-            let fix = "the client writes it, and would choose its key: count by `ClientIp::x_forwarded_for()`, and say whom you trust";
+        if let Some(fix) = several_spellings(name.as_str()) {
             return Err(ConfigError::invalid(
                 "header to count by",
                 name.as_str(),
@@ -126,6 +129,25 @@ impl KeyExtractor for HeaderKey {
     }
 }
 
+/// What to count by instead of a header whose values have several spellings.
+fn several_spellings(name: &str) -> Option<&'static str> {
+    match name {
+        "forwarded" | "x-forwarded-for" => Some(
+            "the client writes it, and would choose its key: count by `ClientIp::x_forwarded_for()`, and say whom you trust",
+        ),
+        "authorization" | "proxy-authorization" => Some(
+            "`Bearer x` and `bearer x` are one credential and would be two keys: count by the authenticated user, with `by_extension`",
+        ),
+        "cookie" => Some(
+            "the client may add cookies, and would choose its key: count by the session, with `by_extension`",
+        ),
+        binary if binary.ends_with("-bin") => Some(
+            "one value has two spellings in base64, and would have two keys: count by the decoded value, with `key_fn`",
+        ),
+        _ => None,
+    }
+}
+
 pub(super) fn header_name(name: &str) -> Result<HeaderName, ConfigError> {
     let fix = "use letters, digits and `-`, such as `x-real-ip`";
     name.parse()
@@ -165,7 +187,7 @@ mod tests {
         let parts = request(b"");
         for (name, expected) in [
             ("X-API-Key", "the header x-api-key is missing"),
-            ("authorization", "the header authorization is missing"),
+            ("x-session", "the header x-session is missing"),
             // An empty value tells nobody apart.
             ("x-user", "the header x-user is empty"),
         ] {
@@ -223,11 +245,31 @@ mod tests {
         for extractor in [by("x-user"), by("X-User"), by(&USER)] {
             assert_eq!(extractor.extract(&parts), Ok(Key::secret("alice")));
         }
-        for name in ["X-Forwarded-For", "forwarded"] {
+        for (name, fix) in [
+            (
+                "X-Forwarded-For",
+                "count by `ClientIp::x_forwarded_for()`, and say whom you trust",
+            ),
+            (
+                "forwarded",
+                "count by `ClientIp::x_forwarded_for()`, and say whom you trust",
+            ),
+            (
+                "Authorization",
+                "count by the authenticated user, with `by_extension`",
+            ),
+            (
+                "proxy-authorization",
+                "count by the authenticated user, with `by_extension`",
+            ),
+            ("Cookie", "count by the session, with `by_extension`"),
+            ("X-Token-Bin", "count by the decoded value, with `key_fn`"),
+        ] {
             let error = HeaderKey::new(name).unwrap_err().to_string();
+            let name = name.to_lowercase();
             assert!(
-                error.contains("the client writes it")
-                    && error.contains("`ClientIp::x_forwarded_for()`"),
+                error.starts_with(&format!("{name:?} is not a valid header to count by: "))
+                    && error.ends_with(fix),
                 "{error}"
             );
         }
