@@ -141,8 +141,7 @@ impl<S, R> Gate<S, R> {
         self.holds == Holds::Charge
     }
 
-    /// Checks that it can count by the policies that are known from the start, and that no other layer gives one of them
-    /// another limit.
+    /// Checks that it can count by the policies that are known from the start.
     ///
     /// # Panics
     ///
@@ -156,8 +155,12 @@ impl<S, R> Gate<S, R> {
                 "{NEVER_ENDS}{IN_FLIGHT_WITHOUT_END}"
             );
         }
+    }
+
+    /// Reports a policy that is known from the start if another layer has another limit for its count.
+    pub(crate) fn report_shared_count(&self) {
         if let Selector::Fixed(policies) = &self.policies {
-            self.notifier.list(self.identity, policies);
+            self.notifier.shared_count(self.identity, policies);
         }
     }
 }

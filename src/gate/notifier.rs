@@ -142,7 +142,7 @@ impl Notifier {
 
     /// Reports, once, if another layer over the same store counts by these policies with another limit. Buckets of two
     /// quotas are two counts, so each of their layers keeps its limit. Windows, logs and requests in flight are one count.
-    pub(crate) fn list(&self, store: Option<usize>, policies: &Policies) {
+    pub(crate) fn shared_count(&self, store: Option<usize>, policies: &Policies) {
         let Some(store) = store else { return };
         if self.misconfiguration.is_listed.swap(true, Relaxed) {
             return;
@@ -166,7 +166,7 @@ impl Notifier {
         drop(layers);
         if let Some((name, one, other)) = two {
             self.report(&format!(
-                "two layers have a policy {name:?}, one with {one} and one with {other}, and both use one count: give each \
+                "two layers have a policy {name:?}, one with {one} and one with {other}, and a caller of both has one count: give each \
                  policy a name of its own, or both the same quota{ONE_NAME_TWO_QUOTAS}"
             ));
         }

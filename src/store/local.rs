@@ -41,7 +41,7 @@ use crate::util::{Clock, lock};
 ///
 /// # Memory
 ///
-/// It holds a bounded number of keys, one for every policy of every caller, at about 80 bytes each. Defaults to
+/// It holds a bounded number of keys, one for every policy of every caller, at most 116 bytes each. Defaults to
 /// [`DEFAULT_KEYS`](Self::DEFAULT_KEYS). A [`SlidingLog`](crate::Strategy::SlidingLog) adds 12 to 15 bytes for every
 /// charge, a [`SlidingWindow`](crate::Strategy::SlidingWindow) as much for every cell: a log of 10,000 takes up to 150
 /// KB, the longest log up to 1.5 MB (twice that in full debt), and a window of 1,000 cells up to 15 KB. The store keeps

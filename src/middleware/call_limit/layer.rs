@@ -239,6 +239,7 @@ impl<T, S, K, R, E> Layer<T> for CallLimitLayer<S, K, R, E> {
     type Service = CallLimit<T, S, K, R, E>;
 
     fn layer(&self, inner: T) -> Self::Service {
+        self.settings.config().gate.report_shared_count();
         CallLimit {
             inner,
             settings: self.settings.clone(),

@@ -330,7 +330,9 @@ impl<T, S, K, R, E> Layer<T> for RateLimitLayer<S, K, R, E> {
     /// [`until_body_end`](Self::until_body_end) nor [`settle`](Self::settle). One that a [`PolicySelector`] finds for a
     /// request is left out instead, and reported as [misconfigured](Observer::misconfigured).
     fn layer(&self, inner: T) -> Self::Service {
-        self.settings.config().gate.assert_countable();
+        let gate = &self.settings.config().gate;
+        gate.assert_countable();
+        gate.report_shared_count();
         RateLimit {
             inner,
             settings: self.settings.clone(),

@@ -334,8 +334,8 @@ async fn a_count_with_two_limits_is_reported() {
     assert_eq!(seen.len(), 1, "{seen:?}");
     assert!(
         seen[0].starts_with(
-            "two layers have a policy \"api\", one with 100/1m and one with 2/1m, and both use one count: give each policy \
-             a name of its own, or both the same quota (one-name-two-quotas: https://docs.rs/"
+            "two layers have a policy \"api\", one with 100/m and one with 2/m, and a caller of both has one count: give each \
+             policy a name of its own, or both the same quota (one-name-two-quotas: https://docs.rs/"
         ),
         "{seen:?}"
     );
@@ -375,35 +375,34 @@ async fn an_unknown_plan_is_reported() {
             .tier("pro", policy("pro", "90/m"))
             .exempt("internal")
     };
-    let problems = async |policies: Box<dyn Fn() -> Arc<dyn PolicySelector>>,
-                          plans: &[&'static str]| {
-        let notes = Problems::default();
-        let layer = RateLimitLayer::new(LocalStore::default(), Global, policies());
-        let service = limited(layer.observer(notes.clone()));
-        for plan in plans {
-            let mut request = anonymous();
-            request.extensions_mut().insert(Tier::new(*plan));
-            assert_eq!(send(&service, request).await.status(), 200);
-        }
-        notes.0.lock().unwrap().clone()
-    };
-    let plain =
-        || -> Box<dyn Fn() -> Arc<dyn PolicySelector>> { Box::new(move || Arc::new(tiers())) };
+    let problems =
+        async |policies: Arc<dyn PolicySelector>, reload: &dyn Fn(), plans: &[&'static str]| {
+            let notes = Problems::default();
+            let layer = RateLimitLayer::new(LocalStore::default(), Global, policies);
+            let service = limited(layer.observer(notes.clone()));
+            reload();
+            for plan in plans {
+                let mut request = anonymous();
+                request.extensions_mut().insert(Tier::new(*plan));
+                assert_eq!(send(&service, request).await.status(), 200);
+            }
+            notes.0.lock().unwrap().clone()
+        };
+    let known = ["pro", "free", "internal"];
     assert_eq!(
-        problems(plain(), &["pro", "free", "internal"]).await,
-        [""; 0]
+        problems(Arc::new(tiers()), &|| (), &known).await,
+        [""; 0],
+        "the default plan needs no entry"
     );
-    let live = Live::new(tiers());
-    let stored = live.clone();
-    for policies in [
-        plain(),
-        Box::new(move || Arc::new(live.clone())),
-        Box::new(move || {
-            stored.store(tiers());
-            Arc::new(Some(stored.clone()))
-        }),
-    ] {
-        let seen = problems(policies, &["pro", "Pro", "prof", "Pro"]).await;
+    let (live, reloaded) = (Live::new(tiers()), Live::new(tiers()));
+    let reload = || reloaded.store(tiers());
+    let cases: [(Arc<dyn PolicySelector>, &dyn Fn()); 3] = [
+        (Arc::new(tiers()), &|| ()),
+        (Arc::new(live), &|| ()),
+        (Arc::new(Some(reloaded.clone())), &reload),
+    ];
+    for (policies, reload) in cases {
+        let seen = problems(policies, reload, &["pro", "Pro", "prof", "Pro"]).await;
         assert_eq!(seen.len(), 1, "{seen:?}");
         assert!(
             seen[0].starts_with(
