@@ -2,7 +2,8 @@ use std::sync::Arc;
 
 use super::copies::Copies;
 
-/// The settings of a layer and of its services: its extractor, and all others, which the future of a request shares.
+/// The settings of a layer and its services: the extractor, and the others, which the future of
+/// each request shares.
 pub(super) struct Settings<K, C>(Copies<(Arc<K>, Arc<C>)>);
 
 impl<K, C: Clone> Settings<K, C> {
@@ -30,7 +31,7 @@ impl<K, C> Settings<K, C> {
     }
 }
 
-/// Shared, so that no part of it has to be `Clone`.
+/// Clones an `Arc`: no setting has to be `Clone`.
 impl<K, C> Clone for Settings<K, C> {
     fn clone(&self) -> Self {
         Self(self.0.clone())

@@ -17,7 +17,7 @@ mod sealed {
     pub trait CallEnding: Clone + Send + Sync + 'static {}
 }
 
-/// Settles what a call has taken when it is answered.
+/// Settles the charge of a call when the inner service has returned its result.
 ///
 /// [`CallLimitLayer::settle`](crate::CallLimitLayer::settle) makes such layers.
 pub struct UntilAnswer<Res> {

@@ -33,7 +33,7 @@ pin_project! {
         Undecided {
             #[pin]
             pending: Pending<D>,
-            // None once it is decided.
+            // `None` after the decision.
             call: Option<C>,
         },
         Calling {
@@ -42,11 +42,11 @@ pin_project! {
             grant: Grant<D>,
             ending: E,
         },
-        // The inner future is gone: it may hold a permit, such as `ConcurrencyLimit`'s.
+        // The inner future has been dropped: it may hold a permit, such as `ConcurrencyLimit`'s.
         Answered {
-            // None once it has been given.
+            // `None` after it was returned.
             answer: Option<Result<Res, BoxError>>,
-            // With what rejects nothing and is not decided yet.
+            // Includes the shadow checks that are still pending.
             grant: Grant<D>,
         },
     }
@@ -104,7 +104,7 @@ where
                     };
                     let admitted = ready!(pending.poll(cx, &config.gate, request, inner))
                         .map_err(Into::into)?;
-                    // It is there: only this arm takes it, and leaves this state at once.
+                    // Always `Some`: only this arm takes it, and then replaces the state.
                     let Some(mut call) = waiting.take() else {
                         polled_after_completion("CallFuture");
                     };

@@ -17,8 +17,8 @@ use crate::store::Store;
 /// Limits the rate of calls of any tower service: jobs of a queue, commands, requests of a client. One check per
 /// request, and the inner service is called only if it passes.
 ///
-/// It is the [`RateLimitLayer`](crate::RateLimitLayer) for requests other than HTTP's: a closure returns the key of a
-/// request, and a denied call fails.
+/// It is the counterpart of [`RateLimitLayer`](crate::RateLimitLayer) for requests other than HTTP:
+/// a closure returns the key of a request, and a denied call fails with an error.
 ///
 /// ```
 /// use tower::{ServiceBuilder, ServiceExt};
@@ -56,24 +56,24 @@ use crate::store::Store;
 ///
 /// # Errors of a call
 ///
-/// They are boxed, like those of tower's own layers:
-/// - [`RateLimited`](crate::check::RateLimited) for a call that is denied.
-/// - [`StoreError`](crate::store::StoreError) if the store could not decide, unless [`on_error`](Self::on_error) lets
-///   it pass.
-/// - [`MissingKey`](crate::extract::MissingKey) for a request that has no key, unless
-///   [`on_missing_key`](Self::on_missing_key) lets it pass.
-/// - The error of the inner service, boxed as well.
+/// The error type is a boxed error, as in tower's own layers. It holds
+/// - a [`RateLimited`](crate::check::RateLimited) if the call is denied,
+/// - a [`StoreError`](crate::store::StoreError) if the store could not decide, unless
+///   [`on_error`](Self::on_error) allows the call,
+/// - a [`MissingKey`](crate::extract::MissingKey) if the request has no key, unless
+///   [`on_missing_key`](Self::on_missing_key) allows the call,
+/// - or the error of the inner service.
 ///
-/// A request is [in flight](crate::Policy::in_flight) until the service has answered, or the call is dropped. The cost
-/// of a call may depend on the answer: see [`settle`](Self::settle).
+/// A request is [in flight](crate::Policy::in_flight) until the service returns its result, or the
+/// call is dropped. The cost of a call may depend on the result: see [`settle`](Self::settle).
 ///
-/// Under tower's `Retry`, each attempt is counted. In a `Timeout`, a call that times out before the decision is not
-/// made.
+/// Inside tower's `Retry`, each attempt is counted. Inside a `Timeout`, a call that times out
+/// before the decision never reaches the inner service.
 pub struct CallLimitLayer<S, K, R, E = AsIs> {
     settings: Settings<K, Config<S, R, E>>,
 }
 
-/// The settings of a layer: those of its gate, and what settles its calls.
+/// The settings of a layer: its gate, and the rule that settles its calls.
 pub(super) struct Config<S, R, E> {
     pub(super) gate: Gate<S, R>,
     pub(super) ending: E,
@@ -125,7 +125,7 @@ impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
         self.change(|gate| gate.wait(wait.into()))
     }
 
-    /// Sets which requests pass at once, uncounted. They need no key. Defaults to none.
+    /// Exempts matching requests: they pass without a key or a check. Defaults to none.
     #[must_use]
     pub fn skip(self, skip: impl Fn(&R) -> bool + Send + Sync + 'static) -> Self {
         self.change(|gate| gate.skip = Some(Arc::new(skip)))
@@ -133,15 +133,16 @@ impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
 
     /// Decides and charges as usual, but rejects nothing: to see the effect of a limit before it is enforced.
     ///
-    /// The observer is notified of each decision. A request without a key, or one that the store cannot decide, passes.
-    /// The check runs in parallel to the inner call, which waits for it if it takes longer.
+    /// The observer is notified of each decision. A request passes even if it has no key, or if the
+    /// store cannot decide. The check runs concurrently with the inner call, whose result waits for
+    /// the check.
     #[must_use]
     pub fn dry_run(self) -> Self {
         self.change(|gate| gate.dry_run = true)
     }
 
-    /// Adds policies that reject nothing to those that do, like a [`dry_run`](Self::dry_run) of these alone. May be
-    /// called again for more. See [`RateLimitLayer::shadow`](crate::RateLimitLayer::shadow).
+    /// Adds policies in dry-run mode, in addition to the enforced ones. May be called repeatedly.
+    /// See [`RateLimitLayer::shadow`](crate::RateLimitLayer::shadow).
     #[must_use]
     pub fn shadow(self, policies: impl PolicySelector<R>) -> Self {
         self.change(|gate| gate.shadows.push(Selector::new(policies)))
@@ -197,17 +198,18 @@ impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
         self.change(|gate| gate.on_error = on_error)
     }
 
-    /// Sets what happens to a request without a key. One whose key is
-    /// [malformed](crate::extract::MissingKey::malformed), or missing since the program is
-    /// [misconfigured](crate::extract::MissingKey::misconfigured), always fails. Defaults to [`OnMissingKey::Reject`]:
-    /// the call fails with the [`MissingKey`](crate::extract::MissingKey).
+    /// Sets what happens to a request without a key. Defaults to [`OnMissingKey::Reject`]: the call
+    /// fails with the [`MissingKey`](crate::extract::MissingKey). A call always fails if its key is
+    /// [malformed](crate::extract::MissingKey::malformed), or missing because the program is
+    /// [misconfigured](crate::extract::MissingKey::misconfigured).
     #[must_use]
     pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
         self.change(|gate| gate.on_missing_key = on_missing_key)
     }
 
-    /// Sets the [`Observer`] of every decision, of what no store could decide, and of a misconfigured program; and of
-    /// the store, if that has none yet. Defaults to [a log of what needs attention](Observer); `()` turns that off.
+    /// Sets the [`Observer`] of all decisions, store failures and misconfigurations. The store gets
+    /// the same observer, unless one is set. Defaults to [a log of what needs attention](Observer);
+    /// `()` disables it.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self
     where
@@ -228,7 +230,7 @@ impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
         change: impl FnOnce(Config<S, R, E>) -> Config<S, R, E2>,
     ) -> CallLimitLayer<S, K, R, E2> {
         let settings = self.settings.change(|mut config| {
-            config.gate.notifier = config.gate.notifier.anew();
+            config.gate.notifier = config.gate.notifier.with_fresh_limits();
             change(config)
         });
         CallLimitLayer { settings }
@@ -247,7 +249,7 @@ impl<T, S, K, R, E> Layer<T> for CallLimitLayer<S, K, R, E> {
     }
 }
 
-/// Shared, so that no part of it has to be `Clone`.
+/// Clones an `Arc`: no setting has to be `Clone`.
 impl<S, K, R, E> Clone for CallLimitLayer<S, K, R, E> {
     fn clone(&self) -> Self {
         Self {

@@ -1,4 +1,4 @@
-//! Any tower service with other requests than HTTP's: see [`CallLimitLayer`].
+//! The middleware for any tower service whose requests are not HTTP: see [`CallLimitLayer`].
 
 mod ending;
 mod future;
@@ -10,5 +10,5 @@ pub use future::CallFuture;
 pub use layer::CallLimitLayer;
 pub use service::CallLimit;
 
-/// Like tower's: one of several errors.
+/// The error type of a call, as in tower's own layers.
 pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;

@@ -9,22 +9,22 @@ use crate::gate::{Gate, Refusal};
 use crate::middleware::headers::Headers;
 use crate::middleware::reject::{Reason, Reject, Rejection, challenge};
 
-/// The settings of a layer: those of its gate, and of its responses.
+/// The settings of a layer: of its gate and of its responses.
 pub(super) struct Config<S, R, E> {
     pub(super) gate: Gate<S, Parts>,
     pub(super) reject: Arc<R>,
     /// The header fields of responses.
     pub(super) headers: Headers,
-    /// Whether the response to a request that passes has the decision in its extensions.
+    /// Whether the response to an admitted request has the decision in its extensions.
     pub(super) shows_decision: bool,
-    /// The rule that settles requests by their responses. None if only their [`Charge`](crate::settle::Charge) does, or
-    /// nothing.
+    /// The rule that settles requests by their responses. `None` if only their
+    /// [`Charge`](crate::settle::Charge) does, or if nothing settles them.
     pub(super) rule: Option<Arc<Rule>>,
     pub(super) ending: PhantomData<fn() -> E>,
 }
 
 impl<S, R, E> Config<S, R, E> {
-    /// The response to a request that does not pass.
+    /// The response to a rejected request.
     pub(super) fn respond<B>(&self, request: &Parts, refusal: Refusal) -> Response<B>
     where
         R: Reject<B>,
@@ -45,7 +45,7 @@ impl<S, R, E> Config<S, R, E> {
         }
     }
 
-    /// The same settings with another rejection.
+    /// Replaces the rejection.
     pub(super) fn with_reject<R2>(self, reject: R2) -> Config<S, R2, E> {
         let Self {
             gate,
@@ -65,7 +65,7 @@ impl<S, R, E> Config<S, R, E> {
         }
     }
 
-    /// The same settings, with requests settled at the end.
+    /// Enables settlement, by this rule if there is one.
     pub(super) fn with_rule<E2>(self, rule: Option<Rule>) -> Config<S, R, E2> {
         let Self {
             mut gate,
@@ -86,7 +86,7 @@ impl<S, R, E> Config<S, R, E> {
     }
 }
 
-/// With fresh `Arc`s where a request clones one, to avoid contention.
+/// Creates fresh `Arc`s where requests clone them, to avoid contention.
 impl<S: Clone, R, E> Clone for Config<S, R, E> {
     fn clone(&self) -> Self {
         Self {

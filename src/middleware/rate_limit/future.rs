@@ -40,22 +40,22 @@ pin_project! {
         Undecided {
             #[pin]
             pending: Pending<D>,
-            // None once it is decided.
+            // `None` after the decision.
             call: Option<C>,
         },
         Calling {
             #[pin]
             response: F,
             grant: Grant<D>,
-            // What the response tells of the decision is made of this. None if it tells nothing.
+            // The decision for the header fields and extensions of the response, if it has any.
             annotated: Option<Decision>,
             headers: Headers,
             shows_decision: bool,
             rule: Option<Arc<Rule>>,
         },
-        // The inner future is gone: it may hold a permit, such as `ConcurrencyLimit`'s.
+        // The inner future has been dropped: it may hold a permit, such as `ConcurrencyLimit`'s.
         Answered {
-            // None once it has been given.
+            // `None` after it was returned.
             response: Option<Res>,
             grant: Grant<D>,
         },
@@ -123,8 +123,8 @@ where
     T: Service<Request<ReqBody>, Response = Response<ResBody>>,
     R: Reject<ResBody>,
 {
-    /// Continues by the admission.
-    fn go_on<D>(mut self, admitted: Admitted<D>) -> State<T::Future, T::Response, D, Self> {
+    /// Calls the service, or responds with the rejection.
+    fn proceed<D>(mut self, admitted: Admitted<D>) -> State<T::Future, T::Response, D, Self> {
         match admitted {
             Ok((grant, decision)) => State::calling(
                 &self.config,
@@ -139,7 +139,7 @@ where
     }
 }
 
-/// Settles by the head of a response, and corrects the decision by that.
+/// Settles the charge after the response head, and corrects the decision accordingly.
 fn settle<D, B>(
     response: Response<B>,
     grant: &mut Grant<D>,
@@ -184,11 +184,11 @@ where
                         polled_after_completion("ResponseFuture");
                     };
                     let admitted = ready!(pending.poll(cx, &config.gate, parts, inner))?;
-                    // It is there: only this arm takes it, and leaves this state at once.
+                    // Always `Some`: only this arm takes it, and then replaces the state.
                     let Some(call) = waiting.take() else {
                         polled_after_completion("ResponseFuture");
                     };
-                    call.go_on(admitted)
+                    call.proceed(admitted)
                 }
                 StateProj::Calling {
                     response,
