@@ -7,7 +7,7 @@
 //! REDIS_URL=redis://127.0.0.1/ PORT=3001 cargo run --example axum
 //! ```
 //!
-//! `axum::serve` keeps connections that never send a whole head. Put a proxy in front that has a time-out for heads, or serve as
+//! `axum::serve` keeps connections that never send a whole head. Use a proxy with a header timeout, or serve as
 //! `examples/serve.rs` does.
 
 use std::env;

@@ -98,7 +98,7 @@ struct Question {
 async fn chat(charge: Charge, Json(question): Json<Question>) -> Result<Body, ReserveError> {
     let (prompt, max_tokens) = (tokens(&question.prompt), question.max_tokens.get());
     charge.reserve(prompt.saturating_add(max_tokens)).await?;
-    // From here on the request costs what is counted, also if its client hangs up.
+    // This begins the count, which is charged even if the client hangs up.
     charge.set(prompt);
     let model = Model::answer(&question.prompt);
     let answer = stream::unfold((model, charge), |(mut model, charge)| async move {
@@ -106,7 +106,7 @@ async fn chat(charge: Charge, Json(question): Json<Question>) -> Result<Body, Re
         charge.add(1);
         Some((Ok::<_, Infallible>(token), (model, charge)))
     });
-    // Models overrun a limit that they are asked to keep.
+    // A model may overrun the limit in its request.
     Ok(Body::from_stream(answer.take(max_tokens as usize)))
 }
 

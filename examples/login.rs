@@ -1,13 +1,13 @@
 //! `cargo run --example login`
 //!
-//! A login of which only failures count: 5 wrong passwords a minute for each user and 20 for each address, over all
+//! A login that counts only failures: 5 wrong passwords a minute for each user and 20 for each address, over all
 //! instances. An attempt is taken before the password is checked, and refunded if it was right, so that many guesses in
 //! parallel do not help. Settings by the environment: `PORT` (3000), `FAILURES` (`5/min`), `ADDRESS` (`20/min`), and `REDIS_URL`
 //! to share the counts among instances.
 //!
 //! **Anyone who knows a user's name can use up the user's attempts.** The limit by address makes that costly for one address, and a
-//! `FAILURES` of few minutes makes it short. If that is not enough, ask for a captcha instead of denying, or count a device that
-//! has logged in before (by a cookie) apart from all others.
+//! `FAILURES` of few minutes makes it short. If that is not enough, require a captcha instead of denying, or count devices that
+//! have logged in before (by a cookie) separately.
 //!
 //! Behind a proxy, take `ClientIp` instead of `PeerIp`.
 
@@ -80,8 +80,8 @@ async fn login(
     Ok(StatusCode::OK)
 }
 
-/// One spelling for each user. Fold names exactly as your look-up does: if a database compares them without case, accents or blanks,
-/// each spelling that it takes for a user would have attempts of its own. Best is the id of the account that was found.
+/// Returns one spelling for each user. Fold names exactly as your user lookup does: if a database ignores case, accents or
+/// blanks, each spelling of a user would have separate attempts. The id of the account is best.
 fn fold(user: &str) -> String {
     user.trim().to_lowercase()
 }

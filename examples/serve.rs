@@ -1,5 +1,5 @@
 //! Serves an app as `axum::serve` does, and closes a connection that sends no whole head of a request in time. Without a
-//! time-out, a client keeps any number of connections open for ever by sending nothing, or one byte a minute.
+//! timeout, a client keeps any number of connections open for ever by sending nothing, or one byte a minute.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -20,7 +20,7 @@ const HEAD: Duration = Duration::from_secs(5);
 
 /// Serves HTTP/1. Each request has the peer's address, as by `into_make_service_with_connect_info::<SocketAddr>()`.
 pub(crate) async fn serve(mut listener: TcpListener, app: Router) -> Infallible {
-    // The builder of hyper-util that reads the version first has no time-out for that.
+    // Not the builder of hyper-util: it reads the HTTP version first, without a timeout.
     let mut http = Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(HEAD);
     loop {
@@ -34,7 +34,7 @@ pub(crate) async fn serve(mut listener: TcpListener, app: Router) -> Infallible 
         tokio::spawn(async move {
             let service = TowerToHyperService::new(app);
             let connection = http.serve_connection(TokioIo::new(stream), service);
-            // It fails if the client hangs up or is too slow, which concerns nobody else.
+            // An error means that the client hung up or was too slow.
             drop(connection.with_upgrades().await);
         });
     }

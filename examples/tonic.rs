@@ -8,8 +8,8 @@
 //! REDIS_URL=redis://127.0.0.1/ cargo run --example tonic --features tonic
 //! ```
 //!
-//! The server has no time-out for the head of a request, since HTTP/2 knows none. In production, set
-//! `Server::http2_keepalive_interval`, or put a proxy in front.
+//! The server has no header timeout, which HTTP/2 does not support. In production, set `Server::http2_keepalive_interval`, or use
+//! a proxy.
 
 use std::env;
 use std::error::Error;

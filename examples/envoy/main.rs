@@ -1,8 +1,8 @@
 //! `cargo run --example envoy --features envoy`
 //!
-//! A rate limit service for Envoy and Istio, by their protocol v3, which reads the files of Envoy's own service. Limits
-//! that are changed in a file hold within a second, and counts go on. See `docs/envoy.md`. It has no time-out for the head of a
-//! request, since HTTP/2 knows none: let only Envoys reach its port.
+//! A rate limit service for Envoy and Istio, by their protocol v3, which reads the files of Envoy's own service. Changed
+//! limits apply within a second, and counts continue. See `docs/envoy.md`. It has no header timeout, which
+//! HTTP/2 does not support: let only Envoys reach its port.
 //!
 //! Settings by the environment: `CONFIG` (`examples/envoy/config`), a directory of YAML files; and as YAML, `LISTEN`
 //! (`127.0.0.1:8081`), `HEADERS` for clients (`draft`), and `STORE` to share the counts among instances:
@@ -129,7 +129,7 @@ fn reload(
         Ok(domains) => {
             tracing::info!("new limits: {domains} from {}", directory.display());
             for gone in limits.borrow().without(&domains) {
-                tracing::warn!("the domain {gone:?} is gone: its requests pass");
+                tracing::warn!("the domain {gone:?} was removed: its requests pass");
             }
             limits.send_replace(Arc::new(domains));
         }

@@ -273,7 +273,7 @@ impl Rules {
         Ok(rules)
     }
 
-    /// The number of limits, with those of nested rules.
+    /// The number of limits, including nested rules.
     fn limits(&self) -> usize {
         let of_rule = |rule: &Rule| usize::from(rule.limit.is_some()) + rule.nested.limits();
         let of_values = |values: &Values| {

@@ -75,7 +75,7 @@ impl Service {
         }
     }
 
-    /// What it has logged.
+    /// Its log.
     fn log(&self) -> String {
         fs::read_to_string(self.directory.path().join("log")).unwrap()
     }
@@ -578,7 +578,7 @@ async fn files_that_vanish_are_reported() {
     );
     fs::remove_file(first).unwrap();
     service
-        .wait_for_log("the domain \"messaging\" is gone: its requests pass")
+        .wait_for_log("the domain \"messaging\" was removed: its requests pass")
         .await;
     service
         .wait_for_log("new limits: 1 domains, 2 limits")

@@ -144,7 +144,7 @@ fn an_attack_gets_at_most_the_quota() {
     assert!((100..=200).contains(&tokens), "{tokens} tokens of 200");
 }
 
-/// Reads the head and what has come with it, and hangs up.
+/// Reads the head and the first part of the body, and hangs up.
 fn read_a_little(mut stream: TcpStream) -> Answer {
     let (mut text, mut said) = (String::new(), [0; 2_048]);
     while !text.contains("\r\n\r\n") {

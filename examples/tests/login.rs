@@ -72,7 +72,7 @@ fn disconnecting_early_counts_as_an_attempt() {
     assert_eq!(answers, [401, 429]);
 }
 
-/// A user has as many spellings as the look-up and JSON accept.
+/// The user lookup and JSON accept many spellings of a user.
 #[test]
 fn spellings_of_a_user_share_one_count() {
     let login = with_failures("3/h");

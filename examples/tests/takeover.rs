@@ -28,7 +28,7 @@ const REDIS_RATE: &str = include_str!("../../tests/migrating/lua/redis_rate_v9.l
 /// None flows back while the test runs.
 const QUOTA: &str = "10/h";
 
-/// What the example prints with these arguments, errors last, or why it fails.
+/// Returns the output of the example with these arguments, errors last, or the error if it fails.
 fn take_over(server: &RedisServer, system: &str, prefix: &str) -> Result<String, String> {
     let test = env::current_exe().unwrap();
     let example = test

@@ -162,7 +162,7 @@ impl<S, R> Gate<S, R> {
         }
     }
 
-    /// Reports a policy that is known from the start if another layer has another limit for its count.
+    /// Reports a fixed policy if another layer sets another limit for its count.
     pub(crate) fn report_shared_count(&self) {
         if let Selector::Fixed(policies) = &self.policies {
             self.notifier.shared_count(self.identity, policies);

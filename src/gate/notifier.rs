@@ -30,14 +30,14 @@ struct Misconfiguration {
     /// Whether an ineffective lease was reported. Reported once, since a deployment may start with
     /// one.
     reported_unleased: AtomicBool,
-    /// The same of a cost above the burst: clients may choose the cost.
+    /// Whether a cost above the burst was reported. Reported once, since clients may choose the cost.
     reported_cost: AtomicBool,
     /// Whether the policies of the layer are in [`LAYERS`].
     is_listed: AtomicBool,
 }
 
 /// The layers of this process whose policies are fixed: the identity of the store, the layer, and the policies. A layer keeps its
-/// store, so the identity belongs to no other store while the layer is there.
+/// store, so the identity belongs to no other store until the layer is dropped.
 static LAYERS: Mutex<Vec<(usize, Weak<Misconfiguration>, Policies)>> = Mutex::new(Vec::new());
 
 const PAUSE: Duration = Duration::from_secs(60);
@@ -170,7 +170,7 @@ impl Notifier {
         drop(layers);
         if let Some((name, one, other)) = two {
             self.report(&format!(
-                "two layers have a policy {name:?}, one with {one} and one with {other}, and a caller of both has one count: give each \
+                "two layers have a policy {name:?}, one with {one} and one with {other}, and they share one count per caller: give each \
                  policy a name of its own, or both the same quota{ONE_NAME_TWO_QUOTAS}"
             ));
         }

@@ -131,7 +131,7 @@ impl KeyExtractor for HeaderKey {
     }
 }
 
-/// What to count by instead of a header whose values have several spellings.
+/// Returns the fix for a header whose values have several spellings.
 fn several_spellings(name: &str) -> Option<&'static str> {
     match name {
         "forwarded" | "x-forwarded-for" => Some(

@@ -330,7 +330,7 @@ async fn a_count_with_two_limits_is_reported() {
     assert_eq!(seen.len(), 1, "{seen:?}");
     assert!(
         seen[0].starts_with(
-            "two layers have a policy \"api\", one with 100/m and one with 2/m, and a caller of both has one count: give each \
+            "two layers have a policy \"api\", one with 100/m and one with 2/m, and they share one count per caller: give each \
              policy a name of its own, or both the same quota (one-name-two-quotas: https://docs.rs/"
         ),
         "{seen:?}"
