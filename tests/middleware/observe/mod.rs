@@ -392,7 +392,8 @@ async fn an_unknown_plan_is_reported() {
     );
     let (live, reloaded) = (Live::new(tiers()), Live::new(tiers()));
     let reload = || reloaded.store(tiers());
-    let cases: [(Arc<dyn PolicySelector>, &dyn Fn()); 3] = [
+    type Case<'a> = (Arc<dyn PolicySelector>, &'a dyn Fn());
+    let cases: [Case<'_>; 3] = [
         (Arc::new(tiers()), &|| ()),
         (Arc::new(live), &|| ()),
         (Arc::new(Some(reloaded.clone())), &reload),
