@@ -52,6 +52,8 @@ use crate::store::Store;
 /// The settings of a layer for requests of the type `R`.
 pub(crate) struct Gate<S, R> {
     store: S,
+    /// The identity of the store.
+    identity: Option<usize>,
     policies: Selector<R>,
     /// Policies that are checked but not enforced, in addition to `policies`.
     pub(crate) shadows: Vec<Selector<R>>,
@@ -92,6 +94,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     pub(crate) fn new(store: S, policies: impl PolicySelector<R>, holds: Holds) -> Self {
         let in_flight = InFlightTracker::new(&store, None);
         Self {
+            identity: store.identity(),
             store,
             policies: Selector::new(policies),
             shadows: Vec::new(),
@@ -120,6 +123,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     pub(crate) fn observe(&mut self, observer: impl Observer) {
         let observer: Arc<dyn Observer> = Arc::new(observer);
         self.store.observe(&observer);
+        self.policies.observe(&observer);
         self.in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));
         self.ops = self.in_flight.ops().clone();
         self.wait = self
@@ -157,6 +161,13 @@ impl<S, R> Gate<S, R> {
             );
         }
     }
+
+    /// Reports a fixed policy if another layer sets another limit for its count.
+    pub(crate) fn report_shared_count(&self) {
+        if let Selector::Fixed(policies) = &self.policies {
+            self.notifier.shared_count(self.identity, policies);
+        }
+    }
 }
 
 /// Creates fresh `Arc`s where requests clone them, to avoid contention.
@@ -164,6 +175,7 @@ impl<S: Clone, R: 'static> Clone for Gate<S, R> {
     fn clone(&self) -> Self {
         Self {
             store: self.store.clone(),
+            identity: self.identity,
             policies: self.policies.clone(),
             shadows: self.shadows.clone(),
             dry_run: self.dry_run,

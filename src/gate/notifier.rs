@@ -1,14 +1,14 @@
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
 use super::{MissingKey, Question};
 use crate::error::StoreError;
-use crate::limit::{Decision, Key, Policies};
-use crate::observe::mistakes::{COUNTED_TWICE, NOT_LEASED};
+use crate::limit::{Decision, Key, Outcome, Policies};
+use crate::observe::mistakes::{COUNTED_TWICE, NEVER_PASSES, NOT_LEASED, ONE_NAME_TWO_QUOTAS};
 use crate::observe::{Observer, event, or_log};
 use crate::util::{instant, lock};
 
@@ -30,7 +30,15 @@ struct Misconfiguration {
     /// Whether an ineffective lease was reported. Reported once, since a deployment may start with
     /// one.
     reported_unleased: AtomicBool,
+    /// Whether a cost above the burst was reported. Reported once, since clients may choose the cost.
+    reported_cost: AtomicBool,
+    /// Whether the policies of the layer are in [`LAYERS`].
+    is_listed: AtomicBool,
 }
+
+/// The layers of this process whose policies are fixed: the identity of the store, the layer, and the policies. A layer keeps its
+/// store, so the identity belongs to no other store until the layer is dropped.
+static LAYERS: Mutex<Vec<(usize, Weak<Misconfiguration>, Policies)>> = Mutex::new(Vec::new());
 
 const PAUSE: Duration = Duration::from_secs(60);
 
@@ -65,6 +73,11 @@ impl Notifier {
         answer: &Result<Decision, StoreError>,
         dry_run: bool,
     ) {
+        if let Ok(decision) = answer
+            && decision.outcome() == Outcome::ExceedsCapacity
+        {
+            self.never_passes(question.cost(), decision);
+        }
         match (answer, &self.observer) {
             (Ok(decision), Some(observer)) => {
                 let mut event = event::Decided::new(key, decision, question.waited());
@@ -109,6 +122,56 @@ impl Notifier {
             self.report(&format!(
                 "policy {name:?} charged a request twice: the layer is installed twice, or two layers use this policy; \
                  remove one, or rename its policy{COUNTED_TWICE}"
+            ));
+        }
+    }
+
+    /// Reports, once, a cost above the burst, for which no wait makes room.
+    #[cold]
+    fn never_passes(&self, cost: u32, decision: &Decision) {
+        let policy = decision
+            .policies()
+            .iter()
+            .find(|policy| policy.quota().capacity() < cost);
+        if let Some(policy) = policy
+            && !self.misconfiguration.reported_cost.swap(true, Relaxed)
+        {
+            let (name, burst) = (policy.name(), policy.quota().capacity());
+            self.report(&format!(
+                "a request costs {cost}, the burst of the policy {name:?} is {burst}, and so the request never passes: raise \
+                 the burst, or lower the cost{NEVER_PASSES}"
+            ));
+        }
+    }
+
+    /// Reports, once, if another layer over the same store counts by these policies with another limit. Buckets of two
+    /// quotas are two counts, so each of their layers keeps its limit. Windows, logs and requests in flight are one count.
+    pub(crate) fn shared_count(&self, store: Option<usize>, policies: &Policies) {
+        let Some(store) = store else { return };
+        if self.misconfiguration.is_listed.swap(true, Relaxed) {
+            return;
+        }
+        let mut layers = lock(&LAYERS);
+        layers.retain(|(_, layer, _)| layer.strong_count() > 0);
+        let others = layers.iter().filter(|(of, ..)| *of == store);
+        let pairs = others.flat_map(|(.., other)| {
+            let of_both = |policy| other.iter().map(move |other| (other, policy));
+            policies.iter().flat_map(of_both)
+        });
+        let two = pairs
+            .filter(|(other, policy)| other.id() == policy.id() && other.quota() != policy.quota())
+            .map(|(other, policy)| (policy.name().to_owned(), other.quota(), policy.quota()))
+            .next();
+        layers.push((
+            store,
+            Arc::downgrade(&self.misconfiguration),
+            policies.clone(),
+        ));
+        drop(layers);
+        if let Some((name, one, other)) = two {
+            self.report(&format!(
+                "two layers have a policy {name:?}, one with {one} and one with {other}, and they share one count per caller: give each \
+                 policy a name of its own, or both the same quota{ONE_NAME_TWO_QUOTAS}"
             ));
         }
     }

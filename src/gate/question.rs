@@ -56,6 +56,10 @@ impl Question {
         &self.key
     }
 
+    pub(super) fn cost(&self) -> u32 {
+        self.cost
+    }
+
     /// The time since the check was sent; zero if it was not recorded.
     pub(super) fn waited(&self) -> Duration {
         self.since.map_or(Duration::ZERO, |since| instant() - since)

@@ -169,7 +169,9 @@ impl<P: Store, F: Store> Partition<P, F> {
         ) {
             self.outages.end_epoch();
             if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
-                self.observe(|observer| observer.degraded(&event::Degraded::new(error)));
+                let mut degraded = event::Degraded::new(error);
+                degraded.share = self.settings.share.instances();
+                self.observe(|observer| observer.degraded(&degraded));
             }
         }
     }
