@@ -404,6 +404,17 @@ impl Mode {
     /// Applies the operation to the state of one policy, and returns the amount charged, refunded
     /// or reset.
     pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
+        self.decide(policy, state, cost, now).1
+    }
+
+    /// Decides on the state of one policy. Returns the verdict, and how much was charged, refunded or forgotten.
+    pub(crate) fn decide(
+        self,
+        policy: &Policy,
+        state: &mut State,
+        cost: i64,
+        now: i64,
+    ) -> (Verdict, i64) {
         let ask = Ask {
             mode: self,
             cost,
@@ -412,6 +423,6 @@ impl Mode {
             slot: None,
             now,
         };
-        state.decide(policy.params(), &ask, i64::MAX).1
+        state.decide(policy.params(), &ask, i64::MAX)
     }
 }
