@@ -165,9 +165,7 @@ impl<S: Store> Limiter<S> {
     }
 
     fn send(&self, check: Check) -> Answer<S::Future> {
-        let answer = self.store.check(check);
-        self.notifier.unless_leased(&self.policies);
-        answer
+        self.notifier.send(&self.store, check)
     }
 
     /// Decides whether `cost` would pass. See [`Check::peek`].
@@ -241,7 +239,7 @@ impl<S: Store> Limiter<S> {
             return self.take(key, cost).await;
         }
         // A wait is charged ahead of time, which no block does.
-        self.notifier.unless_leased(&self.policies);
+        self.notifier.never_leased(&self.policies);
         let permit = match self.wait_queues.join(wanted, None) {
             Ok(turn) => turn.await,
             Err(refusal) => Err(refusal),

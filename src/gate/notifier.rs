@@ -7,9 +7,10 @@ use tokio::time::Instant;
 
 use super::{MissingKey, Question};
 use crate::error::StoreError;
-use crate::limit::{Decision, Key, Policies};
+use crate::limit::{Check, Decision, Key, Policies};
 use crate::observe::mistakes::{COUNTED_TWICE, NOT_LEASED};
 use crate::observe::{Observer, event, or_log};
+use crate::store::{Answer, Store};
 use crate::util::{instant, lock};
 
 /// Notifies the observer of a layer, or of a limiter, or logs what needs attention if it has none. Clones are of the same one.
@@ -25,8 +26,9 @@ struct Misconfiguration {
     reported: Mutex<Option<Instant>>,
     /// Whether it was reported that requests are counted twice: only once, since that may be intended.
     reported_twice: AtomicBool,
-    /// The same of policies that are leased for nothing: a deploy may begin with them.
-    reported_unleased: AtomicBool,
+    /// Whether a check under a leased policy was sent: the first one shows whether blocks can decide any. Reported once,
+    /// since a deploy may begin with policies that are leased for nothing.
+    sent_leased: AtomicBool,
 }
 
 const PAUSE: Duration = Duration::from_secs(60);
@@ -109,15 +111,32 @@ impl Notifier {
         }
     }
 
-    /// Reports, once, a leased policy if a check under it was sent and no block could decide it. Call it after the check
-    /// was sent.
+    /// Sends a check. If it is the first under a leased policy, and no block can decide it, that is reported.
     #[inline]
-    pub(crate) fn unless_leased(&self, policies: &Policies) {
-        let reported = &self.misconfiguration.reported_unleased;
-        if policies.is_leased_for_nothing()
-            && !reported.load(Relaxed)
-            && !reported.swap(true, Relaxed)
-        {
+    pub(crate) fn send<S: Store>(&self, store: &S, check: Check) -> Answer<S::Future> {
+        let policies = check.policies();
+        let is_leased = policies.has_lease() && check.cost() > 0;
+        if !is_leased || self.misconfiguration.sent_leased.load(Relaxed) {
+            return store.check(check);
+        }
+        if !check.is_leasable() {
+            self.never_leased(policies);
+            return store.check(check);
+        }
+        let policies = policies.clone();
+        let (check, offered) = check.watched();
+        let answer = store.check(check);
+        if offered.load(Relaxed) {
+            self.misconfiguration.sent_leased.store(true, Relaxed);
+        } else {
+            self.never_leased(&policies);
+        }
+        answer
+    }
+
+    /// Reports that no block can decide checks under these policies, if one of them is leased and none was sent before.
+    pub(crate) fn never_leased(&self, policies: &Policies) {
+        if policies.has_lease() && !self.misconfiguration.sent_leased.swap(true, Relaxed) {
             let name = policies
                 .iter()
                 .find(|policy| policy.lease().is_some())

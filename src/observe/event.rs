@@ -122,7 +122,7 @@ impl Reconciled {
 pub struct Leased {
     /// How much was charged ahead.
     pub charged: u64,
-    /// How much of that is refunded because the caller did not spend it, or at the end of the store.
+    /// How much of that is refunded before it is too old: at the end of the store, or to make room for other blocks.
     pub refunded: u64,
     /// How much of that was too old to be spent, of which is refunded what still counts; or was forgotten by a reset.
     pub expired: u64,

@@ -90,7 +90,7 @@ const COUNTERS: [(&str, &str); 7] = [
     ),
     (
         "ratelimit_lease_refunded_total",
-        "Cost that was charged ahead and refunded, since the caller did not spend it.",
+        "Cost that was charged ahead and refunded before it was too old, as at the end of the process.",
     ),
     (
         "ratelimit_lease_expired_total",

@@ -98,13 +98,6 @@ pub trait Store: Clone + Send + Sync + 'static {
         0
     }
 
-    /// Whether a decision was made where the count is kept. A decision that a [`Fallback`] made instead of its primary
-    /// store was not. Defaults to `true`.
-    fn is_authoritative(&self, decision: &Decision) -> bool {
-        let _ = decision;
-        true
-    }
-
     /// Identifies this store and its clones in this process, for example by the address of their shared state. A refund
     /// or a release in the store then wakes the requests that wait for it, in all layers over the store. Defaults to
     /// `None`: waiters check again without a wake-up.
@@ -193,10 +186,6 @@ impl<W: WrapStore> Store for W {
 
     fn partition(&self, key: &Key) -> usize {
         self.inner().partition(key)
-    }
-
-    fn is_authoritative(&self, decision: &Decision) -> bool {
-        self.inner().is_authoritative(decision)
     }
 
     fn identity(&self) -> Option<usize> {

@@ -67,7 +67,7 @@ impl Settings {
                 .misconfigured(format_args!("{NEVER_ENDS}{IN_FLIGHT_IN_THROTTLE}"));
         }
         // A call waits for its permit, which no block decides.
-        self.notifier.unless_leased(&policies);
+        self.notifier.never_leased(&policies);
         policies.without_in_flight().cloned()
     }
 
