@@ -9,7 +9,7 @@ use crate::refunds::PendingOp;
 #[derive(Debug)]
 pub(super) struct Block {
     pub(super) key: Key,
-    /// That of the whole block, with what the store had left.
+    /// The store's decision on the whole block.
     pub(super) decision: Decision,
     pub(super) left: u32,
     /// How much of it was charged and not refunded by itself.
@@ -20,7 +20,7 @@ pub(super) struct Block {
 }
 
 impl Block {
-    /// What this decision granted to an ask of this time.
+    /// Creates a block from the decision on a request that was sent at `asked_at`.
     pub(super) fn new(key: Key, decision: Decision, asked_at: Instant) -> Self {
         // Windows end by the clock of the store, which charged it after it was asked for.
         let windows = decision
@@ -47,7 +47,7 @@ impl Block {
     ///
     /// # Errors
     ///
-    /// With the same check, if the block is dead: nothing of it may be spent any more.
+    /// Returns the same check if the block is dead, so that nothing of it is spent.
     pub(super) fn take(
         &mut self,
         check: Check,

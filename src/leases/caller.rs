@@ -18,9 +18,9 @@ pub(super) struct Caller {
     pub(super) lease: Duration,
     /// The oldest first.
     pub(super) blocks: SmallVec<[Block; 1]>,
-    /// Time of the last ask.
+    /// Time of the last request for a block.
     since: Instant,
-    /// Whether that ask is in flight.
+    /// Whether that request is in flight.
     is_asked: bool,
     /// Wakes the checks that wait for its answer.
     waiting: Option<Waiting>,
@@ -114,8 +114,9 @@ impl Caller {
         Err(check)
     }
 
-    /// Returns the block to ask for after a check, if it is time for one, so that this many instances share the end of a
-    /// quota fairly. The first ask is for one unit: what is left is not known before. It is then in flight.
+    /// Returns the next request for a block, if one is due after a check. Its size lets all
+    /// instances share the end of a quota fairly. The first request is for one unit, since its
+    /// reply shows what remains.
     pub(super) fn ask(&mut self, now: &impl Fn() -> Instant, share: &Share) -> Option<Ask> {
         if self.is_asked || self.left() > u64::from(self.low) {
             return None;
@@ -165,7 +166,8 @@ impl Caller {
         self.blocks.iter().map(|block| u64::from(block.left)).sum()
     }
 
-    /// Handles the answer to an ask, with the block that it granted. Returns the checks that have waited for it.
+    /// Handles the reply to a request, with the granted block. Returns the checks that waited for
+    /// the block.
     pub(super) fn answered(
         &mut self,
         ask: Ask,
@@ -218,8 +220,8 @@ impl Caller {
         self.blocks.push(block);
     }
 
-    /// Removes blocks that are dead. Returns `false` if the caller has asked for none for some time, so that it is
-    /// forgotten.
+    /// Removes dead blocks. Returns `false` if the last request was some time ago, so that the
+    /// caller is dropped.
     pub(super) fn sweep(&mut self, now: Instant, ended: &mut Ended) -> bool {
         while let Some(place) = self.blocks.iter().position(|block| block.is_dead(now)) {
             ended.push(self.blocks.remove(place));

@@ -20,7 +20,7 @@ pin_project! {
     ///
     /// If it is polled after it has answered.
     pub struct LeasedFuture<S: Store> {
-        // While it waits for a block, and for how many more it may wait.
+        // Set while the check waits for a block, with the number of further blocks to wait for.
         pub(super) waiting: Option<(Arc<Inner<S>>, Check, u8, Arrival)>,
         #[pin]
         pub(super) sent: Option<S::Future>,

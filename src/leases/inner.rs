@@ -29,7 +29,7 @@ pub(super) struct Inner<S: Store> {
     /// Created for the first ask, when the observer is known.
     queue: OnceLock<StoreQueue<S>>,
     observer: OnceLock<Arc<dyn Observer>>,
-    /// Each ask and each refund in flight has a receiver.
+    /// Each request for a block and each refund holds a receiver while it is in flight.
     in_flight: watch::Sender<()>,
     is_shut_down: AtomicBool,
     has_sweeper: AtomicBool,
@@ -88,7 +88,8 @@ impl<S: Store> Inner<S> {
         self.observer.get_or_init(|| Arc::clone(observer));
     }
 
-    /// Decides a check, by a block if its caller comes often. Most callers do not: `spend` is kept out of line.
+    /// Decides a check, from a block if its caller is frequent. Most callers are not, so `spend` is
+    /// not inlined.
     #[inline]
     pub(super) fn check(self: &Arc<Self>, check: Check, patience: u8) -> Answer<LeasedFuture<S>> {
         let Some(lease) = check.policies().lease() else {
@@ -141,7 +142,8 @@ impl<S: Store> Inner<S> {
         }
     }
 
-    /// Spends a block for a check, or has it wait for one. Its caller is added if it is `hot` for this lease time.
+    /// Spends a block for a check, or lets the check wait for one. Adds the caller if it is `hot`
+    /// with this lease time.
     fn spend(
         self: &Arc<Self>,
         check: Check,
@@ -201,7 +203,7 @@ impl<S: Store> Inner<S> {
         self.queue()
             .put(PendingOp::of_check(check).then(move |answer| {
                 let _in_flight = in_flight;
-                // A refund of what may have been charged could be of what others were charged.
+                // A refund could free charges of other instances if this one was never made.
                 let is_lost = answer.as_ref().is_err_and(|error| !error.is_unsent());
                 let block = answer
                     .ok()
@@ -216,7 +218,7 @@ impl<S: Store> Inner<S> {
                         }
                         inner.answered(caller, ask, block);
                     }
-                    // Nobody is left to spend it.
+                    // The store was dropped, so refund the whole block.
                     (None, Some(block)) => {
                         if let Some(queue) = queue() {
                             queue.put(block.into_refund(instant()));
@@ -227,7 +229,7 @@ impl<S: Store> Inner<S> {
             }));
     }
 
-    /// Handles the answer to an ask, however late, with the block that it granted.
+    /// Handles the reply to a request, however late, with the granted block.
     fn answered(self: &Arc<Self>, caller: Digest, ask: Ask, block: Option<Block>) {
         let policies = block
             .as_ref()
@@ -272,8 +274,8 @@ impl<S: Store> Inner<S> {
         contain(|| or_log(self.observer.get()).leased(&event));
     }
 
-    /// Reports that blocks take longer than a quarter of their lease time to be charged, such as the one asked for at
-    /// this time.
+    /// Reports that blocks arrive later than after a quarter of their lease time, such as the one
+    /// that was requested at this time.
     fn report_short(&self, policies: &Policies, asked_at: Instant) {
         let (name, trip) = (policies.as_slice()[0].name(), instant() - asked_at);
         let lease = policies.lease().map(|lease| lease.time).unwrap_or_default();

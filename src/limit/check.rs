@@ -334,7 +334,8 @@ impl Check {
         is_plain && self.leasing == Leasing::Possible && self.policies.lease().is_some()
     }
 
-    /// The same check without an id, and whether a [`Leased`](crate::Leased) store has [got](Self::offer) it.
+    /// Returns the check without an id, and a flag that a [`Leased`](crate::Leased) store
+    /// [sets](Self::offer).
     pub(crate) fn watched(self) -> (Self, Arc<AtomicBool>) {
         let offered = Arc::new(AtomicBool::new(false));
         let extra = Some(Box::new(Extra::Offered(Arc::clone(&offered))));

@@ -54,7 +54,7 @@ async fn a_quarter_left_asks_for_the_next() {
 #[tokio::test(start_paused = true)]
 async fn a_block_is_for_half_a_lease() {
     let (policies, mut caller) = (log(), Caller::new(LEASE, instant()));
-    // Each ask is granted nothing, and learns that much is left.
+    // Each reply grants nothing and reports a large rest.
     let ask_size = |caller: &mut Caller| {
         let ask = ask(caller)?;
         let check = Check::up_to(ann(), &policies, ask.size);

@@ -16,7 +16,7 @@ use crate::store::{Answer, Fallback, LocalStore, Share, Store};
 use crate::util::{instant, lock};
 use crate::{Leased, Limiter};
 
-/// What all instances share, and may be away.
+/// The shared store, which may be unavailable.
 #[derive(Clone, Default)]
 struct Shared(LocalStore, Arc<AtomicBool>);
 
@@ -35,27 +35,27 @@ impl Store for Shared {
 
 type Instance = (Leased<Fallback<Shared, LocalStore>>, Quotas);
 
-/// Of one version of the program: a leased policy, and one of calls in flight.
+/// One version of the program: the quota of its leased policy, and its limit of calls in flight.
 #[derive(Clone, Copy)]
 struct Quotas {
     quota: Quota,
     calls: u32,
 }
 
-/// What was granted to all instances.
+/// The grants of all instances.
 #[derive(Default)]
 struct Granted {
-    /// When, in microseconds, and how much, by the quotas of the old version and of the new one.
+    /// Time in microseconds and cost, under the quotas of the old version and of the new one.
     spent: [Mutex<Vec<(i64, u32)>>; 2],
     from_memory: AtomicU32,
-    /// Calls in flight, and the most outside and inside of the outage.
+    /// Calls in flight, and their maximum outside and inside of the outage.
     calls: AtomicI64,
     most_calls: [AtomicI64; 2],
 }
 
 const INSTANCES: u32 = 6;
 const LEASE: Duration = Duration::from_millis(200);
-/// In milliseconds of the deploy, which takes a minute.
+/// In milliseconds from the start of the deploy, which takes a minute.
 const OUTAGE: Range<u64> = 25_000..35_000;
 const VERSIONS: [Quotas; 2] = [
     Quotas {
@@ -74,7 +74,7 @@ fn instance(shared: &Shared, version: usize) -> Instance {
     (Leased::new(fallback).share(share), VERSIONS[version])
 }
 
-/// Takes one, and notes when it was granted.
+/// Takes one unit, and records the time of the grant.
 fn take(
     tasks: &mut JoinSet<()>,
     granted: &Arc<Granted>,
@@ -119,7 +119,7 @@ fn calls((store, quotas): &Instance) -> Calls {
     Limiter::new(store.clone(), policy)
 }
 
-/// Each quota holds, but for one burst in the outage.
+/// Each quota holds, with at most one burst more in the outage.
 #[tokio::test(start_paused = true)]
 async fn a_deploy_with_an_outage_keeps_each_quota() {
     for &strategy in Strategy::ALL {
