@@ -169,9 +169,7 @@ impl<S: Store> Limiter<S> {
     }
 
     fn send(&self, check: Check) -> Answer<S::Future> {
-        let answer = self.store.check(check);
-        self.notifier.unless_leased(&self.policies);
-        answer
+        self.notifier.send(&self.store, check)
     }
 
     /// Decides whether `cost` would be allowed. See [`Check::peek`].
@@ -248,7 +246,7 @@ impl<S: Store> Limiter<S> {
             return self.take(key, cost).await;
         }
         // Waiting does not use leased blocks.
-        self.notifier.unless_leased(&self.policies);
+        self.notifier.never_leased(&self.policies);
         let permit = match self.wait_queues.join(wanted, None) {
             Ok(turn) => turn.await,
             Err(refusal) => Err(refusal),

@@ -7,9 +7,10 @@ use tokio::time::Instant;
 
 use super::{MissingKey, Question};
 use crate::error::StoreError;
-use crate::limit::{Decision, Key, Outcome, Policies};
+use crate::limit::{Check, Decision, Key, Outcome, Policies};
 use crate::observe::mistakes::{COUNTED_TWICE, NEVER_PASSES, NOT_LEASED, ONE_NAME_TWO_QUOTAS};
 use crate::observe::{Observer, event, or_log};
+use crate::store::{Answer, Store};
 use crate::util::{instant, lock};
 
 /// Notifies the observer of a layer or limiter. Without an observer, logs problems. Clones share
@@ -27,9 +28,9 @@ struct Misconfiguration {
     reported: Mutex<Option<Instant>>,
     /// Whether a doubly counted request was reported. Reported once, since it may be intended.
     reported_twice: AtomicBool,
-    /// Whether an ineffective lease was reported. Reported once, since a deployment may start with
-    /// one.
-    reported_unleased: AtomicBool,
+    /// Whether a check under a leased policy was sent. The first one shows whether blocks can decide
+    /// any. Reported once, since a deployment may start with a lease without effect.
+    sent_leased: AtomicBool,
     /// Whether a cost above the burst was reported. Reported once, since clients may choose the cost.
     reported_cost: AtomicBool,
     /// Whether the policies of the layer are in [`LAYERS`].
@@ -176,15 +177,32 @@ impl Notifier {
         }
     }
 
-    /// Reports, once, a leased policy that took effect without a block. Call it after the check was
-    /// sent.
+    /// Sends a check. Reports the first one under a leased policy if no block can decide it.
     #[inline]
-    pub(crate) fn unless_leased(&self, policies: &Policies) {
-        let reported = &self.misconfiguration.reported_unleased;
-        if policies.is_leased_for_nothing()
-            && !reported.load(Relaxed)
-            && !reported.swap(true, Relaxed)
-        {
+    pub(crate) fn send<S: Store>(&self, store: &S, check: Check) -> Answer<S::Future> {
+        let policies = check.policies();
+        let is_leased = policies.has_lease() && check.cost() > 0;
+        if !is_leased || self.misconfiguration.sent_leased.load(Relaxed) {
+            return store.check(check);
+        }
+        if !check.is_leasable() {
+            self.never_leased(policies);
+            return store.check(check);
+        }
+        let policies = policies.clone();
+        let (check, offered) = check.watched();
+        let answer = store.check(check);
+        if offered.load(Relaxed) {
+            self.misconfiguration.sent_leased.store(true, Relaxed);
+        } else {
+            self.never_leased(&policies);
+        }
+        answer
+    }
+
+    /// Reports that no block can decide checks under these policies, if one of them is leased and none was sent before.
+    pub(crate) fn never_leased(&self, policies: &Policies) {
+        if policies.has_lease() && !self.misconfiguration.sent_leased.swap(true, Relaxed) {
             let name = policies
                 .iter()
                 .find(|policy| policy.lease().is_some())

@@ -130,8 +130,8 @@ impl Reconciled {
 pub struct Leased {
     /// The cost charged in advance.
     pub charged: u64,
-    /// The part that is refunded because the caller did not spend it, or because the store shuts
-    /// down.
+    /// The part that is refunded before it expires: because the store shuts down, or to make room
+    /// for other blocks.
     pub refunded: u64,
     /// The part that expired before it was spent, or that a reset cleared. If a part of it still
     /// counts, that is refunded.

@@ -104,13 +104,6 @@ pub trait Store: Clone + Send + Sync + 'static {
         0
     }
 
-    /// Returns `true` if a decision was made by the store that keeps the count, not by a
-    /// [`Fallback`] in place of its primary store. Defaults to `true`.
-    fn is_authoritative(&self, decision: &Decision) -> bool {
-        let _ = decision;
-        true
-    }
-
     /// Identifies this store and its clones within this process, for example by the address of
     /// their shared state. A refund or a release then wakes waiting requests in all layers over the
     /// store. Defaults to `None`: waiters poll instead.
@@ -201,10 +194,6 @@ impl<W: WrapStore> Store for W {
 
     fn partition(&self, key: &Key) -> usize {
         self.inner().partition(key)
-    }
-
-    fn is_authoritative(&self, decision: &Decision) -> bool {
-        self.inner().is_authoritative(decision)
     }
 
     fn identity(&self) -> Option<usize> {

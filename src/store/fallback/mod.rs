@@ -46,7 +46,7 @@ use self::partition::{Partition, Reply};
 use super::{Answer, LocalStore, Observer, Store};
 use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, SlotId, Source};
+use crate::limit::{Check, Key, SlotId};
 use crate::util::Clock;
 
 /// A store made of two stores: the second answers when the first cannot.
@@ -276,11 +276,6 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
 
     fn withdraw(&self, future: Pin<&mut Self::Future>) -> bool {
         future.withdraw()
-    }
-
-    fn is_authoritative(&self, decision: &Decision) -> bool {
-        // A local one is that of the fallback, unless both are local.
-        decision.source() != Source::Local && self.partitions[0].primary.is_authoritative(decision)
     }
 
     fn identity(&self) -> Option<usize> {
