@@ -12,6 +12,7 @@
 #![doc = include_str!("../README.md")]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod background;
 pub mod check;
 mod error;
 mod gate;
@@ -23,7 +24,6 @@ mod limit;
 mod limiter;
 mod middleware;
 pub mod observe;
-mod refunds;
 pub mod settle;
 #[cfg(test)]
 mod simulation;

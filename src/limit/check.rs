@@ -1,3 +1,5 @@
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
@@ -56,6 +58,8 @@ enum Extra {
     /// microseconds.
     Within(i64),
     Charged(EachCharged),
+    /// Set by a [`Leased`](crate::Leased) store that could decide it by a block.
+    Offered(Arc<AtomicBool>),
 }
 
 impl Check {
@@ -326,7 +330,23 @@ impl Check {
     pub(crate) fn is_leasable(&self) -> bool {
         let is_plain =
             self.mode == Mode::Take && self.cost > 0 && self.id().is_none() && !self.reserves;
-        is_plain && self.leasing == Leasing::Possible
+        is_plain && self.leasing == Leasing::Possible && self.policies.lease().is_some()
+    }
+
+    /// Returns the check without an id, and a flag that a [`Leased`](crate::Leased) store
+    /// [sets](Self::offer).
+    pub(crate) fn watched(self) -> (Self, Arc<AtomicBool>) {
+        let offered = Arc::new(AtomicBool::new(false));
+        let extra = Some(Box::new(Extra::Offered(Arc::clone(&offered))));
+        (Self { extra, ..self }, offered)
+    }
+
+    /// Records that a [`Leased`](crate::Leased) store has got the check, and that a block may decide it.
+    #[inline]
+    pub(crate) fn offer(&self) {
+        if let Some(Extra::Offered(offered)) = self.extra.as_deref() {
+            offered.store(true, Relaxed);
+        }
     }
 
     /// Returns the check with the age that Redis computes at this time.
@@ -404,6 +424,17 @@ impl Mode {
     /// Applies the operation to the state of one policy, and returns the amount charged, refunded
     /// or reset.
     pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
+        self.decide(policy, state, cost, now).1
+    }
+
+    /// Decides on the state of one policy. Returns the verdict, and how much was charged, refunded or forgotten.
+    pub(crate) fn decide(
+        self,
+        policy: &Policy,
+        state: &mut State,
+        cost: i64,
+        now: i64,
+    ) -> (Verdict, i64) {
         let ask = Ask {
             mode: self,
             cost,
@@ -412,6 +443,6 @@ impl Mode {
             slot: None,
             now,
         };
-        state.decide(policy.params(), &ask, i64::MAX).1
+        state.decide(policy.params(), &ask, i64::MAX)
     }
 }

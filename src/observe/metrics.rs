@@ -93,7 +93,7 @@ const COUNTERS: [(&str, &str); 7] = [
     ),
     (
         "ratelimit_lease_refunded_total",
-        "Leased cost that was refunded because the caller did not spend it.",
+        "Leased cost that was refunded before it expired, such as at a shutdown.",
     ),
     (
         "ratelimit_lease_expired_total",
