@@ -1,3 +1,4 @@
+use std::fmt;
 use std::task::{Context, Poll};
 
 use super::Gate;
@@ -10,7 +11,7 @@ use crate::store::Store;
 
 /// The resources of an admitted request. Dropping it settles the charge, unless a clone of the
 /// [`Charge`] is alive (in the response body or the handler), and releases the in-flight slot.
-pub(crate) struct Grant<D> {
+pub struct Grant<D> {
     /// The reservation and the in-flight slot. `None` if the layer does not settle charges.
     charge: Option<Charge>,
     /// The in-flight slot, if there is no charge.
@@ -110,5 +111,11 @@ impl<D> Default for Grant<D> {
             slot: None,
             shadows: None,
         }
+    }
+}
+
+impl<D> fmt::Debug for Grant<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Grant").finish_non_exhaustive()
     }
 }

@@ -15,7 +15,7 @@ use crate::util::{instant, lock};
 /// Notifies the observer of a layer or limiter. Without an observer, logs problems. Clones share
 /// the observer.
 #[derive(Clone, Default)]
-pub(crate) struct Notifier {
+pub struct Notifier {
     observer: Option<Arc<dyn Observer>>,
     misconfiguration: Arc<Misconfiguration>,
 }
@@ -147,5 +147,11 @@ impl Misconfiguration {
             *last = Some(now);
         }
         due
+    }
+}
+
+impl fmt::Debug for Notifier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Notifier").finish_non_exhaustive()
     }
 }

@@ -8,10 +8,10 @@ pub mod extract;
 #[cfg(feature = "axum")]
 mod handler;
 pub mod headers;
+mod limit;
 pub mod rate_limit;
 pub mod reject;
 pub mod select;
-mod settings;
 pub mod throttle;
 
 use std::mem;

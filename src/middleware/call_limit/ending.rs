@@ -2,7 +2,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::BoxError;
-use crate::middleware::rate_limit::AsIs;
+use crate::middleware::limit::AsIs;
 use crate::settle::Settlement;
 
 /// How long a [`CallLimitLayer`](crate::CallLimitLayer) with responses `Res` holds what a call has taken: [`AsIs`] or

@@ -2,8 +2,9 @@ use std::sync::Arc;
 
 use http::response::Parts;
 
-use super::UntilBodyEnd;
+use super::{Rule, UntilBodyEnd};
 use crate::middleware::RateLimitLayer;
+use crate::middleware::limit::Config;
 use crate::settle::Settlement;
 use crate::store::Store;
 
@@ -75,7 +76,7 @@ impl<S: Store, K, R, E> RateLimitLayer<S, K, R, E> {
         self,
         rule: impl Fn(&Parts) -> Settlement + Send + Sync + 'static,
     ) -> RateLimitLayer<S, K, R, UntilBodyEnd> {
-        self.change_to(|config| config.with_rule(Some(Arc::new(rule))))
+        self.with_rule(Some(Arc::new(rule)))
     }
 
     /// Keeps a request's charge and in-flight slot until the response body has ended or was
@@ -88,6 +89,16 @@ impl<S: Store, K, R, E> RateLimitLayer<S, K, R, E> {
     /// must keep a clone of the `Charge`, as a [recipe](crate::guide::recipes) shows.
     #[must_use]
     pub fn until_body_end(self) -> RateLimitLayer<S, K, R, UntilBodyEnd> {
-        self.change_to(|config| config.with_rule(None))
+        self.with_rule(None)
+    }
+
+    fn with_rule(self, rule: Option<Rule>) -> RateLimitLayer<S, K, R, UntilBodyEnd> {
+        self.change_to(|Config { mut gate, protocol }| {
+            gate.settle();
+            Config {
+                gate,
+                protocol: protocol.with_rule(rule),
+            }
+        })
     }
 }

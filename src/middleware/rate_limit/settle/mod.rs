@@ -10,6 +10,7 @@ use http::response::Parts;
 
 pub use body::TrackedBody;
 
+use crate::middleware::limit::AsIs;
 use crate::settle::{Charge, Settlement};
 
 /// Returns the settlement of a request from the head of its response.
@@ -29,10 +30,6 @@ pub trait Ending: sealed::Ending {
 mod sealed {
     pub trait Ending: 'static {}
 }
-
-/// Settles nothing: charges are final, and the response is the inner service's.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct AsIs;
 
 /// Settles a request's charge when the response body has ended and every clone of its [`Charge`] is
 /// dropped. The response is a `Response<TrackedBody<B>>`.
