@@ -341,7 +341,7 @@ impl Check {
         (Self { extra, ..self }, offered)
     }
 
-    /// Records that a [`Leased`](crate::Leased) store has got the check, and that a block may decide it.
+    /// Sets the flag: a [`Leased`](crate::Leased) store received the check, and a block may decide it.
     #[inline]
     pub(crate) fn offer(&self) {
         if let Some(Extra::Offered(offered)) = self.extra.as_deref() {
