@@ -27,7 +27,8 @@ if usual then
     local _, cost, _, rest = decode(PLAN, text)
     local _, capacity, interval, ticks = decode(POLICY, ARGV[1 + decode(NUMBER, text, rest)])
     local full, units = capacity * interval, cost * interval
-    local furthest = floor(2 * full / ticks) + 1
+    local deepest = max(2 * full, min(full + DAY * ticks, MAX_TICKS))
+    local furthest = floor(deepest / ticks) + 1
     -- What was packed last: of callers without a state all are charged alike.
     local last_level, last_ms, last_text, last_state
 
@@ -40,8 +41,8 @@ if usual then
         if elapsed >= furthest then
           level = 0
         else
-          if level > 2 * full then
-            level = 2 * full
+          if level > deepest then
+            level = deepest
           end
           if elapsed < 0 then
             future = true

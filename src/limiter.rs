@@ -62,7 +62,8 @@ impl<S: Store> Limiter<S> {
     /// Counts in `store` under one policy or several.
     pub fn new(store: S, policies: impl Into<Policies>) -> Self {
         let in_flight = InFlightTracker::new(&store, None);
-        let wait_queues = WaitQueues::new(store.clone(), in_flight.clone(), Bounds::DEFAULT);
+        let wait_queues = WaitQueues::new(store.clone(), Bounds::DEFAULT);
+        let wait_queues = wait_queues.with_tracker(in_flight.clone());
         Self {
             store,
             policies: policies.into(),
@@ -231,15 +232,15 @@ impl<S: Store> Limiter<S> {
     /// Those of the store.
     pub async fn wait(&self, key: Key, cost: u32, max: Duration) -> Result<Decision, StoreError> {
         let deadline = instant().checked_add(max);
+        if self.policies.iter().any(|policy| policy.never_fits(cost)) {
+            return self.take(key, cost).await;
+        }
         let wanted = WaitRequest {
             key,
             policies: self.policies.clone(),
             cost,
             deadline,
         };
-        if wanted.exceeds_capacity() {
-            return self.take(key, cost).await;
-        }
         // A wait is charged ahead of time, which no block does.
         self.notifier.unless_leased(&self.policies);
         let permit = match self.wait_queues.join(wanted, None) {

@@ -14,7 +14,7 @@ pub(crate) struct Question {
     cost: u32,
     /// When it was sent. None if the time is not needed.
     since: Option<Instant>,
-    /// When the permit was charged, maybe for another waiter; and the microseconds from the store's answer to its use.
+    /// When the permit was charged, and the microseconds from the store's answer to its use.
     permit: Option<(Instant, i64)>,
     /// Of the policies that count requests in flight.
     slot: Option<Slot>,
@@ -53,6 +53,10 @@ impl Question {
 
     pub(super) fn key(&self) -> &Key {
         &self.key
+    }
+
+    pub(super) fn cost(&self) -> u32 {
+        self.cost
     }
 
     /// How long the answer took.

@@ -261,6 +261,7 @@ impl Decision {
             at: self.verdicts.at,
             cost: self.granted().into(),
             reset: 0,
+            is_turn: self.due_in().is_some(),
         };
         let charged: EachCharged = over_time
             .map(|(_, verdict)| Charged {
@@ -285,12 +286,17 @@ impl Decision {
         }
     }
 
-    /// The same decision when what was taken ahead is due, for one of the requests that share it at this cost each.
+    /// The same decision when what was taken ahead is due, as if it had been charged then.
     pub(crate) fn due(self, cost: u32) -> Self {
         let mut verdicts = self.verdicts;
+        let waited = verdicts.of(self.decider).wait;
         verdicts.granted = i64::from(cost);
+        if verdicts.at > 0 {
+            verdicts.at += waited;
+        }
         for verdict in &mut verdicts.each {
             verdict.wait = 0;
+            verdict.reset = (verdict.reset - waited).max(0);
         }
         Self::new(self.policies, verdicts, self.source)
     }
@@ -324,11 +330,6 @@ impl Decision {
             verdict.refund(policy, back);
         }
         Self::new(policies, verdicts, source)
-    }
-
-    /// When Redis decided, by its own clock in microseconds; 0 or below if another did.
-    pub(crate) fn at(&self) -> i64 {
-        self.verdicts.at
     }
 
     /// The same decision, of a charge that is in the outage log of this number.

@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use super::bounded_map::{BoundedMap, Hold, Ranked, Slot};
 use super::digest::Digest;
 use super::shards::Shards;
-use super::{Answer, Store, freed};
+use super::{Answer, Store, Waiters};
 use crate::error::StoreError;
 use crate::limit::{
     Answered, Check, Decision, Key, Mode, Policies, Policy, Snapshot, Source, State, Verdict,
@@ -64,6 +64,7 @@ struct Shared {
     /// All keys of a caller are in one shard, so that one lock decides on all its policies.
     shards: Shards<Mutex<Shard>>,
     clock: Clock,
+    waiters: Waiters,
 }
 
 struct Shard {
@@ -106,7 +107,7 @@ fn hold(verdict: &Verdict, policy: &Policy, now: i64) -> Hold {
 
 /// No state of this policy takes longer to be fresh again, even in full debt; in microseconds.
 fn longest_reset(policy: &Policy) -> i64 {
-    2 * policy.counts_for().saturating_add(policy.params().period)
+    2 * policy.counts_for().saturating_add(policy.params().period) + policy.params().longest
 }
 
 /// Whether a check has changed its states. If not, they must not be stored again: a state may also be counted under a
@@ -170,6 +171,7 @@ impl LocalStore {
             shared: Arc::new(Shared {
                 shards,
                 clock: Clock::new(),
+                waiters: Waiters::default(),
             }),
         }
     }
@@ -235,12 +237,12 @@ impl Store for LocalStore {
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let verdicts = self.verdicts(&check, || self.shared.clock.micros());
-        freed::tell(Arc::as_ptr(&self.shared) as usize, &check);
+        self.shared.waiters.freed(&check);
         Answer::ready(Ok(check.answer(verdicts, Source::Local)))
     }
 
-    fn identity(&self) -> Option<usize> {
-        Some(Arc::as_ptr(&self.shared) as usize)
+    fn waiters(&self) -> Option<Waiters> {
+        Some(self.shared.waiters.clone())
     }
 
     fn warm(&self, key: &Key, decision: &Decision) {

@@ -31,6 +31,8 @@ pub use local::LocalStore;
 pub use mock::MockStore;
 
 pub(crate) use digest::Digest;
+pub use freed::Waiters;
+
 pub(crate) use freed::{Listener, Wake};
 pub(crate) use shards::Shards;
 
@@ -105,10 +107,10 @@ pub trait Store: Clone + Send + Sync + 'static {
         true
     }
 
-    /// Identifies this store and its clones in this process, for example by the address of their shared state. A refund
-    /// or a release in the store then wakes the requests that wait for it, in all layers over the store. Defaults to
-    /// `None`: waiters check again without a wake-up.
-    fn identity(&self) -> Option<usize> {
+    /// The requests of this process that wait for what this store counts, the same for all its clones. A store that calls
+    /// [`Waiters::freed`] after each refund, release and reset wakes those that wait for it, in all layers over the store.
+    /// Defaults to `None`: waiters check again without a wake-up.
+    fn waiters(&self) -> Option<Waiters> {
         None
     }
 
@@ -199,8 +201,8 @@ impl<W: WrapStore> Store for W {
         self.inner().is_authoritative(decision)
     }
 
-    fn identity(&self) -> Option<usize> {
-        self.inner().identity()
+    fn waiters(&self) -> Option<Waiters> {
+        self.inner().waiters()
     }
 
     fn server(&self, key: &Key) -> Option<String> {

@@ -17,6 +17,10 @@ pub(crate) struct Params {
     pub(crate) interval: i64,
     /// What the capacity takes to flow back, in ticks.
     pub(crate) full: i64,
+    /// The highest level of a meter, in ticks: twice the capacity, or what is reserved a day ahead.
+    pub(crate) deepest: i64,
+    /// The longest wait of a take ahead, in microseconds.
+    pub(crate) longest: i64,
     /// A time in microseconds that no debt of this policy reaches.
     pub(crate) furthest: i64,
     /// Where windows of the clock begin, in microseconds within a period.
@@ -26,7 +30,10 @@ pub(crate) struct Params {
     pub(crate) frees: Frees,
 }
 
-/// The most ticks of a full debt, which is twice the capacity.
+/// The longest time by which a turn may be reserved ahead, in microseconds: a day.
+pub(crate) const LONGEST_WAIT: i64 = 86_400_000_000;
+
+/// The most ticks of a debt.
 const MAX_TICKS: i64 = 1 << 52;
 
 impl Params {
@@ -57,15 +64,30 @@ impl Params {
             ticks: ticks as i64,
             interval: interval as i64,
             full: full as i64,
-            furthest: (2 * full / ticks + 1) as i64,
+            deepest: 0,
+            longest: 0,
+            furthest: 0,
             offset: None,
             width: period as i64,
             frees,
-        };
+        }
+        .with_debt();
         if let Kind::Rate(strategy) = kind {
             strategy.adapt(&mut params, quota)?;
         }
         Ok(params)
+    }
+
+    /// The same with the debt that its full count and its ticks allow.
+    fn with_debt(mut self) -> Self {
+        self.deepest = 2 * self.full;
+        if self.frees.is_gradual() {
+            let ahead = self.full + LONGEST_WAIT.saturating_mul(self.ticks).min(MAX_TICKS);
+            self.deepest = self.deepest.max(ahead.min(MAX_TICKS));
+            self.longest = (self.deepest - self.full) / self.ticks;
+        }
+        self.furthest = self.deepest / self.ticks + 1;
+        self
     }
 
     /// How many units of a meter refill in this time, in microseconds, rounded up.
@@ -87,9 +109,9 @@ impl Params {
             ticks: whole.ticks,
             interval,
             full,
-            furthest: 2 * full / whole.ticks + 1,
             ..self
         }
+        .with_debt()
     }
 }
 
