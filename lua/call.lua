@@ -7,7 +7,7 @@
 --          policies        each: strategy, and the four numbers that its `policy` function takes
 --          plans           what is asked; each: mode, cost, microseconds for which the answer is remembered under the
 --                          check's id (0: it has none), or within which a take ahead has to be due, or
---                          below 0 in which the debt of a charge must refill, or 1 if a refund is of a turn
+--                          below 0 in which the debt of a charge must refill, or -1 if a refund is of a turn
 --                          that was taken ahead, then its policies by their place above; of a refund after that the charge of which it refunds: how much
 --                          it was; how many microseconds ago at least; the time that was answered then, or 0; and for
 --                          each policy the `reset` that was answered then

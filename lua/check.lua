@@ -73,8 +73,8 @@ for i = 1, plan_count do
   local plan = { nil, mode = mode, cost = cost, remember = remember, has_rate = false, run = false }
   if mode == TAKE_AHEAD then
     plan.within, plan.remember = remember, 0
-  elseif mode == REFUND then
-    plan.turn, plan.remember = remember == 1, 0
+  elseif mode == REFUND and remember < 0 then
+    plan.turn, plan.remember = true, 0
   elseif remember < 0 then
     plan.refills_in, plan.remember = -remember, 0
   end

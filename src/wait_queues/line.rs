@@ -1,6 +1,7 @@
 //! Who waits for one caller, in which order, and the turns that are reserved for them.
 
 use std::collections::BTreeMap;
+use std::mem;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,8 +18,14 @@ use crate::util::instant;
 pub(super) struct Line {
     /// By number, in the order in which they came.
     waiters: BTreeMap<u64, Waiter>,
+    /// What they cost.
+    demand: u64,
     /// By when they are due, and the waiter for whom each was reserved.
     turns: BTreeMap<(Instant, u64), Turn>,
+    /// The units of these turns.
+    reserved: u64,
+    /// The units of turns that are due, fewer than the first waiter costs.
+    due_units: u32,
     /// Number of turns of which a refund is under way.
     pub(super) refunding: usize,
     /// What was decided last, and when.
@@ -44,6 +51,19 @@ pub(super) struct Failures {
     last: StoreError,
     /// Until when all waits are refused, if they are [`MAX_FAILURES`].
     until: Instant,
+}
+
+/// Units that a waiter lacks.
+pub(super) struct Missing {
+    pub(super) number: u64,
+    pub(super) units: u32,
+    pub(super) deadline: Option<Instant>,
+}
+
+/// What was due, to whom it goes, and what is left if nobody waits any more.
+pub(super) struct Given {
+    pub(super) to: Vec<(Waiter, Charge)>,
+    pub(super) left: Option<Charge>,
 }
 
 /// A turn that is reserved.
@@ -83,7 +103,10 @@ impl Line {
         let wait = denied.as_ref().and_then(Decision::retry_after);
         Self {
             waiters: BTreeMap::new(),
+            demand: 0,
             turns: BTreeMap::new(),
+            reserved: 0,
+            due_units: 0,
             refunding: 0,
             known: denied.map(|denied| (denied, now)),
             free_at: wait.and_then(|wait| now.checked_add(wait)),
@@ -120,26 +143,28 @@ impl Line {
     }
 
     pub(super) fn push(&mut self, number: u64, waiter: Waiter) {
+        self.demand += u64::from(waiter.cost);
         self.waiters.insert(number, waiter);
         self.wake.notify.notify_one();
     }
 
     pub(super) fn remove(&mut self, number: u64) -> Option<Waiter> {
         let waiter = self.waiters.remove(&number)?;
+        self.demand -= u64::from(waiter.cost);
         self.wake.notify.notify_one();
         Some(waiter)
     }
 
     /// Takes out the first, if it has this cost.
     pub(super) fn pop(&mut self, cost: u32) -> Option<Waiter> {
-        let first = self.waiters.first_entry()?;
-        (first.get().cost == cost).then(|| first.remove())
+        let (first, _) = self.first().filter(|(_, first)| *first == cost)?;
+        self.remove(first)
     }
 
     /// Takes out the first, if it costs no more than this.
     pub(super) fn pop_up_to(&mut self, units: u32) -> Option<Waiter> {
-        let first = self.waiters.first_entry()?;
-        (first.get().cost <= units).then(|| first.remove())
+        let (first, _) = self.first().filter(|(_, cost)| *cost <= units)?;
+        self.remove(first)
     }
 
     /// The first waiter and its cost.
@@ -182,8 +207,9 @@ impl Line {
         if let Some(failures) = self.too_many().filter(|failures| now < failures.until) {
             return Some(Refusal::Failed(failures.last.clone()));
         }
-        let left = self.turns.keys().nth(self.waiters.len());
-        let starts_at = left.map(|(due, _)| *due).or(self.free_at)?;
+        let left = self.surplus() >= u64::from(waiter.cost.max(1));
+        let left = self.turns.last_key_value().filter(|_| left);
+        let starts_at = left.map(|((due, _), _)| *due).or(self.free_at)?;
         let is_late = starts_at > now && !waiter.is_in_time(starts_at);
         is_late
             .then(|| self.denial(now).map(Refusal::Denied))
@@ -204,20 +230,21 @@ impl Line {
             last: error.clone(),
             until: now + PAUSE,
         });
-        let refused = if count >= MAX_FAILURES {
-            std::mem::take(&mut self.waiters).into_values().collect()
-        } else {
-            self.waiters.remove(&number).into_iter().collect()
-        };
-        (refused, before)
+        if count < MAX_FAILURES {
+            return (self.remove(number).into_iter().collect(), before);
+        }
+        self.demand = 0;
+        let all = mem::take(&mut self.waiters);
+        (all.into_values().collect(), before)
     }
 
     /// Takes out those who have no chance by then.
     pub(super) fn late(&mut self, at: Instant) -> Vec<Waiter> {
         let late = self.waiters().filter(|(_, waiter)| !waiter.is_in_time(at));
         let late: Vec<u64> = late.map(|(number, _)| number).collect();
-        let late = late.iter().filter_map(|number| self.waiters.remove(number));
-        late.collect()
+        late.into_iter()
+            .filter_map(|number| self.remove(number))
+            .collect()
     }
 
     /// The first deadline.
@@ -228,22 +255,41 @@ impl Line {
             .min()
     }
 
-    /// For whom turns are missing, besides those that are `asked` for: one at a time of a store that fails.
-    pub(super) fn without_turn(&self, asked: usize) -> Vec<(u64, Option<Instant>)> {
-        let mut missing = self.len().saturating_sub(self.turns.len() + asked);
-        if self.too_many().is_some() {
-            missing = missing.min(1_usize.saturating_sub(asked));
+    /// How many more units are reserved than the waiters cost.
+    fn surplus(&self) -> u64 {
+        (self.reserved + u64::from(self.due_units)).saturating_sub(self.demand)
+    }
+
+    /// The units to reserve, besides those that are `asked` for, each with the waiter that lacks them: only for one of them at
+    /// a time in a store that fails.
+    pub(super) fn missing(&self, asked: u64) -> Vec<Missing> {
+        let there = self.reserved + u64::from(self.due_units) + asked;
+        let mut units = self.demand.saturating_sub(there);
+        let mut missing = vec![];
+        for (number, waiter) in self.waiters().rev() {
+            let lacks = u32::try_from(units).unwrap_or(u32::MAX).min(waiter.cost);
+            if lacks > 0 {
+                missing.push(Missing {
+                    number,
+                    units: lacks,
+                    deadline: waiter.deadline,
+                });
+            }
+            units -= u64::from(lacks);
+            if units == 0 {
+                break;
+            }
         }
-        let last = self.waiters().rev().take(missing);
-        let mut last: Vec<_> = last
-            .map(|(number, waiter)| (number, waiter.deadline))
-            .collect();
-        last.reverse();
-        last
+        missing.reverse();
+        if self.too_many().is_some() {
+            missing.truncate(usize::from(asked == 0));
+        }
+        missing
     }
 
     /// Adds a turn that was reserved for the waiter of this number.
     pub(super) fn add_turn(&mut self, number: u64, turn: Turn) {
+        self.reserved += u64::from(turn.charge.cost);
         self.turns.insert((turn.charge.due, number), turn);
         self.wake.notify.notify_one();
     }
@@ -253,32 +299,78 @@ impl Line {
         self.turns.first_key_value().map(|((due, _), _)| *due)
     }
 
-    /// Takes out the next turn that is due, and who gets it, if anybody waits: the first in line. But who asked for it gets
-    /// it if the next turn comes too late for that one: replies come in any order.
-    pub(super) fn next_due(&mut self, now: Instant) -> Option<(Charge, Option<Waiter>)> {
+    /// Takes out the next turn that is due, and who gets it. But who asked for it gets it if the next turn comes too late for
+    /// that one: replies come in any order.
+    pub(super) fn next_due(&mut self, now: Instant) -> Option<Given> {
         let first = self
             .turns
             .first_entry()
             .filter(|first| first.key().0 <= now)?;
-        let ((_, number), turn) = first.remove_entry();
+        let ((_, number), Turn { charge, .. }) = first.remove_entry();
+        self.reserved -= u64::from(charge.cost);
         let next = self.due();
-        let is_last_chance = |waiter: &Waiter| next.is_some_and(|next| !waiter.is_in_time(next));
-        let waiter = match self.waiters.get(&number) {
-            Some(waiter) if is_last_chance(waiter) => self.waiters.remove(&number),
-            _ => self.waiters.pop_first().map(|(_, waiter)| waiter),
-        };
-        Some((turn.charge, waiter))
+        let own = self
+            .waiters
+            .get(&number)
+            .filter(|own| own.cost == charge.cost);
+        if own.is_some_and(|own| next.is_some_and(|next| !own.is_in_time(next)))
+            && let Some(own) = self.remove(number)
+        {
+            return Some(Given {
+                to: vec![(own, charge)],
+                left: None,
+            });
+        }
+        Some(self.give(charge))
     }
 
-    /// Takes out the last turn, to be refunded, if more turns are reserved than are needed.
+    /// Gives what is due to the first in line, for as many of them as it is enough.
+    pub(super) fn give(&mut self, charge: Charge) -> Given {
+        self.due_units = self.due_units.saturating_add(charge.cost);
+        let mut to = vec![];
+        while let Some(waiter) = self.pop_up_to(self.due_units) {
+            self.due_units -= waiter.cost;
+            let part = charge.part(waiter.cost);
+            to.push((waiter, part));
+        }
+        let left = mem::take(&mut self.due_units);
+        if !self.waiters.is_empty() {
+            self.due_units = left;
+            return Given { to, left: None };
+        }
+        let left = (left > 0).then(|| charge.part(left));
+        Given { to, left }
+    }
+
+    /// Who gets a permit that was not used: `None` if nobody does.
+    pub(super) fn hand_on(&mut self, charge: &Charge, reserves: bool) -> Option<Given> {
+        if reserves {
+            return (self.len() > 0).then(|| self.give(charge.clone()));
+        }
+        let waiter = self.pop(charge.cost)?;
+        Some(Given {
+            to: vec![(waiter, charge.clone())],
+            left: None,
+        })
+    }
+
+    /// The store has refunded a turn, or it `stays`.
+    pub(super) fn refunded(&mut self, number: u64, charge: Charge, stays: bool) {
+        self.refunding -= 1;
+        self.wake.notify.notify_one();
+        if stays && charge.due > instant() {
+            self.add_turn(number, Turn { charge, stays });
+        }
+    }
+
+    /// Takes out the last turn, to be refunded, if more is reserved than the waiters cost.
     pub(super) fn superfluous(&mut self) -> Option<(u64, Charge)> {
-        let is_more = self.turns.len() > self.waiters.len();
-        let last = self
-            .turns
-            .last_entry()
-            .filter(|last| is_more && !last.get().stays)?;
-        let ((_, number), turn) = last.remove_entry();
+        let surplus = self.surplus();
+        let is_more = |turn: &Turn| !turn.stays && u64::from(turn.charge.cost) <= surplus;
+        let last = self.turns.last_entry().filter(|last| is_more(last.get()))?;
+        let ((_, number), Turn { charge, .. }) = last.remove_entry();
+        self.reserved -= u64::from(charge.cost);
         self.refunding += 1;
-        Some((number, turn.charge))
+        Some((number, charge))
     }
 }

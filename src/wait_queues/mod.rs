@@ -2,10 +2,10 @@
 //! first served, with one task. A [`Permit`] is what a waiter gets.
 //!
 //! **Buckets that refill gradually reserve.** The task ([`turns`]) takes ahead for each waiter as it comes: the store charges
-//! it and says when it is due. So the queue over all instances is in the store, and no round trip limits the rate. A line
-//! has waiters of one cost only, so its turns are alike: each turn that is due goes to the first in line. Who leaves makes
-//! the last turn superfluous. The store refunds that, unless a later turn of another instance stands on it. Then the next
-//! waiter who comes before it is due gets it; otherwise it expires.
+//! it and says when it is due. So the queue over all instances is in the store, and no round trip limits the rate. What is
+//! due goes to the first in line, whoever it was reserved for. Who leaves makes the last turn superfluous. The store refunds
+//! that, unless a later turn of another instance stands on it. Then the next waiter who comes before it is due gets it;
+//! otherwise it expires.
 //!
 //! **All others ask.** The task ([`questions`]) takes as much as the first ones need, and after a denial asks again when the
 //! denial says so, such that the question arrives then, or when something was freed in this process.
@@ -38,16 +38,16 @@ use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
 use tokio::runtime::{Handle, Id};
-use tokio::sync::oneshot;
+use tokio::sync::oneshot::{self, error::TryRecvError};
 use tokio::time::Instant;
 
 pub(crate) use permit::{Permit, Spent};
 
-use self::line::{Line, Waiter};
+use self::line::{Given, Line, Waiter};
 use self::questions::Questions;
 use self::turns::Turns;
 use crate::error::{ErrorKind, StoreError};
-use crate::in_flight::InFlightTracker;
+use crate::in_flight::{InFlightTracker, Slot};
 use crate::limit::{Check, Decision, Key, Policies, Source, Verdict};
 use crate::observe::Observer;
 use crate::refunds::{PendingOp, RefundQueue, StoreQueue};
@@ -119,8 +119,8 @@ struct LineId {
     key: Key,
     /// A hash of all that the policies say: nobody waits behind those of a quota that was replaced.
     policies: u64,
-    /// The cost of all its waiters, if it reserves turns; `None` if it asks.
-    turns_of: Option<u32>,
+    /// Whether it reserves turns; otherwise it asks.
+    reserves: bool,
 }
 
 /// A request that is to wait.
@@ -141,11 +141,24 @@ pub(crate) enum Refusal {
     Failed(StoreError),
 }
 
-/// Resolves to a permit when its turn has come. Dropped, it leaves the line.
-pub(crate) struct Acquire {
+/// A line, which may have ended.
+#[derive(Clone)]
+struct LineRef {
     shared: Arc<Shared>,
     refunds: Arc<dyn RefundQueue>,
     id: LineId,
+}
+
+/// The line of a task, which ends with it.
+struct Place {
+    line: LineRef,
+    policies: Policies,
+    queues: WaitQueues,
+}
+
+/// Resolves to a permit when its turn has come. Dropped, it leaves the line.
+pub(crate) struct Acquire {
+    line: LineRef,
     number: u64,
     answer: oneshot::Receiver<Answer>,
 }
@@ -307,12 +320,18 @@ impl WaitQueues {
         };
         self.enter(&runtime, id, wanted.policies, number, waiter, denied);
         Ok(Acquire {
-            shared: Arc::clone(&self.shared),
-            refunds: Arc::clone(&self.refunds),
-            id,
+            line: self.line(id),
             number,
             answer,
         })
+    }
+
+    fn line(&self, id: LineId) -> LineRef {
+        LineRef {
+            shared: Arc::clone(&self.shared),
+            refunds: Arc::clone(&self.refunds),
+            id,
+        }
     }
 
     /// Puts a waiter into a line, and starts the line's task if it has none.
@@ -338,13 +357,14 @@ impl WaitQueues {
         }
         self.shared.count.fetch_add(1, Ordering::AcqRel);
         let place = Place {
-            queues: self.clone(),
-            id,
+            line: self.line(id),
             policies,
+            queues: self.clone(),
         };
-        let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = match id.turns_of {
-            Some(_) => Box::pin(Turns::new(place).run()),
-            None => Box::pin(Questions::new(place).run()),
+        let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = if id.reserves {
+            Box::pin(Turns::new(place).run())
+        } else {
+            Box::pin(Questions::new(place).run())
         };
         // A store that answers immediately is asked now, for callers that poll only once.
         let mut context = Context::from_waker(Waker::noop());
@@ -354,28 +374,59 @@ impl WaitQueues {
     }
 }
 
-/// The line of a task, which ends with it.
-struct Place {
-    queues: WaitQueues,
-    id: LineId,
-    policies: Policies,
+impl LineRef {
+    /// Calls `act` with the line, if there is one.
+    fn with<T>(&self, act: impl FnOnce(&mut Line) -> T) -> Option<T> {
+        let lines = &mut *lock(&self.shared.lines);
+        let line = lines.each.get_mut(&self.id)?;
+        let before = line.len();
+        let result = act(line);
+        let now = line.len();
+        lines.recount(&self.id.key, before, now);
+        Some(result)
+    }
+
+    /// Gives permits to those who were taken out of the line, and refunds what is left.
+    fn deliver(&self, Given { to, left }: Given, mut slot: Option<Slot>) {
+        for (waiter, charge) in to {
+            let permit = Permit::new(self.clone(), charge, slot.take());
+            waiter.answer(Ok(permit));
+        }
+        if let Some(left) = left {
+            self.refunds.put(left.refund());
+        }
+        self.refund_superfluous();
+    }
+
+    /// Refunds turns that nobody in line needs, the last one first. If a later turn of another instance stands on one, the
+    /// line keeps it for whoever comes next.
+    fn refund_superfluous(&self) {
+        while let Some((number, charge)) = self.with(Line::superfluous).flatten() {
+            let (line, kept) = (self.clone(), charge.clone());
+            self.refunds.put(charge.refund().then(move |answer| {
+                let stays = answer.is_ok_and(|decision| decision.granted() == 0);
+                line.with(|line| line.refunded(number, kept, stays));
+                line.refund_superfluous();
+            }));
+        }
+    }
 }
 
 impl Place {
-    fn line<T>(&self, act: impl FnOnce(&mut Line) -> T) -> Option<T> {
-        self.queues.shared.with_line(&self.id, act)
+    fn with<T>(&self, act: impl FnOnce(&mut Line) -> T) -> Option<T> {
+        self.line.with(act)
     }
 
     /// Answers a waiter, if it still waits.
     fn refuse(&self, number: u64, refusal: Refusal) {
-        if let Some(waiter) = self.line(|line| line.remove(number)).flatten() {
+        if let Some(waiter) = self.with(|line| line.remove(number)).flatten() {
             waiter.answer(Err(refusal));
         }
     }
 
     /// A call for this waiter has failed.
     fn fail(&self, number: u64, error: &StoreError) {
-        let failed = self.line(|line| line.fail(number, error, instant()));
+        let failed = self.with(|line| line.fail(number, error, instant()));
         for waiter in failed.into_iter().flat_map(|(waiters, _)| waiters) {
             waiter.answer(Err(Refusal::Failed(error.clone())));
         }
@@ -384,13 +435,13 @@ impl Place {
     /// Removes the line if nobody uses it, and returns whether it has.
     fn ends(&self) -> bool {
         let ended = {
-            let lines = &mut *lock(&self.queues.shared.lines);
-            match lines.each.get(&self.id) {
-                Some(line) if line.is_idle(instant()) => lines.each.remove(&self.id),
+            let lines = &mut *lock(&self.line.shared.lines);
+            match lines.each.get(&self.line.id) {
+                Some(line) if line.is_idle(instant()) => lines.each.remove(&self.line.id),
                 _ => return false,
             }
         };
-        self.queues.shared.count.fetch_sub(1, Ordering::AcqRel);
+        self.line.shared.count.fetch_sub(1, Ordering::AcqRel);
         drop(ended);
         true
     }
@@ -400,15 +451,15 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         let line = {
-            let lines = &mut *lock(&self.queues.shared.lines);
-            let line = lines.each.remove(&self.id);
+            let lines = &mut *lock(&self.line.shared.lines);
+            let line = lines.each.remove(&self.line.id);
             if let Some(line) = &line {
-                lines.recount(&self.id.key, line.len(), 0);
+                lines.recount(&self.line.id.key, line.len(), 0);
             }
             line
         };
         if line.is_some() {
-            self.queues.shared.count.fetch_sub(1, Ordering::AcqRel);
+            self.line.shared.count.fetch_sub(1, Ordering::AcqRel);
         }
     }
 }
@@ -424,35 +475,24 @@ impl LineId {
             runtime: runtime.id(),
             key: *key,
             policies: hasher.finish(),
-            turns_of: reserves.then_some(cost),
+            // Nothing is reserved for a cost of 0.
+            reserves: reserves && cost > 0,
         }
     }
 
     /// The line of those for whom no turn could be reserved.
     fn that_asks(self) -> Self {
         Self {
-            turns_of: None,
+            reserves: false,
             ..self
         }
-    }
-}
-
-impl Shared {
-    fn with_line<T>(&self, id: &LineId, act: impl FnOnce(&mut Line) -> T) -> Option<T> {
-        let lines = &mut *lock(&self.lines);
-        let line = lines.each.get_mut(id)?;
-        let before = line.len();
-        let result = act(line);
-        let now = line.len();
-        lines.recount(&id.key, before, now);
-        Some(result)
     }
 }
 
 impl Acquire {
     /// The runtime on which its line is.
     pub(crate) fn runtime(&self) -> Id {
-        self.id.runtime
+        self.line.id.runtime
     }
 }
 
@@ -461,21 +501,26 @@ impl Future for Acquire {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Answer> {
         // A task that has used up its budget would not receive what is there.
-        if let Ok(answer) = self.answer.try_recv() {
-            return Poll::Ready(answer);
-        }
-        let answer = ready!(Pin::new(&mut self.answer).poll(cx));
-        // The line has ended with its runtime.
-        Poll::Ready(answer.unwrap_or_else(|_| Err(Refusal::no_runtime())))
+        let answer = match self.answer.try_recv() {
+            Ok(answer) => Some(answer),
+            Err(TryRecvError::Empty) => ready!(Pin::new(&mut self.answer).poll(cx)).ok(),
+            Err(TryRecvError::Closed) => None,
+        };
+        // Without an answer the line has ended with its runtime.
+        Poll::Ready(answer.unwrap_or_else(|| Err(Refusal::no_runtime())))
     }
 }
 
 impl Drop for Acquire {
     fn drop(&mut self) {
         // A permit that is in the receiver is handed on with it.
-        for id in [self.id, self.id.that_asks()] {
-            if let Some(Some(_)) = self.shared.with_line(&id, |line| line.remove(self.number)) {
-                return turns::refund_last(&self.shared, &self.refunds, id);
+        let asks = LineRef {
+            id: self.line.id.that_asks(),
+            ..self.line.clone()
+        };
+        for line in [&self.line, &asks] {
+            if let Some(Some(_)) = line.with(|line| line.remove(self.number)) {
+                return line.refund_superfluous();
             }
         }
     }

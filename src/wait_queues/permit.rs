@@ -1,12 +1,11 @@
-use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::{LineId, Place, Shared, turns};
+use super::{LineRef, Place};
 use crate::in_flight::Slot;
 use crate::limit::{Check, Decision, Key, Policies};
-use crate::refunds::{PendingOp, RefundQueue};
+use crate::refunds::PendingOp;
 use crate::util::instant;
 
 /// A permit that is due: charged, and to be used once.
@@ -27,7 +26,7 @@ pub(super) struct Charge {
     key: Key,
     /// The policies that were asked for: a decision may be on their share.
     policies: Policies,
-    cost: u32,
+    pub(super) cost: u32,
     asked_at: Instant,
     /// How long after the reply it is due, and when.
     wait: Duration,
@@ -35,9 +34,7 @@ pub(super) struct Charge {
 }
 
 struct Held {
-    shared: Arc<Shared>,
-    refunds: Arc<dyn RefundQueue>,
-    id: LineId,
+    line: LineRef,
     /// Of the policies that count requests in flight: released with the permit.
     slot: Option<Slot>,
 }
@@ -65,12 +62,21 @@ impl Charge {
     ) -> Self {
         Self {
             decision: decision.of_charge(cost),
-            key: place.id.key,
+            key: place.line.id.key,
             policies: place.policies.clone(),
             cost,
             asked_at,
             wait: due.saturating_duration_since(instant()),
             due,
+        }
+    }
+
+    /// A part of it.
+    pub(super) fn part(&self, cost: u32) -> Self {
+        Self {
+            decision: self.decision.clone().of_charge(cost),
+            cost,
+            ..self.clone()
         }
     }
 
@@ -113,16 +119,10 @@ impl Charge {
 }
 
 impl Permit {
-    pub(super) fn new(place: &Place, charge: Charge, slot: Option<Slot>) -> Self {
-        let held = Held {
-            shared: Arc::clone(&place.queues.shared),
-            refunds: Arc::clone(&place.queues.refunds),
-            id: place.id,
-            slot,
-        };
+    pub(super) fn new(line: LineRef, charge: Charge, slot: Option<Slot>) -> Self {
         Self {
             charge,
-            held: Some(held),
+            held: Some(Held { line, slot }),
         }
     }
 
@@ -143,7 +143,9 @@ impl Permit {
         let held = self.held.take();
         if let (Some(held), Some(expired)) = (&held, self.charge.expired()) {
             let Charge { key, cost, .. } = self.charge;
-            held.refunds.put(PendingOp::charge(key, &expired, cost));
+            held.line
+                .refunds
+                .put(PendingOp::charge(key, &expired, cost));
         }
         Spent {
             decision: self.charge.decision(),
@@ -155,23 +157,14 @@ impl Permit {
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        let Some(held) = self.held.take() else { return };
-        let (charge, id) = (self.charge.clone(), held.id);
-        let (shared, refunds) = (Arc::clone(&held.shared), Arc::clone(&held.refunds));
-        let next = || {
-            shared
-                .with_line(&id, |line| line.pop(charge.cost))
-                .flatten()
+        let Some(Held { line, slot }) = self.held.take() else {
+            return;
         };
+        let (charge, reserves) = (&self.charge, line.id.reserves);
+        let next = || line.with(|line| line.hand_on(charge, reserves)).flatten();
         match charge.expired().is_none().then(next).flatten() {
-            Some(waiter) => {
-                waiter.answer(Ok(Self {
-                    charge,
-                    held: Some(held),
-                }));
-                turns::refund_last(&shared, &refunds, id);
-            }
-            None => refunds.put(charge.refund()),
+            Some(given) => line.deliver(given, slot),
+            None => line.refunds.put(charge.clone().refund()),
         }
     }
 }

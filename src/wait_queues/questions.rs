@@ -58,10 +58,10 @@ const TICK: Duration = Duration::from_millis(1);
 impl Questions {
     pub(super) fn new(place: Place) -> Self {
         let wake = place
-            .line(|line| Arc::clone(&line.wake))
+            .with(|line| Arc::clone(&line.wake))
             .unwrap_or_default();
-        let waiters = place.queues.shared.store.waiters();
-        let (key, policies) = (place.id.key, place.policies.clone());
+        let waiters = place.line.shared.store.waiters();
+        let (key, policies) = (place.line.id.key, place.policies.clone());
         let listener = waiters.map(|waiters| waiters.listen(key, policies, Arc::clone(&wake)));
         Self {
             place,
@@ -80,7 +80,7 @@ impl Questions {
         // The denial that the line begins with.
         let mut next = self
             .place
-            .line(|line| line.free_at)
+            .with(|line| line.free_at)
             .flatten()
             .map(|free_at| {
                 let wait = free_at.saturating_duration_since(asked_at);
@@ -88,7 +88,7 @@ impl Questions {
             });
         self.denied = self
             .place
-            .line(|line| line.first())
+            .with(|line| line.first())
             .flatten()
             .filter(|_| next.is_some());
         loop {
@@ -107,7 +107,7 @@ impl Questions {
             } else if self.place.ends() {
                 return;
             } else {
-                self.place.line(|line| line.remembers_until()).flatten()
+                self.place.with(|line| line.remembers_until()).flatten()
             };
         }
     }
@@ -118,8 +118,8 @@ impl Questions {
 
     /// The next checks, each with the first waiter that it is for; none if nobody waits.
     fn checks(&mut self) -> Vec<(u64, Check)> {
-        let (key, policies) = (self.place.id.key, &self.place.policies);
-        let waiters = self.place.line(|line| {
+        let (key, policies) = (self.place.line.id.key, &self.place.policies);
+        let waiters = self.place.with(|line| {
             let each = line.waiters().map(|(number, waiter)| (number, waiter.cost));
             each.collect::<Vec<_>>()
         });
@@ -169,7 +169,7 @@ impl Questions {
         let mut replies =
             FuturesUnordered::<Pin<Box<dyn Future<Output = Option<Answered>> + Send>>>::new();
         if let Some(part) = self.part.take().and_then(Permit::into_refund) {
-            let refund = self.place.queues.shared.store.ask(part);
+            let refund = self.place.line.shared.store.ask(part);
             // A part of which the refund fails expires.
             replies.push(Box::pin(refund.map(|_| None)));
         }
@@ -208,7 +208,7 @@ impl Questions {
         let units = check.cost();
         let in_flight = self.place.queues.in_flight.as_ref();
         let mut slot = in_flight.and_then(|in_flight| in_flight.hold(&check));
-        let answer = self.place.queues.shared.store.ask(check);
+        let answer = self.place.line.shared.store.ask(check);
         async move {
             let answer = answer.await;
             if let Some(slot) = &mut slot {
@@ -235,11 +235,11 @@ impl Questions {
         let place = &self.place;
         let permit = |cost, slot| {
             let charge = Charge::new(place, decision.clone(), cost, asked_at, instant());
-            Permit::new(place, charge, slot)
+            Permit::new(place.line.clone(), charge, slot)
         };
         if self.is_in_flight() {
             // The replies come in any order.
-            let waiter = place.line(|line| line.pop(units).or_else(|| line.remove(number)));
+            let waiter = place.with(|line| line.pop(units).or_else(|| line.remove(number)));
             let permit = permit(units, slot);
             if let Some(waiter) = waiter.flatten() {
                 waiter.answer(Ok(permit));
@@ -247,7 +247,7 @@ impl Questions {
             return;
         }
         let mut left = decision.granted();
-        while let Some(waiter) = place.line(|line| line.pop_up_to(left)).flatten() {
+        while let Some(waiter) = place.with(|line| line.pop_up_to(left)).flatten() {
             left -= waiter.cost;
             let permit = permit(waiter.cost, None);
             waiter.answer(Ok(permit));
@@ -259,7 +259,7 @@ impl Questions {
 
     fn granted(&mut self, units: u32, decision: &Decision, asked_at: Instant) -> Option<Instant> {
         let now = instant();
-        drop(self.place.line(|line| {
+        drop(self.place.with(|line| {
             line.free_at = None;
             line.learn(decision, now)
         }));
@@ -291,8 +291,8 @@ impl Questions {
         asked_at: Instant,
     ) -> Option<Instant> {
         let now = instant();
-        drop(self.place.line(|line| line.learn(&decision, now)));
-        let cost = self.place.line(|line| line.cost_of(number)).flatten();
+        drop(self.place.with(|line| line.learn(&decision, now)));
+        let cost = self.place.with(|line| line.cost_of(number)).flatten();
         let cost = cost.unwrap_or(units);
         self.room = 0;
         if cost > 1 && cost < units && !self.is_in_flight() {
@@ -312,7 +312,7 @@ impl Questions {
         self.denied = Some((number, cost));
         self.sat_out = look(wait) == wait;
         let free_at = (now + wait).checked_sub(now - asked_at).unwrap_or(now);
-        self.place.line(|line| line.free_at = Some(free_at));
+        self.place.with(|line| line.free_at = Some(free_at));
         Some(self.next(look(wait), asked_at))
     }
 
@@ -343,12 +343,12 @@ impl Questions {
             }
             let Some((free_at, deadline, waiting)) = self
                 .place
-                .line(|line| (line.free_at, line.deadline(), line.len() > 0))
+                .with(|line| (line.free_at, line.deadline(), line.len() > 0))
             else {
                 return;
             };
             // Another one is first, and wants less.
-            let first = self.place.line(|line| line.first()).flatten();
+            let first = self.place.with(|line| line.first()).flatten();
             if let (Some((_, denied)), Some((_, cost))) = (self.denied, first)
                 && cost < denied
             {
@@ -365,7 +365,7 @@ impl Questions {
             if !waiting
                 && self
                     .place
-                    .line(|line| line.remembers_until())
+                    .with(|line| line.remembers_until())
                     .flatten()
                     .is_none()
             {
@@ -378,7 +378,7 @@ impl Questions {
 
     fn refuse_late(&self, at: Instant) {
         let now = instant();
-        let late = self.place.line(|line| {
+        let late = self.place.with(|line| {
             let late = line.late(at);
             (late, line.denial(now))
         });

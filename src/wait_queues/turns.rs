@@ -11,48 +11,45 @@ use futures_util::stream::FuturesUnordered;
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep_until};
 
-use super::line::Turn;
+use super::line::{Missing, Turn};
 use super::permit::Charge;
-use super::{LineId, Permit, Place, Refusal, Shared};
+use super::{Place, Refusal};
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Outcome};
-use crate::refunds::RefundQueue;
 use crate::util::instant;
 
 pub(super) struct Turns {
     place: Place,
-    cost: u32,
 }
 
-/// A reply to the check that took ahead for a waiter.
+/// A reply to the check that took ahead what a waiter lacked.
 struct Reserved {
-    number: u64,
-    deadline: Option<Instant>,
+    missing: Missing,
     asked_at: Instant,
     answer: Result<Decision, StoreError>,
 }
 
 impl Turns {
     pub(super) fn new(place: Place) -> Self {
-        let cost = place.id.turns_of.unwrap_or(0);
-        Self { place, cost }
+        Self { place }
     }
 
     pub(super) async fn run(self) {
-        let Some(wake) = self.place.line(|line| Arc::clone(&line.wake)) else {
+        let Some(wake) = self.place.with(|line| Arc::clone(&line.wake)) else {
             return;
         };
-        let mut replies = FuturesUnordered::new();
+        let (mut replies, mut asked) = (FuturesUnordered::new(), 0);
         loop {
-            let missing = self.place.line(|line| line.without_turn(replies.len()));
-            for (number, deadline) in missing.unwrap_or_default() {
-                replies.push(self.reserve(number, deadline));
+            let missing = self.place.with(|line| line.missing(asked));
+            for missing in missing.unwrap_or_default() {
+                asked += u64::from(missing.units);
+                replies.push(self.reserve(missing));
             }
             self.give();
             if replies.is_empty() && self.place.ends() {
                 return;
             }
-            let next = self.place.line(|line| {
+            let next = self.place.with(|line| {
                 let idle = line.remembers_until().filter(|_| replies.is_empty());
                 line.due().or(idle)
             });
@@ -69,34 +66,23 @@ impl Turns {
                 Poll::Pending
             });
             if let Some(reply) = reply.await {
+                asked -= u64::from(reply.missing.units);
                 self.reserved(reply);
             }
         }
     }
 
-    /// Takes ahead for this waiter.
-    fn reserve(
-        &self,
-        number: u64,
-        deadline: Option<Instant>,
-    ) -> impl Future<Output = Reserved> + use<> {
-        let (
-            Place {
-                queues,
-                id,
-                policies,
-            },
-            asked_at,
-        ) = (&self.place, instant());
-        let within = deadline.map_or(Duration::MAX, |deadline| {
+    /// Takes ahead what a waiter lacks.
+    fn reserve(&self, missing: Missing) -> impl Future<Output = Reserved> + use<> {
+        let (Place { line, policies, .. }, asked_at) = (&self.place, instant());
+        let within = missing.deadline.map_or(Duration::MAX, |deadline| {
             deadline.saturating_duration_since(asked_at)
         });
-        let check = Check::take_ahead(id.key, policies, self.cost, within);
-        let answer = queues.shared.store.ask(check);
+        let check = Check::take_ahead(line.id.key, policies, missing.units, within);
+        let answer = line.shared.store.ask(check);
         async move {
             Reserved {
-                number,
-                deadline,
+                missing,
                 asked_at,
                 answer: answer.await,
             }
@@ -105,17 +91,16 @@ impl Turns {
 
     fn reserved(&self, reply: Reserved) {
         let (place, now) = (&self.place, instant());
-        let Reserved {
+        let Missing {
             number,
+            units,
             deadline,
-            asked_at,
-            ..
-        } = reply;
+        } = reply.missing;
         let decision = match reply.answer {
             Ok(decision) => decision,
             Err(error) => return place.fail(number, &error),
         };
-        drop(place.line(|line| line.learn(&decision, now)));
+        drop(place.with(|line| line.learn(&decision, now)));
         let wait = match decision.outcome() {
             Outcome::Allowed => Duration::ZERO,
             Outcome::Later { due_in } => due_in,
@@ -128,76 +113,32 @@ impl Turns {
                 return place.refuse(number, Refusal::Denied(decision));
             }
         };
-        let charge = Charge::new(place, decision, self.cost, asked_at, now + wait);
-        place.line(|line| {
-            line.add_turn(
-                number,
-                Turn {
-                    charge,
-                    stays: false,
-                },
-            )
-        });
+        let charge = Charge::new(place, decision, units, reply.asked_at, now + wait);
+        let stays = false;
+        place.with(|line| line.add_turn(number, Turn { charge, stays }));
         self.give();
-        refund_last(&place.queues.shared, &place.queues.refunds, place.id);
+        place.line.refund_superfluous();
     }
 
     /// Lets a waiter ask: the store knows no debt, or does not reserve as far ahead.
     fn ask_instead(&self, number: u64, denied: Decision) {
-        let Place {
-            queues,
-            id,
-            policies,
-        } = &self.place;
-        let waiter = self.place.line(|line| line.remove(number)).flatten();
+        let waiter = self.place.with(|line| line.remove(number)).flatten();
         if let (Some(waiter), Ok(runtime)) = (waiter, Handle::try_current()) {
-            let denied = Some(denied);
-            queues.enter(
-                &runtime,
-                id.that_asks(),
-                policies.clone(),
-                number,
-                waiter,
-                denied,
-            );
+            let Place {
+                line,
+                policies,
+                queues,
+            } = &self.place;
+            let (id, policies) = (line.id.that_asks(), policies.clone());
+            queues.enter(&runtime, id, policies, number, waiter, Some(denied));
         }
     }
 
-    /// Gives the turns that are due to the first in line.
+    /// Gives what is due to the first in line.
     fn give(&self) {
         let now = instant();
-        while let Some((charge, waiter)) = self.place.line(|line| line.next_due(now)).flatten() {
-            // A turn for which nobody waits has expired.
-            if let Some(waiter) = waiter {
-                waiter.answer(Ok(Permit::new(&self.place, charge, None)));
-            }
+        while let Some(given) = self.place.with(|line| line.next_due(now)).flatten() {
+            self.place.line.deliver(given, None);
         }
     }
-}
-
-/// Refunds the last turn of a line, if more turns are reserved than are needed. If a later turn of another instance stands
-/// on it, the line keeps it for whoever comes next.
-pub(super) fn refund_last(shared: &Arc<Shared>, refunds: &Arc<dyn RefundQueue>, id: LineId) {
-    let Some((number, charge)) = shared.with_line(&id, |line| line.superfluous()).flatten() else {
-        return;
-    };
-    let (shared, again, kept) = (Arc::clone(shared), Arc::clone(refunds), charge.clone());
-    let op = charge.refund().then(move |answer| {
-        let stays = answer.is_ok_and(|decision| decision.granted() == 0);
-        shared.with_line(&id, |line| {
-            line.refunding -= 1;
-            line.wake.notify.notify_one();
-            if stays && kept.due > instant() {
-                line.add_turn(
-                    number,
-                    Turn {
-                        charge: kept,
-                        stays,
-                    },
-                );
-            }
-        });
-        refund_last(&shared, &again, id);
-    });
-    refunds.put(op);
 }

@@ -206,7 +206,7 @@ impl ScriptCall {
                 _ if plan.asked.with_id => plan.policies.longest_period(),
                 Mode::Charge => -plan.asked.within,
                 Mode::Refund => {
-                    i64::from(plan.charged.first().is_some_and(|charged| charged.is_turn))
+                    -i64::from(plan.charged.first().is_some_and(|charged| charged.is_turn))
                 }
                 _ => plan.asked.within,
             };
