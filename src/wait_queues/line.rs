@@ -24,8 +24,8 @@ pub(super) struct Line {
     turns: BTreeMap<(Instant, u64), Turn>,
     /// The units of these turns.
     reserved: u64,
-    /// The units of turns that are due, fewer than the first waiter costs.
-    due_units: u32,
+    /// What is due, and less than the first waiter costs.
+    part: Option<Charge>,
     /// Number of turns of which a refund is under way.
     pub(super) refunding: usize,
     /// What was decided last, and when.
@@ -42,6 +42,8 @@ pub(super) struct Waiter {
     pub(super) cost: u32,
     /// Until when it waits.
     pub(super) deadline: Option<Instant>,
+    /// Whether it may have no turn yet.
+    is_new: bool,
     answer: oneshot::Sender<Answer>,
 }
 
@@ -82,6 +84,7 @@ impl Waiter {
         Self {
             cost,
             deadline,
+            is_new: true,
             answer,
         }
     }
@@ -106,7 +109,7 @@ impl Line {
             demand: 0,
             turns: BTreeMap::new(),
             reserved: 0,
-            due_units: 0,
+            part: None,
             refunding: 0,
             known: denied.map(|denied| (denied, now)),
             free_at: wait.and_then(|wait| now.checked_add(wait)),
@@ -238,9 +241,11 @@ impl Line {
         (all.into_values().collect(), before)
     }
 
-    /// Takes out those who have no chance by then.
-    pub(super) fn late(&mut self, at: Instant) -> Vec<Waiter> {
-        let late = self.waiters().filter(|(_, waiter)| !waiter.is_in_time(at));
+    /// Takes out those whose time is up by then, of those behind a number.
+    pub(super) fn late(&mut self, at: Instant, behind: u64) -> Vec<Waiter> {
+        let late = self
+            .waiters()
+            .filter(|(number, waiter)| *number > behind && !waiter.is_in_time(at));
         let late: Vec<u64> = late.map(|(number, _)| number).collect();
         late.into_iter()
             .filter_map(|number| self.remove(number))
@@ -257,32 +262,45 @@ impl Line {
 
     /// How many more units are reserved than the waiters cost.
     fn surplus(&self) -> u64 {
-        (self.reserved + u64::from(self.due_units)).saturating_sub(self.demand)
+        self.there().saturating_sub(self.demand)
+    }
+
+    /// The units that are reserved, due or not.
+    fn there(&self) -> u64 {
+        self.reserved + self.part.as_ref().map_or(0, |part| u64::from(part.cost))
     }
 
     /// The units to reserve, besides those that are `asked` for, each with the waiter that lacks them: only for one of them at
     /// a time in a store that fails.
-    pub(super) fn missing(&self, asked: u64) -> Vec<Missing> {
-        let there = self.reserved + u64::from(self.due_units) + asked;
-        let mut units = self.demand.saturating_sub(there);
+    pub(super) fn missing(&mut self, asked: u64) -> Vec<Missing> {
+        if self.too_many().is_some() && asked > 0 {
+            return vec![];
+        }
+        let last = self.turns.last_key_value().map(|((due, _), _)| *due);
+        let mut units = self.demand.saturating_sub(self.there() + asked);
         let mut missing = vec![];
-        for (number, waiter) in self.waiters().rev() {
-            let lacks = u32::try_from(units).unwrap_or(u32::MAX).min(waiter.cost);
+        for (number, waiter) in self.waiters.iter_mut().rev() {
+            if units == 0 && !waiter.is_new {
+                break;
+            }
+            let mut lacks = u32::try_from(units).unwrap_or(u32::MAX).min(waiter.cost);
+            units -= u64::from(lacks);
+            // A turn that was left comes too late for this one.
+            if lacks == 0 && last.is_some_and(|last| !waiter.is_in_time(last)) {
+                lacks = waiter.cost;
+            }
+            waiter.is_new = false;
             if lacks > 0 {
                 missing.push(Missing {
-                    number,
+                    number: *number,
                     units: lacks,
                     deadline: waiter.deadline,
                 });
             }
-            units -= u64::from(lacks);
-            if units == 0 {
-                break;
-            }
         }
         missing.reverse();
         if self.too_many().is_some() {
-            missing.truncate(usize::from(asked == 0));
+            missing.truncate(1);
         }
         missing
     }
@@ -299,14 +317,25 @@ impl Line {
         self.turns.first_key_value().map(|((due, _), _)| *due)
     }
 
-    /// Takes out the next turn that is due, and who gets it. But who asked for it gets it if the next turn comes too late for
-    /// that one: replies come in any order.
+    /// Takes out what is due, and who gets it: the first in line. But who asked for a turn gets it if the next one comes too
+    /// late for that waiter, since replies come in any order.
     pub(super) fn next_due(&mut self, now: Instant) -> Option<Given> {
-        let first = self
-            .turns
-            .first_entry()
-            .filter(|first| first.key().0 <= now)?;
-        let ((_, number), Turn { charge, .. }) = first.remove_entry();
+        let is_due = |due: Instant| due <= now;
+        let Some(((_, number), turn)) = self
+            .due()
+            .filter(|due| is_due(*due))
+            .and_then(|_| self.turns.pop_first())
+        else {
+            // Somebody may have left who wanted more.
+            let part = self.part.take()?;
+            let is_enough = self.first().is_none_or(|(_, cost)| cost <= part.cost);
+            if is_enough {
+                return Some(self.give(part));
+            }
+            self.part = Some(part);
+            return None;
+        };
+        let charge = turn.charge;
         self.reserved -= u64::from(charge.cost);
         let next = self.due();
         let own = self
@@ -325,20 +354,18 @@ impl Line {
     }
 
     /// Gives what is due to the first in line, for as many of them as it is enough.
-    pub(super) fn give(&mut self, charge: Charge) -> Given {
-        self.due_units = self.due_units.saturating_add(charge.cost);
+    fn give(&mut self, charge: Charge) -> Given {
+        let mut units = charge.cost + self.part.take().map_or(0, |part| part.cost);
         let mut to = vec![];
-        while let Some(waiter) = self.pop_up_to(self.due_units) {
-            self.due_units -= waiter.cost;
+        while let Some(waiter) = self.pop_up_to(units) {
+            units -= waiter.cost;
             let part = charge.part(waiter.cost);
             to.push((waiter, part));
         }
-        let left = mem::take(&mut self.due_units);
+        let mut left = (units > 0).then(|| charge.part(units));
         if !self.waiters.is_empty() {
-            self.due_units = left;
-            return Given { to, left: None };
+            self.part = left.take();
         }
-        let left = (left > 0).then(|| charge.part(left));
         Given { to, left }
     }
 

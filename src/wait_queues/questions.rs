@@ -12,7 +12,7 @@ use super::permit::Charge;
 use super::{FAILURE_PAUSE, Permit, Place, Refusal};
 use crate::error::StoreError;
 use crate::in_flight::Slot;
-use crate::limit::{Check, Decision};
+use crate::limit::{Check, Decision, Mode};
 use crate::store::{Listener, Wake};
 use crate::util::{instant, random};
 
@@ -37,10 +37,19 @@ pub(super) struct Questions {
 struct Answered {
     /// The first of them.
     number: u64,
+    mode: Mode,
     /// What the check costs.
     units: u32,
     answer: Result<Decision, StoreError>,
     slot: Option<Slot>,
+}
+
+/// The denial of such a check.
+struct Denied {
+    number: u64,
+    mode: Mode,
+    units: u32,
+    decision: Decision,
 }
 
 /// Maximum jitter of a question, the same for all instances, so that none of them is always the first.
@@ -77,20 +86,16 @@ impl Questions {
 
     pub(super) async fn run(mut self) {
         let mut asked_at = instant();
+        let mut answered_at = asked_at;
         // The denial that the line begins with.
-        let mut next = self
-            .place
-            .with(|line| line.free_at)
-            .flatten()
-            .map(|free_at| {
-                let wait = free_at.saturating_duration_since(asked_at);
-                self.next(look(wait), asked_at)
-            });
-        self.denied = self
-            .place
-            .with(|line| line.first())
-            .flatten()
-            .filter(|_| next.is_some());
+        let free_at = self.place.with(|line| line.free_at).flatten();
+        let mut next = free_at.map(|free_at| {
+            let wait = free_at.saturating_duration_since(asked_at);
+            self.next(look(wait), asked_at)
+        });
+        if free_at.is_some() {
+            self.denied = self.place.with(|line| line.first()).flatten();
+        }
         loop {
             if let Some(next) = next {
                 self.rest(next, asked_at).await;
@@ -100,10 +105,16 @@ impl Questions {
             if self.is_in_flight() {
                 self.room = self.room.max(freed);
             }
-            let checks = self.checks();
+            let (checks, last) = self.checks();
+            if let Some(last) = last {
+                // Their time was up when the store replied, and it had no room for them.
+                self.refuse_late(answered_at, last);
+            }
             asked_at = instant();
             next = if !checks.is_empty() {
-                self.ask(checks, asked_at).await
+                let next = self.ask(checks, asked_at).await;
+                answered_at = instant();
+                next
             } else if self.place.ends() {
                 return;
             } else {
@@ -116,8 +127,9 @@ impl Questions {
         self.place.policies.in_flight().is_some()
     }
 
-    /// The next checks, each with the first waiter that it is for; none if nobody waits.
-    fn checks(&mut self) -> Vec<(u64, Check)> {
+    /// The next checks, each with the first waiter that it is for, and the last waiter that they are for; none if nobody
+    /// waits.
+    fn checks(&mut self) -> (Vec<(u64, Check)>, Option<u64>) {
         let (key, policies) = (self.place.line.id.key, &self.place.policies);
         let waiters = self.place.with(|line| {
             let each = line.waiters().map(|(number, waiter)| (number, waiter.cost));
@@ -125,42 +137,48 @@ impl Questions {
         });
         let waiters = waiters.unwrap_or_default();
         let Some(&(first, cost)) = waiters.first() else {
-            return vec![];
+            return (vec![], None);
         };
         if self.denied.is_some_and(|(denied, _)| denied != first) {
             (self.denied, self.starves, self.part) = (None, false, None);
         }
+        let last = |count: usize| waiters.get(count.max(1) - 1).map(|(number, _)| *number);
         if self.is_in_flight() {
-            let each = waiters.iter().take(self.room.max(1) as usize);
-            return each
-                .map(|&(number, cost)| (number, Check::take(key, policies, cost)))
-                .collect();
+            let count = waiters.len().min(self.room.max(1) as usize);
+            let check = |&(number, cost): &_| (number, Check::take(key, policies, cost));
+            return (waiters[..count].iter().map(check).collect(), last(count));
         }
-        let mut costs = waiters.iter().map(|(_, cost)| *cost);
-        let check = if cost <= 1 {
+        // The first ones for whom there is room.
+        let (mut units, mut count) = (cost, 1);
+        while let Some((_, more)) = waiters.get(count)
+            && let Some(more) = units.checked_add(*more).filter(|more| *more <= self.room)
+        {
+            (units, count) = (more, count + 1);
+        }
+        let alike = waiters
+            .iter()
+            .take_while(|(_, other)| *other == cost)
+            .count();
+        if self.starves {
+            return (
+                vec![(first, Check::up_to(key, policies, cost))],
+                Some(first),
+            );
+        }
+        if cost <= 1 && alike >= count {
             // As many of them pass as there is room for.
-            let alike = costs.take_while(|other| *other == cost).count();
             let most = policies
                 .iter()
                 .map(|policy| policy.quota().capacity())
                 .min();
-            let alike = u32::try_from(alike)
-                .unwrap_or(u32::MAX)
-                .min(most.unwrap_or(1));
-            Check::up_to(key, policies, cost * alike)
-        } else if self.starves {
-            Check::up_to(key, policies, cost)
-        } else {
-            let mut units = costs.next().unwrap_or(cost);
-            for cost in costs {
-                match units.checked_add(cost).filter(|more| *more <= self.room) {
-                    Some(more) => units = more,
-                    None => break,
-                }
-            }
-            Check::take(key, policies, units)
-        };
-        vec![(first, check)]
+            let count = alike.min(most.unwrap_or(1) as usize);
+            let check = Check::up_to(key, policies, cost * count as u32);
+            return (vec![(first, check)], last(count));
+        }
+        (
+            vec![(first, Check::take(key, policies, units))],
+            last(count),
+        )
     }
 
     /// Asks, and does what the replies say. Returns when to ask again: `None` for now.
@@ -184,28 +202,36 @@ impl Questions {
                     granted = Some((reply.units, decision.clone()));
                     self.give(reply.number, decision, reply.units, reply.slot, asked_at);
                 }
-                Ok(decision) => denied = Some((reply.number, reply.units, decision)),
+                Ok(decision) => {
+                    let Answered {
+                        number,
+                        mode,
+                        units,
+                        ..
+                    } = reply;
+                    denied = Some(Denied {
+                        number,
+                        mode,
+                        units,
+                        decision,
+                    });
+                }
                 Err(error) => failed = Some((reply.number, error)),
             }
         }
-        let now = instant();
-        let next = if let Some((number, error)) = failed {
+        if let Some((number, error)) = failed {
             self.place.fail(number, &error);
-            Some(now + FAILURE_PAUSE)
-        } else if let Some((number, units, decision)) = denied {
-            self.denied(number, units, decision, asked_at)
-        } else if let Some((units, decision)) = granted {
-            self.granted(units, &decision, asked_at)
+            Some(instant() + FAILURE_PAUSE)
+        } else if let Some(denied) = denied {
+            self.denied(denied, asked_at)
         } else {
-            None
-        };
-        // Those whose time was up when this was asked have had their chance.
-        self.refuse_late(asked_at);
-        next
+            let (units, decision) = granted?;
+            self.granted(units, &decision, asked_at)
+        }
     }
 
     fn send(&self, number: u64, check: Check) -> impl Future<Output = Answered> + use<> {
-        let units = check.cost();
+        let (mode, units) = (check.mode(), check.cost());
         let in_flight = self.place.queues.in_flight.as_ref();
         let mut slot = in_flight.and_then(|in_flight| in_flight.hold(&check));
         let answer = self.place.line.shared.store.ask(check);
@@ -216,6 +242,7 @@ impl Questions {
             }
             Answered {
                 number,
+                mode,
                 units,
                 answer,
                 slot,
@@ -283,19 +310,19 @@ impl Questions {
         (missing > 0).then(|| self.next(wait, asked_at))
     }
 
-    fn denied(
-        &mut self,
-        number: u64,
-        units: u32,
-        decision: Decision,
-        asked_at: Instant,
-    ) -> Option<Instant> {
+    fn denied(&mut self, denied: Denied, asked_at: Instant) -> Option<Instant> {
         let now = instant();
+        let Denied {
+            number,
+            mode,
+            units,
+            decision,
+        } = denied;
         drop(self.place.with(|line| line.learn(&decision, now)));
         let cost = self.place.with(|line| line.cost_of(number)).flatten();
         let cost = cost.unwrap_or(units);
         self.room = 0;
-        if cost > 1 && cost < units && !self.is_in_flight() {
+        if mode == Mode::Take && cost < units {
             // Less is left than after the last reply.
             self.room = decision.remaining().min(units - 1);
             return None;
@@ -361,7 +388,7 @@ impl Questions {
             if now >= until {
                 return;
             }
-            self.refuse_late(free_at.unwrap_or(now).max(now));
+            self.refuse_late(free_at.unwrap_or(now).max(now), 0);
             if !waiting
                 && self
                     .place
@@ -376,10 +403,11 @@ impl Questions {
         }
     }
 
-    fn refuse_late(&self, at: Instant) {
+    /// Refuses those whose time is up by then, of those behind a number.
+    fn refuse_late(&self, at: Instant, behind: u64) {
         let now = instant();
         let late = self.place.with(|line| {
-            let late = line.late(at);
+            let late = line.late(at, behind);
             (late, line.denial(now))
         });
         if let Some((late, Some(denial))) = late {

@@ -76,20 +76,22 @@ async fn the_round_trip_limits_no_rate() {
 #[tokio::test(start_paused = true)]
 async fn the_farthest_instance_gets_its_part() {
     // More wait than the quota lets pass in a window.
-    for (strategy, waiters, least, most) in [
-        (Strategy::Gcra, 30, 0.3, 0.36),
-        (Strategy::FixedWindow(Align::default()), 150, 0.2, 0.45),
-        (Strategy::SlidingLog, 150, 0.2, 0.45),
+    for (strategy, waiters, time, least, most) in [
+        (Strategy::Gcra, 30, 30, 0.3, 0.36),
+        // Each window is for one of them, by chance.
+        (Strategy::FixedWindow(Align::default()), 150, 300, 0.2, 0.45),
+        (Strategy::SlidingLog, 150, 300, 0.2, 0.45),
     ] {
         let policies = policy(strategy, "100/s");
-        let time = Duration::from_secs(30);
+        let time = Duration::from_secs(time);
         let each = passed(&policies, &[200, 200, 25_000], waiters, time).await;
         let each: Vec<_> = each.iter().map(Vec::len).collect();
         let all: usize = each.iter().sum();
         let part = each[2] as f64 / all as f64;
         println!("{strategy:?}: {each:?}, {part:.3}");
         assert!((least..=most).contains(&part), "{strategy:?}: {each:?}");
-        assert!(all >= 2_700, "{strategy:?}: {all} of 3,000");
+        let may = 100 * time.as_secs() as usize;
+        assert!(all * 10 >= may * 9, "{strategy:?}: {all} of {may}");
     }
 }
 
