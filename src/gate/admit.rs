@@ -38,7 +38,8 @@ pub(super) enum Next<D> {
 }
 
 /// Why a request does not pass.
-pub(crate) enum Refusal {
+#[derive(Debug)]
+pub enum Refusal {
     Denied(Decision),
     /// No store could decide.
     Unavailable(StoreError),
@@ -83,9 +84,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             return next.admission(question);
         }
         question.hold(self.hold(&check));
-        let answer = self.store.check(check);
-        self.notifier.unless_leased(&policies);
-        match answer {
+        match self.notifier.send(&self.store, check) {
             Answer::Ready { answer } => self
                 .answered(request, &mut question, answer)
                 .admission(question),

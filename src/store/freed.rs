@@ -59,6 +59,11 @@ impl Waiters {
         }
     }
 
+    /// Identifies the store while these waiters exist.
+    pub(crate) fn identity(&self) -> usize {
+        Arc::as_ptr(&self.0) as usize
+    }
+
     pub(crate) fn listen(self, key: Key, policies: Policies, wake: Arc<Wake>) -> Listener {
         let waiter = (policies, Arc::clone(&wake));
         lock(&self.0.each).entry(key).or_default().push(waiter);

@@ -50,8 +50,8 @@ use crate::error::{ErrorKind, StoreError};
 use crate::in_flight::{InFlightTracker, Slot};
 use crate::limit::{Check, Decision, Key, Policies, Source, Verdict};
 use crate::observe::Observer;
-use crate::refunds::{PendingOp, RefundQueue, StoreQueue};
-use crate::store::{Store, Waiters};
+use crate::background::{OpQueue, PendingOp};
+use crate::store::{Store, Waiters, op_queue};
 use crate::util::{instant, lock};
 
 /// The lines of all callers. Clones share them.
@@ -59,7 +59,7 @@ use crate::util::{instant, lock};
 pub(crate) struct WaitQueues {
     shared: Arc<Shared>,
     /// Sends refunds, and charges without a wait.
-    refunds: Arc<dyn RefundQueue>,
+    refunds: OpQueue,
     /// The slots of permits under policies of requests in flight. `None` where there are no such policies.
     in_flight: Option<InFlightTracker>,
     bounds: Bounds,
@@ -75,7 +75,7 @@ struct Shared {
 /// A store of any type: a waiter has the time for a box.
 trait ErasedStore: Send + Sync {
     fn ask(&self, check: Check) -> Reply;
-    fn observe(&self, observer: &Arc<dyn Observer>) -> Arc<dyn RefundQueue>;
+    fn observe(&self, observer: &Arc<dyn Observer>) -> OpQueue;
     fn waiters(&self) -> Option<Waiters>;
 }
 
@@ -86,9 +86,9 @@ impl<S: Store> ErasedStore for S {
         Box::pin(self.check(check))
     }
 
-    fn observe(&self, observer: &Arc<dyn Observer>) -> Arc<dyn RefundQueue> {
+    fn observe(&self, observer: &Arc<dyn Observer>) -> OpQueue {
         Store::observe(self, observer);
-        Arc::new(StoreQueue::new(self.clone(), Some(Arc::clone(observer))))
+        op_queue(self.clone(), Some(Arc::clone(observer)))
     }
 
     fn waiters(&self) -> Option<Waiters> {
@@ -145,7 +145,7 @@ pub(crate) enum Refusal {
 #[derive(Clone)]
 struct LineRef {
     shared: Arc<Shared>,
-    refunds: Arc<dyn RefundQueue>,
+    refunds: OpQueue,
     id: LineId,
 }
 
@@ -229,7 +229,7 @@ impl Lines {
 impl WaitQueues {
     /// Lines for policies of which none counts requests in flight.
     pub(crate) fn new(store: impl Store, bounds: Bounds) -> Self {
-        let refunds = Arc::new(StoreQueue::new(store.clone(), None));
+        let refunds = op_queue(store.clone(), None);
         let shared = Arc::new(Shared {
             store: Box::new(store),
             lines: Mutex::default(),
@@ -254,7 +254,7 @@ impl WaitQueues {
     /// The same lines, with the slots and the background queue of this tracker.
     pub(crate) fn with_tracker(&self, in_flight: InFlightTracker) -> Self {
         Self {
-            refunds: Arc::clone(in_flight.refunds()),
+            refunds: in_flight.ops().clone(),
             in_flight: Some(in_flight),
             ..self.clone()
         }
@@ -329,7 +329,7 @@ impl WaitQueues {
     fn line(&self, id: LineId) -> LineRef {
         LineRef {
             shared: Arc::clone(&self.shared),
-            refunds: Arc::clone(&self.refunds),
+            refunds: self.refunds.clone(),
             id,
         }
     }

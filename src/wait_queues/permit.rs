@@ -5,7 +5,7 @@ use tokio::time::Instant;
 use super::{LineRef, Place};
 use crate::in_flight::Slot;
 use crate::limit::{Check, Decision, Key, Policies};
-use crate::refunds::PendingOp;
+use crate::background::PendingOp;
 use crate::util::instant;
 
 /// A permit that is due: charged, and to be used once.

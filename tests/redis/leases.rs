@@ -1,20 +1,24 @@
 //! Leased quota, in real time: several instances over one Redis, and processes that are stopped and killed.
 
+use std::collections::HashMap;
 use std::env;
 use std::io::{BufRead, BufReader};
 use std::num::NonZeroU32;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use tower_redis_ratelimit::check::{Check, Decision, Source};
+use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::store::{Share, Store};
 use tower_redis_ratelimit::strategy::Refill;
 use tower_redis_ratelimit::{
     Fallback, Key, Leased, LocalStore, Policies, Policy, Quota, RedisStore, Strategy,
 };
 
-use crate::support::{RedisServer, STRATEGIES};
+use crate::support::{RedisServer, STRATEGIES, leased, until};
 
 type Instance = Leased<Fallback<RedisStore, LocalStore>>;
 
@@ -32,7 +36,7 @@ async fn take(store: &impl Store, key: Key, policies: &Policies) -> Decision {
     store.check(Check::take(key, policies, 1)).await.unwrap()
 }
 
-/// What may be granted within this time, from the first check to the last answer.
+/// Returns the maximum grants within this time, from the first check to the last reply.
 fn most(strategy: Strategy, quota: Quota, time: Duration) -> u32 {
     let periods = (time.as_micros() / quota.period().as_micros()) as u32;
     match strategy {
@@ -47,7 +51,8 @@ fn most(strategy: Strategy, quota: Quota, time: Duration) -> u32 {
     }
 }
 
-/// Four instances ask for one and a half times the quota, in parts of 8, 4, 2 and 1, and for the same without leases.
+/// Four instances request one and a half times the quota, in parts of 8, 4, 2 and 1, with leases
+/// and without.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn uneven_instances_use_up_a_leased_quota() {
     const TICK: Duration = Duration::from_millis(20);
@@ -85,7 +90,7 @@ async fn uneven_instances_use_up_a_leased_quota() {
                     let mut ticks = tokio::time::interval(TICK);
                     for _ in 0..250 {
                         ticks.tick().await;
-                        // 450 a second of all.
+                        // 450 per second in total.
                         due += 9 * part;
                         let asks = (0..due / 15)
                             .flat_map(|_| policies)
@@ -115,8 +120,9 @@ async fn uneven_instances_use_up_a_leased_quota() {
             leased <= most(*strategy, *quota, time),
             "{strategy:?}: {leased} in {time:?}"
         );
-        // A busy machine asks for less. Windows of two lengths turn at moments of their own, and one may grant two limits
-        // by the end: no more than the rate is wanted. `leases::tests::load` has the clock in its hand.
+        // A busy machine sends fewer requests. Windows of two lengths turn at different moments,
+        // and one may grant two limits by the end: expect no more than the rate.
+        // `leases::tests::load` controls the clock instead.
         let wanted = plain.min(
             (time.as_secs_f64() / quota.period().as_secs_f64() * f64::from(quota.limit())) as u32,
         );
@@ -132,10 +138,74 @@ fn quota_has_burst(strategy: Strategy) -> bool {
     Policy::new("p", strategy, Quota::per_second(1).burst(2)).is_ok()
 }
 
+/// How much was charged for blocks, at most, and nobody can spend.
+#[derive(Clone, Default)]
+struct Lost(Arc<AtomicU64>);
+
+impl Observer for Lost {
+    fn leased(&self, event: &event::Leased) {
+        self.0.fetch_add(event.lost, Relaxed);
+    }
+}
+
+/// Redis pauses for longer than the deadline of the fallback, again and again. Whatever was charged was granted, is still
+/// left, or is reported as lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn short_pauses_lose_nothing() {
+    const LIMIT: u32 = 20_000;
+    let pause = Duration::from_millis(150);
+    for strategy in [Strategy::SlidingLog, Strategy::Gcra] {
+        let (server, lost) = (RedisServer::start(), Lost::default());
+        let redis = RedisStore::builder(server.url())
+            .timeout(Duration::from_secs(20))
+            .connect()
+            .await
+            .unwrap();
+        let fallback =
+            Fallback::new(redis.clone(), LocalStore::default()).deadline(Duration::from_millis(50));
+        let store = Leased::new(fallback);
+        store.observe(&(Arc::new(lost.clone()) as Arc<dyn Observer>));
+        let policies = leased(strategy, LIMIT, Duration::from_millis(100));
+        let mut ticks = tokio::time::interval(Duration::from_millis(2));
+        let (mut checks, mut by_source) = (vec![], HashMap::new());
+        for tick in 0..15 * 150 {
+            if tick % 150 == 100 {
+                let millis = pause.as_millis();
+                let _: () = server.command(&format!("CLIENT PAUSE {millis}")).await;
+            }
+            ticks.tick().await;
+            checks.extend((0..3).map(|_| {
+                let (store, policies) = (store.clone(), policies.clone());
+                tokio::spawn(async move { take(&store, Key::GLOBAL, &policies).await })
+            }));
+        }
+        for decision in join_all(checks).await.into_iter().map(Result::unwrap) {
+            *by_source.entry(decision.source()).or_insert(0) += decision.granted();
+        }
+        store.shutdown().await;
+        let granted: u32 = by_source.values().sum();
+        // Grants of the fallback are charged when Redis is back. A bucket refunds a block less what drains meanwhile.
+        let may_drain = u32::from(strategy == Strategy::Gcra);
+        let lost = || lost.0.load(Relaxed) as u32;
+        until("all of it is accounted for", async || {
+            let peek = Check::peek(Key::GLOBAL, &policies, 1);
+            let left = redis.check(peek).await.unwrap().remaining();
+            let missing = LIMIT.checked_sub(granted + left);
+            println!(
+                "{strategy:?}: {by_source:?}, {left} left, {missing:?} missing, {} lost",
+                lost()
+            );
+            missing.is_some_and(|missing| missing <= lost() + may_drain)
+        })
+        .await;
+        assert!(by_source[&Source::Leased] > granted / 2, "{by_source:?}");
+    }
+}
+
 const LEASE: Duration = Duration::from_millis(400);
 const LIMIT: u32 = 100_000;
 
-/// A log in which nothing flows back during the test.
+/// A log whose charges do not expire during the test.
 fn log() -> Policies {
     let quota = Quota::per(LIMIT, Duration::from_secs(86_400));
     Policy::new("p", Strategy::SlidingLog, quota)
@@ -145,7 +215,8 @@ fn log() -> Policies {
         .into()
 }
 
-/// Asks until it is killed, and prints what it was granted so far, and whether it has just slept for longer than a lease.
+/// Sends checks until it is killed. Prints its grants so far, and whether it has just slept for
+/// longer than a lease.
 async fn worker(url: &str) {
     let (store, policies) = (instance(url, 2).await, log());
     let (mut granted, mut leased, mut last) = (0, 0, Instant::now());
@@ -175,7 +246,8 @@ fn signal(child: &Child, signal: &str) {
     assert!(status.success());
 }
 
-/// What was charged ahead is not spent by a process that was stopped for too long, and is lost with one that is killed.
+/// A stopped process does not spend a block after its lease time, and the block of a killed process
+/// is lost.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn stopped_and_killed_processes_spend_nothing_late() {
     if let Ok(url) = env::var("LEASE_WORKER_URL") {
@@ -224,7 +296,7 @@ async fn stopped_and_killed_processes_spend_nothing_late() {
             .await
             .unwrap()
             .remaining();
-    // What it was about to print, and a block and a half: for half of a lease time each.
+    // The units that it was about to print, and one and a half blocks of half a lease time each.
     let most = granted + 4 + 4 * LEASE.as_millis() as u32;
     println!("{granted} granted, {leased} of that from memory; {charged} charged");
     assert!(

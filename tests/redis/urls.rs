@@ -1,4 +1,4 @@
-//! What a URL may say: a socket, a user, a database, the protocol.
+//! Parts of a URL: a socket, a user, a database, the protocol.
 
 use tower_redis_ratelimit::RedisStore;
 use tower_redis_ratelimit::redis::IntoConnectionInfo;
@@ -6,7 +6,7 @@ use tower_redis_ratelimit::store::{AnyStore, Servers, Store, StoreConfig};
 
 use crate::support::{RedisServer, check};
 
-/// Counts in a database, and is there as this user with this protocol.
+/// Checks that a store counts in this database, connected as this user with this protocol.
 async fn assert_counts(server: &RedisServer, url: &str, database: u32, expected: &str) {
     let store = RedisStore::connect(url).await.unwrap();
     assert!(
@@ -127,7 +127,7 @@ async fn the_prefix_of_a_url_takes_precedence() {
     }
 }
 
-/// What would not be read is refused.
+/// Parts that would be ignored are rejected.
 #[test]
 fn mistakes_in_a_url_are_named() {
     let info = "redis://a/-1".into_connection_info().unwrap();
@@ -195,6 +195,34 @@ fn mistakes_in_a_url_are_named() {
             "it names no master: write its name after the sentinels",
         ),
         ("redis+sentinel://a:26379,b:26379", "it names no master"),
+        (
+            "redis-cluster://app:hunter2@a:6379",
+            "its scheme is unknown: for a cluster, use `redis+cluster://`",
+        ),
+        (
+            "rediss-cluster://app:hunter2@a:6379",
+            "for a cluster, use `rediss+cluster://`",
+        ),
+        (
+            "redis-sentinel://app:hunter2@a:26379",
+            "for a master of Redis Sentinel, use `redis+sentinel://host:26379/mymaster`",
+        ),
+        (
+            "redis://app:hunter2@a:6379,b:6379/0",
+            "it names several hosts: use `redis+cluster://` for the nodes of a cluster, `redis+sentinel://`",
+        ),
+        ("rediss://a,b", "several hosts: use `rediss+cluster://`"),
+        (
+            "http://app:hunter2@a:6379",
+            "its scheme is unknown: use `redis://host:6379`, `rediss://` for TLS",
+        ),
+        ("Redis+hunter2://a", "its scheme is unknown: use `redis://"),
+        (
+            "app:hunter2@a:6379",
+            "it has no scheme: start it with `redis://`",
+        ),
+        ("localhost:6379", "it has no scheme: start"),
+        ("", "it has no scheme: start"),
     ];
     mistakes.extend(of_text.map(|(url, problem)| (url.into(), problem)));
     for (servers, problem) in mistakes {

@@ -1,4 +1,4 @@
-//! What every store promises, with every strategy.
+//! The contract of `Store`, for every store and strategy.
 
 #![allow(
     clippy::unwrap_used,
@@ -19,6 +19,7 @@ mod in_flight;
 mod limiter;
 mod local;
 mod outside;
+mod quotas;
 mod turns;
 mod wait_queues;
 mod waiting;

@@ -5,12 +5,13 @@ use arc_swap::ArcSwap;
 
 use crate::gate::PolicySelector;
 use crate::limit::{Key, Policies};
+use crate::observe::Observer;
 
 /// Policies that are replaced while the service runs.
 ///
 /// Clones share the value: keep one, and give the other to the layer. The next request on every thread uses the value
 /// that was [stored](Self::store) last; requests in progress keep theirs. Counts continue: they belong to a policy's
-/// name and strategy, whatever its quota.
+/// name and strategy, independently of its quota.
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::Global;
@@ -27,23 +28,32 @@ use crate::limit::{Key, Policies};
 /// # let _ = layer;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
-pub struct Live<P>(Arc<ArcSwap<Held<P>>>);
+pub struct Live<P>(Arc<Inner<P>>);
+
+struct Inner<P> {
+    held: ArcSwap<Held<P>>,
+    /// For selectors that are stored later, too.
+    observer: OnceLock<Arc<dyn Observer>>,
+}
 
 struct Held<P> {
     selector: P,
-    /// Converted once: a list caches derived values, such as the text of a header field.
+    /// Converted once, since a list caches derived values, such as the text of a header field.
     fixed: OnceLock<Option<Policies>>,
 }
 
 impl<P> Live<P> {
-    /// Holds `selector`, a [`PolicySelector`], until another is stored.
+    /// Creates a value with `selector`, a [`PolicySelector`].
     pub fn new(selector: P) -> Self {
-        Self(Arc::new(ArcSwap::from_pointee(Held::new(selector))))
+        Self(Arc::new(Inner {
+            held: ArcSwap::from_pointee(Held::new(selector)),
+            observer: OnceLock::new(),
+        }))
     }
 
-    /// From here on, requests are decided by `selector`.
+    /// Replaces the selector; the next requests use this one.
     pub fn store(&self, selector: P) {
-        self.0.store(Arc::new(Held::new(selector)));
+        self.0.held.store(Arc::new(Held::new(selector)));
     }
 }
 
@@ -58,9 +68,19 @@ impl<P> Held<P> {
 
 impl<R, P: PolicySelector<R>> PolicySelector<R> for Live<P> {
     fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
-        let Held { selector, fixed } = &**self.0.load();
-        let fixed = fixed.get_or_init(|| selector.fixed());
+        let Held { selector, fixed } = &**self.0.held.load();
+        let fixed = fixed.get_or_init(|| {
+            if let Some(observer) = self.0.observer.get() {
+                selector.observe(observer);
+            }
+            selector.fixed()
+        });
         fixed.clone().or_else(|| selector.policies(request, key))
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        let observer = self.0.observer.get_or_init(|| Arc::clone(observer));
+        self.0.held.load().selector.observe(observer);
     }
 }
 
@@ -73,7 +93,7 @@ impl<P> Clone for Live<P> {
 impl<P: fmt::Debug> fmt::Debug for Live<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Live")
-            .field(&self.0.load().selector)
+            .field(&self.0.held.load().selector)
             .finish()
     }
 }

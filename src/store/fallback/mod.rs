@@ -44,9 +44,10 @@ use self::future::State;
 use self::outage_log::{Budget, OutageLog};
 use self::partition::{Partition, Reply};
 use super::{Answer, LocalStore, Observer, Store, Waiters};
+use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, SlotId, Source};
-use crate::util::{Clock, TaskOwner, instant};
+use crate::limit::{Check, Key, SlotId};
+use crate::util::Clock;
 
 /// A store made of two stores: the second answers when the first cannot.
 ///
@@ -80,12 +81,11 @@ use crate::util::{Clock, TaskOwner, instant};
 ///
 /// # Runtimes
 ///
-/// The task that probes and reconciles runs on the tokio runtime of the check that noticed a failure. If that runtime
-/// ends, or runs nothing for more than half a second and two deadlines, the next check on another one starts a task
-/// there. So at least one runtime that uses the store must run between its checks too, as any multi-threaded one does,
-/// and `#[tokio::main]`. A current-thread runtime runs only while it is inside of `block_on`: if each check has its own
-/// `block_on`, and there is no other runtime, an outage would never end. Keep one thread in `block_on` there, or take a
-/// multi-threaded runtime.
+/// The task that probes and reconciles runs on the tokio runtime of the check that noticed a failure. After that runtime
+/// has shut down, the next check starts the task on its own runtime. While that runtime is alive and runs nothing, no
+/// outage ends. A multi-threaded runtime always runs, and so does `#[tokio::main]`. A current-thread runtime runs only
+/// inside of `block_on`: with a `block_on` for each check, an outage would never end. Keep one thread in `block_on`
+/// there, or use a multi-threaded runtime.
 ///
 /// ```
 /// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
@@ -189,7 +189,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
                 slot: SlotId::unique(),
                 breaker: Breaker::new(settings.failures.get()),
                 open: Arc::clone(&open),
-                recovery: TaskOwner::new(instant()),
+                recovery: TaskOwner::new(),
                 outages: OutageLog::new(budget.clone()),
                 sums: Mutex::default(),
                 clock: Clock::new(),
@@ -276,11 +276,6 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
 
     fn withdraw(&self, future: Pin<&mut Self::Future>) -> bool {
         future.withdraw()
-    }
-
-    fn is_authoritative(&self, decision: &Decision) -> bool {
-        // A local one is that of the fallback, unless both are local.
-        decision.source() != Source::Local && self.partitions[0].primary.is_authoritative(decision)
     }
 
     fn waiters(&self) -> Option<Waiters> {

@@ -19,7 +19,7 @@ use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Key, Mode};
 use crate::observe::event;
 use crate::store::Store;
-use crate::util::{Task, instant, lock};
+use crate::util::{instant, lock};
 
 /// How many ops are under way at once: as many as the primary store answers in time, so that live traffic is not held
 /// up.
@@ -67,9 +67,9 @@ impl Window {
 }
 
 impl<P: Store, F: Store> Partition<P, F> {
-    /// Does all that is noted in the primary store, and adds it up. `false` if that fails again, or another `task`
-    /// has taken over: what was not sent is for the next time.
-    pub(super) async fn reconcile(self: &Arc<Self>, task: &Task) -> bool {
+    /// Replays the outage log on the primary store, and sums it up. `false` if that fails again: unsent operations remain
+    /// for the next time.
+    pub(super) async fn reconcile(self: &Arc<Self>) -> bool {
         if self.outages.is_empty() {
             return true;
         }
@@ -85,7 +85,6 @@ impl<P: Store, F: Store> Partition<P, F> {
                 looks += 1;
                 if looks % LOOKS == 0 {
                     yield_now().await;
-                    reconciliation.failed |= !self.renew(task);
                 }
                 match reconciliation.look() {
                     Look::Send(call, check, asked) => {
@@ -106,7 +105,6 @@ impl<P: Store, F: Store> Partition<P, F> {
                 window.learn(*took, self.settings.deadline);
             }
             reconciliation.ended(ended);
-            reconciliation.failed |= !self.renew(task);
         }
         !reconciliation.failed
     }

@@ -10,64 +10,27 @@ use std::sync::{Arc, Weak};
 use std::task::Poll;
 use std::time::Duration;
 
-use tokio::runtime::Handle;
 use tokio::time::{sleep, timeout};
 
 use super::breaker::{Breaker, Ticket};
 use super::partition::Partition;
+use crate::background::Task;
 use crate::error::StoreError;
 use crate::limit::{Check, Decision};
 use crate::observe::event;
 use crate::store::{Answer, Store};
-use crate::util::{RandomState, Span, Task, instant};
+use crate::util::{RandomState, instant};
 
 /// For how long others that reconcile are waited for, and how often an instance looks whether any still does.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 impl<P: Store, F: Store> Partition<P, F> {
-    /// Starts the task that looks after the primary store on the present runtime, if no task does so.
+    /// Starts the recovery task, unless it is running.
     pub(super) fn attend(self: &Arc<Self>) {
-        let now = instant();
-        if self.recovery.is_held(now) {
-            return;
-        }
-        let Ok(runtime) = Handle::try_current() else {
-            return;
-        };
-        let span = Span {
-            begins: now,
-            until: now + self.patience(),
-        };
-        if let Some(task) = self.recovery.begin(runtime.id(), now, span) {
-            drop(
-                runtime.spawn(
-                    Recovery {
-                        partition: Arc::downgrade(self),
-                        task,
-                    }
-                    .run(),
-                ),
-            );
-        }
-    }
-
-    /// Has other runtimes rely on the task for longer. `false` if that has come too late, and another task has taken over.
-    pub(super) fn renew(&self, task: &Task) -> bool {
-        let now = instant();
-        task.renew(now, now + self.patience())
-    }
-
-    /// For how long other runtimes rely on a task that is not heard of. It waits for a quarter of a second and two
-    /// deadlines at most: see [`others`](Self::others).
-    fn patience(&self) -> Duration {
-        let longest = self
-            .settings
-            .deadline
-            .saturating_add(Breaker::LONGEST_DELAY)
-            .saturating_mul(2);
-        // Or there may be no such time.
-        longest.min(Duration::from_secs(365 * 86_400))
+        let partition = Arc::downgrade(self);
+        self.recovery
+            .spawn(None, |_task| Recovery { partition, _task }.run());
     }
 
     fn needs_attention(&self) -> bool {
@@ -110,7 +73,7 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     /// With the breaker closed: sends a probe if it is half-open, and reconciles what the fallback has
     /// granted. `false` if the primary store fails again.
-    async fn tend(self: &Arc<Self>, task: &Task) -> bool {
+    async fn tend(self: &Arc<Self>) -> bool {
         if !self.breaker.is_closed() {
             if let Err(error) = self.ping().await {
                 self.count(&error, Ticket::Probe);
@@ -118,18 +81,18 @@ impl<P: Store, F: Store> Partition<P, F> {
             }
             self.breaker.succeeded(Ticket::Probe);
         }
-        let well = self.reconcile(task).await;
+        let well = self.reconcile().await;
         self.notify();
         well
     }
 
     /// With the breaker open: reconciles, and then closes it. `false` if the primary store fails again.
-    async fn close(self: &Arc<Self>, task: &Task) -> bool {
+    async fn close(self: &Arc<Self>) -> bool {
         // Requests go on meanwhile, and the fallback grants some more. After a few rounds there is hardly anything left.
         for _ in 0..Self::ROUNDS {
             if self.outages.is_empty() {
                 break;
-            } else if !self.reconcile(task).await {
+            } else if !self.reconcile().await {
                 return false;
             }
         }
@@ -140,17 +103,17 @@ impl<P: Store, F: Store> Partition<P, F> {
             self.observe(|observer| observer.recovered(&event::Recovered::new(after)));
         }
         // What fails here, `tend` reconciles later.
-        self.reconcile(task).await;
+        self.reconcile().await;
         true
     }
 
     const ROUNDS: usize = 3;
 }
 
-/// The task. It ends when there is nothing to do, when another one has taken over, and with the last clone of the store.
+/// The task. It ends when there is nothing to do, and with the last clone of the store.
 struct Recovery<P: Store, F: Store> {
     partition: Weak<Partition<P, F>>,
-    task: Task,
+    _task: Task,
 }
 
 impl<P: Store, F: Store> Recovery<P, F> {
@@ -158,7 +121,8 @@ impl<P: Store, F: Store> Recovery<P, F> {
         let jitter = RandomState::new();
         let (mut attempts, mut was_open) = (0, false);
         while let Some(partition) = self
-            .current()
+            .partition
+            .upgrade()
             .filter(|partition| partition.needs_attention())
         {
             let open = partition.breaker.is_open();
@@ -172,14 +136,14 @@ impl<P: Store, F: Store> Recovery<P, F> {
                 jitter.hash_one(attempts) as f64 / u64::MAX as f64,
             ))
             .await;
-            let Some(partition) = self.current() else {
+            let Some(partition) = self.partition.upgrade() else {
                 break;
             };
             let well = unless_it_panics(async {
                 if partition.breaker.is_open() {
                     self.recover(partition).await
                 } else {
-                    partition.tend(&self.task).await
+                    partition.tend().await
                 }
             });
             let well = well.await.unwrap_or(false);
@@ -193,23 +157,16 @@ impl<P: Store, F: Store> Recovery<P, F> {
         }
     }
 
-    /// The store, unless it is gone or another task looks after it.
-    fn current(&self) -> Option<Arc<Partition<P, F>>> {
-        self.partition
-            .upgrade()
-            .filter(|partition| partition.renew(&self.task))
-    }
-
     /// With the breaker open: tries to close it. Reconciles first, and waits until the other instances have reconciled
     /// too: or they would be granted, and so would this one, what the others have granted already.
     async fn recover(&self, mut partition: Arc<Partition<P, F>>) -> bool {
-        if partition.ping().await.is_err() || !partition.renew(&self.task) {
+        if partition.ping().await.is_err() {
             return false;
         }
         // If others have heard that it reconciles, they have to hear too that it no longer does.
         let (found, others) = (instant(), partition.others());
         let announcement = others.map(|_| partition.announce());
-        let mut well = partition.reconcile(&self.task).await && partition.renew(&self.task);
+        let mut well = partition.reconcile().await;
         let is_heard = match announcement {
             Some(announcement) if well => announcement.end().await,
             _ => false,
@@ -221,7 +178,7 @@ impl<P: Store, F: Store> Recovery<P, F> {
             drop(partition);
             sleep(others.saturating_sub(since.elapsed())).await;
             loop {
-                let Some(again) = self.current() else {
+                let Some(again) = self.partition.upgrade() else {
                     return false;
                 };
                 partition = again;
@@ -231,9 +188,9 @@ impl<P: Store, F: Store> Recovery<P, F> {
                 match partition.others_reconciling().await {
                     Some(0) => break,
                     // What is granted meanwhile is reconciled, so that little is left in the end.
-                    Some(_) => well = partition.reconcile(&self.task).await,
+                    Some(_) => well = partition.reconcile().await,
                     None => {
-                        well = partition.ping().await.is_ok() && partition.renew(&self.task);
+                        well = partition.ping().await.is_ok();
                         // A primary store that answers that and not this cannot tell. One that was away for a moment may
                         // have heard that this one reconciles, and not that it no longer does: the others would wait for it.
                         if well && !is_heard && partition.others_reconciling().await.is_none() {
@@ -247,9 +204,9 @@ impl<P: Store, F: Store> Recovery<P, F> {
                 drop(partition);
                 sleep(LOOK_AGAIN).await;
             }
-            well = well && partition.ping().await.is_ok() && partition.renew(&self.task);
+            well = well && partition.ping().await.is_ok();
         }
-        let recovered = well && partition.close(&self.task).await;
+        let recovered = well && partition.close().await;
         partition.notify();
         recovered
     }

@@ -1,4 +1,4 @@
-//! What an observer is notified of, and what becomes of it in metrics and logs.
+//! Notifications of observers, and the resulting metrics and logs.
 
 #[cfg(feature = "tracing")]
 mod log;
@@ -17,6 +17,7 @@ use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::extract::{Global, PeerIp};
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::reject::OnMissingKey;
+use tower_redis_ratelimit::select::{Live, PolicySelector, Tier, Tiers};
 use tower_redis_ratelimit::settle::Settlement;
 use tower_redis_ratelimit::store::RedisStoreBuilder;
 use tower_redis_ratelimit::{
@@ -25,15 +26,16 @@ use tower_redis_ratelimit::{
 };
 
 use crate::support::{
-    Broken, anonymous, hello, layer, layer_with, limited, manual_store, policy, request, send,
+    Broken, Problems, anonymous, by_header, costing, hello, layer, layer_with, limited,
+    manual_store, policy, request, send,
 };
 
-/// A Redis where nobody listens: to be refused is all that it may wait for.
+/// A Redis that refuses connections, with timeouts that never elapse in a test.
 fn nowhere() -> RedisStoreBuilder {
     RedisStore::builder("redis://127.0.0.1:1/").timeout(LONG)
 }
 
-/// The same with a fallback.
+/// The same store with a fallback.
 fn fallback() -> Fallback<RedisStore, LocalStore> {
     Fallback::new(nowhere().connect_lazy().unwrap(), LocalStore::default()).deadline(LONG)
 }
@@ -48,7 +50,7 @@ impl Notes {
         self.0.lock().unwrap().push(note.into());
     }
 
-    /// What was noted since the last time.
+    /// Returns the notes since the last call.
     fn take(&self) -> Vec<String> {
         std::mem::take(&mut self.0.lock().unwrap())
     }
@@ -133,7 +135,7 @@ async fn late_answers_name_caller_and_duration() {
 
 #[tokio::test]
 async fn events_name_callers_only_on_demand() {
-    /// Notes whole events.
+    /// Records the `Debug` text of events.
     struct Events(Notes);
 
     impl Observer for Events {
@@ -191,7 +193,7 @@ async fn a_limiter_passes_observers_to_its_store() {
 async fn a_store_keeps_its_own_observer() {
     let [of_redis, of_fallback, of_first, of_second] = [(); 4].map(|()| Notes::default());
     let redis = nowhere().observer(of_redis.clone()).connect_lazy().unwrap();
-    // The settings that come after it do not lose it.
+    // Later settings of the fallback keep the observer.
     let store = Fallback::new(redis, LocalStore::default())
         .observer(of_fallback.clone())
         .deadline(LONG);
@@ -209,7 +211,7 @@ async fn a_store_keeps_its_own_observer() {
     );
     assert_eq!(of_first.take().len(), 1, "the decision");
 
-    // That of the first layer over it, if it was given none.
+    // A store without an observer gets the first layer's.
     let store = fallback();
     let _first = layer_with(store.clone(), "9/h").observer(of_first.clone());
     send(
@@ -266,11 +268,7 @@ async fn layers_report_misconfigurations_once_a_minute() {
     let exempt =
         RateLimitLayer::new(LocalStore::default(), PeerIp, None::<Policy>).observer(notes.clone());
     assert_eq!(send(&limited(exempt), anonymous()).await.status(), 200);
-    assert_eq!(
-        notes.take().len(),
-        0,
-        "nobody needs the key of an exempt request"
-    );
+    assert_eq!(notes.take().len(), 0, "an exempt request needs no key");
 }
 
 #[tokio::test(start_paused = true)]
@@ -296,7 +294,7 @@ async fn a_repeated_layer_is_reported_once() {
         "{seen:?}"
     );
 
-    // Limits of a window may differ: they share a count.
+    // Windows with different limits share a count too.
     let log = |quota: &str| {
         let policy = Policy::new("api", Strategy::SlidingLog, quota.parse().unwrap()).unwrap();
         RateLimitLayer::new(LocalStore::default(), Global, policy).observer(notes.clone())
@@ -304,7 +302,7 @@ async fn a_repeated_layer_is_reported_once() {
     send(&log("5/h").layer(limited(log("9/h"))), request("alice")).await;
     assert_eq!(problems(&notes).len(), 1);
 
-    // Two layers that are not the same one.
+    // Two different layers do not.
     let another = RateLimitLayer::new(LocalStore::default(), Global, policy("all", "9/h"))
         .observer(notes.clone());
     let service = another.layer(limited(layer("9/h").observer(notes.clone())));
@@ -312,8 +310,109 @@ async fn a_repeated_layer_is_reported_once() {
     assert_eq!(problems(&notes), [""; 0]);
 }
 
+/// Under windows, `/a` would use up the small limit of `/b`.
 #[tokio::test]
-async fn a_lease_for_nothing_is_reported_once() {
+async fn a_count_with_two_limits_is_reported() {
+    let problems = |strategy: Strategy, quotas: [&str; 2], stores: [LocalStore; 2]| {
+        let notes = Problems::default();
+        let mut kept = vec![];
+        for (quota, store) in quotas.into_iter().zip(stores) {
+            let policy = Policy::new("api", strategy, quota.parse().unwrap()).unwrap();
+            let layer = RateLimitLayer::new(store, Global, policy).observer(notes.clone());
+            // A layer that wraps several services, as for several routes, is one.
+            kept.extend([limited(layer.clone()), limited(layer)]);
+        }
+        notes.0.lock().unwrap().clone()
+    };
+    let (store, log) = (LocalStore::default(), Strategy::SlidingLog);
+    let one = [store.clone(), store.clone()];
+    let seen = problems(log, ["100/m", "2/m"], one.clone());
+    assert_eq!(seen.len(), 1, "{seen:?}");
+    assert!(
+        seen[0].starts_with(
+            "two layers have a policy \"api\", one with 100/m and one with 2/m, and they share one count per caller: give each \
+             policy a name of its own, or both the same quota (one-name-two-quotas: https://docs.rs/"
+        ),
+        "{seen:?}"
+    );
+    // The layers of the first call are gone.
+    assert_eq!(problems(log, ["5/m", "5/m"], one.clone()), [""; 0]);
+    assert_eq!(problems(log, ["5/m", "6/h"], one.clone()), [""; 0]);
+    assert_eq!(problems(Strategy::Gcra, ["5/m", "6/m"], one), [""; 0]);
+    let two = [store, LocalStore::default()];
+    assert_eq!(problems(log, ["5/m", "6/m"], two), [""; 0]);
+}
+
+#[tokio::test]
+async fn a_cost_that_never_passes_is_reported() {
+    let notes = Problems::default();
+    let layer = layer("60/h burst 5")
+        .cost(by_header)
+        .observer(notes.clone());
+    let service = limited(layer);
+    for (cost, status) in [(5, 200), (5, 429), (6, 429), (10, 429)] {
+        assert_eq!(send(&service, costing(cost)).await.status(), status);
+    }
+    let seen = notes.0.lock().unwrap().clone();
+    assert_eq!(seen.len(), 1, "{seen:?}");
+    assert!(
+        seen[0].starts_with(
+            "a request costs 6, the burst of the policy \"api\" is 5, and so the request never passes: raise the burst, or \
+             lower the cost (never-passes: https://docs.rs/"
+        ),
+        "{seen:?}"
+    );
+}
+
+#[tokio::test]
+async fn an_unknown_plan_is_reported() {
+    let tiers = || {
+        Tiers::new(policy("free", "9/m"))
+            .tier("pro", policy("pro", "90/m"))
+            .exempt("internal")
+    };
+    let problems =
+        async |policies: Arc<dyn PolicySelector>, reload: &dyn Fn(), plans: &[&'static str]| {
+            let notes = Problems::default();
+            let layer = RateLimitLayer::new(LocalStore::default(), Global, policies);
+            let service = limited(layer.observer(notes.clone()));
+            reload();
+            for plan in plans {
+                let mut request = anonymous();
+                request.extensions_mut().insert(Tier::new(*plan));
+                assert_eq!(send(&service, request).await.status(), 200);
+            }
+            notes.0.lock().unwrap().clone()
+        };
+    let known = ["pro", "free", "internal"];
+    assert_eq!(
+        problems(Arc::new(tiers()), &|| (), &known).await,
+        [""; 0],
+        "the default plan needs no entry"
+    );
+    let (live, reloaded) = (Live::new(tiers()), Live::new(tiers()));
+    let reload = || reloaded.store(tiers());
+    type Case<'a> = (Arc<dyn PolicySelector>, &'a dyn Fn());
+    let cases: [Case<'_>; 3] = [
+        (Arc::new(tiers()), &|| ()),
+        (Arc::new(live), &|| ()),
+        (Arc::new(Some(reloaded.clone())), &reload),
+    ];
+    for (policies, reload) in cases {
+        let seen = problems(policies, reload, &["pro", "Pro", "prof", "Pro"]).await;
+        assert_eq!(seen.len(), 1, "{seen:?}");
+        assert!(
+            seen[0].starts_with(
+                "the plan \"Pro\" is not listed, and the default plan counts instead: use one of [\"internal\", \"pro\"], or \
+                 list it (unknown-tier: https://docs.rs/"
+            ),
+            "{seen:?}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn an_ineffective_lease_is_reported_once() {
     let leased = policy("api", "9/s")
         .leased(Duration::from_millis(100))
         .unwrap();
@@ -363,14 +462,14 @@ async fn a_lease_for_nothing_is_reported_once() {
         notes
             .take()
             .iter()
-            .any(|note| note.contains("\"api\" is leased for nothing")),
-        "beside one that is not"
+            .any(|note| note.contains("\"api\" is leased without effect")),
+        "also if another policy is not leased"
     );
 }
 
-/// Over a store that leases, too.
+/// Even if the store leases.
 #[tokio::test(start_paused = true)]
-async fn checks_that_no_block_decides_are_reported() {
+async fn leased_checks_without_a_block_are_reported() {
     let policies = || {
         policy("api", "90/s")
             .leased(Duration::from_millis(100))
@@ -430,7 +529,7 @@ async fn checks_that_no_block_decides_are_reported() {
     );
 }
 
-/// Wherever a request happens to be handled.
+/// On whichever thread a request is handled.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn all_threads_report_a_misconfiguration_once() {
     let notes = Notes::default();

@@ -6,13 +6,12 @@ use std::pin::pin;
 use std::sync::atomic::Ordering::Relaxed;
 
 use futures_util::future::join_all;
-use tokio::runtime::Handle;
 
 use super::far::{Far, caller, cut, recovery, take};
 use super::*;
 use crate::store::{MockStore, RedisStore};
 use crate::support::{RedisServer, until};
-use crate::util::{Span, Task, TaskOwner, instant};
+use crate::util::instant;
 
 /// Two instances have granted most of some limits between them. One of them has to charge others before these, which
 /// takes about a second, and the other has hardly anything to charge.
@@ -313,14 +312,6 @@ async fn concurrency_follows_the_distance_of_the_store() {
     );
 }
 
-/// One that nobody takes over from.
-fn task() -> Task {
-    let now = instant();
-    TaskOwner::new(now)
-        .begin(Handle::current().id(), now, Span::on_each_runtime(now))
-        .unwrap()
-}
-
 /// Whatever there is to reconcile, other tasks of the runtime run in between.
 #[tokio::test(start_paused = true)]
 async fn reconciliation_yields_to_other_tasks() {
@@ -335,8 +326,7 @@ async fn reconciliation_yields_to_other_tasks() {
     // All have lapsed, so that nothing is sent and nothing waited for.
     advance(Duration::from_secs(2)).await;
     let partition = &store.partitions[0];
-    let task = task();
-    let mut reconciling = pin!(partition.reconcile(&task));
+    let mut reconciling = pin!(partition.reconcile());
     let mut polls = 0;
     assert!(
         poll_fn(|cx| {
@@ -363,7 +353,7 @@ async fn a_failed_reconciliation_keeps_unsent_charges() {
         let _ = take(&store, caller(i), &policies).await;
     }
     let partition = &store.partitions[0];
-    assert!(!partition.reconcile(&task()).await);
+    assert!(!partition.reconcile().await);
     far.set(Some(Duration::from_millis(1)));
     recovery(&store).await;
     assert_eq!(lock(&far.seen).order.len(), 5_000);
@@ -387,7 +377,7 @@ async fn one_reconciliation_goes_through_all_stages() {
     }
     far.set(Some(Duration::from_millis(2)));
     let partition = &store.partitions[0];
-    assert!(partition.reconcile(&task()).await && partition.outages.is_empty());
+    assert!(partition.reconcile().await && partition.outages.is_empty());
     let peek = far
         .counts
         .check(Check::peek(ann(), &policies, 0))
