@@ -16,6 +16,8 @@ pub(crate) struct Charged {
     pub(crate) cost: i64,
     /// `reset_after` reported at charge time, in microseconds.
     pub(crate) reset: i64,
+    /// Whether it is a turn that was taken ahead, which is refunded only as far as no later turn stands on it.
+    pub(crate) is_turn: bool,
 }
 
 /// The same charge as each policy of a check knows it: only the reset differs.
@@ -32,6 +34,7 @@ impl Charged {
             at: 0,
             cost,
             reset: LONGEST,
+            is_turn: false,
         }
     }
 
@@ -66,6 +69,7 @@ impl Charged {
             at,
             cost,
             reset: self.left().min(other.left()) + age,
+            is_turn: self.is_turn || other.is_turn,
         }
     }
 

@@ -275,6 +275,7 @@ impl Decision {
             at: self.verdicts.at,
             cost: self.granted().into(),
             reset: 0,
+            is_turn: self.due_in().is_some(),
         };
         let charged: EachCharged = over_time
             .map(|(_, verdict)| Charged {
@@ -300,13 +301,17 @@ impl Decision {
         }
     }
 
-    /// Returns the decision at the time when a charge in advance is due, for one of the requests
-    /// that share it, each at `cost`.
+    /// The same decision when what was taken ahead is due, as if it had been charged then.
     pub(crate) fn due(self, cost: u32) -> Self {
         let mut verdicts = self.verdicts;
+        let waited = verdicts.of(self.decider).wait;
         verdicts.granted = i64::from(cost);
+        if verdicts.at > 0 {
+            verdicts.at += waited;
+        }
         for verdict in &mut verdicts.each {
             verdict.wait = 0;
+            verdict.reset = (verdict.reset - waited).max(0);
         }
         Self::new(self.policies, verdicts, self.source)
     }
@@ -342,11 +347,6 @@ impl Decision {
             verdict.refund(policy, back);
         }
         Self::new(policies, verdicts, source)
-    }
-
-    /// Returns when Redis decided, in microseconds of its clock; 0 or below if another store did.
-    pub(crate) fn at(&self) -> i64 {
-        self.verdicts.at
     }
 
     /// Marks the charge as recorded in the outage log with this number.

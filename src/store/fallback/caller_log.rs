@@ -298,6 +298,7 @@ impl CallerLog {
             at: -self.number,
             cost: cost.into(),
             reset: 0,
+            is_turn: false,
         };
         verdicts
             .each
@@ -508,6 +509,7 @@ mod tests {
             at: 0,
             cost: 5,
             reset: 60 * S,
+            is_turn: false,
         };
         let sent = |at: i64| {
             let mut log = CallerLog::new(policies.clone());
@@ -558,6 +560,7 @@ mod tests {
             at: -log.number(),
             cost: 10,
             reset: 10 * HOUR,
+            is_turn: false,
         };
         log.add(Mode::Refund, None, 10, &[of], 4 * HOUR, false);
         assert!(ops_at(log, 4 * HOUR).is_empty());

@@ -15,7 +15,7 @@ use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, SlotId, Source};
 use crate::observe::{Observer, event, or_log};
-use crate::store::{Answer, LocalStore, Store, freed};
+use crate::store::{Answer, LocalStore, Store};
 use crate::util::{Clock, contain, instant};
 
 /// One partition of the primary store, or the whole of it, and the fallback.
@@ -180,8 +180,8 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// replayed there only if it has an id, by which it is charged once.
     pub(super) fn fall_back(self: &Arc<Self>, check: &Check, sent: bool) -> Answer<F::Future> {
         let share = self.share_of(check.clone());
-        if let Some(store) = self.primary.identity() {
-            freed::tell(store, check);
+        if let Some(waiters) = self.primary.waiters() {
+            waiters.freed(check);
         }
         if check.mode() == Mode::Release {
             // The primary store may still have the slot.

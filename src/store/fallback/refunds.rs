@@ -58,6 +58,7 @@ impl Refund {
         }
         let of = self.charged(now).into_iter().map(|charged| Charged {
             reset: LONGEST,
+            is_turn: false,
             ..charged
         });
         charges.refund(policies, self.cost, of, now)
@@ -135,6 +136,7 @@ mod tests {
                 at: i % 3,
                 cost: 9,
                 reset: 1_000,
+                is_turn: false,
             };
             refunds.add(Refund::new(2, [charged].into(), 0));
         }
@@ -147,7 +149,8 @@ mod tests {
                 age: MAX as i64 + 83 + 5,
                 at: 1,
                 cost: 9,
-                reset: 1_000
+                reset: 1_000,
+                is_turn: false,
             }]
         );
     }
