@@ -2,7 +2,8 @@
 //!
 //! Runs every fault of `tests/faults` and of `tests/cluster` one after the other, with the same assertions, and prints
 //! them as tables. `-- server` has only the first of them, `-- leased` the same of callers that are leased to, and
-//! `-- cluster` the one of a cluster. `-- reconcile` tells how long it takes to charge many callers after an outage.
+//! `-- cluster` the one of a cluster. `-- reconcile` tells how long it takes to charge many callers after an outage, and
+//! `-- fleet` how long it takes up to 1,000 instances to share their counts again.
 
 #![allow(
     missing_docs,
@@ -20,6 +21,8 @@ mod table;
 
 #[path = "../tests/cluster/matrix.rs"]
 mod cluster;
+#[path = "../tests/faults/fleet.rs"]
+mod fleet;
 #[path = "../tests/faults/load.rs"]
 mod load;
 #[path = "../tests/faults/matrix.rs"]
@@ -74,6 +77,14 @@ fn main() {
                 reconcile::run(Duration::from_millis(away), others),
             );
             println!("{others} callers, Redis {away} ms away: {row}");
+        }
+    }
+    if wants("fleet") {
+        const STOPPED: Duration = Duration::from_secs(4);
+        for count in [100, 300, 1_000] {
+            let patience = Duration::from_millis(250);
+            let row = run("fleet", fleet::run(count, 12_000, STOPPED, patience));
+            println!("{count} instances, Redis stopped for {STOPPED:?}: {row}");
         }
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::{Kind, Policy, Quota, Strategy};
+use super::{Policy, Quota, Strategy};
 use crate::error::ConfigError;
 
 /// The policies of one check: one or more with different names, decided all or nothing.
@@ -249,11 +249,11 @@ impl Policies {
         PROBE.clone()
     }
 
-    /// By which an instance shows the others that it is still reconciling an outage: one request in flight until then.
+    /// The count by which an instance announces that it reconciles an outage: a debt for as long.
     pub(crate) fn reconciling() -> Self {
-        const QUOTA: Quota = Quota::per(1_000_000, Duration::from_millis(750));
+        const QUOTA: Quota = Quota::per_second(1_000).burst(10_000);
         static RECONCILING: LazyLock<Policies> =
-            LazyLock::new(|| Policy::known("reconciling", Kind::InFlight, QUOTA).into());
+            LazyLock::new(|| Policy::known("reconciling", Strategy::Gcra.into(), QUOTA).into());
         RECONCILING.clone()
     }
 

@@ -15,6 +15,7 @@
 //! these wait for the deadline then, and the trials after them, one after the other. A trial that ends only after the
 //! next one was admitted counts as little as what was under way before it.
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use super::sync::{AtomicU8, Mutex, Ordering, lock};
@@ -152,13 +153,17 @@ impl Breaker {
         self.state.store(CLOSED, Ordering::Release);
     }
 
-    /// How long to wait before the next probe, after so many in this outage: doubling up to a quarter of a second, and
-    /// then shorter by up to a half, by `jitter` from 0 to 1, so that instances do not come back all at once.
-    pub(super) fn delay(probes: u32, jitter: f64) -> Duration {
-        let delay = Self::FIRST_DELAY
+    /// Wait before the next probe, after so many in this outage. It doubles up to `longest`.
+    pub(super) fn delay(probes: u32, longest: Duration) -> Duration {
+        Self::FIRST_DELAY
             .saturating_mul(1 << probes.min(10))
-            .min(Self::LONGEST_DELAY);
-        delay.mul_f64(1.0 - jitter.clamp(0.0, 1.0) / 2.0)
+            .min(longest)
+    }
+
+    /// Longest wait between two probes: half a millisecond for each instance, so that the probes of a large fleet are no
+    /// load.
+    pub(super) fn longest_delay(instances: NonZeroU32) -> Duration {
+        (Duration::from_micros(500) * instances.get()).max(Self::LONGEST_DELAY)
     }
 }
 

@@ -45,7 +45,7 @@ use self::outage_log::{Budget, OutageLog};
 use self::partition::{Partition, Reply};
 use super::{Answer, LocalStore, Observer, Store};
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, SlotId, Source};
+use crate::limit::{Check, Decision, Key, Source};
 use crate::util::{Clock, TaskOwner, instant};
 
 /// A store made of two stores: the second answers when the first cannot.
@@ -67,8 +67,8 @@ use crate::util::{Clock, TaskOwner, instant};
 ///   are repeated there. After an outage this happens before the primary store decides again, beginning with the
 ///   callers that have used most of their limits. With more than one instance in the [`Share`], each waits until all
 ///   others had the time to notice the end of the outage, and then for those that still reconcile, up to ten seconds:
-///   otherwise the first one back could grant again what they have granted already. Each instance shows in the primary
-///   store that it reconciles, as a request [in flight](crate::Policy::in_flight). With the breaker closed, such as
+///   otherwise the first one back could grant again what they have granted already. Each instance announces in the
+///   primary store that it reconciles, by a count that expires. With the breaker closed, such as
 ///   when a queue was full, it takes up to a second; meanwhile the fallback handles refunds and resets of such a
 ///   caller, and passes them on afterwards. An id is charged once, however often it was sent and whichever store
 ///   answered.
@@ -186,7 +186,6 @@ impl<P: Store, F: Store> Fallback<P, F> {
                 settings: settings.clone(),
                 partitions: count,
                 probe,
-                slot: SlotId::unique(),
                 breaker: Breaker::new(settings.failures.get()),
                 open: Arc::clone(&open),
                 recovery: TaskOwner::new(instant()),

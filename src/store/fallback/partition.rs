@@ -12,7 +12,7 @@ use super::breaker::{Breaker, Ticket};
 use super::outage_log::{Caller, OutageLog};
 use super::share;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, Mode, SlotId, Source};
+use crate::limit::{Check, Decision, Key, Mode, Source};
 use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, LocalStore, Store, freed};
 use crate::util::{Clock, TaskOwner, contain, instant};
@@ -26,8 +26,6 @@ pub(super) struct Partition<P, F> {
     pub(super) partitions: usize,
     /// The caller by whom this partition of the primary store is tried.
     pub(super) probe: Key,
-    /// The slot in the primary store that announces that this instance reconciles.
-    pub(super) slot: SlotId,
     pub(super) breaker: Breaker,
     /// How many partitions have an open breaker. For a moment one less, where one closes as soon as it has opened.
     pub(super) open: Arc<AtomicI64>,

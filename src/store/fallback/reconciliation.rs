@@ -5,6 +5,7 @@
 //! sent that no longer counts.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -33,19 +34,23 @@ struct Window {
 /// How soon an op is sent again that has found the queue full. Such ops are few: see [`Window::learn`].
 const FULL: Duration = Duration::from_millis(2);
 
+/// For how long an op may go without a reply: no request waits for it.
+const PATIENCE: Duration = Duration::from_secs(1);
+
 /// After so many looks for what may be sent others get their turn on the runtime.
 const LOOKS: usize = 256;
 
 impl Window {
     const START: usize = 64;
-    /// Keeps the connections of a Redis store busy, and is a tenth of its queue.
+    /// Of all instances. Keeps the connections of a Redis store busy, and is a tenth of its queue.
     const MOST: usize = 1_024;
     /// Of each of many partitions.
     const LEAST: usize = 16;
 
-    /// That of one of so many partitions.
-    fn of(partitions: usize) -> Self {
-        let most = (Self::MOST / partitions).max(Self::LEAST);
+    /// That of one of so many partitions, in one of so many instances.
+    fn of(partitions: usize, instances: NonZeroU32) -> Self {
+        let most = (Self::MOST / instances.get() as usize).max(Self::START);
+        let most = (most / partitions).max(Self::LEAST);
         let least = most.min(Self::START);
         Self {
             now: least,
@@ -79,7 +84,11 @@ impl<P: Store, F: Store> Partition<P, F> {
             lock(&self.sums).dropped += dropped;
             yield_now().await;
         }
-        let (mut calls, mut window, mut looks) = (JoinSet::new(), Window::of(self.partitions), 0);
+        let (mut calls, mut window, mut looks) = (
+            JoinSet::new(),
+            Window::of(self.partitions, self.settings.share.instances()),
+            0,
+        );
         loop {
             while !reconciliation.failed && calls.len() < window.now {
                 looks += 1;
@@ -119,7 +128,10 @@ impl<P: Store, F: Store> Partition<P, F> {
             if asked.swap(true, Ordering::Relaxed) {
                 return None;
             }
-            match self.asked_in_time(check.clone()).await {
+            match self
+                .asked_within(check.clone(), PATIENCE.max(self.settings.deadline))
+                .await
+            {
                 Err(error)
                     if error.kind() == ErrorKind::QueueFull
                         && since.elapsed() < self.settings.deadline =>
@@ -373,7 +385,7 @@ mod tests {
 
     #[test]
     fn the_window_follows_the_answers() {
-        let (mut window, deadline) = (Window::of(1), Duration::from_millis(100));
+        let (mut window, deadline) = (Window::of(1, NonZeroU32::MIN), Duration::from_millis(100));
         let mut after = |took, ops| {
             (0..ops).for_each(|_| window.learn(Duration::from_millis(took), deadline));
             window.now
@@ -383,6 +395,7 @@ mod tests {
             [after(0, 10_000), after(25, 10_000)],
             [Window::MOST, Window::START]
         );
-        assert_eq!(Window::of(100).now, Window::LEAST);
+        assert_eq!(Window::of(100, NonZeroU32::MIN).now, Window::LEAST);
+        assert_eq!(Window::of(1, NonZeroU32::MAX).most, Window::START);
     }
 }
