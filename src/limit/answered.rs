@@ -21,7 +21,7 @@ impl Answered {
             return None;
         }
         let mut again = self.verdicts.clone();
-        again.age = now - (until - self.policies.longest_period());
+        again.age = (now - (until - self.policies.longest_period())).max(1);
         // Quotas may have changed since, and none leaves more than its capacity.
         for (verdict, policy) in again.each.iter_mut().zip(check.policies()) {
             verdict.remaining = verdict.remaining.min(policy.params().capacity);

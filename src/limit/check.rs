@@ -320,8 +320,8 @@ impl Check {
     #[cfg(test)]
     pub(crate) fn at_redis(mut self, now: i64) -> Self {
         if let Some(Extra::Charged(each)) = self.extra.as_deref_mut() {
-            for charged in each.iter_mut().filter(|charged| charged.at > 0) {
-                charged.age = charged.age.max(now - charged.at);
+            for charged in each.iter_mut().filter(|charged| charged.at.micros() > 0) {
+                charged.age = charged.age.max(now - charged.at.micros());
             }
         }
         self

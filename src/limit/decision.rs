@@ -1,7 +1,8 @@
 use std::time::Duration;
 
 use super::{
-    Charged, Check, EachCharged, Key, LONGEST, Policies, Policy, Verdict, Verdicts, duration,
+    Charged, ChargedAt, Check, EachCharged, Key, LONGEST, Policies, Policy, Verdict, Verdicts,
+    duration,
 };
 
 /// The verdict on one check.
@@ -222,6 +223,10 @@ impl Decision {
     ///
     /// A policy of requests [in flight](crate::Policy::in_flight) is not refunded: it counts a request until it ends.
     ///
+    /// A [`Fallback`](crate::Fallback) refunds a charge where it was made: if that is Redis and Redis is away, the check
+    /// fails with an error that is [unsent](crate::store::StoreError::is_unsent). Send it again later. Layers and
+    /// [`Limiter::reserve`](crate::Limiter::reserve) do so for as long as the charge counts.
+    ///
     /// There are no checks if nothing was granted, or none of it counts any more. Send each check once, and refund a
     /// decision once; of decisions under one id, only one. What was charged after a reset, or after the store has lost
     /// its data, cannot be told apart from what this decision granted before, so that may be refunded instead. In total
@@ -258,7 +263,7 @@ impl Decision {
         let over_time = self.verdicts().filter(|(policy, _)| !policy.is_in_flight());
         let charged = Charged {
             age,
-            at: self.verdicts.at,
+            at: self.charged_at(),
             cost: self.granted().into(),
             reset: 0,
         };
@@ -326,21 +331,31 @@ impl Decision {
         Self::new(policies, verdicts, source)
     }
 
-    /// When Redis decided, by its own clock in microseconds; 0 or below if another did.
-    pub(crate) fn at(&self) -> i64 {
-        self.verdicts.at
+    /// Where it was charged.
+    pub(crate) fn charged_at(&self) -> ChargedAt {
+        match self.source {
+            Source::Local => ChargedAt::Local(self.verdicts.at),
+            Source::Redis | Source::Cached | Source::Leased | Source::Other(_) => {
+                ChargedAt::Redis(self.verdicts.at)
+            }
+        }
     }
 
-    /// The same decision, of a charge that is in the outage log of this number.
-    pub(crate) fn in_log(mut self, log: i64) -> Self {
-        self.verdicts.at = -log;
+    /// The same decision, charged in this process at this time by its clock.
+    pub(crate) fn charged_locally(mut self, at: i64) -> Self {
+        self.verdicts.at = at;
         self
+    }
+
+    /// Returns `true` if an earlier decision was repeated under an id, so that nothing was charged.
+    pub(crate) fn is_repeated(&self) -> bool {
+        self.verdicts.age > 0
     }
 
     /// The same, as Redis would have decided at this time.
     #[cfg(test)]
     pub(crate) fn decided_at(mut self, at: i64) -> Self {
-        self.verdicts.at = at;
+        (self.verdicts.at, self.source) = (at, Source::Redis);
         self
     }
 

@@ -67,8 +67,8 @@ impl Verdict {
 pub(crate) struct Verdicts {
     /// What was charged, or refunded.
     pub(crate) granted: i64,
-    /// When Redis decided, by its own clock in microseconds; 0 if another did. Below 0 it is the number of the outage
-    /// log of a [`Fallback`](crate::Fallback) that has the charge, until it is reconciled.
+    /// When Redis decided, by its own clock in microseconds, or the fallback of a [`Fallback`](crate::Fallback), by that of
+    /// this process; 0 if another did.
     pub(crate) at: i64,
     /// How many microseconds ago that was, if the decision is repeated under an [id](super::Check::with_id).
     pub(crate) age: i64,

@@ -178,7 +178,7 @@ impl Taken {
     fn counted(&self, now: Instant) -> impl Iterator<Item = (&Policy, u32, Option<Charged>)> {
         let (age, at) = (
             micros(now.saturating_duration_since(self.times.asked)),
-            self.decision.at(),
+            self.decision.charged_at(),
         );
         self.policies.iter().zip(self.decision.verdicts()).map(
             move |(policy, (decided, verdict))| {
@@ -199,7 +199,7 @@ impl Taken {
                     // Of what is paid for last, nothing has come back of what is counted still.
                     Frees::InBatches => Some(Charged {
                         age: 0,
-                        at: at.min(0),
+                        at: at.undated(),
                         cost: cost.into(),
                         reset: verdict.reset - age,
                     }),

@@ -160,10 +160,14 @@ impl Breaker {
             .min(longest)
     }
 
-    /// Longest wait between two probes: half a millisecond for each instance, so that the probes of a large fleet are no
-    /// load.
+    /// Longest wait between two probes.
     pub(super) fn longest_delay(instances: NonZeroU32) -> Duration {
-        (Duration::from_micros(500) * instances.get()).max(Self::LONGEST_DELAY)
+        Self::spread(instances).max(Self::LONGEST_DELAY)
+    }
+
+    /// Time over which so many instances spread what all of them do: at most two checks a millisecond.
+    pub(super) fn spread(instances: NonZeroU32) -> Duration {
+        Duration::from_micros(500) * instances.get()
     }
 }
 

@@ -5,24 +5,23 @@
 //! | `future` | one check: the primary store's answer until the deadline, then the fallback's |
 //! | `partition` | who decides a check, and what is learned of it |
 //! | `breaker` | when the primary store is not asked any more |
-//! | `outage_log`, `caller_log`, `charges`, `refunds` | what the fallback granted, refunded and reset, until the primary store knows |
+//! | `accounts`, `account`, `charges` | what the fallback granted, refunded and reset, until the primary store knows |
 //! | `recovery` | the task that looks for the primary store, and closes the breaker |
-//! | `reconciliation` | what is in the log is done in the primary store |
+//! | `reconciliation` | the primary store is told what the accounts hold |
 //! | `announcement` | how instances know of each other that they reconcile |
 //! | `share` | the part of a limit that this instance grants meanwhile |
 
+mod account;
+mod accounts;
 mod announcement;
 mod breaker;
-mod caller_log;
 mod charges;
 mod future;
 #[cfg(test)]
 mod model;
-mod outage_log;
 mod partition;
 mod reconciliation;
 mod recovery;
-mod refunds;
 mod share;
 #[cfg(test)]
 mod simulation;
@@ -39,9 +38,9 @@ use std::time::Duration;
 pub use self::future::FallbackFuture;
 pub use self::share::Share;
 
+use self::accounts::{Accounts, Budget};
 use self::breaker::Breaker;
 use self::future::State;
-use self::outage_log::{Budget, OutageLog};
 use self::partition::{Partition, Reply};
 use super::{Answer, LocalStore, Observer, Store};
 use crate::error::{ErrorKind, StoreError};
@@ -189,7 +188,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
                 breaker: Breaker::new(settings.failures.get()),
                 open: Arc::clone(&open),
                 recovery: TaskOwner::new(instant()),
-                outages: OutageLog::new(budget.clone()),
+                accounts: Accounts::new(budget.clone()),
                 sums: Mutex::default(),
                 clock: Clock::new(),
             })

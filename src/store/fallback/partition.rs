@@ -8,11 +8,11 @@ use std::sync::{Arc, Mutex};
 use tokio::time::Instant;
 
 use super::Settings;
+use super::accounts::{Accounts, Caller};
 use super::breaker::{Breaker, Ticket};
-use super::outage_log::{Caller, OutageLog};
 use super::share;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, Mode, Source};
+use crate::limit::{ChargedAt, Check, Decision, Key, Mode, Source};
 use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, LocalStore, Store, freed};
 use crate::util::{Clock, TaskOwner, contain, instant};
@@ -31,7 +31,7 @@ pub(super) struct Partition<P, F> {
     pub(super) open: Arc<AtomicI64>,
     /// The task that looks after the primary store.
     pub(super) recovery: TaskOwner,
-    pub(super) outages: OutageLog,
+    pub(super) accounts: Accounts,
     /// What has been reconciled, until the observer is notified.
     pub(super) sums: Mutex<Sums>,
     pub(super) clock: Clock,
@@ -72,7 +72,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             return Reply::NotAsked;
         }
         // Before the breaker is looked at: so an answer that comes while it is open is of another epoch.
-        let epoch = self.outages.epoch();
+        let epoch = self.accounts.epoch();
         // A check that is waited for has failed by its deadline, or its caller has gone away.
         let patience = self.settings.deadline.saturating_mul(2);
         let Some(ticket) = self.breaker.admit(|| self.clock.micros(), patience) else {
@@ -93,12 +93,18 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    /// Whether what a check undoes may still have to be replayed on the primary store. Then the fallback undoes it, and
-    /// both are replayed in order. Slots of requests in flight are never replayed.
+    /// Returns `true` if a check undoes what the primary store has yet to be told of: the fallback undoes that. What is
+    /// refunded of a charge in the primary store is refunded there.
     fn overtakes(&self, check: &Check) -> bool {
-        matches!(check.mode(), Mode::Refund | Mode::Reset)
-            && check.policies().in_flight().is_none()
-            && self.outages.caller(check.key()).is_held()
+        let charged = check.charged().first().map(|charged| charged.at);
+        match (check.mode(), charged) {
+            (Mode::Reset, _) | (Mode::Refund, Some(ChargedAt::Local(_))) => {
+                check.policies().without_in_flight().is_some()
+                    && self.accounts.caller(check.key()).is_held()
+            }
+            (Mode::Refund, None) => self.accounts.caller(check.key()).has_account(),
+            _ => false,
+        }
     }
 
     /// The same check of this instance's share.
@@ -119,7 +125,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             return self.breaker.learned_nothing(asked.ticket);
         }
         self.breaker.succeeded(asked.ticket);
-        if !self.outages.is_empty() {
+        if !self.accounts.is_empty() {
             self.attend();
         }
         // An answer to an id may be an old one.
@@ -130,8 +136,8 @@ impl<P: Store, F: Store> Partition<P, F> {
             }
             let follow = || self.fallback.warm(check.key(), decision);
             if self.locks_while_it_decides() {
-                self.outages.warm(check.key(), asked.epoch, follow);
-            } else if self.outages.is_known(check.key(), asked.epoch) {
+                self.accounts.warm(check.key(), asked.epoch, follow);
+            } else if self.accounts.is_known(check.key(), asked.epoch) {
                 follow();
             }
         }
@@ -164,35 +170,44 @@ impl<P: Store, F: Store> Partition<P, F> {
             error.kind() == ErrorKind::Cluster,
             self.clock.micros(),
         ) {
-            self.outages.end_epoch();
+            self.accounts.end_epoch();
             if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
                 self.observe(|observer| observer.degraded(&event::Degraded::new(error)));
             }
         }
     }
 
-    /// Has the fallback decide. If the check was `sent` to the primary store too, that may have charged it: it is
-    /// replayed there only if it has an id, by which it is charged once.
+    /// Has the fallback decide. If the check was `sent` to the primary store too, that may have charged it: the primary store
+    /// is told nothing of it again.
     pub(super) fn fall_back(self: &Arc<Self>, check: &Check, sent: bool) -> Answer<F::Future> {
-        let share = self.share_of(check.clone());
         if let Some(store) = self.primary.identity() {
             freed::tell(store, check);
         }
+        let elsewhere = || {
+            let error = StoreError::new(ErrorKind::NotReady).of_check();
+            Answer::ready(Err(if sent { error } else { error.unsent() }))
+        };
         if check.mode() == Mode::Release {
             // The primary store may still have the slot.
-            drop(self.fallback.check(share));
-            let error = StoreError::new(ErrorKind::NotReady);
-            return Answer::ready(Err(if sent { error } else { error.unsent() }));
+            drop(self.fallback.check(self.share_of(check.clone())));
+            return elsewhere();
         }
-        // So that no answer is followed between what is granted here and the note of it.
+        let caller = self.accounts.caller(check.key());
+        let refund = self.refunds_here(&caller, check).filter(|_| !sent);
+        if refund.is_none() && check.mode() == Mode::Refund {
+            return elsewhere();
+        }
+        let check = refund.as_ref().unwrap_or(check);
+        let share = self.share_of(check.clone());
+        // So that no reply is followed between what is granted here and the record of it.
         if self.locks_while_it_decides() {
-            let caller = self.outages.caller(check.key());
             return match self.fallback.check(share) {
-                Answer::Ready { answer } => Answer::ready(self.note(caller, check, sent, answer)),
+                Answer::Ready { answer } => Answer::ready(self.record(caller, check, sent, answer)),
                 pending => pending,
             };
         }
-        let _deciding = self.outages.deciding(check.key());
+        drop(caller);
+        let _deciding = self.accounts.deciding(check.key());
         match self.fallback.check(share) {
             Answer::Ready { answer } => Answer::ready(self.fell_back(check, sent, answer)),
             pending => pending,
@@ -206,7 +221,28 @@ impl<P: Store, F: Store> Partition<P, F> {
         TypeId::of::<F>() == TypeId::of::<LocalStore>()
     }
 
-    /// The fallback has answered later. Nothing held the answers of the primary store back meanwhile, so a fallback
+    /// The part of a refund that the account of the caller has: of a charge that the fallback made, or of one that the
+    /// refund does not name. `None` if there is none.
+    fn refunds_here(&self, caller: &Caller<'_>, check: &Check) -> Option<Check> {
+        if check.mode() != Mode::Refund {
+            return None;
+        }
+        let charged = check.charged();
+        let account = caller.account(check.policies().without_in_flight()?)?;
+        let at = match charged.first().map(|charged| charged.at) {
+            Some(ChargedAt::Redis(_)) => return None,
+            Some(ChargedAt::Local(at)) => Some(at),
+            None => None,
+        };
+        let most = account.refundable(at, self.clock.micros())?;
+        let cost = check.cost().min(u32::try_from(most).unwrap_or(u32::MAX));
+        Some(match charged {
+            [] => Check::refund(*check.key(), check.policies(), cost),
+            _ => Check::refund_of(*check.key(), check.policies(), cost, charged.into()),
+        })
+    }
+
+    /// The fallback has answered later. Nothing held the replies of the primary store back meanwhile, so a fallback
     /// that follows these should answer at once, as [`LocalStore`](crate::LocalStore) does.
     pub(super) fn fell_back(
         self: &Arc<Self>,
@@ -214,25 +250,23 @@ impl<P: Store, F: Store> Partition<P, F> {
         sent: bool,
         answer: Result<Decision, StoreError>,
     ) -> Result<Decision, StoreError> {
-        self.note(self.outages.caller(check.key()), check, sent, answer)
+        self.record(self.accounts.caller(check.key()), check, sent, answer)
     }
 
-    fn note(
+    fn record(
         self: &Arc<Self>,
-        caller: Caller<'_>,
+        mut caller: Caller<'_>,
         check: &Check,
         sent: bool,
         answer: Result<Decision, StoreError>,
     ) -> Result<Decision, StoreError> {
         let decision = share::of_whole(check, answer?, || self.clock.micros());
-        let once = check.id().is_some() && check.mode() != Mode::Reset;
-        if sent && !once {
-            return Ok(decision);
+        let now = self.clock.micros();
+        let is_owed = !sent && caller.record(check, &decision, now);
+        drop(caller);
+        if is_owed {
+            self.attend();
         }
-        let Some(number) = caller.note(check, sent, &decision, || self.clock.micros()) else {
-            return Ok(decision);
-        };
-        self.attend();
-        Ok(decision.in_log(number))
+        Ok(decision.charged_locally(now))
     }
 }

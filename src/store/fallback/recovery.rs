@@ -23,8 +23,11 @@ use crate::util::{Span, Task, instant, jittered};
 /// Longest wait for others that reconcile.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 
+/// A task that has begun is relied on until its runtime ends.
+const FOREVER: Duration = Duration::from_secs(365 * 86_400);
+
 impl<P: Store, F: Store> Partition<P, F> {
-    /// Starts the task that looks after the primary store on the present runtime, if no task does so.
+    /// Starts the task that looks after the primary store on the present runtime, unless one is running.
     pub(super) fn attend(self: &Arc<Self>) {
         let now = instant();
         if self.recovery.is_held(now) {
@@ -35,14 +38,14 @@ impl<P: Store, F: Store> Partition<P, F> {
         };
         let span = Span {
             begins: now,
-            until: now + self.patience(),
+            until: now + FOREVER,
         };
         if let Some(task) = self.recovery.begin(runtime.id(), now, span) {
             drop(
                 runtime.spawn(
                     Recovery {
                         partition: Arc::downgrade(self),
-                        task,
+                        _task: task,
                     }
                     .run(),
                 ),
@@ -50,26 +53,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    /// Has other runtimes rely on the task for longer. `false` if that has come too late, and another task has taken over.
-    pub(super) fn renew(&self, task: &Task) -> bool {
-        let now = instant();
-        task.renew(now, now + self.patience())
-    }
-
-    /// For how long other runtimes rely on a task that is not heard of. It waits for a quarter of a second and two
-    /// deadlines at most: see [`others`](Self::others).
-    fn patience(&self) -> Duration {
-        let longest = self
-            .settings
-            .deadline
-            .saturating_add(Breaker::LONGEST_DELAY)
-            .saturating_mul(2);
-        // Or there may be no such time.
-        longest.min(Duration::from_secs(365 * 86_400))
-    }
-
     fn needs_attention(&self) -> bool {
-        !self.breaker.is_closed() || !self.outages.is_empty()
+        !self.breaker.is_closed() || !self.accounts.is_empty()
     }
 
     /// What the primary store decides on a check of ours, by the deadline.
@@ -104,19 +89,20 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// How long it takes all other instances to find out that the primary store is back, and to announce that they
-    /// reconcile. `None` if there are no others.
-    fn others(&self) -> Option<Duration> {
+    /// reconcile; and for how long an announcement holds. `None` if there are no others.
+    fn others(&self) -> Option<(Duration, Duration)> {
         let instances = self.settings.share.instances();
-        // The longest wait until a probe, a deadline for the probe, and one for the announcement.
+        // A deadline for the probe, and one for the announcement.
+        let both = self.settings.deadline.saturating_mul(2);
         (instances > NonZeroU32::MIN).then(|| {
-            Breaker::longest_delay(instances)
-                .saturating_add(self.settings.deadline.saturating_mul(2))
+            let found = Breaker::longest_delay(instances).saturating_add(both);
+            (found, Breaker::spread(instances).saturating_add(both))
         })
     }
 
     /// With the breaker closed: sends a probe if it is half-open, and reconciles what the fallback has
     /// granted. `false` if the primary store fails again.
-    async fn tend(self: &Arc<Self>, task: &Task) -> bool {
+    async fn tend(self: &Arc<Self>) -> bool {
         if !self.breaker.is_closed() {
             if let Err(error) = self.ping().await {
                 self.count(&error, Ticket::Probe);
@@ -124,18 +110,18 @@ impl<P: Store, F: Store> Partition<P, F> {
             }
             self.breaker.succeeded(Ticket::Probe);
         }
-        let well = self.reconcile(task).await;
+        let well = self.reconcile().await;
         self.notify();
         well
     }
 
     /// With the breaker open: reconciles, and then closes it. `false` if the primary store fails again.
-    async fn close(self: &Arc<Self>, task: &Task) -> bool {
+    async fn close(self: &Arc<Self>) -> bool {
         // Requests go on meanwhile, and the fallback grants some more. After a few rounds there is hardly anything left.
         for _ in 0..Self::ROUNDS {
-            if self.outages.is_empty() {
+            if self.accounts.is_empty() {
                 break;
-            } else if !self.reconcile(task).await {
+            } else if !self.reconcile().await {
                 return false;
             }
         }
@@ -146,24 +132,25 @@ impl<P: Store, F: Store> Partition<P, F> {
             self.observe(|observer| observer.recovered(&event::Recovered::new(after)));
         }
         // What fails here, `tend` reconciles later.
-        self.reconcile(task).await;
+        self.reconcile().await;
         true
     }
 
     const ROUNDS: usize = 3;
 }
 
-/// The task. It ends when there is nothing to do, when another one has taken over, and with the last clone of the store.
+/// The task. It ends when there is nothing to do, and with the last clone of the store.
 struct Recovery<P: Store, F: Store> {
     partition: Weak<Partition<P, F>>,
-    task: Task,
+    _task: Task,
 }
 
 impl<P: Store, F: Store> Recovery<P, F> {
     async fn run(self) {
         let (mut attempts, mut was_open) = (0, false);
         while let Some(partition) = self
-            .current()
+            .partition
+            .upgrade()
             .filter(|partition| partition.needs_attention())
         {
             let open = partition.breaker.is_open();
@@ -174,14 +161,14 @@ impl<P: Store, F: Store> Recovery<P, F> {
                 (attempts, was_open) = (0, open);
             }
             sleep(jittered(Breaker::delay(attempts, longest), 0.5..1.0)).await;
-            let Some(partition) = self.current() else {
+            let Some(partition) = self.partition.upgrade() else {
                 break;
             };
             let well = unless_it_panics(async {
                 if partition.breaker.is_open() {
                     self.recover(partition).await
                 } else {
-                    partition.tend(&self.task).await
+                    partition.tend().await
                 }
             });
             let well = well.await.unwrap_or(false);
@@ -195,47 +182,40 @@ impl<P: Store, F: Store> Recovery<P, F> {
         }
     }
 
-    /// The store, unless it is gone or another task looks after it.
-    fn current(&self) -> Option<Arc<Partition<P, F>>> {
-        self.partition
-            .upgrade()
-            .filter(|partition| partition.renew(&self.task))
-    }
-
     /// With the breaker open: tries to close it. Reconciles first, and waits until the other instances have reconciled
     /// too: otherwise they and this one would be granted again what the others have granted already.
     async fn recover(&self, mut partition: Arc<Partition<P, F>>) -> bool {
-        if partition.ping().await.is_err() || !partition.renew(&self.task) {
+        if partition.ping().await.is_err() {
             return false;
         }
-        let mut well = true;
-        if let Some(others) = partition.others() {
-            well = partition
-                .announced(others, partition.reconcile(&self.task))
-                .await;
+        let (mut well, since) = (true, instant());
+        if let Some((found, holds)) = partition.others() {
+            well = partition.announced(holds, partition.reconcile()).await;
             let reconciled = instant();
-            let mut wait = others;
+            let mut wait = found.saturating_sub(since.elapsed());
             while well && reconciled.elapsed() < LONGEST_WAIT {
                 drop(partition);
                 sleep(wait).await;
-                let Some(again) = self.current() else {
+                let Some(again) = self.partition.upgrade() else {
                     return false;
                 };
                 partition = again;
                 match partition.reconciling().await {
                     Ok(None) => break,
-                    // All wait for the same moment.
-                    Ok(Some(time)) => wait = time.min(LONGEST_WAIT) + jittered(others, 0.0..0.25),
+                    Ok(Some(time)) => wait = time.min(LONGEST_WAIT),
                     Err(_) => {
-                        wait = jittered(others, 0.0..0.25);
+                        wait = Duration::ZERO;
                         well = partition.ping().await.is_ok();
                     }
                 }
+                // All wait for the same moment.
+                let spread = Breaker::spread(partition.settings.share.instances());
+                wait += jittered(spread, 0.0..0.5);
                 // The fallback grants meanwhile, so that little is left in the end.
-                well = well && partition.reconcile(&self.task).await;
+                well = well && partition.reconcile().await;
             }
         }
-        let recovered = well && partition.close(&self.task).await;
+        let recovered = well && partition.close().await;
         partition.notify();
         recovered
     }

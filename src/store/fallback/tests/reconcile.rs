@@ -5,14 +5,12 @@ use std::future::poll_fn;
 use std::pin::pin;
 use std::sync::atomic::Ordering::Relaxed;
 
-use futures_util::future::join_all;
-use tokio::runtime::Handle;
-
 use super::far::{Far, caller, cut, recovery, take};
 use super::*;
 use crate::store::RedisStore;
 use crate::support::{RedisServer, until};
-use crate::util::{Span, Task, TaskOwner, instant};
+use crate::util::instant;
+use futures_util::future::join_all;
 
 /// Two instances have granted most of some limits between them. One of them has to charge others before these, which
 /// takes about a second, and the other has hardly anything to charge.
@@ -282,14 +280,6 @@ async fn concurrency_follows_the_distance_of_the_store() {
     );
 }
 
-/// One that nobody takes over from.
-fn task() -> Task {
-    let now = instant();
-    TaskOwner::new(now)
-        .begin(Handle::current().id(), now, Span::on_each_runtime(now))
-        .unwrap()
-}
-
 /// Whatever there is to reconcile, other tasks of the runtime run in between.
 #[tokio::test(start_paused = true)]
 async fn reconciliation_yields_to_other_tasks() {
@@ -304,8 +294,7 @@ async fn reconciliation_yields_to_other_tasks() {
     // All have lapsed, so that nothing is sent and nothing waited for.
     advance(Duration::from_secs(2)).await;
     let partition = &store.partitions[0];
-    let task = task();
-    let mut reconciling = pin!(partition.reconcile(&task));
+    let mut reconciling = pin!(partition.reconcile());
     let mut polls = 0;
     assert!(
         poll_fn(|cx| {
@@ -314,7 +303,7 @@ async fn reconciliation_yields_to_other_tasks() {
         })
         .await
     );
-    assert!(partition.outages.is_empty());
+    assert!(partition.accounts.is_empty());
     assert!(
         polls >= CALLERS / 1_000,
         "{CALLERS} callers in {polls} goes"
@@ -332,58 +321,36 @@ async fn a_failed_reconciliation_keeps_unsent_charges() {
         let _ = take(&store, caller(i), &policies).await;
     }
     let partition = &store.partitions[0];
-    assert!(!partition.reconcile(&task()).await);
+    assert!(!partition.reconcile().await);
     far.set(Some(Duration::from_millis(1)));
     recovery(&store).await;
     assert_eq!(lock(&far.seen).order.len(), 5_000);
 }
 
-/// Charges that came before a refund, the refund, and those after it.
+/// What was granted before a reset is forgotten, and what was granted after it is charged.
 #[tokio::test(start_paused = true)]
-async fn one_reconciliation_goes_through_all_stages() {
+async fn one_reconciliation_resets_and_charges() {
     let far = Far::new(Duration::from_millis(2));
     let store = far.fallback(1);
     let policies = policies(Strategy::Gcra, "100/100d");
+    let _ = take(&store, ann(), &policies).await;
     cut(&store, &far).await;
     let take = |cost| Check::take(ann(), &policies, cost);
     for check in [
-        take(20).with_id("one"),
-        take(5).with_id("two"),
-        Check::refund(ann(), &policies, 15),
-        take(7),
+        take(20),
+        Check::reset(ann(), &policies),
+        take(15),
+        Check::refund(ann(), &policies, 8),
     ] {
         let _ = store.check(check).await.unwrap();
     }
     far.set(Some(Duration::from_millis(2)));
     let partition = &store.partitions[0];
-    assert!(partition.reconcile(&task()).await && partition.outages.is_empty());
+    assert!(partition.reconcile().await && partition.accounts.is_empty());
     let peek = far
         .counts
         .check(Check::peek(ann(), &policies, 0))
         .await
         .unwrap();
-    assert_eq!(peek.capacity() - peek.remaining(), 20 + 5 - 15 + 7);
-}
-
-/// One caller may have any number of ids.
-#[tokio::test(start_paused = true)]
-async fn reconciliation_yields_between_the_ids_of_callers() {
-    const IDS: usize = 3_000;
-    let far = Far::new(Duration::from_millis(2));
-    let store = far.fallback(1);
-    let policies = policies(Strategy::Gcra, "100000/100d");
-    cut(&store, &far).await;
-    for i in 0..IDS {
-        let check = Check::take(ann(), &policies, 1).with_id(format!("id-{i}"));
-        assert!(store.check(check).await.unwrap().is_allowed());
-    }
-    let _ = store.check(Check::take(ann(), &policies, 5)).await.unwrap();
-    far.set(Some(Duration::from_millis(2)));
-    recovery(&store).await;
-    let peek = far
-        .counts
-        .check(Check::peek(ann(), &policies, 0))
-        .await
-        .unwrap();
-    assert_eq!(peek.capacity() - peek.remaining(), IDS as u32 + 5);
+    assert_eq!(peek.capacity() - peek.remaining(), 15 - 8);
 }
