@@ -1,7 +1,7 @@
 //! `cargo bench -p benches --bench allocations`
 //!
-//! How many times a request allocates, in every case of `cargo bench -p benches --bench load`, with all that it makes the client of
-//! Redis do. `-- TEXT...` counts only the cases whose name has one of the texts.
+//! Allocations per request, in every case of `cargo bench -p benches --bench load`, including those
+//! of the Redis client. `-- TEXT...` measures only the cases whose name contains one of the texts.
 
 #![allow(
     missing_docs,
@@ -15,7 +15,7 @@ use benches::cases::{self, Case, Servers, What};
 use benches::meter::Amount;
 use tokio::runtime;
 
-/// As many for each task, however many there are.
+/// Requests of the smaller run: a multiple of every number of tasks.
 const FEW: u64 = 20 * 1024;
 const MORE: u64 = 40 * 1024;
 
@@ -26,7 +26,7 @@ fn main() {
         .collect();
     let servers = Servers::start();
     for case in cases::named(&texts) {
-        // Others do not run in this process, or make their own allocations beside those of a request.
+        // Other cases do not run in this process, or allocate in addition to their requests.
         if !matches!(case.0, What::Get | What::Bare | What::Http(_)) {
             let count =
                 (count(case, &servers, MORE) - count(case, &servers, FEW)) / (MORE - FEW) as f64;
@@ -35,9 +35,9 @@ fn main() {
     }
 }
 
-/// How many allocations so many requests take, and all around them.
+/// Returns the allocations of a run with this number of requests.
 fn count(case: Case, servers: &Servers, requests: u64) -> f64 {
-    // Allocations are counted by the thread.
+    // Allocations are counted per thread.
     let runtime = runtime::Builder::new_current_thread()
         .enable_all()
         .build()

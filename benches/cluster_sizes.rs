@@ -1,11 +1,11 @@
 //! `cargo bench -p benches --bench cluster_sizes`
 //!
-//! A Redis Cluster as large as one likes, on paper: instances and masters are simulated, without a network, and each
-//! run gives the same figures. Prints the tables of `docs/running.md`: what is sent, and how often the map of slots is
-//! asked for.
+//! Redis Clusters of any size: instances and masters are simulated, without a network, and each run
+//! gives the same figures. Prints the tables of `docs/running.md`: the traffic, and the number of
+//! queries of the map of slots.
 //!
-//! It has the rules of
-//! `src/store/redis` (workers, batches, denials that are remembered, when the map is asked for) and of the breaker's probes. What Redis takes for them is measured: see [`READ`].
+//! It follows the rules of `src/store/redis` (workers, batches, cached denials, refreshes of the
+//! map) and of the breaker's probes. Redis's processing times are measured: see [`READ`].
 
 #![allow(
     missing_docs,
@@ -19,21 +19,21 @@ use std::mem;
 
 use fastrand::Rng;
 
-/// Callers, of whom the n-th asks a n-th as often as the first: Zipf's law.
+/// Number of callers. The n-th sends 1/n as many requests as the first (Zipf's law).
 const CALLERS: usize = 1_000_000;
-/// The limit of each, in checks a second; as many at once.
+/// The limit of each caller, in checks per second; the burst is the same number.
 const LIMIT: f64 = 100.0;
 
-/// All times are in microseconds. From an instance to a server and back.
+/// Round trip from an instance to a server. All times are in microseconds.
 const ROUND_TRIP: f64 = 500.0;
-/// What a server takes for a read and the write that answers it, for a script call, and for each caller in it.
+/// A server's time for a read and the reply to it, per script call, and per caller in it.
 const READ: f64 = 8.0;
 const CALL: f64 = 7.0;
 const CHECK: f64 = 2.2;
 /// A store's `batch`.
 const BATCH: usize = 128;
 
-/// What is counted, after as much time to begin.
+/// Measured time, after a warm-up of the same length.
 const TIME: f64 = 250_000.0;
 
 #[derive(Clone, Copy)]
@@ -41,7 +41,7 @@ struct Size {
     instances: usize,
     masters: usize,
     partitions: usize,
-    /// Requests a second, of each instance.
+    /// Requests per second of each instance.
     rate: f64,
 }
 
@@ -104,17 +104,17 @@ fn main() {
     }
 }
 
-/// Something happens to an instance: a request comes, or a master has answered one of its workers.
+/// An event of an instance: a request arrives, or a master replies to one of its workers.
 #[derive(Clone, Copy, PartialEq)]
 enum Event {
     Request,
     Answer { master: usize, pipeline: usize },
 }
 
-/// The workers of an instance to a master: at most two, the second only if more than a batch waits.
+/// The workers of an instance for a master: at most two, the second only if more than a batch waits.
 #[derive(Default)]
 struct Workers {
-    /// Callers, and since when they wait.
+    /// The waiting callers, each with the start of its wait.
     waiting: Vec<(usize, f64)>,
     running: usize,
     connections: usize,
@@ -123,17 +123,17 @@ struct Workers {
 struct Traffic {
     size: Size,
     rng: Rng,
-    /// How many of the requests are of the first callers.
+    /// Cumulative shares of the requests, by caller.
     shares: Vec<f64>,
-    /// By instance and master.
+    /// Per instance and master.
     workers: Vec<Workers>,
-    /// Until when an instance remembers that a caller is denied.
+    /// Per instance, the callers with a cached denial and its expiry.
     denied: Vec<HashMap<usize, f64>>,
-    /// When each caller's limit is whole again.
+    /// Time at which each caller's limit is full again.
     full_at: Vec<f64>,
-    /// Until when each master is busy, and for how long it was.
+    /// Per master, the end of its current work, and its total busy time.
     busy: Vec<(f64, f64)>,
-    /// Pipelines under way: what each asks, and what came of it.
+    /// Pipelines in flight: per check, the caller and its result.
     pipelines: Vec<Vec<(usize, f64)>>,
     events: BinaryHeap<Reverse<(u64, usize, usize)>>,
     happening: Vec<(usize, Event)>,
@@ -218,7 +218,7 @@ impl Traffic {
         self.told()
     }
 
-    /// Until the next request of an instance.
+    /// Time until the next request of an instance.
     fn pause(&mut self) -> f64 {
         -(1.0 - self.rng.f64()).ln() * 1e6 / self.size.rate
     }
@@ -244,7 +244,7 @@ impl Traffic {
     }
 
     fn partition(&self, caller: usize) -> usize {
-        // Any hash.
+        // Any hash function will do.
         Rng::with_seed(caller as u64).usize(..self.size.partitions)
     }
 
@@ -276,7 +276,7 @@ impl Traffic {
             if wait <= 0.0 {
                 *full_at = next;
             } else {
-                // From when it is told; a little late, as the code has it.
+                // From the time of the reply, slightly late, as in the code.
                 self.denied[instance].insert(*caller, now + wait);
             }
         }
@@ -328,13 +328,12 @@ impl Traffic {
     }
 }
 
-/// A delay, or the second half of it.
+/// A random delay between half of `delay` and `delay`.
 fn jitter(rng: &mut Rng, delay: f64) -> f64 {
     delay * (1.0 + rng.f64()) / 2.0
 }
 
-/// When an instance asks for the slots, as `Refresher` plans it: one at a time, and the less there is to hear the
-/// longer it waits.
+/// An instance's queries of the slots, as `Refresher` schedules them: one at a time, and less often while nothing changes.
 #[derive(Default)]
 struct Refresher {
     last: Option<f64>,
@@ -343,7 +342,7 @@ struct Refresher {
 }
 
 impl Refresher {
-    /// `changed` is whether another map is heard at a time. A task that is planned covers what happens until it asks.
+    /// `changed` is whether the map has changed at a given time. A planned task covers all events until its query.
     fn start(&mut self, rng: &mut Rng, now: f64, delay: f64, changed: impl Fn(f64) -> bool) {
         let gap = jitter(
             rng,
@@ -359,7 +358,7 @@ impl Refresher {
     }
 }
 
-/// Slots of partitions move at these times: each instance is sent elsewhere by its next check for that partition.
+/// Slots of partitions move at these times: each instance is redirected by its next check for the partition.
 fn reshard(size: Size, moves: &[f64]) -> Vec<f64> {
     let mut rng = Rng::with_seed(14);
     let mut asks = vec![];
@@ -374,10 +373,11 @@ fn reshard(size: Size, moves: &[f64]) -> Vec<f64> {
     asks
 }
 
-/// A master is gone until its replica takes over. Each of its partitions is tried again and again, and each failure
-/// asks for the slots. Returns when these are asked for, and when the heir is tried, from then on.
+/// A master fails until its replica takes over. Each of its partitions is tried repeatedly, and
+/// each failure requests a query of the slots. Returns the times of these queries, and of the
+/// attempts at the replica afterwards.
 fn failover(size: Size, until: f64) -> (Vec<f64>, Vec<f64>) {
-    /// A connection that nobody answers is given up after this.
+    /// Time after which a connection without a reply is given up.
     const TIMEOUT: f64 = 250_000.0;
     let mut rng = Rng::with_seed(14);
     let (mut asks, mut tries) = (vec![], vec![]);
@@ -399,7 +399,7 @@ fn failover(size: Size, until: f64) -> (Vec<f64>, Vec<f64>) {
                 .iter()
                 .any(|asked| (until..now).contains(asked))
             {
-                // The map has the heir.
+                // The map has the new master.
                 tries.extend(probes.iter().map(|probe| probe.0));
                 break;
             }
@@ -412,14 +412,14 @@ fn failover(size: Size, until: f64) -> (Vec<f64>, Vec<f64>) {
     (asks, tries)
 }
 
-/// How many at most in a time so long.
+/// Returns the maximum number of events in any slot of this length.
 fn busiest(times: impl Iterator<Item = f64>, length: f64) -> usize {
     let mut slots: HashMap<u64, usize> = HashMap::new();
     times.for_each(|at| *slots.entry((at / length) as u64).or_default() += 1);
     slots.into_values().max().unwrap_or(0)
 }
 
-/// Any node is asked, of 200.
+/// Any of 200 nodes is queried.
 fn asked(what: &str, asks: &[f64]) -> String {
     let mut rng = Rng::with_seed(14);
     let nodes: Vec<usize> = asks.iter().map(|_| rng.usize(..200)).collect();

@@ -1,9 +1,10 @@
 //! `cargo bench -p benches --bench faults`
 //!
-//! Runs every fault of `tests/faults` and of `tests/cluster` one after the other, with the same assertions, and prints
-//! them as tables. `-- server` has only the first of them, `-- leased` the same of callers that are leased to, and
-//! `-- cluster` the one of a cluster. `-- reconcile` tells how long it takes to charge many callers after an outage, and
-//! `-- fleet` how long it takes up to 1,000 instances to share their counts again.
+//! Runs every fault of `tests/faults` and of `tests/cluster` sequentially, with the same
+//! assertions, and prints them as tables. `-- server` runs only the first table, `-- leased` the
+//! same faults with leased callers, and `-- cluster` the faults of a cluster. `-- reconcile`
+//! measures the time to charge many callers after an outage, and `-- fleet` the time until up to
+//! 1,000 instances share their counts again.
 
 #![allow(
     missing_docs,
@@ -92,7 +93,7 @@ fn main() {
 const HEAD: &str = "| Fault | Requests | Failed | Worst wait | Granted / allowed | Not answered | Reconciled | Recovery | p99 before | p99 once open";
 const LINE: &str = "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:";
 
-/// What both tables have of a row.
+/// Formats the columns that both tables have.
 fn line(name: &str, row: &Outcome) -> String {
     let Outcome {
         requests,
@@ -110,7 +111,7 @@ fn line(name: &str, row: &Outcome) -> String {
     )
 }
 
-/// On a runtime of its own, so that no task of one row is in the way of another.
+/// Runs a row on a separate runtime, so that no task affects another row.
 fn run<T: Send + 'static>(name: &str, row: impl Future<Output = T> + Send + 'static) -> T {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)

@@ -1,11 +1,13 @@
 //! `cargo bench -p benches --bench growth`
 //!
-//! How decisions per second, and what one takes of Redis and of the client, change as something grows: the callers whom
-//! Redis holds, the instances of a service, the requests at a time, and the masters of a cluster. All of them share the
-//! machine, so what grows is mostly what a decision takes; a dashed line says what Redis alone could decide.
+//! Decisions per second, and the cost of a decision in Redis and in the client, as something grows:
+//! the callers that Redis stores, the instances of a service, the concurrent requests, and the
+//! masters of a cluster. All share the machine, so what grows is mainly the cost of a decision; a
+//! dashed line shows what Redis alone could decide.
 //!
-//! `-- TEXT...` runs only the series whose name has one of the texts. `-- --quick` only tries them, with a million callers
-//! at most. `-- --save` also writes what was measured into `docs/performance.md`, and draws its pictures.
+//! `-- TEXT...` runs only the series whose name contains one of the texts. `-- --quick` is a short
+//! trial, with at most a million callers. `-- --save` also writes the results into
+//! `docs/performance.md`, and draws its pictures.
 
 #![allow(
     missing_docs,
@@ -29,11 +31,11 @@ use tokio::runtime;
 use tower_redis_ratelimit::RedisStore;
 use tower_redis_ratelimit::store::RedisStoreBuilder;
 
-/// How many rounds, and how much of a point in each.
+/// Number of rounds, and the amount per point in each.
 const ROUNDS: (usize, Amount) = (3, Amount::Time(Duration::from_secs(1)));
 const QUICK: (usize, Amount) = (1, Amount::Time(Duration::from_millis(100)));
 
-/// What grows, and its values.
+/// A parameter that grows, and its values.
 struct Series {
     name: &'static str,
     by: &'static str,
@@ -80,13 +82,13 @@ const SERIES: [Series; 4] = [
     },
 ];
 
-/// What is measured.
+/// The parameters of a measurement.
 #[derive(Clone, Copy)]
 struct Point {
     callers: u32,
     instances: usize,
     requests: u64,
-    /// Of a cluster, or none of a single server.
+    /// Number of masters of a cluster; `None` for a single server.
     masters: Option<usize>,
 }
 
@@ -125,7 +127,7 @@ fn main() {
         for round in 1..=rounds {
             eprintln!("{}, round {round} of {rounds}", series.name);
             for (site, measures) in sites.iter().zip(&mut measures) {
-                // On a runtime of its own, so that no task of one is in the way of another.
+                // On a separate runtime, so that no task affects another measurement.
                 measures.push(block_on(site.measure(amount)));
             }
         }
@@ -153,11 +155,11 @@ fn block_on<T>(future: impl Future<Output = T>) -> T {
         .block_on(future)
 }
 
-/// The servers of a point, with all of its callers.
+/// The servers of a point, filled with all its callers.
 struct Site {
     point: Point,
     servers: Servers,
-    /// What Redis takes for each caller.
+    /// Redis's memory per caller.
     bytes: f64,
 }
 
@@ -179,7 +181,7 @@ impl Site {
             servers,
             bytes: 0.0,
         };
-        // It brings what Redis holds besides callers.
+        // Create the store first: its own keys are not callers.
         let store = site.store().await;
         let (empty, _) = site.memory().await;
         fill(store, site.load()).await;
@@ -207,7 +209,7 @@ impl Site {
     fn builder(&self) -> RedisStoreBuilder {
         match &self.servers {
             Servers::Single(server) => RedisStore::builder(server.url()),
-            // As its documentation says.
+            // As its documentation recommends.
             Servers::Cluster(cluster) => {
                 let masters = cluster.nodes.len();
                 let partitions = if masters > 6 { 4 * masters } else { 12 };
@@ -219,7 +221,7 @@ impl Site {
     }
 
     async fn store(&self) -> RedisStore {
-        // Redis is away for a while as a table of ten million keys grows.
+        // Redis does not respond for a while when a table of ten million keys grows.
         self.builder()
             .timeout(Duration::from_secs(20))
             .connect()
@@ -227,7 +229,7 @@ impl Site {
             .unwrap()
     }
 
-    /// Bytes and keys.
+    /// Returns the used bytes, and the number of keys.
     async fn memory(&self) -> (u64, u64) {
         let (mut bytes, mut keys) = (0, 0);
         for server in self.servers() {
@@ -261,7 +263,7 @@ struct Report {
     series: Series,
     at: Vec<u64>,
     sites: Vec<Site>,
-    /// For each value one of every round.
+    /// Per value, one measure per round.
     measures: Vec<Vec<Measure>>,
 }
 
@@ -287,12 +289,12 @@ impl Report {
             self.medians(|m| m.batch),
         ];
         for (i, (at, site)) in self.at.iter().zip(&self.sites).enumerate() {
-            // Of two cases of the same round.
+            // Ratio of two cases in the same round.
             let of_first = self.measures[i]
                 .iter()
                 .zip(&self.measures[0])
                 .map(|(m, first)| m.per_second / first.per_second);
-            // Of fewer callers, buffers of connections would count for more.
+            // With fewer callers, connection buffers would dominate.
             let bytes = if site.point.callers < 10_000 {
                 "-".to_owned()
             } else {

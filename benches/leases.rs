@@ -1,7 +1,8 @@
 //! `cargo bench -p benches --bench leases`
 //!
-//! Grants per second of four instances that share one limit and are asked for one and a half times as much, in parts of 8, 4, 2
-//! and 1: without leases, and with them. `-- --save` draws `docs/leases-plot.svg`.
+//! Grants per second of four instances that share one limit, with one and a half times as many
+//! requests, in parts of 8, 4, 2 and 1: without leases, and with them. `-- --save` draws
+//! `docs/leases-plot.svg`.
 
 #![allow(
     missing_docs,
@@ -29,19 +30,19 @@ const PARTS: [u32; 4] = [8, 4, 2, 1];
 const LIMIT: u32 = 2_000;
 const DEMAND: u32 = LIMIT * 3 / 2;
 const LEASE: Duration = Duration::from_millis(100);
-/// A machine that stalls is no outage.
+/// A stall of the machine must not count as an outage.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// How often each instance asks for what is due, how many times in a point of the picture, and how many points there are.
+/// Interval at which each instance sends its due requests, number of intervals per point of the picture, and of points.
 const TICK: Duration = Duration::from_millis(5);
 const TICKS: usize = 100;
 const POINTS: usize = 40;
 
-/// What was measured in one of both ways.
+/// The results without leases, or with them.
 struct Run {
     name: &'static str,
-    /// Of each instance, in each point.
+    /// Per instance and point.
     granted: Vec<[u32; POINTS]>,
-    /// How often Redis was asked, in a second.
+    /// Calls to Redis per second.
     calls: u64,
 }
 
@@ -103,7 +104,7 @@ async fn measure(name: &'static str, policies: Policies) -> Run {
     }
 }
 
-/// What an instance is granted of its part, in each point.
+/// Returns the grants of an instance, per point.
 async fn ask(store: impl Store, part: u32, policies: Policies) -> [u32; POINTS] {
     let (mut granted, mut due) = ([0; POINTS], 0.0);
     let each = f64::from(DEMAND * part) / f64::from(PARTS.iter().sum::<u32>()) * TICK.as_secs_f64();
@@ -130,7 +131,7 @@ async fn ask(store: impl Store, part: u32, policies: Policies) -> [u32; POINTS] 
 const COLORS: [&str; 4] = ["#0072b2", "#56b4e9", "#009e73", "#e69f00"];
 const WIDTH: f64 = 300.0;
 
-/// Both beside each other: what the instances were granted, one on top of the other, and the limit.
+/// Draws both runs side by side: the grants of the instances, stacked, and the limit.
 fn draw(runs: &[Run]) -> String {
     let seconds = TICK.as_secs_f64() * TICKS as f64;
     let y = |per_second: f64| 250.0 - 200.0 * per_second / f64::from(DEMAND);
@@ -153,7 +154,7 @@ fn draw(runs: &[Run]) -> String {
                 .zip(points)
                 .map(|(below, point)| below + f64::from(*point) / seconds)
                 .collect();
-            // A step for each point, and back along those below.
+            // A step per point, and back along the steps below.
             let forth: String = (0..POINTS)
                 .map(|p| format!("L{:.1} {:.1}H{:.1}", x(p), y(above[p]), x(p + 1)))
                 .collect();

@@ -1,7 +1,7 @@
 //! `cargo bench -p benches --bench select`
 //!
-//! What it costs to find the policies of a request: whole requests through a layer with a `LocalStore`, under policies that
-//! are always the same and under those that each selector finds; and the selectors alone.
+//! The cost of finding a request's policies: whole requests through a layer with a `LocalStore`,
+//! under fixed policies and under each selector; and the selectors alone.
 
 #![allow(
     missing_docs,
@@ -96,7 +96,7 @@ fn main() {
     run("live", layer(Live::new(policy("api"))));
     group.finish();
 
-    // Of a million callers with policies of their own, who come in any order.
+    // A million callers, each with its own policies, in random order.
     const CALLERS: u32 = 1_000_000;
     let key = |i: u32| Key::new(format!("tenant-{i}"));
     let own: Vec<Policies> = (0..1_000)

@@ -1,7 +1,8 @@
 //! `cargo bench -p benches --bench server`
 //!
-//! What every strategy costs Redis, beside the two classic scripts, in one run: server time per check in batches of 32
-//! (`usec_per_call` of the script call over its checks), and memory per key.
+//! The cost of every strategy in Redis, compared with the two classic scripts, in one run: server
+//! time per check in batches of 32 (`usec_per_call` of the script call over its checks), and memory
+//! per key.
 
 #![allow(
     missing_docs,
@@ -27,7 +28,7 @@ const BATCH: usize = 32;
 const ROUNDS: usize = 300;
 const REPEATS: usize = 5;
 
-/// The recipe of a sorted set, as it is found everywhere: one member per request.
+/// The common recipe with a sorted set: one member per request.
 const ZSET_LOG: &str = "
 local t = redis.call('TIME')
 local now = t[1] * 1000000 + t[2]
@@ -39,7 +40,7 @@ if redis.call('ZCARD', KEYS[1]) < tonumber(ARGV[1]) then
 end
 return 0";
 
-/// The recipe of a hash: a count for each second.
+/// The recipe with a hash: a count per second.
 const HASH_LOG: &str = "
 local t = redis.call('TIME')
 local now, sum = tonumber(t[1]), 0
@@ -148,7 +149,7 @@ async fn bytes_of(server: &RedisServer, key: &str) -> u64 {
         .await
 }
 
-/// Every check of its own caller, twice each, all granted.
+/// Each check has its own caller; two checks per caller, all granted.
 async fn ours(server: &RedisServer, strategy: Strategy) -> (f64, u64) {
     let store = store(server).await;
     let policies: Policies = Policy::new("api", strategy, Quota::per_hour(1_000))
@@ -173,7 +174,7 @@ async fn ours(server: &RedisServer, strategy: Strategy) -> (f64, u64) {
     (time, bytes)
 }
 
-/// Logs that hold so many entries each.
+/// Logs with this number of entries each.
 async fn full_log(server: &RedisServer, entries: u32) -> (f64, u64) {
     let store = store(server).await;
     let policies: Policies = Policy::new(
@@ -183,7 +184,7 @@ async fn full_log(server: &RedisServer, entries: u32) -> (f64, u64) {
     )
     .unwrap()
     .into();
-    // Checks of one caller in a batch would be decided as one: each is of its own.
+    // Checks of one caller in a batch would be decided as one, so each has its own caller.
     let round = || {
         join_all(
             (0..BATCH)
@@ -203,7 +204,7 @@ async fn full_log(server: &RedisServer, entries: u32) -> (f64, u64) {
     (time, bytes)
 }
 
-/// A script call per check, on a key filled with so many entries of the last hour.
+/// A script call per check, on a key with this number of entries of the last hour.
 async fn classic(
     server: &RedisServer,
     connection: &mut MultiplexedConnection,

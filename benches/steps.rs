@@ -26,8 +26,8 @@ use limit::{Check, Key, Policies, Policy, Quota, State, Strategy, Verdicts};
 
 const DAY: u64 = 24 * 3_600;
 
-/// The period of a quota that is never used up. Buckets drain slower than they are charged, so that a step finds
-/// something to reckon with; windows end now and then; a log holds so many charges.
+/// The period of a quota that is never used up. Buckets drain slower than they are charged, so that
+/// a step has a drain to compute; windows sometimes end; a log holds [`CHARGES`] charges.
 fn period(strategy: Strategy) -> Duration {
     match strategy {
         Strategy::SlidingLog => Duration::from_micros(CHARGES * STEP as u64),
@@ -36,7 +36,7 @@ fn period(strategy: Strategy) -> Duration {
     }
 }
 
-/// How much a caller is charged before it is measured.
+/// Units that a caller is charged before the measurement.
 const CHARGES: u64 = 1_000;
 
 /// The time from one check to the next, in microseconds.
@@ -45,7 +45,7 @@ const STEP: i64 = 3;
 /// A full second of the clock, half a year into a window of 366 days, in microseconds.
 const START: i64 = 1_789_999_200_000_000;
 
-/// One caller, and what is remembered of it.
+/// One caller and its state.
 struct Caller {
     key: Key,
     policies: Policies,
@@ -77,7 +77,7 @@ impl Caller {
 fn grant(group: &mut BenchmarkGroup<'_, WallTime>) {
     for &strategy in Strategy::ALL {
         let name = &format!("{strategy:?}");
-        // No log is longer.
+        // The longest possible log.
         let limit = if strategy == Strategy::SlidingLog {
             100_000
         } else {
@@ -98,7 +98,7 @@ fn grant(group: &mut BenchmarkGroup<'_, WallTime>) {
 fn denial(group: &mut BenchmarkGroup<'_, WallTime>) {
     for &strategy in Strategy::ALL {
         let name = &format!("{strategy:?}");
-        // Nothing flows back within the time of the bench.
+        // No charge expires during the bench.
         let mut caller = Caller::new(strategy, CHARGES as u32, Duration::from_secs(366 * DAY));
         group.bench_function(name, |bencher| bencher.iter(|| caller.step()));
         assert_eq!(caller.step().granted, 0, "{name}");

@@ -1,19 +1,20 @@
--- Fixed windows; the twin of src/limit/strategy/fixed_window.rs, which explains them.
+-- Fixed windows. The Rust half, src/limit/strategy/fixed_window.rs, explains the algorithm.
 --
--- Stored: start of the caller's window; amount granted in it; when the key expires, which the policy keeps from
--- `load` to `save`.
--- Registers: when the window began that holds now, and what was granted in it.
+-- Stored: start of the caller's window; granted amount; expiry of the key, which the policy keeps between
+-- `load` and `save`.
+--
+-- State: start of the current window, and the amount granted in it.
 --
 -- Uses decode, encode and max of call.lua; lasting and write of prelude.lua.
 
 local FORMAT, LENGTH = '<i7I5I5', 17
 
--- An offset of -1: a window begins at the first charge.
+-- With the offset -1, a window starts with the first charge.
 local function policy(capacity, period, offset)
   return { capacity = capacity, period = period, offset = offset }
 end
 
--- When a window begins that holds now: at the last border of the clock, or now.
+-- Returns the start of the current window: the last boundary of the clock, or now.
 local function window_start(policy, now)
   if policy.offset >= 0 then
     return now - (now - policy.offset) % policy.period
@@ -48,7 +49,7 @@ local function charge(policy, key, now, cost, start, count)
   return start, count + cost
 end
 
--- Of a charge in the window that holds now.
+-- The charge is refunded only if it was made in the current window.
 local function refund(policy, key, now, cost, of, start, count)
   if 2 * (start + policy.period - now - (of.reset - of.age)) >= policy.period then
     return 0, start, count

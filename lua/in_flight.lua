@@ -1,17 +1,21 @@
--- Requests in flight; the Rust half, src/limit/in_flight.rs, explains them. The driver calls the functions of a
--- strategy, and also:
---   preview(policy, key, mode, room)                   the room that the check needs, and the grant
---   hold(policy, key, now, mode, grants, most, ...)    what was granted, if no policy grants more than `most`, and the state then
---   run_of(mode)                                       decides a run of such checks, if there is such a function
+-- Requests in flight. The Rust half, src/limit/in_flight.rs, explains the algorithm. The driver calls the
+-- functions of a strategy, and these:
+--   preview(policy, key, mode, room)
+--       the room that the check needs, and the amount that it grants
+--   hold(policy, key, now, mode, grants, most, ...)
+--       the granted amount (0 if `most` is negative, since a policy denies the check), and the new state
+--   run_of(mode)
+--       the function that decides a run of such checks, if there is one
 --
--- Stored: a sorted set of the slots' ids, each by the microsecond in which it expires.
--- State: the number of slots, and when the last of them expires.
+-- Stored: a sorted set of the slots' ids; the score is the expiry in microseconds.
+--
+-- State: the number of slots, and the expiry of the last one.
 --
 -- Uses slot, keep, encode, decode, max and min of call.lua; expiry, fail, good, read, try and write of prelude.lua.
 
--- A request may end at any time: a waiter checks again after this many microseconds.
+-- Wait of a denied check, in microseconds: a request may end at any time.
 local AGAIN = 100000
--- No slot lives longer.
+-- Maximum TTL of a slot, in microseconds.
 local LONGEST_TTL = 3600000000
 
 local function text(number)
@@ -25,12 +29,13 @@ local function policy(capacity, ttl)
   return { capacity = capacity, expires = expires, expires_text = text(expires), in_flight = true }
 end
 
--- Whether a reply says that the key has a value of another type, which counts as nothing.
+-- Returns whether the reply shows that the key has a value of another type, which counts as empty.
 local function is_foreign(reply)
   return type(reply) == 'table' and reply.err and string.find(reply.err, 'WRONGTYPE', 1, true)
 end
 
--- Removes the slots that have expired. Slots that another clock has left in the future expire when the longest could.
+-- Removes expired slots. If the clock was ahead when slots were taken, limits their expiry to the
+-- maximum TTL from now.
 local function load(policy, key, now)
   local count = redis_pcall('ZCARD', key)
   policy.foreign = is_foreign(count)
@@ -62,10 +67,10 @@ local function reset(policy, now, count, latest)
   return count > 0 and max(0, latest - now) or 0
 end
 
--- The slots are stored: only the expiry of their key is not.
+-- The slots are already stored; this only sets the expiry of the key.
 local function save(policy, key, now, at)
   if not try('PEXPIREAT', key, expiry(at)) then
-    -- Without the right to expire it, the key would stay.
+    -- Without permission to set the expiry, the key would never expire.
     try('DEL', key)
   end
 end
@@ -74,7 +79,7 @@ local function preview(policy, key, mode, room)
   if mode == PEEK then
     return 1, 0
   elseif mode == TAKE or mode == TAKE_AHEAD or mode == UP_TO then
-    -- Taken again, it is the same slot.
+    -- Taking a slot that is already held changes nothing.
     if room < 1 and not policy.foreign and try('ZSCORE', key, slot) then
       return -math.huge, 1
     end
@@ -104,7 +109,8 @@ local function hold(policy, key, now, mode, grants, most, count, latest)
   return 1, count, max(latest, policy.expires)
 end
 
--- Decides takes, renewals and releases under one policy. The slots' ids are in a text, from a place on.
+-- Decides takes, renewals and releases under one policy. `slots` is a text with the ids of the
+-- slots, starting at `at`.
 local function run(plan, entries, times, slots, at)
   local policy, mode, reply = plan[1], plan.mode, reply
   for i = 1, entries do

@@ -1,10 +1,10 @@
--- Agrees on a number with all other instances: the first one sets it.
+-- Agrees with all other instances on a number: the first instance sets it.
 --
--- KEYS   where it is kept
--- ARGV   this instance's number; 1 if another instance has confirmed it before, otherwise 0; milliseconds until it expires
--- Reply  the number that is kept; whether it is this instance's, and was there before
+-- KEYS   the key of the number
+-- ARGV   this instance's number; 1 if another instance has confirmed it before, otherwise 0; TTL in milliseconds
+-- Reply  the stored number; 1 if the key had this instance's number before, otherwise 0
 --
--- A confirmed number replaces another one: the other was set after the key was lost, by an instance that is wrong.
+-- A confirmed number replaces another one: an instance with a wrong number has set that after the key was lost.
 
 local kept = redis.call('MGET', KEYS[1])[1]
 if kept and kept ~= ARGV[1] and ARGV[2] == '0' then

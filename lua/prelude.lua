@@ -1,43 +1,51 @@
--- The prelude: what the strategies and the driver share.
+-- Shared by the strategies and the driver.
 --
--- Time is Redis's own, in whole microseconds since the Unix epoch. All numbers are whole and below 2^53, where a
--- double is exact; the quotient of two such numbers, rounded down, is exact too.
+-- Time is Redis's own, in microseconds since the Unix epoch. All numbers are integers below 2^53, which
+-- are exact in a double; so is the quotient of two such numbers, rounded down.
 --
 -- A strategy is a table of functions, with the names and the order of its Rust half:
---   policy(capacity, ...)                     a policy, as the other functions take it. What refills is told the capacity, in
---                                             units of cost; how many ticks make a unit; how many ticks come at a time; and
---                                             after how many microseconds they come: 0, in every one. A window is told the
---                                             capacity; its period; when windows of the clock begin, -1 if a first charge
---                                             begins one; and the width of a cell; these three in microseconds. A policy has
---                                             its `capacity`
---   load(policy, key, now, value)             a state as it is now: up to three values, then whether it must be saved even
---                                             if nothing is charged, because it is of a time to come. `value` is the
---                                             string under the key, or nothing
---   room(policy, now, ...)                    the largest cost that would pass now; below 0 in debt
---   wait(policy, key, now, cost, ...)         microseconds until a cost would pass that does not now
---   charge(policy, key, now, cost, ...)       the state with a cost counted
---   refund(policy, key, now, cost, of, ...)  how much of a cost was refunded, rounded up, and the state then; `of` is
---                                             the charge of which it is a part: its cost and age, and the reset told then
---   reset(policy, now, ...)                   microseconds until the state is as if nothing had been charged
---   save(policy, key, now, at, cost, ...)     stores a state until `at`, in which a cost was charged, or refunded if it is
---                                             below 0
+--   policy(capacity, ...)
+--       creates a policy for the other functions, with its `capacity` in units of cost. Further arguments
+--       of a strategy that refills: ticks per unit; ticks per refill; microseconds between refills, 0 if it
+--       refills every microsecond. Of a window, in microseconds: its period; its offset to the clock, -1 if
+--       the first charge starts a window; the width of a cell
+--   load(policy, key, now, value)
+--       the state at `now`: up to three values, then whether it must be saved even if nothing is charged,
+--       because it is from the future. `value` is the string under the key, or nil
+--   room(policy, now, ...)
+--       the largest cost that would pass now; negative in debt
+--   wait(policy, key, now, cost, ...)
+--       microseconds until a cost that does not pass now would pass
+--   charge(policy, key, now, cost, ...)
+--       the state after charging a cost
+--   refund(policy, key, now, cost, of, ...)
+--       the refunded part of a cost, rounded up, and the new state. `of` describes the charge that the cost
+--       is a part of: its cost, its age, and the reset at that time
+--   reset(policy, now, ...)
+--       microseconds until the state equals a fresh one
+--   save(policy, key, now, at, cost, ...)
+--       stores a state until `at`, after a cost was charged, or refunded if it is negative
 --
--- What runs for every check divides by operators, which cost less than a call: n - n % d is a multiple of d, rounded down,
--- and n + -n % d one rounded up. And it passes text to commands: Redis prints each number anew, and some versions of it print
--- one that ends in many zeros as 1.79e+12.
+-- Code that runs for every check divides with operators, which are cheaper than a call: n - n % d
+-- rounds n down to a multiple of d, and n + -n % d rounds it up. And it passes text to commands,
+-- since Redis formats a number on each use, and some versions format one with many trailing zeros
+-- as 1.79e+12.
 
--- a / b, rounded up.
+-- Returns a / b, rounded up.
 local function div_ceil(a, b)
   return -floor(-a / b)
 end
 
--- For what is kept in order, as cells: a header, of a time and of the sum of all that was before; then for each cell, oldest
--- first, a time and the sum of all up to it. Sums are kept without their upper bytes, so only differences count.
+-- Cells: a header (a time, and the running sum before the first cell), then one record per cell,
+-- oldest first: its time and the running sum up to it. Sums wrap (WRAP), so only differences are
+-- valid.
 local CELL, CELL_LENGTH = '<i7I5', 12
--- Makes `search`, `cells_in`, `cell`, `sum_to`, `up_to`, `after` and `take_out`.
+-- Returns the functions `search`, `cells_in`, `cell`, `sum_to`, `up_to`, `after` and `take_out`.
 local function cell_functions()
-  -- Two neighbours between the places `near` and `far`, where `test` is true of the second, and of `far`, but neither of the
-  -- first nor of `near`. Asks near `near` first, then by halves: how often grows with the logarithm of the distance.
+  -- Finds where `test` changes between the places `near` and `far`: returns two adjacent places,
+  -- with `test` false at the first and true at the second. Assumes it false at `near` and true at
+  -- `far`. Steps from `near` with doubling steps, then bisects, so the number of tests grows with
+  -- the logarithm of the distance.
   local abs = math.abs
   local function search(near, far, test)
     local step = 1
@@ -53,35 +61,37 @@ local function cell_functions()
     return near, far
   end
 
-  -- How many cells a string has; 0 if it cannot be cells.
+  -- Returns the number of cells in a string; 0 if it is not made of cells.
   local function cells_in(cells)
     local count = cells and #cells / CELL_LENGTH - 1 or 0
     return count >= 1 and count % 1 == 0 and count or 0
   end
 
-  -- The time of the cell at a place, the first being 1, and the sum up to it. At 0 is the header.
+  -- Returns the time of the cell at a place, counted from 1, and the running sum up to it. The
+  -- header is at 0.
   local function cell(cells, place)
     return decode(CELL, cells, 1 + CELL_LENGTH * place)
   end
 
-  -- The sum of what is in the cells, up to a place.
+  -- Returns the sum of the cells up to a place.
   local function sum_to(cells, place)
     local _, base = cell(cells, 0)
     local _, total = cell(cells, place)
     return (total - base) % WRAP
   end
 
-  -- The cells up to a place, with their header.
+  -- Returns the header and the cells up to a place.
   local function up_to(cells, place)
     return sub(cells, 1, CELL_LENGTH * (place + 1))
   end
 
-  -- The cells after a place.
+  -- Returns the cells after a place.
   local function after(cells, place)
     return sub(cells, 1 + CELL_LENGTH * (place + 1))
   end
 
-  -- The cells without so many of their units: those after the first `start`. What has none left is dropped.
+  -- Removes `cost` units from the cells: those that follow the first `start` units. Drops cells
+  -- that become empty.
   local function take_out(cells, start, cost)
     local count, _, base = #cells / CELL_LENGTH - 1, cell(cells, 0)
     local before = search(0, count + 1, function(place)
@@ -101,13 +111,14 @@ local function cell_functions()
   return search, cells_in, cell, sum_to, up_to, after, take_out
 end
 
--- The id of the slot that the check at hand takes, renews or releases.
+-- The id of the slot that the current check takes, renews or releases.
 local slot
 
--- The first failure of the present check: a command and the error of Redis, or nothing.
+-- The first error of the current check: a command and Redis's error, or nil.
 local trouble
 
--- Notes the error in the reply to a command, if it is one: the check at hand fails. Returns whether it is none.
+-- Records the error if a reply is one, which fails the current check. Returns whether the reply is
+-- no error.
 local function good(reply, command)
   if type(reply) == 'table' and reply.err then
     trouble = trouble or command .. ' ' .. reply.err
@@ -116,13 +127,14 @@ local function good(reply, command)
   return true
 end
 
--- Calls a command. If Redis refuses it, the check at hand fails, and nothing is returned.
+-- Calls a command and returns its reply. On an error, fails the current check and returns nil.
 local function try(...)
   local reply = redis_pcall(...)
   return good(reply, (...)) and reply or nil
 end
 
--- The strings under some of the keys of the call, in their order; nothing for one that does not exist or is no string.
+-- Reads some keys of the call, in order; a value is nil if the key does not exist or is not a
+-- string.
 local function read(first, last)
   local values = redis_pcall('MGET', unpack(KEYS, first, last))
   if values.err then
@@ -132,8 +144,8 @@ local function read(first, last)
   return values
 end
 
--- The first millisecond in which a state that is fresh at a microsecond says nothing any more, as text. The keys of a call
--- often share it.
+-- Returns the first millisecond at which a state that is fresh at the microsecond `at` may be
+-- dropped, as text. Cached, since the keys of a call often share it.
 local last_ms, last_text
 local function expiry(at)
   local ms = (at + -at % 1000) / 1000
@@ -143,15 +155,16 @@ local function expiry(at)
   return last_text
 end
 
--- A state may end with the millisecond in which its key expires, without its upper bytes. Then the next one is written in place
--- if the key lives for as long: that leaves the expiry alone, and costs a third as much. So that this is often so, the key of a
--- caller who comes again is given longer than it needs.
+-- A state may end with its key's expiry in milliseconds, without the upper bytes. If that expiry is
+-- late enough, the next state is written in place, which keeps the expiry and costs a third as
+-- much. To make this more frequent, the key of a returning caller expires later than needed.
 --
--- What writes in place would make a key that is missing, without an expiry. But a key that this call has read is there: while a
--- script runs none expires, and none is evicted.
+-- A write in place would create a missing key, without an expiry. But a key that this call has read
+-- exists: no key expires or is evicted while a script runs.
 
--- When the key of a state that counts until `at` expires: as before, if that is late enough. Otherwise then, or, of a key that
--- there is, later by `slack` times as long as its state counts; the second is that time as text.
+-- Returns the expiry of the key of a state that counts until `at`. If the current expiry is late
+-- enough, keeps it. Otherwise it is `at`; for an existing key it is later by `slack` times the
+-- remaining time of the state. Then also returns the expiry as text.
 local function lasting(expires, at, slack)
   if expires then
     if (expires - at / 1000) % WRAP < LONGEST then
@@ -163,8 +176,8 @@ local function lasting(expires, at, slack)
   return last_ms % WRAP, text
 end
 
--- Stores bytes under a key until the time that `expiry` has returned, and remembers both. Without a time it writes a state in
--- place, for which `lasting` has returned none.
+-- Stores bytes under a key with the expiry `text`, and remembers both. Without `text` (`lasting`
+-- has returned none), writes the state in place.
 local written, written_text
 local function write(key, value, text)
   if text then
@@ -181,13 +194,13 @@ local function write(key, value, text)
   end
 end
 
--- Notes that what is answered between two places in the reply has failed.
+-- Records that the results between two places of the reply have failed.
 local function fail(from, to)
   failures = { from = from, to = to, err = trouble, before = failures }
 end
 
--- Repeats the answer that ends at a place in the reply, of so many numbers: who was denied is denied until time goes on.
--- Returns where the last one ends.
+-- Repeats the last result of `numbers` values, which ends at the place `to` of the reply: a denial
+-- holds until the time changes. Returns the new end.
 local function repeat_last(to, numbers, times)
   for i = to + 1, to + numbers * times do
     reply[i] = reply[i - numbers]
@@ -195,7 +208,8 @@ local function repeat_last(to, numbers, times)
   return to + numbers * times
 end
 
--- The strategies by their number, and what counts requests in flight by its own; those that are asked for are made below.
+-- The strategies by number, including the one for requests in flight. This call only creates the ones that
+-- it uses, below.
 local strategies = {}
 for i = 2, 1 + policy_count do
   strategies[byte(ARGV[i])] = true

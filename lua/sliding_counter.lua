@@ -1,17 +1,19 @@
--- Sliding counter; the twin of src/limit/strategy/sliding_counter.rs, which explains it.
+-- Sliding counter. The Rust half, src/limit/strategy/sliding_counter.rs, explains the algorithm.
 --
--- Stored: start of the last charge's window; amounts granted in it and in the window before; when the key
--- expires, which the policy keeps from `load` to `save`.
--- Registers: when the window began that holds now, what was granted in it, and what in the window before.
+-- Stored: start of the last charge's window; amounts granted in it and in the window before; expiry of the
+-- key, which the policy keeps between `load` and `save`.
+--
+-- State: start of the current window, the amount granted in it, and the amount granted in the window before.
 --
 -- Uses decode, encode, floor, max and min of call.lua; lasting and write of prelude.lua.
 
 local FORMAT, LENGTH = '<i7I5I5I5', 22
 
--- Below this a double holds every whole number.
+-- Integers below this are exact in a double.
 local EXACT = 2 ^ 53
 
--- n * x / d, rounded down, and the rest; also where the product is not exact. x is at most d, d below 2^45.
+-- Returns n * x / d, rounded down, and the remainder, even if the product is not exact. Requires x
+-- <= d < 2^45.
 local function mul_div(n, x, d)
   if n * x < EXACT then
     return floor(n * x / d), n * x % d
@@ -19,7 +21,7 @@ local function mul_div(n, x, d)
   local quotient, rest = 0, 0
   local digit = 2 ^ 42
   while digit >= 1 do
-    -- Seven bits of n at a time, so that every step is exact.
+    -- Process seven bits of n at a time, so that every step is exact.
     local product = rest * 128 + floor(n / digit) % 128 * x
     quotient, rest = quotient * 128 + floor(product / d), product % d
     digit = digit / 128
@@ -48,7 +50,7 @@ local function load(policy, key, now, value)
 end
 
 local function room(policy, now, start, current, previous)
-  -- What the window before still counts, rounded up: its share that the sliding window overlaps.
+  -- The part of the previous window that the sliding window overlaps, rounded up.
   local overlap, rest = mul_div(previous, start + policy.period - now, policy.period)
   if rest > 0 then
     overlap = overlap + 1
@@ -61,7 +63,7 @@ local function wait(policy, key, now, cost, start, current, previous)
   if current + cost <= policy.capacity then
     return left - mul_div(policy.period, policy.capacity - current - cost, previous)
   end
-  -- In the next window, where this one is the one before.
+  -- The wait ends in the next window, in which the current window is the previous one.
   return left + policy.period - mul_div(policy.period, policy.capacity - cost, current)
 end
 
@@ -69,7 +71,7 @@ local function charge(policy, key, now, cost, start, current, previous)
   return start, current + cost, previous
 end
 
--- From the window of the charge: this one, or the one before.
+-- Refunds to the window of the charge: the current one, or the one before.
 local function refund(policy, key, now, cost, of, start, current, previous)
   local period = policy.period
   local ahead = 2 * (start + 2 * period - now - (of.reset - of.age))

@@ -1,29 +1,34 @@
--- Sliding log; the twin of src/limit/strategy/sliding_log.rs, which explains it.
+-- Sliding log. The Rust half, src/limit/strategy/sliding_log.rs, explains the algorithm.
 --
--- Stored: up to LOOSE charges are cells in a string. A longer log is a list: its head, then blocks, oldest first, each of which
--- is cells too. The head has how many charges are at its front; how many blocks there are; how many cells of the first block
--- are gone, since they have left the period or are at the front; and cells: the charges at the front, one for each block, with
--- the time of its newest charge and the sum up to that, and then the newest charges. Its header has the time of the first charge
--- in the blocks, or an earlier one. So most checks read and write the head alone. The sums in a block say how its own charges
--- differ, those in the head how the blocks do: who refunds what was charged long ago rewrites a block and the head.
--- Registers: the sum of the charges within the period; the log, or nothing if none of its charges stays; the time of the newest
--- charge, above `now` if the clock has gone back.
---   log.raw      the string or the head as it was read, if nothing in it has changed; the cells begin `at` a place in it
---   log.cells    the cells without what has left, if they were asked for: see `cells_of`
---   log.base     the sum of all that was before them
---   log.front    how many of them are before those that stand for blocks
---   log.blocks   how many stand for blocks
+-- Stored: up to LOOSE charges are one string of cells. A longer log is a list: a head, then blocks, oldest
+-- first; each block is a string of cells. So most checks read and write only the head. It has
+--   the number of charges at the front;
+--   the number of blocks;
+--   the number of cells to skip in the first block, because they have left the period or are at the front;
+--   cells: the charges at the front, one cell per block (the time of its newest charge, and the running sum
+--   up to it), and the newest charges. Their header has the time of the first charge in the blocks, or an
+--   earlier time.
+-- The sums in a block give the differences between its charges; the sums in the head give the differences
+-- between blocks. So a refund of an old charge rewrites one block and the head.
+--
+-- State: the sum of the charges within the period; the log, or nil if it is empty; the time of the newest
+-- charge, above `now` if the clock was set back.
+--   log.raw      the string or the head as read, if nothing in it has changed; its cells start at `at`
+--   log.cells    the cells within the period, if they were needed: see `cells_of`
+--   log.base     the running sum before the cells
+--   log.front    the number of cells before the blocks' cells
+--   log.blocks   the number of blocks' cells
 --   log.first    the place in the list before the first of these blocks
---   log.cut      how many cells of the first of them are gone
---   log.length   how many blocks the list has
---   log.places   where each block is in the list; nothing if they follow each other
+--   log.cut      the number of cells to skip in the first block
+--   log.length   the number of blocks in the list
+--   log.places   the place of each block in the list; nil if the places are consecutive
 --   log[place]   the block at a place, if it was read
---   log.changed  the places of those that must be written; an empty string in place of one that has been dropped
---   log.new      a block that must be added
---   log.foreign  whether something in a block's place is not ours
+--   log.changed  the places of blocks that must be written; a dropped block is an empty string
+--   log.new      a block that must be appended
+--   log.foreign  whether the list has an invalid block, which another program has written
 --
--- Uses decode, encode, max, min, redis_pcall, sub and WRAP of call.lua; CELL, CELL_LENGTH, cell_functions, expiry, good,
--- trouble, try and write of prelude.lua.
+-- Uses decode, encode, max, min, redis_pcall, sub and WRAP of call.lua; CELL, CELL_LENGTH, cell_functions,
+-- expiry, good, trouble, try and write of prelude.lua.
 
 local search, cells_in, cell, sum_to, up_to, after, take_out = cell_functions()
 local LOOSE, FRONT = 32, 16
@@ -33,11 +38,11 @@ local function policy(capacity, period)
   return { capacity = capacity, period = period, block = LOOSE + math.ceil(2 * math.sqrt(capacity)) }
 end
 
--- The head of a list; nothing if there is none.
+-- Returns the head of a list, or nil if there is no list.
 local function head_of(key)
   local list = redis_pcall('LRANGE', key, '0', '0')
   if list.err then
-    -- One that holds something of another type is as good as none.
+    -- A value of another type counts as no list.
     if sub(list.err, 1, 9) ~= 'WRONGTYPE' then
       good(list, 'LRANGE')
     end
@@ -46,12 +51,13 @@ local function head_of(key)
   return list[1]
 end
 
--- One charge, as cells.
+-- Returns the cells of a single charge.
 local function one(time, cost)
   return encode(CELL, time, 0) .. encode(CELL, time, cost)
 end
 
--- The number of the block that a cell stands for, the first being 1; nothing if it is a charge itself.
+-- Returns the number of the block that a cell represents, counted from 1; nil if the cell is a
+-- charge.
 local function number_of(log, place)
   local number = place - log.front
   return number >= 1 and number <= log.blocks and number or nil
@@ -61,7 +67,8 @@ local function place_of(log, number)
   return log.places and log.places[number] or log.first + number
 end
 
--- The cells of a log. They are cut out of the head only if need be: the more bytes of text Lua makes, the more it collects.
+-- Returns the cells of a log. Copies them from the head only if needed, since each new Lua string
+-- costs garbage collection.
 local function cells_of(log)
   log.cells = log.cells or sub(log.raw, log.at)
   return log.cells
@@ -71,7 +78,8 @@ local function set_cells(log, cells)
   log.raw, log.cells = nil, cells
 end
 
--- The block of a number as it is stored, the first being 1. In the place of what is not ours, one that counts nothing.
+-- Returns the stored block of a number, counted from 1. An invalid block is replaced by one that
+-- counts nothing.
 local function stored(key, log, number)
   local place = place_of(log, number)
   local block = log[place] or (try('LRANGE', key, place, place) or {})[1]
@@ -82,13 +90,13 @@ local function stored(key, log, number)
   return block
 end
 
--- The same without what is gone.
+-- Returns a block without the cells to skip.
 local function block_of(key, log, number)
   local block = stored(key, log, number)
   return number == 1 and sub(block, 1 + CELL_LENGTH * log.cut) or block
 end
 
--- Notes that a block changes.
+-- Replaces a block, and marks it as changed.
 local function change(log, number, block)
   local place = place_of(log, number)
   log.changed = log.changed or {}
@@ -110,21 +118,21 @@ local function drop(log, number)
   log.blocks = log.blocks - 1
 end
 
--- The last place before the first cell whose time a test is true of.
+-- Returns the last place before the first cell whose time satisfies `test`.
 local function before(cells, test)
   return (search(0, cells_in(cells) + 1, function(place)
     return test((cell(cells, place)))
   end))
 end
 
--- The last place up to which the sum is below a number, and the next.
+-- Returns the last place up to which the sum is below `sum`, and the next place.
 local function below(cells, sum)
   return search(0, cells_in(cells) + 1, function(place)
     return sum_to(cells, place) >= sum
   end)
 end
 
--- Drops what has left by `start`.
+-- Drops the charges that have left the period, which starts at `start`.
 local function leave(key, log, start, count)
   local function in_raw(place)
     return decode(CELL, log.raw, log.at + CELL_LENGTH * place)
@@ -142,7 +150,8 @@ local function leave(key, log, start, count)
   if log.blocks == 0 or log.front > 0 then
     set_cells(log, sub(log.raw, rest))
   else
-    -- The first charges of the first block come to the front, so that the next checks need not read it.
+    -- Move the first charges of the first block to the front, so that the next checks need not read
+    -- the block.
     local block = stored(key, log, 1)
     local count, cut = cells_in(block), log.cut
     cut = search(cut, count, function(place)
@@ -151,7 +160,7 @@ local function leave(key, log, start, count)
     local _, to = in_raw(gone + 1)
     local _, left = cell(block, cut)
     local _, total = cell(block, count)
-    -- The block's own sums may be other than those of the head.
+    -- The block's running sums may differ from the head's.
     base = (to - total + left) % WRAP
     log.front = min(FRONT, count - cut - 1)
     log.cut = cut + log.front
@@ -199,7 +208,8 @@ local function room(policy, now, sum)
 end
 
 local function wait(policy, key, now, cost, sum, log)
-  -- The first charge that leaves room when it goes. If there is none, it is charged by this same entry.
+  -- The first charge whose expiry frees enough room. If it is not stored yet, this same entry
+  -- charges it.
   local over, cells = sum + cost - policy.capacity, log and cells_of(log) or ''
   local gone, place = below(cells, over)
   if place > cells_in(cells) then
@@ -210,7 +220,7 @@ local function wait(policy, key, now, cost, sum, log)
     over, cells = over - sum_to(cells, gone), block_of(key, log, number)
     place = min(select(2, below(cells, over)), cells_in(cells))
   end
-  -- What is not ours may hold any time.
+  -- Data written by another program may have any time.
   return max(1, policy.period - max(0, now - cell(cells, place)))
 end
 
@@ -218,7 +228,7 @@ local function charge(policy, key, now, cost, sum, log, newest)
   return sum + cost, log, max(newest, now)
 end
 
--- Makes one block of two.
+-- Joins two blocks.
 local function joined(block, next_block)
   local all, _, total = { block }, cell(block, cells_in(block))
   if select(2, cell(next_block, 0)) == total then
@@ -230,7 +240,7 @@ local function joined(block, next_block)
   return table.concat(all)
 end
 
--- Joins a block with the next, if the two are not too long.
+-- Joins a block with the next one, if the result is not too long.
 local function join(policy, key, log, number)
   if number < 1 or number >= log.blocks then
     return
@@ -244,13 +254,13 @@ local function join(policy, key, log, number)
   end
 end
 
--- Of a charge within the period: from the first that was made at its time or later.
+-- Refunds a charge within the period, starting with the first charge at its time or later.
 local function refund(policy, key, now, cost, of, sum, log, newest)
   local left, time = max(0, sum - cost), now - of.age
   if of.reset - of.age <= 0 then
     return 0, sum, log, newest
   elseif not log or left == 0 or newest > now then
-    -- What is left of a clock that has gone back is as if it had been charged now.
+    -- The clock was set back: the remaining charges count as if made now.
     return cost, left, nil, min(newest, now)
   end
   local function is_later(charged)
@@ -263,7 +273,7 @@ local function refund(policy, key, now, cost, of, sum, log, newest)
     local block = block_of(key, log, number)
     start = start + sum_to(block, before(block, is_later))
   end
-  -- Of all units, those after the first so many go.
+  -- Remove `cost` units after the first `start` units.
   start = min(start, left)
   local first = below(cells, start + 1)
   if first >= last then
@@ -293,7 +303,7 @@ local function refund(policy, key, now, cost, of, sum, log, newest)
       from = to
     end
     set_cells(log, table.concat(kept))
-    -- Or there would be many blocks of few charges.
+    -- Keep the number of blocks small: join neighbours that have become short.
     for number = before_first + 2, before_first, -1 do
       join(policy, key, log, number)
     end
@@ -308,7 +318,7 @@ local function reset(policy, now, sum, log, newest)
   return max(1, min(newest, now) + policy.period - now)
 end
 
--- Makes one charge of now of what was charged after it, a sum up to `total`.
+-- Merges the charges later than `now` into one charge at `now`, with the running sum `total`.
 local function merge(key, log, now, total)
   local function is_ahead(time)
     return time > now
@@ -333,14 +343,15 @@ local function merge(key, log, now, total)
   set_cells(log, up_to(cells, kept) .. last .. encode(CELL, now, total))
 end
 
--- Whether a key that is deleted can be made anew in the same call. While a cluster moves the slot away, its node takes what
--- is there, and nothing new: so it refuses to read a key that there is not.
+-- Returns whether a key that this call deletes can be recreated in the same call. While a cluster
+-- migrates a slot away, its node rejects reads of missing keys of the slot, and creates no keys.
 local function can_replace(key)
   local reply = redis_pcall('MGET', key .. ':')
   return not (reply.err and string.find(reply.err, 'non local key', 1, true))
 end
 
--- Makes a block of all charges that stand after the blocks, but for the newest; or adds them to the last block.
+-- Packs the charges after the blocks, except the newest, into a new block, or into the last block
+-- if they fit.
 local function pack(policy, key, log)
   local cells, blocks = cells_of(log), log.blocks
   local ahead, count = log.front + blocks, cells_in(cells)
@@ -359,7 +370,7 @@ local function pack(policy, key, log)
   set_cells(log, up_to(cells, ahead) .. rest)
 end
 
--- Writes at a place of the list. Returns whether there is one.
+-- Writes an element of the list. Returns whether that element exists.
 local function set(key, place, value)
   local reply = redis_pcall('LSET', key, place, value)
   if reply.err and not string.find(reply.err, 'out of range', 1, true) then
@@ -368,14 +379,15 @@ local function set(key, place, value)
   return not reply.err
 end
 
--- Writes a list and a charge that is added, the head first: if that is refused, nothing has changed. Returns whether it could.
+-- Writes a list with an added charge. The head comes first: if that write fails, nothing has
+-- changed. Returns whether it succeeded.
 local function write_list(key, log, added)
   local count = log.blocks - (log.new and 1 or 0)
   local head = log.raw and log.raw .. added or encode(HEAD, log.front, log.blocks, log.cut) .. log.cells .. added
   if count == 0 then
     return try('DEL', key) and try('RPUSH', key, head, log.new)
   end
-  -- What was before the first block and after the last has left.
+  -- Elements before the first block and after the last one have left the period.
   local first, last = place_of(log, 1) - 1, place_of(log, count)
   if not set(key, first, head) then
     return false
@@ -424,7 +436,8 @@ local function save(policy, key, now, at, cost, sum, log, newest)
       return
     end
   end
-  -- One charge of everything that counts, in place of a list that is not ours, or is half written, or would stay for ever.
+  -- Store a single charge with the whole sum, if the list was damaged, was partly written, or would
+  -- never expire.
   write(key, one(min(newest, now), sum), expiry(at))
 end
 

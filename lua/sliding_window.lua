@@ -1,8 +1,9 @@
--- Sliding window of cells; the twin of src/limit/strategy/sliding_window.rs, which explains it.
+-- Sliding window of cells. The Rust half, src/limit/strategy/sliding_window.rs, explains the algorithm.
 --
--- Stored: cells, each with the time when it ends. The header is the last cell that has left.
--- Registers: the sum of the cells within the period; the header and those cells as they are stored; when the newest of them
--- ends.
+-- Stored: cells, each with its end time. The header is the last cell that has left the period.
+--
+-- State: the sum of the cells within the period; the header and those cells as stored; the end of the newest
+-- cell.
 --
 -- Uses encode, max, min and WRAP of call.lua; CELL, cell_functions, expiry, try and write of prelude.lua.
 
@@ -13,7 +14,7 @@ local function policy(capacity, period, _, width)
   return { capacity = capacity, period = period, width = width }
 end
 
--- When the cell of a time ends.
+-- Returns the end of the cell that contains a time.
 local function cell_end(policy, time)
   return time - time % policy.width + policy.width
 end
@@ -40,7 +41,7 @@ local function load(policy, key, now, value)
   elseif newest <= latest then
     return sum, value, newest
   end
-  -- The clock has gone back: charges of later cells count as charged now.
+  -- The clock was set back: charges of future cells count as if made now.
   local _, kept = search(count, 0, function(place)
     return cell(value, place) < latest
   end)
@@ -51,13 +52,15 @@ local function room(policy, now, sum)
   return policy.capacity - sum
 end
 
--- How long until a cell that ends then counts no more. Cells that are not ours may end at any time.
+-- Returns the time until a cell with this end leaves the period. Data written by another program
+-- may have any end.
 local function leaves(policy, now, ends)
   return max(1, min(ends - now, policy.period) + policy.period)
 end
 
 local function wait(policy, key, now, cost, sum, cells, newest)
-  -- The first cell that leaves room when it goes. If there is none it is the newest, where this same entry was charged.
+  -- The first cell whose expiry frees enough room. If it is not stored yet, it is the newest,
+  -- charged by this same entry.
   local over, count = sum + cost - policy.capacity, cells_in(cells)
   local _, place = search(0, count + 1, function(place)
     return sum_to(cells, place) >= over
@@ -69,7 +72,7 @@ local function charge(policy, key, now, cost, sum, cells, newest)
   return sum + cost, cells, max(newest, cell_end(policy, now))
 end
 
--- Of a charge that counts still, from its cell on.
+-- The charge is refunded only if it still counts: from its own cell and later ones.
 local function refund(policy, key, now, cost, of, sum, cells, newest)
   if of.reset - of.age <= 0 then
     return 0, sum, cells, newest
@@ -97,7 +100,7 @@ local function save(policy, key, now, at, cost, sum, cells, newest)
     return
   end
   if cost > 0 then
-    -- To the last cell, unless that ends before the one of now.
+    -- Add to the last cell, unless it ends before the current one.
     local count, _, base = cells_in(cells), cell(cells, 0)
     if count > 0 and cell(cells, count) == newest then
       count = count - 1

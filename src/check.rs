@@ -1,7 +1,7 @@
-//! Checks and decisions: the request to a store, and its answer.
+//! Checks and decisions: the request to a store, and its result.
 //!
-//! A layer makes a [`Check`] of each request. A [`Limiter`](crate::Limiter), and any [`Store`](crate::store::Store), takes
-//! every kind of them:
+//! A layer creates a [`Check`] for each request. A [`Limiter`](crate::Limiter) and any
+//! [`Store`](crate::store::Store) accept every kind of check:
 //!
 //! ```
 //! use tower_redis_ratelimit::check::Check;

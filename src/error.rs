@@ -1,43 +1,44 @@
-//! The errors of settings and of stores. It imports no other room, so that every room can use it.
+//! Configuration errors and store errors. Imports no other module of the crate, so that every
+//! module can use it.
 
 use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
-/// A setting that cannot work: a quota, a policy, a Redis URL.
+/// An invalid setting, such as a quota, a policy or a Redis URL.
 ///
-/// Its text names the value that was refused, and says what to write instead. It shows no password, and no key after
+/// The message names the rejected value and the fix. It contains no password, and nothing after
 /// `secret:`.
 ///
 /// ```
 /// use tower_redis_ratelimit::Quota;
 ///
 /// let error = "10/60".parse::<Quota>().unwrap_err();
-/// assert!(error.to_string().starts_with("\"10/60\" is not a valid quota: the duration has no unit; write it like"));
+/// assert!(error.to_string().starts_with("\"10/60\" is not a valid quota: the duration has no unit; use the form"));
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigError(Box<str>);
 
 impl ConfigError {
-    /// What is wrong, a colon, and what to write instead.
+    /// Creates an error from a message of the form `<what is wrong>: <imperative>`.
     pub(crate) fn new(text: impl Into<Box<str>>) -> Self {
         Self(text.into())
     }
 
-    /// Of a text that is not a valid `what`.
+    /// Creates an error about a text that is not a valid `what`.
     pub(crate) fn invalid(what: &str, text: &str, fix: impl fmt::Display) -> Self {
         let text: String = redacted(text).chars().take(80).collect();
         Self::new(format!("{text:?} is not a valid {what}: {fix}"))
     }
 
-    /// Of a text that is none of these choices.
+    /// Creates an error about a text that is none of `choices`.
     pub(crate) fn choice(what: &str, text: &str, choices: &str) -> Self {
-        Self::invalid(what, text, format_args!("write {choices}"))
+        Self::invalid(what, text, format_args!("use {choices}"))
     }
 }
 
-/// Without what follows `secret:`, which is the text form of a key. In any case, and also where blanks or a prefix keep it
-/// from being one.
+/// Replaces everything after `secret:` (the text form of a secret key) with an ellipsis. Ignores
+/// case, and also matches inside a text that is not a valid key.
 fn redacted(text: &str) -> Cow<'_, str> {
     let lower = text.to_ascii_lowercase();
     let colon = lower
@@ -57,18 +58,18 @@ impl fmt::Display for ConfigError {
 
 impl std::error::Error for ConfigError {}
 
-/// A store could not decide.
+/// An error of a store that could not decide a check.
 ///
-/// It is not a verdict on the caller: a [`Fallback`](crate::Fallback) answers it locally, and the middleware by
-/// [`OnError`](crate::reject::OnError). Its text names the server, if it is of one, and says how to fix it; its
-/// [`source`](std::error::Error::source) says why it happened, if that is known. Errors of this crate contain no
-/// caller's key and no password.
+/// It is not a verdict on the caller: a [`Fallback`](crate::Fallback) decides the check locally
+/// instead, and the middleware applies [`OnError`](crate::reject::OnError). The message names the
+/// server, if one is involved, and the fix. The [`source`](std::error::Error::source) is the cause,
+/// if there is one. Errors of this crate contain no caller's key and no password.
 ///
 /// ```
 /// use std::io;
 /// use tower_redis_ratelimit::store::{ErrorKind, StoreError};
 ///
-/// // The error of your own store when it could not connect.
+/// // The error of your own store if it cannot connect.
 /// let refused = io::Error::from(io::ErrorKind::ConnectionRefused);
 /// let error = StoreError::with_source(ErrorKind::Unreachable, refused).at("10.0.0.1:6379").unsent();
 /// assert!(error.kind() == ErrorKind::Unreachable && error.is_unsent());
@@ -78,19 +79,19 @@ impl std::error::Error for ConfigError {}
 #[derive(Clone)]
 pub struct StoreError {
     kind: ErrorKind,
-    /// The address of the server that it is of.
+    /// The address of the server involved.
     server: Option<Arc<str>>,
     cause: Option<Arc<dyn std::error::Error + Send + Sync>>,
-    /// Whether it concerns one check only.
+    /// Whether the error concerns a single check, and not the store.
     of_check: bool,
-    /// Whether the check is known not to have been sent, and so not to have been charged.
+    /// Whether the check was certainly not sent, and therefore not charged.
     unsent: bool,
 }
 
-/// Maximum length in bytes of a text of a server in an error: a server may send any amount.
+/// Maximum length in bytes of a text in an error: a server may send text of any length.
 const MAX_TEXT: usize = 300;
 
-/// The text, or its beginning if it is longer than [`MAX_TEXT`].
+/// Returns the text, truncated to [`MAX_TEXT`] bytes.
 fn shortened(mut text: String) -> String {
     if text.len() > MAX_TEXT {
         let end = (0..=MAX_TEXT)
@@ -103,54 +104,55 @@ fn shortened(mut text: String) -> String {
     text
 }
 
-/// Why a store could not decide.
+/// The reason why a store could not decide.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// The store was set up wrongly; the text is that of a [`ConfigError`].
+    /// The store is misconfigured; the text is that of a [`ConfigError`].
     Configuration,
-    /// The server could not be reached, or the connection broke.
+    /// The server is unreachable, or the connection broke.
     Unreachable,
-    /// No TLS connection could be made, for another reason than those below: mostly, the server does not speak TLS.
+    /// The TLS handshake failed for another reason than those below, usually because the server
+    /// does not serve TLS.
     Tls,
-    /// The server speaks TLS only, and the URL does not ask for it.
+    /// The server requires TLS, but the URL does not use it.
     TlsWanted,
-    /// The authority that has signed the server's certificate is not trusted.
+    /// The server's certificate was issued by an untrusted CA.
     CertificateUntrusted,
     /// The server's certificate has expired, or is not valid yet.
     CertificateExpired,
-    /// The server's certificate is for another host.
+    /// The server's certificate does not match the host in the URL.
     CertificateName,
-    /// The server requires a client certificate, or refuses the one that it got.
+    /// The server requires a client certificate, or rejected it.
     ClientCertificate,
-    /// There was no answer in time. Whether the check was charged is not known.
+    /// No reply arrived in time. The check may or may not have been charged.
     Timeout,
-    /// The server refused the password, or requires one.
+    /// The server rejected the credentials, or requires some.
     Authentication,
     /// The Redis user lacks a permission that the limiter needs.
     Permission,
     /// The server is not a Redis, or a proxy changed its replies.
     Protocol,
-    /// Redis is a replica, which cannot count.
+    /// Redis is a replica, which rejects writes.
     ReadOnly,
-    /// Redis has reached `maxmemory` and may evict nothing.
+    /// Redis has reached `maxmemory` and its eviction policy finds nothing to evict.
     OutOfMemory,
-    /// The server is loading its data, or is waiting for its master; no node of a cluster decides a check just now; or
-    /// the server that the sentinels report is not a master yet.
+    /// The server is loading its data or waiting for its master, no node of the cluster serves the
+    /// check's slot at the moment, or the server reported by the sentinels is not a master yet.
     NotReady,
-    /// Redis is a node of a Redis Cluster, which decides only a part of the checks, and the store is set up for a
-    /// single Redis.
+    /// Redis is a node of a Redis Cluster, which serves only some of the slots, but the store was
+    /// configured for a single Redis.
     Cluster,
-    /// The server refused for another reason.
+    /// The server rejected the command for another reason.
     Refused,
-    /// As many checks as the store may hold are waiting already.
+    /// The store's queue of unsent checks is full.
     QueueFull,
-    /// The store was used outside of a tokio runtime, or that runtime has ended.
+    /// The store was used outside of a Tokio runtime, or that runtime has shut down.
     NoRuntime,
 }
 
 impl StoreError {
-    /// An error of this kind, for your own [`Store`](crate::store::Store).
+    /// Creates an error of this kind, for your own [`Store`](crate::store::Store).
     pub fn new(kind: ErrorKind) -> Self {
         Self {
             kind,
@@ -161,7 +163,7 @@ impl StoreError {
         }
     }
 
-    /// An error of this kind with its cause.
+    /// Creates an error of this kind with its cause.
     pub fn with_source(
         kind: ErrorKind,
         cause: impl std::error::Error + Send + Sync + 'static,
@@ -172,7 +174,7 @@ impl StoreError {
         }
     }
 
-    /// An error of this kind, for this reason, [cut](MAX_TEXT) at 300 bytes.
+    /// Creates an error of this kind with this reason, truncated to [`MAX_TEXT`] bytes.
     pub(crate) fn explained(kind: ErrorKind, reason: impl Into<String>) -> Self {
         let cause = Box::<dyn std::error::Error + Send + Sync>::from(shortened(reason.into()));
         Self {
@@ -181,8 +183,8 @@ impl StoreError {
         }
     }
 
-    /// The same error, of the server at this address, which its text then names. It keeps the address that it has.
-    /// Leave out user and password.
+    /// Adds the server's address, which the message then names. An address that is already set is
+    /// kept. Leave out user and password.
     #[must_use]
     pub fn at(self, server: impl fmt::Display) -> Self {
         let server = self
@@ -194,8 +196,8 @@ impl StoreError {
         }
     }
 
-    /// The same error, of this check only. A [`Fallback`](crate::Fallback) answers the check, and its breaker does not
-    /// count it as a failure.
+    /// Marks the error as concerning this check only. A [`Fallback`](crate::Fallback) decides the
+    /// check, and its circuit breaker does not count a failure.
     #[must_use]
     pub fn of_check(self) -> Self {
         Self {
@@ -204,8 +206,9 @@ impl StoreError {
         }
     }
 
-    /// The same error, of a check that was not sent, and so certainly not charged. A [`Fallback`](crate::Fallback)
-    /// later charges what it granted instead. Without this mark it must not, since the store may have charged it.
+    /// Marks the check as not sent, so certainly not charged. A [`Fallback`](crate::Fallback) then
+    /// charges its own grant to this store later. Without this mark it does not, since the store
+    /// may already have charged the check.
     #[must_use]
     pub fn unsent(self) -> Self {
         Self {
@@ -214,12 +217,12 @@ impl StoreError {
         }
     }
 
-    /// Whether it concerns [this check only](Self::of_check).
+    /// Returns `true` if the error concerns [this check only](Self::of_check).
     pub fn is_of_check(&self) -> bool {
         self.of_check
     }
 
-    /// Whether a call over another connection would likely fail too.
+    /// Returns `true` if a call over another connection would probably fail too.
     pub(crate) fn is_of_connection(&self) -> bool {
         matches!(
             self.kind,
@@ -236,7 +239,8 @@ impl StoreError {
         )
     }
 
-    /// The more useful of two failures: a mistake that can be fixed, rather than an unreachable server.
+    /// Returns the more useful of two errors: rather a mistake that the user can fix than an
+    /// unreachable server.
     #[must_use]
     pub(crate) fn or_telling(self, other: Self) -> Self {
         if matches!(self.kind, ErrorKind::Unreachable | ErrorKind::Timeout) {
@@ -246,19 +250,19 @@ impl StoreError {
         }
     }
 
-    /// Whether the check is known [not to have been sent](Self::unsent).
+    /// Returns `true` if the check was certainly [not sent](Self::unsent).
     pub fn is_unsent(&self) -> bool {
         self.unsent
     }
 
-    /// Why the store could not decide.
+    /// Returns the reason why the store could not decide.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
 }
 
 impl ErrorKind {
-    /// Its name in lower case, as a label of a metric: `out_of_memory`.
+    /// Returns the kind's name in lower case, such as `out_of_memory`, for a metric label.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Configuration => "configuration",
@@ -283,42 +287,44 @@ impl ErrorKind {
         }
     }
 
-    /// What to do about it.
+    /// Returns the message for this kind: the problem and its fix.
     const fn advice(self) -> &'static str {
         match self {
-            Self::Configuration => "the store is set up wrongly: correct what it is built with",
+            Self::Configuration => {
+                "invalid store configuration: check the arguments it was built with"
+            }
             Self::Unreachable => {
-                "the server cannot be reached: check the URL, and that the server runs"
+                "the server cannot be reached: check the URL, and that the server is running"
             }
             Self::Tls => {
-                "no TLS connection to the server can be made: check that the URL's port speaks TLS"
+                "TLS handshake with the server failed: check that the URL's port serves TLS"
             }
             Self::TlsWanted => {
-                "the server speaks TLS only: write `rediss://` instead of `redis://`, and turn on the feature `tls`"
+                "the server requires TLS: use `rediss://` instead of `redis://`, and enable the feature `tls`"
             }
             Self::CertificateUntrusted => {
-                "the server's certificate is not trusted: give the certificate of the authority that has signed it to \
-                 `RedisStoreBuilder::root_certificates`, or install it on this machine"
+                "the server's certificate was issued by an untrusted CA: pass the CA certificate to \
+                 `RedisStoreBuilder::root_certificates`, or add it to this machine's trust store"
             }
             Self::CertificateExpired => {
                 "the server's certificate has expired, or is not valid yet: renew it, and check the clocks"
             }
             Self::CertificateName => {
-                "the server's certificate is for another host: write that host in the URL, or give its name to \
+                "the server's certificate does not match the host in the URL: use the certificate's host, or set \
                  `RedisStoreBuilder::server_name`"
             }
             Self::ClientCertificate => {
-                "the server wants a certificate that it trusts: give one to `RedisStoreBuilder::client_certificate`, or let \
-                 the server do without (`tls-auth-clients no` in a Redis)"
+                "the server requires a client certificate from a CA that it trusts: set \
+                 `RedisStoreBuilder::client_certificate`, or set `tls-auth-clients no` in a Redis"
             }
             Self::Timeout => {
-                "the server did not answer in time: check its load and the network, or allow more time"
+                "the server did not reply in time: check its load and the network, or raise the timeout"
             }
             Self::Authentication => {
-                "the server refused to let us in: check the user and password in the URL (`redis://user:password@host/`)"
+                "the server rejected the credentials: check the user and password in the URL (`redis://user:password@host/`)"
             }
             Self::Permission => {
-                "the server denies the Redis user a permission: allow `~PREFIX:* +evalsha +eval +time +mget +set \
+                "the server denied the Redis user a permission: grant `~PREFIX:* +evalsha +eval +time +mget +set \
                  +setrange +del` and, for SlidingLog, `+lrange +rpush +lset +ltrim +lrem +pexpireat`; for requests in flight \
                  and a Fallback with a share, `+zrange +zremrangebyscore +zcard +zadd +zscore +zrem +pexpireat`; for \
                  RedisStore::announce, `+zremrangebyscore +zadd +zcard +pexpire`; for RedisStore::scan, `+scan`; in a Redis Cluster, `+asking \
@@ -331,35 +337,35 @@ impl ErrorKind {
                 "the server is a read-only replica: point the URL at its master, or at its sentinels (`redis+sentinel://`)"
             }
             Self::OutOfMemory => {
-                "the server has no memory left: raise `maxmemory`, or choose an eviction policy such as `volatile-ttl`"
+                "the server has reached `maxmemory`: raise it, or use an eviction policy such as `volatile-ttl`"
             }
             Self::NotReady => {
-                "the server is loading its data, a part of the cluster is down, or no master is elected yet: wait until it is ready"
+                "the server is loading its data, part of the cluster is down, or no master has been elected: wait until it is ready"
             }
             Self::Cluster => {
-                "the server is a node of a Redis Cluster, and the store is for a single Redis: write `redis+cluster://` \
+                "the server is a node of a Redis Cluster, but the store expects a single Redis: use `redis+cluster://` \
                  instead of `redis://`, or connect with `RedisStore::cluster`"
             }
-            Self::Refused => "the server refused: see its log for the reason",
+            Self::Refused => "the server rejected the command: see its log",
             Self::QueueFull => {
-                "too many checks are waiting to be sent: allow a longer queue, or limit the requests in flight"
+                "the queue of unsent checks is full: raise `queue`, or lower the concurrency"
             }
-            Self::NoRuntime => "no tokio runtime is running: call this from a task of one",
+            Self::NoRuntime => "no Tokio runtime: call this from within a runtime",
         }
     }
 }
 
-/// What the advice calls the server that it is about. Its address is put behind.
+/// How the messages refer to the server. `Display` inserts its address after this.
 const SERVER: &str = "the server";
 
 impl fmt::Display for StoreError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Of these it is the cause that says what to do.
+        // These causes contain their own advice, which replaces the general one.
         let (text, cause) = match (self.kind, &self.cause) {
             (ErrorKind::Configuration, Some(cause)) => {
-                ("the store is set up wrongly: ", Some(cause))
+                ("invalid store configuration: ", Some(cause))
             }
-            (ErrorKind::Refused, Some(cause)) => ("the server refused: ", Some(cause)),
+            (ErrorKind::Refused, Some(cause)) => ("the server rejected the command: ", Some(cause)),
             (kind, _) => (kind.advice(), None),
         };
         match (&self.server, text.split_once(SERVER)) {
@@ -370,7 +376,7 @@ impl fmt::Display for StoreError {
     }
 }
 
-/// Includes what to do, since a `main` that returns an error prints this.
+/// Includes the message with its fix, since a `main` that returns an error prints the `Debug` form.
 impl fmt::Debug for StoreError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut debug = f.debug_struct("StoreError");
@@ -394,7 +400,7 @@ impl std::error::Error for StoreError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         let cause = self.cause.as_deref()?;
         match self.kind {
-            // Its own text is in ours.
+            // The message already contains the text of this cause.
             ErrorKind::Configuration | ErrorKind::Refused => cause.source(),
             _ => Some(cause),
         }
@@ -435,16 +441,16 @@ mod tests {
     };
 
     #[test]
-    fn every_kind_is_known() {
+    fn kinds_are_complete_and_in_order() {
         for (i, kind) in KINDS.into_iter().enumerate() {
             assert_eq!(kind as usize, i, "{kind:?}");
         }
-        // The last one, so that a kind beyond it is missed.
+        // A kind added before `NoRuntime` shifts its number, so the loop above finds it missing.
         assert!(matches!(KINDS[KINDS.len() - 1], ErrorKind::NoRuntime));
     }
 
     #[test]
-    fn the_runbook_says_what_to_do() {
+    fn the_runbook_covers_every_kind() {
         let page = include_str!("../docs/runbook.md");
         let missing = KINDS
             .into_iter()
@@ -452,7 +458,7 @@ mod tests {
         assert_eq!(missing.collect::<Vec<_>>(), []);
     }
 
-    /// A store outside of this crate may be of another server.
+    /// A store outside of this crate may use another server than Redis.
     #[test]
     fn general_errors_do_not_mention_redis() {
         let of_redis = KINDS
@@ -469,7 +475,7 @@ mod tests {
         assert_eq!(of_redis.collect::<Vec<_>>(), known);
     }
 
-    /// All but those that are of no server.
+    /// Every message names the server, except those of kinds that involve none.
     #[test]
     fn errors_name_their_server_once() {
         let of_none = [
@@ -494,9 +500,9 @@ mod tests {
         }
     }
 
-    /// What is wrong, a colon, and then what to do.
+    /// Asserts the form `<what is wrong>: <imperative>`.
     #[track_caller]
-    fn assert_says_what_to_do(error: impl fmt::Display) {
+    fn assert_names_fix(error: impl fmt::Display) {
         let text = error.to_string();
         let (what, fix) = text.split_once(": ").unwrap_or_default();
         assert!(what.len() > 10 && fix.len() > 10, "{text}");
@@ -521,7 +527,7 @@ mod tests {
             "1/0s",
             "1/d burst 4000000",
         ] {
-            assert_says_what_to_do(text.parse::<Quota>().unwrap_err());
+            assert_names_fix(text.parse::<Quota>().unwrap_err());
         }
         for text in [
             "",
@@ -532,10 +538,10 @@ mod tests {
             "sliding-window(0 cells)",
             "fixed-window(60)",
         ] {
-            assert_says_what_to_do(text.parse::<Strategy>().unwrap_err());
+            assert_names_fix(text.parse::<Strategy>().unwrap_err());
         }
-        assert_says_what_to_do("memory".parse::<StoreKind>().unwrap_err());
-        assert_says_what_to_do("all".parse::<ShareConfig>().unwrap_err());
+        assert_names_fix("memory".parse::<StoreKind>().unwrap_err());
+        assert_names_fix("all".parse::<ShareConfig>().unwrap_err());
 
         let (window, quota) = (
             Strategy::FixedWindow(Default::default()),
@@ -549,29 +555,29 @@ mod tests {
             Policy::in_flight("p", 1).and_then(|policy| policy.slot_ttl(Duration::ZERO)),
             Policy::in_flight("p", 1).and_then(|policy| policy.slot_ttl(Duration::from_millis(1))),
         ] {
-            assert_says_what_to_do(policy.unwrap_err());
+            assert_names_fix(policy.unwrap_err());
         }
         let policy = Policy::new("p", Strategy::Gcra, quota).unwrap();
-        assert_says_what_to_do(Policies::new([]).unwrap_err());
-        assert_says_what_to_do(Policies::new([policy.clone(), policy.clone()]).unwrap_err());
+        assert_names_fix(Policies::new([]).unwrap_err());
+        assert_names_fix(Policies::new([policy.clone(), policy.clone()]).unwrap_err());
         let many = (0..17).map(|i| Policy::new(&i.to_string(), Strategy::Gcra, quota).unwrap());
-        assert_says_what_to_do(Policies::new(many).unwrap_err());
+        assert_names_fix(Policies::new(many).unwrap_err());
 
-        assert_says_what_to_do(HeaderKey::new("api key").unwrap_err());
-        assert_says_what_to_do(ClientIp::header("real ip").hops(1).unwrap_err());
-        assert_says_what_to_do(ClientIp::x_forwarded_for().hops(0).unwrap_err());
-        assert_says_what_to_do(ClientIp::peer().ipv6_prefix(129).unwrap_err());
+        assert_names_fix(HeaderKey::new("api key").unwrap_err());
+        assert_names_fix(ClientIp::header("real ip").hops(1).unwrap_err());
+        assert_names_fix(ClientIp::x_forwarded_for().hops(0).unwrap_err());
+        assert_names_fix(ClientIp::peer().ipv6_prefix(129).unwrap_err());
         for trusted in [&[][..], &["privat"], &["::/0"], &["::/1", "8000::/1"]] {
-            assert_says_what_to_do(ClientIp::x_forwarded_for().trust(trusted).unwrap_err());
+            assert_names_fix(ClientIp::x_forwarded_for().trust(trusted).unwrap_err());
         }
         for pattern in ["users", "/a b", "/users/:id", "/{}", &"/{a}".repeat(26)] {
-            assert_says_what_to_do(
+            assert_names_fix(
                 Routes::new(policy.clone())
                     .route(pattern, policy.clone())
                     .unwrap_err(),
             );
         }
-        assert_says_what_to_do(Routes::new(policy).exempt("/%20/{id}").unwrap_err());
+        assert_names_fix(Routes::new(policy).exempt("/%20/{id}").unwrap_err());
 
         let url = "redis://127.0.0.1/";
         let partitions = NonZeroUsize::new(1_025).unwrap();
@@ -587,7 +593,7 @@ mod tests {
             RedisStore::builder(url).timeout(Duration::ZERO),
             RedisStore::builder(url).partitions(partitions),
         ] {
-            assert_says_what_to_do(builder.connect_lazy().unwrap_err());
+            assert_names_fix(builder.connect_lazy().unwrap_err());
         }
         #[cfg(feature = "tls")]
         for builder in [
@@ -596,10 +602,10 @@ mod tests {
             RedisStore::builder("rediss://127.0.0.1/").root_certificates("no PEM"),
             RedisStore::builder("rediss://127.0.0.1/").client_certificate("no PEM", "no PEM"),
         ] {
-            assert_says_what_to_do(builder.connect_lazy().unwrap_err());
+            assert_names_fix(builder.connect_lazy().unwrap_err());
         }
         #[cfg(not(feature = "tls"))]
-        assert_says_what_to_do(RedisStore::connect_lazy("rediss://127.0.0.1/").unwrap_err());
+        assert_names_fix(RedisStore::connect_lazy("rediss://127.0.0.1/").unwrap_err());
         let config = || StoreConfig {
             url: Some(url.to_owned()),
             ..StoreConfig::default()
@@ -623,10 +629,10 @@ mod tests {
             },
         ] {
             let error = AnyStore::from_config(&config).unwrap_err();
-            assert_says_what_to_do(
+            assert_names_fix(
                 error
                     .to_string()
-                    .strip_prefix("the store is set up wrongly: ")
+                    .strip_prefix("invalid store configuration: ")
                     .unwrap(),
             );
         }
@@ -649,10 +655,10 @@ mod tests {
             );
         }
         assert_eq!(
-            ConfigError::invalid("quota", &"x".repeat(1_000), "write one")
+            ConfigError::invalid("quota", &"x".repeat(1_000), "use this")
                 .to_string()
                 .len(),
-            114
+            113
         );
         for text in ["secret:hunter2", " Secret:hunter2", "ip:secret:hunter2"] {
             let error = ConfigError::choice("caller", text, "another");
@@ -664,7 +670,7 @@ mod tests {
     fn messages_name_the_fix_and_cause_once() {
         for kind in KINDS {
             let alone = StoreError::new(kind);
-            assert_says_what_to_do(&alone);
+            assert_names_fix(&alone);
             assert!(
                 format!("{alone:?}").contains(&alone.to_string()),
                 "{alone:?}"

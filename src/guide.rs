@@ -18,7 +18,7 @@
 //! [waiting]: crate::guide::waiting
 #![doc = include_str!("../docs/README.md")]
 
-/// When to take this crate, and when another one.
+/// When to use this crate, and when another one.
 ///
 /// [choosing]: crate::guide::choosing
 /// [faults]: crate::guide::faults
@@ -32,7 +32,7 @@
 #[doc = include_str!("../docs/comparison.md")]
 pub mod comparison {}
 
-/// What was measured of other limiters and of this crate.
+/// Measurements of other limiters and of this crate.
 ///
 /// [comparison]: crate::guide::comparison
 /// [faults]: crate::guide::faults
@@ -42,7 +42,7 @@ pub mod comparison {}
 #[doc = include_str!("../docs/peers.md")]
 pub mod peers {}
 
-/// What mostly goes wrong, what to check before going live, and what messages mean.
+/// Common mistakes, a production checklist, and the meaning of messages.
 ///
 /// [changing]: crate::guide::choosing#changing-a-policy
 /// [dry-run]: crate::guide::recipes#a-dry-run-beside-an-enforced-limit
@@ -55,7 +55,7 @@ pub mod peers {}
 #[doc = include_str!("../docs/pitfalls.md")]
 pub mod pitfalls {}
 
-/// Everyday limits, each as a program that shows what happens.
+/// Common limits, each as a complete program.
 ///
 /// [answers]: crate::guide::answers
 /// [runbook]: crate::guide::runbook
@@ -64,7 +64,7 @@ pub mod pitfalls {}
 #[doc = include_str!("../docs/recipes.md")]
 pub mod recipes {}
 
-/// Which strategy fits which limit.
+/// How to choose a strategy.
 ///
 /// [migrating]: crate::guide::migrating
 /// [settling]: crate::guide::settling
@@ -83,7 +83,7 @@ pub mod choosing {}
 #[doc = include_str!("../docs/envoy.md")]
 pub mod envoy {}
 
-/// What to write for the settings of another limiter, what differs, and how to switch.
+/// The equivalents of another limiter's settings, the differences, and how to switch.
 ///
 /// [comparison]: crate::guide::comparison
 /// [envoy]: crate::guide::envoy
@@ -91,14 +91,14 @@ pub mod envoy {}
 #[doc = include_str!("../docs/migrating.md")]
 pub mod migrating {}
 
-/// Who is counted: extractors of keys, headers, proxies.
+/// Rate-limit keys: extractors, headers, proxies.
 ///
 /// [recipes]: crate::guide::recipes
 /// [two]: crate::guide::recipes#a-limit-for-the-whole-service-beside-that-of-each-caller
 #[doc = include_str!("../docs/keys.md")]
 pub mod keys {}
 
-/// Waiting for a turn instead of a denial.
+/// Waiting instead of being denied.
 #[doc = include_str!("../docs/waiting.md")]
 pub mod waiting {}
 
@@ -108,13 +108,13 @@ pub mod waiting {}
 #[doc = include_str!("../docs/settling.md")]
 pub mod settling {}
 
-/// Responses to clients: header fields, in the new and the old forms, and bodies.
+/// Responses to clients: header fields, in current and legacy forms, and bodies.
 ///
 /// [pitfalls]: crate::guide::pitfalls
 #[doc = include_str!("../docs/answers.md")]
 pub mod answers {}
 
-/// Quota that is charged ahead and spent in memory.
+/// Quota that is charged in advance and spent in memory.
 ///
 /// [pitfalls]: crate::guide::pitfalls#not-leased
 /// [short]: crate::guide::pitfalls#short-lease
@@ -122,7 +122,7 @@ pub mod answers {}
 #[doc = include_str!("../docs/leases.md")]
 pub mod leases {}
 
-/// All options of layers, stores and what belongs to them, with their defaults.
+/// All options of layers and stores, with their defaults.
 ///
 /// [distance]: crate::guide::running#throughput-over-a-distance
 /// [leases]: crate::guide::leases
@@ -131,7 +131,7 @@ pub mod leases {}
 #[doc = include_str!("../docs/options.md")]
 pub mod options {}
 
-/// Where Redis is, rights, sizes, upgrades, several regions.
+/// Deployment: placement of Redis, rights, sizing, upgrades, several regions.
 ///
 /// [faults]: crate::guide::faults
 /// [options]: crate::guide::options
@@ -141,7 +141,7 @@ pub mod options {}
 #[doc = include_str!("../docs/running.md")]
 pub mod running {}
 
-/// What each alert means, what to look at, and what to do.
+/// The meaning of each alert, what to check, and how to fix it.
 ///
 /// [by-hand]: crate::guide::running#one-caller-by-hand
 /// [codes]: crate::guide::pitfalls#what-a-message-means
@@ -157,7 +157,7 @@ pub mod running {}
 #[doc = include_str!("../docs/runbook.md")]
 pub mod runbook {}
 
-/// Every fault that we know of: what is promised, and what was measured.
+/// All known faults, with the guarantees and the measurements for each.
 ///
 /// [choosing]: crate::guide::choosing
 /// [running]: crate::guide::running
@@ -167,13 +167,13 @@ pub mod runbook {}
 #[doc = include_str!("../docs/faults.md")]
 pub mod faults {}
 
-/// Which servers are tested, what the limiter needs from them, and how they affect the counts.
+/// The tested servers, their requirements, and their effect on the counts.
 ///
 /// [running]: crate::guide::running
 #[doc = include_str!("../docs/servers.md")]
 pub mod servers {}
 
-/// Decisions per second, beside what others do, and where the time goes.
+/// Decisions per second, compared with other limiters, and where the time goes.
 ///
 /// [partitions]: crate::guide::running#partitions
 #[doc = include_str!("../docs/pictures.md")]

@@ -1,5 +1,5 @@
-// Of two definitions of a link the first one holds: here, README's links lead to the guides of this version, and its
-// picture is one that rustdoc can show.
+// If a link is defined twice, the first definition counts. So the README's links lead to the guides
+// of this version, and its picture has a form that rustdoc renders.
 //! [choosing]: guide::choosing
 //! [comparison]: guide::comparison
 //! [faults]: guide::faults
@@ -45,7 +45,7 @@ pub use middleware::{call_limit, extract, headers, rate_limit, reject, select, t
 #[doc(inline)]
 pub use store::{Fallback, LocalStore, RedisStore};
 
-/// The Redis client, to turn on its features and to name what [`RedisStore::connect`] takes.
+/// The Redis client, re-exported to enable its features and to name the argument types of [`RedisStore::connect`].
 pub use redis;
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use crate::store::{Answer, Store};
 use crate::util::instant;
 use crate::wait_queues::{Bounds, Spent, WaitQueues, WaitRequest};
 
-/// A store with policies, for code that is not a tower service: a job worker, a WebSocket loop.
+/// A store with policies, for code that is not a tower service, such as a job worker or a WebSocket loop.
 ///
 /// Clones share the store's counts and the queue of waiters.
 ///
@@ -40,13 +40,13 @@ pub struct Limiter<S> {
     store: S,
     policies: Policies,
     wait_queues: WaitQueues,
-    /// The requests in flight of reservations, and what settles them.
+    /// Tracks the requests in flight of reservations, and settles reservations.
     in_flight: InFlightTracker,
     notifier: Notifier,
 }
 
-/// The [`Decision`] on what was asked for its effect: a charge, a refund or a reset. Unlike a decision, it need not be
-/// looked at.
+/// The [`Decision`] on a charge, refund or reset. It may be ignored: the operation has already taken
+/// effect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Done(Decision);
 
@@ -59,7 +59,7 @@ impl Deref for Done {
 }
 
 impl<S: Store> Limiter<S> {
-    /// Counts in `store` under one policy or several.
+    /// Creates a limiter that counts in `store` under one or several policies.
     pub fn new(store: S, policies: impl Into<Policies>) -> Self {
         let in_flight = InFlightTracker::new(&store, None);
         let wait_queues = WaitQueues::new(store.clone(), in_flight.clone(), Bounds::DEFAULT);
@@ -72,10 +72,11 @@ impl<S: Store> Limiter<S> {
         }
     }
 
-    /// Sets the observer of the store, notified for example when a [`Fallback`](crate::Fallback) decides locally, if
-    /// the store has none yet; of each [`Reservation`] that could not be settled; and of a policy that is leased for
-    /// nothing. It is not notified of decisions, which are returned. Defaults to [a log of what needs
-    /// attention](Observer); `()` turns that off.
+    /// Sets the observer. It receives a store's events, such as that a
+    /// [`Fallback`](crate::Fallback) decides locally, unless the store has an observer; each
+    /// [`Reservation`] that could not be settled; and each policy that is leased without effect. It
+    /// does not receive decisions, which are returned to the caller. Defaults to [a log of
+    /// problems](Observer); `()` disables that.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);
@@ -90,8 +91,8 @@ impl<S: Store> Limiter<S> {
         }
     }
 
-    /// Sets how many may [wait](Self::wait) in this process; one more is denied at once. Defaults to 10,000. Earlier
-    /// clones keep their setting.
+    /// Sets the maximum number of concurrent [waiters](Self::wait) in this process; further ones
+    /// are denied immediately. Defaults to 10,000. Earlier clones keep their setting.
     #[must_use]
     pub fn max_waiting(self, max: NonZeroUsize) -> Self {
         Self {
@@ -105,9 +106,10 @@ impl<S: Store> Limiter<S> {
         self.send(Check::take(key, &self.policies, cost))
     }
 
-    /// Takes `cost`, all or nothing, as a [`Reservation`]: it is refunded if that is dropped, or kept, or replaced by
-    /// the real cost. Under a policy of requests [in flight](crate::Policy::in_flight) it is one request, which ends
-    /// when the reservation is dropped or settled, and is renewed until then:
+    /// Takes `cost`, all or nothing, as a [`Reservation`]. Dropping the reservation refunds the
+    /// cost; it can also be kept, or replaced by the actual cost. Under a policy of requests [in
+    /// flight](crate::Policy::in_flight), the reservation is one request, which is renewed until
+    /// the reservation is dropped or settled:
     ///
     /// ```
     /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy};
@@ -128,17 +130,19 @@ impl<S: Store> Limiter<S> {
     /// # }
     /// ```
     ///
-    /// [`take`](Self::take) and the others take a slot too, but do not release it: it expires after its [time to
-    /// live](crate::Policy::slot_ttl).
+    /// [`take`](Self::take) and the other methods take a slot too, but do not release it: the slot
+    /// expires after its [time to live](crate::Policy::slot_ttl).
     ///
-    /// Outside of a tokio runtime, where only a [`LocalStore`](crate::LocalStore) works, nothing is renewed in the
-    /// background, but by the next call of this method.
+    /// Outside of a Tokio runtime, where only a [`LocalStore`](crate::LocalStore) works, slots are
+    /// not renewed in the background, only by the next call of this method.
     ///
-    /// Dropping the future does not refund: what it has charged by then stays charged, but nothing is in flight.
+    /// Dropping the future refunds nothing: a cost that is already charged stays charged, but
+    /// nothing is in flight.
     ///
     /// # Errors
     ///
-    /// [`ReserveError::Denied`], and [`ReserveError::Failed`] if the store could not decide.
+    /// [`ReserveError::Denied`] if the policies deny the cost, and [`ReserveError::Failed`] if the
+    /// store could not decide.
     pub async fn reserve(&self, key: Key, cost: u32) -> Result<Reservation, ReserveError> {
         self.in_flight.refunds().wake();
         let since = instant();
@@ -159,7 +163,7 @@ impl<S: Store> Limiter<S> {
         }
     }
 
-    /// Takes as much of `cost` as there is room for. See [`Check::up_to`].
+    /// Takes `cost`, or the largest part of it that is allowed. See [`Check::up_to`].
     pub fn up_to(&self, key: Key, cost: u32) -> Answer<S::Future> {
         self.send(Check::up_to(key, &self.policies, cost))
     }
@@ -170,13 +174,14 @@ impl<S: Store> Limiter<S> {
         answer
     }
 
-    /// Decides whether `cost` would pass. See [`Check::peek`].
+    /// Decides whether `cost` would be allowed. See [`Check::peek`].
     pub fn peek(&self, key: Key, cost: u32) -> Answer<S::Future> {
         self.store.check(Check::peek(key, &self.policies, cost))
     }
 
-    /// Charges `cost` in any case. See [`Check::charge`]. Beside other policies, one of requests [in
-    /// flight](crate::Policy::in_flight) is left out, also from the decision: it counts requests, not costs.
+    /// Charges `cost` even beyond the limit. See [`Check::charge`]. A policy of requests [in
+    /// flight](crate::Policy::in_flight) counts requests, not costs. If there are other policies,
+    /// it is skipped, also in the decision.
     pub fn charge(
         &self,
         key: Key,
@@ -185,7 +190,7 @@ impl<S: Store> Limiter<S> {
         self.effect(Check::charge(key, self.of_costs(), cost))
     }
 
-    /// Refunds `cost`. See [`Check::refund`]. A policy of requests in flight is left out as in a
+    /// Refunds `cost`. See [`Check::refund`]. A policy of requests in flight is skipped, as in a
     /// [charge](Self::charge).
     pub fn refund(
         &self,
@@ -195,12 +200,12 @@ impl<S: Store> Limiter<S> {
         self.effect(Check::refund(key, self.of_costs(), cost))
     }
 
-    /// The policies that count costs, or all if there are none.
+    /// Returns the policies that count costs, or all policies if no policy does.
     fn of_costs(&self) -> &Policies {
         self.policies.without_in_flight().unwrap_or(&self.policies)
     }
 
-    /// Forgets all charges of the caller. See [`Check::reset`].
+    /// Resets the caller's counts. See [`Check::reset`].
     pub fn reset(
         &self,
         key: Key,
@@ -208,7 +213,7 @@ impl<S: Store> Limiter<S> {
         self.effect(Check::reset(key, &self.policies))
     }
 
-    /// Asks at once, and waits for the answer.
+    /// Sends the check immediately, and returns a future of the result.
     fn effect(
         &self,
         check: Check,
@@ -217,18 +222,20 @@ impl<S: Store> Limiter<S> {
         async { answer.await.map(Done) }
     }
 
-    /// Takes `cost`, and waits for it up to `max` if necessary.
+    /// Takes `cost`, waiting up to `max` if necessary.
     ///
-    /// The waiters for one key in this process are served in the order in which they came, whatever their costs. The
-    /// decision is a denial if the wait would exceed `max`, as soon as this is known, or if [too
-    /// many](Self::max_waiting) wait. Store calls do not count towards `max`: no caller is denied for their duration
-    /// while there is room, and a denial may come two or three calls later.
+    /// Waiters for one key in this process are served in FIFO order, independent of their costs.
+    /// The decision is a denial if the wait would exceed `max`, as soon as that is certain, or if
+    /// the [maximum](Self::max_waiting) number of waiters is reached. Store calls do not count
+    /// towards `max`: no caller is denied because of their duration while the cost is allowed, and
+    /// a denial may be returned two or three calls later.
     ///
-    /// Dropping the future ends the wait and takes nothing: what was granted just then is refunded by a separate task.
+    /// Dropping the future ends the wait and takes nothing: a grant that arrives at that moment is
+    /// refunded by a separate task.
     ///
     /// # Errors
     ///
-    /// Those of the store.
+    /// Returns the error of the store.
     pub async fn wait(&self, key: Key, cost: u32, max: Duration) -> Result<Decision, StoreError> {
         let deadline = instant().checked_add(max);
         let wanted = WaitRequest {
@@ -240,7 +247,7 @@ impl<S: Store> Limiter<S> {
         if wanted.exceeds_capacity() {
             return self.take(key, cost).await;
         }
-        // A wait is charged ahead of time, which no block does.
+        // Waiting does not use leased blocks.
         self.notifier.unless_leased(&self.policies);
         let permit = match self.wait_queues.join(wanted, None) {
             Ok(turn) => turn.await,

@@ -1,6 +1,7 @@
-//! What is logged where no observer is set. One log is for the whole process, so each test has errors of its own kind.
+//! The default log without an observer. It is shared by the whole process, so each test causes
+//! another kind of error.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 #[path = "support/lines.rs"]
 mod lines;
@@ -21,7 +22,7 @@ use tracing::Level;
 
 use crate::lines::Lines;
 
-/// Makes sure that there are as many lines as parts, and that each has its part.
+/// Asserts that each line contains the part at the same index, and that there are no other lines.
 #[track_caller]
 fn assert_lines(lines: &[String], parts: &[&str]) {
     let fit = lines
@@ -54,14 +55,14 @@ async fn send<S: Store, K: KeyExtractor>(layer: &RateLimitLayer<S, K>) -> u16 {
         .as_u16()
 }
 
-/// A store that fails with this error, and one that decides instead.
+/// Returns a store that fails with this error, and a fallback around it.
 fn outage(kind: ErrorKind) -> (MockStore, Fallback<MockStore, LocalStore>) {
     let store = MockStore::new();
     store.fail(StoreError::new(kind));
     (store.clone(), Fallback::new(store, LocalStore::default()))
 }
 
-/// Two layers over one store are told of it once, and denials are nobody's business.
+/// Two layers over one store report its outage once, and denials are not logged.
 #[tokio::test(start_paused = true)]
 async fn an_outage_is_logged_once() {
     let (lines, _guard) = Lines::collect(Level::INFO);
@@ -76,14 +77,14 @@ async fn an_outage_is_logged_once() {
         &lines.take(),
         &[
             "WARN rate limit checks failed kind=\"unreachable\" error=the server cannot be reached: check",
-            "WARN rate limits are local: the shared store has failed too often kind=\"unreachable\"",
+            "WARN shared store unavailable, enforcing rate limits locally kind=\"unreachable\"",
         ],
     );
     primary.allow();
     while store.is_degraded() {
         sleep(Duration::from_millis(50)).await;
     }
-    assert_lines(&lines.take(), &["INFO rate limits are shared again after="]);
+    assert_lines(&lines.take(), &["INFO shared store recovered after="]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -102,7 +103,7 @@ async fn failures_are_logged_once_a_minute() {
     }
     assert_lines(&lines.take(), &["kind=\"refused\""]);
     advance(Duration::from_secs(60)).await;
-    // Each time it logs two kinds at most: those of other tests may come first.
+    // A request logs at most two counts, and those of other tests may come first.
     for _ in 0..10 {
         send(&layer(&store)).await;
     }
@@ -123,7 +124,7 @@ async fn limiters_and_throttles_log_too() {
     }
     assert_lines(
         &lines.take(),
-        &["kind=\"read_only\"", "rate limits are local"],
+        &["kind=\"read_only\"", "enforcing rate limits locally"],
     );
 
     let store = MockStore::new();
@@ -145,10 +146,7 @@ async fn a_misconfiguration_is_logged() {
     let (lines, _guard) = Lines::collect(Level::INFO);
     let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy());
     assert_eq!([send(&layer).await, send(&layer).await], [500; 2]);
-    assert_lines(
-        &lines.take(),
-        &["ERROR the server is set up so that requests are not counted"],
-    );
+    assert_lines(&lines.take(), &["ERROR rate limiting is misconfigured"]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -169,7 +167,7 @@ async fn a_unit_observer_turns_the_log_off() {
 }
 
 #[tokio::test]
-#[ignore = "run by the test below, in a process of its own"]
+#[ignore = "run by the test below, in a separate process"]
 async fn without_a_subscriber() {
     let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy());
     for _ in 0..5 {
@@ -177,9 +175,9 @@ async fn without_a_subscriber() {
     }
 }
 
-/// The feature alone logs nothing.
+/// The feature alone logs nothing without a subscriber.
 #[test]
-fn standard_error_stands_in_for_a_subscriber() {
+fn problems_are_printed_without_a_subscriber() {
     let this = std::env::current_exe().unwrap();
     let output = std::process::Command::new(this)
         .args([
@@ -191,15 +189,15 @@ fn standard_error_stands_in_for_a_subscriber() {
         .output()
         .unwrap();
     assert!(output.status.success(), "{output:?}");
-    let said = String::from_utf8(output.stderr).unwrap();
+    let printed = String::from_utf8(output.stderr).unwrap();
     assert_eq!(
-        said.matches("no-peer-address").count(),
+        printed.matches("no-peer-address").count(),
         usize::from(cfg!(debug_assertions)) * 2,
-        "{said}"
+        "{printed}"
     );
     assert!(
         !cfg!(debug_assertions)
-            || said.contains("turn on the feature `tracing` and set a subscriber"),
-        "{said}"
+            || printed.contains("enable the feature `tracing` and install a subscriber"),
+        "{printed}"
     );
 }

@@ -1,4 +1,4 @@
-//! What is measured: this crate, and what others do with the same Redis.
+//! The measured cases: this crate, and other designs on the same Redis.
 
 use std::convert::Infallible;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -35,18 +35,18 @@ use crate::meter::{Amount, Measure, load};
 use crate::redis_cell;
 use crate::support::{self, RedisServer};
 
-/// Callers, where there are many.
+/// Number of callers in cases with many.
 pub const MANY: u32 = 100_000;
 pub const CONCURRENCY: [u64; 4] = [1, 64, 256, 1024];
 
-/// For how long blocks are leased.
+/// Lease time of blocks.
 const LEASE: Duration = Duration::from_millis(250);
 
-/// Between the requests of a connection, where the machine is to have time left: 64 of them ask some 7,000 times a
-/// second.
+/// Pause between the requests of a connection, for cases in which the machine must not be
+/// saturated: 64 connections send about 7,000 requests per second.
 const PAUSE: Duration = Duration::from_millis(8);
 
-/// A case: what, and with how many requests at a time.
+/// A case: its subject, and the number of concurrent requests.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Case(pub What, pub u64);
 
@@ -58,19 +58,19 @@ pub enum What {
     Multiplexed(Load),
     /// A script call for each request, over a pool of 16 connections, without pings.
     Pool(Load),
-    /// A GET and a SET with an expiry for each of so many keys, in a script that decides nothing: what Redis takes at
-    /// least for a decision that is read and written so.
+    /// A GET and a SET with an expiry for each key, in a script that decides nothing: the minimum
+    /// cost in Redis of a decision that reads and writes like this.
     Bare,
     /// `RedisStore` through the layer.
     Redis(Load),
-    /// The same, with what callers that come often will want charged ahead.
+    /// `RedisStore` through the layer, with leased quota for busy callers.
     Leased(Load),
-    /// `RedisStore`, which knows callers by a header field.
+    /// `RedisStore`, with a header field as the key.
     RedisByHeader(Load),
-    /// `tower-redis-cell`, which knows callers by a header field too.
+    /// `tower-redis-cell`, with a header field as the key too.
     Cell(Load),
-    /// `RedisStore` through a layer that holds each request until its body has ended, of 100,000 callers: a request is
-    /// a take, and what it refunds.
+    /// `RedisStore` through a layer that keeps each request until its body has ended, with 100,000
+    /// callers: a request is a take and a refund.
     InFlight,
     /// `LocalStore` through the layer.
     Local(Load, Fields),
@@ -78,11 +78,11 @@ pub enum What {
     Governor(Load, Fields),
     /// An axum service over HTTP, under some layer.
     Http(Layers),
-    /// A cluster, or what it is compared with.
+    /// A cluster, or a case that it is compared with.
     Beside(Side),
 }
 
-/// The servers of a run. Those that few cases need are started once one needs them.
+/// The servers of a run. Servers for few cases are started on demand.
 pub struct Servers {
     single: RedisServer,
     cell: OnceCell<RedisServer>,
@@ -109,36 +109,35 @@ pub enum Fields {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Layers {
     None,
-    /// One that does nothing: what axum takes for any layer.
+    /// A layer that does nothing: the cost of any layer in axum.
     Idle,
-    /// Ours, with a `LocalStore`.
+    /// This crate's, with a `LocalStore`.
     Limited,
-    /// Ours, with a `RedisStore`.
+    /// This crate's, with a `RedisStore`.
     Shared,
-    /// The same, which refunds a half of what each request takes.
+    /// This crate's, with a `RedisStore`; it refunds half of each request's take.
     Settled,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Load {
-    /// 100,000 callers, none of whom reaches the limit. What a request charged has mostly flowed back when its caller's
-    /// next one comes.
+    /// 100,000 callers that never reach their limit. A caller's charge has usually expired before its next request.
     Many,
-    /// As many, who are counted over an hour: the store holds all of them all the time.
+    /// 100,000 callers that are counted over an hour: the store holds all of them all the time.
     Hourly(Strategy),
-    /// So many, of whom Redis holds all from the first to the last: [`fill`] has charged each for a quarter of an hour.
+    /// This number of callers, all in Redis during the whole run: [`fill`] has charged each for a quarter of an hour.
     Living(u32),
-    /// 100,000 callers, of whom the n-th asks a n-th as often as the first (Zipf's law), and none reaches the limit.
+    /// 100,000 callers that never reach their limit; the n-th sends 1/n as many requests as the first (Zipf's law).
     Zipf,
-    /// One caller, who never reaches the limit.
+    /// One caller that never reaches the limit.
     Granted,
-    /// One caller, who has reached it.
+    /// One caller that has reached it.
     Denied,
 }
 
 pub const HOURLY: Load = Load::Hourly(Strategy::Gcra);
 
-/// In the order in which they take turns.
+/// All cases, in the order of a round.
 fn all() -> Vec<Case> {
     let mut cases = vec![Case(What::Get, 64)];
     for what in [
@@ -191,7 +190,7 @@ fn all() -> Vec<Case> {
     cases
 }
 
-/// Those whose name has one of the texts; all, if there is none.
+/// Returns the cases whose name contains one of the texts; all cases without texts.
 pub fn named(texts: &[String]) -> Vec<Case> {
     let wanted = |case: &Case| {
         texts.is_empty()
@@ -363,12 +362,12 @@ impl Load {
         }
     }
 
-    /// 100,000 callers come a few times a second each.
+    /// 100,000 callers send a few requests per second each.
     fn quota(self) -> Quota {
         match self {
             Self::Many => Quota::per_second(100),
             Self::Hourly(_) => Quota::per_hour(1_000),
-            // A few callers ask hundreds of times a second each.
+            // A few callers send hundreds of requests per second each.
             Self::Living(_) => Quota::per_hour(1_000).burst(24_000),
             Self::Zipf => Quota::per_hour(1_000_000),
             Self::Granted => Quota::per_second(4_000_000),
@@ -384,9 +383,9 @@ impl Load {
         }
     }
 
-    /// Who asks next.
+    /// Returns the next request's caller.
     pub fn caller(self, rng: &mut Rng) -> u32 {
-        /// What part of the requests are of the first callers.
+        /// Cumulative shares of the requests, by caller.
         static SHARES: LazyLock<Vec<f64>> = LazyLock::new(|| {
             let sums = (1..=MANY).scan(0.0, |sum, rank| {
                 *sum += 1.0 / f64::from(rank);
@@ -404,13 +403,13 @@ impl Load {
         }
     }
 
-    /// Has every caller counted once, if Redis is to hold all of them.
+    /// Counts every caller once, for loads in which Redis must hold all of them.
     async fn hold<F: Future<Output = ()>>(self, server: &RedisServer, count: impl Fn(u32) -> F) {
         if let Self::Hourly(_) = self {
             for first in (0..MANY).step_by(1_000) {
                 join_all((first..first + 1_000).map(&count)).await;
             }
-            // Beside the key by which the store tried the script.
+            // In addition to the key of the store's connection check.
             assert!(server.command::<u32>("DBSIZE").await >= MANY, "{self:?}");
         }
     }
@@ -424,7 +423,7 @@ fn layer<S: Store, K: KeyExtractor>(store: S, key: K, load: Load) -> RateLimitLa
     )
 }
 
-/// A service that does nothing, under a limit.
+/// An empty service under a limit.
 pub fn limited<S: Store>(
     store: S,
     load: Load,
@@ -435,7 +434,7 @@ pub fn limited<S: Store>(
     layer(store, PeerIp, load).layer(service_fn(inner))
 }
 
-/// Charges each caller twice, so that each is held and written as one that has come before.
+/// Charges each caller twice, so that Redis writes it like a returning caller.
 pub async fn fill(store: RedisStore, load: Load) {
     const TASKS: u32 = 512;
     for cost in [250, 1] {
@@ -486,7 +485,7 @@ async fn inner(_: Request<()>) -> Result<Response<Body>, Infallible> {
     Ok(Response::new(Body::empty()))
 }
 
-/// Through a whole middleware, of one instance or of several.
+/// Sends requests through a whole middleware, of one or several instances.
 pub async fn serve<S, B>(
     servers: &[&RedisServer],
     instances: &[S],
@@ -507,7 +506,7 @@ where
             while meter.goes_on() {
                 ask(&mut service, request(what.caller(&mut meter.rng))).await;
                 meter.done();
-                // Where nothing waits, tasks take turns as requests would.
+                // Without any wait, tasks must still take turns.
                 tokio::task::coop::consume_budget().await;
             }
             meter
@@ -523,7 +522,7 @@ where
     service.ready().await.unwrap().call(request).await.unwrap();
 }
 
-/// A request of one caller, whom its connection tells.
+/// A request of one caller, identified by its connection.
 pub fn by_address(caller: u32) -> Request<()> {
     let mut request = Request::new(());
     request.extensions_mut().insert(ConnectInfo(SocketAddr::new(
@@ -533,7 +532,7 @@ pub fn by_address(caller: u32) -> Request<()> {
     request
 }
 
-/// A header field that tells a caller.
+/// The header field that identifies a caller.
 pub const HEADER: &str = "x-api-key";
 
 fn by_header(caller: u32) -> Request<()> {
@@ -547,7 +546,7 @@ pub fn address(caller: u32) -> Ipv4Addr {
     Ipv4Addr::from_bits(0x0a00_0000 + caller)
 }
 
-/// A GCRA script for one key, as limiters without batches call it.
+/// A GCRA script for one key, as in limiters without batches.
 const ONE_BY_ONE: &str = "
 local t = redis.call('TIME')
 local now = t[1] * 1000000 + t[2]
@@ -574,7 +573,7 @@ pub async fn one_by_one(connection: &mut MultiplexedConnection, load: Load, call
         .unwrap();
 }
 
-/// In calls as large as those of `RedisStore`, as many at a time as it takes for the requests.
+/// Uses calls as large as those of `RedisStore`, and enough concurrent calls for the requests.
 async fn bare(server: &RedisServer, requests: u64, amount: Amount) -> Measure {
     const CALL: u32 = 85;
     static SCRIPT: LazyLock<redis::Script> = LazyLock::new(|| {
@@ -587,7 +586,7 @@ async fn bare(server: &RedisServer, requests: u64, amount: Amount) -> Measure {
     });
     async fn call(connection: &mut MultiplexedConnection, callers: impl Iterator<Item = u32>) {
         let mut call = SCRIPT.prepare_invoke();
-        // Keys and values as long as the store's.
+        // Keys and values are as long as the store's.
         for caller in callers {
             call.key(format!("bare:{{{}}}:gcra:api", address(caller)));
         }
@@ -617,7 +616,7 @@ async fn bare(server: &RedisServer, requests: u64, amount: Amount) -> Measure {
     measure.for_each_of(f64::from(CALL))
 }
 
-/// 16 connections, each held for a call, without a ping at checkout.
+/// A pool of 16 connections, each used by one call at a time, without a ping at checkout.
 async fn pool(server: &RedisServer) -> bb8::Pool<bb8_redis::RedisConnectionManager> {
     let manager = bb8_redis::RedisConnectionManager::new(server.url()).unwrap();
     bb8::Pool::builder()
@@ -630,7 +629,7 @@ async fn pool(server: &RedisServer) -> bb8::Pool<bb8_redis::RedisConnectionManag
 }
 
 async fn redis_benchmark(server: &RedisServer, clients: u64) -> Measure {
-    // The key that it asks for.
+    // The key that redis-benchmark reads.
     let _: String = server.command("SET key:__rand_int__ value").await;
     let (port, clients) = (server.port().to_string(), clients.to_string());
     let args = [
@@ -659,7 +658,7 @@ async fn redis_benchmark(server: &RedisServer, clients: u64) -> Measure {
     }
 }
 
-/// Takes 2 for each request, in a window: what refills at once has nothing to refund.
+/// Takes 2 per request, under a window: a quota that refills immediately would have nothing to refund.
 async fn windowed(server: &RedisServer) -> RateLimitLayer<RedisStore, PeerIp> {
     let store = RedisStore::connect(server.url()).await.unwrap();
     let policy = Policy::new(
@@ -671,7 +670,7 @@ async fn windowed(server: &RedisServer) -> RateLimitLayer<RedisStore, PeerIp> {
     RateLimitLayer::new(store, PeerIp, policy).cost(|_request| 2)
 }
 
-/// The example's service, and clients that keep their connections.
+/// The example's service, and clients with persistent connections.
 async fn http(server: &RedisServer, layers: Layers, tasks: u64, amount: Amount) -> Measure {
     let app = Router::new().route("/", get(|| async { "Hello!\n" }));
     let app = match layers {
@@ -689,7 +688,7 @@ async fn http(server: &RedisServer, layers: Layers, tasks: u64, amount: Amount) 
     let address = listener.local_addr().unwrap();
     let service = app.into_make_service_with_connect_info::<SocketAddr>();
     let serving = tokio::spawn(async move { axum::serve(listener, service).await });
-    // What a settlement adds to the waits is to be seen, and not what it adds to a queue before a machine that has no time left.
+    // Measure the latency that a settlement adds, not the queueing of a saturated machine.
     let pause = matches!(layers, Layers::Shared | Layers::Settled).then_some(PAUSE);
     let measure = load(&[server], tasks, amount, |mut meter| async move {
         let mut stream = TcpStream::connect(address).await.unwrap();

@@ -1,4 +1,4 @@
-//! A cluster of three masters beside a single server, in the same run: with a replica for each master, and without.
+//! A cluster of three masters compared with a single server in the same run: with a replica per master, and without.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ const LOAD: Load = Load::Many;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Side {
     pub who: Who,
-    /// Whether each master has a replica, to which it sends what it writes.
+    /// Whether each master has a replica, to which it sends its writes.
     pub replicas: bool,
 }
 
@@ -26,11 +26,11 @@ pub enum Who {
     Single,
     /// `RedisStore` on a cluster.
     Cluster,
-    /// A script call for each request, in pipelines, over one connection to each master of a cluster.
+    /// A script call per request, in pipelines, over one connection to each master of a cluster.
     OneByOne,
 }
 
-/// What is started once it is needed, by whether there are replicas.
+/// Servers that are started on demand, without and with replicas.
 #[derive(Default)]
 pub struct Sites {
     single: [OnceCell<Vec<RedisServer>>; 2],
@@ -42,7 +42,7 @@ impl Side {
         Self { who, replicas }
     }
 
-    /// In the order in which they take turns.
+    /// All cases, in the order of a round.
     pub const ALL: [Self; 6] = [
         Self::of(Who::Single, false),
         Self::of(Who::Cluster, false),
@@ -119,7 +119,7 @@ async fn single(replicas: bool) -> Vec<RedisServer> {
 async fn cluster(replicas: bool) -> Cluster {
     let cluster = Cluster::start(replicas).await;
     for node in &cluster.nodes {
-        // Under this load a node may be late, and must not be taken for dead.
+        // Under this load a node may respond late, and must not be considered dead.
         let _: String = node
             .server
             .command("CONFIG SET cluster-node-timeout 60000")

@@ -1,4 +1,4 @@
-//! What the benches `allocations`, `growth` and `load` share: see `CONTRIBUTING.md`.
+//! Shared by the benches `allocations`, `growth` and `load`: see `CONTRIBUTING.md`.
 
 #![allow(
     missing_docs,

@@ -1,4 +1,4 @@
-//! How a case is measured: so many tasks, each with one request after the other.
+//! Measures a case: a number of tasks, each with one request after another.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -8,28 +8,28 @@ use futures_util::future::join_all;
 
 use crate::support::RedisServer;
 
-/// One request in so many is timed.
+/// One request of this number is timed.
 const SAMPLE: u64 = 8;
 
-/// What a case measured in one round.
+/// The results of a case in one round.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Measure {
     pub per_second: f64,
     /// In microseconds.
     pub p50: f64,
     pub p99: f64,
-    /// Microseconds of Redis's processor for each decision.
+    /// Microseconds of Redis's processor per decision.
     pub server: f64,
-    /// The same of this process: the middleware, its client of Redis, and the tasks that ask. 0 where it is not known.
+    /// Microseconds of this process per decision: middleware, Redis client and requesting tasks. 0 if unknown.
     pub client: f64,
-    /// Decisions for each script call.
+    /// Decisions per script call.
     pub batch: f64,
-    /// Decisions each time that a server has read from a connection.
+    /// Decisions per read of a server from a connection.
     pub read: f64,
 }
 
 impl Measure {
-    /// What was measured of calls that decide so many each, for each decision.
+    /// Converts a result per call to a result per decision, for calls that make this number of decisions.
     pub fn for_each_of(self, decisions: f64) -> Self {
         Self {
             per_second: self.per_second * decisions,
@@ -42,18 +42,18 @@ impl Measure {
     }
 }
 
-/// How much a case is asked for.
+/// The amount of requests of a case.
 #[derive(Clone, Copy, Debug)]
 pub enum Amount {
-    /// As much as it can in a while, after half as long to warm up.
+    /// As many requests as possible during this time, after half of it to warm up.
     Time(Duration),
-    /// So many requests in all.
+    /// This number of requests in total.
     Count(u64),
 }
 
-/// What one task measures.
+/// The results of one task.
 pub struct Meter {
-    /// Which of the tasks it is.
+    /// The number of the task.
     pub task: usize,
     pub rng: Rng,
     end: Instant,
@@ -65,7 +65,7 @@ pub struct Meter {
 }
 
 impl Meter {
-    /// Whether there is one more to do.
+    /// Returns `true` if the task should send another request.
     pub fn goes_on(&mut self) -> bool {
         if self.count.is_multiple_of(SAMPLE) {
             let now = Instant::now();
@@ -85,7 +85,7 @@ impl Meter {
     }
 }
 
-/// Runs so many tasks, which have these servers decide.
+/// Runs this number of tasks, whose requests these servers decide.
 pub async fn load<F>(
     servers: &[&RedisServer],
     tasks: u64,
@@ -143,7 +143,7 @@ fn count_by(count: f64, times: u64) -> f64 {
     }
 }
 
-/// Tasks of other seeds ask for other callers.
+/// Tasks with different seeds use different callers.
 async fn run<F>(
     tasks: u64,
     seed: u64,
@@ -155,7 +155,7 @@ where
     F: Future<Output = Meter> + Send + 'static,
 {
     let end = Instant::now() + time;
-    // Whatever is counted, it is not the growth of these.
+    // Allocated up front, so that allocations while it grows are not counted.
     let times = || Vec::with_capacity(1 << 10);
     let meter = |task| Meter {
         task: task as usize,
@@ -170,9 +170,9 @@ where
     meters.into_iter().map(Result::unwrap).collect()
 }
 
-/// What servers have done since they were started, all together, and this process.
+/// Resources that servers have used since their start, in total, and this process.
 struct Used {
-    /// In microseconds, as the next.
+    /// In microseconds, like the next field.
     processor: f64,
     own: f64,
     /// Script calls.
@@ -207,7 +207,7 @@ impl Used {
     }
 }
 
-/// For how many microseconds the threads of this process have run, as Linux counts them.
+/// Returns the CPU time of this process's threads in microseconds, as counted by Linux.
 fn own_processor() -> f64 {
     let threads = fs::read_dir("/proc/self/task")
         .into_iter()

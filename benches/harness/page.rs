@@ -1,4 +1,4 @@
-//! What a bench writes: tables into a page of `docs/`, and pictures beside it.
+//! Output of a bench: tables in a page of `docs/`, and pictures beside it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ fn docs() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs")
 }
 
-/// Puts a table into the place of the one between two marks of a page.
+/// Replaces the table between two marks of a page.
 pub fn save_table(page: &str, mark: &str, table: &str) {
     let path = docs().join(page);
     let page = fs::read_to_string(&path).unwrap();

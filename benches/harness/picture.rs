@@ -1,10 +1,10 @@
-//! Decisions per second as lines, by something that grows.
+//! Decisions per second as lines, by a parameter that grows.
 
 use std::fmt::Write as _;
 
 pub struct Picture<'a> {
     pub title: &'a str,
-    /// What grows, and its values.
+    /// The parameter that grows, and its values.
     pub by: &'a str,
     pub at: &'a [u64],
     pub lines: Vec<Line<'a>>,
@@ -15,7 +15,7 @@ pub struct Line<'a> {
     pub color: &'a str,
     /// A limit or a comparison.
     pub is_dashed: bool,
-    /// One for each of the values.
+    /// One point per value.
     pub points: Vec<f64>,
 }
 
@@ -23,7 +23,7 @@ const LEFT: f64 = 60.0;
 const RIGHT: f64 = 520.0;
 
 impl Picture<'_> {
-    /// As SVG. Equal steps to the right are equal factors.
+    /// Draws an SVG. The horizontal axis is logarithmic.
     pub fn draw(&self) -> String {
         let (first, last) = (self.at[0] as f64, self.at[self.at.len() - 1] as f64);
         let x = |at: u64| LEFT + (RIGHT - LEFT) * (at as f64 / first).ln() / (last / first).ln();
@@ -88,7 +88,7 @@ impl Picture<'_> {
                 );
             }
         }
-        // From the lowest up, none on top of another.
+        // From the lowest up, without overlaps.
         let mut labels: Vec<_> = self
             .lines
             .iter()
@@ -118,7 +118,7 @@ impl Picture<'_> {
     }
 }
 
-/// 1, 2 or 5 with zeros, of which at most twelve reach the value.
+/// Returns the smallest 1, 2 or 5 with zeros of which at most twelve reach the value.
 fn step(value: f64) -> f64 {
     let steps = (3..).flat_map(|zeros| [1.0, 2.0, 5.0].map(|digit| digit * 10f64.powi(zeros)));
     steps.into_iter().find(|step| value / step <= 12.0).unwrap()

@@ -1,4 +1,4 @@
-//! `tower-redis-cell`, with its module in a Redis of its own.
+//! `tower-redis-cell`, with its module in a separate Redis.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,7 +14,7 @@ use tower_redis_ratelimit::{Quota, redis};
 use crate::cases::HEADER;
 use crate::support::RedisServer;
 
-/// Starts a Redis with the module, with more arguments.
+/// Starts a Redis with the module, and with more arguments.
 pub fn start(args: &[&str]) -> RedisServer {
     RedisServer::start_with(&[&["--loadmodule", module().to_str().unwrap()], args].concat())
 }
@@ -23,7 +23,7 @@ pub(crate) async fn layer(
     server: &RedisServer,
     quota: Quota,
 ) -> RateLimitLayer<ByHeader, Request<()>, Response<Body>, Response<Body>, MultiplexedConnection> {
-    // It lets one more pass at once than its burst says.
+    // It allows one request more than its burst.
     let policy = Policy::new(
         quota.capacity() as usize - 1,
         quota.limit() as usize,
@@ -49,7 +49,7 @@ impl ProvideRule<Request<()>> for ByHeader {
     }
 }
 
-/// A package that needs nothing but the module.
+/// A package that depends only on the module.
 const MANIFEST: &str = r#"
 [package]
 name = "module"
@@ -65,7 +65,7 @@ redis-cell = "=0.2.2"
 [workspace]
 "#;
 
-/// Builds the module, which the registry has as source only, into `target/redis-cell`, if it is not there.
+/// Builds the module, which the registry has as source only, into `target/redis-cell`, unless it exists.
 fn module() -> PathBuf {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/redis-cell");
     fs::create_dir_all(&folder).unwrap();

@@ -1,11 +1,12 @@
 //! `cargo bench -p benches --bench load`
 //!
-//! Decisions per second through the whole middleware, beside what others do with the same Redis, in one run: rounds of
-//! all cases in turn, medians, ratios first. Client and server share the machine.
+//! Decisions per second through the whole middleware, compared with other designs on the same
+//! Redis, in one run: rounds of all cases in turn, medians, ratios first. Client and server share
+//! the machine.
 //!
-//! `-- TEXT...` runs only the cases whose name has one of the texts: `-- cluster` those on a cluster, and what they are
-//! compared with. `-- --quick` only tries them. `-- --save` also writes the tables into `docs/performance.md`, and draws
-//! `docs/throughput.svg`.
+//! `-- TEXT...` runs only the cases whose name contains one of the texts: `-- cluster` those on a
+//! cluster, and the cases that they are compared with. `-- --quick` is a short trial. `-- --save`
+//! also writes the tables into `docs/performance.md`, and draws `docs/throughput.svg`.
 
 #![allow(
     missing_docs,
@@ -27,7 +28,7 @@ use benches::page;
 use report::Report;
 use tokio::runtime;
 
-/// How many rounds, and how much of a case in each.
+/// Number of rounds, and the amount per case in each.
 const ROUNDS: (usize, Amount) = (5, Amount::Time(Duration::from_secs(1)));
 const QUICK: (usize, Amount) = (1, Amount::Time(Duration::from_millis(100)));
 
@@ -65,7 +66,7 @@ fn main() {
     }
 }
 
-/// On a runtime of its own, so that no task of one is in the way of another.
+/// Runs a case on a separate runtime, so that no task affects another case.
 fn run(case: Case, servers: &Arc<Servers>, amount: Amount) -> Measure {
     let runtime = runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -80,7 +81,7 @@ fn run(case: Case, servers: &Arc<Servers>, amount: Amount) -> Measure {
     })
 }
 
-/// How many allocations a request takes: counted by a process of its own, since counting takes time.
+/// Returns the allocations per request, counted in a separate process, since counting takes time.
 fn allocations(cases: &[Case], texts: &[String]) -> Vec<Option<f64>> {
     let cargo = env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
     let mut command = Command::new(cargo);

@@ -1,4 +1,4 @@
-//! What the rounds say: medians, ratios first, and a picture.
+//! The results of the rounds: medians, ratios first, and a picture.
 
 use std::fmt::Write as _;
 
@@ -9,12 +9,12 @@ use benches::page::median;
 use benches::picture::{Line, Picture};
 use benches::support;
 
-/// All that was measured.
+/// All measurements.
 pub(crate) struct Report {
     pub(crate) cases: Vec<Case>,
-    /// For each case one of every round.
+    /// Per case, one measure per round.
     pub(crate) measures: Vec<Vec<Measure>>,
-    /// For each case how many allocations a request takes, where they were counted.
+    /// Per case, the allocations of a request, if they were counted.
     pub(crate) allocations: Vec<Option<f64>>,
 }
 
@@ -27,7 +27,7 @@ fn throughput(measure: &Measure) -> f64 {
 }
 
 impl Report {
-    /// The ratios that matter, each of two cases in the same round, and what was set as a goal.
+    /// Returns the important ratios, each of two cases in the same round, with their goals.
     pub(crate) fn ratios(&self) -> String {
         let pool = Case(What::Pool(Load::Many), 256);
         let hourly = Case(What::Redis(HOURLY), 256);
@@ -293,7 +293,7 @@ impl Report {
         text
     }
 
-    /// Decisions per second by how many are asked for at a time.
+    /// Draws decisions per second by the number of concurrent requests.
     pub(crate) fn picture(&self) -> Option<String> {
         const LINES: [(&str, &str, What); 4] = [
             (
@@ -348,7 +348,7 @@ impl Report {
         Some(median(self.of(case)?.iter().map(value).collect()))
     }
 
-    /// The median of what one case is of another, round by round.
+    /// Returns the median of the ratios of two cases, round by round.
     fn ratio(&self, case: Case, base: Case, value: impl Fn(&Measure) -> f64) -> Option<f64> {
         Some(median(
             self.of(case)?

@@ -172,7 +172,7 @@ async fn look(url: &str) {
     );
     let error = inspect("http://127.0.0.1/", &[]).unwrap_err();
     assert!(
-        error.starts_with("the store is set up wrongly: "),
+        error.starts_with("invalid store configuration: "),
         "{error}"
     );
 }

@@ -38,7 +38,8 @@ pub(super) enum Next<D> {
 }
 
 /// Why a request does not pass.
-pub(crate) enum Refusal {
+#[derive(Debug)]
+pub enum Refusal {
     Denied(Decision),
     /// No store could decide.
     Unavailable(StoreError),

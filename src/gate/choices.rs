@@ -1,27 +1,27 @@
-//! What a layer does when it cannot count.
+//! Settings for requests that the store or the extractor cannot handle.
 
 use crate::limit::words;
 
-/// What happens to a request that the store could not decide. As text: `reject` or `allow`.
+/// Whether to reject a request that the store could not decide. As text: `reject` or `allow`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum OnError {
-    /// It is rejected: over HTTP with 503.
+    /// Reject the request: over HTTP with 503.
     #[default]
     Reject,
-    /// It passes, uncounted.
+    /// Admit the request, uncounted.
     Allow,
 }
 
-/// What happens to a request without a key. As text: `reject` or `allow`.
+/// Whether to reject a request without a key. As text: `reject` or `allow`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum OnMissingKey {
-    /// It is rejected: over HTTP with 400, or 401 if the extractor has a
+    /// Reject the request: over HTTP with 400, or with 401 if the extractor has a
     /// [challenge](crate::extract::MissingKey::unauthenticated).
     #[default]
     Reject,
-    /// It passes, uncounted.
+    /// Admit the request, uncounted.
     Allow,
 }
 

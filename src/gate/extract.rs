@@ -1,4 +1,4 @@
-//! From a request to its key.
+//! Key extraction: identifies the caller of a request.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use http::request::Parts;
 use super::MissingKey;
 use crate::limit::Key;
 
-/// Finds the key of a request: who it is from.
+/// Finds the rate-limit key of a request, which identifies its caller.
 ///
 /// [`PeerIp`](crate::extract::PeerIp), [`ClientIp`](crate::extract::ClientIp),
 /// [`HeaderKey`](crate::extract::HeaderKey), [`by_extension`](crate::extract::by_extension), [`Global`] and closures
@@ -15,8 +15,9 @@ use crate::limit::Key;
 /// extractors counts each combination separately:
 /// `(PeerIp, HeaderKey::new("x-api-key")?)` every pair of an address and an API key.
 ///
-/// `R` is what it reads: for HTTP the [`Parts`], which are the request without its body. For other services it is the
-/// type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer).
+/// `R` is the type that the extractor reads. For HTTP it is [`Parts`], the request without its
+/// body. For other services it is their request type: see
+/// [`CallLimitLayer`](crate::CallLimitLayer).
 ///
 /// A client must not be able to choose its key, or it could get a new count at any time. It chooses the path, its
 /// spelling and the host; it does not choose the result of your authentication:
@@ -64,22 +65,24 @@ use crate::limit::Key;
     note = "requests that are not HTTP's: a closure with the type of its argument, as in `|job: &Job| ..`"
 )]
 pub trait KeyExtractor<R = Parts>: Send + Sync + 'static {
-    /// The key that this request is counted by.
+    /// Returns the key that this request is counted under.
     ///
     /// # Errors
     ///
-    /// [`MissingKey`] for a request without a key; the layer's [`OnMissingKey`](crate::reject::OnMissingKey) decides on
-    /// it.
+    /// [`MissingKey`] if the request has no key. The layer's
+    /// [`OnMissingKey`](crate::reject::OnMissingKey) decides whether the request passes.
     fn extract(&self, request: &R) -> Result<Key, MissingKey>;
 
-    /// Counts requests without a key of this extractor by `second`: users by their id, and the others by their address.
+    /// Falls back to `second` if this extractor finds no key: for example, the user's id, else the
+    /// peer's address.
     ///
-    /// It is asked where the key is [absent](MissingKey::is_absent), and where a request lacks the extension that
-    /// [`by_extension`](crate::extract::by_extension) reads. A request with something
-    /// [malformed](MissingKey::malformed) stays rejected, and a misconfigured server stays reported.
+    /// `second` is used if the key is [absent](MissingKey::is_absent), or if the request lacks the
+    /// extension that [`by_extension`](crate::extract::by_extension) reads.
+    /// [Malformed](MissingKey::malformed) keys are still rejected, and a misconfigured server is
+    /// still reported.
     ///
-    /// Both make keys of the same space: a second one must not let a client write a key of the first, as a header that
-    /// is [readable](crate::extract::HeaderKey::readable) would.
+    /// Both extractors share one key space. `second` must not let a client produce a key of the
+    /// first extractor, as a [readable](crate::extract::HeaderKey::readable) header would.
     fn or<K: KeyExtractor<R>>(self, second: K) -> Or<Self, K>
     where
         Self: Sized,
@@ -91,7 +94,7 @@ pub trait KeyExtractor<R = Parts>: Send + Sync + 'static {
     }
 }
 
-/// Counts by one extractor, or by another where that finds no key: see [`KeyExtractor::or`].
+/// Uses one extractor, and another if the first finds no key: see [`KeyExtractor::or`].
 #[derive(Debug, Clone)]
 pub struct Or<A, B> {
     first: A,
@@ -107,15 +110,17 @@ impl<R, A: KeyExtractor<R>, B: KeyExtractor<R>> KeyExtractor<R> for Or<A, B> {
     }
 }
 
-/// Counts by the key that a closure returns. `None` is a request [without a key](crate::reject::OnMissingKey).
+/// Uses the key that a closure returns. `None` means [no key](crate::reject::OnMissingKey).
 ///
-/// It returns the closure; `key_fn` tells the compiler the type of its argument. A closure without it fails to compile:
-/// "type annotations needed", or "implementation of `FnOnce` is not general enough". For an extension of the request
-/// there is [`by_extension`](crate::extract::by_extension).
+/// Returns the closure unchanged; the call tells the compiler the type of the closure's argument.
+/// Without it, compilation fails with "type annotations needed" or "implementation of `FnOnce` is
+/// not general enough". For an extension of the request, use
+/// [`by_extension`](crate::extract::by_extension).
 ///
-/// Do not count by the path as it is: it has many spellings. `/login/alice`, `/login/%61lice` and `/login/a%6cice` are
-/// one user and three keys, each with separate guesses. Count where the path is decoded: the recipe "Login attempts" in
-/// the [recipes](crate::guide::recipes) does so in the handler, with axum's `Path` and a [`Limiter`](crate::Limiter).
+/// Do not use the raw path as a key: it has many spellings. `/login/alice`, `/login/%61lice` and
+/// `/login/a%6cice` are one user but three keys, each with separate guesses. Count after the path
+/// is decoded: the recipe "Login attempts" in the [recipes](crate::guide::recipes) does so in the
+/// handler, with axum's `Path` and a [`Limiter`](crate::Limiter).
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::key_fn;
@@ -148,9 +153,7 @@ where
     F: Fn(&R) -> Option<Key> + Send + Sync + 'static,
 {
     fn extract(&self, request: &R) -> Result<Key, MissingKey> {
-        self(request).ok_or(MissingKey::new(
-            "the request has nothing that it could be counted by",
-        ))
+        self(request).ok_or(MissingKey::new("no rate-limit key found in the request"))
     }
 }
 
@@ -161,14 +164,14 @@ impl<R, K: KeyExtractor<R> + ?Sized> KeyExtractor<R> for Arc<K> {
     }
 }
 
-/// For one that is chosen when the program starts, and for a type with a name.
+/// For an extractor that is chosen at startup, or whose type must be named.
 impl<R: 'static> KeyExtractor<R> for Box<dyn KeyExtractor<R>> {
     fn extract(&self, request: &R) -> Result<Key, MissingKey> {
         (**self).extract(request)
     }
 }
 
-/// Counts all requests together.
+/// Counts all requests under one key.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Global;
 

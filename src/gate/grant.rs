@@ -1,3 +1,4 @@
+use std::fmt;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
@@ -10,20 +11,20 @@ use crate::refunds::Reserved;
 use crate::settle::{Charge, Settled, Settlement};
 use crate::store::Store;
 
-/// What a passing request holds. Its drop settles what was reserved, unless the body of the response or the handler
-/// still has the [`Charge`], and ends what is in flight.
-pub(crate) struct Grant<D> {
-    /// Its reservation, and its slot in flight. None in a layer that settles nothing.
+/// The resources of an admitted request. Dropping it settles the charge, unless a clone of the
+/// [`Charge`] is alive (in the response body or the handler), and releases the in-flight slot.
+pub struct Grant<D> {
+    /// The reservation and the in-flight slot. `None` if the layer does not settle charges.
     charge: Option<Charge>,
-    /// Its slot in flight, if there is no charge.
+    /// The in-flight slot, if there is no charge.
     slot: Option<Slot>,
-    /// None if there are none, as with most layers.
+    /// The dry-run and shadow checks. `None` in most layers, which have no such policies.
     shadows: Option<Box<Shadows<D>>>,
 }
 
 impl<S: Store, R: 'static> Gate<S, R> {
-    /// The grant of a request that passes: its slot, and its reservation in a layer that settles. Starts the checks of
-    /// shadows for the `key`.
+    /// Creates the grant of an admitted request: its in-flight slot and, in a layer that settles,
+    /// its reservation. Starts the shadow checks for `key`.
     #[inline]
     pub(super) fn grant(
         &self,
@@ -37,7 +38,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             ..Grant::default()
         };
         if self.settles() {
-            // In case nobody else has come since a runtime ended.
+            // Restart the refund sender if its runtime has shut down.
             self.refunds.wake();
             grant.charge = Some(Charge::new(
                 Arc::clone(&self.refunds),
@@ -55,7 +56,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
 }
 
 impl<D> Grant<D> {
-    /// The decision with what the handler has reserved beside it.
+    /// Returns `decision`, adjusted by the amounts that the handler has reserved.
     pub(crate) fn update(&self, decision: Decision) -> Decision {
         match &self.charge {
             Some(charge) => charge.account().update(decision),
@@ -67,7 +68,7 @@ impl<D> Grant<D> {
         self.charge.as_ref()
     }
 
-    /// Settles by the head of the response, as far as it determines the cost.
+    /// Settles the charge after the response head. `None` if the cost is not final yet.
     pub(crate) fn settle(&mut self, settlement: Settlement) -> Option<Settled> {
         self.charge.as_ref()?.account().settle(settlement)
     }
@@ -76,17 +77,18 @@ impl<D> Grant<D> {
         self.shadows.is_some()
     }
 
-    /// The decisions of shadows and dry runs. None if there are none.
+    /// Returns the decisions of shadows and dry runs, or `None` if there are no such checks.
     pub(crate) fn take_shadows(&mut self) -> Option<impl Iterator<Item = Decision> + use<D>> {
         self.shadows.take().map(|shadows| shadows.into_decisions())
     }
 
-    /// What the response body holds from here on.
+    /// Moves the charge out of the grant: the response body owns it until its end.
     pub(crate) fn take_charge(&mut self) -> Option<Charge> {
         self.charge.take()
     }
 
-    /// Settles it, but for the checks that are not decided yet.
+    /// Settles the charge and releases the slot. Shadow checks that are still pending settle when
+    /// they complete.
     pub(crate) fn end(&mut self) {
         if let Some(charge) = self.charge.take() {
             charge.account().end();
@@ -99,7 +101,7 @@ impl<D> Grant<D> {
 }
 
 impl<D: Future<Output = Result<Decision, StoreError>>> Grant<D> {
-    /// Polls the shadows: ready when all are decided.
+    /// Polls the shadow checks; ready when all are decided.
     pub(crate) fn poll_shadows(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         self.shadows
             .as_mut()
@@ -107,7 +109,7 @@ impl<D: Future<Output = Result<Decision, StoreError>>> Grant<D> {
     }
 }
 
-/// Of an uncounted request.
+/// The grant of an uncounted request.
 impl<D> Default for Grant<D> {
     fn default() -> Self {
         Self {
@@ -115,5 +117,11 @@ impl<D> Default for Grant<D> {
             slot: None,
             shadows: None,
         }
+    }
+}
+
+impl<D> fmt::Debug for Grant<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Grant").finish_non_exhaustive()
     }
 }

@@ -22,9 +22,9 @@ pub struct MissingKey {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Problem {
     Text(Cow<'static, str>),
-    /// The request lacks this header. Turned into text only when shown, since such requests may pass.
+    /// The request lacks this header. Formatted only when displayed, since such requests may pass.
     NoHeader(HeaderName),
-    /// Nobody has put an extension of this type into the request.
+    /// The request has no extension of this type.
     NoExtension(&'static str),
 }
 
@@ -32,11 +32,11 @@ enum Problem {
 enum Cause {
     /// The client left it out.
     Absent,
-    /// The client left it out, and gets this challenge to authenticate.
+    /// The client left it out. The 401 has this challenge.
     Unauthenticated(HeaderValue),
     /// The client sent something that must not be a key.
     Malformed,
-    /// The server is misconfigured, so that there is no key.
+    /// The server is misconfigured, so no request has a key.
     Misconfigured,
 }
 
@@ -50,12 +50,12 @@ impl MissingKey {
         }
     }
 
-    /// The client left out its credentials, such as an API key: over HTTP a 401, over gRPC `UNAUTHENTICATED`. `problem`
-    /// is shown to the client. Like with [`new`](Self::new), [`OnMissingKey`](crate::reject::OnMissingKey) may let the
-    /// request pass.
+    /// The client left out its credentials, such as an API key: over HTTP a 401, over gRPC
+    /// `UNAUTHENTICATED`. `problem` is shown to the client. As with [`new`](Self::new),
+    /// [`OnMissingKey`](crate::reject::OnMissingKey) may let the request pass.
     ///
     /// `challenge` tells the client how to authenticate, such as `Bearer` or `Basic realm="books"`. A 401 must have one
-    /// (RFC 9110), so the layer adds it as `WWW-Authenticate` to each that has none.
+    /// (RFC 9110), so the layer adds it as `WWW-Authenticate` to every 401 without one.
     ///
     /// ```
     /// use http::HeaderValue;
@@ -71,9 +71,10 @@ impl MissingKey {
         }
     }
 
-    /// The client sent something that must not become a key, such as a header twice: over HTTP a 400, over gRPC
-    /// `INVALID_ARGUMENT`, whatever [`OnMissingKey`](crate::reject::OnMissingKey) says, or a client could pass
-    /// uncounted by it. `problem` is shown to the client.
+    /// The client sent a value that must not become a key, such as a repeated header: over HTTP a
+    /// 400, over gRPC `INVALID_ARGUMENT`. [`OnMissingKey`](crate::reject::OnMissingKey) does not
+    /// apply: otherwise a client could avoid being counted by sending such a value. `problem` is
+    /// shown to the client.
     pub fn malformed(problem: impl Into<Cow<'static, str>>) -> Self {
         Self {
             problem: Problem::Text(problem.into()),
@@ -81,8 +82,8 @@ impl MissingKey {
         }
     }
 
-    /// The server is misconfigured, so that no request can have a key: over HTTP a 500, over gRPC `INTERNAL`, whatever
-    /// [`OnMissingKey`](crate::reject::OnMissingKey) says.
+    /// The server is misconfigured, so that no request can have a key: over HTTP a 500, over gRPC
+    /// `INTERNAL`. [`OnMissingKey`](crate::reject::OnMissingKey) does not apply.
     ///
     /// `problem` says how to fix it. It is reported to the layer's [observer](crate::observe::Observer::misconfigured),
     /// and shown to clients in debug builds only.
@@ -104,7 +105,8 @@ impl MissingKey {
         }
     }
 
-    /// The request lacks an extension of this type: the server is misconfigured, unless another extractor finds a key.
+    /// The request lacks an extension of this type. This is a misconfiguration, unless another
+    /// extractor finds a key.
     pub(crate) const fn extension(of_type: &'static str) -> Self {
         Self {
             problem: Problem::NoExtension(of_type),
@@ -112,17 +114,18 @@ impl MissingKey {
         }
     }
 
-    /// Whether the request may be counted by another key.
+    /// Returns `true` if another extractor may provide the key.
     pub(super) const fn may_have_another(&self) -> bool {
         self.is_absent() || matches!(self.problem, Problem::NoExtension(_))
     }
 
-    /// Whether the server is at fault, not the client.
+    /// Returns `true` if the server is at fault, not the client.
     pub const fn is_misconfigured(&self) -> bool {
         matches!(self.cause, Cause::Misconfigured)
     }
 
-    /// Whether the key is absent, so that [`OnMissingKey`](crate::reject::OnMissingKey) decides.
+    /// Returns `true` if the key is absent, so that [`OnMissingKey`](crate::reject::OnMissingKey)
+    /// applies.
     pub const fn is_absent(&self) -> bool {
         matches!(self.cause, Cause::Absent | Cause::Unauthenticated(_))
     }
@@ -136,7 +139,8 @@ impl MissingKey {
     }
 }
 
-/// The problem. If the server is [misconfigured](MissingKey::is_misconfigured), it is for the log, not for the client.
+/// Writes the problem. For a [misconfigured](MissingKey::is_misconfigured) server it is meant for
+/// the log, not for the client.
 impl fmt::Display for MissingKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.problem {

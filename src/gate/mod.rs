@@ -1,12 +1,16 @@
-//! The gate of a layer: from a request of any type to whether it passes.
+//! Admission: decides whether a request of any type may proceed.
 //!
-//! A [`Gate`] has the settings of a layer. It finds the key ([`KeyExtractor`]) and the policies ([`PolicySelector`]) of
-//! a request, and sends the check ([`Gate::admit`]). A request that passes gets a [`Grant`], whose drop settles what
-//! the request has taken. Another gets a [`Refusal`], which becomes an HTTP response or a call's error. Until the store
-//! has answered, and while the request waits for its turn, it is [`Pending`].
+//! 1. [`Gate::admit`] extracts the key ([`KeyExtractor`]), selects the policies
+//!    ([`PolicySelector`]) and sends the check.
+//! 2. Until the store has replied, and while the request waits in a queue, the request is
+//!    [`Pending`].
+//! 3. An admitted request owns a [`Grant`]. Dropping it settles the charge and releases the
+//!    in-flight slot.
+//! 4. A rejected request yields a [`Refusal`], which becomes an HTTP response or the error of a
+//!    call.
 //!
-//! The checks of dry runs and shadows, which reject nothing, start when a request passes, and belong to its grant
-//! ([`Shadows`]).
+//! Dry runs and shadows never reject. Their checks ([`Shadows`](shadows::Shadows)) start on
+//! admission, run concurrently with the inner call, and belong to the grant.
 
 mod admit;
 mod choices;
@@ -49,38 +53,38 @@ use crate::store::Store;
 pub(crate) struct Gate<S, R> {
     store: S,
     policies: Selector<R>,
-    /// Policies that reject nothing, beside those that do.
+    /// Policies that are checked but not enforced, in addition to `policies`.
     pub(crate) shadows: Vec<Selector<R>>,
-    /// Whether `policies` reject nothing either.
+    /// Whether `policies` are not enforced either.
     pub(crate) dry_run: bool,
-    /// Which requests are let through at once.
+    /// Selects exempt requests.
     pub(crate) skip: Option<Skip<R>>,
     pub(crate) cost: Option<Cost<R>>,
-    /// How long requests that would be denied wait, if they do.
+    /// The queues in which requests wait instead of being denied. `None` if requests do not wait.
     wait: Option<Waiting>,
     pub(crate) on_error: OnError,
     pub(crate) on_missing_key: OnMissingKey,
     pub(crate) notifier: Notifier,
     holds: Holds,
-    /// The requests in flight, with those that wait.
+    /// Tracks requests in flight, including queued ones.
     in_flight: InFlightTracker,
     refunds: Arc<dyn RefundQueue>,
 }
 
-/// Whether a request is let through at once.
+/// Returns `true` if a request is exempt: it passes without a key or a check.
 type Skip<R> = Arc<dyn Fn(&R) -> bool + Send + Sync>;
 
-/// What a request costs under its policies.
+/// The cost of a request under its policies.
 type Cost<R> = Arc<dyn Fn(&R, &Policies) -> u32 + Send + Sync>;
 
-/// What a request holds until it has ended.
+/// The resources that a request owns until it ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Holds {
-    /// Nothing: its end is not known.
+    /// None: this layer does not see requests end.
     Nothing,
-    /// Its slot in flight.
+    /// Its in-flight slot.
     InFlight,
-    /// That, and its reservation, which is settled at the end.
+    /// Its in-flight slot, and its reservation, which is settled at the end.
     Charge,
 }
 
@@ -104,7 +108,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
     }
 
-    /// Lets requests wait that would be denied.
+    /// Makes requests wait that would be denied.
     pub(crate) fn wait(&mut self, wait: Wait) {
         self.wait = Some(Waiting::new(
             self.store.clone(),
@@ -127,7 +131,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
 }
 
 impl<S, R> Gate<S, R> {
-    /// Settles, from here on, what requests have reserved.
+    /// Enables settlement of the requests' reservations.
     pub(crate) fn settle(&mut self) {
         self.holds = Holds::Charge;
     }
@@ -137,11 +141,12 @@ impl<S, R> Gate<S, R> {
         self.holds == Holds::Charge
     }
 
-    /// Checks that it can count by the policies that are known from the start.
+    /// Checks that this layer can enforce the policies that are set at startup.
     ///
     /// # Panics
     ///
-    /// If it cannot. A server that does not start is better than one that runs without a limit until its log is read.
+    /// If the layer does not see requests end, and a policy limits requests in flight. Failing at
+    /// startup is better than running without that limit until someone reads the log.
     pub(crate) fn assert_countable(&self) {
         for selector in self.shadows.iter().chain([&self.policies]) {
             let in_flight =
@@ -154,7 +159,7 @@ impl<S, R> Gate<S, R> {
     }
 }
 
-/// With fresh `Arc`s where a request clones one, to avoid contention.
+/// Creates fresh `Arc`s where requests clone them, to avoid contention.
 impl<S: Clone, R: 'static> Clone for Gate<S, R> {
     fn clone(&self) -> Self {
         Self {
@@ -176,7 +181,7 @@ impl<S: Clone, R: 'static> Clone for Gate<S, R> {
 }
 
 impl<S: fmt::Debug, R> Gate<S, R> {
-    /// Shows the layer or service of this name that has these settings.
+    /// Formats the layer or service `name` that has these settings.
     pub(crate) fn fmt(&self, name: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct(name)
             .field("store", &self.store)

@@ -12,20 +12,23 @@ use crate::observe::mistakes::{COUNTED_TWICE, NOT_LEASED};
 use crate::observe::{Observer, event, or_log};
 use crate::util::{instant, lock};
 
-/// Notifies the observer of a layer, or of a limiter, or logs what needs attention if it has none. Clones are of the same one.
+/// Notifies the observer of a layer or limiter. Without an observer, logs problems. Clones share
+/// the observer.
 #[derive(Clone, Default)]
-pub(crate) struct Notifier {
+pub struct Notifier {
     observer: Option<Arc<dyn Observer>>,
     misconfiguration: Arc<Misconfiguration>,
 }
 
-/// The problems reported of a misconfigured server: once a minute at most, since every request finds them.
+/// Limits reports of a misconfigured server to one per minute, since every request finds the same
+/// problem.
 #[derive(Default)]
 struct Misconfiguration {
     reported: Mutex<Option<Instant>>,
-    /// Whether it was reported that requests are counted twice: only once, since that may be intended.
+    /// Whether a doubly counted request was reported. Reported once, since it may be intended.
     reported_twice: AtomicBool,
-    /// The same of policies that are leased for nothing: a deploy may begin with them.
+    /// Whether an ineffective lease was reported. Reported once, since a deployment may start with
+    /// one.
     reported_unleased: AtomicBool,
 }
 
@@ -39,21 +42,21 @@ impl Notifier {
         }
     }
 
-    /// The notifier of another layer, which has reported nothing yet.
-    pub(crate) fn anew(&self) -> Self {
+    /// Creates the notifier of another layer: the same observer, and no reports yet.
+    pub(crate) fn with_fresh_limits(&self) -> Self {
         Self {
             observer: self.observer.clone(),
             misconfiguration: Arc::default(),
         }
     }
 
-    /// The time of a check, if there is an observer to be notified of its duration.
+    /// Returns the start time of a check, if an observer needs its duration.
     #[inline]
     pub(crate) fn since(&self) -> Option<Instant> {
         self.observer.as_ref().map(|_| instant())
     }
 
-    /// A check of this caller was answered.
+    /// Notifies the observer of the reply to a check.
     #[inline]
     pub(crate) fn answered(
         &self,
@@ -75,23 +78,24 @@ impl Notifier {
         }
     }
 
-    /// A request has no key: reported if the server is at fault.
+    /// Reports a missing key if the server is at fault.
     pub(crate) fn missing(&self, missing: &MissingKey) {
         if missing.is_misconfigured() {
             self.misconfigured(missing);
         }
     }
 
-    /// Reports what is wrong with the server.
+    /// Reports a misconfigured server, at most once a minute.
     pub(crate) fn misconfigured(&self, problem: impl fmt::Display) {
         if self.misconfiguration.is_due() {
             self.report(&problem.to_string());
         }
     }
 
-    /// Reports, once, a request that a layer around this one has counted by a policy of this one.
+    /// Reports, once, that an outer layer has already counted a request under a policy of this
+    /// layer.
     pub(crate) fn counted_twice(&self, outer: &Decision, inner: &Decision) {
-        // Of one name and strategy they share their count, whatever their quotas are.
+        // Policies of one name and strategy share a count, even if their quotas differ.
         let both = inner.policies().iter().find(|inner| {
             outer
                 .policies()
@@ -103,14 +107,14 @@ impl Notifier {
         {
             let name = policy.name();
             self.report(&format!(
-                "a request is counted twice by the policy {name:?}: a layer is there twice, or two layers share it; \
-                 add the layer once, or give each layer policies with names of its own{COUNTED_TWICE}"
+                "policy {name:?} charged a request twice: the layer is installed twice, or two layers use this policy; \
+                 remove one, or rename its policy{COUNTED_TWICE}"
             ));
         }
     }
 
-    /// Reports, once, a leased policy if a check under it was sent and no block could decide it. Call it after the check
-    /// was sent.
+    /// Reports, once, a leased policy that took effect without a block. Call it after the check was
+    /// sent.
     #[inline]
     pub(crate) fn unless_leased(&self, policies: &Policies) {
         let reported = &self.misconfiguration.reported_unleased;
@@ -123,9 +127,9 @@ impl Notifier {
                 .find(|policy| policy.lease().is_some())
                 .map_or("", |policy| policy.name());
             self.report(&format!(
-                "the policy {name:?} is leased for nothing, and has a tighter quota for that: put the store into a \
-                 `Leased`, around any `Fallback`, lease all policies of the list, and do not settle, reserve or wait; or \
-                 remove the lease from the policy{NOT_LEASED}"
+                "policy {name:?} is leased without effect, which only tightens its quota: wrap the store in `Leased`, \
+                 around any `Fallback`, lease every policy of the list, and do not settle, reserve or wait; or remove the \
+                 lease from the policy{NOT_LEASED}"
             ));
         }
     }
@@ -143,5 +147,11 @@ impl Misconfiguration {
             *last = Some(now);
         }
         due
+    }
+}
+
+impl fmt::Debug for Notifier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Notifier").finish_non_exhaustive()
     }
 }

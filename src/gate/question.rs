@@ -8,20 +8,21 @@ use crate::limit::{Decision, Key};
 use crate::refunds::Reserved;
 use crate::util::instant;
 
-/// The check of a request, and what the request holds from then on.
+/// A request's check, and the resources that the request owns once it is sent.
 pub(crate) struct Question {
     key: Key,
     cost: u32,
-    /// When it was sent. None if the time is not needed.
+    /// Time at which the check was sent. `None` if it is not needed.
     since: Option<Instant>,
-    /// When the permit was charged, maybe for another waiter; and the microseconds from the store's answer to its use.
+    /// If the request waited: when its permit was charged, possibly for another waiter, and the
+    /// microseconds between the store's reply and the use of the permit.
     permit: Option<(Instant, i64)>,
-    /// Of the policies that count requests in flight.
+    /// The slot under the policies that limit requests in flight.
     slot: Option<Slot>,
 }
 
 impl Question {
-    /// The check of this caller, at this cost.
+    /// Creates the question for a check of this caller at this cost.
     pub(crate) fn new(key: Key, cost: u32, since: Option<Instant>) -> Self {
         Self {
             key,
@@ -32,18 +33,18 @@ impl Question {
         }
     }
 
-    /// Holds this while the request is in flight. Call it before the check is sent.
+    /// Stores the in-flight slot. Call it before the check is sent.
     #[inline]
     pub(super) fn hold(&mut self, slot: Option<Slot>) {
         self.slot = slot;
     }
 
-    /// The request has waited for this permit.
+    /// Stores the permit that the request has waited for, and its slot.
     pub(super) fn spend(&mut self, permit: Option<(Instant, i64)>, slot: Option<Slot>) {
         (self.permit, self.slot) = (permit, slot);
     }
 
-    /// The store has answered.
+    /// Passes the store's reply to the in-flight slot.
     #[inline]
     pub(super) fn answered(&mut self, answer: &Result<Decision, StoreError>) {
         if let Some(slot) = &mut self.slot {
@@ -55,12 +56,12 @@ impl Question {
         &self.key
     }
 
-    /// How long the answer took.
+    /// The time since the check was sent; zero if it was not recorded.
     pub(super) fn waited(&self) -> Duration {
         self.since.map_or(Duration::ZERO, |since| instant() - since)
     }
 
-    /// What the decision has granted.
+    /// The reservation that the decision granted. `None` if the send time was not recorded.
     pub(super) fn reserved(&self, decision: &Decision) -> Option<Reserved> {
         let (charged_at, age) = self.permit.or(self.since.map(|since| (since, 0)))?;
         Some(Reserved::new(
@@ -71,7 +72,7 @@ impl Question {
         ))
     }
 
-    /// What the request holds in flight.
+    /// Moves out the in-flight slot.
     pub(super) fn take_slot(&mut self) -> Option<Slot> {
         self.slot.take()
     }

@@ -149,7 +149,7 @@ impl<R, P: PolicySelector<R> + ?Sized> PolicySelector<R> for Arc<P> {
     }
 }
 
-/// A selector as a layer keeps it.
+/// A policy selector in the form that a layer stores.
 pub(crate) enum Selector<R = Parts> {
     Fixed(Policies),
     ByRequest(Arc<dyn PolicySelector<R>>),
@@ -163,7 +163,7 @@ impl<R: 'static> Selector<R> {
         }
     }
 
-    /// The policies of this request, as [`PolicySelector::policies`].
+    /// Returns the policies of this request, like [`PolicySelector::policies`].
     #[inline]
     pub(crate) fn find(&self, request: &R, key: Option<&Key>) -> Option<Cow<'_, Policies>> {
         match self {
@@ -173,7 +173,7 @@ impl<R: 'static> Selector<R> {
     }
 }
 
-/// With a fresh `Arc` around fixed policies, to avoid contention.
+/// Creates a fresh `Arc` around fixed policies, to avoid contention.
 impl<R> Clone for Selector<R> {
     fn clone(&self) -> Self {
         match self {

@@ -1,4 +1,4 @@
-//! Checks that are reported, but reject nothing.
+//! Shadow checks: decided and reported, but never enforced.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -11,26 +11,28 @@ use crate::settle::Charge;
 use crate::store::{Answer, Store};
 
 impl<S: Store, R: 'static> Gate<S, R> {
-    /// Most layers have none.
+    /// Returns `true` if the layer has checks that are not enforced. Most layers have none.
     pub(super) fn has_shadows(&self) -> bool {
         self.dry_run || !self.shadows.is_empty()
     }
 
-    /// The checks that reject nothing, for a request that passes. What they charge is settled with the request's.
+    /// Starts the unenforced checks of an admitted request. Their charges are settled together with
+    /// the request's own.
     pub(super) fn shadows(
         &self,
         request: &R,
         key: Key,
         charge: Option<&Charge>,
     ) -> Box<Shadows<S::Future>> {
-        // What is enforced later goes on from what a dry run has counted. A shadow counts apart: it may have a policy of a
-        // name that is enforced, which it must not charge.
+        // A dry run uses the caller's own key, so enforcement continues its counts. A shadow uses a
+        // separate key: its policy may share a name with an enforced one, whose count it must not
+        // change.
         let own = self.dry_run.then_some((key, &self.policies));
         let shadows = self
             .shadows
             .iter()
             .map(|selector| (Key::tuple(&[key, Key::SHADOW]), selector));
-        let mut told = Told {
+        let mut reporter = Reporter {
             key,
             notifier: self.notifier.clone(),
             charge: charge.cloned(),
@@ -48,47 +50,47 @@ impl<S: Store, R: 'static> Gate<S, R> {
             let answer = self.store.check(check);
             self.notifier.unless_leased(&policies);
             Some(match answer {
-                Answer::Ready { answer } => Shadow::Told(told.tell(&mut question, answer)),
-                Answer::Pending { future } => Shadow::Asked(Box::pin(future), question),
+                Answer::Ready { answer } => Shadow::Done(reporter.report(&mut question, answer)),
+                Answer::Pending { future } => Shadow::Pending(Box::pin(future), question),
             })
         };
         let checks = own.into_iter().chain(shadows).filter_map(ask).collect();
-        Box::new(Shadows { checks, told })
+        Box::new(Shadows { checks, reporter })
     }
 }
 
-/// The checks of one request that reject nothing, under way beside the inner call.
+/// The unenforced checks of one request, which run concurrently with the inner call.
 pub(super) struct Shadows<D> {
     checks: Vec<Shadow<D>>,
-    told: Told,
+    reporter: Reporter,
 }
 
 enum Shadow<D> {
-    Asked(Pin<Box<D>>, Question),
-    Told(Option<Decision>),
+    Pending(Pin<Box<D>>, Question),
+    Done(Option<Decision>),
 }
 
-/// Where their answers are reported.
-struct Told {
+/// Handles the replies to these checks.
+struct Reporter {
     /// The caller.
     key: Key,
     notifier: Notifier,
-    /// Where what is granted is settled.
+    /// Settles the charges, if the layer settles.
     charge: Option<Charge>,
-    /// What is held in flight where nothing is settled, until the call has ended.
+    /// The in-flight slots until the call ends, if the layer does not settle.
     slots: Vec<Slot>,
     has_ended: bool,
 }
 
 impl<D: Future<Output = Result<Decision, StoreError>>> Shadows<D> {
-    /// Ready when all are answered.
+    /// Ready when all checks have a reply.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let Self { checks, told } = self;
+        let Self { checks, reporter } = self;
         let mut all = Poll::Ready(());
         for check in checks {
-            if let Shadow::Asked(future, question) = check {
+            if let Shadow::Pending(future, question) = check {
                 match future.as_mut().poll(cx) {
-                    Poll::Ready(answer) => *check = Shadow::Told(told.tell(question, answer)),
+                    Poll::Ready(answer) => *check = Shadow::Done(reporter.report(question, answer)),
                     Poll::Pending => all = Poll::Pending,
                 }
             }
@@ -98,23 +100,23 @@ impl<D: Future<Output = Result<Decision, StoreError>>> Shadows<D> {
 }
 
 impl<D> Shadows<D> {
-    /// The call has ended: nothing of it is in flight.
+    /// Releases the slots: the call has ended.
     pub(super) fn end(&mut self) {
-        self.told.slots.clear();
-        self.told.has_ended = true;
+        self.reporter.slots.clear();
+        self.reporter.has_ended = true;
     }
 
-    /// The decisions, without the checks that no store could decide.
+    /// Returns the decisions, without the checks that no store could decide.
     pub(super) fn into_decisions(self) -> impl Iterator<Item = Decision> {
         self.checks.into_iter().filter_map(|check| match check {
-            Shadow::Told(decision) => decision,
-            Shadow::Asked(..) => None,
+            Shadow::Done(decision) => decision,
+            Shadow::Pending(..) => None,
         })
     }
 }
 
-impl Told {
-    fn tell(
+impl Reporter {
+    fn report(
         &mut self,
         question: &mut Question,
         answer: Result<Decision, StoreError>,

@@ -1,14 +1,15 @@
-//! The slots of this process's requests in flight. How a store counts them is in `src/limit/in_flight.rs`.
+//! Slots of this process's requests in flight. The store's side is in `src/limit/in_flight.rs`.
 //!
-//! A request under a policy of [requests in flight](crate::Policy::in_flight) has a [`Slot`] for as long as it runs,
-//! which is renewed every third of its time to live and released when it is dropped. To take, to renew and to release
-//! a slot changes nothing the second time, so no reply is needed to know what a store counts:
+//! A request under a policy of [requests in flight](crate::Policy::in_flight) owns a [`Slot`] while
+//! it runs. The slot is renewed every third of its TTL, and released when it is dropped. Taking,
+//! renewing and releasing a slot are idempotent, so the store's count can be corrected without
+//! knowing the reply to any of them:
 //!
-//! - A release is sent until it is answered, or the slot has expired.
-//! - A take or a renewal whose reply has not come may be decided after the release, since checks use several
-//!   connections. Then the release is repeated half a second later.
-//! - A renewal takes the slot again if the store has lost it. So after an outage or a `FLUSHALL`, all is counted again
-//!   within a third of the time to live.
+//! - A release is sent until it has a reply, or the slot has expired.
+//! - A take or a renewal without a reply may be decided after the release, since checks use several
+//!   connections. So the release is repeated half a second later.
+//! - A renewal takes the slot again if the store has lost it. So after an outage or a `FLUSHALL`,
+//!   the count is complete again within a third of the TTL.
 
 #[cfg(test)]
 mod tests;
@@ -27,7 +28,7 @@ use crate::refunds::{PendingOp, RefundQueue, StoreQueue};
 use crate::store::Store;
 use crate::util::{instant, lock};
 
-/// The slots of a layer or a [`Limiter`](crate::Limiter) in its store. Clones share them.
+/// The slots of a layer or a [`Limiter`](crate::Limiter) in its store. Clones share the slots.
 #[derive(Clone)]
 pub(crate) struct InFlightTracker(Arc<Inner>);
 
@@ -39,33 +40,34 @@ struct Inner {
 #[derive(Default)]
 struct Slots {
     each: BTreeMap<SlotId, Entry>,
-    /// No slot is due before.
+    /// No slot has to be renewed before this time.
     due_at: Option<Instant>,
     has_task: bool,
 }
 
 struct Entry {
     key: Key,
-    /// The policies that count requests in flight.
+    /// The policies that limit requests in flight.
     policies: Policies,
-    /// When to renew it. `None` until the request passes.
+    /// Time of the next renewal. `None` until the request is admitted.
     due_at: Option<Instant>,
-    /// Whether a take or a renewal was sent whose reply has not come.
+    /// Whether a take or a renewal has no reply yet.
     is_unsure: bool,
 }
 
-/// The slot of a request, which is released when this is dropped.
+/// The slot of a request. Dropping it releases the slot.
 #[must_use]
 pub(crate) struct Slot {
     tracker: InFlightTracker,
     id: SlotId,
 }
 
-/// How often the task checks which slots are due.
+/// Interval at which the task checks for due slots.
 const TICK: Duration = Duration::from_millis(250);
 
 impl InFlightTracker {
-    /// The slots in `store`. `observer` is notified of each that could not be released.
+    /// Creates a tracker of slots in `store`. `observer` is notified of slots that could not be
+    /// released.
     pub(crate) fn new(store: &impl Store, observer: Option<Arc<dyn Observer>>) -> Self {
         let refunds = Arc::new(StoreQueue::new(store.clone(), observer));
         Self(Arc::new(Inner {
@@ -79,7 +81,8 @@ impl InFlightTracker {
         &self.0.refunds
     }
 
-    /// The slot that this check takes, before it is sent. `None` if no policy counts requests in flight.
+    /// Creates the slot that this check takes, before the check is sent. `None` if no policy limits
+    /// requests in flight.
     pub(crate) fn hold(&self, check: &Check) -> Option<Slot> {
         let (policies, id) = (check.policies().in_flight()?, check.slot()?);
         let entry = Entry {
@@ -96,7 +99,7 @@ impl InFlightTracker {
         if !has_task {
             self.0.start();
         }
-        // For operations that an ended runtime has left behind.
+        // Resend operations left over by a runtime that has shut down.
         self.0.refunds.wake();
         Some(Slot {
             tracker: self.clone(),
@@ -106,7 +109,7 @@ impl InFlightTracker {
 }
 
 impl Slot {
-    /// Handles the store's reply: a granted slot is renewed, a denied one was not taken.
+    /// Handles the store's reply: a granted slot will be renewed, a denied one was not taken.
     pub(crate) fn answered(&mut self, answer: Result<&Decision, &StoreError>) {
         let slots = &mut *lock(&self.tracker.0.slots);
         match answer {
@@ -120,13 +123,13 @@ impl Slot {
         }
     }
 
-    /// Keeps the slot of a request that passes after an error. The next renewal takes it.
+    /// Keeps the slot of a request that is admitted after an error. The next renewal takes it.
     pub(crate) fn passed(self) -> Self {
         lock(&self.tracker.0.slots).pass(self.id, true);
         self
     }
 
-    /// Leaves the slot to expire, for a request without a known end.
+    /// Lets the slot expire instead of releasing it, for a request whose end cannot be seen.
     pub(crate) fn leave_counted(self) {
         let _entry = lock(&self.tracker.0.slots).each.remove(&self.id);
     }
@@ -156,7 +159,7 @@ impl Drop for Slot {
 }
 
 impl Slots {
-    /// Begins to renew a slot. If it `stays` unsure, its reply has not come.
+    /// Starts renewing a slot. If it `stays` unsure, its reply is still missing.
     fn pass(&mut self, id: SlotId, stays: bool) {
         let Some(entry) = self.each.get_mut(&id) else {
             return;
@@ -169,7 +172,7 @@ impl Slots {
         }
     }
 
-    /// The checks that renew all slots which are due before the next tick.
+    /// Returns the checks that renew all slots due before the next tick.
     fn renewals(&mut self, now: Instant) -> Vec<Check> {
         let mut due = Vec::new();
         if self.due_at.is_none_or(|first| first > now + TICK) {
@@ -187,7 +190,7 @@ impl Slots {
 }
 
 impl Entry {
-    /// From one renewal to the next.
+    /// Interval between two renewals.
     fn pause(&self) -> Duration {
         self.policies
             .iter()
@@ -199,7 +202,7 @@ impl Entry {
 }
 
 impl Inner {
-    /// Starts the task that renews. Outside of a runtime the caller does its work.
+    /// Starts the renewal task. Outside a runtime, does one tick of its work directly.
     fn start(self: &Arc<Self>) {
         let Ok(runtime) = Handle::try_current() else {
             return self.tick(instant());
@@ -223,7 +226,8 @@ impl Inner {
     }
 }
 
-/// The task that renews slots for as long as there are any. If its runtime ends, the next request starts another.
+/// The task that renews slots while there are any. If its runtime shuts down, the next request
+/// starts another task.
 struct Renewer(Weak<Inner>);
 
 impl Renewer {

@@ -1,4 +1,5 @@
-//! The store keeps a slot for each request in flight, also if requests are cancelled and replies are lost.
+//! The store counts exactly the requests in flight, even if requests are cancelled and replies are
+//! lost.
 
 use std::future::Future;
 use std::num::NonZeroU32;
@@ -18,23 +19,23 @@ use crate::settle::Reservation;
 use crate::store::{Answer, Fallback, LocalStore, MockStore};
 use crate::wait_queues::{Bounds, WaitQueues, WaitRequest};
 
-/// A store as a fallback over Redis is: while that is away, another store decides.
+/// Behaves like a fallback over Redis: while Redis is unreachable, another store decides.
 #[derive(Clone)]
 struct Wavering {
     there: LocalStore,
     elsewhere: LocalStore,
     /// [`HERE`], [`AWAY`], [`LOSES`] or [`REFUSES`].
     mood: Arc<AtomicU8>,
-    /// How long each way takes: as over several connections, what is asked later may come before.
+    /// The delay of each way. As with several connections, a later check may arrive first.
     way: fn() -> Duration,
     asked: Arc<Mutex<Vec<Mode>>>,
 }
 
 const HERE: u8 = 0;
 const AWAY: u8 = 1;
-/// It counts, and its reply is lost.
+/// It counts the check, but the reply is lost.
 const LOSES: u8 = 2;
-/// It is not asked.
+/// The check is not sent.
 const REFUSES: u8 = 3;
 
 const LIMIT: u32 = 10;
@@ -56,7 +57,7 @@ impl Wavering {
         self.mood.store(mood, Ordering::SeqCst);
     }
 
-    /// What it has been asked since, but for takes.
+    /// Returns the modes of the checks since the last call, except takes.
     fn requests(&self) -> Vec<Mode> {
         std::mem::take(&mut *lock(&self.asked))
             .into_iter()
@@ -64,7 +65,7 @@ impl Wavering {
             .collect()
     }
 
-    /// How many the store counts of a caller.
+    /// Returns the number of requests that the store counts for a caller.
     fn counted(&self, key: Key) -> u32 {
         LIMIT - now(&self.there, Check::peek(key, &policies(), 1)).remaining()
     }
@@ -83,7 +84,7 @@ impl Store for Wavering {
     fn check(&self, check: Check) -> Answer<Self::Future> {
         lock(&self.asked).push(check.mode());
         let store = self.clone();
-        // As with Redis, it is decided a little later, and answered later still.
+        // As with Redis, the decision and the reply are delayed.
         Answer::pending(Box::pin(async move {
             sleep((store.way)()).await;
             let mood = store.mood.load(Ordering::SeqCst);
@@ -172,7 +173,7 @@ async fn long_requests_are_counted_until_they_end() {
     until("it is released", || store.counted(ann) == 0).await;
     assert_eq!(store.requests(), [Mode::Release]);
     sleep(TTL).await;
-    assert_eq!(store.requests(), [], "nobody is left to renew");
+    assert_eq!(store.requests(), [], "no slot is renewed after its release");
 }
 
 #[tokio::test(start_paused = true)]
@@ -211,7 +212,7 @@ async fn denied_requests_are_not_released() {
     assert_eq!(store.requests(), []);
 }
 
-/// A client may go away before the store has answered: what was taken then is nobody's.
+/// A client may disconnect before the store has replied: its slot must be released.
 #[tokio::test(start_paused = true)]
 async fn requests_dropped_before_the_answer_are_released() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
@@ -223,13 +224,13 @@ async fn requests_dropped_before_the_answer_are_released() {
             .is_err()
     );
     assert_eq!(store.counted(ann), 2);
-    // And not only when it is renewed.
+    // The release is sent immediately, not only with the next renewal.
     timeout(
         Duration::from_secs(1),
         until("it counts one", || store.counted(ann) == 1),
     )
     .await
-    .expect("at once");
+    .expect("a release in time");
 }
 
 /// The release reaches the store before the take, on another connection.
@@ -250,7 +251,7 @@ async fn a_take_overtaken_by_its_release_is_released() {
     .expect("soon");
 }
 
-/// As a take that was overtaken.
+/// Like a take whose release arrives first.
 #[tokio::test(start_paused = true)]
 async fn a_renewal_overtaken_by_its_release_is_released() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
@@ -292,7 +293,7 @@ async fn changes_during_an_outage_are_counted_afterwards() {
     until("it counts both", || store.counted(ann) == 2).await;
 }
 
-/// The slot would expire too, but later.
+/// Without the release, the slot would expire, but later.
 #[tokio::test(start_paused = true)]
 async fn a_release_in_an_outage_is_sent_after_it() {
     for mood in [AWAY, LOSES, REFUSES] {
@@ -312,7 +313,7 @@ async fn a_release_in_an_outage_is_sent_after_it() {
     }
 }
 
-/// As by a failover, or a FLUSHALL: with nothing that shows it.
+/// The store loses slots without a sign, as in a failover or a `FLUSHALL`.
 #[tokio::test(start_paused = true)]
 async fn lost_slots_return_within_a_third_of_their_ttl() {
     let (store, ann, bob) = (Wavering::new(), Key::new("ann"), Key::new("bob"));
@@ -325,7 +326,7 @@ async fn lost_slots_return_within_a_third_of_their_ttl() {
     for key in [ann, bob] {
         let _ = now(&store.there, Check::reset(key, &policies()));
     }
-    // What is taken after that does not hide it.
+    // A take after the loss does not hide it.
     let _third = request(&store, &slots, bob).await;
     assert_eq!((store.counted(ann), store.counted(bob)), (0, 1));
     sleep(TTL / 3 + Duration::from_secs(1)).await;
@@ -333,7 +334,8 @@ async fn lost_slots_return_within_a_third_of_their_ttl() {
     drop((held, bobs));
 }
 
-/// Requests of every ending, while the store is there, away, or does not answer. In the end it counts none.
+/// Requests with every kind of ending, while the store replies, is unreachable, or loses replies.
+/// At the end it counts none.
 #[tokio::test(start_paused = true)]
 async fn nothing_stays_counted_whatever_happens() {
     for seed in 0..30 {
@@ -346,7 +348,7 @@ async fn nothing_stays_counted_whatever_happens() {
             let (start, patience, work) = (rng.u64(..20_000), rng.u64(..10_000), rng.u64(..5_000));
             tasks.push(tokio::spawn(async move {
                 sleep(Duration::from_millis(start)).await;
-                // Some go away before they are answered.
+                // Some clients disconnect before the reply.
                 let answer = timeout(
                     Duration::from_micros(patience),
                     request(&store, &slots, key),
@@ -373,8 +375,8 @@ async fn nothing_stays_counted_whatever_happens() {
     }
 }
 
-/// While the store is there, and nothing is lost but answers that nobody waits for, no more than the limit is in
-/// flight.
+/// While the store is reachable, and only cancelled requests lose their replies, the limit is never
+/// exceeded.
 #[tokio::test(start_paused = true)]
 async fn cancellations_never_let_requests_exceed_the_limit() {
     assert_eq!(
@@ -383,7 +385,7 @@ async fn cancellations_never_let_requests_exceed_the_limit() {
     );
 }
 
-/// What is asked later may come to the store before what was asked first, on another connection.
+/// A later check may arrive at the store before an earlier one, on another connection.
 #[tokio::test(start_paused = true)]
 async fn overtaking_checks_never_exceed_the_limit() {
     fastrand::seed(7);
@@ -391,8 +393,8 @@ async fn overtaking_checks_never_exceed_the_limit() {
     assert_eq!(most_in_flight(way, 24, 0.1).await, LIMIT as usize);
 }
 
-/// The most that so many clients have in flight at once, of whose requests a part goes away before the answer may be
-/// there.
+/// The maximum number of requests in flight of this many clients. The fraction `hasty` of the
+/// requests is cancelled, possibly before the reply arrives.
 async fn most_in_flight(way: fn() -> Duration, clients: u32, hasty: f64) -> usize {
     let (in_flight, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     for seed in 0..10 {
@@ -438,7 +440,7 @@ async fn most_in_flight(way: fn() -> Duration, clients: u32, hasty: f64) -> usiz
     most.load(Ordering::SeqCst)
 }
 
-/// As many as they like ask for a place, so that there is never a moment in which nothing begins or ends.
+/// Requests start and end all the time, without a pause.
 #[tokio::test(start_paused = true)]
 async fn a_cancelled_request_frees_capacity_under_flood() {
     fastrand::seed(7);
@@ -530,7 +532,7 @@ async fn a_distant_flood_releases_all_capacity() {
     hasty.store(false, Ordering::SeqCst);
     sleep(Duration::from_secs(1)).await;
     open.store(false, Ordering::SeqCst);
-    // All that was asked is answered by then, and nothing that was asked later is.
+    // Every check sent before has a reply now, and no later one has.
     sleep(Duration::from_millis(22)).await;
     let counted = store.counted(ann);
     let mut held = vec![];
@@ -540,7 +542,8 @@ async fn a_distant_flood_releases_all_capacity() {
     assert_eq!(counted, held.len() as u32, "counted, and in flight");
 }
 
-/// What ends outside of a runtime, or on one that has ended, is reported by the next one.
+/// If a request ends outside a runtime, or on one that has shut down, the next runtime sends the
+/// release.
 #[test]
 fn nothing_is_lost_with_a_runtime() {
     let runtime = || {
@@ -564,7 +567,7 @@ fn nothing_is_lost_with_a_runtime() {
     });
 }
 
-/// As while a configuration changes, or with tiers that differ in it.
+/// As while a configuration changes, or with tiers of different TTLs.
 #[tokio::test(start_paused = true)]
 async fn slots_of_two_ttls_are_kept() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
@@ -584,7 +587,7 @@ async fn slots_of_two_ttls_are_kept() {
     assert_eq!(least, 2);
 }
 
-/// A service that is not ready keeps a request waiting whose turn has come.
+/// A service that is not ready delays a request that already has a permit.
 #[tokio::test(start_paused = true)]
 async fn an_unused_permit_counts_until_dropped() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
@@ -647,7 +650,7 @@ impl Observer for Drops {
     }
 }
 
-/// It releases a slot of the caller whose slot is being taken.
+/// The observer releases a slot of the caller whose slot is being taken.
 #[test]
 fn an_observer_may_drop_a_reservation() {
     let (done, wait) = std::sync::mpsc::channel();
@@ -677,7 +680,7 @@ fn an_observer_may_drop_a_reservation() {
     );
 }
 
-/// What others ask, in an outage in which a fallback goes on.
+/// Rejects all checks, as in an outage in which a fallback decides.
 #[derive(Clone)]
 struct Refusing;
 

@@ -1,6 +1,7 @@
 use super::{Check, Policies, Verdicts};
 
-/// The answer to a check with an id, which is given again for the longest period of its policies.
+/// The decision on a check with an id, returned again to repeated checks for the longest period of
+/// its policies.
 #[derive(Debug, Clone)]
 pub(crate) struct Answered {
     policies: Policies,
@@ -15,14 +16,15 @@ impl Answered {
         }
     }
 
-    /// The same answer to a check with the same id, if it counts the same. The answer is kept `until` then.
+    /// Returns the decision for another check with the same id, if that counts with the same keys.
+    /// The decision expires at `until`.
     pub(crate) fn again(&self, check: &Check, until: i64, now: i64) -> Option<Verdicts> {
         if until <= now || !self.policies.count_alike(check.policies()) {
             return None;
         }
         let mut again = self.verdicts.clone();
         again.age = (now - (until - self.policies.longest_period())).max(1);
-        // Quotas may have changed since, and none leaves more than its capacity.
+        // A quota may have been lowered since, and no more than its capacity can remain.
         for (verdict, policy) in again.each.iter_mut().zip(check.policies()) {
             verdict.remaining = verdict.remaining.min(policy.params().capacity);
         }

@@ -8,9 +8,10 @@ use super::{
     Verdict, Verdicts,
 };
 
-/// One request to a [`Store`](crate::store::Store): may this caller use this much under these policies?
+/// One request to a [`Store`](crate::store::Store): may this caller use this cost under these
+/// policies?
 ///
-/// With several policies it is all or nothing: either each of them is charged or none.
+/// With several policies, either each of them is charged or none.
 ///
 /// ```
 /// use tower_redis_ratelimit::check::Check;
@@ -27,23 +28,23 @@ pub struct Check {
     policies: Policies,
     mode: Mode,
     cost: u32,
-    /// Whether what it takes is settled later.
+    /// Whether the charge is settled later.
     reserves: bool,
-    /// The slot that is taken, renewed or released.
+    /// The slot that the check takes, renews or releases.
     slot: Option<SlotId>,
     leasing: Leasing,
     /// Rarely used fields, boxed.
     extra: Option<Box<Extra>>,
 }
 
-/// The part of a check in [leased](crate::Leased) quota.
+/// How a check takes part in [leased](crate::Leased) quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Leasing {
-    /// A block may decide it.
+    /// A block may decide the check.
     Possible,
-    /// No block may decide it.
+    /// No block may decide the check.
     Never,
-    /// It charges or refunds a block.
+    /// The check charges or refunds a block.
     Block,
 }
 
@@ -51,26 +52,29 @@ enum Leasing {
 #[derive(Debug, Clone)]
 enum Extra {
     Id(Key),
-    /// The longest wait of a take ahead, or the longest time to refill the debt of a charge, in microseconds.
+    /// For a take ahead, the maximum wait; for a debt, the time that it takes to refill. In
+    /// microseconds.
     Within(i64),
     Charged(EachCharged),
 }
 
 impl Check {
-    /// Takes `cost`, all or nothing. A cost of 0 is decided and charges nothing. A policy of requests
-    /// [in flight](crate::Policy::in_flight) counts one, independent of the cost, in a new [slot](Self::slot). A clone of the
-    /// check takes the same slot.
+    /// Takes `cost`, all or nothing. A cost of 0 is decided and charges nothing. A policy of
+    /// requests [in flight](crate::Policy::in_flight) counts one, independent of the cost, in a new
+    /// [slot](Self::slot). A clone of the check takes the same slot.
     pub fn take(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Take, cost)
     }
 
-    /// Takes `cost` all or nothing, if necessary ahead of time: what does not pass now is charged as a debt that is due
-    /// when it would have passed. If that is at most `within` from now, the outcome is
-    /// [`Later`](crate::check::Outcome::Later): wait that long, then proceed. Meanwhile others see it as taken, so that
-    /// each such check is due at a different time, over all instances.
+    /// Takes `cost` all or nothing, in advance if necessary. A cost that does not fit yet is
+    /// charged as a debt, which is due when the cost would have fitted. If that is within `within`,
+    /// the outcome is [`Later`](crate::check::Outcome::Later): wait that long, then proceed. Other
+    /// callers see the debt immediately, so each such check is due at a different time, over all
+    /// instances.
     ///
-    /// The debt is bounded like that of a [`charge`](Self::charge). Only strategies that refill gradually support it;
-    /// under others, and in a [`Store`](crate::store::Store) without debts, this is a [`take`](Self::take).
+    /// The debt is bounded like that of a [`charge`](Self::charge). Only strategies that refill
+    /// gradually support it; under others, and in a [`Store`](crate::store::Store) without debts,
+    /// this is a [`take`](Self::take).
     pub fn take_ahead(key: Key, policies: &Policies, cost: u32, within: Duration) -> Self {
         let owes = policies.iter().all(|policy| policy.frees().has_burst());
         let within = if owes {
@@ -85,25 +89,27 @@ impl Check {
         }
     }
 
-    /// Takes as much of `cost` as there is room for; [`Decision::granted`] returns how much.
+    /// Takes as much of `cost` as the policies allow; [`Decision::granted`] returns the amount.
     pub fn up_to(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::UpTo, cost)
     }
 
-    /// Decides whether `cost` would pass now, and charges nothing.
+    /// Decides whether `cost` would be allowed, without charging it.
     pub fn peek(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Peek, cost)
     }
 
-    /// Charges `cost` in any case, for a cost that is known only afterwards. The debt is bounded: each policy counts at
-    /// most twice its capacity, and [`Decision::granted`] returns how much was charged. A policy of requests [in
-    /// flight](crate::Policy::in_flight) counts nothing.
+    /// Charges `cost` even beyond the limit, for a cost that is known only afterwards. The debt is
+    /// bounded: each policy counts at most twice its capacity, and [`Decision::granted`] returns
+    /// the amount charged. A policy of requests [in flight](crate::Policy::in_flight) counts
+    /// nothing.
     pub fn charge(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Charge, cost)
     }
 
-    /// Charges a debt that takes `time` to refill, or nothing if the debt is larger already. So repeated and concurrent
-    /// charges do not add up. For the policies of a meter; the debt is at most the capacity.
+    /// Charges a debt that takes `time` to refill, or nothing if the debt is already larger, so
+    /// that repeated and concurrent charges do not add up. Only for policies of gradually refilling
+    /// strategies. The debt is at most the capacity.
     pub(crate) fn charge_debt_of(key: Key, policies: &Policies, time: Duration) -> Self {
         let extra = Some(Box::new(Extra::Within(
             time.as_micros().min(LONGEST as u128) as i64,
@@ -114,17 +120,18 @@ impl Check {
         }
     }
 
-    /// Refunds `cost` of what was charged just now; each policy refunds at most what it counts. [`Decision::granted`]
-    /// returns how much: of several policies, the most that one of them refunded.
+    /// Refunds `cost` of a charge made just before. Each policy refunds at most what it counts.
+    /// [`Decision::granted`] returns the amount: the largest refund of a single policy.
     ///
-    /// Some of an older charge may have flowed back already, and to refund it again would exceed the policy: use
-    /// [`Decision::refund`] for these. A policy of requests [in flight](crate::Policy::in_flight) refunds nothing:
-    /// see [`release`](Self::release).
+    /// A part of an older charge may already have refilled or expired, and refunding that part
+    /// again would exceed the policy: use [`Decision::refund`] for older charges. A policy of
+    /// requests [in flight](crate::Policy::in_flight) refunds nothing: see
+    /// [`release`](Self::release).
     pub fn refund(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Refund, cost)
     }
 
-    /// Refunds `cost` of an earlier charge, or of one made just now if none is given.
+    /// Refunds `cost` of an earlier charge, or of a charge made just before if `charged` is empty.
     pub(crate) fn refund_of(
         key: Key,
         policies: &Policies,
@@ -138,14 +145,15 @@ impl Check {
         }
     }
 
-    /// Forgets all charges of the caller. What is refunded afterwards of a charge made before is taken out of later ones.
+    /// Resets the caller's counts. A later refund of a charge made before the reset is deducted
+    /// from newer charges.
     pub fn reset(key: Key, policies: &Policies) -> Self {
         Self::new(key, policies, Mode::Reset, 0)
     }
 
     /// Renews the slot of a request [in flight](crate::Policy::in_flight) for the policy's
-    /// [`slot_ttl`](crate::Policy::slot_ttl). If the store has lost the slot, it is taken again, also beyond the limit.
-    /// Charges nothing under policies of other kinds. May be sent again.
+    /// [`slot_ttl`](crate::Policy::slot_ttl). If the store has lost the slot, this takes it again,
+    /// even beyond the limit. Charges nothing under policies of other kinds. May be sent again.
     ///
     /// A [`RateLimitLayer`](crate::RateLimitLayer) renews its slots itself.
     pub fn renew(key: Key, policies: &Policies, slot: SlotId) -> Self {
@@ -155,8 +163,8 @@ impl Check {
         }
     }
 
-    /// Releases the slot of a request [in flight](crate::Policy::in_flight). Refunds nothing under policies of other
-    /// kinds. May be sent again.
+    /// Releases the slot of a request [in flight](crate::Policy::in_flight). Refunds nothing under
+    /// policies of other kinds. May be sent again.
     pub fn release(key: Key, policies: &Policies, slot: SlotId) -> Self {
         Self {
             slot: Some(slot),
@@ -164,8 +172,9 @@ impl Check {
         }
     }
 
-    /// A check that probes whether a store decides. It reads and writes like any other, but no request can have its
-    /// key: [`Key::PROBE`] or a [`Key::probe`]. It is always granted, so that it always writes.
+    /// Creates a check that probes whether a store decides. It reads and writes like any other
+    /// check, but uses a key that no request can have: [`Key::PROBE`] or a [`Key::probe`]. It is
+    /// always granted, and so always writes.
     pub(crate) fn probe(key: Key) -> Self {
         Self::new(key, &Policies::probe(), Mode::Take, 1)
     }
@@ -186,20 +195,22 @@ impl Check {
         }
     }
 
-    /// Gives the check an id, so that a repeated request is charged once. If a check of this caller with this id was
-    /// granted under these policies, this one gets the same decision and is not charged. A denial is not remembered:
-    /// the request may be repeated, and passes when there is room.
+    /// Adds an id, so that a repeated request is charged once. If a check of this caller with this
+    /// id was granted under these policies, the repeated one gets the same decision and is not
+    /// charged. A denial is not stored: the request may be repeated, and is allowed as soon as it
+    /// fits.
     ///
-    /// An id is remembered for the longest period of the policies. Do not let callers choose their ids: one that sends
-    /// the same id with every request is charged once. A [`LocalStore`](crate::LocalStore) holds as many ids as keys,
-    /// and beyond that forgets the oldest of a few. A [take ahead](Self::take_ahead) and what a [decision
-    /// refunds](Decision::refund) have no id, and this leaves them as they are.
+    /// A store keeps an id for the longest period of the policies. Do not let callers choose their
+    /// ids: a caller that sends the same id with every request is charged once. A
+    /// [`LocalStore`](crate::LocalStore) keeps as many ids as keys; beyond that it drops the oldest
+    /// of a few. This method does nothing for a [take ahead](Self::take_ahead), and for the refunds
+    /// of a [decision](Decision::refund), which have no id.
     #[must_use]
     pub fn with_id(self, id: impl AsRef<[u8]>) -> Self {
         self.with_id_key(Some(Key::new(id)))
     }
 
-    /// The same check with the id of another.
+    /// Adds the id of another check.
     pub(crate) fn with_id_key(self, id: Option<Key>) -> Self {
         match self.extra.as_deref() {
             Some(Extra::Within(_) | Extra::Charged(_)) => self,
@@ -210,27 +221,27 @@ impl Check {
         }
     }
 
-    /// The caller.
+    /// Returns the caller.
     pub fn key(&self) -> &Key {
         &self.key
     }
 
-    /// The policies.
+    /// Returns the policies.
     pub fn policies(&self) -> &Policies {
         &self.policies
     }
 
-    /// What is done with the cost.
+    /// Returns the operation of the check.
     pub fn mode(&self) -> Mode {
         self.mode
     }
 
-    /// The cost.
+    /// Returns the cost.
     pub fn cost(&self) -> u32 {
         self.cost
     }
 
-    /// The [id](Self::with_id) by which it is charged once, if it has one.
+    /// Returns the [id](Self::with_id). `None` without an id.
     pub fn id(&self) -> Option<&Key> {
         match self.extra.as_deref() {
             Some(Extra::Id(id)) => Some(id),
@@ -238,7 +249,7 @@ impl Check {
         }
     }
 
-    /// The longest wait, in microseconds: 0 for none.
+    /// Returns the maximum wait in microseconds: 0 for none.
     pub(crate) fn within(&self) -> i64 {
         match self.extra.as_deref() {
             Some(Extra::Within(within)) => *within,
@@ -246,12 +257,14 @@ impl Check {
         }
     }
 
-    /// The slot that it takes, renews or releases under a policy of requests [in flight](crate::Policy::in_flight).
+    /// Returns the slot that the check takes, renews or releases under a policy of requests [in
+    /// flight](crate::Policy::in_flight).
     pub fn slot(&self) -> Option<SlotId> {
         self.slot
     }
 
-    /// The check that repeats in another store what this one has done to slots, after this decision.
+    /// Returns the check that repeats this one's effect on slots in another store, given this one's
+    /// decision.
     pub(crate) fn mirrored(&self, decision: &Decision) -> Option<Self> {
         let policies = self.policies.in_flight()?;
         match (self.mode, self.slot) {
@@ -262,7 +275,7 @@ impl Check {
         }
     }
 
-    /// The charge of which it refunds a part, for each policy; empty for one made just now.
+    /// Returns the refunded charge under each policy; empty for a charge made just before.
     pub(crate) fn charged(&self) -> &[Charged] {
         match self.extra.as_deref() {
             Some(Extra::Charged(charged)) => charged,
@@ -270,7 +283,7 @@ impl Check {
         }
     }
 
-    /// The charge of which it refunds a part, as the policy at this index knows it.
+    /// Returns the refunded charge under the policy at this index.
     pub(crate) fn charged_under(&self, policy: usize) -> Charged {
         self.charged()
             .get(policy)
@@ -278,13 +291,14 @@ impl Check {
             .unwrap_or(Charged::just_now(self.cost.into()))
     }
 
-    /// The same check; if `reserves`, what it takes is settled later, so that other callers may refund a part.
+    /// Sets whether the charge is settled later, so that other callers may get a part of it
+    /// refunded.
     pub(crate) fn reserving(self, reserves: bool) -> Self {
         Self { reserves, ..self }
     }
 
-    /// The same check, which charges or refunds a block of a [`Leased`](crate::Leased) store: a
-    /// [`Fallback`](crate::Fallback) leaves it to its primary store alone.
+    /// Marks a check that charges or refunds a block of a [`Leased`](crate::Leased) store.
+    /// A [`Fallback`](crate::Fallback) sends it to its primary store only.
     pub(crate) fn for_block(self) -> Self {
         Self {
             leasing: Leasing::Block,
@@ -292,13 +306,13 @@ impl Check {
         }
     }
 
-    /// Returns `true` if it charges or refunds a block.
+    /// Returns `true` if the check charges or refunds a block.
     pub(crate) fn is_for_block(&self) -> bool {
         self.leasing == Leasing::Block
     }
 
-    /// The same check for the primary store of a [`Fallback`](crate::Fallback), in which no [`Leased`](crate::Leased)
-    /// store may decide it from a block.
+    /// Prepares the check for the primary store of a [`Fallback`](crate::Fallback), in which no
+    /// [`Leased`](crate::Leased) store may decide it from a block.
     pub(crate) fn in_fallback(self) -> Self {
         let leasing = if self.is_for_block() {
             Leasing::Block
@@ -308,7 +322,7 @@ impl Check {
         Self { leasing, ..self }
     }
 
-    /// Returns `true` if a block may decide it.
+    /// Returns `true` if a block may decide the check.
     #[inline]
     pub(crate) fn is_leasable(&self) -> bool {
         let is_plain =
@@ -316,7 +330,7 @@ impl Check {
         is_plain && self.leasing == Leasing::Possible
     }
 
-    /// The same check as Redis computes it at this time.
+    /// Returns the check with the age that Redis computes at this time.
     #[cfg(test)]
     pub(crate) fn at_redis(mut self, now: i64) -> Self {
         if let Some(Extra::Charged(each)) = self.extra.as_deref_mut() {
@@ -327,14 +341,15 @@ impl Check {
         self
     }
 
-    /// The same check under other policies.
+    /// Replaces the policies.
     pub(crate) fn under(self, policies: Policies) -> Self {
         Self { policies, ..self }
     }
 
     /// Decides on `states`, one per policy, and charges them: the Rust half of `lua/check.lua`.
     ///
-    /// A state changes only if something is charged, refunded or forgotten, or if the clock has gone back.
+    /// A state changes only if the check charges, refunds or resets something, or if the clock has
+    /// gone back.
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
         let (mode, cost, slot) = (self.mode, i64::from(self.cost), self.slot);
         let ask = Ask {
@@ -352,13 +367,13 @@ impl Check {
         self.decide_all(states, &ask)
     }
 
-    /// Several policies, the rarer case.
+    /// Decides under several policies, the rarer case.
     fn decide_all(&self, states: &mut [State], ask: &Ask) -> Verdicts {
-        let looks = states
+        let previews = states
             .iter()
             .zip(self.policies.iter())
             .map(|(state, policy)| state.preview(policy.params(), ask));
-        let max = looks.map(|look| look.max).min().unwrap_or(0);
+        let max = previews.map(|preview| preview.max).min().unwrap_or(0);
         let (mut granted, mut each) = (0, smallvec![Verdict::NONE; states.len()]);
         for (i, ((verdict, state), policy)) in each
             .iter_mut()
@@ -379,7 +394,7 @@ impl Check {
         Verdicts::new(granted, each)
     }
 
-    /// The decision that answers this check.
+    /// Creates the decision on this check.
     #[inline]
     pub(crate) fn answer(self, verdicts: Verdicts, source: Source) -> Decision {
         Decision::new(self.policies, verdicts, source)
@@ -387,7 +402,8 @@ impl Check {
 }
 
 impl Mode {
-    /// Counts on the state of one policy, and returns how much was charged, refunded or forgotten.
+    /// Applies the operation to the state of one policy, and returns the amount charged, refunded
+    /// or reset.
     pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
         let ask = Ask {
             mode: self,

@@ -5,9 +5,9 @@ use smallvec::SmallVec;
 
 use super::{Answered, Check, Decision, Key, Policy, Source, State, Verdicts, micros};
 
-/// What a store of one's own has counted of one caller, by the arithmetic of the strategies: in a map by the caller's key
-/// it is all that such a store needs. It is for memory, and cannot be serialized: a store that counts elsewhere decides
-/// by itself, and answers by [`Check::decided`].
+/// The counts of one caller, for a custom in-memory [`Store`](crate::store::Store): keep one
+/// `Counts` per key. The counts cannot be serialized. A store that counts elsewhere computes its
+/// own decisions: [`Check::decided`].
 ///
 /// ```
 /// use std::collections::HashMap;
@@ -19,7 +19,7 @@ use super::{Answered, Check, Decision, Key, Policy, Source, State, Verdicts, mic
 /// use tower_redis_ratelimit::check::{Check, Decision, Source};
 /// use tower_redis_ratelimit::store::{Answer, Counts, Store, StoreError};
 ///
-/// /// Counts in this process, and forgets nobody: a `LocalStore` is bounded.
+/// /// Counts in this process, and never drops a caller, unlike a `LocalStore`.
 /// #[derive(Clone, Default)]
 /// struct InMemory(Arc<Mutex<HashMap<Key, Counts>>>);
 ///
@@ -36,22 +36,23 @@ use super::{Answered, Check, Decision, Key, Policy, Source, State, Verdicts, mic
 /// ```
 #[derive(Debug, Clone, Default)]
 pub struct Counts {
-    /// By the policy.
+    /// The state per policy id.
     states: HashMap<u64, State>,
-    /// Answers to checks with an id, by the id and the list of policies: until when, in microseconds.
+    /// Decisions on checks with an id, by id and policies, with their expiry in microseconds.
     answers: HashMap<(Key, u64), (Answered, i64)>,
-    /// When all of it has lapsed.
+    /// The time in microseconds at which all counts have expired.
     until: i64,
 }
 
 impl Counts {
-    /// Decides a check of this caller at the time `now`, and charges what is granted. A clock that goes back grants no more.
+    /// Decides a check of this caller at `now`, and charges what is granted. A clock that goes back
+    /// grants nothing extra.
     pub fn decide(&mut self, check: &Check, now: SystemTime, source: Source) -> Decision {
         let now = since_epoch(now);
         check.clone().answer(self.verdicts(check, now), source)
     }
 
-    /// Whether nothing of it counts any more at this time, so that it may be dropped.
+    /// Returns `true` if every charge has expired at `now`, so that the value can be dropped.
     pub fn has_lapsed(&self, now: SystemTime) -> bool {
         self.until <= since_epoch(now)
     }
@@ -99,7 +100,7 @@ impl Counts {
     }
 }
 
-/// In microseconds.
+/// Returns microseconds since the Unix epoch.
 fn since_epoch(time: SystemTime) -> i64 {
     micros(
         time.duration_since(SystemTime::UNIX_EPOCH)

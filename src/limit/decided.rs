@@ -1,4 +1,4 @@
-//! How a store outside of this crate answers a check.
+//! Decisions of stores outside of this crate.
 
 use std::time::Duration;
 
@@ -6,15 +6,16 @@ use super::duration::micros;
 use super::{Check, Decision, Mode, Policy, Source, Verdict, Verdicts};
 
 impl Check {
-    /// The decision on this check, for your own [`Store`](crate::store::Store).
+    /// Creates the decision on this check, for your own [`Store`](crate::store::Store).
     ///
-    /// `verdict` is called for each policy, in their order. The check passes if all of them allow it. `granted` is what
-    /// was then charged, refunded or forgotten. It counts for a check that may get a part of its cost; a take that
-    /// passes is granted its cost, and a peek or a denied check nothing.
+    /// `verdict` is called for each policy, in order. The check is allowed if all policies allow
+    /// it. `granted` is the amount that was charged, refunded or reset. It matters only for modes
+    /// that may grant a part of the cost: an allowed take is granted its whole cost, and a peek or
+    /// a denied check nothing.
     ///
-    /// Contradictions are corrected: at most the requested cost is granted, at most the capacity less the charge
-    /// remains, less than the cost remains for a denied check, a denial waits for at least a microsecond, and its reset
-    /// is not before the end of that wait.
+    /// Contradictions are corrected. The granted amount is at most the cost. The remaining amount is
+    /// at most the capacity minus the charge, and less than the cost if the check is denied. A denial
+    /// waits at least a microsecond, and the reset is not earlier than the end of the wait.
     ///
     /// ```
     /// use std::time::Duration;
@@ -36,9 +37,9 @@ impl Check {
         granted: u32,
         verdict: impl FnMut(&Policy) -> Verdict,
     ) -> Decision {
-        let told: Vec<Verdict> = self.policies().iter().map(verdict).collect();
+        let given: Vec<Verdict> = self.policies().iter().map(verdict).collect();
         let granted = match self.mode() {
-            _ if !told.iter().all(Verdict::is_allowed) => 0,
+            _ if !given.iter().all(Verdict::is_allowed) => 0,
             Mode::Take | Mode::TakeAhead => self.cost(),
             Mode::UpTo | Mode::Charge | Mode::Refund => granted.min(self.cost()),
             Mode::Peek => 0,
@@ -46,17 +47,17 @@ impl Check {
             Mode::Renew | Mode::Release => 1,
         };
         let granted = i64::from(granted);
-        let verdicts = told
+        let verdicts = given
             .iter()
             .zip(self.policies())
-            .map(|(told, policy)| told.corrected(self, policy, granted));
+            .map(|(given, policy)| given.corrected(self, policy, granted));
         self.clone()
             .answer(Verdicts::new(granted, verdicts.collect()), source)
     }
 }
 
 impl Verdict {
-    /// The policy lets the check pass.
+    /// The policy allows the check.
     pub const fn allowed() -> Self {
         Self {
             remaining: i64::MAX,
@@ -65,7 +66,8 @@ impl Verdict {
         }
     }
 
-    /// The same check would pass after this time, rounded up to microseconds, if nothing else is charged until then.
+    /// The policy denies the check until `retry_after` has passed, rounded up to microseconds,
+    /// provided that nothing else is charged.
     pub fn denied(retry_after: Duration) -> Self {
         let wait = micros(retry_after).max(1);
         Self {
@@ -75,7 +77,7 @@ impl Verdict {
         }
     }
 
-    /// The check costs more than the capacity of the policy: no wait helps.
+    /// The cost exceeds the policy's capacity, so waiting does not help.
     pub const fn exceeds_capacity() -> Self {
         Self {
             remaining: i64::MAX,
@@ -84,7 +86,8 @@ impl Verdict {
         }
     }
 
-    /// Sets the largest cost that would pass now. Defaults to 0 for a denial, and otherwise to the most possible.
+    /// Sets the largest cost that would be allowed now. Defaults to 0 for a denial, and otherwise
+    /// to the maximum.
     pub fn with_remaining(self, remaining: u32) -> Self {
         Self {
             remaining: i64::from(remaining),
@@ -92,8 +95,8 @@ impl Verdict {
         }
     }
 
-    /// Sets how long until no charge counts any more, if none is added; rounded up to microseconds. Defaults to the
-    /// wait of a denial, and otherwise to zero.
+    /// Sets the time until every charge has expired, if none is added; rounded up to microseconds.
+    /// Defaults to the wait of a denial, and otherwise to zero.
     pub fn with_reset_after(self, reset_after: Duration) -> Self {
         Self {
             reset: micros(reset_after),
@@ -101,7 +104,7 @@ impl Verdict {
         }
     }
 
-    /// The same verdict without contradictions to what the check was granted.
+    /// Removes contradictions with the granted amount.
     fn corrected(self, check: &Check, policy: &Policy, granted: i64) -> Self {
         let capacity = i64::from(policy.quota().capacity());
         let (cost, granted) = match check.mode().takes() && policy.is_in_flight() {
@@ -146,12 +149,12 @@ mod tests {
     fn every_policy_must_allow_a_check() {
         let policies = policies();
         let check = Check::take(Key::GLOBAL, &policies, 2);
-        let mut asked = vec![];
+        let mut seen = vec![];
         let decision = check.decided(SOURCE, 2, |policy| {
-            asked.push(policy.name().to_owned());
+            seen.push(policy.name().to_owned());
             Verdict::allowed()
         });
-        assert_eq!(asked, ["ten", "five"]);
+        assert_eq!(seen, ["ten", "five"]);
         assert_eq!(
             (
                 decision.granted(),
@@ -174,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_refunded_of_lapsed_charges() {
+    fn expired_charges_are_not_refunded() {
         let (key, policies, second) = (Key::GLOBAL, policies(), Duration::from_secs(1));
         let verdict = Verdict::allowed().with_reset_after(second);
         let whole = Check::take(key, &policies, 2).decided(SOURCE, 2, |_| verdict);
@@ -195,7 +198,7 @@ mod tests {
         }
     }
 
-    /// Of 6 in a minute 4 are used, or none, and so many more or less are charged.
+    /// Settling a cost of 4 at `cost` more, with `used` of 6 per minute used.
     #[test]
     fn settling_changes_the_reset() {
         let second = Duration::from_secs;
@@ -220,7 +223,7 @@ mod tests {
             assert_eq!(
                 settled.reset_after(),
                 second(reset),
-                "{strategy}: {cost} beside {used}"
+                "{strategy}: {cost} with {used} used"
             );
         }
         let uploads = Policy::in_flight("uploads", 6).unwrap().into();
@@ -233,7 +236,7 @@ mod tests {
         assert_eq!(
             (settled.remaining(), settled.reset_after()),
             (2, second(30)),
-            "it is in flight still"
+            "still in flight"
         );
     }
 

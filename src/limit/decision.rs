@@ -7,42 +7,45 @@ use super::{
 
 /// The verdict on one check.
 ///
-/// With several policies it speaks for the one that decided: when denied, the one that asks for the longest wait; when
-/// allowed, the one with the least left. [`each`](Self::each) has all of them.
+/// With several policies, the methods report the deciding one: the one with the longest wait if
+/// denied, else the one with the least remaining. [`each`](Self::each) returns all of them.
 ///
-/// A store that could not decide gives a [`StoreError`](crate::store::StoreError), never a decision.
+/// A store that could not decide returns a [`StoreError`](crate::store::StoreError), never a
+/// decision.
 #[must_use = "it may be a denial"]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Decision {
     policies: Policies,
     verdicts: Verdicts,
-    /// The index of the policy that decided.
+    /// The index of the deciding policy.
     decider: usize,
     source: Source,
 }
 
-/// Whether a check passed.
+/// Whether a check was allowed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Outcome {
-    /// It passed, and was charged.
+    /// The check was allowed and charged.
     Allowed,
-    /// It was charged, and passes later: [taken ahead](crate::check::Check::take_ahead).
+    /// The check was charged, and is due later: [taken ahead](crate::check::Check::take_ahead).
     Later {
-        /// How long to wait before going on; to the microsecond, rounded up.
+        /// How long to wait before proceeding, in microseconds, rounded up.
         due_in: Duration,
     },
-    /// It did not pass, and nothing was charged.
+    /// The check was denied, and nothing was charged.
     Denied {
-        /// When the same check would pass, if nobody else takes anything until then; to the microsecond, rounded up.
+        /// When the same check would be allowed, if nothing else is charged until then. In
+        /// microseconds, rounded up.
         retry_after: Duration,
     },
-    /// Its cost is above the capacity of a policy: no wait helps, and nothing was charged.
+    /// The cost exceeds the capacity of a policy: waiting does not help. Nothing was charged.
     ExceedsCapacity,
 }
 
 impl Outcome {
-    /// Its name in lower case, as a label of a metric: `allowed`, `later`, `denied` or `exceeds_capacity`.
+    /// Returns the name in lower case, for a metric label: `allowed`, `later`, `denied` or
+    /// `exceeds_capacity`.
     pub const fn as_str(&self) -> &'static str {
         match self {
             Self::Allowed => "allowed",
@@ -59,22 +62,25 @@ impl Outcome {
 pub enum Source {
     /// In Redis, on the count that all instances share.
     Redis,
-    /// In this process, by a denial of Redis that is at most a second old, and whose `retry_after` is not over. A refund
-    /// or a reset by another instance takes effect within that second. A check of a larger cost than was denied gets the
-    /// wait of the smaller one. A check with an [id](crate::check::Check::with_id) is always decided in Redis.
+    /// In this process, from a cached Redis denial, which is at most a second old and whose
+    /// `retry_after` has not passed. A refund or a reset by another instance takes effect within
+    /// that second. A check with a larger cost than the denied one gets the wait of the smaller
+    /// cost. A check with an [id](crate::check::Check::with_id) is always decided in Redis.
     Cached,
-    /// In this process, on its own count.
+    /// In this process, from its local count.
     Local,
-    /// In this process, by what was charged in Redis ahead: see [`Policy::leased`]. What remains is what is left of that
-    /// here. It counts as charged when that was: [`reset_after`](Decision::reset_after) is as it was told then.
+    /// In this process, from a block leased from Redis; see [`Policy::leased`]. `remaining` is the
+    /// rest of the block plus what Redis reported to remain, and
+    /// [`reset_after`](Decision::reset_after) is that of the block's charge.
     Leased,
-    /// In a [`Store`](crate::store::Store) outside of this crate, by its name, such as `"postgres"`. The name is a
-    /// label of metrics.
+    /// In a [`Store`](crate::store::Store) outside of this crate, with its name, such as
+    /// `"postgres"`. The name is used as a metric label.
     Other(&'static str),
 }
 
 impl Source {
-    /// Its name in lower case, as a label of a metric: `redis`, `cached`, `local`, `leased`, or that of another store.
+    /// Returns the name in lower case, for a metric label: `redis`, `cached`, `local`, `leased`, or
+    /// that of another store.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Redis => "redis",
@@ -86,7 +92,7 @@ impl Source {
     }
 }
 
-/// A wait in microseconds. Never below zero.
+/// Converts a wait in microseconds. A negative one is zero.
 fn micros(wait: i64) -> Duration {
     Duration::from_micros(wait.max(0) as u64)
 }
@@ -103,12 +109,12 @@ impl Decision {
         }
     }
 
-    /// Whether the check passed.
+    /// Returns whether the check was allowed, with the wait.
     pub fn outcome(&self) -> Outcome {
         match self.verdict().wait {
             0 => Outcome::Allowed,
             Verdict::NEVER => Outcome::ExceedsCapacity,
-            // Only what is taken ahead is charged and has to wait.
+            // A denial grants nothing, so this was charged in advance.
             wait if self.verdicts.granted > 0 => Outcome::Later {
                 due_in: micros(wait),
             },
@@ -118,27 +124,29 @@ impl Decision {
         }
     }
 
-    /// Whether the check passed, and not only later.
+    /// Returns `true` if the check is allowed now; `false` if it is allowed only later.
     pub fn is_allowed(&self) -> bool {
         self.verdict().is_allowed()
     }
 
-    /// How much was charged, or refunded: the whole cost for a [`take`](crate::check::Check::take) that passed.
+    /// Returns the amount charged or refunded: the whole cost for a
+    /// [`take`](crate::check::Check::take) that was allowed.
     pub fn granted(&self) -> u32 {
         clamp(self.verdicts.granted)
     }
 
-    /// The largest cost that the deciding policy ever lets pass at once: its burst.
+    /// Returns the largest cost that the deciding policy ever allows in one check: its burst.
     pub fn capacity(&self) -> u32 {
         self.policy().quota().capacity()
     }
 
-    /// The largest cost that would pass now.
+    /// Returns the largest cost that would be allowed now.
     pub fn remaining(&self) -> u32 {
         clamp(self.verdict().remaining)
     }
 
-    /// How long to wait before the same check can pass, if it was denied for now.
+    /// Returns how long to wait before the same check can be allowed. `None` if it was not denied,
+    /// or if waiting does not help.
     pub fn retry_after(&self) -> Option<Duration> {
         match self.outcome() {
             Outcome::Denied { retry_after } => Some(retry_after),
@@ -146,34 +154,36 @@ impl Decision {
         }
     }
 
-    /// How long until nothing charged to the deciding policy counts, if nothing more is charged.
+    /// Returns the time until all charges of the deciding policy have expired, if nothing more is
+    /// charged.
     pub fn reset_after(&self) -> Duration {
         micros(self.verdict().reset)
     }
 
-    /// The policy that decided.
+    /// Returns the deciding policy.
     pub fn policy(&self) -> &Policy {
         &self.policies[self.decider]
     }
 
-    /// The index of the policy that decided.
+    /// Returns the index of the deciding policy.
     pub(crate) fn decider(&self) -> usize {
         self.decider
     }
 
-    /// All policies of the check, in their order.
+    /// Returns all policies of the check, in order.
     pub fn policies(&self) -> &Policies {
         &self.policies
     }
 
-    /// Where it was decided.
+    /// Returns where the decision was made.
     pub fn source(&self) -> Source {
         self.source
     }
 
-    /// The same check as each of its policies sees it, in their order.
+    /// Iterates over the decisions of the single policies, in order.
     ///
-    /// When one policy denies, those with room for the check are allowed here although nothing was charged.
+    /// If one policy denies, the policies that could cover the check still report it as allowed,
+    /// although nothing was charged.
     pub fn each(&self) -> impl ExactSizeIterator<Item = Decision> + '_ {
         (0..self.policies.iter().len()).map(|decider| Self {
             decider,
@@ -181,7 +191,7 @@ impl Decision {
         })
     }
 
-    /// The same decision so many microseconds later; if below zero, earlier.
+    /// Shifts the decision by `elapsed` microseconds, which may be negative.
     pub(crate) fn later(self, elapsed: i64) -> Self {
         Self {
             verdicts: self.verdicts.later(elapsed),
@@ -189,7 +199,7 @@ impl Decision {
         }
     }
 
-    /// The same as a denial for this time, so long after it was made.
+    /// Turns the decision, made `age` ago, into a denial for `wait`.
     pub(crate) fn denied_for(self, wait: Duration, age: Duration) -> Self {
         let mut verdicts = self
             .verdicts
@@ -206,31 +216,36 @@ impl Decision {
         Self::new(self.policies, verdicts, self.source)
     }
 
-    /// The checks that refund `cost` of what this decision granted `age` ago, such as the unused part of an estimate.
+    /// Returns the checks that refund `cost` of this decision's grant, such as the unused part of
+    /// an estimate. `age` is the time since the check was sent; overestimating it is safe, it
+    /// refunds less.
     ///
-    /// A caller never gets more by it than if only the rest had been charged: what has flowed back meanwhile, or was
-    /// counted in a window that has ended, is not refunded again. So measure `age` from before the check was sent until
-    /// the refund is. Too great an age is safe: less is refunded. Windows and logs refund the whole difference, since
-    /// it is taken out of the charge itself. A window that this charge began stays as it is.
+    /// The refund never gives a caller more than if only the rest had been charged: what has
+    /// refilled since, or was counted in a window that has ended, is not refunded again. Windows
+    /// and logs refund the whole difference, since it is deducted from the charge itself. A window
+    /// that this charge started keeps its start.
     ///
-    /// For what Redis granted, the age is by Redis's clock, even if the refund takes long to arrive. After a failover
-    /// to a server whose clock differs, the greater age counts. A decision repeated under an
-    /// [id](crate::check::Check::with_id) is as old as the charge.
+    /// For grants by Redis, the age is measured by Redis's clock, even if the refund takes long to
+    /// arrive. After a failover to a server whose clock differs, the greater age counts. A decision
+    /// repeated under an [id](crate::check::Check::with_id) is as old as the charge.
     ///
-    /// Buckets refund only what has not leaked or refilled in the meantime: with 100 per second, at most 30 of 50 that
-    /// were granted 0.2 s ago, and nothing after 0.5 s. A caller that has sent nothing else has these by then. If
-    /// others share the limit, the rest stays charged.
+    /// Buckets refund only what has not drained or refilled since: with 100 per second, at most 30
+    /// of 50 that were granted 0.2 s ago, and nothing after 0.5 s. A caller that has sent nothing
+    /// else has regained the rest in that time. If others share the limit, the rest stays charged.
     ///
-    /// A policy of requests [in flight](crate::Policy::in_flight) is not refunded: it counts a request until it ends.
+    /// A policy of requests [in flight](crate::Policy::in_flight) refunds nothing: it counts a
+    /// request until it ends.
     ///
-    /// A [`Fallback`](crate::Fallback) refunds a charge where it was made: if that is Redis and Redis is away, the check
-    /// fails with an error that is [unsent](crate::store::StoreError::is_unsent). Send it again later. Layers and
+    /// A [`Fallback`](crate::Fallback) refunds a charge where it was made. If that is Redis and
+    /// Redis is away, the check fails with an error that is
+    /// [unsent](crate::store::StoreError::is_unsent): send a new one later. Layers and
     /// [`Limiter::reserve`](crate::Limiter::reserve) do so for as long as the charge counts.
     ///
-    /// There are no checks if nothing was granted, or none of it counts any more. Send each check once, and refund a
-    /// decision once; of decisions under one id, only one. What was charged after a reset, or after the store has lost
-    /// its data, cannot be told apart from what this decision granted before, so that may be refunded instead. In total
-    /// a caller gets no more than by the reset itself: the capacity once more.
+    /// There are no checks if nothing was granted, or if all of it has expired. Send each check
+    /// once, and refund a decision once; of decisions under one id, refund only one. After a reset,
+    /// or after the store has lost its data, newer charges cannot be distinguished from this
+    /// decision's grant, so they may be refunded instead. In total a caller gains no more than by
+    /// the reset itself: the capacity a second time.
     ///
     /// ```
     /// use std::time::Instant;
@@ -243,10 +258,10 @@ impl Decision {
     /// let (store, key) = (LocalStore::default(), Key::new("user-42"));
     /// let policies = Policy::new("tokens", Strategy::SlidingLog, Quota::per_minute(1_000))?.into();
     ///
-    /// let asked_at = Instant::now();
+    /// let sent_at = Instant::now();
     /// let decision = store.check(Check::take(key, &policies, 500)).await?;
-    /// // It took only 312 of them.
-    /// for check in decision.refund(key, 500 - 312, asked_at.elapsed()) {
+    /// // Only 312 of them were used.
+    /// for check in decision.refund(key, 500 - 312, sent_at.elapsed()) {
     ///     assert_eq!(store.check(check).await?.remaining(), 1_000 - 312);
     /// }
     /// # Ok(())
@@ -282,7 +297,8 @@ impl Decision {
             .into_iter()
     }
 
-    /// How long to wait before going on, if it was charged [ahead of time](crate::check::Check::take_ahead).
+    /// Returns how long to wait before proceeding, if the check was charged [in
+    /// advance](crate::check::Check::take_ahead).
     pub fn due_in(&self) -> Option<Duration> {
         match self.outcome() {
             Outcome::Later { due_in } => Some(due_in),
@@ -290,7 +306,8 @@ impl Decision {
         }
     }
 
-    /// The same decision when what was taken ahead is due, for one of the requests that share it at this cost each.
+    /// Returns the decision at the time when a charge in advance is due, for one of the requests
+    /// that share it, each at `cost`.
     pub(crate) fn due(self, cost: u32) -> Self {
         let mut verdicts = self.verdicts;
         verdicts.granted = i64::from(cost);
@@ -300,7 +317,8 @@ impl Decision {
         Self::new(self.policies, verdicts, self.source)
     }
 
-    /// The same decision, with the wait that `wait` returns for each policy whose capacity is exceeded, by its index.
+    /// Replaces the wait of each policy whose capacity is exceeded by the result of `wait`, which
+    /// gets the policy's index.
     pub(crate) fn wait_instead(self, wait: impl Fn(usize, &Verdict) -> i64) -> Self {
         let mut verdicts = self.verdicts;
         for (i, verdict) in verdicts
@@ -314,7 +332,8 @@ impl Decision {
         Self::new(self.policies, verdicts, self.source)
     }
 
-    /// The same decision after another cost replaced what was reserved, as far as is known without a call to the store.
+    /// Returns the decision after `cost` replaced `reserved`, as far as that is known without a
+    /// call to the store.
     pub(crate) fn settled(self, reserved: u32, cost: u32) -> Self {
         let Self {
             policies,
@@ -322,7 +341,7 @@ impl Decision {
             source,
             ..
         } = self;
-        // More than nothing is refunded, less is charged.
+        // Positive: refunded. Negative: charged.
         let back = i64::from(reserved) - i64::from(cost);
         verdicts.granted = i64::from(cost);
         for (policy, verdict) in policies.iter().zip(&mut verdicts.each) {
@@ -331,7 +350,7 @@ impl Decision {
         Self::new(policies, verdicts, source)
     }
 
-    /// Where it was charged.
+    /// Returns where it was charged.
     pub(crate) fn charged_at(&self) -> ChargedAt {
         match self.source {
             Source::Local => ChargedAt::Local(self.verdicts.at),
@@ -341,7 +360,7 @@ impl Decision {
         }
     }
 
-    /// The same decision, charged in this process at this time by its clock.
+    /// Marks the charge as made in this process, at this time of its clock.
     pub(crate) fn charged_locally(mut self, at: i64) -> Self {
         self.verdicts.at = at;
         self
@@ -352,15 +371,17 @@ impl Decision {
         self.verdicts.age > 0
     }
 
-    /// The same, as Redis would have decided at this time.
+    /// Returns the decision as Redis would have made it at this time.
     #[cfg(test)]
     pub(crate) fn decided_at(mut self, at: i64) -> Self {
         (self.verdicts.at, self.source) = (at, Source::Redis);
         self
     }
 
-    /// The decision on a check that takes its cost out of what this one granted to the caller so long ago, so that so much
-    /// is left of it. What the store had left then remains too. It is [refunded](Self::refund) as if it had been charged alone then.
+    /// Returns the decision on a check whose cost is taken from this decision's grant, `age` after
+    /// it, so that `left` of the grant is left. What the store reported to remain is added to that.
+    /// A [refund](Self::refund) treats the part as if it had been charged alone at the time of this
+    /// decision.
     pub(crate) fn part(&self, check: Check, left: u32, age: Duration) -> Self {
         let mut verdicts = self.verdicts.clone();
         (verdicts.granted, verdicts.age) = (
@@ -377,13 +398,13 @@ impl Decision {
         }
     }
 
-    /// The same decision, if no more of it is charged.
+    /// Returns the decision as if only `cost` had been granted.
     pub(crate) fn of_charge(mut self, cost: u32) -> Self {
         self.verdicts.granted = cost.into();
         self
     }
 
-    /// The verdict of each policy.
+    /// Iterates over the verdicts of the policies.
     pub(crate) fn verdicts(&self) -> impl Iterator<Item = (&Policy, &Verdict)> {
         self.policies.iter().zip(&self.verdicts.each)
     }
@@ -393,7 +414,7 @@ impl Decision {
     }
 }
 
-/// Costs fit a `u32`.
+/// Converts a cost, which fits a `u32`.
 fn clamp(cost: i64) -> u32 {
     cost.clamp(0, i64::from(u32::MAX)) as u32
 }

@@ -1,18 +1,19 @@
-//! Durations as text, a whole number and one unit such as `250ms` or `15 minutes`; and as microseconds.
+//! Durations as text, an integer and a unit such as `250ms` or `15 minutes`; and as microseconds.
 
 use std::fmt;
 use std::time::Duration;
 
 use super::LONGEST;
 
-/// In microseconds, rounded up.
+/// Converts to microseconds, rounded up.
 pub(crate) fn micros(duration: Duration) -> i64 {
     i64::try_from(duration.as_nanos().div_ceil(1_000))
         .unwrap_or(LONGEST)
         .min(LONGEST)
 }
 
-/// Longest first: the name that is written, the words that are read too, and the length in nanoseconds.
+/// The units, longest first: the name in output, other names accepted in input, and the length in
+/// nanoseconds.
 const UNITS: [(&str, &[&str], u128); 7] = [
     ("d", &["day", "days"], 86_400_000_000_000),
     ("h", &["hour", "hours"], 3_600_000_000_000),
@@ -23,11 +24,7 @@ const UNITS: [(&str, &[&str], u128); 7] = [
     ("ns", &[], 1),
 ];
 
-/// Reads a number and a unit, with or without a space between.
-///
-/// # Errors
-///
-/// What is wrong.
+/// Parses a number and a unit, with or without a space between them. The error names the problem.
 pub(super) fn parse(text: &str) -> Result<Duration, &'static str> {
     match split(text.trim()) {
         ("", _) => Err("it does not begin with a whole number"),
@@ -35,7 +32,7 @@ pub(super) fn parse(text: &str) -> Result<Duration, &'static str> {
     }
 }
 
-/// The digits that the text begins with, and the rest.
+/// Splits the text after its leading digits.
 pub(super) fn split(text: &str) -> (&str, &str) {
     text.split_at(
         text.find(|c: char| !c.is_ascii_digit())
@@ -43,11 +40,7 @@ pub(super) fn split(text: &str) -> (&str, &str) {
     )
 }
 
-/// So many of a unit; one if `count` is empty.
-///
-/// # Errors
-///
-/// What is wrong.
+/// Multiplies a unit; an empty `count` is 1. The error names the problem.
 pub(super) fn times(count: &str, unit: &str) -> Result<Duration, &'static str> {
     const TOO_LONG: &str = "the duration is too long";
     let (_, _, nanos) = UNITS
@@ -76,7 +69,7 @@ fn no_unit(unit: &str) -> &'static str {
     }
 }
 
-/// How many of the largest unit that measures it without a rest.
+/// Returns the duration as a multiple of the largest unit that divides it.
 pub(super) fn measure(duration: Duration) -> (u128, &'static str) {
     let nanos = duration.as_nanos();
     let unit = UNITS
@@ -129,10 +122,10 @@ mod tests {
             ("340282366920938463463374607431768211456ns", "too long"),
             ("340282366920938463463374607431768211455d", "too long"),
         ] {
-            let told = parse(text).unwrap_err();
+            let error = parse(text).unwrap_err();
             assert!(
-                told.contains(problem),
-                "{text:?} gave {told:?}, which lacks {problem:?}"
+                error.contains(problem),
+                "{text:?} gave {error:?}, which lacks {problem:?}"
             );
         }
     }

@@ -1,19 +1,21 @@
-//! Requests in flight: how many of a caller run at the same moment; the Rust half of `lua/in_flight.lua`.
+//! Requests in flight: limits the concurrent requests of a caller. The Rust half of
+//! `lua/in_flight.lua`.
 //!
-//! **Idea.** A request that passes takes a slot until the slot is released; one more is allowed while fewer than `L`
-//! slots are taken. A slot has an id, so that a take, a renewal and a release may each be sent
-//! twice: the second one changes nothing. A slot that is not renewed for its time to live `P` expires. So the slots of
-//! a dead instance are free again after `P`.
+//! **Idea.** An allowed request holds a slot until the slot is released. A request is allowed while
+//! fewer than `L` slots are held. A slot has an id, so a take, a renewal and a release may each be
+//! sent twice: the second one changes nothing. A slot that is not renewed for its time to live `P`
+//! expires. So the slots of a dead instance are freed after `P`.
 //!
-//! **Cost.** One key: about 30 bytes for each slot. Each operation takes at most logarithmic time in the number of
-//! slots.
+//! **Cost.** One key: about 30 bytes for each slot. Each operation takes at most logarithmic time
+//! in the number of slots.
 //!
-//! **When not.** It does not limit how often: a fast request is free again immediately.
+//! **When not.** It does not limit the rate: the slot of a fast request is free again immediately.
 //!
-//! **Source.** Semaphores with an expiring entry for each permit, such as Redisson's `RPermitExpirableSemaphore`.
+//! **Source.** Semaphores with an expiring entry for each permit, such as Redisson's
+//! `RPermitExpirableSemaphore`.
 //!
-//! **Two quotas under one name.** Each slot has the time to live of the policy that took it. Slots count under both
-//! quotas, and each quota compares their number with its own limit.
+//! **Two quotas under one name.** Each slot has the time to live of the policy that took it. Slots
+//! count under both quotas, and each quota compares their number with its own limit.
 
 use std::collections::{BTreeSet, HashMap};
 use std::num::NonZeroU64;
@@ -26,29 +28,30 @@ use super::strategy::{Ask, Params, Preview};
 use super::{Mode, Quota, Verdict};
 use crate::error::ConfigError;
 
-/// A request may end at any time: a waiter checks again after this many microseconds.
-const AGAIN: i64 = 100_000;
+/// The reported wait of a denial, in microseconds: a request may end at any time, so no better one
+/// is known.
+const RETRY_AFTER: i64 = 100_000;
 
 /// Maximum number of requests in flight.
 const MAX: u32 = 1_000_000;
-/// The time to live of a slot.
+/// Valid times to live of a slot.
 const SLOT_TTLS: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(3_600);
-/// The longest of these, in microseconds.
+/// Maximum time to live of a slot, in microseconds.
 const LONGEST_TTL: i64 = 3_600_000_000;
 
-/// Checks that a quota can be a number of requests and the time to live of their slots.
+/// Checks that a quota is a valid number of requests with a valid time to live of their slots.
 pub(super) fn check(quota: Quota) -> Result<(), ConfigError> {
     let wrong = |problem| {
         Err(ConfigError::new(format!(
-            "the quota `{quota}` cannot count requests in flight: {problem}; write the number of requests and the \
-             slots' time to live, like `10/30s`"
+            "invalid quota `{quota}` for requests in flight: {problem}; use the number of requests and the \
+             slots' time to live, such as `10/30s`"
         )))
     };
     match quota {
-        _ if quota.capacity() != quota.limit() => wrong("they have no burst"),
-        _ if quota.limit() > MAX => wrong("more than 1000000 requests"),
+        _ if quota.capacity() != quota.limit() => wrong("a burst is not supported"),
+        _ if quota.limit() > MAX => wrong("the maximum is 1000000 requests"),
         _ if !SLOT_TTLS.contains(&quota.period()) => {
-            wrong("the time to live is not from 1 second to 1 hour")
+            wrong("the time to live must be 1 second to 1 hour")
         }
         _ => Ok(()),
     }
@@ -60,7 +63,8 @@ pub(super) fn check(quota: Quota) -> Result<(), ConfigError> {
 pub struct SlotId(NonZeroU64);
 
 impl SlotId {
-    /// An id that no other slot has: it counts up from a random number of the process.
+    /// Creates a process-wide unique id, and distinct from ids of other processes: ids count
+    /// up from a random number.
     pub(crate) fn unique() -> Self {
         use std::hash::BuildHasher;
         static NEXT: LazyLock<AtomicU64> =
@@ -69,21 +73,21 @@ impl SlotId {
         Self(NonZeroU64::new(number).unwrap_or(NonZeroU64::MAX))
     }
 
-    /// The id as bytes, for a store.
+    /// Returns the id as bytes, for a store.
     pub fn to_bytes(self) -> [u8; 8] {
         self.0.get().to_be_bytes()
     }
 }
 
-/// Boxed, so that the states of strategies stay small.
+/// The slots of one caller. Boxed, so that the states of strategies stay small.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State(Box<Slots>);
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Slots {
-    /// When each expires.
+    /// The expiry of each slot.
     expiries: HashMap<SlotId, i64>,
-    /// All slots, the first to expire first.
+    /// All slots, sorted by expiry.
     by_expiry: BTreeSet<(i64, SlotId)>,
 }
 
@@ -105,8 +109,8 @@ impl Slots {
         }
     }
 
-    /// Removes the slots that have expired. Slots that another clock has left in the future expire when the longest
-    /// could.
+    /// Removes expired slots. If another clock has set an expiry too far in the future, it becomes
+    /// the latest possible one.
     fn pass_to(&mut self, now: i64) {
         while let Some(&(expiry, slot)) = self.by_expiry.first()
             && expiry <= now
@@ -123,7 +127,8 @@ impl Slots {
 }
 
 impl State {
-    /// The answer of its policy. It does not bound the grants of other policies: a slot is not part of their cost.
+    /// Previews the policy's verdict. It does not bound the grants of other policies: a slot is not
+    /// part of their cost.
     pub(super) fn preview(&self, params: &Params, ask: &Ask) -> Preview {
         let Slots {
             expiries,
@@ -141,7 +146,7 @@ impl State {
         };
         let (needs, grants) = match ask.mode {
             Mode::Peek => (1, 0),
-            // Taken again, it is the same slot.
+            // This request already holds the slot.
             Mode::Take | Mode::TakeAhead | Mode::UpTo if room < 1 && is_taken() => (i64::MIN, 1),
             Mode::Take | Mode::TakeAhead | Mode::UpTo => (1, 1),
             Mode::Reset => (i64::MIN, params.capacity - room),
@@ -163,8 +168,9 @@ impl State {
         }
     }
 
-    /// Decides, and takes or releases the slot: the verdict, and whether that was done; of a reset, how many slots there
-    /// were. A `max` below 0 is of a check that another policy denies.
+    /// Decides, and takes, renews or releases the slot. Returns the verdict and 1 if that was done,
+    /// or for a reset the number of slots. A `max` below 0 means that another policy denies the
+    /// check.
     pub(super) fn decide(&mut self, params: &Params, ask: &Ask, max: i64) -> (Verdict, i64) {
         let Preview {
             room,
@@ -199,7 +205,7 @@ impl State {
         (
             Verdict {
                 remaining,
-                wait: if room < needs { AGAIN } else { 0 },
+                wait: if room < needs { RETRY_AFTER } else { 0 },
                 reset,
             },
             granted,

@@ -4,41 +4,43 @@ use std::net::IpAddr;
 
 use sha2::{Digest, Sha256};
 
-/// Who is counted: the part of a Redis key that stands for the caller.
+/// Identifies a caller; the caller's part of a Redis key.
 ///
-/// Up to 39 bytes of printable ASCII are kept as they are, so that an operator can read them in Redis.
-/// Everything else is hashed (SHA-256, cut to 128 bits): longer keys, bytes that are not printable, the
-/// characters `{ } : , ~` that give a Redis key its structure, and every [`secret`](Self::secret). So no
-/// caller can name another's key, or make a key long. In a cluster, callers who choose their own keys can aim at one of
-/// the store's [partitions](crate::store::RedisStoreBuilder::partitions), whose hash is the same in all stores, and so
-/// load one master; they cannot aim at any other of the 16,384 slots.
+/// Up to 39 bytes of printable ASCII are kept in clear, so that an operator can read them in Redis.
+/// Everything else is hashed (SHA-256, truncated to 128 bits): longer keys, unprintable bytes, the
+/// characters `{ } : , ~` that separate the parts of a Redis key, and every
+/// [`secret`](Self::secret). So no caller can forge another's key or create a long key. In a
+/// cluster, callers who choose their own keys can aim at one of the store's
+/// [partitions](crate::store::RedisStoreBuilder::partitions), whose hash is the same in all stores,
+/// and so overload one master. They cannot aim at any other of the 16,384 slots.
 ///
 /// A number is the same key as its digits: `Key::from(42)` is `Key::new("42")`.
 ///
 /// Keys of different kinds are different: a user named `192.0.2.7` is not counted with that [address](Self::ip), nor
 /// with a [`secret`](Self::secret) or a [`tuple`](Self::tuple) of the same bytes.
 ///
-/// With the feature `serde` it is read from text, as a caller in [`Tiers`](crate::select::Tiers): a name as it is,
-/// `ip:192.0.2.7`, `*`, parts with commas between, `secret:` and an API key, or a hash as it stands in Redis.
+/// With the feature `serde` it is read from text, as a caller in [`Tiers`](crate::select::Tiers): a
+/// plain name, `ip:192.0.2.7`, `*`, parts separated by commas, `secret:` followed by an API key, or
+/// a hash as shown in Redis.
 ///
 /// A key owns its bytes inline and never allocates. `Debug` shows no more than a few bytes of its hash.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Key {
     len: u8,
-    /// Zeros behind its end, so that keys can be compared whole.
+    /// Zeros after the end, so that keys can be compared as whole arrays.
     bytes: [u8; Key::MAX],
 }
 
-/// Opens a hashed key, and cannot stand in a readable one.
+/// First byte of a hashed key. A readable key cannot contain it.
 const HASHED: u8 = b'~';
-/// Stands between the parts of a tuple, and cannot stand in a part.
-const BETWEEN: u8 = b',';
+/// Separates the parts of a tuple. A part cannot contain it.
+const SEPARATOR: u8 = b',';
 
-/// Opens the key of an address: it has a character that a readable key cannot have.
+/// Prefix of an address key. A readable key cannot contain its colon.
 const ADDRESS: &[u8] = b"ip:";
 
-/// Octets as they stand in an address, each with a point behind it: an address is made of them in half the time that
-/// `itoa` takes, and for every request.
+/// The decimal text of each octet, followed by a point. Building an address from these takes half
+/// the time of `itoa`, and happens on every request.
 const OCTETS: [[u8; 4]; 256] = {
     let mut octets = [[0; 4]; 256];
     let mut octet = 0;
@@ -61,7 +63,7 @@ const OCTETS: [[u8; 4]; 256] = {
 impl Key {
     const MAX: usize = 39;
 
-    /// One key for all callers: a limit for the whole service.
+    /// A single key for all callers, for a limit on the whole service.
     pub const GLOBAL: Self = Self::reserved(b"*");
 
     /// The key of all peers on unix sockets: they have no address.
@@ -71,21 +73,21 @@ impl Key {
     #[cfg(any(feature = "axum", feature = "serde"))]
     pub(crate) const NO_ROUTE: Self = Self::reserved(b"route:none");
 
-    /// In a tuple with a caller's key, the key of policies that are tried on the caller. Short, so that the tuple with
-    /// a hashed key is not hashed again.
+    /// Combined in a tuple with the caller's key, the key of a shadow: policies that are tried on
+    /// the caller. Short enough that the tuple with a hashed key is not hashed again.
     pub(crate) const SHADOW: Self = Self::reserved(b"~try");
 
-    /// The key by which a store probes whether another store decides again.
+    /// The key that a store uses to probe whether another store decides again.
     pub(crate) const PROBE: Self = Self::reserved(b"~probe");
 
-    /// A key by which a store probes a partition of another.
+    /// Returns the key that a store uses to probe one partition of another store.
     pub(crate) fn probe(number: usize) -> Self {
         let mut key = Self::PROBE;
         key.push(number.to_string().as_bytes());
         key
     }
 
-    /// A key of the caller's own bytes, such as a user id.
+    /// Creates a key from the caller's own bytes, such as a user id.
     pub fn new(bytes: impl AsRef<[u8]>) -> Self {
         let bytes = bytes.as_ref();
         let readable =
@@ -101,33 +103,35 @@ impl Key {
         }
     }
 
-    /// A key of something that must not be readable in Redis: an API key, a token, a cookie.
+    /// Creates a key that must not be readable in Redis, from an API key, a token or a cookie.
     pub fn secret(bytes: impl AsRef<[u8]>) -> Self {
         Self::hashed(Sha256::new().chain_update(b"secret\0").chain_update(bytes))
     }
 
-    /// A key of an address: the whole address for IPv4, the /64 network for IPv6, since one host owns all of it.
+    /// Creates a key from an address: the whole address for IPv4, the /64 network for IPv6, since
+    /// one host owns all of it.
     ///
-    /// An IPv6 address that stands for an IPv4 one counts as that: IPv4-mapped (`::ffff:0:0/96`), NAT64
-    /// (`64:ff9b::/96`, RFC 6052) and 6to4 (`2002::/16`, RFC 3056). They stand in Redis as `ip:192.0.2.7` and
-    /// `ip:2001:0db8:0001:0002::/64`.
+    /// An IPv6 address that embeds an IPv4 address becomes the key of that IPv4 address:
+    /// IPv4-mapped (`::ffff:0:0/96`), NAT64 (`64:ff9b::/96`, RFC 6052) and 6to4 (`2002::/16`, RFC
+    /// 3056). In Redis the keys are `ip:192.0.2.7` and `ip:2001:0db8:0001:0002::/64`.
     pub fn ip(address: IpAddr) -> Self {
         Self::network(address, 64)
     }
 
-    /// As [`ip`](Self::ip), but the first so many bits of an IPv6 address, up to 128. Another length is another key.
+    /// Like [`ip`](Self::ip), with an IPv6 prefix of `ipv6_prefix` bits, at most 128. Different
+    /// lengths are different keys.
     ///
-    /// It is the key that a [`ClientIp`](crate::extract::ClientIp) of that
-    /// [`ipv6_prefix`](crate::extract::ClientIp::ipv6_prefix) makes, for
-    /// [policies of single callers](crate::select::Tiers::caller) and for a [`Limiter`](crate::Limiter).
+    /// Creates the same key as a [`ClientIp`](crate::extract::ClientIp) with that
+    /// [`ipv6_prefix`](crate::extract::ClientIp::ipv6_prefix), for [policies of single
+    /// callers](crate::select::Tiers::caller) and for a [`Limiter`](crate::Limiter).
     ///
-    /// A network of more than 64 bits stands in Redis as `ip:20010db8000100020000000000000001/128`: with colons it
-    /// would not fit.
+    /// In Redis, a network of more than 64 bits is `ip:20010db8000100020000000000000001/128`: with
+    /// colons it would not fit.
     pub fn network(address: IpAddr, ipv6_prefix: u8) -> Self {
         let mut key = Self::reserved(ADDRESS);
         match unwrapped(address) {
             IpAddr::V4(v4) => {
-                // Each octet with its point and padding, over the padding of the one before.
+                // Each octet with its point and padding overwrites the padding of the previous one.
                 let mut end = ADDRESS.len();
                 for octet in v4.octets() {
                     key.bytes[end..end + 4].copy_from_slice(&OCTETS[usize::from(octet)]);
@@ -149,7 +153,7 @@ impl Key {
                 } else {
                     key.push_hex(&octets);
                 }
-                // The octets' texts end in a point.
+                // Skip the final point of each entry of `OCTETS`.
                 key.push(b"/");
                 let [digits @ .., _] = OCTETS[usize::from(prefix)];
                 key.push(&digits[..1 + usize::from(prefix >= 10) + usize::from(prefix >= 100)]);
@@ -158,13 +162,16 @@ impl Key {
         key
     }
 
-    /// One key of several: `("a", "bc")` and `("ab", "c")` stay apart, and one of a single part is not that part.
+    /// Combines keys. `("a", "bc")` and `("ab", "c")` differ, and a tuple of one key differs from
+    /// that key.
     pub fn tuple(parts: &[Key]) -> Self {
         let len = parts
             .iter()
             .map(|part| part.as_bytes().len() + 1)
             .sum::<usize>();
-        let nested = parts.iter().any(|part| part.as_bytes().contains(&BETWEEN));
+        let nested = parts
+            .iter()
+            .any(|part| part.as_bytes().contains(&SEPARATOR));
         if parts.len() < 2 || nested || len > Self::MAX + 1 {
             let hash = Sha256::new().chain_update(b"tuple\0");
             return Self::hashed(parts.iter().fold(hash, |hash, part| {
@@ -174,18 +181,19 @@ impl Key {
         let mut key = Self::reserved(b"");
         for (i, part) in parts.iter().enumerate() {
             if i > 0 {
-                key.push(&[BETWEEN]);
+                key.push(&[SEPARATOR]);
             }
             key.push(part.as_bytes());
         }
         key
     }
 
-    /// The key in clear, for a log that may name callers; `Debug` redacts it.
+    /// Returns the key in clear, for a log that may name callers; `Debug` redacts it.
     ///
-    /// It reads as it stands in Redis: `user-42`, `ip:192.0.2.7`, the parts of a tuple with commas between. A hashed
-    /// key, such as every [`secret`](Self::secret), is a `~` and 32 hexadecimal digits. They cannot be reversed, but
-    /// whoever has the secret can compute the same digits.
+    /// The text is the same as in Redis: `user-42`, `ip:192.0.2.7`, the parts of a tuple separated
+    /// by commas. A hashed key, such as every [`secret`](Self::secret), is a `~` followed by 32
+    /// hexadecimal digits. The hash cannot be reversed, but anyone with the secret can compute the
+    /// same digits.
     ///
     /// ```
     /// use tower_redis_ratelimit::Key;
@@ -196,16 +204,17 @@ impl Key {
     /// assert_eq!(Key::secret("sk-live-1").reveal().len(), 33);
     /// ```
     pub fn reveal(&self) -> &str {
-        // All of its bytes are ASCII.
+        // Always ASCII.
         str::from_utf8(self.as_bytes()).unwrap_or_default()
     }
 
-    /// The bytes as they stand in a Redis key.
+    /// Returns the key's bytes, as they appear in a Redis key.
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..usize::from(self.len)]
     }
 
-    /// A key that no caller's bytes can make, if it has one of the characters that they cannot have.
+    /// Creates a key from reserved bytes: no caller's bytes produce the same key if `bytes`
+    /// contains a character that readable keys cannot contain.
     pub(crate) const fn reserved(bytes: &[u8]) -> Self {
         let mut key = Self {
             len: 0,
@@ -218,7 +227,8 @@ impl Key {
         key
     }
 
-    /// The key of a caller that stands so in Redis. None for what is no caller's.
+    /// Parses the caller's part of a Redis key. `None` for text that is no caller's, such as a
+    /// probe.
     pub(crate) fn of_redis(text: &str) -> Option<Self> {
         let is_possible = |byte: u8| byte.is_ascii_graphic() && !b"{}".contains(&byte);
         let is_caller = (1..=Self::MAX).contains(&text.len())
@@ -227,7 +237,7 @@ impl Key {
         is_caller.then(|| Self::reserved(text.as_bytes()))
     }
 
-    /// A hashed key of these digits.
+    /// Creates a hashed key from its hexadecimal digits.
     #[cfg(feature = "serde")]
     pub(super) fn of_digits(digits: &str) -> Option<Self> {
         let lower_hex = |b: u8| matches!(b, b'0'..=b'9' | b'a'..=b'f');
@@ -254,7 +264,7 @@ impl Key {
         }
     }
 
-    /// Appends what fits.
+    /// Appends `bytes`, truncated to the free space.
     fn push(&mut self, bytes: &[u8]) {
         let start = usize::from(self.len);
         let end = (start + bytes.len()).min(Self::MAX);
@@ -263,7 +273,7 @@ impl Key {
     }
 }
 
-/// The IPv4 address that an IPv6 one stands for, if it does.
+/// Returns the embedded IPv4 address of an IPv6 address, if there is one.
 fn unwrapped(address: IpAddr) -> IpAddr {
     let IpAddr::V6(v6) = address else {
         return address;
@@ -295,7 +305,7 @@ impl From<String> for Key {
 
 macro_rules! numbers {
     ($($number:ty)+) => {$(
-        /// A number is the caller of its decimal digits: `42` is `"42"`, as in a file or a log.
+        /// A number is the same key as its decimal digits: `42` is `"42"`, as in a file or a log.
         impl From<$number> for Key {
             fn from(number: $number) -> Self {
                 Self::new(itoa::Buffer::new().format(number))
@@ -312,7 +322,7 @@ impl Hash for Key {
     }
 }
 
-/// Redacted: a key may be an address or a user's name, and debug text ends up in logs.
+/// Redacted: a key may be an address or a user name, and debug output ends up in logs.
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let hash = Sha256::digest(self.as_bytes());

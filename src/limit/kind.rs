@@ -5,17 +5,18 @@ use super::Strategy;
 use super::strategy::Frees;
 use crate::error::ConfigError;
 
-/// What a policy bounds. What differs between the two is asked here.
+/// The kind of limit of a policy: a rate, or concurrent requests. All differences between the two
+/// start here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Kind {
-    /// How much is charged over time.
+    /// Limits the cost over time.
     Rate(Strategy),
-    /// How many requests run at the same moment.
+    /// Limits concurrent requests.
     InFlight,
 }
 
 impl Kind {
-    /// The letter that stands for it in a key.
+    /// Returns the letter of the kind in Redis keys.
     pub(crate) const fn letter(self) -> &'static str {
         match self {
             Self::Rate(strategy) => strategy.letter(),
@@ -23,7 +24,7 @@ impl Kind {
         }
     }
 
-    /// The name as text, without a parameter.
+    /// Returns the name as text, without a parameter.
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Rate(strategy) => strategy.name(),
@@ -31,7 +32,7 @@ impl Kind {
         }
     }
 
-    /// The kind with this letter in a key, without its parameters.
+    /// Returns the kind with this letter in Redis keys, with default parameters.
     pub(super) fn of_letter(letter: &str) -> Option<Self> {
         let strategies = Strategy::ALL.iter().map(|strategy| Self::Rate(*strategy));
         strategies
@@ -39,7 +40,7 @@ impl Kind {
             .find(|kind| kind.letter() == letter)
     }
 
-    /// How what it counts comes free again.
+    /// Returns how the policy's capacity is freed.
     pub(super) fn frees(self) -> Frees {
         match self {
             Self::Rate(strategy) => strategy.frees(),
@@ -61,7 +62,7 @@ impl From<Strategy> for Kind {
     }
 }
 
-/// As the text of a policy says it.
+/// The text form in a policy's table.
 impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

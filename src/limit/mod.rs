@@ -1,6 +1,6 @@
-//! What is decided, and how: pure and deterministic, with no clock, no network and no task.
+//! Limits, checks and decisions: pure and deterministic, without a clock, a network or tasks.
 //!
-//! `now` is always an argument. The stores call in here; nothing here calls out.
+//! `now` is always an argument. Stores call this module; it calls no store.
 
 mod answered;
 mod charged;

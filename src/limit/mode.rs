@@ -1,48 +1,49 @@
-/// What a check does with its cost.
+/// The operation of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Mode {
-    /// All of it or nothing.
+    /// Takes the whole cost or nothing.
     Take,
-    /// All of it or nothing: now, or as a debt that is due later.
+    /// Takes the whole cost or nothing, either now or as a debt that is due later.
     TakeAhead,
-    /// As much of it as there is room for, down to one.
+    /// Takes as much of the cost as fits, but at least one.
     UpTo,
-    /// Says whether a take would pass, and charges nothing.
+    /// Decides whether a take would be allowed, without charging it.
     Peek,
-    /// Charges in any case, up to a debt of one capacity.
+    /// Charges even beyond the limit, up to a debt of one capacity.
     Charge,
-    /// Refunds what was charged, down to nothing charged.
+    /// Refunds a charge, until nothing is charged.
     Refund,
-    /// Forgets all charges of the caller.
+    /// Resets the caller's counts.
     Reset,
-    /// Renews the slot of a [request in flight](crate::Policy::in_flight), also beyond the limit if the store has lost
-    /// it.
+    /// Renews the slot of a [request in flight](crate::Policy::in_flight). If the store has lost
+    /// the slot, takes it again, even beyond the limit.
     Renew,
     /// Releases the slot of a [request in flight](crate::Policy::in_flight).
     Release,
 }
 
 impl Mode {
-    /// Whether it takes what a request costs: a policy that counts [requests in flight](crate::Policy::in_flight) then
-    /// counts one.
+    /// Returns `true` if the operation takes a request's cost. A policy of [requests in
+    /// flight](crate::Policy::in_flight) then counts one request.
     pub(super) fn takes(self) -> bool {
         matches!(self, Self::Take | Self::TakeAhead | Self::UpTo | Self::Peek)
     }
 
-    /// The room that a policy must have to let the check pass, or for [`TakeAhead`](Self::TakeAhead) to let it pass
-    /// now.
+    /// Returns the free capacity that a policy needs to allow the check; for
+    /// [`TakeAhead`](Self::TakeAhead), to allow it now.
     pub(super) fn needs(self, cost: i64, capacity: i64) -> i64 {
         match self {
             Self::Take | Self::TakeAhead | Self::Peek => cost,
             Self::UpTo => cost.min(1),
             Self::Charge => cost.min(1) - capacity,
-            // However deep in debt: a quota may have been lowered.
+            // Always allowed, even with a debt beyond the bound after a quota was lowered.
             Self::Refund | Self::Reset | Self::Renew | Self::Release => i64::MIN,
         }
     }
 
-    /// What a policy that lets the check pass would charge; what it would refund, or forget. It holds no requests.
+    /// Returns the amount that a policy which allows the check would charge, refund or reset. Not
+    /// for requests in flight.
     pub(super) fn grants(self, cost: i64, room: i64, capacity: i64) -> i64 {
         match self {
             Self::Take | Self::TakeAhead => cost,

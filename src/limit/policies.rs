@@ -12,7 +12,8 @@ use smallvec::{SmallVec, smallvec};
 use super::{Policy, Quota, Strategy};
 use crate::error::ConfigError;
 
-/// The policies of one check: one or more with different names, decided all or nothing.
+/// The policies of one check: one or more, with different names. All of them allow and charge the
+/// check, or none.
 ///
 /// ```
 /// use tower_redis_ratelimit::{Policies, Policy, Quota, Strategy};
@@ -46,35 +47,36 @@ use crate::error::ConfigError;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// The environment can hold one policy, with a variable for each of `name`, `strategy` and `quota`.
+/// Environment variables can hold one policy: one variable each for `name`, `strategy` and `quota`.
 #[derive(Clone)]
 pub struct Policies(Arc<List>);
 
 struct List {
     policies: SmallVec<[Policy; 1]>,
-    /// Identifies what the list counts.
+    /// Identifies the counts of the list.
     id: u64,
-    /// How they are leased, if all of them are.
+    /// The lease, if all policies are leased.
     lease: Option<Lease>,
     is_leased: bool,
-    /// Set by the first [`Leased`](crate::Leased) store that gets a check that a block may decide.
+    /// Set by the first [`Leased`](crate::Leased) store that receives a check that a block may
+    /// decide.
     takes_effect: AtomicBool,
-    /// Made of the addresses of the policies.
+    /// A hash of the addresses of the policies.
     identity: u64,
-    /// Those that count requests in flight, and the others, if there are both.
+    /// The policies of requests in flight, and the others, if the list contains both.
     split: Option<(Policies, Policies)>,
-    /// The share of an instance, for the number of instances that was used last.
+    /// An instance's share, for the most recent number of instances.
     part: Mutex<Option<(NonZeroU32, Policies)>>,
-    /// A value derived from the list elsewhere.
+    /// A value that another module derived from the list.
     derived: OnceLock<Box<dyn Any + Send + Sync>>,
 }
 
-/// How a list of policies is leased.
+/// The lease of a list of policies.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Lease {
-    /// For how long at most.
+    /// The shortest lease time of the policies.
     pub(crate) time: Duration,
-    /// Identifies what is leased: other quotas of the same names are something else.
+    /// Identifies the leased counts: lists with the same names but other quotas have another id.
     pub(crate) id: u64,
 }
 
@@ -96,19 +98,20 @@ impl Lease {
 }
 
 impl Policies {
-    /// The most policies that one check may have.
+    /// Maximum number of policies in one check.
     pub const MAX: usize = 16;
 
-    /// Several policies.
+    /// Combines several policies.
     ///
     /// # Errors
     ///
-    /// For no policy, for more than [`MAX`](Self::MAX), and for two of the same name.
+    /// Returns an error for no policy, for more than [`MAX`](Self::MAX), and for two of the same
+    /// name.
     pub fn new(policies: impl IntoIterator<Item = Policy>) -> Result<Self, ConfigError> {
         let policies: SmallVec<[Policy; 1]> = policies.into_iter().collect();
         if policies.is_empty() {
             return Err(ConfigError::new(
-                "the list of policies is empty: a check needs at least one",
+                "the list of policies is empty: add at least one policy",
             ));
         }
         if policies.len() > Self::MAX {
@@ -122,7 +125,7 @@ impl Policies {
         for (i, name) in policies.iter().map(Policy::name).enumerate() {
             if policies[..i].iter().any(|other| other.name() == name) {
                 let text = format!(
-                    "two policies are named {name:?}: give each its own name, since it is part of the key"
+                    "two policies are named {name:?}: use different names, since the name is part of the key"
                 );
                 return Err(ConfigError::new(text));
             }
@@ -162,17 +165,17 @@ impl Policies {
         }))
     }
 
-    /// All of them, in their order; there is at least one.
+    /// Returns the policies in order; there is at least one.
     pub fn as_slice(&self) -> &[Policy] {
         &self.0.policies
     }
 
-    /// Each of them, in their order.
+    /// Iterates over the policies in order.
     pub fn iter(&self) -> std::slice::Iter<'_, Policy> {
         self.as_slice().iter()
     }
 
-    /// The share of one of so many instances; see [`Policy::share`].
+    /// Returns the share of one of `instances` instances; see [`Policy::share`].
     pub(crate) fn share(&self, instances: NonZeroU32) -> Self {
         let mut part = self.0.part.lock().unwrap_or_else(PoisonError::into_inner);
         match &*part {
@@ -184,7 +187,7 @@ impl Policies {
         }
     }
 
-    /// Those that count requests [in flight](Policy::in_flight).
+    /// Returns the policies that count requests [in flight](Policy::in_flight).
     #[inline]
     pub(crate) fn in_flight(&self) -> Option<&Self> {
         match &self.0.split {
@@ -198,7 +201,7 @@ impl Policies {
         }
     }
 
-    /// Those that count over time.
+    /// Returns the policies that count costs over time.
     pub(crate) fn without_in_flight(&self) -> Option<&Self> {
         match &self.0.split {
             Some((_, others)) => Some(others),
@@ -206,12 +209,13 @@ impl Policies {
         }
     }
 
-    /// Whether this policy counts towards `granted`: one of requests in flight does so only without others.
+    /// Returns `true` if this policy counts towards `granted`. Beside other policies, one of
+    /// requests in flight does not: it grants one request, not a cost.
     pub(crate) fn tells_granted(&self, policy: &Policy) -> bool {
         self.0.split.is_none() || !policy.is_in_flight()
     }
 
-    /// The policies of which these are the share of an instance, or these.
+    /// Returns the policies that these are an instance's share of, or these.
     pub(crate) fn whole(&self) -> Self {
         match self
             .iter()
@@ -222,7 +226,7 @@ impl Policies {
         }
     }
 
-    /// How long the longest period is, in microseconds.
+    /// Returns the longest period, in microseconds.
     pub(crate) fn longest_period(&self) -> i64 {
         self.iter()
             .map(|policy| policy.params().period)
@@ -230,12 +234,12 @@ impl Policies {
             .unwrap_or(0)
     }
 
-    /// How long a charge counts at the longest, in microseconds. A debt counts for longer.
+    /// Returns how long a charge counts at most, in microseconds. A debt counts for longer.
     pub(crate) fn longest_count(&self) -> i64 {
         self.iter().map(Policy::counts_for).max().unwrap_or(0)
     }
 
-    /// The policies of [`Check::probe`](super::Check::probe): two, for a key in each of two slots of a cluster.
+    /// The policies of [`Check::probe`](super::Check::probe): two policies.
     pub(crate) fn probe() -> Self {
         const QUOTA: Quota = Quota::per_second(1_000_000);
         static PROBE: LazyLock<Policies> = LazyLock::new(|| {
@@ -249,7 +253,8 @@ impl Policies {
         PROBE.clone()
     }
 
-    /// The count by which an instance announces that it reconciles an outage: a debt for as long.
+    /// The policy of the count by which an instance announces that it reconciles an outage: a debt
+    /// that takes as long to expire.
     pub(crate) fn reconciling() -> Self {
         const QUOTA: Quota = Quota::per_second(1_000).burst(10_000);
         static RECONCILING: LazyLock<Policies> =
@@ -257,12 +262,12 @@ impl Policies {
         RECONCILING.clone()
     }
 
-    /// Identifies what this list counts.
+    /// Identifies the counts of this list.
     pub(crate) fn id(&self) -> u64 {
         self.0.id
     }
 
-    /// How they are [leased](Policy::leased), if all of them are.
+    /// Returns the [lease](Policy::leased), if all policies are leased.
     #[inline]
     pub(crate) fn lease(&self) -> Option<Lease> {
         self.0.lease
@@ -276,23 +281,26 @@ impl Policies {
         }
     }
 
-    /// Returns `true` if a policy is leased, and no check under this list could be decided by a block so far.
+    /// Returns `true` if a policy is leased, but no block could decide a check under this list so
+    /// far.
     #[inline]
     pub(crate) fn is_leased_for_nothing(&self) -> bool {
         self.0.is_leased && !self.0.takes_effect.load(Relaxed)
     }
 
-    /// Whether both count on the same keys.
+    /// Returns `true` if both lists count with the same keys.
     pub(crate) fn count_alike(&self, other: &Self) -> bool {
         self.iter().map(Policy::id).eq(other.iter().map(Policy::id))
     }
 
-    /// Equal for all lists that [are](Self::is) this one, and hardly ever for another.
+    /// Equal for all lists that [are](Self::is) the same. Different lists rarely have the same
+    /// value.
     pub(crate) fn identity(&self) -> u64 {
         self.0.identity
     }
 
-    /// Whether both have the same policies in memory: cheaper than comparing their values.
+    /// Returns `true` if both lists contain the same policies in memory, which is cheaper than
+    /// comparing their values.
     pub(crate) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
             || self.identity() == other.identity()
@@ -307,8 +315,8 @@ impl Policies {
         Self::of(self.0.policies.clone())
     }
 
-    /// Reads the value that `make` derives from the list, which is computed once and kept with it. A list keeps one:
-    /// a value of another type than the first is computed each time.
+    /// Passes `read` the value that `make` derives from the list. The value is computed once and
+    /// kept in the list. A list keeps one value: one of another type is computed each time.
     #[inline]
     pub(crate) fn derived<T: Send + Sync + 'static, R>(
         &self,
@@ -335,7 +343,7 @@ impl From<Policy> for Policies {
 
 /// # Panics
 ///
-/// If there are not so many.
+/// If `index` is out of range.
 impl Index<usize> for Policies {
     type Output = Policy;
 
@@ -421,7 +429,7 @@ mod tests {
         assert_eq!(part(5).as_slice()[0].quota().capacity(), 20);
     }
 
-    /// So that a decision on a part refunds under what the caller was asked about.
+    /// A decision on a share must refund under the whole policies.
     #[test]
     fn a_share_knows_its_whole() {
         let list = Policies::new([policy("one", 100), policy("two", 7)]).unwrap();

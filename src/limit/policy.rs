@@ -10,17 +10,23 @@ use crate::error::ConfigError;
 
 /// A named limit: a strategy and a quota.
 ///
-/// The name is part of Redis keys and headers, and so is what the count is about, its span. For
-/// [`FixedWindow`](Strategy::FixedWindow), [`SlidingLog`](Strategy::SlidingLog),
-/// [`SlidingWindow`](Strategy::SlidingWindow) and [`SlidingCounter`](Strategy::SlidingCounter) that is the period, with
-/// the alignment or the cells: two policies that differ in the limit alone share a count, and each compares it with its own
-/// limit. For the buckets, which are [`Gcra`](Strategy::Gcra), [`TokenBucket`](Strategy::TokenBucket) and
-/// [`LeakyBucket`](Strategy::LeakyBucket), the span is the whole quota. Policies of different spans count independently,
-/// as in a rolling deploy that changes a quota: a caller of both gets at most their sum. Limits that apply together in one
-/// check, such as one per minute and one per hour, need different names. A clone is the same policy.
+/// The name is part of Redis keys and headers. Policies with the same name, strategy and *span*
+/// share a count:
 ///
-/// With the feature `serde` it is a table of text: `{ name = "api", strategy = "gcra", quota = "100/s burst 200"
-/// }`. Without a strategy it is [`Strategy::Gcra`]. [`Policies`](super::Policies) are a list of these, or one.
+/// - For [`FixedWindow`](Strategy::FixedWindow), [`SlidingLog`](Strategy::SlidingLog),
+///   [`SlidingWindow`](Strategy::SlidingWindow) and [`SlidingCounter`](Strategy::SlidingCounter),
+///   the span is the period, with the alignment or the cells. Two policies that differ only in the
+///   limit share a count, and each compares it with its own limit.
+/// - For the buckets [`Gcra`](Strategy::Gcra), [`TokenBucket`](Strategy::TokenBucket) and
+///   [`LeakyBucket`](Strategy::LeakyBucket), the span is the whole quota.
+///
+/// Policies of different spans count independently, for example while a rolling deploy changes a
+/// quota: a caller of both gets at most their sum. Limits that apply together in one check, such as
+/// one per minute and one per hour, need different names. A clone is the same policy.
+///
+/// With the feature `serde`, a policy is a table: `{ name = "api", strategy = "gcra", quota =
+/// "100/s burst 200" }`. The strategy defaults to [`Strategy::Gcra`]. [`Policies`](super::Policies)
+/// are one such table or a list of them.
 ///
 /// ```
 /// use tower_redis_ratelimit::{Policy, Quota, Strategy};
@@ -32,9 +38,9 @@ use crate::error::ConfigError;
 #[derive(Clone)]
 pub struct Policy(Arc<Inner>);
 
-/// Default time to live of the slots of requests in flight.
+/// Default time to live of a slot.
 const SLOT_TTL: Duration = Duration::from_secs(30);
-/// Below that a block hardly saves a call.
+/// Minimum lease time. A block that lasts less saves few calls.
 const SHORTEST_LEASE: Duration = Duration::from_millis(10);
 
 struct Inner {
@@ -42,24 +48,27 @@ struct Inner {
     kind: Kind,
     quota: Quota,
     params: Params,
-    /// The quota before it was [leased](Policy::leased), and for how long blocks are.
+    /// The quota before it was [leased](Policy::leased), and the lease time.
     lease: Option<(Quota, Duration)>,
-    /// The policy of which this is the share of an instance.
+    /// The whole policy, if this is an instance's share of it.
     whole: Option<Policy>,
-    /// The span as it stands in keys.
+    /// The count's span, as it appears in keys.
     span: Box<str>,
-    /// Identifies the count in a process, by the name, the letter of the kind in keys, and the span.
+    /// Identifies the count within this process: a hash of the name, the kind's letter in keys, and
+    /// the span.
     id: u64,
 }
 
 impl Policy {
-    /// A policy of this name.
+    /// Creates a policy.
     ///
     /// # Errors
     ///
-    /// For a name that is empty, longer than 64 bytes, or has a character other than ASCII letters, digits, `-`, `_`, `.`
-    /// and `/`; for a quota that is not [valid](Quota::is_valid), has a burst where the strategy has none, or a limit
-    /// above 100,000 for a [`Strategy::SlidingLog`]; for a [`Strategy::SlidingWindow`] of 0 or more than 1000 cells.
+    /// Returns an error if the name is empty, longer than 64 bytes, or contains a character other
+    /// than ASCII letters, digits, `-`, `_`, `.` and `/`; if the quota is not
+    /// [valid](Quota::is_valid), or has a burst although the strategy has none; for a limit above
+    /// 100,000 with [`Strategy::SlidingLog`]; and for a [`Strategy::SlidingWindow`] of 0 or more
+    /// than 1000 cells.
     pub fn new(name: &str, strategy: Strategy, quota: Quota) -> Result<Self, ConfigError> {
         Self::of_kind(name, strategy.into(), quota)
     }
@@ -78,19 +87,22 @@ impl Policy {
         ))
     }
 
-    /// At most `limit` requests of a caller at the same moment, over all instances: from 1 to 1,000,000. Each counts
-    /// until it is released, as one, whatever its cost, so that this can be combined with a policy that counts bytes or
-    /// tokens.
+    /// Creates a policy of at most `limit` concurrent requests per caller, over all instances: 1 to
+    /// 1,000,000. Each request counts as one until it is released, regardless of its cost, so this
+    /// can be combined with a policy that counts bytes or tokens.
     ///
-    /// Each request has a slot, which expires after its [time to live](Self::slot_ttl), the quota's period: so the
-    /// slots of a dead instance are free again. A layer renews the slots of longer requests every third of that time.
-    /// A request may end at any time, so [`Decision::retry_after`](super::Decision::retry_after) is a fixed 100 ms.
+    /// Each request takes a slot, which expires after its [time to live](Self::slot_ttl), the
+    /// quota's period. So the slots of a dead instance are freed. A layer renews the slots of
+    /// longer requests every third of that time. A request may end at any time, so
+    /// [`Decision::retry_after`](super::Decision::retry_after) is always 100 ms.
     ///
-    /// It works like semaphores whose permits expire, such as Redisson's `RPermitExpirableSemaphore`. As text it is a
-    /// policy with the strategy `in-flight` and a quota of the limit and the slots' time to live, such as `10/30s`.
+    /// The policy works like a semaphore whose permits expire, such as Redisson's
+    /// `RPermitExpirableSemaphore`. As text it is a policy with the strategy `in-flight` and a
+    /// quota of the limit and the time to live, such as `10/30s`.
     ///
-    /// A [`RateLimitLayer`](crate::RateLimitLayer) needs [`until_body_end`](crate::RateLimitLayer::until_body_end) or
-    /// [`settle`](crate::RateLimitLayer::settle), to know when a request ends.
+    /// A [`RateLimitLayer`](crate::RateLimitLayer) needs
+    /// [`until_body_end`](crate::RateLimitLayer::until_body_end) or
+    /// [`settle`](crate::RateLimitLayer::settle) to see when a request ends.
     ///
     /// ```
     /// use std::time::Duration;
@@ -104,17 +116,18 @@ impl Policy {
     ///
     /// # Errors
     ///
-    /// For a name that [`new`](Self::new) refuses, and for another limit.
+    /// Returns an error if [`new`](Self::new) would reject the name, and for a limit outside of 1
+    /// to 1,000,000.
     pub fn in_flight(name: &str, limit: u32) -> Result<Self, ConfigError> {
         Self::of_kind(name, Kind::InFlight, Quota::per(limit, SLOT_TTL))
     }
 
-    /// Sets the time to live of the slots of requests [in flight](Self::in_flight), from 1 second to 1 hour. Defaults
-    /// to 30 seconds. A policy of another kind is not changed.
+    /// Sets the time to live of the slots of requests [in flight](Self::in_flight), from 1 second
+    /// to 1 hour. Defaults to 30 seconds. Does nothing for a policy of another kind.
     ///
     /// # Errors
     ///
-    /// For a time to live that is too short or too long.
+    /// Returns an error for a time outside of that range.
     pub fn slot_ttl(self, time: Duration) -> Result<Self, ConfigError> {
         match self.is_in_flight() {
             true => Self::of_kind(
@@ -126,24 +139,26 @@ impl Policy {
         }
     }
 
-    /// The same policy for a [`Leased`](crate::Leased) store, which charges a block ahead and spends it within `time`, the
-    /// lease time, which is short:
-    /// from 10 ms to half of the time in which the burst refills, or to half of the period where there is no burst. All
-    /// instances must lease for the same time, since they count by what this changes.
+    /// Lets a [`Leased`](crate::Leased) store charge blocks of this policy in advance and spend
+    /// each within `time`, the lease time. All instances must use the same `time`: it changes the
+    /// quota they count with.
     ///
-    /// What is spent at one moment may have been charged a lease time before. So that no more is ever spent than the
-    /// quota allows, this makes the [`quota`](Self::quota) tighter:
+    /// The lease time is at least 10 ms, and at most half of the time in which the burst refills,
+    /// or half of the period if the strategy has no burst.
+    ///
+    /// A unit may be spent up to a lease time after it was charged. So that no more is ever spent
+    /// than the quota allows, this method makes the [`quota`](Self::quota) tighter:
     ///
     /// - [`Gcra`](Strategy::Gcra), [`LeakyBucket`](Strategy::LeakyBucket) and a
-    ///   [`TokenBucket`](Strategy::TokenBucket) that refills greedily: the burst is lowered by what refills in that
-    ///   time. The rate stays.
+    ///   [`TokenBucket`](Strategy::TokenBucket) that refills greedily: the burst is lowered by the
+    ///   amount that refills in that time. The rate stays.
     /// - [`SlidingLog`](Strategy::SlidingLog), [`SlidingWindow`](Strategy::SlidingWindow),
-    ///   [`SlidingCounter`](Strategy::SlidingCounter), and a token bucket that refills by the interval: the period is
-    ///   longer by that time.
-    /// - [`FixedWindow`](Strategy::FixedWindow): nothing changes, since a block ends with its window.
+    ///   [`SlidingCounter`](Strategy::SlidingCounter), and a token bucket that refills by the
+    ///   interval: the period is longer by that time.
+    /// - [`FixedWindow`](Strategy::FixedWindow): unchanged, since a block ends with its window.
     ///
-    /// Stores count by that. Header fields and messages state the quota as it was before, and as text it is
-    /// `leased = "100ms"` beside that quota, in the table of the policy.
+    /// Stores count with the tighter quota. Header fields and messages show the original one. In
+    /// the policy's table, the lease is `leased = "100ms"` in addition to the original quota.
     ///
     /// ```
     /// use std::time::Duration;
@@ -159,12 +174,12 @@ impl Policy {
     ///
     /// # Errors
     ///
-    /// For a time that is too short or too long, or not a whole number of microseconds, and for a policy of requests
-    /// [in flight](Self::in_flight).
+    /// Returns an error if `time` is outside of that range or not a whole number of microseconds,
+    /// and for a policy of requests [in flight](Self::in_flight).
     pub fn leased(self, time: Duration) -> Result<Self, ConfigError> {
         if self.is_in_flight() {
             let text = format!(
-                "{self:?} is leased: leave that out, since requests in flight are never charged ahead"
+                "{self:?} is leased: remove the lease, since requests in flight cannot be charged in advance"
             );
             return Err(ConfigError::new(text));
         }
@@ -180,7 +195,7 @@ impl Policy {
         if is_small || !is_whole || !(SHORTEST_LEASE..=longest).contains(&time) {
             let larger = if is_gradual { "burst" } else { "period" };
             let text = match is_small {
-                true => format!("raise the {larger}, or leave the lease out"),
+                true => format!("raise the {larger}, or remove the lease"),
                 false => {
                     format!(
                         "use whole microseconds from {SHORTEST_LEASE:?} to {longest:?}, or raise the {larger}"
@@ -188,7 +203,7 @@ impl Policy {
                 }
             };
             return Err(ConfigError::new(format!(
-                "a lease of {time:?} of the quota `{stated}`: {text}"
+                "cannot lease the quota `{stated}` for {time:?}: {text}"
             )));
         }
         let quota = match self.frees() {
@@ -210,20 +225,20 @@ impl Policy {
         Ok(leased)
     }
 
-    /// The quota as it was before the policy was leased, for people to read.
+    /// Returns the quota before it was leased, which people see.
     pub(crate) fn stated(&self) -> Quota {
         self.0.lease.map_or(self.0.quota, |(stated, _)| stated)
     }
 
-    /// For how long it is [leased](Self::leased), if it is.
+    /// Returns the [lease](Self::leased) time, if the policy is leased.
     pub(crate) fn lease(&self) -> Option<Duration> {
         self.0.lease.map(|(_, time)| time)
     }
 
-    /// A policy of the crate itself, known to be valid.
+    /// Creates a policy of the crate's own, whose quota is certainly valid.
     pub(super) fn known(name: &str, kind: Kind, quota: Quota) -> Self {
         let params =
-            Params::new(kind, quota).unwrap_or_else(|_| unreachable!("the quota is a good one"));
+            Params::new(kind, quota).unwrap_or_else(|_| unreachable!("the quota is valid"));
         Self::with_params(name, kind, quota, params)
     }
 
@@ -243,12 +258,12 @@ impl Policy {
         }))
     }
 
-    /// The name.
+    /// Returns the name.
     pub fn name(&self) -> &str {
         &self.0.name
     }
 
-    /// How it is counted. `None` if it counts requests [in flight](Self::in_flight).
+    /// Returns the strategy, or `None` for requests [in flight](Self::in_flight).
     pub fn strategy(&self) -> Option<Strategy> {
         match self.0.kind {
             Kind::Rate(strategy) => Some(strategy),
@@ -260,28 +275,30 @@ impl Policy {
         self.0.kind
     }
 
-    /// Whether it counts requests in flight, and not what is charged over time.
+    /// Returns `true` if the policy counts requests in flight instead of costs over time.
     pub(crate) fn is_in_flight(&self) -> bool {
         self.0.kind == Kind::InFlight
     }
 
-    /// How what it counts is freed again.
+    /// Returns how the policy's capacity is freed.
     pub(crate) fn frees(&self) -> Frees {
         self.0.params.frees
     }
 
-    /// Whether a request of this cost never passes.
+    /// Returns `true` if a request of this cost can never be allowed.
     pub(crate) fn never_fits(&self, cost: u32) -> bool {
         !self.is_in_flight() && self.quota().capacity() < cost
     }
 
-    /// The quota that stores count by: that of a [leased](Self::leased) policy is tighter than it was before.
+    /// Returns the effective quota. For a [leased](Self::leased) policy it is tighter than the one
+    /// given to [`new`](Self::new).
     pub fn quota(&self) -> Quota {
         self.0.quota
     }
 
-    /// The share of one of so many instances, which together grant no more than this policy: limit and burst are
-    /// rounded down, but at least 1. The rate of a strategy that refills gradually is divided exactly.
+    /// Returns the share of one of `instances` instances. Together the shares grant no more than
+    /// this policy, unless the limit or burst is below the number of instances: both are rounded
+    /// down, but to at least 1. If the strategy refills gradually, the rate is divided exactly.
     pub(crate) fn share(&self, instances: NonZeroU32) -> Self {
         let part = |whole: u32| (whole / instances).max(1);
         let Inner {
@@ -302,7 +319,7 @@ impl Policy {
         part.map_or_else(|| self.clone(), |part| part.of(self.clone(), instances))
     }
 
-    /// The same policy as a share of another, whose count it goes on with.
+    /// Turns the policy into a share of `whole`, with the count of `whole`.
     fn of(mut self, whole: Self, instances: NonZeroU32) -> Self {
         if let Some(inner) = Arc::get_mut(&mut self.0) {
             inner.params = inner.params.share_of(whole.params(), instances);
@@ -312,7 +329,8 @@ impl Policy {
         self
     }
 
-    /// How long a charge counts at the longest, in microseconds: with a burst, until a full count has flowed back.
+    /// Returns how long a charge counts at most, in microseconds: with a burst, the time in which a
+    /// full burst refills.
     pub(crate) fn counts_for(&self) -> i64 {
         let periods = match self.frees() {
             Frees::Gradually | Frees::InBatches => self
@@ -325,7 +343,7 @@ impl Policy {
         self.params().period.saturating_mul(periods.into())
     }
 
-    /// The policy of which it is a share, or itself.
+    /// Returns the policy that this is a share of, or itself.
     pub(crate) fn whole(&self) -> &Self {
         self.0.whole.as_ref().unwrap_or(self)
     }
@@ -334,7 +352,7 @@ impl Policy {
         &self.0.params
     }
 
-    /// The span of its count, as it stands in keys; empty for requests in flight.
+    /// Returns the count's span, as it appears in keys; empty for requests in flight.
     pub(crate) fn span(&self) -> &str {
         &self.0.span
     }
@@ -343,13 +361,14 @@ impl Policy {
         self.0.id
     }
 
-    /// The policy of a key that has these letters after the name. The limit of a window is not known, and 1 here.
+    /// Parses the policy of a Redis key from its parts after the caller. The key does not contain a
+    /// window's limit, so that is 1.
     pub(crate) fn of_key(name: &str, letter: &str, span: &str) -> Option<Self> {
         let (kind, quota) = span::read(letter, span)?;
         Self::of_kind(name, kind, quota).ok()
     }
 
-    /// Where it is in memory: that of its clones too.
+    /// Returns the address of the policy in memory, which clones share.
     pub(super) fn address(&self) -> usize {
         Arc::as_ptr(&self.0) as usize
     }
@@ -364,7 +383,7 @@ pub(crate) fn check_name(name: &str) -> Result<(), ConfigError> {
     }
 }
 
-/// 1 to 64 ASCII letters, digits and `others`.
+/// Returns `true` if `name` is 1 to 64 ASCII letters, digits and `others`.
 pub(crate) fn is_name(name: &str, others: &[u8]) -> bool {
     (1..=64).contains(&name.len())
         && name
@@ -428,11 +447,11 @@ mod tests {
     }
 
     #[test]
-    fn quotas_that_cannot_work_are_refused() {
+    fn invalid_quotas_are_rejected() {
         let refused = |quota: Quota, problem: &str| {
             let error = policy("p", quota).unwrap_err().to_string();
             assert!(
-                error.starts_with(&format!("the quota `{quota}` cannot work: its {problem}")),
+                error.starts_with(&format!("invalid quota `{quota}`: its {problem}")),
                 "{error}"
             );
         };
@@ -462,13 +481,13 @@ mod tests {
             window
                 .unwrap_err()
                 .to_string()
-                .starts_with("a burst of 6 on a window of 5: ")
+                .starts_with("a burst of 6 for a window of 5: ")
         );
         assert!(policy("p", Quota::per_second(u32::MAX)).is_ok());
         let log = |limit| Policy::new("p", Strategy::SlidingLog, Quota::per_hour(limit));
         let error = log(100_001).unwrap_err().to_string();
         assert!(
-            error.starts_with("a limit of 100001 for a sliding log")
+            error.starts_with("a limit of 100001 is too high for a sliding log")
                 && error.contains("at most 100000"),
             "{error}"
         );
@@ -495,7 +514,7 @@ mod tests {
             (Strategy::SlidingCounter, "999/1100ms"),
             (Strategy::FixedWindow(Default::default()), "999/s"),
         ] {
-            // 99.9 are refilled in a tenth of a second.
+            // 99.9 refill in a tenth of a second.
             assert_eq!(
                 leased(strategy, "999/s", 100).unwrap(),
                 quota,
@@ -505,7 +524,7 @@ mod tests {
             for (ms, fix) in [(9, "from 10ms to 500"), (501, "or raise the ")] {
                 let error = leased(strategy, "999/s", ms).unwrap_err().to_string();
                 assert!(
-                    error.starts_with("a lease of ") && error.contains(fix),
+                    error.starts_with("cannot lease the quota `") && error.contains(fix),
                     "{error}"
                 );
             }
@@ -519,7 +538,7 @@ mod tests {
             assert_eq!(
                 error,
                 format!(
-                    "a lease of 10ms of the quota `{quota}`: raise the burst, or leave the lease out"
+                    "cannot lease the quota `{quota}` for 10ms: raise the burst, or remove the lease"
                 )
             );
         }
@@ -538,7 +557,7 @@ mod tests {
         assert_eq!(
             one.clone().leased(Duration::from_millis(200)),
             Ok(two.clone()),
-            "from the quota as stated"
+            "derived from the original quota"
         );
         assert_eq!(
             format!("{policy:?}, {one:?}"),
@@ -551,14 +570,14 @@ mod tests {
     fn in_flight_has_limit_and_slot_ttl() {
         let in_flight = |text: &str| Policy::of_kind("p", Kind::InFlight, text.parse().unwrap());
         for (text, part) in [
-            ("10/30s burst 20", "no burst"),
-            ("1000001/30s", "more than 1000000"),
-            ("10/999ms", "from 1 second to 1 hour"),
-            ("10/3601s", "from 1 second to 1 hour"),
+            ("10/30s burst 20", "a burst is not supported"),
+            ("1000001/30s", "the maximum is 1000000"),
+            ("10/999ms", "must be 1 second to 1 hour"),
+            ("10/3601s", "must be 1 second to 1 hour"),
         ] {
             let error = in_flight(text).unwrap_err().to_string();
             assert!(
-                error.contains(part) && error.contains("like `10/30s`"),
+                error.contains(part) && error.contains("such as `10/30s`"),
                 "{error}"
             );
         }
@@ -610,7 +629,7 @@ mod tests {
         assert_eq!(
             part(Strategy::Gcra, Quota::per_day(365), 1000).limit(),
             1,
-            "a period has its bound"
+            "periods are bounded"
         );
     }
 }

@@ -5,13 +5,15 @@ use std::time::Duration;
 use super::duration;
 use crate::error::ConfigError;
 
-/// How much: a limit per period, and the most that may come at once.
+/// An amount: a limit per period, and a maximum burst.
 ///
-/// `Quota::per_second(60)` means 60 per second. The burst defaults to the limit; [`burst`](Self::burst) sets another
-/// for strategies that refill. A window's burst is always its limit.
+/// `Quota::per_second(60)` means 60 per second. The burst defaults to the limit;
+/// [`burst`](Self::burst) sets another for strategies that refill. A window's burst is always its
+/// limit.
 ///
-/// A quota is plain data and can stand in a `const`. [`Policy::new`](super::Policy::new) refuses one that cannot work,
-/// such as a limit of 0 or a period of 0; [`is_valid`](Self::is_valid) checks a constant at compile time.
+/// A quota is plain data and can be a `const`. [`Policy::new`](super::Policy::new) rejects an
+/// invalid quota, such as one with a limit or a period of 0; [`is_valid`](Self::is_valid) checks a
+/// constant at compile time.
 ///
 /// # As text
 ///
@@ -23,9 +25,9 @@ use crate::error::ConfigError;
 /// unit   = d day days | h hour hours | m min minute minutes | s sec second seconds | ms | us | ns
 /// ```
 ///
-/// Numbers are whole and in decimal digits. Ambiguous text is refused: a period without a unit (`10/60`), units in
-/// capitals (`10/M`), months and years, digits in groups (`1,000/h`). It is written in the shortest of these forms,
-/// such as `10/m` or `5/15m`. The feature `serde` uses the same text.
+/// Numbers are integers in decimal digits. Ambiguous text is rejected: a period without a unit
+/// (`10/60`), units in capitals (`10/M`), months and years, grouped digits (`1,000/h`). Output uses
+/// the shortest of these forms, such as `10/m` or `5/15m`. The feature `serde` uses the same text.
 ///
 /// ```
 /// use std::time::Duration;
@@ -72,36 +74,37 @@ impl Quota {
         Self::per(limit, Duration::from_secs(86_400))
     }
 
-    /// Sets the most that may come at once. Defaults to the limit.
+    /// Sets the maximum burst: the largest cost that is allowed in one moment. Defaults to the
+    /// limit.
     #[must_use]
     pub const fn burst(mut self, burst: u32) -> Self {
         self.burst = Some(burst);
         self
     }
 
-    /// The same in another period.
+    /// Sets the period.
     pub(super) const fn with_period(self, period: Duration) -> Self {
         Self { period, ..self }
     }
 
-    /// How much is granted in a period.
+    /// Returns the amount granted per period.
     pub const fn limit(&self) -> u32 {
         self.limit
     }
 
-    /// The period.
+    /// Returns the period.
     pub const fn period(&self) -> Duration {
         self.period
     }
 
-    /// How long these units take to refill gradually, rounded down to nanoseconds.
+    /// Returns the time in which `units` refill gradually, rounded down to nanoseconds.
     pub(crate) fn time_for(&self, units: u64) -> Duration {
         let nanos =
             self.period.as_nanos().saturating_mul(units.into()) / u128::from(self.limit.max(1));
         u64::try_from(nanos).map_or(Duration::MAX, Duration::from_nanos)
     }
 
-    /// How much refills gradually in this time, rounded up.
+    /// Returns the units that refill gradually in `time`, rounded up.
     pub(crate) fn units_in(&self, time: Duration) -> u32 {
         let units = time
             .as_nanos()
@@ -110,15 +113,15 @@ impl Quota {
         u32::try_from(units).unwrap_or(u32::MAX)
     }
 
-    /// How much refills in this time, if the whole limit does at the end of each period, and a period ends with this
-    /// time.
+    /// Returns the units that refill in `time` if the whole limit refills at the end of each
+    /// period, and a period ends at the end of `time`.
     pub(crate) fn units_in_periods(&self, time: Duration) -> u32 {
         let periods = time.as_nanos().div_ceil(self.period.as_nanos().max(1));
         u32::try_from(periods.saturating_mul(self.limit.into())).unwrap_or(u32::MAX)
     }
 
-    /// Whether it can work: [`Policy::new`](super::Policy::new) refuses a limit, a burst or a period of zero, a period
-    /// longer than 366 days, and a burst that takes more than ten years to refill.
+    /// Returns `true` if the quota is valid: limit, burst and period are above zero, the period is
+    /// at most 366 days, and the burst refills within ten years.
     ///
     /// Use it to check constants at compile time:
     ///
@@ -131,7 +134,7 @@ impl Quota {
         self.problem().is_none()
     }
 
-    /// The most that may come at once.
+    /// Returns the maximum burst.
     pub const fn capacity(&self) -> u32 {
         match self.burst {
             Some(burst) => burst,
@@ -159,17 +162,18 @@ impl FromStr for Quota {
 
     /// # Errors
     ///
-    /// For text of another form, and for a quota that is not [valid](Self::is_valid).
+    /// Returns an error for text of another form, and for a quota that is not
+    /// [valid](Self::is_valid).
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         let wrong = |problem| {
-            let fix = "write it like `100/s`, `10/60s` or `1000/h burst 50`";
+            let fix = "use the form `100/s`, `10/60s` or `1000/h burst 50`";
             ConfigError::invalid("quota", text, format_args!("{problem}; {fix}"))
         };
 
         let (limit, rest) =
             split_rate(text.trim()).ok_or_else(|| wrong("there is no `/` and no `per`"))?;
-        let limit = whole(limit)
-            .ok_or_else(|| wrong("the limit is not a whole number up to 4294967295"))?;
+        let limit =
+            whole(limit).ok_or_else(|| wrong("the limit is not an integer up to 4294967295"))?;
 
         let mut words = rest.split_whitespace().peekable();
         let period = words.next().ok_or_else(|| wrong("the period is missing"))?;
@@ -185,10 +189,11 @@ impl FromStr for Quota {
             None => {}
             Some("burst") => {
                 let burst = words.next().and_then(whole);
-                quota = quota
-                    .burst(burst.ok_or_else(|| {
-                        wrong("the burst is not a whole number up to 4294967295")
-                    })?);
+                quota =
+                    quota
+                        .burst(burst.ok_or_else(|| {
+                            wrong("the burst is not an integer up to 4294967295")
+                        })?);
             }
             Some(_) => return Err(wrong("only `burst` may follow the period")),
         }
@@ -200,7 +205,7 @@ impl FromStr for Quota {
     }
 }
 
-/// The limit, and what follows it.
+/// Splits the limit from the text after `/` or `per`.
 fn split_rate(text: &str) -> Option<(&str, &str)> {
     let (limit, rest) = match text.split_once('/') {
         Some(parts) => parts,
@@ -214,7 +219,7 @@ fn split_rate(text: &str) -> Option<(&str, &str)> {
     Some((limit.trim_end(), rest))
 }
 
-/// Digits only: `u32::from_str` would take a sign too.
+/// Parses digits only: `u32::from_str` would also accept a sign.
 pub(super) fn whole(digits: &str) -> Option<u32> {
     digits
         .bytes()
@@ -225,18 +230,18 @@ pub(super) fn whole(digits: &str) -> Option<u32> {
 
 impl Quota {
     pub(super) const MAX_PERIOD: Duration = Duration::from_secs(366 * 86_400);
-    /// The longest that an empty burst may take to refill.
+    /// Maximum time in which a burst refills.
     pub(super) const MAX_REFILL: Duration = Duration::from_secs(3_650 * 86_400);
 
     pub(super) fn check(&self) -> Result<(), ConfigError> {
         self.problem().map_or(Ok(()), |problem| {
             Err(ConfigError::new(format!(
-                "the quota `{self}` cannot work: {problem}"
+                "invalid quota `{self}`: {problem}"
             )))
         })
     }
 
-    /// Why it cannot work, and what to do.
+    /// Returns why the quota is invalid, if it is.
     const fn problem(&self) -> Option<&'static str> {
         let period = self.period.as_micros();
         if self.limit == 0 {
@@ -350,13 +355,13 @@ mod tests {
             ("10per s", "no `/` and no `per`"),
             ("10 percent", "no `/` and no `per`"),
             ("per second", "no `/` and no `per`"),
-            ("ten/s", "the limit is not a whole number"),
-            ("+5/s", "the limit is not a whole number"),
-            ("5000000000/s", "the limit is not a whole number"),
+            ("ten/s", "the limit is not an integer"),
+            ("+5/s", "the limit is not an integer"),
+            ("5000000000/s", "the limit is not an integer"),
             ("10/", "the period is missing"),
-            ("1,000/h", "the limit is not a whole number"),
-            ("1.5/s", "the limit is not a whole number"),
-            ("1e3/s", "the limit is not a whole number"),
+            ("1,000/h", "the limit is not an integer"),
+            ("1.5/s", "the limit is not an integer"),
+            ("1e3/s", "the limit is not an integer"),
             ("10/60", "the duration has no unit"),
             ("10/60 burst 5", "the duration has no unit"),
             ("10 per burst", "not one of ns, us, ms, s, m, h, d"),
@@ -372,14 +377,14 @@ mod tests {
             ("10/s bust 5", "only `burst` may follow"),
             ("10/s, burst 5", "not one of ns, us, ms, s, m, h, d"),
             ("10/s burst=5", "only `burst` may follow"),
-            ("10/s burst", "the burst is not a whole number"),
+            ("10/s burst", "the burst is not an integer"),
             ("10/s burst 5 6", "more text"),
-            ("0/s", "`0/s` cannot work: its limit must be at least 1"),
+            ("0/s", "invalid quota `0/s`: its limit must be at least 1"),
             (
                 "1/s burst 0",
-                "`1/s burst 0` cannot work: its burst must be at least 1",
+                "invalid quota `1/s burst 0`: its burst must be at least 1",
             ),
-            ("1/0s", "`1/0s` cannot work: its period must be"),
+            ("1/0s", "invalid quota `1/0s`: its period must be"),
             ("1/367d", "366 days"),
             ("1/d burst 4000000", "more than ten years to refill"),
         ] {

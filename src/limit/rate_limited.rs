@@ -3,16 +3,16 @@ use std::time::Duration;
 
 use super::Decision;
 
-/// A call or a reservation was denied: nothing was charged, and no inner service was called.
+/// The error of a denied call or reservation: nothing was charged, and no inner service was called.
 ///
-/// A [`CallLimit`](crate::call_limit::CallLimit) returns it boxed, and other layers pass the box on. The caller
-/// downcasts it:
+/// A [`CallLimit`](crate::call_limit::CallLimit) returns it boxed, and other layers pass the box
+/// on. Downcast it like this:
 ///
 /// ```
 /// use std::time::Duration;
 /// use tower_redis_ratelimit::check::RateLimited;
 ///
-/// /// When to call again, if that is all it takes.
+/// /// When to call again. `None` for another error, or if waiting does not help.
 /// fn retry_after(error: &(dyn std::error::Error + 'static)) -> Option<Duration> {
 ///     error.downcast_ref::<RateLimited>()?.retry_after()
 /// }
@@ -27,12 +27,13 @@ impl RateLimited {
         Self { decision }
     }
 
-    /// How long to wait before the same call can pass. `None` if no wait helps, since the cost exceeds the burst.
+    /// Returns how long to wait before the same call can be allowed. `None` if waiting does not
+    /// help, because the cost exceeds the burst.
     pub fn retry_after(&self) -> Option<Duration> {
         self.decision.retry_after()
     }
 
-    /// The decision: the policy that denied the call, what remains, and so on.
+    /// Returns the decision, with the policy that denied the call.
     pub const fn decision(&self) -> &Decision {
         &self.decision
     }
@@ -47,7 +48,7 @@ impl fmt::Display for RateLimited {
             Some(wait) => {
                 let left = self.decision.remaining() > 0;
                 let problem = if left {
-                    "has too little left for this call"
+                    "cannot cover this call"
                 } else {
                     "is used up"
                 };

@@ -1,6 +1,7 @@
-//! The span of a count: how much time it is about. It stands in the Redis key after the strategy.
+//! The span of a count: the period, or the quota, that the count depends on. In a Redis key it
+//! follows the strategy.
 //!
-//! | strategy | span | such as |
+//! | strategy | span | examples |
 //! |---|---|---|
 //! | [`FixedWindow`](Strategy::FixedWindow) | period and alignment | `1m`, `1d+22h`, `1m+hit` |
 //! | [`SlidingLog`](Strategy::SlidingLog), [`SlidingCounter`](Strategy::SlidingCounter) | period | `15m` |
@@ -8,8 +9,8 @@
 //! | [`Gcra`](Strategy::Gcra), [`LeakyBucket`](Strategy::LeakyBucket), [`TokenBucket`](Strategy::TokenBucket) | whole quota, and `i` for a refill by the interval | `100/s`, `100/s+200`, `100/s,i` |
 //! | requests in flight | none | |
 //!
-//! The limit of a window is not a part of its span, so that a count goes on when the limit changes. The level of a bucket
-//! has a meaning under its own quota only.
+//! The limit of a window is not part of its span, so that the count continues if the limit changes.
+//! A bucket's level has a meaning only under the bucket's own quota.
 
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ use super::{Align, Kind, Quota, Refill, Strategy, duration};
 const FIRST_HIT: &str = "hit";
 const INTERVAL: &str = ",i";
 
-/// The span of a policy's count; empty for requests in flight.
+/// Returns the span of a policy's count; empty for requests in flight.
 pub(super) fn of(kind: Kind, quota: Quota) -> String {
     let Kind::Rate(strategy) = kind else {
         return String::new();
@@ -51,8 +52,8 @@ fn bucket(quota: Quota) -> String {
     }
 }
 
-/// Reads the kind that has this letter in keys, with its parameters, and the quota. The limit of a window is not known: it
-/// is 1 here. `None` if no policy has this span.
+/// Parses a span, given the kind's letter in keys. A span does not contain the limit of a window,
+/// so that is 1. `None` if no policy has this span.
 pub(super) fn read(letter: &str, span: &str) -> Option<(Kind, Quota)> {
     let every = |period: &str| Some(Quota::per(1, duration::parse(period).ok()?));
     let (strategy, quota) = match Kind::of_letter(letter)? {
@@ -104,7 +105,7 @@ pub(super) fn read(letter: &str, span: &str) -> Option<(Kind, Quota)> {
         }
     };
     let kind = Kind::Rate(strategy);
-    // Only as `of` writes it.
+    // Reject text that `of` would not write.
     (quota.is_valid() && of(kind, quota) == span).then_some((kind, quota))
 }
 

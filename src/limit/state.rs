@@ -11,7 +11,7 @@ macro_rules! states {
         }
 
         impl State {
-            /// The state of a caller that has not been seen.
+            /// Creates the state of a new caller.
             pub(crate) fn fresh(kind: impl Into<Kind>) -> Self {
                 match kind.into() {
                     $(Kind::Rate(Strategy::$variant { .. }) => Self::$variant(Default::default()),)*
@@ -19,8 +19,8 @@ macro_rules! states {
                 }
             }
 
-            /// The state of a caller that another store has counted so far. Each instance counts its own requests in
-            /// flight, so that there are none to go on from.
+            /// Creates a state that continues the counts of another store. Requests in flight start
+            /// at none: each instance counts only its own.
             pub(crate) fn resume(kind: Kind, params: &Params, now: i64, followed: Snapshot) -> Self {
                 match kind {
                     $(Kind::Rate(Strategy::$variant { .. }) => {
@@ -30,7 +30,7 @@ macro_rules! states {
                 }
             }
 
-            /// The state before the check, for its policy.
+            /// Previews the verdict of the state's policy, without changing the state.
             pub(super) fn preview(&self, params: &Params, ask: &Ask) -> Preview {
                 match self {
                     $(Self::$variant(state) => ask.preview(state, params),)*
@@ -38,7 +38,7 @@ macro_rules! states {
                 }
             }
 
-            /// Decides, and charges what is granted: the verdict, and how much that is.
+            /// Decides, and charges what is granted. Returns the verdict and the granted amount.
             pub(super) fn decide(&mut self, params: &Params, ask: &Ask, max: i64) -> (Verdict, i64) {
                 match self {
                     $(Self::$variant(state) => ask.decide(state, params, max),)*

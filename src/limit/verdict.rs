@@ -2,34 +2,36 @@ use smallvec::SmallVec;
 
 use super::Policy;
 
-/// The verdict of one policy on a check. A [`Store`](crate::store::Store) outside of this crate combines them into a
-/// [`Decision`](super::Decision) with [`Check::decided`](super::Check::decided).
+/// The verdict of a single policy on a check. A [`Store`](crate::store::Store) outside of this
+/// crate combines verdicts into a [`Decision`](super::Decision) with
+/// [`Check::decided`](super::Check::decided).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
 pub struct Verdict {
-    /// The largest cost that would pass now.
+    /// The largest cost that would be allowed now.
     pub(crate) remaining: i64,
-    /// 0 if this policy lets the check pass, [`NEVER`](Self::NEVER), or the microseconds until it would.
+    /// 0 if this policy allows the check, else [`NEVER`](Self::NEVER) or the microseconds until it
+    /// would.
     pub(crate) wait: i64,
-    /// How many microseconds until nothing is charged any more.
+    /// Microseconds until every charge has expired.
     pub(crate) reset: i64,
 }
 
 impl Verdict {
-    /// The wait for what will never pass.
+    /// The wait of a check that can never be allowed.
     pub(crate) const NEVER: i64 = -1;
-    /// Of a policy that does not restrict the check.
+    /// The verdict of a policy that does not restrict the check.
     pub(super) const NONE: Self = Self {
         remaining: 0,
         wait: 0,
         reset: 0,
     };
 
-    /// The verdict after so much was refunded, or charged if below zero, as far as is known without a call to the
-    /// store.
+    /// Updates the verdict after `back` was refunded (charged if negative), as far as that is known
+    /// without a call to the store.
     pub(super) fn refund(&mut self, policy: &Policy, back: i64) {
         if policy.is_in_flight() {
-            // It is in flight still, and counts as one whatever it costs.
+            // The request is still in flight, and counts as one regardless of its cost.
             return;
         }
         let (quota, capacity) = (policy.quota(), i64::from(policy.quota().capacity()));
@@ -42,18 +44,19 @@ impl Verdict {
                 .reset
                 .saturating_sub(time.saturating_mul(back.signum()))
                 .max(0),
-            // What begins to count is counted for a period.
+            // Nothing was charged before: the new charge counts for a period.
             ..0 if self.reset == 0 => policy.params().period,
             _ => self.reset,
         };
     }
 
-    /// Whether this policy let the check pass.
+    /// Returns `true` if this policy allows the check.
     pub(crate) fn is_allowed(&self) -> bool {
         self.wait == 0
     }
 
-    /// How much of the capacity is used, in 255ths, rounded down: 255 means that nothing is left.
+    /// Returns the used part of the capacity in 255ths, rounded down: 255 means that nothing
+    /// remains.
     #[inline]
     pub(crate) fn used(&self, policy: &Policy) -> u8 {
         let capacity = policy.params().capacity.max(1);
@@ -62,22 +65,23 @@ impl Verdict {
     }
 }
 
-/// The verdicts of the policies of a check, in their order.
+/// The verdicts of a check's policies, in order.
 #[derive(Debug)]
 pub(crate) struct Verdicts {
-    /// What was charged, or refunded.
+    /// The amount charged or refunded.
     pub(crate) granted: i64,
-    /// When Redis decided, by its own clock in microseconds, or the fallback of a [`Fallback`](crate::Fallback), by that of
-    /// this process; 0 if another did.
+    /// When Redis decided, in microseconds of its clock, or a [`Fallback`](crate::Fallback) by
+    /// itself, in microseconds of this process's clock; 0 if another store did.
     pub(crate) at: i64,
-    /// How many microseconds ago that was, if the decision is repeated under an [id](super::Check::with_id).
+    /// Microseconds since the original decision, if this is a repetition under an
+    /// [id](super::Check::with_id).
     pub(crate) age: i64,
-    /// One for each policy. Most checks have one policy: then it takes no memory elsewhere.
+    /// One per policy. Most checks have a single policy, whose verdict is stored inline.
     pub(crate) each: SmallVec<[Verdict; 1]>,
 }
 
 impl Verdicts {
-    /// A decision of another store than Redis.
+    /// Creates the verdicts of another store than Redis.
     pub(crate) fn new(granted: i64, each: SmallVec<[Verdict; 1]>) -> Self {
         Self {
             granted,
@@ -87,18 +91,18 @@ impl Verdicts {
         }
     }
 
-    /// The verdict of the first policy.
+    /// Returns the verdict of the first policy.
     pub(crate) fn first(&self) -> &Verdict {
         self.of(0)
     }
 
-    /// The verdict of the policy at this index.
+    /// Returns the verdict of the policy at this index.
     pub(super) fn of(&self, policy: usize) -> &Verdict {
         self.each.get(policy).unwrap_or(&Verdict::NONE)
     }
 
-    /// The index of the policy that decides: the one that asks for the longest wait, else the one with the least left,
-    /// else the first.
+    /// Returns the index of the deciding policy: the first with the longest wait, then the
+    /// least remaining.
     pub(super) fn decider(&self) -> usize {
         let rank = |v: &Verdict| (v.wait == Verdict::NEVER, v.wait, -v.remaining);
         let mut decider = 0;
@@ -110,7 +114,7 @@ impl Verdicts {
         decider
     }
 
-    /// How many microseconds to wait, if they deny and a wait helps.
+    /// Returns the wait in microseconds, if the check is denied and waiting helps.
     pub(crate) fn wait(&self) -> Option<i64> {
         match self.of(self.decider()).wait {
             0 | Verdict::NEVER => None,
@@ -118,7 +122,7 @@ impl Verdicts {
         }
     }
 
-    /// The same denial so many microseconds later.
+    /// Returns the same verdicts `elapsed` microseconds later.
     pub(crate) fn later(&self, elapsed: i64) -> Self {
         let mut verdicts = self.clone();
         for verdict in &mut verdicts.each {
@@ -131,7 +135,7 @@ impl Verdicts {
     }
 }
 
-/// Equal verdicts, whenever they were decided.
+/// Compares the verdicts, but not when they were made.
 impl PartialEq for Verdicts {
     fn eq(&self, other: &Self) -> bool {
         (self.granted, &self.each) == (other.granted, &other.each)
@@ -140,7 +144,8 @@ impl PartialEq for Verdicts {
 
 impl Eq for Verdicts {}
 
-/// In less time than the derived one, which goes through a list of any length: mostly there is one.
+/// Faster than the derived implementation, which copies lists of any length: most lists have one
+/// element.
 impl Clone for Verdicts {
     #[inline]
     fn clone(&self) -> Self {

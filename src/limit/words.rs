@@ -1,6 +1,7 @@
-//! Choices as text: one word for each.
+//! Enums as text: one word per variant.
 
-/// Gives an enum of plain variants a text form, by a word for each variant.
+/// Implements `Display`, `FromStr` and serde's traits for an enum without data, given a word per
+/// variant.
 macro_rules! words {
     ($type:ident, $what:literal, $choices:literal: $($variant:ident = $word:literal),+ $(,)?) => {
         impl std::fmt::Display for $type {
@@ -16,7 +17,7 @@ macro_rules! words {
 
             /// # Errors
             ///
-            /// For any other word.
+            /// Returns an error for any other word.
             fn from_str(text: &str) -> Result<Self, Self::Err> {
                 match text.trim() {
                     $($word => Ok(Self::$variant),)+

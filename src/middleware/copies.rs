@@ -24,7 +24,7 @@ impl<T> Copies<T> {
         thread_local! {
             static THREAD: usize = NEXT.fetch_add(1, Relaxed);
         }
-        // A thread that is about to end has lost its number.
+        // The thread-local is already destroyed: the thread is exiting.
         let thread = THREAD.try_with(|thread| *thread).unwrap_or(0);
         &self.0[thread % self.0.len()]
     }
@@ -57,7 +57,7 @@ mod tests {
                 .join()
                 .unwrap()
         };
-        // A thread of another test may be numbered between these two, so that they share a copy.
+        // Another test's thread may get a number between these two, so the two may share a copy.
         assert!(
             copies.0.len() == 1 || (0..1_000).any(|_| others() != current),
             "all threads have the same copy"

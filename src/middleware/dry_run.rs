@@ -1,6 +1,6 @@
 use crate::limit::Decision;
 
-/// The decisions of policies that reject nothing: in the extensions of a response.
+/// The decisions of policies that are not enforced: an extension of the response.
 ///
 /// It is present behind a layer in [dry run](crate::RateLimitLayer::dry_run), or with a
 /// [shadow](crate::RateLimitLayer::shadow).
@@ -10,13 +10,13 @@ pub struct DryRun {
 }
 
 impl DryRun {
-    /// The decisions, one for each such list of policies: of a layer's own policies first, then of its shadows in their
-    /// order. Checks that no store could decide are left out.
+    /// The decisions, one per list of policies: first the layer's own policies, then its shadows in
+    /// the order in which they were added. Checks that no store could decide are missing.
     pub fn decisions(&self) -> &[Decision] {
         &self.decisions
     }
 
-    /// Whether all of them allow the request.
+    /// Returns `true` if all decisions allow the request.
     pub fn is_allowed(&self) -> bool {
         self.decisions.iter().all(Decision::is_allowed)
     }

@@ -1,4 +1,4 @@
-//! Feature `axum`: what a handler takes out of a request, and what it answers.
+//! Feature `axum`: extractors for handlers, and errors as responses.
 
 use std::convert::Infallible;
 use std::sync::LazyLock;
@@ -14,8 +14,8 @@ use crate::limit::{Decision, RateLimited};
 use crate::observe::mistakes::NO_CHARGE;
 use crate::settle::{Charge, ReserveError};
 
-/// The charge of this request; 500 if no layer around the handler settles what requests have taken. Why is in the log, and
-/// in the body of a debug build.
+/// The charge of this request. Rejects with a 500 if no outer layer settles charges; the log, and
+/// in debug builds the body, says how to fix it.
 impl<S: Sync> FromRequestParts<S> for Charge {
     type Rejection = Response;
 
@@ -24,7 +24,7 @@ impl<S: Sync> FromRequestParts<S> for Charge {
         request.extensions.get().cloned().ok_or_else(|| {
             let fix = "add `.settle(..)` or `.until_body_end()`";
             let problem = format!(
-                "the handler takes a `Charge`, and no layer around it settles: {fix}{NO_CHARGE}"
+                "the handler extracts a `Charge`, but no outer layer settles charges: {fix}{NO_CHARGE}"
             );
             let missing = MissingKey::misconfigured(problem);
             NOTIFIER.missing(&missing);
@@ -33,7 +33,7 @@ impl<S: Sync> FromRequestParts<S> for Charge {
     }
 }
 
-/// `None` if no layer around the handler settles what requests have taken.
+/// `None` if no outer layer settles charges.
 impl<S: Sync> OptionalFromRequestParts<S> for Charge {
     type Rejection = Infallible;
 
@@ -53,7 +53,7 @@ impl<S: Sync> OptionalFromRequestParts<S> for Decision {
 
 macro_rules! responses {
     ($($error:ty)+) => {$(
-        /// As [`HttpReject`] answers it.
+        /// The response that [`HttpReject`] makes of this error.
         impl IntoResponse for $error {
             fn into_response(self) -> Response {
                 HttpReject::new().response(Reason::from(&self))

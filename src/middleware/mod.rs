@@ -1,5 +1,5 @@
-//! The middleware: tower's and HTTP's side. See [`RateLimitLayer`], and [`CallLimitLayer`] for other requests than
-//! HTTP's.
+//! The middleware, for tower and HTTP. See [`RateLimitLayer`], and [`CallLimitLayer`] for requests
+//! other than HTTP.
 
 pub mod call_limit;
 mod copies;
@@ -8,10 +8,10 @@ pub mod extract;
 #[cfg(feature = "axum")]
 mod handler;
 pub mod headers;
+mod limit;
 pub mod rate_limit;
 pub mod reject;
 pub mod select;
-mod settings;
 pub mod throttle;
 
 use std::mem;
@@ -21,9 +21,10 @@ pub use dry_run::DryRun;
 pub use rate_limit::RateLimitLayer;
 pub use throttle::ThrottleLayer;
 
-/// Takes a service that has been polled ready, and leaves a clone that has not.
+/// Takes a service that is ready, and leaves a clone that is not.
 ///
-/// Call it, or drop it at once: it may hold a permit that others wait for, such as `ConcurrencyLimit`'s.
+/// Call or drop it immediately: it may hold a permit that others wait for, such as
+/// `ConcurrencyLimit`'s.
 fn take_ready<T: Clone>(inner: &mut T) -> T {
     let clone = inner.clone();
     mem::replace(inner, clone)

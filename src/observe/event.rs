@@ -1,28 +1,29 @@
 //! The events of an [`Observer`](crate::observe::Observer): a struct for each of its methods, of the same name.
 //!
-//! More fields may come. Make one by its `new` for tests of your own observer, and where you ask a store yourself.
+//! Fields may be added. Use `new` to create an event, for tests of your own observer or for code
+//! that calls a store itself.
 
 use std::time::Duration;
 
 use crate::error::StoreError;
 use crate::limit::{Decision, Key};
 
-/// A layer got a decision.
+/// A layer received a decision.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Decided<'a> {
-    /// The caller. `Debug` redacts it; [`Key::reveal`] reads it.
+    /// The caller. `Debug` redacts it; [`Key::reveal`] returns it in clear.
     pub key: &'a Key,
-    /// The decision, with the [policies](Decision::policies) that it was made on.
+    /// The decision, with its [policies](Decision::policies).
     pub decision: &'a Decision,
-    /// How long the check took.
+    /// The duration of the check.
     pub elapsed: Duration,
     /// Whether this was a dry run: a denial rejected nothing.
     pub dry_run: bool,
 }
 
 impl<'a> Decided<'a> {
-    /// This caller's decision after this time, not in a dry run.
+    /// Creates an event outside of a dry run.
     pub const fn new(key: &'a Key, decision: &'a Decision, elapsed: Duration) -> Self {
         Self {
             key,
@@ -37,36 +38,37 @@ impl<'a> Decided<'a> {
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Failed<'a> {
-    /// The caller; `None` if it was the store itself, such as when it announces the instance. `Debug` redacts the key;
-    /// [`Key::reveal`] reads it.
+    /// The caller; `None` if the error concerns the store itself, such as when it announces the
+    /// instance. `Debug` redacts the key; [`Key::reveal`] returns it in clear.
     pub key: Option<&'a Key>,
-    /// Why.
+    /// The error.
     pub error: &'a StoreError,
 }
 
 impl<'a> Failed<'a> {
-    /// This caller's check, with this error.
+    /// Creates an event.
     pub const fn new(key: Option<&'a Key>, error: &'a StoreError) -> Self {
         Self { key, error }
     }
 }
 
-/// The server is misconfigured, so that a layer cannot count as it should.
+/// The server is misconfigured, so a layer cannot count correctly.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Misconfigured<'a> {
-    /// What is wrong, and how to fix it.
+    /// The problem and its fix.
     pub problem: &'a str,
 }
 
 impl<'a> Misconfigured<'a> {
-    /// With this problem.
+    /// Creates an event.
     pub const fn new(problem: &'a str) -> Self {
         Self { problem }
     }
 }
 
-/// The primary store of a [`Fallback`](crate::Fallback) has failed too often: from here on the fallback decides.
+/// The primary store of a [`Fallback`](crate::Fallback) has failed too often, so the fallback
+/// decides.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Degraded<'a> {
@@ -75,7 +77,7 @@ pub struct Degraded<'a> {
 }
 
 impl<'a> Degraded<'a> {
-    /// With this last failure.
+    /// Creates an event.
     pub const fn new(error: &'a StoreError) -> Self {
         Self { error }
     }
@@ -90,48 +92,51 @@ pub struct Recovered {
 }
 
 impl Recovered {
-    /// After this time.
+    /// Creates an event.
     pub const fn new(after: Duration) -> Self {
         Self { after }
     }
 }
 
-/// A [`Fallback`](crate::Fallback) has charged to its primary store what it granted in an outage. Both numbers are
-/// units of cost, without what was refunded or reset.
+/// A [`Fallback`](crate::Fallback) charged its grants of an outage to its primary store. Both
+/// numbers are units of cost, without refunded or reset ones.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Reconciled {
-    /// How much was charged: what still counted.
+    /// The cost that was charged: the part that still counted.
     pub charged: u64,
-    /// How much could not be charged, because there were too many callers to log, or because the primary store failed
-    /// again.
+    /// The cost that could not be charged, because there were too many callers to log, or because
+    /// the primary store failed again.
     pub dropped: u64,
 }
 
 impl Reconciled {
-    /// So much of each.
+    /// Creates an event.
     pub const fn new(charged: u64, dropped: u64) -> Self {
         Self { charged, dropped }
     }
 }
 
-/// A [`Leased`](crate::Leased) store spends nothing more of a block that it had charged ahead. All numbers are units of
-/// cost.
+/// A block of a [`Leased`](crate::Leased) store has ended: nothing more is spent from it. All
+/// numbers are units of cost.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Leased {
-    /// How much was charged ahead.
+    /// The cost charged in advance.
     pub charged: u64,
-    /// How much of that is refunded because the caller did not spend it, or at the end of the store.
+    /// The part that is refunded because the caller did not spend it, or because the store shuts
+    /// down.
     pub refunded: u64,
-    /// How much of that was too old to be spent, of which is refunded what still counts; or was forgotten by a reset.
+    /// The part that expired before it was spent, or that a reset cleared. If a part of it still
+    /// counts, that is refunded.
     pub expired: u64,
-    /// How much may have been charged ahead and is lost, since Redis did not answer: an upper bound.
+    /// The cost that may have been charged in advance and is lost because Redis did not reply: an
+    /// upper bound.
     pub lost: u64,
 }
 
 impl Leased {
-    /// So much of each.
+    /// Creates an event, with nothing lost.
     pub const fn new(charged: u64, refunded: u64, expired: u64) -> Self {
         Self {
             charged,
@@ -142,18 +147,19 @@ impl Leased {
     }
 }
 
-/// A [`RedisStore`](crate::RedisStore) sends a script call; in a Redis Cluster, those of one round trip to a master.
+/// A [`RedisStore`](crate::RedisStore) sends a script call; in a Redis Cluster, the calls of one
+/// round trip to a master.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Sends {
-    /// How many checks are decided.
+    /// The number of checks sent.
     pub checks: usize,
-    /// How many more wait in the queue.
+    /// The number of checks that still wait in the queue.
     pub waiting: usize,
 }
 
 impl Sends {
-    /// So many of each.
+    /// Creates an event.
     pub const fn new(checks: usize, waiting: usize) -> Self {
         Self { checks, waiting }
     }

@@ -7,9 +7,9 @@ use metrics::{
 
 use super::{Observer, event};
 
-/// Records metrics by the `metrics` crate.
+/// Records metrics through the `metrics` crate.
 ///
-/// | metric | kind | labels besides `store` |
+/// | metric | kind | labels in addition to `store` |
 /// |---|---|---|
 /// | `ratelimit_decisions_total` | counter | `policy`, `outcome` ([`Outcome::as_str`](crate::check::Outcome::as_str)), `source` ([`Source::as_str`](crate::check::Source::as_str)), `dry_run` |
 /// | `ratelimit_check_seconds` | histogram | |
@@ -17,15 +17,16 @@ use super::{Observer, event};
 /// | `ratelimit_degraded` | gauge: 1 while the fallback decides | |
 /// | `ratelimit_outage_seconds` | histogram | |
 /// | `ratelimit_reconciled_total`, `ratelimit_dropped_total` | counters, in units of cost | |
-/// | `ratelimit_leased_total`, `ratelimit_lease_refunded_total`, `ratelimit_lease_expired_total`, `ratelimit_lease_lost_total` | counters, in units of cost: [charged ahead](crate::Leased), and of that refunded unspent, and too old; and what may be lost, since Redis did not answer | |
+/// | `ratelimit_leased_total`, `ratelimit_lease_refunded_total`, `ratelimit_lease_expired_total`, `ratelimit_lease_lost_total` | counters, in units of cost: [charged in advance](crate::Leased); of that, refunded unspent and expired; and possibly lost because Redis did not reply | |
 /// | `ratelimit_batch_checks` | histogram | |
 /// | `ratelimit_queue_checks` | gauge | |
-/// | `ratelimit_misconfigured_total` | counter, as often as it is [reported](Observer::misconfigured) | |
+/// | `ratelimit_misconfigured_total` | counter of the [reports](Observer::misconfigured) | |
 ///
-/// The label `store` is the name of the observer: [`named`](Self::named), one for each [`Fallback`](crate::Fallback).
-/// No label has a caller's key: there would be as many series as callers. There are as many series as policy names, so
-/// do not name a policy for each caller. Those of [`Tiers::callers`](crate::select::Tiers::callers) may all have the
-/// same name, since their keys differ.
+/// The label `store` is the name of the observer. Create one [named](Self::named) observer per
+/// [`Fallback`](crate::Fallback). No label contains a caller's key: that would create a series per
+/// caller. Each policy name creates series, so do not name a policy for each caller: the policies
+/// of [`Tiers::callers`](crate::select::Tiers::callers) may all have the same name, since their
+/// keys differ.
 ///
 /// The names end as OpenMetrics requires (`_total`, `_seconds`), so that exporters do not change them.
 ///
@@ -40,9 +41,10 @@ use super::{Observer, event};
 /// use tower_redis_ratelimit::{RedisStore, Strategy};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// // First of all: what is made before is not described, and its gauges are missing until they change.
+/// // Install the recorder first. Observers created earlier are not described, and their gauges are
+/// missing until they change.
 /// let recorder = PrometheusBuilder::new()
-///     // Without buckets it exports quantiles, which cannot be added up over instances.
+///     // Without buckets the exporter emits quantiles, which cannot be aggregated over instances.
 ///     .set_buckets_for_metric(Matcher::Full("ratelimit_check_seconds".into()), &[0.0001, 0.001, 0.01, 0.1])?
 ///     .install_recorder()?;
 ///
@@ -52,7 +54,7 @@ use super::{Observer, event};
 /// let app: Router = Router::new()
 ///     .route("/", get(|| async { "hello" }))
 ///     .layer(limits)
-///     // Behind the layer, so that it is not limited.
+///     // Added after the layer, so it is not limited.
 ///     .route("/metrics", get(move || async move { recorder.render() }));
 /// # let _ = app;
 /// # Ok(())
@@ -66,46 +68,47 @@ use super::{Observer, event};
 /// ```
 ///
 /// Query the denials per second with
-/// `rate(ratelimit_decisions_total{outcome=~"denied|exceeds_capacity",dry_run="false"}[5m])`. A clone of this crate has
-/// alert rules and a dashboard, in `examples/ops`: see [what to do when an alert fires](crate::guide::runbook).
+/// `rate(ratelimit_decisions_total{outcome=~"denied|exceeds_capacity",dry_run="false"}[5m])`. The
+/// repository contains alert rules and a dashboard in `examples/ops`: see the
+/// [runbook](crate::guide::runbook).
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct MetricsObserver {
     store: SharedString,
 }
 
-/// Those that have no label but `store`.
+/// Counters that have no other label than `store`.
 const COUNTERS: [(&str, &str); 7] = [
     (
         "ratelimit_reconciled_total",
-        "Cost that the fallback granted and that was charged to the primary store afterwards.",
+        "Cost granted by the fallback and later charged to the primary store.",
     ),
     (
         "ratelimit_dropped_total",
-        "Cost that the fallback granted and that could not be charged to the primary store.",
+        "Cost granted by the fallback that could not be charged to the primary store.",
     ),
     (
         "ratelimit_leased_total",
-        "Cost that was charged ahead, to be spent in memory.",
+        "Cost charged in advance, to be spent in memory.",
     ),
     (
         "ratelimit_lease_refunded_total",
-        "Cost that was charged ahead and refunded, since the caller did not spend it.",
+        "Leased cost that was refunded because the caller did not spend it.",
     ),
     (
         "ratelimit_lease_expired_total",
-        "Cost that was charged ahead and not spent in time. What still counted of it was refunded.",
+        "Leased cost that expired unspent. The part that still counted was refunded.",
     ),
     (
         "ratelimit_lease_lost_total",
-        "Cost that may have been charged ahead and lost, since Redis did not answer.",
+        "Leased cost that may have been charged and lost because Redis did not reply.",
     ),
     (
         "ratelimit_misconfigured_total",
-        "Reports of a misconfigured server, which cannot count requests as it should. The log says what is wrong.",
+        "Reports of a misconfigured server. The log names the problem.",
     ),
 ];
-/// Without a unit: from OpenTelemetry, Prometheus would get those of unit 1 as `.._ratio`.
+/// Without a unit: from OpenTelemetry, Prometheus would name gauges of unit 1 `.._ratio`.
 const GAUGES: [(&str, &str); 2] = [
     (
         "ratelimit_degraded",
@@ -113,19 +116,19 @@ const GAUGES: [(&str, &str); 2] = [
     ),
     (
         "ratelimit_queue_checks",
-        "Checks that waited when a script call was last sent to Redis.",
+        "Checks waiting in the queue when the last script call was sent to Redis.",
     ),
 ];
 const HISTOGRAMS: [(&str, Unit, &str); 3] = [
     (
         "ratelimit_check_seconds",
         Unit::Seconds,
-        "How long a decision took.",
+        "Duration of a check.",
     ),
     (
         "ratelimit_outage_seconds",
         Unit::Seconds,
-        "How long the fallback decided, of each outage.",
+        "Duration of an outage, during which the fallback decided.",
     ),
     (
         "ratelimit_batch_checks",
@@ -135,28 +138,26 @@ const HISTOGRAMS: [(&str, Unit, &str); 3] = [
 ];
 
 impl MetricsObserver {
-    /// An observer with the label `store="default"`.
+    /// Creates an observer with the label `store="default"`.
     pub fn new() -> Self {
         Self::named("default")
     }
 
-    /// An observer with this label `store`, for a process with several stores. Stores of the same name would share
-    /// their gauges.
+    /// Creates an observer with this label `store`, for a process with several stores. Observers of the same name share their gauges, so give each store its name.
     ///
-    /// It describes the metrics to the recorder, and registers those that need no other label, so install the recorder
-    /// first.
+    /// The constructor describes the metrics to the recorder, and registers those without further labels, so install the recorder first.
     pub fn named(store: &str) -> Self {
         let store = SharedString::from(Arc::<str>::from(store));
         describe_counter!(
             "ratelimit_decisions_total",
             Unit::Count,
-            "Requests decided, by the policy that decided, the outcome, and where it was decided. A dry run rejects \
+            "Requests decided, by deciding policy, outcome, and source. A dry run rejects \
              nothing."
         );
         describe_counter!(
             "ratelimit_failures_total",
             Unit::Count,
-            "Checks that a store could not decide, by the kind of the error. A fallback may have decided them."
+            "Checks that a store could not decide, by kind of error. A fallback may have decided them."
         );
         for (name, description) in COUNTERS {
             describe_counter!(name, Unit::Count, description);
@@ -164,12 +165,12 @@ impl MetricsObserver {
         }
         for (name, description) in GAUGES {
             describe_gauge!(name, description);
-            // There may be one of this name already, which keeps its value.
+            // Adding 0 keeps the value of a gauge that already exists.
             gauge!(name, "store" => store.clone()).increment(0.0);
         }
         for (name, unit, description) in HISTOGRAMS {
             describe_histogram!(name, unit, description);
-            // Without one that begins at 0, Prometheus does not see the first outage.
+            // Register the histogram empty: Prometheus does not see the first outage unless the series starts at 0.
             drop(histogram!(name, "store" => store.clone()));
         }
         Self { store }

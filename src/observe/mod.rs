@@ -1,4 +1,4 @@
-//! Notifications of what happens, for logs, metrics and health checks.
+//! Event notifications for logs, metrics and health checks.
 
 pub mod event;
 #[cfg(feature = "metrics")]
@@ -19,24 +19,27 @@ pub use self::metrics::MetricsObserver;
 pub use self::tracing::TracingObserver;
 pub(crate) use self::unobserved::or_log;
 
-/// Is notified of what happens, for logs, metrics and health checks.
+/// Receives events, for logs, metrics and health checks.
 ///
-/// With the feature `tracing` there is a `TracingObserver`, with the feature `metrics` a `MetricsObserver`.
+/// The crate provides a `TracingObserver` with the feature `tracing`, and a `MetricsObserver` with
+/// the feature `metrics`.
 ///
-/// Where no observer is set, the feature `tracing` logs what needs attention as a `TracingObserver` does:
-/// [`degraded`](Self::degraded), [`recovered`](Self::recovered), [`misconfigured`](Self::misconfigured), and
-/// [`failed`](Self::failed) once a minute for each kind of error. Without the feature, a debug build writes the first
-/// `degraded` and `misconfigured` to standard error. `.observer(())` turns both off.
+/// Without an observer, the feature `tracing` logs problems as a `TracingObserver` does:
+/// [`degraded`](Self::degraded), [`recovered`](Self::recovered),
+/// [`misconfigured`](Self::misconfigured), and [`failed`](Self::failed) once a minute for each kind
+/// of error. Without that feature, a debug build prints the first `degraded` and the first
+/// `misconfigured` to standard error. `.observer(())` disables both.
 ///
-/// One call is enough: an observer set by [`RateLimitLayer::observer`](crate::RateLimitLayer::observer) is notified of
-/// the layer's decisions, of its [`Fallback`](crate::Fallback), and of both stores in that. A store that has an
-/// observer keeps it: that of [its builder](crate::store::RedisStoreBuilder::observer), or of the first layer over it.
-/// So if several layers share a store, only the first one's observer is notified of the store. A pair of observers is
-/// an observer.
+/// Set the observer once: [`RateLimitLayer::observer`](crate::RateLimitLayer::observer) also passes
+/// it to the layer's [`Fallback`](crate::Fallback) and to both stores in it. A store keeps the
+/// first observer that it gets, either from [its
+/// builder](crate::store::RedisStoreBuilder::observer) or from the first layer over it. So if
+/// several layers share a store, only the first layer's observer receives the store's events. A
+/// pair of observers is an observer.
 ///
-/// Every method does nothing by default. They are called on the request path or on a task of the store, so they must
-/// not block. A panic fails the request that a layer reports; a panic on an event of a [`Fallback`](crate::Fallback)
-/// only loses that event.
+/// Every method does nothing by default. Methods are called on the request path or on a task of the
+/// store, so they must not block. A panic in an event of a layer fails the request; a panic in an
+/// event of a [`Fallback`](crate::Fallback) only loses that event.
 ///
 /// ```
 /// use tower_redis_ratelimit::observe::{Observer, event};
@@ -45,35 +48,31 @@ pub(crate) use self::unobserved::or_log;
 ///
 /// impl Observer for Log {
 ///     fn degraded(&self, event: &event::Degraded<'_>) {
-///         eprintln!("rate limits are local now: {}", event.error);
+///         eprintln!("shared store unavailable, enforcing rate limits locally: {}", event.error);
 ///     }
 ///
 ///     fn recovered(&self, event: &event::Recovered) {
-///         eprintln!("rate limits are shared again, after {:.1?}", event.after);
+///         eprintln!("shared store recovered after {:.1?}", event.after);
 ///     }
 /// }
 /// ```
 pub trait Observer: Send + Sync + 'static {
-    /// A layer got a decision.
+    /// A layer received a decision.
     fn decided(&self, event: &event::Decided<'_>) {
         let _ = event;
     }
 
-    /// A store could not decide a check: reported by a [`Fallback`](crate::Fallback), which then answers it locally,
-    /// and by a layer when nothing could answer it. Also reported when a request could not be
-    /// [settled](crate::RateLimitLayer::settle).
+    /// A store could not decide a check. A [`Fallback`](crate::Fallback) reports this before it decides the check itself, and a layer if no store decided. Also reported if a request could not be [settled](crate::RateLimitLayer::settle).
     fn failed(&self, event: &event::Failed<'_>) {
         let _ = event;
     }
 
-    /// The server is misconfigured, so that a layer can count no request: over HTTP each gets a 500. Or it cannot count
-    /// by a policy, which it leaves out, or has counted a request twice, or a policy is leased without effect, or the Redis
-    /// user lacks a right. Reported at most once a minute by each layer and store.
+    /// The server is misconfigured. Either a layer can count no request, and every HTTP request gets a 500. Or a layer skips a policy that it cannot enforce, a request was charged twice, a policy is leased without effect, or the Redis user lacks a right. Each layer and store reports this at most once a minute.
     fn misconfigured(&self, event: &event::Misconfigured<'_>) {
         let _ = event;
     }
 
-    /// The primary store of a [`Fallback`](crate::Fallback) has failed too often: from here on the fallback decides.
+    /// The primary store of a [`Fallback`](crate::Fallback) has failed too often, so the fallback decides.
     fn degraded(&self, event: &event::Degraded<'_>) {
         let _ = event;
     }
@@ -83,12 +82,12 @@ pub trait Observer: Send + Sync + 'static {
         let _ = event;
     }
 
-    /// What the fallback granted was charged to the primary store, after an outage or a single failure.
+    /// The fallback's grants were charged to the primary store, after an outage or a single failure.
     fn reconciled(&self, event: &event::Reconciled) {
         let _ = event;
     }
 
-    /// What a [`Leased`](crate::Leased) store had charged ahead for a caller is spent, or the rest is refunded.
+    /// A block of a [`Leased`](crate::Leased) store has ended: it is spent, or its rest is refunded.
     fn leased(&self, event: &event::Leased) {
         let _ = event;
     }
@@ -99,10 +98,10 @@ pub trait Observer: Send + Sync + 'static {
     }
 }
 
-/// Ignores all events: `.observer(())` also turns off the log of what needs attention.
+/// Ignores all events: `.observer(())` also disables the log of problems.
 impl Observer for () {}
 
-macro_rules! tells {
+macro_rules! forward {
     ($self:ident: $($observer:expr),+) => {
         fn decided(&$self, event: &event::Decided<'_>) {
             $($observer.decided(event);)+
@@ -138,13 +137,13 @@ macro_rules! tells {
     };
 }
 
-/// Notifies both.
+/// Notifies both observers.
 impl<A: Observer, B: Observer> Observer for (A, B) {
-    tells!(self: self.0, self.1);
+    forward!(self: self.0, self.1);
 }
 
 impl<O: Observer + ?Sized> Observer for Arc<O> {
-    tells!(self: (**self));
+    forward!(self: (**self));
 }
 
 impl fmt::Debug for dyn Observer {

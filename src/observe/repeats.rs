@@ -20,7 +20,7 @@ const COUNTS_PER_CALL: usize = 2;
 /// Reports a new subject immediately, and afterwards its count at the end of each minute in which it occurred. A subject
 /// that does not occur for a minute is new again.
 ///
-/// No task runs: call [`counts`](Self::counts) before each [`note`](Self::note). At most `max` subjects are listed in a
+/// No task runs: call [`counts`](Self::counts) before each [`record`](Self::record). At most `max` subjects are listed in a
 /// minute; the others share one count.
 pub(super) struct Repeats<K, S> {
     minute: Mutex<Minute<K, S>>,
@@ -33,7 +33,7 @@ struct Minute<K, S> {
     ends: Instant,
     /// The subjects of this minute, each with its unreported count. The key of the unlisted subjects is `None`.
     counts: HashMap<Option<K>, Count<S>>,
-    /// Counts of the last minute to be reported.
+    /// Counts of the previous minute that are not reported yet.
     due: Vec<Count<S>>,
     max: usize,
 }
@@ -58,7 +58,7 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
     }
 
     /// Counts one occurrence. Returns a new subject, to be reported immediately.
-    pub(super) fn note(&self, key: K, subject: impl FnOnce() -> S) -> Option<Count<S>> {
+    pub(super) fn record(&self, key: K, subject: impl FnOnce() -> S) -> Option<Count<S>> {
         let minute = &mut *lock(&self.minute);
         if minute.counts.is_empty() {
             minute.ends = instant() + MINUTE;
@@ -70,7 +70,7 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
                 count.get_mut().1 += 1;
                 return None;
             }
-            Entry::Vacant(place) => place.insert((is_listed.then(subject), 0)).0.clone(),
+            Entry::Vacant(entry) => entry.insert((is_listed.then(subject), 0)).0.clone(),
         };
         self.schedule(minute);
         Some((new, 1))
@@ -145,12 +145,12 @@ mod tests {
 
     use super::*;
 
-    /// Notes one more occurrence, and returns all reports.
-    fn note(repeats: &Repeats<u32, u32>, key: u32) -> Vec<Count<u32>> {
+    /// Records an occurrence, and returns all reports.
+    fn record(repeats: &Repeats<u32, u32>, key: u32) -> Vec<Count<u32>> {
         repeats
             .counts()
             .into_iter()
-            .chain(repeats.note(key, || key))
+            .chain(repeats.record(key, || key))
             .collect()
     }
 
@@ -163,8 +163,8 @@ mod tests {
         let repeats = Repeats::new(10);
         let mut lines = vec![];
         for second in 0..=300 {
-            lines.extend(note(&repeats, 1).into_iter().map(|line| (second, line)));
-            assert_eq!(note(&repeats, 1), []);
+            lines.extend(record(&repeats, 1).into_iter().map(|line| (second, line)));
+            assert_eq!(record(&repeats, 1), []);
             advance(Duration::from_secs(1)).await;
         }
         // Two a second: the first immediately, and after each minute the count of that minute.
@@ -182,7 +182,7 @@ mod tests {
     async fn counts_are_reported_with_or_without_traffic() {
         let repeats = Repeats::new(10);
         for (key, count) in [(1, 3), (2, 1), (3, 5), (4, 2)] {
-            (0..count).for_each(|_| drop(note(&repeats, key)));
+            (0..count).for_each(|_| drop(record(&repeats, key)));
         }
         assert!(repeats.counts().is_empty());
         advance(MINUTE).await;
@@ -193,7 +193,7 @@ mod tests {
         counts.sort();
         assert_eq!(counts, [(Some(1), 2), (Some(3), 4), (Some(4), 1)]);
         // A subject that did not occur for a minute is new again.
-        assert_eq!(note(&repeats, 2), [(Some(2), 1)]);
+        assert_eq!(record(&repeats, 2), [(Some(2), 1)]);
         advance(2 * MINUTE).await;
         while listed(&repeats) > 0 {
             assert!(repeats.counts().is_empty());
@@ -209,7 +209,7 @@ mod tests {
     async fn one_call_reports_few_counts() {
         let repeats = Repeats::new(1_000);
         for _ in 0..2 {
-            (0..1_000).for_each(|key| drop(note(&repeats, key)));
+            (0..1_000).for_each(|key| drop(record(&repeats, key)));
         }
         advance(MINUTE).await;
         let calls: Vec<usize> = (0..501).map(|_| repeats.counts().len()).collect();
@@ -231,7 +231,7 @@ mod tests {
 
         let (repeats, was_free) = (Arc::new(Repeats::new(10)), Arc::default());
         let subject = || Arc::new(Error(Arc::downgrade(&repeats), Arc::clone(&was_free)));
-        drop(repeats.note(1, subject));
+        drop(repeats.record(1, subject));
         advance(MINUTE).await;
         assert!(repeats.counts().is_empty() && was_free.load(Relaxed));
     }
@@ -242,7 +242,7 @@ mod tests {
         let mut lines = vec![];
         for round in 0..10 {
             for key in 0..1_000 {
-                lines.extend(note(&repeats, key));
+                lines.extend(record(&repeats, key));
             }
             if round == 0 {
                 assert_eq!(lines, [(Some(0), 1), (Some(1), 1), (Some(2), 1), (None, 1)]);
@@ -264,6 +264,6 @@ mod tests {
         );
         // Subjects that do not occur again make room.
         advance(MINUTE).await;
-        assert_eq!(note(&repeats, 500), [(Some(500), 1)]);
+        assert_eq!(record(&repeats, 500), [(Some(500), 1)]);
     }
 }

@@ -10,18 +10,18 @@ use super::{Observer, event};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Key, Policy};
 
-/// Logs by `tracing` which callers were limited, and when the limits are no longer shared.
+/// Logs denied callers and store problems through `tracing`.
 ///
-/// | what | level | how often |
+/// | event | level | frequency |
 /// |---|---|---|
-/// | a denial: `policy`, `caller`, `denied`, `dry_run` | info | at once, then once a minute for each caller and policy |
-/// | a failed check: `kind`, `error`, `failed` | warn | at once, then once a minute for each kind |
-/// | the server is [misconfigured](Observer::misconfigured) | error | once a minute by each layer |
+/// | a denial: `policy`, `caller`, `denied`, `dry_run` | info | immediately, then once a minute per caller and policy |
+/// | a failed check: `kind`, `error`, `failed` | warn | immediately, then once a minute per kind |
+/// | the server is [misconfigured](Observer::misconfigured) | error | once a minute per layer |
 /// | a [`Fallback`](crate::Fallback) decides locally | warn | each time |
-/// | it shares its counts again, or has charged what it granted | info | each time |
+/// | a [`Fallback`](crate::Fallback) has recovered or reconciled | info | each time |
 /// | every decision, failure and call, in full | trace | each time |
 ///
-/// # Who was limited, in the log
+/// # Denied callers
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::HeaderKey;
@@ -42,19 +42,20 @@ use crate::limit::{Key, Policy};
 /// INFO rate limit exceeded policy="api" caller="user-42" denied=5811 dry_run=false
 /// ```
 ///
-/// `denied` is how many of the caller's requests were denied since the previous line. No task writes these lines: a
-/// count is logged by the first decision after its minute, of any caller, or when the last clone of the observer is
-/// dropped. Without [`reveal_keys`](Self::reveal_keys) a caller is shown as a few digits of a hash, such as
-/// `Key(#a1b2c3)`, always the same. The first line is in the span of its request, a count is in no span.
+/// `denied` is the number of the caller's denied requests since the previous line. No task writes
+/// these lines: a count is logged by the first decision, of any caller, after the count's minute
+/// has ended, or when the last clone of the observer is dropped. Without
+/// [`reveal_keys`](Self::reveal_keys) a caller is shown as some digits of a stable hash, such as
+/// `Key(#a1b2c3)`. The first line belongs to the span of its request, a count to no span.
 ///
-/// Callers beyond the [maximum](Self::callers) of a minute have one line together:
-/// `further callers rate limited (not listed)`.
+/// Callers beyond the [maximum](Self::callers) per minute share one line: `further callers rate
+/// limited (not listed)`.
 ///
-/// # In a request's span
+/// # Request spans
 ///
-/// A denial sets the field `rate_limit` of the current span, if that has such a field, to `denied` or
-/// `exceeds_capacity`; one that a [dry run](event::Decided::dry_run) lets pass sets `rate_limit_dry_run`. So a request
-/// log has it:
+/// A denial sets the field `rate_limit` of the current span, if the span has that field, to
+/// `denied` or `exceeds_capacity`. A denial in a [dry run](event::Decided::dry_run), which rejects
+/// nothing, sets `rate_limit_dry_run` instead. A request log can therefore include both:
 ///
 /// ```
 /// use axum::{Router, body::Body, routing::get};
@@ -70,7 +71,7 @@ use crate::limit::{Key, Policy};
 /// let requests = TraceLayer::new_for_http().make_span_with(|request: &Request<Body>| {
 ///     info_span!("request", method = %request.method(), path = request.uri().path(), rate_limit = field::Empty)
 /// });
-/// // The last one is the outermost: the span is there when the limits are asked.
+/// // The layer added last is the outermost, so the span exists when the limits are checked.
 /// let app: Router = Router::new().route("/", get(|| async { "hello" })).layer(limits).layer(requests);
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
@@ -81,9 +82,9 @@ pub struct TracingObserver {
     reveal_keys: bool,
 }
 
-/// What is logged once a minute.
+/// The events that are logged at most once a minute.
 struct Log {
-    /// By the caller, the policy, and whether it is a dry run.
+    /// Per caller, policy, and whether it is a dry run.
     denials: Repeats<(Key, u64, bool), Denied>,
     failures: Repeats<ErrorKind, StoreError>,
 }
@@ -96,10 +97,10 @@ struct Denied {
 }
 
 impl TracingObserver {
-    /// How many callers are listed by default.
+    /// Default maximum number of callers that are listed.
     pub const DEFAULT_CALLERS: NonZeroUsize = NonZeroUsize::MIN.saturating_add(999);
 
-    /// Shows callers as a few digits of a hash.
+    /// Creates an observer that shows callers as some digits of a hash.
     pub fn new() -> Self {
         Self {
             log: Log::new(Self::DEFAULT_CALLERS),
@@ -107,8 +108,7 @@ impl TracingObserver {
         }
     }
 
-    /// Names callers by their [keys in clear](Key::reveal), which may be addresses or names of users. A secret stays
-    /// hashed. Defaults to no.
+    /// Shows callers by their [keys in clear](Key::reveal), which may be addresses or user names. Secrets stay hashed. Disabled by default.
     pub fn reveal_keys(self) -> Self {
         Self {
             reveal_keys: true,
@@ -116,9 +116,7 @@ impl TracingObserver {
         }
     }
 
-    /// Sets how many callers may be listed in a minute; one that is denied by two policies counts twice. It bounds the
-    /// lines, and the memory to about 400 bytes each. Defaults to [1,000](Self::DEFAULT_CALLERS). Earlier clones keep
-    /// their counts.
+    /// Sets the maximum number of callers that are listed per minute, which bounds the log lines, and the memory to about 400 bytes per caller. A caller denied by two policies counts twice. Defaults to [1,000](Self::DEFAULT_CALLERS). Earlier clones keep their counts.
     pub fn callers(self, max: NonZeroUsize) -> Self {
         Self {
             log: Log::new(max),
@@ -141,7 +139,7 @@ impl Default for TracingObserver {
     }
 }
 
-/// Shows no caller, whether or not the log does.
+/// Never shows a caller, even if the log does.
 impl fmt::Debug for TracingObserver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("TracingObserver")
@@ -182,12 +180,16 @@ impl Observer for TracingObserver {
                 },
             );
             span.record(field, outcome.as_str());
-            let who = || Denied {
+            let subject = || Denied {
                 policy: policy.clone(),
                 caller: self.shown(key),
                 dry_run,
             };
-            if let Some(new) = self.log.denials.note((*key, policy.id(), dry_run), who) {
+            if let Some(new) = self
+                .log
+                .denials
+                .record((*key, policy.id(), dry_run), subject)
+            {
                 denied(&span, new);
             }
         }
@@ -201,34 +203,31 @@ impl Observer for TracingObserver {
             "rate limit check failed"
         );
         self.log.report_counts();
-        if let Some(new) = self.log.failures.note(error.kind(), || error.clone()) {
+        if let Some(new) = self.log.failures.record(error.kind(), || error.clone()) {
             failed(&Span::current(), new);
         }
     }
 
     fn misconfigured(&self, &event::Misconfigured { problem }: &event::Misconfigured<'_>) {
-        error!(
-            problem,
-            "the server is set up so that requests are not counted as they should be"
-        );
+        error!(problem, "rate limiting is misconfigured");
     }
 
     fn degraded(&self, &event::Degraded { error }: &event::Degraded<'_>) {
         warn!(
             kind = error.kind().as_str(),
             error = error as &dyn StdError,
-            "rate limits are local: the shared store has failed too often"
+            "shared store unavailable, enforcing rate limits locally"
         );
     }
 
     fn recovered(&self, &event::Recovered { after }: &event::Recovered) {
-        info!(?after, "rate limits are shared again");
+        info!(?after, "shared store recovered");
     }
 
     fn reconciled(&self, &event::Reconciled { charged, dropped }: &event::Reconciled) {
         info!(
             charged,
-            dropped, "charged what was granted locally to the shared store"
+            dropped, "reconciled local grants with the shared store"
         );
     }
 
@@ -254,14 +253,14 @@ impl Observer for TracingObserver {
 
 impl Log {
     fn new(callers: NonZeroUsize) -> Arc<Self> {
-        // There are fewer kinds than this.
+        // More than there are kinds of errors.
         Arc::new(Self {
             denials: Repeats::new(callers.get()),
             failures: Repeats::new(64),
         })
     }
 
-    /// In no span, since it is about other requests than the current one.
+    /// Uses no span: the counts are about other requests than the current one.
     fn report_counts(&self) {
         self.denials
             .counts()

@@ -1,4 +1,4 @@
-//! What is logged where no observer is set, so that nothing goes wrong in silence.
+//! The default observer: logs problems if the user has set no observer.
 
 use std::error::Error as _;
 use std::fmt;
@@ -7,15 +7,17 @@ use std::sync::{Arc, Once};
 
 use super::{Observer, event};
 
-/// The observer that is set, or one that logs what needs attention, and no decision.
+/// Returns the user's observer, or one that logs problems but no decisions.
 pub(crate) fn or_log(observer: Option<&Arc<dyn Observer>>) -> &dyn Observer {
     observer.map_or(&Unobserved, |observer| &**observer)
 }
 
-/// Logs by `tracing`, if anybody has set a subscriber; otherwise what is worst on standard error.
+/// Logs through `tracing` if a subscriber is set, otherwise prints the worst problems to standard
+/// error.
 struct Unobserved;
 
-/// One log for the whole process: what several layers or stores report at the same time is logged once.
+/// Returns one log for the whole process, so that a problem that several layers or stores report at
+/// the same time is logged once.
 fn log() -> Option<&'static dyn Observer> {
     #[cfg(feature = "tracing")]
     if tracing::dispatcher::has_been_set() {
@@ -35,18 +37,18 @@ impl Observer for Unobserved {
     }
 
     fn misconfigured(&self, event: &event::Misconfigured<'_>) {
-        static SAID: Once = Once::new();
+        static PRINTED: Once = Once::new();
         match log() {
             Some(log) => log.misconfigured(event),
-            None => say(
-                &SAID,
+            None => print_once(
+                &PRINTED,
                 format_args!("the server is misconfigured: {}", event.problem),
             ),
         }
     }
 
     fn degraded(&self, event: &event::Degraded<'_>) {
-        static SAID: Once = Once::new();
+        static PRINTED: Once = Once::new();
         match log() {
             Some(log) => log.degraded(event),
             None => {
@@ -55,9 +57,12 @@ impl Observer for Unobserved {
                     .source()
                     .map(|cause| format!(" ({cause})"))
                     .unwrap_or_default();
-                say(
-                    &SAID,
-                    format_args!("rate limits are local: {}{cause}", event.error),
+                print_once(
+                    &PRINTED,
+                    format_args!(
+                        "shared store unavailable, enforcing rate limits locally: {}{cause}",
+                        event.error
+                    ),
                 );
             }
         }
@@ -70,16 +75,16 @@ impl Observer for Unobserved {
     }
 }
 
-/// Says it on standard error, in debug builds, and once.
-fn say(said: &Once, problem: fmt::Arguments<'_>) {
+/// Prints a problem to standard error, once per `printed`, in debug builds only.
+fn print_once(printed: &Once, problem: fmt::Arguments<'_>) {
     if cfg!(debug_assertions) {
-        said.call_once(|| {
-            // `eprintln!` panics if nobody reads it any more.
+        printed.call_once(|| {
+                        // `eprintln!` would panic if standard error is closed.
             let _ = writeln!(
                 std::io::stderr(),
                 "tower-redis-ratelimit: {problem}\n\
-                 It is said once, and in debug builds only: set an observer, or turn on the feature `tracing` and set a \
-                 subscriber."
+                 Printed once, in debug builds only. To get all reports, set an observer, or enable the feature `tracing` \
+                 and install a subscriber."
             );
         });
     }

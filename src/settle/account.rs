@@ -10,51 +10,53 @@ use crate::limit::{Check, Decision};
 use crate::refunds::{PendingOp, RefundQueue, Reserved};
 use crate::util::lock;
 
-/// What one request has reserved. The last one who drops it settles it.
+/// The reservations of one request. Dropping it settles them.
 pub(crate) struct Account {
     refunds: Arc<dyn RefundQueue>,
-    /// How much is reserved under the layer's policies, also in a dry run.
+    /// The cost reserved under the layer's policies, also in a dry run.
     reserved: AtomicU32,
-    /// How much of that the layer's decision does not know of. Written under the lock.
-    later: AtomicU32,
-    /// What was counted, or [`UNUSED`].
+    /// The part of `reserved` that the handler has added, which the layer's decision does not
+    /// include. Written under the lock.
+    extra: AtomicU32,
+    /// The cost counted by the handles, or [`UNUSED`].
     units: AtomicU64,
     bytes: AtomicU64,
-    book: Mutex<Book>,
-    /// That of a layer around this one, which counts the same.
+    state: Mutex<AccountState>,
+    /// The handle of an outer layer, which counts the same cost.
     outer: OnceLock<Charge>,
 }
 
-struct Book {
+struct AccountState {
     open: Open,
     settlement: Settlement,
-    /// Of the policies that count requests in flight: dropped with the account.
+    /// The slots under policies of requests in flight.
     in_flight: SmallVec<[Slot; 1]>,
 }
 
-/// What is not settled yet.
+/// The reservations that are not settled yet.
 #[derive(Default)]
 struct Open {
     /// Under the layer's policies, or those of a dry run and of shadows.
     reserved: SmallVec<[Reserved; 1]>,
     /// Whether the first one is under policies that the layer enforces.
     enforced: bool,
-    /// What the handler has reserved beside the first one.
-    later: Vec<Reserved>,
+    /// The handler's additions to the first one.
+    extra: Vec<Reserved>,
 }
 
-/// What a request costs in the place of what it has reserved.
+/// The cost of a request, and the reserved cost that it replaces.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Settled {
     pub(crate) reserved: u32,
     pub(crate) cost: u32,
 }
 
-/// No handle has counted anything.
+/// Marks a request for which no handle has counted a cost.
 const UNUSED: u64 = u64::MAX;
 
 impl Account {
-    /// The account of a request that settles as the handles say. It may have reserved nothing.
+    /// Creates the account of a request, which may have reserved nothing. By default the handles
+    /// determine the cost.
     pub(crate) fn new(
         refunds: Arc<dyn RefundQueue>,
         reserved: Option<Reserved>,
@@ -66,9 +68,9 @@ impl Account {
         let open = Open {
             reserved: reserved.into_iter().collect(),
             enforced,
-            later: Vec::new(),
+            extra: Vec::new(),
         };
-        let book = Book {
+        let state = AccountState {
             open,
             settlement: Settlement::AtEnd,
             in_flight,
@@ -76,49 +78,50 @@ impl Account {
         Self {
             refunds,
             reserved: AtomicU32::new(cost),
-            later: AtomicU32::new(0),
+            extra: AtomicU32::new(0),
             units: AtomicU64::new(UNUSED),
             bytes: AtomicU64::new(0),
-            book: Mutex::new(book),
+            state: Mutex::new(state),
             outer: OnceLock::new(),
         }
     }
 
-    /// Counts for this one, too: that of a layer around.
+    /// Also counts for an outer layer.
     pub(super) fn count_for(&self, outer: Charge) {
-        // A request is called with it once.
+        // Called once per request.
         let _ = self.outer.set(outer);
     }
 
-    /// A dry run is about to reserve so much, in the place of the layer.
+    /// Announces the cost that a dry run will reserve.
     pub(crate) fn reserves(&self, cost: u32) {
         self.reserved.store(cost, Relaxed);
     }
 
-    /// Adds what was reserved in a dry run.
+    /// Adds the reservation of a dry run.
     pub(crate) fn add(&self, reserved: Reserved, slot: Option<Slot>) {
         let cost = {
-            let mut book = lock(&self.book);
-            book.in_flight.extend(slot);
-            match book.settlement.cost_at_head(reserved.cost()) {
-                None => return book.open.reserved.push(reserved),
+            let mut state = lock(&self.state);
+            state.in_flight.extend(slot);
+            match state.settlement.cost_at_head(reserved.cost()) {
+                None => return state.open.reserved.push(reserved),
                 Some(cost) => cost,
             }
         };
         reserved.settle(cost, &*self.refunds);
     }
 
-    /// Settles by what is known when the head of the response is there, or says how to do so in the end. The cost under the
-    /// layer's policies, if that is known.
+    /// Applies the rule of the layer when the head of the response is known. Either settles
+    /// immediately, or stores how to settle at the end. Returns the cost under the layer's
+    /// policies, if it is determined.
     pub(crate) fn settle(&self, settlement: Settlement) -> Option<Settled> {
         let (open, known, cost) = {
-            let mut book = lock(&self.book);
-            book.settlement = settlement;
+            let mut state = lock(&self.state);
+            state.settlement = settlement;
             let reserved = self.reserved();
             let cost = settlement.cost_at_head(reserved)?;
             (
-                std::mem::take(&mut book.open),
-                reserved.saturating_sub(self.later.swap(0, Relaxed)),
+                std::mem::take(&mut state.open),
+                reserved.saturating_sub(self.extra.swap(0, Relaxed)),
                 cost,
             )
         };
@@ -132,31 +135,33 @@ impl Account {
         })
     }
 
-    /// What asks for more under the layer's policies. `None` if nothing is reserved there, or all is settled.
-    pub(super) fn ask_more(&self, units: u32) -> Option<Check> {
-        let book = lock(&self.book);
-        book.open
+    /// Returns the check that reserves more under the layer's policies. `None` if nothing is
+    /// reserved there, or if it is already settled.
+    pub(super) fn check_extra(&self, units: u32) -> Option<Check> {
+        let state = lock(&self.state);
+        state
+            .open
             .reserved
             .first()
-            .filter(|_| book.open.enforced)?
+            .filter(|_| state.open.enforced)?
             .ask_more(units)
     }
 
-    /// Adds what was granted to that.
-    pub(super) fn add_more(&self, reserved: Reserved) {
+    /// Adds the grant of that check.
+    pub(super) fn add_extra(&self, reserved: Reserved) {
         let units = reserved.cost();
         let settlement = {
-            let mut book = lock(&self.book);
-            if book.settlement.cost_at_head(units).is_none() {
-                book.open.later.push(reserved);
-                for sum in [&self.reserved, &self.later] {
+            let mut state = lock(&self.state);
+            if state.settlement.cost_at_head(units).is_none() {
+                state.open.extra.push(reserved);
+                for sum in [&self.reserved, &self.extra] {
                     sum.store(sum.load(Relaxed).saturating_add(units), Relaxed);
                 }
                 return;
             }
-            book.settlement
+            state.settlement
         };
-        // The head came first: if it has told the cost, that is charged already.
+        // The head of the response came first. If it determined the cost, that is already charged.
         let kept = if settlement == Settlement::Keep {
             units
         } else {
@@ -165,44 +170,44 @@ impl Account {
         reserved.settle(kept, &*self.refunds);
     }
 
-    /// Refunds what was reserved as so much more.
-    pub(super) fn give_back(&self, units: u32) {
+    /// Refunds an addition of this cost.
+    pub(super) fn refund_extra(&self, units: u32) {
         let given = {
-            let later = &mut lock(&self.book).open.later;
-            let Some(at) = later.iter().rposition(|reserved| reserved.cost() == units) else {
+            let extra = &mut lock(&self.state).open.extra;
+            let Some(at) = extra.iter().rposition(|reserved| reserved.cost() == units) else {
                 return;
             };
             self.reserved.fetch_sub(units, Relaxed);
-            self.later.fetch_sub(units, Relaxed);
-            later.swap_remove(at)
+            self.extra.fetch_sub(units, Relaxed);
+            extra.swap_remove(at)
         };
         given.settle(0, &*self.refunds);
     }
 
-    /// The layer's decision with what was reserved after it.
+    /// Adds the later reservations to the layer's decision.
     pub(crate) fn update(&self, decision: Decision) -> Decision {
-        match self.later.load(Relaxed) {
+        match self.extra.load(Relaxed) {
             0 => decision,
-            later => decision.settled(self.reserved().saturating_sub(later), self.reserved()),
+            extra => decision.settled(self.reserved().saturating_sub(extra), self.reserved()),
         }
     }
 
-    /// The call has ended: nothing of it is in flight, even if what it costs is not settled yet.
+    /// Releases the slots when the call has ended, even if its cost is not settled yet.
     pub(crate) fn end(&self) {
-        let _ended = std::mem::take(&mut lock(&self.book).in_flight);
+        let _ended = std::mem::take(&mut lock(&self.state).in_flight);
     }
 
-    /// Asks for the request.
+    /// Sends an operation and waits for its result.
     pub(super) async fn ask(&self, op: PendingOp) {
         self.refunds.ask(op).await;
     }
 
-    /// That of the layer around this one.
+    /// Returns the handle of the outer layer.
     pub(super) fn outer(&self) -> Option<&Charge> {
         self.outer.get()
     }
 
-    /// So many bytes of the body were sent.
+    /// Counts bytes of the body that were sent.
     pub(crate) fn sent(&self, bytes: usize) {
         self.bytes.fetch_add(bytes as u64, Relaxed);
     }
@@ -211,14 +216,14 @@ impl Account {
         self.reserved.load(Relaxed)
     }
 
-    /// What was counted, if anything was.
+    /// Returns the counted cost, if a handle has counted any.
     pub(super) fn counted(&self) -> Option<u64> {
         Some(self.units.load(Relaxed)).filter(|units| *units != UNUSED)
     }
 
-    /// Counts for this account, and for those around it.
+    /// Counts for this account and for the outer ones.
     pub(super) fn count(&self, count: impl Fn(u64) -> u64 + Copy) {
-        // The sum stays below what says that there is none.
+        // Stay below `UNUSED`.
         let next = |units| Some(count(if units == UNUSED { 0 } else { units }).min(UNUSED - 1));
         let _ = self.units.fetch_update(Relaxed, Relaxed, next);
         if let Some(outer) = self.outer.get() {
@@ -233,12 +238,12 @@ impl Drop for Account {
             units: self.counted(),
             bytes: *self.bytes.get_mut(),
         };
-        let book = self
-            .book
+        let state = self
+            .state
             .get_mut()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
-        let settlement = book.settlement;
-        std::mem::take(&mut book.open).settle(
+        let settlement = state.settlement;
+        std::mem::take(&mut state.open).settle(
             |reserved| settlement.cost(reserved, counted),
             &*self.refunds,
         );
@@ -246,24 +251,24 @@ impl Drop for Account {
 }
 
 impl Open {
-    /// Settles by what a request costs for which so much was reserved.
+    /// Settles each reservation. `cost` returns the cost of the request, given the reserved cost.
     fn settle(self, cost: impl Fn(u32) -> u32, refunds: &dyn RefundQueue) {
         let Self {
-            reserved, later, ..
+            reserved, extra, ..
         } = self;
-        let more = later
+        let extra_cost = extra
             .iter()
             .map(Reserved::cost)
             .fold(0, u32::saturating_add);
         let mut reserved = reserved.into_iter();
-        if !later.is_empty()
+        if !extra.is_empty()
             && let Some(first) = reserved.next()
         {
-            let all = first.cost().saturating_add(more);
+            let all = first.cost().saturating_add(extra_cost);
             let cost = cost(all);
             let (mut back, mut missing) = (all.saturating_sub(cost), cost.saturating_sub(all));
-            // What was reserved last is refunded first, since all of it counts still.
-            for part in later.into_iter().rev().chain([first]) {
+            // Refund the newest reservation first, since all of it still counts.
+            for part in extra.into_iter().rev().chain([first]) {
                 let refunded = back.min(part.cost());
                 back -= refunded;
                 let cost = part.cost() - refunded + std::mem::take(&mut missing);
@@ -271,7 +276,7 @@ impl Open {
             }
         }
         for tried in reserved {
-            let cost = cost(tried.cost().saturating_add(more));
+            let cost = cost(tried.cost().saturating_add(extra_cost));
             tried.settle(cost, refunds);
         }
     }

@@ -10,14 +10,15 @@ use crate::limit::RateLimited;
 use crate::refunds::{PendingOp, RefundQueue, Reserved};
 use crate::util::instant;
 
-/// Counts what a request really costs: in the extensions of every request that passes a layer that
-/// [settles](crate::RateLimitLayer::settle), or holds what it has taken [until the body's
-/// end](crate::RateLimitLayer::until_body_end).
+/// A handle that counts the actual cost of a request. A layer that
+/// [settles](crate::RateLimitLayer::settle), or that keeps charges [until the body's
+/// end](crate::RateLimitLayer::until_body_end), inserts it into the request's extensions.
 ///
-/// What it counts is charged at the end, instead of what was reserved, if the layer's rule returns
-/// [`Settlement::AtEnd`](crate::settle::Settlement::AtEnd), or if the request ended without a response. The end is when
-/// the response body has ended or was dropped, and no clone of the `Charge` is left: a WebSocket's task or a background
-/// job that continues the request keeps one. The response of an upgraded connection ends before the connection begins.
+/// The counted cost is charged at the end, instead of the reserved one, if the layer's rule returns
+/// [`Settlement::AtEnd`](crate::settle::Settlement::AtEnd), or if the request ended without a
+/// response. The end is when the response body has ended or was dropped, and every clone of the
+/// `Charge` is dropped: a WebSocket's task or a background job that continues the request keeps a
+/// clone. The response of an upgraded connection ends before the connection begins.
 ///
 /// ```
 /// use axum::body::Body;
@@ -30,15 +31,15 @@ use crate::util::instant;
 /// }
 /// ```
 ///
-/// If layers are nested it counts for all of them. For an uncounted request it does nothing.
+/// With nested layers it counts for all of them. For an uncounted request it does nothing.
 #[derive(Clone)]
 pub struct Charge {
     account: Arc<Account>,
 }
 
 impl Charge {
-    /// Counts for a request that has reserved this, or nothing, and that holds its place in flight until all is
-    /// settled.
+    /// Creates a handle for a request that may have reserved a cost, and holds `slot` until
+    /// everything is settled.
     pub(crate) fn new(
         refunds: Arc<dyn RefundQueue>,
         reserved: Option<Reserved>,
@@ -49,7 +50,7 @@ impl Charge {
         }
     }
 
-    /// Counts for a layer around this one, too.
+    /// Also counts for an outer layer.
     pub(crate) fn count_for(&self, outer: Self) {
         self.account.count_for(outer);
     }
@@ -58,19 +59,20 @@ impl Charge {
         &self.account
     }
 
-    /// Adds to the count.
+    /// Adds to the counted cost.
     pub fn add(&self, units: u32) {
         self.account
             .count(|counted| counted.saturating_add(units.into()));
     }
 
-    /// Sets the count, whatever was counted before.
+    /// Replaces the counted cost.
     pub fn set(&self, units: u32) {
         self.account.count(|_| units.into());
     }
 
-    /// Reserves more for the request, all or nothing, under the same policies: for what its body says of its cost, such as
-    /// the most tokens of an answer. It is settled with the rest.
+    /// Reserves more for the request, all or nothing, under the same policies: for a cost that its
+    /// body states, such as the maximum number of tokens of a response. The addition is settled
+    /// with the rest.
     ///
     /// ```
     /// use axum::Json;
@@ -83,7 +85,7 @@ impl Charge {
     /// }
     ///
     /// async fn chat(charge: Charge, Json(question): Json<Question>) -> Result<String, ReserveError> {
-    ///     // A request that is denied is answered with 429.
+    ///     // A denied request gets a 429.
     ///     charge.reserve(question.max_tokens).await?;
     ///     let answer = question.prompt.to_uppercase();
     ///     charge.set(answer.len() as u32);
@@ -91,19 +93,19 @@ impl Charge {
     /// }
     /// ```
     ///
-    /// If it is denied, the request still costs what the layer took at the start, 1 by default: with
-    /// [`.cost(|_| 0)`](crate::RateLimitLayer::cost) on the layer that is nothing.
+    /// If the addition is denied, the request still costs the layer's initial charge, 1 by default:
+    /// use [`.cost(|_| 0)`](crate::RateLimitLayer::cost) on the layer to make that 0.
     ///
-    /// In nested layers it is reserved in all of them, or in none. It does nothing for an uncounted request, in a dry
-    /// run, under policies that only count requests in flight, and once the head of the response has settled the
-    /// request. A shadow is charged in the end.
+    /// In nested layers the cost is reserved in all of them, or in none. The method does nothing
+    /// for an uncounted request, in a dry run, under policies that only count requests in flight,
+    /// and after the head of the response has settled the request. A shadow is charged at the end.
     ///
-    /// Dropping the future loses nothing: what is granted belongs to the request, and is settled with it.
+    /// Dropping the future loses nothing: a grant belongs to the request and is settled with it.
     ///
     /// # Errors
     ///
-    /// [`ReserveError::Denied`] if there is no room, and [`ReserveError::Failed`] if the store could not decide, whatever
-    /// the layer's [`OnError`](crate::reject::OnError) is.
+    /// [`ReserveError::Denied`] if the policies deny the cost, and [`ReserveError::Failed`] if the
+    /// store could not decide, independent of the layer's [`OnError`](crate::reject::OnError).
     pub async fn reserve(&self, units: u32) -> Result<(), ReserveError> {
         let mut granted = Vec::new();
         let mut next = Some(self);
@@ -111,7 +113,7 @@ impl Charge {
             if let Err(error) = charge.reserve_here(units).await {
                 granted
                     .iter()
-                    .for_each(|within: &&Self| within.account.give_back(units));
+                    .for_each(|inner: &&Self| inner.account.refund_extra(units));
                 return Err(error);
             }
             granted.push(charge);
@@ -120,34 +122,35 @@ impl Charge {
         Ok(())
     }
 
-    /// Reserves for this layer.
+    /// Reserves under the policies of this layer only.
     async fn reserve_here(&self, units: u32) -> Result<(), ReserveError> {
-        let Some(check) = self.account.ask_more(units) else {
+        let Some(check) = self.account.check_extra(units) else {
             return Ok(());
         };
         let (key, since, charge) = (*check.key(), instant(), self.clone());
-        let (tell, told) = oneshot::channel();
-        // It hears the answer also if nobody waits for it any more: until then it holds the account.
+        let (sender, receiver) = oneshot::channel();
+        // `charge` keeps the account open until the reply, even if the handler stops waiting.
         let op = PendingOp::of_check(check).then(move |answer| {
             let granted = match answer {
                 Ok(decision) if decision.is_allowed() => {
                     charge
                         .account
-                        .add_more(Reserved::new(decision, key, units, since));
+                        .add_extra(Reserved::new(decision, key, units, since));
                     Ok(())
                 }
                 Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
                 Err(error) => Err(ReserveError::Failed(error)),
             };
-            let _ = tell.send(granted);
+            let _ = sender.send(granted);
         });
         self.account.ask(op).await;
-        told.await
+        receiver
+            .await
             .unwrap_or_else(|_| Err(StoreError::new(ErrorKind::NoRuntime).of_check().into()))
     }
 
-    /// How much was reserved: what the request [costs](crate::RateLimitLayer::cost) beforehand, and what was
-    /// [added](Self::reserve). 0 if it is not counted.
+    /// Returns the reserved cost: the request's [initial cost](crate::RateLimitLayer::cost) plus
+    /// [additions](Self::reserve). 0 if it is not counted.
     pub fn reserved(&self) -> u32 {
         self.account.reserved()
     }

@@ -1,9 +1,10 @@
-//! Settling a charge after the response: what was reserved is kept, refunded, or replaced by the real cost.
+//! Settling a charge after the response: the reservation is kept, refunded, or replaced by the
+//! actual cost.
 //!
-//! **One account for a request.** It has what was reserved for the request under each list of policies. The response's
-//! body holds it, and every clone of the [`Charge`] that the handler finds; the last one of them that is dropped
-//! settles it. So whatever ends the request does so, once: the end of its body, an error, a panic, a timeout, a client
-//! that disconnects.
+//! **One account per request.** It contains the request's reservation under each list of policies.
+//! The response body and every clone of the [`Charge`] that the handler extracts own the account;
+//! the last one to be dropped settles it. So it is settled exactly once, however the request ends:
+//! the end of its body, an error, a panic, a timeout, or a client that disconnects.
 //!
 //! **No request waits.** A queue sends charges and refunds off the request path.
 

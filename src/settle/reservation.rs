@@ -7,8 +7,8 @@ use crate::in_flight::Slot;
 use crate::limit::{Decision, RateLimited};
 use crate::refunds::{RefundQueue, Reserved};
 
-/// What a [`Limiter`](crate::Limiter) has [reserved](crate::Limiter::reserve) for a caller. Dropping it refunds all of
-/// it, but for what was [counted](Self::add).
+/// A cost that a [`Limiter`](crate::Limiter) has [reserved](crate::Limiter::reserve) for a caller.
+/// Dropping it refunds everything that was not [counted](Self::add).
 ///
 /// ```
 /// use tower_redis_ratelimit::settle::ReserveError;
@@ -24,27 +24,27 @@ use crate::refunds::{RefundQueue, Reserved};
 /// let denied = limiter.reserve(user, 600).await.unwrap_err();
 /// assert!(matches!(denied, ReserveError::Denied(_)));
 ///
-/// // It took less than was reserved.
+/// // It used less than was reserved.
 /// answer.settle(150);
 /// assert_eq!(limiter.peek(user, 0).await?.remaining(), 850);
 /// # Ok(())
 /// # }
 /// ```
 ///
-/// Refunds and charges are sent at once in the background. In an outage they are retried while they matter, unless they
-/// may have been sent already, so that nothing is charged twice. The limiter's [observer](crate::Limiter::observer) is
-/// notified of what was lost.
-#[must_use = "to drop it refunds what was reserved"]
+/// Refunds and charges are sent immediately, in the background. In an outage they are retried while
+/// they matter, unless they may have been sent already, to avoid charging twice. Lost ones
+/// are reported to the limiter's [observer](crate::Limiter::observer).
+#[must_use = "dropping it refunds the reservation"]
 pub struct Reservation {
     decision: Decision,
     account: Account,
 }
 
-/// Why there is no [`Reservation`].
+/// The error of a reservation.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum ReserveError {
-    /// It was denied: nothing was charged.
+    /// The reservation was denied: nothing was charged.
     Denied(RateLimited),
     /// The store could not decide.
     Failed(StoreError),
@@ -62,14 +62,15 @@ impl Reservation {
         }
     }
 
-    /// The decision that granted it.
+    /// Returns the decision that granted the reservation.
     pub const fn decision(&self) -> &Decision {
         &self.decision
     }
 
-    /// Adds to what it costs when it is dropped. Without any, and without a [`set`](Self::set), it then costs nothing.
+    /// Adds to the cost when the reservation is dropped. If neither this nor [`set`](Self::set) is
+    /// called, that cost is 0.
     ///
-    /// So whatever was counted is charged when a stream is hung up, or a job is aborted:
+    /// So the counted cost is charged even if a stream is disconnected or a job is aborted:
     ///
     /// ```
     /// # use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, Quota, Strategy};
@@ -92,13 +93,13 @@ impl Reservation {
             .count(|counted| counted.saturating_add(units.into()));
     }
 
-    /// Sets what it costs when it is dropped, whatever was counted before.
+    /// Replaces the cost when the reservation is dropped.
     pub fn set(&self, units: u32) {
         self.account.count(|_| units.into());
     }
 
-    /// Charges this much instead of what was reserved: less is refunded, and more is
-    /// [charged](crate::check::Check::charge) in any case.
+    /// Charges `cost` instead of the reserved cost: the rest is refunded, or the missing part is
+    /// [charged](crate::check::Check::charge) even beyond the limit.
     pub fn settle(self, cost: u32) {
         self.account.settle(Settlement::Cost(cost));
     }
@@ -111,7 +112,7 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        // By what was counted: nothing, if it is settled.
+        // Otherwise the account settles with the counted cost, or is already settled.
         if self.account.counted().is_none() {
             self.account.settle(Settlement::Refund);
         }
@@ -126,7 +127,7 @@ impl fmt::Debug for Reservation {
     }
 }
 
-/// So that whatever else is asked of a [`Limiter`](crate::Limiter) may fail by `?` beside a reservation.
+/// Allows `?` on other calls of a [`Limiter`](crate::Limiter) in a function that reserves.
 impl From<StoreError> for ReserveError {
     fn from(error: StoreError) -> Self {
         Self::Failed(error)
@@ -142,7 +143,7 @@ impl fmt::Display for ReserveError {
     }
 }
 
-/// Its text is that of its cause.
+/// Shows the text of the cause.
 impl std::error::Error for ReserveError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {

@@ -1,39 +1,41 @@
 use std::num::NonZeroU32;
 
-/// How a reservation is settled: a rule of [`RateLimitLayer::settle`](crate::RateLimitLayer::settle) returns this when
-/// it sees the head of the response.
+/// How a reservation is settled. A rule of
+/// [`RateLimitLayer::settle`](crate::RateLimitLayer::settle) returns this when it receives the head
+/// of the response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Settlement {
-    /// Keeps it: the request costs what was reserved.
+    /// Keeps the reservation: the request costs the reserved amount.
     Keep,
-    /// Refunds it: the request costs nothing.
+    /// Refunds the reservation: the request costs nothing.
     Refund,
-    /// The request costs this much: the rest of the reservation is refunded, or what is missing
-    /// [charged](crate::check::Check::charge) in any case.
+    /// The request costs this amount: the rest of the reservation is refunded, or the missing part
+    /// is [charged](crate::check::Check::charge) even beyond the limit.
     Cost(u32),
-    /// The request costs what its [`Charge`](crate::settle::Charge) has counted when the body of the response has ended
-    /// or was dropped, and no clone of the `Charge` is left. If none has counted anything, what was reserved is kept.
+    /// The request costs the amount that its [`Charge`](crate::settle::Charge) has counted when the
+    /// response body has ended or was dropped and every clone of the `Charge` is dropped. If
+    /// nothing was counted, the reservation is kept.
     AtEnd,
-    /// The request costs one for each
-    /// `per` bytes of the body that were sent, rounded up, when the body has ended or was dropped, and no clone of the [`Charge`](crate::settle::Charge)
-    /// is left. The response to a `HEAD` has no body, and costs nothing.
+    /// The request costs one per `per` bytes of the body that were sent, rounded up, when the body
+    /// has ended or was dropped and every clone of the [`Charge`](crate::settle::Charge) is
+    /// dropped. The response to a `HEAD` has no body, and costs nothing.
     Bytes {
-        /// How many bytes cost one.
+        /// The number of bytes that cost one.
         per: NonZeroU32,
     },
 }
 
-/// What is known in the end.
+/// The amounts counted by the end of a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Counted {
-    /// What the handle has counted, if it was used.
+    /// The cost that the handles have counted, if any.
     pub(super) units: Option<u64>,
     pub(super) bytes: u64,
 }
 
 impl Settlement {
-    /// What a request costs for which so much was reserved, if that is known already.
+    /// Returns the cost of a request, if the rule determines it without the counted amounts.
     pub(super) fn cost_at_head(self, reserved: u32) -> Option<u32> {
         match self {
             Self::Keep => Some(reserved),
@@ -43,7 +45,7 @@ impl Settlement {
         }
     }
 
-    /// What it costs by all that was counted.
+    /// Returns the cost of a request, given the counted amounts.
     pub(super) fn cost(self, reserved: u32, counted: Counted) -> u32 {
         let units = match self {
             Self::AtEnd => counted.units.unwrap_or(reserved.into()),
@@ -61,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_request_costs() {
+    fn each_rule_determines_the_cost() {
         let per = NonZeroU32::new(1_000).unwrap();
         let counted = |units, bytes| Counted { units, bytes };
         for (settlement, counted, at_head, cost) in [

@@ -1,10 +1,10 @@
-//! What happened in a run, step by step.
+//! The log of a run, step by step.
 
 use std::fmt;
 
 use crate::limit::{Check, Decision, Mode, Outcome};
 
-/// The lines of a run. Only counts them unless it is asked to keep them: most runs are never read.
+/// The lines of a run. Most runs are never read, so by default the lines are only counted.
 #[derive(Debug, Default)]
 pub(crate) struct Log {
     pub(crate) lines: Vec<Line>,
@@ -15,9 +15,9 @@ pub(crate) struct Log {
 /// One step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Line {
-    /// In milliseconds since the start.
+    /// Milliseconds since the start.
     at: u64,
-    /// Whom it is about; of no single caller if none.
+    /// The caller that the step is about; `None` if it is about no single caller.
     caller: Option<usize>,
     text: String,
 }
@@ -36,7 +36,7 @@ impl Log {
 }
 
 impl Line {
-    /// Whether it is about this caller, or about all.
+    /// Returns `true` if the step is about this caller, or about no single one.
     pub(crate) fn concerns(&self, caller: Option<usize>) -> bool {
         caller.is_none() || self.caller.is_none() || self.caller == caller
     }

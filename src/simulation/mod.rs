@@ -1,9 +1,10 @@
-//! Simulations: what a seed stands for is run in paused time on one thread, and the rules must hold after each step.
+//! Simulations: a seed determines a run, in paused time on one thread, and the rules must hold
+//! after each step.
 //!
-//! | simulation | of |
+//! | simulation | subject |
 //! |---|---|
-//! | `store::fallback::simulation` | instances whose primary store fails in every way that we know of |
-//! | [`requests`] | requests that wait, are settled afterwards or are in flight, and runtimes that end or stand still |
+//! | `store::fallback::simulation` | instances whose primary store fails in all known ways |
+//! | [`requests`] | requests that wait, settle afterwards or are in flight, and runtimes that shut down or stall |
 //!
 //! A seed that breaks a rule is replayed with its log:
 //!
@@ -29,20 +30,20 @@ use crate::limit::{Frees, Policy};
 
 pub(crate) use log::{Line, Log, shown, verdict};
 
-/// How many seeds a test run takes.
+/// Default number of seeds per test run.
 const SEEDS: u64 = 500;
 
-/// What must hold.
+/// A rule that must hold.
 pub(crate) trait Rule: fmt::Debug + Copy + Ord + Send {
-    /// Nothing panics.
+    /// The rule that nothing panics.
     const PANIC: Self;
 }
 
-/// A rule that was broken.
+/// A broken rule.
 #[derive(Debug, Clone)]
 pub(crate) struct Broken<R> {
     pub(crate) rule: R,
-    /// Whom it is about, if it is one.
+    /// The caller concerned, if it is a single one.
     pub(crate) caller: Option<usize>,
     pub(crate) problem: String,
 }
@@ -62,14 +63,14 @@ impl<R: Rule> fmt::Display for Broken<R> {
 /// The rules that a run has broken.
 #[derive(Debug)]
 pub(crate) struct Breaks<R> {
-    /// The first break of each.
+    /// The first break of each rule.
     each: Vec<Broken<R>>,
-    /// How many of them are in the log.
-    said: usize,
+    /// The number of breaks that are already in the log.
+    logged: usize,
 }
 
 impl<R: Rule> Breaks<R> {
-    /// The first break of each rule counts.
+    /// Adds a break. Only the first break of each rule is kept.
     pub(crate) fn add(&mut self, rule: R, caller: Option<usize>, problem: String) {
         if self.each.iter().all(|broken| broken.rule != rule) {
             self.each.push(Broken {
@@ -80,12 +81,12 @@ impl<R: Rule> Breaks<R> {
         }
     }
 
-    /// What has just been broken stands in the log where it was.
+    /// Writes new breaks to the log, so that they appear at the step that caused them.
     pub(crate) fn say(&mut self, log: &mut Log, at: u64) {
-        for broken in &self.each[self.said..] {
+        for broken in &self.each[self.logged..] {
             log.say(at, broken.caller, || format!("*** {broken}"));
         }
-        self.said = self.each.len();
+        self.logged = self.each.len();
     }
 }
 
@@ -93,14 +94,14 @@ impl<R> Default for Breaks<R> {
     fn default() -> Self {
         Self {
             each: vec![],
-            said: 0,
+            logged: 0,
         }
     }
 }
 
-/// How a run went.
+/// The result of a run.
 pub(crate) struct Outcome<R> {
-    /// How many lines its log has.
+    /// The number of lines of the log.
     pub(crate) steps: usize,
     /// The first break of each rule.
     pub(crate) broken: Vec<Broken<R>>,
@@ -109,7 +110,7 @@ pub(crate) struct Outcome<R> {
 }
 
 impl<R> Outcome<R> {
-    /// Takes what a run has left.
+    /// Collects the result of a run.
     pub(crate) fn of(plan: String, log: &mut Log, broken: &mut Breaks<R>) -> Self {
         Self {
             steps: log.count,
@@ -123,13 +124,13 @@ impl<R> Outcome<R> {
 /// A simulation.
 pub(crate) struct Simulation<R> {
     pub(crate) name: &'static str,
-    /// Runs what a seed stands for. With a log if it is kept.
+    /// Runs a seed. The outcome contains the log only if `kept`.
     pub(crate) run: fn(seed: u64, kept: bool) -> Outcome<R>,
 }
 
 impl<R: Rule> Simulation<R> {
-    /// Runs some seeds. `SIMULATE_SEED` replays one seed instead. `SIMULATE_SEEDS` sets how many are run,
-    /// `SIMULATE_FROM` the first of them.
+    /// Runs some seeds. `SIMULATE_SEED` replays a single seed instead. `SIMULATE_SEEDS` sets the
+    /// number of seeds, and `SIMULATE_FROM` the first one.
     pub(crate) fn explore(&self) {
         if let Some(seed) = number("SIMULATE_SEED") {
             println!("{}", self.story(seed));
@@ -167,7 +168,7 @@ impl<R: Rule> Simulation<R> {
         }
     }
 
-    /// A seed is the same run every time.
+    /// Asserts that two runs of a seed are equal.
     pub(crate) fn replays(&self, seeds: Range<u64>) {
         for seed in seeds {
             let (one, other) = ((self.run)(seed, true), (self.run)(seed, true));
@@ -179,7 +180,7 @@ impl<R: Rule> Simulation<R> {
         }
     }
 
-    /// Runs these seeds on all processors.
+    /// Runs the seeds on all processors.
     fn report(&self, seeds: Range<u64>) -> Report<R> {
         let next = AtomicU64::new(seeds.start);
         let run = self.run;
@@ -207,11 +208,11 @@ impl<R: Rule> Simulation<R> {
         })
     }
 
-    /// All that is known of a seed.
+    /// Returns the plan, the log and the breaks of a seed.
     fn story(&self, seed: u64) -> String {
         let outcome = (self.run)(seed, true);
         let mut text = format!("seed {seed}: {}", outcome.plan);
-        // Only what concerns the caller, if it is the only one that something happened to.
+        // If the breaks concern a single caller, omit the lines about others.
         let mut callers: Vec<_> = outcome.broken.iter().map(|broken| broken.caller).collect();
         callers.dedup();
         let caller = if let [caller] = callers[..] {
@@ -229,7 +230,8 @@ impl<R: Rule> Simulation<R> {
     }
 }
 
-/// What many runs broke, by the rule: in how many seeds, and the seed with the shortest log.
+/// The broken rules of many runs: per rule the number of seeds, the first seed, and the seed with
+/// the shortest log.
 struct Report<R>(BTreeMap<R, Found>);
 
 struct Found {
@@ -250,7 +252,7 @@ impl<R: Rule> Report<R> {
             .for_each(|broken| self.breaks(broken.rule, seed, outcome.steps));
     }
 
-    /// Its log is lost.
+    /// Records a panic, whose log is lost.
     fn panicked(&mut self, seed: u64) {
         self.breaks(R::PANIC, seed, 0);
     }
@@ -281,7 +283,8 @@ impl<R: Rule> Report<R> {
     }
 }
 
-/// What a store on its own may let pass within so many milliseconds: what a policy holds, and what flows back.
+/// Returns how much a store may grant in the first `now` milliseconds: the capacity, and the amount
+/// that refills.
 pub(crate) fn flows(policy: &Policy, now: u64) -> i64 {
     let (capacity, period, elapsed) = (
         policy.params().capacity,

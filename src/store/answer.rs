@@ -8,10 +8,10 @@ use crate::error::StoreError;
 use crate::limit::Decision;
 
 pin_project! {
-    /// The answer of a [`Store`](crate::store::Store) to a check, or a future of it.
+    /// The reply of a [`Store`](crate::store::Store) to a check, or a future of it.
     ///
-    /// It is a future itself, so `store.check(check).await` is all that most callers need. A caller that must keep
-    /// something while it waits, such as a request, can look first:
+    /// `Answer` is a future itself, so most callers write `store.check(check).await`. A caller that
+    /// must store its state before it waits, such as a request, can match on the variants first:
     ///
     /// ```
     /// use tower_redis_ratelimit::check::Check;
@@ -31,17 +31,18 @@ pin_project! {
     /// # }
     /// ```
     ///
-    /// As a future, a ready answer may be polled again and returns the same. A pending one behaves like its future.
+    /// As a future, a ready answer may be polled repeatedly and returns the same value. A pending
+    /// one behaves like its future.
     #[derive(Debug, Clone)]
     #[must_use = "a check may be withdrawn when its answer is dropped"]
     #[project = AnswerProj]
-    #[allow(missing_docs, reason = "the variants tell of their fields, which the macro takes no docs for")]
+    #[allow(missing_docs, reason = "the variants document their fields: the macro accepts no docs for them")]
     pub enum Answer<F> {
         /// The answer: a decision or an error.
         Ready {
             answer: Result<Decision, StoreError>,
         },
-        /// The check is under way: the future resolves to its answer.
+        /// The check is in progress: the future resolves to the decision or the error.
         Pending {
             #[pin]
             future: F,

@@ -25,7 +25,7 @@ use crate::observe::Observer;
 /// # Ok::<(), tower_redis_ratelimit::store::StoreError>(())
 /// ```
 ///
-/// By all of its settings, for example from a file: see [`StoreConfig`]. And from a store:
+/// From settings, for example of a file: see [`StoreConfig`]. And from another store:
 ///
 /// ```
 /// use std::time::Duration;
@@ -51,37 +51,39 @@ pub enum AnyStore {
 }
 
 impl AnyStore {
-    /// The store of these settings. Redis is not connected to before the first check, so that a service starts while
-    /// Redis is down.
+    /// Creates the store that these settings describe. It connects to Redis at the first check, so
+    /// a service starts while Redis is down.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) for settings that
-    /// [`RedisStoreBuilder::connect_lazy`](crate::store::RedisStoreBuilder::connect_lazy) refuses, that lack a URL,
-    /// that name unreadable files, or a fallback's deadline below 1 ms;
-    /// [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) for
-    /// [`ShareConfig::Alive`](crate::store::ShareConfig::Alive) outside of a tokio runtime.
+    /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) if
+    /// [`RedisStoreBuilder::connect_lazy`](crate::store::RedisStoreBuilder::connect_lazy) rejects
+    /// the settings, if the URL is missing, if a file is unreadable, or if a fallback's deadline is
+    /// below 1 ms; [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) for
+    /// [`ShareConfig::Alive`](crate::store::ShareConfig::Alive) outside a Tokio runtime.
     pub fn from_config(config: &StoreConfig) -> Result<Self, StoreError> {
         config.store()
     }
 
-    /// In Redis with a local fallback if this environment variable is set, to the URL of Redis; else local. The other
-    /// settings are the defaults.
+    /// Uses Redis with a local fallback if this environment variable holds the URL of a Redis;
+    /// otherwise counts locally. The other settings have their defaults.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) for a wrong URL. An empty variable is a
-    /// wrong URL, so that a lost secret does not split the counts of the instances.
+    /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) for an invalid URL. An
+    /// empty variable is an invalid URL: if a secret is lost, the instances must not silently count
+    /// separately.
     pub fn from_env(variable: &str) -> Result<Self, StoreError> {
         Self::from_config(&StoreConfig::from_env(variable)?)
     }
 
-    /// In this process, with the defaults.
+    /// Creates a local store with the default settings.
     pub fn local() -> Self {
         LocalStore::default().into()
     }
 
-    /// Whether Redis should decide, but the fallback does: for health checks. See [`Fallback::is_degraded`].
+    /// Returns `true` if Redis should decide, but the fallback does: for health checks. See
+    /// [`Fallback::is_degraded`].
     pub fn is_degraded(&self) -> bool {
         match self {
             Self::Fallback(store) => store.is_degraded(),
@@ -108,7 +110,7 @@ impl From<LocalStore> for AnyStore {
     }
 }
 
-/// The answer of any of the stores.
+/// Evaluates an expression for each kind of store.
 macro_rules! each {
     ($self:ident, $store:ident => $answer:expr) => {
         match $self {
@@ -163,7 +165,7 @@ impl Store for AnyStore {
             (Self::Fallback(store), StateProj::Fallback { future }) => store.withdraw(future),
             (Self::Redis(store), StateProj::Redis { future }) => store.withdraw(future),
             (Self::Local(store), StateProj::Local { future }) => store.withdraw(future),
-            // Of another store.
+            // The future belongs to another store.
             _ => false,
         }
     }
@@ -179,11 +181,11 @@ fn wrap<F>(answer: Answer<F>, state: impl FnOnce(F) -> State) -> Answer<AnyStore
 }
 
 pin_project! {
-    /// Resolves to the answer of an [`AnyStore`].
+    /// Resolves to the reply of an [`AnyStore`].
     ///
     /// # Panics
     ///
-    /// If it is polled after it has answered.
+    /// If it is polled after completion.
     pub struct AnyStoreFuture {
         #[pin]
         state: State,

@@ -6,26 +6,28 @@ use super::digest::Digest;
 
 /// A map of bounded size, whose entries expire.
 ///
-/// When it is full, each new key replaces the entry with the lowest [rank](Ranked::rank) of a few. The few are old
-/// entries, looked at in turn, and newcomers: some of those that came while it was full. So a flood of new keys replaces
-/// its own kind. Example: the map is full of callers that have used up their limits. New callers that have used little
-/// replace each other in a few places, where one that has used more than the others mostly stays.
+/// When the map is full, each new key replaces the lowest-[ranked](Ranked::rank) of a few
+/// candidates: some old entries, which take turns, and some *newcomers*, which were inserted into
+/// the full map. So a flood of new keys replaces its own entries. Example: the map is full of
+/// callers that have used up their limits. New callers with little usage replace each other in a
+/// few places, where a newcomer with more usage than the others usually stays.
 #[derive(Debug)]
 pub(super) struct BoundedMap<V> {
     places: Vec<Place<V>>,
-    /// The place of each key.
+    /// The index into `places` of each key.
     index: HashTable<u32>,
     max: usize,
-    /// The place at which the next search for an entry to drop begins.
+    /// The place at which the next search for an old entry to drop starts.
     hand: u32,
-    /// The same among the newcomers.
+    /// The index into `newcomers` at which the next search among them starts.
     newcomers_hand: u32,
-    /// The places of newcomers. If an entry was removed since and another moved to its place, that one counts as a
-    /// newcomer.
+    /// The places of newcomers. If an entry was removed and another one moved to its place, that
+    /// one counts as a newcomer.
     newcomers: Vec<u32>,
 }
 
-/// In a cache line of its own, where it fits into one: with many keys, to look one up is to wait for its line.
+/// Aligned to a cache line if it fits into one: with many keys, the cache miss dominates the cost
+/// of a lookup.
 #[derive(Debug)]
 #[repr(align(64))]
 struct Place<V> {
@@ -39,28 +41,29 @@ pub(super) struct Slot<V> {
     pub(super) hold: Hold,
 }
 
-/// When a value expires, in microseconds; and before that, its worth. In one number, since a store has many.
+/// The rank of an entry: its worth and, in the low bits, its expiry in microseconds. One integer,
+/// to save memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Hold(u64);
 
-/// In which order entries are dropped when the map is full.
+/// The order in which a full map drops entries.
 pub(super) trait Ranked {
-    /// Whether an old entry is kept rather than a newcomer of the same worth.
+    /// Whether an old entry is kept rather than a newcomer of equal worth.
     const OLD_STAYS: bool;
 
-    /// The value of the least worth, and of those the one that expires first.
+    /// The rank for replacement; the lowest is replaced. Defaults to the rank at insertion.
     fn rank(&self, hold: Hold) -> Hold {
         hold
     }
 
-    /// Called when a full map has looked at it as an old entry.
+    /// Called when a full map has considered this entry as an old one.
     fn age(&mut self) {}
 }
 
 impl Hold {
     const BITS: u32 = 56;
 
-    /// `expires_at` is in microseconds after the Unix epoch, up to the year 4253.
+    /// `expires_at` is in microseconds since the Unix epoch, up to the year 4253.
     pub(super) fn new(worth: u8, expires_at: i64) -> Self {
         Self(u64::from(worth) << Self::BITS | expires_at.clamp(0, (1 << Self::BITS) - 1) as u64)
     }
@@ -98,7 +101,7 @@ impl<V: Ranked> BoundedMap<V> {
         self.at(self.find(key)?)
     }
 
-    /// The place of a key, which holds until something is put or removed.
+    /// Returns the place of a key, valid until the next insertion or removal.
     pub(super) fn find(&self, key: Digest) -> Option<usize> {
         let is_there = |place: &u32| {
             self.places
@@ -110,7 +113,7 @@ impl<V: Ranked> BoundedMap<V> {
             .map(|place| *place as usize)
     }
 
-    /// What is at a place.
+    /// Returns the entry at a place.
     pub(super) fn at(&mut self, place: usize) -> Option<&mut Slot<V>> {
         self.places.get_mut(place).map(|place| &mut place.slot)
     }
@@ -119,7 +122,7 @@ impl<V: Ranked> BoundedMap<V> {
         self.remove_at(self.find(key)?)
     }
 
-    /// Moves the last entry to this place.
+    /// Removes the entry at a place. The last entry moves to that place.
     pub(super) fn remove_at(&mut self, place: usize) -> Option<V> {
         let (hash, last) = (
             self.places.get(place)?.key.hash(),
@@ -138,8 +141,8 @@ impl<V: Ranked> BoundedMap<V> {
         Some(gone.slot.value)
     }
 
-    /// Holds a value until it expires. One that has expired already only takes the place of what was held. Returns what
-    /// was dropped for it.
+    /// Inserts a value. If it has already expired, only removes the key. Returns the value that was
+    /// replaced or dropped.
     pub(super) fn put(&mut self, key: Digest, value: V, hold: Hold, now: i64) -> Option<V> {
         if hold.expires_at() <= now {
             return self.remove(key);
@@ -149,7 +152,7 @@ impl<V: Ranked> BoundedMap<V> {
         }
         let gone = self.make_room(self.places.len() >= self.max, now);
         if self.places.len() == self.places.capacity() {
-            // By an eighth, since doubling would leave up to half of the memory unused.
+            // Grow by an eighth: doubling would leave up to half of the memory unused.
             self.places.reserve_exact(self.places.len() / 8 + 4);
         }
         let hash = |place: &u32| {
@@ -166,9 +169,11 @@ impl<V: Ranked> BoundedMap<V> {
         gone
     }
 
-    /// Drops an expired entry if it finds one, and in a `full` map always something: the lowest of a few. Returns it.
+    /// Drops an expired entry if it finds one; in a `full` map, always drops an entry, the
+    /// lowest-ranked of a few. Returns it.
     ///
-    /// Two looks for every new key find all that has expired before as many new keys have come as there are old ones.
+    /// Two checks per new key suffice: all expired entries are found before the number of entries
+    /// has doubled.
     pub(super) fn make_room(&mut self, full: bool, now: i64) -> Option<V> {
         let mut old: Option<(Hold, u32)> = None;
         for _ in 0..if full { 8 } else { 2 } {
@@ -194,11 +199,12 @@ impl<V: Ranked> BoundedMap<V> {
         } else {
             old
         };
-        // The last entry moves to this place: mostly the latest newcomer.
+        // The last entry moves to this place; it is usually the latest newcomer.
         self.remove_at(place as usize)
     }
 
-    /// The place of a newcomer, or `old`, that of the lowest old entry, if each newcomer is worth more.
+    /// Returns the place of a newcomer, or `old`, the place of the lowest-ranked old entry, if
+    /// every newcomer is worth more.
     fn place_to_free(&mut self, old_rank: Hold, old: u32) -> u32 {
         // At most a sixteenth of all entries are newcomers.
         if self.newcomers.len() < (self.max / 16).clamp(4, 32) {
@@ -208,7 +214,7 @@ impl<V: Ranked> BoundedMap<V> {
         let looks = [1, 2, 3, 4].map(|look| {
             let index = (self.newcomers_hand as usize + look) % self.newcomers.len();
             let place = self.places.get(self.newcomers[index] as usize);
-            // A place behind the last entry ranks highest: it is given to another newcomer.
+            // A place beyond the last entry ranks highest, so it is reassigned to another newcomer.
             (
                 place.map_or(Hold(u64::MAX), |Place { slot, .. }| {
                     slot.value.rank(slot.hold)
@@ -216,7 +222,7 @@ impl<V: Ranked> BoundedMap<V> {
                 index,
             )
         });
-        // The first of those that rank alike.
+        // Of equal ranks, the first one.
         let least = looks.into_iter().min_by_key(|(rank, _)| *rank);
         let highest = looks.into_iter().rev().max_by_key(|(rank, _)| *rank);
         match (least, highest) {

@@ -1,4 +1,4 @@
-//! Hashes of keys: the keys of the maps of this process.
+//! Hashes of keys, used as the keys of this process's maps.
 
 use std::hash::BuildHasher;
 
@@ -7,33 +7,36 @@ use siphasher::sip128::{Hash128, SipHasher13};
 use crate::limit::Key;
 use crate::util::RandomState;
 
-/// A key's hash of 128 bits. It takes less memory than the key, and a check hashes its key once for all its look-ups.
+/// A 128-bit hash of a key. It takes less memory than the key, and a check hashes its key once for
+/// all its lookups.
 ///
-/// The hash is seeded with a secret, so that no caller can choose keys that share a digest or crowd one part of a map. By
-/// chance, two of a million keys share one with a probability of 1 in 10^27.
+/// The hash is seeded with a secret, so callers cannot choose keys that share a digest or that
+/// crowd one part of a map. The probability that any two of a million keys share a digest is 1 in
+/// 10^27.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Digest([u64; 2]);
 
 impl Digest {
-    /// The digest of one of the caller's counts, where the caller's own is `self`.
+    /// Derives the digest of one count of the caller with the digest `self`.
     pub(crate) fn of_count(self, count: u64) -> Self {
         let Self([first, second]) = self;
         Self([first ^ count, second])
     }
 
-    /// Which of so many shards holds the caller; their number is a power of two. Uses the word that the maps don't hash:
-    /// with the other one, the keys of a shard would share their low bits, and collide in the shard's map.
+    /// Returns the caller's shard, of `parts` shards, a power of two. It uses the word that the
+    /// maps do not hash: with the other word, all keys of a shard would share their low bits and
+    /// collide in the shard's map.
     pub(crate) fn part(self, parts: usize) -> usize {
         self.0[1] as usize & (parts - 1)
     }
 
-    /// Its hash in a table.
+    /// The hash for a table.
     pub(super) fn hash(self) -> u64 {
         self.0[0]
     }
 }
 
-/// Makes digests. Each digester has its own seed, which its clones share.
+/// Creates digests. Each digester has its own seed, which its clones share.
 #[derive(Clone)]
 pub(super) struct Digester(SipHasher13);
 
@@ -53,7 +56,7 @@ impl Digester {
 
     /// The digest of two keys, in this order.
     pub(super) fn pair(&self, first: &Key, second: &Key) -> Digest {
-        // No key contains this byte, so `a, bc` and `ab, c` stay apart.
+        // No key contains the byte 0xff, so `a, bc` and `ab, c` differ.
         let Hash128 { h1, h2 } = self
             .0
             .hash(&[first.as_bytes(), second.as_bytes()].join(&0xff));

@@ -18,10 +18,11 @@ use crate::limit::{
 };
 use crate::util::{Clock, lock};
 
-/// A store in this process: every instance has its own counts.
+/// A store in this process: each instance has its own counts.
 ///
-/// It decides exactly as [`RedisStore`](crate::RedisStore) does, in well under a microsecond. Use it alone for a single
-/// instance; in a [`Fallback`](crate::Fallback) it takes over while Redis is down.
+/// It makes exactly the decisions of a [`RedisStore`](crate::RedisStore), in well under a
+/// microsecond. Use it alone for a single instance; in a [`Fallback`](crate::Fallback) it takes
+/// over while Redis is down.
 ///
 /// ```
 /// use std::num::NonZeroUsize;
@@ -41,18 +42,20 @@ use crate::util::{Clock, lock};
 ///
 /// # Memory
 ///
-/// It holds a bounded number of keys, one for every policy of every caller, at about 80 bytes each. Defaults to
-/// [`DEFAULT_KEYS`](Self::DEFAULT_KEYS). A [`SlidingLog`](crate::Strategy::SlidingLog) adds 12 to 15 bytes for every
-/// charge, a [`SlidingWindow`](crate::Strategy::SlidingWindow) as much for every cell: a log of 10,000 takes up to 150
-/// KB, the longest log up to 1.5 MB (twice that in full debt), and a window of 1,000 cells up to 15 KB. The store keeps
-/// no keys of callers, only seeded hashes of 128 bits.
+/// The number of keys is bounded; it defaults to [`DEFAULT_KEYS`](Self::DEFAULT_KEYS). Each policy
+/// of each caller is one key, of about 80 bytes. A [`SlidingLog`](crate::Strategy::SlidingLog) adds
+/// 12 to 15 bytes per charge, a [`SlidingWindow`](crate::Strategy::SlidingWindow) the same per
+/// cell: a log of 10,000 takes up to 150 KB, the longest log up to 1.5 MB (twice that in full
+/// debt), and a window of 1,000 cells up to 15 KB. The store keeps seeded 128-bit hashes of the
+/// callers' keys, not the keys.
 ///
-/// A key is dropped once no charge counts any more. If the store is full before that, each new key replaces another.
-/// The store compares a few keys, some old and some that came while it was full, and drops the one that had used the
-/// smallest share of its limit at its last check; between equals, the newer one. So a flood of new keys mostly replaces
-/// itself, however long it lasts: a caller that has used at least as large a share stays. If the store is full of
-/// callers that have used up their limits, new keys replace each other in a small percentage of the entries. One that
-/// has used more than the others there mostly stays.
+/// A key is dropped when all its charges have expired. If the store is full before that, each new
+/// key replaces another one. The store compares a few keys, some old and some inserted while it was
+/// full, and drops the key with the smallest used share of its limit at its last check; of
+/// equal ones, the newer. So a flood of new keys replaces mainly itself, however long it lasts: a
+/// caller that has used at least as large a share is kept. If the store is full of callers that
+/// have used up their limits, new keys replace each other in a small percentage of the entries,
+/// where the one with the highest usage is usually kept.
 ///
 /// Clones share their counts.
 #[derive(Clone)]
@@ -61,22 +64,23 @@ pub struct LocalStore {
 }
 
 struct Shared {
-    /// All keys of a caller are in one shard, so that one lock decides on all its policies.
+    /// All keys of a caller are in one shard: one lock covers all its policies.
     shards: Shards<Mutex<Shard>>,
     clock: Clock,
 }
 
 struct Shard {
-    /// By the caller and the policy.
+    /// Per caller and policy.
     states: BoundedMap<Entry>,
-    /// Answers to checks with an id, by the caller, the id and the list of policies.
+    /// Recorded answers to checks with an id, per caller, id and list of policies.
     answers: BoundedMap<Answered>,
 }
 
 /// The state of one caller under one policy.
 enum Entry {
     Counted(State),
-    /// Another store counts it. At the time `seen`, `remaining` of `capacity` was left there; at `until` all of it is.
+    /// Counted by another store: at the time `seen`, `remaining` of `capacity` was left there; all
+    /// of it at `until`.
     Warmed {
         remaining: i64,
         capacity: i64,
@@ -85,32 +89,32 @@ enum Entry {
     },
 }
 
-/// Answers of another store may arrive out of order. Of those that arrive within so many microseconds of each other, the
-/// one with the least remaining is the newest.
+/// Answers of another store may arrive out of order. Of answers that arrive within this time of
+/// each other, in microseconds, the one with the least remaining is the newest.
 const MOMENT: i64 = 100_000;
 
 impl Ranked for Entry {
     const OLD_STAYS: bool = true;
 }
 
-/// The one that expires first is dropped first: the oldest, if all have one period.
+/// Ranked by expiry only: with one period, the oldest is dropped first.
 impl Ranked for Answered {
     const OLD_STAYS: bool = false;
 }
 
-/// The key that has used the smallest share of its limit is dropped first; between equals, the one that is fresh again
-/// first.
-fn hold(verdict: &Verdict, policy: &Policy, now: i64) -> Hold {
+/// Ranks a key by the share of its limit that is used, then by the time at which it is fresh again.
+fn hold_of(verdict: &Verdict, policy: &Policy, now: i64) -> Hold {
     Hold::new(verdict.used(policy), now + verdict.reset)
 }
 
-/// No state of this policy takes longer to be fresh again, even in full debt; in microseconds.
+/// Maximum time until a state of this policy is fresh again, even in full debt, in microseconds.
 fn longest_reset(policy: &Policy) -> i64 {
     2 * policy.counts_for().saturating_add(policy.params().period)
 }
 
-/// Whether a check has changed its states. If not, they must not be stored again: a state may also be counted under a
-/// longer quota of the same name, as in a rolling deploy, and would be held only as long as this quota needs it.
+/// Returns `true` if a check has changed its states. Unchanged ones must not be stored again:
+/// during a rolling deployment, the same state may be counted under a longer quota of that name,
+/// and storing it here would shorten its expiry to this quota's.
 fn changes(check: &Check, verdicts: &Verdicts) -> bool {
     let takes_a_request = || check.mode() != Mode::Peek && check.policies().in_flight().is_some();
     verdicts.granted > 0
@@ -119,7 +123,8 @@ fn changes(check: &Check, verdicts: &Verdicts) -> bool {
 }
 
 impl Entry {
-    /// The state to decide on. A counted one is moved out, until it is put back or replaced.
+    /// Returns the state to decide on. A counted state is moved out until it is put back or
+    /// replaced.
     fn take(&mut self, policy: &Policy, now: i64) -> State {
         match *self {
             Self::Counted(ref mut state) => mem::replace(state, State::fresh(policy.kind())),
@@ -131,8 +136,8 @@ impl Entry {
                 ..
             } => {
                 let ours = policy.params().capacity;
-                // What is left, in proportion to our capacity. Rounded down, so that the parts of all instances are no
-                // more than the whole.
+                // Scale the remaining units to this instance's capacity. Round down, so that the
+                // parts of all instances do not exceed the whole.
                 let left = i128::from(remaining) * i128::from(ours) / i128::from(capacity.max(1));
                 let used = ours - (left as i64).clamp(0, ours);
                 State::resume(
@@ -153,12 +158,12 @@ impl Entry {
 }
 
 impl LocalStore {
-    /// How many keys the default store holds.
+    /// Number of keys that the default store holds.
     pub const DEFAULT_KEYS: NonZeroUsize = NonZeroUsize::MIN.saturating_add(99_999);
 
-    /// A store that holds about this many keys, one for every policy of every caller; at least 16.
+    /// Creates a store for about this many keys, one per policy of each caller; at least 16.
     pub fn with_capacity(keys: NonZeroUsize) -> Self {
-        // Large shards fill evenly; and a shard must hold all policies of a caller.
+        // Shards must be large to fill evenly, and to hold all policies of a caller.
         let shards = Shards::new((keys.get() / 256).min(64), |shards| {
             let max = keys.get().div_ceil(shards).max(Policies::MAX);
             Mutex::new(Shard {
@@ -174,7 +179,7 @@ impl LocalStore {
         }
     }
 
-    /// How many keys it holds.
+    /// Returns the number of keys.
     pub fn len(&self) -> usize {
         self.shared
             .shards
@@ -183,24 +188,25 @@ impl LocalStore {
             .sum()
     }
 
-    /// Whether it holds no key.
+    /// Returns `true` if there are no keys.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The shard of a caller, and the caller's digest.
+    /// Locks the shard of a caller; also returns the caller's digest.
     fn shard(&self, key: &Key) -> (MutexGuard<'_, Shard>, Digest) {
         let (shard, caller) = self.shared.shards.of(key);
         (lock(shard), caller)
     }
 
-    /// Decides at the time `now`, which is read under the lock, so that no state is checked at a time before its own.
+    /// Decides at the time `now`, which is read under the lock: no state is checked at an earlier
+    /// time than its own.
     pub(super) fn verdicts(&self, check: &Check, now: impl FnOnce() -> i64) -> Verdicts {
         let (mut shard, caller) = self.shard(check.key());
         match check.id() {
             None => shard.decide(check, caller, now()),
             Some(id) => {
-                // As in Redis, the answer is kept for each list of policies.
+                // As in Redis, each list of policies has its own answer per id.
                 let answer = self
                     .shared
                     .shards
@@ -213,7 +219,7 @@ impl LocalStore {
     }
 }
 
-/// Shows how many keys it holds, and none of them.
+/// Shows the number of keys only.
 impl fmt::Debug for LocalStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LocalStore")
@@ -222,7 +228,7 @@ impl fmt::Debug for LocalStore {
     }
 }
 
-/// Holds [`LocalStore::DEFAULT_KEYS`].
+/// Holds up to [`LocalStore::DEFAULT_KEYS`] keys.
 impl Default for LocalStore {
     fn default() -> Self {
         Self::with_capacity(Self::DEFAULT_KEYS)
@@ -230,7 +236,7 @@ impl Default for LocalStore {
 }
 
 impl Store for LocalStore {
-    /// It never waits.
+    /// Replies are always ready.
     type Future = Pending<Result<Decision, StoreError>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
@@ -258,10 +264,10 @@ impl Shard {
                 hold,
             }) = self.states.at(place)
         {
-            // The most common case: one policy, of a caller that is known. It is decided in place.
+            // Fast path: one policy and a known caller. Decide in place.
             let verdicts = check.decide(slice::from_mut(state), now);
             if changes(check, &verdicts) {
-                *hold = self::hold(verdicts.first(), policy, now);
+                *hold = hold_of(verdicts.first(), policy, now);
                 if verdicts.first().reset <= 0 {
                     self.states.remove_at(place);
                 }
@@ -288,7 +294,7 @@ impl Shard {
             return verdicts;
         }
 
-        // First those that have a place: to put new ones may move them.
+        // Update existing entries first: inserting new ones may move them.
         let mut others = SmallVec::<[(&Policy, Entry, Hold); 1]>::new();
         let decided = states
             .into_iter()
@@ -296,7 +302,7 @@ impl Shard {
             .zip(check.policies().iter())
             .zip(&verdicts.each);
         for (((state, place), policy), verdict) in decided {
-            let (value, hold) = (Entry::Counted(state), hold(verdict, policy, now));
+            let (value, hold) = (Entry::Counted(state), hold_of(verdict, policy, now));
             match place
                 .filter(|_| verdict.reset > 0)
                 .and_then(|place| self.states.at(place))
@@ -313,11 +319,11 @@ impl Shard {
     }
 
     fn warm(&mut self, decision: &Decision, caller: Digest, now: i64) {
-        // A fallback mirrors the slots of requests in flight one by one.
+        // A fallback mirrors the slots of requests in flight individually.
         let over_time = |(policy, _): &(&Policy, &Verdict)| !policy.is_in_flight();
         for (policy, verdict) in decision.verdicts().filter(over_time) {
             let key = caller.of_count(policy.id());
-            // A store outside of this crate may tell any time.
+            // A store outside this crate may report any time.
             let verdict = &Verdict {
                 reset: verdict.reset.min(longest_reset(policy)),
                 ..*verdict
@@ -328,7 +334,7 @@ impl Shard {
                 now + verdict.reset,
             );
             match self.states.get(key).map(|slot| &slot.value) {
-                // What has flowed back since is in the newer one.
+                // The newer answer already includes the refill since the older one.
                 Some(Entry::Warmed {
                     remaining: least,
                     until,
@@ -343,13 +349,13 @@ impl Shard {
                         seen: now,
                     };
                     self.states
-                        .put(key, followed, hold(verdict, policy, now), now);
+                        .put(key, followed, hold_of(verdict, policy, now), now);
                 }
             }
         }
     }
 
-    /// The answer that this id got before, if there is one.
+    /// Returns the answer that this id got before, if any; else decides.
     fn decide_once(&mut self, check: &Check, answer: Digest, caller: Digest, now: i64) -> Verdicts {
         if let Some(Slot { value, hold }) = self.answers.get(answer)
             && let Some(again) = value.again(check, hold.expires_at(), now)

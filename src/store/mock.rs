@@ -9,10 +9,10 @@ use crate::error::StoreError;
 use crate::limit::{Check, Decision, Source, Verdict};
 use crate::util::lock;
 
-/// A store for tests, which returns the answers that were set.
+/// A store for tests, which returns predefined replies.
 ///
-/// It counts nothing. It allows every check until another answer is set, which then answers all checks. Its decisions
-/// are of [`Source::Other`] `"mock"`. Clones share the answer.
+/// It counts nothing. It allows every check until another reply is set, which then applies to all
+/// checks. The source of its decisions is [`Source::Other`] `"mock"`. Clones share the reply.
 ///
 /// ```
 /// use std::time::Duration;
@@ -59,7 +59,7 @@ fn allowed(check: &Check) -> Result<Decision, StoreError> {
 }
 
 impl MockStore {
-    /// A store that allows every check.
+    /// Creates a store that allows every check.
     pub fn new() -> Self {
         Self {
             shared: Arc::new(Mutex::new(Shared {
@@ -69,31 +69,31 @@ impl MockStore {
         }
     }
 
-    /// Allows every check from now on, as if it were the caller's first.
+    /// Allows all further checks, as if each were its caller's first.
     pub fn allow(&self) {
         self.answer(allowed);
     }
 
-    /// Denies every check from now on.
+    /// Denies all further checks.
     pub fn deny(&self, retry_after: Duration) {
         self.answer(move |check| decided(check, Verdict::denied(retry_after)));
     }
 
-    /// Fails every check from now on.
+    /// Fails all further checks.
     pub fn fail(&self, error: StoreError) {
         self.answer(move |_| Err(error.clone()));
     }
 
-    /// Answers every check from now on as `answer` does; see [`Check::decided`].
+    /// Replies to all further checks with `answer`; see [`Check::decided`].
     pub fn answer(
         &self,
         answer: impl Fn(&Check) -> Result<Decision, StoreError> + Send + Sync + 'static,
     ) {
-        // What a user gave is dropped without the lock.
+        // Drop the user's former closure outside the lock.
         let _former = mem::replace(&mut lock(&self.shared).answer, Arc::new(answer));
     }
 
-    /// All checks that it was asked, in their order.
+    /// Returns all checks that the store has received, in order.
     pub fn asked(&self) -> Vec<Check> {
         lock(&self.shared).asked.clone()
     }
@@ -106,20 +106,20 @@ impl Default for MockStore {
 }
 
 impl Store for MockStore {
-    /// It never waits.
+    /// Replies are always ready.
     type Future = Pending<Result<Decision, StoreError>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let mut shared = lock(&self.shared);
         let answer = Arc::clone(&shared.answer);
         shared.asked.push(check.clone());
-        // Or an answer that asks the store again would wait for itself.
+        // Unlock first: the closure may call the store again.
         drop(shared);
         Answer::ready(answer(&check))
     }
 }
 
-/// Shows how many checks it was asked.
+/// Shows the number of received checks only.
 impl fmt::Debug for MockStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("MockStore")

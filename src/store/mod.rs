@@ -1,7 +1,8 @@
 //! Stores of the callers' counts.
 //!
-//! [`RedisStore`] keeps one count for all instances, [`LocalStore`] one for this process, and [`Fallback`] is a store
-//! made of two: the second answers while the first cannot. [`AnyStore`] is any of these, by its settings.
+//! [`RedisStore`] keeps one count for all instances, [`LocalStore`] one per process. [`Fallback`]
+//! combines two stores: the second decides while the first cannot. [`AnyStore`] is any of these,
+//! chosen by its settings.
 
 mod answer;
 mod any;
@@ -42,20 +43,22 @@ use crate::observe::Observer;
 /// Decides checks, and remembers what was charged.
 ///
 /// The contract of an implementation:
-/// - A check is atomic: no other check of the same caller is decided between its reading and its charging.
+/// - A check is atomic: no other check of the same caller is decided between its reads and its
+///   writes.
 /// - It is all or nothing over its policies, and a denied one charges nothing.
 /// - A clone shares the counts.
-/// - Every check is answered in bounded time, with a [`Decision`] on its own policies or a [`StoreError`]; an error is
-///   not a verdict.
+/// - Every check resolves in bounded time, to a [`Decision`] on its own policies or a
+///   [`StoreError`]; an error is not a verdict.
 /// - A future that is dropped before the check was sent charges nothing.
 ///
-/// Only [`check`](Self::check) is required. The other methods are hooks for a [`Fallback`] and the layers. A store
-/// around another one implements [`WrapStore`], which forwards all hooks. In your own store [`Counts`] decides by the
-/// strategies, or [`Check::decided`] makes other decisions, [`Source::Other`](crate::check::Source::Other) names it, and
-/// a [`StoreError`] says whether a check was [sent](StoreError::unsent).
+/// Only [`check`](Self::check) is required. The other methods are hooks for a [`Fallback`] and the
+/// layers. A store that wraps another one implements [`WrapStore`], which forwards all hooks. In a
+/// custom store, [`Counts`] implements the strategies, [`Check::decided`] creates other decisions,
+/// and [`Source::Other`](crate::check::Source::Other) names the store. A [`StoreError`] states
+/// whether a check was [sent](StoreError::unsent).
 ///
-/// For an example see `tests/store/outside.rs`; a [`MockStore`] is for tests. Outside of tower, a
-/// [`Limiter`](crate::Limiter) uses a store with fixed policies.
+/// For an example see `tests/store/outside.rs`; for tests, use a [`MockStore`]. Outside of tower,
+/// use a [`Limiter`](crate::Limiter), a store with fixed policies.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` does not implement `Store`",
     label = "not a `Store`",
@@ -63,70 +66,74 @@ use crate::observe::Observer;
     note = "a `Result`: add `?`, as in `RedisStore::connect_lazy(url)?` or `RedisStore::connect(url).await?`"
 )]
 pub trait Store: Clone + Send + Sync + 'static {
-    /// Resolves to an answer that is not ready at once.
+    /// The future of a reply that is not ready immediately.
     type Future: Future<Output = Result<Decision, StoreError>> + Send + 'static;
 
     /// Decides one check.
     fn check(&self, check: Check) -> Answer<Self::Future>;
 
-    /// Withdraws a check whose answer is no longer needed: a [`Fallback`] does so at its deadline. Returns whether it
-    /// is certain that the check was not sent, and will not be. The fallback then charges later what it granted
-    /// instead, as after an [unsent](StoreError::unsent) error.
+    /// Withdraws a check whose reply is no longer needed, as a [`Fallback`] does at its deadline.
+    /// Returns `true` if it is certain that the check was not sent, and never will be. The fallback
+    /// then charges its own grant to this store later, as after an [unsent](StoreError::unsent)
+    /// error.
     ///
-    /// The future is then dropped, and not polled again. Defaults to `false`: not known.
+    /// The future is not polled after this call, but dropped. Defaults to `false`: uncertain.
     fn withdraw(&self, future: Pin<&mut Self::Future>) -> bool {
         let _ = (self, future);
         false
     }
 
-    /// Learns what another store decided on this caller, to continue from there if that store fails: a [`Fallback`]
-    /// passes the decisions of its first store to the second. Defaults to doing nothing.
+    /// Records a decision of another store on this caller, to continue from there if that store
+    /// fails. A [`Fallback`] passes the decisions of its first store to the second. Defaults to
+    /// doing nothing.
     fn warm(&self, key: &Key, decision: &Decision) {
         let _ = (key, decision);
     }
 
-    /// How many partitions it has that may fail separately, as in a Redis Cluster. A [`Fallback`] has a breaker for
-    /// each. Defaults to 1; must not change.
+    /// Returns the number of partitions that may fail separately, as in a Redis Cluster. A
+    /// [`Fallback`] has a breaker for each. Defaults to 1; must not change.
     fn partitions(&self) -> usize {
         1
     }
 
-    /// Which of its [partitions](Self::partitions) decides a caller's checks, from 0 on; for one caller always the
-    /// same.
+    /// Returns the [partition](Self::partitions) of a caller, counted from 0; always the same for
+    /// one caller.
     fn partition(&self, key: &Key) -> usize {
         let _ = key;
         0
     }
 
-    /// Whether a decision was made where the count is kept. A decision that a [`Fallback`] made instead of its primary
-    /// store was not. Defaults to `true`.
+    /// Returns `true` if a decision was made by the store that keeps the count, not by a
+    /// [`Fallback`] in place of its primary store. Defaults to `true`.
     fn is_authoritative(&self, decision: &Decision) -> bool {
         let _ = decision;
         true
     }
 
-    /// Identifies this store and its clones in this process, for example by the address of their shared state. A refund
-    /// or a release in the store then wakes the requests that wait for it, in all layers over the store. Defaults to
-    /// `None`: waiters check again without a wake-up.
+    /// Identifies this store and its clones within this process, for example by the address of
+    /// their shared state. A refund or a release then wakes waiting requests in all layers over the
+    /// store. Defaults to `None`: waiters poll instead.
     fn identity(&self) -> Option<usize> {
         None
     }
 
-    /// The server that decides a caller's checks, by its address without user and password. A [`Fallback`] names it in
-    /// its error when its deadline has passed. Defaults to `None`.
+    /// Returns the address of the server that decides a caller's checks, without user and password.
+    /// A [`Fallback`] names it in the error when the deadline has passed. Defaults to `None`.
     fn server(&self, key: &Key) -> Option<String> {
         let _ = key;
         None
     }
 
-    /// Receives the observer of a layer or a [`Limiter`](crate::Limiter), to notify it of what happens in the store. A
-    /// store that has an observer keeps that; a store around others passes it on. Defaults to doing nothing.
+    /// Sets the observer of this store to that of a layer or a [`Limiter`](crate::Limiter). A store
+    /// that has an observer keeps it; a store that wraps others passes it on. Defaults to doing
+    /// nothing.
     fn observe(&self, observer: &Arc<dyn Observer>) {
         let _ = observer;
     }
 }
 
-/// A store around another one, which decides some checks otherwise. It is a [`Store`] with all hooks of the inner one.
+/// A store that wraps another one and decides some checks differently. It is a [`Store`] with all
+/// hooks of the inner one.
 ///
 /// ```
 /// use tower_redis_ratelimit::check::{Check, Source, Verdict};
@@ -165,10 +172,10 @@ pub trait WrapStore: Clone + Send + Sync + 'static {
     /// The wrapped store.
     type Inner: Store;
 
-    /// Returns it.
+    /// Returns the wrapped store.
     fn inner(&self) -> &Self::Inner;
 
-    /// Decides one check, by [the rules of a store](Store).
+    /// Decides one check, under [the contract of a store](Store).
     fn decide(&self, check: Check) -> Answer<<Self::Inner as Store>::Future>;
 }
 

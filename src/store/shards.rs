@@ -1,8 +1,8 @@
 use super::digest::{Digest, Digester};
 use crate::limit::Key;
 
-/// The state of a store in shards with separate locks: a `T` is a `Mutex` or an `RwLock`. Everything about one caller
-/// is in one shard.
+/// The state of a store, in shards with separate locks: `T` is a `Mutex` or an `RwLock`. One shard
+/// has all the state of a caller.
 pub(crate) struct Shards<T> {
     /// Their number is a power of two.
     shards: Box<[T]>,
@@ -10,7 +10,8 @@ pub(crate) struct Shards<T> {
 }
 
 impl<T> Shards<T> {
-    /// At most `max` shards: the largest power of two that is no more, and at least one. `make` gets their number.
+    /// Creates at most `max` shards: the largest power of two up to `max`, at least one. `make`
+    /// gets their number.
     pub(crate) fn new(max: usize, mut make: impl FnMut(usize) -> T) -> Self {
         let count = 1 << max.max(1).ilog2();
         Self {
@@ -19,13 +20,13 @@ impl<T> Shards<T> {
         }
     }
 
-    /// The shard of a caller, and the digest by which it knows the caller.
+    /// Returns the shard of a caller, and the caller's digest.
     pub(crate) fn of(&self, key: &Key) -> (&T, Digest) {
         let caller = self.digester.digest(key);
         (&self.shards[caller.part(self.shards.len())], caller)
     }
 
-    /// The shard of a caller whose digest is known.
+    /// Returns the shard of the caller with this digest.
     pub(crate) fn at(&self, caller: Digest) -> &T {
         &self.shards[caller.part(self.shards.len())]
     }
@@ -59,7 +60,7 @@ mod tests {
                 assert_eq!(
                     (shard, caller),
                     shards.of(&key),
-                    "a caller stays where it is"
+                    "a caller stays in its shard"
                 );
                 *callers.entry(*shard).or_insert(0) += 1;
             }

@@ -4,10 +4,10 @@ use tokio::time::Instant;
 
 /// Microseconds since the Unix epoch, from a clock that never goes back.
 ///
-/// Read from the wall once and from then on from tokio's clock, which tests can pause.
+/// Reads the wall clock once and then adds the time of Tokio's clock, which tests can pause.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Clock {
-    /// Microseconds since the Unix epoch, at the start.
+    /// The wall clock at `start`, in microseconds since the Unix epoch.
     wall: i64,
     start: Instant,
 }
@@ -28,7 +28,8 @@ impl Clock {
     }
 }
 
-/// Whole microseconds. `Duration::as_micros` multiplies in 128 bits, which is slower.
+/// Converts to whole microseconds. `Duration::as_micros` multiplies 128-bit numbers, which is
+/// slower.
 fn micros(duration: Duration) -> i64 {
     let whole = i64::try_from(duration.as_secs())
         .unwrap_or(i64::MAX)
@@ -36,7 +37,7 @@ fn micros(duration: Duration) -> i64 {
     whole.saturating_add(i64::from(duration.subsec_micros()))
 }
 
-/// Now, by tokio's clock.
+/// Returns the current time of Tokio's clock.
 #[allow(clippy::disallowed_methods, reason = "the stores read the time here")]
 pub(crate) fn instant() -> Instant {
     #[cfg(test)]
@@ -46,7 +47,7 @@ pub(crate) fn instant() -> Instant {
     Instant::now()
 }
 
-/// The time since the Unix epoch, by the wall clock: it may go back, and tests cannot pause it.
+/// Returns the wall clock's time since the Unix epoch. It may go back, and tests cannot pause it.
 #[allow(
     clippy::disallowed_methods,
     reason = "the one place that reads the wall clock"

@@ -4,12 +4,13 @@ use std::time::Duration;
 
 use super::seed::RandomState;
 
-/// From 0 to 1.
+/// Returns a random number from 0 to 1.
 pub(crate) fn random() -> f64 {
     RandomState::new().hash_one(0) as f64 / u64::MAX as f64
 }
 
-/// So many times this, at random: or a thousand instances that met the same fault would come back at the same moment.
+/// Multiplies a duration by a random factor. Without this, a thousand instances that met the same
+/// fault would all retry at the same moment.
 pub(crate) fn jittered(duration: Duration, times: Range<f64>) -> Duration {
     duration.mul_f64(times.start + (times.end - times.start) * random())
 }

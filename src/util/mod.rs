@@ -1,4 +1,4 @@
-//! Small things that no room owns. They know nothing of ours.
+//! Small helpers without knowledge of the other modules.
 
 mod clock;
 mod jitter;
@@ -18,8 +18,8 @@ pub(crate) use seed::RandomState;
 pub(crate) use seed::Seed;
 pub(crate) use task::{Span, Task, TaskOwner};
 
-/// Panics, as std's futures do when they are polled after they have answered. To hang or to answer again would hide the
-/// caller's mistake.
+/// Panics like std's futures when they are polled after completion. Pending forever or completing
+/// again would hide the caller's mistake.
 #[track_caller]
 #[allow(
     clippy::panic,
@@ -29,14 +29,14 @@ pub(crate) fn polled_after_completion(future: &str) -> ! {
     panic!("`{future}` polled after completion")
 }
 
-/// Runs code of a user, such as an observer's, that must not end what goes on around it: `None` if it panics, which the
-/// panic hook has shown by then.
+/// Runs user code, such as an observer's, and catches its panic: `None` if it panicked (the panic
+/// hook has already printed it).
 pub(crate) fn contain<T>(user: impl FnOnce() -> T) -> Option<T> {
     catch_unwind(AssertUnwindSafe(user)).ok()
 }
 
-/// Locks, whether or not the lock is poisoned: nothing panics under our locks, and if it did, what they hold would
-/// still be consistent.
+/// Locks, even if the lock is poisoned: no code of this crate panics while it holds a lock, and the
+/// protected data would still be consistent.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

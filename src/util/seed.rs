@@ -1,5 +1,5 @@
-//! What differs from one run to the next: random hashes, where the wall clock stands, and by how much the clocks of
-//! several runtimes differ. A simulation sets them, so that it can be replayed.
+//! Everything that differs between runs: random hashes, the wall clock, and the clock differences
+//! between runtimes. A simulation sets them, so that it can be replayed.
 
 #[cfg(not(test))]
 pub(crate) use std::hash::RandomState;
@@ -21,18 +21,18 @@ mod seeded {
         static SEED: RefCell<Option<(fastrand::Rng, Duration)>> = const { RefCell::new(None) };
     }
 
-    /// While it lives, everything that this thread makes is made from one seed.
+    /// While this value exists, all randomness and clocks of this thread come from one seed.
     #[derive(Debug)]
     pub(crate) struct Seed(());
 
     impl Seed {
-        /// Random states come from `seed`. Clocks start at `wall`, a time since the Unix epoch.
+        /// Seeds random states. Clocks start at `wall`, a time since the Unix epoch.
         pub(crate) fn set(seed: u64, wall: Duration) -> Self {
             SEED.set(Some((fastrand::Rng::with_seed(seed), wall)));
             Self(())
         }
 
-        /// From now on it is this time on all runtimes of this thread.
+        /// Sets the time of all runtimes of this thread.
         pub(crate) fn stands_at(&self, now: Instant) {
             NOW.set(Some(now));
         }
@@ -53,7 +53,7 @@ mod seeded {
         }
     }
 
-    /// As std's, but made from the seed if there is one.
+    /// Like std's, but made from the seed if there is one.
     #[derive(Debug, Clone)]
     pub(crate) struct RandomState(u64, u64);
 

@@ -1,4 +1,4 @@
-//! Every way that we know of in which one master of a cluster goes away.
+//! All known faults of a single master of a cluster.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! All nodes are healthy.
+//! A cluster of healthy nodes.
 
 use std::env;
 use std::num::NonZeroUsize;
@@ -15,15 +15,15 @@ use crate::support::{RedisServer, STRATEGIES, check, policy};
 
 const PROCESSES: usize = 4;
 const TASKS: usize = 64;
-/// Of each strategy.
+/// Callers per strategy.
 const CALLERS: usize = 4;
 const LIMIT: usize = 512;
-/// Names the environment variable by which a process of a test finds the cluster.
+/// The environment variable with the cluster's URL, for the processes of a test.
 const WORKER: &str = "CLUSTER_WORKER_URL";
 const PATIENT: Duration = Duration::from_secs(20);
 
-/// By every strategy, the tasks of several processes are granted just the limit, and callers are all over the cluster.
-/// The test starts itself as the processes.
+/// With every strategy, the tasks of several processes are granted exactly the limit. The callers
+/// are spread over the cluster. The test starts itself as the processes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn exactly_the_limit_is_granted() {
     if let Ok(url) = env::var(WORKER) {
@@ -72,7 +72,7 @@ async fn exactly_the_limit_is_granted() {
     }
 }
 
-/// Asks for each caller twice as often as its share of the limit, by every strategy.
+/// Sends checks for twice the process's share of each caller's limit, with every strategy.
 async fn work(url: &str) {
     let store = RedisStore::builder(url)
         .timeout(PATIENT)
@@ -87,7 +87,8 @@ async fn work(url: &str) {
             tokio::spawn(async move {
                 let mut granted = [0; CALLERS];
                 for turn in 0..CALLERS * (2 * LIMIT / TASKS / PROCESSES + 1) {
-                    // Both alignments of a fixed window have keys alike.
+                    // Includes the strategy's index, since both alignments of a fixed window have
+                    // similar keys.
                     let key = Key::new(format!("caller-{i}-{}", turn % CALLERS));
                     let decision = store.check(Check::take(key, &policies, 1)).await.unwrap();
                     granted[turn % CALLERS] += usize::from(decision.is_allowed());
@@ -105,11 +106,11 @@ async fn work(url: &str) {
         );
     }
     let granted: Vec<String> = granted.iter().map(usize::to_string).collect();
-    // On a line of its own: the test runner prints too.
+    // Start a new line: the test runner prints too.
     println!("\ngranted {}", granted.join(" "));
 }
 
-/// What a caller has on several policies is in one slot.
+/// All counts of a caller are in one slot.
 #[tokio::test]
 async fn several_policies_and_ids_decide_atomically() {
     use tower_redis_ratelimit::{Policies, Policy, Quota, Strategy};
@@ -153,7 +154,7 @@ async fn several_policies_and_ids_decide_atomically() {
     }
 }
 
-/// Checks in flight share script calls though they are of other callers.
+/// Concurrent checks share script calls, even if they are for different callers.
 #[tokio::test]
 async fn checks_of_a_partition_share_a_call() {
     let cluster = Cluster::start(false).await;
@@ -170,7 +171,7 @@ async fn checks_of_a_partition_share_a_call() {
     assert!(calls <= 2_560 / 8, "2560 checks took {calls} script calls");
 }
 
-/// Each node learns the script for itself.
+/// Each node loads the script separately.
 #[tokio::test]
 async fn no_request_notices_a_script_flush() {
     let cluster = Cluster::start(false).await;
@@ -187,7 +188,7 @@ async fn no_request_notices_a_script_flush() {
     assert!(cluster.calls("eval").await >= 30);
 }
 
-/// By a URL, wherever one is taken; and the instances find each other.
+/// A cluster URL works wherever a URL is accepted, and the instances find each other.
 #[tokio::test]
 async fn a_cluster_is_a_url() {
     let cluster = Cluster::start(false).await;
@@ -266,11 +267,11 @@ async fn another_number_of_partitions_is_refused() {
             .to_string()
             .starts_with("1025 partitions: ")
     );
-    // No key is left without an expiry.
+    // Every key has an expiry.
     for node in &cluster.nodes {
         let keys: Vec<String> = node.server.command("KEYS *").await;
         for key in keys {
-            // It may have expired since.
+            // -2 is allowed: the key may have expired since.
             assert_ne!(
                 node.server.command::<i64>(&format!("PTTL {key}")).await,
                 -1,
@@ -280,7 +281,7 @@ async fn another_number_of_partitions_is_refused() {
     }
 }
 
-/// Also to ask the node to which a slot is being moved.
+/// Includes the right to query the importing node of a slot migration.
 #[tokio::test]
 async fn the_documented_permissions_are_enough() {
     let cluster = Cluster::start(false).await;
@@ -334,7 +335,7 @@ async fn the_documented_permissions_are_enough() {
     );
 }
 
-/// Nodes may be known by their names, or as wherever they were asked.
+/// Nodes may announce host names, or no endpoint, which means the address that the client has used.
 #[tokio::test]
 async fn nodes_have_names_or_none() {
     let cluster = Cluster::start(false).await;
@@ -351,7 +352,7 @@ async fn nodes_have_names_or_none() {
                 ))
                 .await;
         }
-        crate::support::until("all know the names", async || {
+        crate::support::until("all nodes announce the endpoint", async || {
             let node = cluster.nodes[0]
                 .server
                 .command::<redis::Value>("CLUSTER SLOTS")
@@ -373,7 +374,7 @@ async fn nodes_have_names_or_none() {
     }
 }
 
-/// A single server is none, and says so; so does a cluster that is not there.
+/// Reports a server without cluster mode, and a cluster that is unreachable.
 #[tokio::test]
 async fn a_non_cluster_is_reported() {
     let server = RedisServer::start();
@@ -390,13 +391,13 @@ async fn a_non_cluster_is_reported() {
     assert!(error.to_string().contains(&format!(
         "write `redis://{address}`, and connect with `RedisStore::connect`"
     )));
-    let nobody = RedisStore::connect_lazy(format!(
+    let unreachable = RedisStore::connect_lazy(format!(
         "redis+cluster://127.0.0.1:{}",
         crate::support::free_port()
     ))
     .unwrap();
     for _ in 0..2 {
-        let error = nobody.check(check("ann", "10/s")).await.unwrap_err();
+        let error = unreachable.check(check("ann", "10/s")).await.unwrap_err();
         assert!(
             error.kind() == ErrorKind::Unreachable && error.is_unsent(),
             "{error:?}"
@@ -406,9 +407,9 @@ async fn a_non_cluster_is_reported() {
             "{error}"
         );
     }
-    // A node that has met nobody.
-    let lonely = RedisServer::start_with(&["--cluster-enabled", "yes"]);
-    let error = RedisStore::connect(format!("redis+cluster://127.0.0.1:{}", lonely.port()))
+    // A node without slots.
+    let empty = RedisServer::start_with(&["--cluster-enabled", "yes"]);
+    let error = RedisStore::connect(format!("redis+cluster://127.0.0.1:{}", empty.port()))
         .await
         .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotReady, "{error:?}");

@@ -1,4 +1,4 @@
-//! Requests in flight are counted by the master that has the caller.
+//! Requests in flight are counted by the master of the caller's slot.
 
 use tower_redis_ratelimit::RedisStore;
 
@@ -20,7 +20,7 @@ async fn killed_processes_never_exceed_the_limit() {
     .await;
 }
 
-/// Its replica takes over.
+/// The master's replica takes over.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_master_is_killed() {
     if is_worker() {

@@ -1,4 +1,5 @@
-//! A Redis Cluster of real servers: what holds on a single one holds there too, whatever becomes of its nodes and slots.
+//! A Redis Cluster of real servers: the guarantees of a single server also hold while nodes fail
+//! and slots migrate.
 
 #![allow(
     clippy::unwrap_used,

@@ -1,4 +1,5 @@
-//! The rows: what befalls one master under load, behind a fallback, and what must hold for its callers and for all others.
+//! Faults of one master under load, behind a fallback: the guarantees for its callers and for all
+//! others.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -17,41 +18,42 @@ use crate::proxy::{Mode, Proxy};
 use crate::support::until;
 use crate::table::{FAULT, Outcome, SLACK};
 
-/// The caller whose master is the victim: an ample one.
+/// An ample caller. The fault affects its master, the victim.
 const VICTIMS: usize = 2;
-/// The promise is two seconds after the cluster's own recovery; this is for a busy machine.
+/// Maximum recovery time on a busy machine. The promised time is two seconds after the cluster's
+/// own recovery.
 const RECOVERY: Duration = Duration::from_secs(10);
 
-/// What befalls one master.
+/// A fault of one master.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// `kill -9`, and its replica takes over.
+    /// `kill -9`; its replica takes over.
     Killed,
-    /// SIGSTOP, until its replica has taken over, and for 5 s at least.
+    /// SIGSTOP, until its replica has taken over, for at least 5 s.
     Frozen,
-    /// All connections cut, again and again.
+    /// All connections are closed, repeatedly.
     Cut,
-    /// The path to it fails, though the other nodes see it.
+    /// The path of clients to it fails, while the other nodes reach it.
     Path(Mode),
     /// `maxclients` reached.
     Full,
     OutOfMemory,
     NoReplicas,
-    /// Again and again.
+    /// The scripts are flushed repeatedly.
     ScriptFlush,
     FlushAll,
-    /// Another password, and all connections cut.
+    /// The password is changed, and all connections are closed.
     Password,
     /// The user may not call scripts.
     Forbidden,
 }
 
 impl Fault {
-    fn has_heir(self) -> bool {
+    fn has_successor(self) -> bool {
         matches!(self, Self::Killed | Self::Frozen)
     }
 
-    /// Whether every instance must decide about its callers by itself.
+    /// Returns `true` if every instance must decide locally about the victim's callers.
     fn is_outage(self) -> bool {
         match self {
             Self::Cut | Self::ScriptFlush | Self::FlushAll | Self::Path(Mode::Waver(..)) => false,
@@ -69,7 +71,7 @@ impl Fault {
 
     fn setup(self) -> Setup {
         match self {
-            // As on a single server.
+            // The same setup as on a single server.
             Self::Path(Mode::Waver(..)) => Setup {
                 instances: 1,
                 connections: 16,
@@ -80,7 +82,7 @@ impl Fault {
     }
 }
 
-/// Hands all rows to another macro, which makes tests of them, or a table.
+/// Passes all rows to another macro, which generates tests or a table.
 macro_rules! rows {
     ($to:ident) => {
         $to! {
@@ -95,12 +97,12 @@ macro_rules! rows {
             a_silent_master_degrades_its_callers_only: "accepts and never answers" => Fault::Path(Mode::Silent);
             lost_replies_are_not_charged_again: "charges, and the replies are lost" => Fault::Path(Mode::Swallow);
             a_refusing_master_degrades_its_callers_only: "refuses connections" => Fault::Path(Mode::Refuse);
-            unexpected_replies_degrade_their_callers_only: "a reply of another shape" => Fault::Path(Mode::Answer(b"*1\r\n:1\r\n"));
+            unexpected_replies_degrade_tsuccessor_callers_only: "a reply of another shape" => Fault::Path(Mode::Answer(b"*1\r\n:1\r\n"));
             a_loading_master_degrades_its_callers_only: "loading its data" => Fault::Path(Mode::Answer(b"-LOADING Redis is loading the dataset in memory\r\n"));
             a_clusterdown_error_degrades_its_callers_only: "`CLUSTERDOWN`" => Fault::Path(Mode::Answer(b"-CLUSTERDOWN Hash slot not served\r\n"));
             a_full_master_degrades_its_callers_only: "`maxclients` reached" => Fault::Full;
-            masters_without_memory_degrade_their_callers_only: "`maxmemory` reached, `noeviction`" => Fault::OutOfMemory;
-            masters_without_replicas_degrade_their_callers_only: "`min-replicas-to-write` not met" => Fault::NoReplicas;
+            masters_without_memory_degrade_tsuccessor_callers_only: "`maxmemory` reached, `noeviction`" => Fault::OutOfMemory;
+            masters_without_replicas_degrade_tsuccessor_callers_only: "`min-replicas-to-write` not met" => Fault::NoReplicas;
             a_flushed_script_is_not_noticed: "`SCRIPT FLUSH`, every 50 ms" => Fault::ScriptFlush;
             a_flushed_master_goes_on: "`FLUSHALL`" => Fault::FlushAll;
             a_changed_password_degrades_its_callers_only: "password changed" => Fault::Password;
@@ -111,7 +113,7 @@ macro_rules! rows {
 
 rows!(table);
 
-/// For each caller, the master that has its keys.
+/// Returns the master of each caller.
 async fn masters(cluster: &Cluster) -> Vec<usize> {
     let mut masters = vec![];
     for (name, _) in CALLERS {
@@ -139,17 +141,17 @@ fn sum(counts: &[AtomicU64; CALLERS.len()], of: impl Fn(usize) -> bool) -> u64 {
         .sum()
 }
 
-/// A cluster under load: who has used up a limit knows it.
+/// A cluster under load, in which the spent callers have used up tsuccessor limits.
 struct Scene {
     cluster: Cluster,
-    /// Of each master, if it is the path that fails.
+    /// One proxy per master, if the fault is one of the path.
     proxies: Vec<Proxy>,
     load: Load,
-    /// For each caller, the master that has its keys.
+    /// The master of each caller.
     masters: Vec<usize>,
-    /// The one that the fault befalls.
+    /// The master that the fault affects.
     victim: usize,
-    /// A connection to it that was there before the fault, and so is let in throughout it.
+    /// A connection to the victim from before the fault, which stays usable during it.
     admin: MultiplexedConnection,
 }
 
@@ -157,7 +159,7 @@ impl Scene {
     async fn start(fault: Fault) -> Self {
         let (cluster, proxies) = match fault {
             Fault::Path(_) => behind_proxies().await,
-            _ => (Cluster::start(fault.has_heir()).await, vec![]),
+            _ => (Cluster::start(fault.has_successor()).await, vec![]),
         };
         let mut load = Load::new(&cluster.url(), fault.setup());
         load.introduce().await;
@@ -187,14 +189,14 @@ impl Scene {
         (of(&sums.redis), of(&sums.local))
     }
 
-    /// What was counted for the callers of the victim.
+    /// Returns a sum over the victim's callers.
     fn hit(&self, counts: impl Fn(&Sums) -> &[AtomicU64; CALLERS.len()]) -> u64 {
         sum(counts(&self.load.sums), |caller| {
             self.masters[caller] == self.victim
         })
     }
 
-    /// The callers of the victim whose limits are used up while the fault lasts.
+    /// The victim's callers whose limits are used up during the fault.
     fn tight(&self) -> impl Iterator<Item = usize> {
         (0..CALLERS.len()).filter(|caller| {
             CALLERS[*caller].1 == Kind::Tight && self.masters[*caller] == self.victim
@@ -236,13 +238,13 @@ impl Scene {
         }
     }
 
-    /// Ends the fault, or waits until an heir has.
+    /// Ends the fault, or waits until a replica has taken over.
     async fn heal(&mut self, fault: Fault) {
         match fault {
             Fault::Killed | Fault::Frozen => {
-                let heir = &self.cluster.nodes[self.victim + MASTERS];
+                let successor = &self.cluster.nodes[self.victim + MASTERS];
                 until("its replica takes over", async || {
-                    heir.is_master().await && heir.sees("cluster_state:ok").await
+                    successor.is_master().await && successor.sees("cluster_state:ok").await
                 })
                 .await;
             }
@@ -262,8 +264,9 @@ impl Scene {
         }
     }
 
-    /// Waits until the callers of the victim are decided about by all instances alone, and those of other masters are not.
-    async fn is_noticed(&self) {
+    /// Waits until all instances decide locally about the victim's callers, and still in Redis
+    /// about the others.
+    async fn wait_for_outage(&self) {
         let instances = &self.load.instances;
         until("the instances notice", async || {
             instances
@@ -272,16 +275,16 @@ impl Scene {
         })
         .await;
         let local = self.hit(|sums| &sums.local);
-        until("they go on", async || {
+        until("the victim's callers are decided locally", async || {
             self.hit(|sums| &sums.local) > local + 100
         })
         .await;
         let redis = self.others().0;
-        until("the callers of other masters go on in Redis", async || {
+        until("the other callers are still decided in Redis", async || {
             self.others().0 > redis + 200
         })
         .await;
-        until("every part is used up", async || {
+        until("every share is used up", async || {
             instances.iter().all(|instance| {
                 self.tight()
                     .all(|caller| instance.denies(caller, Source::Local))
@@ -290,8 +293,8 @@ impl Scene {
         .await;
     }
 
-    /// Waits until the cluster decides about all again. Returns how long that took.
-    async fn is_over(&self) -> Duration {
+    /// Waits until the cluster decides about all callers again. Returns how long that took.
+    async fn wait_for_recovery(&self) -> Duration {
         let since = Instant::now();
         let instances = &self.load.instances;
         until("all are back", async || {
@@ -302,11 +305,11 @@ impl Scene {
         .await;
         let recovery = since.elapsed();
         let redis = self.hit(|sums| &sums.redis);
-        until("the victim's callers are asked for", async || {
+        until("Redis decides about the victim's callers", async || {
             self.hit(|sums| &sums.redis) > redis + 100
         })
         .await;
-        until("Redis has nothing left for the tight", async || {
+        until("the tight limits are used up in Redis", async || {
             instances
                 .iter()
                 .all(|instance| instance.has_denied(Kind::Tight, Source::Redis))
@@ -315,7 +318,8 @@ impl Scene {
         recovery
     }
 
-    /// What is promised whatever happens. `forgotten` is what the victim had granted to each caller before it forgot that.
+    /// Asserts the guarantees of every fault. `forgotten` contains the grants per caller that the
+    /// victim had counted before it lost its data.
     async fn end(
         mut self,
         fault: Fault,
@@ -331,7 +335,7 @@ impl Scene {
         assert!(worst < DEADLINE + SLACK + sums.longest_stall(), "{worst:?}");
         assert!(recovery < RECOVERY + sums.longest_stall(), "{recovery:?}");
 
-        // Clients find what they were granted, once all of it is settled, and nothing twice.
+        // After everything is reconciled, the counts contain the grants, and none twice.
         let store = RedisStore::connect(self.cluster.url()).await.unwrap();
         let unknown =
             self.load.total(|events| &events.failed) + self.load.total(|events| &events.dropped);
@@ -341,10 +345,10 @@ impl Scene {
                 + sum(&sums.local, |other| other == caller);
             let charged =
                 kind.limit() - u64::from(store.check(peek(caller)).await.unwrap().remaining());
-            eprintln!("{name}: {granted} granted, {charged} charged, {unknown} not known");
+            eprintln!("{name}: {granted} granted, {charged} charged, {unknown} unknown");
             let may = kind.limit() + forgotten[caller];
             match kind {
-                // On a machine that stalls, some were not answered before anybody was spent.
+                // On a machine that stalls, some checks failed before the callers were spent.
                 Kind::Spent => assert!(granted <= may + unknown, "{name}: {granted} granted"),
                 Kind::Ample => {
                     assert!(
@@ -358,16 +362,17 @@ impl Scene {
             all_granted += granted;
             allowed += may;
         }
-        // As `tests/faults/matrix.rs` explains; and an heir has not heard of all that was charged.
+        // `tests/faults/matrix.rs` explains the bound. It does not hold with a replica, which may
+        // miss recent charges.
         let count = self.load.instances.len() as u64;
         let mut bound = unknown + count * TASKS as u64;
         if !fault.is_outage() || sums.stalls() > 0 {
             bound += tight - tight / count;
         }
-        if !fault.has_heir() {
+        if !fault.has_successor() {
             assert!(
                 all_granted <= allowed + bound,
-                "granted {all_granted} of {allowed}, {bound} more at most"
+                "granted {all_granted} of {allowed}, and at most {bound} more"
             );
         }
         let (healthy_p99, open_p99) = sums.p99();
@@ -388,7 +393,7 @@ impl Scene {
     }
 }
 
-/// A cluster whose nodes send clients to proxies, one for each, and see each other.
+/// Starts a cluster whose nodes announce proxies to clients, and reach each other.
 async fn behind_proxies() -> (Cluster, Vec<Proxy>) {
     let proxies: Mutex<HashMap<u16, Proxy>> = Mutex::default();
     let port_of = |proxy: &Proxy| -> u16 {
@@ -431,7 +436,7 @@ async fn behind_proxies() -> (Cluster, Vec<Proxy>) {
     (cluster, proxies)
 }
 
-/// Runs a row, and asserts what is promised of every one.
+/// Runs a row, and asserts the guarantees of every fault.
 pub async fn run(fault: Fault) -> Outcome {
     let mut scene = Scene::start(fault).await;
     let others = scene.others();
@@ -444,7 +449,7 @@ pub async fn run(fault: Fault) -> Outcome {
             .enumerate()
             .filter(|(i, _)| scene.masters[*i] == scene.victim)
         {
-            // A grant that is recorded only now was forgotten too.
+            // Includes grants recorded after the flush, which also are no longer counted.
             *forgotten = scene.load.sums.redis[caller].load(SeqCst);
         }
     }
@@ -453,11 +458,11 @@ pub async fn run(fault: Fault) -> Outcome {
         scene.load.burst();
     }
     if fault.is_outage() {
-        scene.is_noticed().await;
+        scene.wait_for_outage().await;
     }
-    if !fault.has_heir() {
+    if !fault.has_successor() {
         while since.elapsed() < fault.lasts() {
-            // The length of the fault.
+            // The fault lasts for a fixed time.
             tokio::time::sleep(Duration::from_millis(50)).await;
             if matches!(fault, Fault::Cut | Fault::ScriptFlush) {
                 scene.inject(fault).await;
@@ -465,12 +470,12 @@ pub async fn run(fault: Fault) -> Outcome {
         }
     }
     scene.heal(fault).await;
-    let recovery = scene.is_over().await;
+    let recovery = scene.wait_for_recovery().await;
     if fault == Fault::Frozen {
         tokio::time::sleep(fault.lasts().saturating_sub(since.elapsed())).await;
         let former = &scene.cluster.nodes[scene.victim].server;
         former.thaw();
-        until("it follows its heir", async || {
+        until("it follows its successor", async || {
             former
                 .command::<String>("INFO replication")
                 .await

@@ -1,4 +1,4 @@
-//! Slots move from node to node while their callers are asked for.
+//! Slot migrations while checks of the slot's callers are sent.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ const PATIENT: Duration = Duration::from_secs(20);
 const LIMIT: u32 = 10_000_000;
 const TASKS: usize = 32;
 
-/// Callers whose keys are in one slot, and that slot.
+/// Returns callers whose keys are in the same slot, and that slot.
 pub async fn neighbours(
     cluster: &Cluster,
     store: &RedisStore,
@@ -60,12 +60,13 @@ pub async fn neighbours(
         .unwrap()
 }
 
-/// Tasks that ask for callers in turn, until they are stopped; what was granted to each.
+/// Tasks that send checks for the callers in turn until they are stopped, and the grants per
+/// caller.
 struct Load {
     tasks: JoinSet<()>,
     stop: Arc<AtomicBool>,
     granted: Arc<Vec<AtomicU64>>,
-    /// In microseconds.
+    /// Maximum duration of a check, in microseconds.
     worst: Arc<AtomicU64>,
 }
 
@@ -77,8 +78,8 @@ impl Load {
             .sum()
     }
 
-    /// Waits until more than so many further checks are granted.
-    async fn goes_on(&self, what: &str, checks: u64) {
+    /// Waits until more than `checks` further units are granted.
+    async fn wait_for(&self, what: &str, checks: u64) {
         let before = self.granted();
         until(what, async || self.granted() > before + checks).await;
     }
@@ -142,7 +143,8 @@ async fn charged(store: &RedisStore, callers: &[Key], policies: &Policies) -> Ve
     charged
 }
 
-/// Not one check fails, and each is charged once: wherever its key is, also half-way, on a new node and after that has gone.
+/// No check fails, and each is charged once: while a slot migrates, on a new node, and after that
+/// node has left.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn moving_slots_charge_every_check_once() {
     let mut cluster = Cluster::start(false).await;
@@ -159,9 +161,9 @@ async fn moving_slots_charge_every_check_once() {
     for _ in 0..3 {
         for (from, to) in [(home, away), (away, home)] {
             cluster.begin_move(slot, from, to).await;
-            // Some keys are here and some there, for a while.
+            // For a while, the keys are on two nodes.
             while cluster.move_keys(slot, from, to, 1).await > 0 {
-                load.goes_on("checks go on", 100).await;
+                load.wait_for("checks continue", 100).await;
             }
             cluster.end_move(slot, from, to).await;
         }
@@ -182,7 +184,8 @@ async fn moving_slots_charge_every_check_once() {
             .await;
     }
     drop(gone);
-    load.goes_on("checks go on without it", 1_000).await;
+    load.wait_for("checks continue without the node", 1_000)
+        .await;
     let granted = load.stop().await;
     let mut moved = 0;
     for node in &cluster.nodes {
@@ -193,18 +196,19 @@ async fn moving_slots_charge_every_check_once() {
         moved += line.map_or(0, |count| count.trim().parse::<u64>().unwrap());
     }
     println!(
-        "{granted:?}, at worst {} us, {moved} sent elsewhere",
+        "{granted:?}, at worst {} us, {moved} redirected",
         load.worst.load(SeqCst)
     );
-    // Each of 8 moves is learnt of by what is under way.
+    // Each of the 8 migrations redirects at most the checks in flight.
     assert!(
         moved <= 8 * 2 * TASKS as u64,
-        "{moved} calls were sent elsewhere"
+        "{moved} calls were redirected"
     );
     assert_eq!(charged(&store, &callers, &policies).await, granted);
 }
 
-/// No node decides about a caller whose two keys are on two nodes: the fallback does, and reconciles that.
+/// No node decides about a caller whose two keys are on two nodes: the fallback decides, and
+/// reconciles its grants.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn callers_split_across_nodes_are_decided() {
     let cluster = Cluster::start(false).await;
@@ -230,7 +234,7 @@ async fn callers_split_across_nodes_are_decided() {
     for (from, to) in [(home, away), (away, home)] {
         cluster.begin_move(slot, from, to).await;
         while cluster.move_keys(slot, from, to, 1).await > 0 {
-            load.goes_on("checks go on", 100).await;
+            load.wait_for("checks continue", 100).await;
         }
         cluster.end_move(slot, from, to).await;
     }
@@ -247,7 +251,7 @@ async fn callers_split_across_nodes_are_decided() {
     .await;
 }
 
-/// A caller whose slot is being moved from here to there, and whose keys are here still.
+/// Starts the migration of a slot, and returns a caller of it whose keys have not moved yet.
 async fn begin(
     cluster: &Cluster,
     store: &RedisStore,
@@ -277,7 +281,8 @@ async fn begin_with(
     (callers[0], (slot, home, (home + 1) % 3))
 }
 
-/// A node makes no key of a slot that it gives away, and a log becomes a list when it grows.
+/// A node creates no key in a slot that it is exporting, and a growing log becomes a list, which is
+/// a new key.
 #[tokio::test]
 async fn a_log_grows_while_its_slot_moves() {
     let cluster = Cluster::start(false).await;
@@ -309,7 +314,7 @@ async fn a_log_grows_while_its_slot_moves() {
     );
 }
 
-/// The same of what one check deletes, and the next of the same call charges.
+/// A check deletes a key, and the next check in the same call charges it again.
 #[tokio::test]
 async fn checks_after_a_deletion_are_decided_once() {
     let cluster = Cluster::start(false).await;
@@ -349,8 +354,8 @@ async fn checks_after_a_deletion_are_decided_once() {
     }
 }
 
-/// A node that gives a slot away or takes it over decides nothing that needs a key that is not there, and no key of a new id
-/// is.
+/// While a slot migrates, a node rejects a check that needs a missing key, and the key of a new id
+/// is always missing.
 #[tokio::test]
 async fn new_ids_wait_for_a_moving_slot() {
     let cluster = Cluster::start(false).await;

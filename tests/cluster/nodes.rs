@@ -1,4 +1,4 @@
-//! A cluster of a test's own: three masters with a replica each, on free ports, gone with the test.
+//! A cluster of three masters with a replica each, on free ports. It stops with the test.
 
 use futures_util::future::join_all;
 use redis::{Value, cmd};
@@ -11,7 +11,7 @@ pub const MASTERS: usize = 3;
 const SLOTS: usize = 16_384;
 
 pub struct Cluster {
-    /// First the masters, then the replica of each, and then what was added.
+    /// First the masters, then the replica of each, then added nodes.
     pub nodes: Vec<Node>,
     masters: usize,
 }
@@ -22,7 +22,7 @@ pub struct Node {
 }
 
 impl Node {
-    /// `known_as` is the port that it announces to others, by its own.
+    /// Starts a node. `known_as` maps its port to the one that it announces.
     async fn start(number: usize, known_as: impl Fn(u16) -> u16) -> Self {
         let mut server = RedisServer::start_with(&[
             "--cluster-enabled",
@@ -31,7 +31,7 @@ impl Node {
             "1000",
             "--cluster-require-full-coverage",
             "no",
-            // A master that has given its last slot away stays one.
+            // A master that has exported its last slot stays a master.
             "--cluster-allow-replica-migration",
             "no",
             "--repl-diskless-sync-delay",
@@ -39,7 +39,7 @@ impl Node {
         ]);
         let port = known_as(server.port());
         if port != server.port() {
-            // Redis 6.2 takes it at the start only.
+            // Redis 6.2 accepts this at startup only.
             server.kill();
             server.restart_with(&["--cluster-announce-port", &port.to_string()]);
         }
@@ -57,7 +57,7 @@ impl Node {
             .contains(what)
     }
 
-    /// Whether it is a master that has slots.
+    /// Returns `true` if it is a master with slots.
     pub async fn is_master(&self) -> bool {
         let nodes: String = self.server.command("CLUSTER NODES").await;
         nodes
@@ -67,17 +67,18 @@ impl Node {
 }
 
 impl Cluster {
-    /// Three masters, with a replica each if these are needed.
+    /// Starts three masters, with a replica each if `with_replicas`.
     pub async fn start(with_replicas: bool) -> Self {
         Self::start_known_as(with_replicas, |port| port).await
     }
 
-    /// As [`start`](Self::start), of nodes that announce another port than their own: that of a proxy.
+    /// Like [`start`](Self::start), with nodes that announce another port than their own, such as
+    /// that of a proxy.
     pub async fn start_known_as(with_replicas: bool, known_as: impl Fn(u16) -> u16) -> Self {
         Self::start_sized(MASTERS, with_replicas, known_as).await
     }
 
-    /// As [`start_known_as`](Self::start_known_as), of so many masters.
+    /// Like [`start_known_as`](Self::start_known_as), with `masters` masters.
     pub async fn start_sized(
         masters: usize,
         with_replicas: bool,
@@ -86,7 +87,7 @@ impl Cluster {
         let count = if with_replicas { 2 * masters } else { masters };
         let nodes = join_all((0..count).map(|number| Node::start(number, &known_as))).await;
         for (i, node) in nodes.iter().enumerate().take(masters) {
-            // One by one: Redis 6.2 knows no ranges.
+            // Slot by slot: Redis 6.2 does not support ranges.
             let slots: Vec<String> = (SLOTS * i / masters..SLOTS * (i + 1) / masters)
                 .map(|slot| slot.to_string())
                 .collect();
@@ -166,7 +167,7 @@ impl Cluster {
                 .all(|ok| ok)
         })
         .await;
-        until("no handshake is under way", async || {
+        until("no handshake is in progress", async || {
             let maps = join_all(
                 self.nodes
                     .iter()
@@ -180,7 +181,7 @@ impl Cluster {
         .await;
     }
 
-    /// One more master, without slots.
+    /// Adds a master without slots.
     pub async fn add(&mut self) -> usize {
         let node = Node::start(self.nodes.len(), |port| port).await;
         self.meet(&node).await;
@@ -212,7 +213,7 @@ impl Cluster {
         RedisStore::builder(self.servers())
     }
 
-    /// How often the masters have run a command.
+    /// Returns how many times the masters have executed a command.
     pub async fn calls(&self, command: &str) -> u64 {
         join_all(
             self.nodes
@@ -225,7 +226,7 @@ impl Cluster {
         .sum()
     }
 
-    /// The node that serves a slot, as that node itself says.
+    /// Returns the node that serves a slot, according to that node.
     pub async fn owner(&self, slot: u16) -> usize {
         for (i, node) in self.nodes.iter().enumerate() {
             let Ok(Value::Array(ranges)) = cmd("CLUSTER")
@@ -253,10 +254,10 @@ impl Cluster {
                 }
             }
         }
-        panic!("nobody serves slot {slot}")
+        panic!("no node serves slot {slot}")
     }
 
-    /// Begins to move a slot.
+    /// Begins a slot migration.
     pub async fn begin_move(&self, slot: u16, from: usize, to: usize) {
         let (from, to) = (&self.nodes[from], &self.nodes[to]);
         let _: String = to
@@ -269,7 +270,7 @@ impl Cluster {
             .await;
     }
 
-    /// Moves so many keys of the slot at most, each by itself. Returns how many there were.
+    /// Moves at most `most` keys of the slot, one at a time. Returns the number of moved keys.
     pub async fn move_keys(&self, slot: u16, from: usize, to: usize, most: usize) -> usize {
         let mut connection = self.nodes[from].server.connection().await;
         let keys: Vec<Vec<u8>> = cmd("CLUSTER")
@@ -292,7 +293,7 @@ impl Cluster {
         keys.len()
     }
 
-    /// Ends a move.
+    /// Ends a slot migration.
     pub async fn end_move(&self, slot: u16, from: usize, to: usize) {
         let id = &self.nodes[to].id;
         for node in [to, from] {
@@ -303,7 +304,7 @@ impl Cluster {
         }
     }
 
-    /// Moves a slot with all of its keys.
+    /// Migrates a slot with all of its keys.
     pub async fn move_slot(&self, slot: u16, from: usize, to: usize) {
         self.begin_move(slot, from, to).await;
         while self.move_keys(slot, from, to, 10).await > 0 {}
@@ -311,7 +312,7 @@ impl Cluster {
     }
 }
 
-/// The slot of a key, as Redis counts it.
+/// Returns the slot of a key, as computed by Redis.
 pub async fn slot_of(cluster: &Cluster, key: &str) -> u16 {
     cluster.nodes[0]
         .server

@@ -1,4 +1,4 @@
-//! What requests have reserved is settled where their callers are by then.
+//! Reservations are settled on the node that has the caller's slot at that time.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::support::{policy, until};
 const PATIENT: Duration = Duration::from_secs(20);
 const LIMIT: u32 = 10_000_000;
 const RESERVED: u32 = 10;
-/// More than was reserved, and less.
+/// More and less than the reserved cost.
 const COSTS: [u32; 3] = [17, 3, 0];
 const MOVES: usize = 6;
 
@@ -62,7 +62,7 @@ async fn settlements_during_slot_moves_charge_once() {
     };
     let expected: Vec<_> = (0..callers.len()).map(costs).collect();
     until("all is settled", async || all().await == expected).await;
-    // Nothing comes twice.
+    // Nothing is settled twice.
     tokio::time::sleep(Duration::from_millis(500)).await;
     assert_eq!(all().await, expected);
 }

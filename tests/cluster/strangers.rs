@@ -1,4 +1,4 @@
-//! The address of a node becomes that of another cluster.
+//! The address of a node is reassigned to another cluster.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::support::{check, until};
 const STORES: usize = 20;
 const CALLERS: usize = 30;
 
-/// As when a machine has failed, and its address is given to a machine of another service.
+/// For example, a failed machine's address is given to a machine of another service.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_is_counted_in_another_cluster() {
     let mut cluster = Cluster::start(false).await;
@@ -54,7 +54,7 @@ async fn nothing_is_counted_in_another_cluster() {
             let decided = decided(store).await;
             assert!(
                 (1..CALLERS).contains(&decided),
-                "{decided} of {CALLERS} are decided, though a part of the cluster is gone"
+                "{decided} of {CALLERS} are decided, though a part of the cluster has left"
             );
         }
     }

@@ -1,4 +1,4 @@
-//! Where the address of the client is read, from a file.
+//! The extractor of client addresses, read from a file.
 
 use serde_json::{Value, json};
 use tower_redis_ratelimit::ConfigError;
@@ -62,10 +62,10 @@ fn errors() {
     let trusted = "write the proxies' network like `203.0.113.0/24`, an address, `private`, `loopback` or `unix`, \
                    or trust a number of hops";
     let no_header =
-        "the header that the trusted proxies write is missing: add it, such as `header = \"x-forwarded-for\"`"
+        "the header that the trusted proxies write is missing: set it, such as `header = \"x-forwarded-for\"`"
             .to_owned();
     for (value, text) in [
-        (json!("x-real-ip"), format!("\"x-real-ip\" is not a valid client address: write {choices}")),
+        (json!("x-real-ip"), format!("\"x-real-ip\" is not a valid client address: use {choices}")),
         (json!(["peer"]), format!("invalid type: sequence, expected {choices}")),
         (
             json!({ "header": "forwarded", "hop": 2 }),
@@ -73,14 +73,14 @@ fn errors() {
         ),
         (
             json!({ "header": "x-real-ip" }),
-            "no proxy is trusted to write \"x-real-ip\": set it by `trust = [\"private\"]` or by `hops = 1`"
+            "no proxy is trusted to write \"x-real-ip\": set `trust = [\"private\"]` or `hops = 1`"
                 .to_owned(),
         ),
         (json!({ "trust": ["private"] }), no_header.clone()),
         (json!({ "hops": 1, "ipv6_prefix": 56 }), no_header),
         (
             json!({ "header": "forwarded", "hops": 2, "trust": ["private"] }),
-            "`trust` and `hops` are both set: leave one out".to_owned(),
+            "`trust` and `hops` are both set: remove one".to_owned(),
         ),
         (
             json!({ "header": "x real ip", "hops": 1 }),
@@ -89,13 +89,13 @@ fn errors() {
         (
             json!({ "header": "forwarded", "trust": ["privat"] }),
             format!(
-                "\"privat\" cannot be trusted: it is neither one of the words nor a network nor an address; {trusted}"
+                "\"privat\" cannot be trusted: it is not one of the words, a network or an address; {trusted}"
             ),
         ),
         (
             json!({ "header": "forwarded", "trust": ["private", "0.0.0.0/0"] }),
             format!(
-                "\"0.0.0.0/0\" cannot be trusted: it covers every address, so that clients were believed too; {trusted}"
+                "\"0.0.0.0/0\" cannot be trusted: it covers every address, so any client could forge the header; {trusted}"
             ),
         ),
         (
@@ -110,11 +110,11 @@ fn errors() {
         ),
         (
             json!({ "header": "forwarded", "hops": 0 }),
-            "hops: \"0\" is not a valid number: write a whole number from 1 to 255".to_owned(),
+            "hops: \"0\" is not a valid number: use an integer from 1 to 255".to_owned(),
         ),
         (
             json!({ "header": "forwarded", "hops": 1, "ipv6_prefix": 129 }),
-            "ipv6_prefix: \"129\" is not a valid IPv6 prefix: write a whole number from 1 to 128, such as `64`".to_owned(),
+            "ipv6_prefix: \"129\" is not a valid IPv6 prefix: use a whole number from 1 to 128, such as `64`".to_owned(),
         ),
     ] {
         assert_eq!(read(&value).unwrap_err(), text, "{value}");

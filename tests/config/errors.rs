@@ -1,4 +1,4 @@
-//! What is refused, and what it says: the field, the value, and what to write instead.
+//! Invalid settings: the error names the field, the value and the fix.
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -30,52 +30,52 @@ fn of_a_store() {
         ),
         (
             json!({ "timeout": "250" }),
-            "timeout: \"250\" is not a valid duration: the duration has no unit; write it like `250ms`, `2s` or `15m`",
+            "timeout: \"250\" is not a valid duration: the duration has no unit; use the form `250ms`, `2s` or `15m`",
         ),
         (
             json!({ "deadline": "1.5s" }),
             "deadline: \"1.5s\" is not a valid duration: the duration is not a whole number with one unit; \
-             write it like `250ms`, `2s` or `15m`",
+             use the form `250ms`, `2s` or `15m`",
         ),
         (
             json!({ "connections": 0 }),
-            "connections: \"0\" is not a valid number: write a whole number from 1 on",
+            "connections: \"0\" is not a valid number: use an integer >= 1",
         ),
         (
             json!({ "queue": -1 }),
-            "queue: \"-1\" is not a valid number: write a whole number from 1 on",
+            "queue: \"-1\" is not a valid number: use an integer >= 1",
         ),
         (
             json!({ "batch": "two" }),
-            "batch: \"two\" is not a valid number: write a whole number from 1 on",
+            "batch: \"two\" is not a valid number: use an integer >= 1",
         ),
         (
             json!({ "local_keys": null }),
-            "invalid type: null, expected a whole number from 1 on as `local_keys`",
+            "invalid type: null, expected an integer >= 1 as `local_keys`",
         ),
         (
             json!({ "partitions": true }),
-            "invalid type: boolean `true`, expected a whole number from 1 on as `partitions`",
+            "invalid type: boolean `true`, expected an integer >= 1 as `partitions`",
         ),
         (
             json!({ "denials": 1.5 }),
-            "invalid type: floating point `1.5`, expected a whole number from 0 on as `denials`",
+            "invalid type: floating point `1.5`, expected an integer >= 0 as `denials`",
         ),
         (
             json!({ "failures": "4294967296" }),
-            "failures: \"4294967296\" is not a valid number: write a whole number from 1 to 4294967295",
+            "failures: \"4294967296\" is not a valid number: use an integer from 1 to 4294967295",
         ),
         (
             json!({ "share": 0 }),
-            "share: \"0\" is not a valid share: write a number of instances such as `4`, or `alive`",
+            "share: \"0\" is not a valid share: use a number of instances such as `4`, or `alive`",
         ),
         (
             json!({ "share": "all" }),
-            "share: \"all\" is not a valid share: write a number of instances such as `4`, or `alive`",
+            "share: \"all\" is not a valid share: use a number of instances such as `4`, or `alive`",
         ),
         (
             json!({ "kind": "memory" }),
-            "kind: \"memory\" is not a valid kind of store: write `auto`, `fallback`, `redis` or `local`",
+            "kind: \"memory\" is not a valid kind of store: use `auto`, `fallback`, `redis` or `local`",
         ),
         (
             json!({ "prefix": 1 }),
@@ -113,7 +113,7 @@ fn of_a_policy() {
         .map(|strategy| format!("`{strategy}`, "))
         .collect();
     let misnamed = format!(
-        "\"gcar\" is not a valid strategy: no strategy has this name; write {names}or in a policy `in-flight`"
+        "\"gcar\" is not a valid strategy: no strategy has this name; use {names}or in a policy `in-flight`"
     );
     for (value, text) in [
         (json!({ "name": "api" }), "missing field `quota`"),
@@ -132,11 +132,11 @@ fn of_a_policy() {
         ),
         (
             json!({ "name": "api", "quota": "10/60" }),
-            "\"10/60\" is not a valid quota: the duration has no unit; write it like `100/s`, `10/60s` or `1000/h burst 50`",
+            "\"10/60\" is not a valid quota: the duration has no unit; use the form `100/s`, `10/60s` or `1000/h burst 50`",
         ),
         (
             json!({ "name": "api", "quota": "0/s" }),
-            "the quota `0/s` cannot work: its limit must be at least 1",
+            "invalid quota `0/s`: its limit must be at least 1",
         ),
         (
             json!({ "name": "api", "quota": "10/s", "strategy": "gcar" }),
@@ -144,17 +144,17 @@ fn of_a_policy() {
         ),
         (
             json!({ "name": "api", "quota": "10/s", "strategy": "sliding-window(0 cells)" }),
-            "a sliding window of 0 cells: cut it into 1 to 1000",
+            "a sliding window of 0 cells: use 1 to 1000 cells",
         ),
         (
             json!({ "name": "api", "quota": "5/s burst 6", "strategy": "fixed-window" }),
-            "policy \"api\": a burst of 6 on a window of 5: leave the burst out, since it is the limit, \
-             or choose a strategy that has one, such as GCRA",
+            "policy \"api\": a burst of 6 for a window of 5: remove the burst, which is always the limit, \
+             or use a strategy with a burst, such as GCRA",
         ),
         (
             json!({ "name": "log", "quota": "100001/s", "strategy": "sliding-log" }),
-            "policy \"log\": a limit of 100001 for a sliding log, which keeps every charge: write at most 100000, \
-             or choose a sliding window",
+            "policy \"log\": a limit of 100001 is too high for a sliding log, which stores every charge: use at most 100000, \
+             or a sliding window",
         ),
     ] {
         assert_eq!(error::<Policy>(&value), text);
@@ -172,15 +172,15 @@ fn of_a_list() {
     for (value, text) in [
         (
             json!([]),
-            "the list of policies is empty: a check needs at least one",
+            "the list of policies is empty: add at least one policy",
         ),
         (
             json!([policy, policy]),
-            "two policies are named \"api\": give each its own name, since it is part of the key",
+            "two policies are named \"api\": use different names, since the name is part of the key",
         ),
         (
             json!("10/s"),
-            "\"10/s\" is not a valid policy: write a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies",
+            "\"10/s\" is not a valid policy: use a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies",
         ),
         (
             json!(["10/s"]),
@@ -193,24 +193,24 @@ fn of_a_list() {
 
 #[test]
 fn of_a_choice() {
-    let text = "\"pass\" is not a valid answer to an error: write `reject` or `allow`";
+    let text = "\"pass\" is not a valid answer to an error: use `reject` or `allow`";
     assert_eq!(error::<OnError>(&json!("pass")), text);
-    let text = "\"Reject\" is not a valid answer to a missing key: write `reject` or `allow`";
+    let text = "\"Reject\" is not a valid answer to a missing key: use `reject` or `allow`";
     assert_eq!(error::<OnMissingKey>(&json!("Reject")), text);
 }
 
 #[test]
 fn of_header_fields() {
     let forms = "`draft`, `github`, `x-seconds` or `draft-6`";
-    let two = "two of `github`, `x-seconds` and `draft-6` are there: a response has one legacy style, so leave one out";
+    let two = "`github`, `x-seconds` and `draft-6` exclude each other: use one of them";
     for (value, text) in [
         (
             json!(["draft", "gitlab"]),
-            format!("\"gitlab\" is not a valid form of header fields: write {forms}"),
+            format!("\"gitlab\" is not a valid form of header fields: use {forms}"),
         ),
         (
             json!("draft; github"),
-            format!("\"draft; github\" is not a valid form of header fields: write {forms}"),
+            format!("\"draft; github\" is not a valid form of header fields: use {forms}"),
         ),
         (json!(["github", "x-seconds"]), two.to_owned()),
         (json!("draft-6, github"), two.to_owned()),
@@ -237,7 +237,8 @@ struct File {
     policies: Option<Policies>,
 }
 
-/// Formats that know lines name the one that is wrong, and none beside it, such as that of the URL.
+/// For formats with line numbers, the error names the line. It shows no other line, such as that of
+/// the URL.
 #[test]
 fn errors_name_the_line() {
     let url = "url = \"redis://:hunter2@host/\"\n";

@@ -1,4 +1,4 @@
-//! What is read, from every format.
+//! Reading settings from every format.
 
 use std::collections::HashMap;
 use std::num::{NonZeroU32, NonZeroUsize};
@@ -14,7 +14,7 @@ use tower_redis_ratelimit::store::{ShareConfig, StoreConfig, StoreKind};
 use tower_redis_ratelimit::strategy::Align;
 use tower_redis_ratelimit::{Policies, Policy, Quota, Strategy};
 
-/// What a service might have.
+/// The settings of an example service.
 #[derive(Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Service {
@@ -101,7 +101,7 @@ fn toml() {
     assert_eq!(toml::from_str::<Service>(text).unwrap(), expected());
 }
 
-/// Numbers as text too, as everything is in the environment.
+/// Numbers may be text, as in environment variables.
 #[test]
 fn yaml() {
     let text = r#"
@@ -156,7 +156,7 @@ fn json() {
     );
 }
 
-/// What these environment variables give.
+/// Reads settings from environment variables.
 fn environment<T: DeserializeOwned>(
     variables: &[(&str, &str)],
     numbers: bool,
@@ -214,7 +214,7 @@ fn environment_variables() {
     }
 }
 
-/// Lists and tables too.
+/// Environment variables may contain lists and tables.
 #[test]
 fn environment_variables_of_a_layer() {
     #[derive(Debug, PartialEq, Deserialize)]
@@ -263,7 +263,7 @@ fn a_wrong_variable_is_named() {
             "250",
             [
                 "timeout: \"250\" is not a valid duration",
-                "write it like `250ms`",
+                "use the form `250ms`",
             ],
         ),
         (
@@ -274,7 +274,7 @@ fn a_wrong_variable_is_named() {
         (
             "APP_POLICIES__QUOTA",
             "10/60",
-            ["\"10/60\" is not a valid quota", "write it like `100/s`"],
+            ["\"10/60\" is not a valid quota", "use the form `100/s`"],
         ),
         (
             "APP_POLICIES__BURST",
@@ -282,7 +282,8 @@ fn a_wrong_variable_is_named() {
             ["unknown field `burst`", "expected one of `name`"],
         ),
     ] {
-        // The last of two with one name counts. Variables have no order, so that only one may be wrong.
+        // Of two variables with one name, the last one counts. Variables have no order, so only one
+        // may be wrong.
         let variables = [
             ("APP_STORE__KIND", "local"),
             ("APP_POLICIES__NAME", "api"),
@@ -350,7 +351,7 @@ fn the_share_may_be_alive() {
     }
 }
 
-/// The names of the fields are not known before.
+/// A format that does not know the field names in advance.
 #[test]
 fn a_policy_may_be_flattened() {
     #[derive(Deserialize)]

@@ -1,4 +1,4 @@
-//! What is written and read again is the same.
+//! Settings that are written and read again are the same.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -20,7 +20,7 @@ use tower_redis_ratelimit::store::{ShareConfig, StoreConfig, StoreKind};
 use tower_redis_ratelimit::strategy::Align;
 use tower_redis_ratelimit::{ConfigError, Key, Policies, Policy, Quota, Strategy};
 
-/// TOML has tables only at its top.
+/// A wrapper, since TOML's top level must be a table.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct File<T> {
     value: T,
@@ -79,10 +79,10 @@ fn policies() -> impl Generate<Value = Policies> {
     );
     proptest::collection::vec(policy, 1..5).prop_filter_map("policies that can work", |policies| {
         let policies = policies.into_iter().enumerate();
-        // The number makes the name unique.
+        // Unique names.
         let policies = policies.map(|(i, (name, strategy, quota, lease))| {
             let policy = Policy::new(&format!("{i}{name}"), strategy, quota)?;
-            // Some part of the longest that most of them take.
+            // A fraction of the longest lease time that most policies support.
             let lease = lease.map(|part| {
                 Duration::from_micros(quota.period().as_micros() as u64 / 2_000 * u64::from(part))
             });
@@ -156,7 +156,7 @@ fn stores() -> impl Generate<Value = StoreConfig> {
     )
 }
 
-/// Of every kind that there is.
+/// Generates every kind of key.
 fn keys() -> impl Generate<Value = Key> {
     let address = (any::<IpAddr>(), 1u8..=128).prop_map(|(address, bits)| {
         let request = http::Request::builder()
@@ -182,7 +182,7 @@ fn keys() -> impl Generate<Value = Key> {
     prop_oneof![4 => one.clone(), 1 => proptest::collection::vec(one, 0..4).prop_map(|parts| Key::tuple(&parts))]
 }
 
-/// None is exempt.
+/// A caller without policies is exempt.
 type Choices<K> = BTreeMap<K, Option<Policies>>;
 
 fn tiers(default: Policies, named: &Choices<String>, callers: &[(Key, Option<Policies>)]) -> Tiers {
@@ -318,7 +318,7 @@ fn choices_round_trip() {
     Strategy::ALL.iter().copied().for_each(assert_same);
 }
 
-/// A file that this crate writes is one that a person would.
+/// The written file has the form that people write.
 #[test]
 fn in_flight_policies_round_trip() {
     let policy = Policy::in_flight("streams", 4).unwrap();

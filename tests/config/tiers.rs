@@ -1,4 +1,4 @@
-//! Tiers: who is under which policies, from a file.
+//! Tiers: the policies of each plan and caller, read from a file.
 
 use http::Request;
 use http::request::Parts;
@@ -18,7 +18,7 @@ fn request(tier: &'static str) -> Parts {
         .0
 }
 
-/// The names of the policies of a caller in a plan; nothing for one that is exempt.
+/// Returns the names of the policies of a caller in a plan; empty for an exempt caller.
 fn names(tiers: &Tiers, tier: &'static str, caller: Key) -> String {
     let policies = tiers.policies(&request(tier), Some(&caller));
     policies
@@ -112,7 +112,7 @@ fn plan_names_come_from_code() {
     assert_eq!(tiers.policies(&request, None), None);
 }
 
-/// Every kind of key, as it stands in Redis and as people write it.
+/// Every kind of key, in its form in Redis and in the form that people write.
 #[test]
 fn callers_are_found_by_their_keys() {
     let ip = |address: &str| Key::ip(address.parse().unwrap());
@@ -164,8 +164,8 @@ fn errors() {
     let caller = |text: &str| json!({ "default": free, "callers": { text: "exempt" } });
     let no_caller = |text: &str| {
         format!(
-            "{text:?} is not a valid caller: write a caller's key as it is, `ip:192.0.2.7`, `secret:` and an API key, \
-             or `~` and 32 digits as in Redis"
+            "{text:?} is not a valid caller: use a caller's key in clear, `ip:192.0.2.7`, `secret:` followed by an API key, \
+             or `~` followed by 32 digits as in Redis"
         )
     };
     for (value, text) in [
@@ -176,29 +176,29 @@ fn errors() {
         ),
         (
             json!({ "default": "exempt" }),
-            "\"exempt\" is not a valid policy: write a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies"
+            "\"exempt\" is not a valid policy: use a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies"
                 .to_owned(),
         ),
         (
             json!({ "default": free, "tiers": { "pro": "exmept" } }),
-            "\"exmept\" is not a valid policy: write `exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
+            "\"exmept\" is not a valid policy: use `exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
              or a list of policies"
                 .to_owned(),
         ),
         (
             json!({ "default": free, "tiers": { "pro": 60 } }),
-            "\"60\" is not a valid policy: write `exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
+            "\"60\" is not a valid policy: use `exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
              or a list of policies"
                 .to_owned(),
         ),
         (
             json!({ "default": free, "tiers": { "pro": { "name": "pro", "quota": "60" } } }),
-            "\"60\" is not a valid quota: there is no `/` and no `per`; write it like `100/s`, `10/60s` or `1000/h burst 50`"
+            "\"60\" is not a valid quota: there is no `/` and no `per`; use the form `100/s`, `10/60s` or `1000/h burst 50`"
                 .to_owned(),
         ),
         (
             json!({ "default": free, "tiers": { "pro": [free, free] } }),
-            "two policies are named \"free\": give each its own name, since it is part of the key".to_owned(),
+            "two policies are named \"free\": use different names, since the name is part of the key".to_owned(),
         ),
         (json!({ "default": free, "tiers": ["pro"] }), "invalid type: sequence, expected a table of tiers".to_owned()),
         (json!({ "default": free, "callers": 7 }), "invalid type: integer `7`, expected a table of callers".to_owned()),
@@ -217,7 +217,7 @@ fn errors() {
     }
 }
 
-/// What looks like another kind of key, and would be a caller that nobody is.
+/// A name that looks like another kind of key would match no caller.
 #[test]
 fn impossible_callers_are_refused() {
     let caller = |text: &str| json!({ "default": { "name": "free", "quota": "1/s" }, "callers": { text: "exempt" } });
@@ -250,7 +250,7 @@ fn impossible_callers_are_refused() {
         let error = read::<Tiers>(caller(text)).expect_err(text);
         assert!(
             error.starts_with(&format!(
-                "{text:?} is not a valid caller: write a caller's key as it is"
+                "{text:?} is not a valid caller: use a caller's key in clear"
             )),
             "{error}"
         );
@@ -285,7 +285,7 @@ fn no_error_shows_a_secret() {
     );
 }
 
-/// What cannot be read again is not written.
+/// A key that could not be read again is not written.
 #[test]
 fn unwritable_callers_are_an_error() {
     let tiers = Tiers::new(policy("free")).exempt_caller(Key::new("192.0.2.7"));
@@ -296,25 +296,26 @@ fn unwritable_callers_are_an_error() {
     );
 }
 
-/// A format may allow it, and two texts may be one caller. A secret is not shown.
+/// Some formats allow duplicate names, and two texts may name one caller. The error shows no
+/// secret.
 #[test]
 fn duplicates_are_refused() {
     let secret = Key::secret("sk-live-1");
     for (tables, text) in [
         (
             r#""tiers": { "pro": "exempt", "pro": "exempt" }"#.to_owned(),
-            "the tier \"pro\" is there twice".to_owned(),
+            "duplicate tier \"pro\"".to_owned(),
         ),
         (
             r#""callers": { "ip:2001:db8::1": "exempt", "ip:2001:db8::2": "exempt" }"#.to_owned(),
-            "the caller \"ip:2001:0db8:0000:0000::/64\" is there twice".to_owned(),
+            "duplicate caller \"ip:2001:0db8:0000:0000::/64\"".to_owned(),
         ),
         (
             format!(
                 r#""callers": {{ "secret:sk-live-1": "exempt", {:?}: "exempt" }}"#,
                 secret.reveal()
             ),
-            format!("the caller {:?} is there twice", secret.reveal()),
+            format!("duplicate caller {:?}", secret.reveal()),
         ),
     ] {
         let file = format!(r#"{{ "default": {{ "name": "free", "quota": "1/s" }}, {tables} }}"#);
@@ -322,7 +323,7 @@ fn duplicates_are_refused() {
             .unwrap_err()
             .to_string();
         assert!(
-            error.starts_with(&format!("{text}: write it once at line 1")),
+            error.starts_with(&format!("{text}: remove one at line 1")),
             "{error}"
         );
         assert!(!error.contains("sk-live"), "{error}");

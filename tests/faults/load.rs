@@ -1,4 +1,5 @@
-//! Four instances of a service with 64 requests under way each, and what became of these requests.
+//! Four instances of a service with 64 tasks each that send requests all the time, and the outcomes
+//! of these requests.
 
 use std::collections::{HashMap, HashSet};
 use std::num::{NonZeroU32, NonZeroUsize};
@@ -18,18 +19,19 @@ use crate::support::{leased, policy};
 const INSTANCES: usize = 4;
 pub const TASKS: usize = 64;
 pub const DEADLINE: Duration = Duration::from_millis(100);
-/// Between two requests of a task, so that the load is not the outage; longer on a machine that is late.
+/// Pause between two requests of a task, so that the load is not the outage; longer on a slow
+/// machine.
 const PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
-/// What a caller's limit is for. Under none of them does anything flow back while a test runs.
+/// The purpose of a caller's limit. No charge expires during a test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Used up before the fault: an outage must not be a second helping.
+    /// Used up before the fault: an outage must grant no extra quota.
     Spent,
     /// Never used up, so that every charge can be found in Redis afterwards.
     Ample,
-    /// Asked for from the fault on, and used up while it lasts: the instances must share it.
+    /// Requested from the fault on, and used up during it: the instances must share it.
     Tight,
 }
 
@@ -46,11 +48,11 @@ pub const CALLERS: [(&str, Kind); 6] = [
 #[derive(Debug, Clone, Copy)]
 pub struct Setup {
     pub instances: usize,
-    /// Of each instance.
+    /// Per instance.
     pub connections: usize,
-    /// The store's, not the fallback's.
+    /// The timeout of the store, not of the fallback.
     pub timeout: Duration,
-    /// Whether what callers will want is charged ahead.
+    /// Whether quota is leased.
     pub leased: bool,
 }
 
@@ -74,7 +76,7 @@ impl Kind {
         }
     }
 
-    /// Leased or not, they count alike.
+    /// Leased and other policies count equally.
     fn policies(self, is_leased: bool) -> Policies {
         if !is_leased {
             return policy(Strategy::Gcra, &format!("{}/100d", self.limit()));
@@ -92,7 +94,7 @@ pub fn peek(caller: usize) -> Check {
     Check::peek(Key::new(name), &kind.policies(false), 1)
 }
 
-/// What the store of an instance has reported to its observer.
+/// The events that the store of an instance has reported.
 #[derive(Default)]
 pub struct Events {
     pub failed: AtomicU64,
@@ -102,7 +104,7 @@ pub struct Events {
     pub recovered: AtomicU64,
     pub charged: AtomicU64,
     pub dropped: AtomicU64,
-    /// What was left of blocks, and the largest of them.
+    /// The unspent units of blocks, and the largest number of one report.
     pub left: AtomicU64,
     pub largest: AtomicU64,
 }
@@ -137,13 +139,13 @@ impl Observer for Notes {
     }
 }
 
-/// One process of the service: a store with connections of its own.
+/// One instance of the service, with its own store and connections.
 pub struct Instance {
     pub store: Fallback<RedisStore, LocalStore>,
-    /// Around it: the same under policies that are not leased.
+    /// Wraps `store`; it behaves like `store` under policies that are not leased.
     leased: Leased<Fallback<RedisStore, LocalStore>>,
     pub events: Arc<Events>,
-    /// Whether a caller was denied by this instance alone, and by Redis.
+    /// Whether this instance alone has denied a caller, and whether Redis has.
     denied: [[AtomicBool; CALLERS.len()]; 2],
     by_redis: AtomicU64,
 }
@@ -181,39 +183,40 @@ impl Instance {
         }
     }
 
-    /// How many requests Redis has decided for it.
+    /// Number of requests that Redis has decided for it.
     pub fn by_redis(&self) -> u64 {
         self.by_redis.load(SeqCst)
     }
 
-    /// Whether every caller of this kind was denied by this source.
+    /// Returns `true` if this source has denied every caller of this kind.
     pub fn has_denied(&self, kind: Kind, source: Source) -> bool {
         (0..CALLERS.len())
             .filter(|caller| CALLERS[*caller].1 == kind)
             .all(|caller| self.denies(caller, source))
     }
 
-    /// Whether a caller was denied by this source.
+    /// Returns `true` if this source has denied the caller.
     pub fn denies(&self, caller: usize, source: Source) -> bool {
         self.denied[usize::from(source == Source::Local)][caller].load(SeqCst)
     }
 }
 
-/// What became of the requests.
+/// The outcomes of the requests.
 #[derive(Default)]
 pub struct Sums {
     pub requests: AtomicU64,
-    /// Those that got no decision.
+    /// Requests without a decision.
     pub errors: AtomicU64,
     /// In microseconds.
     pub worst: AtomicU64,
-    /// For each caller what Redis granted it, and what the instances did.
+    /// Units per caller that Redis has granted, and units that the instances have granted.
     pub redis: [AtomicU64; CALLERS.len()],
     pub local: [AtomicU64; CALLERS.len()],
-    /// When the machine let a task wait for half a deadline, in slots as long as a deadline, and for how long: checks may
-    /// have been late by that, whatever the crate does.
+    /// Stalls of the machine, per slot of one deadline: the time by which it woke a task late, if
+    /// that was at least half a deadline. Checks may have been late by that time for no fault of
+    /// the crate.
     stalls: Mutex<HashMap<u64, Duration>>,
-    /// How long requests took before the fault, and once the breaker was open; in microseconds.
+    /// Durations of requests before the fault, and after the breaker had opened; in microseconds.
     healthy: Mutex<Vec<u64>>,
     open: Mutex<Vec<u64>>,
 }
@@ -222,9 +225,9 @@ pub struct Load {
     pub instances: Arc<[Instance]>,
     pub sums: Arc<Sums>,
     leased: bool,
-    /// Whether the tight callers ask too.
+    /// Whether the tight callers send requests too.
     tight: Arc<AtomicBool>,
-    /// Whether they ask many times at once while their instance goes on by itself.
+    /// Whether they send many concurrent requests while their instance is degraded.
     burst: Arc<AtomicBool>,
     stop: Arc<AtomicBool>,
     tasks: JoinSet<()>,
@@ -245,7 +248,8 @@ impl Load {
         }
     }
 
-    /// One request of every caller at every instance, so that all have heard of all callers.
+    /// Sends one request of every caller to every instance, so that each has a count of each
+    /// caller.
     pub async fn introduce(&self) {
         for instance in &*self.instances {
             for caller in 0..CALLERS.len() {
@@ -270,7 +274,7 @@ impl Load {
                     .map(|caller| take(caller, leased))
                     .collect();
                 let (mut healthy, mut open) = (vec![], vec![]);
-                // Not all at once.
+                // Spread the first requests.
                 let mut pause = sums
                     .pause(LONGEST_PAUSE * i as u32 / (count * TASKS) as u32)
                     .await;
@@ -278,7 +282,7 @@ impl Load {
                     if stop.load(SeqCst) {
                         break;
                     }
-                    // Every second request is of a tight caller, once these ask.
+                    // With tight callers, every second request is one of theirs.
                     let caller = match turn % 8 {
                         place @ 0..4 => place,
                         place if tight.load(SeqCst) => 4 + place % 2,
@@ -304,17 +308,17 @@ impl Load {
         }
     }
 
-    /// From now on the tight callers ask too.
+    /// Starts the requests of the tight callers.
     pub fn tighten(&self) {
         self.tight.store(true, SeqCst);
     }
 
-    /// From now on they burst while their instance goes on by itself.
+    /// Lets the tight callers burst while their instance is degraded.
     pub fn burst(&self) {
         self.burst.store(true, SeqCst);
     }
 
-    /// Lets every task finish its request, and refunds what is left of blocks.
+    /// Lets every task finish its request, and refunds the unspent parts of blocks.
     pub async fn stop(&mut self) {
         self.stop.store(true, SeqCst);
         while let Some(task) = self.tasks.join_next().await {
@@ -335,7 +339,7 @@ impl Load {
 }
 
 impl Sums {
-    /// Sleeps for so long. Returns for how long to sleep the next time.
+    /// Sleeps for `pause`. Returns the duration of the next pause.
     async fn pause(&self, pause: Duration) -> Duration {
         let since = Instant::now();
         sleep(pause).await;
@@ -353,7 +357,7 @@ impl Sums {
         (late * 4).clamp(PAUSE, LONGEST_PAUSE)
     }
 
-    /// How many times the machine stalled, each for about a deadline.
+    /// Number of times that the machine stalled, each for about a deadline.
     pub fn stalls(&self) -> u64 {
         self.stalls.lock().unwrap().len() as u64
     }
@@ -368,7 +372,8 @@ impl Sums {
             .unwrap_or_default()
     }
 
-    /// The 99th percentiles before the fault and once the breaker was open, if requests came then.
+    /// Returns the 99th percentiles before the fault, and after the breaker had opened, if there
+    /// were requests.
     pub fn p99(&self) -> (Option<Duration>, Option<Duration>) {
         let of = |times: &Mutex<Vec<u64>>| {
             let mut times = times.lock().unwrap();
@@ -386,7 +391,7 @@ pub fn take(caller: usize, leased: bool) -> Check {
     Check::take(Key::new(name), &kind.policies(leased), 1)
 }
 
-/// How long it took, in microseconds.
+/// Sends a request. Returns its duration in microseconds.
 async fn ask(instance: &Instance, sums: &Sums, caller: usize, check: &Check) -> u64 {
     let since = Instant::now();
     let decision = instance.leased.check(check.clone()).await;

@@ -1,4 +1,5 @@
-//! Every way that we know in which Redis fails, under load from four instances: what must hold in each of them.
+//! Every known failure of Redis, under load from four instances, and the promises that hold in
+//! each.
 
 #![allow(
     clippy::unwrap_used,
@@ -30,7 +31,8 @@ use proxy::Mode;
 
 rows!(tests);
 
-/// The rows in which callers that are leased to could get most; `cargo bench -p benches --bench faults -- leased` has all.
+/// The rows with the highest risk for leased callers; `cargo bench -p benches --bench faults --
+/// leased` runs all rows.
 mod leased {
     use super::*;
     use crate::matrix::leased as run;
@@ -71,7 +73,7 @@ async fn the_deadline_alone_bounds_the_wait() {
     }
 }
 
-/// What an instance has yet to charge is granted by no other again.
+/// No other instance grants again the units that an instance has yet to charge.
 #[tokio::test]
 async fn others_wait_while_an_instance_reconciles() {
     let row = reconcile::run(Duration::from_millis(2), 20_000).await;
@@ -90,7 +92,7 @@ async fn a_fleet_comes_back_and_loses_little() {
     assert!(row.dropped * 100 <= row.local, "{row}");
 }
 
-/// In a process of its own, as the memory is the whole process's.
+/// In a separate process, since memory is measured per process.
 #[test]
 fn fifty_outages_leave_nothing_behind() {
     const ALONE: &str = "FAULTS_ALONE";

@@ -1,4 +1,4 @@
-//! The rows: what goes wrong, how it is put right, and what must hold for each of them.
+//! The rows of the matrix: each fault, its repair, and the promises that must hold.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -15,51 +15,52 @@ use crate::proxy::{Mode, Proxy};
 use crate::support::{RedisServer, cmd, free_port, until};
 use crate::table::{FAULT, Outcome, SLACK};
 
-/// The promise is a second, and the table shows what it takes; this is for a busy machine.
+/// The promise is one second, and the table shows the real time; this allows for a busy machine.
 const RECOVERY: Duration = Duration::from_secs(10);
-/// What a stall may add to it: a probe that fails, the longest wait for the next one, and the wait for the others.
+/// Time that a stall may add: a failing probe, the longest delay before the next one, and the wait
+/// for other instances.
 const ATTEMPT: Duration = Duration::from_millis(1_500);
 
-/// What goes wrong.
+/// A fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// `kill -9`, and started again with nothing.
+    /// `kill -9`, and a restart without data.
     KilledEmpty,
-    /// `kill -9`, and started again with its data.
+    /// `kill -9`, and a restart with its data.
     Killed,
     /// SIGSTOP, and then SIGCONT.
     Frozen,
-    /// All connections cut, again and again.
+    /// All connections are cut, repeatedly.
     Cut,
     /// The path to Redis.
     Path(Mode),
     /// `maxclients` reached.
     Full,
-    /// `maxmemory` reached, and nothing may be evicted.
+    /// `maxmemory` is reached, and eviction is disabled.
     OutOfMemory,
-    /// Fewer replicas than it must have to take writes.
+    /// It has fewer replicas than writes require.
     NoReplicas,
     /// A read-only replica.
     Replica,
-    /// Again and again.
+    /// Repeatedly.
     ScriptFlush,
     FlushAll,
     /// Another password, and all connections cut.
     Password,
     /// The user may not call scripts.
     Forbidden,
-    /// The name does not resolve, ever.
+    /// The host name never resolves.
     NoName,
-    /// Nobody listens at the start.
+    /// The port refuses connections at startup.
     StartDown,
 }
 
 impl Fault {
-    /// How long it lasts, at least.
+    /// Minimum duration.
     const fn lasts(self) -> Duration {
         match self {
             Self::Frozen => Duration::from_secs(5),
-            // Several openings of each breaker.
+            // Each breaker opens several times.
             Self::Path(Mode::Waver(..)) => Duration::from_secs(5),
             _ => FAULT,
         }
@@ -67,7 +68,8 @@ impl Fault {
 
     fn setup(self) -> Setup {
         match self {
-            // Alone, each late answer is of the whole limit; and of many connections they come one by one.
+            // A single task: each late reply is about the whole limit; with many connections,
+            // replies arrive one by one.
             Self::Path(Mode::Waver(..)) => Setup {
                 instances: 1,
                 connections: 16,
@@ -77,12 +79,12 @@ impl Fault {
         }
     }
 
-    /// Whether Redis forgets everything.
+    /// Returns `true` if Redis loses all data.
     const fn forgets(self) -> bool {
         matches!(self, Self::KilledEmpty | Self::FlushAll)
     }
 
-    /// Whether every instance must go on by itself. The others may.
+    /// Returns `true` if every instance must become degraded. Otherwise an instance may.
     fn is_outage(self) -> bool {
         match self {
             Self::Cut | Self::ScriptFlush | Self::FlushAll => false,
@@ -92,8 +94,9 @@ impl Fault {
         }
     }
 
-    /// The failures of which some check must meet one, so that the row is about what its name says. Where connections are
-    /// cut first, the breaker may be open before any other error is seen, and a connection that rests then has none.
+    /// The errors of which some check must get one, so that the row tests its fault. If connections
+    /// are cut first, the breaker may open before any other error occurs, and an idle connection
+    /// then reports none.
     fn shows_as(self) -> &'static [ErrorKind] {
         match self {
             Self::KilledEmpty | Self::Killed | Self::Cut | Self::StartDown => {
@@ -116,33 +119,33 @@ impl Fault {
         }
     }
 
-    /// Whether some instances may go on by themselves while Redis decides for others.
+    /// Returns `true` if some instances may be degraded while Redis decides for others.
     fn is_partial(self) -> bool {
         !self.is_outage() && !self.is_unnoticed()
     }
 
-    /// Whether Redis does all that it is sent, and only its answers are late.
+    /// Returns `true` if Redis executes all commands, and only its replies are late.
     const fn only_delays(self) -> bool {
         matches!(self, Self::Path(Mode::Delay(_) | Mode::Waver(..)))
     }
 
-    /// Whether Redis decides all the same, so that not even one check fails.
+    /// Returns `true` if Redis keeps deciding, so that no check fails.
     const fn is_unnoticed(self) -> bool {
         matches!(self, Self::ScriptFlush | Self::FlushAll)
     }
 
-    /// Whether the instances have never seen Redis when it begins.
+    /// Returns `true` if the instances have never reached Redis when the fault begins.
     const fn starts_down(self) -> bool {
         matches!(self, Self::NoName | Self::StartDown)
     }
 
-    /// Whether it lasts only while it is done.
+    /// Returns `true` if the fault is an action that is repeated.
     const fn is_repeated(self) -> bool {
         matches!(self, Self::Cut | Self::ScriptFlush)
     }
 }
 
-/// Hands all rows to another macro, which makes tests of them, or a table.
+/// Passes all rows to another macro, which creates tests or a table.
 macro_rules! rows {
     ($to:ident) => {
         $to! {
@@ -179,7 +182,7 @@ rows!(table);
 struct Scene {
     server: RedisServer,
     proxy: Proxy,
-    /// Was there before the fault, and so is let in throughout it.
+    /// Opened before the fault, and so usable throughout it.
     admin: MultiplexedConnection,
 }
 
@@ -228,7 +231,7 @@ impl Scene {
             Fault::NoReplicas => self.command("CONFIG SET min-replicas-to-write 0").await,
             Fault::Replica => self.command("REPLICAOF NO ONE").await,
             Fault::Password => {
-                // Not by `command`, which would drop the empty word.
+                // `command` would drop the empty word.
                 let mut cmd = redis::cmd("CONFIG");
                 cmd.arg("SET").arg("requirepass").arg("");
                 let _: redis::Value = cmd.query_async(&mut self.admin).await.unwrap();
@@ -239,29 +242,31 @@ impl Scene {
     }
 }
 
-/// Runs a row, and asserts what is promised of every one.
+/// Runs a row, and asserts the promises that hold in every row.
 ///
-/// **How much may be granted.** A caller's limit, and once more what Redis had granted it before it forgot that. Beyond
-/// it:
+/// **How much may be granted.** A caller's limit, and additionally the grants of Redis that it has
+/// lost. Beyond that:
 ///
-/// - A check that Redis was asked and did not answer is answered by the instance and never reconciled, since it may have
-///   been charged. When a call fails, every task of the instance may have such a check under way; from then on there is
-///   one at a time, until the third call in a row fails and the breaker opens. So each opening costs an instance at most
-///   [`TASKS`] + 3 of them. The observer counts them.
-/// - An instance goes on from what it has last heard to be left. It has not heard of what Redis has granted since: at
-///   most one request under way for every task, [`TASKS`] for each instance, of which it takes its part.
-/// - A charge of the reconciliation that fails is not sent again. The observer counts these too. Where Redis is only slow it
-///   was made all the same.
-/// - Where Redis fails some instances while it answers others, these have the whole of what is left, and each of those
-///   has its part of it: all but one part, at worst.
+/// - If Redis does not reply to a check, the instance decides and never reconciles the check, since
+///   Redis may have charged it. When a call fails, each task of the instance may have such a check
+///   in flight; afterwards one at a time, until the third consecutive call fails and the breaker
+///   opens. So each opening costs an instance at most [`TASKS`] + 3 such checks. The observer
+///   counts them.
+/// - An instance continues from the last remaining count that it saw. It does not know the grants
+///   of Redis since then: at most one request in flight per task, [`TASKS`] per instance, and it
+///   takes its part of those.
+/// - A charge that fails during reconciliation is not sent again. The observer counts these too. If
+///   Redis is only slow, it was executed anyway.
+/// - If Redis fails for some instances and replies to others, those have the whole remaining limit,
+///   and each failed instance has its part of it: all parts but one, in the worst case.
 ///
-/// Where callers are [leased](leased) to, what was charged ahead comes on top: of those who have used up their limits, nothing
-/// is. The asks for blocks and the refunds of what is left fail too.
+/// With [leased](leased) callers, units charged ahead are added, except for callers that have used
+/// up their limits. The requests for blocks and the refunds of unspent units fail too.
 pub async fn run(fault: Fault) -> Outcome {
     run_as(fault, fault.setup()).await
 }
 
-/// The same of callers that are leased to.
+/// The same row with leased callers.
 #[allow(dead_code, reason = "not all targets have it")]
 pub async fn leased(fault: Fault) -> Outcome {
     run_as(
@@ -308,9 +313,9 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
     } else {
         load.introduce().await;
         load.start();
-        // Those who are leased to ask Redis now and then.
+        // Leased callers send few checks to Redis.
         let some = if setup.leased { 50 } else { 500 };
-        until("every instance knows who is spent", async || {
+        until("every instance denies the spent callers", async || {
             instances.iter().all(|instance| {
                 instance.by_redis() > some && instance.has_denied(Kind::Spent, Source::Redis)
             })
@@ -318,12 +323,12 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
         .await;
     }
 
-    // On a machine that stalls, Redis may fail some instances before anybody is spent.
+    // On a machine that stalls, checks of some instances may fail before any limit is used up.
     let early = load.total(|events| &events.failed);
     let opened_early = load.total(|events| &events.degraded);
     let mut forgotten = vec![0; CALLERS.len()];
     if fault.forgets() {
-        // With what is charged ahead.
+        // Including units charged ahead.
         let redis = asker(&scene).await;
         for (i, count) in forgotten.iter_mut().enumerate() {
             *count = counted(&redis, i).await;
@@ -332,7 +337,7 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
     let since = Instant::now();
     scene.inject(fault).await;
     if fault.forgets() {
-        // A grant that is recorded only now was forgotten too.
+        // A grant that is recorded only now is lost too.
         forgotten
             .iter_mut()
             .zip(&load.sums.redis)
@@ -343,7 +348,7 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
         load.burst();
     }
     if fault.is_outage() {
-        until("every instance goes on by itself", async || {
+        until("every instance is degraded", async || {
             instances.iter().all(|i| i.store.is_degraded())
         })
         .await;
@@ -370,7 +375,7 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
         .collect();
     let mut recovery = None;
     if fault != Fault::NoName {
-        // Not all at the same moment: on a busy machine one may be away again.
+        // Not at the same moment: on a busy machine an instance may become degraded again.
         let back: Vec<AtomicBool> = by_redis.iter().map(|_| AtomicBool::new(false)).collect();
         until("every instance is back", async || {
             for ((instance, before), back) in instances.iter().zip(&by_redis).zip(&back) {
@@ -383,8 +388,8 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
         })
         .await;
         recovery = Some(healed.elapsed());
-        // Whatever Redis still has for anybody is asked for now.
-        until("Redis has nothing left for the tight", async || {
+        // Request all units that Redis still has.
+        until("Redis denies the tight callers", async || {
             instances
                 .iter()
                 .all(|instance| instance.has_denied(Kind::Tight, Source::Redis))
@@ -413,7 +418,7 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
         worst <= DEADLINE + SLACK + stalled,
         "a request waited for {worst:?}, and the machine for {stalled:?}"
     );
-    // Of those who are leased to few checks fail, and maybe none in this way.
+    // Few checks of leased callers fail, possibly none with this error.
     let kinds = fault.shows_as();
     if !setup.leased && !kinds.is_empty() {
         let seen: Vec<_> = instances
@@ -425,7 +430,8 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
             "no check failed with any of {kinds:?}, but with {seen:?}"
         );
     }
-    // Checks that a stall of the machine may have made late: each that was under way. Redis may have stalled for longer.
+    // Checks that a stall of the machine may have made late: all in flight. Redis's own stall may
+    // have been longer.
     let late = (sums.stalls() + sums.stalls().min(1)) * (instances.len() * TASKS) as u64;
     if fault.is_unnoticed() {
         let of_time = instances.iter().all(|i| {
@@ -438,7 +444,7 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
         });
         assert!(
             failed <= late && of_time,
-            "Redis decides all the same, but {failed} checks failed, of {late} that may"
+            "{failed} checks failed although Redis decides; at most {late} may"
         );
     }
 
@@ -449,7 +455,7 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
         load.total(|events| &events.dropped),
         load.total(|events| &events.charged),
     );
-    // Once Redis has forgotten them, the spent are granted something again.
+    // After Redis has lost their counts, callers with used-up limits are granted units again.
     let unanswered = if fault.forgets() { failed } else { early };
     let second_helping = unanswered + opened_early * Kind::Spent.limit() / instances.len() as u64;
     let (mut granted, mut allowed) = (0, 0);
@@ -492,7 +498,7 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
     );
     if fault.is_outage() {
         let (failed, opened) = (failed - early, opened - opened_early);
-        // For each caller an ask, and what is left of up to four blocks.
+        // Per caller, a request for a block, and the unspent parts of up to four blocks.
         let of_blocks = if setup.leased {
             5 * CALLERS.len() as u64
         } else {
@@ -522,7 +528,7 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
     }
 }
 
-/// A store of its own.
+/// A separate store for assertions.
 async fn asker(scene: &Scene) -> RedisStore {
     RedisStore::builder(scene.server.url())
         .timeout(Duration::from_secs(10))
@@ -531,20 +537,20 @@ async fn asker(scene: &Scene) -> RedisStore {
         .unwrap()
 }
 
-/// How much of this caller's limit is charged.
+/// Returns the charged units of this caller's limit.
 async fn counted(redis: &RedisStore, caller: usize) -> u64 {
     CALLERS[caller].1.limit() - u64::from(redis.check(peek(caller)).await.unwrap().remaining())
 }
 
-/// No charge twice, and none lost: what Redis counts in the end is what it has granted, and what the instances have
-/// granted meanwhile. Only of a check that it was asked and did not answer is it not known.
+/// Asserts that each grant is charged exactly once: at the end, Redis counts its own grants and
+/// those of the instances. Only checks without a reply from Redis are uncertain.
 ///
-/// Of what Redis has forgotten, at most what was under way at that moment is not known either, checks and blocks. What was
-/// charged ahead is spent after that, or refunded from what was charged then. Of blocks, all may have been charged that was to
-/// be refunded, or was asked for and not answered.
+/// If Redis has lost its data, the checks and blocks in flight at that moment are uncertain too.
+/// Units that were charged ahead are spent later, or refunded from charges made since. All units of
+/// blocks may have been charged whose refund, or whose request, got no reply.
 async fn reconciled(forgotten: &[u64], scene: &Scene, load: &Load, leased: bool) {
     let redis = asker(scene).await;
-    // Of the others, more is asked for than there is to charge.
+    // Other callers request more than they are granted.
     for (i, (name, _)) in CALLERS
         .iter()
         .enumerate()
@@ -569,9 +575,9 @@ async fn reconciled(forgotten: &[u64], scene: &Scene, load: &Load, leased: bool)
         };
         let failed = load.total(|events| &events.failed);
         let unsure = || gone + failed + load.total(|events| &events.dropped);
-        // The last charges are under way for a moment after the recovery.
+        // The last charges are in flight for a moment after the recovery.
         until(
-            &format!("{by_us} of {name} are reconciled, but for {}", unsure()),
+            &format!("{by_us} of {name} are reconciled, except {}", unsure()),
             async || used().await + unsure() >= by_redis + by_us,
         )
         .await;
@@ -580,7 +586,7 @@ async fn reconciled(forgotten: &[u64], scene: &Scene, load: &Load, leased: bool)
             used + gone >= by_redis,
             "{name}: of {by_redis} that Redis granted it has lost more than {gone}: {used}"
         );
-        // A check that was charged and not answered was granted here, once.
+        // A check that was charged without a reply was granted by the instance, once.
         let most = by_redis + by_us + of_blocks + failed * largest;
         assert!(
             used <= most,
@@ -589,7 +595,7 @@ async fn reconciled(forgotten: &[u64], scene: &Scene, load: &Load, leased: bool)
     }
 }
 
-/// Redis says nothing, and the store would wait for a minute: it is the deadline alone that answers.
+/// Redis does not reply, and the store's timeout is a minute: only the deadline can end the wait.
 #[allow(dead_code, reason = "not a row of the table")]
 pub async fn deadline(mode: Mode) {
     let server = block_in_place(RedisServer::start);
@@ -610,7 +616,7 @@ pub async fn deadline(mode: Mode) {
     })
     .await;
     proxy.set(mode);
-    until("every instance goes on by itself", async || {
+    until("every instance is degraded", async || {
         load.instances.iter().all(|i| i.store.is_degraded())
     })
     .await;
@@ -623,20 +629,20 @@ pub async fn deadline(mode: Mode) {
     );
 }
 
-/// One store through many outages of every sort: no task, connection, key or memory is left behind. The process must be
-/// its own, or the memory is somebody else's.
+/// Sends one store through many outages of every kind: no task, connection, key or memory is
+/// leaked. Requires a separate process, since memory is measured per process.
 #[allow(dead_code, reason = "not a row of the table")]
 pub async fn cycles(count: usize) {
-    /// Until every buffer and pool has the size that it needs.
+    /// Cycles until every buffer and pool has reached its final size.
     const WARM_UP: usize = 10;
     /// In KiB.
     const NOISE: i64 = 3 * 1024;
     /// The connections of the store's pool when it is full.
     const POOL: usize = 2;
-    /// Those, and ours.
+    /// The pool's connections, and the test's.
     const CONNECTIONS: usize = POOL + 1;
-    /// That of our connection, the proxy's for each that goes through it, the proxy's listener, and the store's, which
-    /// waits for the end of the runtime. The store's connections have none.
+    /// Tasks: of the test's connection, of the proxy per connection, of the proxy's listener, and
+    /// of the store, which waits for the end of the runtime. The store's connections have none.
     const ALIVE: usize = 1 + POOL + 2;
     let server = block_in_place(RedisServer::start);
     let proxy = Proxy::start(server.port(), Mode::Pass);
@@ -655,13 +661,15 @@ pub async fn cycles(count: usize) {
             .into_iter()
             .all(|d| d.unwrap().source() != Source::Local)
     };
-    // How many connections an outage leaves to the pool is chance, and each has tasks: only a full pool can be counted.
+    // The number of connections after an outage is random, and each has tasks: compare only with a
+    // full pool.
     let ample = CALLERS
         .iter()
         .position(|(_, kind)| *kind == Kind::Ample)
         .unwrap();
     let at_rest = async || {
-        // Two full batches, as one would leave the second worker without work, and the pool with one connection.
+        // Two full batches: with one, the second worker would be idle, and the pool would have one
+        // connection.
         futures_util::future::join_all((0..256).map(|_| store.check(peek(ample)))).await;
         let listed = redis::cmd("CLIENT")
             .arg("LIST")

@@ -9,27 +9,27 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
-/// What the proxy does, to the connections that there are and to new ones.
+/// The behavior of the proxy, for existing and for new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// Hands everything on.
+    /// Forwards everything.
     Pass,
-    /// Hands every reply on so much later.
+    /// Forwards every reply after this delay.
     Delay(Duration),
-    /// Hands every reply on later, by a time between these two.
+    /// Forwards every reply after a random delay between these two.
     Waver(Duration, Duration),
-    /// Hands on half of a reply, and then cuts the connection.
+    /// Forwards half of a reply, and then cuts the connection.
     Half,
-    /// Nothing flows either way, nothing is closed, and nobody is accepted.
+    /// Forwards nothing, closes nothing, and accepts no connection.
     BlackHole,
-    /// Accepts and reads, and never answers. Redis hears of nothing.
+    /// Accepts and reads, but never replies. Redis receives nothing.
     Silent,
-    /// Hands every request on to Redis, and keeps the replies.
+    /// Forwards every request to Redis, and drops the replies.
     Swallow,
-    /// Answers every command with these bytes, once Redis has answered what it was asked before. It hears of nothing
-    /// more.
+    /// Replies to every command with these bytes, after Redis has replied to the earlier ones.
+    /// Redis receives no further commands.
     Answer(&'static [u8]),
-    /// Nobody listens, and what was open is cut.
+    /// Refuses connections, and cuts existing ones.
     Refuse,
 }
 
@@ -40,7 +40,7 @@ pub struct Proxy {
 }
 
 impl Proxy {
-    /// Listens on a port of its own for the Redis on this port.
+    /// Listens on a free port, in front of the Redis on this port.
     pub fn start(redis: u16, mode: Mode) -> Self {
         let socket = bind("127.0.0.1:0".parse().unwrap());
         let address = socket.local_addr().unwrap();
@@ -81,7 +81,7 @@ async fn listen(
     redis: u16,
     mut mode: watch::Receiver<Mode>,
 ) {
-    // A socket that is bound and does not listen refuses, and nobody else can take its port meanwhile.
+    // A socket that is bound but does not listen refuses connections, and reserves the port.
     let (mut refusing, mut listening) = (Some(socket), None::<TcpListener>);
     loop {
         let now = *mode.borrow_and_update();
@@ -107,7 +107,8 @@ async fn listen(
     }
 }
 
-/// One connection. Its client asks one thing at a time, so that one task can do for both directions.
+/// Serves one connection. Its client sends one command at a time, so one task can handle both
+/// directions.
 async fn serve(mut client: TcpStream, redis: u16, mut mode: watch::Receiver<Mode>) {
     let Ok(mut server) = TcpStream::connect(("127.0.0.1", redis)).await else {
         return;
@@ -160,7 +161,7 @@ async fn serve(mut client: TcpStream, redis: u16, mut mode: watch::Receiver<Mode
     }
 }
 
-/// How many commands begin in these bytes.
+/// Returns the number of commands that begin in these bytes.
 fn commands(bytes: &[u8]) -> usize {
     let starts = bytes
         .iter()

@@ -1,4 +1,4 @@
-//! Two instances that have granted limits between them while Redis was away, one of which has many other callers to charge.
+//! Two instances that shared limits during an outage; one of them has many other callers to charge.
 
 use std::fmt;
 use std::num::NonZeroU32;
@@ -19,18 +19,19 @@ type Instance = Fallback<RedisStore, LocalStore>;
 const SPENT: usize = 50;
 const LIMIT: u32 = 100;
 
-/// How it went.
+/// The results.
 #[derive(Debug)]
 pub struct Row {
-    /// How long after Redis could answer each instance had it decide again.
+    /// Time per instance from the recovery of Redis until Redis decided again.
     pub back: [Duration; 2],
-    /// What was granted beyond limits that were used up.
+    /// Units granted beyond limits that were used up.
     pub beyond: u32,
-    /// For how long the runtime ran nothing else.
+    /// The longest time for which the runtime ran nothing else.
     pub stall: Duration,
 }
 
-/// Redis is so far away from both instances, and one of them has granted something to so many others.
+/// Runs both instances at a distance of `away` from Redis; one of them has grants to `others` other
+/// callers.
 pub async fn run(away: Duration, others: usize) -> Row {
     let server = RedisServer::start();
     let proxy = Proxy::start(server.port(), Mode::Refuse);
@@ -90,7 +91,7 @@ pub async fn run(away: Duration, others: usize) -> Row {
     }
 }
 
-/// Each of the callers who use up their limits once. How much they were granted.
+/// Sends one check for each caller with a used-up limit. Returns the granted units.
 async fn ask(instance: &Instance, limit: &Policies) -> u32 {
     let checks =
         (0..SPENT).map(|i| instance.check(Check::take(Key::new(format!("spent-{i}")), limit, 1)));

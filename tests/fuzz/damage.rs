@@ -1,8 +1,8 @@
-//! Damages bytes, as a bug, an attacker or another version may.
+//! Damages bytes, as a bug, an attacker or another version might.
 
 use fastrand::Rng;
 
-/// What stands between things or at the end of a range, in the formats that the crate reads.
+/// Separators and limits of number ranges, in the formats that the crate reads.
 const TOKENS: &[&str] = &[
     "0",
     "-1",
@@ -47,7 +47,7 @@ const TOKENS: &[&str] = &[
     "\u{7f}",
 ];
 
-/// One to four changes: bytes that are replaced, removed, doubled or put in.
+/// Makes one to four changes: replaces, removes, duplicates or inserts bytes.
 pub(crate) fn damage(rng: &mut Rng, valid: &[u8]) -> Vec<u8> {
     let mut bytes = valid.to_vec();
     for _ in 0..rng.usize(1..=4) {
@@ -68,7 +68,7 @@ pub(crate) fn damage(rng: &mut Rng, valid: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Puts another number in the place of the next one.
+/// Replaces the next number.
 fn replace_number(rng: &mut Rng, bytes: &mut Vec<u8>, from: usize) {
     let digits = |byte: &u8| byte.is_ascii_digit();
     let Some(start) = bytes[from..]

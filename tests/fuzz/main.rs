@@ -1,7 +1,8 @@
-//! What clients, operators and servers may send, damaged at random: none of it may panic, hang, or lock a caller out.
+//! Fuzz tests: input from clients, operators and servers, damaged at random, must not cause a
+//! panic, a hang or a lockout.
 //!
-//! Each test starts from what is valid and damages it. It prints the seed of a failure, which `FUZZ_SEED` replays.
-//! `FUZZ_SECONDS` says for how long each test goes on; `cargo xtask fuzz` does so for ten minutes.
+//! Each test damages valid input. A failure prints its seed, which `FUZZ_SEED` replays.
+//! `FUZZ_SECONDS` sets the duration of each test; `cargo xtask fuzz` runs each for ten minutes.
 
 #![cfg(feature = "serde")]
 #![allow(
@@ -27,7 +28,7 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 
-/// Panics of all threads: those of a task behind the store fail no test by themselves.
+/// Panics of all threads: a panic in a task of the store would not fail the test otherwise.
 static PANICS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 fn setting(name: &str) -> Option<u64> {
@@ -37,7 +38,7 @@ fn setting(name: &str) -> Option<u64> {
     })
 }
 
-/// Runs a case for each of many seeds: `count` of them, or as many as there is time for.
+/// Runs a case for many seeds: `count` of them, or for `FUZZ_SECONDS`.
 async fn each_seed<F: Future<Output = ()>>(count: u64, mut case: impl FnMut(Rng) -> F) {
     let hook = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
@@ -59,7 +60,7 @@ async fn each_seed<F: Future<Output = ()>>(count: u64, mut case: impl FnMut(Rng)
     println!("{done} cases");
 }
 
-/// Prints its seed if a case panics.
+/// Prints the seed if a case panics.
 struct ShowSeed(u64);
 
 impl Drop for ShowSeed {

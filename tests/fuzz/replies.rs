@@ -1,4 +1,4 @@
-//! Replies of a server, and of a node of a cluster, damaged on their way.
+//! Damaged replies of a server and of a cluster node.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -14,7 +14,7 @@ use crate::damage::damage;
 use crate::each_seed;
 use crate::support::{RedisServer, STRATEGIES, check, policy, until};
 
-/// Stands before a server, and damages one reply in four while it is switched on.
+/// A proxy of a server that damages one reply in four while `damages` is set.
 struct Proxy {
     port: u16,
     damages: Arc<AtomicBool>,
@@ -62,8 +62,8 @@ async fn serve(client: TcpStream, port: u16, damages: Arc<AtomicBool>) {
     }
 }
 
-/// Asks while replies are damaged; then the store decides as before.
-async fn ask(proxy: &Proxy, store: &RedisStore) {
+/// Sends checks while replies are damaged. Afterwards the store must decide again.
+async fn send_checks(proxy: &Proxy, store: &RedisStore) {
     each_seed(8, async |mut rng| {
         proxy.damages.store(true, SeqCst);
         for _ in 0..20 {
@@ -84,7 +84,7 @@ async fn ask(proxy: &Proxy, store: &RedisStore) {
                 .await
                 .expect("an answer in bounded time");
             for decision in answers.into_iter().flatten() {
-                // All getters, whatever the numbers are.
+                // No getter may panic, for any numbers.
                 let _ = format!(
                     "{decision:?} {:?} {:?}",
                     decision.outcome(),
@@ -116,10 +116,10 @@ async fn damaged_replies_do_no_harm() {
         .connect()
         .await
         .unwrap();
-    ask(&proxy, &store).await;
+    send_checks(&proxy, &store).await;
 }
 
-/// Its slot map too, and where it says that callers have moved.
+/// The damage includes the slot map and redirections.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn damaged_replies_of_a_cluster_do_no_harm() {
     let start = |port: u16| {
@@ -147,5 +147,5 @@ async fn damaged_replies_of_a_cluster_do_no_harm() {
         .connect()
         .await
         .unwrap();
-    ask(&proxy, &store).await;
+    send_checks(&proxy, &store).await;
 }

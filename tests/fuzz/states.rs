@@ -1,4 +1,4 @@
-//! What Redis holds of a caller, damaged: by another program, another version, or a person.
+//! Damaged counts in Redis, as by another program, another version or a person.
 
 use std::time::Duration;
 
@@ -11,11 +11,11 @@ use crate::damage::damage;
 use crate::each_seed;
 use crate::support::{RedisServer, STRATEGIES, policy};
 
-/// By no quota below does a caller wait for longer, even in full debt.
+/// Maximum wait under the quotas below, even in full debt.
 const LONGEST: Duration = Duration::from_secs(8 * 60);
 
 #[tokio::test]
-async fn damaged_states_lock_nobody_out() {
+async fn damaged_states_cause_no_lockout() {
     let server = RedisServer::start();
     let connection: MultiplexedConnection = server.connection().await;
     let store = RedisStore::connect(server.url()).await.unwrap();
@@ -26,7 +26,7 @@ async fn damaged_states_lock_nobody_out() {
             .unwrap();
         let strategy = STRATEGIES[rng.usize(..STRATEGIES.len())];
         let policies = policy(strategy, rng.choice(["10/m", "20/2m", "3/m"]).unwrap());
-        // The store may remember a denial of another.
+        // A new caller, since the store may have cached a denial.
         let caller = rng.u64(..).to_string();
         let key = || Key::new(&caller);
         for cost in [1, rng.u32(1..5)] {
@@ -77,7 +77,7 @@ async fn damaged_states_lock_nobody_out() {
                 "{context}: {decision:?}"
             );
         }
-        // No charge takes the expiry off a key.
+        // A charge must not remove a key's expiry.
         let decision = store
             .check(Check::charge(key(), &policies, 1))
             .await

@@ -1,4 +1,5 @@
-//! Texts of operators and clients: settings, URLs, keys and the addresses that proxies write.
+//! Damaged texts from operators and clients: settings, URLs, keys, and the addresses that proxies
+//! write.
 
 use std::net::SocketAddr;
 
@@ -47,13 +48,14 @@ const FORWARDED: &[&str] = &[
     "\"\\\"\", [::ffff:10.0.0.1]:80",
 ];
 
-/// What can be read can be written, and read again.
+/// Every value that can be read can be written and read again.
 fn read<T: DeserializeOwned + Serialize>(text: &str) {
     #[derive(Serialize, Deserialize)]
     struct File<T> {
         value: T,
     }
-    let json = |value: &T| serde_json::to_string(value).expect("what was read can be written");
+    let json =
+        |value: &T| serde_json::to_string(value).expect("every value that was read can be written");
     let Ok(value) = serde_json::from_str::<T>(text) else {
         return;
     };
@@ -94,7 +96,7 @@ async fn damaged_texts_are_errors() {
         read::<ClientIp>(&text);
         let text = damaged(URLS);
         if let Err(error) = RedisStore::connect_lazy(text.as_str()) {
-            // A password with a character that ends it can't be told from what follows.
+            // If damage splits the password, its parts cannot be distinguished from other text.
             let whole = text.contains(":hush-hush@") || text.contains("password=hush-hush");
             assert!(
                 !whole || !format!("{error} {error:?}").contains("hush-hush"),
@@ -105,9 +107,10 @@ async fn damaged_texts_are_errors() {
     .await;
 }
 
-/// Whatever a client writes, it is counted by its own address or that of a proxy, never as nobody.
+/// For any header, the key is the address of the client or of a proxy, and extraction does not
+/// fail.
 #[tokio::test]
-async fn damaged_addresses_name_somebody() {
+async fn damaged_addresses_give_a_key() {
     let peer = SocketAddr::from(([10, 0, 0, 1], 80));
     let forwarded = ClientIp::forwarded().trust(["private"]).unwrap();
     let x_forwarded_for = ClientIp::x_forwarded_for().trust(["private"]).unwrap();
@@ -134,7 +137,7 @@ async fn damaged_addresses_name_somebody() {
 }
 
 #[tokio::test]
-async fn unlike_keys_stay_apart() {
+async fn different_keys_stay_different() {
     each_seed(5_000, async |mut rng| {
         let mut part = || damage(&mut rng, b"ann:\xff%00{api}");
         let (a, b, c) = (part(), part(), part());

@@ -1,7 +1,7 @@
-//! What the stores cost this process: few bytes for each caller, and few for each check that waits for Redis. To find who a
-//! caller is costs none, and a log names a bounded number.
+//! Memory use in this process: a few bytes per caller, and per check that waits for Redis. Key
+//! extraction allocates nothing, and a log lists a bounded number of callers.
 //!
-//! Counted is what each thread asks of the allocator, so that tests do not meet.
+//! Measures the allocations of a test's own thread, so that tests do not affect each other.
 
 #![allow(
     clippy::unwrap_used,
@@ -32,7 +32,7 @@ use tower_redis_ratelimit::{Key, LocalStore, RedisStore, Strategy};
 
 use crate::support::{RedisServer, STRATEGIES, policy};
 
-/// Where the client is by far not the last entry, in every form.
+/// In every form of header, and with the client far from the last entry.
 #[test]
 fn finding_the_client_allocates_nothing() {
     let list = "6.6.6.6, [2001:db8::7]:4711, 10.0.0.3, fd00::2%eth0, ::ffff:10.0.0.1";
@@ -67,7 +67,7 @@ fn finding_the_client_allocates_nothing() {
     }
 }
 
-/// More callers than may be named, with the longest keys.
+/// With more callers than the maximum, and with the longest keys.
 #[cfg(feature = "tracing")]
 #[test]
 fn a_logged_caller_takes_400_bytes() {
@@ -102,28 +102,28 @@ fn a_logged_caller_takes_400_bytes() {
     }
 }
 
-/// What stands for a key: its hash of 128 bits.
+/// The size of a stored key: its hash of 128 bits.
 const KEY: i64 = size_of::<u128>() as i64;
 
-/// However it is counted, and beside the charges of those strategies that keep them.
+/// For every strategy. The limit does not include the charges that some strategies store.
 #[test]
 fn a_caller_takes_at_most_100_bytes() {
     const CAPACITY: NonZeroUsize = NonZeroUsize::new(200_000).unwrap();
     const STEP: i64 = 1_000;
     for strategy in STRATEGIES {
         let charges = match strategy {
-            // A queue of two from the first charge on, of 12 bytes each.
+            // A queue of two entries of 12 bytes each, from the first charge.
             Strategy::SlidingLog | Strategy::SlidingWindow { .. } => {
                 size_of::<(VecDeque<()>, [u8; 24])>()
             }
             _ => 0,
         };
-        // So long that nobody is forgotten.
+        // A period in which no caller expires.
         let policies = policy(strategy, "1000/366d");
         let mut store = None;
         let mut bytes = measure(|| store = Some(LocalStore::with_capacity(CAPACITY))).bytes_current;
         let store = store.unwrap();
-        // It grows in steps, each shard at its time.
+        // Each shard grows in steps, independently of the others.
         for first in (0..100_000).step_by(STEP as usize) {
             let takes = measure(|| {
                 for i in first..first + STEP {
@@ -141,22 +141,22 @@ fn a_caller_takes_at_most_100_bytes() {
             bytes += takes.bytes_current;
             let callers = first + STEP;
             assert_eq!(store.len() as i64, callers, "each is held");
-            let beside = bytes - callers * (KEY + charges as i64);
+            let without_keys = bytes - callers * (KEY + charges as i64);
             assert!(
-                beside > 0,
+                without_keys > 0,
                 "{strategy:?}: less than {callers} keys were counted"
             );
             assert!(
-                beside <= 100 * callers,
-                "{strategy:?}: {:.1} bytes for each of {callers} callers, beside their keys",
-                beside as f64 / callers as f64
+                without_keys <= 100 * callers,
+                "{strategy:?}: {:.1} bytes for each of {callers} callers, without their keys",
+                without_keys as f64 / callers as f64
             );
         }
     }
 }
 
-/// Redis hangs until the queue is full: all that waits, with the futures, is at most 8 MB. What the store does, it does
-/// on this thread.
+/// Redis hangs until the queue is full: all waiting checks with their futures take at most 8 MB.
+/// The store runs on this thread only.
 #[test]
 fn a_full_queue_takes_8_megabytes() {
     const QUEUE: NonZeroUsize = NonZeroUsize::new(10_000).unwrap();
@@ -192,7 +192,7 @@ fn a_full_queue_takes_8_megabytes() {
             Answer::Ready { answer: Err(error) } if error.kind() == ErrorKind::QueueFull => {
                 break waiting.len();
             }
-            Answer::Ready { answer } => panic!("Redis hangs, and a check was answered: {answer:?}"),
+            Answer::Ready { answer } => panic!("an answer although Redis hangs: {answer:?}"),
         }
     };
     let queued = measure(|| {
@@ -206,13 +206,13 @@ fn a_full_queue_takes_8_megabytes() {
             timeout(Duration::from_secs(20), workers_take)
                 .await
                 .expect("each worker takes a batch");
-            assert_eq!(fill(), MOST, "as many as the workers took");
+            assert_eq!(fill(), MOST, "the queue refills by the batches taken");
         });
     });
     let least = QUEUE.get() * (size_of::<RedisFuture>() + size_of::<Check>());
     assert!(
         queued.bytes_current >= least as i64,
-        "less than the checks was counted: {queued:?}"
+        "less memory than the checks need: {queued:?}"
     );
     assert!(queued.bytes_max <= 8 << 20, "{queued:?}");
 
@@ -226,7 +226,7 @@ fn a_full_queue_takes_8_megabytes() {
             );
         }
     });
-    // The queue keeps its buffer, for the next time.
+    // The queue keeps its buffer for later use.
     let kept = queued.bytes_current + answered.bytes_current;
     assert!(kept <= 9 << 18, "{kept} bytes are kept");
 }

@@ -1,4 +1,4 @@
-//! What can be said of the public types without running anything.
+//! Compile-time checks of the public types.
 
 use std::convert::Infallible;
 use std::fmt::Debug;
@@ -49,7 +49,7 @@ impl<B> Service<Request<B>> for Hello {
     }
 }
 
-/// A service of one's own around ours, whose future is no box.
+/// A custom service around a limited one, with an unboxed future.
 #[derive(Debug, Clone)]
 struct Around(RateLimit<Hello, Local, HeaderKey>);
 
@@ -154,7 +154,7 @@ async fn the_response_future_is_nameable() {
     assert_eq!(send(&service, request("alice")).await.status(), 429);
 }
 
-/// A service of one's own around one that settles.
+/// A custom service around a service that settles.
 #[derive(Debug, Clone)]
 struct Settling(RateLimit<Hello, LocalStore, HeaderKey, HttpReject, UntilBodyEnd>);
 
@@ -172,7 +172,7 @@ impl Service<Request<String>> for Settling {
     }
 }
 
-/// Over layers of every ending, as of a library that takes what its users made.
+/// Accepts layers of every ending, as a library would that is generic over them.
 fn around<S: Store, K: KeyExtractor, R, E: Ending>(
     layer: &RateLimitLayer<S, K, R, E>,
 ) -> impl Service<Request<String>, Response = Response<E::Body<String>>, Error = Infallible>
@@ -212,7 +212,7 @@ fn the_inner_service_is_accessible() {
     assert_eq!(service.into_inner(), None);
 }
 
-/// An extractor and a rejection that are not `Clone`, nor `Debug`.
+/// An extractor and a rejection that implement neither `Clone` nor `Debug`.
 struct Rigid;
 
 impl KeyExtractor for Rigid {

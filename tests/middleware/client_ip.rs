@@ -1,4 +1,5 @@
-//! Who the client is behind proxies: a corpus of what clients and proxies write, and what no client may change.
+//! The client's address behind proxies: a corpus of headers that clients and proxies send,
+//! including forged ones.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -13,8 +14,9 @@ use tower_redis_ratelimit::{ConfigError, Key, LocalStore, RateLimitLayer};
 
 use crate::support::*;
 
-/// What is trusted, the peer, the lines of `X-Forwarded-For`, and who is counted. The client of most is 198.51.100.7, the
-/// proxies are in 10.0.0.0/8 and the CDN 203.0.113.0/24, and what an attacker has written says 6.6.6.6.
+/// The trusted proxies, the peer, the lines of `X-Forwarded-For`, and the expected client. In most
+/// cases the client is 198.51.100.7, the proxies are in 10.0.0.0/8 and the CDN in 203.0.113.0/24.
+/// Forged entries are 6.6.6.6.
 type Case = (
     &'static str,
     &'static str,
@@ -22,9 +24,9 @@ type Case = (
     &'static str,
 );
 
-/// Each holds for `Forwarded` too, with one element for each entry.
+/// Each case also applies to `Forwarded`, with one element per entry.
 const LISTS: &[Case] = &[
-    // Who the peer is, before anything is read.
+    // The peer, before any header is read.
     ("private", "10.0.0.1", &[], "10.0.0.1"),
     ("private", "10.0.0.1", &["198.51.100.7"], "198.51.100.7"),
     ("private", "127.0.0.1", &["198.51.100.7"], "198.51.100.7"),
@@ -64,7 +66,7 @@ const LISTS: &[Case] = &[
     ("private", "2001:db8::1", &["6.6.6.6"], "2001:db8::1"),
     ("loopback", "127.9.9.9", &["198.51.100.7"], "198.51.100.7"),
     ("loopback", "10.0.0.1", &["6.6.6.6"], "10.0.0.1"),
-    // What stands for a private address by a translator or a tunnel is not one.
+    // An address that embeds a private one, by translation or tunnel, is not private.
     (
         "private",
         "64:ff9b::10.0.0.1",
@@ -84,7 +86,7 @@ const LISTS: &[Case] = &[
         &["198.51.100.7"],
         "198.51.100.7",
     ),
-    // From the right.
+    // Entries are read from right to left.
     (
         "private",
         "10.0.0.1",
@@ -175,7 +177,7 @@ const LISTS: &[Case] = &[
         &["6.6.6.6, ::ffff:c633:6407, ::ffff:203.0.113.8"],
         "198.51.100.7",
     ),
-    // Over all lines, from the last.
+    // All lines are read, from the last one.
     (
         "private",
         "10.0.0.1",
@@ -200,7 +202,7 @@ const LISTS: &[Case] = &[
         &["10.9.9.9", "6.6.6.6", "198.51.100.7, 10.0.0.2"],
         "198.51.100.7",
     ),
-    // The header's end: a trusted hop is the client.
+    // At the end of the header, a trusted hop is the client.
     ("private", "10.0.0.1", &["10.0.0.5"], "10.0.0.5"),
     (
         "private",
@@ -208,7 +210,7 @@ const LISTS: &[Case] = &[
         &["10.0.0.5, 10.0.0.2", "10.0.0.3"],
         "10.0.0.5",
     ),
-    // What contains no address: the nearest trusted hop.
+    // An entry without an address ends the walk at the nearest trusted hop.
     ("private", "10.0.0.1", &["unknown"], "10.0.0.1"),
     (
         "private",
@@ -432,7 +434,7 @@ const LISTS: &[Case] = &[
         &["6.6.6.6, 198.51.100.7, fd00::2%eth0"],
         "198.51.100.7",
     ),
-    // Hops: the entry so many from the right, whatever it is.
+    // Hops: the entry at this distance from the right, whatever it contains.
     (
         "hops 1",
         "10.0.0.1",
@@ -527,9 +529,9 @@ const X_FORWARDED_FOR: &[Case] = &[
     ),
 ];
 
-/// Only for `Forwarded`: its lines as they are.
+/// Cases for `Forwarded` only, with its raw lines.
 const FORWARDED: &[Case] = &[
-    // What RFC 7239 shows, and its liberties.
+    // The examples of RFC 7239, and the variations that it allows.
     (
         "private",
         "10.0.0.1",
@@ -598,7 +600,7 @@ const FORWARDED: &[Case] = &[
         &[r#"for="19\8.51.100.\7""#],
         "198.51.100.7",
     ),
-    // What is no client.
+    // Elements without a client.
     (
         "private",
         "10.0.0.1",
@@ -653,7 +655,7 @@ const FORWARDED: &[Case] = &[
     ("private", "10.0.0.1", &[r#"for="6.6.6.6"#], "10.0.0.1"),
     ("private", "10.0.0.1", &[r#"for=6.6.6.6""#], "10.0.0.1"),
     ("private", "10.0.0.1", &[r#"for="6.6.6.6\""#], "10.0.0.1"),
-    // Commas, semicolons and quotes inside of strings end nothing.
+    // Commas, semicolons and quotes inside strings are not separators.
     (
         "private",
         "10.0.0.1",
@@ -702,7 +704,7 @@ const FORWARDED: &[Case] = &[
         &[r#"host="x\";for=6.6.6.6;\"";for=198.51.100.7"#],
         "198.51.100.7",
     ),
-    // A string that the client opens cannot swallow what a proxy appends, nor be closed by it.
+    // A string that the client opens must neither swallow what a proxy appends nor be closed by it.
     (
         "private",
         "10.0.0.1",
@@ -747,7 +749,7 @@ const FORWARDED: &[Case] = &[
     ),
 ];
 
-/// Of `X-Real-IP`.
+/// Cases for `X-Real-IP`.
 const SINGLE: &[Case] = &[
     ("private", "10.0.0.1", &["198.51.100.7"], "198.51.100.7"),
     (
@@ -799,7 +801,7 @@ fn request<L: AsRef<[u8]>>(peer: &str, header: &str, lines: &[L]) -> Parts {
     request.body(()).unwrap().into_parts().0
 }
 
-/// One line for each case that gives another client than expected, and how many there are in all.
+/// Returns one line per case with an unexpected client.
 fn escapes(header: &str, cases: &[Case], rewrite: impl Fn(&str) -> String) -> Vec<String> {
     let escape = |(trust, peer, lines, expected): &Case| {
         let lines: Vec<_> = lines.iter().map(|line| rewrite(line)).collect();
@@ -820,7 +822,7 @@ fn escapes(header: &str, cases: &[Case], rewrite: impl Fn(&str) -> String) -> Ve
     cases.iter().filter_map(escape).collect()
 }
 
-/// A list as `Forwarded` has it.
+/// Converts a list to the syntax of `Forwarded`.
 fn elements(list: &str, element: impl Fn(&str) -> String) -> String {
     let element = |entry: &str| {
         if entry.trim().is_empty() {
@@ -833,7 +835,7 @@ fn elements(list: &str, element: impl Fn(&str) -> String) -> String {
 }
 
 #[test]
-fn no_case_of_the_corpus_escapes() {
+fn forged_headers_never_choose_the_key() {
     let mut escaped = escapes("x-forwarded-for", LISTS, str::to_owned);
     escaped.extend(escapes("x-forwarded-for", X_FORWARDED_FOR, str::to_owned));
     let quoted = |entry: &str| format!("for=\"{entry}\"");
@@ -1062,14 +1064,14 @@ fn a_missing_peer_is_reported() {
     assert_eq!(
         hops.address(&request),
         Some([198, 51, 100, 7].into()),
-        "the peer is a proxy, whoever it is"
+        "any peer is a proxy"
     );
     request.headers.clear();
     assert!(hops.extract(&request).unwrap_err().is_misconfigured());
     let unix = ClientIp::x_forwarded_for().trust(["unix"]).unwrap();
     assert!(
         unix.extract(&request).is_ok(),
-        "the setting says what such a peer is"
+        "such a peer counts as a unix socket"
     );
 }
 
@@ -1138,7 +1140,7 @@ async fn clients_behind_two_proxies_count_separately() {
     }
 }
 
-/// What a client may write, made of what is likely to confuse.
+/// Generates client input from words that are likely to confuse a parser.
 fn noise() -> impl Strategy<Value = Vec<u8>> {
     const WORDS: &[&str] = &[
         "\"",
@@ -1167,12 +1169,12 @@ fn noise() -> impl Strategy<Value = Vec<u8>> {
         "\", for=10.0.0.9",
     ];
     let word = select(WORDS).prop_map(|word| word.as_bytes().to_vec());
-    // All that a header may have.
+    // All bytes that a header value may contain.
     let byte = (32..=254_u8).prop_map(|byte| vec![if byte < 127 { byte } else { byte + 1 }]);
     vec(prop_oneof![3 => word, 1 => byte], 0..12).prop_map(|words| words.concat())
 }
 
-/// A text as a proxy quotes it that does so by the rules.
+/// Quotes a text as a conforming proxy does.
 fn quoted(text: &[u8]) -> Vec<u8> {
     let escaped = text.iter().flat_map(|byte| {
         if b"\"\\".contains(byte) {
@@ -1195,7 +1197,8 @@ fn client_address() -> impl Strategy<Value = IpAddr> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(4096))]
 
-    /// Proxies append to the client's last line or write lines of their own, in several spellings, with the client's host.
+    /// Proxies append to the client's last line or add lines, in several spellings, with the
+    /// client's address.
     #[test]
     fn forged_leading_entries_do_not_change_keys(
         forwarded: bool,
@@ -1241,7 +1244,7 @@ proptest! {
         prop_assert_eq!(found, Ok(Key::ip(client)), "{}: {:?}", trust, shown);
     }
 
-    /// Whoever calls from elsewhere is counted by that address.
+    /// A request from an untrusted peer is counted under the peer's address.
     #[test]
     fn headers_of_untrusted_peers_are_ignored(lines in vec(noise(), 0..4), peer in client_address()) {
         for header in ["x-forwarded-for", "forwarded", "x-real-ip"] {

@@ -1,4 +1,4 @@
-//! The layer in axum's and tower's own hands.
+//! The layer in axum routers and tower's `ServiceBuilder`.
 
 use std::convert::Infallible;
 
@@ -14,7 +14,7 @@ use tower_redis_ratelimit::{LocalStore, RateLimitLayer};
 
 use crate::support::*;
 
-/// What remains, as a handler sees it.
+/// Responds with the remaining units that the handler sees.
 async fn remaining(Extension(decision): Extension<Decision>) -> String {
     decision.remaining().to_string()
 }

@@ -1,4 +1,4 @@
-//! What a request costs, and when a denied one passes.
+//! Costs of requests, and the time at which a denied request passes.
 
 use std::time::Duration;
 

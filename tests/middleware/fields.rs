@@ -1,4 +1,4 @@
-//! What a decision leaves behind: header fields for the client, extensions for the code around.
+//! Results of a decision: header fields for the client, extensions for the code around the layer.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -61,7 +61,7 @@ async fn request_and_response_carry_the_decision() {
     );
 }
 
-/// As it is by default.
+/// The default.
 #[tokio::test]
 async fn only_denials_are_in_responses() {
     let user = HeaderKey::new(USER).unwrap();
@@ -210,7 +210,7 @@ async fn github_reset_is_wall_clock_time() {
         assert_eq!(response.status(), status);
         let [limit, remaining, reset] = legacy(&response, "x-ratelimit");
         assert_eq!((limit, remaining), (Some("1"), Some("0")));
-        // Rounded up, and no earlier than in the first response.
+        // Rounded up, and not earlier than in the first response.
         let reset: u64 = reset.unwrap().parse().unwrap();
         let (earliest, latest) = (before.as_secs() + 3_600, now().as_secs() + 3_601);
         assert!(
@@ -246,7 +246,8 @@ async fn the_last_legacy_style_joins_draft_fields() {
     );
 }
 
-/// The second request is denied by the minute, the first after that minute by the hour.
+/// The second request is denied by the minute's policy; the first one after that minute, by the
+/// hour's.
 #[tokio::test(start_paused = true)]
 async fn the_deciding_policy_fills_legacy_headers() {
     let policies = Policies::new([policy("hour", "3/h"), policy("minute", "2/m")]).unwrap();
@@ -272,7 +273,7 @@ async fn the_deciding_policy_fills_legacy_headers() {
 #[tokio::test(start_paused = true)]
 async fn the_tightest_layer_fills_legacy_headers() {
     for (outer, inner, expected) in [
-        // The least remaining, wherever it is.
+        // The least remaining, in either layer.
         (
             "2/m",
             "9/h",
@@ -291,7 +292,7 @@ async fn the_tightest_layer_fills_legacy_headers() {
                 (429, ["2", "0", "60"]),
             ],
         ),
-        // With as much in both, the later reset.
+        // With equal remaining units, the later reset.
         (
             "2/h",
             "2/m",
@@ -310,7 +311,7 @@ async fn the_tightest_layer_fills_legacy_headers() {
                 (429, ["2", "0", "60"]),
             ],
         ),
-        // A denial, though the layer around it has nothing left for longer.
+        // A denial, although the outer layer has no units left for a longer time.
         (
             "3/h",
             "2/m",
@@ -341,7 +342,7 @@ async fn the_tightest_layer_fills_legacy_headers() {
     }
 }
 
-/// A cost of 3 is denied with 2 left, while the layer around has 0 left.
+/// A cost of 3 is denied with 2 left, while the outer layer has 0 left.
 #[tokio::test(start_paused = true)]
 async fn an_inner_denial_fills_legacy_headers() {
     let headers = Headers::NONE.and(LegacyHeaders::XSeconds);
@@ -354,7 +355,7 @@ async fn an_inner_denial_fills_legacy_headers() {
     );
 }
 
-/// 99 remaining would be a lie on a denial.
+/// A denial that reports 99 remaining would be misleading.
 #[tokio::test]
 async fn denials_never_get_legacy_headers_of_others() {
     for within in [
@@ -406,7 +407,8 @@ async fn user_code_can_write_decision_fields() {
     assert_eq!(field(&response, "retry-after"), Some("60"));
     assert_eq!(response.headers().len(), 1);
 
-    // A second decision: the lists have both, the legacy headers is the tighter one's, and who has said when to retry has said it.
+    // A second decision: the lists have both, the tighter legacy headers win, and the existing
+    // `Retry-After` stays.
     let mut response = append(Headers::DRAFT.and(LegacyHeaders::XSeconds), &allowed);
     response.headers_mut().insert("retry-after", 7.into());
     let other = Limiter::new(LocalStore::default(), policy("other", "9/m"));
@@ -425,7 +427,7 @@ async fn user_code_can_write_decision_fields() {
         .append(&denied, response.headers_mut());
     assert_eq!(field(&response, "retry-after"), Some("7"));
 
-    // A denial fills them, though what is there has less remaining.
+    // A denial sets the legacy headers, although the existing ones have less remaining.
     let never = limiter
         .take(Key::new("bob"), 3)
         .now_or_never()
@@ -437,7 +439,7 @@ async fn user_code_can_write_decision_fields() {
         .append(&never, response.headers_mut());
     assert_eq!(legacy(&response, "x-ratelimit"), ["2", "2", "0"].map(Some));
 
-    // What is no number is not ours.
+    // Text that is not a number was not written by this crate.
     let mut headers = HeaderMap::new();
     headers.insert("x-ratelimit-remaining", "0, 10;w=1".parse().unwrap());
     headers.insert("x-ratelimit-reset", "soon".parse().unwrap());
@@ -448,7 +450,8 @@ async fn user_code_can_write_decision_fields() {
     assert_eq!(headers["x-ratelimit-reset"], "7");
 }
 
-/// One line of the picture: a request at this second, and how long what remains must do.
+/// Draws one line of the picture: a request at this second, and the time for which the remaining
+/// units must last.
 fn line(second: usize, response: &Response<String>) -> String {
     let limit = field(response, "ratelimit")
         .unwrap()
@@ -462,7 +465,7 @@ fn line(second: usize, response: &Response<String>) -> String {
             .unwrap()
     };
     let (remaining, seconds) = (number("r="), number("t=").parse::<usize>().unwrap());
-    // 5 s are two columns.
+    // Two columns are 5 s.
     let (start, width) = (" ".repeat(second * 2 / 5), seconds * 2 / 5 - 1);
     let bar = format!(" {remaining} ");
     format!(

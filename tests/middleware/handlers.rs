@@ -1,4 +1,4 @@
-//! What handlers of axum take and answer, and the order of a router's layers.
+//! Arguments and errors of axum handlers, and the order of a router's layers.
 
 use std::any::type_name;
 
@@ -21,7 +21,7 @@ fn by_user() -> HeaderKey {
 }
 
 #[tokio::test(start_paused = true)]
-async fn errors_of_a_limiter_are_answers() {
+async fn errors_of_a_limiter_are_responses() {
     async fn reserve(
         State(limiter): State<Limiter<LocalStore>>,
     ) -> Result<&'static str, ReserveError> {
@@ -110,7 +110,8 @@ async fn handlers_take_the_charge_and_the_decision() {
         (&limited, "/maybe", "false"),
         (&settled, "/charge", "1"),
         (&settled, "/maybe", "true"),
-        // Three for the charge, and one for what used none, beside its own.
+        // Three for the charge, and one for the request that did not use its charge, besides its
+        // own.
         (&settled, "/", "4"),
     ] {
         assert_eq!(text(send(app, get(path)).await).await, answer, "{path}");
@@ -125,7 +126,7 @@ async fn handlers_take_the_charge_and_the_decision() {
     );
 }
 
-/// A `layer` of a router is around its fallback, too; a `route_layer` is not.
+/// A router's `layer` also wraps its fallback; a `route_layer` does not.
 #[tokio::test]
 async fn a_route_layer_does_not_count_unknown_paths() {
     let routes = || Router::new().route("/books", get(|| async { "hello" }));
@@ -158,7 +159,8 @@ async fn a_route_layer_does_not_count_unknown_paths() {
     }
 }
 
-/// A browser asks first whether it may, without any key; and shows no answer to a script that has no CORS field.
+/// A browser's preflight request has no key, and a browser hides responses without CORS fields from
+/// scripts.
 #[tokio::test]
 async fn cors_belongs_around_the_limit() {
     let cors = || {
@@ -248,7 +250,7 @@ async fn the_limit_belongs_inside_the_authentication() {
     );
 }
 
-/// Types that a program of one's own has to write.
+/// Types that a user's program has to name.
 struct Limits {
     by_user: RateLimitLayer<AnyStore, HeaderKey>,
     chosen: RateLimitLayer<LocalStore, Box<dyn KeyExtractor>>,
@@ -268,7 +270,7 @@ fn limits(by_address: bool) -> Limits {
 }
 
 #[tokio::test]
-async fn layers_stand_in_fields_by_their_defaults() {
+async fn layers_in_fields_need_few_type_arguments() {
     let Limits { by_user, chosen } = limits(false);
     let app: Router = Router::new()
         .route("/books", get(|| async { "hello" }))

@@ -1,10 +1,11 @@
-//! The middleware: its part of tower's contract against mocks, and what it answers over HTTP. No network, no waiting.
+//! The middleware: the tower contract over mocks, and the responses over HTTP. Without network or
+//! real waiting.
 
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
     clippy::panic,
-    reason = "a test that cannot go on has failed"
+    reason = "a panic fails the test"
 )]
 
 mod api;

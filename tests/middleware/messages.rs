@@ -1,4 +1,4 @@
-//! What the compiler says to a wrong argument: our words, and the fix in them.
+//! The compiler's errors for wrong arguments: they contain this crate's texts, which name the fix.
 
 use std::env;
 use std::fs;
@@ -6,7 +6,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// What the compiler says to these statements, or nothing if they compile.
+/// Returns the compiler's error for these statements, or `None` if they compile.
 fn complaint(statements: &str) -> Option<String> {
     let program = format!(
         "use tower_redis_ratelimit::{{extract::*, reject::*, select::*, settle::*, store::*, *}};
@@ -48,7 +48,8 @@ fn complaint(statements: &str) -> Option<String> {
     (!output.status.success()).then(|| String::from_utf8(output.stderr).unwrap())
 }
 
-/// The library that these tests were built with: it is beside them, and the newest of those that were there before them.
+/// Finds the library that these tests were built with: in the directory of the test binary, the
+/// newest one that is older.
 fn library() -> PathBuf {
     let tests = env::current_exe().unwrap();
     let built = |path: &Path| path.metadata().unwrap().modified().unwrap();
@@ -66,7 +67,8 @@ fn library() -> PathBuf {
         .expect("the library")
 }
 
-/// Makes sure that the wrong statements are answered with all of these texts, and that the right ones compile.
+/// Checks that the error for the wrong statements contains all these texts, and that the right ones
+/// compile.
 fn fixes(wrong: &str, texts: &[&str], right: &str) {
     let complaint = complaint(wrong).expect("this must not compile");
     for text in texts {
@@ -159,9 +161,10 @@ fn a_key_closure_must_return_an_option() {
     );
 }
 
-/// The compiler finds that out before it looks at our words: these are the ones that the docs of `key_fn` quote.
+/// The compiler reports these errors before it reads this crate's texts. The docs of `key_fn` quote
+/// them.
 #[test]
-fn a_closure_without_key_fn_is_not_understood() {
+fn a_closure_without_key_fn_does_not_compile() {
     for (closure, text) in [
         (
             "|request| Some(Key::new(request.uri.path()))",
@@ -181,7 +184,7 @@ fn a_closure_without_key_fn_is_not_understood() {
 }
 
 #[test]
-fn only_what_may_be_denied_must_be_used() {
+fn only_results_of_takes_must_be_used() {
     let asks = |what: &str| {
         format!(
             "#[deny(unused_must_use)]
@@ -298,7 +301,7 @@ fn an_unsupported_body_names_the_fix() {
     );
 }
 
-/// A tonic server's body is one of those that are `Default`, and not made from text.
+/// A tonic server's body implements `Default`, but cannot be created from text.
 #[test]
 fn a_grpc_body_suggests_the_grpc_reject() {
     let answers = |reject: &str| {

@@ -1,4 +1,5 @@
-//! Which pattern of `Routes` a request is under, beside what a real axum `Router` does with its path.
+//! The pattern of `Routes` that a request is under, compared with the route that a real axum
+//! `Router` matches.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -17,7 +18,8 @@ fn layer(routes: Routes) -> RateLimitLayer<LocalStore, Global> {
     RateLimitLayer::new(LocalStore::default(), Global, routes)
 }
 
-/// `/files` and all below are `files`, `/login` is `login`; all else is `default`.
+/// Paths below `/files`, and `/files`, are under `files`; `/login` is under `login`; all others
+/// under `default`.
 fn routes() -> Result<Routes, ConfigError> {
     let named = |name| policy(name, "9999/h");
     Routes::new(named("default"))
@@ -34,7 +36,7 @@ fn router() -> Router {
 
 async fn ok() {}
 
-/// The name of the policy in the fields of a response, `none` without one.
+/// The name of the policy in the response's fields, or `none`.
 fn name<B>(response: &Response<B>) -> String {
     let policies =
         field(response, "ratelimit-policy").map(|policies| policies.split('"').nth(1).unwrap());
@@ -87,7 +89,7 @@ async fn a_more_exact_pattern_wins() {
     assert_under(&both(routes, router), &expected).await;
 }
 
-/// As tonic's router has one template for all methods of a service.
+/// Tonic's router has one template for all methods of a service.
 #[tokio::test]
 async fn one_grpc_method_has_its_own_limit() {
     let routes = || {
@@ -116,7 +118,7 @@ async fn single_segment_patterns_do_not_match_wildcards() {
     assert_under(&both(routes, router), &expected).await;
 }
 
-/// What another server, or a layer within, could read as a path that is limited.
+/// Paths that another server, or an inner layer, could read as a limited path.
 #[tokio::test]
 async fn ambiguous_paths_are_not_exempt() {
     let routes = || {
@@ -175,7 +177,7 @@ async fn ambiguous_paths_are_not_exempt() {
     ];
     assert_under(&both(routes, router), &expected).await;
 
-    // Where all is exempt that has no pattern.
+    // All paths without a pattern are exempt.
     let named = |name| policy(name, "9999/h");
     let listed = || {
         Routes::new(None::<Policies>)
@@ -210,7 +212,7 @@ async fn ambiguous_paths_are_not_exempt() {
     }
 }
 
-/// However it could be read.
+/// Even if a lenient server would read it differently.
 #[tokio::test]
 async fn a_literally_named_path_is_exempt() {
     let paths = [
@@ -244,13 +246,13 @@ async fn a_literally_named_path_is_exempt() {
                 .exempt(pattern)
                 .unwrap_err()
                 .to_string()
-                .contains("would exempt nothing"),
+                .contains("exempts nothing"),
             "{pattern}"
         );
     }
 }
 
-/// A slash at the end is another path, and what rewrites paths mostly cuts it.
+/// A path with a trailing slash is a different path, and middleware often removes the slash.
 #[tokio::test]
 async fn a_slash_at_the_end_exempts_nothing() {
     let named = |name| policy(name, "9999/h");
@@ -287,7 +289,7 @@ async fn a_slash_at_the_end_exempts_nothing() {
     assert_under(&both(routes, router), &expected).await;
 }
 
-/// A path of 60 KB that is decoded as often as it can be.
+/// A path of 60 KB with as many nested escapes as possible.
 #[tokio::test]
 async fn long_paths_take_linear_time() {
     let [on_router, _] = both(
@@ -321,7 +323,7 @@ fn set_path(mut request: Request<Body>, path: &str) -> Request<Body> {
     request
 }
 
-/// Whatever rewrites the path after axum has matched it, the route's own pattern is the least that counts.
+/// If the path is rewritten after axum has matched it, at least the route's own pattern applies.
 #[tokio::test]
 async fn rewritten_paths_cannot_bypass_a_template() {
     let routes = || {
@@ -347,7 +349,7 @@ async fn rewritten_paths_cannot_bypass_a_template() {
     }
 }
 
-/// In front of the router, the path that it leads to is what counts.
+/// If the path is rewritten outside the router, the new path counts.
 #[tokio::test]
 async fn an_alias_counts_as_its_target() {
     let routes = routes()
@@ -370,7 +372,8 @@ async fn an_alias_counts_as_its_target() {
     }
 }
 
-/// Then it is the template that counts, which is no path: a pattern of one segment does not exempt all that it stands for.
+/// The template counts then, which is no path: a pattern of one segment must not exempt all paths
+/// of the template.
 #[tokio::test]
 async fn nested_router_aliases_count_by_template() {
     let routes = || {
@@ -433,7 +436,7 @@ fn unmatchable_patterns_are_refused() {
                 assert!(
                     error
                         .to_string()
-                        .starts_with(&format!("the route {pattern:?} cannot be used (")),
+                        .starts_with(&format!("invalid route {pattern:?} (")),
                     "{error}"
                 )
             }
@@ -459,7 +462,7 @@ fn unmatchable_patterns_are_refused() {
     }
 }
 
-/// Whoever reads patterns from a file.
+/// Patterns may come from a file.
 #[test]
 fn no_pattern_panics() {
     const CHARACTERS: [&str; 14] = [
@@ -528,7 +531,7 @@ const SEGMENTS: [&str; 20] = [
     "x;y=1",
 ];
 
-/// Some of the patterns that do not exclude each other.
+/// Returns some patterns that can be combined.
 fn some(random: &mut fastrand::Rng) -> Vec<&'static str> {
     let mut patterns = vec![];
     for pattern in random.choose_multiple(PATTERNS, 8) {
@@ -550,7 +553,8 @@ fn named(patterns: &[&str]) -> Result<Routes, ConfigError> {
         })
 }
 
-/// Whatever axum's own routes are, a path is under the pattern that axum would match it to if the patterns were its routes.
+/// A path is under the pattern that axum would match if the patterns were its routes, whatever
+/// axum's own routes are.
 #[tokio::test]
 async fn patterns_are_matched_as_axum_would() {
     let mut random = fastrand::Rng::with_seed(19);

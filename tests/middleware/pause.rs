@@ -1,4 +1,4 @@
-//! A longest wait, and pauses that a server has asked for.
+//! Maximum waits, and pauses that a server requests.
 
 #![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
 
@@ -52,7 +52,7 @@ async fn calls_that_would_wait_too_long_fail() {
     };
     let (mut service, start) = (layer.layer(counted()), Instant::now());
     service.ready().await.unwrap().call("").await.unwrap();
-    // One may wait, and the next one's turn is too late.
+    // One call may wait; the next one would wait too long.
     let mut second = layer.layer(counted());
     let (waits, fails) = tokio::join!(second.ready(), async {
         tokio::task::yield_now().await;
@@ -70,13 +70,13 @@ async fn calls_that_would_wait_too_long_fail() {
         "what has failed was not made"
     );
 
-    // It charged nothing.
+    // The refused call charged nothing.
     service.ready().await.unwrap().call("").await.unwrap();
     assert_eq!(start.elapsed().as_secs(), 20);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_later_poll_looks_again() {
+async fn a_later_poll_checks_again() {
     let layer = ThrottleLayer::new(LocalStore::default(), KEY, policy("1/10s")).max_wait(SECOND);
     let mut service = layer.layer(service_fn(ok));
     service.ready().await.unwrap().call("").await.unwrap();
@@ -145,7 +145,7 @@ async fn a_timed_throttle_reports_failures() {
         .unwrap();
 }
 
-/// For how long a pause lasts still.
+/// Returns the remaining time of a pause.
 async fn left(store: &impl Store, pause: &Pause<impl Store>) -> Duration {
     let peek = store
         .check(Check::peek(KEY, &pause.policy().into(), 1))
@@ -154,20 +154,20 @@ async fn left(store: &impl Store, pause: &Pause<impl Store>) -> Duration {
     peek.retry_after().unwrap_or_default()
 }
 
-/// Up to a unit of ten microseconds.
+/// Allows for a rounding by a few units of ten microseconds.
 fn assert_close(left: Duration, expected: Duration) {
     assert!(
         left.abs_diff(expected) <= Duration::from_micros(30),
-        "{left:?} in place of {expected:?}"
+        "{left:?} instead of {expected:?}"
     );
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_longest_pause_counts_and_none_add_up() {
+async fn the_longest_of_several_pauses_counts() {
     let store = LocalStore::default();
     let pause = Pause::new(store.clone(), "pause", 300 * SECOND).unwrap();
     let limiter = Limiter::new(store.clone(), pause.policy());
-    // Nobody is denied before.
+    // Before a pause, no call is denied.
     for _ in 0..100_000 {
         assert!(limiter.take(KEY, 1).await.unwrap().is_allowed());
     }
@@ -184,7 +184,7 @@ async fn the_longest_pause_counts_and_none_add_up() {
     assert_close(left(&store, &pause).await, 60 * SECOND);
     assert!(!limiter.take(KEY, 1).await.unwrap().is_allowed());
 
-    // However long a server says.
+    // A pause is capped, however long the server's request is.
     for time in [301 * SECOND, Duration::from_secs(u64::MAX), Duration::MAX] {
         pause.begin(KEY, time).await.unwrap();
         assert_close(left(&store, &pause).await, 300 * SECOND);
@@ -204,7 +204,7 @@ async fn the_longest_pause_counts_and_none_add_up() {
         let error = Pause::new(store.clone(), "pause", max)
             .unwrap_err()
             .to_string();
-        assert!(error.contains("write from 1 second to 5 hours"), "{error}");
+        assert!(error.contains("use 1 second to 5 hours"), "{error}");
     }
     let longest = Pause::new(store.clone(), "longest", 5 * 3_600 * SECOND).unwrap();
     longest.begin(KEY, Duration::MAX).await.unwrap();
@@ -212,7 +212,7 @@ async fn the_longest_pause_counts_and_none_add_up() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn whoever_is_told_to_wait_tells_the_others() {
+async fn a_429_pauses_all_instances() {
     let store = LocalStore::default();
     let pause = Pause::new(store.clone(), "pause", 60 * SECOND).unwrap();
     let policies = Policies::new([policy("10/s"), pause.policy()]).unwrap();
@@ -235,7 +235,7 @@ async fn whoever_is_told_to_wait_tells_the_others() {
     two.ready().await.unwrap().call("").await.unwrap();
 }
 
-/// The share of an instance is of the rate, and not of the time.
+/// An instance's share applies to the rate, not to the duration of a pause.
 #[tokio::test(start_paused = true)]
 async fn a_pause_lasts_as_long_by_fallback() {
     let redis = MockStore::new();
@@ -256,7 +256,7 @@ async fn a_pause_lasts_as_long_by_fallback() {
 }
 
 #[test]
-fn only_servers_that_ask_for_a_wait_are_heard() {
+fn only_requested_waits_are_parsed() {
     let told = |status: u16, name: &'static str, value: &[u8]| {
         let response = Response::builder()
             .status(status)

@@ -1,4 +1,4 @@
-//! How a request is rejected over HTTP, and by closures.
+//! Rejections over HTTP, and by closures.
 
 use std::convert::Infallible;
 use std::fmt::Debug;
@@ -18,7 +18,7 @@ use tower_redis_ratelimit::{Key, Limiter, LocalStore, RateLimitLayer};
 
 use crate::support::{self, *};
 
-/// Makes sure of what all rejections have in common, and gives the problem.
+/// Checks the properties common to all rejections, and returns the problem.
 async fn problem<B: HttpBody<Error: Debug>>(response: Response<B>) -> Value {
     assert_eq!(
         field(&response, "content-type"),
@@ -52,7 +52,7 @@ async fn a_denial_is_the_drafts_problem_type() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_handler_answers_as_the_layer_does() {
+async fn a_handler_responds_like_the_layer() {
     let by_layer = limited(layer("1/90s"));
     send(&by_layer, request("alice")).await;
     let by_layer = send(&by_layer, request("alice")).await;
@@ -89,7 +89,7 @@ async fn a_handler_answers_as_the_layer_does() {
     );
     assert_eq!(
         problem(failed).await["detail"],
-        "The request could not be counted."
+        "Rate limiting is temporarily unavailable."
     );
     let missing = MissingKey::unauthenticated("no token", HeaderValue::from_static("Bearer"));
     let missing: Response<String> = HttpReject::new().response(Reason::MissingKey(&missing));
@@ -119,7 +119,7 @@ async fn a_missing_key_is_a_client_error() {
     assert_eq!(problem(response).await, expected);
 }
 
-/// RFC 9110 has a server send a challenge with each 401, whoever made the response.
+/// RFC 9110 requires a challenge in every 401, including custom responses.
 #[tokio::test]
 async fn anonymous_requests_are_challenged() {
     let by_api_key = || {
@@ -144,7 +144,8 @@ async fn anonymous_requests_are_challenged() {
     });
     assert_eq!(problem(response).await, expected);
 
-    // A response of one's own has the challenge too, unless it has another, or is no 401.
+    // The layer adds the challenge to a custom response too, unless it has another one, or is not a
+    // 401.
     for (status, own, expected) in [
         (401, None, Some("ApiKey realm=\"books\"")),
         (401, Some("Bearer"), Some("Bearer")),
@@ -167,8 +168,8 @@ async fn anonymous_requests_are_challenged() {
         assert_eq!(fields, Vec::from_iter(expected), "{status}");
     }
 
-    // It is the client that decides whether it has a key, so the layer may let it pass. Whose header is wrong is not asked
-    // for another.
+    // The client may omit its key, so the layer may let it pass. A client with an invalid header is
+    // not challenged.
     let optional = limited(by_api_key().on_missing_key(OnMissingKey::Allow));
     assert_eq!(send(&optional, anonymous()).await.status(), 200);
     let mut twice = anonymous();
@@ -217,7 +218,7 @@ async fn custom_extractors_challenge_too() {
     assert_eq!(problem(response).await["detail"], "no access token");
 }
 
-/// What a client is told where no address was noted.
+/// Returns the text for clients if the server recorded no address.
 fn misconfigured() -> String {
     let why = PeerIp.extract(&anonymous().into_parts().0).unwrap_err();
     assert!(
@@ -265,7 +266,7 @@ async fn store_failures_hide_their_error() {
     let expected = json!({
         "type": "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity",
         "title": "Service Unavailable",
-        "detail": "The request could not be counted.",
+        "detail": "Rate limiting is temporarily unavailable.",
     });
     assert_eq!(problem(response).await, expected);
 }
@@ -288,7 +289,7 @@ async fn extractor_messages_are_escaped_in_json() {
 
 #[tokio::test(start_paused = true)]
 async fn the_denial_text_is_configurable() {
-    const ODD: &str = "Ask \"us\" for more:\n\\sales";
+    const ODD: &str = "Contact \"us\" for more:\n\\sales";
     for (reject, content_type, expected) in [
         (
             HttpReject::new().json("{\"error\":\"slow\"}"),
@@ -333,12 +334,15 @@ async fn the_denial_text_is_configurable() {
             assert_eq!(denied.body(), expected);
         }
 
-        // The rest says what it always says.
+        // Other rejections are unchanged.
         let missing = problem(send(&service, anonymous()).await).await;
         assert_eq!(missing["detail"], "the header x-user is missing");
         let broken = limited(layer_with(Broken, "1/h").reject(reject));
         let unavailable = problem(send(&broken, request("alice")).await).await;
-        assert_eq!(unavailable["detail"], "The request could not be counted.");
+        assert_eq!(
+            unavailable["detail"],
+            "Rate limiting is temporarily unavailable."
+        );
     }
 }
 
@@ -367,7 +371,7 @@ async fn a_rejection_displays_as_a_sentence() {
     for (response, expected) in [
         (
             send(&scarce, request("alice")).await,
-            "The quota of 3/h has too little left for this request. Try again in 1200 s.",
+            "The quota of 3/h cannot cover this request. Try again in 1200 s.",
         ),
         (
             send(&service, request("alice")).await,
@@ -384,14 +388,14 @@ async fn a_rejection_displays_as_a_sentence() {
         (send(&at_fault, anonymous()).await, &misconfigured()),
         (
             send(&broken, request("alice")).await,
-            "The request could not be counted.",
+            "Rate limiting is temporarily unavailable.",
         ),
     ] {
         assert_eq!(response.body(), expected);
     }
 }
 
-/// Every kind of response of a service with this type of body.
+/// Checks every kind of response of a service with this body type.
 async fn fits<B>()
 where
     B: From<String> + HttpBody<Error: Debug> + 'static,
@@ -427,7 +431,7 @@ where
 }
 
 #[tokio::test]
-async fn the_usual_bodies_fit() {
+async fn common_body_types_compile() {
     fits::<String>().await;
     fits::<Body>().await;
     fits::<Full<Bytes>>().await;
@@ -483,7 +487,8 @@ async fn a_closure_turns_rejections_into_responses() {
     );
 }
 
-/// A layer that answers every client in its own protocol: gRPC with trailers only, the others as usual.
+/// A layer that responds to each client in its protocol: over gRPC trailers only, otherwise over
+/// HTTP.
 fn by_content_type<S: Store>(
     layer: RateLimitLayer<S, HeaderKey>,
 ) -> RateLimitLayer<S, HeaderKey, impl Fn(Rejection<'_>) -> Response<String>> {
@@ -611,7 +616,7 @@ async fn a_cost_above_capacity_has_no_retry() {
     assert!(field(&denied, "ratelimit").is_some());
 }
 
-/// A client that sends its header beside the proxy's must not pass uncounted by that.
+/// A client must not avoid being counted by sending a second header beside the proxy's.
 #[tokio::test]
 async fn repeated_headers_are_always_rejected() {
     let service = limited(layer("1/h").on_missing_key(OnMissingKey::Allow));

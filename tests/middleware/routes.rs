@@ -18,7 +18,7 @@ async fn ok() -> &'static str {
     "hello"
 }
 
-/// Every kind of route.
+/// A router with every kind of route.
 fn app() -> Router {
     let orders = Router::new().route("/{id}", get(ok)).route("/", get(ok));
     let admin = Router::new().route("/users/{name}", post(ok)).fallback(ok);
@@ -36,7 +36,8 @@ fn app() -> Router {
 
 type Find = Box<dyn Fn(&Parts) -> Option<Key> + Send + Sync>;
 
-/// The keys of requests by method and path, in a router that is layered by `layered`.
+/// Returns the keys of requests, each a method and a path, in a router that `layered` adds the
+/// layer to.
 async fn keys<K, L>(extractor: K, requests: &[&str], layered: L) -> Vec<Key>
 where
     K: KeyExtractor + Send + Sync + 'static,
@@ -63,7 +64,7 @@ where
     keys
 }
 
-/// As most services have it: one layer over the router.
+/// One layer over the whole router, the most common setup.
 fn over_all(extractor: Find) -> Router {
     app().layer(RateLimitLayer::new(
         LocalStore::default(),
@@ -97,7 +98,7 @@ async fn a_route_is_counted_by_its_template() {
     }
 }
 
-/// Paths that match no route, by methods of every kind.
+/// Paths that match no route, with methods of every kind.
 const UNMATCHED: [&str; 9] = [
     "GET /a",
     "GET /b/c",
@@ -128,7 +129,7 @@ async fn endpoints_are_method_and_template() {
     for (request, method, template) in [
         ("GET /users/1", "GET", "/users/{id}"),
         ("HEAD /users/1", "GET", "/users/{id}"),
-        // RFC 8441: over HTTP/2, how a WebSocket begins.
+        // RFC 8441: a WebSocket over HTTP/2 starts like this.
         ("CONNECT /files/a", "GET", "/files/{*path}"),
         ("DELETE /users/1", "DELETE", "/users/{id}"),
         ("POST /users/1", "POST", "/users/{id}"),

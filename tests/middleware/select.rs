@@ -1,4 +1,4 @@
-//! Which policies a request is decided under.
+//! Selection of a request's policies.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use tower_redis_ratelimit::{
 
 use crate::support::*;
 
-/// Counts by user, under what is selected.
+/// Counts by user, under the selected policies.
 fn by(policies: impl PolicySelector) -> RateLimitLayer<LocalStore, HeaderKey> {
     RateLimitLayer::new(
         LocalStore::default(),
@@ -101,7 +101,7 @@ async fn without_policies_nothing_is_limited() {
     assert_eq!(send(&service, anonymous()).await.status(), 400);
 }
 
-/// What is exempt needs no key. What has no key is not exempt, whoever gives the policies.
+/// An exempt request needs no key. A request without a key is not exempt, with any selector.
 #[tokio::test]
 async fn a_missing_key_does_not_exempt() {
     let free = || policy("free", "1/m");
@@ -129,7 +129,8 @@ async fn a_missing_key_does_not_exempt() {
     assert_exempt(&send(&limited(by(tiers)), internal).await);
 }
 
-/// A key that can never be found, or must not be one, is not let in by `OnMissingKey::Allow`, by any selector.
+/// `OnMissingKey::Allow` never admits a request with a misconfigured or malformed key, with any
+/// selector.
 #[tokio::test]
 async fn only_exempt_requests_hide_a_misconfiguration() {
     struct Nowhere;
@@ -147,7 +148,7 @@ async fn only_exempt_requests_hide_a_misconfiguration() {
 }
 
 #[tokio::test]
-async fn skipped_requests_pass_at_once() {
+async fn skipped_requests_pass_immediately() {
     let service = limited(layer("1/m").skip(|request| request.uri.path() == "/health"));
     for _ in 0..3 {
         let mut health = anonymous();
@@ -245,7 +246,7 @@ async fn caller_overrides_win_over_tiers() {
     assert_exempt(&send(&service, request("root")).await);
 }
 
-/// The example of the docs: keys that are secrets in Redis.
+/// The example in the docs, with keys that are secret in Redis.
 #[tokio::test]
 async fn overrides_match_secret_keys() {
     const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
@@ -266,7 +267,7 @@ async fn overrides_match_secret_keys() {
     );
 }
 
-/// The docs of `Key::network`: whatever the length of the prefix that clients are counted by.
+/// As in the docs of `Key::network`, for any length of the prefix.
 #[tokio::test]
 async fn overrides_match_network_keys() {
     let address = |text: &str| text.parse::<IpAddr>().unwrap();
@@ -332,7 +333,8 @@ async fn stored_policies_apply_next_and_keep_counts() {
     assert_eq!(quotas(&send(&service, request("bob")).await), "\"api\";q=4");
 }
 
-/// Each decision is made under one list, old or new: all of its policies are of one edition, and so is what it returns.
+/// Each decision uses one list, old or new: all its policies are of the same edition, and so is the
+/// response.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reload_under_load_is_atomic() {
     const REQUESTS: u32 = 4_000;
@@ -414,7 +416,7 @@ async fn routes_go_by_path_and_method() {
         asterisk
             .unwrap_err()
             .to_string()
-            .contains("\"users\" cannot be used (it does not begin with `/`)")
+            .contains("invalid route \"users\" (it does not begin with `/`)")
     );
 }
 
@@ -428,7 +430,7 @@ fn wrong_patterns_are_refused() {
         assert!(
             error
                 .to_string()
-                .starts_with(&format!("the route {pattern:?} cannot be used (")),
+                .starts_with(&format!("invalid route {pattern:?} (")),
             "{error}"
         );
     }
@@ -437,14 +439,14 @@ fn wrong_patterns_are_refused() {
         .unwrap_err()
         .to_string();
     assert!(
-        error.ends_with("for one method, write `.method(Method::POST, \"/users\", ..)`"),
+        error.ends_with("for one method, use `.method(Method::POST, \"/users\", ..)`"),
         "{error}"
     );
 }
 
-/// A selector may stand for one route, and one in a [`Live`].
+/// A route may have any selector, and so may a [`Live`].
 #[tokio::test]
-async fn selectors_are_made_of_selectors() {
+async fn selectors_can_be_nested() {
     let tiers = Tiers::new(policy("free", "1/m")).tier("pro", policy("pro", "2/m"));
     let routes = Routes::new(policy("api", "5/m"))
         .route("/export", tiers)
@@ -458,9 +460,9 @@ async fn selectors_are_made_of_selectors() {
     assert_eq!(quotas(&send(&service, export).await), "\"api\";q=5");
 }
 
-/// Also by one of a user's, with what is a selector by itself.
+/// Also a user's own selector that uses other selectors.
 #[tokio::test]
-async fn a_selector_may_ask_another() {
+async fn a_selector_may_use_another() {
     struct ByPath;
     impl PolicySelector for ByPath {
         fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
@@ -482,7 +484,7 @@ async fn a_selector_may_ask_another() {
     }
 }
 
-/// So that a layer over them finds a mistake at its start.
+/// A layer over fixed policies finds a mistake at startup.
 #[test]
 fn fixed_policies_are_known_beforehand() {
     let policies = Policies::from(policy("api", "5/m"));
@@ -497,8 +499,8 @@ fn fixed_policies_are_known_beforehand() {
     );
 }
 
-/// A policy that counts requests in flight, of which this layer does not know when they end: it is left out, and all
-/// others hold.
+/// This layer does not see requests end, so it ignores a policy of requests in flight. All other
+/// policies apply.
 #[tokio::test]
 async fn reloaded_in_flight_policies_fail_no_request() {
     let uploads = || Policy::in_flight("uploads", 1).unwrap();
@@ -542,10 +544,10 @@ async fn reloaded_in_flight_policies_fail_no_request() {
     assert_eq!(
         quotas(&send(&service, request("alice")).await),
         "\"api\";q=2",
-        "and the next reload is as any other"
+        "the next reload works as usual"
     );
 
-    // What is only tried, too.
+    // Also in a shadow.
     let tried = Tiers::new(Policies::new([policy("tried", "1/m"), uploads()]).unwrap());
     let service = limited(by(policy("api", "9/m")).shadow(tried));
     for allowed in [true, false] {
@@ -559,7 +561,7 @@ async fn reloaded_in_flight_policies_fail_no_request() {
 }
 
 #[tokio::test]
-async fn what_one_layer_exempts_another_may_count() {
+async fn another_layer_may_count_exempt_requests() {
     let inner = by(None::<Policies>);
     let outer = RateLimitLayer::new(LocalStore::default(), Global, policy("all", "1/m"));
     let service = tower::Layer::layer(&outer, limited(inner));
@@ -644,7 +646,8 @@ mod with_axum {
         .await;
     }
 
-    /// In a pattern `{{` stands for a brace. A template is a pattern, and is looked up as if it were a path.
+    /// In a pattern, `{{` is a literal brace. A template is matched against patterns as if it were
+    /// a path.
     #[tokio::test]
     async fn escaped_braces_match_in_templates() {
         let pattern = "/{{x}}/{id}";
@@ -657,7 +660,8 @@ mod with_axum {
         assert_told(&app, &[("/{x}/7", "braces"), ("/x/7", "default")]).await;
     }
 
-    /// What axum sets there. If it sets more one day, the docs of `Routes` need not warn.
+    /// Checks the templates that axum sets. If this test fails, a limitation in the docs of
+    /// `Routes` has been lifted.
     #[tokio::test]
     async fn routers_within_services_see_partial_templates() {
         let limited = || nested().layer(by(routes()));
@@ -680,7 +684,7 @@ mod with_axum {
             *request.uri_mut() = "/users/7".parse().unwrap();
             request
         });
-        // The outer router notes the path as it was sent.
+        // The outer router records the original path.
         assert_told(
             &Router::new().fallback_service(rewriting),
             &[("/old-users/7", "user")],
@@ -688,7 +692,7 @@ mod with_axum {
         .await;
     }
 
-    /// One limit for all that is asked of a user's page, whichever user.
+    /// All paths of a user's page share one limit, for all users.
     #[tokio::test]
     async fn template_values_share_one_count() {
         let routes = Routes::new(policy("api", "9/m"))

@@ -26,14 +26,14 @@ type Inner = Mock<Request<String>, Response<String>>;
 type Handle = mock::Handle<Request<String>, Response<String>>;
 type Limited = RateLimit<Inner, ManualStore, HeaderKey, HttpReject>;
 
-/// A limited mock, with the ends that the test holds of its inner service and of its store.
+/// A limited mock, with the test's handles to its inner service and to its store.
 fn mocked() -> (Spawn<Limited>, Handle, Questions) {
     let (store, questions) = manual_store();
     let (service, handle) = mock::spawn_layer(layer_with(store, "100/s"));
     (service, handle, questions)
 }
 
-/// The call that the inner service must have got by now.
+/// Returns the call that the inner service must have received.
 fn called(handle: &mut Handle) -> (Request<String>, SendResponse<Response<String>>) {
     handle
         .next_request()
@@ -42,7 +42,7 @@ fn called(handle: &mut Handle) -> (Request<String>, SendResponse<Response<String
         .unwrap()
 }
 
-/// Calls the service as soon as it is ready, which must be now.
+/// Calls the service, which must be ready.
 fn call<S: Service<Request<String>, Error: Debug>>(
     service: &mut S,
     request: Request<String>,
@@ -55,7 +55,8 @@ fn call<S: Service<Request<String>, Error: Debug>>(
         .call(request)
 }
 
-/// Whether the mock was never called, and never will be, since all of its clones are gone.
+/// Returns `true` if the mock was never called, and can no longer be called since all its clones
+/// are dropped.
 fn was_never_called(service: Spawn<Limited>, mut handle: Handle) -> bool {
     drop(service);
     let request = handle
@@ -130,7 +131,8 @@ fn the_inner_call_follows_the_decision() {
 #[tokio::test(start_paused = true)]
 async fn store_and_inner_service_wake_the_task() {
     let (mut service, mut handle, mut questions) = mocked();
-    // Tasks of their own, so that no other's wake-up polls the response, which is spawned first and so waits first.
+    // Separate tasks: no other wake-up may poll the response, which is spawned first and so waits
+    // first.
     let response = tokio::spawn(call(service.get_mut(), request("alice")));
     tokio::spawn(async move {
         questions.recv().await.unwrap().allow();
@@ -172,7 +174,7 @@ fn requests_without_key_reach_nothing() {
             .status(),
         400
     );
-    assert!(questions.try_recv().is_err(), "there is nobody to ask for");
+    assert!(questions.try_recv().is_err(), "no check without a key");
     assert!(was_never_called(service, handle));
 }
 
@@ -186,7 +188,7 @@ fn cancelled_requests_never_reach_the_inner_service() {
     drop(response);
     assert!(
         question.is_abandoned(),
-        "the store must learn that nobody waits"
+        "the store can see that the check was abandoned"
     );
     assert!(was_never_called(service, handle));
 }
@@ -261,8 +263,8 @@ async fn the_service_polled_ready_is_called() {
     {
         let layer = layer("100/s").on_missing_key(OnMissingKey::Allow);
         let mut service = layer.layer(inner);
-        // Each of these panics, or refuses, when a clone of it is called that was not polled ready. A request
-        // without a key takes another way through the middleware.
+        // Each of these inner services panics, or fails, if a clone is called that was not polled
+        // ready. A request without a key takes another path through the middleware.
         for request in [request("alice"), anonymous(), request("alice"), anonymous()] {
             let response = async { service.ready().await.unwrap().call(request).await.unwrap() };
             let response = timeout(Duration::from_secs(1), response)
@@ -312,7 +314,8 @@ async fn a_rejection_releases_the_inner_service() {
     {
         let (store, mut questions) = manual_store();
         let mut service = layer_with(store, "100/s").layer(inner);
-        // The place is not to hang on the futures, which live as long as their owner likes.
+        // The place must be freed even if the futures are kept: their owner may keep them for any
+        // time.
         let mut rejected = Vec::new();
         for (request, status) in [
             (request("alice"), 429),

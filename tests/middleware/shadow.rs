@@ -1,4 +1,4 @@
-//! Policies that reject nothing: a layer in dry run, and shadows beside what is enforced.
+//! Policies that are not enforced: dry runs, and shadows in addition to enforced policies.
 
 use std::convert::Infallible;
 use std::sync::{Arc, Mutex};
@@ -21,7 +21,7 @@ fn dry<B>(response: &Response<B>) -> &DryRun {
     response.extensions().get().expect("a dry run")
 }
 
-/// What would have been: the names of the policies that decided, and whether they allowed.
+/// Returns the policies that decided without being enforced, and whether they allowed the request.
 fn would<B>(response: &Response<B>) -> Vec<(String, bool)> {
     let dry = dry(response);
     assert_eq!(
@@ -60,7 +60,7 @@ async fn a_dry_run_passes_undecided_requests() {
     assert_eq!(response.status(), 200);
     assert!(
         response.extensions().get::<DryRun>().is_none(),
-        "there is nobody to count"
+        "no check without a key"
     );
     let response = send(
         &limited(
@@ -78,7 +78,7 @@ async fn a_dry_run_passes_undecided_requests() {
 }
 
 #[tokio::test]
-async fn a_shadow_stands_beside_what_is_enforced() {
+async fn a_shadow_does_not_affect_enforcement() {
     let service = limited(
         layer("3/h")
             .shadow(policy("tighter", "1/h"))
@@ -117,7 +117,7 @@ async fn a_shadow_stands_beside_what_is_enforced() {
     }
 }
 
-/// The same limit with another number is what one tries first.
+/// A common use: try another limit for the same policy.
 #[tokio::test]
 async fn same_named_shadows_count_separately() {
     let store = LocalStore::default();
@@ -134,7 +134,7 @@ async fn same_named_shadows_count_separately() {
         assert_eq!(would(&response), [("api".to_owned(), tried)]);
     }
     assert_eq!(send(&service, request("alice")).await.status(), 429);
-    // But what a dry run has counted is there when its policies are enforced.
+    // A dry run uses the same count that enforcement continues.
     let bob = |layer: RateLimitLayer<_, _>| async { send(&limited(layer), request("bob")).await };
     bob(layer_with(store.clone(), "3/h").dry_run()).await;
     assert_eq!(
@@ -201,7 +201,7 @@ async fn dry_runs_try_shadows_unless_skipped() {
     );
 }
 
-/// A new plan is tried on those whom no plan limits yet.
+/// A new plan can be tried on callers that have no limit yet.
 #[tokio::test]
 async fn a_shadow_may_limit_exempt_requests() {
     let tiers = Tiers::new(policy("free", "1/h")).exempt("internal");
@@ -245,7 +245,7 @@ async fn layers_around_each_other_add_up() {
     );
 }
 
-/// What an observer has seen: policy, caller, whether it was allowed, and whether it was a dry run.
+/// Records decisions: policy, caller, whether it was allowed, and whether it was a dry run.
 #[derive(Clone, Debug, Default)]
 struct Recorder(Arc<Mutex<Vec<Line>>>);
 
@@ -265,7 +265,7 @@ impl Observer for Recorder {
 }
 
 #[tokio::test]
-async fn observers_see_what_would_have_happened() {
+async fn observers_see_unenforced_decisions() {
     let recorder = Recorder::default();
     let service = limited(
         layer("5/h")
@@ -286,7 +286,7 @@ async fn observers_see_what_would_have_happened() {
     assert_eq!(*recorder.0.lock().unwrap(), expected);
 }
 
-/// The check goes beside the inner call, whichever ends first.
+/// The check runs concurrently with the inner call; either may end first.
 #[tokio::test]
 async fn the_inner_call_precedes_the_shadow_answer() {
     let (store, mut questions) = manual_store();
@@ -299,8 +299,8 @@ async fn the_inner_call_precedes_the_shadow_answer() {
     let mut service = layer_with(store, "1/h").dry_run().layer(inner);
     for check_first in [true, false] {
         let mut response = Box::pin(service.call(request("alice")));
-        let question = questions.try_recv().expect("asked at once");
-        let call = called.try_recv().expect("called at once");
+        let question = questions.try_recv().expect("an immediate check");
+        let call = called.try_recv().expect("an immediate call");
         if check_first {
             question.deny();
             assert!(response.as_mut().now_or_never().is_none());
@@ -313,17 +313,21 @@ async fn the_inner_call_precedes_the_shadow_answer() {
             );
             question.deny();
         }
-        let response = response.now_or_never().expect("both are there").unwrap();
+        let response = response
+            .now_or_never()
+            .expect("both have completed")
+            .unwrap();
         assert_eq!(would(&response), [("api".to_owned(), false)]);
     }
-    // A request that is dropped asks no more.
+    // A dropped request withdraws its check.
     let dropped = service.call(request("alice"));
     let question = questions.try_recv().unwrap();
     drop(dropped);
     assert!(question.is_abandoned());
 }
 
-/// An inner call that is done holds nothing that others wait for, even if its response waits for a shadow.
+/// A finished inner call keeps no resource that others wait for, even if its response waits for a
+/// shadow.
 #[tokio::test]
 async fn inner_futures_drop_before_late_checks() {
     let (store, mut questions) = manual_store();
@@ -346,7 +350,7 @@ async fn inner_futures_drop_before_late_checks() {
     );
 }
 
-/// Where the enforced check has to be waited for, the shadow is asked when the request has passed.
+/// If the enforced check takes time, the shadow's check starts after the admission.
 #[tokio::test]
 async fn shadows_follow_a_late_enforced_check() {
     let (store, mut questions) = manual_store();

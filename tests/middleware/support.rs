@@ -1,4 +1,5 @@
-//! What the tests share: layers, requests, an inner service, and stores that answer as a test wants.
+//! Shared by the tests: layers, requests, an inner service, and stores whose replies the test
+//! controls.
 
 use std::convert::Infallible;
 use std::fmt::Debug;
@@ -24,7 +25,7 @@ use tower_redis_ratelimit::reject::Reject;
 use tower_redis_ratelimit::store::{Answer, ErrorKind, Store, StoreError};
 use tower_redis_ratelimit::{LocalStore, Policy, RateLimitLayer, Strategy};
 
-/// What requests are counted by.
+/// The header that requests are counted by.
 pub(crate) const USER: HeaderName = HeaderName::from_static("x-user");
 
 pub(crate) fn policy(name: &str, quota: &str) -> Policy {
@@ -36,7 +37,7 @@ pub(crate) fn layer(quota: &str) -> RateLimitLayer<LocalStore, HeaderKey> {
     layer_with(LocalStore::default(), quota)
 }
 
-/// The same in another store.
+/// The same layer over another store.
 pub(crate) fn layer_with<S: Store>(store: S, quota: &str) -> RateLimitLayer<S, HeaderKey> {
     RateLimitLayer::new(
         store,
@@ -54,7 +55,7 @@ pub(crate) fn request(user: &str) -> Request<String> {
         .unwrap()
 }
 
-/// A request that says what it costs, to [`by_header`].
+/// A request that states its cost, for [`by_header`].
 pub(crate) fn costing(cost: u32) -> Request<String> {
     let mut request = request("alice");
     request.headers_mut().insert("x-cost", cost.into());
@@ -65,7 +66,7 @@ pub(crate) fn by_header(request: &Parts) -> u32 {
     request.headers["x-cost"].to_str().unwrap().parse().unwrap()
 }
 
-/// A request that a count by user has no key for.
+/// A request without a key.
 pub(crate) fn anonymous() -> Request<String> {
     Request::builder()
         .uri("/books")
@@ -73,7 +74,7 @@ pub(crate) fn anonymous() -> Request<String> {
         .unwrap()
 }
 
-/// The decision that came with a request to [`hello`], which leaves it with the response.
+/// The decision in the extensions of a request to [`hello`], which copies it to the response.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Seen(pub(crate) Option<Decision>);
 
@@ -104,21 +105,21 @@ pub(crate) async fn send<S, A, B>(service: &S, request: Request<A>) -> Response<
 where
     S: Service<Request<A>, Response = Response<B>, Error: Debug> + Clone,
 {
-    // A lost wake-up is to fail the test, not to hang it.
+    // A lost wake-up must fail the test instead of blocking it.
     timeout(Duration::from_secs(20), service.clone().oneshot(request))
         .await
         .expect("an answer")
         .unwrap()
 }
 
-/// Whether the future has something to wait for, after it had a chance to go on.
+/// Polls once. Returns `true` if the future is pending.
 pub(crate) fn waits<F: Future>(future: Pin<&mut F>) -> bool {
     future.now_or_never().is_none()
 }
 
-/// What the future resolves to, which must not need to wait.
+/// Returns the output of a future that must be ready.
 pub(crate) fn settled<F: Future>(future: F) -> F::Output {
-    future.now_or_never().expect("nothing is left to wait for")
+    future.now_or_never().expect("a ready future")
 }
 
 /// A header field of a response as text.
@@ -142,10 +143,10 @@ pub(crate) async fn json<B: HttpBody<Error: Debug>>(response: Response<B>) -> se
     serde_json::from_str(&text(response).await).unwrap()
 }
 
-/// What no client may read of a store's error.
+/// A text in a store's error that clients must never see.
 pub(crate) const SECRET: &str = "hunter2";
 
-/// An error that says [`SECRET`] wherever it is shown.
+/// An error whose text contains [`SECRET`].
 pub(crate) fn error() -> StoreError {
     StoreError::with_source(ErrorKind::Configuration, io::Error::other(SECRET))
 }
@@ -162,7 +163,7 @@ impl Store for Broken {
     }
 }
 
-/// A store whose checks the test decides, whenever it likes.
+/// A store whose checks the test decides, at any time.
 #[derive(Debug, Clone)]
 pub(crate) struct ManualStore(mpsc::UnboundedSender<Question>);
 
@@ -215,13 +216,13 @@ impl Question {
         self.answer.send(Err(error())).unwrap();
     }
 
-    /// Whether nobody waits for the answer any more.
+    /// Returns `true` if the check was abandoned.
     pub(crate) fn is_abandoned(&self) -> bool {
         self.answer.is_closed()
     }
 }
 
-/// What is said to be misconfigured.
+/// Records reports of misconfigurations.
 #[derive(Clone, Default)]
 pub(crate) struct Problems(pub(crate) Arc<Mutex<Vec<String>>>);
 

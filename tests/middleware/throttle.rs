@@ -50,7 +50,7 @@ fn watched() -> (LocalStore, MockStore) {
     (local, store)
 }
 
-/// How much is charged of a quota of which nothing flows back while the test runs.
+/// Returns the charged units of a quota that frees none during a test.
 async fn charged(store: &impl Store, policies: &Policies) -> u32 {
     let peek = store.check(Check::peek(KEY, policies, 0)).await.unwrap();
     peek.capacity() - peek.remaining()
@@ -65,13 +65,14 @@ async fn ok(_: &'static str) -> Result<(), Infallible> {
     Ok(())
 }
 
-/// Three instances with fifty tasks each: their sum keeps the rate and uses it, and waiting costs a call a grant.
+/// Three instances with fifty tasks each: together they keep to the rate and use it, with about one
+/// call per grant.
 #[tokio::test(start_paused = true)]
 async fn instances_share_the_rate_without_a_herd() {
     for (strategy, quota, used, calls) in [
         (Strategy::Gcra, "50/s", 0.97, 1.02),
         (Strategy::Gcra, "50/s burst 3", 0.97, 1.02),
-        // Fewer than the instances may be ahead: they contend.
+        // A burst below the number of instances: they contend.
         (Strategy::Gcra, "50/s burst 1", 0.95, 1.8),
         (Strategy::LeakyBucket, "50/s burst 10", 0.97, 1.02),
         (
@@ -99,7 +100,8 @@ async fn instances_share_the_rate_without_a_herd() {
             let layer = ThrottleLayer::new(store.clone(), KEY, policies.clone());
             let times = Arc::clone(&times);
             (0..50).map(move |_| {
-                // A call that is answered at once would let one task take all that is there before another has come.
+                // If calls ended immediately, one task could take all permits before another one
+                // starts.
                 let calls = service_fn(async |request| {
                     yield_now().await;
                     ok(request).await
@@ -124,7 +126,7 @@ async fn instances_share_the_rate_without_a_herd() {
         let times = times.lock().unwrap();
         let in_time = times.iter().filter(|time| **time <= end).count() as f64;
         let may = f64::from(50 * 20 + burst);
-        // What a strategy of windows lets pass depends on when its windows begin.
+        // For windows, the number of grants depends on the start of the windows.
         assert!(
             in_time >= used * may,
             "{strategy:?} {quota}: {in_time} of {may}"
@@ -142,10 +144,10 @@ async fn instances_share_the_rate_without_a_herd() {
         let asked = store.asked().len() as f64 / times.len() as f64;
         assert!(
             asked <= calls,
-            "{strategy:?} {quota}: {asked} calls a grant"
+            "{strategy:?} {quota}: {asked} calls per grant"
         );
-        // The tasks of an instance queue. Instances alternate where they take ahead; where they do not, it is
-        // chance who comes first when a window begins.
+        // The tasks of an instance queue. Instances alternate if permits are taken in advance;
+        // otherwise chance decides which instance is first at the start of a window.
         let takes_ahead = matches!(
             strategy,
             Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(_)
@@ -153,7 +155,7 @@ async fn instances_share_the_rate_without_a_herd() {
         let takes_turns = takes_ahead && burst >= 3;
         for tasks in each.chunks(if takes_turns { 150 } else { 50 }) {
             let (least, most) = (tasks.iter().min().unwrap(), tasks.iter().max().unwrap());
-            // Two that go at the same moment may come again in either order, and the end may fall between them.
+            // Two tasks with the same time may swap their order, and the end may fall between them.
             assert!(
                 most - least <= if takes_turns { 3 } else { 2 },
                 "{strategy:?} {quota}: {tasks:?}"
@@ -162,7 +164,8 @@ async fn instances_share_the_rate_without_a_herd() {
     }
 }
 
-/// Whatever is dropped whenever: what is charged in the end is what was called, and nobody is stuck.
+/// Whenever tasks are dropped, the final charge equals the number of calls, and no task stays
+/// blocked.
 #[tokio::test(start_paused = true)]
 async fn a_storm_of_cancels_loses_nothing() {
     for seed in 0..40 {
@@ -172,7 +175,7 @@ async fn a_storm_of_cancels_loses_nothing() {
             .map(|_| ThrottleLayer::new(local.clone(), KEY, policies.clone()))
             .collect();
         let called = Arc::new(AtomicU32::new(0));
-        // Some of it comes late: all that there is at once is taken.
+        // Leave little quota: with more, all of it would be taken immediately.
         let _ = local
             .check(Check::charge(KEY, &policies, 100_000 - seed * 3))
             .await
@@ -230,7 +233,7 @@ async fn unused_permits_are_refunded() {
     assert_eq!(
         charged(&local, &policies).await,
         2,
-        "a clone has one of its own"
+        "a clone has its own permit"
     );
     clone.call("").await.unwrap();
     drop((service, clone));
@@ -251,10 +254,10 @@ async fn unused_permits_are_refunded() {
     );
 }
 
-/// It goes to the next waiter in this process, without a call of the store.
+/// The permit passes to the next waiter in this process, without a store call.
 #[tokio::test(start_paused = true)]
 async fn an_unused_permit_passes_on() {
-    // What the second had been waiting for is refunded, if it was so near that it was taken ahead.
+    // The second waiter's own permit, taken in advance, is refunded if it was due soon.
     for (quota, back) in [("25/s burst 1", vec![(Mode::Refund, 1)]), ("1/h", vec![])] {
         let (_, store) = watched();
         let layer = ThrottleLayer::new(store.clone(), KEY, policies(Strategy::Gcra, quota));
@@ -276,7 +279,8 @@ async fn an_unused_permit_passes_on() {
     }
 }
 
-/// What a permit took has flowed back when it is used: that is charged again, or idle services could save up.
+/// A charge that has expired before its permit is used is charged again; otherwise idle services
+/// could save up calls.
 #[tokio::test(start_paused = true)]
 async fn expired_permits_are_charged_again() {
     let (_, store) = watched();
@@ -294,7 +298,7 @@ async fn expired_permits_are_charged_again() {
             .filter(|check| check.mode() == Mode::Charge)
             .count();
         assert_eq!(again, charges, "after {held} ms");
-        // Nor does it go back then.
+        // A permit with an expired charge is not refunded either.
         let mut service = layer.layer(service_fn(ok));
         service.ready().await.unwrap();
         let before = store.asked().len();
@@ -305,7 +309,8 @@ async fn expired_permits_are_charged_again() {
     }
 }
 
-/// Under a policy that has forgotten it a permit is charged again, or not refunded; under the others it is as it was.
+/// Under a policy whose charge has expired, a permit is charged again or not refunded; other
+/// policies are unaffected.
 #[tokio::test(start_paused = true)]
 async fn permits_expire_under_each_policy_separately() {
     let (_, store) = watched();
@@ -365,7 +370,7 @@ async fn an_unready_service_takes_no_permit() {
     assert_eq!(charged(&local, &policies).await, 1);
 }
 
-/// Whether it fails while its permit is held or waited for.
+/// The service may fail while it holds its permit, or while it waits for one.
 #[tokio::test(start_paused = true)]
 async fn a_failing_service_refunds_its_permit() {
     for quota in ["10/100d", "1/100d"] {
@@ -406,7 +411,8 @@ async fn waits_under_buffer_limit_and_timeout() {
         start.elapsed()
     );
 
-    // The time-out is that of the call, not of the wait for readiness; whoever gives up waiting loses nothing.
+    // The timeout applies to the call, not to the wait for readiness; giving up the wait loses
+    // nothing.
     let mut timed = Timeout::new(layer.layer(service_fn(ok)), Duration::from_millis(1));
     assert!(
         timeout(Duration::from_millis(300), timed.ready())
@@ -451,7 +457,8 @@ async fn every_retry_takes_a_permit() {
     assert_eq!(charged(&local, &policies).await, 3);
 }
 
-/// Balanced services that are ready and idle hold a permit each, and give it back when they go.
+/// Balanced services that are ready but idle hold a permit each, and release it when they are
+/// dropped.
 #[tokio::test(start_paused = true)]
 async fn balanced_services_share_one_count() {
     let (local, _) = watched();
@@ -474,7 +481,7 @@ async fn balanced_services_share_one_count() {
     assert_eq!(charged(&local, &policies).await, 20);
 }
 
-/// While a fallback decides by this instance's share, permits come at that rate.
+/// While a fallback decides with this instance's share, permits are granted at that rate.
 #[tokio::test(start_paused = true)]
 async fn an_outage_limits_waiters_by_share() {
     let redis = MockStore::new();
@@ -590,7 +597,7 @@ async fn wakes_the_task_that_polled_last() {
         .unwrap();
 }
 
-/// A throttle does not know when a call has ended: it would never be free again.
+/// A throttle does not see calls end, so such a policy would never be freed.
 #[tokio::test(start_paused = true)]
 async fn in_flight_policies_are_skipped_and_reported() {
     let rate = Policy::new("rate", Strategy::Gcra, "10/s burst 1".parse().unwrap()).unwrap();

@@ -34,12 +34,13 @@ fn get(path: &str) -> Request<()> {
     Request::builder().uri(path).body(()).unwrap()
 }
 
-/// Answers with the status alone.
+/// Responds with the status only.
 async fn ok(_: Request<()>) -> Result<Response<String>, std::convert::Infallible> {
     Ok(Response::new(String::new()))
 }
 
-/// A limited service that all of `count` requests to a path are sent to at once: their statuses and when they came.
+/// Sends `count` concurrent requests to a path. Returns their statuses, and the times of the
+/// responses.
 async fn send<S>(service: &S, path: &str, count: usize) -> Vec<(StatusCode, Duration)>
 where
     S: Service<Request<()>, Response = Response<String>, Error = std::convert::Infallible> + Clone,
@@ -73,7 +74,7 @@ async fn queued_requests_pass_at_their_time() {
             answers.iter().all(|(status, _)| *status == 200),
             "{strategy:?}: {answers:?}"
         );
-        // In the order in which they came, and no earlier than the quota lets them.
+        // In the order of arrival, and no earlier than the quota allows.
         assert!(
             answers.is_sorted_by_key(|(_, at)| *at),
             "{strategy:?}: {answers:?}"
@@ -101,7 +102,7 @@ async fn too_long_waits_are_rejected_immediately() {
     assert_eq!(
         passed.len(),
         11,
-        "one at once, and one every tenth of a second: {answers:?}"
+        "one immediately, and one every 100 ms: {answers:?}"
     );
     assert!(
         rejected
@@ -109,7 +110,7 @@ async fn too_long_waits_are_rejected_immediately() {
             .all(|(status, at)| *status == 429 && at.is_zero()),
         "{answers:?}"
     );
-    // Its wait is that behind all others.
+    // Its wait is the one behind all others.
     let turn = send(&service, "/b", 11);
     let late = async { service.clone().oneshot(get("/b")).await.unwrap() };
     let (_, late) = tokio::join!(turn, late);
@@ -154,11 +155,11 @@ async fn the_number_of_waiters_is_bounded() {
     assert_eq!(
         rejected(&send(&all, "/eve", 4).await),
         0,
-        "nobody waits any more"
+        "no request waits"
     );
 }
 
-/// A request that comes while others wait joins the queue: it does not take what they wait for.
+/// A request that arrives while others wait joins the queue, and does not take their permits.
 #[tokio::test(start_paused = true)]
 async fn nobody_overtakes() {
     let layer = RateLimitLayer::new(
@@ -224,7 +225,7 @@ async fn a_dropped_waiter_passes_its_permit_on() {
         "{next:?}"
     );
 
-    // The last one leaves it to the store.
+    // The last waiter's permit is refunded to the store.
     let mut last = Box::pin(service.clone().oneshot(get("/a")));
     assert!(last.as_mut().now_or_never().is_none());
     tokio::time::sleep(Duration::from_millis(100)).await;
@@ -240,7 +241,7 @@ async fn a_dropped_waiter_passes_its_permit_on() {
     );
 }
 
-/// The handler and the client see a decision as of any request that passes.
+/// The handler and the client see the same decision as for a request that did not wait.
 #[tokio::test(start_paused = true)]
 async fn waited_requests_are_annotated_as_allowed() {
     let layer = RateLimitLayer::new(
@@ -271,7 +272,7 @@ async fn waited_requests_are_annotated_as_allowed() {
     }
 }
 
-/// Waiters take up no capacity of the inner service.
+/// Waiters use no capacity of the inner service.
 #[tokio::test(start_paused = true)]
 async fn waiting_does_not_hold_the_inner_service() {
     let layer = RateLimitLayer::new(
@@ -317,7 +318,7 @@ async fn a_failing_inner_service_passes_permits_on() {
     );
 }
 
-/// Not ready at the fourth poll after it was cloned for the requests that wait.
+/// Is not ready at the fourth poll of a clone, which waiting requests use.
 #[derive(Debug, Clone)]
 struct FailsReady {
     polls: Arc<AtomicUsize>,
@@ -361,7 +362,7 @@ async fn store_failures_while_waiting_are_reported() {
         assert!(waits.await.iter().all(|(answer, _)| *answer == status));
         assert!(
             store.asked().len() <= 5,
-            "all waiters are answered at once: {:?}",
+            "all waiters fail together: {:?}",
             store.asked()
         );
     }
@@ -382,7 +383,7 @@ async fn costs_above_capacity_do_not_wait() {
     );
 }
 
-/// What flows back while the inner service is not ready is another's by then.
+/// Units that refill while the inner service is not ready may have been granted to another request.
 #[tokio::test(start_paused = true)]
 async fn only_unexpired_charges_are_refunded() {
     let (local, store) = (LocalStore::default(), MockStore::new());

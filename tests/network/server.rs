@@ -123,7 +123,10 @@ async fn store_failures_are_unavailable_with_a_second() {
     .unwrap_err();
     assert_eq!(
         (failed.code(), failed.message()),
-        (Code::Unavailable, "The request could not be counted.")
+        (
+            Code::Unavailable,
+            "Rate limiting is temporarily unavailable."
+        )
     );
     assert_eq!(
         (retry_delay(&failed), field(&failed, PUSHBACK)),

@@ -1,10 +1,10 @@
-//! The crate without any of its features.
+//! Tests of the crate without any of its features.
 
 #![cfg(test)]
 #![allow(
     clippy::unwrap_used,
     clippy::panic,
-    reason = "a test that cannot go on has failed"
+    reason = "a test fails by panicking"
 )]
 
 mod unobserved;
@@ -27,7 +27,7 @@ async fn tls_without_its_feature_is_refused() {
         let error = RedisStore::connect(url).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Configuration, "{url}");
         assert!(
-            error.to_string().contains("turn on the feature `tls`"),
+            error.to_string().contains("enable the feature `tls`"),
             "{error}"
         );
     }
@@ -48,7 +48,7 @@ async fn tls_without_its_feature_is_refused() {
         change(&mut config);
         let error = AnyStore::from_config(&config).unwrap_err();
         assert!(
-            error.to_string().contains("turn on the feature `tls`"),
+            error.to_string().contains("enable the feature `tls`"),
             "{error}"
         );
     }

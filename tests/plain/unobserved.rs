@@ -1,4 +1,4 @@
-//! Nothing goes wrong in silence: what is on standard error, where there is neither an observer nor the feature `tracing`.
+//! Problems printed to standard error, without an observer and without the feature `tracing`.
 
 use std::convert::Infallible;
 use std::env;
@@ -10,7 +10,7 @@ use tower_redis_ratelimit::extract::{Global, KeyExtractor, PeerIp};
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
 use tower_redis_ratelimit::{Fallback, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
 
-/// Runs this test in a process of its own.
+/// Returns a command that runs an ignored test in a separate process.
 fn ignored(test: &str) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args([
@@ -22,8 +22,8 @@ fn ignored(test: &str) -> Command {
     command
 }
 
-/// What it says.
-fn said(test: &str) -> String {
+/// Runs an ignored test, and returns its standard error.
+fn printed(test: &str) -> String {
     let output = ignored(test).output().unwrap();
     assert!(output.status.success(), "{output:?}");
     String::from_utf8(output.stderr).unwrap()
@@ -51,7 +51,7 @@ fn outage() -> Fallback<MockStore, LocalStore> {
 }
 
 #[tokio::test]
-#[ignore = "run by the test below, in a process of its own"]
+#[ignore = "run by the test below, in a separate process"]
 async fn without_an_observer() {
     let down = RateLimitLayer::new(outage(), Global, policy());
     let other = RateLimitLayer::new(outage(), Global, policy());
@@ -64,7 +64,7 @@ async fn without_an_observer() {
 }
 
 #[tokio::test]
-#[ignore = "run by the test below, in a process of its own"]
+#[ignore = "run by the test below, in a separate process"]
 async fn with_a_unit_observer() {
     let down = RateLimitLayer::new(outage(), Global, policy()).observer(());
     let misconfigured = RateLimitLayer::new(LocalStore::default(), PeerIp, policy()).observer(());
@@ -76,18 +76,18 @@ async fn with_a_unit_observer() {
 
 #[test]
 fn outages_and_misconfigurations_appear_once() {
-    let said = said("without_an_observer");
+    let printed = printed("without_an_observer");
     for part in [
-        "rate limits are local: the server cannot be reached: check the URL",
-        "turn on the feature `axum`",
+        "enforcing rate limits locally: the server cannot be reached: check the URL",
+        "enable the feature `axum`",
     ] {
         let times = if cfg!(debug_assertions) { 1 } else { 0 };
-        assert_eq!(said.matches(part).count(), times, "{part}: {said}");
+        assert_eq!(printed.matches(part).count(), times, "{part}: {printed}");
     }
-    assert_eq!(self::said("with_a_unit_observer"), "");
+    assert_eq!(self::printed("with_a_unit_observer"), "");
 }
 
-/// Whoever reads it may have gone.
+/// The reader of standard error may have closed it.
 #[test]
 fn a_closed_standard_error_harms_no_request() {
     let mut child = ignored("without_an_observer")

@@ -1,4 +1,5 @@
-//! Those who ask on, though Redis cannot be reached or refuses, do not connect each time.
+//! Callers that keep sending checks while Redis is unreachable or refuses them do not connect each
+//! time.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -16,14 +17,14 @@ use crate::support::{RedisServer, check, until};
 
 const PATIENT: Duration = Duration::from_secs(20);
 
-/// How many connections so many failing checks make, and how many they may make.
+/// Returns the number of connections that failing checks make, and the maximum that they may make.
 async fn connections_of(path: &Path, store: &RedisStore, kind: ErrorKind) -> (usize, usize) {
     let (before, since) = (path.connections.load(SeqCst), Instant::now());
     for _ in 0..200 {
         let error = store.check(check("ann", "10/s")).await.unwrap_err();
         assert!(error.kind() == kind && error.is_unsent(), "{error:?}");
     }
-    // The first three are free.
+    // The first three failures cause no delay.
     (
         path.connections.load(SeqCst) - before,
         4 + since.elapsed().as_millis() as usize / 50,
@@ -31,7 +32,7 @@ async fn connections_of(path: &Path, store: &RedisStore, kind: ErrorKind) -> (us
 }
 
 #[tokio::test]
-async fn failing_checks_connect_now_and_then() {
+async fn failing_checks_connect_rarely() {
     let server = RedisServer::start_with(&["--requirepass", "right"]);
     let master = RedisServer::start();
     let replica =
@@ -60,7 +61,7 @@ async fn failing_checks_connect_now_and_then() {
             made <= most,
             "{kind:?}: {made} connections, more than {most}"
         );
-        // It is not given up.
+        // The store keeps trying.
         if login.is_empty() {
             path.lead_to(&master);
             until("it decides", async || {
@@ -71,9 +72,9 @@ async fn failing_checks_connect_now_and_then() {
     }
 }
 
-/// A server may answer the greeting, and hang up then.
+/// A server may reply to the greeting and then close the connection.
 #[tokio::test]
-async fn lost_connections_are_made_now_and_then() {
+async fn lost_connections_are_replaced_rarely() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("redis://{}/", listener.local_addr().unwrap());
     let made = Arc::new(AtomicUsize::new(0));
@@ -101,7 +102,7 @@ async fn lost_connections_are_made_now_and_then() {
     assert!(made <= most, "{made} connections, more than {most}");
 }
 
-/// A server that lets in no second connection goes on deciding over the first.
+/// A server that refuses a second connection keeps deciding over the first.
 #[tokio::test]
 async fn one_connection_is_enough() {
     let server = RedisServer::start();

@@ -1,4 +1,4 @@
-//! Requests in flight at the same moment share a script call, and none suffers from another.
+//! Concurrent requests share a script call, and none affects another.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -33,7 +33,7 @@ async fn one_script_call_serves_many_requests() {
     );
 }
 
-/// Lua passes no more than 8,000 values at a time: one call may have more keys.
+/// Lua passes at most 8,000 values at a time, but a call may have more keys.
 #[tokio::test]
 async fn one_call_of_ten_thousand_callers() {
     let server = RedisServer::start();
@@ -48,7 +48,7 @@ async fn one_call_of_ten_thousand_callers() {
     let before = server.calls("evalsha").await;
     for left in [999, 998] {
         let take = |i| store.check(Check::take(Key::new(format!("caller-{i}")), &policies, 1));
-        // All wait before the first worker runs.
+        // All checks are queued before the first worker runs.
         for decision in join_all((0..10_000).map(take)).await {
             assert_eq!(decision.unwrap().remaining(), left);
         }
@@ -56,7 +56,7 @@ async fn one_call_of_ten_thousand_callers() {
     assert_eq!(server.calls("evalsha").await - before, 2);
 }
 
-/// Each caller has a list of its own, as where the policies depend on the request.
+/// Each caller has a separate list, as when the policies depend on the request.
 #[tokio::test]
 async fn a_thousand_policy_lists_share_a_call() {
     let server = RedisServer::start();
@@ -87,7 +87,8 @@ async fn a_thousand_policy_lists_share_a_call() {
     assert_eq!(server.calls("evalsha").await - before, 2);
 }
 
-/// Redis forgets the script again and again while 64 tasks check: no check fails, and each is charged once.
+/// Redis loses the script repeatedly while 64 tasks send checks: no check fails, and each is
+/// charged once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_request_notices_a_script_flush() {
     let server = RedisServer::start();
@@ -135,16 +136,16 @@ async fn no_request_notices_a_script_flush() {
         .await
         .unwrap()
         .remaining();
-    // Some of a million a day flows back meanwhile, one per 86.4 ms.
+    // A million per day refills one unit per 86.4 ms during the test.
     assert!(
         (1_000_000 - 6_400..1_000_000 - 6_000).contains(&left),
         "{left} left"
     );
 }
 
-/// Dropped futures neither poison a batch nor a connection, and what was not sent is not charged.
+/// Dropped futures affect neither the batch nor the connection, and unsent checks are not charged.
 #[tokio::test]
-async fn dropped_requests_harm_nobody() {
+async fn dropped_requests_affect_no_other() {
     let server = RedisServer::start();
     let store = RedisStore::builder(server.url())
         .timeout(Duration::from_secs(20))
@@ -154,7 +155,7 @@ async fn dropped_requests_harm_nobody() {
     let policies = policy(Strategy::Gcra, "1000/h");
     let take = |caller: &str| store.check(Check::take(Key::new(caller), &policies, 1));
 
-    // No task runs before we await: all of these are gone before they are sent.
+    // No task runs before the first await: all these futures are dropped before they are sent.
     for _ in 0..100 {
         drop(take("ann"));
     }
@@ -173,12 +174,13 @@ async fn dropped_requests_harm_nobody() {
             assert_eq!(decision.unwrap().remaining(), 999);
         }
     }
-    // Ours to look, and the store's second worker at most.
+    // The test's own connection, and at most the store's second worker's.
     let made = server.info("stats", "total_connections_received").await - connections;
-    assert!(made <= 2, "{made} connections were made anew");
+    assert!(made <= 2, "{made} connections were replaced");
 }
 
-/// The queue is bounded: one check more fails at once, and those that wait fail with the call before them.
+/// The queue is bounded: a further check fails immediately, and the queued checks fail with the
+/// call before them.
 #[tokio::test]
 async fn full_queues_and_frozen_servers_fail_promptly() {
     let server = RedisServer::start();
@@ -203,11 +205,11 @@ async fn full_queues_and_frozen_servers_fail_promptly() {
     .await;
 }
 
-/// Anything at all under our keys, asked for in every way, in the same batches as a caller with a state of its own:
-/// nobody gets an error, or waits for longer than the deepest debt lasts; and what cannot be a state of ours counts as
-/// nothing.
+/// Arbitrary values under the script's keys, checked in every mode, in the same batches as a caller
+/// with a valid state. No check fails, or waits longer than the deepest debt lasts. Values that
+/// cannot be states count as empty.
 #[tokio::test]
-async fn foreign_values_cost_nobody_else() {
+async fn foreign_values_affect_no_other_caller() {
     let server = RedisServer::start();
     let store = RedisStore::builder(server.url())
         .timeout(Duration::from_secs(20))
@@ -241,7 +243,7 @@ async fn foreign_values_cost_nobody_else() {
         }
         let () = pipe.query_async(&mut connection).await.unwrap();
 
-        // The second time, on whatever the first has made of them.
+        // The second time, on the values that the first round has left.
         for time in [1, 2] {
             let all = join_all(checks.iter().map(|(_, check)| store.check(check.clone())));
             let (decisions, ann) = tokio::join!(all, ann());
@@ -297,17 +299,18 @@ const MODES: [fn(Key, &Policies, u32) -> Check; 6] = [
     |key, policies, _| Check::reset(key, policies),
 ];
 
-/// What someone else has put under our key.
+/// A value that another program has stored under a key.
 #[derive(Debug, Clone)]
 struct Foreign {
     command: &'static str,
-    /// What follows the key.
+    /// The arguments after the key.
     arguments: Vec<Vec<u8>>,
-    /// Whether some strategy may take it for a state of its own.
+    /// Whether some strategy may accept it as a state.
     alike: bool,
 }
 
-/// Of every type; and strings and lists that look more and more like ours, of which one charge takes this length.
+/// Values of every type, and strings and lists that resemble states more and more. A charge has
+/// this length.
 fn foreign_values(now: i64, length: usize) -> Vec<Foreign> {
     const DAY: i64 = 86_400_000_000;
     let mut all = vec![];
@@ -329,7 +332,7 @@ fn foreign_values(now: i64, length: usize) -> Vec<Foreign> {
         add("RPUSH", &[text.as_bytes()], false);
     }
 
-    // As long as a state is, or nearly; and as one of one cell more, and of twenty.
+    // The length of a state, or almost; with one more cell, and with twenty.
     for length in [
         length,
         length - 1,
@@ -370,20 +373,20 @@ fn foreign_values(now: i64, length: usize) -> Vec<Foreign> {
                     .chain(bytes(base, 5))
                     .chain(cells)
                     .collect();
-                // Once the newest cell has left, none counts.
+                // If the newest cell has left the period, none counts.
                 add("SET", &[&value], ends.last() != Some(&old));
             }
         }
     }
 
-    // Lists that begin with a head of one block or of three, and then anything.
+    // Lists that begin with a head of one block or of three, followed by anything.
     let block = |cells: &[(i64, i64)]| -> Vec<u8> {
         cells
             .iter()
             .flat_map(|(time, sum)| [bytes(*time, 7), bytes(*sum, 5)].concat())
             .collect()
     };
-    // With so many charges at the front, so many blocks, and so many cells of the first one that are gone.
+    // The number of charges at the front, of blocks, and of cells to skip in the first block.
     let head = |counts: [i64; 3], cells: &[(i64, i64)]| -> Vec<u8> {
         counts
             .iter()
@@ -395,7 +398,7 @@ fn foreign_values(now: i64, length: usize) -> Vec<Foreign> {
         vec![],
         vec![b"x".to_vec()],
         vec![vec![]],
-        // A number to Redis too.
+        // Redis also reads it as a number.
         vec![b"123456789012345678901234".to_vec(); 3],
         vec![vec![0xff; 24]; 5],
         vec![block(&[(0, 0), (live, 1)])],
@@ -452,7 +455,7 @@ fn foreign_values(now: i64, length: usize) -> Vec<Foreign> {
             }
         }
     }
-    // Some of all of them.
+    // A sample of all combinations.
     for head in heads.iter().step_by(17) {
         for rest in &rests {
             let elements: Vec<&[u8]> = std::iter::once(head)
@@ -465,7 +468,7 @@ fn foreign_values(now: i64, length: usize) -> Vec<Foreign> {
     all
 }
 
-/// The checks that wait for it go over the other connection, or a new one.
+/// The checks queued behind it use the other connection, or a new one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_broken_connection_fails_one_batch() {
     const BATCH: u64 = 8;

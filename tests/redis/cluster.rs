@@ -1,5 +1,5 @@
-//! A node of a Redis Cluster is no single Redis: it says so, instead of deciding a part of the checks. And what a
-//! cluster of one node is enough for.
+//! A node of a Redis Cluster is not a single Redis: the store reports that instead of deciding some
+//! of the checks. Also tests that need only one node.
 
 use std::net::TcpListener;
 use std::num::NonZeroUsize;
@@ -12,7 +12,7 @@ use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
 
 use crate::support::{RedisServer, check, until};
 
-/// A node that serves these slots, and knows of no other.
+/// A node that serves these slots, and is not connected to any other node.
 async fn node(slots: Range<u16>) -> RedisServer {
     let server = RedisServer::start_with(&[
         "--cluster-enabled",
@@ -51,7 +51,7 @@ async fn a_node_is_not_taken() {
     }
 }
 
-/// One by one.
+/// Also if the checks are sent one at a time.
 #[tokio::test]
 async fn callers_of_another_node_are_refused() {
     let (one, other) = (node(0..8192).await, node(8192..16384).await);
@@ -78,7 +78,8 @@ async fn callers_of_another_node_are_refused() {
     );
 }
 
-/// The probe of a `Fallback` notices it too: a lone check is decided, and most batches are not.
+/// The probe of a `Fallback` detects it too: a single check may be decided, but most batches are
+/// not.
 #[tokio::test]
 async fn a_fallback_stays_degraded() {
     let server = node(0..16384).await;
@@ -112,9 +113,9 @@ async fn a_fallback_stays_degraded() {
     assert!(store.is_degraded());
 }
 
-/// It takes connections, and never answers.
+/// The seed accepts connections, but never replies.
 #[tokio::test]
-async fn a_silent_seed_keeps_nobody_waiting() {
+async fn a_silent_seed_causes_no_delay() {
     let server = node(0..16384).await;
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!(
@@ -129,7 +130,7 @@ async fn a_silent_seed_keeps_nobody_waiting() {
     .await;
 }
 
-/// It was about to ask for the slots, and runs nothing any more.
+/// The runtime has stalled just before it would query the slots.
 #[test]
 fn a_stalled_runtime_stops_no_other() {
     let runtime = || -> Runtime { Builder::new_current_thread().enable_all().build().unwrap() };
@@ -144,7 +145,7 @@ fn a_stalled_runtime_stops_no_other() {
     let waits = store.check(check("ann", "10/s"));
     drop(entered);
     still.block_on(async {
-        // Its worker, and the task that this starts.
+        // The worker, and the tasks that it starts.
         for _ in 0..3 {
             tokio::task::yield_now().await;
         }
@@ -158,7 +159,8 @@ fn a_stalled_runtime_stops_no_other() {
     assert!(still.block_on(waits).unwrap().is_allowed());
 }
 
-/// A confirmed number is set again; the first instance after the flush has another number, and gives way.
+/// A confirmed number is set again. The first instance after the flush has another number, and
+/// gives way.
 #[tokio::test]
 async fn the_partitions_survive_a_flush() {
     let server = node(0..16384).await;
@@ -178,7 +180,7 @@ async fn the_partitions_survive_a_flush() {
         tokio::time::advance(Duration::from_secs(seconds)).await;
         tokio::time::resume();
     };
-    // Each store reads the marker every hour, within a minute.
+    // Each store checks the marker every hour, within a minute.
     later(3_601).await;
     assert!(
         second

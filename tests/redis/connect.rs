@@ -1,4 +1,4 @@
-//! Whatever is wrong with the server or the URL: a typed error whose text says what to do.
+//! Every problem with the server or the URL is a typed error whose text names the fix.
 
 use std::error::Error as _;
 use std::io::{Read, Write};
@@ -14,7 +14,7 @@ use tower_redis_ratelimit::{Fallback, Key, LocalStore, RedisStore, Strategy};
 use crate::forbidden::{ask_of_a_long_log, ask_of_slots};
 use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};
 
-/// Its text names the server and the remedy, does not repeat its cause, and has no secret.
+/// Its text names the server and the fix, does not repeat its cause, and contains no secret.
 #[track_caller]
 fn assert_helpful(error: &StoreError, kind: ErrorKind, remedy: &str) {
     assert_eq!(error.kind(), kind, "{error:?}");
@@ -67,7 +67,7 @@ async fn an_invalid_url() {
         assert_helpful(
             &RedisStore::connect(url).await.unwrap_err(),
             ErrorKind::Configuration,
-            "set up wrongly",
+            "invalid store configuration",
         );
     }
 }
@@ -95,7 +95,7 @@ async fn settings_that_cannot_work() {
 }
 
 #[tokio::test]
-async fn nobody_listens() {
+async fn refused_connections_are_reported() {
     let url = format!("redis://127.0.0.1:{}/", free_port());
     assert_helpful(
         &RedisStore::connect(url).await.unwrap_err(),
@@ -143,7 +143,8 @@ async fn the_user_may_run_no_scripts() {
     );
 }
 
-/// Not even a part of what a check needs may be missing: one that cannot read would find nobody ever counted.
+/// No permission that a check needs may be missing: a store that cannot read would never count
+/// anything.
 #[tokio::test]
 async fn the_user_may_not_read_or_write() {
     let server = RedisServer::start();
@@ -168,7 +169,8 @@ async fn the_user_may_not_read_or_write() {
     }
 }
 
-/// A log that cannot be written whole is not left without an expiry, and costs nobody else.
+/// A log that cannot be written completely is not left without an expiry, and does not affect other
+/// checks.
 #[tokio::test]
 async fn a_right_of_logs_is_missing() {
     let server = RedisServer::start();
@@ -221,7 +223,7 @@ async fn a_right_of_logs_is_missing() {
     }
 }
 
-/// The error names the rights of requests in flight, and with these they are counted.
+/// The error names the permissions for requests in flight, and with these they are counted.
 #[tokio::test]
 async fn the_documented_rights_for_slots_are_enough() {
     let server = RedisServer::start();
@@ -293,8 +295,8 @@ async fn the_documented_rights_are_enough() {
     }
 }
 
-/// Connections that have rested are pinged. The documented rights do not permit it: the refusal shows all the same that
-/// the server is there.
+/// Idle connections are pinged. The documented permissions do not include PING, but the error reply
+/// also shows that the server responds.
 #[tokio::test]
 async fn the_user_may_not_ping() {
     let server = RedisServer::start();
@@ -311,7 +313,7 @@ async fn the_user_may_not_ping() {
         .timeout(Duration::from_secs(20))
         .connect_lazy()
         .unwrap();
-    // Two workers, and so two connections.
+    // Two workers, so two connections.
     let (ann, bob) = tokio::join!(
         store.check(check("ann", "10/s")),
         store.check(check("bob", "10/s"))
@@ -344,7 +346,7 @@ async fn the_user_may_not_ping() {
     assert_eq!(clients.lines().count(), connections);
 }
 
-/// Reports the failures that no check was answered with.
+/// Collects reported failures that no check returned.
 struct Failures(tokio::sync::mpsc::UnboundedSender<StoreError>);
 
 impl Observer for Failures {
@@ -353,7 +355,7 @@ impl Observer for Failures {
     }
 }
 
-/// They are all that it takes, and a missing one is reported.
+/// The documented permissions suffice, and a missing one is reported.
 #[tokio::test]
 async fn the_documented_rights_to_announce_are_enough() {
     let server = RedisServer::start();
@@ -390,7 +392,7 @@ async fn the_documented_rights_to_announce_are_enough() {
     .await;
 }
 
-/// Answers every command that it is sent with the same bytes.
+/// A server that replies to every command with the same bytes.
 fn impostor(reply: &'static [u8]) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("redis://{}/", listener.local_addr().unwrap());
@@ -443,7 +445,7 @@ async fn the_server_never_answers() {
         .connect()
         .await
         .unwrap_err();
-    assert_helpful(&error, ErrorKind::Timeout, "did not answer in time");
+    assert_helpful(&error, ErrorKind::Timeout, "did not reply in time");
 }
 
 #[tokio::test]
@@ -452,7 +454,7 @@ async fn the_server_is_a_replica() {
     let replica =
         RedisServer::start_with(&["--replicaof", "127.0.0.1", &master.port().to_string()]);
     let store = RedisStore::connect_lazy(replica.url()).unwrap();
-    // It refuses even to run scripts until it has synchronized.
+    // Until it has synchronized, a replica rejects even scripts.
     until("the replica has synchronized", async || {
         let info: String = replica.command("INFO replication").await;
         info.contains("master_link_status:up")
@@ -475,9 +477,9 @@ async fn the_server_has_no_memory_left() {
     );
 }
 
-/// The server closes connections that rest, as something between may: no check notices.
+/// The server closes idle connections, as a device in between may: no check notices.
 #[tokio::test]
-async fn connections_are_closed_while_they_rest() {
+async fn closed_idle_connections_are_replaced() {
     let server = RedisServer::start_with(&["--timeout", "1"]);
     let store = RedisStore::connect(server.url()).await.unwrap();
     for _ in 0..2 {
@@ -497,7 +499,7 @@ async fn connections_are_closed_while_they_rest() {
 }
 
 #[tokio::test]
-async fn any_time_out_will_do() {
+async fn extreme_timeouts_are_accepted() {
     let server = RedisServer::start();
     let store = RedisStore::builder(server.url())
         .timeout(Duration::MAX)
@@ -513,7 +515,7 @@ async fn any_time_out_will_do() {
     );
 }
 
-/// The time-out is for connecting too, however long it is.
+/// The timeout covers the connect too, even a long one.
 #[tokio::test]
 async fn a_late_greeting_is_waited_for() {
     let server = RedisServer::start();
@@ -549,7 +551,8 @@ async fn a_late_greeting_is_waited_for() {
     assert!(asked.await.unwrap().unwrap().is_allowed());
 }
 
-/// Checks of a runtime that wait behind a worker of another, which ends, are answered; and the store goes on.
+/// Checks queued behind a worker on another runtime fail when that runtime shuts down; the store
+/// continues.
 #[test]
 fn the_runtime_of_a_worker_ends() {
     let server = RedisServer::start();
@@ -587,17 +590,17 @@ fn the_runtime_of_a_worker_ends() {
     }));
 }
 
-/// A store can be made anywhere; it says what it lacks when it is used.
+/// A store can be created without a runtime; the error names the missing runtime on use.
 #[test]
-fn there_is_no_runtime() {
+fn a_missing_runtime_is_reported() {
     let store = RedisStore::connect_lazy("redis://127.0.0.1/").unwrap();
     let error = futures_util::FutureExt::now_or_never(store.check(check("ann", "10/s")))
         .unwrap()
         .unwrap_err();
-    assert_helpful(&error, ErrorKind::NoRuntime, "tokio runtime");
+    assert_helpful(&error, ErrorKind::NoRuntime, "Tokio runtime");
 }
 
-/// Greets, and then answers by these bytes and hangs up.
+/// A server that greets, replies with these bytes, and closes the connection.
 fn hangs_up_after(reply: Vec<u8>) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("redis://{}/", listener.local_addr().unwrap());
@@ -622,7 +625,7 @@ fn hangs_up_after(reply: Vec<u8>) -> String {
     url
 }
 
-/// It is no other protocol.
+/// The connection was lost; it is not another protocol.
 #[tokio::test]
 async fn a_reply_cut_off_is_a_lost_connection() {
     for reply in ["$40\r\n0123", "$4", "*3\r\n:1\r\n", ":12"] {
@@ -658,9 +661,9 @@ async fn long_errors_are_cut() {
     );
 }
 
-/// A take of 1 is granted 1 at most.
+/// A take of 1 is granted at most 1.
 #[tokio::test]
-async fn more_granted_than_asked_is_no_reply() {
+async fn a_grant_above_the_cost_is_invalid() {
     for granted in [2, i64::MAX] {
         let numbers = [granted, 9, 0, 100, 1_790].map(i64::to_le_bytes).concat();
         let reply = [
@@ -680,7 +683,7 @@ async fn more_granted_than_asked_is_no_reply() {
     }
 }
 
-/// Its instances decide locally then, so the right is reported.
+/// The instances then decide locally, so the missing permission is reported.
 #[tokio::test]
 async fn a_missing_right_is_named() {
     let server = RedisServer::start();

@@ -1,5 +1,5 @@
-//! Denials are remembered until their `retry_after`, for a second at most: a flood on one key costs Redis next to nothing,
-//! and a reset or a refund anywhere is seen within a second.
+//! Denials are cached until their `retry_after`, for at most a second: a flood on one key costs
+//! Redis next to nothing, and a reset or a refund by any instance is visible within a second.
 
 use std::collections::HashSet;
 use std::convert::Infallible;
@@ -50,7 +50,7 @@ async fn a_flood_of_denials_costs_one_call() {
                 "{strategy:?}: {wait:?} of {first:?}"
             );
         }
-        // A larger cost is denied too, also above the capacity; Redis decides a smaller one.
+        // A larger cost is denied too, even above the capacity; Redis decides a smaller one.
         assert_eq!(take(&store, &policies, 5).await.source(), Source::Cached);
         assert_eq!(
             take(&store, &policies, 11).await.outcome(),
@@ -89,7 +89,8 @@ async fn a_denied_caller_passes_after_its_wait() {
     }
 }
 
-/// What this instance refunds or forgets, it knows; another policy is another question.
+/// This instance's own refunds and resets invalidate the cache. Denials are cached per list of
+/// policies.
 #[tokio::test]
 async fn a_denial_is_forgotten_with_its_reason() {
     let server = RedisServer::start();
@@ -132,7 +133,7 @@ async fn a_denial_is_forgotten_with_its_reason() {
     }
 }
 
-/// Also by a tool, such as `examples/inspect.rs`.
+/// Also a reset by a tool, such as `examples/inspect.rs`.
 #[tokio::test]
 async fn others_free_within_a_second() {
     let server = RedisServer::start();
@@ -161,7 +162,7 @@ async fn others_free_within_a_second() {
     }
 }
 
-/// It may have been done all the same.
+/// The reset may have been executed.
 #[tokio::test]
 async fn an_unanswered_reset_forgets_the_denial() {
     let server = RedisServer::start();
@@ -177,15 +178,15 @@ async fn an_unanswered_reset_forgets_the_denial() {
     server.freeze();
     assert!(store.check(Check::reset(ANN, &policies)).await.is_err());
     server.thaw();
-    until("Redis is asked again", async || {
+    until("Redis decides again", async || {
         let decision = store.check(Check::take(ANN, &policies, 1)).await;
         decision.is_ok_and(|decision| decision.source() == Source::Redis)
     })
     .await;
 }
 
-/// What another instance refunds is seen within about a second, by layers that settle and by reservations: a flood of
-/// them asks Redis once a second meanwhile.
+/// A refund by another instance is visible within about a second, in layers that settle and for
+/// reservations. Until then, a flood of checks sends one to Redis per second.
 #[tokio::test]
 async fn refunds_of_other_instances_are_seen() {
     let server = RedisServer::start();
@@ -238,7 +239,7 @@ async fn refunds_of_other_instances_are_seen() {
     .await;
 }
 
-/// Refunds and denials run at once.
+/// Refunds and denials run concurrently.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_denial_outlives_a_refund() {
     let server = RedisServer::start();
@@ -263,7 +264,7 @@ async fn no_denial_outlives_a_refund() {
     }
 }
 
-/// A policy of a name, of which nothing flows back.
+/// A policy with this name, whose charges do not expire during a test.
 fn of(name: &str, strategy: Strategy, limit: u32) -> Policy {
     Policy::new(
         name,
@@ -273,7 +274,7 @@ fn of(name: &str, strategy: Strategy, limit: u32) -> Policy {
     .unwrap()
 }
 
-/// Exhausts every policy of some lists, by another instance.
+/// Exhausts every policy of some lists, from another instance.
 async fn exhaust(server: &RedisServer, lists: &[Policies]) {
     let store = RedisStore::connect(server.url()).await.unwrap();
     for list in lists {
@@ -303,7 +304,7 @@ async fn alternating_policies_cost_a_call_each() {
     assert_eq!(server.calls("evalsha").await - before, 2, "of 2000 checks");
 }
 
-/// The smallest cost of each list that was denied answers the larger ones, and no list replaces another.
+/// The denial of a list's smallest cost applies to larger ones, and no list replaces another.
 #[tokio::test]
 async fn denials_of_other_lists_stay() {
     let server = RedisServer::start();
@@ -331,7 +332,7 @@ async fn denials_of_other_lists_stay() {
             tokio::time::pause();
         }
     }
-    // Redis decides a cost of 5, and then a cost of 1, whose denial answers all.
+    // Redis decides a cost of 5, and then a cost of 1, whose denial applies to all.
     assert!(
         waits
             .chunks(5)
@@ -339,7 +340,7 @@ async fn denials_of_other_lists_stay() {
         "{waits:?}"
     );
 
-    // Policies made anew are the same.
+    // Equal policies that are created later use the same entries.
     let again = [
         of("read", Strategy::Gcra, 10).into(),
         of("write", Strategy::SlidingWindow { cells: 10 }, 10).into(),
@@ -347,14 +348,14 @@ async fn denials_of_other_lists_stay() {
     for list in &again {
         assert_eq!(take(&store, list, 1).await.source(), Source::Cached);
     }
-    // So is what asks for any part.
+    // So does a check for any part of a cost.
     assert_eq!(
         ask(&store, Check::up_to(ANN, &lists[0], 8)).await.source(),
         Source::Cached
     );
     tokio::time::resume();
     assert_eq!(server.calls("evalsha").await - before, 6, "of 300 checks");
-    // What is refunded under one list is forgotten for all, since they share policies.
+    // A refund under one list invalidates all lists, since they share policies.
     let _ = ask(&store, Check::refund(ANN, &lists[0], 2)).await;
     for list in &lists {
         assert_eq!(take(&store, list, 2).await.source(), Source::Redis);
@@ -402,7 +403,7 @@ async fn costs_above_capacity_take_one_call() {
     );
 }
 
-/// It may have been granted before.
+/// The id may have been granted before.
 #[tokio::test]
 async fn no_memory_denies_an_id() {
     let server = RedisServer::start();
@@ -426,7 +427,7 @@ async fn no_memory_denies_an_id() {
     );
     assert_eq!(take_id("granted").await, granted);
 
-    // An id that was granted in the end stays granted too.
+    // An id that was granted in the end stays granted.
     let _ = ask(&store, Check::refund(ANN, &list, 2)).await;
     assert!(
         !ask(&store, Check::take(ANN, &list, 3).with_id("one"))
@@ -441,9 +442,10 @@ async fn no_memory_denies_an_id() {
     );
 }
 
-/// Any mix of lists, costs and ids: at most one call a second for each list and cost, and each answer is true.
+/// Any mix of lists, costs and ids: at most one call per second, list and cost, and each reply is
+/// correct.
 #[tokio::test]
-async fn mixed_floods_cost_one_call_per_question() {
+async fn mixed_floods_cost_one_call_per_check() {
     let server = RedisServer::start();
     let store = RedisStore::connect(server.url()).await.unwrap();
     let forgetful = RedisStore::builder(server.url())
@@ -469,7 +471,7 @@ async fn mixed_floods_cost_one_call_per_question() {
         let mut checks: Vec<Check> = (0..1_500)
             .map(|_| {
                 let (list, cost) = (rng.usize(..4), rng.u32(1..=24));
-                // An id of few, so that some come again.
+                // Few different ids, so that some repeat.
                 let id = (rng.u8(..20) == 0).then(|| rng.u8(..2).to_string());
                 if id.is_some() {
                     with_id += 1;
@@ -515,7 +517,7 @@ async fn mixed_floods_cost_one_call_per_question() {
     }
 }
 
-/// Callers that are each denied once do not push out one that is denied all the time.
+/// Callers that are denied once do not displace one that is denied all the time.
 #[tokio::test]
 async fn frequent_denials_survive_a_flood() {
     let server = RedisServer::start();
@@ -554,7 +556,7 @@ async fn frequent_denials_survive_a_flood() {
     );
 }
 
-/// Denied callers in rotation, twice as many as are remembered: a part of them is known each time.
+/// Twice as many denied callers as fit, in rotation: some of them are cached each time.
 #[tokio::test]
 async fn an_overfull_denial_cache_still_helps() {
     let server = RedisServer::start();

@@ -1,4 +1,5 @@
-//! `maxmemory` reached, under every policy: whose counts go, and what the store does then.
+//! `maxmemory` is reached, under every eviction policy: which counts are evicted, and how the store
+//! reacts.
 
 use std::time::Duration;
 
@@ -19,27 +20,27 @@ const EVICTING: [&str; 7] = [
     "volatile-ttl",
 ];
 
-/// How many bytes there are for counts: of some thousand callers.
+/// Bytes for counts: enough for some thousand callers.
 const ROOM: u64 = 512 * 1024;
 
 struct Full {
     server: RedisServer,
     store: RedisStore,
-    /// Nothing flows back during a test.
+    /// No charge expires during a test.
     policies: Policies,
     callers: u32,
 }
 
 impl Full {
-    /// Not full yet: there is room for some thousand callers.
+    /// Starts with room for some thousand callers.
     async fn start(maxmemory_policy: &str) -> Self {
         let server = RedisServer::start_with(&["--maxmemory-policy", maxmemory_policy]);
-        // Each check is Redis's own.
+        // Send each check to Redis.
         let builder = RedisStore::builder(server.url())
             .timeout(Duration::from_secs(20))
             .denials(0);
         let store = builder.connect().await.unwrap();
-        // The keys of the probe are in nobody's way.
+        // Remove the keys of the connection check.
         let _: String = server.command("FLUSHALL").await;
         let full = Self {
             server,
@@ -51,7 +52,7 @@ impl Full {
         full
     }
 
-    /// Sets `maxmemory` to so many bytes more than there are in use.
+    /// Sets `maxmemory` to `bytes` above the current usage.
     async fn leave(&self, bytes: u64) {
         let used = self.server.info("memory", "used_memory").await;
         let _: String = self
@@ -76,7 +77,8 @@ impl Full {
         self.server.info("stats", "evicted_keys").await
     }
 
-    /// New callers take 1 of 10 each, until so many keys have been evicted. None of them fails.
+    /// New callers take 1 of 10 each, until this number of keys has been evicted. None of them
+    /// fails.
     async fn flood(&mut self, evicted: u64) {
         while self.evicted().await < evicted {
             let callers = self.callers..self.callers + 200;
@@ -90,7 +92,7 @@ impl Full {
     }
 }
 
-/// Every check is decided, and nobody else starts afresh.
+/// Every check is decided, and only evicted callers start with an empty count.
 #[tokio::test]
 async fn evicted_callers_start_afresh() {
     for maxmemory_policy in EVICTING {
@@ -110,11 +112,11 @@ async fn evicted_callers_start_afresh() {
                 afresh += u64::from(remaining == 10);
             }
         }
-        // A larger buffer may evict some more meanwhile.
+        // A larger buffer may evict some more in the meantime.
         let after = full.evicted().await;
         assert!(
             (before..=after).contains(&afresh),
-            "{maxmemory_policy}: {afresh} of {before} to {after}"
+            "{maxmemory_policy}: {afresh} new counts, {before} to {after} evicted"
         );
         assert!(
             full.store
@@ -126,7 +128,8 @@ async fn evicted_callers_start_afresh() {
     }
 }
 
-/// A key lives until its state is fresh again: of what refills, those who have used little go first.
+/// A key lives until its state is fresh. With strategies that refill, callers with little usage are
+/// evicted first.
 #[tokio::test]
 async fn volatile_ttl_keeps_the_most_exhausted_callers() {
     for strategy in [
@@ -161,7 +164,7 @@ async fn volatile_ttl_keeps_the_most_exhausted_callers() {
     }
 }
 
-/// An exhausted caller stays denied, and what is refused was not charged.
+/// An exhausted caller stays denied, and a rejected check was not charged.
 #[tokio::test]
 async fn noeviction_refuses_charges_and_forgets_nothing() {
     let full = Full::start("noeviction").await;
@@ -189,7 +192,7 @@ async fn noeviction_refuses_charges_and_forgets_nothing() {
             "{caller}: {error:?}"
         );
     }
-    // A denial writes nothing, nor does a peek.
+    // Denials and peeks write nothing.
     assert!(
         !full
             .store
@@ -218,7 +221,8 @@ async fn noeviction_refuses_charges_and_forgets_nothing() {
     );
 }
 
-/// Under `volatile-*`, data that never expires pushes all counts out; then charges are refused as by `noeviction`.
+/// With `volatile-*`, data without an expiry displaces all counts; then charges are rejected as
+/// with `noeviction`.
 #[tokio::test]
 async fn counts_are_evicted_before_persistent_data() {
     for maxmemory_policy in EVICTING
@@ -235,7 +239,7 @@ async fn counts_are_evicted_before_persistent_data() {
         );
         let mut connection = full.server.connection().await;
         let mut stored = 0;
-        // The small ones leave no room for a count.
+        // The small values leave no room for a count.
         for size in [1_000, 1] {
             let value = "x".repeat(size);
             let refused = loop {
@@ -267,8 +271,8 @@ async fn counts_are_evicted_before_persistent_data() {
     }
 }
 
-/// `maxmemory-clients`: the largest client goes first. Ours are small, and so do without `CLIENT NO-EVICT`, which takes
-/// the rights of an administrator.
+/// `maxmemory-clients` evicts the largest client first. The store's clients are small, so they need
+/// no `CLIENT NO-EVICT`, which would require administrator permissions.
 #[tokio::test]
 async fn client_eviction_spares_the_store() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -292,7 +296,7 @@ async fn client_eviction_spares_the_store() {
     let mut greedy = tokio::net::TcpStream::connect(("127.0.0.1", server.port()))
         .await
         .unwrap();
-    // A command that is never whole.
+    // A command that never ends.
     let _ = greedy
         .write_all(b"*2\r\n$4\r\nECHO\r\n$100000000\r\n")
         .await;
@@ -311,6 +315,6 @@ async fn client_eviction_spares_the_store() {
         clients
             .lines()
             .any(|line| line.starts_with(&format!("{id} "))),
-        "{id} is gone: {clients}"
+        "{id} was evicted: {clients}"
     );
 }

@@ -1,4 +1,5 @@
-//! Exactly the limit is granted, however many ask at once. Of what is leased no more is granted, and what is not is left.
+//! Exactly the limit is granted, with any number of concurrent callers. Leased policies never grant
+//! more; they may grant less.
 
 use std::env;
 use std::process::{Child, Command, Stdio};
@@ -17,9 +18,9 @@ const PROCESSES: usize = 4;
 const TASKS: usize = 64;
 const LIMIT: usize = 1_000;
 
-/// Runs the test of this name in 4 processes, each with a store of its own, and adds up what they print: lines of what
-/// was granted where, of so many places. A test that does so finds the URL in the environment when it is run as one of
-/// them.
+/// Runs the test of this name in 4 processes, each with its own store, and adds up the grants per
+/// place that they print. The test finds the URL in its environment when it runs as one of the
+/// processes.
 fn granted_by_processes(
     test: &str,
     server: &RedisServer,
@@ -57,7 +58,7 @@ fn granted_by_processes(
     granted
 }
 
-/// A store that is given time, however busy the machine is.
+/// A store with a long timeout, for busy machines.
 async fn store(url: &str) -> RedisStore {
     RedisStore::builder(url)
         .timeout(Duration::from_secs(20))
@@ -66,7 +67,7 @@ async fn store(url: &str) -> RedisStore {
         .unwrap()
 }
 
-/// The same policy, and one that is leased.
+/// The policy, leased or not.
 fn policies(strategy: Strategy, limit: u32, is_leased: bool) -> Policies {
     match is_leased {
         true => leased(strategy, limit, Duration::from_millis(400)),
@@ -74,19 +75,20 @@ fn policies(strategy: Strategy, limit: u32, is_leased: bool) -> Policies {
     }
 }
 
-/// Whether this worker leases.
+/// Returns `true` if this worker leases.
 fn is_leased() -> bool {
     env::var("EXACT_WORKER_LEASED").is_ok_and(|is_leased| is_leased == "true")
 }
 
-/// Prints what was granted in each place, on lines of their own: the test runner prints too.
+/// Prints the grants per place, each on a separate line, since the test runner prints too.
 fn print(granted: &[usize]) {
     for (place, granted) in granted.iter().enumerate() {
         println!("\ngranted {place}: {granted}");
     }
 }
 
-/// 4 processes of 64 tasks, one key, a period in which nothing flows back: the test starts itself as the processes.
+/// 4 processes of 64 tasks, one key, and a period in which no charge expires. The test starts
+/// itself as the processes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn many_processes_are_granted_exactly_the_limit() {
     match env::var("EXACT_WORKER_URL") {
@@ -102,7 +104,7 @@ async fn many_processes_are_granted_exactly_the_limit() {
     let server = RedisServer::start();
     let granted = granted_by_processes(test, &server, STRATEGIES.len(), false);
     assert_eq!(granted, vec![LIMIT; STRATEGIES.len()], "{STRATEGIES:?}");
-    // What one process refunds in the end may come too late for the others.
+    // The final refund of one process may come too late for the others.
     let server = RedisServer::start();
     let granted = granted_by_processes(test, &server, STRATEGIES.len(), true);
     let store = store(&server.url()).await;
@@ -110,7 +112,7 @@ async fn many_processes_are_granted_exactly_the_limit() {
         let check = Check::peek(everybody(i), &policies(strategy, LIMIT as u32, true), 1);
         let left = store.check(check).await.unwrap().remaining() as usize;
         println!("{strategy:?}: {} granted, {left} left", granted[i]);
-        // A bucket refunds a block less what has drained since, so it may lose a unit of each refund.
+        // A bucket refunds a block minus its drain since then, so it may lose a unit per refund.
         assert!(
             (LIMIT - 5..=LIMIT).contains(&(granted[i] + left)),
             "{strategy:?}: {} granted, {left} left",
@@ -120,12 +122,12 @@ async fn many_processes_are_granted_exactly_the_limit() {
     }
 }
 
-/// Both alignments of a fixed window have keys alike.
+/// The key of a strategy; the two alignments of a fixed window would otherwise share one.
 fn everybody(i: usize) -> Key {
     Key::new(format!("everybody-{i}"))
 }
 
-/// Asks for twice its share of the limit with every strategy.
+/// Requests twice its share of the limit with every strategy.
 async fn one_key(store: impl Store, is_leased: bool) {
     let mut granted = vec![];
     for (i, strategy) in STRATEGIES.into_iter().enumerate() {
@@ -151,8 +153,9 @@ const KEYS: usize = 50;
 /// The limit of each of these keys.
 const FEW: u32 = 30;
 
-/// 4 processes, 50 keys of each strategy for costs of 1, and 50 for random ones, all at once: the first are granted the
-/// limit, the others never more, and in the end Redis has counted what was granted, neither more nor less.
+/// 4 processes, with 50 keys per strategy for costs of 1, and 50 for random costs, concurrently.
+/// The first are granted the limit, the others never more, and at the end Redis has counted exactly
+/// the grants.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn many_keys_count_exactly() {
     if let Ok(url) = env::var("EXACT_WORKER_URL") {
@@ -196,7 +199,7 @@ enum Costs {
     Random,
 }
 
-/// The strategy of a place, and what is asked there.
+/// Returns the strategy of a place, and the costs that are requested there.
 fn of(place: usize) -> (usize, Costs) {
     let costs = if place < STRATEGIES.len() * KEYS {
         Costs::One
@@ -210,7 +213,7 @@ fn key(place: usize) -> Key {
     Key::new(format!("key-{place}"))
 }
 
-/// Asks in all places, in an order of its own: for costs of 1, more than its share.
+/// Sends checks in all places, in random order: for costs of 1, more than its share.
 async fn many_keys(url: &str) {
     let number: u64 = env::var("EXACT_WORKER_NUMBER").unwrap().parse().unwrap();
     let mut rng = Rng::with_seed(number);
@@ -248,7 +251,7 @@ async fn many_keys(url: &str) {
     print(&granted);
 }
 
-/// Several policies are charged together or not at all: what one denies, the others do not count.
+/// Several policies are charged together or not at all: a denial by one charges no other.
 #[tokio::test]
 async fn several_policies_are_all_or_nothing() {
     use tower_redis_ratelimit::{Policies, Policy, Quota, Strategy};

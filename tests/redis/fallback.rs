@@ -1,4 +1,4 @@
-//! Redis fails and comes back: no check fails, and counting goes on.
+//! Redis fails and recovers: no check fails, and counting continues.
 
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -14,7 +14,7 @@ use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, RedisSt
 
 use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};
 
-/// Notes what it is notified of.
+/// Records notifications.
 #[derive(Clone, Default)]
 struct Notes(Arc<NotesInner>);
 
@@ -88,8 +88,8 @@ async fn it_degrades_and_recovers_with_redis() {
     until("it has recovered", async || !store.is_degraded()).await;
     assert_eq!(notes.0.recovered.load(SeqCst), 1);
     let decision = store.check(check("ann", "10/h")).await.unwrap();
-    // The restarted Redis is empty. The first may have been charged when it failed, for all that is known; the others
-    // got no connection.
+    // The restarted Redis is empty. The first check may have been charged when Redis failed; the
+    // others got no connection, so they are charged afterwards.
     assert_eq!(
         (decision.source(), decision.remaining()),
         (Source::Redis, 10 - 4 - 1),
@@ -98,8 +98,9 @@ async fn it_degrades_and_recovers_with_redis() {
     assert_eq!(notes.0.reconciled.lock().unwrap().as_slice(), [(4, 0)]);
 }
 
-/// Outside of a runtime the primary store answers at once that it cannot decide, and what it was asked was not sent.
-/// That says nothing of Redis, and is charged to it as soon as there is a runtime.
+/// Outside a runtime, the primary store replies immediately that it cannot decide, and the check is
+/// not sent. This is unrelated to Redis; the check is charged there as soon as there is a
+/// runtime.
 #[test]
 fn checks_outside_runtimes_do_not_degrade_others() {
     let server = RedisServer::start();
@@ -125,7 +126,7 @@ fn checks_outside_runtimes_do_not_degrade_others() {
         .build()
         .unwrap();
     runtime.block_on(async {
-        // The first check on the runtime starts the settlement.
+        // The first check on the runtime starts the reconciliation.
         assert_eq!(
             store.check(check("ann", "10/h")).await.unwrap().source(),
             Source::Redis
@@ -156,29 +157,25 @@ async fn it_starts_while_redis_is_down() {
     assert_eq!(allowed, 10, "the local store limits too");
 }
 
-/// What Redis does not answer by the deadline, the fallback does; the check is not sent again.
+/// If Redis does not reply by the deadline, the fallback decides, and the check is not sent again.
 #[tokio::test]
 async fn a_frozen_redis_is_not_waited_for() {
     let server = RedisServer::start();
     let notes = Notes::default();
-    // No busy machine misses it unless Redis is frozen.
+    // Long enough for a busy machine, unless Redis is frozen.
     let store = fallback(server.url(), &notes).deadline(Duration::from_secs(1));
     let policies = policy(Strategy::Gcra, "100/d");
     let take = || store.check(Check::take(Key::new("ann"), &policies, 1));
     assert_eq!(take().await.unwrap().source(), Source::Redis);
 
     server.freeze();
-    // What is under way, and then one at a time.
+    // All checks in flight fail first, then one at a time.
     for _ in 0..3 {
         for decision in join_all((0..10).map(|_| take())).await {
             assert_eq!(decision.unwrap().source(), Source::Local);
         }
     }
-    assert_eq!(
-        notes.0.failed.load(SeqCst),
-        10 + 2,
-        "checks that Redis was asked"
-    );
+    assert_eq!(notes.0.failed.load(SeqCst), 10 + 2, "checks sent to Redis");
     assert_eq!(
         notes.0.degraded.lock().unwrap().as_slice(),
         [ErrorKind::Timeout]
@@ -210,7 +207,8 @@ async fn a_dropped_store_stops_its_probes() {
     until("every task has ended", async || tasks() == 0).await;
 }
 
-/// One limit, a store on one runtime and then another: the probe of the first is gone with it.
+/// A limiter uses a store on one runtime and then on another; the first runtime's probe ends with
+/// it.
 #[test]
 fn it_recovers_on_another_runtime() {
     let mut server = RedisServer::start();
@@ -235,7 +233,8 @@ fn it_recovers_on_another_runtime() {
     }));
 }
 
-/// An outage is no second burst: each instance goes on with its share of what was left, and reconciles that.
+/// An outage grants no second burst: each instance continues with its share of the rest, and
+/// reconciles it.
 #[tokio::test]
 async fn instances_share_and_reconcile_the_rest() {
     let all = STRATEGIES.map(async |strategy| {
@@ -251,12 +250,12 @@ async fn instances_share_and_reconcile_the_rest() {
         let instances = [instance(), instance(), instance(), instance()];
         let policies = policy(strategy, "100/100d");
         let take = |i: usize| instances[i % 4].check(Check::take(Key::new("ann"), &policies, 1));
-        // Every instance has heard of the caller, with 40 left in the end.
+        // Every instance has a count of the caller, and 40 units are left.
         for i in 0..60 {
             assert_eq!(take(i).await.unwrap().source(), Source::Redis);
         }
         server.kill();
-        // The check that opens the breaker may have been charged, for all that is known: it is never reconciled.
+        // The check that opens the breaker may have been charged, so it is never reconciled.
         for instance in &instances {
             let _ = instance
                 .check(Check::take(Key::new("somebody else"), &policies, 1))
@@ -296,7 +295,7 @@ async fn instances_share_and_reconcile_the_rest() {
     join_all(all).await;
 }
 
-/// One check is sent, and the others wait behind it for longer than any caller waits.
+/// One check is sent, and the others are queued behind it until after their deadlines.
 #[tokio::test]
 async fn checks_unsent_by_the_deadline_are_reconciled() {
     let server = RedisServer::start();
@@ -334,11 +333,11 @@ async fn checks_unsent_by_the_deadline_are_reconciled() {
     assert_eq!(
         (left.source(), left.remaining()),
         (Source::Redis, 100 - 10),
-        "the one that was sent is charged too"
+        "the sent check is charged too"
     );
 }
 
-/// With `Share::Alive` the shares follow how many instances there are.
+/// With `Share::Alive`, the shares follow the number of instances.
 #[tokio::test]
 async fn live_instances_are_counted() {
     let mut server = RedisServer::start();
@@ -349,7 +348,7 @@ async fn live_instances_are_counted() {
         .iter()
         .map(|store| store.announce().unwrap())
         .collect();
-    until("all know of all", async || {
+    until("all instances are counted", async || {
         announced
             .iter()
             .all(|instances| instances.alive().get() == 3)
@@ -373,7 +372,7 @@ async fn live_instances_are_counted() {
     }
     assert_eq!(granted, 3, "a third of 10");
 
-    // One that is gone is not counted for long.
+    // A stopped instance is soon not counted.
     server.restart();
     let [first, second, third] = <[_; 3]>::try_from(announced).unwrap();
     drop(third);
@@ -383,7 +382,8 @@ async fn live_instances_are_counted() {
     .await;
 }
 
-/// One that has announced itself while the clock was ahead, or on another server, counts for no longer.
+/// An announcement made while the clock was ahead, or on another server, is counted no longer than
+/// others.
 #[tokio::test]
 async fn instances_of_a_later_clock_are_forgotten() {
     let server = RedisServer::start();
@@ -401,7 +401,7 @@ async fn instances_of_a_later_clock_are_forgotten() {
     assert_eq!(server.command::<u32>("ZCARD rl:instances").await, 1);
 }
 
-/// A flood on one key is answered from memory while Redis hangs.
+/// A flood on one key gets cached denials while Redis hangs.
 #[tokio::test]
 async fn cached_denials_do_not_hide_an_outage() {
     let server = RedisServer::start();
@@ -451,7 +451,7 @@ async fn a_refused_policy_does_not_degrade_others() {
     assert_eq!(take(&gcra).await.unwrap().source(), Source::Redis);
 }
 
-/// How Redis is made to refuse what writes, what it then replies, and how it is made to take it again.
+/// How to make Redis reject writes, its reply then, and how to make it accept them again.
 const REFUSALS: [(&str, ErrorKind, &str); 3] = [
     (
         "CONFIG SET maxmemory 1",
@@ -470,7 +470,7 @@ const REFUSALS: [(&str, ErrorKind, &str); 3] = [
     ),
 ];
 
-/// Also under several policies, with an id, and where a log takes several commands.
+/// Also under several policies, with an id, and for a log that needs several commands.
 #[tokio::test]
 async fn checks_redis_cannot_write_are_uncharged() {
     let server = RedisServer::start();
@@ -536,7 +536,8 @@ async fn checks_redis_cannot_write_are_uncharged() {
             for cost in [1, 3] {
                 let before = used(list).await;
                 match store.check(Check::refund(key, list, cost)).await {
-                    // Without memory Redis still shortens a list. A script that has begun to write may go on.
+                    // Without memory Redis can still shorten a list. A script that has begun to
+                    // write may continue.
                     Ok(_) if kind == ErrorKind::OutOfMemory => {}
                     Ok(decision) => panic!("{refuse}: {decision:?}"),
                     Err(error) => {

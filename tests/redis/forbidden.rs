@@ -1,4 +1,4 @@
-//! Commands that a server does not have: renamed away, as managed services do, or forbidden to the user.
+//! Missing commands: renamed by the server, as managed services do, or forbidden to the user.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use tower_redis_ratelimit::{Key, Policy, RedisStore, Strategy};
 
 use crate::support::{RedisServer, STRATEGIES, policy, until};
 
-/// Those that managed services take away, and some that others use.
+/// Commands that managed services disable, and some that other clients use.
 const NOT_NEEDED: [&str; 30] = [
     "ACL",
     "BGREWRITEAOF",
@@ -42,7 +42,7 @@ const NOT_NEEDED: [&str; 30] = [
     "WAIT",
 ];
 
-/// What all strategies need, and what only logs do.
+/// Commands that all strategies need, and commands that only logs need.
 const NEEDED: [&str; 7] = ["evalsha", "eval", "time", "mget", "set", "setrange", "del"];
 const OF_LOGS: [&str; 6] = ["lrange", "rpush", "lset", "ltrim", "lrem", "pexpireat"];
 /// Commands of requests in flight.
@@ -72,7 +72,7 @@ fn store(url: String) -> RedisStore {
         .unwrap()
 }
 
-/// Asks in every mode. Returns what failed.
+/// Sends checks in every mode. Returns the failures.
 async fn ask(store: &RedisStore, strategy: Strategy) -> Vec<StoreError> {
     let policies = policy(strategy, "10/100d");
     let key = Key::new(format!("{strategy:?}"));
@@ -91,7 +91,8 @@ async fn ask(store: &RedisStore, strategy: Strategy) -> Vec<StoreError> {
     failed
 }
 
-/// Makes a log of several blocks, and refunds of the oldest and of the newest until some are dropped. Returns what failed.
+/// Creates a log of several blocks, and refunds the oldest and newest charges until some are
+/// dropped. Returns failures.
 pub(crate) async fn ask_of_a_long_log(store: &RedisStore, key: Key) -> Vec<StoreError> {
     let policies = policy(Strategy::SlidingLog, "100/100d");
     let (mut taken, mut failed) = (vec![], vec![]);
@@ -111,7 +112,7 @@ pub(crate) async fn ask_of_a_long_log(store: &RedisStore, key: Key) -> Vec<Store
     failed
 }
 
-/// Takes slots up to the limit, renews them and releases them. Returns what failed.
+/// Takes slots up to the limit, renews them and releases them. Returns failures.
 pub(crate) async fn ask_of_slots(store: &RedisStore, key: Key) -> Vec<StoreError> {
     let policies = Policy::in_flight("streams", 2).unwrap().into();
     let (mut slots, mut failed) = (vec![], vec![]);
@@ -140,7 +141,7 @@ async fn unneeded_commands_may_be_forbidden() {
         assert!(ask(&store, strategy).await.is_empty(), "{strategy:?}");
         assert!(ask_of_a_long_log(&store, Key::new("ann")).await.is_empty());
         assert!(ask_of_slots(&store, Key::new("ann")).await.is_empty());
-        // Connections that have rested are pinged.
+        // Idle connections are pinged.
         tokio::time::pause();
         tokio::time::advance(Duration::from_secs(1)).await;
         tokio::time::resume();
@@ -152,7 +153,7 @@ async fn unneeded_commands_may_be_forbidden() {
     .await;
 }
 
-/// Nothing is decided, and the cause names the command.
+/// No check is decided, and the cause names the command.
 #[tokio::test]
 async fn needed_commands_are_named() {
     for command in ["EVALSHA", "EVAL"] {
@@ -164,10 +165,10 @@ async fn needed_commands_are_named() {
             assert_eq!(error.kind(), ErrorKind::Refused, "{command}: {error:?}");
             let cause = error.to_string();
             assert!(
-                cause.starts_with(&format!("the server 127.0.0.1:{} refused", server.port())),
+                cause.starts_with(&format!("the server 127.0.0.1:{} rejected", server.port())),
                 "{cause}"
             );
-            // Redis 6.2 has other quotation marks.
+            // Redis 6.2 uses other quotation marks.
             assert!(
                 ["'", "`"]
                     .iter()
@@ -187,7 +188,7 @@ async fn needed_commands_are_named() {
     }
 }
 
-/// A database but 0 is chosen by SELECT.
+/// A database other than 0 is selected with SELECT.
 #[tokio::test]
 async fn a_database_needs_one_right_more() {
     let server = RedisServer::start();
@@ -208,7 +209,7 @@ async fn a_database_needs_one_right_more() {
     assert!(ask(&store(), Strategy::Gcra).await.is_empty());
 }
 
-/// Without any one of the documented rights, something is refused: there is none in excess.
+/// Without any one of the documented permissions, some check is rejected: all are necessary.
 #[tokio::test]
 async fn every_documented_right_is_needed() {
     let server = RedisServer::start();

@@ -18,7 +18,7 @@ use tower_redis_ratelimit::{
 
 use crate::support::{RedisServer, until};
 
-/// A service with stores and connections of its own, as another process would have.
+/// A service with its own stores and connections, as in another process.
 struct Instance {
     address: SocketAddr,
     client: Client<HttpConnector, Body>,
@@ -110,7 +110,8 @@ async fn two_instances_share_one_limit() {
     assert_eq!(allowed, 10);
 }
 
-/// Killed with -9 under load, started again: no response but 200 and 429, and the count is shared again.
+/// Killed with -9 under load and restarted: all responses are 200 or 429, and the count is shared
+/// again.
 #[tokio::test]
 async fn no_request_fails_when_redis_dies() {
     let mut server = RedisServer::start();

@@ -1,4 +1,4 @@
-//! Requests in flight of real processes: some are killed or stopped, and Redis is.
+//! Requests in flight in real processes, while processes and Redis are killed or stopped.
 
 use std::convert::Infallible;
 use std::env;
@@ -21,7 +21,7 @@ use crate::in_flight_load::{
 use crate::proxy::far;
 use crate::support::{RedisServer, until};
 
-/// `SECONDS=20` for longer.
+/// `SECONDS=20` runs longer.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn killed_processes_never_exceed_the_limit() {
     if is_worker() {
@@ -34,9 +34,9 @@ async fn killed_processes_never_exceed_the_limit() {
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Outage {
-    /// It comes back empty.
+    /// It returns empty.
     Killed,
-    /// It comes back as it was.
+    /// It returns unchanged.
     Frozen,
 }
 
@@ -80,12 +80,13 @@ async fn left(limiter: &Limiter<RedisStore>) -> u32 {
     limiter.peek(ann(), 1).await.unwrap().remaining()
 }
 
-/// Its slots expire. After the stall they are taken again, and no other request passes until there is room.
+/// Its slots expire. After the stall they are taken again, and no other request is admitted until
+/// there is room.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stalled_instance_is_counted_again() {
     let server = RedisServer::start();
     let (other, url) = (limiter(patient(&server.url())), server.url());
-    // A runtime that runs nothing is an instance that stands still.
+    // A runtime that runs nothing acts like a stalled instance.
     let stopped = limiter(patient(&url));
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
@@ -107,7 +108,8 @@ async fn a_stalled_instance_is_counted_again() {
     let others = hold(&other, LIMIT).await;
     assert_eq!(others.len(), LIMIT as usize);
     go_on.send(()).unwrap();
-    // 16 are in flight: four more than the limit have to end before there is room for one.
+    // 16 requests are in flight: four beyond the limit, which must end first, and one more to make
+    // room.
     sleep(TTL).await;
     let mut others = others;
     for _ in 0..6 {
@@ -133,10 +135,10 @@ async fn forgotten_requests_are_counted_again() {
     for _ in 0..3 {
         let () = server.command("FLUSHALL").await;
         let forgot_at = Instant::now();
-        // Others come and go meanwhile.
+        // Other requests start and end in the meantime.
         until("it is counted again", async || {
             drop(hold(&limiters[0], 1).await);
-            // Perhaps with the one that has just ended.
+            // It may still count the request that has just ended.
             left(&limiters[1]).await <= LIMIT - 7
         })
         .await;
@@ -147,7 +149,7 @@ async fn forgotten_requests_are_counted_again() {
     assert_eq!(server.command::<u64>("DBSIZE").await, 0);
 }
 
-/// Requests of many callers in one call.
+/// Requests of many callers end in one call.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_ending_together_are_released_together() {
     use tower_redis_ratelimit::Key;
@@ -171,8 +173,8 @@ async fn requests_ending_together_are_released_together() {
     assert!(calls < CALLERS as u64 / 20, "{calls} calls");
 }
 
-/// A flood of requests that are denied costs next to nothing, and a request that ends here lets the next one in at
-/// once. What costs more than there may be at once is a request like any other.
+/// A flood of denied requests costs next to nothing, and the end of a request in this process
+/// admits the next one immediately. A cost above the limit is treated like any other.
 #[tokio::test]
 async fn denials_are_cached_until_requests_end() {
     use tower_redis_ratelimit::Policy;
@@ -214,7 +216,7 @@ async fn denials_are_cached_until_requests_end() {
         .await
         .unwrap();
     assert!(take(100).await.is_allowed());
-    // What ends elsewhere is seen when it is to be asked again.
+    // A release elsewhere is visible at the next check in Redis.
     assert!(!take(100).await.is_allowed());
     let other = RedisStore::connect(server.url()).await.unwrap();
     let _ = other.check(Check::reset(ann(), &policies)).await.unwrap();
@@ -222,9 +224,10 @@ async fn denials_are_cached_until_requests_end() {
     assert!(take(100).await.is_allowed());
 }
 
-/// What Redis grants is known when it goes away: this instance then grants only what its share has left.
+/// An instance knows the grants of Redis when Redis fails: it then grants only the rest of its
+/// share.
 #[tokio::test]
-async fn an_outage_is_no_second_helping() {
+async fn an_outage_grants_no_extra_quota() {
     use std::num::NonZeroU32;
     use tower_redis_ratelimit::check::Source;
     use tower_redis_ratelimit::store::Share;
@@ -256,7 +259,7 @@ async fn an_outage_is_no_second_helping() {
     assert!(limiter.reserve(ann(), 1).await.is_err());
     server.restart();
     // The next renewal takes the slots in Redis too.
-    until("Redis knows what is held", async || {
+    until("Redis counts the slots", async || {
         let peek = limiter.peek(ann(), 1).await.unwrap();
         peek.source() == Source::Redis && peek.remaining() == LIMIT - 5
     })
@@ -268,7 +271,7 @@ async fn an_outage_is_no_second_helping() {
     .await;
 }
 
-/// Though requests come faster than one in a call to Redis.
+/// Even if requests arrive faster than one per call to Redis.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_distant_wait_queue_drains() {
     let server = RedisServer::start();
@@ -306,7 +309,8 @@ async fn a_distant_wait_queue_drains() {
     until("all is free", async || left(&here).await == 50).await;
 }
 
-/// Requests begin and end without a pause, and some of the clients disconnect. `SECONDS=5` for longer; it prints how many began.
+/// Requests start and end continuously, and some clients disconnect. `SECONDS=5` runs longer, and
+/// prints the number of requests.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_distant_flood_releases_all_capacity() {
     const PLACES: u32 = 20;
@@ -366,7 +370,7 @@ async fn a_distant_flood_releases_all_capacity() {
     };
     pass("before", seconds).await;
     mood.store(HASTY, SeqCst);
-    pass("while some go away", seconds).await;
+    pass("while some disconnect", seconds).await;
     mood.store(PATIENT, SeqCst);
     pass("just after that", 1.0).await;
     pass("then", seconds).await;
@@ -383,8 +387,8 @@ async fn a_distant_flood_releases_all_capacity() {
     );
 }
 
-/// A third of all calls are dropped before the answer, with it or after it, while connections are killed and Redis
-/// pauses: the limit holds, and all slots are released within a second of the end.
+/// A third of all calls are dropped before, with or after the reply, while connections are killed
+/// and Redis pauses: the limit holds, and all slots are released within a second of the end.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn cancelled_calls_on_broken_connections_keep_the_limit() {
     let server = RedisServer::start();
@@ -455,7 +459,8 @@ async fn cancelled_calls_on_broken_connections_keep_the_limit() {
     assert!(took < TTL * 3 / 4, "released after {took:?}");
 }
 
-/// A string, or another type, under the key of slots counts as nothing, and the other checks of the batch are decided.
+/// A string, or another type, under the key of slots counts as empty, and the other checks of the
+/// batch are decided.
 #[tokio::test]
 async fn foreign_values_count_as_no_slots() {
     use tower_redis_ratelimit::check::Check;

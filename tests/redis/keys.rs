@@ -1,4 +1,4 @@
-//! What stands in Redis: short keys that expire, and callers who cannot reach each other's.
+//! Keys in Redis: they are short, they expire, and no caller can access another's.
 
 use std::time::Duration;
 
@@ -28,7 +28,7 @@ async fn a_key_reads_prefix_caller_policy_span() {
     assert_eq!(keys, ["shop:rl:{ann}:test:g:10/h"]);
 }
 
-/// Braces, separators and bytes of any kind stay within the hash tag.
+/// Braces, separators and all bytes stay within the hash tag.
 #[tokio::test]
 async fn no_caller_leaves_its_hash_tag() {
     let server = RedisServer::start();
@@ -68,7 +68,7 @@ async fn no_caller_leaves_its_hash_tag() {
     }
 }
 
-/// A key goes when it says nothing any more, within the millisecond that Redis reckons in.
+/// A key expires when its state is fresh, within a millisecond, the resolution of Redis.
 #[tokio::test]
 async fn every_key_expires_when_it_is_fresh() {
     let server = RedisServer::start();
@@ -90,7 +90,7 @@ async fn every_key_expires_when_it_is_fresh() {
     }
 }
 
-/// Those whose states are written in place.
+/// The strategies whose states are written in place.
 fn constant() -> impl Iterator<Item = Strategy> {
     let grows = |strategy: &Strategy| {
         matches!(
@@ -103,8 +103,8 @@ fn constant() -> impl Iterator<Item = Strategy> {
         .filter(move |strategy| !grows(strategy))
 }
 
-/// Who comes again is mostly written in place. For this, the key of a caller whose quota refills may live for up to
-/// twice as long as its state counts; that of a window ends with it.
+/// The state of a returning caller is usually written in place. To allow this, the key of a quota
+/// that refills may live up to twice as long as its state; a window's key expires with the window.
 #[tokio::test]
 async fn most_charges_leave_the_expiry_alone() {
     const CHARGES: u64 = 40;
@@ -129,7 +129,7 @@ async fn most_charges_leave_the_expiry_alone() {
             let left: i64 = server.command(&format!("PTTL {}", keys[0])).await;
             let reset = decision.reset_after().as_millis() as i64;
             let most = if refills { 2 * reset } else { reset };
-            // Between the two answers some time may pass.
+            // Some time may pass between the two replies.
             assert!(
                 (reset - 500..=most + 500).contains(&left),
                 "{strategy:?}: {left} ms for a reset in {reset} ms"
@@ -148,12 +148,13 @@ async fn most_charges_leave_the_expiry_alone() {
     }
 }
 
-/// Whatever has become of a key since the last charge, the next one leaves none without an expiry. If somebody else has
-/// taken the expiry away, then one that finds the key older than it was to become.
+/// Whatever has happened to a key since the last charge, the next charge leaves no key without an
+/// expiry. If another client has removed the expiry, this is restored by a charge that needs a
+/// later expiry than the stored one.
 #[tokio::test]
 async fn no_charge_leaves_a_key_without_an_expiry() {
     let server = RedisServer::start();
-    // Each denial is Redis's own.
+    // Send each denial to Redis.
     let builder = RedisStore::builder(server.url())
         .timeout(Duration::from_secs(20))
         .denials(0);
@@ -206,7 +207,7 @@ async fn no_charge_leaves_a_key_without_an_expiry() {
     }
 }
 
-/// Callers who come again and new ones, in the same script calls.
+/// Returning and new callers, in the same script calls.
 #[tokio::test]
 async fn new_callers_beside_others_get_an_expiry() {
     let server = RedisServer::start();
@@ -238,7 +239,7 @@ async fn new_callers_beside_others_get_an_expiry() {
     }
 }
 
-/// What the script relies on when it writes in place.
+/// The script relies on this when it writes in place.
 #[tokio::test]
 async fn no_key_expires_while_a_script_runs() {
     let server = RedisServer::start();
@@ -293,7 +294,7 @@ async fn denials_and_peeks_write_nothing() {
     assert_eq!(keys, 0);
 }
 
-/// An id is remembered for the period of its policy, and under a key that expires.
+/// An id is remembered for the period of its policy, under a key that expires.
 #[tokio::test]
 async fn ids_are_forgotten_after_the_period() {
     let server = RedisServer::start();

@@ -32,7 +32,7 @@ async fn take(store: &impl Store, key: Key, policies: &Policies) -> Decision {
     store.check(Check::take(key, policies, 1)).await.unwrap()
 }
 
-/// What may be granted within this time, from the first check to the last answer.
+/// Returns the maximum grants within this time, from the first check to the last reply.
 fn most(strategy: Strategy, quota: Quota, time: Duration) -> u32 {
     let periods = (time.as_micros() / quota.period().as_micros()) as u32;
     match strategy {
@@ -47,7 +47,8 @@ fn most(strategy: Strategy, quota: Quota, time: Duration) -> u32 {
     }
 }
 
-/// Four instances ask for one and a half times the quota, in parts of 8, 4, 2 and 1, and for the same without leases.
+/// Four instances request one and a half times the quota, in parts of 8, 4, 2 and 1, with leases
+/// and without.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn uneven_instances_use_up_a_leased_quota() {
     const TICK: Duration = Duration::from_millis(20);
@@ -85,7 +86,7 @@ async fn uneven_instances_use_up_a_leased_quota() {
                     let mut ticks = tokio::time::interval(TICK);
                     for _ in 0..250 {
                         ticks.tick().await;
-                        // 450 a second of all.
+                        // 450 per second in total.
                         due += 9 * part;
                         let asks = (0..due / 15)
                             .flat_map(|_| policies)
@@ -115,8 +116,9 @@ async fn uneven_instances_use_up_a_leased_quota() {
             leased <= most(*strategy, *quota, time),
             "{strategy:?}: {leased} in {time:?}"
         );
-        // A busy machine asks for less. Windows of two lengths turn at moments of their own, and one may grant two limits
-        // by the end: no more than the rate is wanted. `leases::tests::load` has the clock in its hand.
+        // A busy machine sends fewer requests. Windows of two lengths turn at different moments,
+        // and one may grant two limits by the end: expect no more than the rate.
+        // `leases::tests::load` controls the clock instead.
         let wanted = plain.min(
             (time.as_secs_f64() / quota.period().as_secs_f64() * f64::from(quota.limit())) as u32,
         );
@@ -135,7 +137,7 @@ fn quota_has_burst(strategy: Strategy) -> bool {
 const LEASE: Duration = Duration::from_millis(400);
 const LIMIT: u32 = 100_000;
 
-/// A log in which nothing flows back during the test.
+/// A log whose charges do not expire during the test.
 fn log() -> Policies {
     let quota = Quota::per(LIMIT, Duration::from_secs(86_400));
     Policy::new("p", Strategy::SlidingLog, quota)
@@ -145,7 +147,8 @@ fn log() -> Policies {
         .into()
 }
 
-/// Asks until it is killed, and prints what it was granted so far, and whether it has just slept for longer than a lease.
+/// Sends checks until it is killed. Prints its grants so far, and whether it has just slept for
+/// longer than a lease.
 async fn worker(url: &str) {
     let (store, policies) = (instance(url, 2).await, log());
     let (mut granted, mut leased, mut last) = (0, 0, Instant::now());
@@ -175,7 +178,8 @@ fn signal(child: &Child, signal: &str) {
     assert!(status.success());
 }
 
-/// What was charged ahead is not spent by a process that was stopped for too long, and is lost with one that is killed.
+/// A stopped process does not spend a block after its lease time, and the block of a killed process
+/// is lost.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn stopped_and_killed_processes_spend_nothing_late() {
     if let Ok(url) = env::var("LEASE_WORKER_URL") {
@@ -224,7 +228,7 @@ async fn stopped_and_killed_processes_spend_nothing_late() {
             .await
             .unwrap()
             .remaining();
-    // What it was about to print, and a block and a half: for half of a lease time each.
+    // The units that it was about to print, and one and a half blocks of half a lease time each.
     let most = granted + 4 + 4 * LEASE.as_millis() as u32;
     println!("{granted} granted, {leased} of that from memory; {charged} charged");
     assert!(

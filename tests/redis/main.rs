@@ -1,4 +1,4 @@
-//! The Redis store on real servers: exactness, batches, faults, and what its errors say.
+//! The Redis store on real servers: exactness, batches, faults and error texts.
 
 #![allow(
     clippy::unwrap_used,

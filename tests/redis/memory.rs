@@ -1,4 +1,4 @@
-//! What a caller costs Redis: few bytes, and none once it is forgotten.
+//! Redis's memory per caller: a few bytes, and none after the counts have expired.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -11,7 +11,7 @@ use tower_redis_ratelimit::{Key, Policies, Policy, RedisStore, Strategy, redis};
 
 use crate::support::{RedisServer, STRATEGIES, until};
 
-/// 16 bytes, as many as a hashed key or a short id has.
+/// 16 bytes, the size of a hashed key or a short id.
 const CALLER: &str = "caller-of-16-byt";
 
 fn policy(strategy: Strategy, quota: &str) -> Policies {
@@ -20,7 +20,7 @@ fn policy(strategy: Strategy, quota: &str) -> Policies {
         .into()
 }
 
-/// A store that is given time, however busy the machine is.
+/// A store with a long timeout, for busy machines.
 async fn store(server: &RedisServer) -> RedisStore {
     RedisStore::builder(server.url())
         .timeout(Duration::from_secs(20))
@@ -28,7 +28,7 @@ async fn store(server: &RedisServer) -> RedisStore {
         .unwrap()
 }
 
-/// The one key that there is.
+/// Returns the only key.
 async fn only_key(server: &RedisServer) -> String {
     let keys: Vec<String> = server.command("KEYS *").await;
     let [key] = keys.as_slice() else {
@@ -44,12 +44,13 @@ async fn bytes_of(server: &RedisServer, key: &str) -> u64 {
         .await
 }
 
-/// However much is charged, and however high the quota.
+/// For any charges and any quota.
 #[tokio::test]
 async fn constant_strategies_take_at_most_136_bytes() {
     let server = RedisServer::start();
     let store = store(&server).await;
-    // Without jemalloc, Redis 6.2 takes larger blocks, and now and then one that is larger by what is too small to be left.
+    // Without jemalloc, Redis 6.2 allocates larger blocks, and sometimes includes a remainder that
+    // is too small to split.
     let jemalloc = server
         .command::<String>("INFO memory")
         .await
@@ -68,7 +69,7 @@ async fn constant_strategies_take_at_most_136_bytes() {
             let charge = |cost| store.check(Check::charge(Key::new(CALLER), &policies, cost));
             let charges = (0..200).map(|i| charge(1 + limit / 200 * (i % 3)));
             assert!(join_all(charges).await.iter().all(Result::is_ok));
-            // In debt to the limit, which no charge exceeds.
+            // In debt up to the limit, the maximum debt.
             let _ = charge(u32::MAX).await.unwrap();
             let key = only_key(&server).await;
             let bytes = bytes_of(&server, &key).await;
@@ -86,7 +87,7 @@ async fn logs_take_16_bytes_per_grant() {
         let _: String = server.command("FLUSHALL").await;
         let policies = policy(Strategy::SlidingLog, &format!("{grants}/d"));
         let mut granted = 0;
-        // One after the other: those at once would be one entry of a script call, and one charge.
+        // Sequentially: concurrent takes would be one entry of a script call, and one charge.
         while granted < grants {
             assert!(
                 store
@@ -100,7 +101,7 @@ async fn logs_take_16_bytes_per_grant() {
         let key = only_key(&server).await;
         let bytes = bytes_of(&server, &key).await;
         println!("{grants} grants take {bytes} bytes");
-        // A time and a sum for each.
+        // A time and a sum per grant.
         assert!(
             (12 * grants..=16 * grants).contains(&bytes),
             "{grants} grants take {bytes} bytes"
@@ -108,7 +109,7 @@ async fn logs_take_16_bytes_per_grant() {
     }
 }
 
-/// Most of what is charged is refunded, wherever in the log it is: only the rest takes memory.
+/// Most charges are refunded, at any position of the log: only the rest takes memory.
 #[tokio::test]
 async fn refunded_charges_take_no_log_memory() {
     let server = RedisServer::start();
@@ -141,7 +142,7 @@ async fn refunded_charges_take_no_log_memory() {
     assert!(bytes <= 20 * live, "{live} live charges take {bytes} bytes");
 }
 
-/// Cells that have left the window are dropped, so that a caller who never rests costs no more than its cells.
+/// Expired cells are dropped, so a permanently active caller takes no more memory than its cells.
 #[tokio::test]
 async fn windows_take_24_bytes_per_live_cell() {
     let server = RedisServer::start();
@@ -174,11 +175,11 @@ async fn windows_take_24_bytes_per_live_cell() {
                     .arg("SAMPLES")
                     .arg(0);
                 let both = both.query_async(&mut connection.clone()).await.unwrap();
-                // A machine that stood still for a period has nothing to show.
+                // If the machine stalled for a period, there is nothing to measure.
                 let (Some(value), Some(bytes)): (Option<Vec<u8>>, Option<usize>) = both else {
                     return false;
                 };
-                // A time and a sum, and for each cell when it ends and the sum up to it.
+                // A time and a sum, and per cell its end and the running sum.
                 let (cell, live) = (&value[12..19], (value.len() - 12) / 12);
                 assert!(
                     live <= usize::from(cells) + 1,
@@ -196,7 +197,7 @@ async fn windows_take_24_bytes_per_live_cell() {
     }
 }
 
-/// 100,000 callers: at no time is there a key that never expires, and in the end there is none at all.
+/// 100,000 callers: no key is ever without an expiry, and at the end no key is left.
 #[tokio::test]
 async fn nothing_stays_behind() {
     const CALLERS: usize = 100_000;
@@ -230,7 +231,7 @@ async fn nothing_stays_behind() {
     assert_eq!(server.info("stats", "expired_keys").await, CALLERS as u64);
 }
 
-/// How many keys there are, and how many of them expire.
+/// Returns the number of keys, and of keys with an expiry.
 async fn keys_and_expires(server: &RedisServer) -> (u64, u64) {
     let info: String = server.command("INFO keyspace").await;
     let Some(line) = info.lines().find_map(|line| line.strip_prefix("db0:")) else {

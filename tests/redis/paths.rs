@@ -1,4 +1,5 @@
-//! What lies between the store and Redis: connections that are forgotten or pooled, and names that lead elsewhere.
+//! The path between the store and Redis: connections that are dropped or pooled, and names that
+//! resolve differently.
 
 use std::num::NonZeroUsize;
 use std::sync::atomic::Ordering::SeqCst;
@@ -15,15 +16,15 @@ use crate::support::{RedisServer, check, policy, until};
 
 const ONE: NonZeroUsize = NonZeroUsize::MIN;
 
-/// As if so long had gone by.
+/// Advances the clock so that connections count as idle.
 async fn rest() {
     tokio::time::pause();
     tokio::time::advance(Duration::from_secs(1)).await;
     tokio::time::resume();
 }
 
-/// A NAT drops idle connections without notice. All of them are gone, and the next check is decided all the same, over
-/// a new one and within the time-out.
+/// A NAT drops idle connections silently. All are lost, but the next check is decided over a new
+/// one, within the timeout.
 #[tokio::test]
 async fn forgotten_connections_are_replaced() {
     const TIMEOUT: Duration = Duration::from_secs(4);
@@ -55,8 +56,8 @@ async fn forgotten_connections_are_replaced() {
     assert_eq!(path.connections.load(SeqCst), before + 1);
 }
 
-/// One that was used just now is not pinged: the check that finds out is answered by the time-out, and the next one is
-/// decided.
+/// A connection in recent use is not pinged: the check that detects the loss times out, and the
+/// next one is decided.
 #[tokio::test]
 async fn a_silently_lost_connection_costs_one_check() {
     const TIMEOUT: Duration = Duration::from_millis(200);
@@ -75,19 +76,20 @@ async fn a_silently_lost_connection_costs_one_check() {
         path.forget();
         match store.check(check("ann", "100/h")).await {
             Err(error) if !error.is_unsent() => break error,
-            // On a machine that stood still the connection has rested, or the check was not sent in time.
+            // On a machine that stalled, the connection was idle, or the check was not sent in
+            // time.
             _ => {}
         }
     };
     assert_eq!(error.kind(), ErrorKind::Timeout);
-    until("it is connected anew", async || {
+    until("it has reconnected", async || {
         store.check(check("ann", "100/h")).await.is_ok()
     })
     .await;
 }
 
-/// Redis closes connections that were idle for longer than its `timeout`, those that it is told to, and all when it is
-/// killed. The next check is decided all the same, over a new one.
+/// Redis closes connections that are idle for longer than its `timeout`, that an administrator
+/// kills, and all when it is killed. The next check is decided over a new one.
 #[tokio::test]
 async fn closed_connections_are_replaced() {
     let mut server = RedisServer::start();
@@ -115,7 +117,7 @@ async fn closed_connections_are_replaced() {
     assert_eq!(left().await, 98);
     let _: String = server.command("CONFIG SET timeout 0").await;
     for remaining in [97, 96, 95] {
-        // It was used just now: a ping would not find out.
+        // In recent use: no ping would detect the loss.
         let killed: u64 = server.command("CLIENT KILL TYPE normal").await;
         assert_eq!((killed, left().await), (1, remaining));
     }
@@ -125,8 +127,8 @@ async fn closed_connections_are_replaced() {
     assert_eq!(left().await, 99, "Redis has forgotten");
 }
 
-/// A check that writes nothing, such as a peek, is decided by a replica too. Another of its batch shows what the server
-/// is.
+/// A replica decides checks that write nothing, such as a peek. Another check of the batch shows
+/// that it is a replica.
 #[tokio::test]
 async fn a_replica_is_left_after_any_refusal() {
     let (former, server) = (
@@ -166,7 +168,8 @@ async fn a_replica_is_left_after_any_refusal() {
     );
 }
 
-/// The system probes idle connections, so that nothing between forgets them: it lists the timer of each.
+/// The system probes idle connections, so no device in between drops them: it lists the timer of
+/// each.
 #[cfg(target_os = "linux")]
 #[tokio::test]
 async fn connections_are_kept_alive() {
@@ -179,7 +182,7 @@ async fn connections_are_kept_alive() {
     let to_server = format!(":{:04X}", server.port());
     until("its connections have a timer", async || {
         let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
-        // Where it leads to, whether it is open, and what the next timer is for and when it is due.
+        // The remote address, the state, and the kind and due time of the next timer.
         let sockets = table
             .lines()
             .map(|line| line.split_whitespace().collect::<Vec<_>>());
@@ -197,8 +200,8 @@ async fn connections_are_kept_alive() {
     drop(store);
 }
 
-/// A service's name leads to another server after a failover. Connections to the old master find out by its refusals, which
-/// charge nothing, and are made anew.
+/// A service's name resolves to another server after a failover. The old master's error replies,
+/// which charge nothing, make the store replace the connections.
 #[tokio::test]
 async fn the_name_leads_to_a_new_master() {
     let (old, new) = (RedisServer::start(), RedisServer::start());
@@ -226,7 +229,7 @@ async fn the_name_leads_to_a_new_master() {
                 assert_eq!(decision.remaining(), 100 - decided, "the new master counts");
             }
             Err(error) => {
-                // While it synchronizes, a replica refuses even to run scripts.
+                // While it synchronizes, a replica rejects even scripts.
                 let kinds = [ErrorKind::ReadOnly, ErrorKind::NotReady];
                 assert!(
                     kinds.contains(&error.kind()) && error.is_unsent(),
@@ -239,7 +242,7 @@ async fn the_name_leads_to_a_new_master() {
     assert!(refused <= made, "{refused} refused, of {made} connections");
 }
 
-/// A call, and after NOSCRIPT the same with the script, may go over different connections.
+/// A call, and its repetition with the script text after NOSCRIPT, may use different connections.
 #[tokio::test]
 async fn a_proxy_pools_connections() {
     let server = RedisServer::start();
@@ -264,7 +267,8 @@ async fn a_proxy_pools_connections() {
     assert_eq!(granted, 100);
 }
 
-/// Twemproxy, for one, closes connections at commands that it does not know; redis-rs can do without its own.
+/// Twemproxy and others close connections on unknown commands; redis-rs's own commands are not
+/// required.
 #[tokio::test]
 async fn a_proxy_that_knows_scripts_only() {
     let server = RedisServer::start();
@@ -288,13 +292,13 @@ async fn a_proxy_that_knows_scripts_only() {
                 .remaining(),
             10 - count
         );
-        // The ping is refused by closing, and the next connection works.
+        // The ping makes the proxy close the connection, and the next connection works.
         rest().await;
     }
 }
 
-/// Behind a proxy that spreads keys over servers, a call goes where its first key belongs. So a call may have one caller
-/// only; with more, a caller is counted wherever a batch goes to.
+/// A proxy that spreads keys over servers routes a call by its first key. So a call may have only
+/// one caller; with more, a caller would be counted on the server that its batch happens to reach.
 #[tokio::test]
 async fn a_proxy_spreads_keys() {
     let servers = [RedisServer::start(), RedisServer::start()];

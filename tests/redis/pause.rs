@@ -1,4 +1,4 @@
-//! Pauses that all instances keep.
+//! Pauses shared by all instances.
 
 use std::time::Duration;
 

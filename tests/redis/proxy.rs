@@ -1,4 +1,5 @@
-//! What stands between a store and Redis: a NAT that forgets connections, a name that leads elsewhere, a pooling proxy.
+//! Devices between a store and Redis: a NAT that drops connections, a name that changes, a pooling
+//! proxy.
 
 use std::io;
 use std::net::SocketAddr;
@@ -19,7 +20,7 @@ use tower_redis_ratelimit::redis::{Cmd, Value};
 
 use crate::support::RedisServer;
 
-/// Leads to one server, and later perhaps to another.
+/// Forwards to one server, which can be changed.
 pub(crate) struct Path {
     address: SocketAddr,
     port: Arc<AtomicU16>,
@@ -48,7 +49,7 @@ impl Path {
                         _ = copy_bidirectional(&mut client, &mut server) => return Ok(()),
                         _ = forget.changed() => {}
                     }
-                    // Nothing flows any more, without notice.
+                    // Forward nothing, silently.
                     let _open = (client, server);
                     std::future::pending::<io::Result<()>>().await
                 });
@@ -66,18 +67,18 @@ impl Path {
         format!("redis://{}/", self.address)
     }
 
-    /// Drops all that flows over the connections that there are. New ones work.
+    /// Drops all data on existing connections. New ones work.
     pub(crate) fn forget(&self) {
         self.forgotten.send_replace(());
     }
 
-    /// Leads new connections to this server.
+    /// Forwards new connections to this server.
     pub(crate) fn lead_to(&self, server: &RedisServer) {
         self.port.store(server.port(), SeqCst);
     }
 }
 
-/// Leads to one server, and holds back what is sent there on demand.
+/// Forwards to one server, and delays the data towards it on demand.
 pub(crate) async fn holding(server: &RedisServer) -> (String, watch::Sender<bool>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (url, port) = (
@@ -107,7 +108,7 @@ pub(crate) async fn holding(server: &RedisServer) -> (String, watch::Sender<bool
     (url, holds)
 }
 
-/// Leads to one server, which is so far away: each way takes as long.
+/// Forwards to one server, with this delay each way.
 pub(crate) async fn far(server: &RedisServer, way: Duration) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (url, port) = (
@@ -144,8 +145,8 @@ async fn delayed(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, way: Duration)
     Ok(())
 }
 
-/// Sends each command over another of its connections, to the server that the command's first key belongs to. If it is
-/// strict, it knows scripts only, and closes a connection at any other command.
+/// Sends each command over another of its connections, to the server of the command's first key. A
+/// strict proxy accepts only scripts, and closes a connection at any other command.
 pub(crate) async fn pooling(servers: &[&RedisServer], strict: bool) -> String {
     const CONNECTIONS: usize = 3;
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -170,7 +171,7 @@ pub(crate) async fn pooling(servers: &[&RedisServer], strict: bool) -> String {
                     if strict && !command[0].starts_with(b"EVAL") {
                         return Ok::<(), io::Error>(());
                     }
-                    // EVALSHA, its script, how many keys, the first of them.
+                    // EVALSHA, its script, the number of keys, the first key.
                     let shard = command.get(3).map_or(0, |key| shard(key, pools.len()));
                     let turn = turn.fetch_add(1, SeqCst) % CONNECTIONS;
                     let mut upstream = pools[shard][turn].clone();
@@ -192,7 +193,7 @@ pub(crate) async fn pooling(servers: &[&RedisServer], strict: bool) -> String {
     url
 }
 
-/// Of the part in braces, as such proxies do it.
+/// Hashes the part in braces, as such proxies do.
 pub(crate) fn shard(key: &[u8], shards: usize) -> usize {
     let open = key
         .iter()
@@ -222,7 +223,7 @@ async fn read_command(client: &mut BufReader<TcpStream>) -> io::Result<Vec<Vec<u
     Ok(command)
 }
 
-/// A line such as `*3` or `$17`.
+/// Reads a line such as `*3` or `$17`.
 async fn read_number(client: &mut BufReader<TcpStream>) -> io::Result<usize> {
     let mut line = String::new();
     client.read_line(&mut line).await?;

@@ -1,4 +1,4 @@
-//! Runtimes come and go, and a store that outlives them goes on: no check fails because of another runtime.
+//! A store outlives its runtimes: no check fails because another runtime shuts down.
 
 use std::future::pending;
 use std::io;
@@ -27,7 +27,7 @@ fn two_threads() -> Runtime {
         .unwrap()
 }
 
-/// One connection, so that a runtime that kept it would leave none to the next.
+/// One connection: a runtime that kept it would leave none to the next.
 fn store(url: String) -> RedisStore {
     RedisStore::builder(url)
         .connections(NonZeroUsize::MIN)
@@ -36,7 +36,7 @@ fn store(url: String) -> RedisStore {
         .unwrap()
 }
 
-/// Makes checks one after the other. How many failed.
+/// Sends checks one after another. Returns the number of failures.
 async fn failures(store: &RedisStore, checks: usize) -> usize {
     let mut failures = 0;
     for _ in 0..checks {
@@ -45,7 +45,7 @@ async fn failures(store: &RedisStore, checks: usize) -> usize {
     failures
 }
 
-/// As with a store in a `static` and a runtime for each test.
+/// As with a store in a `static` and a separate runtime per test.
 #[test]
 fn successive_runtimes_share_a_store() {
     let server = RedisServer::start();
@@ -72,7 +72,7 @@ fn successive_runtimes_share_a_store() {
     }));
 }
 
-/// As with a store in a `static` and tests that run at the same time.
+/// As with a store in a `static` and concurrent tests.
 #[test]
 fn ending_runtimes_do_not_disturb_each_other() {
     let server = RedisServer::start();
@@ -90,7 +90,7 @@ fn ending_runtimes_do_not_disturb_each_other() {
                             two_threads()
                         };
                         failed += runtime.block_on(failures(store, 5));
-                        // Ends with a check under way.
+                        // Shuts down with a check in flight.
                         let (other, guard) = (store.clone(), runtime.enter());
                         drop(tokio::spawn(async move {
                             other.check(check("bob", "10/s")).await
@@ -109,7 +109,7 @@ fn ending_runtimes_do_not_disturb_each_other() {
     assert_eq!(failed, 0, "of 400 checks on 80 runtimes");
 }
 
-/// The next connection, which must come.
+/// Returns the next connection, which must arrive.
 fn accept(listener: &TcpListener) -> TcpStream {
     listener.set_nonblocking(true).unwrap();
     let accepted = one_thread().block_on(async {
@@ -125,7 +125,7 @@ fn accept(listener: &TcpListener) -> TcpStream {
         .unwrap()
 }
 
-/// Hands everything on between two connections, until one ends.
+/// Forwards all data between two connections, until one ends.
 fn pipe(client: TcpStream, server: TcpStream) {
     for (mut from, mut to) in [
         (client.try_clone().unwrap(), server.try_clone().unwrap()),
@@ -144,7 +144,7 @@ fn runtimes_ending_while_connecting_leave_nothing() {
         let runtime = two_threads();
         let store = store.clone();
         runtime.spawn(async move { store.check(check("ann", "10/s")).await });
-        // It has connected, and waits for the answer to its greeting, which never comes.
+        // It has connected, and waits for a reply to its greeting, which never arrives.
         let _connection = accept(&listener);
         drop(runtime);
     }
@@ -157,7 +157,7 @@ fn runtimes_ending_while_connecting_leave_nothing() {
     assert_eq!(one_thread().block_on(failures(&store, 3)), 0, "of 3 checks");
 }
 
-/// Nobody is left to drive a runtime that has ended: the answer to a check of its own is an error at once.
+/// A runtime that has shut down drives nothing: its own checks fail immediately.
 #[test]
 fn a_check_outlives_its_runtime() {
     let server = RedisServer::start();
@@ -184,7 +184,7 @@ fn a_check_outlives_its_runtime() {
     assert_eq!(stays.block_on(failures(&store, 3)), 0);
 }
 
-/// Holds back what is about to be sent.
+/// Delays the calls that are about to be sent.
 struct Holds {
     holding: mpsc::Sender<()>,
     go_on: Mutex<mpsc::Receiver<()>>,
@@ -197,8 +197,9 @@ impl Observer for Holds {
     }
 }
 
-/// A runtime that ends drops what waits, while a task that runs is perhaps about to use a connection. Over a unix socket
-/// there is also a task that drives the connection: it may be dropped before.
+/// A runtime that shuts down drops waiting tasks, while a running task may be about to use a
+/// connection. Over a unix socket, a separate task drives the connection, and it may be dropped
+/// first.
 #[test]
 fn connections_ending_with_runtimes_are_no_failure() {
     let dir = tempfile::tempdir().unwrap();
@@ -267,7 +268,7 @@ fn an_ended_runtime_counts_as_none() {
     for _ in 0..3 {
         let answer = futures_util::FutureExt::now_or_never(store.check(check("ann", "10/s")));
         assert_eq!(
-            answer.expect("an answer at once").unwrap_err().kind(),
+            answer.expect("an immediate answer").unwrap_err().kind(),
             ErrorKind::NoRuntime
         );
     }

@@ -1,4 +1,4 @@
-//! What is counted under a prefix, found step by step.
+//! Iteration over the counts under a prefix.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -81,7 +81,7 @@ async fn every_count_is_found_and_nothing_else() {
     assert!(store.check(upload).await.unwrap().is_allowed());
     expected.insert(("ann".to_owned(), "up".to_owned(), "in-flight"));
 
-    // What others have: under a longer prefix, under none, and under ours.
+    // Keys of others: under a longer prefix, under none, and under this one.
     let other = RedisStore::builder(server.url())
         .prefix("shop:eu")
         .connect()
@@ -105,7 +105,7 @@ async fn every_count_is_found_and_nothing_else() {
         let _: String = server.command(&format!("SET {key} 1")).await;
     }
     let mut connection = server.connection().await;
-    // Neither is text for a terminal.
+    // These bytes are not printable in a terminal.
     for key in [
         &b"shop:{\xff}:test:g"[..],
         b"shop:{bob}:\x1b[2Jtest:g",

@@ -1,4 +1,4 @@
-//! Settling in Redis: what is taken back in time, what it costs, and what an outage does to it.
+//! Settlement in Redis: timely refunds, the number of calls, and the effect of an outage.
 
 use std::convert::Infallible;
 use std::num::NonZeroUsize;
@@ -28,7 +28,7 @@ fn store(server: &RedisServer) -> RedisStore {
     RedisStore::connect_lazy(server.url()).unwrap()
 }
 
-/// One that a busy machine does not make late.
+/// A store with a timeout that a busy machine does not exceed.
 fn patient(server: &RedisServer) -> RedisStore {
     RedisStore::builder(server.url())
         .timeout(Duration::from_secs(60))
@@ -63,7 +63,7 @@ async fn parallel_guesses_get_no_more_tries() {
             Ok::<_, Infallible>(response)
         }
     }));
-    // Those who are right take no try, however often.
+    // Correct guesses use no try, in any number.
     let mut right = 0;
     let log_in = || {
         Request::builder()
@@ -98,7 +98,7 @@ async fn parallel_guesses_get_no_more_tries() {
     );
 }
 
-/// How many script calls it takes to serve so many requests with 64 at once.
+/// Returns the number of script calls that serve these requests, 64 at a time.
 async fn calls<S>(server: &RedisServer, service: S, requests: u32) -> u64
 where
     S: Service<Request<String>, Error = Infallible, Future: Send> + Clone + Send + 'static,
@@ -176,13 +176,13 @@ async fn reserve<S: Store>(limiter: &Limiter<S>) -> Vec<Reservation> {
     join_all(each).await
 }
 
-/// How much Redis counts, asked past all stores of the test.
+/// Returns the count in Redis, read with a separate store.
 async fn charged(server: &RedisServer) -> u32 {
     let limiter = Limiter::new(store(server), policy(WINDOW, "10000/d"));
     10_000 - limiter.peek(Key::GLOBAL, 0).await.unwrap().remaining()
 }
 
-/// Redis hangs when the first settlements are sent, and for longer than these wait for an answer.
+/// Redis hangs when the first settlements are sent, for longer than their timeout.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_hanging_server_settles_nothing_twice() {
     for cost in [3, 17] {
@@ -203,7 +203,8 @@ async fn a_hanging_server_settles_nothing_twice() {
         }
         tokio::time::sleep(Duration::from_millis(500)).await;
         server.thaw();
-        // What was sent when it hung is done then, though nobody has heard of it. The rest is sent from here on.
+        // Redis now executes the settlements that it has received, although their replies are lost.
+        // The rest is sent later.
         until("all is settled", async || {
             charged(&server).await == HELD * cost
         })
@@ -214,7 +215,7 @@ async fn a_hanging_server_settles_nothing_twice() {
     }
 }
 
-/// Redis hangs, dies and comes back empty. What is charged beyond what was reserved is what comes after.
+/// Redis hangs, dies and returns empty. Afterwards it has only the charges that were sent later.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_killed_server_charges_nothing_twice() {
     let mut server = RedisServer::start();
@@ -230,7 +231,7 @@ async fn a_killed_server_charges_nothing_twice() {
     held.by_ref()
         .take(5)
         .for_each(|reserved| reserved.settle(RESERVED + 7));
-    // It is not answered, so that it is not known what became of it.
+    // Without a reply, its outcome is unknown.
     until("it is reported", async || failures.0.load(Relaxed) > 0).await;
     server.kill();
     held.for_each(|reserved| reserved.settle(RESERVED + 7));
@@ -250,12 +251,12 @@ async fn a_killed_server_charges_nothing_twice() {
     );
 }
 
-/// The fallback takes over what cannot be settled, and charges it to Redis when that is back.
+/// The fallback settles while Redis cannot, and charges Redis after the recovery.
 #[tokio::test(flavor = "multi_thread")]
 async fn behind_a_fallback_an_outage_doubles_nothing() {
     for (hangs, cost) in [(true, 3), (true, 17), (false, 17)] {
         let mut server = RedisServer::start();
-        // What a busy machine answers late would be reserved twice.
+        // A late reply of a busy machine would reserve twice.
         let store =
             Fallback::new(patient(&server), LocalStore::default()).deadline(Duration::from_secs(1));
         let limiter = Limiter::new(store.clone(), policy(WINDOW, "10000/d"));
@@ -284,7 +285,7 @@ async fn behind_a_fallback_an_outage_doubles_nothing() {
         }
         until("Redis decides again", async || !store.is_degraded()).await;
         tokio::time::sleep(Duration::from_millis(1_500)).await;
-        // A server that was killed has lost what was reserved; and what was sent to it is not sent again.
+        // A killed server has lost the reservations, and operations sent to it are not sent again.
         let (real, charged) = (HELD * cost, charged(&server).await);
         println!("{hangs} {cost}: {charged} of {real}");
         if hangs {
@@ -295,7 +296,7 @@ async fn behind_a_fallback_an_outage_doubles_nothing() {
     }
 }
 
-/// What is held back on its way is refunded as what is left of it by then: others have used what has flowed back.
+/// A delayed refund frees only the units that have not refilled yet: others may have used those.
 #[tokio::test]
 async fn delayed_refunds_free_only_the_rest() {
     let server = RedisServer::start();
@@ -322,7 +323,7 @@ async fn delayed_refunds_free_only_the_rest() {
             .await
             .unwrap()
     };
-    until("most has flowed back", async || {
+    until("most units have refilled", async || {
         peek().await.remaining() >= 90
     })
     .await;

@@ -1,4 +1,4 @@
-//! What errors and logs say: what to do, each thing once, and nobody's key or password.
+//! Texts of errors and logs: they name the fix, once, and contain no key or password.
 
 use std::error::Error as _;
 use std::io::{self, Write};
@@ -31,7 +31,7 @@ impl Write for Log {
     }
 }
 
-/// All that an error shows, in every way.
+/// Returns all texts of an error, in every format.
 fn texts(error: &StoreError) -> Vec<String> {
     let mut texts = vec![error.to_string()];
     let mut source = error.source();
@@ -63,7 +63,7 @@ fn texts(error: &StoreError) -> Vec<String> {
     texts
 }
 
-/// But for a wrong URL, which is of no server yet.
+/// Requires the server's name too, except for an invalid URL.
 fn assert_tells_no_secret(error: &StoreError, what: &str) {
     let is_named = error.to_string().contains("the server 127.0.0.1:");
     assert!(
@@ -80,7 +80,7 @@ fn assert_tells_no_secret(error: &StoreError, what: &str) {
     }
 }
 
-/// The failures of checks of every kind, by callers with a telling key.
+/// Returns the failures of checks of every kind, with revealing keys.
 async fn failures(store: &RedisStore) -> Vec<StoreError> {
     let key = || Key::new("telling-key");
     let mut failures = vec![];
@@ -115,7 +115,7 @@ async fn a_refused_command_shows_no_key() {
     }
 }
 
-/// Also where nothing of the greeting is understood.
+/// Even if the server does not understand the greeting.
 #[tokio::test]
 async fn a_refused_user_shows_no_secret() {
     let server = RedisServer::start();
@@ -149,7 +149,7 @@ async fn a_refused_user_shows_no_secret() {
     }
 }
 
-/// The deadline is a fallback's, which knows no server.
+/// The deadline belongs to a fallback, which is independent of any server.
 #[tokio::test]
 async fn a_missed_deadline_names_the_server() {
     struct Tells(mpsc::UnboundedSender<String>);
@@ -181,12 +181,12 @@ async fn a_missed_deadline_names_the_server() {
         } else {
             ""
         };
-        let text = format!("the server {server}{address} did not answer in time: ");
+        let text = format!("the server {server}{address} did not reply in time: ");
         assert!(error.starts_with(&text), "{url}: {error}");
     }
 }
 
-/// `Result<_, Error>` of `main` is printed as `Debug`.
+/// A `Result<_, Error>` from `main` is printed as `Debug`.
 #[tokio::test]
 async fn debug_says_what_to_do() {
     let error = RedisStore::connect("redis://127.0.0.1:1/")
@@ -203,7 +203,7 @@ async fn debug_says_what_to_do() {
     assert_tells_no_secret(&error, "a wrong URL");
 }
 
-/// With RESP3 the password is in the greeting, which a server may refuse in its own words.
+/// With RESP3, the greeting contains the password, and a server may repeat it in its error.
 #[tokio::test]
 async fn a_repeated_greeting_shows_no_secret() {
     for (words, kind) in [
@@ -240,7 +240,7 @@ async fn a_repeated_greeting_shows_no_secret() {
     }
 }
 
-/// A proxy may answer a command with anything, its own words included.
+/// A proxy may reply to a command with anything, including the command.
 #[tokio::test]
 async fn an_echo_shows_no_secret() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();

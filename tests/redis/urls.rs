@@ -1,4 +1,4 @@
-//! What a URL may say: a socket, a user, a database, the protocol.
+//! Parts of a URL: a socket, a user, a database, the protocol.
 
 use tower_redis_ratelimit::RedisStore;
 use tower_redis_ratelimit::redis::IntoConnectionInfo;
@@ -6,7 +6,7 @@ use tower_redis_ratelimit::store::{AnyStore, Servers, Store, StoreConfig};
 
 use crate::support::{RedisServer, check};
 
-/// Counts in a database, and is there as this user with this protocol.
+/// Checks that a store counts in this database, connected as this user with this protocol.
 async fn assert_counts(server: &RedisServer, url: &str, database: u32, expected: &str) {
     let store = RedisStore::connect(url).await.unwrap();
     assert!(
@@ -127,7 +127,7 @@ async fn the_prefix_of_a_url_takes_precedence() {
     }
 }
 
-/// What would not be read is refused.
+/// Parts that would be ignored are rejected.
 #[test]
 fn mistakes_in_a_url_are_named() {
     let info = "redis://a/-1".into_connection_info().unwrap();

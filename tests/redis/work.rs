@@ -1,4 +1,4 @@
-//! What a check makes Redis do: few commands, whatever is asked of however long a log.
+//! The commands that a check runs in Redis: few, for any check of any log.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
@@ -12,7 +12,7 @@ use tower_redis_ratelimit::{Key, Policies, RedisStore, Strategy};
 
 use crate::support::{RedisServer, STRATEGIES, policy};
 
-/// Those that change a key.
+/// Commands that change a key.
 const WRITES: [&str; 8] = [
     "set",
     "setrange",
@@ -24,7 +24,8 @@ const WRITES: [&str; 8] = [
     "pexpireat",
 ];
 
-/// What a search of so many charges takes, and what is done with its result.
+/// Maximum number of commands of a search in this number of charges, including the use of its
+/// result.
 fn search(charges: usize) -> usize {
     2 * charges.ilog2() as usize + 4
 }
@@ -42,12 +43,12 @@ impl Server {
             .batch(many)
             .queue(many)
             .timeout(Duration::from_secs(20));
-        // Each denial is Redis's own.
+        // Send each denial to Redis.
         let store = builder.denials(0).connect().await.unwrap();
         Self { redis, store }
     }
 
-    /// The commands that one check takes, by their names, and what it granted.
+    /// Returns the commands that one check runs, by name, and its granted units.
     async fn commands(&self, check: Check) -> (BTreeMap<String, usize>, u32) {
         let _: String = self.redis.command("CONFIG RESETSTAT").await;
         let granted = self.store.check(check).await.unwrap().granted();
@@ -67,10 +68,10 @@ impl Server {
         (called.collect(), granted)
     }
 
-    /// Charges each of these, one after the other.
+    /// Charges each of these, one after another.
     async fn charge(&self, key: Key, policies: &Policies, costs: &[u32]) {
         for costs in costs.chunks(1_000) {
-            // Takes of one caller that come at once would be one charge.
+            // Concurrent takes of one caller would be one charge.
             let charges = costs
                 .iter()
                 .map(|cost| self.store.check(Check::charge(key, policies, *cost)));
@@ -80,8 +81,8 @@ impl Server {
         }
     }
 
-    /// Asks in every way of a caller who was charged all these, which are the limit but for one; each check may take so
-    /// many commands more than a granted take.
+    /// Sends every kind of check for a caller with these charges, which sum up to the limit minus
+    /// one. Each check may run `more` commands than a granted take.
     async fn ask(&self, policies: &Policies, charges: &[u32], more: usize) {
         let key = Key::new("ann");
         let limit = policies[0].quota().limit();
@@ -90,7 +91,7 @@ impl Server {
         assert_eq!(one, 1);
         let most = granted.values().sum::<usize>() + more;
 
-        // Each is below the one before, which a memory of denials knows nothing of.
+        // Each cost is smaller than the one before, so no cached denial applies.
         let denied = (0..20)
             .map(|i| limit * 99 / 100 - i)
             .chain([limit, limit / 2, 100, 2, 1]);
@@ -136,7 +137,8 @@ impl Server {
     }
 }
 
-/// Many small charges, and checks of every cost and mode: no more commands than a binary search takes.
+/// Many small charges, and checks of every cost and mode: no more commands than a binary search
+/// needs.
 #[tokio::test]
 async fn every_check_costs_about_the_same() {
     let server = Server::start().await;
@@ -155,7 +157,7 @@ async fn every_check_costs_about_the_same() {
     }
 }
 
-/// The longest log that there may be, of charges alike and of any.
+/// The longest possible log, of equal charges and of random ones.
 #[tokio::test]
 async fn longest_log_checks_cost_about_the_same() {
     let policies = policy(Strategy::SlidingLog, "100000/366d");
@@ -170,7 +172,7 @@ async fn longest_log_checks_cost_about_the_same() {
     }
 }
 
-/// Refunds out of the middle of long logs would keep Redis busy for a tenth of a second.
+/// Refunds from the middle of long logs would occupy Redis for a tenth of a second.
 #[tokio::test]
 async fn refunds_of_long_logs_share_few_calls() {
     let server = RedisServer::start();

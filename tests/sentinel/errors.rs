@@ -1,4 +1,4 @@
-//! Logins, and whatever is wrong with the sentinels: a typed error whose text says what to do.
+//! Logins, and misconfigured or broken sentinels: a typed error whose text names the fix.
 
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
@@ -30,7 +30,7 @@ async fn refused(servers: impl Into<Servers>, kind: ErrorKind, remedy: &str) {
     assert!(!format!("{error:?}").contains("hunter2"), "{error:?}");
 }
 
-/// Both ask for a user and a password, and allow what the documentation asks for.
+/// The master and the sentinels require a login, and their users have only the documented rights.
 #[tokio::test]
 async fn the_documented_rights_are_enough() {
     let server = RedisServer::start();
@@ -88,7 +88,7 @@ async fn the_documented_rights_are_enough() {
     .await;
 }
 
-/// The first script distinguishes a replica from a master, if the user may not ask.
+/// Without the right to run `ROLE`, the first script call distinguishes a replica from a master.
 #[tokio::test]
 async fn masters_are_recognized_without_the_role_command() {
     let server = RedisServer::start();
@@ -107,7 +107,7 @@ async fn masters_are_recognized_without_the_role_command() {
 }
 
 #[tokio::test]
-async fn the_user_of_sentinels_may_not_ask() {
+async fn the_sentinel_user_lacks_a_right() {
     let server = RedisServer::start();
     let sentinel = Sentinel::start(server.port(), 1, "");
     let _: String = sentinel
@@ -158,15 +158,15 @@ async fn a_sentinel_is_not_a_server() {
         refused(
             url,
             ErrorKind::Refused,
-            "to a Redis Sentinel, write `redis+sentinel://HOST:PORT/MASTER`",
+            "for a Redis Sentinel, use `redis+sentinel://HOST:PORT/MASTER`",
         )
         .await;
     }
 }
 
-/// Not every check asks the sentinels while there is no master.
+/// While there is no master, most checks fail without querying the sentinels.
 #[tokio::test]
-async fn failing_checks_ask_sentinels_now_and_then() {
+async fn failing_checks_rarely_query_sentinels() {
     let sentinel = Fake::start(free_port(), 1);
     let store = RedisStore::builder(url(&[sentinel.port]))
         .timeout(Duration::from_secs(20))
@@ -179,12 +179,15 @@ async fn failing_checks_ask_sentinels_now_and_then() {
             ErrorKind::Unreachable
         );
     }
-    // The first three are free, and the watch asks too.
+    // The first three checks query the sentinels freely, and the background watch queries them too.
     let passed = since.elapsed().as_millis() as u64;
-    let (asked, most) = (sentinel.asked.load(SeqCst), 5 + passed / 50 + passed / 200);
+    let (queries, most) = (
+        sentinel.queries.load(SeqCst),
+        5 + passed / 50 + passed / 200,
+    );
     assert!(
-        asked <= most,
-        "asked {asked} times for 200 checks, more than {most}"
+        queries <= most,
+        "{queries} queries for 200 checks, more than {most}"
     );
 }
 
@@ -198,7 +201,7 @@ async fn no_sentinel_can_be_reached() {
     .await;
 }
 
-/// All of them are late: nobody counts there.
+/// The sentinels still report a former master, which is a replica now.
 #[tokio::test]
 async fn the_server_is_not_a_master() {
     let server = RedisServer::start();
@@ -208,7 +211,7 @@ async fn the_server_is_not_a_master() {
     refused(
         url(&[sentinel.port]),
         ErrorKind::NotReady,
-        "no master is elected yet",
+        "no master has been elected",
     )
     .await;
 }

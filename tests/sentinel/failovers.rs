@@ -1,4 +1,4 @@
-//! One failover after the other under load, behind a fallback.
+//! Consecutive failovers under load, behind a fallback.
 
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
@@ -11,22 +11,23 @@ use crate::load::{CALLERS, DEADLINE, Kind, Load, Setup, TASKS, peek};
 use crate::nodes::{Group, NAME};
 use crate::support::until;
 
-/// What a busy machine may add to a wait, beside a stall.
+/// Extra time that a busy machine may need, in addition to a stall.
 const SLACK: Duration = Duration::from_millis(900);
-/// The promise is a second, and it is printed; this is for a busy machine.
+/// Maximum recovery time on a busy machine. The promised time is a second; the test prints the
+/// actual one.
 const RECOVERY: Duration = Duration::from_secs(10);
 
-/// How many failovers one load goes through: before its ample callers have used up what they may.
+/// Failovers per load: few enough that the ample callers do not use up their limits.
 const IN_A_ROW: usize = 4;
 
-/// How many such loads there are, one after the other: `FAILOVERS=20` means five.
+/// The number of loads, one after the other: `FAILOVERS=20` means five.
 fn loads() -> usize {
     std::env::var("FAILOVERS").map_or(1, |count| {
         count.parse::<usize>().expect("a number").div_ceil(IN_A_ROW)
     })
 }
 
-/// Whether a connection of a store is open there.
+/// Returns `true` if a store has an open connection to the server.
 async fn is_used(group: &Group, server: usize) -> bool {
     let clients: String = group.servers[server]
         .command("CLIENT LIST TYPE normal")
@@ -36,13 +37,14 @@ async fn is_used(group: &Group, server: usize) -> bool {
         .any(|line| line.contains("cmd=evalsha") || line.contains("cmd=role"))
 }
 
-/// Waits until what the master has written so far is at both replicas, which may lag on a busy machine.
+/// Waits until both replicas have received the master's writes, which may take a while on a busy
+/// machine.
 async fn both_replicas_have_it(group: &Group, master: usize) {
     let connection = group.servers[master].connection().await;
     until("both replicas have it", || {
         let mut connection = connection.clone();
         async move {
-            // It waits for what this connection has written, and so for all before it.
+            // `WAIT` covers the writes of this connection, and therefore all earlier writes.
             let _: () = redis::cmd("SET")
                 .arg("written")
                 .arg(1)
@@ -81,10 +83,10 @@ async fn survive(group: &mut Group) {
             .all(|instance| instance.has_denied(Kind::Spent, Source::Redis))
     })
     .await;
-    // Of a check that was not answered before anybody was spent, as on a machine that stalls, it is not known whether it was
-    // charged.
+    // Checks that failed before the callers were spent, as on a machine that stalls, may or may not
+    // have been charged.
     let early = load.total(|events| &events.failed);
-    // Granted while the master changed: no more than that can be lost.
+    // The grants during the change of masters: at most these can be lost.
     let mut at_risk = [0; CALLERS.len()];
     for failover in 0..IN_A_ROW {
         let old = group.master().await.expect("a master");
@@ -156,7 +158,7 @@ async fn survive(group: &mut Group) {
 
         let new = group.master().await.expect("another master");
         assert_ne!(new, old);
-        // Sentinel itself would take many seconds to do so.
+        // Sentinel would need many seconds to do this.
         if kill {
             group.servers[old].restart();
         }
@@ -175,7 +177,7 @@ async fn survive(group: &mut Group) {
             .iter_mut()
             .zip(granted_after.into_iter().zip(granted_before))
         {
-            // With what was under way.
+            // Includes checks in flight.
             *at_risk += after - before + (load.instances.len() * TASKS) as u64;
         }
     }
@@ -200,7 +202,7 @@ async fn survive(group: &mut Group) {
         match kind {
             Kind::Spent => assert!(
                 granted <= kind.limit() + early,
-                "{name}: {redis} granted by Redis and {local} locally, of {}, and {early} checks were not answered before",
+                "{name}: {redis} granted by Redis and {local} locally, of {}, after {early} failed checks",
                 kind.limit()
             ),
             Kind::Ample => {

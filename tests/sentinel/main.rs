@@ -1,4 +1,4 @@
-//! Redis Sentinel with real servers: the store finds the master, and goes with it to another server.
+//! Redis Sentinel with real servers: the store finds the master, and follows failovers.
 
 #![allow(
     clippy::unwrap_used,

@@ -1,4 +1,4 @@
-//! Servers and their sentinels, real ones and others, on free ports, gone with the test.
+//! Real servers and sentinels, and fake sentinels, on free ports. They stop with the test.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -16,8 +16,9 @@ use crate::support::{RedisServer, cmd, free_port, until};
 
 pub const NAME: &str = "mymaster";
 
-/// In milliseconds. A sentinel that has lost a server tries to reach it once a second, and the one that takes over not
-/// sooner than that: with less than this it takes the new master for dead too, and fails over again.
+/// Milliseconds until a sentinel considers a server down. A sentinel retries a lost server once a
+/// second, and the new leader no sooner: with a shorter time it would consider the new master down
+/// too, and fail over again.
 const DOWN_AFTER: u32 = 2_000;
 
 /// A real sentinel.
@@ -28,7 +29,7 @@ pub struct Sentinel {
 }
 
 impl Sentinel {
-    /// Starts it with more lines in its configuration.
+    /// Starts a sentinel with more configuration lines.
     pub fn start(master: u16, quorum: usize, more: &str) -> Self {
         for _ in 0..20 {
             let (dir, port) = (tempfile::tempdir().unwrap(), free_port());
@@ -78,7 +79,7 @@ impl Sentinel {
             .await
     }
 
-    /// A field of what it says of the master.
+    /// Returns a field of the sentinel's report on the master.
     async fn field(&self, name: &str) -> String {
         let fields: redis::RedisResult<std::collections::HashMap<String, String>> =
             self.command(&format!("SENTINEL MASTER {NAME}")).await;
@@ -122,7 +123,7 @@ impl Drop for Sentinel {
 pub struct Group {
     pub servers: Vec<RedisServer>,
     pub sentinels: Vec<Sentinel>,
-    /// When which sentinel has named another master.
+    /// The time of each switch to another master, and the sentinel that reported it.
     pub switches: Arc<Mutex<Vec<(Instant, usize)>>>,
 }
 
@@ -164,7 +165,8 @@ impl Group {
         group
     }
 
-    /// Waits until every sentinel knows the same master, two others and two replicas that follow it.
+    /// Waits until every sentinel knows the same master, two other sentinels and two replicas that
+    /// follow the master.
     pub async fn is_well(&self) {
         until("all sentinels know all of the group", async || {
             let mut masters = vec![];
@@ -194,7 +196,7 @@ impl Group {
         .await;
     }
 
-    /// The server that all sentinels name.
+    /// Returns the server that all sentinels report.
     pub async fn master(&self) -> Option<usize> {
         let masters = join_all(self.sentinels.iter().map(Sentinel::master)).await;
         let all = masters.iter().all(|port| *port == masters[0]);
@@ -213,13 +215,13 @@ impl Group {
     }
 }
 
-/// One that names whichever master the test sets.
+/// A fake sentinel that reports the master that the test sets.
 pub struct Fake {
     pub port: u16,
-    /// The port of the master that it names, and the epoch.
+    /// The port of the reported master, and the epoch.
     master: Arc<(AtomicU64, AtomicU64)>,
-    /// How often it was asked.
-    pub asked: Arc<AtomicU64>,
+    /// The number of queries.
+    pub queries: Arc<AtomicU64>,
 }
 
 impl Fake {
@@ -229,20 +231,20 @@ impl Fake {
         let fake = Self {
             port,
             master: Arc::default(),
-            asked: Arc::default(),
+            queries: Arc::default(),
         };
         fake.set_master(master, epoch);
-        let (master, asked) = (Arc::clone(&fake.master), Arc::clone(&fake.asked));
+        let (master, queries) = (Arc::clone(&fake.master), Arc::clone(&fake.queries));
         std::thread::spawn(move || {
             while let Ok((stream, _)) = listener.accept() {
-                let (master, asked) = (Arc::clone(&master), Arc::clone(&asked));
+                let (master, queries) = (Arc::clone(&master), Arc::clone(&queries));
                 std::thread::spawn(move || {
                     let mut lines = BufReader::new(stream.try_clone().unwrap());
                     let mut stream = stream;
                     while let Some(words) = command(&mut lines) {
                         let reply = if words[0] == "SENTINEL" {
                             assert_eq!(words[1..], ["MASTER", NAME]);
-                            asked.fetch_add(1, SeqCst);
+                            queries.fetch_add(1, SeqCst);
                             let (port, epoch) = (
                                 master.0.load(SeqCst).to_string(),
                                 master.1.load(SeqCst).to_string(),
@@ -296,7 +298,7 @@ fn command(lines: &mut impl BufRead) -> Option<Vec<String>> {
         .collect()
 }
 
-/// How to reach the master by these sentinels.
+/// Returns the URL of the master behind these sentinels.
 pub fn url(sentinels: &[u16]) -> String {
     let hosts: Vec<String> = sentinels
         .iter()

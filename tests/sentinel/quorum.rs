@@ -1,4 +1,4 @@
-//! Sentinels that are dead, slow, late or lie: whatever they say, the store finds the master in time.
+//! Dead, slow, late or lying sentinels: the store still finds the master in time.
 
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
@@ -10,10 +10,10 @@ use crate::nodes::{Fake, NAME, Sentinel, url};
 use crate::support::{RedisServer, check, free_port, until};
 
 const PATIENT: Duration = Duration::from_secs(20);
-/// Shorter than redis-rs itself waits for a server that is silent.
+/// Shorter than redis-rs's own timeout for a silent server.
 const IMPATIENT: Duration = Duration::from_millis(400);
 
-/// A server that takes connections and never answers.
+/// A server that accepts connections and never replies.
 fn silent() -> (std::net::TcpListener, u16) {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -58,7 +58,7 @@ async fn the_master_is_found() {
             .len(),
         1
     );
-    // RESP3 has maps.
+    // RESP3 replies with maps.
     let resp3 = format!("{}/3?protocol=resp3", url(&[sentinel.port]));
     take(
         &RedisStore::builder(resp3)
@@ -77,10 +77,11 @@ async fn the_master_is_found() {
 }
 
 #[tokio::test]
-async fn dead_and_silent_sentinels_keep_nobody_waiting() {
+async fn dead_and_silent_sentinels_cause_no_delay() {
     let server = RedisServer::start();
     let ((_listener, silent), fake) = (silent(), Fake::start(server.port(), 1));
-    // The others might still name another one, but not for as long as a connection may take.
+    // The silent sentinel might report another master, but is not waited for longer than a
+    // connection may take.
     let sentinels = url(&[silent, free_port(), fake.port]);
     let store = RedisStore::builder(sentinels)
         .timeout(IMPATIENT)
@@ -91,7 +92,7 @@ async fn dead_and_silent_sentinels_keep_nobody_waiting() {
     })
     .await;
 
-    // Most of them agree: nobody waits for the rest.
+    // A majority agrees, so the third one is not waited for.
     let other = Fake::start(server.port(), 1);
     let since = Instant::now();
     let sentinels = url(&[silent, other.port, fake.port]);
@@ -107,7 +108,7 @@ async fn dead_and_silent_sentinels_keep_nobody_waiting() {
 }
 
 #[tokio::test]
-async fn a_frozen_sentinel_keeps_nobody_waiting() {
+async fn a_frozen_sentinel_causes_no_delay() {
     let server = RedisServer::start();
     let sentinels: Vec<Sentinel> = (0..3)
         .map(|_| Sentinel::start(server.port(), 2, ""))
@@ -126,7 +127,8 @@ async fn a_frozen_sentinel_keeps_nobody_waiting() {
     assert!(since.elapsed() < PATIENT / 8, "{:?}", since.elapsed());
 }
 
-/// It names a former master that still takes itself for one: they are both cut off from the others.
+/// One sentinel reports a former master that still considers itself master: both are cut off from
+/// the others.
 #[tokio::test]
 async fn one_sentinel_is_cut_off() {
     let (server, former) = (RedisServer::start(), RedisServer::start());
@@ -139,10 +141,10 @@ async fn one_sentinel_is_cut_off() {
             .connect_lazy()
             .unwrap();
         take(&store).await;
-        // Nor does the watch believe it.
-        let asked = liar.asked.load(SeqCst);
-        until("it was asked twice more", async || {
-            liar.asked.load(SeqCst) > asked + 1
+        // The background watch does not believe it either.
+        let queries = liar.queries.load(SeqCst);
+        until("it was queried twice more", async || {
+            liar.queries.load(SeqCst) > queries + 1
         })
         .await;
         take(&store).await;
@@ -153,7 +155,8 @@ async fn one_sentinel_is_cut_off() {
     }
 }
 
-/// What most of them name is a replica, or does not answer: the next one is tried.
+/// The majority reports a replica, or a server that does not reply: the store tries the next
+/// candidate.
 #[tokio::test]
 async fn the_sentinels_are_late() {
     let server = RedisServer::start();
@@ -178,7 +181,7 @@ async fn the_sentinels_are_late() {
     }
 }
 
-/// A former master that answers as ever would lose what it counts.
+/// A former master that still accepts writes would lose them.
 #[tokio::test]
 async fn a_master_that_still_answers_is_left() {
     let (former, server) = (RedisServer::start(), RedisServer::start());
@@ -211,13 +214,13 @@ async fn a_master_that_still_answers_is_left() {
     assert_eq!(
         former.calls("evalsha").await,
         counted,
-        "the former master is asked again"
+        "the former master gets another check"
     );
 }
 
-/// A master that becomes a replica says READONLY, though its connections stay.
+/// A master that becomes a replica replies `READONLY`, without closing its connections.
 #[tokio::test]
-async fn a_demoted_master_is_left_at_once() {
+async fn a_demoted_master_is_left_immediately() {
     let former = RedisServer::start();
     let server = RedisServer::start_with(&["--repl-diskless-sync-delay", "0"]);
     let sentinel = Fake::start(former.port(), 1);
@@ -227,7 +230,7 @@ async fn a_demoted_master_is_left_at_once() {
         .await
         .unwrap();
     take(&store).await;
-    // No sentinel says so in time.
+    // No sentinel reports this in time.
     let _: String = former
         .command(&format!("REPLICAOF 127.0.0.1 {}", server.port()))
         .await;
@@ -262,7 +265,7 @@ async fn without_sentinels_the_known_master_stays() {
     .await;
 }
 
-/// The watch is a task of the store's.
+/// The watch is a background task of the store.
 #[tokio::test]
 async fn a_dropped_store_stops_its_watch() {
     let server = RedisServer::start();
@@ -277,23 +280,23 @@ async fn a_dropped_store_stops_its_watch() {
         .connect()
         .await
         .unwrap();
-    let asked = sentinel.asked.load(SeqCst);
-    until("the watch asks", async || {
-        sentinel.asked.load(SeqCst) > asked + 1
+    let queries = sentinel.queries.load(SeqCst);
+    until("the watch sends a query", async || {
+        sentinel.queries.load(SeqCst) > queries + 1
     })
     .await;
     drop(store);
     until("all tasks have ended", async || tasks() <= before).await;
 }
 
-/// As a sentinel that was cut off, while the others do not answer.
+/// The stale sentinel was cut off from the others, which do not reply.
 #[tokio::test]
 async fn one_stale_sentinel_replaces_no_master() {
     let (server, stray) = (RedisServer::start(), RedisServer::start());
     let good: Vec<Sentinel> = (0..2)
         .map(|_| Sentinel::start(server.port(), 2, ""))
         .collect();
-    // Sentinels that have led no failover.
+    // A sentinel that has seen no failover.
     let stale = Fake::start(server.port(), 0);
     let ports = [stale.port, good[0].port, good[1].port];
     let store = RedisStore::builder(url(&ports))
@@ -304,9 +307,9 @@ async fn one_stale_sentinel_replaces_no_master() {
     take(&store).await;
     good.iter().for_each(Sentinel::freeze);
     stale.set_master(stray.port(), 0);
-    let asked = stale.asked.load(SeqCst);
+    let queries = stale.queries.load(SeqCst);
     until("the watch has queried it twice", async || {
-        stale.asked.load(SeqCst) > asked + 1
+        stale.queries.load(SeqCst) > queries + 1
     })
     .await;
     let _: i64 = server.command("CLIENT KILL TYPE normal SKIPME yes").await;
@@ -314,10 +317,10 @@ async fn one_stale_sentinel_replaces_no_master() {
         store.check(check("ann", "10/s")).await.is_ok()
     })
     .await;
-    assert!(!has_counted(&stray).await, "a stray server counts");
+    assert!(!has_counted(&stray).await, "a stray server has counts");
 }
 
-/// Its report loses once, and is not put to the vote again.
+/// Its report loses the vote once, and then does not cause another vote.
 #[tokio::test]
 async fn an_outvoted_sentinel_costs_nothing() {
     let (server, stray) = (RedisServer::start(), RedisServer::start());
@@ -333,21 +336,21 @@ async fn an_outvoted_sentinel_costs_nothing() {
         .await
         .unwrap();
     take(&store).await;
-    let asked = |sentinel: usize| sentinels[sentinel].asked.load(SeqCst);
-    let before = asked(0);
-    until("the watch has queried it", async || asked(0) > before + 1).await;
+    let queries = |sentinel: usize| sentinels[sentinel].queries.load(SeqCst);
+    let before = queries(0);
+    until("the watch has queried it", async || queries(0) > before + 1).await;
     let (before, connections) = (
-        [asked(0), asked(1), asked(2)],
+        [queries(0), queries(1), queries(2)],
         server.info("stats", "total_connections_received").await,
     );
     until("the watch has queried it four times more", async || {
-        asked(0) > before[0] + 3
+        queries(0) > before[0] + 3
     })
     .await;
-    // One at a time, each in its turn.
+    // The watch queries one sentinel at a time, in turn.
     for good in [1, 2] {
         assert!(
-            asked(good) - before[good] <= asked(0) - before[0] + 1,
+            queries(good) - before[good] <= queries(0) - before[0] + 1,
             "sentinel {good} was queried too often"
         );
     }

@@ -1,4 +1,4 @@
-//! The store that settings choose.
+//! `AnyStore`: the store that a configuration selects.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -15,10 +15,10 @@ use tower_redis_ratelimit::{Fallback, Key, LocalStore, RedisStore, Strategy};
 
 use crate::support::{RedisServer, policy, until};
 
-const NOBODY: &str = "redis://127.0.0.1:1/";
+const UNUSED: &str = "redis://127.0.0.1:1/";
 
 fn redis() -> RedisStore {
-    RedisStore::connect_lazy(NOBODY).unwrap()
+    RedisStore::connect_lazy(UNUSED).unwrap()
 }
 
 fn config(kind: StoreKind, url: String) -> StoreConfig {
@@ -61,7 +61,7 @@ async fn instances_share_the_count_of_one_redis() {
 #[tokio::test]
 async fn only_a_fallback_is_degraded() {
     let policies = policy(Strategy::Gcra, "1000/d");
-    let ask = async |store: &AnyStore| {
+    let take = async |store: &AnyStore| {
         store
             .check(Check::take(Key::new("ann"), &policies, 1))
             .await
@@ -73,16 +73,16 @@ async fn only_a_fallback_is_degraded() {
     );
     assert!(!fallback.is_degraded());
     until("the fallback is degraded", async || {
-        assert_eq!(ask(&fallback).await.unwrap().source(), Source::Local);
+        assert_eq!(take(&fallback).await.unwrap().source(), Source::Local);
         fallback.is_degraded()
     })
     .await;
     for _ in 0..5 {
         assert_eq!(
-            ask(&redis).await.unwrap_err().kind(),
+            take(&redis).await.unwrap_err().kind(),
             ErrorKind::Unreachable
         );
-        assert_eq!(ask(&local).await.unwrap().source(), Source::Local);
+        assert_eq!(take(&local).await.unwrap().source(), Source::Local);
     }
     assert!(!redis.is_degraded() && !local.is_degraded());
 }
@@ -109,9 +109,10 @@ fn warms_its_store() {
     );
 }
 
-/// So that all who ask this store together count what is in flight once.
+/// It has the identity of the store that it contains, so that both track requests in flight
+/// together.
 #[tokio::test]
-async fn it_is_the_store_that_it_has() {
+async fn it_has_the_identity_of_its_store() {
     let (redis, local) = (redis(), LocalStore::default());
     let fallback = Fallback::new(redis.clone(), local.clone());
     for store in [redis.clone().into(), AnyStore::from(fallback)] {
@@ -121,7 +122,7 @@ async fn it_is_the_store_that_it_has() {
     assert!(redis.identity() != local.identity() && local.identity().is_some());
 }
 
-/// As that of a layer over it does.
+/// An observer set on the store reaches the store that it contains.
 #[tokio::test]
 async fn the_store_notifies_its_observer() {
     #[derive(Default)]
@@ -154,7 +155,7 @@ async fn the_store_notifies_its_observer() {
     }
 }
 
-/// As a [`Fallback`] around it does at its deadline.
+/// A [`Fallback`] around the store relies on this at its deadline.
 #[tokio::test]
 async fn the_store_withdraws_unsent_checks() {
     let policies = policy(Strategy::Gcra, "10/d");
@@ -168,19 +169,19 @@ async fn the_store_withdraws_unsent_checks() {
         };
         assert!(
             store.withdraw(pin!(future)),
-            "nothing has run that could send it"
+            "no task has run that could send it"
         );
     }
 }
 
-/// The runtime never runs, so that the tasks of a store allocate nothing meanwhile.
+/// The runtime is never driven, so the tasks of a store allocate nothing during the test.
 #[test]
-fn it_allocates_nothing_of_its_own() {
+fn it_allocates_nothing_itself() {
     fn allocations(store: &impl Store) -> u64 {
         let policies = policy(Strategy::Gcra, "1000/d");
-        let ask = || drop(store.check(Check::take(Key::new("ann"), &policies, 1)));
-        ask();
-        measure(|| (0..100).for_each(|_| ask())).count_total
+        let send = || drop(store.check(Check::take(Key::new("ann"), &policies, 1)));
+        send();
+        measure(|| (0..100).for_each(|_| send())).count_total
     }
     let runtime = runtime::Builder::new_current_thread()
         .enable_all()
@@ -196,8 +197,5 @@ fn it_allocates_nothing_of_its_own() {
     let any =
         [redis().into(), fallback().into(), AnyStore::local()].map(|store| allocations(&store));
     assert_eq!(any, alone);
-    assert!(
-        alone[0] >= 100 && alone[2] == 0,
-        "what is counted: {alone:?}"
-    );
+    assert!(alone[0] >= 100 && alone[2] == 0, "allocations: {alone:?}");
 }

@@ -42,7 +42,7 @@ async fn leased() {
     let redis = RedisStore::connect(server.url()).await.unwrap();
     let store =
         Leased::new(Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(60)));
-    // Of so few nothing is leased but one unit, to callers that ask many times.
+    // With so few units, nothing but single units is leased, to callers that send many checks.
     keeps_the_contract_under(store, Source::Redis, |strategy| {
         leased_policy(strategy, 10, Duration::from_secs(60))
     })
@@ -85,7 +85,7 @@ async fn keeps_the_contract_under(
     policies: fn(Strategy) -> Policies,
 ) {
     for (i, strategy) in STRATEGIES.into_iter().enumerate() {
-        // Long enough that nothing flows back during the test: 10 per 100 days.
+        // Nothing refills during the test: 10 per 100 days.
         let caller = Caller {
             store: &store,
             policies: policies(strategy),
@@ -95,10 +95,10 @@ async fn keeps_the_contract_under(
         caller.takes_all_or_nothing(source).await;
         caller.grants_a_part().await;
         caller.peeks_without_charging().await;
-        caller.goes_into_bounded_debt().await;
+        caller.charges_a_bounded_debt().await;
         caller.takes_ahead().await;
         caller.refunds().await;
-        caller.forgets_one_caller().await;
+        caller.resets_one_caller().await;
         caller.refunds_to_each_policy().await;
         caller.shares_its_counts_with_clones().await;
         caller.is_atomic().await;
@@ -119,7 +119,7 @@ impl<S: Store> Caller<'_, S> {
         Key::new(format!("{}-{name}", self.i))
     }
 
-    async fn ask(
+    async fn check(
         &self,
         name: &str,
         check: fn(Key, &Policies, u32) -> Check,
@@ -131,19 +131,19 @@ impl<S: Store> Caller<'_, S> {
             .unwrap()
     }
 
-    /// Granted, remaining.
+    /// Returns the granted and remaining amounts.
     async fn numbers(
         &self,
         name: &str,
         check: fn(Key, &Policies, u32) -> Check,
         cost: u32,
     ) -> (u32, u32) {
-        let decision = self.ask(name, check, cost).await;
+        let decision = self.check(name, check, cost).await;
         (decision.granted(), decision.remaining())
     }
 
     async fn takes_all_or_nothing(&self, source: Source) {
-        let first = self.ask("take", Check::take, 4).await;
+        let first = self.check("take", Check::take, 4).await;
         assert_eq!(
             (first.granted(), first.remaining(), first.capacity()),
             (4, 6, 10),
@@ -153,7 +153,7 @@ impl<S: Store> Caller<'_, S> {
         assert_eq!((first.source(), first.policy().name()), (source, "test"));
         assert!(first.reset_after() > Duration::ZERO);
 
-        let denied = self.ask("take", Check::take, 7).await;
+        let denied = self.check("take", Check::take, 7).await;
         assert_eq!(
             (denied.granted(), denied.remaining()),
             (0, 6),
@@ -166,19 +166,19 @@ impl<S: Store> Caller<'_, S> {
         );
 
         assert!(
-            self.ask("take", Check::take, 0).await.is_allowed(),
+            self.check("take", Check::take, 0).await.is_allowed(),
             "a cost of 0 takes nothing"
         );
         assert_eq!(self.numbers("take", Check::take, 6).await, (6, 0));
-        assert!(!self.ask("take", Check::take, 1).await.is_allowed());
+        assert!(!self.check("take", Check::take, 1).await.is_allowed());
 
-        let never = self.ask("take", Check::take, 11).await;
+        let never = self.check("take", Check::take, 11).await;
         assert_eq!(
             (never.outcome(), never.retry_after()),
             (Outcome::ExceedsCapacity, None)
         );
         assert_eq!(
-            self.ask("large", Check::take, u32::MAX).await.outcome(),
+            self.check("large", Check::take, u32::MAX).await.outcome(),
             Outcome::ExceedsCapacity
         );
         assert_eq!(
@@ -191,7 +191,7 @@ impl<S: Store> Caller<'_, S> {
     async fn grants_a_part(&self) {
         assert_eq!(self.numbers("part", Check::up_to, 7).await, (7, 3));
         assert_eq!(self.numbers("part", Check::up_to, 100).await, (3, 0));
-        let denied = self.ask("part", Check::up_to, 5).await;
+        let denied = self.check("part", Check::up_to, 5).await;
         assert!(
             denied.granted() == 0 && denied.retry_after().is_some(),
             "{denied:?}"
@@ -200,7 +200,7 @@ impl<S: Store> Caller<'_, S> {
 
     async fn peeks_without_charging(&self) {
         for _ in 0..3 {
-            let peek = self.ask("peek", Check::peek, 10).await;
+            let peek = self.check("peek", Check::peek, 10).await;
             assert!(
                 peek.is_allowed()
                     && peek.granted() == 0
@@ -208,56 +208,56 @@ impl<S: Store> Caller<'_, S> {
                     && peek.reset_after().is_zero()
             );
         }
-        let _ = self.ask("peek", Check::take, 1).await;
-        let peek = self.ask("peek", Check::peek, 10).await;
+        let _ = self.check("peek", Check::take, 1).await;
+        let peek = self.check("peek", Check::peek, 10).await;
         assert!(
             !peek.is_allowed() && peek.remaining() == 9 && peek.retry_after().is_some(),
             "{peek:?}"
         );
         assert_eq!(
-            self.ask("peek", Check::peek, 11).await.outcome(),
+            self.check("peek", Check::peek, 11).await.outcome(),
             Outcome::ExceedsCapacity
         );
     }
 
-    async fn goes_into_bounded_debt(&self) {
+    async fn charges_a_bounded_debt(&self) {
         assert_eq!(self.numbers("debt", Check::charge, 8).await, (8, 2));
         assert_eq!(self.numbers("debt", Check::charge, 8).await, (8, 0));
         assert_eq!(
             self.numbers("debt", Check::charge, 8).await,
             (4, 0),
-            "twice the capacity and no more"
+            "at most twice the capacity"
         );
-        let denied = self.ask("debt", Check::charge, 1).await;
+        let denied = self.check("debt", Check::charge, 1).await;
         assert!(
             denied.granted() == 0 && denied.retry_after().is_some(),
             "{denied:?}"
         );
         assert!(
-            !self.ask("debt", Check::take, 0).await.is_allowed(),
-            "in debt, even nothing is denied"
+            !self.check("debt", Check::take, 0).await.is_allowed(),
+            "in debt, even a cost of 0 is denied"
         );
     }
 
     async fn takes_ahead(&self) {
         let days = |days: u64| Duration::from_secs(days * 86_400);
-        let ask = async |cost, within| {
+        let take_ahead = async |cost, within| {
             let check = Check::take_ahead(self.key("ahead"), &self.policies, cost, within);
             self.store.check(check).await.unwrap()
         };
-        let first = ask(8, Duration::ZERO).await;
+        let first = take_ahead(8, Duration::ZERO).await;
         assert_eq!(
             (first.outcome(), first.granted(), first.remaining()),
             (Outcome::Allowed, 8, 2)
         );
-        let late = ask(5, days(1)).await;
+        let late = take_ahead(5, days(1)).await;
         assert!(
             late.granted() == 0 && late.retry_after().is_some(),
             "{late:?}"
         );
-        let ahead = ask(5, days(1_000)).await;
-        if self.owes() {
-            // 3 more than there are, of which 1 comes in 10 days, or 10 in 100.
+        let ahead = take_ahead(5, days(1_000)).await;
+        if self.supports_debts() {
+            // 3 units are missing: 1 refills in 10 days, or 10 in 100.
             let due = if self.strategy == Strategy::TokenBucket(Refill::Interval) {
                 100
             } else {
@@ -272,14 +272,14 @@ impl<S: Store> Caller<'_, S> {
                 (5, 0, false)
             );
             assert!(
-                !self.ask("ahead", Check::take, 1).await.is_allowed(),
-                "it is owed"
+                !self.check("ahead", Check::take, 1).await.is_allowed(),
+                "the debt uses the capacity"
             );
-            let much = ask(8, days(1_000)).await;
+            let much = take_ahead(8, days(1_000)).await;
             assert_eq!(
                 (much.granted(), much.retry_after().is_some()),
                 (0, true),
-                "no more than one capacity is owed"
+                "the debt is at most one capacity"
             );
             assert_eq!(self.numbers("ahead", Check::refund, 5).await, (5, 2));
         } else {
@@ -290,13 +290,13 @@ impl<S: Store> Caller<'_, S> {
         }
         assert_eq!(self.numbers("ahead", Check::take, 2).await, (2, 0));
         assert_eq!(
-            ask(11, days(1_000)).await.outcome(),
+            take_ahead(11, days(1_000)).await.outcome(),
             Outcome::ExceedsCapacity
         );
     }
 
-    /// Whether it can owe what is due later.
-    fn owes(&self) -> bool {
+    /// Returns `true` if the strategy supports charges that are due later.
+    fn supports_debts(&self) -> bool {
         matches!(
             self.strategy,
             Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(_)
@@ -304,7 +304,7 @@ impl<S: Store> Caller<'_, S> {
     }
 
     async fn refunds(&self) {
-        let _ = self.ask("refund", Check::take, 5).await;
+        let _ = self.check("refund", Check::take, 5).await;
         assert_eq!(self.numbers("refund", Check::refund, 2).await, (2, 7));
         assert_eq!(
             self.numbers("refund", Check::refund, 100).await,
@@ -315,9 +315,9 @@ impl<S: Store> Caller<'_, S> {
         assert_eq!(self.numbers("refund", Check::take, 10).await, (10, 0));
     }
 
-    async fn forgets_one_caller(&self) {
-        let _ = self.ask("reset", Check::take, 5).await;
-        let _ = self.ask("bystander", Check::take, 5).await;
+    async fn resets_one_caller(&self) {
+        let _ = self.check("reset", Check::take, 5).await;
+        let _ = self.check("bystander", Check::take, 5).await;
         let reset = self
             .store
             .check(Check::reset(self.key("reset"), &self.policies))
@@ -327,11 +327,11 @@ impl<S: Store> Caller<'_, S> {
             (reset.granted(), reset.remaining(), reset.reset_after()),
             (5, 10, Duration::ZERO)
         );
-        assert_eq!(self.ask("reset", Check::peek, 1).await.remaining(), 10);
-        assert_eq!(self.ask("bystander", Check::peek, 1).await.remaining(), 5);
+        assert_eq!(self.check("reset", Check::peek, 1).await.remaining(), 10);
+        assert_eq!(self.check("bystander", Check::peek, 1).await.remaining(), 5);
     }
 
-    /// Each policy refunds and forgets what it has, whatever the others have.
+    /// Each policy refunds and resets its own count, independent of the others.
     async fn refunds_to_each_policy(&self) {
         let other = Policy::new("other", Strategy::Gcra, "20/100d".parse().unwrap()).unwrap();
         let both = Policies::new([self.policies[0].clone(), other.clone()]).unwrap();
@@ -372,7 +372,7 @@ impl<S: Store> Caller<'_, S> {
     }
 
     async fn shares_its_counts_with_clones(&self) {
-        let _ = self.ask("clone", Check::take, 5).await;
+        let _ = self.check("clone", Check::take, 5).await;
         let clone = self.store.clone();
         let decision = clone
             .check(Check::take(self.key("clone"), &self.policies, 5))
@@ -412,27 +412,30 @@ impl<S: Store> Caller<'_, S> {
         assert_eq!(
             take("another", 3, "request-1").await.unwrap().remaining(),
             7,
-            "ids of callers are their own"
+            "ids belong to their caller"
         );
         assert_eq!(
-            self.ask("id", Check::take, 1).await.remaining(),
+            self.check("id", Check::take, 1).await.remaining(),
             3,
-            "a check without an id is another"
+            "a check without an id is charged separately"
         );
 
         assert!(!take("id", 4, "request-3").await.unwrap().is_allowed());
-        let _ = self.ask("id", Check::refund, 1).await;
+        let _ = self.check("id", Check::refund, 1).await;
         assert!(
             take("id", 4, "request-3").await.unwrap().is_allowed(),
-            "a denial is not remembered"
+            "a denial is not stored"
         );
 
-        let at_once = join_all((0..50).map(|_| take("at once", 2, "request-1"))).await;
+        let concurrent = join_all((0..50).map(|_| take("concurrent", 2, "request-1"))).await;
         assert!(
-            at_once
+            concurrent
                 .into_iter()
                 .all(|decision| decision.unwrap().remaining() == 8)
         );
-        assert_eq!(self.ask("at once", Check::peek, 1).await.remaining(), 8);
+        assert_eq!(
+            self.check("concurrent", Check::peek, 1).await.remaining(),
+            8
+        );
     }
 }

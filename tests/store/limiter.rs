@@ -1,4 +1,4 @@
-//! Waiting for a grant: in order, in time, and without loss.
+//! `Limiter`: FIFO waits, deadlines, and reservations, without losing a grant.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -83,7 +83,7 @@ async fn small_costs_do_not_starve_large() {
     assert_eq!(*order.lock().unwrap(), [10, 1, 2, 9, 3]);
 }
 
-/// Whoever runs out of time in the queue leaves it, and the others go on.
+/// A waiter that runs out of time leaves the queue, and the others stay.
 #[tokio::test(start_paused = true)]
 async fn deadlines_apply_in_the_queue() {
     let limiter = limiter(Strategy::Gcra, "1/s");
@@ -104,9 +104,9 @@ async fn deadlines_apply_in_the_queue() {
     );
 }
 
-/// A late caller with little time takes nothing before those who came earlier.
+/// A later waiter with less time does not overtake earlier waiters.
 #[tokio::test(start_paused = true)]
-async fn nobody_overtakes() {
+async fn later_waiters_do_not_overtake() {
     let limiter = limiter(Strategy::Gcra, "10/s");
     let _ = limiter.take(ANN, 10).await.unwrap();
     let start = Instant::now();
@@ -130,7 +130,7 @@ async fn nobody_overtakes() {
     );
 }
 
-/// It leaves the queue, and nothing is lost whenever it is dropped.
+/// A dropped wait leaves the queue and charges nothing, at whichever moment it is dropped.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_dropped_wait_takes_nothing() {
     let server = RedisServer::start();
@@ -152,11 +152,11 @@ async fn a_dropped_wait_takes_nothing() {
     let shown = format!("{limiter:?}");
     assert!(
         shown.contains("WaitQueues { waiting: 0, .. }"),
-        "somebody still waits: {shown}"
+        "a request still waits: {shown}"
     );
 }
 
-/// Nor is anything lost if it is dropped after the grant and before it is polled.
+/// Nor does a wait that is dropped between its grant and its next poll.
 #[tokio::test]
 async fn waits_dropped_before_polling_take_nothing() {
     const WAITS: u32 = 10_000;
@@ -164,7 +164,7 @@ async fn waits_dropped_before_polling_take_nothing() {
     let mut granted = 0;
     for i in 0..WAITS {
         let wait = limiter.wait(ANN, 1, Duration::from_secs(10));
-        // The take runs on a task of its own, which gets on while this one yields.
+        // The dispatcher takes on its own task, which progresses while this one yields.
         let impatient = async {
             for _ in 0..i % 4 {
                 tokio::task::yield_now().await;
@@ -187,7 +187,7 @@ async fn waits_dropped_before_polling_take_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn it_waits_for_redis_as_well() {
+async fn a_wait_works_with_redis() {
     let server = RedisServer::start();
     let store = RedisStore::connect(server.url()).await.unwrap();
     let limiter = Limiter::new(store, policy(Strategy::Gcra, "100/s burst 10"));
@@ -266,12 +266,16 @@ async fn a_dropped_reservation_costs_what_was_counted() {
         let reservation = limiter.reserve(ANN, 100).await.unwrap();
         reservation.add(50);
         end(reservation);
-        assert_eq!(left(&limiter).await, left_over, "whatever was counted");
+        assert_eq!(
+            left(&limiter).await,
+            left_over,
+            "independent of the counted cost"
+        );
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn failed_reservations_say_why() {
+async fn failed_reservations_report_the_reason() {
     let limiter = limiter(Strategy::SlidingLog, "10/h");
     let first = limiter.reserve(ANN, 8).await.unwrap();
     let ReserveError::Denied(denied) = limiter.reserve(ANN, 8).await.unwrap_err() else {
@@ -295,7 +299,7 @@ async fn failed_reservations_say_why() {
     assert!(error.to_string().contains("cannot be reached"), "{error}");
 }
 
-/// One that is dropped where there is no runtime is refunded when there is one again.
+/// A reservation dropped outside of any runtime is refunded as soon as a runtime is used.
 #[test]
 fn a_reservation_outlives_its_runtime() {
     let server = RedisServer::start();
@@ -314,13 +318,14 @@ fn a_reservation_outlives_its_runtime() {
     drop(first);
     drop(reserved);
     runtime().block_on(async {
-        // Who asks now is denied, and has it sent.
+        // A denied reservation also makes the queue send the refund.
         let refunded = async || limiter.reserve(ANN, 10).await.is_ok();
         until("it is refunded", refunded).await;
     });
 }
 
-/// Or two requests in flight would be free by five tokens that are refunded, and 300 tokens be as many requests.
+/// Otherwise, refunding five tokens would free requests in flight, and charging 300 tokens would
+/// count 300 requests.
 #[tokio::test]
 async fn charges_and_refunds_are_not_in_flight() {
     let tokens = Policy::new("tokens", Strategy::SlidingLog, Quota::per_minute(1_000)).unwrap();

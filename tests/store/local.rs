@@ -1,4 +1,4 @@
-//! The store in this process: exact under threads, bounded, and following tokio's clock.
+//! The local store: exact under threads, bounded, and driven by Tokio's clock.
 
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -20,8 +20,7 @@ fn ask(store: &LocalStore, check: Check) -> Decision {
         .unwrap()
 }
 
-/// Of answers that come at about the same time the one with the least remaining is the newest, but not if its window
-/// has ended.
+/// The newest of several answers is the one with the least remaining, unless its window has ended.
 #[tokio::test(start_paused = true)]
 async fn continues_from_answers_of_a_new_window() {
     let (there, here) = (LocalStore::default(), LocalStore::default());
@@ -68,7 +67,7 @@ async fn a_retry_passes_exactly_on_time() {
         let take = || ask(&store, Check::take(Key::new("ann"), &policies, 2));
         assert!(take().is_allowed());
         let wait = take().retry_after().unwrap();
-        // Tokio's paused clock moves in milliseconds; the decisions are by the microsecond.
+        // Tokio's paused clock has a resolution of a millisecond, decisions one of a microsecond.
         tokio::time::advance(wait - Duration::from_micros(1)).await;
         assert_eq!(
             take().retry_after(),
@@ -82,7 +81,7 @@ async fn a_retry_passes_exactly_on_time() {
 
 #[tokio::test(start_paused = true)]
 async fn counts_are_kept_only_while_meaningful() {
-    // Windows of the clock may end at any time.
+    // Without windows of the clock, which may end at any time.
     for strategy in STRATEGIES
         .into_iter()
         .filter(|strategy| *strategy != Strategy::FixedWindow(Align::default()))
@@ -90,15 +89,15 @@ async fn counts_are_kept_only_while_meaningful() {
         let (store, policies) = (LocalStore::default(), policy(strategy, "10/10s"));
         let take = || ask(&store, Check::take(Key::new("ann"), &policies, 1)).is_allowed();
         assert!((0..10).all(|_| take()), "{strategy:?}");
-        // The first charge alone would mostly be forgotten by now.
+        // Enough time for the state of a single charge to expire under most strategies.
         tokio::time::advance(Duration::from_millis(1_500)).await;
         let more = (0..10).filter(|_| take()).count();
         assert!(
             more <= 2,
-            "{strategy:?}: a charge was forgotten, {more} more pass"
+            "{strategy:?}: a charge was dropped, {more} more are allowed"
         );
         let _ = ask(&store, Check::reset(Key::new("ann"), &policies));
-        assert!(store.is_empty(), "{strategy:?}: what says nothing is held");
+        assert!(store.is_empty(), "{strategy:?}: an empty state is kept");
     }
 }
 
@@ -125,7 +124,7 @@ async fn expired_keys_make_room() {
     );
 }
 
-/// However small, a store holds all policies of a caller.
+/// Even the smallest store holds all policies of a caller.
 #[test]
 fn a_small_store_counts_too() {
     use tower_redis_ratelimit::{Policies, Policy};
@@ -147,7 +146,7 @@ fn a_small_store_counts_too() {
     }
 }
 
-/// A flood of new keys pushes out its own kind, not a caller that is deep in its limit.
+/// New keys replace other new keys, but not a caller that has used up its limit.
 #[tokio::test(start_paused = true)]
 async fn a_full_store_keeps_exhausted_callers() {
     let store = LocalStore::with_capacity(NonZeroUsize::new(640).unwrap());
@@ -168,13 +167,14 @@ async fn a_full_store_keeps_exhausted_callers() {
     );
 }
 
-/// Under every strategy, an exhausted caller is denied until its time, however many new keys come.
+/// Under every strategy, an exhausted caller stays denied until its reset, independent of the
+/// number of new keys.
 #[tokio::test(start_paused = true)]
 async fn a_flood_of_new_keys_frees_nobody() {
-    // A tenth of the default store, and ten new keys for each that it holds.
+    // A tenth of the default capacity, and ten new keys per entry.
     const KEYS: usize = LocalStore::DEFAULT_KEYS.get() / 10;
     let mut freed = vec![];
-    // New keys that use a hundredth of their limit, and such that use it up.
+    // New keys that use a hundredth of their limit, and new keys that use it up.
     for (strategy, limit) in STRATEGIES
         .into_iter()
         .flat_map(|strategy| [(strategy, 100), (strategy, 1)])
@@ -210,7 +210,7 @@ async fn a_flood_of_new_keys_frees_nobody() {
     );
 }
 
-/// A store full of exhausted callers has a few entries for newcomers, which replace each other.
+/// A store full of exhausted callers keeps a few entries for newcomers, which replace each other.
 #[tokio::test(start_paused = true)]
 async fn newcomers_do_not_evict_all_exhausted_callers() {
     const KEYS: usize = 2_048;
@@ -225,7 +225,7 @@ async fn newcomers_do_not_evict_all_exhausted_callers() {
             take(format!("exhausted-{i}"), 100);
         }
         tokio::time::advance(Duration::from_millis(1)).await;
-        // Peeking charges nobody who is not known.
+        // A peek does not add a new caller to the store.
         let peek = |i| {
             ask(
                 &store,
@@ -243,8 +243,9 @@ async fn newcomers_do_not_evict_all_exhausted_callers() {
         for i in 0..20 * KEYS {
             take(format!("new-{i}"), 1);
         }
-        // Who asks again while some others come is counted there, but for the first few times. How many those are is a matter
-        // of chance: four on average, and now and then forty. So it is tried with some.
+        // A caller that keeps returning is counted, except for its first few requests. The number
+        // of these is random: four on average, sometimes forty. So the test uses the median of
+        // several callers.
         let mut granted = [0; 7];
         for (who, granted) in granted.iter_mut().enumerate() {
             for i in 0..3_000 {
@@ -266,7 +267,7 @@ async fn newcomers_do_not_evict_all_exhausted_callers() {
     assert!(freed.is_empty(), "{freed:?}");
 }
 
-/// Both lists of policies answer an id as they did, as in Redis.
+/// Each list of policies repeats its own answer to an id, as in Redis.
 #[test]
 fn ids_are_kept_per_policy_list() {
     use tower_redis_ratelimit::{Policies, Policy};
@@ -296,8 +297,8 @@ fn ids_are_kept_per_policy_list() {
     );
 }
 
-/// As in a rolling deploy: 10 and 11 per minute, polled alternately, twice a second for 20 minutes. A window keeps its
-/// count; each bucket has its own.
+/// A rolling deploy: quotas of 10 and 11 per minute, checked alternately, twice a second for 20
+/// minutes. They share a window's count; each bucket has its own.
 #[tokio::test(start_paused = true)]
 async fn two_limits_per_window_do_not_add() {
     for strategy in STRATEGIES {

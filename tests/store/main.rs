@@ -1,4 +1,4 @@
-//! What every store promises, with every strategy.
+//! The contract of `Store`, for every store and strategy.
 
 #![allow(
     clippy::unwrap_used,

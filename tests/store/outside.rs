@@ -1,4 +1,4 @@
-//! A store that is made with the public API alone, and how the others deal with such stores.
+//! A store written with the public API only, and how other stores treat it.
 
 use std::collections::HashMap;
 use std::future::Pending;
@@ -18,7 +18,7 @@ use tower_redis_ratelimit::{Fallback, Key, Leased, LocalStore, Policies, Policy,
 
 use crate::support::{STRATEGIES, check, policy, until};
 
-/// Counts by the strategies, in a map.
+/// Counts in a map, with the crate's strategies.
 #[derive(Debug, Clone)]
 pub(crate) struct InMemory {
     callers: Arc<Mutex<HashMap<Key, Counts>>>,
@@ -35,14 +35,14 @@ impl InMemory {
         }
     }
 
-    /// By tokio's clock, which is paused.
+    /// Returns the time of Tokio's clock, which is paused.
     fn now(&self) -> SystemTime {
         self.start.0 + self.start.1.elapsed()
     }
 }
 
 impl Store for InMemory {
-    /// It never waits.
+    /// The store never waits.
     type Future = Pending<Result<Decision, StoreError>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
@@ -53,14 +53,17 @@ impl Store for InMemory {
     }
 }
 
-fn ask<S: Store>(store: &S, check: Check) -> Result<Decision, StoreError> {
-    store.check(check).now_or_never().expect("it never waits")
+fn check_now<S: Store>(store: &S, check: Check) -> Result<Decision, StoreError> {
+    store
+        .check(check)
+        .now_or_never()
+        .expect("the store never waits")
 }
 
-/// As the local store does, check by check, and then it may be forgotten.
+/// Each decision equals that of the local store, and in the end the counts have expired.
 #[tokio::test(start_paused = true)]
 async fn counts_agree_with_the_local_store() {
-    // Where windows are those of the clock, the two would have to read it at the same moment.
+    // Not with windows of the clock: the stores would have to read it at the same moment.
     let of_clock = |strategy: &Strategy| match strategy {
         Strategy::FixedWindow(align) => matches!(align, Align::Clock { .. }),
         strategy => matches!(
@@ -84,18 +87,18 @@ async fn counts_agree_with_the_local_store() {
                 _ => Check::take(Key::GLOBAL, &policies, rng.u32(0..4)),
             };
             let [expected, decision] =
-                [ask(&local, check.clone()), ask(&ours, check)].map(Result::unwrap);
+                [check_now(&local, check.clone()), check_now(&ours, check)].map(Result::unwrap);
             let seen = |decision: &Decision| {
                 (decision.outcome(), decision.granted(), decision.remaining())
             };
             assert_eq!(seen(&decision), seen(&expected), "{strategy:?}");
             advance(Duration::from_millis(rng.u64(0..1_000))).await;
         }
-        let lapsed = || ours.callers.lock().unwrap()[&Key::GLOBAL].has_lapsed(ours.now());
-        let _ = ask(&ours, Check::take(Key::GLOBAL, &policies, 1));
-        assert!(!lapsed(), "{strategy:?}");
+        let has_expired = || ours.callers.lock().unwrap()[&Key::GLOBAL].has_lapsed(ours.now());
+        let _ = check_now(&ours, Check::take(Key::GLOBAL, &policies, 1));
+        assert!(!has_expired(), "{strategy:?}");
         advance(Duration::from_secs(600)).await;
-        assert!(lapsed(), "{strategy:?}");
+        assert!(has_expired(), "{strategy:?}");
     }
 }
 
@@ -108,7 +111,7 @@ fn types_for_outside_stores_are_send() {
 #[test]
 fn a_mock_answers_as_configured() {
     let store = MockStore::new();
-    let (mock, take) = (store.clone(), || ask(&store, check("ann", "10/s")));
+    let (mock, take) = (store.clone(), || check_now(&store, check("ann", "10/s")));
     let first = take().unwrap();
     assert_eq!(
         (first.outcome(), first.granted(), first.remaining()),
@@ -133,27 +136,28 @@ fn a_mock_answers_as_configured() {
     );
 }
 
-/// As in every other store.
+/// An id belongs to its list of policies, as in every other store.
 #[test]
 fn an_id_is_kept_for_each_list() {
     let policies =
         |name| Policies::from(Policy::new(name, Strategy::Gcra, "10/h".parse().unwrap()).unwrap());
     let (store, one, other) = (InMemory::new(), policies("one"), policies("other"));
     let take = |policies| {
-        ask(&store, Check::take(Key::GLOBAL, policies, 4).with_id("id"))
+        check_now(&store, Check::take(Key::GLOBAL, policies, 4).with_id("id"))
             .unwrap()
             .remaining()
     };
     assert_eq!([take(&one), take(&other), take(&one), take(&other)], [6; 4]);
     assert_eq!(
-        ask(&store, Check::peek(Key::GLOBAL, &one, 0))
+        check_now(&store, Check::peek(Key::GLOBAL, &one, 0))
             .unwrap()
             .remaining(),
         6
     );
 }
 
-/// What the fallback granted instead is charged to a store of another crate as well, unless that may have charged it.
+/// A grant of the fallback is charged to the outside store, unless that may already have charged
+/// it.
 #[tokio::test(start_paused = true)]
 async fn unsent_grants_are_charged_to_outside_stores() {
     for unsent in [true, false] {
@@ -176,7 +180,7 @@ async fn unsent_grants_are_charged_to_outside_stores() {
     }
 }
 
-/// An error of one check alone opens no breaker.
+/// An error of a single check does not open the breaker.
 #[tokio::test(start_paused = true)]
 async fn outside_stores_may_fail_single_checks() {
     for of_check in [true, false] {
@@ -194,7 +198,8 @@ async fn outside_stores_may_fail_single_checks() {
     }
 }
 
-/// Whatever an outside store returns, nobody is locked out for longer than by a policy of the local store's own.
+/// No answer of an outside store locks a caller out for longer than the local store's own policy
+/// would.
 #[tokio::test(start_paused = true)]
 async fn local_counts_continue_from_any_outside_answer() {
     for strategy in STRATEGIES {
@@ -227,7 +232,7 @@ async fn local_counts_continue_from_any_outside_answer() {
     }
 }
 
-/// Has an answer for every hook that is not the default one.
+/// Overrides the default of every hook.
 #[derive(Clone, Default)]
 struct Hooks(Arc<Mutex<Vec<&'static str>>>);
 
@@ -291,7 +296,7 @@ impl WrapStore for Wrapped {
 #[test]
 fn a_wrapped_store_keeps_its_hooks() {
     fn keeps_hooks(store: &impl Store, hooks: &Hooks) {
-        let decision = ask(&MockStore::new(), check("ann", "10/h")).unwrap();
+        let decision = check_now(&MockStore::new(), check("ann", "10/h")).unwrap();
         assert_eq!(
             (
                 store.partitions(),
@@ -308,7 +313,7 @@ fn a_wrapped_store_keeps_its_hooks() {
     }
     let (wrapped, hooks) = (Wrapped::default(), Hooks::default());
     assert_eq!(
-        ask(&wrapped, check("ann", "10/h")).unwrap().source(),
+        check_now(&wrapped, check("ann", "10/h")).unwrap().source(),
         MEMORY
     );
     keeps_hooks(&wrapped, &wrapped.0);
@@ -316,7 +321,7 @@ fn a_wrapped_store_keeps_its_hooks() {
     let leased = Leased::new(hooks.clone());
     keeps_hooks(&leased, &hooks);
     let Answer::Pending { future } = leased.check(check("ann", "10/h")) else {
-        panic!("it is sent")
+        panic!("the check is sent")
     };
     assert!(leased.withdraw(pin!(future)));
 }

@@ -1,4 +1,5 @@
-//! Processes of a service that have requests in flight, some of which are killed, and a log of these requests.
+//! Processes of a service with requests in flight, the killing of some, and a log of these
+//! requests.
 
 #![allow(unreachable_pub, reason = "shared by test binaries")]
 #![allow(dead_code, reason = "each test binary uses its part")]
@@ -26,7 +27,7 @@ pub const TTL: Duration = Duration::from_secs(2);
 pub const PROCESSES: usize = 4;
 const TASKS: usize = 64;
 const DEADLINE: Duration = Duration::from_millis(100);
-/// No machine is busy for so long that it answers later.
+/// Longer than any stall of a machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 const STORE: &str = "IN_FLIGHT_STORE";
@@ -48,7 +49,7 @@ pub fn limiter<S: Store>(store: S) -> Limiter<S> {
     )
 }
 
-/// A store that is given time, however busy the machine is.
+/// A store with a long timeout, for busy machines.
 pub fn patient(url: &str) -> RedisStore {
     RedisStore::builder(url)
         .timeout(PATIENCE)
@@ -56,14 +57,14 @@ pub fn patient(url: &str) -> RedisStore {
         .unwrap()
 }
 
-/// What is in flight in each process, noted after it was granted and before it is released: so it is never more than
-/// what is. It is kept by a Redis of its own.
+/// The number of requests in flight per process, recorded after the grant and before the release:
+/// so it never exceeds the real number. Stored in a separate Redis.
 pub struct Log {
     server: RedisServer,
     connection: redis::aio::MultiplexedConnection,
 }
 
-/// Adds to what a process has in flight, and notes the most that all have.
+/// Adds to a process's number of requests in flight, and records the maximum sum.
 const NOTE: &str = "
     redis.call('HINCRBY', 'in flight', ARGV[1], ARGV[2])
     local sum = 0
@@ -92,16 +93,17 @@ impl Log {
             .unwrap_or(0)
     }
 
-    /// The most that was in flight at once, since it was last asked.
+    /// Returns the maximum number of requests in flight since the last call.
     pub async fn most(&self) -> u64 {
         self.number(&["GETDEL", "most"]).await
     }
 
-    /// The most that was in flight in a second, and how many were granted locally in it and just before: what a busy
-    /// machine makes late, a process with a fallback grants beside Redis.
+    /// Returns the maximum number of requests in flight within a second, and the number of local
+    /// grants during that second and just before it: a process with a fallback grants locally if a
+    /// busy machine makes Redis's replies late.
     async fn most_in_a_second(&self) -> (u64, u64) {
         let before = self.granted_locally().await;
-        // What was granted locally until now has ended by then.
+        // Earlier local grants have ended after a second.
         sleep(Duration::from_secs(1)).await;
         self.most().await;
         sleep(Duration::from_secs(1)).await;
@@ -113,28 +115,28 @@ impl Log {
         self.number(&["GET", "granted"]).await
     }
 
-    /// How many were granted by a process alone.
+    /// Returns the number of local grants.
     pub async fn granted_locally(&self) -> u64 {
         self.number(&["GET", "locally"]).await
     }
 
-    /// How many could not be decided.
+    /// Returns the number of requests that could not be decided.
     pub async fn failed(&self) -> u64 {
         self.number(&["GET", "failed"]).await
     }
 
-    /// The longest that a request was not answered, in milliseconds.
+    /// Returns the longest wait for a reply, in milliseconds.
     pub async fn longest(&self) -> u64 {
         self.number(&["GET", "longest"]).await
     }
 
-    /// The longest that the machine let a request sleep beyond its time, in milliseconds.
+    /// Returns the longest time by which the machine woke a task late, in milliseconds.
     async fn stalled(&self) -> u64 {
         self.number(&["GET", "stalled"]).await
     }
 }
 
-/// A process of the test of this name, which calls [`work`].
+/// A process that runs the test of this name, which calls [`work`].
 pub struct Worker {
     child: Child,
     name: String,
@@ -161,7 +163,7 @@ impl Worker {
         }
     }
 
-    /// Kills it as `kill -9` does: what it had in flight has ended.
+    /// Kills it as `kill -9` does: its requests in flight end.
     pub async fn kill(mut self, log: &Log) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
@@ -178,7 +180,7 @@ impl Worker {
         );
     }
 
-    /// How many it has in flight.
+    /// Returns its number of requests in flight.
     pub async fn in_flight(&self, log: &Log) -> u64 {
         log.number(&["HGET", "in flight", &self.name]).await
     }
@@ -191,12 +193,12 @@ impl Drop for Worker {
     }
 }
 
-/// Whether this is one of the processes.
+/// Returns `true` in one of the processes.
 pub fn is_worker() -> bool {
     env::var(STORE).is_ok()
 }
 
-/// Has requests in flight until it is killed: 64 tasks, each with one after the other.
+/// Keeps requests in flight until it is killed: in 64 tasks, each with one request after another.
 pub async fn work() {
     let store = env::var(STORE).unwrap();
     if env::var(FALLS_BACK).is_ok() {
@@ -270,7 +272,7 @@ async fn run<S: Store>(limiter: Limiter<S>) {
     std::future::pending::<()>().await;
 }
 
-/// Notes a time by this name in the log, if it is longer than what was noted there.
+/// Records a time under this name, if it is longer than the recorded one.
 async fn note_longest(
     name: &str,
     took: Duration,
@@ -291,8 +293,8 @@ async fn note_longest(
     }
 }
 
-/// Has processes work, and kills and starts one after the other, for a time. Never are more in flight than may be; what
-/// the dead held is free again once its slots have expired.
+/// Runs processes, and kills and restarts them in turn for a while. The limit is never exceeded,
+/// and the slots of killed processes are free once they have expired.
 pub async fn processes_are_killed(test: &str, url: &str) {
     let seconds = env::var("SECONDS")
         .ok()
@@ -333,8 +335,9 @@ pub async fn processes_are_killed(test: &str, url: &str) {
     );
 }
 
-/// Has processes work through an outage: `change` is called to begin it, and to end it. No request fails or waits: each
-/// process goes on with its part, and what they have in flight is counted again once Redis is back.
+/// Runs processes through an outage, which `change` starts and ends. No request fails or waits:
+/// each process continues with its part, and its requests in flight are counted again after the
+/// recovery.
 pub async fn an_outage(test: &str, url: &str, mut change: impl AsyncFnMut(bool)) {
     let log = Log::start().await;
     let _workers: Vec<Worker> = (0..PROCESSES)
@@ -344,7 +347,7 @@ pub async fn an_outage(test: &str, url: &str, mut change: impl AsyncFnMut(bool))
         let than = log.granted().await + 100;
         until("more is granted", async || log.granted().await > than).await;
     };
-    // A process may have begun with a local grant.
+    // A process may have started with a local grant.
     more().await;
     let (before, local_before) = log.most_in_a_second().await;
     change(false).await;
@@ -363,11 +366,11 @@ pub async fn an_outage(test: &str, url: &str, mut change: impl AsyncFnMut(bool))
     let limit = u64::from(LIMIT);
     assert!(
         before <= limit + local_before,
-        "{before} before, of which {local_before} may be local"
+        "{before} before, up to {local_before} of them local"
     );
     assert!(
         later <= limit + local_later,
-        "{later} later, of which {local_later} may be local"
+        "{later} later, up to {local_later} of them local"
     );
     assert!(
         during <= 2 * limit && after <= 3 * limit,

@@ -1,4 +1,4 @@
-//! A store that answers later, as one does that is far away, and that may fail.
+//! A store that replies late, as if it were far away, and that may fail.
 
 #![allow(unreachable_pub, reason = "shared by test binaries")]
 
@@ -13,7 +13,7 @@ use tower_redis_ratelimit::check::{Check, Decision, Mode};
 use tower_redis_ratelimit::store::{Answer, ErrorKind, Store, StoreError};
 use tower_redis_ratelimit::{Key, LocalStore};
 
-/// Asks a local store: a check takes `there` to come to it, and its answer as long to come back.
+/// Wraps a local store: a check takes `there` to arrive, and its reply takes as long to return.
 #[derive(Clone)]
 pub struct Late {
     store: LocalStore,
@@ -24,7 +24,7 @@ pub struct Late {
 #[derive(Default)]
 struct Shared {
     fails: AtomicBool,
-    /// So many of the next fail.
+    /// The number of further checks that fail.
     failing: AtomicUsize,
     asked: Mutex<Vec<Mode>>,
 }
@@ -46,7 +46,7 @@ impl Late {
         self.shared.failing.store(count, SeqCst);
     }
 
-    /// All that it was asked.
+    /// Returns the modes of all checks.
     pub fn asked(&self) -> Vec<Mode> {
         self.shared.asked.lock().unwrap().clone()
     }

@@ -1,4 +1,4 @@
-//! What is logged.
+//! Captured log lines.
 
 #![allow(unreachable_pub, reason = "shared by two test binaries")]
 
@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use tracing::Level;
 use tracing::subscriber::DefaultGuard;
 
-/// Collects what this thread logs.
+/// Collects the log of this thread.
 #[derive(Clone, Default)]
 pub struct Lines(Arc<Mutex<Vec<u8>>>);
 
@@ -26,7 +26,7 @@ impl Lines {
         (lines, tracing::subscriber::set_default(subscriber))
     }
 
-    /// What was logged since the last time.
+    /// Returns the lines since the last call.
     pub fn take(&self) -> Vec<String> {
         let bytes = std::mem::take(&mut *self.0.lock().unwrap());
         String::from_utf8(bytes)

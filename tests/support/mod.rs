@@ -1,4 +1,4 @@
-//! A real Redis of a test's own: on a free port, with a folder of its own, gone with the test.
+//! A real Redis for a test: on a free port and with its own directory, killed with the test.
 
 #![allow(unreachable_pub, reason = "shared with tests outside of the crate")]
 #![allow(dead_code, reason = "each test binary uses its part")]
@@ -28,7 +28,7 @@ pub struct RedisServer {
 }
 
 impl RedisServer {
-    /// Starts `redis-server`, and waits until it answers.
+    /// Starts `redis-server`, and waits until it responds.
     pub fn start() -> Self {
         Self::start_with(&[])
     }
@@ -36,7 +36,7 @@ impl RedisServer {
     /// Starts it with more arguments, such as `["--maxmemory", "2mb"]`.
     pub fn start_with(args: &[&str]) -> Self {
         let args: Vec<String> = args.iter().map(|arg| (*arg).to_owned()).collect();
-        // Another process may take the port between our look and redis-server's: then another is tried.
+        // Another process may take the port before redis-server does: then try another one.
         for _ in 0..20 {
             let dir = tempfile::tempdir().expect("a folder for redis-server");
             let port = free_port();
@@ -102,10 +102,10 @@ impl RedisServer {
         );
     }
 
-    /// A connection past the store, to look and to meddle.
+    /// Opens a direct connection, for inspection and interference.
     pub async fn connection(&self) -> MultiplexedConnection {
         let client = redis::Client::open(self.url()).expect("a URL");
-        // However busy the machine is.
+        // Long enough for a busy machine.
         let patience = Some(Duration::from_secs(20));
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(patience)
@@ -124,7 +124,7 @@ impl RedisServer {
             .expect(command)
     }
 
-    /// How often the server has run a command, such as `evalsha`.
+    /// Returns the number of times that the server has run a command, such as `evalsha`.
     pub async fn calls(&self, command: &str) -> u64 {
         let stats: String = self.command("INFO commandstats").await;
         let line = stats
@@ -134,7 +134,7 @@ impl RedisServer {
             .map_or(0, |calls| calls.parse().expect("a count"))
     }
 
-    /// A number of INFO, such as `used_memory` of `memory`.
+    /// Returns a number from INFO, such as `used_memory` of `memory`.
     pub async fn info(&self, section: &str, field: &str) -> u64 {
         let info: String = self.command(&format!("INFO {section}")).await;
         let value = info
@@ -143,7 +143,7 @@ impl RedisServer {
         value.expect(field).trim().parse().expect("a number")
     }
 
-    /// Whether the server that answers on the port is ours.
+    /// Returns `true` if the server that responds on the port is this one.
     fn wait_until_up(&mut self) -> bool {
         let end = Instant::now() + Duration::from_secs(20);
         let client = redis::Client::open(self.url()).expect("a URL");
@@ -155,7 +155,7 @@ impl RedisServer {
                 Ok::<String, _>(info) => {
                     return info.contains(&format!("process_id:{}\r", self.child.id()));
                 }
-                // It is up, and wants a password.
+                // It has started, and requires a password.
                 Err(error)
                     if error
                         .code()
@@ -176,7 +176,8 @@ impl Drop for RedisServer {
     }
 }
 
-/// What runs as `redis-server`: the binary that the environment names, or the one on the PATH.
+/// Returns the `redis-server` to run: the binary in the environment variable, or the one on the
+/// PATH.
 fn binary() -> OsString {
     std::env::var_os("REDIS_SERVER").unwrap_or_else(|| "redis-server".into())
 }
@@ -211,14 +212,14 @@ fn spawn(port: u16, args: &[String], dir: &TempDir) -> Child {
     }
 }
 
-/// A command in one text, such as `"SCRIPT FLUSH"`.
+/// Parses a command, such as `"SCRIPT FLUSH"`.
 pub fn cmd(command: &str) -> redis::Cmd {
     let mut cmd = redis::Cmd::new();
     cmd.arg(command.split(' ').collect::<Vec<_>>());
     cmd
 }
 
-/// A port that nobody listens on just now.
+/// Returns a port that is currently free.
 pub fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     listener.local_addr().expect("its address").port()
@@ -228,12 +229,12 @@ pub fn free_port() -> u16 {
 pub async fn until<F: Future<Output = bool>>(what: &str, mut condition: impl FnMut() -> F) {
     let end = Instant::now() + Duration::from_secs(60);
     while !condition().await {
-        assert!(Instant::now() < end, "waited in vain until {what}");
+        assert!(Instant::now() < end, "timed out waiting until {what}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
 
-/// One take of this caller, by GCRA under a quota such as `10/s`.
+/// A take of this caller, with GCRA under a quota such as `10/s`.
 pub fn check(caller: &str, quota: &str) -> Check {
     Check::take(Key::new(caller), &policy(Strategy::Gcra, quota), 1)
 }
@@ -245,7 +246,8 @@ pub fn policy(strategy: Strategy, quota: &str) -> Policies {
         .into()
 }
 
-/// A policy that may be charged ahead for so long, and counts in Redis as [`policy`] of so many per 100 days does.
+/// A policy that may be charged ahead for `time`, and counts in Redis like [`policy`] with `limit`
+/// per 100 days.
 pub fn leased(strategy: Strategy, limit: u32, time: Duration) -> Policies {
     let period = Duration::from_secs(100 * 86_400);
     let quota = if is_gradual(strategy) {
@@ -259,7 +261,7 @@ pub fn leased(strategy: Strategy, limit: u32, time: Duration) -> Policies {
         .into()
 }
 
-/// Whether it frees what was charged little by little.
+/// Returns `true` if the strategy frees charges gradually.
 pub fn is_gradual(strategy: Strategy) -> bool {
     matches!(
         strategy,
@@ -267,5 +269,5 @@ pub fn is_gradual(strategy: Strategy) -> bool {
     )
 }
 
-/// Every strategy that there is.
+/// All strategies.
 pub const STRATEGIES: [Strategy; Strategy::ALL.len()] = *Strategy::ALL.first_chunk().unwrap();

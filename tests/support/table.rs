@@ -1,11 +1,11 @@
-//! What the fault matrices of a single server and of a cluster have in common: their tests, their tables, and what a row
-//! came to.
+//! Shared by the fault matrices of a single server and of a cluster: their tests, their tables, and
+//! the outcome of a row.
 
 use std::time::Duration;
 
-/// The shortest that a fault lasts: several deadlines, and long enough for probes to fail.
+/// Minimum duration of a fault: several deadlines, and long enough for probes to fail.
 pub const FAULT: Duration = Duration::from_millis(700);
-/// What a busy machine may add to a wait, beside a stall.
+/// Time that a busy machine may add to a wait, in addition to a stall.
 pub const SLACK: Duration = Duration::from_millis(900);
 
 /// Makes a test of each row.
@@ -27,26 +27,27 @@ macro_rules! table {
     };
 }
 
-/// What a row came to.
+/// The outcome of a row.
 #[derive(Debug)]
 #[allow(dead_code, reason = "the tests only show it")]
 pub struct Outcome {
     pub requests: u64,
     pub errors: u64,
     pub worst: Duration,
-    /// Over the spent and the tight callers, in a cluster those of all masters.
+    /// Units granted to the spent and the tight callers; in a cluster, to those of all masters.
     pub granted: u64,
     pub allowed: u64,
-    /// How much more the bound lets be granted. It does not hold where a replica takes over.
+    /// Additional units that the bound allows. It does not apply if a replica takes over.
     pub bound: u64,
-    /// Checks that Redis was asked and did not answer in time.
+    /// Checks without a timely reply from Redis.
     pub unanswered: u64,
     pub reconciled: u64,
-    /// From the moment that Redis, the master or its heir could answer until all instances were back to it.
+    /// Time from the recovery of Redis, of the master or of its successor until all instances used
+    /// it again.
     pub recovery: Option<Duration>,
-    /// What the limiter took of a request before the fault, and once the breaker was open.
+    /// Time that the limiter added to a request before the fault, and after the breaker had opened.
     pub healthy_p99: Option<Duration>,
     pub open_p99: Option<Duration>,
-    /// What was granted to callers of other masters from the fault on: by Redis, and by the instances.
+    /// Units granted to callers of other masters since the fault: by Redis, and by the instances.
     pub others: Option<(u64, u64)>,
 }

@@ -1,4 +1,4 @@
-//! Certificates by their files, as a configuration names them.
+//! Certificates from files, as named in a configuration.
 
 use std::fs;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use tower_redis_ratelimit::store::{AnyStore, ErrorKind, Store, StoreConfig, Stor
 use crate::support::check;
 use crate::with_tls::{Authority, TlsServer};
 
-/// A folder of files.
+/// A temporary folder for files.
 struct Folder(TempDir);
 
 impl Folder {
@@ -33,7 +33,7 @@ fn config(url: impl Into<String>) -> StoreConfig {
     config
 }
 
-/// What it says of settings that cannot work.
+/// Returns the error for an invalid configuration.
 fn refused(config: &StoreConfig) -> String {
     let error = AnyStore::from_config(config).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Configuration, "{error:?}");
@@ -58,7 +58,7 @@ async fn configured_stores_connect_with_their_files() {
     };
     assert!(decide(&config).await.unwrap().is_allowed());
 
-    // Each of them is needed.
+    // Each of the files is needed.
     let without = |change: fn(&mut StoreConfig)| {
         let mut config = config.clone();
         change(&mut config);
@@ -105,7 +105,7 @@ fn errors_name_the_file() {
             &None,
             &None,
             [
-                "missing.pem\" of `root_certificates` cannot be read",
+                "missing.pem\" of `root_certificates`: ",
                 "this process may read",
             ],
         ),
@@ -114,7 +114,7 @@ fn errors_name_the_file() {
             &missing,
             &key,
             [
-                "missing.pem\" of `client_certificate` cannot be read",
+                "missing.pem\" of `client_certificate`: ",
                 "this process may read",
             ],
         ),
@@ -122,10 +122,7 @@ fn errors_name_the_file() {
             &None,
             &certificate,
             &missing,
-            [
-                "missing.pem\" of `client_key` cannot be read",
-                "this process may read",
-            ],
+            ["missing.pem\" of `client_key`: ", "this process may read"],
         ),
         (
             &None,
@@ -149,24 +146,21 @@ fn errors_name_the_file() {
             &none,
             &None,
             &None,
-            [
-                "none.pem\": the root certificate cannot be used",
-                "give it in PEM",
-            ],
+            ["none.pem\": invalid root certificate", "expected PEM"],
         ),
         (
             &None,
             &none,
             &key,
-            ["none.pem\" and \"", "the client certificate cannot be used"],
+            ["none.pem\" and \"", "invalid client certificate"],
         ),
         (
             &None,
             &certificate,
             &none,
             [
-                "none.pem\": the key of a client certificate cannot be used",
-                "give it in PEM",
+                "none.pem\": invalid key of a client certificate",
+                "expected PEM",
             ],
         ),
         (
@@ -175,7 +169,7 @@ fn errors_name_the_file() {
             &other,
             [
                 "client.pem\" and \"",
-                "other.key\": the client certificate with its key cannot",
+                "other.key\": invalid client certificate with its key",
             ],
         ),
     ] {
@@ -196,8 +190,8 @@ fn tls_settings_need_a_tls_url() {
     let folder = Folder::new();
     let mut config = config("redis://127.0.0.1/");
     config.root_certificates = folder.write("ca.pem", &Authority::new().pem());
-    assert!(refused(&config).contains("write `rediss://`"));
-    // A store that asks no Redis has no use for it.
+    assert!(refused(&config).contains("use `rediss://`"));
+    // A local store does not read the files.
     config.kind = StoreKind::Local;
     config.root_certificates = Some("missing.pem".into());
     AnyStore::from_config(&config).unwrap();

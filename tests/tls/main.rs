@@ -1,5 +1,5 @@
-//! TLS: it works with what an organization has of its own, wherever Redis is, and each thing that is wrong has its own
-//! advice.
+//! TLS with an organization's own certificates, for every kind of deployment. Each misconfiguration
+//! has its own advice.
 
 #![cfg(feature = "tls")]
 #![allow(

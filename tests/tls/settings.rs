@@ -1,4 +1,4 @@
-//! What cannot work is refused when the store is built, by its name.
+//! Invalid TLS settings are rejected when the store is built, and the error names the setting.
 
 use tower_redis_ratelimit::RedisStore;
 use tower_redis_ratelimit::store::Servers;
@@ -41,11 +41,11 @@ fn invalid_certificates() {
     ] {
         let error = builder.connect_lazy().unwrap_err().to_string();
         assert!(
-            error.starts_with(&format!("the {what} cannot be used: ")),
+            error.starts_with(&format!("invalid {what}: ")),
             "{what}: {error}"
         );
         assert!(
-            error.contains("give it in PEM") && !error.contains("BEGIN PRIVATE"),
+            error.contains("expected PEM") && !error.contains("BEGIN PRIVATE"),
             "{error}"
         );
     }
@@ -70,7 +70,7 @@ fn an_invalid_name() {
     builder().server_name("10.0.0.1").connect_lazy().unwrap();
 }
 
-/// Whoever sets a certificate expects encryption.
+/// Setting a certificate implies that encryption is expected.
 #[test]
 fn certificates_without_tls() {
     let ca = Authority::new().pem();
@@ -86,7 +86,7 @@ fn certificates_without_tls() {
             .unwrap_err()
             .to_string();
         assert!(
-            error.contains("does not ask for TLS: write `rediss://`"),
+            error.contains("does not use TLS: use `rediss://`"),
             "{error}"
         );
     }

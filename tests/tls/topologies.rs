@@ -1,4 +1,4 @@
-//! The same settings for a cluster, and for sentinels and their master.
+//! TLS settings for a cluster, and for sentinels with their master.
 
 use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
@@ -20,7 +20,7 @@ fn builder(servers: impl Into<Servers>, ca: &Authority, own: &Certificate) -> Re
         .timeout(Duration::from_secs(20))
 }
 
-/// The nodes of a cluster announce the ports that speak TLS.
+/// The nodes of a cluster announce their TLS ports.
 #[tokio::test]
 async fn a_cluster() {
     let ca = Authority::new();
@@ -45,7 +45,7 @@ async fn a_cluster() {
     .await;
     let url = format!("rediss+cluster://127.0.0.1:{}", node.port);
     let store = builder(url.as_str(), &ca, &own).connect().await.unwrap();
-    // Only the port that speaks TLS is left.
+    // Close the port without TLS.
     let _: String = node.server.command("CONFIG SET port 0").await;
     assert!(
         store
@@ -83,7 +83,7 @@ impl Drop for Sentinel {
     }
 }
 
-/// A sentinel that speaks nothing but TLS, and its port.
+/// Starts a sentinel that accepts TLS only, and returns its port.
 fn sentinel(master: u16, ca: &Authority) -> (Sentinel, u16) {
     let (files, port) = (Files::new(ca, &ca.sign(HOST)), free_port());
     let settings: String = files
@@ -137,7 +137,7 @@ async fn sentinels_and_their_master() {
     );
     let error = RedisStore::connect(url.as_str()).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::CertificateUntrusted, "{error:?}");
-    // Each is named in its own way.
+    // The master and the sentinels have separate URLs.
     let mixed = |master: &str, scheme: &str| {
         Servers::sentinel(master, [format!("{scheme}://127.0.0.1:{port}")])
     };

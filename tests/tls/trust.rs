@@ -1,4 +1,4 @@
-//! Who trusts whom, and what is said if they do not.
+//! Trust between client and server, and the error if it fails.
 
 use std::error::Error as _;
 use std::io::{Read, Write};
@@ -36,7 +36,7 @@ async fn refused(builder: RedisStoreBuilder, kind: ErrorKind, remedy: &str, caus
     assert!(text.contains(cause), "{text:?} lacks {cause:?}");
 }
 
-/// Nobody has installed a crypto provider.
+/// Works without an installed crypto provider.
 #[tokio::test]
 async fn a_private_ca_is_trusted() {
     let ca = Authority::new();
@@ -53,14 +53,14 @@ async fn a_private_ca_is_trusted() {
             .unwrap()
             .is_allowed()
     );
-    // Among others.
+    // One CA among several.
     let several = format!("{}{}", Authority::new().pem(), ca.pem());
     builder(server.url())
         .root_certificates(several)
         .connect()
         .await
         .unwrap();
-    // What was set on the connection's own way stays.
+    // A certificate that was set in the connection info is kept.
     let certificates = TlsCertificates {
         client_tls: None,
         root_cert: Some(ca.pem().into_bytes()),
@@ -73,7 +73,7 @@ async fn a_private_ca_is_trusted() {
 }
 
 #[tokio::test]
-async fn the_ca_is_another() {
+async fn the_ca_is_not_trusted() {
     let ca = Authority::new();
     let server = TlsServer::start(&ca, "127.0.0.1");
     let (kind, remedy) = (
@@ -142,7 +142,7 @@ async fn the_certificate_is_for_another_host() {
 }
 
 #[tokio::test]
-async fn the_server_wants_a_certificate() {
+async fn the_server_requires_a_certificate() {
     let ca = Authority::new();
     let server = TlsServer::start_with(&ca, &ca.sign("127.0.0.1"), &[]);
     let builder = || builder(server.url()).root_certificates(ca.pem());
@@ -179,13 +179,13 @@ async fn the_server_does_not_speak_tls() {
     for args in [&[][..], &["--requirepass", "secret"]] {
         let server = RedisServer::start_with(args);
         let url = format!("rediss://127.0.0.1:{}/", server.port());
-        let wrong = "answers without TLS: write `redis://`";
-        // Three quarters of the time are for the handshake.
+        let wrong = "does not use TLS on this port: use `redis://`";
+        // The handshake may take three quarters of the timeout.
         let builder = builder(url).timeout(Duration::from_secs(4));
         refused(
             builder,
             ErrorKind::Tls,
-            "check that the URL's port speaks TLS",
+            "check that the URL's port serves TLS",
             wrong,
         )
         .await;
@@ -193,29 +193,29 @@ async fn the_server_does_not_speak_tls() {
     refused(
         builder(answering(b"-ERR unknown command\r\n")),
         ErrorKind::Tls,
-        "speaks TLS",
+        "serves TLS",
         "corrupt",
     )
     .await;
 }
 
 #[tokio::test]
-async fn the_url_does_not_ask_for_tls() {
+async fn the_url_does_not_use_tls() {
     let ca = Authority::new();
     let server = TlsServer::start(&ca, "127.0.0.1");
     let url = format!("redis://127.0.0.1:{}/", server.port);
     refused(
         builder(url),
         ErrorKind::TlsWanted,
-        "write `rediss://` instead of `redis://`",
+        "use `rediss://` instead of `redis://`",
         "",
     )
     .await;
 }
 
-/// Whatever else may keep it from answering, its port speaks TLS.
+/// A frozen server is not reported as one without TLS: its port has served TLS before.
 #[tokio::test]
-async fn a_silent_server_has_spoken_tls() {
+async fn a_frozen_tls_server_times_out() {
     let ca = Authority::new();
     let server = TlsServer::start(&ca, "127.0.0.1");
     let builder = RedisStore::builder(server.url())
@@ -230,7 +230,7 @@ async fn a_silent_server_has_spoken_tls() {
     })
     .await;
     server.server.freeze();
-    // The first is sent on the connection that there was, and the second waits for another one.
+    // The first check uses the existing connection, the second waits for a new one.
     for _ in 0..2 {
         let error = store.check(check("ann", "10/s")).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Timeout, "{error:?}");
@@ -239,9 +239,9 @@ async fn a_silent_server_has_spoken_tls() {
     server.server.thaw();
 }
 
-/// Nor is a server that is silent from the start said to be without TLS.
+/// A server that never replies is not reported as one without TLS either.
 #[tokio::test]
-async fn a_server_that_never_answers_is_late() {
+async fn a_silent_server_times_out() {
     for scheme in ["redis", "rediss"] {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("{scheme}://{}/", listener.local_addr().unwrap());
@@ -254,7 +254,7 @@ async fn a_server_that_never_answers_is_late() {
     }
 }
 
-/// A server that answers whatever it is sent.
+/// A server that sends a fixed reply to any request.
 fn answering(reply: &'static [u8]) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("rediss://{}/", listener.local_addr().unwrap());
@@ -266,19 +266,19 @@ fn answering(reply: &'static [u8]) -> String {
     url
 }
 
-/// Redis-rs can check nothing at all only with a feature of its own.
+/// Disabling verification would require a feature of redis-rs.
 #[tokio::test]
-async fn an_insecure_url_is_set_up_wrongly() {
+async fn insecure_urls_are_rejected() {
     refused(
         builder("rediss://127.0.0.1:1/#insecure"),
         ErrorKind::Configuration,
-        "set up wrongly",
+        "invalid store configuration",
         "",
     )
     .await;
 }
 
-/// Leads to a server, and holds every byte from it back for as long. Notes how connections to it begin.
+/// Starts a proxy that delays every reply, and records the first bytes of each connection.
 fn slow(port: u16, delay: Duration) -> (u16, Arc<Mutex<Vec<Vec<u8>>>>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let (own, beginnings) = (
@@ -315,7 +315,7 @@ fn slow(port: u16, delay: Duration) -> (u16, Arc<Mutex<Vec<Vec<u8>>>>) {
     (own, beginnings)
 }
 
-/// A port of TLS receives nothing else during a handshake.
+/// A TLS port receives nothing but the handshake while that is in progress.
 #[tokio::test]
 async fn a_slow_handshake_is_waited_for() {
     let ca = Authority::new();

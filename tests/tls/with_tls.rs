@@ -1,4 +1,4 @@
-//! Servers with certificates of a test's own.
+//! Servers with certificates that the test creates.
 
 use std::fs;
 
@@ -7,7 +7,7 @@ use tempfile::TempDir;
 
 use crate::support::{RedisServer, free_port};
 
-/// Who signs certificates.
+/// A certificate authority.
 pub struct Authority {
     issuer: CertifiedIssuer<'static, KeyPair>,
 }
@@ -22,7 +22,7 @@ impl Authority {
     pub fn new() -> Self {
         let mut params = CertificateParams::new([]).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        // OpenSSL takes a certificate with the name of its authority for one that has signed itself.
+        // Without a distinct name, OpenSSL would consider each issued certificate self-signed.
         params
             .distinguished_name
             .push(DnType::CommonName, "an authority");
@@ -50,14 +50,14 @@ impl Authority {
     }
 }
 
-/// A server that shows a certificate on one port, and speaks without TLS on another.
+/// A server that serves TLS on one port, and plain connections on another.
 pub struct TlsServer {
     pub server: RedisServer,
     pub port: u16,
     _files: Files,
 }
 
-/// The settings of a server's TLS, and the files that they name.
+/// The TLS settings of a server, and the files that they name.
 pub struct Files {
     pub settings: Vec<[String; 2]>,
     _dir: TempDir,
@@ -86,7 +86,7 @@ impl Files {
 }
 
 impl TlsServer {
-    /// One that asks for no client certificates.
+    /// Starts a server that requires no client certificates.
     pub fn start(authority: &Authority, host: &str) -> Self {
         Self::start_with(
             authority,

@@ -1,106 +1,92 @@
-//! The public names of the library, as a list that a change of the API has to change: `xtask/api.txt`.
+//! The public API of the library, in `xtask/api.txt`: every item with its signature, bounds and trait implementations.
 
-use std::collections::BTreeMap;
 use std::fs;
-use std::path::Path;
+use std::process::Command;
+
+use public_api::Builder;
+use serde_json::Value;
 
 use crate::Result;
-use crate::command::root;
+use crate::command::{root, run};
 
 const LIST: &str = "xtask/api.txt";
 
-/// Where `cargo doc` has put the documentation of the library.
-const DOCS: &str = "target/doc/tower_redis_ratelimit";
+/// Where `rustdoc` writes the JSON of the library.
+const JSON: &str = "target/doc/tower_redis_ratelimit.json";
 
-/// What an item's page calls its parts, and what the list calls them.
-const PARTS: [(&str, &str); 6] = [
-    ("associatedconstant.", "const"),
-    ("associatedtype.", "type"),
-    ("method.", "fn"),
-    ("structfield.", "field"),
-    ("tymethod.", "required fn"),
-    ("variant.", "variant"),
+/// The version of rustdoc's JSON that `public-api` reads. Each Rust release writes one version.
+const FORMAT: u64 = 57;
+
+/// Implementations that no user relies on. The listed auto traits are `Send`, `Sync` and `Unpin`.
+const OMITTED: [&str; 5] = [
+    "core::marker::Freeze",
+    "core::marker::StructuralPartialEq",
+    "core::marker::UnsafeUnpin",
+    "core::panic::unwind_safe::",
+    // `pin-project-lite` writes these for the types that it projects.
+    "pin_project_lite::__private",
 ];
 
 /// Writes the list.
 pub(crate) fn save() -> Result {
-    fs::write(root().join(LIST), list()?).map_err(|error| format!("{LIST}: {error}"))
+    let list =
+        list()?.ok_or_else(|| format!("{LIST} needs a Rust with rustdoc format {FORMAT}"))?;
+    fs::write(root().join(LIST), list).map_err(|error| format!("{LIST}: {error}"))
 }
 
-/// Fails if the list is not what it would be now.
+/// Fails if the list differs from the API.
 pub(crate) fn check() -> Result {
     let saved =
         fs::read_to_string(root().join(LIST)).map_err(|error| format!("{LIST}: {error}"))?;
-    let list = list()?;
-    let differs = |one: &str, other: &str| {
-        one.lines()
-            .find(|line| !other.lines().any(|other| other == *line))
-            .map(str::to_owned)
+    let Some(list) = list()? else {
+        eprintln!("{LIST} is not compared: this Rust does not write rustdoc format {FORMAT}");
+        return Ok(());
     };
-    match differs(&list, &saved).or_else(|| differs(&saved, &list)) {
+    match first_difference(&list, &saved) {
         None => Ok(()),
         Some(line) => Err(format!(
-            "the public API has changed, first at `{}`: if that is meant, run `cargo xtask api` and commit {LIST}",
-            line.trim()
+            "the public API has changed, first at `{line}`: if this is intended, run `cargo xtask api` and commit {LIST}"
         )),
     }
 }
 
-/// One line for each public item and each of its parts, by the pages that rustdoc has written of them.
-fn list() -> Result<String> {
-    let mut items = BTreeMap::new();
-    find(&root().join(DOCS), "", &mut items)?;
-    Ok(items
-        .into_iter()
-        .map(|(item, parts)| {
-            parts.iter().fold(item.clone() + "\n", |list, part| {
-                list + &item + " " + part + "\n"
-            })
-        })
-        .collect())
+/// Returns a line that only one of the lists has.
+fn first_difference<'a>(list: &'a str, saved: &'a str) -> Option<&'a str> {
+    let missing = |one: &'a str, other: &str| {
+        one.lines()
+            .find(|line| !other.lines().any(|other| other == *line))
+    };
+    missing(list, saved).or_else(|| missing(saved, list))
 }
 
-fn find(folder: &Path, module: &str, items: &mut BTreeMap<String, Vec<String>>) -> Result {
-    let problem = |error| format!("{}: {error}", folder.display());
-    for entry in fs::read_dir(folder).map_err(problem)? {
-        let path = entry.map_err(problem)?.path();
-        let name = path
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
-        if path.is_dir() {
-            find(&path, &format!("{module}{name}::"), items)?;
-        } else if let [kind, name, "html"] = name.split('.').collect::<Vec<_>>()[..] {
-            let page = fs::read_to_string(&path).map_err(problem)?;
-            items.insert(format!("{module}{name} ({kind})"), parts(&page));
+/// One line for each public item and each implementation. `None` if this Rust writes another format.
+fn list() -> Result<Option<String>> {
+    let mut rustdoc = Command::new("cargo");
+    rustdoc.args(["rustdoc", "--quiet", "--lib", "--all-features"]);
+    rustdoc.args(["--package", "tower-redis-ratelimit", "--"]);
+    rustdoc.args(["-Zunstable-options", "--output-format", "json"]);
+    // Rustdoc's JSON is unstable, which `public-api` handles by its version.
+    run(rustdoc.env("RUSTC_BOOTSTRAP", "1"))?;
+    let path = root().join(JSON);
+    let json = fs::read_to_string(&path).map_err(|error| format!("{JSON}: {error}"))?;
+    let format =
+        serde_json::from_str::<Value>(&json).map_err(|error| format!("{JSON}: {error}"))?;
+    if format["format_version"] != FORMAT {
+        return Ok(None);
+    }
+    let api = Builder::from_rustdoc_json(path)
+        .omit_blanket_impls(true)
+        .build()
+        .map_err(|error| format!("{JSON}: {error}"))?;
+    let mut list = String::new();
+    for item in api.items() {
+        let line = item.to_string();
+        if !OMITTED.iter().any(|omitted| line.contains(omitted)) {
+            list += &line.replace("tower_redis_ratelimit::", "");
+            list.push('\n');
         }
     }
-    Ok(())
-}
-
-/// The parts that are the item's own: not those that any implementation of a trait has.
-fn parts(page: &str) -> Vec<String> {
-    let own =
-        ["trait-implementations", "implementors"].map(|end| page.find(&format!("id=\"{end}\"")));
-    let own = &page[..own.into_iter().flatten().min().unwrap_or(page.len())];
-    let ids = own
-        .split(" id=\"")
-        .skip(1)
-        .filter_map(|rest| rest.split('"').next());
-    let part = |id: &str| {
-        PARTS
-            .iter()
-            .find_map(|(kind, name)| Some(format!("{name} {}", id.strip_prefix(kind)?)))
-    };
-    // The fields of a variant are `variant.A.field.b`.
-    let mut parts: Vec<String> = ids
-        .filter_map(part)
-        .filter(|part| !part.contains('.'))
-        .collect();
-    parts.sort();
-    parts.dedup();
-    parts
+    Ok(Some(list))
 }
 
 #[cfg(test)]
@@ -108,9 +94,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_are_those_of_the_item_itself() {
-        let page = r#"<section id="variant.A"><h2 id="implementations"><section id="method.new"><h2 id="trait-implementations">
-            <section id="method.fmt">"#;
-        assert_eq!(parts(page), ["fn new", "variant A"]);
+    fn changed_signatures_are_found() {
+        let saved = "pub fn Quota::per_second(u32) -> Quota\npub mod check\n";
+        assert_eq!(first_difference(saved, saved), None);
+        let changed = saved.replace("u32", "u64");
+        let expected = Some("pub fn Quota::per_second(u64) -> Quota");
+        assert_eq!(first_difference(&changed, saved), expected);
+        let removed = "pub mod check\n";
+        let expected = Some("pub fn Quota::per_second(u32) -> Quota");
+        assert_eq!(first_difference(removed, saved), expected);
     }
 }

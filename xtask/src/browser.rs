@@ -18,7 +18,7 @@ const PROGRAMS: [&str; 4] = [
     "google-chrome",
     "google-chrome-stable",
 ];
-/// How long a condition is waited for, and how often it is looked at.
+/// Maximum time to wait for a condition, and the polling interval.
 const PATIENCE: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(50);
 
@@ -27,12 +27,12 @@ pub(crate) struct Browser {
     process: Child,
     to: ChildStdin,
     from: BufReader<ChildStdout>,
-    /// Of the page.
+    /// The DevTools session of the page.
     session: Option<String>,
     sent: u64,
-    /// What the page has asked for.
+    /// The URLs that the page has requested.
     pub(crate) urls: Vec<String>,
-    /// What the console has shown.
+    /// The errors in the console.
     pub(crate) errors: Vec<String>,
 }
 
@@ -48,7 +48,7 @@ impl Browser {
             );
         };
         let mut process = Command::new("sh")
-            // It talks by the files 3 and 4.
+            // It communicates over the file descriptors 3 and 4.
             .args([
                 "-c",
                 "exec \"$@\" 3<&0 4>&1 </dev/null >/dev/null 2>&1",
@@ -61,9 +61,9 @@ impl Browser {
                 "--no-first-run",
                 "--disable-background-networking",
             ])
-            // Nothing but this machine can be reached.
+            // Allow connections to this machine only.
             .arg("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE localhost, EXCLUDE 127.0.0.1")
-            // The page is ours, and a container allows no sandbox.
+            // The page is trusted, and containers do not support the sandbox.
             .args([
                 "--no-sandbox",
                 "--disable-dev-shm-usage",
@@ -113,7 +113,7 @@ impl Browser {
         .map(drop)
     }
 
-    /// What this JavaScript comes to.
+    /// Returns the value of a JavaScript expression.
     pub(crate) fn evaluate(&mut self, script: &str) -> Result<Value> {
         let answer = self.call(
             "Runtime.evaluate",
@@ -125,7 +125,7 @@ impl Browser {
         }
     }
 
-    /// Waits until this JavaScript comes to `true`.
+    /// Waits until a JavaScript expression is `true`.
     pub(crate) fn until(&mut self, what: &str, script: &str) -> Result {
         for _ in 0..PATIENCE.as_millis() / LOOK.as_millis() {
             if self.evaluate(script)? == true {
@@ -135,7 +135,7 @@ impl Browser {
         }
         let page = self.evaluate("document.body.innerText")?;
         Err(format!(
-            "waited in vain until {what}; the page says:\n{page}"
+            "timed out waiting until {what}; the page contains:\n{page}"
         ))
     }
 
@@ -152,7 +152,7 @@ impl Browser {
         self.call("Input.dispatchKeyEvent", up).map(drop)
     }
 
-    /// The roles and names by which a screen reader finds its way.
+    /// Returns the roles and names that a screen reader uses.
     pub(crate) fn roles(&mut self) -> Result<Vec<(String, String)>> {
         let tree = self.call("Accessibility.getFullAXTree", json!({}))?;
         let nodes = tree["nodes"]
@@ -168,7 +168,7 @@ impl Browser {
             .collect())
     }
 
-    /// The page down to the end of what this selector finds, as a PNG.
+    /// Returns a PNG of the page down to the end of the element that a selector finds.
     pub(crate) fn picture(&mut self, down_to: &str) -> Result<Vec<u8>> {
         let end = self.evaluate(&format!(
             "scrollY + document.querySelector('{down_to}').getBoundingClientRect().bottom"
@@ -182,7 +182,7 @@ impl Browser {
             .map_err(|error| error.to_string())
     }
 
-    /// Calls a method, and notes what happens until it is answered.
+    /// Calls a method, and records the events until its reply.
     fn call(&mut self, method: &str, params: Value) -> Result<Value> {
         self.sent += 1;
         let mut message = json!({ "id": self.sent, "method": method, "params": params });

@@ -1,4 +1,4 @@
-//! Other programs: run with what they print, or asked quietly.
+//! Runs other programs, with or without their output.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -7,7 +7,7 @@ use crate::Result;
 
 /// The folder of the repository.
 pub(crate) fn root() -> &'static Path {
-    // Cargo tells the folder of this package.
+    // Set by Cargo to the folder of this package.
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .parent()
         .unwrap_or(Path::new("."))

@@ -1,4 +1,4 @@
-//! `cargo xtask compat`: the tests that talk to a server, with every version of it.
+//! `cargo xtask compat`: runs the tests that need a server, with every supported server version.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -12,8 +12,8 @@ use crate::{Result, install};
 
 const LIBRARY: &str = "tower-redis-ratelimit";
 
-/// The tests: what cargo calls the target, what the table does, and which part of it. A part is a row of the table, and a
-/// whole target has one for each module.
+/// The tests: the target's name, its label in the table, and a prefix of test names. A target with a prefix is one row of
+/// the table; a target without one has a row per module.
 const TARGETS: [(&str, &str, &str); 5] = [
     (
         "tower_redis_ratelimit",
@@ -26,7 +26,7 @@ const TARGETS: [(&str, &str, &str); 5] = [
     ("cluster", "cluster", ""),
 ];
 
-/// What became of the tests of one module with one server.
+/// The results of the tests of one module with one server.
 #[derive(Default)]
 struct Counts {
     passed: usize,
@@ -34,7 +34,7 @@ struct Counts {
     left_out: usize,
 }
 
-/// Runs the tests with all servers, or with those whose names contain this. Prints the counts as a table.
+/// Runs the tests with all servers, or with the servers whose names contain `only`. Prints the counts as a table.
 pub(crate) fn compat(only: &str) -> Result {
     install::redis_server()?;
     let servers: Vec<&Server> = SERVERS
@@ -48,7 +48,7 @@ pub(crate) fn compat(only: &str) -> Result {
             names.join(", ")
         ));
     }
-    // All before the first test, so that nothing is found missing after minutes.
+    // Fetch all servers before the first test, so that a missing one is reported early.
     let servers: Vec<_> = servers
         .into_iter()
         .map(|server| Ok((server, server.find()?)))
@@ -71,7 +71,7 @@ pub(crate) fn compat(only: &str) -> Result {
             };
             eprintln!("{} {version}: {label}", server.name);
             let all = suite.list()?;
-            let mut told = 0;
+            let mut results = 0;
             for test in &all {
                 if let Some(lack) = server
                     .lacks
@@ -88,11 +88,11 @@ pub(crate) fn compat(only: &str) -> Result {
                         .entry(format!("`{label}::{test}`: {}", lack.what))
                         .or_default()
                         .push(server.name);
-                    told += 1;
+                    results += 1;
                 }
             }
             for (test, passed) in suite.run()? {
-                told += 1;
+                results += 1;
                 let counts = table
                     .entry(row(&test))
                     .or_default()
@@ -105,9 +105,9 @@ pub(crate) fn compat(only: &str) -> Result {
                     failures.push(format!("{}: {label} {test}", server.name));
                 }
             }
-            if told != all.len() {
+            if results != all.len() {
                 return Err(format!(
-                    "{}: {label}: {} tests, and results of {told}",
+                    "{}: {label}: {} tests, but {results} results",
                     server.name,
                     all.len()
                 ));
@@ -138,10 +138,10 @@ pub(crate) fn compat(only: &str) -> Result {
     }
 }
 
-/// By module, and by server.
+/// The counts per module and server.
 type Table = BTreeMap<String, BTreeMap<&'static str, Counts>>;
 
-/// `Redis 6.2` as `Redis 6.2.14`.
+/// Turns `Redis 6.2` into `Redis 6.2.14`.
 fn with_patch(name: &str, version: &str) -> String {
     format!("{} {version}", name.split(' ').next().unwrap_or_default())
 }
@@ -192,7 +192,7 @@ fn print(header: &[String], table: &Table, servers: &[&str]) {
     });
 }
 
-/// A program of tests, the part of it that is of interest, and a server for it.
+/// A test program, a prefix of the names of its tests, and a server.
 struct Suite<'a> {
     program: &'a PathBuf,
     filter: &'a str,
@@ -213,7 +213,7 @@ impl Suite<'_> {
         command
     }
 
-    /// The names of all tests.
+    /// Returns the names of all tests.
     fn list(&self) -> Result<Vec<String>> {
         let text = output(self.command().args(["--list", "--format", "terse"]))?;
         let tests: Vec<_> = text
@@ -228,7 +228,7 @@ impl Suite<'_> {
         }
     }
 
-    /// Runs those that can be run with this server. Returns which of them passed.
+    /// Runs the tests that this server supports. Returns the name of each, and whether it passed.
     fn run(&self) -> Result<Vec<(String, bool)>> {
         let mut command = self.command();
         for test in self.server.lacks.iter().flat_map(|lack| lack.tests) {
@@ -237,7 +237,7 @@ impl Suite<'_> {
         let text = output(&mut command)?;
         let results = text.lines().filter_map(|line| {
             let (test, result) = line.strip_prefix("test ")?.split_once(" ... ")?;
-            // Behind the name may stand that the test should panic.
+            // The name may be followed by a note that the test should panic.
             Some((
                 test.split(' ').next().unwrap_or(test).to_owned(),
                 result == "ok",
@@ -264,7 +264,7 @@ fn output(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Compiles the programs of tests. Returns where they are, in the order of [`TARGETS`].
+/// Compiles the test programs. Returns their paths, in the order of [`TARGETS`].
 fn build() -> Result<Vec<(PathBuf, &'static str, &'static str)>> {
     let mut command = Command::new("cargo");
     command.args([

@@ -1,11 +1,11 @@
-//! Programs that tests and checks need: found, or installed with the system's package manager.
+//! Finds programs that tests and checks need, or installs them with the system's package manager.
 
 use std::process::Command;
 
 use crate::Result;
 use crate::command::{run, succeeds};
 
-/// The server of the tests.
+/// The server that tests use.
 pub(crate) fn redis_server() -> Result {
     find(
         "redis-server",
@@ -15,7 +15,7 @@ pub(crate) fn redis_server() -> Result {
     )
 }
 
-/// The tool that checks rules.
+/// The tool that checks alert rules.
 pub(crate) fn promtool() -> Result {
     find(
         "promtool",
@@ -25,7 +25,7 @@ pub(crate) fn promtool() -> Result {
     )
 }
 
-/// Finds a program, or installs it by the name of its package, which may be another one for apt.
+/// Finds a program, or installs its package, whose name may differ for apt.
 fn find(program: &str, of_apt: &str, package: &str, help: &str) -> Result {
     if succeeds(program, &["--version"]) {
         return Ok(());
@@ -47,7 +47,7 @@ fn find(program: &str, of_apt: &str, package: &str, help: &str) -> Result {
         if !succeeds(installer[0], &["--version"]) {
             continue;
         }
-        // Without its lists, apt finds no package.
+        // Without package lists, apt finds no packages.
         if installer[0] == "apt-get" {
             run(&mut privileged(&["apt-get", "update"]))?;
         }
@@ -65,7 +65,7 @@ fn find(program: &str, of_apt: &str, package: &str, help: &str) -> Result {
     ))
 }
 
-/// The command, with `sudo` where there is one and the package manager wants it.
+/// Returns the command, with `sudo` if that is available and the package manager needs it.
 fn privileged(command: &[&str]) -> Command {
     let words = match command[0] != "brew" && succeeds("sudo", &["-n", "true"]) {
         true => [&["sudo"], command].concat(),

@@ -1,4 +1,4 @@
-//! `cargo xtask test`: everything that must hold before a change is merged, on any machine.
+//! `cargo xtask test`: all checks that a change must pass before it is merged, on any machine.
 
 mod api;
 mod browser;
@@ -19,16 +19,16 @@ use command::run;
 
 const USAGE: &str = "\
 usage: cargo xtask test                     checks all that CI checks, and runs all tests
-       cargo xtask api                      lists the public names in xtask/api.txt
-       cargo xtask compat                   runs the tests that talk to a server with every version of it
-       cargo xtask compat SERVER            the same with some, such as \"Redis 8\"
+       cargo xtask api                      writes the public API to xtask/api.txt
+       cargo xtask compat                   runs the tests that need a server, with every supported version
+       cargo xtask compat SERVER            the same with matching servers, such as \"Redis 8\"
        cargo xtask envoy                    runs `examples/envoy` behind an Envoy, which it fetches
-       cargo xtask ops                      checks the alert rules and the dashboard by Prometheus's `promtool`
+       cargo xtask ops                      checks the alert rules and the dashboard with Prometheus's `promtool`
        cargo xtask screenshots              tries the page of examples/dashboard in Chromium, and takes its pictures
-       cargo xtask fuzz [SECONDS]           runs each fuzz test for so long, or ten minutes
-       cargo xtask simulate [SEEDS]         runs the simulations with so many seeds each, or a million
-       cargo xtask simulate NAME [SEEDS]    the same with one of them: fallback, requests, or leases
-       cargo xtask simulate NAME --from SEED  the same from this seed on
+       cargo xtask fuzz [SECONDS]           runs each fuzz test for SECONDS, or ten minutes
+       cargo xtask simulate [SEEDS]         runs the simulations with SEEDS seeds each, or a million
+       cargo xtask simulate NAME [SEEDS]    the same with one simulation: fallback, requests, or leases
+       cargo xtask simulate NAME --from SEED  the same, starting at SEED
        cargo xtask simulate NAME --seed SEED  replays a seed with its log";
 
 type Result<T = ()> = std::result::Result<T, String>;
@@ -37,7 +37,7 @@ fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();
     let result = match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["test"] => test::test(),
-        ["api"] => test::document(&["--workspace", "--all-features"]).and_then(|()| api::save()),
+        ["api"] => api::save(),
         ["compat"] => compat::compat(""),
         ["compat", server] => compat::compat(server),
         ["envoy"] => envoy(),
@@ -74,7 +74,7 @@ fn envoy() -> Result {
     run(test.env("ENVOY", envoy))
 }
 
-/// Damages what is read, for so many seconds in each test.
+/// Runs each fuzz test for `seconds`.
 fn fuzz(seconds: &str) -> Result {
     let mut command = Command::new("cargo");
     command.args([
@@ -90,7 +90,7 @@ fn fuzz(seconds: &str) -> Result {
         .env("FUZZ_SECONDS", seconds))
 }
 
-/// Runs simulations, built in this way. They are unit tests, so that they see all parts of the library.
+/// Runs simulations, compiled with `build`. They are unit tests, so that they can access all parts of the library.
 fn simulate(args: &[&str], build: &[&str]) -> Result {
     let (test, args) = match args {
         ["fallback", args @ ..] => ("fallback::simulation::every_seed_keeps_the_rules", args),
@@ -107,7 +107,7 @@ fn simulate(args: &[&str], build: &[&str]) -> Result {
     };
     let mut command = Command::new("cargo");
     command.arg("test").args(build).args(["--lib", test]);
-    // One after the other, since each takes all processors.
+    // One at a time, since each uses all processors.
     command.args(["--", "--nocapture", "--test-threads=1"]);
     for (name, value) in settings {
         command.env(format!("SIMULATE_{name}"), value);

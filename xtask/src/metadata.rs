@@ -1,4 +1,4 @@
-//! What `cargo metadata` tells of the library and of what it depends on.
+//! The metadata of the library and its dependencies, from `cargo metadata`.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -35,13 +35,13 @@ impl Metadata {
             .collect()
     }
 
-    /// The Rust version that the library states.
+    /// The `rust-version` of the library.
     pub(crate) fn rust_version(&self) -> &str {
         self.library()["rust_version"].as_str().unwrap_or_default()
     }
 
-    /// What the library needs, with all features on all platforms: every license is fit for any use, the Rust version
-    /// that we state is enough for all of it, and nothing is there in two versions. Exceptions are in `deny.toml`.
+    /// Checks the dependencies, with all features on all platforms: every license is allowed, none needs a newer Rust than
+    /// the library, and none is present in two versions. Exceptions are in `deny.toml`.
     pub(crate) fn check_dependencies(&self) -> Result {
         let ours = version(self.library());
         let rules = rules()?;
@@ -92,8 +92,8 @@ impl Metadata {
             .unwrap_or(&Value::Null)
     }
 
-    /// The library, and what it needs to be built: by cargo's tree, since the metadata have the features that any package of
-    /// the workspace turns on.
+    /// Returns the library and its build dependencies. Uses `cargo tree`, since the metadata include the features that any
+    /// package of the workspace enables.
     fn dependencies(&self) -> Result<Vec<&Value>> {
         let library = self.library()["name"].as_str().unwrap_or_default();
         let mut tree = Command::new("cargo");
@@ -118,7 +118,7 @@ impl Metadata {
                 String::from_utf8_lossy(&output.stderr)
             ));
         }
-        // Such as `serde_derive v1.0.229 (proc-macro)`.
+        // A line such as `serde_derive v1.0.229 (proc-macro)`.
         let text = String::from_utf8_lossy(&output.stdout);
         let of_line = |line: &'_ str| {
             let mut words = line.split(' ').map(str::to_owned);
@@ -140,14 +140,14 @@ impl Metadata {
     }
 }
 
-/// What cargo-deny checks too.
+/// Reads `deny.toml`, the configuration of cargo-deny.
 fn rules() -> Result<Value> {
     let text = fs::read_to_string(root().join("deny.toml"))
         .map_err(|error| format!("deny.toml: {error}"))?;
     toml::from_str(&text).map_err(|error| format!("deny.toml: {error}"))
 }
 
-/// `rust-version` as numbers; empty, and so below all others, where there is none.
+/// Parses `rust-version` into numbers. Empty without one, which is below all others.
 fn version(package: &Value) -> Vec<u32> {
     let text = package["rust_version"].as_str().unwrap_or_default();
     text.split('.')
@@ -157,7 +157,7 @@ fn version(package: &Value) -> Vec<u32> {
         .collect()
 }
 
-/// Whether an expression such as `(MIT OR Apache-2.0) AND Unicode-3.0` leaves us a choice that is allowed.
+/// Returns `true` if an expression such as `(MIT OR Apache-2.0) AND Unicode-3.0` permits an allowed choice.
 fn is_allowed(license: &str, allowed: &Value) -> bool {
     let alternatives = |part: &str| part.replace(['(', ')'], "").replace('/', " OR ");
     let is_allowed = |name: &str| {

@@ -1,4 +1,4 @@
-//! `cargo xtask ops`: what `examples/ops` has for Prometheus and Grafana, by Prometheus's own tool.
+//! `cargo xtask ops`: checks the files for Prometheus and Grafana in `examples/ops` with Prometheus's own tool.
 
 use std::fs;
 use std::process::Command;
@@ -14,7 +14,7 @@ pub(crate) fn ops() -> Result {
     promtool(&["check", "rules", "--lint=all", "--lint-fatal", "alerts.yml"])?;
     promtool(&["test", "rules", "alerts.test.yml"])?;
 
-    // The tool reads queries in rules only.
+    // The tool checks queries only within rules.
     let dashboard =
         fs::read(root().join("examples/ops/dashboard.json")).map_err(|error| error.to_string())?;
     let dashboard: Value =

@@ -1,4 +1,4 @@
-//! The pages that people read: on a code host, on the registry and on docs.rs, each of which shows them in its way.
+//! Checks the pages of the documentation, which must be correct on a code host, on the registry and on docs.rs.
 
 use std::fs;
 use std::path::Path;
@@ -33,13 +33,13 @@ const PAGES: [&str; 24] = [
     "examples/dashboard/README.md",
 ];
 
-/// Where the documentation of the library will be, and where `cargo doc` has put it.
+/// The URL of the published documentation, and the folder of the output of `cargo doc`.
 const DOCS: (&str, &str) = (
     "https://docs.rs/tower-redis-ratelimit/latest/",
     "target/doc/",
 );
 
-/// Every link leads to something, and no line of code is hidden: only rustdoc hides those.
+/// Checks that every link has a target, and that no line of code is hidden, which only rustdoc supports.
 pub(crate) fn check() -> Result {
     for page in PAGES {
         let text =
@@ -54,7 +54,7 @@ pub(crate) fn check() -> Result {
     Ok(())
 }
 
-/// Fails if a module of the guide, as rustdoc shows it, has a link to a file: there only modules are.
+/// Fails if a module of the guide, as rendered by rustdoc, links to a file: rustdoc has modules only.
 fn check_module(name: &str) -> Result {
     let path = root()
         .join(DOCS.1)
@@ -80,24 +80,24 @@ fn file_link(html: &str) -> Option<&str> {
         .find(|link| link.ends_with(".md"))
 }
 
-/// What is wrong with a page, by the number of the line.
+/// Returns the problems of a page, each with its line number.
 fn problems(page: &str, text: &str) -> Vec<(usize, String)> {
     let mut problems = vec![];
-    // The language of the block of code that a line is in.
+    // The language of the code block that contains the line.
     let mut code = None;
     for (number, line) in (1..).zip(text.lines()) {
         if let Some(language) = line.trim_start().strip_prefix("```") {
             code = code.is_none().then_some(language);
         } else if let Some(language) = code {
-            // Without a language, rustdoc takes it for Rust.
+            // Rustdoc treats a block without a language as Rust.
             let rust = language.is_empty() || language.starts_with("rust");
             if rust && (line.trim() == "#" || line.trim_start().starts_with("# ")) {
-                problems.push((number, "only rustdoc hides this line".to_owned()));
+                problems.push((number, "this line is hidden by rustdoc only".to_owned()));
             }
         } else {
             let problem = |link: &str| match link.strip_prefix('#') {
                 Some(anchor) => (!has_heading(text, anchor))
-                    .then(|| format!("#{anchor} is no heading of this page")),
+                    .then(|| format!("#{anchor} is not a heading of this page")),
                 None => problem(page, link),
             };
             problems.extend(links(line).filter_map(|link| Some((number, problem(link)?))));
@@ -106,7 +106,7 @@ fn problems(page: &str, text: &str) -> Vec<(usize, String)> {
     problems
 }
 
-/// The targets of `[text](target)` and `[label]: target`.
+/// Returns the targets of `[text](target)` and `[label]: target`.
 fn links(line: &str) -> impl Iterator<Item = &str> {
     let inline = line
         .split("](")
@@ -119,7 +119,7 @@ fn links(line: &str) -> impl Iterator<Item = &str> {
     inline.chain(definition)
 }
 
-/// Whether a code host and rustdoc give this name to a heading of the page.
+/// Returns `true` if a heading of the page has this anchor, on a code host and in rustdoc.
 fn has_heading(text: &str, anchor: &str) -> bool {
     let name = |heading: &str| -> String {
         let heading = heading.to_lowercase().replace(' ', "-");
@@ -145,7 +145,7 @@ fn problem(page: &str, link: &str) -> Option<String> {
     let path = match file.strip_prefix(public) {
         Some(path) => Path::new(built).join(path),
         None if link.starts_with("https://") => return None,
-        // The registry finds a picture by the repository's address, and docs.rs by a definition in `src/lib.rs`.
+        // The registry resolves pictures relative to the repository, docs.rs by a definition in `src/lib.rs`.
         None if page == "README.md" && !file.ends_with(".png") => {
             return Some(format!(
                 "the registry and docs.rs show this page without its folder, so {link} leads nowhere"
@@ -213,7 +213,7 @@ mod tests {
         assert_eq!(file_link(&html.replace("keys.md", "keys")), None);
     }
 
-    /// Adds a path, and all that is in it.
+    /// Adds a path and its contents, recursively.
     fn add(paths: &mut Vec<PathBuf>, path: PathBuf) {
         if path.is_dir() {
             fs::read_dir(&path)
@@ -223,10 +223,10 @@ mod tests {
         paths.push(path);
     }
 
-    /// What looks like a path and is none.
+    /// Texts that look like paths.
     const OTHERS: [&str; 2] = ["docs.rs", "requests/s"];
 
-    /// In pages, and in the comments of Lua. A path may leave out where it begins, as `gate/admit.rs` does.
+    /// Checks pages and the comments of Lua files. The beginning of a path may be omitted, as in `gate/admit.rs`.
     #[test]
     fn paths_named_in_texts_exist() {
         let mut paths = vec![];
@@ -273,7 +273,7 @@ mod tests {
                     || word
                         .split_once('/')
                         .is_some_and(|(folder, _)| is_folder(folder));
-                // `lua/<strategy>.lua` stands for many.
+                // A placeholder, such as `lua/<strategy>.lua`.
                 if is_path
                     && !word.contains('<')
                     && !OTHERS.contains(&word)

@@ -1,4 +1,4 @@
-//! `cargo xtask screenshots`: the page of `examples/dashboard`, tried in a browser, and its pictures.
+//! `cargo xtask screenshots`: tests the page of `examples/dashboard` in a browser, and takes its pictures.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -8,7 +8,7 @@ use crate::Result;
 use crate::browser::Browser;
 use crate::command::{cargo, root, succeeds};
 
-/// What pictures show of the page, besides the first one.
+/// The states of the page that pictures show, after the first one.
 const TIME_LINE: &str = "main > section";
 
 pub(crate) fn screenshots() -> Result {
@@ -87,24 +87,24 @@ pub(crate) fn screenshots() -> Result {
         .collect();
     if !others.is_empty() || !browser.errors.is_empty() {
         return Err(format!(
-            "the page asks others for {others:?}, or has errors: {:#?}",
+            "the page requests foreign URLs {others:?}, or has errors: {:#?}",
             browser.errors
         ));
     }
     Ok(())
 }
 
-/// JavaScript for whether this is the state, and this holds too.
+/// Returns a JavaScript condition: the page shows `state`, and `condition` holds.
 fn says(state: &str, condition: &str) -> String {
     format!("document.getElementById('state')?.textContent === '{state}' && {condition}")
 }
 
-/// JavaScript for whether each of the last records was so.
+/// Returns a JavaScript condition: `condition` holds for each of the last records.
 fn for_seconds(seconds: u32, condition: &str) -> String {
     format!("records.length >= {seconds} && records.slice(-{seconds}).every(record => {condition})")
 }
 
-/// Presses a button by the keyboard alone.
+/// Presses a button, using only the keyboard.
 fn press(browser: &mut Browser, button: &str) -> Result {
     for _ in 0..50 {
         if browser.evaluate("document.activeElement.id")? == button {
@@ -112,10 +112,12 @@ fn press(browser: &mut Browser, button: &str) -> Result {
         }
         browser.key("Tab")?;
     }
-    Err(format!("no number of tabs leads to the button {button}"))
+    Err(format!(
+        "the button {button} is not reachable with the Tab key"
+    ))
 }
 
-/// What can be used or looked at has a name.
+/// Checks that all controls and images have accessible names.
 fn names(browser: &mut Browser) -> Result {
     let roles = browser.roles()?;
     for role in ["button", "textbox", "image", "table"] {
@@ -131,9 +133,9 @@ fn names(browser: &mut Browser) -> Result {
     Ok(())
 }
 
-/// Takes a picture of the page, down to what this selector finds.
+/// Takes a picture of the page, down to the element that a selector finds.
 fn save(browser: &mut Browser, name: &str, down_to: &str) -> Result {
-    // Without the ring around the button that was pressed.
+    // Remove the focus ring of the pressed button.
     browser.evaluate("document.activeElement.blur()")?;
     write(
         &format!("examples/dashboard/{name}.png"),
@@ -141,7 +143,7 @@ fn save(browser: &mut Browser, name: &str, down_to: &str) -> Result {
     )
 }
 
-/// Saves the time line alone for the documentation, in the colors of its reader.
+/// Saves the time line for the documentation, which follows the reader's color scheme.
 fn save_time_line(browser: &mut Browser) -> Result {
     let script = "(() => {
         const picture = $('decisions').cloneNode(true);
@@ -167,7 +169,7 @@ fn write(file: &str, bytes: &[u8]) -> Result {
     fs::write(root().join(file), bytes).map_err(|error| format!("{file}: {error}"))
 }
 
-/// The example as a process.
+/// The process of the example.
 struct Example {
     process: Child,
     url: String,
@@ -203,7 +205,7 @@ impl Example {
 
 impl Drop for Example {
     fn drop(&mut self) {
-        // As Ctrl-C does, so that its Redis ends too.
+        // The signal of Ctrl-C, so that it also stops its Redis.
         succeeds("kill", &["-INT", &self.process.id().to_string()]);
         let _ = self.process.wait();
     }

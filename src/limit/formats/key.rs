@@ -6,10 +6,10 @@ use super::{Setting, deserialize};
 use crate::error::ConfigError;
 use crate::limit::Key;
 
-/// As in Redis, or as the value it is made of.
+/// Parsed from a key in clear, as shown in Redis, or from the value that the key is made of.
 impl Setting for Key {
-    const EXPECTED: &'static str = "a caller's key as it is, `ip:192.0.2.7`, `secret:` and an API key, \
-                                    or `~` and 32 digits as in Redis";
+    const EXPECTED: &'static str = "a caller's key in clear, `ip:192.0.2.7`, `secret:` followed by an API key, \
+                                    or `~` followed by 32 digits as in Redis";
 
     fn read(text: &str) -> Result<Self, ConfigError> {
         read(text).ok_or_else(|| ConfigError::choice("caller", text, Self::EXPECTED))
@@ -19,18 +19,18 @@ impl Setting for Key {
 deserialize!(Key);
 
 impl Key {
-    /// The text that reads back as this key.
+    /// Returns the text that parses as this key.
     ///
     /// # Errors
     ///
-    /// For a key that looks like one of another kind, such as an address that code has made with [`Key::new`].
+    /// If the text would parse as another kind of key, such as an address passed to [`Key::new`].
     pub(crate) fn written(&self) -> Result<&str, ConfigError> {
         Self::read(self.reveal()).map(|_| self.reveal())
     }
 }
 
 fn read(text: &str) -> Option<Key> {
-    // First, since a secret may have any character.
+    // First, since a secret may contain any character.
     if let Some(secret) = text.strip_prefix("secret:") {
         return (!secret.is_empty()).then(|| Key::secret(secret));
     }
@@ -64,7 +64,7 @@ fn read(text: &str) -> Option<Key> {
     }
 }
 
-/// Whether a name is meant as another kind of key.
+/// Returns `true` if a name looks like another kind of key.
 fn is_of_another_kind(name: &str) -> bool {
     let name = name.trim().to_ascii_lowercase();
     let marked = ["ip:", "secret:", "route:", "~"]
@@ -73,7 +73,8 @@ fn is_of_another_kind(name: &str) -> bool {
     marked || name == "*" || name.parse::<IpAddr>().is_ok() || name.parse::<IpNet>().is_ok()
 }
 
-/// The key of an address, or of an IPv6 network: `2001:db8::/64`, and `20010db8000000000000000000000001/128` as in Redis.
+/// Creates the key of an address, or of an IPv6 network: `2001:db8::/64`, or
+/// `20010db8000000000000000000000001/128` as in Redis.
 fn network(text: &str) -> Option<Key> {
     let Some((address, prefix)) = text.split_once('/') else {
         return text.parse().ok().map(Key::ip);

@@ -1,4 +1,4 @@
-//! Feature `serde`: settings from a file or the environment.
+//! Feature `serde`: settings from a file or from environment variables.
 
 mod key;
 mod policies;
@@ -18,15 +18,17 @@ use serde::ser::Serializer;
 use crate::error::ConfigError;
 use crate::limit::{Kind, Quota, Strategy, duration};
 
-/// A value that is read from text, so that an environment variable can hold it.
+/// A value that is read from text, so that an environment variable can contain it.
 ///
-/// serde's own choice between text and tables, `untagged`, loses the line and the cause of an error.
+/// serde's own choice between text and tables, `untagged`, would lose the line and the cause of an
+/// error.
 pub(crate) trait Setting: Sized {
-    /// What it looks like.
+    /// Describes a valid value.
     const EXPECTED: &'static str;
-    /// What a list of it looks like.
+    /// Describes a list of valid values.
     const LIST: &'static str = "a list";
-    /// Whether formats may have it as something else than text: a number, which is read as text, a table or a list.
+    /// Whether a format may contain other types than text: a number, which is parsed as text, a
+    /// table or a list.
     const ANY: bool = false;
 
     fn read(text: &str) -> Result<Self, ConfigError>;
@@ -40,7 +42,7 @@ pub(crate) trait Setting: Sized {
     }
 }
 
-/// Reads a setting; its name is for errors, and is empty if the setting stands alone.
+/// Reads a setting. The name is for errors; it is empty for a setting outside of a struct.
 pub(crate) struct Field<T>(&'static str, PhantomData<T>);
 
 impl<T> Field<T> {
@@ -95,7 +97,7 @@ impl<'de, T: Setting> Visitor<'de> for Field<T> {
     }
 }
 
-/// Reads a [`Setting`] that stands alone.
+/// Implements `Deserialize` through [`Setting`].
 macro_rules! deserialize {
     ($type:ty) => {
         impl<'de> serde::Deserialize<'de> for $type {
@@ -109,7 +111,7 @@ macro_rules! deserialize {
     };
 }
 
-/// Reads and writes a type by its `FromStr` and `Display`.
+/// Implements `Setting`, `Serialize` and `Deserialize` through `FromStr` and `Display`.
 macro_rules! text {
     ($type:ty, $expected:literal) => {
         impl $crate::limit::formats::Setting for $type {
@@ -145,7 +147,7 @@ impl Setting for Duration {
             ConfigError::invalid(
                 "duration",
                 text,
-                format_args!("{problem}; write it like `250ms`, `2s` or `15m`"),
+                format_args!("{problem}; use the form `250ms`, `2s` or `15m`"),
             )
         })
     }
@@ -158,7 +160,7 @@ pub(crate) fn write_duration<S: Serializer>(
     serializer.collect_str(&duration::Text(*duration))
 }
 
-/// Text is taken as it is, and checked where it is used.
+/// Accepts any text, which is checked by the code that uses it.
 impl Setting for String {
     const EXPECTED: &'static str = "text";
 
@@ -181,13 +183,13 @@ macro_rules! numbers {
 }
 
 numbers! {
-    usize, "a whole number from 0 on";
-    NonZeroUsize, "a whole number from 1 on";
-    NonZeroU8, "a whole number from 1 to 255";
-    NonZeroU32, "a whole number from 1 to 4294967295";
+    usize, "an integer >= 0";
+    NonZeroUsize, "an integer >= 1";
+    NonZeroU8, "an integer from 1 to 255";
+    NonZeroU32, "an integer from 1 to 4294967295";
 }
 
-/// Several settings: a list, or one text with commas in between.
+/// Several settings: a list, or one text with commas.
 #[derive(serde::Serialize)]
 #[serde(transparent)]
 pub(crate) struct List<T>(pub(crate) Vec<T>);
@@ -197,7 +199,7 @@ impl<T: Setting + DeserializeOwned> Setting for List<T> {
     const ANY: bool = true;
 
     fn read(text: &str) -> Result<Self, ConfigError> {
-        // `split` finds one text in none.
+        // `split` would return one empty text for an empty list.
         let texts = text.split(',').filter(|_| !text.trim().is_empty());
         texts
             .map(|text| T::read(text.trim()))

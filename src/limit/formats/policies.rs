@@ -8,7 +8,7 @@ use crate::error::ConfigError;
 use crate::limit::policy::check_name;
 use crate::limit::{Kind, Policies, Policy, Quota};
 
-/// How a policy is written.
+/// The serialized form of a policy.
 #[derive(serde::Serialize, serde::Deserialize)]
 #[serde(rename = "Policy", deny_unknown_fields)]
 #[serde(expecting = "a policy such as `{ name = \"api\", quota = \"100/s\" }`")]
@@ -52,7 +52,7 @@ impl<'de> Deserialize<'de> for Policy {
             leased,
         } = Table::deserialize(deserializer)?;
         check_name(&name).map_err(D::Error::custom)?;
-        // The place that a format reports may be that of the whole list.
+        // The location that a format reports may be that of the whole list.
         let located = |error| D::Error::custom(format_args!("policy {name:?}: {error}"));
         let policy = Self::of_kind(&name, strategy, quota).map_err(located)?;
         match leased {

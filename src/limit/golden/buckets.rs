@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// `RedisRateLimiter` with a `replenishRate` of 10 and a `burstCapacity` of 20. Tokens come one by one, where Spring's
-/// come with the full second.
+/// `RedisRateLimiter` with a `replenishRate` of 10 and a `burstCapacity` of 20. Tokens are added one by one, Spring's
+/// with every full second.
 #[test]
 fn token_bucket_bursts_match_spring() {
     let mut caller = Caller::new(
@@ -34,7 +34,7 @@ fn token_bucket_bursts_match_spring() {
     spend(MINUTE, 20);
 }
 
-/// Rates below one per second by `requestedTokens`: 60 of 60 at one per second are one request per minute.
+/// `requestedTokens` allows rates below one per second: 60 tokens per request at one per second are one request per minute.
 #[test]
 fn token_bucket_costs_match_spring() {
     for tokens in [3, 60] {
@@ -62,7 +62,7 @@ fn token_bucket_costs_match_spring() {
     }
 }
 
-/// A `burstCapacity` of 0 blocks every request in Spring; here it is no policy.
+/// A `burstCapacity` of 0 blocks every request in Spring; here it is an invalid policy.
 #[test]
 fn a_bucket_of_no_capacity_is_invalid() {
     let none = Policy::new(

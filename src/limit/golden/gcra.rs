@@ -2,10 +2,11 @@
 
 use super::*;
 
-/// The reply of `CL.THROTTLE`: limited, limit, remaining, and the seconds until a retry and a reset, rounded up.
+/// The reply of `CL.THROTTLE`: limited, limit, remaining, and the seconds until a retry and a
+/// reset, rounded up.
 ///
-/// Ours rounds up from a microsecond on, where redis-cell drops what is below a millisecond; and a quantity of 0 writes
-/// nothing.
+/// Differences: this crate rounds up fractions of a second from a microsecond, redis-cell only from
+/// a millisecond; and a quantity of 0 writes nothing.
 fn throttle(caller: &mut Caller, at: i64, quantity: u32) -> [i64; 5] {
     let decision = caller.take(at, quantity);
     let seconds = |micros: i64| {
@@ -24,32 +25,32 @@ fn throttle(caller: &mut Caller, at: i64, quantity: u32) -> [i64; 5] {
     ]
 }
 
-/// The table that redis-cell is tested with: a `max_burst` of 4, one per second.
+/// The table of redis-cell's own tests: a `max_burst` of 4, one per second.
 #[test]
 fn gcra_matches_the_tests_of_redis_cell() {
     let mut caller = Caller::new(Strategy::Gcra, Quota::per_second(1).burst(5));
     for (row, (at, quantity, reply)) in [
-        // More than the limit never passes.
+        // A cost above the limit is never allowed.
         (0, 6, [1, 5, 5, -1, 0]),
-        // Filling up.
+        // Fill the bucket.
         (0, 1, [0, 5, 4, -1, 1]),
         (0, 1, [0, 5, 3, -1, 2]),
         (0, 1, [0, 5, 2, -1, 3]),
         (0, 1, [0, 5, 1, -1, 4]),
         (0, 1, [0, 5, 0, -1, 5]),
         (0, 1, [1, 5, 0, 1, 5]),
-        // Time goes on; a reset in 3.9 s is one in 4.
+        // Time passes; a reset in 3.9 s is reported as 4.
         (3_000, 1, [0, 5, 2, -1, 3]),
         (3_100, 1, [0, 5, 1, -1, 4]),
         (4_000, 1, [0, 5, 1, -1, 4]),
         (8_000, 1, [0, 5, 4, -1, 1]),
         (9_500, 1, [0, 5, 4, -1, 1]),
-        // Nothing is asked for: a peek.
+        // A cost of 0 is a peek.
         (9_500, 0, [0, 5, 4, -1, 1]),
-        // More than one at once.
+        // A cost above 1.
         (9_500, 2, [0, 5, 2, -1, 3]),
         (9_500, 5, [1, 5, 2, 3, 3]),
-        // A wait of 0.9 s is one of 1: a client that waits so long is not denied again.
+        // A wait of 0.9 s is reported as 1: a client that waits that long is not denied again.
         (9_600, 3, [1, 5, 2, 1, 3]),
         (9_600, 6, [1, 5, 2, -1, 3]),
         (10_600, 3, [0, 5, 0, -1, 5]),
@@ -65,7 +66,7 @@ fn gcra_matches_the_tests_of_redis_cell() {
     }
 }
 
-/// `CL.THROTTLE user123 15 30 60 1`, of its README.
+/// `CL.THROTTLE user123 15 30 60 1`, from its README.
 #[test]
 fn gcra_matches_the_readme_of_redis_cell() {
     let mut caller = Caller::new(Strategy::Gcra, Quota::per_minute(30).burst(16));
@@ -87,15 +88,15 @@ fn result(decision: &Decision) -> [i64; 4] {
     ]
 }
 
-/// `Allow` and `AllowN` under `PerSecond(10)`, and `Reset`. A cost above the burst never fits, where redis_rate tells a
-/// wait that comes to nothing.
+/// `Allow` and `AllowN` under `PerSecond(10)`, and `Reset`. A cost above the burst is never allowed, whereas redis_rate
+/// reports a wait after which it is denied again.
 #[test]
 fn gcra_allows_as_redis_rate_does() {
     let mut caller = Caller::new(Strategy::Gcra, Quota::per_second(10));
     assert_eq!(
         result(&caller.take(0, 0)),
         [0, 10, -1, 0],
-        "nothing is a peek at a caller who is not there"
+        "a cost of 0 peeks at a new caller"
     );
     assert_eq!(result(&caller.take(0, 1)), [1, 9, -1, 100]);
     assert_eq!(result(&caller.take(0, 0)), [0, 9, -1, 100]);
@@ -112,7 +113,7 @@ fn gcra_allows_as_redis_rate_does() {
     );
 }
 
-/// `AllowAtMost` under `PerSecond(10)`: all that is left, and a wait only if there is not even one.
+/// `AllowAtMost` under `PerSecond(10)`: grants the rest, and reports a wait only if nothing remains.
 #[test]
 fn at_most_matches_redis_rate() {
     let mut caller = Caller::new(Strategy::Gcra, Quota::per_second(10));
@@ -126,33 +127,33 @@ fn at_most_matches_redis_rate() {
         (1_000, [0, 0, 100, 1_000]),
     ] {
         assert_eq!(
-            result(&caller.ask(0, Check::up_to, most)),
+            result(&caller.check(0, Check::up_to, most)),
             expected,
             "at most {most}"
         );
     }
 }
 
-/// Of 1.5 that are left, redis_rate says 1 and takes all.
+/// If 1.5 remain, redis_rate grants 1 but charges 1.5.
 #[test]
 fn at_most_charges_only_the_granted_cost() {
     let mut caller = Caller::new(Strategy::Gcra, Quota::per_second(10));
     let _ = caller.take(0, 9);
     assert_eq!(
-        result(&caller.ask(50 * MS, Check::up_to, 5)),
+        result(&caller.check(50 * MS, Check::up_to, 5)),
         [1, 0, -1, 950]
     );
     assert_eq!(
-        result(&caller.ask(50 * MS, Check::up_to, 5)),
+        result(&caller.check(50 * MS, Check::up_to, 5)),
         [0, 0, 50, 950]
     );
     assert_eq!(
-        result(&caller.ask(100 * MS, Check::up_to, 5)),
+        result(&caller.check(100 * MS, Check::up_to, 5)),
         [1, 0, -1, 1_000]
     );
 }
 
-/// One per millisecond: no wait is longer than that, and none is rounded away.
+/// With one per millisecond, no wait is longer than a millisecond, and none is rounded down to zero.
 #[test]
 fn waits_below_a_millisecond_are_returned() {
     let mut caller = Caller::new(Strategy::Gcra, Quota::per(1, Duration::from_millis(1)));

@@ -1,4 +1,4 @@
-//! What other limiters publish, said by ours: tables on a scripted clock.
+//! Documented behaviour of other limiters, reproduced with this crate: tables on a scripted clock.
 
 mod buckets;
 mod gcra;
@@ -14,10 +14,10 @@ const MS: i64 = 1_000;
 const S: i64 = 1_000_000;
 const MINUTE: i64 = 60 * S;
 
-/// Where every script begins: a full hour, so that windows of the clock begin there too.
+/// The start of every script: a full hour, so that windows of the clock also start there.
 const START: i64 = 1_789_999_200 * S;
 
-/// One caller, and what is remembered of it.
+/// One caller and its state.
 struct Caller {
     policies: Policies,
     state: [State; 1],
@@ -31,13 +31,13 @@ impl Caller {
         }
     }
 
-    /// Asks, so many microseconds after the start.
-    fn ask(&mut self, at: i64, check: fn(Key, &Policies, u32) -> Check, cost: u32) -> Decision {
-        self.decide(at, check(Key::GLOBAL, &self.policies, cost))
+    /// Decides a check `at` microseconds after the start.
+    fn check(&mut self, at: i64, make: fn(Key, &Policies, u32) -> Check, cost: u32) -> Decision {
+        self.decide(at, make(Key::GLOBAL, &self.policies, cost))
     }
 
     fn take(&mut self, at: i64, cost: u32) -> Decision {
-        self.ask(at, Check::take, cost)
+        self.check(at, Check::take, cost)
     }
 
     fn decide(&mut self, at: i64, check: Check) -> Decision {
@@ -50,7 +50,8 @@ fn micros(time: Duration) -> i64 {
     time.as_micros() as i64
 }
 
-/// How long a denied caller has to wait, in microseconds; -1 where there is no wait, or none would help.
+/// Returns a denied caller's wait in microseconds; -1 if it is allowed, or if waiting does not
+/// help.
 fn retry(decision: &Decision) -> i64 {
     decision.retry_after().map_or(-1, micros)
 }

@@ -2,8 +2,9 @@
 
 use super::*;
 
-/// The slots of redis_rate v6 and v7: `AllowN(name, 10, minute, n)` gives a count, the time until the slot ends, and
-/// whether it passed. There, what is denied counts too, and the time is in whole seconds.
+/// The slots of redis_rate v6 and v7: `AllowN(name, 10, minute, n)` returns a count, the time until
+/// the slot ends, and whether it is allowed. There, denied requests count too, and the time is in
+/// whole seconds.
 #[test]
 fn clock_aligned_windows_match_redis_rate_slots() {
     let mut caller = Caller::new(
@@ -17,7 +18,8 @@ fn clock_aligned_windows_match_redis_rate_slots() {
         (30 * S, 1, 10, 30 * S, false),
         (30 * S, 0, 10, 30 * S, true),
         (MINUTE - 1, 1, 10, 1, false),
-        // The next slot, whenever the caller came in the last one.
+        // The next slot starts on the minute, independent of the caller's charges in the previous
+        // one.
         (MINUTE, 10, 10, MINUTE, true),
         (MINUTE, 1, 10, MINUTE, false),
         (3 * MINUTE + 50 * S, 1, 1, 10 * S, true),
@@ -35,7 +37,8 @@ fn clock_aligned_windows_match_redis_rate_slots() {
     }
 }
 
-/// `RRateLimiter`, with a rate of 2 in 5 seconds: a permit is free again when it is one interval old.
+/// `RRateLimiter` with a rate of 2 in 5 seconds: a permit is free again once it is one interval
+/// old.
 #[test]
 fn sliding_log_expiry_matches_redisson() {
     let mut caller = Caller::new(Strategy::SlidingLog, Quota::per(2, Duration::from_secs(5)));
@@ -59,9 +62,9 @@ fn sliding_log_expiry_matches_redisson() {
     }
 }
 
-/// Weighted permits, with a rate of 10 in 10 seconds: the wait is until enough of the oldest permits have left,
-/// where Redisson tells when the first does, and 3 ms more. More than the rate never fits, where Redisson's script
-/// raises an error.
+/// Weighted permits with a rate of 10 in 10 seconds. The wait lasts until enough of the oldest
+/// permits have expired, whereas Redisson reports the expiry of the first one, plus 3 ms. A cost
+/// above the rate is never allowed, whereas Redisson's script raises an error.
 #[test]
 fn sliding_log_weights_match_redisson() {
     let mut caller = Caller::new(
@@ -86,12 +89,12 @@ fn sliding_log_weights_match_redisson() {
     assert_eq!(
         caller.take(12 * S, 7).remaining(),
         0,
-        "what was denied took nothing"
+        "denials charged nothing"
     );
 }
 
-/// Istio's redisquota, `FIXED_WINDOW` of 10 in 2 seconds: what is allocated, and for how long. What is not allocated is
-/// told a wait, which Istio does not tell.
+/// Istio's redisquota, `FIXED_WINDOW` of 10 in 2 seconds: the allocated amount, and its validity. A
+/// denial also reports a wait, which Istio does not.
 #[test]
 fn first_hit_window_matches_istio() {
     let mut caller = Caller::new(
@@ -102,16 +105,16 @@ fn first_hit_window_matches_istio() {
         (0, 10, false, 10, -1, 2_000),
         (1_000, 10, false, 0, 1_000, 1_000),
         (3_000, 10, false, 10, -1, 2_000),
-        // A window that is over at this moment is over.
+        // A window that ends at this moment has ended.
         (5_000, 100, true, 10, -1, 2_000),
         (6_000, 10, false, 0, 1_000, 1_000),
         (7_500, 8, false, 8, -1, 2_000),
-        // All that is left, for what is left of the window.
+        // The rest, valid until the end of the window.
         (8_000, 5, true, 2, -1, 1_500),
         (8_000, 1, true, 0, 1_500, 1_500),
         (8_000, 0, true, 0, -1, 1_500),
     ] {
-        let decision = caller.ask(
+        let decision = caller.check(
             at * MS,
             if best_effort {
                 Check::up_to
@@ -131,22 +134,23 @@ fn first_hit_window_matches_istio() {
     }
 }
 
-/// Istio's release: as much as was allocated, at most.
+/// Istio's release: returns at most the allocated amount.
 #[test]
 fn an_allocation_is_refunded_as_in_istio() {
     let mut caller = Caller::new(Strategy::FixedWindow(Align::FirstHit), Quota::per_day(10));
     for amount in [2, 6, 2] {
         assert_eq!(caller.take(0, amount).granted(), amount);
     }
-    assert_eq!(caller.ask(0, Check::up_to, 1).granted(), 0);
-    assert_eq!(caller.ask(0, Check::refund, 5).granted(), 5);
-    assert_eq!(caller.ask(0, Check::refund, 15).granted(), 5);
-    assert_eq!(caller.ask(0, Check::refund, 15).granted(), 0);
+    assert_eq!(caller.check(0, Check::up_to, 1).granted(), 0);
+    assert_eq!(caller.check(0, Check::refund, 5).granted(), 5);
+    assert_eq!(caller.check(0, Check::refund, 15).granted(), 5);
+    assert_eq!(caller.check(0, Check::refund, 15).granted(), 0);
     assert_eq!(caller.take(0, 10).granted(), 10);
 }
 
-/// Istio's redisquota, `ROLLING_WINDOW` of 10 in 60 seconds by buckets of one. A bucket of Istio's leaves when its
-/// start is one window old, which is up to a bucket too early; a cell leaves when its end is.
+/// Istio's redisquota, `ROLLING_WINDOW` of 10 in 60 seconds with buckets of one second. Istio drops
+/// a bucket when its start is one window old, which is up to one bucket too early; this crate drops
+/// a cell when its end is.
 #[test]
 fn rolling_window_of_cells_matches_istio() {
     let mut caller = Caller::new(Strategy::SlidingWindow { cells: 60 }, Quota::per_minute(10));
@@ -154,12 +158,12 @@ fn rolling_window_of_cells_matches_istio() {
         (1_000, 10, false, 10, -1),
         (2_000, 10, false, 0, 60_000),
         (60_000, 10, false, 0, 2_000),
-        // Istio allocates here already.
+        // Istio would already allocate here.
         (61_000, 10, false, 0, 1_000),
         (62_000, 10, false, 10, -1),
         (179_000, 100, true, 10, -1),
         (181_000, 10, false, 0, 59_000),
-        // Bucket after bucket leaves.
+        // The buckets expire one after the other.
         (300_500, 6, false, 6, -1),
         (330_900, 3, false, 3, -1),
         (330_900, 5, true, 1, -1),
@@ -169,7 +173,7 @@ fn rolling_window_of_cells_matches_istio() {
         (361_000, 1, false, 0, 30_000),
         (391_000, 5, true, 4, -1),
     ] {
-        let decision = caller.ask(
+        let decision = caller.check(
             at * MS,
             if best_effort {
                 Check::up_to

@@ -2,48 +2,52 @@ use super::{Frees, Params, Strategy};
 use crate::error::ConfigError;
 use crate::limit::{Charged, Quota};
 
-/// The Rust half of a twin: a state as it is stored, with the functions of its Lua half.
+/// The Rust half of a strategy: a stored state, with the functions of the Lua half.
 ///
-/// Times are microseconds since the Unix epoch, durations microseconds, and costs whole numbers. A check loads the
-/// state into registers, computes with these, and saves them only if something was charged.
+/// Times are microseconds since the Unix epoch, durations microseconds, and costs integers. A check
+/// loads the state into registers, computes with these, and saves them only if something was
+/// charged.
 pub(crate) trait Algorithm: Default {
-    /// How what was charged is freed again.
+    /// Returns how the capacity is freed.
     fn frees(strategy: Strategy) -> Frees;
     /// Completes the numbers of a policy.
     ///
     /// # Errors
     ///
-    /// If the strategy cannot have this parameter or quota.
+    /// If the strategy does not support this parameter or quota.
     fn adapt(_: Strategy, _: &mut Params, _: Quota) -> Result<(), ConfigError> {
         Ok(())
     }
-    /// The parameter of the strategy as text, unless it is the default.
+    /// Returns the parameter of the strategy as text, unless it is the default.
     fn parameter(_: Strategy) -> Option<String> {
         None
     }
-    /// This strategy with another parameter, in or out of bounds.
+    /// Returns this strategy with another parameter, which may be out of bounds.
     ///
     /// # Errors
     ///
-    /// What is wrong with the text.
+    /// Names the problem of the text.
     fn with_parameter(_: Strategy, _: &str) -> Result<Strategy, &'static str> {
         Err(NO_PARAMETER)
     }
 
-    /// The state as it is at `now`: what has expired is gone, and what this policy could not have made is lowered to the
-    /// most that it could.
+    /// Returns the state at `now`: expired charges are removed, and a count that this policy cannot
+    /// have produced is lowered to the maximum that it can.
     ///
-    /// And whether it must be saved even if nothing is charged. It must if the clock has gone back: a caller who was
-    /// charged at 12:00 would otherwise be locked out from 11:00 on, for an hour.
+    /// Also returns whether the state must be saved even if nothing is charged, because the clock
+    /// has gone back: otherwise a caller who was charged at 12:00 would be locked out for an hour
+    /// by a clock that has been set to 11:00.
     fn load(&self, params: &Params, now: i64) -> (Registers, bool);
-    /// The largest cost that would pass now; below zero for a caller in debt.
+    /// Returns the largest cost that would be allowed now; negative for a caller in debt.
     fn room(params: &Params, now: i64, registers: Registers) -> i64;
-    /// How long until `cost` would pass, where it would not now. It is never more than the capacity.
+    /// Returns the time until `cost` would be allowed, if it is denied now. `cost` is at most the
+    /// capacity.
     fn wait(&self, params: &Params, now: i64, cost: i64, registers: Registers) -> i64;
-    /// Counts `cost`, whether there is room or not.
+    /// Charges `cost`, even beyond the limit.
     fn charge(&mut self, params: &Params, now: i64, cost: i64, registers: Registers) -> Registers;
-    /// Refunds up to `cost` of a charge, so that from then on there is never more room than if only the rest of it had
-    /// been charged. Returns the amount actually refunded, as a lower bound; if it is 0, nothing has changed.
+    /// Refunds up to `cost` of a charge, but never an amount that would let the caller later get more
+    /// than if only the rest had been charged. Returns the refunded amount, as a lower bound; 0
+    /// means that nothing has changed.
     fn refund(
         &mut self,
         params: &Params,
@@ -52,35 +56,35 @@ pub(crate) trait Algorithm: Default {
         of: &Charged,
         registers: Registers,
     ) -> Refunded;
-    /// How long until the state is as if nothing had been charged, with all that it remembers beyond the count. Its key
-    /// expires then, and a [refund](Self::refund) recognizes by it which charge is meant.
+    /// Returns the time until the state equals a fresh one in every respect. The key expires then,
+    /// and a [refund](Self::refund) recognizes its charge by it.
     fn reset_after(params: &Params, now: i64, registers: Registers) -> i64;
     /// Stores a state in which `cost` was charged.
     fn save(&mut self, params: &Params, now: i64, cost: i64, registers: Registers);
-    /// The state of a caller that another store has counted so far. It counts at least as much as that store did. The
-    /// policy may be an instance's share: then `used` is a part too, rounded up, and does not say whether the whole is
-    /// used up.
+    /// Creates a state that continues the count of another store, and counts at least as much as
+    /// that store did. If the policy is an instance's share, `used` is a share too, rounded up, so
+    /// it does not show whether the whole is used up.
     fn resume(params: &Params, now: i64, followed: Snapshot) -> Self;
 }
 
 pub(super) const NO_PARAMETER: &str = "this strategy has no parameter";
 
-/// What is known of a caller that another store counted.
+/// The last known count of a caller in another store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Snapshot {
-    /// How much of the capacity is used.
+    /// The used part of the capacity.
     pub(crate) used: i64,
-    /// When nothing is, in microseconds.
+    /// When it is fully unused again, in microseconds.
     pub(crate) until: i64,
 }
 
-/// A state while it is decided on: up to three numbers, as the Lua halves pass them.
+/// A loaded state: up to three numbers, as in the Lua halves.
 pub(crate) type Registers = [i64; 3];
 
-/// A state after a refund, and a lower bound of the amount actually refunded.
+/// A state after a refund, and a lower bound of the refunded amount.
 pub(crate) type Refunded = (Registers, i64);
 
-/// A state that need not be saved.
+/// A loaded state that need not be saved.
 pub(super) fn clean(registers: Registers) -> (Registers, bool) {
     (registers, false)
 }

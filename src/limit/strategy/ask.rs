@@ -5,34 +5,34 @@ use crate::limit::in_flight::SlotId;
 use crate::limit::mode::Mode;
 use crate::limit::verdict::Verdict;
 
-/// The parameters of a check for each policy.
+/// The parameters of a check that are the same for all policies, except `of`.
 #[derive(Clone, Copy)]
 pub(in crate::limit) struct Ask {
     pub(in crate::limit) mode: Mode,
     pub(in crate::limit) cost: i64,
-    /// The longest wait of a take ahead, in microseconds; or the longest time that the debt of a charge may take to
-    /// refill, where 0 means no such bound.
+    /// In microseconds: the maximum wait of a take ahead, or the time that the debt of a charge may
+    /// take to refill. 0 means that the debt has no such bound.
     pub(in crate::limit) within: i64,
-    /// The charge of which a part is refunded.
+    /// The charge that is partly refunded.
     pub(in crate::limit) of: Charged,
     /// The slot of a request in flight.
     pub(in crate::limit) slot: Option<SlotId>,
     pub(in crate::limit) now: i64,
 }
 
-/// The answer of a policy by itself.
+/// The result of a policy considered separately.
 pub(in crate::limit) struct Preview {
-    /// The state as it is now.
+    /// The state at `now`.
     pub(in crate::limit) registers: Registers,
-    /// Whether it must be saved even if nothing is charged.
+    /// Whether the state must be saved even if nothing is charged.
     pub(in crate::limit) dirty: bool,
-    /// The largest cost that would pass.
+    /// The largest cost that would be allowed.
     pub(in crate::limit) room: i64,
-    /// The room that lets the check pass.
+    /// The free capacity that the check needs.
     pub(in crate::limit) needs: i64,
-    /// What the policy would grant, if all others let the check pass.
+    /// The amount that the policy would grant if all others allowed the check.
     pub(in crate::limit) grants: i64,
-    /// The most that the others may grant: below 0, if the policy does not let the check pass.
+    /// The bound on the grants of the other policies; negative if this policy denies the check.
     pub(in crate::limit) max: i64,
 }
 
@@ -68,7 +68,8 @@ impl Ask {
         }
     }
 
-    /// Whether a cost that there is no room for is due in time, within the debt that the policy bears.
+    /// Returns `true` if a cost that does not fit now is due within the maximum wait and within the
+    /// policy's maximum debt.
     fn is_due_in_time<T: Algorithm>(
         &self,
         state: &T,
@@ -81,11 +82,12 @@ impl Ask {
             && state.wait(params, self.now, self.cost, registers) <= self.within
     }
 
-    /// Decides, and charges the state: the verdict, and how much was charged.
+    /// Decides, and charges the state. Returns the verdict and the charged amount.
     ///
-    /// A check charges all its policies the same, so each at most `max`, the least that any of them grants: of an
-    /// `up_to(5)` under policies with room for 3 and for 9, both are charged 3. But each refunds, or forgets, what it
-    /// has itself. A `max` below 0 is of a check that another policy denies.
+    /// A check charges all its policies the same amount, so each at most `max`, the smallest grant
+    /// of any of them: an `up_to(5)` under policies with 3 and 9 remaining charges both 3. A refund
+    /// or a reset affects each policy independently. A negative `max` means that another policy
+    /// denies the check.
     pub(in crate::limit) fn decide<T: Algorithm>(
         &self,
         state: &mut T,
@@ -121,7 +123,7 @@ impl Ask {
                     grants,
                 );
             }
-            // Each what it has.
+            // Each policy refunds from its own count.
             Mode::Refund if grants > 0 => {
                 (registers, granted) = state.refund(params, now, self.cost, &self.of, registers);
                 granted = granted.min(grants);

@@ -1,24 +1,29 @@
 use std::collections::VecDeque;
 use std::fmt;
 
-/// Charges, oldest first, of which the first counts nothing: it is the base, whose running sum is taken from the
-/// others'. So whatever depends on the order of times or of sums is found by a binary search.
+/// A queue of charges, oldest first. The first entry is the base, which does not count: its running
+/// sum is subtracted from the sums of the others. Times and sums are sorted, so both are found by
+/// binary search.
 ///
-/// One pointer, and none before the first charge: a state is as large as the largest of any strategy, and a store holds
-/// one for each caller.
-#[allow(clippy::box_collection, reason = "a box is a quarter of a queue")]
+/// A single pointer, which is null before the first charge: a state is as large as the largest
+/// strategy's, and a store holds one per caller.
+#[allow(
+    clippy::box_collection,
+    reason = "a `Box` has a quarter of the size of a `VecDeque`"
+)]
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Charges(Option<Box<VecDeque<Charge>>>);
 
-/// A time, and the sum of all costs up to it. Such a sum starts again at 2^40, so only differences count.
+/// A time, and the running sum of all costs up to it. Sums wrap at 2^40, so only differences are
+/// meaningful.
 ///
 /// 12 bytes, since a log may be long.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(C, packed(4))]
 struct Charge {
-    /// The time in the upper 56 bits, and bits 32 to 39 of the sum.
+    /// The time in the upper 56 bits, and bits 32 to 39 of the sum in the lower 8.
     upper: i64,
-    /// The rest of the sum.
+    /// The lower 32 bits of the sum.
     lower: u32,
 }
 
@@ -40,7 +45,7 @@ impl Charge {
         (self.upper & 0xff) << 32 | i64::from(self.lower)
     }
 
-    /// The sum of what was charged after `base`, up to this.
+    /// Returns the sum of the charges after `base`, up to and including this one.
     fn since(self, base: Self) -> i64 {
         (self.total() - base.total()).rem_euclid(WRAP)
     }
@@ -53,7 +58,7 @@ impl fmt::Debug for Charge {
 }
 
 impl Charges {
-    /// One charge.
+    /// Creates a queue with one charge.
     pub(super) fn one(time: i64, cost: i64) -> Self {
         Self(Some(Box::new(
             [Charge::new(0, 0), Charge::new(time, cost)].into(),
@@ -64,25 +69,26 @@ impl Charges {
         self.0.as_deref()
     }
 
-    /// The place of the newest; 0 if there is none.
+    /// Returns the index of the newest charge, or 0 without charges.
     fn last(&self) -> usize {
         self.queue()
             .map_or(0, |queue| queue.len().saturating_sub(1))
     }
 
-    /// The time at a place. There is one.
+    /// Returns the time at an index, which must exist.
     pub(super) fn time(&self, place: usize) -> i64 {
         self.queue()
             .and_then(|queue| queue.get(place))
             .map_or(0, |charge| charge.time())
     }
 
-    /// The time of the newest, if there is one.
+    /// Returns the time of the newest charge.
     pub(super) fn newest(&self) -> Option<i64> {
         self.queue()?.back().map(|newest| newest.time())
     }
 
-    /// What is after `start`, if anything is: the place of its base, its sum, and the time of the newest.
+    /// Returns the index of the last entry at or before `start`, the sum of the charges after it,
+    /// and the time of the newest. `None` if there is no charge after `start`.
     #[inline]
     pub(super) fn after(&self, start: i64) -> Option<(usize, i64, i64)> {
         let queue = self.queue()?;
@@ -91,7 +97,8 @@ impl Charges {
         Some((base, newest.since(queue[base]), newest.time()))
     }
 
-    /// The time of the first charge after the base whose going leaves room for so much, if there is one.
+    /// Returns the time of the charge whose expiry makes a total of `over` units expire, counted
+    /// from the base.
     #[inline]
     pub(super) fn freeing(&self, base: usize, over: i64) -> Option<i64> {
         let queue = self.queue()?;
@@ -101,26 +108,26 @@ impl Charges {
         queue.get(place).map(|charge| charge.time())
     }
 
-    /// The first place after the base that is after `time`, as the newest is.
+    /// Returns the index of the first charge after `time`. The newest must be after `time`.
     #[cold]
     pub(super) fn first_after(&self, base: usize, time: i64) -> usize {
         search(self.last(), base, |place| self.time(place) <= time).0
     }
 
-    /// Takes so much out after the base, of which there is more: of the charges after `time` in their order, and where these
-    /// have less, of the last before them.
+    /// Removes `cost` units, oldest first, from the charges after `time`; if these hold fewer, also
+    /// the newest units before them. The charges after the base must hold more than `cost`.
     pub(super) fn take_out(&mut self, base: usize, time: i64, cost: i64) {
         let Some(queue) = &mut self.0 else { return };
         let (from, sum) = (queue[base], queue[queue.len() - 1].since(queue[base]));
         let (before, _) = search(base, queue.len(), |place| queue[place].time() > time);
-        // Of all units after the base, those after the first so many go.
+        // Removes the units `start..start + cost`, counted from the base.
         let start = queue[before].since(from).min(sum - cost);
         let (mut kept, first) = search(base, queue.len(), |place| queue[place].since(from) > start);
         let mut sum = queue[kept].since(from);
         for place in first..queue.len() {
             let charge = queue[place];
             let rest = start.max(charge.since(from) - cost);
-            // Or nothing of it is left.
+            // Skip a charge that is removed entirely.
             if rest > sum {
                 (kept, sum) = (kept + 1, rest);
                 queue[kept] = Charge::new(charge.time(), from.total() + rest);
@@ -129,7 +136,8 @@ impl Charges {
         queue.truncate(kept + 1);
     }
 
-    /// All from a place on, which is after the base, become one charge at a time.
+    /// Merges all charges from an index on into one charge at `time`. The index must be after the
+    /// base.
     #[cold]
     pub(super) fn merge(&mut self, place: usize, time: i64) {
         let Some(queue) = &mut self.0 else { return };
@@ -138,19 +146,19 @@ impl Charges {
         self.push(time, sum);
     }
 
-    /// Drops what is before the base.
+    /// Drops the entries before the base.
     pub(super) fn drop_before(&mut self, base: usize) {
         let Some(queue) = &mut self.0 else { return };
         if base > 0 {
             queue.drain(..base);
         }
-        // A log that was long once does not keep its memory.
+        // Release memory that an earlier, longer log needed.
         if queue.capacity() > 4 * queue.len() + 16 {
             queue.shrink_to(2 * queue.len());
         }
     }
 
-    /// Drops everything, and begins with one charge, if its cost is above 0.
+    /// Replaces everything by one charge, or by nothing if `cost` is 0.
     pub(super) fn restart(&mut self, time: i64, cost: i64) {
         match &mut self.0 {
             Some(queue) if cost > 0 => {
@@ -163,7 +171,7 @@ impl Charges {
         }
     }
 
-    /// Adds a charge to the newest, if that is of the same time, or after it.
+    /// Adds a charge: to the newest entry if that has the same time, else as a new entry.
     pub(super) fn add(&mut self, base: usize, time: i64, cost: i64) {
         match &mut self.0 {
             Some(queue)
@@ -183,7 +191,7 @@ impl Charges {
             return *self = Self::one(time, cost);
         };
         if queue.len() == queue.capacity() {
-            // Not twice as much: a log may be long, and there is one for each caller.
+            // Grow by a quarter instead of doubling: a log may be long, and each caller has one.
             queue.reserve_exact(2 + queue.len() / 4);
         }
         let total = queue.back().map_or(0, |charge| charge.total());
@@ -191,8 +199,9 @@ impl Charges {
     }
 }
 
-/// Two neighbours between the places `near` and `far`: `test` is true of the second, and of `far`, but neither of the
-/// first nor of `near`. Asks near `near` first, then by halves: how often grows with the logarithm of the distance.
+/// Returns two adjacent indices between `near` and `far`: `test` is `false` for the first and `true`
+/// for the second. `test` must be monotonic, `false` at `near` and `true` at `far`. Searches in
+/// growing steps from `near`, then by bisection, so the time is logarithmic in the distance.
 #[inline]
 fn search(mut near: usize, mut far: usize, test: impl Fn(usize) -> bool) -> (usize, usize) {
     let mut step = 1_usize;
@@ -216,7 +225,7 @@ fn search(mut near: usize, mut far: usize, test: impl Fn(usize) -> bool) -> (usi
 mod tests {
     use super::*;
 
-    /// There is a log for each caller.
+    /// Every caller has a log.
     #[test]
     fn a_log_takes_memory_as_needed() {
         let mut charges = Charges::one(0, 1);
@@ -229,7 +238,11 @@ mod tests {
         for time in 0..1_000 {
             (0..3).for_each(|_| charges.add(0, time, 1));
             let (len, room) = room(&charges);
-            assert_eq!(len as i64, time + 2, "those of one time are one");
+            assert_eq!(
+                len as i64,
+                time + 2,
+                "charges at the same time share an entry"
+            );
             assert!(room <= len + len / 4 + 2, "{room} for {len}");
         }
         charges.drop_before(990);

@@ -1,12 +1,13 @@
-//! Fixed windows: a counter that starts again at every window.
+//! Fixed windows: a counter that restarts with every window.
 //!
-//! **Idea.** Count what was granted since the window began; a check of cost `c` is allowed while `count + c <= L`.
-//! [`Align::Clock`](super::Align::Clock) cuts time itself into windows; with
-//! [`Align::FirstHit`](super::Align::FirstHit) a caller's window begins with its first charge.
+//! **Idea.** Count the grants since the window started; a check of cost `c` is allowed while `count
+//! + c <= L`. With [`Align::Clock`](super::Align::Clock) all callers have the same windows; with
+//! [`Align::FirstHit`](super::Align::FirstHit) a caller's window starts with its first charge.
 //!
 //! **Cost.** One key, two numbers, one read and one write.
 //!
-//! **When not.** At the border of two windows up to twice the limit can pass in a short time.
+//! **When not.** If twice the limit within a short time is too much: that can be granted around the
+//! border of two windows.
 //!
 //! **Source.** redis_rate v6 (slots of the clock); Istio's redisquota `FIXED_WINDOW` (from the first hit).
 
@@ -17,21 +18,24 @@ use super::{Frees, Params, Snapshot, Strategy};
 use crate::error::ConfigError;
 use crate::limit::{Charged, Quota, duration};
 
-/// Where fixed windows begin.
+/// When fixed windows start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Align {
-    /// On the clock: windows follow each other without a gap, and one of them begins at the Unix epoch plus
-    /// `offset`. `Quota::per_day` with an offset of 22 hours starts at midnight of UTC+2.
+    /// On the clock: windows follow each other without a gap, and one of them starts at the Unix
+    /// epoch plus `offset`. `Quota::per_day` with an offset of 22 hours starts at midnight of
+    /// UTC+2.
     Clock {
-        /// How long after the Unix epoch a window begins; only its rest modulo the period matters.
+        /// The start of a window after the Unix epoch; only the remainder modulo the period
+        /// matters.
         offset: Duration,
     },
-    /// At a caller's first charge, for one period; the next charge after that begins another.
+    /// Each caller's window starts with its first charge and lasts one period. The next charge
+    /// after that starts another window.
     FirstHit,
 }
 
-/// On the clock, with no offset.
+/// On the clock, without an offset.
 impl Default for Align {
     fn default() -> Self {
         Self::Clock {
@@ -42,13 +46,13 @@ impl Default for Align {
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
-    /// When the caller's window began.
+    /// The start of the caller's last window.
     start: i64,
-    /// What was granted in the window.
+    /// The amount granted in that window.
     count: i64,
 }
 
-/// Registers: when the window began that holds now, and what was granted in it.
+/// Registers: the start of the current window, and the amount granted in it.
 impl Algorithm for State {
     fn frees(_: Strategy) -> Frees {
         Frees::WithWindow
@@ -111,8 +115,9 @@ impl Algorithm for State {
         [start, count + cost, 0]
     }
 
-    /// Of a charge in the window that holds now: that ends when the window of the charge was to end. Any other ends at
-    /// least a period later, and what lies in between is the time that a check is on its way.
+    /// Refunds only if the current window contains the charge: that window ends when the charge was
+    /// to expire. Any other window ends at least a period later. The tolerance of half a period
+    /// covers the time that a check takes to arrive.
     fn refund(
         &mut self,
         params: &Params,
@@ -149,14 +154,14 @@ impl Algorithm for State {
     }
 }
 
-/// When a window begins that holds `now`: at the last border of the clock, or now.
+/// Returns the start of a window that contains `now`: the previous border of the clock, or `now`.
 fn window_start(params: &Params, now: i64) -> i64 {
     params
         .offset
         .map_or(now, |offset| now - (now - offset).rem_euclid(params.period))
 }
 
-/// The definition: see `tests`.
+/// The strategy's definition: see `tests`.
 #[cfg(test)]
 pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
     let period = model.period;

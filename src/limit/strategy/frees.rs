@@ -1,13 +1,13 @@
-/// How what was charged is freed again. Waiting requests depend on it.
+/// How the capacity is freed after a charge. Wait queues depend on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Frees {
-    /// Gradually, at the rate of the quota, debts too.
+    /// Gradually, at the rate of the quota; a debt too.
     Gradually,
-    /// The whole limit at once after each period, debts too.
+    /// The whole limit at the end of each period; a debt too.
     InBatches,
-    /// At once, with its window or its cell.
+    /// All charges of a window or a cell together, when it ends.
     WithWindow,
-    /// Each charge by itself, a period after it was made.
+    /// Each charge separately, a period after it was made.
     OneByOne,
     /// As an estimate within two periods: nothing in the first, then gradually.
     Fading,
@@ -16,7 +16,8 @@ pub(crate) enum Frees {
 }
 
 impl Frees {
-    /// Whether it refills from a debt to a burst: then a quota may have a burst other than its limit.
+    /// Returns `true` if the strategy refills up to a burst: then a quota's burst may differ from
+    /// its limit, and debts are possible.
     pub(crate) fn has_burst(self) -> bool {
         match self {
             Self::Gradually | Self::InBatches => true,
@@ -24,7 +25,8 @@ impl Frees {
         }
     }
 
-    /// Whether it refills all the time, so that a debt is paid at a moment that is known.
+    /// Returns `true` if the strategy refills continuously, so that the time at which a debt is
+    /// paid is predictable.
     pub(crate) fn is_gradual(self) -> bool {
         match self {
             Self::Gradually => true,

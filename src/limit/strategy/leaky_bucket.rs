@@ -1,19 +1,19 @@
-//! Leaky bucket, as a meter: what is charged fills it, and it leaks at the rate of the quota.
+//! Leaky bucket, used as a meter: charges fill it, and it leaks at the rate of the quota.
 //!
-//! **Idea.** The state is a level, which falls by `L / P`. A check of cost `c` is allowed while it fits:
-//! `level - leaked + c <= B`.
+//! **Idea.** The state is a level, which falls by `L / P`. A check of cost `c` is allowed if the
+//! cost fits: `level - leaked + c <= B`.
 //!
 //! **Cost.** One key, one read, one write.
 //!
 //! **When not.** It decides as GCRA does: choose it if you think in levels. It does not delay
-//! requests, as a leaky bucket that is a queue would.
+//! requests, unlike a leaky bucket that is a queue.
 //!
 //! **Source.** Turner, "New directions in communications" (1986); the funnel of redis tutorials (capacity, leaking
 //! rate).
 
 pub(crate) type State = super::meter::Meter<'b'>;
 
-/// The definition: see `tests`.
+/// The strategy's definition: see `tests`.
 #[cfg(test)]
 pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
     let &super::tests::Model {

@@ -1,11 +1,12 @@
-//! The strategies: a pair of twins for each variant of [`Strategy`].
+//! The strategies: each variant of [`Strategy`] has two implementations.
 //!
-//! A twin is one strategy written twice, in Lua for Redis (`lua/<strategy>.lua`) and in Rust (here). Both have the same
-//! functions with the same operations in the same order, on whole numbers below 2^53, so that they agree bit for bit.
-//! The Rust twin decides in the local store, is the reference for the Lua one in the tests, and is where a strategy is
-//! explained, with all that the rest of the crate needs from it: see [`Algorithm`](algorithm::Algorithm).
+//! Each strategy is written twice, in Lua for Redis (`lua/<strategy>.lua`) and in Rust (here). Both
+//! halves have the same functions with the same operations in the same order, on integers below
+//! 2^53, so they agree bit for bit. The Rust half decides in the local store, is the reference for
+//! the Lua half in tests, and documents the strategy: see [`Algorithm`](algorithm::Algorithm).
 //!
-//! To add one: its Lua file, its Rust twin, and here its module, its variant and its entry in the list.
+//! To add a strategy, add its Lua file, its Rust half, and here its module, its variant and its
+//! entry in the list.
 
 mod algorithm;
 mod ask;
@@ -41,12 +42,13 @@ use std::time::Duration;
 use super::Quota;
 use crate::error::ConfigError;
 
-/// Calls a macro with the list: one entry for each strategy, in the order of its variants. An entry has
+/// Calls a macro with the list: one entry for each strategy, in the order of the variants. An entry
+/// has
 /// - the variant of `Strategy`,
 /// - the name of both halves: the module here, and the file in `lua`,
 /// - its name as text,
-/// - the letter in Redis keys, and the number in a script's arguments,
-/// - one of each of its kinds, for `Strategy::ALL`. The first is the default.
+/// - its letter in Redis keys, and its number in a script's arguments,
+/// - its values in `Strategy::ALL`. The first is the default.
 macro_rules! strategies {
     ($with:ident) => {
         $with! {
@@ -69,26 +71,27 @@ macro_rules! strategies {
 
 pub(crate) use strategies;
 
-/// How a limit is counted. Take [`Gcra`](Self::Gcra) unless you have a reason.
+/// The algorithm that counts. Use [`Gcra`](Self::Gcra) unless you have a reason.
 ///
-/// The page `docs/choosing.md` of this crate compares them: a table, a picture of each, and what other systems call
-/// them.
+/// [Choosing a strategy](crate::guide::choosing) compares them: a table, a picture of each, and
+/// their names in other systems.
 ///
 /// # As text
 ///
-/// | text | is |
+/// | text | strategy |
 /// |---|---|
 /// | `gcra` | [`Gcra`](Self::Gcra), the default |
 /// | `token-bucket`, `token-bucket(interval)` | [`TokenBucket`](Self::TokenBucket), refilled greedily or by the interval |
 /// | `leaky-bucket` | [`LeakyBucket`](Self::LeakyBucket) |
-/// | `fixed-window`, `fixed-window(clock+22h)` | [`FixedWindow`](Self::FixedWindow) on the clock, with this offset |
-/// | `fixed-window(first-hit)` | [`FixedWindow`](Self::FixedWindow) from a caller's first charge on |
+/// | `fixed-window`, `fixed-window(clock+22h)` | [`FixedWindow`](Self::FixedWindow) aligned to the clock, with an offset |
+/// | `fixed-window(first-hit)` | [`FixedWindow`](Self::FixedWindow) that starts with a caller's first charge |
 /// | `sliding-log` | [`SlidingLog`](Self::SlidingLog) |
-/// | `sliding-window(60 cells)` | [`SlidingWindow`](Self::SlidingWindow); 10 cells if it does not say |
+/// | `sliding-window(60 cells)` | [`SlidingWindow`](Self::SlidingWindow); the default is 10 cells |
 /// | `sliding-counter` | [`SlidingCounter`](Self::SlidingCounter) |
 ///
-/// `fixed-window(clock)` and `token-bucket(greedy)` name the default. A number alone, as in `sliding-window(60)`, is
-/// refused: it could as well be seconds. With the feature `serde` it is read and written so.
+/// `fixed-window(clock)` and `token-bucket(greedy)` name the default. A number without a unit, as
+/// in `sliding-window(60)`, is rejected: it could be seconds. The feature `serde` uses the same
+/// text.
 ///
 /// ```
 /// use tower_redis_ratelimit::Strategy;
@@ -99,51 +102,53 @@ pub(crate) use strategies;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Strategy {
-    /// A counter that starts again at every window. Up to twice the limit can pass around the border of two
-    /// windows; the wait of a denied caller is until the window ends.
+    /// A counter per window. Up to twice the limit can be granted around the border of two windows.
+    /// A denied caller waits until the window ends.
     ///
     /// As in redis_rate v6 ([`Align::Clock`]) and Istio's redisquota ([`Align::FirstHit`]).
     FixedWindow(Align),
-    /// The time of every charge: exact at every moment, in memory that grows with the limit, which is at most 100,000: a
-    /// caller then has up to 1.3 MB in Redis, and up to 1.5 MB in a [`LocalStore`](crate::LocalStore); in full debt twice
-    /// that. However long the log, no check costs more than 20 times a granted one.
+    /// The time of every charge: exact at every moment. Its memory grows with the limit, which is
+    /// at most 100,000: a caller then uses up to 1.3 MB in Redis, and up to 1.5 MB in a
+    /// [`LocalStore`](crate::LocalStore); twice that if fully in debt. Independent of the log's
+    /// length, no check costs more than 20 times a granted one.
     ///
     /// As the ZSET recipe, and Redisson's `RRateLimiter`.
     SlidingLog,
-    /// Counts per cell of time. Never admits more than [`SlidingLog`](Self::SlidingLog) would, and lets a caller wait
-    /// up to one cell longer, in memory that grows with the cells: 12 bytes each in Redis, so at most 12 KB for a caller,
-    /// which every check reads and every charge writes.
+    /// Counts per cell of time. Never grants more than [`SlidingLog`](Self::SlidingLog) would, but
+    /// a caller may wait up to one cell longer. Its memory grows with the cells: 12 bytes each in
+    /// Redis, so at most 12 KB per caller, which every check reads and every charge writes.
     ///
     /// As hashes of timestamps to counts, and Istio's rolling windows.
     SlidingWindow {
-        /// Into how many cells the period is cut, from 1 to 1000. 10 is a good start.
+        /// The number of cells per period, from 1 to 1000. 10 is a good start.
         cells: u16,
     },
-    /// The count of this window of the clock, and of the one before as far as the sliding window overlaps it: an
-    /// estimate, in little memory.
+    /// Estimates a sliding window from two fixed windows, in little memory: the current count plus
+    /// the overlapping fraction of the previous one.
     SlidingCounter,
-    /// A stock of tokens that requests take from and time refills.
+    /// A stock of tokens, which requests take and time refills.
     ///
     /// As Spring Cloud Gateway's `RedisRateLimiter` and bucket4j.
     TokenBucket(Refill),
     /// A level that requests raise and time lowers. Decides as [`Gcra`](Self::Gcra) does.
     LeakyBucket,
-    /// The generic cell rate algorithm: the limit spread evenly over the period, with a burst. Never more than the
-    /// burst at once, and from then on one per `period / limit`.
+    /// The generic cell rate algorithm: the limit spread evenly over the period, with a burst.
+    /// After a full burst it allows one per `period / limit`.
     ///
     /// As redis-cell's `CL.THROTTLE` and redis_rate since v9.
     #[default]
     Gcra,
 }
 
-/// What is asked of a strategy, whichever it is.
-macro_rules! asked {
+/// Implements the methods that differ between strategies.
+macro_rules! dispatch {
     ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, [$($kind:expr),* $(,)?];)*) => {
         $(pub(super) use $module::State as $variant;)*
 
         impl Strategy {
-            /// One of each: both alignments of a fixed window, both refills of a token bucket, and a sliding window of 10
-            /// cells. For tests and comparisons of all of them; there may be more in a later version.
+            /// Every strategy: both alignments of a fixed window, both refills of a token bucket,
+            /// and a sliding window of 10 cells. For tests and comparisons of all strategies; a
+            /// later version may add some.
             ///
             /// ```
             /// use tower_redis_ratelimit::{Policy, Quota, Strategy};
@@ -154,17 +159,17 @@ macro_rules! asked {
             /// ```
             pub const ALL: &'static [Self] = &[$($($kind,)*)*];
 
-            /// Its name as text, without a parameter.
+            /// Returns the name as text, without a parameter.
             pub(super) const fn name(self) -> &'static str {
                 match self { $(Self::$variant { .. } => $name,)* }
             }
 
-            /// The letter that stands for it in a key.
+            /// Returns the letter of the strategy in Redis keys.
             pub(super) const fn letter(self) -> &'static str {
                 match self { $(Self::$variant { .. } => $letter,)* }
             }
 
-            /// The number that stands for it in an argument of the script.
+            /// Returns the number of the strategy in the script's arguments.
             pub(crate) const fn number(self) -> u8 {
                 match self { $(Self::$variant { .. } => $number,)* }
             }
@@ -192,4 +197,4 @@ macro_rules! asked {
     };
 }
 
-strategies!(asked);
+strategies!(dispatch);

@@ -4,29 +4,30 @@ use super::Frees;
 use crate::error::ConfigError;
 use crate::limit::{Kind, Quota};
 
-/// A policy in the numbers that both halves compute with. Everything stays below 2^53, so that Lua's doubles are exact.
+/// A policy as numbers, for both halves. Everything stays below 2^53, so that Lua's doubles are
+/// exact.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Params {
     /// The largest cost that a fresh caller can pay.
     pub(crate) capacity: i64,
     /// The period in microseconds.
     pub(crate) period: i64,
-    /// Ticks in a microsecond.
+    /// Ticks per microsecond.
     pub(crate) ticks: i64,
-    /// What a unit of cost takes to flow back, in ticks.
+    /// The time in which a unit of cost refills, in ticks.
     pub(crate) interval: i64,
-    /// What the capacity takes to flow back, in ticks.
+    /// The time in which the capacity refills, in ticks.
     pub(crate) full: i64,
-    /// A time in microseconds that no debt of this policy reaches.
+    /// A time in microseconds that is longer than any debt of this policy takes to refill.
     pub(crate) furthest: i64,
-    /// Where windows of the clock begin, in microseconds within a period.
+    /// The start of windows aligned to the clock, in microseconds within a period.
     pub(crate) offset: Option<i64>,
     /// The width of a cell, in microseconds.
     pub(crate) width: i64,
     pub(crate) frees: Frees,
 }
 
-/// The most ticks of a full debt, which is twice the capacity.
+/// Maximum time in which a full debt refills, in ticks. A full debt is twice the capacity.
 const MAX_TICKS: i64 = 1 << 52;
 
 impl Params {
@@ -34,8 +35,8 @@ impl Params {
         let (capacity, frees) = (quota.capacity(), kind.frees());
         if capacity != quota.limit() && !frees.has_burst() {
             return Err(ConfigError::new(format!(
-                "a burst of {capacity} on a window of {}: leave the burst out, since it is the limit, or choose a strategy \
-                 that has one, such as GCRA",
+                "a burst of {capacity} for a window of {}: remove the burst, which is always the limit, or use a strategy \
+                 with a burst, such as GCRA",
                 quota.limit()
             )));
         }
@@ -49,8 +50,8 @@ impl Params {
             | Frees::OnRelease => rate(period, u128::from(quota.limit()), u128::from(capacity)),
         };
         let full = u128::from(capacity) * interval;
-        // The quota has been checked: no period is longer than 2^45 us, no refill than 2^49 us, no `full` than 2^51
-        // ticks.
+        // A checked quota has a period of at most 2^45 us and refills within 2^49 us, so `full` is
+        // at most 2^51 ticks.
         let mut params = Self {
             capacity: i64::from(capacity),
             period: period as i64,
@@ -68,15 +69,15 @@ impl Params {
         Ok(params)
     }
 
-    /// How many units of a meter refill in this time, in microseconds, rounded up.
+    /// Returns the units of a meter that refill in `time` microseconds, rounded up.
     pub(in crate::limit) fn units_in(&self, time: i64) -> i64 {
         time.saturating_mul(self.ticks)
             .saturating_add(self.interval - 1)
             / self.interval
     }
 
-    /// The same share of a policy, with a tick that drains as that of the whole does. So a level means the same time under
-    /// every number of instances.
+    /// Rescales a share so that its level drains per microsecond as fast as that of the whole
+    /// policy. So a level means the same time for every number of instances.
     pub(in crate::limit) fn share_of(self, whole: &Self, instances: NonZeroU32) -> Self {
         let interval = whole.interval.saturating_mul(instances.get().into());
         let full = self.capacity.saturating_mul(interval);
@@ -93,9 +94,11 @@ impl Params {
     }
 }
 
-/// Ticks per microsecond and ticks per unit of cost, so that `interval / ticks` is `period / limit`.
+/// Returns the ticks per microsecond and per unit of cost, so that `interval / ticks` is `period /
+/// limit`.
 ///
-/// Exact where the numbers allow; else the interval is rounded up, by less than one part in 500,000.
+/// The result is exact if the numbers allow; otherwise the interval is rounded up, by less than one
+/// part in 500,000.
 fn rate(period: u128, limit: u128, capacity: u128) -> (u128, u128) {
     let divisor = gcd(period, limit);
     let (ticks, interval) = (limit / divisor, period / divisor);

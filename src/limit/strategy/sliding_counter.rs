@@ -1,14 +1,17 @@
-//! Sliding counter: two fixed windows that stand for one that slides.
+//! Sliding counter: estimates a sliding window from two fixed windows.
 //!
-//! **Idea.** Count what is granted in this window of the clock and in the one before. The sliding window overlaps a
-//! part of the one before, and that part of its count is taken to be in it: a check of cost `c` is allowed while
-//! `previous * (1 - elapsed / P) + current + c <= L`.
+//! **Idea.** Count the grants in the current window of the clock and in the previous one. The
+//! sliding window overlaps a part of the previous one, and the same part of its count is assumed to
+//! be inside: a check of cost `c` is allowed while `previous * (1 - elapsed / P) + current + c <=
+//! L`.
 //!
-//! **Cost.** One key, one read, one write, however high the limit.
+//! **Cost.** One key, one read, one write, for any limit.
 //!
-//! **When not.** It is an estimate: it takes what was granted in the window before to be spread evenly over it. If it
-//! was not, more or less than the limit may pass in a period that straddles two windows, never more than twice the
-//! limit. What is overlapped is rounded up: a single charge of the window before counts until that has left.
+//! **When not.** If an estimate is not enough: it assumes that the grants of the previous window
+//! were spread evenly. If they were not, more or less than the limit may be granted in a period
+//! that straddles two windows, but never more than twice the limit. The overlapping count is
+//! rounded up: a single charge in the previous window counts until that window has left the sliding
+//! one.
 //!
 //! **Source.** Cloudflare, "How we built rate limiting capable of scaling to millions of domains" (2017).
 
@@ -18,15 +21,16 @@ use crate::limit::Charged;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
-    /// When the window of the last charge began.
+    /// The start of the window of the last charge.
     start: i64,
-    /// What was granted in it.
+    /// The amount granted in that window.
     current: i64,
-    /// What was granted in the window before.
+    /// The amount granted in the window before it.
     previous: i64,
 }
 
-/// Registers: when the window began that holds now, what was granted in it, and what in the window before.
+/// Registers: the start of the current window, the amount granted in it, and the amount granted in
+/// the previous one.
 impl Algorithm for State {
     fn frees(_: Strategy) -> Frees {
         Frees::Fading
@@ -48,7 +52,7 @@ impl Algorithm for State {
     }
 
     fn room(params: &Params, now: i64, [start, current, previous]: Registers) -> i64 {
-        // What the window before still counts, rounded up: its share that the sliding window overlaps.
+        // The part of the previous count that the sliding window overlaps, rounded up.
         let (overlap, rest) = mul_div(previous, start + params.period - now, params.period);
         params.capacity - current - overlap - i64::from(rest > 0)
     }
@@ -64,7 +68,7 @@ impl Algorithm for State {
         if current + cost <= params.capacity {
             return left - mul_div(params.period, params.capacity - current - cost, previous).0;
         }
-        // In the next window, where this one is the one before.
+        // In the next window, when the current one is the previous one.
         left + params.period - mul_div(params.period, params.capacity - cost, current).0
     }
 
@@ -78,8 +82,9 @@ impl Algorithm for State {
         [start, current + cost, previous]
     }
 
-    /// From the window of the charge, which was to be gone with the end of the next one: this window, or the one before.
-    /// No two such times are less than a period apart, and what lies in between is the time that a check is on its way.
+    /// Refunds from the window of the charge, the current or the previous one. Their charges expire
+    /// at the end of the window after theirs, so at least a period apart. The tolerance of half a
+    /// period covers the time that a check takes to arrive.
     fn refund(
         &mut self,
         params: &Params,
@@ -138,7 +143,7 @@ impl Algorithm for State {
                 previous: 0,
             };
         }
-        // As much in the window before as still counts so much.
+        // Choose a previous count whose overlapping part is the used amount.
         let previous = i128::from(used) * i128::from(params.period) / i128::from(left);
         Self {
             start,
@@ -148,18 +153,19 @@ impl Algorithm for State {
     }
 }
 
-/// When the window of the clock began that holds `now`.
+/// Returns the start of the clock's window that contains `now`.
 fn window_start(params: &Params, now: i64) -> i64 {
     now - now.rem_euclid(params.period)
 }
 
-/// `n * x / d`, rounded down, and the rest. `x` is at most `d`, so that the quotient is at most `n`.
+/// Returns `n * x / d`, rounded down, and the remainder. `x` is at most `d`, so the quotient is at
+/// most `n`.
 fn mul_div(n: i64, x: i64, d: i64) -> (i64, i64) {
     let (product, d) = (i128::from(n) * i128::from(x), i128::from(d));
     ((product / d) as i64, (product % d) as i64)
 }
 
-/// The definition: see `tests`.
+/// The strategy's definition: see `tests`.
 #[cfg(test)]
 pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
     let (limit, period) = (model.limit, model.period);

@@ -1,20 +1,22 @@
 //! Sliding log: the time of every charge.
 //!
-//! **Idea.** A check of cost `c` is allowed while the charges in `(now - P, now]` and `c` make no more than `L`. A
-//! charge that is exactly one period old is gone.
+//! **Idea.** A check of cost `c` is allowed while the charges in `(now - P, now]` plus `c` are at
+//! most `L`. A charge that is exactly one period old has expired.
 //!
-//! **Cost.** The only strategy that is exact at every moment, and the only one whose memory grows with the limit: in
-//! Redis 12 to 16 bytes per charge, here 12 to 15. So a limit is at most 100,000. Each charge is kept with the sum of all
-//! up to it: a check looks at a few charges however long the log, and a denial finds those that must leave, or a give
-//! back the charge that it is of, by a binary search. A refund lowers the sums after that: here all of them, in Redis
-//! those of a block of charges and of the blocks.
+//! **Cost.** The only strategy that is exact at every moment, and the only one whose memory grows
+//! with the limit: 12 to 16 bytes per charge in Redis, 12 to 15 here. The limit is therefore at
+//! most 100,000. Each charge is stored with the running sum of all charges up to it. So a check
+//! reads a few charges, independent of the log's length, and binary search finds the charges that
+//! must expire after a denial, and the charge of a refund. A refund lowers all later sums: here
+//! those of the charges, in Redis those of one block of charges and of the later blocks.
 //!
-//! **A clock that goes back** by 1 ms moves what was charged in that millisecond to now, and nothing else.
+//! **A clock that goes back** by 1 ms moves the charges of that millisecond to now, and no others.
 //!
 //! **When not.** For high limits.
 //!
-//! **Source.** The ZSET recipe (`ZREMRANGEBYSCORE key 0 now-P`, `ZCARD`, `ZADD`); Redisson's `RRateLimiter`, whose
-//! permits have weights. A list does it in constant time, since charges come in the order of time.
+//! **Source.** The ZSET recipe (`ZREMRANGEBYSCORE key 0 now-P`, `ZCARD`, `ZADD`); Redisson's
+//! `RRateLimiter`, whose permits have weights. Charges arrive in order of time, so a list needs
+//! constant time per charge.
 
 use super::algorithm::{Algorithm, Refunded, Registers, clean};
 use super::charges::Charges;
@@ -27,14 +29,15 @@ pub(crate) struct State {
     charges: Charges,
 }
 
-/// The highest limit: one key is then at most 1.3 MB in Redis and 1.5 MB here, twice that in full debt.
+/// Maximum limit: one key then takes up to 1.3 MB in Redis and 1.5 MB here, and twice that if fully
+/// in debt.
 pub(super) const MAX: u32 = 100_000;
 
-/// The place of the base, where nothing counts.
+/// The index of the base if no charge counts.
 const NOTHING: i64 = -1;
 
-/// Registers: the sum of the charges within the period; the place of the last that has left it, or [`NOTHING`]; the time of
-/// the newest charge.
+/// Registers: the sum of the charges within the period; the index of the last expired one, or
+/// [`NOTHING`]; the time of the newest charge.
 impl Algorithm for State {
     fn frees(_: Strategy) -> Frees {
         Frees::OneByOne
@@ -46,13 +49,13 @@ impl Algorithm for State {
             return Ok(());
         }
         Err(ConfigError::new(format!(
-            "a limit of {limit} for a sliding log, which keeps every charge: write at most {MAX}, or choose a sliding window"
+            "a limit of {limit} is too high for a sliding log, which stores every charge: use at most {MAX}, or a sliding window"
         )))
     }
 
     fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
         match self.charges.after(now - params.period) {
-            // After now it is of a clock that has gone back: as if it had been charged now.
+            // A charge in the future was made before the clock went back: treat it as made now.
             Some((head, sum, newest)) => ([sum, head as i64, newest.min(now)], newest > now),
             None => clean([0, NOTHING, now]),
         }
@@ -82,8 +85,9 @@ impl Algorithm for State {
         [sum + cost, head, now]
     }
 
-    /// Of a charge within the period: from the first that was made at its time or later. From an older one it would free
-    /// what is about to leave anyway, and from a newer one what would count for longer than the charge did.
+    /// Refunds a charge within the period, starting at the first charge that is as old or newer.
+    /// Refunding from an older charge would free units that are about to expire anyway, and from a
+    /// newer one units that count for longer than the charge does.
     fn refund(
         &mut self,
         _params: &Params,
@@ -100,7 +104,7 @@ impl Algorithm for State {
             || left == 0
             || self.charges.newest().is_some_and(|newest| newest > now)
         {
-            // What is left of a clock that has gone back is as if it had been charged now.
+            // After the clock went back, the rest counts as charged now.
             return ([left, NOTHING, newest], cost);
         }
         self.charges.take_out(head as usize, now - of.age - 1, cost);
@@ -130,14 +134,14 @@ impl Algorithm for State {
     }
 
     fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
-        // All that is used goes with the newest charge: some of it may have gone before.
+        // All used units expire together with the newest charge, although some may expire earlier.
         Self {
             charges: Charges::one((until - params.period).min(now), used),
         }
     }
 }
 
-/// The definition: see `tests`.
+/// The strategy's definition: see `tests`.
 #[cfg(test)]
 pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
     model.granted(|time| time > now - model.period) + cost <= model.limit

@@ -1,14 +1,15 @@
-//! Sliding window of cells: a log that is kept by the cell instead of by the charge.
+//! Sliding window of cells: a log with one entry per cell of time instead of one per charge.
 //!
-//! **Idea.** Cut time into cells of `P / cells` and count what is granted in each. A check of cost `c` is allowed while
-//! the cells that are not wholly older than `P` and `c` make no more than `L`. A cell counts until its end has left the
-//! window, so that this never admits more than the log would; a caller waits up to one cell longer.
+//! **Idea.** Divide time into cells of `P / cells` and count the grants in each. A check of cost
+//! `c` is allowed while the cells that are not entirely older than `P` plus `c` are at most `L`. A
+//! cell counts until its end has left the window, so this never grants more than the log would, but
+//! a caller may wait up to one cell longer.
 //!
-//! **Cost.** One key, one read, one write; in Redis 12 bytes for each cell that something was granted in, and as many
-//! here. Each cell is kept with the sum of all up to it, so that a denial finds those that must leave by a binary
-//! search.
+//! **Cost.** One key, one read, one write; 12 bytes per cell with a grant, in Redis and here. Each
+//! cell is stored with the running sum of all cells up to it, so binary search finds the cells that
+//! must expire after a denial.
 //!
-//! **When not.** Where the wait of one cell matters, or one cell would do.
+//! **When not.** If a wait of one cell matters, or if one cell would be enough.
 //!
 //! **Source.** Hashes of timestamps to counts; Istio's redisquota `ROLLING_WINDOW` (bucketDuration).
 
@@ -20,15 +21,15 @@ use crate::limit::{Charged, Quota, duration, quota};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
-    /// When each cell ends and what was granted in it, oldest first.
+    /// The end of each cell and the amount granted in it, oldest first.
     cells: Charges,
 }
 
-/// The place of the base, where nothing counts.
+/// The index of the base if no cell counts.
 const NOTHING: i64 = -1;
 
-/// Registers: the sum of the cells within the period; the place of the last that has left it, or [`NOTHING`]; when the
-/// newest cell ends.
+/// Registers: the sum of the cells within the period; the index of the last expired one, or
+/// [`NOTHING`]; the end of the newest cell.
 impl Algorithm for State {
     fn frees(_: Strategy) -> Frees {
         Frees::WithWindow
@@ -43,7 +44,7 @@ impl Algorithm for State {
                 Ok(())
             }
             Strategy::SlidingWindow { cells } => Err(ConfigError::new(format!(
-                "a sliding window of {cells} cells: cut it into 1 to 1000"
+                "a sliding window of {cells} cells: use 1 to 1000 cells"
             ))),
             _ => Ok(()),
         }
@@ -56,12 +57,12 @@ impl Algorithm for State {
         Some(format!("{cells} cells"))
     }
 
-    /// A number alone could as well be seconds.
+    /// Requires the unit: a number alone could be seconds.
     fn with_parameter(_: Strategy, text: &str) -> Result<Strategy, &'static str> {
         let (digits, unit) = duration::split(text);
         let cells = quota::whole(digits).filter(|_| matches!(unit.trim_start(), "cell" | "cells"));
         let cells = cells.ok_or("its parameter is not a number of cells, such as `10 cells`")?;
-        // One that does not fit is too large in any case.
+        // A number that does not fit is out of bounds in any case.
         Ok(Strategy::SlidingWindow {
             cells: u16::try_from(cells).unwrap_or(u16::MAX),
         })
@@ -72,7 +73,7 @@ impl Algorithm for State {
         let Some((head, sum, newest)) = self.cells.after(start) else {
             return clean([0, NOTHING, 0]);
         };
-        // After the clock has gone back, charges of later cells count as charged now.
+        // Cells in the future are from before the clock went back: treat them as charged now.
         let latest = cell_end(params, now);
         ([sum, head as i64, newest.min(latest)], newest > latest)
     }
@@ -101,7 +102,7 @@ impl Algorithm for State {
         [sum + cost, head, newest.max(cell_end(params, now))]
     }
 
-    /// Of a charge that counts still, from its cell on: see the sliding log.
+    /// Refunds a charge that still counts, starting at its cell: see the sliding log.
     fn refund(
         &mut self,
         params: &Params,
@@ -143,7 +144,7 @@ impl Algorithm for State {
     }
 
     fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
-        // All that is used goes with the newest cell: some of it may have gone before.
+        // All used units expire together with the newest cell, although some may expire earlier.
         Self {
             cells: Charges::one((until - params.period).min(cell_end(params, now)), used),
         }
@@ -151,7 +152,8 @@ impl Algorithm for State {
 }
 
 impl State {
-    /// Makes one cell, that of now, of all that end later: they are of a clock that has gone back.
+    /// After the clock went back, merges all cells that end later than the current one into the
+    /// current one.
     fn merge_later(&mut self, params: &Params, now: i64, head: usize) {
         let latest = cell_end(params, now);
         if self.cells.newest().is_some_and(|newest| newest > latest) {
@@ -161,12 +163,12 @@ impl State {
     }
 }
 
-/// When the cell of a time ends.
+/// Returns the end of the cell that contains a time.
 fn cell_end(params: &Params, time: i64) -> i64 {
     time - time.rem_euclid(params.width) + params.width
 }
 
-/// The definition: see `tests`.
+/// The strategy's definition: see `tests`.
 #[cfg(test)]
 pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
     let Strategy::SlidingWindow { cells } = model.strategy else {

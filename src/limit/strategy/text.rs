@@ -21,7 +21,8 @@ impl FromStr for Strategy {
 
     /// # Errors
     ///
-    /// For text of another form, and for a sliding window of too few or too many cells.
+    /// Returns an error for text of another form, and for a sliding window with too few or too many
+    /// cells.
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         let wrong = |problem| {
             let all = Self::ALL
@@ -31,7 +32,7 @@ impl FromStr for Strategy {
             ConfigError::invalid(
                 "strategy",
                 text,
-                format_args!("{problem}; write {all}or in a policy `in-flight`"),
+                format_args!("{problem}; use {all}or in a policy `in-flight`"),
             )
         };
         let (name, parameter) = match text.trim().split_once('(') {
@@ -50,7 +51,7 @@ impl FromStr for Strategy {
         let strategy = parameter
             .map_or(Ok(named), |parameter| named.with_parameter(parameter))
             .map_err(wrong)?;
-        // Finds what is out of bounds.
+        // Reject parameters that are out of bounds.
         Params::new(strategy.into(), Quota::per_second(1)).map(|_| strategy)
     }
 }
@@ -190,12 +191,9 @@ mod tests {
                 "sliding-window()",
                 "not a number of cells, such as `10 cells`",
             ),
-            ("sliding-window(0 cells)", "0 cells: cut it into 1 to 1000"),
-            (
-                "sliding-window(1001 cells)",
-                "1001 cells: cut it into 1 to 1000",
-            ),
-            ("sliding-window(100000 cells)", "cut it into 1 to 1000"),
+            ("sliding-window(0 cells)", "0 cells: use 1 to 1000"),
+            ("sliding-window(1001 cells)", "1001 cells: use 1 to 1000"),
+            ("sliding-window(100000 cells)", "use 1 to 1000"),
         ] {
             let error = text.parse::<Strategy>().unwrap_err().to_string();
             assert!(

@@ -2,7 +2,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::BoxError;
-use crate::middleware::rate_limit::AsIs;
+use crate::middleware::limit::AsIs;
 use crate::settle::Settlement;
 
 /// How long a [`CallLimitLayer`](crate::CallLimitLayer) with responses `Res` holds what a call has taken: [`AsIs`] or
@@ -17,7 +17,7 @@ mod sealed {
     pub trait CallEnding: Clone + Send + Sync + 'static {}
 }
 
-/// Settles what a call has taken when it is answered.
+/// Settles the charge of a call when the inner service has returned its result.
 ///
 /// [`CallLimitLayer::settle`](crate::CallLimitLayer::settle) makes such layers.
 pub struct UntilAnswer<Res> {

@@ -1,24 +1,16 @@
-use std::fmt;
 use std::sync::Arc;
 
-use tower_layer::Layer;
-
-use super::{BoxError, CallLimit, UntilAnswer};
-use crate::gate::{
-    Gate, Holds, KeyExtractor, OnError, OnMissingKey, PolicySelector, Selector, Wait,
-};
-use crate::limit::Policies;
-use crate::middleware::rate_limit::AsIs;
-use crate::middleware::settings::Settings;
-use crate::observe::Observer;
+use super::{BoxError, Calls, UntilAnswer};
+use crate::gate::{Gate, Holds, KeyExtractor, PolicySelector};
+use crate::middleware::limit::{AsIs, Config, LimitLayer};
 use crate::settle::Settlement;
 use crate::store::Store;
 
 /// Limits the rate of calls of any tower service: jobs of a queue, commands, requests of a client. One check per
 /// request, and the inner service is called only if it passes.
 ///
-/// It is the [`RateLimitLayer`](crate::RateLimitLayer) for requests other than HTTP's: a closure returns the key of a
-/// request, and a denied call fails.
+/// It is the counterpart of [`RateLimitLayer`](crate::RateLimitLayer) for requests other than HTTP:
+/// a closure returns the key of a request, and a denied call fails with an error.
 ///
 /// ```
 /// use tower::{ServiceBuilder, ServiceExt};
@@ -56,97 +48,34 @@ use crate::store::Store;
 ///
 /// # Errors of a call
 ///
-/// They are boxed, like those of tower's own layers:
-/// - [`RateLimited`](crate::check::RateLimited) for a call that is denied.
-/// - [`StoreError`](crate::store::StoreError) if the store could not decide, unless [`on_error`](Self::on_error) lets
-///   it pass.
-/// - [`MissingKey`](crate::extract::MissingKey) for a request that has no key, unless
-///   [`on_missing_key`](Self::on_missing_key) lets it pass.
-/// - The error of the inner service, boxed as well.
+/// The error type is a boxed error, as in tower's own layers. It holds
+/// - a [`RateLimited`](crate::check::RateLimited) if the call is denied,
+/// - a [`StoreError`](crate::store::StoreError) if the store could not decide, unless
+///   [`on_error`](Self::on_error) allows the call,
+/// - a [`MissingKey`](crate::extract::MissingKey) if the request has no key, unless
+///   [`on_missing_key`](Self::on_missing_key) allows the call,
+/// - or the error of the inner service.
 ///
-/// A request is [in flight](crate::Policy::in_flight) until the service has answered, or the call is dropped. The cost
-/// of a call may depend on the answer: see [`settle`](Self::settle).
+/// A request is [in flight](crate::Policy::in_flight) until the service returns its result, or the
+/// call is dropped. The cost of a call may depend on the result: see [`settle`](Self::settle).
 ///
-/// Under tower's `Retry`, each attempt is counted. In a `Timeout`, a call that times out before the decision is not
-/// made.
-pub struct CallLimitLayer<S, K, R, E = AsIs> {
-    settings: Settings<K, Config<S, R, E>>,
-}
-
-/// The settings of a layer: those of its gate, and what settles its calls.
-pub(super) struct Config<S, R, E> {
-    pub(super) gate: Gate<S, R>,
-    pub(super) ending: E,
-}
-
-impl<S: Clone, R: 'static, E: Clone> Clone for Config<S, R, E> {
-    fn clone(&self) -> Self {
-        Self {
-            gate: self.gate.clone(),
-            ending: self.ending.clone(),
-        }
-    }
-}
+/// Inside tower's `Retry`, each attempt is counted. Inside a `Timeout`, a call that times out
+/// before the decision never reaches the inner service.
+pub type CallLimitLayer<S, K, R, E = AsIs> = LimitLayer<S, K, Calls<R, E>>;
 
 impl<S: Store, K: KeyExtractor<R>, R: 'static> CallLimitLayer<S, K, R> {
     /// Counts requests in `store`, by the keys that `extractor` finds, under the policies that `policies` gives: a
-    /// [`Policy`](crate::Policy), several [`Policies`], or another [`PolicySelector`].
+    /// [`Policy`](crate::Policy), several [`Policies`](crate::Policies), or another [`PolicySelector`].
     pub fn new(store: S, extractor: K, policies: impl PolicySelector<R>) -> Self {
         let config = Config {
             gate: Gate::new(store, policies, Holds::InFlight),
-            ending: AsIs,
+            protocol: Calls::new(AsIs),
         };
-        Self {
-            settings: Settings::new(Arc::new(extractor), config),
-        }
+        Self::with_config(Arc::new(extractor), config)
     }
 }
 
 impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
-    /// Sets what a request costs. A cost of 0 is decided but not charged. Defaults to 1.
-    #[must_use]
-    pub fn cost(self, cost: impl Fn(&R) -> u32 + Send + Sync + 'static) -> Self {
-        self.cost_under(move |request, _| cost(request))
-    }
-
-    /// Sets what a request costs under its policies. Replaces [`cost`](Self::cost).
-    #[must_use]
-    pub fn cost_under(self, cost: impl Fn(&R, &Policies) -> u32 + Send + Sync + 'static) -> Self {
-        self.change(|gate| gate.cost = Some(Arc::new(cost)))
-    }
-
-    /// Lets a request that would be denied wait for its turn, up to a [`Duration`](std::time::Duration) or by a
-    /// [`Wait`]. Defaults to no wait. See [`RateLimitLayer::wait`](crate::RateLimitLayer::wait).
-    #[must_use]
-    pub fn wait(self, wait: impl Into<Wait>) -> Self
-    where
-        S: Store,
-    {
-        self.change(|gate| gate.wait(wait.into()))
-    }
-
-    /// Sets which requests pass at once, uncounted. They need no key. Defaults to none.
-    #[must_use]
-    pub fn skip(self, skip: impl Fn(&R) -> bool + Send + Sync + 'static) -> Self {
-        self.change(|gate| gate.skip = Some(Arc::new(skip)))
-    }
-
-    /// Decides and charges as usual, but rejects nothing: to see the effect of a limit before it is enforced.
-    ///
-    /// The observer is notified of each decision. A request without a key, or one that the store cannot decide, passes.
-    /// The check runs in parallel to the inner call, which waits for it if it takes longer.
-    #[must_use]
-    pub fn dry_run(self) -> Self {
-        self.change(|gate| gate.dry_run = true)
-    }
-
-    /// Adds policies that reject nothing to those that do, like a [`dry_run`](Self::dry_run) of these alone. May be
-    /// called again for more. See [`RateLimitLayer::shadow`](crate::RateLimitLayer::shadow).
-    #[must_use]
-    pub fn shadow(self, policies: impl PolicySelector<R>) -> Self {
-        self.change(|gate| gate.shadows.push(Selector::new(policies)))
-    }
-
     /// Settles calls by their results: the cost is then a reservation, which `rule` settles by the response or the
     /// error. A call that is dropped before keeps what it has reserved. See
     /// [`RateLimitLayer::settle`](crate::RateLimitLayer::settle).
@@ -185,78 +114,8 @@ impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
             gate.settle();
             Config {
                 gate,
-                ending: UntilAnswer::new(rule),
+                protocol: Calls::new(UntilAnswer::new(rule)),
             }
         })
-    }
-
-    /// Sets what happens to a request that the store could not decide. Defaults to [`OnError::Reject`]: the call fails
-    /// with the store's [`StoreError`](crate::store::StoreError).
-    #[must_use]
-    pub fn on_error(self, on_error: OnError) -> Self {
-        self.change(|gate| gate.on_error = on_error)
-    }
-
-    /// Sets what happens to a request without a key. One whose key is
-    /// [malformed](crate::extract::MissingKey::malformed), or missing since the program is
-    /// [misconfigured](crate::extract::MissingKey::misconfigured), always fails. Defaults to [`OnMissingKey::Reject`]:
-    /// the call fails with the [`MissingKey`](crate::extract::MissingKey).
-    #[must_use]
-    pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
-        self.change(|gate| gate.on_missing_key = on_missing_key)
-    }
-
-    /// Sets the [`Observer`] of every decision, of what no store could decide, and of a misconfigured program; and of
-    /// the store, if that has none yet. Defaults to [a log of what needs attention](Observer); `()` turns that off.
-    #[must_use]
-    pub fn observer(self, observer: impl Observer) -> Self
-    where
-        S: Store,
-    {
-        self.change(|gate| gate.observe(observer))
-    }
-
-    fn change(self, change: impl FnOnce(&mut Gate<S, R>)) -> Self {
-        self.change_to(|mut config| {
-            change(&mut config.gate);
-            config
-        })
-    }
-
-    fn change_to<E2: Clone>(
-        self,
-        change: impl FnOnce(Config<S, R, E>) -> Config<S, R, E2>,
-    ) -> CallLimitLayer<S, K, R, E2> {
-        let settings = self.settings.change(|mut config| {
-            config.gate.notifier = config.gate.notifier.anew();
-            change(config)
-        });
-        CallLimitLayer { settings }
-    }
-}
-
-impl<T, S, K, R, E> Layer<T> for CallLimitLayer<S, K, R, E> {
-    type Service = CallLimit<T, S, K, R, E>;
-
-    fn layer(&self, inner: T) -> Self::Service {
-        CallLimit {
-            inner,
-            settings: self.settings.clone(),
-        }
-    }
-}
-
-/// Shared, so that no part of it has to be `Clone`.
-impl<S, K, R, E> Clone for CallLimitLayer<S, K, R, E> {
-    fn clone(&self) -> Self {
-        Self {
-            settings: self.settings.clone(),
-        }
-    }
-}
-
-impl<S: fmt::Debug, K, R, E> fmt::Debug for CallLimitLayer<S, K, R, E> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.settings.config().gate.fmt("CallLimitLayer", f)
     }
 }

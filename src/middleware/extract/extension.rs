@@ -7,14 +7,14 @@ use http::request::Parts;
 use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::Key;
 
-/// Counts by what a layer in front has put into the request's extensions, such as the user that it has authenticated.
-/// Made by [`by_extension`].
+/// Uses a value from the request's extensions as the key, such as the authenticated user. Created
+/// by [`by_extension`].
 pub struct ExtensionKey<T> {
     key: Arc<dyn Fn(&T) -> Key + Send + Sync>,
 }
 
-/// Counts by an extension of the request: `key` makes a key of it, a text or a number. A [`Key`] is one too, for a text
-/// that is not to be cloned.
+/// Uses an extension of the request as the key. `key` converts it to a text, a number, or a
+/// [`Key`], which avoids cloning a text.
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::{KeyExtractor, PeerIp, by_extension};
@@ -30,7 +30,7 @@ pub struct ExtensionKey<T> {
 /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
 /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
 /// let by_team = by_extension(|user: &User| Key::new(&user.team));
-/// // Who is not authenticated counts by the address.
+/// // Unauthenticated requests are counted under their address.
 /// let by_user = by_extension(|user: &User| user.id).or(PeerIp);
 /// let layer = RateLimitLayer::new(LocalStore::default(), by_user, policy);
 /// # let _ = (layer, by_team);
@@ -38,8 +38,9 @@ pub struct ExtensionKey<T> {
 /// # }
 /// ```
 ///
-/// A request without the extension is one of a [misconfigured](MissingKey::misconfigured) server: as a rule its layers
-/// are in the wrong order. Where others than users come too, add an [`or`](KeyExtractor::or).
+/// A request without the extension is reported as a [misconfigured](MissingKey::misconfigured)
+/// server, usually one with its layers in the wrong order. If some requests have no such extension
+/// by design, add an [`or`](KeyExtractor::or).
 pub fn by_extension<T, K: Into<Key>>(
     key: impl Fn(&T) -> K + Send + Sync + 'static,
 ) -> ExtensionKey<T> {
@@ -66,7 +67,7 @@ impl<T> ExtensionKey<T> {
     }
 }
 
-/// Shared, so that `T` does not have to be `Clone`.
+/// Clones an `Arc`: `T` does not have to be `Clone`.
 impl<T> Clone for ExtensionKey<T> {
     fn clone(&self) -> Self {
         Self {
@@ -122,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_extension_tells_the_order() {
+    fn a_missing_extension_explains_the_order() {
         let by_user = by_extension(|user: &Id<u64>| user.0);
         let missing = by_user.extract(&with(())).unwrap_err();
         assert!(missing.is_misconfigured());
@@ -155,7 +156,7 @@ mod tests {
         let neither = by_user.or(by_header()).extract(&with(())).unwrap_err();
         assert!(
             neither.is_misconfigured(),
-            "the server noted no address: {neither}"
+            "the server recorded no address: {neither}"
         );
         let neither = by_extension(|user: &Id<u64>| user.0)
             .or(by_header())
@@ -165,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn no_second_choice_for_what_is_wrong() {
+    fn invalid_keys_have_no_fallback() {
         let twice = Request::builder()
             .header("x-api-key", "a")
             .header("x-api-key", "b")

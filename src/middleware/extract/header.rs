@@ -9,21 +9,24 @@ use crate::limit::Key;
 ///
 /// Values are hashed, since headers carry secrets; [`readable`](Self::readable) keeps values that are not secret.
 ///
-/// Blanks around a value are ignored. A request without the header, or with a blank one, is one [without a
-/// key](crate::reject::OnMissingKey), and the response names the header: "the header x-api-key is missing". With a
-/// [`challenge`](Self::challenge) it asks the client to authenticate. A request with the header more than once is
-/// rejected, whatever [`OnMissingKey`](crate::reject::OnMissingKey) is: the client may have chosen one of the values,
-/// beside one that a proxy has added, and could get a new key at any time.
+/// Blanks around a value are ignored. A request with a missing or blank header has [no
+/// key](crate::reject::OnMissingKey), and the response names the header: "the header x-api-key is
+/// missing". With a [`challenge`](Self::challenge), the response is a 401 with that challenge. A
+/// request that repeats the header is always rejected, regardless of
+/// [`OnMissingKey`](crate::reject::OnMissingKey): one of the values may be the client's own, and a
+/// client that chooses its key could get a new count at any time.
 ///
-/// Use a header that is verified in front of the layer: a client that may send any value gets a new count for each.
+/// Use a header that is verified before the layer: a client that may send any value gets a new
+/// count for each.
 ///
 /// Do not use a header with several spellings of the same value, since each is counted separately:
 /// - `Authorization`: `Bearer x`, `bearer x` and `Bearer x` are one credential and three values. Count by the
 ///   authenticated user.
-/// - `X-Forwarded-For` and `Forwarded` are refused: proxies append to what the client has sent, so the client chooses
-///   the whole value, and could get a new key for every request. [`ClientIp`](crate::extract::ClientIp) reads the part
-///   that your proxies wrote. Use it for headers with one address too, such as `X-Real-IP`: here, a client that
-///   bypasses the proxy chooses its key, and each address of an IPv6 network has a separate count.
+/// - `X-Forwarded-For` and `Forwarded` are rejected: proxies append to the value that the client
+///   has sent, so the client could get a new key for every request.
+///   [`ClientIp`](crate::extract::ClientIp) reads the part that your proxies wrote. Use it for
+///   headers with one address too, such as `X-Real-IP`: as a `HeaderKey`, a client that bypasses
+///   the proxy chooses its key, and each address of an IPv6 network has a separate count.
 /// - `Cookie`: clients may send it in several lines, and it holds more than the session.
 ///
 /// ```
@@ -41,15 +44,16 @@ pub struct HeaderKey {
 }
 
 impl HeaderKey {
-    /// Counts by the header of this name: a text in any case, or a [`HeaderName`].
+    /// Counts by the header `name`: a text in any case, or a [`HeaderName`].
     ///
     /// # Errors
     ///
-    /// For a text that cannot be the name of a header, such as `"api key"`; for `X-Forwarded-For` and `Forwarded`.
+    /// If `name` is not a valid header name, such as `"api key"`, or is `X-Forwarded-For` or
+    /// `Forwarded`.
     pub fn new(name: impl AsRef<str>) -> Result<Self, ConfigError> {
         let name = header_name(name.as_ref())?;
         if [header::FORWARDED.as_str(), "x-forwarded-for"].contains(&name.as_str()) {
-            let fix = "the client writes it, and would choose its key: count by `ClientIp::x_forwarded_for()`, and say whom you trust";
+            let fix = "clients control this header and could choose their key: use `ClientIp::x_forwarded_for()` with your trusted proxies";
             return Err(ConfigError::invalid(
                 "header to count by",
                 name.as_str(),
@@ -63,15 +67,16 @@ impl HeaderKey {
         })
     }
 
-    /// Keeps values readable in Redis, where [`Key::new`] does. Not for secrets.
+    /// Keeps values readable in Redis, if [`Key::new`] does. Do not use it for secrets.
     #[must_use]
     pub fn readable(mut self) -> Self {
         self.secret = false;
         self
     }
 
-    /// Asks a client that sends no value to authenticate: over HTTP a 401 with this `WWW-Authenticate` instead of a
-    /// 400, over gRPC `UNAUTHENTICATED` instead of `INVALID_ARGUMENT`. Defaults to none.
+    /// Sets the challenge for a client that sends no value: over HTTP a 401 with this
+    /// `WWW-Authenticate` instead of a 400, over gRPC `UNAUTHENTICATED` instead of
+    /// `INVALID_ARGUMENT`. Defaults to none.
     ///
     /// It is a scheme, with parameters if that has any: `Bearer` for tokens. There is no registered scheme for API keys
     /// in their own header; many services write `ApiKey`.
@@ -105,7 +110,7 @@ impl KeyExtractor for HeaderKey {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
         let name = &self.name;
         let mut values = request.headers.get_all(name).iter();
-        // Over HTTP/2, blanks around a value are still there.
+        // HTTP/2 does not strip blanks around a value.
         let first = values.next().map(|value| value.as_bytes().trim_ascii());
         if values.next().is_some() {
             return Err(MissingKey::malformed(format!(
@@ -166,7 +171,7 @@ mod tests {
         for (name, expected) in [
             ("X-API-Key", "the header x-api-key is missing"),
             ("authorization", "the header authorization is missing"),
-            // An empty value tells nobody apart.
+            // All clients with an empty value would share a count.
             ("x-user", "the header x-user is empty"),
         ] {
             let problem = by(name).extract(&parts).unwrap_err();
@@ -226,7 +231,7 @@ mod tests {
         for name in ["X-Forwarded-For", "forwarded"] {
             let error = HeaderKey::new(name).unwrap_err().to_string();
             assert!(
-                error.contains("the client writes it")
+                error.contains("clients control this header")
                     && error.contains("`ClientIp::x_forwarded_for()`"),
                 "{error}"
             );

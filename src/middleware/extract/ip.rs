@@ -6,18 +6,20 @@ use super::ClientIp;
 use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::Key;
 
-/// Counts by the address that the connection came from; IPv6 by its /64 network.
+/// Counts by the address of the connection's peer; IPv6 by its /64 network.
 ///
-/// The address is that of the nearest peer: behind a load balancer it is the balancer's, and all clients are counted
-/// together. No header is trusted: [`ClientIp`](crate::extract::ClientIp) reads the header that your proxies write. Its
-/// [`peer()`](crate::extract::ClientIp::peer) counts the same way, with a configurable IPv6 prefix.
+/// The address is that of the nearest peer: behind a load balancer it is the balancer's, and all
+/// clients are counted together. No header is read: use [`ClientIp`](crate::extract::ClientIp) for
+/// the header that your proxies write. Its [`peer()`](crate::extract::ClientIp::peer) counts the
+/// same way, with a configurable IPv6 prefix.
 ///
-/// The address is read from the request's extensions, from the first of these that is present: 1. an
-/// [`IpAddr`], which your application puts there if it knows better, 2. a
-/// [`SocketAddr`](std::net::SocketAddr), 3. with the feature `axum`, axum's `ConnectInfo<SocketAddr>`, which
-/// `into_make_service_with_connect_info::<SocketAddr>()` puts there, or its `MockConnectInfo`, 4. with the feature
-/// `tonic`, tonic's `TcpConnectInfo`, which its server puts there, also beside the `TlsConnectInfo` of a connection
-/// with TLS.
+/// The address is read from the request's extensions. The first of these that is present is used:
+/// 1. an [`IpAddr`], which your application may insert to override the server,
+/// 2. a [`SocketAddr`](std::net::SocketAddr),
+/// 3. with the feature `axum`, axum's `ConnectInfo<SocketAddr>`, which
+///    `into_make_service_with_connect_info::<SocketAddr>()` inserts, or its `MockConnectInfo`,
+/// 4. with the feature `tonic`, tonic's `TcpConnectInfo`, which its server inserts, for TLS
+///    connections too.
 ///
 /// Peers on unix sockets have no address, and are counted together. They are recognized by a
 /// `tokio::net::unix::SocketAddr`, alone or in axum's `ConnectInfo`, and by tonic's `UdsConnectInfo`.
@@ -120,7 +122,7 @@ mod tests {
         assert_eq!(
             PeerIp.extract(&request),
             Ok(Key::ip(known.ip())),
-            "an address tells more"
+            "an address is more specific than a unix socket"
         );
     }
 

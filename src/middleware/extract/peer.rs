@@ -11,21 +11,21 @@ use crate::observe::mistakes::NO_PEER_ADDRESS;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Peer {
     Address(IpAddr),
-    /// A process of this machine. It has no address.
+    /// A process on this machine, which has no address.
     Unix,
-    /// The server recorded nothing, or nothing known here.
+    /// The server recorded no address in a supported form.
     Unknown,
 }
 
 impl Peer {
-    /// Of the connection, ignoring an address from the application.
+    /// Returns the peer of the connection, ignoring an address that the application has inserted.
     pub(super) fn of(request: &Parts) -> Self {
-        let noted = request
+        let recorded = request
             .extensions
             .get()
             .map(|address: &SocketAddr| Self::Address(address.ip()));
-        // Then the features, so that they add an address where there was none, and change none.
-        noted
+        // The features' types come last: enabling a feature may add an address, but changes none.
+        recorded
             .or_else(|| axum(request))
             .or_else(|| tonic(request))
             .or_else(|| unix(request))
@@ -33,31 +33,31 @@ impl Peer {
     }
 }
 
-/// The address that the application has put there, which wins over all others.
+/// The address that the application has inserted, which takes precedence over all others.
 pub(super) fn explicit(request: &Parts) -> Option<IpAddr> {
     request.extensions.get().copied()
 }
 
-/// The server recorded nothing, or what only a feature reads.
+/// The error if the server recorded no address in a form that the enabled features read.
 pub(super) fn unknown() -> MissingKey {
     const SERVE: &str = "serve `app.into_make_service_with_connect_info::<SocketAddr>()`";
     let axum = if cfg!(feature = "axum") {
         ""
     } else {
-        "turn on the feature `axum` of `tower-redis-ratelimit`, and "
+        "enable the feature `axum` of `tower-redis-ratelimit`, and "
     };
     let tonic = if cfg!(feature = "tonic") {
         ""
     } else {
-        "; with tonic, turn on its feature `tonic`"
+        "; with tonic, enable its feature `tonic`"
     };
     MissingKey::misconfigured(format!(
-        "the address of the peer is not known: with axum, {axum}{SERVE}{tonic}; with another server, put it into the \
-         extensions of each request, as a `SocketAddr`{NO_PEER_ADDRESS}"
+        "the server did not record the peer's address: with axum, {axum}{SERVE}{tonic}; with another server, insert a \
+         `SocketAddr` into the extensions of each request{NO_PEER_ADDRESS}"
     ))
 }
 
-/// The address as axum's own extractor finds it.
+/// The address that axum's own extractor would find.
 #[cfg(feature = "axum")]
 fn axum(request: &Parts) -> Option<Peer> {
     use axum::extract::connect_info::{ConnectInfo, MockConnectInfo};

@@ -1,4 +1,4 @@
-//! By axum's route templates.
+//! Extractors for axum's route templates.
 
 use axum::extract::MatchedPath;
 use http::Method;
@@ -7,7 +7,7 @@ use http::request::Parts;
 use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::Key;
 
-/// Counts by the template of the route that axum has matched, such as `/users/{id}`, for all ids together.
+/// Counts by the template of the matched axum route, such as `/users/{id}`: all ids together.
 ///
 /// ```
 /// use axum::{Router, routing::get};
@@ -27,15 +27,17 @@ use crate::limit::Key;
 /// # }
 /// ```
 ///
-/// Requests that match no route share one key, whatever their path: clients cannot create keys. Those are
-/// - what a `fallback` answers, also that of a nested router,
-/// - what a service answers that stands there by `nest_service` or `fallback_service`, since axum reports no route for
-///   it; give each of these its own layer,
-/// - all requests, if the layer is not on the `Router` (or on one nested in it, or on a route), but around it: there,
-///   routes are matched only after the layer has decided.
+/// Requests that match no route share one key for all paths, so clients cannot create keys. These
+/// are
+/// - requests that a `fallback` handles, including that of a nested router,
+/// - requests to a service added with `nest_service` or `fallback_service`, since axum reports no
+///   route for them: give each of these services its own layer,
+/// - all requests, if the layer wraps the `Router` instead of being added to it, to a nested router
+///   or to a route: axum then matches routes only after the layer has decided.
 ///
-/// A route of a nested router is the whole one, such as `/api/users/{id}`. A method that a route does not have (405)
-/// counts for that route. Templates with parameters are hashed in Redis.
+/// The template of a nested router's route is the full one, such as `/api/users/{id}`. A request
+/// with a method that the route does not have (405) counts for that route. Templates with
+/// parameters are hashed in Redis.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MatchedRoute;
 
@@ -47,9 +49,10 @@ impl KeyExtractor for MatchedRoute {
 
 /// Counts by method and [`MatchedRoute`], such as `POST /users/{id}`.
 ///
-/// `HEAD` counts as `GET`, whose handlers answer it, and so does an extended `CONNECT`, by which a WebSocket begins
-/// over HTTP/2. All methods that HTTP and `PATCH` (RFC 5789) do not define count as one, and requests that match no
-/// route share one key for all methods: clients cannot create keys by either.
+/// `HEAD` counts as `GET`, whose handler serves it. So does an extended `CONNECT`, which starts a
+/// WebSocket over HTTP/2. All methods other than those of HTTP and `PATCH` (RFC 5789) count as one,
+/// and requests that match no route share one key for all methods, so clients cannot create keys
+/// with either.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MatchedEndpoint;
 
@@ -67,7 +70,8 @@ fn template(request: &Parts) -> Option<&str> {
 
 fn method(method: &Method) -> &'static str {
     match *method {
-        // A `CONNECT` that matches a route is an extended one (RFC 8441), by which a WebSocket begins over HTTP/2.
+        // A `CONNECT` that matches a route is an extended one (RFC 8441), which starts a WebSocket
+        // over HTTP/2.
         Method::GET | Method::HEAD | Method::CONNECT => "GET",
         Method::POST => "POST",
         Method::PUT => "PUT",

@@ -1,6 +1,6 @@
 //! `RateLimit` and `RateLimit-Policy`, as in draft-ietf-httpapi-ratelimit-headers-11.
 //!
-//! The draft still changes; this is the one place that knows its syntax.
+//! The draft may still change. Only this file depends on its syntax.
 
 use std::fmt::{self, Write as _};
 use std::iter;
@@ -13,9 +13,10 @@ use crate::limit::{Decision, Policies, Policy, Verdict};
 const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
 
-/// Adds the fields of a decision. Both fields are lists, so what a layer or server behind this one has added stays.
+/// Adds the fields of a decision. Both fields are lists, so entries of inner layers and servers are
+/// kept.
 pub(super) fn append(headers: &mut HeaderMap, decision: &Decision) {
-    // Made once per list of policies.
+    // Built once per list of policies.
     let policy_field = decision
         .policies()
         .derived(Texts::new, |texts| texts.policy_field.clone());
@@ -23,7 +24,8 @@ pub(super) fn append(headers: &mut HeaderMap, decision: &Decision) {
     headers.append(RATE_LIMIT, rate_limit(decision));
 }
 
-/// Writes the quota of the policy that decided, as in `50/s burst 100` or `4 requests at once`.
+/// Writes the quota of the policy that decided, such as `50/s burst 100` or `4 concurrent
+/// requests`.
 pub(in crate::middleware) fn write_quota(
     decision: &Decision,
     to: &mut impl fmt::Write,
@@ -39,7 +41,7 @@ pub(in crate::middleware) fn write_quota(
     decision.policies().derived(Texts::new, quota)
 }
 
-/// What does not change from request to request.
+/// Texts that depend on the policies only.
 struct Texts {
     /// The value of `RateLimit-Policy`.
     policy_field: HeaderValue,
@@ -66,7 +68,7 @@ impl Texts {
             };
         }
         let quotas = policies.iter().map(|policy| match policy.is_in_flight() {
-            true => format!("{} requests at once", policy.stated().limit()),
+            true => format!("{} concurrent requests", policy.stated().limit()),
             false => policy.stated().to_string(),
         });
         let quotas = quotas.collect();
@@ -77,13 +79,13 @@ impl Texts {
     }
 }
 
-/// The value of a field. It consists of names and numbers, whose characters a field allows.
+/// Creates a field value from names and numbers, which contain only valid characters.
 fn value(text: &[u8]) -> HeaderValue {
     HeaderValue::from_bytes(text).unwrap_or(HeaderValue::from_static(""))
 }
 
-/// `"api";r=9;t=54` for each policy: what remains (`r`), and for how many seconds that must last (`t`). A request in
-/// flight may end at any time.
+/// Writes `"api";r=9;t=54` for each policy: the remaining units (`r`), and the seconds that they
+/// must last (`t`). A policy of requests in flight has no `t`, since a request may end at any time.
 fn rate_limit(decision: &Decision) -> HeaderValue {
     let mut items = decision
         .verdicts()
@@ -102,9 +104,10 @@ fn rate_limit(decision: &Decision) -> HeaderValue {
     value(&text)
 }
 
-/// The item of one policy, in a buffer: `format!`, or a `Vec` that grows, would take longer than the decision.
+/// The item of one policy, in a fixed buffer: `format!` or a growing `Vec` would take longer than
+/// the decision.
 struct Item {
-    /// A name has up to 64 bytes, a number 20.
+    /// Large enough: a name has at most 64 bytes, a number 20.
     bytes: [u8; 128],
     len: usize,
 }
@@ -143,11 +146,11 @@ impl Item {
     }
 }
 
-/// The time within which a client can use no more than what remains, in microseconds.
+/// The time during which a client can use at most the remaining units, in microseconds.
 ///
-/// That is until a window ends, or until a strategy that refills has the next unit. But it is never less than what
-/// remains lasts at the quota's rate, so that clients spread their requests. With `3/m` and 2 left that is 40 s, though
-/// the next unit is there after 20 s.
+/// It ends with the window, or when a strategy that refills has the next unit. But it is at least
+/// as long as the remaining units last at the quota's rate, so that clients spread their requests.
+/// With `3/m` and 2 units left it is 40 s, although the next unit is available after 20 s.
 fn effective_window(policy: &Policy, verdict: &Verdict) -> u64 {
     if verdict.wait > 0 {
         return verdict.wait.unsigned_abs();
@@ -164,7 +167,7 @@ fn effective_window(policy: &Policy, verdict: &Verdict) -> u64 {
     lasts(policy, remaining).max(next)
 }
 
-/// How long the quota takes to grant this much, in microseconds: `3/m` gives 2 in 40 s.
+/// The time in which the quota refills `cost` units, in microseconds: 40 s for 2 units of `3/m`.
 fn lasts(policy: &Policy, cost: u64) -> u64 {
     let (period, limit) = (
         policy.params().period.unsigned_abs(),
@@ -172,17 +175,18 @@ fn lasts(policy: &Policy, cost: u64) -> u64 {
     );
     match period.checked_mul(cost) {
         Some(product) => product.div_ceil(limit),
-        // The quotient fits: no quota takes longer than ten years to refill.
+        // The quotient fits in 64 bits: no quota takes longer than ten years to refill.
         None => (u128::from(period) * u128::from(cost)).div_ceil(u128::from(limit)) as u64,
     }
 }
 
-/// Microseconds as whole seconds, at least 1, and rounded up so that no client comes back too early.
+/// Converts microseconds to seconds: at least 1, and rounded up so that no client retries too
+/// early.
 fn seconds(micros: u64) -> u64 {
     micros.div_ceil(1_000_000).max(1)
 }
 
-/// How many seconds a client should wait.
+/// The number of seconds that a client should wait.
 pub(in crate::middleware) fn retry_after(wait: Duration) -> u64 {
     seconds(wait.as_micros() as u64)
 }
@@ -192,7 +196,7 @@ pub(super) fn retry_after_field(wait: Duration) -> HeaderValue {
     number(retry_after(wait))
 }
 
-/// A number as the value of a field. (`HeaderValue::from` allocates twice.)
+/// Converts a number to a field value. (`HeaderValue::from` would allocate twice.)
 pub(super) fn number(number: u64) -> HeaderValue {
     value(itoa::Buffer::new().format(number).as_bytes())
 }
@@ -202,7 +206,7 @@ mod tests {
     use super::*;
     use crate::limit::{Align, Check, Key, Quota, Source, Strategy};
 
-    /// The field after each of `count` checks at one moment, under these policies.
+    /// The field after each of `count` checks at the same time, under these policies.
     fn fields(policies: &Policies, count: usize) -> Vec<String> {
         let mut states: Vec<_> = policies
             .iter()
@@ -251,7 +255,7 @@ mod tests {
 
     /// The window ends after 40 s.
     #[test]
-    fn late_in_a_window_the_rest_lasts_longer() {
+    fn late_in_a_window_units_last_longer() {
         let clock = Strategy::FixedWindow(Align::Clock {
             offset: Duration::ZERO,
         });
@@ -282,10 +286,10 @@ mod tests {
             texts.policy_field,
             "\"tokens\";q=3;w=60, \"streams\";q=2;qu=\"concurrent-requests\""
         );
-        assert_eq!(texts.quotas, ["3/m", "2 requests at once"]);
+        assert_eq!(texts.quotas, ["3/m", "2 concurrent requests"]);
     }
 
-    /// Its period is 1.1 seconds in the store: what remains lasts so long.
+    /// The store uses a period of 1.1 seconds, so `t` follows that period.
     #[test]
     fn a_leased_quota_is_as_written() {
         let policy = Policy::new("api", Strategy::SlidingLog, Quota::per_second(2)).unwrap();

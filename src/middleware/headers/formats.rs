@@ -36,7 +36,7 @@ impl<'de> Deserialize<'de> for Headers {
             };
             if headers.legacy.is_some_and(|there| there != legacy) {
                 return Err(D::Error::custom(
-                    "two of `github`, `x-seconds` and `draft-6` are there: a response has one legacy style, so leave one out",
+                    "`github`, `x-seconds` and `draft-6` exclude each other: use one of them",
                 ));
             }
             headers.legacy = Some(legacy);

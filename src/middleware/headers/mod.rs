@@ -20,16 +20,17 @@ use crate::limit::Decision;
 /// |---|---|
 /// | `Headers::DRAFT`, the default | `RateLimit` and `RateLimit-Policy` |
 /// | `Headers::DRAFT.and(LegacyHeaders::GitHub)` | these, and `X-RateLimit-Limit`, `-Remaining` and `-Reset` |
-/// | `Headers::NONE.and(LegacyHeaders::GitHub)` | only the three |
+/// | `Headers::NONE.and(LegacyHeaders::GitHub)` | only those three |
 /// | `Headers::NONE` | none |
 ///
-/// A denial has `Retry-After` with any of them. The fields are explained in [the guide](crate::guide::answers).
+/// A denial that may be retried has `Retry-After` with any setting. The fields are explained in
+/// [the guide](crate::guide::answers).
 ///
 /// With the feature `serde` it is a list, such as `["draft", "github"]`, of `draft` and one of `github`, `x-seconds`
 /// and `draft-6`. In an environment variable it is one text: `draft, github`. An empty list is `Headers::NONE`.
 ///
-/// A [layer](crate::RateLimitLayer::headers) adds the fields to every response. For a response that no layer has
-/// counted, use [`append`](Self::append).
+/// A [layer](crate::RateLimitLayer::headers) adds the fields to every response. For a response that
+/// did not pass through a layer, use [`append`](Self::append).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Headers {
     draft: bool,
@@ -43,13 +44,14 @@ impl Headers {
         legacy: None,
     };
 
-    /// None.
+    /// No fields.
     pub const NONE: Self = Self {
         draft: false,
         legacy: None,
     };
 
-    /// The same and three older fields. A response has one legacy style: this one replaces another.
+    /// Adds three legacy fields. A response has one legacy style: a later call replaces an earlier
+    /// one.
     #[must_use]
     pub const fn and(self, legacy: LegacyHeaders) -> Self {
         Self {
@@ -58,9 +60,11 @@ impl Headers {
         }
     }
 
-    /// Adds the fields of a decision to a response, and `Retry-After` if it is a denial for now.
+    /// Adds the fields of a decision to a response, and `Retry-After` if the request may be retried
+    /// later.
     ///
-    /// It is for a response that no layer has counted, such as that of a handler with a [`Limiter`](crate::Limiter):
+    /// For a response that did not pass through a layer, such as that of a handler with a
+    /// [`Limiter`](crate::Limiter):
     ///
     /// ```
     /// use axum::http::StatusCode;
@@ -80,14 +84,15 @@ impl Headers {
     /// }
     /// ```
     ///
-    /// `RateLimit` and `RateLimit-Policy` are lists, to which the decision is added. Of two legacy styles the
-    /// [tighter](LegacyHeaders) one stays, and so does an existing `Retry-After`.
+    /// `RateLimit` and `RateLimit-Policy` are lists, to which the decision is appended. If the
+    /// response has legacy fields already, the [tighter](LegacyHeaders) ones are kept. An existing
+    /// `Retry-After` is kept.
     pub fn append(self, decision: &Decision, headers: &mut HeaderMap) {
         self.append_around(decision, headers, false);
     }
 
-    /// The same. No legacy header is added to a denial by an inner layer: it would report what remains of another
-    /// policy.
+    /// Like [`append`](Self::append), but adds no legacy fields if an inner layer denied the
+    /// request: they would describe another policy.
     #[inline]
     fn append_around(self, decision: &Decision, headers: &mut HeaderMap, denied_within: bool) {
         if self.draft {
@@ -107,11 +112,13 @@ impl Headers {
         }
     }
 
-    /// Adds the header fields of a decision to its response, and if `shows`, the decision to the extensions.
+    /// Adds the header fields of a decision to its response and, if `shows`, the decision to the
+    /// extensions.
     pub(super) fn annotate<B>(self, decision: Decision, response: &mut Response<B>, shows: bool) {
         let inner = response.extensions().get::<Decision>();
         let within = inner.map(Decision::is_allowed);
-        // A handler's denial, by the layer's own policies, has their fields already.
+        // A handler that denied the request under the layer's own policies has already added their
+        // fields.
         let is_own =
             |inner: &Decision| decision.policies().without_in_flight() == Some(inner.policies());
         let is_there = within == Some(false) && inner.is_some_and(is_own);
@@ -120,7 +127,7 @@ impl Headers {
             ..self
         };
         fields.append_around(&decision, response.headers_mut(), within == Some(false));
-        // Where layers wrap each other, the innermost decision is kept: it is why the response is what it is.
+        // Nested layers keep the innermost decision, which explains the response.
         if shows && within.is_none() {
             response.extensions_mut().insert(decision);
         }

@@ -1,12 +1,22 @@
 //! The middleware for HTTP: see [`RateLimitLayer`].
 
-mod config;
-mod future;
+mod http;
 mod layer;
-mod service;
 mod settle;
 
-pub use future::ResponseFuture;
+pub use http::Http;
 pub use layer::RateLimitLayer;
-pub use service::RateLimit;
-pub use settle::{AsIs, Ending, TrackedBody, UntilBodyEnd};
+pub use settle::{Ending, TrackedBody, UntilBodyEnd};
+
+pub use crate::middleware::limit::{AsIs, Limit, LimitFuture, LimitLayer, Protocol, Serve};
+
+/// The service of a [`RateLimitLayer`].
+pub type RateLimit<T, S, K, R = HttpReject, E = AsIs> = Limit<T, S, K, Http<R, E>>;
+
+/// Resolves to the response of a [`RateLimit`].
+pub type ResponseFuture<T, S, ReqBody, R = HttpReject, E = AsIs> =
+    LimitFuture<T, S, Http<R, E>, Request<ReqBody>>;
+
+use ::http::Request;
+
+use crate::middleware::reject::HttpReject;

@@ -11,37 +11,39 @@ use tonic_types::{ErrorDetails, StatusExt};
 
 use super::{AFTER_FAILURE, Reason, Reject, Rejection};
 
-/// Rejects over gRPC: HTTP 200 with headers only ("trailers-only"), and a status that clients of every language read.
-/// Feature `tonic`.
+/// Rejects over gRPC: HTTP 200 with headers only ("trailers-only"), and a status that clients in
+/// all languages understand. Feature `tonic`.
 ///
 /// | request | status | details | `grpc-retry-pushback-ms` |
 /// |---|---|---|---|
 /// | denied for now | `RESOURCE_EXHAUSTED` | `RetryInfo`, `QuotaFailure` | the wait |
 /// | denied for ever: it costs too much | `RESOURCE_EXHAUSTED` | `QuotaFailure` | -1 |
 /// | no store could decide | `UNAVAILABLE` | `RetryInfo`: 1 s | 1000 |
-/// | no key | `INVALID_ARGUMENT`, which says what is missing | | -1 |
-/// | no key, and [unauthenticated](crate::extract::MissingKey::unauthenticated) | `UNAUTHENTICATED`, which says what is missing | | -1 |
-/// | the server is [misconfigured](crate::extract::MissingKey::misconfigured) | `INTERNAL`, which says why in debug builds only | | -1 |
+/// | no key | `INVALID_ARGUMENT`; the message names the missing key | | -1 |
+/// | no key, and [unauthenticated](crate::extract::MissingKey::unauthenticated) | `UNAUTHENTICATED`; the message names the missing key | | -1 |
+/// | the server is [misconfigured](crate::extract::MissingKey::misconfigured) | `INTERNAL`; the message gives the reason in debug builds only | | -1 |
 ///
-/// - `RetryInfo` has the wait to the microsecond, the pushback in milliseconds, rounded up. It is -1, which tells
-///   clients not to retry, if no wait helps or it is above 24 days, the most that clients can read there.
+/// - `RetryInfo` has the wait to the microsecond, the pushback in milliseconds, rounded up. -1
+///   tells clients not to retry: if no wait helps, or if the wait exceeds 24 days, the maximum that
+///   clients accept.
 /// - `QuotaFailure` has a violation for each policy that denied: the policy's name as `subject`, and as `description`
 ///   its quota and wait. It never contains the caller's key.
 /// - The message is a sentence, such as "The quota of 50/s is used up. Try again in 1 s."
 ///
-/// A client that retries by a [retry policy](https://github.com/grpc/proposal/blob/master/A6-client-retries.md) waits
-/// as the pushback says, if the policy names the status. tonic's clients have no such policy: see
-/// [the recipes](crate::guide::recipes).
+/// A client with a [retry
+/// policy](https://github.com/grpc/proposal/blob/master/A6-client-retries.md) that names the status
+/// waits for the pushback. tonic's clients have no retry policy: see [the
+/// recipes](crate::guide::recipes).
 ///
-/// As always the layer adds `RateLimit`, `RateLimit-Policy` and, to a denial,
-/// `Retry-After`: gRPC clients find them in the metadata, of calls that pass too. [`Headers::NONE`](crate::headers::Headers::NONE)
-/// leaves the first two out.
+/// The layer also adds `RateLimit`, `RateLimit-Policy` and, to a denial, `Retry-After`. gRPC
+/// clients find them in the metadata, and those of admitted calls too.
+/// [`Headers::NONE`](crate::headers::Headers::NONE) omits the first two.
 ///
-/// Each call counts once, also one with streams. For a limit on the messages of a stream, use a
+/// Each call counts once, even if it has streams. To limit the messages of a stream, use a
 /// [`Limiter`](crate::Limiter) in the method: see [the recipes](crate::guide::recipes).
 ///
-/// It creates every body whose `Default` is an empty one, such as tonic's, axum's and hyper's. It works for servers and
-/// for clients:
+/// It creates every body type whose `Default` is empty, such as tonic's, axum's and hyper's. It
+/// works for servers and for clients:
 ///
 /// ```
 /// use tonic::transport::Server;
@@ -58,7 +60,7 @@ use super::{AFTER_FAILURE, Reason, Reject, Rejection};
 /// # }
 /// ```
 ///
-/// A service for both gRPC and HTTP answers each client in its own protocol:
+/// A service for both gRPC and HTTP responds to each client in its protocol:
 ///
 /// ```
 /// use axum::Router;
@@ -98,12 +100,13 @@ impl GrpcReject {
         Self(())
     }
 
-    /// Answers gRPC requests by gRPC, and the others by another [`Reject`], such as
+    /// Rejects gRPC requests over gRPC, and the others with another [`Reject`], such as
     /// [`HttpReject`](crate::reject::HttpReject).
     ///
-    /// A gRPC request is a `POST` with the content type `application/grpc`, or `application/grpc+proto` and such.
-    /// `application/grpc-web` is another protocol: put the layer within tonic-web's, which converts its requests to
-    /// gRPC and translates the answers. In front of that, the other `Reject` answers.
+    /// A gRPC request is a `POST` with the content type `application/grpc`, or
+    /// `application/grpc+proto` and the like. `application/grpc-web` is another protocol: put the
+    /// layer inside tonic-web's, which converts requests to gRPC and responses back. In a layer
+    /// outside of it, the other `Reject` responds.
     pub const fn or<R>(self, other: R) -> GrpcOr<R> {
         GrpcOr { other }
     }
@@ -116,7 +119,8 @@ impl<B: Default> Reject<B> for GrpcReject {
     }
 }
 
-/// Answers gRPC requests by a [`GrpcReject`], and the others by `R`. Made by [`GrpcReject::or`]. Feature `tonic`.
+/// Rejects gRPC requests with a [`GrpcReject`], and the others with `R`. Created by
+/// [`GrpcReject::or`]. Feature `tonic`.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct GrpcOr<R> {
     other: R,
@@ -133,8 +137,9 @@ impl<B: Default, R: Reject<B>> Reject<B> for GrpcOr<R> {
     }
 }
 
-/// Whether it is a `POST` of the content type `application/grpc`, with a suffix or parameters. A cache might keep what
-/// answers another method with a 200, for all clients.
+/// Returns `true` for a `POST` of the content type `application/grpc`, with any suffix or
+/// parameters. Another method must not get a gRPC response: its status is 200, which a cache might
+/// store for all clients.
 fn is_grpc(request: &Parts) -> bool {
     const GRPC: &str = "application/grpc";
     if request.method != Method::POST {
@@ -150,7 +155,7 @@ fn is_grpc(request: &Parts) -> bool {
     })
 }
 
-/// The status that a [`GrpcReject`] answers with. Feature `tonic`.
+/// The status of a [`GrpcReject`]. Feature `tonic`.
 impl From<Reason<'_>> for Status {
     fn from(reason: Reason<'_>) -> Self {
         let mut details = ErrorDetails::new();
@@ -186,13 +191,14 @@ impl From<Reason<'_>> for Status {
 impl Reason<'_> {
     fn sentence(&self) -> String {
         let mut sentence = String::new();
-        // A `String` takes every text.
-        let _ = self.tell(&mut sentence);
+        // Writing to a `String` never fails.
+        let _ = self.write_to(&mut sentence);
         sentence
     }
 }
 
-/// The wait in milliseconds, rounded up. -1 for none, and for one above what clients read: a signed number of 32 bits.
+/// Converts the wait to milliseconds, rounded up. -1 for no wait, and for a wait above `i32::MAX`
+/// milliseconds, the maximum that clients accept.
 fn pushback(wait: Option<Duration>) -> i32 {
     wait.and_then(|wait| i32::try_from(wait.as_nanos().div_ceil(1_000_000)).ok())
         .unwrap_or(-1)
@@ -242,7 +248,7 @@ mod tests {
             assert!(!of(kind), "{kind}");
         }
         assert!(!is_grpc(&Request::new(()).into_parts().0));
-        // A cache might keep the 200 of one.
+        // A cache might store the 200 of a GET.
         assert!(!by(Method::GET, "application/grpc"));
     }
 

@@ -11,9 +11,10 @@ use crate::middleware::headers::Headers;
 ///
 /// - Denied: 429 with the type `quota-exceeded` of the `RateLimit` draft and its `violated-policies`. The layer adds
 ///   `Retry-After` in whole seconds, rounded up, if a wait helps.
-/// - No key: 400, which says what is missing, or 401 with `WWW-Authenticate` if the client is
-///   [unauthenticated](crate::extract::MissingKey::unauthenticated). 500 if the server is misconfigured; the reason is
-///   [for the log](crate::observe::Observer::misconfigured), and only in debug builds in the `detail` too.
+/// - No key: 400, whose `detail` names the missing key, or 401 with `WWW-Authenticate` if the
+///   client is [unauthenticated](crate::extract::MissingKey::unauthenticated). 500 if the server is
+///   misconfigured; the reason is [for the log](crate::observe::Observer::misconfigured), and in
+///   the `detail` in debug builds only.
 /// - No store could decide: 503 with the draft's type `temporary-reduced-capacity` and `Retry-After: 1`, without the
 ///   cause.
 ///
@@ -33,12 +34,12 @@ use crate::middleware::headers::Headers;
 /// # }
 /// ```
 ///
-/// For a body that depends on the request or on the decision, [`reject_with`](crate::RateLimitLayer::reject_with) takes
-/// a closure from a [`Rejection`].
+/// For a body that depends on the request or on the decision, give a closure from a [`Rejection`]
+/// to [`reject_with`](crate::RateLimitLayer::reject_with).
 ///
-/// It creates every body that is `From<String>`, such as axum's and hyper's. A tonic server needs a `GrpcReject`
-/// (feature `tonic`): gRPC clients treat a bare 429 as an unavailable server, and may retry at once. Convert the text
-/// for any other body:
+/// It creates every body type that is `From<String>`, such as axum's and hyper's. A tonic server
+/// needs a `GrpcReject` (feature `tonic`): gRPC clients treat a plain 429 as an unavailable server,
+/// and may retry immediately. For any other body type, convert the text:
 ///
 /// ```
 /// use http_body_util::BodyExt;
@@ -63,12 +64,12 @@ pub struct HttpReject {
 /// The body of a denial.
 #[derive(Debug, Clone, Default)]
 enum Denied {
-    /// A problem with the quota and the wait.
+    /// A problem whose `detail` reports the quota and the wait.
     #[default]
     Problem,
-    /// A problem with this detail, which is escaped.
+    /// A problem with this `detail`, already escaped for JSON.
     Detail(String),
-    /// This text of this type.
+    /// This content type and text.
     Body(HeaderValue, String),
 }
 
@@ -80,27 +81,27 @@ impl HttpReject {
         }
     }
 
-    /// Sets the `detail` of the problem of a denial. Defaults to the quota and the wait, such as "The quota of 50/s is
-    /// used up. Try again in 1 s."
+    /// Sets the `detail` of a denial's problem body. Defaults to the quota and the wait, such as
+    /// "The quota of 50/s is used up. Try again in 1 s."
     #[must_use]
     pub fn detail(self, detail: &str) -> Self {
         let mut escaped = String::new();
-        // A `String` takes every text.
+        // Writing to a `String` never fails.
         let _ = Escaped(&mut escaped).write_str(detail);
         Self {
             denied: Denied::Detail(escaped),
         }
     }
 
-    /// Sets the whole body of a denial to a JSON text, with `Content-Type: application/json`. It is sent as it is, and
-    /// replaces the [`detail`](Self::detail).
+    /// Sets the whole body of a denial to a JSON text, with `Content-Type: application/json`. The
+    /// text is sent unchanged. Replaces [`detail`](Self::detail).
     #[must_use]
     pub fn json(self, json: impl Into<String>) -> Self {
         self.body(HeaderValue::from_static("application/json"), json)
     }
 
-    /// Sets the whole body of a denial, and its type, such as `text/html`. It is sent as it is, and replaces the
-    /// [`detail`](Self::detail).
+    /// Sets the whole body of a denial, and its type, such as `text/html`. The body is sent
+    /// unchanged. Replaces [`detail`](Self::detail).
     #[must_use]
     pub fn body(self, content_type: HeaderValue, body: impl Into<String>) -> Self {
         Self {
@@ -108,12 +109,13 @@ impl HttpReject {
         }
     }
 
-    /// The response to a request that a handler refuses by what a [`Limiter`](crate::Limiter) has told it: a denial, with
-    /// the header fields [`Headers::DRAFT`](Headers::DRAFT) and `Retry-After`, or an error of the store.
+    /// Creates the response of a handler that rejects a request because of its
+    /// [`Limiter`](crate::Limiter): for a denial, with the header fields of
+    /// [`Headers::DRAFT`](Headers::DRAFT) and `Retry-After`, or for an error of the store.
     ///
     /// With the feature `axum`, the errors [`RateLimited`](crate::check::RateLimited),
-    /// [`ReserveError`](crate::settle::ReserveError) and [`StoreError`](crate::store::StoreError) are such responses
-    /// themselves, so that a handler may return them by `?`.
+    /// [`ReserveError`](crate::settle::ReserveError) and [`StoreError`](crate::store::StoreError)
+    /// convert into these responses, so that a handler may return them with `?`.
     ///
     /// ```
     /// use http::Response;
@@ -139,7 +141,7 @@ impl HttpReject {
         response
     }
 
-    /// The response without the fields that every denial has.
+    /// Creates the response without the fields that every denial has.
     fn respond<B: From<String>>(&self, reason: Reason<'_>) -> Response<B> {
         let (content_type, body) = match reason {
             Reason::Denied(decision) => self.denied(decision, reason),
@@ -154,9 +156,9 @@ impl HttpReject {
         *response.status_mut() = reason.status();
         let headers = response.headers_mut();
         headers.insert(CONTENT_TYPE, content_type);
-        // RFC 6585: a 429 is not to be stored by a cache.
+        // RFC 6585: caches must not store a 429.
         headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-        // That of a denial is one of those fields.
+        // For a denial, `Retry-After` is one of the fields that are added later.
         if let Reason::Unavailable(_) = reason {
             headers.insert(RETRY_AFTER, AFTER_FAILURE.as_secs().into());
         }
@@ -173,8 +175,8 @@ impl HttpReject {
         };
         match &self.denied {
             Denied::Detail(detail) => body.push_str(detail),
-            // It has no character that JSON would escape.
-            _ => drop(reason.tell(&mut body)),
+            // The sentence has no character that JSON would escape.
+            _ => drop(reason.write_to(&mut body)),
         }
         body.push_str("\",\"violated-policies\":[");
         let violated = decision
@@ -202,13 +204,13 @@ impl<B: From<String>> Reject<B> for HttpReject {
 
 fn problem(kind: &str, reason: Reason<'_>) -> String {
     let mut body = open_problem(kind, reason.status().canonical_reason().unwrap_or_default());
-    // A `String` takes every text.
-    let _ = reason.tell(&mut Escaped(&mut body));
+    // Writing to a `String` never fails.
+    let _ = reason.write_to(&mut Escaped(&mut body));
     body.push_str("\"}\n");
     body
 }
 
-/// A problem up to its detail.
+/// Creates a problem body up to the value of its `detail`.
 fn open_problem(kind: &str, title: &str) -> String {
     let mut body = String::with_capacity(256);
     for text in [

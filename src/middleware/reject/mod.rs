@@ -1,4 +1,4 @@
-//! From a rejection to its response.
+//! Responses to rejected requests.
 
 #[cfg(feature = "tonic")]
 mod grpc;
@@ -22,10 +22,11 @@ use crate::gate::MissingKey;
 use crate::limit::{Decision, RateLimited};
 use crate::settle::ReserveError;
 
-/// A request that does not pass, and why.
+/// A rejected request, and the reason.
 ///
-/// As text it is a sentence for the client, such as "The quota of 50/s is used up. Try again in 1 s." It does not
-/// reveal errors in the server, but why that is [misconfigured](MissingKey::is_misconfigured) in a debug build.
+/// Its text is a sentence for the client, such as "The quota of 50/s is used up. Try again in 1 s."
+/// It does not reveal errors of the server, except in debug builds the reason why it is
+/// [misconfigured](MissingKey::is_misconfigured).
 ///
 /// ```
 /// use axum::Json;
@@ -49,16 +50,16 @@ pub struct Rejection<'a> {
     request: &'a Parts,
 }
 
-/// Why a request is rejected.
+/// The reason for a rejection.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub enum Reason<'a> {
-    /// It was denied, for now or for ever.
+    /// It was denied, temporarily or permanently.
     Denied(&'a Decision),
-    /// No rate-limit key was found. The text of a [misconfigured](MissingKey::is_misconfigured) server is for the log,
-    /// not for clients.
+    /// No rate-limit key was found. The text of a [misconfigured](MissingKey::is_misconfigured)
+    /// server is meant for the log, not for clients.
     MissingKey(&'a MissingKey),
-    /// No store could decide. The error is for the log, not for clients.
+    /// No store could decide. The error is meant for the log, not for clients.
     Unavailable(&'a StoreError),
 }
 
@@ -67,7 +68,7 @@ impl<'a> Rejection<'a> {
         Self { reason, request }
     }
 
-    /// Why the request is rejected.
+    /// The reason for the rejection.
     pub fn reason(&self) -> Reason<'a> {
         self.reason
     }
@@ -85,7 +86,7 @@ impl<'a> Rejection<'a> {
     }
 }
 
-/// When a client may try again if no store could decide.
+/// Time after which a client may retry if no store could decide.
 const AFTER_FAILURE: Duration = Duration::from_secs(1);
 
 impl Reason<'_> {
@@ -103,9 +104,9 @@ impl Reason<'_> {
         }
     }
 
-    /// Writes the sentence for the client. Without formatting macros, which would take longer than the decision: it has
-    /// to be fast in a flood of denials.
-    fn tell(&self, to: &mut impl fmt::Write) -> fmt::Result {
+    /// Writes the sentence for the client. Avoids formatting macros, which would take longer than
+    /// the decision: this must be fast during a flood of denials.
+    fn write_to(&self, to: &mut impl fmt::Write) -> fmt::Result {
         match self {
             Reason::Denied(decision) => match decision.retry_after() {
                 Some(wait) => {
@@ -113,7 +114,7 @@ impl Reason<'_> {
                     write_quota(decision, to)?;
                     let left = decision.remaining() > 0;
                     to.write_str(if left {
-                        " has too little left for this request"
+                        " cannot cover this request"
                     } else {
                         " is used up"
                     })?;
@@ -135,12 +136,12 @@ impl Reason<'_> {
                 to.write_str(".")
             }
             Reason::MissingKey(missing) => write!(to, "{missing}"),
-            Reason::Unavailable(_) => to.write_str("The request could not be counted."),
+            Reason::Unavailable(_) => to.write_str("Rate limiting is temporarily unavailable."),
         }
     }
 }
 
-/// The decision is a denial.
+/// `denied` must be a denial.
 impl<'a> From<&'a Decision> for Reason<'a> {
     fn from(denied: &'a Decision) -> Self {
         Self::Denied(denied)
@@ -168,7 +169,7 @@ impl<'a> From<&'a ReserveError> for Reason<'a> {
     }
 }
 
-/// Adds the challenge of an unauthenticated client to a 401 that has none.
+/// Adds the challenge for an unauthenticated client to a 401 without one.
 pub(super) fn challenge<B>(missing: &MissingKey, response: &mut Response<B>) {
     if let (Some(challenge), StatusCode::UNAUTHORIZED) = (missing.challenge(), response.status()) {
         response
@@ -181,11 +182,11 @@ pub(super) fn challenge<B>(missing: &MissingKey, response: &mut Response<B>) {
 /// The sentence for the client.
 impl fmt::Display for Rejection<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.reason.tell(f)
+        self.reason.write_to(f)
     }
 }
 
-/// Leaves out the request, whose headers carry secrets.
+/// Omits the request, whose headers carry secrets.
 impl fmt::Debug for Rejection<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Rejection")
@@ -196,14 +197,16 @@ impl fmt::Debug for Rejection<'_> {
 
 /// Makes the response to a rejected request, of a service whose responses have the body `B`.
 ///
-/// [`HttpReject`] is the default. With the feature `tonic`, `GrpcReject` answers gRPC, and
-/// `GrpcReject::new().or(HttpReject::new())` every client in its own protocol. Closures from a [`Rejection`] to a
-/// response are `Reject` too; give them to [`reject_with`](crate::RateLimitLayer::reject_with).
+/// [`HttpReject`] is the default. With the feature `tonic`, `GrpcReject` responds over gRPC, and
+/// `GrpcReject::new().or(HttpReject::new())` to every client in its protocol. Closures from a
+/// [`Rejection`] to a response also implement `Reject`; pass them to
+/// [`reject_with`](crate::RateLimitLayer::reject_with).
 ///
-/// To any denial the layer adds its header fields, `Retry-After` if it is missing, and the decision as an extension. To
-/// a 401 it adds the [challenge](MissingKey::unauthenticated), if there is none.
+/// The layer adds its header fields to any denial, a `Retry-After` if that is missing, and the
+/// decision as an extension. It adds the [challenge](MissingKey::unauthenticated) to a 401 without
+/// one.
 ///
-/// Your own sees the request:
+/// An implementation can read the request:
 ///
 /// ```
 /// use http::{HeaderValue, Response, header::ACCEPT};
@@ -236,11 +239,12 @@ impl fmt::Debug for Rejection<'_> {
     note = "a response of your own: `.reject_with(|rejection| ..)`, where the closure returns an `http::Response<{B}>`"
 )]
 pub trait Reject<B> {
-    /// The response.
+    /// Creates the response.
     fn reject(&self, rejection: Rejection<'_>) -> Response<B>;
 }
 
-/// What a closure for [`reject_with`](crate::RateLimitLayer::reject_with) returns: a response.
+/// The return type of a closure for [`reject_with`](crate::RateLimitLayer::reject_with): a
+/// response.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a response",
     label = "the closure must return an `http::Response`",

@@ -10,7 +10,7 @@ use crate::limit::{Key, Policies};
 ///
 /// Clones share the value: keep one, and give the other to the layer. The next request on every thread uses the value
 /// that was [stored](Self::store) last; requests in progress keep theirs. Counts continue: they belong to a policy's
-/// name and strategy, whatever its quota.
+/// name and strategy, independently of its quota.
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::Global;
@@ -31,17 +31,17 @@ pub struct Live<P>(Arc<ArcSwap<Held<P>>>);
 
 struct Held<P> {
     selector: P,
-    /// Converted once: a list caches derived values, such as the text of a header field.
+    /// Converted once, since a list caches derived values, such as the text of a header field.
     fixed: OnceLock<Option<Policies>>,
 }
 
 impl<P> Live<P> {
-    /// Holds `selector`, a [`PolicySelector`], until another is stored.
+    /// Creates a value with `selector`, a [`PolicySelector`].
     pub fn new(selector: P) -> Self {
         Self(Arc::new(ArcSwap::from_pointee(Held::new(selector))))
     }
 
-    /// From here on, requests are decided by `selector`.
+    /// Replaces the selector; the next requests use this one.
     pub fn store(&self, selector: P) {
         self.0.store(Arc::new(Held::new(selector)));
     }

@@ -13,10 +13,11 @@ use crate::limit::{Key, Policies};
 
 /// Policies by method and path, for one layer around a whole service.
 ///
-/// Patterns are axum's: `/users/{id}`, and `/files/{*path}` for all below. Of several that match, the most specific one
-/// counts; one for the request's method takes precedence over one for all methods. A pattern for `GET` applies to
-/// `HEAD` too, as in axum, and for an extended `CONNECT`, by which a WebSocket begins over HTTP/2, unless these have
-/// their own. What matches none is under the policies given to `new`.
+/// Patterns use axum's syntax: `/users/{id}`, and `/files/{*path}` for all paths below `/files`.
+/// The most specific matching pattern counts; a pattern for the request's method takes precedence
+/// over one for all methods. As in axum, a pattern for `GET` also applies to `HEAD`, and to an
+/// extended `CONNECT`, which starts a WebSocket over HTTP/2, unless these have their own. A request
+/// that matches no pattern is under the policies passed to [`new`](Self::new).
 ///
 /// ```
 /// use http::Method;
@@ -36,19 +37,20 @@ use crate::limit::{Key, Policies};
 ///
 /// # Which pattern counts
 ///
-/// A request is under the most specific pattern that its path matches, not decoded, as axum matches its routes; if the
-/// path was rewritten after axum had matched it (with the feature `axum`), the route's template counts instead. It is
-/// exempt only if a more lenient server would read the path as exempt too: decoded repeatedly, `\` as `/`, without
-/// parameters (`;v=1`), `.` and empty segments, with or without a slash at its end. A path with a `..`, in any
-/// spelling, is never exempt by a pattern with parameters, since servers resolve it differently.
+/// A request is under the most specific pattern that its raw path matches, as in axum. If the path
+/// was rewritten after axum had matched it (with the feature `axum`), the route's template counts
+/// instead. The request is exempt only if a more lenient server would also read the path as exempt:
+/// decoded repeatedly, with `\` as `/`, without parameters (`;v=1`), `.` and empty segments, with
+/// or without a trailing slash. A path with a `..`, in any spelling, is never exempt by a pattern
+/// with parameters, since servers resolve it differently.
 ///
-/// So `/static/../login` is not exempt under an exempt `/static/{*path}`. If that had a limit, it would be under that
-/// one, not that of `/login`: middleware that rewrites paths, such as tower-http's `NormalizePath`, belongs around the
-/// layer.
+/// So `/static/../login` is not exempt under an exempt `/static/{*path}`. If `/static/{*path}` has
+/// a limit instead, that limit applies, not the one of `/login`. Middleware that rewrites paths,
+/// such as tower-http's `NormalizePath`, must therefore wrap the layer.
 ///
-/// Put the layer on the outermost router, around it, or on one that is nested in it. For a router in a `route_service`,
-/// or in the fallback of a nested router, axum does not report whole templates, so patterns for whole paths do not
-/// match.
+/// Add the layer to the outermost router or around it, or to a router nested in it. For a router in
+/// a `route_service`, or in the fallback of a nested router, axum does not report whole templates,
+/// so patterns for whole paths do not match.
 ///
 /// To count each route separately under one policy, put the route into the key: see `MatchedRoute`.
 pub struct Routes {
@@ -58,7 +60,8 @@ pub struct Routes {
 }
 
 impl Routes {
-    /// `default` is for what no pattern matches: a [`Policy`](crate::Policy), or any [`PolicySelector`].
+    /// Creates routes; `default` applies if no pattern matches: a [`Policy`](crate::Policy), or any
+    /// [`PolicySelector`].
     pub fn new(default: impl PolicySelector) -> Self {
         Self {
             all: Router::new(),
@@ -71,8 +74,8 @@ impl Routes {
     ///
     /// # Errors
     ///
-    /// For a pattern that is not valid, that no path matches, such as `/users/:id`, or that is like another:
-    /// `/users/{id}` and `/users/{name}`.
+    /// If the pattern is invalid, matches no path, such as `/users/:id`, or is equivalent to
+    /// another one: `/users/{id}` and `/users/{name}`.
     pub fn route(
         mut self,
         pattern: &str,
@@ -101,24 +104,25 @@ impl Routes {
     ///
     /// # Errors
     ///
-    /// As [`route`](Self::route), and for a pattern with parameters that a lenient server would read as another one,
-    /// such as `/caf%C3%A9/{id}`: it would exempt nothing.
+    /// As [`route`](Self::route), and for a pattern with parameters that a lenient server would
+    /// read differently, such as `/caf%C3%A9/{id}`: it would exempt nothing.
     pub fn exempt(self, pattern: &str) -> Result<Self, ConfigError> {
         if pattern.contains('{') && lenient(pattern).is_some_and(|read| read.path != pattern) {
-            let problem = "beside a parameter, it has escapes, a `;` or an empty segment, and would exempt nothing";
+            let problem =
+                "a pattern with parameters and escapes, a `;` or an empty segment exempts nothing";
             return Err(wrong(pattern, problem));
         }
         self.route(pattern, None::<Policies>)
     }
 
     fn of_method(&self, method: &Method, path: &str) -> Option<Found<'_>> {
-        // Most have none.
+        // Most routers have no patterns for single methods.
         if self.methods.is_empty() {
             return None;
         }
         let find = |method| at(self.methods.get(method)?, path);
         find(method).or_else(|| match *method {
-            // A `CONNECT` that has a path is an extended one (RFC 8441).
+            // A `CONNECT` with a path is an extended one (RFC 8441).
             Method::HEAD | Method::CONNECT => find(&Method::GET),
             _ => None,
         })
@@ -133,7 +137,7 @@ impl Routes {
 #[derive(Clone, Copy)]
 struct Found<'a> {
     selector: &'a Selector,
-    /// Whether it has no parameter, so that the path is the pattern.
+    /// Whether the pattern has no parameter, so that the path equals the pattern.
     is_path: bool,
 }
 
@@ -145,7 +149,7 @@ fn at<'a>(router: &'a Router<Selector>, path: &str) -> Option<Found<'a>> {
     })
 }
 
-/// With more, `matchit` panics.
+/// Maximum number of parameters: with more, `matchit` panics.
 const MAX_PARAMETERS: usize = 25;
 
 fn insert(
@@ -157,14 +161,14 @@ fn insert(
         if let Some((method, path)) = pattern.split_once(" /") {
             let method = method.to_ascii_uppercase();
             return Err(ConfigError::new(format!(
-                "the route {pattern:?} cannot be used (it begins with a method): for one method, write \
+                "invalid route {pattern:?} (it begins with a method): for one method, use \
                  `.method(Method::{method}, \"/{path}\", ..)`"
             )));
         }
         return Err(wrong(pattern, "it does not begin with `/`"));
     }
     if !matches!(pattern.parse::<PathAndQuery>(), Ok(path) if path.path() == pattern) {
-        return Err(wrong(pattern, "it has a character that no path has"));
+        return Err(wrong(pattern, "it contains a character that no path has"));
     }
     if pattern
         .split('/')
@@ -188,7 +192,7 @@ fn insert(
 
 fn wrong(pattern: &str, problem: impl fmt::Display) -> ConfigError {
     ConfigError::new(format!(
-        "the route {pattern:?} cannot be used ({problem}): write it like `/users/{{id}}` or `/files/{{*path}}`, and each once"
+        "invalid route {pattern:?} ({problem}): use `/users/{{id}}` or `/files/{{*path}}`, and add each pattern once"
     ))
 }
 
@@ -203,7 +207,7 @@ impl PolicySelector for Routes {
         };
         match target(request) {
             Target::Path(path) => match find(path) {
-                // It says that this very path is exempt, if it does.
+                // A pattern without parameters exempts exactly this path.
                 found @ Some(Found { is_path: true, .. }) => under(found),
                 found => under(found).or_else(|| {
                     let Some(Lenient { path, climbs }) = lenient(path) else {
@@ -214,19 +218,19 @@ impl PolicySelector for Routes {
                     policies.or_else(|| under(None).filter(|_| climbs))
                 }),
             },
-            // Paths that are unknown fit it, and not all of them may fit the pattern.
+            // Several paths fit the template, and the pattern may match only some of them.
             Target::Template(template) => under(find(&template)).or_else(|| under(None)),
         }
     }
 }
 
-/// What patterns are compared with.
+/// The path or template that patterns are matched against.
 enum Target<'a> {
     Path(&'a str),
-    /// That of a request whose path is not known.
+    /// The template of a request whose original path is unknown.
     #[cfg_attr(
         not(feature = "axum"),
-        allow(dead_code, reason = "only axum tells templates")
+        allow(dead_code, reason = "only axum reports templates")
     )]
     Template(Cow<'a, str>),
 }
@@ -237,7 +241,7 @@ fn target(request: &Parts) -> Target<'_> {
 
     let (here, extensions) = (request.uri.path(), &request.extensions);
     let sent = || extensions.get().map_or(here, |OriginalUri(uri)| uri.path());
-    // A nested router cuts what it stands under from the path.
+    // A nested router strips its prefix from the path.
     let whole = if extensions.get::<NestedPath>().is_some() {
         sent()
     } else {
@@ -246,7 +250,7 @@ fn target(request: &Parts) -> Target<'_> {
     match extensions.get().map(MatchedPath::as_str) {
         Some(template) if !fits(template, whole) => match sent() {
             sent if fits(template, sent) => Target::Path(sent),
-            // In a template, a brace that is none of a parameter is written twice.
+            // In a template, `{{` and `}}` are literal braces.
             _ => Target::Template(template.replace("{{", "{").replace("}}", "}").into()),
         },
         _ => Target::Path(whole),
@@ -258,7 +262,7 @@ fn target(request: &Parts) -> Target<'_> {
     Target::Path(request.uri.path())
 }
 
-/// Whether axum matches this path by this template.
+/// Returns `true` if axum would match this path with this template.
 #[cfg(feature = "axum")]
 fn fits(template: &str, path: &str) -> bool {
     let (mut template, mut path) = (template.as_bytes(), path.as_bytes());
@@ -274,7 +278,7 @@ fn fits(template: &str, path: &str) -> bool {
                     .position(|byte| *byte == b'}')
                     .map_or(parameter.len(), |end| end + 1);
                 if parameter.starts_with(b"*") {
-                    // In the middle, it is of a router around another one, whose path is not known.
+                    // A wildcard in the middle belongs to an outer router, whose path is unknown.
                     return end == parameter.len() && !path.is_empty();
                 }
                 let segment = path
@@ -289,16 +293,16 @@ fn fits(template: &str, path: &str) -> bool {
     }
 }
 
-/// A path as a more lenient server than axum reads it.
+/// A path as a server more lenient than axum would read it.
 struct Lenient {
     path: String,
     /// Whether it has a `..`.
     climbs: bool,
 }
 
-/// `None` if it is read as it is.
+/// `None` if a lenient server would read the path unchanged.
 fn lenient(path: &str) -> Option<Lenient> {
-    // Of most paths it is.
+    // Fast path: most paths are unchanged.
     if !path.contains(['%', ';', '\\']) && !path.contains("//") && !path.contains("/.") {
         return None;
     }
@@ -332,13 +336,13 @@ fn lenient(path: &str) -> Option<Lenient> {
     })
 }
 
-/// The path without the slash at its end, or with one.
+/// Removes the trailing slash, or adds one.
 fn other_end(path: &str) -> Cow<'_, str> {
     path.strip_suffix('/')
         .map_or_else(|| format!("{path}/").into(), Cow::Borrowed)
 }
 
-/// Without escapes, also nested ones: `%2e`, `%252e`.
+/// Decodes escapes, including nested ones: `%2e`, `%252e`.
 fn decoded(path: &str) -> Vec<u8> {
     let digit = |byte: u8| char::from(byte).to_digit(16);
     let mut decoded = Vec::with_capacity(path.len());

@@ -11,10 +11,10 @@ use crate::util::polled_after_completion;
 pin_project! {
     /// Resolves to the response of a [`Throttle`](super::Throttle) with a longest wait.
     pub struct ThrottleFuture<F> {
-        // None if it is refused.
+        // `None` if the call is refused.
         #[pin]
         pub(super) response: Option<F>,
-        // None once it has been given.
+        // `None` after it was returned.
         pub(super) error: Option<BoxError>,
     }
 }

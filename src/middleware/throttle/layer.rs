@@ -15,8 +15,7 @@ use crate::observe::Observer;
 use crate::store::Store;
 use crate::wait_queues::{Bounds, WaitQueues};
 
-/// Makes the services that it wraps wait for their turn: `poll_ready` takes a permit from the shared count, and is
-/// ready when it has one.
+/// Delays calls until the shared quota allows them: `poll_ready` acquires a permit.
 ///
 /// For outbound clients and any other service whose requests share one key, such as all requests to one API from all
 /// instances. If the key depends on the request, use a [`RateLimitLayer`](crate::RateLimitLayer) that
@@ -42,36 +41,40 @@ use crate::wait_queues::{Bounds, WaitQueues};
 ///
 /// # Permits
 ///
-/// - A permit is charged when it is taken, and used by `call`. A service that is dropped without a call passes its
-///   permit on to the next waiter of this process, or refunds it to the store.
-/// - Each clone has its own permit. Clones, and all services of one layer, wait in one queue, first come, first served.
-/// - Each instance takes at most one permit ahead of time, so that instances take turns. One store call makes one grant
-///   or several; a sliding log or counter, which has no debts, needs up to about three calls. The burst should be at
-///   least the number of instances, and at least what is granted in 10 ms: with less, there are more calls, and a part
-///   of the rate is unused.
-/// - The inner service is polled first, so that no permit is held for one that is not ready. It stays ready meanwhile:
-///   to limit concurrent calls, put that limit around the throttle.
-/// - A permit that is held for more than a second, and until its charge has expired, is charged again by the call that
-///   uses it. So each ready and idle service saves up one call: from a hundred idle ones a hundred calls may come at
-///   once, beyond the burst.
-/// - A local store grants in the first poll if there is room. A store over a network answers later: a
-///   [`LoadShed`](https://docs.rs/tower/latest/tower/load_shed/struct.LoadShed.html) around the throttle, which polls
-///   once, then sheds the call. Put a [`Buffer`](https://docs.rs/tower/latest/tower/buffer/struct.Buffer.html) between
-///   them.
+/// - A permit is charged when it is acquired, and used by `call`. A service that is dropped without
+///   a call passes its permit on to the next waiter of this process, or refunds it to the store.
+/// - Each clone has its own permit. Clones, and all services of one layer, wait in one queue, in
+///   FIFO order.
+/// - Each instance takes at most one permit in advance, so that instances take turns. One store
+///   call makes one or several grants; a sliding log or counter, which supports no debts, needs up
+///   to about three calls per grant. The burst should be at least the number of instances, and at
+///   least the number of grants in 10 ms: with less, there are more calls, and a part of the rate
+///   is unused.
+/// - The inner service is polled first, so no permit is held for a service that is not ready. It
+///   stays ready while the throttle waits: to limit concurrent calls, put that limit around the
+///   throttle.
+/// - A permit held for more than 1 s and past its charge's expiry is charged again when used. So
+///   100 ready but idle services may make 100 calls at the same moment, beyond the burst.
+/// - A local store grants in the first poll if it has capacity. A store over a network replies
+///   later: a [`LoadShed`](https://docs.rs/tower/latest/tower/load_shed/struct.LoadShed.html)
+///   around the throttle polls only once and then sheds the call. Put a
+///   [`Buffer`](https://docs.rs/tower/latest/tower/buffer/struct.Buffer.html) between them.
 /// - A service that is polled on another runtime than before starts waiting again.
-/// - The permits of a runtime that ends are not refunded.
-/// - A call without a permit, of a service that was not polled ready, is charged and proceeds.
+/// - When a runtime shuts down, its permits are not refunded.
+/// - If a service is called without being ready, the call is charged and proceeds without a permit.
 ///
-/// Checks without a throttle on the same count are denied while permits are taken ahead: see
+/// Checks on the same count without a throttle are denied while permits are taken in advance: see
 /// [`Check::take_ahead`](crate::check::Check::take_ahead).
 ///
 /// # Errors
 ///
-/// It adds none: errors are the inner service's. If the store cannot decide, the call waits, and the check is retried;
-/// see [`allow_on_error`](Self::allow_on_error). With a [`max_wait`](Self::max_wait) calls fail. A failed check affects
-/// one service; after three in a row all waiters pause for 250 ms. With a [`Fallback`](crate::Fallback) as the store, it continues at this instance's share.
+/// The layer adds no errors of its own. If the store cannot decide, the call waits and the check is
+/// retried; see [`allow_on_error`](Self::allow_on_error). With a [`max_wait`](Self::max_wait), such
+/// calls fail. A failed check affects one service; after three consecutive failures all waiters
+/// pause for 250 ms. With a [`Fallback`](crate::Fallback) as the store, calls continue under this
+/// instance's share.
 ///
-/// `poll_ready` has to be called within a tokio runtime.
+/// `poll_ready` must be called within a Tokio runtime.
 #[derive(Clone)]
 pub struct ThrottleLayer<W = Forever> {
     settings: Settings,
@@ -79,11 +82,12 @@ pub struct ThrottleLayer<W = Forever> {
 }
 
 impl ThrottleLayer {
-    /// Takes permits from `store`, on the count of `key`, under the policies that `policies` gives: a
-    /// [`Policy`](crate::Policy), several [`Policies`](crate::Policies), or [`Live`](crate::select::Live) ones, which
-    /// apply to waits that begin after they were replaced. Without any, every call proceeds. Policies of requests [in
-    /// flight](crate::Policy::in_flight) are left out, and reported as [misconfigured](Observer::misconfigured): a
-    /// throttle does not know when a call has ended.
+    /// Acquires permits from `store`, on the count of `key`, under the policies that `policies`
+    /// returns: a [`Policy`](crate::Policy), several [`Policies`](crate::Policies), or
+    /// [`Live`](crate::select::Live) ones, whose replacement applies to later waits. Without
+    /// policies, every call proceeds. Policies of requests [in flight](crate::Policy::in_flight)
+    /// are ignored, and reported as [misconfigured](Observer::misconfigured), since a throttle does
+    /// not see calls end.
     pub fn new(store: impl Store, key: Key, policies: impl PolicySelector<()>) -> Self {
         let wait_queues = WaitQueues::new(
             store.clone(),
@@ -108,12 +112,14 @@ impl ThrottleLayer {
 }
 
 impl<W> ThrottleLayer<W> {
-    /// Sets how long a call may wait. Defaults to as long as it takes.
+    /// Sets how long a call may wait. Defaults to no limit.
     ///
-    /// If the wait would be longer, `poll_ready` is ready as soon as that is known, mostly at once, and the call fails
-    /// without being made: with [`RateLimited`](crate::check::RateLimited), which says when to try again, or with the
-    /// [`StoreError`](crate::store::StoreError) if the store cannot decide. Errors are then boxed, like those of
-    /// tower's own layers. As with [`Limiter::wait`](crate::Limiter::wait), store calls do not count towards `max`.
+    /// If the wait would be longer, `poll_ready` becomes ready as soon as that is certain, usually
+    /// immediately, and the call fails without reaching the inner service: with
+    /// [`RateLimited`](crate::check::RateLimited), which reports the wait, or with the
+    /// [`StoreError`](crate::store::StoreError) if the store cannot decide. Errors are then boxed,
+    /// as in tower's own layers. As with [`Limiter::wait`](crate::Limiter::wait), store calls do
+    /// not count towards `max`.
     ///
     /// ```
     /// use std::convert::Infallible;
@@ -146,22 +152,25 @@ impl<W> ThrottleLayer<W> {
         }
     }
 
-    /// Sets how many of its services may queue; one more tries again after 250 ms. Defaults to 10,000.
+    /// Sets how many of its services may queue; one beyond that retries after 250 ms. Defaults to
+    /// 10,000.
     #[must_use]
     pub fn max_waiting(mut self, max: NonZeroUsize) -> Self {
         self.settings.wait_queues = self.settings.wait_queues.with_bounds(Bounds::of(max));
         self
     }
 
-    /// Lets a call proceed without a permit if the store cannot decide. Defaults to waiting and trying again.
+    /// Lets a call proceed without a permit if the store cannot decide. Defaults to waiting and
+    /// retrying.
     #[must_use]
     pub fn allow_on_error(mut self) -> Self {
         self.settings.allow_on_error = true;
         self
     }
 
-    /// Sets the [`Observer`] of every permit, with the time of the wait, and of what no store could decide; and of the
-    /// store, if that has none yet. Defaults to [a log of what needs attention](Observer); `()` turns that off.
+    /// Sets the [`Observer`] of all permits, with their waiting time, and of store failures. The
+    /// store gets the same observer, unless one is set. Defaults to [a log of what needs
+    /// attention](Observer); `()` disables it.
     #[must_use]
     pub fn observer(mut self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);

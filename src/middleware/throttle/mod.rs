@@ -1,5 +1,5 @@
-//! A permit in `poll_ready`, for services whose requests are all counted together; and a [`Pause`] for all of them, when the
-//! server has asked for one.
+//! Permits in `poll_ready`, for services whose requests share one count; and a [`Pause`] for all
+//! instances, such as for the `Retry-After` of a server's 429.
 
 mod future;
 mod layer;
@@ -11,12 +11,13 @@ pub use layer::ThrottleLayer;
 pub use pause::{Pause, retry_after};
 pub use service::Throttle;
 
-/// A throttle whose calls wait for as long as it takes: the type of a [`ThrottleLayer`] at first.
+/// The type of a [`ThrottleLayer`] whose calls wait without a limit, the default.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Forever;
 
-/// A throttle whose calls fail rather than wait for longer than [`max_wait`](ThrottleLayer::max_wait).
+/// The type of a [`ThrottleLayer`] whose calls fail instead of waiting longer than
+/// [`max_wait`](ThrottleLayer::max_wait).
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct AtMost;

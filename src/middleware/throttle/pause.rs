@@ -7,10 +7,11 @@ use crate::error::{ConfigError, StoreError};
 use crate::limit::{Check, Key, Policy, Quota, Strategy};
 use crate::store::Store;
 
-/// Keeps everybody from calling for a while, over all instances: a server has answered 429 and said for how long.
+/// Stops all instances from calling for a while, such as for the `Retry-After` of a server's 429.
 ///
-/// Its [policy](Self::policy), in a layer or a [`Limiter`](crate::Limiter) beside the others, lets everything pass until
-/// somebody [begins](Self::begin) a pause of that key. Then calls are denied, or wait, until it is over:
+/// Add its [policy](Self::policy) to the other policies of a layer or a
+/// [`Limiter`](crate::Limiter). It allows all calls until an instance [begins](Self::begin) a pause
+/// for the key. Then calls are denied, or wait, until the pause ends:
 ///
 /// ```
 /// use std::time::Duration;
@@ -24,7 +25,7 @@ use crate::store::Store;
 /// # async fn main() -> Result<(), BoxError> {
 /// # let start = tokio::time::Instant::now();
 /// let (store, key) = (LocalStore::default(), Key::new("geocoder"));
-/// // However long the server says, no longer than five minutes.
+/// // At most five minutes, even if the server requests a longer pause.
 /// let pause = Pause::new(store.clone(), "geocoder-pause", Duration::from_secs(300))?;
 /// let rate = Policy::new("geocoder", Strategy::Gcra, Quota::per_second(50).burst(5))?;
 ///
@@ -51,9 +52,10 @@ use crate::store::Store;
 /// # }
 /// ```
 ///
-/// Who has a permit when a pause begins, at most one for each service and one more for each instance, still calls. After a
-/// pause the other policies count as before. A [reset](crate::Limiter::reset) of the key ends it, in all instances within a
-/// second. The policy counts up to 100,000 units of cost a second without ever denying.
+/// Permits granted before the pause stay valid: at most one per service, and one more per instance.
+/// After a pause, the other policies count as before. A [reset](crate::Limiter::reset) of the key
+/// ends the pause in all instances within a second. The policy counts up to 100,000 units of cost
+/// per second without denying any.
 ///
 /// Clones share the store.
 #[derive(Debug, Clone)]
@@ -63,22 +65,22 @@ pub struct Pause<S> {
     max: Duration,
 }
 
-/// A unit of cost is so little time that no other policy is limited by it; and the longest pause has at most half of
-/// the units that a check may cost.
+/// Cost units per second of a pause: so many that this policy never limits the rate of calls, and
+/// few enough that the longest pause uses at most half of the maximum cost of a check.
 const UNITS_PER_SECOND: u32 = 100_000;
 const LONGEST: Duration = Duration::from_secs(5 * 3_600);
 
 impl<S: Store> Pause<S> {
-    /// Pauses in `store` of at most `max`, from 1 second to 5 hours: a server that says something else, by mistake or to
-    /// do harm, stops nobody for longer.
+    /// Creates pauses in `store` of at most `max`, from 1 second to 5 hours. The maximum protects
+    /// callers from a server that requests an excessive pause.
     ///
     /// # Errors
     ///
-    /// For a name that [`Policy::new`] refuses, and for another `max`.
+    /// If [`Policy::new`] rejects the name, or `max` is out of range.
     pub fn new(store: S, name: &str, max: Duration) -> Result<Self, ConfigError> {
         if !(Duration::from_secs(1)..=LONGEST).contains(&max) {
             return Err(ConfigError::new(format!(
-                "a longest pause of {max:?}: write from 1 second to 5 hours"
+                "a longest pause of {max:?}: use 1 second to 5 hours"
             )));
         }
         let quota = Quota::per_second(UNITS_PER_SECOND);
@@ -86,17 +88,17 @@ impl<S: Store> Pause<S> {
         Ok(Self { store, policy, max })
     }
 
-    /// The policy that denies while there is a pause.
+    /// The policy that denies calls during a pause.
     pub fn policy(&self) -> Policy {
         self.policy.clone()
     }
 
-    /// Denies this key for `time` from now, or for the longest time. Of several pauses the longest counts, also if they
-    /// begin together.
+    /// Denies all calls under `key` for `time`, capped at the maximum. A longer pause already in
+    /// effect is kept, even if both begin concurrently.
     ///
     /// # Errors
     ///
-    /// Those of the store.
+    /// The errors of the store.
     pub async fn begin(&self, key: Key, time: Duration) -> Result<(), StoreError> {
         let time = time.min(self.max);
         if !time.is_zero() {
@@ -109,8 +111,9 @@ impl<S: Store> Pause<S> {
     }
 }
 
-/// For how long a response asks its client not to call again: the `Retry-After` of a 429 or a 503, in seconds, or the
-/// `grpc-retry-pushback-ms` of a gRPC call that has failed at once. `None` if it does not ask, or names a date.
+/// Returns the pause that a response requests: the `Retry-After` of a 429 or a 503, in seconds, or
+/// the `grpc-retry-pushback-ms` of a gRPC call that failed without a message. `None` if there is
+/// none, or if it is a date.
 ///
 /// ```
 /// use std::time::Duration;
@@ -126,7 +129,7 @@ pub fn retry_after(status: StatusCode, headers: &HeaderMap) -> Option<Duration> 
         StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
             number(RETRY_AFTER.as_str()).map(Duration::from_secs)
         }
-        // A negative number says that no wait helps.
+        // A negative number means that retrying never helps.
         _ => number("grpc-retry-pushback-ms").map(Duration::from_millis),
     }
 }

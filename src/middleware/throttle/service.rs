@@ -20,8 +20,9 @@ use crate::observe::mistakes::IN_FLIGHT_IN_THROTTLE;
 use crate::util::instant;
 use crate::wait_queues::{Acquire, Permit, Refusal, WaitQueues, WaitRequest};
 
-/// The service that a [`ThrottleLayer`](crate::ThrottleLayer) makes: ready when it has a permit, or with a
-/// [`max_wait`](crate::ThrottleLayer::max_wait) when it is known that there is none in time.
+/// The service that a [`ThrottleLayer`](crate::ThrottleLayer) makes. It is ready when it has a
+/// permit or, with a [`max_wait`](crate::ThrottleLayer::max_wait), when no permit can arrive in
+/// time.
 pub struct Throttle<T, W = Forever> {
     inner: T,
     settings: Arc<Settings>,
@@ -34,7 +35,7 @@ pub(super) struct Settings {
     pub(super) wait_queues: WaitQueues,
     pub(super) key: Key,
     pub(super) policies: Selector<()>,
-    /// How long a call may wait. None: for as long as it takes.
+    /// Maximum wait of a call. `None` means no limit.
     pub(super) max_wait: Option<Duration>,
     /// Whether a call proceeds without a permit if the store cannot decide.
     pub(super) allow_on_error: bool,
@@ -44,29 +45,31 @@ pub(super) struct Settings {
 enum State {
     Idle,
     Waiting(Acquire, Question),
-    /// The store could not decide, or too many wait: until the next try, on this runtime.
+    /// The store could not decide, or the queue is full: sleeps until the next attempt, on this
+    /// runtime.
     Pausing(Pin<Box<Sleep>>, Option<Id>),
-    /// None if unlimited, or if the store could not decide and that is allowed.
+    /// `None` if calls are unlimited, or if the store could not decide and `allow_on_error` is set.
     Ready(Option<Permit>),
-    /// With a longest wait: why the next call fails.
+    /// With a maximum wait: the error of the next call.
     Refused(BoxError),
 }
 
-/// How long to wait before the next try.
+/// Delay before the next attempt.
 const PAUSE: Duration = Duration::from_millis(250);
 
-const NEVER_ENDS: &str = "a policy counts requests in flight, which a `ThrottleLayer` does not: put that policy into a \
-                          `CallLimitLayer` or a `RateLimitLayer`";
+const NEVER_ENDS: &str = "a `ThrottleLayer` cannot limit requests in flight: move that policy to a `CallLimitLayer` or \
+                          a `RateLimitLayer`";
 
 impl Settings {
-    /// The policies that count over time: the end of a call is not known.
+    /// Returns the policies without those of requests in flight, since a throttle does not see
+    /// calls end.
     fn policies(&self) -> Option<Policies> {
         let policies = self.policies.find(&(), Some(&self.key))?;
         if policies.in_flight().is_some() {
             self.notifier
                 .misconfigured(format_args!("{NEVER_ENDS}{IN_FLIGHT_IN_THROTTLE}"));
         }
-        // A call waits for its permit, which no block decides.
+        // A leased block cannot grant a permit, so a lease has no effect here.
         self.notifier.unless_leased(&policies);
         policies.without_in_flight().cloned()
     }
@@ -89,7 +92,7 @@ impl Settings {
         }
     }
 
-    /// Charges a call that has not waited.
+    /// Charges a call that did not wait.
     fn charge(&self) {
         if let Some(policies) = self.policies() {
             self.wait_queues.charge(self.key, &policies, 1);
@@ -124,7 +127,7 @@ impl State {
         Self::Pausing(Box::pin(sleep(PAUSE)), runtime())
     }
 
-    /// Whether it waits on another runtime, which may have ended or be blocked.
+    /// Returns `true` if it waits on another runtime, which may have shut down or be blocked.
     fn is_elsewhere(&self) -> bool {
         match self {
             Self::Waiting(turn, _) => runtime().is_some_and(|here| here != turn.runtime()),
@@ -153,7 +156,7 @@ impl<T, W> Throttle<T, W> {
         &self.inner
     }
 
-    /// The inner service. Direct calls take no permit.
+    /// The inner service. Direct calls need no permit.
     pub fn get_mut(&mut self) -> &mut T {
         &mut self.inner
     }
@@ -163,18 +166,18 @@ impl<T, W> Throttle<T, W> {
         self.inner
     }
 
-    /// Ready when the inner service is, and there is a permit or a reason why not.
+    /// Ready when the inner service is ready and there is a permit, or an error for the next call.
     fn poll_permit<R>(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), T::Error>>
     where
         T: Service<R>,
     {
         let ready = ready!(self.inner.poll_ready(cx));
         if ready.is_err() {
-            // What is held goes on, or leaves the line.
+            // Pass on the permit, or leave the queue.
             self.state = State::Idle;
             return Poll::Ready(ready);
         }
-        // There may be one in time by now.
+        // Try again after a refusal: a permit may arrive in time now.
         if self.state.is_elsewhere() || matches!(self.state, State::Refused(_)) {
             self.state = State::Idle;
         }
@@ -183,7 +186,8 @@ impl<T, W> Throttle<T, W> {
                 State::Idle => self.settings.enqueue(),
                 State::Waiting(turn, _) => {
                     let turn = ready!(Pin::new(turn).poll(cx));
-                    // First, or an observer that panics would leave what must not be polled again.
+                    // Replace the state first: the future must not be polled again, even if an
+                    // observer panics.
                     let State::Waiting(_, question) = mem::replace(&mut self.state, State::Idle)
                     else {
                         continue;
@@ -206,8 +210,8 @@ impl<T, W> Throttle<T, W> {
     ///
     /// # Errors
     ///
-    /// Why there is none, with a longest wait.
-    fn spend(&mut self) -> Result<(), BoxError> {
+    /// With a maximum wait, the reason why there is no permit.
+    fn use_permit(&mut self) -> Result<(), BoxError> {
         match mem::replace(&mut self.state, State::Idle) {
             State::Ready(permit) => drop(permit.map(Permit::spend)),
             State::Refused(error) => return Err(error),
@@ -224,14 +228,14 @@ impl<T: Service<R>, R> Service<R> for Throttle<T> {
 
     /// # Panics
     ///
-    /// Outside of a tokio runtime.
+    /// Outside a Tokio runtime.
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), T::Error>> {
         self.poll_permit(cx)
     }
 
     fn call(&mut self, request: R) -> T::Future {
-        // Without a longest wait, none is refused.
-        let _ = self.spend();
+        // Without a maximum wait, no call is refused.
+        let _ = self.use_permit();
         self.inner.call(request)
     }
 }
@@ -246,13 +250,13 @@ where
 
     /// # Panics
     ///
-    /// Outside of a tokio runtime.
+    /// Outside a Tokio runtime.
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
         self.poll_permit(cx).map_err(Into::into)
     }
 
     fn call(&mut self, request: R) -> Self::Future {
-        match self.spend() {
+        match self.use_permit() {
             Ok(()) => ThrottleFuture {
                 response: Some(self.inner.call(request)),
                 error: None,
@@ -265,7 +269,7 @@ where
     }
 }
 
-/// Has no permit yet.
+/// The clone has no permit.
 impl<T: Clone, W> Clone for Throttle<T, W> {
     fn clone(&self) -> Self {
         Self::new(self.inner.clone(), Arc::clone(&self.settings))

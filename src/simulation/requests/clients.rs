@@ -1,4 +1,4 @@
-//! The clients, and what becomes of what they got.
+//! The clients, and the settlement of their grants.
 
 use std::future::Future;
 use std::time::Duration;
@@ -18,11 +18,12 @@ use crate::simulation::{pick, verdict};
 use crate::util::instant;
 use crate::wait_queues::{Spent, WaitQueues, WaitRequest};
 
-/// One client of a caller on a runtime, until the last fault is over; a steady one for some time more.
+/// A client of one caller on one runtime. It runs until the last fault has ended, or longer if it
+/// is steady.
 pub(super) struct Client {
     pub(super) world: World,
     pub(super) limiter: Limiter<Far>,
-    /// Those who wait to be in flight: a limiter does not know when they end.
+    /// Queues for requests in flight: a limiter does not observe their end.
     pub(super) wait_queues: WaitQueues,
     pub(super) caller: usize,
     pub(super) runtime: usize,
@@ -49,7 +50,7 @@ impl Client {
                 if is_steady { plan.last() } else { plan.end },
             )
         };
-        // Some clients are never idle, some hardly ask.
+        // Some clients are never idle, others rarely send.
         let pause = *pick(&mut self.rng, if is_steady { &[5] } else { &[10, 40, 150] });
         loop {
             sleep(Duration::from_millis(self.rng.u64(1..=pause))).await;
@@ -104,7 +105,7 @@ impl Client {
         }
     }
 
-    /// Waits for a turn.
+    /// Waits for a cost.
     pub(super) async fn wait(&self, cost: u32, max: Duration, patience: Option<Duration>) {
         let waits = Waits::new(self, cost, max);
         let key = self.world.state().plan.callers[self.caller].key;
@@ -124,7 +125,7 @@ impl Client {
         }
     }
 
-    /// Waits for a turn to be in flight.
+    /// Waits for a slot.
     pub(super) async fn queue(&self, max: Duration, patience: Option<Duration>) -> Option<Held> {
         let waits = Waits::new(self, 1, max);
         let wanted = {
@@ -162,18 +163,18 @@ impl Client {
         }
     }
 
-    /// Reserves something.
+    /// Reserves a cost.
     pub(super) async fn reserve(&self, cost: u32, patience: Option<Duration>) -> Option<Held> {
         let (world, caller) = (&self.world, self.caller);
         let key = world.state().plan.callers[caller].key;
-        let mut asks = Asks {
+        let mut reserving = Reserving {
             world,
             caller,
             cost,
-            is_answered: false,
+            has_result: false,
         };
         let answer = within(patience, self.limiter.reserve(key, cost)).await?;
-        asks.is_answered = true;
+        reserving.has_result = true;
         match answer {
             Ok(reservation) => {
                 let decision = reservation.decision().clone();
@@ -187,7 +188,7 @@ impl Client {
             }
             Err(ReserveError::Denied(_)) => None,
             Err(ReserveError::Failed(error)) => {
-                asks.is_answered = error.is_unsent();
+                reserving.has_result = error.is_unsent();
                 world.state().failed(caller, &error);
                 None
             }
@@ -195,7 +196,7 @@ impl Client {
     }
 }
 
-/// None if the patience was over before.
+/// Returns `None` if the patience ran out first.
 async fn within<T>(patience: Option<Duration>, future: impl Future<Output = T>) -> Option<T> {
     match patience {
         None => Some(future.await),
@@ -203,7 +204,7 @@ async fn within<T>(patience: Option<Duration>, future: impl Future<Output = T>) 
     }
 }
 
-/// Somebody who waits for a turn; dropped, they have hung up.
+/// A waiting request. Dropping it cancels the wait.
 struct Waits<'a> {
     client: &'a Client,
     number: u64,
@@ -232,7 +233,7 @@ impl<'a> Waits<'a> {
         ) = (self.client, self.number);
         let state = &mut *self.client.world.state();
         state.say(Some(caller), || {
-            format!("r{runtime} w{number} is answered: {text}")
+            format!("r{runtime} w{number} gets: {text}")
         });
         if let Some(error) = error {
             state.failed(caller, error);
@@ -241,7 +242,7 @@ impl<'a> Waits<'a> {
             state.breaks(
                 Rule::Slow,
                 Some(caller),
-                format!("w{number} is refused, though there is room for all"),
+                format!("w{number} is denied, though the capacity is ample"),
             );
         }
         state
@@ -263,17 +264,17 @@ impl Drop for Waits<'_> {
     }
 }
 
-/// A request to reserve something.
-struct Asks<'a> {
+/// A request for a reservation. Dropping it without a result leaves its outcome unknown.
+struct Reserving<'a> {
     world: &'a World,
     caller: usize,
     cost: u32,
-    is_answered: bool,
+    has_result: bool,
 }
 
-impl Drop for Asks<'_> {
+impl Drop for Reserving<'_> {
     fn drop(&mut self) {
-        if !self.is_answered {
+        if !self.has_result {
             self.world
                 .state()
                 .ledger
@@ -282,7 +283,7 @@ impl Drop for Asks<'_> {
     }
 }
 
-/// What a client has reserved; dropped, all is refunded.
+/// The reservation of a client. Dropping it refunds everything.
 pub(super) struct Held {
     world: World,
     caller: usize,
@@ -319,7 +320,7 @@ impl Held {
         }
     }
 
-    /// Before it can come to the store.
+    /// Records the end of the request, before the store can see it.
     fn ends(&self, cost: u32) {
         let state = &mut *self.world.state();
         state.say(Some(self.caller), || {

@@ -1,4 +1,4 @@
-//! What must hold, and the sums that show whether it does.
+//! The rules, and the sums that show whether they hold.
 
 use std::collections::VecDeque;
 
@@ -6,36 +6,36 @@ use super::plan::{Habit, LONGEST, Plan, TIMEOUT};
 use crate::limit::{Frees, Mode, Policy};
 use crate::simulation::{self, Breaks};
 
-/// What must hold.
+/// The rules of this simulation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Rule {
-    /// Nobody passes who was not charged.
+    /// Only charged requests are granted.
     Charged,
-    /// Nobody passes before the limit has room.
+    /// No more is granted than the limit allows at that time.
     Early,
-    /// Those of one runtime who wait for one caller pass in the order in which they came.
+    /// Waiters of one runtime for one caller are granted in FIFO order.
     Order,
-    /// Whoever waits is answered in time.
+    /// Every waiter gets a result in time.
     Late,
-    /// While somebody waits, what has room passes.
+    /// While a caller has waiters, available capacity is granted.
     Idle,
-    /// Where there is room for all, how long one waits does not grow with how many do.
+    /// If the capacity is ample, a wait does not grow with the number of waiters.
     Slow,
-    /// A store that is well fails nobody.
+    /// A healthy store returns no errors.
     Failed,
-    /// Nothing is settled twice.
+    /// No settlement runs twice.
     Twice,
-    /// What is to be settled is settled, or the observer is notified.
+    /// Every settlement runs, or is reported to the observer.
     Lost,
-    /// In the end the store counts the real costs.
+    /// At the end, the store's count equals the real costs.
     Cost,
-    /// No more requests are in flight than the limit.
+    /// Requests in flight never exceed the limit.
     InFlight,
-    /// Though requests never pause, the store soon counts what is in flight.
+    /// The store's count of requests in flight soon becomes correct, even if requests never pause.
     Steady,
-    /// When no request is in flight, the store counts none.
+    /// If no request is in flight, the store counts none.
     Left,
-    /// No task lives on when all is done.
+    /// No task outlives its work.
     Tasks,
     /// Nothing panics.
     Panic,
@@ -52,38 +52,38 @@ pub(super) struct Ledger {
     pub(super) broken: Breaks<Rule>,
 }
 
-/// What is known of one caller.
+/// The sums of one caller.
 #[derive(Debug, Default)]
 struct Sums {
-    /// What the store charged and refunded.
+    /// The costs that the store has charged and refunded.
     charged: i64,
     refunded: i64,
-    /// What passed.
+    /// The cost granted to waiters.
     passed: i64,
-    /// Who waits, in the order in which they came.
+    /// The waiters in FIFO order.
     waiting: VecDeque<Waiter>,
     came: u64,
-    /// Since when somebody waits for whom there might be room, and nobody passes.
+    /// The time since which a waiter might be granted, but none is.
     idle_since: u64,
-    /// What is to be settled: how often, and how much is to be refunded and charged.
+    /// The settlements that are due: their number, and their refunds and charges.
     settled: u64,
     to_refund: i64,
     to_charge: i64,
-    /// What of that has run.
+    /// The settlements that ran.
     runs: u64,
     ran_back: i64,
     ran_charge: i64,
-    /// How often the observer was notified that it has not.
+    /// The number of settlements that the observer was notified of as lost.
     reported: u64,
-    /// What requests have cost in the end, and what those had asked for of which nobody knows.
+    /// The sum of real costs, and the costs of requests whose outcome is unknown.
     real: i64,
     unknown: i64,
     in_flight: i64,
-    /// How many the store counted too many, at least and at most, while requests never paused.
+    /// The minimum and maximum excess of the store's count while requests never paused.
     surplus: Option<(i64, i64)>,
 }
 
-/// Somebody who waits.
+/// A waiting request.
 #[derive(Debug, Clone, Copy)]
 struct Waiter {
     number: u64,
@@ -104,7 +104,7 @@ impl Ledger {
         self.broken.add(rule, caller, problem);
     }
 
-    /// The store ran a request.
+    /// Records that the store executed a request.
     pub(super) fn ran(&mut self, caller: usize, mode: Mode, cost: i64, granted: i64) {
         let sums = &mut self.callers[caller];
         match mode {
@@ -124,7 +124,7 @@ impl Ledger {
 
 /// Waiting.
 impl Ledger {
-    /// Somebody begins to wait. Returns their number.
+    /// Records the start of a wait. Returns the waiter's number.
     pub(super) fn waits(&mut self, caller: usize, runtime: usize, since: u64, max: u64) -> u64 {
         let sums = &mut self.callers[caller];
         if sums.waiting.is_empty() {
@@ -140,7 +140,7 @@ impl Ledger {
         sums.came
     }
 
-    /// Somebody waits no more, and passes if `granted`.
+    /// Records the end of a wait, with the granted cost if there is one.
     pub(super) fn waited(
         &mut self,
         plan: &Plan,
@@ -179,7 +179,7 @@ impl Ledger {
                 format!("w{number} passes before w{before}"),
             );
         }
-        // What is in flight begins then, and is refunded when it ends.
+        // A request in flight is refunded when it ends, so the sums below do not apply.
         if plan.callers[caller].habit == Habit::Queueing {
             return;
         }
@@ -197,11 +197,12 @@ impl Ledger {
         }
     }
 
-    /// Time has passed, by a step at most.
+    /// Checks the rules after time has passed, by at most `step`.
     pub(super) fn passes(&mut self, plan: &Plan, now: u64, step: u64) {
         let call = 2 * (plan.delay + step) + 2;
         let slack = 2 * call + 20;
-        // One that is under way, the one that they are asked for by, and one more if others took what was there.
+        // A call in progress, the waiter's own call, and another one if others took the capacity
+        // first.
         let calls = 3 * call;
         let trouble = if plan.is_well() {
             0
@@ -237,7 +238,7 @@ impl Ledger {
                 self.breaks(Rule::Slow, Some(caller), problem);
             } else if plan.is_well() && !sums.waiting.is_empty() && !who.drops {
                 let longest = 2 * longest_gap(plan, who.policy(), who.cost) + slack;
-                // Who cannot have their turn in time is refused, and keeps nobody from it.
+                // A waiter whose turn would be too late is denied, and does not block others.
                 let since = sums
                     .waiting
                     .iter()
@@ -245,9 +246,7 @@ impl Ledger {
                     .map(|waiter| waiter.since)
                     .min();
                 if since.is_some_and(|since| now > since.max(sums.idle_since) + longest) {
-                    let problem = format!(
-                        "nobody has passed for more than {longest} ms while somebody waited"
-                    );
+                    let problem = format!("no waiter was granted for more than {longest} ms");
                     self.breaks(Rule::Idle, Some(caller), problem);
                 }
             }
@@ -257,7 +256,7 @@ impl Ledger {
 
 /// Settling.
 impl Ledger {
-    /// What was reserved is to be settled by its real cost.
+    /// Records a reservation that will be settled at its real cost.
     pub(super) fn settles(&mut self, caller: usize, reserved: i64, real: i64) {
         let sums = &mut self.callers[caller];
         sums.real += real;
@@ -266,17 +265,17 @@ impl Ledger {
         sums.to_charge += (real - reserved).max(0);
     }
 
-    /// Nobody knows whether it was charged.
+    /// Records a request that may or may not have been charged.
     pub(super) fn is_unknown(&mut self, caller: usize, cost: i64) {
         self.callers[caller].unknown += cost;
     }
 
-    /// The observer is notified that something was not settled.
+    /// Records that the observer was notified of a lost settlement.
     pub(super) fn is_reported(&mut self, caller: usize) {
         self.callers[caller].reported += 1;
     }
 
-    /// Whatever was to be settled has run at most once.
+    /// Checks that no settlement ran more than once.
     pub(super) fn runs_once(&mut self, caller: usize) {
         let &Sums {
             settled,
@@ -295,7 +294,7 @@ impl Ledger {
         }
     }
 
-    /// Everything has come to rest. `used` is what the store counts.
+    /// Checks the sums after everything has settled. `used` is the store's count.
     pub(super) fn rests(&mut self, plan: &Plan, caller: usize, used: i64) {
         self.was_steady(caller);
         let who = &plan.callers[caller];
@@ -314,17 +313,18 @@ impl Ledger {
                 self.runs_once(caller);
                 if runs + reported < settled {
                     let problem = format!(
-                        "{settled} were to be settled, {runs} were, and of {reported} the observer was notified"
+                        "{settled} settlements due, {runs} done, {reported} reported as lost"
                     );
                     self.breaks(Rule::Lost, Some(caller), problem);
                 }
-                // Of what flows back all the time the store counts parts of a unit, and reports whole ones. A debt it does not report.
+                // A gradual strategy counts fractions of a unit, but reports integers. It does not
+                // report a debt.
                 let steady = i64::from(who.policy().frees().is_gradual());
                 let capacity = who.policy().params().capacity;
                 let costs = (real - steady).min(capacity)..=(real + unknown + steady).min(capacity);
                 if reported == 0 && !costs.contains(&used) {
                     let problem = format!(
-                        "the store counts {used}, {real} were the real costs, and maybe {unknown} more"
+                        "the store counts {used}, the real costs are {real}, plus up to {unknown}"
                     );
                     self.breaks(Rule::Cost, Some(caller), problem);
                 }
@@ -341,12 +341,13 @@ impl Ledger {
 
 /// In flight.
 impl Ledger {
-    /// A request begins.
+    /// Records the start of a request.
     pub(super) fn begins(&mut self, plan: &Plan, caller: usize) {
         let sums = &mut self.callers[caller];
         sums.in_flight += 1;
         let (in_flight, policy) = (sums.in_flight, plan.callers[caller].policy());
-        // What stands still for longer than the lease time, or does not answer, is counted no more.
+        // The slots of an instance that stalls or gets no reply for longer than their time to live
+        // have expired.
         let is_kept = plan.is_well() || policy.params().period > 10_000_000;
         if in_flight > policy.params().capacity && is_kept {
             let problem = format!("{in_flight} are in flight of {}", policy.params().capacity);
@@ -358,7 +359,8 @@ impl Ledger {
         self.callers[caller].in_flight -= 1;
     }
 
-    /// Requests never pause. The store counts so many that will not be released, if none were in flight.
+    /// Records the store's count, without requests that are about to be released, while requests
+    /// never pause.
     pub(super) fn is_steady(&mut self, caller: usize, counted: i64) {
         let sums = &mut self.callers[caller];
         let surplus = counted - sums.in_flight;
@@ -366,7 +368,8 @@ impl Ledger {
         sums.surplus = Some((least.min(surplus), most.max(surplus)));
     }
 
-    /// They end. What is refunded just now may be counted still: but not all the time.
+    /// Checks the counts after such requests have ended. A single count may include a release in
+    /// progress, but not all of them.
     fn was_steady(&mut self, caller: usize) {
         if let Some((least, most)) = self.callers[caller].surplus
             && (least > 0 || most < 0)
@@ -377,8 +380,8 @@ impl Ledger {
     }
 }
 
-/// How long it may take until somebody passes, at most, if instances take turns. What flows back at once does so within two
-/// periods.
+/// Returns the maximum time in milliseconds until a waiter is granted, if instances take turns.
+/// Capacity that is freed in batches is freed within two periods.
 fn longest_gap(plan: &Plan, policy: &Policy, cost: u32) -> u64 {
     let (capacity, period) = (
         policy.params().capacity as u64,

@@ -1,8 +1,9 @@
-//! A simulation of requests that wait for their turn, are settled by their real cost afterwards, or are in flight: over
-//! a store that answers later and out of order, loses requests and answers, and is away at times.
+//! A simulation of requests that wait, settle their real cost afterwards, or are in flight. Their
+//! store replies late and out of order, loses requests and replies, and is sometimes unreachable.
 //!
-//! Each instance has runtimes of its own, and each runtime a clock of its own, which this moves: so one may end, or
-//! stand still while the others go on. What is written of a time is correct to a step, as on a busy machine.
+//! Each instance has runtimes, and each runtime a clock that the simulation moves, so that one
+//! runtime may shut down or stall while others run. Recorded times are accurate to one step, as on
+//! a busy machine.
 
 mod clients;
 mod ledger;
@@ -20,7 +21,7 @@ use tokio::time::{Instant, advance};
 use self::clients::Client;
 use self::ledger::Rule;
 use self::plan::{Habit, Plan, TIMEOUT};
-use self::world::{Far, Notes, World, WorldState};
+use self::world::{Far, Recorder, World, WorldState};
 use super::{Outcome, Simulation};
 use crate::Limiter;
 use crate::in_flight::InFlightTracker;
@@ -33,12 +34,13 @@ const REQUESTS: Simulation<Rule> = Simulation {
 };
 
 const SECOND: Duration = Duration::from_secs(1);
-/// How long after the last fault all is settled.
+/// Milliseconds after the last fault until everything must be settled.
 const REST: u64 = 3 * TIMEOUT + 3000;
-/// How long the tasks of limiters that are gone may go on.
+/// Milliseconds that tasks may outlive their limiters.
 const REMAINS: u64 = 2 * TIMEOUT + 3000;
 
-/// A runtime that ends drops its tasks in an order that depends on their numbers, and these go on from run to run.
+/// A runtime that shuts down drops its tasks in an order that depends on their ids, which count up
+/// over all runs. This makes every run start with an equivalent id.
 fn align_task_numbers() {
     let runtime = Builder::new_current_thread().build().unwrap();
     while !runtime
@@ -69,14 +71,14 @@ struct Simulated<'a> {
     seed: Seed,
     start: Instant,
     runtimes: Vec<Clocked>,
-    /// By the instance, for each caller.
+    /// Per instance and caller.
     limiters: Vec<Vec<(Limiter<Far>, WaitQueues)>>,
     now: u64,
-    /// How much time passes at once, at most.
+    /// Maximum duration of a step, in milliseconds.
     step: u64,
 }
 
-/// A runtime whose clock is moved by hand. `None` once it has ended.
+/// A runtime whose clock is moved manually. `None` after its shutdown.
 struct Clocked {
     runtime: Option<Runtime>,
     now: u64,
@@ -95,14 +97,15 @@ impl Clocked {
         }
     }
 
-    /// Lets it run until nothing is left to do by then.
+    /// Runs until nothing is left to do at `now`.
     fn passes_to(&mut self, now: u64) {
         let Some(runtime) = &self.runtime else { return };
         let elapsed = Duration::from_millis(now - self.now);
         self.now = now;
         runtime.block_on(async {
             advance(elapsed).await;
-            // While this is ready the clock stands. One wakes what waits for the time, and the others run what wakes others.
+            // Paused time does not advance while this future is ready. The first turn wakes timers,
+            // the others run what those wake.
             for _ in 0..3 {
                 yield_now().await;
             }
@@ -123,14 +126,14 @@ impl<'a> Simulated<'a> {
                 identity: Arc::default(),
             };
             let limiter = |caller: &plan::Caller| {
-                let notes = Notes {
+                let recorder = Recorder {
                     world: world.clone(),
                     instance,
                 };
                 let in_flight = InFlightTracker::new(&store, None);
                 let wait_queues = WaitQueues::new(store.clone(), in_flight, Bounds::DEFAULT);
                 (
-                    Limiter::new(store.clone(), caller.policies.clone()).observer(notes),
+                    Limiter::new(store.clone(), caller.policies.clone()).observer(recorder),
                     wait_queues,
                 )
             };
@@ -188,12 +191,11 @@ impl<'a> Simulated<'a> {
             }
         }
         self.passes_to(end);
-        self.world
-            .state()
-            .say(None, || "nothing goes wrong any more".to_owned());
+        self.world.state().say(None, || "faults end".to_owned());
         self.passes_to(last);
         self.step = 50;
-        // Somebody comes now and then: what a runtime has left is done by the next that comes.
+        // Keep some traffic: work that a runtime has left is done by the next request on another
+        // one.
         while self.now < last + REST {
             for runtime in 0..self.runtimes.len() {
                 for (caller, (habit, _)) in callers.iter().enumerate() {
@@ -227,7 +229,7 @@ impl<'a> Simulated<'a> {
                 .map_or(0, |runtime| runtime.metrics().num_alive_tasks());
             if left > 0 {
                 let problem =
-                    format!("{left} tasks live on, {REMAINS} ms after their limiters, on r{i}");
+                    format!("{left} tasks still live {REMAINS} ms after their limiters, on r{i}");
                 self.world.state().breaks(Rule::Tasks, None, problem);
             }
         }
@@ -243,7 +245,7 @@ impl<'a> Simulated<'a> {
         state.say(None, || "the end".to_owned());
     }
 
-    /// Lets time pass.
+    /// Advances the time in steps.
     fn passes_to(&mut self, until: u64) {
         while self.now < until {
             self.now = (self.now + self.rng.u64(1..=self.step)).min(until);

@@ -1,4 +1,4 @@
-//! What a seed stands for: the instances and their runtimes, the callers, and the faults.
+//! The plan that a seed determines: the instances and their runtimes, the callers, and the faults.
 
 use std::fmt;
 use std::time::Duration;
@@ -15,22 +15,23 @@ pub(super) struct Plan {
     pub(super) runtimes: Vec<Runtime>,
     pub(super) callers: Vec<Caller>,
     pub(super) faults: Vec<Fault>,
-    /// How late runtimes may be.
+    /// Maximum delay of a runtime.
     pub(super) step: u64,
-    /// How long a request takes at most, each way.
+    /// Maximum travel time of a request, each way.
     pub(super) delay: u64,
-    /// When all faults are over, and nobody hangs up any more. No client asks from then on, but for steady ones.
+    /// When all faults have ended and clients no longer cancel. Only steady clients send requests
+    /// after this.
     pub(super) end: u64,
-    /// Where the clock of the store starts, in microseconds since the Unix epoch.
+    /// The start of the store's clock, in microseconds since the Unix epoch.
     pub(super) wall: i64,
 }
 
 #[derive(Debug)]
 pub(super) struct Runtime {
     pub(super) instance: usize,
-    /// When it ends, if before all others. Each instance has one that does not.
+    /// When the runtime shuts down, if before the end. One runtime of each instance does not.
     pub(super) ends_at: Option<u64>,
-    /// When it stands still.
+    /// When the runtime stalls: start and end.
     pub(super) still: Option<(u64, u64)>,
 }
 
@@ -39,30 +40,30 @@ pub(super) struct Caller {
     pub(super) key: Key,
     pub(super) policies: Policies,
     pub(super) habit: Habit,
-    /// The most that is asked for at once.
+    /// Maximum cost of a request.
     pub(super) cost: u32,
-    /// How many clients ask on each runtime.
+    /// The number of clients on each runtime.
     pub(super) clients: usize,
     /// Whether some futures are dropped before they are ready.
     pub(super) drops: bool,
-    /// Whether there are many clients, which hardly pause, and go on after the last fault.
+    /// Whether there are many clients, which rarely pause and continue after the last fault.
     pub(super) is_steady: bool,
 }
 
-/// What a caller's clients do.
+/// The behaviour of a caller's clients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Habit {
-    /// Wait for their turn.
+    /// Wait for a cost.
     Waiting,
-    /// Reserve what is settled afterwards.
+    /// Reserve a cost, and settle it afterwards.
     Reserving,
-    /// Reserve what is in flight for a while.
+    /// Reserve a slot for a while.
     InFlight,
-    /// Wait for their turn to be in flight for a while.
+    /// Wait for a slot, and keep it for a while.
     Queueing,
 }
 
-/// Something that goes wrong between an instance and the store.
+/// A fault between an instance and the store.
 #[derive(Debug)]
 pub(super) struct Fault {
     pub(super) from: u64,
@@ -77,21 +78,21 @@ pub(super) enum Kind {
     Down,
     /// Some requests never arrive.
     LosingRequests,
-    /// Some requests run and are never answered.
+    /// Some requests are executed, but their replies are lost.
     LosingReplies,
-    /// Requests and answers take up to half a second each.
+    /// Requests and replies take up to half a second each.
     Slow,
-    /// Requests run when it is over.
+    /// Requests run when the fault has ended.
     Frozen,
 }
 
 impl Habit {
-    /// Whether they wait for their turn.
+    /// Returns `true` if the clients wait in a queue.
     pub(super) fn waits(self) -> bool {
         matches!(self, Self::Waiting | Self::Queueing)
     }
 
-    /// Whether what they get is in flight.
+    /// Returns `true` if the clients' requests are in flight.
     pub(super) fn is_in_flight(self) -> bool {
         matches!(self, Self::InFlight | Self::Queueing)
     }
@@ -111,18 +112,18 @@ const HABITS: [Habit; 4] = [
     Habit::Queueing,
 ];
 
-/// How long steady clients go on when their callers should have all places back.
+/// How long steady clients continue after the store's counts should be correct again.
 const STEADY: u64 = 1000;
 
-/// More than all clients can ask for.
+/// A limit above the demand of all clients.
 const AMPLE: u32 = 50_000;
-/// How long a request is in flight, at most.
+/// Maximum time that a request is in flight.
 pub(super) const LONGEST: u64 = 300;
-/// When a store answers at the latest, as it has to: in bounded time.
+/// The store's maximum reply time.
 pub(super) const TIMEOUT: u64 = 1000;
-/// So long that nothing flows back in a run.
+/// A period in which nothing refills during a run.
 const LONG: Duration = Duration::from_secs(90 * 86_400);
-/// Longer than anything that goes wrong, and a lease time that ends within a run.
+/// A time to live longer than any fault, and a shorter one that expires within a run.
 const LEASES: [Duration; 2] = [Duration::from_secs(12), Duration::from_millis(1500)];
 
 impl Plan {
@@ -181,7 +182,7 @@ impl Plan {
         plan
     }
 
-    /// Whether nothing goes wrong, but that a client may hang up.
+    /// Returns `true` if there are no faults; clients may still cancel.
     pub(super) fn is_well(&self) -> bool {
         self.faults.is_empty()
             && self
@@ -190,13 +191,13 @@ impl Plan {
                 .all(|it| it.ends_at.is_none() && it.still.is_none())
     }
 
-    /// When the callers of steady clients have all places back: what was sent may be answered, or come to the store,
-    /// long after the last fault.
+    /// Returns when the store's counts of steady callers must be correct: requests and replies may
+    /// arrive long after the last fault.
     pub(super) fn heals_at(&self) -> u64 {
         self.end + if self.is_well() { 1000 } else { 4500 }
     }
 
-    /// When the last client asks.
+    /// Returns when the last client sends a request.
     pub(super) fn last(&self) -> u64 {
         if self.callers.iter().any(|caller| caller.is_steady) {
             self.heals_at() + STEADY
@@ -205,14 +206,14 @@ impl Plan {
         }
     }
 
-    /// What goes wrong with an instance now.
+    /// Returns the fault of an instance at `now`.
     pub(super) fn fault(&self, instance: usize, now: u64) -> Option<&Fault> {
         self.faults
             .iter()
             .find(|fault| fault.instance == instance && (fault.from..fault.until).contains(&now))
     }
 
-    /// Whether a runtime is there now, and for how long it will then have stood still.
+    /// Returns `true` if the runtime is stalled at `now`.
     pub(super) fn is_still(&self, runtime: usize, now: u64) -> bool {
         self.runtimes[runtime]
             .still
@@ -224,7 +225,7 @@ impl Plan {
     }
 }
 
-/// As it stands above a log.
+/// The heading of a log.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
@@ -249,7 +250,7 @@ impl fmt::Display for Plan {
         {
             writeln!(
                 f,
-                "r{i} of i{instance}, ends at {ends_at:?}, stands still {still:?}"
+                "r{i} of i{instance}, ends at {ends_at:?}, stalls {still:?}"
             )?;
         }
         for Fault {
@@ -284,7 +285,7 @@ impl fmt::Display for Plan {
                     ""
                 }
             )?;
-            write!(f, "{}:", if *drops { ", which hang up" } else { "" })?;
+            write!(f, "{}:", if *drops { ", which cancel" } else { "" })?;
             policies
                 .iter()
                 .try_for_each(|policy| write!(f, " {policy:?}"))?;
@@ -353,7 +354,7 @@ impl Caller {
         (self.clients, self.drops, self.is_steady) = (rng.usize(10..=20), true, true);
     }
 
-    /// Whether there is room for all, whenever they ask.
+    /// Returns `true` if the limit is above the demand of all clients.
     pub(super) fn is_ample(&self) -> bool {
         self.policy().quota().limit() == AMPLE
     }

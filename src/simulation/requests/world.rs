@@ -1,4 +1,4 @@
-//! The store of a run, as its instances reach it: what it counts, and what becomes of requests to it.
+//! The store of a run and the network to it: its counts, and the fate of requests.
 
 use std::collections::{BTreeMap, HashMap};
 use std::future::Future;
@@ -26,29 +26,30 @@ pub(super) struct WorldState {
     pub(super) plan: Plan,
     pub(super) ledger: Ledger,
     pub(super) log: Log,
-    /// In milliseconds since the start.
+    /// Milliseconds since the start.
     pub(super) now: u64,
     rng: Rng,
-    /// What the store counts, of each caller by the policy.
+    /// The store's counts, by caller and policy.
     counts: HashMap<(Key, u64), State>,
-    /// What happens to requests, and when. Those of one moment in the order in which they were made.
+    /// Future events by time, then by the order of their creation.
     events: BTreeMap<(u64, u64), Event>,
     made: u64,
-    /// How many checks the store has decided.
+    /// The number of checks that the store has decided.
     decided: i64,
 }
 
-/// What happens to a request next.
+/// The next event of a request.
 #[derive(Debug)]
 enum Event {
-    /// It leaves the queue, unless nobody waits for it.
+    /// The request leaves the queue, unless its sender has stopped waiting.
     Leaves(Request),
     Runs(Request),
     IsAnswered(Request, Result<Decision, StoreError>),
 }
 
 impl Event {
-    /// How many the store counts of this caller whose client is about to get the answer, or which are about to be refunded.
+    /// Returns the requests of a caller that the store counts, but that are not yet in flight, or
+    /// are about to be released.
     fn in_flight(&self, key: &Key) -> i64 {
         match self {
             Self::IsAnswered(Request { check, answer, .. }, Ok(decision))
@@ -74,16 +75,16 @@ struct Request {
     answer: oneshot::Sender<Result<Decision, StoreError>>,
 }
 
-/// What becomes of a request, in milliseconds each.
+/// The fate of a request, with times in milliseconds.
 #[derive(Debug, Clone, Copy)]
 struct Fate {
-    /// How long it is not sent: a request that is given up before is not charged.
+    /// Time in the queue. A request that is abandoned in that time is not charged.
     queued: u64,
-    /// How long until it runs, from then on.
+    /// Time from leaving the queue until it runs.
     sent: u64,
-    /// None if it is lost on the way there.
+    /// Whether it runs: `false` if it is lost on its way to the store.
     runs: bool,
-    /// How long until it is answered, from then on. None if the answer is lost.
+    /// Time from running until the reply. `None` if the reply is lost.
     back: Option<u64>,
 }
 
@@ -109,14 +110,14 @@ impl World {
         lock(&self.0)
     }
 
-    /// Has everything happen that is due by then.
+    /// Executes all events that are due at `now`.
     pub(super) fn passes_to(&self, now: u64) {
         loop {
             let answer = {
                 let state = &mut *self.state();
                 match state.events.first_key_value() {
                     Some((&(at, _), _)) if at <= now => {
-                        // Some was due before the runtimes came to ask for it.
+                        // An event may have been due before the runtime that created it ran.
                         state.now = at.max(state.now);
                         let (_, event) = state.events.pop_first().unwrap();
                         state.happens(event)
@@ -127,7 +128,7 @@ impl World {
                     }
                 }
             };
-            // Whoever waits for it may ask again at once.
+            // Send without the lock: the receiver may send another request immediately.
             if let Some((sender, answer)) = answer {
                 let _ = sender.send(answer);
             }
@@ -146,7 +147,7 @@ impl WorldState {
         self.log.say(self.now, caller, text);
     }
 
-    /// What has just been broken stands where it was.
+    /// Writes new breaks to the log, so that they appear at the step that caused them.
     pub(super) fn say_broken(&mut self) {
         self.ledger.broken.say(&mut self.log, self.now);
     }
@@ -155,7 +156,7 @@ impl WorldState {
         self.ledger.breaks(rule, caller, problem);
     }
 
-    /// The store cannot decide for a client.
+    /// Records that the store failed to decide for a client.
     pub(super) fn failed(&mut self, caller: usize, error: &StoreError) {
         self.say(Some(caller), || format!("fails: {error}"));
         if self.plan.is_well() {
@@ -175,7 +176,7 @@ impl WorldState {
         self.events.insert((self.now + after, self.made), event);
     }
 
-    /// A request comes to the store, or should.
+    /// Accepts a request to the store, unless a fault prevents sending it.
     fn arrives(&mut self, instance: usize, check: Check) -> Answer<Waiting> {
         let fate = match self.fate(instance) {
             Some(fate) => fate,
@@ -187,7 +188,7 @@ impl WorldState {
             }
         };
         self.say(self.caller(check.key()), || {
-            format!("i{instance} asks: {}", shown(&check))
+            format!("i{instance} sends: {}", shown(&check))
         });
         let (answer, answered) = oneshot::channel();
         self.will(
@@ -202,7 +203,7 @@ impl WorldState {
         Answer::pending(Waiting(answered))
     }
 
-    /// None if it is not sent.
+    /// Returns the fate of a new request. `None` if it cannot be sent.
     fn fate(&mut self, instance: usize) -> Option<Fate> {
         let (most, rng) = (self.plan.delay, &mut self.rng);
         let well = Fate {
@@ -284,7 +285,7 @@ impl WorldState {
             ) => {
                 if result.is_err() {
                     self.say(self.caller(check.key()), || {
-                        format!("i{instance} gets no answer: {}", shown(&check))
+                        format!("i{instance} gets no reply: {}", shown(&check))
                     });
                 }
                 return Some((answer, result));
@@ -293,7 +294,7 @@ impl WorldState {
         None
     }
 
-    /// A request runs.
+    /// Executes a request in the store.
     fn runs(&mut self, instance: usize, check: &Check) -> Decision {
         let decision = self.counts(check);
         let caller = self.caller(check.key());
@@ -338,7 +339,8 @@ impl WorldState {
             .decided_at(self.decided)
     }
 
-    /// Compares what the store counts of steady callers with what is in flight, when they should have all places back.
+    /// Compares the store's count of steady callers with their requests in flight, once they should
+    /// be equal.
     pub(super) fn watch_steady(&mut self) {
         if !(self.plan.heals_at()..self.plan.last()).contains(&self.now) {
             return;
@@ -362,7 +364,7 @@ impl WorldState {
         }
     }
 
-    /// How much the store counts of a caller.
+    /// Returns the used capacity of a caller.
     pub(super) fn used(&mut self, caller: usize) -> i64 {
         let who = &self.plan.callers[caller];
         let peek = Check::peek(who.key, &who.policies.clone(), 0);
@@ -371,7 +373,7 @@ impl WorldState {
     }
 }
 
-/// The store as an instance reaches it.
+/// The store, as seen by one instance.
 #[derive(Debug, Clone)]
 pub(super) struct Far {
     pub(super) world: World,
@@ -401,13 +403,13 @@ impl Future for Waiting {
     }
 }
 
-/// Notes what the observer of an instance is notified of.
-pub(super) struct Notes {
+/// The observer of an instance.
+pub(super) struct Recorder {
     pub(super) world: World,
     pub(super) instance: usize,
 }
 
-impl Observer for Notes {
+impl Observer for Recorder {
     fn failed(&self, event: &event::Failed<'_>) {
         let Some(key) = event.key else { return };
         let (instance, kind) = (self.instance, event.error.kind().as_str());
@@ -417,7 +419,7 @@ impl Observer for Notes {
         };
         state.ledger.is_reported(caller);
         state.say(Some(caller), || {
-            format!("i{instance} gives up what was to be settled: {kind}")
+            format!("i{instance} reports a lost settlement: {kind}")
         });
     }
 }

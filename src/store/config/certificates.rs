@@ -1,4 +1,4 @@
-//! The certificates that settings name, by their files.
+//! Reads the certificate files that settings name.
 
 #[cfg(feature = "tls")]
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use crate::store::{RedisStore, StoreConfig};
 
 #[cfg(feature = "tls")]
 impl StoreConfig {
-    /// The store of this URL.
+    /// Creates the store of this URL.
     pub(super) fn connect_lazy(&self, url: &str) -> Result<RedisStore, ConfigError> {
         let mut builder = self.redis(url);
         if let Some(path) = &self.root_certificates {
@@ -46,7 +46,7 @@ impl StoreConfig {
     }
 }
 
-/// The same error, with the files that it is of.
+/// Adds the paths of the files that an error is about.
 #[cfg(feature = "tls")]
 fn in_files(paths: &[&PathBuf], error: &ConfigError) -> ConfigError {
     let paths: Vec<_> = paths.iter().map(|path| format!("{path:?}")).collect();
@@ -57,14 +57,14 @@ fn in_files(paths: &[&PathBuf], error: &ConfigError) -> ConfigError {
 fn read(setting: &'static str, path: &std::path::Path) -> Result<Vec<u8>, ConfigError> {
     std::fs::read(path).map_err(|error| {
         ConfigError::new(format!(
-            "the file {path:?} of `{setting}` cannot be read: {error}; write the path of a file that this process may read"
+            "cannot read the file {path:?} of `{setting}`: {error}; use the path of a file that this process may read"
         ))
     })
 }
 
 #[cfg(not(feature = "tls"))]
 impl StoreConfig {
-    /// The store of this URL.
+    /// Creates the store of this URL.
     pub(super) fn connect_lazy(&self, url: &str) -> Result<RedisStore, ConfigError> {
         let Self {
             root_certificates,

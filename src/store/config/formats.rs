@@ -8,7 +8,7 @@ use crate::limit::formats::{Field, Setting, deserialize};
 
 pub(super) use crate::limit::formats::write_duration;
 
-/// A function to read each field, whose errors name it.
+/// Defines a function per field, whose errors name the field.
 macro_rules! fields {
     ($($name:ident),+) => {
         $(pub(super) fn $name<'de, T: Setting, D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {

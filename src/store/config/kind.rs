@@ -6,27 +6,27 @@ use crate::error::{ConfigError, StoreError};
 use crate::limit::words;
 use crate::store::{RedisStore, Share};
 
-/// Which store an [`AnyStore`](crate::store::AnyStore) is.
+/// Selects the store that an [`AnyStore`](crate::store::AnyStore) is.
 ///
 /// As text: `auto`, `fallback`, `redis`, `local`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum StoreKind {
-    /// As [`Fallback`](Self::Fallback) if there is a URL, and else as [`Local`](Self::Local).
+    /// [`Fallback`](Self::Fallback) if there is a URL, otherwise [`Local`](Self::Local).
     #[default]
     Auto,
     /// A [`RedisStore`] with a [`LocalStore`](crate::LocalStore) as its [`Fallback`](crate::Fallback). It needs a URL.
     Fallback,
     /// A [`RedisStore`]. It needs a URL.
     Redis,
-    /// A [`LocalStore`](crate::LocalStore), whether there is a URL or not.
+    /// A [`LocalStore`](crate::LocalStore), even if there is a URL.
     Local,
 }
 
 words!(StoreKind, "kind of store", "`auto`, `fallback`, `redis` or `local`":
     Auto = "auto", Fallback = "fallback", Redis = "redis", Local = "local");
 
-/// Which [`Share`] the fallback of an [`AnyStore`](crate::store::AnyStore) has.
+/// The [`Share`] of the fallback in an [`AnyStore`](crate::store::AnyStore).
 ///
 /// As text: a number such as `4`, or `alive`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -37,9 +37,10 @@ words!(StoreKind, "kind of store", "`auto`, `fallback`, `redis` or `local`":
 )]
 #[non_exhaustive]
 pub enum ShareConfig {
-    /// [`Share::Alive`], with what [`RedisStore::announce`] counts. It needs a tokio runtime when the store is made.
+    /// [`Share::Alive`], with the count of [`RedisStore::announce`]. Requires a Tokio runtime when
+    /// the store is created.
     Alive,
-    /// [`Share::Fixed`]: there are so many instances.
+    /// [`Share::Fixed`], with this number of instances.
     #[cfg_attr(feature = "serde", serde(untagged))]
     Fixed(NonZeroU32),
 }
@@ -69,7 +70,7 @@ impl FromStr for ShareConfig {
 
     /// # Errors
     ///
-    /// For other text.
+    /// If the text is neither.
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         match text.trim() {
             "alive" => Ok(Self::Alive),

@@ -19,12 +19,12 @@ use crate::error::ConfigError;
 
 /// The settings of an [`AnyStore`], as plain data.
 ///
-/// They are those of [`RedisStoreBuilder`], [`Fallback`] and [`LocalStore`], with the same defaults. Those that the
-/// [`kind`](Self::kind) does not need are ignored.
+/// They are the settings of [`RedisStoreBuilder`], [`Fallback`] and [`LocalStore`], with the same
+/// defaults. Settings that the [`kind`](Self::kind) does not use are ignored.
 ///
-/// With the feature `serde` it is read from TOML, YAML, JSON or the environment. Each setting may be text. A missing
-/// setting has its default, and an unknown name is an error. Durations are a whole number and a unit (`us`, `ms`, `s`,
-/// `m`, `h` or `d`):
+/// With the feature `serde` it is read from TOML, YAML, JSON or the environment. Every setting may
+/// be given as text. A missing setting has its default, and an unknown name is an error. A duration
+/// is an integer and a unit (`us`, `ms`, `s`, `m`, `h` or `d`):
 ///
 /// ```
 /// # #[cfg(feature = "serde")] {
@@ -63,9 +63,10 @@ use crate::error::ConfigError;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// `Debug` shows the server's address and no password. Serialized, it contains the URL as it is. If the URL has a
-/// password, mind what the format shows: an error of `toml` shows the wrong line, and its `Debug` the whole file, also
-/// when `main` returns it. A URL from the environment stays out of both: see [`from_env`](Self::from_env).
+/// `Debug` shows the server's address, but no password. The serialized form contains the whole URL.
+/// If the URL has a password, beware of the format's errors: an error of `toml` shows the invalid
+/// line, and its `Debug` the whole file, even if `main` returns it. A URL from the environment
+/// appears in neither: see [`from_env`](Self::from_env).
 ///
 /// In code, change the defaults:
 ///
@@ -91,31 +92,31 @@ use crate::error::ConfigError;
 )]
 #[non_exhaustive]
 pub struct StoreConfig {
-    /// Which store it is. Defaults to [`StoreKind::Auto`].
+    /// The kind of store. Defaults to [`StoreKind::Auto`].
     #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::kind"))]
     pub kind: StoreKind,
-    /// The URL of Redis, as [`RedisStore::connect`] takes it. Defaults to none.
+    /// The URL of Redis, as for [`RedisStore::connect`]. Defaults to none.
     #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     pub url: Option<String>,
-    /// A file with the certificates of the authorities to trust, and no others, in PEM. Defaults to none: those that
-    /// this machine trusts, or with the feature `tls-webpki-roots` Mozilla's.
+    /// Path of a PEM file with the CA certificates to trust exclusively. Defaults to none: the CAs
+    /// that this machine trusts or, with the feature `tls-webpki-roots`, Mozilla's.
     ///
-    /// This and the three below need the feature `tls` and a URL that asks for TLS. Files are paths from the working
-    /// directory, and are read when the store is made.
+    /// This setting and the three below require the feature `tls` and a URL with TLS. Paths are
+    /// relative to the working directory; files are read when the store is created.
     #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     pub root_certificates: Option<PathBuf>,
-    /// A file with the certificate that shows who we are, and those between it and its authority, in PEM. Defaults to
-    /// none.
+    /// Path of a PEM file with the client certificate and its intermediate CA certificates.
+    /// Defaults to none.
     #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     pub client_certificate: Option<PathBuf>,
-    /// A file with the key of that certificate, in PEM. Defaults to none.
+    /// Path of a PEM file with the private key of the client certificate. Defaults to none.
     #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     pub client_key: Option<PathBuf>,
-    /// For which name the servers' certificates must be, if not for the hosts in the URL. Defaults to each server's
-    /// host.
+    /// The name in the servers' certificates, if it differs from the hosts in the URL. Defaults to
+    /// each server's host.
     #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     pub server_name: Option<String>,
-    /// See [`RedisStoreBuilder::prefix`]; that of the URL takes precedence. Defaults to `rl`.
+    /// See [`RedisStoreBuilder::prefix`]; a prefix in the URL takes precedence. Defaults to `rl`.
     #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::prefix"))]
     pub prefix: String,
     /// See [`RedisStoreBuilder::connections`]. Defaults to 2.
@@ -157,7 +158,7 @@ pub struct StoreConfig {
     /// See [`Fallback::share`]. Defaults to 1.
     #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::share"))]
     pub share: ShareConfig,
-    /// How many keys a [`LocalStore`] holds, alone or in a [`Fallback`]. Defaults to 100,000.
+    /// Number of keys that a [`LocalStore`] holds, alone or in a [`Fallback`]. Defaults to 100,000.
     #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::local_keys"))]
     pub local_keys: NonZeroUsize,
 }
@@ -191,11 +192,11 @@ impl Default for StoreConfig {
 }
 
 impl StoreConfig {
-    /// The defaults, with the URL that is in this environment variable, if there is one.
+    /// Creates the default settings, with the URL in this environment variable if it is set.
     ///
     /// # Errors
     ///
-    /// For a variable that is empty or not Unicode. Unset it for no URL.
+    /// If the variable is empty or not Unicode. Unset it to use no Redis.
     pub fn from_env(variable: &str) -> Result<Self, ConfigError> {
         Self::of_variable(variable, env::var(variable))
     }
@@ -245,10 +246,11 @@ impl StoreConfig {
     }
 
     fn fallback(&self, redis: RedisStore) -> Result<Fallback<RedisStore, LocalStore>, StoreError> {
-        // All answers of Redis would be late: every instance would count for itself, though Redis is well.
+        // With less, every reply of Redis would be too late: each instance would count separately
+        // although Redis works.
         if self.deadline < Duration::from_millis(1) {
             let text = format!(
-                "a deadline of {:?} for Redis: write at least 1 ms, such as 100 ms",
+                "a deadline of {:?} for Redis: use at least 1 ms, such as 100 ms",
                 self.deadline
             );
             return Err(ConfigError::new(text).into());
@@ -265,7 +267,7 @@ impl StoreConfig {
     }
 }
 
-/// Shows no password.
+/// Omits the password.
 #[warn(clippy::missing_fields_in_debug)]
 impl fmt::Debug for StoreConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

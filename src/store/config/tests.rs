@@ -5,7 +5,7 @@ use crate::store::Share;
 
 const URL: &str = "redis://user:hunter2@127.0.0.1:6380/3";
 
-/// Everything is other than the default, but for what is for TLS.
+/// Every setting differs from its default, except those for TLS.
 fn other() -> StoreConfig {
     let number = |number| NonZeroUsize::new(number).unwrap();
     StoreConfig {
@@ -33,13 +33,13 @@ fn builder() -> RedisStoreBuilder {
     RedisStore::builder(URL)
 }
 
-/// The settings of a fallback, by its text.
+/// The settings of a fallback, from its `Debug` text.
 fn settings(store: &Fallback<RedisStore, LocalStore>) -> String {
     let text = format!("{store:#?}");
     text.split_once("settings: ").unwrap().1.to_owned()
 }
 
-/// The names of the fields of a struct that begins the text, which its own braces end.
+/// The names of the fields of the struct whose `Debug` text starts here.
 fn fields(text: &str) -> Vec<&str> {
     let mut lines = text.lines().skip(1);
     let first = lines.clone().next().unwrap();
@@ -94,7 +94,7 @@ fn every_setting_reaches_its_store() {
     );
 }
 
-/// A setting that a builder gains must be one of ours too.
+/// Fails if a builder gains a setting that `StoreConfig` lacks.
 #[test]
 fn the_stores_have_no_other_settings() {
     let text = format!("{:#?}", builder());
@@ -107,7 +107,7 @@ fn the_stores_have_no_other_settings() {
         "partitions",
         "denials",
     ];
-    // What is for TLS is in files: `tests/tls` connects with it.
+    // The TLS settings are in files: `tests/tls` connects with them.
     assert_eq!(
         fields(&text),
         [&["servers", "tls"], &ours[..], &["observer", "now"]].concat()
@@ -190,7 +190,7 @@ fn kind_and_url_choose_the_store() {
         assert_eq!(
             store(kind, None).unwrap_err().to_string(),
             format!(
-                "the store is set up wrongly: the Redis URL cannot be used: it is missing, and a store of the \
+                "invalid store configuration: the Redis URL cannot be used: it is missing, and a store of the \
                  kind `{kind}` needs it; write it like `redis://:password@host:6379/0`"
             )
         );
@@ -205,7 +205,7 @@ fn impossible_settings_are_refused() {
         ..other()
     });
     assert!(
-        zero.to_string().contains("a timeout of 0 for Redis: write"),
+        zero.to_string().contains("a timeout of 0 for Redis: use"),
         "{zero}"
     );
     let zero = refused(StoreConfig {

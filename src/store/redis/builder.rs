@@ -1,4 +1,4 @@
-//! How a store is made.
+//! Creation of a store.
 
 use std::num::NonZeroUsize;
 use std::sync::atomic::AtomicI64;
@@ -19,35 +19,37 @@ use crate::limit::is_name;
 use crate::observe::Observer;
 
 impl RedisStore {
-    /// Connects, and makes sure that Redis can run the script.
+    /// Connects, and verifies that Redis can run the script.
     ///
-    /// `servers` is mostly a URL: `redis://user:password@host:6379/0`,
-    /// `redis+cluster://host:6379,host:6380`, `redis+sentinel://host:26379,host:26380/mymaster`, each with
-    /// `rediss` and the feature `tls`, `redis+unix:///path`; or a [`redis::ConnectionInfo`]. See [`Servers`].
+    /// `servers` is usually a URL: `redis://user:password@host:6379/0`,
+    /// `redis+cluster://host:6379,host:6380`, `redis+sentinel://host:26379,host:26380/mymaster`,
+    /// each also with `rediss` and the feature `tls`, or `redis+unix:///path`. It may also be a
+    /// [`redis::ConnectionInfo`]. See [`Servers`].
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) for a wrong URL, and otherwise the reason
-    /// why Redis cannot decide: it cannot be reached, refuses the password, lacks a permission, is not a Redis or is a
-    /// node of a cluster.
+    /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) for an invalid URL,
+    /// otherwise the reason why Redis cannot decide: the server is unreachable, rejects the
+    /// password, lacks a permission, is not a Redis, or is a node of a cluster.
     pub async fn connect(servers: impl Into<Servers>) -> Result<Self, StoreError> {
         Self::builder(servers).connect().await
     }
 
-    /// Does not connect before the first check, so that a service starts while Redis is down.
+    /// Connects at the first check, so that a service starts while Redis is down.
     ///
     /// # Errors
     ///
-    /// For a wrong URL, and for `rediss://` without the feature `tls`.
+    /// If the URL is invalid, or is `rediss://` without the feature `tls`.
     pub fn connect_lazy(servers: impl Into<Servers>) -> Result<Self, ConfigError> {
         Self::builder(servers).connect_lazy()
     }
 
-    /// A store in a Redis Cluster, by the URLs of some of its nodes, which report the others. It does not connect
-    /// before the first check, as [`connect_lazy`](Self::connect_lazy).
+    /// Creates a store in a Redis Cluster, from the URLs of some of its nodes, which report the
+    /// others. Connects at the first check, like [`connect_lazy`](Self::connect_lazy).
     ///
-    /// To connect at once, or to set more, give [`Servers::cluster`] to [`connect`](Self::connect) or
-    /// [`builder`](Self::builder). See [above](Self#redis-cluster) for the specifics of a cluster.
+    /// To connect immediately, or for more settings, pass [`Servers::cluster`] to
+    /// [`connect`](Self::connect) or [`builder`](Self::builder). See [above](Self#redis-cluster)
+    /// for the specifics of a cluster.
     ///
     /// ```
     /// use tower_redis_ratelimit::RedisStore;
@@ -58,19 +60,22 @@ impl RedisStore {
     ///
     /// # Errors
     ///
-    /// As [`connect_lazy`](Self::connect_lazy); also if there is no URL, or one has a database but 0.
+    /// As [`connect_lazy`](Self::connect_lazy), and if there is no URL, or if a URL has a database
+    /// other than 0.
     pub fn cluster<U: IntoConnectionInfo>(
         nodes: impl IntoIterator<Item = U>,
     ) -> Result<Self, ConfigError> {
         Self::connect_lazy(Servers::cluster(nodes))
     }
 
-    /// A store on the master that Redis Sentinel has elected, by the master's name and the URLs of all sentinels. It
-    /// does not connect before the first check, as [`connect_lazy`](Self::connect_lazy).
+    /// Creates a store on the master that Redis Sentinel has elected, from the master's name and
+    /// the URLs of all sentinels. Connects at the first check, like
+    /// [`connect_lazy`](Self::connect_lazy).
     ///
-    /// User, password and TLS of a sentinel are those of its URL. For those of the master, and its database, write its
-    /// name as a URL. To connect at once, or to set more, give [`Servers::sentinel`] to [`connect`](Self::connect) or
-    /// [`builder`](Self::builder). See [above](Self#redis-sentinel) for the specifics of Sentinel.
+    /// The URL of a sentinel has its user, password and TLS. For those of the master, and for its
+    /// database, give the master's name as a URL. To connect immediately, or for more settings,
+    /// pass [`Servers::sentinel`] to [`connect`](Self::connect) or [`builder`](Self::builder). See
+    /// [above](Self#redis-sentinel) for the specifics of Sentinel.
     ///
     /// ```
     /// use tower_redis_ratelimit::RedisStore;
@@ -84,7 +89,7 @@ impl RedisStore {
     ///
     /// # Errors
     ///
-    /// As [`connect_lazy`](Self::connect_lazy); also if there is no URL, or the name is not valid.
+    /// As [`connect_lazy`](Self::connect_lazy), and if there is no URL, or if the name is invalid.
     pub fn sentinel<U: IntoConnectionInfo>(
         master: &str,
         sentinels: impl IntoIterator<Item = U>,
@@ -92,7 +97,7 @@ impl RedisStore {
         Self::connect_lazy(Servers::sentinel(master, sentinels))
     }
 
-    /// Sets more than the URL.
+    /// Creates a builder, which has more settings than the URL.
     pub fn builder(servers: impl Into<Servers>) -> RedisStoreBuilder {
         RedisStoreBuilder::new(servers.into())
     }
@@ -132,7 +137,7 @@ pub struct RedisStoreBuilder {
     partitions: usize,
     denials: usize,
     observer: OnceLock<Arc<dyn Observer>>,
-    /// A test's own time, in microseconds since the Unix epoch; 0 for Redis's.
+    /// The time used by tests, in microseconds since the Unix epoch; 0 for Redis's own.
     pub(super) now: Arc<AtomicI64>,
 }
 
@@ -153,19 +158,20 @@ impl RedisStoreBuilder {
         }
     }
 
-    /// What the store's keys begin with: 1 to 64 ASCII letters, digits, `-`, `_`, `.`, `/` or `:`. Stores with one
-    /// prefix share their counts. A URL that names one, as `redis://127.0.0.1/?prefix=shop`, takes precedence: whoever
-    /// runs the program has written that. Defaults to `rl`.
+    /// Sets the prefix of the store's keys: 1 to 64 ASCII letters, digits, `-`, `_`, `.`, `/` or
+    /// `:`. Stores with the same prefix share their counts. A prefix in the URL, such as
+    /// `redis://127.0.0.1/?prefix=shop`, takes precedence, so that an operator can change it.
+    /// Defaults to `rl`.
     pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
         self.prefix = prefix.into();
         self
     }
 
-    /// Trusts the certificate authorities of these certificates, in PEM, and no others. Defaults to those that this
-    /// machine trusts, or with the feature `tls-webpki-roots` to Mozilla's.
+    /// Sets the CA certificates to trust, in PEM; no others are trusted. Defaults to the CAs that
+    /// this machine trusts or, with the feature `tls-webpki-roots`, to Mozilla's.
     ///
-    /// This and the two below are for every connection that speaks TLS: to a single server, to the nodes of a cluster,
-    /// to sentinels and their master.
+    /// This setting and the two below apply to every TLS connection: to a single server, to the
+    /// nodes of a cluster, to sentinels and to their master.
     ///
     /// ```no_run
     /// use tower_redis_ratelimit::RedisStore;
@@ -185,8 +191,8 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// The client certificate, with those between it and its authority, and its key, in PEM: required by a Redis with
-    /// `tls-auth-clients yes`, its default. Defaults to none.
+    /// Sets the client certificate, with any intermediate CA certificates, and its key, in PEM. A
+    /// Redis with `tls-auth-clients yes`, its default, requires one. Defaults to none.
     #[cfg(feature = "tls")]
     pub fn client_certificate(
         mut self,
@@ -197,56 +203,62 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// The name that the servers' certificates must have, if not the hosts in the URL: for servers that are reached by
-    /// address, as the nodes of a cluster mostly are. Defaults to each server's host.
+    /// Sets the name in the servers' certificates, if it differs from the hosts in the URL: for
+    /// servers with IP addresses as hosts, such as the nodes of most clusters. Defaults to each
+    /// server's host.
     #[cfg(feature = "tls")]
     pub fn server_name(mut self, name: impl Into<String>) -> Self {
         self.tls.server_name = Some(name.into());
         self
     }
 
-    /// How many connections a runtime has, each with one script call under way. Defaults to 2: while Redis decides one
-    /// batch, the next is made ready. In a Redis Cluster, so many to each master; but the first is used alone until
-    /// more checks wait than a [batch](Self::batch) has, so that checks of one partition share a call.
+    /// Sets the connections per runtime (in a cluster, per master). Each carries one script call at
+    /// a time. Defaults to 2: while Redis decides one batch, the next one is prepared. In a Redis
+    /// Cluster, only the first connection of a master is used until more checks wait than a
+    /// [batch](Self::batch) holds, so that checks of one partition share a call.
     pub fn connections(mut self, connections: NonZeroUsize) -> Self {
         self.connections = connections.get();
         self
     }
 
-    /// How long one call may take, with connecting if it must; and how long a check may wait to be sent. Defaults to
-    /// 250 ms; zero is an error. A [`Fallback`](crate::Fallback) answers by its own, shorter deadline.
+    /// Sets the maximum time of one call, including a connect if needed, and the maximum time that
+    /// a check waits to be sent. Defaults to 250 ms; zero is an error. A
+    /// [`Fallback`](crate::Fallback) has its own, shorter deadline.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// How many checks of a runtime may wait to be sent; one more fails at once. Defaults to 10,000.
+    /// Sets how many checks of a runtime may wait to be sent; one more fails immediately. Defaults
+    /// to 10,000.
     pub fn queue(mut self, checks: NonZeroUsize) -> Self {
         self.queue = checks.get();
         self
     }
 
-    /// Sets the maximum number of checks in one script call. More is faster, and keeps Redis busy for longer at a time, at
-    /// about 3 us a check. Defaults to 128. Checks under
-    /// [`SlidingLog`](crate::Strategy::SlidingLog) with a limit of 16,384 or more, and refunds with one of 256 or more,
-    /// count as several: a call of such checks takes a few milliseconds at most.
+    /// Sets the maximum number of checks in one script call. More is faster, but occupies Redis for
+    /// longer at a time: about 3 us per check. Defaults to 128. A check under
+    /// [`SlidingLog`](crate::Strategy::SlidingLog) with a limit of 16,384 or more, or a refund with
+    /// a limit of 256 or more, counts as several: a call of such checks takes a few milliseconds at
+    /// most.
     pub fn batch(mut self, checks: NonZeroUsize) -> Self {
         self.batch = checks.get();
         self
     }
 
-    /// Into how many partitions callers are put in a Redis Cluster, where only the checks of one partition share a
-    /// script call. Defaults to 12, which 2, 3, 4 or 6 masters share evenly; from 1 to 1,024. A single server ignores
-    /// it.
+    /// Sets the number of partitions of callers in a Redis Cluster, where only checks of one
+    /// partition share a script call: 1 to 1,024. Defaults to 12, which 2, 3, 4 or 6 masters share
+    /// evenly. A single server ignores it.
     ///
-    /// Each partition is in one slot, and so on one master: take a multiple of the number of masters, and for more than
-    /// 6 of them at least 4 for each, or some have far more to do than others. Fewer partitions share more. With 256
-    /// checks in flight on three masters, 6 partitions put about 21 checks into a call, 12 about 13, 16 about 9, 32
-    /// about 5.
+    /// Each partition is in one slot, so on one master. Use a multiple of the number of masters,
+    /// and for more than 6 masters at least 4 partitions per master; otherwise some masters have
+    /// far more load than others. With fewer partitions, more checks share a call. With 256 checks
+    /// in flight on three masters, 6 partitions put about 21 checks into a call, 12 about 13, 16
+    /// about 9, 32 about 5.
     ///
-    /// All stores of one prefix must have the same number, or they would count the same callers twice. So the number is
-    /// kept in the cluster, and another one is refused. To change it, choose a
-    /// prefix for the new number, as all counts begin anew.
+    /// All stores of one prefix must use the same number; otherwise they would count the same
+    /// callers twice. The number is therefore kept in the cluster, and a different one is rejected.
+    /// To change the number, change the prefix too; all counts then start empty.
     pub fn partitions(mut self, partitions: NonZeroUsize) -> Self {
         self.partitions = partitions.get();
         self
@@ -255,23 +267,25 @@ impl RedisStoreBuilder {
     /// Sets the maximum number of callers whose denials are remembered, so that a flood of denied checks does not reach
     /// Redis; see [`Source::Cached`](crate::check::Source::Cached). Defaults to 10,000; 0 sends every check to Redis.
     ///
-    /// A denial is remembered until its `retry_after`, for a second at most: a reset or a refund by another instance
-    /// takes effect within a second. For each caller it holds one denial for each list of policies, up to 16, at about 200 bytes.
-    /// It answers all checks of its cost and above, but none with an id. The least active callers are dropped first, so
-    /// that a flood of denied callers replaces itself.
+    /// A denial is remembered until its `retry_after`, for at most a second, so a reset or a
+    /// refund by another instance takes effect within a second. Each caller has one denial per list
+    /// of policies, up to 16, at about 200 bytes each. It applies to all checks of its cost or
+    /// more, except checks with an id. The least active callers are dropped first, so a flood of
+    /// denied callers replaces itself.
     pub fn denials(mut self, denials: usize) -> Self {
         self.denials = denials;
         self
     }
 
     /// Sets the observer of the calls that are sent. Defaults to the [observer](crate::RateLimitLayer::observer) of the
-    /// first layer over the store, and otherwise to [a log of what needs attention](Observer).
+    /// first layer over the store that has one, otherwise to [a log of what needs
+    /// attention](Observer).
     pub fn observer(mut self, observer: impl Observer) -> Self {
         self.observer = OnceLock::from(Arc::new(observer) as Arc<dyn Observer>);
         self
     }
 
-    /// Connects, and makes sure that Redis can run the script.
+    /// Connects, and verifies that Redis can run the script.
     ///
     /// # Errors
     ///
@@ -282,12 +296,13 @@ impl RedisStoreBuilder {
         Ok(store)
     }
 
-    /// Does not connect before the first check.
+    /// Creates the store, which connects at the first check.
     ///
     /// # Errors
     ///
-    /// For a wrong URL, prefix, certificate or server name, more than 1,024 partitions, and a timeout of zero; for `rediss://`
-    /// without the feature `tls`, and for TLS settings without `rediss://`.
+    /// For an invalid URL, prefix, certificate or server name; for more than 1,024 partitions or a
+    /// timeout of zero; for `rediss://` without the feature `tls`; and for TLS settings without
+    /// `rediss://`.
     pub fn connect_lazy(mut self) -> Result<RedisStore, ConfigError> {
         if let Some(prefix) = self.servers.take_prefix() {
             self.prefix = prefix;
@@ -298,12 +313,12 @@ impl RedisStoreBuilder {
         }
         if self.timeout.is_zero() {
             return Err(ConfigError::new(
-                "a timeout of 0 for Redis: write a longer one, such as 250 ms",
+                "a timeout of 0 for Redis: use a longer one, such as 250 ms",
             ));
         }
         if self.partitions > Cluster::MAX_PARTITIONS {
             return Err(ConfigError::new(format!(
-                "{} partitions: write at most 1024",
+                "{} partitions: use at most 1024",
                 self.partitions
             )));
         }

@@ -1,8 +1,8 @@
 //! [`RedisStore`]: one count in Redis for all instances.
 //!
-//! It is made of rooms, each of which knows only those before it: the [script] and its letters; the [batch] of checks
-//! that ask it together; the [link] to one server; the [topology], which says where that is; the [worker], which joins
-//! them.
+//! Its modules; each uses only the ones before it: the [script] and its encoding; the
+//! [batch] of checks in one call; the [link] to one server; the [topology], which chooses the
+//! server; and the [worker], which combines them.
 
 mod batch;
 mod builder;

@@ -1,4 +1,4 @@
-//! Looks through the counts under a prefix: for people, and not for requests.
+//! Iterates over the counts under a prefix: for tools, not for the request path.
 
 use std::sync::Arc;
 
@@ -8,21 +8,21 @@ use super::worker::Inner;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Key, Policy};
 
-/// Finds what is counted under the prefix of a [`RedisStore`](crate::RedisStore), step by step.
+/// Iterates over the counts under the prefix of a [`RedisStore`](crate::RedisStore), in steps.
 ///
-/// Made by [`RedisStore::scan`](crate::RedisStore::scan).
+/// Created by [`RedisStore::scan`](crate::RedisStore::scan).
 #[derive(Debug)]
-#[must_use = "it asks Redis with `next`"]
+#[must_use = "it queries Redis only when `next` is called"]
 pub struct Scan {
     inner: Arc<Inner>,
-    /// Those that are left, the present one last. None before the first step.
+    /// The remaining nodes, the current one last. `None` before the first step.
     nodes: Option<Vec<Node>>,
     cursor: u64,
-    /// What the keys begin with.
+    /// The prefixes of the keys.
     prefixes: Vec<String>,
 }
 
-/// One count in Redis: whose it is, and under which policy.
+/// One count in Redis: its caller and its policy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Counted {
@@ -32,21 +32,22 @@ pub struct Counted {
     pub policy: String,
     /// The name of its strategy, such as `gcra`, or `in-flight`.
     pub strategy: &'static str,
-    /// The span as it stands in the key: the period of a window, such as `1m`, the quota of a bucket, such as `100/s+200`
-    /// with a burst of 200. Empty for requests in flight.
+    /// The span in the key: the period of a window, such as `1m`, or the quota of a bucket, such as
+    /// `100/s+200` with a burst of 200. Empty for requests in flight.
     pub span: String,
     of: Policy,
 }
 
 impl Counted {
-    /// Whether it is a count of this policy: of its name, strategy and span.
+    /// Returns `true` if it is a count of this policy: the same name, strategy and span.
     pub fn is_of(&self, policy: &Policy) -> bool {
         self.policy == policy.name()
             && self.strategy == policy.kind().name()
             && self.span == policy.span()
     }
 
-    /// The policy, if it is a bucket, which has its whole quota in the key. Redis has no other limit.
+    /// The policy, if it is a bucket: its key contains the whole quota. For others, Redis does not
+    /// store the limit.
     pub fn bucket(&self) -> Option<Policy> {
         self.of.frees().has_burst().then(|| self.of.clone())
     }
@@ -63,15 +64,17 @@ impl Scan {
         }
     }
 
-    /// Takes one step: returns the counts among the next 1,000 keys or so of the database, perhaps none. `None` at the
-    /// end.
+    /// Performs one step: returns the counts among the next 1,000 keys or so of the database,
+    /// possibly none. `None` at the end.
     ///
-    /// As with the command `SCAN`, a count that is there all the time is found at least once, and one that comes or goes
-    /// meanwhile may be missed. So may those of a cluster's slot that is moved meanwhile.
+    /// As with the command `SCAN`, a count that exists during the whole scan is returned at least
+    /// once, and one that is added or removed during the scan may be missed. So may the counts of a
+    /// cluster's slot that migrates during the scan.
     ///
     /// # Errors
     ///
-    /// As a check of the store. The next call repeats the step, on the same server: if another has taken over, begin anew.
+    /// As a check of the store. The next call repeats the step on the same server. If a failover
+    /// has occurred, start a new scan.
     pub async fn next(&mut self) -> Result<Option<Vec<Counted>>, StoreError> {
         if self.nodes.is_none() {
             self.inner.shared_node().await?;

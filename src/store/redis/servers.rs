@@ -1,4 +1,4 @@
-//! Where Redis is.
+//! The addresses of Redis.
 
 use std::fmt;
 
@@ -8,50 +8,51 @@ use super::link::no_tls;
 use super::topology::Kind;
 use crate::error::ConfigError;
 
-/// Where Redis is: a single server, the master that sentinels report, or a cluster. It is created from a URL.
+/// The addresses of Redis: a single server, the master that sentinels report, or a cluster. Created
+/// from a URL.
 ///
-/// | text | is |
+/// | text | servers |
 /// |---|---|
 /// | `redis://user:password@host:6379/0`, `redis+unix:///path` | a single server |
-/// | `redis+cluster://user:password@host:6379,host:6380` | a cluster: any of its nodes, of which one must answer at the start |
-/// | `redis+sentinel://user:password@host:26379,host:26380/mymaster/0` | the master of this name, with its user, password and database: all of its sentinels |
+/// | `redis+cluster://user:password@host:6379,host:6380` | a cluster, by any of its nodes; one of them must respond at startup |
+/// | `redis+sentinel://user:password@host:26379,host:26380/mymaster/0` | the master of this name, with its user, password and database, by all of its sentinels |
 ///
-/// Each may end with `?prefix=shop`: the [prefix](crate::store::RedisStoreBuilder::prefix) of the store, which then
-/// applies whatever the program has set. Where sentinels want a user and a password too, they follow:
-/// `?sentinel_user=user&sentinel_password=password`. With the feature `tls`, `rediss://`, `rediss+cluster://` and
-/// `rediss+sentinel://` speak TLS.
+/// Each may end with `?prefix=shop`: the [prefix](crate::store::RedisStoreBuilder::prefix) of the
+/// store, which overrides the program's setting. If sentinels require a user and a password too,
+/// add `?sentinel_user=user&sentinel_password=password`. With the feature `tls`, `rediss://`,
+/// `rediss+cluster://` and `rediss+sentinel://` use TLS.
 ///
 /// ```
 /// use tower_redis_ratelimit::store::Servers;
 /// use tower_redis_ratelimit::RedisStore;
 ///
 /// let store = RedisStore::connect_lazy("redis+cluster://10.0.0.1:6379,10.0.0.2:6379?prefix=shop")?;
-/// // The same.
+/// // Equivalent:
 /// let servers = Servers::cluster(["redis://10.0.0.1:6379", "redis://10.0.0.2:6379"]);
 /// let store = RedisStore::builder(servers).prefix("shop").connect_lazy()?;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 ///
-/// `Debug` shows addresses and no password.
+/// `Debug` shows addresses, but no password.
 #[derive(Clone)]
 pub struct Servers {
     kind: Result<Kind, ConfigError>,
-    /// The prefix that a URL names.
+    /// The prefix in the URL.
     prefix: Option<String>,
 }
 
 impl Servers {
-    /// A Redis Cluster, by the URLs of some of its nodes, which report the others. User, password and TLS are those of
-    /// the first URL, for all nodes.
+    /// A Redis Cluster, by the URLs of some of its nodes, which report the others. The user,
+    /// password and TLS of the first URL apply to all nodes.
     pub fn cluster<U: IntoConnectionInfo>(nodes: impl IntoIterator<Item = U>) -> Self {
         Self::new(cluster(nodes.into_iter().map(read)))
     }
 
-    /// The master of Redis Sentinel that has this name, by the URLs of all sentinels.
+    /// The master with this name, by the URLs of all sentinels.
     ///
-    /// For a user, a password or a database of the master, and for TLS with the master but not with the sentinels or
-    /// the other way round, write its name as a URL: `redis://user:password@mymaster/0`. Else it speaks TLS as the
-    /// first sentinel does.
+    /// Give the name as a URL if the master has a user, a password or a database, or if only the
+    /// master or only the sentinels use TLS: `redis://user:password@mymaster/0`. Otherwise the
+    /// master uses TLS if the first sentinel does.
     ///
     /// ```
     /// use tower_redis_ratelimit::store::Servers;
@@ -72,7 +73,7 @@ impl Servers {
         Self { kind, prefix: None }
     }
 
-    /// Takes the prefix that the URL names.
+    /// Takes the prefix in the URL.
     pub(super) fn take_prefix(&mut self) -> Option<String> {
         self.prefix.take()
     }
@@ -118,7 +119,7 @@ impl Servers {
             },
         };
         let kind = kind.and_then(|kind| check_parameters(text, parameters).map(|()| kind));
-        // Of a URL that cannot be read, it may be a part of a password.
+        // Ignore the prefix of an invalid URL: it may be a part of a password.
         let prefix = kind
             .is_ok()
             .then(|| pairs(text).find_map(|pair| pair.strip_prefix("prefix=")))
@@ -130,28 +131,28 @@ impl Servers {
     }
 }
 
-/// The URL itself is left out, since it may hold a password.
+/// Omits the URL, since it may contain a password.
 fn wrong<T>(problem: impl fmt::Display) -> Result<T, ConfigError> {
     Err(ConfigError::new(format!(
         "the Redis URL cannot be used: {problem}"
     )))
 }
 
-/// For a problem that does not say what to write.
+/// Like [`wrong`], for a problem that does not include the fix.
 pub(in crate::store) fn wrong_url(problem: impl fmt::Display) -> ConfigError {
     ConfigError::new(format!(
         "the Redis URL cannot be used: {problem}; write it like `redis://:password@host:6379/0`"
     ))
 }
 
-/// The parameters of a URL.
+/// The query parameters of a URL.
 fn pairs(url: &str) -> impl Iterator<Item = &str> {
     let url = url.split_once('#').map_or(url, |(url, _)| url);
     let query = url.split_once('?').map_or("", |(_, query)| query);
     query.split('&').filter(|pair| !pair.is_empty())
 }
 
-/// Refuses unknown parameters.
+/// Rejects unknown parameters.
 fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
     let is_login = |pair: &str| {
         pair.contains('@')
@@ -165,7 +166,7 @@ fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
         let name = pair.split_once('=').map_or(pair, |(name, _)| name);
         let known_as = known.join("`, `");
         if !known.contains(&name) || name == "prefix" && pair.contains('@') {
-            // It may be a part of a password: after an `&` that should have been escaped.
+            // The name may be a part of a password with an unescaped `&`.
             let is_shown = !has_login
                 && name
                     .bytes()
@@ -190,11 +191,11 @@ fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// The user and password that stand before the hosts, and the hosts.
+/// Splits the user and password from the hosts.
 fn split_login(authority: &str) -> Result<(&str, &str), ConfigError> {
     let (login, hosts) = authority.rsplit_once('@').unwrap_or(("", authority));
     match login.contains('@') {
-        // What follows may hold another password, of parameters without their `?`.
+        // The rest may contain another password, in parameters without their `?`.
         true => wrong(format_args!(
             "it has more than one `@`: write user and password once, before the first host, and an `@` in them as `%40`"
         )),
@@ -204,7 +205,7 @@ fn split_login(authority: &str) -> Result<(&str, &str), ConfigError> {
 
 /// The URL of each node in `user:password@host:port,host:port/?query`.
 fn nodes(scheme: &str, rest: &str) -> Result<Vec<String>, ConfigError> {
-    // A password may have any of these characters only if they are escaped.
+    // In a password, these characters must be escaped.
     let (authority, query) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
     let (user, hosts) = split_login(authority)?;
     let at = if user.is_empty() { "" } else { "@" };
@@ -247,7 +248,7 @@ fn sentinel_of_url(scheme: &str, rest: &str) -> Result<Kind, ConfigError> {
             format!("{user}@")
         }
     };
-    // These stand for themselves in a query, but not before a host.
+    // These characters need no escape in a query, but they do before a host.
     let [sentinel_user, sentinel_password] = of_sentinels.map(|text| {
         text.replace(':', "%3A")
             .replace('/', "%2F")
@@ -260,7 +261,7 @@ fn sentinel_of_url(scheme: &str, rest: &str) -> Result<Kind, ConfigError> {
         format!("{sentinel_user}:{sentinel_password}")
     };
     let host = |host: &str| {
-        // The brackets of an IPv6 address have colons too.
+        // The brackets of an IPv6 address contain colons too.
         let has_port = host
             .rsplit_once(':')
             .is_some_and(|(_, port)| !port.ends_with(']'));
@@ -321,7 +322,7 @@ fn sentinel(
         ConnectionAddr::Tcp(name, _) | ConnectionAddr::TcpTls { host: name, .. } => name.clone(),
         _ => String::new(),
     };
-    // What Redis Sentinel takes.
+    // The characters that Redis Sentinel allows.
     let is_name = |byte: u8| byte.is_ascii_alphanumeric() || b".-_".contains(&byte);
     if name.is_empty() || !name.bytes().all(is_name) {
         return wrong("a master's name is needed, of letters, digits, `.`, `-` and `_`");
@@ -397,10 +398,10 @@ impl fmt::Debug for Servers {
     }
 }
 
-/// The error of redis-rs for a URL.
+/// Converts redis-rs's error for a URL.
 pub(super) fn url_error(error: RedisError) -> ConfigError {
     match error.to_string() {
-        // The words of a redis-rs without TLS.
+        // The message of a redis-rs that was built without TLS.
         text if text.contains("TLS") && text.contains("feature is not enabled") => no_tls(),
         text => wrong_url(text),
     }
@@ -457,7 +458,7 @@ mod tests {
         }
     }
 
-    /// A `?` that should have been escaped.
+    /// An unescaped `?` in a password.
     #[test]
     fn a_part_of_a_password_is_no_prefix() {
         for url in [

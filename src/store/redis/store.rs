@@ -9,11 +9,12 @@ use crate::limit::{Check, Key};
 use crate::observe::Observer;
 use crate::store::{Answer, Instances, Store};
 
-/// A store in Redis: one count for all instances, decided by a script, on Redis's own clock.
+/// A store in Redis: one count for all instances. A script decides, on Redis's own clock.
 ///
-/// Checks in flight at the same moment share a script call and a round trip. Every check is answered within about twice
-/// the store's [`timeout`](crate::store::RedisStoreBuilder::timeout), if necessary with a [`StoreError`]. A charge is
-/// never sent twice: only a script that Redis does not know, and so did not run, is sent again.
+/// Concurrent checks share a script call and a round trip. Every check resolves within about twice
+/// the store's [`timeout`](crate::store::RedisStoreBuilder::timeout), possibly to a [`StoreError`].
+/// A charge is never sent twice: a script is sent again only if Redis did not know it, and so did
+/// not run it.
 ///
 /// It needs Redis 6.2 or a compatible server; see [which servers](crate::guide::servers) are tested, and how they
 /// affect the counts. The Redis user needs `~PREFIX:* +evalsha +eval +time +mget +set +setrange +del`, and for
@@ -23,50 +24,57 @@ use crate::store::{Answer, Instances, Store};
 ///
 /// # Redis Cluster
 ///
-/// By `redis+cluster://` in place of `redis://`, or by [`cluster`](Self::cluster), it is a store in a Redis Cluster.
-/// All of the above holds there too, whatever becomes of nodes and slots:
+/// With `redis+cluster://` instead of `redis://`, or with [`cluster`](Self::cluster), the store is
+/// in a Redis Cluster. The guarantees above also hold while nodes fail and slots migrate:
 ///
-/// - Callers are put into [partitions](crate::store::RedisStoreBuilder::partitions) by a hash of the key, the same in all
-///   stores. Each partition is in one slot. What
-///   is in flight for a partition is one script call, and the calls for one master are one round trip. The keys of a
-///   caller are as `rl:{17}:{user-42}:api:g:100/s`, where a single server has `rl:{user-42}:api:g:100/s`. The key
-///   `rl:{rl}:partitions` has their number.
-/// - Each master has its own connections and queue. A [`Fallback`](crate::Fallback) has a breaker for each partition: a
-///   master that is down degrades its callers only, until its replica has taken over. Replicas are not used.
-/// - The map of slots comes from any node, off the request path: at the start, when a connection is lost, and when a
-///   slot has moved. A call that was refused for that is sent to the right node; no other call is sent twice.
-/// - An address that belongs to another cluster meanwhile is not used: a node must list a known node, by its id. If
-///   none of those has answered for 30 seconds, the nodes that the application has named are the cluster, as at the
-///   start.
-/// - While a slot is moved, its callers are asked one by one. Redis decides nothing that needs several keys, of which some
-///   are on another node or not there yet: a check under several policies, or with an id that is new, may get an error of
-///   [`ErrorKind::NotReady`](crate::store::ErrorKind::NotReady) until the whole slot has moved. A fallback decides then,
-///   and settles it.
-/// - The Redis user needs `+asking +cluster|slots` besides
-///   (`+cluster` before Redis 7). With TLS, the certificates must be of what the nodes call themselves: see `tls-cluster`,
+/// - A hash of the key assigns each caller to a
+///   [partition](crate::store::RedisStoreBuilder::partitions), the same one in all stores. Each
+///   partition is in one slot. The checks in flight of one partition share a script call, and the
+///   calls to one master share a round trip. A caller's keys look like
+///   `rl:{17}:{user-42}:api:g:100/s`; on a single server, `rl:{user-42}:api:g:100/s`. The key
+///   `rl:{rl}:partitions` stores the number of partitions.
+/// - Each master has its own connections and queue. A [`Fallback`](crate::Fallback) has a breaker
+///   per partition, so an unreachable master affects only its callers, until its replica has taken
+///   over. Replicas are not used.
+/// - Any node may provide the map of slots. It is queried off the request path: at startup, when a
+///   connection is lost, and when a slot has moved. A call that was rejected for that reason is
+///   sent to the right node; no other call is sent twice.
+/// - A node whose address now belongs to another cluster is not used: it must list a known node, by
+///   its id. If no known node has replied for 30 seconds, the nodes that the application named
+///   define the cluster, as at startup.
+/// - While a slot migrates, its callers' checks are sent one at a time. A check that needs several
+///   keys (under several policies, or with a new id) may fail with
+///   [`ErrorKind::NotReady`](crate::store::ErrorKind::NotReady) until the migration ends, because
+///   Redis rejects it. A fallback decides then, and reconciles afterwards.
+/// - The Redis user also needs `+asking +cluster|slots` (`+cluster` before Redis 7). With TLS, the
+///   certificates must match the names that the nodes announce: see `tls-cluster`,
 ///   `cluster-announce-hostname` and `cluster-preferred-endpoint-type` of Redis.
 ///
 /// # Redis Sentinel
 ///
-/// By `redis+sentinel://`, or by [`sentinel`](Self::sentinel), it is a store on the master that the sentinels have
-/// elected. All of the above holds there too:
+/// With `redis+sentinel://`, or with [`sentinel`](Self::sentinel), the store is on the master that
+/// the sentinels have elected. The guarantees above also hold:
 ///
-/// - Name all sentinels. They are all queried whenever a connection is made, and the reported server must confirm that
-///   it is a master. If they disagree, the majority decides, otherwise the latest failover; of equal ones, the last
-///   known master stays while it answers. A sentinel that is dead or slow
-///   delays a connection by a quarter of the [`timeout`](crate::store::RedisStoreBuilder::timeout) at most, and by
-///   nothing if most of them agree. While none answers, the last known master is used.
-/// - After a failover the former master may go on answering for many seconds, and then loses what it has counted. So
-///   one sentinel is queried every quarter of a second, in turn, and connections to the former master are closed.
-/// - Redis replicates asynchronously: what was charged just before a failover, and with `SENTINEL FAILOVER` what was
-///   charged during it, may be lost.
-/// - A user of the sentinels needs `+sentinel|master` (`+sentinel` before Redis 7); the one of the master needs `+role`
-///   besides. Without it, a replica that is taken for the master is found out by the first script, and not before.
+/// - Name all sentinels. All are queried for each new connection, and the reported server must
+///   confirm that it is a master. If they disagree, the majority decides, otherwise the latest
+///   failover; if those are equal, the last known master is kept while it replies. A dead or slow
+///   sentinel delays a connection by at most a quarter of the
+///   [`timeout`](crate::store::RedisStoreBuilder::timeout), and not at all if most of the others
+///   agree. While none replies, the last known master is used.
+/// - After a failover, the former master may keep replying for many seconds, and then loses the
+///   charges of that time. So one sentinel is queried every quarter of a second, in turn, and
+///   connections to the former master are closed.
+/// - Redis replicates asynchronously. Charges made just before a failover may be lost; with
+///   `SENTINEL FAILOVER`, also charges made during it.
+/// - A user of the sentinels needs `+sentinel|master` (`+sentinel` before Redis 7). The user of the
+///   master also needs `+role`: without it, a replica that is reported as the master is detected
+///   only by the first script.
 ///
 /// # Runtimes
 ///
-/// Clones share the connections and the queue. Each tokio runtime that uses a store has connections and a queue of its
-/// own there, until it ends: a store may be a `static`, used by several runtimes in turn or at once.
+/// Clones share the connections and the queue. Each Tokio runtime that uses a store has its own
+/// connections and queue there, until it shuts down: a store may be a `static` that several
+/// runtimes use in turn or concurrently.
 ///
 /// ```no_run
 /// use tower_redis_ratelimit::RedisStore;
@@ -82,23 +90,25 @@ pub struct RedisStore {
 }
 
 impl RedisStore {
-    /// Announces this instance in Redis, and counts those that do so under the same key prefix: for
-    /// [`Share::Alive`](crate::store::Share::Alive). The Redis user needs `+zremrangebyscore +zadd +zcard +pexpire` for
-    /// it.
+    /// Announces this instance in Redis, and counts the instances that are announced under the same
+    /// key prefix: for [`Share::Alive`](crate::store::Share::Alive). The Redis user needs
+    /// `+zremrangebyscore +zadd +zcard +pexpire` for it.
     ///
-    /// Each announces itself every 2 seconds, off the request path, and no longer counts 6 seconds after the last time.
-    /// This one does so until the last clone of the result is dropped, or this tokio runtime ends. While Redis is
-    /// unreachable, the number does not change.
+    /// Each instance announces itself every 2 seconds, off the request path, and stops counting 6
+    /// seconds after its last announcement. This one continues until the last clone of the result
+    /// is dropped, or this Tokio runtime shuts down. While Redis is unreachable, the count does not
+    /// change.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) outside of a tokio runtime.
+    /// [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) outside a Tokio runtime.
     pub fn announce(&self) -> Result<Instances, StoreError> {
         instances::announce(&self.inner)
     }
 
-    /// Looks through what is counted under this store's prefix, on every master of a cluster: for
-    /// tools, since it reads the whole database. `examples/inspect.rs` is one. The Redis user needs `+scan` for it.
+    /// Iterates over the counts under this store's prefix, on every master of a cluster: for tools,
+    /// since it reads the whole database. `examples/inspect.rs` is one. The Redis user needs
+    /// `+scan` for it.
     ///
     /// ```no_run
     /// use tower_redis_ratelimit::RedisStore;

@@ -25,14 +25,14 @@ use crate::support::{ManualStore, Questions, manual_store, policy, settled, wait
 type Handle = mock::Handle<Job, String>;
 type Limited = CallLimit<Mock<Job, String>, ManualStore, ByTenant, Job>;
 
-/// A limited mock, with the ends that the test holds of its inner service and of its store.
+/// A limited mock, with the test's handles to its inner service and to its store.
 fn mocked() -> (Spawn<Limited>, Handle, Questions) {
     let (store, questions) = manual_store();
     let (service, handle) = mock::spawn_layer(layer_with(store, "100/s"));
     (service, handle, questions)
 }
 
-/// The call that the inner service must have got by now.
+/// Returns the call that the inner service must have received.
 fn called(handle: &mut Handle) -> (Job, SendResponse<String>) {
     handle
         .next_request()
@@ -41,7 +41,7 @@ fn called(handle: &mut Handle) -> (Job, SendResponse<String>) {
         .unwrap()
 }
 
-/// Calls the service as soon as it is ready, which must be now.
+/// Calls the service, which must be ready.
 fn call<S: Service<Job, Error = BoxError>>(service: &mut S, job: Job) -> S::Future {
     service
         .ready()
@@ -51,7 +51,8 @@ fn call<S: Service<Job, Error = BoxError>>(service: &mut S, job: Job) -> S::Futu
         .call(job)
 }
 
-/// Whether the mock was never called, and never will be, since all of its clones are gone.
+/// Returns `true` if the mock was never called, and can no longer be called since all its clones
+/// are dropped.
 fn was_never_called(service: Spawn<Limited>, mut handle: Handle) -> bool {
     drop(service);
     let request = handle
@@ -121,7 +122,8 @@ fn an_immediate_decision_calls_the_ready_service() {
 #[tokio::test(start_paused = true)]
 async fn store_and_inner_service_wake_the_task() {
     let (mut service, mut handle, mut questions) = mocked();
-    // Tasks of their own, so that no other's wake-up polls the response, which is spawned first and so waits first.
+    // Separate tasks: no other wake-up may poll the response, which is spawned first and so waits
+    // first.
     let response = tokio::spawn(call(service.get_mut(), job("acme")));
     tokio::spawn(async move {
         questions.recv().await.unwrap().allow();
@@ -156,7 +158,7 @@ fn denied_or_undecided_calls_are_not_made() {
             .unwrap_err()
             .is::<MissingKey>()
     );
-    assert!(questions.try_recv().is_err(), "there is nobody to ask for");
+    assert!(questions.try_recv().is_err(), "no check without a key");
     assert!(was_never_called(service, handle));
 }
 
@@ -170,7 +172,7 @@ fn a_cancelled_undecided_request_is_withdrawn() {
     drop(response);
     assert!(
         question.is_abandoned(),
-        "the store must learn that nobody waits"
+        "the store can see that the check was abandoned"
     );
     assert!(was_never_called(service, handle));
 }
@@ -208,7 +210,7 @@ fn inner_errors_are_boxed_once() {
             .downcast_ref(),
         Some(&Broken(7))
     );
-    // Also through a layer of tower's, which boxes as well.
+    // Also through a layer of tower that boxes errors itself.
     let twice = layer("100/s").layer(LoadShed::new(broken));
     assert_eq!(
         settled(twice.oneshot(job("acme")))
@@ -226,8 +228,8 @@ async fn the_service_polled_ready_is_called() {
     {
         let layer = layer("100/s").on_missing_key(OnMissingKey::Allow);
         let mut service = layer.layer(inner);
-        // Each of these panics, or refuses, when a clone of it is called that was not polled ready. A request
-        // without a key takes another way through the middleware.
+        // Each of these inner services panics, or fails, if a clone is called that was not polled
+        // ready. A request without a key takes another path through the middleware.
         for job in [job("acme"), job(""), job("acme"), job("")] {
             let response = async { service.ready().await.unwrap().call(job).await.unwrap() };
             timeout(Duration::from_secs(1), response)
@@ -266,7 +268,8 @@ async fn a_failed_call_releases_the_inner_service() {
     {
         let (store, mut questions) = manual_store();
         let mut service = layer_with(store, "100/s").layer(inner);
-        // The place is not to hang on the futures, which live as long as their owner likes.
+        // The place must be freed even if the futures are kept: their owner may keep them for any
+        // time.
         let mut failed = Vec::new();
         for (tenant, denied) in [("acme", true), ("", false), ("acme", false)] {
             let mut response = Box::pin(call(&mut service, job(tenant)));

@@ -1,4 +1,4 @@
-//! Services whose requests are not HTTP's.
+//! Services whose requests are not HTTP requests.
 
 mod contract;
 mod outcome;
@@ -23,7 +23,7 @@ use tower_redis_ratelimit::{CallLimitLayer, Key, LocalStore, Policies, Policy, R
 
 use crate::support::{Broken, SECRET, policy};
 
-/// A request that is not HTTP's.
+/// A request that is not an HTTP request.
 struct Job {
     tenant: &'static str,
     pages: u32,
@@ -48,12 +48,12 @@ fn layer(quota: &str) -> CallLimitLayer<LocalStore, ByTenant, Job> {
     layer_with(LocalStore::default(), quota)
 }
 
-/// The same in another store.
+/// The same layer over another store.
 fn layer_with<S: Store>(store: S, quota: &str) -> CallLimitLayer<S, ByTenant, Job> {
     CallLimitLayer::new(store, by_tenant as ByTenant, policy("jobs", quota))
 }
 
-/// What is printed, which must not have to wait, or what is the matter.
+/// Returns the printed text or the error; the service must not have to wait.
 fn printed<S>(service: &S, job: Job) -> Result<String, BoxError>
 where
     S: Service<Job, Response = String, Error = BoxError> + Clone,
@@ -65,7 +65,7 @@ where
         .expect("nothing to wait for")
 }
 
-/// What the call was denied by.
+/// Returns the denial of a call.
 #[track_caller]
 fn limited<T: Debug>(result: Result<T, BoxError>) -> RateLimited {
     *result
@@ -114,7 +114,7 @@ async fn closures_give_key_and_cost() {
     );
     assert_eq!(
         denied.to_string(),
-        "the quota of 60/m (jobs) has too little left for this call; try again in 20s"
+        "the quota of 60/m (jobs) cannot cover this call; try again in 20s"
     );
     assert_eq!(
         printed(
@@ -177,7 +177,7 @@ fn extractors_without_http_accept_any_request() {
         }
     }
 
-    /// Whether two of a tenant's jobs are counted together, and two tenants'.
+    /// Returns whether two jobs of one tenant share a count, and whether two tenants do.
     fn counts(key: impl KeyExtractor<Job>) -> (bool, bool) {
         let layer = CallLimitLayer::new(LocalStore::default(), key, policy("jobs", "1/h"));
         let service = layer.layer(service_fn(print));
@@ -209,7 +209,7 @@ fn selectors_without_http_accept_any_request() {
         }
     }
 
-    /// How many jobs pass, of four that print something and four that do not.
+    /// Returns the number of jobs that pass: of four that print something, and of four that do not.
     fn passes(policies: impl PolicySelector<Job>) -> (usize, usize) {
         let service =
             CallLimitLayer::new(LocalStore::default(), Global, policies).layer(service_fn(print));
@@ -425,7 +425,7 @@ fn settings_on_a_clone_leave_the_original() {
     limited(printed(&first, job("acme")));
 }
 
-/// An extractor that is neither `Clone` nor `Debug`.
+/// An extractor that implements neither `Clone` nor `Debug`.
 struct Rigid;
 
 impl KeyExtractor<Job> for Rigid {

@@ -1,4 +1,4 @@
-//! Calls that are settled by their answer, and policies that reject none.
+//! Calls that are settled by their result, and policies that are not enforced.
 
 use std::future::pending;
 
@@ -11,18 +11,19 @@ use tower_redis_ratelimit::settle::Settlement;
 use super::*;
 use crate::support::manual_store;
 
-/// How much remains of a limit of ten per hour.
+/// Returns the remaining units of a limit of ten per hour.
 fn remaining(store: &LocalStore) -> u32 {
     let limiter = Limiter::new(store.clone(), policy("jobs", "10/h"));
     limiter
         .peek(Key::new("acme"), 0)
         .now_or_never()
-        .expect("an answer at once")
+        .expect("an immediate answer")
         .unwrap()
         .remaining()
 }
 
-/// Prints pages unless there are none, and charges what fails.
+/// A service that settles by its result: a text's first digit is the cost, and an error keeps the
+/// reservation.
 fn settling(store: &LocalStore) -> CallLimitLayer<LocalStore, ByTenant, Job, UntilAnswer<String>> {
     layer_with(store.clone(), "10/h").cost(|_| 4).settle(
         |answer: &Result<String, _>| match answer {
@@ -95,7 +96,7 @@ async fn uncharged_calls_are_not_settled() {
     }
 }
 
-/// What an observer is notified of: a dry run or not, under which policy, and whether the call is allowed.
+/// Records decisions: whether it was a dry run, the policy, and whether the call was allowed.
 #[derive(Clone, Default)]
 struct Tried(Arc<Mutex<Vec<(bool, String, bool)>>>);
 
@@ -128,7 +129,7 @@ async fn a_dry_run_of_calls_rejects_nothing() {
         assert_eq!(tried.take(), [(true, "jobs".to_owned(), allowed)]);
     }
     printed(&service, job("")).unwrap();
-    assert!(tried.take().is_empty(), "there is nobody to count");
+    assert!(tried.take().is_empty(), "no check without a key");
 }
 
 #[tokio::test(start_paused = true)]
@@ -171,7 +172,7 @@ async fn dry_run_charges_are_settled() {
     assert_eq!(remaining(&store), 7);
 }
 
-/// A call that is done holds nothing that others wait for, even if its answer waits for a check.
+/// A finished call keeps no resource that others wait for, even if its result waits for a check.
 #[tokio::test]
 async fn a_late_check_keeps_only_the_answer() {
     let (store, mut questions) = manual_store();
@@ -192,7 +193,7 @@ async fn a_late_check_keeps_only_the_answer() {
     assert_eq!(tried.take(), [(true, "jobs".to_owned(), false)]);
 }
 
-/// Nor is it in flight any more.
+/// Its slot is released too.
 #[tokio::test]
 async fn a_late_check_keeps_no_call_in_flight() {
     let (store, mut questions) = manual_store();

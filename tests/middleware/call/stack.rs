@@ -1,4 +1,4 @@
-//! Among tower's own layers, outside and inside.
+//! Combined with tower's own layers, outside and inside.
 
 use std::convert::Infallible;
 use std::future::{Ready, ready};
@@ -24,7 +24,7 @@ use tower_redis_ratelimit::{CallLimitLayer, LocalStore};
 use super::{job, layer, layer_with, limited, print};
 use crate::support::{manual_store, policy};
 
-/// A limit of two requests in 20 seconds, which are numbers.
+/// A limit of two requests per 20 seconds; the requests are numbers.
 fn numbers() -> CallLimitLayer<LocalStore, Global, u32> {
     CallLimitLayer::new(
         LocalStore::default(),
@@ -50,7 +50,7 @@ async fn the_error_is_found_under_a_buffer() {
     assert_eq!(denied, 1);
 }
 
-/// Tries again after `retry_after`, and keeps how long it waited.
+/// Retries after `retry_after`, and records the waiting times.
 #[derive(Clone, Default)]
 struct HonourRetryAfter(Arc<Mutex<Vec<Duration>>>);
 
@@ -82,7 +82,7 @@ async fn each_retry_attempt_is_limited() {
     for number in 1..=4 {
         assert_eq!(service.clone().oneshot(number).await.unwrap(), number);
     }
-    // A sleep of tokio's may take a millisecond more, by which the next wait is shorter.
+    // Tokio's sleep may take a millisecond longer, which shortens the next wait.
     let waits: Vec<_> = policy
         .0
         .lock()
@@ -94,7 +94,7 @@ async fn each_retry_attempt_is_limited() {
     assert_eq!(calls.load(Relaxed), 4, "a denied attempt is not made");
 }
 
-/// Tries once more, whatever the matter is.
+/// Retries once, after any result.
 #[derive(Clone)]
 struct Twice(bool);
 
@@ -145,7 +145,7 @@ async fn timeouts_work_outside_and_inside() {
 #[tokio::test]
 async fn load_shed_works_outside_and_inside() {
     let (store, _questions) = manual_store();
-    // Outside: the one place is held by a call that waits for the store.
+    // Outside: the only place is taken by a call that waits for the store.
     let service = ServiceBuilder::new()
         .load_shed()
         .concurrency_limit(1)
@@ -163,7 +163,7 @@ async fn load_shed_works_outside_and_inside() {
     );
     drop(waiting);
 
-    // Inside: what is shed was charged, as it was let through.
+    // Inside: a shed call was charged, since it was admitted first.
     let mut service = ServiceBuilder::new()
         .layer(numbers())
         .load_shed()

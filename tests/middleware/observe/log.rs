@@ -1,4 +1,4 @@
-//! What is logged.
+//! Log output.
 
 use std::num::NonZeroUsize;
 use std::time::Duration;
@@ -36,14 +36,14 @@ async fn limited_callers_are_logged_once_a_minute() {
     send(&service, request("bob")).await;
     assert_eq!(lines.take(), [exceeded("alice", 1), exceeded("bob", 1)]);
     advance(Duration::from_secs(60)).await;
-    // The next decision logs what was counted: it may be another caller's, that passes.
+    // The next decision logs the counts, even if it allows another caller's request.
     send(&service, request("carol")).await;
     assert_eq!(lines.take(), [exceeded("alice", 98)]);
     send(&service, request("bob")).await;
     assert_eq!(
         lines.take(),
         [exceeded("bob", 1)],
-        "it was quiet, and is logged at once"
+        "after a quiet minute, it is logged immediately"
     );
     send(&service, request("alice")).await;
     assert_eq!(lines.take(), [""; 0]);
@@ -124,7 +124,7 @@ async fn failures_are_throttled_but_breaker_changes_logged() {
         "{logged:?}"
     );
     advance(Duration::from_secs(60)).await;
-    // Without another failure the next decision logs them.
+    // Without a further failure, the next decision logs the failures.
     send(
         &limited(layer("9/h").observer(observer.clone())),
         request("alice"),
@@ -146,8 +146,8 @@ async fn failures_are_throttled_but_breaker_changes_logged() {
     let logged = lines.take();
     assert_eq!(logged.len(), 6, "{logged:?}");
     for (line, part) in logged.iter().zip([
-        "WARN rate limits are local",
-        "INFO rate limits are shared again after=3s",
+        "WARN shared store unavailable",
+        "INFO shared store recovered after=3s",
         "charged=7 dropped=1",
     ]) {
         assert!(line.contains(part), "{part} is missing in {line}");
@@ -241,7 +241,7 @@ async fn counts_are_logged_outside_foreign_spans() {
     assert!(!format!("{observer:?}").contains("alice"));
 }
 
-/// Also by a layer that has no observer.
+/// A layer without an observer logs it too.
 #[tokio::test]
 async fn a_misconfiguration_is_logged_as_error() {
     let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"));

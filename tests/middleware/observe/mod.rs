@@ -1,4 +1,4 @@
-//! What an observer is notified of, and what becomes of it in metrics and logs.
+//! Notifications of observers, and the resulting metrics and logs.
 
 #[cfg(feature = "tracing")]
 mod log;
@@ -28,12 +28,12 @@ use crate::support::{
     Broken, anonymous, hello, layer, layer_with, limited, manual_store, policy, request, send,
 };
 
-/// A Redis where nobody listens: to be refused is all that it may wait for.
+/// A Redis that refuses connections, with timeouts that never elapse in a test.
 fn nowhere() -> RedisStoreBuilder {
     RedisStore::builder("redis://127.0.0.1:1/").timeout(LONG)
 }
 
-/// The same with a fallback.
+/// The same store with a fallback.
 fn fallback() -> Fallback<RedisStore, LocalStore> {
     Fallback::new(nowhere().connect_lazy().unwrap(), LocalStore::default()).deadline(LONG)
 }
@@ -48,7 +48,7 @@ impl Notes {
         self.0.lock().unwrap().push(note.into());
     }
 
-    /// What was noted since the last time.
+    /// Returns the notes since the last call.
     fn take(&self) -> Vec<String> {
         std::mem::take(&mut self.0.lock().unwrap())
     }
@@ -133,7 +133,7 @@ async fn late_answers_name_caller_and_duration() {
 
 #[tokio::test]
 async fn events_name_callers_only_on_demand() {
-    /// Notes whole events.
+    /// Records the `Debug` text of events.
     struct Events(Notes);
 
     impl Observer for Events {
@@ -191,7 +191,7 @@ async fn a_limiter_passes_observers_to_its_store() {
 async fn a_store_keeps_its_own_observer() {
     let [of_redis, of_fallback, of_first, of_second] = [(); 4].map(|()| Notes::default());
     let redis = nowhere().observer(of_redis.clone()).connect_lazy().unwrap();
-    // The settings that come after it do not lose it.
+    // Later settings of the fallback keep the observer.
     let store = Fallback::new(redis, LocalStore::default())
         .observer(of_fallback.clone())
         .deadline(LONG);
@@ -209,7 +209,7 @@ async fn a_store_keeps_its_own_observer() {
     );
     assert_eq!(of_first.take().len(), 1, "the decision");
 
-    // That of the first layer over it, if it was given none.
+    // A store without an observer gets the first layer's.
     let store = fallback();
     let _first = layer_with(store.clone(), "9/h").observer(of_first.clone());
     send(
@@ -266,11 +266,7 @@ async fn layers_report_misconfigurations_once_a_minute() {
     let exempt =
         RateLimitLayer::new(LocalStore::default(), PeerIp, None::<Policy>).observer(notes.clone());
     assert_eq!(send(&limited(exempt), anonymous()).await.status(), 200);
-    assert_eq!(
-        notes.take().len(),
-        0,
-        "nobody needs the key of an exempt request"
-    );
+    assert_eq!(notes.take().len(), 0, "an exempt request needs no key");
 }
 
 #[tokio::test(start_paused = true)]
@@ -296,7 +292,7 @@ async fn a_repeated_layer_is_reported_once() {
         "{seen:?}"
     );
 
-    // Limits of a window may differ: they share a count.
+    // Windows with different limits share a count too.
     let log = |quota: &str| {
         let policy = Policy::new("api", Strategy::SlidingLog, quota.parse().unwrap()).unwrap();
         RateLimitLayer::new(LocalStore::default(), Global, policy).observer(notes.clone())
@@ -304,7 +300,7 @@ async fn a_repeated_layer_is_reported_once() {
     send(&log("5/h").layer(limited(log("9/h"))), request("alice")).await;
     assert_eq!(problems(&notes).len(), 1);
 
-    // Two layers that are not the same one.
+    // Two different layers do not.
     let another = RateLimitLayer::new(LocalStore::default(), Global, policy("all", "9/h"))
         .observer(notes.clone());
     let service = another.layer(limited(layer("9/h").observer(notes.clone())));
@@ -313,7 +309,7 @@ async fn a_repeated_layer_is_reported_once() {
 }
 
 #[tokio::test]
-async fn a_lease_for_nothing_is_reported_once() {
+async fn an_ineffective_lease_is_reported_once() {
     let leased = policy("api", "9/s")
         .leased(Duration::from_millis(100))
         .unwrap();
@@ -363,14 +359,14 @@ async fn a_lease_for_nothing_is_reported_once() {
         notes
             .take()
             .iter()
-            .any(|note| note.contains("\"api\" is leased for nothing")),
-        "beside one that is not"
+            .any(|note| note.contains("\"api\" is leased without effect")),
+        "also if another policy is not leased"
     );
 }
 
-/// Over a store that leases, too.
+/// Even if the store leases.
 #[tokio::test(start_paused = true)]
-async fn checks_that_no_block_decides_are_reported() {
+async fn leased_checks_without_a_block_are_reported() {
     let policies = || {
         policy("api", "90/s")
             .leased(Duration::from_millis(100))
@@ -430,7 +426,7 @@ async fn checks_that_no_block_decides_are_reported() {
     );
 }
 
-/// Wherever a request happens to be handled.
+/// On whichever thread a request is handled.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn all_threads_report_a_misconfiguration_once() {
     let notes = Notes::default();

@@ -1,4 +1,4 @@
-//! What Prometheus gets.
+//! Metrics that Prometheus scrapes.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ fn recorder(recommended_naming: bool) -> PrometheusRecorder {
         .build_recorder()
 }
 
-/// The lines of one metric, in their order.
+/// Returns the lines of one metric, in order.
 fn lines(rendered: &str, metric: &str) -> Vec<String> {
     let mut lines: Vec<String> = rendered
         .lines()
@@ -90,7 +90,7 @@ fn unlabelled_metrics_exist_from_the_start() {
         "ratelimit_reconciled_total{store=\"default\"} 0",
     ];
     let mut found = lines(&recorder.handle().render(), "ratelimit_");
-    // The parts of a histogram beside its count.
+    // Keep one line per histogram: its count.
     found.retain(|line| {
         !["_bucket{", "_sum{", "quantile="]
             .iter()
@@ -111,8 +111,8 @@ fn unlabelled_metrics_exist_from_the_start() {
     );
 }
 
-/// Sets every metric, and a dry run.
-fn tell_all(observer: &impl Observer) {
+/// Emits every event, so that every metric is set, and a dry run.
+fn emit_all(observer: &impl Observer) {
     let error = StoreError::new(ErrorKind::Timeout);
     let check = Check::take(Key::new("alice"), &policy("api", "1/h").into(), 2);
     let decision = LocalStore::default()
@@ -137,7 +137,7 @@ fn tell_all(observer: &impl Observer) {
 fn metrics_are_described_and_follow_openmetrics() {
     let rendered = [false, true].map(|recommended_naming| {
         let recorder = recorder(recommended_naming);
-        metrics::with_local_recorder(&recorder, || tell_all(&MetricsObserver::new()));
+        metrics::with_local_recorder(&recorder, || emit_all(&MetricsObserver::new()));
         let mut lines: Vec<String> = recorder
             .handle()
             .render()
@@ -149,7 +149,7 @@ fn metrics_are_described_and_follow_openmetrics() {
     });
     assert_eq!(
         rendered[0], rendered[1],
-        "an exporter that sees to the names leaves them as they are"
+        "an exporter that normalizes names leaves them unchanged"
     );
     let rendered = rendered[0].join("\n");
     let kinds: Vec<(&str, &str)> = rendered

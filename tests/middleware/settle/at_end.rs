@@ -1,4 +1,4 @@
-//! At the end of the body, by what the handle has counted and by bytes.
+//! Settlement at the end of the body: by the units that the `Charge` has counted, and by bytes.
 
 use std::num::NonZeroU32;
 
@@ -6,7 +6,7 @@ use http_body_util::BodyExt;
 
 use super::*;
 
-/// A service that streams what the test sends, and gives it the handles.
+/// A service that streams the test's frames, and sends the charges to the test.
 #[expect(clippy::type_complexity, reason = "services have no short names")]
 fn streaming(
     layer: RateLimitLayer<LocalStore, Global, HttpReject, UntilBodyEnd>,
@@ -41,7 +41,7 @@ async fn the_handles_cost_is_charged_at_end() {
     assert_eq!(
         decision(&response).unwrap().remaining(),
         990,
-        "what is known when the head is sent"
+        "the state when the head is sent"
     );
     let (sender, charge) = streams.recv().await.unwrap();
     assert_eq!(charge.reserved(), 10);
@@ -76,11 +76,11 @@ async fn the_last_handle_settles() {
         other.add(1);
         if drop_handle_first {
             drop(other);
-            assert_eq!(count.charged(), 10, "the body goes on");
+            assert_eq!(count.charged(), 10, "the body continues");
             drop(response);
         } else {
             drop(response);
-            assert_eq!(count.charged(), 10, "a task goes on");
+            assert_eq!(count.charged(), 10, "a task continues");
             other.add(3);
             drop(other);
         }
@@ -122,7 +122,7 @@ async fn sent_bytes_are_charged() {
     }
 }
 
-/// A server sends the head only.
+/// A server sends only the head.
 #[tokio::test]
 async fn an_unread_body_has_no_bytes() {
     let per = NonZeroU32::MIN;

@@ -1,8 +1,8 @@
-//! By the head of the response.
+//! Settlement by the head of the response.
 
 use super::*;
 
-/// Answers with the status that the request asks for, and the fields of it.
+/// Responds with the status in the request's path, and with the request's header fields.
 async fn answer(request: Request<String>) -> Result<Response<String>, Infallible> {
     let mut response = Response::new("answer".to_owned());
     *response.status_mut() = request.uri().path()[1..].parse().unwrap();
@@ -41,7 +41,7 @@ async fn only_failures_count() {
         assert_eq!(
             decided.remaining(),
             1_000 - charged,
-            "what is known when the head is sent"
+            "the state when the head is sent"
         );
         assert_eq!(
             field(&response, "ratelimit").unwrap().split(';').nth(1),
@@ -84,7 +84,7 @@ async fn the_real_cost_replaces_the_reserved_one() {
     }
 }
 
-/// What is left, below zero for a debt.
+/// Returns the remaining units, negative for a debt.
 fn charge_left(count: &Count) -> i64 {
     let back = |cost| Check::refund(Key::GLOBAL, &count.policy.clone().into(), cost);
     let all = count
@@ -133,7 +133,7 @@ async fn settles_at_head_despite_body_and_handle() {
     }
 }
 
-/// Each try reserves its failure: whoever guesses with 100 requests at once gets no more tries.
+/// Each try reserves its failure: 100 concurrent requests get no more tries.
 #[tokio::test]
 async fn parallel_guesses_get_no_more_tries() {
     let policy = quota("login", "5/h");
@@ -158,7 +158,7 @@ async fn parallel_guesses_get_no_more_tries() {
         let service = service.clone();
         async move { send(&service, with_status(status)).await.status().as_u16() }
     };
-    // The right ones take no try.
+    // Correct guesses use no try.
     for _ in 0..20 {
         assert_eq!(guess(200).await, 200);
     }
@@ -171,7 +171,7 @@ async fn parallel_guesses_get_no_more_tries() {
     assert_eq!(charged(&store, Key::GLOBAL, &policy), 5);
 }
 
-/// A store that cannot decide, and lets pass.
+/// The store cannot decide, and the layer admits requests on errors.
 #[tokio::test]
 async fn uncounted_requests_have_an_inert_handle() {
     let count = Count::new();

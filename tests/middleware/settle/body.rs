@@ -1,4 +1,4 @@
-//! The body is the inner service's.
+//! The response body passes on the inner service's body unchanged.
 
 use http::HeaderMap;
 use http_body_util::{BodyExt, Empty, Full};
@@ -56,7 +56,7 @@ async fn data_trailers_and_errors_pass_through() {
     assert_eq!(body.frame().await.unwrap().unwrap_err(), "broken");
 }
 
-/// A server may keep a body that has ended.
+/// A server may keep a body after its end.
 #[tokio::test]
 async fn settles_with_last_frame_or_error() {
     for ends_well in [true, false] {

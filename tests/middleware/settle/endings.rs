@@ -1,4 +1,5 @@
-//! Whatever ends a request: what it is charged is what was kept or its real cost, exactly, and it is settled once.
+//! However a request ends, it is charged exactly its real cost or its reservation, and settled
+//! once.
 
 use std::num::NonZeroU32;
 use std::panic::AssertUnwindSafe;
@@ -18,11 +19,11 @@ use tower_redis_ratelimit::{Limiter, Policies};
 
 use super::*;
 
-/// A store that takes its time before it decides, and then to answer.
+/// A store that delays its decisions, and its replies.
 #[derive(Clone)]
 struct Slow {
     local: LocalStore,
-    /// What was done for each caller.
+    /// The caller and the mode of each check.
     log: Arc<Mutex<Vec<(Key, Mode)>>>,
     polls: (u8, u8),
 }
@@ -49,10 +50,11 @@ impl Store for Slow {
 #[derive(Debug, Clone)]
 struct Case {
     reserve: u32,
-    /// What the handler reserves besides, waiting for it so many polls.
+    /// The units that the handler reserves in addition, and the number of polls for which it waits
+    /// for them.
     more: Option<(u32, u8)>,
     settlement: Settlement,
-    /// What the handle counts, in the handler and while the body is sent.
+    /// The units that the `Charge` counts, in the handler and while the body is sent.
     counts: (Option<u32>, Option<u32>),
     frames: u8,
     end: End,
@@ -73,24 +75,24 @@ enum End {
     PanicInFuture,
     PanicInBody,
     TimeOut,
-    /// The response is dropped after so many polls.
+    /// The response is dropped after this number of polls.
     Dropped {
         polls: u8,
     },
-    /// Nothing ever ends it, but the end of its runtime.
+    /// It ends only with its runtime.
     Never,
 }
 
-/// Who keeps the handle.
+/// The owner of the `Charge`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Hold {
     Nobody,
     Body,
-    /// Somebody else, for longer than the body.
+    /// A task that outlives the body.
     Longer,
 }
 
-/// What became of a request.
+/// The observed outcome of a request.
 #[derive(Default)]
 struct Seen {
     units: Mutex<Option<u64>>,
@@ -107,7 +109,7 @@ impl Seen {
         }
     }
 
-    /// What it is to be charged, if it has reserved so much.
+    /// Returns the expected charge, for a reservation of `reserved`.
     fn cost(&self, case: &Case, reserved: u32) -> u32 {
         let counted = self
             .units
@@ -178,7 +180,7 @@ fn handle(
     })
 }
 
-/// Polls so many times, and then no more.
+/// Polls at most this number of times.
 async fn poll_times<F, T, E>(future: &mut Pin<Box<F>>, polls: u8) -> Option<T>
 where
     F: Future<Output = Result<T, E>>,
@@ -192,7 +194,7 @@ where
     None
 }
 
-/// Sends a request as its case says, to its end.
+/// Runs a request to the end that its case describes.
 async fn run<S>(mut service: S, request: Request<String>)
 where
     S: Service<Request<String>, Response = Response<TrackedBody<Frames>>, Error = tower::BoxError>,
@@ -308,7 +310,7 @@ impl World {
         cases.iter().enumerate().map(request).collect()
     }
 
-    /// What is wrong with the count of a request, if anything.
+    /// Returns a description of a wrong charge, if any.
     fn wrong(&self, number: usize, case: &Case, seen: &Seen) -> Option<String> {
         let key = Key::new(format!("/{number}"));
         let log = self.store.log.lock().unwrap();
@@ -327,11 +329,11 @@ impl World {
         let charged = charged(&self.store.local, key, &self.policy);
         let settled_once = match takes {
             0 | 1 => settlements == usize::from(takes == 1 && cost != case.reserve),
-            // Each part is settled by itself.
+            // Each part is settled separately.
             _ => settlements <= 2,
         };
         (charged != cost || !settled_once).then(|| {
-            format!("{case:?}: {charged} charged in the place of {cost}, {takes} takes, {settlements} settlements")
+            format!("{case:?}: {charged} charged instead of {cost}, {takes} takes, {settlements} settlements")
         })
     }
 
@@ -341,7 +343,7 @@ impl World {
             .collect()
     }
 
-    /// Waits until all is settled, and a while longer.
+    /// Waits until everything is settled, and a while longer.
     async fn settled(&self, cases: &[Case], seen: &[Arc<Seen>]) {
         for _ in 0..1_000 {
             if self.all_wrong(cases, seen).is_empty() {
@@ -377,7 +379,7 @@ proptest! {
             let (requests, seen): (Vec<_>, Vec<_>) = world.requests(&cases).into_iter().unzip();
             let all = requests.into_iter().map(|request| run(service.clone(), request));
             futures_util::future::join_all(all).await;
-            // Whoever keeps the handle longer does so until here.
+            // Charges that outlive the body are dropped after this.
             sleep(Duration::from_secs(1)).await;
             for seen in &seen {
                 seen.held.lock().unwrap().take();
@@ -386,7 +388,7 @@ proptest! {
         });
     }
 
-    /// The process goes on, and another runtime with it.
+    /// The process and another runtime continue.
     #[test]
     fn an_ending_runtime_settles_its_requests(
         cases in proptest::collection::vec((case(), any::<bool>()), 1..12),
@@ -414,7 +416,7 @@ proptest! {
             seen.held.lock().unwrap().take();
         }
         runtime().block_on(async {
-            // Another request comes, and is not denied.
+            // Another request arrives, and is not denied.
             let other = Case {
                 reserve: 1,
                 more: None,
@@ -433,7 +435,7 @@ proptest! {
     }
 }
 
-/// None of their bodies is read to the end.
+/// No body is read to its end.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn dropping_10_000_bodies_loses_no_charge() {
     const REQUESTS: u32 = 10_000;
@@ -489,7 +491,8 @@ async fn dropping_10_000_bodies_loses_no_charge() {
     );
 }
 
-/// Nobody knows by then whether it was granted. Its cost is the caller's, or else whoever hangs up would pay nothing.
+/// It is unknown whether the reservation was granted. It stays charged, since otherwise clients
+/// could avoid the charge by disconnecting.
 #[tokio::test(start_paused = true)]
 async fn abandoned_reservations_charge_without_staying_in_flight() {
     let (count, streams) = (Count::new(), Policy::in_flight("streams", 4).unwrap());
@@ -507,7 +510,7 @@ async fn abandoned_reservations_charge_without_staying_in_flight() {
     drop(reserving);
     let in_flight = || charged(&count.store, Key::GLOBAL, &streams);
     assert_eq!((count.charged(), in_flight()), (500, 1));
-    // In a time that is no lease time.
+    // Much less than a TTL.
     sleep(Duration::from_secs(1)).await;
     assert_eq!((count.charged(), in_flight()), (500, 0));
 }

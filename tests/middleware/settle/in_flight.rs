@@ -1,4 +1,4 @@
-//! Requests in flight: each holds its place until its body has ended.
+//! Requests in flight: each has a slot until its body has ended.
 
 #![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
 
@@ -85,7 +85,7 @@ async fn a_request_without_response_is_released() {
     assert_eq!(taken(&store, 1), 0);
 }
 
-/// As one that ends without a response: what it has reserved is kept.
+/// Like a request that ends without a response: it keeps its reservation.
 #[tokio::test]
 async fn a_panicking_rule_releases_the_request() {
     let count = Count::new();
@@ -99,7 +99,7 @@ async fn a_panicking_rule_releases_the_request() {
     assert_eq!((count.charged(), taken(&count.store, 1)), (10, 0));
 }
 
-/// What is settled with the head does not end the request.
+/// A settlement by the head does not end the request.
 #[tokio::test]
 async fn in_flight_ignores_cost_and_settlement() {
     for cost in [0, 500, 700] {
@@ -124,7 +124,7 @@ async fn in_flight_ignores_cost_and_settlement() {
     }
 }
 
-/// What costs nothing has nothing to release.
+/// A request without a cost has no reservation to release, but a slot.
 #[tokio::test]
 async fn a_free_request_is_in_flight_too() {
     let count = Count::new();
@@ -214,7 +214,7 @@ async fn layers_without_settlement_name_the_fix() {
         response.status() == 200 && decision(&response).is_none(),
         "that is left out: {response:?}"
     );
-    // Nothing would be rejected, and nothing is tried.
+    // A dry run ignores the policy too, so it makes no check.
     let response = send(&limited(layer.clone().dry_run()), request("alice")).await;
     assert_eq!(
         (
@@ -238,9 +238,9 @@ async fn layers_without_settlement_name_the_fix() {
     );
 }
 
-/// What such a layer has from the start makes it fail where it is made.
+/// A layer whose fixed policies it cannot enforce panics when it is created.
 #[test]
-fn a_layer_that_cannot_count_is_refused() {
+fn a_layer_that_cannot_enforce_panics() {
     let layer = |policies| RateLimitLayer::new(LocalStore::default(), Global, policies);
     let (rate, both) = (
         policy("api", "9/m"),
@@ -275,7 +275,7 @@ fn a_layer_that_cannot_count_is_refused() {
     drop(limited(layer(rate.into())));
 }
 
-/// What no store could decide is in flight all the same.
+/// A request that no store could decide is in flight too.
 #[tokio::test]
 async fn undecided_requests_have_the_usual_body() {
     let layer = RateLimitLayer::new(Broken, Global, uploads(1))
@@ -305,7 +305,7 @@ async fn calls_are_in_flight_until_the_response() {
     assert!(service.oneshot(String::new()).await.is_ok());
 }
 
-/// Without a settlement, too: nobody else holds what they have taken.
+/// Even without settlement, the slots are kept until the call has ended.
 #[tokio::test]
 async fn tried_calls_are_in_flight_until_answered() {
     #[derive(Clone, Default)]
@@ -346,7 +346,7 @@ async fn tried_calls_are_in_flight_until_answered() {
     }
 }
 
-/// A call that has ended is in flight no more, even if its answer waits for another check.
+/// When a call has ended, its slot is released, even if the result still waits for another check.
 #[tokio::test]
 async fn tried_calls_end_before_late_checks() {
     #[derive(Clone)]

@@ -1,4 +1,4 @@
-//! What becomes of a request's cost afterwards.
+//! Settlement of a request's cost.
 
 mod at_end;
 mod at_head;
@@ -31,7 +31,7 @@ use tower_redis_ratelimit::{Key, LocalStore, Policy, RateLimitLayer, Strategy};
 
 use crate::support::*;
 
-/// One that gives nothing back by itself while a test runs.
+/// A policy that frees no charge on its own during a test.
 pub(crate) fn quota(name: &str, quota: &str) -> Policy {
     Policy::new(
         name,
@@ -41,7 +41,7 @@ pub(crate) fn quota(name: &str, quota: &str) -> Policy {
     .unwrap()
 }
 
-/// How much a caller was charged, of 1,000 units.
+/// Returns the units that a caller was charged, of 1,000.
 pub(crate) fn charged(store: &LocalStore, key: Key, policy: &Policy) -> u32 {
     let check = Check::peek(key, &policy.clone().into(), 0);
     policy.quota().capacity()
@@ -53,7 +53,7 @@ pub(crate) fn charged(store: &LocalStore, key: Key, policy: &Policy) -> u32 {
             .remaining()
 }
 
-/// A layer that counts everybody together, under 1,000 units, and its count.
+/// A layer with one key for all requests, under 1,000 units, and its count.
 pub(crate) struct Count {
     pub(crate) store: LocalStore,
     pub(crate) policy: Policy,
@@ -67,7 +67,7 @@ impl Count {
         }
     }
 
-    /// Each request reserves 10.
+    /// Creates a layer whose requests reserve 10.
     pub(crate) fn layer(&self) -> RateLimitLayer<LocalStore, Global> {
         RateLimitLayer::new(self.store.clone(), Global, self.policy.clone())
             .cost(|_| 10)
@@ -86,7 +86,7 @@ impl Count {
     }
 }
 
-/// A body of the test's that a rejection can be made of.
+/// A body of the test, which a rejection can create.
 pub(crate) struct Any<B>(pub(crate) B);
 
 impl<B> From<String> for Any<B> {
@@ -115,7 +115,7 @@ impl<B: Body + Unpin> Body for Any<B> {
     }
 }
 
-/// A response body whose frames the test sends.
+/// A response body with frames that the test sends.
 pub(crate) type Frames = Any<StreamBody<Pin<Box<dyn Stream<Item = Received> + Send>>>>;
 
 pub(crate) type Received = Result<Frame<Bytes>, &'static str>;
@@ -136,5 +136,5 @@ pub(crate) fn data(text: &str) -> Received {
     Ok(Frame::data(Bytes::copy_from_slice(text.as_bytes())))
 }
 
-/// Gives each request's handle to the test.
+/// Collects the charge of each request.
 pub(crate) type Handles = Arc<Mutex<Vec<Charge>>>;

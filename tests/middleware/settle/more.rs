@@ -1,4 +1,4 @@
-//! What a handler reserves beside what its request costs beforehand.
+//! Units that a handler reserves in addition to its request's reservation.
 
 use std::error::Error;
 use std::time::Duration;
@@ -22,7 +22,7 @@ struct Plan {
     count: Option<u32>,
 }
 
-/// Tells in the response's extensions what came of it.
+/// A handler that reserves more units, and returns the outcome in the response's extensions.
 async fn more(request: Request<Plan>) -> Result<Response<String>, Infallible> {
     let charge = request
         .extensions()
@@ -102,7 +102,7 @@ async fn the_head_may_settle_all_of_it() {
             (1_000 - cost, cost),
             "{settlement:?}"
         );
-        // It is settled: nothing is reserved any more.
+        // It is settled: no reservation is left.
         drop(response);
         assert_eq!(counted.charged(), cost);
     }
@@ -123,10 +123,10 @@ async fn without_room_nothing_is_reserved() {
     assert_eq!(counted.charged(), 10, "what it costs beforehand");
 }
 
-/// The answer of a handler that passes the denial on has the fields of its policies once.
+/// The response of a handler that returns the denial has the fields of its policies only once.
 #[cfg(feature = "axum")]
 #[tokio::test]
-async fn a_denied_handler_answers_as_the_layer() {
+async fn a_denied_handler_responds_like_the_layer() {
     use axum::{Router, routing::get};
 
     async fn much(charge: Charge) -> Result<(), ReserveError> {
@@ -235,7 +235,7 @@ async fn more_is_no_request_in_flight() {
     );
 }
 
-/// A sum that no `u32` holds is kept all the same.
+/// A sum that exceeds `u32` stays reserved too.
 #[tokio::test(start_paused = true)]
 async fn more_than_a_check_may_cost_is_kept() {
     const MUCH: u32 = 3_000_000_000;
@@ -261,7 +261,7 @@ async fn more_than_a_check_may_cost_is_kept() {
     }
 }
 
-/// Fails what costs more than 100, before it is sent or after.
+/// Fails checks that cost more than 100, before or after they are sent.
 #[derive(Clone)]
 struct Failing(LocalStore, fn() -> StoreError);
 
@@ -295,7 +295,7 @@ async fn a_failing_store_reserves_nothing() {
         )
         .await;
         let Err(error @ ReserveError::Failed(_)) = outcome(&response) else {
-            panic!("at once, and not tried again")
+            panic!("an immediate error, without a retry")
         };
         assert_eq!(error.source().unwrap().to_string(), "refused");
         drop(response);
@@ -304,7 +304,8 @@ async fn a_failing_store_reserves_nothing() {
     }
 }
 
-/// The first part is Redis's, the second one the local store's: each is settled where it was granted.
+/// The first part is granted by Redis, the second one by the local store; each is settled where it
+/// was granted.
 #[tokio::test(start_paused = true)]
 async fn a_fallback_may_grant_what_is_more() {
     let (primary, local, policy) = (
@@ -321,12 +322,12 @@ async fn a_fallback_may_grant_what_is_more() {
     assert!(outcome(&response).is_ok());
     assert_eq!(charged(&primary, Key::GLOBAL, &policy), 10);
     drop(response);
-    // The primary store answers again, and is told what was granted meanwhile.
+    // The primary store recovers, and the fallback's grants are charged there.
     sleep(Duration::from_secs(60)).await;
     assert_eq!(charged(&primary, Key::GLOBAL, &policy), 30);
 }
 
-/// A store that takes so many polls to decide, and then to answer.
+/// A store that needs this number of polls to decide, and again to reply.
 #[derive(Clone)]
 struct Slow(LocalStore, u8);
 
@@ -348,7 +349,7 @@ impl Store for Slow {
     }
 }
 
-/// Dropped at each of its polls, a request is charged what it has counted, in all layers: nothing lost, nothing twice.
+/// Dropped at any of its polls, a request is charged the counted units in all layers, exactly once.
 #[tokio::test(start_paused = true)]
 async fn a_dropped_wait_loses_nothing() {
     let mut ends = [0, 0];
@@ -407,7 +408,7 @@ async fn a_dropped_wait_loses_nothing() {
     );
 }
 
-/// Answers takes after a yield, and nothing else.
+/// Replies to takes after a yield, and never to other checks.
 #[derive(Clone)]
 struct OnlyTakes(LocalStore);
 
@@ -436,7 +437,7 @@ fn over_takes() -> RateLimitLayer<OnlyTakes, Global> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn more_is_asked_before_what_nobody_waits_for() {
+async fn more_is_requested_before_background_operations() {
     let layer = over_takes().settle(|_| Settlement::Refund);
     let service = layer.layer(service_fn(more));
     for _ in 0..2_000 {
@@ -444,12 +445,13 @@ async fn more_is_asked_before_what_nobody_waits_for() {
     }
     let response =
         tokio::time::timeout(Duration::from_millis(100), send(&service, plan(500, None))).await;
-    assert!(outcome(&response.expect("at once")).is_ok());
+    assert!(outcome(&response.expect("an immediate response")).is_ok());
 }
 
-/// A runtime that stands still sends what nobody waits for, and a request on another one asks for more.
+/// A stalled runtime runs the background queue, and a request on another runtime reserves more
+/// units.
 #[test]
-fn more_is_asked_on_the_runtime_of_its_request() {
+fn more_is_requested_on_the_requests_runtime() {
     let runtime = || {
         tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -466,12 +468,12 @@ fn more_is_asked_on_the_runtime_of_its_request() {
     let response = other.block_on(async {
         tokio::time::timeout(Duration::from_secs(3), send(&service, plan(500, None))).await
     });
-    assert!(outcome(&response.expect("at once")).is_ok());
+    assert!(outcome(&response.expect("an immediate response")).is_ok());
 }
 
-/// On a runtime that ends meanwhile, too.
+/// Even if that runtime shuts down in the meantime.
 #[test]
-fn more_that_is_asked_as_a_runtime_ends_is_settled() {
+fn more_from_an_ending_runtime_is_settled() {
     for polls in 0..8 {
         let counted = Count::new();
         let layer = RateLimitLayer::new(
@@ -509,7 +511,7 @@ fn more_that_is_asked_as_a_runtime_ends_is_settled() {
     }
 }
 
-/// The handler does not wait for the answer: the request costs what the head has told.
+/// The handler does not wait for the reply: the request costs what the head has settled.
 #[tokio::test(start_paused = true)]
 async fn a_grant_after_the_head_is_settled() {
     for (settlement, cost) in [

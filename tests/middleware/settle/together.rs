@@ -1,4 +1,5 @@
-//! With what else a layer does: dry runs, shadows, waits, several policies, tiers, layers around layers.
+//! Settlement combined with other features: dry runs, shadows, waiting, several policies, tiers,
+//! nested layers.
 
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
@@ -17,7 +18,7 @@ use tower_redis_ratelimit::store::{ErrorKind, MockStore, StoreError};
 
 use super::*;
 
-/// Counts 3 by its handle, and answers.
+/// A handler that counts 3 units with its charge.
 async fn three(request: Request<String>) -> Result<Response<String>, Infallible> {
     yield_now().await;
     request
@@ -80,7 +81,7 @@ async fn shadows_settle_as_if_enforced() {
     }
 }
 
-/// As a handler that counts in parts of it expects.
+/// A handler that counts parts of its reservation relies on this.
 #[tokio::test]
 async fn the_handle_returns_dry_run_reservations() {
     let count = Count::new();
@@ -99,7 +100,7 @@ async fn the_handle_returns_dry_run_reservations() {
     assert_eq!(count.charged(), 5);
 }
 
-/// The head of the response is there first.
+/// The shadow's reply comes after the head of the response.
 #[tokio::test]
 async fn a_late_shadow_is_settled_too() {
     for (settlement, cost) in [
@@ -115,7 +116,7 @@ async fn a_late_shadow_is_settled_too() {
         let response = tokio::spawn(service.oneshot(request("alice")));
         let taken = questions.recv().await.unwrap();
         assert_eq!((taken.check.mode(), taken.check.cost()), (Mode::Take, 10));
-        // The inner service has answered meanwhile.
+        // Let the inner service respond first.
         for _ in 0..10 {
             yield_now().await;
         }
@@ -144,7 +145,7 @@ async fn dry_run_denials_reserve_nothing() {
 }
 
 #[tokio::test]
-async fn several_policies_settle_alike() {
+async fn several_policies_settle_equally() {
     let count = Count::new();
     let other = quota("other", "200/d");
     let both = Policies::new([count.policy.clone(), other.clone()]).unwrap();
@@ -214,7 +215,7 @@ async fn a_request_that_waited_is_settled() {
     assert_eq!(charged(&store, Key::GLOBAL, &policy), 3);
 }
 
-/// Whose turn came long before the service was ready.
+/// The turn came long before the inner service was ready.
 #[tokio::test(start_paused = true)]
 async fn a_permit_held_for_long_is_settled() {
     let store = LocalStore::default();
@@ -249,7 +250,7 @@ async fn a_permit_held_for_long_is_settled() {
 async fn one_handle_counts_for_all_layers() {
     let (inner, outer, middle) = (Count::new(), Count::new(), Count::new());
     let service = inner.settling(Settlement::AtEnd).layer(service_fn(three));
-    // One that settles nothing is in nobody's way.
+    // A layer in between that does not settle changes nothing.
     let service = middle.layer().layer(service);
     let service = outer
         .settling(Settlement::AtEnd)
@@ -267,7 +268,7 @@ async fn one_handle_counts_for_all_layers() {
     );
 }
 
-/// An outer layer answers in place of the inner one.
+/// An outer layer responds instead of the inner one.
 #[tokio::test]
 async fn outer_denials_have_a_body_too() {
     let (inner, outer) = (Count::new(), Count::new());
@@ -336,7 +337,7 @@ impl Observer for Failures {
     }
 }
 
-/// A store that grants, and fails to settle.
+/// A store that grants takes, and fails settlements.
 fn settles_not(error: StoreError) -> MockStore {
     let store = MockStore::new();
     store.answer(move |check| match check.mode() {
@@ -355,12 +356,12 @@ async fn failed_settlements_are_reported() {
     for (error, cost, tries, lost) in [
         (StoreError::new(ErrorKind::Timeout), 3, 1..=1, 1),
         (unsent(), 13, 55..=75, 1),
-        // In the end there is nothing to refund.
+        // At the end there is nothing to refund.
         (unsent(), 3, 55..=75, 0),
     ] {
         let (store, failures) = (settles_not(error), Failures::default());
         let layer = RateLimitLayer::new(store.clone(), Global, quota("test", "10/m")).cost(|_| 10);
-        // The observer that is set last is notified.
+        // Only the observer that was set last is notified.
         let layer = layer
             .observer(())
             .settle(move |_| Settlement::Cost(cost))
@@ -368,7 +369,7 @@ async fn failed_settlements_are_reported() {
         drop(send(&layer.layer(service_fn(three)), request("alice")).await);
         sleep(Duration::from_secs(90)).await;
         let asked = store.asked().len() - 1;
-        assert!(tries.contains(&asked), "{asked} tries");
+        assert!(tries.contains(&asked), "{asked} attempts");
         assert_eq!(failures.0.load(Relaxed), lost);
     }
 }

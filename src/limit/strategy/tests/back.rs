@@ -1,5 +1,5 @@
-//! What is refunded of a reservation: nobody gets more by it than if the real cost had been charged at once, and under
-//! windows and logs nobody gets less.
+//! Refunds of reservations: they give no caller more than charging the real cost at the start
+//! would. Under windows and logs, they also give no caller less.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -8,18 +8,18 @@ use crate::limit::{Decision, Source};
 
 const START: i64 = 1_790_000_000_000_000;
 
-/// A take whose real cost turns out later to be less.
+/// A take whose real cost later turns out to be lower.
 struct Reservation {
     decision: Decision,
     at: i64,
-    /// Its place among all that was granted.
-    place: usize,
+    /// Its index among the grants.
+    index: usize,
 }
 
-/// What was granted: when, and how much of it is real, as far as is known.
+/// The time of each grant, and its real cost so far.
 type Granted = Vec<(i64, i64)>;
 
-/// The states of a caller who was charged only what was real, each at its time.
+/// Returns the states of a caller who was charged only the real costs, each at its time.
 fn counterfactual(policies: &Policies, granted: &Granted) -> Vec<State> {
     let mut states: Vec<_> = policies
         .iter()
@@ -33,14 +33,15 @@ fn counterfactual(policies: &Policies, granted: &Granted) -> Vec<State> {
     states
 }
 
-/// Whether what is refunded is just what was not needed, whoever else was charged meanwhile. What refills little by little
-/// cannot know that.
+/// Returns `true` if a refund returns exactly the unused cost, even if others were charged since. A
+/// gradually refilling strategy cannot do that.
 fn is_exact(strategy: Strategy) -> bool {
     is_monotone(strategy) && !strategy.frees().has_burst()
 }
 
-/// Reserves, refunds, and compares all the time what is left with what would be left if only the real cost had been
-/// charged: `compare` is told both, and of what. Reservations are refunded at up to so many times their age.
+/// Reserves and refunds at random. After each step, passes `compare` the remaining capacity, and
+/// what would remain if only the real costs had been charged. Refunds claim an age of up to `1 +
+/// longer` times the real one.
 fn reserve_and_refund(
     strategies: impl Fn(Strategy) -> bool,
     longer: f64,
@@ -105,7 +106,7 @@ fn reserve_and_refund(
                         open.push(Reservation {
                             decision,
                             at: now,
-                            place: granted.len(),
+                            index: granted.len(),
                         });
                         granted.push((now, cost.into()));
                     }
@@ -113,10 +114,10 @@ fn reserve_and_refund(
                     let Reservation {
                         decision,
                         at,
-                        place,
+                        index,
                     } = open.swap_remove(rng.usize(..open.len()));
                     let cost = rng.u32(0..=decision.granted());
-                    granted[place].1 -= i64::from(cost);
+                    granted[index].1 -= i64::from(cost);
                     let age =
                         Duration::from_micros((now - at) as u64).mul_f64(1.0 + longer * rng.f64());
                     let check = decision.refund(Key::GLOBAL, cost, age).next();
@@ -130,7 +131,7 @@ fn reserve_and_refund(
                             .map(|state| preview(state, policy.params(), at).room);
                         compare(ours, real, &|| {
                             format!(
-                                "seed {seed}, {policy:?}: {ours} is left at {at}, {real} really; {granted:?}"
+                                "seed {seed}, {policy:?}: {ours} remain at {at}, {real} expected; {granted:?}"
                             )
                         });
                     }
@@ -163,21 +164,22 @@ fn windows_and_logs_refund_the_whole_difference() {
     });
 }
 
-/// When something is asked, how much, and how much of it is refunded later.
-type Asked = (i64, u32, u32);
+/// The time of a take, its cost, and the part of it that is refunded later.
+type Taken = (i64, u32, u32);
 
-/// How many were denied that would give something back, and that would give nothing back; and the sum of what was kept.
+/// Returns the number of denied takes that would have been partly refunded, and of those that would
+/// not; and the total cost that was kept.
 fn settled_later(
     strategy: Strategy,
     quota: Quota,
-    asked: impl Iterator<Item = Asked>,
+    takes: impl Iterator<Item = Taken>,
     later: i64,
 ) -> ([u32; 2], u64) {
     let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
     let mut state = [State::fresh(strategy)];
     let mut open: VecDeque<(i64, Decision, u32)> = VecDeque::new();
     let (mut denied, mut kept) = ([0, 0], 0);
-    for (now, cost, back) in asked {
+    for (now, cost, back) in takes {
         while open.front().is_some_and(|(at, ..)| at + later <= now) {
             let (at, decision, back) = open.pop_front().unwrap();
             for check in decision.refund(Key::GLOBAL, back, Duration::from_micros(later as u64)) {
@@ -199,7 +201,8 @@ fn settled_later(
 
 const SECOND: i64 = 1_000_000;
 
-/// Only failures count, 5 in a minute: who types one wrong password in ten minutes is never locked out.
+/// Only failures count, 5 per minute: a user who mistypes a password once in ten minutes is never
+/// locked out.
 #[test]
 fn a_right_password_is_never_denied() {
     let mut locked_out = vec![];
@@ -208,9 +211,9 @@ fn a_right_password_is_never_denied() {
         .copied()
         .chain([Strategy::SlidingWindow { cells: 60 }])
     {
-        // One each 10 s for 3 hours: wrong is the first of each ten minutes.
-        let asked = (0..1_080).map(|i| (START + 10 * i * SECOND, 1, u32::from(i % 60 != 0)));
-        let ([right, wrong], _) = settled_later(strategy, Quota::per_minute(5), asked, SECOND / 10);
+        // One attempt every 10 s for 3 hours: the first of every ten minutes is wrong.
+        let takes = (0..1_080).map(|i| (START + 10 * i * SECOND, 1, u32::from(i % 60 != 0)));
+        let ([right, wrong], _) = settled_later(strategy, Quota::per_minute(5), takes, SECOND / 10);
         println!("{strategy:?}: {right} right passwords denied, {wrong} wrong ones");
         locked_out.extend((right + wrong > 0).then_some((strategy, right, wrong)));
     }
@@ -220,17 +223,17 @@ fn a_right_password_is_never_denied() {
     );
 }
 
-/// Who reserves five times what is needed can use as much of the quota as who charges what is needed, but for what is under
-/// way.
+/// Reserving five times the real cost leaves as much of the quota usable as reserving the real
+/// cost, except for reservations that are still open.
 #[test]
 fn excess_reservations_do_not_exhaust_the_quota() {
     const MINUTES: i64 = 10;
     let mut unused = vec![];
     for &strategy in Strategy::ALL {
-        // Twice as much is asked for as there is.
+        // The demand is twice the quota.
         let used = |cost| {
-            let asked = (0..20 * 60 * MINUTES).map(|i| (START + i * SECOND / 20, cost, cost - 100));
-            settled_later(strategy, Quota::per_minute(60_000), asked, SECOND / 10).1 as f64
+            let takes = (0..20 * 60 * MINUTES).map(|i| (START + i * SECOND / 20, cost, cost - 100));
+            settled_later(strategy, Quota::per_minute(60_000), takes, SECOND / 10).1 as f64
         };
         let share = used(500) / used(100);
         println!(
@@ -242,8 +245,8 @@ fn excess_reservations_do_not_exhaust_the_quota() {
     assert!(unused.is_empty(), "usable parts of the quota: {unused:?}");
 }
 
-/// In each window, and between two refills of a bucket, no more is kept than the policy allows: also where a charge that is
-/// refunded has begun them.
+/// In each window, and between two refills of a bucket, the kept cost is within the limit, even if
+/// a refunded charge started the window.
 #[test]
 fn refunds_keep_each_window_within_limit() {
     for strategy in Strategy::ALL
@@ -262,7 +265,7 @@ fn refunds_keep_each_window_within_limit() {
             let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
             let mut state = [State::fresh(strategy)];
             let (mut now, mut open): (i64, Vec<Reservation>) = (START, vec![]);
-            // By when the window ends, or the bucket is refilled: what was kept.
+            // The kept cost per end of a window, or time of a refill.
             let mut kept: BTreeMap<i64, i64> = BTreeMap::new();
             for _ in 0..60 {
                 now += [
@@ -283,7 +286,7 @@ fn refunds_keep_each_window_within_limit() {
                         open.push(Reservation {
                             decision,
                             at: now,
-                            place: 0,
+                            index: 0,
                         });
                     }
                 } else {
@@ -308,8 +311,8 @@ fn refunds_keep_each_window_within_limit() {
     }
 }
 
-/// Of a caller of whom nobody else asks anything, all is as if only the rest had been charged; also when others have
-/// reserved at the same time, whatever the order in which they refund.
+/// If a caller does nothing else, the state equals one in which only the rest was charged. That
+/// also holds for several reservations at the same time, refunded in any order.
 #[test]
 fn an_immediate_refund_restores_the_excess() {
     for (seed, &strategy) in Strategy::ALL.iter().enumerate() {
@@ -321,7 +324,7 @@ fn an_immediate_refund_restores_the_excess() {
                 .into();
             let params = policies[0].params();
             let mut state = [State::fresh(strategy)];
-            // The clock's windows begin in it.
+            // A random time within a window of the clock.
             let now = START - START.rem_euclid(60_000_000) + rng.i64(0..60_000_000);
             let age = if rng.bool() {
                 0
@@ -386,6 +389,9 @@ fn a_reset_allows_at_most_twice_capacity() {
             most = most.max(used);
             assert!(used <= 40, "{strategy:?}: {used} of 20 after step {step}");
         }
-        assert!(most > 20, "{strategy:?}: the reset lets pass more");
+        assert!(
+            most > 20,
+            "{strategy:?}: the reset allows more than the capacity"
+        );
     }
 }

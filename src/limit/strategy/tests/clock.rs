@@ -1,10 +1,10 @@
 use super::*;
 
-/// A state of a clock that was ahead locks nobody out, and grants nothing for it.
+/// A state from a clock that was ahead locks no caller out, and grants nothing extra.
 #[test]
-fn a_backward_clock_locks_nobody_out() {
+fn a_backward_clock_locks_no_caller_out() {
     let mut rng = Rng::with_seed(0);
-    // With some charges that have flowed back by then, or with none.
+    // With some charges that have expired since, or without.
     for (&strategy, before) in Strategy::ALL
         .iter()
         .flat_map(|strategy| [(strategy, 0), (strategy, 25)])
@@ -23,7 +23,7 @@ fn a_backward_clock_locks_nobody_out() {
             .decide(&mut state, now)
             .granted;
         assert!(rest == 10 || before > 0);
-        // An hour back, as after a failover to another host.
+        // The clock goes back an hour, as after a failover to another host.
         now -= 3_600_000_000;
         let verdicts = take(1).decide(&mut state, now);
         assert_eq!(
@@ -48,7 +48,8 @@ fn a_backward_clock_locks_nobody_out() {
     }
 }
 
-/// Of a log and of cells, a step back of the clock moves what was charged after it, and nothing else; a denial saves that.
+/// In logs and cells, a step back of the clock moves the charges made after it, and no others. A
+/// denial saves the moved charges.
 #[test]
 fn a_small_step_back_moves_later_charges() {
     const START: i64 = 1_790_000_000_000_000;
@@ -61,7 +62,7 @@ fn a_small_step_back_moves_later_charges() {
             .into();
         let mut state = [State::fresh(strategy)];
         let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
-        // One every millisecond, then a step back of 1 ms.
+        // One charge every millisecond, then a step back of 1 ms.
         for i in 0..1000 {
             assert_eq!(take(1).decide(&mut state, START + i * 1_000).granted, 1);
         }
@@ -73,7 +74,7 @@ fn a_small_step_back_moves_later_charges() {
                 "{strategy:?}: a wait of {wait} us for the first of them"
             );
         }
-        // All is as it would have been, but for that last millisecond.
+        // Without the step, only the last millisecond would differ.
         for left in [1000, 999, 500, 100, 2] {
             let at = START + 1_000_000 + (1000 - left) * 1_000;
             let remaining = take(0).decide(&mut state, at).first().remaining;
@@ -87,7 +88,7 @@ fn a_small_step_back_moves_later_charges() {
             (1_000_000..=1_002_000).contains(&reset),
             "{strategy:?}: fresh after {reset} us"
         );
-        // What is charged meanwhile counts from now on, and what comes later follows it.
+        // A charge made now counts from now, and later charges follow it.
         for at in [now + 3_000, now + 5_000] {
             assert_eq!(take(1).decide(&mut state, at).granted, 1, "{strategy:?}");
         }

@@ -1,8 +1,8 @@
 use super::*;
 
-/// Grants, what remains, how long to wait and when all is fresh: each is what the definition says, to the microsecond.
+/// The grants, the remaining capacity, the wait and the reset equal those of the definition, to the microsecond.
 #[test]
-fn every_strategy_is_its_definition() {
+fn every_strategy_equals_its_definition() {
     for (seed, &strategy) in Strategy::ALL.iter().enumerate() {
         let mut rng = Rng::with_seed(seed as u64);
         let mut denied = 0;
@@ -106,12 +106,12 @@ fn every_strategy_is_its_definition() {
     }
 }
 
-/// A rate that is not whole in ticks is never too high, and too low by less than 0.1 %.
+/// A rate that is not an integer number of ticks is never too high, and less than 0.1 % too low.
 #[test]
-fn every_rate_is_right() {
+fn every_rate_is_accurate() {
     let mut rng = Rng::with_seed(0);
     for _ in 0..100_000 {
-        // Evenly over the orders of magnitude.
+        // Uniform over the orders of magnitude.
         let mut size = |bits: u32| {
             let bits = rng.u32(1..=bits);
             rng.u64(1..1 << bits)

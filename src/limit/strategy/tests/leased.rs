@@ -1,9 +1,10 @@
-//! What is charged ahead and spent later: of a policy that is leased, never more than the quota as it was stated allows.
+//! Leased quota that is charged in advance and spent later: never more than the original quota
+//! allows.
 
 use super::*;
 
-/// What may be spent from a time to another that is so much later, in microseconds, as the definitions of the strategies
-/// bound it.
+/// Returns the maximum cost that may be spent between two times that are `time` microseconds apart,
+/// by the strategy's definition.
 pub(crate) fn most_spent(strategy: Strategy, quota: Quota, time: i64) -> i64 {
     let (limit, period) = (i64::from(quota.limit()), quota.period().as_micros() as i64);
     let (burst, periods) = (i64::from(quota.capacity()), time / period);
@@ -13,15 +14,15 @@ pub(crate) fn most_spent(strategy: Strategy, quota: Quota, time: i64) -> i64 {
         }
         Strategy::TokenBucket(Refill::Interval) => burst + limit * (periods + 1),
         Strategy::SlidingLog | Strategy::SlidingWindow { .. } => limit * (periods + 1),
-        // Of the window before as much counts as the window that slides has of it.
+        // The previous window counts by the fraction that the sliding window overlaps.
         Strategy::SlidingCounter => limit + (limit * time.max(period) + period - 1) / period,
-        // As many windows may be touched.
+        // The number of windows that the interval can touch.
         Strategy::FixedWindow(_) => limit * (periods + 2),
     }
 }
 
-/// Blocks are charged at random times, and each of their units is spent at a random time before the block dies. Between any
-/// two spendings no more is spent than the stated quota lets pass between two times so far apart.
+/// Charges blocks at random times, and spends each unit at a random time before its block expires.
+/// Between any two spendings, no more is spent than the original quota allows.
 #[test]
 fn blocks_spent_late_stay_within_quota() {
     for (seed, &strategy) in Strategy::ALL.iter().enumerate() {
@@ -59,7 +60,7 @@ fn blocks_spent_late_stay_within_quota() {
                 let window =
                     matches!(strategy, Strategy::FixedWindow(_)).then(|| verdicts.first().reset);
                 let lives = lease.min(window.unwrap_or(lease));
-                // Often all at one end, so that the units of two blocks meet.
+                // Often use the first or last moment, so that units of two blocks meet.
                 let end = [0, lives - 1][rng.usize(..2)];
                 for _ in 0..verdicts.granted {
                     spent.push(now + if rng.bool() { end } else { rng.i64(0..lives) });
@@ -79,6 +80,6 @@ fn blocks_spent_late_stay_within_quota() {
                 }
             }
         }
-        println!("{strategy:?}: {tight} times just as much");
+        println!("{strategy:?}: {tight} times exactly the maximum");
     }
 }

@@ -1,4 +1,5 @@
-//! Every strategy against its definition: a naive model that keeps every grant and reckons in fractions.
+//! Compares every strategy with its definition: a naive model that stores every grant and computes
+//! with fractions.
 
 mod back;
 mod clock;
@@ -16,7 +17,7 @@ use super::ask::{Ask, Preview};
 use super::{Align, Params, Snapshot, Strategy, sliding_log, strategies};
 use crate::limit::{Charged, Check, Key, Mode, Outcome, Policies, Policy, Quota, Refill, State};
 
-/// A state at a moment.
+/// Previews a state at a time.
 fn preview(state: &State, params: &Params, now: i64) -> Preview {
     state.preview(
         params,
@@ -31,7 +32,7 @@ fn preview(state: &State, params: &Params, now: i64) -> Preview {
     )
 }
 
-/// All that was granted, and what the definition says of one more.
+/// All grants, from which a strategy's definition decides on another one.
 #[derive(Clone)]
 pub(crate) struct Model {
     pub(super) strategy: Strategy,
@@ -53,7 +54,7 @@ impl Model {
         }
     }
 
-    /// The sum of what was granted at times that `counts`.
+    /// Returns the total cost granted at times for which `counts` is `true`.
     pub(super) fn granted(&self, counts: impl Fn(i128) -> bool) -> i128 {
         self.grants
             .iter()
@@ -63,7 +64,7 @@ impl Model {
     }
 }
 
-/// Whether a strategy would grant a cost now, by its definition.
+/// Implements the decision of each strategy's definition.
 macro_rules! define {
     ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, $kinds:tt;)*) => {
         impl Model {
@@ -76,9 +77,9 @@ macro_rules! define {
 
 strategies!(define);
 
-// What differs between strategies for the tests. Of one that is not named, the last line of each holds.
+// Differences between strategies for the tests. The last arm of each function is the default.
 
-/// The same strategy, with other parameters.
+/// Returns the strategy with random parameters.
 pub(super) fn vary(rng: &mut Rng, strategy: Strategy) -> Strategy {
     match strategy {
         Strategy::FixedWindow(Align::Clock { .. }) => Strategy::FixedWindow(Align::Clock {
@@ -91,8 +92,9 @@ pub(super) fn vary(rng: &mut Rng, strategy: Strategy) -> Strategy {
     }
 }
 
-/// Whether a charge can never leave more room later: not where it begins a window or an interval that begins later without
-/// it. There the windows of the caller are as long as ever, but others.
+/// Returns `true` if a charge can never increase the capacity that remains later. It can if it
+/// starts a window or an interval that would otherwise start later: the caller's windows keep their
+/// length, but are shifted.
 fn is_monotone(strategy: Strategy) -> bool {
     !matches!(
         strategy,
@@ -100,7 +102,7 @@ fn is_monotone(strategy: Strategy) -> bool {
     )
 }
 
-/// Quotas whose intervals are whole in ticks, which most are.
+/// Returns a random quota whose interval is an integer number of ticks, as in most quotas.
 fn quota(rng: &mut Rng, strategy: Strategy) -> Quota {
     let quota = match rng.u8(..8) {
         0 => Quota::per_second(3),

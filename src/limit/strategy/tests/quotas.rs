@@ -2,7 +2,7 @@ use std::num::NonZeroU32;
 
 use super::*;
 
-/// A limit that changes takes effect immediately, and is no fresh start.
+/// A changed limit takes effect immediately, and keeps the count.
 #[test]
 fn a_changed_limit_is_no_fresh_start() {
     let mut rng = Rng::with_seed(0);
@@ -33,7 +33,7 @@ fn a_changed_limit_is_no_fresh_start() {
                 peek.first().remaining <= most,
                 "{strategy:?} {old} to {new}: {peek:?}"
             );
-            // What is denied passes after the wait that it was told, by the new limit.
+            // A denied check is allowed after the reported wait, by the new limit.
             let all = Check::take(Key::GLOBAL, &new_policies, new);
             let wait = all.decide(&mut state, now).first().wait;
             let later = all.clone().decide(&mut state, now + wait);
@@ -47,9 +47,9 @@ fn a_changed_limit_is_no_fresh_start() {
     }
 }
 
-/// What is refunded under a lowered limit is taken out of the whole count.
+/// A refund under a lowered limit is deducted from the whole count.
 #[test]
-fn a_lowered_limit_forgets_no_charge() {
+fn a_lowered_limit_keeps_all_charges() {
     let mut rng = Rng::with_seed(0);
     for &strategy in Strategy::ALL
         .iter()
@@ -83,8 +83,8 @@ fn a_lowered_limit_forgets_no_charge() {
     }
 }
 
-/// A state that goes on from what another store said grants no more than that store would have, now or later, and is
-/// fresh when it would have been. Under a share, all instances together grant no more.
+/// A state that continues another store's count grants at most as much as that store would, now or later, and is fresh at the
+/// same time. With shares, all instances together do not exceed that either.
 #[test]
 fn a_warmed_state_grants_no_more() {
     let mut rng = Rng::with_seed(0);
@@ -122,7 +122,7 @@ fn a_warmed_state_grants_no_more() {
                 );
                 let room_of_all =
                     |at| i64::from(instances.get()) * preview(&part, share.params(), at).room;
-                // A time is told rounded up to the microsecond, in which so much may flow back.
+                // The reported time is rounded up to the microsecond, in which this much may refill.
                 let flows = if strategy.frees().is_gradual() {
                     1 + params.ticks / params.interval
                 } else {
@@ -159,7 +159,7 @@ fn a_warmed_state_grants_no_more() {
     }
 }
 
-/// However far the limit falls below what is charged, that can be refunded and forgotten.
+/// Charges can be refunded and reset even if they are far above a lowered limit.
 #[test]
 fn charges_above_a_lowered_quota_are_refundable() {
     let mut rng = Rng::with_seed(0);

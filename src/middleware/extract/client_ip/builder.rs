@@ -7,9 +7,9 @@ use super::ClientIp;
 use super::trust::{Trust, Trusted, cover_all, untrusted};
 use crate::error::ConfigError;
 
-/// A [`ClientIp`] of which only the header is known. It lacks the trusted proxies.
+/// A [`ClientIp`] that reads a known header, but has no trusted proxies yet.
 #[derive(Debug, Clone)]
-#[must_use = "say who is trusted, by `trust` or `hops`"]
+#[must_use = "name the trusted proxies with `trust` or `hops`"]
 pub struct ClientIpBuilder {
     header: Result<HeaderName, ConfigError>,
 }
@@ -26,16 +26,17 @@ impl ClientIpBuilder {
     /// - an address, such as `"203.0.113.7"`,
     /// - `"private"`: 10.0.0.0/8, 172.16.0.0/12, 192.168.0.0/16 (RFC 1918), fc00::/7 (RFC 4193) and `"loopback"`,
     /// - `"loopback"`: 127.0.0.0/8 and ::1,
-    /// - `"unix"`: a peer on a unix socket. A peer without any recorded address is taken for one too, since axum
-    ///   records none for a unix socket; so a server that listens on TCP as well has to record the addresses there.
+    /// - `"unix"`: a peer on a unix socket. A peer without a recorded address also counts as one,
+    ///   since axum records none for unix sockets. So a server that also listens on TCP must record
+    ///   the addresses there.
     ///
     /// Name networks that contain only proxies. Any of their addresses may write any address into the header: with
     /// `"private"`, so may your office, if it reaches the service by private addresses.
     ///
     /// # Errors
     ///
-    /// For another text; for networks of all addresses, such as `0.0.0.0/0` or its halves; for no network; and for a
-    /// text that cannot be the name of a header.
+    /// For any other text; if the networks cover all addresses, such as `0.0.0.0/0` or its two
+    /// halves; if there is no network; and if the name is not a valid header name.
     pub fn trust<T: AsRef<str>>(
         self,
         proxies: impl IntoIterator<Item = T>,
@@ -65,7 +66,7 @@ impl ClientIpBuilder {
                 .join(", ");
             return Err(untrusted(
                 &text,
-                "together they cover every address, so that clients were believed too",
+                "together they cover every address, so any client could forge the header",
             ));
         }
         Ok(ClientIp::behind(header, Trust::Networks(trusted)))
@@ -77,10 +78,12 @@ impl ClientIpBuilder {
     /// The client is then this entry from the right: `hops(1)` takes the last one, which the peer wrote. A header of
     /// fewer entries yields its first one.
     ///
-    /// For proxies whose addresses change. Every request has to pass all of them: a client that bypasses a proxy, such
-    /// as by a load balancer's address behind a CDN, can choose the entry that counts.
+    /// Use it for proxies whose addresses change. Every request must pass through all of them: a
+    /// client that bypasses one, such as a CDN in front of a public load balancer, can choose the
+    /// entry that counts.
     ///
-    /// With a header of a [single value](ClientIp::header), only the peer matters: any number is the same.
+    /// With a header of a [single value](ClientIp::header), only the peer matters, so every number
+    /// means the same.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! Feature `serde`: where the address of the client is read, as a table.
+//! Feature `serde`: a `ClientIp` as a table.
 
 use std::num::NonZeroU8;
 
@@ -67,13 +67,13 @@ impl Setting for ClientIp {
                 .hops(hops.get())
                 .map_err(D::Error::custom),
             (Some(header), None, None) => Err(D::Error::custom(format_args!(
-                "no proxy is trusted to write {header:?}: set it by `trust = [\"private\"]` or by `hops = 1`"
+                "no proxy is trusted to write {header:?}: set `trust = [\"private\"]` or `hops = 1`"
             ))),
             (Some(_), Some(_), Some(_)) => Err(D::Error::custom(
-                "`trust` and `hops` are both set: leave one out",
+                "`trust` and `hops` are both set: remove one",
             )),
             (None, ..) => Err(D::Error::custom(
-                "the header that the trusted proxies write is missing: add it, such as `header = \"x-forwarded-for\"`",
+                "the header that the trusted proxies write is missing: set it, such as `header = \"x-forwarded-for\"`",
             )),
         }?;
         Ok(Self {

@@ -5,10 +5,11 @@ use std::net::IpAddr;
 
 use super::node;
 
-/// The addresses of a line's elements from the right, `None` for an element without one.
+/// Returns the addresses of a line's elements from right to left, `None` for an element without an
+/// address.
 ///
-/// An element is found by its own bytes, whatever is to the left of it: a client that opens a quoted string there cannot
-/// pull into it what a proxy has appended.
+/// An element is parsed from the right, independently of the bytes to its left: a client cannot
+/// open a quoted string there that swallows the element that a proxy has appended.
 pub(super) fn elements(line: &[u8]) -> impl Iterator<Item = Option<IpAddr>> {
     let mut left = Some(line);
     iter::from_fn(move || {
@@ -16,7 +17,7 @@ pub(super) fn elements(line: &[u8]) -> impl Iterator<Item = Option<IpAddr>> {
         let mut quoted = false;
         for (at, byte) in line.iter().enumerate().rev() {
             match byte {
-                // The one that closes a string comes first here, the one that opens it last.
+                // Read backwards: the closing quote of a string comes before its opening one.
                 b'"' => quoted = !quoted || is_escaped(line, at),
                 b',' if !quoted => {
                     left = Some(&line[..at]);
@@ -29,7 +30,7 @@ pub(super) fn elements(line: &[u8]) -> impl Iterator<Item = Option<IpAddr>> {
     })
 }
 
-/// Whether this byte of a quoted string stands behind an odd number of backslashes.
+/// Returns `true` if an odd number of backslashes precedes this byte of a quoted string.
 fn is_escaped(line: &[u8], at: usize) -> bool {
     line[..at]
         .iter()
@@ -40,12 +41,13 @@ fn is_escaped(line: &[u8], at: usize) -> bool {
         == 1
 }
 
-/// The address in an element's `for`, if the element is well-formed and has one `for`.
+/// Returns the address of an element's `for`, if the element is well-formed and has exactly one
+/// `for`.
 fn client(element: &[u8]) -> Option<IpAddr> {
     let mut client = None;
     let mut rest = element.trim_ascii();
     while !rest.is_empty() {
-        // RFC 7239 lets a pair be empty.
+        // RFC 7239 allows empty pairs.
         if let Some(next) = rest.strip_prefix(b";") {
             rest = next.trim_ascii_start();
             continue;
@@ -65,12 +67,12 @@ fn client(element: &[u8]) -> Option<IpAddr> {
 
 enum Value<'a> {
     Token(&'a [u8]),
-    /// What stands between the quotes.
+    /// The text between the quotes.
     Quoted(&'a [u8]),
 }
 
 impl<'a> Value<'a> {
-    /// The value at the start of a text, and what follows.
+    /// Splits a text after its leading value.
     fn split(text: &'a [u8]) -> Option<(Self, &'a [u8])> {
         let Some(string) = text.strip_prefix(b"\"") else {
             let (token, next) = text.split_at(
@@ -93,7 +95,7 @@ impl<'a> Value<'a> {
     }
 }
 
-/// Where the string, of which this is what stands behind its opening quote, is closed.
+/// Returns the index of the closing quote in the text after the opening quote.
 fn end_of_string(string: &[u8]) -> Option<usize> {
     let mut escaped = false;
     string.iter().position(|byte| {
@@ -103,9 +105,9 @@ fn end_of_string(string: &[u8]) -> Option<usize> {
     })
 }
 
-/// The address in a string with escaped characters. It needs none, but may have them.
+/// Parses the address in a string with escaped characters, which are unnecessary but allowed.
 fn unescaped(text: &[u8]) -> Option<IpAddr> {
-    // Long enough for every address.
+    // Longer than any address.
     let (mut buffer, mut len) = ([0; 64], 0);
     let mut bytes = text.iter();
     while let Some(byte) = bytes.next() {

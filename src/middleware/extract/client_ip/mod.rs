@@ -21,8 +21,9 @@ use crate::limit::Key;
 
 /// Counts by the address of the client, for services behind proxies; IPv6 by its /64 network.
 ///
-/// Proxies write the client's address into a header, to which a client may write too. So choose one header, and name
-/// the proxies that you trust to write it: by their networks or by their number.
+/// Proxies write the client's address into a header, but a client may send that header too. So
+/// choose one header, and name the proxies that you trust to write it: by their networks or by
+/// their number.
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::ClientIp;
@@ -34,7 +35,7 @@ use crate::limit::Key;
 /// let client = ClientIp::x_forwarded_for().trust(["private", "203.0.113.0/24", "2001:db8:cd::/48"])?;
 /// // two proxies, wherever they are, that write `Forwarded` (RFC 7239)
 /// let client = ClientIp::forwarded().hops(2)?;
-/// // a CDN that sets a header of its own
+/// // a CDN that sets a separate header
 /// let client = ClientIp::header("cf-connecting-ip").trust(["173.245.48.0/20", "2400:cb00::/32"])?;
 /// // customers who get a /56 each
 /// let client = ClientIp::x_forwarded_for().trust(["private"])?.ipv6_prefix(56)?;
@@ -45,35 +46,39 @@ use crate::limit::Key;
 ///
 /// # How the client is found
 ///
-/// Every proxy appends the address that it was called from. So the walk starts at the peer, at the address of the
-/// connection. As long as the current hop is trusted, the walk continues with what that hop has written: the next entry
-/// from the right, over all lines of the header, from the last line to the first. The first hop that is not trusted is
-/// the client. Nothing to the left of the client's entry is read.
+/// Every proxy appends the address from which it was called. The walk starts at the peer, which is
+/// the address of the connection. While the current hop is trusted, the walk continues with the
+/// entry that this hop has written: the next one from the right, over all lines of the header, from
+/// the last line to the first. The first untrusted hop is the client. Entries to the left of the
+/// client's are not read.
 ///
-/// The walk ends before that, at **the nearest trusted hop**, if it meets
-/// - the header's end: a trusted proxy is itself the client, such as for its health checks,
-/// - an entry without an address: `unknown`, `_hidden`, nothing between two commas, or what is malformed,
+/// The walk ends earlier, at **the nearest trusted hop**, if it reaches
+/// - the end of the header: a trusted proxy is itself the client, for example for its health
+///   checks,
+/// - an entry without an address: `unknown`, `_hidden`, an empty entry, or a malformed one,
 /// - 255 entries of trusted hops.
 ///
-/// All clients of a proxy that hides their addresses are thus counted together, by the address of the proxy.
+/// So if a proxy hides the addresses of its clients, all of them are counted together, under the
+/// proxy's address.
 ///
 /// | entry | is |
 /// |---|---|
 /// | `192.0.2.7`, `192.0.2.7:4711` | 192.0.2.7: a port of digits, or an obfuscated one (`:_web`), is left out |
 /// | `2001:db8::7`, `[2001:db8::7]`, `[2001:db8::7]:4711` | 2001:db8::7. Without brackets there is no port: `2001:db8::7:4711` is another address |
-/// | `fe80::7%eth0`, `[fe80::7%eth0]:4711` | fe80::7, for a zone means something only to who wrote it |
+/// | `fe80::7%eth0`, `[fe80::7%eth0]:4711` | fe80::7, since a zone is meaningful only on the host that wrote it |
 /// | `::ffff:192.0.2.7` (IPv4-mapped) | 192.0.2.7, also where networks are trusted |
 /// | `64:ff9b::192.0.2.7` (NAT64), `2002:c000:207::` (6to4) | counted as 192.0.2.7, but trusted only if their own network is |
 /// | `0.0.0.0`, `::` | no address: malformed |
-/// | `for="[2001:db8::7]:4711";proto=https` in `Forwarded` | the address in `for`, in any case, quoted or not, in whatever place. An element without `for`, with two of them or with an open string is malformed |
+/// | `for="[2001:db8::7]:4711";proto=https` in `Forwarded` | the address in `for`: in any case, quoted or not, at any position. An element without `for`, with two of them or with an open string is malformed |
 ///
-/// `X-Forwarded-For` knows no quotes, and a comma always ends an entry there.
+/// In `X-Forwarded-For`, quotes have no meaning: a comma always ends an entry.
 ///
 /// # Who the peer is
 ///
-/// The address of the connection is read where [`PeerIp`](crate::extract::PeerIp) reads it. An [`IpAddr`] that your
-/// application has put into the request's extensions wins here too: then the header is ignored. Headers are also
-/// ignored unless the peer is trusted, and all but the one that you chose.
+/// `ClientIp` reads the address of the connection from the same place as
+/// [`PeerIp`](crate::extract::PeerIp). An [`IpAddr`] that your application has inserted into the
+/// request's extensions takes precedence here too: then the header is ignored. Headers are also
+/// ignored unless the peer is trusted, as are all headers except the chosen one.
 ///
 /// Peers on unix sockets have no address. They are counted together, unless the header has an address.
 ///
@@ -123,8 +128,8 @@ enum Form {
 }
 
 impl ClientIp {
-    /// How many trusted hops are passed at most: so that a client that is trusted by mistake cannot cause endless
-    /// reading.
+    /// Maximum number of trusted hops in a walk. It bounds the work if a client is trusted by
+    /// mistake.
     const MAX_HOPS: usize = u8::MAX as usize;
 
     /// Reads `X-Forwarded-For`: addresses with commas between them, each written by the hop behind it.
@@ -137,13 +142,14 @@ impl ClientIp {
         ClientIpBuilder::new("forwarded")
     }
 
-    /// Reads a header that holds one address, such as `CF-Connecting-IP`, `True-Client-IP` or `X-Real-IP`. Its address
-    /// is the client, be it trusted or not. A header with anything else, or that appears twice, is malformed: the peer
-    /// is counted.
+    /// Reads a header that holds one address, such as `CF-Connecting-IP`, `True-Client-IP` or
+    /// `X-Real-IP`. Its address is the client, even if it is a trusted address. A header with other
+    /// content, or one that is repeated, is malformed: then the peer is counted.
     ///
-    /// The header has to be one that the trusted peer sets on every request, and never takes over from the client.
+    /// Use a header that the trusted peer sets on every request, overwriting the client's value.
     ///
-    /// `X-Forwarded-For` and `Forwarded`, in any case, are read as lists, as they are by the functions of their names.
+    /// `X-Forwarded-For` and `Forwarded`, in any case, are read as lists, as by the functions of
+    /// the same names.
     ///
     /// [`trust`](ClientIpBuilder::trust) and [`hops`](ClientIpBuilder::hops) return an error if this is not a valid
     /// header name.
@@ -151,8 +157,8 @@ impl ClientIp {
         ClientIpBuilder::new(name)
     }
 
-    /// Reads no header: as [`PeerIp`](crate::extract::PeerIp), for services that have a proxy only in some deployments,
-    /// and with a configurable prefix.
+    /// Reads no header, like [`PeerIp`](crate::extract::PeerIp), but with a configurable prefix.
+    /// For services that have a proxy only in some deployments.
     pub fn peer() -> Self {
         Self {
             forwarding: None,
@@ -176,12 +182,12 @@ impl ClientIp {
         }
     }
 
-    /// Sets how many bits of an IPv6 address are counted by. Defaults to 64, since one host owns all addresses of a
-    /// /64.
+    /// Sets the number of bits of an IPv6 address that identify a caller. Defaults to 64, since one
+    /// host owns all addresses of a /64.
     ///
     /// # Errors
     ///
-    /// Unless it is from 1 to 128.
+    /// If `bits` is not in 1..=128.
     pub fn ipv6_prefix(self, bits: u8) -> Result<Self, ConfigError> {
         match bits {
             1..=128 => Ok(Self {
@@ -189,7 +195,7 @@ impl ClientIp {
                 ..self
             }),
             _ => Err(ConfigError::new(format!(
-                "an IPv6 prefix of {bits} bits: write 1 to 128, such as 64, which one host owns"
+                "an IPv6 prefix of {bits} bits: use 1 to 128, such as 64, the network of one host"
             ))),
         }
     }
@@ -262,15 +268,15 @@ impl Forwarding {
         }
     }
 
-    /// Walks from the peer along what trusted hops have written, and returns the first hop that is not trusted, or the
-    /// last one before an entry without an address.
+    /// Follows the entries that trusted hops have written, starting at the peer. Returns the first
+    /// untrusted hop, or the last hop before an entry without an address.
     fn walk(&self, peer: Peer, mut entries: impl Iterator<Item = Option<IpAddr>>) -> Peer {
         let mut hop = peer;
         for hops in 0..ClientIp::MAX_HOPS {
             if !self.trust.covers(hop, hops) {
                 break;
             }
-            // Read only now: an entry that somebody else wrote is not even looked at.
+            // Parse lazily: entries beyond the first untrusted hop are never read.
             let Some(Some(address)) = entries.next() else {
                 break;
             };

@@ -2,10 +2,11 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// Reads an address as proxies write it: alone, with a port, an IPv6 one in brackets or with a zone. `None` for what is
-/// not an address, such as `unknown`, or not a host's, such as `0.0.0.0`.
+/// Parses an address in the forms that proxies write: bare, with a port, with a zone, or an IPv6
+/// address in brackets. `None` for other text, such as `unknown`, and for addresses that no host
+/// has, such as `0.0.0.0`.
 ///
-/// An IPv4-mapped address is returned as the IPv4 one.
+/// An IPv4-mapped address is returned as IPv4.
 pub(super) fn address(node: &[u8]) -> Option<IpAddr> {
     let node = str::from_utf8(node.trim_ascii()).ok()?;
     let address = match node.strip_prefix('[') {
@@ -16,7 +17,7 @@ pub(super) fn address(node: &[u8]) -> Option<IpAddr> {
             }
             v6(address)?.to_canonical()
         }
-        // Without brackets, what looks like a port is the last group.
+        // Without brackets, an IPv6 address has no port: its apparent port is the last group.
         None => match v6(node) {
             Some(address) => address.to_canonical(),
             None => v4(node)?.into(),
@@ -33,7 +34,8 @@ fn v4(text: &str) -> Option<Ipv4Addr> {
     }
 }
 
-/// Its zone is only of use on the machine that wrote it.
+/// Parses an IPv6 address, and drops its zone, which is meaningful only on the machine that wrote
+/// it.
 fn v6(text: &str) -> Option<Ipv6Addr> {
     match text.split_once('%') {
         Some((_, zone)) if zone.is_empty() || !zone.bytes().all(|b| b.is_ascii_graphic()) => None,

@@ -12,14 +12,14 @@ use crate::error::ConfigError;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Trust {
-    /// Those that one of these names.
+    /// Proxies in these networks.
     Networks(Vec<Trusted>),
-    /// So many, starting with the peer, wherever they are.
+    /// This number of hops, starting with the peer, at any address.
     Hops(NonZeroU8),
 }
 
 impl Trust {
-    /// Whether this hop is trusted, which is so many hops from the peer.
+    /// Returns `true` if `hop` is trusted; `hops` is its distance from the peer.
     pub(super) fn covers(&self, hop: Peer, hops: usize) -> bool {
         match self {
             Self::Networks(trusted) => trusted.iter().any(|trusted| trusted.covers(hop)),
@@ -27,13 +27,13 @@ impl Trust {
         }
     }
 
-    /// Whether the setting says that there are peers on unix sockets.
+    /// Returns `true` if the setting names peers on unix sockets.
     pub(super) fn names_unix(&self) -> bool {
         matches!(self, Self::Networks(trusted) if trusted.contains(&Trusted::Unix))
     }
 }
 
-/// Whether these networks cover all addresses of IPv4 or of IPv6 together.
+/// Returns `true` if these networks together cover all IPv4 addresses, or all IPv6 addresses.
 pub(super) fn cover_all(trusted: &[Trusted]) -> bool {
     let networks = trusted.iter().filter_map(|trusted| match trusted {
         Trusted::Network(network) => Some(*network),
@@ -44,7 +44,7 @@ pub(super) fn cover_all(trusted: &[Trusted]) -> bool {
         .any(|network| network.prefix_len() == 0)
 }
 
-/// Trusted proxies, as they are named in a setting.
+/// One entry of a setting of trusted proxies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Trusted {
     Private,
@@ -58,8 +58,8 @@ impl Trusted {
         let Peer::Address(address) = hop else {
             return self == Self::Unix && hop == Peer::Unix;
         };
-        // Not those that stand for an IPv4 address by a tunnel or a translator: whether 2002:0a00:0001:: is 10.0.0.1 depends on
-        // who routes it.
+        // Only IPv4-mapped addresses are converted. A tunnelled or translated address is not:
+        // whether 2002:0a00:0001:: is 10.0.0.1 depends on the router.
         let address = address.to_canonical();
         match self {
             Self::Private => {
@@ -95,17 +95,12 @@ impl FromStr for Trusted {
                 .parse()
                 .or_else(|_| text.parse().map(|address: IpAddr| address.into())),
         };
-        let unknown = |_| {
-            untrusted(
-                text,
-                "it is neither one of the words nor a network nor an address",
-            )
-        };
+        let unknown = |_| untrusted(text, "it is not one of the words, a network or an address");
         let network = unmapped(network.map_err(unknown)?);
         if network.prefix_len() == 0 {
             return Err(untrusted(
                 text,
-                "it covers every address, so that clients were believed too",
+                "it covers every address, so any client could forge the header",
             ));
         }
         Ok(Self::Network(network))
@@ -126,7 +121,7 @@ impl fmt::Display for Trusted {
     }
 }
 
-/// A network of IPv4-mapped addresses as one of IPv4, since addresses are compared as IPv4.
+/// Converts a network of IPv4-mapped addresses to IPv4, since addresses are compared as IPv4.
 fn unmapped(network: IpNet) -> IpNet {
     let IpNet::V6(v6) = network else {
         return network.trunc();

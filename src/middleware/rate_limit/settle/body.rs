@@ -9,15 +9,15 @@ use pin_project_lite::pin_project;
 use crate::settle::Charge;
 
 pin_project! {
-    /// The body of a response; its end settles what the request has taken: see
+    /// A response body whose end settles the request's charge: see
     /// [`UntilBodyEnd`](crate::rate_limit::UntilBodyEnd).
     ///
-    /// It is the inner service's body, frame by frame. It has ended with its last frame, with an error, or when it is
-    /// dropped.
+    /// It passes on the frames of the inner service's body. It ends with the last frame, with an
+    /// error, or when it is dropped.
     pub struct TrackedBody<B> {
         #[pin]
         inner: B,
-        // None once it has ended, or if there is nothing to settle.
+        // `None` after the end, or if there is nothing to settle.
         charge: Option<Charge>,
     }
 }

@@ -2,8 +2,9 @@ use std::sync::Arc;
 
 use http::response::Parts;
 
-use super::UntilBodyEnd;
+use super::{Rule, UntilBodyEnd};
 use crate::middleware::RateLimitLayer;
+use crate::middleware::limit::Config;
 use crate::settle::Settlement;
 use crate::store::Store;
 
@@ -30,11 +31,12 @@ impl<S: Store, K, R, E> RateLimitLayer<S, K, R, E> {
     /// # }
     /// ```
     ///
-    /// Five guesses may be in progress at once, since each has reserved its failure.
+    /// At most five guesses can be in progress concurrently, since each reserves a failure.
     ///
-    /// The rule may read the status, a header field of an upstream, or an extension that the handler has set. A cost
-    /// that is known only later is counted by the [`Charge`](crate::settle::Charge) in the request's extensions, and
-    /// settled when the body has ended: [`Settlement::AtEnd`](crate::settle::Settlement::AtEnd). For bytes there is
+    /// The rule may read the status, a header field of an upstream, or an extension that the
+    /// handler has inserted. For a cost that is known only later, use the
+    /// [`Charge`](crate::settle::Charge) in the request's extensions, which settles when the body
+    /// has ended: [`Settlement::AtEnd`](crate::settle::Settlement::AtEnd). For bytes, use
     /// [`Settlement::Bytes`](crate::settle::Settlement::Bytes).
     ///
     /// ```
@@ -53,35 +55,50 @@ impl<S: Store, K, R, E> RateLimitLayer<S, K, R, E> {
     /// # }
     /// ```
     ///
-    /// - **Once.** Whatever ends a request settles it: its response, the end of its body, an error, a panic, a timeout,
-    ///   a client that disconnects. A request that ends without a response keeps what it has reserved, so that clients
-    ///   gain nothing by hanging up early; if its `Charge` was used, it costs what that has counted.
-    /// - **All policies**, also those of a [dry run](Self::dry_run) and of [shadows](Self::shadow).
-    /// - **Off the request path.** No response waits for it. A local store settles at once; otherwise it is sent within
-    ///   a few milliseconds, in batches. Refunds do not make a caller's quota larger than if the real cost had been
-    ///   charged at once.
-    /// - **In an outage** a [`Fallback`](crate::Fallback) settles as it decides. Without one, what was not sent is
-    ///   retried while it matters; what may have been charged already is not, so that nothing is charged twice. The
-    ///   observer is [notified](crate::observe::Observer::failed) of what was lost.
-    /// - **Header fields** and the [`Decision`](crate::check::Decision) of the response report the state when its head
-    ///   is sent: what the rule refunds then remains, and what is settled at the end of the body is still reserved.
+    /// - **Once.** Every request settles when it ends: by its response, the end of its body, an
+    ///   error, a panic, a timeout, or a client that disconnects. A request that ends without a
+    ///   response keeps its reservation, so that clients gain nothing by disconnecting early. If
+    ///   its `Charge` was used, it costs the amount that this has counted.
+    /// - **All policies**, including those of a [dry run](Self::dry_run) and of
+    ///   [shadows](Self::shadow).
+    /// - **Off the request path.** No response waits for it. A local store settles immediately; for
+    ///   other stores, the operation is sent within a few milliseconds, in batches. Refunds never
+    ///   give a caller more quota than if the real cost had been charged in the first place.
+    /// - **In an outage** a [`Fallback`](crate::Fallback) settles in the store that decides.
+    ///   Without one, unsent operations are retried until they expire. Operations that may have
+    ///   been executed are not retried, so nothing is charged twice. The observer is
+    ///   [notified](crate::observe::Observer::failed) of losses.
+    /// - **Header fields** and the [`Decision`](crate::check::Decision) of the response report the
+    ///   state when its head is sent: they include the rule's refund, but not what is settled at
+    ///   the end of the body.
     #[must_use]
     pub fn settle(
         self,
         rule: impl Fn(&Parts) -> Settlement + Send + Sync + 'static,
     ) -> RateLimitLayer<S, K, R, UntilBodyEnd> {
-        self.change_to(|config| config.with_rule(Some(Arc::new(rule))))
+        self.with_rule(Some(Arc::new(rule)))
     }
 
-    /// Holds what a request has taken until the body of its response has ended or was dropped, and no clone of its
-    /// [`Charge`](crate::settle::Charge) is left. It costs what that has counted, or what was reserved if it was not
-    /// used: as [`settle`](Self::settle) with a rule that is always
+    /// Keeps a request's charge and in-flight slot until the response body has ended or was
+    /// dropped, and every clone of its [`Charge`](crate::settle::Charge) is dropped. The request
+    /// then costs what the `Charge` has counted, or its reservation if the `Charge` was not used.
+    /// Equivalent to [`settle`](Self::settle) with a rule that always returns
     /// [`Settlement::AtEnd`](crate::settle::Settlement::AtEnd), and replaces it.
     ///
-    /// The body of a response that upgrades the connection ends at once: the task of the connection has to keep a clone
-    /// of the `Charge`, as a [recipe](crate::guide::recipes) shows.
+    /// The body of a response that upgrades the connection ends immediately: the connection's task
+    /// must keep a clone of the `Charge`, as a [recipe](crate::guide::recipes) shows.
     #[must_use]
     pub fn until_body_end(self) -> RateLimitLayer<S, K, R, UntilBodyEnd> {
-        self.change_to(|config| config.with_rule(None))
+        self.with_rule(None)
+    }
+
+    fn with_rule(self, rule: Option<Rule>) -> RateLimitLayer<S, K, R, UntilBodyEnd> {
+        self.change_to(|Config { mut gate, protocol }| {
+            gate.settle();
+            Config {
+                gate,
+                protocol: protocol.with_rule(rule),
+            }
+        })
     }
 }

@@ -1,4 +1,4 @@
-//! How long a layer holds what a request has taken.
+//! When a layer settles the charge of a request.
 
 mod body;
 mod layer;
@@ -10,18 +10,19 @@ use http::response::Parts;
 
 pub use body::TrackedBody;
 
+use crate::middleware::limit::AsIs;
 use crate::settle::{Charge, Settlement};
 
-/// Settles a request by the head of its response.
+/// Returns the settlement of a request from the head of its response.
 pub(super) type Rule = Arc<dyn Fn(&Parts) -> Settlement + Send + Sync>;
 
-/// How long a [`RateLimitLayer`](crate::RateLimitLayer) holds what a request has taken, and so the type of the response
-/// body: [`AsIs`] or [`UntilBodyEnd`].
+/// When a [`RateLimitLayer`](crate::RateLimitLayer) settles the charge of a request, which
+/// determines the type of the response body: [`AsIs`] or [`UntilBodyEnd`].
 pub trait Ending: sealed::Ending {
     /// The body of the layer's responses; `B` is that of the inner service.
     type Body<B>;
 
-    /// Holds what a request has taken until the body ends.
+    /// Keeps the charge until the body ends.
     #[doc(hidden)]
     fn wrap<B>(response: Response<B>, charge: Option<Charge>) -> Response<Self::Body<B>>;
 }
@@ -30,12 +31,8 @@ mod sealed {
     pub trait Ending: 'static {}
 }
 
-/// Settles nothing: what a request has taken stays charged, and the response is the inner service's.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct AsIs;
-
-/// Settles what a request has taken when the body of the response has ended, and no [`Charge`] of it is left. The
-/// response is a `Response<TrackedBody<B>>`.
+/// Settles a request's charge when the response body has ended and every clone of its [`Charge`] is
+/// dropped. The response is a `Response<TrackedBody<B>>`.
 ///
 /// [`RateLimitLayer::settle`](crate::RateLimitLayer::settle) and
 /// [`RateLimitLayer::until_body_end`](crate::RateLimitLayer::until_body_end) make such layers.

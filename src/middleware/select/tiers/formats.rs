@@ -13,7 +13,7 @@ use crate::error::ConfigError;
 use crate::limit::formats::{Field, Setting};
 use crate::limit::{Key, Policies};
 
-/// None if exempt.
+/// `None` means exempt.
 type Choices<N> = HashMap<N, Option<Policies>>;
 
 #[derive(serde::Deserialize)]
@@ -56,7 +56,7 @@ impl<'de> Deserialize<'de> for Tiers {
     }
 }
 
-/// In a stable order.
+/// Serialized in a stable order.
 #[derive(serde::Serialize)]
 #[serde(rename = "Tiers")]
 struct Written<'a> {
@@ -120,10 +120,10 @@ impl Setting for Option<Policies> {
     }
 }
 
-/// Choices by name, each once.
+/// Visits a table in which each name occurs once.
 struct Once<N> {
     what: &'static str,
-    /// Without a secret.
+    /// Formats a name without its secret.
     shown: fn(&N) -> &str,
 }
 
@@ -137,13 +137,13 @@ impl<'de, N: Setting + Eq + Hash> Visitor<'de> for Once<N> {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
         let mut choices = HashMap::new();
         while let Some(name) = map.next_key_seed(Field::new(""))? {
-            // Two texts may be one caller.
+            // Two different texts may be the same caller.
             match choices.entry(name) {
                 Entry::Vacant(entry) => entry.insert(map.next_value_seed(Field::new(""))?),
                 Entry::Occupied(entry) => {
                     let (what, shown) = (self.what, (self.shown)(entry.key()));
                     return Err(A::Error::custom(format_args!(
-                        "the {what} {shown:?} is there twice: write it once"
+                        "duplicate {what} {shown:?}: remove one"
                     )));
                 }
             };

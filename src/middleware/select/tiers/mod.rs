@@ -14,9 +14,10 @@ use crate::middleware::copies::Copies;
 
 /// Policies by the caller's plan: `free`, `pro`.
 ///
-/// The plan is named by a [`Tier`] in the request's extensions, which a layer in front puts there, such as that of the
-/// authentication; or by a [closure](Self::named_by). A request without a plan, or with one that is not listed, is
-/// under the policies given to `new`. Single callers may have [overrides](Self::caller).
+/// A [`Tier`] in the request's extensions names the plan. An outer layer inserts it, such as the
+/// authentication. Alternatively, a [closure](Self::named_by) returns the name. A request without a
+/// plan, or with an unlisted one, is under the policies passed to `new`. Single callers may have
+/// [overrides](Self::caller).
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::HeaderKey;
@@ -34,8 +35,9 @@ use crate::middleware::copies::Copies;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 ///
-/// A count belongs to the name of its policy. A caller that changes from `free` to `pro` above starts anew, since the
-/// policies have two names; with one name, what was used in one plan counts in the other.
+/// A count belongs to the name of its policy. A caller that changes from `free` to `pro` above
+/// starts with an empty count, since the policies have different names. With the same name, its
+/// usage in one plan counts in the other.
 ///
 /// # From a file
 ///
@@ -71,22 +73,22 @@ use crate::middleware::copies::Copies;
 /// ```
 ///
 /// A caller is written as in Redis and in a log that [reveals keys](Key::reveal), so that it can be copied from there,
-/// or as the value that its key is made of:
+/// or as the value from which its key is made:
 ///
-/// | text | is the key |
+/// | text | key |
 /// |---|---|
 /// | `tenant-7` | [`Key::new`] of that text |
-/// | `ip:192.0.2.7`, `ip:2001:db8::/64` | [`Key::ip`], or that of a [`ClientIp`](crate::extract::ClientIp) with this prefix |
-/// | `secret:sk-live-1` | [`Key::secret`] of what follows the colon. It is written again as the next form |
-/// | `~` and 32 hexadecimal digits | one that is hashed: a secret, or a long key |
-/// | `ip:192.0.2.7,tenant-7` | [`Key::tuple`] of what the commas part |
+/// | `ip:192.0.2.7`, `ip:2001:db8::/64` | [`Key::ip`], or the key of a [`ClientIp`](crate::extract::ClientIp) with this prefix |
+/// | `secret:sk-live-1` | [`Key::secret`] of the text after the colon. It is serialized in the next form |
+/// | `~` and 32 hexadecimal digits | a hashed key: a secret, or a long text |
+/// | `ip:192.0.2.7,tenant-7` | [`Key::tuple`] of the comma-separated parts |
 /// | `*` | [`Key::GLOBAL`] |
 ///
-/// What only looks like one of these is refused, since no caller has such a key: an address without `ip:`, `IP:`,
-/// blanks around a comma. Errors of this crate leave out what follows `secret:`, but those of `toml` show the whole
-/// line: write the digits, or show only the error's `message()`.
+/// Similar texts are rejected, since no caller has such a key: an address without `ip:`, `IP:`,
+/// blanks around a comma. This crate's errors omit the text after `secret:`, but those of `toml`
+/// show the whole line: use the hashed form, or show only the error's `message()`.
 ///
-/// The closure of [`named_by`](Self::named_by) is not serialized: set it again after reading.
+/// The closure of [`named_by`](Self::named_by) is not serialized: set it again after deserializing.
 #[derive(Clone)]
 pub struct Tiers {
     name: Arc<Name>,
@@ -96,26 +98,26 @@ pub struct Tiers {
 
 type Name = dyn for<'a> Fn(&'a Parts) -> Option<&'a str> + Send + Sync;
 
-/// The name of a request's plan, for [`Tiers`]: in the extensions of the request.
+/// The name of a request's plan, for [`Tiers`]: an extension of the request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tier(pub Cow<'static, str>);
 
 impl Tier {
-    /// The plan of this name.
+    /// Creates the plan name.
     pub fn new(name: impl Into<Cow<'static, str>>) -> Self {
         Self(name.into())
     }
 }
 
 struct Plans {
-    /// For requests of no listed plan.
+    /// For requests without a listed plan.
     default: Policies,
-    /// None is exempt.
+    /// `None` means exempt.
     named: HashMap<Box<str>, Option<Policies>>,
 }
 
 impl Tiers {
-    /// Policies for requests of no listed plan.
+    /// Creates tiers; `default` applies to requests without a listed plan.
     pub fn new(default: impl Into<Policies>) -> Self {
         Self::of(
             Plans {
@@ -134,29 +136,30 @@ impl Tiers {
         }
     }
 
-    /// The policies of a plan. Of two for one name, the later one counts.
+    /// Sets the policies of a plan. A later call for the same name replaces them.
     #[must_use]
     pub fn tier(self, name: impl Into<Box<str>>, policies: impl Into<Policies>) -> Self {
         self.insert(name.into(), Some(policies.into()))
     }
 
-    /// A plan whose requests pass uncounted, without header fields.
+    /// Exempts the requests of a plan: they pass uncounted, without header fields.
     #[must_use]
     pub fn exempt(self, name: impl Into<Box<str>>) -> Self {
         self.insert(name.into(), None)
     }
 
-    /// The policies of one caller, whatever its plan: an override.
+    /// Sets the policies of one caller: an override that applies in every plan.
     ///
-    /// `key` is what the layer's extractor makes of the caller's value, whatever it does to that: its `key_of`, as of a
-    /// [`HeaderKey`](crate::extract::HeaderKey::key_of). Of a tuple it is the [`Key::tuple`] of its parts. A look-up takes
-    /// the same short time for any number of callers.
+    /// `key` must be the key that the layer's extractor produces. Use the extractor's `key_of`,
+    /// such as [`HeaderKey::key_of`](crate::extract::HeaderKey::key_of); for a tuple of extractors,
+    /// use [`Key::tuple`] of the parts. The cost of a lookup does not depend on the number of
+    /// callers.
     #[must_use]
     pub fn caller(self, key: Key, policies: impl Into<Policies>) -> Self {
         self.callers([(key, policies)])
     }
 
-    /// The policies of many callers, as by [`caller`](Self::caller) for each.
+    /// Sets the policies of many callers, like [`caller`](Self::caller) for each.
     #[must_use]
     pub fn callers(
         mut self,
@@ -169,7 +172,7 @@ impl Tiers {
         self
     }
 
-    /// Lets one caller pass uncounted, whatever its plan.
+    /// Exempts one caller in every plan.
     #[must_use]
     pub fn exempt_caller(mut self, key: Key) -> Self {
         Arc::make_mut(&mut self.callers).insert(key, None);
@@ -211,7 +214,7 @@ impl Tiers {
 }
 
 impl Plans {
-    /// The same, with policies in fresh `Arc`s, to avoid contention.
+    /// Creates fresh `Arc`s around the policies, to avoid contention.
     fn copy(&self) -> Self {
         let named = self
             .named

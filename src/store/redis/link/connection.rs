@@ -15,52 +15,54 @@ use crate::util::instant;
 /// A new connection.
 pub(crate) struct Link {
     pub(crate) inner: Driven,
-    /// For how long its server is the one to ask. None for as long as it answers.
+    /// The time for which its server is valid. `None` if it is valid for as long as the connection
+    /// lasts.
     pub(crate) epoch: Option<Epoch>,
 }
 
-/// The time for which a server is the one to ask, though it would answer for longer.
+/// The time for which a server is valid as the master, even if it replies for longer.
 #[derive(Debug, Clone)]
 pub(crate) struct Epoch {
-    /// The number of the present one.
+    /// The number of the current epoch.
     pub(crate) current: Arc<AtomicU64>,
     pub(crate) number: u64,
 }
 
-/// What the server has said to each call.
+/// The server's reply to each call.
 pub(crate) type Replies = SmallVec<[Result<Value, RedisError>; 1]>;
 
-/// A connection that knows whether the last use of it failed.
+/// A connection that records whether its last use failed.
 pub(crate) struct Connection {
     link: Link,
     pub(super) broken: bool,
-    /// Whether it has been of use.
-    pub(super) proven: bool,
-    /// What broke it.
+    /// Whether it has been used successfully.
+    pub(super) was_used: bool,
+    /// The error that broke it.
     pub(super) failure: Option<StoreError>,
-    /// When the server was last heard.
+    /// Time of the last reply.
     used: Instant,
-    /// How long a ping may take.
+    /// Maximum time of a ping.
     patience: Duration,
 }
 
 impl Connection {
-    /// A connection that has rested so long may have been closed by the server, or by something between.
-    const RESTED: Duration = Duration::from_millis(500);
+    /// A connection that was idle for this long may have been closed, by the server or by a device
+    /// in between.
+    const IDLE_THRESHOLD: Duration = Duration::from_millis(500);
 
     pub(super) fn new(link: Link, patience: Duration) -> Self {
         Self {
             link,
             broken: false,
-            proven: false,
+            was_used: false,
             failure: None,
             used: instant(),
             patience,
         }
     }
 
-    /// Whether its server has closed it, or is not the one to ask any more.
-    pub(super) fn is_over(&mut self) -> bool {
+    /// Returns `true` if the server has closed the connection, or is no longer the master.
+    pub(super) fn is_closed(&mut self) -> bool {
         self.link.inner.is_lost()
             || self
                 .link
@@ -69,49 +71,51 @@ impl Connection {
                 .is_some_and(|epoch| epoch.current.load(Ordering::Acquire) != epoch.number)
     }
 
-    pub(super) fn has_rested(&self) -> bool {
-        self.used.elapsed() >= Self::RESTED
+    pub(super) fn was_idle(&self) -> bool {
+        self.used.elapsed() >= Self::IDLE_THRESHOLD
     }
 
-    /// Whether the server is still there. Any reply shows it, even that this user may not PING.
-    pub(super) async fn answers(&mut self) -> bool {
+    /// Returns `true` if the server still responds. Any reply shows that, even an error that this
+    /// user may not PING.
+    pub(super) async fn responds_to_ping(&mut self) -> bool {
         self.broken = true;
-        // A NAT, for one, forgets connections that rest, and tells nobody.
+        // NATs and others drop idle connections silently.
         let reply = timeout(
             self.patience,
             self.link.inner.send_packed_command(&redis::cmd("PING")),
         )
         .await;
-        self.ended_by(None);
+        self.record_outcome(None);
         self.broken = !matches!(reply, Ok(Ok(_)));
         !self.broken
     }
 
-    /// Notes what came of a use: what broke the connection, if anything did.
-    fn ended_by(&mut self, failure: Option<&RedisError>) {
+    /// Records the outcome of a use: the error that broke the connection, if any.
+    fn record_outcome(&mut self, failure: Option<&RedisError>) {
         self.failure = failure.map(error_of);
         self.broken = failure.is_some();
         self.used = instant();
     }
 
-    /// Has the pool make another connection, which may lead to another server; perhaps because this one is of no use.
+    /// Discards the connection, so that the pool creates another one, possibly to another server.
+    /// With a `failure`, this connection was of no use.
     pub(crate) fn give_up(&mut self, failure: Option<StoreError>) {
         self.failure = failure;
         self.broken = true;
     }
 
-    /// Runs a script once for each of these calls, in one round trip; those that are `true` are of a slot that is being
-    /// moved to this node. What the server has said to each is told in their order: one that it refused says nothing of
-    /// the others.
+    /// Runs a script once for each of these calls, in one round trip. A call that is `true` belongs
+    /// to a slot that is migrating to this node. Returns one reply per call, in order: an error in
+    /// one does not affect the others.
     ///
-    /// A call is sent by the script's hash, and again by its text if the server does not know the hash: then it has run
-    /// nothing, so that nothing is charged twice. `command` makes a call, by its number, the name of the command and
-    /// what stands for the script there.
+    /// A call is sent with the script's hash, and again with its text if the server does not know
+    /// the hash: the server has then executed nothing, so nothing is charged twice. `command`
+    /// builds a call from its index, the name of the command, and the hash or text of the script.
     ///
     /// # Errors
     ///
-    /// What befell the connection before all replies had come. The pool drops a connection whose next use would likely
-    /// fail as this one did, or if this future is dropped before.
+    /// The connection error that prevented some replies. The pool drops a connection if its next
+    /// use would probably fail too, or if this future is dropped before completion.
     pub(crate) async fn run(
         &mut self,
         script: &Script,
@@ -132,7 +136,7 @@ impl Connection {
             .filter(|call| is_unknown(&replies[*call]))
             .collect();
         if !unknown.is_empty() {
-            // What the others said is known: a failure is of these alone.
+            // The other replies have arrived: a failure concerns only the calls sent again.
             match self
                 .send(calls, &unknown, |call| command(call, "EVAL", script.text))
                 .await
@@ -149,11 +153,11 @@ impl Connection {
         Ok(replies)
     }
 
-    /// Sends a command that is no script.
+    /// Sends a command other than a script.
     ///
     /// # Errors
     ///
-    /// What befell the connection, or what the server has said.
+    /// The connection error, or the error reply.
     pub(crate) async fn ask(&mut self, command: &Cmd) -> Result<Value, RedisError> {
         let nothing = || Err((ErrorKind::UnexpectedReturnType, "no reply").into());
         self.send(&[false], &[0], |_| command.clone())
@@ -162,7 +166,7 @@ impl Connection {
             .unwrap_or_else(nothing)
     }
 
-    /// Sends these calls, and returns the replies to them.
+    /// Sends these calls, and returns their replies.
     async fn send(
         &mut self,
         calls: &[bool],
@@ -171,7 +175,7 @@ impl Connection {
     ) -> Result<Replies, RedisError> {
         self.broken = true;
         let sent = match *these {
-            // Needs no room of its own.
+            // A single call needs no pipeline.
             [call] if !calls[call] => {
                 let reply = self.link.inner.send_packed_command(&command(call)).await;
                 reply.map(|reply| smallvec![reply])
@@ -188,16 +192,16 @@ impl Connection {
                 replies.map(SmallVec::<[Value; 1]>::from_vec)
             }
         };
-        let mut told = sent
-            .inspect_err(|error| self.ended_by(Some(error)))?
+        let mut received = sent
+            .inspect_err(|error| self.record_outcome(Some(error)))?
             .into_iter();
         let mut replies = Replies::with_capacity(these.len());
         for &call in these {
-            // That it may ask is not told apart: the next reply says what came of it.
+            // Skip the reply to `ASKING`; the reply to the call reports any error.
             let reply = if calls[call] {
-                told.nth(1)
+                received.nth(1)
             } else {
-                told.next()
+                received.next()
             };
             replies.push(match reply {
                 Some(Value::ServerError(error)) => Err(error.into()),
@@ -211,7 +215,7 @@ impl Connection {
                 }
             });
         }
-        self.ended_by(
+        self.record_outcome(
             replies
                 .iter()
                 .filter_map(|reply| reply.as_ref().err())
@@ -221,9 +225,9 @@ impl Connection {
     }
 }
 
-/// Whether the next call on this connection would likely fail too, while one on a new connection may not: this one is
-/// broken, or leads to a server that is not the master any more, or to one that wants another password. That a slot is
-/// elsewhere says nothing of the others.
+/// Returns `true` if the next call on this connection would probably fail too, while a call on a
+/// new connection may succeed: this connection is broken, or its server is no longer the master or
+/// requires another password. That a slot is elsewhere does not affect calls for other slots.
 fn is_lasting(error: &RedisError) -> bool {
     error.code() == Some("NOAUTH")
         || !error.is_cluster_error()

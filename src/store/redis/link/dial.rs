@@ -1,5 +1,5 @@
-//! Makes a connection to one server, and says why it cannot be made: of two ends of which only one speaks TLS, neither tells
-//! the other so.
+//! Connects to one server, and explains a failure: if only one end uses TLS, neither end reports
+//! that.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -22,17 +22,18 @@ use crate::error::{ErrorKind, StoreError};
 #[derive(Debug)]
 pub(crate) struct Dialer {
     timeout: Duration,
-    /// The name that a server's certificate must have, if it is not the host's.
+    /// The name in the server's certificate, if it differs from the host.
     server_name: Option<String>,
-    /// Whether it has ever made a connection: then both ends agree on TLS.
+    /// Whether any connection was made: then both ends agree on TLS.
     connected: AtomicBool,
 }
 
-/// After so long without traffic the system sends a probe: sooner than NATs and load balancers forget a connection.
+/// Idle time after which the system sends a TCP keep-alive probe: before NATs and load balancers
+/// drop a connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(60);
 
 impl Dialer {
-    /// A dialer whose callers wait for so long.
+    /// Creates a dialer whose callers wait for at most `timeout`.
     pub(crate) fn new(timeout: Duration, server_name: Option<String>) -> Self {
         Self {
             timeout,
@@ -41,7 +42,7 @@ impl Dialer {
         }
     }
 
-    /// A new connection to a server.
+    /// Opens a connection to a server.
     pub(crate) async fn dial(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
         let connection = match self.connected.load(Relaxed) {
             true => self
@@ -55,7 +56,7 @@ impl Dialer {
     }
 
     async fn open(&self, server: &ConnectionInfo) -> Result<Driven, RedisError> {
-        // Redis-rs has times of its own. Whoever dials or asks has one too.
+        // Disable redis-rs's own timeouts: the callers of `dial` and of commands have theirs.
         let mut config = AsyncConnectionConfig::new()
             .set_connection_timeout(None)
             .set_response_timeout(None);
@@ -72,7 +73,8 @@ impl Dialer {
         if let ConnectionAddr::TcpTls { host, .. } = server.addr() {
             config = config.set_dns_resolver(Host(host.clone()));
         }
-        // Redis-rs takes the host for the name. Its addresses are found apart.
+        // Redis-rs verifies the certificate against the host, so replace the host; the resolver
+        // still uses the real one.
         let named = match (&self.server_name, server.addr()) {
             (Some(name), ConnectionAddr::TcpTls { port, .. }) => with_address(server, name, *port),
             _ => server.clone(),
@@ -86,9 +88,10 @@ impl Dialer {
         })
     }
 
-    /// A Redis without TLS takes the greeting for the beginning of a command, and waits for the rest; one with TLS closes a
-    /// connection without it. Only a handshake that has failed or timed out is followed by a look at what else the server
-    /// speaks: a quarter of the time is left for it.
+    /// Connects for the first time, and detects a mismatch of TLS. A Redis without TLS takes a TLS
+    /// greeting for the start of a command, and waits for the rest; one with TLS closes a
+    /// connection without it. Only after a failed or timed-out handshake, a second connection
+    /// probes the other protocol; a quarter of the time is reserved for that.
     async fn open_first(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
         let opened = match server.addr() {
             ConnectionAddr::TcpTls { host, port, .. } => {
@@ -96,23 +99,22 @@ impl Dialer {
                     Ok(opened) => opened,
                     Err(_)
                         if self
-                            .hears(host, *port, b"PING\r\n", |reply| b"+-".contains(&reply))
+                            .replies_with(host, *port, b"PING\r\n", |reply| b"+-".contains(&reply))
                             .await =>
                     {
-                        let reason =
-                            "the server answers without TLS: write `redis://`, or its port for TLS";
+                        let reason = "the server does not use TLS on this port: use `redis://`, or its TLS port";
                         return Err(StoreError::explained(ErrorKind::Tls, reason));
                     }
                     Err(_) => return Err(StoreError::new(ErrorKind::Timeout)),
                 }
             }
             ConnectionAddr::Tcp(host, port) => match self.open(server).await {
-                // A greeting that says nothing, which only TLS answers: by an alert.
+                // An incomplete TLS greeting: only a server with TLS responds, with an alert.
                 Err(error)
                     if error.is_io_error()
                         && !error.is_connection_refusal()
                         && self
-                            .hears(host, *port, b"\x16\x03\x01\0\x04\x01\0\0\0", |reply| {
+                            .replies_with(host, *port, b"\x16\x03\x01\0\x04\x01\0\0\0", |reply| {
                                 reply == 0x15
                             })
                             .await =>
@@ -126,12 +128,13 @@ impl Dialer {
         opened.map_err(|error| error_of_greeting(&error, server))
     }
 
-    /// Whether a server answers these bytes by one that begins so.
-    async fn hears(
+    /// Sends these bytes to a server, and returns `true` if the first byte of its reply is as
+    /// expected.
+    async fn replies_with(
         &self,
         host: &str,
         port: u16,
-        said: &[u8],
+        bytes: &[u8],
         expected: impl Fn(u8) -> bool,
     ) -> bool {
         let asking = async {
@@ -139,7 +142,7 @@ impl Dialer {
                 .await
                 .ok()?;
             stream.writable().await.ok()?;
-            stream.try_write(said).ok()?;
+            stream.try_write(bytes).ok()?;
             let mut reply = [0];
             loop {
                 stream.readable().await.ok()?;
@@ -154,7 +157,7 @@ impl Dialer {
     }
 }
 
-/// A stream to a host without TLS, as redis-rs would open one.
+/// Opens a TCP stream without TLS, as redis-rs would.
 async fn connect(host: &str, port: u16, settings: &TcpSettings) -> io::Result<TcpStream> {
     let addresses = names::addresses(host, port).await?;
     let (stream, _) = select_ok(
@@ -173,7 +176,7 @@ async fn connect(host: &str, port: u16, settings: &TcpSettings) -> io::Result<Tc
     Ok(stream)
 }
 
-/// How to reach a server as another one, but at this address.
+/// Returns the settings of `other` for another address.
 pub(crate) fn with_address(other: &ConnectionInfo, host: &str, port: u16) -> ConnectionInfo {
     let host = host.to_owned();
     let addr = match other.addr() {
@@ -192,15 +195,16 @@ pub(crate) fn with_address(other: &ConnectionInfo, host: &str, port: u16) -> Con
     other.clone().set_addr(addr)
 }
 
-/// The same server, over connections that have our settings.
+/// Returns the settings of a server, with keep-alive.
 pub(crate) fn kept_alive(server: ConnectionInfo) -> ConnectionInfo {
     let tcp = tcp_settings(server.tcp_settings());
     server.set_tcp_settings(tcp)
 }
 
-/// What we set on connections, with what the application has set.
+/// Adds this crate's TCP settings to the application's.
 fn tcp_settings(given: &TcpSettings) -> TcpSettings {
-    // A batch is written whole. Without this, the end of a long one waits until the server has acknowledged its beginning.
+    // A batch is one write. Without nodelay, the end of a long one waits until the server has
+    // acknowledged its beginning.
     let settings = given.clone().set_nodelay(true);
     if settings.keepalive().is_some() {
         return settings;

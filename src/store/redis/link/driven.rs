@@ -1,10 +1,12 @@
-//! A connection that the task that asks over it drives itself.
+//! A connection that is driven by the task that sends a command over it.
 //!
-//! Redis-rs would have a task for each connection, which writes what is asked and hands on the reply: two more turns of
-//! the runtime for a call. Where more than three tasks in a row wake each other, tokio also wakes another thread to take
-//! a part of the work, which takes longer than the work where one request comes at a time.
+//! Redis-rs would spawn a task per connection, which writes the commands and forwards the replies.
+//! This costs two more scheduler turns per call. If more than three tasks in a row wake each other,
+//! Tokio also wakes another thread to share the work; with one request at a time, that takes longer
+//! than the work.
 //!
-//! So nobody reads while nobody asks: whoever is about to ask looks first whether the connection was lost meanwhile.
+//! So nothing reads while no command is in flight. Before each use, the pool checks whether the
+//! connection was lost in the meantime.
 
 use std::future::poll_fn;
 use std::pin::pin;
@@ -16,23 +18,24 @@ use redis::aio::MultiplexedConnection;
 use redis::{Cmd, Pipeline, RedisError, Value};
 use tokio::task::unconstrained;
 
-/// What reads and writes a connection, until that is lost.
+/// Reads and writes a connection, until the connection is lost.
 pub(super) type Driver = Fuse<BoxFuture<'static, ()>>;
 
-/// A connection, with what reads and writes it; or nothing, where a task of redis-rs does.
+/// A connection and its driver. The driver is empty if a task of redis-rs drives the connection.
 pub(crate) struct Driven {
     pub(super) connection: MultiplexedConnection,
     pub(super) driver: Driver,
 }
 
 impl Driven {
-    /// Whether it was lost while nobody asked, as far as this runtime has been told. Also takes the waker of who asked
-    /// last from the driver, so that it wakes nobody when it is asked.
+    /// Returns `true` if the connection was lost while idle, as far as the runtime has noticed.
+    /// Also replaces the waker that the last user left in the driver, so that later events do not
+    /// wake that task.
     pub(super) fn is_lost(&mut self) -> bool {
         (&mut self.driver).now_or_never().is_some()
     }
 
-    /// As redis-rs calls it.
+    /// As redis-rs's method of this name.
     pub(crate) async fn send_packed_command(&mut self, command: &Cmd) -> Result<Value, RedisError> {
         drive(
             &mut self.driver,
@@ -41,7 +44,7 @@ impl Driven {
         .await
     }
 
-    /// The replies to all commands of a pipeline.
+    /// Sends a pipeline; returns the replies to all its commands.
     pub(crate) async fn send_packed_commands(
         &mut self,
         pipeline: &Pipeline,
@@ -55,14 +58,15 @@ impl Driven {
     }
 }
 
-/// Drives a connection until the answer is there.
+/// Drives a connection until the reply has arrived.
 ///
-/// To ask wakes the driver, and its answer wakes who asks. Both are this task, which runs just then: it would be
-/// scheduled once more. So neither gets to know its waker but the driver, for what comes from the server.
-async fn drive<T>(driver: &mut Driver, asking: impl Future<Output = T>) -> T {
-    // Tokio would interrupt what has no waker, and not go on with it.
-    let mut asking = pin!(unconstrained(asking));
-    if let Some(answer) = asking.as_mut().now_or_never() {
+/// The request wakes the driver and the reply wakes the requester. Both are the current task, which
+/// would be scheduled again. So `request` gets a no-op waker, and only the driver registers the
+/// real one, for data from the server.
+async fn drive<T>(driver: &mut Driver, request: impl Future<Output = T>) -> T {
+    // Tokio's cooperative budget would suspend `request`, and its no-op waker would never resume it.
+    let mut request = pin!(unconstrained(request));
+    if let Some(answer) = request.as_mut().now_or_never() {
         return answer;
     }
     poll_fn(|cx| {
@@ -72,7 +76,7 @@ async fn drive<T>(driver: &mut Driver, asking: impl Future<Output = T>) -> T {
         } else {
             Waker::noop()
         };
-        asking.as_mut().poll(&mut Context::from_waker(waker))
+        request.as_mut().poll(&mut Context::from_waker(waker))
     })
     .await
 }
@@ -83,12 +87,12 @@ mod tests {
 
     use super::*;
 
-    /// Whether it comes before, while or after the task is polled, and however long that goes on.
+    /// A wake-up may come before, during or after the poll, and after any delay.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn no_wake_is_lost() {
         let (sender, mut asked) = mpsc::unbounded_channel::<oneshot::Sender<u32>>();
         let (echo, mut echoes) = mpsc::unbounded_channel::<oneshot::Sender<u32>>();
-        // Something else answers, at its own time.
+        // A separate task replies, at its own pace.
         tokio::spawn(async move {
             while let Some(answer) = echoes.recv().await {
                 answer.send(7).unwrap();
@@ -100,7 +104,7 @@ mod tests {
                     return;
                 };
                 let (ask, told) = oneshot::channel();
-                // At once for many times, as if tokio need not run anything else.
+                // Immediately, many times in a row, as if Tokio had nothing else to run.
                 if i % 1_000 < 500 {
                     ask.send(7).unwrap()
                 } else {

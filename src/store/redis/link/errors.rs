@@ -1,4 +1,4 @@
-//! What redis-rs and Redis say is wrong, as errors of a store.
+//! Converts errors of redis-rs and of Redis to errors of a store.
 
 use std::future::Future;
 use std::time::Duration;
@@ -9,11 +9,11 @@ use tokio::time::timeout;
 use super::tls;
 use crate::error::{ErrorKind, StoreError};
 
-/// A failure of redis-rs by what to do about it.
+/// Converts an error of redis-rs, by the fix that it needs.
 pub(crate) fn error_of(error: &RedisError) -> StoreError {
     let kind = match error.kind() {
         Kind::AuthenticationFailed => ErrorKind::Authentication,
-        // The connection ended within a reply.
+        // The connection ended in the middle of a reply.
         Kind::Parse if error.to_string().contains("end of input") => ErrorKind::Unreachable,
         Kind::Parse | Kind::UnexpectedReturnType | Kind::RESP3NotSupported => ErrorKind::Protocol,
         Kind::InvalidClientConfig => ErrorKind::Configuration,
@@ -36,49 +36,49 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
             Some("NOAUTH" | "WRONGPASS") => ErrorKind::Authentication,
             Some("NOPERM") => ErrorKind::Permission,
             _ => match error.detail().unwrap_or_default() {
-                // Redis takes no command of many arguments from whom it does not know.
+                // Redis rejects commands with many arguments from unauthenticated clients.
                 detail if detail.contains("unauthenticated") => ErrorKind::Authentication,
-                // In a script: from Redis 7.2 on, and before.
+                // Inside a script: the wording of Redis 7.2 and later, then the earlier one.
                 detail if detail.contains("ACL failure in script") => ErrorKind::Permission,
                 detail if detail.contains("can't run this command") => ErrorKind::Permission,
                 _ => ErrorKind::Refused,
             },
         },
     };
-    let mut reason = said(error);
+    let mut reason = message(error);
     if kind == ErrorKind::Refused
         && error
             .detail()
             .is_some_and(|text| text.contains("unknown command"))
     {
-        reason += ", which `RedisStore` needs: allow it; or, to a Redis Sentinel, write `redis+sentinel://HOST:PORT/MASTER`";
+        reason += ", which `RedisStore` needs: enable it; for a Redis Sentinel, use `redis+sentinel://HOST:PORT/MASTER`";
     }
-    let told = StoreError::explained(kind, reason);
+    let result = StoreError::explained(kind, reason);
     if was_not_run(kind, error) {
-        told.unsent()
+        result.unsent()
     } else {
-        told
+        result
     }
 }
 
-/// A failure to log in or to agree on the protocol.
+/// Converts an error of the login or of the protocol negotiation.
 pub(crate) fn error_of_greeting(error: &RedisError, server: &ConnectionInfo) -> StoreError {
     let greeting = server.redis_settings();
-    let told = error_of(error);
-    // `HELLO` has the password in it, and its refusal is handed on as the server words it.
+    let result = error_of(error);
+    // `HELLO` contains the password, which the server's error might repeat.
     if error.is_io_error()
         || greeting.password().is_none()
         || greeting.protocol() == ProtocolVersion::RESP2
     {
-        return told;
+        return result;
     }
     StoreError::explained(
-        told.kind(),
-        format!("its answer to the greeting: {}", error.category()),
+        result.kind(),
+        format!("its reply to the greeting: {}", error.category()),
     )
 }
 
-/// What comes of this in time, or [`ErrorKind::Timeout`].
+/// Returns the result of an attempt, or [`ErrorKind::Timeout`] after `time`.
 pub(crate) async fn within<T>(
     time: Duration,
     attempt: impl Future<Output = Result<T, StoreError>>,
@@ -88,16 +88,17 @@ pub(crate) async fn within<T>(
         .unwrap_or_else(|_| Err(StoreError::new(ErrorKind::Timeout)))
 }
 
-/// A call that was not run has failed like this, which is a failure of this kind.
+/// Converts the error of a call that was not executed.
 pub(crate) fn not_run(kind: ErrorKind, error: &RedisError) -> StoreError {
-    StoreError::explained(kind, said(error)).unsent()
+    StoreError::explained(kind, message(error)).unsent()
 }
 
-/// Whether a script call of a check that failed like this was not run, so that nothing was charged.
+/// Returns `true` if this error shows that a script call was not executed, so that nothing was
+/// charged.
 ///
-/// Redis refuses a call with these errors before it runs the script. The commands inside the script may meet some of them
-/// too, but it catches those; all but that of `TIME`, which comes before anything is written. Any other error, such as
-/// `ERR`, may have stopped the script half-way.
+/// Redis rejects a call with these errors before it runs the script. Commands inside the script may
+/// fail with some of them too, but the script catches those, except an error of `TIME`, which comes
+/// before any write. Any other error, such as `ERR`, may have stopped the script in the middle.
 fn was_not_run(kind: ErrorKind, error: &RedisError) -> bool {
     match kind {
         ErrorKind::Authentication
@@ -106,17 +107,18 @@ fn was_not_run(kind: ErrorKind, error: &RedisError) -> bool {
         | ErrorKind::OutOfMemory
         | ErrorKind::NotReady
         | ErrorKind::Cluster => true,
-        // Another script runs already; or no writes are taken, without a disk or replicas to write to.
+        // Another script is running; or writes are disabled, since persistence or replicas fail.
         _ => matches!(error.code(), Some("BUSY" | "MISCONF" | "NOREPLICAS")),
     }
 }
 
-/// What redis-rs said, without what we sent: its own error would show callers' keys, and tells its text twice.
-fn said(error: &RedisError) -> String {
+/// Returns the message of redis-rs without the command: the original would show callers' keys, and
+/// repeats its text.
+fn message(error: &RedisError) -> String {
     let mut text = error.to_string();
-    // A server may repeat the arguments of a command that it refuses, such as Redis:
-    // `unknown command 'EVALSHA', with args beginning with: 'da121a' '2' 'rl:{ann}:api:g'`.
-    // A password is an argument too, and before each caller stands a brace.
+    // A server may repeat the arguments of a rejected command: `unknown command 'EVALSHA', with
+    // args beginning with: 'da121a' '2' 'rl:{ann}:api:g'`. A password may be an argument too. Every
+    // caller's key follows a brace.
     if !error.is_io_error()
         && let Some(end) = [", with args", "{"]
             .iter()

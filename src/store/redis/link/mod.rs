@@ -1,5 +1,6 @@
-//! Connections to one server: how it is [dialed](Dialer), who [drives](Driven) a connection and what goes over [it](connection),
-//! which of a [pool](Pool) still work, and when not even to try. Which server that is, is for others to know.
+//! Connections to one server: [dialing](Dialer), [driving](Driven) a [connection](connection) and
+//! using it, and the [pool](Pool), which discards broken connections and backs off after failures.
+//! The topology chooses the server.
 
 mod connection;
 mod dial;

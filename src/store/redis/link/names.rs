@@ -1,9 +1,9 @@
 //! Addresses of host names.
 //!
-//! The operating system's look-up keeps a thread busy for as long as it takes, which is many seconds where no name
-//! server answers, and nothing can end it. So each host is looked up by one thread at a time, and whoever needs its
-//! addresses meanwhile waits for the same answer. It is a thread of no runtime: those who wait may be on several, and
-//! one that ends need not wait.
+//! A lookup by the operating system blocks a thread, for many seconds if no name server responds,
+//! and cannot be cancelled. So at most one thread at a time looks up a host, and all callers that
+//! need its addresses share that lookup. The thread belongs to no runtime: its waiters may be on
+//! several, and one that shuts down must not wait for it.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -19,27 +19,27 @@ use tokio::sync::oneshot;
 
 use crate::util::lock;
 
-static LOOK_UPS: LookUps = LookUps {
-    under_way: Mutex::new(BTreeMap::new()),
+static LOOKUPS: Lookups = Lookups {
+    running: Mutex::new(BTreeMap::new()),
     look_up: system,
 };
 
-struct LookUps {
-    under_way: Mutex<BTreeMap<Box<str>, Answer>>,
+struct Lookups {
+    running: Mutex<BTreeMap<Box<str>, Answer>>,
     look_up: fn(&str) -> io::Result<Vec<SocketAddr>>,
 }
 
 type Answer = Shared<oneshot::Receiver<Result<Vec<SocketAddr>, Arc<io::Error>>>>;
 
-/// The addresses of a host, which is perhaps an address itself.
+/// Returns the addresses of a host, which may be an address itself.
 ///
 /// # Errors
 ///
-/// That of the operating system, or that there are none.
+/// The operating system's error, or "not found" if there are no addresses.
 pub(crate) async fn addresses(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
     let mut addresses = match host.parse::<IpAddr>() {
         Ok(address) => vec![SocketAddr::new(address, port)],
-        Err(_) => LOOK_UPS.find(host).await?,
+        Err(_) => LOOKUPS.find(host).await?,
     };
     addresses
         .iter_mut()
@@ -49,7 +49,7 @@ pub(crate) async fn addresses(host: &str, port: u16) -> io::Result<Vec<SocketAdd
 
 fn system(host: &str) -> io::Result<Vec<SocketAddr>> {
     let addresses: Vec<_> = (host, 0).to_socket_addrs()?.collect();
-    // Redis-rs would panic.
+    // An empty list would make redis-rs panic.
     if addresses.is_empty() {
         Err(io::Error::new(
             io::ErrorKind::NotFound,
@@ -60,35 +60,35 @@ fn system(host: &str) -> io::Result<Vec<SocketAddr>> {
     }
 }
 
-impl LookUps {
+impl Lookups {
     async fn find(&'static self, host: &str) -> io::Result<Vec<SocketAddr>> {
         let found = self.begin(host)?.await.map_err(io::Error::other)?;
         found.map_err(|error| io::Error::new(error.kind(), error))
     }
 
-    /// Joins the look-up that is under way, or begins one.
+    /// Joins the running lookup, or starts one.
     fn begin(&'static self, host: &str) -> io::Result<Answer> {
-        let mut under_way = lock(&self.under_way);
-        if let Some(answer) = under_way.get(host) {
+        let mut running = lock(&self.running);
+        if let Some(answer) = running.get(host) {
             return Ok(answer.clone());
         }
-        let (tell, answer) = oneshot::channel();
+        let (sender, answer) = oneshot::channel();
         let answer = answer.shared();
         let name: Box<str> = host.into();
         thread::Builder::new()
             .name("redis-host".to_owned())
             .spawn(move || {
                 let found = (self.look_up)(&name).map_err(Arc::new);
-                lock(&self.under_way).remove(&name);
-                // Perhaps nobody waits any longer.
-                let _ = tell.send(found);
+                lock(&self.running).remove(&name);
+                // Fails if all waiters have been dropped.
+                let _ = sender.send(found);
             })?;
-        under_way.insert(host.into(), answer.clone());
+        running.insert(host.into(), answer.clone());
         Ok(answer)
     }
 }
 
-/// Finds the addresses of this host, whatever it is asked for.
+/// Resolves to the addresses of this host, ignoring the requested name.
 pub(crate) struct Host(pub(crate) String);
 
 impl AsyncDNSResolver for Host {
@@ -117,14 +117,15 @@ mod tests {
     use super::*;
     use crate::support::until;
 
-    /// As where no name server answers: those who give up leave nothing behind that those after them would add to.
+    /// As if no name server responds: waiters that give up leave no lookups behind that would pile
+    /// up.
     #[tokio::test]
     async fn a_host_has_one_lookup_in_progress() {
         static HANGS: Mutex<bool> = Mutex::new(true);
         static ANSWERED: Condvar = Condvar::new();
         static COUNT: AtomicUsize = AtomicUsize::new(0);
-        static LOOK_UPS: LookUps = LookUps {
-            under_way: Mutex::new(BTreeMap::new()),
+        static LOOKUPS: Lookups = Lookups {
+            running: Mutex::new(BTreeMap::new()),
             look_up: |host| {
                 COUNT.fetch_add(1, SeqCst);
                 drop(ANSWERED.wait_while(lock(&HANGS), |hangs| *hangs));
@@ -137,13 +138,13 @@ mod tests {
         for _ in 0..100 {
             for host in ["some", "none"] {
                 assert!(
-                    timeout(Duration::from_millis(1), LOOK_UPS.find(host))
+                    timeout(Duration::from_millis(1), LOOKUPS.find(host))
                         .await
                         .is_err()
                 );
             }
         }
-        let mut waiting = pin!(LOOK_UPS.find("none"));
+        let mut waiting = pin!(LOOKUPS.find("none"));
         assert!(waiting.as_mut().now_or_never().is_none());
         *lock(&HANGS) = false;
         ANSWERED.notify_all();
@@ -153,12 +154,12 @@ mod tests {
             "{error:?}"
         );
         until("both have ended", async || {
-            lock(&LOOK_UPS.under_way).is_empty()
+            lock(&LOOKUPS.running).is_empty()
         })
         .await;
-        assert_eq!(COUNT.load(SeqCst), 2, "look-ups of two hosts");
-        // Nothing of it is kept.
-        assert_eq!(LOOK_UPS.find("some").await.unwrap().len(), 1);
+        assert_eq!(COUNT.load(SeqCst), 2, "lookups of two hosts");
+        // No result is cached.
+        assert_eq!(LOOKUPS.find("some").await.unwrap().len(), 1);
         assert_eq!(COUNT.load(SeqCst), 3);
     }
 

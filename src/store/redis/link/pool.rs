@@ -1,7 +1,8 @@
-//! Connections: a bb8 pool that knows which of them still work, and says why one cannot be made.
+//! Connection pool: bb8, extended to discard broken connections and to report why a connection
+//! cannot be made.
 //!
-//! A connection, and whatever bb8 does for it, is driven by the tokio runtime that it was made on. So each runtime has
-//! a pool of its own, which is gone with it.
+//! The Tokio runtime that created a connection drives it, and the tasks that bb8 spawns for it. So
+//! each runtime has its own pool, which is dropped with the runtime.
 
 use std::future::Future;
 use std::ops::DerefMut;
@@ -19,40 +20,41 @@ use super::errors::within;
 use crate::error::{ErrorKind, StoreError};
 use crate::util::{instant, jittered, lock};
 
-/// Knows where a pool's connections lead.
+/// Connects to the server of a pool.
 pub(crate) trait Connect: Send + Sync + 'static {
-    /// Makes another one.
+    /// Opens another connection.
     fn connect(&self) -> impl Future<Output = Result<Link, StoreError>> + Send;
 }
 
-/// Makes the connections. Unlike bb8-redis's own manager it knows whether the last use of one failed, and so needs no
-/// ping at every checkout.
+/// Creates the connections. Unlike bb8-redis's manager, it records whether the last use of a
+/// connection failed, and so needs no ping per checkout.
 struct Manager<C> {
     to: C,
     timeout: Duration,
     backoff: Backoff,
 }
 
-/// Keeps those who ask on while a server is away from connecting each time. A few failures in a row are free: a single
-/// one may be chance.
+/// Delays new connections while a server is unreachable, so that not every check tries to connect.
+/// The first few consecutive failures cause no delay, since a single one may be chance.
 #[derive(Default)]
 struct Backoff(Mutex<Streak>);
 
-/// Connections that could not be made, or were of no use.
+/// Consecutive failures to connect, or to use a new connection.
 #[derive(Default)]
 struct Streak {
     failures: u32,
-    /// Until when no other is made, and why.
+    /// The time until which no connection is attempted, and the reason.
     refused: Option<(Instant, StoreError)>,
 }
 
 impl Backoff {
-    /// As many as open the breaker of a fallback, whose probe then finds the way free.
-    const FREE: u32 = 3;
-    /// How long to wait, and at most twice as long.
+    /// Failures without a delay: the number that opens the breaker of a fallback, whose first probe
+    /// is then not delayed.
+    const FREE_FAILURES: u32 = 3;
+    /// Minimum delay; the maximum is twice as long.
     const SHORTEST: Duration = Duration::from_millis(50);
 
-    /// Why no connection may be made now.
+    /// The reason why no connection may be attempted, if any.
     fn error(&self) -> Option<StoreError> {
         lock(&self.0)
             .refused
@@ -64,7 +66,7 @@ impl Backoff {
     fn failed(&self, error: StoreError) {
         let mut streak = lock(&self.0);
         streak.failures += 1;
-        if streak.failures > Self::FREE {
+        if streak.failures > Self::FREE_FAILURES {
             streak.refused = Some((instant() + jittered(Self::SHORTEST, 1.0..2.0), error));
         }
     }
@@ -84,20 +86,21 @@ impl<C: Connect> bb8::ManageConnection for Manager<C> {
         }
         let link = within(self.timeout, self.to.connect()).await;
         let link = link.inspect_err(|error| self.backoff.failed(error.clone()))?;
-        // Half of the time is left to connect anew and to ask.
+        // Half of the time: the other half remains for a new connection and the command.
         Ok(Connection::new(link, self.timeout / 2))
     }
 
-    /// The pool never asks: [`Pool::checkout`] finds out.
+    /// Always succeeds: bb8 is configured not to call it, since [`Pool::checkout`] checks the
+    /// connection.
     async fn is_valid(&self, _connection: &mut Connection) -> Result<(), StoreError> {
         Ok(())
     }
 
     fn has_broken(&self, connection: &mut Connection) -> bool {
-        if !connection.proven {
+        if !connection.was_used {
             match (connection.broken, connection.failure.take()) {
                 (false, _) => {
-                    connection.proven = true;
+                    connection.was_used = true;
                     self.backoff.worked();
                 }
                 (true, Some(failure)) => self.backoff.failed(failure),
@@ -108,17 +111,17 @@ impl<C: Connect> bb8::ManageConnection for Manager<C> {
     }
 }
 
-/// The connections of one runtime to where `C` leads.
+/// The connections of one runtime to the server of `C`.
 pub(crate) struct Pool<C: Connect> {
     connections: bb8::Pool<Manager<C>>,
     failures: Failures,
 }
 
-/// Why connections could not be made, for those who wait for one.
+/// Reports the last connection failure to the callers that wait for a connection.
 pub(crate) type Failures = watch::Receiver<Option<StoreError>>;
 
 impl<C: Connect> Pool<C> {
-    /// A pool of at most so many connections. Each is made when it is needed, within the time-out.
+    /// Creates a pool of at most `max` connections. Each is created on demand, within the timeout.
     pub(crate) fn new(to: C, max: usize, timeout: Duration) -> Self {
         let (sender, failures) = watch::channel(None);
         let manager = Manager {
@@ -131,7 +134,7 @@ impl<C: Connect> Pool<C> {
             .test_on_check_out(false)
             .retry_connection(false)
             .connection_timeout(timeout)
-            // Without these bb8 runs no task of its own.
+            // Disables bb8's background task.
             .idle_timeout(None)
             .max_lifetime(None)
             .error_sink(Box::new(Sink(sender)))
@@ -142,12 +145,12 @@ impl<C: Connect> Pool<C> {
         }
     }
 
-    /// For [`checkout`](Self::checkout).
+    /// A receiver to pass to [`checkout`](Self::checkout).
     pub(crate) fn failures(&self) -> Failures {
         self.failures.clone()
     }
 
-    /// A connection that is alive, or why there is none.
+    /// Returns a working connection, or the reason why none is available.
     pub(crate) async fn checkout(
         &self,
         failures: &mut Failures,
@@ -155,19 +158,20 @@ impl<C: Connect> Pool<C> {
         let mut lost = false;
         loop {
             let mut connection = self.get(failures).await?;
-            if !connection.is_over() {
-                // What has befallen one that rested has likely befallen them all: to ask each would take too long.
-                if !connection.has_rested() || !lost && connection.answers().await {
+            if !connection.is_closed() {
+                // If one idle connection is dead, the others probably are too: do not ping each.
+                if !connection.was_idle() || !lost && connection.responds_to_ping().await {
                     return Ok(connection);
                 }
                 lost = true;
             }
-            // One that is new, and lost already, is a failure to connect.
+            // A new connection that is lost immediately counts as a failure to connect.
             connection.give_up(Some(StoreError::new(ErrorKind::Unreachable)));
         }
     }
 
-    /// A connection, or why there is none: bb8 alone would leave us waiting after a failure to connect.
+    /// Returns a connection, or the reason why none is available: bb8 alone would wait until its
+    /// timeout after a failure.
     async fn get(
         &self,
         failures: &mut Failures,
@@ -181,7 +185,8 @@ impl<C: Connect> Pool<C> {
             };
             match got {
                 Some(got) => break got,
-                // There is no second one, as with `maxclients`: the first will come back.
+                // The server may refuse a further connection (`maxclients`), but an existing one
+                // will be returned.
                 None if self.connections.state().connections > 0 => {}
                 None => {
                     let error = failures.borrow().clone();
@@ -196,8 +201,8 @@ impl<C: Connect> Pool<C> {
     }
 }
 
-/// Hands on why a connection could not be made, which bb8 keeps from those who wait for one. By then the pool may make
-/// another.
+/// Forwards connection failures, which bb8 does not report to the callers that wait. The pool is
+/// then ready to try again.
 #[derive(Debug, Clone)]
 struct Sink(watch::Sender<Option<StoreError>>);
 

@@ -8,7 +8,9 @@ pub(crate) use without::{Tls, problem};
 use crate::error::ConfigError;
 
 pub(in crate::store) fn no_tls() -> ConfigError {
-    ConfigError::new("TLS is not built in: turn on the feature `tls` of tower-redis-ratelimit")
+    ConfigError::new(
+        "TLS support is not compiled in: enable the feature `tls` of tower-redis-ratelimit",
+    )
 }
 
 #[cfg(feature = "tls")]
@@ -28,10 +30,10 @@ mod with {
 
     use crate::error::{ConfigError, ErrorKind};
 
-    /// What redis-rs keeps of a cause.
+    /// The type that redis-rs boxes a cause in.
     type Shared = Arc<dyn std::error::Error + Send + Sync>;
 
-    /// What the application has set. All in PEM.
+    /// The application's settings. Certificates and keys are in PEM.
     #[derive(Clone, Default)]
     pub(crate) struct Tls {
         pub(crate) root_certificates: Option<Vec<u8>>,
@@ -41,11 +43,12 @@ mod with {
     }
 
     impl Tls {
-        /// The servers with these certificates.
+        /// Applies the settings to the servers that use TLS.
         ///
         /// # Errors
         ///
-        /// For a wrong certificate or server name, and if something is set for TLS but none of the servers speaks it.
+        /// For an invalid certificate or server name, and if there are TLS settings but no server
+        /// uses TLS.
         pub(crate) fn apply(&self, servers: Vec<&mut ConnectionInfo>) -> Result<(), ConfigError> {
             let Self {
                 root_certificates,
@@ -62,7 +65,7 @@ mod with {
             }
             prepare();
             if let Some(name) = server_name {
-                let fix = "write one such as `redis.example`, or an IP address";
+                let fix = "use a name such as `redis.example`, or an IP address";
                 let wrong = |_| ConfigError::invalid("server name", name, fix);
                 pki_types::ServerName::try_from(name.as_str()).map_err(wrong)?;
             }
@@ -100,14 +103,14 @@ mod with {
 
     fn wrong(what: &str, problem: impl fmt::Display) -> ConfigError {
         ConfigError::new(format!(
-            "the {what} cannot be used: {problem}; give it in PEM, which begins with `-----BEGIN`"
+            "invalid {what}: {problem}; expected PEM, which begins with `-----BEGIN`"
         ))
     }
 
     fn unused() -> ConfigError {
         ConfigError::new(
-            "certificates or a server name are set, but the Redis URL does not ask for TLS: write `rediss://` instead of \
-             `redis://`, or leave them out",
+            "certificates or a server name are set, but the Redis URL does not use TLS: use `rediss://` instead of \
+             `redis://`, or remove them",
         )
     }
 
@@ -154,15 +157,16 @@ mod with {
         }
     }
 
-    /// Makes sure that the process has a crypto provider: without one redis-rs would panic when it connects.
+    /// Installs a crypto provider if the process has none; otherwise redis-rs would panic on
+    /// connect.
     fn prepare() {
         if CryptoProvider::get_default().is_none() {
-            // Another thread may have been faster.
+            // Fails if another thread has installed one since.
             let _ = ring::default_provider().install_default();
         }
     }
 
-    /// What is wrong with the TLS of a connection, if it is that.
+    /// Returns the kind of a TLS error, or `None` if the error has another cause.
     pub(crate) fn problem(error: &RedisError) -> Option<ErrorKind> {
         let cause = error
             .source()
@@ -210,8 +214,8 @@ mod without {
     impl Tls {
         /// # Errors
         ///
-        /// If a server speaks TLS: somebody else may have built redis-rs with it, but perhaps
-        /// without cryptography.
+        /// If a server uses TLS: another crate may have enabled it in redis-rs, but possibly
+        /// without a crypto provider.
         pub(crate) fn apply(self, servers: Vec<&mut ConnectionInfo>) -> Result<(), ConfigError> {
             let is_tls =
                 |server: &ConnectionInfo| matches!(server.addr(), ConnectionAddr::TcpTls { .. });
@@ -238,7 +242,7 @@ mod tests {
 
     use crate::store::RedisStore;
 
-    /// Rustls finds one by itself only where no other crate of the build brings another.
+    /// Rustls chooses a provider on its own only if the build has exactly one.
     #[test]
     fn a_store_brings_cryptography() {
         RedisStore::connect_lazy("rediss://127.0.0.1/").unwrap();

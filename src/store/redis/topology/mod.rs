@@ -1,7 +1,8 @@
-//! Which server has a caller's keys, and how it is reached: what is above asks for the [`Node`] of a partition and for a
-//! [`Pool`] of connections to it.
+//! Chooses and reaches the server that has a caller's keys: provides the [`Node`] of a partition,
+//! and a [`Pool`] of connections to it.
 //!
-//! A single server is one node, and so is the master that sentinels tell. A cluster has a node for each master.
+//! A single server is one node, and so is the master that sentinels report. A cluster has a node
+//! per master.
 
 pub(super) mod cluster;
 mod node;
@@ -26,7 +27,7 @@ pub(super) enum Kind {
     Server(Box<ConnectionInfo>),
     Sentinel {
         name: String,
-        /// How to reach the master, but for its address.
+        /// The settings of the master, except its address.
         master: Box<ConnectionInfo>,
         /// At least one.
         sentinels: Vec<ConnectionInfo>,
@@ -36,7 +37,7 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// All servers that are named.
+    /// Returns all named servers.
     pub(super) fn all(&mut self) -> Vec<&mut ConnectionInfo> {
         match self {
             Self::Server(server) => vec![server],
@@ -52,7 +53,7 @@ impl Kind {
 pub(super) enum Topology {
     /// One server, at one address.
     Server(Arc<(ConnectionInfo, Dialer)>),
-    /// One server at a time, at the address that its sentinels tell.
+    /// One server at a time, at the address that its sentinels report.
     Sentinel(Arc<Sentinels>),
     /// Many masters.
     Cluster(Arc<Cluster>),
@@ -61,7 +62,7 @@ pub(super) enum Topology {
 /// Connections to a node.
 pub(super) type Pool = link::Pool<Route>;
 
-/// Leads to a node.
+/// Connects to a node.
 pub(super) struct Route {
     topology: Topology,
     node: Node,
@@ -107,7 +108,7 @@ impl Topology {
         }
     }
 
-    /// Which of the partitions a caller is in: only those of one partition share a script call.
+    /// Returns the partition of a caller. Only checks of the same partition share a script call.
     pub(super) fn partition(&self, key: &Key) -> u16 {
         self.cluster().map_or(0, |cluster| cluster.partition(key))
     }
@@ -116,19 +117,19 @@ impl Topology {
         self.cluster().map_or(1, |cluster| cluster.partitions())
     }
 
-    /// The node that has the keys of this partition. None while nobody has told it.
+    /// Returns the node with the keys of this partition. `None` until a node has reported it.
     pub(super) fn node(&self, partition: u16) -> Option<Node> {
         self.cluster()
             .map_or(Some(Node::ONLY), |cluster| cluster.node(partition))
     }
 
-    /// The nodes that have keys of callers. None while one of them is not known.
+    /// Returns the nodes with callers' keys. `None` while one of them is unknown.
     pub(super) fn masters(&self) -> Option<Vec<Node>> {
         self.cluster()
             .map_or_else(|| Some(vec![Node::ONLY]), |cluster| cluster.masters())
     }
 
-    /// What the keys of counts begin with, before the caller.
+    /// Returns the prefixes of the keys of counts, up to the caller.
     pub(super) fn prefixes(&self, prefix: &str) -> Vec<String> {
         match self.cluster() {
             None => vec![prefix.to_owned()],
@@ -138,13 +139,13 @@ impl Topology {
         }
     }
 
-    /// The node that has the keys of no partition.
+    /// Returns the node with the keys that belong to no partition.
     pub(super) fn shared_node(&self) -> Option<Node> {
         self.cluster()
             .map_or(Some(Node::ONLY), |cluster| cluster.shared_node())
     }
 
-    /// What errors call a node, or all of them: an address, without user and password.
+    /// Returns the address of a node, or of all nodes, for errors: without user and password.
     pub(super) fn address(&self, node: Option<Node>) -> String {
         match self {
             Self::Server(server) => server.0.addr().to_string(),
@@ -153,7 +154,7 @@ impl Topology {
         }
     }
 
-    /// A key of no partition, of a store whose keys begin with this.
+    /// Returns a key that belongs to no partition, for a store with this prefix.
     pub(super) fn shared_key(&self, prefix: &str, name: &str) -> String {
         match self.cluster() {
             None => format!("{prefix}:{name}"),
@@ -161,7 +162,7 @@ impl Topology {
         }
     }
 
-    /// At most so many connections to a node.
+    /// Creates a pool of at most `max` connections to a node.
     pub(super) fn pool(&self, node: Node, max: usize, timeout: Duration) -> Pool {
         Pool::new(
             Route {

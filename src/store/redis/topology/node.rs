@@ -1,11 +1,11 @@
 use std::num::NonZeroU32;
 
-/// A server that has a part of the keys, by its number.
+/// The number of a server that has a part of the keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Node(NonZeroU32);
 
 impl Node {
-    /// The only one, where there is no cluster.
+    /// The only node, without a cluster.
     pub(super) const ONLY: Self = Self(NonZeroU32::MIN);
 
     pub(crate) fn new(index: u32) -> Self {

@@ -1,18 +1,21 @@
-//! Redis Cluster: many masters, each of which has some of the 16,384 slots.
+//! Redis Cluster: several masters, which share the 16,384 slots.
 //!
-//! All keys of a script call must be in one slot, so that checks of callers who are in slots of their own could not
-//! share a call. Therefore callers are put into a fixed number of *partitions*. The keys of a partition have its hash
-//! tag, as in `rl:{17}:{ann}:api:g:100/s`, so a partition is in one slot. What is in flight for a partition is one script
-//! call, and the calls for all partitions of one master are one pipeline.
+//! All keys of a script call must be in one slot. If each caller had its own slot, the checks of
+//! different callers could not share a call. Therefore callers are assigned to a fixed number of
+//! *partitions*. The keys of a partition have its hash tag, as in `rl:{17}:{ann}:api:g:100/s`, so a
+//! partition is in one slot. The checks in flight of a partition share a script call, and the calls
+//! for all partitions of one master share a pipeline.
 //!
-//! The map of [`slots`] is asked of any of the [`nodes`] at the start, and again when a connection is lost or a slot
-//! has moved: [`refresh`] says when. A call that a node [refuses](Refusal) because it does not serve the slot is sent
-//! to the one that does; the server has said that it did not run it. No other call is sent twice.
+//! Any of the [`nodes`] may provide the map of [`slots`], which is queried at startup, and again
+//! when a connection is lost or a slot has moved: see [`refresh`]. A call that a node
+//! [rejects](Refusal) because it does not serve the slot is sent to the node that does, since it
+//! was not executed. No other call is sent twice.
 //!
-//! Two instances with other numbers of partitions would count the same callers under other keys. A marker in the
-//! cluster has the number. A new instance with another number is refused. An instance whose number another instance has
-//! confirmed sets the marker again if it was lost or replaced: the first instance after a `FLUSHALL` may be the wrong
-//! one, and then gives way.
+//! Two instances with different numbers of partitions would count the same callers under different
+//! keys. So a marker in the cluster stores the number, and a new instance with another number is
+//! rejected. An instance whose number was confirmed by another instance restores the marker if it
+//! was lost or replaced: after a `FLUSHALL`, the first instance may have the wrong number, and then
+//! gives way.
 
 mod nodes;
 mod refresh;
@@ -42,23 +45,23 @@ pub(crate) struct Cluster {
     partitions: Box<[Partition]>,
     map: ArcSwap<SlotMap>,
     pub(crate) refresher: Refresher,
-    /// Why no check may be sent: another number of partitions.
+    /// The error of all checks, if this store has another number of partitions.
     pub(crate) refused: OnceLock<StoreError>,
     clock: Clock,
 }
 
 struct Partition {
     slot: u16,
-    /// What its keys begin with: `rl:{17}`.
+    /// The prefix of its keys: `rl:{17}`.
     prefix: Box<str>,
-    /// Until when its slot is taken for one that is being moved, in microseconds.
+    /// The time until which its slot is assumed to be migrating, in microseconds.
     moves_until: AtomicI64,
 }
 
 impl Cluster {
     pub(crate) const MAX_PARTITIONS: usize = 1_024;
-    /// A slot that a node has said to be moving is taken for one for so long.
-    const MOVES: Duration = Duration::from_secs(1);
+    /// A slot is assumed to be migrating for this long after a node has reported it.
+    const MIGRATION_TTL: Duration = Duration::from_secs(1);
 
     pub(crate) fn new(
         seeds: Vec<ConnectionInfo>,
@@ -85,29 +88,30 @@ impl Cluster {
         self.partitions.len()
     }
 
-    /// The partition of a caller. It stands in the caller's keys, so all versions of this crate must agree on it.
+    /// Returns the partition of a caller. It is in the caller's keys, so all versions of this crate
+    /// must agree on it.
     pub(crate) fn partition(&self, key: &Key) -> u16 {
         (SipHasher13::new().hash(key.as_bytes()) % self.partitions.len() as u64) as u16
     }
 
-    /// What the keys of a partition begin with.
+    /// Returns the prefix of the keys of a partition.
     pub(crate) fn prefix(&self, partition: u16) -> &str {
         &self.partitions[usize::from(partition)].prefix
     }
 
-    /// The master of a partition. None while nobody has told it.
+    /// Returns the master of a partition. `None` until a node has reported it.
     pub(crate) fn node(&self, partition: u16) -> Option<Node> {
         self.map
             .load()
             .owner(self.partitions[usize::from(partition)].slot)
     }
 
-    /// The master of the keys that are of no partition.
+    /// Returns the master of the keys that belong to no partition.
     pub(crate) fn shared_node(&self) -> Option<Node> {
         self.map.load().shared_owner()
     }
 
-    /// A partition of each master that has one.
+    /// Returns one partition of each master that has any.
     pub(crate) fn partition_of_each(&self) -> Vec<u16> {
         self.each_master()
             .into_iter()
@@ -115,7 +119,7 @@ impl Cluster {
             .collect()
     }
 
-    /// The masters that have partitions. None while one of them is not known.
+    /// Returns the masters of all partitions. `None` while one of them is unknown.
     pub(crate) fn masters(&self) -> Option<Vec<Node>> {
         self.each_master()
             .into_iter()
@@ -123,7 +127,7 @@ impl Cluster {
             .collect()
     }
 
-    /// By one map, which may be replaced meanwhile.
+    /// Loads the map only once, since it may be replaced concurrently.
     fn each_master(&self) -> Vec<(Option<Node>, u16)> {
         let map = self.map.load();
         let owners = self
@@ -136,8 +140,8 @@ impl Cluster {
         each
     }
 
-    /// Whether a partition's slot is being moved. Then some of its keys are here and some are there, and a call that
-    /// has both is refused: its callers are asked one by one.
+    /// Returns `true` if a partition's slot is migrating. A call with keys on both nodes is then
+    /// rejected, so its callers' checks are sent one at a time.
     pub(crate) fn moves(&self, partition: u16) -> bool {
         let until = self.partitions[usize::from(partition)]
             .moves_until
@@ -146,30 +150,30 @@ impl Cluster {
     }
 
     pub(crate) fn notice_move(&self, partition: u16) {
-        let until = self.clock.micros() + Self::MOVES.as_micros() as i64;
+        let until = self.clock.micros() + Self::MIGRATION_TTL.as_micros() as i64;
         self.partitions[usize::from(partition)]
             .moves_until
             .store(until, Relaxed);
     }
 
-    /// What errors call a node, or the whole cluster.
+    /// Returns the address of a node, or of the whole cluster, for errors.
     pub(crate) fn address(&self, node: Option<Node>) -> String {
         self.nodes.name(node)
     }
 
-    /// A new connection to a node of this cluster.
+    /// Opens a connection to a node of this cluster.
     pub(crate) async fn connect(&self, node: Node) -> Result<Driven, StoreError> {
         self.nodes
             .connect(node, |slots| self.map.load().is_of_cluster(slots))
             .await
     }
 
-    /// What a node that was asked means by an error.
+    /// Interprets the error of a node.
     pub(crate) fn refusal(&self, error: &RedisError, asked: Node) -> Refusal {
         self.nodes.refusal(error, asked)
     }
 
-    /// Another node serves this slot.
+    /// Records that `node` serves this slot.
     pub(crate) fn learn(&self, slot: u16, node: Node) {
         self.map.rcu(|map| {
             if map.owner(slot) == Some(node) {
@@ -180,8 +184,8 @@ impl Cluster {
         });
     }
 
-    /// Asks the nodes for the map of slots, each for so long at most. Returns it, and whether it is another than
-    /// before.
+    /// Queries the nodes for the map of slots, each for at most `patience`. Returns the map, and
+    /// whether it differs from the current one.
     pub(crate) async fn ask_any(
         &self,
         why: Why,
@@ -197,7 +201,7 @@ impl Cluster {
         if is_other {
             self.refresher.forget_marker();
         }
-        let changed = !map.is_like(&present);
+        let changed = !map.same_owners(&present);
         Ok((map.into(), changed))
     }
 
@@ -205,7 +209,7 @@ impl Cluster {
         self.map.store(map);
     }
 
-    /// Whether the nodes have told their slots.
+    /// Returns `true` if a node has reported the slots.
     pub(crate) fn is_known(&self) -> bool {
         !self.map.load().is_empty()
     }
@@ -283,12 +287,12 @@ mod tests {
         ] {
             assert_eq!(refusal(line), expected, "{line}");
         }
-        // A slot that there is not, of a node that lies.
+        // A nonexistent slot, reported by a faulty node.
         cluster.learn(60_000, node("b", 1));
         assert_eq!(cluster.node(0), None);
     }
 
-    /// To sort by what changes meanwhile may panic.
+    /// Sorting by a value that changes concurrently may panic.
     #[test]
     fn masters_may_change_meanwhile() {
         let seed = "redis://seed:1".into_connection_info().unwrap();

@@ -1,4 +1,4 @@
-//! The nodes of a cluster, and what they say of its slots.
+//! The nodes of a cluster, and their replies about the slots.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hash};
@@ -17,16 +17,15 @@ use crate::store::redis::topology::node::Node;
 use crate::util::{RandomState, instant, lock};
 
 pub(super) struct Nodes {
-    /// Those that the application named: at least one.
+    /// The nodes that the application named: at least one.
     seeds: Vec<ConnectionInfo>,
     dialer: Dialer,
     known: Mutex<Known>,
-    /// Since when none of those that were asked was of the cluster.
+    /// The time since which none of the queried nodes belonged to the cluster.
     gone_since: Mutex<Option<Instant>>,
 }
 
-/// The addresses of nodes, by their numbers, and the other way round. It only grows: a cluster hardly ever gains a
-/// node.
+/// Maps nodes to addresses and back. It only grows, since a cluster rarely gets new nodes.
 #[derive(Debug)]
 pub(super) struct Known<A = Address> {
     addresses: Vec<A>,
@@ -54,7 +53,7 @@ impl<A: Clone + Eq + Hash> Known<A> {
     }
 }
 
-/// What a node means by a refusal.
+/// The meaning of a node's error reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Refusal {
     /// Another node serves the slot.
@@ -62,21 +61,21 @@ pub(crate) enum Refusal {
         slot: u16,
         node: Node,
     },
-    /// The keys are not here, but on the node to which the slot is being moved.
+    /// The keys are on the node to which the slot is migrating.
     Ask(Node),
-    /// Some of the keys are here and some are there.
+    /// Some keys are here, and some are on the other node.
     TryAgain,
-    /// Nobody decides just now.
+    /// No node can decide at the moment.
     NotReady,
     Other,
 }
 
-/// After so long without any node of the cluster it may have been set up anew. It is longer than a failover takes with
-/// Redis's defaults.
-const GONE: Duration = Duration::from_secs(30);
-/// How many nodes are asked, and into how many parts the time for one of them is cut: after each, the next is asked
-/// too.
+/// If no node of the cluster has replied for this long, the cluster may have been recreated. Longer
+/// than a failover with Redis's default settings.
+const CLUSTER_LOST_AFTER: Duration = Duration::from_secs(30);
+/// Maximum number of known nodes that are queried.
 const ASKED: usize = 6;
+/// The next node is queried after this fraction of the timeout, in parallel with the ones before.
 const SIDE_BY_SIDE: u32 = 8;
 
 impl Nodes {
@@ -89,7 +88,7 @@ impl Nodes {
         }
     }
 
-    /// The number of the node at an address.
+    /// Returns the number of the node at an address.
     pub(super) fn number(&self, address: Address) -> Node {
         lock(&self.known).number(address)
     }
@@ -98,8 +97,8 @@ impl Nodes {
         lock(&self.known).address(node).cloned()
     }
 
-    /// A new connection to a node, which tells that it is of the same cluster: by now, its address may be that of
-    /// another server.
+    /// Opens a connection to a node, and verifies that it belongs to the same cluster: its address
+    /// may have been reassigned to another server.
     pub(super) async fn connect(
         &self,
         node: Node,
@@ -115,7 +114,7 @@ impl Nodes {
         }
     }
 
-    /// The address of a node, or those that the application has named.
+    /// Returns the address of a node, or the addresses that the application named.
     pub(super) fn name(&self, node: Option<Node>) -> String {
         let seeds = || {
             self.seeds
@@ -128,7 +127,7 @@ impl Nodes {
             .map_or_else(seeds, |address| address.to_string())
     }
 
-    /// What a node says of the slots, and the connection that it was asked over.
+    /// Queries a node for the slots; also returns the connection.
     async fn ask(&self, address: &Address) -> Result<(Driven, Slots), StoreError> {
         let mut connection = self
             .dialer
@@ -151,7 +150,7 @@ impl Nodes {
             Ok(Value::ServerError(error)) => Err(error_of(&error.into()).at(address)),
             Ok(reply) => match slots::read(&reply, address) {
                 Some(slots) if !slots.ranges.is_empty() => Ok((connection, slots)),
-                // It has not met the others yet, or was told to forget them.
+                // The node has not joined the cluster yet, or has been reset.
                 Some(_) => Err(StoreError::new(ErrorKind::NotReady).at(address)),
                 None => Err(StoreError::new(ErrorKind::Protocol).at(address)),
             },
@@ -159,27 +158,27 @@ impl Nodes {
         }
     }
 
-    /// Asks nodes side by side, each a moment after the one before or as soon as that has failed: one that does not
-    /// answer keeps nobody waiting. The one that is `lost` is asked last. Returns the map, and whether it is of another
-    /// cluster.
+    /// Queries several nodes, starting the next one after a short pause or as soon as one has
+    /// failed, so that a node that does not respond causes no delay. The `lost` node is queried
+    /// last. Returns the map, and whether it is of another cluster.
     ///
-    /// The address of a node may have become that of another cluster, which is not believed: a map must have a node in
-    /// common with the present one. Only if none of those has answered for long is it as at the start, when what the
-    /// application has named is the cluster.
+    /// The address of a node may have been reassigned to another cluster. So a map must have a node
+    /// in common with the current one. Only if no such node has replied for a long time, the nodes
+    /// that the application named define the cluster, as at startup.
     pub(super) async fn ask_any(
         &self,
         present: &SlotMap,
         lost: Option<Node>,
         patience: Duration,
     ) -> Result<(SlotMap, bool), StoreError> {
-        // At the start nothing is known of any of them.
+        // At startup, any node may be down: query all in parallel.
         let pause = if present.is_empty() {
             Duration::ZERO
         } else {
             patience / SIDE_BY_SIDE
         };
         let ask = async |address: Address| (within(patience, self.ask(&address)).await, address);
-        let mut left = self.to_ask(present, lost).into_iter();
+        let mut left = self.candidates(present, lost).into_iter();
         let mut answers = FuturesUnordered::new();
         let (mut failure, mut other) = (StoreError::new(ErrorKind::Unreachable), None);
         let slots = loop {
@@ -192,7 +191,13 @@ impl Nodes {
                 },
             };
             match answer {
-                None => break self.are_gone().then_some(other).flatten().ok_or(failure)?,
+                None => {
+                    break self
+                        .is_cluster_lost()
+                        .then_some(other)
+                        .flatten()
+                        .ok_or(failure)?;
+                }
                 Some((Ok((_, slots)), _)) if present.is_of_cluster(&slots) => break slots,
                 Some((Ok((_, slots)), address)) => {
                     failure = failure.or_telling(of_another(&address));
@@ -209,7 +214,7 @@ impl Nodes {
         ))
     }
 
-    /// What the node that was asked means by an error.
+    /// Interprets the error of the node `asked`.
     pub(super) fn refusal(&self, error: &RedisError, asked: Node) -> Refusal {
         let elsewhere = || {
             let (address, slot) = error.redirect_node()?;
@@ -240,9 +245,10 @@ impl Nodes {
         }
     }
 
-    /// Whether none was of the cluster for so long that it is asked for as at the start. None is now.
-    fn are_gone(&self) -> bool {
-        lock(&self.gone_since).get_or_insert_with(instant).elapsed() >= GONE
+    /// Returns `true` if no queried node has belonged to the cluster for [`CLUSTER_LOST_AFTER`].
+    /// Call it only if none does.
+    fn is_cluster_lost(&self) -> bool {
+        lock(&self.gone_since).get_or_insert_with(instant).elapsed() >= CLUSTER_LOST_AFTER
     }
 
     fn is_seed(&self, address: &Address) -> bool {
@@ -252,8 +258,8 @@ impl Nodes {
             .any(|seed| seed == *address)
     }
 
-    /// Some nodes that are known, in any order, and then those that the application named.
-    fn to_ask(&self, present: &SlotMap, lost: Option<Node>) -> Vec<Address> {
+    /// Returns some known nodes, in random order, followed by the nodes that the application named.
+    fn candidates(&self, present: &SlotMap, lost: Option<Node>) -> Vec<Address> {
         let random = RandomState::new();
         let mut nodes = present.nodes.clone();
         nodes.sort_by_cached_key(|node| (lost == Some(*node), random.hash_one(node.index())));
@@ -271,10 +277,11 @@ impl Nodes {
     }
 }
 
-/// A server at the address of a node of the cluster that is none.
+/// The error for an address at which a server of another cluster responds.
 fn of_another(address: &Address) -> StoreError {
-    let reason =
-        format!("{address} is not of this cluster any more: another one may have its address now");
+    let reason = format!(
+        "{address} no longer belongs to this cluster; its address may have been reassigned"
+    );
     StoreError::explained(ErrorKind::NotReady, reason).at(address)
 }
 
@@ -289,9 +296,12 @@ mod tests {
         static COMPARED: Cell<usize> = const { Cell::new(0) };
     }
 
-    /// Counts how often it is compared.
+    /// Counts its comparisons.
     #[derive(Debug, Clone, Eq, Hash)]
-    #[allow(clippy::derived_hash_with_manual_eq, reason = "both are of its number")]
+    #[allow(
+        clippy::derived_hash_with_manual_eq,
+        reason = "both use the number only"
+    )]
     struct Counted(u16);
 
     impl PartialEq for Counted {
@@ -301,7 +311,7 @@ mod tests {
         }
     }
 
-    /// A map may have another one for each slot, and the runtime waits for it.
+    /// A map may have a different address per slot, and parsing it blocks the runtime.
     #[test]
     fn an_address_is_found_without_a_search() {
         let mut known = Known::new();

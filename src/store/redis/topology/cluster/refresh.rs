@@ -1,7 +1,7 @@
-//! When the map of slots is asked for: off the request path, by one task at a time.
+//! Schedules queries of the map of slots: off the request path, in one task at a time.
 //!
-//! A thousand instances notice a failover at the same moment. So each waits for a moment of its own, and the longer the
-//! more often the map has turned out to be the same.
+//! A thousand instances notice a failover at the same moment. So each waits for a random delay,
+//! which grows while consecutive queries return the same map.
 
 use std::convert::Infallible;
 use std::sync::Mutex;
@@ -19,21 +19,23 @@ use crate::util::{Span, Task, TaskOwner, instant, jittered, lock};
 pub(crate) struct Refresher {
     tasks: TaskOwner,
     state: Mutex<State>,
-    /// How the last one went.
+    /// The result of the last query.
     pub(crate) outcome: watch::Sender<Option<StoreError>>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// How often in a row nothing new was heard.
-    idle: u32,
-    /// When the last one ended.
+    /// Number of consecutive queries without a change.
+    unchanged: u32,
+    /// Time at which the last query ended.
     last: Option<Instant>,
-    /// When the marker is to be looked at again.
+    /// Time of the next check of the marker.
     marked_until: Option<Instant>,
-    /// Whether another instance has ever confirmed our number of partitions: the marker had it before we set it.
+    /// Whether another instance has ever confirmed this number of partitions: the marker had it
+    /// before this one set it.
     agreed: bool,
-    /// Dropped with the store, and when another task takes the place of the planned one: ends its sleep.
+    /// Wakes the planned task from its sleep when dropped: with the store, or when another task
+    /// replaces the planned one.
     planned: Option<oneshot::Sender<Infallible>>,
 }
 
@@ -41,26 +43,26 @@ struct State {
 #[derive(Debug)]
 pub(crate) struct Planned {
     pub(crate) begins: Instant,
-    /// Closed if the task need not sleep until then.
+    /// Closed if the task does not have to sleep until then.
     pub(crate) woken: oneshot::Receiver<Infallible>,
     pub(crate) task: Task,
 }
 
-/// Why the slots are asked for.
+/// The reason for a query of the slots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Why {
-    /// They are not known, and checks wait for them.
+    /// The slots are unknown, and checks wait for them.
     Unknown,
-    /// A node did not answer, or does not decide.
+    /// A node did not respond, or cannot decide.
     Lost(Node),
-    /// One slot is elsewhere, so others may be.
+    /// One slot has moved, so others may have moved too.
     Moved,
-    /// The marker of the number of partitions expires some day.
+    /// The marker of the number of partitions has to be renewed before it expires.
     Marker,
 }
 
 impl Why {
-    /// How long to wait at most, and at least half as long.
+    /// Maximum delay; the minimum is half of it.
     fn delay(self) -> Duration {
         match self {
             Self::Unknown => Duration::ZERO,
@@ -72,13 +74,13 @@ impl Why {
 }
 
 impl Refresher {
-    /// The shortest time from one to the next; doubled while nothing new is heard.
+    /// Minimum interval between two queries; doubled while nothing changes.
     const GAP: Duration = Duration::from_millis(100);
-    /// Short enough that a probe of a fallback finds the new master soon.
+    /// Short enough that a probe of a fallback soon finds the new master.
     const LONGEST_GAP: Duration = Duration::from_millis(400);
-    /// For how long a runtime relies on the task of another, which may stand still.
+    /// How long a runtime relies on a task on another runtime, which may have stalled.
     pub(crate) const ELSEWHERE: Duration = Duration::from_millis(50);
-    /// How often the marker is looked at.
+    /// Interval between two checks of the marker.
     const MARKER: Duration = Duration::from_secs(3_600);
 
     pub(super) fn new() -> Self {
@@ -89,13 +91,13 @@ impl Refresher {
         }
     }
 
-    /// Plans a task on this runtime. `None` if another task begins as soon.
+    /// Plans a task on this runtime. `None` if another task starts no later.
     pub(crate) fn begin(&self, why: Why, runtime: Id) -> Option<Planned> {
         let now = instant();
         let begins = {
             let state = lock(&self.state);
             let gap = Self::GAP
-                .saturating_mul(1 << state.idle.min(10))
+                .saturating_mul(1 << state.unchanged.min(10))
                 .min(Self::LONGEST_GAP);
             let earliest = state
                 .last
@@ -120,20 +122,20 @@ impl Refresher {
         })
     }
 
-    /// Whether no other task has taken the place of this one while it waited.
+    /// Returns `true` if no other task has replaced this one during its sleep.
     pub(crate) fn is_current(&self, task: &Task) -> bool {
         let now = instant();
         task.renew(now, now + Self::ELSEWHERE)
     }
 
-    /// A task has asked. Was there news, and what went wrong?
+    /// Records the result of a task's query: whether the map has changed, and the error.
     pub(crate) fn end(&self, task: Task, news: bool, error: Option<StoreError>) {
         {
             let mut state = lock(&self.state);
-            state.idle = if news {
+            state.unchanged = if news {
                 0
             } else {
-                state.idle.saturating_add(1)
+                state.unchanged.saturating_add(1)
             };
             state.last = Some(instant());
         }
@@ -141,7 +143,7 @@ impl Refresher {
         self.outcome.send_replace(error);
     }
 
-    /// Whether it has failed only just now.
+    /// Returns the error of the last query, if it ended recently.
     pub(crate) fn has_just_failed(&self) -> Option<StoreError> {
         let is_recent = lock(&self.state)
             .last
@@ -149,26 +151,26 @@ impl Refresher {
         self.outcome.borrow().clone().filter(|_| is_recent)
     }
 
-    /// Whether the marker is to be looked at.
+    /// Returns `true` if the marker should be checked.
     pub(crate) fn marker_is_due(&self) -> bool {
         lock(&self.state)
             .marked_until
             .is_none_or(|until| until <= instant())
     }
 
-    /// Whether another instance has ever confirmed our number of partitions.
+    /// Returns `true` if another instance has ever confirmed this number of partitions.
     pub(crate) fn has_agreed(&self) -> bool {
         lock(&self.state).agreed
     }
 
-    /// The marker has our number; `agrees` if it had it before.
+    /// Records that the marker has this number; `agrees` if it had it before.
     pub(crate) fn marked(&self, agrees: bool) {
         let mut state = lock(&self.state);
         state.marked_until = Some(instant() + Self::MARKER);
         state.agreed |= agrees;
     }
 
-    /// The slots are those of another cluster.
+    /// Forgets the marker: the slots belong to another cluster.
     pub(super) fn forget_marker(&self) {
         let mut state = lock(&self.state);
         (state.marked_until, state.agreed) = (None, false);
@@ -234,7 +236,7 @@ mod tests {
         }
     }
 
-    /// Its runtime may run nothing any more.
+    /// The runtime of that task may have stalled.
     #[tokio::test(start_paused = true)]
     async fn a_silent_task_is_not_waited_for() {
         let (refresher, other) = (

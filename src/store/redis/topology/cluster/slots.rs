@@ -1,4 +1,4 @@
-//! Slots: which one a hash tag is in, and which node serves each.
+//! Slots: the slot of a hash tag, and the node that serves a slot.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -8,13 +8,13 @@ use redis::{ConnectionAddr, ConnectionInfo, Value};
 
 use crate::store::redis::topology::node::Node;
 
-/// How many there are in every cluster.
+/// The number of slots of every cluster.
 pub(super) const SLOTS: u16 = 16_384;
 
-/// The tag of keys that are of no partition.
+/// The tag of keys that belong to no partition.
 pub(crate) const SHARED: &str = "rl";
 
-/// The slot of a hash tag: CRC-16/XMODEM, as Redis counts it.
+/// Returns the slot of a hash tag: its CRC-16/XMODEM, as in Redis.
 pub(super) fn slot(tag: &[u8]) -> u16 {
     let crc = tag.iter().fold(0u16, |crc, byte| {
         (0..8).fold(crc ^ u16::from(*byte) << 8, |crc, _| {
@@ -28,8 +28,9 @@ pub(super) fn slot(tag: &[u8]) -> u16 {
     crc % SLOTS
 }
 
-/// The tags of so many partitions: the n-th is the smallest number whose slot is in the n-th part of all slots. Masters
-/// mostly have ranges of slots that are about equally long, so each of them has about as many partitions.
+/// Returns the tags of the partitions: the n-th is the smallest number whose slot is in the n-th
+/// part of all slots. Masters usually have contiguous ranges of slots of similar length, so each
+/// master has a similar number of partitions.
 pub(super) fn tags(partitions: usize) -> Vec<u32> {
     let mut tags = vec![None; partitions];
     let (mut number, mut left) = (0, tags.len());
@@ -45,28 +46,27 @@ pub(super) fn tags(partitions: usize) -> Vec<u32> {
     tags.into_iter().flatten().collect()
 }
 
-/// Which node serves each slot.
+/// Maps each slot to the node that serves it.
 #[derive(Debug)]
 pub(crate) struct SlotMap {
     owners: Box<[Option<Node>]>,
-    /// All that the cluster named, replicas too: any of them may be asked for the slots. In their order, but for those
-    /// that were learned since.
+    /// All nodes that the cluster reported, including replicas: any may be queried for the slots.
+    /// Sorted, except for nodes that were learned later.
     pub(super) nodes: Vec<Node>,
     ids: Arc<Ids>,
 }
 
-/// What a node calls all nodes of its cluster, wherever they are. A node keeps its id for as long as it is of that
-/// cluster.
+/// The ids of all nodes of a cluster. A node keeps its id while it belongs to that cluster.
 type Ids = HashSet<Box<str>>;
 
-/// What a node says of the slots.
+/// A node's reply about the slots.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Slots {
     pub(super) ranges: Vec<Range>,
     ids: Ids,
 }
 
-/// Slots and who serves them: first the master, then its replicas.
+/// A range of slots and its nodes: the master, then its replicas.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Range {
     first: u16,
@@ -74,7 +74,7 @@ pub(super) struct Range {
     nodes: Vec<Address>,
 }
 
-/// Where a node is.
+/// The address of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Address {
     pub(super) host: Box<str>,
@@ -89,7 +89,7 @@ impl Address {
         }
     }
 
-    /// Of a server that the application named.
+    /// Returns the address of a server that the application named; `None` for a unix socket.
     pub(super) fn of(server: &ConnectionInfo) -> Option<Self> {
         match server.addr() {
             ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. } => {
@@ -99,7 +99,7 @@ impl Address {
         }
     }
 
-    /// What a node at this address calls so. Without a host it means itself.
+    /// Returns the address that this node reports for a node. An empty host means this node's own.
     pub(super) fn sibling(&self, host: &str, port: u16) -> Self {
         Self::new(if host.is_empty() { &self.host } else { host }, port)
     }
@@ -112,7 +112,7 @@ impl fmt::Display for Address {
 }
 
 impl SlotMap {
-    /// Before the cluster was asked.
+    /// The map before the first query.
     pub(super) fn empty() -> Self {
         Self {
             owners: Box::default(),
@@ -142,32 +142,33 @@ impl SlotMap {
         self.owners.is_empty()
     }
 
-    /// The master of a slot. None if nobody serves it, or nobody has told it yet.
+    /// Returns the master of a slot. `None` if no node serves it, or until a node has reported it.
     pub(super) fn owner(&self, slot: u16) -> Option<Node> {
         self.owners.get(usize::from(slot)).copied().flatten()
     }
 
-    /// The master of the keys that are of no partition.
+    /// Returns the master of the keys that belong to no partition.
     pub(crate) fn shared_owner(&self) -> Option<Node> {
         self.owner(slot(SHARED.as_bytes()))
     }
 
-    /// Whether this node is of the cluster, unless it was learned since.
+    /// Returns `true` if the cluster reported this node; `false` for a node that was learned later.
     pub(crate) fn names(&self, node: Node) -> bool {
         self.nodes.binary_search(&node).is_ok()
     }
 
-    /// Whether each slot has the same master in both.
-    pub(super) fn is_like(&self, other: &Self) -> bool {
+    /// Returns `true` if each slot has the same master in both maps.
+    pub(super) fn same_owners(&self, other: &Self) -> bool {
         self.owners == other.owners
     }
 
-    /// Whether this is told of the same cluster: it has a node in common with this map, or one of both has no ids.
+    /// Returns `true` if `slots` may be of the same cluster: it has a node in common with this map,
+    /// or one of both has no ids.
     pub(super) fn is_of_cluster(&self, slots: &Slots) -> bool {
         self.ids.is_empty() || slots.ids.is_empty() || !self.ids.is_disjoint(&slots.ids)
     }
 
-    /// The same map, but for one slot.
+    /// Returns a copy of the map with another owner of one slot.
     pub(super) fn with(&self, slot: u16, owner: Node) -> Self {
         let (mut owners, mut nodes) = (self.owners.clone(), self.nodes.clone());
         if let Some(place) = owners.get_mut(usize::from(slot)) {
@@ -184,10 +185,11 @@ impl SlotMap {
     }
 }
 
-/// Reads the reply to `CLUSTER SLOTS`, that a node at this address gave. `None` if it is another.
+/// Parses the reply to `CLUSTER SLOTS` of a node at this address. `None` for any other reply.
 ///
-/// A node without a name, or of the name `""`, is the queried node itself. A node of the name `?` or the port 0 is left out,
-/// since the cluster does not know its address; so is a range whose master is left out.
+/// A node without a host, or with the host `""`, is the queried node itself. A node with the host
+/// `?` or the port 0 is omitted, since the cluster does not know its address; so is a range whose
+/// master is omitted.
 pub(super) fn read(reply: &Value, asked: &Address) -> Option<Slots> {
     let Value::Array(ranges) = reply else {
         return None;
@@ -216,7 +218,8 @@ pub(super) fn read(reply: &Value, asked: &Address) -> Option<Slots> {
     Some(Slots { ranges: read, ids })
 }
 
-/// The address of a node: `[host, port, id, ...]`. The inner `None` if the cluster does not know its address.
+/// Parses a node: `[host, port, id, ...]`. The inner value is `None` if the cluster does not know
+/// its address.
 fn node(node: &Value, asked: &Address, ids: &mut Ids) -> Option<Option<Address>> {
     let Value::Array(parts) = node else {
         return None;
@@ -263,7 +266,7 @@ mod tests {
 
     #[test]
     fn a_slot_is_that_of_redis() {
-        // Of the cluster's specification, and of `CLUSTER KEYSLOT`.
+        // From the cluster specification, and from `CLUSTER KEYSLOT`.
         for (tag, expected) in [
             ("", 0),
             ("123456789", 0x31c3),
@@ -286,12 +289,12 @@ mod tests {
                 assert_eq!(part, i, "{partitions}: {tag}");
             }
         }
-        // They stand in keys: another tag would be another count.
+        // The tags are in keys: other tags would make other counts.
         assert_eq!(tags(4), [3, 2, 1, 0]);
     }
 
-    /// What `docs/running.md` says of the numbers to choose. The masters have the ranges that `redis-cli --cluster
-    /// create` gives.
+    /// Checks the recommendations in `docs/running.md`. The masters have the ranges that `redis-cli
+    /// --cluster create` gives them.
     #[test]
     fn partitions_are_spread_over_the_masters() {
         let slots = |partitions: usize| -> Vec<usize> {
@@ -435,7 +438,7 @@ mod tests {
         }
         assert!(!ours.is_of_cluster(&slots(&["x", "y", "z"])));
         assert!(!ours.with(7, Node::new(1)).is_of_cluster(&slots(&["x"])));
-        // Before the first answer, and of a server that gives no ids.
+        // Before the first reply, and with a server that reports no ids.
         assert!(SlotMap::empty().is_of_cluster(&slots(&["x"])));
         let nameless = Value::Array(vec![range(
             0,

@@ -1,15 +1,18 @@
-//! Redis Sentinel: one master at a time, at the address that its sentinels tell.
+//! Redis Sentinel: one master at a time, at the address that its sentinels report.
 //!
-//! Whenever a connection is made all sentinels are asked at once, and the [`quorum`] says in which order to try what
-//! they tell: one of them may be cut off from the others, and know of a former master only. The server must say itself
-//! that it is a master. A former one may go on answering, and taking charges that it is going to lose, for many
-//! seconds: Sentinel makes it a replica late. So a watch asks after the master, and the connections to another one are
-//! given up. It asks one sentinel at a time, each in its turn: that is four small commands a second for an instance,
-//! and needs no permission more. A message that sentinels publish may be lost with its connection, so it would have to
-//! be asked all the same.
+//! For each new connection, all sentinels are queried concurrently, and the [`quorum`] ranks the
+//! masters that they report: a sentinel may be cut off from the others and report a former master.
+//! The chosen server must confirm that it is a master.
 //!
-//! This is over plain connections. Redis-rs's client for sentinels asks them one after the other, so that a slow one
-//! delays all, and says nothing of a failover to those that are connected.
+//! A former master may keep replying for many seconds, since Sentinel is slow to make it a replica,
+//! and then loses the charges of that time. So a watch polls the sentinels for the master, and
+//! connections to any other server are closed. It polls one sentinel at a time, in turn: that is
+//! four small commands per second and instance, and needs no further permission. A subscription to
+//! the sentinels' messages would not replace the polling, since a message may be lost together with
+//! its connection.
+//!
+//! Plain connections are used. Redis-rs's client for sentinels queries one after the other, so a
+//! slow one delays all, and does not report a failover to existing connections.
 
 mod quorum;
 
@@ -30,14 +33,15 @@ use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{Dialer, Driven, Epoch, Link, error_of, with_address, within};
 use crate::util::{RandomState, Span, Task, TaskOwner, instant, jittered, lock};
 
-/// How often a sentinel is asked after the master: so that a second is enough though one is slow.
+/// Interval between two polls of the watch: short enough to notice a failover within a second, even
+/// if one sentinel is slow.
 const WATCH: Duration = Duration::from_millis(250);
 
 /// Outcome of a query of all sentinels.
 struct Election {
-    /// The servers to try, the likeliest first.
+    /// The servers to try, best first.
     candidates: Vec<Master>,
-    /// Why there may be no candidate.
+    /// The error if there is no candidate.
     failure: StoreError,
     /// The number of the epoch in which the sentinels were queried.
     epoch: u64,
@@ -45,17 +49,17 @@ struct Election {
 
 pub(crate) struct Sentinels {
     name: Box<str>,
-    /// How to reach the master, but for its address.
+    /// The settings of the master, except its address.
     master: ConnectionInfo,
     to_master: Dialer,
     sentinels: Box<[ConnectionInfo]>,
     to_sentinels: Dialer,
     timeout: Duration,
-    /// The master that was found last.
+    /// The last known master.
     known: Mutex<Option<Master>>,
-    /// The number of its epoch.
+    /// The number of the current epoch; it changes with the master.
     epoch: Arc<AtomicU64>,
-    /// Each runtime has a watch of its own, which is gone with it.
+    /// Each runtime has its own watch, which ends with the runtime.
     watches: TaskOwner,
 }
 
@@ -81,12 +85,12 @@ impl Sentinels {
         }
     }
 
-    /// How long to wait for what may do without: there are four steps.
+    /// Maximum time of a step that others can replace: a connection has four steps.
     fn patience(&self) -> Duration {
         self.timeout / 4
     }
 
-    /// A new connection to the master.
+    /// Opens a connection to the master.
     pub(crate) async fn connect(self: &Arc<Self>) -> Result<Link, StoreError> {
         self.watch();
         self.connect_to(self.elect().await).await
@@ -104,7 +108,7 @@ impl Sentinels {
         }
     }
 
-    /// A connection to the first candidate that confirms that it is a master.
+    /// Connects to the first candidate that confirms that it is a master.
     async fn connect_to(&self, election: Election) -> Result<Link, StoreError> {
         let Election {
             candidates,
@@ -113,7 +117,7 @@ impl Sentinels {
         } = election;
         let last = candidates.len();
         for (i, candidate) in (1..).zip(candidates) {
-            // One that does not answer must not use up the time for the others.
+            // A candidate that does not respond must leave time for the others.
             let patience = if i == last {
                 self.timeout
             } else {
@@ -126,7 +130,7 @@ impl Sentinels {
                         epoch: Some(self.found(candidate, epoch)),
                     });
                 }
-                // That of the likeliest one tells most.
+                // The error of the best candidate is the most useful one.
                 Err(error) if i == 1 => failure = error.at(candidate),
                 Err(_) => {}
             }
@@ -134,7 +138,7 @@ impl Sentinels {
         Err(failure)
     }
 
-    /// Asks all sentinels, until most of them agree or one has had the time to.
+    /// Queries all sentinels, until most of them agree or the time for one is up.
     async fn ask_all(&self, is_known: bool) -> Quorum {
         let ask = async |sentinel| self.ask(&mut None, sentinel).await;
         let mut answers: FuturesUnordered<_> = self.sentinels.iter().map(ask).collect();
@@ -152,7 +156,8 @@ impl Sentinels {
         quorum
     }
 
-    /// Asks a sentinel, over this connection if there is one. It is gone if the sentinel does not answer.
+    /// Queries a sentinel, over this connection if there is one. Without a reply, the connection is
+    /// dropped.
     async fn ask(
         &self,
         connection: &mut Option<Driven>,
@@ -168,7 +173,7 @@ impl Sentinels {
             .send_packed_command(&cmd)
             .await
             .map_err(|error| error_of(&error).at(server.addr()))?;
-        let told = match reply {
+        let report = match reply {
             Value::ServerError(error) => {
                 let text = error.details().unwrap_or_default();
                 Err(match error.kind() {
@@ -186,23 +191,23 @@ impl Sentinels {
             }
         };
         *connection = Some(open);
-        told
+        report
     }
 
-    /// A connection to a server that says that it is a master.
+    /// Connects to a server and verifies that it is a master.
     async fn verify(&self, master: &Master) -> Result<Driven, StoreError> {
         let server = with_address(&self.master, &master.host, master.port);
         let mut connection = self.to_master.dial(&server).await?;
         let verified = match connection.send_packed_command(&redis::cmd("ROLE")).await {
             Ok(Value::Array(role)) => match role.first() {
                 Some(Value::BulkString(role)) if role == b"master" => Ok(connection),
-                // The sentinels may be late.
+                // The sentinels may be outdated.
                 _ => {
                     let reason = "the sentinels report this server, which is not a master";
                     Err(StoreError::explained(ErrorKind::NotReady, reason))
                 }
             },
-            // A user who may not ask is told by the first script.
+            // Without permission for `ROLE`, the first script shows whether it is a master.
             Ok(Value::ServerError(error))
                 if matches!(
                     error.kind(),
@@ -220,7 +225,8 @@ impl Sentinels {
         verified.map_err(|error| error.at(server.addr()))
     }
 
-    /// The last known master, or who is asked for it.
+    /// Returns the address of the last known master; without one, the name of the master and its
+    /// sentinels.
     pub(crate) fn address(&self) -> String {
         match &*lock(&self.known) {
             Some(master) => master.to_string(),
@@ -235,8 +241,8 @@ impl Sentinels {
         }
     }
 
-    /// The epoch of a connection to a server that the sentinels, who were asked in the epoch of this number, took for
-    /// the master.
+    /// Returns the epoch of a new connection to `master`, which the sentinels reported in the epoch
+    /// `asked_in`.
     fn found(&self, master: Master, asked_in: u64) -> Epoch {
         let mut known = lock(&self.known);
         let mut number = self.epoch.load(Ordering::Acquire);
@@ -247,7 +253,8 @@ impl Sentinels {
             number += 1;
             self.epoch.store(number, Ordering::Release);
         } else {
-            // Another one has been found meanwhile, perhaps by a later word. Who asks again will know.
+            // Another connection has found another master since, possibly from later reports: this
+            // connection is outdated.
             number = asked_in;
         }
         Epoch {
@@ -256,7 +263,7 @@ impl Sentinels {
         }
     }
 
-    /// Starts the watch of this runtime, if it has none.
+    /// Starts the watch on this runtime, unless it is running.
     fn watch(self: &Arc<Self>) {
         let (Ok(runtime), now) = (Handle::try_current(), instant()) else {
             return;
@@ -283,12 +290,12 @@ impl Sentinels {
             connections.resize_with(this.sentinels.len(), || None);
             outvoted.resize(this.sentinels.len(), None);
             turn = turn.wrapping_add(1) % connections.len();
-            let told = timeout(
+            let report = timeout(
                 WATCH,
                 this.ask(&mut connections[turn], &this.sentinels[turn]),
             )
             .await;
-            let Ok(Ok(master)) = told else { continue };
+            let Ok(Ok(master)) = report else { continue };
             let is_news = lock(&this.known)
                 .as_ref()
                 .is_some_and(|known| !known.is_at(&master));
@@ -310,7 +317,7 @@ impl Sentinels {
     }
 }
 
-/// What a sentinel tells of a master.
+/// Parses a sentinel's reply about a master.
 fn read(reply: Value) -> Option<Master> {
     let fields: HashMap<String, String> = redis::from_redis_value(reply).ok()?;
     let (host, port) = (
@@ -330,13 +337,13 @@ fn read(reply: Value) -> Option<Master> {
 
 fn no_master(address: &redis::ConnectionAddr, name: &str) -> ConfigError {
     ConfigError::new(format!(
-        "the sentinel {address} knows no master named {name:?}: write the name that `sentinel monitor` has in their configuration"
+        "the sentinel {address} knows no master named {name:?}: use the name from `sentinel monitor` in its configuration"
     ))
 }
 
 fn no_sentinel(address: &redis::ConnectionAddr) -> ConfigError {
     ConfigError::new(format!(
-        "the server {address} is not a Redis Sentinel: write the sentinel's port, mostly 26379; or for a Redis without \
-         sentinels, `redis://host:6379`"
+        "the server {address} is not a Redis Sentinel: use the port of the sentinel, usually 26379; for a Redis without \
+         sentinels, use `redis://host:6379`"
     ))
 }

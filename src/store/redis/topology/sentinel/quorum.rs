@@ -1,15 +1,15 @@
-//! What several sentinels say, some of whom may be cut off from the others.
+//! Combines the reports of several sentinels, which may be cut off from each other.
 
 use std::fmt;
 
 use crate::error::{ErrorKind, StoreError};
 
-/// Where a sentinel says that the master is.
+/// The address of the master, as a sentinel reports it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Master {
     pub(super) host: Box<str>,
     pub(super) port: u16,
-    /// Of the failover that made it the master: each has a higher one.
+    /// The epoch of the failover that made it the master. Each failover has a higher one.
     pub(super) epoch: u64,
 }
 
@@ -28,29 +28,33 @@ impl fmt::Display for Master {
 #[derive(Debug)]
 pub(super) struct Quorum {
     sentinels: usize,
-    /// Each server that was told, and by how many.
-    told: Vec<(Master, usize)>,
+    /// The reported servers, with the number of sentinels that reported each.
+    votes: Vec<(Master, usize)>,
     failure: StoreError,
 }
 
 impl Quorum {
-    /// Of so many sentinels.
+    /// Creates an empty quorum of this number of sentinels.
     pub(super) fn new(sentinels: usize) -> Self {
         Self {
             sentinels,
-            told: vec![],
+            votes: vec![],
             failure: StoreError::new(ErrorKind::Unreachable),
         }
     }
 
     pub(super) fn add(&mut self, answer: Result<Master, StoreError>) {
         match answer {
-            Ok(master) => match self.told.iter_mut().find(|(told, _)| told.is_at(&master)) {
-                Some((told, votes)) => {
-                    told.epoch = told.epoch.max(master.epoch);
+            Ok(master) => match self
+                .votes
+                .iter_mut()
+                .find(|(reported, _)| reported.is_at(&master))
+            {
+                Some((reported, votes)) => {
+                    reported.epoch = reported.epoch.max(master.epoch);
                     *votes += 1;
                 }
-                None => self.told.push((master, 1)),
+                None => self.votes.push((master, 1)),
             },
             Err(error) => {
                 self.failure = self.failure.clone().or_telling(error);
@@ -59,37 +63,42 @@ impl Quorum {
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.told.is_empty()
+        self.votes.is_empty()
     }
 
     fn is_majority(&self, votes: usize) -> bool {
         votes > self.sentinels / 2
     }
 
-    /// Whether most of them agree.
+    /// Returns `true` if most sentinels agree.
     pub(super) fn is_decided(&self) -> bool {
-        self.told.iter().any(|(_, votes)| self.is_majority(*votes))
+        self.votes.iter().any(|(_, votes)| self.is_majority(*votes))
     }
 
-    /// The servers to try, the likeliest first: by majority, then by epoch. Of
-    /// equal epochs the `known` master comes first, so that a stale sentinel does not replace it while the others are
-    /// silent. The `known` master also precedes all reports of an earlier epoch that are not unanimous: in a failover
-    /// most sentinels report the former master for a second longer than the first. Also returns why there may be none.
+    /// Returns the candidates, best first: by majority, then by epoch. Of equal epochs the `known`
+    /// master comes first, so that a stale sentinel does not replace it while the others are
+    /// silent. The `known` master also precedes all reports of an earlier epoch that are not
+    /// unanimous: in a failover, most sentinels report the former master for a second longer than
+    /// the first one. Also returns the error if there is no candidate.
     pub(super) fn end(mut self, known: Option<Master>) -> (Vec<Master>, StoreError) {
         let known_epoch = known.as_ref().map_or(0, |known| known.epoch);
         let all = self.sentinels;
         let is_unanimous = |votes: usize| votes == all;
         let known_at = known.clone();
-        if !self.told.iter().any(|(_, votes)| is_unanimous(*votes))
+        if !self.votes.iter().any(|(_, votes)| is_unanimous(*votes))
             && let Some(known) = known
         {
-            match self.told.iter_mut().find(|(told, _)| told.is_at(&known)) {
-                Some((told, _)) => told.epoch = told.epoch.max(known.epoch),
-                None => self.told.push((known, 0)),
+            match self
+                .votes
+                .iter_mut()
+                .find(|(reported, _)| reported.is_at(&known))
+            {
+                Some((reported, _)) => reported.epoch = reported.epoch.max(known.epoch),
+                None => self.votes.push((known, 0)),
             }
         }
-        let mut told = std::mem::take(&mut self.told);
-        told.sort_by_key(|(master, votes)| {
+        let mut reported = std::mem::take(&mut self.votes);
+        reported.sort_by_key(|(master, votes)| {
             let is_of_now = is_unanimous(*votes) || master.epoch >= known_epoch;
             let is_known = known_at.as_ref().is_some_and(|known| known.is_at(master));
             std::cmp::Reverse((
@@ -101,7 +110,7 @@ impl Quorum {
             ))
         });
         (
-            told.into_iter().map(|(master, _)| master).collect(),
+            reported.into_iter().map(|(master, _)| master).collect(),
             self.failure,
         )
     }
@@ -119,20 +128,21 @@ mod tests {
         }
     }
 
-    fn quorum(sentinels: usize, told: &[(&str, u64)]) -> Quorum {
+    fn quorum(sentinels: usize, reported: &[(&str, u64)]) -> Quorum {
         let mut quorum = Quorum::new(sentinels);
-        told.iter()
+        reported
+            .iter()
             .for_each(|(host, epoch)| quorum.add(Ok(master(host, *epoch))));
         quorum
     }
 
     #[test]
     fn most_decide_and_else_the_latest() {
-        for (sentinels, told, known, expected, decided) in [
+        for (sentinels, reported, known, expected, decided) in [
             (1, &[("a", 1)][..], None, &["a"][..], true),
             (3, &[("a", 1)], None, &["a"], false),
             (3, &[("a", 1), ("a", 1)], None, &["a"], true),
-            // One is cut off from the others.
+            // One sentinel is cut off from the others.
             (
                 3,
                 &[("old", 1), ("a", 2), ("a", 2)],
@@ -156,7 +166,7 @@ mod tests {
                 &["a", "old"],
                 false,
             ),
-            // Without most of them, what was known before is as good as what one says.
+            // Without a majority, the known master is as credible as a single report.
             (3, &[("old", 1)], Some(("a", 2)), &["a", "old"], false),
             (3, &[("a", 3)], Some(("old", 2)), &["a", "old"], false),
             (3, &[("stray", 2)], Some(("a", 2)), &["a", "stray"], false),
@@ -170,7 +180,7 @@ mod tests {
             (3, &[("b", 2), ("b", 2)], Some(("a", 2)), &["b", "a"], true),
             (3, &[], Some(("a", 2)), &["a"], false),
             (3, &[("a", 2)], Some(("a", 2)), &["a"], false),
-            // In a failover, most have not heard of it yet.
+            // During a failover: most sentinels do not report it yet.
             (
                 3,
                 &[("old", 1), ("old", 1)],
@@ -192,7 +202,7 @@ mod tests {
                 &["a", "old"],
                 true,
             ),
-            // The sentinels were set up anew, and count failovers from 0.
+            // The sentinels were recreated, and count failovers from 0.
             (
                 3,
                 &[("a", 0), ("a", 0)],
@@ -209,15 +219,15 @@ mod tests {
             ),
             (3, &[], None, &[], false),
         ] {
-            let quorum = quorum(sentinels, told);
-            assert_eq!(quorum.is_decided(), decided, "{told:?}");
+            let quorum = quorum(sentinels, reported);
+            assert_eq!(quorum.is_decided(), decided, "{reported:?}");
             let (tried, _) = quorum.end(known.map(|(host, epoch)| master(host, epoch)));
             assert!(
                 tried
                     .iter()
                     .map(|master| &*master.host)
                     .eq(expected.iter().copied()),
-                "{told:?}: {tried:?}"
+                "{reported:?}: {tried:?}"
             );
         }
     }

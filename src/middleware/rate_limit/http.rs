@@ -1,0 +1,217 @@
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use http::request::Parts;
+use http::{Request, Response};
+use tower_service::Service;
+
+use super::Ending;
+use super::settle::Rule;
+use crate::gate::{Grant, Notifier, Refusal};
+use crate::limit::Decision;
+use crate::middleware::DryRun;
+use crate::middleware::headers::Headers;
+use crate::middleware::limit::{AsIs, Protocol, Serve, sealed};
+use crate::middleware::reject::{HttpReject, Reason, Reject, Rejection, challenge};
+use crate::settle::Settled;
+
+/// HTTP requests, whose refusals are responses.
+pub struct Http<R = HttpReject, E = AsIs> {
+    pub(super) reject: Arc<R>,
+    /// The header fields of responses.
+    pub(super) headers: Headers,
+    /// Whether the response to a request that passes has the decision in its extensions.
+    pub(super) shows_decision: bool,
+    /// Settles requests by their responses. `None` if only a request's [`Charge`](crate::settle::Charge) does, or
+    /// nothing.
+    pub(super) rule: Option<Arc<Rule>>,
+    pub(super) ending: PhantomData<fn() -> E>,
+}
+
+/// What a response is settled and annotated by.
+pub struct Noted {
+    /// `None` if the response does not report the decision.
+    annotated: Option<Decision>,
+    headers: Headers,
+    shows_decision: bool,
+    rule: Option<Arc<Rule>>,
+}
+
+impl<R, E> sealed::Protocol for Http<R, E> {
+    const LAYER: &str = "RateLimitLayer";
+    const SERVICE: &str = "RateLimit";
+    const FUTURE: &str = "ResponseFuture";
+}
+
+impl<R, E> Protocol for Http<R, E> {
+    type Head = Parts;
+}
+
+impl<T, R, E, ReqBody, ResBody> Serve<T, Request<ReqBody>> for Http<R, E>
+where
+    T: Service<Request<ReqBody>, Response = Response<ResBody>>,
+    R: Reject<ResBody>,
+    E: Ending,
+{
+    type Body = ReqBody;
+    type Response = Response<E::Body<ResBody>>;
+    type Error = T::Error;
+    type Noted = Noted;
+
+    #[inline]
+    fn error(error: T::Error) -> T::Error {
+        error
+    }
+
+    #[inline]
+    fn split(request: Request<ReqBody>) -> (Parts, ReqBody) {
+        request.into_parts()
+    }
+
+    /// The handler finds the decision and the [`Charge`](crate::settle::Charge) in the request's extensions.
+    fn call<D>(
+        &self,
+        notifier: &Notifier,
+        inner: &mut T,
+        (mut parts, body): (Parts, ReqBody),
+        grant: &Grant<D>,
+        decision: Option<Decision>,
+    ) -> (T::Future, Noted) {
+        if let Some(charge) = grant.charge()
+            && let Some(outer) = parts.extensions.insert(charge.clone())
+        {
+            charge.count_for(outer);
+        }
+        let is_annotated = self.shows_decision || self.headers != Headers::NONE;
+        let noted = Noted {
+            annotated: decision.as_ref().filter(|_| is_annotated).cloned(),
+            headers: self.headers,
+            shows_decision: self.shows_decision,
+            rule: self.rule.clone(),
+        };
+        if let Some(decision) = decision
+            && let Some(outer) = parts.extensions.insert(decision)
+            && let Some(inner) = parts.extensions.get()
+        {
+            notifier.counted_twice(&outer, inner);
+        }
+        (inner.call(Request::from_parts(parts, body)), noted)
+    }
+
+    fn refuse(&self, head: &Parts, refusal: Refusal) -> Result<Response<ResBody>, T::Error> {
+        let respond = |reason| self.reject.reject(Rejection::new(reason, head));
+        Ok(match refusal {
+            Refusal::Denied(decision) => {
+                let mut response = respond(Reason::Denied(&decision));
+                self.headers.annotate(decision, &mut response, true);
+                response
+            }
+            Refusal::Unavailable(error) => respond(Reason::Unavailable(&error)),
+            Refusal::MissingKey(missing) => {
+                let mut response = respond(Reason::MissingKey(&missing));
+                challenge(&missing, &mut response);
+                response
+            }
+        })
+    }
+
+    fn settle<D>(
+        noted: &mut Noted,
+        result: Result<Response<ResBody>, T::Error>,
+        grant: &mut Grant<D>,
+    ) -> Result<Response<ResBody>, T::Error> {
+        let mut response = result?;
+        if let Some(rule) = &noted.rule {
+            let (parts, body) = response.into_parts();
+            if let Some(Settled { reserved, cost }) = grant.settle(rule(&parts))
+                && cost != reserved
+            {
+                let decision = noted.annotated.take();
+                noted.annotated = decision.map(|decision| decision.settled(reserved, cost));
+            }
+            response = Response::from_parts(parts, body);
+        }
+        if let Some(decision) = noted.annotated.take() {
+            let decision = grant.update(decision);
+            noted
+                .headers
+                .annotate(decision, &mut response, noted.shows_decision);
+        }
+        Ok(response)
+    }
+
+    fn finish<D>(
+        result: Result<Response<ResBody>, T::Error>,
+        grant: &mut Grant<D>,
+    ) -> Result<Self::Response, T::Error> {
+        let mut response = result?;
+        if let Some(decisions) = grant.take_shadows() {
+            response
+                .extensions_mut()
+                .get_or_insert_default::<DryRun>()
+                .extend(decisions);
+        }
+        Ok(E::wrap(response, grant.take_charge()))
+    }
+}
+
+impl<R, E> Http<R, E> {
+    pub(super) fn with_reject<R2>(self, reject: R2) -> Http<R2, E> {
+        Http {
+            reject: Arc::new(reject),
+            headers: self.headers,
+            shows_decision: self.shows_decision,
+            rule: self.rule,
+            ending: PhantomData,
+        }
+    }
+
+    /// Settles requests at their end.
+    pub(super) fn with_rule<E2>(self, rule: Option<Rule>) -> Http<R, E2> {
+        Http {
+            reject: self.reject,
+            headers: self.headers,
+            shows_decision: self.shows_decision,
+            rule: rule.map(Arc::new),
+            ending: PhantomData,
+        }
+    }
+}
+
+impl Default for Http {
+    fn default() -> Self {
+        Self {
+            reject: Arc::new(HttpReject::new()),
+            headers: Headers::default(),
+            shows_decision: false,
+            rule: None,
+            ending: PhantomData,
+        }
+    }
+}
+
+/// With a fresh `Arc` of the rule, which each request clones, to avoid contention.
+impl<R, E> Clone for Http<R, E> {
+    fn clone(&self) -> Self {
+        Self {
+            reject: Arc::clone(&self.reject),
+            headers: self.headers,
+            shows_decision: self.shows_decision,
+            rule: self.rule.as_ref().map(|rule| Arc::new(Rule::clone(rule))),
+            ending: PhantomData,
+        }
+    }
+}
+
+impl<R, E> fmt::Debug for Http<R, E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Http").finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Noted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Noted").finish_non_exhaustive()
+    }
+}
