@@ -203,19 +203,16 @@ impl Check {
     /// A store keeps an id for the longest period of the policies. Do not let callers choose their
     /// ids: a caller that sends the same id with every request is charged once. A
     /// [`LocalStore`](crate::LocalStore) keeps as many ids as keys; beyond that it drops the oldest
-    /// of a few. This method does nothing for a [take ahead](Self::take_ahead), and for the refunds
+    /// of a few. A [`Fallback`](crate::Fallback) does not carry ids across an outage: each instance
+    /// that decides without its primary store may charge an id once more. This method does nothing
+    /// for a [take ahead](Self::take_ahead), and for the refunds
     /// of a [decision](Decision::refund), which have no id.
     #[must_use]
     pub fn with_id(self, id: impl AsRef<[u8]>) -> Self {
-        self.with_id_key(Some(Key::new(id)))
-    }
-
-    /// Adds the id of another check.
-    pub(crate) fn with_id_key(self, id: Option<Key>) -> Self {
         match self.extra.as_deref() {
             Some(Extra::Within(_) | Extra::Charged(_)) => self,
             _ => Self {
-                extra: id.map(|id| Box::new(Extra::Id(id))),
+                extra: Some(Box::new(Extra::Id(Key::new(id)))),
                 ..self
             },
         }

@@ -1,19 +1,20 @@
-//! The account of one caller under one list of policies, while the primary store does not know of all its charges.
+//! The account of one caller under one list of policies, while the primary store lacks some of its
+//! charges.
 
 use crate::limit::{Charged, Check, Decision, Key, LONGEST, Policies};
 
 use super::charges::Charges;
 
-/// What the primary store has yet to be told of a caller.
+/// The charges and the reset of a caller that the primary store lacks.
 #[derive(Debug)]
 pub(super) struct Account {
     policies: Policies,
-    /// When it was opened or reset, in microseconds. Earlier charges are in the primary store, or forgotten.
+    /// When it was opened or reset, in microseconds. Earlier charges are in the primary store, or reset.
     since: i64,
     charges: Charges,
-    /// Until when a reset matters that the primary store does not know of, in microseconds.
+    /// Time until which a reset matters that the primary store lacks, in microseconds.
     reset_until: Option<i64>,
-    /// How much of a limit the caller has used, in 255ths.
+    /// The part of a limit that the caller has used, in 255ths.
     used: u8,
 }
 
@@ -26,8 +27,8 @@ pub(super) enum Step {
 }
 
 impl Account {
-    /// The account of a caller about whom the fallback has made this decision: whatever else that counted, the primary store
-    /// counts.
+    /// Opens an account with a decision of the fallback. The primary store counts everything else that
+    /// the decision counts.
     pub(super) fn new(policies: &Policies, decision: &Decision, granted: u32, now: i64) -> Self {
         let before = decision.clone().settled(granted, 0);
         Self {
@@ -48,12 +49,12 @@ impl Account {
         self.policies.id() == policies.id()
     }
 
-    /// How much of a limit the caller had used when it was last granted something, in 255ths, rounded down.
+    /// The part of a limit that the caller had used after the last grant, in 255ths, rounded down.
     pub(super) fn used(&self) -> u8 {
         self.used
     }
 
-    /// Adds what the fallback has granted. A quota of these counts may have changed since the last time.
+    /// Adds a grant of the fallback. A quota of these counts may have changed since the last grant.
     pub(super) fn charge(&mut self, policies: &Policies, decision: &Decision, cost: u32, now: i64) {
         if !self.policies.is(policies) {
             self.policies = policies.clone();
@@ -66,10 +67,10 @@ impl Account {
         self.used = used.max().unwrap_or(0);
     }
 
-    /// Takes out a part of a charge.
+    /// Refunds a part of a charge.
     ///
-    /// Its age says how much of it is left, and not until when it was to count: that is of a window which may have begun
-    /// before that of this account.
+    /// Only the age of the charge limits the refund. Its `reset` is that of another window, which may
+    /// have begun before the window of this account.
     pub(super) fn refund(&mut self, check: &Check, now: i64) {
         let of = (0..self.policies.iter().len()).map(|policy| Charged {
             reset: LONGEST,
@@ -82,11 +83,12 @@ impl Account {
     /// Forgets all charges.
     pub(super) fn reset(&mut self, now: i64) {
         (self.charges, self.since) = (Charges::none(&self.policies), now + 1);
-        // What it undoes counts no longer than a full count takes to expire.
+        // Earlier charges have expired by then.
         self.reset_until = Some(now.saturating_add(self.policies.longest_count()));
     }
 
-    /// How much of a charge of this time, or of any, may be refunded here. `None` if it is in the primary store.
+    /// The most that may be refunded here of a charge made at this time, or at any time. `None` if that
+    /// charge is in the primary store.
     pub(super) fn refundable(&self, at: Option<i64>, now: i64) -> Option<u64> {
         match at {
             Some(at) if at < self.since => self.reset_until.map(|_| 0),
@@ -94,19 +96,19 @@ impl Account {
         }
     }
 
-    /// The most that a policy still counts of what the primary store was not told.
+    /// The unexpired cost that the primary store lacks: the most under any policy.
     pub(super) fn left(&self, now: i64) -> u64 {
         self.charges.left(&self.policies, now).max().unwrap_or(0)
     }
 
-    /// The next step, until the primary store is up to date.
+    /// The next step. `None` if the primary store is up to date.
     pub(super) fn next(&mut self, now: i64) -> Option<Step> {
         if self.reset_until.is_some_and(|until| until > now) {
             return Some(Step::Reset);
         }
         self.reset_until = None;
         let left: Vec<u64> = self.charges.left(&self.policies, now).collect();
-        // As much as all policies lack, then the rest under some of them.
+        // The cost that all policies lack, then the rest under some of them.
         let cost = left.iter().copied().filter(|left| *left > 0).min()?;
         let lack = self
             .policies
@@ -120,7 +122,7 @@ impl Account {
         Some(Step::Charge(some, u32::try_from(cost).unwrap_or(u32::MAX)))
     }
 
-    /// The primary store knows of this step, or it was lost on the way.
+    /// Records a step as done, or as lost.
     pub(super) fn done(&mut self, step: &Step, now: i64) {
         match step {
             Step::Reset => self.reset_until = None,
@@ -133,12 +135,12 @@ impl Account {
                         true => u64::from(*cost),
                         false => 0,
                     });
-                self.charges.told(&self.policies, costs, now);
+                self.charges.charged(&self.policies, costs, now);
             }
         }
     }
 
-    /// Puts what is left of an older account of the same counts before this one.
+    /// Puts an older account of the same counts before this one.
     pub(super) fn put_after(&mut self, mut older: Self, now: i64) {
         self.used = self.used.max(older.used);
         if self.reset_until.is_some() {
@@ -161,7 +163,7 @@ impl Step {
         }
     }
 
-    /// How much it charges.
+    /// The cost that it charges.
     pub(super) fn cost(&self) -> u64 {
         match self {
             Self::Reset => 0,

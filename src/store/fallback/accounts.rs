@@ -1,4 +1,4 @@
-//! The accounts of all callers of whom the primary store does not know everything.
+//! The accounts of all callers whose charges the primary store lacks.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -12,19 +12,19 @@ use crate::util::RandomState;
 
 const SHARDS: usize = 16;
 
-/// A bounded number of accounts, and which replies of the primary store know of all that they hold, so that the fallback
-/// may continue from them.
+/// A bounded number of accounts. They also determine which replies of the primary store the fallback
+/// may follow: those that include all of its grants.
 pub(super) struct Accounts {
     shards: Shards<Mutex<Shard>>,
     budget: Budget,
     /// Number of callers that have an account.
     callers: AtomicUsize,
-    /// Ends when the breaker opens, and with every reconciliation. A reply to a check of an earlier epoch does not know of
-    /// what was reconciled since.
+    /// Ends when the breaker opens, and with every reconciliation. A reply to a check of an earlier epoch
+    /// may lack charges that were reconciled since.
     epoch: AtomicU64,
 }
 
-/// How many accounts all partitions of a primary store may hold together: about, as threads that open one at the same
+/// Maximum number of accounts of all partitions of a primary store. Threads that open one at the same
 /// moment may exceed it by one each.
 #[derive(Debug, Clone)]
 pub(super) struct Budget {
@@ -35,9 +35,9 @@ pub(super) struct Budget {
 #[derive(Debug, Default)]
 struct Shard {
     accounts: HashMap<Key, CallerAccounts, RandomState>,
-    /// Callers that the reconciliation has taken out.
+    /// Callers that are being reconciled.
     reconciling: HashSet<Key, RandomState>,
-    /// Callers about whom a fallback is deciding outside of the lock.
+    /// Callers whose checks a fallback is deciding outside of the lock.
     deciding: SmallVec<[Key; 1]>,
     /// Cost that was granted beyond the bound.
     dropped: u64,
@@ -46,14 +46,14 @@ struct Shard {
 /// The accounts of a caller, one for each list of policies.
 pub(super) type CallerAccounts = SmallVec<[Account; 1]>;
 
-/// A caller about whom one thread at a time decides.
+/// A caller, locked: one thread at a time decides its checks.
 pub(super) struct Caller<'a> {
     key: &'a Key,
     all: &'a Accounts,
     shard: MutexGuard<'a, Shard>,
 }
 
-/// A caller about whom a fallback is deciding.
+/// A caller whose check a fallback is deciding outside of the lock.
 pub(super) struct Deciding<'a> {
     key: &'a Key,
     all: &'a Accounts,
@@ -78,7 +78,7 @@ impl Accounts {
         }
     }
 
-    /// Returns `true` if the primary store knows of everything, but for what is being reconciled.
+    /// Returns `true` if there is no account, except for those that are being reconciled.
     pub(super) fn is_empty(&self) -> bool {
         self.callers.load(Ordering::Acquire) == 0
     }
@@ -92,7 +92,7 @@ impl Accounts {
         self.epoch.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Until this is dropped, no other thread decides about the caller or follows a reply about it.
+    /// Until this is dropped, no other thread decides a check of the caller or follows a reply.
     pub(super) fn caller<'a>(&'a self, key: &'a Key) -> Caller<'a> {
         Caller {
             key,
@@ -101,18 +101,18 @@ impl Accounts {
         }
     }
 
-    /// Until this is dropped, no thread begins to follow a reply about the caller.
+    /// Until this is dropped, no thread begins to follow a reply to a check of the caller.
     pub(super) fn deciding<'a>(&'a self, key: &'a Key) -> Deciding<'a> {
         self.shard(key).deciding.push(*key);
         Deciding { key, all: self }
     }
 
-    /// Continues from a reply about a caller to a check that was sent in the epoch `sent`, unless that does not know of
-    /// something which the fallback granted.
+    /// Follows the reply to a check that was sent in the epoch `sent`, if it includes all grants of the
+    /// fallback.
     ///
-    /// The fallback decides and records under the same lock. So what it granted before this is one of these:
-    /// - in an account, or being reconciled: then `is_held` says so;
-    /// - reconciled: then the epoch ended before it was `reconciled`, and a reply to a check of the present epoch knows of it.
+    /// The fallback decides and records under the same lock. So each earlier grant is in an account or
+    /// being reconciled, which `is_held` returns, or is reconciled. In the last case the epoch ended
+    /// before `reconciled` returned, and a reply to a check of the present epoch includes the grant.
     pub(super) fn warm(&self, key: &Key, sent: u64, update: impl FnOnce()) {
         let caller = self.caller(key);
         if caller.is_known(sent) {
@@ -120,7 +120,7 @@ impl Accounts {
         }
     }
 
-    /// Returns `true` if a reply knows of all that the fallback has granted a caller until now.
+    /// Returns `true` if a reply includes all grants of the fallback to a caller until now.
     pub(super) fn is_known(&self, key: &Key, sent: u64) -> bool {
         self.caller(key).is_known(sent)
     }
@@ -129,8 +129,8 @@ impl Accounts {
         self.shards.iter().count()
     }
 
-    /// Adds the callers of a shard, by how much of a limit they have used. Returns the cost that was granted there beyond the
-    /// bound.
+    /// Adds the callers of a shard, by the part of a limit that they have used. Returns the cost that was
+    /// granted there beyond the bound.
     pub(super) fn list(&self, shard: usize, callers: &mut BTreeMap<u8, Vec<Key>>) -> u64 {
         let Some(shard) = self.shards.iter().nth(shard) else {
             return 0;
@@ -143,7 +143,8 @@ impl Accounts {
         std::mem::take(&mut shard.dropped)
     }
 
-    /// Takes out the accounts of a caller, which is being reconciled until [`reconciled`](Self::reconciled).
+    /// Removes the accounts of a caller, which is being reconciled until
+    /// [`reconciled`](Self::reconciled) is called.
     pub(super) fn take(&self, key: &Key) -> CallerAccounts {
         let mut shard = self.shard(key);
         let Some(accounts) = shard.accounts.remove(key) else {
@@ -160,7 +161,7 @@ impl Accounts {
         accounts
     }
 
-    /// Puts back what is left of an account that was taken out. Returns the cost that there is no room for.
+    /// Puts back the rest of an account. Returns the cost that there is no room for.
     pub(super) fn put_back(&self, key: &Key, older: Account, now: i64) -> u64 {
         let mut caller = self.caller(key);
         let has_room = caller.has_room();
@@ -172,9 +173,9 @@ impl Accounts {
         0
     }
 
-    /// All that was taken out is done, or was put back.
+    /// Ends the reconciliation: each account is reconciled or put back.
     pub(super) fn reconciled(&self) {
-        // First the epoch: no reply to an earlier check must be followed once these callers may be again.
+        // The epoch ends first, so that no reply to an earlier check is followed for these callers.
         self.end_epoch();
         for shard in self.shards.iter() {
             lock(shard).reconciling = HashSet::default();
@@ -187,7 +188,7 @@ impl Accounts {
 }
 
 impl Caller<'_> {
-    /// Returns `true` if the caller has an account, or is being reconciled, or decided.
+    /// Returns `true` if the caller has an account, is being reconciled, or a check is being decided.
     pub(super) fn is_held(&self) -> bool {
         self.has_account()
             || self.shard.reconciling.contains(self.key)
@@ -198,7 +199,7 @@ impl Caller<'_> {
         self.shard.accounts.contains_key(self.key)
     }
 
-    /// Returns `true` if a reply to a check that was sent in this epoch knows of all that the fallback has granted.
+    /// Returns `true` if a reply to a check that was sent in this epoch includes all grants.
     fn is_known(&self, sent: u64) -> bool {
         self.all.epoch() == sent && !self.is_held()
     }
@@ -209,7 +210,7 @@ impl Caller<'_> {
         accounts.iter().find(|account| account.is_under(policies))
     }
 
-    /// Records what the fallback decided. Returns `true` if there is something to tell the primary store.
+    /// Records a decision of the fallback. Returns `true` if there is something to reconcile.
     pub(super) fn record(&mut self, check: &Check, decision: &Decision, now: i64) -> bool {
         // Slots of requests in flight are renewed by their owner.
         let Some(policies) = check.policies().without_in_flight() else {

@@ -1,8 +1,8 @@
-//! How the instances know of each other that they reconcile: each charges one count in the primary store for as long.
+//! Instances announce that they reconcile: each charges one shared count in the primary store.
 //!
-//! The count belongs to no caller, and says until when somebody reconciles, not who does. Nobody takes an announcement
-//! back: it expires. So it costs the primary store the same for any number of instances, and no instance waits for a
-//! dead one.
+//! The count belongs to no caller. It holds the time until which at least one instance reconciles. An
+//! announcement is never taken back: it expires. So it costs the primary store the same for any number
+//! of instances, and no instance waits for a dead one.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::store::Store;
 use crate::util::jittered;
 
 impl<P: Store, F: Store> Partition<P, F> {
-    /// Announces that this instance reconciles until `work` is done. The announcement holds for `time` after that.
+    /// Announces that this instance reconciles, until `work` is done. Each announcement holds for `time`.
     pub(super) async fn announced<T>(&self, time: Duration, work: impl Future<Output = T>) -> T {
         let check = || Check::charge_debt_of(self.probe, &Policies::reconciling(), time);
         let announcing = pin!(async {
@@ -32,7 +32,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    /// For how long an instance has announced that it reconciles. `None` if none has.
+    /// The time for which an instance has announced that it reconciles. `None` if none has.
     pub(super) async fn reconciling(&self) -> Result<Option<Duration>, StoreError> {
         let peek = Check::peek(self.probe, &Policies::reconciling(), 1);
         Ok(self.asked_in_time(peek).await?.retry_after())

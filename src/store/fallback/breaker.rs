@@ -153,7 +153,7 @@ impl Breaker {
         self.state.store(CLOSED, Ordering::Release);
     }
 
-    /// Wait before the next probe, after so many in this outage. It doubles up to `longest`.
+    /// Wait before the next probe, by the number of probes in this outage. It doubles up to `longest`.
     pub(super) fn delay(probes: u32, longest: Duration) -> Duration {
         Self::FIRST_DELAY
             .saturating_mul(1 << probes.min(10))
@@ -165,7 +165,7 @@ impl Breaker {
         Self::spread(instances).max(Self::LONGEST_DELAY)
     }
 
-    /// Time over which so many instances spread what all of them do: at most two checks a millisecond.
+    /// Time over which all instances spread a check of each: at most two checks per millisecond.
     pub(super) fn spread(instances: NonZeroU32) -> Duration {
         Duration::from_micros(500) * instances.get()
     }

@@ -91,9 +91,9 @@ impl Charges {
         }
     }
 
-    /// The primary store was told so much of it. A bucket counts that before what is left; windows and logs count each charge
-    /// by itself.
-    pub(super) fn told(
+    /// Records costs that were charged to the primary store. A bucket counts them before the rest.
+    /// Windows and logs count each charge separately.
+    pub(super) fn charged(
         &mut self,
         policies: &Policies,
         costs: impl IntoIterator<Item = u64>,

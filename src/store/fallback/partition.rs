@@ -93,8 +93,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    /// Returns `true` if a check undoes what the primary store has yet to be told of: the fallback undoes that. What is
-    /// refunded of a charge in the primary store is refunded there.
+    /// Returns `true` if a check refunds or resets charges that the primary store lacks: the fallback does
+    /// that. A charge in the primary store is refunded there.
     fn overtakes(&self, check: &Check) -> bool {
         let charged = check.charged().first().map(|charged| charged.at);
         match (check.mode(), charged) {
@@ -177,8 +177,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    /// Has the fallback decide. If the check was `sent` to the primary store too, that may have charged it: the primary store
-    /// is told nothing of it again.
+    /// Has the fallback decide. If the check was `sent` to the primary store too, that may have charged it,
+    /// so the decision is not recorded.
     pub(super) fn fall_back(self: &Arc<Self>, check: &Check, sent: bool) -> Answer<F::Future> {
         if let Some(store) = self.primary.identity() {
             freed::tell(store, check);
@@ -199,7 +199,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
         let check = refund.as_ref().unwrap_or(check);
         let share = self.share_of(check.clone());
-        // So that no reply is followed between what is granted here and the record of it.
+        // No reply is followed between a grant and its record.
         if self.locks_while_it_decides() {
             return match self.fallback.check(share) {
                 Answer::Ready { answer } => Answer::ready(self.record(caller, check, sent, answer)),
@@ -221,8 +221,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         TypeId::of::<F>() == TypeId::of::<LocalStore>()
     }
 
-    /// The part of a refund that the account of the caller has: of a charge that the fallback made, or of one that the
-    /// refund does not name. `None` if there is none.
+    /// The part of a refund that applies to the account of the caller: the charge is in the account, or the
+    /// refund names none. `None` if the primary store has to refund it.
     fn refunds_here(&self, caller: &Caller<'_>, check: &Check) -> Option<Check> {
         if check.mode() != Mode::Refund {
             return None;
@@ -242,8 +242,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         })
     }
 
-    /// The fallback has answered later. Nothing held the replies of the primary store back meanwhile, so a fallback
-    /// that follows these should answer at once, as [`LocalStore`](crate::LocalStore) does.
+    /// The fallback has replied later. Replies of the primary store may have been followed in between, so a
+    /// fallback that follows them should reply immediately, as [`LocalStore`](crate::LocalStore) does.
     pub(super) fn fell_back(
         self: &Arc<Self>,
         check: &Check,

@@ -1,7 +1,7 @@
-//! The reconciliation: the primary store is told what the accounts hold, once.
+//! The reconciliation: charges the accounts to the primary store, once.
 //!
-//! Callers are taken out one by one, beginning with those who have used most of a limit: what another instance might grant
-//! them once more is too much. What is left of an account is computed then, so that nothing is sent that no longer counts.
+//! It begins with the callers that have used most of a limit, since another instance might exceed the
+//! limit for these. The cost is computed when it is sent, so that no expired cost is charged.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -22,8 +22,8 @@ use crate::observe::event;
 use crate::store::Store;
 use crate::util::{instant, lock};
 
-/// How many accounts are reconciled concurrently: as many as the primary store replies to in time, so that live traffic is
-/// not delayed.
+/// Number of accounts that are reconciled concurrently. It follows the reply times of the primary store,
+/// so that live traffic is not delayed.
 #[derive(Debug)]
 struct Window {
     now: usize,
@@ -39,12 +39,13 @@ const TURN: usize = 256;
 
 impl Window {
     const START: usize = 64;
-    /// Of all instances. Keeps the connections of a Redis store busy, and is a tenth of its queue.
+    /// Maximum of all instances. It keeps the connections of a Redis store busy, and is a tenth of its
+    /// queue.
     const MOST: usize = 1_024;
-    /// Of each of many partitions.
+    /// Minimum of each of many partitions.
     const LEAST: usize = 16;
 
-    /// That of one of so many partitions, in one of so many instances.
+    /// The window of one partition in one instance, by the numbers of both.
     fn of(partitions: usize, instances: NonZeroU32) -> Self {
         let most = (Self::MOST / instances.get() as usize).max(Self::START);
         let most = (most / partitions).max(Self::LEAST);
@@ -56,7 +57,7 @@ impl Window {
         }
     }
 
-    /// One more if an account took less than a quarter of the deadline, and else one less.
+    /// Grows by one if an account took less than a quarter of the deadline, otherwise shrinks by one.
     fn learn(&mut self, took: Duration, deadline: Duration) {
         self.now = if took < deadline / 4 {
             self.now + 1
@@ -68,12 +69,13 @@ impl Window {
 }
 
 impl<P: Store, F: Store> Partition<P, F> {
-    /// Tells the primary store what all accounts hold. `false` if it fails again: what was not sent waits for the next time.
+    /// Charges all accounts to the primary store. Returns `false` if that fails again: unsent charges are
+    /// kept.
     pub(super) async fn reconcile(self: &Arc<Self>) -> bool {
         if self.accounts.is_empty() {
             return true;
         }
-        // When this is dropped, also with its runtime, replies may be followed again.
+        // Dropped at the end, or with the runtime: then replies may be followed again.
         let _ended = Ended(self);
         let mut callers = BTreeMap::new();
         for shard in 0..self.accounts.shards() {
@@ -83,7 +85,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
         let mut accounts = callers.into_values().rev().flatten().flat_map(|key| {
             let accounts = self.accounts.take(&key).into_iter();
-            // All of them: what is taken out and not reconciled is put back.
+            // Collected, so that dropping the iterator puts all of them back.
             let taken = accounts.map(|account| Taken::new(self, key, account));
             taken.collect::<SmallVec<[_; 1]>>()
         });
@@ -105,16 +107,16 @@ impl<P: Store, F: Store> Partition<P, F> {
                     });
                 }
             }
-            let Some((is_told, took)) = working.next().await else {
+            let Some((is_done, took)) = working.next().await else {
                 return well;
             };
-            well &= is_told;
+            well &= is_done;
             window.learn(took, self.settings.deadline);
         }
     }
 
-    /// Sends a check. A full queue says nothing about the primary store: this waits for its turn there.
-    async fn tell(&self, check: Check) -> Result<Decision, StoreError> {
+    /// Sends a check. If the queue is full, this tries again until the deadline.
+    async fn send(&self, check: Check) -> Result<Decision, StoreError> {
         // No request waits for it.
         let (since, patience) = (instant(), self.settings.deadline.saturating_mul(2));
         loop {
@@ -141,12 +143,12 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 }
 
-/// An account that was taken out. When it is dropped, also with its runtime, what was not sent is put back.
+/// An account that is being reconciled. Dropping it, also with the runtime, puts the unsent rest back.
 struct Taken<'a, P: Store, F: Store> {
     partition: &'a Partition<P, F>,
     key: Key,
     account: Option<Account>,
-    /// A step that was sent, and has no reply yet.
+    /// The step that was sent and has no reply yet.
     sent: Option<Step>,
 }
 
@@ -172,12 +174,12 @@ impl<'a, P: Store, F: Store> Taken<'a, P, F> {
         })
     }
 
-    /// Tells the primary store. `false` if that fails.
+    /// Sends all steps. Returns `false` if the primary store fails.
     async fn reconcile(mut self) -> bool {
         while let Some((step, check)) = self.next() {
             self.sent = Some(step);
-            match self.partition.tell(check).await {
-                Ok(decision) => self.is_told(decision.granted().into(), 0),
+            match self.partition.send(check).await {
+                Ok(decision) => self.charged(decision.granted().into(), 0),
                 Err(error) if error.is_unsent() => {
                     self.sent = None;
                     return error.is_of_check();
@@ -193,13 +195,13 @@ impl<'a, P: Store, F: Store> Taken<'a, P, F> {
         true
     }
 
-    /// A check that was sent is not sent again: it may have been done.
+    /// Drops a step that was sent: the primary store may have charged it.
     fn is_lost(&mut self) {
         let cost = self.sent.as_ref().map_or(0, Step::cost);
-        self.is_told(0, cost);
+        self.charged(0, cost);
     }
 
-    fn is_told(&mut self, charged: u64, dropped: u64) {
+    fn charged(&mut self, charged: u64, dropped: u64) {
         let (step, now) = (self.sent.take(), self.partition.clock.micros());
         if let (Some(account), Some(step)) = (&mut self.account, step) {
             account.done(&step, now);

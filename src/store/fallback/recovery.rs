@@ -27,7 +27,7 @@ const LONGEST_WAIT: Duration = Duration::from_secs(10);
 const FOREVER: Duration = Duration::from_secs(365 * 86_400);
 
 impl<P: Store, F: Store> Partition<P, F> {
-    /// Starts the task that looks after the primary store on the present runtime, unless one is running.
+    /// Starts the recovery task on the present runtime, unless one is running.
     pub(super) fn attend(self: &Arc<Self>) {
         let now = instant();
         if self.recovery.is_held(now) {
@@ -62,7 +62,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         self.asked_within(check, self.settings.deadline).await
     }
 
-    /// What the primary store decides on a check of ours, within this time.
+    /// The decision of the primary store, within this time.
     pub(super) async fn asked_within(
         &self,
         check: Check,
@@ -88,8 +88,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         self.asked_in_time(Check::probe(self.probe)).await.map(drop)
     }
 
-    /// How long it takes all other instances to find out that the primary store is back, and to announce that they
-    /// reconcile; and for how long an announcement holds. `None` if there are no others.
+    /// The time in which all other instances find out that the primary store is back and announce that
+    /// they reconcile, and the time for which an announcement holds. `None` without other instances.
     fn others(&self) -> Option<(Duration, Duration)> {
         let instances = self.settings.share.instances();
         // A deadline for the probe, and one for the announcement.
@@ -208,10 +208,10 @@ impl<P: Store, F: Store> Recovery<P, F> {
                         well = partition.ping().await.is_ok();
                     }
                 }
-                // All wait for the same moment.
+                // All instances wait for the same moment.
                 let spread = Breaker::spread(partition.settings.share.instances());
                 wait += jittered(spread, 0.0..0.5);
-                // The fallback grants meanwhile, so that little is left in the end.
+                // Charges what the fallback has granted since, so that little is left in the end.
                 well = well && partition.reconcile().await;
             }
         }

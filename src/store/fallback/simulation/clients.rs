@@ -28,7 +28,7 @@ pub(super) struct Client {
     pub(super) instances: Vec<Instance>,
     pub(super) caller: usize,
     pub(super) rng: Rng,
-    /// Number of resets. What is refunded of an earlier charge would be taken out of later ones.
+    /// Number of resets. A refund of an earlier charge would be deducted from later ones.
     pub(super) resets: Arc<AtomicU64>,
 }
 
@@ -161,7 +161,8 @@ impl Client {
         }
     }
 
-    /// Refunds a part of what was asked for at this time, again and again until it is sent, as the background queue does.
+    /// Refunds a part of a decision on a check that was sent at this time. Retries until it is sent, as the
+    /// background queue does.
     async fn refund(&self, instance: usize, decision: Decision, cost: u32, at: u64) {
         let key = self.world.state().plan.callers[self.caller].key;
         let (this, resets) = (self.clone(), self.resets.load(Relaxed));

@@ -124,7 +124,7 @@ async fn an_unheard_instance_still_waits_for_others() {
     reconciles.await.unwrap();
 }
 
-/// Its own announcement has expired by then.
+/// The announcement of the recovered instance has expired.
 #[tokio::test(start_paused = true)]
 async fn a_recovered_instance_keeps_nobody_waiting() {
     let far = Far::new(Duration::from_millis(2));
@@ -159,7 +159,7 @@ async fn no_instance_is_waited_for_forever() {
     announcing.abort();
 }
 
-/// Another instance reconciles for three seconds. Meanwhile the primary store gives one no reply, or fails again.
+/// Another instance reconciles for three seconds. The primary store does not reply once, or fails again.
 #[tokio::test(start_paused = true)]
 async fn who_waits_sees_the_store_fail() {
     for fails in [false, true] {
@@ -327,7 +327,7 @@ async fn a_failed_reconciliation_keeps_unsent_charges() {
     assert_eq!(lock(&far.seen).order.len(), 5_000);
 }
 
-/// What was granted before a reset is forgotten, and what was granted after it is charged.
+/// Grants before a reset are forgotten, and grants after it are charged.
 #[tokio::test(start_paused = true)]
 async fn one_reconciliation_resets_and_charges() {
     let far = Far::new(Duration::from_millis(2));

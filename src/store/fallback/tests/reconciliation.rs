@@ -90,7 +90,7 @@ async fn grants_lapse_under_the_whole_policy() {
     assert_eq!(primary.used(&policies).await, 0);
 }
 
-/// A refund that names no charge is one of what the instance has granted.
+/// A refund that names no charge applies to the grants of the instance.
 #[tokio::test(start_paused = true)]
 async fn local_grants_are_refunded_locally() {
     for share in [1, 4] {
@@ -260,7 +260,7 @@ async fn debts_above_a_share_are_charged() {
     assert_eq!(primary.used(&policies).await, 40);
 }
 
-/// Accounts that were taken out are put back beside those that have come since.
+/// Accounts are put back together with newer ones.
 #[test]
 fn repeatedly_failing_reconciliations_stay_within_the_bound() {
     let (accounts, local) = (Accounts::new(Budget::new(160)), LocalStore::default());

@@ -14,7 +14,7 @@ async fn take(store: &Tested, policies: &Policies, cost: u32) -> (Decision, toki
     (decision, asked_at)
 }
 
-/// Has the background queue refund so much of what was taken.
+/// Puts a refund of a part of the charge into the background queue.
 async fn refund(
     store: &Tested,
     (decision, asked_at): &(Decision, tokio::time::Instant),

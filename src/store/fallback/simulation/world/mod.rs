@@ -42,7 +42,7 @@ pub(super) struct WorldState {
     streaks: Vec<StreakModel>,
     /// What becomes of the requests of each in a millisecond, if they are one call.
     calls: Vec<Option<(u64, Fate)>>,
-    /// What the primary store counts.
+    /// The counts of the primary store.
     counts: LocalStore,
     /// The request of a client that runs now. Whatever else runs is of the instance's own.
     current: Option<usize>,
