@@ -360,9 +360,12 @@ impl Decision {
         }
     }
 
-    /// Marks the charge as made in this process, at this time of its clock.
+    /// Marks a charge of a [`LocalStore`](crate::LocalStore) as made at this time of this process's
+    /// clock, or so long before it as the decision that it repeats.
     pub(crate) fn charged_locally(mut self, at: i64) -> Self {
-        self.verdicts.at = at;
+        if self.source == Source::Local {
+            self.verdicts.at = at - self.verdicts.age;
+        }
         self
     }
 

@@ -190,13 +190,9 @@ impl Accounts {
 impl Caller<'_> {
     /// Returns `true` if the caller has an account, is being reconciled, or a check is being decided.
     pub(super) fn is_held(&self) -> bool {
-        self.has_account()
+        self.shard.accounts.contains_key(self.key)
             || self.shard.reconciling.contains(self.key)
             || self.shard.deciding.contains(self.key)
-    }
-
-    pub(super) fn has_account(&self) -> bool {
-        self.shard.accounts.contains_key(self.key)
     }
 
     /// Returns `true` if a reply to a check that was sent in this epoch includes all grants.

@@ -56,7 +56,7 @@ pub(super) enum Ticket {
 }
 
 impl Breaker {
-    const FIRST_DELAY: Duration = Duration::from_millis(50);
+    pub(super) const FIRST_DELAY: Duration = Duration::from_millis(50);
     /// Short enough that all instances are back within a second, though each waits for the others' probes.
     pub(super) const LONGEST_DELAY: Duration = Duration::from_millis(250);
 

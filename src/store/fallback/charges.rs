@@ -211,6 +211,10 @@ mod tests {
                 );
                 now += rng.i64(0..3_600_000_000);
             }
+            let left: Vec<u64> = charges.left(&current, now).collect();
+            charges.charged(&current, left, now);
+            let rest: u64 = charges.left(&current, now).sum();
+            assert_eq!(rest, 0, "seed {seed}, {current:?}: charged once");
         }
     }
 }

@@ -102,7 +102,11 @@ impl<P: Store, F: Store> Partition<P, F> {
                 check.policies().without_in_flight().is_some()
                     && self.accounts.caller(check.key()).is_held()
             }
-            (Mode::Refund, None) => self.accounts.caller(check.key()).has_account(),
+            (Mode::Refund, None) => {
+                let caller = self.accounts.caller(check.key());
+                let policies = check.policies().without_in_flight();
+                policies.is_some_and(|policies| caller.account(policies).is_some())
+            }
             _ => false,
         }
     }

@@ -204,7 +204,7 @@ impl<P: Store, F: Store> Recovery<P, F> {
                     Ok(None) => break,
                     Ok(Some(time)) => wait = time.min(LONGEST_WAIT),
                     Err(_) => {
-                        wait = Duration::ZERO;
+                        wait = Breaker::FIRST_DELAY;
                         well = partition.ping().await.is_ok();
                     }
                 }
