@@ -1,4 +1,5 @@
--- The call: what it asks.
+-- The arguments of a call. The script of checks is this file, prelude.lua, meter.lua, the strategies, check.lua, problem.lua
+-- and reply.lua.
 --
 -- KEYS   for each entry, in their order: where its answer is remembered, if its plan says so; one key per policy.
 -- ARGV   strings of packed numbers:
@@ -28,9 +29,8 @@
 -- clock has left behind, is put right by a denial too, or its caller might be locked out, and slots that have expired are
 -- removed.
 --
--- Redis makes all functions and tables anew for each call. So what is asked most is decided without any (`usual.lua`).
--- Otherwise a strategy is made only if it is asked for, and so is what decides anything but takes under one policy without an
--- id.
+-- Redis runs the whole script for each call. So the most frequent call has a separate script (`takes.lua`). This one makes the
+-- functions of a strategy only if a policy has it, and the functions of rarer checks only for such a check.
 
 local CALL, POLICY, PLAN, PLAN_LENGTH = '<I4I4i7', '<I1i7i7i7i7', '<I1I4i7', 12
 local RUN, RUN_LENGTH, SLOT_LENGTH = '<I4I4I4', 12, 8
@@ -59,9 +59,6 @@ do
     keep = real - now + 86400000000
   end
 end
-
--- What the meter stores, as meter.lua explains it.
-local METER, METER_LENGTH = '<i7I7I5', 19
 
 -- Sums and expiries are kept without what is above this: no two that are kept are as far apart.
 local WRAP = 2 ^ 40

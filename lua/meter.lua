@@ -5,7 +5,11 @@
 -- to `save`.
 -- Registers: the level at now, in ticks, and since when it drains.
 --
--- Uses decode, encode, floor, max, min, METER and METER_LENGTH of call.lua; div_ceil, lasting and write of prelude.lua.
+-- The script of takes has a second version of a take: takes.lua.
+--
+-- Uses decode, encode, floor, max and min of call.lua; div_ceil, lasting and write of prelude.lua.
+
+local METER, METER_LENGTH = '<i7I7I5', 19
 
 local function meter()
   -- `interval` ticks make a unit of cost. `ticks` drain in every microsecond if `period` is 0; else they do so at once, after

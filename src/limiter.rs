@@ -9,13 +9,13 @@ use crate::gate::Notifier;
 use crate::in_flight::InFlightTracker;
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::observe::Observer;
-use crate::refunds::Reserved;
-use crate::settle::{Reservation, ReserveError};
+use crate::settle::{Reservation, ReserveError, Reserved};
 use crate::store::{Answer, Store};
 use crate::util::instant;
 use crate::wait_queues::{Bounds, Spent, WaitQueues, WaitRequest};
 
-/// A store with policies, for code that is not a tower service, such as a job worker or a WebSocket loop.
+/// A store with policies, for code that is not a tower service, such as a job worker or a WebSocket
+/// loop.
 ///
 /// Clones share the store's counts and the queue of waiters.
 ///
@@ -45,8 +45,8 @@ pub struct Limiter<S> {
     notifier: Notifier,
 }
 
-/// The [`Decision`] on a charge, refund or reset. It may be ignored: the operation has already taken
-/// effect.
+/// The [`Decision`] on a charge, refund or reset. It may be ignored: the operation has already
+/// taken effect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Done(Decision);
 
@@ -144,7 +144,7 @@ impl<S: Store> Limiter<S> {
     /// [`ReserveError::Denied`] if the policies deny the cost, and [`ReserveError::Failed`] if the
     /// store could not decide.
     pub async fn reserve(&self, key: Key, cost: u32) -> Result<Reservation, ReserveError> {
-        self.in_flight.refunds().wake();
+        self.in_flight.ops().wake();
         let since = instant();
         let check = Check::take(key, &self.policies, cost).reserving(true);
         let mut slot = self.in_flight.hold(&check);
@@ -156,7 +156,7 @@ impl<S: Store> Limiter<S> {
             Ok(decision) if decision.is_allowed() => Ok(Reservation::new(
                 Reserved::new(decision, key, cost, since),
                 slot,
-                Arc::clone(self.in_flight.refunds()),
+                self.in_flight.ops().clone(),
             )),
             Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
             Err(error) => Err(ReserveError::Failed(error)),
@@ -169,9 +169,7 @@ impl<S: Store> Limiter<S> {
     }
 
     fn send(&self, check: Check) -> Answer<S::Future> {
-        let answer = self.store.check(check);
-        self.notifier.unless_leased(&self.policies);
-        answer
+        self.notifier.send(&self.store, check)
     }
 
     /// Decides whether `cost` would be allowed. See [`Check::peek`].
@@ -248,7 +246,7 @@ impl<S: Store> Limiter<S> {
             return self.take(key, cost).await;
         }
         // Waiting does not use leased blocks.
-        self.notifier.unless_leased(&self.policies);
+        self.notifier.never_leased(&self.policies);
         let permit = match self.wait_queues.join(wanted, None) {
             Ok(turn) => turn.await,
             Err(refusal) => Err(refusal),

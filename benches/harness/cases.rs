@@ -127,7 +127,7 @@ pub enum Load {
     Hourly(Strategy),
     /// This number of callers, all in Redis during the whole run: [`fill`] has charged each for a quarter of an hour.
     Living(u32),
-    /// 100,000 callers that never reach their limit; the n-th sends 1/n as many requests as the first (Zipf's law).
+    /// 100,000 callers that never reach their limit; the n-th sends 1/n of the first one's requests (Zipf's law).
     Zipf,
     /// One caller that never reaches the limit.
     Granted,
@@ -258,14 +258,15 @@ impl Case {
                 let connection = server.connection().await;
                 let count = |caller| {
                     let mut connection = connection.clone();
-                    async move { one_by_one(&mut connection, what, caller).await }
+                    async move { one_by_one(&mut connection, what.quota(), caller).await }
                 };
                 what.hold(server, count).await;
                 load(&[server], tasks, amount, |mut meter| {
                     let mut connection = connection.clone();
                     async move {
                         while meter.goes_on() {
-                            one_by_one(&mut connection, what, what.caller(&mut meter.rng)).await;
+                            let caller = what.caller(&mut meter.rng);
+                            one_by_one(&mut connection, what.quota(), caller).await;
                             meter.done();
                         }
                         meter
@@ -280,7 +281,7 @@ impl Case {
                     async move {
                         while meter.goes_on() {
                             let caller = what.caller(&mut meter.rng);
-                            one_by_one(&mut pool.get().await.unwrap(), what, caller).await;
+                            one_by_one(&mut pool.get().await.unwrap(), what.quota(), caller).await;
                             meter.done();
                         }
                         meter
@@ -363,7 +364,7 @@ impl Load {
     }
 
     /// 100,000 callers send a few requests per second each.
-    fn quota(self) -> Quota {
+    pub(crate) fn quota(self) -> Quota {
         match self {
             Self::Many => Quota::per_second(100),
             Self::Hourly(_) => Quota::per_hour(1_000),
@@ -560,20 +561,20 @@ end
 redis.call('SET', KEYS[1], string.format('%.0f', new), 'PX', math.ceil((new - now) / 1000))
 return {1, math.floor(-ahead / interval), 0, new - now}";
 
-pub async fn one_by_one(connection: &mut MultiplexedConnection, load: Load, caller: u32) {
+pub async fn one_by_one(connection: &mut MultiplexedConnection, quota: Quota, caller: u32) {
     static SCRIPT: LazyLock<redis::Script> = LazyLock::new(|| redis::Script::new(ONE_BY_ONE));
     let mut call = SCRIPT.prepare_invoke();
     let _: Vec<i64> = call
         .key(format!("one:{{{}}}", address(caller)))
-        .arg((load.quota().period() / load.quota().limit()).as_micros() as u64)
-        .arg(load.quota().capacity())
+        .arg((quota.period() / quota.limit()).as_micros() as u64)
+        .arg(quota.capacity())
         .arg(1)
         .invoke_async(connection)
         .await
         .unwrap();
 }
 
-/// Uses calls as large as those of `RedisStore`, and enough concurrent calls for the requests.
+/// Uses calls of the size that `RedisStore`'s have, and enough concurrent calls for the requests.
 async fn bare(server: &RedisServer, requests: u64, amount: Amount) -> Measure {
     const CALL: u32 = 85;
     static SCRIPT: LazyLock<redis::Script> = LazyLock::new(|| {

@@ -144,7 +144,7 @@ async fn pipelined(masters: &[&RedisServer], tasks: u64, amount: Amount) -> Meas
                 let master = (1..MASTERS)
                     .filter(|master| slot >= SLOTS * master / MASTERS)
                     .count();
-                one_by_one(&mut connections[master], LOAD, caller).await;
+                one_by_one(&mut connections[master], LOAD.quota(), caller).await;
                 meter.done();
             }
             meter

@@ -86,9 +86,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             wanted = Some(Box::new(wants));
         }
         question.hold(self.hold(&check));
-        let answer = self.store.check(check);
-        self.notifier.unless_leased(&policies);
-        match answer {
+        match self.notifier.send(&self.store, check) {
             Answer::Ready { answer } => self
                 .answered(request, &mut question, answer, wanted)
                 .admission(question),

@@ -5,7 +5,7 @@ use tokio::time::Instant;
 use crate::error::StoreError;
 use crate::in_flight::Slot;
 use crate::limit::{Decision, Key};
-use crate::refunds::Reserved;
+use crate::settle::Reserved;
 use crate::util::instant;
 
 /// A request's check, and the resources that the request owns once it is sent.
@@ -54,6 +54,10 @@ impl Question {
 
     pub(super) fn key(&self) -> &Key {
         &self.key
+    }
+
+    pub(super) fn cost(&self) -> u32 {
+        self.cost
     }
 
     /// The time since the check was sent; zero if it was not recorded.

@@ -1,3 +1,5 @@
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
@@ -56,6 +58,8 @@ enum Extra {
     /// microseconds.
     Within(i64),
     Charged(EachCharged),
+    /// Set by a [`Leased`](crate::Leased) store that could decide it by a block.
+    Offered(Arc<AtomicBool>),
 }
 
 impl Check {
@@ -72,9 +76,9 @@ impl Check {
     /// callers see the debt immediately, so each such check is due at a different time, over all
     /// instances.
     ///
-    /// The debt is bounded like that of a [`charge`](Self::charge). Only strategies that refill
-    /// gradually support it; under others, and in a [`Store`](crate::store::Store) without debts,
-    /// this is a [`take`](Self::take).
+    /// The debt is bounded like that of a [`charge`](Self::charge). Only strategies that refill support
+    /// it; under others, and in a [`Store`](crate::store::Store) without debts, this is a
+    /// [`take`](Self::take).
     pub fn take_ahead(key: Key, policies: &Policies, cost: u32, within: Duration) -> Self {
         let owes = policies.iter().all(|policy| policy.frees().has_burst());
         let within = if owes {
@@ -108,8 +112,8 @@ impl Check {
     }
 
     /// Charges a debt that takes `time` to refill, or nothing if the debt is already larger, so
-    /// that repeated and concurrent charges do not add up. Only for policies of gradually refilling
-    /// strategies. The debt is at most the capacity.
+    /// that repeated and concurrent charges do not add up. Only for policies of buckets. The
+    /// debt is at most the capacity.
     pub(crate) fn charge_debt_of(key: Key, policies: &Policies, time: Duration) -> Self {
         let extra = Some(Box::new(Extra::Within(
             time.as_micros().min(LONGEST as u128) as i64,
@@ -288,8 +292,7 @@ impl Check {
             .unwrap_or(Charged::just_now(self.cost.into()))
     }
 
-    /// Sets whether the charge is settled later, so that other callers may get a part of it
-    /// refunded.
+    /// Sets whether the charge is settled later. No block decides such a check.
     pub(crate) fn reserving(self, reserves: bool) -> Self {
         Self { reserves, ..self }
     }
@@ -324,7 +327,23 @@ impl Check {
     pub(crate) fn is_leasable(&self) -> bool {
         let is_plain =
             self.mode == Mode::Take && self.cost > 0 && self.id().is_none() && !self.reserves;
-        is_plain && self.leasing == Leasing::Possible
+        is_plain && self.leasing == Leasing::Possible && self.policies.lease().is_some()
+    }
+
+    /// Returns the check without an id, and a flag that a [`Leased`](crate::Leased) store
+    /// [sets](Self::offer).
+    pub(crate) fn watched(self) -> (Self, Arc<AtomicBool>) {
+        let offered = Arc::new(AtomicBool::new(false));
+        let extra = Some(Box::new(Extra::Offered(Arc::clone(&offered))));
+        (Self { extra, ..self }, offered)
+    }
+
+    /// Records that a [`Leased`](crate::Leased) store has got the check, and that a block may decide it.
+    #[inline]
+    pub(crate) fn offer(&self) {
+        if let Some(Extra::Offered(offered)) = self.extra.as_deref() {
+            offered.store(true, Relaxed);
+        }
     }
 
     /// Returns the check with the age that Redis computes at this time.
@@ -402,6 +421,17 @@ impl Mode {
     /// Applies the operation to the state of one policy, and returns the amount charged, refunded
     /// or reset.
     pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
+        self.decide(policy, state, cost, now).1
+    }
+
+    /// Decides on the state of one policy. Returns the verdict, and how much was charged, refunded or forgotten.
+    pub(crate) fn decide(
+        self,
+        policy: &Policy,
+        state: &mut State,
+        cost: i64,
+        now: i64,
+    ) -> (Verdict, i64) {
         let ask = Ask {
             mode: self,
             cost,
@@ -410,6 +440,6 @@ impl Mode {
             slot: None,
             now,
         };
-        state.decide(policy.params(), &ask, i64::MAX).1
+        state.decide(policy.params(), &ask, i64::MAX)
     }
 }

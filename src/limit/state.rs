@@ -1,5 +1,5 @@
 use super::strategy::{self, Algorithm, Ask, Params, Preview, Snapshot, strategies};
-use super::{Kind, Strategy, Verdict, in_flight};
+use super::{Kind, Refill, Strategy, Verdict, in_flight};
 
 macro_rules! states {
     ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, $kinds:tt;)*) => {
@@ -50,3 +50,19 @@ macro_rules! states {
 }
 
 strategies!(states);
+
+impl State {
+    /// The state of a policy that refills gradually, by its level in ticks at a time. `None` for any other policy.
+    pub(crate) fn of_level(kind: Kind, at: i64, level: i64) -> Option<Self> {
+        match kind {
+            Kind::Rate(Strategy::TokenBucket(Refill::Greedy)) => {
+                Some(Self::TokenBucket(strategy::TokenBucket::new(at, level)))
+            }
+            Kind::Rate(Strategy::LeakyBucket) => {
+                Some(Self::LeakyBucket(strategy::LeakyBucket::new(at, level)))
+            }
+            Kind::Rate(Strategy::Gcra) => Some(Self::Gcra(strategy::Gcra::new(at, level))),
+            _ => None,
+        }
+    }
+}

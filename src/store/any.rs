@@ -140,10 +140,6 @@ impl Store for AnyStore {
         each!(self, store => store.observe(observer))
     }
 
-    fn is_authoritative(&self, decision: &Decision) -> bool {
-        each!(self, store => store.is_authoritative(decision))
-    }
-
     fn identity(&self) -> Option<usize> {
         each!(self, store => store.identity())
     }

@@ -37,6 +37,7 @@ pub(crate) use shards::Shards;
 
 pub use crate::limit::Counts;
 
+use crate::background::{Asked, OpQueue};
 use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
 
@@ -101,13 +102,6 @@ pub trait Store: Clone + Send + Sync + 'static {
     fn partition(&self, key: &Key) -> usize {
         let _ = key;
         0
-    }
-
-    /// Returns `true` if a decision was made by the store that keeps the count, not by a
-    /// [`Fallback`] in place of its primary store. Defaults to `true`.
-    fn is_authoritative(&self, decision: &Decision) -> bool {
-        let _ = decision;
-        true
     }
 
     /// Identifies this store and its clones within this process, for example by the address of
@@ -202,10 +196,6 @@ impl<W: WrapStore> Store for W {
         self.inner().partition(key)
     }
 
-    fn is_authoritative(&self, decision: &Decision) -> bool {
-        self.inner().is_authoritative(decision)
-    }
-
     fn identity(&self) -> Option<usize> {
         self.inner().identity()
     }
@@ -217,4 +207,13 @@ impl<W: WrapStore> Store for W {
     fn observe(&self, observer: &Arc<dyn Observer>) {
         self.inner().observe(observer);
     }
+}
+
+/// Creates the queue of a store's background operations. `observer` is notified of each operation that failed.
+pub(crate) fn op_queue(store: impl Store, observer: Option<Arc<dyn Observer>>) -> OpQueue {
+    let ask = move |check| match store.check(check) {
+        Answer::Ready { answer } => Asked::Replied(answer),
+        Answer::Pending { future } => Asked::Pending(Box::pin(future)),
+    };
+    OpQueue::new(ask, observer)
 }

@@ -284,9 +284,7 @@ impl Dispatcher {
         let (refunded, mut all_refunded) = mpsc::channel::<()>(1);
         for op in permits.into_iter().flat_map(Permit::refund) {
             let refunded = refunded.clone();
-            self.in_flight
-                .refunds()
-                .put(op.then(move |_| drop(refunded)));
+            self.in_flight.ops().put(op.then(move |_| drop(refunded)));
         }
         drop(refunded);
         let _ = timeout(LONG_PAUSE, all_refunded.recv()).await;

@@ -49,11 +49,11 @@ pub(crate) use permit::{Permit, Spent};
 
 use self::dispatcher::Dispatcher;
 use self::queue::{WaitQueue, Waiter};
+use crate::background::PendingOp;
 use crate::error::{ErrorKind, StoreError};
 use crate::in_flight::InFlightTracker;
 use crate::limit::{Check, Decision, Key, Policies, Source, Verdict};
 use crate::observe::Observer;
-use crate::refunds::PendingOp;
 use crate::store::Store;
 use crate::util::{instant, lock};
 
@@ -265,7 +265,7 @@ impl WaitQueues {
     /// Charges without asking.
     pub(crate) fn charge(&self, key: Key, policies: &Policies, cost: u32) {
         self.in_flight
-            .refunds()
+            .ops()
             .put(PendingOp::charge(key, policies, cost));
     }
 
@@ -284,7 +284,7 @@ impl WaitQueues {
             Refusal::Failed(StoreError::with_source(ErrorKind::NoRuntime, error).of_check())
         })?;
         let id = QueueId::of(&runtime, &wanted);
-        self.in_flight.refunds().wake();
+        self.in_flight.ops().wake();
         let (turn, dispatcher) = {
             let Queues {
                 each,

@@ -4,9 +4,9 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::{QueueId, SharedQueues};
+use crate::background::{OpQueue, PendingOp};
 use crate::in_flight::{InFlightTracker, Slot};
 use crate::limit::{Charged, Check, Decision, Frees, Key, Policies, Policy, micros};
-use crate::refunds::{PendingOp, RefundQueue};
 use crate::util::instant;
 
 /// For how long after it was due a permit may be used that the count has forgotten.
@@ -36,7 +36,7 @@ struct Taken {
 struct Held {
     shared: Arc<SharedQueues>,
     id: QueueId,
-    refunds: Arc<dyn RefundQueue>,
+    ops: OpQueue,
     /// Of the policies that count requests in flight: released with the permit.
     slot: Option<Slot>,
 }
@@ -69,9 +69,9 @@ impl Permit {
         decision: Decision,
         times: Times,
     ) -> Self {
-        let (shared, refunds, policies) = (
+        let (shared, ops, policies) = (
             Arc::clone(shared),
-            Arc::clone(in_flight.refunds()),
+            in_flight.ops().clone(),
             policies.clone(),
         );
         let taken = Taken {
@@ -86,7 +86,7 @@ impl Permit {
             held: Some(Held {
                 shared,
                 id,
-                refunds,
+                ops,
                 slot: None,
             }),
         }
@@ -110,9 +110,7 @@ impl Permit {
     pub(crate) fn spend(mut self) -> Spent {
         let (age, held) = (self.taken.age(), self.held.take());
         if let Some(held) = held.as_ref().filter(|_| !self.taken.is_good()) {
-            self.taken
-                .charge_again()
-                .for_each(|op| held.refunds.put(op));
+            self.taken.charge_again().for_each(|op| held.ops.put(op));
         }
         let decision = self.taken.decision.clone().later(age);
         let taken = held.is_some().then_some((self.taken.times.asked, age));
@@ -138,7 +136,7 @@ impl Permit {
                 .then(|| held.shared.pop(&held.id, self.taken.cost))
                 .flatten();
             let Some(waiter) = next else {
-                return self.taken.refunds().for_each(|op| held.refunds.put(op));
+                return self.taken.refunds().for_each(|op| held.ops.put(op));
             };
             match waiter.answer(Ok(Self {
                 taken: self.taken.clone(),

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use futures_util::future::join_all;
 use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::store::{ErrorKind, Store, StoreError};
 use tower_redis_ratelimit::{Key, Policy, RedisStore, Strategy};
@@ -247,5 +248,46 @@ async fn every_documented_right_is_needed() {
                 "{missing}: {key} stays for ever"
             );
         }
+    }
+}
+
+/// Each take fails with the right in its error, and is charged once the right is there.
+#[tokio::test]
+async fn takes_name_the_missing_right() {
+    let server = RedisServer::start();
+    let policies = policy(Strategy::Gcra, "10/100d");
+    for missing in ["time", "mget", "set", "setrange"] {
+        let rights = NEEDED.iter().filter(|right| **right != missing);
+        let rights: Vec<String> = rights.map(|right| format!("+{right}")).collect();
+        let rule = format!(
+            "ACL SETUSER limiter reset on >word ~rl:* -@all {}",
+            rights.join(" ")
+        );
+        let _: String = server.command(&rule).await;
+        let store = store(format!("redis://limiter:word@127.0.0.1:{}/", server.port()));
+        let key = |caller: &str| Key::new(format!("{missing} {caller}"));
+        let take = |caller: &str| store.check(Check::take(key(caller), &policies, 1));
+        if missing == "setrange" {
+            // A third charge is written in place.
+            for _ in 0..2 {
+                let decisions = join_all(["ann", "bob"].map(take)).await;
+                assert!(decisions.iter().all(Result::is_ok), "{decisions:?}");
+            }
+        }
+        let decisions = join_all(["ann", "bob"].map(take)).await;
+        for error in decisions.into_iter().map(Result::unwrap_err) {
+            assert_eq!(error.kind(), ErrorKind::Permission, "{missing}: {error:?}");
+            let cause = std::error::Error::source(&error).map(ToString::to_string);
+            assert!(
+                missing == "time" || cause == Some(format!("the right `+{missing}` is missing")),
+                "{missing}: {cause:?}"
+            );
+        }
+        let granted: String = server
+            .command(&format!("ACL SETUSER limiter +{missing}"))
+            .await;
+        assert_eq!(granted, "OK");
+        let left = take("ann").await.unwrap().remaining();
+        assert_eq!(left, if missing == "setrange" { 7 } else { 9 }, "{missing}");
     }
 }

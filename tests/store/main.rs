@@ -19,5 +19,6 @@ mod in_flight;
 mod limiter;
 mod local;
 mod outside;
+mod quotas;
 mod wait_queues;
 mod waiting;

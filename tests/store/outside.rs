@@ -259,10 +259,6 @@ impl Store for Hooks {
         7
     }
 
-    fn is_authoritative(&self, _: &Decision) -> bool {
-        false
-    }
-
     fn identity(&self) -> Option<usize> {
         Some(3)
     }
@@ -305,7 +301,6 @@ fn a_wrapped_store_keeps_its_hooks() {
             ),
             (12, 7, Some(3))
         );
-        assert!(!store.is_authoritative(&decision));
         assert_eq!(store.server(&Key::GLOBAL).as_deref(), Some("10.0.0.1:6379"));
         store.warm(&Key::GLOBAL, &decision);
         store.observe(&(Arc::new(()) as Arc<dyn Observer>));

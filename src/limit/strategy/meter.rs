@@ -132,6 +132,11 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
 }
 
 impl<const LETTER: char> Meter<LETTER> {
+    /// A meter that drains in every microsecond, with this level in ticks at a time.
+    pub(crate) fn new(at: i64, level: i64) -> Self {
+        Self { at, level }
+    }
+
     /// Whether it drains at once, after each period. Of the others this is known when they are compiled.
     fn in_batches(params: &Params) -> bool {
         LETTER == 't' && params.frees == Frees::InBatches

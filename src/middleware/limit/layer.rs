@@ -226,6 +226,7 @@ impl<T, S: Clone, K, P: Protocol + Clone> Layer<T> for LimitLayer<S, K, P> {
             services,
         } = &*self.shared;
         config.gate.assert_countable();
+        config.gate.report_shared_count();
         let copies = || Copies::new(|| (Arc::clone(extractor), Arc::new(config.clone())));
         Limit::new(inner, services.get_or_init(copies).clone())
     }

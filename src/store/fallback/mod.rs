@@ -43,9 +43,10 @@ use self::breaker::Breaker;
 use self::future::State;
 use self::partition::{Partition, Reply};
 use super::{Answer, LocalStore, Observer, Store};
+use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, Source};
-use crate::util::{Clock, TaskOwner, instant};
+use crate::limit::{Check, Key};
+use crate::util::Clock;
 
 /// A store made of two stores: the second answers when the first cannot.
 ///
@@ -80,7 +81,7 @@ use crate::util::{Clock, TaskOwner, instant};
 ///
 /// The task that probes and reconciles runs on the tokio runtime of the check that noticed a failure.
 /// After that runtime has shut down, the next check starts the task on its own runtime. While that
-/// runtime is alive and runs nothing, the outage goes on. A multi-threaded runtime always runs, and
+/// runtime is alive and runs nothing, no outage ends. A multi-threaded runtime always runs, and
 /// so does `#[tokio::main]`. A current-thread runtime runs only inside of `block_on`: with a
 /// `block_on` for each check, an outage would never end. Keep one thread in `block_on` there, or use
 /// a multi-threaded runtime.
@@ -186,7 +187,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
                 probe,
                 breaker: Breaker::new(settings.failures.get()),
                 open: Arc::clone(&open),
-                recovery: TaskOwner::new(instant()),
+                recovery: TaskOwner::new(),
                 accounts: Accounts::new(budget.clone()),
                 sums: Mutex::default(),
                 clock: Clock::new(),
@@ -273,11 +274,6 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
 
     fn withdraw(&self, future: Pin<&mut Self::Future>) -> bool {
         future.withdraw()
-    }
-
-    fn is_authoritative(&self, decision: &Decision) -> bool {
-        // A local one is that of the fallback, unless both are local.
-        decision.source() != Source::Local && self.partitions[0].primary.is_authoritative(decision)
     }
 
     fn identity(&self) -> Option<usize> {

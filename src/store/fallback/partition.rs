@@ -11,11 +11,12 @@ use super::Settings;
 use super::accounts::{Accounts, Caller};
 use super::breaker::{Breaker, Ticket};
 use super::share;
+use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{ChargedAt, Check, Decision, Key, Mode, Source};
 use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, LocalStore, Store, freed};
-use crate::util::{Clock, TaskOwner, contain, instant};
+use crate::util::{Clock, contain, instant};
 
 /// One partition of the primary store, or the whole of it, and the fallback.
 pub(super) struct Partition<P, F> {
@@ -76,7 +77,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         // A check that is waited for has failed by its deadline, or its caller has gone away.
         let patience = self.settings.deadline.saturating_mul(2);
         let Some(ticket) = self.breaker.admit(|| self.clock.micros(), patience) else {
-            // In case the task that did so is gone with its runtime, or that runs nothing.
+            // The runtime of the recovery task may have shut down.
             self.attend();
             return Reply::NotAsked;
         };
@@ -176,7 +177,9 @@ impl<P: Store, F: Store> Partition<P, F> {
         ) {
             self.accounts.end_epoch();
             if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
-                self.observe(|observer| observer.degraded(&event::Degraded::new(error)));
+                let mut degraded = event::Degraded::new(error);
+                degraded.share = self.settings.share.instances();
+                self.observe(|observer| observer.degraded(&degraded));
             }
         }
     }

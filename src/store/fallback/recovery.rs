@@ -9,48 +9,26 @@ use std::sync::{Arc, Weak};
 use std::task::Poll;
 use std::time::Duration;
 
-use tokio::runtime::Handle;
 use tokio::time::{sleep, timeout};
 
 use super::breaker::{Breaker, Ticket};
 use super::partition::Partition;
+use crate::background::Task;
 use crate::error::StoreError;
 use crate::limit::{Check, Decision};
 use crate::observe::event;
 use crate::store::{Answer, Store};
-use crate::util::{Span, Task, instant, jittered};
+use crate::util::{instant, jittered};
 
 /// Longest wait for others that reconcile.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 
-/// A task that has begun is relied on until its runtime ends.
-const FOREVER: Duration = Duration::from_secs(365 * 86_400);
-
 impl<P: Store, F: Store> Partition<P, F> {
-    /// Starts the recovery task on the present runtime, unless one is running.
+    /// Starts the recovery task, unless it is running.
     pub(super) fn attend(self: &Arc<Self>) {
-        let now = instant();
-        if self.recovery.is_held(now) {
-            return;
-        }
-        let Ok(runtime) = Handle::try_current() else {
-            return;
-        };
-        let span = Span {
-            begins: now,
-            until: now + FOREVER,
-        };
-        if let Some(task) = self.recovery.begin(runtime.id(), now, span) {
-            drop(
-                runtime.spawn(
-                    Recovery {
-                        partition: Arc::downgrade(self),
-                        _task: task,
-                    }
-                    .run(),
-                ),
-            );
-        }
+        let partition = Arc::downgrade(self);
+        self.recovery
+            .spawn(None, |_task| Recovery { partition, _task }.run());
     }
 
     fn needs_attention(&self) -> bool {

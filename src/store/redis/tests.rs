@@ -88,7 +88,7 @@ async fn several_policies() {
 /// A limit may change at any moment: both halves count on alike. Another span is another count.
 #[tokio::test]
 async fn changing_quotas() {
-    // Takes under GCRA alone are decided by another part of the script.
+    // Takes under GCRA alone are decided by another script.
     for kind_of in [nth, |_| Strategy::Gcra.into()] {
         let server = RedisServer::start();
         let mut trace = Trace::new(11, &server);
@@ -497,8 +497,7 @@ async fn unequal_takes_of_one_call_add_up() {
     assert_eq!(left, [9, 7, 4]);
 }
 
-/// Takes under one plan alone are decided by another part of the script (`usual.lua`): many callers in a call, of one quota
-/// after the other.
+/// Takes under meters alone are decided by another script (`takes.lua`): many callers in a call, of one quota after the other.
 #[tokio::test]
 async fn takes_under_one_plan() {
     let [greedy, interval] = [Refill::Greedy, Refill::Interval].map(Strategy::TokenBucket);
@@ -546,6 +545,83 @@ async fn takes_under_one_plan() {
             }
         }
     }
+}
+
+/// From a state of any time and level, or a foreign value.
+#[tokio::test]
+async fn both_scripts_decide_and_store_alike() {
+    let server = RedisServer::start();
+    let mut trace = Trace::new(22, &server);
+    let mut connection = server.connection().await;
+    let greedy = Strategy::TokenBucket(Refill::Greedy);
+    let (mut granted, mut denied) = (0, 0);
+    for round in 0..3_000 {
+        let kind = [Strategy::Gcra, Strategy::LeakyBucket, greedy][round % 3];
+        let policies: Policies = policy("p", kind.into(), &mut trace.rng).into();
+        let (params, span) = (policies[0].params(), policies[0].span().to_owned());
+        let (cost, now) = (trace.cost(&policies), trace.now.load(Relaxed));
+        let rng = &mut trace.rng;
+        let near = |rng: &mut Rng, number: i64| number + rng.i64(-1..=1);
+        let value: Vec<u8> = if rng.u8(..4) == 0 {
+            (0..rng.usize(17..21)).map(|_| rng.u8(..)).collect()
+        } else {
+            let reset = params.full / params.ticks;
+            let elapsed = [0, reset, 2 * reset, rng.i64(0..=2 * reset)][rng.usize(..4)];
+            let level = [0, params.full, 2 * params.full, rng.i64(0..=params.full)];
+            let level = level[rng.usize(..4)];
+            let at = near(rng, now - elapsed).to_le_bytes();
+            let level = near(rng, level).max(0).to_le_bytes();
+            [&at[..7], &level[..7], &[rng.u8(..); 5]].concat()
+        };
+        let times = rng.usize(1..=3);
+        // The peek of another caller brings the takes of the second into the other script.
+        let callers = [Key::new("small"), Key::new("large")];
+        let mut answers = vec![];
+        let mut stored = vec![];
+        for (i, (key, name)) in callers.iter().zip(["small", "large"]).enumerate() {
+            let name = format!("rl:{{{name}}}:p:{}:{span}", policies[0].kind().letter());
+            let () = redis::cmd("SET")
+                .arg(&name)
+                .arg(&value)
+                .arg("PX")
+                .arg(60_000)
+                .query_async(&mut connection)
+                .await
+                .unwrap();
+            let mut checks = vec![Check::take(*key, &policies, cost); times];
+            if i == 1 {
+                checks.push(Check::peek(Key::new("other"), &policies, 1));
+            }
+            let asked = join_all(checks.into_iter().map(|check| trace.redis.check(check))).await;
+            let asked = asked.into_iter().take(times).map(Result::unwrap);
+            answers.push(asked.collect::<Vec<_>>());
+            let mut read = redis::pipe();
+            read.get(&name).cmd("PTTL").arg(&name);
+            let (bytes, ttl): (Vec<u8>, i64) = read.query_async(&mut connection).await.unwrap();
+            stored.push((bytes, ttl));
+        }
+        let context = format!("round {round}, {policies:?}, {cost}, {value:?}");
+        assert_eq!(answers[0], answers[1], "{context}");
+        // The expiry is by Redis's clock, which advances between the two.
+        let [(one, ttl), (other, other_ttl)] = [&stored[0], &stored[1]];
+        assert_eq!(one.get(..14), other.get(..14), "{context}");
+        assert!(
+            (ttl - other_ttl).abs() < 20_000,
+            "{ttl}, {other_ttl}: {context}"
+        );
+        for decision in &answers[0] {
+            *(if decision.is_allowed() {
+                &mut granted
+            } else {
+                &mut denied
+            }) += 1;
+        }
+        trace.now.fetch_add(1, Relaxed);
+    }
+    assert!(
+        granted > 500 && denied > 500,
+        "{granted} granted, {denied} denied"
+    );
 }
 
 /// What is packed for one caller is written for the next only if both have the same level.
@@ -825,7 +901,7 @@ impl Trace {
         let mut waits = vec![Duration::from_micros(1)];
         let end = self.steps + steps;
         while self.steps < end {
-            // The few that end a step of takes alone, at one cost, are decided by `usual.lua`; `takes_under_one_plan` has more.
+            // `takes.lua` decides a call of takes alone; see also `takes_under_one_plan`.
             let only_takes = self.rng.bool();
             // Some ask several times at once: they share an entry of the batch.
             let checks: Vec<(usize, Check)> = (0..keys.len())

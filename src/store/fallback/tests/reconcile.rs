@@ -5,12 +5,13 @@ use std::future::poll_fn;
 use std::pin::pin;
 use std::sync::atomic::Ordering::Relaxed;
 
+use futures_util::future::join_all;
+
 use super::far::{Far, caller, cut, recovery, take};
 use super::*;
 use crate::store::RedisStore;
 use crate::support::{RedisServer, until};
 use crate::util::instant;
-use futures_util::future::join_all;
 
 /// Two instances have granted most of some limits between them. One of them has to charge others before these, which
 /// takes about a second, and the other has hardly anything to charge.

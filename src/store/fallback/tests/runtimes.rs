@@ -14,31 +14,43 @@ fn runtime() -> Runtime {
         .unwrap()
 }
 
-/// The recovery task stays where it began, until that runtime has shut down.
+/// Others start no recovery while its runtime is alive, even if that runs nothing.
 #[test]
-fn one_runtime_recovers_until_it_ends() {
-    let (first, second) = (runtime(), runtime());
-    let (store, primary, _) = pair(1);
-    let policies = policies(Strategy::Gcra, "100/100d");
-    let ask = || async {
-        let _ = store.check(Check::take(ann(), &policies, 1)).await.unwrap();
-    };
-    first.block_on(open(&store, &primary));
-    for _ in 0..3 {
-        second.block_on(async {
-            ask().await;
-            sleep(Duration::from_secs(3_600)).await;
+fn one_runtime_recovers_at_a_time() {
+    for share in [1, 4] {
+        let (first, second) = (runtime(), runtime());
+        let (store, primary, _) = pair(share);
+        let policies = policies(Strategy::Gcra, "100/100d");
+        let take = || store.check(Check::take(ann(), &policies, 1));
+        first.block_on(async {
+            open(&store, &primary).await;
+            let _ = take().await.unwrap();
         });
-        assert_eq!(second.metrics().num_alive_tasks(), 0);
-        assert_eq!(first.metrics().num_alive_tasks(), 1);
+        primary.set(Manner::AtOnce);
+        let tasks = |runtime: &Runtime| runtime.metrics().num_alive_tasks();
+        second.block_on(async {
+            for _ in 0..100 {
+                let _ = take().await.unwrap();
+                sleep(Duration::from_millis(10)).await;
+            }
+        });
+        assert!(store.is_degraded());
+        assert_eq!([tasks(&first), tasks(&second)], [1, 0]);
+        drop(first);
+        second.block_on(async {
+            for _ in 0..500 {
+                let _ = take().await.unwrap();
+                sleep(Duration::from_millis(10)).await;
+            }
+            assert!(!store.is_degraded(), "five seconds later");
+        });
+        assert_eq!(
+            second.block_on(primary.used(&policies)),
+            100,
+            "all is reconciled"
+        );
+        assert_eq!(tasks(&second), 0);
     }
-    primary.set(Manner::AtOnce);
-    drop(first);
-    second.block_on(async {
-        ask().await;
-        close(&store, &primary).await;
-        assert_eq!(primary.used(&policies).await, 4);
-    });
 }
 
 /// The runtime on which it was granted has ended.

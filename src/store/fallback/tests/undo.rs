@@ -1,7 +1,8 @@
 //! What is refunded or reset undoes what was charged before it, wherever that was, and nothing else.
 
 use super::*;
-use crate::refunds::{PendingOp, RefundQueue, StoreQueue};
+use crate::background::PendingOp;
+use crate::store::op_queue;
 use crate::util::instant;
 
 async fn take(store: &Tested, policies: &Policies, cost: u32) -> (Decision, tokio::time::Instant) {
@@ -25,7 +26,7 @@ async fn refund(
     let refund = PendingOp::refund(ann(), &policies, move |now| {
         decision.refund(ann(), cost, now - asked_at).next()
     });
-    StoreQueue::new(store.clone(), None).put(refund);
+    op_queue(store.clone(), None).put(refund);
 }
 
 /// Nobody asks any more, until all is reconciled.

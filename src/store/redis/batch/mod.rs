@@ -64,6 +64,7 @@ impl Batch {
             let open = self.open.entry(*check.key()).or_insert((plan, entry));
             if open.0 != plan {
                 *open = (plan, entry);
+                self.call.has_several_of_a_caller = true;
             }
             if open.1 != entry {
                 return self.call.repeat(open.1, check);
@@ -98,7 +99,7 @@ mod tests {
 
     use super::*;
     use crate::error::ErrorKind;
-    use crate::limit::{Policies, Policy, Quota, Strategy};
+    use crate::limit::{Policies, Policy, Quota, Refill, Strategy};
 
     fn policies(limit: u32) -> Policies {
         Policy::new("api", Strategy::Gcra, Quota::per_second(limit))
@@ -268,11 +269,189 @@ mod tests {
 
         batch.clear();
         batch.push("rl", &Check::take(Key::new("eve"), &one, 1));
-        let expected = vec![vec![1, 1, 7], policy, vec![1, 1, 0, 1], vec![1, 1, 1]];
-        assert_eq!(
-            arguments(&batch.call.command("EVALSHA", "", 7)),
-            (vec!["rl:{eve}:api:g:10/s+20".to_owned()], expected)
-        );
+        batch.push("rl", &Check::take(Key::new("eve"), &two, 1));
+        let (_, packed) = arguments(&batch.call.command("EVALSHA", "", 7));
+        assert_eq!(packed[..2], [vec![3, 2, 7], policy]);
+    }
+
+    /// Each run of takes is one argument.
+    #[test]
+    fn takes_under_meters_have_a_script_of_their_own() {
+        let greedy = |name| {
+            let greedy = Strategy::TokenBucket(Refill::Greedy);
+            Policies::from(Policy::new(name, greedy, Quota::per_second(10)).unwrap())
+        };
+        let (gcra, bucket) = (named(&["api"]), greedy("burst"));
+        let take = |caller: &str, policies, cost| Check::take(Key::new(caller), policies, cost);
+        let mut batch = Batch::default();
+        for check in [
+            take("ann", &gcra, 1),
+            take("bob", &gcra, 1),
+            take("cid", &bucket, 2),
+            take("cid", &bucket, 2),
+            take("dan", &gcra, u32::MAX),
+        ] {
+            batch.push("rl", &check);
+        }
+        let cmd = batch.call.command("EVALSHA", batch.call.script().hash(), 7);
+        let args: Vec<&[u8]> = cmd
+            .args_iter()
+            .map(|arg| match arg {
+                redis::Arg::Simple(bytes) => bytes,
+                _ => unreachable!(),
+            })
+            .collect();
+        let keys = [
+            "rl:{ann}:api:g:10/s+20",
+            "rl:{bob}:api:g:10/s+20",
+            "rl:{cid}:burst:t:10/s",
+            "rl:{dan}:api:g:10/s+20",
+        ];
+        assert_eq!(args[2], b"4");
+        assert_eq!(args[3..7], keys.map(str::as_bytes));
+        let runs = args[7..]
+            .iter()
+            .map(|bytes| numbers(bytes, &[7, 7, 7, 7, 4, 4]));
+        // A cost above the capacity is lowered to just above it.
+        let expected = [
+            [7, 2_000_000, 100_000, 1, 2, 1],
+            [7, 1_000_000, 200_000, 1, 1, 2],
+            [7, 2_000_000, 2_100_000, 1, 1, 1],
+        ];
+        assert_eq!(runs.collect::<Vec<_>>(), expected);
+
+        let of_takes = batch.call.script().hash();
+        let is_of_takes = |checks: &[Check]| {
+            let mut batch = Batch::default();
+            checks.iter().for_each(|check| batch.push("rl", check));
+            batch.call.script().hash() == of_takes
+        };
+        let one = || take("ann", &gcra, 1);
+        assert!(is_of_takes(&[one(), one(), take("bob", &bucket, 0)]));
+        let window = Policy::new("w", Strategy::SlidingCounter, Quota::per_second(10)).unwrap();
+        let interval = Strategy::TokenBucket(Refill::Interval);
+        let interval = Policy::new("t", interval, Quota::per_second(10)).unwrap();
+        for other in [
+            one().with_id("17"),
+            Check::peek(Key::new("bob"), &gcra, 1),
+            take("bob", &named(&["burst", "daily"]), 1),
+            take("bob", &window.into(), 1),
+            take("bob", &interval.into(), 1),
+            take("bob", &Policy::in_flight("open", 2).unwrap().into(), 1),
+            // The second take of a caller depends on the first.
+            take("ann", &gcra, 2),
+        ] {
+            assert!(!is_of_takes(&[one(), other.clone()]), "{other:?}");
+        }
+    }
+
+    /// An answer of `lua/takes.lua`.
+    fn state(at: i64, level: i64) -> Vec<u8> {
+        let number = |number: i64| number.to_le_bytes().into_iter().take(7);
+        number(at).chain(number(level)).chain([9; 5]).collect()
+    }
+
+    #[test]
+    fn takes_are_decided_by_the_returned_level() {
+        // A unit is 100,000 ticks of one microsecond, and 20 are full.
+        let policies = named(&["api"]);
+        let take = |caller: &str, cost| Check::take(Key::new(caller), &policies, cost);
+        let mut batch = Batch::default();
+        for check in [
+            take("ann", 3),
+            take("bob", 3),
+            take("bob", 3),
+            take("bob", 3),
+            take("cid", 3),
+        ] {
+            batch.push("rl", &check);
+        }
+        let reply = [
+            state(1_790, 500_000),
+            state(1_790, -1 - 1_250_000),
+            state(1_790, -1 - 1_700_001),
+        ];
+        let reply = Value::BulkString(reply.concat());
+        let verdicts = batch.call.read(&reply).unwrap().map(Result::unwrap);
+        let verdicts: Vec<_> = verdicts
+            .map(|verdicts| {
+                let first = verdicts.first();
+                let granted = (verdicts.granted, verdicts.at);
+                (granted, first.remaining, first.wait, first.reset)
+            })
+            .collect();
+        let expected = [
+            ((3, 1_790), 15, 0, 500_000),
+            ((3, 1_790), 4, 0, 1_550_000),
+            ((3, 1_790), 1, 0, 1_850_000),
+            ((0, 1_790), 1, 150_000, 1_850_000),
+            ((0, 1_790), 2, 1, 1_700_001),
+        ];
+        assert_eq!(verdicts, expected);
+    }
+
+    #[test]
+    fn any_reply_to_a_take_is_a_verdict_or_an_error() {
+        let mut batch = Batch::default();
+        batch.push("rl", &Check::take(Key::new("ann"), &named(&["api"]), 1));
+        let read = |bytes: Vec<u8>| {
+            let reply = Value::BulkString(bytes);
+            let mut all = batch.call.read(&reply)?;
+            all.next().unwrap()
+        };
+        let kind = |bytes: Vec<u8>| read(bytes).unwrap_err().kind();
+
+        assert_eq!(read(state(1_790, 100_000)).unwrap().granted, 1);
+        assert_eq!(read(state(1_790, -1 - 1_900_001)).unwrap().granted, 0);
+        for (problem, expected) in [
+            (-1, ErrorKind::Refused),
+            (-2, ErrorKind::OutOfMemory),
+            (-3, ErrorKind::ReadOnly),
+            (-4, ErrorKind::Protocol),
+            (-5, ErrorKind::Refused),
+            (-6, ErrorKind::NotReady),
+            (-7, ErrorKind::Protocol),
+            (-10, ErrorKind::Permission),
+            (-11, ErrorKind::Permission),
+            (-26, ErrorKind::Permission),
+            (-27, ErrorKind::Protocol),
+            (-1 << 55, ErrorKind::Protocol),
+        ] {
+            assert_eq!(kind(state(problem, 0)), expected, "{problem}");
+        }
+        for (at, level) in [
+            // Charged from below empty, and beyond full.
+            (1_790, 0),
+            (1_790, 99_999),
+            (1_790, 2_000_001),
+            (1_790, (1 << 55) - 1),
+            // Not charged, though there was room.
+            (1_790, -1),
+            (1_790, -1 - 1_900_000),
+            (1_790, -1 << 55),
+            (1 << 53, 100_000),
+            ((1 << 55) - 1, -1 - 1_900_001),
+        ] {
+            assert_eq!(kind(state(at, level)), ErrorKind::Protocol, "{at} {level}");
+        }
+        for wrong in [
+            vec![],
+            vec![0; 18],
+            vec![0; 20],
+            [state(1_790, 100_000), state(1_790, 100_000)].concat(),
+        ] {
+            assert_eq!(kind(wrong.clone()), ErrorKind::Protocol, "{wrong:?}");
+        }
+        for wrong in [Value::Nil, Value::Int(1), Value::Array(vec![])] {
+            assert!(batch.call.read(&wrong).is_err(), "{wrong:?}");
+        }
+
+        // A replica refuses each take.
+        let is_read_only = |problem| {
+            let reply = Value::BulkString(state(problem, 0));
+            batch.call.is_read_only(&reply)
+        };
+        assert!(is_read_only(-3) && !is_read_only(-2) && !is_read_only(1_790));
     }
 
     #[test]
@@ -345,7 +524,7 @@ mod tests {
     #[test]
     fn any_reply_is_verdicts_or_an_error() {
         let mut batch = Batch::default();
-        batch.push("rl", &Check::take(Key::new("ann"), &named(&["api"]), 1));
+        batch.push("rl", &Check::up_to(Key::new("ann"), &named(&["api"]), 1));
         let ints = |ints: &[i64]| reply(ints.iter().copied());
         let read = |value: Value| {
             batch

@@ -104,7 +104,7 @@ impl Connection {
         self.broken = true;
     }
 
-    /// Runs a script once for each of these calls, in one round trip. A call that is `true` belongs
+    /// Runs the script of each of these calls in one round trip. A call that is `true` belongs
     /// to a slot that is migrating to this node. Returns one reply per call, in order: an error in
     /// one does not affect the others.
     ///
@@ -116,15 +116,17 @@ impl Connection {
     ///
     /// The connection error that prevented some replies. The pool drops a connection if its next
     /// use would probably fail too, or if this future is dropped before completion.
-    pub(crate) async fn run(
+    pub(crate) async fn run<'a>(
         &mut self,
-        script: &Script,
+        script: impl Fn(usize) -> &'a Script,
         calls: &[bool],
         command: impl Fn(usize, &str, &str) -> Cmd,
     ) -> Result<Replies, RedisError> {
         let all: SmallVec<[usize; 1]> = (0..calls.len()).collect();
         let mut replies = self
-            .send(calls, &all, |call| command(call, "EVALSHA", script.hash()))
+            .send(calls, &all, |call| {
+                command(call, "EVALSHA", script(call).hash())
+            })
             .await?;
         let is_unknown = |reply: &Result<_, RedisError>| {
             reply
@@ -138,7 +140,9 @@ impl Connection {
         if !unknown.is_empty() {
             // The other replies have arrived: a failure concerns only the calls sent again.
             match self
-                .send(calls, &unknown, |call| command(call, "EVAL", script.text))
+                .send(calls, &unknown, |call| {
+                    command(call, "EVAL", script(call).text)
+                })
                 .await
             {
                 Ok(again) => unknown

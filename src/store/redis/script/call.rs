@@ -1,11 +1,12 @@
 //! How checks become the arguments of one script call, and its reply their verdicts.
 
 use redis::{Cmd, Value};
+use smallvec::{SmallVec, smallvec};
 
-use super::wire;
+use super::{CHECK, Script, TAKES, wire};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{
-    Charged, Check, EachCharged, Key, Mode, Policies, Policy, SlotId, Verdict, Verdicts,
+    Charged, Check, EachCharged, Key, Mode, Policies, Policy, SlotId, State, Verdict, Verdicts,
 };
 
 /// What one script call asks.
@@ -22,6 +23,8 @@ pub(crate) struct ScriptCall {
     pub(crate) checks: Vec<usize>,
     /// The slots that checks take, renew or release, each with its entry.
     slots: Vec<(usize, SlotId)>,
+    /// Whether a caller has entries under several plans.
+    pub(crate) has_several_of_a_caller: bool,
 }
 
 /// What is asked, of whoever asks it.
@@ -81,6 +84,27 @@ impl Plan {
             && self.charged[..] == *check.charged()
     }
 
+    /// The policy, if it is a take without an id under one meter that refills gradually.
+    fn taken_from_meter(&self) -> Option<&Policy> {
+        let is_take = self.asked.mode == Mode::Take && !self.asked.with_id;
+        match self.policies.as_slice() {
+            [policy] if is_take && policy.frees().is_gradual() => Some(policy),
+            _ => None,
+        }
+    }
+
+    /// The cost in ticks of a meter. One above the capacity is as good as any higher cost, and cannot overflow.
+    fn ticks_under(&self, meter: &Policy) -> i64 {
+        let params = meter.params();
+        i64::from(self.asked.cost).min(params.capacity + 1) * params.interval
+    }
+
+    /// The numbers in an answer of `lua/check.lua`: four for each policy; and the time of the charge, if it may have been
+    /// before.
+    fn answer_length(&self) -> usize {
+        4 * self.policies.iter().len() + usize::from(self.asked.with_id)
+    }
+
     /// Upper bound of a grant of one policy.
     fn max_granted(&self) -> i64 {
         match self.asked.mode {
@@ -109,6 +133,7 @@ impl ScriptCall {
             entries,
             checks,
             slots,
+            has_several_of_a_caller,
         } = self;
         keys.clear();
         ends.clear();
@@ -116,6 +141,20 @@ impl ScriptCall {
         entries.clear();
         checks.clear();
         slots.clear();
+        *has_several_of_a_caller = false;
+    }
+
+    /// The script that decides this call.
+    pub(crate) fn script(&self) -> &'static Script {
+        if self.is_of_takes() { &TAKES } else { &CHECK }
+    }
+
+    /// Whether all of it is what `lua/takes.lua` decides.
+    fn is_of_takes(&self) -> bool {
+        let mut plans = self.plans.iter();
+        !self.has_several_of_a_caller
+            && self.entries.len() <= MAX_TAKES
+            && plans.all(|plan| plan.taken_from_meter().is_some())
     }
 
     /// Adds a check that asks the same as this entry.
@@ -175,7 +214,7 @@ impl ScriptCall {
         }
     }
 
-    /// The command of this call. `now` is 0 for Redis's own time.
+    /// The command of this call, of its [`script`](Self::script) by hash or text. `now` is 0 for Redis's own time.
     pub(crate) fn command(&self, name: &str, script: &str, now: i64) -> Cmd {
         let mut cmd =
             Cmd::with_capacity(self.ends.len() + 64, self.keys.len() + script.len() + 256);
@@ -185,20 +224,49 @@ impl ScriptCall {
             cmd.arg(&self.keys[start..end]);
             start = end;
         }
+        if self.is_of_takes() {
+            self.add_takes(&mut cmd, now);
+        } else {
+            self.add_checks(&mut cmd, now);
+        }
+        cmd
+    }
 
+    /// Adds the arguments of `lua/takes.lua`.
+    fn add_takes(&self, cmd: &mut Cmd, now: i64) {
+        let mut packed = Packed::default();
+        for run in self.entries.chunk_by(|a, b| a == b) {
+            let plan = &self.plans[run[0].plan];
+            let Some(policy) = plan.taken_from_meter() else {
+                continue;
+            };
+            let params = policy.params();
+            packed
+                .i56(now)
+                .i56(params.full)
+                .i56(plan.ticks_under(policy))
+                .i56(params.ticks)
+                .u32(run.len())
+                .u32(run[0].times as usize)
+                .add_to(cmd);
+        }
+    }
+
+    /// Adds the arguments of `lua/call.lua`.
+    fn add_checks(&self, cmd: &mut Cmd, now: i64) {
         let policies = || self.plans.iter().flat_map(|plan| plan.policies.iter());
         let mut packed = Packed::default();
         packed
             .u32(policies().count())
             .u32(self.plans.len())
             .i56(now)
-            .add_to(&mut cmd);
+            .add_to(cmd);
         for policy in policies() {
             packed.u8(wire::kind_number(policy.kind()));
             for argument in wire::arguments(policy) {
                 packed.i56(argument);
             }
-            packed.add_to(&mut cmd);
+            packed.add_to(cmd);
         }
         let mut first = 1;
         for plan in &self.plans {
@@ -225,7 +293,7 @@ impl ScriptCall {
                     packed.i56(charged(policy).reset);
                 }
             }
-            packed.add_to(&mut cmd);
+            packed.add_to(cmd);
             first += plan.policies.iter().len();
         }
         // A check may join an earlier entry of its caller.
@@ -241,9 +309,8 @@ impl ScriptCall {
             while let Some((_, slot)) = slots.next_if(|(of, _)| *of < entry) {
                 packed.0.extend_from_slice(&slot.to_bytes());
             }
-            packed.add_to(&mut cmd);
+            packed.add_to(cmd);
         }
-        cmd
     }
 
     /// The verdicts on the checks, in the order in which they were pushed.
@@ -256,28 +323,116 @@ impl ScriptCall {
         &self,
         reply: &Value,
     ) -> Result<impl Iterator<Item = Result<Verdicts, StoreError>>, StoreError> {
-        // Of an answer: four for each policy; and when it was charged, if it may have been before.
-        let length = |plan: &Plan| 4 * plan.policies.iter().len() + usize::from(plan.asked.with_id);
-        // Where the next answer of each entry begins.
+        let mut answers = if self.is_of_takes() {
+            Answers::OfTakes(self.read_takes(reply)?)
+        } else {
+            self.read_checks(reply)?
+        };
+        Ok(self.checks.iter().map(move |entry| {
+            let plan = &self.plans[self.entries[*entry].plan];
+            match &mut answers {
+                Answers::OfTakes(taken) => taken[*entry].next(plan),
+                Answers::OfChecks { at, numbers, next } => {
+                    let from = next[*entry];
+                    next[*entry] += plan.answer_length();
+                    verdicts(&numbers[from..next[*entry]], plan, *at)
+                }
+            }
+        }))
+    }
+
+    /// The reply of `lua/takes.lua`.
+    fn read_takes(&self, reply: &Value) -> Result<SmallVec<[Taken; 1]>, StoreError> {
+        let answers = taken(reply).filter(|answers| answers.len() == self.entries.len());
+        let answers = answers.ok_or_else(protocol)?;
+        let read = |(answer, entry): (_, &Entry)| {
+            Taken::read(answer, &self.plans[entry.plan], entry.times)
+        };
+        Ok(answers.iter().zip(&self.entries).map(read).collect())
+    }
+
+    /// The reply of `lua/call.lua`.
+    fn read_checks<'a>(&self, reply: &'a Value) -> Result<Answers<'a>, StoreError> {
         let mut end = 0;
         let mut next: Vec<usize> = Vec::with_capacity(self.entries.len());
         for entry in &self.entries {
             next.push(end);
-            end += length(&self.plans[entry.plan]) * entry.times as usize;
+            end += self.plans[entry.plan].answer_length() * entry.times as usize;
         }
-        let (at, answers) = numbers(reply)
+        let (at, numbers) = numbers(reply)
             .and_then(|numbers| numbers.split_last())
-            .ok_or_else(|| StoreError::new(ErrorKind::Protocol))?;
+            .ok_or_else(protocol)?;
         let at = i64::from_le_bytes(*at);
-        if answers.len() != end || !WHOLE.contains(&at) {
-            return Err(StoreError::new(ErrorKind::Protocol));
+        if numbers.len() != end || !WHOLE.contains(&at) {
+            return Err(protocol());
         }
-        Ok(self.checks.iter().map(move |entry| {
-            let plan = &self.plans[self.entries[*entry].plan];
-            let from = next[*entry];
-            next[*entry] += length(plan);
-            verdicts(&answers[from..next[*entry]], plan, at)
-        }))
+        Ok(Answers::OfChecks { at, numbers, next })
+    }
+
+    /// Whether the server is a replica, and so refused a check that would write.
+    pub(crate) fn is_read_only(&self, reply: &Value) -> bool {
+        // No other number of a reply has this value.
+        if self.is_of_takes() {
+            let mut answers = taken(reply).into_iter().flatten();
+            answers.any(|answer| i56(&answer[..7]) == wire::READ_ONLY)
+        } else {
+            numbers(reply).is_some_and(|numbers| numbers.contains(&wire::READ_ONLY.to_le_bytes()))
+        }
+    }
+}
+
+/// A reply while its answers are read.
+enum Answers<'a> {
+    /// For each entry.
+    OfTakes(SmallVec<[Taken; 1]>),
+    OfChecks {
+        /// The time of the call.
+        at: i64,
+        numbers: &'a [[u8; 8]],
+        /// Where the next answer of each entry begins.
+        next: Vec<usize>,
+    },
+}
+
+/// The takes of an entry. Redis has returned the state of the meter, from which the Rust half decides them as Redis did.
+enum Taken {
+    /// The state before the next take, at this time.
+    From(i64, State),
+    Problem(i64),
+}
+
+impl Taken {
+    /// Reads an answer of `lua/takes.lua`.
+    fn read(answer: &[u8; TAKEN_LENGTH], plan: &Plan, times: i64) -> Self {
+        let [at, level] = [0, 7].map(|from| i56(&answer[from..from + 7]));
+        let Some(policy) = plan.taken_from_meter().filter(|_| at >= 0) else {
+            return Self::Problem(at);
+        };
+        let (ticks, charged) = (plan.ticks_under(policy), level >= 0);
+        let before = if charged { level - ticks } else { -1 - level };
+        let fits = ticks > 0 && before + ticks <= policy.params().full;
+        let is_sound =
+            WHOLE.contains(&at) && WHOLE.contains(&before) && charged == (fits && times == 1);
+        State::of_level(policy.kind(), at, before)
+            .filter(|_| is_sound)
+            .map_or(Self::Problem(UNKNOWN), |state| Self::From(at, state))
+    }
+
+    /// The verdict on the next take.
+    fn next(&mut self, plan: &Plan) -> Result<Verdicts, StoreError> {
+        match self {
+            Self::Problem(problem) => Err(failure(*problem)),
+            Self::From(at, state) => {
+                let cost = plan.asked.cost.into();
+                let (verdict, granted) = Mode::Take.decide(&plan.policies[0], state, cost, *at);
+                Ok(Verdicts {
+                    granted,
+                    at: *at,
+                    age: 0,
+                    each: smallvec![verdict],
+                })
+            }
+        }
     }
 }
 
@@ -293,7 +448,7 @@ pub(crate) fn read_key(rest: &str) -> Option<(Key, Policy)> {
 
 /// An argument of packed numbers, lowest byte first.
 #[derive(Default)]
-struct Packed(Vec<u8>);
+struct Packed(SmallVec<[u8; 40]>);
 
 impl Packed {
     fn u8(&mut self, number: u8) -> &mut Self {
@@ -320,8 +475,14 @@ impl Packed {
     }
 }
 
-/// Rooms and times as the script reports them, which a double holds exactly.
+/// Rooms, levels and times as the scripts report them, which a double holds exactly.
 const WHOLE: std::ops::Range<i64> = 0..1 << 53;
+/// Maximum number of entries in a call of `lua/takes.lua`: Lua passes no more than 8,000 values to a function.
+const MAX_TAKES: usize = 4_000;
+/// Bytes of an answer of `lua/takes.lua`.
+const TAKEN_LENGTH: usize = 19;
+/// A problem that no script reports.
+const UNKNOWN: i64 = i64::MIN;
 
 /// The numbers of a reply, lowest byte first. None if it has another shape.
 fn numbers(reply: &Value) -> Option<&[[u8; 8]]> {
@@ -332,6 +493,28 @@ fn numbers(reply: &Value) -> Option<&[[u8; 8]]> {
     rest.is_empty().then_some(numbers)
 }
 
+/// The answers in a reply of `lua/takes.lua`. None if it has another shape.
+fn taken(reply: &Value) -> Option<&[[u8; TAKEN_LENGTH]]> {
+    let Value::BulkString(bytes) = reply else {
+        return None;
+    };
+    let (answers, rest) = bytes.as_chunks();
+    rest.is_empty().then_some(answers)
+}
+
+/// A number of 7 bytes, lowest first; 0 for fewer bytes.
+fn i56(bytes: &[u8]) -> i64 {
+    let mut number = [0; 8];
+    if let Some(high) = number.get_mut(1..=bytes.len()) {
+        high.copy_from_slice(bytes);
+    }
+    i64::from_le_bytes(number) >> 8
+}
+
+fn protocol() -> StoreError {
+    StoreError::new(ErrorKind::Protocol)
+}
+
 /// One answer of this time: four numbers for each policy. If it has an id, then when it was charged.
 ///
 /// # Errors
@@ -339,7 +522,6 @@ fn numbers(reply: &Value) -> Option<&[[u8; 8]]> {
 /// What kept Redis from deciding this one check, or [`ErrorKind::Protocol`] for numbers that the script never makes.
 fn verdicts(answer: &[[u8; 8]], plan: &Plan, at: i64) -> Result<Verdicts, StoreError> {
     let (policies, most) = (&plan.policies, plan.max_granted());
-    let protocol = || StoreError::new(ErrorKind::Protocol);
     let (mut granted, mut problem) = (0, 0);
     let (answer, charged_at) = answer.as_chunks();
     let charged_at = charged_at
@@ -358,7 +540,7 @@ fn verdicts(answer: &[[u8; 8]], plan: &Plan, at: i64) -> Result<Verdicts, StoreE
             && (wait == Verdict::NEVER || WHOLE.contains(&wait))
             && WHOLE.contains(&reset);
         if grants > most || !is_whole {
-            problem = i64::MIN;
+            problem = UNKNOWN;
         }
         Verdict {
             remaining,
@@ -367,39 +549,42 @@ fn verdicts(answer: &[[u8; 8]], plan: &Plan, at: i64) -> Result<Verdicts, StoreE
         }
     });
     let each = each.collect();
+    if problem < 0 {
+        return Err(failure(problem));
+    }
+    Ok(Verdicts {
+        granted,
+        at: charged_at,
+        age: (at - charged_at).max(0),
+        each,
+    })
+}
+
+/// The error of a check that has this problem: [`ErrorKind::Protocol`] if the problem is unknown.
+fn failure(problem: i64) -> StoreError {
     match problem {
-        0.. => Ok(Verdicts {
-            granted,
-            at: charged_at,
-            age: (at - charged_at).max(0),
-            each,
-        }),
         wire::REFUSED => {
             let reason = "a command of the script failed: allow all that `RedisStore` needs, and let nobody else write its keys";
-            Err(StoreError::explained(ErrorKind::Refused, reason).of_check())
+            StoreError::explained(ErrorKind::Refused, reason).of_check()
         }
         // Redis refuses the first write of a script for these reasons, and then nothing was charged, or none at all.
         wire::NO_WRITES => {
             let reason = "it takes no writes: let it save to disk, and have the replicas that it is configured to want";
-            Err(StoreError::explained(ErrorKind::Refused, reason).unsent())
+            StoreError::explained(ErrorKind::Refused, reason).unsent()
         }
-        wire::ELSEWHERE => Err(StoreError::new(ErrorKind::NotReady).unsent().of_check()),
-        wire::OUT_OF_MEMORY => Err(StoreError::new(ErrorKind::OutOfMemory).unsent()),
-        wire::READ_ONLY => Err(StoreError::new(ErrorKind::ReadOnly).unsent()),
-        _ => match usize::try_from(wire::NO_PERMISSION - problem) {
-            Ok(0) => Err(StoreError::new(ErrorKind::Permission).of_check()),
-            Ok(place) => {
-                let right = wire::RIGHTS.get(place - 1).ok_or_else(protocol)?;
-                let reason = format!("the right `+{right}` is missing");
-                Err(StoreError::explained(ErrorKind::Permission, reason).of_check())
+        wire::ELSEWHERE => StoreError::new(ErrorKind::NotReady).unsent().of_check(),
+        wire::OUT_OF_MEMORY => StoreError::new(ErrorKind::OutOfMemory).unsent(),
+        wire::READ_ONLY => StoreError::new(ErrorKind::ReadOnly).unsent(),
+        wire::NO_PERMISSION => StoreError::new(ErrorKind::Permission).of_check(),
+        _ => {
+            let place = usize::try_from(wire::NO_PERMISSION - problem - 1).ok();
+            match place.and_then(|place| wire::RIGHTS.get(place)) {
+                Some(right) => {
+                    let reason = format!("the right `+{right}` is missing");
+                    StoreError::explained(ErrorKind::Permission, reason).of_check()
+                }
+                None => protocol(),
             }
-            Err(_) => Err(protocol()),
-        },
+        }
     }
-}
-
-/// Whether the server is a replica, and so refused a check that would write.
-pub(crate) fn is_read_only(reply: &Value) -> bool {
-    // Nothing else is told by this number.
-    numbers(reply).is_some_and(|numbers| numbers.contains(&wire::READ_ONLY.to_le_bytes()))
 }

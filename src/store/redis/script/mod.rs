@@ -1,16 +1,18 @@
 //! What Redis is asked and what it answers, in its own letters and numbers. Pure: nothing here is sent.
 //!
-//! `lua/call.lua` has the contract of both.
+//! `lua/call.lua` and `lua/takes.lua` have the contracts.
 
 mod call;
 mod wire;
 
 use std::sync::OnceLock;
 
-pub(super) use call::{Asked, Plan, ScriptCall, is_read_only, read_key};
+pub(super) use call::{Asked, Plan, ScriptCall, read_key};
 
-/// It decides the checks of a [`ScriptCall`].
-pub(super) static CHECK: Script = Script::new(wire::SCRIPT);
+/// Decides any checks.
+static CHECK: Script = Script::new(wire::CHECK);
+/// Decides takes under meters, in less time.
+static TAKES: Script = Script::new(wire::TAKES);
 /// Announces an instance. Returns how many are alive.
 pub(super) static ANNOUNCE: Script = Script::new(include_str!("../../../../lua/announce.lua"));
 /// Sets the number of partitions, if there is none. Returns the number that is there.

@@ -29,7 +29,7 @@ macro_rules! in_rust {
 numbers!(in_rust);
 
 /// The rights that the script needs; what a check lacks is [`NO_PERMISSION`] less the place of the right, from 1 on.
-/// `lua/reply.lua` has the same list.
+/// `lua/problem.lua` has the same list.
 pub(crate) const RIGHTS: [&str; 16] = [
     "mget",
     "set",
@@ -81,15 +81,12 @@ macro_rules! strategy {
 
 macro_rules! script {
     ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, $kinds:tt;)*) => {
-        /// The script that decides: what the call asks; what is asked most, or what the strategies share, each of them
-        /// and the driver; the reply.
-        pub(crate) const SCRIPT: &str = concat!(
+        /// The script of every check: the call, the functions that the strategies share, the strategies, the driver, and the
+        /// reply.
+        pub(crate) const CHECK: &str = concat!(
             lua!("call"),
             "\n",
             numbers!(in_lua),
-            $("local ", stringify!($module), " = ", $number, "\n",)*
-            lua!("usual"),
-            "\nif not usual then\n",
             lua!("prelude"),
             "\n",
             lua!("meter"),
@@ -97,11 +94,23 @@ macro_rules! script {
             strategy!("IN_FLIGHT", "in_flight"),
             "\n",
             lua!("check"),
-            "\nend\n",
+            "\n",
+            lua!("problem"),
+            "\n",
             lua!("reply"),
         );
     };
 }
+
+/// The script of the most frequent call. The numbers of modes and problems come after its usual end: each takes time.
+pub(crate) const TAKES: &str = concat!(
+    lua!("takes"),
+    "\n",
+    numbers!(in_lua),
+    lua!("problem"),
+    "\n",
+    lua!("takes_failed"),
+);
 
 strategies!(script);
 
@@ -152,10 +161,12 @@ mod tests {
         let quoted = RIGHTS
             .map(|right| format!("'{}'", right.to_uppercase()))
             .join(", ");
-        let in_one_line = SCRIPT.split_whitespace().collect::<Vec<_>>().join(" ");
-        assert!(
-            in_one_line.contains(&format!("{{ {quoted}, }}")),
-            "{quoted}"
-        );
+        for script in [CHECK, TAKES] {
+            let in_one_line = script.split_whitespace().collect::<Vec<_>>().join(" ");
+            assert!(
+                in_one_line.contains(&format!("{{ {quoted}, }}")),
+                "{quoted}"
+            );
+        }
     }
 }

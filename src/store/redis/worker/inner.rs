@@ -182,7 +182,7 @@ impl Inner {
                 let mut failures = pool.failures();
                 let mut connection = pool.checkout(&mut failures).await?;
                 let replies = connection
-                    .run(script, &[asks], command)
+                    .run(|_| script, &[asks], command)
                     .await
                     .map_err(|error| error_of(&error))?;
                 let error = match replies.into_iter().next() {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use redis::{RedisError, ServerErrorKind};
+use redis::{RedisError, ServerErrorKind, Value};
 use smallvec::SmallVec;
 use tokio::runtime::Handle;
 use tokio::task::yield_now;
@@ -14,14 +14,13 @@ use tokio::time::sleep;
 use super::cluster::Placed;
 use super::inner::{Inner, runtime, runtime_is_ending};
 use super::job::{Job, RedisFuture, no_runtime};
-use super::queues::{NodeQueue, Target, Work};
+use super::queues::{Call, NodeQueue, Target, Work};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Key, Policies, Source};
 use crate::observe::event;
 use crate::store::Answer;
 use crate::store::redis::batch::Full;
 use crate::store::redis::link::{Failures, Replies, error_of, within};
-use crate::store::redis::script::{CHECK, is_read_only};
 use crate::store::redis::topology::cluster::Why;
 use crate::store::redis::topology::{Node, Pool};
 use crate::util::{contain, instant};
@@ -246,7 +245,7 @@ impl Worker {
         };
         self.work
             .make_calls(&self.inner.topology, &self.inner.prefix);
-        self.inner.keep_marker();
+        self.inner.attend();
         let jobs = &self.work.jobs;
         if let Some(observer) = self.inner.observer.get()
             && !jobs.is_empty()
@@ -326,10 +325,14 @@ impl Worker {
         let command =
             |call: usize, name: &str, text: &str| calls[call].batch.call.command(name, text, now);
         let replies = connection
-            .run(&CHECK, &asks, command)
+            .run(|call| calls[call].batch.call.script(), &asks, command)
             .await
             .map_err(|error| error_of(&error))?;
-        if replies.iter().flatten().any(is_read_only) {
+        let is_read_only = |(call, reply): (&Call, &Result<Value, RedisError>)| {
+            let reply = reply.as_ref().ok();
+            reply.is_some_and(|reply| call.batch.call.is_read_only(reply))
+        };
+        if calls.iter().zip(&replies).any(is_read_only) {
             connection.give_up(Some(StoreError::new(ErrorKind::ReadOnly)));
         }
         match (inner.topology.cluster(), replies.first()) {

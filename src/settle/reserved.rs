@@ -2,8 +2,7 @@ use std::cmp::Ordering;
 
 use tokio::time::Instant;
 
-use super::RefundQueue;
-use super::pending_op::PendingOp;
+use crate::background::{OpQueue, PendingOp};
 use crate::limit::{Check, Decision, Key};
 
 /// What a decision has granted to a caller, until it is settled.
@@ -50,7 +49,7 @@ impl Reserved {
     }
 
     /// Has the caller charged `cost` instead.
-    pub(crate) fn settle(self, cost: u32, refunds: &dyn RefundQueue) {
+    pub(crate) fn settle(self, cost: u32, ops: &OpQueue) {
         let reserved = self.cost();
         match cost.cmp(&reserved) {
             Ordering::Less => {
@@ -59,7 +58,7 @@ impl Reserved {
                     ..self
                 };
                 let policies = rest.decision.policies().clone();
-                refunds.put(PendingOp::refund(rest.key, &policies, move |now| {
+                ops.put(PendingOp::refund(rest.key, &policies, move |now| {
                     rest.refund(now)
                 }));
             }
@@ -67,7 +66,7 @@ impl Reserved {
             Ordering::Greater => {
                 // A request in flight counts as one, whatever it costs.
                 if let Some(policies) = self.decision.policies().whole().without_in_flight() {
-                    refunds.put(PendingOp::charge(self.key, policies, cost - reserved));
+                    ops.put(PendingOp::charge(self.key, policies, cost - reserved));
                 }
             }
         }

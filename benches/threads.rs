@@ -1,0 +1,141 @@
+//! `cargo bench -p benches --bench threads`
+//!
+//! Decisions per second of threads with a current-thread runtime each: over one store that they share, and over a store
+//! each; beside one multi-threaded runtime with as many threads. Rounds of all in turn, and medians.
+
+#![allow(
+    missing_docs,
+    clippy::unwrap_used,
+    clippy::disallowed_methods,
+    reason = "a benchmark measures time, and fails by panicking"
+)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use benches::page::median;
+use benches::support::RedisServer;
+use futures_util::future::join_all;
+use tokio::runtime::{Builder, Runtime};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::{Key, Policies, Policy, Quota, RedisStore, Strategy};
+
+const ROUNDS: usize = 5;
+const TIME: Duration = Duration::from_secs(1);
+const THREADS: [usize; 3] = [2, 4, 8];
+/// Checks at the same time, over all threads.
+const CHECKS: usize = 256;
+const CALLERS: u64 = 10_000;
+/// A machine that stalls is no outage.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+#[derive(Debug, Clone, Copy)]
+enum Way {
+    Shared,
+    Each,
+    MultiThread,
+}
+
+const WAYS: [(Way, &str); 3] = [
+    (Way::Shared, "a runtime each, one store"),
+    (Way::Each, "a runtime each, a store each"),
+    (Way::MultiThread, "one multi-threaded runtime, one store"),
+];
+
+/// Decisions per second, checks in a script call, and connections.
+struct Row([Vec<f64>; 3]);
+
+fn main() {
+    let tools = Builder::new_multi_thread().enable_all().build().unwrap();
+    let server = tools.block_on(async { RedisServer::start() });
+    let cases: Vec<_> = THREADS
+        .into_iter()
+        .flat_map(|threads| WAYS.map(|(way, name)| (threads, way, name)))
+        .collect();
+    let mut rows: Vec<_> = cases.iter().map(|_| Row(Default::default())).collect();
+    for _ in 0..ROUNDS {
+        for ((threads, way, _), row) in cases.iter().zip(&mut rows) {
+            let measured = measure(&tools, &server, *threads, *way);
+            for (values, value) in row.0.iter_mut().zip(measured) {
+                values.push(value);
+            }
+        }
+    }
+    println!("| threads | | decisions/s | checks a call | connections |\n|--:|---|--:|--:|--:|");
+    for ((threads, _, name), Row(values)) in cases.into_iter().zip(rows) {
+        let [decisions, batch, connections] = values.map(median);
+        println!("| {threads} | {name} | {decisions:.0} | {batch:.1} | {connections} |");
+    }
+}
+
+fn measure(tools: &Runtime, server: &RedisServer, threads: usize, way: Way) -> [f64; 3] {
+    let store = || {
+        RedisStore::builder(server.url())
+            .timeout(PATIENCE)
+            .connect_lazy()
+            .unwrap()
+    };
+    let quota = Quota::per_second(1_000_000_000);
+    let policies: Policies = Policy::new("api", Strategy::Gcra, quota).unwrap().into();
+    let before = tools.block_on(server.calls("evalsha"));
+    let (decisions, shared) = (Arc::new(AtomicU64::new(0)), store());
+    let until = Instant::now() + TIME;
+    let ask = |count: usize, seed: usize, store: RedisStore| {
+        let (decisions, policies) = (Arc::clone(&decisions), policies.clone());
+        join_all((0..count).map(move |i| {
+            let mut rng = fastrand::Rng::with_seed((seed * CHECKS + i) as u64);
+            let (store, policies) = (store.clone(), policies.clone());
+            let decisions = Arc::clone(&decisions);
+            async move {
+                while Instant::now() < until {
+                    let caller = Key::new(rng.u64(..CALLERS).to_string());
+                    let _ = store
+                        .check(Check::take(caller, &policies, 1))
+                        .await
+                        .unwrap();
+                    decisions.fetch_add(1, Relaxed);
+                }
+            }
+        }))
+    };
+    let connections = AtomicU64::new(0);
+    thread::scope(|scope| {
+        if let Way::MultiThread = way {
+            let asks = (0..CHECKS).map(|i| ask(1, i, shared.clone()));
+            let asks: Vec<_> = asks.collect();
+            scope.spawn(move || {
+                let runtime = Builder::new_multi_thread()
+                    .worker_threads(threads)
+                    .enable_all()
+                    .build()
+                    .unwrap();
+                runtime.block_on(async { join_all(asks.into_iter().map(tokio::spawn)).await });
+            });
+        } else {
+            for i in 0..threads {
+                let store = match way {
+                    Way::Each => store(),
+                    _ => shared.clone(),
+                };
+                let asks = ask(CHECKS / threads, i, store);
+                scope.spawn(move || {
+                    let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+                    runtime.block_on(asks);
+                });
+            }
+        }
+        thread::sleep(TIME / 2);
+        let clients = tools.block_on(server.info("clients", "connected_clients"));
+        connections.store(clients - 1, Relaxed);
+    });
+    let calls = tools.block_on(server.calls("evalsha")) - before;
+    let decisions = decisions.load(Relaxed) as f64;
+    [
+        decisions / TIME.as_secs_f64(),
+        decisions / calls as f64,
+        connections.load(Relaxed) as f64,
+    ]
+}
