@@ -18,7 +18,7 @@ pub(crate) struct Charged {
 /// Where a charge was made: its refund goes there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ChargedAt {
-    /// In the shared store, at this time by its clock in microseconds; 0 if that is not known. Redis takes the greater of
+    /// In the shared store, at this time by its clock in microseconds; 0 for an unknown time. Redis uses the greater of
     /// this age and [`Charged::age`]: the refund may take long to arrive, and another server may have another clock.
     Redis(i64),
     /// In this process, at this time by its clock in microseconds.
@@ -26,7 +26,7 @@ pub(crate) enum ChargedAt {
 }
 
 impl ChargedAt {
-    /// The time by Redis's clock in microseconds; 0 if it is not known.
+    /// The time by Redis's clock in microseconds; 0 for an unknown time.
     pub(crate) fn micros(self) -> i64 {
         match self {
             Self::Redis(at) => at,
@@ -34,7 +34,7 @@ impl ChargedAt {
         }
     }
 
-    /// The same place at an unknown time.
+    /// Drops the time.
     pub(crate) fn undated(self) -> Self {
         match self {
             Self::Redis(_) => Self::Redis(0),

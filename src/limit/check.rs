@@ -208,7 +208,7 @@ impl Check {
     /// ids: a caller that sends the same id with every request is charged once. A
     /// [`LocalStore`](crate::LocalStore) keeps as many ids as keys; beyond that it drops the oldest
     /// of a few. A [`Fallback`](crate::Fallback) does not carry ids across an outage: each instance
-    /// that decides without its primary store may charge an id once more. This method does nothing
+    /// that decides without its primary store may charge an id again. This method does nothing
     /// for a [take ahead](Self::take_ahead), and for the refunds
     /// of a [decision](Decision::refund), which have no id.
     #[must_use]

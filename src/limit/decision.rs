@@ -237,7 +237,7 @@ impl Decision {
     /// request until it ends.
     ///
     /// A [`Fallback`](crate::Fallback) refunds a charge where it was made. If that is Redis and
-    /// Redis is away, the check fails with an error that is
+    /// Redis is down, the check fails with an error that is
     /// [unsent](crate::store::StoreError::is_unsent): send a new one later. Layers and
     /// [`Limiter::reserve`](crate::Limiter::reserve) do so for as long as the charge counts.
     ///
@@ -361,7 +361,7 @@ impl Decision {
     }
 
     /// Marks a charge of a [`LocalStore`](crate::LocalStore) as made at this time of this process's
-    /// clock, or so long before it as the decision that it repeats.
+    /// clock, or as much earlier as the decision that it repeats.
     pub(crate) fn charged_locally(mut self, at: i64) -> Self {
         if self.source == Source::Local {
             self.verdicts.at = at - self.verdicts.age;
@@ -369,7 +369,7 @@ impl Decision {
         self
     }
 
-    /// Returns `true` if an earlier decision was repeated under an id, so that nothing was charged.
+    /// Returns `true` if it repeats an earlier decision under an id, and has charged nothing.
     pub(crate) fn is_repeated(&self) -> bool {
         self.verdicts.age > 0
     }

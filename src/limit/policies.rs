@@ -247,8 +247,8 @@ impl Policies {
         PROBE.clone()
     }
 
-    /// The policy of the count by which an instance announces that it reconciles an outage: a debt
-    /// that takes as long to expire.
+    /// The policy of announcements that an instance reconciles an outage. Each charges a debt, which
+    /// expires with the announcement.
     pub(crate) fn reconciling() -> Self {
         const QUOTA: Quota = Quota::per_second(1_000).burst(10_000);
         static RECONCILING: LazyLock<Policies> =

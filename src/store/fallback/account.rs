@@ -83,7 +83,7 @@ impl Account {
     /// Forgets all charges.
     pub(super) fn reset(&mut self, now: i64) {
         (self.charges, self.since) = (Charges::none(&self.policies), now + 1);
-        // Earlier charges have expired by then.
+        // All earlier charges have expired at that time.
         self.reset_until = Some(now.saturating_add(self.policies.longest_count()));
     }
 

@@ -13,7 +13,7 @@ use crate::util::RandomState;
 const SHARDS: usize = 16;
 
 /// A bounded number of accounts. They also determine which replies of the primary store the fallback
-/// may follow: those that include all of its grants.
+/// may follow: only replies that include all of its grants.
 pub(super) struct Accounts {
     shards: Shards<Mutex<Shard>>,
     budget: Budget,
@@ -78,7 +78,7 @@ impl Accounts {
         }
     }
 
-    /// Returns `true` if there is no account, except for those that are being reconciled.
+    /// Returns `true` if there is no account, except for accounts in a running reconciliation.
     pub(super) fn is_empty(&self) -> bool {
         self.callers.load(Ordering::Acquire) == 0
     }

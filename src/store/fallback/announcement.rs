@@ -1,7 +1,7 @@
 //! Instances announce that they reconcile: each charges one shared count in the primary store.
 //!
 //! The count belongs to no caller. It holds the time until which at least one instance reconciles. An
-//! announcement is never taken back: it expires. So it costs the primary store the same for any number
+//! announcement is never withdrawn: it expires. So it costs the primary store the same for any number
 //! of instances, and no instance waits for a dead one.
 
 use std::pin::pin;

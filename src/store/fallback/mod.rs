@@ -50,9 +50,9 @@ use crate::util::Clock;
 
 /// A store made of two stores: the second answers when the first cannot.
 ///
-/// - **Deadline.** The fallback decides a check that the primary store has not decided by then. A
-///   check that was sent to the primary store without a reply is never sent again. One that still
-///   waits to be sent is [withdrawn](Store::withdraw).
+/// - **Deadline.** The fallback decides a check that the primary store has not decided in time. A
+///   check that was sent to the primary store without a reply is never sent again. A check that
+///   still waits to be sent is [withdrawn](Store::withdraw).
 /// - **Breaker.** After a few failures in a row every check goes to the fallback immediately: see
 ///   [`failures`](Self::failures). One probe at a time, off the request path, tests the primary
 ///   store. If that has [partitions](Store::partitions), like a Redis Cluster, there is a breaker
@@ -67,8 +67,8 @@ use crate::util::Clock;
 ///   resets are repeated there. After an outage this happens before the primary store decides
 ///   again, beginning with the callers that have used most of their limits. With more than one
 ///   instance in the [`Share`], each waits until all others had the time to notice the end of the
-///   outage, and then for those that still reconcile, up to ten seconds. With the breaker closed,
-///   such as after a full queue, it takes up to a second. Per caller and outage, at most one burst
+///   outage, and then for the last of them to reconcile, up to ten seconds. With the breaker closed,
+///   such as after a full queue, it happens within a second. Per caller and outage, at most one burst
 ///   more than the policy is granted.
 /// - **Refunds** go where the charge was made: see [`Decision::refund`].
 ///

@@ -143,7 +143,7 @@ async fn resets_during_an_outage_are_applied() {
 }
 
 /// A third of the callers is charged, and then the primary store fails again: what it was not sent waits for the next
-/// time, and what it may have charged is not sent again.
+/// time, and what was sent is not sent again.
 #[tokio::test(start_paused = true)]
 async fn an_interrupted_reconciliation_resumes_where_it_stopped() {
     let policies = policies(Strategy::Gcra, "100/100d");
@@ -319,7 +319,7 @@ async fn grants_beyond_the_bound_are_reported() {
     assert_eq!(reconciled.events(), [(30, 60)]);
 }
 
-/// A window is counted under the limit that was asked last, as the stores count it; each bucket is counted by itself.
+/// A window counts under the limit of the last check, as in the stores; each bucket has a separate count.
 #[tokio::test(start_paused = true)]
 async fn grants_under_a_raised_quota_are_charged() {
     for &strategy in Strategy::ALL {
