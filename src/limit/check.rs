@@ -211,19 +211,16 @@ impl Check {
     /// A store keeps an id for the longest period of the policies. Do not let callers choose their
     /// ids: a caller that sends the same id with every request is charged once. A
     /// [`LocalStore`](crate::LocalStore) keeps as many ids as keys; beyond that it drops the oldest
-    /// of a few. This method does nothing for a [take ahead](Self::take_ahead), and for the refunds
+    /// of a few. A [`Fallback`](crate::Fallback) does not carry ids across an outage: each instance
+    /// that decides without its primary store may charge an id again. This method does nothing
+    /// for a [take ahead](Self::take_ahead), and for the refunds
     /// of a [decision](Decision::refund), which have no id.
     #[must_use]
     pub fn with_id(self, id: impl AsRef<[u8]>) -> Self {
-        self.with_id_key(Some(Key::new(id)))
-    }
-
-    /// Adds the id of another check.
-    pub(crate) fn with_id_key(self, id: Option<Key>) -> Self {
         match self.extra.as_deref() {
             Some(Extra::Within(_) | Extra::Charged(_)) => self,
             _ => Self {
-                extra: id.map(|id| Box::new(Extra::Id(id))),
+                extra: Some(Box::new(Extra::Id(Key::new(id)))),
                 ..self
             },
         }
@@ -357,9 +354,9 @@ impl Check {
     #[cfg(test)]
     pub(crate) fn at_redis(mut self, now: i64) -> Self {
         if let Some(Extra::Charged(each)) = self.extra.as_deref_mut() {
-            for charged in each.iter_mut().filter(|charged| charged.at > 0) {
+            for charged in each.iter_mut().filter(|charged| charged.at.micros() > 0) {
                 let age = if charged.is_turn { 0 } else { charged.age };
-                charged.age = age.max(now - charged.at);
+                charged.age = age.max(now - charged.at.micros());
             }
         }
         self

@@ -41,7 +41,7 @@ pub use strategy::{Align, Refill, Strategy};
 pub use verdict::Verdict;
 
 pub(crate) use answered::Answered;
-pub(crate) use charged::{Charged, EachCharged, LONGEST};
+pub(crate) use charged::{Charged, ChargedAt, EachCharged, LONGEST};
 pub(crate) use duration::micros;
 pub(crate) use kind::Kind;
 pub(crate) use policy::is_name;

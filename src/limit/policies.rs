@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::{Kind, Policy, Quota, Strategy};
+use super::{Policy, Quota, Strategy};
 use crate::error::ConfigError;
 
 /// The policies of one check: one or more, with different names. All of them allow and charge the
@@ -247,12 +247,12 @@ impl Policies {
         PROBE.clone()
     }
 
-    /// The policy that an instance uses to show others that it is still reconciling an outage: it
-    /// holds one request in flight until it has finished.
+    /// The policy of announcements that an instance reconciles an outage. Each charges a debt, which
+    /// expires with the announcement.
     pub(crate) fn reconciling() -> Self {
-        const QUOTA: Quota = Quota::per(1_000_000, Duration::from_millis(750));
+        const QUOTA: Quota = Quota::per_second(1_000).burst(10_000);
         static RECONCILING: LazyLock<Policies> =
-            LazyLock::new(|| Policy::known("reconciling", Kind::InFlight, QUOTA).into());
+            LazyLock::new(|| Policy::known("reconciling", Strategy::Gcra.into(), QUOTA).into());
         RECONCILING.clone()
     }
 

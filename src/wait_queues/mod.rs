@@ -46,11 +46,11 @@ pub(crate) use permit::{Permit, Spent};
 use self::line::{Given, Line, Waiter};
 use self::questions::Questions;
 use self::turns::Turns;
+use crate::background::{OpQueue, PendingOp};
 use crate::error::{ErrorKind, StoreError};
 use crate::in_flight::{InFlightTracker, Slot};
 use crate::limit::{Check, Decision, Key, Policies, Source, Verdict};
 use crate::observe::Observer;
-use crate::background::{OpQueue, PendingOp};
 use crate::store::{Store, Waiters, op_queue};
 use crate::util::{instant, lock};
 

@@ -3,9 +3,9 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::{LineRef, Place};
+use crate::background::PendingOp;
 use crate::in_flight::Slot;
 use crate::limit::{Check, Decision, Key, Policies};
-use crate::background::PendingOp;
 use crate::util::instant;
 
 /// A permit that is due: charged, and to be used once.

@@ -291,7 +291,7 @@ impl ScriptCall {
                 packed
                     .u32(charged(0).cost as usize)
                     .i56(charged(0).age)
-                    .i56(charged(0).at.max(0));
+                    .i56(charged(0).at.micros());
                 for policy in 0..plan.policies.iter().len() {
                     packed.i56(charged(policy).reset);
                 }
