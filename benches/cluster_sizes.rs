@@ -19,7 +19,7 @@ use std::mem;
 
 use fastrand::Rng;
 
-/// Number of callers. The n-th sends 1/n as many requests as the first (Zipf's law).
+/// Number of callers. The n-th sends 1/n of the first one's requests (Zipf's law).
 const CALLERS: usize = 1_000_000;
 /// The limit of each caller, in checks per second; the burst is the same number.
 const LIMIT: f64 = 100.0;

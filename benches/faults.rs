@@ -3,7 +3,8 @@
 //! Runs every fault of `tests/faults` and of `tests/cluster` sequentially, with the same
 //! assertions, and prints them as tables. `-- server` runs only the first table, `-- leased` the
 //! same faults with leased callers, and `-- cluster` the faults of a cluster. `-- reconcile`
-//! measures the time to charge many callers after an outage.
+//! measures the time to charge many callers after an outage, and `-- fleet` the time until up to
+//! 1,000 instances share their counts again.
 
 #![allow(
     missing_docs,
@@ -21,6 +22,8 @@ mod table;
 
 #[path = "../tests/cluster/matrix.rs"]
 mod cluster;
+#[path = "../tests/faults/fleet.rs"]
+mod fleet;
 #[path = "../tests/faults/load.rs"]
 mod load;
 #[path = "../tests/faults/matrix.rs"]
@@ -75,6 +78,14 @@ fn main() {
                 reconcile::run(Duration::from_millis(away), others),
             );
             println!("{others} callers, Redis {away} ms away: {row}");
+        }
+    }
+    if wants("fleet") {
+        const STOPPED: Duration = Duration::from_secs(4);
+        for count in [100, 300, 1_000] {
+            let patience = Duration::from_millis(250);
+            let row = run("fleet", fleet::run(count, 12_000, STOPPED, patience));
+            println!("{count} instances, Redis stopped for {STOPPED:?}: {row}");
         }
     }
 }

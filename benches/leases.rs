@@ -1,7 +1,7 @@
 //! `cargo bench -p benches --bench leases`
 //!
-//! Grants per second of four instances that share one limit, with one and a half times as many
-//! requests, in parts of 8, 4, 2 and 1: without leases, and with them. `-- --save` draws
+//! Grants per second of four instances that share one limit, with a demand of one
+//! and a half times the limit, in parts of 8, 4, 2 and 1: without leases, and with them. `-- --save` draws
 //! `docs/leases-plot.svg`.
 
 #![allow(

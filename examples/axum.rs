@@ -6,6 +6,9 @@
 //! ```sh
 //! REDIS_URL=redis://127.0.0.1/ PORT=3001 cargo run --example axum
 //! ```
+//!
+//! `axum::serve` keeps connections that never send a whole head. Use a proxy with a header timeout, or serve as
+//! `examples/serve.rs` does.
 
 use std::env;
 use std::error::Error;

@@ -1,7 +1,8 @@
 //! `cargo run --example client`
 //!
 //! Clients of an API that takes 50 requests a second: three instances of a service, each with 50 tasks that call it as fast
-//! as they may, wait their turn and keep to that rate together. The API is a server of this process, which counts.
+//! as they may, wait their turn and keep to that rate together. The API is a server of this process, which counts. It listens on
+//! the loopback address for these clients only, so it needs no header timeout.
 //!
 //! Settings by the environment: `RATE` (`50/s burst 5`), `SECONDS` (3), `INSTANCES` (3), and `REDIS_URL` to share the count
 //! among processes. Start one that has the API, and others that call it:

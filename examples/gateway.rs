@@ -4,6 +4,8 @@
 //! tried, a log and metrics. Its settings are in `examples/gateway.toml`, or in another file: `cargo run --example
 //! gateway -- FILE`. Limits that are changed there hold within a second. It needs no Redis, but the file may name one.
 
+mod serve;
+
 use std::collections::HashMap;
 use std::error::Error;
 use std::net::SocketAddr;
@@ -104,12 +106,7 @@ async fn run(file: String) -> Result<(), Box<dyn Error>> {
     });
     let listener = tokio::net::TcpListener::bind(settings.listen).await?;
     help(listener.local_addr()?);
-    axum::serve(
-        listener,
-        app.into_make_service_with_connect_info::<SocketAddr>(),
-    )
-    .await?;
-    Ok(())
+    match serve::serve(listener, app).await {}
 }
 
 /// Notes who has sent the API key, and under which plan. An unknown key is like none: who guesses is counted by

@@ -1,74 +1,118 @@
 //! `cargo run --example llm_gateway`
 //!
-//! A gateway to a language model. Each API key has 1,000 tokens a minute, and 4 answers at a time, over all instances.
-//! What an answer may cost at most is reserved when it begins (the body's `max_tokens`); what it has cost is settled when
-//! it ends, also if the client hangs up before. Settings by the environment: `PORT` (3000), `TOKENS` (`1000/min`),
-//! `STREAMS` (4), and `REDIS_URL` to share the counts among instances.
+//! A gateway to a language model. Each user has 1,000 tokens a minute and 4 answers at a time, over all instances.
+//! The tokens of the prompt and the longest answer, `max_tokens`, are reserved before the model starts, and the stream ends at
+//! `max_tokens`. So no answer costs more than its reservation. The real cost is settled when the answer ends or its client hangs
+//! up. Only users with a known API key get an answer: a client that invents keys would have a new quota for each.
+//!
+//! Settings by the environment: `PORT` (3000), `TOKENS` (`1000/min`), `STREAMS` (4), `KEYS` with their users
+//! (`key-of-alice=alice key-of-bob=bob`), and `REDIS_URL` to share the counts among instances.
 
+mod serve;
+
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::env;
 use std::error::Error;
+use std::num::NonZeroU32;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse, Response};
 use axum::{Json, Router, routing::post};
-use futures_util::stream;
+use futures_util::{StreamExt, stream};
+use http::{StatusCode, header};
 use serde::Deserialize;
-use tower_redis_ratelimit::extract::HeaderKey;
+use tower_redis_ratelimit::extract::by_extension;
 use tower_redis_ratelimit::settle::{Charge, ReserveError};
 use tower_redis_ratelimit::store::AnyStore;
-use tower_redis_ratelimit::{Policies, Policy, Quota, RateLimitLayer, Strategy};
+use tower_redis_ratelimit::{Key, Policies, Policy, Quota, RateLimitLayer, Strategy};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
     let port: u16 = setting("PORT", "3000")?;
     let tokens: Quota = setting("TOKENS", "1000/min")?;
     let streams: u32 = setting("STREAMS", "4")?;
+    let keys: String = setting("KEYS", "key-of-alice=alice key-of-bob=bob")?;
+    let users = keys
+        .split_whitespace()
+        .map(|pair| pair.split_once('=').ok_or("KEYS: use KEY=USER pairs"))
+        .map(|pair| pair.map(|(key, user)| (key.to_owned(), User(user.to_owned()))))
+        .collect::<Result<HashMap<_, _>, _>>()?;
 
     let tokens_a_minute = Policy::new("tokens", Strategy::SlidingWindow { cells: 60 }, tokens)?;
     let policies = Policies::new([tokens_a_minute, Policy::in_flight("streams", streams)?])?;
-    let layer = RateLimitLayer::new(
-        AnyStore::from_env("REDIS_URL")?,
-        HeaderKey::new("x-api-key")?,
-        policies,
-    );
-    // An answer that is denied its tokens would keep what the layer takes at the start.
+    let by_user = by_extension(|user: &User| Key::new(&user.0));
+    let layer = RateLimitLayer::new(AnyStore::from_env("REDIS_URL")?, by_user, policies);
+    // The cost is in the body. A layer takes 1 before that by default, which a denied request keeps.
     let app = Router::new()
         .route("/chat", post(chat))
-        .layer(layer.cost(|_| 0).until_body_end());
+        .layer(layer.cost(|_| 0).until_body_end())
+        // The last one is the outermost: the limits know the user.
+        .layer(from_fn_with_state(Arc::new(users), authenticate));
 
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
     let port = listener.local_addr()?.port();
-    println!("{tokens} tokens and {streams} answers at a time for each key. Try:");
+    println!("{tokens} tokens and {streams} answers at a time for each user. Try:");
     let question = r#"{"prompt":"Tell me of the sea.","max_tokens":200}"#;
-    println!("curl -iN -H 'x-api-key: alice' --json '{question}' localhost:{port}/chat");
-    axum::serve(listener, app).await?;
-    Ok(())
+    println!("curl -iN -H 'x-api-key: key-of-alice' --json '{question}' localhost:{port}/chat");
+    match serve::serve(listener, app).await {}
+}
+
+/// The user of a key, in the extensions of each request that reaches the limits.
+#[derive(Clone)]
+struct User(String);
+
+/// Rejects a request whose key is unknown.
+async fn authenticate(
+    State(users): State<Arc<HashMap<String, User>>>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    let key = request.headers().get("x-api-key");
+    let user = key
+        .and_then(|key| key.to_str().ok())
+        .and_then(|key| users.get(key));
+    let Some(user) = user else {
+        return (
+            StatusCode::UNAUTHORIZED,
+            [(header::WWW_AUTHENTICATE, "ApiKey")],
+        )
+            .into_response();
+    };
+    request.extensions_mut().insert(user.clone());
+    next.run(request).await
 }
 
 #[derive(Deserialize)]
 struct Question {
     prompt: String,
-    /// The most that the answer may have.
-    max_tokens: u32,
+    /// The maximum length of the answer. Zero is no question, and would reserve nothing for the answer.
+    max_tokens: NonZeroU32,
 }
 
-/// Streams the model's answer, and charges the tokens of the question and each of the answer.
-async fn chat(
-    charge: Charge,
-    Json(Question { prompt, max_tokens }): Json<Question>,
-) -> Result<Body, ReserveError> {
-    charge.reserve(max_tokens).await?;
-    charge.set(prompt.split_whitespace().count() as u32);
-    let answer = stream::unfold(
-        (Model::answer(&prompt), charge),
-        |(mut model, charge)| async move {
-            let token = model.next().await?;
-            charge.add(1);
-            Some((Ok::<_, Infallible>(token), (model, charge)))
-        },
-    );
-    Ok(Body::from_stream(answer))
+/// Streams the model's answer, up to the reserved tokens.
+async fn chat(charge: Charge, Json(question): Json<Question>) -> Result<Body, ReserveError> {
+    let (prompt, max_tokens) = (tokens(&question.prompt), question.max_tokens.get());
+    charge.reserve(prompt.saturating_add(max_tokens)).await?;
+    // This begins the count, which is charged even if the client hangs up.
+    charge.set(prompt);
+    let model = Model::answer(&question.prompt);
+    let answer = stream::unfold((model, charge), |(mut model, charge)| async move {
+        let token = model.next().await?;
+        charge.add(1);
+        Some((Ok::<_, Infallible>(token), (model, charge)))
+    });
+    // A model may overrun the limit in its request.
+    Ok(Body::from_stream(answer.take(max_tokens as usize)))
+}
+
+/// The length of a prompt. Use your model's tokenizer.
+fn tokens(prompt: &str) -> u32 {
+    u32::try_from(prompt.split_whitespace().count()).unwrap_or(u32::MAX)
 }
 
 /// A language model that says what it is told, a word at a time, three times over.

@@ -1,9 +1,17 @@
 //! `cargo run --example login`
 //!
-//! A login of which only failures count: 5 wrong passwords a minute for each user, over all instances. An attempt is
-//! taken before the password is looked at, and refunded if it was right: so many guesses at once are no way around.
-//! Settings by the environment: `PORT` (3000), `FAILURES` (`5/min`), and `REDIS_URL` to share the count among
-//! instances.
+//! A login that counts only failures: 5 wrong passwords a minute for each user and 20 for each address, over all
+//! instances. An attempt is taken before the password is checked, and refunded if it was right, so that many guesses in
+//! parallel do not help. Settings by the environment: `PORT` (3000), `FAILURES` (`5/min`), `ADDRESS` (`20/min`), and `REDIS_URL`
+//! to share the counts among instances.
+//!
+//! **Anyone who knows a user's name can use up the user's attempts.** The limit by address makes that costly for one address, and a
+//! `FAILURES` of few minutes makes it short. If that is not enough, require a captcha instead of denying, or count devices that
+//! have logged in before (by a cookie) separately.
+//!
+//! Behind a proxy, take `ClientIp` instead of `PeerIp`.
+
+mod serve;
 
 use std::env;
 use std::error::Error;
@@ -13,30 +21,42 @@ use axum::extract::{Json, State};
 use axum::{Router, routing::post};
 use http::StatusCode;
 use serde::Deserialize;
-use tower_redis_ratelimit::settle::ReserveError;
+use tower_redis_ratelimit::extract::PeerIp;
+use tower_redis_ratelimit::settle::{ReserveError, Settlement};
 use tower_redis_ratelimit::store::AnyStore;
-use tower_redis_ratelimit::{Key, Limiter, Policy, Quota, Strategy};
+use tower_redis_ratelimit::{Key, Limiter, Policy, Quota, RateLimitLayer, Strategy};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
     let port: u16 = setting("PORT", "3000")?;
     let quota: Quota = setting("FAILURES", "5/min")?;
+    let of_address: Quota = setting("ADDRESS", "20/min")?;
+    let store = AnyStore::from_env("REDIS_URL")?;
     let failures = Limiter::new(
-        AnyStore::from_env("REDIS_URL")?,
+        store.clone(),
         Policy::new("login", Strategy::SlidingLog, quota)?,
     );
+    let by_address = Policy::new("login-address", Strategy::SlidingLog, of_address)?;
+    // An attempt that the user's limit denies counts too.
+    let by_address = RateLimitLayer::new(store, PeerIp, by_address).settle(|response| {
+        if response.status == StatusCode::OK {
+            Settlement::Refund
+        } else {
+            Settlement::Keep
+        }
+    });
     let app = Router::new()
         .route("/login", post(login))
+        .layer(by_address)
         .with_state(failures);
 
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
     let port = listener.local_addr()?.port();
-    println!("{quota} wrong passwords for each user. Try:");
+    println!("{quota} wrong passwords for each user, {of_address} for each address. Try:");
     println!(
         "curl -i --json '{{\"user\":\"alice\",\"password\":\"open sesame\"}}' localhost:{port}/login"
     );
-    axum::serve(listener, app).await?;
-    Ok(())
+    match serve::serve(listener, app).await {}
 }
 
 #[derive(Deserialize)]
@@ -49,21 +69,28 @@ async fn login(
     State(failures): State<Limiter<AnyStore>>,
     Json(login): Json<Login>,
 ) -> Result<StatusCode, ReserveError> {
-    let attempt = failures.reserve(Key::new(&login.user), 1).await?;
+    let user = fold(&login.user);
+    let attempt = failures.reserve(Key::new(&user), 1).await?;
     // It counts from here on, also if the client hangs up.
     attempt.set(1);
-    if !is_right(&login).await {
+    if !is_right(&user, &login.password).await {
         return Ok(StatusCode::UNAUTHORIZED);
     }
     attempt.settle(0);
     Ok(StatusCode::OK)
 }
 
-/// Takes its time, as whoever looks at a password does.
-async fn is_right(login: &Login) -> bool {
-    println!("{} tries", login.user);
+/// Returns one spelling for each user. Fold names exactly as your user lookup does: if a database ignores case, accents or
+/// blanks, each spelling of a user would have separate attempts. The id of the account is best.
+fn fold(user: &str) -> String {
+    user.trim().to_lowercase()
+}
+
+/// Takes as long as the check of a hashed password.
+async fn is_right(user: &str, password: &str) -> bool {
+    println!("{user} tries");
     tokio::time::sleep(Duration::from_millis(50)).await;
-    login.password == "open sesame"
+    password == "open sesame"
 }
 
 /// A setting of the environment, or what it is by default.

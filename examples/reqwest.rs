@@ -2,7 +2,8 @@
 //!
 //! Two instances of a service call an API with reqwest. They keep to 50 requests a second together, and rather fail than wait for
 //! more than 5 seconds. But the API takes only 20 a second, and says so by a 429 with `Retry-After`: the instance that gets it
-//! notifies the others, so that nobody calls until then. The API is a server of this process, which counts what it denies.
+//! notifies the others, so that nobody calls until then. The API is a server of this process, which counts what it denies. It
+//! listens on the loopback address for these instances only, so it needs no header timeout.
 //!
 //! Settings by the environment: `RATE` (`50/s burst 5`), `API_RATE` (`20/s`), `CALLS` (60), and `REDIS_URL` to share the count
 //! among processes.

@@ -8,6 +8,8 @@
 //! counts by `Gcra`. What follows in a key has to be the caller as your extractor names it: change `caller` if it is not, such
 //! as to `Key::ip` for addresses. `REDIS_URL` says where (`redis://127.0.0.1/`): one server, and your service's prefix if it
 //! has one (`?prefix=shop`). The old keys stay; they expire by themselves.
+//!
+//! A key whose name or value is not UTF-8 is skipped, counted and named: no count of it is taken over.
 
 use std::collections::BTreeSet;
 use std::env;
@@ -54,23 +56,29 @@ async fn main() -> Result<(), Box<dyn Error>> {
             .arg(format!("{prefix}*"))
             .arg("COUNT")
             .arg(1_000);
-        let found: Vec<String>;
+        let found: Vec<Vec<u8>>;
         (cursor, found) = scan.query_async(&mut redis).await?;
         keys.extend(found);
         if cursor == 0 {
             break;
         }
     }
-    let keys: Vec<String> = keys.into_iter().collect();
-    let (mut charged, mut example) = (0, None);
+    let keys: Vec<Vec<u8>> = keys.into_iter().collect();
+    let (mut charged, mut example, mut skipped) = (0, None, vec![]);
     for keys in keys.chunks(1_000) {
         let mut read = redis::pipe();
         read.cmd("MGET").arg(keys).cmd("TIME");
-        let (values, now): (Vec<Option<String>>, (f64, f64)) = read.query_async(&mut redis).await?;
+        let (values, now): (Vec<Option<Vec<u8>>>, (f64, f64)) =
+            read.query_async(&mut redis).await?;
         let now = now.0 + now.1 / 1_000_000.0;
         let charges = keys.iter().zip(&values).filter_map(|(key, value)| {
-            let used = ((free_at(value.as_deref()?)? - now) / interval).ceil() as u32;
-            let rest = key.strip_prefix(prefix)?;
+            let value = value.as_deref()?;
+            let (Ok(name), Ok(value)) = (str::from_utf8(key), str::from_utf8(value)) else {
+                skipped.push(key.escape_ascii());
+                return None;
+            };
+            let used = ((free_at(value)? - now) / interval).ceil() as u32;
+            let rest = name.strip_prefix(prefix)?;
             let charge = Check::charge(caller(rest), &policies, used);
             (used > 0).then(|| {
                 example.get_or_insert(rest);
@@ -86,6 +94,12 @@ async fn main() -> Result<(), Box<dyn Error>> {
         "{} keys begin with {prefix:?}; took over the counts of {charged} callers{such_as}",
         keys.len()
     );
+    if let [first, ..] = &skipped[..] {
+        let number = skipped.len();
+        eprintln!(
+            "skipped {number} keys, since the name or the value is not UTF-8, such as \"{first}\""
+        );
+    }
     Ok(())
 }
 

@@ -7,6 +7,9 @@
 //! ```sh
 //! REDIS_URL=redis://127.0.0.1/ cargo run --example tonic --features tonic
 //! ```
+//!
+//! The server has no header timeout, which HTTP/2 does not support. In production, set `Server::http2_keepalive_interval`, or use
+//! a proxy.
 
 use std::env;
 use std::error::Error;

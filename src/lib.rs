@@ -12,6 +12,7 @@
 #![doc = include_str!("../README.md")]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod background;
 pub mod check;
 mod error;
 mod gate;
@@ -23,7 +24,6 @@ mod limit;
 mod limiter;
 mod middleware;
 pub mod observe;
-mod refunds;
 pub mod settle;
 #[cfg(test)]
 mod simulation;
@@ -45,7 +45,8 @@ pub use middleware::{call_limit, extract, headers, rate_limit, reject, select, t
 #[doc(inline)]
 pub use store::{Fallback, LocalStore, RedisStore};
 
-/// The Redis client, re-exported to enable its features and to name the argument types of [`RedisStore::connect`].
+/// The Redis client, re-exported to enable its features and to name the argument types of
+/// [`RedisStore::connect`].
 pub use redis;
 
 #[cfg(test)]

@@ -9,13 +9,13 @@ use crate::gate::Notifier;
 use crate::in_flight::InFlightTracker;
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::observe::Observer;
-use crate::refunds::Reserved;
-use crate::settle::{Reservation, ReserveError};
+use crate::settle::{Reservation, ReserveError, Reserved};
 use crate::store::{Answer, Store};
 use crate::util::instant;
 use crate::wait_queues::{Bounds, Spent, WaitQueues, WaitRequest};
 
-/// A store with policies, for code that is not a tower service, such as a job worker or a WebSocket loop.
+/// A store with policies, for code that is not a tower service, such as a job worker or a WebSocket
+/// loop.
 ///
 /// Clones share the store's counts and the queue of waiters.
 ///
@@ -45,8 +45,8 @@ pub struct Limiter<S> {
     notifier: Notifier,
 }
 
-/// The [`Decision`] on a charge, refund or reset. It may be ignored: the operation has already taken
-/// effect.
+/// The [`Decision`] on a charge, refund or reset. It may be ignored: the operation has already
+/// taken effect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Done(Decision);
 
@@ -62,7 +62,8 @@ impl<S: Store> Limiter<S> {
     /// Creates a limiter that counts in `store` under one or several policies.
     pub fn new(store: S, policies: impl Into<Policies>) -> Self {
         let in_flight = InFlightTracker::new(&store, None);
-        let wait_queues = WaitQueues::new(store.clone(), in_flight.clone(), Bounds::DEFAULT);
+        let wait_queues = WaitQueues::new(store.clone(), Bounds::DEFAULT);
+        let wait_queues = wait_queues.with_tracker(in_flight.clone());
         Self {
             store,
             policies: policies.into(),
@@ -144,7 +145,7 @@ impl<S: Store> Limiter<S> {
     /// [`ReserveError::Denied`] if the policies deny the cost, and [`ReserveError::Failed`] if the
     /// store could not decide.
     pub async fn reserve(&self, key: Key, cost: u32) -> Result<Reservation, ReserveError> {
-        self.in_flight.refunds().wake();
+        self.in_flight.ops().wake();
         let since = instant();
         let check = Check::take(key, &self.policies, cost).reserving(true);
         let mut slot = self.in_flight.hold(&check);
@@ -156,7 +157,7 @@ impl<S: Store> Limiter<S> {
             Ok(decision) if decision.is_allowed() => Ok(Reservation::new(
                 Reserved::new(decision, key, cost, since),
                 slot,
-                Arc::clone(self.in_flight.refunds()),
+                self.in_flight.ops().clone(),
             )),
             Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
             Err(error) => Err(ReserveError::Failed(error)),
@@ -169,9 +170,7 @@ impl<S: Store> Limiter<S> {
     }
 
     fn send(&self, check: Check) -> Answer<S::Future> {
-        let answer = self.store.check(check);
-        self.notifier.unless_leased(&self.policies);
-        answer
+        self.notifier.send(&self.store, check)
     }
 
     /// Decides whether `cost` would be allowed. See [`Check::peek`].
@@ -238,17 +237,17 @@ impl<S: Store> Limiter<S> {
     /// Returns the error of the store.
     pub async fn wait(&self, key: Key, cost: u32, max: Duration) -> Result<Decision, StoreError> {
         let deadline = instant().checked_add(max);
+        if self.policies.iter().any(|policy| policy.never_fits(cost)) {
+            return self.take(key, cost).await;
+        }
         let wanted = WaitRequest {
             key,
             policies: self.policies.clone(),
             cost,
             deadline,
         };
-        if wanted.exceeds_capacity() {
-            return self.take(key, cost).await;
-        }
         // Waiting does not use leased blocks.
-        self.notifier.unless_leased(&self.policies);
+        self.notifier.never_leased(&self.policies);
         let permit = match self.wait_queues.join(wanted, None) {
             Ok(turn) => turn.await,
             Err(refusal) => Err(refusal),

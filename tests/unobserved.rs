@@ -77,7 +77,7 @@ async fn an_outage_is_logged_once() {
         &lines.take(),
         &[
             "WARN rate limit checks failed kind=\"unreachable\" error=the server cannot be reached: check",
-            "WARN shared store unavailable, enforcing rate limits locally kind=\"unreachable\"",
+            "set `Fallback::share` if there are several kind=\"unreachable\"",
         ],
     );
     primary.allow();

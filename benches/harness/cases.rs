@@ -127,7 +127,7 @@ pub enum Load {
     Hourly(Strategy),
     /// This number of callers, all in Redis during the whole run: [`fill`] has charged each for a quarter of an hour.
     Living(u32),
-    /// 100,000 callers that never reach their limit; the n-th sends 1/n as many requests as the first (Zipf's law).
+    /// 100,000 callers that never reach their limit; the n-th sends 1/n of the first one's requests (Zipf's law).
     Zipf,
     /// One caller that never reaches the limit.
     Granted,
@@ -574,7 +574,7 @@ pub async fn one_by_one(connection: &mut MultiplexedConnection, quota: Quota, ca
         .unwrap();
 }
 
-/// Uses calls as large as those of `RedisStore`, and enough concurrent calls for the requests.
+/// Uses calls of the size that `RedisStore`'s have, and enough concurrent calls for the requests.
 async fn bare(server: &RedisServer, requests: u64, amount: Amount) -> Measure {
     const CALL: u32 = 85;
     static SCRIPT: LazyLock<redis::Script> = LazyLock::new(|| {

@@ -45,7 +45,7 @@ impl Measure {
 /// The amount of requests of a case.
 #[derive(Clone, Copy, Debug)]
 pub enum Amount {
-    /// As many requests as possible during this time, after half of it to warm up.
+    /// The maximum number of requests in this time, after half of it to warm up.
     Time(Duration),
     /// This number of requests in total.
     Count(u64),

@@ -1,4 +1,4 @@
-//! Output of a bench: tables in a page of `docs/`, and pictures beside it.
+//! Output of a bench: tables in a page of `docs/`, and pictures next to it.
 
 use std::fs;
 use std::path::{Path, PathBuf};

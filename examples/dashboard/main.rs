@@ -2,7 +2,7 @@
 //!
 //! A page to look at while Redis is killed, frozen and started again: what three instances of a service decide
 //! meanwhile, where, and how fast. Their Redis is a `redis-server` of its own, if there is one on the PATH; without one
-//! they count in this process. `PORT` (3000) is where the page is, for this machine only.
+//! they count in this process. `PORT` (3000) is where the page is, for this machine only, so it needs no header timeout.
 
 mod load;
 mod recorder;

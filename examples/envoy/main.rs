@@ -1,7 +1,8 @@
 //! `cargo run --example envoy --features envoy`
 //!
-//! A rate limit service for Envoy and Istio, by their protocol v3, which reads the files of Envoy's own service. Limits
-//! that are changed in a file hold within a second, and counts go on. See `docs/envoy.md`.
+//! A rate limit service for Envoy and Istio, by their protocol v3, which reads the files of Envoy's own service. Changed
+//! limits apply within a second, and counts continue. See `docs/envoy.md`. It has no header timeout, which
+//! HTTP/2 does not support: let only Envoys reach its port.
 //!
 //! Settings by the environment: `CONFIG` (`examples/envoy/config`), a directory of YAML files; and as YAML, `LISTEN`
 //! (`127.0.0.1:8081`), `HEADERS` for clients (`draft`), and `STORE` to share the counts among instances:
@@ -13,10 +14,11 @@
 mod rules;
 
 use std::cmp::Reverse;
+use std::collections::HashSet;
 use std::error::Error;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use std::{env, process, thread};
 
@@ -46,6 +48,11 @@ use tower_redis_ratelimit::store::{AnyStore, Store, StoreConfig};
 
 use rules::{Domains, Files, Limit, Rate};
 
+/// Maximum number of descriptors in a request.
+const MAX_DESCRIPTORS: usize = 100;
+/// Maximum number of unknown domains that are warned of.
+const MAX_WARNINGS: usize = 100;
+
 const DIRECTORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/envoy/config");
 
 #[tokio::main]
@@ -71,11 +78,12 @@ async fn run() -> Result<(), Box<dyn Error>> {
     store.observe(&observer);
     let directory = PathBuf::from(env::var("CONFIG").unwrap_or_else(|_| DIRECTORY.to_owned()));
     let mut files = rules::read(&directory);
-    let (new_domains, domains) = watch::channel(Arc::new(Domains::new(
-        files.as_ref().map_err(String::as_str)?,
-    )?));
+    let domains = Domains::new(files.as_ref().map_err(String::as_str)?)?;
+    tracing::info!("{domains} from {}", directory.display());
+    let (new_domains, domains) = watch::channel(Arc::new(domains));
     let service = Service {
         domains,
+        unknown: Mutex::default(),
         store,
         observer,
         headers: setting("HEADERS", "draft")?,
@@ -119,8 +127,11 @@ fn reload(
     }
     match files.as_ref().map_err(String::clone).and_then(Domains::new) {
         Ok(domains) => {
+            tracing::info!("new limits: {domains} from {}", directory.display());
+            for gone in limits.borrow().without(&domains) {
+                tracing::warn!("the domain {gone:?} was removed: its requests pass");
+            }
             limits.send_replace(Arc::new(domains));
-            tracing::info!("new limits from {}", directory.display());
         }
         Err(error) => tracing::error!("the old limits stay: {error}"),
     }
@@ -135,6 +146,8 @@ fn setting<T: DeserializeOwned>(name: &str, default: &str) -> Result<T, String> 
 
 struct Service {
     domains: watch::Receiver<Arc<Domains>>,
+    /// The unknown domains that were warned of.
+    unknown: Mutex<HashSet<String>>,
     store: AnyStore,
     observer: Arc<dyn Observer>,
     headers: Headers,
@@ -152,17 +165,30 @@ impl RateLimitService for Service {
             descriptors,
             hits_addend,
         } = request.into_inner();
+        if domain.is_empty() {
+            return Err(Status::invalid_argument("the domain is empty"));
+        }
+        if !(1..=MAX_DESCRIPTORS).contains(&descriptors.len()) {
+            return Err(Status::invalid_argument(format!(
+                "{} descriptors: send 1 to {MAX_DESCRIPTORS}",
+                descriptors.len()
+            )));
+        }
         let domains = Arc::clone(&self.domains.borrow());
+        if !domains.contains(&domain) {
+            self.warn_of(&domain);
+        }
         let find = |descriptor| domains.find(&domain, descriptor);
         let found: Vec<_> = descriptors
             .iter()
             .map(find)
             .collect::<Result<_, _>>()
             .map_err(Status::invalid_argument)?;
-        let limits = || found.iter().flatten().map(|(_, limit)| limit);
+        let limits = found.iter().flatten().map(|(_, limit)| limit);
+        let replaced: HashSet<_> = limits.flat_map(|limit| &limit.replaces).collect();
         let is_replaced = |limit: &Limit| {
             let name = limit.current.as_ref().map(|current| &current.name);
-            name.is_some_and(|name| limits().any(|other| other.replaces.contains(name)))
+            name.is_some_and(|name| replaced.contains(name))
         };
         let answers = descriptors.iter().zip(&found).map(|(descriptor, found)| {
             let found = found.as_ref().filter(|(_, limit)| !is_replaced(limit));
@@ -184,6 +210,14 @@ impl RateLimitService for Service {
 }
 
 impl Service {
+    /// Warns of a domain that no file has: its requests pass.
+    fn warn_of(&self, domain: &str) {
+        let mut unknown = self.unknown.lock().unwrap_or_else(PoisonError::into_inner);
+        if unknown.len() < MAX_WARNINGS && unknown.insert(domain.to_owned()) {
+            tracing::warn!("no file has the domain {domain:?}: its requests pass");
+        }
+    }
+
     /// The status of one descriptor, and the decision that the client is told.
     ///
     /// # Errors

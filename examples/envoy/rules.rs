@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
-use std::{fs, io};
+use std::{fmt, fs, io};
 
 use envoy_types::pb::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use envoy_types::pb::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::Entry;
@@ -26,7 +26,7 @@ const UNITS: [(Unit, Duration); 7] = [
     (Unit::Year, Duration::from_secs(365 * 86_400)),
 ];
 
-/// The text of each YAML file of a directory.
+/// The text of each YAML file of a directory, at least one.
 pub(crate) type Files = BTreeMap<PathBuf, String>;
 
 pub(crate) fn read(directory: &Path) -> Result<Files, String> {
@@ -34,17 +34,23 @@ pub(crate) fn read(directory: &Path) -> Result<Files, String> {
         let mut files = Files::new();
         for entry in fs::read_dir(directory)? {
             let path = entry?.path();
-            if path
-                .extension()
-                .is_some_and(|extension| extension == "yaml")
-            {
+            let is_yaml = |extension| extension == "yaml" || extension == "yml";
+            if path.extension().is_some_and(is_yaml) {
                 let text = fs::read_to_string(&path)?;
                 files.insert(path, text);
             }
         }
         Ok(files)
     };
-    read().map_err(|error| format!("{}: {error}", directory.display()))
+    let files = read().map_err(|error| format!("{}: {error}", directory.display()))?;
+    if files.is_empty() {
+        // Without a file, every request would pass.
+        return Err(format!(
+            "{}: no file: add a `*.yaml` or `*.yml`",
+            directory.display()
+        ));
+    }
+    Ok(files)
 }
 
 /// What is in one file.
@@ -52,7 +58,6 @@ pub(crate) fn read(directory: &Path) -> Result<Files, String> {
 #[serde(deny_unknown_fields)]
 struct File {
     domain: String,
-    #[serde(default)]
     descriptors: Vec<Descriptor>,
 }
 
@@ -157,11 +162,30 @@ impl Domains {
             domain,
             descriptors,
         } = yaml_serde::from_str(text).map_err(|error| error.to_string())?;
+        if domain.is_empty() {
+            return Err("the domain is empty: use the one of Envoy's filter".to_owned());
+        }
+        if descriptors.is_empty() {
+            return Err(format!("the domain {domain:?} has no descriptors: add one"));
+        }
         let rules = Rules::new(descriptors, &domain)?;
         match self.0.insert(domain.clone(), rules) {
             Some(_) => Err(format!("the domain {domain:?} is in another file too")),
             None => Ok(()),
         }
+    }
+
+    /// Returns `true` if a file has the domain.
+    pub(crate) fn contains(&self, domain: &str) -> bool {
+        self.0.contains_key(domain)
+    }
+
+    /// The domains that these have and `other` has not.
+    pub(crate) fn without<'a>(&'a self, other: &'a Self) -> impl Iterator<Item = &'a str> {
+        self.0
+            .keys()
+            .map(String::as_str)
+            .filter(|domain| !other.contains(domain))
     }
 
     /// The limit of a descriptor, and who is counted by it. `None` if nothing limits it.
@@ -188,10 +212,19 @@ impl Domains {
         if let Some(instead) = &descriptor.limit {
             let unit = Unit::try_from(instead.unit).unwrap_or_default();
             let quota = Quota::per(instead.requests_per_unit, period(unit)?);
-            let name = format!("{domain}.override.{}", unit.as_str_name().to_lowercase());
+            // The unit first: a long name is cut.
+            let name = format!("override.{}.{domain}", unit.as_str_name().to_lowercase());
             limit = Some(Arc::new(Limit::new(&name, Some(quota), as_envoy())?));
         }
         Ok(limit.map(|limit| (Key::tuple(&caller), limit)))
+    }
+}
+
+/// How much was read.
+impl fmt::Display for Domains {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let limits: usize = self.0.values().map(Rules::limits).sum();
+        write!(f, "{} domains, {limits} limits", self.0.len())
     }
 }
 
@@ -240,6 +273,17 @@ impl Rules {
         Ok(rules)
     }
 
+    /// The number of limits, including nested rules.
+    fn limits(&self) -> usize {
+        let of_rule = |rule: &Rule| usize::from(rule.limit.is_some()) + rule.nested.limits();
+        let of_values = |values: &Values| {
+            let patterns = values.patterns.iter().map(|(_, rule)| rule);
+            let rules = values.exact.values().chain(patterns).chain(&values.any);
+            rules.map(of_rule).sum::<usize>()
+        };
+        self.0.values().map(of_values).sum()
+    }
+
     /// The most specific rule: by the value, by a pattern, by the key alone.
     fn find(&self, entry: &Entry) -> Option<&Rule> {
         let Values {
@@ -282,6 +326,12 @@ impl LimitText {
                 );
             }
         };
+        if replaces
+            .iter()
+            .any(|Name { name: of }| of.is_empty() || *of == name)
+        {
+            return Err("`replaces` needs the `name` of another limit".to_owned());
+        }
         let limit = Limit::new(path, quota, strategy.unwrap_or(default))?;
         let current = limit.current.map(|current| RateLimit { name, ..current });
         Ok(Limit {

@@ -12,12 +12,12 @@
 mod servers;
 mod support;
 
+use std::env;
+use std::fs::{self, File};
 use std::io::Write;
 use std::net::TcpListener;
-use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
-use std::{env, fs};
 
 use envoy_types::pb::envoy::config::core::v3::HeaderValue;
 use envoy_types::pb::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
@@ -53,17 +53,18 @@ impl Service {
         Self::with(("STORE", "{}"), files).await
     }
 
-    /// With this setting.
+    /// With this setting. Its log is in the directory.
     async fn with(setting: (&str, &str), files: &[&str]) -> Self {
         let directory = TempDir::new().unwrap();
         for (number, text) in files.iter().enumerate() {
             fs::write(directory.path().join(format!("{number}.yaml")), text).unwrap();
         }
-        let path = directory.path().to_str().unwrap();
-        let example = Example::start(
-            "envoy",
-            &[("LISTEN", "127.0.0.1:0"), ("CONFIG", path), setting],
-        );
+        let mut command = Example::command("envoy");
+        command
+            .envs([("LISTEN", "127.0.0.1:0"), setting])
+            .env("CONFIG", directory.path())
+            .stderr(File::create(directory.path().join("log")).unwrap());
+        let example = Example::spawn(command);
         let client = RateLimitServiceClient::connect(format!("http://127.0.0.1:{}", example.port))
             .await
             .unwrap();
@@ -71,6 +72,17 @@ impl Service {
             directory,
             example,
             client,
+        }
+    }
+
+    /// Its log.
+    fn log(&self) -> String {
+        fs::read_to_string(self.directory.path().join("log")).unwrap()
+    }
+
+    async fn wait_for_log(&self, text: &str) {
+        while !self.log().contains(text) {
+            sleep(Duration::from_millis(20)).await;
         }
     }
 
@@ -479,6 +491,110 @@ async fn a_request_may_bring_its_limit() {
     assert_eq!(problem.unwrap_err().code(), tonic::Code::InvalidArgument);
 }
 
+/// Names are cut after 64 letters.
+#[tokio::test]
+async fn overrides_of_long_domains_count_apart() {
+    let domain = "d".repeat(60);
+    let file = format!("domain: {domain}\ndescriptors: [{{ key: k }}]");
+    let mut service = Service::start(&[&file]).await;
+    let mut name_and_left = async |requests_per_unit, unit: Unit| {
+        let limited = RateLimitDescriptor {
+            limit: Some(RateLimitOverride {
+                requests_per_unit,
+                unit: unit.into(),
+            }),
+            ..descriptor(&[("k", "v")])
+        };
+        let response = service.ask(request(&domain, [limited])).await;
+        let policy = &response.response_headers_to_add[0].value;
+        let name = policy.split('"').nth(1).unwrap().to_owned();
+        (name, response.statuses[0].limit_remaining)
+    };
+    for left in [4, 3] {
+        let (name, remaining) = name_and_left(5, Unit::Day).await;
+        assert!(name.starts_with("override.day.ddd"), "{name}");
+        assert_eq!(remaining, left);
+    }
+    let (name, remaining) = name_and_left(10, Unit::Week).await;
+    assert!(name.starts_with("override.week.ddd"), "{name}");
+    assert_eq!(remaining, 9);
+}
+
+#[tokio::test]
+async fn malformed_requests_are_invalid() {
+    let mut service = Service::start(&[MESSAGING]).await;
+    let number = descriptor(&[("to_number", "1")]);
+    let many = |count| request("messaging", vec![number.clone(); count]);
+    for (request, problem) in [
+        (request("", [number.clone()]), "the domain is empty"),
+        (many(0), "0 descriptors: send 1 to 100"),
+        (many(101), "101 descriptors: send 1 to 100"),
+        (many(40_000), "40000 descriptors: send 1 to 100"),
+    ] {
+        let status = service.client.should_rate_limit(request).await.unwrap_err();
+        assert_eq!(
+            (status.code(), status.message()),
+            (tonic::Code::InvalidArgument, problem)
+        );
+    }
+    let most = service.ask(many(100)).await;
+    assert_eq!((most.statuses.len(), most.overall_code()), (100, OK));
+}
+
+#[tokio::test]
+async fn an_unknown_domain_is_warned_of_once() {
+    let mut service = Service::start(&[MESSAGING]).await;
+    for domain in ["shop", "shop", "messaging", "other", "shop"] {
+        service.one(domain, &[("to_number", "1")]).await;
+    }
+    let log = service.log();
+    let warnings: Vec<_> = log.lines().filter(|line| line.contains(" WARN ")).collect();
+    let [shop, other] = warnings[..] else {
+        panic!("{log}")
+    };
+    assert!(shop.ends_with("no file has the domain \"shop\": its requests pass"));
+    assert!(other.ends_with("no file has the domain \"other\": its requests pass"));
+}
+
+#[tokio::test]
+async fn files_that_vanish_are_reported() {
+    let mut service = Service::start(&[MESSAGING, ADDRESSES]).await;
+    let path = |name: &str| service.directory.path().join(name);
+    let (first, second) = (path("0.yaml"), path("1.yml"));
+    assert!(
+        service.log().contains(" INFO ") && service.log().contains("2 domains, 4 limits from ")
+    );
+    fs::rename(path("1.yaml"), &second).unwrap();
+    service
+        .wait_for_log("new limits: 2 domains, 4 limits")
+        .await;
+
+    // Cut while it is written.
+    service.change("domain: messaging\n");
+    service.wait_for_log("the old limits stay: ").await;
+    assert_eq!(
+        service.one("messaging", &[("to_number", "1")]).await,
+        (OK, Some(100), 99)
+    );
+    fs::remove_file(first).unwrap();
+    service
+        .wait_for_log("the domain \"messaging\" was removed: its requests pass")
+        .await;
+    service
+        .wait_for_log("new limits: 1 domains, 2 limits")
+        .await;
+    fs::remove_file(second).unwrap();
+    service
+        .wait_for_log("no file: add a `*.yaml` or `*.yml`")
+        .await;
+    assert_eq!(
+        service
+            .one("edge_proxy_per_ip", &[("remote_address", "192.0.2.7")])
+            .await,
+        (OK, Some(10), 9)
+    );
+}
+
 #[tokio::test]
 async fn clients_get_header_fields() {
     let own = "
@@ -621,6 +737,23 @@ fn a_wrong_file_is_reported_at_startup() {
     let limit =
         |text| format!("domain: d\ndescriptors: [{{ key: k, value: v, rate_limit: {text} }}]");
     for (files, problem) in [
+        (vec![], "no file: add a `*.yaml` or `*.yml`"),
+        (
+            vec!["domain: ''\ndescriptors: [{ key: k }]".to_owned()],
+            "0.yaml: the domain is empty",
+        ),
+        (
+            vec!["domain: d".to_owned()],
+            "0.yaml: missing field `descriptors`",
+        ),
+        (
+            vec!["domain: d\ndescriptors: []".to_owned()],
+            "0.yaml: the domain \"d\" has no descriptors: add one",
+        ),
+        (
+            vec![limit("{ unlimited: true, replaces: [{ name: '' }] }")],
+            "0.yaml: d.k_v: `replaces` needs the `name` of another limit",
+        ),
         (
             vec![limit("{ unit: fortnight, requests_per_unit: 1 }")],
             "0.yaml: d.k_v: use `second`, `minute`, ",
@@ -707,12 +840,14 @@ fn the_page_shows_what_is_tried() {
 
 /// An Envoy by the file beside the example.
 struct Envoy {
+    _directory: TempDir,
     process: Child,
     port: u16,
 }
 
 impl Envoy {
-    fn start(binary: &str, service: u16, directory: &Path) -> Self {
+    /// It believes a proxy in front of it, so that the test chooses the addresses of clients.
+    async fn start(service: &Service) -> Self {
         // Free when they are looked at: another program may take one.
         let listeners = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
         let [port, upstream] = listeners.map(|listener| listener.local_addr().unwrap().port());
@@ -726,29 +861,37 @@ impl Envoy {
         let text = on(
             &on(&on(text, 10_000, port), 10_001, upstream),
             8_081,
-            service,
+            service.example.port,
         );
-        let file = directory.join("envoy.yaml");
-        fs::write(&file, text).unwrap();
-        let mut command = Command::new(binary);
+        let peer = "use_remote_address: true\n";
+        let proxy = format!("{peer}{}xff_num_trusted_hops: 1\n", " ".repeat(16));
+        let directory = TempDir::new().unwrap();
+        let file = directory.path().join("envoy.yaml");
+        fs::write(&file, text.replace(peer, &proxy)).unwrap();
+        let mut command = Command::new(env::var("ENVOY").unwrap());
         command
             .arg("-c")
             .arg(file)
             .args(["--use-dynamic-base-id", "--log-level", "error"]);
-        Self {
+        let envoy = Self {
+            _directory: directory,
             process: command.spawn().unwrap(),
             port,
+        };
+        while connect(port).is_err() {
+            sleep(Duration::from_millis(50)).await;
         }
+        envoy
     }
 
-    fn get(&self, path: &str) -> Option<Answer> {
-        let mut stream = connect(self.port).ok()?;
+    fn get(&self, path: &str, client: &str) -> Answer {
+        let mut stream = connect(self.port).unwrap();
         write!(
             stream,
-            "GET {path} HTTP/1.1\r\nhost: shop\r\nconnection: close\r\n\r\n"
+            "GET {path} HTTP/1.1\r\nhost: shop\r\nx-forwarded-for: {client}\r\nconnection: close\r\n\r\n"
         )
-        .ok()?;
-        Some(Answer::read(stream))
+        .unwrap();
+        Answer::read(stream)
     }
 }
 
@@ -764,27 +907,54 @@ impl Drop for Envoy {
 #[ignore = "needs Envoy: `cargo xtask envoy`"]
 async fn envoy_rejects_what_is_over() {
     let service = Service::start(&[include_str!("../envoy/config/shop.yaml")]).await;
-    let envoy = Envoy::start(
-        &env::var("ENVOY").unwrap(),
-        service.example.port,
-        service.directory.path(),
-    );
-    while envoy.get("/").is_none() {
-        sleep(Duration::from_millis(50)).await;
-    }
+    let envoy = Envoy::start(&service).await;
+    let client = "192.0.2.7";
     for left in (0..5).rev() {
-        let passed = envoy.get("/login?user=ann").unwrap();
+        let passed = envoy.get("/login?user=ann", client);
         assert_eq!((passed.status, passed.body.as_str()), (200, "Hello!\n"));
-        assert_eq!(passed.remaining("shop.route_login.remote_address"), left);
+        assert_eq!(
+            passed.remaining("shop.route_login.masked_remote_address"),
+            left
+        );
     }
-    let denied = envoy.get("/login?user=bob").unwrap();
+    let denied = envoy.get("/login?user=bob", client);
     assert_eq!(denied.status, 429);
     assert!(
         denied.head.contains("\r\nretry-after: ")
             && denied.head.contains("\r\nx-envoy-ratelimited: true")
     );
-    assert_eq!(envoy.get("/").unwrap().status, 200);
+    assert_eq!(envoy.get("/", client).status, 200);
+    for path in [
+        "//login",
+        "/./login",
+        "/x/../login",
+        "/%6cogin",
+        "/%2flogin",
+        "/login/",
+        "/login;x",
+        "/login/;x/y?z",
+    ] {
+        assert_eq!(envoy.get(path, client).status, 429, "{path}");
+    }
+    assert_eq!(envoy.get("/login-help", client).status, 200);
     // By `failure_mode_deny: false`.
     drop(service);
-    assert_eq!(envoy.get("/login").unwrap().status, 200);
+    assert_eq!(envoy.get("/login", client).status, 200);
+}
+
+#[tokio::test]
+#[ignore = "needs Envoy: `cargo xtask envoy`"]
+async fn addresses_of_a_network_share_a_count() {
+    let service = Service::start(&[include_str!("../envoy/config/shop.yaml")]).await;
+    let envoy = Envoy::start(&service).await;
+    let passed = |network: &str| {
+        let addresses = (1..20).map(|host| format!("2001:db8:0:{network}::{host:x}"));
+        addresses
+            .filter(|address| envoy.get("/login", address).status == 200)
+            .count()
+    };
+    assert_eq!(passed("1"), 5);
+    assert_eq!(passed("2"), 5);
+    // An IPv4 address is one client.
+    assert_eq!(envoy.get("/login", "192.0.2.7").status, 200);
 }

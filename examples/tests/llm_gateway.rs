@@ -1,4 +1,4 @@
-//! `examples/llm_gateway.rs` as it runs: what answers cost is known at their ends, and few run at a time.
+//! `examples/llm_gateway.rs` as it runs: no user gets more tokens than the quota, and few answers run at a time.
 
 #![allow(
     clippy::unwrap_used,
@@ -11,12 +11,21 @@ mod support;
 
 use std::io::Read;
 use std::net::TcpStream;
+use std::thread;
 
 use support::{Answer, Example};
 
 /// A gateway with so many tokens that nothing flows back while the test runs.
 fn gateway() -> Example {
-    Example::start("llm_gateway", &[("TOKENS", "1000/h"), ("STREAMS", "4")])
+    with_tokens("1000/h")
+}
+
+fn with_tokens(tokens: &str) -> Example {
+    let keys = "alice=a bob=b carol=c dave=d";
+    Example::start(
+        "llm_gateway",
+        &[("TOKENS", tokens), ("STREAMS", "4"), ("KEYS", keys)],
+    )
 }
 
 fn ask(gateway: &Example, key: &str, max: u32, words: usize) -> TcpStream {
@@ -34,19 +43,21 @@ fn ask(gateway: &Example, key: &str, max: u32, words: usize) -> TcpStream {
     )
 }
 
-/// Waits until so many tokens remain, by an answer that costs nothing.
+/// The tokens that remain, by a request for more than the quota.
+fn remaining(gateway: &Example, key: &str) -> u32 {
+    let denied = Answer::read(ask(gateway, key, 1_000_000, 0));
+    assert_eq!(denied.status, 429, "{}", denied.head);
+    denied.remaining("tokens")
+}
+
+/// Waits until an answer is settled.
 fn wait_until_remaining(gateway: &Example, key: &str, wanted: u32) {
-    let mut remaining = 0;
     for _ in 0..10_000 {
-        let answer = Answer::read(ask(gateway, key, 0, 0));
-        if answer.status == 200 {
-            remaining = answer.remaining("tokens");
-            if remaining == wanted {
-                return;
-            }
+        if remaining(gateway, key) == wanted {
+            return;
         }
     }
-    panic!("{remaining} tokens remain, not {wanted}");
+    panic!("{} tokens remain, not {wanted}", remaining(gateway, key));
 }
 
 #[test]
@@ -55,27 +66,92 @@ fn a_response_is_charged_its_tokens() {
     let answer = Answer::read(ask(&gateway, "alice", 300, 5));
     assert_eq!(
         (answer.status, answer.remaining("tokens")),
-        (200, 700),
+        (200, 695),
         "what it may cost: {}",
         answer.head
     );
     assert_eq!(answer.body.matches("word").count(), 15);
     // 5 of the question and 15 of the answer.
     wait_until_remaining(&gateway, "alice", 980);
-    // More than was reserved is charged too.
-    assert_eq!(Answer::read(ask(&gateway, "alice", 10, 5)).status, 200);
-    wait_until_remaining(&gateway, "alice", 960);
     // Answers that may have too many are denied, and cost nothing.
     for _ in 0..20 {
-        let denied = Answer::read(ask(&gateway, "alice", 961, 5));
+        let denied = Answer::read(ask(&gateway, "alice", 976, 5));
         assert_eq!(
             (denied.status, denied.remaining("tokens")),
-            (429, 960),
+            (429, 980),
             "{}",
             denied.head
         );
     }
-    assert_eq!(Answer::read(ask(&gateway, "alice", 960, 0)).status, 200);
+    assert_eq!(Answer::read(ask(&gateway, "alice", 975, 5)).status, 200);
+}
+
+#[test]
+fn an_answer_ends_at_its_maximum() {
+    let gateway = gateway();
+    let answer = Answer::read(ask(&gateway, "alice", 4, 5));
+    assert_eq!(answer.status, 200);
+    assert_eq!(answer.body.matches("word").count(), 4);
+    wait_until_remaining(&gateway, "alice", 991);
+    assert_eq!(Answer::read(ask(&gateway, "alice", 0, 5)).status, 422);
+    wait_until_remaining(&gateway, "alice", 991);
+}
+
+#[test]
+fn only_known_keys_get_answers() {
+    let gateway = gateway();
+    for key in ["eve", "a", "Alice", "", "\u{e9}"] {
+        let answer = Answer::read(ask(&gateway, key, 10, 5));
+        assert_eq!(answer.status, 401, "{key}: {}", answer.head);
+        assert!(answer.head.contains("www-authenticate: apikey"));
+    }
+}
+
+/// Long prompts, short maxima and clients that hang up: prompts and answers together stay within the quota.
+#[test]
+fn an_attack_gets_at_most_the_quota() {
+    let gateway = with_tokens("200/h");
+    let attack = |number: u32| {
+        let mut tokens = 0;
+        for round in 0..40 {
+            let (max, words) = match (number + round) % 4 {
+                0 => (0, 50),
+                1 => (1, 60),
+                2 => (100, 1),
+                _ => (5, 30),
+            };
+            let stream = ask(&gateway, "alice", max, words);
+            let answer = if round % 3 == 0 {
+                read_a_little(stream)
+            } else {
+                Answer::read(stream)
+            };
+            if answer.status == 200 {
+                tokens += words + answer.body.matches("word").count();
+            }
+        }
+        tokens
+    };
+    let tokens: usize = thread::scope(|scope| {
+        let attacks: Vec<_> = (0..4)
+            .map(|number| scope.spawn(move || attack(number)))
+            .collect();
+        attacks
+            .into_iter()
+            .map(|attack| attack.join().unwrap())
+            .sum()
+    });
+    assert!((100..=200).contains(&tokens), "{tokens} tokens of 200");
+}
+
+/// Reads the head and the first part of the body, and hangs up.
+fn read_a_little(mut stream: TcpStream) -> Answer {
+    let (mut text, mut said) = (String::new(), [0; 2_048]);
+    while !text.contains("\r\n\r\n") {
+        let read = stream.read(&mut said).unwrap();
+        text += &String::from_utf8_lossy(&said[..read]);
+    }
+    Answer::of(&text)
 }
 
 #[test]
@@ -89,17 +165,12 @@ fn a_disconnected_client_pays_for_tokens_sent() {
         text += &String::from_utf8_lossy(&said[..read]);
     }
     drop(stream);
-    let mut remaining = 0;
-    while remaining < 200 {
-        let answer = Answer::read(ask(&gateway, "bob", 0, 0));
-        remaining = if answer.status == 200 {
-            answer.remaining("tokens")
-        } else {
-            0
-        };
+    let mut left = 0;
+    while left < 200 {
+        left = remaining(&gateway, "bob");
     }
     // 20 of the question, and fewer than the 60 that the whole answer has: writing fails soon after the client is gone.
-    assert!((920..=977).contains(&remaining), "{remaining} remain");
+    assert!((920..=977).contains(&left), "{left} remain");
 }
 
 #[test]
@@ -126,5 +197,5 @@ fn at_most_four_answers_at_once() {
     assert_eq!(Answer::read(ask(&gateway, "dave", 100, 1)).status, 200);
     drop(streams.pop());
     // There is room again when the server has seen it.
-    while Answer::read(ask(&gateway, "carol", 1, 0)).status == 429 {}
+    while Answer::read(ask(&gateway, "carol", 1, 1)).status == 429 {}
 }

@@ -1,4 +1,4 @@
-//! `examples/login.rs` as it runs: right passwords are free, and many guesses at once are no way around.
+//! `examples/login.rs` as it runs: right passwords are free, and neither guesses in parallel nor spellings nor many users help.
 
 #![allow(
     clippy::unwrap_used,
@@ -13,6 +13,11 @@ use std::net::TcpStream;
 
 use support::{Answer, Example};
 
+/// A login that limits users only.
+fn with_failures(quota: &str) -> Example {
+    Example::start("login", &[("FAILURES", quota), ("ADDRESS", "1000/h")])
+}
+
 fn attempt(login: &Example, user: &str, password: &str) -> TcpStream {
     let body = format!(r#"{{"user":"{user}","password":"{password}"}}"#);
     login.post("/login", &["content-type: application/json"], &body)
@@ -20,7 +25,7 @@ fn attempt(login: &Example, user: &str, password: &str) -> TcpStream {
 
 #[test]
 fn only_failures_count_even_in_parallel() {
-    let login = Example::start("login", &[("FAILURES", "5/h")]);
+    let login = with_failures("5/h");
     for _ in 0..10 {
         assert_eq!(
             Answer::read(attempt(&login, "alice", "open sesame")).status,
@@ -58,7 +63,7 @@ fn only_failures_count_even_in_parallel() {
 
 #[test]
 fn disconnecting_early_counts_as_an_attempt() {
-    let login = Example::start("login", &[("FAILURES", "2/h")]);
+    let login = with_failures("2/h");
     let guess = attempt(&login, "carol", "abc");
     login.wait_for("carol tries");
     drop(guess);
@@ -67,19 +72,34 @@ fn disconnecting_early_counts_as_an_attempt() {
     assert_eq!(answers, [401, 429]);
 }
 
-/// One user has as many spellings in JSON as one likes to write.
+/// The user lookup and JSON accept many spellings of a user.
 #[test]
 fn spellings_of_a_user_share_one_count() {
-    let login = Example::start("login", &[("FAILURES", "3/h")]);
+    let login = with_failures("3/h");
     let guess = |user: &str| Answer::read(attempt(&login, user, "abc")).status;
     let spellings = [
         "alice",
         r"\u0061lice",
-        r"a\u006cice",
+        "Alice",
+        " ALICE ",
         r"a\u006Cice",
-        r"alic\u0065",
+        r"\talic\u0065",
     ];
-    assert_eq!(spellings.map(guess), [401, 401, 401, 429, 429]);
-    assert_eq!(guess("Alice"), 401, "another user");
+    assert_eq!(spellings.map(guess), [401, 401, 401, 429, 429, 429]);
+    assert_eq!(guess("alicia"), 401, "another user");
     assert_eq!(guess(r"\ud800"), 400, "nobody's name");
+}
+
+#[test]
+fn an_address_guesses_for_few_users() {
+    let login = Example::start("login", &[("FAILURES", "2/h"), ("ADDRESS", "5/h")]);
+    let attempt = |user: &str, password| Answer::read(attempt(&login, user, password));
+    for _ in 0..10 {
+        assert_eq!(attempt("alice", "open sesame").status, 200);
+    }
+    let victims = ["bob", "bob", "bob", "carol", "dave", "erin", "alice"];
+    let statuses = victims.map(|user| attempt(user, "abc").status);
+    assert_eq!(statuses, [401, 401, 429, 401, 401, 429, 429]);
+    let denied = attempt("alice", "open sesame");
+    assert_eq!((denied.status, denied.remaining("login-address")), (429, 0));
 }

@@ -28,7 +28,7 @@ const REDIS_RATE: &str = include_str!("../../tests/migrating/lua/redis_rate_v9.l
 /// None flows back while the test runs.
 const QUOTA: &str = "10/h";
 
-/// What the example prints with these arguments, or why it fails.
+/// Returns the output of the example with these arguments, errors last, or the error if it fails.
 fn take_over(server: &RedisServer, system: &str, prefix: &str) -> Result<String, String> {
     let test = env::current_exe().unwrap();
     let example = test
@@ -44,7 +44,7 @@ fn take_over(server: &RedisServer, system: &str, prefix: &str) -> Result<String,
         .unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     if output.status.success() {
-        Ok(text(output.stdout))
+        Ok(text(output.stdout) + &text(output.stderr))
     } else {
         Err(text(output.stderr))
     }
@@ -140,6 +140,29 @@ async fn redis_cells_counts_are_taken_over() {
         "4 keys begin with \"throttle/\"; took over the counts of 2 callers, such as \"ann\"\n";
     assert_eq!(take_over(&server, "redis-cell", "throttle/").unwrap(), told);
     for (caller, left) in [("ann", 3), ("bob", 0), ("other", 10), ("hash", 10)] {
+        assert_eq!(remaining(&limiter, caller).await, left, "of {caller}");
+    }
+}
+
+#[tokio::test]
+async fn keys_that_are_no_text_are_skipped() {
+    let server = RedisServer::start();
+    let mut redis = server.connection().await;
+    assert_eq!(redis_rate(&mut redis, "ann", 7).await, 7);
+    for (key, value) in [
+        (&b"rate:\xffbob"[..], &b"1"[..]),
+        (b"rate:carol", b"\xfe\xff"),
+        (b"rate:dave", b"not a number"),
+    ] {
+        let mut set = redis::cmd("SET");
+        set.arg(key).arg(value);
+        set.query_async::<()>(&mut redis).await.unwrap();
+    }
+    let told = "4 keys begin with \"rate:\"; took over the counts of 1 callers, such as \"ann\"\n\
+        skipped 2 keys, since the name or the value is not UTF-8, such as \"rate:carol\"\n";
+    assert_eq!(take_over(&server, "redis-rate", "rate:").unwrap(), told);
+    let limiter = limiter(&server).await;
+    for (caller, left) in [("ann", 3), ("carol", 10), ("dave", 10)] {
         assert_eq!(remaining(&limiter, caller).await, left, "of {caller}");
     }
 }

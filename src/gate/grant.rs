@@ -1,5 +1,4 @@
 use std::fmt;
-use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use super::Gate;
@@ -7,8 +6,7 @@ use super::shadows::Shadows;
 use crate::error::StoreError;
 use crate::in_flight::Slot;
 use crate::limit::{Decision, Key};
-use crate::refunds::Reserved;
-use crate::settle::{Charge, Settled, Settlement};
+use crate::settle::{Charge, Reserved, Settled, Settlement};
 use crate::store::Store;
 
 /// The resources of an admitted request. Dropping it settles the charge, unless a clone of the
@@ -38,13 +36,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
             ..Grant::default()
         };
         if self.settles() {
-            // Restart the refund sender if its runtime has shut down.
-            self.refunds.wake();
-            grant.charge = Some(Charge::new(
-                Arc::clone(&self.refunds),
-                reserved(),
-                grant.slot.take(),
-            ));
+            // Restart the sender if its runtime has shut down.
+            self.ops.wake();
+            grant.charge = Some(Charge::new(self.ops.clone(), reserved(), grant.slot.take()));
         }
         if let Some(key) = key
             && self.has_shadows()

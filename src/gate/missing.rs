@@ -42,7 +42,7 @@ enum Cause {
 
 impl MissingKey {
     /// The client left the key out: over HTTP a 400, over gRPC `INVALID_ARGUMENT`. `problem` is shown to the client,
-    /// and says what is missing, such as "no API key".
+    /// and names the missing key, such as "no API key".
     pub fn new(problem: impl Into<Cow<'static, str>>) -> Self {
         Self {
             problem: Problem::Text(problem.into()),
@@ -85,7 +85,7 @@ impl MissingKey {
     /// The server is misconfigured, so that no request can have a key: over HTTP a 500, over gRPC
     /// `INTERNAL`. [`OnMissingKey`](crate::reject::OnMissingKey) does not apply.
     ///
-    /// `problem` says how to fix it. It is reported to the layer's [observer](crate::observe::Observer::misconfigured),
+    /// `problem` names the fix. It is reported to the layer's [observer](crate::observe::Observer::misconfigured),
     /// and shown to clients in debug builds only.
     pub fn misconfigured(problem: impl Into<Cow<'static, str>>) -> Self {
         Self {

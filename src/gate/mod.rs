@@ -42,16 +42,18 @@ pub(crate) use select::Selector;
 
 use self::admit::NEVER_ENDS;
 use self::wait::Waiting;
+use crate::background::OpQueue;
 use crate::in_flight::InFlightTracker;
 use crate::limit::Policies;
 use crate::observe::Observer;
 use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
-use crate::refunds::RefundQueue;
 use crate::store::Store;
 
 /// The settings of a layer for requests of the type `R`.
 pub(crate) struct Gate<S, R> {
     store: S,
+    /// The identity of the store.
+    identity: Option<usize>,
     policies: Selector<R>,
     /// Policies that are checked but not enforced, in addition to `policies`.
     pub(crate) shadows: Vec<Selector<R>>,
@@ -68,7 +70,7 @@ pub(crate) struct Gate<S, R> {
     holds: Holds,
     /// Tracks requests in flight, including queued ones.
     in_flight: InFlightTracker,
-    refunds: Arc<dyn RefundQueue>,
+    ops: OpQueue,
 }
 
 /// Returns `true` if a request is exempt: it passes without a key or a check.
@@ -92,6 +94,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     pub(crate) fn new(store: S, policies: impl PolicySelector<R>, holds: Holds) -> Self {
         let in_flight = InFlightTracker::new(&store, None);
         Self {
+            identity: store.waiters().map(|waiters| waiters.identity()),
             store,
             policies: Selector::new(policies),
             shadows: Vec::new(),
@@ -103,7 +106,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             on_missing_key: OnMissingKey::default(),
             notifier: Notifier::default(),
             holds,
-            refunds: Arc::clone(in_flight.refunds()),
+            ops: in_flight.ops().clone(),
             in_flight,
         }
     }
@@ -120,8 +123,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
     pub(crate) fn observe(&mut self, observer: impl Observer) {
         let observer: Arc<dyn Observer> = Arc::new(observer);
         self.store.observe(&observer);
+        self.policies.observe(&observer);
         self.in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));
-        self.refunds = Arc::clone(self.in_flight.refunds());
+        self.ops = self.in_flight.ops().clone();
         self.wait = self
             .wait
             .take()
@@ -157,6 +161,13 @@ impl<S, R> Gate<S, R> {
             );
         }
     }
+
+    /// Reports a fixed policy if another layer sets another limit for its count.
+    pub(crate) fn report_shared_count(&self) {
+        if let Selector::Fixed(policies) = &self.policies {
+            self.notifier.shared_count(self.identity, policies);
+        }
+    }
 }
 
 /// Creates fresh `Arc`s where requests clone them, to avoid contention.
@@ -164,6 +175,7 @@ impl<S: Clone, R: 'static> Clone for Gate<S, R> {
     fn clone(&self) -> Self {
         Self {
             store: self.store.clone(),
+            identity: self.identity,
             policies: self.policies.clone(),
             shadows: self.shadows.clone(),
             dry_run: self.dry_run,
@@ -175,7 +187,7 @@ impl<S: Clone, R: 'static> Clone for Gate<S, R> {
             notifier: self.notifier.clone(),
             holds: self.holds,
             in_flight: self.in_flight.clone(),
-            refunds: self.refunds.copy(),
+            ops: self.ops.copy(),
         }
     }
 }

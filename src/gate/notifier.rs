@@ -1,15 +1,16 @@
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
 use super::{MissingKey, Question};
 use crate::error::StoreError;
-use crate::limit::{Decision, Key, Policies};
-use crate::observe::mistakes::{COUNTED_TWICE, NOT_LEASED};
+use crate::limit::{Check, Decision, Key, Outcome, Policies};
+use crate::observe::mistakes::{COUNTED_TWICE, NEVER_PASSES, NOT_LEASED, ONE_NAME_TWO_QUOTAS};
 use crate::observe::{Observer, event, or_log};
+use crate::store::{Answer, Store};
 use crate::util::{instant, lock};
 
 /// Notifies the observer of a layer or limiter. Without an observer, logs problems. Clones share
@@ -27,10 +28,18 @@ struct Misconfiguration {
     reported: Mutex<Option<Instant>>,
     /// Whether a doubly counted request was reported. Reported once, since it may be intended.
     reported_twice: AtomicBool,
-    /// Whether an ineffective lease was reported. Reported once, since a deployment may start with
-    /// one.
-    reported_unleased: AtomicBool,
+    /// Whether a check under a leased policy was sent. The first one shows whether blocks can decide
+    /// any. Reported once, since a deployment may start with a lease without effect.
+    sent_leased: AtomicBool,
+    /// Whether a cost above the burst was reported. Reported once, since clients may choose the cost.
+    reported_cost: AtomicBool,
+    /// Whether the policies of the layer are in [`LAYERS`].
+    is_listed: AtomicBool,
 }
+
+/// The layers of this process whose policies are fixed: the identity of the store, the layer, and the policies. A layer keeps its
+/// store, so the identity belongs to no other store until the layer is dropped.
+static LAYERS: Mutex<Vec<(usize, Weak<Misconfiguration>, Policies)>> = Mutex::new(Vec::new());
 
 const PAUSE: Duration = Duration::from_secs(60);
 
@@ -65,6 +74,11 @@ impl Notifier {
         answer: &Result<Decision, StoreError>,
         dry_run: bool,
     ) {
+        if let Ok(decision) = answer
+            && decision.outcome() == Outcome::ExceedsCapacity
+        {
+            self.never_passes(question.cost(), decision);
+        }
         match (answer, &self.observer) {
             (Ok(decision), Some(observer)) => {
                 let mut event = event::Decided::new(key, decision, question.waited());
@@ -113,15 +127,82 @@ impl Notifier {
         }
     }
 
-    /// Reports, once, a leased policy that took effect without a block. Call it after the check was
-    /// sent.
-    #[inline]
-    pub(crate) fn unless_leased(&self, policies: &Policies) {
-        let reported = &self.misconfiguration.reported_unleased;
-        if policies.is_leased_for_nothing()
-            && !reported.load(Relaxed)
-            && !reported.swap(true, Relaxed)
+    /// Reports, once, a cost above the burst, for which no wait makes room.
+    #[cold]
+    fn never_passes(&self, cost: u32, decision: &Decision) {
+        let policy = decision
+            .policies()
+            .iter()
+            .find(|policy| policy.quota().capacity() < cost);
+        if let Some(policy) = policy
+            && !self.misconfiguration.reported_cost.swap(true, Relaxed)
         {
+            let (name, burst) = (policy.name(), policy.quota().capacity());
+            self.report(&format!(
+                "a request costs {cost}, the burst of the policy {name:?} is {burst}, and so the request never passes: raise \
+                 the burst, or lower the cost{NEVER_PASSES}"
+            ));
+        }
+    }
+
+    /// Reports, once, if another layer over the same store counts by these policies with another limit. Buckets of two
+    /// quotas are two counts, so each of their layers keeps its limit. Windows, logs and requests in flight are one count.
+    pub(crate) fn shared_count(&self, store: Option<usize>, policies: &Policies) {
+        let Some(store) = store else { return };
+        if self.misconfiguration.is_listed.swap(true, Relaxed) {
+            return;
+        }
+        let mut layers = lock(&LAYERS);
+        layers.retain(|(_, layer, _)| layer.strong_count() > 0);
+        let others = layers.iter().filter(|(of, ..)| *of == store);
+        let pairs = others.flat_map(|(.., other)| {
+            let of_both = |policy| other.iter().map(move |other| (other, policy));
+            policies.iter().flat_map(of_both)
+        });
+        let two = pairs
+            .filter(|(other, policy)| other.id() == policy.id() && other.quota() != policy.quota())
+            .map(|(other, policy)| (policy.name().to_owned(), other.quota(), policy.quota()))
+            .next();
+        layers.push((
+            store,
+            Arc::downgrade(&self.misconfiguration),
+            policies.clone(),
+        ));
+        drop(layers);
+        if let Some((name, one, other)) = two {
+            self.report(&format!(
+                "two layers have a policy {name:?}, one with {one} and one with {other}, and they share one count per caller: give each \
+                 policy a name of its own, or both the same quota{ONE_NAME_TWO_QUOTAS}"
+            ));
+        }
+    }
+
+    /// Sends a check. Reports the first one under a leased policy if no block can decide it.
+    #[inline]
+    pub(crate) fn send<S: Store>(&self, store: &S, check: Check) -> Answer<S::Future> {
+        let policies = check.policies();
+        let is_leased = policies.has_lease() && check.cost() > 0;
+        if !is_leased || self.misconfiguration.sent_leased.load(Relaxed) {
+            return store.check(check);
+        }
+        if !check.is_leasable() {
+            self.never_leased(policies);
+            return store.check(check);
+        }
+        let policies = policies.clone();
+        let (check, offered) = check.watched();
+        let answer = store.check(check);
+        if offered.load(Relaxed) {
+            self.misconfiguration.sent_leased.store(true, Relaxed);
+        } else {
+            self.never_leased(&policies);
+        }
+        answer
+    }
+
+    /// Reports that no block can decide checks under these policies, if one of them is leased and none was sent before.
+    pub(crate) fn never_leased(&self, policies: &Policies) {
+        if policies.has_lease() && !self.misconfiguration.sent_leased.swap(true, Relaxed) {
             let name = policies
                 .iter()
                 .find(|policy| policy.lease().is_some())

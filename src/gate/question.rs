@@ -5,7 +5,7 @@ use tokio::time::Instant;
 use crate::error::StoreError;
 use crate::in_flight::Slot;
 use crate::limit::{Decision, Key};
-use crate::refunds::Reserved;
+use crate::settle::Reserved;
 use crate::util::instant;
 
 /// A request's check, and the resources that the request owns once it is sent.
@@ -14,8 +14,8 @@ pub(crate) struct Question {
     cost: u32,
     /// Time at which the check was sent. `None` if it is not needed.
     since: Option<Instant>,
-    /// If the request waited: when its permit was charged, possibly for another waiter, and the
-    /// microseconds between the store's reply and the use of the permit.
+    /// If the request waited: when its permit was charged, and the microseconds between the store's
+    /// reply and the use of the permit.
     permit: Option<(Instant, i64)>,
     /// The slot under the policies that limit requests in flight.
     slot: Option<Slot>,
@@ -54,6 +54,10 @@ impl Question {
 
     pub(super) fn key(&self) -> &Key {
         &self.key
+    }
+
+    pub(super) fn cost(&self) -> u32 {
+        self.cost
     }
 
     /// The time since the check was sent; zero if it was not recorded.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use http::request::Parts;
 
 use crate::limit::{Key, Policies, Policy};
+use crate::observe::Observer;
 
 /// Finds the policies of a request.
 ///
@@ -61,6 +62,13 @@ pub trait PolicySelector<R = Parts>: Send + Sync + 'static {
     /// called. Defaults to `None`.
     fn fixed(&self) -> Option<Policies> {
         None
+    }
+
+    /// Receives the observer of a layer, to notify it of a [misconfigured](Observer::misconfigured) server, such as of a
+    /// plan that is not listed. A selector that has an observer keeps that; a selector around others passes it on.
+    /// Defaults to doing nothing.
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        let _ = observer;
     }
 }
 
@@ -137,6 +145,12 @@ impl<R, P: PolicySelector<R>> PolicySelector<R> for Option<P> {
     fn fixed(&self) -> Option<Policies> {
         self.as_ref()?.fixed()
     }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        if let Some(selector) = self {
+            selector.observe(observer);
+        }
+    }
 }
 
 impl<R, P: PolicySelector<R> + ?Sized> PolicySelector<R> for Arc<P> {
@@ -146,6 +160,10 @@ impl<R, P: PolicySelector<R> + ?Sized> PolicySelector<R> for Arc<P> {
 
     fn fixed(&self) -> Option<Policies> {
         (**self).fixed()
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        (**self).observe(observer);
     }
 }
 
@@ -169,6 +187,13 @@ impl<R: 'static> Selector<R> {
         match self {
             Self::Fixed(policies) => Some(Cow::Borrowed(policies)),
             Self::ByRequest(selector) => selector.policies(request, key).map(Cow::Owned),
+        }
+    }
+
+    /// Passes an observer on.
+    pub(crate) fn observe(&self, observer: &Arc<dyn Observer>) {
+        if let Self::ByRequest(selector) = self {
+            selector.observe(observer);
         }
     }
 }

@@ -47,9 +47,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             }
             let mut question = self.question(&check);
             question.hold(self.hold(&check));
-            let answer = self.store.check(check);
-            self.notifier.unless_leased(&policies);
-            Some(match answer {
+            Some(match self.notifier.send(&self.store, check) {
                 Answer::Ready { answer } => Shadow::Done(reporter.report(&mut question, answer)),
                 Answer::Pending { future } => Shadow::Pending(Box::pin(future), question),
             })

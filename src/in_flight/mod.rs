@@ -18,14 +18,13 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep};
 
+use crate::background::{OpQueue, PendingOp, Task, TaskOwner};
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Policies, Policy, SlotId};
 use crate::observe::Observer;
-use crate::refunds::{PendingOp, RefundQueue, StoreQueue};
-use crate::store::Store;
+use crate::store::{Store, op_queue};
 use crate::util::{instant, lock};
 
 /// The slots of a layer or a [`Limiter`](crate::Limiter) in its store. Clones share the slots.
@@ -33,8 +32,9 @@ use crate::util::{instant, lock};
 pub(crate) struct InFlightTracker(Arc<Inner>);
 
 struct Inner {
-    refunds: Arc<dyn RefundQueue>,
+    ops: OpQueue,
     slots: Mutex<Slots>,
+    renewer: TaskOwner,
 }
 
 #[derive(Default)]
@@ -42,7 +42,6 @@ struct Slots {
     each: BTreeMap<SlotId, Entry>,
     /// No slot has to be renewed before this time.
     due_at: Option<Instant>,
-    has_task: bool,
 }
 
 struct Entry {
@@ -69,16 +68,17 @@ impl InFlightTracker {
     /// Creates a tracker of slots in `store`. `observer` is notified of slots that could not be
     /// released.
     pub(crate) fn new(store: &impl Store, observer: Option<Arc<dyn Observer>>) -> Self {
-        let refunds = Arc::new(StoreQueue::new(store.clone(), observer));
+        let ops = op_queue(store.clone(), observer);
         Self(Arc::new(Inner {
-            refunds,
+            ops,
             slots: Mutex::default(),
+            renewer: TaskOwner::new(),
         }))
     }
 
     /// The queue of the store's background operations.
-    pub(crate) fn refunds(&self) -> &Arc<dyn RefundQueue> {
-        &self.0.refunds
+    pub(crate) fn ops(&self) -> &OpQueue {
+        &self.0.ops
     }
 
     /// Creates the slot that this check takes, before the check is sent. `None` if no policy limits
@@ -91,16 +91,13 @@ impl InFlightTracker {
             due_at: None,
             is_unsure: true,
         };
-        let has_task = {
-            let slots = &mut *lock(&self.0.slots);
-            slots.each.insert(id, entry);
-            slots.has_task
-        };
-        if !has_task {
+        lock(&self.0.slots).each.insert(id, entry);
+        // The task ends under the same lock.
+        if !self.0.renewer.is_running() {
             self.0.start();
         }
         // Resend operations left over by a runtime that has shut down.
-        self.0.refunds.wake();
+        self.0.ops.wake();
         Some(Slot {
             tracker: self.clone(),
             id,
@@ -149,7 +146,7 @@ impl Drop for Slot {
         };
         if is_unsure || due_at.is_some() {
             let release = PendingOp::of_check(Check::release(key, &policies, self.id));
-            self.tracker.0.refunds.put(if is_unsure {
+            self.tracker.0.ops.put(if is_unsure {
                 release.repeated()
             } else {
                 release
@@ -204,11 +201,10 @@ impl Entry {
 impl Inner {
     /// Starts the renewal task. Outside a runtime, does one tick of its work directly.
     fn start(self: &Arc<Self>) {
-        let Ok(runtime) = Handle::try_current() else {
-            return self.tick(instant());
-        };
-        if !std::mem::replace(&mut lock(&self.slots).has_task, true) {
-            runtime.spawn(Renewer(Arc::downgrade(self)).run());
+        let this = Arc::downgrade(self);
+        self.renewer.spawn(None, |task| renew(this, task));
+        if !self.renewer.is_running() {
+            self.tick(instant());
         }
     }
 
@@ -216,44 +212,28 @@ impl Inner {
         let renewals = lock(&self.slots).renewals(now);
         for check in renewals {
             let (tracker, slot) = (Arc::downgrade(self), check.slot());
-            self.refunds
-                .put(PendingOp::of_check(check).then(move |answer| {
-                    if let (Ok(_), Some(tracker), Some(slot)) = (answer, tracker.upgrade(), slot) {
-                        lock(&tracker.slots).pass(slot, false);
-                    }
-                }));
-        }
-    }
-}
-
-/// The task that renews slots while there are any. If its runtime shuts down, the next request
-/// starts another task.
-struct Renewer(Weak<Inner>);
-
-impl Renewer {
-    async fn run(mut self) {
-        loop {
-            sleep(TICK).await;
-            let Some(tracker) = self.0.upgrade() else {
-                return;
-            };
-            {
-                let slots = &mut *lock(&tracker.slots);
-                if slots.each.is_empty() {
-                    slots.has_task = false;
-                    self.0 = Weak::new();
-                    return;
+            self.ops.put(PendingOp::of_check(check).then(move |answer| {
+                if let (Ok(_), Some(tracker), Some(slot)) = (answer, tracker.upgrade(), slot) {
+                    lock(&tracker.slots).pass(slot, false);
                 }
-            }
-            tracker.tick(instant());
+            }));
         }
     }
 }
 
-impl Drop for Renewer {
-    fn drop(&mut self) {
-        if let Some(tracker) = self.0.upgrade() {
-            lock(&tracker.slots).has_task = false;
+/// Renews slots for as long as there are any.
+async fn renew(tracker: Weak<Inner>, task: Task) {
+    loop {
+        sleep(TICK).await;
+        let Some(tracker) = tracker.upgrade() else {
+            return;
+        };
+        {
+            let slots = lock(&tracker.slots);
+            if slots.each.is_empty() {
+                return drop(task);
+            }
         }
+        tracker.tick(instant());
     }
 }

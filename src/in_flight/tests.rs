@@ -567,6 +567,28 @@ fn nothing_is_lost_with_a_runtime() {
     });
 }
 
+/// The next request on any runtime starts the renewals again, of all slots.
+#[test]
+fn renewals_move_to_another_runtime() {
+    let runtime = || {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .start_paused(true)
+            .build()
+            .unwrap()
+    };
+    let (store, ann, bob) = (Wavering::new(), Key::new("ann"), Key::new("bob"));
+    let slots = slots(&store);
+    let first = runtime();
+    let _anns = first.block_on(request(&store, &slots, ann)).unwrap();
+    drop(first);
+    runtime().block_on(async {
+        let _bobs = request(&store, &slots, bob).await.unwrap();
+        sleep(20 * TTL).await;
+        assert_eq!([ann, bob].map(|key| store.counted(key)), [1, 1]);
+    });
+}
+
 /// As while a configuration changes, or with tiers of different TTLs.
 #[tokio::test(start_paused = true)]
 async fn slots_of_two_ttls_are_kept() {
@@ -592,7 +614,7 @@ async fn slots_of_two_ttls_are_kept() {
 async fn an_unused_permit_counts_until_dropped() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let slots = slots(&store);
-    let turns = WaitQueues::new(store.clone(), slots.clone(), Bounds::DEFAULT);
+    let turns = WaitQueues::new(store.clone(), Bounds::DEFAULT).with_tracker(slots.clone());
     let _held = request(&store, &slots, ann).await.unwrap();
     let wanted = || WaitRequest {
         key: ann,

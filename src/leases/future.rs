@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use pin_project_lite::pin_project;
-use tokio::sync::oneshot;
 
+use super::caller::Arrival;
 use super::inner::Inner;
 use crate::error::StoreError;
 use crate::limit::{Check, Decision};
@@ -20,8 +20,8 @@ pin_project! {
     ///
     /// If it is polled after it has answered.
     pub struct LeasedFuture<S: Store> {
-        // Until the block arrives that it waits for.
-        pub(super) waiting: Option<(Arc<Inner<S>>, Check, oneshot::Receiver<()>)>,
+        // Set while the check waits for a block, with the number of further blocks to wait for.
+        pub(super) waiting: Option<(Arc<Inner<S>>, Check, u8, Arrival)>,
         #[pin]
         pub(super) sent: Option<S::Future>,
     }
@@ -30,21 +30,22 @@ pin_project! {
 impl<S: Store> Future for LeasedFuture<S> {
     type Output = Result<Decision, StoreError>;
 
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let mut this = self.project();
-        if let Some((.., arrived)) = this.waiting {
-            // The sender is dropped, and sends nothing.
-            let _ = ready!(Pin::new(arrived).poll(cx));
-        }
-        if let Some((inner, check, _)) = this.waiting.take() {
-            match inner.decide_now(check) {
-                Answer::Ready { answer } => return Poll::Ready(answer),
-                Answer::Pending { future } => this.sent.set(Some(future)),
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        loop {
+            let this = self.as_mut().project();
+            if let Some((.., arrival)) = this.waiting {
+                ready!(arrival.as_mut().poll(cx));
             }
-        }
-        match this.sent.as_pin_mut() {
-            Some(sent) => sent.poll(cx),
-            None => polled_after_completion("LeasedFuture"),
+            let Some((inner, check, patience, _)) = this.waiting.take() else {
+                return match this.sent.as_pin_mut() {
+                    Some(sent) => sent.poll(cx),
+                    None => polled_after_completion("LeasedFuture"),
+                };
+            };
+            match inner.check(check, patience) {
+                Answer::Ready { answer } => return Poll::Ready(answer),
+                Answer::Pending { future } => self.set(future),
+            }
         }
     }
 }

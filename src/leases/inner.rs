@@ -1,21 +1,22 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, Once, OnceLock, Weak};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
-use tokio::sync::{oneshot, watch};
-use tokio::time::{sleep, timeout};
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, timeout};
 
 use super::block::Block;
 use super::caller::{Ask, Caller, Ended};
+use super::future::LeasedFuture;
 use super::hot::HotCallers;
+use crate::background::{OpQueue, PendingOp};
 use crate::limit::{Check, Decision, Key, Mode, Policies};
 use crate::observe::mistakes::SHORT_LEASE;
 use crate::observe::{Observer, event, or_log};
-use crate::refunds::{PendingOp, RefundQueue, StoreQueue};
-use crate::store::{Answer, Digest, Shards, Share, Store};
+use crate::store::{Answer, Digest, Shards, Share, Store, op_queue};
 use crate::util::{contain, instant, lock};
 
 /// The state of a [`Leased`](super::Leased), which its clones share.
@@ -26,16 +27,14 @@ pub(super) struct Inner<S: Store> {
     hot: HotCallers,
     shards: Shards<Shard>,
     /// Created for the first ask, when the observer is known.
-    queue: OnceLock<StoreQueue<S>>,
+    queue: OnceLock<OpQueue>,
     observer: OnceLock<Arc<dyn Observer>>,
-    /// Each ask in flight has a receiver.
+    /// Each request for a block and each refund holds a receiver while it is in flight.
     in_flight: watch::Sender<()>,
-    /// Whether nothing is leased any more, and whether no block is kept either.
     is_shut_down: AtomicBool,
-    is_drained: AtomicBool,
     has_sweeper: AtomicBool,
-    /// Whether it was reported that a lease time is too short.
-    reported_short: AtomicBool,
+    /// The report that a lease time is too short.
+    short: Once,
 }
 
 /// Some of the callers that come often, by the caller and its policies.
@@ -46,14 +45,6 @@ struct Shard {
     max: usize,
 }
 
-/// Who decides a check.
-pub(super) enum Decided {
-    Block(Decision),
-    Store(Check),
-    /// The block that arrives when this is received.
-    Later(Check, oneshot::Receiver<()>),
-}
-
 /// The task that refunds what is not spent, and forgets callers. If it ends with its runtime, all blocks are refunded:
 /// nobody else may be left to do so.
 struct Sweeper<S: Store>(Weak<Inner<S>>);
@@ -61,8 +52,10 @@ struct Sweeper<S: Store>(Weak<Inner<S>>);
 const SHARDS: usize = 64;
 /// Of so many callers a new one replaces the one that wants the least.
 const SAMPLE: usize = 8;
-/// How long a shutdown waits for answers: longer than the usual deadlines of stores.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// Maximum number of blocks that a check waits for.
+pub(super) const PATIENCE: u8 = 3;
+/// How long a shutdown waits for replies: longer than the usual deadlines of stores.
+const SHUTDOWN: Duration = Duration::from_secs(1);
 /// Longest time between two sweeps.
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 /// After this many successive slow answers a lease time is reported as too short.
@@ -86,9 +79,8 @@ impl<S: Store> Inner<S> {
             observer: OnceLock::new(),
             in_flight: watch::Sender::default(),
             is_shut_down: AtomicBool::new(false),
-            is_drained: AtomicBool::new(false),
             has_sweeper: AtomicBool::new(false),
-            reported_short: AtomicBool::new(false),
+            short: Once::new(),
         }
     }
 
@@ -96,215 +88,197 @@ impl<S: Store> Inner<S> {
         self.observer.get_or_init(|| Arc::clone(observer));
     }
 
-    /// Decides a check by a block, if its caller comes often. Most callers do not: what `spend` does is kept out of line.
+    /// Decides a check, from a block if its caller is frequent. Most callers are not, so `spend` is
+    /// not inlined.
     #[inline]
-    pub(super) fn decide(self: &Arc<Self>, check: Check) -> Decided {
+    pub(super) fn check(self: &Arc<Self>, check: Check, patience: u8) -> Answer<LeasedFuture<S>> {
         let Some(lease) = check.policies().lease() else {
-            return Decided::Store(check);
+            return self.send(check);
         };
         let is_leasable = check.is_leasable();
         if is_leasable {
-            check.policies().lease_takes_effect();
+            check.offer();
         }
         let (shard, caller) = self.shards.of(check.key());
         let caller = caller.of_count(lease.id);
-        let is_alone = shard.len.load(Relaxed) == 0;
-        let is_hot = is_alone && is_leasable && self.hot.count(caller, lease.time);
+        let is_hot = is_leasable && patience == PATIENCE && self.hot.count(caller, lease.time);
+        if !is_hot && shard.len.load(Relaxed) == 0 {
+            return self.send(check);
+        }
         match check.mode() {
-            _ if is_alone && !is_hot => Decided::Store(check),
             _ if is_leasable && !self.is_shut_down.load(Relaxed) => {
-                self.spend(check, (shard, caller), lease.time, is_hot, true)
+                let hot = is_hot.then_some(lease.time);
+                return self.spend(check, (shard, caller), hot, patience);
             }
             Mode::Refund => {
                 if let Some(caller) = lock(&shard.callers).get_mut(&caller) {
-                    caller.refunded(check.cost());
+                    let blocks = caller.blocks.iter_mut();
+                    blocks.for_each(|block| block.refunded(check.cost()));
                 }
-                Decided::Store(check)
             }
             Mode::Reset => {
                 // The store forgets the charge, so that there is nothing to refund.
-                for block in shard.forget(caller).iter_mut().flat_map(Caller::drain) {
-                    self.notify(&block, 0, block.left());
+                for block in shard
+                    .forget(caller)
+                    .into_iter()
+                    .flat_map(|caller| caller.blocks)
+                {
+                    let charged = block.decision.granted().into();
+                    self.notify(event::Leased::new(charged, 0, block.left.into()));
                 }
-                Decided::Store(check)
             }
-            _ => Decided::Store(check),
+            _ => {}
+        }
+        self.send(check)
+    }
+
+    fn send(&self, check: Check) -> Answer<LeasedFuture<S>> {
+        match self.store.check(check) {
+            Answer::Ready { answer } => Answer::ready(answer),
+            Answer::Pending { future } => Answer::pending(LeasedFuture {
+                waiting: None,
+                sent: Some(future),
+            }),
         }
     }
 
-    /// Decides a check that has waited for a block, if need be by the store.
-    pub(super) fn decide_now(self: &Arc<Self>, check: Check) -> Answer<S::Future> {
-        let Some(lease) = check.policies().lease() else {
-            return self.store.check(check);
-        };
-        let (shard, caller) = self.shards.of(check.key());
-        match self.spend(
-            check,
-            (shard, caller.of_count(lease.id)),
-            lease.time,
-            false,
-            false,
-        ) {
-            Decided::Block(decision) => Answer::ready(Ok(decision)),
-            Decided::Store(check) | Decided::Later(check, _) => self.store.check(check),
-        }
-    }
-
-    /// Spends a block for a check. The `first` time it adds to the demand, and may wait.
+    /// Spends a block for a check, or lets the check wait for one. Adds the caller if it is `hot`
+    /// with this lease time.
     fn spend(
         self: &Arc<Self>,
         check: Check,
         (shard, caller): (&Shard, Digest),
-        lease: Duration,
-        is_hot: bool,
-        first: bool,
-    ) -> Decided {
-        let (key, cost, mut ended) = (*check.key(), check.cost(), Ended::new());
-        let (answer, ask, wait) = {
+        hot: Option<Duration>,
+        patience: u8,
+    ) -> Answer<LeasedFuture<S>> {
+        let (key, mut ended) = (*check.key(), Ended::new());
+        let (spent, ask, arrival) = {
             let mut callers = lock(&shard.callers);
-            if first && !callers.contains_key(&caller) && (is_hot || self.hot.count(caller, lease))
-            {
+            if let Some(lease) = hot.filter(|_| !callers.contains_key(&caller)) {
                 shard.begin(&mut callers, caller, lease, &mut ended);
             }
             match callers.get_mut(&caller) {
                 None => (Err(check), None, None),
                 Some(known) => {
-                    if first {
-                        known.want(cost);
+                    if patience == PATIENCE {
+                        known.want(check.cost());
                     }
-                    let answer = known.spend(check, &instant, &mut ended);
-                    let ask = known.ask(&instant);
-                    let waits = first && ask.is_none() && answer.is_err();
-                    (answer, ask, waits.then(|| known.wait(instant())).flatten())
+                    let spent = known.spend(check, &instant, &mut ended);
+                    let ask = known.ask(&instant, &self.share);
+                    let waits = patience > 0 && spent.is_err();
+                    (spent, ask, waits.then(|| known.wait(instant())).flatten())
                 }
             }
         };
         if let Some(ask) = ask {
-            let policies = answer
+            let policies = spent
                 .as_ref()
                 .map_or_else(Check::policies, Decision::policies);
             self.ask(key, caller, policies, ask);
-        } else if answer.is_err() {
+        } else if spent.is_err() {
             // Asks and the sweeper may be left of a runtime that has ended.
             self.queue().wake();
             self.attend();
         }
         self.end(ended);
-        match (answer, wait) {
-            (Ok(decision), _) => Decided::Block(decision),
-            (Err(check), Some(arrived)) => Decided::Later(check, arrived),
-            (Err(check), None) => Decided::Store(check),
+        match (spent, arrival) {
+            (Ok(decision), _) => Answer::ready(Ok(decision)),
+            (Err(check), None) => self.send(check),
+            (Err(check), Some(arrival)) => Answer::pending(LeasedFuture {
+                waiting: Some((Arc::clone(self), check, patience - 1, arrival)),
+                sent: None,
+            }),
         }
     }
 
-    fn queue(&self) -> &StoreQueue<S> {
+    fn queue(&self) -> &OpQueue {
         self.queue
-            .get_or_init(|| StoreQueue::new(self.store.clone(), self.observer.get().cloned()))
+            .get_or_init(|| op_queue(self.store.clone(), self.observer.get().cloned()))
     }
 
     fn ask(self: &Arc<Self>, key: Key, caller: Digest, policies: &Policies, ask: Ask) {
-        let in_flight = self.in_flight.subscribe();
-        if self.is_shut_down.load(SeqCst) {
-            let mut forgotten = self.shards.at(caller).forget(caller);
-            return self.end(forgotten.iter_mut().flat_map(Caller::drain).collect());
-        }
-        let size = ask.size(self.share.instances().get());
-        let check = Check::up_to(key, policies, size).for_block();
+        let check = Check::up_to(key, policies, ask.size).for_block();
         let (inner, queue) = (Arc::downgrade(self), self.queue().downgrade());
+        let in_flight = self.in_flight.subscribe();
         self.queue()
             .put(PendingOp::of_check(check).then(move |answer| {
-                let block = |decision| Block::new(key, decision, ask.at, ask.lease);
-                match (inner.upgrade(), answer, queue()) {
-                    (Some(inner), Ok(decision), _) if inner.store.is_authoritative(&decision) => {
-                        inner.answered(caller, ask, Some(block(decision)));
-                    }
-                    (inner, answer, queue) => {
-                        if let (Ok(decision), Some(queue)) = (&answer, queue) {
-                            // Nobody is left to spend it, or another store has granted it instead.
-                            queue.put(block(decision.clone()).into_refund(instant()));
+                let _in_flight = in_flight;
+                // A refund could free charges of other instances if this one was never made.
+                let is_lost = answer.as_ref().is_err_and(|error| !error.is_unsent());
+                let block = answer
+                    .ok()
+                    .map(|decision| Block::new(key, decision, ask.at));
+                match (inner.upgrade(), block) {
+                    (Some(inner), block) => {
+                        if is_lost {
+                            inner.notify(event::Leased {
+                                lost: ask.size.into(),
+                                ..event::Leased::new(0, 0, 0)
+                            });
                         }
-                        if let Some(inner) = inner {
-                            // A refund of what may have been charged could be of what others were charged.
-                            let lost = if answer.is_err_and(|error| !error.is_unsent()) {
-                                size
-                            } else {
-                                0
-                            };
-                            inner.answered(caller, ask, None);
-                            inner.notify_lost(lost);
+                        inner.answered(caller, ask, block);
+                    }
+                    // The store was dropped, so refund the whole block.
+                    (None, Some(block)) => {
+                        if let Some(queue) = queue() {
+                            queue.put(block.into_refund(instant()));
                         }
                     }
+                    (None, None) => {}
                 }
-                drop(in_flight);
             }));
     }
 
-    /// Handles the block that an ask was answered with, however late, if it was.
+    /// Handles the reply to a request, however late, with the granted block.
     fn answered(self: &Arc<Self>, caller: Digest, ask: Ask, block: Option<Block>) {
-        let asked = block
+        let policies = block
             .as_ref()
-            .map(|block| (block.key, block.policies().clone()));
-        let remaining = block.as_ref().map(Block::remaining);
-        let (instances, shard) = (self.share.instances().get(), self.shards.at(caller));
-        let answered = {
-            let (mut callers, now) = (lock(&shard.callers), instant());
+            .map(|block| block.decision.policies().clone());
+        let (instances, mut ended) = (self.share.instances().get(), Ended::new());
+        let (woken, slow) = {
+            let mut callers = lock(&self.shards.at(caller).callers);
             let Some(known) = callers.get_mut(&caller) else {
                 return;
             };
-            let block = block.filter(|block| block.left() > 0);
-            let Some(mut answered) = known.answered(&ask, block, remaining, instances, now) else {
-                return;
-            };
-            if self.is_drained.load(SeqCst) {
-                answered.ended.extend(known.drain());
+            let woken = known.answered(ask, block, instances, instant(), &mut ended);
+            if self.is_shut_down.load(SeqCst) {
+                ended.extend(known.blocks.drain(..));
             }
-            answered
+            (woken, known.slow)
         };
-        drop(answered.woken);
-        self.end(answered.ended);
-        if let Some((key, policies)) = asked {
-            if answered.slow == SLOW && !self.reported_short.swap(true, Relaxed) {
-                self.report_short(&policies, ask);
-            }
-            if let Some(ask) = answered.again {
-                self.ask(key, caller, &policies, ask);
-            }
+        drop(woken);
+        self.end(ended);
+        if let Some(policies) = policies.filter(|_| slow >= SLOW) {
+            self.short
+                .call_once(|| self.report_short(&policies, ask.at));
         }
         self.attend();
     }
 
+    /// Notifies the observer of blocks that have ended, and refunds the rest of them.
     fn end(&self, ended: Ended) {
-        for op in ended.into_iter().filter_map(|block| self.ended(block)) {
-            self.queue().put(op);
+        for block in ended {
+            let (now, left) = (instant(), u64::from(block.left));
+            let expired = if block.is_dead(now) { left } else { 0 };
+            let charged = block.decision.granted().into();
+            self.notify(event::Leased::new(charged, left - expired, expired));
+            if left > 0 {
+                let in_flight = self.in_flight.subscribe();
+                self.queue()
+                    .put(block.into_refund(now).then(move |_| drop(in_flight)));
+            }
         }
     }
 
-    /// Notifies the observer that a block has ended. Returns what refunds the rest of it.
-    fn ended(&self, block: Block) -> Option<PendingOp> {
-        let (now, left) = (instant(), block.left());
-        let (refunded, expired) = if block.is_dead(now) {
-            (0, left)
-        } else {
-            (left, 0)
-        };
-        self.notify(&block, refunded, expired);
-        (left > 0).then(|| block.into_refund(now))
-    }
-
-    fn notify(&self, block: &Block, refunded: u32, expired: u32) {
-        let event = event::Leased::new(block.granted().into(), refunded.into(), expired.into());
+    fn notify(&self, event: event::Leased) {
         contain(|| or_log(self.observer.get()).leased(&event));
     }
 
-    fn notify_lost(&self, lost: u32) {
-        let mut event = event::Leased::new(0, 0, 0);
-        event.lost = lost.into();
-        contain(|| (lost > 0).then(|| or_log(self.observer.get()).leased(&event)));
-    }
-
-    /// Reports that blocks take longer than a quarter of their lease time to be charged.
-    fn report_short(&self, policies: &Policies, Ask { at, lease, .. }: Ask) {
-        let (name, trip) = (policies.as_slice()[0].name(), instant() - at);
+    /// Reports that blocks arrive later than after a quarter of their lease time, such as the one
+    /// that was requested at this time.
+    fn report_short(&self, policies: &Policies, asked_at: Instant) {
+        let (name, trip) = (policies.as_slice()[0].name(), instant() - asked_at);
+        let lease = policies.lease().map(|lease| lease.time).unwrap_or_default();
         let problem = format!(
             "the policy {name:?} is leased for {lease:?}, and a block took {trip:.1?} to arrive, {SLOW} times in a row more \
              than a quarter of that: lease it for at least {:.1?}, or remove the lease{SHORT_LEASE}",
@@ -346,24 +320,15 @@ impl<S: Store> Inner<S> {
         self.is_shut_down.store(true, SeqCst);
         // An answer may be left of a runtime that has ended.
         self.queue().wake();
-        let _ = timeout(PATIENCE, self.in_flight.closed()).await;
-        self.is_drained.store(true, SeqCst);
-        let refunds: Vec<_> = self
-            .drain()
-            .into_iter()
-            .filter_map(|block| self.ended(block))
-            .collect();
-        let sent: Vec<_> = refunds.into_iter().map(|op| self.queue().ask(op)).collect();
-        for refund in sent {
-            refund.await;
-        }
+        self.end(self.drain());
+        let _ = timeout(SHUTDOWN, self.in_flight.closed()).await;
     }
 
     fn drain(&self) -> Ended {
         let drain = |shard: &Shard| {
             lock(&shard.callers)
                 .values_mut()
-                .flat_map(Caller::drain)
+                .flat_map(|caller| caller.blocks.drain(..))
                 .collect::<Ended>()
         };
         self.shards.iter().flat_map(drain).collect()
@@ -412,10 +377,10 @@ impl Shard {
             let least = sample
                 .filter_map(|(other, known)| Some((known.demand()?, *other)))
                 .min();
-            let Some(mut known) = least.and_then(|(_, least)| callers.remove(&least)) else {
+            let Some(known) = least.and_then(|(_, least)| callers.remove(&least)) else {
                 return;
             };
-            ended.extend(known.drain());
+            ended.extend(known.blocks);
         }
         callers.insert(caller, Caller::new(lease, instant()));
         self.len.store(callers.len(), Relaxed);

@@ -25,10 +25,10 @@ use std::sync::Arc;
 
 pub use self::future::LeasedFuture;
 
-use self::inner::{Decided, Inner};
+use self::inner::{Inner, PATIENCE};
 use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
-use crate::store::{Answer, Share, Store};
+use crate::store::{Answer, Share, Store, Waiters};
 
 /// A store that answers callers that come often from memory, and never grants more than the quota.
 ///
@@ -54,8 +54,8 @@ use crate::store::{Answer, Share, Store};
 ///   page [`leases`](crate::guide::leases) says why no more than the quota is granted then.
 /// - **Fair.** A block is at most a part of what remains: half of what each instance of the [`share`](Self::share) would
 ///   get. With little left, each check is decided by the shared store.
-/// - **Refunded.** What is left of a block is refunded when it has not been spent from for a while, when it is too old,
-///   when the last clone of the store is dropped, and by [`shutdown`](Self::shutdown).
+/// - **Refunded.** The rest of a block is refunded when the block is too old, when the last clone of the store is dropped,
+///   and by [`shutdown`](Self::shutdown).
 /// - **Outages.** While the primary store of a [`Fallback`] inside cannot decide, blocks are spent, and no other is
 ///   charged. Put this store around the fallback, not into it.
 /// - A [reset](Check::reset) drops the blocks of this instance. Other instances, and other lists of policies, may spend
@@ -104,7 +104,8 @@ impl<S: Store> Leased<S> {
     }
 
     /// Refunds what is left of all blocks, and charges none from here on: for the end of a process, before its runtime
-    /// ends. It waits for blocks that the store is just charging, for a second at most. The store still decides.
+    /// ends. It waits for at most a second until the store has replied to all refunds, and to the charges in flight. The
+    /// store still decides checks.
     ///
     /// # Panics
     ///
@@ -118,21 +119,7 @@ impl<S: Store> Store for Leased<S> {
     type Future = LeasedFuture<S>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        let Self { inner } = self;
-        match inner.decide(check) {
-            Decided::Block(decision) => Answer::ready(Ok(decision)),
-            Decided::Store(check) => match inner.store.check(check) {
-                Answer::Ready { answer } => Answer::ready(answer),
-                Answer::Pending { future } => Answer::pending(LeasedFuture {
-                    waiting: None,
-                    sent: Some(future),
-                }),
-            },
-            Decided::Later(check, arrived) => Answer::pending(LeasedFuture {
-                waiting: Some((Arc::clone(inner), check, arrived)),
-                sent: None,
-            }),
-        }
+        self.inner.check(check, PATIENCE)
     }
 
     fn withdraw(&self, future: Pin<&mut Self::Future>) -> bool {
@@ -156,12 +143,8 @@ impl<S: Store> Store for Leased<S> {
         self.inner.store.partition(key)
     }
 
-    fn is_authoritative(&self, decision: &Decision) -> bool {
-        self.inner.store.is_authoritative(decision)
-    }
-
-    fn identity(&self) -> Option<usize> {
-        self.inner.store.identity()
+    fn waiters(&self) -> Option<Waiters> {
+        self.inner.store.waiters()
     }
 
     fn server(&self, key: &Key) -> Option<String> {

@@ -23,7 +23,7 @@ impl Answered {
             return None;
         }
         let mut again = self.verdicts.clone();
-        again.age = now - (until - self.policies.longest_period());
+        again.age = (now - (until - self.policies.longest_period())).max(1);
         // A quota may have been lowered since, and no more than its capacity can remain.
         for (verdict, policy) in again.each.iter_mut().zip(check.policies()) {
             verdict.remaining = verdict.remaining.min(policy.params().capacity);

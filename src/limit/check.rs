@@ -1,11 +1,13 @@
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
 
 use super::strategy::Ask;
 use super::{
-    Charged, Decision, EachCharged, Key, LONGEST, Mode, Policies, Policy, SlotId, Source, State,
-    Verdict, Verdicts,
+    Charged, Decision, EachCharged, Key, LONGEST, LONGEST_WAIT, Mode, Policies, Policy, SlotId,
+    Source, State, Verdict, Verdicts,
 };
 
 /// One request to a [`Store`](crate::store::Store): may this caller use this cost under these
@@ -56,6 +58,8 @@ enum Extra {
     /// microseconds.
     Within(i64),
     Charged(EachCharged),
+    /// Set by a [`Leased`](crate::Leased) store that could decide it by a block.
+    Offered(Arc<AtomicBool>),
 }
 
 impl Check {
@@ -72,13 +76,17 @@ impl Check {
     /// callers see the debt immediately, so each such check is due at a different time, over all
     /// instances.
     ///
-    /// The debt is bounded like that of a [`charge`](Self::charge). Only strategies that refill
-    /// gradually support it; under others, and in a [`Store`](crate::store::Store) without debts,
-    /// this is a [`take`](Self::take).
+    /// Nothing is taken more than a day ahead. Only strategies that refill gradually support it; under others, and in a
+    /// [`Store`](crate::store::Store) without debts, this is a [`take`](Self::take). While turns are taken ahead, every
+    /// [`take`](Self::take) of the caller is denied, in all instances, and a [`charge`](Self::charge) charges at most what
+    /// is missing to a debt of one capacity.
+    ///
+    /// A turn that is not used is [refunded](Decision::refund) only as far as no later turn stands on it: those who took
+    /// ahead after it keep their times.
     pub fn take_ahead(key: Key, policies: &Policies, cost: u32, within: Duration) -> Self {
-        let owes = policies.iter().all(|policy| policy.frees().has_burst());
+        let owes = policies.iter().all(|policy| policy.frees().is_gradual());
         let within = if owes {
-            within.as_micros().min(LONGEST as u128) as i64
+            within.as_micros().min(LONGEST_WAIT as u128) as i64
         } else {
             0
         };
@@ -108,8 +116,8 @@ impl Check {
     }
 
     /// Charges a debt that takes `time` to refill, or nothing if the debt is already larger, so
-    /// that repeated and concurrent charges do not add up. Only for policies of gradually refilling
-    /// strategies. The debt is at most the capacity.
+    /// that repeated and concurrent charges do not add up. Only for policies of buckets. The
+    /// debt is at most the capacity.
     pub(crate) fn charge_debt_of(key: Key, policies: &Policies, time: Duration) -> Self {
         let extra = Some(Box::new(Extra::Within(
             time.as_micros().min(LONGEST as u128) as i64,
@@ -203,19 +211,16 @@ impl Check {
     /// A store keeps an id for the longest period of the policies. Do not let callers choose their
     /// ids: a caller that sends the same id with every request is charged once. A
     /// [`LocalStore`](crate::LocalStore) keeps as many ids as keys; beyond that it drops the oldest
-    /// of a few. This method does nothing for a [take ahead](Self::take_ahead), and for the refunds
+    /// of a few. A [`Fallback`](crate::Fallback) does not carry ids across an outage: each instance
+    /// that decides without its primary store may charge an id again. This method does nothing
+    /// for a [take ahead](Self::take_ahead), and for the refunds
     /// of a [decision](Decision::refund), which have no id.
     #[must_use]
     pub fn with_id(self, id: impl AsRef<[u8]>) -> Self {
-        self.with_id_key(Some(Key::new(id)))
-    }
-
-    /// Adds the id of another check.
-    pub(crate) fn with_id_key(self, id: Option<Key>) -> Self {
         match self.extra.as_deref() {
             Some(Extra::Within(_) | Extra::Charged(_)) => self,
             _ => Self {
-                extra: id.map(|id| Box::new(Extra::Id(id))),
+                extra: Some(Box::new(Extra::Id(Key::new(id)))),
                 ..self
             },
         }
@@ -291,8 +296,7 @@ impl Check {
             .unwrap_or(Charged::just_now(self.cost.into()))
     }
 
-    /// Sets whether the charge is settled later, so that other callers may get a part of it
-    /// refunded.
+    /// Sets whether the charge is settled later. No block decides such a check.
     pub(crate) fn reserving(self, reserves: bool) -> Self {
         Self { reserves, ..self }
     }
@@ -327,15 +331,32 @@ impl Check {
     pub(crate) fn is_leasable(&self) -> bool {
         let is_plain =
             self.mode == Mode::Take && self.cost > 0 && self.id().is_none() && !self.reserves;
-        is_plain && self.leasing == Leasing::Possible
+        is_plain && self.leasing == Leasing::Possible && self.policies.lease().is_some()
+    }
+
+    /// Returns the check without an id, and a flag that a [`Leased`](crate::Leased) store
+    /// [sets](Self::offer).
+    pub(crate) fn watched(self) -> (Self, Arc<AtomicBool>) {
+        let offered = Arc::new(AtomicBool::new(false));
+        let extra = Some(Box::new(Extra::Offered(Arc::clone(&offered))));
+        (Self { extra, ..self }, offered)
+    }
+
+    /// Sets the flag: a [`Leased`](crate::Leased) store received the check, and a block may decide it.
+    #[inline]
+    pub(crate) fn offer(&self) {
+        if let Some(Extra::Offered(offered)) = self.extra.as_deref() {
+            offered.store(true, Relaxed);
+        }
     }
 
     /// Returns the check with the age that Redis computes at this time.
     #[cfg(test)]
     pub(crate) fn at_redis(mut self, now: i64) -> Self {
         if let Some(Extra::Charged(each)) = self.extra.as_deref_mut() {
-            for charged in each.iter_mut().filter(|charged| charged.at > 0) {
-                charged.age = charged.age.max(now - charged.at);
+            for charged in each.iter_mut().filter(|charged| charged.at.micros() > 0) {
+                let age = if charged.is_turn { 0 } else { charged.age };
+                charged.age = age.max(now - charged.at.micros());
             }
         }
         self

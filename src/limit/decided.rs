@@ -13,9 +13,9 @@ impl Check {
     /// that may grant a part of the cost: an allowed take is granted its whole cost, and a peek or
     /// a denied check nothing.
     ///
-    /// Contradictions are corrected. The granted amount is at most the cost. The remaining amount is
-    /// at most the capacity minus the charge, and less than the cost if the check is denied. A denial
-    /// waits at least a microsecond, and the reset is not earlier than the end of the wait.
+    /// Contradictions are corrected. The granted amount is at most the cost. The remaining amount
+    /// is at most the capacity minus the charge, and less than the cost if the check is denied. A
+    /// denial waits at least a microsecond, and the reset is not earlier than the end of the wait.
     ///
     /// ```
     /// use std::time::Duration;

@@ -1,7 +1,8 @@
 use std::time::Duration;
 
 use super::{
-    Charged, Check, EachCharged, Key, LONGEST, Policies, Policy, Verdict, Verdicts, duration,
+    Charged, ChargedAt, Check, EachCharged, Key, LONGEST, Policies, Policy, Verdict, Verdicts,
+    duration,
 };
 
 /// The verdict on one check.
@@ -235,6 +236,11 @@ impl Decision {
     /// A policy of requests [in flight](crate::Policy::in_flight) refunds nothing: it counts a
     /// request until it ends.
     ///
+    /// A [`Fallback`](crate::Fallback) refunds a charge where it was made. If that is Redis and
+    /// Redis is down, the check fails with an error that is
+    /// [unsent](crate::store::StoreError::is_unsent): send a new one later. Layers and
+    /// [`Limiter::reserve`](crate::Limiter::reserve) do so for as long as the charge counts.
+    ///
     /// There are no checks if nothing was granted, or if all of it has expired. Send each check
     /// once, and refund a decision once; of decisions under one id, refund only one. After a reset,
     /// or after the store has lost its data, newer charges cannot be distinguished from this
@@ -272,9 +278,10 @@ impl Decision {
         let over_time = self.verdicts().filter(|(policy, _)| !policy.is_in_flight());
         let charged = Charged {
             age,
-            at: self.verdicts.at,
+            at: self.charged_at(),
             cost: self.granted().into(),
             reset: 0,
+            is_turn: self.due_in().is_some(),
         };
         let charged: EachCharged = over_time
             .map(|(_, verdict)| Charged {
@@ -300,13 +307,17 @@ impl Decision {
         }
     }
 
-    /// Returns the decision at the time when a charge in advance is due, for one of the requests
-    /// that share it, each at `cost`.
+    /// The same decision when what was taken ahead is due, as if it had been charged then.
     pub(crate) fn due(self, cost: u32) -> Self {
         let mut verdicts = self.verdicts;
+        let waited = verdicts.of(self.decider).wait;
         verdicts.granted = i64::from(cost);
+        if verdicts.at > 0 {
+            verdicts.at += waited;
+        }
         for verdict in &mut verdicts.each {
             verdict.wait = 0;
+            verdict.reset = (verdict.reset - waited).max(0);
         }
         Self::new(self.policies, verdicts, self.source)
     }
@@ -344,21 +355,34 @@ impl Decision {
         Self::new(policies, verdicts, source)
     }
 
-    /// Returns when Redis decided, in microseconds of its clock; 0 or below if another store did.
-    pub(crate) fn at(&self) -> i64 {
-        self.verdicts.at
+    /// Returns where it was charged.
+    pub(crate) fn charged_at(&self) -> ChargedAt {
+        match self.source {
+            Source::Local => ChargedAt::Local(self.verdicts.at),
+            Source::Redis | Source::Cached | Source::Leased | Source::Other(_) => {
+                ChargedAt::Redis(self.verdicts.at)
+            }
+        }
     }
 
-    /// Marks the charge as recorded in the outage log with this number.
-    pub(crate) fn in_log(mut self, log: i64) -> Self {
-        self.verdicts.at = -log;
+    /// Marks a charge of a [`LocalStore`](crate::LocalStore) as made at this time of this process's
+    /// clock, or as much earlier as the decision that it repeats.
+    pub(crate) fn charged_locally(mut self, at: i64) -> Self {
+        if self.source == Source::Local {
+            self.verdicts.at = at - self.verdicts.age;
+        }
         self
+    }
+
+    /// Returns `true` if it repeats an earlier decision under an id, and has charged nothing.
+    pub(crate) fn is_repeated(&self) -> bool {
+        self.verdicts.age > 0
     }
 
     /// Returns the decision as Redis would have made it at this time.
     #[cfg(test)]
     pub(crate) fn decided_at(mut self, at: i64) -> Self {
-        self.verdicts.at = at;
+        (self.verdicts.at, self.source) = (at, Source::Redis);
         self
     }
 

@@ -41,12 +41,12 @@ pub use strategy::{Align, Refill, Strategy};
 pub use verdict::Verdict;
 
 pub(crate) use answered::Answered;
-pub(crate) use charged::{Charged, EachCharged, LONGEST};
+pub(crate) use charged::{Charged, ChargedAt, EachCharged, LONGEST};
 pub(crate) use duration::micros;
 pub(crate) use kind::Kind;
 pub(crate) use policy::is_name;
 pub(crate) use state::State;
-pub(crate) use strategy::{Frees, Snapshot, strategies};
+pub(crate) use strategy::{Frees, LONGEST_WAIT, Snapshot, strategies};
 #[cfg(test)]
 pub(crate) use strategy::{Model, most_spent};
 pub(crate) use verdict::Verdicts;

@@ -3,13 +3,12 @@ use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::num::NonZeroU32;
 use std::ops::Index;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::{Kind, Policy, Quota, Strategy};
+use super::{Policy, Quota, Strategy};
 use crate::error::ConfigError;
 
 /// The policies of one check: one or more, with different names. All of them allow and charge the
@@ -57,10 +56,7 @@ struct List {
     id: u64,
     /// The lease, if all policies are leased.
     lease: Option<Lease>,
-    is_leased: bool,
-    /// Set by the first [`Leased`](crate::Leased) store that receives a check that a block may
-    /// decide.
-    takes_effect: AtomicBool,
+    has_lease: bool,
     /// A hash of the addresses of the policies.
     identity: u64,
     /// The policies of requests in flight, and the others, if the list contains both.
@@ -146,18 +142,16 @@ impl Policies {
             policies.iter().cloned().partition(Policy::is_in_flight);
         let split = (!in_flight.is_empty() && !others.is_empty())
             .then(|| (Self::of(in_flight), Self::of(others)));
-        let (lease, is_leased) = (
+        let (lease, has_lease) = (
             Lease::of(&policies),
             policies.iter().any(|policy| policy.lease().is_some()),
         );
-        let (takes_effect, part, derived) =
-            (AtomicBool::new(false), Mutex::default(), OnceLock::new());
+        let (part, derived) = (Mutex::default(), OnceLock::new());
         Self(Arc::new(List {
             policies,
             id,
             lease,
-            is_leased,
-            takes_effect,
+            has_lease,
             identity,
             split,
             part,
@@ -253,12 +247,12 @@ impl Policies {
         PROBE.clone()
     }
 
-    /// The policy that an instance uses to show others that it is still reconciling an outage: it
-    /// holds one request in flight until it has finished.
+    /// The policy of announcements that an instance reconciles an outage. Each charges a debt, which
+    /// expires with the announcement.
     pub(crate) fn reconciling() -> Self {
-        const QUOTA: Quota = Quota::per(1_000_000, Duration::from_millis(750));
+        const QUOTA: Quota = Quota::per_second(1_000).burst(10_000);
         static RECONCILING: LazyLock<Policies> =
-            LazyLock::new(|| Policy::known("reconciling", Kind::InFlight, QUOTA).into());
+            LazyLock::new(|| Policy::known("reconciling", Strategy::Gcra.into(), QUOTA).into());
         RECONCILING.clone()
     }
 
@@ -273,19 +267,10 @@ impl Policies {
         self.0.lease
     }
 
-    /// Records that a block may decide checks under this list.
+    /// Returns `true` if a policy of the list is leased.
     #[inline]
-    pub(crate) fn lease_takes_effect(&self) {
-        if !self.0.takes_effect.load(Relaxed) {
-            self.0.takes_effect.store(true, Relaxed);
-        }
-    }
-
-    /// Returns `true` if a policy is leased, but no block could decide a check under this list so
-    /// far.
-    #[inline]
-    pub(crate) fn is_leased_for_nothing(&self) -> bool {
-        self.0.is_leased && !self.0.takes_effect.load(Relaxed)
+    pub(crate) fn has_lease(&self) -> bool {
+        self.0.has_lease
     }
 
     /// Returns `true` if both lists count with the same keys.

@@ -70,9 +70,8 @@ impl Verdict {
 pub(crate) struct Verdicts {
     /// The amount charged or refunded.
     pub(crate) granted: i64,
-    /// When Redis decided, in microseconds of its clock; 0 if another store did. A negative number
-    /// identifies the outage log of a [`Fallback`](crate::Fallback) that records the charge until
-    /// it is reconciled.
+    /// When Redis decided, in microseconds of its clock, or a [`Fallback`](crate::Fallback) by
+    /// itself, in microseconds of this process's clock; 0 if another store did.
     pub(crate) at: i64,
     /// Microseconds since the original decision, if this is a repetition under an
     /// [id](super::Check::with_id).

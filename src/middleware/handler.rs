@@ -15,7 +15,7 @@ use crate::observe::mistakes::NO_CHARGE;
 use crate::settle::{Charge, ReserveError};
 
 /// The charge of this request. Rejects with a 500 if no outer layer settles charges; the log, and
-/// in debug builds the body, says how to fix it.
+/// in debug builds the body, names the fix.
 impl<S: Sync> FromRequestParts<S> for Charge {
     type Rejection = Response;
 

@@ -3,6 +3,7 @@
 //! Fields may be added. Use `new` to create an event, for tests of your own observer or for code
 //! that calls a store itself.
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use crate::error::StoreError;
@@ -74,12 +75,17 @@ impl<'a> Misconfigured<'a> {
 pub struct Degraded<'a> {
     /// The last failure.
     pub error: &'a StoreError,
+    /// The number of instances that [share](crate::Fallback::share) each limit. With 1, each instance grants the whole limit.
+    pub share: NonZeroU32,
 }
 
 impl<'a> Degraded<'a> {
-    /// Creates an event.
+    /// Creates an event with a share of 1.
     pub const fn new(error: &'a StoreError) -> Self {
-        Self { error }
+        Self {
+            error,
+            share: NonZeroU32::MIN,
+        }
     }
 }
 
@@ -124,8 +130,8 @@ impl Reconciled {
 pub struct Leased {
     /// The cost charged in advance.
     pub charged: u64,
-    /// The part that is refunded because the caller did not spend it, or because the store shuts
-    /// down.
+    /// The part that is refunded before it expires: because the store shuts down, or to make room
+    /// for other blocks.
     pub refunded: u64,
     /// The part that expired before it was spent, or that a reset cleared. If a part of it still
     /// counts, that is refunded.

@@ -41,8 +41,8 @@ use super::{Observer, event};
 /// use tower_redis_ratelimit::{RedisStore, Strategy};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// // Install the recorder first. Observers created earlier are not described, and their gauges are
-/// missing until they change.
+/// // Install the recorder first: observers created earlier are not described, and their gauges are
+/// // missing until they change.
 /// let recorder = PrometheusBuilder::new()
 ///     // Without buckets the exporter emits quantiles, which cannot be aggregated over instances.
 ///     .set_buckets_for_metric(Matcher::Full("ratelimit_check_seconds".into()), &[0.0001, 0.001, 0.01, 0.1])?
@@ -93,7 +93,7 @@ const COUNTERS: [(&str, &str); 7] = [
     ),
     (
         "ratelimit_lease_refunded_total",
-        "Leased cost that was refunded because the caller did not spend it.",
+        "Leased cost that was refunded before it expired, such as at a shutdown.",
     ),
     (
         "ratelimit_lease_expired_total",
@@ -143,9 +143,11 @@ impl MetricsObserver {
         Self::named("default")
     }
 
-    /// Creates an observer with this label `store`, for a process with several stores. Observers of the same name share their gauges, so give each store its name.
+    /// Creates an observer with this label `store`, for a process with several stores. Observers of
+    /// the same name share their gauges, so give each store its name.
     ///
-    /// The constructor describes the metrics to the recorder, and registers those without further labels, so install the recorder first.
+    /// The constructor describes the metrics to the recorder, and registers those without further
+    /// labels, so install the recorder first.
     pub fn named(store: &str) -> Self {
         let store = SharedString::from(Arc::<str>::from(store));
         describe_counter!(
@@ -170,7 +172,8 @@ impl MetricsObserver {
         }
         for (name, unit, description) in HISTOGRAMS {
             describe_histogram!(name, unit, description);
-            // Register the histogram empty: Prometheus does not see the first outage unless the series starts at 0.
+            // Register the histogram empty: Prometheus does not see the first outage unless the
+            // series starts at 0.
             drop(histogram!(name, "store" => store.clone()));
         }
         Self { store }

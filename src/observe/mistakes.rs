@@ -24,6 +24,9 @@ mistakes! {
     NOT_LEASED = "not-leased",
     SHORT_LEASE = "short-lease",
     MISSING_RIGHT = "missing-right",
+    ONE_NAME_TWO_QUOTAS = "one-name-two-quotas",
+    NEVER_PASSES = "never-passes",
+    UNKNOWN_TIER = "unknown-tier",
 }
 
 #[cfg(test)]

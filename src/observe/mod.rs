@@ -27,8 +27,8 @@ pub(crate) use self::unobserved::or_log;
 /// Without an observer, the feature `tracing` logs problems as a `TracingObserver` does:
 /// [`degraded`](Self::degraded), [`recovered`](Self::recovered),
 /// [`misconfigured`](Self::misconfigured), and [`failed`](Self::failed) once a minute for each kind
-/// of error. Without that feature, a debug build prints the first `degraded` and the first
-/// `misconfigured` to standard error. `.observer(())` disables both.
+/// of error. Without that feature, or without a subscriber, a debug build prints the first
+/// `degraded` and the first `misconfigured` to standard error. `.observer(())` disables both.
 ///
 /// Set the observer once: [`RateLimitLayer::observer`](crate::RateLimitLayer::observer) also passes
 /// it to the layer's [`Fallback`](crate::Fallback) and to both stores in it. A store keeps the
@@ -62,17 +62,23 @@ pub trait Observer: Send + Sync + 'static {
         let _ = event;
     }
 
-    /// A store could not decide a check. A [`Fallback`](crate::Fallback) reports this before it decides the check itself, and a layer if no store decided. Also reported if a request could not be [settled](crate::RateLimitLayer::settle).
+    /// A store could not decide a check. A [`Fallback`](crate::Fallback) reports this before it
+    /// decides the check itself, and a layer if no store decided. Also reported if a request could
+    /// not be [settled](crate::RateLimitLayer::settle).
     fn failed(&self, event: &event::Failed<'_>) {
         let _ = event;
     }
 
-    /// The server is misconfigured. Either a layer can count no request, and every HTTP request gets a 500. Or a layer skips a policy that it cannot enforce, a request was charged twice, a policy is leased without effect, or the Redis user lacks a right. Each layer and store reports this at most once a minute.
+    /// The server is misconfigured. Either a layer can count no request, and every HTTP request
+    /// gets a 500. Or a layer skips a policy that it cannot enforce, a request was charged twice, a
+    /// policy is leased without effect, or the Redis user lacks a right. Each layer and store
+    /// reports this at most once a minute.
     fn misconfigured(&self, event: &event::Misconfigured<'_>) {
         let _ = event;
     }
 
-    /// The primary store of a [`Fallback`](crate::Fallback) has failed too often, so the fallback decides.
+    /// The primary store of a [`Fallback`](crate::Fallback) has failed too often, so the fallback
+    /// decides.
     fn degraded(&self, event: &event::Degraded<'_>) {
         let _ = event;
     }
@@ -82,12 +88,14 @@ pub trait Observer: Send + Sync + 'static {
         let _ = event;
     }
 
-    /// The fallback's grants were charged to the primary store, after an outage or a single failure.
+    /// The fallback's grants were charged to the primary store, after an outage or a single
+    /// failure.
     fn reconciled(&self, event: &event::Reconciled) {
         let _ = event;
     }
 
-    /// A block of a [`Leased`](crate::Leased) store has ended: it is spent, or its rest is refunded.
+    /// A block of a [`Leased`](crate::Leased) store has ended: it is spent, or its rest is
+    /// refunded.
     fn leased(&self, event: &event::Leased) {
         let _ = event;
     }

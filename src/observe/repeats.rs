@@ -20,8 +20,8 @@ const COUNTS_PER_CALL: usize = 2;
 /// Reports a new subject immediately, and afterwards its count at the end of each minute in which it occurred. A subject
 /// that does not occur for a minute is new again.
 ///
-/// No task runs: call [`counts`](Self::counts) before each [`record`](Self::record). At most `max` subjects are listed in a
-/// minute; the others share one count.
+/// No task runs: call [`counts`](Self::counts) before each [`record`](Self::record). At most `max`
+/// subjects are listed in a minute; the others share one count.
 pub(super) struct Repeats<K, S> {
     minute: Mutex<Minute<K, S>>,
     start: Instant,

@@ -1,6 +1,6 @@
 use std::error::Error as StdError;
 use std::fmt;
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU32, NonZeroUsize};
 use std::sync::Arc;
 
 use tracing::{Span, error, info, trace, warn};
@@ -108,7 +108,8 @@ impl TracingObserver {
         }
     }
 
-    /// Shows callers by their [keys in clear](Key::reveal), which may be addresses or user names. Secrets stay hashed. Disabled by default.
+    /// Shows callers by their [keys in clear](Key::reveal), which may be addresses or user names.
+    /// Secrets stay hashed. Disabled by default.
     pub fn reveal_keys(self) -> Self {
         Self {
             reveal_keys: true,
@@ -116,7 +117,9 @@ impl TracingObserver {
         }
     }
 
-    /// Sets the maximum number of callers that are listed per minute, which bounds the log lines, and the memory to about 400 bytes per caller. A caller denied by two policies counts twice. Defaults to [1,000](Self::DEFAULT_CALLERS). Earlier clones keep their counts.
+    /// Sets the maximum number of callers that are listed per minute, which bounds the log lines,
+    /// and the memory to about 400 bytes per caller. A caller denied by two policies counts twice.
+    /// Defaults to [1,000](Self::DEFAULT_CALLERS). Earlier clones keep their counts.
     pub fn callers(self, max: NonZeroUsize) -> Self {
         Self {
             log: Log::new(max),
@@ -212,12 +215,23 @@ impl Observer for TracingObserver {
         error!(problem, "rate limiting is misconfigured");
     }
 
-    fn degraded(&self, &event::Degraded { error }: &event::Degraded<'_>) {
-        warn!(
-            kind = error.kind().as_str(),
-            error = error as &dyn StdError,
-            "shared store unavailable, enforcing rate limits locally"
-        );
+    fn degraded(&self, &event::Degraded { error, share }: &event::Degraded<'_>) {
+        let (kind, source) = (error.kind().as_str(), error as &dyn StdError);
+        match share {
+            NonZeroU32::MIN => warn!(
+                kind,
+                error = source,
+                share,
+                "shared store unavailable, enforcing rate limits locally; every instance grants the whole limit: set \
+                 `Fallback::share` if there are several"
+            ),
+            share => warn!(
+                kind,
+                error = source,
+                share,
+                "shared store unavailable, enforcing rate limits locally"
+            ),
+        }
     }
 
     fn recovered(&self, &event::Recovered { after }: &event::Recovered) {

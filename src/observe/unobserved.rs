@@ -3,6 +3,7 @@
 use std::error::Error as _;
 use std::fmt;
 use std::io::Write as _;
+use std::num::NonZeroU32;
 use std::sync::{Arc, Once};
 
 use super::{Observer, event};
@@ -57,10 +58,16 @@ impl Observer for Unobserved {
                     .source()
                     .map(|cause| format!(" ({cause})"))
                     .unwrap_or_default();
+                let whole = match event.share {
+                    NonZeroU32::MIN => {
+                        "; every instance grants the whole limit: set `Fallback::share` if there are several"
+                    }
+                    _ => "",
+                };
                 print_once(
                     &PRINTED,
                     format_args!(
-                        "shared store unavailable, enforcing rate limits locally: {}{cause}",
+                        "shared store unavailable, enforcing rate limits locally: {}{cause}{whole}",
                         event.error
                     ),
                 );

@@ -1,18 +1,18 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Mutex, OnceLock};
 
 use smallvec::SmallVec;
 
 use super::settlement::Counted;
-use super::{Charge, Settlement};
+use super::{Charge, Reserved, Settlement};
+use crate::background::{OpQueue, PendingOp};
 use crate::in_flight::Slot;
 use crate::limit::{Check, Decision};
-use crate::refunds::{PendingOp, RefundQueue, Reserved};
 use crate::util::lock;
 
 /// The reservations of one request. Dropping it settles them.
 pub(crate) struct Account {
-    refunds: Arc<dyn RefundQueue>,
+    ops: OpQueue,
     /// The cost reserved under the layer's policies, also in a dry run.
     reserved: AtomicU32,
     /// The part of `reserved` that the handler has added, which the layer's decision does not
@@ -36,7 +36,7 @@ struct AccountState {
 /// The reservations that are not settled yet.
 #[derive(Default)]
 struct Open {
-    /// Under the layer's policies, or those of a dry run and of shadows.
+    /// One per list of policies: the layer's, and those of dry runs and shadows.
     reserved: SmallVec<[Reserved; 1]>,
     /// Whether the first one is under policies that the layer enforces.
     enforced: bool,
@@ -57,11 +57,7 @@ const UNUSED: u64 = u64::MAX;
 impl Account {
     /// Creates the account of a request, which may have reserved nothing. By default the handles
     /// determine the cost.
-    pub(crate) fn new(
-        refunds: Arc<dyn RefundQueue>,
-        reserved: Option<Reserved>,
-        slot: Option<Slot>,
-    ) -> Self {
+    pub(crate) fn new(ops: OpQueue, reserved: Option<Reserved>, slot: Option<Slot>) -> Self {
         let in_flight = slot.into_iter().collect();
         let cost = reserved.as_ref().map_or(0, Reserved::cost);
         let enforced = reserved.is_some();
@@ -76,7 +72,7 @@ impl Account {
             in_flight,
         };
         Self {
-            refunds,
+            ops,
             reserved: AtomicU32::new(cost),
             extra: AtomicU32::new(0),
             units: AtomicU64::new(UNUSED),
@@ -107,12 +103,12 @@ impl Account {
                 Some(cost) => cost,
             }
         };
-        reserved.settle(cost, &*self.refunds);
+        reserved.settle(cost, &self.ops);
     }
 
-    /// Applies the rule of the layer when the head of the response is known. Either settles
-    /// immediately, or stores how to settle at the end. Returns the cost under the layer's
-    /// policies, if it is determined.
+    /// Applies the layer's rule, which has seen the head of the response. Either settles
+    /// immediately, or stores how to settle at the end. Returns the cost under the layer's policies,
+    /// if the rule determines it.
     pub(crate) fn settle(&self, settlement: Settlement) -> Option<Settled> {
         let (open, known, cost) = {
             let mut state = lock(&self.state);
@@ -127,7 +123,7 @@ impl Account {
         };
         open.settle(
             |reserved| settlement.cost(reserved, Counted::default()),
-            &*self.refunds,
+            &self.ops,
         );
         Some(Settled {
             reserved: known,
@@ -144,7 +140,7 @@ impl Account {
             .reserved
             .first()
             .filter(|_| state.open.enforced)?
-            .ask_more(units)
+            .take_more(units)
     }
 
     /// Adds the grant of that check.
@@ -161,13 +157,13 @@ impl Account {
             }
             state.settlement
         };
-        // The head of the response came first. If it determined the cost, that is already charged.
+        // The layer's rule was faster. If it determined the cost, that is already charged.
         let kept = if settlement == Settlement::Keep {
             units
         } else {
             0
         };
-        reserved.settle(kept, &*self.refunds);
+        reserved.settle(kept, &self.ops);
     }
 
     /// Refunds an addition of this cost.
@@ -181,7 +177,7 @@ impl Account {
             self.extra.fetch_sub(units, Relaxed);
             extra.swap_remove(at)
         };
-        given.settle(0, &*self.refunds);
+        given.settle(0, &self.ops);
     }
 
     /// Adds the later reservations to the layer's decision.
@@ -199,7 +195,7 @@ impl Account {
 
     /// Sends an operation and waits for its result.
     pub(super) async fn ask(&self, op: PendingOp) {
-        self.refunds.ask(op).await;
+        self.ops.ask(op).await;
     }
 
     /// Returns the handle of the outer layer.
@@ -243,16 +239,14 @@ impl Drop for Account {
             .get_mut()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
         let settlement = state.settlement;
-        std::mem::take(&mut state.open).settle(
-            |reserved| settlement.cost(reserved, counted),
-            &*self.refunds,
-        );
+        std::mem::take(&mut state.open)
+            .settle(|reserved| settlement.cost(reserved, counted), &self.ops);
     }
 }
 
 impl Open {
     /// Settles each reservation. `cost` returns the cost of the request, given the reserved cost.
-    fn settle(self, cost: impl Fn(u32) -> u32, refunds: &dyn RefundQueue) {
+    fn settle(self, cost: impl Fn(u32) -> u32, ops: &OpQueue) {
         let Self {
             reserved, extra, ..
         } = self;
@@ -272,12 +266,12 @@ impl Open {
                 let refunded = back.min(part.cost());
                 back -= refunded;
                 let cost = part.cost() - refunded + std::mem::take(&mut missing);
-                part.settle(cost, refunds);
+                part.settle(cost, ops);
             }
         }
         for tried in reserved {
             let cost = cost(tried.cost().saturating_add(extra_cost));
-            tried.settle(cost, refunds);
+            tried.settle(cost, ops);
         }
     }
 }

@@ -3,11 +3,11 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Account, ReserveError};
+use super::{Account, ReserveError, Reserved};
+use crate::background::{OpQueue, PendingOp};
 use crate::error::{ErrorKind, StoreError};
 use crate::in_flight::Slot;
 use crate::limit::RateLimited;
-use crate::refunds::{PendingOp, RefundQueue, Reserved};
 use crate::util::instant;
 
 /// A handle that counts the actual cost of a request. A layer that
@@ -40,13 +40,9 @@ pub struct Charge {
 impl Charge {
     /// Creates a handle for a request that may have reserved a cost, and holds `slot` until
     /// everything is settled.
-    pub(crate) fn new(
-        refunds: Arc<dyn RefundQueue>,
-        reserved: Option<Reserved>,
-        slot: Option<Slot>,
-    ) -> Self {
+    pub(crate) fn new(ops: OpQueue, reserved: Option<Reserved>, slot: Option<Slot>) -> Self {
         Self {
-            account: Arc::new(Account::new(refunds, reserved, slot)),
+            account: Arc::new(Account::new(ops, reserved, slot)),
         }
     }
 

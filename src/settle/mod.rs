@@ -11,6 +11,7 @@
 mod account;
 mod charge;
 mod reservation;
+mod reserved;
 mod settlement;
 
 pub use charge::Charge;
@@ -18,5 +19,6 @@ pub use reservation::{Reservation, ReserveError};
 pub use settlement::Settlement;
 
 pub(crate) use account::Settled;
+pub(crate) use reserved::Reserved;
 
 use account::Account;

@@ -1,11 +1,10 @@
 use std::fmt;
-use std::sync::Arc;
 
-use super::{Account, Settlement};
+use super::{Account, Reserved, Settlement};
+use crate::background::OpQueue;
 use crate::error::StoreError;
 use crate::in_flight::Slot;
 use crate::limit::{Decision, RateLimited};
-use crate::refunds::{RefundQueue, Reserved};
 
 /// A cost that a [`Limiter`](crate::Limiter) has [reserved](crate::Limiter::reserve) for a caller.
 /// Dropping it refunds everything that was not [counted](Self::add).
@@ -51,14 +50,10 @@ pub enum ReserveError {
 }
 
 impl Reservation {
-    pub(crate) fn new(
-        reserved: Reserved,
-        slot: Option<Slot>,
-        refunds: Arc<dyn RefundQueue>,
-    ) -> Self {
+    pub(crate) fn new(reserved: Reserved, slot: Option<Slot>, ops: OpQueue) -> Self {
         Self {
             decision: reserved.decision.clone(),
-            account: Account::new(refunds, Some(reserved), slot),
+            account: Account::new(ops, Some(reserved), slot),
         }
     }
 

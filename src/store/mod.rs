@@ -32,11 +32,14 @@ pub use local::LocalStore;
 pub use mock::MockStore;
 
 pub(crate) use digest::Digest;
+pub use freed::Waiters;
+
 pub(crate) use freed::{Listener, Wake};
 pub(crate) use shards::Shards;
 
 pub use crate::limit::Counts;
 
+use crate::background::{Asked, OpQueue};
 use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
 
@@ -103,17 +106,10 @@ pub trait Store: Clone + Send + Sync + 'static {
         0
     }
 
-    /// Returns `true` if a decision was made by the store that keeps the count, not by a
-    /// [`Fallback`] in place of its primary store. Defaults to `true`.
-    fn is_authoritative(&self, decision: &Decision) -> bool {
-        let _ = decision;
-        true
-    }
-
-    /// Identifies this store and its clones within this process, for example by the address of
-    /// their shared state. A refund or a release then wakes waiting requests in all layers over the
-    /// store. Defaults to `None`: waiters poll instead.
-    fn identity(&self) -> Option<usize> {
+    /// The requests of this process that wait for what this store counts, the same for all its clones. A store that calls
+    /// [`Waiters::freed`] after each refund, release and reset wakes those that wait for it, in all layers over the store.
+    /// Defaults to `None`: waiters check again without a wake-up.
+    fn waiters(&self) -> Option<Waiters> {
         None
     }
 
@@ -202,12 +198,8 @@ impl<W: WrapStore> Store for W {
         self.inner().partition(key)
     }
 
-    fn is_authoritative(&self, decision: &Decision) -> bool {
-        self.inner().is_authoritative(decision)
-    }
-
-    fn identity(&self) -> Option<usize> {
-        self.inner().identity()
+    fn waiters(&self) -> Option<Waiters> {
+        self.inner().waiters()
     }
 
     fn server(&self, key: &Key) -> Option<String> {
@@ -217,4 +209,13 @@ impl<W: WrapStore> Store for W {
     fn observe(&self, observer: &Arc<dyn Observer>) {
         self.inner().observe(observer);
     }
+}
+
+/// Creates the queue of a store's background operations. `observer` is notified of each operation that failed.
+pub(crate) fn op_queue(store: impl Store, observer: Option<Arc<dyn Observer>>) -> OpQueue {
+    let ask = move |check| match store.check(check) {
+        Answer::Ready { answer } => Asked::Replied(answer),
+        Answer::Pending { future } => Asked::Pending(Box::pin(future)),
+    };
+    OpQueue::new(ask, observer)
 }

@@ -3,10 +3,6 @@
 mod clock;
 mod jitter;
 mod seed;
-mod sync;
-mod task;
-#[cfg(test)]
-mod tests;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -16,7 +12,6 @@ pub(crate) use jitter::{jittered, random};
 pub(crate) use seed::RandomState;
 #[cfg(test)]
 pub(crate) use seed::Seed;
-pub(crate) use task::{Span, Task, TaskOwner};
 
 /// Panics like std's futures when they are polled after completion. Pending forever or completing
 /// again would hide the caller's mistake.

@@ -12,7 +12,9 @@ use tokio::time::sleep;
 use tower_redis_ratelimit::check::{Check, Source};
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::store::{ErrorKind, Share, Store};
-use tower_redis_ratelimit::{Fallback, Key, Leased, LocalStore, Policies, RedisStore, Strategy};
+use tower_redis_ratelimit::{
+    Fallback, Key, Leased, LocalStore, Policies, RedisStore, Strategy, redis,
+};
 
 use crate::support::{leased, policy};
 
@@ -216,6 +218,8 @@ pub struct Sums {
     /// that was at least half a deadline. Checks may have been late by that time for no fault of
     /// the crate.
     stalls: Mutex<HashMap<u64, Duration>>,
+    /// The slots in which Redis was slow without a fault: see [`Pings`].
+    slow: Mutex<HashSet<u64>>,
     /// Durations of requests before the fault, and after the breaker had opened; in microseconds.
     healthy: Mutex<Vec<u64>>,
     open: Mutex<Vec<u64>>,
@@ -248,7 +252,7 @@ impl Load {
         }
     }
 
-    /// Sends one request of every caller to every instance, so that each has a count of each
+    /// Sends one request of every caller to every instance: each then has a count of each
     /// caller.
     pub async fn introduce(&self) {
         for instance in &*self.instances {
@@ -345,13 +349,8 @@ impl Sums {
         sleep(pause).await;
         let late = since.elapsed() - pause;
         if late > DEADLINE / 2 {
-            let slot = SystemTime::now()
-                .duration_since(UNIX_EPOCH)
-                .unwrap()
-                .as_millis()
-                / DEADLINE.as_millis();
             let mut stalls = self.stalls.lock().unwrap();
-            let longest = stalls.entry(slot as u64).or_default();
+            let longest = stalls.entry(slot(SystemTime::now())).or_default();
             *longest = late.max(*longest);
         }
         (late * 4).clamp(PAUSE, LONGEST_PAUSE)
@@ -360,6 +359,13 @@ impl Sums {
     /// Number of times that the machine stalled, each for about a deadline.
     pub fn stalls(&self) -> u64 {
         self.stalls.lock().unwrap().len() as u64
+    }
+
+    /// How many times the machine, or only the process of Redis, stalled for about a deadline.
+    pub fn late_slots(&self) -> u64 {
+        let mut slots = self.slow.lock().unwrap().clone();
+        slots.extend(self.stalls.lock().unwrap().keys());
+        slots.len() as u64
     }
 
     pub fn longest_stall(&self) -> Duration {
@@ -383,6 +389,59 @@ impl Sums {
                 .map(|micros| Duration::from_micros(*micros))
         };
         (of(&self.healthy), of(&self.open))
+    }
+}
+
+/// The slot of a time.
+fn slot(time: SystemTime) -> u64 {
+    (time.duration_since(UNIX_EPOCH).unwrap().as_millis() / DEADLINE.as_millis()) as u64
+}
+
+/// A thread that pings Redis on a connection of its own. On a busy machine the process of Redis may have to wait though
+/// the tasks of the load do not: then checks miss their deadline, whatever the crate does.
+pub struct Pings {
+    /// Odd during a fault, of which nothing is recorded.
+    phase: Arc<AtomicU64>,
+}
+
+impl Pings {
+    /// Pings until this is dropped.
+    pub fn start(url: &str, sums: &Arc<Sums>) -> Self {
+        let phase = Arc::new(AtomicU64::new(0));
+        let client = redis::Client::open(url).unwrap();
+        let (alive, sums) = (Arc::downgrade(&phase), Arc::clone(sums));
+        std::thread::spawn(move || {
+            let mut connection = None;
+            while let Some(before) = alive.upgrade().map(|phase| phase.load(SeqCst)) {
+                std::thread::sleep(PAUSE);
+                let open = match &mut connection {
+                    Some(open) => open,
+                    none => match client.get_connection_with_timeout(DEADLINE) {
+                        Ok(open) => none.insert(open),
+                        Err(_) => continue,
+                    },
+                };
+                let (sent, clock) = (SystemTime::now(), Instant::now());
+                let reply: redis::RedisResult<String> = redis::cmd("PING").query(open);
+                let after = alive.upgrade().map(|phase| phase.load(SeqCst));
+                match reply {
+                    Ok(_) if after == Some(before) && before % 2 == 0 => {
+                        if clock.elapsed() > DEADLINE / 2 {
+                            let slots = slot(sent)..=slot(sent + clock.elapsed());
+                            sums.slow.lock().unwrap().extend(slots);
+                        }
+                    }
+                    Ok(_) => {}
+                    Err(_) => connection = None,
+                }
+            }
+        });
+        Self { phase }
+    }
+
+    /// A fault begins, or has been put right.
+    pub fn turn(&self) {
+        self.phase.fetch_add(1, SeqCst);
     }
 }
 

@@ -16,6 +16,7 @@ mod support;
 #[path = "../support/table.rs"]
 mod table;
 
+mod fleet;
 mod load;
 #[macro_use]
 mod matrix;
@@ -78,6 +79,17 @@ async fn others_wait_while_an_instance_reconciles() {
     let row = reconcile::run(Duration::from_millis(2), 20_000).await;
     println!("{row}");
     assert_eq!(row.beyond, 0, "{row}");
+}
+
+/// `cargo bench -p benches --bench faults -- fleet` has 1,000 instances, and how soon they are back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_fleet_comes_back_and_loses_little() {
+    let (stopped, patience) = (Duration::from_secs(2), Duration::from_secs(20));
+    let row = fleet::run(200, 2_400, stopped, patience).await;
+    println!("{row}");
+    assert_eq!(row.degraded, 200, "{row}");
+    assert!(row.back.is_some(), "{row}");
+    assert!(row.dropped * 100 <= row.local, "{row}");
 }
 
 /// In a separate process, since memory is measured per process.

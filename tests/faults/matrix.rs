@@ -10,7 +10,7 @@ use tower_redis_ratelimit::check::Source;
 use tower_redis_ratelimit::store::{ErrorKind, Store};
 use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore, redis};
 
-use crate::load::{CALLERS, DEADLINE, Kind, Load, Setup, TASKS, peek};
+use crate::load::{CALLERS, DEADLINE, Kind, Load, Pings, Setup, TASKS, peek};
 use crate::proxy::{Mode, Proxy};
 use crate::support::{RedisServer, cmd, free_port, until};
 use crate::table::{FAULT, Outcome, SLACK};
@@ -94,7 +94,7 @@ impl Fault {
         }
     }
 
-    /// The errors of which some check must get one, so that the row tests its fault. If connections
+    /// Some check must fail with one of these errors, so that the row tests its fault. If connections
     /// are cut first, the breaker may open before any other error occurs, and an idle connection
     /// then reports none.
     fn shows_as(self) -> &'static [ErrorKind] {
@@ -266,7 +266,7 @@ pub async fn run(fault: Fault) -> Outcome {
     run_as(fault, fault.setup()).await
 }
 
-/// The same row with leased callers.
+/// Runs a row with leased callers.
 #[allow(dead_code, reason = "not all targets have it")]
 pub async fn leased(fault: Fault) -> Outcome {
     run_as(
@@ -306,6 +306,7 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
     };
     let mut load = Load::new(&url, setup);
     let instances = std::sync::Arc::clone(&load.instances);
+    let pings = Pings::start(&scene.server.url(), &load.sums);
 
     if fault.starts_down() {
         load.tighten();
@@ -335,6 +336,9 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
         }
     }
     let since = Instant::now();
+    if !fault.is_unnoticed() {
+        pings.turn();
+    }
     scene.inject(fault).await;
     if fault.forgets() {
         // A grant that is recorded only now is lost too.
@@ -368,6 +372,9 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
     }
 
     scene.heal(fault).await;
+    if !fault.is_unnoticed() {
+        pings.turn();
+    }
     let healed = Instant::now();
     let by_redis: Vec<u64> = instances
         .iter()
@@ -432,7 +439,8 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
     }
     // Checks that a stall of the machine may have made late: all in flight. Redis's own stall may
     // have been longer.
-    let late = (sums.stalls() + sums.stalls().min(1)) * (instances.len() * TASKS) as u64;
+    let slots = sums.late_slots();
+    let late = (slots + slots.min(1)) * (instances.len() * TASKS) as u64;
     if fault.is_unnoticed() {
         let of_time = instances.iter().all(|i| {
             i.events

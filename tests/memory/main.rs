@@ -28,9 +28,9 @@ use tokio::time::timeout;
 use tower_redis_ratelimit::check::{Check, Source};
 use tower_redis_ratelimit::extract::{ClientIp, KeyExtractor};
 use tower_redis_ratelimit::store::{Answer, ErrorKind, RedisFuture, Store};
-use tower_redis_ratelimit::{Key, LocalStore, RedisStore, Strategy};
+use tower_redis_ratelimit::{Key, Leased, LocalStore, RedisStore, Strategy};
 
-use crate::support::{RedisServer, STRATEGIES, policy};
+use crate::support::{RedisServer, STRATEGIES, leased, policy};
 
 /// In every form of header, and with the client far from the last entry.
 #[test]
@@ -153,6 +153,43 @@ fn a_caller_takes_at_most_100_bytes() {
             );
         }
     }
+}
+
+/// In addition to the store. One task refunds the rests of all blocks.
+#[test]
+fn a_leased_caller_takes_800_bytes() {
+    const MOST: NonZeroUsize = NonZeroUsize::new(8_192).unwrap();
+    const CALLERS: u64 = MOST.get() as u64;
+    let runtime = runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    let policies = leased(Strategy::Gcra, 10_000, Duration::from_secs(600));
+    let local = LocalStore::default();
+    let take = |caller: u64| Check::take(Key::from(caller), &policies, 1);
+    for caller in 0..CALLERS {
+        let _ = local.check(take(caller)).now_or_never().unwrap().unwrap();
+    }
+    let (store, mut from_memory) = (Leased::new(local).max_callers(MOST), 0);
+    let blocks = measure(|| {
+        runtime.block_on(async {
+            for caller in 0..CALLERS {
+                for _ in 0..24 {
+                    let decision = store.check(take(caller)).await.unwrap();
+                    from_memory += u64::from(decision.source() == Source::Leased);
+                }
+            }
+            yield_now().await;
+        });
+    });
+    assert!(from_memory > 5 * CALLERS, "{from_memory}");
+    let (each, tasks) = (
+        blocks.bytes_current / CALLERS as i64,
+        runtime.metrics().num_alive_tasks(),
+    );
+    println!("{each} bytes each, {tasks} tasks");
+    assert!((100..=800).contains(&each), "{each}");
+    assert_eq!(tasks, 1);
 }
 
 /// Redis hangs until the queue is full: all waiting checks with their futures take at most 8 MB.

@@ -110,8 +110,8 @@ async fn handlers_take_the_charge_and_the_decision() {
         (&limited, "/maybe", "false"),
         (&settled, "/charge", "1"),
         (&settled, "/maybe", "true"),
-        // Three for the charge, and one for the request that did not use its charge, besides its
-        // own.
+        // Three for the charge, and one for the request that did not use its charge, in addition
+        // to its own.
         (&settled, "/", "4"),
     ] {
         assert_eq!(text(send(app, get(path)).await).await, answer, "{path}");

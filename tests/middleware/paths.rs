@@ -289,7 +289,7 @@ async fn a_slash_at_the_end_exempts_nothing() {
     assert_under(&both(routes, router), &expected).await;
 }
 
-/// A path of 60 KB with as many nested escapes as possible.
+/// A path of 60 KB with the maximum number of nested escapes.
 #[tokio::test]
 async fn long_paths_take_linear_time() {
     let [on_router, _] = both(
@@ -553,8 +553,8 @@ fn named(patterns: &[&str]) -> Result<Routes, ConfigError> {
         })
 }
 
-/// A path is under the pattern that axum would match if the patterns were its routes, whatever
-/// axum's own routes are.
+/// A path is under the pattern that axum would match if the patterns were its routes,
+/// independently of axum's own routes.
 #[tokio::test]
 async fn patterns_are_matched_as_axum_would() {
     let mut random = fastrand::Rng::with_seed(19);

@@ -58,11 +58,7 @@ async fn an_invalid_url() {
                 .starts_with("the Redis URL cannot be used: "),
             "{url}: {lazy}"
         );
-        assert!(
-            lazy.to_string()
-                .contains("write it like `redis://:password@host:6379/0`"),
-            "{lazy}"
-        );
+        assert!(lazy.to_string().contains(" `redis://"), "{lazy}");
         assert!(!lazy.to_string().contains("hunter2"), "{lazy}");
         assert_helpful(
             &RedisStore::connect(url).await.unwrap_err(),
@@ -473,7 +469,7 @@ async fn the_server_has_no_memory_left() {
     assert_helpful(
         &RedisStore::connect(server.url()).await.unwrap_err(),
         ErrorKind::OutOfMemory,
-        "raise `maxmemory`",
+        "has reached `maxmemory`: raise it",
     );
 }
 

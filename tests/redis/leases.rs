@@ -1,20 +1,24 @@
 //! Leased quota, in real time: several instances over one Redis, and processes that are stopped and killed.
 
+use std::collections::HashMap;
 use std::env;
 use std::io::{BufRead, BufReader};
 use std::num::NonZeroU32;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use tower_redis_ratelimit::check::{Check, Decision, Source};
+use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::store::{Share, Store};
 use tower_redis_ratelimit::strategy::Refill;
 use tower_redis_ratelimit::{
     Fallback, Key, Leased, LocalStore, Policies, Policy, Quota, RedisStore, Strategy,
 };
 
-use crate::support::{RedisServer, STRATEGIES};
+use crate::support::{RedisServer, STRATEGIES, leased, until};
 
 type Instance = Leased<Fallback<RedisStore, LocalStore>>;
 
@@ -132,6 +136,70 @@ async fn uneven_instances_use_up_a_leased_quota() {
 
 fn quota_has_burst(strategy: Strategy) -> bool {
     Policy::new("p", strategy, Quota::per_second(1).burst(2)).is_ok()
+}
+
+/// How much was charged for blocks, at most, and nobody can spend.
+#[derive(Clone, Default)]
+struct Lost(Arc<AtomicU64>);
+
+impl Observer for Lost {
+    fn leased(&self, event: &event::Leased) {
+        self.0.fetch_add(event.lost, Relaxed);
+    }
+}
+
+/// Redis pauses for longer than the deadline of the fallback, again and again. Whatever was charged was granted, is still
+/// left, or is reported as lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn short_pauses_lose_nothing() {
+    const LIMIT: u32 = 20_000;
+    let pause = Duration::from_millis(150);
+    for strategy in [Strategy::SlidingLog, Strategy::Gcra] {
+        let (server, lost) = (RedisServer::start(), Lost::default());
+        let redis = RedisStore::builder(server.url())
+            .timeout(Duration::from_secs(20))
+            .connect()
+            .await
+            .unwrap();
+        let fallback =
+            Fallback::new(redis.clone(), LocalStore::default()).deadline(Duration::from_millis(50));
+        let store = Leased::new(fallback);
+        store.observe(&(Arc::new(lost.clone()) as Arc<dyn Observer>));
+        let policies = leased(strategy, LIMIT, Duration::from_millis(100));
+        let mut ticks = tokio::time::interval(Duration::from_millis(2));
+        let (mut checks, mut by_source) = (vec![], HashMap::new());
+        for tick in 0..15 * 150 {
+            if tick % 150 == 100 {
+                let millis = pause.as_millis();
+                let _: () = server.command(&format!("CLIENT PAUSE {millis}")).await;
+            }
+            ticks.tick().await;
+            checks.extend((0..3).map(|_| {
+                let (store, policies) = (store.clone(), policies.clone());
+                tokio::spawn(async move { take(&store, Key::GLOBAL, &policies).await })
+            }));
+        }
+        for decision in join_all(checks).await.into_iter().map(Result::unwrap) {
+            *by_source.entry(decision.source()).or_insert(0) += decision.granted();
+        }
+        store.shutdown().await;
+        let granted: u32 = by_source.values().sum();
+        // Grants of the fallback are charged when Redis is back. A bucket refunds a block less what drains meanwhile.
+        let may_drain = u32::from(strategy == Strategy::Gcra);
+        let lost = || lost.0.load(Relaxed) as u32;
+        until("all of it is accounted for", async || {
+            let peek = Check::peek(Key::GLOBAL, &policies, 1);
+            let left = redis.check(peek).await.unwrap().remaining();
+            let missing = LIMIT.checked_sub(granted + left);
+            println!(
+                "{strategy:?}: {by_source:?}, {left} left, {missing:?} missing, {} lost",
+                lost()
+            );
+            missing.is_some_and(|missing| missing <= lost() + may_drain)
+        })
+        .await;
+        assert!(by_source[&Source::Leased] > granted / 2, "{by_source:?}");
+    }
 }
 
 const LEASE: Duration = Duration::from_millis(400);

@@ -198,7 +198,7 @@ async fn debug_says_what_to_do() {
     }
     let error = RedisStore::connect("http://127.0.0.1/").await.unwrap_err();
     for text in [format!("{error:?}"), error.to_string()] {
-        assert!(text.contains("write it like `redis://"), "{text}");
+        assert!(text.contains(": use `redis://host:6379`"), "{text}");
     }
     assert_tells_no_secret(&error, "a wrong URL");
 }

@@ -195,6 +195,34 @@ fn mistakes_in_a_url_are_named() {
             "it names no master: write its name after the sentinels",
         ),
         ("redis+sentinel://a:26379,b:26379", "it names no master"),
+        (
+            "redis-cluster://app:hunter2@a:6379",
+            "its scheme is unknown: for a cluster, use `redis+cluster://`",
+        ),
+        (
+            "rediss-cluster://app:hunter2@a:6379",
+            "for a cluster, use `rediss+cluster://`",
+        ),
+        (
+            "redis-sentinel://app:hunter2@a:26379",
+            "for a master of Redis Sentinel, use `redis+sentinel://host:26379/mymaster`",
+        ),
+        (
+            "redis://app:hunter2@a:6379,b:6379/0",
+            "it names several hosts: use `redis+cluster://` for the nodes of a cluster, `redis+sentinel://`",
+        ),
+        ("rediss://a,b", "several hosts: use `rediss+cluster://`"),
+        (
+            "http://app:hunter2@a:6379",
+            "its scheme is unknown: use `redis://host:6379`, `rediss://` for TLS",
+        ),
+        ("Redis+hunter2://a", "its scheme is unknown: use `redis://"),
+        (
+            "app:hunter2@a:6379",
+            "it has no scheme: start it with `redis://`",
+        ),
+        ("localhost:6379", "it has no scheme: start"),
+        ("", "it has no scheme: start"),
     ];
     mistakes.extend(of_text.map(|(url, problem)| (url.into(), problem)));
     for (servers, problem) in mistakes {

@@ -289,6 +289,35 @@ async fn a_dropped_store_stops_its_watch() {
     until("all tasks have ended", async || tasks() <= before).await;
 }
 
+/// The other runtime has connections already, which need the watch.
+#[test]
+fn the_watch_moves_to_another_runtime() {
+    let runtime = || {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+    };
+    let (first, second) = (runtime(), runtime());
+    let server = RedisServer::start();
+    let sentinel = Fake::start(server.port(), 1);
+    let store = RedisStore::builder(url(&[sentinel.port]))
+        .timeout(PATIENT)
+        .connect_lazy()
+        .unwrap();
+    first.block_on(take(&store));
+    second.block_on(take(&store));
+    drop(first);
+    second.block_on(async {
+        take(&store).await;
+        let queries = sentinel.queries.load(SeqCst);
+        until("the watch sends a query", async || {
+            sentinel.queries.load(SeqCst) > queries + 1
+        })
+        .await;
+    });
+}
+
 /// The stale sentinel was cut off from the others, which do not reply.
 #[tokio::test]
 async fn one_stale_sentinel_replaces_no_master() {

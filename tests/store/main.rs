@@ -19,5 +19,7 @@ mod in_flight;
 mod limiter;
 mod local;
 mod outside;
+mod quotas;
+mod turns;
 mod wait_queues;
 mod waiting;

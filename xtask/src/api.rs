@@ -1,4 +1,5 @@
-//! The public API of the library, in `xtask/api.txt`: every item with its signature, bounds and trait implementations.
+//! The public API of the library, in `xtask/api.txt`: every item with its signature, bounds and
+//! trait implementations.
 
 use std::fs;
 use std::process::Command;
@@ -59,7 +60,8 @@ fn first_difference<'a>(list: &'a str, saved: &'a str) -> Option<&'a str> {
     missing(list, saved).or_else(|| missing(saved, list))
 }
 
-/// One line for each public item and each implementation. `None` if this Rust writes another format.
+/// One line for each public item and each implementation. `None` if this Rust writes another
+/// format.
 fn list() -> Result<Option<String>> {
     let mut rustdoc = Command::new("cargo");
     rustdoc.args(["rustdoc", "--quiet", "--lib", "--all-features"]);

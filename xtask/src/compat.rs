@@ -12,8 +12,8 @@ use crate::{Result, install};
 
 const LIBRARY: &str = "tower-redis-ratelimit";
 
-/// The tests: the target's name, its label in the table, and a prefix of test names. A target with a prefix is one row of
-/// the table; a target without one has a row per module.
+/// The tests: the target's name, its label in the table, and a prefix of test names. A target with
+/// a prefix is one row of the table; a target without one has a row per module.
 const TARGETS: [(&str, &str, &str); 5] = [
     (
         "tower_redis_ratelimit",
@@ -34,7 +34,8 @@ struct Counts {
     left_out: usize,
 }
 
-/// Runs the tests with all servers, or with the servers whose names contain `only`. Prints the counts as a table.
+/// Runs the tests with all servers, or with the servers whose names contain `only`. Prints the
+/// counts as a table.
 pub(crate) fn compat(only: &str) -> Result {
     install::redis_server()?;
     let servers: Vec<&Server> = SERVERS

@@ -90,7 +90,8 @@ fn fuzz(seconds: &str) -> Result {
         .env("FUZZ_SECONDS", seconds))
 }
 
-/// Runs simulations, compiled with `build`. They are unit tests, so that they can access all parts of the library.
+/// Runs simulations, compiled with `build`. They are unit tests, so that they can access all parts
+/// of the library.
 fn simulate(args: &[&str], build: &[&str]) -> Result {
     let (test, args) = match args {
         ["fallback", args @ ..] => ("fallback::simulation::every_seed_keeps_the_rules", args),

@@ -40,8 +40,9 @@ impl Metadata {
         self.library()["rust_version"].as_str().unwrap_or_default()
     }
 
-    /// Checks the dependencies, with all features on all platforms: every license is allowed, none needs a newer Rust than
-    /// the library, and none is present in two versions. Exceptions are in `deny.toml`.
+    /// Checks the dependencies, with all features on all platforms: every license is allowed, none
+    /// needs a newer Rust than the library, and none is present in two versions. Exceptions are in
+    /// `deny.toml`.
     pub(crate) fn check_dependencies(&self) -> Result {
         let ours = version(self.library());
         let rules = rules()?;
@@ -92,8 +93,8 @@ impl Metadata {
             .unwrap_or(&Value::Null)
     }
 
-    /// Returns the library and its build dependencies. Uses `cargo tree`, since the metadata include the features that any
-    /// package of the workspace enables.
+    /// Returns the library and its build dependencies. Uses `cargo tree`, since the metadata
+    /// include the features that any package of the workspace enables.
     fn dependencies(&self) -> Result<Vec<&Value>> {
         let library = self.library()["name"].as_str().unwrap_or_default();
         let mut tree = Command::new("cargo");
@@ -157,7 +158,8 @@ fn version(package: &Value) -> Vec<u32> {
         .collect()
 }
 
-/// Returns `true` if an expression such as `(MIT OR Apache-2.0) AND Unicode-3.0` permits an allowed choice.
+/// Returns `true` if an expression such as `(MIT OR Apache-2.0) AND Unicode-3.0` permits an allowed
+/// choice.
 fn is_allowed(license: &str, allowed: &Value) -> bool {
     let alternatives = |part: &str| part.replace(['(', ')'], "").replace('/', " OR ");
     let is_allowed = |name: &str| {

@@ -1,4 +1,5 @@
-//! `cargo xtask ops`: checks the files for Prometheus and Grafana in `examples/ops` with Prometheus's own tool.
+//! `cargo xtask ops`: checks the files for Prometheus and Grafana in `examples/ops` with
+//! Prometheus's own tool.
 
 use std::fs;
 use std::process::Command;

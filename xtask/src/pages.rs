@@ -1,4 +1,5 @@
-//! Checks the pages of the documentation, which must be correct on a code host, on the registry and on docs.rs.
+//! Checks the pages of the documentation, which must be correct on a code host, on the registry and
+//! on docs.rs.
 
 use std::fs;
 use std::path::Path;
@@ -39,7 +40,8 @@ const DOCS: (&str, &str) = (
     "target/doc/",
 );
 
-/// Checks that every link has a target, and that no line of code is hidden, which only rustdoc supports.
+/// Checks that every link has a target, and that no line of code is hidden, which only rustdoc
+/// supports.
 pub(crate) fn check() -> Result {
     for page in PAGES {
         let text =
@@ -54,7 +56,8 @@ pub(crate) fn check() -> Result {
     Ok(())
 }
 
-/// Fails if a module of the guide, as rendered by rustdoc, links to a file: rustdoc has modules only.
+/// Fails if a module of the guide, as rendered by rustdoc, links to a file: rustdoc has modules
+/// only.
 fn check_module(name: &str) -> Result {
     let path = root()
         .join(DOCS.1)
@@ -145,7 +148,8 @@ fn problem(page: &str, link: &str) -> Option<String> {
     let path = match file.strip_prefix(public) {
         Some(path) => Path::new(built).join(path),
         None if link.starts_with("https://") => return None,
-        // The registry resolves pictures relative to the repository, docs.rs by a definition in `src/lib.rs`.
+        // The registry resolves pictures relative to the repository, docs.rs by a definition in
+        // `src/lib.rs`.
         None if page == "README.md" && !file.ends_with(".png") => {
             return Some(format!(
                 "the registry and docs.rs show this page without its folder, so {link} leads nowhere"
@@ -226,7 +230,8 @@ mod tests {
     /// Texts that look like paths.
     const OTHERS: [&str; 2] = ["docs.rs", "requests/s"];
 
-    /// Checks pages and the comments of Lua files. The beginning of a path may be omitted, as in `gate/admit.rs`.
+    /// Checks pages and the comments of Lua files. The beginning of a path may be omitted, as in
+    /// `gate/admit.rs`.
     #[test]
     fn paths_named_in_texts_exist() {
         let mut paths = vec![];

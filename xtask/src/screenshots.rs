@@ -1,4 +1,5 @@
-//! `cargo xtask screenshots`: tests the page of `examples/dashboard` in a browser, and takes its pictures.
+//! `cargo xtask screenshots`: tests the page of `examples/dashboard` in a browser, and takes its
+//! pictures.
 
 use std::fs;
 use std::io::{BufRead, BufReader};

@@ -12,7 +12,8 @@ pub(crate) struct Server {
     pub(crate) name: &'static str,
     /// The version in the output of `--version`.
     version: &'static str,
-    /// The Python package that contains it, and its path in the package. Without a package, the server on the PATH.
+    /// The Python package that contains it, and its path in the package. Without a package, the
+    /// server on the PATH.
     package: Option<(&'static str, &'static str)>,
     /// Features that it lacks.
     pub(crate) lacks: &'static [Lack],

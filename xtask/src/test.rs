@@ -16,7 +16,8 @@ pub(crate) fn test() -> Result {
     let metadata = Metadata::read()?;
     metadata.check_dependencies()?;
     let version = metadata.rust_version().to_owned();
-    // Run this concurrently: it shares nothing with the other steps, few of which use two processors.
+    // Run this concurrently: it shares nothing with the other steps, few of which use two
+    // processors.
     let lowest_rust = thread::spawn(move || lowest_rust(&version));
     cargo(&[
         "clippy",
@@ -100,8 +101,8 @@ fn document(features: &[&str]) -> Result {
     run(command.env("RUSTDOCFLAGS", "-D warnings"))
 }
 
-/// Compiles the library with its `rust-version`, if rustup can install that. If not, clippy still detects newer parts of
-/// std, and [`Metadata::check_dependencies`] checks the dependencies.
+/// Compiles the library with its `rust-version`, if rustup can install that. If not, clippy still
+/// detects newer parts of std, and [`Metadata::check_dependencies`] checks the dependencies.
 fn lowest_rust(version: &str) -> Result {
     let installed = succeeds("rustup", &["run", version, "cargo", "--version"])
         || succeeds(
@@ -134,7 +135,8 @@ fn lowest_rust(version: &str) -> Result {
     run(command.args(["--target-dir", "target/lowest-rust"]))
 }
 
-/// Packages the library as for the registry, and builds the package, which shows that no file is missing.
+/// Packages the library as for the registry, and builds the package, which shows that no file is
+/// missing.
 fn package() -> Result {
     // Use the same target folder, so that dependencies are not built again.
     cargo(&[

@@ -6,6 +6,7 @@ use std::env::consts::EXE_SUFFIX;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
 use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
 use std::{env, io, thread};
@@ -14,7 +15,7 @@ pub(crate) struct Example {
     process: Child,
     pub(crate) port: u16,
     /// What it prints.
-    lines: Receiver<String>,
+    lines: Mutex<Receiver<String>>,
 }
 
 impl Example {
@@ -32,15 +33,19 @@ impl Example {
     /// Starts it with these settings of the environment, and waits until it listens.
     pub(crate) fn start(name: &str, settings: &[(&str, &str)]) -> Self {
         let mut command = Self::command(name);
-        command
-            .envs(settings.iter().copied())
-            .stdout(Stdio::piped());
-        let mut process = command.spawn().unwrap();
+        command.envs(settings.iter().copied());
+        Self::spawn(command)
+    }
+
+    /// Starts this program, and waits until it listens.
+    pub(crate) fn spawn(mut command: Command) -> Self {
+        let mut process = command.stdout(Stdio::piped()).spawn().unwrap();
         let mut lines = BufReader::new(process.stdout.take().unwrap())
             .lines()
             .map(Result::unwrap);
         let port = lines.find_map(|line| {
-            line.split_once("localhost:")?
+            line.split_once("localhost:")
+                .or_else(|| line.split_once("127.0.0.1:"))?
                 .1
                 .split('/')
                 .next()?
@@ -52,14 +57,14 @@ impl Example {
         Self {
             process,
             port: port.expect("it prints where it listens"),
-            lines: later,
+            lines: Mutex::new(later),
         }
     }
 
     /// Waits until it has printed this line.
     pub(crate) fn wait_for(&self, line: &str) {
-        while self
-            .lines
+        let lines = self.lines.lock().unwrap();
+        while lines
             .recv_timeout(Duration::from_secs(60))
             .expect("it prints the line")
             != line
@@ -128,6 +133,11 @@ impl Answer {
     pub(crate) fn read(mut stream: TcpStream) -> Self {
         let mut text = String::new();
         stream.read_to_string(&mut text).unwrap();
+        Self::of(&text)
+    }
+
+    /// From its text.
+    pub(crate) fn of(text: &str) -> Self {
         let (head, body) = text
             .split_once("\r\n\r\n")
             .unwrap_or_else(|| panic!("no whole head: {text:?}"));

@@ -44,7 +44,7 @@ const LEASES: Simulation<Rule> = Simulation {
 /// # Errors
 ///
 /// What was too much.
-fn check_spent(
+pub(super) fn check_spent(
     strategy: Strategy,
     quota: Quota,
     spent: &[(i64, u32)],

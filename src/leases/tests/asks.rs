@@ -1,5 +1,6 @@
 //! When a block is asked for, and how large it is.
 
+use std::num::NonZeroU32;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,15 +11,16 @@ use tokio::time::{advance, sleep};
 
 use super::block::{LEASE, Stuck, ann, log, take};
 use crate::Leased;
+use crate::check::Verdict;
 use crate::error::{ErrorKind, StoreError};
 use crate::leases::block::Block;
 use crate::leases::caller::{Ask, Caller, Ended};
 use crate::limit::{Check, Decision, Key, Mode, Policies, Policy, Quota, Source, Strategy};
-use crate::store::{Answer, LocalStore, MockStore, Store};
+use crate::store::{Answer, LocalStore, MockStore, Share, Store};
 use crate::util::instant;
 
 fn ask(caller: &mut Caller) -> Option<Ask> {
-    caller.ask(&instant)
+    caller.ask(&instant, &Share::Fixed(NonZeroU32::MIN))
 }
 
 fn spend(caller: &mut Caller, policies: &Policies, cost: u32) -> Result<Decision, Check> {
@@ -39,7 +41,7 @@ async fn a_quarter_left_asks_for_the_next() {
         .await
         .unwrap();
     caller.add(
-        Block::new(ann(), decision, instant(), LEASE),
+        Block::new(ann(), decision, instant()),
         Duration::ZERO,
         &mut Ended::new(),
     );
@@ -52,11 +54,14 @@ async fn a_quarter_left_asks_for_the_next() {
 #[tokio::test(start_paused = true)]
 async fn a_block_is_for_half_a_lease() {
     let (policies, mut caller) = (log(), Caller::new(LEASE, instant()));
+    // Each reply grants nothing and reports a large rest.
     let ask_size = |caller: &mut Caller| {
         let ask = ask(caller)?;
-        caller
-            .answered(&ask, None, Some(u32::MAX), 1, instant())
-            .map(|_| ask.size(1))
+        let check = Check::up_to(ann(), &policies, ask.size);
+        let decision = check.decided(Source::Other("shared"), 0, |_| Verdict::allowed());
+        let block = Block::new(ann(), decision, ask.at);
+        let _ = caller.answered(ask, Some(block), 1, instant(), &mut Ended::new());
+        Some(ask.size)
     };
     caller.want(1);
     assert_eq!(

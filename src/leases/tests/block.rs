@@ -12,13 +12,13 @@ use tokio::time::sleep;
 
 use crate::check::Verdict;
 use crate::error::StoreError;
-use crate::leases::block::{Block, Taken};
+use crate::leases::block::Block;
 use crate::leases::simulation::world::Blocks;
 use crate::limit::{
     Align, Check, Decision, Key, Mode, Policies, Policy, Quota, Refill, Source, Strategy,
 };
 use crate::observe::Observer;
-use crate::refunds::{RefundQueue, StoreQueue};
+use crate::store::op_queue;
 use crate::store::{Answer, Fallback, LocalStore, MockStore, Share, Store};
 use crate::util::instant;
 use crate::{Leased, Limiter};
@@ -75,20 +75,18 @@ async fn nothing_is_spent_after_a_stop() {
         .await
         .unwrap();
     let asked_at = instant();
-    let mut block = Block::new(ann(), decision, asked_at, LEASE);
+    let mut block = Block::new(ann(), decision, asked_at);
     let now = Cell::new(asked_at + LEASE / 8 * 7 - Duration::from_micros(1));
     let check = || Check::take(ann(), &policies, 1);
-    let Taken::Part(decision) = block.take(check(), &|| now.get()) else {
-        panic!()
-    };
-    assert_eq!((decision.remaining(), block.left()), (9_999, 9));
+    let decision = block.take(check(), &|| now.get()).unwrap();
+    assert_eq!((decision.remaining(), block.left), (9_999, 9));
     // A process that is stopped after it has looked for a block and before it reads the clock.
     let stopped = || {
         now.set(now.get() + Duration::from_micros(1));
         now.get()
     };
-    assert!(matches!(block.take(check(), &stopped), Taken::TooOld(_)));
-    assert_eq!(block.left(), 9, "all of it is refunded");
+    assert!(block.take(check(), &stopped).is_err());
+    assert_eq!(block.left, 9, "all of it is refunded");
 }
 
 #[tokio::test(start_paused = true)]
@@ -102,8 +100,8 @@ async fn a_block_dies_with_its_window() {
             .await
             .unwrap();
         let (reset, asked_at) = (decision.reset_after(), instant());
-        let block = Block::new(ann(), decision, asked_at, LEASE);
-        let lives = block.dies_at() - asked_at;
+        let block = Block::new(ann(), decision, asked_at);
+        let lives = block.dies_at - asked_at;
         assert!(
             lives <= reset && lives <= LEASE / 8 * 7 && lives >= reset.min(LEASE) / 8 * 6,
             "{lives:?} of {reset:?}"
@@ -523,11 +521,9 @@ async fn what_flowed_back_is_refunded_once() {
                 .check(Check::up_to(ann(), &policies, 40_000))
                 .await
                 .unwrap();
-            let mut block = Block::new(ann(), decision, instant(), LEASE);
-            let Taken::Part(spent) = block.take(Check::take(ann(), &policies, 20_000), &instant)
-            else {
-                panic!()
-            };
+            let mut block = Block::new(ann(), decision, instant());
+            let take = Check::take(ann(), &policies, 20_000);
+            let spent = block.take(take, &instant).unwrap();
             let since = instant();
             let refund = async || {
                 for refund in spent.refund(ann(), 20_000, instant() - since) {
@@ -544,7 +540,7 @@ async fn what_flowed_back_is_refunded_once() {
             }
             sleep(Duration::from_millis(stopped)).await;
             let mut granted = rest(&local, &policies).await;
-            StoreQueue::new(local.clone(), None).put(ended);
+            op_queue(local.clone(), None).put(ended);
             if part == 2 {
                 refund().await;
             }

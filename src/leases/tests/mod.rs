@@ -1,4 +1,5 @@
 mod asks;
 mod block;
+mod deploy;
 mod load;
 mod stalls;

@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// `RedisRateLimiter` with a `replenishRate` of 10 and a `burstCapacity` of 20. Tokens are added one by one, Spring's
-/// with every full second.
+/// `RedisRateLimiter` with a `replenishRate` of 10 and a `burstCapacity` of 20. Tokens are added
+/// one by one, Spring's with every full second.
 #[test]
 fn token_bucket_bursts_match_spring() {
     let mut caller = Caller::new(
@@ -34,7 +34,8 @@ fn token_bucket_bursts_match_spring() {
     spend(MINUTE, 20);
 }
 
-/// `requestedTokens` allows rates below one per second: 60 tokens per request at one per second are one request per minute.
+/// `requestedTokens` allows rates below one per second: 60 tokens per request at one per second are
+/// one request per minute.
 #[test]
 fn token_bucket_costs_match_spring() {
     for tokens in [3, 60] {

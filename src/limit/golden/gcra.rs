@@ -88,8 +88,8 @@ fn result(decision: &Decision) -> [i64; 4] {
     ]
 }
 
-/// `Allow` and `AllowN` under `PerSecond(10)`, and `Reset`. A cost above the burst is never allowed, whereas redis_rate
-/// reports a wait after which it is denied again.
+/// `Allow` and `AllowN` under `PerSecond(10)`, and `Reset`. A cost above the burst is never
+/// allowed, whereas redis_rate reports a wait after which it is denied again.
 #[test]
 fn gcra_allows_as_redis_rate_does() {
     let mut caller = Caller::new(Strategy::Gcra, Quota::per_second(10));
@@ -113,7 +113,8 @@ fn gcra_allows_as_redis_rate_does() {
     );
 }
 
-/// `AllowAtMost` under `PerSecond(10)`: grants the rest, and reports a wait only if nothing remains.
+/// `AllowAtMost` under `PerSecond(10)`: grants the rest, and reports a wait only if nothing
+/// remains.
 #[test]
 fn at_most_matches_redis_rate() {
     let mut caller = Caller::new(Strategy::Gcra, Quota::per_second(10));
@@ -153,7 +154,8 @@ fn at_most_charges_only_the_granted_cost() {
     );
 }
 
-/// With one per millisecond, no wait is longer than a millisecond, and none is rounded down to zero.
+/// With one per millisecond, no wait is longer than a millisecond, and none is rounded down to
+/// zero.
 #[test]
 fn waits_below_a_millisecond_are_returned() {
     let mut caller = Caller::new(Strategy::Gcra, Quota::per(1, Duration::from_millis(1)));

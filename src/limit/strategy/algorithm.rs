@@ -45,9 +45,9 @@ pub(crate) trait Algorithm: Default {
     fn wait(&self, params: &Params, now: i64, cost: i64, registers: Registers) -> i64;
     /// Charges `cost`, even beyond the limit.
     fn charge(&mut self, params: &Params, now: i64, cost: i64, registers: Registers) -> Registers;
-    /// Refunds up to `cost` of a charge, but never an amount that would let the caller later get more
-    /// than if only the rest had been charged. Returns the refunded amount, as a lower bound; 0
-    /// means that nothing has changed.
+    /// Refunds up to `cost` of a charge, but never an amount that would let the caller later get
+    /// more than if only the rest had been charged. Returns the refunded amount, as a lower bound;
+    /// 0 means that nothing has changed.
     fn refund(
         &mut self,
         params: &Params,

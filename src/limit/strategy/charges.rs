@@ -199,9 +199,9 @@ impl Charges {
     }
 }
 
-/// Returns two adjacent indices between `near` and `far`: `test` is `false` for the first and `true`
-/// for the second. `test` must be monotonic, `false` at `near` and `true` at `far`. Searches in
-/// growing steps from `near`, then by bisection, so the time is logarithmic in the distance.
+/// Returns two adjacent indices between `near` and `far`: `test` is `false` for the first and
+/// `true` for the second. `test` must be monotonic, `false` at `near` and `true` at `far`. Searches
+/// in growing steps from `near`, then by bisection, so the time is logarithmic in the distance.
 #[inline]
 fn search(mut near: usize, mut far: usize, test: impl Fn(usize) -> bool) -> (usize, usize) {
     let mut step = 1_usize;

@@ -13,7 +13,7 @@
 //! **Source.** ITU-T I.371; the semantics are those of redis-cell's `CL.THROTTLE` (its `max_burst` is `B - 1`) and
 //! of redis_rate since v9.
 //!
-//! The state contains the backlog, by which the TAT was ahead at the last charge, and the time of
+//! The state contains the backlog (how far the TAT was ahead at the last charge) and the time of
 //! that charge. An interval is an integer number of ticks, and a microsecond too, so that 3 per
 //! second and 300,000 per second are both exact.
 

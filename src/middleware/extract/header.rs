@@ -1,5 +1,5 @@
 use http::request::Parts;
-use http::{HeaderName, HeaderValue, header};
+use http::{HeaderName, HeaderValue};
 
 use crate::error::ConfigError;
 use crate::gate::{KeyExtractor, MissingKey};
@@ -19,15 +19,16 @@ use crate::limit::Key;
 /// Use a header that is verified before the layer: a client that may send any value gets a new
 /// count for each.
 ///
-/// Do not use a header with several spellings of the same value, since each is counted separately:
-/// - `Authorization`: `Bearer x`, `bearer x` and `Bearer x` are one credential and three values. Count by the
-///   authenticated user.
-/// - `X-Forwarded-For` and `Forwarded` are rejected: proxies append to the value that the client
-///   has sent, so the client could get a new key for every request.
-///   [`ClientIp`](crate::extract::ClientIp) reads the part that your proxies wrote. Use it for
-///   headers with one address too, such as `X-Real-IP`: as a `HeaderKey`, a client that bypasses
-///   the proxy chooses its key, and each address of an IPv6 network has a separate count.
-/// - `Cookie`: clients may send it in several lines, and it holds more than the session.
+/// A header with several spellings of the same value is rejected, since each spelling would be counted separately:
+/// - `Authorization` and `Proxy-Authorization`: `Bearer x`, `bearer x` and `Bearer  x` are one credential and three
+///   values. Count by the authenticated user.
+/// - `Cookie`: clients choose the order of cookies, and may add others. Count by the session.
+/// - gRPC metadata with a name that ends with `-bin`: base64 with and without padding is the same value. Count by the
+///   decoded value, with [`key_fn`](crate::extract::key_fn).
+/// - `X-Forwarded-For` and `Forwarded`: proxies append to the value that the client has sent, so the client could get a
+///   new key for every request. [`ClientIp`](crate::extract::ClientIp) reads the part that your proxies wrote. Use it
+///   for headers with one address too, such as `X-Real-IP`: as a `HeaderKey`, a client that bypasses the proxy chooses
+///   its key, and each address of an IPv6 network has a separate count.
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::HeaderKey;
@@ -48,12 +49,11 @@ impl HeaderKey {
     ///
     /// # Errors
     ///
-    /// If `name` is not a valid header name, such as `"api key"`, or is `X-Forwarded-For` or
-    /// `Forwarded`.
+    /// If `name` is not a valid header name, such as `"api key"`, or if its values have several spellings:
+    /// `Authorization`, `Proxy-Authorization`, `Cookie`, names that end with `-bin`, `X-Forwarded-For` and `Forwarded`.
     pub fn new(name: impl AsRef<str>) -> Result<Self, ConfigError> {
         let name = header_name(name.as_ref())?;
-        if [header::FORWARDED.as_str(), "x-forwarded-for"].contains(&name.as_str()) {
-            let fix = "clients control this header and could choose their key: use `ClientIp::x_forwarded_for()` with your trusted proxies";
+        if let Some(fix) = several_spellings(name.as_str()) {
             return Err(ConfigError::invalid(
                 "header to count by",
                 name.as_str(),
@@ -131,6 +131,25 @@ impl KeyExtractor for HeaderKey {
     }
 }
 
+/// Returns the fix for a header whose values have several spellings.
+fn several_spellings(name: &str) -> Option<&'static str> {
+    match name {
+        "forwarded" | "x-forwarded-for" => Some(
+            "clients control this header and could choose their key: use `ClientIp::x_forwarded_for()` with your trusted proxies",
+        ),
+        "authorization" | "proxy-authorization" => Some(
+            "`Bearer x` and `bearer x` are one credential and would be two keys: count by the authenticated user, with `by_extension`",
+        ),
+        "cookie" => Some(
+            "the client may add cookies, and would choose its key: count by the session, with `by_extension`",
+        ),
+        binary if binary.ends_with("-bin") => Some(
+            "one value has two spellings in base64, and would have two keys: count by the decoded value, with `key_fn`",
+        ),
+        _ => None,
+    }
+}
+
 pub(super) fn header_name(name: &str) -> Result<HeaderName, ConfigError> {
     let fix = "use letters, digits and `-`, such as `x-real-ip`";
     name.parse()
@@ -170,7 +189,7 @@ mod tests {
         let parts = request(b"");
         for (name, expected) in [
             ("X-API-Key", "the header x-api-key is missing"),
-            ("authorization", "the header authorization is missing"),
+            ("x-session", "the header x-session is missing"),
             // All clients with an empty value would share a count.
             ("x-user", "the header x-user is empty"),
         ] {
@@ -228,11 +247,31 @@ mod tests {
         for extractor in [by("x-user"), by("X-User"), by(&USER)] {
             assert_eq!(extractor.extract(&parts), Ok(Key::secret("alice")));
         }
-        for name in ["X-Forwarded-For", "forwarded"] {
+        for (name, fix) in [
+            (
+                "X-Forwarded-For",
+                "use `ClientIp::x_forwarded_for()` with your trusted proxies",
+            ),
+            (
+                "forwarded",
+                "use `ClientIp::x_forwarded_for()` with your trusted proxies",
+            ),
+            (
+                "Authorization",
+                "count by the authenticated user, with `by_extension`",
+            ),
+            (
+                "proxy-authorization",
+                "count by the authenticated user, with `by_extension`",
+            ),
+            ("Cookie", "count by the session, with `by_extension`"),
+            ("X-Token-Bin", "count by the decoded value, with `key_fn`"),
+        ] {
             let error = HeaderKey::new(name).unwrap_err().to_string();
+            let name = name.to_lowercase();
             assert!(
-                error.contains("clients control this header")
-                    && error.contains("`ClientIp::x_forwarded_for()`"),
+                error.starts_with(&format!("{name:?} is not a valid header to count by: "))
+                    && error.ends_with(fix),
                 "{error}"
             );
         }

@@ -5,6 +5,7 @@ use arc_swap::ArcSwap;
 
 use crate::gate::PolicySelector;
 use crate::limit::{Key, Policies};
+use crate::observe::Observer;
 
 /// Policies that are replaced while the service runs.
 ///
@@ -27,7 +28,13 @@ use crate::limit::{Key, Policies};
 /// # let _ = layer;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
-pub struct Live<P>(Arc<ArcSwap<Held<P>>>);
+pub struct Live<P>(Arc<Inner<P>>);
+
+struct Inner<P> {
+    held: ArcSwap<Held<P>>,
+    /// For selectors that are stored later, too.
+    observer: OnceLock<Arc<dyn Observer>>,
+}
 
 struct Held<P> {
     selector: P,
@@ -38,12 +45,15 @@ struct Held<P> {
 impl<P> Live<P> {
     /// Creates a value with `selector`, a [`PolicySelector`].
     pub fn new(selector: P) -> Self {
-        Self(Arc::new(ArcSwap::from_pointee(Held::new(selector))))
+        Self(Arc::new(Inner {
+            held: ArcSwap::from_pointee(Held::new(selector)),
+            observer: OnceLock::new(),
+        }))
     }
 
     /// Replaces the selector; the next requests use this one.
     pub fn store(&self, selector: P) {
-        self.0.store(Arc::new(Held::new(selector)));
+        self.0.held.store(Arc::new(Held::new(selector)));
     }
 }
 
@@ -58,9 +68,19 @@ impl<P> Held<P> {
 
 impl<R, P: PolicySelector<R>> PolicySelector<R> for Live<P> {
     fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
-        let Held { selector, fixed } = &**self.0.load();
-        let fixed = fixed.get_or_init(|| selector.fixed());
+        let Held { selector, fixed } = &**self.0.held.load();
+        let fixed = fixed.get_or_init(|| {
+            if let Some(observer) = self.0.observer.get() {
+                selector.observe(observer);
+            }
+            selector.fixed()
+        });
         fixed.clone().or_else(|| selector.policies(request, key))
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        let observer = self.0.observer.get_or_init(|| Arc::clone(observer));
+        self.0.held.load().selector.observe(observer);
     }
 }
 
@@ -73,7 +93,7 @@ impl<P> Clone for Live<P> {
 impl<P: fmt::Debug> fmt::Debug for Live<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Live")
-            .field(&self.0.load().selector)
+            .field(&self.0.held.load().selector)
             .finish()
     }
 }

@@ -70,7 +70,7 @@ impl Settings {
                 .misconfigured(format_args!("{NEVER_ENDS}{IN_FLIGHT_IN_THROTTLE}"));
         }
         // A leased block cannot grant a permit, so a lease has no effect here.
-        self.notifier.unless_leased(&policies);
+        self.notifier.never_leased(&policies);
         policies.without_in_flight().cloned()
     }
 

@@ -15,6 +15,7 @@
 //! these wait for the deadline then, and the trials after them, one after the other. A trial that ends only after the
 //! next one was admitted counts as little as what was under way before it.
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use super::sync::{AtomicU8, Mutex, Ordering, lock};
@@ -55,7 +56,7 @@ pub(super) enum Ticket {
 }
 
 impl Breaker {
-    const FIRST_DELAY: Duration = Duration::from_millis(50);
+    pub(super) const FIRST_DELAY: Duration = Duration::from_millis(50);
     /// Short enough that all instances are back within a second, though each waits for the others' probes.
     pub(super) const LONGEST_DELAY: Duration = Duration::from_millis(250);
 
@@ -152,13 +153,21 @@ impl Breaker {
         self.state.store(CLOSED, Ordering::Release);
     }
 
-    /// How long to wait before the next probe, after so many in this outage: doubling up to a quarter of a second, and
-    /// then shorter by up to a half, by `jitter` from 0 to 1, so that instances do not come back all at once.
-    pub(super) fn delay(probes: u32, jitter: f64) -> Duration {
-        let delay = Self::FIRST_DELAY
+    /// Wait before the next probe, by the number of probes in this outage. It doubles up to `longest`.
+    pub(super) fn delay(probes: u32, longest: Duration) -> Duration {
+        Self::FIRST_DELAY
             .saturating_mul(1 << probes.min(10))
-            .min(Self::LONGEST_DELAY);
-        delay.mul_f64(1.0 - jitter.clamp(0.0, 1.0) / 2.0)
+            .min(longest)
+    }
+
+    /// Longest wait between two probes.
+    pub(super) fn longest_delay(instances: NonZeroU32) -> Duration {
+        Self::spread(instances).max(Self::LONGEST_DELAY)
+    }
+
+    /// Time over which all instances spread a check of each: at most two checks per millisecond.
+    pub(super) fn spread(instances: NonZeroU32) -> Duration {
+        Duration::from_micros(500) * instances.get()
     }
 }
 

@@ -16,7 +16,7 @@
 
 use smallvec::SmallVec;
 
-use crate::limit::{Charged, Check, Decision, Key, Mode, Policies, Policy, Snapshot, State};
+use crate::limit::{Charged, Decision, Mode, Policies, Policy, Snapshot, State};
 
 type States = SmallVec<[State; 1]>;
 
@@ -70,11 +70,6 @@ impl Charges {
         }
     }
 
-    /// The same without what is to be charged.
-    pub(super) fn emptied(&self) -> Self {
-        Self::on(self.before.clone())
-    }
-
     /// How much is to be charged under each policy: what still counts.
     pub(super) fn left<'a>(
         &'a self,
@@ -85,17 +80,6 @@ impl Charges {
         each.map(move |(policy, (before, all))| left(policy, before, all, now))
     }
 
-    /// When all of it lapses, in microseconds from now.
-    pub(super) fn reset_after(&mut self, policies: &Policies, now: i64) -> i64 {
-        let verdicts = Check::peek(Key::GLOBAL, policies, 0).decide(&mut self.all, now);
-        verdicts
-            .each
-            .iter()
-            .map(|verdict| verdict.reset)
-            .max()
-            .unwrap_or(0)
-    }
-
     pub(super) fn charge(
         &mut self,
         policies: &Policies,
@@ -104,6 +88,23 @@ impl Charges {
     ) {
         for ((policy, state), cost) in policies.iter().zip(&mut self.all).zip(costs) {
             Mode::Charge.count(policy, state, clamped(cost), now);
+        }
+    }
+
+    /// Records costs that were charged to the primary store. A bucket counts them before the rest.
+    /// Windows and logs count each charge separately.
+    pub(super) fn charged(
+        &mut self,
+        policies: &Policies,
+        costs: impl IntoIterator<Item = u64>,
+        now: i64,
+    ) {
+        let states = self.before.iter_mut().zip(&mut self.all);
+        for ((policy, (before, all)), cost) in policies.iter().zip(states).zip(costs) {
+            match policy.frees().has_burst() {
+                true => Mode::Charge.count(policy, before, clamped(cost), now),
+                false => Mode::Refund.count(policy, all, clamped(cost), now),
+            };
         }
     }
 
@@ -151,7 +152,7 @@ mod tests {
     use fastrand::Rng;
 
     use super::*;
-    use crate::limit::{Quota, Source, Strategy};
+    use crate::limit::{Check, Key, Quota, Source, Strategy};
     use crate::simulation::pick;
     use crate::store::{LocalStore, Store};
 
@@ -210,6 +211,10 @@ mod tests {
                 );
                 now += rng.i64(0..3_600_000_000);
             }
+            let left: Vec<u64> = charges.left(&current, now).collect();
+            charges.charged(&current, left, now);
+            let rest: u64 = charges.left(&current, now).sum();
+            assert_eq!(rest, 0, "seed {seed}, {current:?}: charged once");
         }
     }
 }

@@ -5,24 +5,23 @@
 //! | `future` | one check: the primary store's answer until the deadline, then the fallback's |
 //! | `partition` | who decides a check, and what is learned of it |
 //! | `breaker` | when the primary store is not asked any more |
-//! | `outage_log`, `caller_log`, `charges`, `refunds` | what the fallback granted, refunded and reset, until the primary store knows |
+//! | `accounts`, `account`, `charges` | grants and resets of the fallback that the primary store lacks |
 //! | `recovery` | the task that looks for the primary store, and closes the breaker |
-//! | `reconciliation` | what is in the log is done in the primary store |
+//! | `reconciliation` | charges the accounts to the primary store |
 //! | `announcement` | how instances know of each other that they reconcile |
 //! | `share` | the part of a limit that this instance grants meanwhile |
 
+mod account;
+mod accounts;
 mod announcement;
 mod breaker;
-mod caller_log;
 mod charges;
 mod future;
 #[cfg(test)]
 mod model;
-mod outage_log;
 mod partition;
 mod reconciliation;
 mod recovery;
-mod refunds;
 mod share;
 #[cfg(test)]
 mod simulation;
@@ -39,39 +38,39 @@ use std::time::Duration;
 pub use self::future::FallbackFuture;
 pub use self::share::Share;
 
+use self::accounts::{Accounts, Budget};
 use self::breaker::Breaker;
 use self::future::State;
-use self::outage_log::{Budget, OutageLog};
 use self::partition::{Partition, Reply};
-use super::{Answer, LocalStore, Observer, Store};
+use super::{Answer, LocalStore, Observer, Store, Waiters};
+use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, SlotId, Source};
-use crate::util::{Clock, TaskOwner, instant};
+use crate::limit::{Check, Key};
+use crate::util::Clock;
 
 /// A store made of two stores: the second answers when the first cannot.
 ///
-/// - **Deadline.** The fallback answers what the primary store has not answered by then. A check that was sent to the
-///   primary store without an answer is never sent again, unless it has an [id](Check::with_id), by which it is charged
-///   once. One that still waits to be sent is [withdrawn](Store::withdraw).
-/// - **Breaker.** After a few failures in a row every check goes to the fallback at once, with no wait: see
-///   [`failures`](Self::failures). One probe at a time, off the request path, tests the primary store. If that has
-///   [partitions](Store::partitions), like a Redis Cluster, there is a breaker for each: a master that is down degrades
-///   its callers only.
-/// - **Warm.** The fallback follows the decisions of the primary store, so that a caller keeps its count, and an outage
-///   grants no second burst. It ignores decisions that do not include what the fallback has granted: those of checks
-///   sent before the breaker opened, or before that was reconciled.
-/// - **Share.** While the fallback decides, each instance grants its share of a policy: see [`share`](Self::share). A
-///   cost that the whole policy has room for but no share is [denied](crate::check::Outcome::Denied) for as long as the
-///   whole would.
-/// - **Reconcile.** What the fallback granted, and still counts, is charged to the primary store; refunds and resets
-///   are repeated there. After an outage this happens before the primary store decides again, beginning with the
-///   callers that have used most of their limits. With more than one instance in the [`Share`], each waits until all
-///   others had the time to notice the end of the outage, and then for those that still reconcile, up to ten seconds:
-///   otherwise the first one back could grant again what they have granted already. Each instance shows in the primary
-///   store that it reconciles, as a request [in flight](crate::Policy::in_flight). With the breaker closed, such as
-///   when a queue was full, it takes up to a second; meanwhile the fallback handles refunds and resets of such a
-///   caller, and passes them on afterwards. An id is charged once, however often it was sent and whichever store
-///   answered.
+/// - **Deadline.** The fallback decides a check that the primary store has not decided in time. A
+///   check that was sent to the primary store without a reply is never sent again. A check that
+///   still waits to be sent is [withdrawn](Store::withdraw).
+/// - **Breaker.** After a few failures in a row every check goes to the fallback immediately: see
+///   [`failures`](Self::failures). One probe at a time, off the request path, tests the primary
+///   store. If that has [partitions](Store::partitions), like a Redis Cluster, there is a breaker
+///   for each: a master that is down degrades only its callers.
+/// - **Warm.** The fallback follows the decisions of the primary store, so that a caller keeps its
+///   count in an outage. It ignores decisions that do not include all grants of the fallback: those
+///   on checks sent before the breaker opened, or before these grants were charged.
+/// - **Share.** While the fallback decides, each instance grants its share of a policy: see
+///   [`share`](Self::share). A cost that fits the whole policy and not the share is
+///   [denied](crate::check::Outcome::Denied) for as long as the whole policy would deny it.
+/// - **Reconcile.** The unexpired grants of the fallback are charged to the primary store once, and
+///   resets are repeated there. After an outage this happens before the primary store decides
+///   again, beginning with the callers that have used most of their limits. With more than one
+///   instance in the [`Share`], each waits until all others had the time to notice the end of the
+///   outage, and then for the last of them to reconcile, up to ten seconds. With the breaker closed,
+///   such as after a full queue, it happens within a second. Per caller and outage, at most one burst
+///   more than the policy is granted.
+/// - **Refunds** go where the charge was made: see [`Decision::refund`].
 ///
 /// [`Decision::source`](crate::check::Decision::source) returns where a decision was made, and an [`Observer`] is
 /// notified of every change.
@@ -80,12 +79,12 @@ use crate::util::{Clock, TaskOwner, instant};
 ///
 /// # Runtimes
 ///
-/// The task that probes and reconciles runs on the tokio runtime of the check that noticed a failure. If that runtime
-/// ends, or runs nothing for more than half a second and two deadlines, the next check on another one starts a task
-/// there. So at least one runtime that uses the store must run between its checks too, as any multi-threaded one does,
-/// and `#[tokio::main]`. A current-thread runtime runs only while it is inside of `block_on`: if each check has its own
-/// `block_on`, and there is no other runtime, an outage would never end. Keep one thread in `block_on` there, or take a
-/// multi-threaded runtime.
+/// The task that probes and reconciles runs on the tokio runtime of the check that noticed a failure.
+/// After that runtime has shut down, the next check starts the task on its own runtime. While that
+/// runtime is alive and runs nothing, no outage ends. A multi-threaded runtime always runs, and
+/// so does `#[tokio::main]`. A current-thread runtime runs only inside of `block_on`: with a
+/// `block_on` for each check, an outage would never end. Keep one thread in `block_on` there, or use
+/// a multi-threaded runtime.
 ///
 /// ```
 /// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
@@ -186,11 +185,10 @@ impl<P: Store, F: Store> Fallback<P, F> {
                 settings: settings.clone(),
                 partitions: count,
                 probe,
-                slot: SlotId::unique(),
                 breaker: Breaker::new(settings.failures.get()),
                 open: Arc::clone(&open),
-                recovery: TaskOwner::new(instant()),
-                outages: OutageLog::new(budget.clone()),
+                recovery: TaskOwner::new(),
+                accounts: Accounts::new(budget.clone()),
                 sums: Mutex::default(),
                 clock: Clock::new(),
             })
@@ -278,13 +276,8 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
         future.withdraw()
     }
 
-    fn is_authoritative(&self, decision: &Decision) -> bool {
-        // A local one is that of the fallback, unless both are local.
-        decision.source() != Source::Local && self.partitions[0].primary.is_authoritative(decision)
-    }
-
-    fn identity(&self) -> Option<usize> {
-        self.partitions[0].primary.identity()
+    fn waiters(&self) -> Option<Waiters> {
+        self.partitions[0].primary.waiters()
     }
 
     fn server(&self, key: &Key) -> Option<String> {

@@ -12,20 +12,20 @@ use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::thread::{self, yield_now};
 use shuttle::{Config, Runner};
 
+use self::accounts::{Accounts, Budget};
 use self::breaker::{Breaker, Ticket};
-use self::outage_log::{Budget, OutageLog};
 use self::sync::{Arc, AtomicUsize, Ordering::SeqCst};
-use super::caller_log;
+use super::account;
 use crate::limit::{Check, Key, Policies, Policy, Quota, Strategy};
 use crate::store::{Answer, LocalStore, Store};
 use crate::util::Seed;
 
 #[allow(dead_code, reason = "not all of it is tried")]
+#[path = "accounts.rs"]
+mod accounts;
+#[allow(dead_code, reason = "not all of it is tried")]
 #[path = "breaker.rs"]
 mod breaker;
-#[allow(dead_code, reason = "not all of it is tried")]
-#[path = "outage_log.rs"]
-mod outage_log;
 
 mod sync {
     pub(super) use shuttle::sync::Arc;
@@ -121,7 +121,7 @@ fn the_breaker() {
 fn warming_keeps_what_was_granted() {
     struct Partition {
         breaker: Breaker,
-        outages: OutageLog,
+        accounts: Accounts,
         primary: LocalStore,
         local: LocalStore,
         policies: Policies,
@@ -138,10 +138,10 @@ fn warming_keeps_what_was_granted() {
             .unwrap()
             .into();
         let (primary, local) = (LocalStore::default(), LocalStore::default());
-        let (breaker, outages) = (Breaker::new(1), OutageLog::new(Budget::new(16)));
+        let (breaker, accounts) = (Breaker::new(1), Accounts::new(Budget::new(16)));
         let partition = Arc::new(Partition {
             breaker,
-            outages,
+            accounts,
             primary,
             local,
             policies,
@@ -152,7 +152,7 @@ fn warming_keeps_what_was_granted() {
         let ask = move || {
             let Partition {
                 breaker,
-                outages,
+                accounts,
                 primary,
                 local,
                 policies,
@@ -160,48 +160,47 @@ fn warming_keeps_what_was_granted() {
             } = &*asking;
             let check = Check::take(Key::GLOBAL, policies, 1);
             for _ in 0..3 {
-                let epoch = outages.epoch();
+                let epoch = accounts.epoch();
                 if let Some(ticket) = breaker.admit(|| 0, Duration::MAX) {
                     let decision = decide(primary, &check);
                     yield_now();
                     breaker.succeeded(ticket);
-                    outages.warm(&Key::GLOBAL, epoch, || {
+                    accounts.warm(&Key::GLOBAL, epoch, || {
                         yield_now();
                         local.warm(&Key::GLOBAL, &decision);
                     });
                     continue;
                 }
-                let caller = outages.caller(&Key::GLOBAL);
+                let mut caller = accounts.caller(&Key::GLOBAL);
                 let decision = decide(local, &check);
                 yield_now();
-                assert!(caller.note(&check, false, &decision, || 0).is_some());
+                assert!(caller.record(&check, &decision, 0));
+                drop(caller);
                 granted.fetch_add(1, SeqCst);
             }
         };
         let failing = Arc::clone(&partition);
         let fail = move || {
             if failing.breaker.failed(Ticket::Free, false, 0) {
-                failing.outages.end_epoch();
+                failing.accounts.end_epoch();
             }
         };
         let reconciling = Arc::clone(&partition);
         let reconcile = move || {
             let Partition {
                 breaker,
-                outages,
+                accounts,
                 primary,
                 ..
             } = &*reconciling;
             for _ in 0..2 {
-                let number = outages.begin();
-                for op in outages
-                    .take(number, &Key::GLOBAL)
-                    .into_iter()
-                    .flat_map(|log| log.into_ops(Key::GLOBAL, 0))
-                {
-                    let _ = decide(primary, &op.check(0));
+                for mut account in accounts.take(&Key::GLOBAL) {
+                    while let Some(step) = account.next(0) {
+                        let _ = decide(primary, &step.check(Key::GLOBAL, &account));
+                        account.done(&step, 0);
+                    }
                 }
-                outages.reconciled(number);
+                accounts.reconciled();
                 if breaker.is_open() {
                     breaker.close(0);
                 }

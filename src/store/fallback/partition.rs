@@ -8,14 +8,15 @@ use std::sync::{Arc, Mutex};
 use tokio::time::Instant;
 
 use super::Settings;
+use super::accounts::{Accounts, Caller};
 use super::breaker::{Breaker, Ticket};
-use super::outage_log::{Caller, OutageLog};
 use super::share;
+use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, Mode, SlotId, Source};
+use crate::limit::{ChargedAt, Check, Decision, Key, Mode, Source};
 use crate::observe::{Observer, event, or_log};
-use crate::store::{Answer, LocalStore, Store, freed};
-use crate::util::{Clock, TaskOwner, contain, instant};
+use crate::store::{Answer, LocalStore, Store};
+use crate::util::{Clock, contain, instant};
 
 /// One partition of the primary store, or the whole of it, and the fallback.
 pub(super) struct Partition<P, F> {
@@ -26,14 +27,12 @@ pub(super) struct Partition<P, F> {
     pub(super) partitions: usize,
     /// The caller by whom this partition of the primary store is tried.
     pub(super) probe: Key,
-    /// The slot in the primary store that announces that this instance reconciles.
-    pub(super) slot: SlotId,
     pub(super) breaker: Breaker,
     /// How many partitions have an open breaker. For a moment one less, where one closes as soon as it has opened.
     pub(super) open: Arc<AtomicI64>,
     /// The task that looks after the primary store.
     pub(super) recovery: TaskOwner,
-    pub(super) outages: OutageLog,
+    pub(super) accounts: Accounts,
     /// What has been reconciled, until the observer is notified.
     pub(super) sums: Mutex<Sums>,
     pub(super) clock: Clock,
@@ -74,11 +73,11 @@ impl<P: Store, F: Store> Partition<P, F> {
             return Reply::NotAsked;
         }
         // Before the breaker is looked at: so an answer that comes while it is open is of another epoch.
-        let epoch = self.outages.epoch();
+        let epoch = self.accounts.epoch();
         // A check that is waited for has failed by its deadline, or its caller has gone away.
         let patience = self.settings.deadline.saturating_mul(2);
         let Some(ticket) = self.breaker.admit(|| self.clock.micros(), patience) else {
-            // In case the task that did so is gone with its runtime, or that runs nothing.
+            // The runtime of the recovery task may have shut down.
             self.attend();
             return Reply::NotAsked;
         };
@@ -95,12 +94,22 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    /// Whether what a check undoes may still have to be replayed on the primary store. Then the fallback undoes it, and
-    /// both are replayed in order. Slots of requests in flight are never replayed.
+    /// Returns `true` if a check refunds or resets charges that the primary store lacks: the fallback does
+    /// that. A charge in the primary store is refunded there.
     fn overtakes(&self, check: &Check) -> bool {
-        matches!(check.mode(), Mode::Refund | Mode::Reset)
-            && check.policies().in_flight().is_none()
-            && self.outages.caller(check.key()).is_held()
+        let charged = check.charged().first().map(|charged| charged.at);
+        match (check.mode(), charged) {
+            (Mode::Reset, _) | (Mode::Refund, Some(ChargedAt::Local(_))) => {
+                check.policies().without_in_flight().is_some()
+                    && self.accounts.caller(check.key()).is_held()
+            }
+            (Mode::Refund, None) => {
+                let caller = self.accounts.caller(check.key());
+                let policies = check.policies().without_in_flight();
+                policies.is_some_and(|policies| caller.account(policies).is_some())
+            }
+            _ => false,
+        }
     }
 
     /// The same check of this instance's share.
@@ -121,7 +130,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             return self.breaker.learned_nothing(asked.ticket);
         }
         self.breaker.succeeded(asked.ticket);
-        if !self.outages.is_empty() {
+        if !self.accounts.is_empty() {
             self.attend();
         }
         // An answer to an id may be an old one.
@@ -132,8 +141,8 @@ impl<P: Store, F: Store> Partition<P, F> {
             }
             let follow = || self.fallback.warm(check.key(), decision);
             if self.locks_while_it_decides() {
-                self.outages.warm(check.key(), asked.epoch, follow);
-            } else if self.outages.is_known(check.key(), asked.epoch) {
+                self.accounts.warm(check.key(), asked.epoch, follow);
+            } else if self.accounts.is_known(check.key(), asked.epoch) {
                 follow();
             }
         }
@@ -166,35 +175,46 @@ impl<P: Store, F: Store> Partition<P, F> {
             error.kind() == ErrorKind::Cluster,
             self.clock.micros(),
         ) {
-            self.outages.end_epoch();
+            self.accounts.end_epoch();
             if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
-                self.observe(|observer| observer.degraded(&event::Degraded::new(error)));
+                let mut degraded = event::Degraded::new(error);
+                degraded.share = self.settings.share.instances();
+                self.observe(|observer| observer.degraded(&degraded));
             }
         }
     }
 
-    /// Has the fallback decide. If the check was `sent` to the primary store too, that may have charged it: it is
-    /// replayed there only if it has an id, by which it is charged once.
+    /// Has the fallback decide. If the check was `sent` to the primary store too, that may have charged it,
+    /// so the decision is not recorded.
     pub(super) fn fall_back(self: &Arc<Self>, check: &Check, sent: bool) -> Answer<F::Future> {
-        let share = self.share_of(check.clone());
-        if let Some(store) = self.primary.identity() {
-            freed::tell(store, check);
+        if let Some(waiters) = self.primary.waiters() {
+            waiters.freed(check);
         }
+        let elsewhere = || {
+            let error = StoreError::new(ErrorKind::NotReady).of_check();
+            Answer::ready(Err(if sent { error } else { error.unsent() }))
+        };
         if check.mode() == Mode::Release {
             // The primary store may still have the slot.
-            drop(self.fallback.check(share));
-            let error = StoreError::new(ErrorKind::NotReady);
-            return Answer::ready(Err(if sent { error } else { error.unsent() }));
+            drop(self.fallback.check(self.share_of(check.clone())));
+            return elsewhere();
         }
-        // So that no answer is followed between what is granted here and the note of it.
+        let caller = self.accounts.caller(check.key());
+        let refund = self.refunds_here(&caller, check).filter(|_| !sent);
+        if refund.is_none() && check.mode() == Mode::Refund {
+            return elsewhere();
+        }
+        let check = refund.as_ref().unwrap_or(check);
+        let share = self.share_of(check.clone());
+        // No reply is followed between a grant and its record.
         if self.locks_while_it_decides() {
-            let caller = self.outages.caller(check.key());
             return match self.fallback.check(share) {
-                Answer::Ready { answer } => Answer::ready(self.note(caller, check, sent, answer)),
+                Answer::Ready { answer } => Answer::ready(self.record(caller, check, sent, answer)),
                 pending => pending,
             };
         }
-        let _deciding = self.outages.deciding(check.key());
+        drop(caller);
+        let _deciding = self.accounts.deciding(check.key());
         match self.fallback.check(share) {
             Answer::Ready { answer } => Answer::ready(self.fell_back(check, sent, answer)),
             pending => pending,
@@ -208,33 +228,52 @@ impl<P: Store, F: Store> Partition<P, F> {
         TypeId::of::<F>() == TypeId::of::<LocalStore>()
     }
 
-    /// The fallback has answered later. Nothing held the answers of the primary store back meanwhile, so a fallback
-    /// that follows these should answer at once, as [`LocalStore`](crate::LocalStore) does.
+    /// The part of a refund that applies to the account of the caller: the charge is in the account, or the
+    /// refund names none. `None` if the primary store has to refund it.
+    fn refunds_here(&self, caller: &Caller<'_>, check: &Check) -> Option<Check> {
+        if check.mode() != Mode::Refund {
+            return None;
+        }
+        let charged = check.charged();
+        let account = caller.account(check.policies().without_in_flight()?)?;
+        let at = match charged.first().map(|charged| charged.at) {
+            Some(ChargedAt::Redis(_)) => return None,
+            Some(ChargedAt::Local(at)) => Some(at),
+            None => None,
+        };
+        let most = account.refundable(at, self.clock.micros())?;
+        let cost = check.cost().min(u32::try_from(most).unwrap_or(u32::MAX));
+        Some(match charged {
+            [] => Check::refund(*check.key(), check.policies(), cost),
+            _ => Check::refund_of(*check.key(), check.policies(), cost, charged.into()),
+        })
+    }
+
+    /// The fallback has replied later. Replies of the primary store may have been followed in between, so a
+    /// fallback that follows them should reply immediately, as [`LocalStore`](crate::LocalStore) does.
     pub(super) fn fell_back(
         self: &Arc<Self>,
         check: &Check,
         sent: bool,
         answer: Result<Decision, StoreError>,
     ) -> Result<Decision, StoreError> {
-        self.note(self.outages.caller(check.key()), check, sent, answer)
+        self.record(self.accounts.caller(check.key()), check, sent, answer)
     }
 
-    fn note(
+    fn record(
         self: &Arc<Self>,
-        caller: Caller<'_>,
+        mut caller: Caller<'_>,
         check: &Check,
         sent: bool,
         answer: Result<Decision, StoreError>,
     ) -> Result<Decision, StoreError> {
         let decision = share::of_whole(check, answer?, || self.clock.micros());
-        let once = check.id().is_some() && check.mode() != Mode::Reset;
-        if sent && !once {
-            return Ok(decision);
+        let now = self.clock.micros();
+        let is_owed = !sent && caller.record(check, &decision, now);
+        drop(caller);
+        if is_owed {
+            self.attend();
         }
-        let Some(number) = caller.note(check, sent, &decision, || self.clock.micros()) else {
-            return Ok(decision);
-        };
-        self.attend();
-        Ok(decision.in_log(number))
+        Ok(decision.charged_locally(now))
     }
 }

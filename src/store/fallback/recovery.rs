@@ -1,7 +1,6 @@
 //! The way back: the one task that looks after the primary store, off the request path.
 
 use std::future::{Future, poll_fn};
-use std::hash::BuildHasher;
 use std::num::NonZeroU32;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
@@ -10,87 +9,56 @@ use std::sync::{Arc, Weak};
 use std::task::Poll;
 use std::time::Duration;
 
-use tokio::runtime::Handle;
 use tokio::time::{sleep, timeout};
 
 use super::breaker::{Breaker, Ticket};
 use super::partition::Partition;
+use crate::background::Task;
 use crate::error::StoreError;
 use crate::limit::{Check, Decision};
 use crate::observe::event;
 use crate::store::{Answer, Store};
-use crate::util::{RandomState, Span, Task, instant};
+use crate::util::{instant, jittered};
 
-/// For how long others that reconcile are waited for, and how often an instance looks whether any still does.
+/// Longest wait for others that reconcile.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
-const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 impl<P: Store, F: Store> Partition<P, F> {
-    /// Starts the task that looks after the primary store on the present runtime, if no task does so.
+    /// Starts the recovery task, unless it is running.
     pub(super) fn attend(self: &Arc<Self>) {
-        let now = instant();
-        if self.recovery.is_held(now) {
-            return;
-        }
-        let Ok(runtime) = Handle::try_current() else {
-            return;
-        };
-        let span = Span {
-            begins: now,
-            until: now + self.patience(),
-        };
-        if let Some(task) = self.recovery.begin(runtime.id(), now, span) {
-            drop(
-                runtime.spawn(
-                    Recovery {
-                        partition: Arc::downgrade(self),
-                        task,
-                    }
-                    .run(),
-                ),
-            );
-        }
-    }
-
-    /// Has other runtimes rely on the task for longer. `false` if that has come too late, and another task has taken over.
-    pub(super) fn renew(&self, task: &Task) -> bool {
-        let now = instant();
-        task.renew(now, now + self.patience())
-    }
-
-    /// For how long other runtimes rely on a task that is not heard of. It waits for a quarter of a second and two
-    /// deadlines at most: see [`others`](Self::others).
-    fn patience(&self) -> Duration {
-        let longest = self
-            .settings
-            .deadline
-            .saturating_add(Breaker::LONGEST_DELAY)
-            .saturating_mul(2);
-        // Or there may be no such time.
-        longest.min(Duration::from_secs(365 * 86_400))
+        let partition = Arc::downgrade(self);
+        self.recovery
+            .spawn(None, |_task| Recovery { partition, _task }.run());
     }
 
     fn needs_attention(&self) -> bool {
-        !self.breaker.is_closed() || !self.outages.is_empty()
+        !self.breaker.is_closed() || !self.accounts.is_empty()
     }
 
     /// What the primary store decides on a check of ours, by the deadline.
     pub(super) async fn asked_in_time(&self, check: Check) -> Result<Decision, StoreError> {
+        self.asked_within(check, self.settings.deadline).await
+    }
+
+    /// The decision of the primary store, within this time.
+    pub(super) async fn asked_within(
+        &self,
+        check: Check,
+        time: Duration,
+    ) -> Result<Decision, StoreError> {
         let key = *check.key();
         let mut answer = match self.primary.check(check) {
             Answer::Ready { answer } => return answer,
             Answer::Pending { future } => pin!(future),
         };
-        timeout(self.settings.deadline, answer.as_mut())
-            .await
-            .unwrap_or_else(|_| {
-                let error = self.late(&key);
-                Err(if self.primary.withdraw(answer) {
-                    error.unsent()
-                } else {
-                    error
-                })
+        timeout(time, answer.as_mut()).await.unwrap_or_else(|_| {
+            let error = self.late(&key);
+            Err(if self.primary.withdraw(answer) {
+                error.unsent()
+            } else {
+                error
             })
+        })
     }
 
     /// Has the primary store decide a check.
@@ -98,19 +66,21 @@ impl<P: Store, F: Store> Partition<P, F> {
         self.asked_in_time(Check::probe(self.probe)).await.map(drop)
     }
 
-    /// How long it takes all other instances to find out that the primary store is back, and to say that they
-    /// reconcile. `None` if there are no others.
-    fn others(&self) -> Option<Duration> {
-        let others = self.settings.share.instances() > NonZeroU32::MIN;
-        // The longest wait until a probe, a deadline for the probe, and one for what they say.
-        others.then(|| {
-            Breaker::LONGEST_DELAY.saturating_add(self.settings.deadline.saturating_mul(2))
+    /// The time in which all other instances find out that the primary store is back and announce that
+    /// they reconcile, and the time for which an announcement holds. `None` without other instances.
+    fn others(&self) -> Option<(Duration, Duration)> {
+        let instances = self.settings.share.instances();
+        // A deadline for the probe, and one for the announcement.
+        let both = self.settings.deadline.saturating_mul(2);
+        (instances > NonZeroU32::MIN).then(|| {
+            let found = Breaker::longest_delay(instances).saturating_add(both);
+            (found, Breaker::spread(instances).saturating_add(both))
         })
     }
 
     /// With the breaker closed: sends a probe if it is half-open, and reconciles what the fallback has
     /// granted. `false` if the primary store fails again.
-    async fn tend(self: &Arc<Self>, task: &Task) -> bool {
+    async fn tend(self: &Arc<Self>) -> bool {
         if !self.breaker.is_closed() {
             if let Err(error) = self.ping().await {
                 self.count(&error, Ticket::Probe);
@@ -118,18 +88,18 @@ impl<P: Store, F: Store> Partition<P, F> {
             }
             self.breaker.succeeded(Ticket::Probe);
         }
-        let well = self.reconcile(task).await;
+        let well = self.reconcile().await;
         self.notify();
         well
     }
 
     /// With the breaker open: reconciles, and then closes it. `false` if the primary store fails again.
-    async fn close(self: &Arc<Self>, task: &Task) -> bool {
+    async fn close(self: &Arc<Self>) -> bool {
         // Requests go on meanwhile, and the fallback grants some more. After a few rounds there is hardly anything left.
         for _ in 0..Self::ROUNDS {
-            if self.outages.is_empty() {
+            if self.accounts.is_empty() {
                 break;
-            } else if !self.reconcile(task).await {
+            } else if !self.reconcile().await {
                 return false;
             }
         }
@@ -140,46 +110,43 @@ impl<P: Store, F: Store> Partition<P, F> {
             self.observe(|observer| observer.recovered(&event::Recovered::new(after)));
         }
         // What fails here, `tend` reconciles later.
-        self.reconcile(task).await;
+        self.reconcile().await;
         true
     }
 
     const ROUNDS: usize = 3;
 }
 
-/// The task. It ends when there is nothing to do, when another one has taken over, and with the last clone of the store.
+/// The task. It ends when there is nothing to do, and with the last clone of the store.
 struct Recovery<P: Store, F: Store> {
     partition: Weak<Partition<P, F>>,
-    task: Task,
+    _task: Task,
 }
 
 impl<P: Store, F: Store> Recovery<P, F> {
     async fn run(self) {
-        let jitter = RandomState::new();
         let (mut attempts, mut was_open) = (0, false);
         while let Some(partition) = self
-            .current()
+            .partition
+            .upgrade()
             .filter(|partition| partition.needs_attention())
         {
             let open = partition.breaker.is_open();
+            let longest = Breaker::longest_delay(partition.settings.share.instances());
             // While it waits, it keeps no store alive.
             drop(partition);
             if open != was_open {
                 (attempts, was_open) = (0, open);
             }
-            sleep(Breaker::delay(
-                attempts,
-                jitter.hash_one(attempts) as f64 / u64::MAX as f64,
-            ))
-            .await;
-            let Some(partition) = self.current() else {
+            sleep(jittered(Breaker::delay(attempts, longest), 0.5..1.0)).await;
+            let Some(partition) = self.partition.upgrade() else {
                 break;
             };
             let well = unless_it_panics(async {
                 if partition.breaker.is_open() {
                     self.recover(partition).await
                 } else {
-                    partition.tend(&self.task).await
+                    partition.tend().await
                 }
             });
             let well = well.await.unwrap_or(false);
@@ -193,63 +160,40 @@ impl<P: Store, F: Store> Recovery<P, F> {
         }
     }
 
-    /// The store, unless it is gone or another task looks after it.
-    fn current(&self) -> Option<Arc<Partition<P, F>>> {
-        self.partition
-            .upgrade()
-            .filter(|partition| partition.renew(&self.task))
-    }
-
     /// With the breaker open: tries to close it. Reconciles first, and waits until the other instances have reconciled
-    /// too: or they would be granted, and so would this one, what the others have granted already.
+    /// too: otherwise they and this one would be granted again what the others have granted already.
     async fn recover(&self, mut partition: Arc<Partition<P, F>>) -> bool {
-        if partition.ping().await.is_err() || !partition.renew(&self.task) {
+        if partition.ping().await.is_err() {
             return false;
         }
-        // If others have heard that it reconciles, they have to hear too that it no longer does.
-        let (found, others) = (instant(), partition.others());
-        let announcement = others.map(|_| partition.announce());
-        let mut well = partition.reconcile(&self.task).await && partition.renew(&self.task);
-        let is_heard = match announcement {
-            Some(announcement) if well => announcement.end().await,
-            _ => false,
-        };
-        if let (true, Some(others)) = (well, others) {
+        let (mut well, since) = (true, instant());
+        if let Some((found, holds)) = partition.others() {
+            well = partition.announced(holds, partition.reconcile()).await;
             let reconciled = instant();
-            // Those of whom nothing is heard may take as long to reconcile as this one did.
-            let since = if is_heard { found } else { reconciled };
-            drop(partition);
-            sleep(others.saturating_sub(since.elapsed())).await;
-            loop {
-                let Some(again) = self.current() else {
+            let mut wait = found.saturating_sub(since.elapsed());
+            while well && reconciled.elapsed() < LONGEST_WAIT {
+                drop(partition);
+                sleep(wait).await;
+                let Some(again) = self.partition.upgrade() else {
                     return false;
                 };
                 partition = again;
-                if reconciled.elapsed() >= LONGEST_WAIT {
-                    break;
-                }
-                match partition.others_reconciling().await {
-                    Some(0) => break,
-                    // What is granted meanwhile is reconciled, so that little is left in the end.
-                    Some(_) => well = partition.reconcile(&self.task).await,
-                    None => {
-                        well = partition.ping().await.is_ok() && partition.renew(&self.task);
-                        // A primary store that answers that and not this cannot tell. One that was away for a moment may
-                        // have heard that this one reconciles, and not that it no longer does: the others would wait for it.
-                        if well && !is_heard && partition.others_reconciling().await.is_none() {
-                            break;
-                        }
+                match partition.reconciling().await {
+                    Ok(None) => break,
+                    Ok(Some(time)) => wait = time.min(LONGEST_WAIT),
+                    Err(_) => {
+                        wait = Breaker::FIRST_DELAY;
+                        well = partition.ping().await.is_ok();
                     }
                 }
-                if !well {
-                    break;
-                }
-                drop(partition);
-                sleep(LOOK_AGAIN).await;
+                // All instances wait for the same moment.
+                let spread = Breaker::spread(partition.settings.share.instances());
+                wait += jittered(spread, 0.0..0.5);
+                // Charges what the fallback has granted since, so that little is left in the end.
+                well = well && partition.reconcile().await;
             }
-            well = well && partition.ping().await.is_ok() && partition.renew(&self.task);
         }
-        let recovered = well && partition.close(&self.task).await;
+        let recovered = well && partition.close().await;
         partition.notify();
         recovered
     }

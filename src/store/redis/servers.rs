@@ -107,7 +107,7 @@ impl Servers {
                 sentinel_of_url(scheme, rest),
                 &["prefix", "protocol", "sentinel_user", "sentinel_password"],
             ),
-            _ => match read(text) {
+            _ => match check_scheme(text).and_then(|()| read(text)) {
                 Ok(server) if matches!(server.addr(), ConnectionAddr::Unix(_)) => (
                     Ok(Kind::Server(Box::new(server))),
                     &["db", "user", "pass", "prefix", "protocol"],
@@ -143,6 +143,49 @@ pub(in crate::store) fn wrong_url(problem: impl fmt::Display) -> ConfigError {
     ConfigError::new(format!(
         "the Redis URL cannot be used: {problem}; write it like `redis://:password@host:6379/0`"
     ))
+}
+
+/// Rejects a URL that cannot be that of a single server, and names the scheme to use: the errors of redis-rs name none.
+fn check_scheme(url: &str) -> Result<(), ConfigError> {
+    let sockets = ["unix:", "redis+unix:", "valkey+unix:"];
+    if sockets.iter().any(|scheme| url.starts_with(scheme)) {
+        return Ok(());
+    }
+    let Some((scheme, rest)) = url.split_once("://") else {
+        // Show nothing of the URL, which may be `user:password@host`.
+        return wrong("it has no scheme: start it with `redis://`");
+    };
+    let scheme = scheme.to_ascii_lowercase();
+    let redis = match &scheme {
+        tls if tls.starts_with("rediss") || tls.starts_with("valkeys") => "rediss",
+        _ => "redis",
+    };
+    match &*scheme {
+        "redis" | "rediss" | "valkey" | "valkeys" => {}
+        _ if scheme.contains("cluster") => {
+            return wrong(format_args!(
+                "its scheme is unknown: for a cluster, use `{redis}+cluster://`"
+            ));
+        }
+        _ if scheme.contains("sentinel") => {
+            return wrong(format_args!(
+                "its scheme is unknown: for a master of Redis Sentinel, use `{redis}+sentinel://host:26379/mymaster`"
+            ));
+        }
+        _ => {
+            return wrong(
+                "its scheme is unknown: use `redis://host:6379`, `rediss://` for TLS, `redis+cluster://` or `redis+sentinel://`",
+            );
+        }
+    }
+    let hosts = rest.rsplit_once('@').map_or(rest, |(_, hosts)| hosts);
+    let hosts = hosts.split(['/', '?', '#']).next().unwrap_or_default();
+    if hosts.contains(',') {
+        return wrong(format_args!(
+            "it names several hosts: use `{redis}+cluster://` for the nodes of a cluster, `{redis}+sentinel://` for sentinels"
+        ));
+    }
+    Ok(())
 }
 
 /// The query parameters of a URL.

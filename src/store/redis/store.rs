@@ -7,7 +7,7 @@ use super::worker::{Inner, RedisFuture};
 use crate::error::StoreError;
 use crate::limit::{Check, Key};
 use crate::observe::Observer;
-use crate::store::{Answer, Instances, Store};
+use crate::store::{Answer, Instances, Store, Waiters};
 
 /// A store in Redis: one count for all instances. A script decides, on Redis's own clock.
 ///
@@ -72,9 +72,19 @@ use crate::store::{Answer, Instances, Store};
 ///
 /// # Runtimes
 ///
-/// Clones share the connections and the queue. Each Tokio runtime that uses a store has its own
-/// connections and queue there, until it shuts down: a store may be a `static` that several
-/// runtimes use in turn or concurrently.
+/// A store has a separate queue and connections for each tokio runtime that uses it, until the runtime shuts down. No
+/// check depends on another runtime, so a store may be a `static` that several runtimes use, for example in two
+/// `#[tokio::test]`s. A check that is pending when its runtime shuts down fails immediately, with an error of
+/// [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) that says whether it was
+/// [not sent](crate::store::StoreError::is_unsent).
+///
+/// Background work is one task for all runtimes: the watch of sentinels, and in layers and around the store the
+/// recovery of a [`Fallback`](crate::Fallback), the renewal of slots and the queue of refunds. Each task runs on the
+/// runtime that needed it first. After that runtime has shut down, the next check starts the task on its own runtime.
+/// While that runtime is alive and runs nothing, as a current-thread runtime does outside of `block_on`, the work waits.
+///
+/// Threads with a runtime each can share one store or have a store each: the [guide](crate::guide::running#connections)
+/// has figures.
 ///
 /// ```no_run
 /// use tower_redis_ratelimit::RedisStore;
@@ -143,8 +153,8 @@ impl Store for RedisStore {
         self.inner.topology.partition(key).into()
     }
 
-    fn identity(&self) -> Option<usize> {
-        Some(Arc::as_ptr(&self.inner) as usize)
+    fn waiters(&self) -> Option<Waiters> {
+        Some(self.inner.waiters.clone())
     }
 
     fn server(&self, key: &Key) -> Option<String> {

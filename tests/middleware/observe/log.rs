@@ -1,6 +1,6 @@
 //! Log output.
 
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU32, NonZeroUsize};
 use std::time::Duration;
 
 use http::Request;
@@ -139,14 +139,20 @@ async fn failures_are_throttled_but_breaker_changes_logged() {
     );
 
     for _ in 0..2 {
-        observer.degraded(&event::Degraded::new(&timeout));
+        let mut degraded = event::Degraded::new(&timeout);
+        observer.degraded(&degraded);
+        degraded.share = NonZeroU32::new(4).unwrap();
+        observer.degraded(&degraded);
         observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
         observer.reconciled(&event::Reconciled::new(7, 1));
     }
     let logged = lines.take();
-    assert_eq!(logged.len(), 6, "{logged:?}");
+    assert_eq!(logged.len(), 8, "{logged:?}");
+    assert!(logged[0].contains("share=1") && logged[1].contains("share=4"));
     for (line, part) in logged.iter().zip([
-        "WARN shared store unavailable",
+        "WARN shared store unavailable, enforcing rate limits locally; every instance grants the whole limit: set \
+         `Fallback::share` if there are several kind",
+        "WARN shared store unavailable, enforcing rate limits locally kind",
         "INFO shared store recovered after=3s",
         "charged=7 dropped=1",
     ]) {
@@ -250,7 +256,7 @@ async fn a_misconfiguration_is_logged_as_error() {
         send(&limited(layer), anonymous()).await;
         let logged = lines.take();
         assert!(
-            logged[0].starts_with("ERROR the server is set up so that"),
+            logged[0].starts_with("ERROR rate limiting is misconfigured"),
             "{logged:?}"
         );
         assert!(

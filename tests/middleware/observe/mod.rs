@@ -17,6 +17,7 @@ use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::extract::{Global, PeerIp};
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::reject::OnMissingKey;
+use tower_redis_ratelimit::select::{Live, PolicySelector, Tier, Tiers};
 use tower_redis_ratelimit::settle::Settlement;
 use tower_redis_ratelimit::store::RedisStoreBuilder;
 use tower_redis_ratelimit::{
@@ -25,7 +26,8 @@ use tower_redis_ratelimit::{
 };
 
 use crate::support::{
-    Broken, anonymous, hello, layer, layer_with, limited, manual_store, policy, request, send,
+    Broken, Problems, anonymous, by_header, costing, hello, layer, layer_with, limited,
+    manual_store, policy, request, send,
 };
 
 /// A Redis that refuses connections, with timeouts that never elapse in a test.
@@ -306,6 +308,107 @@ async fn a_repeated_layer_is_reported_once() {
     let service = another.layer(limited(layer("9/h").observer(notes.clone())));
     send(&service, request("alice")).await;
     assert_eq!(problems(&notes), [""; 0]);
+}
+
+/// Under windows, `/a` would use up the small limit of `/b`.
+#[tokio::test]
+async fn a_count_with_two_limits_is_reported() {
+    let problems = |strategy: Strategy, quotas: [&str; 2], stores: [LocalStore; 2]| {
+        let notes = Problems::default();
+        let mut kept = vec![];
+        for (quota, store) in quotas.into_iter().zip(stores) {
+            let policy = Policy::new("api", strategy, quota.parse().unwrap()).unwrap();
+            let layer = RateLimitLayer::new(store, Global, policy).observer(notes.clone());
+            // A layer that wraps several services, as for several routes, is one.
+            kept.extend([limited(layer.clone()), limited(layer)]);
+        }
+        notes.0.lock().unwrap().clone()
+    };
+    let (store, log) = (LocalStore::default(), Strategy::SlidingLog);
+    let one = [store.clone(), store.clone()];
+    let seen = problems(log, ["100/m", "2/m"], one.clone());
+    assert_eq!(seen.len(), 1, "{seen:?}");
+    assert!(
+        seen[0].starts_with(
+            "two layers have a policy \"api\", one with 100/m and one with 2/m, and they share one count per caller: give each \
+             policy a name of its own, or both the same quota (one-name-two-quotas: https://docs.rs/"
+        ),
+        "{seen:?}"
+    );
+    // The layers of the first call are gone.
+    assert_eq!(problems(log, ["5/m", "5/m"], one.clone()), [""; 0]);
+    assert_eq!(problems(log, ["5/m", "6/h"], one.clone()), [""; 0]);
+    assert_eq!(problems(Strategy::Gcra, ["5/m", "6/m"], one), [""; 0]);
+    let two = [store, LocalStore::default()];
+    assert_eq!(problems(log, ["5/m", "6/m"], two), [""; 0]);
+}
+
+#[tokio::test]
+async fn a_cost_that_never_passes_is_reported() {
+    let notes = Problems::default();
+    let layer = layer("60/h burst 5")
+        .cost(by_header)
+        .observer(notes.clone());
+    let service = limited(layer);
+    for (cost, status) in [(5, 200), (5, 429), (6, 429), (10, 429)] {
+        assert_eq!(send(&service, costing(cost)).await.status(), status);
+    }
+    let seen = notes.0.lock().unwrap().clone();
+    assert_eq!(seen.len(), 1, "{seen:?}");
+    assert!(
+        seen[0].starts_with(
+            "a request costs 6, the burst of the policy \"api\" is 5, and so the request never passes: raise the burst, or \
+             lower the cost (never-passes: https://docs.rs/"
+        ),
+        "{seen:?}"
+    );
+}
+
+#[tokio::test]
+async fn an_unknown_plan_is_reported() {
+    let tiers = || {
+        Tiers::new(policy("free", "9/m"))
+            .tier("pro", policy("pro", "90/m"))
+            .exempt("internal")
+    };
+    let problems =
+        async |policies: Arc<dyn PolicySelector>, reload: &dyn Fn(), plans: &[&'static str]| {
+            let notes = Problems::default();
+            let layer = RateLimitLayer::new(LocalStore::default(), Global, policies);
+            let service = limited(layer.observer(notes.clone()));
+            reload();
+            for plan in plans {
+                let mut request = anonymous();
+                request.extensions_mut().insert(Tier::new(*plan));
+                assert_eq!(send(&service, request).await.status(), 200);
+            }
+            notes.0.lock().unwrap().clone()
+        };
+    let known = ["pro", "free", "internal"];
+    assert_eq!(
+        problems(Arc::new(tiers()), &|| (), &known).await,
+        [""; 0],
+        "the default plan needs no entry"
+    );
+    let (live, reloaded) = (Live::new(tiers()), Live::new(tiers()));
+    let reload = || reloaded.store(tiers());
+    type Case<'a> = (Arc<dyn PolicySelector>, &'a dyn Fn());
+    let cases: [Case<'_>; 3] = [
+        (Arc::new(tiers()), &|| ()),
+        (Arc::new(live), &|| ()),
+        (Arc::new(Some(reloaded.clone())), &reload),
+    ];
+    for (policies, reload) in cases {
+        let seen = problems(policies, reload, &["pro", "Pro", "prof", "Pro"]).await;
+        assert_eq!(seen.len(), 1, "{seen:?}");
+        assert!(
+            seen[0].starts_with(
+                "the plan \"Pro\" is not listed, and the default plan counts instead: use one of [\"internal\", \"pro\"], or \
+                 list it (unknown-tier: https://docs.rs/"
+            ),
+            "{seen:?}"
+        );
+    }
 }
 
 #[tokio::test]

@@ -1,6 +1,7 @@
 use super::*;
 
-/// The grants, the remaining capacity, the wait and the reset equal those of the definition, to the microsecond.
+/// The grants, the remaining capacity, the wait and the reset equal those of the definition, to the
+/// microsecond.
 #[test]
 fn every_strategy_equals_its_definition() {
     for (seed, &strategy) in Strategy::ALL.iter().enumerate() {

@@ -83,8 +83,9 @@ fn a_lowered_limit_keeps_all_charges() {
     }
 }
 
-/// A state that continues another store's count grants at most as much as that store would, now or later, and is fresh at the
-/// same time. With shares, all instances together do not exceed that either.
+/// A state that continues another store's count grants at most as much as that store would, now or
+/// later, and is fresh at the same time. With shares, all instances together do not exceed that
+/// either.
 #[test]
 fn a_warmed_state_grants_no_more() {
     let mut rng = Rng::with_seed(0);
@@ -122,7 +123,8 @@ fn a_warmed_state_grants_no_more() {
                 );
                 let room_of_all =
                     |at| i64::from(instances.get()) * preview(&part, share.params(), at).room;
-                // The reported time is rounded up to the microsecond, in which this much may refill.
+                // The reported time is rounded up to the microsecond, in which this much may
+                // refill.
                 let flows = if strategy.frees().is_gradual() {
                     1 + params.ticks / params.interval
                 } else {

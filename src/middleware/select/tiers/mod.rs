@@ -4,20 +4,25 @@ mod formats;
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
 
 use http::request::Parts;
 
 use crate::gate::PolicySelector;
 use crate::limit::{Key, Policies};
 use crate::middleware::copies::Copies;
+use crate::observe::mistakes::UNKNOWN_TIER;
+use crate::observe::{Observer, event, or_log};
 
 /// Policies by the caller's plan: `free`, `pro`.
 ///
 /// A [`Tier`] in the request's extensions names the plan. An outer layer inserts it, such as the
 /// authentication. Alternatively, a [closure](Self::named_by) returns the name. A request without a
 /// plan, or with an unlisted one, is under the policies passed to `new`. Single callers may have
-/// [overrides](Self::caller).
+/// [overrides](Self::caller). The first unlisted plan is reported as
+/// [misconfigured](crate::observe::Observer::misconfigured), unless a policy passed to `new` has
+/// its name.
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::HeaderKey;
@@ -94,6 +99,14 @@ pub struct Tiers {
     name: Arc<Name>,
     plans: Copies<Plans>,
     callers: Arc<HashMap<Key, Option<Policies>>>,
+    unknown: Arc<Unknown>,
+}
+
+/// Reports the first plan that is not listed.
+#[derive(Default)]
+struct Unknown {
+    observer: OnceLock<Arc<dyn Observer>>,
+    reported: AtomicBool,
 }
 
 type Name = dyn for<'a> Fn(&'a Parts) -> Option<&'a str> + Send + Sync;
@@ -133,6 +146,7 @@ impl Tiers {
             name: Arc::new(|request| request.extensions.get::<Tier>().map(|Tier(name)| &**name)),
             plans: Copies::new(|| plans.copy()),
             callers: Arc::new(callers),
+            unknown: Arc::default(),
         }
     }
 
@@ -227,6 +241,28 @@ impl Plans {
     }
 }
 
+impl Unknown {
+    /// Number of listed plans that are named.
+    const SHOWN: usize = 10;
+
+    #[cold]
+    fn report(&self, name: &str, plans: &Plans) {
+        // The default plan needs no entry.
+        let is_default = plans.default.iter().any(|policy| policy.name() == name);
+        if is_default || self.reported.swap(true, Relaxed) {
+            return;
+        }
+        let mut listed: Vec<_> = plans.named.keys().collect();
+        listed.sort_unstable();
+        listed.truncate(Self::SHOWN);
+        let name: String = name.chars().take(80).collect();
+        let problem = format!(
+            "the plan {name:?} is not listed, and the default plan counts instead: use one of {listed:?}, or list it{UNKNOWN_TIER}"
+        );
+        or_log(self.observer.get()).misconfigured(&event::Misconfigured::new(&problem));
+    }
+}
+
 impl PolicySelector for Tiers {
     fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
         if !self.callers.is_empty()
@@ -235,10 +271,22 @@ impl PolicySelector for Tiers {
             return own.clone();
         }
         let plans = self.plans.current();
-        match (self.name)(request).and_then(|name| plans.named.get(name)) {
+        let name = (self.name)(request);
+        match name.and_then(|name| plans.named.get(name)) {
             Some(policies) => policies.clone(),
-            None => Some(plans.default.clone()),
+            None => {
+                if let Some(name) = name
+                    && !self.unknown.reported.load(Relaxed)
+                {
+                    self.unknown.report(name, plans);
+                }
+                Some(plans.default.clone())
+            }
         }
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        let _ = self.unknown.observer.set(Arc::clone(observer));
     }
 }
 

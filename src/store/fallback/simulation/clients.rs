@@ -2,6 +2,8 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -12,6 +14,7 @@ use tokio::time::{sleep, timeout};
 use super::plan::{Caller, Habit};
 use super::primary::{Local, Primary};
 use super::world::World;
+use crate::error::StoreError;
 use crate::limit::{Check, Decision};
 use crate::simulation::pick;
 use crate::store::{Answer, Fallback, Store};
@@ -19,11 +22,14 @@ use crate::store::{Answer, Fallback, Store};
 pub(super) type Instance = Fallback<Primary, Local>;
 
 /// One client of a caller, until the last fault is over.
+#[derive(Clone)]
 pub(super) struct Client {
     pub(super) world: World,
     pub(super) instances: Vec<Instance>,
     pub(super) caller: usize,
     pub(super) rng: Rng,
+    /// Number of resets. A refund of an earlier charge would be deducted from later ones.
+    pub(super) resets: Arc<AtomicU64>,
 }
 
 /// What a client does with a future, in milliseconds.
@@ -35,6 +41,10 @@ enum Patience {
     /// Polls it only after so long.
     PollsAfter(u64),
 }
+
+/// Pause until a refund is sent again, and how often.
+const AGAIN: Duration = Duration::from_millis(100);
+const TRIES: u32 = 60;
 
 impl Client {
     pub(super) async fn run(mut self) {
@@ -88,18 +98,12 @@ impl Client {
                 Habit::GivingBack => {
                     let back =
                         Check::refund(key, &policies, if rng.bool() { cost } else { 3 * cost });
-                    let older = taken
-                        .take_if(|_| rng.u8(..3) == 0)
-                        .and_then(|(decision, at)| {
-                            decision
-                                .refund(key, cost, Duration::from_millis(now - at))
-                                .next()
-                        });
-                    let check = if rng.u8(..4) == 0 {
-                        back
-                    } else {
-                        older.unwrap_or(take)
-                    };
+                    let older = taken.take_if(|_| rng.u8(..3) == 0);
+                    let check = if rng.u8(..4) == 0 { back } else { take };
+                    if let Some((decision, at)) = older {
+                        self.refund(instance, decision, cost, at).await;
+                        continue;
+                    }
                     let decision = self.ask(instance, check, Patience::Waits).await;
                     taken = taken.or(decision
                         .filter(Decision::is_allowed)
@@ -130,21 +134,20 @@ impl Client {
                     if !reserved.is_empty() && rng.bool() {
                         let (decision, instance, at) =
                             reserved.swap_remove(rng.usize(..reserved.len()));
-                        let age = Duration::from_millis(now - at);
-                        let back = rng.u32(..=decision.granted());
-                        let check = match back {
-                            0 => Some(Check::charge(key, &policies, cost)),
+                        match rng.u32(..=decision.granted()) {
+                            0 => {
+                                let charge = Check::charge(key, &policies, cost);
+                                self.ask(instance, charge, Patience::Waits).await;
+                            }
                             // So that it matters not how much of a unit has flowed back since.
-                            back => decision.refund(key, back - 1, age).next(),
-                        };
-                        if let Some(check) = check {
-                            self.ask(instance, check, Patience::Waits).await;
+                            back => self.refund(instance, decision, back - 1, at).await,
                         }
                         continue;
                     }
                     let instance = if is_alone { home } else { instance };
                     if is_alone && rng.u8(..20) == 0 {
                         reserved.clear();
+                        self.resets.fetch_add(1, Relaxed);
                         self.ask(instance, Check::reset(key, &policies), Patience::Waits)
                             .await;
                         continue;
@@ -158,7 +161,43 @@ impl Client {
         }
     }
 
+    /// Refunds a part of a decision on a check that was sent at this time. Retries until it is sent, as the
+    /// background queue does.
+    async fn refund(&self, instance: usize, decision: Decision, cost: u32, at: u64) {
+        let key = self.world.state().plan.callers[self.caller].key;
+        let (this, resets) = (self.clone(), self.resets.load(Relaxed));
+        let is_unsent = async move || {
+            let age = Duration::from_millis(this.world.state().now() - at);
+            let check = decision.refund(key, cost, age).next();
+            let Some(check) = check.filter(|_| this.resets.load(Relaxed) == resets) else {
+                return false;
+            };
+            let answer = this.answer(instance, check, Patience::Waits).await;
+            answer.is_some_and(|answer| answer.is_err_and(|error| error.is_unsent()))
+        };
+        if cost > 0 && is_unsent().await {
+            tokio::spawn(async move {
+                for _ in 0..TRIES {
+                    sleep(AGAIN).await;
+                    if !is_unsent().await {
+                        return;
+                    }
+                }
+            });
+        }
+    }
+
     async fn ask(&self, instance: usize, check: Check, patience: Patience) -> Option<Decision> {
+        self.answer(instance, check, patience).await?.ok()
+    }
+
+    /// `None` if it is dropped before it is answered.
+    async fn answer(
+        &self,
+        instance: usize,
+        check: Check,
+        patience: Patience,
+    ) -> Option<Result<Decision, StoreError>> {
         let (world, store) = (&self.world, &self.instances[instance]);
         let ask = world.state().asks(instance, self.caller, &check);
         let future = match world.during(ask, || store.check(check)) {
@@ -167,7 +206,7 @@ impl Client {
                 world
                     .state()
                     .answered(ask, now, store.is_degraded(), &answer);
-                return answer.ok();
+                return Some(answer);
             }
             Answer::Pending { future } => future,
         };
@@ -193,7 +232,7 @@ impl Client {
                 .answered(ask, polled, store.is_degraded(), answer),
             None => world.state().dropped(ask),
         }
-        answer?.ok()
+        answer
     }
 }
 

@@ -83,6 +83,7 @@ async fn live(plan: Plan, mut rng: Rng, kept: bool) -> Outcome<Rule> {
                     instances,
                     caller,
                     rng: rng.fork(),
+                    resets: Arc::default(),
                 }
                 .run(),
             );

@@ -7,17 +7,16 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use tokio::time::Instant;
 
 use super::*;
-use crate::limit::{Mode, SlotId};
+use crate::limit::Mode;
 use crate::util::instant;
 
 /// One count for several instances, each so far away.
 #[derive(Clone)]
 pub(super) struct Far {
     pub(super) counts: LocalStore,
-    slot: SlotId,
-    /// Whether nobody hears that it reconciles.
+    /// Whether its announcements are lost.
     pub(super) is_mute: bool,
-    /// Number of announcements that get no reply. A renewal takes effect without it.
+    /// Number of looks for announcements that get no reply.
     pub(super) unanswered: Arc<AtomicUsize>,
     pub(super) delay: Arc<Mutex<Option<Duration>>>,
     pub(super) seen: Arc<Mutex<Seen>>,
@@ -39,7 +38,6 @@ impl Far {
         let (unanswered, seen) = (Arc::default(), Arc::default());
         Self {
             counts: LocalStore::default(),
-            slot: SlotId::unique(),
             is_mute: false,
             unanswered,
             delay,
@@ -50,7 +48,6 @@ impl Far {
     /// The same counts, asked by another instance over a way of its own.
     pub(super) fn another(&self, delay: Duration) -> Self {
         Self {
-            slot: SlotId::unique(),
             delay: Arc::new(Mutex::new(Some(delay))),
             ..self.clone()
         }
@@ -65,18 +62,16 @@ impl Far {
             .share(Share::Fixed(share.try_into().unwrap()))
     }
 
-    /// This instance says whether it reconciles. Returns how many do then.
-    pub(super) fn reconciles(&self, does: bool) -> u32 {
-        let make = if does { Check::renew } else { Check::release };
-        let decision = self.now(make(Key::PROBE, &Policies::reconciling(), self.slot));
-        decision.capacity() - decision.remaining()
+    /// Another instance announces that it reconciles for this time.
+    pub(super) fn announce(&self, time: Duration) {
+        let check = Check::charge_debt_of(Key::PROBE, &Policies::reconciling(), time);
+        drop(self.counts.check(check));
     }
 
-    fn now(&self, check: Check) -> Decision {
-        match self.counts.check(check) {
-            Answer::Ready { answer } => answer.unwrap(),
-            Answer::Pending { .. } => unreachable!(),
-        }
+    /// Whether any instance has announced that it reconciles.
+    pub(super) async fn is_announced(&self) -> bool {
+        let peek = Check::peek(Key::PROBE, &Policies::reconciling(), 1);
+        !self.counts.check(peek).await.unwrap().is_allowed()
     }
 }
 
@@ -87,27 +82,25 @@ impl Store for Far {
         let Some(delay) = *lock(&self.delay) else {
             return Answer::ready(Err(unreachable().unsent()));
         };
-        if self.is_mute && check.mode() == Mode::Renew {
-            return Answer::pending(Box::pin(pending()));
-        }
-        let fewer = |left: usize| left.checked_sub(1);
-        let tells = matches!(check.mode(), Mode::Renew | Mode::Release);
-        if tells
-            && self
-                .unanswered
-                .fetch_update(Relaxed, Relaxed, fewer)
-                .is_ok()
-        {
-            if check.mode() == Mode::Renew {
-                drop(self.now(check));
+        let is_announcement =
+            *check.key() == Key::PROBE && check.policies().id() == Policies::reconciling().id();
+        if is_announcement {
+            if self.is_mute && check.mode() == Mode::Charge {
+                return Answer::pending(Box::pin(pending()));
             }
-            return Answer::pending(Box::pin(pending()));
-        }
-        if check.policies().in_flight().is_some() {
-            let decision = self.now(check);
+            let fewer = |left: usize| left.checked_sub(1);
+            if check.mode() == Mode::Peek
+                && self
+                    .unanswered
+                    .fetch_update(Relaxed, Relaxed, fewer)
+                    .is_ok()
+            {
+                return Answer::pending(Box::pin(pending()));
+            }
+            let decision = self.counts.check(check);
             return Answer::pending(Box::pin(async move {
                 sleep(delay).await;
-                Ok(decision)
+                decision.await
             }));
         }
         let mut seen = lock(&self.seen);

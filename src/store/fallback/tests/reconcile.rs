@@ -6,13 +6,12 @@ use std::pin::pin;
 use std::sync::atomic::Ordering::Relaxed;
 
 use futures_util::future::join_all;
-use tokio::runtime::Handle;
 
 use super::far::{Far, caller, cut, recovery, take};
 use super::*;
-use crate::store::{MockStore, RedisStore};
+use crate::store::RedisStore;
 use crate::support::{RedisServer, until};
-use crate::util::{Span, Task, TaskOwner, instant};
+use crate::util::instant;
 
 /// Two instances have granted most of some limits between them. One of them has to charge others before these, which
 /// takes about a second, and the other has hardly anything to charge.
@@ -84,30 +83,22 @@ async fn instances_see_each_other_reconcile() {
         Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(20))
     };
     let [one, two, other] = [instance(), instance(), instance()];
-    let reconciling = async || other.partitions[0].others_reconciling().await;
-    assert_eq!(reconciling().await, Some(0));
-    let announcement = one.partitions[0].announce();
-    until("it is announced", async || reconciling().await == Some(1)).await;
-    let both = two.partitions[0].announce();
-    until("both are", async || reconciling().await == Some(2)).await;
-    assert!(both.end().await);
-    assert_eq!(reconciling().await, Some(1));
-    // As if it had failed: it is going to try again.
-    drop(announcement);
-    assert_eq!(reconciling().await, Some(1));
-    assert_eq!(
-        one.partitions[0].others_reconciling().await,
-        Some(0),
-        "it does not wait for itself"
-    );
-    assert_eq!(reconciling().await, Some(0), "nor do the others by then");
-    let announcement = two.partitions[0].announce();
-    until("it is announced", async || reconciling().await == Some(1)).await;
-    drop(announcement);
-    until("it has died, for all that is known", async || {
-        reconciling().await == Some(0)
-    })
-    .await;
+    let reconciling = async || other.partitions[0].reconciling().await.unwrap();
+    assert_eq!(reconciling().await, None);
+    let (end, ended) = tokio::sync::oneshot::channel::<()>();
+    let long = Duration::from_secs(2);
+    let first = tokio::spawn(async move { one.partitions[0].announced(long, ended).await });
+    until("it is announced", async || reconciling().await.is_some()).await;
+    // Another one announces less, which takes nothing back.
+    let short = Duration::from_millis(100);
+    let second = two.partitions[0].announced(short, sleep(short)).await;
+    let () = second;
+    assert!(reconciling().await > Some(short));
+    end.send(()).unwrap();
+    first.await.unwrap().unwrap();
+    let left = reconciling().await.unwrap();
+    assert!(left <= long, "{left:?}");
+    until("it has expired", async || reconciling().await.is_none()).await;
 }
 
 /// What it has said itself may have been lost.
@@ -121,8 +112,8 @@ async fn an_unheard_instance_still_waits_for_others() {
     let _ = take(&store, caller(0), &policies(Strategy::Gcra, "60/100d")).await;
     far.set(Some(Duration::from_millis(2)));
     let reconciles = tokio::spawn(async move {
-        for does in [true; 30].into_iter().chain([false]) {
-            other.reconciles(does);
+        for _ in 0..30 {
+            other.announce(Duration::from_millis(200));
             sleep(Duration::from_millis(100)).await;
         }
     });
@@ -134,19 +125,15 @@ async fn an_unheard_instance_still_waits_for_others() {
     reconciles.await.unwrap();
 }
 
-/// The release of its announcement was lost: others would wait until the slot expires.
+/// The announcement of the recovered instance has expired.
 #[tokio::test(start_paused = true)]
 async fn a_recovered_instance_keeps_nobody_waiting() {
     let far = Far::new(Duration::from_millis(2));
-    let other = far.another(Duration::ZERO);
     let store = far.fallback(2);
     cut(&store, &far).await;
     far.set(Some(Duration::from_millis(2)));
-    // That it reconciles, that it no longer does, and that once more.
-    far.unanswered.store(3, Relaxed);
     let took = recovery(&store).await;
-    assert_eq!(far.unanswered.load(Relaxed), 0);
-    assert_eq!(other.reconciles(false), 0, "reconcile, after {took:?}");
+    assert!(!far.is_announced().await, "after {took:?}");
     assert!(took < Duration::from_secs(1), "{took:?}");
 }
 
@@ -161,7 +148,7 @@ async fn no_instance_is_waited_for_forever() {
     let forever = far.another(Duration::ZERO);
     let announcing = tokio::spawn(async move {
         loop {
-            forever.reconciles(true);
+            forever.announce(Duration::from_millis(200));
             sleep(Duration::from_millis(100)).await;
         }
     });
@@ -173,25 +160,7 @@ async fn no_instance_is_waited_for_forever() {
     announcing.abort();
 }
 
-/// It knows nothing of requests in flight, and says that none may be.
-#[tokio::test(start_paused = true)]
-async fn a_store_without_requests_in_flight_names_no_others() {
-    let primary = MockStore::new();
-    let store = Fallback::new(primary.clone(), LocalStore::default())
-        .share(Share::Fixed(2.try_into().unwrap()));
-    primary.answer(|_| Err(unreachable()));
-    while !store.is_degraded() {
-        let _ = store
-            .check(Check::take(ann(), &policies(Strategy::Gcra, "60/100d"), 1))
-            .await
-            .unwrap();
-    }
-    primary.deny(Duration::from_secs(1));
-    let took = recovery(&store).await;
-    assert!(took < Duration::from_secs(1), "{took:?}");
-}
-
-/// Another instance reconciles for three seconds. Meanwhile the primary store does not say so twice, or fails again.
+/// Another instance reconciles for three seconds. The primary store does not reply once, or fails again.
 #[tokio::test(start_paused = true)]
 async fn who_waits_sees_the_store_fail() {
     for fails in [false, true] {
@@ -201,16 +170,15 @@ async fn who_waits_sees_the_store_fail() {
         far.set(Some(Duration::from_millis(2)));
         let other = far.another(Duration::ZERO);
         for tenth in 0..30 {
-            other.reconciles(true);
+            other.announce(Duration::from_millis(200));
             match tenth {
                 15 if fails => far.set(None),
-                15 => far.unanswered.store(2, Relaxed),
+                15 => far.unanswered.store(1, Relaxed),
                 _ => {}
             }
             sleep(Duration::from_millis(100)).await;
             assert!(store.is_degraded(), "after {tenth} tenths of a second");
         }
-        other.reconciles(false);
         assert_eq!(far.unanswered.load(Relaxed), 0);
         sleep(Duration::from_secs(2)).await;
         assert_eq!(store.is_degraded(), fails);
@@ -313,14 +281,6 @@ async fn concurrency_follows_the_distance_of_the_store() {
     );
 }
 
-/// One that nobody takes over from.
-fn task() -> Task {
-    let now = instant();
-    TaskOwner::new(now)
-        .begin(Handle::current().id(), now, Span::on_each_runtime(now))
-        .unwrap()
-}
-
 /// Whatever there is to reconcile, other tasks of the runtime run in between.
 #[tokio::test(start_paused = true)]
 async fn reconciliation_yields_to_other_tasks() {
@@ -335,8 +295,7 @@ async fn reconciliation_yields_to_other_tasks() {
     // All have lapsed, so that nothing is sent and nothing waited for.
     advance(Duration::from_secs(2)).await;
     let partition = &store.partitions[0];
-    let task = task();
-    let mut reconciling = pin!(partition.reconcile(&task));
+    let mut reconciling = pin!(partition.reconcile());
     let mut polls = 0;
     assert!(
         poll_fn(|cx| {
@@ -345,7 +304,7 @@ async fn reconciliation_yields_to_other_tasks() {
         })
         .await
     );
-    assert!(partition.outages.is_empty());
+    assert!(partition.accounts.is_empty());
     assert!(
         polls >= CALLERS / 1_000,
         "{CALLERS} callers in {polls} goes"
@@ -363,58 +322,36 @@ async fn a_failed_reconciliation_keeps_unsent_charges() {
         let _ = take(&store, caller(i), &policies).await;
     }
     let partition = &store.partitions[0];
-    assert!(!partition.reconcile(&task()).await);
+    assert!(!partition.reconcile().await);
     far.set(Some(Duration::from_millis(1)));
     recovery(&store).await;
     assert_eq!(lock(&far.seen).order.len(), 5_000);
 }
 
-/// Charges that came before a refund, the refund, and those after it.
+/// Grants before a reset are forgotten, and grants after it are charged.
 #[tokio::test(start_paused = true)]
-async fn one_reconciliation_goes_through_all_stages() {
+async fn one_reconciliation_resets_and_charges() {
     let far = Far::new(Duration::from_millis(2));
     let store = far.fallback(1);
     let policies = policies(Strategy::Gcra, "100/100d");
+    let _ = take(&store, ann(), &policies).await;
     cut(&store, &far).await;
     let take = |cost| Check::take(ann(), &policies, cost);
     for check in [
-        take(20).with_id("one"),
-        take(5).with_id("two"),
-        Check::refund(ann(), &policies, 15),
-        take(7),
+        take(20),
+        Check::reset(ann(), &policies),
+        take(15),
+        Check::refund(ann(), &policies, 8),
     ] {
         let _ = store.check(check).await.unwrap();
     }
     far.set(Some(Duration::from_millis(2)));
     let partition = &store.partitions[0];
-    assert!(partition.reconcile(&task()).await && partition.outages.is_empty());
+    assert!(partition.reconcile().await && partition.accounts.is_empty());
     let peek = far
         .counts
         .check(Check::peek(ann(), &policies, 0))
         .await
         .unwrap();
-    assert_eq!(peek.capacity() - peek.remaining(), 20 + 5 - 15 + 7);
-}
-
-/// One caller may have any number of ids.
-#[tokio::test(start_paused = true)]
-async fn reconciliation_yields_between_the_ids_of_callers() {
-    const IDS: usize = 3_000;
-    let far = Far::new(Duration::from_millis(2));
-    let store = far.fallback(1);
-    let policies = policies(Strategy::Gcra, "100000/100d");
-    cut(&store, &far).await;
-    for i in 0..IDS {
-        let check = Check::take(ann(), &policies, 1).with_id(format!("id-{i}"));
-        assert!(store.check(check).await.unwrap().is_allowed());
-    }
-    let _ = store.check(Check::take(ann(), &policies, 5)).await.unwrap();
-    far.set(Some(Duration::from_millis(2)));
-    recovery(&store).await;
-    let peek = far
-        .counts
-        .check(Check::peek(ann(), &policies, 0))
-        .await
-        .unwrap();
-    assert_eq!(peek.capacity() - peek.remaining(), IDS as u32 + 5);
+    assert_eq!(peek.capacity() - peek.remaining(), 15 - 8);
 }

@@ -1,7 +1,6 @@
 //! What was granted, refunded and forgotten in place of the primary store is replayed there, once.
 
-use super::super::caller_log::CallerLog;
-use super::super::outage_log::{Budget, OutageLog};
+use super::super::accounts::{Accounts, Budget};
 use super::*;
 use crate::limit::Align;
 use crate::util::instant;
@@ -15,7 +14,7 @@ async fn ask(store: &Tested, check: Check) -> Decision {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_repeated_id_is_charged_once() {
+async fn an_id_is_charged_once_in_an_outage() {
     let (store, primary, reconciled) = pair(1);
     let policies = policies(Strategy::Gcra, "100/100d");
     let _ = ask(&store, take(&policies, 50)).await;
@@ -31,35 +30,10 @@ async fn a_repeated_id_is_charged_once() {
     close(&store, &primary).await;
     assert_eq!(primary.used(&policies).await, 51);
     assert_eq!(reconciled.events(), [(1, 0)]);
-    // A retry after the recovery is the same.
-    assert!(
-        ask(&store, take(&policies, 1).with_id("payment-7"))
-            .await
-            .is_allowed()
-    );
-    assert_eq!(primary.used(&policies).await, 51);
-}
-
-/// Whether the primary store was charged and its answer lost, or it has never heard of the check.
-#[tokio::test(start_paused = true)]
-async fn an_unanswered_id_is_charged_once() {
-    for manner in [Manner::Swallows, Manner::Silent] {
-        let (store, primary, _) = pair(1);
-        let policies = policies(Strategy::Gcra, "100/100d");
-        let id = |id: &str| take(&policies, 1).with_id(id);
-        primary.set(manner);
-        assert!(ask(&store, id("one")).await.is_allowed());
-        assert!(ask(&store, id("two")).await.is_allowed());
-        open(&store, &primary).await;
-        assert!(ask(&store, id("one")).await.is_allowed());
-        assert!(ask(&store, id("three")).await.is_allowed());
-        close(&store, &primary).await;
-        assert_eq!(primary.used(&policies).await, 3);
-        for one in ["one", "two", "three"] {
-            assert!(ask(&store, id(one)).await.is_allowed());
-        }
-        assert_eq!(primary.used(&policies).await, 3);
-    }
+    // The primary store does not know the id.
+    let again = take(&policies, 1).with_id("payment-7");
+    assert!(ask(&store, again).await.is_allowed());
+    assert_eq!(primary.used(&policies).await, 52);
 }
 
 /// A few checks that the full queue refused are charged soon, and not at an outage an hour later.
@@ -105,104 +79,52 @@ async fn lapsed_grants_are_not_charged() {
 /// An instance's part flows back more slowly than the whole.
 #[tokio::test(start_paused = true)]
 async fn grants_lapse_under_the_whole_policy() {
-    for ids in [0, 13, 25] {
-        let (store, primary, _) = pair(4);
-        let policies = policies(Strategy::Gcra, "100/100s");
-        open(&store, &primary).await;
-        for i in 0..25 {
-            let check = take(&policies, 1);
-            let check = if i < ids {
-                check.with_id(i.to_string())
-            } else {
-                check
-            };
-            assert!(ask(&store, check).await.is_allowed());
-        }
-        sleep(Duration::from_secs(50)).await;
-        close(&store, &primary).await;
-        assert_eq!(primary.used(&policies).await, 0, "{ids} of 25 with an id");
-    }
-}
-
-#[tokio::test(start_paused = true)]
-async fn unlapsed_grants_are_charged_with_their_ids() {
-    let (store, primary, _) = pair(4);
-    let policies = policies(Strategy::Gcra, "100/100s");
-    open(&store, &primary).await;
-    for i in 0..25 {
-        assert!(
-            ask(&store, take(&policies, 1).with_id(i.to_string()))
-                .await
-                .is_allowed()
-        );
-    }
-    sleep(Duration::from_secs(10)).await;
-    primary.set(Manner::AtOnce);
-    while store.is_degraded() {
-        sleep(Duration::from_millis(5)).await;
-    }
-    let used = primary.used(&policies).await;
-    assert!(
-        (13..=15).contains(&used),
-        "{used} of 25, after 10 to 12 of them have flown back"
-    );
-}
-
-/// However often it is asked, it is one charge, which counts for a second.
-#[tokio::test(start_paused = true)]
-async fn a_repeated_id_lapses_as_one_charge() {
     let (store, primary, _) = pair(4);
     let policies = policies(Strategy::Gcra, "100/100s");
     open(&store, &primary).await;
     for _ in 0..25 {
-        assert!(
-            ask(&store, take(&policies, 1).with_id("payment-7"))
-                .await
-                .is_allowed()
-        );
+        assert!(ask(&store, take(&policies, 1)).await.is_allowed());
     }
-    sleep(Duration::from_secs(5)).await;
+    sleep(Duration::from_secs(50)).await;
     close(&store, &primary).await;
     assert_eq!(primary.used(&policies).await, 0);
 }
 
+/// A refund that names no charge applies to the grants of the instance.
 #[tokio::test(start_paused = true)]
-async fn refunds_during_an_outage_are_applied() {
+async fn local_grants_are_refunded_locally() {
     for share in [1, 4] {
         let (store, primary, reconciled) = pair(share);
         let policies = policies(Strategy::Gcra, "100/100d");
         let _ = ask(&store, take(&policies, 60)).await;
         open(&store, &primary).await;
-        let _ = ask(&store, Check::refund(ann(), &policies, 60)).await;
-        close(&store, &primary).await;
-        assert_eq!(primary.used(&policies).await, 0, "of 60 that were refunded");
-        assert_eq!(reconciled.events(), [], "nothing was charged");
-
-        // More than there is, and then less again.
-        open(&store, &primary).await;
-        let _ = ask(&store, Check::refund(ann(), &policies, 90)).await;
-        for cost in [5, 15] {
+        for cost in [5, 3] {
             assert!(ask(&store, take(&policies, cost)).await.is_allowed());
         }
-        let _ = ask(&store, Check::refund(ann(), &policies, 15)).await;
+        let refund = ask(&store, Check::refund(ann(), &policies, 6)).await;
+        assert_eq!(refund.granted(), 6);
         close(&store, &primary).await;
-        assert_eq!(primary.used(&policies).await, 5);
+        assert_eq!(primary.used(&policies).await, 62);
+        assert_eq!(reconciled.events(), [(2, 0)]);
     }
 }
 
-/// What the instance has not granted itself is refunded where it was.
+/// The instance has granted less, or nothing: it does not refund what the primary store counts.
 #[tokio::test(start_paused = true)]
-async fn refunds_beyond_noted_charges_are_applied() {
-    for share in [1, 4] {
-        let (store, primary, _) = pair(share);
-        let policies = policies(Strategy::Gcra, "100/100d");
-        let _ = ask(&store, take(&policies, 60)).await;
-        open(&store, &primary).await;
-        assert!(ask(&store, take(&policies, 5)).await.is_allowed());
-        let _ = ask(&store, Check::refund(ann(), &policies, 15)).await;
-        close(&store, &primary).await;
-        assert_eq!(primary.used(&policies).await, 50);
-    }
+async fn no_more_is_refunded_than_was_granted() {
+    let (store, primary, reconciled) = pair(1);
+    let policies = policies(Strategy::Gcra, "100/100d");
+    let _ = ask(&store, take(&policies, 60)).await;
+    open(&store, &primary).await;
+    let refund = || store.check(Check::refund(ann(), &policies, 15));
+    assert!(refund().await.unwrap_err().is_unsent());
+    assert!(ask(&store, take(&policies, 5)).await.is_allowed());
+    assert_eq!(refund().await.unwrap().granted(), 5);
+    assert_eq!(refund().await.unwrap().granted(), 0);
+    close(&store, &primary).await;
+    assert_eq!(primary.used(&policies).await, 60);
+    assert_eq!(reconciled.events(), []);
+    assert_eq!(refund().await.unwrap().granted(), 15);
 }
 
 #[tokio::test(start_paused = true)]
@@ -212,44 +134,30 @@ async fn resets_during_an_outage_are_applied() {
         let policies = policies(Strategy::SlidingLog, "100/d");
         let _ = ask(&store, take(&policies, 60)).await;
         open(&store, &primary).await;
-        let _ = ask(&store, take(&policies, 1).with_id("before")).await;
+        let _ = ask(&store, take(&policies, 1)).await;
         let _ = ask(&store, Check::reset(ann(), &policies)).await;
         let _ = ask(&store, take(&policies, 5)).await;
-        let _ = ask(&store, take(&policies, 2).with_id("after")).await;
         close(&store, &primary).await;
-        assert_eq!(primary.used(&policies).await, 7);
-        for (id, cost) in [("before", 1), ("after", 2)] {
-            assert!(
-                ask(&store, take(&policies, cost).with_id(id))
-                    .await
-                    .is_allowed()
-            );
-        }
-        assert_eq!(primary.used(&policies).await, 7, "both are known");
+        assert_eq!(primary.used(&policies).await, 5);
     }
 }
 
 /// A third of the callers is charged, and then the primary store fails again: what it was not sent waits for the next
-/// time, and what it may have charged is not sent again without an id.
+/// time, and what was sent is not sent again.
 #[tokio::test(start_paused = true)]
 async fn an_interrupted_reconciliation_resumes_where_it_stopped() {
     let policies = policies(Strategy::Gcra, "100/100d");
     let caller = |i: usize| Key::new(i.to_string());
     let queue_full: fn() -> StoreError = queue_full;
-    for (error, id, lost) in [
-        (queue_full, None, 0),
-        (unreachable, None, 20),
-        (unreachable, Some("payment-7"), 0),
-    ] {
+    for (error, lost) in [(queue_full, 0), (unreachable, 20)] {
         let (store, primary, reconciled) = pair(1);
         open(&store, &primary).await;
         for i in 0..30 {
-            let check = Check::take(caller(i), &policies, 1);
-            let check = match id {
-                Some(id) => check.with_id(id),
-                None => check,
-            };
-            assert!(ask(&store, check).await.is_allowed());
+            assert!(
+                ask(&store, Check::take(caller(i), &policies, 1))
+                    .await
+                    .is_allowed()
+            );
         }
         // The probe is answered too.
         primary.set(Manner::Answers(11, error));
@@ -320,31 +228,6 @@ async fn each_list_of_policies_is_reconciled() {
     );
 }
 
-/// One is left behind by a runtime that stands still.
-#[tokio::test(start_paused = true)]
-async fn a_reconciliation_ends_only_its_own() {
-    let (store, primary, _) = pair(1);
-    let policies = policies(Strategy::Gcra, "100/100d");
-    open(&store, &primary).await;
-    let keys: Vec<Key> = (0..100).map(|i| Key::new(i.to_string())).collect();
-    let outages = &store.partitions[0].outages;
-    let numbers = [outages.begin(), outages.begin()];
-    for (key, number) in keys.iter().zip(numbers.into_iter().cycle()) {
-        let _ = ask(&store, Check::take(*key, &policies, 1)).await;
-        outages.take(number, key);
-    }
-    let held = || {
-        keys.iter()
-            .filter(|key| outages.caller(key).is_held())
-            .count()
-    };
-    assert_eq!(held(), 100);
-    outages.reconciled(numbers[1]);
-    assert_eq!(held(), 50);
-    outages.reconciled(numbers[0]);
-    assert_eq!(held(), 0);
-}
-
 /// What has flowed back under the tighter policy still counts under the other.
 #[tokio::test(start_paused = true)]
 async fn the_slowest_policy_decides_when_grants_lapse() {
@@ -377,61 +260,43 @@ async fn debts_above_a_share_are_charged() {
     assert_eq!(primary.used(&policies).await, 40);
 }
 
-/// A log that was taken out to be reconciled is put back beside those that have come since, whole or op by op.
+/// Accounts are put back together with newer ones.
 #[test]
 fn repeatedly_failing_reconciliations_stay_within_the_bound() {
-    for whole in [true, false] {
-        let (outages, local) = (OutageLog::new(Budget::new(160)), LocalStore::default());
-        let policies = policies(Strategy::Gcra, "100/100d");
-        let mut callers = (0..).map(|i: u32| Key::new(i.to_string()));
-        let mut dropped = 0;
-        let mut take_all = |number| {
-            let mut callers = std::collections::BTreeMap::new();
-            dropped += (0..outages.shards())
-                .map(|shard| outages.list(shard, &mut callers))
-                .sum::<u64>();
-            let take = |key| (key, outages.take(number, &key));
-            callers
-                .into_values()
-                .flatten()
-                .map(take)
-                .collect::<Vec<_>>()
-        };
-        let mut granted = 0;
-        for _ in 0..10 {
-            let number = outages.begin();
-            let taken = take_all(number);
-            for key in callers.by_ref().take(400) {
-                let check = Check::take(key, &policies, 1);
-                let Answer::Ready { answer } = local.check(check.clone()) else {
-                    unreachable!()
-                };
-                assert!(
-                    outages
-                        .caller(&key)
-                        .note(&check, false, &answer.unwrap(), || 0)
-                        .is_some()
-                );
-                granted += 1;
-            }
-            for (key, logs) in taken {
-                for mut log in logs {
-                    if whole {
-                        outages.restore(&key, log, 0);
-                        continue;
-                    }
-                    let mut ops = vec![];
-                    (0..CallerLog::STAGES)
-                        .for_each(|stage| while log.take_some(key, stage, 0, &mut ops) {});
-                    ops.into_iter().for_each(|op| outages.put_back(op, 0));
-                }
-            }
-            outages.reconciled(number);
+    let (accounts, local) = (Accounts::new(Budget::new(160)), LocalStore::default());
+    let policies = policies(Strategy::Gcra, "100/100d");
+    let mut keys = (0..).map(|i: u32| Key::new(i.to_string()));
+    let (mut granted, mut dropped) = (0, 0);
+    let take_all = |dropped: &mut u64| {
+        let mut callers = std::collections::BTreeMap::new();
+        for shard in 0..accounts.shards() {
+            *dropped += accounts.list(shard, &mut callers);
         }
-        let held = take_all(outages.begin()).len();
-        assert!(held <= 160, "{held} callers are held of at most 160");
-        assert_eq!(held as u64 + dropped, granted, "what is lost is reported");
+        let callers = callers.into_values().flatten();
+        callers
+            .map(|key| (key, accounts.take(&key)))
+            .collect::<Vec<_>>()
+    };
+    for _ in 0..10 {
+        let taken = take_all(&mut dropped);
+        for key in keys.by_ref().take(400) {
+            let check = Check::take(key, &policies, 1);
+            let Answer::Ready { answer } = local.check(check.clone()) else {
+                unreachable!()
+            };
+            assert!(accounts.caller(&key).record(&check, &answer.unwrap(), 0));
+            granted += 1;
+        }
+        for (key, older) in taken {
+            for account in older {
+                dropped += accounts.put_back(&key, account, 0);
+            }
+        }
+        accounts.reconciled();
     }
+    let held = take_all(&mut dropped).len();
+    assert!(held <= 160, "{held} callers are held of at most 160");
+    assert_eq!(held as u64 + dropped, granted, "what is lost is reported");
 }
 
 #[tokio::test(start_paused = true)]
@@ -440,7 +305,7 @@ async fn grants_beyond_the_bound_are_reported() {
     let partition = Arc::get_mut(&mut store.partitions)
         .and_then(|all| Arc::get_mut(&mut all[0]))
         .unwrap();
-    partition.outages = OutageLog::new(Budget::new(10));
+    partition.accounts = Accounts::new(Budget::new(10));
     let policies = policies(Strategy::SlidingLog, "100/d");
     open(&store, &primary).await;
     for i in 0..30 {
@@ -454,38 +319,7 @@ async fn grants_beyond_the_bound_are_reported() {
     assert_eq!(reconciled.events(), [(30, 60)]);
 }
 
-/// Each id takes room, once.
-#[test]
-fn the_ids_of_a_caller_are_bounded() {
-    let (outages, local) = (OutageLog::new(Budget::new(10)), LocalStore::default());
-    let policies = policies(Strategy::Gcra, "100/100d");
-    let note = |id: u32| {
-        let check = take(&policies, 1).with_id(id.to_string());
-        let Answer::Ready { answer } = local.check(check.clone()) else {
-            unreachable!()
-        };
-        assert!(
-            outages
-                .caller(&ann())
-                .note(&check, false, &answer.unwrap(), || 0)
-                .is_some()
-        );
-    };
-    let dropped = || {
-        let mut callers = std::collections::BTreeMap::new();
-        (0..outages.shards())
-            .map(|shard| outages.list(shard, &mut callers))
-            .sum::<u64>()
-    };
-    // The caller takes room too.
-    (0..20).chain(0..9).for_each(note);
-    assert_eq!(dropped(), 20 - 9);
-    outages.take(outages.begin(), &ann());
-    (20..29).for_each(note);
-    assert_eq!(dropped(), 0, "there is room again");
-}
-
-/// A window is logged under the limit that was asked last, as the stores count it; each bucket is logged by itself.
+/// A window counts under the limit of the last check, as in the stores; each bucket has a separate count.
 #[tokio::test(start_paused = true)]
 async fn grants_under_a_raised_quota_are_charged() {
     for &strategy in Strategy::ALL {

@@ -1,5 +1,6 @@
 //! The states of the breaker.
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use super::super::breaker::{Breaker, Ticket};
@@ -131,9 +132,13 @@ fn a_failed_probe_admits_no_second_trial() {
 
 #[test]
 fn probes_back_off_to_250_ms() {
+    let longest = |instances| Breaker::longest_delay(NonZeroU32::new(instances).unwrap());
     let delays: Vec<u128> = (0..8)
-        .map(|probes| Breaker::delay(probes, 0.0).as_millis())
+        .map(|probes| Breaker::delay(probes, longest(500)).as_millis())
         .collect();
     assert_eq!(delays, [50, 100, 200, 250, 250, 250, 250, 250]);
-    assert_eq!(Breaker::delay(u32::MAX, 1.0), Duration::from_millis(125));
+    assert_eq!(
+        Breaker::delay(u32::MAX, longest(1_000)),
+        Duration::from_millis(500)
+    );
 }

@@ -273,6 +273,9 @@ impl ScriptCall {
             let time = match plan.asked.mode {
                 _ if plan.asked.with_id => plan.policies.longest_period(),
                 Mode::Charge => -plan.asked.within,
+                Mode::Refund => {
+                    -i64::from(plan.charged.first().is_some_and(|charged| charged.is_turn))
+                }
                 _ => plan.asked.within,
             };
             packed
@@ -288,7 +291,7 @@ impl ScriptCall {
                 packed
                     .u32(charged(0).cost as usize)
                     .i56(charged(0).age)
-                    .i56(charged(0).at.max(0));
+                    .i56(charged(0).at.micros());
                 for policy in 0..plan.policies.iter().len() {
                     packed.i56(charged(policy).reset);
                 }

@@ -7,15 +7,15 @@ use std::time::Duration;
 
 use redis::RedisError;
 use tokio::runtime::Handle;
-use tokio::time::{timeout, timeout_at};
+use tokio::time::timeout_at;
 
 use super::inner::Inner;
 use super::job::Job;
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{error_of, not_run, within};
 use crate::store::redis::script::MARKER;
-use crate::store::redis::topology::Node;
-use crate::store::redis::topology::cluster::{Cluster, Planned, Refresher, Refusal, SlotMap, Why};
+use crate::store::redis::topology::cluster::{Cluster, Planned, Refusal, SlotMap, Why};
+use crate::store::redis::topology::{Node, Topology};
 use crate::util::instant;
 
 /// How long the marker stays after the last instance has looked at it, which each does every hour.
@@ -30,36 +30,42 @@ const PATIENCE: Duration = Duration::from_millis(30);
 pub(super) type Placed = Vec<(Option<Node>, Job)>;
 
 impl Inner {
-    /// Has the slots asked for soon, on this runtime.
+    /// Has the slots queried soon, on this runtime unless a task on another one is about to do so.
     pub(super) fn refresh(self: &Arc<Self>, why: Why) {
         let (Some(cluster), Ok(runtime)) = (self.topology.cluster(), Handle::try_current()) else {
             return;
         };
-        if let Some(planned) = cluster.refresher.begin(why, runtime.id()) {
+        if let Some(planned) = cluster.refresher.plan(why) {
             drop(runtime.spawn(Self::run_refresh(Arc::downgrade(self), why, planned)));
         }
     }
 
-    async fn run_refresh(this: Weak<Self>, why: Why, planned: Planned) {
-        let Planned {
-            begins,
-            woken,
-            task,
-        } = planned;
-        let _ = timeout_at(begins, woken).await;
+    async fn run_refresh(this: Weak<Self>, why: Why, mut planned: Planned) {
+        let _ = timeout_at(planned.begins, &mut planned.woken).await;
         let Some(this) = this.upgrade() else { return };
-        let Some(cluster) = this
-            .topology
-            .cluster()
-            .filter(|cluster| cluster.refresher.is_current(&task))
-        else {
+        let Some(cluster) = this.topology.cluster() else {
             return;
         };
-        let (news, outcome) = match cluster.ask_any(why, this.limits.timeout).await {
-            Ok((map, changed)) => (changed, this.adopt(cluster, map).await),
-            Err(error) => (false, Err(error)),
+        if cluster.refresher.begin(&mut planned, this.limits.timeout) {
+            let _ = this.query_slots(cluster, why).await;
+            cluster.refresher.end(planned);
+        }
+    }
+
+    /// Queries the slots, and adopts the map.
+    ///
+    /// # Errors
+    ///
+    /// The error of the query, or of the marker.
+    async fn query_slots(self: &Arc<Self>, cluster: &Cluster, why: Why) -> Result<(), StoreError> {
+        let queried = async {
+            let (map, changed) = cluster.ask_any(why, self.limits.timeout).await?;
+            self.adopt(cluster, map).await?;
+            Ok(changed)
         };
-        cluster.refresher.end(task, news, outcome.err());
+        let outcome = queried.await;
+        cluster.refresher.queried(&outcome);
+        outcome.map(drop)
     }
 
     /// Takes up a map of slots, once the marker allows it.
@@ -109,41 +115,28 @@ impl Inner {
         Err(ConfigError::new(text).into())
     }
 
-    /// Looks after the marker once in a while.
-    pub(super) fn keep_marker(self: &Arc<Self>) {
-        if self
-            .topology
-            .cluster()
-            .is_some_and(|cluster| cluster.refresher.marker_is_due())
-        {
-            self.refresh(Why::Marker);
+    /// Keeps the watch of sentinels running, and checks the marker of a cluster once in a while.
+    pub(super) fn attend(self: &Arc<Self>) {
+        match &self.topology {
+            Topology::Sentinel(sentinels) => sentinels.watch(),
+            Topology::Cluster(cluster) if cluster.refresher.marker_is_due() => {
+                self.refresh(Why::Marker);
+            }
+            Topology::Server(_) | Topology::Cluster(_) => {}
         }
     }
 
-    /// Waits until the slots have been asked for. Where that has just failed, and it is not yet time to try again, it
-    /// is that error at once.
+    /// Queries the slots now, for checks that wait for them. If that has just failed, returns that error immediately.
     ///
     /// # Errors
     ///
     /// Why they are not known.
     pub(super) async fn refreshed(self: &Arc<Self>, cluster: &Cluster) -> Result<(), StoreError> {
-        let mut outcome = cluster.refresher.outcome.subscribe();
-        let failed = cluster.refresher.has_just_failed();
-        self.refresh(Why::Unknown);
-        if let Some(error) = failed {
+        if let Some(error) = cluster.refresher.has_just_failed() {
+            self.refresh(Why::Unknown);
             return Err(error);
         }
-        let told = async {
-            // The task may be of a runtime that stands still.
-            while timeout(Refresher::ELSEWHERE, outcome.changed())
-                .await
-                .is_err()
-            {
-                self.refresh(Why::Unknown);
-            }
-            outcome.borrow().clone().map_or(Ok(()), Err)
-        };
-        within(self.limits.timeout, told)
+        within(self.limits.timeout, self.query_slots(cluster, Why::Unknown))
             .await
             .map_err(|error| error.at(cluster.address(None)))
     }
@@ -361,7 +354,9 @@ mod tests {
                 assert_eq!(error.kind(), ErrorKind::NotReady);
                 let cause = std::error::Error::source(&error).unwrap().to_string();
                 assert!(
-                    cause.contains(&format!("127.0.0.1:{port} is not of this cluster")),
+                    cause.contains(&format!(
+                        "127.0.0.1:{port} no longer belongs to this cluster"
+                    )),
                     "{cause}"
                 );
             }

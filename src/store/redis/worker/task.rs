@@ -245,7 +245,7 @@ impl Worker {
         };
         self.work
             .make_calls(&self.inner.topology, &self.inner.prefix);
-        self.inner.keep_marker();
+        self.inner.attend();
         let jobs = &self.work.jobs;
         if let Some(observer) = self.inner.observer.get()
             && !jobs.is_empty()

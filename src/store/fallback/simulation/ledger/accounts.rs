@@ -28,11 +28,12 @@ pub(super) struct Id {
     pub(super) cost: i64,
     /// Whether a client was granted it.
     pub(super) granted: bool,
-    /// Whether the primary store charged it, or must. Else it was sent and not answered, and is charged at most.
-    pub(super) certain: bool,
-    /// A bit for every instance that has granted it, and for each that did so for a request without an answer.
+    /// Whether the primary store charged it for a client.
+    pub(super) ran: bool,
+    /// A bit for every instance that has granted it.
     pub(super) instances: u8,
-    pub(super) unanswered: u8,
+    /// How many of these did so without a request to the primary store, which does not know the id.
+    pub(super) local: i64,
 }
 
 /// What an instance has to do with a caller.

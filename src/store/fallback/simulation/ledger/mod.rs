@@ -87,7 +87,7 @@ impl Ledger {
         if let Some(id) = id {
             let id = sums.ids.entry(id.to_vec()).or_default();
             if granted > 0 {
-                (id.cost, id.certain) = (granted, true);
+                (id.cost, id.ran) = (granted, true);
             }
         }
         match mode {
@@ -158,11 +158,7 @@ impl Ledger {
             let bit = 1 << instance;
             again = id.instances & bit != 0;
             (id.cost, id.instances) = (cost, id.instances | bit);
-            if !unasked {
-                id.unanswered |= bit;
-            }
-            // An instance may keep to itself what it has once granted to a request without an answer.
-            id.certain |= unasked && id.unanswered & bit == 0;
+            id.local += i64::from(unasked && !again);
         }
         match mode {
             _ if again => {}
@@ -235,6 +231,11 @@ impl Ledger {
             }
             _ => sums.told += i64::from(decision.granted()),
         }
+    }
+
+    /// A refund failed.
+    pub(super) fn refuses(&mut self, caller: usize, unsent: bool) {
+        self.sums[caller].in_doubt |= !unsent;
     }
 
     /// A client was granted so much.
@@ -320,9 +321,8 @@ impl Ledger {
     pub(super) fn rests(&mut self, plan: &Plan, caller: usize, used: i64) {
         let who = &plan.callers[caller];
         if who.habit == Habit::WithIds {
-            let ids = || self.sums[caller].ids.values();
-            let certain: i64 = ids().filter(|id| id.certain).map(|id| id.cost).sum();
-            let possible = ids().map(|id| id.cost).sum();
+            let ids = self.sums[caller].ids.values();
+            let possible: i64 = ids.map(|id| id.cost * (id.local + i64::from(id.ran))).sum();
             let lost = self.unreconciled[caller];
             if used > possible {
                 self.breaks(
@@ -333,12 +333,12 @@ impl Ledger {
             } else if self.emptied == 0
                 && !self.changed
                 && possible <= who.capacities().min().unwrap_or(0)
-                && used < certain - lost
+                && used < possible - lost
             {
                 self.breaks(
                     Rule::Lost,
                     Some(caller),
-                    format!("Redis counts {used} for ids that cost {certain}"),
+                    format!("Redis counts {used} for ids that cost {possible}"),
                 );
             }
             return;

@@ -19,7 +19,7 @@ pub(in super::super) enum Rule {
     Back,
     /// The primary store counts just what was granted and not refunded, if nothing was sent that was not answered.
     Exact,
-    /// Whatever is asked with one id is charged once.
+    /// An id is charged once by the primary store, and once by each instance.
     Id,
     /// A primary store that has fallen silent is sent no more requests, one after another, than it takes to open the
     /// breaker.

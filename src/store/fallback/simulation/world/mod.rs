@@ -18,7 +18,7 @@ use shown::{answered, nonsense};
 use super::ledger::{Granted, Heard, Ledger, Ran, Reconciled, Rule};
 use super::plan::{Caller, Kind, Plan};
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, Mode, Outcome, Source, State, Verdicts};
+use crate::limit::{Check, Decision, Key, Mode, Outcome, Source, Verdicts};
 use crate::observe::{Observer, event};
 use crate::simulation::{Log, pick, shown, verdict};
 use crate::store::{LocalStore, Store};
@@ -42,9 +42,8 @@ pub(super) struct WorldState {
     streaks: Vec<StreakModel>,
     /// What becomes of the requests of each in a millisecond, if they are one call.
     calls: Vec<Option<(u64, Fate)>>,
-    /// What the primary store counts, and which instances have said that they reconcile.
+    /// The counts of the primary store.
     counts: LocalStore,
-    held: State,
     /// The request of a client that runs now. Whatever else runs is of the instance's own.
     current: Option<usize>,
     asks: Vec<Ask>,
@@ -114,7 +113,6 @@ impl World {
                 .collect(),
             calls: vec![None; plan.instances],
             counts,
-            held: State::fresh(crate::limit::Kind::InFlight),
             current: None,
             asks: vec![],
             requests: vec![],
@@ -207,6 +205,10 @@ impl WorldState {
         }
         let decision = match answer {
             Ok(decision) => decision,
+            // It is sent again, as the background queue does.
+            Err(error) if check.mode() == Mode::Refund => {
+                return self.ledger.refuses(caller, error.is_unsent());
+            }
             Err(error) => {
                 return self.breaks(
                     Rule::Failed,
@@ -304,7 +306,6 @@ impl WorldState {
     /// The primary store forgets everything.
     pub(super) fn empties(&mut self) {
         self.counts = LocalStore::default();
-        self.held = State::fresh(crate::limit::Kind::InFlight);
         self.ledger.emptied += 1;
         self.say(None, || "Redis forgets everything".to_owned());
     }

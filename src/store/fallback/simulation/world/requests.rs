@@ -195,10 +195,7 @@ impl WorldState {
             ..
         } = self.requests[request];
         self.requests[request].ran = true;
-        let verdicts = match check.policies().in_flight() {
-            Some(_) => self.holds(&check),
-            None => self.counts(&check),
-        };
+        let verdicts = self.counts(&check);
         let (mode, granted, id) = (check.mode(), verdicts.granted, check.id().copied());
         let id = id.as_ref().map(Key::as_bytes);
         let decision = check
@@ -232,12 +229,6 @@ impl WorldState {
             .unwrap();
         let each = decision.verdicts().map(|(_, verdict)| *verdict).collect();
         Verdicts::new(decision.granted().into(), each)
-    }
-
-    /// The slots of instances that reconcile are kept by the simulated time.
-    fn holds(&mut self, check: &Check) -> Verdicts {
-        let now = self.now() as i64 * 1000;
-        check.decide(std::slice::from_mut(&mut self.held), now)
     }
 
     /// A request is answered, if anybody still waits.

@@ -78,7 +78,7 @@ impl Cluster {
             nodes: Nodes::new(seeds, dialer),
             partitions: slots::tags(partitions).into_iter().map(partition).collect(),
             map: ArcSwap::from_pointee(SlotMap::empty()),
-            refresher: Refresher::new(),
+            refresher: Refresher::default(),
             refused: OnceLock::new(),
             clock: Clock::new(),
         }

@@ -2,50 +2,56 @@
 //!
 //! A thousand instances notice a failover at the same moment. So each waits for a random delay,
 //! which grows while consecutive queries return the same map.
+//!
+//! Checks without a node do not wait for that task: their worker queries the map.
 
 use std::convert::Infallible;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use tokio::runtime::Id;
-use tokio::sync::{oneshot, watch};
+use tokio::sync::oneshot::{self, error::TryRecvError};
 use tokio::time::Instant;
 
 use crate::error::StoreError;
 use crate::store::redis::topology::node::Node;
-use crate::util::{Span, Task, TaskOwner, instant, jittered, lock};
+use crate::util::{instant, jittered, lock};
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Refresher {
-    tasks: TaskOwner,
-    state: Mutex<State>,
-    /// The result of the last query.
-    pub(crate) outcome: watch::Sender<Option<StoreError>>,
+    state: Mutex<RefresherState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct RefresherState {
     /// Number of consecutive queries without a change.
     unchanged: u32,
-    /// Time at which the last query ended.
-    last: Option<Instant>,
+    /// When the last query ended, and its error.
+    last: Option<(Instant, Option<StoreError>)>,
+    /// The task that checks rely on.
+    planned: Option<Plan>,
     /// Time of the next check of the marker.
     marked_until: Option<Instant>,
     /// Whether another instance has ever confirmed this number of partitions: the marker had it
     /// before this one set it.
     agreed: bool,
+}
+
+#[derive(Debug)]
+struct Plan {
+    begins: Instant,
+    /// When another task may replace this one: its runtime has shut down, or runs nothing.
+    overdue: Instant,
     /// Wakes the planned task from its sleep when dropped: with the store, or when another task
     /// replaces the planned one.
-    planned: Option<oneshot::Sender<Infallible>>,
+    _wakes: oneshot::Sender<Infallible>,
 }
 
 /// A planned refresh.
 #[derive(Debug)]
 pub(crate) struct Planned {
     pub(crate) begins: Instant,
-    /// Closed if the task does not have to sleep until then.
+    /// Closed when another task replaces this one, or with the store.
     pub(crate) woken: oneshot::Receiver<Infallible>,
-    pub(crate) task: Task,
 }
 
 /// The reason for a query of the slots.
@@ -78,77 +84,75 @@ impl Refresher {
     const GAP: Duration = Duration::from_millis(100);
     /// Short enough that a probe of a fallback soon finds the new master.
     const LONGEST_GAP: Duration = Duration::from_millis(400);
-    /// How long a runtime relies on a task on another runtime, which may have stalled.
-    pub(crate) const ELSEWHERE: Duration = Duration::from_millis(50);
+    /// How late a task may begin.
+    const LATE: Duration = Duration::from_millis(50);
     /// Interval between two checks of the marker.
     const MARKER: Duration = Duration::from_secs(3_600);
 
-    pub(super) fn new() -> Self {
-        Self {
-            tasks: TaskOwner::new(instant()),
-            state: Mutex::default(),
-            outcome: watch::Sender::new(None),
-        }
-    }
-
-    /// Plans a task on this runtime. `None` if another task starts no later.
-    pub(crate) fn begin(&self, why: Why, runtime: Id) -> Option<Planned> {
+    /// Plans a task. `None` if another task starts no later.
+    pub(crate) fn plan(&self, why: Why) -> Option<Planned> {
         let now = instant();
-        let begins = {
-            let state = lock(&self.state);
+        let (wakes, woken) = oneshot::channel();
+        let (begins, former) = {
+            let state = &mut *lock(&self.state);
             let gap = Self::GAP
                 .saturating_mul(1 << state.unchanged.min(10))
                 .min(Self::LONGEST_GAP);
-            let earliest = state
-                .last
-                .map_or(now, |last| last + jittered(gap, 0.5..1.0));
-            earliest.max(now + jittered(why.delay(), 0.5..1.0))
-        };
-        let task = self.tasks.begin(
-            runtime,
-            now,
-            Span {
+            let last = state.last.as_ref();
+            let earliest = last.map_or(now, |(last, _)| *last + jittered(gap, 0.5..1.0));
+            let begins = earliest.max(now + jittered(why.delay(), 0.5..1.0));
+            if let Some(plan) = &state.planned
+                && plan.begins <= begins
+                && now < plan.overdue
+            {
+                return None;
+            }
+            let plan = Plan {
                 begins,
-                until: begins + Self::ELSEWHERE,
-            },
-        )?;
-        let (planned, woken) = oneshot::channel();
-        let former = lock(&self.state).planned.replace(planned);
-        drop(former);
-        Some(Planned {
-            begins,
-            woken,
-            task,
-        })
-    }
-
-    /// Returns `true` if no other task has replaced this one during its sleep.
-    pub(crate) fn is_current(&self, task: &Task) -> bool {
-        let now = instant();
-        task.renew(now, now + Self::ELSEWHERE)
-    }
-
-    /// Records the result of a task's query: whether the map has changed, and the error.
-    pub(crate) fn end(&self, task: Task, news: bool, error: Option<StoreError>) {
-        {
-            let mut state = lock(&self.state);
-            state.unchanged = if news {
-                0
-            } else {
-                state.unchanged.saturating_add(1)
+                overdue: begins + Self::LATE,
+                _wakes: wakes,
             };
-            state.last = Some(instant());
-        }
-        drop(task);
-        self.outcome.send_replace(error);
+            (begins, state.planned.replace(plan))
+        };
+        drop(former);
+        Some(Planned { begins, woken })
     }
 
-    /// Returns the error of the last query, if it ended recently.
+    /// A planned task begins, and takes `patience` at most. `false` if another one has taken its place.
+    pub(crate) fn begin(&self, planned: &mut Planned, patience: Duration) -> bool {
+        let state = &mut *lock(&self.state);
+        match &mut state.planned {
+            Some(plan) if planned.is_current() => {
+                plan.overdue = instant() + patience;
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// A planned task has ended.
+    pub(crate) fn end(&self, mut planned: Planned) {
+        let state = &mut *lock(&self.state);
+        if planned.is_current() {
+            state.planned = None;
+        }
+    }
+
+    /// Records a query: whether it brought anything new, or its error.
+    pub(crate) fn queried(&self, outcome: &Result<bool, StoreError>) {
+        let state = &mut *lock(&self.state);
+        state.unchanged = match outcome {
+            Ok(true) => 0,
+            _ => state.unchanged.saturating_add(1),
+        };
+        state.last = Some((instant(), outcome.as_ref().err().cloned()));
+    }
+
+    /// The error of the last query, if that has just failed.
     pub(crate) fn has_just_failed(&self) -> Option<StoreError> {
-        let is_recent = lock(&self.state)
-            .last
-            .is_some_and(|last| last.elapsed() < Self::LONGEST_GAP);
-        self.outcome.borrow().clone().filter(|_| is_recent)
+        let state = lock(&self.state);
+        let (last, error) = state.last.as_ref()?;
+        error.clone().filter(|_| last.elapsed() < Self::LONGEST_GAP)
     }
 
     /// Returns `true` if the marker should be checked.
@@ -177,58 +181,54 @@ impl Refresher {
     }
 }
 
+impl Planned {
+    /// Whether no other task has taken the place of this one.
+    fn is_current(&mut self) -> bool {
+        self.woken.try_recv() == Err(TryRecvError::Empty)
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use tokio::runtime::{Builder, Handle};
     use tokio::time::advance;
 
     use super::*;
 
+    const PATIENCE: Duration = Duration::from_secs(1);
+
     #[tokio::test(start_paused = true)]
     async fn only_a_more_urgent_task_is_added() {
-        let refresher = Refresher::new();
-        let begin = |why| refresher.begin(why, Handle::current().id());
+        let refresher = Refresher::default();
+        let plan = |why| refresher.plan(why);
         let now = instant();
-        let Planned {
-            begins: later,
-            task: first,
-            ..
-        } = begin(Why::Marker).unwrap();
-        assert!(later > now + Duration::from_secs(29));
-        assert!(begin(Why::Marker).is_none_or(|planned| planned.begins < later));
-        let Planned {
-            begins: soon,
-            task: second,
-            ..
-        } = begin(Why::Lost(Node::new(0))).unwrap();
-        assert!(soon <= now + Duration::from_millis(50));
-        assert!(!refresher.is_current(&first) && refresher.is_current(&second));
-        let Planned {
-            begins: at_once,
-            task: third,
-            ..
-        } = begin(Why::Unknown).unwrap();
-        assert_eq!(at_once, now);
+        let mut first = plan(Why::Marker).unwrap();
+        assert!(first.begins > now + Duration::from_secs(29));
+        assert!(plan(Why::Marker).is_none_or(|planned| planned.begins < first.begins));
+        let mut second = plan(Why::Lost(Node::new(0))).unwrap();
+        assert!(second.begins <= now + Duration::from_millis(50));
+        assert!(!refresher.begin(&mut first, PATIENCE));
+        assert!(refresher.begin(&mut second, PATIENCE));
+        let mut third = plan(Why::Unknown).unwrap();
+        assert_eq!(third.begins, now);
         for why in [Why::Unknown, Why::Lost(Node::new(0)), Why::Moved] {
-            assert!(begin(why).is_none(), "{why:?}");
+            assert!(plan(why).is_none(), "{why:?}");
         }
-        drop(second);
-        assert!(refresher.is_current(&third), "it was not that one");
-        refresher.end(third, true, None);
-        assert!(begin(Why::Unknown).is_some());
+        refresher.end(second);
+        assert!(refresher.begin(&mut third, PATIENCE), "it was not that one");
+        refresher.end(third);
+        assert!(plan(Why::Unknown).is_some());
     }
 
     #[tokio::test(start_paused = true)]
     async fn refresh_backs_off_while_nothing_changes() {
-        let refresher = Refresher::new();
+        let refresher = Refresher::default();
         let mut waits = vec![];
         for news in [true, false, false, false, false, true, true] {
-            let Planned { begins, task, .. } = refresher
-                .begin(Why::Unknown, Handle::current().id())
-                .unwrap();
-            waits.push((begins - instant()).as_millis());
-            advance(begins - instant()).await;
-            refresher.end(task, news, None);
+            let planned = refresher.plan(Why::Unknown).unwrap();
+            waits.push((planned.begins - instant()).as_millis());
+            advance(planned.begins - instant()).await;
+            refresher.queried(&Ok(news));
+            refresher.end(planned);
         }
         assert_eq!(waits[0], 0);
         for (wait, longest) in waits[1..].iter().zip([100, 200, 400, 400, 400, 100]) {
@@ -236,24 +236,21 @@ mod tests {
         }
     }
 
-    /// The runtime of that task may have stalled.
+    /// Its runtime may have shut down, or run nothing.
     #[tokio::test(start_paused = true)]
-    async fn a_silent_task_is_not_waited_for() {
-        let (refresher, other) = (
-            Refresher::new(),
-            Builder::new_current_thread().build().unwrap(),
-        );
-        let begin = |runtime: &Handle| refresher.begin(Why::Unknown, runtime.id());
-        let task = begin(other.handle()).unwrap().task;
-        advance(Refresher::ELSEWHERE / 2).await;
-        assert!(begin(&Handle::current()).is_none());
-        advance(Refresher::ELSEWHERE / 2).await;
-        let newer = begin(&Handle::current()).unwrap().task;
-        assert!(
-            begin(other.handle()).is_none()
-                && !refresher.is_current(&task)
-                && refresher.is_current(&newer)
-        );
-        other.shutdown_background();
+    async fn an_overdue_task_is_not_waited_for() {
+        let refresher = Refresher::default();
+        let plan = || refresher.plan(Why::Unknown);
+        let mut silent = plan().unwrap();
+        advance(Refresher::LATE / 2).await;
+        assert!(plan().is_none());
+        advance(Refresher::LATE / 2).await;
+        let mut newer = plan().unwrap();
+        assert!(!refresher.begin(&mut silent, PATIENCE));
+        assert!(refresher.begin(&mut newer, PATIENCE));
+        advance(PATIENCE / 2).await;
+        assert!(plan().is_none(), "it is querying");
+        advance(PATIENCE / 2).await;
+        assert!(plan().is_some());
     }
 }

@@ -25,13 +25,13 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use redis::{ConnectionInfo, ErrorKind as Kind, ServerErrorKind, Value};
-use tokio::runtime::Handle;
 use tokio::time::{sleep, timeout, timeout_at};
 
 use self::quorum::{Master, Quorum};
+use crate::background::{Task, TaskOwner};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{Dialer, Driven, Epoch, Link, error_of, with_address, within};
-use crate::util::{RandomState, Span, Task, TaskOwner, instant, jittered, lock};
+use crate::util::{RandomState, instant, jittered, lock};
 
 /// Interval between two polls of the watch: short enough to notice a failover within a second, even
 /// if one sentinel is slow.
@@ -59,8 +59,7 @@ pub(crate) struct Sentinels {
     known: Mutex<Option<Master>>,
     /// The number of the current epoch; it changes with the master.
     epoch: Arc<AtomicU64>,
-    /// Each runtime has its own watch, which ends with the runtime.
-    watches: TaskOwner,
+    watch: TaskOwner,
 }
 
 impl Sentinels {
@@ -81,7 +80,7 @@ impl Sentinels {
             timeout,
             known: Mutex::default(),
             epoch: Arc::default(),
-            watches: TaskOwner::new(instant()),
+            watch: TaskOwner::new(),
         }
     }
 
@@ -92,7 +91,6 @@ impl Sentinels {
 
     /// Opens a connection to the master.
     pub(crate) async fn connect(self: &Arc<Self>) -> Result<Link, StoreError> {
-        self.watch();
         self.connect_to(self.elect().await).await
     }
 
@@ -263,17 +261,10 @@ impl Sentinels {
         }
     }
 
-    /// Starts the watch on this runtime, unless it is running.
-    fn watch(self: &Arc<Self>) {
-        let (Ok(runtime), now) = (Handle::try_current(), instant()) else {
-            return;
-        };
-        if let Some(task) = self
-            .watches
-            .begin(runtime.id(), now, Span::on_each_runtime(now))
-        {
-            drop(runtime.spawn(Self::run_watch(Arc::downgrade(self), task)));
-        }
+    /// Starts the watch, unless it is running.
+    pub(crate) fn watch(self: &Arc<Self>) {
+        let this = Arc::downgrade(self);
+        self.watch.spawn(None, |task| Self::run_watch(this, task));
     }
 
     /// Queries one sentinel after the other until the store is dropped. If one reports another master, queries all of

@@ -5,31 +5,32 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use super::{Flight, SharedQueue};
-use crate::store::Store;
 
-/// What a request has asked and waits for, on its own runtime.
-pub(super) struct Awaited<S: Store> {
-    pub(super) shared: Arc<SharedQueue<S>>,
-    /// None once it is answered.
-    pub(super) asked: Vec<Flight<S>>,
+/// A check for which a request waits, on the runtime of the request.
+pub(super) struct Awaited {
+    pub(super) shared: Arc<SharedQueue>,
+    /// Empty after the reply.
+    pub(super) asked: Vec<Flight>,
 }
 
-impl<S: Store> Future for Awaited<S> {
+impl Future for Awaited {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         while let Some(flight) = self.asked.last_mut() {
-            let answer = ready!(flight.poll(cx));
+            let reply = ready!(flight.poll(cx));
             if let Some(Flight { op, .. }) = self.asked.pop() {
-                self.shared.ended(op, answer);
+                self.shared.ended(op, reply);
             }
         }
+        // It may have to be tried again.
+        self.shared.attend();
         Poll::Ready(())
     }
 }
 
-/// If the request no longer waits, a sender does.
-impl<S: Store> Drop for Awaited<S> {
+/// If the request is dropped, the sender awaits the reply.
+impl Drop for Awaited {
     fn drop(&mut self) {
         if !self.asked.is_empty() {
             self.shared.keep(mem::take(&mut self.asked));

@@ -10,11 +10,9 @@ use tokio::time::{sleep, timeout};
 
 use super::*;
 use crate::limit::{Align, Check, Key, Policies, Policy, Quota, Strategy};
-use crate::store::{LocalStore, MockStore};
+use crate::store::{Answer, LocalStore, MockStore, Store, op_queue};
 
-type Reply = Result<Decision, StoreError>;
-
-impl<S: Store> StoreQueue<S> {
+impl OpQueue {
     fn send(&self, check: Check) {
         self.put(PendingOp::of_check(check));
     }
@@ -24,23 +22,10 @@ impl<S: Store> StoreQueue<S> {
     }
 }
 
-/// Answers when the test says so, on any runtime.
-#[derive(Clone)]
-struct Asking(mpsc::UnboundedSender<(Check, oneshot::Sender<Reply>)>);
+/// The checks of a store whose replies the test sends.
+struct Received(mpsc::UnboundedReceiver<(Check, oneshot::Sender<Reply>)>);
 
-impl Store for Asking {
-    type Future = Pin<Box<dyn Future<Output = Reply> + Send>>;
-
-    fn check(&self, check: Check) -> Answer<Self::Future> {
-        let (answer, reply) = oneshot::channel();
-        self.0.send((check, answer)).unwrap();
-        Answer::pending(Box::pin(async { reply.await.unwrap() }))
-    }
-}
-
-struct Asked(mpsc::UnboundedReceiver<(Check, oneshot::Sender<Reply>)>);
-
-impl Asked {
+impl Received {
     async fn next(&mut self) -> (u32, oneshot::Sender<Reply>) {
         // What is never asked for is to fail the test, not to hang it.
         let (check, answer) = timeout(Duration::from_secs(20), self.0.recv())
@@ -58,15 +43,18 @@ impl Asked {
     }
 }
 
-fn asking() -> (StoreQueue<Asking>, Asked, Arc<Failures>) {
-    let (sender, asked) = mpsc::unbounded_channel();
+fn asking() -> (OpQueue, Received, Arc<Failures>) {
+    let (sender, received) = mpsc::unbounded_channel();
     let failures = Arc::new(Failures::default());
+    let ask = move |check| {
+        let (answer, reply) = oneshot::channel();
+        sender.send((check, answer)).unwrap();
+        Asked::Pending(Box::pin(async { reply.await.unwrap() }))
+    };
+    let observer = Arc::clone(&failures) as Arc<dyn Observer>;
     (
-        StoreQueue::new(
-            Asking(sender),
-            Some(Arc::clone(&failures) as Arc<dyn Observer>),
-        ),
-        Asked(asked),
+        OpQueue::new(ask, Some(observer)),
+        Received(received),
         failures,
     )
 }
@@ -112,12 +100,8 @@ fn unsent() -> Reply {
     Err(StoreError::new(ErrorKind::Unreachable).unsent())
 }
 
-fn status<S: Store>(queue: &StoreQueue<S>) -> u8 {
-    queue.shared.status()
-}
-
-async fn idle<S: Store>(queue: &StoreQueue<S>) {
-    while status(queue) != IDLE {
+async fn idle(queue: &OpQueue) {
+    while queue.shared.is_busy() {
         sleep(GAP).await;
     }
 }
@@ -132,7 +116,7 @@ fn costs(asked: Vec<(u32, oneshot::Sender<Reply>)>) -> Vec<u32> {
 #[test]
 fn an_immediate_store_needs_no_runtime() {
     let store = LocalStore::default();
-    let queue = StoreQueue::new(store.clone(), None);
+    let queue = op_queue(store.clone(), None);
     let answered = Arc::new(AtomicU32::new(0));
     let by_call = Arc::clone(&answered);
     queue.send_then(charge(3), move |answer| {
@@ -143,12 +127,12 @@ fn an_immediate_store_needs_no_runtime() {
         .check(Check::peek(Key::GLOBAL, &policies(), 0))
         .now()
         .remaining();
-    assert_eq!((left, status(&queue)), (999_997, IDLE));
+    assert_eq!((left, queue.shared.is_busy()), (999_997, false));
 }
 
 #[tokio::test(start_paused = true)]
 async fn simultaneous_refunds_are_sent_together() {
-    const ALL: u32 = AT_ONCE as u32 + 44;
+    const ALL: u32 = MAX_FLIGHTS as u32 + 44;
     let (queue, mut asked, failures) = asking();
     for cost in 1..=ALL {
         queue.send(charge(cost));
@@ -157,13 +141,13 @@ async fn simultaneous_refunds_are_sent_together() {
     assert_eq!(first, 1, "who comes first does not wait");
     sleep(GAP * 2).await;
     let wave = asked.now();
-    assert_eq!(wave.len(), AT_ONCE - 1, "no more are under way at once");
+    assert_eq!(wave.len(), MAX_FLIGHTS - 1, "no more are in flight");
     answer.send(done(1)).unwrap();
-    assert_eq!(costs(wave), (2..=AT_ONCE as u32).collect::<Vec<_>>());
+    assert_eq!(costs(wave), (2..=MAX_FLIGHTS as u32).collect::<Vec<_>>());
     sleep(GAP * 3).await;
     assert_eq!(
         costs(asked.now()),
-        (AT_ONCE as u32 + 1..=ALL).collect::<Vec<_>>()
+        (MAX_FLIGHTS as u32 + 1..=ALL).collect::<Vec<_>>()
     );
     idle(&queue).await;
     assert_eq!(failures.0.load(Relaxed), 0);
@@ -263,7 +247,7 @@ async fn refunds_beyond_capacity_are_reported() {
         queue.send(charge(1));
     }
     assert_eq!(failures.0.load(Relaxed), 10, "one was sent at once");
-    while status(&queue) != IDLE {
+    while queue.shared.is_busy() {
         costs(asked.now());
         sleep(GAP).await;
     }
@@ -279,9 +263,10 @@ fn the_next_runtime_sends_the_rest() {
         tokio::task::yield_now().await;
     });
     drop(first);
-    assert_eq!(status(&queue), STALLED);
+    let is_left = || queue.shared.is_busy() && !queue.shared.sender.is_running();
+    assert!(is_left());
     queue.send(charge(4));
-    assert_eq!(status(&queue), STALLED, "no runtime: it waits");
+    assert!(is_left(), "no runtime: it waits");
     let (_, answer) = asked.0.try_recv().unwrap();
     assert!(asked.now().is_empty());
 
@@ -308,26 +293,30 @@ fn the_next_runtime_sends_the_rest() {
     assert_eq!(failures.0.load(Relaxed), 0);
 }
 
+/// One sender at a time: it continues when its runtime does.
 #[test]
-fn a_stalled_runtime_is_not_waited_for() {
-    let (queue, mut asked, _) = asking();
-    let still = Builder::new_current_thread().enable_all().build().unwrap();
+fn a_stalled_runtime_delays_operations() {
+    let (queue, mut asked, failures) = asking();
+    let runtime = || Builder::new_current_thread().enable_all().build().unwrap();
+    let (still, other) = (runtime(), runtime());
     still.block_on(async { (1..=2).for_each(|cost| queue.send(charge(cost))) });
     let (_, first) = asked.0.try_recv().unwrap();
-    lock(&queue.shared.work).fresh[0].put_at -= PATIENCE * 2;
-    let other = Builder::new_current_thread().enable_all().build().unwrap();
     other.block_on(async {
         queue.send(charge(3));
+        sleep(GAP * 5).await;
+        assert!(asked.now().is_empty());
+        assert_eq!(other.metrics().num_alive_tasks(), 0);
+    });
+    still.block_on(async {
+        first.send(done(1)).unwrap();
         let (two, answer) = asked.next().await;
         answer.send(done(2)).unwrap();
         let (three, answer) = asked.next().await;
         answer.send(done(3)).unwrap();
         assert_eq!((two, three), (2, 3));
-        first.send(done(1)).unwrap();
         idle(&queue).await;
     });
-    still.block_on(async { sleep(GAP * 2).await });
-    assert!(asked.now().is_empty());
+    assert_eq!(failures.0.load(Relaxed), 0);
 }
 
 /// Several threads put and runtimes end meanwhile: each is asked for once.
@@ -373,39 +362,30 @@ fn each_refund_is_sent_once() {
     );
 }
 
-/// Another runtime has taken over by then, and has nothing left to do.
+/// The next sender awaits the replies that the last one cannot.
 #[test]
-fn answers_left_by_stalled_runtimes_are_read() {
+fn replies_of_ended_runtimes_are_read() {
     let (queue, mut asked, _) = asking();
     let (answered, mut answer_read) = oneshot::channel();
-    let still = Builder::new_current_thread().enable_all().build().unwrap();
-    still.block_on(async {
+    let runtime = || Builder::new_current_thread().enable_all().build().unwrap();
+    let first = runtime();
+    first.block_on(async {
         queue.send_then(charge(1), move |answer| {
             answered.send(answer.map(drop)).unwrap()
         });
         // The sender has it.
         sleep(GAP * 2).await;
-        queue.send(charge(2));
     });
-    let (_, first) = asked.0.try_recv().unwrap();
-    lock(&queue.shared.work).fresh[0].put_at -= PATIENCE * 2;
-    let other = Builder::new_current_thread().enable_all().build().unwrap();
-    other.block_on(async {
-        queue.wake();
-        queue.shared.attend();
-        let (two, answer) = asked.next().await;
-        answer.send(done(two)).unwrap();
-        idle(&queue).await;
-    });
-    drop(still);
-    other.block_on(async {
-        first.send(done(1)).unwrap();
+    let (_, reply) = asked.0.try_recv().unwrap();
+    drop(first);
+    runtime().block_on(async {
+        reply.send(done(1)).unwrap();
         queue.wake();
         idle(&queue).await;
     });
     assert!(
         matches!(answer_read.try_recv(), Ok(Ok(()))),
-        "its answer is read"
+        "its reply is read"
     );
 }
 
@@ -438,7 +418,7 @@ impl Observer for Panicking {
 
 #[tokio::test(start_paused = true)]
 async fn a_panic_costs_one_event() {
-    let queue = StoreQueue::new(Panicking, Some(Arc::new(Panicking)));
+    let queue = op_queue(Panicking, Some(Arc::new(Panicking)));
     let answered = Arc::new(Mutex::new(vec![]));
     // Those of the second round come to a sender.
     for cost in [1, 2, 3, 4, 1, 2, 3, 4] {

@@ -1,4 +1,5 @@
 use std::future::{Future, poll_fn};
+use std::mem;
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
@@ -6,22 +7,23 @@ use std::task::Poll;
 use tokio::time::{Instant, sleep};
 
 use super::{Flight, Next, SharedQueue};
-use crate::store::Store;
+use crate::background::Task;
 use crate::util::instant;
 
-/// The task that sends what waits in a [`StoreQueue`](super::StoreQueue), until there is nothing.
-pub(super) struct Sender<S: Store> {
-    shared: Arc<SharedQueue<S>>,
-    number: u64,
-    flights: Vec<Flight<S>>,
+/// The task that sends what waits in an [`OpQueue`](super::OpQueue), until it is empty.
+pub(super) struct Sender {
+    shared: Arc<SharedQueue>,
+    flights: Vec<Flight>,
+    /// Dropped last: until then there is no other sender.
+    _task: Task,
 }
 
-impl<S: Store> Sender<S> {
-    pub(super) fn new(shared: Arc<SharedQueue<S>>, number: u64) -> Self {
+impl Sender {
+    pub(super) fn new(shared: Arc<SharedQueue>, task: Task) -> Self {
         Self {
             shared,
-            number,
             flights: Vec::new(),
+            _task: task,
         }
     }
 
@@ -29,7 +31,7 @@ impl<S: Store> Sender<S> {
         let mut last = instant();
         loop {
             let now = instant();
-            match self.shared.next(self.number, &mut self.flights, last, now) {
+            match self.shared.next(&mut self.flights, last, now) {
                 Next::Send(ops) => {
                     last = now;
                     for op in ops {
@@ -37,12 +39,16 @@ impl<S: Store> Sender<S> {
                     }
                 }
                 Next::Wait(until) => self.wait(until).await,
-                Next::End => return,
+                Next::End => break,
             }
         }
+        let shared = Arc::clone(&self.shared);
+        drop(self);
+        // Recheck: an operation put before the drop has started no other sender. See `TaskOwner`.
+        shared.attend();
     }
 
-    /// Waits until something is answered, something has come, or it is time.
+    /// Waits for a reply, for another operation, or until then.
     async fn wait(&mut self, until: Option<Instant>) {
         let shared = Arc::clone(&self.shared);
         let mut came = pin!(shared.came.notified());
@@ -52,7 +58,7 @@ impl<S: Store> Sender<S> {
             let mut i = 0;
             while let Some(flight) = self.flights.get_mut(i) {
                 match flight.poll(cx) {
-                    Poll::Ready(answer) => ended.push((self.flights.swap_remove(i).op, answer)),
+                    Poll::Ready(reply) => ended.push((self.flights.swap_remove(i).op, reply)),
                     Poll::Pending => i += 1,
                 }
             }
@@ -68,15 +74,17 @@ impl<S: Store> Sender<S> {
             }
         })
         .await;
-        for (op, answer) in ended {
-            shared.ended(op, answer);
+        for (op, reply) in ended {
+            shared.ended(op, reply);
         }
     }
 }
 
-/// If its runtime ends, what is under way is for the next one.
-impl<S: Store> Drop for Sender<S> {
+/// When its runtime shuts down, the next sender awaits the replies.
+impl Drop for Sender {
     fn drop(&mut self) {
-        self.shared.end(self.number, &mut self.flights);
+        if !self.flights.is_empty() {
+            self.shared.keep(mem::take(&mut self.flights));
+        }
     }
 }

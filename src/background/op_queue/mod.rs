@@ -1,0 +1,359 @@
+//! Charges, refunds, renewals and releases off the request path, sent together.
+
+mod awaited;
+mod pending_op;
+mod sender;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+pub(crate) use self::pending_op::PendingOp;
+
+use self::awaited::Awaited;
+use self::sender::Sender;
+use super::TaskOwner;
+use crate::error::{ErrorKind, StoreError};
+use crate::limit::{Check, Decision};
+use crate::observe::{Observer, event, or_log};
+use crate::util::{contain, instant, lock};
+
+/// Sends each operation to a store once, and reports the operations that it could not send. Clones share it.
+///
+/// - A store that replies immediately, such as a [`LocalStore`](crate::LocalStore), gets each operation immediately. Any
+///   other store gets waves: operations that come within [`GAP`] of the last wave go with the next one, so that the store
+///   can send them together.
+/// - An operation that the store has not sent is tried again, first soon and then once a second, until it matters no
+///   more. A renewal is not: the next one includes all slots in flight. Nor is a take for a request that
+///   [waits](Self::ask), or has waited.
+/// - An operation that was sent and may not be done is not sent again, or it might be done twice. The observer is
+///   notified of it, and of each operation that finds the queue full.
+/// - A release of a slot is sent until it is done, or the slot has expired. The observer is not notified then, nor of
+///   more than [`RELEASES`] that wait: these slots expire.
+/// - Its sender is a [background task](super). When the runtime of the sender shuts down, the operations stay in the
+///   queue until another one is [put](Self::put) or a request [wakes](Self::wake) it. Outside of a runtime the sender is
+///   started on the first runtime that the queue has seen.
+#[derive(Clone)]
+pub(crate) struct OpQueue {
+    #[allow(
+        clippy::redundant_allocation,
+        reason = "each `copy` has an outer `Arc`, so that not all requests write one reference count"
+    )]
+    shared: Arc<Arc<SharedQueue>>,
+}
+
+/// How a store answers a check.
+pub(crate) enum Asked {
+    Replied(Reply),
+    Pending(Pin<Box<dyn Future<Output = Reply> + Send>>),
+}
+
+pub(super) type Reply = Result<Decision, StoreError>;
+
+type Ask = dyn Fn(Check) -> Asked + Send + Sync;
+
+struct SharedQueue {
+    ask: Box<Ask>,
+    observer: Option<Arc<dyn Observer>>,
+    work: Mutex<Work>,
+    /// Whether operations wait, or their replies are awaited. Otherwise `put` sends immediately. Written under the lock.
+    is_busy: AtomicBool,
+    /// Wakes the sender.
+    came: Notify,
+    sender: TaskOwner,
+    /// The first runtime that it has seen.
+    home: OnceLock<Handle>,
+}
+
+#[derive(Default)]
+struct Work {
+    /// Operations that were never tried.
+    fresh: VecDeque<PendingOp>,
+    /// Operations to try again, each by its time and number.
+    again: BTreeMap<(Instant, u64), PendingOp>,
+    again_number: u64,
+    /// Checks that the sender is to await.
+    asked: Vec<Flight>,
+}
+
+/// A check without a reply yet, and its operation.
+struct Flight {
+    op: PendingOp,
+    reply: Pin<Box<dyn Future<Output = Reply> + Send>>,
+}
+
+impl Flight {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Reply> {
+        contain(|| self.reply.as_mut().poll(cx)).unwrap_or_else(|| Poll::Ready(Err(panicked())))
+    }
+}
+
+/// The next step of the sender.
+enum Next {
+    Send(Vec<PendingOp>),
+    /// Wait for a reply, for another operation, and at most until then.
+    Wait(Option<Instant>),
+    End,
+}
+
+/// Time during which a wave is gathered.
+const GAP: Duration = Duration::from_millis(2);
+/// Maximum number of checks in flight, so that live traffic is not held up.
+const MAX_FLIGHTS: usize = 1_024;
+/// Maximum number of waiting operations.
+const CAPACITY: usize = 100_000;
+/// Maximum number of releases that wait for another try.
+const RELEASES: usize = 10_000;
+/// Pause from the reply to a release until it is repeated.
+const REPEAT_AFTER: Duration = Duration::from_millis(500);
+/// First and longest pause before another try.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+impl OpQueue {
+    /// Creates the queue of a store that decides by `ask`. `observer` is notified of each operation that failed.
+    pub(crate) fn new(
+        ask: impl Fn(Check) -> Asked + Send + Sync + 'static,
+        observer: Option<Arc<dyn Observer>>,
+    ) -> Self {
+        Self::of(Arc::new(SharedQueue {
+            ask: Box::new(ask),
+            observer,
+            work: Mutex::default(),
+            is_busy: AtomicBool::new(false),
+            came: Notify::new(),
+            sender: TaskOwner::new(),
+            home: OnceLock::new(),
+        }))
+    }
+
+    fn of(shared: Arc<SharedQueue>) -> Self {
+        Self {
+            shared: Arc::new(shared),
+        }
+    }
+
+    /// Sends an operation, without waiting for it.
+    pub(crate) fn put(&self, op: PendingOp) {
+        if let Err(op) = self.shared.leave(op) {
+            let mut asked = Vec::new();
+            self.shared.ask(op, instant(), &mut asked);
+            if !asked.is_empty() {
+                self.shared.keep(asked);
+            }
+        }
+        self.shared.attend();
+    }
+
+    /// Sends an operation now, ahead of the others, for a request that waits for this future. If the future is dropped,
+    /// the sender awaits the reply.
+    pub(crate) fn ask(&self, op: PendingOp) -> impl Future<Output = ()> + Send + 'static {
+        let mut asked = Vec::new();
+        self.shared.ask(op, instant(), &mut asked);
+        Awaited {
+            shared: Arc::clone(&self.shared),
+            asked,
+        }
+    }
+
+    /// Starts the sender on this runtime, if that of the last sender has shut down.
+    pub(crate) fn wake(&self) {
+        self.shared.remember_runtime();
+        // Skip the shared write on the fast path: every request calls this.
+        if self.shared.is_busy() && !self.shared.sender.is_running() {
+            self.shared.attend();
+        }
+    }
+
+    /// A clone in a new `Arc`, so that no other processor writes its reference count.
+    pub(crate) fn copy(&self) -> Self {
+        Self::of(Arc::clone(&self.shared))
+    }
+
+    /// A weak reference, for operations that wait in the queue: they must not keep it alive.
+    pub(crate) fn downgrade(&self) -> impl Fn() -> Option<Self> + Send + use<> {
+        let shared = Arc::downgrade(&*self.shared);
+        move || Some(Self::of(shared.upgrade()?))
+    }
+}
+
+impl SharedQueue {
+    fn is_busy(&self) -> bool {
+        self.is_busy.load(Ordering::Acquire)
+    }
+
+    /// Leaves an operation to the sender.
+    ///
+    /// # Errors
+    ///
+    /// Returns the operation if the queue is not busy: it can be sent immediately.
+    fn leave(&self, op: PendingOp) -> Result<(), PendingOp> {
+        if !self.is_busy() {
+            return Err(op);
+        }
+        let full = {
+            let work = &mut *lock(&self.work);
+            if !self.is_busy() {
+                return Err(op);
+            }
+            if work.is_full() {
+                Some(op)
+            } else {
+                // Skip the notification while others wait: each would wake the sender before the next wave is due.
+                if work.fresh.is_empty() {
+                    self.came.notify_one();
+                }
+                work.fresh.push_back(op);
+                None
+            }
+        };
+        if let Some(op) = full {
+            self.give_up(
+                op,
+                StoreError::new(ErrorKind::QueueFull).of_check().unsent(),
+            );
+        }
+        Ok(())
+    }
+
+    /// Sends an operation to the store.
+    fn ask(&self, op: PendingOp, now: Instant, asked: &mut Vec<Flight>) {
+        let Some(check) = op.check(now) else { return };
+        match contain(|| (self.ask)(check)) {
+            Some(Asked::Replied(reply)) => self.ended(op, reply),
+            Some(Asked::Pending(reply)) => asked.push(Flight { op, reply }),
+            None => self.ended(op, Err(panicked())),
+        }
+    }
+
+    /// Handles the reply of the store.
+    fn ended(&self, mut op: PendingOp, reply: Reply) {
+        match reply {
+            Err(error) if error.is_unsent() && op.is_tried_once() => op.answer(Err(error)),
+            Err(error) if op.is_release() && (error.is_unsent() || !error.is_of_check()) => {
+                if op.matters(instant()) {
+                    let pause = op.next_pause();
+                    drop(self.try_again(op, pause, RELEASES));
+                }
+            }
+            Err(error) if error.is_unsent() && op.matters(instant()) => {
+                let pause = op.next_pause();
+                if let Some(op) = self.try_again(op, pause, CAPACITY) {
+                    self.give_up(op, error);
+                }
+            }
+            Err(error) => self.give_up(op, error),
+            Ok(_) if op.repeats => {
+                op.repeats = false;
+                drop(self.try_again(op, REPEAT_AFTER, RELEASES));
+            }
+            Ok(decision) => op.answer(Ok(decision)),
+        }
+    }
+
+    /// Keeps the operation for another try. Returns it if the queue is full, or if `most` others wait for another try.
+    fn try_again(&self, op: PendingOp, pause: Duration, most: usize) -> Option<PendingOp> {
+        let work = &mut *lock(&self.work);
+        if work.is_full() || work.again.len() >= most {
+            return Some(op);
+        }
+        work.again_number += 1;
+        work.again
+            .insert((instant() + pause, work.again_number), op);
+        self.came_to_work();
+        None
+    }
+
+    /// Keeps checks for the sender.
+    fn keep(&self, asked: Vec<Flight>) {
+        let work = &mut *lock(&self.work);
+        work.asked.extend(asked);
+        self.came_to_work();
+    }
+
+    /// There is something for the sender. Called under the lock.
+    fn came_to_work(&self) {
+        self.is_busy.store(true, Ordering::Release);
+        self.came.notify_one();
+    }
+
+    fn give_up(&self, op: PendingOp, error: StoreError) {
+        contain(|| {
+            or_log(self.observer.as_ref()).failed(&event::Failed::new(Some(op.key()), &error))
+        });
+        op.answer(Err(error));
+    }
+
+    fn remember_runtime(&self) {
+        if self.home.get().is_none()
+            && let Ok(runtime) = Handle::try_current()
+        {
+            let _ = self.home.set(runtime);
+        }
+    }
+
+    /// Starts the sender if there is something for it and it is not running.
+    fn attend(self: &Arc<Self>) {
+        if !self.is_busy() {
+            return;
+        }
+        self.remember_runtime();
+        self.sender.spawn(self.home.get(), |task| {
+            Sender::new(Arc::clone(self), task).run()
+        });
+    }
+
+    /// The next step of the sender, whose last wave was at the time `last`. The checks in `asked` join its flights.
+    fn next(&self, flights: &mut Vec<Flight>, last: Instant, now: Instant) -> Next {
+        let work = &mut *lock(&self.work);
+        flights.append(&mut work.asked);
+        let next = last + GAP;
+        while let Some(due) = work
+            .again
+            .first_entry()
+            .filter(|first| first.key().0 <= now)
+        {
+            work.fresh.push_back(due.remove());
+        }
+        let room = MAX_FLIGHTS.saturating_sub(flights.len());
+        match (work.fresh.is_empty(), work.again_at()) {
+            (false, _) if now < next => Next::Wait(Some(next)),
+            (false, _) if room == 0 => Next::Wait(None),
+            (false, _) => Next::Send(work.fresh.drain(..room.min(work.fresh.len())).collect()),
+            (true, Some(at)) => Next::Wait(Some(at)),
+            (true, None) if !flights.is_empty() => Next::Wait(None),
+            // The next operations make a wave.
+            (true, None) if now < next => Next::Wait(Some(next)),
+            (true, None) => {
+                self.is_busy.store(false, Ordering::Release);
+                Next::End
+            }
+        }
+    }
+}
+
+/// A store that panics may have done anything.
+fn panicked() -> StoreError {
+    StoreError::with_source(ErrorKind::Refused, io::Error::other("the store panicked")).of_check()
+}
+
+impl Work {
+    fn again_at(&self) -> Option<Instant> {
+        self.again.first_key_value().map(|((at, _), _)| *at)
+    }
+
+    fn is_full(&self) -> bool {
+        self.fresh.len() + self.again.len() >= CAPACITY
+    }
+}

@@ -1,0 +1,124 @@
+//! The owner of background tasks: in every order in which threads may need its work, and on runtimes that end.
+
+#![allow(clippy::duplicate_mod, reason = "that is the point")]
+
+use std::future::pending;
+
+use loom::sync::atomic::{AtomicBool, AtomicUsize};
+use loom::thread;
+use tokio::runtime::{Builder, Runtime};
+
+use self::sync::Arc;
+use self::sync::Ordering::{Relaxed, SeqCst};
+use super::{Task, TaskOwner};
+
+/// The file of the library, compiled with `loom`'s types.
+#[allow(dead_code, reason = "not all of it is tried")]
+#[path = "task.rs"]
+mod task;
+
+mod sync {
+    pub(super) use loom::sync::Arc;
+    pub(super) use loom::sync::atomic::{AtomicBool, Ordering};
+}
+
+/// The end of the task that a thread starts.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Fate {
+    Ends,
+    /// Its runtime shuts down before it has run.
+    IsDropped,
+}
+
+struct Model {
+    owner: task::TaskOwner,
+    needed: AtomicBool,
+    /// How many tasks run now.
+    running: AtomicUsize,
+}
+
+impl Model {
+    /// Needs the work, and runs the task if none is running.
+    fn need(&self, fate: Fate) {
+        // Relaxed: `TaskOwner` alone must make it visible.
+        self.needed.store(true, Relaxed);
+        while let Some(task) = self.owner.begin() {
+            assert_eq!(self.running.fetch_add(1, SeqCst), 0, "one runs at a time");
+            if fate == Fate::Ends {
+                self.needed.store(false, SeqCst);
+            }
+            self.running.fetch_sub(1, SeqCst);
+            drop(task);
+            if fate == Fate::IsDropped || !self.needed.load(Relaxed) {
+                break;
+            }
+        }
+    }
+}
+
+fn explore<const N: usize>(fates: [Fate; N]) {
+    let mut scheduler = loom::model::Builder::new();
+    scheduler.preemption_bound = Some(3);
+    scheduler.check(move || {
+        let model = Arc::new(Model {
+            owner: task::TaskOwner::new(),
+            needed: AtomicBool::new(false),
+            running: AtomicUsize::new(0),
+        });
+        let threads: Vec<_> = fates[1..]
+            .iter()
+            .map(|fate| {
+                let (model, fate) = (Arc::clone(&model), *fate);
+                thread::spawn(move || model.need(fate))
+            })
+            .collect();
+        model.need(fates[0]);
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        assert!(
+            !model.needed.load(SeqCst) || fates.contains(&Fate::IsDropped),
+            "work is left behind"
+        );
+        // A task that was dropped with its runtime blocks no other.
+        model.need(Fate::Ends);
+        assert!(!model.needed.load(SeqCst), "the next task does the work");
+    });
+}
+
+#[test]
+fn no_work_is_left_behind() {
+    explore([Fate::Ends; 2]);
+    explore([Fate::Ends; 3]);
+}
+
+#[test]
+fn dropped_tasks_block_no_other() {
+    explore([Fate::IsDropped, Fate::Ends]);
+    explore([Fate::IsDropped, Fate::Ends, Fate::Ends]);
+    explore([Fate::IsDropped, Fate::IsDropped, Fate::Ends]);
+}
+
+/// Nothing ends it but its runtime.
+async fn forever(_task: Task) {
+    pending().await
+}
+
+#[test]
+fn a_task_moves_when_its_runtime_shuts_down() {
+    let runtime = || Builder::new_current_thread().build().unwrap();
+    let (first, second) = (runtime(), runtime());
+    let owner = TaskOwner::new();
+    for runtime in [&first, &second] {
+        owner.spawn(Some(runtime.handle()), forever);
+    }
+    let tasks = |runtime: &Runtime| runtime.metrics().num_alive_tasks();
+    assert_eq!([tasks(&first), tasks(&second)], [1, 0]);
+    let ended = first.handle().clone();
+    drop(first);
+    owner.spawn(Some(&ended), forever);
+    owner.spawn(None, forever);
+    assert!(!owner.is_running(), "there is no runtime");
+    second.block_on(async { owner.spawn(None, forever) });
+    assert_eq!(tasks(&second), 1);
+}
