@@ -1,7 +1,7 @@
 //! `cargo bench -p benches --bench threads`
 //!
-//! Decisions per second of threads with a current-thread runtime each: over one store that they share, and over a store
-//! each; beside one multi-threaded runtime with as many threads. Rounds of all in turn, and medians.
+//! The cost of a check on threads with a current-thread runtime each: over one shared store, and over a store each;
+//! compared with one multi-threaded runtime of as many threads. Rounds of all in turn, and medians.
 
 #![allow(
     missing_docs,
@@ -10,6 +10,7 @@
     reason = "a benchmark measures time, and fails by panicking"
 )]
 
+use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::thread;
@@ -45,8 +46,9 @@ const WAYS: [(Way, &str); 3] = [
     (Way::MultiThread, "one multi-threaded runtime, one store"),
 ];
 
-/// Decisions per second, checks in a script call, and connections.
-struct Row([Vec<f64>; 3]);
+/// Connections, checks in a script call, processor time of a check here and in Redis in microseconds, and decisions
+/// per second.
+struct Row([Vec<f64>; 5]);
 
 fn main() {
     let tools = Builder::new_multi_thread().enable_all().build().unwrap();
@@ -64,14 +66,42 @@ fn main() {
             }
         }
     }
-    println!("| threads | | decisions/s | checks a call | connections |\n|--:|---|--:|--:|--:|");
+    println!("| threads | | connections | checks a call | here, us | in Redis, us | decisions/s |");
+    println!("|--:|---|--:|--:|--:|--:|--:|");
     for ((threads, _, name), Row(values)) in cases.into_iter().zip(rows) {
-        let [decisions, batch, connections] = values.map(median);
-        println!("| {threads} | {name} | {decisions:.0} | {batch:.1} | {connections} |");
+        let [connections, batch, here, redis, decisions] = values.map(median);
+        println!(
+            "| {threads} | {name} | {connections} | {batch:.0} | {here:.2} | {redis:.2} | {decisions:.0} |"
+        );
     }
 }
 
-fn measure(tools: &Runtime, server: &RedisServer, threads: usize, way: Way) -> [f64; 3] {
+/// Processor time of this process in seconds.
+fn processor_time() -> f64 {
+    /// Ticks of the kernel in a second.
+    const TICKS: f64 = 100.0;
+    let stat = fs::read_to_string("/proc/self/stat").unwrap();
+    let (_, fields) = stat.rsplit_once(')').unwrap();
+    let fields: Vec<f64> = fields
+        .split_whitespace()
+        .skip(11)
+        .take(2)
+        .map(|ticks| ticks.parse().unwrap())
+        .collect();
+    fields.iter().sum::<f64>() / TICKS
+}
+
+/// Processor time of Redis in seconds.
+async fn redis_time(server: &RedisServer) -> f64 {
+    let info: String = server.command("INFO cpu").await;
+    let times = ["used_cpu_user:", "used_cpu_sys:"].map(|field| {
+        let line = info.lines().find_map(|line| line.strip_prefix(field));
+        line.unwrap().trim().parse::<f64>().unwrap()
+    });
+    times.iter().sum()
+}
+
+fn measure(tools: &Runtime, server: &RedisServer, threads: usize, way: Way) -> [f64; 5] {
     let store = || {
         RedisStore::builder(server.url())
             .timeout(PATIENCE)
@@ -80,7 +110,8 @@ fn measure(tools: &Runtime, server: &RedisServer, threads: usize, way: Way) -> [
     };
     let quota = Quota::per_second(1_000_000_000);
     let policies: Policies = Policy::new("api", Strategy::Gcra, quota).unwrap().into();
-    let before = tools.block_on(server.calls("evalsha"));
+    let calls_before = tools.block_on(server.calls("evalsha"));
+    let (here_before, redis_before) = (processor_time(), tools.block_on(redis_time(server)));
     let (decisions, shared) = (Arc::new(AtomicU64::new(0)), store());
     let until = Instant::now() + TIME;
     let ask = |count: usize, seed: usize, store: RedisStore| {
@@ -131,11 +162,15 @@ fn measure(tools: &Runtime, server: &RedisServer, threads: usize, way: Way) -> [
         let clients = tools.block_on(server.info("clients", "connected_clients"));
         connections.store(clients - 1, Relaxed);
     });
-    let calls = tools.block_on(server.calls("evalsha")) - before;
+    let here = processor_time() - here_before;
+    let redis = tools.block_on(redis_time(server)) - redis_before;
+    let calls = tools.block_on(server.calls("evalsha")) - calls_before;
     let decisions = decisions.load(Relaxed) as f64;
     [
-        decisions / TIME.as_secs_f64(),
-        decisions / calls as f64,
         connections.load(Relaxed) as f64,
+        decisions / calls as f64,
+        here * 1e6 / decisions,
+        redis * 1e6 / decisions,
+        decisions / TIME.as_secs_f64(),
     ]
 }

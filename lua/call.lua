@@ -8,8 +8,8 @@
 --          policies        each: strategy, and the four numbers that its `policy` function takes
 --          plans           what is asked; each: mode, cost, microseconds for which the answer is remembered under the
 --                          check's id (0: it has none), or within which a take ahead has to be due, or
---                          below 0 in which the debt of a charge must refill, then its policies
---                          by their place above; of a refund after that the charge of which it refunds: how much
+--                          below 0 in which the debt of a charge must refill, or -1 if a refund is of a turn
+--                          that was taken ahead, then its policies by their place above; of a refund after that the charge of which it refunds: how much
 --                          it was; how many microseconds ago at least; the time that was answered then, or 0; and for
 --                          each policy the `reset` that was answered then
 --          runs            to the end; each: a plan by its place above, how many entries in a row follow it, and how many
@@ -45,6 +45,9 @@ local redis_pcall = redis.pcall
 
 local policy_count, plan_count, now = decode(CALL, ARGV[1])
 
+-- The longest time by which a turn may be reserved ahead, in microseconds: a day. And the most ticks of a debt.
+local DAY, MAX_TICKS = 86400000000, 2 ^ 52
+
 -- Redis expires keys by its own time; those of another are kept for a day longer than they need.
 local keep = 0
 do
@@ -56,7 +59,7 @@ do
   if now == 0 then
     now = real
   else
-    keep = real - now + 86400000000
+    keep = real - now + DAY
   end
 end
 

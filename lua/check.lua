@@ -73,6 +73,8 @@ for i = 1, plan_count do
   local plan = { nil, mode = mode, cost = cost, remember = remember, has_rate = false, run = false }
   if mode == TAKE_AHEAD then
     plan.within, plan.remember = remember, 0
+  elseif mode == REFUND and remember < 0 then
+    plan.turn, plan.remember = true, 0
   elseif remember < 0 then
     plan.refills_in, plan.remember = -remember, 0
   end
@@ -81,14 +83,15 @@ for i = 1, plan_count do
     count = (#text - PLAN_LENGTH - CHARGE_OF_LENGTH) / (NUMBER_LENGTH + RESET_OF_LENGTH)
     local charged, age, time, at = decode(CHARGE_OF, text, PLAN_LENGTH + NUMBER_LENGTH * count + 1)
     if time > 0 then
-      -- It may have been long on its way. And the clock of that time may have been another: greater is safe.
-      age = math.max(age, now - time)
+      -- It may have been long on its way. And the clock of that time may have been another: greater is safe. But the end of a
+      -- turn is compared with that of the last turn, so the age must be exact.
+      age = math.max(plan.turn and 0 or age, now - time)
     end
     for place = 1, count do
       local reset
       reset, at = decode(RESET_OF, text, at)
       plan.of = plan.of or {}
-      plan.of[place] = { cost = charged, age = age, reset = reset }
+      plan.of[place] = { cost = charged, age = age, reset = reset, turn = plan.turn }
     end
   end
   for place = 0, count - 1 do
@@ -137,12 +140,11 @@ if not only_runs then
   -- what each would grant; in how long each is fresh; what was granted of each.
   local a, b, c, dirty, rooms, needed, granting, resets, totals = {}, {}, {}, {}, {}, {}, {}, {}, {}
 
-  -- Whether a cost that there is no room for is due in time, within the debt that the policy bears.
+  -- Whether a cost that there is no room for is due in time.
   local function is_due_in_time(plan, i)
     local policy, cost = plan[i], plan.cost
     return cost <= policy.capacity
-      and rooms[i] - cost >= -policy.capacity
-      and policy.strategy.wait(policy, KEYS[key_at + i], now, cost, a[i], b[i], c[i]) <= plan.within
+      and policy.strategy.wait(policy, KEYS[key_at + i], now, cost, a[i], b[i], c[i]) <= min(plan.within, policy.longest or 0)
   end
 
   -- What a policy sees, if it is alone. Returns the most that the others may grant: below 0 if it does not let the check pass.

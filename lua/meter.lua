@@ -7,7 +7,7 @@
 --
 -- The script of takes has a second version of a take: takes.lua.
 --
--- Uses decode, encode, floor, max and min of call.lua; div_ceil, lasting and write of prelude.lua.
+-- Uses decode, encode, floor, max, min, DAY and MAX_TICKS of call.lua; div_ceil, lasting and write of prelude.lua.
 
 local METER, METER_LENGTH = '<i7I7I5', 19
 
@@ -16,14 +16,22 @@ local function meter()
   -- every period.
   local function policy(capacity, interval, ticks, period)
     local full = capacity * interval
+    -- The highest level: twice what it holds, or what is reserved a day ahead.
+    local deepest = 2 * full
+    if period == 0 then
+      deepest = max(deepest, min(full + DAY * ticks, MAX_TICKS))
+    end
     return {
       capacity = capacity,
       interval = interval,
       ticks = ticks,
       period = period,
       full = full,
+      deepest = deepest,
+      -- The longest wait of a take ahead.
+      longest = floor((deepest - full) / ticks),
       -- Microseconds, or periods, that no debt reaches.
-      furthest = floor(2 * full / ticks) + 1,
+      furthest = floor(deepest / ticks) + 1,
     }
   end
 
@@ -40,9 +48,8 @@ local function meter()
     elseif period == 0 and elapsed >= policy.furthest then
       return 0, now
     end
-    local most = 2 * policy.full
-    if level > most then
-      level = most
+    if level > policy.deepest then
+      level = policy.deepest
     end
     if period == 0 then
       level, at = level - elapsed * policy.ticks, now
@@ -78,9 +85,14 @@ local function meter()
     return level + cost * policy.interval, at
   end
 
-  -- What is left of the charge; its Rust half explains it.
+  -- What is left of the charge, or of the turn; its Rust half explains it.
   local function refund(policy, key, now, cost, of, level, at)
     local period, most = policy.period, 2 * policy.capacity
+    if of.turn then
+      local ends = max(-policy.furthest, min(of.reset - of.age - 1, policy.furthest)) * policy.ticks + 1
+      local ticks = max(0, min(cost, most) * policy.interval - max(0, level - ends))
+      return div_ceil(ticks, policy.interval), max(0, level - ticks), at
+    end
     local times = min(of.age, policy.furthest)
     if period > 0 then
       local due = min(of.reset, policy.furthest * period)

@@ -62,7 +62,8 @@ impl<S: Store> Limiter<S> {
     /// Creates a limiter that counts in `store` under one or several policies.
     pub fn new(store: S, policies: impl Into<Policies>) -> Self {
         let in_flight = InFlightTracker::new(&store, None);
-        let wait_queues = WaitQueues::new(store.clone(), in_flight.clone(), Bounds::DEFAULT);
+        let wait_queues = WaitQueues::new(store.clone(), Bounds::DEFAULT);
+        let wait_queues = wait_queues.with_tracker(in_flight.clone());
         Self {
             store,
             policies: policies.into(),
@@ -236,15 +237,15 @@ impl<S: Store> Limiter<S> {
     /// Returns the error of the store.
     pub async fn wait(&self, key: Key, cost: u32, max: Duration) -> Result<Decision, StoreError> {
         let deadline = instant().checked_add(max);
+        if self.policies.iter().any(|policy| policy.never_fits(cost)) {
+            return self.take(key, cost).await;
+        }
         let wanted = WaitRequest {
             key,
             policies: self.policies.clone(),
             cost,
             deadline,
         };
-        if wanted.exceeds_capacity() {
-            return self.take(key, cost).await;
-        }
         // Waiting does not use leased blocks.
         self.notifier.never_leased(&self.policies);
         let permit = match self.wait_queues.join(wanted, None) {

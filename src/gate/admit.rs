@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use super::wait::QueuedRequest;
+use super::wait::{QueuedRequest, Waiting};
 use super::{
     Gate, Grant, Holds, KeyExtractor, MissingKey, OnError, OnMissingKey, Pending, Question,
 };
@@ -12,7 +12,7 @@ use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
 use crate::store::{Answer, Store};
 use crate::util::instant;
-use crate::wait_queues::{self, Acquire, Permit, Spent, WaitRequest};
+use crate::wait_queues::{self, Permit, Spent};
 
 /// The admission of a request, as far as it is known.
 pub(crate) enum Admission<D> {
@@ -76,23 +76,19 @@ impl<S: Store, R: 'static> Gate<S, R> {
         };
         let check = self.check(key, &policies, request);
         let mut question = self.question(&check);
-        let mut wanted = None;
-        if let Some(wait) = &self.wait {
-            let wants = wait.wanted(&check);
-            if let Some(place) = wait.queues.join_others(&wants) {
-                let next = self.wait_for(request, &mut question, wants, place);
-                return next.admission(question);
-            }
-            wanted = Some(Box::new(wants));
+        if let Some(wait) = &self.wait
+            && wait.queues.has_line(&key, &policies, check.cost())
+        {
+            let policies = policies.into_owned();
+            let next = self.wait_for(request, &mut question, wait, policies, None);
+            return next.admission(question);
         }
         question.hold(self.hold(&check));
         match self.notifier.send(&self.store, check) {
             Answer::Ready { answer } => self
-                .answered(request, &mut question, answer, wanted)
+                .answered(request, &mut question, answer)
                 .admission(question),
-            Answer::Pending { future } => {
-                Admission::Undecided(Pending::asked(future, question, wanted))
-            }
+            Answer::Pending { future } => Admission::Undecided(Pending::asked(future, question)),
         }
     }
 
@@ -139,34 +135,35 @@ impl<S: Store, R: 'static> Gate<S, R> {
         request: &R,
         question: &mut Question,
         answer: Result<Decision, StoreError>,
-        wanted: Option<Box<WaitRequest>>,
     ) -> Next<S::Future> {
         question.answered(&answer);
-        match (answer, &self.wait, wanted) {
-            (Ok(denied), Some(wait), Some(wanted)) if denied.retry_after().is_some() => {
-                let place = wait.queues.join(WaitRequest::clone(&wanted), Some(denied));
-                self.wait_for(request, question, *wanted, place)
+        match (answer, &self.wait) {
+            (Ok(denied), Some(wait)) if denied.retry_after().is_some() => {
+                let policies = denied.policies().whole();
+                self.wait_for(request, question, wait, policies, Some(denied))
             }
-            (answer, ..) => Next::Admitted(self.conclude(request, question, answer)),
+            (answer, _) => Next::Admitted(self.conclude(request, question, answer)),
         }
     }
 
-    /// Admission of a request that waits, if the queue has room.
+    /// Admission of a request that waits, if there is a place for it. `denied` is what the store has said, if it was asked.
     fn wait_for(
         &self,
         request: &R,
         question: &mut Question,
-        wanted: WaitRequest,
-        place: Result<Acquire, wait_queues::Refusal>,
+        wait: &Waiting,
+        policies: Policies,
+        denied: Option<Decision>,
     ) -> Next<S::Future> {
-        match place {
+        let wanted = wait.request(question, policies.clone());
+        match wait.queues.join(wanted, denied) {
             Ok(turn) => Next::Wait(Box::new(QueuedRequest {
                 turn,
-                wanted,
+                policies,
                 permit: None,
             })),
             Err(refusal) => {
-                Next::Admitted(self.conclude_turn(request, question, &wanted, Err(refusal)))
+                Next::Admitted(self.conclude_turn(request, question, &policies, Err(refusal)))
             }
         }
     }
@@ -176,7 +173,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         &self,
         request: &R,
         question: &mut Question,
-        wanted: &WaitRequest,
+        policies: &Policies,
         turn: Result<Permit, wait_queues::Refusal>,
     ) -> Admitted<S::Future> {
         let answer = match turn {
@@ -186,14 +183,14 @@ impl<S: Store, R: 'static> Gate<S, R> {
                     taken,
                     slot,
                 } = permit.spend();
-                question.spend(taken, slot);
+                question.spend(Some(taken), slot);
                 Ok(decision)
             }
             Err(refusal) => refusal.into_answer(),
         };
         if answer.is_err() {
             // It may pass though nobody has counted it.
-            question.hold(self.hold(&Check::take(wanted.key, &wanted.policies, wanted.cost)));
+            question.hold(self.hold(&Check::take(*question.key(), policies, question.cost())));
             question.answered(&answer);
         }
         self.conclude(request, question, answer)

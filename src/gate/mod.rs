@@ -94,7 +94,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     pub(crate) fn new(store: S, policies: impl PolicySelector<R>, holds: Holds) -> Self {
         let in_flight = InFlightTracker::new(&store, None);
         Self {
-            identity: store.identity(),
+            identity: store.waiters().map(|waiters| waiters.identity()),
             store,
             policies: Selector::new(policies),
             shadows: Vec::new(),

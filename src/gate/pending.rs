@@ -10,7 +10,6 @@ use super::{Admitted, Gate, Question};
 use crate::error::StoreError;
 use crate::limit::Decision;
 use crate::store::Store;
-use crate::wait_queues::WaitRequest;
 
 pin_project! {
     #[project = Projected]
@@ -29,8 +28,6 @@ pin_project! {
         Asked {
             #[pin]
             answer: D,
-            // What it waits for if it is denied and may wait.
-            wanted: Option<Box<WaitRequest>>,
         },
         /// It waits for its turn.
         Queued {
@@ -40,9 +37,9 @@ pin_project! {
 }
 
 impl<D> Pending<D> {
-    pub(super) fn asked(answer: D, question: Question, wanted: Option<Box<WaitRequest>>) -> Self {
+    pub(super) fn asked(answer: D, question: Question) -> Self {
         Self {
-            stage: Stage::Asked { answer, wanted },
+            stage: Stage::Asked { answer },
             question,
         }
     }
@@ -86,13 +83,13 @@ impl<D> Pending<D> {
         } = self.project();
         loop {
             let next = match stage.as_mut().project() {
-                StageProj::Asked { answer, wanted } => {
+                StageProj::Asked { answer } => {
                     let answer = ready!(answer.poll(cx));
-                    gate.answered(request, question, answer, wanted.take())
+                    gate.answered(request, question, answer)
                 }
                 StageProj::Queued { request: queued } => {
                     let turn = ready!(queued.poll(cx, |cx| inner.poll_ready(cx)))?;
-                    Next::Admitted(gate.conclude_turn(request, question, &queued.wanted, turn))
+                    Next::Admitted(gate.conclude_turn(request, question, &queued.policies, turn))
                 }
             };
             match next {

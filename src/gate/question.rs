@@ -14,8 +14,8 @@ pub(crate) struct Question {
     cost: u32,
     /// Time at which the check was sent. `None` if it is not needed.
     since: Option<Instant>,
-    /// If the request waited: when its permit was charged, possibly for another waiter, and the
-    /// microseconds between the store's reply and the use of the permit.
+    /// If the request waited: when its permit was charged, and the microseconds between the store's
+    /// reply and the use of the permit.
     permit: Option<(Instant, i64)>,
     /// The slot under the policies that limit requests in flight.
     slot: Option<Slot>,

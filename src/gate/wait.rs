@@ -6,8 +6,9 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use super::Question;
 use crate::in_flight::InFlightTracker;
-use crate::limit::Check;
+use crate::limit::Policies;
 use crate::store::Store;
 use crate::util::{instant, polled_after_completion};
 use crate::wait_queues::{Acquire, Bounds, Permit, Refusal, WaitQueues, WaitRequest};
@@ -52,7 +53,7 @@ impl Wait {
         }
     }
 
-    /// Sets how many requests of one caller may wait in this process, under all policies; one more is denied at once.
+    /// Sets how many requests of one caller may wait in this process, under all policies; one more is denied immediately.
     /// Defaults to 100.
     #[must_use]
     pub const fn per_caller(mut self, requests: NonZeroUsize) -> Self {
@@ -60,7 +61,8 @@ impl Wait {
         self
     }
 
-    /// Sets how many requests of all callers may wait in this process; one more is denied at once. Defaults to 10,000.
+    /// Sets how many requests of all callers may wait in this process; one more is denied immediately. Defaults to 10,000:
+    /// a hundred callers that fill their places of [`per_caller`](Self::per_caller) leave none to all others.
     #[must_use]
     pub const fn in_all(mut self, requests: NonZeroUsize) -> Self {
         self.bounds.all = requests.get();
@@ -84,7 +86,7 @@ pub(super) struct Waiting {
 /// A request in its queue.
 pub(super) struct QueuedRequest {
     pub(super) turn: Acquire,
-    pub(super) wanted: WaitRequest,
+    pub(super) policies: Policies,
     /// While the service is not ready.
     pub(super) permit: Option<Permit>,
 }
@@ -93,7 +95,7 @@ impl Waiting {
     pub(super) fn new(store: impl Store, in_flight: InFlightTracker, wait: Wait) -> Self {
         Self {
             max: wait.max,
-            queues: WaitQueues::new(store, in_flight, wait.bounds),
+            queues: WaitQueues::new(store, wait.bounds).with_tracker(in_flight),
         }
     }
 
@@ -104,12 +106,12 @@ impl Waiting {
         }
     }
 
-    /// The waiter for the case that this check is denied.
-    pub(super) fn wanted(&self, check: &Check) -> WaitRequest {
+    /// The wait of a request that begins now.
+    pub(super) fn request(&self, question: &Question, policies: Policies) -> WaitRequest {
         WaitRequest {
-            key: *check.key(),
-            policies: check.policies().clone(),
-            cost: check.cost(),
+            key: *question.key(),
+            policies,
+            cost: question.cost(),
             deadline: instant().checked_add(self.max),
         }
     }

@@ -614,7 +614,7 @@ async fn slots_of_two_ttls_are_kept() {
 async fn an_unused_permit_counts_until_dropped() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let slots = slots(&store);
-    let turns = WaitQueues::new(store.clone(), slots.clone(), Bounds::DEFAULT);
+    let turns = WaitQueues::new(store.clone(), Bounds::DEFAULT).with_tracker(slots.clone());
     let _held = request(&store, &slots, ann).await.unwrap();
     let wanted = || WaitRequest {
         key: ann,

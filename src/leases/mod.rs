@@ -28,7 +28,7 @@ pub use self::future::LeasedFuture;
 use self::inner::{Inner, PATIENCE};
 use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
-use crate::store::{Answer, Share, Store};
+use crate::store::{Answer, Share, Store, Waiters};
 
 /// A store that answers callers that come often from memory, and never grants more than the quota.
 ///
@@ -143,8 +143,8 @@ impl<S: Store> Store for Leased<S> {
         self.inner.store.partition(key)
     }
 
-    fn identity(&self) -> Option<usize> {
-        self.inner.store.identity()
+    fn waiters(&self) -> Option<Waiters> {
+        self.inner.store.waiters()
     }
 
     fn server(&self, key: &Key) -> Option<String> {

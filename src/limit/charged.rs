@@ -13,6 +13,8 @@ pub(crate) struct Charged {
     pub(crate) cost: i64,
     /// `reset_after` reported at charge time, in microseconds.
     pub(crate) reset: i64,
+    /// Whether it is a turn that was taken ahead, which is refunded only as far as no later turn stands on it.
+    pub(crate) is_turn: bool,
 }
 
 /// Where a charge was made: its refund goes there.
@@ -33,14 +35,6 @@ impl ChargedAt {
             Self::Local(_) => 0,
         }
     }
-
-    /// Drops the time.
-    pub(crate) fn undated(self) -> Self {
-        match self {
-            Self::Redis(_) => Self::Redis(0),
-            Self::Local(at) => Self::Local(at),
-        }
-    }
 }
 
 /// The same charge as each policy of a check knows it: only the reset differs.
@@ -57,6 +51,7 @@ impl Charged {
             at: ChargedAt::Redis(0),
             cost,
             reset: LONGEST,
+            is_turn: false,
         }
     }
 

@@ -6,8 +6,8 @@ use smallvec::{SmallVec, smallvec};
 
 use super::strategy::Ask;
 use super::{
-    Charged, Decision, EachCharged, Key, LONGEST, Mode, Policies, Policy, SlotId, Source, State,
-    Verdict, Verdicts,
+    Charged, Decision, EachCharged, Key, LONGEST, LONGEST_WAIT, Mode, Policies, Policy, SlotId,
+    Source, State, Verdict, Verdicts,
 };
 
 /// One request to a [`Store`](crate::store::Store): may this caller use this cost under these
@@ -76,13 +76,17 @@ impl Check {
     /// callers see the debt immediately, so each such check is due at a different time, over all
     /// instances.
     ///
-    /// The debt is bounded like that of a [`charge`](Self::charge). Only strategies that refill support
-    /// it; under others, and in a [`Store`](crate::store::Store) without debts, this is a
-    /// [`take`](Self::take).
+    /// Nothing is taken more than a day ahead. Only strategies that refill gradually support it; under others, and in a
+    /// [`Store`](crate::store::Store) without debts, this is a [`take`](Self::take). While turns are taken ahead, every
+    /// [`take`](Self::take) of the caller is denied, in all instances, and a [`charge`](Self::charge) charges at most what
+    /// is missing to a debt of one capacity.
+    ///
+    /// A turn that is not used is [refunded](Decision::refund) only as far as no later turn stands on it: those who took
+    /// ahead after it keep their times.
     pub fn take_ahead(key: Key, policies: &Policies, cost: u32, within: Duration) -> Self {
-        let owes = policies.iter().all(|policy| policy.frees().has_burst());
+        let owes = policies.iter().all(|policy| policy.frees().is_gradual());
         let within = if owes {
-            within.as_micros().min(LONGEST as u128) as i64
+            within.as_micros().min(LONGEST_WAIT as u128) as i64
         } else {
             0
         };
@@ -338,7 +342,7 @@ impl Check {
         (Self { extra, ..self }, offered)
     }
 
-    /// Records that a [`Leased`](crate::Leased) store has got the check, and that a block may decide it.
+    /// Sets the flag: a [`Leased`](crate::Leased) store received the check, and a block may decide it.
     #[inline]
     pub(crate) fn offer(&self) {
         if let Some(Extra::Offered(offered)) = self.extra.as_deref() {
@@ -351,7 +355,8 @@ impl Check {
     pub(crate) fn at_redis(mut self, now: i64) -> Self {
         if let Some(Extra::Charged(each)) = self.extra.as_deref_mut() {
             for charged in each.iter_mut().filter(|charged| charged.at.micros() > 0) {
-                charged.age = charged.age.max(now - charged.at.micros());
+                let age = if charged.is_turn { 0 } else { charged.age };
+                charged.age = age.max(now - charged.at.micros());
             }
         }
         self

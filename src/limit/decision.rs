@@ -281,6 +281,7 @@ impl Decision {
             at: self.charged_at(),
             cost: self.granted().into(),
             reset: 0,
+            is_turn: self.due_in().is_some(),
         };
         let charged: EachCharged = over_time
             .map(|(_, verdict)| Charged {
@@ -306,13 +307,17 @@ impl Decision {
         }
     }
 
-    /// Returns the decision at the time when a charge in advance is due, for one of the requests
-    /// that share it, each at `cost`.
+    /// The same decision when what was taken ahead is due, as if it had been charged then.
     pub(crate) fn due(self, cost: u32) -> Self {
         let mut verdicts = self.verdicts;
+        let waited = verdicts.of(self.decider).wait;
         verdicts.granted = i64::from(cost);
+        if verdicts.at > 0 {
+            verdicts.at += waited;
+        }
         for verdict in &mut verdicts.each {
             verdict.wait = 0;
+            verdict.reset = (verdict.reset - waited).max(0);
         }
         Self::new(self.policies, verdicts, self.source)
     }

@@ -113,13 +113,6 @@ impl Quota {
         u32::try_from(units).unwrap_or(u32::MAX)
     }
 
-    /// Returns the units that refill in `time` if the whole limit refills at the end of each
-    /// period, and a period ends at the end of `time`.
-    pub(crate) fn units_in_periods(&self, time: Duration) -> u32 {
-        let periods = time.as_nanos().div_ceil(self.period.as_nanos().max(1));
-        u32::try_from(periods.saturating_mul(self.limit.into())).unwrap_or(u32::MAX)
-    }
-
     /// Returns `true` if the quota is valid: limit, burst and period are above zero, the period is
     /// at most 366 days, and the burst refills within ten years.
     ///
@@ -269,15 +262,6 @@ impl Quota {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-
-    #[test]
-    fn bursts_count_whole_periods() {
-        let quota = Quota::per_minute(100);
-        let units =
-            [0, 1, 60, 61, 120].map(|seconds| quota.units_in_periods(Duration::from_secs(seconds)));
-        assert_eq!(units, [0, 100, 100, 200, 200]);
-        assert_eq!(quota.units_in_periods(Duration::MAX), u32::MAX);
-    }
 
     #[test]
     fn text_forms() {

@@ -140,7 +140,7 @@ impl Account {
             .reserved
             .first()
             .filter(|_| state.open.enforced)?
-            .ask_more(units)
+            .take_more(units)
     }
 
     /// Adds the grant of that check.

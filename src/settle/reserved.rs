@@ -5,18 +5,18 @@ use tokio::time::Instant;
 use crate::background::{OpQueue, PendingOp};
 use crate::limit::{Check, Decision, Key};
 
-/// What a decision has granted to a caller, until it is settled.
+/// A granted cost of one caller that is not settled yet.
 #[derive(Debug)]
 pub(crate) struct Reserved {
     pub(crate) decision: Decision,
     key: Key,
     cost: u32,
-    /// When it was asked for, or before.
+    /// When the check was sent, or earlier.
     since: Instant,
 }
 
 impl Reserved {
-    /// What was granted to a take of this cost.
+    /// Creates a reservation of `cost`, granted by `decision`.
     pub(crate) fn new(decision: Decision, key: Key, cost: u32, since: Instant) -> Self {
         Self {
             decision,
@@ -26,12 +26,12 @@ impl Reserved {
         }
     }
 
-    /// How much.
+    /// Returns the reserved cost.
     pub(crate) fn cost(&self) -> u32 {
         self.cost
     }
 
-    /// The refund of all of it now. `None` if nothing of it counts any more.
+    /// Returns the check that refunds everything at `now`. `None` if all of it has expired.
     pub(crate) fn refund(&self, now: Instant) -> Option<Check> {
         self.decision
             .refund(
@@ -42,13 +42,13 @@ impl Reserved {
             .next()
     }
 
-    /// What takes so much more for the caller. `None` if no policy counts costs.
-    pub(crate) fn ask_more(&self, units: u32) -> Option<Check> {
+    /// Returns a check that takes `units` in addition. `None` if no policy counts costs.
+    pub(crate) fn take_more(&self, units: u32) -> Option<Check> {
         let policies = self.decision.policies().whole();
         Some(Check::take(self.key, policies.without_in_flight()?, units).reserving(true))
     }
 
-    /// Has the caller charged `cost` instead.
+    /// Charges the caller `cost` instead: refunds the rest, or charges the missing part.
     pub(crate) fn settle(self, cost: u32, ops: &OpQueue) {
         let reserved = self.cost();
         match cost.cmp(&reserved) {
@@ -64,7 +64,7 @@ impl Reserved {
             }
             Ordering::Equal => {}
             Ordering::Greater => {
-                // A request in flight counts as one, whatever it costs.
+                // Policies of requests in flight count a request as one, regardless of its cost.
                 if let Some(policies) = self.decision.policies().whole().without_in_flight() {
                     ops.put(PendingOp::charge(self.key, policies, cost - reserved));
                 }

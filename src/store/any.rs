@@ -8,6 +8,7 @@ use pin_project_lite::pin_project;
 
 use super::{
     Answer, Fallback, FallbackFuture, LocalStore, RedisFuture, RedisStore, Store, StoreConfig,
+    Waiters,
 };
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key};
@@ -140,8 +141,8 @@ impl Store for AnyStore {
         each!(self, store => store.observe(observer))
     }
 
-    fn identity(&self) -> Option<usize> {
-        each!(self, store => store.identity())
+    fn waiters(&self) -> Option<Waiters> {
+        each!(self, store => store.waiters())
     }
 
     fn server(&self, key: &Key) -> Option<String> {

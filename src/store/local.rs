@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use super::bounded_map::{BoundedMap, Hold, Ranked, Slot};
 use super::digest::Digest;
 use super::shards::Shards;
-use super::{Answer, Store, freed};
+use super::{Answer, Store, Waiters};
 use crate::error::StoreError;
 use crate::limit::{
     Answered, Check, Decision, Key, Mode, Policies, Policy, Snapshot, Source, State, Verdict,
@@ -67,6 +67,7 @@ struct Shared {
     /// All keys of a caller are in one shard: one lock covers all its policies.
     shards: Shards<Mutex<Shard>>,
     clock: Clock,
+    waiters: Waiters,
 }
 
 struct Shard {
@@ -109,7 +110,7 @@ fn hold_of(verdict: &Verdict, policy: &Policy, now: i64) -> Hold {
 
 /// Maximum time until a state of this policy is fresh again, even in full debt, in microseconds.
 fn longest_reset(policy: &Policy) -> i64 {
-    2 * policy.counts_for().saturating_add(policy.params().period)
+    2 * policy.counts_for().saturating_add(policy.params().period) + policy.params().longest
 }
 
 /// Returns `true` if a check has changed its states. Unchanged ones must not be stored again:
@@ -175,6 +176,7 @@ impl LocalStore {
             shared: Arc::new(Shared {
                 shards,
                 clock: Clock::new(),
+                waiters: Waiters::default(),
             }),
         }
     }
@@ -241,12 +243,12 @@ impl Store for LocalStore {
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let verdicts = self.verdicts(&check, || self.shared.clock.micros());
-        freed::tell(Arc::as_ptr(&self.shared) as usize, &check);
+        self.shared.waiters.freed(&check);
         Answer::ready(Ok(check.answer(verdicts, Source::Local)))
     }
 
-    fn identity(&self) -> Option<usize> {
-        Some(Arc::as_ptr(&self.shared) as usize)
+    fn waiters(&self) -> Option<Waiters> {
+        Some(self.shared.waiters.clone())
     }
 
     fn warm(&self, key: &Key, decision: &Decision) {

@@ -32,6 +32,8 @@ pub use local::LocalStore;
 pub use mock::MockStore;
 
 pub(crate) use digest::Digest;
+pub use freed::Waiters;
+
 pub(crate) use freed::{Listener, Wake};
 pub(crate) use shards::Shards;
 
@@ -104,10 +106,10 @@ pub trait Store: Clone + Send + Sync + 'static {
         0
     }
 
-    /// Identifies this store and its clones within this process, for example by the address of
-    /// their shared state. A refund or a release then wakes waiting requests in all layers over the
-    /// store. Defaults to `None`: waiters poll instead.
-    fn identity(&self) -> Option<usize> {
+    /// The requests of this process that wait for what this store counts, the same for all its clones. A store that calls
+    /// [`Waiters::freed`] after each refund, release and reset wakes those that wait for it, in all layers over the store.
+    /// Defaults to `None`: waiters check again without a wake-up.
+    fn waiters(&self) -> Option<Waiters> {
         None
     }
 
@@ -196,8 +198,8 @@ impl<W: WrapStore> Store for W {
         self.inner().partition(key)
     }
 
-    fn identity(&self) -> Option<usize> {
-        self.inner().identity()
+    fn waiters(&self) -> Option<Waiters> {
+        self.inner().waiters()
     }
 
     fn server(&self, key: &Key) -> Option<String> {

@@ -1,34 +1,30 @@
-//! The order of those who wait for their turn: a queue for each caller, first come, first served.
+//! Requests that wait for their turn. Those that wait for one caller under the same policies are a [`Line`], first come,
+//! first served, with one task. A [`Permit`] is what a waiter gets.
 //!
-//! A [`WaitQueue`](queue::WaitQueue) is who waits, a [`Dispatcher`](dispatcher::Dispatcher) is the task that asks the
-//! store for all of them, a [`Acquire`] is the future of one of them, and a [`Permit`] is what it gets.
+//! **Buckets that refill gradually reserve.** The task ([`turns`]) takes ahead for each waiter as it comes: the store charges
+//! it and says when it is due. So the queue over all instances is in the store, and no round trip limits the rate. What is
+//! due goes to the first in line, whoever it was reserved for. Who leaves makes the last turn superfluous. The store refunds
+//! that, unless a later turn of another instance stands on it. Then the next waiter who comes before it is due gets it;
+//! otherwise it expires.
 //!
-//! **Few calls.** Only the dispatcher asks, for whoever is first, and so takes one permit ahead of time: charged at
-//! once, due later. So each process has at most one permit ahead, those of several processes are due one after another,
-//! and a call makes a grant. If the last answer says that there is room for more, the next call takes for as many as
-//! wait, but only what is there now: another process may have been faster. Of requests in flight each takes its own, so
-//! that these are as many calls at once, and fewer after some of them were denied. Where a strategy cannot owe, the
-//! dispatcher asks again when the denial says so. A queue that begins takes nothing ahead that is due later than
-//! [soon](dispatcher::SOON): whoever wants it may be gone by then.
+//! **All others ask.** The task ([`questions`]) takes as much as the first ones need, and after a denial asks again when the
+//! denial says so, such that the question arrives then, or when something was freed in this process.
 //!
-//! **Nothing is lost.** A permit belongs to the queue, not to who asked for it: if a request gives up, its permit passes
-//! on to the next one, and from the last one back to the store. A permit that is dropped unused goes the same
-//! way. Before it is due there is no permit yet: if whoever is first wants something else by then, the dispatcher
-//! refunds what it took, and asks again. Only a runtime that ends keeps what it has taken ahead.
-//! What goes back to the store goes through the queue of [refunds](crate::settle): what was not sent is sent again, and
-//! what fails is reported.
+//! **Nothing is lost.** The task receives every reply, whoever has left meanwhile. A permit that is dropped unused goes to
+//! the first in line, or back to the store.
 //!
-//! **Nobody waits for too long.** Whoever's time is up is refused when the store has said that there is no room for
-//! them. What is released in this process [wakes](crate::store::Wake) the dispatcher, and for what others refund it
-//! looks again now and then.
+//! **No wait is longer than its maximum**, but for the store's calls. A waiter is refused as soon as it is known that its
+//! turn comes too late.
 //!
-//! **A store that fails.** A call that fails is reported to whoever is first. The others wait on, until [several in a
-//! row](dispatcher::MAX_FAILURES) have failed; whoever comes then gets the same for a while, without a call.
+//! **A store that fails** ends one wait with each failed call, and all waits of a line when [`MAX_FAILURES`] calls have
+//! failed in a row.
+//!
+//! **A runtime that ends** drops the tasks on it, which ends the waits: each runtime has lines of its own.
 
-mod acquire;
-mod dispatcher;
+mod line;
 mod permit;
-mod queue;
+mod questions;
+mod turns;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -38,82 +34,76 @@ use std::num::NonZeroUsize;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::task::{Context, Waker};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
 use tokio::runtime::{Handle, Id};
+use tokio::sync::oneshot::{self, error::TryRecvError};
 use tokio::time::Instant;
 
-pub(crate) use acquire::Acquire;
 pub(crate) use permit::{Permit, Spent};
 
-use self::dispatcher::Dispatcher;
-use self::queue::{WaitQueue, Waiter};
-use crate::background::PendingOp;
+use self::line::{Given, Line, Waiter};
+use self::questions::Questions;
+use self::turns::Turns;
+use crate::background::{OpQueue, PendingOp};
 use crate::error::{ErrorKind, StoreError};
-use crate::in_flight::InFlightTracker;
+use crate::in_flight::{InFlightTracker, Slot};
 use crate::limit::{Check, Decision, Key, Policies, Source, Verdict};
 use crate::observe::Observer;
-use crate::store::Store;
+use crate::store::{Store, Waiters, op_queue};
 use crate::util::{instant, lock};
 
-/// Who waits for a turn, of all callers. Clones share the queues.
+/// The lines of all callers. Clones share them.
 #[derive(Clone)]
 pub(crate) struct WaitQueues {
-    shared: Arc<SharedQueues>,
-    /// What permits hold in flight, and what they are given back by.
-    in_flight: InFlightTracker,
+    shared: Arc<Shared>,
+    /// Sends refunds, and charges without a wait.
+    refunds: OpQueue,
+    /// The slots of permits under policies of requests in flight. `None` where there are no such policies.
+    in_flight: Option<InFlightTracker>,
     bounds: Bounds,
 }
 
-struct SharedQueues {
+struct Shared {
     store: Box<dyn ErasedStore>,
-    queues: Mutex<Queues>,
-    /// How many queues there are: while there are none, nobody looks for one.
+    lines: Mutex<Lines>,
+    /// Number of lines: while it is 0, no request looks for one.
     count: AtomicUsize,
 }
 
-/// A store whose type does not matter: whoever waits has the time for a box.
+/// A store of any type: a waiter has the time for a box.
 trait ErasedStore: Send + Sync {
-    fn ask(
-        &self,
-        check: Check,
-    ) -> Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
-    fn observe(&self, observer: &Arc<dyn Observer>) -> InFlightTracker;
-    fn identity(&self) -> Option<usize>;
+    fn ask(&self, check: Check) -> Reply;
+    fn observe(&self, observer: &Arc<dyn Observer>) -> OpQueue;
+    fn waiters(&self) -> Option<Waiters>;
 }
 
+type Reply = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
+
 impl<S: Store> ErasedStore for S {
-    fn ask(
-        &self,
-        check: Check,
-    ) -> Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>> {
+    fn ask(&self, check: Check) -> Reply {
         Box::pin(self.check(check))
     }
 
-    fn observe(&self, observer: &Arc<dyn Observer>) -> InFlightTracker {
+    fn observe(&self, observer: &Arc<dyn Observer>) -> OpQueue {
         Store::observe(self, observer);
-        InFlightTracker::new(self, Some(Arc::clone(observer)))
+        op_queue(self.clone(), Some(Arc::clone(observer)))
     }
 
-    fn identity(&self) -> Option<usize> {
-        Store::identity(self)
+    fn waiters(&self) -> Option<Waiters> {
+        Store::waiters(self)
     }
 }
 
-struct Queues {
-    each: HashMap<QueueId, WaitQueue>,
-    waiting: Waiting,
-    /// How many queues were ever made: each has a number.
-    made: u64,
-}
-
-/// How many wait in all queues.
 #[derive(Default)]
-struct Waiting {
+struct Lines {
+    each: HashMap<LineId, Line>,
+    /// Number of all waiters, and of those of each caller.
     all: usize,
-    /// For each caller.
-    each: HashMap<Key, usize>,
+    callers: HashMap<Key, usize>,
+    /// The number of the last waiter.
+    last: u64,
 }
 
 /// How many may wait: for one caller, and in all.
@@ -123,17 +113,17 @@ pub(crate) struct Bounds {
     pub(crate) all: usize,
 }
 
-/// Where one waits. Each runtime has queues of its own, so that nobody depends on a runtime that has ended or stands
-/// still.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct QueueId {
+struct LineId {
     runtime: Id,
     key: Key,
-    /// Tells policies from others by all that they say: nobody waits behind those of a quota that was replaced.
+    /// A hash of all that the policies say: nobody waits behind those of a quota that was replaced.
     policies: u64,
+    /// Whether it reserves turns; otherwise it asks.
+    reserves: bool,
 }
 
-/// What one waits for.
+/// A request that is to wait.
 #[derive(Debug, Clone)]
 pub(crate) struct WaitRequest {
     pub(crate) key: Key,
@@ -151,6 +141,36 @@ pub(crate) enum Refusal {
     Failed(StoreError),
 }
 
+/// A line, which may have ended.
+#[derive(Clone)]
+struct LineRef {
+    shared: Arc<Shared>,
+    refunds: OpQueue,
+    id: LineId,
+}
+
+/// The line of a task, which ends with it.
+struct Place {
+    line: LineRef,
+    policies: Policies,
+    queues: WaitQueues,
+}
+
+/// Resolves to a permit when its turn has come. Dropped, it leaves the line.
+pub(crate) struct Acquire {
+    line: LineRef,
+    number: u64,
+    answer: oneshot::Receiver<Answer>,
+}
+
+type Answer = Result<Permit, Refusal>;
+
+/// As many failed calls in a row end all waits of a line, and those that begin in the next [`PAUSE`].
+const MAX_FAILURES: u32 = 3;
+const PAUSE: Duration = Duration::from_millis(250);
+/// Pause of a line that asks after a failed call.
+const FAILURE_PAUSE: Duration = Duration::from_millis(50);
+
 impl Refusal {
     /// The store's answer.
     pub(crate) fn into_answer(self) -> Result<Decision, StoreError> {
@@ -158,6 +178,10 @@ impl Refusal {
             Self::Denied(decision) => Ok(decision),
             Self::Failed(error) => Err(error),
         }
+    }
+
+    fn no_runtime() -> Self {
+        Self::Failed(StoreError::new(ErrorKind::NoRuntime).of_check())
     }
 }
 
@@ -168,7 +192,7 @@ impl Bounds {
         all: 10_000,
     };
 
-    /// So many, whoever they are.
+    /// The same bound for one caller and for all.
     pub(crate) const fn of(all: NonZeroUsize) -> Self {
         Self {
             each: all.get(),
@@ -178,14 +202,7 @@ impl Bounds {
 }
 
 impl WaitRequest {
-    /// Whether it costs more than ever fits: no wait helps.
-    pub(crate) fn exceeds_capacity(&self) -> bool {
-        self.policies
-            .iter()
-            .any(|policy| policy.never_fits(self.cost))
-    }
-
-    /// What one of too many gets before the store has said anything: to come again when a unit has flowed back.
+    /// The denial of a request for which there is no place: to come again when a unit has been freed.
     fn denial(&self) -> Decision {
         let check = Check::take(self.key, &self.policies, self.cost);
         check.decided(Source::Local, 0, |policy| {
@@ -194,42 +211,39 @@ impl WaitRequest {
     }
 }
 
-impl Waiting {
-    fn of(&self, key: &Key) -> usize {
-        self.each.get(key).copied().unwrap_or(0)
-    }
-
-    /// So many wait in one queue of this caller where there were `before`.
-    fn change(&mut self, key: &Key, before: usize, now: usize) {
+impl Lines {
+    /// Counts the waiters of a caller again, of whom a line had `before`, and has `now`.
+    fn recount(&mut self, key: &Key, before: usize, now: usize) {
         self.all = self.all + now - before;
         match self.of(key) + now - before {
-            0 => self.each.remove(key),
-            all => self.each.insert(*key, all),
+            0 => self.callers.remove(key),
+            all => self.callers.insert(*key, all),
         };
+    }
+
+    fn of(&self, key: &Key) -> usize {
+        self.callers.get(key).copied().unwrap_or(0)
     }
 }
 
 impl WaitQueues {
-    /// `in_flight` is that of whoever asks the store.
-    pub(crate) fn new(store: impl Store, in_flight: InFlightTracker, bounds: Bounds) -> Self {
-        let queues = Mutex::new(Queues {
-            each: HashMap::new(),
-            waiting: Waiting::default(),
-            made: 0,
+    /// Lines for policies of which none counts requests in flight.
+    pub(crate) fn new(store: impl Store, bounds: Bounds) -> Self {
+        let refunds = op_queue(store.clone(), None);
+        let shared = Arc::new(Shared {
+            store: Box::new(store),
+            lines: Mutex::default(),
+            count: AtomicUsize::new(0),
         });
-        let count = AtomicUsize::new(0);
         Self {
-            shared: Arc::new(SharedQueues {
-                store: Box::new(store),
-                queues,
-                count,
-            }),
-            in_flight,
+            shared,
+            refunds,
+            in_flight: None,
             bounds,
         }
     }
 
-    /// The same queues, in which so many may wait.
+    /// The same lines, in which as many may wait.
     pub(crate) fn with_bounds(&self, bounds: Bounds) -> Self {
         Self {
             bounds,
@@ -237,185 +251,285 @@ impl WaitQueues {
         }
     }
 
-    /// Waits behind those who wait on this runtime already, if anybody does, and if a wait helps.
-    pub(crate) fn join_others(&self, wanted: &WaitRequest) -> Option<Result<Acquire, Refusal>> {
-        if self.shared.count.load(Ordering::Acquire) == 0 || wanted.exceeds_capacity() {
-            return None;
-        }
-        let runtime = Handle::try_current().ok()?;
-        let id = QueueId::of(&runtime, wanted);
-        let Queues { each, waiting, .. } = &mut *lock(&self.shared.queues);
-        let queue = each.get_mut(&id)?;
-        Some(self.enqueue(queue, waiting, id, wanted.clone()))
-    }
-
-    /// The same queues. What they give back is reported to the observer of this tracker if it fails.
+    /// The same lines, with the slots and the background queue of this tracker.
     pub(crate) fn with_tracker(&self, in_flight: InFlightTracker) -> Self {
         Self {
-            in_flight,
+            refunds: in_flight.ops().clone(),
+            in_flight: Some(in_flight),
             ..self.clone()
         }
     }
 
-    /// The same queues with an observer, which is handed on to the store.
+    /// The same lines with an observer, which the store gets too.
     pub(crate) fn observed(&self, observer: &Arc<dyn Observer>) -> Self {
-        self.with_tracker(self.shared.store.observe(observer))
+        Self {
+            refunds: self.shared.store.observe(observer),
+            ..self.clone()
+        }
     }
 
-    /// Charges without asking.
+    /// Charges without a wait.
     pub(crate) fn charge(&self, key: Key, policies: &Policies, cost: u32) {
-        self.in_flight
-            .ops()
-            .put(PendingOp::charge(key, policies, cost));
+        self.refunds.put(PendingOp::charge(key, policies, cost));
     }
 
-    /// Waits for a permit. `denied` is what the store has just said, if it was asked. What [never
-    /// fits](WaitRequest::exceeds_capacity) must not wait: others would wait behind it.
+    /// Whether a request of this caller has to wait, since others do, or a turn is left for it.
+    pub(crate) fn has_line(&self, key: &Key, policies: &Policies, cost: u32) -> bool {
+        let never_fits = || policies.iter().any(|policy| policy.never_fits(cost));
+        if self.shared.count.load(Ordering::Acquire) == 0 || never_fits() {
+            return false;
+        }
+        let Ok(runtime) = Handle::try_current() else {
+            return false;
+        };
+        let id = LineId::of(&runtime, key, policies, cost);
+        let lines = lock(&self.shared.lines);
+        lines.each.get(&id).is_some_and(Line::is_used)
+    }
+
+    /// Waits for a permit. `denied` is what the store has just said, if it was asked. A cost that never fits must not wait:
+    /// others would wait behind it.
     ///
     /// # Errors
     ///
-    /// [`Refusal`], if it is certain already that there is none in time, or if too many wait.
+    /// [`Refusal`], if it is certain already that there is no permit in time, or if too many wait.
     pub(crate) fn join(
         &self,
         wanted: WaitRequest,
         denied: Option<Decision>,
     ) -> Result<Acquire, Refusal> {
-        let runtime = Handle::try_current().map_err(|error| {
-            Refusal::Failed(StoreError::with_source(ErrorKind::NoRuntime, error).of_check())
-        })?;
-        let id = QueueId::of(&runtime, &wanted);
-        self.in_flight.ops().wake();
-        let (turn, dispatcher) = {
-            let Queues {
-                each,
-                waiting,
-                made,
-            } = &mut *lock(&self.shared.queues);
-            if let Some(queue) = each.get_mut(&id) {
-                return self.enqueue(queue, waiting, id, wanted);
+        let runtime = Handle::try_current().map_err(|_| Refusal::no_runtime())?;
+        self.refunds.wake();
+        let id = LineId::of(&runtime, &wanted.key, &wanted.policies, wanted.cost);
+        let (sender, answer) = oneshot::channel();
+        let waiter = Waiter::new(wanted.cost, wanted.deadline, sender);
+        let number = {
+            let lines = &mut *lock(&self.shared.lines);
+            let line = lines.each.get(&id);
+            let now = instant();
+            if lines.all >= self.bounds.all || lines.of(&id.key) >= self.bounds.each {
+                let known = line.and_then(|line| line.denial(now));
+                let denial = denied.or(known).unwrap_or_else(|| wanted.denial());
+                return Err(Refusal::Denied(denial));
             }
-            let mut queue = WaitQueue::new(*made, &wanted, denied, instant());
-            let policies = wanted.policies.clone();
-            let turn = self.enqueue(&mut queue, waiting, id, wanted)?;
-            let dispatcher = Dispatcher::new(
-                Arc::clone(&self.shared),
-                self.in_flight.clone(),
-                id,
-                &queue,
-                policies,
-            );
-            *made += 1;
-            each.insert(id, queue);
-            self.shared.count.fetch_add(1, Ordering::AcqRel);
-            (turn, dispatcher)
+            if let Some(refusal) = line.and_then(|line| line.refusal(&waiter, now)) {
+                return Err(refusal);
+            }
+            lines.last += 1;
+            lines.last
         };
-        // What is there is taken at once, without a task. By the waker the dispatcher knows that it is not on one yet: see
-        // `Dispatcher::doze`.
-        let mut dispatcher = Box::pin(dispatcher.run());
-        if dispatcher
-            .as_mut()
-            .poll(&mut Context::from_waker(Waker::noop()))
-            .is_pending()
-        {
-            // A runtime that has ended drops it: that answers who waits.
-            runtime.spawn(dispatcher);
-        }
-        Ok(turn)
-    }
-
-    /// Queues up, if that is not too late and not too many wait.
-    fn enqueue(
-        &self,
-        queue: &mut WaitQueue,
-        waiting: &mut Waiting,
-        id: QueueId,
-        wanted: WaitRequest,
-    ) -> Result<Acquire, Refusal> {
-        if let Some(error) = queue.failed() {
-            return Err(Refusal::Failed(error.clone()));
-        }
-        let is_full = waiting.all >= self.bounds.all || waiting.of(&id.key) >= self.bounds.each;
-        if let Some(decision) = queue.refusal(&wanted, is_full, instant()) {
-            return Err(Refusal::Denied(decision));
-        }
-        let (waiter, answer) = Waiter::new(wanted);
-        let before = queue.len();
-        let number = queue.push(waiter);
-        waiting.change(&id.key, before, queue.len());
+        self.enter(&runtime, id, wanted.policies, number, waiter, denied);
         Ok(Acquire {
-            shared: Arc::clone(&self.shared),
-            id,
-            queue: queue.number(),
+            line: self.line(id),
             number,
             answer,
         })
     }
-}
 
-impl QueueId {
-    fn of(runtime: &Handle, wanted: &WaitRequest) -> Self {
-        let mut policies = DefaultHasher::new();
-        for policy in &wanted.policies {
-            (policy.id(), policy.kind(), policy.quota()).hash(&mut policies);
+    fn line(&self, id: LineId) -> LineRef {
+        LineRef {
+            shared: Arc::clone(&self.shared),
+            refunds: self.refunds.clone(),
+            id,
         }
-        Self {
-            runtime: runtime.id(),
-            key: wanted.key,
-            policies: policies.finish(),
+    }
+
+    /// Puts a waiter into a line, and starts the line's task if it has none.
+    fn enter(
+        &self,
+        runtime: &Handle,
+        id: LineId,
+        policies: Policies,
+        number: u64,
+        waiter: Waiter,
+        denied: Option<Decision>,
+    ) {
+        let is_new = {
+            let lines = &mut *lock(&self.shared.lines);
+            let is_new = !lines.each.contains_key(&id);
+            let line = lines.each.entry(id).or_insert_with(|| Line::new(denied));
+            line.push(number, waiter);
+            lines.recount(&id.key, 0, 1);
+            is_new
+        };
+        if !is_new {
+            return;
+        }
+        self.shared.count.fetch_add(1, Ordering::AcqRel);
+        let place = Place {
+            line: self.line(id),
+            policies,
+            queues: self.clone(),
+        };
+        let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = if id.reserves {
+            Box::pin(Turns::new(place).run())
+        } else {
+            Box::pin(Questions::new(place).run())
+        };
+        // A store that answers immediately is asked now, for callers that poll only once.
+        let mut context = Context::from_waker(Waker::noop());
+        if task.as_mut().poll(&mut context).is_pending() {
+            runtime.spawn(task);
         }
     }
 }
 
-impl SharedQueues {
-    /// Calls `act` with the queue of this number, if it is still there.
-    fn with_queue<T>(
-        &self,
-        id: &QueueId,
-        number: u64,
-        act: impl FnOnce(&mut WaitQueue) -> T,
-    ) -> Option<T> {
-        let queues = &mut *lock(&self.queues);
-        let queue = queues
-            .each
-            .get_mut(id)
-            .filter(|queue| queue.number() == number)?;
-        let before = queue.len();
-        let result = act(queue);
-        queues.waiting.change(&id.key, before, queue.len());
+impl LineRef {
+    /// Calls `act` with the line, if there is one.
+    fn with<T>(&self, act: impl FnOnce(&mut Line) -> T) -> Option<T> {
+        let lines = &mut *lock(&self.shared.lines);
+        let line = lines.each.get_mut(&self.id)?;
+        let before = line.len();
+        let result = act(line);
+        let now = line.len();
+        lines.recount(&self.id.key, before, now);
         Some(result)
     }
 
-    /// Takes out whoever is first in this queue, if a permit of this cost is what it wants.
-    fn pop(&self, id: &QueueId, cost: u32) -> Option<Waiter> {
-        let queues = &mut *lock(&self.queues);
-        let queue = queues.each.get_mut(id)?;
-        let before = queue.len();
-        let waiter = queue.pop(cost)?;
-        queues.waiting.change(&id.key, before, queue.len());
-        Some(waiter)
+    /// Gives permits to those who were taken out of the line, and refunds what is left.
+    fn deliver(&self, Given { to, left }: Given, mut slot: Option<Slot>) {
+        for (waiter, charge) in to {
+            let permit = Permit::new(self.clone(), charge, slot.take());
+            waiter.answer(Ok(permit));
+        }
+        if let Some(left) = left {
+            self.refunds.put(left.refund());
+        }
+        self.refund_superfluous();
     }
 
-    /// Takes away the queue of this number, if nobody waits in it or if it `must` go.
-    fn remove(&self, id: &QueueId, number: u64, must: bool) -> Option<WaitQueue> {
-        let queues = &mut *lock(&self.queues);
-        queues
-            .each
-            .get(id)
-            .filter(|queue| queue.number() == number && (must || queue.len() == 0))?;
-        let queue = queues.each.remove(id)?;
-        queues.waiting.change(&id.key, queue.len(), 0);
-        self.count.fetch_sub(1, Ordering::AcqRel);
-        Some(queue)
+    /// Refunds turns that nobody in line needs, the last one first. If a later turn of another instance stands on one, the
+    /// line keeps it for whoever comes next.
+    fn refund_superfluous(&self) {
+        while let Some((number, charge)) = self.with(Line::superfluous).flatten() {
+            let (line, kept) = (self.clone(), charge.clone());
+            self.refunds.put(charge.refund().then(move |answer| {
+                let stays = answer.is_ok_and(|decision| decision.granted() == 0);
+                line.with(|line| line.refunded(number, kept, stays));
+                line.refund_superfluous();
+            }));
+        }
+    }
+}
+
+impl Place {
+    fn with<T>(&self, act: impl FnOnce(&mut Line) -> T) -> Option<T> {
+        self.line.with(act)
+    }
+
+    /// Answers a waiter, if it still waits.
+    fn refuse(&self, number: u64, refusal: Refusal) {
+        if let Some(waiter) = self.with(|line| line.remove(number)).flatten() {
+            waiter.answer(Err(refusal));
+        }
+    }
+
+    /// A call for this waiter has failed.
+    fn fail(&self, number: u64, error: &StoreError) {
+        let failed = self.with(|line| line.fail(number, error, instant()));
+        for waiter in failed.into_iter().flat_map(|(waiters, _)| waiters) {
+            waiter.answer(Err(Refusal::Failed(error.clone())));
+        }
+    }
+
+    /// Removes the line if nobody uses it, and returns whether it has.
+    fn ends(&self) -> bool {
+        let ended = {
+            let lines = &mut *lock(&self.line.shared.lines);
+            match lines.each.get(&self.line.id) {
+                Some(line) if line.is_idle(instant()) => lines.each.remove(&self.line.id),
+                _ => return false,
+            }
+        };
+        self.line.shared.count.fetch_sub(1, Ordering::AcqRel);
+        drop(ended);
+        true
+    }
+}
+
+/// With its runtime, the task ends before the line does.
+impl Drop for Place {
+    fn drop(&mut self) {
+        let line = {
+            let lines = &mut *lock(&self.line.shared.lines);
+            let line = lines.each.remove(&self.line.id);
+            if let Some(line) = &line {
+                lines.recount(&self.line.id.key, line.len(), 0);
+            }
+            line
+        };
+        if line.is_some() {
+            self.line.shared.count.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+}
+
+impl LineId {
+    fn of(runtime: &Handle, key: &Key, policies: &Policies, cost: u32) -> Self {
+        let mut hasher = DefaultHasher::new();
+        for policy in policies {
+            (policy.id(), policy.kind(), policy.quota()).hash(&mut hasher);
+        }
+        let reserves = policies.iter().all(|policy| policy.frees().is_gradual());
+        Self {
+            runtime: runtime.id(),
+            key: *key,
+            policies: hasher.finish(),
+            // Nothing is reserved for a cost of 0.
+            reserves: reserves && cost > 0,
+        }
+    }
+
+    /// The line of those for whom no turn could be reserved.
+    fn that_asks(self) -> Self {
+        Self {
+            reserves: false,
+            ..self
+        }
+    }
+}
+
+impl Acquire {
+    /// The runtime on which its line is.
+    pub(crate) fn runtime(&self) -> Id {
+        self.line.id.runtime
+    }
+}
+
+impl Future for Acquire {
+    type Output = Answer;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Answer> {
+        // A task that has used up its budget would not receive what is there.
+        let answer = match self.answer.try_recv() {
+            Ok(answer) => Some(answer),
+            Err(TryRecvError::Empty) => ready!(Pin::new(&mut self.answer).poll(cx)).ok(),
+            Err(TryRecvError::Closed) => None,
+        };
+        // Without an answer the line has ended with its runtime.
+        Poll::Ready(answer.unwrap_or_else(|| Err(Refusal::no_runtime())))
+    }
+}
+
+impl Drop for Acquire {
+    fn drop(&mut self) {
+        // A permit that is in the receiver is handed on with it.
+        let asks = LineRef {
+            id: self.line.id.that_asks(),
+            ..self.line.clone()
+        };
+        for line in [&self.line, &asks] {
+            if let Some(Some(_)) = line.with(|line| line.remove(self.number)) {
+                return line.refund_superfluous();
+            }
+        }
     }
 }
 
 impl fmt::Debug for WaitQueues {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("WaitQueues")
-            .field("waiting", &lock(&self.shared.queues).waiting.all)
+            .field("waiting", &lock(&self.shared.lines).all)
             .finish_non_exhaustive()
     }
 }
-
-/// Tokio's timers have milliseconds; a retry a little too early would be denied for the rest.
-const TICK: Duration = Duration::from_millis(1);

@@ -21,7 +21,9 @@ async fn tls_without_its_feature_is_refused() {
     ] {
         let error = RedisStore::connect_lazy(url).unwrap_err();
         assert!(
-            error.to_string().starts_with("TLS is not built in: "),
+            error
+                .to_string()
+                .starts_with("TLS support is not compiled in: "),
             "{url}: {error}"
         );
         let error = RedisStore::connect(url).await.unwrap_err();

@@ -24,7 +24,7 @@ async fn assert_counts(server: &RedisServer, url: &str, database: u32, expected:
     let clients: String = server.command("CLIENT LIST TYPE normal").await;
     let ours = clients
         .lines()
-        .find(|line| line.contains("cmd=evalsha"))
+        .find(|line| line.contains("cmd=eval"))
         .expect("our connection");
     for field in [&format!("db={database}"), expected] {
         // Redis 6.2 does not list the protocol.

@@ -116,10 +116,10 @@ async fn it_has_the_identity_of_its_store() {
     let (redis, local) = (redis(), LocalStore::default());
     let fallback = Fallback::new(redis.clone(), local.clone());
     for store in [redis.clone().into(), AnyStore::from(fallback)] {
-        assert_eq!(store.identity(), redis.identity());
+        assert_eq!(store.waiters(), redis.waiters());
     }
-    assert_eq!(AnyStore::from(local.clone()).identity(), local.identity());
-    assert!(redis.identity() != local.identity() && local.identity().is_some());
+    assert_eq!(AnyStore::from(local.clone()).waiters(), local.waiters());
+    assert!(redis.waiters() != local.waiters() && local.waiters().is_some());
 }
 
 /// An observer set on the store reaches the store that it contains.

@@ -20,5 +20,6 @@ mod limiter;
 mod local;
 mod outside;
 mod quotas;
+mod turns;
 mod wait_queues;
 mod waiting;

@@ -11,7 +11,7 @@ use tokio::time::{Instant, advance};
 use tower_redis_ratelimit::check::{Check, Decision, Mode, Outcome, Source, Verdict};
 use tower_redis_ratelimit::observe::Observer;
 use tower_redis_ratelimit::store::{
-    Answer, Counts, ErrorKind, MockStore, Store, StoreError, WrapStore,
+    Answer, Counts, ErrorKind, MockStore, Store, StoreError, Waiters, WrapStore,
 };
 use tower_redis_ratelimit::strategy::Align;
 use tower_redis_ratelimit::{Fallback, Key, Leased, LocalStore, Policies, Policy, Strategy};
@@ -234,7 +234,7 @@ async fn local_counts_continue_from_any_outside_answer() {
 
 /// Overrides the default of every hook.
 #[derive(Clone, Default)]
-struct Hooks(Arc<Mutex<Vec<&'static str>>>);
+struct Hooks(Arc<Mutex<Vec<&'static str>>>, Waiters);
 
 impl Store for Hooks {
     type Future = Pending<Result<Decision, StoreError>>;
@@ -259,8 +259,8 @@ impl Store for Hooks {
         7
     }
 
-    fn identity(&self) -> Option<usize> {
-        Some(3)
+    fn waiters(&self) -> Option<Waiters> {
+        Some(self.1.clone())
     }
 
     fn server(&self, _: &Key) -> Option<String> {
@@ -297,9 +297,9 @@ fn a_wrapped_store_keeps_its_hooks() {
             (
                 store.partitions(),
                 store.partition(&Key::GLOBAL),
-                store.identity()
+                store.waiters()
             ),
-            (12, 7, Some(3))
+            (12, 7, Some(hooks.1.clone()))
         );
         assert_eq!(store.server(&Key::GLOBAL).as_deref(), Some("10.0.0.1:6379"));
         store.warm(&Key::GLOBAL, &decision);

@@ -8,9 +8,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use fastrand::Rng;
 use tokio::time::sleep;
 use tower_redis_ratelimit::check::{Check, Decision, Mode};
-use tower_redis_ratelimit::store::{Answer, ErrorKind, Store, StoreError};
+use tower_redis_ratelimit::store::{Answer, ErrorKind, Store, StoreError, Waiters};
 use tower_redis_ratelimit::{Key, LocalStore};
 
 /// Wraps a local store: a check takes `there` to arrive, and its reply takes as long to return.
@@ -18,6 +19,10 @@ use tower_redis_ratelimit::{Key, LocalStore};
 pub struct Late {
     store: LocalStore,
     there: Duration,
+    /// The way there takes up to as much longer.
+    jitter: Duration,
+    /// Of this instance.
+    waiters: Waiters,
     shared: Arc<Shared>,
 }
 
@@ -34,8 +39,15 @@ impl Late {
         Self {
             store: store.clone(),
             there,
+            jitter: Duration::ZERO,
+            waiters: Waiters::default(),
             shared: Arc::default(),
         }
+    }
+
+    /// Checks arrive up to `jitter` later, and so in any order.
+    pub fn jittered(self, jitter: Duration) -> Self {
+        Self { jitter, ..self }
     }
 
     pub fn fail(&self, fails: bool) {
@@ -56,14 +68,21 @@ impl Store for Late {
     type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        self.shared.asked.lock().unwrap().push(check.mode());
+        let number = {
+            let mut asked = self.shared.asked.lock().unwrap();
+            asked.push(check.mode());
+            asked.len() as u64
+        };
         let Self {
             store,
             there,
+            jitter,
+            waiters,
             shared,
         } = self.clone();
+        let later = jitter.mul_f64(Rng::with_seed(number).f64());
         Answer::pending(Box::pin(async move {
-            sleep(there).await;
+            sleep(there + later).await;
             let fails = shared.fails.load(SeqCst)
                 || shared
                     .failing
@@ -72,9 +91,10 @@ impl Store for Late {
             let answer = if fails {
                 Err(StoreError::new(ErrorKind::Unreachable))
             } else {
-                store.check(check).await
+                store.check(check.clone()).await
             };
             sleep(there).await;
+            waiters.freed(&check);
             answer
         }))
     }
@@ -83,7 +103,7 @@ impl Store for Late {
         self.store.warm(key, decision);
     }
 
-    fn identity(&self) -> Option<usize> {
-        self.store.identity()
+    fn waiters(&self) -> Option<Waiters> {
+        Some(self.waiters.clone())
     }
 }

@@ -43,7 +43,7 @@ impl Ask {
         let room = T::room(params, now, registers);
         let needs = mode.needs(self.cost, params.capacity);
         if room < needs
-            && !(mode == Mode::TakeAhead && self.is_due_in_time(state, params, room, registers))
+            && !(mode == Mode::TakeAhead && self.is_due_in_time(state, params, registers))
         {
             return Preview {
                 registers,
@@ -68,18 +68,15 @@ impl Ask {
         }
     }
 
-    /// Returns `true` if a cost that does not fit now is due within the maximum wait and within the
-    /// policy's maximum debt.
+    /// Returns `true` if a cost that does not fit now is due within the maximum wait.
     fn is_due_in_time<T: Algorithm>(
         &self,
         state: &T,
         params: &Params,
-        room: i64,
         registers: Registers,
     ) -> bool {
         self.cost <= params.capacity
-            && room - self.cost >= -params.capacity
-            && state.wait(params, self.now, self.cost, registers) <= self.within
+            && state.wait(params, self.now, self.cost, registers) <= self.within.min(params.longest)
     }
 
     /// Decides, and charges the state. Returns the verdict and the charged amount.

@@ -48,7 +48,7 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
         if !in_batches && elapsed >= params.furthest {
             return ([0, now, 0], false);
         }
-        let level = self.level.min(2 * params.full);
+        let level = self.level.min(params.deepest);
         let (level, at) = if in_batches {
             let periods = elapsed
                 .div_euclid(params.period)
@@ -100,6 +100,13 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
     ) -> Refunded {
         let [cost, charge] =
             [cost, of.cost].map(|cost| cost.min(2 * params.capacity) * params.interval);
+        if of.is_turn {
+            let ticks = (cost - Self::stands_on(params, of, level)).max(0);
+            return (
+                [(level - ticks).max(0), at, 0],
+                div_ceil(ticks, params.interval),
+            );
+        }
         let ticks = (charge - Self::times_since(params, now, of, at) * params.ticks).clamp(0, cost);
         (
             [(level - ticks).max(0), at, 0],
@@ -150,6 +157,15 @@ impl<const LETTER: char> Meter<LETTER> {
         } else {
             times
         }
+    }
+
+    /// How many ticks of later turns stand on this one: how far the end of the last turn is after that of this one. What
+    /// they stand on is not refunded, or new turns would be due at the same time as they are.
+    ///
+    /// The reset was rounded up, so the turn has ended up to a microsecond before that.
+    fn stands_on(params: &Params, of: &Charged, level: i64) -> i64 {
+        let ends = (of.reset - of.age - 1).clamp(-params.furthest, params.furthest);
+        (level - (ends * params.ticks + 1)).max(0)
     }
 
     /// How many times ticks have drained since a charge, which alone is certain to have been there all the time: what was

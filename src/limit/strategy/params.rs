@@ -18,6 +18,10 @@ pub(crate) struct Params {
     pub(crate) interval: i64,
     /// The time in which the capacity refills, in ticks.
     pub(crate) full: i64,
+    /// The highest level of a meter, in ticks: twice the capacity, or what is reserved a day ahead.
+    pub(crate) deepest: i64,
+    /// The longest wait of a take ahead, in microseconds.
+    pub(crate) longest: i64,
     /// A time in microseconds that is longer than any debt of this policy takes to refill.
     pub(crate) furthest: i64,
     /// The start of windows aligned to the clock, in microseconds within a period.
@@ -27,7 +31,10 @@ pub(crate) struct Params {
     pub(crate) frees: Frees,
 }
 
-/// Maximum time in which a full debt refills, in ticks. A full debt is twice the capacity.
+/// The longest time by which a turn may be reserved ahead, in microseconds: a day.
+pub(crate) const LONGEST_WAIT: i64 = 86_400_000_000;
+
+/// The most ticks of a debt.
 const MAX_TICKS: i64 = 1 << 52;
 
 impl Params {
@@ -58,15 +65,30 @@ impl Params {
             ticks: ticks as i64,
             interval: interval as i64,
             full: full as i64,
-            furthest: (2 * full / ticks + 1) as i64,
+            deepest: 0,
+            longest: 0,
+            furthest: 0,
             offset: None,
             width: period as i64,
             frees,
-        };
+        }
+        .with_debt();
         if let Kind::Rate(strategy) = kind {
             strategy.adapt(&mut params, quota)?;
         }
         Ok(params)
+    }
+
+    /// The same with the debt that its full count and its ticks allow.
+    fn with_debt(mut self) -> Self {
+        self.deepest = 2 * self.full;
+        if self.frees.is_gradual() {
+            let ahead = self.full + LONGEST_WAIT.saturating_mul(self.ticks).min(MAX_TICKS);
+            self.deepest = self.deepest.max(ahead.min(MAX_TICKS));
+            self.longest = (self.deepest - self.full) / self.ticks;
+        }
+        self.furthest = self.deepest / self.ticks + 1;
+        self
     }
 
     /// Returns the units of a meter that refill in `time` microseconds, rounded up.
@@ -88,9 +110,9 @@ impl Params {
             ticks: whole.ticks,
             interval,
             full,
-            furthest: 2 * full / whole.ticks + 1,
             ..self
         }
+        .with_debt()
     }
 }
 

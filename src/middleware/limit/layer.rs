@@ -216,8 +216,9 @@ impl<T, S: Clone, K, P: Protocol + Clone> Layer<T> for LimitLayer<S, K, P> {
     ///
     /// If it is a [`RateLimitLayer`](crate::RateLimitLayer) with a policy of requests
     /// [in flight](crate::Policy::in_flight), and with neither
-    /// [`until_body_end`](crate::RateLimitLayer::until_body_end) nor [`settle`](crate::RateLimitLayer::settle). One that
-    /// a [`PolicySelector`] finds for a request is left out instead, and reported as
+    /// [`until_body_end`](crate::RateLimitLayer::until_body_end) nor
+    /// [`settle`](crate::RateLimitLayer::settle). If a [`PolicySelector`] returns such a policy for
+    /// a request, the layer ignores that policy and reports it as
     /// [misconfigured](Observer::misconfigured).
     fn layer(&self, inner: T) -> Self::Service {
         let Shared {

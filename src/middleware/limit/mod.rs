@@ -2,8 +2,8 @@
 //!
 //! A [`LimitLayer`] has the settings and makes a [`Limit`], the service. The service sends a request
 //! through the [`Gate`](crate::gate::Gate), and a [`LimitFuture`] waits for the decision, for the
-//! inner service, and for the checks of dry runs. A [`Protocol`] is what differs between HTTP and
-//! other calls: what a request consists of, what it is told of the decision, and what a refusal is.
+//! inner service, and for the checks of dry runs. A [`Protocol`] has the differences between HTTP
+//! and other calls: the parts of a request, its access to the decision, and the form of a refusal.
 
 mod future;
 mod layer;

@@ -9,7 +9,6 @@ use tower_layer::Layer;
 use super::service::Settings;
 use super::{AtMost, Forever, Throttle};
 use crate::gate::{Notifier, PolicySelector, Selector};
-use crate::in_flight::InFlightTracker;
 use crate::limit::Key;
 use crate::observe::Observer;
 use crate::store::Store;
@@ -89,11 +88,7 @@ impl ThrottleLayer {
     /// are ignored, and reported as [misconfigured](Observer::misconfigured), since a throttle does
     /// not see calls end.
     pub fn new(store: impl Store, key: Key, policies: impl PolicySelector<()>) -> Self {
-        let wait_queues = WaitQueues::new(
-            store.clone(),
-            InFlightTracker::new(&store, None),
-            Bounds::DEFAULT,
-        );
+        let wait_queues = WaitQueues::new(store, Bounds::DEFAULT);
         let policies = Selector::new(policies);
         let notifier = Notifier::default();
         let settings = Settings {

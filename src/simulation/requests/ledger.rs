@@ -159,10 +159,12 @@ impl Ledger {
         };
         let waiter = sums.waiting.remove(place).unwrap();
         let Some(cost) = granted else { return };
-        let before = sums
-            .waiting
-            .iter()
-            .find(|other| other.runtime == waiter.runtime && other.number < number);
+        // Calls overtake each other: then the turn of one whose time would be up goes to that one.
+        let until = waiter.since + waiter.max;
+        let before = sums.waiting.iter().find(|other| {
+            let is_before = other.runtime == waiter.runtime && other.number < number;
+            is_before && other.since + other.max <= until
+        });
         let before = before.map(|other| other.number);
         sums.passed += cost;
         sums.idle_since = now;

@@ -12,7 +12,6 @@ mod world;
 
 use std::env;
 use std::process::Command;
-use std::sync::Arc;
 use std::time::Duration;
 
 use fastrand::Rng;
@@ -27,6 +26,7 @@ use self::world::{Far, Recorder, World, WorldState};
 use super::{Outcome, Simulation};
 use crate::Limiter;
 use crate::in_flight::InFlightTracker;
+use crate::store::Waiters;
 use crate::util::{Seed, instant};
 use crate::wait_queues::{Bounds, WaitQueues};
 
@@ -125,7 +125,7 @@ impl<'a> Simulated<'a> {
             let store = Far {
                 world: world.clone(),
                 instance,
-                identity: Arc::default(),
+                waiters: Waiters::default(),
             };
             let limiter = |caller: &plan::Caller| {
                 let recorder = Recorder {
@@ -133,7 +133,8 @@ impl<'a> Simulated<'a> {
                     instance,
                 };
                 let in_flight = InFlightTracker::new(&store, None);
-                let wait_queues = WaitQueues::new(store.clone(), in_flight, Bounds::DEFAULT);
+                let wait_queues = WaitQueues::new(store.clone(), Bounds::DEFAULT);
+                let wait_queues = wait_queues.with_tracker(in_flight);
                 (
                     Limiter::new(store.clone(), caller.policies.clone()).observer(recorder),
                     wait_queues,

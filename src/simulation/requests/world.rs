@@ -15,7 +15,7 @@ use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Source, State};
 use crate::observe::{Observer, event};
 use crate::simulation::{Log, shown, verdict};
-use crate::store::{Answer, Store};
+use crate::store::{Answer, Store, Waiters};
 use crate::util::lock;
 
 #[derive(Debug, Clone)]
@@ -378,7 +378,7 @@ impl WorldState {
 pub(super) struct Far {
     pub(super) world: World,
     pub(super) instance: usize,
-    pub(super) identity: Arc<()>,
+    pub(super) waiters: Waiters,
 }
 
 impl Store for Far {
@@ -388,8 +388,8 @@ impl Store for Far {
         self.world.state().arrives(self.instance, check)
     }
 
-    fn identity(&self) -> Option<usize> {
-        Some(Arc::as_ptr(&self.identity) as usize)
+    fn waiters(&self) -> Option<Waiters> {
+        Some(self.waiters.clone())
     }
 }
 

@@ -42,7 +42,7 @@ use self::accounts::{Accounts, Budget};
 use self::breaker::Breaker;
 use self::future::State;
 use self::partition::{Partition, Reply};
-use super::{Answer, LocalStore, Observer, Store};
+use super::{Answer, LocalStore, Observer, Store, Waiters};
 use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Key};
@@ -276,8 +276,8 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
         future.withdraw()
     }
 
-    fn identity(&self) -> Option<usize> {
-        self.partitions[0].primary.identity()
+    fn waiters(&self) -> Option<Waiters> {
+        self.partitions[0].primary.waiters()
     }
 
     fn server(&self, key: &Key) -> Option<String> {

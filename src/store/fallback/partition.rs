@@ -15,7 +15,7 @@ use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{ChargedAt, Check, Decision, Key, Mode, Source};
 use crate::observe::{Observer, event, or_log};
-use crate::store::{Answer, LocalStore, Store, freed};
+use crate::store::{Answer, LocalStore, Store};
 use crate::util::{Clock, contain, instant};
 
 /// One partition of the primary store, or the whole of it, and the fallback.
@@ -187,8 +187,8 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// Has the fallback decide. If the check was `sent` to the primary store too, that may have charged it,
     /// so the decision is not recorded.
     pub(super) fn fall_back(self: &Arc<Self>, check: &Check, sent: bool) -> Answer<F::Future> {
-        if let Some(store) = self.primary.identity() {
-            freed::tell(store, check);
+        if let Some(waiters) = self.primary.waiters() {
+            waiters.freed(check);
         }
         let elsewhere = || {
             let error = StoreError::new(ErrorKind::NotReady).of_check();

@@ -7,7 +7,7 @@ use super::worker::{Inner, RedisFuture};
 use crate::error::StoreError;
 use crate::limit::{Check, Key};
 use crate::observe::Observer;
-use crate::store::{Answer, Instances, Store};
+use crate::store::{Answer, Instances, Store, Waiters};
 
 /// A store in Redis: one count for all instances. A script decides, on Redis's own clock.
 ///
@@ -153,8 +153,8 @@ impl Store for RedisStore {
         self.inner.topology.partition(key).into()
     }
 
-    fn identity(&self) -> Option<usize> {
-        Some(Arc::as_ptr(&self.inner) as usize)
+    fn waiters(&self) -> Option<Waiters> {
+        Some(self.inner.waiters.clone())
     }
 
     fn server(&self, key: &Key) -> Option<String> {

@@ -273,6 +273,9 @@ impl ScriptCall {
             let time = match plan.asked.mode {
                 _ if plan.asked.with_id => plan.policies.longest_period(),
                 Mode::Charge => -plan.asked.within,
+                Mode::Refund => {
+                    -i64::from(plan.charged.first().is_some_and(|charged| charged.is_turn))
+                }
                 _ => plan.asked.within,
             };
             packed

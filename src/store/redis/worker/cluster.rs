@@ -354,7 +354,9 @@ mod tests {
                 assert_eq!(error.kind(), ErrorKind::NotReady);
                 let cause = std::error::Error::source(&error).unwrap().to_string();
                 assert!(
-                    cause.contains(&format!("127.0.0.1:{port} is not of this cluster")),
+                    cause.contains(&format!(
+                        "127.0.0.1:{port} no longer belongs to this cluster"
+                    )),
                     "{cause}"
                 );
             }

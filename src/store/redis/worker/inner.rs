@@ -18,7 +18,7 @@ use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Source, Verdicts};
 use crate::observe::mistakes::MISSING_RIGHT;
 use crate::observe::{Observer, event, or_log};
-use crate::store::freed;
+use crate::store::Waiters;
 use crate::store::redis::batch::{DenialCache, Queue};
 use crate::store::redis::link::{error_of, within};
 use crate::store::redis::script::Script;
@@ -37,6 +37,7 @@ pub(crate) struct Inner {
     /// When a missing right was last reported.
     reported: Mutex<Option<Instant>>,
     queues: Mutex<Queues>,
+    pub(crate) waiters: Waiters,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -73,6 +74,7 @@ impl Inner {
             now,
             reported: Mutex::default(),
             queues: Mutex::default(),
+            waiters: Waiters::default(),
         }
     }
 
@@ -256,7 +258,7 @@ impl Inner {
                 Ok(verdicts) => self.denials.learn(&check, verdicts, sent_at),
                 Err(_) => self.denials.forget(&check),
             }
-            freed::tell(std::ptr::from_ref(self) as usize, &check);
+            self.waiters.freed(&check);
             verdicts.map(|verdicts| check.answer(verdicts, Source::Redis))
         });
     }

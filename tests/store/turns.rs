@@ -1,0 +1,264 @@
+//! How much of a quota those who wait use, who gets it, and in which order, at stores that are some way off.
+
+use std::convert::Infallible;
+use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use fastrand::Rng;
+use futures_util::future::join_all;
+use tokio::time::{Instant, sleep, timeout};
+use tower::{Layer, ServiceExt, service_fn};
+use tower_redis_ratelimit::strategy::Align;
+use tower_redis_ratelimit::{CallLimitLayer, Key, Limiter, LocalStore, Policies, Policy, Strategy};
+
+use crate::late::Late;
+use crate::support::policy;
+
+const ANN: Key = Key::GLOBAL;
+const LONG: Duration = Duration::from_secs(3_600);
+
+/// When each of an instance's waiters passed: so many for each one-way delay in microseconds, each of whom waits again as
+/// soon as it has passed, for this long.
+async fn passed(
+    policies: &Policies,
+    there: &[u64],
+    waiters: usize,
+    time: Duration,
+) -> Vec<Vec<Duration>> {
+    let (local, start) = (LocalStore::default(), Instant::now());
+    let instances = there.iter().map(|there| {
+        let store = Late::new(&local, Duration::from_micros(*there));
+        let limiter = Limiter::new(store, policies.clone());
+        let times = Arc::new(Mutex::new(vec![]));
+        let tasks = (0..waiters).map(|_| {
+            let (limiter, times) = (limiter.clone(), Arc::clone(&times));
+            tokio::spawn(timeout(time, async move {
+                loop {
+                    assert!(limiter.wait(ANN, 1, LONG).await.unwrap().is_allowed());
+                    times.lock().unwrap().push(start.elapsed());
+                }
+            }))
+        });
+        (tasks.collect::<Vec<_>>(), times)
+    });
+    let times = instances
+        .collect::<Vec<_>>()
+        .into_iter()
+        .map(|(tasks, times)| async move {
+            join_all(tasks).await;
+            times.lock().unwrap().clone()
+        });
+    join_all(times).await
+}
+
+/// The round trip limits no rate: what a quota allows is used.
+#[tokio::test(start_paused = true)]
+async fn the_round_trip_limits_no_rate() {
+    for (quota, there, waiters, least) in [
+        ("1000/s burst 1", &[2_500][..], 100, 0.95),
+        ("2000/s burst 10", &[5_000], 100, 0.95),
+        ("10000/s burst 10", &[1_000], 100, 0.9),
+        ("10000/s burst 10", &[1_000; 3], 100, 0.9),
+    ] {
+        let (policies, time) = (policy(Strategy::Gcra, quota), Duration::from_secs(3));
+        let each = passed(&policies, there, waiters, time).await;
+        let all = each.iter().map(Vec::len).sum::<usize>() as f64;
+        let may = f64::from(policies[0].quota().limit()) * time.as_secs_f64();
+        let used = all / may;
+        println!("{quota}, {there:?}: {used:.3}");
+        assert!(used >= least, "{quota}, {there:?}: {used} used");
+        assert!(all <= may + 11.0, "{quota}, {there:?}: {all} of {may}");
+    }
+}
+
+/// An instance that is far away gets its part.
+#[tokio::test(start_paused = true)]
+async fn the_farthest_instance_gets_its_part() {
+    // More wait than the quota lets pass in a window.
+    for (strategy, waiters, time, least, most) in [
+        (Strategy::Gcra, 30, 30, 0.3, 0.36),
+        // Each window is for one of them, by chance.
+        (Strategy::FixedWindow(Align::default()), 150, 300, 0.2, 0.45),
+        (Strategy::SlidingLog, 150, 300, 0.2, 0.45),
+    ] {
+        let policies = policy(strategy, "100/s");
+        let time = Duration::from_secs(time);
+        let each = passed(&policies, &[200, 200, 25_000], waiters, time).await;
+        let each: Vec<_> = each.iter().map(Vec::len).collect();
+        let all: usize = each.iter().sum();
+        let part = each[2] as f64 / all as f64;
+        println!("{strategy:?}: {each:?}, {part:.3}");
+        assert!((least..=most).contains(&part), "{strategy:?}: {each:?}");
+        let may = 100 * time.as_secs() as usize;
+        assert!(all * 10 >= may * 9, "{strategy:?}: {all} of {may}");
+    }
+}
+
+/// A second instance that comes while the first one's calls hold every place.
+#[tokio::test(start_paused = true)]
+async fn an_instance_that_comes_later_gets_places() {
+    let (local, calls) = (
+        LocalStore::default(),
+        Arc::new([AtomicU32::new(0), AtomicU32::new(0)]),
+    );
+    let mut tasks = vec![];
+    for (i, from) in [0, 2].into_iter().enumerate() {
+        let layer = CallLimitLayer::new(
+            Late::new(&local, Duration::from_micros(200)),
+            |_: &()| Some(ANN),
+            Policy::in_flight("jobs", 10).unwrap(),
+        );
+        let calls = Arc::clone(&calls);
+        let service = layer.wait(LONG).layer(service_fn(move |()| {
+            let calls = Arc::clone(&calls);
+            async move {
+                sleep(Duration::from_millis(80 + fastrand::u64(..40))).await;
+                calls[i].fetch_add(1, SeqCst);
+                Ok::<_, Infallible>(())
+            }
+        }));
+        for _ in 0..50 {
+            let service = service.clone();
+            tasks.push(tokio::spawn(async move {
+                sleep(Duration::from_secs(from)).await;
+                let _ = timeout(Duration::from_secs(32 - from), async {
+                    loop {
+                        service.clone().oneshot(()).await.unwrap();
+                    }
+                })
+                .await;
+            }));
+        }
+    }
+    sleep(Duration::from_secs(2)).await;
+    let before = calls[0].load(SeqCst);
+    join_all(tasks).await;
+    let each = [calls[0].load(SeqCst) - before, calls[1].load(SeqCst)];
+    let part = f64::from(each[1]) / f64::from(each[0] + each[1]);
+    println!("in flight: {each:?}, {part:.3}");
+    assert!(part >= 0.3, "{each:?}");
+}
+
+/// Those who leave before their turn cost nothing of the quota, and what they leave lets nobody pass too early.
+#[tokio::test(start_paused = true)]
+async fn a_storm_of_leavers_wastes_and_exceeds_nothing() {
+    for (leaves, least) in [(10, 0.95), (50, 0.95), (90, 0.66)] {
+        let (policies, time) = (
+            policy(Strategy::Gcra, "500/s burst 1"),
+            Duration::from_secs(10),
+        );
+        let (local, start) = (LocalStore::default(), Instant::now());
+        let times = Arc::new(Mutex::new(vec![]));
+        let mut tasks = vec![];
+        for instance in 0..3 {
+            let limiter = Limiter::new(
+                Late::new(&local, Duration::from_micros(2_500)),
+                policies.clone(),
+            );
+            for i in 0..60 {
+                let (limiter, times) = (limiter.clone(), Arc::clone(&times));
+                tasks.push(tokio::spawn(timeout(time, async move {
+                    let mut rng = Rng::with_seed(instance * 1_000 + i);
+                    loop {
+                        let patience = if rng.u32(..100) < leaves {
+                            Duration::from_millis(rng.u64(..300))
+                        } else {
+                            LONG
+                        };
+                        if let Ok(answer) = timeout(patience, limiter.wait(ANN, 1, LONG)).await {
+                            assert!(answer.unwrap().is_allowed());
+                            times.lock().unwrap().push(start.elapsed());
+                        }
+                    }
+                })));
+            }
+        }
+        join_all(tasks).await;
+        let times = times.lock().unwrap().clone();
+        let used = times.len() as f64 / (500.0 * time.as_secs_f64());
+        let above = above(&times, 500.0, 1.0);
+        println!("{leaves} % leave: {used:.3} used, {above:.2} above");
+        assert!(used >= least, "{leaves} % leave: {used} used");
+        // An answer comes after its turn is due by half a round trip and a tick of the timer.
+        assert!(above <= 3.0, "{leaves} % leave: {above} too many");
+    }
+}
+
+/// By how much more than a rate and a burst allow passed at the most, in any time.
+fn above(times: &[Duration], rate: f64, burst: f64) -> f64 {
+    let (mut level, mut last, mut most) = (0.0_f64, Duration::ZERO, 0.0_f64);
+    for time in times {
+        level = (level - (*time - last).as_secs_f64() * rate).max(0.0) + 1.0;
+        (last, most) = (*time, most.max(level - burst));
+    }
+    most
+}
+
+/// First come, first served, also if the replies of the store come in another order.
+#[tokio::test(start_paused = true)]
+async fn no_waiter_is_overtaken() {
+    for strategy in [Strategy::Gcra, Strategy::SlidingLog] {
+        let store = Late::new(&LocalStore::default(), Duration::from_millis(5))
+            .jittered(Duration::from_millis(10));
+        let limiter = Limiter::new(store, policy(strategy, "200/s burst 200"));
+        let order = Arc::new(Mutex::new(vec![]));
+        let waits = (0..800).map(|i| {
+            let (limiter, order) = (limiter.clone(), Arc::clone(&order));
+            tokio::spawn(async move {
+                sleep(Duration::from_millis(i)).await;
+                assert!(limiter.wait(ANN, 1, LONG).await.unwrap().is_allowed());
+                order.lock().unwrap().push(i);
+            })
+        });
+        join_all(waits.collect::<Vec<_>>()).await;
+        let order = order.lock().unwrap();
+        let inversions = order.windows(2).filter(|pair| pair[0] > pair[1]).count();
+        println!("{strategy:?}: {inversions} inversions");
+        // Those that find room do not wait.
+        let waited = &order[250..];
+        assert!(waited.is_sorted(), "{strategy:?}: {order:?}");
+    }
+}
+
+/// A large cost is served though small ones of another instance take all that comes free.
+#[tokio::test(start_paused = true)]
+async fn small_costs_do_not_starve_a_large_one() {
+    for strategy in [
+        Strategy::SlidingCounter,
+        Strategy::SlidingLog,
+        Strategy::SlidingWindow { cells: 10 },
+        Strategy::Gcra,
+    ] {
+        let (local, policies) = (LocalStore::default(), policy(strategy, "100/s"));
+        let there = Duration::from_micros(200);
+        let small = Limiter::new(Late::new(&local, there), policies.clone());
+        let passed = Arc::new(AtomicU32::new(0));
+        let tasks: Vec<_> = (0..50)
+            .map(|_| {
+                let (small, passed) = (small.clone(), Arc::clone(&passed));
+                tokio::spawn(async move {
+                    loop {
+                        assert!(small.wait(ANN, 1, LONG).await.unwrap().is_allowed());
+                        passed.fetch_add(1, SeqCst);
+                    }
+                })
+            })
+            .collect();
+        sleep(Duration::from_secs(2)).await;
+        let large = Limiter::new(Late::new(&local, there), policies);
+        let (start, before) = (Instant::now(), passed.load(SeqCst));
+        let decision = large.wait(ANN, 20, Duration::from_secs(40)).await.unwrap();
+        let (took, others) = (start.elapsed(), passed.load(SeqCst) - before);
+        println!(
+            "{strategy:?}: {} after {took:?}, {others} small ones",
+            decision.is_allowed()
+        );
+        assert!(
+            decision.is_allowed(),
+            "{strategy:?}: {others} small ones passed in {took:?}"
+        );
+        assert!(took < Duration::from_secs(10), "{strategy:?}: {took:?}");
+        tasks.iter().for_each(tokio::task::JoinHandle::abort);
+    }
+}
