@@ -17,10 +17,13 @@ pub struct Waiters(Arc<Inner>);
 #[derive(Default)]
 struct Inner {
     /// Several may wait for one caller, each under its policies.
-    each: Mutex<HashMap<Key, Vec<(Policies, Arc<Wake>)>>>,
+    each: Mutex<HashMap<Key, Vec<Waiter>>>,
     /// Number of them: without waiters there is no search.
     count: AtomicUsize,
 }
+
+/// The policies under which a request waits, and what wakes it.
+type Waiter = (Policies, Arc<Wake>);
 
 /// Wakes a waiter, and records whether a caller may have more room.
 #[derive(Debug, Default)]

@@ -477,12 +477,14 @@ impl LineId {
         for policy in policies {
             (policy.id(), policy.kind(), policy.quota()).hash(&mut hasher);
         }
-        let reserves = policies.iter().all(|policy| policy.frees().is_gradual());
+        let reserves = policies
+            .iter()
+            .all(|policy| policy.frees().is_gradual() && !policy.is_pause());
         Self {
             runtime: runtime.id(),
             key: *key,
             policies: hasher.finish(),
-            // Nothing is reserved for a cost of 0.
+            // Nothing is reserved for a cost of 0. A pause must hold those who wait already.
             reserves: reserves && cost > 0,
         }
     }

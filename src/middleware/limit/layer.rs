@@ -89,6 +89,9 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     /// The inner service is not kept ready during the wait: it is polled for readiness when the
     /// request's turn has come.
     ///
+    /// Under strategies that refill gradually, a request reserves its turn when it arrives. While turns are
+    /// reserved, requests of the caller that do not wait are denied, in every instance.
+    ///
     /// ```
     /// # use tower_redis_ratelimit::extract::Global;
     /// # use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
