@@ -1,6 +1,6 @@
 //! Who waits for one caller, in which order, and the turns that are reserved for them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::mem;
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,6 +18,8 @@ use crate::util::instant;
 pub(super) struct Line {
     /// By number, in the order in which they came.
     waiters: BTreeMap<u64, Waiter>,
+    /// The deadlines of those that have one.
+    deadlines: BTreeSet<(Instant, u64)>,
     /// What they cost.
     demand: u64,
     /// By when they are due, and the waiter for whom each was reserved.
@@ -26,6 +28,8 @@ pub(super) struct Line {
     reserved: u64,
     /// What is due, and less than the first waiter costs.
     part: Option<Charge>,
+    /// The checks without a reply: when they were sent, and how many at that time.
+    sent: BTreeMap<Instant, u32>,
     /// Number of turns of which a refund is under way.
     pub(super) refunding: usize,
     /// What was decided last, and when.
@@ -44,6 +48,9 @@ pub(super) struct Waiter {
     pub(super) deadline: Option<Instant>,
     /// Whether it may have no turn yet.
     is_new: bool,
+    /// Number of checks that were sent for it and have no reply yet, and when the last one was sent.
+    pending: u32,
+    sent_at: Option<Instant>,
     answer: oneshot::Sender<Answer>,
 }
 
@@ -85,6 +92,8 @@ impl Waiter {
             cost,
             deadline,
             is_new: true,
+            pending: 0,
+            sent_at: None,
             answer,
         }
     }
@@ -106,10 +115,12 @@ impl Line {
         let wait = denied.as_ref().and_then(Decision::retry_after);
         Self {
             waiters: BTreeMap::new(),
+            deadlines: BTreeSet::new(),
             demand: 0,
             turns: BTreeMap::new(),
             reserved: 0,
             part: None,
+            sent: BTreeMap::new(),
             refunding: 0,
             known: denied.map(|denied| (denied, now)),
             free_at: wait.and_then(|wait| now.checked_add(wait)),
@@ -147,6 +158,8 @@ impl Line {
 
     pub(super) fn push(&mut self, number: u64, waiter: Waiter) {
         self.demand += u64::from(waiter.cost);
+        self.deadlines
+            .extend(waiter.deadline.map(|deadline| (deadline, number)));
         self.waiters.insert(number, waiter);
         self.wake.notify.notify_one();
     }
@@ -154,6 +167,9 @@ impl Line {
     pub(super) fn remove(&mut self, number: u64) -> Option<Waiter> {
         let waiter = self.waiters.remove(&number)?;
         self.demand -= u64::from(waiter.cost);
+        if let Some(deadline) = waiter.deadline {
+            self.deadlines.remove(&(deadline, number));
+        }
         self.wake.notify.notify_one();
         Some(waiter)
     }
@@ -237,6 +253,7 @@ impl Line {
             return (self.remove(number).into_iter().collect(), before);
         }
         self.demand = 0;
+        self.deadlines.clear();
         let all = mem::take(&mut self.waiters);
         (all.into_values().collect(), before)
     }
@@ -254,10 +271,62 @@ impl Line {
 
     /// The first deadline.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.waiters
-            .values()
-            .filter_map(|waiter| waiter.deadline)
-            .min()
+        self.deadlines.first().map(|(deadline, _)| *deadline)
+    }
+
+    /// The first deadline that is not over.
+    pub(super) fn next_deadline(&self, now: Instant) -> Option<Instant> {
+        let mut later = self.deadlines.range((now, 0)..);
+        later.next().map(|(deadline, _)| *deadline)
+    }
+
+    /// Takes out the waiters whose deadline is over and for whom no pending check can be in time, and returns
+    /// why they are refused: all turns that are still reserved come too late for them.
+    pub(super) fn overdue(&mut self, now: Instant) -> Option<(Vec<Waiter>, Refusal)> {
+        // A reply goes to the first in line, so a waiter may need the reply to another one's check.
+        let oldest = self.sent.first_key_value().map(|(at, _)| *at);
+        let is_hopeless = |number| {
+            let waiter = self.waiters.get(number)?;
+            let last = waiter.deadline.max(waiter.sent_at);
+            Some(waiter.pending == 0 && oldest.is_none_or(|oldest| last < Some(oldest)))
+        };
+        let over = self
+            .deadlines
+            .iter()
+            .take_while(|(deadline, _)| *deadline < now)
+            .filter(|(_, number)| is_hopeless(number) == Some(true));
+        let over: Vec<u64> = over.map(|(_, number)| *number).collect();
+        if over.is_empty() {
+            return None;
+        }
+        let failure = || {
+            let failures = self.failures.as_ref()?;
+            Some(Refusal::Failed(failures.last.clone()))
+        };
+        let refusal = self.denial(now).map(Refusal::Denied).or_else(failure)?;
+        let over = over.into_iter().filter_map(|number| self.remove(number));
+        Some((over.collect(), refusal))
+    }
+
+    /// Records that a check was sent for this waiter.
+    pub(super) fn sent(&mut self, number: u64, at: Instant) {
+        *self.sent.entry(at).or_default() += 1;
+        if let Some(waiter) = self.waiters.get_mut(&number) {
+            (waiter.pending, waiter.sent_at) = (waiter.pending + 1, Some(at));
+        }
+    }
+
+    /// Records the reply to a check that was sent for this waiter at this time.
+    pub(super) fn replied(&mut self, number: u64, at: Instant) {
+        if let Some(count) = self.sent.get_mut(&at) {
+            *count -= 1;
+            if *count == 0 {
+                self.sent.remove(&at);
+            }
+        }
+        if let Some(waiter) = self.waiters.get_mut(&number) {
+            waiter.pending -= 1;
+        }
     }
 
     /// How many more units are reserved than the waiters cost.
@@ -317,8 +386,8 @@ impl Line {
         self.turns.first_key_value().map(|((due, _), _)| *due)
     }
 
-    /// Takes out what is due, and who gets it: the first in line. But who asked for a turn gets it if the next one comes too
-    /// late for that waiter, since replies come in any order.
+    /// Takes out what is due, and who gets it: the first in line. If the next turn is too late for the waiter
+    /// of this one, and not for the first in line, the waiter of this one gets it: replies come in any order.
     pub(super) fn next_due(&mut self, now: Instant) -> Option<Given> {
         let is_due = |due: Instant| due <= now;
         let Some(((_, number), turn)) = self
@@ -342,9 +411,13 @@ impl Line {
             .waiters
             .get(&number)
             .filter(|own| own.cost == charge.cost);
-        if own.is_some_and(|own| next.is_some_and(|next| !own.is_in_time(next)))
-            && let Some(own) = self.remove(number)
-        {
+        // Whether the first in line can take the next turn, and this waiter cannot.
+        let is_last_chance = next.is_some_and(|next| {
+            let first = self.waiters.values().next();
+            first.is_some_and(|first| first.is_in_time(next))
+                && own.is_some_and(|own| !own.is_in_time(next))
+        });
+        if is_last_chance && let Some(own) = self.remove(number) {
             return Some(Given {
                 to: vec![(own, charge)],
                 left: None,

@@ -170,6 +170,8 @@ type Answer = Result<Permit, Refusal>;
 /// As many failed calls in a row end all waits of a line, and those that begin in the next [`PAUSE`].
 const MAX_FAILURES: u32 = 3;
 const PAUSE: Duration = Duration::from_millis(250);
+/// Resolution of timers.
+const TICK: Duration = Duration::from_millis(1);
 /// Pause of a line that asks after a failed call.
 const FAILURE_PAUSE: Duration = Duration::from_millis(50);
 

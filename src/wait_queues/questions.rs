@@ -9,7 +9,7 @@ use futures_util::{FutureExt, StreamExt};
 use tokio::time::{Instant, timeout};
 
 use super::permit::Charge;
-use super::{FAILURE_PAUSE, Permit, Place, Refusal};
+use super::{FAILURE_PAUSE, Permit, Place, Refusal, TICK};
 use crate::error::StoreError;
 use crate::in_flight::Slot;
 use crate::limit::{Check, Decision, Mode};
@@ -31,6 +31,8 @@ pub(super) struct Questions {
     sat_out: bool,
     /// What it has taken so far.
     part: Option<Permit>,
+    /// Number of questions in a row that have added nothing to the part.
+    stuck: u32,
 }
 
 /// The reply to a check that was made for some of the first in line.
@@ -58,11 +60,11 @@ const JITTER: Duration = Duration::from_millis(20);
 const GAP: Duration = Duration::from_millis(10);
 /// Interval of questions for slots in flight that other instances release.
 const POLL: Duration = Duration::from_millis(100);
+/// As many questions in a row that add nothing to a part show that it may be held against another one.
+const STUCK: u32 = 4;
 /// Maximum interval of questions, or a part of a longer wait: other instances may refund.
 const LOOK: Duration = Duration::from_secs(30);
 const LOOKS: u32 = 16;
-/// Resolution of timers.
-const TICK: Duration = Duration::from_millis(1);
 
 impl Questions {
     pub(super) fn new(place: Place) -> Self {
@@ -81,6 +83,7 @@ impl Questions {
             starves: false,
             sat_out: false,
             part: None,
+            stuck: 0,
         }
     }
 
@@ -186,7 +189,9 @@ impl Questions {
         // What was taken before is taken again, as of now: both are in one call of the store.
         let mut replies =
             FuturesUnordered::<Pin<Box<dyn Future<Output = Option<Answered>> + Send>>>::new();
-        if let Some(part) = self.part.take().and_then(Permit::into_refund) {
+        let part = self.part.take();
+        let before = part.as_ref().map_or(0, |part| part.decision().granted());
+        if let Some(part) = part.and_then(Permit::into_refund) {
             let refund = self.place.line.shared.store.ask(part);
             // A part of which the refund fails expires.
             replies.push(Box::pin(refund.map(|_| None)));
@@ -199,6 +204,10 @@ impl Questions {
             let Some(reply) = reply else { continue };
             match reply.answer {
                 Ok(decision) if decision.is_allowed() => {
+                    self.stuck = match decision.granted() > before {
+                        true => 0,
+                        false => self.stuck + 1,
+                    };
                     granted = Some((reply.units, decision.clone()));
                     self.give(reply.number, decision, reply.units, reply.slot, asked_at);
                 }
@@ -305,9 +314,17 @@ impl Questions {
         }
         self.room = decision.remaining();
         // Nothing says when more is freed, but that it hardly is before the quota gives as much.
-        let missing = units.saturating_sub(decision.granted());
+        if decision.granted() >= units {
+            return None;
+        }
+        if self.stuck >= STUCK && random() < 0.5 {
+            // Another instance may hold the rest, and wait for this part.
+            (self.part, self.stuck) = (None, 0);
+            (self.denied, self.starves, self.sat_out) = (None, false, false);
+            return None;
+        }
         let wait = decision.policy().quota().time_for(1);
-        (missing > 0).then(|| self.next(wait, asked_at))
+        Some(self.next(wait, asked_at))
     }
 
     fn denied(&mut self, denied: Denied, asked_at: Instant) -> Option<Instant> {

@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep_until};
 
 use super::line::{Missing, Turn};
 use super::permit::Charge;
-use super::{Place, Refusal};
+use super::{Place, Refusal, TICK};
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Outcome};
 use crate::util::instant;
@@ -46,12 +46,14 @@ impl Turns {
                 replies.push(self.reserve(missing));
             }
             self.give();
+            self.refuse_overdue();
             if replies.is_empty() && self.place.ends() {
                 return;
             }
             let next = self.place.with(|line| {
                 let idle = line.remembers_until().filter(|_| replies.is_empty());
-                line.due().or(idle)
+                let deadline = line.next_deadline(instant()).map(|at| at + TICK);
+                line.due().or(idle).into_iter().chain(deadline).min()
             });
             let mut due = pin!(next.flatten().map(sleep_until));
             let mut woken = pin!(wake.notify.notified());
@@ -79,6 +81,7 @@ impl Turns {
             deadline.saturating_duration_since(asked_at)
         });
         let check = Check::take_ahead(line.id.key, policies, missing.units, within);
+        line.with(|line| line.sent(missing.number, asked_at));
         let answer = line.shared.store.ask(check);
         async move {
             Reserved {
@@ -96,6 +99,7 @@ impl Turns {
             units,
             deadline,
         } = reply.missing;
+        place.with(|line| line.replied(number, reply.asked_at));
         let decision = match reply.answer {
             Ok(decision) => decision,
             Err(error) => return place.fail(number, &error),
@@ -133,6 +137,19 @@ impl Turns {
             let (id, policies) = (line.id.that_asks(), policies.clone());
             queues.enter(&runtime, id, policies, number, waiter, Some(denied));
         }
+    }
+
+    /// Refuses those whose deadline is over: another waiter has got the turn that was reserved for them.
+    fn refuse_overdue(&self) {
+        let now = instant();
+        let overdue = self.place.with(|line| line.overdue(now)).flatten();
+        let Some((overdue, refusal)) = overdue else {
+            return;
+        };
+        for waiter in overdue {
+            waiter.answer(Err(refusal.clone()));
+        }
+        self.place.line.refund_superfluous();
     }
 
     /// Gives what is due to the first in line.
