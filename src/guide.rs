@@ -45,7 +45,7 @@ pub mod peers {}
 /// Common mistakes, a production checklist, and the meaning of messages.
 ///
 /// [changing]: crate::guide::choosing#changing-a-policy
-/// [dry-run]: crate::guide::recipes#a-dry-run-beside-an-enforced-limit
+/// [dry-run]: crate::guide::recipes#a-dry-run-next-to-an-enforced-limit
 /// [keys]: crate::guide::keys
 /// [leases]: crate::guide::leases
 /// [runbook]: crate::guide::runbook
@@ -94,7 +94,7 @@ pub mod migrating {}
 /// Rate-limit keys: extractors, headers, proxies.
 ///
 /// [recipes]: crate::guide::recipes
-/// [two]: crate::guide::recipes#a-limit-for-the-whole-service-beside-that-of-each-caller
+/// [two]: crate::guide::recipes#a-limit-for-the-whole-service-and-for-each-caller
 #[doc = include_str!("../docs/keys.md")]
 pub mod keys {}
 
