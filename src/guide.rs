@@ -44,12 +44,16 @@ pub mod peers {}
 
 /// Common mistakes, a production checklist, and the meaning of messages.
 ///
+/// [by-hand]: crate::guide::running#one-caller-by-hand
 /// [changing]: crate::guide::choosing#changing-a-policy
 /// [dry-run]: crate::guide::recipes#a-dry-run-next-to-an-enforced-limit
+/// [failures]: crate::guide::running#failures-in-short
 /// [keys]: crate::guide::keys
 /// [leases]: crate::guide::leases
+/// [partitions]: crate::guide::running#partitions
+/// [proxies]: crate::guide::keys#behind-proxies
 /// [runbook]: crate::guide::runbook
-/// [running]: crate::guide::running
+/// [running]: crate::guide::running#memory
 /// [servers]: crate::guide::servers
 /// [settling]: crate::guide::settling
 #[doc = include_str!("../docs/pitfalls.md")]
@@ -93,6 +97,7 @@ pub mod migrating {}
 
 /// Rate-limit keys: extractors, headers, proxies.
 ///
+/// [order]: crate::guide::pitfalls#the-order-of-layers
 /// [recipes]: crate::guide::recipes
 /// [two]: crate::guide::recipes#a-limit-for-the-whole-service-and-for-each-caller
 #[doc = include_str!("../docs/keys.md")]
@@ -150,8 +155,7 @@ pub mod running {}
 /// [metrics]: crate::guide::recipes#metrics-for-prometheus
 /// [options]: crate::guide::options
 /// [otel]: crate::guide::recipes#metrics-and-spans-for-opentelemetry
-/// [pitfalls]: crate::guide::pitfalls#proxies
-/// [running]: crate::guide::running
+/// [proxies]: crate::guide::keys#behind-proxies
 /// [servers]: crate::guide::servers
 /// [throughput]: crate::guide::running#throughput-over-a-distance
 #[doc = include_str!("../docs/runbook.md")]
@@ -159,7 +163,6 @@ pub mod runbook {}
 
 /// All known faults, with the guarantees and the measurements for each.
 ///
-/// [choosing]: crate::guide::choosing
 /// [running]: crate::guide::running
 /// [servers]: crate::guide::servers
 /// [settling]: crate::guide::settling
