@@ -115,7 +115,7 @@ pub mod settling {}
 
 /// Responses to clients: header fields, in current and legacy forms, and bodies.
 ///
-/// [pitfalls]: crate::guide::pitfalls
+/// [pitfalls]: crate::guide::pitfalls#what-a-message-means
 #[doc = include_str!("../docs/answers.md")]
 pub mod answers {}
 
@@ -133,6 +133,7 @@ pub mod leases {}
 /// [leases]: crate::guide::leases
 /// [managed]: crate::guide::running#a-managed-service-over-tls
 /// [partitions]: crate::guide::running#partitions
+/// [pitfalls]: crate::guide::pitfalls#before-you-go-live
 #[doc = include_str!("../docs/options.md")]
 pub mod options {}
 
@@ -163,9 +164,10 @@ pub mod runbook {}
 
 /// All known faults, with the guarantees and the measurements for each.
 ///
-/// [running]: crate::guide::running
-/// [servers]: crate::guide::servers
-/// [settling]: crate::guide::settling
+/// [cluster]: crate::guide::running#a-cluster
+/// [running]: crate::guide::running#failures-in-short
+/// [servers]: crate::guide::servers#what-a-failover-can-lose
+/// [settling]: crate::guide::settling#requests-in-flight
 #[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/faults.md")]
 pub mod faults {}
