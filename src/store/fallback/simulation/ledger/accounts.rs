@@ -17,6 +17,11 @@ pub(super) struct Sums {
     /// What its clients were told that they were charged in the end, and whether the primary store may know of it in
     /// another order, or may not know.
     pub(super) told: i64,
+    /// Cost of refunds that were sent before the last answered reset and answered after it. The primary
+    /// store may have run them before it or after it.
+    pub(super) refunded_about_reset: i64,
+    /// Number of resets that were answered.
+    pub(super) resets_told: u32,
     pub(super) reset_later: bool,
     pub(super) in_doubt: bool,
     pub(super) ids: BTreeMap<Vec<u8>, Id>,
