@@ -31,6 +31,7 @@ const PAGES: [&str; 24] = [
     "docs/servers.md",
     "docs/settling.md",
     "docs/waiting.md",
+    "benches/RESULTS.md",
     "examples/dashboard/README.md",
 ];
 
