@@ -7,7 +7,7 @@ use std::path::Path;
 use crate::Result;
 use crate::command::root;
 
-const PAGES: [&str; 24] = [
+const PAGES: [&str; 25] = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
