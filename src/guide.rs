@@ -47,14 +47,15 @@ pub mod peers {}
 /// [by-hand]: crate::guide::running#one-caller-by-hand
 /// [changing]: crate::guide::choosing#changing-a-policy
 /// [dry-run]: crate::guide::recipes#a-dry-run-next-to-an-enforced-limit
+/// [eviction]: crate::guide::servers#memory-and-eviction
 /// [failures]: crate::guide::running#failures-in-short
 /// [keys]: crate::guide::keys
 /// [leases]: crate::guide::leases
 /// [partitions]: crate::guide::running#partitions
 /// [proxies]: crate::guide::keys#behind-proxies
+/// [rights]: crate::guide::servers#rights
 /// [runbook]: crate::guide::runbook
 /// [running]: crate::guide::running#memory
-/// [servers]: crate::guide::servers
 /// [settling]: crate::guide::settling
 #[doc = include_str!("../docs/pitfalls.md")]
 pub mod pitfalls {}
@@ -139,11 +140,14 @@ pub mod options {}
 
 /// Deployment: placement of Redis, rights, sizing, upgrades, several regions.
 ///
+/// [eviction]: crate::guide::servers#memory-and-eviction
+/// [failover]: crate::guide::servers#what-a-failover-can-lose
 /// [faults]: crate::guide::faults
+/// [networks]: crate::guide::servers#networks-and-proxies
 /// [options]: crate::guide::options
 /// [performance]: crate::guide::performance
+/// [rights]: crate::guide::servers#rights
 /// [runbook]: crate::guide::runbook
-/// [servers]: crate::guide::servers
 #[doc = include_str!("../docs/running.md")]
 pub mod running {}
 
@@ -151,13 +155,14 @@ pub mod running {}
 ///
 /// [by-hand]: crate::guide::running#one-caller-by-hand
 /// [codes]: crate::guide::pitfalls#what-a-message-means
+/// [eviction]: crate::guide::servers#memory-and-eviction
 /// [faults]: crate::guide::faults
 /// [managed]: crate::guide::running#a-managed-service-over-tls
 /// [metrics]: crate::guide::recipes#metrics-for-prometheus
 /// [options]: crate::guide::options
 /// [otel]: crate::guide::recipes#metrics-and-spans-for-opentelemetry
 /// [proxies]: crate::guide::keys#behind-proxies
-/// [servers]: crate::guide::servers
+/// [rights]: crate::guide::servers#rights
 /// [throughput]: crate::guide::running#throughput-over-a-distance
 #[doc = include_str!("../docs/runbook.md")]
 pub mod runbook {}
