@@ -116,7 +116,7 @@ pub mod settling {}
 
 /// Responses to clients: header fields, in current and legacy forms, and bodies.
 ///
-/// [pitfalls]: crate::guide::pitfalls#what-a-message-means
+/// [pitfalls]: crate::guide::pitfalls#error-codes
 #[doc = include_str!("../docs/answers.md")]
 pub mod answers {}
 
@@ -141,7 +141,7 @@ pub mod options {}
 /// Deployment: placement of Redis, rights, sizing, upgrades, several regions.
 ///
 /// [eviction]: crate::guide::servers#memory-and-eviction
-/// [failover]: crate::guide::servers#what-a-failover-can-lose
+/// [failover]: crate::guide::servers#charges-lost-in-a-failover
 /// [faults]: crate::guide::faults
 /// [networks]: crate::guide::servers#networks-and-proxies
 /// [options]: crate::guide::options
@@ -154,7 +154,7 @@ pub mod running {}
 /// The meaning of each alert, what to check, and how to fix it.
 ///
 /// [by-hand]: crate::guide::running#one-caller-by-hand
-/// [codes]: crate::guide::pitfalls#what-a-message-means
+/// [codes]: crate::guide::pitfalls#error-codes
 /// [eviction]: crate::guide::servers#memory-and-eviction
 /// [faults]: crate::guide::faults
 /// [managed]: crate::guide::running#a-managed-service-over-tls
@@ -171,7 +171,7 @@ pub mod runbook {}
 ///
 /// [cluster]: crate::guide::running#a-cluster
 /// [running]: crate::guide::running#failures-in-short
-/// [servers]: crate::guide::servers#what-a-failover-can-lose
+/// [servers]: crate::guide::servers#charges-lost-in-a-failover
 /// [settling]: crate::guide::settling#requests-in-flight
 #[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/faults.md")]
