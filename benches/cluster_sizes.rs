@@ -1,7 +1,7 @@
 //! `cargo bench -p benches --bench cluster_sizes`
 //!
 //! Redis Clusters of any size: instances and masters are simulated, without a network, and each run
-//! gives the same figures. Prints the tables of `docs/running.md`: the traffic, and the number of
+//! gives the same figures. Prints the tables of `benches/RESULTS.md`: the traffic, and the number of
 //! queries of the map of slots.
 //!
 //! It follows the rules of `src/store/redis` (workers, batches, cached denials, refreshes of the

@@ -44,13 +44,18 @@ pub mod peers {}
 
 /// Common mistakes, a production checklist, and the meaning of messages.
 ///
+/// [by-hand]: crate::guide::running#one-caller-by-hand
 /// [changing]: crate::guide::choosing#changing-a-policy
-/// [dry-run]: crate::guide::recipes#a-dry-run-beside-an-enforced-limit
+/// [dry-run]: crate::guide::recipes#a-dry-run-next-to-an-enforced-limit
+/// [eviction]: crate::guide::servers#memory-and-eviction
+/// [failures]: crate::guide::running#failures-in-short
 /// [keys]: crate::guide::keys
 /// [leases]: crate::guide::leases
+/// [partitions]: crate::guide::running#partitions
+/// [proxies]: crate::guide::keys#behind-proxies
+/// [rights]: crate::guide::servers#rights
 /// [runbook]: crate::guide::runbook
-/// [running]: crate::guide::running
-/// [servers]: crate::guide::servers
+/// [running]: crate::guide::running#memory
 /// [settling]: crate::guide::settling
 #[doc = include_str!("../docs/pitfalls.md")]
 pub mod pitfalls {}
@@ -93,8 +98,9 @@ pub mod migrating {}
 
 /// Rate-limit keys: extractors, headers, proxies.
 ///
+/// [order]: crate::guide::pitfalls#the-order-of-layers
 /// [recipes]: crate::guide::recipes
-/// [two]: crate::guide::recipes#a-limit-for-the-whole-service-beside-that-of-each-caller
+/// [two]: crate::guide::recipes#a-limit-for-the-whole-service-and-for-each-caller
 #[doc = include_str!("../docs/keys.md")]
 pub mod keys {}
 
@@ -110,7 +116,7 @@ pub mod settling {}
 
 /// Responses to clients: header fields, in current and legacy forms, and bodies.
 ///
-/// [pitfalls]: crate::guide::pitfalls
+/// [pitfalls]: crate::guide::pitfalls#error-codes
 #[doc = include_str!("../docs/answers.md")]
 pub mod answers {}
 
@@ -128,41 +134,45 @@ pub mod leases {}
 /// [leases]: crate::guide::leases
 /// [managed]: crate::guide::running#a-managed-service-over-tls
 /// [partitions]: crate::guide::running#partitions
+/// [pitfalls]: crate::guide::pitfalls#before-you-go-live
 #[doc = include_str!("../docs/options.md")]
 pub mod options {}
 
 /// Deployment: placement of Redis, rights, sizing, upgrades, several regions.
 ///
+/// [eviction]: crate::guide::servers#memory-and-eviction
+/// [failover]: crate::guide::servers#charges-lost-in-a-failover
 /// [faults]: crate::guide::faults
+/// [networks]: crate::guide::servers#networks-and-proxies
 /// [options]: crate::guide::options
 /// [performance]: crate::guide::performance
+/// [rights]: crate::guide::servers#rights
 /// [runbook]: crate::guide::runbook
-/// [servers]: crate::guide::servers
 #[doc = include_str!("../docs/running.md")]
 pub mod running {}
 
 /// The meaning of each alert, what to check, and how to fix it.
 ///
 /// [by-hand]: crate::guide::running#one-caller-by-hand
-/// [codes]: crate::guide::pitfalls#what-a-message-means
+/// [codes]: crate::guide::pitfalls#error-codes
+/// [eviction]: crate::guide::servers#memory-and-eviction
 /// [faults]: crate::guide::faults
 /// [managed]: crate::guide::running#a-managed-service-over-tls
 /// [metrics]: crate::guide::recipes#metrics-for-prometheus
 /// [options]: crate::guide::options
 /// [otel]: crate::guide::recipes#metrics-and-spans-for-opentelemetry
-/// [pitfalls]: crate::guide::pitfalls#proxies
-/// [running]: crate::guide::running
-/// [servers]: crate::guide::servers
+/// [proxies]: crate::guide::keys#behind-proxies
+/// [rights]: crate::guide::servers#rights
 /// [throughput]: crate::guide::running#throughput-over-a-distance
 #[doc = include_str!("../docs/runbook.md")]
 pub mod runbook {}
 
 /// All known faults, with the guarantees and the measurements for each.
 ///
-/// [choosing]: crate::guide::choosing
-/// [running]: crate::guide::running
-/// [servers]: crate::guide::servers
-/// [settling]: crate::guide::settling
+/// [cluster]: crate::guide::running#a-cluster
+/// [running]: crate::guide::running#failures-in-short
+/// [servers]: crate::guide::servers#charges-lost-in-a-failover
+/// [settling]: crate::guide::settling#requests-in-flight
 #[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/faults.md")]
 pub mod faults {}

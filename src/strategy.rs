@@ -1,6 +1,6 @@
 //! How requests are counted: the [`Strategy`] of a policy, and its parameters.
 //!
-//! [Choosing a strategy](crate::guide::choosing) compares them.
+//! [Strategies](crate::guide::choosing) compares them.
 
 #[doc(no_inline)]
 pub use crate::limit::Strategy;

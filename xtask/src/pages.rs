@@ -7,7 +7,7 @@ use std::path::Path;
 use crate::Result;
 use crate::command::root;
 
-const PAGES: [&str; 24] = [
+const PAGES: [&str; 25] = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
@@ -31,6 +31,7 @@ const PAGES: [&str; 24] = [
     "docs/servers.md",
     "docs/settling.md",
     "docs/waiting.md",
+    "benches/RESULTS.md",
     "examples/dashboard/README.md",
 ];
 
