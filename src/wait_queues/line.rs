@@ -387,7 +387,8 @@ impl Line {
     }
 
     /// Takes out what is due, and who gets it: the first in line. If the next turn is too late for the waiter
-    /// of this one, and not for the first in line, the waiter of this one gets it: replies come in any order.
+    /// of this one, and not for the first in line, the first of those for whom it is too late gets this one: replies
+    /// come in any order.
     pub(super) fn next_due(&mut self, now: Instant) -> Option<Given> {
         let is_due = |due: Instant| due <= now;
         let Some(((_, number), turn)) = self
@@ -407,21 +408,22 @@ impl Line {
         let charge = turn.charge;
         self.reserved -= u64::from(charge.cost);
         let next = self.due();
-        let own = self
+        let is_late = |waiter: &Waiter| next.is_some_and(|next| !waiter.is_in_time(next));
+        let is_urgent = |waiter: &Waiter| is_late(waiter) && waiter.cost == charge.cost;
+        let first_waits = self
             .waiters
-            .get(&number)
-            .filter(|own| own.cost == charge.cost);
-        // Whether the first in line can take the next turn, and this waiter cannot.
-        let is_last_chance = next.is_some_and(|next| {
-            let first = self.waiters.values().next();
-            first.is_some_and(|first| first.is_in_time(next))
-                && own.is_some_and(|own| !own.is_in_time(next))
-        });
-        if is_last_chance && let Some(own) = self.remove(number) {
-            return Some(Given {
-                to: vec![(own, charge)],
-                left: None,
-            });
+            .values()
+            .next()
+            .is_some_and(|first| !is_late(first));
+        if first_waits && self.waiters.get(&number).is_some_and(is_urgent) {
+            let urgent = self.waiters().find(|(_, waiter)| is_urgent(waiter));
+            let urgent = urgent.map(|(number, _)| number);
+            if let Some(urgent) = urgent.and_then(|urgent| self.remove(urgent)) {
+                return Some(Given {
+                    to: vec![(urgent, charge)],
+                    left: None,
+                });
+            }
         }
         Some(self.give(charge))
     }

@@ -31,7 +31,8 @@ pub(super) struct Questions {
     sat_out: bool,
     /// What it has taken so far.
     part: Option<Permit>,
-    /// Number of questions in a row that have added nothing to the part.
+    /// The largest part so far, and the number of questions in a row that have not enlarged it.
+    largest: u32,
     stuck: u32,
 }
 
@@ -83,6 +84,7 @@ impl Questions {
             starves: false,
             sat_out: false,
             part: None,
+            largest: 0,
             stuck: 0,
         }
     }
@@ -144,6 +146,7 @@ impl Questions {
         };
         if self.denied.is_some_and(|(denied, _)| denied != first) {
             (self.denied, self.starves, self.part) = (None, false, None);
+            (self.largest, self.stuck) = (0, 0);
         }
         let last = |count: usize| waiters.get(count.max(1) - 1).map(|(number, _)| *number);
         if self.is_in_flight() {
@@ -189,9 +192,7 @@ impl Questions {
         // What was taken before is taken again, as of now: both are in one call of the store.
         let mut replies =
             FuturesUnordered::<Pin<Box<dyn Future<Output = Option<Answered>> + Send>>>::new();
-        let part = self.part.take();
-        let before = part.as_ref().map_or(0, |part| part.decision().granted());
-        if let Some(part) = part.and_then(Permit::into_refund) {
+        if let Some(part) = self.part.take().and_then(Permit::into_refund) {
             let refund = self.place.line.shared.store.ask(part);
             // A part of which the refund fails expires.
             replies.push(Box::pin(refund.map(|_| None)));
@@ -204,10 +205,6 @@ impl Questions {
             let Some(reply) = reply else { continue };
             match reply.answer {
                 Ok(decision) if decision.is_allowed() => {
-                    self.stuck = match decision.granted() > before {
-                        true => 0,
-                        false => self.stuck + 1,
-                    };
                     granted = Some((reply.units, decision.clone()));
                     self.give(reply.number, decision, reply.units, reply.slot, asked_at);
                 }
@@ -317,14 +314,27 @@ impl Questions {
         if decision.granted() >= units {
             return None;
         }
-        if self.stuck >= STUCK && random() < 0.5 {
-            // Another instance may hold the rest, and wait for this part.
-            (self.part, self.stuck) = (None, 0);
-            (self.denied, self.starves, self.sat_out) = (None, false, false);
-            return None;
+        if self.starves {
+            if decision.granted() > self.largest {
+                (self.largest, self.stuck) = (decision.granted(), 0);
+            } else if self.gives_way() {
+                return None;
+            }
         }
         let wait = decision.policy().quota().time_for(1);
         Some(self.next(wait, asked_at))
+    }
+
+    /// After several questions that have not enlarged the part, gives it up at random: another instance may
+    /// hold the rest, and wait for this part.
+    fn gives_way(&mut self) -> bool {
+        self.stuck += 1;
+        let gives_way = self.stuck >= STUCK && random() < 0.5;
+        if gives_way {
+            (self.part, self.largest, self.stuck) = (None, 0, 0);
+            (self.denied, self.starves, self.sat_out) = (None, false, false);
+        }
+        gives_way
     }
 
     fn denied(&mut self, denied: Denied, asked_at: Instant) -> Option<Instant> {
@@ -350,6 +360,9 @@ impl Questions {
         };
         if self.is_in_flight() {
             return Some(self.next(wait, asked_at));
+        }
+        if self.starves && self.gives_way() {
+            return None;
         }
         let again = self.denied.is_some_and(|(denied, _)| denied == number);
         self.starves |= again && self.sat_out && cost > 1;
