@@ -83,8 +83,8 @@ fn main() {
     if wants("fleet") {
         const STOPPED: Duration = Duration::from_secs(4);
         for count in [100, 300, 1_000] {
-            let patience = Duration::from_millis(250);
-            let row = run("fleet", fleet::run(count, 12_000, STOPPED, patience));
+            let deadline = Duration::from_millis(100);
+            let row = run("fleet", fleet::run(count, 12_000, STOPPED, deadline));
             println!("{count} instances, Redis stopped for {STOPPED:?}: {row}");
         }
     }

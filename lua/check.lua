@@ -140,11 +140,14 @@ if not only_runs then
   -- what each would grant; in how long each is fresh; what was granted of each.
   local a, b, c, dirty, rooms, needed, granting, resets, totals = {}, {}, {}, {}, {}, {}, {}, {}, {}
 
-  -- Whether a cost that there is no room for is due in time.
+  -- Whether a cost that there is no room for is due in time, within the debt that the policy bears.
   local function is_due_in_time(plan, i)
     local policy, cost = plan[i], plan.cost
-    return cost <= policy.capacity
-      and policy.strategy.wait(policy, KEYS[key_at + i], now, cost, a[i], b[i], c[i]) <= min(plan.within, policy.longest or 0)
+    if cost > policy.capacity or not policy.longest and rooms[i] - cost < -policy.capacity then
+      return false
+    end
+    local most = min(plan.within, policy.longest or plan.within)
+    return policy.strategy.wait(policy, KEYS[key_at + i], now, cost, a[i], b[i], c[i]) <= most
   end
 
   -- What a policy sees, if it is alone. Returns the most that the others may grant: below 0 if it does not let the check pass.

@@ -29,7 +29,7 @@ local function meter()
       full = full,
       deepest = deepest,
       -- The longest wait of a take ahead.
-      longest = floor((deepest - full) / ticks),
+      longest = period == 0 and floor((deepest - full) / ticks) or nil,
       -- Microseconds, or periods, that no debt reaches.
       furthest = floor(deepest / ticks) + 1,
     }
@@ -88,7 +88,7 @@ local function meter()
   -- What is left of the charge, or of the turn; its Rust half explains it.
   local function refund(policy, key, now, cost, of, level, at)
     local period, most = policy.period, 2 * policy.capacity
-    if of.turn then
+    if of.turn and period == 0 then
       local ends = max(-policy.furthest, min(of.reset - of.age - 1, policy.furthest)) * policy.ticks + 1
       local ticks = max(0, min(cost, most) * policy.interval - max(0, level - ends))
       return div_ceil(ticks, policy.interval), max(0, level - ticks), at

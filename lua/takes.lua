@@ -40,22 +40,24 @@ for run = 1, failures and 0 or #ARGV do
   else
     keep = clock - now + 86400000000
   end
-  -- The highest level of a meter, as in meter.lua.
-  local deepest = full + 86400000000 * ticks
-  if deepest > 4503599627370496 then
-    deepest = 4503599627370496
-  end
-  if deepest < 2 * full then
-    deepest = 2 * full
-  end
   for _ = 1, entries do
     place = place + 1
     local value, level, expires, future = answers[place], 0
     if value and #value == METER_LENGTH then
       local at
       at, level, expires = decode(METER, value)
-      if level > deepest then
-        level = deepest
+      if level > 2 * full then
+        -- The highest level is `deepest` of meter.lua.
+        local deepest = full + 86400000000 * ticks
+        if deepest > 4503599627370496 then
+          deepest = 4503599627370496
+        end
+        if deepest < 2 * full then
+          deepest = 2 * full
+        end
+        if level > deepest then
+          level = deepest
+        end
       end
       if at > now then
         future = true

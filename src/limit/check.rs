@@ -6,8 +6,8 @@ use smallvec::{SmallVec, smallvec};
 
 use super::strategy::Ask;
 use super::{
-    Charged, Decision, EachCharged, Key, LONGEST, LONGEST_WAIT, Mode, Policies, Policy, SlotId,
-    Source, State, Verdict, Verdicts,
+    Charged, Decision, EachCharged, Key, LONGEST, Mode, Policies, Policy, SlotId, Source, State,
+    Verdict, Verdicts,
 };
 
 /// One request to a [`Store`](crate::store::Store): may this caller use this cost under these
@@ -76,17 +76,19 @@ impl Check {
     /// callers see the debt immediately, so each such check is due at a different time, over all
     /// instances.
     ///
-    /// Nothing is taken more than a day ahead. Only strategies that refill gradually support it; under others, and in a
-    /// [`Store`](crate::store::Store) without debts, this is a [`take`](Self::take). While turns are taken ahead, every
-    /// [`take`](Self::take) of the caller is denied, in all instances, and a [`charge`](Self::charge) charges at most what
-    /// is missing to a debt of one capacity.
+    /// The longest wait is a day, or the time in which the burst refills if that is longer; a token
+    /// bucket that refills by the interval owes at most one capacity. Only strategies that refill
+    /// support it; under others, and in a [`Store`](crate::store::Store) without debts, this is a
+    /// [`take`](Self::take). While there are
+    /// debts, each [`take`](Self::take) of the caller is denied, in all instances, and a
+    /// [`charge`](Self::charge) adds only what is missing to a debt of one capacity.
     ///
-    /// A turn that is not used is [refunded](Decision::refund) only as far as no later turn stands on it: those who took
-    /// ahead after it keep their times.
+    /// A [refund](Decision::refund) of an unused turn returns only the part on which no later turn
+    /// stands: later turns keep their times.
     pub fn take_ahead(key: Key, policies: &Policies, cost: u32, within: Duration) -> Self {
-        let owes = policies.iter().all(|policy| policy.frees().is_gradual());
+        let owes = policies.iter().all(|policy| policy.frees().has_burst());
         let within = if owes {
-            within.as_micros().min(LONGEST_WAIT as u128) as i64
+            within.as_micros().min(LONGEST as u128) as i64
         } else {
             0
         };

@@ -46,7 +46,7 @@ pub(crate) use duration::micros;
 pub(crate) use kind::Kind;
 pub(crate) use policy::is_name;
 pub(crate) use state::State;
-pub(crate) use strategy::{Frees, LONGEST_WAIT, Snapshot, strategies};
+pub(crate) use strategy::{Frees, Snapshot, strategies};
 #[cfg(test)]
 pub(crate) use strategy::{Model, most_spent};
 pub(crate) use verdict::Verdicts;

@@ -60,6 +60,10 @@ struct Inner {
 }
 
 impl Policy {
+    /// Cost units per second of a pause: so many that this policy never limits the rate of calls, and
+    /// few enough that the longest pause uses at most half of the maximum cost of a check.
+    pub(crate) const PAUSE_UNITS: u32 = 100_000;
+
     /// Creates a policy.
     ///
     /// # Errors
@@ -341,6 +345,12 @@ impl Policy {
             Frees::WithWindow | Frees::OneByOne | Frees::OnRelease => 1,
         };
         self.params().period.saturating_mul(periods.into())
+    }
+
+    /// Returns `true` for a policy with the quota of a [`Pause`](crate::throttle::Pause).
+    pub(crate) fn is_pause(&self) -> bool {
+        let quota = self.quota();
+        quota.limit() == Self::PAUSE_UNITS && quota.capacity() > quota.limit()
     }
 
     /// Returns the policy that this is a share of, or itself.

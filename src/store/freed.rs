@@ -22,7 +22,7 @@ struct Inner {
     count: AtomicUsize,
 }
 
-/// The policies that one waits under, and what wakes it.
+/// The policies under which a request waits, and what wakes it.
 type Waiter = (Policies, Arc<Wake>);
 
 /// Wakes a waiter, and records whether a caller may have more room.

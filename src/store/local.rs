@@ -110,7 +110,7 @@ fn hold_of(verdict: &Verdict, policy: &Policy, now: i64) -> Hold {
 
 /// Maximum time until a state of this policy is fresh again, even in full debt, in microseconds.
 fn longest_reset(policy: &Policy) -> i64 {
-    2 * policy.counts_for().saturating_add(policy.params().period) + policy.params().longest
+    2 * policy.counts_for().saturating_add(policy.params().period)
 }
 
 /// Returns `true` if a check has changed its states. Unchanged ones must not be stored again:
@@ -325,9 +325,13 @@ impl Shard {
         let over_time = |(policy, _): &(&Policy, &Verdict)| !policy.is_in_flight();
         for (policy, verdict) in decision.verdicts().filter(over_time) {
             let key = caller.of_count(policy.id());
-            // A store outside this crate may report any time.
+            // A store outside this crate may report any time; Redis counts turns reserved ahead.
+            let ahead = match decision.source() {
+                Source::Redis => policy.params().longest,
+                _ => 0,
+            };
             let verdict = &Verdict {
-                reset: verdict.reset.min(longest_reset(policy)),
+                reset: verdict.reset.min(longest_reset(policy) + ahead),
                 ..*verdict
             };
             let (remaining, capacity, until) = (

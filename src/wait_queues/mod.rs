@@ -32,7 +32,7 @@ use std::future::Future;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::num::NonZeroUsize;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
@@ -154,6 +154,8 @@ struct Place {
     line: LineRef,
     policies: Policies,
     queues: WaitQueues,
+    /// Whether the line has ended: another one may have its id by now.
+    has_ended: AtomicBool,
 }
 
 /// Resolves to a permit when its turn has come. Dropped, it leaves the line.
@@ -360,6 +362,7 @@ impl WaitQueues {
             line: self.line(id),
             policies,
             queues: self.clone(),
+            has_ended: AtomicBool::new(false),
         };
         let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = if id.reserves {
             Box::pin(Turns::new(place).run())
@@ -441,6 +444,7 @@ impl Place {
                 _ => return false,
             }
         };
+        self.has_ended.store(true, Ordering::Relaxed);
         self.line.shared.count.fetch_sub(1, Ordering::AcqRel);
         drop(ended);
         true
@@ -450,6 +454,9 @@ impl Place {
 /// With its runtime, the task ends before the line does.
 impl Drop for Place {
     fn drop(&mut self) {
+        if *self.has_ended.get_mut() {
+            return;
+        }
         let line = {
             let lines = &mut *lock(&self.line.shared.lines);
             let line = lines.each.remove(&self.line.id);
@@ -470,12 +477,14 @@ impl LineId {
         for policy in policies {
             (policy.id(), policy.kind(), policy.quota()).hash(&mut hasher);
         }
-        let reserves = policies.iter().all(|policy| policy.frees().is_gradual());
+        let reserves = policies
+            .iter()
+            .all(|policy| policy.frees().is_gradual() && !policy.is_pause());
         Self {
             runtime: runtime.id(),
             key: *key,
             policies: hasher.finish(),
-            // Nothing is reserved for a cost of 0.
+            // Nothing is reserved for a cost of 0. A pause must hold those who wait already.
             reserves: reserves && cost > 0,
         }
     }

@@ -128,6 +128,7 @@ impl Turns {
                 line,
                 policies,
                 queues,
+                ..
             } = &self.place;
             let (id, policies) = (line.id.that_asks(), policies.clone());
             queues.enter(&runtime, id, policies, number, waiter, Some(denied));

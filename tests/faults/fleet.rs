@@ -53,19 +53,19 @@ impl Observer for Notes {
     }
 }
 
-/// Runs so many instances, which get this many requests a second together, while Redis is stopped for a time. A call times
-/// out after `patience`.
-pub async fn run(count: u32, per_second: u32, stopped: Duration, patience: Duration) -> Row {
+/// Runs a fleet that gets this many requests a second together, while Redis is stopped for a time.
+pub async fn run(count: u32, per_second: u32, stopped: Duration, deadline: Duration) -> Row {
     let server = RedisServer::start();
     let sums = Arc::new(Sums::default());
     let share = Share::Fixed(NonZeroU32::new(count).unwrap());
     let instances: Vec<Instance> = (0..count)
         .map(|_| {
             let redis = RedisStore::builder(server.url())
-                .timeout(patience)
+                .timeout(deadline * 5 / 2)
                 .connect_lazy()
                 .unwrap();
             Fallback::new(redis, LocalStore::default())
+                .deadline(deadline)
                 .share(share.clone())
                 .observer(Notes(Arc::clone(&sums)))
         })

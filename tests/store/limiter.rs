@@ -7,6 +7,7 @@ use futures_util::future::join_all;
 use tokio::time::Instant;
 use tower_redis_ratelimit::check::{Outcome, Source};
 use tower_redis_ratelimit::settle::{Reservation, ReserveError};
+use tower_redis_ratelimit::strategy::Refill;
 use tower_redis_ratelimit::{
     Key, Limiter, LocalStore, Policies, Policy, Quota, RedisStore, Strategy,
 };
@@ -32,8 +33,13 @@ async fn waits_exactly_as_long_as_needed() {
             .elapsed()
             .checked_sub(wait)
             .expect("not before its time");
+        // A question has a jitter of a fifth of the period, or 20 ms; a reserved turn has none.
+        let most = match strategy {
+            Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(Refill::Greedy) => 3,
+            _ => 23,
+        };
         assert!(
-            late <= Duration::from_millis(3),
+            late <= Duration::from_millis(most),
             "{strategy:?}: {late:?} late"
         );
     }

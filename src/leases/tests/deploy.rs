@@ -33,7 +33,8 @@ impl Store for Shared {
     }
 }
 
-type Instance = (Leased<Fallback<Shared, LocalStore>>, Quotas);
+/// A store, a version and its leased policy.
+type Instance = (Leased<Fallback<Shared, LocalStore>>, usize, Policies);
 
 /// One version of the program: the quota of its leased policy, and its limit of calls in flight.
 #[derive(Clone, Copy)]
@@ -68,10 +69,12 @@ const VERSIONS: [Quotas; 2] = [
     },
 ];
 
-fn instance(shared: &Shared, version: usize) -> Instance {
+fn instance(shared: &Shared, version: usize, strategy: Strategy) -> Instance {
+    let policy = Policy::new("p", strategy, VERSIONS[version].quota);
+    let policy = policy.and_then(|policy| policy.leased(LEASE)).unwrap();
     let share = Share::Fixed(INSTANCES.try_into().unwrap());
     let fallback = Fallback::new(shared.clone(), LocalStore::default()).share(share.clone());
-    (Leased::new(fallback).share(share), VERSIONS[version])
+    (Leased::new(fallback).share(share), version, policy.into())
 }
 
 /// Takes one unit, and records the time of the grant.
@@ -79,13 +82,10 @@ fn take(
     tasks: &mut JoinSet<()>,
     granted: &Arc<Granted>,
     start: Instant,
-    (store, quotas): &Instance,
-    strategy: Strategy,
+    (store, version, policies): &Instance,
 ) {
-    let policy = Policy::new("p", strategy, quotas.quota).and_then(|policy| policy.leased(LEASE));
-    let version = usize::from(quotas.calls == VERSIONS[1].calls);
-    let answer = store.check(Check::take(ann(), &policy.unwrap().into(), 1));
-    let granted = Arc::clone(granted);
+    let answer = store.check(Check::take(ann(), policies, 1));
+    let (granted, version) = (Arc::clone(granted), *version);
     tasks.spawn(async move {
         let decision: Decision = answer.await.unwrap();
         if decision.is_allowed() {
@@ -114,8 +114,8 @@ fn call(tasks: &mut JoinSet<()>, granted: &Arc<Granted>, is_outage: bool, limite
 type Calls = Limiter<Leased<Fallback<Shared, LocalStore>>>;
 
 /// The calls in flight of an instance.
-fn calls((store, quotas): &Instance) -> Calls {
-    let policy: Policies = Policy::in_flight("calls", quotas.calls).unwrap().into();
+fn calls((store, version, _): &Instance) -> Calls {
+    let policy = Policy::in_flight("calls", VERSIONS[*version].calls).unwrap();
     Limiter::new(store.clone(), policy)
 }
 
@@ -124,7 +124,9 @@ fn calls((store, quotas): &Instance) -> Calls {
 async fn a_deploy_with_an_outage_keeps_each_quota() {
     for &strategy in Strategy::ALL {
         let (shared, granted, start) = (Shared::default(), Arc::new(Granted::default()), instant());
-        let mut instances: Vec<Instance> = (0..INSTANCES).map(|_| instance(&shared, 0)).collect();
+        let mut instances: Vec<Instance> = (0..INSTANCES)
+            .map(|_| instance(&shared, 0, strategy))
+            .collect();
         let mut limiters: Vec<Calls> = instances.iter().map(calls).collect();
         let mut tasks = JoinSet::new();
         for millis in (0..60_000).step_by(10) {
@@ -132,15 +134,15 @@ async fn a_deploy_with_an_outage_keeps_each_quota() {
             // Calls that began during the outage end soon after it.
             let is_outage = (OUTAGE.start..OUTAGE.end + 200).contains(&millis);
             if millis % 10_000 == 4_000 {
-                let (i, next) = ((millis / 10_000) as usize, instance(&shared, 1));
-                let (old, _) = std::mem::replace(&mut instances[i], next);
+                let (i, next) = ((millis / 10_000) as usize, instance(&shared, 1, strategy));
+                let (old, ..) = std::mem::replace(&mut instances[i], next);
                 limiters[i] = calls(&instances[i]);
                 old.shutdown().await;
             }
             for (instance, limiter) in instances.iter().zip(&limiters) {
                 // Above the quota in every second second.
                 if millis / 1_000 % 2 == 0 {
-                    take(&mut tasks, &granted, start, instance, strategy);
+                    take(&mut tasks, &granted, start, instance);
                 }
                 if millis % 20 == 0 {
                     call(&mut tasks, &granted, is_outage, limiter);

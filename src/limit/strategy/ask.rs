@@ -43,7 +43,7 @@ impl Ask {
         let room = T::room(params, now, registers);
         let needs = mode.needs(self.cost, params.capacity);
         if room < needs
-            && !(mode == Mode::TakeAhead && self.is_due_in_time(state, params, registers))
+            && !(mode == Mode::TakeAhead && self.is_due_in_time(state, params, room, registers))
         {
             return Preview {
                 registers,
@@ -68,15 +68,23 @@ impl Ask {
         }
     }
 
-    /// Returns `true` if a cost that does not fit now is due within the maximum wait.
+    /// Returns `true` if a cost that does not fit now is due within the maximum wait and within the
+    /// policy's maximum debt.
     fn is_due_in_time<T: Algorithm>(
         &self,
         state: &T,
         params: &Params,
+        room: i64,
         registers: Registers,
     ) -> bool {
+        let (within, owes) = if params.frees.is_gradual() {
+            (self.within.min(params.longest), true)
+        } else {
+            (self.within, room - self.cost >= -params.capacity)
+        };
         self.cost <= params.capacity
-            && state.wait(params, self.now, self.cost, registers) <= self.within.min(params.longest)
+            && owes
+            && state.wait(params, self.now, self.cost, registers) <= within
     }
 
     /// Decides, and charges the state. Returns the verdict and the charged amount.

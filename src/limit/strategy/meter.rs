@@ -100,7 +100,7 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
     ) -> Refunded {
         let [cost, charge] =
             [cost, of.cost].map(|cost| cost.min(2 * params.capacity) * params.interval);
-        if of.is_turn {
+        if of.is_turn && !Self::in_batches(params) {
             let ticks = (cost - Self::stands_on(params, of, level)).max(0);
             return (
                 [(level - ticks).max(0), at, 0],

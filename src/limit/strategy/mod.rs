@@ -35,7 +35,6 @@ pub(super) use algorithm::Algorithm;
 pub(crate) use algorithm::Snapshot;
 pub(super) use ask::{Ask, Preview};
 pub(crate) use frees::Frees;
-pub(crate) use params::LONGEST_WAIT;
 pub(super) use params::Params;
 
 use std::time::Duration;

@@ -32,7 +32,7 @@ pub(crate) struct Params {
 }
 
 /// The longest time by which a turn may be reserved ahead, in microseconds: a day.
-pub(crate) const LONGEST_WAIT: i64 = 86_400_000_000;
+const LONGEST_WAIT: i64 = 86_400_000_000;
 
 /// The most ticks of a debt.
 const MAX_TICKS: i64 = 1 << 52;

@@ -81,13 +81,15 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     /// Lets a request that would be denied wait for its turn, up to a [`Duration`](std::time::Duration) or by a
     /// [`Wait`]. Defaults to no wait.
     ///
-    /// In this process, the requests of a caller are served in the order of their arrival. Each
-    /// instance takes at most one permit in advance, so that instances take turns. A request is
-    /// denied as soon as its turn is certain to be too late. The turn of a dropped request passes
+    /// In this process, the requests of a caller are served in the order of their arrival. A request
+    /// is denied as soon as its turn is certain to be too late. The turn of a dropped request passes
     /// to the next one.
     ///
     /// The inner service is not kept ready during the wait: it is polled for readiness when the
     /// request's turn has come.
+    ///
+    /// Under strategies that refill gradually, a request reserves its turn when it arrives. While turns are
+    /// reserved, requests of the caller that do not wait are denied, in every instance.
     ///
     /// ```
     /// # use tower_redis_ratelimit::extract::Global;

@@ -44,11 +44,8 @@ use crate::wait_queues::{Bounds, WaitQueues};
 ///   a call passes its permit on to the next waiter of this process, or refunds it to the store.
 /// - Each clone has its own permit. Clones, and all services of one layer, wait in one queue, in
 ///   FIFO order.
-/// - Each instance takes at most one permit in advance, so that instances take turns. One store
-///   call makes one or several grants; a sliding log or counter, which supports no debts, needs up
-///   to about three calls per grant. The burst should be at least the number of instances, and at
-///   least the number of grants in 10 ms: with less, there are more calls, and a part of the rate
-///   is unused.
+/// - Under strategies that refill gradually, each call reserves its turn in one store call, which is exact over
+///   all instances. Under the others one store call makes one grant or several.
 /// - The inner service is polled first, so no permit is held for a service that is not ready. It
 ///   stays ready while the throttle waits: to limit concurrent calls, put that limit around the
 ///   throttle.

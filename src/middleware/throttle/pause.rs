@@ -65,9 +65,6 @@ pub struct Pause<S> {
     max: Duration,
 }
 
-/// Cost units per second of a pause: so many that this policy never limits the rate of calls, and
-/// few enough that the longest pause uses at most half of the maximum cost of a check.
-const UNITS_PER_SECOND: u32 = 100_000;
 const LONGEST: Duration = Duration::from_secs(5 * 3_600);
 
 impl<S: Store> Pause<S> {
@@ -83,7 +80,7 @@ impl<S: Store> Pause<S> {
                 "a longest pause of {max:?}: use 1 second to 5 hours"
             )));
         }
-        let quota = Quota::per_second(UNITS_PER_SECOND);
+        let quota = Quota::per_second(Policy::PAUSE_UNITS);
         let policy = Policy::new(name, Strategy::Gcra, quota.burst(quota.units_in(max)))?;
         Ok(Self { store, policy, max })
     }

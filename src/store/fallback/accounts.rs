@@ -174,9 +174,11 @@ impl Accounts {
     }
 
     /// Ends the reconciliation: each account is reconciled or put back.
-    pub(super) fn reconciled(&self) {
+    pub(super) fn reconciled(&self, sent: bool) {
         // The epoch ends first, so that no reply to an earlier check is followed for these callers.
-        self.end_epoch();
+        if sent {
+            self.end_epoch();
+        }
         for shard in self.shards.iter() {
             lock(shard).reconciling = HashSet::default();
         }

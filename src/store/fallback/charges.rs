@@ -101,10 +101,17 @@ impl Charges {
     ) {
         let states = self.before.iter_mut().zip(&mut self.all);
         for ((policy, (before, all)), cost) in policies.iter().zip(states).zip(costs) {
+            let is_all = cost >= left(policy, before, all, now);
             match policy.frees().has_burst() {
-                true => Mode::Charge.count(policy, before, clamped(cost), now),
-                false => Mode::Refund.count(policy, all, clamped(cost), now),
-            };
+                true if is_all => *before = all.clone(),
+                true => {
+                    Mode::Charge.count(policy, before, clamped(cost), now);
+                }
+                false if is_all => *all = State::fresh(policy.kind()),
+                false => {
+                    Mode::Refund.count(policy, all, clamped(cost), now);
+                }
+            }
         }
     }
 

@@ -200,7 +200,7 @@ fn warming_keeps_what_was_granted() {
                         account.done(&step, 0);
                     }
                 }
-                accounts.reconciled();
+                accounts.reconciled(true);
                 if breaker.is_open() {
                     breaker.close(0);
                 }

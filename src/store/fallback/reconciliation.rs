@@ -76,7 +76,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             return true;
         }
         // Dropped at the end, or with the runtime: then replies may be followed again.
-        let _ended = Ended(self);
+        let mut ended = Ended(self, false);
         let mut callers = BTreeMap::new();
         for shard in 0..self.accounts.shards() {
             let dropped = self.accounts.list(shard, &mut callers);
@@ -101,6 +101,7 @@ impl<P: Store, F: Store> Partition<P, F> {
                     yield_now().await;
                 }
                 if account.next().is_some() {
+                    ended.1 = true;
                     working.push(async move {
                         let since = instant();
                         (account.reconcile().await, since.elapsed())
@@ -227,11 +228,12 @@ impl<P: Store, F: Store> Drop for Taken<'_, P, F> {
     }
 }
 
-struct Ended<'a, P: Store, F: Store>(&'a Partition<P, F>);
+/// Ends a reconciliation, and holds whether it has sent anything.
+struct Ended<'a, P: Store, F: Store>(&'a Partition<P, F>, bool);
 
 impl<P: Store, F: Store> Drop for Ended<'_, P, F> {
     fn drop(&mut self) {
-        self.0.accounts.reconciled();
+        self.0.accounts.reconciled(self.1);
     }
 }
 #[cfg(test)]

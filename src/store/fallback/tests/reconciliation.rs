@@ -292,7 +292,7 @@ fn repeatedly_failing_reconciliations_stay_within_the_bound() {
                 dropped += accounts.put_back(&key, account, 0);
             }
         }
-        accounts.reconciled();
+        accounts.reconciled(true);
     }
     let held = take_all(&mut dropped).len();
     assert!(held <= 160, "{held} callers are held of at most 160");

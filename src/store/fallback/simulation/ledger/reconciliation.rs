@@ -13,7 +13,7 @@ impl Ledger {
             with_id,
         } = sent;
         let (who, account) = (&plan.callers[caller], &mut self.accounts[caller][instance]);
-        (account.flying, account.given_up_at) = (account.flying + 1, now + plan.deadline);
+        (account.flying, account.given_up_at) = (account.flying + 1, now + 2 * plan.deadline);
         if with_id || who.habit == Habit::WithIds {
             return;
         }

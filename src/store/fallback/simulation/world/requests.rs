@@ -29,7 +29,7 @@ impl WorldState {
         }
         if ask.is_none() {
             // Until it is answered, or given up.
-            self.turned[instance] = now + self.plan.deadline;
+            self.turned[instance] = now + 2 * self.plan.deadline;
             let what = if caller.is_some() {
                 "reconciles"
             } else {
