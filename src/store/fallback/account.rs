@@ -27,7 +27,7 @@ pub(super) enum Step {
 }
 
 impl Account {
-    /// Opens an account with a decision of the fallback. The primary store already counts whatever the decision counts,
+    /// Opens an account with a decision of the fallback. The primary store already counts everything the decision counts,
     /// except the grant.
     pub(super) fn new(policies: &Policies, decision: &Decision, granted: u32, now: i64) -> Self {
         let before = decision.clone().settled(granted, 0);
