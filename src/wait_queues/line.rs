@@ -30,7 +30,7 @@ pub(super) struct Line {
     pub(super) refunding: usize,
     /// The last decision of the store, and its time.
     known: Option<(Decision, Instant)>,
-    /// Of a [`Questions`](super::Questions) line: the time before which no capacity is expected.
+    /// For a [`Questions`](super::Questions) line: the time before which no capacity is expected.
     pub(super) free_at: Option<Instant>,
     /// Calls that have failed since the last success.
     failures: Option<Failures>,
@@ -40,7 +40,7 @@ pub(super) struct Line {
 
 pub(super) struct Waiter {
     pub(super) cost: u32,
-    /// Until when it waits.
+    /// Deadline of the waiter; `None` if it may wait forever.
     pub(super) deadline: Option<Instant>,
     /// Whether no turn was requested for it yet.
     is_new: bool,
@@ -372,7 +372,7 @@ impl Line {
         Given { to, left }
     }
 
-    /// Takes the waiters that get an unused permit. `None` if there are none.
+    /// Takes the waiters that get an unused permit, or returns `None` without waiters.
     pub(super) fn hand_on(&mut self, charge: &Charge, reserves: bool) -> Option<Given> {
         if reserves {
             return (self.len() > 0).then(|| self.give(charge.clone()));

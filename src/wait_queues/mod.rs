@@ -1,5 +1,5 @@
 //! Wait queues: requests that would be denied wait in FIFO order, in one [`Line`] per runtime, caller and list of
-//! policies. Each line has one task, which alone calls the store for it. A waiter gets a [`Permit`].
+//! policies. Each line has one task, which makes all store calls of the line. A waiter gets a [`Permit`].
 //!
 //! A line and its permits are in this process's memory; the store has counted the permits already.
 //!
@@ -7,7 +7,7 @@
 //!   store charges it and reports when it is due. So the queue across all instances is in the store, and no round trip
 //!   limits the rate. Each due turn goes to the first waiter, also if it was reserved for another. If a waiter leaves,
 //!   the last turn is refunded. The store rejects the refund if a later turn of another instance depends on this turn;
-//!   then the next waiter gets it if one comes before it is due, and otherwise it expires.
+//!   then a waiter that joins before the turn is due gets it, or it expires.
 //! - **Other strategies, and requests in flight.** The task ([`questions`]) takes what the first waiters need. After a
 //!   denial it checks again after `retry_after`, or when capacity was freed in this process.
 //! - **Dropped waiters.** The task receives every reply, also for waiters that have left. A permit that is dropped
@@ -191,7 +191,7 @@ impl Bounds {
         all: 10_000,
     };
 
-    /// The same bound for each caller and in all.
+    /// One bound for each caller and in all.
     pub(crate) const fn of(all: NonZeroUsize) -> Self {
         Self {
             each: all.get(),

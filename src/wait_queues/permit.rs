@@ -10,7 +10,7 @@ use crate::util::instant;
 
 /// A permit that is due: its cost has been charged, and it may be used once.
 ///
-/// Dropped unused, it passes to the first waiter. If there is none, it is refunded.
+/// Dropped unused, it passes to the first waiter, or is refunded if the line is empty.
 #[must_use]
 pub(crate) struct Permit {
     charge: Charge,
@@ -106,7 +106,7 @@ impl Charge {
         Policies::new(expired.map(|(policy, _)| policy.clone())).ok()
     }
 
-    /// Returns the refund of what still counts of it when the refund is sent.
+    /// Returns a refund of the part that still counts when the refund is sent.
     pub(super) fn refund(self) -> PendingOp {
         let policies = self.policies.clone();
         PendingOp::refund(self.key, &policies, move |now| self.refund_at(now))

@@ -53,7 +53,7 @@ struct Denied {
     decision: Decision,
 }
 
-/// Maximum jitter of a check, equal for all instances, so that none of them is favored.
+/// Maximum jitter of a check, equal for all instances, so that no instance is favored.
 const JITTER: Duration = Duration::from_millis(20);
 /// Minimum interval between checks caused by capacity freed in this process.
 const GAP: Duration = Duration::from_millis(10);
@@ -167,7 +167,7 @@ impl Questions {
             );
         }
         if cost <= 1 && alike >= count {
-            // One check grants as many of these equal waiters as there is capacity for.
+            // One check grants all of these equal waiters that fit.
             let most = policies
                 .iter()
                 .map(|policy| policy.quota().capacity())
