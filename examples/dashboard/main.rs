@@ -1,8 +1,9 @@
 //! `cargo run --example dashboard`
 //!
-//! A page to look at while Redis is killed, frozen and started again: what three instances of a service decide
-//! meanwhile, where, and how fast. Their Redis is a `redis-server` of its own, if there is one on the PATH; without one
-//! they count in this process. `PORT` (3000) is where the page is, for this machine only, so it needs no header timeout.
+//! A page on which you can kill, freeze and restart Redis, and watch what three instances of a service decide, which
+//! store decides, and how fast. The example starts its own `redis-server` if there is one on the PATH; otherwise the
+//! instances count in this process. The page listens at `PORT` (3000) for this machine only, so it needs no header
+//! timeout.
 
 mod load;
 mod recorder;
