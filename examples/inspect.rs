@@ -12,7 +12,7 @@
 //! cargo run --example inspect 'api 50/s burst 100' user-42 reset
 //! ```
 //!
-//! Redis does not store the limit of a window, so write a policy as the service has it: `name quota`, or with the
+//! Redis does not store the limit of a window, so write a policy as the service configures it: `name quota`, or with the
 //! strategy in between, such as `login sliding-log 5/15m` and `uploads in-flight 10/30s`. Write a caller as `user-42`,
 //! `ip:192.0.2.7`, `*` for a global count, a tuple with commas, and an API key as `secret:sk-1` or by its hash, `~` and
 //! 32 digits: Redis stores no secrets.
@@ -141,7 +141,7 @@ async fn policies(store: &RedisStore) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Returns the strategy of a policy as it is named in counts.
+/// Returns the name of a policy's strategy in counts.
 fn strategy(policy: &Policy) -> String {
     let text = policy
         .strategy()

@@ -20,7 +20,7 @@ use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{Key, Policies, Policy, RedisStore, Strategy, redis};
 
-/// The seconds from 1970 to 2017, where redis_rate begins to count.
+/// Seconds from 1970 to 2017, the epoch of redis_rate.
 const YEAR_2017: f64 = 1_483_228_800.0;
 
 #[tokio::main]
@@ -47,7 +47,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let mut redis = redis::Client::open(url)?
         .get_multiplexed_async_connection()
         .await?;
-    // SCAN may find a key twice.
+    // SCAN may return a key twice.
     let (mut keys, mut cursor) = (BTreeSet::new(), 0_u64);
     loop {
         let mut scan = redis::cmd("SCAN");
@@ -103,17 +103,17 @@ async fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The caller that the rest of a key stands for.
+/// Returns the caller in the rest of a key.
 fn caller(rest: &str) -> Key {
     Key::new(rest)
 }
 
-/// When all that was granted will have flowed back, in seconds since 1970. None if the value is something else.
+/// Returns the time in seconds since 1970 at which all grants will have expired, or `None` for an invalid value.
 fn of_redis_rate(value: &str) -> Option<f64> {
     Some(value.parse::<f64>().ok()? + YEAR_2017)
 }
 
-/// It counts in nanoseconds.
+/// redis-cell counts in nanoseconds.
 fn of_redis_cell(value: &str) -> Option<f64> {
     Some(value.parse::<u64>().ok()? as f64 / 1e9)
 }

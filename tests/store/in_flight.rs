@@ -202,7 +202,7 @@ fn requests_outside_runtimes_stay_counted() {
         limiter
             .reserve(Key::GLOBAL, 1)
             .now_or_never()
-            .expect("it is answered at once")
+            .expect("an immediate answer")
             .ok()
     };
     let mut held = vec![reserve().unwrap(), reserve().unwrap()];

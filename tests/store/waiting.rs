@@ -97,7 +97,7 @@ async fn permits_come_evenly_from_slow_stores() {
                 .fold(0.0, f64::max);
             assert!(
                 longest < gap,
-                "{strategy:?} {quota}: nobody for {longest} s"
+                "{strategy:?} {quota}: no permit for {longest} s"
             );
             assert!(calls < 1.25, "{strategy:?} {quota}: {calls} calls a grant");
             // The first instance may take most of the burst; after that the instances alternate.
@@ -281,7 +281,7 @@ async fn freed_capacity_is_requested_once() {
             calls < calls_a_grant,
             "{instances}, {limit}: {calls} calls a grant"
         );
-        // A request runs for 10 ms, and its slot stays taken for 4 ms more.
+        // A request runs for 10 ms, and its slot is held for 4 ms more.
         let full = limit * 2_000 / 14;
         assert!(
             grants > full / 2,
@@ -324,7 +324,7 @@ async fn no_wait_exceeds_its_maximum_by_much() {
     assert!(passed > 500 && passed < 1_500, "{passed}");
 }
 
-/// No permit is requested without need from an evenly charged log, of which each call gets little. Depending on the
+/// No permit is requested without need from an evenly charged log, where each call gets little. Depending on the
 /// jitter, the longest gap of a run is usually 14 times the period of a permit, and rarely 20.
 #[tokio::test(start_paused = true)]
 async fn instances_share_permits_coming_one_by_one() {
@@ -570,7 +570,7 @@ fn a_throttle_survives_a_stalled_runtime() {
     on_two_runtimes(false, |store| store.deny(Duration::from_secs(60)));
 }
 
-/// Free capacity is taken in the first poll, for a layer that does not wait for readiness.
+/// The first poll takes free capacity, for a layer that does not wait for readiness.
 #[tokio::test(start_paused = true)]
 async fn load_shed_sheds_nothing_below_the_quota() {
     for &strategy in Strategy::ALL {
