@@ -140,7 +140,7 @@ async fn an_instance_that_comes_later_gets_places() {
     assert!(part >= 0.3, "{each:?}");
 }
 
-/// Waiters that leave before their turn cost no quota, and their turns let no other waiter pass too early.
+/// Waiters that leave before their turn cost no quota, and their turns cause no early grant.
 #[tokio::test(start_paused = true)]
 async fn a_storm_of_leavers_wastes_and_exceeds_nothing() {
     for (leaves, least) in [(10, 0.95), (50, 0.95), (90, 0.66)] {

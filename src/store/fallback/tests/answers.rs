@@ -101,7 +101,7 @@ async fn answers_keep_unreconciled_grants() {
     let granted = granted + burst(&store, &policies, 200).await;
     assert!(
         granted <= 100 + 1,
-        "{granted} granted of 100, with one under way"
+        "{granted} granted of 100, with one in flight"
     );
 }
 
@@ -131,7 +131,7 @@ async fn costs_above_a_share_are_denied_temporarily() {
             panic!("{strategy:?}: {:?}", decision.outcome())
         };
         assert_eq!(decision.granted(), 0);
-        // The state of a window or log is not known from its decisions.
+        // Decisions do not reveal the exact state of a window or log.
         let exact = if strategy.frees().is_gradual() {
             Duration::from_millis(20)
         } else {

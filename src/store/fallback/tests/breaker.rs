@@ -25,7 +25,7 @@ async fn one_failed_call_counts_once() {
         opened_by += 1;
     }
     assert_eq!(opened_by, 3, "calls that failed until the breaker opened");
-    assert!(primary.asked() <= 64 + 3, "{} asked", primary.asked());
+    assert!(primary.asked() <= 64 + 3, "{} checks", primary.asked());
 }
 
 /// Only the checks in flight when the primary store stalls wait for the deadline, and three more.

@@ -45,7 +45,7 @@ impl Far {
         }
     }
 
-    /// The same counts, as another instance reaches them.
+    /// Shares the counts with another instance.
     pub(super) fn another(&self, delay: Duration) -> Self {
         Self {
             delay: Arc::new(Mutex::new(Some(delay))),

@@ -67,7 +67,7 @@ impl Outage {
         }
     }
 
-    /// Takes from an instance whatever it grants, up to `most`.
+    /// Takes all that an instance grants, up to `most`.
     async fn take(&mut self, instance: usize, most: u32) {
         let up_to = |cost| Check::up_to(ann(), &self.policies, cost);
         let check = match &mut self.id {

@@ -61,12 +61,12 @@ async fn others_wait_while_an_instance_reconciles() {
     assert_eq!(
         granted,
         50 * 60,
-        "of limits that come to that, with instances back after {took:?}"
+        "the sum of the limits, with recoveries after {took:?}"
     );
     let [first, second] = took.map(Option::unwrap);
     assert!(
         first.abs_diff(second) < Duration::from_millis(300),
-        "one comes back after the other: {took:?}"
+        "the instances recover one after the other: {took:?}"
     );
 }
 

@@ -61,7 +61,7 @@ async fn a_panicking_observer_costs_only_its_events() {
     assert_eq!(
         notified.load(SeqCst),
         3 + 1 + 1 + 1,
-        "failures, the outage, its end, and what was reconciled"
+        "failures, the outage, its end, and the reconciled cost"
     );
 }
 
