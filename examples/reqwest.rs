@@ -56,7 +56,7 @@ fn client(
     ConfigError,
 > {
     const API: Key = Key::GLOBAL;
-    // Cap pauses at a minute, even if the API asks for longer ones.
+    // Cap pauses at a minute, even if the API sends a longer `Retry-After`.
     let pause = Pause::new(store.clone(), "the-api-pause", Duration::from_secs(60))?;
     let policies = Policies::new([
         Policy::new("the-api", Strategy::Gcra, rate)?,

@@ -155,7 +155,7 @@ struct Service {
 
 #[tonic::async_trait]
 impl RateLimitService for Service {
-    /// Decides each descriptor separately. One with enough capacity is charged even if another is over its limit.
+    /// Decides each descriptor separately. One with enough capacity is charged even if another one exceeds its limit.
     async fn should_rate_limit(
         &self,
         request: Request<RateLimitRequest>,

@@ -87,7 +87,7 @@ impl Account {
         self.reset_until = Some(now.saturating_add(self.policies.longest_count()));
     }
 
-    /// The most that may be refunded here of a charge made at `at`, or of any charge. `None` if the charge is in the
+    /// Upper bound of a refund here, for a charge made at `at` or for any charge. `None` if the charge is in the
     /// primary store.
     pub(super) fn refundable(&self, at: Option<i64>, now: i64) -> Option<u64> {
         match at {
@@ -140,7 +140,7 @@ impl Account {
         }
     }
 
-    /// Merges an older account of the same counts, whose charges came first.
+    /// Merges an older account of the same counts.
     pub(super) fn put_after(&mut self, mut older: Self, now: i64) {
         self.used = self.used.max(older.used);
         if self.reset_until.is_some() {

@@ -155,7 +155,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
         self.with(|settings| settings.failures = failures)
     }
 
-    /// Sets how many instances share a policy during an outage. Defaults to 1, so that each instance grants the whole
+    /// Sets how many instances share a policy during an outage. Defaults to 1: each instance grants the whole
     /// policy.
     #[must_use]
     pub fn share(self, share: Share) -> Self {
@@ -172,7 +172,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
         store
     }
 
-    /// The same stores with other settings, and a closed breaker.
+    /// Builds a store from the same stores with other settings and a closed breaker.
     fn with(self, change: impl FnOnce(&mut Settings)) -> Self {
         let Partition {
             primary,

@@ -1,4 +1,4 @@
-//! The clients: what they send, when, and what they do with the futures.
+//! The clients: their checks, and their use of the futures.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -32,7 +32,7 @@ pub(super) struct Client {
     pub(super) resets: Arc<AtomicU64>,
 }
 
-/// What a client does with a future. Times are in milliseconds.
+/// A client's use of a future. Times are in milliseconds.
 #[derive(Debug, Clone, Copy)]
 enum Patience {
     Waits,

@@ -25,7 +25,7 @@ pub(super) struct Plan {
     pub(super) clocks: [Duration; 2],
 }
 
-/// The number by which the instances divide a limit.
+/// The divisor of a limit for an instance's share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sharing {
     /// The real number of instances.

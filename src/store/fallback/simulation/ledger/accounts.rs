@@ -14,7 +14,7 @@ pub(super) struct Sums {
     pub(super) resets: i64,
     /// Total charges of the primary store.
     pub(super) charged: i64,
-    /// Final charges that its clients were told of, and whether the primary store may have received them in another
+    /// Final charges that were reported to its clients, and whether the primary store may have received them in another
     /// order, or not at all.
     pub(super) told: i64,
     pub(super) reset_later: bool,
@@ -39,7 +39,7 @@ pub(super) struct Id {
 /// The account of one caller at one instance.
 #[derive(Debug, Default)]
 pub(super) struct Account {
-    /// What the primary store last reported as left under each policy, and its total charges at that time.
+    /// The last report of the primary store about each policy, and its total charges at that time.
     pub(super) heard: Option<Vec<Left>>,
     pub(super) heard_at: i64,
     /// Grants of the instance since that report, minus its refunds.
@@ -118,7 +118,7 @@ impl Account {
     }
 
     /// Number of the instance's own windows in which it may have granted something while the primary store decided the
-    /// rest. They do not begin together with those of the primary store, and each new window drops the last report.
+    /// rest. They do not begin together with the primary store's windows, and each new window drops the last report.
     pub(super) fn windows(&self, strategy: Option<Strategy>, period: i64, now: u64) -> i64 {
         match strategy {
             Some(Strategy::FixedWindow(_) | Strategy::TokenBucket(Refill::Interval)) => {
@@ -149,7 +149,7 @@ impl Account {
         }
     }
 
-    /// Returns how much the instance may have granted locally by now, from the last report.
+    /// Returns how much the instance may have granted locally since the last report.
     pub(super) fn part(&self, plan: &Plan, caller: usize, fewer: i64, now: u64) -> i64 {
         let parts = plan.callers[caller]
             .policies
@@ -166,7 +166,7 @@ impl Account {
     }
 }
 
-/// What the primary store has reported as left under a policy.
+/// A report of the primary store: the capacity left under a policy.
 #[derive(Debug)]
 pub(super) struct Left {
     remaining: i64,
@@ -184,7 +184,7 @@ impl Left {
 
     /// Returns the part that is left now, and the whole. A policy that refills gradually reports whole units, but a
     /// part of the next unit is left too. That part may count as a full unit, because the refund of an older charge is
-    /// reduced by what has drained of it.
+    /// reduced by the drained part.
     fn at(&self, policy: &Policy, now: u64) -> (i64, i64) {
         let capacity = policy.params().capacity;
         if !policy.frees().is_gradual() {
@@ -225,7 +225,7 @@ impl Parts {
         }
     }
 
-    /// The instance's share of what is left.
+    /// The instance's share of the capacity left.
     fn left(&self, left: i64, whole: i64) -> i64 {
         left * self.least / whole + self.changed
     }

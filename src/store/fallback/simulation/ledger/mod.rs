@@ -44,7 +44,7 @@ pub(super) struct Granted<'a> {
     pub(super) mode: Mode,
     pub(super) cost: i64,
     pub(super) id: Option<&'a [u8]>,
-    /// Whether it refunds an older charge, of which only the stores know the drained part.
+    /// Whether it refunds an older charge. Only the stores know the drained part of that.
     pub(super) of_older: bool,
     /// Whether the request was not sent to the primary store.
     pub(super) unasked: bool,
@@ -198,7 +198,7 @@ impl Ledger {
                     account.before = account.owed + if account.reset { account.before } else { 0 };
                     (account.reset, account.owed, account.beyond) = (true, 0, 0);
                     account.resets += 1;
-                    // Accounts that were taken for the reconciliation may be charged before or after this.
+                    // The reconciliation may charge removed accounts before or after this.
                     account.vague |= reconciling;
                     account.grants.clear();
                 } else {

@@ -5,7 +5,7 @@ use crate::simulation;
 pub(in super::super) enum Rule {
     /// The total grants to a caller are within the bound of `docs/faults.md`.
     Granted,
-    /// During an outage an instance grants at most its share of what was last reported as left.
+    /// During an outage an instance grants at most its share of the capacity last reported.
     Part,
     /// No charge is charged to the primary store twice.
     Twice,
@@ -21,7 +21,7 @@ pub(in super::super) enum Rule {
     Exact,
     /// The primary store charges an id once, and so does each instance.
     Id,
-    /// A primary store that stalls gets at most as many consecutive requests as it takes to open the breaker.
+    /// A primary store that stalls gets no more consecutive requests than it takes to open the breaker.
     Silence,
     /// No request fails.
     Failed,

@@ -180,7 +180,7 @@ impl WorldState {
         }
         let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
         self.say(caller, || {
-            format!("i{instance} {whose:<5} is taken back, not sent")
+            format!("i{instance} {whose:<5} is withdrawn, not sent")
         });
         true
     }
@@ -307,7 +307,7 @@ impl WorldState {
         }
         let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
         self.say(caller, || {
-            format!("i{instance} {whose:<5} never sent: nobody waits")
+            format!("i{instance} {whose:<5} never sent: its future was dropped")
         });
     }
 
