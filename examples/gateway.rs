@@ -8,6 +8,7 @@ mod serve;
 
 use std::collections::HashMap;
 use std::error::Error;
+use std::io::IsTerminal;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -58,6 +59,7 @@ async fn main() {
 async fn run(file: String) -> Result<(), Box<dyn Error>> {
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
         .init();
     let buckets = Matcher::Suffix("_seconds".to_owned());
     let metrics =

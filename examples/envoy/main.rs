@@ -16,6 +16,7 @@ mod rules;
 use std::cmp::Reverse;
 use std::collections::HashSet;
 use std::error::Error;
+use std::io::IsTerminal;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -66,6 +67,7 @@ async fn main() {
 async fn run() -> Result<(), Box<dyn Error>> {
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
         .init();
     let buckets = Matcher::Suffix("_seconds".to_owned());
     let metrics =

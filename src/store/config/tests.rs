@@ -240,7 +240,11 @@ fn impossible_settings_are_refused() {
         url: Some("http://user:hunter2@host/".to_owned()),
         ..other()
     });
-    assert!(url.to_string().contains("write it like `redis://"), "{url}");
+    assert!(
+        url.to_string()
+            .contains("its scheme is unknown: use `redis://"),
+        "{url}"
+    );
     assert!(!format!("{url} {url:?}").contains("hunter2"), "{url:?}");
     let alone = refused(StoreConfig {
         share: ShareConfig::Alive,

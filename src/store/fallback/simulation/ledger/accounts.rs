@@ -17,6 +17,11 @@ pub(super) struct Sums {
     /// Final charges that were reported to its clients, and whether the primary store may have received them in another
     /// order, or not at all.
     pub(super) told: i64,
+    /// Cost of refunds that were sent before the last answered reset and answered after it. The primary
+    /// store may have run them before it or after it.
+    pub(super) refunded_about_reset: i64,
+    /// Number of resets that were answered.
+    pub(super) resets_told: u32,
     pub(super) reset_later: bool,
     pub(super) in_doubt: bool,
     pub(super) ids: BTreeMap<Vec<u8>, Id>,

@@ -221,16 +221,33 @@ impl Ledger {
     }
 
     /// A client has received a decision.
-    pub(super) fn answers(&mut self, caller: usize, check: &Check, decision: &Decision) {
+    ///
+    /// `resets_told` is the number of resets that were answered when the client sent its check.
+    pub(super) fn answers(
+        &mut self,
+        caller: usize,
+        check: &Check,
+        decision: &Decision,
+        resets_told: u32,
+    ) {
         let sums = &mut self.sums[caller];
         match check.mode() {
+            Mode::Refund if resets_told < sums.resets_told => {
+                sums.refunded_about_reset += i64::from(check.cost());
+            }
             Mode::Refund => sums.told -= i64::from(check.cost()),
             Mode::Reset => {
-                sums.told = 0;
+                (sums.told, sums.refunded_about_reset) = (0, 0);
+                sums.resets_told += 1;
                 sums.reset_later |= decision.source() == Source::Local;
             }
             _ => sums.told += i64::from(decision.granted()),
         }
+    }
+
+    /// Number of resets of a caller that were answered.
+    pub(super) fn resets_told(&self, caller: usize) -> u32 {
+        self.sums[caller].resets_told
     }
 
     /// A refund has failed.
@@ -345,6 +362,7 @@ impl Ledger {
         if who.habit.reserves() {
             let Sums {
                 told,
+                refunded_about_reset,
                 reset_later,
                 in_doubt,
                 ..
@@ -359,7 +377,7 @@ impl Ledger {
             let least = if reset_later || self.emptied > 0 {
                 0
             } else {
-                told - off
+                told - refunded_about_reset - off
             };
             if !in_doubt && !(least..=told + off).contains(&used) {
                 self.breaks(

@@ -61,6 +61,8 @@ struct Ask {
     asked: bool,
     unsent: bool,
     ran: Ran,
+    /// Number of resets of the caller that were answered before.
+    resets_told: u32,
 }
 
 /// A request to the primary store.
@@ -169,6 +171,7 @@ impl WorldState {
             asked: false,
             unsent: false,
             ran: Ran::default(),
+            resets_told: self.ledger.resets_told(caller),
         });
         ask
     }
@@ -188,6 +191,7 @@ impl WorldState {
             ref check,
             since,
             ran,
+            resets_told,
             ..
         } = self.asks[ask];
         let check = check.clone();
@@ -217,7 +221,7 @@ impl WorldState {
                 );
             }
         };
-        self.ledger.answers(caller, &check, decision);
+        self.ledger.answers(caller, &check, decision, resets_told);
         if decision.source() == Source::Redis && !degraded {
             self.streaks[instance].answers(since, ask);
         }
