@@ -81,7 +81,7 @@ use crate::util::Clock;
 ///   outage, and then for the last of them to reconcile, up to ten seconds. With the breaker closed,
 ///   such as after a full queue, it happens within a second. Per caller and outage, at most one burst
 ///   more than the policy is granted.
-/// - **Refunds** go where the charge was made: see [`Decision::refund`].
+/// - **Refunds** go where the charge was made: see [`Decision::refund`](crate::check::Decision::refund).
 ///
 /// [`Decision::source`](crate::check::Decision::source) returns where a decision was made, and an [`Observer`] is
 /// notified of every change.
