@@ -51,7 +51,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Says on the terminal when Redis is lost and found.
+/// Prints to the terminal when Redis is lost and recovered.
 struct Log;
 
 impl Observer for Log {
@@ -70,7 +70,7 @@ impl Observer for Log {
     }
 }
 
-/// A setting of the environment, or what it is by default.
+/// Returns a setting from the environment, or its default.
 fn setting<T>(name: &str, default: &str) -> Result<T, String>
 where
     T: std::str::FromStr<Err: std::fmt::Display>,

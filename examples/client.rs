@@ -1,11 +1,11 @@
 //! `cargo run --example client`
 //!
-//! Clients of an API that takes 50 requests a second: three instances of a service, each with 50 tasks that call it as fast
-//! as they may, wait their turn and keep to that rate together. The API is a server of this process, which counts. It listens on
-//! the loopback address for these clients only, so it needs no header timeout.
+//! Clients of an API that allows 50 requests a second: three instances of a service, each with 50 tasks that call it as
+//! fast as they may. Together they wait for their turns and keep to that rate. The API is a server in this process that
+//! counts its requests. It listens on the loopback address for these clients only, so it needs no header timeout.
 //!
-//! Settings by the environment: `RATE` (`50/s burst 5`), `SECONDS` (3), `INSTANCES` (3), and `REDIS_URL` to share the count
-//! among processes. Start one that has the API, and others that call it:
+//! Settings from the environment: `RATE` (`50/s burst 5`), `SECONDS` (3), `INSTANCES` (3), and `REDIS_URL` to share the
+//! count among processes. Start one process with the API, and others that call it:
 //!
 //! ```sh
 //! export REDIS_URL=redis://127.0.0.1/ INSTANCES=1 SECONDS=20
@@ -34,7 +34,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let quota: Quota = setting("RATE", "50/s burst 5")?;
     let seconds: u64 = setting("SECONDS", "3")?;
     let instances: usize = setting("INSTANCES", "3")?;
-    // While Redis is away, each instance keeps to its part of the rate.
+    // While Redis is unavailable, each instance keeps to its share of the rate.
     let mut config = StoreConfig::from_env("REDIS_URL")?;
     config.share = ShareConfig::Alive;
     let store = AnyStore::from_config(&config)?;
@@ -47,7 +47,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     println!("{instances} instances with {TASKS} tasks each call {api}, {quota} in all");
     let mut made = vec![];
     for _ in 0..instances {
-        // An instance of a real service has one layer, and clones the client for each task.
+        // A real instance needs one layer, and clones the client for each task.
         let throttle = ThrottleLayer::new(store.clone(), Key::new("the-api"), policy.clone());
         let client = throttle.layer(Client::builder(TokioExecutor::new()).build_http::<Body>());
         let calls = Arc::new(AtomicUsize::new(0));
@@ -76,7 +76,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Calls the API again and again, each time when it is this task's turn.
+/// Calls the API in a loop, each time when it is this task's turn.
 async fn call<S>(mut client: S, api: Uri, calls: Arc<AtomicUsize>) -> Result<(), S::Error>
 where
     S: Service<Request<Body>>,
@@ -89,7 +89,7 @@ where
     }
 }
 
-/// The API, which answers anybody.
+/// Starts the API, which does not limit its clients.
 async fn serve(port: u16) -> Result<Uri, Box<dyn Error>> {
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
     let api = format!("http://{}/", listener.local_addr()?).parse()?;
@@ -98,7 +98,7 @@ async fn serve(port: u16) -> Result<Uri, Box<dyn Error>> {
     Ok(api)
 }
 
-/// A setting of the environment, or what it is by default.
+/// Returns a setting from the environment, or its default.
 fn setting<T>(name: &str, default: &str) -> Result<T, String>
 where
     T: std::str::FromStr<Err: std::fmt::Display>,

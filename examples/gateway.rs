@@ -1,8 +1,8 @@
 //! `cargo run --example gateway`
 //!
-//! A service with plans, limits of single callers, addresses behind proxies, a costly route, a limit that is only
-//! tried, a log and metrics. Its settings are in `examples/gateway.toml`, or in another file: `cargo run --example
-//! gateway -- FILE`. Limits that are changed there hold within a second. It needs no Redis, but the file may name one.
+//! A service with plans, limits for individual callers, addresses behind proxies, a costly route, a limit in a dry run,
+//! a log and metrics. Its settings are in `examples/gateway.toml`, or in another file: `cargo run --example gateway --
+//! FILE`. Changed limits apply within a second. It needs no Redis, but the file may name one.
 
 mod serve;
 
@@ -28,7 +28,7 @@ use tower_redis_ratelimit::{Key, Policies, RateLimitLayer};
 
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/gateway.toml");
 
-/// What is in the file.
+/// The contents of the file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Settings {
@@ -111,8 +111,8 @@ async fn run(file: String) -> Result<(), Box<dyn Error>> {
     match serve::serve(listener, app).await {}
 }
 
-/// Notes who has sent the API key, and under which plan. An unknown key is like none: who guesses is counted by
-/// address.
+/// Records the user of the API key, and the user's plan. A request with an unknown key is treated like one without a
+/// key, so guesses are counted by address.
 async fn authenticate(
     State(users): State<Arc<HashMap<String, User>>>,
     mut request: Request,
@@ -131,7 +131,7 @@ async fn authenticate(
     next.run(request).await
 }
 
-/// Counts users by their names, and all others by their addresses.
+/// Counts users by name, and all others by address.
 struct Caller(ClientIp);
 
 impl KeyExtractor for Caller {
@@ -143,7 +143,7 @@ impl KeyExtractor for Caller {
     }
 }
 
-/// Puts the limits in place that the file has now. If something is wrong with it, all stays as it is.
+/// Applies the limits in the file. If the file has an error, all limits stay unchanged.
 fn reload(
     file: &str,
     known: &mut Result<String, String>,
@@ -169,7 +169,7 @@ fn read(file: &str) -> Result<String, String> {
     fs::read_to_string(file).map_err(|error| error.to_string())
 }
 
-/// An error tells the number of the line, and not the line itself, which may have an API key.
+/// Errors name the number of the line but do not quote it, because it may contain an API key.
 fn parse(text: &str) -> Result<Settings, String> {
     toml::from_str(text).map_err(|error: toml::de::Error| {
         let before = error

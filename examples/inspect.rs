@@ -1,7 +1,8 @@
 //! `cargo run --example inspect`
 //!
-//! What is counted in Redis, for people: which policies, who uses most of one, and one caller's counts, which it can reset.
-//! `REDIS_URL` says where (`redis://127.0.0.1/`): a server, sentinels or a cluster, and which prefix.
+//! Prints the counts in Redis: the policies, the callers who have used most of a policy, or one caller's counts, which
+//! it can reset. `REDIS_URL` names the servers (`redis://127.0.0.1/`): a server, sentinels or a cluster, and the
+//! prefix.
 //!
 //! ```sh
 //! export REDIS_URL='redis://127.0.0.1/?prefix=shop'
@@ -11,13 +12,14 @@
 //! cargo run --example inspect 'api 50/s burst 100' user-42 reset
 //! ```
 //!
-//! Redis does not know the limit of a window, so a policy is written as the service has it: `name quota`, or with a strategy between them, as in
-//! `login sliding-log 5/15m` and `uploads in-flight 10/30s`. A caller is written as `user-42`, `ip:192.0.2.7`, `*` for all
-//! together, a tuple with commas, and an API key as `secret:sk-1` or by its hash, `~` and 32 digits: no secret is in Redis.
+//! Redis does not store the limit of a window, so write a policy as the service configures it: `name quota`, or with the
+//! strategy in between, such as `login sliding-log 5/15m` and `uploads in-flight 10/30s`. Write a caller as `user-42`,
+//! `ip:192.0.2.7`, `*` for a global count, a tuple with commas, and an API key as `secret:sk-1` or by its hash, `~` and
+//! 32 digits: Redis stores no secrets.
 //!
-//! The lists look through the whole database, a thousand keys at a time, and so does the question for a caller who has used
-//! nothing: the policy may be misspelled. The Redis user needs `+scan` for that. A reset takes effect in all
-//! instances within a second: each remembers a denial for that long at most.
+//! The lists scan the whole database, a thousand keys at a time. So does the query for a caller without counts, as the
+//! policy may be misspelled. The Redis user needs `+scan` for that. A reset takes effect in all instances within a
+//! second, because each caches a denial for at most that time.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -32,9 +34,9 @@ use tower_redis_ratelimit::check::Decision;
 use tower_redis_ratelimit::store::{Counted, StoreError};
 use tower_redis_ratelimit::{Key, Limiter, Policy, RedisStore};
 
-/// How many callers are shown.
+/// Maximum number of callers in a list.
 const TOP: usize = 20;
-/// How many are asked for at once, which the store does in one call.
+/// Number of callers that are queried concurrently, in one call of the store.
 const TOGETHER: usize = 128;
 
 #[tokio::main]
@@ -79,10 +81,10 @@ async fn run() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// `name quota`, or `name strategy quota`.
+/// Parses `name quota` or `name strategy quota`.
 fn policy(text: &str) -> Result<Policy, NoKey> {
     let (name, rest) = text.trim().split_once(' ').unwrap_or((text, ""));
-    // A strategy may have a number too, but none of its words begins with one.
+    // A strategy may contain a number, but none of its words begins with a digit.
     let mut digits = rest
         .match_indices(|c: char| c.is_ascii_digit())
         .map(|(at, _)| at);
@@ -98,12 +100,12 @@ fn policy(text: &str) -> Result<Policy, NoKey> {
     Policy::deserialize(MapDeserializer::new(fields))
 }
 
-/// A caller as in a file of settings, or as in Redis.
+/// Parses a caller as in a file of settings, or as in Redis.
 fn key(text: &str) -> Result<Key, NoKey> {
     Key::deserialize(StrDeserializer::new(text))
 }
 
-/// How many callers each count has, by name, strategy and span.
+/// Returns the number of callers of each count, by name, strategy and span.
 async fn callers(
     store: &RedisStore,
 ) -> Result<BTreeMap<(String, &'static str, String), usize>, StoreError> {
@@ -118,7 +120,7 @@ async fn callers(
     Ok(callers)
 }
 
-/// Prints how many callers each policy has.
+/// Prints the number of callers of each policy.
 async fn policies(store: &RedisStore) -> Result<(), StoreError> {
     let callers = callers(store).await?;
     println!(
@@ -139,7 +141,7 @@ async fn policies(store: &RedisStore) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// The strategy of a policy as counts name it.
+/// Returns the name of a policy's strategy in counts.
 fn strategy(policy: &Policy) -> String {
     let text = policy
         .strategy()
@@ -147,7 +149,7 @@ fn strategy(policy: &Policy) -> String {
     text.split('(').next().unwrap_or_default().to_owned()
 }
 
-/// Prints what is counted instead, if nothing is under this policy. Returns whether that is so.
+/// If there are no counts under this policy, prints the counts that exist. Returns `true` if so.
 async fn is_missing(store: &RedisStore, policy: &Policy) -> Result<bool, StoreError> {
     let mut scan = store.scan();
     while let Some(counts) = scan.next().await? {

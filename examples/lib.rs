@@ -1,1 +1,1 @@
-//! Nothing but examples: the first line of each is the command that runs it.
+//! Examples only. The first line of each file is the command that runs it.

@@ -115,7 +115,7 @@ fn tokens(prompt: &str) -> u32 {
     u32::try_from(prompt.split_whitespace().count()).unwrap_or(u32::MAX)
 }
 
-/// A language model that says what it is told, a word at a time, three times over.
+/// A language model that repeats its prompt three times, one word at a time.
 struct Model {
     words: std::vec::IntoIter<String>,
 }
@@ -137,7 +137,7 @@ impl Model {
     }
 }
 
-/// A setting of the environment, or what it is by default.
+/// Returns a setting from the environment, or its default.
 fn setting<T>(name: &str, default: &str) -> Result<T, String>
 where
     T: std::str::FromStr<Err: std::fmt::Display>,

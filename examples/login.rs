@@ -71,7 +71,7 @@ async fn login(
 ) -> Result<StatusCode, ReserveError> {
     let user = fold(&login.user);
     let attempt = failures.reserve(Key::new(&user), 1).await?;
-    // It counts from here on, also if the client hangs up.
+    // The attempt counts even if the client hangs up.
     attempt.set(1);
     if !is_right(&user, &login.password).await {
         return Ok(StatusCode::UNAUTHORIZED);
@@ -86,14 +86,14 @@ fn fold(user: &str) -> String {
     user.trim().to_lowercase()
 }
 
-/// Takes as long as the check of a hashed password.
+/// Takes as long as checking a hashed password.
 async fn is_right(user: &str, password: &str) -> bool {
     println!("{user} tries");
     tokio::time::sleep(Duration::from_millis(50)).await;
     password == "open sesame"
 }
 
-/// A setting of the environment, or what it is by default.
+/// Returns a setting from the environment, or its default.
 fn setting<T>(name: &str, default: &str) -> Result<T, String>
 where
     T: std::str::FromStr<Err: std::fmt::Display>,

@@ -1,8 +1,8 @@
 //! `cargo run --example outage`
 //!
 //! Four instances of a small service share one limit. Redis is killed after 5 seconds and started again, empty, after
-//! 10: second by second, what was granted by whom, and the longest that a request took. Between the seconds is the log
-//! as it is without any observer set. It needs `redis-server` on the PATH.
+//! 10. For each second this prints the grants by source, and the longest time that a request took. The lines in between
+//! are the default log without an observer. It needs `redis-server` on the PATH.
 
 use std::convert::Infallible;
 use std::error::Error;
@@ -27,7 +27,7 @@ const INSTANCES: NonZeroU32 = NonZeroU32::new(4).unwrap();
 const QUOTA: Quota = Quota::per_second(200);
 const SECONDS: u64 = 15;
 
-/// What the clients were answered within a second.
+/// The answers of one second.
 #[derive(Default)]
 struct Second {
     redis: AtomicU64,
@@ -104,7 +104,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Asks a hundred times a second, come what may.
+/// Sends a hundred requests per second, regardless of the replies.
 #[allow(
     clippy::disallowed_methods,
     reason = "the time of each request is what it shows"
@@ -122,7 +122,7 @@ where
     }
 }
 
-/// Starts Redis, and waits until it takes connections.
+/// Starts Redis, and waits until it accepts connections.
 fn start_redis(port: u16) -> std::io::Result<Child> {
     let redis = Command::new("redis-server")
         .args([

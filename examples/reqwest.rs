@@ -1,12 +1,13 @@
 //! `cargo run --example reqwest --features reqwest`
 //!
-//! Two instances of a service call an API with reqwest. They keep to 50 requests a second together, and rather fail than wait for
-//! more than 5 seconds. But the API takes only 20 a second, and says so by a 429 with `Retry-After`: the instance that gets it
-//! notifies the others, so that nobody calls until then. The API is a server of this process, which counts what it denies. It
-//! listens on the loopback address for these instances only, so it needs no header timeout.
+//! Two instances of a service call an API with reqwest. Together they keep to 50 requests a second, and fail rather
+//! than wait for more than 5 seconds. But the API accepts only 20 a second, and otherwise replies with a 429 and
+//! `Retry-After`. The instance that gets the 429 notifies the others, and all of them pause until that time. The API is
+//! a server in this process that counts its denials. It listens on the loopback address for these instances only, so it
+//! needs no header timeout.
 //!
-//! Settings by the environment: `RATE` (`50/s burst 5`), `API_RATE` (`20/s`), `CALLS` (60), and `REDIS_URL` to share the count
-//! among processes.
+//! Settings from the environment: `RATE` (`50/s burst 5`), `API_RATE` (`20/s`), `CALLS` (60), and `REDIS_URL` to share
+//! the count among processes.
 
 use std::env;
 use std::error::Error;
@@ -46,7 +47,7 @@ async fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
     Ok(())
 }
 
-/// A client of one instance. Its clones, and those of other instances, share the count and the pauses.
+/// Creates the client of an instance. All clients share the count and the pauses.
 fn client(
     store: &AnyStore,
     rate: Quota,
@@ -55,7 +56,7 @@ fn client(
     ConfigError,
 > {
     const API: Key = Key::GLOBAL;
-    // However long the API says, nobody waits for more than a minute.
+    // Cap pauses at a minute, even if the API sends a longer `Retry-After`.
     let pause = Pause::new(store.clone(), "the-api-pause", Duration::from_secs(60))?;
     let policies = Policies::new([
         Policy::new("the-api", Strategy::Gcra, rate)?,
@@ -77,7 +78,7 @@ fn client(
     })))
 }
 
-/// Calls one after the other. Returns how many calls were made, and how many the API has denied.
+/// Calls in sequence. Returns the number of calls, and the number that the API denied.
 async fn work<S>(
     instance: usize,
     mut client: S,
@@ -103,7 +104,7 @@ where
     Ok((made, denied))
 }
 
-/// The API.
+/// Starts the API.
 async fn serve(quota: Quota) -> Result<Url, BoxError> {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
     let api = format!("http://{}/", listener.local_addr()?).parse()?;
@@ -120,7 +121,7 @@ async fn serve(quota: Quota) -> Result<Url, BoxError> {
     Ok(api)
 }
 
-/// A setting of the environment, or what it is by default.
+/// Returns a setting from the environment, or its default.
 fn setting<T>(name: &str, default: &str) -> Result<T, String>
 where
     T: std::str::FromStr<Err: std::fmt::Display>,

@@ -1,5 +1,6 @@
-//! Serves an app as `axum::serve` does, and closes a connection that sends no whole head of a request in time. Without a
-//! timeout, a client keeps any number of connections open for ever by sending nothing, or one byte a minute.
+//! Serves an app like `axum::serve`, but closes a connection that does not send a complete request head in time.
+//! Without a timeout, a client could keep any number of connections open forever by sending nothing, or one byte per
+//! minute.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -18,13 +19,13 @@ use tower::ServiceExt;
 /// The time for the head of a request, and for the next one on an idle connection.
 const HEAD: Duration = Duration::from_secs(5);
 
-/// Serves HTTP/1. Each request has the peer's address, as by `into_make_service_with_connect_info::<SocketAddr>()`.
+/// Serves HTTP/1. Each request has the peer's address, as with `into_make_service_with_connect_info::<SocketAddr>()`.
 pub(crate) async fn serve(mut listener: TcpListener, app: Router) -> Infallible {
-    // Not the builder of hyper-util: it reads the HTTP version first, without a timeout.
+    // Not hyper-util's builder, which reads the HTTP version first, without a timeout.
     let mut http = Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(HEAD);
     loop {
-        // It tries again after an error, such as too many open files.
+        // `accept` retries after errors, such as too many open files.
         let (stream, peer): (_, SocketAddr) = Listener::accept(&mut listener).await;
         let app = app.clone().map_request(move |mut request: Request<_>| {
             request.extensions_mut().insert(ConnectInfo(peer));

@@ -1,15 +1,15 @@
 //! `cargo run --example takeover redis-rate rate: api '1000/h'`
 //!
-//! Charges what redis_rate (v9, v10) or redis-cell still counts to the policy that takes over, so that nobody gets a second burst.
-//! Build it before, and run it as soon as your service has switched; what has passed in between becomes a debt, and is paid off.
-//! A second run within a period of the policy charges nothing twice.
+//! Moves the counts of redis_rate (v9, v10) or redis-cell to a policy of this crate, so that callers do not get a
+//! second burst. Build it in advance, and run it immediately after your service has switched. Requests that were
+//! allowed in between become a debt, which drains. A second run within a period of the policy charges nothing twice.
 //!
-//! The arguments are `redis-rate` or `redis-cell`, what its keys begin with, and the name and the quota of your policy, which
-//! counts by `Gcra`. What follows in a key has to be the caller as your extractor names it: change `caller` if it is not, such
-//! as to `Key::ip` for addresses. `REDIS_URL` says where (`redis://127.0.0.1/`): one server, and your service's prefix if it
-//! has one (`?prefix=shop`). The old keys stay; they expire by themselves.
+//! The arguments are `redis-rate` or `redis-cell`, the prefix of its keys, and the name and the quota of your policy,
+//! which must use `Gcra`. The rest of a key must be the caller as your extractor names it; otherwise change the
+//! function `caller`, for example to `Key::ip` for addresses. `REDIS_URL` names the server (`redis://127.0.0.1/`), with
+//! your service's prefix if there is one (`?prefix=shop`). The old keys stay until they expire.
 //!
-//! A key whose name or value is not UTF-8 is skipped, counted and named: no count of it is taken over.
+//! A key whose name or value is not UTF-8 is skipped, counted and reported: its count is not moved.
 
 use std::collections::BTreeSet;
 use std::env;
@@ -20,7 +20,7 @@ use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{Key, Policies, Policy, RedisStore, Strategy, redis};
 
-/// The seconds from 1970 to 2017, where redis_rate begins to count.
+/// Seconds from 1970 to 2017, the epoch of redis_rate.
 const YEAR_2017: f64 = 1_483_228_800.0;
 
 #[tokio::main]
@@ -47,7 +47,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let mut redis = redis::Client::open(url)?
         .get_multiplexed_async_connection()
         .await?;
-    // SCAN may find a key twice.
+    // SCAN may return a key twice.
     let (mut keys, mut cursor) = (BTreeSet::new(), 0_u64);
     loop {
         let mut scan = redis::cmd("SCAN");
@@ -103,17 +103,17 @@ async fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The caller that the rest of a key stands for.
+/// Returns the caller in the rest of a key.
 fn caller(rest: &str) -> Key {
     Key::new(rest)
 }
 
-/// When all that was granted will have flowed back, in seconds since 1970. None if the value is something else.
+/// Returns the time in seconds since 1970 at which all grants will have expired, or `None` for an invalid value.
 fn of_redis_rate(value: &str) -> Option<f64> {
     Some(value.parse::<f64>().ok()? + YEAR_2017)
 }
 
-/// It counts in nanoseconds.
+/// redis-cell counts in nanoseconds.
 fn of_redis_cell(value: &str) -> Option<f64> {
     Some(value.parse::<u64>().ok()? as f64 / 1e9)
 }

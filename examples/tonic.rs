@@ -1,8 +1,8 @@
 //! `cargo run --example tonic --features tonic`
 //!
-//! A tonic server behind a rate limit, 2 calls in 4 seconds for each client address, and a client that reads why it is
-//! denied and tries again when it is told to. Settings by the environment: `RATE_LIMIT` (`2/4s`), and `REDIS_URL` to
-//! share the count among instances:
+//! A tonic server behind a rate limit, 2 calls in 4 seconds for each client address, and a client that reads the reason
+//! of a denial and retries after the given wait. Settings from the environment: `RATE_LIMIT` (`2/4s`), and `REDIS_URL`
+//! to share the count among instances:
 //!
 //! ```sh
 //! REDIS_URL=redis://127.0.0.1/ cargo run --example tonic --features tonic
@@ -81,7 +81,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Tries again when the server says so: gRPC's retry policy, which tonic's client does not have.
+/// Retries after the wait that the server returned: gRPC's retry policy, which tonic's client lacks.
 #[derive(Clone)]
 struct HonourPushback {
     retries: u32,
@@ -109,7 +109,7 @@ impl<Req: Clone, Res> retry::Policy<Req, Res, Status> for HonourPushback {
                 violation.subject, violation.description
             );
         }
-        // A negative number says that no wait helps.
+        // A negative number means that waiting does not help.
         let millis = denied
             .metadata()
             .get("grpc-retry-pushback-ms")?

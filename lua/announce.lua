@@ -1,13 +1,14 @@
--- Announces an instance, and counts those that are alive.
+-- Announces an instance, and counts the live instances.
 --
--- KEYS   the set of the instances' names, by the time until which each is alive
--- ARGV   this instance's name; for how many milliseconds it is alive
--- Reply  how many instances are alive
+-- KEYS   a sorted set of the instances' names; the score is the time until which an instance is
+--        alive, in milliseconds since the Unix epoch
+-- ARGV   this instance's name; the milliseconds for which it is alive
+-- Reply  the number of live instances
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('ZREMRANGEBYSCORE', KEYS[1], 0, now)
--- Also instances that a clock noted which was ahead: those that are alive announce themselves again.
+-- Also remove entries that a clock ahead of this one has written: their instances, if alive, announce themselves again.
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '(' .. string.format('%.0f', now + ARGV[2]), '+inf')
 redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
 redis.call('PEXPIRE', KEYS[1], ARGV[2])

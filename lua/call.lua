@@ -1,36 +1,40 @@
--- The arguments of a call. The script of checks is this file, prelude.lua, meter.lua, the strategies, check.lua, problem.lua
--- and reply.lua.
+-- The arguments of a call. The script of checks consists of this file, prelude.lua, meter.lua, the strategies,
+-- check.lua, problem.lua and reply.lua.
 --
--- KEYS   for each entry, in their order: where its answer is remembered, if its plan says so; one key per policy.
+-- KEYS   for each entry, in order: the key of the remembered answer, if its plan has ids; then one key per policy
 -- ARGV   strings of packed numbers:
---          call            how many policies, how many plans, the time: 0 for Redis's own, otherwise microseconds since
---                          the Unix epoch, for tests
---          policies        each: strategy, and the four numbers that its `policy` function takes
---          plans           what is asked; each: mode, cost, microseconds for which the answer is remembered under the
---                          check's id (0: it has none), or within which a take ahead has to be due, or
---                          below 0 in which the debt of a charge must refill, or -1 if a refund is of a turn
---                          that was taken ahead, then its policies by their place above; of a refund after that the charge of which it refunds: how much
---                          it was; how many microseconds ago at least; the time that was answered then, or 0; and for
---                          each policy the `reset` that was answered then
---          runs            to the end; each: a plan by its place above, how many entries in a row follow it, and how many
---                          times each of these is asked: takes of one caller that ask the same share an entry, so that
---                          no key comes twice in a run of takes. Under a policy of requests in flight, the id of a slot
---                          follows for each take, renewal and release
--- Reply  a string of whole numbers, of 8 bytes each; for each entry, each time it is asked and each of its policies four:
---          granted         what was charged or refunded; below 0, what was the matter (see `problem`)
---          remaining       the largest cost that would pass now
---          wait            0 if this policy let it pass; microseconds until it would, or until what it took ahead is due;
---                          -1 for never
---          reset           microseconds until nothing is charged any more
---        for an entry whose answer is remembered, then when it was charged, in microseconds; it may be told again
---        and last the time of the call, in microseconds
+--          call            number of policies; number of plans; the time in microseconds since the Unix epoch, for
+--                          tests, or 0 for Redis's own time
+--          policies        each: strategy, and the four numbers that the strategy's `policy` function takes
+--          plans           each: mode; cost; one number whose meaning depends on the mode; the numbers of its policies,
+--                          counted from 1. The number in the middle is
+--                            of a take ahead, the microseconds within which the turn must be due;
+--                            of a refund, -1 if it refunds a turn that was taken ahead;
+--                            if negative, minus the microseconds within which the debt of a charge must refill;
+--                            otherwise the microseconds for which the answer is remembered under the check's id, or 0
+--                            if the check has no id.
+--                          A refund has then a description of the charge that it refunds a part of: its cost; its
+--                          minimum age in microseconds; the time that its answer reported, or 0; and for each policy
+--                          the `reset` that its answer reported
+--          runs            the other arguments, each: the number of a plan, counted from 1; the number of consecutive
+--                          entries of this plan; the number of checks of each entry. Equal takes of one caller share an
+--                          entry, so that no key occurs twice in a run of takes. Under a policy of requests in flight,
+--                          the slot's id follows for each take, renewal and release
+-- Reply  a string of integers of 8 bytes. Four for each entry, each of its checks, and each of its policies:
+--          granted         charged or refunded units; if negative, a problem (see problem.lua)
+--          remaining       the largest cost that would be allowed now
+--          wait            0 if this policy allows the check; otherwise the microseconds until it would, or until the
+--                          turn taken ahead is due; -1 for never
+--          reset           microseconds until no charge counts
+--        After the numbers of an entry with an id: the time of its charge in microseconds, which is that of the first
+--        answer if this one repeats it. At the end of the reply: the time of the call in microseconds
 --
--- A check may fail by itself. One that is denied, and a peek, write nothing; but a state of a time to come, which another
--- clock has left behind, is put right by a denial too, or its caller might be locked out, and slots that have expired are
--- removed.
+-- Each check may fail separately. A denied check and a peek write nothing, with two exceptions. A denial, too, corrects
+-- a state of the future, which another clock has left; otherwise its caller could stay locked out. And expired slots
+-- are removed.
 --
--- Redis runs the whole script for each call. So the most frequent call has a separate script (`takes.lua`). This one makes the
--- functions of a strategy only if a policy has it, and the functions of rarer checks only for such a check.
+-- Redis runs the whole script for each call, so the most frequent call has a separate script (takes.lua). This script
+-- creates the functions of a strategy only if a policy uses it, and those for rarer checks only if a check needs them.
 
 local CALL, POLICY, PLAN, PLAN_LENGTH = '<I4I4i7', '<I1i7i7i7i7', '<I1I4i7', 12
 local RUN, RUN_LENGTH, SLOT_LENGTH = '<I4I4I4', 12, 8
@@ -45,10 +49,10 @@ local redis_pcall = redis.pcall
 
 local policy_count, plan_count, now = decode(CALL, ARGV[1])
 
--- The longest time by which a turn may be reserved ahead, in microseconds: a day. And the most ticks of a debt.
+-- The longest time in microseconds for which a turn may be taken ahead (a day), and the maximum ticks of a debt.
 local DAY, MAX_TICKS = 86400000000, 2 ^ 52
 
--- Redis expires keys by its own time; those of another are kept for a day longer than they need.
+-- Redis expires keys by its own time. Under another time they are kept for a day longer than needed.
 local keep = 0
 do
   local time = redis_pcall('TIME')
@@ -63,17 +67,18 @@ do
   end
 end
 
--- Sums and expiries are kept without what is above this: no two that are kept are as far apart.
+-- Sums and expiries are stored modulo WRAP. Stored values that are compared are never further apart.
 local WRAP = 2 ^ 40
 
--- No key is to live for as many milliseconds: four years. One that seems to has a value that is not ours.
+-- An upper bound for the TTL of a key, in milliseconds (4 years). A state with a later expiry was written by another
+-- program.
 local LONGEST = 2 ^ 37
 
--- The most keys that one command reads, and numbers that are packed at once: Lua passes no more than 8,000 values at a
--- time.
+-- Maximum number of keys that one command reads, and of numbers packed in one call: Lua passes at most 8,000 values to
+-- a function.
 local MOST = 4000
 
--- It has room for twelve answers from the start: a table that grows is copied whenever it doubles.
+-- Preallocated for twelve answers: a table that grows is copied each time its size doubles.
 local reply = {
   nil,
   nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil,
@@ -82,5 +87,5 @@ local reply = {
 }
 local replied, key_at = 0, 0
 
--- What failed: where its answers are in the reply, and why.
+-- The failed checks, as a linked list: the place of each one's answers in the reply, and the error.
 local failures

@@ -1,6 +1,7 @@
--- The driver: decides a batch of checks, each of one or more policies of one caller, all or nothing.
+-- The driver: decides a batch of checks. Each check is of one caller under one or more policies, and is charged under
+-- all of them or none.
 
--- Decides what is asked most: takes under one policy, by callers who come once in the run. It does as `check` does, in less
+-- Fast path: takes under one policy, of callers that occur once in the run. Decides exactly as `check` does, in less
 -- time.
 local function takes(plan, entries, times)
   local policy, now, reply, n = plan[1], now, reply, replied
@@ -9,7 +10,8 @@ local function takes(plan, entries, times)
   trouble = nil
   local values = read(key_at + 1, key_at + entries)
   local unread = trouble
-  -- Who has nothing charged is charged as the first such caller was: where that one's answers begin, and what was written.
+  -- All callers without a state get the same answers: the place of the first one's answers, and the state and expiry
+  -- written for it.
   local first, state, text
   for i = 1, entries do
     local key, value, from = KEYS[key_at + i], values[i], n
@@ -29,7 +31,7 @@ local function takes(plan, entries, times)
         if room >= cost then
           if cost > 0 then
             a, b, c = charge(policy, key, now, cost, a, b, c)
-            -- What a charge takes of the room is just what it costs.
+            -- A charge reduces the room by exactly its cost.
             charged, granted, room = cost, granted + cost, room - cost
           end
         elseif cost > capacity then
@@ -83,8 +85,9 @@ for i = 1, plan_count do
     count = (#text - PLAN_LENGTH - CHARGE_OF_LENGTH) / (NUMBER_LENGTH + RESET_OF_LENGTH)
     local charged, age, time, at = decode(CHARGE_OF, text, PLAN_LENGTH + NUMBER_LENGTH * count + 1)
     if time > 0 then
-      -- It may have been long on its way. And the clock of that time may have been another: greater is safe. But the end of a
-      -- turn is compared with that of the last turn, so the age must be exact.
+      -- The check may have been delayed, so compute the age again. Redis's clock may differ from that at the
+      -- charge; a greater age is safe, since it refunds less. But a turn is compared with the end of the last turn, so
+      -- its age must be exact.
       age = math.max(plan.turn and 0 or age, now - time)
     end
     for place = 1, count do
@@ -105,10 +108,10 @@ for i = 1, plan_count do
   plans[i], only_runs = plan, only_runs and plan.run
 end
 
--- What is asked less often: `check` decides one entry, `check_once` one whose answer is remembered.
+-- The rarer checks: `check` decides one entry, `check_once` one with an id, whose answer is remembered.
 local check, check_once
 if not only_runs then
-  -- The room that a policy must have to let the check pass.
+  -- Returns the room that a policy must have to allow the check.
   local function needs(mode, cost, capacity)
     if mode == TAKE or mode == TAKE_AHEAD or mode == PEEK then
       return cost
@@ -120,7 +123,8 @@ if not only_runs then
     return -math.huge
   end
 
-  -- What a policy would grant, if all let the check pass; what it has to refund, or to forget.
+  -- Returns the units that a policy would grant if all policies allow the check; for a refund or reset, the units to
+  -- remove.
   local function grants(mode, cost, capacity, room)
     if mode == TAKE or mode == TAKE_AHEAD then
       return cost
@@ -136,11 +140,11 @@ if not only_runs then
     return 0
   end
 
-  -- The states of one entry, each of up to three values; whether they must be saved; the room in each, and how much it needs;
-  -- what each would grant; in how long each is fresh; what was granted of each.
+  -- Per policy of the entry: the state (a, b, c), whether it must be saved (dirty), its room, the room that the check
+  -- needs, the possible grant, the reset, and the total granted to all checks.
   local a, b, c, dirty, rooms, needed, granting, resets, totals = {}, {}, {}, {}, {}, {}, {}, {}, {}
 
-  -- Whether a cost that there is no room for is due in time, within the debt that the policy bears.
+  -- Returns whether a cost that exceeds the room is due in time, within the debt that the policy allows.
   local function is_due_in_time(plan, i)
     local policy, cost = plan[i], plan.cost
     if cost > policy.capacity or not policy.longest and rooms[i] - cost < -policy.capacity then
@@ -150,7 +154,8 @@ if not only_runs then
     return policy.strategy.wait(policy, KEYS[key_at + i], now, cost, a[i], b[i], c[i]) <= most
   end
 
-  -- What a policy sees, if it is alone. Returns the most that the others may grant: below 0 if it does not let the check pass.
+  -- Computes the need and the grant of a policy alone. Returns the most that the other policies may grant; negative if
+  -- the policy denies the check.
   local function preview(plan, i)
     local policy, mode, cost, room = plan[i], plan.mode, plan.cost, rooms[i]
     local capacity, most = policy.capacity, math.huge
@@ -169,7 +174,7 @@ if not only_runs then
     return most
   end
 
-  -- Decides on the state of a policy, and charges it, if no policy grants more than `most`. Returns how much that was.
+  -- Charges a policy with at most `most` units, or refunds or resets it. Returns the granted units.
   local function decide(plan, i, most)
     local policy, mode, granted, key = plan[i], plan.mode, granting[i], KEYS[key_at + i]
     local strategy = policy.strategy
@@ -193,7 +198,7 @@ if not only_runs then
     return granted
   end
 
-  -- Asks once, of the states as they are. Returns the most that a policy grants.
+  -- Decides one check on the current states, and appends the answers. Returns the largest grant of a policy.
   local function ask(plan)
     local most, highest = math.huge, 0
     for i = 1, #plan do
@@ -216,7 +221,7 @@ if not only_runs then
     return highest
   end
 
-  -- Saves what was granted in all.
+  -- Saves the state of a policy after all checks of the entry.
   local function save(plan, i)
     local mode, policy, key = plan.mode, plan[i], KEYS[key_at + i]
     if mode == RESET then
@@ -227,11 +232,12 @@ if not only_runs then
     end
   end
 
-  -- Returns the largest grant of a policy the last time. The slots' ids are in a text, at a place.
+  -- Decides an entry of `times` equal checks. `slots` is a text with the ids of their slots, starting at `at`. Returns
+  -- the largest grant of a policy in the last check.
   function check(plan, times, slots, at)
     local count, granted, from = #plan, 0, replied
     trouble = nil
-    -- Where there was trouble nothing is saved.
+    -- If this fails, nothing is saved.
     local values = read(key_at + 1, key_at + count)
     for i = 1, count do
       local policy, key = plan[i], KEYS[key_at + i]
@@ -260,13 +266,13 @@ if not only_runs then
     return granted
   end
 
-  -- What is remembered under an id: when it was charged, until when that is known, and what each policy answered. Its key
-  -- expires with the millisecond, which may be later.
+  -- The remembered answer of an id: the time of the charge, the time until which the answer is valid, and the answer of
+  -- each policy. The key may expire up to a millisecond later.
   local TIMES, TIMES_LENGTH = '<I7I7', 14
   local ANSWER, ANSWER_LENGTH = '<I6I6I7', 19
 
-  -- Answers just as a check of the same id was answered, if there was one; but no quota leaves more than its capacity.
-  -- Returns when that was charged.
+  -- Repeats the remembered answer of the check's id, if there is one, with `remaining` limited to the present capacity.
+  -- Returns the time of the charge, or nil.
   local function repeat_answer(plan)
     local key, count, value = KEYS[key_at + 1], #plan, read(key_at + 1, key_at + 1)[1]
     key_at = key_at + 1
@@ -277,7 +283,7 @@ if not only_runs then
     if now >= forget_at then
       return nil
     elseif charged_at > now then
-      -- The clock has gone back: as if it had been charged now.
+      -- The clock was set back: treat the charge as made now.
       charged_at, forget_at = now, now + plan.remember
       write(key, encode(TIMES, charged_at, forget_at) .. sub(value, 1 + TIMES_LENGTH), expiry(forget_at + keep))
     end
@@ -291,8 +297,8 @@ if not only_runs then
     return charged_at
   end
 
-  -- Whether the answer that begins in the reply after `from` tells that something was charged: a cost, where a request in
-  -- flight stands beside it.
+  -- Returns whether the answers after `from` contain a charge: a granted cost. Slots in flight count only if no policy
+  -- limits a rate.
   local function has_charged(plan, from)
     local charged = false
     for i = 1, #plan do
@@ -301,7 +307,7 @@ if not only_runs then
     return charged
   end
 
-  -- Decides a check with an id, which is asked once, and remembers what was charged.
+  -- Decides a check with an id once, and remembers the answer if it was charged.
   function check_once(plan, slots, at)
     local key, from = KEYS[key_at + 1], replied
     local charged_at = repeat_answer(plan)

@@ -1,4 +1,4 @@
--- Leaky bucket; the twin of src/limit/strategy/leaky_bucket.rs, which explains it. The level of the meter is that of the
--- bucket. Uses meter of meter.lua.
+-- Leaky bucket. The Rust half, src/limit/strategy/leaky_bucket.rs, explains the algorithm. The level of the meter is
+-- the level of the bucket. Uses meter of meter.lua.
 
 return meter()

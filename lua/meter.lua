@@ -1,22 +1,23 @@
--- The meter: what the leaky bucket, GCRA and the token bucket share, which say the same in three ways; the twin of
--- src/limit/strategy/meter.rs.
+-- The meter: the code shared by the leaky bucket, GCRA and the token bucket, which describe one algorithm in three
+-- ways. The Rust half is src/limit/strategy/meter.rs.
 --
--- Stored: since when the meter drains, and its level then in ticks; when the key expires, which the policy keeps from `load`
--- to `save`.
--- Registers: the level at now, in ticks, and since when it drains.
+-- Stored: the time since which the meter drains; its level at that time, in ticks; expiry of the key, which the policy
+-- keeps between `load` and `save`.
 --
--- The script of takes has a second version of a take: takes.lua.
+-- State: the level now, in ticks; the time since which the meter drains.
+--
+-- takes.lua repeats the take of a meter inline. Change both together.
 --
 -- Uses decode, encode, floor, max, min, DAY and MAX_TICKS of call.lua; div_ceil, lasting and write of prelude.lua.
 
 local METER, METER_LENGTH = '<i7I7I5', 19
 
 local function meter()
-  -- `interval` ticks make a unit of cost. `ticks` drain in every microsecond if `period` is 0; else they do so at once, after
-  -- every period.
+  -- A unit of cost is `interval` ticks. If `period` is 0, `ticks` drain in every microsecond; otherwise they drain
+  -- after each period.
   local function policy(capacity, interval, ticks, period)
     local full = capacity * interval
-    -- The highest level: twice what it holds, or what is reserved a day ahead.
+    -- The highest level: twice the capacity, or a full meter and the drain of a day, for turns taken ahead.
     local deepest = 2 * full
     if period == 0 then
       deepest = max(deepest, min(full + DAY * ticks, MAX_TICKS))
@@ -28,9 +29,9 @@ local function meter()
       period = period,
       full = full,
       deepest = deepest,
-      -- The longest wait of a take ahead.
+      -- The longest wait of a turn taken ahead.
       longest = period == 0 and floor((deepest - full) / ticks) or nil,
-      -- Microseconds, or periods, that no debt reaches.
+      -- Microseconds or periods after which any level has drained.
       furthest = floor(deepest / ticks) + 1,
     }
   end
@@ -68,7 +69,7 @@ local function meter()
     return (left - left % interval) / interval
   end
 
-  -- In how long so many ticks have drained.
+  -- Returns the microseconds until `ticks` have drained.
   local function drains_in(policy, now, ticks, at)
     local count = (ticks + -ticks % policy.ticks) / policy.ticks
     if policy.period > 0 and count > 0 then
@@ -85,7 +86,7 @@ local function meter()
     return level + cost * policy.interval, at
   end
 
-  -- What is left of the charge, or of the turn; its Rust half explains it.
+  -- Refunds what still counts of a charge or a turn. The Rust half explains it.
   local function refund(policy, key, now, cost, of, level, at)
     local period, most = policy.period, 2 * policy.capacity
     if of.turn and period == 0 then

@@ -7,7 +7,7 @@
 --   policy(capacity, ...)
 --       creates a policy for the other functions, with its `capacity` in units of cost. Further arguments
 --       of a strategy that refills: ticks per unit; ticks per refill; microseconds between refills, 0 if it
---       refills every microsecond. Of a window, in microseconds: its period; its offset to the clock, -1 if
+--       refills every microsecond. For a window, in microseconds: its period; its offset to the clock, -1 if
 --       the first charge starts a window; the width of a cell
 --   load(policy, key, now, value)
 --       the state at `now`: up to three values, then whether it must be saved even if nothing is charged,
@@ -90,7 +90,7 @@ local function cell_functions()
     return sub(cells, 1 + CELL_LENGTH * (place + 1))
   end
 
-  -- Removes `cost` units from the cells: those that follow the first `start` units. Drops cells
+  -- Removes the `cost` units after the first `start` units from the cells. Drops cells
   -- that become empty.
   local function take_out(cells, start, cost)
     local count, _, base = #cells / CELL_LENGTH - 1, cell(cells, 0)

@@ -1,5 +1,5 @@
--- The problem of each failure, a number below 0, by the words of its error in all versions from 6.2. A missing right is
--- NO_PERMISSION less the place of its command in this list, which Rust has too. Uses `failures`.
+-- Maps the errors in `failures` to problems, which are negative numbers, by words that the errors contain in all
+-- versions since 6.2. The n-th right of this list is reported as NO_PERMISSION - n; Rust has the same list.
 
 local RIGHTS = failures and {
   'MGET', 'SET', 'SETRANGE', 'DEL', 'LRANGE', 'RPUSH', 'LSET', 'LTRIM', 'LREM', 'PEXPIREAT', 'ZCARD', 'ZRANGE',
@@ -23,11 +23,11 @@ while failure do
       end
     end
   elseif says('MISCONF') or says('NOREPLICAS') then
-    -- It takes no writes at all: it cannot save to disk, or has too few replicas.
+    -- Redis rejects all writes: it cannot save to disk, or has too few replicas.
     problem = NO_WRITES
   elseif says('non local key') then
-    -- The slot is being moved away, and this call has deleted a key of the check, so that no node creates the key here again.
-    -- Nothing of the check was written: it reads its keys first.
+    -- The slot is migrating away and this call has deleted a key of the check, so no node creates the key here again.
+    -- Nothing was written for the check: it reads its keys first.
     problem = ELSEWHERE
   end
   failure.problem, failure = problem, failure.before

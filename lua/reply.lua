@@ -1,6 +1,6 @@
--- The reply, once all is decided.
+-- Encodes the reply, after all checks were decided.
 
--- Replaces the answers to failed checks by the problem.
+-- Replaces the answers of failed checks with the problem.
 while failures do
   for i = failures.from + 1, failures.to, 4 do
     reply[i], reply[i + 1], reply[i + 2], reply[i + 3] = failures.problem, 0, 0, 0
@@ -8,7 +8,7 @@ while failures do
   failures = failures.before
 end
 
--- One string is read faster than a list of numbers.
+-- Clients parse one string faster than a list of numbers.
 replied = replied + 1
 reply[replied] = now
 local packed = ''

@@ -78,8 +78,7 @@ local function set_cells(log, cells)
   log.raw, log.cells = nil, cells
 end
 
--- Returns the stored block of a number, counted from 1. An invalid block is replaced by one that
--- counts nothing.
+-- Returns the stored block of a number, counted from 1. Replaces an invalid block with an empty one.
 local function stored(key, log, number)
   local place = place_of(log, number)
   local block = log[place] or (try('LRANGE', key, place, place) or {})[1]

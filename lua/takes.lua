@@ -1,18 +1,17 @@
--- The script of takes: decides the most frequent call, takes without an id under one meter each, none of a caller twice.
--- It is sent instead of the script of call.lua, which decides every check, and does the same as its meter.lua. Both read and
--- write the same states.
+-- The script of takes: decides the most frequent call, takes without an id under one meter each, with no caller twice.
+-- It decides such a call exactly as the script of checks with meter.lua does, and reads and writes the same states.
 --
 -- KEYS   one for each entry
--- ARGV   one string of packed numbers for each run of entries under one policy and at one cost: the time, which is 0 for
---          Redis's own, otherwise microseconds since the Unix epoch, for tests; the ticks of the capacity, of the cost, and
---          of a microsecond; the number of entries; the number of takes of each entry
--- Reply  a string of three whole numbers for each entry, of 7, 7 and 5 bytes:
---          time            of the call, in microseconds; below 0, a problem (see problem.lua)
---          level           in ticks, after one take that was charged; below 0, -1 less the level before all takes
---          expiry          of the key, if a take was charged
---        So the answer to a charged take is the stored state. The client computes the verdict from the level.
+-- ARGV   one string of packed numbers for each run of entries under one policy and with one cost: the time in
+--          microseconds since the Unix epoch, for tests, or 0 for Redis's own; the ticks of the capacity, of the cost,
+--          and per microsecond; the number of entries; the number of takes of each entry
+-- Reply  a string of three integers for each entry, of 7, 7 and 5 bytes:
+--          time            of the call, in microseconds; if negative, a problem (see problem.lua)
+--          level           in ticks, after a single take that was charged; otherwise -1 minus the level before all takes
+--          expiry          of the key, if a single take was charged
+--        So the answer to a charged take is the stored state. The client computes the verdicts from the level.
 --
--- Redis runs the whole script for each call, and functions and tables take time: this script makes none.
+-- Redis runs the whole script for each call, and creating functions and tables takes time: this script creates neither.
 
 local METER, METER_LENGTH = '<i7I7I5', 19
 local KEYS, encode, decode, redis_pcall = KEYS, struct.pack, struct.unpack, redis.pcall
@@ -23,13 +22,13 @@ if time.err then
 end
 local clock = time[1] * 1000000 + time[2]
 
--- The states. Each is replaced by its answer.
+-- The states. Each is replaced with its answer.
 local answers, failures = KEYS[2] and redis_pcall('MGET', unpack(KEYS)) or redis_pcall('MGET', KEYS[1])
 if answers.err then
   failures = { from = 1, to = #KEYS, err = 'MGET ' .. answers.err }
 end
 local place = 0
--- The last state that was set. New callers often get equal states.
+-- The last written state: new callers often get equal states.
 local last_ms, last_text, last_level, last_state
 for run = 1, failures and 0 or #ARGV do
   local now, full, units, ticks, entries, times = decode('<i7i7i7i7I4I4', ARGV[run])
@@ -80,7 +79,7 @@ for run = 1, failures and 0 or #ARGV do
     if charged > level or future then
       local reset = (charged + -charged % ticks) / ticks
       local at, command, written = now + reset + keep, 'SET'
-      -- As `lasting` and `write` of prelude.lua, with the numbers of call.lua.
+      -- Like `lasting` and `write` of prelude.lua, with the constants of call.lua.
       if expires and (expires - at / 1000) % 1099511627776 < 137438953472 then
         state, command = encode(METER, now, charged, expires), 'SETRANGE'
         written = redis_pcall('SETRANGE', KEYS[place], '0', state)

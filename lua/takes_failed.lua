@@ -1,4 +1,4 @@
--- The reply of takes.lua to a call in which a take has failed. Uses `failures` with the problems of problem.lua.
+-- The reply of takes.lua if takes have failed. Uses `failures` with the problems of problem.lua.
 
 while failures do
   for i = failures.from, failures.to do

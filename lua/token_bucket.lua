@@ -1,4 +1,4 @@
--- Token bucket; the twin of src/limit/strategy/token_bucket.rs, which explains it. The level of the meter is what the bucket
--- lacks. Uses meter of meter.lua.
+-- Token bucket. The Rust half, src/limit/strategy/token_bucket.rs, explains the algorithm. The level of the meter is
+-- the number of missing tokens. Uses meter of meter.lua.
 
 return meter()

@@ -1,4 +1,4 @@
-//! Clients: a few callers send most of the requests, as they do everywhere.
+//! The clients. As in real traffic, a few callers send most of the requests.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -12,11 +12,11 @@ use tower_redis_ratelimit::select::Tier;
 
 use crate::recorder::Recorder;
 
-/// How many callers there are. Every other one has the plan `pro`.
+/// Number of callers. Every second one has the plan `pro`.
 const CALLERS: f64 = 40.0;
 const TICKS_PER_SECOND: u32 = 50;
 
-/// Sends `rate` requests a second to the instances in turn, whether or not they are answered.
+/// Sends `rate` requests per second to the instances in turn, without waiting for the responses.
 pub(crate) async fn run<S>(instances: Vec<S>, rate: Arc<AtomicU32>, recorder: Arc<Recorder>)
 where
     S: Service<Request<()>, Response = Response<String>, Error = Infallible, Future: Send>
@@ -25,7 +25,7 @@ where
         + 'static,
 {
     let mut ticks = interval(Duration::from_secs(1) / TICKS_PER_SECOND);
-    // A machine that is too slow sends less, and the page shows it.
+    // A machine that is too slow sends fewer requests, which the page shows.
     ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
     let (mut due, mut sent) = (0, 0);
     loop {
@@ -46,8 +46,8 @@ where
     }
 }
 
-/// The nth request. Multiples of the golden ratio are evenly spread, and as powers they are like a caller's rank: the first
-/// one sends a fifth of all requests, the last one a hundred and fiftieth.
+/// Builds the nth request. Multiples of the golden ratio are evenly spread, and a power of them is distributed like the
+/// ranks of callers: the first caller sends a fifth of all requests, the last one a hundred and fiftieth.
 fn request(number: usize) -> Request<()> {
     let even = (number as f64 * 0.618_033_988_749_895).fract();
     let caller = (CALLERS + 1.0).powf(even) as usize;

@@ -1,8 +1,9 @@
 //! `cargo run --example dashboard`
 //!
-//! A page to look at while Redis is killed, frozen and started again: what three instances of a service decide
-//! meanwhile, where, and how fast. Their Redis is a `redis-server` of its own, if there is one on the PATH; without one
-//! they count in this process. `PORT` (3000) is where the page is, for this machine only, so it needs no header timeout.
+//! A page on which you can kill, freeze and restart Redis, and watch what three instances of a service decide, which
+//! store decides, and how fast. The example starts its own `redis-server` if there is one on the PATH; otherwise the
+//! instances count in this process. The page listens at `PORT` (3000) for this machine only, so it needs no header
+//! timeout.
 
 mod load;
 mod recorder;
@@ -40,10 +41,10 @@ use crate::redis::{Action, Redis};
 
 const INSTANCES: NonZeroU32 = NonZeroU32::new(3).unwrap();
 const PLANS: [&str; 2] = ["free", "pro"];
-/// How many requests a second there may be.
+/// The selectable rates, in requests per second.
 const RATES: [u32; 7] = [0, 100, 250, 500, 1_000, 2_000, 4_000];
 
-/// What the page's buttons change.
+/// The settings that the page's buttons change.
 struct Demo {
     recorder: Arc<Recorder>,
     redis: Mutex<Option<Redis>>,
@@ -125,13 +126,13 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let mut terminated = tokio::signal::unix::signal(SignalKind::terminate())?;
     tokio::select! {
         ended = axum::serve(listener, app) => Ok(ended?),
-        // So that Redis ends too, even while it is frozen.
+        // Return, so that Redis is stopped too, even while it is frozen.
         stopped = tokio::signal::ctrl_c() => Ok(stopped?),
         _ = terminated.recv() => Ok(()),
     }
 }
 
-/// The policies of both plans.
+/// Returns the policies of both plans.
 fn tiers(quotas: [Quota; 2]) -> Result<Tiers, ConfigError> {
     let policy = |plan: usize| Policy::new(PLANS[plan], Strategy::Gcra, quotas[plan]);
     Ok(Tiers::new(policy(0)?).tier(PLANS[1], policy(1)?))
@@ -156,7 +157,7 @@ async fn end_seconds(demo: Arc<Demo>) {
     }
 }
 
-/// The page, which may load nothing but its own script and style, and ask nobody but us.
+/// The page. It may load only its own script and style, and connect only to this server.
 async fn page() -> impl IntoResponse {
     let nonce = format!("{:016x}", RandomState::new().hash_one(()));
     let policy = format!(
@@ -201,7 +202,7 @@ async fn redis_action(State(demo): State<Arc<Demo>>, Path(action): Path<Action>)
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// To the next of the rates, `more` or `less`.
+/// Changes the rate to the next higher or lower one (`more` or `less`).
 async fn change_rate(State(demo): State<Arc<Demo>>, Path(change): Path<String>) -> Answer {
     let rate = demo.rate.load(Relaxed);
     let next = match change.as_str() {
@@ -234,7 +235,7 @@ async fn change_limit(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Refuses what other sites let a browser send here: they have other names, or say where they come from.
+/// Rejects requests that another site makes a browser send: they have another host name or another origin.
 async fn only_our_page(request: Request, next: Next) -> Response {
     let host = request
         .headers()

@@ -1,4 +1,4 @@
-//! What happens, second by second: an observer counts it, and each page gets the record.
+//! An observer that counts the events of each second, and sends the record to each page.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::mem;
@@ -13,25 +13,25 @@ use tower_redis_ratelimit::{Key, Policy};
 
 use crate::redis::State;
 
-/// For how many seconds a new page can look back.
+/// Number of seconds that a new page can show.
 const SECONDS: usize = 90;
-/// For how many a caller is shown that sends nothing.
+/// Number of seconds for which an idle caller is shown.
 const QUIET: u32 = 5;
 
 /// The observer of all instances.
 pub(crate) struct Recorder {
     second: Mutex<Second>,
-    /// By their numbers, as JSON.
+    /// Numbered records, as JSON.
     records: watch::Sender<VecDeque<(u64, Arc<str>)>>,
 }
 
 #[derive(Default)]
 struct Second {
     record: Record,
-    /// How long each check took, in microseconds.
+    /// The duration of each check, in microseconds.
     elapsed: Vec<u128>,
     callers: HashMap<Key, Caller>,
-    /// How many instances decide by themselves.
+    /// Number of instances that decide locally.
     local: u32,
 }
 
@@ -42,7 +42,7 @@ struct Caller {
     quiet: u32,
 }
 
-/// What people set by the page's buttons.
+/// The settings of the page's buttons.
 #[derive(Serialize)]
 pub(crate) struct Settings {
     pub(crate) redis: State,
@@ -51,26 +51,26 @@ pub(crate) struct Settings {
     pub(crate) quotas: BTreeMap<&'static str, String>,
 }
 
-/// What a page gets for a second.
+/// The record of one second.
 #[derive(Default, Serialize)]
 struct Record {
-    /// When it ended, in milliseconds since 1970.
+    /// End of the second, in milliseconds since 1970.
     at: u128,
     #[serde(flatten)]
     settings: Option<Settings>,
-    /// By source, as the next one.
+    /// By source, as in the next field.
     allowed: BTreeMap<&'static str, u32>,
     denied: BTreeMap<&'static str, u32>,
-    /// Requests that got no decision.
+    /// Requests without a decision.
     unanswered: u32,
-    /// Checks that Redis could not decide, by kind of the error.
+    /// Checks that Redis could not decide, by kind of error.
     failed: BTreeMap<&'static str, u32>,
-    /// In microseconds, as the next one.
+    /// In microseconds, as in the next field.
     p50: Option<u128>,
     p99: Option<u128>,
-    /// How many calls of Redis had so many checks, or up to twice as many.
+    /// Histogram of the number of checks in a call of Redis, in powers of two.
     batches: BTreeMap<usize, u32>,
-    /// How many checks these calls had together.
+    /// Total number of checks in these calls.
     checks: usize,
     local: u32,
     reconciled: u64,
@@ -79,19 +79,19 @@ struct Record {
     notes: Vec<Note>,
 }
 
-/// How much of a policy its callers have left.
+/// The remaining quota of a policy's callers.
 #[derive(Serialize)]
 struct Fill {
-    /// In an outage, that of an instance's share.
+    /// During an outage, the capacity of an instance's share.
     capacity: u32,
-    /// Name, remaining, and how often denied.
+    /// Name, remaining quota, and number of denials of each.
     callers: Vec<(String, u32, u32)>,
 }
 
-/// What somebody did, or what came of it.
+/// An action of a user, or its result.
 #[derive(Serialize)]
 struct Note {
-    /// Its name on the time line. Without one it is told by the text alone.
+    /// Its name on the time line; empty for an entry in the text only.
     mark: String,
     text: String,
 }
@@ -104,7 +104,7 @@ impl Recorder {
         })
     }
 
-    /// What somebody has done.
+    /// Records an action of a user.
     pub(crate) fn note(&self, mark: impl Into<String>, text: impl Into<String>) {
         self.second().record.note(mark, text);
     }
@@ -116,7 +116,7 @@ impl Recorder {
     /// Ends a second.
     pub(crate) fn end(&self, settings: Settings) {
         let (record, mut elapsed) = self.second().end();
-        // Behind the lock, since it takes its time.
+        // Sort after the lock was released, because it takes a while.
         elapsed.sort_unstable();
         let percentile = |percent| elapsed.get(elapsed.len() * percent / 100).copied();
         let (p50, p99) = (percentile(50), percentile(99));
@@ -137,7 +137,7 @@ impl Recorder {
         });
     }
 
-    /// The last records, and each later one when its second ends.
+    /// The last records, then each new one when its second ends.
     pub(crate) fn records(&self) -> impl Stream<Item = Arc<str>> + use<> {
         stream::unfold(
             (self.records.subscribe(), 0),
@@ -232,7 +232,7 @@ impl Observer for Recorder {
 }
 
 impl Second {
-    /// What is recorded of it, and begins the next one.
+    /// Returns the record of the second, and starts the next one.
     fn end(&mut self) -> (Record, Vec<u128>) {
         let mut record = mem::take(&mut self.record);
         record.local = self.local;

@@ -1,4 +1,4 @@
-//! A `redis-server` of our own, to be killed and frozen.
+//! A `redis-server` process that the page can kill and freeze.
 
 use std::io::{self, ErrorKind};
 use std::net::{TcpListener, TcpStream};
@@ -33,7 +33,7 @@ pub(crate) enum Action {
 }
 
 impl Redis {
-    /// Starts it on a free port, and waits until it takes connections. `None` if there is none on the PATH.
+    /// Starts it on a free port, and waits until it accepts connections. `None` if it is not on the PATH.
     pub(crate) fn start() -> io::Result<Option<Self>> {
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
         let process = match spawn(port) {

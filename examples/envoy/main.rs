@@ -51,7 +51,7 @@ use rules::{Domains, Files, Limit, Rate};
 
 /// Maximum number of descriptors in a request.
 const MAX_DESCRIPTORS: usize = 100;
-/// Maximum number of unknown domains that are warned of.
+/// Maximum number of warnings about unknown domains.
 const MAX_WARNINGS: usize = 100;
 
 const DIRECTORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/envoy/config");
@@ -111,13 +111,13 @@ async fn run() -> Result<(), Box<dyn Error>> {
     let listener = tokio::net::TcpListener::bind(listen).await?;
     let port = listener.local_addr()?.port();
     println!("localhost:{port}/ is for Envoy, localhost:{port}/metrics for Prometheus");
-    // Else the kernel keeps a short answer until Envoy has acknowledged the one before.
+    // Otherwise the kernel delays a short reply until Envoy has acknowledged the previous one.
     let listener = listener.tap_io(|connection| drop(connection.set_nodelay(true)));
     axum::serve(listener, app).await?;
     Ok(())
 }
 
-/// Puts the limits in place that the files have now. If something is wrong with one, all stays as it is.
+/// Applies the limits in the files. If a file has an error, all limits stay unchanged.
 fn reload(
     directory: &Path,
     known: &mut Result<Files, String>,
@@ -140,7 +140,7 @@ fn reload(
     *known = files;
 }
 
-/// A setting of the environment, or what it is by default.
+/// Returns a setting from the environment, or its default.
 fn setting<T: DeserializeOwned>(name: &str, default: &str) -> Result<T, String> {
     let text = env::var(name).unwrap_or_else(|_| default.to_owned());
     yaml_serde::from_str(&text).map_err(|error| format!("{name}: {error}"))
@@ -148,7 +148,7 @@ fn setting<T: DeserializeOwned>(name: &str, default: &str) -> Result<T, String> 
 
 struct Service {
     domains: watch::Receiver<Arc<Domains>>,
-    /// The unknown domains that were warned of.
+    /// The unknown domains that a warning was logged for.
     unknown: Mutex<HashSet<String>>,
     store: AnyStore,
     observer: Arc<dyn Observer>,
@@ -157,7 +157,7 @@ struct Service {
 
 #[tonic::async_trait]
 impl RateLimitService for Service {
-    /// Decides each descriptor by itself: one is charged, if it has room, whatever the others say.
+    /// Decides each descriptor separately. One with enough capacity is charged even if another one exceeds its limit.
     async fn should_rate_limit(
         &self,
         request: Request<RateLimitRequest>,
@@ -196,7 +196,7 @@ impl RateLimitService for Service {
             let found = found.as_ref().filter(|(_, limit)| !is_replaced(limit));
             self.answer(found, descriptor, hits_addend)
         });
-        // Checks of one moment share a round trip.
+        // Concurrent checks share a round trip.
         let answers = try_join_all(answers).await?;
         let (statuses, decisions): (Vec<_>, Vec<_>) = answers.into_iter().unzip();
         let is_over = statuses
@@ -212,7 +212,7 @@ impl RateLimitService for Service {
 }
 
 impl Service {
-    /// Warns of a domain that no file has: its requests pass.
+    /// Logs a warning about a domain without a file. Its requests are allowed.
     fn warn_of(&self, domain: &str) {
         let mut unknown = self.unknown.lock().unwrap_or_else(PoisonError::into_inner);
         if unknown.len() < MAX_WARNINGS && unknown.insert(domain.to_owned()) {
@@ -220,11 +220,11 @@ impl Service {
         }
     }
 
-    /// The status of one descriptor, and the decision that the client is told.
+    /// Returns the status of a descriptor, and the decision for the header fields.
     ///
     /// # Errors
     ///
-    /// If the store cannot decide: then `failure_mode_deny` of Envoy does.
+    /// If the store cannot decide. Then Envoy's `failure_mode_deny` applies.
     async fn answer(
         &self,
         found: Option<&(Key, Arc<Limit>)>,
@@ -252,7 +252,7 @@ impl Service {
             Rate::Banned => return Ok((status(!limit.shadow), None)),
             Rate::Counted(policies) => policies,
         };
-        // A request that does not say how many hits it is says 0. A descriptor that says 0 means it.
+        // In a request, 0 hits means unspecified; in a descriptor, it means 0.
         let hits = descriptor
             .hits_addend
             .as_ref()
@@ -262,7 +262,7 @@ impl Service {
             _ if descriptor.is_negative_hits => (Check::refund(*caller, policies, hits), 0),
             0 => (Check::peek(*caller, policies, 1), 0),
             1 => (Check::take(*caller, policies, 1), 1),
-            // What does not fit uses up what is left: it may be the cost of a response that has been sent.
+            // Hits that do not fit use up the rest, because they may be the cost of a response that has been sent.
             _ => (Check::up_to(*caller, policies, hits), hits),
         };
         let since = now();
@@ -289,7 +289,7 @@ impl Service {
         Ok((status, Some(decision).filter(|_| !limit.shadow)))
     }
 
-    /// The header fields for the client. Of several `Retry-After` the longest stays.
+    /// Returns the header fields for the client, with the longest `Retry-After`.
     fn fields(&self, mut decisions: Vec<Decision>) -> Vec<HeaderValue> {
         decisions.sort_by_key(|decision| Reverse(decision.retry_after()));
         let mut fields = HeaderMap::new();

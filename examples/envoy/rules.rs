@@ -1,4 +1,4 @@
-//! Which limit a descriptor has, by files in the format of Envoy's own service.
+//! Finds the limit of a descriptor, from files in the format of Envoy's own service.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use serde::de::IgnoredAny;
 use tower_redis_ratelimit::strategy::Align;
 use tower_redis_ratelimit::{Key, Policies, Policy, Quota, Strategy};
 
-/// How long the units are, as Envoy's service has it.
+/// The lengths of the units, as in Envoy's service.
 const UNITS: [(Unit, Duration); 7] = [
     (Unit::Second, Duration::from_secs(1)),
     (Unit::Minute, Duration::from_secs(60)),
@@ -26,7 +26,7 @@ const UNITS: [(Unit, Duration); 7] = [
     (Unit::Year, Duration::from_secs(365 * 86_400)),
 ];
 
-/// The text of each YAML file of a directory, at least one.
+/// The text of each YAML file in a directory; at least one.
 pub(crate) type Files = BTreeMap<PathBuf, String>;
 
 pub(crate) fn read(directory: &Path) -> Result<Files, String> {
@@ -53,7 +53,7 @@ pub(crate) fn read(directory: &Path) -> Result<Files, String> {
     Ok(files)
 }
 
-/// What is in one file.
+/// The contents of a file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
@@ -74,7 +74,7 @@ struct Descriptor {
     share_threshold: bool,
     #[serde(default)]
     descriptors: Vec<Descriptor>,
-    /// These name statistics of Envoy's service. Ours have the names of policies.
+    /// Names of statistics in Envoy's service. Here, statistics have the names of policies.
     #[serde(default, rename = "detailed_metric")]
     _detailed_metric: IgnoredAny,
     #[serde(default, rename = "value_to_metric")]
@@ -92,7 +92,7 @@ struct LimitText {
     unlimited: bool,
     unit: Option<String>,
     requests_per_unit: Option<u32>,
-    /// These two are not known to Envoy's service.
+    /// Two extensions that Envoy's service does not have.
     quota: Option<Quota>,
     strategy: Option<Strategy>,
 }
@@ -115,25 +115,25 @@ struct Rules(HashMap<String, Values>);
 #[derive(Default)]
 struct Values {
     exact: HashMap<String, Rule>,
-    /// With `*`, in their order.
+    /// Patterns with `*`, in order of the file.
     patterns: Vec<(String, Rule)>,
     any: Option<Rule>,
 }
 
 struct Rule {
     limit: Option<Arc<Limit>>,
-    /// What is counted in place of the value.
+    /// The value to count all matching values under, if they share a count.
     shared: Option<String>,
     nested: Rules,
 }
 
-/// A limit as it is applied.
+/// A limit with its policy.
 pub(crate) struct Limit {
-    /// What Envoy is told of it: nothing of what is unlimited.
+    /// The limit reported to Envoy; `None` if unlimited.
     pub(crate) current: Option<RateLimit>,
-    /// The names of the limits that do not count beside this one.
+    /// Names of the limits that do not apply together with this one.
     pub(crate) replaces: Vec<String>,
-    /// Whether it is only tried.
+    /// Whether it is in a dry run.
     pub(crate) shadow: bool,
     pub(crate) rate: Rate,
 }
@@ -146,7 +146,7 @@ pub(crate) enum Rate {
 }
 
 impl Domains {
-    /// By these files: one for each domain.
+    /// Reads the files, with one domain in each.
     pub(crate) fn new(files: &Files) -> Result<Self, String> {
         let mut domains = Self::default();
         for (path, text) in files {
@@ -180,7 +180,7 @@ impl Domains {
         self.0.contains_key(domain)
     }
 
-    /// The domains that these have and `other` has not.
+    /// The domains that are missing in `other`.
     pub(crate) fn without<'a>(&'a self, other: &'a Self) -> impl Iterator<Item = &'a str> {
         self.0
             .keys()
@@ -188,7 +188,7 @@ impl Domains {
             .filter(|domain| !other.contains(domain))
     }
 
-    /// The limit of a descriptor, and who is counted by it. `None` if nothing limits it.
+    /// Returns the limit of a descriptor, and the key to count under. `None` if it is not limited.
     pub(crate) fn find(
         &self,
         domain: &str,
@@ -212,7 +212,7 @@ impl Domains {
         if let Some(instead) = &descriptor.limit {
             let unit = Unit::try_from(instead.unit).unwrap_or_default();
             let quota = Quota::per(instead.requests_per_unit, period(unit)?);
-            // The unit first: a long name is cut.
+            // The unit comes first, because a long name is truncated.
             let name = format!("override.{}.{domain}", unit.as_str_name().to_lowercase());
             limit = Some(Arc::new(Limit::new(&name, Some(quota), as_envoy())?));
         }
@@ -220,7 +220,7 @@ impl Domains {
     }
 }
 
-/// How much was read.
+/// Summary of the domains and limits that were read.
 impl fmt::Display for Domains {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let limits: usize = self.0.values().map(Rules::limits).sum();
@@ -284,7 +284,7 @@ impl Rules {
         self.0.values().map(of_values).sum()
     }
 
-    /// The most specific rule: by the value, by a pattern, by the key alone.
+    /// Returns the most specific rule: by value, by pattern, or by key alone.
     fn find(&self, entry: &Entry) -> Option<&Rule> {
         let Values {
             exact,
@@ -344,7 +344,7 @@ impl LimitText {
 }
 
 impl Limit {
-    /// Counts under a name that is a policy's.
+    /// Creates a limit. Its policy gets this name, without the characters that policy names cannot have.
     fn new(name: &str, quota: Option<Quota>, strategy: Strategy) -> Result<Self, String> {
         let plain = |letter: char| letter.is_ascii_alphanumeric() || "-_./".contains(letter);
         let name: String = name
@@ -381,7 +381,7 @@ impl Limit {
     }
 }
 
-/// Windows that begin with the clock's minute, hour or day.
+/// Windows aligned with the clock's minutes, hours or days.
 fn as_envoy() -> Strategy {
     Strategy::FixedWindow(Align::default())
 }
@@ -393,7 +393,7 @@ fn period(unit: Unit) -> Result<Duration, String> {
         .ok_or_else(|| "use `second`, `minute`, `hour`, `day`, .. as `unit`".to_owned())
 }
 
-/// Whether a value is the pattern, where each `*` stands for any text.
+/// Returns `true` if the pattern matches the value. Each `*` matches any text.
 fn matches(pattern: &str, value: &str) -> bool {
     let mut parts = pattern.split('*');
     let Some(rest) = parts.next().and_then(|start| value.strip_prefix(start)) else {

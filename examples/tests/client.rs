@@ -1,4 +1,4 @@
-//! `examples/client.rs` as it runs: alone, and three processes beside each other on one Redis that is killed meanwhile.
+//! `examples/client.rs` as it runs: alone, and as three processes on one Redis that is killed during the run.
 
 #![allow(
     clippy::unwrap_used,
@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use std::{env, thread};
 
-/// What the calls wait for, and a burst.
+/// The quota that the calls wait for, and a quota with a burst.
 const RATE: usize = 50;
 const BURST: usize = 5;
 const SECONDS: usize = 4;
@@ -37,7 +37,7 @@ fn client() -> Command {
     command
 }
 
-/// The calls of each instance, by its last line.
+/// Number of calls of each instance, from its last line.
 fn calls(output: &Output) -> Vec<usize> {
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(
@@ -67,7 +67,7 @@ fn three_instances_keep_the_rate_without_redis() {
     );
 }
 
-/// An API that notes when it is called.
+/// An API that records the times of its calls.
 #[derive(Clone, Default)]
 struct Api(Arc<Mutex<Vec<Instant>>>);
 
@@ -143,7 +143,7 @@ impl Redis {
         Some(answer)
     }
 
-    /// How many scripts it has run.
+    /// Number of scripts that it has run.
     fn scripts(&self) -> usize {
         let stats = self.ask("INFO commandstats").unwrap();
         let calls = |line: &str| {
@@ -188,7 +188,7 @@ fn three_processes_keep_the_rate_cheaply() {
         .collect();
     let times = api.0.lock().unwrap();
     let all = times.len();
-    // The processes begin and end at moments of their own.
+    // The processes start and end at different times.
     let took = times[all - 1].duration_since(times[0]).as_secs_f64();
     assert!(
         all as f64 <= BURST as f64 + RATE as f64 * took + 5.0,
@@ -196,7 +196,7 @@ fn three_processes_keep_the_rate_cheaply() {
     );
     assert!(each.iter().all(|calls| *calls > 0), "{each:?}");
     let scripts = redis.scripts();
-    // What each instance announces itself by, and takes ahead when it ends, is among them.
+    // The slot is free once the server has noticed the hang-up.
     assert!(
         scripts as f64 <= 1.2 * all as f64 + 12.0,
         "{scripts} calls of Redis for {all}"

@@ -1,5 +1,5 @@
-//! `examples/dashboard` as it runs, without a browser: what its page gets, and what the buttons do.
-//! `cargo xtask screenshots` tries the page itself.
+//! `examples/dashboard` as it runs, without a browser: the data for its page, and the effects of its buttons. `cargo
+//! xtask screenshots` tests the page itself.
 
 #![allow(
     clippy::unwrap_used,
@@ -17,7 +17,7 @@ use serde_json::Value;
 
 use crate::support::{Answer, Example};
 
-/// What our own page sends with its requests.
+/// The header fields that the page sends with its requests.
 const OURS: &str = "origin: http://localhost";
 
 struct Dashboard(Example);
@@ -52,7 +52,7 @@ impl Records {
         serde_json::from_str(&json.expect("one record after the other")).unwrap()
     }
 
-    /// The first of the next records that is so.
+    /// Returns the first of the next records for which `is_so` holds.
     fn find(&mut self, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {
         (0..60)
             .map(|_| self.next())
@@ -61,7 +61,7 @@ impl Records {
     }
 }
 
-/// How many decisions there are of this outcome by this source.
+/// Number of decisions with this outcome from this source.
 fn count(record: &Value, outcome: &str, source: &str) -> u64 {
     record[outcome][source].as_u64().unwrap_or_default()
 }
@@ -113,7 +113,7 @@ fn an_outage_and_its_end_are_recorded() {
         });
     }
 
-    // Whoever comes later gets all of it.
+    // A page that is opened later gets all records.
     let mut later = dashboard.records();
     let mut notes = String::new();
     for text in [

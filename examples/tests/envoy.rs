@@ -1,4 +1,4 @@
-//! `examples/envoy` as it runs: what Envoy's client is answered, and what Envoy's is.
+//! `examples/envoy` as it runs: its replies to Envoy, and Envoy's replies to clients.
 
 #![allow(
     clippy::unwrap_used,
@@ -41,7 +41,7 @@ use crate::support::{Answer, Example, connect};
 const OK: Code = Code::Ok;
 const OVER: Code = Code::OverLimit;
 
-/// The service with these files.
+/// Starts the service with these files.
 struct Service {
     directory: TempDir,
     example: Example,
@@ -53,7 +53,7 @@ impl Service {
         Self::with(("STORE", "{}"), files).await
     }
 
-    /// With this setting. Its log is in the directory.
+    /// Starts the service with this setting. Its log is in the directory.
     async fn with(setting: (&str, &str), files: &[&str]) -> Self {
         let directory = TempDir::new().unwrap();
         for (number, text) in files.iter().enumerate() {
@@ -86,7 +86,7 @@ impl Service {
         }
     }
 
-    /// Changes the first file, as an editor does.
+    /// Changes the first file like an editor.
     fn change(&self, text: &str) {
         let (new, file) = (
             self.directory.path().join("new"),
@@ -104,7 +104,7 @@ impl Service {
             .into_inner()
     }
 
-    /// One descriptor: its code, its limit, what remains.
+    /// Sends one descriptor. Returns its code, its limit, and the remaining capacity.
     async fn one(&mut self, domain: &str, entries: &[(&str, &str)]) -> (Code, Option<u32>, u32) {
         let response = self.ask(request(domain, [descriptor(entries)])).await;
         let [status] = &response.statuses[..] else {
@@ -138,7 +138,7 @@ fn descriptor(entries: &[(&str, &str)]) -> RateLimitDescriptor {
     }
 }
 
-/// With a number of hits of its own.
+/// A descriptor with `hits_addend`.
 fn hits(entries: &[(&str, &str)], hits: u64) -> RateLimitDescriptor {
     RateLimitDescriptor {
         hits_addend: Some(UInt64Value { value: hits }),
@@ -157,7 +157,7 @@ fn seen(status: &DescriptorStatus) -> (Code, Option<u32>, u32) {
     )
 }
 
-/// The second and third example of Envoy's README, with limits by the day.
+/// The second and third example of Envoy's README, with limits per day.
 const MESSAGING: &str = "
 domain: messaging
 descriptors:
@@ -197,7 +197,7 @@ async fn each_descriptor_has_its_limit() {
             [(OK, Some(5), left), (OK, Some(100), left + 95),]
         );
     }
-    // One denies: the other is charged all the same.
+    // One descriptor is over its limit; the other one is charged nevertheless.
     let response = service
         .ask(request(
             "messaging",
@@ -350,7 +350,7 @@ descriptors:
         assert_eq!(
             response.response_headers_to_add.is_empty(),
             user == "user-a",
-            "clients are told nothing of it"
+            "clients get no header fields about it"
         );
     }
     assert_eq!(
@@ -425,7 +425,8 @@ async fn hits_are_of_request_or_descriptor() {
         (9, None, OK, 90),
         (9, Some(20), OK, 70),
         (9, Some(0), OK, 70),
-        // As in Envoy's own service, what does not fit uses up the rest: it may be the cost of a response that was sent.
+        // As in Envoy's own service, hits that do not fit use up the rest: they may be the cost of a response that was
+        // sent.
         (0, Some(71), OVER, 0),
         (0, Some(0), OVER, 0),
         (0, None, OVER, 0),
@@ -483,7 +484,7 @@ async fn a_request_may_bring_its_limit() {
     let elsewhere = service
         .ask(request("elsewhere", [limited(0, Unit::Day)]))
         .await;
-    assert_eq!(elsewhere.overall_code(), OK, "the domain is not known");
+    assert_eq!(elsewhere.overall_code(), OK, "the domain is unknown");
     let problem = service
         .client
         .should_rate_limit(request("messaging", [limited(2, Unit::Unknown)]))
@@ -491,7 +492,7 @@ async fn a_request_may_bring_its_limit() {
     assert_eq!(problem.unwrap_err().code(), tonic::Code::InvalidArgument);
 }
 
-/// Names are cut after 64 letters.
+/// Names are truncated to 64 characters.
 #[tokio::test]
 async fn overrides_of_long_domains_count_apart() {
     let domain = "d".repeat(60);
@@ -569,7 +570,7 @@ async fn files_that_vanish_are_reported() {
         .wait_for_log("new limits: 2 domains, 4 limits")
         .await;
 
-    // Cut while it is written.
+    // The file is read while it is being written.
     service.change("domain: messaging\n");
     service.wait_for_log("the old limits stay: ").await;
     assert_eq!(
@@ -625,7 +626,7 @@ descriptors:
             "ratelimit: \"own.user\";r=0;t=1200",
         ]
     );
-    // Long after the end of a window of the clock.
+    // Long after a window boundary of the clock.
     assert_eq!(
         fields[3..],
         ["ratelimit: \"own.all\";r=98;t=604800", "retry-after: 1200"]
@@ -646,7 +647,7 @@ async fn a_changed_file_keeps_counts() {
     for left in [9, 8, 7] {
         assert_eq!(service.one("d", &[("k", "v")]).await, (OK, Some(10), left));
     }
-    // Not a number: the old limits stay until the file is right again.
+    // Not a number: the old limits stay until the file is valid again.
     service.change(&file("many"));
     sleep(Duration::from_millis(1_500)).await;
     assert_eq!(service.one("d", &[("k", "v")]).await, (OK, Some(10), 6));
@@ -674,7 +675,7 @@ async fn instances_share_their_counts() {
     );
 }
 
-/// With Nagle's algorithm an answer takes 40 ms, and Envoy waits for 20.
+/// With Nagle's algorithm a reply would take 40 ms, and Envoy waits for 20 ms.
 #[tokio::test]
 async fn answers_come_within_envoys_timeout() {
     let mut service = Service::start(&[MESSAGING]).await;
@@ -695,7 +696,7 @@ async fn answers_come_within_envoys_timeout() {
     assert!(in_time >= 20, "{in_time} of 40");
 }
 
-/// So that `failure_mode_deny` is Envoy's to follow.
+/// An error lets Envoy apply `failure_mode_deny`.
 #[tokio::test]
 async fn a_failed_store_is_unavailable() {
     let mut service = Service::with(
@@ -787,7 +788,7 @@ fn a_wrong_file_is_reported_at_startup() {
         for (number, text) in files.iter().enumerate() {
             fs::write(directory.path().join(format!("{number}.yaml")), text).unwrap();
         }
-        // If it took the files, it would end because it has no such address.
+        // If it accepted the files, it would end, because it cannot listen on this address.
         let mut command = Example::command("envoy");
         let output = command
             .env("CONFIG", directory.path())
@@ -799,9 +800,9 @@ fn a_wrong_file_is_reported_at_startup() {
     }
 }
 
-/// What `docs/envoy.md` shows is what is tried here; Istio gets the same.
+/// The configuration in `docs/envoy.md` is the tested one, and Istio's is equal.
 #[test]
-fn the_page_shows_what_is_tried() {
+fn the_page_shows_the_tested_files() {
     let yaml = |text: &str| yaml_serde::from_str::<Value>(text).unwrap();
     let page = include_str!("../../docs/envoy.md");
     let blocks: Vec<&str> = page
@@ -834,11 +835,11 @@ fn the_page_shows_what_is_tried() {
         .iter()
         .fold(&mut inserted, |at, key| &mut at[*key]);
     *grpc = filter["typed_config"]["rate_limit_service"]["grpc_service"].clone();
-    assert_eq!(&inserted, filter, "but for the name of the cluster");
+    assert_eq!(&inserted, filter, "except for the name of the cluster");
     assert_eq!(patch(2)["rate_limits"], host["rate_limits"]);
 }
 
-/// An Envoy by the file beside the example.
+/// Envoy with the example's configuration file.
 struct Envoy {
     _directory: TempDir,
     process: Child,
@@ -846,9 +847,9 @@ struct Envoy {
 }
 
 impl Envoy {
-    /// It believes a proxy in front of it, so that the test chooses the addresses of clients.
+    /// It trusts a proxy in front of it, so that the test chooses the clients' addresses.
     async fn start(service: &Service) -> Self {
-        // Free when they are looked at: another program may take one.
+        // These ports are free when they are chosen, but another program may take one.
         let listeners = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
         let [port, upstream] = listeners.map(|listener| listener.local_addr().unwrap().port());
         let text = include_str!("../envoy/envoy.yaml");
@@ -902,7 +903,7 @@ impl Drop for Envoy {
     }
 }
 
-/// `cargo xtask envoy` fetches it.
+/// `cargo xtask envoy` downloads Envoy.
 #[tokio::test]
 #[ignore = "needs Envoy: `cargo xtask envoy`"]
 async fn envoy_rejects_what_is_over() {
@@ -937,7 +938,7 @@ async fn envoy_rejects_what_is_over() {
         assert_eq!(envoy.get(path, client).status, 429, "{path}");
     }
     assert_eq!(envoy.get("/login-help", client).status, 200);
-    // By `failure_mode_deny: false`.
+    // As `failure_mode_deny: false` says.
     drop(service);
     assert_eq!(envoy.get("/login", client).status, 200);
 }
@@ -955,6 +956,6 @@ async fn addresses_of_a_network_share_a_count() {
     };
     assert_eq!(passed("1"), 5);
     assert_eq!(passed("2"), 5);
-    // An IPv4 address is one client.
+    // A client is identified by its full IPv4 address.
     assert_eq!(envoy.get("/login", "192.0.2.7").status, 200);
 }

@@ -1,4 +1,4 @@
-//! `examples/gateway.rs` as it runs: what it prints to try, and what a change of its file does.
+//! `examples/gateway.rs` as it runs: the commands that it prints, and changes of its file.
 //!
 //! Cargo builds examples before the tests of their package, unless only one test is built.
 
@@ -20,11 +20,11 @@ use std::{env, fs, thread};
 
 const FILE: &str = include_str!("../gateway.toml");
 
-/// A gateway with a file of its own, on a free port.
+/// A gateway with a separate file, on a free port.
 struct Gateway {
     process: Child,
     file: PathBuf,
-    /// The lines of curl that it prints.
+    /// The curl commands that it prints.
     lines: Vec<String>,
     log: Arc<Mutex<String>>,
 }
@@ -79,7 +79,7 @@ impl Gateway {
             .unwrap()
     }
 
-    /// Sends a request with these lines of the head.
+    /// Sends a request with these header lines.
     fn get(&self, path: &str, head: &[&str]) -> Answer {
         let mut stream = TcpStream::connect(format!("127.0.0.1{}", self.address())).unwrap();
         stream
@@ -96,7 +96,7 @@ impl Gateway {
         Answer(answer)
     }
 
-    /// Sends what a line of curl would.
+    /// Sends the request of a curl command.
     fn curl(&self, line: &str) -> Answer {
         let command = line.split(" #").next().unwrap();
         let head: Vec<&str> = command.split('\'').skip(1).step_by(2).collect();
@@ -108,7 +108,7 @@ impl Gateway {
         self.get(path, &["x-api-key: key-of-alice"])
     }
 
-    /// Writes the file anew, as an editor does.
+    /// Replaces the file like an editor.
     fn change(&self, text: &str) {
         let new = self.file.with_extension("new");
         fs::write(&new, on_a_free_port(text)).unwrap();
@@ -138,7 +138,7 @@ impl Drop for Gateway {
     }
 }
 
-/// A response as it came.
+/// A response in full.
 struct Answer(String);
 
 impl Answer {
@@ -155,7 +155,7 @@ impl Answer {
         fields.find_map(|(field, value)| (field == name).then_some(value))
     }
 
-    /// Of the first policy in `RateLimit`.
+    /// The value of the first policy in `RateLimit`.
     fn remaining(&self) -> u32 {
         let field = self.field("ratelimit").expect(&self.0);
         field
@@ -178,7 +178,7 @@ fn on_a_free_port(text: &str) -> String {
     text.replace("127.0.0.1:3000", "127.0.0.1:0")
 }
 
-/// The example with this file.
+/// Starts the example with this file.
 fn command(file: &PathBuf) -> Command {
     let test = env::current_exe().unwrap();
     let example = test
@@ -214,7 +214,7 @@ fn printed_commands_work() {
         ("/ ", Some("\"anonymous\";q=10;w=60"), 9..=9),
         ("192.0.2.7", Some("\"anonymous\";q=10;w=60"), 9..=9),
         ("key-of-alice' 127", Some(free), 29..=29),
-        // On a slow machine, some of it is there again.
+        // On a slow machine, a part of the quota has refilled.
         ("/report", Some(free), 19..=27),
         ("key-of-bob", Some(pro), 99..=99),
         ("key-of-carol", Some("\"carol\";q=50;w=60"), 49..=49),
@@ -245,7 +245,7 @@ fn printed_commands_work() {
     for series in [
         r#"policy="anonymous",outcome="allowed",source="local",dry_run="false"} 2"#,
         r#"policy="pro",outcome="allowed",source="local",dry_run="false"} 1"#,
-        // Of those that are not skipped, each request: the monitor is exempt from the tiers only.
+        // All requests except the skipped ones: the monitor is exempt from the tiers only.
         r#"policy="trial",outcome="allowed",source="local",dry_run="true"} 7"#,
         r#"ratelimit_check_seconds_bucket{store="default",le="1"} "#,
     ] {
@@ -321,7 +321,7 @@ fn reloads_valid_files_and_rejects_invalid_ones() {
     );
     gateway.until_the_log_has("policy=\"free\" caller=\"alice\" denied=1 dry_run=false");
 
-    // What is to the left of the proxy's entry is the client's: no way around.
+    // The part to the left of the proxy's entry comes from the client, and must not bypass the limit.
     let statuses = ["192.0.2.9", "1.1.1.1, 192.0.2.9", "\"2.2.2.2, 192.0.2.9"].map(|addresses| {
         gateway
             .get(

@@ -10,7 +10,7 @@
     clippy::disallowed_methods,
     dead_code,
     unreachable_pub,
-    reason = "the servers are those of the other tests"
+    reason = "the servers are shared with other tests"
 )]
 
 #[path = "../../tests/cluster/nodes.rs"]
@@ -33,7 +33,7 @@ use crate::support::RedisServer;
 
 const CALLERS: u32 = 60;
 
-/// What the example prints with these arguments, or what it says is wrong.
+/// Returns the output of the example with these arguments, or its error message.
 fn inspect(url: &str, args: &[&str]) -> Result<String, String> {
     let test = env::current_exe().unwrap();
     let example = test
@@ -55,7 +55,7 @@ fn inspect(url: &str, args: &[&str]) -> Result<String, String> {
     }
 }
 
-/// Makes counts under this URL, and looks at them.
+/// Creates counts under this URL, and inspects them.
 async fn look(url: &str) {
     let url = &format!(
         "{url}{}prefix=shop",

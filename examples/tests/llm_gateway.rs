@@ -1,4 +1,5 @@
-//! `examples/llm_gateway.rs` as it runs: no user gets more tokens than the quota, and few answers run at a time.
+//! `examples/llm_gateway.rs` as it runs: no user gets more tokens than the quota, or more concurrent answers than
+//! allowed.
 
 #![allow(
     clippy::unwrap_used,
@@ -15,7 +16,7 @@ use std::thread;
 
 use support::{Answer, Example};
 
-/// A gateway with so many tokens that nothing flows back while the test runs.
+/// A gateway with a quota that does not refill noticeably while the test runs.
 fn gateway() -> Example {
     with_tokens("1000/h")
 }
@@ -43,14 +44,14 @@ fn ask(gateway: &Example, key: &str, max: u32, words: usize) -> TcpStream {
     )
 }
 
-/// The tokens that remain, by a request for more than the quota.
+/// Finds the remaining tokens by a request for more than the quota.
 fn remaining(gateway: &Example, key: &str) -> u32 {
     let denied = Answer::read(ask(gateway, key, 1_000_000, 0));
     assert_eq!(denied.status, 429, "{}", denied.head);
     denied.remaining("tokens")
 }
 
-/// Waits until an answer is settled.
+/// Waits until an answer has been settled.
 fn wait_until_remaining(gateway: &Example, key: &str, wanted: u32) {
     for _ in 0..10_000 {
         if remaining(gateway, key) == wanted {
@@ -71,9 +72,9 @@ fn a_response_is_charged_its_tokens() {
         answer.head
     );
     assert_eq!(answer.body.matches("word").count(), 15);
-    // 5 of the question and 15 of the answer.
+    // 5 for the question and 15 for the answer.
     wait_until_remaining(&gateway, "alice", 980);
-    // Answers that may have too many are denied, and cost nothing.
+    // Answers that may be too long are denied, and cost nothing.
     for _ in 0..20 {
         let denied = Answer::read(ask(&gateway, "alice", 976, 5));
         assert_eq!(
@@ -107,7 +108,7 @@ fn only_known_keys_get_answers() {
     }
 }
 
-/// Long prompts, short maxima and clients that hang up: prompts and answers together stay within the quota.
+/// With long prompts, short maxima and clients that hang up, prompts and answers together stay within the quota.
 #[test]
 fn an_attack_gets_at_most_the_quota() {
     let gateway = with_tokens("200/h");
@@ -169,7 +170,7 @@ fn a_disconnected_client_pays_for_tokens_sent() {
     while left < 200 {
         left = remaining(&gateway, "bob");
     }
-    // 20 of the question, and fewer than the 60 that the whole answer has: writing fails soon after the client is gone.
+    // 20 for the question, and fewer than the 60 of the whole answer: writing fails soon after the client has hung up.
     assert!((920..=977).contains(&left), "{left} remain");
 }
 
@@ -196,6 +197,6 @@ fn at_most_four_answers_at_once() {
     );
     assert_eq!(Answer::read(ask(&gateway, "dave", 100, 1)).status, 200);
     drop(streams.pop());
-    // There is room again when the server has seen it.
+    // The slot is free once the server has noticed the hang-up.
     while Answer::read(ask(&gateway, "carol", 1, 1)).status == 429 {}
 }

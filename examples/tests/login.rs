@@ -67,7 +67,7 @@ fn disconnecting_early_counts_as_an_attempt() {
     let guess = attempt(&login, "carol", "abc");
     login.wait_for("carol tries");
     drop(guess);
-    // Who hangs up gets no answer, and no refund.
+    // A client that hangs up gets no answer and no refund.
     let answers = [(); 2].map(|()| Answer::read(attempt(&login, "carol", "abc")).status);
     assert_eq!(answers, [401, 429]);
 }
@@ -87,7 +87,7 @@ fn spellings_of_a_user_share_one_count() {
     ];
     assert_eq!(spellings.map(guess), [401, 401, 401, 429, 429, 429]);
     assert_eq!(guess("alicia"), 401, "another user");
-    assert_eq!(guess(r"\ud800"), 400, "nobody's name");
+    assert_eq!(guess(r"\ud800"), 400, "an unknown name");
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! `examples/ops` by the names in it: metrics and labels as they are exported, all of them shown, and a paragraph of
-//! `docs/runbook.md` for each alert. Whether Prometheus can read it is checked by `cargo xtask ops`.
+//! Compares the names in `examples/ops` with the exported metrics and labels. All of them must be shown, and each alert
+//! needs a section in `docs/runbook.md`. `cargo xtask ops` checks that Prometheus can read the files.
 
 #![allow(
     clippy::unwrap_used,
@@ -24,13 +24,13 @@ const DASHBOARD: &str = include_str!("../ops/dashboard.json");
 const OBSERVER: &str = include_str!("../../src/observe/metrics.rs");
 const RUNBOOK: &str = include_str!("../../docs/runbook.md");
 
-/// The values of labels by their names.
+/// The values of labels, by name.
 type Labels = BTreeMap<String, BTreeSet<String>>;
 
-/// Labels with values that we set, of which there are few.
+/// Labels with a small, fixed set of values.
 const CLOSED: [&str; 4] = ["outcome", "source", "dry_run", "kind"];
 
-/// Makes every event, with all values of the labels that rules may ask for.
+/// Produces every event, with all label values that rules may use.
 fn notify(observer: &impl Observer) {
     let policies = Policy::new("api", Strategy::Gcra, Quota::per_hour(1))
         .unwrap()
@@ -59,7 +59,7 @@ fn notify(observer: &impl Observer) {
     observer.sends(&event::Sends::new(128, 5));
 }
 
-/// What Prometheus gets: each series' name with its labels. As in the recipe, times have buckets.
+/// The series that Prometheus gets, by name and labels. As in the recipe, times have buckets.
 fn exported() -> BTreeMap<String, Labels> {
     let builder = PrometheusBuilder::new()
         .set_buckets_for_metric(Matcher::Suffix("_seconds".into()), &[0.1])
@@ -70,7 +70,7 @@ fn exported() -> BTreeMap<String, Labels> {
     for line in recorder.handle().render().lines() {
         for (name, labels) in named(line) {
             let known = exported.entry(name).or_default();
-            // Prometheus adds this one.
+            // Prometheus adds this label.
             known.entry("job".into()).or_default();
             known.entry("instance".into()).or_default();
             for (label, value) in labels {
@@ -81,7 +81,7 @@ fn exported() -> BTreeMap<String, Labels> {
     exported
 }
 
-/// The metrics that a text names, each with the labels in the braces behind it.
+/// The metrics named in a text, each with the labels in the braces after it.
 fn named(text: &str) -> Vec<(String, Vec<(String, String)>)> {
     let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
     let names = text
@@ -122,7 +122,7 @@ fn grouped(text: &str) -> BTreeSet<&str> {
         .collect()
 }
 
-/// All texts in there.
+/// All texts in the directory.
 fn strings<'a>(value: &'a Value, found: &mut Vec<&'a str>) {
     match value {
         Value::String(text) => found.push(text),
@@ -132,7 +132,7 @@ fn strings<'a>(value: &'a Value, found: &mut Vec<&'a str>) {
     }
 }
 
-/// The metric that a series is of.
+/// The metric of a series.
 fn metric(series: &str) -> &str {
     ["_bucket", "_sum", "_count"]
         .iter()
@@ -174,7 +174,7 @@ fn rules_and_dashboard_name_what_is_exported() {
         assert_eq!(unknown, None, "in {text}");
     }
 
-    // All that the crate names is exported by this test, and all that is exported is shown.
+    // This test exports every name of the crate, and every exported name is shown.
     let names = |text: &str| -> BTreeSet<String> {
         named(text).into_iter().map(|(name, _)| name).collect()
     };

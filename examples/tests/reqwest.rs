@@ -1,4 +1,4 @@
-//! `examples/reqwest.rs` as it runs: after each denial nobody calls until the API takes calls again.
+//! `examples/reqwest.rs` as it runs: after each denial, all instances pause until the API accepts calls again.
 
 #![allow(
     clippy::unwrap_used,
@@ -39,11 +39,11 @@ fn a_denied_instance_pauses_both() {
     );
     let last: Vec<&str> = text.lines().last().unwrap().split(' ').collect();
     let (made, denied): (usize, usize) = (last[0].parse().unwrap(), last[2].parse().unwrap());
-    // Each instance may have a call under way, and one ahead, when the other is told.
+    // When one instance gets the denial, each may have one call in flight and one permit in advance.
     assert!(
         made == 60 + denied && (1..=4 * 4).contains(&denied),
         "{text}"
     );
-    // 60 calls take three windows of the API, the last of which may be short.
+    // 60 calls take three windows of the API, and the last window may be short.
     assert!(start.elapsed().as_secs() >= 2, "{text}");
 }

@@ -1,4 +1,4 @@
-//! `examples/takeover.rs` as it runs: what the old limiter has granted is not granted again.
+//! `examples/takeover.rs` as it runs: grants of the old limiter are not granted again.
 
 #![allow(
     clippy::unwrap_used,
@@ -25,7 +25,7 @@ use tower_redis_ratelimit::{Key, Limiter, Policy, RedisStore, Strategy, redis};
 use crate::support::RedisServer;
 
 const REDIS_RATE: &str = include_str!("../../tests/migrating/lua/redis_rate_v9.lua");
-/// None flows back while the test runs.
+/// A quota that does not refill while the test runs.
 const QUOTA: &str = "10/h";
 
 /// Returns the output of the example with these arguments, errors last, or the error if it fails.
@@ -66,7 +66,7 @@ async fn remaining(limiter: &Limiter<RedisStore>, caller: &str) -> u32 {
     limiter.peek(Key::new(caller), 1).await.unwrap().remaining()
 }
 
-/// How many of twenty requests redis_rate lets pass, by Redis's time.
+/// Number of twenty requests that redis_rate allows, by Redis's time.
 async fn redis_rate(redis: &mut MultiplexedConnection, caller: &str, requests: u32) -> u32 {
     let mut passed = 0;
     for _ in 0..requests {
@@ -92,12 +92,12 @@ async fn redis_rates_counts_are_taken_over() {
     for (caller, requests, passed) in callers {
         assert_eq!(redis_rate(&mut redis, caller, requests).await, passed);
     }
-    // More than one step of SCAN.
+    // More than one step of SCAN returns.
     for number in 0..1_500 {
         redis_rate(&mut redis, &format!("user-{number}"), 1).await;
     }
     let limiter = limiter(&server).await;
-    // Between the switch and the takeover: a debt.
+    // Requests between the switch and the takeover become a debt.
     assert!(limiter.take(Key::new("bob"), 4).await.unwrap().is_allowed());
     for _ in 0..2 {
         let told = "1502 keys begin with \"rate:\"; took over the counts of 1502 callers, such as \"ann\"\n";
@@ -121,7 +121,7 @@ async fn redis_rates_counts_are_taken_over() {
     );
 }
 
-/// Its keys hold the time in nanoseconds at which all that was granted will have flowed back.
+/// redis-cell's keys hold the time in nanoseconds at which all grants will have expired.
 #[tokio::test]
 async fn redis_cells_counts_are_taken_over() {
     let server = RedisServer::start();

@@ -1,4 +1,4 @@
-//! `examples/tonic.rs` as it runs: what its client sees.
+//! `examples/tonic.rs` as it runs: the replies that its client gets.
 //!
 //! Cargo builds examples before the tests of their package, unless only one test is built.
 
@@ -15,7 +15,7 @@ use std::env::consts::EXE_SUFFIX;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// The example with these settings, and how it ended.
+/// Runs the example with these settings. Returns whether it succeeded, and its output.
 fn run(settings: &[(&str, &str)]) -> (bool, String, String) {
     let test = env::current_exe().unwrap();
     let example = test
@@ -43,7 +43,7 @@ fn run(settings: &[(&str, &str)]) -> (bool, String, String) {
 #[test]
 fn a_denied_client_passes_after_retry_after() {
     let start = Instant::now();
-    // Long enough for a slow machine to make the third call before there is room for it.
+    // Long enough for a slow machine to make the third call before the quota refills.
     let (success, printed, problem) = run(&[("RATE_LIMIT", "2/10s")]);
     assert!(success, "{problem}");
     let lines: Vec<&str> = printed.lines().collect();

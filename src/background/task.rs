@@ -4,17 +4,17 @@ use tokio::runtime::Handle;
 
 use super::sync::{Arc, AtomicBool, Ordering};
 
-/// Runs one background task at a time, on the runtime that needed it first.
+/// Runs at most one background task at a time, on the runtime that first needed it.
 ///
-/// Publish the work, and then call [`spawn`](Self::spawn). A task that ends because there is no work drops its [`Task`]
-/// and then checks for work again: if `spawn` found the task still running, that check finds the work.
+/// Publish the work, then call [`spawn`](Self::spawn). A task that finds no work drops its [`Task`] and then checks for
+/// work again: if a `spawn` found the task still running, this check finds its work.
 ///
-/// A runtime that shuts down drops its tasks. The next call of `spawn` then starts the task on its own runtime. A
-/// runtime that is alive and runs nothing delays the work.
+/// A runtime that shuts down drops its tasks, and the next call of `spawn` starts the task on its own runtime. A
+/// runtime that is alive but stalls delays the work.
 #[derive(Debug)]
 pub(crate) struct TaskOwner(Arc<AtomicBool>);
 
-/// The right of a task to run, until it is dropped.
+/// The permission to run, held by the task. Dropping it ends the task.
 #[derive(Debug)]
 pub(crate) struct Task(Arc<AtomicBool>);
 
@@ -23,7 +23,7 @@ impl TaskOwner {
         Self(Arc::new(AtomicBool::new(false)))
     }
 
-    /// Spawns the task on this runtime, or outside of one on `home`. Does nothing if it is running already, or if there
+    /// Starts the task on this runtime; outside of a runtime, on `home`. Does nothing if the task is running or there
     /// is no runtime.
     pub(crate) fn spawn<F>(&self, home: Option<&Handle>, task: impl FnOnce(Task) -> F)
     where
@@ -32,20 +32,20 @@ impl TaskOwner {
         let Some(right) = self.begin() else { return };
         let here = Handle::try_current().ok();
         if let Some(runtime) = here.as_ref().or(home) {
-            // A runtime that has shut down drops the task immediately, and with it the right.
+            // A runtime that has shut down drops the task immediately, and with it the permission.
             drop(runtime.spawn(task(right)));
         }
     }
 
-    /// Whether a task is running. It may be about to end: publish work under a lock that the task also ends under, or call
-    /// [`spawn`](Self::spawn).
+    /// Returns `true` if a task is running. It may be about to end: publish work under a lock that the task also ends
+    /// under, or call [`spawn`](Self::spawn).
     pub(crate) fn is_running(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// The right to run. `None` if a task is running.
+    /// Returns the permission to run, or `None` if a task is running.
     pub(super) fn begin(&self) -> Option<Task> {
-        // Each swap reads the one before, so that a task which ends sees all work that was published before a failed call.
+        // Each swap reads the previous one. So an ending task sees all work that was published before a failed call.
         let is_running = self.0.swap(true, Ordering::AcqRel);
         (!is_running).then(|| Task(Arc::clone(&self.0)))
     }

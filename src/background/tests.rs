@@ -1,4 +1,4 @@
-//! The owner of background tasks: in every order in which threads may need its work, and on runtimes that end.
+//! The owner of background tasks, in every order in which threads may need its work, and on runtimes that shut down.
 
 #![allow(clippy::duplicate_mod, reason = "that is the point")]
 
@@ -12,7 +12,7 @@ use self::sync::Arc;
 use self::sync::Ordering::{Relaxed, SeqCst};
 use super::{Task, TaskOwner};
 
-/// The file of the library, compiled with `loom`'s types.
+/// The library's file, compiled with `loom`'s types.
 #[allow(dead_code, reason = "not all of it is tried")]
 #[path = "task.rs"]
 mod task;
@@ -33,14 +33,14 @@ enum Fate {
 struct Model {
     owner: task::TaskOwner,
     needed: AtomicBool,
-    /// How many tasks run now.
+    /// Number of running tasks.
     running: AtomicUsize,
 }
 
 impl Model {
-    /// Needs the work, and runs the task if none is running.
+    /// Publishes work, and runs the task unless one is running.
     fn need(&self, fate: Fate) {
-        // Relaxed: `TaskOwner` alone must make it visible.
+        // Relaxed, so that only `TaskOwner` can make the work visible to the task.
         self.needed.store(true, Relaxed);
         while let Some(task) = self.owner.begin() {
             assert_eq!(self.running.fetch_add(1, SeqCst), 0, "one runs at a time");
@@ -80,7 +80,7 @@ fn explore<const N: usize>(fates: [Fate; N]) {
             !model.needed.load(SeqCst) || fates.contains(&Fate::IsDropped),
             "work is left behind"
         );
-        // A task that was dropped with its runtime blocks no other.
+        // A task that was dropped with its runtime must not block the next one.
         model.need(Fate::Ends);
         assert!(!model.needed.load(SeqCst), "the next task does the work");
     });
@@ -99,7 +99,7 @@ fn dropped_tasks_block_no_other() {
     explore([Fate::IsDropped, Fate::IsDropped, Fate::Ends]);
 }
 
-/// Nothing ends it but its runtime.
+/// A task that only its runtime ends.
 async fn forever(_task: Task) {
     pending().await
 }

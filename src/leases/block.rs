@@ -5,16 +5,16 @@ use tokio::time::Instant;
 use crate::background::PendingOp;
 use crate::limit::{Check, Decision, Frees, Key, Policies, Strategy};
 
-/// What was charged ahead for one caller, and is spent in memory until it is too old.
+/// Quota of one caller that was charged in advance and is spent in memory until it expires.
 #[derive(Debug)]
 pub(super) struct Block {
     pub(super) key: Key,
-    /// The store's decision on the whole block.
+    /// The store's decision on the charge of the block.
     pub(super) decision: Decision,
     pub(super) left: u32,
-    /// How much of it was charged and not refunded by itself.
+    /// The charge, less refunds of decisions that may have been granted from it. Never below `left`.
     charged: u32,
-    /// Before the store charged it.
+    /// Time at which the request for the block was sent, which is before the store charged it.
     asked_at: Instant,
     pub(super) dies_at: Instant,
 }
@@ -22,14 +22,15 @@ pub(super) struct Block {
 impl Block {
     /// Creates a block from the decision on a request that was sent at `asked_at`.
     pub(super) fn new(key: Key, decision: Decision, asked_at: Instant) -> Self {
-        // Windows end by the clock of the store, which charged it after it was asked for.
+        // Clock-aligned windows end by the store's clock. Counting from `asked_at`, before the charge, cannot overshoot
+        // the end.
         let windows = decision
             .verdicts()
             .filter(|(policy, _)| matches!(policy.strategy(), Some(Strategy::FixedWindow(_))))
             .map(|(_, verdict)| Duration::from_micros(verdict.reset.max(0) as u64));
         let lease = decision.policies().lease().map(|lease| lease.time);
         let lives = windows.chain(lease).min().unwrap_or_default();
-        // Its last eighth is for a clock that runs slower than that of the store.
+        // The last eighth allows for a clock slower than the store's.
         let (granted, dies_at) = (decision.granted(), asked_at + lives / 8 * 7);
         Self {
             key,
@@ -41,13 +42,13 @@ impl Block {
         }
     }
 
-    /// Takes the cost of a check, which is at most what is left.
+    /// Takes the cost of a check, which must be at most `left`.
     ///
-    /// The clock is read after that: if the process has stood still before, nothing that is too old is granted.
+    /// Reads the clock after subtracting the cost: if the process was stopped before, an expired block grants nothing.
     ///
     /// # Errors
     ///
-    /// Returns the same check if the block is dead, so that nothing of it is spent.
+    /// Returns the check if the block has expired. Nothing of the block is spent then.
     pub(super) fn take(
         &mut self,
         check: Check,
@@ -67,13 +68,13 @@ impl Block {
         now >= self.dies_at
     }
 
-    /// Notes that so much of what was spent is refunded, maybe of this block.
+    /// Subtracts a refund of a decision, which may have been granted from this block.
     pub(super) fn refunded(&mut self, cost: u32) {
         self.charged = self.charged.saturating_sub(cost).max(self.left);
     }
 
-    /// What refunds the rest of it. What has been spent flows back first, but of that no more than by now: a part of it that is
-    /// refunded later takes into account what flows back until then.
+    /// Returns the refund of the unspent rest. In a refilling quota, the spent part drains first, up to the amount that
+    /// can have drained by `now`: a spent part that is refunded later already deducts what drains until then.
     pub(super) fn into_refund(self, now: Instant) -> PendingOp {
         let (key, policies) = (self.key, self.decision.policies().clone());
         let flown = flown_in(&policies, now.saturating_duration_since(self.asked_at));
@@ -90,8 +91,9 @@ impl Block {
     }
 }
 
-/// How much of a charge flows back at least in this time, whatever else is charged: nothing counts longer than a log or a
-/// window says. No batch is certain to.
+/// The least amount of a charge that drains within `time`, regardless of other charges. In a log or a window a refund
+/// is limited by what still counts of the charge, so no limit is needed here. A refill at intervals may not have
+/// happened yet.
 fn flown_in(policies: &Policies, time: Duration) -> u32 {
     let flown = policies.iter().map(|policy| match policy.frees() {
         Frees::Gradually => policy.quota().units_in(time).saturating_sub(1),

@@ -12,58 +12,58 @@ use super::hot::OFTEN;
 use crate::limit::{Check, Decision};
 use crate::store::Share;
 
-/// A caller that comes often, under one list of policies.
+/// A busy caller under one list of policies.
 #[derive(Debug)]
 pub(super) struct Caller {
     pub(super) lease: Duration,
-    /// The oldest first.
+    /// Its blocks, oldest first.
     pub(super) blocks: SmallVec<[Block; 1]>,
     /// Time of the last request for a block.
     since: Instant,
-    /// Whether that request is in flight.
+    /// Whether that request has no reply yet.
     is_asked: bool,
-    /// Wakes the checks that wait for its answer.
+    /// Wakes the checks that wait for the reply.
     waiting: Option<Waiting>,
-    /// The next block is asked for when no more than this is left.
+    /// Low watermark: the next block is requested when no more than this is left.
     low: u32,
-    /// What was left in the store after the last ask.
+    /// The remaining quota that the store last reported.
     remaining: u32,
-    /// Units wanted since the last ask.
+    /// Units requested by checks since the last request for a block.
     wanted: u64,
-    /// Units wanted in half a lease time, as of the last ask.
+    /// Expected demand in half a lease time, computed at the last request for a block.
     demand: u32,
-    /// Nothing is asked for before.
+    /// Earliest time of the next request for a block.
     pause_until: Instant,
-    /// Successive asks whose answers took longer than a quarter of the lease time.
+    /// Number of consecutive replies that took longer than a quarter of the lease time.
     pub(super) slow: u32,
 }
 
-/// Notified when the block arrives that a check waits for, or none does.
+/// Resolves when the requested block arrives, or its request fails.
 pub(super) type Arrival = Pin<Box<OwnedNotified>>;
 
-/// Blocks that are not spent any more.
+/// Blocks that have been removed from their caller: spent, expired or dropped.
 pub(super) type Ended = SmallVec<[Block; 1]>;
 
-/// Wakes all checks that wait when it is dropped, which must not be under a lock.
+/// Wakes all waiting checks when it is dropped. Do not drop it under a lock.
 #[derive(Debug, Default)]
 pub(super) struct Waiting(Arc<Notify>);
 
-/// A block to ask for.
+/// A request for a block.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ask {
     pub(super) at: Instant,
     pub(super) size: u32,
 }
 
-/// Maximum number of blocks of a caller: some have too little left for each check.
+/// Maximum number of blocks of a caller. Several are kept because each may have too little left for the next check.
 const MOST: usize = 4;
-/// Bound of an ask, in multiples of the units wanted since the last: a burst is not the rate.
+/// Cap on the expected demand, as a multiple of the units since the last request: a burst does not set the rate.
 const GROWTH: u64 = 8;
-/// Minimum size of an ask: a caller that comes often wants as much in half a lease time.
+/// Minimum demand for a block: a busy caller's checks reach this in half a lease time.
 pub(super) const LEAST: u32 = OFTEN / 2;
-/// Maximum number of successive slow answers after which checks wait for the next one.
+/// Number of consecutive slow replies up to which checks wait for the next block. Beyond it, the store decides them.
 const PATIENCE: u32 = 2;
-/// For how many lease times after its last ask a caller is remembered.
+/// Number of lease times after its last request for a block for which a caller is kept.
 const REMEMBERED: u32 = 4;
 
 impl Caller {
@@ -83,16 +83,16 @@ impl Caller {
         }
     }
 
-    /// Counts the units that a check wants, once.
+    /// Counts the demand of a check. Called once per check, also if the check waits.
     pub(super) fn want(&mut self, cost: u32) {
         self.wanted = self.wanted.saturating_add(cost.into());
     }
 
-    /// Takes the cost of a check out of a block, the oldest first.
+    /// Takes the cost of a check from the oldest block that covers it.
     ///
     /// # Errors
     ///
-    /// With the same check, if no block has so much.
+    /// Returns the check if no block covers it.
     pub(super) fn spend(
         &mut self,
         mut check: Check,
@@ -133,7 +133,7 @@ impl Caller {
         if demand < LEAST {
             return None;
         }
-        // The units of the checks that wait are among those wanted since.
+        // The demand of waiting checks is part of `wanted`.
         let waiting = if self.is_stalled() {
             self.wanted.min(u32::MAX.into()) as u32
         } else {
@@ -147,8 +147,8 @@ impl Caller {
         Some(Ask { at, size })
     }
 
-    /// Has a check that found too little wait for the answer to the ask in flight, if that takes longer than a quarter of
-    /// the lease time, or the last one did: a store that stalls is not sent all checks.
+    /// Lets a check that the blocks do not cover wait for the requested block, if the reply is slow: later than a
+    /// quarter of the lease time, or after a slow one. Otherwise a store that stalls would get every check.
     pub(super) fn wait(&mut self, now: Instant) -> Option<Arrival> {
         let is_slow = self.is_stalled() || now >= self.since + self.lease / 4;
         (self.is_asked && is_slow).then(|| {
@@ -157,7 +157,7 @@ impl Caller {
         })
     }
 
-    /// Whether the last answers were slow, and the next one is waited for.
+    /// Returns `true` after a few slow replies, so that checks wait for the next one.
     fn is_stalled(&self) -> bool {
         (1..=PATIENCE).contains(&self.slow)
     }
@@ -177,7 +177,8 @@ impl Caller {
         ended: &mut Ended,
     ) -> Option<Waiting> {
         if !self.is_asked || self.since != ask.at {
-            // The caller was reset since, and the store may have forgotten the block.
+            // The caller was reset since, so the store may have dropped the charge of the block: neither spend nor
+            // refund it.
             return None;
         }
         self.is_asked = false;
@@ -207,12 +208,12 @@ impl Caller {
         self.waiting.take()
     }
 
-    /// Adds a block that took so long to arrive.
+    /// Adds a block that arrived `trip` after its request.
     pub(super) fn add(&mut self, block: Block, trip: Duration, ended: &mut Ended) {
         if self.blocks.len() >= MOST {
             ended.push(self.blocks.remove(0));
         }
-        // As much is wanted until the next one arrives.
+        // Expected demand until the next block would arrive.
         let meanwhile =
             u128::from(self.demand) * 2 * trip.as_micros() / self.lease.as_micros().max(1);
         let quarter = block.decision.granted() / 4;
@@ -229,7 +230,7 @@ impl Caller {
         self.is_asked || now < self.since + self.lease * REMEMBERED
     }
 
-    /// The units it wants in half a lease time. `None` while a block is asked for.
+    /// Expected demand in half a lease time. `None` while a block is requested, so that its caller is not evicted.
     pub(super) fn demand(&self) -> Option<u32> {
         (!self.is_asked).then_some(self.demand)
     }
@@ -241,7 +242,7 @@ impl Drop for Waiting {
     }
 }
 
-/// Maximum size of a block of one of this many instances.
+/// Maximum size of a block: half of an equal share of the remaining quota.
 fn fair(remaining: u32, instances: u32) -> u32 {
     remaining / instances.saturating_mul(2)
 }

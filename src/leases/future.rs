@@ -14,13 +14,13 @@ use crate::store::{Answer, Store};
 use crate::util::polled_after_completion;
 
 pin_project! {
-    /// Resolves to the answer of a [`Leased`](crate::Leased).
+    /// Resolves to the decision of a [`Leased`](crate::Leased) store.
     ///
     /// # Panics
     ///
-    /// If it is polled after it has answered.
+    /// If it is polled after it has resolved.
     pub struct LeasedFuture<S: Store> {
-        // Set while the check waits for a block, with the number of further blocks to wait for.
+        // Set while the check waits for a block: with the check, and the number of further blocks to wait for.
         pub(super) waiting: Option<(Arc<Inner<S>>, Check, u8, Arrival)>,
         #[pin]
         pub(super) sent: Option<S::Future>,

@@ -4,23 +4,23 @@ use std::time::Duration;
 use crate::store::Digest;
 use crate::util::Clock;
 
-/// Finds the callers that come often, in memory that does not grow with callers, and reads a clock for one check in
-/// [`OFTEN`] only: most callers come rarely, and this is all that they cost.
+/// Detects busy callers in constant memory.
 ///
-/// A cell counts the checks of some callers, and remembers when it has last counted so many. By chance a caller may share
-/// one with a caller that comes often: then a block is charged for it, and refunded.
+/// Only one check in [`OFTEN`] reads a clock, because most callers are not busy and pay nothing else. A cell counts the
+/// checks of the callers that share it and stores the time of its last full count. An idle caller that shares a cell with a
+/// busy one may be taken for busy: it gets a block, which is refunded unspent.
 pub(super) struct HotCallers {
-    /// In the lowest bits how many checks, and above when the last full count was.
+    /// The number of checks in the lowest bits, and the time of the last full count in the others.
     cells: Box<[AtomicU32]>,
     clock: Clock,
 }
 
 const CELLS: usize = 1 << 16;
-/// How many checks within a lease time are often. Below that a block saves less than it costs.
+/// Minimum number of checks within a lease time of a busy caller. With fewer, a block saves less than it costs.
 pub(super) const OFTEN: u32 = 1 << COUNT_BITS;
 const COUNT_BITS: u32 = 3;
-/// Times are in units of 2 to this power of microseconds: about a quarter of a millisecond. They start again after a day
-/// and a half, and a caller that comes just then may count as one that comes often.
+/// Times are in units of 2^`UNIT_BITS` microseconds, about 0.25 ms. They wrap around after a day and a half; a caller
+/// that sends a check at that moment may be taken for busy.
 const UNIT_BITS: u32 = 8;
 
 impl HotCallers {
@@ -31,8 +31,8 @@ impl HotCallers {
         }
     }
 
-    /// Counts a check. Returns whether it is the last of [`OFTEN`] within this time. Of checks at the same moment some may
-    /// be missed.
+    /// Counts a check. Returns `true` if it is the last of [`OFTEN`] checks within `time`. Concurrent checks may be
+    /// missed.
     pub(super) fn count(&self, caller: Digest, time: Duration) -> bool {
         let cell = &self.cells[caller.part(CELLS)];
         let last = cell.load(Relaxed);

@@ -19,46 +19,46 @@ use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, Digest, Shards, Share, Store, op_queue};
 use crate::util::{contain, instant, lock};
 
-/// The state of a [`Leased`](super::Leased), which its clones share.
+/// The state that the clones of a [`Leased`](super::Leased) share.
 pub(super) struct Inner<S: Store> {
     pub(super) store: S,
     pub(super) share: Share,
     pub(super) max_callers: NonZeroUsize,
     hot: HotCallers,
     shards: Shards<Shard>,
-    /// Created for the first ask, when the observer is known.
+    /// Created at its first use, when the observer is set.
     queue: OnceLock<OpQueue>,
     observer: OnceLock<Arc<dyn Observer>>,
     /// Each request for a block and each refund holds a receiver while it is in flight.
     in_flight: watch::Sender<()>,
     is_shut_down: AtomicBool,
     has_sweeper: AtomicBool,
-    /// The report that a lease time is too short.
+    /// Limits reports of a short lease time to one.
     short: Once,
 }
 
-/// Some of the callers that come often, by the caller and its policies.
+/// A part of the busy callers under one lock, by the digest of caller and policies.
 struct Shard {
     callers: Mutex<BTreeMap<Digest, Caller>>,
-    /// How many there are: other callers need no lock where there is none.
+    /// Number of callers in the shard. While it is 0, other checks skip the lock.
     len: AtomicUsize,
     max: usize,
 }
 
-/// The task that refunds what is not spent, and forgets callers. If it ends with its runtime, all blocks are refunded:
-/// nobody else may be left to do so.
+/// The task that refunds expired blocks and drops idle callers. If its runtime shuts down, all blocks are refunded,
+/// since no other runtime may be left to do it later.
 struct Sweeper<S: Store>(Weak<Inner<S>>);
 
 const SHARDS: usize = 64;
-/// Of so many callers a new one replaces the one that wants the least.
+/// Number of callers among which a new one replaces the one of the least demand.
 const SAMPLE: usize = 8;
-/// Maximum number of blocks that a check waits for.
+/// Maximum number of blocks that a check waits for, one after the other.
 pub(super) const PATIENCE: u8 = 3;
-/// How long a shutdown waits for replies: longer than the usual deadlines of stores.
+/// Maximum time that a shutdown waits for replies. Longer than the usual deadlines of stores.
 const SHUTDOWN: Duration = Duration::from_secs(1);
-/// Longest time between two sweeps.
+/// Maximum interval between two sweeps.
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
-/// After this many successive slow answers a lease time is reported as too short.
+/// Number of consecutive slow replies after which the lease time is reported as too short.
 const SLOW: u32 = 16;
 
 impl<S: Store> Inner<S> {
@@ -88,8 +88,8 @@ impl<S: Store> Inner<S> {
         self.observer.get_or_init(|| Arc::clone(observer));
     }
 
-    /// Decides a check, from a block if its caller is frequent. Most callers are not, so `spend` is
-    /// not inlined.
+    /// Decides a check, from a block if its caller is busy. `spend` is a separate function so that the path of other
+    /// callers can be inlined.
     #[inline]
     pub(super) fn check(self: &Arc<Self>, check: Check, patience: u8) -> Answer<LeasedFuture<S>> {
         let Some(lease) = check.policies().lease() else {
@@ -117,7 +117,7 @@ impl<S: Store> Inner<S> {
                 }
             }
             Mode::Reset => {
-                // The store forgets the charge, so that there is nothing to refund.
+                // The store drops the charge, so there is nothing to refund.
                 for block in shard
                     .forget(caller)
                     .into_iter()
@@ -142,8 +142,8 @@ impl<S: Store> Inner<S> {
         }
     }
 
-    /// Spends a block for a check, or lets the check wait for one. Adds the caller if it is `hot`
-    /// with this lease time.
+    /// Spends a block for a check, lets the check wait for a block, or sends it to the store. Adds the caller if it is
+    /// busy; `hot` is its lease time.
     fn spend(
         self: &Arc<Self>,
         check: Check,
@@ -176,7 +176,7 @@ impl<S: Store> Inner<S> {
                 .map_or_else(Check::policies, Decision::policies);
             self.ask(key, caller, policies, ask);
         } else if spent.is_err() {
-            // Asks and the sweeper may be left of a runtime that has ended.
+            // A runtime that has shut down may have left queued operations, and no sweeper.
             self.queue().wake();
             self.attend();
         }
@@ -203,7 +203,8 @@ impl<S: Store> Inner<S> {
         self.queue()
             .put(PendingOp::of_check(check).then(move |answer| {
                 let _in_flight = in_flight;
-                // A refund could free charges of other instances if this one was never made.
+                // A charge of unknown outcome is not refunded: if it was never made, a refund would free charges of
+                // other instances.
                 let is_lost = answer.as_ref().is_err_and(|error| !error.is_unsent());
                 let block = answer
                     .ok()
@@ -218,7 +219,7 @@ impl<S: Store> Inner<S> {
                         }
                         inner.answered(caller, ask, block);
                     }
-                    // The store was dropped, so refund the whole block.
+                    // The store was dropped: refund the whole block.
                     (None, Some(block)) => {
                         if let Some(queue) = queue() {
                             queue.put(block.into_refund(instant()));
@@ -229,7 +230,7 @@ impl<S: Store> Inner<S> {
             }));
     }
 
-    /// Handles the reply to a request, however late, with the granted block.
+    /// Handles the reply to a request, which may be late or an error, and adds the granted block.
     fn answered(self: &Arc<Self>, caller: Digest, ask: Ask, block: Option<Block>) {
         let policies = block
             .as_ref()
@@ -255,7 +256,7 @@ impl<S: Store> Inner<S> {
         self.attend();
     }
 
-    /// Notifies the observer of blocks that have ended, and refunds the rest of them.
+    /// Reports removed blocks to the observer, and refunds their unspent rest.
     fn end(&self, ended: Ended) {
         for block in ended {
             let (now, left) = (instant(), u64::from(block.left));
@@ -274,8 +275,8 @@ impl<S: Store> Inner<S> {
         contain(|| or_log(self.observer.get()).leased(&event));
     }
 
-    /// Reports that blocks arrive later than after a quarter of their lease time, such as the one
-    /// that was requested at this time.
+    /// Reports that blocks arrive more than a quarter of their lease time after their requests, such as the one
+    /// requested at `asked_at`.
     fn report_short(&self, policies: &Policies, asked_at: Instant) {
         let (name, trip) = (policies.as_slice()[0].name(), instant() - asked_at);
         let lease = policies.lease().map(|lease| lease.time).unwrap_or_default();
@@ -287,7 +288,8 @@ impl<S: Store> Inner<S> {
         contain(|| or_log(self.observer.get()).misconfigured(&event::Misconfigured::new(&problem)));
     }
 
-    /// Starts a sweeper if there is none. Without a runtime nobody would refund what is left later.
+    /// Starts the sweeper unless it is running. Outside of a runtime all blocks are refunded immediately, because
+    /// nothing would refund them later.
     fn attend(self: &Arc<Self>) {
         if self.has_sweeper.load(SeqCst) || self.has_sweeper.swap(true, SeqCst) {
             return;
@@ -298,7 +300,8 @@ impl<S: Store> Inner<S> {
         }
     }
 
-    /// Refunds what is not spent, and forgets callers. Returns when to do so again, if there are any.
+    /// Refunds expired blocks and drops idle callers. Returns the pause until the next sweep, or `None` if no caller is
+    /// left.
     fn sweep(&self) -> Option<Duration> {
         let mut pause: Option<Duration> = None;
         for shard in self.shards.iter() {
@@ -315,10 +318,10 @@ impl<S: Store> Inner<S> {
         pause.map(|pause| pause.min(LONGEST_PAUSE))
     }
 
-    /// Refunds what is left of all blocks, also of those that are being asked for, and asks for no other.
+    /// Refunds the rest of all blocks, and stops requesting blocks. Blocks that arrive later are refunded too.
     pub(super) async fn shut_down(&self) {
         self.is_shut_down.store(true, SeqCst);
-        // An answer may be left of a runtime that has ended.
+        // A runtime that has shut down may have left queued operations.
         self.queue().wake();
         self.end(self.drain());
         let _ = timeout(SHUTDOWN, self.in_flight.closed()).await;
@@ -334,7 +337,7 @@ impl<S: Store> Inner<S> {
         self.shards.iter().flat_map(drain).collect()
     }
 
-    /// How many callers it knows.
+    /// Number of busy callers.
     #[cfg(test)]
     pub(super) fn callers(&self) -> usize {
         self.shards
@@ -343,7 +346,7 @@ impl<S: Store> Inner<S> {
             .sum()
     }
 
-    /// The units that are left in all blocks.
+    /// Units left in all blocks.
     #[cfg(test)]
     pub(super) fn left(&self) -> u64 {
         self.shards
@@ -360,7 +363,8 @@ impl<S: Store> Drop for Inner<S> {
 }
 
 impl Shard {
-    /// Adds a caller that comes often. If there are too many, one of little demand gives way.
+    /// Adds a busy caller. If the shard is full, replaces a caller of little demand, or adds nothing if none can be
+    /// replaced.
     fn begin(
         &self,
         callers: &mut BTreeMap<Digest, Caller>,
@@ -369,7 +373,7 @@ impl Shard {
         ended: &mut Ended,
     ) {
         if callers.len() >= self.max {
-            // Digests are random, so that neighbors are a sample.
+            // Digests are random, so the next ones are a random sample.
             let sample = callers
                 .range(caller..)
                 .chain(callers.range(..caller))

@@ -1,12 +1,22 @@
-//! Leased quota: what a caller that comes often will want is charged ahead, a block at a time, and spent in memory.
+//! Leased quota: blocks of a busy caller's quota are charged in advance, in the background, and its checks are answered
+//! from memory.
 //!
-//! | file | has |
+//! | file | contents |
 //! |---|---|
-//! | `hot` | which callers come often |
-//! | `caller` | the blocks of one caller, and how large the next one is |
-//! | `block` | what was charged ahead, and until when it is spent |
-//! | `inner` | all callers; asks for blocks and refunds what is left of them, off the request path |
-//! | `future` | the answer to a check, which may wait for a block |
+//! | `hot` | detects busy callers |
+//! | `caller` | one caller's blocks, and the size of the next one |
+//! | `block` | a charged block and its expiry |
+//! | `inner` | all busy callers; requests blocks and refunds unspent quota, off the request path |
+//! | `future` | the decision on a check, which may wait for a block |
+//!
+//! Blocks are kept in this process only; the store has already counted them as charges.
+//!
+//! - **Lost reply.** A block whose reply is lost may have been charged. It is neither spent nor refunded, but reported
+//!   as lost, and counts in the store until it expires.
+//! - **Failing store.** Blocks are spent until they expire. Requests for blocks fail, are repeated after at least a quarter of
+//!   the lease time, and the store decides the other checks.
+//! - **End of a runtime.** When the sweeper's runtime shuts down, the rest of all blocks is put into a queue of
+//!   refunds, which the next use of the store on another runtime sends.
 
 mod block;
 mod caller;
@@ -30,10 +40,10 @@ use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
 use crate::store::{Answer, Share, Store, Waiters};
 
-/// A store that answers callers that come often from memory, and never grants more than the quota.
+/// A store wrapper that answers busy callers from memory and never grants more than the quota.
 ///
-/// It is around the store that is shared, and does so under [leased](crate::Policy::leased) policies only: all other
-/// checks are those of that store.
+/// It affects checks under [leased](crate::Policy::leased) policies only, and passes all others to the wrapped, shared
+/// store.
 ///
 /// ```
 /// use std::time::Duration;
@@ -46,22 +56,22 @@ use crate::store::{Answer, Share, Store, Waiters};
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 ///
-/// A caller comes often if its last 8 checks came within the lease time. What it will want in half of that time is then
-/// charged as a block, off the request path, and its [takes](Check::take) are answered from the block at once. The next
-/// block is charged when a quarter is left. A check that finds too little in the blocks is decided by the shared store.
+/// A caller is busy if its last 8 checks came within the lease time. Its expected demand for half a lease time is then
+/// charged as one block, off the request path, and its [takes](Check::take) are answered from the block immediately.
+/// When a quarter is left, the next block is charged. The shared store decides a check that no block covers.
 ///
-/// - **Strict.** A block is spent within 7/8 of the lease time from when it was asked for, and within its window. The
-///   page [`leases`](crate::guide::leases) says why no more than the quota is granted then.
-/// - **Fair.** A block is at most a part of what remains: half of what each instance of the [`share`](Self::share) would
-///   get. With little left, each check is decided by the shared store.
-/// - **Refunded.** The rest of a block is refunded when the block is too old, when the last clone of the store is dropped,
+/// - **Strict.** A block is spent within 7/8 of the lease time after its request, and before its window ends. The page
+///   [`leases`](crate::guide::leases) shows why this never exceeds the quota.
+/// - **Fair.** A block is at most half of an instance's equal part of the remaining quota; see [`share`](Self::share).
+///   With little left, the shared store decides each check.
+/// - **Refunded.** The rest of a block is refunded when the block expires, when the last clone of the store is dropped,
 ///   and by [`shutdown`](Self::shutdown).
-/// - **Outages.** While the primary store of a [`Fallback`] inside cannot decide, blocks are spent, and no other is
-///   charged. Put this store around the fallback, not into it.
-/// - A [reset](Check::reset) drops the blocks of this instance. Other instances, and other lists of policies, may spend
-///   theirs for a lease time.
-/// - Checks with an id, those that wait or are settled afterwards, and those of a list of policies of which one is not
-///   leased are decided by the shared store.
+/// - **Outages.** While the primary store of an inner [`Fallback`] cannot decide, blocks are spent, and no others are
+///   charged. Wrap the fallback in this store, not the reverse.
+/// - **Resets.** A [reset](Check::reset) drops the blocks of this instance under these policies. Other instances, and
+///   other lists of policies, may spend their blocks for up to a lease time.
+/// - **Exceptions.** The shared store decides checks with an id, checks that wait or are settled afterwards, and checks
+///   under a list with a policy that is not leased.
 ///
 /// Clones share the blocks.
 ///
@@ -74,7 +84,7 @@ impl<S: Store> Leased<S> {
     /// The default bound of callers with blocks.
     pub const DEFAULT_CALLERS: NonZeroUsize = NonZeroUsize::new(65_536).unwrap();
 
-    /// Around the store that all instances share.
+    /// Creates a store that leases from `store`, which all instances share.
     pub fn new(store: S) -> Self {
         Self::with(store, Share::Fixed(NonZeroU32::MIN), Self::DEFAULT_CALLERS)
     }
@@ -85,8 +95,8 @@ impl<S: Store> Leased<S> {
         }
     }
 
-    /// Sets how many instances share a quota. Defaults to 1. It bounds how much one of them has charged ahead, and too
-    /// small a number only means that the end of a quota is shared less fairly.
+    /// Sets the number of instances that share a quota. Defaults to 1. It bounds the block of each instance; with too
+    /// small a number, the end of a quota is only shared less fairly.
     #[must_use]
     pub fn share(self, share: Share) -> Self {
         let Inner {
@@ -95,21 +105,21 @@ impl<S: Store> Leased<S> {
         Self::with(store.clone(), share, *max_callers)
     }
 
-    /// Sets how many callers may have blocks, at most. Defaults to 65,536. If there are more, a new one replaces the one
-    /// that wants the least of a few, so that the callers that want the most keep their blocks.
+    /// Sets the maximum number of callers with blocks. Defaults to 65,536. Beyond it, a new caller replaces the one of
+    /// the least demand in a small sample, so that the busiest callers keep their blocks.
     #[must_use]
     pub fn max_callers(self, max: NonZeroUsize) -> Self {
         let Inner { store, share, .. } = &*self.inner;
         Self::with(store.clone(), share.clone(), max)
     }
 
-    /// Refunds what is left of all blocks, and charges none from here on: for the end of a process, before its runtime
-    /// ends. It waits for at most a second until the store has replied to all refunds, and to the charges in flight. The
-    /// store still decides checks.
+    /// Refunds the rest of all blocks, and stops charging them. Call it at the end of a process, before its runtime shuts
+    /// down. Waits at most 1 s for the store's replies to all refunds and to charges in flight. Checks are still
+    /// decided, by the shared store.
     ///
     /// # Panics
     ///
-    /// Outside of a tokio runtime.
+    /// Outside of a Tokio runtime.
     pub async fn shutdown(&self) {
         self.inner.shut_down().await;
     }

@@ -1,5 +1,5 @@
-//! How a server may be misconfigured. Each text about it ends with its code and the paragraph of `docs/pitfalls.md`
-//! that explains it. Codes stay as they are, so that a search or an alarm by one goes on working.
+//! The misconfigurations that the crate reports. Each message ends with its code and a link to the section of
+//! `docs/pitfalls.md` about it. Codes must not change, because searches and alerts use them.
 
 macro_rules! mistakes {
     ($($(#[$attribute:meta])* $name:ident = $code:literal,)+) => {
@@ -34,7 +34,7 @@ mod tests {
     use super::CODES;
 
     #[test]
-    fn each_code_has_its_paragraph() {
+    fn each_code_has_its_section() {
         let page = include_str!("../../docs/pitfalls.md");
         let paragraphs: Vec<_> = page
             .lines()

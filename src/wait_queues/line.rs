@@ -1,4 +1,4 @@
-//! Who waits for one caller, in which order, and the turns that are reserved for them.
+//! The waiters of a line, and their reserved turns. All methods run under the lock of the lines.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem;
@@ -16,27 +16,27 @@ use crate::store::Wake;
 use crate::util::instant;
 
 pub(super) struct Line {
-    /// By number, in the order in which they came.
+    /// By number, oldest first.
     waiters: BTreeMap<u64, Waiter>,
-    /// The deadlines of those that have one.
+    /// Deadlines of the waiters that have one.
     deadlines: BTreeSet<(Instant, u64)>,
-    /// What they cost.
+    /// Total cost of the waiters.
     demand: u64,
-    /// By when they are due, and the waiter for whom each was reserved.
+    /// By the due time, and the number of the waiter that each was reserved for.
     turns: BTreeMap<(Instant, u64), Turn>,
-    /// The units of these turns.
+    /// Total units of the turns.
     reserved: u64,
-    /// What is due, and less than the first waiter costs.
+    /// Due units, too few for the first waiter.
     part: Option<Charge>,
-    /// The checks without a reply: when they were sent, and how many at that time.
+    /// Number of checks without a reply, by the time when they were sent.
     sent: BTreeMap<Instant, u32>,
-    /// Number of turns of which a refund is under way.
+    /// Number of turns whose refund is in flight.
     pub(super) refunding: usize,
-    /// What was decided last, and when.
+    /// The last decision of the store, and its time.
     known: Option<(Decision, Instant)>,
-    /// A line that asks: nothing is free before.
+    /// For a [`Questions`](super::Questions) line: the time before which no capacity is expected.
     pub(super) free_at: Option<Instant>,
-    /// The calls that have failed since the last that has not.
+    /// Calls that have failed since the last success.
     failures: Option<Failures>,
     /// Wakes the task.
     pub(super) wake: Arc<Wake>,
@@ -44,9 +44,9 @@ pub(super) struct Line {
 
 pub(super) struct Waiter {
     pub(super) cost: u32,
-    /// Until when it waits.
+    /// Deadline of the waiter; `None` if it may wait forever.
     pub(super) deadline: Option<Instant>,
-    /// Whether it may have no turn yet.
+    /// Whether no turn was requested for it yet.
     is_new: bool,
     /// Number of checks that were sent for it and have no reply yet, and when the last one was sent.
     pending: u32,
@@ -54,31 +54,31 @@ pub(super) struct Waiter {
     answer: oneshot::Sender<Answer>,
 }
 
-/// Calls that have failed in a row.
+/// Consecutive failed calls.
 pub(super) struct Failures {
     count: u32,
     last: StoreError,
-    /// Until when all waits are refused, if they are [`MAX_FAILURES`].
+    /// Until this time new waiters fail, if `count` has reached [`MAX_FAILURES`].
     until: Instant,
 }
 
-/// Units that a waiter lacks.
+/// Units to reserve for a waiter.
 pub(super) struct Missing {
     pub(super) number: u64,
     pub(super) units: u32,
     pub(super) deadline: Option<Instant>,
 }
 
-/// What was due, to whom it goes, and what is left if nobody waits any more.
+/// Due units: the waiters that get them, and the rest if no waiter is left.
 pub(super) struct Given {
     pub(super) to: Vec<(Waiter, Charge)>,
     pub(super) left: Option<Charge>,
 }
 
-/// A turn that is reserved.
+/// A reserved turn.
 pub(super) struct Turn {
     pub(super) charge: Charge,
-    /// Whether the store has refused to refund it, since a later turn stands on it.
+    /// Whether the store has rejected its refund, because a later turn depends on it.
     pub(super) stays: bool,
 }
 
@@ -102,14 +102,15 @@ impl Waiter {
         self.deadline.is_none_or(|deadline| at <= deadline)
     }
 
-    /// Sends the answer. A permit for which nobody waits is dropped, and so handed on: not under the lock of the lines.
+    /// Sends the answer. A permit whose waiter has left is dropped, and so passes to the next waiter; do not call this
+    /// under the lock.
     pub(super) fn answer(self, answer: Answer) {
         drop(self.answer.send(answer));
     }
 }
 
 impl Line {
-    /// A line whose first waiter was `denied` just now, if the store was asked.
+    /// Creates a line. `denied` is the fresh denial of its first waiter, if that was checked.
     pub(super) fn new(denied: Option<Decision>) -> Self {
         let now = instant();
         let wait = denied.as_ref().and_then(Decision::retry_after);
@@ -134,24 +135,25 @@ impl Line {
         self.waiters.len()
     }
 
-    /// Whether who comes has to join it: others wait, or a turn is left.
+    /// Returns `true` if a new request must join: others wait, or a turn is left.
     pub(super) fn is_used(&self) -> bool {
         !self.waiters.is_empty() || !self.turns.is_empty()
     }
 
-    /// Whether its task has nothing left to do.
+    /// Returns `true` if the task has nothing left to do.
     pub(super) fn is_idle(&self, now: Instant) -> bool {
         let remembers = self.remembers_until().is_some_and(|until| now < until);
         !self.is_used() && self.refunding == 0 && !remembers
     }
 
-    /// The failures, if they are too many.
+    /// The failures, if they have reached [`MAX_FAILURES`].
     fn too_many(&self) -> Option<&Failures> {
         let failures = self.failures.as_ref()?;
         (failures.count >= MAX_FAILURES).then_some(failures)
     }
 
-    /// How long a line that nobody uses stays, so that who comes after the pause asks alone.
+    /// The time until which an unused line is kept after failures, so that after the pause one waiter at a time tries
+    /// the store.
     pub(super) fn remembers_until(&self) -> Option<Instant> {
         Some(self.too_many()?.until + PAUSE)
     }
@@ -174,19 +176,19 @@ impl Line {
         Some(waiter)
     }
 
-    /// Takes out the first, if it has this cost.
+    /// Removes the first waiter if it has exactly this cost.
     pub(super) fn pop(&mut self, cost: u32) -> Option<Waiter> {
         let (first, _) = self.first().filter(|(_, first)| *first == cost)?;
         self.remove(first)
     }
 
-    /// Takes out the first, if it costs no more than this.
+    /// Removes the first waiter if its cost is at most `units`.
     pub(super) fn pop_up_to(&mut self, units: u32) -> Option<Waiter> {
         let (first, _) = self.first().filter(|(_, cost)| *cost <= units)?;
         self.remove(first)
     }
 
-    /// The first waiter and its cost.
+    /// The number and the cost of the first waiter.
     pub(super) fn first(&self) -> Option<(u64, u32)> {
         self.waiters()
             .next()
@@ -198,20 +200,21 @@ impl Line {
         self.waiters.get(&number).map(|waiter| waiter.cost)
     }
 
-    /// The waiters in their order.
+    /// The waiters, oldest first.
     pub(super) fn waiters(&self) -> impl DoubleEndedIterator<Item = (u64, &Waiter)> {
         self.waiters
             .iter()
             .map(|(number, waiter)| (*number, waiter))
     }
 
-    /// Records what the store has decided. Returns the failures before: a user's error must not be dropped under the lock.
+    /// Records a decision. Returns the previous failures, because the user's error in them must not be dropped under
+    /// the lock.
     pub(super) fn learn(&mut self, decision: &Decision, now: Instant) -> Option<Failures> {
         self.known = Some((decision.clone(), now));
         self.failures.take()
     }
 
-    /// The wait of one who comes now: until the last turn, or until something is free.
+    /// The denial for a new request. Its wait is the time until the last turn is due, or until capacity is expected.
     pub(super) fn denial(&self, now: Instant) -> Option<Decision> {
         let (decision, at) = self.known.clone()?;
         let last = self.turns.last_key_value().map(|((due, _), _)| *due);
@@ -221,7 +224,7 @@ impl Line {
         Some(decision.denied_for(wait, now.saturating_duration_since(at)))
     }
 
-    /// Why this one may not join: the store fails, or its turn comes too late.
+    /// The reason why a waiter must not join: the store is failing, or its turn would be too late.
     pub(super) fn refusal(&self, waiter: &Waiter, now: Instant) -> Option<Refusal> {
         if let Some(failures) = self.too_many().filter(|failures| now < failures.until) {
             return Some(Refusal::Failed(failures.last.clone()));
@@ -235,7 +238,7 @@ impl Line {
             .flatten()
     }
 
-    /// A call for this waiter has failed: takes out who is refused. Returns the failures before, as
+    /// Handles a failed call for a waiter. Returns the waiters that fail, and the previous failures, as
     /// [`learn`](Self::learn) does.
     pub(super) fn fail(
         &mut self,
@@ -258,7 +261,7 @@ impl Line {
         (all.into_values().collect(), before)
     }
 
-    /// Takes out those whose time is up by then, of those behind a number.
+    /// Removes the waiters after `behind` whose deadline is before `at`.
     pub(super) fn late(&mut self, at: Instant, behind: u64) -> Vec<Waiter> {
         let late = self
             .waiters()
@@ -269,7 +272,7 @@ impl Line {
             .collect()
     }
 
-    /// The first deadline.
+    /// The earliest deadline.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.deadlines.first().map(|(deadline, _)| *deadline)
     }
@@ -329,18 +332,18 @@ impl Line {
         }
     }
 
-    /// How many more units are reserved than the waiters cost.
+    /// Units reserved beyond the cost of the waiters.
     fn surplus(&self) -> u64 {
         self.there().saturating_sub(self.demand)
     }
 
-    /// The units that are reserved, due or not.
+    /// All reserved units, due or not.
     fn there(&self) -> u64 {
         self.reserved + self.part.as_ref().map_or(0, |part| u64::from(part.cost))
     }
 
-    /// The units to reserve, besides those that are `asked` for, each with the waiter that lacks them: only for one of them at
-    /// a time in a store that fails.
+    /// The units to reserve in addition to the `asked` ones, each with the waiter that needs them. While the store is
+    /// failing, at most one at a time.
     pub(super) fn missing(&mut self, asked: u64) -> Vec<Missing> {
         if self.too_many().is_some() && asked > 0 {
             return vec![];
@@ -354,7 +357,7 @@ impl Line {
             }
             let mut lacks = u32::try_from(units).unwrap_or(u32::MAX).min(waiter.cost);
             units -= u64::from(lacks);
-            // A turn that was left comes too late for this one.
+            // The turn that is left would be too late for this waiter.
             if lacks == 0 && last.is_some_and(|last| !waiter.is_in_time(last)) {
                 lacks = waiter.cost;
             }
@@ -374,21 +377,21 @@ impl Line {
         missing
     }
 
-    /// Adds a turn that was reserved for the waiter of this number.
+    /// Adds a turn that was reserved for this waiter.
     pub(super) fn add_turn(&mut self, number: u64, turn: Turn) {
         self.reserved += u64::from(turn.charge.cost);
         self.turns.insert((turn.charge.due, number), turn);
         self.wake.notify.notify_one();
     }
 
-    /// When the next turn is due.
+    /// The time at which the next turn is due.
     pub(super) fn due(&self) -> Option<Instant> {
         self.turns.first_key_value().map(|((due, _), _)| *due)
     }
 
-    /// Takes out what is due, and who gets it: the first in line. If the next turn is too late for the waiter
-    /// of this one, and not for the first in line, the first of those for whom it is too late gets this one: replies
-    /// come in any order.
+    /// Takes a due turn, and the first waiter, which gets it. Replies arrive in any order; so if the next turn is too
+    /// late for the waiter that reserved this one, but not for the first waiter, this turn goes to the first of the
+    /// waiters for which the next one is too late.
     pub(super) fn next_due(&mut self, now: Instant) -> Option<Given> {
         let is_due = |due: Instant| due <= now;
         let Some(((_, number), turn)) = self
@@ -396,7 +399,7 @@ impl Line {
             .filter(|due| is_due(*due))
             .and_then(|_| self.turns.pop_first())
         else {
-            // Somebody may have left who wanted more.
+            // A waiter that needed more units may have left.
             let part = self.part.take()?;
             let is_enough = self.first().is_none_or(|(_, cost)| cost <= part.cost);
             if is_enough {
@@ -428,7 +431,7 @@ impl Line {
         Some(self.give(charge))
     }
 
-    /// Gives what is due to the first in line, for as many of them as it is enough.
+    /// Gives due units to the first waiters that they suffice for.
     fn give(&mut self, charge: Charge) -> Given {
         let mut units = charge.cost + self.part.take().map_or(0, |part| part.cost);
         let mut to = vec![];
@@ -444,7 +447,7 @@ impl Line {
         Given { to, left }
     }
 
-    /// Who gets a permit that was not used: `None` if nobody does.
+    /// Takes the waiters that get an unused permit, or returns `None` without waiters.
     pub(super) fn hand_on(&mut self, charge: &Charge, reserves: bool) -> Option<Given> {
         if reserves {
             return (self.len() > 0).then(|| self.give(charge.clone()));
@@ -456,7 +459,7 @@ impl Line {
         })
     }
 
-    /// The store has refunded a turn, or it `stays`.
+    /// Handles the reply to a refund: the store has refunded the turn, or it `stays`.
     pub(super) fn refunded(&mut self, number: u64, charge: Charge, stays: bool) {
         self.refunding -= 1;
         self.wake.notify.notify_one();
@@ -465,7 +468,7 @@ impl Line {
         }
     }
 
-    /// Takes out the last turn, to be refunded, if more is reserved than the waiters cost.
+    /// Takes the last turn for a refund, if the waiters do not need it.
     pub(super) fn superfluous(&mut self) -> Option<(u64, Charge)> {
         let surplus = self.surplus();
         let is_more = |turn: &Turn| !turn.stays && u64::from(turn.charge.cost) <= surplus;

@@ -1,25 +1,22 @@
-//! Requests that wait for their turn. Those that wait for one caller under the same policies are a [`Line`], first come,
-//! first served, with one task. A [`Permit`] is what a waiter gets.
+//! Wait queues: requests that would be denied wait in FIFO order, in one [`Line`] per runtime, caller and list of
+//! policies. Each line has one task, which makes all store calls of the line. A waiter gets a [`Permit`].
 //!
-//! **Buckets that refill gradually reserve.** The task ([`turns`]) takes ahead for each waiter as it comes: the store charges
-//! it and says when it is due. So the queue over all instances is in the store, and no round trip limits the rate. What is
-//! due goes to the first in line, whoever it was reserved for. Who leaves makes the last turn superfluous. The store refunds
-//! that, unless a later turn of another instance stands on it. Then the next waiter who comes before it is due gets it;
-//! otherwise it expires.
+//! A line and its permits are in this process's memory; the store has counted the permits already.
 //!
-//! **All others ask.** The task ([`questions`]) takes as much as the first ones need, and after a denial asks again when the
-//! denial says so, such that the question arrives then, or when something was freed in this process.
-//!
-//! **Nothing is lost.** The task receives every reply, whoever has left meanwhile. A permit that is dropped unused goes to
-//! the first in line, or back to the store.
-//!
-//! **No wait is longer than its maximum**, but for the store's calls. A waiter is refused as soon as it is known that its
-//! turn comes too late.
-//!
-//! **A store that fails** ends one wait with each failed call, and all waits of a line when [`MAX_FAILURES`] calls have
-//! failed in a row.
-//!
-//! **A runtime that ends** drops the tasks on it, which ends the waits: each runtime has lines of its own.
+//! - **Strategies that refill gradually.** The task ([`turns`]) takes a turn ahead for each waiter immediately: the
+//!   store charges it and reports when it is due. So the queue across all instances is in the store, and no round trip
+//!   limits the rate. Each due turn goes to the first waiter, also if it was reserved for another. If a waiter leaves,
+//!   the last turn is refunded. The store rejects the refund if a later turn of another instance depends on this turn;
+//!   then a waiter that joins before the turn is due gets it, or it expires.
+//! - **Other strategies, and requests in flight.** The task ([`questions`]) takes what the first waiters need. After a
+//!   denial it checks again after `retry_after`, or when capacity was freed in this process.
+//! - **Dropped waiters.** The task receives every reply, also for waiters that have left. A permit that is dropped
+//!   unused goes to the first waiter, or is refunded.
+//! - **Deadlines.** A waiter is denied as soon as its turn is certain to be too late. Only a slow store call can delay
+//!   that.
+//! - **Lost replies and failures.** Each failed call fails one waiter. After [`MAX_FAILURES`] consecutive failures all
+//!   waiters of the line fail, and for a short time new ones too. A charge whose reply is lost is not refunded.
+//! - **End of a runtime.** A runtime that shuts down drops its tasks, and the waiters of its lines fail.
 
 mod line;
 mod permit;
@@ -54,13 +51,13 @@ use crate::observe::Observer;
 use crate::store::{Store, Waiters, op_queue};
 use crate::util::{instant, lock};
 
-/// The lines of all callers. Clones share them.
+/// The lines of all callers. Clones share the lines.
 #[derive(Clone)]
 pub(crate) struct WaitQueues {
     shared: Arc<Shared>,
-    /// Sends refunds, and charges without a wait.
+    /// Sends refunds, and charges that need no turn.
     refunds: OpQueue,
-    /// The slots of permits under policies of requests in flight. `None` where there are no such policies.
+    /// Tracks the slots of permits under policies of requests in flight. `None` without such policies.
     in_flight: Option<InFlightTracker>,
     bounds: Bounds,
 }
@@ -68,11 +65,11 @@ pub(crate) struct WaitQueues {
 struct Shared {
     store: Box<dyn ErasedStore>,
     lines: Mutex<Lines>,
-    /// Number of lines: while it is 0, no request looks for one.
+    /// Number of lines. While it is 0, requests skip the lock.
     count: AtomicUsize,
 }
 
-/// A store of any type: a waiter has the time for a box.
+/// A type-erased store. A waiter can afford the boxed future.
 trait ErasedStore: Send + Sync {
     fn ask(&self, check: Check) -> Reply;
     fn observe(&self, observer: &Arc<dyn Observer>) -> OpQueue;
@@ -99,14 +96,14 @@ impl<S: Store> ErasedStore for S {
 #[derive(Default)]
 struct Lines {
     each: HashMap<LineId, Line>,
-    /// Number of all waiters, and of those of each caller.
+    /// Number of waiters, in all lines and of each caller.
     all: usize,
     callers: HashMap<Key, usize>,
-    /// The number of the last waiter.
+    /// The number of the newest waiter.
     last: u64,
 }
 
-/// How many may wait: for one caller, and in all.
+/// Maximum numbers of waiters: of one caller, and in all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Bounds {
     pub(crate) each: usize,
@@ -117,31 +114,31 @@ pub(crate) struct Bounds {
 struct LineId {
     runtime: Id,
     key: Key,
-    /// A hash of all that the policies say: nobody waits behind those of a quota that was replaced.
+    /// A hash of the policies with their quotas, so that a replaced quota gets a separate line.
     policies: u64,
-    /// Whether it reserves turns; otherwise it asks.
+    /// Whether the line reserves turns ([`Turns`]); otherwise it repeats checks ([`Questions`]).
     reserves: bool,
 }
 
-/// A request that is to wait.
+/// A request that must wait.
 #[derive(Debug, Clone)]
 pub(crate) struct WaitRequest {
     pub(crate) key: Key,
     pub(crate) policies: Policies,
     pub(crate) cost: u32,
-    /// Until when to wait. `None`: for as long as it takes.
+    /// `None` if it may wait forever.
     pub(crate) deadline: Option<Instant>,
 }
 
-/// Why there is no permit.
+/// The reason for a missing permit.
 #[derive(Debug, Clone)]
 pub(crate) enum Refusal {
-    /// It would take too long, or too many wait.
+    /// The wait would be too long, or too many requests wait.
     Denied(Decision),
     Failed(StoreError),
 }
 
-/// A line, which may have ended.
+/// A reference to a line, which may have ended.
 #[derive(Clone)]
 struct LineRef {
     shared: Arc<Shared>,
@@ -149,16 +146,16 @@ struct LineRef {
     id: LineId,
 }
 
-/// The line of a task, which ends with it.
+/// A task's reference to its line. The line ends when this is dropped.
 struct Place {
     line: LineRef,
     policies: Policies,
     queues: WaitQueues,
-    /// Whether the line has ended: another one may have its id by now.
+    /// Whether the line has ended. Another one may have its id since.
     has_ended: AtomicBool,
 }
 
-/// Resolves to a permit when its turn has come. Dropped, it leaves the line.
+/// Resolves to a permit when it is due. Dropping it leaves the line.
 pub(crate) struct Acquire {
     line: LineRef,
     number: u64,
@@ -167,16 +164,16 @@ pub(crate) struct Acquire {
 
 type Answer = Result<Permit, Refusal>;
 
-/// As many failed calls in a row end all waits of a line, and those that begin in the next [`PAUSE`].
+/// Number of consecutive failed calls after which all waiters of a line fail, and new ones during [`PAUSE`].
 const MAX_FAILURES: u32 = 3;
 const PAUSE: Duration = Duration::from_millis(250);
 /// Resolution of timers.
 const TICK: Duration = Duration::from_millis(1);
-/// Pause of a line that asks after a failed call.
+/// Pause of a [`Questions`] line after a failed call.
 const FAILURE_PAUSE: Duration = Duration::from_millis(50);
 
 impl Refusal {
-    /// The store's answer.
+    /// Converts it to a store's answer.
     pub(crate) fn into_answer(self) -> Result<Decision, StoreError> {
         match self {
             Self::Denied(decision) => Ok(decision),
@@ -190,13 +187,13 @@ impl Refusal {
 }
 
 impl Bounds {
-    /// Where one key is mostly that of all.
+    /// One bound for both, because many services use a single key.
     pub(crate) const DEFAULT: Self = Self {
         each: 10_000,
         all: 10_000,
     };
 
-    /// The same bound for one caller and for all.
+    /// One bound for each caller and in all.
     pub(crate) const fn of(all: NonZeroUsize) -> Self {
         Self {
             each: all.get(),
@@ -206,7 +203,7 @@ impl Bounds {
 }
 
 impl WaitRequest {
-    /// The denial of a request for which there is no place: to come again when a unit has been freed.
+    /// The denial for a full line: try again when a unit has been freed.
     fn denial(&self) -> Decision {
         let check = Check::take(self.key, &self.policies, self.cost);
         check.decided(Source::Local, 0, |policy| {
@@ -216,7 +213,7 @@ impl WaitRequest {
 }
 
 impl Lines {
-    /// Counts the waiters of a caller again, of whom a line had `before`, and has `now`.
+    /// Updates the counts after a line of this caller went from `before` to `now` waiters.
     fn recount(&mut self, key: &Key, before: usize, now: usize) {
         self.all = self.all + now - before;
         match self.of(key) + now - before {
@@ -231,7 +228,7 @@ impl Lines {
 }
 
 impl WaitQueues {
-    /// Lines for policies of which none counts requests in flight.
+    /// Creates lines for policies without requests in flight.
     pub(crate) fn new(store: impl Store, bounds: Bounds) -> Self {
         let refunds = op_queue(store.clone(), None);
         let shared = Arc::new(Shared {
@@ -247,7 +244,7 @@ impl WaitQueues {
         }
     }
 
-    /// The same lines, in which as many may wait.
+    /// Shares the lines, with other bounds.
     pub(crate) fn with_bounds(&self, bounds: Bounds) -> Self {
         Self {
             bounds,
@@ -255,7 +252,7 @@ impl WaitQueues {
         }
     }
 
-    /// The same lines, with the slots and the background queue of this tracker.
+    /// Shares the lines, and uses the slots and the queue of this tracker.
     pub(crate) fn with_tracker(&self, in_flight: InFlightTracker) -> Self {
         Self {
             refunds: in_flight.ops().clone(),
@@ -264,7 +261,7 @@ impl WaitQueues {
         }
     }
 
-    /// The same lines with an observer, which the store gets too.
+    /// Shares the lines, and reports to this observer, as does the store.
     pub(crate) fn observed(&self, observer: &Arc<dyn Observer>) -> Self {
         Self {
             refunds: self.shared.store.observe(observer),
@@ -272,12 +269,12 @@ impl WaitQueues {
         }
     }
 
-    /// Charges without a wait.
+    /// Charges a cost without waiting.
     pub(crate) fn charge(&self, key: Key, policies: &Policies, cost: u32) {
         self.refunds.put(PendingOp::charge(key, policies, cost));
     }
 
-    /// Whether a request of this caller has to wait, since others do, or a turn is left for it.
+    /// Returns `true` if a request of this caller must join a line: others wait, or a turn is left for it.
     pub(crate) fn has_line(&self, key: &Key, policies: &Policies, cost: u32) -> bool {
         let never_fits = || policies.iter().any(|policy| policy.never_fits(cost));
         if self.shared.count.load(Ordering::Acquire) == 0 || never_fits() {
@@ -291,12 +288,12 @@ impl WaitQueues {
         lines.each.get(&id).is_some_and(Line::is_used)
     }
 
-    /// Waits for a permit. `denied` is what the store has just said, if it was asked. A cost that never fits must not wait:
-    /// others would wait behind it.
+    /// Joins a line. `denied` is the denial of the store, if the request was checked. The cost must fit the policies:
+    /// otherwise the others would wait behind it forever.
     ///
     /// # Errors
     ///
-    /// [`Refusal`], if it is certain already that there is no permit in time, or if too many wait.
+    /// [`Refusal`] if the permit is certain to be too late, or if too many requests wait.
     pub(crate) fn join(
         &self,
         wanted: WaitRequest,
@@ -338,7 +335,7 @@ impl WaitQueues {
         }
     }
 
-    /// Puts a waiter into a line, and starts the line's task if it has none.
+    /// Adds a waiter to a line, and starts the line's task if the line is new.
     fn enter(
         &self,
         runtime: &Handle,
@@ -371,7 +368,7 @@ impl WaitQueues {
         } else {
             Box::pin(Questions::new(place).run())
         };
-        // A store that answers immediately is asked now, for callers that poll only once.
+        // Poll once now: if the store replies immediately, callers that poll only once get their permit.
         let mut context = Context::from_waker(Waker::noop());
         if task.as_mut().poll(&mut context).is_pending() {
             runtime.spawn(task);
@@ -380,7 +377,7 @@ impl WaitQueues {
 }
 
 impl LineRef {
-    /// Calls `act` with the line, if there is one.
+    /// Calls `act` with the line, or returns `None` if the line has ended.
     fn with<T>(&self, act: impl FnOnce(&mut Line) -> T) -> Option<T> {
         let lines = &mut *lock(&self.shared.lines);
         let line = lines.each.get_mut(&self.id)?;
@@ -391,7 +388,7 @@ impl LineRef {
         Some(result)
     }
 
-    /// Gives permits to those who were taken out of the line, and refunds what is left.
+    /// Sends permits to waiters that were removed from the line, and refunds the rest.
     fn deliver(&self, Given { to, left }: Given, mut slot: Option<Slot>) {
         for (waiter, charge) in to {
             let permit = Permit::new(self.clone(), charge, slot.take());
@@ -403,8 +400,8 @@ impl LineRef {
         self.refund_superfluous();
     }
 
-    /// Refunds turns that nobody in line needs, the last one first. If a later turn of another instance stands on one, the
-    /// line keeps it for whoever comes next.
+    /// Refunds turns that no waiter needs, the last one first. If a later turn of another instance depends on one, the
+    /// line keeps it for the next waiter.
     fn refund_superfluous(&self) {
         while let Some((number, charge)) = self.with(Line::superfluous).flatten() {
             let (line, kept) = (self.clone(), charge.clone());
@@ -422,14 +419,14 @@ impl Place {
         self.line.with(act)
     }
 
-    /// Answers a waiter, if it still waits.
+    /// Denies or fails a waiter, if it still waits.
     fn refuse(&self, number: u64, refusal: Refusal) {
         if let Some(waiter) = self.with(|line| line.remove(number)).flatten() {
             waiter.answer(Err(refusal));
         }
     }
 
-    /// A call for this waiter has failed.
+    /// Handles a failed call for this waiter.
     fn fail(&self, number: u64, error: &StoreError) {
         let failed = self.with(|line| line.fail(number, error, instant()));
         for waiter in failed.into_iter().flat_map(|(waiters, _)| waiters) {
@@ -437,7 +434,7 @@ impl Place {
         }
     }
 
-    /// Removes the line if nobody uses it, and returns whether it has.
+    /// Removes the line if it is idle. Returns `true` if it did.
     fn ends(&self) -> bool {
         let ended = {
             let lines = &mut *lock(&self.line.shared.lines);
@@ -453,7 +450,7 @@ impl Place {
     }
 }
 
-/// With its runtime, the task ends before the line does.
+/// If the runtime drops the task, the line ends too, which fails its waiters.
 impl Drop for Place {
     fn drop(&mut self) {
         if *self.has_ended.get_mut() {
@@ -486,12 +483,13 @@ impl LineId {
             runtime: runtime.id(),
             key: *key,
             policies: hasher.finish(),
-            // Nothing is reserved for a cost of 0. A pause must hold those who wait already.
+            // A cost of 0 needs no turn. A pause must also hold the requests that wait already, so no turn may be
+            // reserved under it.
             reserves: reserves && cost > 0,
         }
     }
 
-    /// The line of those for whom no turn could be reserved.
+    /// The line for waiters that could not reserve a turn.
     fn that_asks(self) -> Self {
         Self {
             reserves: false,
@@ -501,7 +499,7 @@ impl LineId {
 }
 
 impl Acquire {
-    /// The runtime on which its line is.
+    /// The runtime of its line.
     pub(crate) fn runtime(&self) -> Id {
         self.line.id.runtime
     }
@@ -511,20 +509,20 @@ impl Future for Acquire {
     type Output = Answer;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Answer> {
-        // A task that has used up its budget would not receive what is there.
+        // `poll` would not return a received answer if the task has used up its budget.
         let answer = match self.answer.try_recv() {
             Ok(answer) => Some(answer),
             Err(TryRecvError::Empty) => ready!(Pin::new(&mut self.answer).poll(cx)).ok(),
             Err(TryRecvError::Closed) => None,
         };
-        // Without an answer the line has ended with its runtime.
+        // Without an answer, the line has ended with its runtime.
         Poll::Ready(answer.unwrap_or_else(|| Err(Refusal::no_runtime())))
     }
 }
 
 impl Drop for Acquire {
     fn drop(&mut self) {
-        // A permit that is in the receiver is handed on with it.
+        // Dropping the receiver drops a received permit, which passes to the next waiter.
         let asks = LineRef {
             id: self.line.id.that_asks(),
             ..self.line.clone()

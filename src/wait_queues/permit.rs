@@ -8,48 +8,48 @@ use crate::in_flight::Slot;
 use crate::limit::{Check, Decision, Key, Policies};
 use crate::util::instant;
 
-/// A permit that is due: charged, and to be used once.
+/// A permit that is due: its cost has been charged, and it may be used once.
 ///
-/// Dropped unused, it goes to the first in line, and if nobody waits back to the store.
+/// Dropped unused, it passes to the first waiter, or is refunded if the line is empty.
 #[must_use]
 pub(crate) struct Permit {
     charge: Charge,
-    /// `None` once it is used or handed on.
+    /// `None` after it was used or passed on.
     held: Option<Held>,
 }
 
-/// What was charged for a permit.
+/// The charge of a permit.
 #[derive(Clone)]
 pub(super) struct Charge {
-    /// As the store decided.
+    /// The store's decision on it.
     decision: Decision,
     key: Key,
-    /// The policies that were asked for: a decision may be on their share.
+    /// The policies of the line. The decision may be on a share of them.
     policies: Policies,
     pub(super) cost: u32,
     asked_at: Instant,
-    /// How long after the reply it is due, and when.
+    /// Time from the reply until it is due, and that time.
     wait: Duration,
     pub(super) due: Instant,
 }
 
 struct Held {
     line: LineRef,
-    /// Of the policies that count requests in flight: released with the permit.
+    /// The slot under policies of requests in flight, released with the permit.
     slot: Option<Slot>,
 }
 
-/// A permit that is used.
+/// A used permit.
 pub(crate) struct Spent {
-    /// The decision on it, as of now.
+    /// Its decision, adjusted to the time of use.
     pub(crate) decision: Decision,
-    /// When the charge was made: for a turn, when it was due. And the microseconds since the reply to it.
+    /// The time of the charge, or of a turn the time at which it was due; and the microseconds since the reply.
     pub(crate) taken: (Instant, i64),
     /// Its slot in flight.
     pub(crate) slot: Option<Slot>,
 }
 
-/// How long after it was due a permit may be used whose charge has expired.
+/// Time after its due time for which an expired permit may be used without another charge.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 impl Charge {
@@ -71,7 +71,7 @@ impl Charge {
         }
     }
 
-    /// A part of it.
+    /// Splits off a part of it.
     pub(super) fn part(&self, cost: u32) -> Self {
         Self {
             decision: self.decision.clone().of_charge(cost),
@@ -80,7 +80,7 @@ impl Charge {
         }
     }
 
-    /// The decision as that of a check that passes now.
+    /// The decision, adjusted to a check that is allowed now.
     fn decision(&self) -> Decision {
         self.decision.clone().due(self.cost).later(self.age())
     }
@@ -91,7 +91,7 @@ impl Charge {
         i64::try_from(age.as_micros()).unwrap_or(i64::MAX)
     }
 
-    /// The policies under which it has expired, unless it was due just now.
+    /// The policies under which the charge has expired, unless it was due less than [`PATIENCE`] ago.
     fn expired(&self) -> Option<Policies> {
         if instant() < self.due + PATIENCE {
             return None;
@@ -106,7 +106,7 @@ impl Charge {
         Policies::new(expired.map(|(policy, _)| policy.clone())).ok()
     }
 
-    /// Refunds what is still charged of it when this is sent.
+    /// Returns a refund of the part that still counts when the refund is sent.
     pub(super) fn refund(self) -> PendingOp {
         let policies = self.policies.clone();
         PendingOp::refund(self.key, &policies, move |now| self.refund_at(now))
@@ -126,19 +126,19 @@ impl Permit {
         }
     }
 
-    /// The decision on it, as of now.
+    /// The decision, adjusted to the present time.
     pub(crate) fn decision(&self) -> Decision {
         self.charge.decision()
     }
 
-    /// The check that refunds it now.
+    /// The check that refunds it at present.
     pub(super) fn into_refund(mut self) -> Option<Check> {
         self.held = None;
         self.charge.refund_at(instant())
     }
 
-    /// Uses the permit: the request is in flight while it has the slot. An expired charge is charged again, or permits
-    /// could be saved up.
+    /// Uses the permit. The request is in flight while it holds the slot. An expired charge is charged again; otherwise
+    /// permits could be saved up.
     pub(crate) fn spend(mut self) -> Spent {
         let held = self.held.take();
         if let (Some(held), Some(expired)) = (&held, self.charge.expired()) {

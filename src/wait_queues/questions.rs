@@ -1,4 +1,4 @@
-//! The task of a line that asks when something may be free.
+//! The task of a line that repeats checks until capacity is free.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -20,34 +20,35 @@ pub(super) struct Questions {
     place: Place,
     wake: Arc<Wake>,
     _listener: Option<Listener>,
-    /// For how much more there was room after the last grant; of requests in flight, or how many have ended here since.
+    /// Capacity left after the last grant. For requests in flight, or the number of slots released in this process
+    /// since, if greater.
     room: u32,
-    /// The first in line when it was denied last, and its cost.
+    /// Number and cost of the first waiter when it was last denied.
     denied: Option<(u64, u32)>,
-    /// Whether that was when there should have been room for it: smaller costs of other instances take all that is freed.
-    /// Then it takes part by part.
+    /// Whether it was denied although its wait had ended: smaller costs of other instances take all the freed capacity.
+    /// Then the task collects its cost in parts.
     starves: bool,
-    /// Whether the whole wait of the last denial is over when it is asked again.
+    /// Whether the next check waits for the full `retry_after` of the last denial.
     sat_out: bool,
-    /// What it has taken so far.
+    /// The part that was collected so far.
     part: Option<Permit>,
     /// The largest part so far, and the number of questions in a row that have not enlarged it.
     largest: u32,
     stuck: u32,
 }
 
-/// The reply to a check that was made for some of the first in line.
+/// The reply to a check for some of the first waiters.
 struct Answered {
-    /// The first of them.
+    /// The first of these waiters.
     number: u64,
     mode: Mode,
-    /// What the check costs.
+    /// The cost of the check.
     units: u32,
     answer: Result<Decision, StoreError>,
     slot: Option<Slot>,
 }
 
-/// The denial of such a check.
+/// A denied check.
 struct Denied {
     number: u64,
     mode: Mode,
@@ -55,15 +56,15 @@ struct Denied {
     decision: Decision,
 }
 
-/// Maximum jitter of a question, the same for all instances, so that none of them is always the first.
+/// Maximum jitter of a check, equal for all instances, so that no instance is favored.
 const JITTER: Duration = Duration::from_millis(20);
-/// Minimum interval between questions because something was freed in this process.
+/// Minimum interval between checks caused by capacity freed in this process.
 const GAP: Duration = Duration::from_millis(10);
-/// Interval of questions for slots in flight that other instances release.
+/// Interval of checks for slots that other instances release.
 const POLL: Duration = Duration::from_millis(100);
-/// As many questions in a row that add nothing to a part show that it may be held against another one.
+/// Number of consecutive checks that did not enlarge a part, after which it is given up at random.
 const STUCK: u32 = 4;
-/// Maximum interval of questions, or a part of a longer wait: other instances may refund.
+/// Maximum interval of checks; for long waits, a fraction of the wait. Other instances may refund at any time.
 const LOOK: Duration = Duration::from_secs(30);
 const LOOKS: u32 = 16;
 
@@ -92,7 +93,7 @@ impl Questions {
     pub(super) async fn run(mut self) {
         let mut asked_at = instant();
         let mut answered_at = asked_at;
-        // The denial that the line begins with.
+        // The denial with which the line was created.
         let free_at = self.place.with(|line| line.free_at).flatten();
         let mut next = free_at.map(|free_at| {
             let wait = free_at.saturating_duration_since(asked_at);
@@ -105,14 +106,14 @@ impl Questions {
             if let Some(next) = next {
                 self.rest(next, asked_at).await;
             }
-            // What was freed until it is asked, it sees.
+            // Clear `freed` first: the check sees all capacity freed before it.
             let freed = self.wake.take_freed();
             if self.is_in_flight() {
                 self.room = self.room.max(freed);
             }
             let (checks, last) = self.checks();
             if let Some(last) = last {
-                // Their time was up when the store replied, and it had no room for them.
+                // When the store last replied, it had no capacity for these waiters, and their deadlines have passed.
                 self.refuse_late(answered_at, last);
             }
             asked_at = instant();
@@ -132,8 +133,8 @@ impl Questions {
         self.place.policies.in_flight().is_some()
     }
 
-    /// The next checks, each with the first waiter that it is for, and the last waiter that they are for; none if nobody
-    /// waits.
+    /// Builds the next checks, each with the first waiter that it is for. Also returns the last waiter that they cover.
+    /// Empty if the line is.
     fn checks(&mut self) -> (Vec<(u64, Check)>, Option<u64>) {
         let (key, policies) = (self.place.line.id.key, &self.place.policies);
         let waiters = self.place.with(|line| {
@@ -154,7 +155,7 @@ impl Questions {
             let check = |&(number, cost): &_| (number, Check::take(key, policies, cost));
             return (waiters[..count].iter().map(check).collect(), last(count));
         }
-        // The first ones for whom there is room.
+        // Add waiters while there is capacity for them.
         let (mut units, mut count) = (cost, 1);
         while let Some((_, more)) = waiters.get(count)
             && let Some(more) = units.checked_add(*more).filter(|more| *more <= self.room)
@@ -172,7 +173,7 @@ impl Questions {
             );
         }
         if cost <= 1 && alike >= count {
-            // As many of them pass as there is room for.
+            // One check grants all of these equal waiters that fit.
             let most = policies
                 .iter()
                 .map(|policy| policy.quota().capacity())
@@ -187,14 +188,14 @@ impl Questions {
         )
     }
 
-    /// Asks, and does what the replies say. Returns when to ask again: `None` for now.
+    /// Sends the checks and handles the replies. Returns the time of the next checks, or `None` for immediately.
     async fn ask(&mut self, checks: Vec<(u64, Check)>, asked_at: Instant) -> Option<Instant> {
-        // What was taken before is taken again, as of now: both are in one call of the store.
+        // Exchange the collected part for a larger one: refund it and take again in one call.
         let mut replies =
             FuturesUnordered::<Pin<Box<dyn Future<Output = Option<Answered>> + Send>>>::new();
         if let Some(part) = self.part.take().and_then(Permit::into_refund) {
             let refund = self.place.line.shared.store.ask(part);
-            // A part of which the refund fails expires.
+            // A part whose refund fails expires.
             replies.push(Box::pin(refund.map(|_| None)));
         }
         for (number, check) in checks {
@@ -256,7 +257,7 @@ impl Questions {
         }
     }
 
-    /// Gives permits to the first in line, for as much as was granted.
+    /// Sends permits for the granted units to the first waiters.
     fn give(
         &mut self,
         number: u64,
@@ -271,7 +272,7 @@ impl Questions {
             Permit::new(place.line.clone(), charge, slot)
         };
         if self.is_in_flight() {
-            // The replies come in any order.
+            // Replies arrive in any order, so give each slot to the first waiter.
             let waiter = place.with(|line| line.pop(units).or_else(|| line.remove(number)));
             let permit = permit(units, slot);
             if let Some(waiter) = waiter.flatten() {
@@ -302,7 +303,7 @@ impl Questions {
                 .filter(|(policy, _)| policy.is_in_flight());
             let free = slots.map(|(_, verdict)| verdict.remaining).min();
             let free = u32::try_from(free.unwrap_or(0)).unwrap_or(0);
-            // Where requests end all the time, most of what is free is asked for already, where they ended.
+            // With steady traffic, requests that ended elsewhere have checks in flight for most of the free slots.
             self.room = match self.wake.take_freed() {
                 0 => free,
                 freed => freed + free.min(1),
@@ -310,7 +311,7 @@ impl Questions {
             return (self.room == 0).then(|| now + POLL);
         }
         self.room = decision.remaining();
-        // Nothing says when more is freed, but that it hardly is before the quota gives as much.
+        // The reply does not say when more is freed. It is unlikely before the quota refills a unit.
         if decision.granted() >= units {
             return None;
         }
@@ -350,7 +351,7 @@ impl Questions {
         let cost = cost.unwrap_or(units);
         self.room = 0;
         if mode == Mode::Take && cost < units {
-            // Less is left than after the last reply.
+            // Less capacity is left than the last reply reported.
             self.room = decision.remaining().min(units - 1);
             return None;
         }
@@ -373,7 +374,7 @@ impl Questions {
         Some(self.next(look(wait), asked_at))
     }
 
-    /// When to ask so that the question arrives after this wait, which was told by the reply just now.
+    /// Returns the time of a check that arrives after `wait`, which the reply has just reported.
     fn next(&self, wait: Duration, asked_at: Instant) -> Instant {
         let now = instant();
         let periods = self
@@ -385,8 +386,8 @@ impl Questions {
         now + wait.saturating_sub(now - asked_at) + jitter.mul_f64(random())
     }
 
-    /// Waits until then, or until something is freed in this process, and refuses those whose time is up. Ends if nobody
-    /// waits.
+    /// Waits until `until`, or until capacity is freed in this process, and denies waiters whose deadlines pass.
+    /// Returns early if the line is empty.
     async fn rest(&mut self, until: Instant, asked_at: Instant) {
         let gap = if self.is_in_flight() {
             Duration::ZERO
@@ -404,14 +405,14 @@ impl Questions {
             else {
                 return;
             };
-            // Another one is first, and wants less.
+            // Another waiter is first now, with a smaller cost.
             let first = self.place.with(|line| line.first()).flatten();
             if let (Some((_, denied)), Some((_, cost))) = (self.denied, first)
                 && cost < denied
             {
                 return;
             }
-            // Jitter is no reason to refuse a waiter.
+            // Do not deny a waiter because of jitter.
             if let (Some(free_at), Some(deadline)) = (free_at, deadline) {
                 until = until.min(deadline.max(free_at));
             }
@@ -433,7 +434,7 @@ impl Questions {
         }
     }
 
-    /// Refuses those whose time is up by then, of those behind a number.
+    /// Denies the waiters after `behind` whose deadline is before `at`.
     fn refuse_late(&self, at: Instant, behind: u64) {
         let now = instant();
         let late = self.place.with(|line| {
@@ -448,7 +449,7 @@ impl Questions {
     }
 }
 
-/// How much of a wait to sit out before it is asked again.
+/// The part of a wait after which the task checks again.
 fn look(wait: Duration) -> Duration {
     wait.min(LOOK.max(wait / LOOKS))
 }

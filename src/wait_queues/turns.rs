@@ -1,4 +1,4 @@
-//! The task of a line that reserves turns.
+//! The task of a line that takes turns ahead.
 
 use std::future::poll_fn;
 use std::pin::pin;
@@ -22,7 +22,7 @@ pub(super) struct Turns {
     place: Place,
 }
 
-/// A reply to the check that took ahead what a waiter lacked.
+/// The reply to a check that took a turn ahead.
 struct Reserved {
     missing: Missing,
     asked_at: Instant,
@@ -74,7 +74,7 @@ impl Turns {
         }
     }
 
-    /// Takes ahead what a waiter lacks.
+    /// Takes a turn ahead for a waiter.
     fn reserve(&self, missing: Missing) -> impl Future<Output = Reserved> + use<> {
         let (Place { line, policies, .. }, asked_at) = (&self.place, instant());
         let within = missing.deadline.map_or(Duration::MAX, |deadline| {
@@ -124,7 +124,8 @@ impl Turns {
         place.line.refund_superfluous();
     }
 
-    /// Lets a waiter ask: the store knows no debt, or does not reserve as far ahead.
+    /// Moves a waiter to the line of [`Questions`](super::Questions): the store supports no debt, or not as long a
+    /// wait.
     fn ask_instead(&self, number: u64, denied: Decision) {
         let waiter = self.place.with(|line| line.remove(number)).flatten();
         if let (Some(waiter), Ok(runtime)) = (waiter, Handle::try_current()) {
@@ -139,7 +140,7 @@ impl Turns {
         }
     }
 
-    /// Refuses those whose deadline is over: another waiter has got the turn that was reserved for them.
+    /// Refuses waiters whose deadline has passed because another waiter got their turn.
     fn refuse_overdue(&self) {
         let now = instant();
         let overdue = self.place.with(|line| line.overdue(now)).flatten();
@@ -152,7 +153,7 @@ impl Turns {
         self.place.line.refund_superfluous();
     }
 
-    /// Gives what is due to the first in line.
+    /// Gives due turns to the first waiters.
     fn give(&self) {
         let now = instant();
         while let Some(given) = self.place.with(|line| line.next_due(now)).flatten() {

@@ -42,7 +42,7 @@ async fn leased() {
     let redis = RedisStore::connect(server.url()).await.unwrap();
     let store =
         Leased::new(Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(60)));
-    // With so few units, nothing but single units is leased, to callers that send many checks.
+    // With a small limit, busy callers lease single units only.
     keeps_the_contract_under(store, Source::Redis, |strategy| {
         leased_policy(strategy, 10, Duration::from_secs(60))
     })

@@ -51,7 +51,7 @@ async fn any_redis() {
     counts_requests(AnyStore::from_config(&config).unwrap()).await;
 }
 
-/// Granted, and what remains of each policy.
+/// The granted units, and the remaining capacity under each policy.
 fn numbers(decision: &Decision) -> (u32, Vec<u32>) {
     (
         decision.granted(),
@@ -67,7 +67,7 @@ async fn counts_requests(store: impl Store) {
     let (ann, bob) = (Key::new("ann"), Key::new("bob"));
     let ask = async |check: Check| numbers(&store.check(check).await.unwrap());
 
-    // A request is one, whatever it costs.
+    // A request takes one slot, regardless of its cost.
     let takes = [
         Check::take(ann, &alone, 1),
         Check::take(ann, &both, 40),
@@ -80,7 +80,7 @@ async fn counts_requests(store: impl Store) {
     assert_eq!(ask(three).await, (0, vec![60, 0]));
     assert_eq!(ask(Check::peek(ann, &both, 40)).await, (0, vec![60, 0]));
 
-    // It is all or nothing.
+    // All policies grant the check, or none.
     let denied = store.check(Check::take(ann, &both, 40)).await.unwrap();
     assert_eq!(numbers(&denied), (0, vec![60, 0]));
     assert_eq!(
@@ -95,7 +95,7 @@ async fn counts_requests(store: impl Store) {
     assert_eq!(ask(Check::take(ann, &both, 61)).await, (0, vec![60, 1]));
     assert_eq!(ask(Check::up_to(ann, &both, 70)).await, (60, vec![0, 0]));
 
-    // A release is done once, and costs are none of its business.
+    // A second release has no effect, and the cost is ignored.
     assert_eq!(ask(Check::release(ann, &alone, slots[1])).await.1, [1]);
     assert_eq!(ask(Check::release(ann, &alone, slots[1])).await.1, [1]);
     assert_eq!(ask(Check::charge(ann, &alone, 2)).await, (0, vec![1]));
@@ -105,7 +105,7 @@ async fn counts_requests(store: impl Store) {
         (0, vec![0, 2])
     );
 
-    // A slot that the store has lost is taken again, also beyond the limit.
+    // A slot that the store has lost is taken again, even beyond the limit.
     for (slot, left) in slots.into_iter().zip([2, 1, 0]) {
         for _ in 0..2 {
             assert_eq!(ask(Check::renew(bob, &alone, slot)).await, (1, vec![left]));
@@ -190,7 +190,7 @@ async fn instances_count_together() {
     assert_eq!(server.command::<usize>("DBSIZE").await, 0);
 }
 
-/// Nothing renews them there but the next request.
+/// On that runtime only the next request renews them.
 #[test]
 fn requests_outside_runtimes_stay_counted() {
     let streams = Policy::in_flight("streams", 2)
@@ -202,7 +202,7 @@ fn requests_outside_runtimes_stay_counted() {
         limiter
             .reserve(Key::GLOBAL, 1)
             .now_or_never()
-            .expect("it is answered at once")
+            .expect("an immediate answer")
             .ok()
     };
     let mut held = vec![reserve().unwrap(), reserve().unwrap()];
@@ -211,7 +211,7 @@ fn requests_outside_runtimes_stay_counted() {
         held.extend(reserve());
         std::thread::sleep(Duration::from_millis(10));
     }
-    // No request comes until the slots have expired.
+    // Send no request until the slots have expired.
     std::thread::sleep(Duration::from_millis(1_100));
     held.extend(reserve());
     assert_eq!(held.len(), 2);

@@ -33,7 +33,7 @@ async fn waits_exactly_as_long_as_needed() {
             .elapsed()
             .checked_sub(wait)
             .expect("not before its time");
-        // A question has a jitter of a fifth of the period, or 20 ms; a reserved turn has none.
+        // A repeated check has a jitter of a fifth of the period, or 20 ms; a turn taken ahead has no jitter.
         let most = match strategy {
             Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(Refill::Greedy) => 3,
             _ => 23,

@@ -19,14 +19,14 @@ const BUCKETS: [Strategy; 3] = [
 ];
 const FIRST_HIT: [Strategy; 1] = [Strategy::FixedWindow(Align::FirstHit)];
 
-/// What was granted under each of two quotas: to a caller of both, and to two callers of one each.
+/// The grants under each of two quotas: to a caller of both, and to two callers of one quota each.
 #[derive(Debug, Default)]
 struct Granted {
     both: [u32; 2],
     alone: [u32; 2],
 }
 
-/// A caller of both quotas, and one of each, who come at the same times.
+/// A caller of both quotas, and a caller of each, with checks at the same times.
 struct Callers {
     store: LocalStore,
     granted: Granted,
@@ -63,7 +63,7 @@ impl Callers {
     }
 }
 
-/// It asks under the first quota until nothing remains, then once under the second, and again.
+/// Sends checks under the first quota until nothing remains, then one under the second, and repeats this.
 #[tokio::test(start_paused = true)]
 async fn a_greedy_client_gets_what_each_quota_grants_alone() {
     for strategy in STRATEGIES {
@@ -86,7 +86,7 @@ async fn a_greedy_client_gets_what_each_quota_grants_alone() {
     }
 }
 
-/// Each half of a fleet has one of the quotas, and 33 requests a second of the caller.
+/// Each half of a fleet has a different quota, and gets 33 requests a second of the caller.
 #[tokio::test(start_paused = true)]
 async fn each_half_of_a_fleet_keeps_its_quota() {
     let rows: [(&[Strategy], [&str; 2], u32); 4] = [

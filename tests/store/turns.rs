@@ -1,4 +1,4 @@
-//! How much of a quota those who wait use, who gets it, and in which order, at stores that are some way off.
+//! How much of a quota the waiters use, which of them get it, and in which order, with distant stores.
 
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
@@ -18,8 +18,8 @@ use crate::support::policy;
 const ANN: Key = Key::GLOBAL;
 const LONG: Duration = Duration::from_secs(3_600);
 
-/// When each of an instance's waiters passed: so many for each one-way delay in microseconds, each of whom waits again as
-/// soon as it has passed, for this long.
+/// Returns the times of the grants to each instance. `there` has the one-way delays of the instances in microseconds.
+/// Each of the `waiters` of an instance waits again after each grant, until `time` has passed.
 async fn passed(
     policies: &Policies,
     there: &[u64],
@@ -52,7 +52,7 @@ async fn passed(
     join_all(times).await
 }
 
-/// The round trip limits no rate: what a quota allows is used.
+/// A round trip must not limit the rate: the whole quota is used.
 #[tokio::test(start_paused = true)]
 async fn the_round_trip_limits_no_rate() {
     for (quota, there, waiters, least) in [
@@ -72,13 +72,13 @@ async fn the_round_trip_limits_no_rate() {
     }
 }
 
-/// An instance that is far away gets its part.
+/// A distant instance gets its part.
 #[tokio::test(start_paused = true)]
 async fn the_farthest_instance_gets_its_part() {
-    // More wait than the quota lets pass in a window.
+    // There are more waiters than the quota allows in a window.
     for (strategy, waiters, time, least, most) in [
         (Strategy::Gcra, 30, 30, 0.3, 0.36),
-        // Each window is for one of them, by chance.
+        // Each window goes to one of them, by chance.
         (Strategy::FixedWindow(Align::default()), 150, 300, 0.2, 0.45),
         (Strategy::SlidingLog, 150, 300, 0.2, 0.45),
     ] {
@@ -95,7 +95,7 @@ async fn the_farthest_instance_gets_its_part() {
     }
 }
 
-/// A second instance that comes while the first one's calls hold every place.
+/// A second instance starts while calls of the first one hold every slot.
 #[tokio::test(start_paused = true)]
 async fn an_instance_that_comes_later_gets_places() {
     let (local, calls) = (
@@ -140,7 +140,7 @@ async fn an_instance_that_comes_later_gets_places() {
     assert!(part >= 0.3, "{each:?}");
 }
 
-/// Those who leave before their turn cost nothing of the quota, and what they leave lets nobody pass too early.
+/// Waiters that leave before their turn cost no quota, and their turns cause no early grant.
 #[tokio::test(start_paused = true)]
 async fn a_storm_of_leavers_wastes_and_exceeds_nothing() {
     for (leaves, least) in [(10, 0.95), (50, 0.95), (90, 0.66)] {
@@ -180,12 +180,12 @@ async fn a_storm_of_leavers_wastes_and_exceeds_nothing() {
         let above = above(&times, 500.0, 1.0);
         println!("{leaves} % leave: {used:.3} used, {above:.2} above");
         assert!(used >= least, "{leaves} % leave: {used} used");
-        // An answer comes after its turn is due by half a round trip and a tick of the timer.
+        // A reply arrives up to half a round trip and a timer tick after its turn is due.
         assert!(above <= 3.0, "{leaves} % leave: {above} too many");
     }
 }
 
-/// By how much more than a rate and a burst allow passed at the most, in any time.
+/// Returns by how many grants the rate and the burst were exceeded at most, in any interval.
 fn above(times: &[Duration], rate: f64, burst: f64) -> f64 {
     let (mut level, mut last, mut most) = (0.0_f64, Duration::ZERO, 0.0_f64);
     for time in times {
@@ -195,7 +195,7 @@ fn above(times: &[Duration], rate: f64, burst: f64) -> f64 {
     most
 }
 
-/// First come, first served, also if the replies of the store come in another order.
+/// FIFO order, even if the replies of the store arrive in another order.
 #[tokio::test(start_paused = true)]
 async fn no_waiter_is_overtaken() {
     for strategy in [Strategy::Gcra, Strategy::SlidingLog] {
@@ -215,13 +215,13 @@ async fn no_waiter_is_overtaken() {
         let order = order.lock().unwrap();
         let inversions = order.windows(2).filter(|pair| pair[0] > pair[1]).count();
         println!("{strategy:?}: {inversions} inversions");
-        // Those that find room do not wait.
+        // Requests within the burst do not wait.
         let waited = &order[250..];
         assert!(waited.is_sorted(), "{strategy:?}: {order:?}");
     }
 }
 
-/// A large cost is served though small ones of another instance take all that comes free.
+/// A large cost is granted although small costs of another instance take all freed capacity.
 #[tokio::test(start_paused = true)]
 async fn small_costs_do_not_starve_a_large_one() {
     for strategy in [

@@ -1,4 +1,4 @@
-//! Wait queues: whatever the waiters want, and whatever the store says.
+//! Wait queues with waiters of any kind and all replies of a store.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ fn named(name: &str, strategy: Strategy, quota: &str) -> Policy {
     Policy::new(name, strategy, quota.parse().unwrap()).unwrap()
 }
 
-/// A local store, and what it was asked.
+/// A local store, and a mock in front of it that records the checks.
 fn watched() -> (LocalStore, MockStore) {
     let (local, store) = (LocalStore::default(), MockStore::new());
     let asked = local.clone();
@@ -33,7 +33,7 @@ fn watched() -> (LocalStore, MockStore) {
     (local, store)
 }
 
-/// How many calls the store gets until a waiter gets its permit.
+/// Returns the number of store calls until a waiter gets its permit.
 async fn calls_of_a_wait(store: &MockStore, policies: impl Into<Policies>, cost: u32) -> usize {
     let limiter = Limiter::new(store.clone(), policies);
     let before = store.asked().len();
@@ -41,7 +41,7 @@ async fn calls_of_a_wait(store: &MockStore, policies: impl Into<Policies>, cost:
     store.asked().len() - before
 }
 
-/// A store that knows no debt, whatever the strategy.
+/// A store that supports no debts, under any strategy.
 #[tokio::test(start_paused = true)]
 async fn a_debtless_store_is_not_polled_constantly() {
     for strategy in [
@@ -60,7 +60,7 @@ async fn a_debtless_store_is_not_polled_constantly() {
     }
 }
 
-/// One policy of the list cannot owe.
+/// One policy of the list supports no debt.
 #[tokio::test(start_paused = true)]
 async fn debtless_policies_are_not_polled_constantly() {
     let (local, store) = watched();
@@ -84,7 +84,7 @@ async fn zero_costs_are_not_polled_constantly() {
     assert_eq!(calls_of_a_wait(&store, policies, 0).await, 2);
 }
 
-/// If as much is owed as may be, it is asked again when less is.
+/// At the maximum debt, the line checks again when the debt has become smaller.
 #[tokio::test(start_paused = true)]
 async fn a_full_debt_is_waited_for() {
     for (strategy, quota) in [
@@ -113,14 +113,14 @@ async fn a_full_debt_is_waited_for() {
             .elapsed()
             .checked_sub(at)
             .expect("not before its time");
-        // What is asked for has a jitter.
+        // The time of a check has jitter.
         let most = if quota.starts_with("10/10s") { 23 } else { 3 };
         assert!(
             late <= Duration::from_millis(most),
             "{strategy:?} {quota}: {late:?} late"
         );
     }
-    // One owes all that it may, and is soon paid; another has a longer wait.
+    // The first policy is at its maximum debt, which drains soon; the second has a longer wait.
     let (local, store) = watched();
     let (deep, shallow) = (
         named("a", Strategy::Gcra, "1/s burst 100"),
@@ -137,7 +137,7 @@ async fn a_full_debt_is_waited_for() {
     assert!(calls_of_a_wait(&store, Policies::new([deep, shallow]).unwrap(), 1).await <= 3);
 }
 
-/// There is room for all of them now.
+/// The raised quota has capacity for all waiters.
 #[tokio::test(start_paused = true)]
 async fn a_zero_wait_is_a_take() {
     for strategy in [Strategy::Gcra, Strategy::SlidingLog] {
@@ -151,7 +151,7 @@ async fn a_zero_wait_is_a_take() {
     }
 }
 
-/// What one policy lacks says nothing of the others.
+/// A lack of capacity under one policy is no evidence about the others.
 #[tokio::test(start_paused = true)]
 async fn only_exhausted_policies_lengthen_the_queue() {
     let policies = Policies::new([
@@ -172,7 +172,7 @@ async fn only_exhausted_policies_lengthen_the_queue() {
     }
 }
 
-/// Those who cannot pass in time are not counted by those behind them.
+/// Waiters that would be too late do not delay the waiters behind them.
 #[tokio::test(start_paused = true)]
 async fn expired_waiters_do_not_delay_others() {
     let limiter = Limiter::new(
@@ -193,10 +193,10 @@ async fn expired_waiters_do_not_delay_others() {
     assert!(small.is_allowed(), "{small:?}");
 }
 
-/// All costs count in the queue, but that of the first only until it is granted.
+/// All costs count in the queue, but the cost of the first waiter only until it is granted.
 #[tokio::test(start_paused = true)]
 async fn waiters_that_fit_are_never_refused() {
-    // All that is owed may be owed: the first, of 5, waits for its take.
+    // The maximum debt is taken: the first waiter, of cost 5, waits for its turn.
     let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/s burst 5"));
     limiter.charge(ANN, 10).await.unwrap();
     let first = limiter.wait(ANN, 5, LONG);
@@ -214,7 +214,7 @@ async fn waiters_that_fit_are_never_refused() {
     );
 }
 
-/// A denied client need not wait for longer than the store alone would return.
+/// A denied client gets no longer `retry_after` than from the store alone.
 #[tokio::test(start_paused = true)]
 async fn the_returned_wait_is_never_too_long() {
     let (local, _) = watched();
@@ -245,7 +245,7 @@ async fn the_returned_wait_is_never_too_long() {
     long.abort();
 }
 
-/// Others need not wait for so much.
+/// A smaller cost need not wait for a larger one.
 #[tokio::test(start_paused = true)]
 async fn a_leaving_waiter_takes_its_cost_along() {
     for strategy in [
@@ -278,7 +278,7 @@ async fn a_leaving_waiter_takes_its_cost_along() {
     }
 }
 
-/// A waiter that comes just when the last one has left is refused in time.
+/// A waiter that joins at the moment when the last one leaves is denied in time.
 #[tokio::test(start_paused = true)]
 async fn a_replacing_waiter_is_answered_in_time() {
     let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/h"));
@@ -302,8 +302,8 @@ async fn a_replacing_waiter_is_answered_in_time() {
     );
 }
 
-/// Any costs, deadlines and quotas, and some cancellations: each is answered in time, no more passes than may, the
-/// store is not asked without need, and nothing is left.
+/// Random costs, deadlines, quotas and cancellations: each request is answered in time, the quota is kept, the store
+/// gets no needless checks, and no line is left.
 #[tokio::test(start_paused = true)]
 async fn any_waiters_are_answered_in_time() {
     for seed in 0..300 {
@@ -361,7 +361,7 @@ async fn any_waiters_are_answered_in_time() {
                         .map(|(_, cost)| cost)
                         .sum();
                     let quota = policy(strategy, quotas[1])[0].quota();
-                    // Timers may be late by a millisecond.
+                    // Timers may be up to a millisecond late.
                     let may = f64::from(quota.capacity())
                         + (*at - *from + Duration::from_millis(1)).as_secs_f64()
                             / quota.period().as_secs_f64()

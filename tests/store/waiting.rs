@@ -1,4 +1,4 @@
-//! Waiting at a store that answers later, that fails or that gets refunds, and under quotas that change.
+//! Waiting with a store that replies late, fails or gets refunds, and under changing quotas.
 
 use std::convert::Infallible;
 use std::error::Error;
@@ -37,8 +37,8 @@ async fn ok<R>(_: R) -> Result<(), Infallible> {
     Ok(())
 }
 
-/// Three instances, each so far from the store, with fifty tasks each that call again and again: when each passed, by
-/// the instance, and how many calls the store got for a grant.
+/// Runs three instances at different distances from the store, each with fifty tasks that call in a loop. Returns the
+/// time of each grant with its instance, and the number of store calls per grant.
 async fn three_instances(
     local: &LocalStore,
     policies: &Policies,
@@ -72,7 +72,7 @@ async fn three_instances(
     (times, asked as f64 / grants as f64)
 }
 
-/// Who has asked for what another has taken meanwhile does not owe it all: permits come one by one.
+/// A check that was granted to another instance must not leave a debt for the full cost: permits become due one by one.
 #[tokio::test(start_paused = true)]
 async fn permits_come_evenly_from_slow_stores() {
     for strategy in [
@@ -97,10 +97,10 @@ async fn permits_come_evenly_from_slow_stores() {
                 .fold(0.0, f64::max);
             assert!(
                 longest < gap,
-                "{strategy:?} {quota}: nobody for {longest} s"
+                "{strategy:?} {quota}: no permit for {longest} s"
             );
             assert!(calls < 1.25, "{strategy:?} {quota}: {calls} calls a grant");
-            // Whoever comes first when there is a burst may take most of it; afterwards they take turns.
+            // The first instance may take most of the burst; after that the instances alternate.
             let after_burst = Duration::from_secs(time / 10);
             let each = times.map(|times| times.iter().filter(|at| **at > after_burst).count());
             let (least, most) = (each.iter().min().unwrap(), each.iter().max().unwrap());
@@ -112,7 +112,7 @@ async fn permits_come_evenly_from_slow_stores() {
     }
 }
 
-/// Where nothing can be taken ahead, the nearest instance does not come first each time.
+/// Without turns taken ahead, the nearest instance must not always be first.
 #[tokio::test(start_paused = true)]
 async fn a_distant_instance_gets_permits_too() {
     for strategy in [
@@ -142,7 +142,7 @@ async fn a_distant_instance_gets_permits_too() {
     }
 }
 
-/// A waiter behind others of other costs is not asked for alone, or a queue would not end while requests go on.
+/// A waiter behind waiters of other costs is not checked alone; otherwise a queue would not drain under steady traffic.
 #[tokio::test(start_paused = true)]
 async fn a_queue_of_mixed_costs_drains() {
     let policies = policy(Strategy::Gcra, "10000/s");
@@ -179,8 +179,8 @@ async fn a_queue_of_mixed_costs_drains() {
     }
 }
 
-/// A check takes one request in flight. Waiters are asked for at once all the same, or a queue would not end while
-/// requests go on.
+/// A check takes one slot. Waiters are nevertheless checked concurrently; otherwise a queue would not drain under
+/// steady traffic.
 #[tokio::test(start_paused = true)]
 async fn a_queue_of_in_flight_requests_drains() {
     let jobs = || Policy::in_flight("jobs", 50).unwrap();
@@ -213,7 +213,7 @@ async fn a_queue_of_in_flight_requests_drains() {
         }
         for call in calls {
             let (i, passed, took) = call.await.unwrap();
-            // Not all of the burst find a place at once.
+            // Only a part of the burst gets slots immediately.
             let most = if (250..300).contains(&i) { 200 } else { 40 };
             assert!(
                 passed && took < Duration::from_millis(most),
@@ -223,7 +223,7 @@ async fn a_queue_of_in_flight_requests_drains() {
     }
 }
 
-/// It is requested about once, and does not stay unused for long.
+/// A freed permit is requested about once, and is not left unused for long.
 #[tokio::test(start_paused = true)]
 async fn freed_capacity_is_requested_once() {
     for (instances, limit, calls_a_grant) in [(1, 50, 1.1), (1, 4, 1.5), (3, 50, 1.6)] {
@@ -281,7 +281,7 @@ async fn freed_capacity_is_requested_once() {
             calls < calls_a_grant,
             "{instances}, {limit}: {calls} calls a grant"
         );
-        // A request is in flight for 10 ms, and a place taken for 4 ms more.
+        // A request runs for 10 ms, and its slot is held for 4 ms more.
         let full = limit * 2_000 / 14;
         assert!(
             grants > full / 2,
@@ -290,7 +290,7 @@ async fn freed_capacity_is_requested_once() {
     }
 }
 
-/// Also where requests end all the time, so that the store never denies one.
+/// Also under steady traffic, where the store never denies a check.
 #[tokio::test(start_paused = true)]
 async fn no_wait_exceeds_its_maximum_by_much() {
     let store = Late::new(&LocalStore::default(), Duration::from_millis(10));
@@ -315,7 +315,7 @@ async fn no_wait_exceeds_its_maximum_by_much() {
     for call in calls {
         let (passes, took) = call.await.unwrap();
         passed += u32::from(passes);
-        // It first asks by itself, and then one call may be under way and one for it.
+        // The first call is alone; after that one call may be in flight and one queued.
         assert!(
             took <= Duration::from_millis(150 + 3 * 20),
             "{passes} after {took:?}"
@@ -324,8 +324,8 @@ async fn no_wait_exceeds_its_maximum_by_much() {
     assert!(passed > 500 && passed < 1_500, "{passed}");
 }
 
-/// And no permit is requested in vain where a log was charged evenly, so that a call gets little. By the luck of the jitter
-/// the longest gap of a run is 14 times the period of a permit as a rule, and rarely 20.
+/// No permit is requested without need from an evenly charged log, where each call gets little. Depending on the
+/// jitter, the longest gap of a run is usually 14 times the period of a permit, and rarely 20.
 #[tokio::test(start_paused = true)]
 async fn instances_share_permits_coming_one_by_one() {
     for (quota, time, gap, most) in [("50/s", 60, 2, 2.0), ("60/m", 1_200, 30, 4.0)] {
@@ -361,7 +361,7 @@ async fn instances_share_permits_coming_one_by_one() {
     }
 }
 
-/// The calls of the store are no part of the time for which a request waits.
+/// The store's calls do not count towards the time that a request waits.
 #[tokio::test(start_paused = true)]
 async fn store_latency_denies_no_waiter_with_room() {
     const THERE: Duration = Duration::from_millis(20);
@@ -385,7 +385,7 @@ async fn store_latency_denies_no_waiter_with_room() {
     }
 }
 
-/// The old quota is that of those who began to wait under it.
+/// Waiters that joined under the old quota keep it.
 #[tokio::test(start_paused = true)]
 async fn a_new_quota_applies_to_later_waiters() {
     for &strategy in Strategy::ALL {
@@ -411,7 +411,8 @@ async fn a_new_quota_applies_to_later_waiters() {
     }
 }
 
-/// Of one who waits in vain for a minute: how long, if this happens after a second. Before, so many others wait.
+/// Measures how long a waiter that could wait for a minute waits if `wake` is called after a second. `others` wait
+/// before it.
 async fn woken<F>(
     strategy: Strategy,
     others: usize,
@@ -468,7 +469,7 @@ async fn a_refund_wakes_waiters() {
     }
 }
 
-/// An unused reservation is settled off the path of its owner.
+/// An unused reservation is settled off the request path.
 #[tokio::test(start_paused = true)]
 async fn a_settlement_wakes_waiters() {
     let store = Late::new(&LocalStore::default(), Duration::from_millis(1));
@@ -489,7 +490,7 @@ async fn a_settlement_wakes_waiters() {
     );
 }
 
-/// What others refund is not reported here.
+/// Refunds by other instances are not reported here.
 #[tokio::test(start_paused = true)]
 async fn long_waits_check_again() {
     for strategy in [Strategy::Gcra, Strategy::FixedWindow(Default::default())] {
@@ -510,7 +511,7 @@ async fn long_waits_check_again() {
             start.elapsed()
         );
     }
-    // Not all the time.
+    // The pause ends.
     let store = MockStore::new();
     store.deny(Duration::from_secs(3_600));
     let limiter = Limiter::new(store.clone(), policy(Strategy::Gcra, "1/h"));
@@ -522,7 +523,7 @@ async fn long_waits_check_again() {
     );
 }
 
-/// Polls a throttle once on a runtime that then ends, or stands still, and waits for it on another.
+/// Polls a throttle once on a runtime that then ends or stalls, and waits for it on another.
 fn on_two_runtimes(ends: bool, prepare: impl FnOnce(&MockStore)) {
     let store = MockStore::new();
     let layer = ThrottleLayer::new(store.clone(), ANN, policy(Strategy::Gcra, "10/s"));
@@ -539,7 +540,7 @@ fn on_two_runtimes(ends: bool, prepare: impl FnOnce(&MockStore)) {
             tokio::task::yield_now().await;
         }
     });
-    // One that stands still is there, and runs nothing.
+    // A stalled runtime is alive but runs nothing.
     let _first = (!ends).then_some(first);
     store.allow();
     runtime().block_on(async {
@@ -569,7 +570,7 @@ fn a_throttle_survives_a_stalled_runtime() {
     on_two_runtimes(false, |store| store.deny(Duration::from_secs(60)));
 }
 
-/// What is there is taken in the first poll, for a layer that does not wait for readiness.
+/// The first poll takes free capacity, for a layer that does not wait for readiness.
 #[tokio::test(start_paused = true)]
 async fn load_shed_sheds_nothing_below_the_quota() {
     for &strategy in Strategy::ALL {
@@ -585,7 +586,7 @@ async fn load_shed_sheds_nothing_below_the_quota() {
     }
 }
 
-/// Waiting does not help them, whether or not others wait; and nobody waits for their cost.
+/// Waiting does not help these requests, whether or not others wait, and no one must wait behind them.
 #[tokio::test(start_paused = true)]
 async fn queued_costs_above_capacity_are_refused() {
     let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/s"));
@@ -627,7 +628,7 @@ async fn queued_costs_above_capacity_are_refused() {
     assert_eq!([a, b, c, d, e, f], [Outcome::Allowed; 6]);
 }
 
-/// Those of one caller are counted together, whatever they wait for.
+/// The bound counts the waiters of a caller together, under all policies.
 #[tokio::test(start_paused = true)]
 async fn a_caller_waits_under_all_policies() {
     struct ByName;
@@ -659,7 +660,7 @@ async fn a_caller_waits_under_all_policies() {
     assert_eq!(passed, 5 + 3);
 }
 
-/// Also before anything is known.
+/// Also before the first reply of the store.
 #[tokio::test(start_paused = true)]
 async fn the_number_of_waiters_is_bounded() {
     let store = Late::new(&LocalStore::default(), Duration::from_millis(1));
@@ -677,7 +678,7 @@ async fn the_number_of_waiters_is_bounded() {
         .count();
     assert_eq!((passed, start.elapsed().as_secs()), (3, 2));
 
-    // Those that have no place come again.
+    // Requests beyond the bound try again.
     let layer = ThrottleLayer::new(
         store,
         Key::new("cid"),
@@ -759,7 +760,7 @@ async fn one_failing_call_ends_one_wait() {
         (8..=12).contains(&passed_so_far),
         "{passed_so_far} in a second"
     );
-    // But nobody is kept waiting by a store that is gone.
+    // A store that is down must not keep requests waiting.
     store.fail(true);
     sleep(Duration::from_secs(1)).await;
     assert_eq!(passed.load(SeqCst), 100);
@@ -772,10 +773,10 @@ async fn one_failing_call_ends_one_wait() {
     );
 }
 
-/// Each request that joins or leaves takes the lock of the wait queues.
+/// Each request that joins or leaves a line takes the lock of the wait queues.
 #[tokio::test(start_paused = true)]
 async fn errors_are_dropped_without_a_lock() {
-    /// Looks, when it is dropped, whether another thread can see who waits.
+    /// When dropped, checks whether another thread can take the lock of the wait queues.
     struct Cause(Limiter<MockStore>, mpsc::Sender<bool>);
 
     impl Drop for Cause {
@@ -848,7 +849,7 @@ async fn throttles_rarely_retry_a_failing_store() {
     assert_eq!(ready.load(SeqCst), 1_000);
 }
 
-/// And not as of when it was taken.
+/// The decision has the values at the time of use, not those at the time of the charge.
 #[tokio::test(start_paused = true)]
 async fn reset_is_relative_to_the_permit() {
     let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/m burst 5"));
@@ -866,7 +867,7 @@ async fn reset_is_relative_to_the_permit() {
     }
 }
 
-/// It is not found by chance.
+/// A free slot must not be found by chance.
 #[tokio::test(start_paused = true)]
 async fn a_local_end_frees_capacity_immediately() {
     for there in [0, 1] {
@@ -884,7 +885,7 @@ async fn a_local_end_frees_capacity_immediately() {
         let start = Instant::now();
         let calls = join_all((0..60).map(|_| service.clone().oneshot(()))).await;
         assert!(calls.iter().all(Result::is_ok));
-        // 300 ms, if no place were ever free.
+        // 300 ms if no slot were ever free.
         assert!(
             start.elapsed() < Duration::from_millis(900),
             "{there}: {:?}",
@@ -893,7 +894,7 @@ async fn a_local_end_frees_capacity_immediately() {
     }
 }
 
-/// A request that passes because the store cannot decide runs, and so is in flight.
+/// A request that is allowed because the store cannot decide is in flight too.
 #[tokio::test(start_paused = true)]
 async fn passing_after_failed_waits_is_in_flight() {
     let local = LocalStore::default();
@@ -918,7 +919,8 @@ async fn passing_after_failed_waits_is_in_flight() {
     store.fail(true);
     sleep(Duration::from_secs(2)).await;
     store.fail(false);
-    // The first two have ended, and the five that passed later have not: the first renewal counts them.
+    // The first two requests have ended, and the five that were allowed later have not: the first renewal counts those
+    // five.
     sleep(Duration::from_secs(10)).await;
     let peek: Decision = local
         .check(Check::peek(ANN, &policies, 1))
@@ -936,7 +938,7 @@ async fn passing_after_failed_waits_is_in_flight() {
     assert!(store.asked().contains(&Mode::Renew));
 }
 
-/// What others have taken since is theirs, though it is the newest.
+/// Newer charges of other instances must not be refunded.
 #[tokio::test(start_paused = true)]
 async fn an_unused_permit_refunds_its_charge() {
     for strategy in [Strategy::SlidingLog, Strategy::SlidingWindow { cells: 60 }] {
@@ -978,7 +980,7 @@ impl Store for SlowRefunds {
     }
 }
 
-/// What is on its way when the window ends is not taken from the next one.
+/// A turn in flight at the end of the window is not charged to the next window.
 #[tokio::test(start_paused = true)]
 async fn unused_permits_spare_the_next_window() {
     let (store, policies) = (
@@ -1009,7 +1011,7 @@ async fn unused_permits_spare_the_next_window() {
     assert_eq!(used, [100, 0]);
 }
 
-/// Counts what could not be done.
+/// Counts the operations that failed.
 #[derive(Clone, Default)]
 struct Failures(Arc<AtomicUsize>);
 
@@ -1019,7 +1021,7 @@ impl Observer for Failures {
     }
 }
 
-/// What was not sent is sent again; what may have been done is not, and the observer is notified.
+/// An unsent operation is sent again. An operation of unknown outcome is not, and the observer is notified.
 #[tokio::test(start_paused = true)]
 async fn failed_refunds_of_permits_are_retried_or_reported() {
     for (error, tries, reported, remaining) in [
@@ -1057,7 +1059,7 @@ async fn failed_refunds_of_permits_are_retried_or_reported() {
     }
 }
 
-/// What is not due yet under one policy may have flowed back under another.
+/// A charge that is not due yet under one policy may have expired under another.
 #[tokio::test(start_paused = true)]
 async fn cancelled_waiters_refund_every_policy_separately() {
     let store = LocalStore::default();
@@ -1083,11 +1085,11 @@ async fn cancelled_waiters_refund_every_policy_separately() {
     sleep(Duration::from_millis(4)).await;
     let again = quick.up_to(ANN, 100).await.unwrap().granted();
     assert!(again <= 1, "{again} more of 100 a second");
-    // Under the slow one all of it was counted still.
+    // Under the slow policy all of the charge still counts.
     assert!(slow.peek(ANN, 30).await.unwrap().is_allowed());
 }
 
-/// A request that ends does not help those who wait for a rate.
+/// A request that ends does not help waiters under a rate.
 #[tokio::test(start_paused = true)]
 async fn request_ends_do_not_wake_rate_waiters() {
     let store = Late::new(&LocalStore::default(), Duration::from_millis(1));

@@ -1,4 +1,4 @@
-//! An example as a process of its own, on a free port, and requests to it.
+//! Runs an example as a separate process on a free port, and sends requests to it.
 
 #![allow(dead_code, reason = "each test uses its part")]
 
@@ -14,12 +14,12 @@ use std::{env, io, thread};
 pub(crate) struct Example {
     process: Child,
     pub(crate) port: u16,
-    /// What it prints.
+    /// The lines that it prints.
     lines: Mutex<Receiver<String>>,
 }
 
 impl Example {
-    /// The program, to be started.
+    /// The program to start.
     pub(crate) fn command(name: &str) -> Command {
         let mut path = env::current_exe().unwrap();
         // From `deps` to `examples`.
@@ -30,7 +30,7 @@ impl Example {
         command
     }
 
-    /// Starts it with these settings of the environment, and waits until it listens.
+    /// Starts it with these environment variables, and waits until it listens.
     pub(crate) fn start(name: &str, settings: &[(&str, &str)]) -> Self {
         let mut command = Self::command(name);
         command.envs(settings.iter().copied());
@@ -71,7 +71,7 @@ impl Example {
         {}
     }
 
-    /// Sends a request with these lines of the head. Its answer is not read yet.
+    /// Sends a request with these header lines. The answer is not read yet.
     pub(crate) fn post(&self, path: &str, head: &[&str], body: &str) -> TcpStream {
         let head: String = head.iter().map(|line| format!("{line}\r\n")).collect();
         self.send(
@@ -83,7 +83,7 @@ impl Example {
         )
     }
 
-    /// Asks for a page. It is not read yet.
+    /// Requests a page. The answer is not read yet.
     pub(crate) fn get(&self, path: &str) -> TcpStream {
         self.send(&format!("GET {path} HTTP/1.1\r\n"), "")
     }
@@ -98,7 +98,7 @@ impl Example {
         stream
     }
 
-    /// Ends it as Ctrl-C does, so that it cleans up.
+    /// Stops it like Ctrl-C, so that it cleans up.
     pub(crate) fn interrupt(&mut self) {
         Command::new("kill")
             .args(["-INT", &self.process.id().to_string()])
@@ -121,7 +121,7 @@ impl Drop for Example {
     }
 }
 
-/// What was answered: the status, the fields, the body as it was sent.
+/// An answer: the status, the header fields, and the body as sent.
 pub(crate) struct Answer {
     pub(crate) status: u16,
     pub(crate) head: String,
@@ -129,14 +129,14 @@ pub(crate) struct Answer {
 }
 
 impl Answer {
-    /// Reads it to its end.
+    /// Reads the answer to its end.
     pub(crate) fn read(mut stream: TcpStream) -> Self {
         let mut text = String::new();
         stream.read_to_string(&mut text).unwrap();
         Self::of(&text)
     }
 
-    /// From its text.
+    /// Parses an answer.
     pub(crate) fn of(text: &str) -> Self {
         let (head, body) = text
             .split_once("\r\n\r\n")
@@ -149,7 +149,7 @@ impl Answer {
         }
     }
 
-    /// What remains of a policy, by the `RateLimit` field.
+    /// The remaining capacity of a policy, from the `RateLimit` field.
     #[allow(dead_code, reason = "not every example answers with it")]
     pub(crate) fn remaining(&self, policy: &str) -> u32 {
         let item = self

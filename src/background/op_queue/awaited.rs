@@ -6,7 +6,7 @@ use std::task::{Context, Poll, ready};
 
 use super::{Flight, SharedQueue};
 
-/// A check for which a request waits, on the runtime of the request.
+/// A check that a request awaits, on the runtime of the request.
 pub(super) struct Awaited {
     pub(super) shared: Arc<SharedQueue>,
     /// Empty after the reply.
@@ -23,13 +23,13 @@ impl Future for Awaited {
                 self.shared.ended(op, reply);
             }
         }
-        // It may have to be tried again.
+        // The operation may have to be retried.
         self.shared.attend();
         Poll::Ready(())
     }
 }
 
-/// If the request is dropped, the sender awaits the reply.
+/// If the request is dropped, the sender takes over waiting for the reply.
 impl Drop for Awaited {
     fn drop(&mut self) {
         if !self.asked.is_empty() {

@@ -1,4 +1,4 @@
-//! Charges, refunds, renewals and releases off the request path, sent together.
+//! A queue of store operations off the request path: charges, refunds, renewals, releases and leased blocks.
 
 mod awaited;
 mod pending_op;
@@ -29,21 +29,21 @@ use crate::limit::{Check, Decision};
 use crate::observe::{Observer, event, or_log};
 use crate::util::{contain, instant, lock};
 
-/// Sends each operation to a store once, and reports the operations that it could not send. Clones share it.
+/// Sends operations to one store, and reports failures to the observer. Clones share the queue.
 ///
-/// - A store that replies immediately, such as a [`LocalStore`](crate::LocalStore), gets each operation immediately. Any
-///   other store gets waves: operations that come within [`GAP`] of the last wave go with the next one, so that the store
-///   can send them together.
-/// - An operation that the store has not sent is tried again, first soon and then once a second, until it matters no
-///   more. A renewal is not: the next one includes all slots in flight. Nor is a take for a request that
-///   [waits](Self::ask), or has waited.
-/// - An operation that was sent and may not be done is not sent again, or it might be done twice. The observer is
-///   notified of it, and of each operation that finds the queue full.
-/// - A release of a slot is sent until it is done, or the slot has expired. The observer is not notified then, nor of
-///   more than [`RELEASES`] that wait: these slots expire.
-/// - Its sender is a [background task](super). When the runtime of the sender shuts down, the operations stay in the
-///   queue until another one is [put](Self::put) or a request [wakes](Self::wake) it. Outside of a runtime the sender is
-///   started on the first runtime that the queue has seen.
+/// - **Batches.** A store that replies immediately, such as a [`LocalStore`](crate::LocalStore), gets each operation
+///   immediately. For other stores, operations are collected for [`GAP`] and sent in waves, which the store can batch.
+/// - **Retries.** An operation that was certainly not sent is retried after 50 ms, then with growing pauses of up to 1
+///   s, until it has expired. Renewals are not retried, because the next renewal covers all slots in flight. Takes are
+///   not either: a request [awaits](Self::ask) them, or the caller repeats them.
+/// - **Lost replies.** An operation that may have been executed is never sent again, because it might be executed
+///   twice. The observer is notified of it, and of each operation that finds the queue full.
+/// - **Releases.** Releasing a slot twice is harmless, so a release is retried until it succeeds or the slot has
+///   expired. The observer is notified neither of expired releases nor of releases beyond [`RELEASES`]: their slots
+///   expire.
+/// - **Runtimes.** The sender is a [background task](super). If its runtime shuts down, the operations and pending
+///   replies stay in the queue until another operation is [put](Self::put) or a request [wakes](Self::wake) the queue.
+///   Outside of a runtime, the sender starts on the first runtime that has used the queue.
 #[derive(Clone)]
 pub(crate) struct OpQueue {
     #[allow(
@@ -53,7 +53,7 @@ pub(crate) struct OpQueue {
     shared: Arc<Arc<SharedQueue>>,
 }
 
-/// How a store answers a check.
+/// A store's answer to a check: immediate, or pending.
 pub(crate) enum Asked {
     Replied(Reply),
     Pending(Pin<Box<dyn Future<Output = Reply> + Send>>),
@@ -67,27 +67,27 @@ struct SharedQueue {
     ask: Box<Ask>,
     observer: Option<Arc<dyn Observer>>,
     work: Mutex<Work>,
-    /// Whether operations wait, or their replies are awaited. Otherwise `put` sends immediately. Written under the lock.
+    /// Whether operations or replies are pending. If not, `put` sends immediately. Written under the lock.
     is_busy: AtomicBool,
-    /// Wakes the sender.
+    /// Wakes the sender: there is new work.
     came: Notify,
     sender: TaskOwner,
-    /// The first runtime that it has seen.
+    /// The first runtime that has used the queue.
     home: OnceLock<Handle>,
 }
 
 #[derive(Default)]
 struct Work {
-    /// Operations that were never tried.
+    /// Operations for the next wave.
     fresh: VecDeque<PendingOp>,
-    /// Operations to try again, each by its time and number.
+    /// Operations to retry, by time and number.
     again: BTreeMap<(Instant, u64), PendingOp>,
     again_number: u64,
-    /// Checks that the sender is to await.
+    /// Checks whose replies the sender must await.
     asked: Vec<Flight>,
 }
 
-/// A check without a reply yet, and its operation.
+/// A sent check without a reply yet, and its operation.
 struct Flight {
     op: PendingOp,
     reply: Pin<Box<dyn Future<Output = Reply> + Send>>,
@@ -102,27 +102,27 @@ impl Flight {
 /// The next step of the sender.
 enum Next {
     Send(Vec<PendingOp>),
-    /// Wait for a reply, for another operation, and at most until then.
+    /// Wait for a reply or another operation, at most until this time.
     Wait(Option<Instant>),
     End,
 }
 
-/// Time during which a wave is gathered.
+/// Minimum interval between two waves.
 const GAP: Duration = Duration::from_millis(2);
-/// Maximum number of checks in flight, so that live traffic is not held up.
+/// Maximum number of unanswered checks of the sender, so that they do not delay requests.
 const MAX_FLIGHTS: usize = 1_024;
-/// Maximum number of waiting operations.
+/// Maximum number of queued operations.
 const CAPACITY: usize = 100_000;
-/// Maximum number of releases that wait for another try.
+/// Maximum number of operations to retry at which a release is still added.
 const RELEASES: usize = 10_000;
-/// Pause from the reply to a release until it is repeated.
+/// Pause between the reply to a release and its repetition.
 const REPEAT_AFTER: Duration = Duration::from_millis(500);
-/// First and longest pause before another try.
+/// First and longest pause before a retry.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 impl OpQueue {
-    /// Creates the queue of a store that decides by `ask`. `observer` is notified of each operation that failed.
+    /// Creates the queue of a store. `ask` sends a check to the store. `observer` is notified of each failed operation.
     pub(crate) fn new(
         ask: impl Fn(Check) -> Asked + Send + Sync + 'static,
         observer: Option<Arc<dyn Observer>>,
@@ -144,7 +144,7 @@ impl OpQueue {
         }
     }
 
-    /// Sends an operation, without waiting for it.
+    /// Queues an operation, or sends it immediately if the queue is idle.
     pub(crate) fn put(&self, op: PendingOp) {
         if let Err(op) = self.shared.leave(op) {
             let mut asked = Vec::new();
@@ -156,8 +156,8 @@ impl OpQueue {
         self.shared.attend();
     }
 
-    /// Sends an operation now, ahead of the others, for a request that waits for this future. If the future is dropped,
-    /// the sender awaits the reply.
+    /// Sends an operation immediately, ahead of queued ones, for a request that awaits the returned future. If the
+    /// future is dropped, the sender awaits the reply.
     pub(crate) fn ask(&self, op: PendingOp) -> impl Future<Output = ()> + Send + 'static {
         let mut asked = Vec::new();
         self.shared.ask(op, instant(), &mut asked);
@@ -167,21 +167,21 @@ impl OpQueue {
         }
     }
 
-    /// Starts the sender on this runtime, if that of the last sender has shut down.
+    /// Starts the sender on this runtime if there is work and the previous sender's runtime has shut down.
     pub(crate) fn wake(&self) {
         self.shared.remember_runtime();
-        // Skip the shared write on the fast path: every request calls this.
+        // Skip the shared write on the fast path: every request calls `wake`.
         if self.shared.is_busy() && !self.shared.sender.is_running() {
             self.shared.attend();
         }
     }
 
-    /// A clone in a new `Arc`, so that no other processor writes its reference count.
+    /// Clones into a new `Arc`, so that processors do not contend for its reference count.
     pub(crate) fn copy(&self) -> Self {
         Self::of(Arc::clone(&self.shared))
     }
 
-    /// A weak reference, for operations that wait in the queue: they must not keep it alive.
+    /// Returns a weak reference, for operations in the queue, which must not keep the queue alive.
     pub(crate) fn downgrade(&self) -> impl Fn() -> Option<Self> + Send + use<> {
         let shared = Arc::downgrade(&*self.shared);
         move || Some(Self::of(shared.upgrade()?))
@@ -193,11 +193,11 @@ impl SharedQueue {
         self.is_busy.load(Ordering::Acquire)
     }
 
-    /// Leaves an operation to the sender.
+    /// Adds an operation for the sender.
     ///
     /// # Errors
     ///
-    /// Returns the operation if the queue is not busy: it can be sent immediately.
+    /// Returns the operation if the queue is idle: it can be sent immediately.
     fn leave(&self, op: PendingOp) -> Result<(), PendingOp> {
         if !self.is_busy() {
             return Err(op);
@@ -210,7 +210,8 @@ impl SharedQueue {
             if work.is_full() {
                 Some(op)
             } else {
-                // Skip the notification while others wait: each would wake the sender before the next wave is due.
+                // Notify for the first operation only: each notification would wake the sender before the next wave is
+                // due.
                 if work.fresh.is_empty() {
                     self.came.notify_one();
                 }
@@ -237,7 +238,7 @@ impl SharedQueue {
         }
     }
 
-    /// Handles the reply of the store.
+    /// Handles a reply: retries, repeats or finishes the operation.
     fn ended(&self, mut op: PendingOp, reply: Reply) {
         match reply {
             Err(error) if error.is_unsent() && op.is_tried_once() => op.answer(Err(error)),
@@ -262,7 +263,7 @@ impl SharedQueue {
         }
     }
 
-    /// Keeps the operation for another try. Returns it if the queue is full, or if `most` others wait for another try.
+    /// Schedules a retry. Returns the operation if the queue is full or already has `most` retries.
     fn try_again(&self, op: PendingOp, pause: Duration, most: usize) -> Option<PendingOp> {
         let work = &mut *lock(&self.work);
         if work.is_full() || work.again.len() >= most {
@@ -275,14 +276,14 @@ impl SharedQueue {
         None
     }
 
-    /// Keeps checks for the sender.
+    /// Keeps sent checks until the sender awaits their replies.
     fn keep(&self, asked: Vec<Flight>) {
         let work = &mut *lock(&self.work);
         work.asked.extend(asked);
         self.came_to_work();
     }
 
-    /// There is something for the sender. Called under the lock.
+    /// Marks the queue as busy and wakes the sender. Must be called under the lock.
     fn came_to_work(&self) {
         self.is_busy.store(true, Ordering::Release);
         self.came.notify_one();
@@ -303,7 +304,7 @@ impl SharedQueue {
         }
     }
 
-    /// Starts the sender if there is something for it and it is not running.
+    /// Starts the sender if there is work and it is not running.
     fn attend(self: &Arc<Self>) {
         if !self.is_busy() {
             return;
@@ -314,7 +315,7 @@ impl SharedQueue {
         });
     }
 
-    /// The next step of the sender, whose last wave was at the time `last`. The checks in `asked` join its flights.
+    /// Returns the sender's next step. `last` is the time of its last wave. Moves the kept checks to its flights.
     fn next(&self, flights: &mut Vec<Flight>, last: Instant, now: Instant) -> Next {
         let work = &mut *lock(&self.work);
         flights.append(&mut work.asked);
@@ -333,7 +334,7 @@ impl SharedQueue {
             (false, _) => Next::Send(work.fresh.drain(..room.min(work.fresh.len())).collect()),
             (true, Some(at)) => Next::Wait(Some(at)),
             (true, None) if !flights.is_empty() => Next::Wait(None),
-            // The next operations make a wave.
+            // Keep the sender for one more [`GAP`], so that the next operations form a wave.
             (true, None) if now < next => Next::Wait(Some(next)),
             (true, None) => {
                 self.is_busy.store(false, Ordering::Release);
@@ -343,7 +344,7 @@ impl SharedQueue {
     }
 }
 
-/// A store that panics may have done anything.
+/// The outcome is unknown after a panic, so this error is not `unsent`.
 fn panicked() -> StoreError {
     StoreError::with_source(ErrorKind::Refused, io::Error::other("the store panicked")).of_check()
 }

@@ -8,28 +8,28 @@ use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Policies};
 use crate::util::instant;
 
-/// What is to be done in a store, and what is called with the answer.
+/// An operation for a store, and a callback for its result.
 pub(crate) struct PendingOp {
     what: What,
     then: Then,
     pub(super) put_at: Instant,
-    /// How often the store has not sent it.
+    /// Number of attempts that the store certainly did not send.
     pub(super) tries: u32,
-    /// Whether to send it again a while after the reply.
+    /// Whether to repeat it once, some time after the reply.
     pub(super) repeats: bool,
 }
 
-/// Called with the answer, once: also if nobody is left to send it.
+/// Called exactly once with the result; with an error if the operation is dropped unsent.
 struct Then(Option<Box<Callback>>);
 
 type Callback = dyn FnOnce(Result<Decision, StoreError>) + Send;
 
 enum What {
     Check(Check),
-    /// What is still counted of a charge depends on how long ago that was: the check is made when it is sent.
+    /// A refund. Its check is built when it is sent, because the amount to refund shrinks as the charge expires.
     Refund {
         key: Key,
-        /// For how many microseconds it counts at most.
+        /// Microseconds after which the charge no longer counts.
         counts_for: i64,
         check: Box<CheckAt>,
     },
@@ -38,7 +38,7 @@ enum What {
 type CheckAt = dyn Fn(Instant) -> Option<Check> + Send;
 
 impl PendingOp {
-    /// Asks this check.
+    /// Creates an operation that sends this check.
     pub(crate) fn of_check(check: Check) -> Self {
         Self {
             what: What::Check(check),
@@ -49,8 +49,9 @@ impl PendingOp {
         }
     }
 
-    /// The same, which calls `then` with what came of it: on the sender's task, or before this is put, and without a
-    /// lock. If it was given up, the error says whether it is certain that it was [not sent](StoreError::is_unsent).
+    /// Calls `then` with the result, without holding a lock: on the sender's task, or on the task that puts or awaits
+    /// the operation. If the operation failed, the error says whether it was certainly [not
+    /// sent](StoreError::is_unsent).
     pub(crate) fn then(
         self,
         then: impl FnOnce(Result<Decision, StoreError>) + Send + 'static,
@@ -61,7 +62,7 @@ impl PendingOp {
         }
     }
 
-    /// Sends it again a while after the reply, in case an earlier check of its slot arrives late.
+    /// Repeats the operation once, some time after the reply, in case an earlier check of its slot arrives late.
     pub(crate) fn repeated(self) -> Self {
         Self {
             repeats: true,
@@ -69,13 +70,13 @@ impl PendingOp {
         }
     }
 
-    /// Charges without asking.
+    /// Creates a charge, which no store denies.
     pub(crate) fn charge(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::of_check(Check::charge(key, policies, cost))
     }
 
-    /// Refunds what is still counted of a charge under these policies when it is sent: by the check for that time, if
-    /// there is any.
+    /// Creates a refund of the part of a charge that still counts when it is sent. `check` returns the check for that
+    /// time, or `None` if nothing is left to refund.
     pub(crate) fn refund(
         key: Key,
         policies: &Policies,
@@ -95,7 +96,7 @@ impl PendingOp {
         }
     }
 
-    /// The caller whom it is about.
+    /// The caller whose counts it changes.
     pub(super) fn key(&self) -> &Key {
         match &self.what {
             What::Check(check) => check.key(),
@@ -103,7 +104,7 @@ impl PendingOp {
         }
     }
 
-    /// Whether it still matters: what is charged and what is refunded counts no more after that.
+    /// Returns `false` once the charged or refunded units no longer count.
     pub(super) fn matters(&self, now: Instant) -> bool {
         let counts_for = match &self.what {
             What::Check(check) => check.policies().longest_count(),
@@ -113,7 +114,7 @@ impl PendingOp {
         i64::try_from(age.as_micros()).is_ok_and(|age| age < counts_for)
     }
 
-    /// Counts a try, and returns how long to wait for the next.
+    /// Counts an attempt, and returns the pause until the next.
     pub(super) fn next_pause(&mut self) -> Duration {
         self.tries += 1;
         FIRST_PAUSE
@@ -121,18 +122,18 @@ impl PendingOp {
             .min(LONGEST_PAUSE)
     }
 
-    /// Whether it releases a slot, which it may do twice.
+    /// Returns `true` for the release of a slot, which may be executed twice.
     pub(super) fn is_release(&self) -> bool {
         matches!(&self.what, What::Check(check) if check.mode() == Mode::Release)
     }
 
-    /// Whether it is not tried again if it was not sent: whoever puts a renewal or asks for a block does so again, and a
-    /// request waits for what it takes.
+    /// Returns `true` if it must not be retried when unsent: renewals and requests for blocks are repeated by their
+    /// callers, and a request awaits a take.
     pub(super) fn is_tried_once(&self) -> bool {
         matches!(&self.what, What::Check(check) if matches!(check.mode(), Mode::Renew | Mode::Take | Mode::UpTo))
     }
 
-    /// What to ask for now. `None` if there is nothing to do any more.
+    /// Returns the check to send at `now`. `None` if there is nothing left to do.
     pub(super) fn check(&self, now: Instant) -> Option<Check> {
         match &self.what {
             What::Check(check) => Some(check.clone()),
@@ -140,7 +141,7 @@ impl PendingOp {
         }
     }
 
-    /// It has been answered.
+    /// Passes the result to the callback.
     pub(super) fn answer(mut self, answer: Result<Decision, StoreError>) {
         if let Some(then) = self.then.0.take() {
             then(answer);

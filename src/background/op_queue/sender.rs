@@ -10,11 +10,11 @@ use super::{Flight, Next, SharedQueue};
 use crate::background::Task;
 use crate::util::instant;
 
-/// The task that sends what waits in an [`OpQueue`](super::OpQueue), until it is empty.
+/// The task that sends the operations of an [`OpQueue`](super::OpQueue) until the queue is empty.
 pub(super) struct Sender {
     shared: Arc<SharedQueue>,
     flights: Vec<Flight>,
-    /// Dropped last: until then there is no other sender.
+    /// Dropped last, so that no other sender starts before `drop` has returned the flights.
     _task: Task,
 }
 
@@ -44,11 +44,11 @@ impl Sender {
         }
         let shared = Arc::clone(&self.shared);
         drop(self);
-        // Recheck: an operation put before the drop has started no other sender. See `TaskOwner`.
+        // Check again: an operation that was put before the drop has started no other sender. See `TaskOwner`.
         shared.attend();
     }
 
-    /// Waits for a reply, for another operation, or until then.
+    /// Waits for a reply, another operation, or the time `until`.
     async fn wait(&mut self, until: Option<Instant>) {
         let shared = Arc::clone(&self.shared);
         let mut came = pin!(shared.came.notified());
@@ -80,7 +80,7 @@ impl Sender {
     }
 }
 
-/// When its runtime shuts down, the next sender awaits the replies.
+/// When the runtime shuts down, leaves the pending replies to the next sender.
 impl Drop for Sender {
     fn drop(&mut self) {
         if !self.flights.is_empty() {

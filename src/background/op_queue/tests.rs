@@ -1,4 +1,4 @@
-//! With stores that answer at once, that answer when the test says so, and on runtimes that end.
+//! The queue with stores that reply immediately or on demand, and on runtimes that shut down.
 
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
@@ -27,15 +27,15 @@ struct Received(mpsc::UnboundedReceiver<(Check, oneshot::Sender<Reply>)>);
 
 impl Received {
     async fn next(&mut self) -> (u32, oneshot::Sender<Reply>) {
-        // What is never asked for is to fail the test, not to hang it.
+        // Fail instead of hanging if the check never arrives.
         let (check, answer) = timeout(Duration::from_secs(20), self.0.recv())
             .await
-            .expect("it is asked")
+            .expect("a check arrives")
             .unwrap();
         (check.cost(), answer)
     }
 
-    /// The costs of what has been asked by now.
+    /// The costs of the checks received so far.
     fn now(&mut self) -> Vec<(u32, oneshot::Sender<Reply>)> {
         std::iter::from_fn(|| self.0.try_recv().ok())
             .map(|(check, answer)| (check.cost(), answer))
@@ -138,7 +138,7 @@ async fn simultaneous_refunds_are_sent_together() {
         queue.send(charge(cost));
     }
     let (first, answer) = asked.next().await;
-    assert_eq!(first, 1, "who comes first does not wait");
+    assert_eq!(first, 1, "the first refund does not wait");
     sleep(GAP * 2).await;
     let wave = asked.now();
     assert_eq!(wave.len(), MAX_FLIGHTS - 1, "no more are in flight");
@@ -167,7 +167,7 @@ async fn unsent_refunds_are_retried_while_they_matter() {
         asked.next().await.1.send(unsent()).unwrap();
     }
     let (_, answer) = asked.next().await;
-    // One that fails does not hold up the others.
+    // A failed operation must not delay the others.
     queue.send(charge(2));
     let (cost, other) = asked.next().await;
     assert_eq!(cost, 2);
@@ -196,7 +196,7 @@ async fn unsent_refunds_are_retried_while_they_matter() {
     idle(&queue).await;
 }
 
-/// With a burst it counts for far longer than a period.
+/// With a burst, a charge counts for far longer than a period.
 #[tokio::test(start_paused = true)]
 async fn retries_of_bursts_outlast_a_period() {
     let (queue, mut asked, failures) = asking();
@@ -246,7 +246,7 @@ async fn refunds_beyond_capacity_are_reported() {
     for _ in 0..CAPACITY + 11 {
         queue.send(charge(1));
     }
-    assert_eq!(failures.0.load(Relaxed), 10, "one was sent at once");
+    assert_eq!(failures.0.load(Relaxed), 10, "one was sent immediately");
     while queue.shared.is_busy() {
         costs(asked.now());
         sleep(GAP).await;
@@ -281,9 +281,9 @@ fn the_next_runtime_sends_the_rest() {
         assert_eq!(
             costs(asked.now()),
             [2, 3, 4],
-            "what was under way is not sent again"
+            "the check in flight is not sent again"
         );
-        // The answer comes all the same.
+        // The reply arrives nevertheless.
         answer.send(unsent()).unwrap();
         let (cost, answer) = asked.next().await;
         answer.send(done(cost)).unwrap();
@@ -293,7 +293,7 @@ fn the_next_runtime_sends_the_rest() {
     assert_eq!(failures.0.load(Relaxed), 0);
 }
 
-/// One sender at a time: it continues when its runtime does.
+/// There is only one sender at a time: work continues when the stalled runtime does.
 #[test]
 fn a_stalled_runtime_delays_operations() {
     let (queue, mut asked, failures) = asking();
@@ -319,7 +319,7 @@ fn a_stalled_runtime_delays_operations() {
     assert_eq!(failures.0.load(Relaxed), 0);
 }
 
-/// Several threads put and runtimes end meanwhile: each is asked for once.
+/// Several threads put operations while runtimes shut down: each operation is sent once.
 #[test]
 fn each_refund_is_sent_once() {
     let (queue, mut asked, failures) = asking();
@@ -373,7 +373,7 @@ fn replies_of_ended_runtimes_are_read() {
         queue.send_then(charge(1), move |answer| {
             answered.send(answer.map(drop)).unwrap()
         });
-        // The sender has it.
+        // The sender awaits its reply.
         sleep(GAP * 2).await;
     });
     let (_, reply) = asked.0.try_recv().unwrap();
@@ -389,7 +389,7 @@ fn replies_of_ended_runtimes_are_read() {
     );
 }
 
-/// Panics when it is asked, when it is to answer, or answers nothing: so its observer does.
+/// Depending on the cost, panics on the check, panics in the future, fails, or replies. The observer always panics.
 #[derive(Clone)]
 struct Panicking;
 
@@ -420,7 +420,7 @@ impl Observer for Panicking {
 async fn a_panic_costs_one_event() {
     let queue = op_queue(Panicking, Some(Arc::new(Panicking)));
     let answered = Arc::new(Mutex::new(vec![]));
-    // Those of the second round come to a sender.
+    // In the second round the sender handles the operations.
     for cost in [1, 2, 3, 4, 1, 2, 3, 4] {
         let answered = Arc::clone(&answered);
         queue.send_then(charge(cost), move |answer| {

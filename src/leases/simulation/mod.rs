@@ -1,6 +1,7 @@
-//! A simulation: instances over one shared count, whose checks and answers are late, lost or never sent, whose clocks differ,
-//! and which are stopped, killed and ended at any moment, join and leave. Callers come often, all at once and not at all, are
-//! reset, refund parts soon and late, and get another quota. Never more than the quota as it was stated is spent.
+//! A simulation of instances over one shared count. Checks and replies are delayed, lost or never sent; clocks differ;
+//! instances are stopped, killed, shut down, started and replaced at any moment. Callers send in bursts, steadily or
+//! not at all, are reset, refund parts of their grants early and late, and change their quota. The instances together
+//! must never grant more than the stated quota.
 
 pub(super) mod world;
 
@@ -15,17 +16,17 @@ use crate::limit::{
 };
 use crate::simulation::{Breaks, Log, Outcome, Simulation};
 
-/// What holds in every run.
+/// The invariants that every run checks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Rule {
     /// Nothing panics.
     Panic,
-    /// Between any two times no more is spent than the strategy's definition allows, by the clock of the shared store.
+    /// Between any two times by the shared store's clock, no more is spent than the definition of the strategy allows.
     NeverAbove,
-    /// What is spent from memory was charged ahead, once; and all that was charged is spent, or refunded, or is lost with a
-    /// process or an answer.
+    /// Every unit spent from memory was charged in advance, exactly once. Every charged unit is spent, refunded, or
+    /// lost with a process or a reply.
     ChargedOnce,
-    /// A while after the last check no instance holds anything, and what it says that it has refunded has been sent.
+    /// Some time after the last check, no instance holds a block, and all refunds that were reported have been sent.
     Returned,
 }
 
@@ -38,12 +39,13 @@ const LEASES: Simulation<Rule> = Simulation {
     run: |seed, kept| run(seed, kept).0,
 };
 
-/// Whether more was spent between any two times than may be, or in a window of the clock. What is charged ahead is spent or
-/// refunded within `outlives`: up to then after a reset, what had been charged before may come on top.
+/// Checks that no more was spent between any two times, or in one clock-aligned window, than the quota allows. A block
+/// is spent or refunded within `outlives`, so for that time after a reset, charges from before the reset may be spent
+/// in addition.
 ///
 /// # Errors
 ///
-/// What was too much.
+/// Returns a description of the excess.
 pub(super) fn check_spent(
     strategy: Strategy,
     quota: Quota,
@@ -51,7 +53,7 @@ pub(super) fn check_spent(
     resets: &[i64],
     outlives: i64,
 ) -> Result<(), String> {
-    // How much it was in all up to each time.
+    // Total spent up to each time.
     let mut sums: Vec<(i64, i64)> = vec![];
     for &(at, cost) in spent {
         let sum = sums.last().map_or(0, |(_, sum)| *sum) + i64::from(cost);
@@ -72,7 +74,7 @@ pub(super) fn check_spent(
             most_spent(strategy, quota, to - *from) + reset(to) * most_spent(strategy, quota, 0)
         };
         let mut bound = most(*from);
-        // What may be spent grows with time, so that most of the times need no look.
+        // The allowance grows with time, so skip all times at which it cannot be exceeded.
         while let Some((to, sum)) = sums.get(sums.partition_point(|(_, sum)| sum - before <= bound))
         {
             bound = most(*to);
@@ -100,7 +102,7 @@ pub(super) fn check_spent(
     Ok(())
 }
 
-/// How much was decided where.
+/// Where decisions were made.
 #[derive(Debug, Default)]
 struct Decided {
     leased: u64,
@@ -109,7 +111,7 @@ struct Decided {
     expired: u64,
 }
 
-/// A part of a decision that is refunded later.
+/// A part of a decision, to be refunded later.
 struct Held {
     i: usize,
     decision: Decision,
@@ -118,13 +120,13 @@ struct Held {
     until: i64,
 }
 
-/// A process is stopped, killed or ended at random, or another one begins.
+/// At random stops, kills or shuts down an instance, or starts another one.
 fn harm(world: &mut World, i: usize, lease: i64, is_frozen: bool, log: &mut Log) {
     let what = match world.rng.u16(..1_000) {
         what if what < 20 || is_frozen && what >= 900 => {
             let time = match world.rng.u8(..4) {
                 0 => world.rng.i64(0..16 * lease),
-                // Until a block is about to die.
+                // Stop it until shortly before or after a block expires.
                 1 | 2 if is_frozen => lease * world.rng.i64(8..20) / 16,
                 _ => world.rng.i64(0..3 * lease),
             };
@@ -155,7 +157,7 @@ fn harm(world: &mut World, i: usize, lease: i64, is_frozen: bool, log: &mut Log)
     });
 }
 
-/// What two buckets grant together: rates and bursts add up.
+/// The quota that two buckets grant together: the sum of their rates and bursts.
 fn sum_of(one: Quota, other: Quota) -> Quota {
     Quota::per(one.limit() + other.limit(), one.period()).burst(one.capacity() + other.capacity())
 }
@@ -169,7 +171,7 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
     let mut rng = Rng::with_seed(seed);
     let strategy = Strategy::ALL[seed as usize % Strategy::ALL.len()];
     let period = rng.u64(40..1_500) * 1_000;
-    // Small ones are often used up at once.
+    // Small limits are often exhausted.
     let limit = [rng.u32(40..400), rng.u32(400..3_000)][rng.usize(..2)];
     let stated = Quota::per(limit, Duration::from_micros(period));
     let stated = if strategy.frees().has_burst() && rng.bool() {
@@ -177,12 +179,12 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
     } else {
         stated
     };
-    // The first instance stands still again and again, for many times as long as it leases, while all that is left is taken.
+    // The first instance is stopped repeatedly, each time for many lease times, while the others take the rest of the quota.
     let is_frozen = rng.u8(..4) == 0;
-    // A burst below the limit refills in less time, but none of these does.
+    // A burst below the limit refills faster, but no burst is that small here.
     let longest = period as i64 / if is_frozen { 16 } else { 2 };
     let lease = rng.i64(10_000..=longest.max(10_000));
-    // By a larger one, not everywhere at once: a window counts on, a bucket anew.
+    // The new quota is larger, and instances adopt it one by one. A window keeps its count, a bucket starts again.
     let replaced = Quota::per(limit + limit / 2, stated.period());
     let replaced = if strategy.frees().has_burst() {
         replaced.burst(stated.capacity() * 2)
@@ -210,11 +212,11 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
         world.shared(|shared| (shared.is_healthy, shared.refuses) = (is_healthy, refuses));
     }
     let key = Key::new("ann");
-    // How often each instance asks, in a step.
+    // Checks of each instance in a step.
     let rates: Vec<u32> = (0..6).map(|_| rng.u32(1..20)).collect();
     let (mut spent, mut held): (Vec<_>, Vec<Held>) = (vec![], vec![]);
     for step in 0..160 {
-        // So many checks at once of this cost, besides.
+        // Occasionally adds a burst of checks of one cost.
         let (flood, flood_cost) = match rng.u8(..48) {
             0 | 1 if limit < 400 => (stated.capacity().min(400), 1),
             n if n >= if is_frozen { 40 } else { 47 } => (20, (stated.capacity() / 16).max(1)),
@@ -228,19 +230,19 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
             _ => rng.i64(0..=lease / 12),
         };
         world.pass(time);
-        // When it goes on, it spends what it has left, and the others all that they get.
+        // When it continues, it spends the rest of its blocks, and the others spend all their grants.
         let goes_on =
             is_frozen && (before + 1..=world.now).contains(&world.instances[0].stopped_until);
         for i in 0..world.instances.len() {
             if world.instances[i].stopped_until > world.now {
                 continue;
             }
-            // A process that goes on may decide before any of its timers has run.
+            // A process that continues may decide checks before any of its timers has run.
             let timers_first = rng.bool();
             if timers_first {
                 world.run(i);
             }
-            // Not all of them at once.
+            // Instances change the quota one by one.
             let policies = &policies[usize::from(step >= replaced_at.saturating_add(4 * i as u32))];
             if has_resets && rng.u8(..200) == 0 {
                 world.send(i, Check::reset(key, policies));
@@ -263,7 +265,7 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
             let count = few + flood;
             let (at, before) = (world.now as u64 / 1_000, decided.leased);
             for n in 0..count {
-                // Large ones are refunded, so that little is left of a block that was charged as a whole.
+                // Large checks are refunded, so that little is left of a block that was charged as a whole.
                 let is_large = n < few && rng.u8(..32) == 0;
                 let cost = match rng.u8(..8) {
                     _ if n >= few => flood_cost,
@@ -276,7 +278,7 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
                 };
                 assert!(decision.source() == Source::Leased && decision.is_allowed());
                 decided.leased += u64::from(cost);
-                // A request that is not served is refunded, or a part of it, at once or later.
+                // The grant of a failed request is refunded in full or in part, immediately or later.
                 let part = match rng.u8(..16) {
                     0..10 if is_large => cost,
                     _ if is_large => rng.u32(1..=cost),
@@ -323,7 +325,7 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
             harm(&mut world, i, lease, is_frozen && i == 0, &mut log);
         }
     }
-    // Until all answers are there, and all blocks are too old.
+    // Wait until all replies have arrived and all blocks have expired.
     for _ in 0..40 {
         world.pass(2 * lease / 10 + world.longest_way() / 10);
         (0..world.instances.len()).for_each(|i| drop(world.run(i)));
@@ -352,7 +354,7 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
     };
     spent.append(&mut single);
     spent.sort_unstable();
-    // Nothing stands still for longer than it is stopped, and until the next step.
+    // No instance stalls for longer than its stop and until the next step.
     let outlives = 16 * lease + period as i64 + world.longest_way();
     let is_replaced = replaced_at < u32::MAX;
     let quota = match strategy.frees().has_burst() && is_replaced {
@@ -366,7 +368,7 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
     (Outcome::of(plan, &mut log, &mut broken), decided)
 }
 
-/// What has become of all blocks.
+/// Checks the balance of all blocks.
 fn check_blocks(world: &World, strategy: Strategy, decided: &Decided, broken: &mut Breaks<Rule>) {
     let held: usize = world
         .instances
@@ -398,21 +400,21 @@ fn check_blocks(world: &World, strategy: Strategy, decided: &Decided, broken: &m
             );
             broken.add(Rule::ChargedOnce, None, problem);
         }
-        // What is charged while its caller is reset, or its process ends, may be lost.
+        // A charge may be lost if its caller is reset or its process ends before the reply.
         if !is_killed && !world.is_ended && !shared.is_reset && charged != shared.told {
             broken.add(
                 Rule::Returned,
                 None,
                 format!(
-                    "{} were told to be charged, and {charged} ended",
+                    "{} were reported as charged, and {charged} ended",
                     shared.told
                 ),
             );
         }
-        // Of a bucket, all that is left may have flowed back, and a fixed window may have ended.
+        // In a bucket, the whole rest may have drained; a fixed window may have ended.
         let may_be_nothing =
             strategy.frees().has_burst() || matches!(strategy, Strategy::FixedWindow(_));
-        // A process that ends may end before it has sent what it refunds.
+        // A process that shuts down may end before it has sent its refunds.
         let is_sent = !shared.is_unsent && !may_be_nothing && !world.is_ended;
         let (sent, most) = (shared.sent_back, refunded + expired);
         if !is_killed && is_sent && !(refunded..=most).contains(&sent) {
@@ -435,7 +437,7 @@ fn seeds_replay_exactly() {
     LEASES.replays(0..9);
 }
 
-/// Or the rules would say little.
+/// Without these events the invariants would be trivial.
 #[test]
 fn blocks_are_spent_refunded_and_expire() {
     for seed in 0..Strategy::ALL.len() as u64 {

@@ -1,5 +1,5 @@
-//! Several instances over one shared count: each has a runtime and a clock of its own, and checks travel for a while, or get
-//! lost. One thread runs all of it, by a seed.
+//! Several instances over one shared count. Each has its own runtime and clock, and its checks are delayed or lost. A
+//! single thread runs everything, determined by a seed.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -24,36 +24,36 @@ use crate::util::{Seed, instant, lock};
 type Answered = Result<Decision, StoreError>;
 type Boxed = Pin<Box<dyn Future<Output = Answered> + Send>>;
 
-/// The shared store, as one instance reaches it.
+/// One instance's access to the shared store.
 #[derive(Clone)]
 pub(in crate::leases) struct Remote(Arc<Mutex<Shared>>);
 
 pub(in crate::leases) struct Shared {
     rng: Rng,
-    /// Without a fault of any kind.
+    /// `false` if faults are injected.
     pub(in crate::leases) is_healthy: bool,
-    /// How many of 40 refunds are not sent at first, and are sent again later.
+    /// Refunds in 40 that are not sent at first, and retried later.
     pub(in crate::leases) refuses: u8,
-    /// The longest that a check travels each way, in microseconds.
+    /// Maximum delay of a check in each direction, in microseconds.
     pub(in crate::leases) travels: i64,
-    /// In microseconds of the true time.
+    /// Microseconds of the true time.
     now: i64,
-    /// By how much its clock is faster, in 1/1024.
+    /// Excess of its clock's speed, in units of 1/1024.
     speed: i64,
     states: HashMap<(Key, u64), Vec<State>>,
     under_way: Vec<Travelling>,
-    /// What was granted to single checks, and when by its clock.
+    /// Time by its clock and cost of each granted single check.
     pub(in crate::leases) spent: Vec<(i64, u32)>,
-    /// When it has forgotten what it had counted, by its clock.
+    /// Times of resets, by its clock.
     pub(in crate::leases) resets: Vec<i64>,
     pub(in crate::leases) checks: u64,
-    /// What was granted to blocks, and how much of that an instance was told.
+    /// Total granted to blocks; the next field is the part that was reported to an instance.
     pub(in crate::leases) ahead: u64,
     pub(in crate::leases) told: u64,
-    /// What the instances have sent to be refunded of their blocks, and whether some of it was refused first.
+    /// Total of the blocks' refunds that instances have sent; the next field is `true` if one was rejected first.
     pub(in crate::leases) sent_back: u64,
     pub(in crate::leases) is_unsent: bool,
-    /// Whether an instance was told to reset a caller, though the shared store may never hear of it.
+    /// Whether a reset was requested; it may be lost on its way to the shared store.
     pub(in crate::leases) is_reset: bool,
 }
 
@@ -69,9 +69,9 @@ struct Travelling {
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Fate {
     Answered,
-    /// It is decided, and the answer is lost.
+    /// The check is decided, but the reply is lost.
     Lost,
-    /// It never arrives, and nobody knows.
+    /// The check never arrives, and no error is reported.
     Gone,
     Unsent,
 }
@@ -101,7 +101,7 @@ impl Shared {
                 _ => self.sent_back += u64::from(check.cost()),
             }
         }
-        // Mostly soon, at times very late.
+        // Usually a short delay, rarely a very long one.
         let mut way = || match self.rng.u8(..12) {
             0 if !self.is_healthy => self.rng.i64(0..=8 * self.travels),
             1 => 0,
@@ -120,7 +120,7 @@ impl Shared {
         answer
     }
 
-    /// Decides what has arrived by then, and answers.
+    /// Decides the checks that have arrived before `until`, and replies.
     fn go_on(&mut self, until: i64) {
         let mut under_way = std::mem::take(&mut self.under_way);
         under_way.sort_by_key(|check| check.decided_at);
@@ -196,7 +196,7 @@ impl Store for Remote {
     }
 }
 
-/// What became of blocks.
+/// Totals of the blocks' units.
 #[derive(Debug, Default)]
 pub(in crate::leases) struct Blocks {
     pub(in crate::leases) ended: AtomicU64,
@@ -217,35 +217,35 @@ impl Observer for Arc<Blocks> {
     }
 }
 
-/// One process.
+/// A simulated process.
 pub(in crate::leases) struct Instance {
     pub(in crate::leases) store: Leased<Remote>,
     runtime: Option<Runtime>,
-    /// When it began, in the true time.
+    /// Its start in true time.
     began: i64,
-    /// By how much its clock is faster, in 1/1024.
+    /// Excess of its clock's speed, in units of 1/1024.
     speed: i64,
-    /// How far its runtime's clock has gone.
+    /// Progress of its runtime's clock.
     ran: Duration,
     waiting: Vec<Boxed>,
-    /// Until then it is stopped.
+    /// Time at which a stopped instance continues.
     pub(in crate::leases) stopped_until: i64,
 }
 
 pub(in crate::leases) struct World {
     seed: Seed,
-    /// When each process began, by its own clock.
+    /// Start of all processes, by their own clocks.
     start: Instant,
     pub(in crate::leases) rng: Rng,
     pub(in crate::leases) remote: Remote,
     pub(in crate::leases) instances: Vec<Instance>,
     pub(in crate::leases) blocks: Arc<Blocks>,
     pub(in crate::leases) now: i64,
-    /// They hold what they held, and do nothing more.
+    /// Killed instances keep their blocks but do nothing.
     pub(in crate::leases) killed: Vec<Instance>,
-    /// What waiting checks were granted from memory, and when by the shared clock.
+    /// Time by the shared clock and cost of each grant from memory to a waiting check.
     pub(in crate::leases) from_memory: Vec<(i64, u32)>,
-    /// Whether an instance has.
+    /// Whether an instance was shut down.
     pub(in crate::leases) is_ended: bool,
 }
 
@@ -318,17 +318,17 @@ impl World {
         }
     }
 
-    /// What the shared store's clock shows.
+    /// The time by the shared store's clock.
     pub(in crate::leases) fn clock(&self) -> i64 {
         self.shared(|shared| shared.clock())
     }
 
-    /// No check takes longer there and back.
+    /// Maximum duration of a round trip.
     pub(in crate::leases) fn longest_way(&self) -> i64 {
         self.shared(|shared| 16 * shared.travels)
     }
 
-    /// Time passes, for the shared store and for all clocks.
+    /// Advances the true time and all clocks.
     pub(in crate::leases) fn pass(&mut self, time: i64) {
         self.now += time;
         let now = self.now;
@@ -340,7 +340,7 @@ impl World {
         Duration::from_micros(((self.now - began) * speed / 1024) as u64)
     }
 
-    /// What an instance does at this moment, before any of its timers has run.
+    /// Lets an instance act before any of its timers has run.
     pub(in crate::leases) fn on<T>(&mut self, i: usize, act: impl FnOnce(&mut Instance) -> T) -> T {
         self.seed.stands_at(self.start + self.elapsed(i));
         let instance = &mut self.instances[i];
@@ -352,7 +352,7 @@ impl World {
         act(instance)
     }
 
-    /// One check: its decision, if that is there at once.
+    /// Sends a check. Returns its decision if it is immediate.
     pub(in crate::leases) fn take(
         &mut self,
         i: usize,
@@ -371,7 +371,7 @@ impl World {
         })
     }
 
-    /// The runtime of an instance runs all that is due. Returns what has been answered.
+    /// Runs all due tasks of an instance. Returns the answered checks.
     pub(in crate::leases) fn run(&mut self, i: usize) -> Vec<Answered> {
         let elapsed = self.elapsed(i);
         self.seed.stands_at(self.start + elapsed);
@@ -408,34 +408,34 @@ impl World {
         answers
     }
 
-    /// An instance has this checked, and does not wait for the answer.
+    /// Sends a check of an instance without awaiting the reply.
     pub(in crate::leases) fn send(&mut self, i: usize, check: Check) {
         let sent_back = self.shared(|shared| shared.sent_back);
         self.on(i, |instance| drop(instance.store.check(check)));
-        // Of a block it was not.
+        // This refund was not of a block.
         self.shared(|shared| shared.sent_back = sent_back);
     }
 
-    /// One that may be wrong about how many there are.
+    /// An instance that may assume a wrong number of instances.
     fn another(&mut self) -> Instance {
         let of = self.rng.u32(1..=6);
         self.instance(of)
     }
 
-    /// There is one more from here on.
+    /// Starts another instance.
     pub(in crate::leases) fn join(&mut self) {
         let next = self.another();
         self.instances.push(next);
     }
 
-    /// Another process takes the place of one, which is killed.
+    /// Replaces an instance, which is killed.
     pub(in crate::leases) fn kill(&mut self, i: usize) {
         let next = self.another();
         let killed = std::mem::replace(&mut self.instances[i], next);
         self.killed.push(killed);
     }
 
-    /// The same, of one that ends as it should.
+    /// Replaces an instance, which is shut down in order.
     pub(in crate::leases) fn end(&mut self, i: usize) {
         let now = self.start + self.elapsed(i);
         self.is_ended = true;

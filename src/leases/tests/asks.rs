@@ -1,4 +1,4 @@
-//! When a block is asked for, and how large it is.
+//! When blocks are requested, and their size.
 
 use std::num::NonZeroU32;
 use std::pin::Pin;
@@ -54,7 +54,7 @@ async fn a_quarter_left_asks_for_the_next() {
 #[tokio::test(start_paused = true)]
 async fn a_block_is_for_half_a_lease() {
     let (policies, mut caller) = (log(), Caller::new(LEASE, instant()));
-    // Each reply grants nothing and reports a large rest.
+    // Each reply grants nothing and reports a large remaining quota.
     let ask_size = |caller: &mut Caller| {
         let ask = ask(caller)?;
         let check = Check::up_to(ann(), &policies, ask.size);
@@ -64,11 +64,7 @@ async fn a_block_is_for_half_a_lease() {
         Some(ask.size)
     };
     caller.want(1);
-    assert_eq!(
-        ask_size(&mut caller),
-        Some(1),
-        "it is not known how much is left"
-    );
+    assert_eq!(ask_size(&mut caller), Some(1), "the rest is unknown");
     for _ in 0..40 {
         advance(Duration::from_millis(1)).await;
         let _ = spend(&mut caller, &policies, 3);
@@ -119,11 +115,11 @@ async fn callers_at_their_limit_are_seldom_asked_for() {
     let asks = asks_in(1_000).await;
     assert!(
         (2..=10).contains(&asks),
-        "{asks} asks in 1 s, a quarter of a lease time apart"
+        "{asks} requests in 1 s, a quarter of a lease time apart"
     );
 }
 
-/// It may have been charged; and by the time that an unsent one could be sent, it may not be wanted any more.
+/// The first request may have been charged. An unsent one may no longer be needed when it can be sent.
 #[tokio::test(start_paused = true)]
 async fn unanswered_asks_are_not_repeated() {
     let error = || StoreError::new(ErrorKind::Timeout).of_check();
@@ -140,7 +136,7 @@ async fn unanswered_asks_are_not_repeated() {
     }
 }
 
-/// A store that charges blocks when it is let to.
+/// A store that charges blocks only when the test allows it.
 #[derive(Clone)]
 struct Held(LocalStore, Arc<Semaphore>);
 
@@ -186,7 +182,7 @@ fn other_runtimes_wait_for_asks_on() {
     assert!(runtime().block_on(some()) > 0, "it got a block");
 }
 
-/// Memory does not grow with callers.
+/// Memory does not grow with the number of callers.
 #[tokio::test(start_paused = true)]
 async fn callers_with_blocks_are_bounded() {
     const MOST: usize = 64 * 1_024;

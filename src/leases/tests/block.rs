@@ -1,4 +1,4 @@
-//! What one instance does with what it has charged ahead.
+//! How one instance spends, refunds and loses its blocks.
 
 use std::cell::Cell;
 use std::future::{Pending, pending};
@@ -32,7 +32,7 @@ fn policy(strategy: Strategy, quota: &str) -> Policy {
         .unwrap()
 }
 
-/// A log: what is refunded of it can be taken again at once.
+/// A log: a refund frees its quota immediately.
 pub(super) fn log() -> Policies {
     policy(Strategy::SlidingLog, "10000/m").into()
 }
@@ -53,7 +53,7 @@ pub(super) async fn left(store: &LocalStore, policies: &Policies) -> u32 {
         .remaining()
 }
 
-/// A store over `local` with a block of which some is spent, and how much is left of it.
+/// Returns a store over `local` with a partly spent block, and the units left in the block.
 async fn hot(local: &LocalStore, policies: &Policies) -> (Leased<LocalStore>, u32) {
     let store = Leased::new(local.clone());
     for _ in 0..40 {
@@ -80,7 +80,7 @@ async fn nothing_is_spent_after_a_stop() {
     let check = || Check::take(ann(), &policies, 1);
     let decision = block.take(check(), &|| now.get()).unwrap();
     assert_eq!((decision.remaining(), block.left), (9_999, 9));
-    // A process that is stopped after it has looked for a block and before it reads the clock.
+    // Simulates a process that is stopped after it has chosen a block and before it reads the clock.
     let stopped = || {
         now.set(now.get() + Duration::from_micros(1));
         now.get()
@@ -90,7 +90,7 @@ async fn nothing_is_spent_after_a_stop() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_block_dies_with_its_window() {
+async fn a_block_expires_with_its_window() {
     let local = LocalStore::default();
     for align in [Align::default(), Align::FirstHit] {
         let policies = policy(Strategy::FixedWindow(align), "1000/s").into();
@@ -110,7 +110,7 @@ async fn a_block_dies_with_its_window() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn quiet_callers_get_their_rest_back() {
+async fn blocks_of_idle_callers_are_refunded() {
     let (local, policies, blocks) = (LocalStore::default(), log(), Arc::new(Blocks::default()));
     let (store, _) = hot(&local, &policies).await;
     store.observe(&(Arc::new(Arc::clone(&blocks)) as Arc<dyn Observer>));
@@ -120,7 +120,7 @@ async fn quiet_callers_get_their_rest_back() {
     assert_eq!(
         take(&store, &policies).await.source(),
         Source::Local,
-        "it does not come often any more"
+        "it is idle"
     );
 }
 
@@ -172,11 +172,11 @@ async fn a_reset_drops_blocks() {
     assert_eq!(
         left(&local, &policies).await,
         9_999,
-        "nothing of before is refunded"
+        "no charge before the reset is refunded"
     );
 }
 
-/// As in a rolling deploy, or on two routes.
+/// Two instances during a rolling deploy, or two routes, may use different quotas.
 #[tokio::test(start_paused = true)]
 async fn each_quota_of_a_name_has_its_blocks() {
     let (local, policies) = (LocalStore::default(), log());
@@ -188,7 +188,7 @@ async fn each_quota_of_a_name_has_its_blocks() {
     assert_eq!(
         (decision.source(), store.inner.left() as u32),
         (Source::Leased, left - 1),
-        "made anew, for each request"
+        "built for each request"
     );
 }
 
@@ -257,9 +257,9 @@ async fn several_policies_share_a_block() {
     assert_eq!(left(&local, &policies).await, 2_000 - 42);
 }
 
-/// Clients that obey the header fields would stop otherwise.
+/// Clients that obey the header fields would otherwise stop too early.
 #[tokio::test(start_paused = true)]
-async fn the_rest_of_the_quota_remains_too() {
+async fn remaining_includes_the_rest_of_the_quota() {
     let (local, policies) = (LocalStore::default(), log());
     let (store, _) = hot(&local, &policies).await;
     for taken in 42..400 {
@@ -288,7 +288,7 @@ async fn the_rest_of_the_quota_remains_too() {
     }
 }
 
-/// Decides at once elsewhere than in this process, and is late to answer to asks.
+/// A local store that pretends to be shared, and replies late to requests for blocks.
 #[derive(Clone)]
 struct Slow(LocalStore, Duration);
 
@@ -313,7 +313,7 @@ impl Store for Slow {
     }
 }
 
-/// Of a block that is answered after the deadline of a fallback, and after the block has died too.
+/// A block that arrives after the deadline of a fallback, or even after its own expiry.
 #[tokio::test(start_paused = true)]
 async fn late_blocks_are_spent_or_refunded() {
     for late in [150, 300, 360, 600] {
@@ -335,7 +335,7 @@ async fn late_blocks_are_spent_or_refunded() {
     }
 }
 
-/// Nobody knows whether Redis has charged them.
+/// Redis may have charged them, or not.
 #[tokio::test(start_paused = true)]
 async fn unanswered_blocks_are_counted_as_lost() {
     let (store, blocks) = (MockStore::new(), Arc::new(Blocks::default()));
@@ -348,7 +348,7 @@ async fn unanswered_blocks_are_counted_as_lost() {
     assert_eq!(blocks.lost.load(Relaxed), 1);
 }
 
-/// A decision of a block is refunded as any other.
+/// A decision from a block can be refunded like any other.
 #[tokio::test(start_paused = true)]
 async fn leased_decisions_are_refunded() {
     let (local, policies) = (LocalStore::default(), log());
@@ -362,7 +362,7 @@ async fn leased_decisions_are_refunded() {
     assert_eq!(left(&local, &policies).await, 10_000 - 41);
 }
 
-/// Nothing is charged ahead by what a fallback grants: it would be charged to Redis afterwards.
+/// Grants of a fallback are charged to Redis later, so a block must not be leased from them.
 #[tokio::test(start_paused = true)]
 async fn outages_spend_blocks_and_charge_none() {
     let (local, policies) = (LocalStore::default(), log());
@@ -427,7 +427,7 @@ async fn blocks_leave_enough_for_other_instances() {
                 .await
                 .unwrap();
             assert!(decision.is_allowed());
-            // Besides what it takes: an eighth of what is left, or one to know what is left.
+            // Charged in addition to the check: an eighth of the rest, or one unit to learn the rest.
             let ahead = before - left(&local, &policies).await;
             assert!(ahead <= cost + (before / 8).max(1), "{ahead} of {before}");
             sleep(Duration::from_millis(1)).await;
@@ -436,7 +436,7 @@ async fn blocks_leave_enough_for_other_instances() {
     assert_eq!(take(&store, &policies).await.source(), Source::Leased);
 }
 
-/// Never answers, and counts what it is to refund.
+/// Never replies. Counts refunds and requests for blocks.
 #[derive(Clone, Default)]
 pub(super) struct Stuck(Arc<AtomicU32>, Arc<AtomicU32>);
 
@@ -453,7 +453,7 @@ impl Store for Stuck {
     }
 }
 
-/// Nobody knows whether it was charged in the primary store.
+/// The primary store may have charged them, or not.
 #[tokio::test(start_paused = true)]
 async fn late_asks_are_not_refunded() {
     for is_dropped in [true, false] {
@@ -472,7 +472,7 @@ async fn late_asks_are_not_refunded() {
         assert_eq!(
             (stuck.0.load(Relaxed), stuck.1.load(Relaxed)),
             (0, 1),
-            "refunds, and asks"
+            "refunds, and requests"
         );
         drop(store);
     }
@@ -489,7 +489,7 @@ async fn shutdown_waits_a_second_at_most() {
     assert_eq!((instant() - start).as_secs(), 1);
 }
 
-/// How much others find in a bucket that they empty.
+/// The units that another instance can take from a bucket.
 async fn rest(local: &LocalStore, policies: &Policies) -> u32 {
     local
         .check(Check::up_to(ann(), policies, u32::MAX))
@@ -498,10 +498,10 @@ async fn rest(local: &LocalStore, policies: &Policies) -> u32 {
         .granted()
 }
 
-/// A part of a block is refunded before its rest is due, between that and when it is sent, or after that, which may be long:
-/// what has flowed back is refunded with one of them at most, or others get more than the burst.
+/// Part of a block is refunded before the rest is due, between that and the sending of the rest, or long after. The
+/// drained units must be refunded with one of them at most; otherwise the bucket grants more than its burst.
 #[tokio::test(start_paused = true)]
-async fn what_flowed_back_is_refunded_once() {
+async fn drained_units_are_refunded_once() {
     let greedy = Strategy::TokenBucket(Refill::Greedy);
     for strategy in [
         Strategy::Gcra,
@@ -560,7 +560,7 @@ async fn refunds_of_parts_lower_that_of_the_rest() {
         LocalStore::default(),
     );
     let (store, mut before) = hot(&local, &policies).await;
-    // Until a large block has just been begun.
+    // Until a large block has just been started.
     let left = loop {
         let _ = store
             .check(Check::take(ann(), &policies, 20))
@@ -587,7 +587,7 @@ async fn refunds_of_parts_lower_that_of_the_rest() {
     let back = rest(&local, &policies).await;
     assert!(
         back > 0 && back <= left - left / 4 - 50 + 20,
-        "{back} of {left}: 50 have flowed back, 20 of them spent"
+        "{back} of {left}: 50 have drained, 20 of them spent"
     );
 }
 
@@ -617,7 +617,7 @@ async fn blocks_dropped_by_resets_are_observed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn callers_that_come_rarely_get_no_block() {
+async fn idle_callers_get_no_block() {
     let (policies, local) = (log(), LocalStore::default());
     let store = Leased::new(local.clone());
     for _ in 0..20 {
@@ -629,7 +629,7 @@ async fn callers_that_come_rarely_get_no_block() {
     assert_eq!(left(&local, &policies).await, 10_000 - 20 * 7);
 }
 
-/// A store that charges blocks at once, and tells it late.
+/// A store that charges blocks immediately and replies later.
 #[derive(Clone)]
 struct Late(LocalStore, Duration);
 
@@ -649,7 +649,7 @@ impl Store for Late {
 }
 
 #[tokio::test(start_paused = true)]
-async fn blocks_told_after_the_end_are_refunded() {
+async fn blocks_granted_after_shutdown_are_refunded() {
     let ends = (0..60)
         .map(|checks| (checks, true))
         .chain((30..60).map(|checks| (checks, false)));
@@ -681,9 +681,9 @@ async fn blocks_told_after_the_end_are_refunded() {
     }
 }
 
-/// Later than whoever shuts down waits.
+/// The reply comes after the longest wait of a shutdown.
 #[tokio::test(start_paused = true)]
-async fn blocks_told_long_after_the_end_are_refunded() {
+async fn blocks_granted_long_after_shutdown_are_refunded() {
     let quota = Quota::per(10_000, Duration::from_secs(100));
     let policy = Policy::new("p", Strategy::SlidingLog, quota)
         .unwrap()

@@ -1,4 +1,4 @@
-//! A rolling deploy that changes the quotas, and an outage in its middle.
+//! A rolling deploy that changes quotas, with an outage in its middle.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, Ordering::Relaxed};
@@ -46,17 +46,17 @@ struct Quotas {
 /// The grants of all instances.
 #[derive(Default)]
 struct Granted {
-    /// Time in microseconds and cost, under the quotas of the old version and of the new one.
+    /// Time in microseconds and cost of each grant, under the old and the new quota.
     spent: [Mutex<Vec<(i64, u32)>>; 2],
     from_memory: AtomicU32,
-    /// Calls in flight, and their maximum outside and inside of the outage.
+    /// Calls in flight, and their maximum outside and during the outage.
     calls: AtomicI64,
     most_calls: [AtomicI64; 2],
 }
 
 const INSTANCES: u32 = 6;
 const LEASE: Duration = Duration::from_millis(200);
-/// In milliseconds from the start of the deploy, which takes a minute.
+/// In milliseconds since the start of the deploy, which takes 60 s.
 const OUTAGE: Range<u64> = 25_000..35_000;
 const VERSIONS: [Quotas; 2] = [
     Quotas {
@@ -131,7 +131,7 @@ async fn a_deploy_with_an_outage_keeps_each_quota() {
         let mut tasks = JoinSet::new();
         for millis in (0..60_000).step_by(10) {
             shared.1.store(OUTAGE.contains(&millis), Relaxed);
-            // Calls that began in the outage are over soon after it.
+            // Calls that began during the outage end soon after it.
             let is_outage = (OUTAGE.start..OUTAGE.end + 200).contains(&millis);
             if millis % 10_000 == 4_000 {
                 let (i, next) = ((millis / 10_000) as usize, instance(&shared, 1, strategy));
@@ -140,7 +140,7 @@ async fn a_deploy_with_an_outage_keeps_each_quota() {
                 old.shutdown().await;
             }
             for (instance, limiter) in instances.iter().zip(&limiters) {
-                // More than the quota in one of two seconds.
+                // Above the quota in every second second.
                 if millis / 1_000 % 2 == 0 {
                     take(&mut tasks, &granted, start, instance);
                 }

@@ -1,4 +1,4 @@
-//! How much of a quota is used, and how many checks of the shared store that takes.
+//! How much of a quota is used, and how many checks the shared store gets.
 
 use std::time::Duration;
 
@@ -10,11 +10,11 @@ struct Used {
     asked: u64,
     granted: u64,
     denied: u64,
-    /// Of the shared store.
+    /// Checks that the shared store received.
     checks: u64,
 }
 
-/// Four instances ask so many times a second together, in these parts, for so long.
+/// Simulates four instances that together send `per_second` checks for `seconds`, divided by `parts`.
 fn load(policies: &Policies, parts: [u32; 4], per_second: u32, seconds: u32) -> Used {
     let mut world = World::new(1, 4);
     world.shared(|shared| (shared.is_healthy, shared.travels) = (true, 1_000));
@@ -58,7 +58,7 @@ fn leased(strategy: Strategy, time: u64) -> Policies {
         .into()
 }
 
-/// Of what is granted without leases: a sliding window of ten cells frees each a tenth of its period late.
+/// Relative to the grants without leases. A sliding window of ten cells frees each charge a tenth of its period late.
 #[test]
 fn uneven_instances_use_up_a_quota() {
     for &strategy in Strategy::ALL {

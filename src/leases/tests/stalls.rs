@@ -1,4 +1,4 @@
-//! A store of bounded throughput that is far away, or stalls.
+//! A store of bounded throughput that is far away or stalls.
 
 use std::fmt;
 use std::pin::Pin;
@@ -16,7 +16,7 @@ use crate::observe::{Observer, event};
 use crate::store::{Answer, LocalStore, Store};
 use crate::util::{instant, lock};
 
-/// Decides checks one after the other, each in the same time, and is so far away.
+/// A store that decides one check at a time, in constant time, behind a constant network delay.
 #[derive(Clone)]
 struct Server {
     local: LocalStore,
@@ -41,13 +41,13 @@ impl Server {
         }
     }
 
-    /// Decides nothing for this time.
+    /// Stops deciding for `time`.
     fn stall(&self, time: Duration) {
         let mut free_at = lock(&self.free_at);
         *free_at = instant().max(*free_at) + time;
     }
 
-    /// How long a check that is sent now waits for those before.
+    /// Queueing delay of a check that is sent immediately.
     fn lag(&self) -> Duration {
         lock(&self.free_at).saturating_duration_since(instant())
     }
@@ -94,7 +94,7 @@ impl fmt::Display for Load {
         } = self;
         write!(
             f,
-            "{} asked, {} answered, {} from memory",
+            "{} sent, {} answered, {} from memory",
             asked.load(Relaxed),
             answered.load(Relaxed),
             leased.load(Relaxed)
@@ -102,7 +102,7 @@ impl fmt::Display for Load {
     }
 }
 
-/// So many checks in each millisecond of this time. Nobody waits for their answers.
+/// Sends `per_milli` checks in each millisecond of `time`, without awaiting the replies.
 async fn load(
     store: &Leased<Server>,
     policies: &Policies,
@@ -179,7 +179,7 @@ async fn round_trips_of_half_a_lease_save_most_calls() {
     }
 }
 
-/// One and a half times the checks that the server decides in a second.
+/// The load is 1.5 times the server's capacity.
 #[tokio::test(start_paused = true)]
 async fn stalls_heal() {
     for stall in [30, 60, 90, 150, 300, 500] {
@@ -216,7 +216,7 @@ async fn stalls_heal() {
     }
 }
 
-/// The problems that were reported.
+/// The reported misconfigurations.
 #[derive(Default)]
 struct Problems(Mutex<Vec<String>>);
 
@@ -243,7 +243,7 @@ async fn short_leases_are_reported() {
         if trip <= 25 {
             assert_eq!(*problems, [""; 0], "{trip} ms, and a stall of {stall} ms");
         } else {
-            // A timer of tokio is up to a millisecond late, twice.
+            // Two timers of Tokio, each up to 1 ms late.
             let figures =
                 (4 * trip..=4 * trip + 8).map(|millis| format!("for at least {millis}.0ms"));
             assert!(
@@ -258,9 +258,9 @@ async fn short_leases_are_reported() {
     }
 }
 
-/// Who sends many keys does not take the block of the caller that comes most.
+/// A client that sends many keys must not evict the busiest caller's block.
 #[tokio::test(start_paused = true)]
-async fn the_caller_that_wants_most_keeps_its_blocks() {
+async fn the_busiest_caller_keeps_its_blocks() {
     let (server, policies) = (
         Server::new(1_000_000, Duration::from_millis(1)),
         policies(Duration::from_millis(100)),

@@ -1,25 +1,26 @@
-//! A meter: what is charged fills it, and it drains at the rate of the quota.
+//! A meter: each charge raises its level, and it drains at the rate of the quota.
 //!
 //! [`LeakyBucket`](super::Strategy::LeakyBucket), [`Gcra`](super::Strategy::Gcra) and
-//! [`TokenBucket`](super::Strategy::TokenBucket) are three ways to say this. The level of the leaky bucket is the backlog
-//! of GCRA: how far its theoretical arrival time is ahead of now. And it is what a token bucket lacks, which drains at once
-//! after each period if it is refilled by the [interval](Refill::Interval). Each has its own counts.
+//! [`TokenBucket`](super::Strategy::TokenBucket) are three descriptions of this algorithm. The level is that of the
+//! leaky bucket, the backlog of GCRA (how far its theoretical arrival time lies in the future), and the number of
+//! tokens missing in a token bucket. A token bucket refilled by the [interval](Refill::Interval) drains after each
+//! period; all other meters drain every microsecond. The strategies keep separate counts.
 
 use super::algorithm::{Algorithm, NO_PARAMETER, Refunded, Registers};
 use super::{Frees, Params, Refill, Snapshot, Strategy};
 use crate::limit::Charged;
 
-/// A type for each, by its letter: functions that several call are not inlined, and a take then runs a twentieth more
-/// instructions.
+/// A separate type for each strategy, identified by its letter: shared functions would not be inlined, and a take would
+/// execute 5 % more instructions.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Meter<const LETTER: char> {
-    /// Since when it drains.
+    /// The time since which it drains.
     at: i64,
-    /// Its level then, in ticks.
+    /// The level at that time, in ticks.
     level: i64,
 }
 
-/// Registers: the level at now, in ticks, and since when it drains.
+/// Registers: the current level in ticks, and the time since which the meter drains.
 impl<const LETTER: char> Algorithm for Meter<LETTER> {
     fn frees(strategy: Strategy) -> Frees {
         if strategy == Strategy::TokenBucket(Refill::Interval) {
@@ -124,8 +125,8 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
 
     fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
         if Self::in_batches(params) {
-            // It is empty at `until`, after so many whole periods. A share, of which more may be used, is empty later: none
-            // of these periods is over.
+            // The meter must be empty at `until`, after whole periods. If the level needs more periods than are left
+            // until then, as it may for a share of a quota, it is empty later; no period has ended yet.
             let level = used * params.interval;
             let periods = div_ceil(level, params.ticks).min(div_ceil(until - now, params.period));
             return Self {
@@ -139,17 +140,18 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
 }
 
 impl<const LETTER: char> Meter<LETTER> {
-    /// A meter that drains in every microsecond, with this level in ticks at a time.
+    /// Creates a meter that drains every microsecond, with this level in ticks at time `at`.
     pub(crate) fn new(at: i64, level: i64) -> Self {
         Self { at, level }
     }
 
-    /// Whether it drains at once, after each period. Of the others this is known when they are compiled.
+    /// Returns `true` if the meter drains after each period. For other strategies than the token bucket this is known
+    /// at compile time.
     fn in_batches(params: &Params) -> bool {
         LETTER == 't' && params.frees == Frees::InBatches
     }
 
-    /// In how long so many ticks have drained.
+    /// Returns the microseconds until `ticks` have drained.
     fn drains_in(params: &Params, now: i64, ticks: i64, at: i64) -> i64 {
         let times = div_ceil(ticks, params.ticks);
         if Self::in_batches(params) && times > 0 {
@@ -159,21 +161,20 @@ impl<const LETTER: char> Meter<LETTER> {
         }
     }
 
-    /// How many ticks of later turns stand on this one: how far the end of the last turn is after that of this one. What
-    /// they stand on is not refunded, or new turns would be due at the same time as they are.
+    /// Returns the ticks of the turn that later turns need: the distance from the end of this turn to the end of the
+    /// last turn. These ticks are not refunded, or new turns would be due at the same times as the later turns.
     ///
-    /// The reset was rounded up, so the turn has ended up to a microsecond before that.
+    /// The reset was rounded up, so the turn ends up to 1 us before it.
     fn stands_on(params: &Params, of: &Charged, level: i64) -> i64 {
         let ends = (of.reset - of.age - 1).clamp(-params.furthest, params.furthest);
         (level - (ends * params.ticks + 1)).max(0)
     }
 
-    /// How many times ticks have drained since a charge, which alone is certain to have been there all the time: what was
-    /// charged before it may have been refunded, and what came after it counts by itself. So what could have flowed back
-    /// since is not refunded again, but for what is left of the rest of the charge, which flows back first.
+    /// Counts the drains since a charge, at most [`Params::furthest`]. Only this charge is certain to have been in the
+    /// meter all the time: earlier charges may have been refunded, and later ones drain after it. So whatever the
+    /// charge may have drained is not refunded. The part of the charge that is not refunded counts as drained first.
     ///
-    /// Where they drain at once, it is as often as they were to when it was charged, but for how often they still are to:
-    /// no debt takes more times.
+    /// A meter that drains after each period counts the drains that were due at the charge, minus those still due.
     fn times_since(params: &Params, now: i64, of: &Charged, at: i64) -> i64 {
         let (period, most) = (params.period, params.furthest);
         if !Self::in_batches(params) {

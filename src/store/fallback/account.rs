@@ -9,10 +9,10 @@ use super::charges::Charges;
 #[derive(Debug)]
 pub(super) struct Account {
     policies: Policies,
-    /// When it was opened or reset, in microseconds. Earlier charges are in the primary store, or reset.
+    /// Time in microseconds when it was opened or reset. Earlier charges are in the primary store, or were reset.
     since: i64,
     charges: Charges,
-    /// Time until which a reset matters that the primary store lacks, in microseconds.
+    /// Set if the primary store lacks a reset: the time in microseconds at which the reset no longer matters.
     reset_until: Option<i64>,
     /// The part of a limit that the caller has used, in 255ths.
     used: u8,
@@ -27,8 +27,8 @@ pub(super) enum Step {
 }
 
 impl Account {
-    /// Opens an account with a decision of the fallback. The primary store counts everything else that
-    /// the decision counts.
+    /// Opens an account with a decision of the fallback. The primary store already counts everything the decision counts,
+    /// except the grant.
     pub(super) fn new(policies: &Policies, decision: &Decision, granted: u32, now: i64) -> Self {
         let before = decision.clone().settled(granted, 0);
         Self {
@@ -44,7 +44,7 @@ impl Account {
         &self.policies
     }
 
-    /// Returns `true` if it is of the same counts.
+    /// Returns `true` if `policies` have the same counts, possibly under another quota.
     pub(super) fn is_under(&self, policies: &Policies) -> bool {
         self.policies.id() == policies.id()
     }
@@ -80,15 +80,15 @@ impl Account {
             .refund(&self.policies, check.cost().into(), of, now);
     }
 
-    /// Forgets all charges.
+    /// Drops all charges, and records a reset.
     pub(super) fn reset(&mut self, now: i64) {
         (self.charges, self.since) = (Charges::none(&self.policies), now + 1);
         // All earlier charges have expired at that time.
         self.reset_until = Some(now.saturating_add(self.policies.longest_count()));
     }
 
-    /// The most that may be refunded here of a charge made at this time, or at any time. `None` if that
-    /// charge is in the primary store.
+    /// Upper bound of a refund here, for a charge made at `at` or for any charge. `None` if the charge is in the
+    /// primary store.
     pub(super) fn refundable(&self, at: Option<i64>, now: i64) -> Option<u64> {
         match at {
             Some(at) if at < self.since => self.reset_until.map(|_| 0),
@@ -108,7 +108,7 @@ impl Account {
         }
         self.reset_until = None;
         let left: Vec<u64> = self.charges.left(&self.policies, now).collect();
-        // The cost that all policies lack, then the rest under some of them.
+        // Charge the cost that all policies lack first, then the rest under some of them.
         let cost = left.iter().copied().filter(|left| *left > 0).min()?;
         let lack = self
             .policies
@@ -140,7 +140,7 @@ impl Account {
         }
     }
 
-    /// Puts an older account of the same counts before this one.
+    /// Merges an older account of the same counts.
     pub(super) fn put_after(&mut self, mut older: Self, now: i64) {
         self.used = self.used.max(older.used);
         if self.reset_until.is_some() {

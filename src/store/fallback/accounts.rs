@@ -19,13 +19,13 @@ pub(super) struct Accounts {
     budget: Budget,
     /// Number of callers that have an account.
     callers: AtomicUsize,
-    /// Ends when the breaker opens, and with every reconciliation. A reply to a check of an earlier epoch
-    /// may lack charges that were reconciled since.
+    /// Number of the epoch. An epoch ends when the breaker opens, and with each reconciliation that has sent a charge.
+    /// A reply to a check of an earlier epoch may lack charges that were reconciled since.
     epoch: AtomicU64,
 }
 
-/// Maximum number of accounts of all partitions of a primary store. Threads that open one at the same
-/// moment may exceed it by one each.
+/// Maximum number of accounts in all partitions of a primary store. Threads that open accounts concurrently may exceed
+/// it by one each.
 #[derive(Debug, Clone)]
 pub(super) struct Budget {
     held: Arc<AtomicUsize>,
@@ -39,7 +39,7 @@ struct Shard {
     reconciling: HashSet<Key, RandomState>,
     /// Callers whose checks a fallback is deciding outside of the lock.
     deciding: SmallVec<[Key; 1]>,
-    /// Cost that was granted beyond the bound.
+    /// Cost granted beyond the maximum number of accounts, and so never reconciled.
     dropped: u64,
 }
 
@@ -92,7 +92,8 @@ impl Accounts {
         self.epoch.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Until this is dropped, no other thread decides a check of the caller or follows a reply.
+    /// Locks a caller. Until this is dropped, no other thread decides a check of the caller or warms the fallback with
+    /// a reply.
     pub(super) fn caller<'a>(&'a self, key: &'a Key) -> Caller<'a> {
         Caller {
             key,
@@ -101,17 +102,18 @@ impl Accounts {
         }
     }
 
-    /// Until this is dropped, no thread begins to follow a reply to a check of the caller.
+    /// Marks a caller. Until this is dropped, no thread begins to warm the fallback with a reply for the caller.
     pub(super) fn deciding<'a>(&'a self, key: &'a Key) -> Deciding<'a> {
         self.shard(key).deciding.push(*key);
         Deciding { key, all: self }
     }
 
-    /// Follows the reply to a check that was sent in the epoch `sent`, if it includes all grants of the
-    /// fallback.
+    /// Warms the fallback with the reply to a check that was sent in the epoch `sent`, if the reply includes all grants
+    /// of the fallback.
     ///
-    /// The fallback decides and records under the same lock. So each earlier grant is in an account or
-    /// being reconciled, which `is_held` returns, or is reconciled. In the last case the epoch ended
+    /// The fallback decides and records under the same lock. So each earlier grant is in an account or being
+    /// reconciled, which [`Caller::is_held`] reports, or is reconciled. In the last case the epoch ended before
+    /// `reconciled` returned, and a reply to a check of the present epoch includes the grant.
     /// before `reconciled` returned, and a reply to a check of the present epoch includes the grant.
     pub(super) fn warm(&self, key: &Key, sent: u64, update: impl FnOnce()) {
         let caller = self.caller(key);
@@ -120,7 +122,8 @@ impl Accounts {
         }
     }
 
-    /// Returns `true` if a reply includes all grants of the fallback to a caller until now.
+    /// Returns `true` if a reply to a check that was sent in the epoch `sent` includes all grants of the fallback to a
+    /// caller.
     pub(super) fn is_known(&self, key: &Key, sent: u64) -> bool {
         self.caller(key).is_known(sent)
     }
@@ -129,8 +132,8 @@ impl Accounts {
         self.shards.iter().count()
     }
 
-    /// Adds the callers of a shard, by the part of a limit that they have used. Returns the cost that was
-    /// granted there beyond the bound.
+    /// Adds the callers of a shard to `callers`, by the part of a limit that they have used. Returns the cost that was
+    /// granted there beyond the maximum number of accounts.
     pub(super) fn list(&self, shard: usize, callers: &mut BTreeMap<u8, Vec<Key>>) -> u64 {
         let Some(shard) = self.shards.iter().nth(shard) else {
             return 0;
@@ -161,7 +164,7 @@ impl Accounts {
         accounts
     }
 
-    /// Puts back the rest of an account. Returns the cost that there is no room for.
+    /// Puts back the rest of an account. Returns its cost if there is no room for it.
     pub(super) fn put_back(&self, key: &Key, older: Account, now: i64) -> u64 {
         let mut caller = self.caller(key);
         let has_room = caller.has_room();
@@ -175,7 +178,7 @@ impl Accounts {
 
     /// Ends the reconciliation: each account is reconciled or put back.
     pub(super) fn reconciled(&self, sent: bool) {
-        // The epoch ends first, so that no reply to an earlier check is followed for these callers.
+        // End the epoch first, so that no reply to an earlier check warms the fallback for these callers.
         if sent {
             self.end_epoch();
         }
@@ -190,19 +193,19 @@ impl Accounts {
 }
 
 impl Caller<'_> {
-    /// Returns `true` if the caller has an account, is being reconciled, or a check is being decided.
+    /// Returns `true` if the caller has an account, is being reconciled, or a fallback is deciding its check.
     pub(super) fn is_held(&self) -> bool {
         self.shard.accounts.contains_key(self.key)
             || self.shard.reconciling.contains(self.key)
             || self.shard.deciding.contains(self.key)
     }
 
-    /// Returns `true` if a reply to a check that was sent in this epoch includes all grants.
+    /// Returns `true` if a reply to a check that was sent in the epoch `sent` includes all grants.
     fn is_known(&self, sent: u64) -> bool {
         self.all.epoch() == sent && !self.is_held()
     }
 
-    /// The account of these counts.
+    /// Returns the account with the counts of `policies`.
     pub(super) fn account(&self, policies: &Policies) -> Option<&Account> {
         let accounts = self.shard.accounts.get(self.key)?;
         accounts.iter().find(|account| account.is_under(policies))
@@ -210,7 +213,7 @@ impl Caller<'_> {
 
     /// Records a decision of the fallback. Returns `true` if there is something to reconcile.
     pub(super) fn record(&mut self, check: &Check, decision: &Decision, now: i64) -> bool {
-        // Slots of requests in flight are renewed by their owner.
+        // Requests in flight need no account: their owner renews the slots in the primary store.
         let Some(policies) = check.policies().without_in_flight() else {
             return false;
         };

@@ -17,7 +17,7 @@ use crate::store::Store;
 use crate::util::jittered;
 
 impl<P: Store, F: Store> Partition<P, F> {
-    /// Announces that this instance reconciles, until `work` is done. Each announcement holds for `time`.
+    /// Announces that this instance is reconciling until `work` is done. Each announcement holds for `time`.
     pub(super) async fn announced<T>(&self, time: Duration, work: impl Future<Output = T>) -> T {
         let check = || Check::charge_debt_of(self.probe, &Policies::reconciling(), time);
         let announcing = pin!(async {
@@ -32,7 +32,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    /// The time for which an instance has announced that it reconciles. `None` if none has.
+    /// Returns the time until the last announcement expires, or `None` if no announcement holds.
     pub(super) async fn reconciling(&self) -> Result<Option<Duration>, StoreError> {
         let peek = Check::peek(self.probe, &Policies::reconciling(), 1);
         Ok(self.asked_in_time(peek).await?.retry_after())

@@ -1,19 +1,17 @@
-//! The circuit breaker: when to stop asking the primary store.
+//! The circuit breaker: decides which checks are sent to the primary store.
 //!
 //! A state machine without a clock: `now` is passed in, in microseconds.
 //!
-//! | state | until | who is admitted |
+//! | state | until | admitted checks |
 //! |---|---|---|
-//! | closed | a check fails | every check |
-//! | half-open | a trial is answered, or `threshold` failures count | one check at a time, as a trial |
-//! | open | [`close`](Breaker::close) | nobody |
+//! | closed | a check fails | all |
+//! | half-open | a trial succeeds, or `threshold` failures count | one at a time, as a trial |
+//! | open | [`close`](Breaker::close) | none; the recovery task sends probes |
 //!
-//! It is half-open before it opens. After that a probe tries the primary store, off the request path, and no request.
-//!
-//! A failure counts if its check was sent when the one before was known: the first one of a streak, and then those of
-//! trials. So all checks of one call count once, and so do all that were under way when the primary store fell silent. Only
-//! these wait for the deadline then, and the trials after them, one after the other. A trial that ends only after the
-//! next one was admitted counts as little as what was under way before it.
+//! The breaker is half-open only before it opens. The first failure of a streak counts, and then the failures of trials
+//! and probes. So all checks of one call, and all checks in flight when the primary store stalls, count as one failure.
+//! Only these checks wait for the deadline, and the trials after them, one at a time. A trial that ends after the next
+//! one was admitted does not count.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -23,7 +21,7 @@ use super::sync::{AtomicU8, Mutex, Ordering, lock};
 #[derive(Debug)]
 pub(super) struct Breaker {
     threshold: u32,
-    /// What `streak` comes to. A check reads it without the lock.
+    /// The state that follows from `streak`, which checks read without the lock.
     state: AtomicU8,
     streak: Mutex<FailureStreak>,
 }
@@ -32,32 +30,32 @@ const CLOSED: u8 = 0;
 const HALF_OPEN: u8 = 1;
 const OPEN: u8 = 2;
 
-/// Failures with no answer in between.
+/// Failures without a success in between.
 #[derive(Debug, Default)]
 struct FailureStreak {
-    /// Those that count.
+    /// The failures that count.
     failures: u32,
-    /// The check that was admitted, if there is one, and until when to wait for it.
+    /// The number of the trial in flight, and the time after which it counts as abandoned.
     trial: Option<(u64, i64)>,
-    /// How many trials there have ever been: each has a number.
+    /// Number of trials so far, which numbers the next one.
     trials: u64,
     opened_at: Option<i64>,
 }
 
-/// The right to ask the primary store, to be returned with what came of it.
+/// Permission to send a check to the primary store. Report its outcome to the breaker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ticket {
-    /// Of any check while the breaker is closed.
+    /// A check while the breaker is closed.
     Free,
-    /// No other check is admitted until this one has an answer. By its number.
+    /// A trial, by its number. No other check is admitted until its outcome is reported.
     Trial(u64),
-    /// Of the recovery task, which asks without being admitted. It counts as a trial.
+    /// A probe of the recovery task, which needs no admission. Its outcome counts like that of a trial.
     Probe,
 }
 
 impl Breaker {
     pub(super) const FIRST_DELAY: Duration = Duration::from_millis(50);
-    /// Short enough that all instances are back within a second, though each waits for the others' probes.
+    /// Short enough that all instances recover within a second, although each waits for the probes of the others.
     pub(super) const LONGEST_DELAY: Duration = Duration::from_millis(250);
 
     pub(super) fn new(threshold: u32) -> Self {
@@ -76,8 +74,8 @@ impl Breaker {
         self.state.load(Ordering::Acquire) == OPEN
     }
 
-    /// Whether a check may go to the primary store. Half-open, the next one may after `patience` at the latest, as a check
-    /// whose caller has gone away never ends.
+    /// Returns permission to send a check to the primary store, or `None`. A half-open breaker admits another trial
+    /// after `patience`, because the outcome of a dropped check is never reported.
     pub(super) fn admit(&self, now: impl FnOnce() -> i64, patience: Duration) -> Option<Ticket> {
         match self.state.load(Ordering::Acquire) {
             CLOSED => return Some(Ticket::Free),
@@ -100,8 +98,8 @@ impl Breaker {
         Some(Ticket::Trial(streak.trials))
     }
 
-    /// The primary store has answered. Half-open, only a trial counts: what was under way before may have been answered
-    /// before the failure.
+    /// Reports a reply of the primary store. While half-open, only that of a trial or probe counts: other checks may
+    /// have been decided before the failure.
     pub(super) fn succeeded(&self, ticket: Ticket) {
         if ticket != Ticket::Free && self.state.load(Ordering::Acquire) == HALF_OPEN {
             let mut streak = lock(&self.streak);
@@ -111,8 +109,8 @@ impl Breaker {
         }
     }
 
-    /// A check or a probe failed. `true` for the one failure that opens the breaker, as one that is
-    /// `lasting` does at once.
+    /// Reports the failure of a check or probe. A `lasting` failure opens the breaker immediately. Returns `true` if
+    /// the breaker opens.
     pub(super) fn failed(&self, ticket: Ticket, lasting: bool, now: i64) -> bool {
         let mut streak = lock(&self.streak);
         if streak.opened_at.is_some() {
@@ -129,14 +127,14 @@ impl Breaker {
         opens
     }
 
-    /// A check was answered or failed in a way that says nothing of the primary store.
+    /// Reports an outcome that is no evidence about the primary store.
     pub(super) fn learned_nothing(&self, ticket: Ticket) {
         if ticket != Ticket::Free {
             lock(&self.streak).release(ticket);
         }
     }
 
-    /// The primary store decides again. For how long the breaker was open, if it was.
+    /// Closes the breaker. Returns how long it was open, or `None` if it was not.
     pub(super) fn close(&self, now: i64) -> Option<Duration> {
         let mut streak = lock(&self.streak);
         let opened_at = streak.opened_at;
@@ -153,26 +151,26 @@ impl Breaker {
         self.state.store(CLOSED, Ordering::Release);
     }
 
-    /// Wait before the next probe, by the number of probes in this outage. It doubles up to `longest`.
+    /// Pause before the next probe, which doubles with each probe of an outage, up to `longest`.
     pub(super) fn delay(probes: u32, longest: Duration) -> Duration {
         Self::FIRST_DELAY
             .saturating_mul(1 << probes.min(10))
             .min(longest)
     }
 
-    /// Longest wait between two probes.
+    /// Maximum pause between two probes.
     pub(super) fn longest_delay(instances: NonZeroU32) -> Duration {
         Self::spread(instances).max(Self::LONGEST_DELAY)
     }
 
-    /// Time over which all instances spread a check of each: at most two checks per millisecond.
+    /// Time over which the instances spread one check of each, so that at most two are sent per millisecond.
     pub(super) fn spread(instances: NonZeroU32) -> Duration {
         Duration::from_micros(500) * instances.get()
     }
 }
 
 impl FailureStreak {
-    /// Whether the outcome of a check counts in this streak.
+    /// Returns `true` if the outcome of this check counts in the streak.
     fn accepts(&self, ticket: Ticket) -> bool {
         match ticket {
             Ticket::Free => false,
@@ -181,7 +179,7 @@ impl FailureStreak {
         }
     }
 
-    /// Admits another trial after this one.
+    /// Ends this trial, so that the next one is admitted.
     fn release(&mut self, ticket: Ticket) {
         if ticket != Ticket::Probe && self.accepts(ticket) {
             self.trial = None;

@@ -1,18 +1,19 @@
-//! What is to be charged, as each whole policy counts it on top of what the primary store counts by itself.
+//! The cost to charge to the primary store after an outage.
 //!
-//! Let `[x]` be what a bucket counts by now of what it was charged, `u` what the primary store had counted when an
-//! instance began to grant by itself, and `g` what it has granted since. It charges `[u + g] - [u]`, not `[g]`: until `u`
-//! has flowed back, nothing else does.
+//! Let `[x]` be the part of a charge of `x` that a bucket still counts, `u` the amount that the primary store counted
+//! when an instance began to grant locally, and `g` the amount that the instance has granted since. The instance
+//! charges `[u + g] - [u]` instead of `[g]`: a bucket drains `u` first, and `g` only after that.
 //!
-//! - That is never more than `g`, since a bucket counts of two charges at most what it counts of each alone.
-//! - If no other instance has granted anything, the primary store counts `[u]` and then `[u + g]`: what it would count
-//!   without the outage.
-//! - With grants `g1 .. gn` of `n` instances it counts `[u] + sum([u + gi] - [u])`. That is never more than `[u + sum(gi)]`:
-//!   the more a bucket is charged, the shorter it is empty, when nothing flows back. Nor is it less until `u` has flowed back,
-//!   as `[u + gi] - [u]` is `gi` by then. From then on up to `n` times the rate flows back, since no instance knows of the
-//!   others' grants. At its part of the rate a caller of one instance would be charged what has flowed back.
+//! - This is at most `g`, since a bucket counts two charges together at most like each one separately.
+//! - If no other instance has granted anything, the primary store counts `[u]`, and then `[u + g]`: the same as without
+//!   the outage.
+//! - With grants `g1 .. gn` of `n` instances, it counts `[u] + sum([u + gi] - [u])`. This never exceeds `[u +
+//!   sum(gi)]`, because a fuller bucket is empty, and stops draining, for a shorter time. Until `u` has drained it is
+//!   not less either, as each `[u + gi] - [u]` is then `gi`. After that, up to `n` times the rate drains, since no
+//!   instance knows the grants of the others. Draining only an instance's share of the rate would charge drained cost
+//!   again if a caller uses one instance only.
 //!
-//! Windows and logs count each charge by itself: there `[u + g] - [u]` is `[g]`.
+//! Windows and logs count each charge separately, so that `[u + g] - [u]` is `[g]`.
 
 use smallvec::SmallVec;
 
@@ -20,12 +21,12 @@ use crate::limit::{Charged, Decision, Mode, Policies, Policy, Snapshot, State};
 
 type States = SmallVec<[State; 1]>;
 
-/// See above: a state for each policy.
+/// The counts with and without the cost to charge: one state per policy.
 #[derive(Debug, Clone)]
 pub(super) struct Charges {
-    /// What the primary store counts by itself.
+    /// The counts of the primary store.
     before: States,
-    /// That and what is to be charged.
+    /// These counts and the cost to charge.
     all: States,
 }
 
@@ -39,8 +40,8 @@ impl Charges {
         )
     }
 
-    /// None, where an instance has counted so much of its part of each policy: then the primary store counts as much of
-    /// the whole.
+    /// No cost to charge, on top of the counts of an instance's share: the primary store is assumed to count the same
+    /// proportion of the whole policy.
     pub(super) fn after(policies: &Policies, counted: Decision, now: i64) -> Self {
         let mut parts = counted.verdicts().filter(|(part, _)| !part.is_in_flight());
         let before = policies.iter().map(|policy| match parts.next() {
@@ -48,7 +49,8 @@ impl Charges {
                 let [whole, part] = [policy, part].map(|policy| policy.params().capacity);
                 let used = (i128::from(part - verdict.remaining) * i128::from(whole)
                     / i128::from(part)) as i64;
-                // A part may be rounded down, and then flows back later; and a fallback of a user's may tell any time.
+                // A share whose limit was rounded down drains more slowly than the whole, and a custom fallback may
+                // report any time.
                 let periods = (used as u64).div_ceil(policy.quota().limit().into()) as i64;
                 let until = now + verdict.reset.min(periods * policy.params().period);
                 State::resume(
@@ -70,7 +72,7 @@ impl Charges {
         }
     }
 
-    /// How much is to be charged under each policy: what still counts.
+    /// The unexpired cost to charge under each policy.
     pub(super) fn left<'a>(
         &'a self,
         policies: &'a Policies,
@@ -115,8 +117,8 @@ impl Charges {
         }
     }
 
-    /// Takes a charge out again, or a part of it: of what is to be charged, not of what the primary store counts. The most
-    /// that a policy took out.
+    /// Removes a charge or a part of it from the cost to charge. Returns the largest part removed under a policy. The
+    /// counts of the primary store do not change.
     pub(super) fn refund(
         &mut self,
         policies: &Policies,
@@ -174,7 +176,7 @@ mod tests {
         Policy::new("test", strategy, quota).unwrap().into()
     }
 
-    /// Whatever an instance has counted, and however often the limit of a window changes.
+    /// Holds for any counts of an instance, and if the limit of a window changes often.
     #[tokio::test]
     async fn no_more_is_charged_than_was_granted() {
         for seed in 0..4_000 {

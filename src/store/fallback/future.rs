@@ -14,11 +14,11 @@ use crate::store::{Answer, Store};
 use crate::util::polled_after_completion;
 
 pin_project! {
-    /// Resolves to the answer of a [`Fallback`](crate::Fallback).
+    /// Resolves to the decision of a [`Fallback`](crate::Fallback).
     ///
     /// # Panics
     ///
-    /// If it is polled after it has answered.
+    /// If it is polled after it has resolved.
     pub struct FallbackFuture<P: Store, F: Store> {
         pub(super) partition: Arc<Partition<P, F>>,
         #[pin]
@@ -32,10 +32,10 @@ pin_project! {
         Primary {
             #[pin]
             answer: P,
-            // Runs once the primary store has not answered at the first poll.
+            // Set at the first poll that finds no reply.
             #[pin]
             deadline: Option<Sleep>,
-            // None after the deadline of a check for a block: its late reply says what to refund.
+            // `None` after the deadline of a check for a block: its late reply still reports the quota to refund.
             asked: Option<Asked>,
             at: Instant,
             check: Check,
@@ -44,7 +44,7 @@ pin_project! {
             #[pin]
             answer: F,
             check: Check,
-            // Whether the primary store was asked too, and may have charged it.
+            // Whether the check was sent to the primary store too, which may have charged it.
             sent: bool,
         },
         Done,
@@ -116,7 +116,7 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                         };
                         if deadline.is_none() {
                             let after = partition.settings.deadline;
-                            // Only `sleep` takes a deadline that is too long to be a time.
+                            // If the deadline overflows, only `sleep` accepts it.
                             deadline.set(Some(
                                 at.checked_add(after)
                                     .map_or_else(|| sleep(after), sleep_until),

@@ -1,15 +1,26 @@
-//! Two stores as one: the breaker says which of them is asked, and what the second one granted is charged to the first.
+//! A store made of two stores. A circuit breaker selects the store that decides, and grants of the fallback are charged
+//! to the primary store afterwards.
 //!
-//! | file | has |
+//! | file | contents |
 //! |---|---|
-//! | `future` | one check: the primary store's answer until the deadline, then the fallback's |
-//! | `partition` | who decides a check, and what is learned of it |
-//! | `breaker` | when the primary store is not asked any more |
+//! | `future` | one check: the primary store's reply until the deadline, then the fallback's |
+//! | `partition` | routes a check to one of the stores, and handles its reply |
+//! | `breaker` | the circuit breaker: closed, half-open, open |
 //! | `accounts`, `account`, `charges` | grants and resets of the fallback that the primary store lacks |
-//! | `recovery` | the task that looks for the primary store, and closes the breaker |
+//! | `recovery` | the background task that probes the primary store and closes the breaker |
 //! | `reconciliation` | charges the accounts to the primary store |
-//! | `announcement` | how instances know of each other that they reconcile |
-//! | `share` | the part of a limit that this instance grants meanwhile |
+//! | `announcement` | tells the other instances that this one is reconciling |
+//! | `share` | the part of a limit that one instance grants during an outage |
+//!
+//! Accounts are kept in memory only, per caller and list of policies.
+//!
+//! - **Lost reply.** After the deadline the fallback decides. The primary store may have charged the check, so it is
+//!   neither sent again nor recorded in an account. A reconciling charge without a reply is not repeated, but reported
+//!   as dropped.
+//! - **Failing store.** The breaker opens after several failures. The fallback decides and records its grants until a
+//!   reconciliation has charged them.
+//! - **End of a runtime.** The accounts stay, and the next check starts the recovery task on its own runtime. A charge
+//!   in flight counts as lost. When the process ends, its accounts are lost.
 
 mod account;
 mod accounts;
@@ -53,10 +64,10 @@ use crate::util::Clock;
 /// - **Deadline.** The fallback decides a check that the primary store has not decided in time. A
 ///   check that was sent to the primary store without a reply is never sent again. A check that
 ///   still waits to be sent is [withdrawn](Store::withdraw).
-/// - **Breaker.** After a few failures in a row every check goes to the fallback immediately: see
-///   [`failures`](Self::failures). One probe at a time, off the request path, tests the primary
-///   store. If that has [partitions](Store::partitions), like a Redis Cluster, there is a breaker
-///   for each: a master that is down degrades only its callers.
+/// - **Breaker.** After several consecutive failures every check goes to the fallback immediately: see
+///   [`failures`](Self::failures). A background task probes the primary store, with one probe at a time.
+///   A store with [partitions](Store::partitions), like a Redis Cluster, has a breaker for each of them,
+///   so that a master that is down degrades only its callers.
 /// - **Warm.** The fallback follows the decisions of the primary store, so that a caller keeps its
 ///   count in an outage. It ignores decisions that do not include all grants of the fallback: those
 ///   on checks sent before the breaker opened, or before these grants were charged.
@@ -111,7 +122,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
     /// The default number of failures in a row that open the breaker.
     pub const DEFAULT_FAILURES: NonZeroU32 = NonZeroU32::MIN.saturating_add(2);
 
-    /// `primary` decides, or `fallback` if it cannot.
+    /// Creates a store in which `primary` decides, or `fallback` if it cannot.
     pub fn new(primary: P, fallback: F) -> Self {
         let settings = Settings {
             deadline: Self::DEFAULT_DEADLINE,
@@ -122,38 +133,38 @@ impl<P: Store, F: Store> Fallback<P, F> {
         Self::build(primary, fallback, settings)
     }
 
-    /// Sets how long the primary store may take for a check, from the call of [`check`](Store::check) on. Defaults to
-    /// 100 ms.
+    /// Sets the deadline of the primary store for a check, from the call of [`check`](Store::check). Defaults to 100
+    /// ms.
     #[must_use]
     pub fn deadline(self, deadline: Duration) -> Self {
         self.with(|settings| settings.deadline = deadline)
     }
 
-    /// Sets how many failures in a row open the breaker. Defaults to 3.
+    /// Sets the number of consecutive failures that open the breaker. Defaults to 3.
     ///
-    /// Calls count, not checks: all checks that fail with the first one are one failure, such as those on a broken
-    /// connection; after that, each one that is sent counts. An error of one check only does not count, such as a
-    /// missing permission for its strategy, nor does a full queue. A server that is a [node of a
-    /// cluster](crate::store::ErrorKind::Cluster) opens the breaker at once.
+    /// The unit is a call, not a check: all checks that fail together with the first one, such as those on a broken
+    /// connection, count as one failure. After that, each check that is sent to the primary store counts. Errors that
+    /// concern one check only, such as a missing permission for its strategy, do not count, nor does a full queue. An
+    /// error from a [node of a cluster](crate::store::ErrorKind::Cluster) opens the breaker immediately.
     ///
-    /// From the first failure until one of them is answered, one check at a time is sent to the primary store, and the
-    /// fallback answers the others. So if the server stops answering, only the checks in progress wait for the
-    /// deadline, and as many as this number after them.
+    /// Between the first failure and the next success, checks are sent to the primary store one at a time, and the
+    /// fallback decides all others. So if the server stops replying, only the checks in flight, and at most `failures`
+    /// more, wait for the deadline.
     #[must_use]
     pub fn failures(self, failures: NonZeroU32) -> Self {
         self.with(|settings| settings.failures = failures)
     }
 
-    /// Sets how many instances share a policy while each decides by itself. Defaults to 1: every instance then grants
-    /// the whole of it.
+    /// Sets how many instances share a policy during an outage. Defaults to 1: each instance grants the whole
+    /// policy.
     #[must_use]
     pub fn share(self, share: Share) -> Self {
         self.with(|settings| settings.share = share)
     }
 
-    /// Sets the observer of failures and changes, here and in both stores if they have none yet. Defaults to the
-    /// [observer](crate::RateLimitLayer::observer) of the first layer over the store, and otherwise to [a log of what
-    /// needs attention](Observer).
+    /// Sets the observer of failures and state changes, for this store and for both inner stores unless they have one.
+    /// Defaults to the [observer](crate::RateLimitLayer::observer) of the first layer over the store, or else to [a log
+    /// of problems](Observer).
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
         let store = self.with(|settings| settings.observer = OnceLock::new());
@@ -161,7 +172,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
         store
     }
 
-    /// The same stores with other settings, and a closed breaker.
+    /// Builds a store from the same stores with other settings and a closed breaker.
     fn with(self, change: impl FnOnce(&mut Settings)) -> Self {
         let Partition {
             primary,
@@ -198,7 +209,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
         }
     }
 
-    /// The breaker and stores of a caller.
+    /// The partition of a caller.
     fn partition(&self, key: &Key) -> &Arc<Partition<P, F>> {
         match &*self.partitions {
             [one] => one,
@@ -206,8 +217,8 @@ impl<P: Store, F: Store> Fallback<P, F> {
         }
     }
 
-    /// Whether the fallback decides, because the primary store has failed too often: for health checks. With
-    /// [partitions](Store::partitions), whether it decides for any of them.
+    /// Returns `true` if the breaker is open, so that the fallback decides. Use it for health checks. With
+    /// [partitions](Store::partitions), `true` if any breaker is open.
     pub fn is_degraded(&self) -> bool {
         self.partitions
             .iter()
@@ -215,11 +226,11 @@ impl<P: Store, F: Store> Fallback<P, F> {
     }
 }
 
-/// A caller in each partition, for probes.
+/// Returns a caller of each partition, for probes.
 fn probes(primary: &impl Store, count: usize) -> Vec<Key> {
     let mut probes = vec![None; count];
     if count > 1 {
-        // Parts are about equally large, so that this is enough by far.
+        // Partitions are of similar size, so this many keys reach all of them.
         for number in 0..count.saturating_mul(64) {
             let key = Key::probe(number);
             probes[primary.partition(&key) % count].get_or_insert(key);

@@ -1,7 +1,7 @@
-//! What threads share, under a scheduler that tries the orders in which they may run.
+//! The shared state of `accounts` and `breaker` under a scheduler that explores the interleavings of threads.
 //!
-//! The files are those of the library, compiled once more: only `sync` is another. The scheduler sees every step of every
-//! thread at once. So it finds wrong orders of steps, but not what the memory of a processor makes of them.
+//! The library's files are compiled again with another `sync`. The scheduler makes each step visible to all threads
+//! immediately. So it finds wrong orders of steps, but not effects of a processor's memory ordering.
 
 #![allow(clippy::duplicate_mod, reason = "that is the point")]
 
@@ -37,7 +37,7 @@ mod sync {
     }
 }
 
-/// Tries some orders of the threads of `run`: any, and those that a few untimely switches make.
+/// Runs `run` under random schedules, and under schedules with a few untimely switches.
 fn explore(run: impl Fn() + Send + Sync + Copy + 'static) {
     let run = move || {
         let _seed = Seed::set(1, Duration::from_secs(1_700_000_000));
@@ -45,7 +45,7 @@ fn explore(run: impl Fn() + Send + Sync + Copy + 'static) {
     };
     let config = || {
         let mut config = Config::new();
-        // Unoptimized code takes more than the default.
+        // Unoptimized code needs a larger stack than the default.
         config.stack_size = 1 << 20;
         config.silence_warnings = true;
         config
@@ -76,7 +76,7 @@ fn the_breaker() {
                 return;
             };
             if matches!(ticket, Ticket::Trial(_)) {
-                assert_eq!(seen.trials.fetch_add(1, SeqCst), 0, "two trials at once");
+                assert_eq!(seen.trials.fetch_add(1, SeqCst), 0, "two concurrent trials");
                 yield_now();
                 seen.trials.fetch_sub(1, SeqCst);
             }
@@ -116,7 +116,7 @@ fn the_breaker() {
     });
 }
 
-/// Whatever is answered, reconciled and granted at once: the fallback counts at least what it has granted.
+/// For any order of replies, reconciliations and grants, the fallback counts at least its own grants.
 #[test]
 fn warming_keeps_what_was_granted() {
     struct Partition {

@@ -1,4 +1,4 @@
-//! Who decides a check, and what is learned of it.
+//! One partition of the primary store: sends each check to one of the two stores, and handles the reply.
 
 use std::any::TypeId;
 use std::num::NonZeroU32;
@@ -18,66 +18,67 @@ use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, LocalStore, Store};
 use crate::util::{Clock, contain, instant};
 
-/// One partition of the primary store, or the whole of it, and the fallback.
+/// One partition of the primary store, or all of it, with the fallback.
 pub(super) struct Partition<P, F> {
     pub(super) primary: P,
     pub(super) fallback: F,
     pub(super) settings: Settings,
-    /// How many partitions the primary store has.
+    /// Number of partitions of the primary store.
     pub(super) partitions: usize,
-    /// The caller by whom this partition of the primary store is tried.
+    /// The caller of the probes of this partition.
     pub(super) probe: Key,
     pub(super) breaker: Breaker,
-    /// How many partitions have an open breaker. For a moment one less, where one closes as soon as it has opened.
+    /// Number of partitions with an open breaker. Briefly too small by one if a breaker closes immediately after it has
+    /// opened.
     pub(super) open: Arc<AtomicI64>,
-    /// The task that looks after the primary store.
+    /// The owner of the recovery task.
     pub(super) recovery: TaskOwner,
     pub(super) accounts: Accounts,
-    /// What has been reconciled, until the observer is notified.
+    /// Reconciled cost that was not reported to the observer yet.
     pub(super) sums: Mutex<Sums>,
     pub(super) clock: Clock,
 }
 
-/// What has been reconciled and not yet reported, in units of cost.
+/// Reconciled cost, in units.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Sums {
     pub(super) charged: u64,
     pub(super) dropped: u64,
 }
 
-/// How the primary store was asked.
+/// The circumstances in which a check was sent to the primary store.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Asked {
     epoch: u64,
     ticket: Ticket,
 }
 
-/// What the primary store says to a check at once.
+/// The primary store's immediate reply to a check.
 pub(super) enum Reply<F> {
     NotAsked,
     Answer(Result<Decision, StoreError>),
-    /// It was asked at this time, and has to be waited for.
+    /// The check was sent at this time, and its reply is pending.
     Later(F, Asked, Instant),
 }
 
 impl<P: Store, F: Store> Partition<P, F> {
-    /// Notifies the observer of an event. If it panics, it has missed that.
+    /// Notifies the observer of an event, which is lost if the observer panics.
     pub(super) fn observe(&self, notify: impl FnOnce(&dyn Observer)) {
         contain(|| notify(or_log(self.settings.observer.get())));
     }
 
-    /// Asks the primary store, if that may be asked.
+    /// Sends a check to the primary store, unless the fallback must decide it.
     pub(super) fn ask(self: &Arc<Self>, check: &Check) -> Reply<P::Future> {
         if self.overtakes(check) {
             self.attend();
             return Reply::NotAsked;
         }
-        // Before the breaker is looked at: so an answer that comes while it is open is of another epoch.
+        // Read the epoch before the breaker, so that a check sent before the breaker opened is of an earlier epoch.
         let epoch = self.accounts.epoch();
-        // A check that is waited for has failed by its deadline, or its caller has gone away.
+        // Within two deadlines a check has failed, or its future was dropped.
         let patience = self.settings.deadline.saturating_mul(2);
         let Some(ticket) = self.breaker.admit(|| self.clock.micros(), patience) else {
-            // The runtime of the recovery task may have shut down.
+            // If the runtime of the recovery task has shut down, start the task on this one.
             self.attend();
             return Reply::NotAsked;
         };
@@ -94,8 +95,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    /// Returns `true` if a check refunds or resets charges that the primary store lacks: the fallback does
-    /// that. A charge in the primary store is refunded there.
+    /// Returns `true` if a check refunds or resets charges that the primary store lacks, so that the fallback must
+    /// decide it. Charges in the primary store are refunded there.
     fn overtakes(&self, check: &Check) -> bool {
         let charged = check.charged().first().map(|charged| charged.at);
         match (check.mode(), charged) {
@@ -112,7 +113,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    /// The same check of this instance's share.
+    /// The check under this instance's share of its policies.
     pub(super) fn share_of(&self, check: Check) -> Check {
         match self.settings.share.instances() {
             NonZeroU32::MIN => check,
@@ -123,20 +124,20 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    /// The primary store has decided.
+    /// Handles a decision of the primary store.
     pub(super) fn succeeded(self: &Arc<Self>, check: &Check, decision: &Decision, asked: Asked) {
         if decision.source() == Source::Cached {
-            // What was remembered says nothing of the store now.
+            // A cached denial is no evidence about the store.
             return self.breaker.learned_nothing(asked.ticket);
         }
         self.breaker.succeeded(asked.ticket);
         if !self.accounts.is_empty() {
             self.attend();
         }
-        // An answer to an id may be an old one.
+        // The answer to a repeated id may be an old one.
         if check.id().is_none() {
             if let Some(mirrored) = check.mirrored(decision) {
-                // So that the fallback knows the slots of this instance, when it has to decide.
+                // Keep the slots of this instance in the fallback too, for an outage.
                 drop(self.fallback.check(mirrored));
             }
             let follow = || self.fallback.warm(check.key(), decision);
@@ -148,10 +149,10 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    /// The primary store could not decide a check, or has not by its deadline.
+    /// Handles a failure of the primary store to decide a check, or a missed deadline.
     pub(super) fn failed(self: &Arc<Self>, check: &Check, error: &StoreError, asked: Asked) {
         self.observe(|observer| observer.failed(&event::Failed::new(Some(check.key()), error)));
-        // A full queue is of our own making: what waits in it shows whether the primary store answers.
+        // A full queue is no evidence about the store: the outcome of the queued checks is.
         if error.is_of_check() || error.kind() == ErrorKind::QueueFull {
             return self.breaker.learned_nothing(asked.ticket);
         }
@@ -159,7 +160,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         self.attend();
     }
 
-    /// The primary store has not answered a check of this caller by the deadline.
+    /// The error for a check of this caller without a reply at the deadline.
     pub(super) fn late(&self, key: &Key) -> StoreError {
         let late = StoreError::new(ErrorKind::Timeout);
         match self.primary.server(key) {
@@ -184,8 +185,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    /// Has the fallback decide. If the check was `sent` to the primary store too, that may have charged it,
-    /// so the decision is not recorded.
+    /// Lets the fallback decide. If the check was `sent` to the primary store too, it may have been charged there, so
+    /// the decision is not recorded.
     pub(super) fn fall_back(self: &Arc<Self>, check: &Check, sent: bool) -> Answer<F::Future> {
         if let Some(waiters) = self.primary.waiters() {
             waiters.freed(check);
@@ -195,7 +196,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             Answer::ready(Err(if sent { error } else { error.unsent() }))
         };
         if check.mode() == Mode::Release {
-            // The primary store may still have the slot.
+            // The primary store may still count the slot, so report an error that lets the release be retried.
             drop(self.fallback.check(self.share_of(check.clone())));
             return elsewhere();
         }
@@ -206,7 +207,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
         let check = refund.as_ref().unwrap_or(check);
         let share = self.share_of(check.clone());
-        // No reply is followed between a grant and its record.
+        // Under the lock, no reply can warm the fallback between a grant and its record.
         if self.locks_while_it_decides() {
             return match self.fallback.check(share) {
                 Answer::Ready { answer } => Answer::ready(self.record(caller, check, sent, answer)),
@@ -221,15 +222,14 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    /// Whether the fallback decides and follows under the lock of a caller: only ours does, which runs no code of a
-    /// user's. In front of another one, an answer may be followed that does not know of what is granted at the same
-    /// moment.
+    /// Returns `true` if the fallback decides and is warmed under the lock of the caller. Only [`LocalStore`] is, as it
+    /// runs no user code. Another fallback may be warmed with a reply that lacks a concurrent grant.
     fn locks_while_it_decides(&self) -> bool {
         TypeId::of::<F>() == TypeId::of::<LocalStore>()
     }
 
-    /// The part of a refund that applies to the account of the caller: the charge is in the account, or the
-    /// refund names none. `None` if the primary store has to refund it.
+    /// Returns the part of a refund that applies to the caller's account: the account has the charge, or the refund
+    /// names no charge. `None` if the primary store must refund.
     fn refunds_here(&self, caller: &Caller<'_>, check: &Check) -> Option<Check> {
         if check.mode() != Mode::Refund {
             return None;
@@ -249,8 +249,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         })
     }
 
-    /// The fallback has replied later. Replies of the primary store may have been followed in between, so a
-    /// fallback that follows them should reply immediately, as [`LocalStore`](crate::LocalStore) does.
+    /// Handles a later reply of the fallback. Replies of the primary store may have warmed the fallback since, so a
+    /// fallback that uses them should reply immediately, as [`LocalStore`](crate::LocalStore) does.
     pub(super) fn fell_back(
         self: &Arc<Self>,
         check: &Check,

@@ -22,8 +22,8 @@ use crate::observe::event;
 use crate::store::Store;
 use crate::util::{instant, lock};
 
-/// Number of accounts that are reconciled concurrently. It follows the reply times of the primary store,
-/// so that live traffic is not delayed.
+/// Number of accounts that are reconciled concurrently. It adapts to the reply times of the primary store, so that live
+/// traffic is not delayed.
 #[derive(Debug)]
 struct Window {
     now: usize,
@@ -31,21 +31,20 @@ struct Window {
     most: usize,
 }
 
-/// Pause until a check is sent again that has found the queue full.
+/// Pause before a check that found the queue full is sent again.
 const FULL: Duration = Duration::from_millis(2);
 
-/// Number of accounts after which other tasks get their turn.
+/// Number of accounts after which the task yields.
 const TURN: usize = 256;
 
 impl Window {
     const START: usize = 64;
-    /// Maximum of all instances. It keeps the connections of a Redis store busy, and is a tenth of its
-    /// queue.
+    /// Maximum over all instances: a tenth of a Redis store's queue, which keeps its connections busy.
     const MOST: usize = 1_024;
-    /// Minimum of each of many partitions.
+    /// Minimum for each of many partitions.
     const LEAST: usize = 16;
 
-    /// The window of one partition in one instance, by the numbers of both.
+    /// The window of one of `partitions` in one of `instances`.
     fn of(partitions: usize, instances: NonZeroU32) -> Self {
         let most = (Self::MOST / instances.get() as usize).max(Self::START);
         let most = (most / partitions).max(Self::LEAST);
@@ -69,13 +68,12 @@ impl Window {
 }
 
 impl<P: Store, F: Store> Partition<P, F> {
-    /// Charges all accounts to the primary store. Returns `false` if that fails again: unsent charges are
-    /// kept.
+    /// Charges all accounts to the primary store. Returns `false` if the store fails again; unsent charges are kept.
     pub(super) async fn reconcile(self: &Arc<Self>) -> bool {
         if self.accounts.is_empty() {
             return true;
         }
-        // Dropped at the end, or with the runtime: then replies may be followed again.
+        // Dropped at the end, or with the runtime, so that replies may warm the fallback again.
         let mut ended = Ended(self, false);
         let mut callers = BTreeMap::new();
         for shard in 0..self.accounts.shards() {
@@ -85,7 +83,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
         let mut accounts = callers.into_values().rev().flatten().flat_map(|key| {
             let accounts = self.accounts.take(&key).into_iter();
-            // Collected, so that dropping the iterator puts all of them back.
+            // Collect the accounts, so that dropping the iterator puts all of them back.
             let taken = accounts.map(|account| Taken::new(self, key, account));
             taken.collect::<SmallVec<[_; 1]>>()
         });
@@ -116,9 +114,9 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    /// Sends a check. If the queue is full, this tries again until the deadline.
+    /// Sends a check. If the queue is full, retries until the deadline.
     async fn send(&self, check: Check) -> Result<Decision, StoreError> {
-        // No request waits for it.
+        // No request awaits this check, so it may take longer.
         let (since, patience) = (instant(), self.settings.deadline.saturating_mul(2));
         loop {
             match self.asked_within(check.clone(), patience).await {
@@ -133,7 +131,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    /// Notifies the observer of what has been reconciled since the last time.
+    /// Notifies the observer of the cost reconciled since the last notification.
     pub(super) fn notify(&self) {
         let sums = std::mem::take(&mut *lock(&self.sums));
         if sums != Sums::default() {
@@ -144,7 +142,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 }
 
-/// An account that is being reconciled. Dropping it, also with the runtime, puts the unsent rest back.
+/// An account that is being reconciled. Dropping it puts the unsent rest back, also if the runtime shuts down.
 struct Taken<'a, P: Store, F: Store> {
     partition: &'a Partition<P, F>,
     key: Key,
@@ -196,7 +194,7 @@ impl<'a, P: Store, F: Store> Taken<'a, P, F> {
         true
     }
 
-    /// Drops a step that was sent: the primary store may have charged it.
+    /// Treats the sent step, if any, as lost: the primary store may have charged it.
     fn is_lost(&mut self) {
         let cost = self.sent.as_ref().map_or(0, Step::cost);
         self.charged(0, cost);
@@ -228,7 +226,7 @@ impl<P: Store, F: Store> Drop for Taken<'_, P, F> {
     }
 }
 
-/// Ends a reconciliation, and holds whether it has sent anything.
+/// Ends a reconciliation when dropped. `true` if a charge or reset was sent.
 struct Ended<'a, P: Store, F: Store>(&'a Partition<P, F>, bool);
 
 impl<P: Store, F: Store> Drop for Ended<'_, P, F> {

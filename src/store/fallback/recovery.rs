@@ -1,4 +1,4 @@
-//! The way back: the one task that looks after the primary store, off the request path.
+//! The recovery: a background task that probes the primary store, closes the breaker and reconciles.
 
 use std::future::{Future, poll_fn};
 use std::num::NonZeroU32;
@@ -20,7 +20,7 @@ use crate::observe::event;
 use crate::store::{Answer, Store};
 use crate::util::{instant, jittered};
 
-/// Longest wait for others that reconcile.
+/// Maximum time to wait for other instances that reconcile.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 
 impl<P: Store, F: Store> Partition<P, F> {
@@ -35,12 +35,12 @@ impl<P: Store, F: Store> Partition<P, F> {
         !self.breaker.is_closed() || !self.accounts.is_empty()
     }
 
-    /// What the primary store decides on a check of ours, by the deadline.
+    /// Returns the primary store's decision, or an error after the deadline.
     pub(super) async fn asked_in_time(&self, check: Check) -> Result<Decision, StoreError> {
         self.asked_within(check, self.settings.deadline).await
     }
 
-    /// The decision of the primary store, within this time.
+    /// Returns the primary store's decision, or an error after `time`.
     pub(super) async fn asked_within(
         &self,
         check: Check,
@@ -61,16 +61,16 @@ impl<P: Store, F: Store> Partition<P, F> {
         })
     }
 
-    /// Has the primary store decide a check.
+    /// Sends a probe to the primary store.
     async fn ping(&self) -> Result<(), StoreError> {
         self.asked_in_time(Check::probe(self.probe)).await.map(drop)
     }
 
-    /// The time in which all other instances find out that the primary store is back and announce that
-    /// they reconcile, and the time for which an announcement holds. `None` without other instances.
+    /// Returns the time in which all other instances notice that the primary store is back and announce that they
+    /// reconcile, and the time for which an announcement holds. `None` without other instances.
     fn others(&self) -> Option<(Duration, Duration)> {
         let instances = self.settings.share.instances();
-        // A deadline for the probe, and one for the announcement.
+        // One deadline for the probe, and one for the announcement.
         let both = self.settings.deadline.saturating_mul(2);
         (instances > NonZeroU32::MIN).then(|| {
             let found = Breaker::longest_delay(instances).saturating_add(both);
@@ -78,8 +78,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         })
     }
 
-    /// With the breaker closed: sends a probe if it is half-open, and reconciles what the fallback has
-    /// granted. `false` if the primary store fails again.
+    /// With a breaker that is not open: probes the store if half-open, and reconciles the fallback's grants. Returns
+    /// `false` if the primary store fails again.
     async fn tend(self: &Arc<Self>) -> bool {
         if !self.breaker.is_closed() {
             if let Err(error) = self.ping().await {
@@ -93,9 +93,9 @@ impl<P: Store, F: Store> Partition<P, F> {
         well
     }
 
-    /// With the breaker open: reconciles, and then closes it. `false` if the primary store fails again.
+    /// With an open breaker: reconciles, and then closes it. Returns `false` if the primary store fails again.
     async fn close(self: &Arc<Self>) -> bool {
-        // Requests go on meanwhile, and the fallback grants some more. After a few rounds there is hardly anything left.
+        // During a reconciliation the fallback grants more. After three rounds little is left.
         for _ in 0..Self::ROUNDS {
             if self.accounts.is_empty() {
                 break;
@@ -103,13 +103,13 @@ impl<P: Store, F: Store> Partition<P, F> {
                 return false;
             }
         }
-        // Reported for the last partition that comes back.
+        // Report the recovery when the last partition has recovered.
         if let Some(after) = self.breaker.close(self.clock.micros())
             && self.open.fetch_sub(1, Ordering::AcqRel) == 1
         {
             self.observe(|observer| observer.recovered(&event::Recovered::new(after)));
         }
-        // What fails here, `tend` reconciles later.
+        // If this fails, `tend` reconciles the rest later.
         self.reconcile().await;
         true
     }
@@ -117,7 +117,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     const ROUNDS: usize = 3;
 }
 
-/// The task. It ends when there is nothing to do, and with the last clone of the store.
+/// The task. It ends when no work is left, or with the last clone of the store.
 struct Recovery<P: Store, F: Store> {
     partition: Weak<Partition<P, F>>,
     _task: Task,
@@ -133,7 +133,7 @@ impl<P: Store, F: Store> Recovery<P, F> {
         {
             let open = partition.breaker.is_open();
             let longest = Breaker::longest_delay(partition.settings.share.instances());
-            // While it waits, it keeps no store alive.
+            // Keep no store alive during the pause.
             drop(partition);
             if open != was_open {
                 (attempts, was_open) = (0, open);
@@ -154,14 +154,14 @@ impl<P: Store, F: Store> Recovery<P, F> {
         }
         let partition = self.partition.upgrade();
         drop(self);
-        // What came up while this task was about to end has not started another: see `TaskOwner`.
+        // Work that arrived while this task was ending has not started another one: see `TaskOwner`.
         if let Some(partition) = partition.filter(|partition| partition.needs_attention()) {
             partition.attend();
         }
     }
 
-    /// With the breaker open: tries to close it. Reconciles first, and waits until the other instances have reconciled
-    /// too: otherwise they and this one would be granted again what the others have granted already.
+    /// With an open breaker: tries to close it. First reconciles, and waits until the other instances have reconciled
+    /// too. Otherwise the primary store would grant again what the instances have already granted.
     async fn recover(&self, mut partition: Arc<Partition<P, F>>) -> bool {
         if partition.ping().await.is_err() {
             return false;
@@ -186,10 +186,10 @@ impl<P: Store, F: Store> Recovery<P, F> {
                         well = partition.ping().await.is_ok();
                     }
                 }
-                // All instances wait for the same moment.
+                // Other instances wait for the same moment, so spread the checks.
                 let spread = Breaker::spread(partition.settings.share.instances());
                 wait += jittered(spread, 0.0..0.5);
-                // Charges what the fallback has granted since, so that little is left in the end.
+                // Charge the fallback's new grants now, so that little is left at the end.
                 well = well && partition.reconcile().await;
             }
         }
@@ -199,7 +199,7 @@ impl<P: Store, F: Store> Recovery<P, F> {
     }
 }
 
-/// What comes of this, or `None` if it panics, as the code of a user may that it calls.
+/// Awaits `work`. Returns `None` if it panics, as user code that it calls may.
 async fn unless_it_panics<T>(work: impl Future<Output = T>) -> Option<T> {
     let mut work = pin!(work);
     poll_fn(|cx| {

@@ -4,11 +4,11 @@ use super::breaker::Breaker;
 use crate::limit::{Check, Decision, Outcome, Snapshot, State, Verdict};
 use crate::store::Instances;
 
-/// How many instances share a policy while each decides by itself.
+/// The number of instances that share a policy while each decides locally.
 ///
-/// Each grants its share of the limit and of the burst, rounded down, but at least 1. For example, each of 4 instances
-/// grants 2 of a limit of 10, and each of 20 instances grants 1, so that all together grant 20. The rate of a strategy
-/// that refills gradually is divided exactly.
+/// Each instance grants its share of the limit and of the burst, rounded down, but at least 1. For example, each of 4
+/// instances grants 2 of a limit of 10, and each of 20 instances grants 1, so that together they grant 20. The rate of
+/// a strategy that refills gradually is divided exactly.
 ///
 /// ```
 /// use std::num::NonZeroU32;
@@ -23,9 +23,9 @@ use crate::store::Instances;
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Share {
-    /// This many.
+    /// A constant number.
     Fixed(NonZeroU32),
-    /// As many as are alive, by this instance's knowledge.
+    /// The number of live instances that this instance knows.
     Alive(Instances),
 }
 
@@ -38,11 +38,11 @@ impl Share {
     }
 }
 
-/// What a decision by this instance's part of the policies comes to for the caller.
+/// Translates a decision on this instance's share into one for the caller.
 ///
-/// It differs where a cost is more than the part, but not more than the whole: that is denied, for as long as the whole
-/// would deny it if the same share of it were used up. For example, a cost of 50 never fits a part of 25. If 20 of
-/// these are used, the wait is that of a whole of 100 of which 80 are.
+/// The two differ if the cost exceeds the share but fits the whole policy. Then the wait is that of the whole policy
+/// with the same proportion used. For example, a cost of 50 never fits a share of 25; if 20 of the 25 are used, the
+/// wait is that of a policy of 100 with 80 used.
 pub(super) fn of_whole(check: &Check, decision: Decision, now: impl FnOnce() -> i64) -> Decision {
     if decision.outcome() != Outcome::ExceedsCapacity {
         return decision;
@@ -53,7 +53,7 @@ pub(super) fn of_whole(check: &Check, decision: Decision, now: impl FnOnce() -> 
         .map(|(part, _)| part.params().capacity)
         .collect();
     decision.wait_instead(|i, verdict| {
-        // None if a fallback has decided on other policies than it was asked.
+        // `None` if a custom fallback has decided on other policies than requested.
         let Some(policy) = check.policies().as_slice().get(i) else {
             return Verdict::NEVER;
         };
@@ -70,7 +70,8 @@ pub(super) fn of_whole(check: &Check, decision: Decision, now: impl FnOnce() -> 
             .first()
             .wait
         {
-            // The whole has room, but this instance may not grant it. Redis may decide after the next probe.
+            // The whole policy has enough left, but this instance may not grant it. Redis may decide after the next
+            // probe.
             0 => Breaker::LONGEST_DELAY.as_micros() as i64,
             wait => wait,
         }

@@ -1,4 +1,4 @@
-//! What the threads of this module share by. `model` compiles the files that use it with a scheduler's in their place.
+//! The shared types of this module. `model` compiles the files that use them with a scheduler's types instead.
 
 pub(super) use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
 pub(super) use std::sync::{Arc, Mutex, MutexGuard};

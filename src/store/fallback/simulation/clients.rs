@@ -1,4 +1,4 @@
-//! Who asks, and how.
+//! The clients: their checks, and their use of the futures.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -21,28 +21,28 @@ use crate::store::{Answer, Fallback, Store};
 
 pub(super) type Instance = Fallback<Primary, Local>;
 
-/// One client of a caller, until the last fault is over.
+/// One client of a caller, until the last fault has ended.
 #[derive(Clone)]
 pub(super) struct Client {
     pub(super) world: World,
     pub(super) instances: Vec<Instance>,
     pub(super) caller: usize,
     pub(super) rng: Rng,
-    /// Number of resets. A refund of an earlier charge would be deducted from later ones.
+    /// Number of resets. A refund of a charge from before a reset would be deducted from later charges.
     pub(super) resets: Arc<AtomicU64>,
 }
 
-/// What a client does with a future, in milliseconds.
+/// A client's use of a future. Times are in milliseconds.
 #[derive(Debug, Clone, Copy)]
 enum Patience {
     Waits,
-    /// Drops it after so long.
+    /// Drops it after this time.
     Drops(u64),
-    /// Polls it only after so long.
+    /// Polls it for the first time after this time.
     PollsAfter(u64),
 }
 
-/// Pause until a refund is sent again, and how often.
+/// Pause before a refund is sent again, and the number of attempts.
 const AGAIN: Duration = Duration::from_millis(100);
 const TRIES: u32 = 60;
 
@@ -59,11 +59,11 @@ impl Client {
             } = state.plan.callers[self.caller];
             (key, policies.clone(), habit, cost, state.plan.end)
         };
-        // Some callers are never idle, some hardly ask.
+        // Some callers are never idle, some send few checks.
         let pause = *pick(&mut self.rng, &[8, 20, 60]);
-        // What was granted, and when it was asked for.
+        // The last grant, and the time of its check.
         let mut taken: Option<(Decision, u64)> = None;
-        // What is reserved, where, and when it was asked for.
+        // Reservations: the decision, the instance, and the time of the check.
         let mut reserved: Vec<(Decision, usize, u64)> = vec![];
         let home = self.rng.usize(..self.instances.len());
         loop {
@@ -90,7 +90,7 @@ impl Client {
                         .await;
                 }
                 Habit::WithIds => {
-                    // A few new ones from time to time; each is asked for again for a while.
+                    // A few new ids at intervals; each is repeated for a while.
                     let id = now / 400 * 3 + rng.u64(..5);
                     let take = Check::take(key, &policies, most).with_id(format!("id-{id}"));
                     self.ask(instance, take, Patience::Waits).await;
@@ -139,7 +139,7 @@ impl Client {
                                 let charge = Check::charge(key, &policies, cost);
                                 self.ask(instance, charge, Patience::Waits).await;
                             }
-                            // So that it matters not how much of a unit has flowed back since.
+                            // One unit less, so that the part of a unit that has drained since does not matter.
                             back => self.refund(instance, decision, back - 1, at).await,
                         }
                         continue;
@@ -161,8 +161,8 @@ impl Client {
         }
     }
 
-    /// Refunds a part of a decision on a check that was sent at this time. Retries until it is sent, as the
-    /// background queue does.
+    /// Refunds a part of a decision on a check that was sent at `at`. Retries until it is sent, as the background queue
+    /// does.
     async fn refund(&self, instance: usize, decision: Decision, cost: u32, at: u64) {
         let key = self.world.state().plan.callers[self.caller].key;
         let (this, resets) = (self.clone(), self.resets.load(Relaxed));
@@ -191,7 +191,7 @@ impl Client {
         self.answer(instance, check, patience).await?.ok()
     }
 
-    /// `None` if it is dropped before it is answered.
+    /// Awaits the answer. `None` if the client drops the future first.
     async fn answer(
         &self,
         instance: usize,
@@ -236,7 +236,7 @@ impl Client {
     }
 }
 
-/// A future of a client: the world knows whenever it is polled.
+/// A client's future. While it is polled, the world attributes requests to its check.
 struct Watched<'a, F> {
     world: &'a World,
     ask: usize,

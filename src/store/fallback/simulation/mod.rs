@@ -1,8 +1,8 @@
-//! A simulation of instances whose primary store fails in every way that we know of.
+//! A simulation of instances whose primary store fails in every known way.
 //!
-//! One seed fixes everything: the instances, the callers and their policies, what fails when, and who asks when. Time is
-//! paused, all runs on one thread, and a run is a matter of milliseconds. After each step the rules of `ledger` must
-//! hold. A seed that breaks one is replayed with its log:
+//! One seed determines everything: the instances, the callers and their policies, the faults, and the requests with
+//! their times. Time is paused, everything runs on one thread, and a run takes milliseconds. The rules of `ledger` are
+//! checked after each step. To replay a seed that breaks one, with its log:
 //!
 //! ```sh
 //! cargo xtask simulate fallback --seed 17
@@ -40,7 +40,7 @@ const FALLBACK: Simulation<Rule> = Simulation {
     run,
 };
 
-/// Runs what a seed stands for. With a log if it is `kept`.
+/// Runs a seed, with a log if `kept`.
 fn run(seed: u64, kept: bool) -> Outcome<Rule> {
     let mut rng = Rng::with_seed(seed);
     let plan = Plan::new(&mut rng);
@@ -52,10 +52,11 @@ fn run(seed: u64, kept: bool) -> Outcome<Rule> {
     runtime.block_on(live(plan, rng, kept))
 }
 
-/// How long after the last fault every instance has its primary store decide again, and how long after that all is quiet.
+/// Time after the last fault within which the primary store decides for every instance, and additional time within
+/// which all activity ends.
 const RECOVERY: Duration = Duration::from_secs(1);
 const REST: Duration = Duration::from_secs(2);
-/// How long the tasks of stores that are gone may go on.
+/// Time for which tasks of dropped stores may run.
 const REMAINS: Duration = Duration::from_secs(3);
 
 async fn live(plan: Plan, mut rng: Rng, kept: bool) -> Outcome<Rule> {
@@ -71,7 +72,7 @@ async fn live(plan: Plan, mut rng: Rng, kept: bool) -> Outcome<Rule> {
     let instances: Vec<Instance> = instances(&world, &alive);
 
     let mut tasks = JoinSet::new();
-    tasks.spawn(weather(world.clone(), alive, rng.fork()));
+    tasks.spawn(inject_faults(world.clone(), alive, rng.fork()));
     let callers = world.state().plan.callers.len();
     for caller in 0..callers {
         let is_alone = world.state().plan.callers[caller].habit == Habit::ReservingAlone;
@@ -150,8 +151,8 @@ fn counted(alive: &Arc<AtomicU32>) -> Instances {
     Instances::new(move || NonZeroU32::new(alive.load(Relaxed)).unwrap())
 }
 
-/// What happens by itself: faults begin and end, the primary store forgets, and the number of the instances changes.
-async fn weather(world: World, alive: Arc<AtomicU32>, mut rng: Rng) {
+/// Injects faults: starts and ends them, clears the primary store, and changes the number of live instances.
+async fn inject_faults(world: World, alive: Arc<AtomicU32>, mut rng: Rng) {
     let mut events = vec![];
     let (instances, share) = {
         let state = world.state();
@@ -164,7 +165,7 @@ async fn weather(world: World, alive: Arc<AtomicU32>, mut rng: Rng) {
                 false,
                 format!("--- {:?} begins for {}", fault.kind, whom.join(", ")),
             ));
-            // A moment before requests pass again.
+            // Shortly before requests are answered again.
             events.push((
                 fault.until - 1,
                 empties,
@@ -179,7 +180,7 @@ async fn weather(world: World, alive: Arc<AtomicU32>, mut rng: Rng) {
             let left = at - world.state().now();
             sleep(Duration::from_millis(left.min(rng.u64(100..400)))).await;
             if share == Sharing::Alive {
-                // Mostly right.
+                // Usually the right number.
                 let count = if rng.bool() {
                     instances
                 } else {

@@ -1,4 +1,4 @@
-//! What a seed stands for: the instances, the callers and their policies, and the faults.
+//! The contents of a seed: the instances, the callers and their policies, and the faults.
 
 use std::fmt;
 use std::time::Duration;
@@ -15,22 +15,22 @@ pub(super) struct Plan {
     pub(super) share: Sharing,
     pub(super) deadline: u64,
     pub(super) failures: u32,
-    /// Whether requests of one instance and millisecond are one call.
+    /// Whether requests of one instance in the same millisecond share a call.
     pub(super) batched: bool,
     pub(super) callers: Vec<Caller>,
     pub(super) faults: Vec<Fault>,
-    /// When the last fault is over. No client asks from then on.
+    /// End of the last fault. Clients send no checks after it.
     pub(super) end: u64,
-    /// Where the clock of the instances starts, since the Unix epoch, and that of the primary store.
+    /// Start of the instances' clocks and of the primary store's clock, since the Unix epoch.
     pub(super) clocks: [Duration; 2],
 }
 
-/// What the instances take their part by.
+/// The divisor of a limit for an instance's share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sharing {
-    /// As many as there are.
+    /// The real number of instances.
     Fixed,
-    /// As many as are said to be alive, which changes.
+    /// The reported number of live instances, which changes.
     Alive,
 }
 
@@ -39,34 +39,34 @@ pub(super) struct Caller {
     pub(super) key: Key,
     pub(super) policies: Policies,
     pub(super) habit: Habit,
-    /// Whether nothing flows back while the run lasts.
+    /// Whether no charge expires during the run.
     pub(super) lasting: bool,
-    /// The most that may be asked for at once.
+    /// Maximum cost of a check.
     pub(super) cost: u32,
 }
 
-/// How a caller's clients ask.
+/// The behavior of a caller's clients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Habit {
-    /// Again and again.
+    /// Sends checks continuously.
     Steady,
-    /// Many at once while an instance is degraded.
+    /// Sends many concurrent checks while an instance is degraded.
     Bursting,
-    /// With ids, which are repeated at any instance.
+    /// Sends checks with ids, and repeats ids at any instance.
     WithIds,
-    /// Refunds some of what it took.
+    /// Refunds a part of its grants.
     GivingBack,
-    /// Drops some futures before they are answered, and polls others late.
+    /// Drops some futures before the answer, and polls others late.
     Dropping,
-    /// Is forgotten now and then.
+    /// Is reset at intervals.
     Resetting,
-    /// Reserves, and reconciles it later: gives some back, or is charged more.
+    /// Reserves, and later settles the difference by a refund or a charge.
     Reserving,
-    /// The same alone at one instance, and is forgotten now and then.
+    /// Reserves in the same way, at one instance only, and is reset at intervals.
     ReservingAlone,
 }
 
-/// Something that goes wrong between some instances and the primary store.
+/// A fault between some instances and the primary store.
 #[derive(Debug)]
 pub(super) struct Fault {
     pub(super) from: u64,
@@ -78,33 +78,33 @@ pub(super) struct Fault {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// Nothing is sent: there is no connection.
+    /// There is no connection, and nothing is sent.
     Down,
-    /// As `Down`, and what was counted is forgotten.
+    /// Like `Down`, and the primary store loses its counts.
     Emptied,
-    /// Every request is answered with an error and does not run.
+    /// Every request fails with an error, and is not executed.
     Refusing,
-    /// Some requests are answered with an error that says nothing of others.
+    /// Some requests fail with an error that concerns only them.
     RefusingSome,
-    /// There is no place for some requests.
+    /// The queue is full for some requests.
     QueueFull,
-    /// Some requests never arrive.
+    /// Some requests are lost.
     LosingRequests,
-    /// Some requests run and are never answered.
+    /// Some requests are executed, and their replies are lost.
     LosingReplies,
-    /// Some requests run, and then the connection breaks.
+    /// Some requests are executed, and then the connection breaks.
     Cutting,
-    /// Answers take about as long as the deadline.
+    /// Replies take about as long as the deadline.
     Late,
-    /// Answers take longer than the deadline.
+    /// Replies take longer than the deadline.
     Slow,
-    /// Requests run when it is over.
+    /// Requests are executed when the fault ends.
     Frozen,
-    /// A little of everything.
+    /// A mixture of all faults.
     Mixed,
 }
 
-/// Answers around the deadline are where the most has gone wrong.
+/// Replies around the deadline occur more often, because they have caused most of the errors.
 const KINDS: [Kind; 14] = [
     Kind::Down,
     Kind::Emptied,
@@ -122,7 +122,7 @@ const KINDS: [Kind; 14] = [
     Kind::Mixed,
 ];
 
-/// Those of which nothing is sent that fails.
+/// Faults in which no sent request fails.
 const MILD: [Kind; 3] = [Kind::Down, Kind::QueueFull, Kind::QueueFull];
 
 const HABITS: [Habit; 9] = [
@@ -137,7 +137,7 @@ const HABITS: [Habit; 9] = [
     Habit::ReservingAlone,
 ];
 
-/// So long that nothing flows back in a run, even of a thousand units.
+/// A period in which not even one unit of a thousand expires during a run.
 const LONG: Duration = Duration::from_secs(90 * 86_400);
 
 impl Plan {
@@ -175,7 +175,7 @@ impl Plan {
         let faults: Vec<Fault> = faults.collect();
         let end = faults.iter().map(|fault| fault.until).max().unwrap_or(0);
         let callers = (0..rng.usize(1..=3)).map(|i| Caller::new(rng, i)).collect();
-        // A day into a period of 90 days, and some of the next hour.
+        // A day into a period of 90 days, and a part of the next hour.
         let wall = |rng: &mut Rng| {
             LONG * 220 + Duration::from_micros(86_400_000_000 + rng.u64(..3_600_000_000))
         };
@@ -197,7 +197,7 @@ impl Plan {
     }
 }
 
-/// As it stands above a log.
+/// The head of a log.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
@@ -252,7 +252,7 @@ impl Caller {
         };
         let mut policy = |name: &str| {
             let strategy = *pick(rng, Strategy::ALL);
-            // Who reserves can bear whatever is charged.
+            // A caller that reserves needs a limit above all its charges.
             let limit = if habit.reserves() {
                 10_000
             } else {

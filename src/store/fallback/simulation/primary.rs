@@ -1,4 +1,4 @@
-//! The two stores of an instance: a primary store that fails as planned, and a local one that is watched.
+//! The two stores of an instance: a primary store that fails as planned, and an observed local store.
 
 use std::future::{Future, Pending};
 use std::pin::Pin;
@@ -13,14 +13,14 @@ use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key};
 use crate::store::{Answer, LocalStore, Store};
 
-/// One count for all instances, as each of them reaches it.
+/// One count for all instances, as each instance reaches it.
 #[derive(Debug, Clone)]
 pub(super) struct Primary {
     pub(super) world: World,
     pub(super) instance: usize,
 }
 
-/// As a store has to: in bounded time.
+/// Every store must reply or fail within a bounded time.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Store for Primary {
@@ -48,7 +48,7 @@ impl Store for Primary {
     }
 }
 
-/// A request on its way. It goes on when nobody waits for it any more.
+/// Delivers a request, also after its future was dropped.
 async fn serve(
     world: World,
     request: usize,
@@ -71,7 +71,7 @@ async fn serve(
     wait(fate.back).await;
     match (fate.answer, decision) {
         (Reply::Decision, Some(decision)) => {
-            // Nobody hears of it by then if it comes after the deadline.
+            // If this is after the deadline, the instance has dropped the receiver.
             if reply.send(Ok(decision)).is_ok() {
                 world.state().answers(request, None);
             }
@@ -108,7 +108,7 @@ impl Future for Waiting {
     }
 }
 
-/// The local store of an instance. Whatever it decides enters the ledger.
+/// The local store of an instance. All its decisions are entered in the ledger.
 #[derive(Debug, Clone)]
 pub(super) struct Local {
     pub(super) world: World,

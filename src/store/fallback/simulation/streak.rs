@@ -1,18 +1,20 @@
-//! What an instance may know of a primary store that fails: how many requests it may yet send there.
+//! Derives from the outcomes an instance has seen how many more requests it may send to a failing primary store.
 
-/// What a breaker should count. It does not know which probes have failed, and so may be behind.
+/// The failures that a breaker should count. Failed probes are not visible here, so it may count fewer.
 #[derive(Debug, Default)]
 pub(super) struct StreakModel {
-    /// The failure that began it, and those of trials since.
+    /// The first failure of the streak, and the failures of trials since.
     failures: u32,
-    /// The request that was sent last, since it began. What is sent before and fails later does not count.
+    /// The last request that was sent since the streak began. Failures of earlier requests do not count.
     trial: Option<usize>,
-    /// Until when a streak may begin that is not seen here.
+    /// Time until which a streak may begin unseen.
     unsure_until: u64,
-    /// Whether a probe was under way when the last streak ended. If it fails, it begins another, which is not seen here. A
-    /// request that fails then may be of that streak, or begin one. Only what is sent after both tells that it is over.
+    /// Whether a probe was in flight when the last streak ended. If it fails, it starts an unseen streak; a request
+    /// that fails then may be part of that streak or start another one. Only a reply to a request sent after both shows
+    /// that the streak has ended.
     unsure: bool,
-    /// When a probe was answered. The instance hears of it in the same millisecond, before or after all else.
+    /// Time at which a probe was answered. The instance may process that before or after all other events of the same
+    /// millisecond.
     probed: Option<u64>,
 }
 
@@ -28,7 +30,7 @@ impl StreakModel {
         self.unsure_until = now + deadline;
     }
 
-    /// A request has failed, in a way that `counts` or not. How many failures that makes, as far as is known.
+    /// A request has failed with an error that `counts` or not. Returns the known number of counted failures.
     pub(super) fn fails(&mut self, now: u64, request: usize, counts: bool) -> u32 {
         self.passes(now);
         if self.unsure && counts {
@@ -53,7 +55,7 @@ impl StreakModel {
         }
     }
 
-    /// A request was answered that was sent at a time.
+    /// A request that was sent at `sent` was answered.
     pub(super) fn answers(&mut self, sent: u64, request: usize) {
         if self.trial == Some(request) || self.unsure {
             *self = Self {
@@ -65,8 +67,8 @@ impl StreakModel {
     }
 }
 
-/// A failure while a streak may have begun unseen may begin one itself, of which the next request to be sent is the trial.
-/// An answer to a request sent before it tells nothing of that.
+/// A failure while a streak may have begun unseen may start a streak itself, whose trial is the next request sent. A
+/// reply to an earlier request is no evidence about that streak.
 #[test]
 fn an_uncertain_trial_forgets_no_failure() {
     let mut streak = StreakModel::default();
@@ -81,7 +83,7 @@ fn an_uncertain_trial_forgets_no_failure() {
         .for_each(|(now, request)| streak.sends(now, request));
     streak.fails(25, 2, true);
     streak.answers(21, 3);
-    // The trial of the streak that the failure has begun. What was sent before it does not count.
+    // The trial of the streak that the failure has started. Requests sent before it do not count.
     streak.sends(30, 5);
     streak.fails(31, 4, true);
     streak.answers(30, 5);

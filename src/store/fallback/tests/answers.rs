@@ -1,4 +1,4 @@
-//! What is answered, when, and what an answer teaches the fallback.
+//! Which store decides, when, and which replies warm the fallback.
 
 use std::pin::pin;
 
@@ -6,7 +6,7 @@ use super::*;
 use crate::limit::Outcome;
 use crate::util::instant;
 
-/// As much as ann is granted of this many checks, one after the other.
+/// Returns the total grant of `count` consecutive checks of ann.
 async fn burst(store: &Tested, policies: &Policies, count: usize) -> u32 {
     let mut granted = 0;
     for _ in 0..count {
@@ -19,7 +19,7 @@ async fn burst(store: &Tested, policies: &Policies, count: usize) -> u32 {
     granted
 }
 
-/// Answers that come in while the breaker is open, between bursts of a caller that is degraded.
+/// Replies arrive while the breaker is open, between bursts of a degraded caller.
 #[tokio::test(start_paused = true)]
 async fn late_answers_keep_local_grants() {
     for (share, part) in [(1, 100), (4, 25)] {
@@ -33,7 +33,7 @@ async fn late_answers_keep_local_grants() {
             unanswered.push(spawn(&policies));
             sleep(Duration::from_millis(5)).await;
         }
-        // Decided now, and told after the breaker has opened.
+        // Decided immediately, and reported after the breaker has opened.
         primary.set(Manner::After(Duration::from_millis(95)));
         let mut late = vec![];
         for _ in 0..20 {
@@ -57,7 +57,7 @@ async fn late_answers_keep_local_grants() {
     }
 }
 
-/// An answer that was given before the outage and comes after it knows nothing of what was reconciled in between.
+/// A reply that was decided before the outage and arrives after it lacks the reconciled charges.
 #[tokio::test(start_paused = true)]
 async fn answers_from_before_an_outage_are_ignored() {
     for share in [1, 4] {
@@ -72,7 +72,7 @@ async fn answers_from_before_an_outage_are_ignored() {
         close(&store, &primary).await;
         sleep(Duration::from_secs(31)).await;
         assert!(late.await.unwrap().unwrap().is_allowed());
-        // Redis has denied nobody since, and so this instance knows only what it granted.
+        // The primary store has denied no check since, so the instance only knows its own grants.
         open(&store, &primary).await;
         let second = burst(&store, &policies, 200).await;
         assert_eq!(
@@ -83,7 +83,7 @@ async fn answers_from_before_an_outage_are_ignored() {
     }
 }
 
-/// What was granted in place of a full queue is no part of the answers that come before it is reconciled.
+/// Grants of the fallback while the queue was full are missing in the replies before the reconciliation.
 #[tokio::test(start_paused = true)]
 async fn answers_keep_unreconciled_grants() {
     let (store, primary, _) = pair(1);
@@ -101,11 +101,11 @@ async fn answers_keep_unreconciled_grants() {
     let granted = granted + burst(&store, &policies, 200).await;
     assert!(
         granted <= 100 + 1,
-        "{granted} granted of 100, with one under way"
+        "{granted} granted of 100, with one in flight"
     );
 }
 
-/// A cost that the whole has room for is worth another try, whoever decides then.
+/// A cost that fits the whole policy may be retried, whichever store decides then.
 #[tokio::test(start_paused = true)]
 async fn costs_above_a_share_are_denied_temporarily() {
     for &strategy in Strategy::ALL {
@@ -131,7 +131,7 @@ async fn costs_above_a_share_are_denied_temporarily() {
             panic!("{strategy:?}: {:?}", decision.outcome())
         };
         assert_eq!(decision.granted(), 0);
-        // What a window or a log lets go, and when, is not known from outside.
+        // Decisions do not reveal the exact state of a window or log.
         let exact = if strategy.frees().is_gradual() {
             Duration::from_millis(20)
         } else {
@@ -141,7 +141,7 @@ async fn costs_above_a_share_are_denied_temporarily() {
             wait.abs_diff(alone) <= exact,
             "{strategy:?}: {wait:?} instead of {alone:?}"
         );
-        // There is room in the whole, and that is another's to give, until the next probe perhaps.
+        // The whole policy has capacity, but other instances may grant it, at least until the next probe.
         let fresh = store
             .check(Check::peek(Key::new("bob"), &policies, 50))
             .await
@@ -182,7 +182,7 @@ async fn costs_above_a_share_are_denied_temporarily() {
     }
 }
 
-/// The fallback knows which of this instance's requests are in flight.
+/// The fallback knows the slots of this instance's requests.
 #[tokio::test(start_paused = true)]
 async fn in_flight_requests_count_in_an_outage() {
     let (store, primary, _) = pair(1);
@@ -200,7 +200,7 @@ async fn in_flight_requests_count_in_an_outage() {
     );
     open(&store, &primary).await;
     assert!(take(first.clone()).await && !take(another()).await);
-    // The primary store still has the slot, so that the release must be sent again.
+    // The primary store still counts the slot, so the release must be sent again.
     let release = Check::release(ann(), &uploads, first.slot().unwrap());
     assert!(store.check(release).await.unwrap_err().is_unsent());
     assert_eq!(
@@ -209,7 +209,7 @@ async fn in_flight_requests_count_in_an_outage() {
     );
 }
 
-/// What the primary store has charged is not taken back.
+/// A charge of the primary store is not withdrawn.
 #[tokio::test(start_paused = true)]
 async fn sent_checks_are_not_withdrawn() {
     let (store, primary, _) = pair(1);
@@ -250,7 +250,7 @@ async fn a_deadline_of_forever_is_none() {
     );
 }
 
-/// However it was answered.
+/// After any kind of reply.
 #[tokio::test(start_paused = true)]
 async fn polling_a_finished_future_panics() {
     let manners = [

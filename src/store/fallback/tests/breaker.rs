@@ -1,4 +1,4 @@
-//! When the breaker opens.
+//! When the breaker opens, and when the store is probed.
 
 use super::*;
 use crate::store::MockStore;
@@ -25,10 +25,10 @@ async fn one_failed_call_counts_once() {
         opened_by += 1;
     }
     assert_eq!(opened_by, 3, "calls that failed until the breaker opened");
-    assert!(primary.asked() <= 64 + 3, "{} asked", primary.asked());
+    assert!(primary.asked() <= 64 + 3, "{} checks", primary.asked());
 }
 
-/// As many as are under way when the primary store falls silent wait for it, and three more.
+/// Only the checks in flight when the primary store stalls wait for the deadline, and three more.
 #[tokio::test(start_paused = true)]
 async fn simultaneous_timeouts_count_as_one_failure() {
     let (store, primary, _) = pair(1);
@@ -54,7 +54,7 @@ async fn a_brief_full_queue_counts_once() {
     assert!(!store.is_degraded());
 }
 
-/// A check whose caller goes away leaves nobody waiting for its answer.
+/// A dropped check must not block the next trial.
 #[tokio::test(start_paused = true)]
 async fn a_dropped_trial_does_not_block_recovery() {
     let (store, primary, _) = pair(1);
@@ -69,7 +69,7 @@ async fn a_dropped_trial_does_not_block_recovery() {
     assert_eq!(primary.asked() - asked, 10);
 }
 
-/// Nobody asks for a while after a failure: that the store is well again is found out off the request path.
+/// No check follows the failure for a while: a probe in the background finds that the store has recovered.
 #[tokio::test(start_paused = true)]
 async fn an_old_failure_delays_no_check() {
     let (store, primary, _) = pair(1);
@@ -82,7 +82,8 @@ async fn an_old_failure_delays_no_check() {
     assert_eq!(primary.asked() - asked, 64);
 }
 
-/// Before the breaker opens, and afterwards. And not all after the same time, or all instances would send theirs at once.
+/// Before and after the breaker opens. The intervals have jitter, so that the instances do not all probe
+/// simultaneously.
 #[tokio::test(start_paused = true)]
 async fn probes_become_rarer() {
     for failures in [1, 1_000] {

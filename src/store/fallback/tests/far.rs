@@ -1,4 +1,4 @@
-//! A primary store of several instances, each so far away.
+//! A primary store shared by several instances, at a distance from each.
 
 use std::collections::HashMap;
 use std::future::pending;
@@ -10,13 +10,13 @@ use super::*;
 use crate::limit::Mode;
 use crate::util::instant;
 
-/// One count for several instances, each so far away.
+/// One shared count, at a distance from each instance.
 #[derive(Clone)]
 pub(super) struct Far {
     pub(super) counts: LocalStore,
     /// Whether its announcements are lost.
     pub(super) is_mute: bool,
-    /// Number of looks for announcements that get no reply.
+    /// Number of queries for announcements that get no reply.
     pub(super) unanswered: Arc<AtomicUsize>,
     pub(super) delay: Arc<Mutex<Option<Duration>>>,
     pub(super) seen: Arc<Mutex<Seen>>,
@@ -24,9 +24,9 @@ pub(super) struct Far {
 
 #[derive(Default)]
 pub(super) struct Seen {
-    /// When each was charged, and how much.
+    /// Times of the charges of each caller.
     pub(super) charged: HashMap<Key, Vec<Instant>>,
-    /// Who was charged, in this order.
+    /// Charged callers, in order of the charges.
     pub(super) order: Vec<Key>,
     under_way: usize,
     pub(super) most: usize,
@@ -45,7 +45,7 @@ impl Far {
         }
     }
 
-    /// The same counts, asked by another instance over a way of its own.
+    /// Shares the counts with another instance.
     pub(super) fn another(&self, delay: Duration) -> Self {
         Self {
             delay: Arc::new(Mutex::new(Some(delay))),
@@ -62,13 +62,13 @@ impl Far {
             .share(Share::Fixed(share.try_into().unwrap()))
     }
 
-    /// Another instance announces that it reconciles for this time.
+    /// Lets another instance announce that it reconciles for `time`.
     pub(super) fn announce(&self, time: Duration) {
         let check = Check::charge_debt_of(Key::PROBE, &Policies::reconciling(), time);
         drop(self.counts.check(check));
     }
 
-    /// Whether any instance has announced that it reconciles.
+    /// Returns `true` if an instance has announced that it reconciles.
     pub(super) async fn is_announced(&self) -> bool {
         let peek = Check::peek(Key::PROBE, &Policies::reconciling(), 1);
         !self.counts.check(peek).await.unwrap().is_allowed()
@@ -152,7 +152,7 @@ pub(super) async fn cut(store: &Fallback<Far, LocalStore>, far: &Far) {
     }
 }
 
-/// How long it takes until the breaker is closed.
+/// Returns the time until the breaker is closed.
 pub(super) async fn recovery<P: Store>(store: &Fallback<P, LocalStore>) -> Duration {
     let start = instant();
     while store.is_degraded() {

@@ -1,4 +1,4 @@
-//! What flows back while an outage lasts does so once, as in one bucket, window or log that all instances share.
+//! Charges that expire during an outage free capacity once, as in one bucket, window or log that all instances share.
 
 use fastrand::Rng;
 
@@ -8,13 +8,13 @@ use crate::simulation::pick;
 use crate::util::{Seed, instant};
 
 const BURST: u32 = 840;
-/// What a bucket that refills in batches gets at once.
+/// The units that a bucket refills at the end of an interval.
 const BATCH: u32 = 84;
-/// In this time all of it flows back.
+/// The time in which a full bucket drains.
 const FULL: Duration = Duration::from_millis(8_400);
 const SEEDS: u64 = 400;
 
-/// At which steps of an outage an instance is asked for all that it grants.
+/// The steps of an outage at which an instance gets checks for its whole capacity.
 const DEMAND: [fn(u32) -> bool; 5] = [
     |_| false,
     |_| true,
@@ -24,17 +24,17 @@ const DEMAND: [fn(u32) -> bool; 5] = [
 ];
 const STEPS: u32 = 24;
 
-/// An outage of some instances, and what one count that all share grants of the same.
+/// An outage of some instances, and a shared count that decides the same checks.
 struct Outage {
     policies: Policies,
     stores: Vec<Tested>,
     primary: Primary,
     reconciled: Reconciled,
     shared: LocalStore,
-    /// The next id, if there are ids.
+    /// The next id, if the checks have ids.
     id: Option<u32>,
     granted: u32,
-    /// What was granted and the shared count would have denied.
+    /// Granted units that the shared count would have denied.
     excess: u32,
 }
 
@@ -67,7 +67,7 @@ impl Outage {
         }
     }
 
-    /// Asks an instance for as much as there is.
+    /// Takes all that an instance grants, up to `most`.
     async fn take(&mut self, instance: usize, most: u32) {
         let up_to = |cost| Check::up_to(ann(), &self.policies, cost);
         let check = match &mut self.id {
@@ -84,7 +84,7 @@ impl Outage {
 
     async fn begin(&mut self) {
         for store in &self.stores {
-            // So it knows what the caller has used.
+            // Lets the fallback learn the caller's count.
             let _ = store
                 .check(Check::peek(ann(), &self.policies, 0))
                 .await
@@ -104,13 +104,13 @@ impl Outage {
     }
 }
 
-/// No more than one shared count would have granted, unless several instances have granted something and what the
-/// primary store counted before has flowed back. And after the outage it counts no more than that.
+/// The instances grant no more than one shared count, unless several instances have granted something after the counts
+/// from before the outage have expired. After the outage the primary store counts no more than a shared count would.
 #[tokio::test(start_paused = true)]
 async fn flow_back_is_granted_once() {
     for seed in 0..SEEDS {
         let mut rng = Rng::with_seed(seed);
-        // All clocks are one.
+        // All clocks are equal.
         let _seed = Seed::set(
             seed,
             Duration::from_secs(1_700_000_000) + FULL.mul_f64(rng.f64()),
@@ -166,7 +166,7 @@ async fn flow_back_is_granted_once() {
             outage.primary.used(&outage.policies).await,
             peek.capacity() - peek.remaining(),
         );
-        // Each instance rounds up, and an id is charged as a whole.
+        // Each instance rounds up, and a check with an id is charged in full.
         if policy.frees().is_gradual() && outage.id.is_none() || outage.granted == 0 {
             assert!(
                 counted <= shared + instances as u32,
@@ -174,7 +174,7 @@ async fn flow_back_is_granted_once() {
             );
         }
 
-        // All instances are asked for all that they grant.
+        // All instances are checked for their whole capacity.
         for step in 0..2 * STEPS {
             outage.take(step as usize % instances, BURST).await;
             sleep(FULL / STEPS).await;
@@ -187,9 +187,9 @@ async fn flow_back_is_granted_once() {
         let twice = (others * flown.saturating_sub(before)).min(BURST);
         let bound = match policy.strategy() {
             _ if policy.frees().is_gradual() => twice,
-            // Parts are refilled at other times than the whole.
+            // Shares are refilled at other times than the whole.
             Some(Strategy::TokenBucket(_)) => twice + 2 * BATCH,
-            // So do windows begin.
+            // Their windows begin at other times too.
             Some(Strategy::FixedWindow(Align::FirstHit)) => BURST,
             _ => 0,
         };
@@ -201,7 +201,7 @@ async fn flow_back_is_granted_once() {
     }
 }
 
-/// How much flows back in a time.
+/// The units that drain in `time`.
 fn flown(time: Duration) -> u32 {
     (time.as_micros() * u128::from(BURST)).div_ceil(FULL.as_micros()) as u32
 }

@@ -1,4 +1,4 @@
-//! The fallback in front of a primary store that does as it is told, in paused time.
+//! The fallback in front of a scripted primary store, in paused time.
 
 mod answers;
 mod breaker;
@@ -26,7 +26,7 @@ use crate::observe::{Observer, event};
 use crate::store::{Answer, LocalStore, Store};
 use crate::util::lock;
 
-/// Counts as any store does, and answers as it is told.
+/// Counts like any store, and replies as the script says.
 #[derive(Clone, Default)]
 struct Primary {
     counts: LocalStore,
@@ -36,29 +36,29 @@ struct Primary {
 #[derive(Default)]
 struct Script {
     manner: Manner,
-    /// What it was asked, but for probes.
+    /// The checks that it received, without probes.
     asked: Vec<Check>,
 }
 
 #[derive(Clone, Default)]
 enum Manner {
-    /// Decides at once, and answers so much later.
+    /// Decides immediately, and replies after this time.
     After(Duration),
     #[default]
     AtOnce,
-    /// Decides nothing, and never answers.
+    /// Neither decides nor replies.
     Silent,
-    /// Decides, and never answers.
+    /// Decides, and never replies.
     Swallows,
-    /// Fails with clones of one error, as checks of one call do.
+    /// Fails with clones of one error, like the checks of one call.
     Fails(StoreError),
-    /// Fails each check with an error of its own.
+    /// Fails each check with a separate error.
     Each(fn() -> StoreError),
-    /// Answers so many checks, and fails the others with errors of their own.
+    /// Replies to this number of checks, and fails the others with separate errors.
     Answers(usize, fn() -> StoreError),
-    /// Fails each check with an error of its own after 20 ms.
+    /// Fails each check with a separate error after 20 ms.
     Late(fn() -> StoreError),
-    /// Finds its queue full, but for one time in so many, by chance.
+    /// Its queue is full, except for one check in this number, at random.
     Crowded(usize),
 }
 
@@ -71,7 +71,7 @@ impl Primary {
         lock(&self.script).asked.len()
     }
 
-    /// What it counts of a caller.
+    /// The units that it counts of a caller.
     async fn used(&self, policies: &Policies) -> u32 {
         let peek = self
             .counts
@@ -91,7 +91,7 @@ impl Store for Primary {
             script.asked.push(check.clone());
         }
         let decide = || match self.counts.check(check) {
-            // By its own clock, as Redis does.
+            // Use the store's own clock, as Redis does.
             Answer::Ready { answer } => {
                 Answer::ready(answer.map(|decision| decision.decided_at(1)))
             }
@@ -133,7 +133,7 @@ impl Store for Primary {
     }
 }
 
-/// Records what was reconciled.
+/// Records the reconciled cost.
 #[derive(Clone, Default)]
 struct Reconciled(Arc<Mutex<Vec<(u64, u64)>>>);
 
@@ -185,7 +185,7 @@ fn queue_full() -> StoreError {
     StoreError::new(ErrorKind::QueueFull).unsent()
 }
 
-/// Fails until the breaker is open, by checks of somebody else.
+/// Fails checks of another caller until the breaker is open.
 async fn open(store: &Tested, primary: &Primary) {
     primary.set(Manner::Each(unreachable));
     let somebody = policies(Strategy::Gcra, "1000/s");
@@ -198,7 +198,7 @@ async fn open(store: &Tested, primary: &Primary) {
     }
 }
 
-/// Answers again, until the breaker is closed and everything is reconciled.
+/// Replies again until the breaker is closed and everything is reconciled.
 async fn close(store: &Tested, primary: &Primary) {
     primary.set(Manner::AtOnce);
     while store.is_degraded() {

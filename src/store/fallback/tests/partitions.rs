@@ -1,4 +1,4 @@
-//! A primary store of partitions that fail each by itself.
+//! A primary store whose partitions fail separately.
 
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
@@ -47,7 +47,7 @@ fn away() -> StoreError {
     unreachable().unsent()
 }
 
-/// Asks for the callers `0`, `1` and `2`, each of another partition.
+/// Checks the callers `0`, `1` and `2`, which are in different partitions.
 async fn ask(store: &Fallback<Parted, LocalStore>) {
     let policies = policies(Strategy::Gcra, "1000/d");
     for caller in ["0", "1", "2"] {
@@ -89,29 +89,36 @@ async fn a_failing_partition_degrades_only_its_callers() {
             more[partition("2")]
         ),
         (10, 0, 10),
-        "only the partition that is out is not asked"
+        "only the failed partition gets no checks"
     );
 
-    // Another one fails too: it is one outage.
+    // A second partition fails: this is still one outage.
     primary.0[partition("2")].set(Manner::Each(away));
     let before = asked(partition("2"));
     for _ in 0..100 {
         ask(&store).await;
         advance(Duration::from_millis(2)).await;
     }
-    assert!(asked(partition("2")) - before < 10, "it is asked no longer");
+    assert!(
+        asked(partition("2")) - before < 10,
+        "it gets no more checks"
+    );
     assert_eq!(outages.counts(), (1, 0));
     primary.0[partition("1")].set(Manner::AtOnce);
     sleep(Duration::from_secs(2)).await;
     let before = asked(partition("1"));
     ask(&store).await;
-    assert_eq!(asked(partition("1")) - before, 1, "it is back by itself");
+    assert_eq!(
+        asked(partition("1")) - before,
+        1,
+        "it recovers without a check"
+    );
     assert!(store.is_degraded() && outages.counts() == (1, 0));
     primary.0[partition("2")].set(Manner::AtOnce);
     sleep(Duration::from_secs(2)).await;
     assert!(!store.is_degraded() && outages.counts() == (1, 1));
 
-    // What was granted meanwhile is reconciled in the partition that was out.
+    // The grants of the fallback are reconciled with the partition that failed.
     let used = |caller: &'static str| {
         let counts = primary.0[partition(caller)].counts.clone();
         async move {
@@ -133,9 +140,9 @@ async fn a_failing_partition_degrades_only_its_callers() {
     );
 }
 
-/// One partition is out, with more callers than would be its share of what may be noted.
+/// One partition fails, with more callers than its part of the maximum number of accounts.
 #[tokio::test(start_paused = true)]
-async fn partitions_share_the_bound_of_notes() {
+async fn partitions_share_the_bound_of_accounts() {
     let (primary, reconciled) = (Parted::default(), Reconciled::default());
     let store = Fallback::new(primary.clone(), LocalStore::default()).observer(reconciled.clone());
     let policies = policies(Strategy::Gcra, "1000/100d");

@@ -1,5 +1,4 @@
-//! A reconciliation that takes long: in which order, how much at once, who waits for it, and what it leaves to others
-//! meanwhile.
+//! Long reconciliations: their order and concurrency, the instances that wait for them, and other tasks.
 
 use std::future::poll_fn;
 use std::pin::pin;
@@ -13,8 +12,8 @@ use crate::store::RedisStore;
 use crate::support::{RedisServer, until};
 use crate::util::instant;
 
-/// Two instances have granted most of some limits between them. One of them has to charge others before these, which
-/// takes about a second, and the other has hardly anything to charge.
+/// Two instances together have exhausted some limits. The first must charge other callers before these, which takes
+/// about a second, and the second has almost nothing to charge.
 #[tokio::test(start_paused = true)]
 async fn others_wait_while_an_instance_reconciles() {
     const DELAY: Duration = Duration::from_millis(40);
@@ -62,12 +61,12 @@ async fn others_wait_while_an_instance_reconciles() {
     assert_eq!(
         granted,
         50 * 60,
-        "of limits that come to that, with instances back after {took:?}"
+        "the sum of the limits, with recoveries after {took:?}"
     );
     let [first, second] = took.map(Option::unwrap);
     assert!(
         first.abs_diff(second) < Duration::from_millis(300),
-        "one comes back after the other: {took:?}"
+        "the instances recover one after the other: {took:?}"
     );
 }
 
@@ -89,7 +88,7 @@ async fn instances_see_each_other_reconcile() {
     let long = Duration::from_secs(2);
     let first = tokio::spawn(async move { one.partitions[0].announced(long, ended).await });
     until("it is announced", async || reconciling().await.is_some()).await;
-    // Another one announces less, which takes nothing back.
+    // A shorter announcement of another instance does not shorten the first one.
     let short = Duration::from_millis(100);
     let second = two.partitions[0].announced(short, sleep(short)).await;
     let () = second;
@@ -101,9 +100,9 @@ async fn instances_see_each_other_reconcile() {
     until("it has expired", async || reconciling().await.is_none()).await;
 }
 
-/// What it has said itself may have been lost.
+/// Its own announcement may have been lost.
 #[tokio::test(start_paused = true)]
-async fn an_unheard_instance_still_waits_for_others() {
+async fn a_lost_announcement_does_not_end_the_wait() {
     let mut far = Far::new(Duration::from_millis(2));
     let other = far.another(Duration::ZERO);
     far.is_mute = true;
@@ -127,7 +126,7 @@ async fn an_unheard_instance_still_waits_for_others() {
 
 /// The announcement of the recovered instance has expired.
 #[tokio::test(start_paused = true)]
-async fn a_recovered_instance_keeps_nobody_waiting() {
+async fn a_recovered_instance_delays_no_others() {
     let far = Far::new(Duration::from_millis(2));
     let store = far.fallback(2);
     cut(&store, &far).await;
@@ -137,7 +136,7 @@ async fn a_recovered_instance_keeps_nobody_waiting() {
     assert!(took < Duration::from_secs(1), "{took:?}");
 }
 
-/// An instance that says again and again that it reconciles keeps the others out for no longer than they wait.
+/// An instance that announces repeatedly delays the others for no longer than the maximum wait.
 #[tokio::test(start_paused = true)]
 async fn no_instance_is_waited_for_forever() {
     let far = Far::new(Duration::from_millis(2));
@@ -160,9 +159,9 @@ async fn no_instance_is_waited_for_forever() {
     announcing.abort();
 }
 
-/// Another instance reconciles for three seconds. The primary store does not reply once, or fails again.
+/// Another instance reconciles for three seconds. The primary store misses one reply, or fails again.
 #[tokio::test(start_paused = true)]
-async fn who_waits_sees_the_store_fail() {
+async fn recovery_notices_a_new_failure() {
     for fails in [false, true] {
         let far = Far::new(Duration::from_millis(2));
         let store = far.fallback(2);
@@ -185,7 +184,7 @@ async fn who_waits_sees_the_store_fail() {
     }
 }
 
-/// While an instance reconciles, it grants some more.
+/// An instance grants more while it reconciles.
 #[tokio::test(start_paused = true)]
 async fn steady_traffic_does_not_delay_recovery() {
     let far = Far::new(Duration::from_millis(20));
@@ -206,7 +205,7 @@ async fn steady_traffic_does_not_delay_recovery() {
 
 /// A unit counts for 3.6 s, and the reconciliation takes longer.
 #[tokio::test(start_paused = true)]
-async fn charges_lapsing_during_reconciliation_are_skipped() {
+async fn charges_expiring_during_reconciliation_are_skipped() {
     const COUNTS: Duration = Duration::from_millis(3_600);
     let far = Far::new(Duration::from_millis(90));
     let store = far.fallback(1);
@@ -228,13 +227,10 @@ async fn charges_lapsing_during_reconciliation_are_skipped() {
         .count();
     let sent = seen.charged.len();
     assert!(sent > 100, "{sent} are charged");
-    assert_eq!(
-        late, 0,
-        "of {sent} charges so many had lapsed when they were sent"
-    );
+    assert_eq!(late, 0, "expired charges of {sent} that were sent");
 }
 
-/// What others may be granted again is first of all what nobody may be granted any more.
+/// Exhausted callers come first, since another instance could exceed their limits.
 #[tokio::test(start_paused = true)]
 async fn the_most_exhausted_callers_are_reconciled_first() {
     let far = Far::new(Duration::from_millis(50));
@@ -258,7 +254,7 @@ async fn the_most_exhausted_callers_are_reconciled_first() {
     );
 }
 
-/// A near store is sent far more at once than a far one, which would answer the last of them too late.
+/// A near store gets far more concurrent charges than a distant one, whose last replies would be late.
 #[tokio::test(start_paused = true)]
 async fn concurrency_follows_the_distance_of_the_store() {
     let far = Far::new(Duration::from_millis(2));
@@ -277,11 +273,11 @@ async fn concurrency_follows_the_distance_of_the_store() {
     }
     assert!(
         most[0] >= 512 && most[1] <= 64,
-        "{most:?} ops at once, 2 ms and 90 ms away"
+        "{most:?} concurrent charges, 2 ms and 90 ms away"
     );
 }
 
-/// Whatever there is to reconcile, other tasks of the runtime run in between.
+/// A large reconciliation lets other tasks of the runtime run in between.
 #[tokio::test(start_paused = true)]
 async fn reconciliation_yields_to_other_tasks() {
     const CALLERS: usize = 20_000;
@@ -292,7 +288,7 @@ async fn reconciliation_yields_to_other_tasks() {
     for i in 0..CALLERS {
         let _ = take(&store, caller(i), &policies).await;
     }
-    // All have lapsed, so that nothing is sent and nothing waited for.
+    // All have expired, so nothing is sent or awaited.
     advance(Duration::from_secs(2)).await;
     let partition = &store.partitions[0];
     let mut reconciling = pin!(partition.reconcile());
@@ -311,7 +307,7 @@ async fn reconciliation_yields_to_other_tasks() {
     );
 }
 
-/// What is left when the primary store fails again is not gone through.
+/// If the primary store fails again, the rest of the accounts is skipped.
 #[tokio::test(start_paused = true)]
 async fn a_failed_reconciliation_keeps_unsent_charges() {
     let far = Far::new(Duration::ZERO);
@@ -328,7 +324,7 @@ async fn a_failed_reconciliation_keeps_unsent_charges() {
     assert_eq!(lock(&far.seen).order.len(), 5_000);
 }
 
-/// Grants before a reset are forgotten, and grants after it are charged.
+/// Grants before a reset are dropped, and grants after it are charged.
 #[tokio::test(start_paused = true)]
 async fn one_reconciliation_resets_and_charges() {
     let far = Far::new(Duration::from_millis(2));

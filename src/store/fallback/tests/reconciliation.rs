@@ -1,4 +1,4 @@
-//! What was granted, refunded and forgotten in place of the primary store is replayed there, once.
+//! Grants, refunds and resets of the fallback are replayed on the primary store, once.
 
 use super::super::accounts::{Accounts, Budget};
 use super::*;
@@ -30,13 +30,13 @@ async fn an_id_is_charged_once_in_an_outage() {
     close(&store, &primary).await;
     assert_eq!(primary.used(&policies).await, 51);
     assert_eq!(reconciled.events(), [(1, 0)]);
-    // The primary store does not know the id.
+    // The primary store has not seen the id.
     let again = take(&policies, 1).with_id("payment-7");
     assert!(ask(&store, again).await.is_allowed());
     assert_eq!(primary.used(&policies).await, 52);
 }
 
-/// A few checks that the full queue refused are charged soon, and not at an outage an hour later.
+/// A few checks that a full queue rejected are charged soon, not after an outage an hour later.
 #[tokio::test(start_paused = true)]
 async fn grants_under_a_closed_breaker_reconcile_soon() {
     let (store, primary, reconciled) = pair(1);
@@ -62,9 +62,9 @@ async fn grants_under_a_closed_breaker_reconcile_soon() {
     assert_eq!(reconciled.events(), [(20, 0)]);
 }
 
-/// No outage is so long that what it begins with is charged when it counts no longer.
+/// After a long outage, the grants of its beginning have expired and are not charged.
 #[tokio::test(start_paused = true)]
-async fn lapsed_grants_are_not_charged() {
+async fn expired_grants_are_not_charged() {
     let (store, primary, reconciled) = pair(1);
     let policies = policies(Strategy::FixedWindow(Align::FirstHit), "100/60s");
     open(&store, &primary).await;
@@ -76,9 +76,9 @@ async fn lapsed_grants_are_not_charged() {
     assert_eq!(reconciled.events(), [(10, 0)]);
 }
 
-/// An instance's part flows back more slowly than the whole.
+/// A share drains more slowly than the whole policy.
 #[tokio::test(start_paused = true)]
-async fn grants_lapse_under_the_whole_policy() {
+async fn grants_expire_as_under_the_whole_policy() {
     let (store, primary, _) = pair(4);
     let policies = policies(Strategy::Gcra, "100/100s");
     open(&store, &primary).await;
@@ -109,7 +109,7 @@ async fn local_grants_are_refunded_locally() {
     }
 }
 
-/// The instance has granted less, or nothing: it does not refund what the primary store counts.
+/// The instance has granted less or nothing: it must not refund charges of the primary store.
 #[tokio::test(start_paused = true)]
 async fn no_more_is_refunded_than_was_granted() {
     let (store, primary, reconciled) = pair(1);
@@ -142,8 +142,8 @@ async fn resets_during_an_outage_are_applied() {
     }
 }
 
-/// A third of the callers is charged, and then the primary store fails again: what it was not sent waits for the next
-/// time, and what was sent is not sent again.
+/// The primary store fails again after a third of the callers: unsent charges wait for the next reconciliation, and
+/// sent charges are not repeated.
 #[tokio::test(start_paused = true)]
 async fn an_interrupted_reconciliation_resumes_where_it_stopped() {
     let policies = policies(Strategy::Gcra, "100/100d");
@@ -159,7 +159,7 @@ async fn an_interrupted_reconciliation_resumes_where_it_stopped() {
                     .is_allowed()
             );
         }
-        // The probe is answered too.
+        // One of the replies is for the probe.
         primary.set(Manner::Answers(11, error));
         while reconciled.events().is_empty() && lock(&primary.script).asked.len() < 40 {
             sleep(Duration::from_millis(5)).await;
@@ -189,7 +189,7 @@ async fn an_interrupted_reconciliation_resumes_where_it_stopped() {
     }
 }
 
-/// Only what is under way then may have been charged, and is not sent again.
+/// Only the charges in flight may have been executed, and are not repeated.
 #[tokio::test(start_paused = true)]
 async fn a_failed_reconciliation_risks_few_charges() {
     let (store, primary, reconciled) = pair(1);
@@ -198,7 +198,7 @@ async fn a_failed_reconciliation_risks_few_charges() {
     for i in 0..500 {
         let _ = ask(&store, Check::take(Key::new(i.to_string()), &policies, 1)).await;
     }
-    // The probe is answered.
+    // The only reply is for the probe.
     primary.set(Manner::Answers(1, unreachable));
     while reconciled.events().is_empty() {
         sleep(Duration::from_millis(5)).await;
@@ -210,7 +210,7 @@ async fn a_failed_reconciliation_risks_few_charges() {
     );
 }
 
-/// Two layers have policies of their own for a caller.
+/// Two layers have different policies for a caller.
 #[tokio::test(start_paused = true)]
 async fn each_list_of_policies_is_reconciled() {
     let (store, primary, _) = pair(1);
@@ -228,9 +228,9 @@ async fn each_list_of_policies_is_reconciled() {
     );
 }
 
-/// What has flowed back under the tighter policy still counts under the other.
+/// Charges that have expired under the tighter policy still count under the other.
 #[tokio::test(start_paused = true)]
-async fn the_slowest_policy_decides_when_grants_lapse() {
+async fn the_slowest_policy_decides_when_grants_expire() {
     let (store, primary, _) = pair(1);
     let policy = |name, quota: &str| {
         crate::limit::Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap()
@@ -353,7 +353,7 @@ async fn grants_under_a_raised_quota_are_charged() {
     }
 }
 
-/// So others are not granted for long what these have been.
+/// Otherwise other callers would be granted what these have used.
 #[tokio::test(start_paused = true)]
 async fn full_queues_do_not_stop_reconciliation() {
     for every in [1, 2, 10] {
@@ -374,12 +374,12 @@ async fn full_queues_do_not_stop_reconciliation() {
                 .sum::<u64>()
         };
         while charged() < 500 {
-            // Nothing starts the task again but what is asked.
+            // Only a check starts the task again.
             let _ = store.check(Check::peek(ann(), &policies, 1)).await.unwrap();
             sleep(Duration::from_millis(1)).await;
         }
         let took = since.elapsed();
-        // A few of the ops are out of luck for a whole deadline, and wait for the next rounds.
+        // A few charges found the queue full until the deadline, and wait for the next rounds.
         assert!(
             took < Duration::from_millis(1_500),
             "every {every}th finds room, and it takes {took:?}"

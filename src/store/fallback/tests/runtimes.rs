@@ -1,10 +1,10 @@
-//! Runtimes that end, or run nothing.
+//! Runtimes that shut down or stall.
 
 use tokio::runtime::{Builder, Runtime};
 
 use super::*;
 
-/// Polls what is given to `block_on` after every poll of a task.
+/// On this runtime, `block_on` polls its future after every poll of a task.
 fn runtime() -> Runtime {
     Builder::new_current_thread()
         .enable_time()
@@ -14,7 +14,7 @@ fn runtime() -> Runtime {
         .unwrap()
 }
 
-/// Others start no recovery while its runtime is alive, even if that runs nothing.
+/// No other runtime starts a recovery while the first one is alive, even if it stalls.
 #[test]
 fn one_runtime_recovers_at_a_time() {
     for share in [1, 4] {
@@ -53,7 +53,7 @@ fn one_runtime_recovers_at_a_time() {
     }
 }
 
-/// The runtime on which it was granted has ended.
+/// The runtime of the grants has shut down.
 #[test]
 fn a_success_has_grants_reconciled() {
     let (store, primary, _) = pair(1);
@@ -74,7 +74,7 @@ fn a_success_has_grants_reconciled() {
     });
 }
 
-/// No charge is sent when the runtime ends, or all are and none has a reply.
+/// When the runtime shuts down, either no charge was sent, or all charges were and have no reply.
 #[test]
 fn the_next_runtime_reconciles_the_rest() {
     for sent in [0, 30] {
@@ -112,7 +112,7 @@ fn the_next_runtime_reconciles_the_rest() {
             }
             assert_eq!(used, 30, "{sent} were sent");
         });
-        // Whether those were charged was never heard.
+        // The outcome of the sent charges is unknown.
         assert_eq!(reconciled.events(), [(30 - sent as u64, sent as u64)]);
     }
 }

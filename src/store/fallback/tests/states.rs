@@ -7,14 +7,14 @@ use super::super::breaker::{Breaker, Ticket};
 
 const PATIENCE: Duration = Duration::from_micros(100);
 
-/// The next check is let through as a trial.
+/// Admits the next check as a trial.
 fn trial(breaker: &Breaker, now: i64) -> Ticket {
     let ticket = breaker.admit(|| now, PATIENCE).expect("one is let through");
     assert!(matches!(ticket, Ticket::Trial(_)), "{ticket:?}");
     ticket
 }
 
-/// A failure, and those of two trials.
+/// Reports a failure, and the failures of two trials.
 fn fail(breaker: &Breaker) -> [bool; 3] {
     let begins = breaker.failed(Ticket::Free, false, 10);
     [
@@ -77,7 +77,7 @@ fn a_half_open_breaker_admits_one_trial() {
     let _gone = trial(&breaker, 0);
     assert_eq!(admit(99), None);
     let second = trial(&breaker, 100);
-    // One that was under way before says nothing of the trial.
+    // A check that was sent before the trial is no evidence about it.
     breaker.failed(Ticket::Free, false, 110);
     assert_eq!(admit(110), None);
     breaker.failed(second, false, 120);
@@ -89,7 +89,7 @@ fn a_half_open_breaker_admits_one_trial() {
     assert_eq!([admit(140), admit(140)], [Some(Ticket::Free); 2]);
 }
 
-/// Its future was not polled until the next one was let through, in the same streak or in another.
+/// Its future was not polled until the next trial was admitted, in the same or another streak.
 #[test]
 fn a_late_trial_does_not_affect_another() {
     for another in [false, true] {
@@ -113,7 +113,7 @@ fn a_late_trial_does_not_affect_another() {
     }
 }
 
-/// A check is still under way when the probe fails.
+/// A check is still in flight when the probe fails.
 #[test]
 fn a_failed_probe_admits_no_second_trial() {
     let breaker = Breaker::new(5);

@@ -1,4 +1,4 @@
-//! What is refunded or reset undoes what was charged before it, wherever that was, and nothing else.
+//! Refunds and resets undo earlier charges in either store, and nothing else.
 
 use super::*;
 use crate::background::PendingOp;
@@ -29,7 +29,7 @@ async fn refund(
     op_queue(store.clone(), None).put(refund);
 }
 
-/// Nobody asks any more, until all is reconciled.
+/// Waits without checks until everything is reconciled.
 async fn rest() {
     sleep(Duration::from_secs(2)).await;
 }
@@ -41,7 +41,7 @@ async fn an_outage_refund_spares_newer_charges() {
             let (store, primary, _) = pair(1);
             let policies = policies(strategy, "200/100s");
             if earlier {
-                // Of an outage that is reconciled by then.
+                // The charge is of an outage that is reconciled before the refund.
                 open(&store, &primary).await;
             }
             let first = take(&store, &policies, 100).await;
@@ -108,7 +108,7 @@ async fn refunds_survive_a_full_queue() {
     }
 }
 
-/// Its charge is on its way, or fails on its way and is sent once more.
+/// Its charge is in flight, or fails and is sent again.
 #[tokio::test(start_paused = true)]
 async fn a_refund_waits_for_its_reconciliation() {
     for &strategy in Strategy::ALL {
@@ -139,7 +139,7 @@ async fn a_refund_waits_for_its_reconciliation() {
     }
 }
 
-/// Also in the later half of a window, which the primary store has begun earlier.
+/// Also in the later half of a window, which began earlier in the primary store.
 #[tokio::test(start_paused = true)]
 async fn a_refund_never_overtakes_its_charge() {
     for &strategy in Strategy::ALL {
@@ -179,7 +179,7 @@ async fn a_reset_never_overtakes_earlier_charges() {
         primary.set(Manner::AtOnce);
         sleep(Duration::from_millis(after)).await;
         let _ = store.check(Check::reset(ann(), &policies)).await.unwrap();
-        // Of what is forgotten nothing is refunded.
+        // The reset drops the charge, so nothing is refunded.
         primary.set(Manner::Each(queue_full));
         let _ = take(&store, &policies, 7).await;
         refund(&store, &held, 499).await;
@@ -189,7 +189,7 @@ async fn a_reset_never_overtakes_earlier_charges() {
     }
 }
 
-/// Its account does not have the charge.
+/// Its account lacks the charge.
 #[tokio::test(start_paused = true)]
 async fn another_instance_refunds_only_what_it_granted() {
     for &strategy in Strategy::ALL {

@@ -1,4 +1,4 @@
-//! Observers and stores of a user's own: under which locks they run, and what it costs if they panic.
+//! Custom observers and stores: the locks held while they run, and the effect of their panics.
 
 use std::future::Pending;
 use std::panic::panic_any;
@@ -8,13 +8,13 @@ use std::sync::mpsc;
 use super::far::{Far, cut, recovery, take};
 use super::*;
 
-/// Is notified of everything, and panics each time.
+/// Panics at each notification.
 struct Panics(Arc<AtomicUsize>);
 
 impl Panics {
     fn notified(&self) {
         self.0.fetch_add(1, SeqCst);
-        // Without a message for each.
+        // Panic without printing a message.
         panic_any(());
     }
 }
@@ -49,7 +49,7 @@ async fn a_panicking_observer_costs_only_its_events() {
         assert!(take(&store, ann(), &policies).await.is_allowed());
     }
     far.set(Some(Duration::from_millis(2)));
-    // Nobody asks meanwhile, who would start the task again.
+    // No check starts the task again.
     recovery(&store).await;
     sleep(Duration::from_secs(1)).await;
     let peek = far
@@ -61,7 +61,7 @@ async fn a_panicking_observer_costs_only_its_events() {
     assert_eq!(
         notified.load(SeqCst),
         3 + 1 + 1 + 1,
-        "failures, the outage, its end, and what was reconciled"
+        "failures, the outage, its end, and the reconciled cost"
     );
 }
 
@@ -105,7 +105,7 @@ async fn a_panicking_store_does_not_end_recovery() {
     assert!(!store.is_degraded());
 }
 
-/// A fallback of a user's own, which asks the store that it is a part of, as an observer might that it notifies.
+/// A custom fallback that checks the whole store it belongs to. An observer might do the same.
 #[derive(Clone, Default)]
 struct AsksBack {
     counts: LocalStore,
@@ -115,7 +115,7 @@ struct AsksBack {
 
 impl AsksBack {
     fn ask_back(&self, key: &Key) {
-        // Once each time.
+        // Do not recurse.
         let Some(whole) = lock(&self.whole).take() else {
             return;
         };
@@ -139,7 +139,7 @@ impl Store for AsksBack {
     }
 }
 
-/// In a thread of its own, which hangs for ever if a lock is held.
+/// Run on a separate thread, which hangs if a lock is held.
 #[test]
 fn user_code_runs_under_no_lock() {
     let (done, finished) = mpsc::channel();

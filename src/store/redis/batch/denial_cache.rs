@@ -1,9 +1,10 @@
-//! A memory of denials, so that a flood of denied checks costs Redis next to nothing.
+//! A cache of denials, so that a flood of denied checks costs Redis almost nothing.
 //!
-//! With every strategy a denied caller stays denied until its `retry_after`, unless something is refunded or reset. So a
-//! denial answers every check of its cost or more under the same policies until then, and for [`MEMORY`] at most: that
-//! bounds how long a refund or a reset by another instance goes unseen. There is one denial for each caller and list
-//! of policies. Checks with an id are never answered: the id may have been granted before.
+//! Under every strategy a denied caller stays denied until its `retry_after`, unless a refund or a reset frees
+//! capacity. Until then, and for [`MEMORY`] at most, a denial answers every check of its cost or more under the same
+//! policies. [`MEMORY`] bounds how long a refund or reset by another instance goes unseen; this instance's own ones
+//! drop the caller's denials immediately. The cache keeps one denial per caller and list of policies. Checks with an id
+//! are never answered from it: the id may have been granted before.
 
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering::Relaxed};
 use std::sync::{PoisonError, RwLock};
@@ -18,39 +19,39 @@ use crate::store::shards::Shards;
 use crate::util::Clock;
 
 pub(crate) struct DenialCache {
-    /// Read concurrently: most floods are on one key.
+    /// Read concurrently, because most floods are on one key.
     shards: Shards<RwLock<Shard>>,
     clock: Clock,
-    /// Number of callers in the cache: while it is 0, no check reads a shard.
+    /// Number of callers in the cache. While it is 0, checks read no shard.
     held: AtomicUsize,
-    /// Whether the cache holds anything at all.
+    /// `false` if the cache was created for 0 callers.
     is_on: bool,
 }
 
 #[derive(Debug)]
 struct Shard {
     callers: BoundedMap<Caller>,
-    /// When something was last refunded or reset: an older call may report a denial that is no longer true.
+    /// Time of the last refund or reset. A call sent before that may report an outdated denial.
     freed_at: i64,
 }
 
 #[derive(Debug)]
 struct Caller {
-    /// One for each list of policies, at most [`MAX_LISTS`], oldest first.
+    /// At most one for each list of policies and [`MAX_LISTS`] in all, oldest first.
     denials: SmallVec<[Denial; 1]>,
-    /// Number of checks that it has answered, up to [`MAX_HITS`]; one less for each time that it was a candidate for
+    /// Number of checks answered, at most [`MAX_HITS`]. Reduced by one each time that the caller is a candidate for
     /// eviction.
     hits: AtomicU8,
 }
 
 #[derive(Debug)]
 struct Denial {
-    /// Not a [`Policies`]: to read its reference count here would wait for every request that writes to it.
+    /// Not a [`Policies`]: reading its reference count would wait for every request that writes to it.
     policies: SmallVec<[Policy; 1]>,
-    /// The room that the check needed.
+    /// The capacity that the denied check needed.
     needs: u32,
     verdicts: Verdicts,
-    /// When its call was sent.
+    /// Time at which its call was sent.
     sent: i64,
     expires_at: i64,
 }
@@ -58,14 +59,14 @@ struct Denial {
 const SHARDS: usize = 16;
 /// Maximum number of denials of one caller.
 const MAX_LISTS: usize = 16;
-/// Enough to outlast a thousand other denied callers. The counter is not written above it, so that threads do not
-/// contend for it.
+/// Cap on `hits`, enough to survive a thousand other denied callers. At the cap the counter is not written, to avoid
+/// contention.
 const MAX_HITS: u8 = 15;
 /// Maximum age of a denial in microseconds.
 const MEMORY: i64 = 1_000_000;
 
 impl DenialCache {
-    /// A cache of about `max` callers; 0 for none.
+    /// Creates a cache of about `max` callers. With 0, it caches nothing.
     pub(crate) fn new(max: usize) -> Self {
         let of_shard = max.div_ceil(SHARDS);
         let shard = |_| {
@@ -83,12 +84,12 @@ impl DenialCache {
         }
     }
 
-    /// The time to pass to [`learn`](Self::learn).
+    /// The time to pass to [`learn`](Self::learn), read before the call is sent.
     pub(crate) fn now(&self) -> i64 {
         self.clock.micros()
     }
 
-    /// The verdicts on this check, if it is known to be denied.
+    /// Returns the verdicts on this check if a cached denial covers it.
     pub(crate) fn verdicts(&self, check: &Check) -> Option<Verdicts> {
         if self.held.load(Relaxed) == 0 || check.id().is_some() {
             return None;
@@ -109,7 +110,7 @@ impl DenialCache {
         Some(denial.verdicts_on(needs, now))
     }
 
-    /// Learns the decision of Redis on a call that was sent at this time.
+    /// Updates the cache with Redis's decision on a call that was sent at `sent`.
     pub(crate) fn learn(&self, check: &Check, verdicts: &Verdicts, sent: i64) {
         if !self.is_on {
             return;
@@ -125,7 +126,8 @@ impl DenialCache {
         }
     }
 
-    /// Something may have been refunded or reset, also if Redis has not replied.
+    /// Drops the caller's denials if the check may have freed capacity. Also called if Redis did not reply to a refund
+    /// or reset.
     pub(crate) fn forget(&self, check: &Check) {
         if self.is_on && gives_room(check) {
             self.change(check.key(), |shard, caller, now| {
@@ -135,7 +137,7 @@ impl DenialCache {
         }
     }
 
-    /// Changes the shard of a caller.
+    /// Changes the shard of a caller, and updates `held`.
     fn change(&self, key: &Key, change: impl FnOnce(&mut Shard, Digest, i64)) {
         let (shard, caller) = self.shards.of(key);
         let mut shard = shard.write().unwrap_or_else(PoisonError::into_inner);
@@ -169,7 +171,7 @@ impl Shard {
         let same = denials
             .iter()
             .position(|known| known.policies == denial.policies);
-        // The replies of several workers come in any order; the denial of the smaller cost answers more checks.
+        // Replies of different workers arrive in any order. The denial of the smaller cost answers more checks.
         if same.is_some_and(|place| denials[place].rank() > denial.rank()) {
             return;
         }
@@ -189,8 +191,8 @@ impl Caller {
     }
 }
 
-/// The caller with the fewest hits goes first; of equals a newcomer, so that callers that come in turn, more than fit, do
-/// not each push out the next.
+/// Evicts the caller with the fewest hits. Among equals the newcomer is evicted; otherwise callers in rotation, if too
+/// many to fit, would evict each other before any hit.
 impl Ranked for Caller {
     const OLD_STAYS: bool = true;
 
@@ -204,12 +206,12 @@ impl Ranked for Caller {
     }
 }
 
-/// The room that a check needs. `None` if no earlier denial answers it.
+/// The capacity that a check needs. `None` if a cached denial must not answer it.
 fn needs(check: &Check) -> Option<u32> {
     match check.mode() {
         Mode::Take => Some(check.cost()),
         Mode::UpTo => Some(check.cost().min(1)),
-        // A peek reads the present state, and a debt depends on more than the room.
+        // A peek reads the current state, and a debt depends on more than the free capacity.
         Mode::TakeAhead
         | Mode::Peek
         | Mode::Charge
@@ -221,13 +223,13 @@ fn needs(check: &Check) -> Option<u32> {
 }
 
 impl Denial {
-    /// `None` if these verdicts are no denial, or cannot answer other checks.
+    /// Returns `None` if the check was allowed, or if its denial cannot answer other checks.
     fn new(check: &Check, verdicts: &Verdicts, sent: i64) -> Option<Self> {
         if verdicts.each.iter().all(Verdict::is_allowed) {
             return None;
         }
         let needs = needs(check)?;
-        // No wait helps a cost above the capacity.
+        // A cost above the capacity has no wait. It stays denied as long as the cache may keep it.
         let holds = verdicts.wait().unwrap_or(MEMORY).min(MEMORY);
         let policies = check.policies().as_slice().into();
         Some(Self {
@@ -244,12 +246,12 @@ impl Denial {
         self.policies[..] == *policies.as_slice()
     }
 
-    /// The cache keeps the denial of the higher rank of two under the same policies.
+    /// Under one list of policies, the cache keeps the denial of the highest rank.
     fn rank(&self) -> (std::cmp::Reverse<u32>, i64) {
         (std::cmp::Reverse(self.needs), self.sent)
     }
 
-    /// The verdicts on a check of the same or a larger need.
+    /// The verdicts on a check that needs at least [`Self::needs`].
     fn verdicts_on(&self, needs: u32, now: i64) -> Verdicts {
         let mut verdicts = self.verdicts.later(now - self.sent);
         if needs > self.needs {
@@ -276,7 +278,7 @@ mod tests {
             .into()
     }
 
-    /// The verdicts of Redis on a check that is denied for this long.
+    /// Redis's verdicts on a check that is denied for `wait`.
     fn denied(wait: i64) -> Verdicts {
         Verdicts::new(
             0,
@@ -345,7 +347,7 @@ mod tests {
         assert_eq!((wait(5), wait(4)), (Some(false), None));
         assert!(
             denials.verdicts(&take(5).with_id("a")).is_none(),
-            "an id may have been granted"
+            "the id may have been granted before"
         );
         assert!(
             denials

@@ -1,5 +1,5 @@
-//! Checks that wait to be asked together: the [queue](Queue) of those that came, the [batch](Batch) of those that share a
-//! script call, and the [denials](DenialCache) by which some need not be asked at all. It knows no network.
+//! Batching, without any network: the [queue](Queue) of unsent checks, the [batch](Batch) of checks that share a script
+//! call, and the [cached denials](DenialCache) that answer checks without a call.
 
 mod denial_cache;
 mod queue;
@@ -12,11 +12,11 @@ pub(super) use queue::{Full, Queue};
 use super::script::{Asked, Plan, ScriptCall};
 use crate::limit::{Check, Frees, Key, Mode};
 
-/// How much of a batch a check takes: 1, or more if it is to read and write a long log.
+/// A check's share of a batch's capacity: 1, or more if it may read and write much of a long log.
 ///
-/// A log of n charges is in blocks of about the root of n. Most checks read its head alone, and some a block; a refund out
-/// of the middle rewrites both. Measured with 100,000 charges, a refund takes Redis 20 to 60 times as long as an
-/// ordinary check.
+/// A log of n charges is stored in blocks of about sqrt(n) charges. Most checks read only its head, some one block; a
+/// refund of an older charge rewrites both. With 100,000 charges, Redis spends 20 to 60 times as long on such a refund
+/// as on a take.
 pub(super) fn weight(check: &Check) -> u32 {
     let of_policy = |capacity: i64| {
         let root = u32::try_from(capacity.isqrt()).unwrap_or(0);
@@ -31,13 +31,14 @@ pub(super) fn weight(check: &Check) -> u32 {
     1 + logs.map(|params| of_policy(params.capacity)).sum::<u32>()
 }
 
-/// Checks pushed one by one into a script call, those that ask the same put together.
+/// Collects checks into a script call. Checks with the same parameters share a plan, and equal ones of a caller an entry.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
     pub(super) call: ScriptCall,
-    /// The index of the plan that asks this, instead of a search through all of them.
+    /// Index of the plan for these parameters, so that plans need no linear search.
     plan_of: HashMap<Asked, usize>,
-    /// For every caller the plan and the index of its last entry, which the next check joins if it asks the same.
+    /// For each caller the plan and index of its last entry. The next check joins that entry if its parameters are
+    /// equal.
     open: HashMap<Key, (usize, usize)>,
 }
 
@@ -75,10 +76,10 @@ impl Batch {
         self.call.push(plan, prefix, check);
     }
 
-    /// The index of the plan that asks what the check does; made if there is none.
+    /// Returns the index of the plan for this check, and creates the plan if it is new.
     fn plan(&mut self, check: &Check) -> usize {
         let (asked, plans) = (Asked::of(check), &mut self.call.plans);
-        // Mostly all checks ask the same.
+        // Usually all checks of a batch have the same parameters.
         if plans.last().is_some_and(|plan| plan.asks(asked, check)) {
             return plans.len() - 1;
         }
@@ -115,7 +116,7 @@ mod tests {
             batch.clear();
             for round in 0..3 {
                 for (i, list) in lists.iter().enumerate() {
-                    // A copy is of the same policies in memory.
+                    // A copy is an equal list in a separate allocation.
                     let list = if round == 0 {
                         list.clone()
                     } else {
@@ -166,7 +167,7 @@ mod tests {
         let mut batch = Batch::default();
         batch.push("rl", &take(&one));
         batch.push("rl", &take(&two));
-        // As if the third had the identity of the first.
+        // Simulates a collision: gives the third list the identity of the first.
         batch.plan_of.insert(Asked::of(&take(&three)), 0);
         for list in [&three, &one, &two, &three] {
             batch.push("rl", &take(list));
@@ -182,7 +183,7 @@ mod tests {
         Policies::new(names.iter().map(policy)).unwrap()
     }
 
-    /// The keys, and the numbers of each packed argument.
+    /// The keys, and the numbers in each packed argument.
     fn arguments(cmd: &Cmd) -> (Vec<String>, Vec<Vec<i64>>) {
         let args = cmd.args_iter().map(|arg| match arg {
             redis::Arg::Simple(bytes) => bytes,
@@ -210,7 +211,7 @@ mod tests {
         (keys, packed)
     }
 
-    /// Numbers of these widths in bytes; what follows them is of 4.
+    /// Unpacks numbers of these widths in bytes, and then numbers of 4 bytes.
     fn numbers(mut bytes: &[u8], widths: &[usize]) -> Vec<i64> {
         let mut numbers = vec![];
         for &width in widths.iter().chain(std::iter::repeat(&4)) {
@@ -229,7 +230,7 @@ mod tests {
         numbers
     }
 
-    /// As the script packs it.
+    /// Packs numbers as the script does.
     fn reply(numbers: impl IntoIterator<Item = i64>) -> Value {
         Value::BulkString(numbers.into_iter().flat_map(i64::to_le_bytes).collect())
     }
@@ -345,7 +346,7 @@ mod tests {
         }
     }
 
-    /// An answer of `lua/takes.lua`.
+    /// Packs an answer of `lua/takes.lua`.
     fn state(at: i64, level: i64) -> Vec<u8> {
         let number = |number: i64| number.to_le_bytes().into_iter().take(7);
         number(at).chain(number(level)).chain([9; 5]).collect()
@@ -353,7 +354,7 @@ mod tests {
 
     #[test]
     fn takes_are_decided_by_the_returned_level() {
-        // A unit is 100,000 ticks of one microsecond, and 20 are full.
+        // A unit is 100,000 ticks of 1 us, and the capacity is 20 units.
         let policies = named(&["api"]);
         let take = |caller: &str, cost| Check::take(Key::new(caller), &policies, cost);
         let mut batch = Batch::default();
@@ -420,12 +421,12 @@ mod tests {
             assert_eq!(kind(state(problem, 0)), expected, "{problem}");
         }
         for (at, level) in [
-            // Charged from below empty, and beyond full.
+            // Levels below empty and above full.
             (1_790, 0),
             (1_790, 99_999),
             (1_790, 2_000_001),
             (1_790, (1 << 55) - 1),
-            // Not charged, though there was room.
+            // Denied, although the level has capacity left.
             (1_790, -1),
             (1_790, -1 - 1_900_000),
             (1_790, -1 << 55),
@@ -446,7 +447,7 @@ mod tests {
             assert!(batch.call.read(&wrong).is_err(), "{wrong:?}");
         }
 
-        // A replica refuses each take.
+        // A replica rejects each take.
         let is_read_only = |problem| {
             let reply = Value::BulkString(state(problem, 0));
             batch.call.is_read_only(&reply)
@@ -473,11 +474,11 @@ mod tests {
         let (keys, packed) = arguments(&batch.call.command("EVALSHA", "", 0));
         let (ann, bob) = ("rl:{ann}:api:g:10/s+20", "rl:{bob}:api:g:10/s+20");
         assert_eq!(keys, [ann, bob, ann, ann, ann, ann]);
-        // Two of ann's first, bob's, and then in the order in which they came.
+        // Two answers for ann's first entry, one for bob's, then the others in order of arrival.
         let runs = [[1, 1, 2], [1, 1, 1], [2, 1, 1], [1, 1, 1], [3, 2, 1]];
         assert_eq!(packed[packed.len() - 5..], runs.map(Vec::from));
 
-        // The answers of an entry follow each other, and go to its checks in their order.
+        // An entry's answers are consecutive, in the order of its checks.
         let answers = [10, 11, 20, 30, 12, 40, 50]
             .iter()
             .flat_map(|left| [1, *left, 0, 1]);
@@ -505,7 +506,7 @@ mod tests {
         );
         assert_eq!(packed[3..], [vec![1, 1, 1_000_000, 1, 2], vec![1, 1, 1]]);
 
-        // Its answer ends with when it was charged.
+        // An answer with an id ends with the time of the charge.
         let read = |charged_at| {
             let reply = reply([1, 9, 0, 100, 1, 19, 0, 100, charged_at, 1_790]);
             batch

@@ -1,26 +1,27 @@
-//! What waits to be sent, and how many workers work on it.
+//! A queue of unsent checks, and the count of the workers that take them.
 
 use std::collections::VecDeque;
 use std::mem;
 
 /// A bounded queue that counts its workers.
 ///
-/// Each method is one step under the lock of whoever holds the queue. So a worker that finds nothing ends in the same step:
-/// whoever pushes after that is told to start another, and no job waits for a worker that has ended.
+/// Each method is one step under the lock of the owner. A worker that finds the queue empty is subtracted in that step,
+/// so the next push requests a new worker. No job waits for a worker that has ended.
 #[derive(Debug)]
 pub(crate) struct Queue<J> {
     jobs: VecDeque<J>,
     max_jobs: usize,
-    /// How many jobs have left it. As they are numbered in their order, it is the number of the oldest that waits.
+    /// Number of jobs that have left the queue. Jobs are numbered in order of arrival, so this is the number of the
+    /// oldest queued job.
     left: u64,
-    /// How many run, or are about to.
+    /// Number of workers that run or are about to.
     workers: usize,
     max_workers: usize,
-    /// How many jobs must wait for another worker to be started beside one that runs.
+    /// Number of queued jobs above which a second or later worker is started.
     backlog: usize,
 }
 
-/// A queue holds as many jobs as it may.
+/// The queue has reached its maximum length.
 #[derive(Debug)]
 pub(crate) struct Full;
 
@@ -36,7 +37,7 @@ impl<J> Queue<J> {
         }
     }
 
-    /// Adds a job. Returns whether the caller must start a worker, which is counted already.
+    /// Adds a job. Returns `true` if the caller must start a worker, which is counted already.
     ///
     /// # Errors
     ///
@@ -48,7 +49,7 @@ impl<J> Queue<J> {
         Ok(self.put(job))
     }
 
-    /// As [`push`](Self::push), of a job that was let into another queue already.
+    /// Like [`push`](Self::push), for a job that another queue has accepted: it ignores the maximum.
     pub(crate) fn put(&mut self, job: J) -> bool {
         self.jobs.push_back(job);
         let start = self.workers < self.max_workers
@@ -57,29 +58,30 @@ impl<J> Queue<J> {
         start
     }
 
-    /// What waits.
+    /// The queued jobs.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &J> {
         self.jobs.iter()
     }
 
-    /// Whether nothing waits, and no worker runs.
+    /// Returns `true` if no job is queued and no worker runs.
     pub(crate) fn is_idle(&self) -> bool {
         self.jobs.is_empty() && self.workers == 0
     }
 
-    /// The number of the job that is pushed next.
+    /// The number of the next job.
     pub(crate) fn next_number(&self) -> u64 {
         self.left + self.jobs.len() as u64
     }
 
-    /// Whether the job of this number still waits: no worker has it.
+    /// Returns `true` if the job of this number is queued, so that no worker has taken it.
     pub(crate) fn has(&self, number: u64) -> bool {
         (self.left..self.next_number()).contains(&number)
     }
 
-    /// Moves the oldest jobs to a worker: at least one, and more until they weigh `max`. Returns how many still wait.
+    /// Moves the oldest jobs to a worker: at least one, and more while their total weight is at most `max`. Returns the
+    /// number of jobs left.
     ///
-    /// `None` if there was no job: the worker is counted no longer, and must end.
+    /// Returns `None` if no job was queued: the worker is subtracted, and must end.
     pub(crate) fn take(
         &mut self,
         max: usize,
@@ -102,14 +104,14 @@ impl<J> Queue<J> {
         Some(self.jobs.len())
     }
 
-    /// Moves all jobs to a worker, to fail with those that it has sent.
+    /// Moves all jobs to a worker that fails them together with the jobs that it could not send.
     pub(crate) fn take_all(&mut self, to: &mut Vec<J>) {
         self.left = self.next_number();
         to.extend(self.jobs.drain(..));
     }
 
-    /// Counts a worker no longer that was dropped. Returns the jobs that no worker is left for: perhaps nobody pushes again
-    /// and starts one.
+    /// Subtracts a worker that was dropped. If it was the last one, returns the queued jobs, which must be failed:
+    /// another push might never come.
     #[must_use]
     pub(crate) fn leave(&mut self) -> VecDeque<J> {
         self.workers -= 1;
@@ -120,7 +122,7 @@ impl<J> Queue<J> {
         mem::take(&mut self.jobs)
     }
 
-    /// What waits in a queue that has no workers any more.
+    /// The jobs of a queue whose workers have all ended.
     pub(crate) fn into_jobs(self) -> VecDeque<J> {
         self.jobs
     }
@@ -137,21 +139,21 @@ mod tests {
 
     const JOBS: usize = 3;
 
-    /// What becomes of a worker.
+    /// The end of a worker.
     #[derive(Debug, Clone, Copy)]
     enum Fate {
         Ends,
-        /// It is dropped with a job taken, or before its first.
+        /// Its task is dropped, before its first job or with a job taken.
         IsDropped {
             taken: bool,
         },
-        /// Its calls fail, and what waits fails with them.
+        /// Its calls fail, and the queued jobs fail with them.
         Fails,
     }
 
     struct Model {
         queue: Mutex<Queue<usize>>,
-        /// How often each job was answered.
+        /// Number of answers to each job.
         answers: [AtomicUsize; JOBS],
     }
 
@@ -163,7 +165,7 @@ mod tests {
             })
         }
 
-        /// As a check and the worker that it may start, which runs at once here.
+        /// Pushes a job, as a check does. If that starts a worker, runs the worker immediately.
         fn push(&self, job: usize, fate: Fate) {
             let pushed = self.queue.lock().unwrap().push(job);
             match pushed {
@@ -173,7 +175,7 @@ mod tests {
             }
         }
 
-        /// As the loop of a worker, with its steps under the lock.
+        /// The steps under the lock of a worker's loop.
         fn worker(&self, fate: Fate) {
             let mut jobs = vec![];
             if let Fate::IsDropped { taken } = fate {
@@ -211,7 +213,7 @@ mod tests {
         }
     }
 
-    /// Three threads push and run workers, in every order in which at most two of them are interrupted.
+    /// Three threads push jobs and run workers, in every order with at most two preemptions.
     fn every_job_is_answered_once(max_jobs: usize, max_workers: usize, fates: [Fate; JOBS]) {
         for backlog in 0..=1 {
             every_job_is_answered_once_with(backlog, max_jobs, max_workers, fates);
@@ -243,7 +245,7 @@ mod tests {
             assert_eq!(answers, [1; JOBS], "answers to each job");
             let queue = model.queue.lock().unwrap();
             assert!(queue.jobs.is_empty(), "no job is left behind");
-            assert_eq!(queue.workers, 0, "workers that are counted and run no more");
+            assert_eq!(queue.workers, 0, "no ended worker is counted");
         });
     }
 
@@ -273,7 +275,7 @@ mod tests {
         assert_eq!(starts, [true, true, false]);
     }
 
-    /// Either its caller takes a job back, or a worker has it.
+    /// A job is either withdrawn by its caller or taken by a worker.
     #[test]
     fn a_withdrawn_job_is_not_sent() {
         loom::model(|| {
@@ -307,10 +309,7 @@ mod tests {
             worker.join().unwrap();
             for (job, withdrawn) in withdrawn.iter().enumerate() {
                 let sent = model.answers[job].load(Relaxed) == 1;
-                assert!(
-                    sent != withdrawn.load(Relaxed),
-                    "sent and taken back, or neither"
-                );
+                assert!(sent != withdrawn.load(Relaxed), "either sent or withdrawn");
             }
         });
     }

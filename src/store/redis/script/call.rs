@@ -1,4 +1,4 @@
-//! How checks become the arguments of one script call, and its reply their verdicts.
+//! Encodes checks as the arguments of one script call, and decodes its reply into their verdicts.
 
 use redis::{Cmd, Value};
 use smallvec::{SmallVec, smallvec};
@@ -9,47 +9,47 @@ use crate::limit::{
     Charged, Check, EachCharged, Key, Mode, Policies, Policy, SlotId, State, Verdict, Verdicts,
 };
 
-/// What one script call asks.
+/// The contents of one script call.
 #[derive(Debug, Default)]
 pub(crate) struct ScriptCall {
-    /// For every entry its keys: `prefix:{caller}` and each policy's `:name:strategy:span`; before them, for a check with
-    /// an id, `prefix:{caller}`, all of those, and `:id`.
+    /// The keys of each entry: `prefix:{caller}` with each policy's `:name:strategy:span`. For a check with an id,
+    /// these are preceded by one key of `prefix:{caller}`, all of those suffixes, and `:id`.
     keys: Vec<u8>,
-    /// Where each key ends.
+    /// End of each key in `keys`.
     ends: Vec<usize>,
     pub(crate) plans: Vec<Plan>,
     pub(crate) entries: Vec<Entry>,
-    /// For every check its entry.
+    /// Index of each check's entry.
     pub(crate) checks: Vec<usize>,
-    /// The slots that checks take, renew or release, each with its entry.
+    /// The slots that checks take, renew or release, with the index of the entry.
     slots: Vec<(usize, SlotId)>,
-    /// Whether a caller has entries under several plans.
+    /// Whether a caller has entries of several plans.
     pub(crate) has_several_of_a_caller: bool,
 }
 
-/// What is asked, of whoever asks it.
+/// The parameters of a check without its caller; entries of many callers share them.
 #[derive(Debug)]
 pub(crate) struct Plan {
     pub(crate) asked: Asked,
     pub(crate) policies: Policies,
-    /// The charge of which a part is refunded, if it is not of just now.
+    /// The refunded charge, unless it was made in this instant.
     charged: EachCharged,
 }
 
-/// All of a plan that is cheap to compare. Two lists of policies could by chance share an identity: so [`Plan::asks`]
-/// has the last word.
+/// The parameters of a plan that are cheap to compare. Two lists of policies may share an identity by chance, so
+/// [`Plan::asks`] compares the policies too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Asked {
     identity: u64,
     mode: Mode,
     cost: u32,
     with_id: bool,
-    /// Within how many microseconds a take ahead has to be due.
+    /// Maximum time in microseconds until a take ahead is due.
     within: i64,
     age: i64,
 }
 
-/// Checks of one caller that ask the same.
+/// Checks of one caller under one plan, repeated `times`.
 #[derive(Debug, PartialEq, Eq, Clone, Copy)]
 pub(crate) struct Entry {
     pub(crate) plan: usize,
@@ -84,7 +84,7 @@ impl Plan {
             && self.charged[..] == *check.charged()
     }
 
-    /// The policy, if it is a take without an id under one meter that refills gradually.
+    /// The policy, if the check is a take without an id under one meter that drains every microsecond.
     fn taken_from_meter(&self) -> Option<&Policy> {
         let is_take = self.asked.mode == Mode::Take && !self.asked.with_id;
         match self.policies.as_slice() {
@@ -93,24 +93,25 @@ impl Plan {
         }
     }
 
-    /// The cost in ticks of a meter. One above the capacity is as good as any higher cost, and cannot overflow.
+    /// The cost in ticks of a meter. Costs above the capacity are lowered to just above it: they are denied all the
+    /// same, and cannot overflow.
     fn ticks_under(&self, meter: &Policy) -> i64 {
         let params = meter.params();
         i64::from(self.asked.cost).min(params.capacity + 1) * params.interval
     }
 
-    /// The numbers in an answer of `lua/check.lua`: four for each policy; and the time of the charge, if it may have been
-    /// before.
+    /// Numbers in an answer of `lua/check.lua`: four for each policy, and the time of the charge for an answer that may
+    /// repeat an earlier one.
     fn answer_length(&self) -> usize {
         4 * self.policies.iter().len() + usize::from(self.asked.with_id)
     }
 
-    /// Upper bound of a grant of one policy.
+    /// Maximum grant that a reply may report for one policy.
     fn max_granted(&self) -> i64 {
         match self.asked.mode {
-            // An id repeats an earlier answer, which may be of another cost.
+            // A repeated id returns its earlier answer, which may be of another cost.
             _ if self.asked.with_id => u32::MAX.into(),
-            // A request in flight is granted as 1 at any cost.
+            // A request in flight is granted as 1, regardless of its cost.
             Mode::Take
             | Mode::TakeAhead
             | Mode::UpTo
@@ -118,7 +119,7 @@ impl Plan {
             | Mode::Charge
             | Mode::Refund => i64::from(self.asked.cost).max(1),
             Mode::Renew | Mode::Release => 1,
-            // Earlier charges, or requests in flight.
+            // Returns the sum of earlier charges, or the number of requests in flight.
             Mode::Reset => WHOLE.end,
         }
     }
@@ -149,7 +150,7 @@ impl ScriptCall {
         if self.is_of_takes() { &TAKES } else { &CHECK }
     }
 
-    /// Whether all of it is what `lua/takes.lua` decides.
+    /// Returns `true` if `lua/takes.lua` can decide all entries.
     fn is_of_takes(&self) -> bool {
         let mut plans = self.plans.iter();
         !self.has_several_of_a_caller
@@ -157,14 +158,14 @@ impl ScriptCall {
             && plans.all(|plan| plan.taken_from_meter().is_some())
     }
 
-    /// Adds a check that asks the same as this entry.
+    /// Adds a check with the parameters of this entry.
     pub(crate) fn repeat(&mut self, entry: usize, check: &Check) {
         self.entries[entry].times += 1;
         self.checks.push(entry);
         self.slots.extend(check.slot().map(|slot| (entry, slot)));
     }
 
-    /// Adds a check as an entry of this plan.
+    /// Adds a check as a new entry of this plan.
     pub(crate) fn push(&mut self, plan: usize, prefix: &str, check: &Check) {
         self.checks.push(self.entries.len());
         self.slots
@@ -189,7 +190,8 @@ impl ScriptCall {
     fn push_caller(&mut self, prefix: &str, caller: &Key) {
         self.keys.extend_from_slice(prefix.as_bytes());
         if *caller == Key::PROBE {
-            // Without the braces each key of the probe is in a slot of its own, so that a cluster refuses it.
+            // No braces around the probe's caller: each of its keys has a separate hash slot, so that a cluster rejects
+            // the call.
             self.keys.push(b':');
             self.keys.extend_from_slice(caller.as_bytes());
         } else {
@@ -199,7 +201,7 @@ impl ScriptCall {
         }
     }
 
-    /// What follows the caller: `:name:strategy:span`, without a span for requests in flight.
+    /// Appends the part of a key after the caller: `:name:strategy:span`, without a span for requests in flight.
     fn push_count(&mut self, policy: &Policy) {
         let between = if policy.span().is_empty() { "" } else { ":" };
         for part in [
@@ -214,7 +216,8 @@ impl ScriptCall {
         }
     }
 
-    /// The command of this call, of its [`script`](Self::script) by hash or text. `now` is 0 for Redis's own time.
+    /// Returns the command `name` (`EVALSHA` or `EVAL`) with `script`, the hash or text of its
+    /// [`script`](Self::script). `now` is 0 for Redis's own time.
     pub(crate) fn command(&self, name: &str, script: &str, now: i64) -> Cmd {
         let mut cmd =
             Cmd::with_capacity(self.ends.len() + 64, self.keys.len() + script.len() + 256);
@@ -299,7 +302,7 @@ impl ScriptCall {
             packed.add_to(cmd);
             first += plan.policies.iter().len();
         }
-        // A check may join an earlier entry of its caller.
+        // Sort by entry: a check may have joined an earlier entry of its caller.
         let mut slots = self.slots.clone();
         slots.sort_by_key(|(entry, _)| *entry);
         let (mut slots, mut entry) = (slots.into_iter().peekable(), 0);
@@ -316,12 +319,12 @@ impl ScriptCall {
         }
     }
 
-    /// The verdicts on the checks, in the order in which they were pushed.
+    /// Decodes the verdicts on the checks, in the order of their pushes.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Protocol`] for a reply that is no string, or not as long as this call makes it, or does not end with
-    /// a time.
+    /// [`ErrorKind::Protocol`] if the reply is not a string, has the wrong length for this call, or does not end with a
+    /// time.
     pub(crate) fn read(
         &self,
         reply: &Value,
@@ -344,7 +347,7 @@ impl ScriptCall {
         }))
     }
 
-    /// The reply of `lua/takes.lua`.
+    /// Decodes a reply of `lua/takes.lua`.
     fn read_takes(&self, reply: &Value) -> Result<SmallVec<[Taken; 1]>, StoreError> {
         let answers = taken(reply).filter(|answers| answers.len() == self.entries.len());
         let answers = answers.ok_or_else(protocol)?;
@@ -354,7 +357,7 @@ impl ScriptCall {
         Ok(answers.iter().zip(&self.entries).map(read).collect())
     }
 
-    /// The reply of `lua/call.lua`.
+    /// Decodes a reply of `lua/call.lua`.
     fn read_checks<'a>(&self, reply: &'a Value) -> Result<Answers<'a>, StoreError> {
         let mut end = 0;
         let mut next: Vec<usize> = Vec::with_capacity(self.entries.len());
@@ -372,9 +375,9 @@ impl ScriptCall {
         Ok(Answers::OfChecks { at, numbers, next })
     }
 
-    /// Whether the server is a replica, and so refused a check that would write.
+    /// Returns `true` if the server is a replica and so rejected a check that would write.
     pub(crate) fn is_read_only(&self, reply: &Value) -> bool {
-        // No other number of a reply has this value.
+        // No other number in a reply has this value.
         if self.is_of_takes() {
             let mut answers = taken(reply).into_iter().flatten();
             answers.any(|answer| i56(&answer[..7]) == wire::READ_ONLY)
@@ -384,28 +387,29 @@ impl ScriptCall {
     }
 }
 
-/// A reply while its answers are read.
+/// A partly decoded reply.
 enum Answers<'a> {
-    /// For each entry.
+    /// One per entry.
     OfTakes(SmallVec<[Taken; 1]>),
     OfChecks {
         /// The time of the call.
         at: i64,
         numbers: &'a [[u8; 8]],
-        /// Where the next answer of each entry begins.
+        /// Start of each entry's next answer.
         next: Vec<usize>,
     },
 }
 
-/// The takes of an entry. Redis has returned the state of the meter, from which the Rust half decides them as Redis did.
+/// The takes of an entry. Redis replies with the state of the meter, from which the Rust half computes the decisions of
+/// the script.
 enum Taken {
-    /// The state before the next take, at this time.
+    /// The state before the next take, and its time.
     From(i64, State),
     Problem(i64),
 }
 
 impl Taken {
-    /// Reads an answer of `lua/takes.lua`.
+    /// Decodes an answer of `lua/takes.lua`.
     fn read(answer: &[u8; TAKEN_LENGTH], plan: &Plan, times: i64) -> Self {
         let [at, level] = [0, 7].map(|from| i56(&answer[from..from + 7]));
         let Some(policy) = plan.taken_from_meter().filter(|_| at >= 0) else {
@@ -439,17 +443,17 @@ impl Taken {
     }
 }
 
-/// Reads the key of a count after its prefix, as [`ScriptCall::push`] writes it: the caller, and a policy of that count.
-/// `None` for other keys.
+/// Parses the part of a count's key after the prefix, as [`ScriptCall::push`] writes it, into the caller and a policy
+/// with that count. Returns `None` for other keys.
 pub(crate) fn read_key(rest: &str) -> Option<(Key, Policy)> {
     let (caller, count) = rest.strip_prefix(":{")?.split_once("}:")?;
-    // The key of a remembered answer ends with an id, which no span has.
+    // The key of a remembered answer ends with an id, which no span contains.
     let (name, count) = count.split_once(':')?;
     let (letter, span) = count.split_once(':').unwrap_or((count, ""));
     Some((Key::of_redis(caller)?, Policy::of_key(name, letter, span)?))
 }
 
-/// An argument of packed numbers, lowest byte first.
+/// An argument of packed numbers, least significant byte first.
 #[derive(Default)]
 struct Packed(SmallVec<[u8; 40]>);
 
@@ -459,35 +463,35 @@ impl Packed {
         self
     }
 
-    /// A count, or a cost.
+    /// Appends a count or a cost.
     fn u32(&mut self, number: usize) -> &mut Self {
         self.0.extend_from_slice(&(number as u32).to_le_bytes());
         self
     }
 
-    /// A number that a double holds exactly.
+    /// Appends a number below 2^53, which a double represents exactly.
     fn i56(&mut self, number: i64) -> &mut Self {
         self.0.extend_from_slice(&number.to_le_bytes()[..7]);
         self
     }
 
-    /// Ends the argument, and begins the next.
+    /// Adds the argument to the command and starts the next one.
     fn add_to(&mut self, cmd: &mut Cmd) {
         cmd.arg(self.0.as_slice());
         self.0.clear();
     }
 }
 
-/// Rooms, levels and times as the scripts report them, which a double holds exactly.
+/// Capacities, levels and times that the scripts report: integers that a double represents exactly.
 const WHOLE: std::ops::Range<i64> = 0..1 << 53;
 /// Maximum number of entries in a call of `lua/takes.lua`: Lua passes no more than 8,000 values to a function.
 const MAX_TAKES: usize = 4_000;
-/// Bytes of an answer of `lua/takes.lua`.
+/// Length in bytes of an answer of `lua/takes.lua`.
 const TAKEN_LENGTH: usize = 19;
 /// A problem that no script reports.
 const UNKNOWN: i64 = i64::MIN;
 
-/// The numbers of a reply, lowest byte first. None if it has another shape.
+/// The numbers in a reply, least significant byte first. `None` if its length is wrong.
 fn numbers(reply: &Value) -> Option<&[[u8; 8]]> {
     let Value::BulkString(bytes) = reply else {
         return None;
@@ -496,7 +500,7 @@ fn numbers(reply: &Value) -> Option<&[[u8; 8]]> {
     rest.is_empty().then_some(numbers)
 }
 
-/// The answers in a reply of `lua/takes.lua`. None if it has another shape.
+/// The answers in a reply of `lua/takes.lua`. `None` if its length is wrong.
 fn taken(reply: &Value) -> Option<&[[u8; TAKEN_LENGTH]]> {
     let Value::BulkString(bytes) = reply else {
         return None;
@@ -505,7 +509,7 @@ fn taken(reply: &Value) -> Option<&[[u8; TAKEN_LENGTH]]> {
     rest.is_empty().then_some(answers)
 }
 
-/// A number of 7 bytes, lowest first; 0 for fewer bytes.
+/// Decodes a number of 7 bytes, least significant first; 0 if there are fewer.
 fn i56(bytes: &[u8]) -> i64 {
     let mut number = [0; 8];
     if let Some(high) = number.get_mut(1..=bytes.len()) {
@@ -518,11 +522,13 @@ fn protocol() -> StoreError {
     StoreError::new(ErrorKind::Protocol)
 }
 
-/// One answer of this time: four numbers for each policy. If it has an id, then when it was charged.
+/// Decodes an answer: four numbers for each policy and, with an id, the time of the charge. `at` is the time of the
+/// call.
 ///
 /// # Errors
 ///
-/// What kept Redis from deciding this one check, or [`ErrorKind::Protocol`] for numbers that the script never makes.
+/// Returns the reason why Redis did not decide this check, or [`ErrorKind::Protocol`] for numbers that the script never
+/// returns.
 fn verdicts(answer: &[[u8; 8]], plan: &Plan, at: i64) -> Result<Verdicts, StoreError> {
     let (policies, most) = (&plan.policies, plan.max_granted());
     let (mut granted, mut problem) = (0, 0);
@@ -563,14 +569,14 @@ fn verdicts(answer: &[[u8; 8]], plan: &Plan, at: i64) -> Result<Verdicts, StoreE
     })
 }
 
-/// The error of a check that has this problem: [`ErrorKind::Protocol`] if the problem is unknown.
+/// The error of a check with this problem, or [`ErrorKind::Protocol`] if the number is unknown.
 fn failure(problem: i64) -> StoreError {
     match problem {
         wire::REFUSED => {
             let reason = "a command of the script failed: allow all that `RedisStore` needs, and let nobody else write its keys";
             StoreError::explained(ErrorKind::Refused, reason).of_check()
         }
-        // Redis refuses the first write of a script for these reasons, and then nothing was charged, or none at all.
+        // Redis rejects the first write of a script for these reasons, so nothing was charged.
         wire::NO_WRITES => {
             let reason = "it takes no writes: let it save to disk, and have the replicas that it is configured to want";
             StoreError::explained(ErrorKind::Refused, reason).unsent()

@@ -1,6 +1,6 @@
-//! What Redis is asked and what it answers, in its own letters and numbers. Pure: nothing here is sent.
+//! The wire format of script calls: the scripts, their arguments and their replies. Sends nothing.
 //!
-//! `lua/call.lua` and `lua/takes.lua` have the contracts.
+//! `lua/call.lua` and `lua/takes.lua` define the contracts.
 
 mod call;
 mod wire;
@@ -9,16 +9,16 @@ use std::sync::OnceLock;
 
 pub(super) use call::{Asked, Plan, ScriptCall, read_key};
 
-/// Decides any checks.
+/// Decides checks of any kind.
 static CHECK: Script = Script::new(wire::CHECK);
-/// Decides takes under meters, in less time.
+/// Decides takes under meters, faster than [`CHECK`].
 static TAKES: Script = Script::new(wire::TAKES);
-/// Announces an instance. Returns how many are alive.
+/// Announces an instance. Returns the number of live instances.
 pub(super) static ANNOUNCE: Script = Script::new(include_str!("../../../../lua/announce.lua"));
-/// Sets the number of partitions, if there is none. Returns the number that is there.
+/// Sets the number of partitions unless one is set. Returns the number in effect.
 pub(super) static MARKER: Script = Script::new(include_str!("../../../../lua/marker.lua"));
 
-/// A script in Lua.
+/// A Lua script with its hash.
 #[derive(Debug)]
 pub(super) struct Script {
     pub(super) text: &'static str,
@@ -33,7 +33,7 @@ impl Script {
         }
     }
 
-    /// The SHA-1 by which EVALSHA names it.
+    /// The SHA-1 hash that `EVALSHA` takes.
     pub(super) fn hash(&self) -> &str {
         self.hash
             .get_or_init(|| redis::Script::new(self.text).get_hash().to_owned())

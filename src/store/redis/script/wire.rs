@@ -1,9 +1,9 @@
-//! What stands for a mode and a problem in the script's arguments and reply, and the text of the script.
+//! The constants that Rust and Lua share, and the text of the scripts.
 
 use crate::limit::{Frees, Kind, Mode, Policy, strategies};
 
-/// Gives a macro the numbers that both halves of the script know, beside those of the strategies: of modes, of what
-/// went wrong in place of what was granted, and of what counts requests in flight.
+/// Calls a macro with the constants that both halves share, except the numbers of strategies: modes, problems, and the
+/// number of requests in flight as a kind of count.
 macro_rules! numbers {
     ($with:ident) => {
         $with! {
@@ -19,7 +19,7 @@ macro_rules! in_rust {
     ($($mode:ident $_name:ident = $mode_number:literal),*; $($name:ident = $number:literal),*) => {
         $(pub(crate) const $name: i64 = $number;)*
 
-        /// The number that stands for it in an argument.
+        /// The number of a mode in an argument.
         pub(crate) const fn mode_number(mode: Mode) -> u8 {
             match mode { $(Mode::$mode => $mode_number,)* }
         }
@@ -28,7 +28,7 @@ macro_rules! in_rust {
 
 numbers!(in_rust);
 
-/// The rights that the script needs; what a check lacks is [`NO_PERMISSION`] less the place of the right, from 1 on.
+/// The rights that the script needs. A check that lacks the n-th right (n >= 1) fails with [`NO_PERMISSION`] - n.
 /// `lua/problem.lua` has the same list.
 pub(crate) const RIGHTS: [&str; 16] = [
     "mget",
@@ -64,7 +64,7 @@ macro_rules! lua {
     };
 }
 
-/// What is made only if it is asked for.
+/// Wraps a strategy in a Lua function, so that a call only creates the strategies that it uses.
 macro_rules! strategy {
     ($number:expr, $name:expr) => {
         concat!(
@@ -81,8 +81,7 @@ macro_rules! strategy {
 
 macro_rules! script {
     ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, $kinds:tt;)*) => {
-        /// The script of every check: the call, the functions that the strategies share, the strategies, the driver, and the
-        /// reply.
+        /// The script for checks of any kind: the call, shared helpers, the strategies, the driver and the reply.
         pub(crate) const CHECK: &str = concat!(
             lua!("call"),
             "\n",
@@ -102,7 +101,8 @@ macro_rules! script {
     };
 }
 
-/// The script of the most frequent call. The numbers of modes and problems come after its usual end: each takes time.
+/// The script for the most frequent call. Its numbers of modes and problems follow its fast path, which returns before
+/// it reads them: reading them takes time.
 pub(crate) const TAKES: &str = concat!(
     lua!("takes"),
     "\n",
@@ -114,7 +114,7 @@ pub(crate) const TAKES: &str = concat!(
 
 strategies!(script);
 
-/// The number that stands for what a policy counts in an argument.
+/// The number of a policy's kind of count in an argument.
 pub(crate) const fn kind_number(kind: Kind) -> u8 {
     match kind {
         Kind::Rate(strategy) => strategy.number(),
@@ -122,16 +122,16 @@ pub(crate) const fn kind_number(kind: Kind) -> u8 {
     }
 }
 
-/// A policy as the `policy` function of its strategy in Lua takes it; `lua/prelude.lua` has their contract.
+/// Encodes a policy for the `policy` function of its strategy in Lua; `lua/prelude.lua` has the contract.
 ///
-/// First comes the capacity, in units of cost. Then, of what refills:
-/// - how many ticks make a unit of cost,
-/// - how many ticks come at a time: in every microsecond, or after every period,
-/// - that period in microseconds, or 0.
+/// The first number is the capacity in units of cost. For a refilling quota follow:
+/// - the ticks in a unit of cost,
+/// - the ticks that drain per microsecond, or per period,
+/// - that period in microseconds, or 0 for every microsecond.
 ///
-/// For a window, and for requests in flight, whose period is the time to live of a slot:
-/// - its period in microseconds,
-/// - when windows of the clock begin, in microseconds within a period, or -1 where a first charge begins one,
+/// For a window, and for requests in flight, whose period is the time to live of a slot, follow:
+/// - the period in microseconds,
+/// - the offset of clock-aligned windows in microseconds within a period, or -1 if the first charge begins a window,
 /// - the width of a cell in microseconds.
 pub(crate) fn arguments(policy: &Policy) -> [i64; 4] {
     let params = policy.params();

@@ -1,5 +1,5 @@
-//! What a cluster asks of the workers: to look for its slots again, and to send on what a node has refused because of
-//! how they are spread. The node did not run it.
+//! Workers and clusters: queries which node owns which slot, and routes checks that a node rejected because of its
+//! slots. A node that rejects a call has not run it.
 
 use std::io;
 use std::sync::{Arc, Weak};
@@ -18,19 +18,19 @@ use crate::store::redis::topology::cluster::{Cluster, Planned, Refusal, SlotMap,
 use crate::store::redis::topology::{Node, Topology};
 use crate::util::instant;
 
-/// How long the marker stays after the last instance has looked at it, which each does every hour.
+/// Time to live of the marker. Each instance renews it every hour.
 const MARKER_KEPT: Duration = Duration::from_secs(3 * 86_400);
-/// After so many nodes that all send us elsewhere.
+/// Maximum number of nodes that redirect a check before it fails.
 const MAX_HOPS: u8 = 8;
-/// How long a check waits for its own keys to be on one node: less than the deadline of a fallback, which should not
-/// take it for an outage.
+/// Maximum time that a check waits until all its keys are on one node. Shorter than the deadline of a fallback, which
+/// would otherwise count a migrating slot as an outage.
 const PATIENCE: Duration = Duration::from_millis(30);
 
-/// Checks, and the nodes that decide them now. None where that has to be waited for.
+/// Checks with the node that decides each. `None` if the check must wait for its node.
 pub(super) type Placed = Vec<(Option<Node>, Job)>;
 
 impl Inner {
-    /// Has the slots queried soon, on this runtime unless a task on another one is about to do so.
+    /// Schedules a query of the slots, on this runtime unless another runtime's task has scheduled one.
     pub(super) fn refresh(self: &Arc<Self>, why: Why) {
         let (Some(cluster), Ok(runtime)) = (self.topology.cluster(), Handle::try_current()) else {
             return;
@@ -56,7 +56,7 @@ impl Inner {
     ///
     /// # Errors
     ///
-    /// The error of the query, or of the marker.
+    /// Returns the error of the query, or of the marker.
     async fn query_slots(self: &Arc<Self>, cluster: &Cluster, why: Why) -> Result<(), StoreError> {
         let queried = async {
             let (map, changed) = cluster.ask_any(why, self.limits.timeout).await?;
@@ -68,7 +68,7 @@ impl Inner {
         outcome.map(drop)
     }
 
-    /// Takes up a map of slots, once the marker allows it.
+    /// Adopts a map of slots, unless the marker rejects this store.
     async fn adopt(
         self: &Arc<Self>,
         cluster: &Cluster,
@@ -81,7 +81,7 @@ impl Inner {
                     let _ = cluster.refused.set(error.clone());
                     return Err(error);
                 }
-                // That master is away: it must not keep the others from deciding.
+                // The marker's master is unreachable: the other masters must still be used.
                 Err(error) => self.failed(&error),
             }
         }
@@ -90,11 +90,12 @@ impl Inner {
         Ok(())
     }
 
-    /// Sets the marker to our number. Returns whether it had that number before.
+    /// Sets the marker to this store's number of partitions. Returns whether it had that number before.
     ///
     /// # Errors
     ///
-    /// A [`ConfigError`] if it has another number, and ours was never confirmed; the error of a call that failed.
+    /// A [`ConfigError`] if the marker has another number and this store's number was never confirmed; the error of a
+    /// failed call.
     async fn mark(self: &Arc<Self>, cluster: &Cluster, map: &SlotMap) -> Result<bool, StoreError> {
         let (ours, node) = (
             cluster.partitions(),
@@ -115,7 +116,7 @@ impl Inner {
         Err(ConfigError::new(text).into())
     }
 
-    /// Keeps the watch of sentinels running, and checks the marker of a cluster once in a while.
+    /// Keeps the watch of the sentinels running, or schedules the hourly check of a cluster's marker.
     pub(super) fn attend(self: &Arc<Self>) {
         match &self.topology {
             Topology::Sentinel(sentinels) => sentinels.watch(),
@@ -126,11 +127,12 @@ impl Inner {
         }
     }
 
-    /// Queries the slots now, for checks that wait for them. If that has just failed, returns that error immediately.
+    /// Queries the slots immediately, for waiting checks. If the last query has just failed, returns its error without
+    /// another query.
     ///
     /// # Errors
     ///
-    /// Why they are not known.
+    /// Returns the error of the query.
     pub(super) async fn refreshed(self: &Arc<Self>, cluster: &Cluster) -> Result<(), StoreError> {
         if let Some(error) = cluster.refresher.has_just_failed() {
             self.refresh(Why::Unknown);
@@ -141,11 +143,11 @@ impl Inner {
             .map_err(|error| error.at(cluster.address(None)))
     }
 
-    /// The node that has the keys of no caller.
+    /// Returns the node with the keys that belong to no caller.
     ///
     /// # Errors
     ///
-    /// Why it is not known.
+    /// Returns the reason why no such node was found.
     pub(crate) async fn shared_node(self: &Arc<Self>) -> Result<Node, StoreError> {
         if let Some(cluster) = self.topology.cluster()
             && cluster.shared_node().is_none()
@@ -155,14 +157,14 @@ impl Inner {
         self.topology.shared_node().ok_or_else(no_node)
     }
 
-    /// Where a check is decided now.
+    /// Returns the node that decides a check at present.
     pub(super) fn node_of(&self, job: &Job) -> Option<Node> {
         let asks = job.redirect.as_ref().and_then(|redirect| redirect.ask);
         asks.or_else(|| self.topology.node(job.partition))
     }
 
-    /// A node has refused the call of these checks. Returns those that can be decided elsewhere or later, and answers
-    /// the others.
+    /// Handles a call that the node `from` rejected. Returns its checks that another node can decide, or this one
+    /// later, and fails the others.
     pub(super) fn redirect(
         self: &Arc<Self>,
         cluster: &Cluster,
@@ -185,7 +187,7 @@ impl Inner {
         let address = cluster.address(Some(from));
         let refused = error_of(error).at(&address);
         let not_ready = not_run(ErrorKind::NotReady, error).at(&address);
-        // Whether it was of one caller alone.
+        // Whether all checks of the call are of one caller.
         let alone = jobs.len() == 1 || jobs.iter().all(|job| job.alone);
         let mut again = vec![];
         for mut job in jobs {
@@ -200,8 +202,9 @@ impl Inner {
                 Refusal::NotReady => None,
                 _ if redirect.hops > MAX_HOPS && refusal != Refusal::TryAgain => None,
                 Refusal::Moved { node, .. } => Some(Some(node)),
-                // Each caller by itself is mostly on one node. Redis 6.2 says ASK too where only some of the keys are gone:
-                // there, a caller who is still here would be counted anew.
+                // Send each caller's checks in a separate call: all keys of one caller are usually on one node. Redis
+                // 6.2 also sends a redirect if only some keys of the call have migrated, and the importing node would
+                // start an empty count for a caller that has not.
                 Refusal::Ask(_) | Refusal::TryAgain if !alone => Some(Some(from)),
                 Refusal::Ask(node) => {
                     redirect.ask = Some(node);
@@ -228,7 +231,7 @@ impl Inner {
         again
     }
 
-    /// Splits the checks of a node: first the checks that another node serves now, then the others.
+    /// Splits the checks of a node: first the checks that another node serves, then the others.
     pub(super) fn moved(&self, jobs: impl Iterator<Item = Job>, node: Node) -> (Placed, Vec<Job>) {
         let placed = jobs.map(|job| (self.node_of(&job), job));
         let (elsewhere, left): (Vec<_>, Vec<_>) =
@@ -269,7 +272,8 @@ mod tests {
         assert!(told.kind() == ErrorKind::NotReady && told.is_unsent());
     }
 
-    /// A node that is of the cluster of this id. Another one may take its address.
+    /// Starts a node that reports this cluster id. Changing the id simulates a node of another cluster at the same
+    /// address.
     fn node(id: &'static str) -> (u16, Arc<Mutex<&'static str>>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -298,7 +302,7 @@ mod tests {
         (port, id)
     }
 
-    /// Neither when another takes its place, nor when its store is dropped.
+    /// A planned query of the slots ends when another query replaces it, and when its store is dropped.
     #[tokio::test]
     async fn no_planned_refresh_outlives_its_reason() {
         let tasks = || Handle::current().metrics().num_alive_tasks();
@@ -313,7 +317,8 @@ mod tests {
         }
     }
 
-    /// Nobody can tell whether it was set up anew, or its addresses are another's. The application has named them.
+    /// A cluster that was set up again looks like another cluster with its addresses. It adopts the new
+    /// cluster after 30 s, because the application configured the addresses.
     #[tokio::test]
     async fn a_replaced_cluster_is_eventually_adopted() {
         let (port, id) = node("a");
@@ -362,7 +367,7 @@ mod tests {
             }
             rest(25).await;
             assert!(ask().await.is_err());
-            // It was not gone for long.
+            // The first cluster is back within 30 s.
             *lock(&id) = "a";
             ask().await.unwrap();
         }
@@ -377,6 +382,9 @@ mod tests {
                 .is_ok()
         );
         *lock(&id) = "a";
-        assert!(ask().await.is_err(), "it is not taken back at once");
+        assert!(
+            ask().await.is_err(),
+            "the former cluster is not adopted again immediately"
+        );
     }
 }

@@ -1,4 +1,4 @@
-//! What the clones of a store share.
+//! The state that the clones of a store share: queues, cached denials, limits and the topology.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -32,7 +32,7 @@ pub(crate) struct Inner {
     pub(super) limits: Limits,
     pub(super) denials: DenialCache,
     pub(crate) observer: OnceLock<Arc<dyn Observer>>,
-    /// A test's own time; 0 for Redis's.
+    /// The time that tests set; 0 for Redis's own time.
     pub(super) now: Arc<AtomicI64>,
     /// When a missing right was last reported.
     reported: Mutex<Option<Instant>>,
@@ -48,9 +48,9 @@ pub(crate) struct Limits {
     pub(crate) timeout: Duration,
 }
 
-/// How many keys of the whole database a step of a scan looks at: Redis does nothing else for about half a millisecond.
+/// Number of keys that a step of a scan examines. It blocks Redis for about half a millisecond.
 const SCAN_STEP: usize = 1_000;
-/// How many nodes may send a script elsewhere.
+/// Maximum number of nodes that a shared script is sent to.
 const MAX_HOPS: usize = 4;
 
 impl Inner {
@@ -82,7 +82,7 @@ impl Inner {
         lock(&self.queues)
     }
 
-    /// Calls `act` with the queue of a node on this runtime, under the lock; also with what ended workers have left.
+    /// Calls `act` under the lock with the queue of a node on this runtime, and with the buffers of ended workers.
     pub(super) fn with_queue<T>(
         self: &Arc<Self>,
         runtime: &Handle,
@@ -106,7 +106,7 @@ impl Inner {
             (act(&mut each[index], spare), watch)
         };
         if let Some(watch) = watch {
-            // A runtime that has ended drops it at once: that answers what waits.
+            // A runtime that has shut down drops the watch, whose `Drop` fails the queued checks.
             runtime.spawn(watch.run());
         }
         result
@@ -125,7 +125,8 @@ impl Inner {
             batch,
             timeout,
         } = self.limits;
-        // A second call for a partition is worth its cost only once there is enough for it.
+        // In a cluster, start a second worker only for a full batch: more calls for one partition cost more than they
+        // save.
         let backlog = if self.topology.cluster().is_some() {
             batch
         } else {
@@ -153,8 +154,8 @@ impl Inner {
         )
     }
 
-    /// Calls a script with the key of this name, which is of no caller, and two arguments, on a node or wherever that
-    /// sends us. It may be run again.
+    /// Calls a script with a key that belongs to no caller, and two arguments, following redirects from `node`. The
+    /// script may run twice, so it must be idempotent.
     pub(crate) async fn run_shared<T: FromRedisValue>(
         self: &Arc<Self>,
         node: Node,
@@ -215,7 +216,7 @@ impl Inner {
             .map_err(|error| error.at(self.topology.address(Some(node))))
     }
 
-    /// Which keys match this pattern, of a node: one step from a cursor on, with the cursor of the next.
+    /// Runs one step of a scan on a node. Returns the next cursor and the keys that match `pattern`.
     pub(crate) async fn scan(
         self: &Arc<Self>,
         node: Node,
@@ -246,7 +247,7 @@ impl Inner {
             .map_err(|error| error.at(self.topology.address(Some(node))))
     }
 
-    /// Answers a check by what Redis said to a call that was sent at this time.
+    /// Answers a check with the outcome of a call that was sent at `sent_at`, and updates the cached denials.
     pub(super) fn decide(&self, job: Job, verdicts: Result<Verdicts, StoreError>, sent_at: i64) {
         if let Err(error) = &verdicts
             && error.kind() == ErrorKind::Permission
@@ -263,13 +264,13 @@ impl Inner {
         });
     }
 
-    /// Answers a check that may have been sent by an error.
+    /// Fails a check that may have been sent.
     pub(super) fn refuse(&self, job: Job, error: StoreError) {
         self.decide(job, Err(error), 0);
     }
 
-    /// Reports a missing right, once a minute: the checks that need it fail, and no outage is reported, since Redis
-    /// decides the others.
+    /// Reports a missing right, at most once a minute. The checks that need the right fail, but Redis decides all
+    /// others, so the breaker of a fallback stays closed and reports no outage.
     fn lacks_right(&self, error: &StoreError) {
         let is_due = {
             let (mut reported, now) = (lock(&self.reported), instant());
@@ -288,7 +289,7 @@ impl Inner {
         }
     }
 
-    /// Tells of a failure that no check was answered with.
+    /// Reports a failure that no check returned.
     pub(crate) fn failed(&self, error: &StoreError) {
         contain(|| or_log(self.observer.get()).failed(&event::Failed::new(None, error)));
     }
@@ -303,7 +304,7 @@ impl fmt::Debug for Inner {
     }
 }
 
-/// A task on a queue's runtime, dropped when that ends: it takes the queue away.
+/// A task that ends with its runtime and then removes the queue and fails the checks in it.
 struct Watch {
     inner: Weak<Inner>,
     queue: u64,
@@ -328,16 +329,17 @@ impl Drop for Watch {
     }
 }
 
-/// The runtime of this call.
+/// Returns the current runtime.
 ///
 /// # Errors
 ///
-/// [`ErrorKind::NoRuntime`].
+/// [`ErrorKind::NoRuntime`] outside of a runtime.
 pub(super) fn runtime() -> Result<Handle, StoreError> {
     Handle::try_current().map_err(|_| no_runtime())
 }
 
-/// Whether the runtime of this task is being shut down: from before it drops its first task, it takes no more of them.
+/// Returns `true` if the current runtime is shutting down: such a runtime drops new tasks immediately, before it drops
+/// its first running task.
 pub(super) fn runtime_is_ending() -> bool {
     let task = tokio::spawn(pending::<()>());
     let is_dropped = task.is_finished();
@@ -359,7 +361,8 @@ mod tests {
         }
     }
 
-    /// Or the announcement of an instance would end with it, or what asks a cluster for its slots.
+    /// A panic would otherwise end the task that announces this instance, or the query of the slots of a
+    /// cluster.
     #[test]
     fn an_observer_that_panics_ends_no_task() {
         let store = RedisStore::builder("redis://127.0.0.1:1")

@@ -1,4 +1,4 @@
-//! Both ends of an answer: the check that waits in the queue, and the future that its caller holds.
+//! A queued check and the future that its caller awaits.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -13,52 +13,53 @@ use crate::store::redis::batch::weight;
 use crate::store::redis::topology::Node;
 use crate::util::{instant, polled_after_completion};
 
-/// A check that waits for its answer.
+/// A queued or sent check.
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) check: Check,
     pub(super) since: Instant,
-    /// Where it was put first.
+    /// Its first place in a queue.
     pub(super) place: Place,
-    /// How much of a batch it takes.
+    /// Its share of a batch's capacity.
     pub(super) weight: u32,
     /// The partition of its caller.
     pub(super) partition: u16,
     /// Whether only checks of the same caller may share its call.
     pub(super) alone: bool,
-    /// Whether and how a node has sent it elsewhere.
+    /// Set after a node has redirected it.
     pub(super) redirect: Option<Box<Redirect>>,
     answer: oneshot::Sender<Result<Decision, StoreError>>,
 }
 
-/// Where a job was put: the numbers of a queue, and of the job in it.
+/// The numbers of a queue and of a job in it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) queue: u64,
     pub(super) job: u64,
 }
 
-/// How a check goes on after a node has sent it elsewhere.
+/// The redirections of a check.
 #[derive(Debug, Default)]
 pub(super) struct Redirect {
-    /// The node to which the slot is being moved: it takes the check now, though the slot is not yet its own.
+    /// The node that imports the check's slot. It decides the check after `ASKING`, although it does not own the slot
+    /// yet.
     pub(super) ask: Option<Node>,
-    /// Since when it has been refused for good reason only to be tried again.
+    /// Time of the first rejection because the keys were on two nodes.
     pub(super) waits: Option<Instant>,
-    /// How often it was sent elsewhere.
+    /// Number of redirections so far.
     pub(super) hops: u8,
 }
 
-/// Resolves to the answer of a [`RedisStore`](crate::RedisStore).
+/// Resolves to the decision of a [`RedisStore`](crate::RedisStore).
 ///
 /// # Panics
 ///
-/// If it is polled after it has answered.
+/// If it is polled after it has resolved.
 #[derive(Debug)]
 pub struct RedisFuture {
-    /// None once it has been told.
+    /// `None` after it has resolved, or was withdrawn.
     answer: Option<oneshot::Receiver<Result<Decision, StoreError>>>,
-    /// Where its check was put.
+    /// The first place of its check.
     pub(super) place: Place,
 }
 
@@ -86,7 +87,7 @@ impl Job {
         )
     }
 
-    /// Checks of one group share a script call.
+    /// Consecutive checks of the same group share a script call.
     pub(super) fn group(&self) -> (bool, u16, Option<&[u8]>) {
         (
             self.asks(),
@@ -95,7 +96,7 @@ impl Job {
         )
     }
 
-    /// Whether it asks a node for a slot that is being moved there.
+    /// Returns `true` if its call is preceded by `ASKING`, because the node imports the slot.
     pub(super) fn asks(&self) -> bool {
         self.redirect
             .as_ref()
@@ -108,7 +109,7 @@ impl Job {
     }
 
     pub(super) fn answer(self, decide: impl FnOnce(Check) -> Result<Decision, StoreError>) {
-        // A caller that has gone away since it was sent was charged all the same.
+        // If the caller has dropped the future since the check was sent, the charge stands.
         let _ = self.answer.send(decide(self.check));
     }
 
@@ -118,7 +119,7 @@ impl Job {
 }
 
 impl RedisFuture {
-    /// Nobody waits for the answer any longer: a worker that takes the check drops it.
+    /// Drops the receiver, so that the worker that takes the check drops it unsent.
     pub(super) fn abandon(&mut self) {
         self.answer = None;
     }
@@ -137,7 +138,7 @@ impl Future for RedisFuture {
     }
 }
 
-/// For what is asked where there is no runtime, or was asked on one that has ended. It says nothing of Redis.
+/// The error of a check outside of a runtime, or on a runtime that has shut down: no evidence about Redis.
 pub(super) fn no_runtime() -> StoreError {
     StoreError::new(ErrorKind::NoRuntime).of_check()
 }

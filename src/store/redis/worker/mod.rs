@@ -1,10 +1,16 @@
-//! What joins the rooms below: a [task](task) takes what waits, sends it as script calls over a connection, answers
-//! every check, and goes on until its queue is empty; then it ends. A check that comes while fewer workers run than may
-//! starts one, so that an idle store adds no delay.
+//! Workers: tasks that send queued checks to Redis as script calls, and report each reply to the check's future.
 //!
-//! A store has separate [queues], workers and connections for each tokio runtime and node, so that a check depends on its
-//! own runtime only. They end when that runtime shuts down, and the checks that wait there fail. A check without a node
-//! waits in a queue without connections until its worker has queried the slots of the [cluster].
+//! Each tokio runtime has separate [queues], workers and connections for each node, so that a check depends on its own
+//! runtime only. A worker ends when its queue is empty. A check that finds fewer workers than allowed starts one, so an
+//! idle store sends a check immediately. A check whose node is unknown waits in a queue without connections, while its
+//! worker queries the slots of the [cluster].
+//!
+//! - **Lost reply.** If a call fails or times out, its checks fail with an error that says whether they were certainly
+//!   not sent. No check is sent again unless the node has rejected it without running it.
+//! - **No connection.** If no connection can be made, all checks that wait for the node fail, since each batch would
+//!   wait for the same timeout.
+//! - **End of a runtime.** When a runtime shuts down, its queues, workers and connections are dropped, and the checks
+//!   in them fail with [`ErrorKind::NoRuntime`](crate::error::ErrorKind::NoRuntime).
 
 mod cluster;
 mod inner;

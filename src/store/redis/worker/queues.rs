@@ -10,26 +10,27 @@ use crate::store::redis::topology::{Node, Pool, Topology};
 
 #[derive(Default)]
 pub(super) struct Queues {
-    /// Mostly one.
+    /// Usually one: a linear search is fastest.
     pub(super) each: Vec<NodeQueue>,
-    /// How many were ever made: each has a number.
+    /// Number of queues created so far, which numbers the next one.
     pub(super) made: u64,
-    /// What workers that have ended worked with.
+    /// Buffers of ended workers, for the next ones.
     pub(super) spare: Vec<Work>,
 }
 
-/// What waits on one runtime for one node; or for one to be told, without a target.
+/// The checks of one runtime for one node. Without a target, the checks whose node is unknown.
 pub(super) struct NodeQueue {
-    /// Tells it from others: that of a runtime that is ending may be made anew while its workers still end.
+    /// Identifies the queue. A runtime that is shutting down may create its queue again while workers of the removed
+    /// queue still end.
     pub(super) number: u64,
     pub(super) runtime: Id,
     pub(super) target: Option<Target>,
     pub(super) jobs: Queue<Job>,
-    /// Dropped with the store: ends the task that waits for the end of the runtime.
+    /// Dropped with the store, which ends the task that waits for the runtime to shut down.
     pub(super) _store: oneshot::Sender<Infallible>,
 }
 
-/// A node, and the connections to it.
+/// A node and its connections.
 #[derive(Clone)]
 pub(super) struct Target {
     pub(super) node: Node,
@@ -41,7 +42,7 @@ impl NodeQueue {
         self.runtime == runtime && self.target.as_ref().map(|target| target.node) == node
     }
 
-    /// The place of the job that is pushed next.
+    /// The place of the next job.
     pub(super) fn next_place(&self) -> Place {
         Place {
             queue: self.number,
@@ -51,21 +52,21 @@ impl NodeQueue {
 }
 
 impl Queues {
-    /// Whether the job at this place still waits: no worker has it.
+    /// Returns `true` if the job at this place is queued, so that no worker has taken it.
     pub(super) fn have(&self, place: Place) -> bool {
         self.each
             .iter()
             .any(|queue| queue.number == place.queue && queue.jobs.has(place.job))
     }
 
-    /// Whether the job that was put at this place first waits somewhere, though a node has sent it elsewhere.
+    /// Returns `true` if the job whose first place this was is queued anywhere, possibly after a redirection.
     pub(super) fn have_redirected(&self, place: Place) -> bool {
         self.each
             .iter()
             .any(|queue| queue.jobs.iter().any(|job| job.place == place))
     }
 
-    /// Drops what leads to the nodes that are no longer any, as far as it is not in use.
+    /// Drops the idle queues of nodes that are not in the cluster.
     pub(super) fn retain(&mut self, is_node: impl Fn(Node) -> bool) {
         let is_left = |queue: &NodeQueue| {
             queue
@@ -77,7 +78,7 @@ impl Queues {
             .retain(|queue| !is_left(queue) || !queue.jobs.is_idle());
     }
 
-    /// The queue of this number. None if its runtime has ended.
+    /// Returns the queue of this number, or `None` if its runtime has shut down.
     pub(super) fn of(&mut self, number: u64) -> Option<&mut Queue<Job>> {
         self.each
             .iter_mut()
@@ -85,19 +86,19 @@ impl Queues {
             .map(|queue| &mut queue.jobs)
     }
 
-    /// Takes the queue of this number away.
+    /// Removes the queue of this number.
     pub(super) fn remove(&mut self, number: u64) -> Option<NodeQueue> {
         let index = self.each.iter().position(|queue| queue.number == number);
         index.map(|index| self.each.swap_remove(index))
     }
 }
 
-/// What a worker works with: the checks that it has taken, and the script calls of one round trip that ask them. A
-/// single server decides all checks in one call, and a node of a cluster those of each partition in one.
+/// The buffers of a worker: the checks that it has taken, and the script calls for them, which share one round trip.
+/// For a single server there is one call, for a node of a cluster one per partition.
 #[derive(Debug, Default)]
 pub(super) struct Work {
     pub(super) jobs: Vec<Job>,
-    /// Those beyond `len` wait to be used again.
+    /// The calls from `len` on are empty and kept for reuse.
     calls: Vec<Call>,
     len: usize,
 }
@@ -105,14 +106,14 @@ pub(super) struct Work {
 #[derive(Debug, Default)]
 pub(super) struct Call {
     pub(super) batch: Batch,
-    /// How many checks it has, in their order.
+    /// Number of its checks. They follow the checks of the previous call.
     pub(super) jobs: usize,
-    /// Whether the node is asked for a slot that is being moved to it.
+    /// Whether `ASKING` precedes it, because the node imports the slot.
     pub(super) asks: bool,
 }
 
 impl Work {
-    /// Forgets the calls.
+    /// Clears the calls for reuse.
     pub(super) fn clear_calls(&mut self) {
         for call in &mut self.calls[..self.len] {
             call.batch.clear();
@@ -120,16 +121,17 @@ impl Work {
         self.len = 0;
     }
 
-    /// Makes the calls that ask the checks, and puts the checks into their order.
+    /// Groups the checks and builds the calls.
     pub(super) fn make_calls(&mut self, topology: &Topology, prefix: &str) {
         let Self { jobs, calls, len } = self;
         let cluster = topology.cluster();
         if let Some(cluster) = cluster {
-            // Callers of a partition that is being moved are asked one by one.
+            // While a slot migrates, each caller gets a separate call: the keys of different callers may be on
+            // different nodes.
             for job in jobs.iter_mut() {
                 job.alone = job.redirect.is_some() || cluster.moves(job.partition);
             }
-            // Stable, so that each caller's checks stay in their order.
+            // A stable sort keeps the order of each caller's checks.
             jobs.sort_by(|a, b| a.group().cmp(&b.group()));
         }
         for group in jobs.chunk_by(|a, b| a.group() == b.group()) {
@@ -150,7 +152,7 @@ impl Work {
         &self.calls[..self.len]
     }
 
-    /// The checks, and the calls that ask them in their order.
+    /// The checks, grouped by call, and the calls.
     pub(super) fn parts(&mut self) -> (&mut Vec<Job>, &[Call]) {
         (&mut self.jobs, &self.calls[..self.len])
     }

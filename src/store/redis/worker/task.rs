@@ -1,4 +1,4 @@
-//! How checks come into a queue, and the task that sends what waits there and answers it.
+//! Queues checks, and runs the workers that send and answer them.
 
 use std::mem;
 use std::sync::Arc;
@@ -25,13 +25,13 @@ use crate::store::redis::topology::cluster::Why;
 use crate::store::redis::topology::{Node, Pool};
 use crate::util::{contain, instant};
 
-/// For how many turns of the runtime a worker waits for more to send.
+/// Maximum number of times that a worker yields to let more checks arrive.
 const GATHER: u32 = 4;
-/// Before a check that has no node is tried again.
+/// Pause before another attempt to find the node of a check.
 const PAUSE: Duration = Duration::from_millis(3);
 
 impl Inner {
-    /// Answers what is known, and puts any other check into the queue.
+    /// Answers a check from the cached denials, or queues it.
     pub(crate) fn check(self: &Arc<Self>, check: Check) -> Answer<RedisFuture> {
         if let Some(verdicts) = self.denials.verdicts(&check) {
             return Answer::ready(Ok(check.answer(verdicts, Source::Cached)));
@@ -43,7 +43,7 @@ impl Inner {
         }
     }
 
-    /// Puts a check into the queue of its partition's node.
+    /// Queues a check for its partition's node.
     fn enqueue(self: &Arc<Self>, check: Check, partition: u16) -> Result<RedisFuture, StoreError> {
         let runtime = runtime()?;
         if let Some(error) = self
@@ -64,7 +64,7 @@ impl Inner {
             .map_err(|Full| StoreError::new(ErrorKind::QueueFull))
     }
 
-    /// Puts checks that were not decided into the queues of these nodes, on this runtime.
+    /// Queues undecided checks for these nodes, on this runtime.
     fn requeue(self: &Arc<Self>, jobs: Placed) {
         let Ok(runtime) = Handle::try_current() else {
             return;
@@ -74,7 +74,7 @@ impl Inner {
         }
     }
 
-    /// Puts something into the queue of a node, and starts a worker if another may run.
+    /// Lets `put` add to the queue of a node, and starts a worker if the queue allows another.
     fn put(
         self: &Arc<Self>,
         runtime: &Handle,
@@ -92,15 +92,15 @@ impl Inner {
             }))
         });
         if let Some((queue, target, work)) = worker? {
-            // A runtime that has ended drops it at once: that answers the check.
+            // On a runtime that has shut down, `spawn` drops the worker, whose `Drop` fails the check.
             runtime.spawn(Worker::new(self, queue, work).run(target));
         }
         Ok(())
     }
 
-    /// Takes back a check that still waits in its queue. `false` if it does not.
+    /// Withdraws a check that is still queued, so that it is never sent. Returns `false` if a worker has taken it.
     pub(crate) fn withdraw(&self, future: &mut RedisFuture) -> bool {
-        // Under the lock, so that no worker takes it between these two.
+        // Keep the lock until the check is abandoned, so that no worker takes it between the two.
         let queues = self.queues();
         let waits = queues.have(future.place)
             || (self.topology.cluster().is_some() && queues.have_redirected(future.place));
@@ -110,8 +110,8 @@ impl Inner {
         waits
     }
 
-    /// Decides two checks of one caller that read and write as any others; in a cluster, two on each master. The second
-    /// finds the state of the first if they share a call, and so needs all rights of a second charge.
+    /// Sends two checks of one caller that need the same rights as real ones; in a cluster, two to each master. If both
+    /// share a call, the second finds the first one's state and so also needs the rights to read and overwrite it.
     pub(crate) async fn ping(self: &Arc<Self>) -> Result<(), StoreError> {
         let mut partitions = vec![0];
         if let Some(cluster) = self.topology.cluster() {
@@ -137,14 +137,14 @@ struct Worker {
     /// The number of its queue.
     queue: u64,
     work: Work,
-    /// Whether the batch may have reached Redis.
+    /// Whether the current batch may have reached Redis.
     sent: bool,
-    /// Whether the queue still counts it.
+    /// Whether the queue counts this worker.
     counted: bool,
 }
 
 impl Worker {
-    /// A worker that its queue has counted already.
+    /// Creates a worker, which its queue must have counted.
     fn new(inner: &Arc<Inner>, queue: u64, work: Work) -> Self {
         Self {
             inner: Arc::clone(inner),
@@ -162,7 +162,7 @@ impl Worker {
         }
     }
 
-    /// Sends what waits to this node, until there is nothing.
+    /// Sends the checks of this queue to `node` until the queue is empty.
     async fn send(mut self, node: Node, pool: &Pool) {
         let mut failures = pool.failures();
         while self.take(node) {
@@ -180,10 +180,11 @@ impl Worker {
         }
     }
 
-    /// Hands on what waits without a node: the slots are not known yet, or its keys are on two nodes for a moment.
+    /// Finds the nodes of checks that have none: the slots are unknown, or the keys of a check are on two nodes for a
+    /// moment.
     async fn place(mut self) {
         loop {
-            // Meanwhile the checks are in the queue, where their callers may take them back.
+            // Take the checks after this wait only: until then, their callers can withdraw them.
             let found = match self.inner.topology.cluster() {
                 Some(cluster) if !cluster.is_known() => self.inner.refreshed(cluster).await,
                 _ => {
@@ -216,8 +217,8 @@ impl Worker {
         }
     }
 
-    /// Lets those who were answered ask again, so that more of each partition is there: as long as each turn of the runtime
-    /// brings more, and a few turns at most. Where nobody asks, that is one turn.
+    /// Yields so that callers that just got a reply can send their next check, which fills the batch of each partition.
+    /// Ends at the first turn without a new check, or after [`GATHER`] turns.
     async fn gather(&self) {
         let pushed = || {
             self.inner
@@ -236,7 +237,7 @@ impl Worker {
         }
     }
 
-    /// Takes what waits, up to the bound of a batch, and makes the calls that ask it. `false` if nothing waits: the worker
+    /// Takes checks up to the size of a batch and builds their calls. Returns `false` if the queue is empty: the worker
     /// must end.
     fn take(&mut self, node: Node) -> bool {
         self.work.clear_calls();
@@ -255,14 +256,15 @@ impl Worker {
         true
     }
 
-    /// Takes what waits, and drops what need not be sent. Returns how many still wait, or `None` if the worker must end.
+    /// Takes checks, drops abandoned ones, and fails those older than the timeout. Returns the number of checks left in
+    /// the queue, or `None` if the worker must end.
     fn take_jobs(&mut self, node: Option<Node>, max: usize) -> Option<usize> {
         let jobs = &mut self.work.jobs;
         let waiting = {
             let mut queues = self.inner.queues();
             let queue = queues.of(self.queue)?;
             let Some(waiting) = queue.take(max, |job| job.weight as usize, jobs) else {
-                // `fail` may have moved the whole queue into it.
+                // `fail` may have moved a whole queue into this buffer.
                 jobs.shrink_to(self.inner.limits.batch);
                 self.counted = false;
                 queues.spare.push(mem::take(&mut self.work));
@@ -284,11 +286,11 @@ impl Worker {
         Some(waiting)
     }
 
-    /// What Redis has said to each call.
+    /// Sends the calls. Returns the reply to each.
     ///
     /// # Errors
     ///
-    /// What befalls all of them.
+    /// Returns an error that applies to all of the calls.
     async fn call(
         &mut self,
         node: Node,
@@ -299,7 +301,8 @@ impl Worker {
         within(self.inner.limits.timeout, self.attempt(pool, failures))
             .await
             .map_err(|error| {
-                // What drives the connection may have been dropped with the runtime before this worker: Redis has not failed.
+                // A runtime that shuts down may drop the connection's driver before this worker. That is not a failure
+                // of Redis.
                 let error = if error.is_of_connection() && runtime_is_ending() {
                     no_runtime()
                 } else {
@@ -336,13 +339,13 @@ impl Worker {
             connection.give_up(Some(StoreError::new(ErrorKind::ReadOnly)));
         }
         match (inner.topology.cluster(), replies.first()) {
-            // Where there is one call for all, what it met is what all would meet.
+            // Without a cluster there is one call, so its error applies to all checks.
             (None, Some(Err(error))) => Err(error_of(error)),
             _ => Ok(replies),
         }
     }
 
-    /// Answers the checks of each call by the reply to it, which was sent at this time.
+    /// Answers the checks of each call from its reply. `sent_at` is the time at which the calls were sent.
     fn answer(&mut self, replies: &Replies, sent_at: i64, node: Node) {
         let inner = &self.inner;
         let named = |error: StoreError| error.at(inner.topology.address(Some(node)));
@@ -379,15 +382,15 @@ impl Worker {
                 (Err(error), Some(cluster)) => {
                     inner.requeue(inner.redirect(cluster, own.collect(), error, node))
                 }
-                // `attempt` has taken it for one of all.
+                // Unreachable: `attempt` returns this as the error of the batch.
                 (Err(_), None) => {}
             }
         }
     }
 
-    /// Fails the batch with an error. If the batch was not sent, no connection could be made, and everything that waits
-    /// for this node fails too: each batch would otherwise wait for the same timeout. A connection that breaks fails
-    /// only what it carried.
+    /// Fails the batch. If it was sent, the connection broke, and only the checks that it carried fail. If it was not
+    /// sent, no connection could be made, and all checks that wait for this node fail too: each batch would otherwise
+    /// wait for the same timeout.
     fn fail(&mut self, error: &StoreError, node: Node) {
         let jobs = &mut self.work.jobs;
         if self.sent {
@@ -411,7 +414,7 @@ impl Worker {
     }
 }
 
-/// What a node says that moves a slot away, if only some of the keys that it is asked for are there.
+/// The error of a node with a migrating slot that has only some of the requested keys.
 fn deleted_here() -> RedisError {
     (
         redis::ErrorKind::Server(ServerErrorKind::TryAgain),
@@ -420,7 +423,8 @@ fn deleted_here() -> RedisError {
         .into()
 }
 
-/// When the task is dropped with its runtime, those who wait for an answer elsewhere get one.
+/// Fails the worker's checks when its task is dropped with the runtime; if it was the last worker, also those in the
+/// queue.
 impl Drop for Worker {
     fn drop(&mut self) {
         if !self.counted {
@@ -473,7 +477,7 @@ mod tests {
             .unwrap()
     }
 
-    /// Answers until it is sent the word, tells of that, and says no more.
+    /// Starts a server that replies until it receives `word`, reports that to the channel, and then stays silent.
     fn falls_silent_at(word: &'static str) -> (String, mpsc::Receiver<()>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("redis://{}/", listener.local_addr().unwrap());
@@ -497,7 +501,7 @@ mod tests {
         (url, told)
     }
 
-    /// Only what was written to a connection may have been charged.
+    /// Only checks that were written to a connection may have been charged.
     #[tokio::test]
     async fn a_check_without_connection_was_not_sent() {
         let (silent, _told) = falls_silent_at("CLIENT");
@@ -510,7 +514,7 @@ mod tests {
             (silent, ErrorKind::Timeout),
         ] {
             let store = store(url, short);
-            // The first ones are of a call, and the others wait for it.
+            // The first check is sent in a call, and the others are queued behind it.
             for answer in join_all((0..4).map(|_| store.check(check("ann", "10/s")))).await {
                 let error = answer.unwrap_err();
                 assert!(error.kind() == kind && error.is_unsent(), "{error:?}");
@@ -526,7 +530,7 @@ mod tests {
         assert!(errors.eq([(ErrorKind::Timeout, false), (ErrorKind::Timeout, true)]));
     }
 
-    /// Answers every command but the greeting with these bytes. Counts its connections.
+    /// Starts a server that sends `reply` to every command except the greeting. Counts its connections.
     fn answers(reply: &'static str) -> (String, Arc<AtomicUsize>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("redis://{}/", listener.local_addr().unwrap());
@@ -556,8 +560,8 @@ mod tests {
         (url, connections)
     }
 
-    /// What Redis refuses before it runs the script is not charged, and may be asked again. What stopped the script may
-    /// have come after a charge.
+    /// A call that Redis rejects before it runs the script charges nothing and can be sent again. An error of the
+    /// running script may follow a charge.
     #[tokio::test]
     async fn refused_calls_are_known_to_be_uncharged() {
         for (reply, kind, unsent) in [
@@ -653,7 +657,7 @@ mod tests {
         }
     }
 
-    /// Any reply to a ping shows that the server is there.
+    /// Any reply to a ping proves that the server responds.
     #[tokio::test]
     async fn a_refused_ping_proves_a_live_connection() {
         let (url, connections) = answers("-LOADING Redis is loading the dataset in memory\r\n");
@@ -669,7 +673,8 @@ mod tests {
         assert_eq!(connections.load(Ordering::SeqCst), 1);
     }
 
-    /// A runtime that is ending may be asked once more, and so get a queue anew, while workers of the former still end.
+    /// A runtime that is shutting down may still receive a check and create its queue again, while workers of the
+    /// removed queue end.
     #[tokio::test]
     async fn a_worker_leaves_other_queues_alone() {
         let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
@@ -709,7 +714,7 @@ mod tests {
             let errors = checks.map(|check| {
                 check
                     .now_or_never()
-                    .expect("an answer at once")
+                    .expect("an immediate answer")
                     .unwrap_err()
             });
             assert!(
@@ -720,12 +725,12 @@ mod tests {
             assert_eq!(errors.map(|error| error.is_unsent()), [!sent, true]);
             assert!(
                 store.inner.queues().each.is_empty(),
-                "the runtime's connections are gone"
+                "the runtime's connections are dropped"
             );
         }
     }
 
-    /// What is not asked on a runtime is an error of that check alone.
+    /// A check outside of a runtime is an error of that check alone.
     #[test]
     fn a_check_outside_runtimes_is_not_sent() {
         let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
@@ -761,7 +766,7 @@ mod tests {
         }
     }
 
-    /// As one that waits where it was put first: so a fallback may settle what it grants instead.
+    /// Withdrawing works as for a check in its first queue, so that a fallback may decide the check instead.
     #[tokio::test]
     async fn a_redirected_check_can_be_withdrawn() {
         let store = RedisStore::cluster(["redis://127.0.0.1:1"]).unwrap();

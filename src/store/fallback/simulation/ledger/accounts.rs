@@ -3,19 +3,19 @@ use std::collections::{BTreeMap, VecDeque};
 use super::super::plan::{Caller, Habit, Plan, Sharing};
 use crate::limit::{Policy, Refill, Strategy, Verdict};
 
-/// What is known of one caller.
+/// The totals of one caller.
 #[derive(Debug, Default)]
 pub(super) struct Sums {
-    /// What its clients were granted.
+    /// Grants that its clients received.
     pub(super) granted: i64,
-    /// What instances granted it for requests that were sent and not answered: they may be charged too.
+    /// Grants of instances for requests that were sent and not answered. The primary store may have charged them too.
     pub(super) unanswered: i64,
     pub(super) refunded: i64,
     pub(super) resets: i64,
-    /// What the primary store ever charged.
+    /// Total charges of the primary store.
     pub(super) charged: i64,
-    /// What its clients were told that they were charged in the end, and whether the primary store may know of it in
-    /// another order, or may not know.
+    /// Final charges that were reported to its clients, and whether the primary store may have received them in another
+    /// order, or not at all.
     pub(super) told: i64,
     /// Cost of refunds that were sent before the last answered reset and answered after it. The primary
     /// store may have run them before it or after it.
@@ -27,72 +27,72 @@ pub(super) struct Sums {
     pub(super) ids: BTreeMap<Vec<u8>, Id>,
 }
 
-/// What is known of one id of a caller.
+/// The history of one id of a caller.
 #[derive(Debug, Default)]
 pub(super) struct Id {
     pub(super) cost: i64,
-    /// Whether a client was granted it.
+    /// Whether a client received a grant for it.
     pub(super) granted: bool,
     /// Whether the primary store charged it for a client.
     pub(super) ran: bool,
-    /// A bit for every instance that has granted it.
+    /// A bit for each instance that has granted it.
     pub(super) instances: u8,
-    /// How many of these did so without a request to the primary store, which does not know the id.
+    /// Number of these instances that granted it without a request to the primary store, which has not seen the id.
     pub(super) local: i64,
 }
 
-/// What an instance has to do with a caller.
+/// The account of one caller at one instance.
 #[derive(Debug, Default)]
 pub(super) struct Account {
-    /// What the primary store last said is left under each policy, and what it had charged by then.
+    /// The last report of the primary store about each policy, and its total charges at that time.
     pub(super) heard: Option<Vec<Left>>,
     pub(super) heard_at: i64,
-    /// What the instance granted since, less what it took back.
+    /// Grants of the instance since that report, minus its refunds.
     pub(super) since: i64,
-    /// What was granted and not told to the primary store, less what was refunded.
+    /// Grants that the primary store was not charged for, minus refunds.
     pub(super) owed: i64,
-    /// How much of it was granted while the instance was not degraded, and how often.
+    /// The part of these that was granted while the breaker was not open, and the number of such grants.
     pub(super) well: i64,
     pub(super) alone: i64,
-    /// The same, by the time.
+    /// The grants owed to the primary store, by time.
     pub(super) grants: VecDeque<(u64, i64)>,
-    /// What was granted for requests without an answer, by the time.
+    /// Grants for requests without an answer, by time.
     pub(super) unanswered: VecDeque<(u64, i64)>,
-    /// How much more was asked to be refunded than the instance had.
+    /// Refunds requested beyond what the instance had granted.
     pub(super) beyond: i64,
-    /// Whether it refunded or forgot something that Redis may have refunded or forgotten too: it cannot know which of
-    /// what it owes that was.
+    /// Whether a refund or reset of the instance may also have been executed in Redis, so that the owed amount is
+    /// uncertain.
     pub(super) vague: bool,
-    /// Whether it has refunded something by itself.
+    /// Whether the instance has decided a refund locally.
     pub(super) refunded: bool,
-    /// A reset that the primary store was not told, and what was owed before it.
+    /// Whether the primary store lacks a reset, and the amount owed before it.
     pub(super) reset: bool,
     pub(super) before: i64,
-    /// How many resets it may yet tell.
+    /// Number of resets that may still be sent.
     pub(super) resets: u32,
-    /// Charges on their way to the primary store.
+    /// Charges in flight to the primary store.
     pub(super) flying: u32,
-    /// When the instance gives up the last of them.
+    /// Time at which the instance gives up the last of them.
     pub(super) given_up_at: u64,
-    /// How much the primary store had run when the last of them ran.
+    /// Number of requests that the primary store had executed when the last of them was.
     pub(super) landed: u64,
     pub(super) open: Option<Open>,
-    /// What others may have been granted on top, because they did not know of what this instance granted.
+    /// Grants of other instances that may exceed the limit, because these grants were unknown to them.
     pub(super) excess: i64,
 }
 
-/// What an instance owes, from the first grant until all is told.
+/// The debt of an instance to the primary store, from its first grant until all is charged.
 #[derive(Debug)]
 pub(super) struct Open {
     pub(super) granted: i64,
-    /// What the primary store had charged when the instance last heard of it.
+    /// The total charges of the primary store when the instance last received a report.
     pub(super) from: i64,
-    /// What it charged of this.
+    /// The part that was charged to the primary store.
     pub(super) told: i64,
 }
 
 impl Account {
-    /// Whether the primary store does not know of something.
+    /// Returns `true` if the primary store lacks a grant or a reset.
     pub(super) fn owes(&self) -> bool {
         self.owed != 0 || self.reset
     }
@@ -109,10 +109,10 @@ impl Account {
             .granted += granted;
     }
 
-    /// How much of what is owed still counts. An instance may take what counts of a request without an answer for some
-    /// of it, since it keeps one count of both.
+    /// The unexpired part of the owed amount. An instance counts answered and unanswered requests together, so it may
+    /// take one for the other.
     pub(super) fn counts(&mut self, who: &Caller, now: u64) -> i64 {
-        // It need not know to the moment when each began.
+        // Twice the time, because the instance need not know the exact start of each charge.
         let lifetime = 2 * who.policies.longest_count().unsigned_abs() / 1000;
         let mut counts = 0;
         for grants in [&mut self.grants, &mut self.unanswered] {
@@ -122,8 +122,8 @@ impl Account {
         counts
     }
 
-    /// In how many windows of its own it may have granted something while the primary store decided the rest. They begin
-    /// at other times than those of the primary store: when one does, the instance forgets what it has heard.
+    /// Number of the instance's own windows in which it may have granted something while the primary store decided the
+    /// rest. They do not begin together with the primary store's windows, and each new window drops the last report.
     pub(super) fn windows(&self, strategy: Option<Strategy>, period: i64, now: u64) -> i64 {
         match strategy {
             Some(Strategy::FixedWindow(_) | Strategy::TokenBucket(Refill::Interval)) => {
@@ -141,7 +141,7 @@ impl Account {
         }
     }
 
-    /// The oldest are told first.
+    /// Removes charged grants, oldest first.
     pub(super) fn forget(&mut self, mut cost: i64) {
         while cost > 0
             && let Some((_, granted)) = self.grants.front_mut()
@@ -154,7 +154,7 @@ impl Account {
         }
     }
 
-    /// How much the instance may have granted by itself by now, from what it has heard.
+    /// Returns how much the instance may have granted locally since the last report.
     pub(super) fn part(&self, plan: &Plan, caller: usize, fewer: i64, now: u64) -> i64 {
         let parts = plan.callers[caller]
             .policies
@@ -171,11 +171,11 @@ impl Account {
     }
 }
 
-/// What the primary store has said is left under a policy.
+/// A report of the primary store: the capacity left under a policy.
 #[derive(Debug)]
 pub(super) struct Left {
     remaining: i64,
-    /// When all will be, in microseconds.
+    /// Time in microseconds at which all of it will be left.
     all_at: i64,
 }
 
@@ -187,8 +187,9 @@ impl Left {
         }
     }
 
-    /// What is left now, of how much. What flows back all the time is told in whole units, but there is also a part of the
-    /// next one. It may be as good as whole: what is refunded of an older charge is less what has flowed back of it.
+    /// Returns the part that is left now, and the whole. A policy that refills gradually reports whole units, but a
+    /// part of the next unit is left too. That part may count as a full unit, because the refund of an older charge is
+    /// reduced by the drained part.
     fn at(&self, policy: &Policy, now: u64) -> (i64, i64) {
         let capacity = policy.params().capacity;
         if !policy.frees().is_gradual() {
@@ -202,11 +203,11 @@ impl Left {
     }
 }
 
-/// The least and the largest part of a limit that an instance may have.
+/// The smallest and the largest share of a limit that an instance may have.
 pub(super) struct Parts {
     least: i64,
     most: i64,
-    /// What it may have on top, since the number of instances has changed.
+    /// Additional allowance after a change of the number of instances.
     changed: i64,
 }
 
@@ -219,8 +220,8 @@ impl Parts {
                 most: least,
                 changed: 0,
             },
-            // One that has used some of a smaller part may go on with a larger one. And a small part forgets what was
-            // used of a larger one beyond twice its own size.
+            // An instance that has used some of a smaller share may continue with a larger one. And a small share drops
+            // the used part of a larger one beyond twice its own size.
             Sharing::Alive => Self {
                 least,
                 most: capacity,
@@ -229,12 +230,12 @@ impl Parts {
         }
     }
 
-    /// The part of what is left of the whole.
+    /// The instance's share of the capacity left.
     fn left(&self, left: i64, whole: i64) -> i64 {
         left * self.least / whole + self.changed
     }
 
-    /// What all parts together are above the whole.
+    /// The sum of all shares in excess of the whole limit.
     pub(super) fn beyond(&self, capacity: i64, instances: usize) -> i64 {
         let instances = instances as i64;
         (instances * self.most - capacity).max(0) + instances * self.changed
@@ -242,7 +243,7 @@ impl Parts {
 }
 
 impl Caller {
-    /// Whether nothing is ever refunded to it.
+    /// Returns `true` if the caller's charges are never refunded.
     pub(super) fn takes_only(&self) -> bool {
         matches!(
             self.habit,

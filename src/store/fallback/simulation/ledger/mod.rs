@@ -1,7 +1,7 @@
-//! What must hold, and the accounts that tell whether it does.
+//! The rules, and the accounts that check them.
 //!
-//! The ledger sees every request that reaches the primary store, whether it ran, and every decision of every instance.
-//! So it knows what each instance owes the primary store, which no instance can know.
+//! The ledger sees every request that reaches the primary store, whether it was executed, and every decision of every
+//! instance. So it knows what each instance owes the primary store, which no instance can know.
 
 mod accounts;
 mod reconciliation;
@@ -18,38 +18,38 @@ use crate::simulation::{Breaks, flows};
 #[derive(Debug)]
 pub(super) struct Ledger {
     sums: Vec<Sums>,
-    /// By the caller, and the instance.
+    /// By caller and instance.
     accounts: Vec<Vec<Account>>,
-    /// How often the primary store has forgotten everything.
+    /// Number of times that the primary store has lost all counts.
     pub(super) emptied: i64,
-    /// How often a breaker has opened. The windows of an instance and of the primary store do not begin together, so
-    /// that a change from one to the other may be to a new window.
+    /// Number of times that a breaker has opened. Windows of an instance and of the primary store do not begin
+    /// together, so each change between the two may start a new window.
     pub(super) opened: i64,
-    /// How much the primary store has run.
+    /// Number of requests that the primary store has executed.
     runs: u64,
-    /// How often fewer instances were said to be alive than before, and whether the number has ever changed. What was
-    /// counted under one part is an estimate under another: what is reconciled then is no more certain.
+    /// Number of times that the number of live instances was reduced, and whether it has ever changed. Counts under one
+    /// share are only estimates under another, and so are the charges reconciled then.
     pub(super) fewer: i64,
     pub(super) changed: bool,
-    /// What the reconciliation sent with ids and did not run, by the caller.
+    /// Charges with ids that a reconciliation sent and that were not executed, by caller.
     unreconciled: Vec<i64>,
-    /// The first break of each rule.
+    /// The first violation of each rule.
     pub(super) broken: Breaks<Rule>,
 }
 
-/// A decision of an instance by itself.
+/// A local decision of an instance.
 pub(super) struct Granted<'a> {
     pub(super) caller: usize,
     pub(super) instance: usize,
     pub(super) mode: Mode,
     pub(super) cost: i64,
     pub(super) id: Option<&'a [u8]>,
-    /// Whether it refunds of an older charge: what of that has flowed back by then, only the stores know.
+    /// Whether it refunds an older charge. Only the stores know the drained part of that.
     pub(super) of_older: bool,
-    /// Whether the primary store was not asked.
+    /// Whether the request was not sent to the primary store.
     pub(super) unasked: bool,
     pub(super) degraded: bool,
-    /// Whether a reconciliation may be under way.
+    /// Whether a reconciliation may be running.
     pub(super) reconciling: bool,
 }
 
@@ -74,7 +74,7 @@ impl Ledger {
         self.broken.add(rule, caller, problem);
     }
 
-    /// The primary store charged a request of a client.
+    /// The primary store has executed a client's request.
     pub(super) fn ran(
         &mut self,
         caller: usize,
@@ -102,11 +102,11 @@ impl Ledger {
         }
     }
 
-    /// An instance has heard from the primary store, while that decides for it.
+    /// An instance has received a reply of the primary store with the breaker closed.
     ///
-    /// It goes on from there only if the answer knows of all that the instance has granted: nothing is owed, and what
-    /// was has been charged before the answer was made, or given up. If something else was reconciled since it asked,
-    /// it need not.
+    /// Its fallback may adopt the reply only if the reply includes all grants of the instance: nothing is owed, and all
+    /// earlier grants were charged before the reply was made, or given up. If other charges were reconciled since the
+    /// request, it may ignore the reply.
     pub(super) fn hears(&mut self, plan: &Plan, now: u64, heard: &Heard, decision: &Decision) {
         let &Heard {
             caller,
@@ -118,7 +118,7 @@ impl Ledger {
         let account = &mut self.accounts[caller][instance];
         let awaits = account.flying > 0 && now <= account.given_up_at;
         let knows_of_all = !awaits && !account.owes() && run >= account.landed;
-        // What is owed is not known of a vague account: it may go on from there, and need not.
+        // The debt of a vague account is uncertain, so the reply may be adopted or ignored.
         if !knows_of_all && !account.vague {
             return;
         }
@@ -137,7 +137,7 @@ impl Ledger {
         }
     }
 
-    /// An instance has decided by itself.
+    /// An instance has decided locally.
     pub(super) fn decides(&mut self, plan: &Plan, now: u64, asked: &Granted<'_>, granted: i64) {
         let &Granted {
             caller,
@@ -198,7 +198,7 @@ impl Ledger {
                     account.before = account.owed + if account.reset { account.before } else { 0 };
                     (account.reset, account.owed, account.beyond) = (true, 0, 0);
                     account.resets += 1;
-                    // What has been taken out to be reconciled may come before or after it.
+                    // The reconciliation may charge removed accounts before or after this.
                     account.vague |= reconciling;
                     account.grants.clear();
                 } else {
@@ -207,7 +207,7 @@ impl Ledger {
             }
             Mode::Peek | Mode::Renew | Mode::Release => {}
         }
-        // Once it has refunded by itself, it may know better than the answers that it hears.
+        // After a local refund, its own count may be better than the replies that it receives.
         if plan.callers[caller].lasting && granted > 0 && !account.refunded {
             let part = account.part(plan, caller, self.fewer, now);
             if account.since > part {
@@ -220,7 +220,7 @@ impl Ledger {
         }
     }
 
-    /// A client was told what was decided.
+    /// A client has received a decision.
     ///
     /// `resets_told` is the number of resets that were answered when the client sent its check.
     pub(super) fn answers(
@@ -250,12 +250,12 @@ impl Ledger {
         self.sums[caller].resets_told
     }
 
-    /// A refund failed.
+    /// A refund has failed.
     pub(super) fn refuses(&mut self, caller: usize, unsent: bool) {
         self.sums[caller].in_doubt |= !unsent;
     }
 
-    /// A client was granted so much.
+    /// A client has received a grant.
     pub(super) fn grants(
         &mut self,
         plan: &Plan,
@@ -283,14 +283,13 @@ impl Ledger {
         }
     }
 
-    /// The most that a caller may have been granted by now, and why.
+    /// The upper bound of the grants to a caller so far, with an explanation.
     ///
-    /// Let C be what the primary store has charged of the limit L, and V what it would have if it knew what the
-    /// instances have granted and not yet told. An instance grants its part of L - C, as it last heard of C. What C has
-    /// grown since, by P, it does not know: V may grow beyond L by that, but no more than by what the instance grants.
-    /// The primary store does not know of V - C: V may grow beyond L by what it grants until it is told, but no more
-    /// than by V - C. Both are `min(granted, P)`, with P from when the instance last heard until it has told. On top
-    /// comes what was sent and never answered, and what the store forgot.
+    /// Let C be the charges of the primary store under the limit L, and V these plus all grants of instances that it
+    /// lacks. An instance grants its share of L - C, with the last C that it received. It does not know the growth P of
+    /// C since then: V may exceed L by P, but by no more than the instance grants. The primary store does not know V -
+    /// C: V may exceed L by its grants until the reconciliation, but by no more than V - C. Both are `min(granted, P)`,
+    /// with P from the last report to the reconciliation. Requests without an answer and lost counts come in addition.
     fn bound(&self, plan: &Plan, now: u64, caller: usize) -> (i64, String) {
         let (sums, who) = (&self.sums[caller], &plan.callers[caller]);
         let simple = who.takes_only();
@@ -334,7 +333,7 @@ impl Ledger {
         (bound, why)
     }
 
-    /// Everything has come to rest: nothing may be owed. `used` is what the primary store counts.
+    /// After all activity has ended, nothing may be owed. `used` is the primary store's count.
     pub(super) fn rests(&mut self, plan: &Plan, caller: usize, used: i64) {
         let who = &plan.callers[caller];
         if who.habit == Habit::WithIds {
@@ -368,13 +367,13 @@ impl Ledger {
                 in_doubt,
                 ..
             } = self.sums[caller];
-            // Where the counts are in ticks, each of many is rounded up.
+            // Counts in ticks are rounded up for each charge.
             let off = i64::from(
                 who.policies
                     .iter()
                     .any(|policy| policy.frees().is_gradual()),
             );
-            // What was granted before the primary store was told of a reset is forgotten there.
+            // A reset that the primary store receives later drops the earlier grants there.
             let least = if reset_later || self.emptied > 0 {
                 0
             } else {
@@ -419,26 +418,26 @@ impl Ledger {
     }
 }
 
-/// When the primary store ran something.
+/// The execution of a request by the primary store.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Ran {
-    /// Its number among all that ran.
+    /// Its number among all executed requests.
     run: u64,
-    /// What the caller had been charged by then.
+    /// The caller's total charges at that time.
     charged: i64,
 }
 
-/// An answer of the primary store.
+/// A reply of the primary store.
 pub(super) struct Heard {
     pub(super) caller: usize,
     pub(super) instance: usize,
     pub(super) ran: Ran,
-    /// When it was asked, and when the instance last did something by itself.
+    /// Time of the request, and time of the last local activity of the instance.
     pub(super) since: u64,
     pub(super) turned: u64,
 }
 
-/// What a reconciliation sends.
+/// A check that a reconciliation sends.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Reconciled {
     pub(super) caller: usize,

@@ -1,9 +1,9 @@
-//! What the reconciliation tells the primary store.
+//! The checks that reconciliations send to the primary store.
 
 use super::*;
 
 impl Ledger {
-    /// The reconciliation of an instance sends something.
+    /// The reconciliation of an instance sends a check.
     pub(in super::super) fn reconciles(&mut self, plan: &Plan, now: u64, sent: &Reconciled) {
         let &Reconciled {
             caller,
@@ -63,7 +63,7 @@ impl Ledger {
         }
     }
 
-    /// The primary store ran what the reconciliation sent, and charged so much of it.
+    /// The primary store has executed a reconciling check, and charged or refunded this much.
     pub(in super::super) fn reconciled(&mut self, sent: &Reconciled, charged: i64) {
         let &Reconciled {
             caller,
@@ -79,7 +79,7 @@ impl Ledger {
                     open.told += charged;
                 }
             }
-            // It may have had more to refund than the instance.
+            // The primary store may have had more to refund than the instance.
             Mode::Refund => self.sums[caller].refunded += charged,
             Mode::Take
             | Mode::TakeAhead
@@ -92,7 +92,7 @@ impl Ledger {
         self.landed(caller, instance);
     }
 
-    /// What the reconciliation sent did not run. If it was not sent at all, it is owed again.
+    /// A reconciling check was not executed. If it was certainly not sent, its cost is owed again.
     pub(in super::super) fn failed(&mut self, now: u64, sent: &Reconciled, unsent: bool) {
         let &Reconciled {
             caller,

@@ -1,38 +1,37 @@
 use crate::simulation;
 
-/// What must hold.
+/// The rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(in super::super) enum Rule {
-    /// All that a caller is granted stays within the bound of `docs/faults.md`.
+    /// The total grants to a caller are within the bound of `docs/faults.md`.
     Granted,
-    /// In an outage an instance grants no more than its part of what it last heard to be left.
+    /// During an outage an instance grants at most its share of the capacity last reported.
     Part,
-    /// The primary store is charged nothing that it was charged before.
+    /// No charge is charged to the primary store twice.
     Twice,
-    /// The primary store is charged nothing that has lapsed.
+    /// No expired charge is charged to the primary store.
     Lapsed,
-    /// The primary store is told what was granted in an outage.
+    /// Grants of an outage are charged to the primary store.
     Lost,
-    /// The primary store is told soon what was granted for a request that failed alone.
+    /// Grants for single failed requests are charged to the primary store soon.
     Late,
-    /// The primary store is told what was refunded and reset in its place.
+    /// Refunds and resets of an outage are repeated in the primary store.
     Back,
-    /// The primary store counts just what was granted and not refunded, if nothing was sent that was not answered.
+    /// The primary store counts exactly the grants minus the refunds, if every sent request was answered.
     Exact,
-    /// An id is charged once by the primary store, and once by each instance.
+    /// The primary store charges an id once, and so does each instance.
     Id,
-    /// A primary store that has fallen silent is sent no more requests, one after another, than it takes to open the
-    /// breaker.
+    /// A primary store that stalls gets no more consecutive requests than it takes to open the breaker.
     Silence,
     /// No request fails.
     Failed,
-    /// No request waits for longer than the deadline.
+    /// No request takes longer than the deadline.
     Wait,
-    /// A decision makes sense.
+    /// A decision is consistent.
     Sense,
     /// Two seconds after the last fault the primary store decides again.
     Recovery,
-    /// Nothing goes on once the stores are gone.
+    /// No task survives its store.
     Left,
     /// Nothing panics.
     Panic,

@@ -1,4 +1,4 @@
-//! The state of a run: what the primary store counts, what was asked, and what became of it.
+//! The state of a run: the counts of the primary store, the requests, and their outcomes.
 
 mod observer;
 mod requests;
@@ -35,29 +35,29 @@ pub(super) struct WorldState {
     pub(super) log: Log,
     rng: Rng,
     start: Instant,
-    /// Which instances say so.
+    /// Whether each instance reports to be degraded.
     degraded: Vec<bool>,
-    /// Until when each has last asked something that none of its clients had asked.
+    /// Time of each instance's last request that no client has sent, plus the time until its reply.
     turned: Vec<u64>,
     streaks: Vec<StreakModel>,
-    /// What becomes of the requests of each in a millisecond, if they are one call.
+    /// The fate of each instance's requests in a millisecond, if they share a call.
     calls: Vec<Option<(u64, Fate)>>,
     /// The counts of the primary store.
     counts: LocalStore,
-    /// The request of a client that runs now. Whatever else runs is of the instance's own.
+    /// The client's request that is being polled. Other activity belongs to the instance.
     current: Option<usize>,
     asks: Vec<Ask>,
     requests: Vec<Request>,
 }
 
-/// What a client asked.
+/// A client's request.
 #[derive(Debug)]
 struct Ask {
     instance: usize,
     caller: usize,
     check: Check,
     since: u64,
-    /// Whether the primary store was asked, and whether it said that nothing was sent.
+    /// Whether it was sent to the primary store, and whether it was reported as not sent.
     asked: bool,
     unsent: bool,
     ran: Ran,
@@ -65,28 +65,28 @@ struct Ask {
     resets_told: u32,
 }
 
-/// What the primary store was asked.
+/// A request to the primary store.
 #[derive(Debug)]
 struct Request {
     instance: usize,
-    /// None if it was a probe.
+    /// `None` for a probe.
     caller: Option<usize>,
-    /// None if it was no client that asked.
+    /// `None` if no client sent it.
     ask: Option<usize>,
     reconciled: Option<Reconciled>,
     sent: bool,
     ran: bool,
 }
 
-/// What becomes of a request, in milliseconds each.
+/// The fate of a request. Times are in milliseconds.
 #[derive(Debug, Clone)]
 pub(super) struct Fate {
-    /// How long it is not sent: a check that is cancelled before is not charged.
+    /// Time in the queue. A check that is withdrawn in this time is not charged.
     pub(super) queued: u64,
-    /// How long until it runs, from then on.
+    /// Time from then until it is executed.
     pub(super) sent: u64,
     pub(super) runs: bool,
-    /// How long until it is answered, from then on.
+    /// Time from then until the reply.
     pub(super) back: u64,
     pub(super) answer: Reply,
 }
@@ -127,7 +127,7 @@ impl World {
         lock(&self.0)
     }
 
-    /// Does something for a client's request.
+    /// Attributes the requests of `work` to a client's request.
     pub(super) fn during<T>(&self, ask: usize, work: impl FnOnce() -> T) -> T {
         self.state().current = Some(ask);
         let done = work();
@@ -137,7 +137,7 @@ impl World {
 }
 
 impl WorldState {
-    /// In milliseconds since the start.
+    /// Milliseconds since the start.
     pub(super) fn now(&self) -> u64 {
         (instant() - self.start).as_millis() as u64
     }
@@ -156,7 +156,7 @@ impl WorldState {
         self.ledger.breaks(rule, caller, problem);
     }
 
-    /// A client asks.
+    /// A client sends a check.
     pub(super) fn asks(&mut self, instance: usize, caller: usize, check: &Check) -> usize {
         let (ask, check) = (self.asks.len(), check.clone());
         self.say(Some(caller), || {
@@ -176,7 +176,7 @@ impl WorldState {
         ask
     }
 
-    /// A client's request is answered.
+    /// A client receives the answer.
     pub(super) fn answered(
         &mut self,
         ask: usize,
@@ -209,7 +209,7 @@ impl WorldState {
         }
         let decision = match answer {
             Ok(decision) => decision,
-            // It is sent again, as the background queue does.
+            // The refund is sent again, as the background queue does.
             Err(error) if check.mode() == Mode::Refund => {
                 return self.ledger.refuses(caller, error.is_unsent());
             }
@@ -225,7 +225,7 @@ impl WorldState {
         if decision.source() == Source::Redis && !degraded {
             self.streaks[instance].answers(since, ask);
         }
-        // An id is answered as it was before, when the part may have been another.
+        // An id repeats its earlier answer, which may be under another share.
         let other = check.id().is_some() && self.ledger.changed;
         if let Some(problem) =
             nonsense(&self.plan.callers[caller], &check, decision).filter(|_| !other)
@@ -254,7 +254,7 @@ impl WorldState {
         }
     }
 
-    /// A client goes away.
+    /// A client drops its future.
     pub(super) fn dropped(&mut self, ask: usize) {
         let Ask {
             instance, caller, ..
@@ -307,14 +307,14 @@ impl WorldState {
             .position(|caller| caller.key == *check.key())
     }
 
-    /// The primary store forgets everything.
+    /// The primary store loses all counts.
     pub(super) fn empties(&mut self) {
         self.counts = LocalStore::default();
         self.ledger.emptied += 1;
         self.say(None, || "Redis forgets everything".to_owned());
     }
 
-    /// Nobody asks any more, and all is well: has everything been reconciled?
+    /// After all clients and faults have ended: checks that everything was reconciled.
     pub(super) fn rests(&mut self) {
         self.say(None, || "all is quiet".to_owned());
         for (index, caller) in self.plan.callers.iter().enumerate() {

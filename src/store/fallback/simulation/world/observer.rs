@@ -1,6 +1,6 @@
 use super::*;
 
-/// Tells the log what an instance tells its observer.
+/// Writes the events of an instance to the log.
 pub(in super::super) struct LogObserver {
     pub(in super::super) world: World,
     pub(in super::super) instance: usize,

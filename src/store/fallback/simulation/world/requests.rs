@@ -1,9 +1,9 @@
-//! What becomes of the requests to the primary store.
+//! The requests to the primary store, and their outcomes.
 
 use super::*;
 
 impl WorldState {
-    /// A request comes to the primary store, or should. What becomes of it.
+    /// A request is sent to the primary store. Returns its number and its fate.
     pub(in super::super) fn arrives(&mut self, instance: usize, check: &Check) -> (usize, Fate) {
         let (request, caller, ask) = (self.requests.len(), self.caller(check), self.current);
         let reconciled = caller.filter(|_| ask.is_none()).map(|caller| Reconciled {
@@ -28,7 +28,7 @@ impl WorldState {
             self.streaks[instance].probes(now, self.plan.deadline);
         }
         if ask.is_none() {
-            // Until it is answered, or given up.
+            // Until the reply, or until the instance gives up.
             self.turned[instance] = now + 2 * self.plan.deadline;
             let what = if caller.is_some() {
                 "reconciles"
@@ -159,7 +159,7 @@ impl WorldState {
         self.requests[request].sent = true;
     }
 
-    /// An instance takes a request back, if it is still in the queue.
+    /// An instance withdraws a request, if it is still queued.
     pub(in super::super) fn withdraws(&mut self, request: usize) -> bool {
         let Request {
             instance,
@@ -180,12 +180,12 @@ impl WorldState {
         }
         let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
         self.say(caller, || {
-            format!("i{instance} {whose:<5} is taken back, not sent")
+            format!("i{instance} {whose:<5} is withdrawn, not sent")
         });
         true
     }
 
-    /// A request runs.
+    /// A request is executed.
     pub(in super::super) fn runs(&mut self, request: usize, check: Check) -> Decision {
         let Request {
             instance,
@@ -220,7 +220,7 @@ impl WorldState {
     }
 
     fn counts(&self, check: &Check) -> Verdicts {
-        // The local store answers at once.
+        // The local store replies immediately.
         let decision = self
             .counts
             .check(check.clone())
@@ -231,7 +231,7 @@ impl WorldState {
         Verdicts::new(decision.granted().into(), each)
     }
 
-    /// A request is answered, if anybody still waits.
+    /// A request is answered, if its future still exists.
     pub(in super::super) fn answers(&mut self, request: usize, error: Option<&StoreError>) {
         let Request {
             instance,
@@ -265,7 +265,7 @@ impl WorldState {
         });
     }
 
-    /// A request was not answered.
+    /// The reply to a request was lost.
     pub(in super::super) fn lost(&mut self, request: usize) {
         let Request {
             instance,
@@ -292,7 +292,7 @@ impl WorldState {
         });
     }
 
-    /// Whoever asked went away before the request was sent.
+    /// The future was dropped before the request was sent.
     pub(in super::super) fn withdrawn(&mut self, request: usize) {
         let Request {
             instance,
@@ -307,11 +307,11 @@ impl WorldState {
         }
         let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
         self.say(caller, || {
-            format!("i{instance} {whose:<5} never sent: nobody waits")
+            format!("i{instance} {whose:<5} never sent: its future was dropped")
         });
     }
 
-    /// An instance notes that the primary store failed a request.
+    /// An instance reports a failed request to its observer.
     pub(super) fn fails(&mut self, instance: usize, error: &StoreError) {
         let Some(ask) = self.current.filter(|_| !self.degraded[instance]) else {
             return;

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// What is wrong with a decision, if anything is.
+/// Describes what is inconsistent in a decision; `None` if nothing is.
 pub(super) fn nonsense(caller: &Caller, check: &Check, decision: &Decision) -> Option<String> {
     let (granted, cost) = (decision.granted(), check.cost());
     for each in decision.each() {
@@ -16,7 +16,7 @@ pub(super) fn nonsense(caller: &Caller, check: &Check, decision: &Decision) -> O
             Some("denied, and need not wait".to_owned())
         }
         Outcome::ExceedsCapacity if i64::from(cost) <= whole => {
-            Some(format!("{cost} is said never to fit into {whole}"))
+            Some(format!("{cost} is reported as never fitting into {whole}"))
         }
         Outcome::Denied { .. } | Outcome::ExceedsCapacity if granted > 0 => {
             Some(format!("denied, and granted {granted}"))
