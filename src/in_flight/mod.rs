@@ -110,7 +110,9 @@ impl Slot {
     pub(crate) fn answered(&mut self, answer: Result<&Decision, &StoreError>) {
         let slots = &mut *lock(&self.tracker.0.slots);
         match answer {
-            Ok(decision) if decision.is_allowed() => slots.pass(self.id, false),
+            Ok(decision) if decision.is_allowed() => slots.pass(self.id, decision.is_unsure()),
+            // The shared store may have granted it: it is released as an unanswered one.
+            Ok(decision) if decision.is_unsure() => {}
             Ok(_) => drop(slots.each.remove(&self.id)),
             Err(error) => {
                 if let Some(entry) = slots.each.get_mut(&self.id) {
@@ -213,8 +215,9 @@ impl Inner {
         for check in renewals {
             let (tracker, slot) = (Arc::downgrade(self), check.slot());
             self.ops.put(PendingOp::of_check(check).then(move |answer| {
-                if let (Ok(_), Some(tracker), Some(slot)) = (answer, tracker.upgrade(), slot) {
-                    lock(&tracker.slots).pass(slot, false);
+                if let (Ok(decision), Some(tracker), Some(slot)) = (answer, tracker.upgrade(), slot)
+                {
+                    lock(&tracker.slots).pass(slot, decision.is_unsure());
                 }
             }));
         }

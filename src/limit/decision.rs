@@ -20,6 +20,8 @@ pub struct Decision {
     /// The index of the deciding policy.
     decider: usize,
     source: Source,
+    /// Whether the shared store may have run the check too.
+    is_unsure: bool,
 }
 
 /// Whether a check was allowed.
@@ -106,6 +108,7 @@ impl Decision {
             verdicts,
             decider,
             source,
+            is_unsure: false,
         }
     }
 
@@ -372,6 +375,17 @@ impl Decision {
             self.verdicts.at = at - self.verdicts.age;
         }
         self
+    }
+
+    /// Marks a local decision on a check that the shared store may have run too.
+    pub(crate) fn unsure_if(mut self, sent: bool) -> Self {
+        self.is_unsure = sent;
+        self
+    }
+
+    /// Returns `true` if the shared store may have run the check too.
+    pub(crate) fn is_unsure(&self) -> bool {
+        self.is_unsure
     }
 
     /// Returns `true` if it repeats an earlier decision under an id, and has charged nothing.

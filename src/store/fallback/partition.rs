@@ -274,6 +274,6 @@ impl<P: Store, F: Store> Partition<P, F> {
         if is_owed {
             self.attend();
         }
-        Ok(decision.charged_locally(now))
+        Ok(decision.charged_locally(now).unsure_if(sent))
     }
 }

@@ -170,7 +170,7 @@ impl<P: Store, F: Store> Recovery<P, F> {
         if let Some((found, holds)) = partition.others() {
             well = partition.announced(holds, partition.reconcile()).await;
             let reconciled = instant();
-            let mut wait = found.saturating_sub(since.elapsed());
+            let mut wait = found.saturating_sub(since.elapsed()).min(LONGEST_WAIT);
             while well && reconciled.elapsed() < LONGEST_WAIT {
                 drop(partition);
                 sleep(wait).await;

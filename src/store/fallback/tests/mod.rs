@@ -2,6 +2,7 @@
 
 mod answers;
 mod breaker;
+mod ends;
 mod far;
 mod flow_back;
 mod partitions;
