@@ -22,6 +22,8 @@ pub struct Decision {
     source: Source,
     /// Whether the shared store may have run the check too.
     is_unsure: bool,
+    /// Whether it is a turn that was taken ahead and is due now.
+    is_turn: bool,
 }
 
 /// Whether a check was allowed.
@@ -109,6 +111,7 @@ impl Decision {
             decider,
             source,
             is_unsure: false,
+            is_turn: false,
         }
     }
 
@@ -284,7 +287,7 @@ impl Decision {
             at: self.charged_at(),
             cost: self.granted().into(),
             reset: 0,
-            is_turn: self.due_in().is_some(),
+            is_turn: self.is_turn || self.due_in().is_some(),
         };
         let charged: EachCharged = over_time
             .map(|(_, verdict)| Charged {
@@ -312,6 +315,7 @@ impl Decision {
 
     /// The same decision when what was taken ahead is due, as if it had been charged then.
     pub(crate) fn due(self, cost: u32) -> Self {
+        let is_turn = self.is_turn || self.due_in().is_some();
         let mut verdicts = self.verdicts;
         let waited = verdicts.of(self.decider).wait;
         verdicts.granted = i64::from(cost);
@@ -322,7 +326,10 @@ impl Decision {
             verdict.wait = 0;
             verdict.reset = (verdict.reset - waited).max(0);
         }
-        Self::new(self.policies, verdicts, self.source)
+        Self {
+            is_turn,
+            ..Self::new(self.policies, verdicts, self.source)
+        }
     }
 
     /// Replaces the wait of each policy whose capacity is exceeded by the result of `wait`, which
@@ -439,4 +446,35 @@ impl Decision {
 /// Converts a cost, which fits a `u32`.
 fn clamp(cost: i64) -> u32 {
     cost.clamp(0, i64::from(u32::MAX)) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::SystemTime;
+
+    use super::*;
+    use crate::limit::{Counts, Policy, Quota, Strategy};
+
+    #[test]
+    fn a_due_turn_is_refunded_as_a_turn() {
+        let key = Key::new("ann");
+        let quota = Quota::per_second(1).burst(10);
+        let policies = Policy::new("api", Strategy::Gcra, quota).unwrap().into();
+        let (mut counts, start) = (Counts::default(), SystemTime::now());
+        let [first, turn, later] = [0; 3].map(|_| {
+            let ahead = Check::take_ahead(key, &policies, 10, Duration::from_secs(60));
+            counts.decide(&ahead, start, Source::Local)
+        });
+        assert!(first.is_allowed());
+        let due_in = turn.due_in().unwrap();
+        assert!(later.due_in().unwrap() > due_in);
+        // The later turn keeps its time, so nothing of this one may be granted again.
+        let refund = turn.due(10).refund(key, 9, Duration::ZERO).next();
+        let refunded = refund.map_or(0, |refund| {
+            counts
+                .decide(&refund, start + due_in, Source::Local)
+                .granted()
+        });
+        assert_eq!(refunded, 0);
+    }
 }

@@ -143,7 +143,7 @@ impl Line {
     /// Returns `true` if the task has nothing left to do.
     pub(super) fn is_idle(&self, now: Instant) -> bool {
         let remembers = self.remembers_until().is_some_and(|until| now < until);
-        !self.is_used() && self.refunding == 0 && !remembers
+        !self.is_used() && self.part.is_none() && self.refunding == 0 && !remembers
     }
 
     /// The failures, if they have reached [`MAX_FAILURES`].
@@ -302,13 +302,18 @@ impl Line {
         if over.is_empty() {
             return None;
         }
+        let refusal = self.late_refusal(now)?;
+        let over = over.into_iter().filter_map(|number| self.remove(number));
+        Some((over.collect(), refusal))
+    }
+
+    /// Why waiters whose deadline has passed are refused. `None` before the first reply.
+    pub(super) fn late_refusal(&self, now: Instant) -> Option<Refusal> {
         let failure = || {
             let failures = self.failures.as_ref()?;
             Some(Refusal::Failed(failures.last.clone()))
         };
-        let refusal = self.denial(now).map(Refusal::Denied).or_else(failure)?;
-        let over = over.into_iter().filter_map(|number| self.remove(number));
-        Some((over.collect(), refusal))
+        self.denial(now).map(Refusal::Denied).or_else(failure)
     }
 
     /// Records that a check was sent for this waiter.

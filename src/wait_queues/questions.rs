@@ -439,11 +439,11 @@ impl Questions {
         let now = instant();
         let late = self.place.with(|line| {
             let late = line.late(at, behind);
-            (late, line.denial(now))
+            (late, line.late_refusal(now))
         });
-        if let Some((late, Some(denial))) = late {
+        if let Some((late, Some(refusal))) = late {
             for waiter in late {
-                waiter.answer(Err(Refusal::Denied(denial.clone())));
+                waiter.answer(Err(refusal.clone()));
             }
         }
     }
