@@ -460,7 +460,10 @@ mod tests {
         let key = Key::new("ann");
         let quota = Quota::per_second(1).burst(10);
         let policies = Policy::new("api", Strategy::Gcra, quota).unwrap().into();
-        let (mut counts, start) = (Counts::default(), SystemTime::now());
+        let (mut counts, start) = (
+            Counts::default(),
+            SystemTime::UNIX_EPOCH + Duration::from_secs(1_000),
+        );
         let [first, turn, later] = [0; 3].map(|_| {
             let ahead = Check::take_ahead(key, &policies, 10, Duration::from_secs(60));
             counts.decide(&ahead, start, Source::Local)
