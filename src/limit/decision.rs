@@ -18,7 +18,7 @@ pub struct Decision {
     policies: Policies,
     verdicts: Verdicts,
     /// The index of the deciding policy.
-    decider: usize,
+    decider: u32,
     source: Source,
     /// Whether the shared store may have run the check too.
     is_unsure: bool,
@@ -104,7 +104,7 @@ fn micros(wait: i64) -> Duration {
 impl Decision {
     #[inline]
     pub(super) fn new(policies: Policies, verdicts: Verdicts, source: Source) -> Self {
-        let decider = verdicts.decider();
+        let decider = verdicts.decider() as u32;
         Self {
             policies,
             verdicts,
@@ -168,12 +168,12 @@ impl Decision {
 
     /// Returns the deciding policy.
     pub fn policy(&self) -> &Policy {
-        &self.policies[self.decider]
+        &self.policies[self.decider as usize]
     }
 
     /// Returns the index of the deciding policy.
     pub(crate) fn decider(&self) -> usize {
-        self.decider
+        self.decider as usize
     }
 
     /// Returns all policies of the check, in order.
@@ -192,7 +192,7 @@ impl Decision {
     /// although nothing was charged.
     pub fn each(&self) -> impl ExactSizeIterator<Item = Decision> + '_ {
         (0..self.policies.iter().len()).map(|decider| Self {
-            decider,
+            decider: decider as u32,
             ..self.clone()
         })
     }
@@ -213,7 +213,7 @@ impl Decision {
         verdicts.granted = 0;
         if let Some(decider) = verdicts
             .each
-            .get_mut(self.decider)
+            .get_mut(self.decider as usize)
             .filter(|decider| decider.wait != Verdict::NEVER)
         {
             decider.wait = duration::micros(wait).max(1);
@@ -317,7 +317,7 @@ impl Decision {
     pub(crate) fn due(self, cost: u32) -> Self {
         let is_turn = self.is_turn || self.due_in().is_some();
         let mut verdicts = self.verdicts;
-        let waited = verdicts.of(self.decider).wait;
+        let waited = verdicts.of(self.decider as usize).wait;
         verdicts.granted = i64::from(cost);
         if verdicts.at > 0 {
             verdicts.at += waited;
@@ -439,7 +439,7 @@ impl Decision {
     }
 
     fn verdict(&self) -> &Verdict {
-        self.verdicts.of(self.decider)
+        self.verdicts.of(self.decider as usize)
     }
 }
 
