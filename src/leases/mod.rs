@@ -86,27 +86,25 @@ impl<S: Store> Leased<S> {
 
     /// Creates a store that leases from `store`, which all instances share.
     pub fn new(store: S) -> Self {
-        Self::with(store, Share::Fixed(NonZeroU32::MIN), Self::DEFAULT_CALLERS)
-    }
-
-    fn with(store: S, share: Share, max_callers: NonZeroUsize) -> Self {
-        Self {
-            inner: Arc::new(Inner::new(store, share, max_callers)),
-        }
+        let share = Share::Fixed(NonZeroU32::MIN);
+        let inner = Inner::new(store, share, Self::DEFAULT_CALLERS);
+        Self { inner }
     }
 
     /// Sets the number of instances that share a quota. Defaults to 1. It bounds the block of each instance; with too
     /// small a number, the end of a quota is only shared less fairly.
     #[must_use]
     pub fn share(self, share: Share) -> Self {
-        Self::with(self.inner.store.clone(), share, self.inner.max_callers)
+        let inner = Inner::new(self.inner.store.clone(), share, self.inner.max_callers);
+        Self { inner }
     }
 
     /// Sets the maximum number of callers with blocks. Defaults to 65,536. Beyond it, a new caller replaces the one of
     /// the least demand in a small sample, so that the busiest callers keep their blocks.
     #[must_use]
     pub fn max_callers(self, max: NonZeroUsize) -> Self {
-        Self::with(self.inner.store.clone(), self.inner.share.clone(), max)
+        let inner = Inner::new(self.inner.store.clone(), self.inner.share.clone(), max);
+        Self { inner }
     }
 
     /// Refunds the rest of all blocks, and stops charging them. Call it at the end of a process, before its runtime shuts
@@ -158,7 +156,7 @@ impl<S: Store> Store for Leased<S> {
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
-        self.inner.observe(observer);
+        self.inner.observer.get_or_init(|| Arc::clone(observer));
         self.inner.store.observe(observer);
     }
 }
