@@ -43,7 +43,7 @@ mod tests;
 use std::fmt;
 use std::num::NonZeroU32;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 pub use self::future::FallbackFuture;
@@ -200,7 +200,6 @@ impl<P: Store, F: Store> Fallback<P, F> {
                 open: Arc::clone(&open),
                 recovery: TaskOwner::new(),
                 accounts: Accounts::new(budget.clone()),
-                sums: Mutex::default(),
                 clock: Clock::new(),
             })
         };

@@ -164,6 +164,8 @@ impl<P: Store, F: Store> Recovery<P, F> {
     /// too. Otherwise the primary store would grant again what the instances have already granted.
     async fn recover(&self, mut partition: Arc<Partition<P, F>>) -> bool {
         if partition.ping().await.is_err() {
+            // Make room for new accounts.
+            partition.sweep(|_, _| {}).await;
             return false;
         }
         let (mut well, since) = (true, instant());
