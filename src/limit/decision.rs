@@ -349,7 +349,7 @@ impl Decision {
 
     /// Replaces the wait of each policy whose capacity is exceeded by the result of `wait`, which
     /// gets the policy's index.
-    pub(crate) fn wait_instead(mut self, wait: impl Fn(usize, &Verdict) -> i64) -> Self {
+    pub(crate) fn wait_instead(mut self, wait: impl Fn(usize) -> i64) -> Self {
         for (i, verdict) in self
             .verdicts
             .each
@@ -357,7 +357,7 @@ impl Decision {
             .enumerate()
             .filter(|(_, verdict)| verdict.wait == Verdict::NEVER)
         {
-            verdict.wait = wait(i, verdict);
+            verdict.wait = wait(i);
         }
         self.decided_again()
     }

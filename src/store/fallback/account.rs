@@ -176,3 +176,89 @@ fn in_account(policy: &Policy, charged: Charged, now: i64) -> Charged {
         _ => charged,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limit::Mode;
+    use crate::store::{Answer, LocalStore, Store};
+
+    const SECOND: i64 = 1_000_000;
+
+    fn log(name: &str, quota: &str) -> Policy {
+        Policy::new(name, Strategy::SlidingLog, quota.parse().unwrap()).unwrap()
+    }
+
+    /// An account with a local grant of this cost, at this time.
+    fn account(policies: &Policies, cost: u32, now: i64) -> (Account, Decision) {
+        let check = Check::take(Key::GLOBAL, policies, cost);
+        let Answer::Ready { answer } = LocalStore::default().check(check) else {
+            unreachable!()
+        };
+        let decision = answer.unwrap().charged_locally(now, false);
+        let mut account = Account::new(policies, &decision, cost, now);
+        account.charge(policies, &decision, cost, now);
+        (account, decision)
+    }
+
+    fn refundable(account: &Account, decision: &Decision, now: i64) -> Option<u32> {
+        let refund = decision.refund(Key::GLOBAL, 5, Default::default()).next();
+        account.refundable(&refund.unwrap(), now)
+    }
+
+    /// One of two policies was charged: the primary store refunds under both, later.
+    #[test]
+    fn a_charge_on_its_way_is_not_refunded_here() {
+        let policies = Policies::new([log("a", "10/h"), log("b", "10/h")]).unwrap();
+        let (mut account, decision) = account(&policies, 5, SECOND);
+        assert_eq!(refundable(&account, &decision, SECOND), Some(5));
+        let mut taken = account.take(SECOND);
+        assert_eq!(refundable(&account, &decision, SECOND), None);
+        taken.done(
+            &Check::charge(Key::GLOBAL, &log("a", "10/h").into(), 5),
+            SECOND,
+        );
+        account.put_back(&mut taken, SECOND);
+        assert_eq!(refundable(&account, &decision, SECOND), None);
+        let rest = account.next(Key::GLOBAL, SECOND).unwrap();
+        assert_eq!((rest.policies().iter().len(), rest.cost()), (1, 5));
+    }
+
+    #[test]
+    fn unsent_charges_stay_refundable() {
+        let policies = log("a", "10/h").into();
+        let (mut account, decision) = account(&policies, 5, SECOND);
+        let mut taken = account.take(SECOND);
+        account.put_back(&mut taken, SECOND);
+        assert_eq!(refundable(&account, &decision, SECOND), Some(5));
+    }
+
+    #[test]
+    fn a_reset_drops_what_was_taken() {
+        let policies = log("a", "10/h").into();
+        let (mut account, decision) = account(&policies, 5, SECOND);
+        let mut taken = account.take(SECOND);
+        account.reset(SECOND);
+        account.put_back(&mut taken, SECOND);
+        assert_eq!(refundable(&account, &decision, SECOND), Some(0));
+        let reset = account.next(Key::GLOBAL, SECOND).unwrap();
+        assert_eq!(reset.mode(), Mode::Reset);
+        account.done(&reset, SECOND);
+        assert!(account.next(Key::GLOBAL, SECOND).is_none());
+    }
+
+    /// The reply to the older charges takes long.
+    #[test]
+    fn newer_charges_keep_their_time() {
+        let policies = log("a", "10/10s").into();
+        let (mut account, _) = account(&policies, 5, SECOND);
+        let mut taken = account.take(SECOND);
+        let (_, decision) = super::tests::account(&policies, 3, 2 * SECOND);
+        account.charge(&policies, &decision, 3, 2 * SECOND);
+        let sent = taken.next(Key::GLOBAL, SECOND).unwrap();
+        taken.done(&sent, SECOND);
+        account.put_back(&mut taken, 9 * SECOND);
+        assert_eq!(account.left(11 * SECOND), 3);
+        assert_eq!(account.left(12 * SECOND), 0);
+    }
+}

@@ -19,8 +19,8 @@ pub(super) struct Accounts {
     budget: Budget,
     /// Number of accounts.
     held: AtomicUsize,
-    /// Number of the epoch. An epoch ends before an account is removed: a reply to an earlier check may lack its
-    /// charges.
+    /// Number of the epoch. An epoch ends when the breaker opens, and before an account is removed: a reply to an
+    /// earlier check may lack the grants of the fallback.
     epoch: AtomicU64,
     /// Cost that was charged to the primary store, and cost that never will be, since the last report.
     pub(super) charged: AtomicU64,
@@ -73,6 +73,10 @@ impl Accounts {
     /// The present epoch. Read it before a check is sent to the primary store.
     pub(super) fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Acquire)
+    }
+
+    pub(super) fn end_epoch(&self) {
+        self.epoch.fetch_add(1, Ordering::AcqRel);
     }
 
     /// Locks a caller. Until this is dropped, no other thread decides a check of the caller or warms the fallback with
@@ -163,7 +167,7 @@ impl Accounts {
     /// Ends the epoch before accounts are removed.
     fn removed(&self, accounts: usize) {
         if accounts > 0 {
-            self.epoch.fetch_add(1, Ordering::AcqRel);
+            self.end_epoch();
             self.held.fetch_sub(accounts, Ordering::AcqRel);
             self.budget.held.fetch_sub(accounts, Ordering::Relaxed);
         }

@@ -181,7 +181,9 @@ fn warming_keeps_what_was_granted() {
         };
         let failing = Arc::clone(&partition);
         let fail = move || {
-            failing.breaker.failed(Ticket::Free, false, 0);
+            if failing.breaker.failed(Ticket::Free, false, 0) {
+                failing.accounts.end_epoch();
+            }
         };
         let reconciling = Arc::clone(&partition);
         let reconcile = move || {

@@ -64,6 +64,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             self.attend();
             return Reply::NotAsked;
         }
+        // Read the epoch before the breaker, so that a check sent before the breaker opened is of an earlier epoch.
         let epoch = self.accounts.epoch();
         // Within two deadlines a check has failed, or its future was dropped.
         let patience = self.settings.deadline.saturating_mul(2);
@@ -161,16 +162,15 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     /// Counts a failure.
     pub(super) fn count(&self, error: &StoreError, ticket: Ticket) {
-        if self.breaker.failed(
-            ticket,
-            error.kind() == ErrorKind::Cluster,
-            self.clock.micros(),
-        ) {
-            if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
-                let mut degraded = event::Degraded::new(error);
-                degraded.share = self.settings.share.instances();
-                self.observe(|observer| observer.degraded(&degraded));
-            }
+        let (lasting, now) = (error.kind() == ErrorKind::Cluster, self.clock.micros());
+        if !self.breaker.failed(ticket, lasting, now) {
+            return;
+        }
+        self.accounts.end_epoch();
+        if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
+            let mut degraded = event::Degraded::new(error);
+            degraded.share = self.settings.share.instances();
+            self.observe(|observer| observer.degraded(&degraded));
         }
     }
 
@@ -198,10 +198,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         // Under the lock, no reply can warm the fallback between a grant and its record.
         let caller = self.locks_while_it_decides().then_some(caller);
         match self.fallback.check(self.share_of(check.clone())) {
-            Answer::Ready { answer } => {
-                let caller = caller.unwrap_or_else(|| self.accounts.caller(check.key()));
-                Answer::ready(self.record(caller, check, sent, answer))
-            }
+            Answer::Ready { answer } => Answer::ready(self.fell_back(check, sent, answer, caller)),
             pending => pending,
         }
     }
@@ -224,29 +221,23 @@ impl<P: Store, F: Store> Partition<P, F> {
         Some(Check::refund_of(key, policies, cost, charged.into()))
     }
 
-    /// Handles a later reply of the fallback. Replies of the primary store may have warmed the fallback since, so a
-    /// fallback that uses them should reply immediately, as [`LocalStore`](crate::LocalStore) does.
+    /// Handles a reply of the fallback, and records it, under the lock of the `caller` if it is held.
+    ///
+    /// Replies of the primary store may have warmed the fallback before a later reply, so a fallback that uses them
+    /// should reply immediately, as [`LocalStore`](crate::LocalStore) does.
     pub(super) fn fell_back(
         self: &Arc<Self>,
         check: &Check,
         sent: bool,
         answer: Result<Decision, StoreError>,
+        caller: Option<Caller<'_>>,
     ) -> Result<Decision, StoreError> {
-        self.record(self.accounts.caller(check.key()), check, sent, answer)
-    }
-
-    fn record(
-        self: &Arc<Self>,
-        mut caller: Caller<'_>,
-        check: &Check,
-        sent: bool,
-        answer: Result<Decision, StoreError>,
-    ) -> Result<Decision, StoreError> {
-        let decision = share::of_whole(check, answer?, || self.clock.micros());
-        let now = self.clock.micros();
-        let is_owed = !sent && caller.record(check, &decision, now);
-        drop(caller);
-        if is_owed {
+        let (decision, now) = (share::of_whole(check, answer?), self.clock.micros());
+        let record = || {
+            let mut caller = caller.unwrap_or_else(|| self.accounts.caller(check.key()));
+            caller.record(check, &decision, now)
+        };
+        if !sent && record() {
             self.attend();
         }
         Ok(decision.charged_locally(now, sent))

@@ -23,6 +23,9 @@ use crate::util::{instant, jittered};
 /// Maximum time to wait for other instances that reconcile.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 
+/// Reconciliations before the breaker closes.
+const ROUNDS: usize = 3;
+
 impl<P: Store, F: Store> Partition<P, F> {
     /// Starts the recovery task, unless it is running.
     pub(super) fn attend(self: &Arc<Self>) {
@@ -96,10 +99,8 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// With an open breaker: reconciles, and then closes it. Returns `false` if the primary store fails again.
     async fn close(self: &Arc<Self>) -> bool {
         // During a reconciliation the fallback grants more. After three rounds little is left.
-        for _ in 0..Self::ROUNDS {
-            if self.accounts.is_empty() {
-                break;
-            } else if !self.reconcile().await {
+        for _ in 0..ROUNDS {
+            if !self.reconcile().await {
                 return false;
             }
         }
@@ -113,8 +114,6 @@ impl<P: Store, F: Store> Partition<P, F> {
         self.reconcile().await;
         true
     }
-
-    const ROUNDS: usize = 3;
 }
 
 /// The task. It ends when no work is left, or with the last clone of the store.
