@@ -12,13 +12,18 @@
 //! | `announcement` | tells the other instances that this one is reconciling |
 //! | `share` | the part of a limit that one instance grants during an outage |
 //!
-//! Accounts are kept in memory only, per caller and list of policies.
+//! A caller has an account for each list of policies under which the fallback has granted something, in memory only.
+//! It has two counts, that of the primary store and the same with the grants since, and a flag for a reset. The
+//! difference is charged. Meanwhile the account stays, for new grants; it is removed when nothing is left to charge.
 //!
 //! - **Lost reply.** After the deadline the fallback decides. The primary store may have charged the check, so it is
-//!   neither sent again nor recorded in an account. A reconciling charge without a reply is not repeated, but reported
-//!   as dropped.
+//!   neither sent again nor recorded in an account, and its grant is never refunded. A reconciling charge without a
+//!   reply is not repeated, but reported as dropped.
 //! - **Failing store.** The breaker opens after several failures. The fallback decides and records its grants until a
 //!   reconciliation has charged them.
+//! - **Refund.** A decision knows whether the fallback made it, and when. If the account has the charge, the refund is
+//!   deducted there. If the charge is on its way, the refund fails as unsent, and its owner retries it. If there is no
+//!   account, the primary store refunds it.
 //! - **End of a runtime.** The accounts stay, and the next check starts the recovery task on its own runtime. A charge
 //!   in flight counts as lost. When the process ends, its accounts are lost.
 
