@@ -16,9 +16,10 @@ const SHARDS: usize = 32;
 /// may follow: only replies that include all of its grants.
 pub(super) struct Accounts {
     shards: Shards<Mutex<Shard>>,
-    budget: Budget,
     /// Number of accounts.
     held: AtomicUsize,
+    /// Number of accounts that may be opened, in all partitions of a primary store together.
+    free: Arc<AtomicUsize>,
     /// Number of the epoch. An epoch ends when the breaker opens, and before an account is removed: a reply to an
     /// earlier check may lack the grants of the fallback.
     epoch: AtomicU64,
@@ -27,16 +28,8 @@ pub(super) struct Accounts {
     pub(super) dropped: AtomicU64,
 }
 
-/// Maximum number of accounts in all partitions of a primary store. Threads that open accounts concurrently may exceed
-/// it by one each.
-#[derive(Debug, Clone)]
-pub(super) struct Budget {
-    held: Arc<AtomicUsize>,
-    max: usize,
-}
-
 /// The accounts of each caller, one for each list of policies.
-type Shard = HashMap<Key, SmallVec<[Account; 1]>, RandomState>;
+pub(super) type Shard = HashMap<Key, SmallVec<[Account; 1]>, RandomState>;
 
 /// A caller, locked: one thread at a time decides its checks.
 pub(super) struct Caller<'a> {
@@ -45,21 +38,12 @@ pub(super) struct Caller<'a> {
     shard: MutexGuard<'a, Shard>,
 }
 
-impl Budget {
-    pub(super) fn new(max: usize) -> Self {
-        Self {
-            held: Arc::new(AtomicUsize::new(0)),
-            max,
-        }
-    }
-}
-
 impl Accounts {
-    pub(super) fn new(budget: Budget) -> Self {
+    pub(super) fn new(free: Arc<AtomicUsize>) -> Self {
         Self {
-            shards: Shards::new(SHARDS, |_| Mutex::new(Shard::default())),
-            budget,
+            shards: Shards::new(SHARDS, |_| Mutex::default()),
             held: AtomicUsize::new(0),
+            free,
             epoch: AtomicU64::new(0),
             charged: AtomicU64::new(0),
             dropped: AtomicU64::new(0),
@@ -89,35 +73,13 @@ impl Accounts {
         }
     }
 
-    /// Warms the fallback with the reply to a check that was sent in the epoch `sent`, if the reply includes all grants
-    /// of the fallback.
-    ///
-    /// The fallback decides and records under the same lock, so each earlier grant is in an account, or was charged. In
-    /// the last case the epoch ended before the account was removed, and a reply to a check of the present epoch
-    /// includes the grant.
-    pub(super) fn warm(&self, key: &Key, sent: u64, update: impl FnOnce()) {
-        let caller = self.caller(key);
-        if caller.is_known(sent) {
-            update();
-        }
-    }
-
-    /// Returns `true` if a reply to a check that was sent in the epoch `sent` includes all grants of the fallback to a
-    /// caller.
-    pub(super) fn is_known(&self, key: &Key, sent: u64) -> bool {
-        self.caller(key).is_known(sent)
-    }
-
-    pub(super) fn shards(&self) -> usize {
-        self.shards.iter().count()
+    pub(super) fn shards(&self) -> impl Iterator<Item = &Mutex<Shard>> {
+        self.shards.iter()
     }
 
     /// Removes the expired accounts of a shard, and passes the other callers to `each`, with the part of a limit that
-    /// they have used. Not while accounts are taken.
-    pub(super) fn sweep(&self, shard: usize, now: i64, mut each: impl FnMut(Key, u8)) {
-        let Some(shard) = self.shards.iter().nth(shard) else {
-            return;
-        };
+    /// they have used. Call it while no accounts are taken.
+    pub(super) fn sweep(&self, shard: &Mutex<Shard>, now: i64, mut each: impl FnMut(Key, u8)) {
         let mut shard = lock(shard);
         shard.retain(|key, accounts| {
             let held = accounts.len();
@@ -134,7 +96,7 @@ impl Accounts {
     }
 
     /// Takes the charges and resets out of a caller's accounts. The accounts stay, for new ones, until each was
-    /// [given back](Self::give_back).
+    /// [put back](Self::put_back).
     pub(super) fn take(&self, key: &Key, now: i64) -> SmallVec<[Account; 1]> {
         let mut caller = self.caller(key);
         let accounts = caller.shard.get_mut(key).into_iter().flatten();
@@ -142,7 +104,7 @@ impl Accounts {
     }
 
     /// Puts back the rest of what was taken. Removes the account if nothing is left in it.
-    pub(super) fn give_back(&self, key: &Key, rest: &mut Account, now: i64) {
+    pub(super) fn put_back(&self, key: &Key, rest: &mut Account, now: i64) {
         let mut caller = self.caller(key);
         let Some(accounts) = caller.shard.get_mut(key) else {
             return;
@@ -169,14 +131,18 @@ impl Accounts {
         if accounts > 0 {
             self.end_epoch();
             self.held.fetch_sub(accounts, Ordering::AcqRel);
-            self.budget.held.fetch_sub(accounts, Ordering::Relaxed);
+            self.free.fetch_add(accounts, Ordering::AcqRel);
         }
     }
 }
 
 impl Caller<'_> {
-    /// Returns `true` if a reply to a check that was sent in the epoch `sent` includes all grants.
-    fn is_known(&self, sent: u64) -> bool {
+    /// Returns `true` if a reply to a check that was sent in the epoch `sent` includes all grants of the fallback.
+    ///
+    /// The fallback decides and records under the same lock, so each earlier grant is in an account, or was charged. In
+    /// the last case the epoch ended before the account was removed, and a reply to a check of the present epoch
+    /// includes the grant.
+    pub(super) fn is_known(&self, sent: u64) -> bool {
         self.all.epoch() == sent && !self.shard.contains_key(self.key)
     }
 
@@ -218,13 +184,13 @@ impl Caller<'_> {
 
     /// Adds an account. Returns `false` if there is no room for it.
     fn open(&mut self, account: impl FnOnce() -> Account) -> bool {
-        let Accounts { budget, held, .. } = self.all;
-        if budget.held.load(Ordering::Relaxed) >= budget.max {
-            return false;
+        let one_less = |free: usize| free.checked_sub(1);
+        let free = &self.all.free;
+        let has_room = free.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less);
+        if has_room.is_ok() {
+            self.all.held.fetch_add(1, Ordering::AcqRel);
+            self.shard.entry(*self.key).or_default().push(account());
         }
-        budget.held.fetch_add(1, Ordering::Relaxed);
-        held.fetch_add(1, Ordering::AcqRel);
-        self.shard.entry(*self.key).or_default().push(account());
-        true
+        has_room.is_ok()
     }
 }

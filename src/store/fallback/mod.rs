@@ -54,7 +54,7 @@ use std::time::Duration;
 pub use self::future::FallbackFuture;
 pub use self::share::Share;
 
-use self::accounts::{Accounts, Budget};
+use self::accounts::Accounts;
 use self::breaker::Breaker;
 use self::future::State;
 use self::partition::{Partition, Reply};
@@ -192,7 +192,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
     fn build(primary: P, fallback: F, settings: Settings) -> Self {
         let (count, open) = (primary.partitions().max(1), Arc::default());
-        let budget = Budget::new(LocalStore::DEFAULT_KEYS.get());
+        let free = Arc::new(LocalStore::DEFAULT_KEYS.get().into());
         let probes = probes(&primary, count);
         let partition = |probe| {
             Arc::new(Partition {
@@ -204,7 +204,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
                 breaker: Breaker::new(settings.failures.get()),
                 open: Arc::clone(&open),
                 recovery: TaskOwner::new(),
-                accounts: Accounts::new(budget.clone()),
+                accounts: Accounts::new(Arc::clone(&free)),
                 clock: Clock::new(),
             })
         };
@@ -330,10 +330,8 @@ impl<P: fmt::Debug, F: fmt::Debug> fmt::Debug for Fallback<P, F> {
             settings,
             ..
         } = &*self.partitions[0];
-        let degraded = self
-            .partitions
-            .iter()
-            .any(|partition| partition.breaker.is_open());
+        let mut breakers = self.partitions.iter().map(|partition| &partition.breaker);
+        let degraded = breakers.any(Breaker::is_open);
         f.debug_struct("Fallback")
             .field("primary", primary)
             .field("fallback", fallback)

@@ -131,11 +131,10 @@ impl<P: Store, F: Store> Partition<P, F> {
                 // Keep the slots of this instance in the fallback too, for an outage.
                 drop(self.fallback.check(mirrored));
             }
-            let follow = || self.fallback.warm(check.key(), decision);
-            if self.locks_while_it_decides() {
-                self.accounts.warm(check.key(), asked.epoch, follow);
-            } else if self.accounts.is_known(check.key(), asked.epoch) {
-                follow();
+            let caller = self.accounts.caller(check.key());
+            if caller.is_known(asked.epoch) {
+                let _caller = self.locks_while_it_decides().then_some(caller);
+                self.fallback.warm(check.key(), decision);
             }
         }
     }

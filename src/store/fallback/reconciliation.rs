@@ -74,7 +74,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         callers.sort_unstable_by_key(|(used, _)| *used);
         let mut accounts = callers.into_iter().flat_map(|(_, key)| {
             let accounts = self.accounts.take(&key, self.clock.micros()).into_iter();
-            // Collect the accounts, so that dropping the iterator gives all of them back.
+            // Collect the accounts, so that dropping the iterator puts all of them back.
             let taken = accounts.map(|account| Taken {
                 partition: self,
                 key,
@@ -109,7 +109,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         if self.accounts.is_empty() {
             return;
         }
-        for shard in 0..self.accounts.shards() {
+        for shard in self.accounts.shards() {
             self.accounts.sweep(shard, self.clock.micros(), &mut each);
             yield_now().await;
         }
@@ -143,7 +143,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 }
 
-/// An account that is being reconciled. Dropping it gives back the unsent rest, also if the runtime shuts down.
+/// An account that is being reconciled. Dropping it puts back the unsent rest, also if the runtime shuts down.
 struct Taken<'a, P: Store, F: Store> {
     partition: &'a Partition<P, F>,
     key: Key,
@@ -205,7 +205,7 @@ impl<P: Store, F: Store> Drop for Taken<'_, P, F> {
             ..
         } = self;
         let now = partition.clock.micros();
-        partition.accounts.give_back(key, account, now);
+        partition.accounts.put_back(key, account, now);
     }
 }
 

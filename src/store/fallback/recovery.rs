@@ -1,14 +1,13 @@
 //! The recovery: a background task that probes the primary store, closes the breaker and reconciles.
 
-use std::future::{Future, poll_fn};
 use std::num::NonZeroU32;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::AssertUnwindSafe;
 use std::pin::pin;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
-use std::task::Poll;
 use std::time::Duration;
 
+use futures_util::FutureExt;
 use tokio::time::{sleep, timeout};
 
 use super::breaker::{Breaker, Ticket};
@@ -124,31 +123,29 @@ struct Recovery<P: Store, F: Store> {
 
 impl<P: Store, F: Store> Recovery<P, F> {
     async fn run(self) {
-        let (mut attempts, mut was_open) = (0, false);
+        let mut attempts = 0;
         while let Some(partition) = self
             .partition
             .upgrade()
             .filter(|partition| partition.needs_attention())
         {
-            let open = partition.breaker.is_open();
             let longest = Breaker::longest_delay(partition.settings.share.instances());
             // Keep no store alive during the pause.
             drop(partition);
-            if open != was_open {
-                (attempts, was_open) = (0, open);
-            }
             sleep(jittered(Breaker::delay(attempts, longest), 0.5..1.0)).await;
             let Some(partition) = self.partition.upgrade() else {
                 break;
             };
-            let well = unless_it_panics(async {
+            let attempt = async {
                 if partition.breaker.is_open() {
                     self.recover(partition).await
                 } else {
                     partition.tend().await
                 }
-            });
-            let well = well.await.unwrap_or(false);
+            };
+            // User code may panic.
+            let well = AssertUnwindSafe(attempt).catch_unwind().await;
+            let well = well.unwrap_or(false);
             attempts = if well { 0 } else { attempts.saturating_add(1) };
         }
         let partition = self.partition.upgrade();
@@ -198,14 +195,4 @@ impl<P: Store, F: Store> Recovery<P, F> {
         partition.notify();
         recovered
     }
-}
-
-/// Awaits `work`. Returns `None` if it panics, as user code that it calls may.
-async fn unless_it_panics<T>(work: impl Future<Output = T>) -> Option<T> {
-    let mut work = pin!(work);
-    poll_fn(|cx| {
-        let polled = catch_unwind(AssertUnwindSafe(|| work.as_mut().poll(cx)));
-        polled.map_or(Poll::Ready(None), |poll| poll.map(Some))
-    })
-    .await
 }

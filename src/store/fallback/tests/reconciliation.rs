@@ -1,6 +1,6 @@
 //! Grants, refunds and resets of the fallback are replayed on the primary store, once.
 
-use super::super::accounts::{Accounts, Budget};
+use super::super::accounts::Accounts;
 use super::*;
 use crate::limit::Align;
 use crate::util::instant;
@@ -263,13 +263,13 @@ async fn debts_above_a_share_are_charged() {
 /// Accounts are put back together with newer ones.
 #[test]
 fn repeatedly_failing_reconciliations_stay_within_the_bound() {
-    let (accounts, local) = (Accounts::new(Budget::new(160)), LocalStore::default());
+    let (accounts, local) = (Accounts::new(Arc::new(160.into())), LocalStore::default());
     let policies = policies(Strategy::Gcra, "100/100d");
     let mut keys = (0..).map(|i: u32| Key::new(i.to_string()));
     let mut granted = 0;
     let take_all = || {
         let mut callers = vec![];
-        for shard in 0..accounts.shards() {
+        for shard in accounts.shards() {
             accounts.sweep(shard, 0, |key, _| callers.push(key));
         }
         let taken = callers.into_iter().map(|key| (key, accounts.take(&key, 0)));
@@ -287,7 +287,7 @@ fn repeatedly_failing_reconciliations_stay_within_the_bound() {
         }
         for (key, older) in taken {
             for mut account in older {
-                accounts.give_back(&key, &mut account, 0);
+                accounts.put_back(&key, &mut account, 0);
             }
         }
     }
@@ -303,7 +303,7 @@ async fn grants_beyond_the_bound_are_reported() {
     let partition = Arc::get_mut(&mut store.partitions)
         .and_then(|all| Arc::get_mut(&mut all[0]))
         .unwrap();
-    partition.accounts = Accounts::new(Budget::new(10));
+    partition.accounts = Accounts::new(Arc::new(10.into()));
     let policies = policies(Strategy::SlidingLog, "100/d");
     open(&store, &primary).await;
     for i in 0..30 {
@@ -324,7 +324,7 @@ async fn expired_accounts_make_room() {
     let partition = Arc::get_mut(&mut store.partitions)
         .and_then(|all| Arc::get_mut(&mut all[0]))
         .unwrap();
-    partition.accounts = Accounts::new(Budget::new(1_000));
+    partition.accounts = Accounts::new(Arc::new(1_000.into()));
     let policies = policies(Strategy::SlidingLog, "10/10s");
     open(&store, &primary).await;
     for i in 0..1_000 {
