@@ -28,7 +28,7 @@ pub struct Decision {
 /// Which store made the decision, and so has the charge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Made {
-    /// The store that was asked.
+    /// The store that received the check.
     There,
     /// The fallback of that store, in this process.
     Locally,
@@ -382,8 +382,8 @@ impl Decision {
         }
     }
 
-    /// Marks a decision of a fallback as made at this time of this process's clock, or as much
-    /// earlier as the decision that it repeats. If the check was `sent`, the primary store may have
+    /// Marks a decision of a fallback, made at this time by the clock of this process. A repeated
+    /// decision was made earlier, by its age. If the check was `sent`, the primary store may have
     /// charged it too.
     pub(crate) fn charged_locally(mut self, at: i64, sent: bool) -> Self {
         self.verdicts.at = at - self.verdicts.age;

@@ -93,8 +93,8 @@ impl Account {
         self.reset_until.is_some_and(|until| until > now) || self.left(now) > 0
     }
 
-    /// Returns `true` if nothing is owed, and another account would begin like a caller's first. Until the fallback
-    /// counts nothing, its count would be taken for that of the primary store.
+    /// Returns `true` if the account may be removed during an outage: nothing is owed, and the fallback counts nothing.
+    /// Otherwise the next account would begin with local grants as the count of the primary store.
     pub(super) fn is_over(&self, now: i64) -> bool {
         self.counts_until <= now && !self.is_owed(now)
     }
@@ -115,7 +115,7 @@ impl Account {
         }
     }
 
-    /// Puts back the rest of what was taken. A reset since then applies to it.
+    /// Puts back the rest of a taken account. A reset since then drops it.
     pub(super) fn put_back(&mut self, older: &mut Self, now: i64) {
         if self.reset_until.is_some() || !older.is_owed(now) {
             return;
@@ -163,9 +163,8 @@ impl Account {
 
 /// The charge, as an account counts it under this policy.
 ///
-/// A window from the first hit begins here with the first charge of the account, but in the fallback it may have begun
-/// with a charge that the primary store has. So only the time of the charge tells whether it is in the window: the
-/// reset is such that it is if it was made at the start or later.
+/// A window from the first hit begins here with the first charge of the account. In the fallback, an earlier charge may
+/// have begun it, so its reset differs. This reset includes all charges made at the start of the window here or later.
 fn in_account(policy: &Policy, charged: Charged, now: i64) -> Charged {
     match (charged.at, policy.strategy()) {
         (ChargedAt::Local(at), Some(Strategy::FixedWindow(Align::FirstHit))) => Charged {

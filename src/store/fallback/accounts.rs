@@ -103,7 +103,7 @@ impl Accounts {
         accounts.map(|account| account.take(now)).collect()
     }
 
-    /// Puts back the rest of what was taken. Removes the account if nothing is left in it.
+    /// Puts back the rest of a taken account. Removes the account if nothing is left in it.
     pub(super) fn put_back(&self, key: &Key, rest: &mut Account, now: i64) {
         let mut caller = self.caller(key);
         let Some(accounts) = caller.shard.get_mut(key) else {

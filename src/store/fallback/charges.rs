@@ -72,7 +72,7 @@ impl Charges {
         }
     }
 
-    /// Takes the cost to charge. What remains counts further charges on top of it.
+    /// Takes the cost to charge. Further charges count on top of it.
     pub(super) fn take(&mut self, policies: &Policies) -> Self {
         let each = policies.iter().zip(&self.all);
         let rest = each.map(|(policy, all)| match policy.frees().has_burst() {

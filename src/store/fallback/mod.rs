@@ -14,7 +14,7 @@
 //!
 //! A caller has an account for each list of policies under which the fallback has granted something, in memory only.
 //! It has two counts, that of the primary store and the same with the grants since, and a flag for a reset. The
-//! difference is charged. Meanwhile the account stays, for new grants; it is removed when nothing is left to charge.
+//! difference is charged. During that, the account stays for new grants. It is removed when nothing is left to charge.
 //!
 //! - **Lost reply.** After the deadline the fallback decides. The primary store may have charged the check, so it is
 //!   neither sent again nor recorded in an account, and its grant is never refunded. A reconciling charge without a

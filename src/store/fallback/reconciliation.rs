@@ -174,8 +174,8 @@ impl<P: Store, F: Store> Taken<'_, P, F> {
         true
     }
 
-    /// Records the sent check, if any, of which the primary store has charged this much. The rest is dropped: without
-    /// a reply, the primary store may have charged it.
+    /// Records that the primary store has charged this much of the sent check, if any. The rest is dropped: without a
+    /// reply, the primary store may have charged it.
     fn done(&mut self, charged: u32) {
         let (partition, now) = (self.partition, self.partition.clock.micros());
         let Some(check) = self.sent.take() else {
