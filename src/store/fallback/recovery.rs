@@ -123,15 +123,20 @@ struct Recovery<P: Store, F: Store> {
 
 impl<P: Store, F: Store> Recovery<P, F> {
     async fn run(self) {
-        let mut attempts = 0;
+        let (mut attempts, mut was_open) = (0, false);
         while let Some(partition) = self
             .partition
             .upgrade()
             .filter(|partition| partition.needs_attention())
         {
+            let open = partition.breaker.is_open();
             let longest = Breaker::longest_delay(partition.settings.share.instances());
             // Keep no store alive during the pause.
             drop(partition);
+            // A short outage ends sooner if its first probe does not wait for as long as those before it.
+            if open != was_open {
+                (attempts, was_open) = (0, open);
+            }
             sleep(jittered(Breaker::delay(attempts, longest), 0.5..1.0)).await;
             let Some(partition) = self.partition.upgrade() else {
                 break;
