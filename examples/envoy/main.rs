@@ -267,8 +267,9 @@ impl Service {
         };
         let since = now();
         let decision = self.store.check(check).await.map_err(|error| {
-            self.observer
-                .failed(&event::Failed::new(Some(caller), &error));
+            let mut event = event::Failed::new(Some(caller), &error);
+            event.unanswered = true;
+            self.observer.failed(&event);
             Status::unavailable(error.to_string())
         })?;
         let mut event = event::Decided::new(caller, &decision, since.elapsed());

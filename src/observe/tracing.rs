@@ -198,7 +198,7 @@ impl Observer for TracingObserver {
         }
     }
 
-    fn failed(&self, &event::Failed { key, error }: &event::Failed<'_>) {
+    fn failed(&self, &event::Failed { key, error, .. }: &event::Failed<'_>) {
         trace!(
             caller = key.map(|key| self.shown(key)),
             kind = error.kind().as_str(),

@@ -6,6 +6,7 @@ use futures_util::FutureExt;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
 use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::observe::{MetricsObserver, Observer, event};
+use tower_redis_ratelimit::reject::OnError;
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
 use tower_redis_ratelimit::{Fallback, Key, LocalStore};
 
@@ -67,7 +68,38 @@ async fn prometheus_exports_decisions_failures_and_breaker() {
         lines(&rendered, "ratelimit_check_seconds_count"),
         [r#"ratelimit_check_seconds_count{store="orders"} 5"#]
     );
+    assert_eq!(
+        lines(&rendered, "ratelimit_unanswered_total"),
+        [r#"ratelimit_unanswered_total{store="orders"} 0"#]
+    );
     assert!(!rendered.contains("alice"), "{rendered}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn layers_count_what_no_store_decides() {
+    let recorder = recorder(false);
+    let _guard = metrics::set_default_local_recorder(&recorder);
+    let store = MockStore::new();
+    store.fail(StoreError::new(ErrorKind::Timeout));
+    let layer = layer_with(store, "3/h").observer(MetricsObserver::new());
+    let services = [
+        limited(layer.clone()),
+        limited(layer.clone().on_error(OnError::Allow)),
+        limited(layer.dry_run()),
+    ];
+    for service in &services {
+        send(service, request("alice")).await;
+    }
+    let counted = |metric| lines(&recorder.handle().render(), metric);
+    assert_eq!(
+        counted("ratelimit_unanswered_total"),
+        [r#"ratelimit_unanswered_total{store="default"} 2"#],
+        "a dry run rejects nothing"
+    );
+    assert_eq!(
+        counted("ratelimit_failures_total"),
+        [r#"ratelimit_failures_total{store="default",kind="timeout"} 3"#]
+    );
 }
 
 #[test]
@@ -84,10 +116,10 @@ fn unlabelled_metrics_exist_from_the_start() {
         "ratelimit_lease_lost_total{store=\"default\"} 0",
         "ratelimit_lease_refunded_total{store=\"default\"} 0",
         "ratelimit_leased_total{store=\"default\"} 0",
-        "ratelimit_misconfigured_total{store=\"default\"} 0",
         "ratelimit_outage_seconds_count{store=\"default\"} 0",
         "ratelimit_queue_checks{store=\"default\"} 0",
         "ratelimit_reconciled_total{store=\"default\"} 0",
+        "ratelimit_unanswered_total{store=\"default\"} 0",
     ];
     let mut found = lines(&recorder.handle().render(), "ratelimit_");
     // Keep one line per histogram: its count.
@@ -174,6 +206,7 @@ fn metrics_are_described_and_follow_openmetrics() {
             ("ratelimit_outage_seconds", "histogram"),
             ("ratelimit_queue_checks", "gauge"),
             ("ratelimit_reconciled_total", "counter"),
+            ("ratelimit_unanswered_total", "counter"),
         ]
     );
     for (name, kind) in kinds {
@@ -187,7 +220,7 @@ fn metrics_are_described_and_follow_openmetrics() {
         r#"ratelimit_check_seconds_bucket{store="default",le="1"} 1"#,
         r#"ratelimit_check_seconds_bucket{store="default",le="0.1"} 0"#,
         r#"ratelimit_outage_seconds_sum{store="default"} 3"#,
-        r#"ratelimit_misconfigured_total{store="default"} 1"#,
+        r#"ratelimit_misconfigured_total{store="default",code="other"} 1"#,
         r#"outcome="exceeds_capacity",source="local",dry_run="true"} 1"#,
     ] {
         assert!(rendered.contains(line), "{line} is missing in {rendered}");
