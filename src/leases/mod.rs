@@ -98,11 +98,11 @@ impl<S: Store> Leased<S> {
     /// Sets the number of instances that share a quota. Defaults to 1. It bounds the block of each instance; with too
     /// small a number, the end of a quota is only shared less fairly.
     #[must_use]
-    pub fn share(self, share: Share) -> Self {
+    pub fn share(self, share: impl Into<Share>) -> Self {
         let Inner {
             store, max_callers, ..
         } = &*self.inner;
-        Self::with(store.clone(), share, *max_callers)
+        Self::with(store.clone(), share.into(), *max_callers)
     }
 
     /// Sets the maximum number of callers with blocks. Defaults to 65,536. Beyond it, a new caller replaces the one of

@@ -61,6 +61,21 @@ impl<'a> Failed<'a> {
     }
 }
 
+/// A request had no key for the first extractor of an [`or`](crate::extract::KeyExtractor::or), and the second one found a key.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct SecondKey<'a> {
+    /// The key of the second extractor. `Debug` redacts it; [`Key::reveal`] returns it in clear.
+    pub key: &'a Key,
+}
+
+impl<'a> SecondKey<'a> {
+    /// Creates an event.
+    pub const fn new(key: &'a Key) -> Self {
+        Self { key }
+    }
+}
+
 /// The server is misconfigured, so a layer cannot count correctly.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]

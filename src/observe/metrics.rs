@@ -15,6 +15,7 @@ use super::{Observer, event};
 /// | `ratelimit_check_seconds` | histogram | |
 /// | `ratelimit_failures_total` | counter | `kind` ([`ErrorKind::as_str`](crate::store::ErrorKind::as_str)) |
 /// | `ratelimit_unanswered_total` | counter of the requests that [no store decided](event::Failed::unanswered) | |
+/// | `ratelimit_second_key_total` | counter of the requests whose key the second extractor of an [`or`](crate::extract::KeyExtractor::or) found | |
 /// | `ratelimit_degraded` | gauge: 1 while the fallback decides | |
 /// | `ratelimit_outage_seconds` | histogram | |
 /// | `ratelimit_reconciled_total`, `ratelimit_dropped_total` | counters, in units of cost | |
@@ -79,7 +80,11 @@ pub struct MetricsObserver {
 }
 
 /// Counters that have no other label than `store`.
-const COUNTERS: [(&str, &str); 7] = [
+const COUNTERS: [(&str, &str); 8] = [
+    (
+        "ratelimit_second_key_total",
+        "Requests without a key for the first extractor of an `or`, for which the second one found a key.",
+    ),
     (
         "ratelimit_unanswered_total",
         "Requests that no store decided. They were rejected, or passed uncounted.",
@@ -224,6 +229,10 @@ impl Observer for MetricsObserver {
         if event.unanswered {
             counter!("ratelimit_unanswered_total", "store" => self.store()).increment(1);
         }
+    }
+
+    fn second_key(&self, _: &event::SecondKey<'_>) {
+        counter!("ratelimit_second_key_total", "store" => self.store()).increment(1);
     }
 
     fn misconfigured(&self, event: &event::Misconfigured<'_>) {

@@ -26,6 +26,7 @@ mistakes! {
     ONE_NAME_TWO_QUOTAS = "one-name-two-quotas",
     NEVER_PASSES = "never-passes",
     UNKNOWN_TIER = "unknown-tier",
+    ALWAYS_SECOND_KEY = "always-second-key",
 }
 
 /// Returns the code that a message ends with.

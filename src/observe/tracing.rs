@@ -211,6 +211,13 @@ impl Observer for TracingObserver {
         }
     }
 
+    fn second_key(&self, &event::SecondKey { key }: &event::SecondKey<'_>) {
+        trace!(
+            caller = self.shown(key),
+            "rate limit key found by the second extractor"
+        );
+    }
+
     fn misconfigured(&self, &event::Misconfigured { problem }: &event::Misconfigured<'_>) {
         error!(problem, "rate limiting is misconfigured");
     }

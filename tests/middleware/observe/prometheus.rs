@@ -5,12 +5,13 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
 use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::extract::{Global, KeyExtractor, by_extension};
 use tower_redis_ratelimit::observe::{MetricsObserver, Observer, event};
 use tower_redis_ratelimit::reject::OnError;
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
-use tower_redis_ratelimit::{Fallback, Key, LocalStore};
+use tower_redis_ratelimit::{Fallback, Key, LocalStore, RateLimitLayer};
 
-use crate::support::{layer_with, limited, policy, request, send};
+use crate::support::{Problems, anonymous, layer_with, limited, policy, request, send};
 
 fn recorder(recommended_naming: bool) -> PrometheusRecorder {
     let buckets = Matcher::Suffix("_seconds".into());
@@ -119,6 +120,7 @@ fn unlabelled_metrics_exist_from_the_start() {
         "ratelimit_outage_seconds_count{store=\"default\"} 0",
         "ratelimit_queue_checks{store=\"default\"} 0",
         "ratelimit_reconciled_total{store=\"default\"} 0",
+        "ratelimit_second_key_total{store=\"default\"} 0",
         "ratelimit_unanswered_total{store=\"default\"} 0",
     ];
     let mut found = lines(&recorder.handle().render(), "ratelimit_");
@@ -206,6 +208,7 @@ fn metrics_are_described_and_follow_openmetrics() {
             ("ratelimit_outage_seconds", "histogram"),
             ("ratelimit_queue_checks", "gauge"),
             ("ratelimit_reconciled_total", "counter"),
+            ("ratelimit_second_key_total", "counter"),
             ("ratelimit_unanswered_total", "counter"),
         ]
     );
@@ -225,4 +228,63 @@ fn metrics_are_described_and_follow_openmetrics() {
     ] {
         assert!(rendered.contains(line), "{line} is missing in {rendered}");
     }
+}
+
+/// A request that has been authenticated.
+#[derive(Clone)]
+struct User(u64);
+
+/// Sends so many requests without a user, and one with a user before these and after those.
+async fn anonymous_requests(number: usize, before: bool, after: bool) -> (Vec<String>, String) {
+    let recorder = PrometheusBuilder::new().build_recorder();
+    let _guard = metrics::set_default_local_recorder(&recorder);
+    let problems = Problems::default();
+    let by_user = by_extension(|user: &User| user.0);
+    let extractor = (by_user.or(Global), Global);
+    let layer = RateLimitLayer::new(LocalStore::default(), extractor, policy("api", "1000000/s"));
+    let service = limited(layer.observer((problems.clone(), MetricsObserver::new())));
+    let user = || {
+        let mut request = anonymous();
+        request.extensions_mut().insert(User(42));
+        request
+    };
+    if before {
+        send(&service, user()).await;
+    }
+    for _ in 0..number {
+        send(&service, anonymous()).await;
+    }
+    if after {
+        send(&service, user()).await;
+    }
+    let counted = recorder.handle().render();
+    let counted = counted
+        .lines()
+        .find_map(|line| line.strip_prefix("ratelimit_second_key_total{store=\"default\"} "));
+    let reported = problems.0.lock().unwrap().clone();
+    (reported, counted.unwrap().to_owned())
+}
+
+#[tokio::test]
+async fn keys_of_the_second_extractor_are_counted() {
+    let (reported, counted) = anonymous_requests(5_000, false, true).await;
+    let [report] = &reported[..] else {
+        panic!("it is reported once: {reported:?}");
+    };
+    assert!(
+        report.starts_with("none of the first 1000 requests had a `")
+            && report.contains("User` in its extensions")
+            && report.ends_with("#always-second-key)"),
+        "{report}"
+    );
+    assert_eq!(counted, "5000");
+    // A single user shows that the order is right.
+    assert_eq!(
+        anonymous_requests(5_000, true, false).await,
+        (vec![], "5000".to_owned())
+    );
+    assert_eq!(
+        anonymous_requests(999, false, true).await,
+        (vec![], "999".to_owned())
+    );
 }
