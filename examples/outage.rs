@@ -17,7 +17,6 @@ use tokio::time::Instant;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Decision, Source};
 use tower_redis_ratelimit::extract::Global;
-use tower_redis_ratelimit::store::Share;
 use tower_redis_ratelimit::{
     Fallback, LocalStore, Policy, Quota, RateLimitLayer, RedisStore, Strategy,
 };

@@ -195,7 +195,10 @@ async fn redis_action(State(demo): State<Arc<Demo>>, Path(action): Path<Action>)
             "You froze Redis: it takes connections and does not answer",
         ),
         Action::Resume => ("resumed", "You let Redis go on"),
-        Action::Restart => ("restarted", "You started Redis again, empty"),
+        Action::Restart => (
+            "restarted",
+            "You started Redis again, empty: each caller has its burst again, less what the fallback granted",
+        ),
     };
     demo.recorder.note(mark, text);
     Ok(StatusCode::NO_CONTENT)
