@@ -256,7 +256,7 @@ impl Second {
             } else {
                 // No outage on the time line explains a mark.
                 let text = format!(
-                    "Redis was too slow for some checks: the fallback granted {charged}, which are charged to Redis, and {dropped} dropped"
+                    "Redis was too slow for some checks: {charged} that the fallback granted are charged to it, {dropped} dropped"
                 );
                 (String::new(), text)
             };
