@@ -21,6 +21,8 @@
 mod line;
 mod permit;
 mod questions;
+#[cfg(test)]
+mod tests;
 mod turns;
 
 use std::collections::HashMap;
