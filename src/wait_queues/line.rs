@@ -1,4 +1,4 @@
-//! The waiters of a line, and their reserved turns. All methods run under the lock of the lines.
+//! The waiters of a line. All methods run under the lock of the lines.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter;
@@ -11,6 +11,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::permit::Charge;
+use super::reserved::Reserved;
 use super::{Answer, MAX_FAILURES, PAUSE, Refusal, TICK};
 use crate::error::StoreError;
 use crate::limit::Decision;
@@ -24,20 +25,9 @@ pub(super) struct Line {
     deadlines: BTreeSet<(Instant, u64)>,
     /// Total cost of the waiters.
     demand: u64,
-    /// By the due time, and a number that makes each key unique.
-    turns: BTreeMap<(Instant, u64), Turn>,
-    last_turn: u64,
-    /// Total units of the turns.
-    reserved: u64,
-    /// Due units, too few for the first waiter.
-    part: Option<Charge>,
+    reserved: Reserved,
     /// The newest waiter when turns were reserved last.
     newest: u64,
-    /// Total units of the checks without a reply, and the number of such checks by the waiter that each was sent for.
-    asked: u64,
-    pending: BTreeMap<u64, u32>,
-    /// Number of turns whose refund is in flight.
-    refunding: usize,
     /// Whether the line repeats checks, since its policies or its store reserve no turns.
     asks: bool,
     /// The last decision of the store, and its time.
@@ -63,13 +53,6 @@ pub(super) struct Failures {
     last: StoreError,
     /// Until this time new waiters fail, if `count` has reached [`MAX_FAILURES`].
     until: Instant,
-}
-
-/// A reserved turn.
-struct Turn {
-    charge: Charge,
-    /// Whether the store has rejected its refund, because a later turn depends on it.
-    stays: bool,
 }
 
 /// A turn to reserve for a waiter.
@@ -140,14 +123,8 @@ impl Line {
             waiters: BTreeMap::new(),
             deadlines: BTreeSet::new(),
             demand: 0,
-            turns: BTreeMap::new(),
-            last_turn: 0,
-            reserved: 0,
-            part: None,
+            reserved: Reserved::default(),
             newest: 0,
-            asked: 0,
-            pending: BTreeMap::new(),
-            refunding: 0,
             asks,
             known: denied.map(|denied| (denied, now)),
             free_at: free_at.filter(|_| asks).map(|at| (at, cost)),
@@ -163,15 +140,15 @@ impl Line {
 
     /// Returns `true` if a new request must join: others wait, or a turn is left.
     pub(super) fn is_used(&self) -> bool {
-        !self.waiters.is_empty() || !self.turns.is_empty()
+        !self.waiters.is_empty() || !self.reserved.is_empty()
     }
 
     /// Returns `true` if the task has nothing left to do.
     pub(super) fn is_idle(&self, now: Instant) -> bool {
         // A line that asks has no use for a turn whose refund is rejected.
-        let is_settled = self.pending.is_empty() && (self.refunding == 0 || self.asks);
-        let is_used = self.is_used() || self.part.is_some();
-        !is_used && is_settled && self.remembers_until(now).is_none()
+        let is_refunding = self.reserved.is_refunding() && !self.asks;
+        let is_settled = self.reserved.is_settled() && !is_refunding;
+        self.waiters.is_empty() && is_settled && self.remembers_until(now).is_none()
     }
 
     /// The failures, if they have reached [`MAX_FAILURES`].
@@ -238,8 +215,9 @@ impl Line {
     /// The denial for a new request. Its wait is the time until the last turn is due, or until capacity is expected.
     pub(super) fn denial(&self, now: Instant) -> Option<Decision> {
         let (decision, at) = self.known.clone()?;
-        let last = self.turns.last_key_value().map(|((due, _), _)| *due);
-        let wait = last
+        let wait = self
+            .reserved
+            .last_due()
             .max(self.free_at.map(|(at, _)| at))
             .map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
         Some(decision.denied_for(wait, now.saturating_duration_since(at)))
@@ -307,87 +285,48 @@ impl Line {
     /// Returns what the task does next.
     pub(super) fn turn(&mut self, now: Instant) -> Todo {
         let mut todo = Todo::default();
-        self.give(now, &mut todo);
+        while let Some((number, cost)) = self.first()
+            && let Some(charge) = self.reserved.take(cost, now, &mut todo.refund)
+        {
+            let waiter = self.remove(number);
+            todo.give.extend(waiter.map(|waiter| (waiter, charge)));
+        }
         // A due turn goes to the first waiter, so a waiter may need the reply to the check of an earlier one.
-        let first_pending = self.pending.first_key_value().map(|(number, _)| *number);
-        todo.refuse = self.late(now, ..first_pending.unwrap_or(u64::MAX), now);
+        let first_pending = self.reserved.first_pending().unwrap_or(u64::MAX);
+        todo.refuse = self.late(now, ..first_pending, now);
         todo.reserve = self.missing();
-        todo.refund_turns
-            .extend(iter::from_fn(|| self.superfluous()));
-        let is_settled = self.turns.is_empty() && self.pending.is_empty();
+        let superfluous = || self.reserved.superfluous(self.demand);
+        todo.refund_turns.extend(iter::from_fn(superfluous));
+        let must_ask = self.asks && self.reserved.is_empty() && !self.reserved.is_asked();
+        if self.waiters.is_empty() || must_ask {
+            let unused = || self.reserved.take_any(now);
+            todo.refund.extend(iter::from_fn(unused));
+        }
         todo.then = if self.is_idle(now) {
             Then::End
-        } else if self.asks && is_settled {
-            todo.refund.extend(self.part.take());
+        } else if must_ask {
             Then::Ask
         } else {
-            let due = self.turns.first_key_value().map(|((due, _), _)| *due);
             let deadline = self.deadlines.range((now, 0)..).next();
             let deadline = deadline.map(|(deadline, _)| *deadline + TICK);
-            let forgets = self.remembers_until(now);
-            Then::Sleep([due, deadline, forgets].into_iter().flatten().min())
+            let wakes = [
+                self.reserved.first_due(),
+                deadline,
+                self.remembers_until(now),
+            ];
+            Then::Sleep(wakes.into_iter().flatten().min())
         };
         todo
-    }
-
-    /// Gives the units of the due turns to the first waiters.
-    fn give(&mut self, now: Instant, todo: &mut Todo) {
-        loop {
-            if let Some(part) = self.part.take() {
-                match self.first().map(|(_, cost)| cost) {
-                    None => todo.refund.push(part),
-                    Some(cost) if cost <= part.cost => {
-                        let left = part.cost - cost;
-                        self.part = (left > 0).then(|| part.of(left));
-                        let waiter = self.pop(cost);
-                        todo.give
-                            .extend(waiter.map(|waiter| (waiter, part.of(cost))));
-                        continue;
-                    }
-                    Some(_) => self.part = Some(part),
-                }
-            }
-            let next = self.turns.first_entry();
-            let Some(next) = next.filter(|next| next.key().0 <= now) else {
-                return;
-            };
-            let Turn { charge, .. } = next.remove();
-            self.reserved -= u64::from(charge.cost);
-            self.part = Some(match self.part.take() {
-                None => charge,
-                Some(part) if part.joins(&charge) => part.of(part.cost + charge.cost),
-                Some(part) => {
-                    todo.refund.push(part);
-                    charge
-                }
-            });
-        }
-    }
-
-    /// All reserved units, due or not.
-    fn there(&self) -> u64 {
-        self.reserved + self.part.as_ref().map_or(0, |part| u64::from(part.cost))
-    }
-
-    /// When this many of the reserved units are due. `None` if there are fewer.
-    fn starts_at(&self, units: u64) -> Option<Instant> {
-        let mut there = self.there() - self.reserved;
-        let mut each = self.turns.iter();
-        let last = each.find(|(_, turn)| {
-            there += u64::from(turn.charge.cost);
-            there >= units
-        });
-        last.map(|((due, _), _)| *due)
     }
 
     /// The turns to reserve in addition to the requested ones. Each waiter needs one, unless enough units are left from
     /// waiters that have gone, and due in time. While the store is failing, at most one is requested at a time.
     fn missing(&mut self) -> Vec<Missing> {
         let is_failing = self.too_many().is_some();
-        if self.asks || (is_failing && self.asked > 0) {
+        if self.asks || (is_failing && self.reserved.is_asked()) {
             return vec![];
         }
-        let mut lacking = self.demand.saturating_sub(self.there() + self.asked);
+        let mut lacking = self.demand.saturating_sub(self.reserved.expected());
         let (mut position, mut missing) = (self.demand, vec![]);
         for (number, waiter) in self.waiters.iter().rev() {
             let is_new = *number > self.newest;
@@ -395,7 +334,7 @@ impl Line {
                 break;
             }
             let is_late = || {
-                let starts_at = self.starts_at(position);
+                let starts_at = self.reserved.starts_at(position);
                 starts_at.is_some_and(|at| !waiter.is_in_time(at))
             };
             if lacking > 0 || is_late() {
@@ -415,50 +354,26 @@ impl Line {
             missing.truncate(1);
         }
         for Missing { number, units, .. } in &missing {
-            self.asked += u64::from(*units);
-            *self.pending.entry(*number).or_default() += 1;
+            self.reserved.ask(*number, *units);
         }
         missing
     }
 
     /// Records the reply to a check that was sent for this waiter.
     pub(super) fn replied(&mut self, missing: &Missing) {
-        self.asked -= u64::from(missing.units);
-        if let Some(count) = self.pending.get_mut(&missing.number) {
-            *count -= 1;
-            if *count == 0 {
-                self.pending.remove(&missing.number);
-            }
-        }
+        self.reserved.replied(missing.number, missing.units);
     }
 
-    /// Adds a turn. It `stays` if the store has rejected its refund.
-    pub(super) fn add_turn(&mut self, charge: Charge, stays: bool) {
-        self.reserved += u64::from(charge.cost);
-        self.last_turn += 1;
-        let key = (charge.due, self.last_turn);
-        self.turns.insert(key, Turn { charge, stays });
+    /// Adds the turn that a check has reserved.
+    pub(super) fn add_turn(&mut self, charge: Charge) {
+        self.reserved.add(charge, false);
         self.wake.notify.notify_one();
     }
 
-    /// Takes out the last turn if the waiters do not need it.
-    fn superfluous(&mut self) -> Option<Charge> {
-        let surplus = self.there().saturating_sub(self.demand);
-        let is_more = |turn: &Turn| !turn.stays && u64::from(turn.charge.cost) <= surplus;
-        let last = self.turns.last_entry().filter(|last| is_more(last.get()))?;
-        let Turn { charge, .. } = last.remove();
-        self.reserved -= u64::from(charge.cost);
-        self.refunding += 1;
-        Some(charge)
-    }
-
-    /// Handles the reply to a refund of a superfluous turn: the store has refunded it, or it `stays`.
-    pub(super) fn refunded(&mut self, charge: Charge, stays: bool) {
-        self.refunding -= 1;
+    /// Records the reply to a refund of a superfluous turn. `kept` is the turn if the store has rejected the refund.
+    pub(super) fn refunded(&mut self, kept: Option<Charge>) {
+        self.reserved.refunded(kept.filter(|_| !self.asks));
         self.wake.notify.notify_one();
-        if stays && !self.asks && charge.due > instant() {
-            self.add_turn(charge, stays);
-        }
     }
 
     /// The store has denied a turn for this waiter, although there would be capacity at `free_at`: it reserves none, or

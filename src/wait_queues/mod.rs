@@ -21,6 +21,7 @@
 mod line;
 mod permit;
 mod questions;
+mod reserved;
 #[cfg(test)]
 mod tests;
 mod turns;
@@ -167,8 +168,6 @@ const MAX_FAILURES: u32 = 3;
 const PAUSE: Duration = Duration::from_millis(250);
 /// Resolution of timers.
 const TICK: Duration = Duration::from_millis(1);
-/// Pause of a line that asks, after a failed call.
-const FAILURE_PAUSE: Duration = Duration::from_millis(50);
 
 impl Refusal {
     /// Converts it to a store's answer.

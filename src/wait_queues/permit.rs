@@ -15,8 +15,10 @@ use crate::util::instant;
 #[must_use]
 pub(crate) struct Permit {
     charge: Charge,
-    /// `None` after it was used or passed on.
-    held: Option<Held>,
+    line: LineRef,
+    /// The slot under policies of requests in flight, released with the permit.
+    slot: Option<Slot>,
+    is_used: bool,
 }
 
 /// The charge of a permit.
@@ -32,12 +34,6 @@ pub(super) struct Charge {
     /// Time from the reply until it is due, and that time.
     wait: Duration,
     pub(super) due: Instant,
-}
-
-struct Held {
-    line: LineRef,
-    /// The slot under policies of requests in flight, released with the permit.
-    slot: Option<Slot>,
 }
 
 /// A used permit.
@@ -130,7 +126,9 @@ impl Permit {
     pub(super) fn new(line: LineRef, charge: Charge, slot: Option<Slot>) -> Self {
         Self {
             charge,
-            held: Some(Held { line, slot }),
+            line,
+            slot,
+            is_used: false,
         }
     }
 
@@ -142,29 +140,32 @@ impl Permit {
     /// Uses the permit. The request is in flight while it holds the slot. An expired charge is charged again; otherwise
     /// permits could be saved up.
     pub(crate) fn spend(mut self) -> Spent {
-        let held = self.held.take();
-        if let (Some(held), Some(expired)) = (&held, self.charge.expired()) {
+        self.is_used = true;
+        if let Some(expired) = self.charge.expired() {
             let Charge { key, cost, .. } = self.charge;
-            let refunds = &held.line.queues.refunds;
-            refunds.put(PendingOp::charge(key, &expired, cost));
+            let charge = PendingOp::charge(key, &expired, cost);
+            self.line.queues.refunds.put(charge);
         }
         Spent {
             decision: self.charge.decision(),
             taken: (self.charge.asked_at + self.charge.wait, self.charge.age()),
-            slot: held.and_then(|held| held.slot),
+            slot: self.slot.take(),
         }
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        let Some(Held { line, slot }) = self.held.take() else {
+        if self.is_used {
             return;
-        };
-        let charge = &self.charge;
+        }
+        let Self { charge, line, .. } = &*self;
         let next = || line.with(|line| line.pop(charge.cost)).flatten();
         match charge.expired().is_none().then(next).flatten() {
-            Some(next) => next.answer(Ok(Self::new(line, charge.clone(), slot))),
+            Some(next) => {
+                let (line, charge) = (line.clone(), charge.clone());
+                next.answer(Ok(Self::new(line, charge, self.slot.take())));
+            }
             None => line.queues.refunds.put(charge.clone().refund()),
         }
     }

@@ -9,7 +9,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::line::Then;
 use super::permit::Charge;
-use super::{FAILURE_PAUSE, Permit, Place, Refusal};
+use super::{Permit, Place, Refusal};
 use crate::error::StoreError;
 use crate::in_flight::Slot;
 use crate::limit::{Check, Decision, Mode};
@@ -35,20 +35,15 @@ struct Question {
 
 /// The reply to a check.
 struct Answered {
-    number: u64,
-    cost: u32,
-    mode: Mode,
-    /// The cost of the check.
-    units: u32,
+    question: Question,
     answer: Result<Decision, StoreError>,
     slot: Option<Slot>,
 }
 
-/// Maximum jitter of a check, equal for all instances, so that no instance is favored.
+/// Maximum jitter of a check, equal for all instances, so that no instance is favored. Also the minimum interval between
+/// a check and one that capacity freed in this process causes.
 const JITTER: Duration = Duration::from_millis(20);
-/// Minimum interval between checks caused by capacity freed in this process.
-const GAP: Duration = Duration::from_millis(10);
-/// Interval of checks for slots that other instances release.
+/// Interval of checks for slots that other instances release, and pause after a failed check.
 const POLL: Duration = Duration::from_millis(100);
 /// Maximum interval of checks; for long waits, a fraction of the wait. Other instances may refund at any time.
 const LOOK: Duration = Duration::from_secs(30);
@@ -78,8 +73,11 @@ impl Questions {
         let free_at = self.place.with(|line| line.free_at).flatten();
         let mut next = free_at.map(|(free_at, _)| self.next(free_at - self.asked_at));
         loop {
-            let freed_at = self.wake.is_freed().then(|| self.asked_at + self.gap());
-            let until = next.map(|next| freed_at.map_or(next, |freed_at| next.min(freed_at)));
+            let until = match next {
+                Some(_) if self.wake.is_freed() && self.is_in_flight() => None,
+                Some(next) if self.wake.is_freed() => Some(next.min(self.asked_at + JITTER)),
+                next => next,
+            };
             let rest = self.place.with(|line| line.rest(instant(), until));
             let Some((late, then)) = rest else { return };
             self.place.refuse_late(late);
@@ -98,15 +96,6 @@ impl Questions {
 
     fn is_in_flight(&self) -> bool {
         self.place.policies.in_flight().is_some()
-    }
-
-    /// Minimum interval between a check and one that freed capacity causes.
-    fn gap(&self) -> Duration {
-        if self.is_in_flight() {
-            Duration::ZERO
-        } else {
-            GAP
-        }
     }
 
     /// Builds the checks for as many of the first waiters as there may be capacity for, at least for the first one. Also
@@ -165,50 +154,43 @@ impl Questions {
         let mut replies: FuturesUnordered<_> = replies.collect();
         let (mut granted, mut denied, mut failed) = (None, None, None);
         while let Some(reply) = replies.next().await {
-            match &reply.answer {
+            let Answered {
+                question,
+                answer,
+                slot,
+            } = reply;
+            match answer {
                 Ok(decision) if decision.is_allowed() => {
-                    granted = Some((reply.units, decision.clone()));
-                    self.give(reply);
+                    self.give(&question, &decision, slot);
+                    granted = Some((question, decision));
                 }
-                Ok(decision) => {
-                    let decision = decision.clone();
-                    denied = Some((reply, decision));
-                }
-                Err(error) => failed = Some((reply.number, error.clone())),
+                Ok(decision) => denied = Some((question, decision)),
+                Err(error) => failed = Some((question, error)),
             }
         }
-        if let Some((number, error)) = failed {
-            self.place.fail(number, &error);
-            Some(instant() + FAILURE_PAUSE)
-        } else if let Some((reply, decision)) = denied {
-            self.denied(&reply, decision)
+        if let Some((question, error)) = failed {
+            self.place.fail(question.number, &error);
+            Some(instant() + POLL)
+        } else if let Some((question, decision)) = denied {
+            self.denied(&question, decision)
         } else {
-            let (units, decision) = granted?;
-            self.granted(units, &decision)
+            let (question, decision) = granted?;
+            self.granted(&question, &decision)
         }
     }
 
     fn send(&self, question: Question) -> impl Future<Output = Answered> + use<> {
-        let Question {
-            number,
-            cost,
-            check,
-        } = question;
-        let (mode, units) = (check.mode(), check.cost());
         let queues = &self.place.line.queues;
         let in_flight = queues.in_flight.as_ref();
-        let mut slot = in_flight.and_then(|in_flight| in_flight.hold(&check));
-        let answer = queues.shared.store.ask(check);
+        let mut slot = in_flight.and_then(|in_flight| in_flight.hold(&question.check));
+        let answer = queues.shared.store.ask(question.check.clone());
         async move {
             let answer = answer.await;
             if let Some(slot) = &mut slot {
                 slot.answered(answer.as_ref());
             }
             Answered {
-                number,
-                cost,
-                mode,
-                units,
+                question,
                 answer,
                 slot,
             }
@@ -216,17 +198,7 @@ impl Questions {
     }
 
     /// Sends permits for the granted units to the first waiters.
-    fn give(&self, reply: Answered) {
-        let Answered {
-            number,
-            units,
-            answer: Ok(decision),
-            slot,
-            ..
-        } = reply
-        else {
-            return;
-        };
+    fn give(&self, question: &Question, decision: &Decision, slot: Option<Slot>) {
         let place = &self.place;
         let permit = |cost, slot| {
             let charge = Charge::new(place, decision.clone(), cost, self.asked_at, instant());
@@ -234,8 +206,9 @@ impl Questions {
         };
         if self.is_in_flight() {
             // Replies arrive in any order, so give each slot to the first waiter.
-            let waiter = place.with(|line| line.pop(units).or_else(|| line.remove(number)));
-            let permit = permit(units, slot);
+            let &Question { number, cost, .. } = question;
+            let waiter = place.with(|line| line.pop(cost).or_else(|| line.remove(number)));
+            let permit = permit(cost, slot);
             if let Some(waiter) = waiter.flatten() {
                 waiter.answer(Ok(permit));
             }
@@ -253,7 +226,7 @@ impl Questions {
         }
     }
 
-    fn granted(&mut self, units: u32, decision: &Decision) -> Option<Instant> {
+    fn granted(&mut self, question: &Question, decision: &Decision) -> Option<Instant> {
         let now = instant();
         drop(self.place.with(|line| {
             line.free_at = None;
@@ -275,29 +248,30 @@ impl Questions {
         self.room = decision.remaining();
         // The reply does not say when more is freed. It is unlikely before the quota refills a unit.
         let wait = decision.policy().quota().time_for(1);
-        (decision.granted() < units).then(|| self.next(wait))
+        (decision.granted() < question.check.cost()).then(|| self.next(wait))
     }
 
-    fn denied(&mut self, reply: &Answered, decision: Decision) -> Option<Instant> {
+    fn denied(&mut self, question: &Question, decision: Decision) -> Option<Instant> {
         let now = instant();
         drop(self.place.with(|line| line.learn(&decision, now)));
         self.room = 0;
-        if reply.mode == Mode::Take && reply.cost < reply.units {
+        let &Question { number, cost, .. } = question;
+        let units = question.check.cost();
+        if question.check.mode() == Mode::Take && cost < units {
             // Less capacity is left than the last reply reported.
-            self.room = decision.remaining().min(reply.units - 1);
+            self.room = decision.remaining().min(units - 1);
             return None;
         }
         let Some(wait) = decision.retry_after() else {
             let refusal = Refusal::Denied(decision);
-            self.place.refuse(reply.number, refusal);
+            self.place.refuse(number, refusal);
             return None;
         };
         if self.is_in_flight() {
             return Some(self.next(wait));
         }
         let free_at = self.asked_at + wait;
-        self.place
-            .with(|line| line.free_at = Some((free_at, reply.cost)));
+        self.place.with(|line| line.free_at = Some((free_at, cost)));
         Some(self.next(wait))
     }
 

@@ -18,7 +18,7 @@ use crate::limit::{Check, Decision, Outcome};
 use crate::util::instant;
 
 /// The reply to a check that took a turn ahead.
-struct Reserved {
+struct Reply {
     missing: Missing,
     asked_at: Instant,
     answer: Result<Decision, StoreError>,
@@ -70,13 +70,13 @@ pub(super) async fn run(mut place: Place) -> Option<Place> {
             Poll::Pending
         });
         if let Some(reply) = reply.await {
-            reserved(&place, reply);
+            replied(&place, reply);
         }
     }
 }
 
 /// Takes a turn ahead for a waiter.
-fn send(place: &Place, missing: Missing) -> impl Future<Output = Reserved> + use<> {
+fn send(place: &Place, missing: Missing) -> impl Future<Output = Reply> + use<> {
     let (line, asked_at) = (&place.line, instant());
     let within = missing.deadline.map_or(Duration::MAX, |deadline| {
         deadline.saturating_duration_since(asked_at)
@@ -84,7 +84,7 @@ fn send(place: &Place, missing: Missing) -> impl Future<Output = Reserved> + use
     let check = Check::take_ahead(line.id.key, &place.policies, missing.units, within);
     let answer = line.queues.shared.store.ask(check);
     async move {
-        Reserved {
+        Reply {
             missing,
             asked_at,
             answer: answer.await,
@@ -93,8 +93,8 @@ fn send(place: &Place, missing: Missing) -> impl Future<Output = Reserved> + use
 }
 
 /// Handles the reply to [`send`].
-fn reserved(place: &Place, reply: Reserved) {
-    let Reserved {
+fn replied(place: &Place, reply: Reply) {
+    let Reply {
         missing, asked_at, ..
     } = reply;
     let now = instant();
@@ -121,7 +121,7 @@ fn reserved(place: &Place, reply: Reserved) {
         }
     };
     let charge = Charge::new(place, decision, missing.units, asked_at, now + wait);
-    place.with(|line| line.add_turn(charge, false));
+    place.with(|line| line.add_turn(charge));
 }
 
 /// Refunds a turn that no waiter needs. If the store rejects that, because a later turn of another instance depends on
@@ -130,7 +130,7 @@ fn refund_turn(place: &Place, turn: Charge) {
     let (line, kept) = (place.line.clone(), turn.clone());
     let refund = turn.refund().then(move |answer| {
         let stays = answer.is_ok_and(|decision| decision.granted() == 0);
-        line.with(|line| line.refunded(kept, stays));
+        line.with(|line| line.refunded(stays.then_some(kept)));
     });
     place.line.queues.refunds.put(refund);
 }
