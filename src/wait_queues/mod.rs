@@ -5,13 +5,14 @@
 //!
 //! - **Strategies that refill gradually.** The task ([`turns`]) takes a turn ahead for each waiter immediately: the
 //!   store charges it and reports when it is due. So the queue across all instances is in the store, and no round trip
-//!   limits the rate. Each due turn goes to the first waiter, also if it was reserved for another. If a waiter leaves,
-//!   the last turn is refunded. The store rejects the refund if a later turn of another instance depends on this turn;
-//!   then a waiter that joins before the turn is due gets it, or it expires.
+//!   limits the rate. Due units go to the first waiter, whoever they were reserved for. If a waiter leaves, its units
+//!   serve the others, and the last turn is refunded. The store rejects the refund if a later turn of another instance
+//!   depends on this turn; then a waiter that joins before the turn is due gets it, or it expires.
 //! - **Other strategies, and requests in flight.** The task ([`questions`]) takes what the first waiters need. After a
-//!   denial it checks again after `retry_after`, or when capacity was freed in this process.
+//!   denial it checks again after `retry_after`, or when capacity was freed in this process. A line that reserves turns
+//!   becomes such a line when the store denies a turn that would be in time: it reserves none, or none so far ahead.
 //! - **Dropped waiters.** The task receives every reply, also for waiters that have left. A permit that is dropped
-//!   unused goes to the first waiter, or is refunded.
+//!   unused goes to the first waiter if that has the same cost; otherwise it is refunded.
 //! - **Deadlines.** A waiter is denied as soon as its turn is certain to be too late. Only a slow store call can delay
 //!   that.
 //! - **Lost replies and failures.** Each failed call fails one waiter. After [`MAX_FAILURES`] consecutive failures all
