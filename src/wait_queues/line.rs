@@ -29,10 +29,10 @@ pub(super) struct Line {
     /// The newest waiter when turns were reserved last.
     newest: u64,
     /// Whether the line repeats checks, since its policies or its store reserve no turns.
-    asks: bool,
+    polls: bool,
     /// The last decision of the store, and its time.
     known: Option<(Decision, Instant)>,
-    /// If the line asks: the time before which no capacity is expected, and for which cost.
+    /// If the line polls: the time before which no capacity is expected, and the denied cost.
     pub(super) free_at: Option<(Instant, u32)>,
     /// Calls that have failed since the last success.
     failures: Option<Failures>,
@@ -67,9 +67,9 @@ pub(super) struct Missing {
 pub(super) struct Todo {
     pub(super) reserve: Vec<Missing>,
     pub(super) give: Vec<(Waiter, Charge)>,
-    /// Due units that nobody needs.
+    /// Superfluous due units.
     pub(super) refund: Vec<Charge>,
-    /// The last turns, which nobody needs. Report the reply by [`Line::refunded`].
+    /// Superfluous turns. Report the reply by [`Line::refunded`].
     pub(super) refund_turns: Vec<Charge>,
     pub(super) refuse: Option<Late>,
     pub(super) then: Then,
@@ -84,7 +84,7 @@ pub(super) enum Then {
     /// Sleeps until this time, or until it is woken.
     Sleep(Option<Instant>),
     /// Sends checks for the first waiters.
-    Ask,
+    Check,
     #[default]
     End,
 }
@@ -115,7 +115,7 @@ impl Waiter {
 
 impl Line {
     /// Creates a line. `denied` is the fresh denial of its first waiter, if that was checked.
-    pub(super) fn new(asks: bool, denied: Option<Decision>, cost: u32) -> Self {
+    pub(super) fn new(polls: bool, denied: Option<Decision>, cost: u32) -> Self {
         let now = instant();
         let wait = denied.as_ref().and_then(Decision::retry_after);
         let free_at = wait.and_then(|wait| now.checked_add(wait));
@@ -125,9 +125,9 @@ impl Line {
             demand: 0,
             reserved: Reserved::default(),
             newest: 0,
-            asks,
+            polls,
             known: denied.map(|denied| (denied, now)),
-            free_at: free_at.filter(|_| asks).map(|at| (at, cost)),
+            free_at: free_at.filter(|_| polls).map(|at| (at, cost)),
             failures: None,
             wake: Arc::default(),
         }
@@ -145,8 +145,8 @@ impl Line {
 
     /// Returns `true` if the task has nothing left to do.
     pub(super) fn is_idle(&self, now: Instant) -> bool {
-        // A line that asks has no use for a turn whose refund is rejected.
-        let is_refunding = self.reserved.is_refunding() && !self.asks;
+        // A line that polls does not keep a turn whose refund is rejected.
+        let is_refunding = self.reserved.is_refunding() && !self.polls;
         let is_settled = self.reserved.is_settled() && !is_refunding;
         self.waiters.is_empty() && is_settled && self.remembers_until(now).is_none()
     }
@@ -297,15 +297,15 @@ impl Line {
         todo.reserve = self.missing();
         let superfluous = || self.reserved.superfluous(self.demand);
         todo.refund_turns.extend(iter::from_fn(superfluous));
-        let must_ask = self.asks && self.reserved.is_empty() && !self.reserved.is_asked();
-        if self.waiters.is_empty() || must_ask {
+        let must_poll = self.polls && self.reserved.is_empty() && !self.reserved.is_asked();
+        if self.waiters.is_empty() || must_poll {
             let unused = || self.reserved.take_any(now);
             todo.refund.extend(iter::from_fn(unused));
         }
         todo.then = if self.is_idle(now) {
             Then::End
-        } else if must_ask {
-            Then::Ask
+        } else if must_poll {
+            Then::Check
         } else {
             let deadline = self.deadlines.range((now, 0)..).next();
             let deadline = deadline.map(|(deadline, _)| *deadline + TICK);
@@ -323,7 +323,7 @@ impl Line {
     /// waiters that have gone, and due in time. While the store is failing, at most one is requested at a time.
     fn missing(&mut self) -> Vec<Missing> {
         let is_failing = self.too_many().is_some();
-        if self.asks || (is_failing && self.reserved.is_asked()) {
+        if self.polls || (is_failing && self.reserved.is_asked()) {
             return vec![];
         }
         let mut lacking = self.demand.saturating_sub(self.reserved.expected());
@@ -372,31 +372,31 @@ impl Line {
 
     /// Records the reply to a refund of a superfluous turn. `kept` is the turn if the store has rejected the refund.
     pub(super) fn refunded(&mut self, kept: Option<Charge>) {
-        self.reserved.refunded(kept.filter(|_| !self.asks));
+        self.reserved.refunded(kept.filter(|_| !self.polls));
         self.wake.notify.notify_one();
     }
 
     /// The store has denied a turn for this waiter, although there would be capacity at `free_at`: it reserves none, or
-    /// none so far ahead. From here on the line asks.
-    pub(super) fn ask_instead(&mut self, missing: &Missing, free_at: Instant) {
+    /// none so far ahead. Then the line polls until it ends.
+    pub(super) fn poll_instead(&mut self, missing: &Missing, free_at: Instant) {
         if self.waiters.contains_key(&missing.number) {
-            self.asks = true;
+            self.polls = true;
             let earlier = self.free_at.filter(|(at, _)| *at < free_at);
             self.free_at = earlier.or(Some((free_at, missing.units)));
         }
     }
 }
 
-/// Lines that ask.
+/// Lines that poll.
 impl Line {
-    /// Returns what the task does next, if it asks again at `next`, and the waiters for which that is too late.
+    /// Returns how the task continues, whose next check is at `next`, and the waiters for which that is too late.
     pub(super) fn rest(&mut self, now: Instant, next: Option<Instant>) -> (Option<Late>, Then) {
         let Some((_, cost)) = self.first() else {
             let forgets = self.remembers_until(now);
             return (None, forgets.map_or(Then::End, |at| Then::Sleep(Some(at))));
         };
         let Some(mut until) = next else {
-            return (None, Then::Ask);
+            return (None, Then::Check);
         };
         let deadline = self.deadlines.first().map(|(deadline, _)| *deadline);
         if let (Some((free_at, _)), Some(deadline)) = (self.free_at, deadline) {
@@ -406,7 +406,7 @@ impl Line {
         // A smaller cost than the denied one is first if waiters have left.
         let is_smaller = self.free_at.is_some_and(|(_, denied)| cost < denied);
         if now >= until || is_smaller {
-            return (None, Then::Ask);
+            return (None, Then::Check);
         }
         let free_at = self.free_at.map_or(now, |(at, _)| at.max(now));
         let late = self.late(free_at, .., now);

@@ -5,7 +5,7 @@
 //!
 //! - **Strategies that refill gradually.** The task ([`turns`]) takes a turn ahead for each waiter immediately: the
 //!   store charges it and reports when it is due. So the queue across all instances is in the store, and no round trip
-//!   limits the rate. Due units go to the first waiter, whoever they were reserved for. If a waiter leaves, its units
+//!   limits the rate. Due units go to the first waiter, even if they were reserved for another. If a waiter leaves, its units
 //!   serve the others, and the last turn is refunded. The store rejects the refund if a later turn of another instance
 //!   depends on this turn; then a waiter that joins before the turn is due gets it, or it expires.
 //! - **Other strategies, and requests in flight.** The task ([`questions`]) takes what the first waiters need. After a

@@ -75,7 +75,7 @@ impl Charge {
         place(self) == place(later) && self.expired().is_none()
     }
 
-    /// The same charge with another cost: of a part of it, or with a later charge added.
+    /// Returns the charge with another cost: that of a part, or of the sum with a later charge.
     pub(super) fn of(&self, cost: u32) -> Self {
         Self {
             decision: self.decision.clone().of_charge(cost),

@@ -40,8 +40,8 @@ struct Answered {
     slot: Option<Slot>,
 }
 
-/// Maximum jitter of a check, equal for all instances, so that no instance is favored. Also the minimum interval between
-/// a check and one that capacity freed in this process causes.
+/// Maximum jitter of a check, equal for all instances, so that no instance is favored. Also the minimum interval of
+/// checks, if capacity is freed in this process.
 const JITTER: Duration = Duration::from_millis(20);
 /// Interval of checks for slots that other instances release, and pause after a failed check.
 const POLL: Duration = Duration::from_millis(100);
@@ -84,7 +84,7 @@ impl Questions {
             match then {
                 Then::Sleep(None) => self.wake.notify.notified().await,
                 Then::Sleep(Some(at)) => drop(timeout_at(at, self.wake.notify.notified()).await),
-                Then::Ask => {
+                Then::Check => {
                     next = self.ask(replied_at).await;
                     replied_at = instant();
                 }
@@ -98,7 +98,7 @@ impl Questions {
         self.place.policies.in_flight().is_some()
     }
 
-    /// Builds the checks for as many of the first waiters as there may be capacity for, at least for the first one. Also
+    /// Builds the checks for the first waiters, for which there may be capacity: at least for the first one. Also
     /// returns the last waiter that they cover. `None` if the line is empty.
     fn questions(&self) -> Option<(Vec<Question>, u64)> {
         let (key, policies) = (self.place.line.id.key, &self.place.policies);

@@ -138,7 +138,7 @@ impl Reserved {
         }
     }
 
-    /// Takes some of the due units. `None` if there are none.
+    /// Takes some of the due units.
     pub(super) fn take_any(&mut self, now: Instant) -> Option<Charge> {
         self.part.take().or_else(|| self.pop_due(now))
     }

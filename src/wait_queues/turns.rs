@@ -24,7 +24,7 @@ struct Reply {
     answer: Result<Decision, StoreError>,
 }
 
-/// Runs until the line ends, or until it must ask. Returns the place in the second case.
+/// Runs until the line ends, or until it must poll. Returns the place in the second case.
 pub(super) async fn run(mut place: Place) -> Option<Place> {
     let wake = place.with(|line| Arc::clone(&line.wake))?;
     let mut replies = FuturesUnordered::new();
@@ -53,7 +53,7 @@ pub(super) async fn run(mut place: Place) -> Option<Place> {
         place.refuse_late(refuse);
         let wakes_at = match then {
             Then::Sleep(wakes_at) => wakes_at,
-            Then::Ask => return Some(place),
+            Then::Check => return Some(place),
             Then::End if place.ends() => return None,
             Then::End => continue,
         };
@@ -112,7 +112,7 @@ fn replied(place: &Place, reply: Reply) {
             if missing.deadline.is_some_and(|deadline| deadline < free_at) {
                 place.refuse(missing.number, Refusal::Denied(decision));
             } else {
-                place.with(|line| line.ask_instead(&missing, free_at));
+                place.with(|line| line.poll_instead(&missing, free_at));
             }
             return;
         }
