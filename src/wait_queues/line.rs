@@ -146,7 +146,7 @@ impl Line {
     /// Returns `true` if the task has nothing left to do.
     pub(super) fn is_idle(&self, now: Instant) -> bool {
         // A line that polls does not keep a turn whose refund is rejected.
-        let is_refunding = self.reserved.is_refunding() && !self.polls;
+        let is_refunding = self.reserved.refunding_until(now).is_some() && !self.polls;
         let is_settled = self.reserved.is_settled() && !is_refunding;
         self.waiters.is_empty() && is_settled && self.remembers_until(now).is_none()
     }
@@ -313,6 +313,7 @@ impl Line {
                 self.reserved.first_due(),
                 deadline,
                 self.remembers_until(now),
+                self.reserved.refunding_until(now),
             ];
             Then::Sleep(wakes.into_iter().flatten().min())
         };

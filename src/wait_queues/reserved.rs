@@ -19,8 +19,9 @@ pub(super) struct Reserved {
     /// Total units of the checks without a reply, and the number of such checks by the waiter that each was sent for.
     asked: u64,
     pending: BTreeMap<u64, u32>,
-    /// Number of turns whose refund is in flight.
+    /// Number of turns whose refund is in flight, and when the last of them is due.
     refunding: usize,
+    refunding_until: Option<Instant>,
 }
 
 struct Turn {
@@ -40,9 +41,10 @@ impl Reserved {
         self.turns.is_empty() && self.part.is_none() && self.pending.is_empty()
     }
 
-    /// Returns `true` if the reply to a refund may bring a turn back.
-    pub(super) fn is_refunding(&self) -> bool {
-        self.refunding > 0
+    /// The time until which the reply to a refund may bring a turn back.
+    pub(super) fn refunding_until(&self, now: Instant) -> Option<Instant> {
+        let until = self.refunding_until.filter(|_| self.refunding > 0);
+        until.filter(|until| now < *until)
     }
 
     /// All reserved units, due or not.
@@ -158,6 +160,7 @@ impl Reserved {
         let Turn { charge, .. } = last.remove();
         self.units -= u64::from(charge.cost);
         self.refunding += 1;
+        self.refunding_until = self.refunding_until.max(Some(charge.due));
         Some(charge)
     }
 
