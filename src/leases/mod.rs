@@ -94,12 +94,13 @@ impl<S: Store> Leased<S> {
     /// Sets the number of instances that share a quota. Defaults to 1. It bounds the block of each instance; with too
     /// small a number, the end of a quota is only shared less fairly.
     #[must_use]
-    pub fn share(self, share: Share) -> Self {
-        let inner = Inner::new(self.inner.store.clone(), share, self.inner.max_callers);
+    pub fn share(self, share: impl Into<Share>) -> Self {
+        let (store, max) = (self.inner.store.clone(), self.inner.max_callers);
+        let inner = Inner::new(store, share.into(), max);
         Self { inner }
     }
 
-    /// Sets the maximum number of callers with blocks. Defaults to 65,536. If all places are taken, the
+    /// Sets the maximum number of callers with blocks. Defaults to 65,536. When no place is free, the
     /// shared store decides a new caller's checks until another caller has not been busy for two lease times.
     #[must_use]
     pub fn max_callers(self, max: NonZeroUsize) -> Self {
