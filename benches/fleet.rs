@@ -6,7 +6,7 @@
 //! that decide nothing. Client and server share the machine.
 //!
 //! `-- TEXT...` runs only the fleets whose name has one of the texts: `-- 8x1`. `-- --quick` only tries them. `-- --save`
-//! also writes the tables into `docs/performance.md`.
+//! also writes the ratios into `docs/performance.md`, and all cases into `benches/RESULTS.md`.
 
 #![allow(
     missing_docs,
@@ -222,8 +222,8 @@ fn main() {
     let (ratios, table) = (ratios(&fleets, &measures), table(&fleets, &measures));
     println!("{ratios}\n{table}");
     if save {
-        page::save_table("performance.md", "fleet ratios", &ratios);
-        page::save_table("performance.md", "fleet table", &table);
+        page::save_table("docs/performance.md", "fleet ratios", &ratios);
+        page::save_table("benches/RESULTS.md", "fleet table", &table);
     }
 }
 

@@ -65,16 +65,8 @@ fn pictures() -> Result<Vec<(String, String)>> {
         inline.push_str(&definition(&name, &picture));
         files.push((format!("docs/strategies/{name}.svg"), picture));
     }
-    // Those are drawn by the benches `load`, `growth` and `leases`, and the last one by `cargo xtask screenshots`.
-    for name in [
-        "throughput",
-        "growth-callers",
-        "growth-instances",
-        "growth-requests",
-        "growth-masters",
-        "leases-plot",
-        "dashboard",
-    ] {
+    // Those are drawn by the benches `load` and `leases`, and the last one by `cargo xtask screenshots`.
+    for name in ["throughput", "leases-plot", "dashboard"] {
         inline.push_str(&definition(
             name,
             &fs::read_to_string(path(&format!("docs/{name}.svg")))?,

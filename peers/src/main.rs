@@ -1,11 +1,11 @@
 //! `cargo run --release`, in `peers`
 //!
 //! This crate beside other limiters, on Redis servers that it starts: decisions per second, what requests get while Redis is
-//! away, and how many of many requests at once are granted. `docs/peers.md` says what is compared, and how.
+//! away, and how many of many requests at once are granted. `README.md` says what is compared, and how.
 //!
 //! `speed`, `outage` or `exact` has only that, and `--peer TEXT` only this crate and the peers whose name has the text.
 //! `--rounds N` takes the medians of so many rounds; the default is 3. `--quick` only tries it. `--save` also writes the tables
-//! into `docs/peers.md`.
+//! into `README.md`.
 
 #![allow(
     clippy::unwrap_used,
@@ -109,7 +109,7 @@ fn main() {
     let show = |mark: &str, table: &str| {
         println!("{mark}\n\n{table}");
         if has("--save") {
-            page::save_table("peers.md", mark, table);
+            page::save_table("peers/README.md", mark, table);
         }
     };
     if wants("speed") {

@@ -7,7 +7,7 @@ use std::path::Path;
 use crate::Result;
 use crate::command::root;
 
-const PAGES: [&str; 25] = [
+const PAGES: [&str; 28] = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
@@ -16,13 +16,11 @@ const PAGES: [&str; 25] = [
     "docs/answers.md",
     "docs/choosing.md",
     "docs/comparison.md",
-    "docs/envoy.md",
     "docs/faults.md",
     "docs/keys.md",
     "docs/leases.md",
     "docs/migrating.md",
     "docs/options.md",
-    "docs/peers.md",
     "docs/performance.md",
     "docs/pitfalls.md",
     "docs/recipes.md",
@@ -30,9 +28,14 @@ const PAGES: [&str; 25] = [
     "docs/running.md",
     "docs/servers.md",
     "docs/settling.md",
+    "docs/sizing.md",
+    "docs/start.md",
+    "docs/upgrades.md",
     "docs/waiting.md",
     "benches/RESULTS.md",
     "examples/dashboard/README.md",
+    "examples/envoy/README.md",
+    "peers/README.md",
 ];
 
 /// The URL of the published documentation, and the folder of the output of `cargo doc`.
@@ -207,7 +210,7 @@ mod tests {
         );
         let within = "## A server, by TLS\n\n[a](#a-server-by-tls)\n[b](#a-server)\n some text\n[c](#some-text)\n";
         assert_eq!(lines("README.md", within), [4, 6]);
-        let elsewhere = "[a]: running.md#sizing\n[b]: running.md#none\n[c]: none.md#sizing\n";
+        let elsewhere = "[a]: sizing.md#memory\n[b]: sizing.md#none\n[c]: none.md#memory\n";
         assert_eq!(lines("docs/faults.md", elsewhere), [2, 3]);
     }
 
@@ -244,6 +247,7 @@ mod tests {
             "docs",
             "examples",
             "lua",
+            "peers/README.md",
             "peers/rocksdb",
             "peers/src",
             "src",

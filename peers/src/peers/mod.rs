@@ -1,4 +1,4 @@
-//! Who is compared, each with its best settings: what they are, `docs/peers.md` says.
+//! Who is compared, each with its best settings: what they are, `README.md` says.
 
 mod governor;
 mod limitador;

@@ -83,7 +83,7 @@ use crate::store::{Answer, Instances, Store, Waiters};
 /// runtime that needed it first. After that runtime has shut down, the next check starts the task on its own runtime.
 /// While that runtime is alive and runs nothing, as a current-thread runtime does outside of `block_on`, the work waits.
 ///
-/// Threads with a runtime each can share one store or have a store each: the [guide](crate::guide::running#connections)
+/// Threads with a runtime each can share one store or have a store each: the [guide](crate::guide::sizing#connections)
 /// has figures.
 ///
 /// ```no_run

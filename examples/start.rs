@@ -1,0 +1,33 @@
+//! `cargo run --example start`
+//!
+//! The program of `docs/start.md`: an axum service with 10 requests a minute for each API key, or for each
+//! address without one.
+
+use std::net::SocketAddr;
+
+use axum::{Router, routing::get};
+use tower_redis_ratelimit::extract::{HeaderKey, KeyExtractor, PeerIp};
+use tower_redis_ratelimit::store::AnyStore;
+use tower_redis_ratelimit::{Policy, RateLimitLayer, Strategy};
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    tracing_subscriber::fmt().init();
+    let store = AnyStore::from_env("REDIS_URL")?;
+    let key = HeaderKey::new("x-api-key")?.or(PeerIp);
+    let policy = Policy::new("api", Strategy::Gcra, "10/min".parse()?)?;
+    let limits = RateLimitLayer::new(store, key, policy);
+    let app = Router::new()
+        .route("/", get(|| async { "hello" }))
+        .layer(limits);
+
+    let port = std::env::var("PORT").unwrap_or("3000".to_owned());
+    let listener = tokio::net::TcpListener::bind(format!("127.0.0.1:{port}")).await?;
+    println!("http://{}/", listener.local_addr()?);
+    axum::serve(
+        listener,
+        app.into_make_service_with_connect_info::<SocketAddr>(),
+    )
+    .await?;
+    Ok(())
+}
