@@ -141,7 +141,10 @@ fn main() {
         println!("{table}");
         if has("--save") {
             page::save_table("benches/RESULTS.md", report.series.name, &table);
-            page::save_picture(&format!("benches/growth-{}.svg", report.series.name), &report.picture());
+            page::save_picture(
+                &format!("benches/growth-{}.svg", report.series.name),
+                &report.picture(),
+            );
         }
     }
 }

@@ -215,6 +215,32 @@ mod tests {
     }
 
     #[test]
+    fn the_readme_states_the_versions() {
+        let read = |path: &str| fs::read_to_string(root().join(path)).unwrap();
+        let (readme, manifest) = (read("README.md"), read("Cargo.toml"));
+        let version = |name: &str| {
+            let line = manifest
+                .lines()
+                .find(|line| line.starts_with(name))
+                .unwrap();
+            let version = line.split('"').nth(1).unwrap();
+            // The first number that is not 0 decides on compatibility; of Rust, the second counts too.
+            match version.split_once('.') {
+                Some(("1", _)) if !name.starts_with("rust") => "1".to_owned(),
+                _ => version.to_owned(),
+            }
+        };
+        let stated = format!(
+            "For axum {}, tonic {}, http {} and Rust {} or later.",
+            version("axum = "),
+            version("tonic = "),
+            version("http = "),
+            version("rust-version = ")
+        );
+        assert!(readme.contains(&stated), "the README lacks: {stated}");
+    }
+
+    #[test]
     fn modules_link_to_modules() {
         let html = r#"<a href="../keys/index.html">a</a> <a href="https://a.b/c.md">b</a> <a href="keys.md#users">c</a>"#;
         assert_eq!(file_link(html), Some("keys.md"));

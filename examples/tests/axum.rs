@@ -1,4 +1,4 @@
-//! `examples/start.rs` as `docs/start.md` runs it: alone, and as two instances whose Redis is killed.
+//! `examples/axum.rs` as `docs/start.md` runs it: alone, and as two instances whose Redis is killed.
 
 #![allow(
     clippy::unwrap_used,
@@ -29,7 +29,7 @@ fn is_quoted(lines: &[&str]) {
 
 #[test]
 fn the_page_shows_the_program() {
-    let (_, program) = include_str!("../start.rs").split_once("\n\n").unwrap();
+    let (_, program) = include_str!("../axum.rs").split_once("\n\n").unwrap();
     assert!(PAGE.contains(&format!("```rust,no_run\n{program}```")));
 }
 
@@ -45,7 +45,7 @@ fn grants(instances: &[&Example], key: &str) -> usize {
 
 #[test]
 fn the_eleventh_request_gets_a_429() {
-    let service = Example::start("start", &[]);
+    let service = Example::start("axum", &[]);
     let first = Answer::read(service.get("/"));
     for line in [
         r#"ratelimit-policy: "api";q=10;w=60"#,
@@ -70,7 +70,7 @@ fn the_eleventh_request_gets_a_429() {
 #[test]
 fn instances_share_a_count_and_survive_an_outage() {
     let mut redis = RedisServer::start();
-    let start = || Example::start("start", &[("REDIS_URL", &redis.url())]);
+    let start = || Example::start("axum", &[("REDIS_URL", &redis.url())]);
     let (first, second) = (start(), start());
     let granted = grants(&[&first, &second], "k-1");
     assert!((10..15).contains(&granted), "{granted}");
