@@ -232,9 +232,9 @@ mod tests {
         };
         let stated = format!(
             "For axum {}, tonic {}, http {} and Rust {} or later.",
-            version("axum = "),
-            version("tonic = "),
-            version("http = "),
+            version("axum = {"),
+            version("tonic = {"),
+            version("http = \""),
             version("rust-version = ")
         );
         assert!(readme.contains(&stated), "the README lacks: {stated}");
