@@ -135,6 +135,7 @@ pub mod migrating {}
 
 /// How to choose a strategy.
 ///
+/// [memory]: crate::guide::sizing#memory
 /// [migrating]: crate::guide::migrating
 /// [settling]: crate::guide::settling
 /// [waiting]: crate::guide::waiting
@@ -154,6 +155,8 @@ pub mod options {}
 
 /// Responses to clients: header fields, in current and legacy forms, and bodies.
 ///
+/// [json]: crate::guide::recipes#a-json-answer-of-your-own
+/// [old]: crate::guide::recipes#old-clients
 /// [pitfalls]: crate::guide::pitfalls#error-codes
 #[doc = include_str!("../docs/answers.md")]
 pub mod answers {}

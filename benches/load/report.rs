@@ -119,14 +119,14 @@ impl Report {
             "1.5 x",
         );
         row(
-            "callers who ask alike, leased, of not",
+            "callers with equal load, leased, of not",
             self.ratio(leased(Load::Many), REDIS, throughput),
             " x",
             "0.97 x",
         );
         let zipf = self.ratio(zipf, REDIS, throughput);
         row(
-            "callers by Zipf's law, of callers who ask alike",
+            "callers by Zipf's law, of callers with equal load",
             zipf,
             " x",
             "",
