@@ -50,6 +50,7 @@ use crate::store::Store;
 /// `RateLimitLayer<RedisStore, PeerIp>`. Box closures, which have no name, and types that are
 /// chosen at startup: `RateLimitLayer<AnyStore, Box<dyn KeyExtractor>>`. A layer that settles is a
 /// `RateLimitLayer<S, K, HttpReject, UntilBodyEnd>`.
+#[doc(alias("429", "throttle"))]
 pub type RateLimitLayer<S, K, R = HttpReject, E = AsIs> = LimitLayer<S, K, Http<R, E>>;
 
 impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
