@@ -6,7 +6,7 @@
 //!
 //! `-- TEXT...` runs only the cases whose name contains one of the texts: `-- cluster` those on a
 //! cluster, and the cases that they are compared with. `-- --quick` is a short trial. `-- --save`
-//! also writes the ratios into `docs/performance.md`, all cases into `benches/RESULTS.md`, and draws
+//! also writes some ratios into `docs/performance.md`, the other tables into `benches/RESULTS.md`, and draws
 //! `docs/throughput.svg`.
 
 #![allow(
@@ -61,7 +61,12 @@ fn main() {
     let (ratios, table) = (report.ratios(), report.table());
     println!("{ratios}\n{table}");
     if save {
-        page::save_table("docs/performance.md", "ratios", &ratios);
+        page::save_table(
+            "docs/performance.md",
+            "ratios",
+            &report::of_the_page(&ratios),
+        );
+        page::save_table("benches/RESULTS.md", "ratios", &ratios);
         page::save_table("benches/RESULTS.md", "table", &table);
         page::save_picture("docs/throughput.svg", &report.picture().unwrap());
     }

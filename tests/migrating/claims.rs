@@ -1,4 +1,4 @@
-//! Where the decisions agree and where they differ: the table of `docs/migrating.md`. `SAVE=1 cargo test --package migrating-tests`
+//! Where the decisions agree and where they differ: the table of `README.md`. `SAVE=1 cargo test --package migrating-tests`
 //! writes it.
 
 use std::fmt::Write as _;
@@ -348,9 +348,9 @@ fn decisions_agree_as_the_guide_says() {
     println!("{table}");
     assert!(
         wrong.is_empty(),
-        "otherwise than the guide says: {wrong:#?}"
+        "otherwise than `docs/migrating.md` says: {wrong:#?}"
     );
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/migrating.md");
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md");
     let saved = fs::read_to_string(&page).unwrap();
     let (head, rest) = saved.split_once("<!-- agreement -->\n").unwrap();
     let (_, tail) = rest.split_once("<!-- end of agreement -->").unwrap();

@@ -7,7 +7,7 @@ use std::path::Path;
 use crate::Result;
 use crate::command::root;
 
-const PAGES: [&str; 28] = [
+const PAGES: [&str; 29] = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
@@ -36,6 +36,7 @@ const PAGES: [&str; 28] = [
     "examples/dashboard/README.md",
     "examples/envoy/README.md",
     "peers/README.md",
+    "tests/migrating/README.md",
 ];
 
 /// The URL of the published documentation, and the folder of the output of `cargo doc`.
