@@ -1,10 +1,10 @@
 //! `cargo run --release`, in `peers`
 //!
-//! This crate beside other limiters, on Redis servers that it starts: decisions per second, what requests get while Redis is
-//! away, and how many of many requests at once are granted. `README.md` says what is compared, and how.
+//! This crate and other limiters, on Redis servers that it starts: decisions per second, the responses during an outage, and
+//! the exactness of concurrent grants. `README.md` has the cases and the results.
 //!
 //! `speed`, `outage` or `exact` has only that, and `--peer TEXT` only this crate and the peers whose name has the text.
-//! `--rounds N` takes the medians of so many rounds; the default is 3. `--quick` only tries it. `--save` also writes the tables
+//! `--rounds N` takes the medians of N rounds; the default is 3. `--quick` is a short trial. `--save` also writes the tables
 //! into `README.md`.
 
 #![allow(

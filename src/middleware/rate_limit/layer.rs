@@ -36,13 +36,8 @@ use crate::store::Store;
 ///
 /// # Order of layers
 ///
-/// - Inside the authentication if the key is a user, outside if the key is an address. The last
-///   layer that is added to an axum `Router` is the outermost.
-/// - Inside CORS: a browser's preflight request has no key, so it would get a 400; and a browser
-///   hides a denial without CORS fields from scripts. If the limit must be outside,
-///   [`skip`](Self::skip) the method `OPTIONS`.
-/// - `Router::layer` wraps the fallback too, so unknown paths (404) are counted;
-///   `Router::route_layer` does not. Count them if the limit protects against scans.
+/// Inside the authentication if the key is a user, outside if the key is an address; and inside CORS. The
+/// [guide](crate::guide::pitfalls#the-order-of-layers) has the reasons, and the order of an axum `Router`.
 ///
 /// # Naming the type
 ///

@@ -17,10 +17,7 @@ use crate::store::{Answer, Instances, Store, Waiters};
 /// not run it.
 ///
 /// It needs Redis 6.2 or a compatible server; see [which servers](crate::guide::servers) are tested, and how they
-/// affect the counts. The Redis user needs `~PREFIX:* +evalsha +eval +time +mget +set +setrange +del`, and for
-/// [`SlidingLog`](crate::Strategy::SlidingLog) `+lrange +rpush +lset +ltrim +lrem +pexpireat`, for requests [in
-/// flight](crate::Policy::in_flight) and a [`Fallback`](crate::Fallback) with a share `+zrange +zremrangebyscore
-/// +zcard +zadd +zscore +zrem +pexpireat`.
+/// affect the counts. The Redis user needs [these rights](crate::guide::servers#rights).
 ///
 /// # Redis Cluster
 ///
@@ -46,7 +43,7 @@ use crate::store::{Answer, Instances, Store, Waiters};
 ///   keys (under several policies, or with a new id) may fail with
 ///   [`ErrorKind::NotReady`](crate::store::ErrorKind::NotReady) until the migration ends, because
 ///   Redis rejects it. A fallback decides then, and reconciles afterwards.
-/// - The Redis user also needs `+asking +cluster|slots` (`+cluster` before Redis 7). With TLS, the
+/// - The Redis user needs [more rights](crate::guide::servers#rights). With TLS, the
 ///   certificates must match the names that the nodes announce: see `tls-cluster`,
 ///   `cluster-announce-hostname` and `cluster-preferred-endpoint-type` of Redis.
 ///
@@ -66,9 +63,9 @@ use crate::store::{Answer, Instances, Store, Waiters};
 ///   connections to the former master are closed.
 /// - Redis replicates asynchronously. Charges made just before a failover may be lost; with
 ///   `SENTINEL FAILOVER`, also charges made during it.
-/// - A user of the sentinels needs `+sentinel|master` (`+sentinel` before Redis 7). The user of the
-///   master also needs `+role`: without it, a replica that is reported as the master is detected
-///   only by the first script.
+/// - The users of the master and of the sentinels need [more rights](crate::guide::servers#rights).
+///   Without `+role` on the master, a replica that is reported as the master is detected only by the
+///   first script.
 ///
 /// # Runtimes
 ///
