@@ -99,18 +99,14 @@ impl<S: Store> Leased<S> {
     /// small a number, the end of a quota is only shared less fairly.
     #[must_use]
     pub fn share(self, share: Share) -> Self {
-        let Inner {
-            store, max_callers, ..
-        } = &*self.inner;
-        Self::with(store.clone(), share, *max_callers)
+        Self::with(self.inner.store.clone(), share, self.inner.max_callers)
     }
 
     /// Sets the maximum number of callers with blocks. Defaults to 65,536. Beyond it, a new caller replaces the one of
     /// the least demand in a small sample, so that the busiest callers keep their blocks.
     #[must_use]
     pub fn max_callers(self, max: NonZeroUsize) -> Self {
-        let Inner { store, share, .. } = &*self.inner;
-        Self::with(store.clone(), share.clone(), max)
+        Self::with(self.inner.store.clone(), self.inner.share.clone(), max)
     }
 
     /// Refunds the rest of all blocks, and stops charging them. Call it at the end of a process, before its runtime shuts

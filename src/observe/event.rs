@@ -111,8 +111,8 @@ impl Recovered {
 pub struct Reconciled {
     /// The cost that was charged: the part that still counted.
     pub charged: u64,
-    /// The cost that could not be charged, because there were too many callers to log, or because
-    /// the primary store failed again.
+    /// The cost that could not be charged, because there were too many callers to record, because
+    /// the primary store failed again, or because it exceeds the debt of a policy.
     pub dropped: u64,
 }
 

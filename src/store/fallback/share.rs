@@ -1,7 +1,7 @@
 use std::num::NonZeroU32;
 
 use super::breaker::Breaker;
-use crate::limit::{Check, Decision, Outcome, Snapshot, State, Verdict};
+use crate::limit::{Check, Decision, Verdict};
 use crate::store::Instances;
 
 /// The number of instances that share a policy while each decides locally.
@@ -38,42 +38,14 @@ impl Share {
     }
 }
 
-/// Translates a decision on this instance's share into one for the caller.
-///
-/// The two differ if the cost exceeds the share but fits the whole policy. Then the wait is that of the whole policy
-/// with the same proportion used. For example, a cost of 50 never fits a share of 25; if 20 of the 25 are used, the
-/// wait is that of a policy of 100 with 80 used.
-pub(super) fn of_whole(check: &Check, decision: Decision, now: impl FnOnce() -> i64) -> Decision {
-    if decision.outcome() != Outcome::ExceedsCapacity {
-        return decision;
-    }
-    let now = now();
-    let parts: Vec<i64> = decision
-        .verdicts()
-        .map(|(part, _)| part.params().capacity)
-        .collect();
-    decision.wait_instead(|i, verdict| {
-        // `None` if a custom fallback has decided on other policies than requested.
-        let Some(policy) = check.policies().as_slice().get(i) else {
-            return Verdict::NEVER;
-        };
-        let (whole, part) = (policy.params().capacity, parts[i]);
-        let used = i128::from(part - verdict.remaining) * i128::from(whole) / i128::from(part);
-        let followed = Snapshot {
-            used: used as i64,
-            until: now + verdict.reset,
-        };
-        let mut state = State::resume(policy.kind(), policy.params(), now, followed);
-        let peek = Check::peek(*check.key(), &policy.clone().into(), check.cost());
-        match peek
-            .decide(std::slice::from_mut(&mut state), now)
-            .first()
-            .wait
-        {
-            // The whole policy has enough left, but this instance may not grant it. Redis may decide after the next
-            // probe.
-            0 => Breaker::LONGEST_DELAY.as_micros() as i64,
-            wait => wait,
+/// Turns a decision on this instance's share into one for the caller: a cost that exceeds the share but fits the whole
+/// policy is denied until the primary store may decide it, after the next probe.
+pub(super) fn of_whole(check: &Check, decision: Decision) -> Decision {
+    decision.wait_instead(|i| match check.policies().as_slice().get(i) {
+        Some(whole) if check.cost() <= whole.quota().capacity() => {
+            Breaker::LONGEST_DELAY.as_micros() as i64
         }
+        // A custom fallback may have decided on other policies than requested.
+        _ => Verdict::NEVER,
     })
 }
