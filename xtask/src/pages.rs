@@ -258,6 +258,34 @@ mod tests {
         paths.push(path);
     }
 
+    #[test]
+    fn searched_words_find_items() {
+        let mut paths = vec![];
+        add(&mut paths, root().join("src"));
+        let files = paths.iter().filter(|path| path.is_file());
+        let aliases: String = files
+            .map(|path| fs::read_to_string(path).unwrap())
+            .flat_map(|text| {
+                let lines = text.lines().filter(|line| line.contains("#[doc(alias"));
+                lines.map(str::to_owned).collect::<Vec<_>>()
+            })
+            .collect();
+        for word in [
+            "429",
+            "Retry-After",
+            "X-Forwarded-For",
+            "WebSocket",
+            "concurrency",
+            "semaphore",
+            "throttle",
+            "plan",
+            "allowlist",
+            "idempotency",
+        ] {
+            assert!(aliases.contains(&format!("\"{word}\"")), "{word}");
+        }
+    }
+
     /// Texts that look like paths.
     const OTHERS: [&str; 2] = ["docs.rs", "requests/s"];
 
