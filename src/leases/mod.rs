@@ -98,8 +98,12 @@ impl<S: Store> Leased<S> {
     /// Sets the number of instances that share a quota. Defaults to 1. It bounds the block of each instance; with too
     /// small a number, the end of a quota is only shared less fairly.
     #[must_use]
-    pub fn share(self, share: Share) -> Self {
-        Self::with(self.inner.store.clone(), share, self.inner.max_callers)
+    pub fn share(self, share: impl Into<Share>) -> Self {
+        Self::with(
+            self.inner.store.clone(),
+            share.into(),
+            self.inner.max_callers,
+        )
     }
 
     /// Sets the maximum number of callers with blocks. Defaults to 65,536. Beyond it, a new caller replaces the one of

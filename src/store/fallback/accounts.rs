@@ -20,8 +20,8 @@ pub(super) struct Accounts {
     held: AtomicUsize,
     /// Number of accounts that may be opened, in all partitions of a primary store together.
     free: Arc<AtomicUsize>,
-    /// Number of the epoch. An epoch ends when the breaker opens, and before an account is removed: a reply to an
-    /// earlier check may lack the grants of the fallback.
+    /// Number of the epoch. An epoch ends when the breaker opens, and after each check of a reconciliation: a reply to
+    /// an earlier check may lack the grants of the fallback.
     epoch: AtomicU64,
     /// Cost that was charged to the primary store, and cost that never will be, since the last report.
     pub(super) charged: AtomicU64,
@@ -126,10 +126,8 @@ impl Accounts {
         }
     }
 
-    /// Ends the epoch before accounts are removed.
     fn removed(&self, accounts: usize) {
         if accounts > 0 {
-            self.end_epoch();
             self.held.fetch_sub(accounts, Ordering::AcqRel);
             self.free.fetch_add(accounts, Ordering::AcqRel);
         }
@@ -140,8 +138,8 @@ impl Caller<'_> {
     /// Returns `true` if a reply to a check that was sent in the epoch `sent` includes all grants of the fallback.
     ///
     /// The fallback decides and records under the same lock, so each earlier grant is in an account, or was charged. In
-    /// the last case the epoch ended before the account was removed, and a reply to a check of the present epoch
-    /// includes the grant.
+    /// the last case the epoch ended before the account was put back and removed, so a reply to a check of the present
+    /// epoch includes the grant.
     pub(super) fn is_known(&self, sent: u64) -> bool {
         self.all.epoch() == sent && !self.shard.contains_key(self.key)
     }

@@ -160,10 +160,11 @@ impl<P: Store, F: Store> Fallback<P, F> {
         self.with(|settings| settings.failures = failures)
     }
 
-    /// Sets how many instances share a policy during an outage. Defaults to 1: each instance grants the whole
-    /// policy.
+    /// Sets how many instances share a policy during an outage: a number, or the
+    /// [`Instances`](crate::store::Instances) of an announcement. Defaults to 1: each instance grants the whole policy.
     #[must_use]
-    pub fn share(self, share: Share) -> Self {
+    pub fn share(self, share: impl Into<Share>) -> Self {
+        let share = share.into();
         self.with(|settings| settings.share = share)
     }
 

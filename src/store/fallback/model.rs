@@ -202,6 +202,7 @@ fn warming_keeps_what_was_granted() {
                     while let Some(check) = account.next(Key::GLOBAL, 0) {
                         let _ = decide(primary, &check);
                         account.done(&check, 0);
+                        accounts.end_epoch();
                     }
                     accounts.put_back(&Key::GLOBAL, &mut account, 0);
                 }

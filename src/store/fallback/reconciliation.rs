@@ -182,6 +182,7 @@ impl<P: Store, F: Store> Taken<'_, P, F> {
             return;
         };
         self.account.done(&check, now);
+        partition.accounts.end_epoch();
         if check.mode() == Mode::Charge {
             let dropped = check.cost().saturating_sub(charged);
             let accounts = &partition.accounts;

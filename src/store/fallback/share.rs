@@ -11,13 +11,10 @@ use crate::store::Instances;
 /// a strategy that refills gradually is divided exactly.
 ///
 /// ```
-/// use std::num::NonZeroU32;
-/// use tower_redis_ratelimit::store::Share;
 /// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
 ///
-/// const INSTANCES: NonZeroU32 = NonZeroU32::new(4).unwrap();
 /// let redis = RedisStore::connect_lazy("redis://127.0.0.1/")?;
-/// let store = Fallback::new(redis, LocalStore::default()).share(Share::Fixed(INSTANCES));
+/// let store = Fallback::new(redis, LocalStore::default()).share(4);
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 #[derive(Debug, Clone)]
@@ -27,6 +24,25 @@ pub enum Share {
     Fixed(NonZeroU32),
     /// The number of live instances that this instance knows.
     Alive(Instances),
+}
+
+/// A constant number. `0` counts as 1.
+impl From<u32> for Share {
+    fn from(instances: u32) -> Self {
+        Self::Fixed(NonZeroU32::new(instances).unwrap_or(NonZeroU32::MIN))
+    }
+}
+
+impl From<NonZeroU32> for Share {
+    fn from(instances: NonZeroU32) -> Self {
+        Self::Fixed(instances)
+    }
+}
+
+impl From<Instances> for Share {
+    fn from(instances: Instances) -> Self {
+        Self::Alive(instances)
+    }
 }
 
 impl Share {

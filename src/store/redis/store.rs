@@ -114,7 +114,7 @@ impl RedisStore {
     }
 
     /// Iterates over the counts under this store's prefix, on every master of a cluster: for tools,
-    /// since it reads the whole database. `examples/inspect.rs` is one. The Redis user needs
+    /// since it reads the whole database. `ratelimit-inspect` is one. The Redis user needs
     /// `+scan` for it.
     ///
     /// ```no_run

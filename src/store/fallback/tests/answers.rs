@@ -105,6 +105,26 @@ async fn answers_keep_unreconciled_grants() {
     );
 }
 
+/// The breaker stays closed. A reply that was decided before a reconciliation arrives after it.
+#[tokio::test(start_paused = true)]
+async fn answers_without_reconciled_grants_are_ignored() {
+    let (store, primary, _) = pair(1);
+    let store = store.deadline(Duration::from_secs(60));
+    let policies = policies(Strategy::Gcra, "100/100d");
+    primary.set(Manner::After(Duration::from_secs(30)));
+    let late = tokio::spawn(store.check(Check::take(ann(), &policies, 1)));
+    sleep(Duration::from_millis(1)).await;
+    primary.set(Manner::Each(queue_full));
+    assert_eq!(burst(&store, &policies, 60).await, 60);
+    primary.set(Manner::AtOnce);
+    sleep(Duration::from_secs(31)).await;
+    assert!(late.await.unwrap().is_ok() && !store.is_degraded());
+    assert_eq!(primary.used(&policies).await, 61);
+    open(&store, &primary).await;
+    let granted = burst(&store, &policies, 100).await;
+    assert!(granted <= 40, "{granted} granted of 40");
+}
+
 /// A cost that fits the whole policy may be retried, whichever store decides then.
 #[tokio::test(start_paused = true)]
 async fn costs_above_a_share_are_denied_temporarily() {
