@@ -8,7 +8,7 @@ use crate::util::Clock;
 ///
 /// Only one check in [`OFTEN`] reads a clock, because most callers are not busy and pay nothing else. A cell counts the
 /// checks of the callers that share it and stores the time of its last full count. An idle caller that shares a cell with a
-/// busy one may be considered busy: it gets a block, which is refunded unspent.
+/// busy one may be taken for busy: it gets a block, which is refunded unspent.
 pub(super) struct HotCallers {
     /// The number of checks in the lowest bits, and the time of the last full count in the others.
     cells: Box<[AtomicU32]>,
@@ -20,7 +20,7 @@ const CELLS: usize = 1 << 16;
 pub(super) const OFTEN: u32 = 1 << COUNT_BITS;
 const COUNT_BITS: u32 = 3;
 /// Times are in units of 2^`UNIT_BITS` microseconds, about 0.25 ms. They wrap around after a day and a half; a caller
-/// that sends a check at that moment may be considered busy.
+/// that sends a check at that moment may be taken for busy.
 const UNIT_BITS: u32 = 8;
 
 impl HotCallers {
