@@ -191,7 +191,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             Err(refusal) => refusal.into_answer(),
         };
         if answer.is_err() {
-            // It may pass though nobody has counted it.
+            // It may pass although no store has counted it.
             question.hold(self.hold(&Check::take(*question.key(), policies, question.cost())));
             question.answered(&answer);
         }
