@@ -242,7 +242,7 @@ impl SharedQueue {
     fn ended(&self, mut op: PendingOp, reply: Reply) {
         match reply {
             Err(error) if error.is_unsent() && op.is_tried_once() => op.answer(Err(error)),
-            Err(error) if op.is_release() && (error.is_unsent() || !error.is_of_check()) => {
+            Err(_) if op.is_release() => {
                 if op.matters(instant()) {
                     let pause = op.next_pause();
                     drop(self.try_again(op, pause, RELEASES));
