@@ -5,8 +5,8 @@
 //! `max_tokens`. So no answer costs more than its reservation. The real cost is settled when the answer ends or its client hangs
 //! up. Only users with a known API key get an answer: a client that invents keys would have a new quota for each.
 //!
-//! **Tokens count when they are reserved.** A client that reads late can receive the answers of several periods together: at most
-//! `STREAMS` times the quota. To limit the tokens that leave in a period, end a stream after one period.
+//! **Tokens count when they are reserved.** A client can hold back `STREAMS` answers of earlier periods, and read them together with
+//! those of the current period: at most `STREAMS + 1` times the quota. If that is too much, end a stream after one period.
 //!
 //! Settings by the environment: `PORT` (3000), `TOKENS` (`1000/min`), `STREAMS` (4), `KEYS` with their users
 //! (`key-of-alice=alice key-of-bob=bob`), and `REDIS_URL` to share the counts among instances.

@@ -22,7 +22,7 @@ use hyper_util::service::TowerToHyperService;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{sleep, timeout};
 use tower::ServiceExt;
 
 /// The time for the head of a request, and for the next one on an idle connection.
@@ -77,12 +77,17 @@ pub(crate) async fn serve(mut listener: TcpListener, app: Router) -> io::Result<
     Ok(())
 }
 
-/// Returns the body, which is an error if it does not end in time.
+/// Returns the body, which fails if it does not end in time.
 fn in_time(body: hyper::body::Incoming) -> Body {
-    let end = Instant::now() + BODY;
     let body = Body::new(body).into_data_stream();
-    Body::from_stream(stream::try_unfold(body, move |mut body| async move {
-        let bytes = timeout_at(end, body.next()).await?.transpose()?;
-        Ok::<_, Box<dyn Error + Send + Sync>>(bytes.map(|bytes| (bytes, body)))
-    }))
+    let begun = (body, Box::pin(sleep(BODY)));
+    Body::from_stream(stream::try_unfold(
+        begun,
+        |(mut body, mut late)| async move {
+            tokio::select! {
+                bytes = body.next() => Ok(bytes.transpose()?.map(|bytes| (bytes, (body, late)))),
+                () = &mut late => Err(Box::<dyn Error + Send + Sync>::from("the body is late")),
+            }
+        },
+    ))
 }
