@@ -5,8 +5,8 @@
 //! fleet is measured with this crate, with a plain script of one decision, with redis-cell's module, and with three calls
 //! that decide nothing. Client and server share the machine.
 //!
-//! `-- TEXT...` runs only the fleets whose name has one of the texts: `-- 8x1`. `-- --quick` only tries them. `-- --save`
-//! also writes the tables into `docs/performance.md`.
+//! `-- TEXT...` runs only the fleets whose name contains a text: `-- 8x1`. `-- --quick` is a short trial. `-- --save`
+//! also writes the ratios into `docs/performance.md`, and all cases into `benches/RESULTS.md`.
 
 #![allow(
     missing_docs,
@@ -32,7 +32,7 @@ use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{Key, Policies, Policy, Quota, RedisStore, Strategy, redis};
 
-/// How many rounds, and how long each case takes in one.
+/// The number of rounds, and the time of each case in a round.
 const ROUNDS: (usize, Duration) = (5, Duration::from_secs(1));
 const QUICK: (usize, Duration) = (1, Duration::from_millis(100));
 
@@ -151,7 +151,7 @@ impl Case {
             Self::Get => call.arg("GET").arg(key),
             Self::Module => {
                 let (limit, period) = (quota().limit(), quota().period().as_secs());
-                // It lets one more pass than its burst.
+                // It grants one more than its burst.
                 call.arg("CL.THROTTLE").arg(key).arg(limit - 1);
                 call.arg(limit).arg(period).arg(1)
             }
@@ -161,7 +161,7 @@ impl Case {
     }
 }
 
-/// As long as a state of the store.
+/// With the length of a state of the store.
 const STATE: &str = "a state of 19 bytes";
 
 /// A key as long as the store's.
@@ -195,7 +195,7 @@ async fn ours(fleet: Fleet, server: &RedisServer, time: Duration) -> Measure {
     .await
 }
 
-/// What was measured of a fleet: for each case one of every round.
+/// The measurements of a fleet: for each case one per round.
 type Measures = [Vec<Measure>; CASES.len()];
 
 fn main() {
@@ -222,12 +222,12 @@ fn main() {
     let (ratios, table) = (ratios(&fleets, &measures), table(&fleets, &measures));
     println!("{ratios}\n{table}");
     if save {
-        page::save_table("performance.md", "fleet ratios", &ratios);
-        page::save_table("performance.md", "fleet table", &table);
+        page::save_table("docs/performance.md", "fleet ratios", &ratios);
+        page::save_table("benches/RESULTS.md", "fleet table", &table);
     }
 }
 
-/// On a runtime of its own, so that no task of one is in the way of another.
+/// On a separate runtime, so that no task affects another case.
 fn run(case: Case, fleet: Fleet, servers: &Arc<[RedisServer; 2]>, time: Duration) -> Measure {
     let runtime = runtime::Builder::new_multi_thread()
         .worker_threads(2)

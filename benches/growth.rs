@@ -7,7 +7,7 @@
 //!
 //! `-- TEXT...` runs only the series whose name contains one of the texts. `-- --quick` is a short
 //! trial, with at most a million callers. `-- --save` also writes the results into
-//! `docs/performance.md`, and draws its pictures.
+//! `benches/RESULTS.md`, and draws its pictures.
 
 #![allow(
     missing_docs,
@@ -140,8 +140,11 @@ fn main() {
         let table = report.table();
         println!("{table}");
         if has("--save") {
-            page::save_table("performance.md", report.series.name, &table);
-            page::save_picture(&format!("growth-{}", report.series.name), &report.picture());
+            page::save_table("benches/RESULTS.md", report.series.name, &table);
+            page::save_picture(
+                &format!("benches/growth-{}.svg", report.series.name),
+                &report.picture(),
+            );
         }
     }
 }

@@ -69,7 +69,7 @@ fn main() {
         println!("{name}: {sums:?} granted, {calls} calls a second");
     }
     if env::args().any(|arg| arg == "--save") {
-        page::save_picture("leases-plot", &draw(&runs));
+        page::save_picture("docs/leases-plot.svg", &draw(&runs));
     }
 }
 

@@ -1,5 +1,5 @@
 // If a link is defined twice, the first definition counts. So the README's links lead to the guides
-// of this version, and its picture has a form that rustdoc renders.
+// and the types of this version, and its picture has a form that rustdoc renders.
 //! [choosing]: guide::choosing
 //! [comparison]: guide::comparison
 //! [faults]: guide::faults
@@ -8,6 +8,44 @@
 //! [performance]: guide::performance
 //! [pitfalls]: guide::pitfalls
 //! [recipes]: guide::recipes
+//! [start]: guide::start
+//! [`RateLimitLayer`]: RateLimitLayer
+//! [`CallLimitLayer`]: CallLimitLayer
+//! [`ThrottleLayer`]: ThrottleLayer
+//! [`Limiter`]: Limiter
+//! [`RateLimited`]: check::RateLimited
+//! [`Decision`]: check::Decision
+//! [`PeerIp`]: extract::PeerIp
+//! [`ClientIp`]: extract::ClientIp
+//! [`HeaderKey`]: extract::HeaderKey
+//! [`by_extension`]: extract::by_extension
+//! [`Global`]: extract::Global
+//! [`key_fn`]: extract::key_fn
+//! [`Policy`]: Policy
+//! [`Policies`]: Policies
+//! [`Strategy`]: Strategy
+//! [`Tiers`]: select::Tiers
+//! [`Routes`]: select::Routes
+//! [`Fallback`]: Fallback
+//! [`RedisStore`]: RedisStore
+//! [`LocalStore`]: LocalStore
+//! [`AnyStore`]: store::AnyStore
+//! [`OnError::Allow`]: reject::OnError::Allow
+//! [`Charge`]: settle::Charge
+#![cfg_attr(feature = "axum", doc = "[`MatchedRoute`]: extract::MatchedRoute")]
+#![cfg_attr(
+    feature = "axum",
+    doc = "[`MatchedEndpoint`]: extract::MatchedEndpoint"
+)]
+#![cfg_attr(feature = "tonic", doc = "[`GrpcReject`]: reject::GrpcReject")]
+#![cfg_attr(
+    feature = "tracing",
+    doc = "[`TracingObserver`]: observe::TracingObserver"
+)]
+#![cfg_attr(
+    feature = "metrics",
+    doc = "[`MetricsObserver`]: observe::MetricsObserver"
+)]
 #![doc = include_str!("../docs/pictures.md")]
 #![doc = include_str!("../README.md")]
 #![cfg_attr(docsrs, feature(doc_cfg))]

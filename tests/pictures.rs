@@ -1,4 +1,4 @@
-//! What every strategy makes of the same requests, as pictures for `docs/choosing.md`: `SAVE=1 cargo test --test pictures`
+//! The decisions of every strategy on equal requests, as pictures for `docs/choosing.md`: `SAVE=1 cargo test --test pictures`
 //! draws them.
 
 use std::env;
@@ -56,25 +56,24 @@ fn pictures_are_what_the_code_draws() {
     }
 }
 
-/// Each file of pictures, and what is to be in it.
+/// Each file of pictures, with its contents.
 fn pictures() -> Result<Vec<(String, String)>> {
     let (mut files, mut inline) = (vec![], String::new());
-    for &strategy in Strategy::ALL {
+    // These decide as `Gcra` does.
+    let is_other = |strategy: &Strategy| {
+        !matches!(
+            strategy,
+            Strategy::LeakyBucket | Strategy::TokenBucket(Refill::Greedy)
+        )
+    };
+    for strategy in Strategy::ALL.iter().copied().filter(is_other) {
         let name = file_name(strategy);
         let picture = play(strategy)?.draw(&title(strategy));
         inline.push_str(&definition(&name, &picture));
         files.push((format!("docs/strategies/{name}.svg"), picture));
     }
-    // Those are drawn by the benches `load`, `growth` and `leases`, and the last one by `cargo xtask screenshots`.
-    for name in [
-        "throughput",
-        "growth-callers",
-        "growth-instances",
-        "growth-requests",
-        "growth-masters",
-        "leases-plot",
-        "dashboard",
-    ] {
+    // The benches `load` and `leases` draw these, and the last one is drawn by `cargo xtask screenshots`.
+    for name in ["throughput", "leases-plot", "dashboard"] {
         inline.push_str(&definition(
             name,
             &fs::read_to_string(path(&format!("docs/{name}.svg")))?,
@@ -102,7 +101,7 @@ fn definition(name: &str, picture: &str) -> String {
     format!("[{name}]: <data:image/svg+xml,{url}>\n")
 }
 
-/// As it is written in Rust.
+/// The strategy in Rust's syntax.
 fn title(strategy: Strategy) -> String {
     match strategy {
         Strategy::FixedWindow(Align::Clock { .. }) => "FixedWindow(Align::Clock)".to_owned(),
@@ -117,7 +116,6 @@ fn title(strategy: Strategy) -> String {
 fn file_name(strategy: Strategy) -> String {
     let name = match strategy {
         Strategy::FixedWindow(Align::Clock { .. }) => "FixedWindow".to_owned(),
-        Strategy::TokenBucket(Refill::Greedy) => "TokenBucket".to_owned(),
         Strategy::SlidingWindow { .. } => "SlidingWindow".to_owned(),
         other => format!("{other:?}"),
     };
@@ -131,11 +129,11 @@ fn file_name(strategy: Strategy) -> String {
     file
 }
 
-/// What a strategy made of the trace.
+/// The decisions of a strategy on the trace.
 struct Play {
     /// When each request came, and whether it was granted.
     requests: Vec<(i64, bool)>,
-    /// What remained at each step.
+    /// The remaining quota at each step.
     remaining: Vec<(i64, u32)>,
 }
 
@@ -180,7 +178,7 @@ fn millis(millis: i64) -> Duration {
 
 /// The line that granted requests are stacked on and denied ones hang from.
 const GROUND: f64 = 143.0;
-/// The line at which nothing remains, and what a unit rises above it.
+/// The line at which nothing remains, and the height of a unit above it.
 const EMPTY: f64 = 94.0;
 const UNIT: f64 = 4.8;
 /// From one mark of a stack to the next, and the size of a mark.
@@ -192,7 +190,7 @@ const DENIED: &str = "#d55e00";
 const HIGHLIGHT: &str = "#fff0b3";
 
 impl Play {
-    /// The most that was granted in a period, and when the first such period ends.
+    /// The largest sum of grants in a period, and the end of the first such period.
     fn most(&self) -> (usize, i64) {
         let granted = || {
             self.requests
@@ -270,7 +268,7 @@ impl Play {
         line
     }
 
-    /// A mark for each request that was granted, or denied: those of one time are stacked.
+    /// A mark for each granted or denied request: marks of one time are stacked.
     fn marks(&self, granted: bool, mark: fn(f64, f64) -> String) -> String {
         let (mut marks, mut last, mut height) = (String::new(), None, 0.0);
         for (time, _) in self.requests.iter().filter(|request| request.1 == granted) {

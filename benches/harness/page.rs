@@ -1,15 +1,16 @@
-//! Output of a bench: tables in a page of `docs/`, and pictures next to it.
+//! Output of a bench: tables in pages of the repository, and pictures.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-fn docs() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs")
+/// Returns the path of a file of the repository.
+fn repository(file: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(file)
 }
 
-/// Replaces the table between two marks of a page.
+/// Replaces the table between two marks of a page, such as `docs/performance.md`.
 pub fn save_table(page: &str, mark: &str, table: &str) {
-    let path = docs().join(page);
+    let path = repository(page);
     let page = fs::read_to_string(&path).unwrap();
     let (open, close) = (
         format!("<!-- {mark} -->\n"),
@@ -20,8 +21,9 @@ pub fn save_table(page: &str, mark: &str, table: &str) {
     fs::write(path, format!("{}{table}{}", &page[..start], &page[end..])).unwrap();
 }
 
-pub fn save_picture(name: &str, picture: &str) {
-    fs::write(docs().join(name).with_extension("svg"), picture).unwrap();
+/// Writes a picture, such as `docs/throughput.svg`.
+pub fn save_picture(file: &str, picture: &str) {
+    fs::write(repository(file), picture).unwrap();
 }
 
 pub fn median(mut values: Vec<f64>) -> f64 {

@@ -6,7 +6,8 @@
 //!
 //! `-- TEXT...` runs only the cases whose name contains one of the texts: `-- cluster` those on a
 //! cluster, and the cases that they are compared with. `-- --quick` is a short trial. `-- --save`
-//! also writes the tables into `docs/performance.md`, and draws `docs/throughput.svg`.
+//! also writes some ratios into `docs/performance.md`, the other tables into `benches/RESULTS.md`, and draws
+//! `docs/throughput.svg`.
 
 #![allow(
     missing_docs,
@@ -60,9 +61,14 @@ fn main() {
     let (ratios, table) = (report.ratios(), report.table());
     println!("{ratios}\n{table}");
     if save {
-        page::save_table("performance.md", "ratios", &ratios);
-        page::save_table("performance.md", "table", &table);
-        page::save_picture("throughput", &report.picture().unwrap());
+        page::save_table(
+            "docs/performance.md",
+            "ratios",
+            &report::of_the_page(&ratios),
+        );
+        page::save_table("benches/RESULTS.md", "ratios", &ratios);
+        page::save_table("benches/RESULTS.md", "table", &table);
+        page::save_picture("docs/throughput.svg", &report.picture().unwrap());
     }
 }
 

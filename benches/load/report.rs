@@ -26,6 +26,33 @@ fn throughput(measure: &Measure) -> f64 {
     measure.per_second
 }
 
+/// The ratios that `docs/performance.md` has; `benches/RESULTS.md` has all.
+const OF_THE_PAGE: [&str; 12] = [
+    "`RedisStore`, of a script call each over one multiplexed connection",
+    "`RedisStore`, of `tower-redis-cell`",
+    "one caller, granted, of `redis-benchmark`",
+    "one caller, denied",
+    "callers by Zipf's law, leased, of not",
+    "one at a time, p50, of a bare script call",
+    "Redis's processor for a decision",
+    "the slowest strategy, of `Gcra`, where Redis holds all 100,000 keys",
+    "`LocalStore`",
+    "`LocalStore`, of `tower_governor`",
+    "3 masters: Redis's processor for a decision, of one server's",
+    "axum over HTTP with the layer, of without",
+];
+
+/// Returns the head of the table of ratios, and the rows of the page.
+pub(crate) fn of_the_page(ratios: &str) -> String {
+    let is_of_page = |line: &&str| {
+        let name = line.split('|').nth(1).map(str::trim);
+        name.is_some_and(|name| OF_THE_PAGE.contains(&name))
+    };
+    let head = ratios.lines().take(2);
+    let rows = ratios.lines().skip(2).filter(is_of_page);
+    head.chain(rows).map(|line| format!("{line}\n")).collect()
+}
+
 impl Report {
     /// Returns the important ratios, each of two cases in the same round, with their goals.
     pub(crate) fn ratios(&self) -> String {
@@ -119,14 +146,14 @@ impl Report {
             "1.5 x",
         );
         row(
-            "callers who ask alike, leased, of not",
+            "callers with equal load, leased, of not",
             self.ratio(leased(Load::Many), REDIS, throughput),
             " x",
             "0.97 x",
         );
         let zipf = self.ratio(zipf, REDIS, throughput);
         row(
-            "callers by Zipf's law, of callers who ask alike",
+            "callers by Zipf's law, of callers with equal load",
             zipf,
             " x",
             "",

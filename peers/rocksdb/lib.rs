@@ -1,4 +1,4 @@
-//! As much of `rocksdb` as limitador's disk storage takes to compile. No database can be opened.
+//! The part of `rocksdb` that limitador's disk storage needs to compile. No database can be opened.
 
 use std::convert::Infallible;
 use std::fmt::{Display, Formatter, Result as FmtResult};
@@ -8,7 +8,7 @@ use std::path::Path;
 
 pub type DB = DBWithThreadMode<MultiThreaded>;
 
-/// There is none.
+/// No value exists.
 pub struct DBWithThreadMode<T> {
     never: Infallible,
     mode: PhantomData<T>,

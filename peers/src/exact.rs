@@ -1,4 +1,4 @@
-//! How many requests of one caller are granted, many at once.
+//! The grants to one caller that sends many concurrent requests.
 
 use benches::support::RedisServer;
 use futures_util::future::join_all;
@@ -6,7 +6,7 @@ use tower_redis_ratelimit::Quota;
 
 use crate::peer::{Answer, Instance, PATIENT, Peer, Setup};
 
-/// What flows back in a second is less than one.
+/// Less than one unit refills in a second.
 pub const LIMIT: u32 = 100;
 pub const REQUESTS: u32 = 3_200;
 pub const AT_A_TIME: u32 = 256;

@@ -1,11 +1,11 @@
 //! `cargo run --release`, in `peers`
 //!
-//! This crate beside other limiters, on Redis servers that it starts: decisions per second, what requests get while Redis is
-//! away, and how many of many requests at once are granted. `docs/peers.md` says what is compared, and how.
+//! This crate and other limiters, on Redis servers that it starts: decisions per second, the responses during an outage, and
+//! the exactness of concurrent grants. `README.md` has the cases and the results.
 //!
 //! `speed`, `outage` or `exact` has only that, and `--peer TEXT` only this crate and the peers whose name has the text.
-//! `--rounds N` takes the medians of so many rounds; the default is 3. `--quick` only tries it. `--save` also writes the tables
-//! into `docs/peers.md`.
+//! `--rounds N` takes the medians of N rounds; the default is 3. `--quick` is a short trial. `--save` also writes the tables
+//! into `README.md`.
 
 #![allow(
     clippy::unwrap_used,
@@ -34,7 +34,7 @@ use report::Speeds;
 use speed::Load;
 use tokio::runtime::{Builder, Runtime};
 
-/// What those who count in Redis are asked, and how many requests at a time.
+/// The cases of limiters that count in Redis, with their number of concurrent requests.
 const SHARED_CASES: [(Load, u64); 10] = [
     (Load::Granted, 1),
     (Load::Granted, 64),
@@ -109,7 +109,7 @@ fn main() {
     let show = |mark: &str, table: &str| {
         println!("{mark}\n\n{table}");
         if has("--save") {
-            page::save_table("peers.md", mark, table);
+            page::save_table("peers/README.md", mark, table);
         }
     };
     if wants("speed") {
@@ -146,7 +146,7 @@ fn speeds_of(
         for (case, &(load, tasks)) in cases.iter().enumerate() {
             for ((peer, server), measures) in peers.iter().zip(&servers).zip(&mut measures) {
                 if peer.can(load) {
-                    // On a runtime of its own, so that no task of one is in the way of another.
+                    // On a separate runtime, so that no task affects another peer.
                     measures[case]
                         .push(runtime().block_on(peer.speed(server, load, tasks, amount)));
                 }
@@ -161,7 +161,7 @@ fn speeds_of(
     }
 }
 
-/// All at the same time: they ask so seldom that the machine is mostly idle.
+/// All concurrently: they send so few requests that the machine is usually idle.
 fn outages(peers: &Peers, fault: Fault) -> Vec<(&'static str, Outage)> {
     eprintln!("Redis {}", fault.name());
     let run = |peer: &'static dyn Measured| async move { (peer.name(), peer.outage(fault).await) };
@@ -173,7 +173,7 @@ fn outages(peers: &Peers, fault: Fault) -> Vec<(&'static str, Outage)> {
     ))
 }
 
-/// What was granted by so many instances, least and most.
+/// The minimum and maximum of the grants by each number of instances.
 fn exact(
     peers: &Peers,
     rounds: usize,

@@ -1,4 +1,4 @@
-//! What requests get while Redis is away and after it.
+//! The responses to requests during and after an outage of Redis.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -18,9 +18,9 @@ use crate::peer::{Answer, Instance, Peer, Setup};
 pub enum Fault {
     /// Dead for [`OUTAGE`].
     Killed,
-    /// Stopped with SIGSTOP for so long.
+    /// Stopped with SIGSTOP for [`OUTAGE`].
     Frozen,
-    /// Killed, and started again at once.
+    /// Killed, and restarted immediately.
     Restarted,
 }
 
@@ -51,11 +51,11 @@ impl Fault {
     }
 }
 
-/// So that what Redis has acknowledged is there again after a restart: what is granted twice, the limiter has granted. What
-/// a process has written stays if it is killed, so the disk is not waited for.
+/// Keeps all acknowledged charges over a restart, so a limiter is the cause of each repeated grant. The data that a process has
+/// written survives its kill, so it need not wait for the disk.
 const KEEPS_ITS_DATA: [&str; 4] = ["--appendonly", "yes", "--appendfsync", "no"];
 pub const LIMIT: u32 = 1_000;
-/// Of one caller, before the outage.
+/// Requests of the one caller before the outage.
 const BEFORE: u32 = 500;
 pub const OUTAGE: Duration = Duration::from_secs(3);
 pub const AFTER: Duration = Duration::from_secs(5);
@@ -64,14 +64,14 @@ const TASKS: usize = 16;
 const PAUSE: Duration = Duration::from_millis(20);
 /// Our default.
 const DEADLINE: Duration = Duration::from_millis(100);
-/// How long a request is waited for.
+/// Maximum wait for a response.
 pub const PATIENCE: Duration = Duration::from_secs(10);
-/// In the end, at once, of one caller.
+/// Concurrent requests of another caller, at the end.
 pub const AGAIN: u32 = 3_000;
 
 #[derive(Clone, Debug)]
 pub struct Outage {
-    /// Of callers far from their limits, during the outage, or for a second: passed, denied, failed, not answered.
+    /// Requests of callers far from their limits, during the outage, for at least a second: passed, denied, failed, no answer.
     pub answers: [u64; 4],
     /// How long these waited, in order.
     pub waits: Vec<Duration>,
@@ -80,7 +80,7 @@ pub struct Outage {
     /// When the last request ended that was begun after the outage, and failed or waited; `None` if the last ones of
     /// all did.
     pub well: Option<Duration>,
-    /// Granted of [`AGAIN`] requests at once, in the end.
+    /// Grants of the last [`AGAIN`] concurrent requests.
     pub again: u64,
 }
 
@@ -100,10 +100,10 @@ impl Asked {
 }
 
 pub async fn run(peer: impl Peer, fault: Fault) -> Outage {
-    // One peer after the other, so that none waits for another's server when it connects.
+    // Connect one peer after the other, so that each waits only for its server.
     static STARTING: Mutex<()> = Mutex::const_new(());
     let starting = STARTING.lock().await;
-    // What waits for a server is on no thread that runs requests.
+    // Wait for servers on threads that run no requests.
     let mut server = spawn_blocking(move || peer.server(&KEEPS_ITS_DATA))
         .await
         .unwrap();
@@ -117,7 +117,7 @@ pub async fn run(peer: impl Peer, fault: Fault) -> Outage {
     let instances = join_all((0..INSTANCES).map(|_| peer.instance(setup))).await;
     drop(starting);
     let before = at_once(&instances, 0, BEFORE).await;
-    // Those that tell Redis of their grants afterwards have told it.
+    // Limiters that charge Redis afterwards have done so.
     sleep(Duration::from_secs(1)).await;
 
     let goes_on = Arc::new(AtomicBool::new(true));
@@ -168,7 +168,7 @@ fn judge(all: &[Asked], before: u64, start: Instant, end: Instant, again: u64) -
         };
         all.iter().filter(within).filter(granted).count() as u64
     };
-    // A restart is over too soon to ask much.
+    // A restart is too short for many requests.
     let until = end.max(start + Duration::from_secs(1));
     let others = || {
         all.iter()
@@ -217,7 +217,7 @@ async fn ask(mut instance: impl Instance, caller: u32) -> Asked {
     }
 }
 
-/// How many of so many requests of a caller are granted, 64 at a time.
+/// Returns the number of granted requests of a caller, with 64 concurrent ones.
 async fn at_once<I: Instance>(instances: &[I], caller: u32, requests: u32) -> u64 {
     const TASKS: u32 = 64;
     let tasks = (0..TASKS).map(|task| {

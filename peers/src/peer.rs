@@ -1,4 +1,4 @@
-//! What a limiter has to say to be compared.
+//! The interface of a compared limiter.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -24,16 +24,16 @@ pub trait Peer: Copy + Send + Sync + 'static {
         RedisServer::start_with(args)
     }
 
-    /// Whether it can be asked for this.
+    /// Returns `true` if it supports this load.
     fn can(&self, load: Load) -> bool {
         load != Load::TenLimits
     }
 
-    /// One more instance, with connections of its own.
+    /// Another instance, with separate connections.
     fn instance(&self, setup: Setup<'_>) -> impl Future<Output = impl Instance> + Send;
 }
 
-/// What an instance is to do.
+/// The settings of an instance.
 #[derive(Clone, Copy)]
 pub struct Setup<'a> {
     pub server: &'a RedisServer,
@@ -46,7 +46,7 @@ pub struct Setup<'a> {
     pub deadline: Duration,
 }
 
-/// Where Redis is there, so that a busy machine has none decide by itself.
+/// With a reachable Redis: long, so that no limiter decides locally on a busy machine.
 pub const PATIENT: Duration = Duration::from_secs(3);
 
 pub trait Instance: Clone + Send + Sync + 'static {
@@ -62,7 +62,7 @@ pub enum Answer {
 }
 
 impl Answer {
-    /// What a library says that is no layer.
+    /// The decision of a library without a layer.
     pub fn of<E>(passes: Result<bool, E>) -> Self {
         match passes {
             Ok(true) => Self::Passed,
@@ -72,7 +72,7 @@ impl Answer {
     }
 }
 
-/// A service under a layer, and how it is told the caller.
+/// A service with a layer, and the way to pass the caller.
 #[derive(Clone)]
 pub struct Layered<S>(pub S, pub fn(u32) -> Request<()>);
 

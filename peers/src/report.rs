@@ -1,4 +1,4 @@
-//! What was measured, as tables.
+//! The measurements, as tables.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -10,13 +10,13 @@ use crate::exact::INSTANCES;
 use crate::outage::{AFTER, Fault, Outage, PATIENCE};
 use crate::speed::Load;
 
-/// What was measured of peers in cases. The first peer is this crate.
+/// The measurements of peers in cases. The first peer is this crate.
 pub struct Speeds {
     pub names: Vec<&'static str>,
     pub cases: &'static [(Load, u64)],
     /// Whether they count in Redis.
     pub shared: bool,
-    /// For each peer and case one of every round; none where the peer cannot be asked for it.
+    /// For each peer and case one per round; none if the peer does not support it.
     pub measures: Vec<Vec<Vec<Measure>>>,
 }
 

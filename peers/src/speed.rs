@@ -16,15 +16,15 @@ const MANY: u32 = 100_000;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Load {
-    /// One caller, who never reaches the limit.
+    /// One caller that never reaches the limit.
     Granted,
-    /// One caller, who has reached it.
+    /// One caller that has reached the limit.
     Denied,
-    /// 100,000 callers, counted over an hour, of whom each has asked before.
+    /// 100,000 callers, counted over an hour, each with earlier requests.
     Living,
-    /// 100,000 callers, whose counts are over soon after they have asked.
+    /// 100,000 callers, whose counts expire soon after a request.
     ShortLived,
-    /// One caller under ten limits at once, who never reaches them.
+    /// One caller under ten limits that it never reaches.
     TenLimits,
 }
 
@@ -109,7 +109,7 @@ pub async fn measure(
     })
     .await;
     let [right, wrong] = [right, wrong].map(|count| count.load(Ordering::Relaxed));
-    // What is not decided, or not so, is no decision that was quick.
+    // Do not count failures, or other decisions than the expected one, as fast decisions.
     assert!(
         wrong <= right / 1_000,
         "{}, {}: {wrong} of {right} answers were others",

@@ -140,6 +140,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
         match (answer, &self.wait) {
             (Ok(denied), Some(wait)) if denied.retry_after().is_some() => {
                 let policies = denied.policies().whole();
+                // A denial without a reply of Redis may have taken it; the queue takes another one.
+                question.hold(None);
                 self.wait_for(request, question, wait, policies, Some(denied))
             }
             (answer, _) => Next::Admitted(self.conclude(request, question, answer)),
@@ -189,7 +191,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             Err(refusal) => refusal.into_answer(),
         };
         if answer.is_err() {
-            // It may pass though nobody has counted it.
+            // It may pass although no store has counted it.
             question.hold(self.hold(&Check::take(*question.key(), policies, question.cost())));
             question.answered(&answer);
         }

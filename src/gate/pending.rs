@@ -13,7 +13,7 @@ use crate::store::Store;
 
 pin_project! {
     #[project = Projected]
-    /// A request whose admission is not known yet.
+    /// A request that is not decided yet.
     pub(crate) struct Pending<D> {
         #[pin]
         stage: Stage<D>,
@@ -24,7 +24,7 @@ pin_project! {
 pin_project! {
     #[project = StageProj]
     enum Stage<D> {
-        /// The check is under way.
+        /// The check is in progress.
         Asked {
             #[pin]
             answer: D,

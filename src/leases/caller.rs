@@ -1,3 +1,4 @@
+use std::pin::Pin;
 use std::time::Duration;
 
 use smallvec::SmallVec;
@@ -7,6 +8,7 @@ use tokio::time::Instant;
 use super::block::Block;
 use super::hot::OFTEN;
 use crate::limit::{Check, Decision};
+use crate::observe::mistakes::SHORT_LEASE;
 
 /// A busy caller under one list of policies.
 #[derive(Debug)]
@@ -16,8 +18,8 @@ pub(super) struct Caller {
     pub(super) blocks: SmallVec<[Block; 1]>,
     /// Time of the last request for a block.
     since: Instant,
-    /// Closed by the reply to that request. `None` if it has been received.
-    arrival: Option<Arrival>,
+    /// Closed after the reply to that request was handled. `None` if there is no request.
+    arrival: Option<watch::Receiver<()>>,
     /// Low watermark: the next block is requested when no more than this is left.
     low: u32,
     /// The remaining quota in the last reply; 0 after a failed request. `None` before the first reply.
@@ -28,8 +30,8 @@ pub(super) struct Caller {
     slow: u32,
 }
 
-/// Is closed after the reply to a request for a block was handled.
-pub(super) type Arrival = watch::Receiver<()>;
+/// Resolves when the requested block arrives, or its request fails.
+pub(super) type Arrived = Pin<Box<dyn Future<Output = ()> + Send + Sync>>;
 
 /// A request for a block. Dropping it wakes the checks that wait for the block.
 #[derive(Debug)]
@@ -44,7 +46,7 @@ const GROWTH: u32 = 8;
 /// Minimum demand for a block: a busy caller's checks reach this in half a lease time.
 const LEAST: u32 = OFTEN / 2;
 /// Number of consecutive slow replies after which the lease time is too short.
-pub(super) const SLOW: u32 = 16;
+const SLOW: u32 = 16;
 /// Number of lease times after its last request for a block for which a caller is kept.
 const REMEMBERED: u32 = 2;
 
@@ -106,9 +108,8 @@ impl Caller {
         if self.remaining.is_some() && fair < LEAST && elapsed < self.lease / 4 {
             return None;
         }
-        let half = u128::from(self.wanted) * (self.lease / 2).as_micros();
-        let soon = half / elapsed.as_micros().max(1);
-        let demand = soon.min(self.wanted.saturating_mul(GROWTH).into()) as u32;
+        let soon = f64::from(self.wanted) * (self.lease / 2).div_duration_f64(elapsed);
+        let demand = self.wanted.saturating_mul(GROWTH).min(soon as u32);
         if demand < LEAST {
             return None;
         }
@@ -125,27 +126,37 @@ impl Caller {
     /// Lets a check that the blocks do not cover wait for the requested block, if the reply is slow: later than a
     /// quarter of the lease time, or after a slow one. Otherwise a store that stalls would get every check. No check
     /// waits for more than the next block may cover.
-    pub(super) fn wait(&self, now: Instant, instances: u32) -> Option<Arrival> {
+    pub(super) fn wait(&self, now: Instant, instances: u32) -> Option<Arrived> {
         let is_slow = self.slow > 0 || now >= self.since + self.lease / 4;
         let may_cover = self.wanted < self.fair(instances);
-        self.arrival.clone().filter(|_| is_slow && may_cover)
+        let mut arrival = self.arrival.clone().filter(|_| is_slow && may_cover)?;
+        Some(Box::pin(async move { drop(arrival.changed().await) }))
     }
 
     pub(super) fn left(&self) -> u64 {
         self.blocks.iter().map(|block| u64::from(block.left)).sum()
     }
 
-    /// Handles the reply to a request, with the granted block. Returns the number of consecutive slow replies.
-    pub(super) fn answered(&mut self, ask: &Ask, block: Option<Block>, now: Instant) -> u32 {
+    /// Handles the reply to a request, with the granted block. Returns the problem if the lease time
+    /// has been too short for the store for a while.
+    pub(super) fn answered(
+        &mut self,
+        ask: &Ask,
+        block: Option<Block>,
+        now: Instant,
+    ) -> Option<String> {
         if self.arrival.is_none() || self.since != ask.at {
             // The caller was reset since, so the store may have dropped the charge of the block: neither spend nor
             // refund it.
-            return 0;
+            return None;
         }
         self.arrival = None;
         let trip = now.saturating_duration_since(ask.at);
-        let is_slow = trip > self.lease / 4;
-        self.slow = if is_slow { self.slow + 1 } else { 0 };
+        self.slow = if trip > self.lease / 4 {
+            self.slow + 1
+        } else {
+            0
+        };
         // If the lease time is too short, a block that comes too late is worth no wait.
         let usable = block
             .as_ref()
@@ -158,18 +169,21 @@ impl Caller {
             self.low = (meanwhile as u32).clamp(quarter, quarter * 3);
             self.blocks.push(block);
         }
-        self.slow
+        let last = self.blocks.last().filter(|_| self.slow >= SLOW)?;
+        Some(format!(
+            "the policy {:?} is leased for {:?}, and a block took {trip:.1?} to arrive, {SLOW} times in a row more \
+             than a quarter of that: lease it for at least {:.1?}, or remove the lease{SHORT_LEASE}",
+            last.decision.policies().as_slice()[0].name(),
+            self.lease,
+            trip * 4
+        ))
     }
 
-    /// Removes the blocks that are `over`. Returns `false` if the last request was some time ago, so that the caller
-    /// is dropped.
-    pub(super) fn sweep(
-        &mut self,
-        now: Instant,
-        over: impl Fn(&Block) -> bool,
-        ended: &mut Vec<Block>,
-    ) -> bool {
-        while let Some(place) = self.blocks.iter().position(&over) {
+    /// Removes the blocks that have expired, or all of them. Returns `false` if the last request was some time ago, so
+    /// that the caller is dropped.
+    pub(super) fn sweep(&mut self, now: Instant, all: bool, ended: &mut Vec<Block>) -> bool {
+        let is_over = |block: &Block| all || block.is_dead(now);
+        while let Some(place) = self.blocks.iter().position(is_over) {
             ended.push(self.blocks.remove(place));
         }
         self.arrival.is_some() || now < self.since + self.lease * REMEMBERED

@@ -6,6 +6,7 @@ use std::task::{Context, Poll, ready};
 
 use pin_project_lite::pin_project;
 
+use super::caller::Arrived;
 use super::inner::Inner;
 use crate::error::StoreError;
 use crate::limit::{Check, Decision};
@@ -25,9 +26,6 @@ pin_project! {
         pub(super) sent: Option<S::Future>,
     }
 }
-
-/// Resolves when the reply to the request for a block was handled.
-pub(super) type Arrived = Pin<Box<dyn Future<Output = ()> + Send + Sync>>;
 
 impl<S: Store> Future for LeasedFuture<S> {
     type Output = Result<Decision, StoreError>;

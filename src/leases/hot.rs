@@ -1,4 +1,4 @@
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use crate::store::Digest;
@@ -10,23 +10,19 @@ use crate::util::Clock;
 /// checks of the callers that share it and stores the time of its last full count. An idle caller that shares a cell with a
 /// busy one may be taken for busy: it gets a block, which is refunded unspent.
 pub(super) struct HotCallers {
-    /// The number of checks in the lowest bits, and the time of the last full count in the others.
-    cells: Box<[AtomicU32]>,
+    /// The time of the last full count in microseconds, a multiple of [`OFTEN`], plus the number of checks since.
+    cells: Box<[AtomicU64]>,
     clock: Clock,
 }
 
 const CELLS: usize = 1 << 16;
 /// Minimum number of checks within a lease time of a busy caller. With fewer, a block saves less than it costs.
-pub(super) const OFTEN: u32 = 1 << COUNT_BITS;
-const COUNT_BITS: u32 = 3;
-/// Times are in units of 2^`UNIT_BITS` microseconds, about 0.25 ms. They wrap around after a day and a half; a caller
-/// that sends a check at that moment may be taken for busy.
-const UNIT_BITS: u32 = 8;
+pub(super) const OFTEN: u32 = 8;
 
 impl HotCallers {
     pub(super) fn new() -> Self {
         Self {
-            cells: (0..CELLS).map(|_| AtomicU32::new(0)).collect(),
+            cells: (0..CELLS).map(|_| AtomicU64::new(0)).collect(),
             clock: Clock::new(),
         }
     }
@@ -34,16 +30,14 @@ impl HotCallers {
     /// Counts a check. Returns `true` if it is the last of [`OFTEN`] checks within `time`. Concurrent checks may be
     /// missed.
     pub(super) fn count(&self, caller: Digest, time: Duration) -> bool {
-        let cell = &self.cells[caller.part(CELLS)];
+        let (cell, often) = (&self.cells[caller.part(CELLS)], u64::from(OFTEN));
         let last = cell.load(Relaxed);
-        let count = last % OFTEN + 1;
-        if count < OFTEN {
+        if last % often + 1 < often {
             cell.store(last + 1, Relaxed);
             return false;
         }
-        let now = ((self.clock.micros() >> UNIT_BITS) as u32) << COUNT_BITS;
-        cell.store(now, Relaxed);
-        let units = now.wrapping_sub(last - last % OFTEN) >> COUNT_BITS;
-        Duration::from_micros(u64::from(units) << UNIT_BITS) < time
+        let now = self.clock.micros() as u64;
+        cell.store(now - now % often, Relaxed);
+        Duration::from_micros(now.saturating_sub(last)) < time
     }
 }

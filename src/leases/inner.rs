@@ -1,5 +1,4 @@
 use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, Once, OnceLock};
@@ -9,13 +8,12 @@ use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
 use super::block::Block;
-use super::caller::{Ask, Caller, SLOW};
+use super::caller::{Ask, Caller};
 use super::future::LeasedFuture;
 use super::hot::HotCallers;
 use crate::background::{OpQueue, PendingOp, TaskOwner};
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Mode, Policies};
-use crate::observe::mistakes::SHORT_LEASE;
 use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, Digest, Shards, Share, Store, op_queue};
 use crate::util::{contain, instant, lock};
@@ -29,7 +27,7 @@ pub(super) struct Inner<S: Store> {
     pub(super) shards: Shards<Shard>,
     /// Created at its first use, when the observer is set.
     queue: OnceLock<OpQueue>,
-    observer: OnceLock<Arc<dyn Observer>>,
+    pub(super) observer: OnceLock<Arc<dyn Observer>>,
     /// Each request for a block and each refund holds a receiver while it is in flight.
     in_flight: watch::Sender<()>,
     is_shut_down: AtomicBool,
@@ -53,25 +51,20 @@ const SHUTDOWN: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(50);
 
 impl<S: Store> Inner<S> {
-    pub(super) fn new(store: S, share: Share, max_callers: NonZeroUsize) -> Self {
-        let max = max_callers.get();
-        Self {
+    pub(super) fn new(store: S, share: Share, max_callers: NonZeroUsize) -> Arc<Self> {
+        Arc::new(Self {
             store,
             share,
             max_callers,
             hot: HotCallers::new(),
-            shards: Shards::new(SHARDS.min(max / SHARD), |_| Mutex::default()),
+            shards: Shards::new(SHARDS.min(max_callers.get() / SHARD), |_| Mutex::default()),
             queue: OnceLock::new(),
             observer: OnceLock::new(),
             in_flight: watch::Sender::default(),
             is_shut_down: AtomicBool::new(false),
             sweeper: TaskOwner::new(),
             short: Once::new(),
-        }
-    }
-
-    pub(super) fn observe(&self, observer: &Arc<dyn Observer>) {
-        self.observer.get_or_init(|| Arc::clone(observer));
+        })
     }
 
     /// Decides a check, from a block if its caller is busy. `spend` is a separate function so that the path of other
@@ -89,9 +82,11 @@ impl<S: Store> Inner<S> {
         }
         match check.mode() {
             Mode::Refund => {
-                if let Some(caller) = lock(shard).get_mut(&caller) {
-                    let blocks = caller.blocks.iter_mut();
-                    blocks.for_each(|block| block.refunded(check.cost()));
+                if let Some(known) = lock(shard).get_mut(&caller) {
+                    known
+                        .blocks
+                        .iter_mut()
+                        .for_each(|block| block.refunded(check.cost()));
                 }
             }
             Mode::Reset => {
@@ -133,18 +128,15 @@ impl<S: Store> Inner<S> {
         }
         let (key, instances) = (*check.key(), self.share.instances().get());
         let mut ended = vec![];
-        let (spent, ask, arrival) = {
+        let (spent, ask, arrived) = {
             let mut callers = lock(shard);
-            let has_room = callers.len() < self.max_callers.get() / self.shards.iter().len();
-            let known = match callers.entry(caller) {
-                Entry::Occupied(known) => known.into_mut(),
-                Entry::Vacant(place) if is_hot && has_room => {
-                    place.insert(Caller::new(lease, instant()))
-                }
-                Entry::Vacant(_) => {
-                    drop(callers);
-                    return self.send(check);
-                }
+            if is_hot && callers.len() < self.max_callers.get() / self.shards.iter().len() {
+                let new = || Caller::new(lease, instant());
+                callers.entry(caller).or_insert_with(new);
+            }
+            let Some(known) = callers.get_mut(&caller) else {
+                drop(callers);
+                return self.send(check);
             };
             if is_new {
                 known.want(check.cost());
@@ -152,8 +144,8 @@ impl<S: Store> Inner<S> {
             let spent = known.spend(check, &instant, &mut ended);
             let ask = known.ask(&instant, instances);
             let waits = patience > 0 && spent.is_err();
-            let arrival = waits.then(|| known.wait(instant(), instances)).flatten();
-            (spent, ask, arrival)
+            let arrived = waits.then(|| known.wait(instant(), instances)).flatten();
+            (spent, ask, arrived)
         };
         if spent.is_err() {
             self.attend();
@@ -168,16 +160,13 @@ impl<S: Store> Inner<S> {
             );
         }
         self.end(ended);
-        match (spent, arrival) {
+        match (spent, arrived) {
             (Ok(decision), _) => Answer::ready(Ok(decision)),
             (Err(check), None) => self.send(check),
-            (Err(check), Some(mut arrival)) => {
-                let arrived = Box::pin(async move { drop(arrival.changed().await) });
-                Answer::pending(LeasedFuture {
-                    waiting: Some((Arc::clone(self), check, patience - 1, arrived)),
-                    sent: None,
-                })
-            }
+            (Err(check), Some(arrived)) => Answer::pending(LeasedFuture {
+                waiting: Some((Arc::clone(self), check, patience - 1, arrived)),
+                sent: None,
+            }),
         }
     }
 
@@ -213,26 +202,21 @@ impl<S: Store> Inner<S> {
                 ..event::Leased::new(0, 0, 0)
             });
         }
-        let block = block.ok();
-        let policies = block
-            .as_ref()
-            .map(|block| block.decision.policies().clone());
         let mut ended = vec![];
-        let slow = {
-            let mut callers = lock(self.shards.at(caller));
-            let Some(known) = callers.get_mut(&caller) else {
-                return;
-            };
-            let slow = known.answered(ask, block, instant());
-            if self.is_shut_down.load(SeqCst) {
-                ended.extend(known.blocks.drain(..));
-            }
-            slow
-        };
+        let problem = lock(self.shards.at(caller))
+            .get_mut(&caller)
+            .and_then(|known| {
+                let problem = known.answered(ask, block.ok(), instant());
+                if self.is_shut_down.load(SeqCst) {
+                    ended.extend(known.blocks.drain(..));
+                }
+                problem
+            });
         self.end(ended);
-        if let Some(policies) = policies.filter(|_| slow >= SLOW) {
-            let trip = instant() - ask.at;
-            self.short.call_once(|| self.report_short(&policies, trip));
+        if let Some(problem) = problem {
+            let event = event::Misconfigured::new(&problem);
+            self.short
+                .call_once(|| _ = contain(|| or_log(self.observer.get()).misconfigured(&event)));
         }
     }
 
@@ -255,26 +239,13 @@ impl<S: Store> Inner<S> {
         contain(|| or_log(self.observer.get()).leased(&event));
     }
 
-    /// Reports that blocks arrive more than a quarter of their lease time after their requests, the last one after
-    /// `trip`.
-    fn report_short(&self, policies: &Policies, trip: Duration) {
-        let name = policies.as_slice()[0].name();
-        let lease = policies.lease().map(|lease| lease.time).unwrap_or_default();
-        let problem = format!(
-            "the policy {name:?} is leased for {lease:?}, and a block took {trip:.1?} to arrive, {SLOW} times in a row more \
-             than a quarter of that: lease it for at least {:.1?}, or remove the lease{SHORT_LEASE}",
-            trip * 4
-        );
-        contain(|| or_log(self.observer.get()).misconfigured(&event::Misconfigured::new(&problem)));
-    }
-
     /// Starts the background tasks of this store unless they are running: their runtime may have shut down.
     fn attend(self: &Arc<Self>) {
         self.queue().wake();
         let inner = Arc::downgrade(self);
         self.sweeper.spawn(None, |task| async move {
             while let Some(inner) = inner.upgrade() {
-                inner.sweep(|block| block.is_dead(instant()));
+                inner.sweep(false);
                 drop(inner);
                 sleep(PAUSE).await;
             }
@@ -282,27 +253,28 @@ impl<S: Store> Inner<S> {
         });
     }
 
-    /// Refunds the blocks that are `over`, and drops idle callers.
-    fn sweep(&self, over: impl Fn(&Block) -> bool) {
+    /// Refunds expired blocks, or `all`, and drops idle callers.
+    fn sweep(&self, all: bool) {
+        let now = instant();
         for shard in self.shards.iter() {
             let mut ended = vec![];
-            lock(shard).retain(|_, caller| caller.sweep(instant(), &over, &mut ended));
+            lock(shard).retain(|_, caller| caller.sweep(now, all, &mut ended));
             self.end(ended);
         }
     }
 
     /// Refunds the rest of all blocks, and stops requesting blocks. Blocks that arrive later are refunded too.
-    pub(super) async fn shut_down(&self) {
+    pub(super) async fn shut_down(self: &Arc<Self>) {
         self.is_shut_down.store(true, SeqCst);
         // A runtime that has shut down may have left queued operations.
-        self.queue().wake();
-        self.sweep(|_| true);
+        self.attend();
+        self.sweep(true);
         let _ = timeout(SHUTDOWN, self.in_flight.closed()).await;
     }
 }
 
 impl<S: Store> Drop for Inner<S> {
     fn drop(&mut self) {
-        self.sweep(|_| true);
+        self.sweep(true);
     }
 }

@@ -15,8 +15,8 @@
 //!   as lost, and counts in the store until it expires.
 //! - **Failing store.** Blocks are spent until they expire. Requests for blocks fail, are repeated after at least a quarter of
 //!   the lease time, and the store decides the other checks.
-//! - **End of a runtime.** When the sweeper's runtime shuts down, the rest of all blocks is put into a queue of
-//!   refunds, which the next use of the store on another runtime sends.
+//! - **End of a runtime.** When the sweeper's runtime shuts down, blocks and queued refunds are kept. The next check of a
+//!   busy caller that no block covers starts the sweeper and the queue on its own runtime.
 
 mod block;
 mod caller;
@@ -64,7 +64,7 @@ use crate::store::{Answer, Share, Store, Waiters};
 ///   [`leases`](crate::guide::leases) shows why this never exceeds the quota.
 /// - **Fair.** A block is at most half of an instance's equal part of the remaining quota; see [`share`](Self::share).
 ///   With little left, the shared store decides each check.
-/// - **Refunded.** The rest of a block is refunded when the block expires, when the last clone of the store is dropped,
+/// - **Refunded.** The rest of a block is refunded within 50 ms after the block expires, when the last clone of the store is dropped,
 ///   and by [`shutdown`](Self::shutdown).
 /// - **Outages.** While the primary store of an inner [`Fallback`] cannot decide, blocks are spent, and no others are
 ///   charged. Wrap the fallback in this store, not the reverse.
@@ -86,31 +86,26 @@ impl<S: Store> Leased<S> {
 
     /// Creates a store that leases from `store`, which all instances share.
     pub fn new(store: S) -> Self {
-        Self::with(store, Share::Fixed(NonZeroU32::MIN), Self::DEFAULT_CALLERS)
-    }
-
-    fn with(store: S, share: Share, max_callers: NonZeroUsize) -> Self {
-        Self {
-            inner: Arc::new(Inner::new(store, share, max_callers)),
-        }
+        let share = Share::Fixed(NonZeroU32::MIN);
+        let inner = Inner::new(store, share, Self::DEFAULT_CALLERS);
+        Self { inner }
     }
 
     /// Sets the number of instances that share a quota. Defaults to 1. It bounds the block of each instance; with too
     /// small a number, the end of a quota is only shared less fairly.
     #[must_use]
     pub fn share(self, share: impl Into<Share>) -> Self {
-        Self::with(
-            self.inner.store.clone(),
-            share.into(),
-            self.inner.max_callers,
-        )
+        let (store, max) = (self.inner.store.clone(), self.inner.max_callers);
+        let inner = Inner::new(store, share.into(), max);
+        Self { inner }
     }
 
-    /// Sets the maximum number of callers with blocks. Defaults to 65,536. Beyond it, a new caller replaces the one of
-    /// the least demand in a small sample, so that the busiest callers keep their blocks.
+    /// Sets the maximum number of callers with blocks. Defaults to 65,536. When no place is free, the
+    /// shared store decides a new caller's checks until another caller has not been busy for two lease times.
     #[must_use]
     pub fn max_callers(self, max: NonZeroUsize) -> Self {
-        Self::with(self.inner.store.clone(), self.inner.share.clone(), max)
+        let inner = Inner::new(self.inner.store.clone(), self.inner.share.clone(), max);
+        Self { inner }
     }
 
     /// Refunds the rest of all blocks, and stops charging them. Call it at the end of a process, before its runtime shuts
@@ -162,7 +157,7 @@ impl<S: Store> Store for Leased<S> {
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
-        self.inner.observe(observer);
+        self.inner.observer.get_or_init(|| Arc::clone(observer));
         self.inner.store.observe(observer);
     }
 }

@@ -3,7 +3,7 @@ use smallvec::SmallVec;
 use super::strategy::Ask;
 use super::{Mode, Policy, State};
 
-/// A charge of which a part is refunded, as one policy knows it.
+/// A charge to refund a part of, as one policy counts it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Charged {
     /// How many microseconds ago it was made.
@@ -37,7 +37,7 @@ impl ChargedAt {
     }
 }
 
-/// The same charge as each policy of a check knows it: only the reset differs.
+/// One charge per policy of a check: only the reset differs.
 pub(crate) type EachCharged = SmallVec<[Charged; 1]>;
 
 /// The longest wait of a take ahead, and the greatest age of a charge, in microseconds: 142 years.
@@ -55,7 +55,7 @@ impl Charged {
         }
     }
 
-    /// What is left of `reset_after`, in microseconds: above 0 if the charge still counts.
+    /// The rest of `reset_after`, in microseconds: above 0 if the charge still counts.
     pub(crate) fn left(&self) -> i64 {
         self.reset - self.age
     }

@@ -217,6 +217,7 @@ impl Check {
     /// that decides without its primary store may charge an id again. This method does nothing
     /// for a [take ahead](Self::take_ahead), and for the refunds
     /// of a [decision](Decision::refund), which have no id.
+    #[doc(alias = "idempotency")]
     #[must_use]
     pub fn with_id(self, id: impl AsRef<[u8]>) -> Self {
         match self.extra.as_deref() {

@@ -169,6 +169,7 @@ impl Decision {
 
     /// Returns how long to wait before the same check can be allowed. `None` if it was not denied,
     /// or if waiting does not help.
+    #[doc(alias = "Retry-After")]
     pub fn retry_after(&self) -> Option<Duration> {
         match self.outcome() {
             Outcome::Denied { retry_after } => Some(retry_after),

@@ -122,6 +122,7 @@ impl Policy {
     ///
     /// Returns an error if [`new`](Self::new) would reject the name, and for a limit outside of 1
     /// to 1,000,000.
+    #[doc(alias("concurrency", "semaphore"))]
     pub fn in_flight(name: &str, limit: u32) -> Result<Self, ConfigError> {
         Self::of_kind(name, Kind::InFlight, Quota::per(limit, SLOT_TTL))
     }

@@ -32,6 +32,7 @@ use crate::util::instant;
 /// ```
 ///
 /// With nested layers it counts for all of them. For an uncounted request it does nothing.
+#[doc(alias = "WebSocket")]
 #[derive(Clone)]
 pub struct Charge {
     account: Arc<Account>,

@@ -24,8 +24,8 @@ use std::sync::Arc;
 pub struct Instances(Arc<dyn Fn() -> NonZeroU32 + Send + Sync>);
 
 impl Instances {
-    /// As many as `alive` returns, including this one. It is called for each check that a [`Fallback`](crate::Fallback)
-    /// decides by itself, so it should only read a number. It is dropped with the last clone.
+    /// Creates the number that `alive` returns, including this instance. A [`Fallback`](crate::Fallback) calls it for each
+    /// check that it decides locally, so it should only read a number. It is dropped with the last clone.
     pub fn new(alive: impl Fn() -> NonZeroU32 + Send + Sync + 'static) -> Self {
         Self(Arc::new(alive))
     }

@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::permit::Charge;
-use super::reserved::Reserved;
+use super::reserved::{Reserved, TurnId};
 use super::{Answer, MAX_FAILURES, PAUSE, Refusal, TICK};
 use crate::error::StoreError;
 use crate::limit::Decision;
@@ -70,7 +70,7 @@ pub(super) struct Todo {
     /// Superfluous due units.
     pub(super) refund: Vec<Charge>,
     /// Superfluous turns. Report the reply by [`Line::refunded`].
-    pub(super) refund_turns: Vec<Charge>,
+    pub(super) refund_turns: Vec<(TurnId, Charge)>,
     pub(super) refuse: Option<Late>,
     pub(super) then: Then,
 }
@@ -372,8 +372,8 @@ impl Line {
     }
 
     /// Records the reply to a refund of a superfluous turn. `kept` is the turn if the store has rejected the refund.
-    pub(super) fn refunded(&mut self, kept: Option<Charge>) {
-        self.reserved.refunded(kept.filter(|_| !self.polls));
+    pub(super) fn refunded(&mut self, turn: TurnId, kept: Option<Charge>) {
+        self.reserved.refunded(turn, kept.filter(|_| !self.polls));
         self.wake.notify.notify_one();
     }
 

@@ -7,7 +7,7 @@ use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use tokio::time::{Instant, timeout_at};
 
-use super::line::Then;
+use super::line::{Line, Then};
 use super::permit::Charge;
 use super::{Permit, Place, Refusal};
 use crate::error::StoreError;
@@ -69,8 +69,10 @@ pub(super) async fn run(place: Place) {
 impl Questions {
     async fn run(mut self) {
         let mut replied_at = self.asked_at;
-        // The denial with which the line was created.
-        let free_at = self.place.with(|line| line.free_at).flatten();
+        // The denial with which the line was created. A slot may be free at any other time.
+        let in_flight = self.is_in_flight();
+        let denied = |line: &mut Line| line.free_at.take_if(|_| in_flight).or(line.free_at);
+        let free_at = self.place.with(denied).flatten();
         let mut next = free_at.map(|(free_at, _)| self.next(free_at - self.asked_at));
         loop {
             let until = match next {
@@ -169,6 +171,11 @@ impl Questions {
             }
         }
         if let Some((question, error)) = failed {
+            if let Some((_, decision)) = granted.or(denied) {
+                // The store works.
+                let now = instant();
+                drop(self.place.with(|line| line.learn(&decision, now)));
+            }
             self.place.fail(question.number, &error);
             Some(instant() + POLL)
         } else if let Some((question, decision)) = denied {

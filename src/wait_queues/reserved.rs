@@ -1,6 +1,6 @@
 //! The units that a line has reserved for its waiters. All methods run under the lock of the lines.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use tokio::time::Instant;
 
@@ -9,8 +9,7 @@ use crate::util::instant;
 
 #[derive(Default)]
 pub(super) struct Reserved {
-    /// By the due time, and a number that makes each key unique.
-    turns: BTreeMap<(Instant, u64), Turn>,
+    turns: BTreeMap<TurnId, Turn>,
     last: u64,
     /// Total units of the turns.
     units: u64,
@@ -19,10 +18,12 @@ pub(super) struct Reserved {
     /// Total units of the checks without a reply, and the number of such checks by the waiter that each was sent for.
     asked: u64,
     pending: BTreeMap<u64, u32>,
-    /// Number of turns whose refund is in flight, and when the last of them is due.
-    refunding: usize,
-    refunding_until: Option<Instant>,
+    /// The turns whose refund is in flight.
+    refunding: BTreeSet<TurnId>,
 }
+
+/// The due time, and a number that makes it unique in a line.
+pub(super) type TurnId = (Instant, u64);
 
 struct Turn {
     charge: Charge,
@@ -43,8 +44,8 @@ impl Reserved {
 
     /// The time until which the reply to a refund may bring a turn back.
     pub(super) fn refunding_until(&self, now: Instant) -> Option<Instant> {
-        let until = self.refunding_until.filter(|_| self.refunding > 0);
-        until.filter(|until| now < *until)
+        let last = self.refunding.last().map(|(due, _)| *due);
+        last.filter(|due| now < *due)
     }
 
     /// All reserved units, due or not.
@@ -153,20 +154,20 @@ impl Reserved {
     }
 
     /// Takes the last turn for a refund, if the waiters need only `demand` units.
-    pub(super) fn superfluous(&mut self, demand: u64) -> Option<Charge> {
+    pub(super) fn superfluous(&mut self, demand: u64) -> Option<(TurnId, Charge)> {
         let surplus = self.there().saturating_sub(demand);
         let is_more = |turn: &Turn| !turn.stays && u64::from(turn.charge.cost) <= surplus;
         let last = self.turns.last_entry().filter(|last| is_more(last.get()))?;
-        let Turn { charge, .. } = last.remove();
+        let (id, Turn { charge, .. }) = last.remove_entry();
         self.units -= u64::from(charge.cost);
-        self.refunding += 1;
-        self.refunding_until = self.refunding_until.max(Some(charge.due));
-        Some(charge)
+        self.refunding.insert(id);
+        Some((id, charge))
     }
 
-    /// Records the reply to a refund of a superfluous turn. `kept` is the turn if the store has rejected the refund.
-    pub(super) fn refunded(&mut self, kept: Option<Charge>) {
-        self.refunding -= 1;
+    /// Records the reply to a refund of a superfluous turn, which may be of an earlier line of the caller. `kept` is the
+    /// turn if the store has rejected the refund.
+    pub(super) fn refunded(&mut self, turn: TurnId, kept: Option<Charge>) {
+        self.refunding.remove(&turn);
         if let Some(charge) = kept.filter(|charge| charge.due > instant()) {
             self.add(charge, true);
         }

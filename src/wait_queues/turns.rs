@@ -12,6 +12,7 @@ use tokio::time::{Instant, sleep_until};
 
 use super::line::{Missing, Then, Todo};
 use super::permit::Charge;
+use super::reserved::TurnId;
 use super::{Permit, Place, Refusal};
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Outcome};
@@ -47,8 +48,8 @@ pub(super) async fn run(mut place: Place) -> Option<Place> {
         for charge in refund {
             place.line.queues.refunds.put(charge.refund());
         }
-        for turn in refund_turns {
-            refund_turn(&place, turn);
+        for (id, turn) in refund_turns {
+            refund_turn(&place, id, turn);
         }
         place.refuse_late(refuse);
         let wakes_at = match then {
@@ -126,11 +127,11 @@ fn replied(place: &Place, reply: Reply) {
 
 /// Refunds a turn that no waiter needs. If the store rejects that, because a later turn of another instance depends on
 /// this one, the line keeps it for the next waiter.
-fn refund_turn(place: &Place, turn: Charge) {
+fn refund_turn(place: &Place, id: TurnId, turn: Charge) {
     let (line, kept) = (place.line.clone(), turn.clone());
     let refund = turn.refund().then(move |answer| {
         let stays = answer.is_ok_and(|decision| decision.granted() == 0);
-        line.with(|line| line.refunded(stays.then_some(kept)));
+        line.with(|line| line.refunded(id, stays.then_some(kept)));
     });
     place.line.queues.refunds.put(refund);
 }

@@ -71,7 +71,7 @@ impl Fault {
 
     fn setup(self) -> Setup {
         match self {
-            // The same setup as on a single server.
+            // Equal to the setup on a single server.
             Self::Path(Mode::Waver(..)) => Setup {
                 instances: 1,
                 connections: 16,
@@ -92,7 +92,7 @@ macro_rules! rows {
             a_slightly_late_master_decides: "50 ms slower" => Fault::Path(Mode::Delay(Duration::from_millis(50)));
             a_master_late_by_about_the_deadline: "60 to 130 ms slower, bursts while degraded" => Fault::Path(Mode::Waver(Duration::from_millis(60), Duration::from_millis(130)));
             a_slow_master_degrades_its_callers_only: "500 ms slower" => Fault::Path(Mode::Delay(Duration::from_millis(500)));
-            a_connection_cut_mid_reply_charges_once: "cut half-way through a reply" => Fault::Path(Mode::Half);
+            a_connection_cut_mid_reply_charges_once: "cut in the middle of a reply" => Fault::Path(Mode::Half);
             a_black_hole_degrades_its_callers_only: "black hole" => Fault::Path(Mode::BlackHole);
             a_silent_master_degrades_its_callers_only: "accepts and never answers" => Fault::Path(Mode::Silent);
             lost_replies_are_not_charged_again: "charges, and the replies are lost" => Fault::Path(Mode::Swallow);

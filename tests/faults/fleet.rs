@@ -1,4 +1,4 @@
-//! A fleet whose Redis stands still for a while: how soon all of it is shared again, and what was lost.
+//! A fleet whose Redis stalls for a while: the time until all counts are shared again, and the lost charges.
 
 use std::fmt;
 use std::num::NonZeroU32;
@@ -93,7 +93,7 @@ pub async fn run(count: u32, per_second: u32, stopped: Duration, deadline: Durat
     let last = wait_until(|| self::degraded(&instances) == 0).await;
     let last = last.then(|| before.elapsed());
     let calls = server.calls("evalsha").await;
-    // What was granted until they were back is reconciled.
+    // The grants of the outage are reconciled.
     is_over.store(true, SeqCst);
     while load.join_next().await.is_some() {}
     let all = || {

@@ -392,15 +392,15 @@ impl Sums {
     }
 }
 
-/// The slot of a time.
+/// The slot that contains `time`.
 fn slot(time: SystemTime) -> u64 {
     (time.duration_since(UNIX_EPOCH).unwrap().as_millis() / DEADLINE.as_millis()) as u64
 }
 
-/// A thread that pings Redis on a connection of its own. On a busy machine the process of Redis may have to wait though
-/// the tasks of the load do not: then checks miss their deadline, whatever the crate does.
+/// A thread that pings Redis on a separate connection. On a busy machine the process of Redis may have to wait though
+/// the tasks of the load do not: then checks miss their deadline regardless of the crate.
 pub struct Pings {
-    /// Odd during a fault, of which nothing is recorded.
+    /// Odd during a fault, which is not recorded.
     phase: Arc<AtomicU64>,
 }
 

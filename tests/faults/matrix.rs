@@ -156,7 +156,7 @@ macro_rules! rows {
             slow: "50 ms slower" => Fault::Path(Mode::Delay(Duration::from_millis(50)));
             slow_by_about_the_deadline: "60 to 130 ms slower, bursts while degraded" => Fault::Path(Mode::Waver(Duration::from_millis(60), Duration::from_millis(130)));
             very_slow: "500 ms slower" => Fault::Path(Mode::Delay(Duration::from_millis(500)));
-            cut_in_a_reply: "cut half-way through a reply" => Fault::Path(Mode::Half);
+            cut_in_a_reply: "cut in the middle of a reply" => Fault::Path(Mode::Half);
             black_hole: "black hole" => Fault::Path(Mode::BlackHole);
             accepted_and_not_answered: "accepts and never answers" => Fault::Path(Mode::Silent);
             charged_and_not_answered: "charges, and the replies are lost" => Fault::Path(Mode::Swallow);

@@ -434,7 +434,7 @@ const LISTS: &[Case] = &[
         &["6.6.6.6, 198.51.100.7, fd00::2%eth0"],
         "198.51.100.7",
     ),
-    // Hops: the entry at this distance from the right, whatever it contains.
+    // Hops: the entry at this distance from the right, with any content.
     (
         "hops 1",
         "10.0.0.1",

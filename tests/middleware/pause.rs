@@ -184,7 +184,7 @@ async fn the_longest_of_several_pauses_counts() {
     assert_close(left(&store, &pause).await, 60 * SECOND);
     assert!(!limiter.take(KEY, 1).await.unwrap().is_allowed());
 
-    // A pause is capped, however long the server's request is.
+    // A pause is capped, regardless of the server's request.
     for time in [301 * SECOND, Duration::from_secs(u64::MAX), Duration::MAX] {
         pause.begin(KEY, time).await.unwrap();
         assert_close(left(&store, &pause).await, 300 * SECOND);

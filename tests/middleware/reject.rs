@@ -616,7 +616,7 @@ async fn a_cost_above_capacity_has_no_retry() {
     assert!(field(&denied, "ratelimit").is_some());
 }
 
-/// A client must not avoid being counted by sending a second header beside the proxy's.
+/// A client must not avoid being counted by sending a second header in addition to the proxy's.
 #[tokio::test]
 async fn repeated_headers_are_always_rejected() {
     let service = limited(layer("1/h").on_missing_key(OnMissingKey::Allow));

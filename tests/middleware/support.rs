@@ -37,7 +37,7 @@ pub(crate) fn layer(quota: &str) -> RateLimitLayer<LocalStore, HeaderKey> {
     layer_with(LocalStore::default(), quota)
 }
 
-/// The same layer over another store.
+/// This layer over another store.
 pub(crate) fn layer_with<S: Store>(store: S, quota: &str) -> RateLimitLayer<S, HeaderKey> {
     RateLimitLayer::new(
         store,

@@ -383,7 +383,7 @@ async fn costs_above_capacity_do_not_wait() {
     );
 }
 
-/// What another has taken while the inner service was not ready is not refunded.
+/// Units that another caller took while the inner service was not ready are not refunded.
 #[tokio::test(start_paused = true)]
 async fn only_unexpired_charges_are_refunded() {
     let (store, key) = (LocalStore::default(), Key::new("/a"));
@@ -403,7 +403,7 @@ async fn only_unexpired_charges_are_refunded() {
     handle.allow(1);
     let mut response = Box::pin(service.ready().await.unwrap().call(get("/a")));
     handle.allow(0);
-    // Its turn is after a second. Of it 6 are left then, and the other 4 are taken.
+    // Its turn is after a second. 6 of its units are left then, and 4 are taken.
     let patience = Duration::from_millis(1_400);
     assert!(
         tokio::time::timeout(patience, response.as_mut())

@@ -1,4 +1,4 @@
-//! Where the decisions agree and where they differ: the table of `docs/migrating.md`. `SAVE=1 cargo test --package migrating-tests`
+//! Where the decisions agree and where they differ: the table of `README.md`. `SAVE=1 cargo test --package migrating-tests`
 //! writes it.
 
 use std::fmt::Write as _;
@@ -50,7 +50,7 @@ struct Case {
     theirs: &'static str,
     ours: &'static str,
     quotas: &'static [&'static str],
-    /// Of which the times are multiples, in microseconds.
+    /// The times of requests are multiples of it, in microseconds.
     grain: fn(Quota) -> i64,
     max_cost: u32,
     make_theirs: fn(Quota) -> Theirs,
@@ -140,7 +140,7 @@ fn fewer_cells(quota: Quota) -> Policies {
     policy(Strategy::SlidingWindow { cells: CELLS - 1 }, shorter)
 }
 
-/// The time in which one comes back.
+/// The time in which one unit refills.
 fn interval(quota: Quota) -> i64 {
     micros(quota) as i64 / i64::from(quota.limit())
 }
@@ -253,7 +253,7 @@ fn cases() -> Vec<Case> {
     ]
 }
 
-/// What was counted of a case.
+/// The counts of a case.
 #[derive(Default)]
 struct Counts {
     requests: usize,
@@ -348,9 +348,9 @@ fn decisions_agree_as_the_guide_says() {
     println!("{table}");
     assert!(
         wrong.is_empty(),
-        "otherwise than the guide says: {wrong:#?}"
+        "otherwise than `docs/migrating.md` says: {wrong:#?}"
     );
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/migrating.md");
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md");
     let saved = fs::read_to_string(&page).unwrap();
     let (head, rest) = saved.split_once("<!-- agreement -->\n").unwrap();
     let (_, tail) = rest.split_once("<!-- end of agreement -->").unwrap();
@@ -387,7 +387,7 @@ fn zset_of_times_grants_a_whole_burst() {
     );
 }
 
-/// One a second, asked for twice a second.
+/// One per second, with two requests per second.
 #[test]
 fn zset_that_adds_first_locks_out() {
     let (times, quota) = (
@@ -404,7 +404,7 @@ fn zset_that_adds_first_locks_out() {
     );
 }
 
-/// Two in 10 s. What is charged at 9 s comes again in the second window, which it opens there; here it is known still.
+/// Two in 10 s. An id that is charged at 9 s is repeated in the second window, where Istio charges it again; this crate does not.
 #[test]
 fn istio_forgets_an_id_with_its_window() {
     let requests = [

@@ -1,4 +1,4 @@
-//! A dry run beside the old limiter: when ours takes over, it has counted what the old one let pass.
+//! A dry run next to the old limiter: when this crate takes over, it has counted the requests that the old one allowed.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -20,7 +20,7 @@ async fn a_dry_run_leaves_no_free_burst() {
         .connect()
         .await
         .unwrap();
-    // None flows back while the test runs.
+    // No unit refills while the test runs.
     let policy = Policy::new("api", Strategy::Gcra, "10/h".parse().unwrap()).unwrap();
     let ours = RateLimitLayer::new(store, Global, policy);
     let dry = ours.clone().dry_run();

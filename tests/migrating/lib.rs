@@ -1,11 +1,11 @@
-//! What other limiters decide about the same requests, as `docs/migrating.md` says; and how one switches.
+//! Decisions of other limiters on equal requests, as `docs/migrating.md` states them; and how to switch.
 
 #![cfg(test)]
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
     clippy::panic,
-    reason = "a test that cannot go on has failed"
+    reason = "a test that cannot continue has failed"
 )]
 #![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
 

@@ -35,8 +35,8 @@ pub(crate) fn at(times: impl IntoIterator<Item = i64>) -> Vec<Request> {
         .collect()
 }
 
-/// So many requests, a fifth more than the quota gives: half of them come with the one before, and once in three limits there is
-/// silence for up to two periods. Their times are multiples of `grain`.
+/// Returns `count` requests, a fifth more than the quota allows. Half of them arrive together with the previous one, and once in
+/// three limits there is silence for up to two periods. Their times are multiples of `grain`.
 pub(crate) fn trace(
     seed: u64,
     count: usize,
@@ -63,7 +63,7 @@ pub(crate) fn trace(
     (0..count).map(|_| request()).collect()
 }
 
-/// How a request is asked about.
+/// Builds the check of a request.
 pub(crate) type Ask = fn(Key, &Policies, u32) -> Check;
 
 /// Which of the requests ours lets pass: a `LocalStore`, which decides as Redis does, bit for bit, at the times of the trace.
@@ -71,7 +71,7 @@ pub(crate) fn ours(policies: &Policies, requests: &[Request]) -> Vec<bool> {
     asked(Check::take, policies, requests)
 }
 
-/// The same, if they are asked about otherwise.
+/// Returns the grants by other checks than takes.
 pub(crate) fn asked(ask: Ask, policies: &Policies, requests: &[Request]) -> Vec<bool> {
     let runtime = runtime::Builder::new_current_thread()
         .enable_time()
@@ -105,7 +105,7 @@ pub(crate) fn asked(ask: Ask, policies: &Policies, requests: &[Request]) -> Vec<
     })
 }
 
-/// The most that was granted within any period, (now - P, now].
+/// The largest sum of grants within any period, (now - P, now].
 pub(crate) fn most(period: Duration, requests: &[Request], granted: &[bool]) -> u32 {
     let period = period.as_micros() as i64;
     let granted: Vec<Request> = requests

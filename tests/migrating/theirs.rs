@@ -1,5 +1,4 @@
-//! The other limiters: what they have published, written anew for these tests, and not copied. Where it is Lua it runs in a real
-//! Redis. Nothing expires there, since the time of the tests is not Redis's, and none of them decides by it.
+//! The other limiters: their published algorithms, reimplemented for these tests, and not copied. Lua runs in a real Redis. Nothing expires there, since the time of the tests is not Redis's, and none of them decides by it.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -19,11 +18,11 @@ pub(crate) const ISTIO_ROLLING: &str = include_str!("lua/istio_rolling.lua");
 pub(crate) const ZSET: &str = include_str!("lua/zset.lua");
 pub(crate) const HASH: &str = include_str!("lua/hash.lua");
 
-/// Another limiter, as it is before its first request.
+/// Another limiter, before its first request.
 pub(crate) enum Theirs {
     /// A script, and its arguments after the time and the cost.
     Lua(&'static str, Vec<String>),
-    /// What decides, given the time in microseconds and the cost.
+    /// A function of the time in microseconds and the cost.
     Rust(Box<dyn FnMut(i64, u32) -> bool>),
 }
 
@@ -118,7 +117,7 @@ pub(crate) fn bucket4j(quota: Quota, intervally: bool) -> Theirs {
     })
 }
 
-/// What `tower_governor` decides by, itself.
+/// The crate that `tower_governor` decides by.
 pub(crate) fn governor(quota: Quota) -> Theirs {
     let rate = GovernorQuota::with_period(quota.period() / quota.limit()).unwrap();
     let burst = NonZeroU32::new(quota.capacity()).unwrap();

@@ -49,7 +49,7 @@ async fn a_client_is_limited_before_it_calls() {
     client.check(HealthCheckRequest::default()).await.unwrap();
 }
 
-/// Counts calls, and lets all pass.
+/// Counts calls, and allows all.
 fn counting(calls: &Arc<AtomicUsize>) -> RateLimitLayer<LocalStore, Global, GrpcReject> {
     let calls = Arc::clone(calls);
     let layer = RateLimitLayer::new(LocalStore::default(), Global, policy("api", "1000000/s"));
@@ -58,7 +58,7 @@ fn counting(calls: &Arc<AtomicUsize>) -> RateLimitLayer<LocalStore, Global, Grpc
         .skip(move |_| calls.fetch_add(1, Relaxed) < usize::MAX)
 }
 
-/// Tries again when and as long as the server says so.
+/// Retries at the time of the server's pushback.
 #[derive(Clone)]
 struct HonourPushback {
     retries: u32,
@@ -118,7 +118,7 @@ async fn retrying_clients_wait_exactly_the_pushback() {
             .oneshot(HealthCheckRequest::default())
             .await
             .unwrap();
-        // The clock is the test's: it stands still but for the waits. A timer of tokio rounds up to the millisecond.
+        // The clock is the test's: it advances only by the waits. A timer of tokio rounds up to the millisecond.
         let (waited, pushback) = (start.elapsed(), Duration::from_secs(7 * waits));
         assert!(
             (pushback..pushback + Duration::from_millis(10)).contains(&waited),

@@ -61,7 +61,7 @@ fn hyper() -> Client<HttpConnector, Body> {
     Client::builder(TokioExecutor::new()).build_http()
 }
 
-/// What the service says, in time.
+/// Returns the response, within a time limit.
 async fn say<S: Service<R> + Clone, R>(service: &S, request: R) -> Result<S::Response, S::Error> {
     timeout(Duration::from_secs(20), service.clone().oneshot(request))
         .await
@@ -73,7 +73,7 @@ async fn text(response: Response<Body>) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-/// What a call was denied by.
+/// Returns the denial of a call.
 fn limited<T>(result: Result<T, BoxError>) -> RateLimited {
     *result
         .err()

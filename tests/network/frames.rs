@@ -1,4 +1,4 @@
-//! What a rejection is on the wire: one HEADERS frame that ends the stream.
+//! A rejection on the wire: one HEADERS frame that ends the stream.
 
 use std::io;
 use std::pin::Pin;
@@ -181,7 +181,7 @@ async fn a_denial_is_one_frame_of_headers() {
         ]
     );
 
-    // The same bytes written by hand, from the definitions of `google.rpc.Status` and its details.
+    // These bytes, written by hand from the definitions of `google.rpc.Status` and its details.
     let status = tonic::Status::from_header_map(&head.headers).unwrap();
     let sentence = b"The quota of 1/90s is used up. Try again in 90 s.";
     let any = |kind: &[u8], bytes: &[u8]| {

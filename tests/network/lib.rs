@@ -6,7 +6,7 @@
     clippy::unwrap_used,
     clippy::expect_used,
     clippy::panic,
-    reason = "a test that cannot go on has failed"
+    reason = "a test that cannot continue has failed"
 )]
 #![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
 

@@ -12,7 +12,7 @@ use tower_redis_ratelimit::store::Store;
 
 use crate::support::*;
 
-/// A health service beside a page.
+/// A health service next to a page.
 fn app<S>(layer: RateLimitLayer<S, HeaderKey, GrpcReject>) -> Router
 where
     S: Store<Future: Send>,
@@ -166,7 +166,7 @@ async fn http2_values_ignore_surrounding_blanks() {
     assert_eq!(statuses, [200, 200, 429, 429, 429, 200, 400, 400, 400]);
 }
 
-/// RFC 9110: a 401 has a challenge, whoever makes it.
+/// RFC 9110: every 401 has a challenge.
 #[tokio::test]
 async fn http_clients_without_key_are_challenged() {
     let key = HeaderKey::new("x-api-key").unwrap().challenge(API_KEY);

@@ -1,4 +1,4 @@
-//! What a tonic client sees of a tonic server that is limited.
+//! A limited tonic server, as a tonic client sees it.
 
 use std::time::Duration;
 
@@ -55,7 +55,7 @@ async fn a_denied_client_decodes_both_details() {
     assert_eq!(field(&denied, PUSHBACK), Some("90000"), "rounded up");
     call(&server, from("bob")).await.unwrap();
 
-    // Who waits so long is let through.
+    // A client that waits for that time passes.
     advance(retry_delay(&denied).unwrap()).await;
     call(&server, from("alice")).await.unwrap();
 }
@@ -155,7 +155,7 @@ async fn a_missing_key_gives_the_extractors_message() {
         );
         assert!(retry_delay(&missing).is_none() && violations(&missing).is_empty());
     }
-    // The same for a header that comes twice, which authentication would not help.
+    // A repeated header gets no challenge, because authentication would not help.
     let mut twice = from("alice");
     twice
         .metadata_mut()
@@ -167,7 +167,7 @@ async fn a_missing_key_gives_the_extractors_message() {
         .await
         .unwrap_err();
     assert_eq!(malformed.code(), Code::InvalidArgument);
-    // Whom a challenge is for may pass.
+    // A client without a key may pass.
     let optional = by(key.challenge(API_KEY)).on_missing_key(OnMissingKey::Allow);
     call(&serve(optional), from("alice")).await.unwrap();
 }

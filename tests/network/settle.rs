@@ -1,4 +1,4 @@
-//! What a request costs in the end, over real connections: answers without a body, upgrades, clients that go away,
+//! The settled cost of a request, over real connections: responses without a body, upgrades, clients that disconnect,
 //! streams of gRPC.
 
 use std::convert::Infallible;
@@ -33,7 +33,7 @@ use crate::support::in_memory;
 
 const CALLER: Key = Key::GLOBAL;
 
-/// 1,000 units, of which nothing comes back by itself while a test runs.
+/// 1,000 units, and none refills while a test runs.
 fn policy() -> Policy {
     Policy::new(
         "units",
@@ -61,7 +61,7 @@ async fn settled(store: &LocalStore, cost: u32) {
     };
     assert!(
         timeout(Duration::from_secs(20), all).await.is_ok(),
-        "{} charged in the place of {cost}",
+        "{} charged instead of {cost}",
         charged(store)
     );
 }
@@ -216,7 +216,7 @@ async fn an_upgraded_connection_settles_on_close() {
     settled(&store, 25).await;
 }
 
-/// Asks for an upgrade, and reads the head of the answer.
+/// Requests an upgrade, and reads the head of the response.
 async fn upgraded(address: SocketAddr, path: &str) -> (TcpStream, String) {
     let mut connection = TcpStream::connect(address).await.unwrap();
     let head = format!(
@@ -230,7 +230,7 @@ async fn upgraded(address: SocketAddr, path: &str) -> (TcpStream, String) {
     (connection, String::from_utf8(answer).unwrap())
 }
 
-/// Whoever has the connection says when it ends, by the handle: the response has ended before it begins.
+/// The task of the connection ends it by the handle: the response has ended before it begins.
 #[tokio::test]
 async fn an_upgraded_connection_stays_in_flight() {
     let store = LocalStore::default();
@@ -387,7 +387,7 @@ async fn grpc_streams_settle_however_they_end() {
     assert_eq!(answers.message().await.unwrap().as_deref(), Some("a"));
     assert_eq!(answers.message().await.unwrap_err().code(), Code::Internal);
     settled(&store, 5).await;
-    // Until the client goes away.
+    // Until the client disconnects.
     let mut answers = open(&channel, texts(&["a", "b", "hang"])).await;
     for _ in 0..2 {
         assert!(answers.message().await.unwrap().is_some());

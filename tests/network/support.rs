@@ -1,4 +1,4 @@
-//! What the tests share: layers, servers in memory, and what a client sees.
+//! Shared by the tests: layers, servers in memory, and the results of a client.
 
 use std::future::Pending;
 use std::io;
@@ -24,7 +24,7 @@ use tower_redis_ratelimit::{LocalStore, Policies, Policy, RateLimitLayer, Strate
 
 pub(crate) const PUSHBACK: &str = "grpc-retry-pushback-ms";
 
-/// What no client may read.
+/// A text that no client may read.
 pub(crate) const SECRET: &str = "hunter2";
 
 pub(crate) fn policy(name: &str, quota: &str) -> Policy {
@@ -38,7 +38,7 @@ pub(crate) fn layer(
     layer_with(LocalStore::default(), policies)
 }
 
-/// The same in another store.
+/// Counts in `store` instead.
 pub(crate) fn layer_with<S: Store>(
     store: S,
     policies: impl Into<Policies>,

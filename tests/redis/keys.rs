@@ -148,7 +148,7 @@ async fn most_charges_leave_the_expiry_alone() {
     }
 }
 
-/// Whatever has happened to a key since the last charge, the next charge leaves no key without an
+/// Regardless of events since the last charge, the next charge leaves no key without an
 /// expiry. If another client has removed the expiry, this is restored by a charge that needs a
 /// later expiry than the stored one.
 #[tokio::test]

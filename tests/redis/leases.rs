@@ -138,7 +138,7 @@ fn quota_has_burst(strategy: Strategy) -> bool {
     Policy::new("p", strategy, Quota::per_second(1).burst(2)).is_ok()
 }
 
-/// How much was charged for blocks, at most, and nobody can spend.
+/// Upper bound of the units that were charged for blocks and cannot be spent.
 #[derive(Clone, Default)]
 struct Lost(Arc<AtomicU64>);
 
@@ -148,8 +148,8 @@ impl Observer for Lost {
     }
 }
 
-/// Redis pauses for longer than the deadline of the fallback, again and again. Whatever was charged was granted, is still
-/// left, or is reported as lost.
+/// Redis pauses repeatedly for longer than the fallback's deadline. Every charge was granted, is still left, or is
+/// reported as lost.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn short_pauses_lose_nothing() {
     const LIMIT: u32 = 20_000;
@@ -184,7 +184,7 @@ async fn short_pauses_lose_nothing() {
         }
         store.shutdown().await;
         let granted: u32 = by_source.values().sum();
-        // Grants of the fallback are charged when Redis is back. A bucket refunds a block less what drains meanwhile.
+        // Grants of the fallback are charged when Redis is back. A bucket refunds a block minus the drained part.
         let may_drain = u32::from(strategy == Strategy::Gcra);
         let lost = || lost.0.load(Relaxed) as u32;
         until("all of it is accounted for", async || {

@@ -54,7 +54,7 @@ fn nobody_waits(layers: &[ThrottleLayer]) -> bool {
         .all(|layer| format!("{layer:?}").contains("waiting: 0"))
 }
 
-/// What Redis has counted in the end is what was called, whoever gave up when.
+/// Redis has counted exactly the calls, regardless of cancelled waits.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn a_storm_of_cancels_loses_no_permit() {
     let server = RedisServer::start();
@@ -65,7 +65,7 @@ async fn a_storm_of_cancels_loses_no_permit() {
         layers.push(ThrottleLayer::new(store, KEY, policies.clone()));
     }
     let store = RedisStore::connect(server.url()).await.unwrap();
-    // The last storm finds less than it wants: then it is owed, and nobody waits for so long.
+    // The last storm finds too few units: the rest would be a debt, and no task waits for that time.
     let mut expected = 0;
     for left in [900_000, 500] {
         let remaining = store
@@ -85,7 +85,7 @@ async fn a_storm_of_cancels_loses_no_permit() {
             let peek = store.check(Check::peek(KEY, &policies, 0)).await.unwrap();
             (peek.capacity() - peek.remaining()).abs_diff(expected)
         };
-        // A unit flows back in 8.64 s.
+        // A unit refills in 8.64 s.
         until("Redis counts what was called", async || {
             nobody_waits(&layers) && counted().await <= 1
         })
@@ -99,7 +99,7 @@ async fn a_storm_of_cancels_loses_no_permit() {
     }
 }
 
-/// Redis dies and comes back while tasks wait: none is stuck, and none fails.
+/// Redis dies and returns while tasks wait: none is stuck, and none fails.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn nobody_is_stuck_if_redis_dies_meanwhile() {
     let mut server = RedisServer::start();
@@ -142,7 +142,7 @@ async fn nobody_is_stuck_if_redis_dies_meanwhile() {
             let before = all();
             let start = Instant::now();
             storm(&layers, 5).await;
-            until("each of them goes on", async || {
+            until("each of them continues", async || {
                 all().iter().zip(&before).all(|(now, then)| now > then)
             })
             .await;
@@ -157,8 +157,8 @@ async fn nobody_is_stuck_if_redis_dies_meanwhile() {
     for task in tasks {
         timeout(Duration::from_secs(20), task)
             .await
-            .expect("nobody is stuck")
+            .expect("no task is stuck")
             .unwrap();
     }
-    until("nobody waits", async || nobody_waits(&layers)).await;
+    until("no task waits", async || nobody_waits(&layers)).await;
 }

@@ -24,6 +24,7 @@ usage: cargo xtask test                     checks all that CI checks, and runs 
        cargo xtask compat SERVER            the same with matching servers, such as \"Redis 8\"
        cargo xtask envoy                    runs `examples/envoy` behind an Envoy, which it fetches
        cargo xtask ops                      checks the alert rules and the dashboard with Prometheus's `promtool`
+       cargo xtask pages                    builds the documentation, and checks the links and code of the pages
        cargo xtask screenshots              tries the page of examples/dashboard in Chromium, and takes its pictures
        cargo xtask fuzz [SECONDS]           runs each fuzz test for SECONDS, or ten minutes
        cargo xtask simulate [SEEDS]         runs the simulations with SEEDS seeds each, or a million
@@ -42,6 +43,7 @@ fn main() -> ExitCode {
         ["compat", server] => compat::compat(server),
         ["envoy"] => envoy(),
         ["ops"] => ops::ops(),
+        ["pages"] => test::pages(),
         ["screenshots"] => screenshots::screenshots(),
         ["fuzz"] => fuzz("600"),
         ["fuzz", seconds] => fuzz(seconds),

@@ -7,7 +7,7 @@ use std::path::Path;
 use crate::Result;
 use crate::command::root;
 
-const PAGES: [&str; 25] = [
+const PAGES: [&str; 29] = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
@@ -16,13 +16,11 @@ const PAGES: [&str; 25] = [
     "docs/answers.md",
     "docs/choosing.md",
     "docs/comparison.md",
-    "docs/envoy.md",
     "docs/faults.md",
     "docs/keys.md",
     "docs/leases.md",
     "docs/migrating.md",
     "docs/options.md",
-    "docs/peers.md",
     "docs/performance.md",
     "docs/pitfalls.md",
     "docs/recipes.md",
@@ -30,9 +28,15 @@ const PAGES: [&str; 25] = [
     "docs/running.md",
     "docs/servers.md",
     "docs/settling.md",
+    "docs/sizing.md",
+    "docs/start.md",
+    "docs/upgrades.md",
     "docs/waiting.md",
     "benches/RESULTS.md",
     "examples/dashboard/README.md",
+    "examples/envoy/README.md",
+    "peers/README.md",
+    "tests/migrating/README.md",
 ];
 
 /// The URL of the published documentation, and the folder of the output of `cargo doc`.
@@ -207,8 +211,34 @@ mod tests {
         );
         let within = "## A server, by TLS\n\n[a](#a-server-by-tls)\n[b](#a-server)\n some text\n[c](#some-text)\n";
         assert_eq!(lines("README.md", within), [4, 6]);
-        let elsewhere = "[a]: running.md#sizing\n[b]: running.md#none\n[c]: none.md#sizing\n";
+        let elsewhere = "[a]: sizing.md#memory\n[b]: sizing.md#none\n[c]: none.md#memory\n";
         assert_eq!(lines("docs/faults.md", elsewhere), [2, 3]);
+    }
+
+    #[test]
+    fn the_readme_states_the_versions() {
+        let read = |path: &str| fs::read_to_string(root().join(path)).unwrap();
+        let (readme, manifest) = (read("README.md"), read("Cargo.toml"));
+        let version = |name: &str| {
+            let line = manifest
+                .lines()
+                .find(|line| line.starts_with(name))
+                .unwrap();
+            let version = line.split('"').nth(1).unwrap();
+            // The first number that is not 0 decides on compatibility; of Rust, the second counts too.
+            match version.split_once('.') {
+                Some(("1", _)) if !name.starts_with("rust") => "1".to_owned(),
+                _ => version.to_owned(),
+            }
+        };
+        let stated = format!(
+            "For axum {}, tonic {}, http {} and Rust {} or later.",
+            version("axum = {"),
+            version("tonic = {"),
+            version("http = \""),
+            version("rust-version = ")
+        );
+        assert!(readme.contains(&stated), "the README lacks: {stated}");
     }
 
     #[test]
@@ -228,6 +258,34 @@ mod tests {
         paths.push(path);
     }
 
+    #[test]
+    fn searched_words_find_items() {
+        let mut paths = vec![];
+        add(&mut paths, root().join("src"));
+        let files = paths.iter().filter(|path| path.is_file());
+        let aliases: String = files
+            .map(|path| fs::read_to_string(path).unwrap())
+            .flat_map(|text| {
+                let lines = text.lines().filter(|line| line.contains("#[doc(alias"));
+                lines.map(str::to_owned).collect::<Vec<_>>()
+            })
+            .collect();
+        for word in [
+            "429",
+            "Retry-After",
+            "X-Forwarded-For",
+            "WebSocket",
+            "concurrency",
+            "semaphore",
+            "throttle",
+            "plan",
+            "allowlist",
+            "idempotency",
+        ] {
+            assert!(aliases.contains(&format!("\"{word}\"")), "{word}");
+        }
+    }
+
     /// Texts that look like paths.
     const OTHERS: [&str; 2] = ["docs.rs", "requests/s"];
 
@@ -244,6 +302,7 @@ mod tests {
             "docs",
             "examples",
             "lua",
+            "peers/README.md",
             "peers/rocksdb",
             "peers/src",
             "src",

@@ -28,9 +28,7 @@ pub(crate) fn test() -> Result {
         "-D",
         "warnings",
     ])?;
-    // Use the whole workspace, as clippy does, so that the dependencies are not checked again.
-    document(&["--workspace", "--all-features"])?;
-    pages::check()?;
+    pages()?;
     api::check()?;
     // Features only add, so what holds with all of them must hold with each alone, and with none.
     for feature in metadata.features() {
@@ -77,6 +75,13 @@ pub(crate) fn test() -> Result {
             "--tests",
         ])
     }
+}
+
+/// Builds the documentation, and checks the pages.
+pub(crate) fn pages() -> Result {
+    // Use the whole workspace, as clippy does, so that the dependencies are not checked again.
+    document(&["--workspace", "--all-features"])?;
+    pages::check()
 }
 
 /// Checks the library with these features only.

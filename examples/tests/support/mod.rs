@@ -82,6 +82,16 @@ impl Example {
         {}
     }
 
+    /// Waits until it has printed a line with this text.
+    pub(crate) fn wait_for_part(&self, text: &str) {
+        let lines = self.lines.lock().unwrap();
+        while !lines
+            .recv_timeout(Duration::from_secs(60))
+            .expect("it prints the text")
+            .contains(text)
+        {}
+    }
+
     /// Sends a request with these header lines. The answer is not read yet.
     pub(crate) fn post(&self, path: &str, head: &[&str], body: &str) -> TcpStream {
         let head: String = head.iter().map(|line| format!("{line}\r\n")).collect();
@@ -96,7 +106,13 @@ impl Example {
 
     /// Requests a page. The answer is not read yet.
     pub(crate) fn get(&self, path: &str) -> TcpStream {
-        self.send(&format!("GET {path} HTTP/1.1\r\n"), "")
+        self.get_with(path, &[])
+    }
+
+    /// Requests a page with these header lines. The answer is not read yet.
+    pub(crate) fn get_with(&self, path: &str, head: &[&str]) -> TcpStream {
+        let head: String = head.iter().map(|line| format!("{line}\r\n")).collect();
+        self.send(&format!("GET {path} HTTP/1.1\r\n{head}"), "")
     }
 
     fn send(&self, head: &str, body: &str) -> TcpStream {

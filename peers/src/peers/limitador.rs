@@ -66,7 +66,7 @@ impl Peer for Limitador {
 /// Room for all of them.
 const CALLERS: u64 = 200_000;
 
-/// A limit is known by its period and variables, so those of one request differ by their period.
+/// A limit is identified by its period and variables, so the limits of one request differ in their periods.
 fn limit(number: u32, setup: Setup<'_>) -> Limit {
     let period = setup.quota.period().as_secs() + u64::from(number);
     let caller = "caller".to_owned().try_into().unwrap();
@@ -113,9 +113,9 @@ impl Instance for LimitadorInstance {
             AnyLimiter::Local(limiter) => {
                 limiter.check_rate_limited_and_update(&self.namespace, &context, 1)
             }
-            // Its cache holds a lock of a map while it waits for a permit, of which there are enough
-            // (`counters_cache.rs`, `Batcher::add`). Where tokio makes it wait to let other tasks run, those block
-            // their threads on that lock, and all stand still for ever. So tokio must not.
+            // Its cache holds a lock of a map while it acquires a permit, although enough are free
+            // (`counters_cache.rs`, `Batcher::add`). If tokio makes it yield there, other tasks block their threads on
+            // that lock, and all hang permanently. So prevent the yield.
             AnyLimiter::Shared(limiter) => {
                 unconstrained(limiter.check_rate_limited_and_update(&self.namespace, &context, 1))
                     .await

@@ -1,4 +1,4 @@
-//! Who is compared, each with its best settings: what they are, `docs/peers.md` says.
+//! The compared limiters, each with its best settings: see `README.md`.
 
 mod governor;
 mod limitador;

@@ -228,9 +228,14 @@ impl SharedQueue {
         Ok(())
     }
 
-    /// Sends an operation to the store.
+    /// Sends an operation to the store, unless it has expired in the queue: a late charge would be charged to the
+    /// present window.
     fn ask(&self, op: PendingOp, now: Instant, asked: &mut Vec<Flight>) {
         let Some(check) = op.check(now) else { return };
+        if !op.matters(now) {
+            let error = StoreError::new(ErrorKind::Timeout).of_check().unsent();
+            return self.ended(op, Err(error));
+        }
         match contain(|| (self.ask)(check)) {
             Some(Asked::Replied(reply)) => self.ended(op, reply),
             Some(Asked::Pending(reply)) => asked.push(Flight { op, reply }),

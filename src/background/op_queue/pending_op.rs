@@ -13,13 +13,13 @@ pub(crate) struct PendingOp {
     what: What,
     then: Then,
     pub(super) put_at: Instant,
-    /// Number of attempts that the store certainly did not send.
-    pub(super) tries: u32,
+    /// Number of pauses before retries so far.
+    pub(super) pauses: u32,
     /// Whether to repeat it once, some time after the reply.
     pub(super) repeats: bool,
 }
 
-/// Called exactly once with the result; with an error if the operation is dropped unsent.
+/// Called exactly once with the result; with an error if the operation is dropped without a reply.
 struct Then(Option<Box<Callback>>);
 
 type Callback = dyn FnOnce(Result<Decision, StoreError>) + Send;
@@ -44,7 +44,7 @@ impl PendingOp {
             what: What::Check(check),
             then: Then(None),
             put_at: instant(),
-            tries: 0,
+            pauses: 0,
             repeats: false,
         }
     }
@@ -91,7 +91,7 @@ impl PendingOp {
             what,
             then: Then(None),
             put_at: instant(),
-            tries: 0,
+            pauses: 0,
             repeats: false,
         }
     }
@@ -116,9 +116,9 @@ impl PendingOp {
 
     /// Counts an attempt, and returns the pause until the next.
     pub(super) fn next_pause(&mut self) -> Duration {
-        self.tries += 1;
+        self.pauses += 1;
         FIRST_PAUSE
-            .saturating_mul(1 << (self.tries - 1).min(8))
+            .saturating_mul(1 << (self.pauses - 1).min(8))
             .min(LONGEST_PAUSE)
     }
 

@@ -131,6 +131,15 @@ fn an_immediate_store_needs_no_runtime() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn expired_operations_are_not_sent() {
+    let (queue, mut asked, failures) = asking();
+    let expired = PendingOp::of_check(charge(1));
+    tokio::time::advance(Duration::from_secs(3_600)).await;
+    queue.put(expired);
+    assert_eq!((asked.now().len(), failures.0.load(Relaxed)), (0, 1));
+}
+
+#[tokio::test(start_paused = true)]
 async fn simultaneous_refunds_are_sent_together() {
     const ALL: u32 = MAX_FLIGHTS as u32 + 44;
     let (queue, mut asked, failures) = asking();

@@ -149,10 +149,10 @@ fn policies(lease: Duration) -> Policies {
 #[tokio::test(start_paused = true)]
 async fn round_trips_of_half_a_lease_save_most_calls() {
     for lease in [20, 100] {
-        for eighths in 0..=4 {
+        for sixteenths in 0..=8 {
             let (lease, server) = (
                 Duration::from_millis(lease),
-                Server::new(100_000, Duration::from_millis(lease * eighths / 8)),
+                Server::new(100_000, Duration::from_millis(lease) * sixteenths / 16),
             );
             let (store, policies) = (Leased::new(server.clone()), policies(lease));
             load(&store, &policies, ann(), 5, SECOND).await;
@@ -165,8 +165,10 @@ async fn round_trips_of_half_a_lease_save_most_calls() {
                 "{lease:?}, round trip of {:?}: {load}, {calls} calls",
                 server.round_trip
             );
+            // Up to a quarter, the next block is requested early enough.
+            let least = if sixteenths <= 4 { 98 } else { 80 };
             assert!(
-                load.leased.load(Relaxed) * 100 >= load.asked.load(Relaxed) * 80,
+                load.leased.load(Relaxed) * 100 >= load.asked.load(Relaxed) * least,
                 "{:?}: {load}",
                 server.round_trip
             );

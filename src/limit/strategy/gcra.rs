@@ -2,16 +2,16 @@
 //!
 //! **Idea.** Spread the limit evenly over the period: each unit of cost takes one interval `I = P /
 //! L`. The state represents one time, the theoretical arrival time (TAT), at which everything
-//! granted so far is paid off. A check of cost `c` is allowed if it leaves the TAT ahead of now by
-//! at most the burst: `max(TAT, now) + c*I - B*I <= now`.
+//! granted so far is paid off. A check of cost `c` is allowed if the TAT is then at most the burst
+//! ahead: `max(TAT, now) + c*I - B*I <= now`.
 //!
 //! **Cost.** One key, one read, one write.
 //!
 //! **When not.** If clients count "100 per calendar minute": they see denials that a fixed window
 //! would not cause.
 //!
-//! **Source.** ITU-T I.371; the semantics are those of redis-cell's `CL.THROTTLE` (its `max_burst` is `B - 1`) and
-//! of redis_rate since v9.
+//! **Source.** ITU-T I.371; it decides as redis-cell's `CL.THROTTLE` (whose `max_burst` is `B - 1`) and
+//! redis_rate since v9.
 //!
 //! The state contains the backlog (how far the TAT was ahead at the last charge) and the time of
 //! that charge. An interval is an integer number of ticks, and a microsecond too, so that 3 per

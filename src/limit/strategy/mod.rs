@@ -73,7 +73,7 @@ pub(crate) use strategies;
 
 /// The algorithm that counts. Use [`Gcra`](Self::Gcra) unless you have a reason.
 ///
-/// [Strategies](crate::guide::choosing) compares them: a table, a picture of each, and
+/// [Strategies](crate::guide::choosing) compares them: a table, pictures, and
 /// their names in other systems.
 ///
 /// # As text

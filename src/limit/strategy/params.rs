@@ -18,7 +18,7 @@ pub(crate) struct Params {
     pub(crate) interval: i64,
     /// The time in which the capacity refills, in ticks.
     pub(crate) full: i64,
-    /// The highest level of a meter, in ticks: twice the capacity, or what is reserved a day ahead.
+    /// The highest level of a meter, in ticks: twice the capacity, or the turns of a day ahead.
     pub(crate) deepest: i64,
     /// The longest wait of a take ahead, in microseconds.
     pub(crate) longest: i64,
@@ -31,7 +31,7 @@ pub(crate) struct Params {
     pub(crate) frees: Frees,
 }
 
-/// The longest time by which a turn may be reserved ahead, in microseconds: a day.
+/// Maximum time for which a turn is reserved ahead, in microseconds: a day.
 const LONGEST_WAIT: i64 = 86_400_000_000;
 
 /// The most ticks of a debt.
@@ -79,7 +79,7 @@ impl Params {
         Ok(params)
     }
 
-    /// The same with the debt that its full count and its ticks allow.
+    /// Sets the debt that the full count and the ticks allow.
     fn with_debt(mut self) -> Self {
         self.deepest = 2 * self.full;
         if self.frees.is_gradual() {

@@ -30,6 +30,7 @@ use crate::util::unix_time;
 /// describe that of the layer that denied the request (and are absent if that layer adds none). If
 /// all layers allowed it, they describe the policy with the least remaining, and of two equal ones,
 /// the one with the later reset.
+#[doc(alias = "X-RateLimit-Remaining")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LegacyHeaders {

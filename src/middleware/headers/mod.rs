@@ -31,6 +31,7 @@ use crate::limit::Decision;
 ///
 /// A [layer](crate::RateLimitLayer::headers) adds the fields to every response. For a response that
 /// did not pass through a layer, use [`append`](Self::append).
+#[doc(alias("Retry-After", "RateLimit"))]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Headers {
     draft: bool,

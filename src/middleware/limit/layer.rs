@@ -125,6 +125,7 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     /// # Ok(())
     /// # }
     /// ```
+    #[doc(alias = "allowlist")]
     #[must_use]
     pub fn skip(self, skip: impl Fn(&P::Head) -> bool + Send + Sync + 'static) -> Self {
         self.change(|config| config.gate.skip = Some(Arc::new(skip)))

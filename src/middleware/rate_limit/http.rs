@@ -29,7 +29,7 @@ pub struct Http<R = HttpReject, E = AsIs> {
     pub(super) ending: PhantomData<fn() -> E>,
 }
 
-/// What a response is settled and annotated by.
+/// Settles and annotates a response.
 pub struct Noted {
     /// `None` if the response does not report the decision.
     annotated: Option<Decision>,

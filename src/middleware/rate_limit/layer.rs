@@ -36,13 +36,8 @@ use crate::store::Store;
 ///
 /// # Order of layers
 ///
-/// - Inside the authentication if the key is a user, outside if the key is an address. The last
-///   layer that is added to an axum `Router` is the outermost.
-/// - Inside CORS: a browser's preflight request has no key, so it would get a 400; and a browser
-///   hides a denial without CORS fields from scripts. If the limit must be outside,
-///   [`skip`](Self::skip) the method `OPTIONS`.
-/// - `Router::layer` wraps the fallback too, so unknown paths (404) are counted;
-///   `Router::route_layer` does not. Count them if the limit protects against scans.
+/// Inside the authentication if the key is a user, outside if the key is an address; and inside CORS. The
+/// [guide](crate::guide::pitfalls#the-order-of-layers) has the reasons, and the order of an axum `Router`.
 ///
 /// # Naming the type
 ///
@@ -50,6 +45,7 @@ use crate::store::Store;
 /// `RateLimitLayer<RedisStore, PeerIp>`. Box closures, which have no name, and types that are
 /// chosen at startup: `RateLimitLayer<AnyStore, Box<dyn KeyExtractor>>`. A layer that settles is a
 /// `RateLimitLayer<S, K, HttpReject, UntilBodyEnd>`.
+#[doc(alias("429", "throttle"))]
 pub type RateLimitLayer<S, K, R = HttpReject, E = AsIs> = LimitLayer<S, K, Http<R, E>>;
 
 impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {

@@ -56,6 +56,7 @@ use crate::middleware::headers::Headers;
 /// # Ok(())
 /// # }
 /// ```
+#[doc(alias("429", "Retry-After"))]
 #[derive(Debug, Clone, Default)]
 pub struct HttpReject {
     denied: Denied,

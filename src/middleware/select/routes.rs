@@ -106,6 +106,7 @@ impl Routes {
     ///
     /// As [`route`](Self::route), and for a pattern with parameters that a lenient server would
     /// read differently, such as `/caf%C3%A9/{id}`: it would exempt nothing.
+    #[doc(alias = "allowlist")]
     pub fn exempt(self, pattern: &str) -> Result<Self, ConfigError> {
         if pattern.contains('{') && lenient(pattern).is_some_and(|read| read.path != pattern) {
             let problem =

@@ -120,6 +120,7 @@ impl<S: Store> Pause<S> {
 /// assert_eq!(retry_after(response.status(), response.headers()), Some(Duration::from_secs(30)));
 /// # Ok::<(), http::Error>(())
 /// ```
+#[doc(alias("Retry-After", "429"))]
 pub fn retry_after(status: StatusCode, headers: &HeaderMap) -> Option<Duration> {
     let number = |name: &str| headers.get(name)?.to_str().ok()?.trim().parse().ok();
     match status {

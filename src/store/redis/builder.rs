@@ -97,7 +97,7 @@ impl RedisStore {
         Self::connect_lazy(Servers::sentinel(master, sentinels))
     }
 
-    /// Creates a builder, which has more settings than the URL.
+    /// Creates a builder, for settings that a URL cannot have.
     pub fn builder(servers: impl Into<Servers>) -> RedisStoreBuilder {
         RedisStoreBuilder::new(servers.into())
     }

@@ -18,7 +18,7 @@ use crate::store::Instances;
 /// How often each announces itself. It is no longer counted after three times as long.
 const EVERY: Duration = Duration::from_secs(2);
 
-/// Announces this instance until the last clone of what it returns is dropped.
+/// Announces this instance until the last clone of the returned value is dropped.
 ///
 /// # Errors
 ///
@@ -38,7 +38,7 @@ pub(super) fn announce(inner: &Arc<Inner>) -> Result<Instances, StoreError> {
 
 async fn run(inner: Weak<Inner>, alive: Arc<AtomicU32>) {
     let name = format!("{:016x}", RandomState::new().hash_one(0));
-    // After an outage the first to come back finds only itself: a lower number counts from the second time on.
+    // After an outage the first instance finds only itself: accept a lower number from the second time.
     let mut before = 1;
     loop {
         let Some(inner) = inner.upgrade() else { return };

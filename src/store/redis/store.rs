@@ -17,10 +17,7 @@ use crate::store::{Answer, Instances, Store, Waiters};
 /// not run it.
 ///
 /// It needs Redis 6.2 or a compatible server; see [which servers](crate::guide::servers) are tested, and how they
-/// affect the counts. The Redis user needs `~PREFIX:* +evalsha +eval +time +mget +set +setrange +del`, and for
-/// [`SlidingLog`](crate::Strategy::SlidingLog) `+lrange +rpush +lset +ltrim +lrem +pexpireat`, for requests [in
-/// flight](crate::Policy::in_flight) and a [`Fallback`](crate::Fallback) with a share `+zrange +zremrangebyscore
-/// +zcard +zadd +zscore +zrem +pexpireat`.
+/// affect the counts. The Redis user needs [these rights](crate::guide::servers#rights).
 ///
 /// # Redis Cluster
 ///
@@ -46,7 +43,7 @@ use crate::store::{Answer, Instances, Store, Waiters};
 ///   keys (under several policies, or with a new id) may fail with
 ///   [`ErrorKind::NotReady`](crate::store::ErrorKind::NotReady) until the migration ends, because
 ///   Redis rejects it. A fallback decides then, and reconciles afterwards.
-/// - The Redis user also needs `+asking +cluster|slots` (`+cluster` before Redis 7). With TLS, the
+/// - The Redis user needs [more rights](crate::guide::servers#rights). With TLS, the
 ///   certificates must match the names that the nodes announce: see `tls-cluster`,
 ///   `cluster-announce-hostname` and `cluster-preferred-endpoint-type` of Redis.
 ///
@@ -66,9 +63,9 @@ use crate::store::{Answer, Instances, Store, Waiters};
 ///   connections to the former master are closed.
 /// - Redis replicates asynchronously. Charges made just before a failover may be lost; with
 ///   `SENTINEL FAILOVER`, also charges made during it.
-/// - A user of the sentinels needs `+sentinel|master` (`+sentinel` before Redis 7). The user of the
-///   master also needs `+role`: without it, a replica that is reported as the master is detected
-///   only by the first script.
+/// - The users of the master and of the sentinels need [more rights](crate::guide::servers#rights).
+///   Without `+role` on the master, a replica that is reported as the master is detected only by the
+///   first script.
 ///
 /// # Runtimes
 ///
@@ -83,7 +80,7 @@ use crate::store::{Answer, Instances, Store, Waiters};
 /// runtime that needed it first. After that runtime has shut down, the next check starts the task on its own runtime.
 /// While that runtime is alive and runs nothing, as a current-thread runtime does outside of `block_on`, the work waits.
 ///
-/// Threads with a runtime each can share one store or have a store each: the [guide](crate::guide::running#connections)
+/// Threads with a runtime each can share one store or have a store each: the [guide](crate::guide::sizing#connections)
 /// has figures.
 ///
 /// ```no_run
@@ -117,7 +114,7 @@ impl RedisStore {
     }
 
     /// Iterates over the counts under this store's prefix, on every master of a cluster: for tools,
-    /// since it reads the whole database. `examples/inspect.rs` is one. The Redis user needs
+    /// since it reads the whole database. `ratelimit-inspect` is one. The Redis user needs
     /// `+scan` for it.
     ///
     /// ```no_run

@@ -17,11 +17,11 @@ use crate::limit::{
 use crate::store::{LocalStore, Store};
 use crate::support::RedisServer;
 
-/// Steps per strategy. Every trace is of 64 callers, all of whom check at every moment.
+/// Steps per strategy. Every trace has 64 callers, and all check at every moment.
 const STEPS: usize = 100_000;
 const CALLERS: usize = 64;
 
-/// A test of each pair of twins.
+/// A test of both halves of each strategy.
 macro_rules! agree {
     ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, $kinds:tt;)*) => {$(
         #[tokio::test]
@@ -85,7 +85,7 @@ async fn several_policies() {
     trace.run(&policies, STEPS).await;
 }
 
-/// A limit may change at any moment: both halves count on alike. Another span is another count.
+/// A limit may change at any moment: both halves continue the count equally. Another span is another count.
 #[tokio::test]
 async fn changing_quotas() {
     // Takes under GCRA alone are decided by another script.
@@ -185,8 +185,8 @@ async fn every_quota_of_a_name_holds_alone() {
     );
 }
 
-/// Ids too, asked again at just the age at which they are forgotten, and around it: both stores know them for equally long,
-/// and repeat what they answered whatever has flowed back since.
+/// Ids too, repeated around the age at which they expire: both stores keep them equally long, and repeat the decision
+/// regardless of later refills.
 #[tokio::test]
 async fn ids() {
     let server = RedisServer::start();
@@ -207,7 +207,7 @@ async fn ids() {
             two.clone().into(),
             Policies::new([one, two]).unwrap(),
         ];
-        // The same id under another list is another.
+        // An id under another list is a different id.
         let asked = if trace.rng.bool() {
             &lists[..1]
         } else {
@@ -279,12 +279,12 @@ async fn ids() {
     );
     assert!(
         differ.is_empty(),
-        "{} of 3000 callers differ, first so many us past the period: {differ:?}",
+        "{} of 3000 callers differ, first differences, in us after the period: {differ:?}",
         differ.len()
     );
 }
 
-/// An id of a clock that has gone back is known for a period from then on, and no longer.
+/// After the clock has gone back, an id is kept for one period and no longer.
 #[tokio::test]
 async fn ids_of_a_later_clock_are_forgotten() {
     let server = RedisServer::start();
@@ -341,7 +341,7 @@ async fn near_quotas() {
     }
 }
 
-/// Logs of several blocks, of which much is refunded wherever it was charged.
+/// Logs of several blocks, with large refunds at any place.
 #[tokio::test]
 async fn long_logs() {
     let server = RedisServer::start();
@@ -374,7 +374,7 @@ async fn long_logs() {
             |(i, (policies, open, _)): (_, &mut (_, Vec<(Decision, i64)>, _))| {
                 let (key, limit) = (Key::new(format!("{i}")), quotas[i].0);
                 if rng.u8(..3) == 0 && !open.is_empty() {
-                    // Mostly all of it; of the first callers mostly of late.
+                    // Usually the whole charge; for the first callers usually a recent one.
                     let nth = if rng.usize(..4) > i {
                         open.len() - 1 - rng.usize(..open.len().min(40))
                     } else {
@@ -431,7 +431,7 @@ async fn long_logs() {
     );
 }
 
-/// What has left the period takes no memory, however much left at once.
+/// Expired charges take no memory, even if many expire together.
 #[tokio::test]
 async fn an_expired_log_frees_its_memory() {
     let server = RedisServer::start();
@@ -631,7 +631,7 @@ async fn both_scripts_decide_and_store_alike() {
     );
 }
 
-/// What is packed for one caller is written for the next only if both have the same level.
+/// A packed value of one caller is reused for the next only if both have the same level.
 #[tokio::test]
 async fn levels_of_one_millisecond_stay_apart() {
     for kind in [
@@ -641,7 +641,7 @@ async fn levels_of_one_millisecond_stay_apart() {
     ] {
         let server = RedisServer::start();
         let Trace { redis, .. } = Trace::new(20, &server);
-        // A unit flows back in less than a microsecond, so that both keys expire in one millisecond.
+        // A unit drains in less than a microsecond, so both keys expire in one millisecond.
         let policies = Policy::new("p", kind, Quota::per_second(2_000_000))
             .unwrap()
             .into();
@@ -661,8 +661,7 @@ async fn levels_of_one_millisecond_stay_apart() {
     }
 }
 
-/// What refunds is as old as Redis's clock says, however young it claims to be; unless that is the clock of another
-/// server.
+/// A refund has the age by Redis's clock, even if it claims a lower age; unless that clock is another server's.
 #[tokio::test]
 async fn delayed_refunds_keep_their_real_age() {
     let server = RedisServer::start();
@@ -670,7 +669,7 @@ async fn delayed_refunds_keep_their_real_age() {
     let policies = Policy::new("p", Strategy::Gcra, Quota::per_second(100))
         .unwrap()
         .into();
-    // A charge of just now; 900 ms later; by a clock that is 10 s behind, and by one that is 10 s ahead.
+    // A new charge; 900 ms later; by a clock 10 s behind, and by a clock 10 s ahead.
     for (later, age, given) in [
         (0, 0, 100),
         (900, 0, 10),
@@ -685,7 +684,7 @@ async fn delayed_refunds_keep_their_real_age() {
             .next()
             .unwrap();
         let start = now.fetch_add(1_000 * later, Relaxed);
-        // What has flowed back by then is taken again.
+        // Take the units that have refilled since.
         let _ = redis
             .check(Check::up_to(key, &policies, 100))
             .await
@@ -699,7 +698,7 @@ async fn delayed_refunds_keep_their_real_age() {
     }
 }
 
-/// An answer that is repeated is as old as the charge: what gives it back takes nothing out of what was charged since.
+/// A repeated decision has the age of its charge: its refund frees nothing of later charges.
 #[tokio::test]
 async fn refunds_of_repeated_answers_keep_their_age() {
     let server = RedisServer::start();
@@ -731,7 +730,7 @@ async fn refunds_of_repeated_answers_keep_their_age() {
     assert_eq!(granted, [50; 2], "in Redis and in a local store");
 }
 
-/// What is asked under one quota and not granted leaves alone what another has counted.
+/// A denied check under one quota does not change the count of another.
 #[tokio::test]
 async fn uncharged_checks_write_nothing() {
     let server = RedisServer::start();
@@ -793,13 +792,13 @@ async fn agree(seed: u64, kind: Kind) {
     trace.run(&policies, STEPS).await;
 }
 
-/// The Rust halves' decision, as Redis would tell it.
+/// The Rust halves' decision, in the form of Redis's.
 fn in_rust(check: &Check, states: &mut [State], now: i64) -> Decision {
     let verdicts = check.clone().at_redis(now).decide(states, now);
     check.clone().answer(verdicts, Source::Redis)
 }
 
-/// Quotas of every size: those that people write, and some that no one would.
+/// Quotas of every size: usual ones, and extreme ones.
 fn policy(name: &str, kind: Kind, rng: &mut Rng) -> Policy {
     const DAY: u64 = 86_400_000_000;
     let (limit, period) = match rng.u8(..10) {
@@ -836,7 +835,7 @@ fn policy(name: &str, kind: Kind, rng: &mut Rng) -> Policy {
     let policy = Policy::of_kind(name, kind, quota.burst(burst))
         .or_else(|_| Policy::of_kind(name, kind, quota))
         .unwrap();
-    // What is leased is counted under a tighter quota.
+    // A leased policy counts under a tighter quota.
     let leased = policy
         .clone()
         .leased(Duration::from_micros(period / rng.u64(2..100)));
@@ -848,11 +847,11 @@ struct Trace {
     seed: u64,
     now: Arc<AtomicI64>,
     redis: RedisStore,
-    /// More instances of it, which ask in turn.
+    /// More instances, which check in turn.
     others: Vec<RedisStore>,
-    /// The same states by the Rust halves.
+    /// The states by the Rust halves.
     states: Vec<Vec<State>>,
-    /// For each caller some of what was granted, and when.
+    /// Some grants of each caller, with their times.
     granted: Vec<Vec<(Decision, i64)>>,
     /// For each caller some of the slots that were taken.
     slots: Vec<Vec<SlotId>>,
@@ -862,7 +861,7 @@ struct Trace {
 impl Trace {
     fn new(seed: u64, server: &RedisServer) -> Self {
         let now = Arc::new(AtomicI64::new(1_790_000_000_000_000));
-        // One connection, so that the checks of a caller are decided in their order.
+        // One connection, so that Redis decides the checks of a caller in order.
         let store = || {
             let builder = RedisStore::builder(server.url())
                 .connections(NonZeroUsize::MIN)
@@ -886,9 +885,9 @@ impl Trace {
         }
     }
 
-    /// Every caller has policies of its own.
+    /// Every caller has separate policies.
     async fn run(&mut self, policies: &[Policies], steps: usize) {
-        // A caller whose strategy has changed has a key of its own in Redis, and starts afresh.
+        // A caller with a new strategy has another key in Redis, and starts empty.
         self.states.resize(policies.len(), Vec::new());
         self.granted.resize(policies.len(), Vec::new());
         self.slots.resize(policies.len(), Vec::new());
@@ -910,7 +909,7 @@ impl Trace {
         while self.steps < end {
             // `takes.lua` decides a call of takes alone; see also `takes_under_one_plan`.
             let only_takes = self.rng.bool();
-            // Some ask several times at once: they share an entry of the batch.
+            // Some send several checks together: these share an entry of the batch.
             let checks: Vec<(usize, Check)> = (0..keys.len())
                 .flat_map(|i| {
                     let times = [1, 1, 2, 5][self.rng.usize(..4)];
@@ -975,13 +974,13 @@ impl Trace {
         if rng.u8(..6) == 0
             && let Some((decision, at)) = rng.choice(&self.granted[caller])
         {
-            // Also of one that takes longer than the check that gives it back, or less; or much less.
+            // Include ages above and below the real one, and far below.
             let late = [0, 0, 1, rng.i64(0..1_000_000), -rng.i64(0..10_000_000)][rng.usize(..5)];
             let age = Duration::from_micros((self.now.load(Relaxed) - at + late).max(0) as u64);
             let check = decision
                 .refund(key, rng.u32(1..=decision.granted()), age)
                 .next();
-            // It leaves out what is in flight, of which the states here have more.
+            // A refund omits policies of requests in flight, which the states here have.
             if let Some(check) =
                 check.filter(|check| check.policies().iter().len() == policies.iter().len())
             {

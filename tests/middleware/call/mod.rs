@@ -48,7 +48,7 @@ fn layer(quota: &str) -> CallLimitLayer<LocalStore, ByTenant, Job> {
     layer_with(LocalStore::default(), quota)
 }
 
-/// The same layer over another store.
+/// This layer over another store.
 fn layer_with<S: Store>(store: S, quota: &str) -> CallLimitLayer<S, ByTenant, Job> {
     CallLimitLayer::new(store, by_tenant as ByTenant, policy("jobs", quota))
 }

@@ -35,7 +35,7 @@ fn nowhere() -> RedisStoreBuilder {
     RedisStore::builder("redis://127.0.0.1:1/").timeout(LONG)
 }
 
-/// The same store with a fallback.
+/// A store with a fallback.
 fn fallback() -> Fallback<RedisStore, LocalStore> {
     Fallback::new(nowhere().connect_lazy().unwrap(), LocalStore::default()).deadline(LONG)
 }

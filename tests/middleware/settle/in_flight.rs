@@ -203,6 +203,19 @@ async fn requests_wait_until_others_end() {
     assert_eq!(taken(&store, 1), 0);
 }
 
+#[tokio::test(start_paused = true)]
+async fn waiting_for_a_slot_ends_at_the_longest_wait() {
+    let layer = RateLimitLayer::new(LocalStore::default(), Global, uploads(1))
+        .wait(Duration::from_secs(1))
+        .until_body_end();
+    let service = layer.layer(service_fn(hello::<String>));
+    let _first = send(&service, request("alice")).await;
+    let began = Instant::now();
+    assert_eq!(send(&service, request("alice")).await.status(), 429);
+    let waited = began.elapsed().as_millis();
+    assert!((1_000..1_300).contains(&waited), "{waited} ms");
+}
+
 #[tokio::test]
 async fn layers_without_settlement_name_the_fix() {
     let problems = Problems::default();

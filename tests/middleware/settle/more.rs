@@ -15,7 +15,7 @@ use super::*;
 
 type Outcome = Result<(), ReserveError>;
 
-/// What the handler of a request does with its charge.
+/// The handler's use of the charge.
 #[derive(Clone, Copy)]
 struct Plan {
     more: u32,

@@ -10,7 +10,7 @@ local function field(name)
   return tonumber(redis.call('HGET', KEYS[1], name))
 end
 
--- What counts, what the newest bucket has of it, and when that began.
+-- The count, the part of the newest bucket, and the start of that.
 local used, newest, began = field('token') or 0, field('bucket.token') or 0, field('bucket.timestamp') or now
 if now - began + 1 > length then
   if newest > 0 then

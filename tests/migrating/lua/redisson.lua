@@ -1,4 +1,4 @@
--- A log of permits and what is left beside it: Redisson's RRateLimiter.
+-- A log of permits, and the number of free ones: Redisson's RRateLimiter.
 --
 -- ARGV: now in microseconds, the cost, how many per interval, the interval in milliseconds.
 

@@ -105,6 +105,7 @@ use crate::limit::Key;
 /// ```
 ///
 /// In an environment variable, `trust` is one text: `private, 203.0.113.0/24`.
+#[doc(alias("X-Forwarded-For", "proxy"))]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientIp {
     forwarding: Option<Forwarding>,
@@ -133,6 +134,7 @@ impl ClientIp {
     const MAX_HOPS: usize = u8::MAX as usize;
 
     /// Reads `X-Forwarded-For`: addresses with commas between them, each written by the hop behind it.
+    #[doc(alias = "X-Forwarded-For")]
     pub fn x_forwarded_for() -> ClientIpBuilder {
         ClientIpBuilder::new("x-forwarded-for")
     }

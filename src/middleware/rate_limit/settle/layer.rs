@@ -90,6 +90,7 @@ impl<S: Store, K, R, E> RateLimitLayer<S, K, R, E> {
     ///
     /// The body of a response that upgrades the connection ends immediately: the connection's task
     /// must keep a clone of the `Charge`, as a [recipe](crate::guide::recipes) shows.
+    #[doc(alias = "WebSocket")]
     #[must_use]
     pub fn until_body_end(self) -> RateLimitLayer<S, K, R, UntilBodyEnd> {
         self.with_rule(None)

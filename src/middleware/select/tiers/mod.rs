@@ -94,6 +94,7 @@ use crate::observe::{Observer, event, or_log};
 /// show the whole line: use the hashed form, or show only the error's `message()`.
 ///
 /// The closure of [`named_by`](Self::named_by) is not serialized: set it again after deserializing.
+#[doc(alias = "plan")]
 #[derive(Clone)]
 pub struct Tiers {
     name: Arc<Name>,
@@ -157,6 +158,7 @@ impl Tiers {
     }
 
     /// Exempts the requests of a plan: they pass uncounted, without header fields.
+    #[doc(alias = "allowlist")]
     #[must_use]
     pub fn exempt(self, name: impl Into<Box<str>>) -> Self {
         self.insert(name.into(), None)
@@ -187,6 +189,7 @@ impl Tiers {
     }
 
     /// Exempts one caller in every plan.
+    #[doc(alias = "allowlist")]
     #[must_use]
     pub fn exempt_caller(mut self, key: Key) -> Self {
         Arc::make_mut(&mut self.callers).insert(key, None);

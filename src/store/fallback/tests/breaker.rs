@@ -47,7 +47,7 @@ async fn simultaneous_timeouts_count_as_one_failure() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_brief_full_queue_counts_once() {
+async fn a_brief_full_queue_never_counts() {
     let (store, primary, _) = pair(1);
     primary.set(Manner::Answers(10, queue_full));
     all(&store, 100).await;

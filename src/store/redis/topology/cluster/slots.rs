@@ -293,7 +293,7 @@ mod tests {
         assert_eq!(tags(4), [3, 2, 1, 0]);
     }
 
-    /// Checks the recommendations in `docs/running.md`. The masters have the ranges that `redis-cli
+    /// Checks the recommendations in `docs/sizing.md`. The masters have the ranges that `redis-cli
     /// --cluster create` gives them.
     #[test]
     fn partitions_are_spread_over_the_masters() {
