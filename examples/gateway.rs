@@ -108,7 +108,8 @@ async fn run(file: String) -> Result<(), Box<dyn Error>> {
     });
     let listener = tokio::net::TcpListener::bind(settings.listen).await?;
     help(listener.local_addr()?);
-    match serve::serve(listener, app).await {}
+    serve::serve(listener, app).await?;
+    Ok(())
 }
 
 /// Records the user of the API key, and the user's plan. A request with an unknown key is treated like one without a

@@ -5,6 +5,9 @@
 //! `max_tokens`. So no answer costs more than its reservation. The real cost is settled when the answer ends or its client hangs
 //! up. Only users with a known API key get an answer: a client that invents keys would have a new quota for each.
 //!
+//! **Tokens count when they are reserved.** A client can hold back `STREAMS` answers of earlier periods, and read them together with
+//! those of the current period: at most `STREAMS + 1` times the quota. If that is too much, end a stream after one period.
+//!
 //! Settings by the environment: `PORT` (3000), `TOKENS` (`1000/min`), `STREAMS` (4), `KEYS` with their users
 //! (`key-of-alice=alice key-of-bob=bob`), and `REDIS_URL` to share the counts among instances.
 
@@ -39,7 +42,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let keys: String = setting("KEYS", "key-of-alice=alice key-of-bob=bob")?;
     let users = keys
         .split_whitespace()
-        .map(|pair| pair.split_once('=').ok_or("KEYS: use KEY=USER pairs"))
+        // A key may end with the `=` of base64.
+        .map(|pair| pair.rsplit_once('=').ok_or("KEYS: use KEY=USER pairs"))
         .map(|pair| pair.map(|(key, user)| (key.to_owned(), User(user.to_owned()))))
         .collect::<Result<HashMap<_, _>, _>>()?;
 
@@ -59,7 +63,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
     println!("{tokens} tokens and {streams} answers at a time for each user. Try:");
     let question = r#"{"prompt":"Tell me of the sea.","max_tokens":200}"#;
     println!("curl -iN -H 'x-api-key: key-of-alice' --json '{question}' localhost:{port}/chat");
-    match serve::serve(listener, app).await {}
+    serve::serve(listener, app).await?;
+    Ok(())
 }
 
 /// The user of a key, in the extensions of each request that reaches the limits.

@@ -15,9 +15,10 @@ mod serve;
 
 use std::env;
 use std::error::Error;
+use std::io::{Write, stdout};
 use std::time::Duration;
 
-use axum::extract::{Json, State};
+use axum::extract::{DefaultBodyLimit, Json, State};
 use axum::{Router, routing::post};
 use http::StatusCode;
 use serde::Deserialize;
@@ -25,6 +26,9 @@ use tower_redis_ratelimit::extract::PeerIp;
 use tower_redis_ratelimit::settle::{ReserveError, Settlement};
 use tower_redis_ratelimit::store::AnyStore;
 use tower_redis_ratelimit::{Key, Limiter, Policy, Quota, RateLimitLayer, Strategy};
+
+/// Maximum length of a request in bytes. It also bounds the user's name in the log, and in Redis.
+const MAX_LENGTH: usize = 1_024;
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
@@ -47,6 +51,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     });
     let app = Router::new()
         .route("/login", post(login))
+        .layer(DefaultBodyLimit::max(MAX_LENGTH))
         .layer(by_address)
         .with_state(failures);
 
@@ -56,7 +61,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
     println!(
         "curl -i --json '{{\"user\":\"alice\",\"password\":\"open sesame\"}}' localhost:{port}/login"
     );
-    match serve::serve(listener, app).await {}
+    serve::serve(listener, app).await?;
+    Ok(())
 }
 
 #[derive(Deserialize)]
@@ -88,7 +94,8 @@ fn fold(user: &str) -> String {
 
 /// Takes as long as checking a hashed password.
 async fn is_right(user: &str, password: &str) -> bool {
-    println!("{user} tries");
+    // `{:?}` escapes control characters. `println!` would panic once no one reads the log.
+    drop(writeln!(stdout(), "{user:?} tries"));
     tokio::time::sleep(Duration::from_millis(50)).await;
     password == "open sesame"
 }

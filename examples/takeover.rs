@@ -14,7 +14,8 @@
 //! A counter of INCR and EXPIRE is charged as if all of it had been charged when its window began, with the quota's period: a part has
 //! refilled since, and the rest is free when the window would have ended.
 //!
-//! Keys whose name or value is not UTF-8, and counters that never expire, are skipped, counted and reported.
+//! Keys whose name is not UTF-8, values that the system does not write, times that are more than three years away, and counters that
+//! never expire are skipped, counted and reported. It is an error if no caller had a count left, so that a typing error does not look like a takeover.
 
 use std::collections::BTreeSet;
 use std::env;
@@ -27,6 +28,8 @@ use tower_redis_ratelimit::{Key, Policies, Policy, RedisStore, Strategy, redis};
 
 /// Seconds from 1970 to 2017, the epoch of redis_rate.
 const YEAR_2017: f64 = 1_483_228_800.0;
+/// Three years in seconds. A time that is further away is not one that the system has written.
+const FAR: f64 = 3.0 * 365.0 * 86_400.0;
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
@@ -45,9 +48,10 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let limit = f64::from(policy.quota().limit());
     let interval = period / limit;
     // The units that have not refilled, or `None` for an invalid value. Times are in seconds.
+    let until = |left: f64| (left.abs() <= FAR).then_some(left / interval);
     let used = |value: &str, now: f64, age: f64| match system.as_str() {
-        "redis-rate" => Some((value.parse::<f64>().ok()? + YEAR_2017 - now) / interval),
-        "redis-cell" => Some((value.parse::<u64>().ok()? as f64 / 1e9 - now) / interval),
+        "redis-rate" => until(value.parse::<f64>().ok()? + YEAR_2017 - now),
+        "redis-cell" => until(value.parse::<u64>().ok()? as f64 / 1e9 - now),
         // The counter also counts denied requests.
         _ => Some(f64::from(value.parse::<u32>().ok()?).min(limit) - age / interval),
     };
@@ -58,13 +62,22 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let mut redis = redis::Client::open(url)?
         .get_multiplexed_async_connection()
         .await?;
+    // Redis's patterns escape by a backslash.
+    let mut pattern = String::new();
+    for char in prefix.chars() {
+        if matches!(char, '\\' | '*' | '?' | '[' | ']') {
+            pattern.push('\\');
+        }
+        pattern.push(char);
+    }
+    pattern.push('*');
     // SCAN may return a key twice.
     let (mut keys, mut cursor) = (BTreeSet::new(), 0_u64);
     loop {
         let mut scan = redis::cmd("SCAN");
         scan.arg(cursor)
             .arg("MATCH")
-            .arg(format!("{prefix}*"))
+            .arg(&pattern)
             .arg("COUNT")
             .arg(1_000);
         let found: Vec<Vec<u8>>;
@@ -89,19 +102,21 @@ async fn main() -> Result<(), Box<dyn Error>> {
         let left: Vec<f64> = read.query_async(&mut redis).await?;
         let old = keys.iter().zip(values).zip(left);
         let charges = old.filter_map(|((key, value), left)| {
-            let value = value?;
-            let (Ok(name), Ok(value)) = (str::from_utf8(key), str::from_utf8(&value)) else {
-                skipped.push(key.escape_ascii());
-                return None;
-            };
-            if system == "incr" && left == -1.0 {
-                skipped.push(key.escape_ascii());
+            // It has expired since.
+            if left == -2.0 {
                 return None;
             }
             // Of the window of a counter.
             let age = (period - left / 1_000.0).max(0.0);
-            let used = used(value, now, age)?.ceil() as u32;
-            let rest = name.strip_prefix(prefix)?;
+            let read = || {
+                let rest = str::from_utf8(key).ok()?.strip_prefix(prefix)?;
+                let used = used(str::from_utf8(&value?).ok()?, now, age)?;
+                (system != "incr" || left != -1.0).then_some((rest, used.ceil() as u32))
+            };
+            let Some((rest, used)) = read() else {
+                skipped.push(key.escape_ascii());
+                return None;
+            };
             let charge = Check::charge(caller(rest), &policies, used);
             (used > 0).then(|| {
                 example.get_or_insert(rest);
@@ -110,17 +125,17 @@ async fn main() -> Result<(), Box<dyn Error>> {
         });
         charged += try_join_all(charges).await?.len();
     }
-    let such_as = example
-        .map(|rest| format!(", such as {rest:?}"))
-        .unwrap_or_default();
-    println!(
-        "{} keys begin with {prefix:?}; took over the counts of {charged} callers{such_as}",
-        keys.len()
-    );
     if let [first, ..] = &skipped[..] {
         let number = skipped.len();
-        eprintln!("skipped {number} keys that are not UTF-8 or never expire, such as \"{first}\"");
+        eprintln!(
+            "skipped {number} keys that `{system}` cannot read or that never expire, such as \"{first}\""
+        );
     }
+    let found = format!("{} keys begin with {prefix:?}", keys.len());
+    let Some(example) = example else {
+        return Err(format!("took over nothing: {found}, and no caller has a count left").into());
+    };
+    println!("{found}; took over the counts of {charged} callers, such as {example:?}");
     Ok(())
 }
 

@@ -22,7 +22,7 @@ fn gateway() -> Example {
 }
 
 fn with_tokens(tokens: &str) -> Example {
-    let keys = "alice=a bob=b carol=c dave=d";
+    let keys = "alice=a bob=b carol=c dave=d ZXJpbg===e";
     Example::start(
         "llm_gateway",
         &[("TOKENS", tokens), ("STREAMS", "4"), ("KEYS", keys)],
@@ -101,11 +101,13 @@ fn an_answer_ends_at_its_maximum() {
 #[test]
 fn only_known_keys_get_answers() {
     let gateway = gateway();
-    for key in ["eve", "a", "Alice", "", "\u{e9}"] {
+    for key in ["eve", "a", "Alice", "", "\u{e9}", "ZXJpbg"] {
         let answer = Answer::read(ask(&gateway, key, 10, 5));
         assert_eq!(answer.status, 401, "{key}: {}", answer.head);
         assert!(answer.head.contains("www-authenticate: apikey"));
     }
+    let erin = Answer::read(ask(&gateway, "ZXJpbg==", 10, 5));
+    assert_eq!(erin.status, 200, "a key in base64: {}", erin.head);
 }
 
 /// With long prompts, short maxima and clients that hang up, prompts and answers together stay within the quota.

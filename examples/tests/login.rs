@@ -65,7 +65,7 @@ fn only_failures_count_even_in_parallel() {
 fn disconnecting_early_counts_as_an_attempt() {
     let login = with_failures("2/h");
     let guess = attempt(&login, "carol", "abc");
-    login.wait_for("carol tries");
+    login.wait_for(r#""carol" tries"#);
     drop(guess);
     // A client that hangs up gets no answer and no refund.
     let answers = [(); 2].map(|()| Answer::read(attempt(&login, "carol", "abc")).status);
@@ -102,4 +102,21 @@ fn an_address_guesses_for_few_users() {
     assert_eq!(statuses, [401, 401, 429, 401, 401, 429, 429]);
     let denied = attempt("alice", "open sesame");
     assert_eq!((denied.status, denied.remaining("login-address")), (429, 0));
+}
+
+/// A name cannot forge a line of the log, or fill it.
+#[test]
+fn names_are_logged_safely() {
+    let login = with_failures("5/h");
+    let guess = |user: &str| Answer::read(attempt(&login, user, "abc")).status;
+    assert_eq!(guess(r"bob\nroot\u001b[2J"), 401);
+    login.wait_for(r#""bob\nroot\u{1b}[2j" tries"#);
+    assert_eq!(guess(&"x".repeat(1_000)), 413);
+}
+
+#[test]
+fn logins_work_without_a_reader_of_the_log() {
+    let login = Example::spawn_unread(Example::command("login"));
+    let answer = Answer::read(attempt(&login, "alice", "open sesame"));
+    assert_eq!(answer.status, 200);
 }

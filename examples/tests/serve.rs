@@ -1,4 +1,5 @@
-//! The examples of servers: a client that sends no whole head does not keep its connection.
+//! The examples of servers: a client that sends no whole request does not keep its connection, and signals end a server after the
+//! requests in flight.
 
 #![allow(
     clippy::unwrap_used,
@@ -14,8 +15,8 @@ use std::net::TcpStream;
 
 use support::{Answer, Example, connect};
 
-#[test]
-fn unfinished_heads_end() {
+/// The gateway on a free port.
+fn gateway() -> Example {
     let settings = tempfile::NamedTempFile::new().unwrap();
     let text = include_str!("../gateway.toml");
     let free = text.replace("127.0.0.1:3000", "127.0.0.1:0");
@@ -23,8 +24,13 @@ fn unfinished_heads_end() {
     std::fs::write(settings.path(), free).unwrap();
     let mut gateway = Example::command("gateway");
     gateway.arg(settings.path());
+    Example::spawn(gateway)
+}
+
+#[test]
+fn unfinished_requests_end() {
     let servers = [
-        Example::spawn(gateway),
+        gateway(),
         Example::start("llm_gateway", &[]),
         Example::start("login", &[]),
     ];
@@ -40,12 +46,59 @@ fn unfinished_heads_end() {
     let idle = servers
         .iter()
         .map(open("GET /nothing HTTP/1.1\r\nhost: x\r\n\r\n"));
+    let without_body = [
+        "POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{",
+        "POST /chat HTTP/1.1\r\nhost: x\r\nx-api-key: key-of-alice\r\ncontent-type: application/json\r\n\
+            content-length: 50\r\n\r\n{",
+        "POST /login HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{",
+    ];
+    let without_body: Vec<_> = servers
+        .iter()
+        .zip(without_body)
+        .map(|(server, text)| open(text)(server))
+        .collect();
     let mut streams: Vec<TcpStream> = silent.chain(slow).chain(idle).collect();
+    for stream in without_body {
+        assert!(Answer::read(stream).status >= 400);
+    }
     for stream in &mut streams {
         // It fails after a minute if the server does not close the connection.
         stream.read_to_end(&mut vec![]).unwrap();
     }
     for server in &servers {
         assert!(Answer::read(server.get("/nothing")).status >= 400);
+    }
+}
+
+#[test]
+fn signals_let_requests_end() {
+    for signal in ["-TERM", "-INT"] {
+        let mut servers = [
+            gateway(),
+            Example::start("llm_gateway", &[]),
+            Example::start("login", &[]),
+        ];
+        let open = |server: &Example| connect(server.port).unwrap();
+        let mut silent: Vec<TcpStream> = servers.iter().map(open).collect();
+        let json = "content-type: application/json";
+        let question = format!(r#"{{"prompt":"{}","max_tokens":60}}"#, "word ".repeat(20));
+        let key = "x-api-key: key-of-alice";
+        let mut answer = servers[1].post("/chat", &[key, json], &question);
+        let mut begun = [0];
+        answer.read_exact(&mut begun).unwrap();
+        let attempt = r#"{"user":"alice","password":"open sesame"}"#;
+        let login = servers[2].post("/login", &[json], attempt);
+        servers[2].wait_for(r#""alice" tries"#);
+
+        servers.iter().for_each(|server| server.signal(signal));
+        assert_eq!(Answer::read(login).status, 200);
+        let answer = Answer::read(answer);
+        assert_eq!(answer.body.matches("word").count(), 60);
+        for stream in &mut silent {
+            stream.read_to_end(&mut vec![]).unwrap();
+        }
+        for server in &mut servers {
+            assert!(server.wait().success(), "{signal}");
+        }
     }
 }

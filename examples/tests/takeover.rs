@@ -136,8 +136,8 @@ async fn redis_cells_counts_are_taken_over() {
     server.command::<()>("SET throttle/other something").await;
     server.command::<()>("HSET throttle/hash a 1").await;
     let limiter = limiter(&server).await;
-    let told =
-        "4 keys begin with \"throttle/\"; took over the counts of 2 callers, such as \"ann\"\n";
+    let told = "4 keys begin with \"throttle/\"; took over the counts of 2 callers, such as \"ann\"\n\
+        skipped 2 keys that `redis-cell` cannot read or that never expire, such as \"throttle/hash\"\n";
     assert_eq!(take_over(&server, "redis-cell", "throttle/").unwrap(), told);
     for (caller, left) in [("ann", 3), ("bob", 0), ("other", 10), ("hash", 10)] {
         assert_eq!(remaining(&limiter, caller).await, left, "of {caller}");
@@ -159,7 +159,7 @@ async fn keys_that_are_no_text_are_skipped() {
         set.query_async::<()>(&mut redis).await.unwrap();
     }
     let told = "4 keys begin with \"rate:\"; took over the counts of 1 callers, such as \"ann\"\n\
-        skipped 2 keys that are not UTF-8 or never expire, such as \"rate:carol\"\n";
+        skipped 3 keys that `redis-rate` cannot read or that never expire, such as \"rate:carol\"\n";
     assert_eq!(take_over(&server, "redis-rate", "rate:").unwrap(), told);
     let limiter = limiter(&server).await;
     for (caller, left) in [("ann", 3), ("carol", 10), ("dave", 10)] {
@@ -193,7 +193,7 @@ async fn counters_are_taken_over_with_their_age() {
     }
     server.command::<()>("SET old:forever 10").await;
     let told = "6 keys begin with \"old:\"; took over the counts of 4 callers, such as \"ann\"\n\
-        skipped 1 keys that are not UTF-8 or never expire, such as \"old:forever\"\n";
+        skipped 1 keys that `incr` cannot read or that never expire, such as \"old:forever\"\n";
     let limiter = limiter(&server).await;
     for _ in 0..2 {
         assert_eq!(take_over(&server, "incr", "old:*").unwrap(), told);
@@ -220,15 +220,82 @@ async fn counters_are_taken_over_with_their_age() {
     }
 }
 
-/// A typing error must not look like a takeover of nothing.
-#[test]
-fn what_is_not_there_is_reported() {
+/// A value of another system, or of none, is no debt.
+#[tokio::test]
+async fn values_that_a_system_does_not_write_are_skipped() {
     let server = RedisServer::start();
-    let told = take_over(&server, "redis-rate", "rates:").unwrap();
-    assert_eq!(
-        told,
-        "0 keys begin with \"rates:\"; took over the counts of 0 callers\n"
-    );
+    let now = SystemTime::UNIX_EPOCH.elapsed().unwrap();
+    let of_rate = now.as_secs() - 1_483_228_800 + 3_600;
+    for (caller, value) in [
+        (
+            "cell",
+            (now + Duration::from_secs(3_600)).as_nanos().to_string(),
+        ),
+        ("count", "7".to_owned()),
+        ("inf", "inf".to_owned()),
+        ("large", "1e300".to_owned()),
+        ("nan", "nan".to_owned()),
+        ("text", "hello".to_owned()),
+        ("empty", String::new()),
+        ("rate", of_rate.to_string()),
+    ] {
+        let mut set = redis::cmd("SET");
+        set.arg(format!("old:{caller}"))
+            .arg(value)
+            .arg("EX")
+            .arg(3_600);
+        set.query_async::<()>(&mut server.connection().await)
+            .await
+            .unwrap();
+    }
+    let limiter = limiter(&server).await;
+    for (system, passes, caller) in [
+        ("redis-rate", "rate", "cell"),
+        ("redis-cell", "cell", "count"),
+    ] {
+        let told = format!(
+            "8 keys begin with \"old:\"; took over the counts of 1 callers, such as \"{passes}\"\n\
+            skipped 7 keys that `{system}` cannot read or that never expire, such as \"old:{caller}\"\n"
+        );
+        assert_eq!(take_over(&server, system, "old:").unwrap(), told);
+        assert_eq!(remaining(&limiter, passes).await, 0, "of {passes}");
+    }
+    for caller in ["count", "inf", "large", "nan", "text", "empty"] {
+        assert_eq!(remaining(&limiter, caller).await, 10, "of {caller}");
+    }
+}
+
+/// The characters of Redis's patterns are part of a prefix like others.
+#[tokio::test]
+async fn a_prefix_is_no_pattern() {
+    let server = RedisServer::start();
+    let prefixes = ["app[1]:", "q\\:", "a*b:", "a?b:", "{x}^-:"];
+    for prefix in prefixes.into_iter().chain(["app1:", "q:", "acb:", "q"]) {
+        server
+            .command::<()>(&format!("SET {prefix}ann 4 EX 3600"))
+            .await;
+    }
+    for prefix in prefixes {
+        let told = format!(
+            "1 keys begin with {prefix:?}; took over the counts of 1 callers, such as \"ann\"\n"
+        );
+        assert_eq!(take_over(&server, "incr", prefix).unwrap(), told);
+    }
+}
+
+/// A typing error must not look like a takeover of nothing.
+#[tokio::test]
+async fn a_takeover_of_nothing_fails() {
+    let server = RedisServer::start();
+    server.command::<()>("SET rate:ann hello").await;
+    for (prefix, told) in [
+        ("rates:", "0 keys begin with"),
+        ("rate:", "1 keys begin with"),
+    ] {
+        let problem = take_over(&server, "redis-rate", prefix).unwrap_err();
+        assert!(problem.contains("took over nothing: "), "{problem}");
+        assert!(problem.contains(told), "{problem}");
+    }
     let problem = take_over(&server, "redis_rate", "rate:").unwrap_err();
     assert!(
         problem.contains("is not known: write `redis-rate`, `redis-cell` or `incr`"),

@@ -12,30 +12,7 @@ use tower_redis_ratelimit::store::{ErrorKind, Store, StoreError};
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, RedisStore, Strategy};
 
 use crate::forbidden::{ask_of_a_long_log, ask_of_slots};
-use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};
-
-/// Its text names the server and the fix, does not repeat its cause, and contains no secret.
-#[track_caller]
-fn assert_helpful(error: &StoreError, kind: ErrorKind, remedy: &str) {
-    assert_eq!(error.kind(), kind, "{error:?}");
-    let text = error.to_string();
-    assert!(text.contains(remedy), "{text:?} lacks {remedy:?}");
-    let is_named = ["127.0.0.1:", "redis.invalid:6379 "]
-        .iter()
-        .any(|host| text.contains(&format!("the server {host}")));
-    let is_of_none = matches!(kind, ErrorKind::Configuration | ErrorKind::NoRuntime);
-    assert!(is_named || is_of_none, "{text:?} names no server");
-    if let Some(cause) = error.source() {
-        assert!(
-            !text.contains(&cause.to_string()),
-            "{text:?} repeats its cause {cause}"
-        );
-    }
-    assert!(
-        !format!("{error:?} {error}").contains("hunter2"),
-        "{error:?} shows the password"
-    );
-}
+use crate::support::{RedisServer, STRATEGIES, assert_helpful, check, free_port, policy, until};
 
 #[tokio::test]
 async fn a_healthy_server_is_taken() {

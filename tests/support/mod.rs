@@ -7,6 +7,7 @@
     reason = "a real server is waited for in real time"
 )]
 
+use std::error::Error as _;
 use std::ffi::OsString;
 use std::future::Future;
 use std::net::TcpListener;
@@ -17,6 +18,7 @@ use redis::AsyncConnectionConfig;
 use redis::aio::MultiplexedConnection;
 use tempfile::TempDir;
 use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::store::{ErrorKind, StoreError};
 use tower_redis_ratelimit::strategy::Refill;
 use tower_redis_ratelimit::{Key, Policies, Policy, Quota, Strategy, redis};
 
@@ -232,6 +234,29 @@ pub async fn until<F: Future<Output = bool>>(what: &str, mut condition: impl FnM
         assert!(Instant::now() < end, "timed out waiting until {what}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
+}
+
+/// Asserts that the text of a store's error names the server and the fix, does not repeat its cause, and contains no secret.
+#[track_caller]
+pub fn assert_helpful(error: &StoreError, kind: ErrorKind, remedy: &str) {
+    assert_eq!(error.kind(), kind, "{error:?}");
+    let text = error.to_string();
+    assert!(text.contains(remedy), "{text:?} lacks {remedy:?}");
+    let is_named = ["127.0.0.1:", "localhost:", "redis.invalid:6379 "]
+        .iter()
+        .any(|host| text.contains(&format!("the server {host}")));
+    let is_of_none = matches!(kind, ErrorKind::Configuration | ErrorKind::NoRuntime);
+    assert!(is_named || is_of_none, "{text:?} names no server");
+    if let Some(cause) = error.source() {
+        assert!(
+            !text.contains(&cause.to_string()),
+            "{text:?} repeats its cause {cause}"
+        );
+    }
+    assert!(
+        !format!("{error:?} {error}").contains("hunter2"),
+        "{error:?} shows the password"
+    );
 }
 
 /// A take of this caller, with GCRA under a quota such as `10/s`.

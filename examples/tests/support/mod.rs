@@ -7,7 +7,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Mutex;
-use std::sync::mpsc::{self, Receiver};
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
 use std::{env, io, thread};
 
@@ -38,7 +38,18 @@ impl Example {
     }
 
     /// Starts this program, and waits until it listens.
-    pub(crate) fn spawn(mut command: Command) -> Self {
+    pub(crate) fn spawn(command: Command) -> Self {
+        let (example, lines, printed) = Self::open(command);
+        thread::spawn(move || lines.for_each(|line| drop(printed.send(line))));
+        example
+    }
+
+    /// Starts this program, waits until it listens, and closes the pipe of its output.
+    pub(crate) fn spawn_unread(command: Command) -> Self {
+        Self::open(command).0
+    }
+
+    fn open(mut command: Command) -> (Self, impl Iterator<Item = String>, Sender<String>) {
         let mut process = command.stdout(Stdio::piped()).spawn().unwrap();
         let mut lines = BufReader::new(process.stdout.take().unwrap())
             .lines()
@@ -53,12 +64,12 @@ impl Example {
                 .ok()
         });
         let (printed, later) = mpsc::channel();
-        thread::spawn(move || lines.for_each(|line| drop(printed.send(line))));
-        Self {
+        let example = Self {
             process,
             port: port.expect("it prints where it listens"),
             lines: Mutex::new(later),
-        }
+        };
+        (example, lines, printed)
     }
 
     /// Waits until it has printed this line.
