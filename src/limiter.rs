@@ -107,6 +107,29 @@ impl<S: Store> Limiter<S> {
         self.send(Check::take(key, &self.policies, cost))
     }
 
+    /// Takes `cost`, all or nothing, and once for each `id` of the caller: a repeated take under this
+    /// id gets the decision of the first one, and is not charged. See [`Check::with_id`].
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, Quota, Strategy};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let mails = Policy::new("mails", Strategy::Gcra, Quota::per_minute(60).burst(10))?;
+    /// let limiter = Limiter::new(LocalStore::default(), mails);
+    /// let user = Key::new("user-42");
+    ///
+    /// // The queue delivers a message twice.
+    /// for _ in 0..2 {
+    ///     assert_eq!(limiter.take_with_id(user, 8, "message-7").await?.remaining(), 2);
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn take_with_id(&self, key: Key, cost: u32, id: impl AsRef<[u8]>) -> Answer<S::Future> {
+        self.send(Check::take(key, &self.policies, cost).with_id(id))
+    }
+
     /// Takes `cost`, all or nothing, as a [`Reservation`]. Dropping the reservation refunds the
     /// cost; it can also be kept, or replaced by the actual cost. Under a policy of requests [in
     /// flight](crate::Policy::in_flight), the reservation is one request, which is renewed until

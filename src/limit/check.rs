@@ -219,10 +219,15 @@ impl Check {
     /// of a [decision](Decision::refund), which have no id.
     #[must_use]
     pub fn with_id(self, id: impl AsRef<[u8]>) -> Self {
+        self.identified(Key::new(id))
+    }
+
+    /// Adds an [id](Self::with_id).
+    pub(crate) fn identified(self, id: Key) -> Self {
         match self.extra.as_deref() {
             Some(Extra::Within(_) | Extra::Charged(_)) => self,
             _ => Self {
-                extra: Some(Box::new(Extra::Id(Key::new(id)))),
+                extra: Some(Box::new(Extra::Id(id))),
                 ..self
             },
         }

@@ -134,8 +134,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         if !self.accounts.is_empty() {
             self.attend();
         }
-        // The answer to a repeated id may be an old one.
-        if check.id().is_none() {
+        // The answer to a repeated id is an old one.
+        if !decision.is_repeated() {
             if let Some(mirrored) = check.mirrored(decision) {
                 // Keep the slots of this instance in the fallback too, for an outage.
                 drop(self.fallback.check(mirrored));

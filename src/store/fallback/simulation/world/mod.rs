@@ -232,7 +232,7 @@ impl WorldState {
         {
             self.breaks(Rule::Sense, Some(caller), format!("#{ask}: {problem}"));
         }
-        if decision.source() == Source::Redis && !degraded && check.id().is_none() {
+        if decision.source() == Source::Redis && !degraded && !decision.is_repeated() {
             let turned = self.turned[instance];
             self.ledger.hears(
                 &self.plan,

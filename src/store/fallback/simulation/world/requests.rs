@@ -228,7 +228,10 @@ impl WorldState {
             .unwrap()
             .unwrap();
         let each = decision.verdicts().map(|(_, verdict)| *verdict).collect();
-        Verdicts::new(decision.granted().into(), each)
+        Verdicts {
+            age: decision.is_repeated().into(),
+            ..Verdicts::new(decision.granted().into(), each)
+        }
     }
 
     /// A request is answered, if its future still exists.
