@@ -9,14 +9,14 @@
 //! connection was lost in the meantime.
 
 use std::future::poll_fn;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::task::{Context, Waker};
 
 use futures_util::FutureExt;
 use futures_util::future::{BoxFuture, Fuse, FusedFuture};
 use redis::aio::MultiplexedConnection;
 use redis::{Cmd, Pipeline, RedisError, Value};
-use tokio::task::unconstrained;
+use tokio::task::coop::{Unconstrained, unconstrained};
 
 /// Reads and writes a connection, until the connection is lost.
 pub(super) type Driver = Fuse<BoxFuture<'static, ()>>;
@@ -37,11 +37,8 @@ impl Driven {
 
     /// As redis-rs's method of this name.
     pub(crate) async fn send_packed_command(&mut self, command: &Cmd) -> Result<Value, RedisError> {
-        drive(
-            &mut self.driver,
-            self.connection.send_packed_command(command),
-        )
-        .await
+        let request = pin!(unconstrained(self.connection.send_packed_command(command)));
+        drive(&mut self.driver, request).await
     }
 
     /// Sends a pipeline; returns the replies to all its commands.
@@ -49,12 +46,10 @@ impl Driven {
         &mut self,
         pipeline: &Pipeline,
     ) -> Result<Vec<Value>, RedisError> {
-        drive(
-            &mut self.driver,
-            self.connection
-                .send_packed_commands(pipeline, 0, pipeline.len()),
-        )
-        .await
+        let request = self
+            .connection
+            .send_packed_commands(pipeline, 0, pipeline.len());
+        drive(&mut self.driver, pin!(unconstrained(request))).await
     }
 }
 
@@ -62,10 +57,12 @@ impl Driven {
 ///
 /// The request wakes the driver and the reply wakes the requester. Both are the current task, which
 /// would be scheduled again. So `request` gets a no-op waker, and only the driver registers the
-/// real one, for data from the server.
-async fn drive<T>(driver: &mut Driver, request: impl Future<Output = T>) -> T {
-    // Tokio's cooperative budget would suspend `request`, and its no-op waker would never resume it.
-    let mut request = pin!(unconstrained(request));
+/// real one, for data from the server. Tokio's cooperative budget would suspend the request, which
+/// nothing would resume: it is [unconstrained].
+async fn drive<T>(
+    driver: &mut Driver,
+    mut request: Pin<&mut Unconstrained<impl Future<Output = T>>>,
+) -> T {
     if let Some(answer) = request.as_mut().now_or_never() {
         return answer;
     }
@@ -120,7 +117,7 @@ mod tests {
                 sender.send(answer).unwrap();
                 told.await
             };
-            assert_eq!(drive(&mut driver, ask).await, Ok(7));
+            assert_eq!(drive(&mut driver, pin!(unconstrained(ask))).await, Ok(7));
         }
     }
 }

@@ -3,6 +3,7 @@
 use std::future::Future;
 use std::time::Duration;
 
+use futures_util::FutureExt;
 use redis::{ConnectionInfo, ErrorKind as Kind, ProtocolVersion, RedisError, ServerErrorKind};
 use tokio::time::timeout;
 
@@ -79,13 +80,15 @@ pub(crate) fn error_of_greeting(error: &RedisError, server: &ConnectionInfo) -> 
 }
 
 /// Returns the result of an attempt, or [`ErrorKind::Timeout`] after `time`.
-pub(crate) async fn within<T>(
+///
+/// Not an `async fn`, whose future would contain the attempt twice: as an argument, and while it is
+/// polled. Tokio copies the future of a worker several times for each call.
+pub(crate) fn within<T>(
     time: Duration,
     attempt: impl Future<Output = Result<T, StoreError>>,
-) -> Result<T, StoreError> {
+) -> impl Future<Output = Result<T, StoreError>> {
     timeout(time, attempt)
-        .await
-        .unwrap_or_else(|_| Err(StoreError::new(ErrorKind::Timeout)))
+        .map(|result| result.unwrap_or_else(|_| Err(StoreError::new(ErrorKind::Timeout))))
 }
 
 /// Converts the error of a call that was not executed.

@@ -159,8 +159,10 @@ impl<C: Connect> Pool<C> {
         loop {
             let mut connection = self.get(failures).await?;
             if !connection.is_closed() {
-                // If one idle connection is dead, the others probably are too: do not ping each.
-                if !connection.was_idle() || !lost && connection.responds_to_ping().await {
+                // If one idle connection is dead, the others probably are too: do not ping each. A ping is
+                // rare, and boxed so that the future of a worker is small.
+                if !connection.was_idle() || !lost && Box::pin(connection.responds_to_ping()).await
+                {
                     return Ok(connection);
                 }
                 lost = true;

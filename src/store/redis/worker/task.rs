@@ -158,7 +158,8 @@ impl Worker {
     async fn run(self, target: Option<Target>) {
         match target {
             Some(Target { node, pool }) => self.send(node, &pool).await,
-            None => self.place().await,
+            // Rare, and boxed so that the future of the other workers is small.
+            None => Box::pin(self.place()).await,
         }
     }
 
@@ -688,6 +689,18 @@ mod tests {
         drop(worker);
         let mut queues = inner.queues();
         assert!(queues.of(former).is_none() && queues.of(newer).is_some());
+    }
+
+    /// A call spawns a worker, and Tokio copies its future six times.
+    #[tokio::test]
+    async fn the_future_of_a_worker_is_small() {
+        let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
+        let (inner, runtime) = (&store.inner, Handle::current());
+        let number = inner.with_queue(&runtime, inner.topology.node(0), |queue, _| queue.number);
+        let run = Worker::new(inner, number, Work::default()).run(None);
+        assert!(mem::size_of_val(&run) < 4_096, "{}", mem::size_of_val(&run));
+        // Its queue has not counted it, so it must not leave.
+        mem::forget(run);
     }
 
     #[test]
