@@ -81,7 +81,7 @@ impl<S: Store> Limiter<S> {
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);
-        self.store.observe(&observer);
+        self.store.backend().observe(&observer);
         let in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));
         let wait_queues = self.wait_queues.with_tracker(in_flight.clone());
         Self {

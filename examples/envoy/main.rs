@@ -75,9 +75,9 @@ async fn run() -> Result<(), Box<dyn Error>> {
     let metrics = metrics.install_recorder()?;
 
     let listen: SocketAddr = setting("LISTEN", "127.0.0.1:8081")?;
-    let store = AnyStore::from_config(&setting::<StoreConfig>("STORE", "{}")?)?;
     let observer: Arc<dyn Observer> = Arc::new((TracingObserver::new(), MetricsObserver::new()));
-    store.observe(&observer);
+    let store = AnyStore::from_config(&setting::<StoreConfig>("STORE", "{}")?)?;
+    let store = store.observer(Arc::clone(&observer));
     let directory = PathBuf::from(env::var("CONFIG").unwrap_or_else(|_| DIRECTORY.to_owned()));
     let mut files = rules::read(&directory);
     let domains = Domains::new(files.as_ref().map_err(String::as_str)?)?;

@@ -99,7 +99,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     pub(crate) fn new(store: S, policies: impl PolicySelector<R>, holds: Holds) -> Self {
         let in_flight = InFlightTracker::new(&store, None);
         Self {
-            identity: store.waiters().map(|waiters| waiters.identity()),
+            identity: store.backend().waiters().map(|waiters| waiters.identity()),
             store,
             policies: Selector::new(policies),
             shadows: Vec::new(),
@@ -128,7 +128,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     pub(crate) fn observe(&mut self, observer: impl Observer) {
         let observer: Arc<dyn Observer> = Arc::new(observer);
-        self.store.observe(&observer);
+        self.store.backend().observe(&observer);
         self.policies.observe(&observer);
         self.in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));
         self.ops = self.in_flight.ops().clone();

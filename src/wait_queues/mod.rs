@@ -84,12 +84,12 @@ impl<S: Store> ErasedStore for S {
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) -> OpQueue {
-        Store::observe(self, observer);
+        self.backend().observe(observer);
         op_queue(self.clone(), Some(Arc::clone(observer)))
     }
 
     fn waiters(&self) -> Option<Waiters> {
-        Store::waiters(self)
+        self.backend().waiters()
     }
 }
 

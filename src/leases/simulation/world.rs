@@ -304,7 +304,9 @@ impl World {
             .unwrap();
         self.seed.stands_at(self.start);
         let store = Leased::new(self.remote.clone()).share(Share::Fixed(of.try_into().unwrap()));
-        store.observe(&(Arc::new(Arc::clone(&self.blocks)) as Arc<dyn Observer>));
+        store
+            .backend()
+            .observe(&(Arc::new(Arc::clone(&self.blocks)) as Arc<dyn Observer>));
         let speed = self.rng.i64(1024 - 64..=1024 + 64);
         let (began, ran) = (self.now, Duration::ZERO);
         Instance {

@@ -167,7 +167,7 @@ fn warming_keeps_what_was_granted() {
                     breaker.succeeded(ticket);
                     accounts.warm(&Key::GLOBAL, epoch, || {
                         yield_now();
-                        local.warm(&Key::GLOBAL, &decision);
+                        local.backend().warm(&Key::GLOBAL, &decision);
                     });
                     continue;
                 }

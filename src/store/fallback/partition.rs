@@ -140,7 +140,7 @@ impl<P: Store, F: Store> Partition<P, F> {
                 // Keep the slots of this instance in the fallback too, for an outage.
                 drop(self.fallback.check(mirrored));
             }
-            let follow = || self.fallback.warm(check.key(), decision);
+            let follow = || self.fallback.backend().warm(check.key(), decision);
             if self.locks_while_it_decides() {
                 self.accounts.warm(check.key(), asked.epoch, follow);
             } else if self.accounts.is_known(check.key(), asked.epoch) {
@@ -163,7 +163,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// The error for a check of this caller without a reply at the deadline.
     pub(super) fn late(&self, key: &Key) -> StoreError {
         let late = StoreError::new(ErrorKind::Timeout);
-        match self.primary.server(key) {
+        match self.primary.backend().server(key) {
             Some(server) => late.at(server),
             None => late,
         }
@@ -188,7 +188,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// Lets the fallback decide. If the check was `sent` to the primary store too, it may have been charged there, so
     /// the decision is not recorded.
     pub(super) fn fall_back(self: &Arc<Self>, check: &Check, sent: bool) -> Answer<F::Future> {
-        if let Some(waiters) = self.primary.waiters() {
+        if let Some(waiters) = self.primary.backend().waiters() {
             waiters.freed(check);
         }
         let elsewhere = || {

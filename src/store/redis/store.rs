@@ -7,7 +7,7 @@ use super::worker::{Inner, RedisFuture};
 use crate::error::StoreError;
 use crate::limit::{Check, Key};
 use crate::observe::Observer;
-use crate::store::{Answer, Instances, Store, Waiters};
+use crate::store::{Answer, Backend, Hooks, Instances, Store, Waiters, Withdraw};
 
 /// A store in Redis: one count for all instances. A script decides, on Redis's own clock.
 ///
@@ -145,6 +145,12 @@ impl Store for RedisStore {
         self.inner.check(check)
     }
 
+    fn backend(&self) -> Backend<'_, RedisFuture> {
+        Backend::withdrawable(self)
+    }
+}
+
+impl Hooks for RedisStore {
     fn partitions(&self) -> usize {
         self.inner.topology.partitions()
     }
@@ -165,7 +171,9 @@ impl Store for RedisStore {
     fn observe(&self, observer: &Arc<dyn Observer>) {
         self.inner.observer.get_or_init(|| Arc::clone(observer));
     }
+}
 
+impl Withdraw<RedisFuture> for RedisStore {
     fn withdraw(&self, future: Pin<&mut RedisFuture>) -> bool {
         self.inner.withdraw(future.get_mut())
     }

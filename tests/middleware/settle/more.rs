@@ -8,7 +8,7 @@ use tokio::time::sleep;
 use tower_redis_ratelimit::check::{Decision, Mode};
 use tower_redis_ratelimit::extract::HeaderKey;
 use tower_redis_ratelimit::settle::ReserveError;
-use tower_redis_ratelimit::store::{Answer, ErrorKind, StoreError, WrapStore};
+use tower_redis_ratelimit::store::{Answer, Backend, ErrorKind, StoreError};
 use tower_redis_ratelimit::{Fallback, Policies};
 
 use super::*;
@@ -265,14 +265,14 @@ async fn more_than_a_check_may_cost_is_kept() {
 #[derive(Clone)]
 struct Failing(LocalStore, fn() -> StoreError);
 
-impl WrapStore for Failing {
-    type Inner = LocalStore;
+impl Store for Failing {
+    type Future = <LocalStore as Store>::Future;
 
-    fn inner(&self) -> &LocalStore {
-        &self.0
+    fn backend(&self) -> Backend<'_, Self::Future> {
+        self.0.backend()
     }
 
-    fn decide(&self, check: Check) -> Answer<<LocalStore as Store>::Future> {
+    fn check(&self, check: Check) -> Answer<Self::Future> {
         match check.mode() {
             Mode::Take if check.cost() > 100 => Answer::ready(Err((self.1)())),
             _ => self.0.check(check),

@@ -218,7 +218,7 @@ async fn sent_checks_are_not_withdrawn() {
     let Answer::Pending { future } = store.check(check) else {
         unreachable!()
     };
-    assert!(!store.withdraw(pin!(future)));
+    assert!(!store.backend().withdraw(pin!(future)));
 }
 
 #[tokio::test(start_paused = true)]

@@ -785,7 +785,7 @@ mod tests {
         let store = RedisStore::cluster(["redis://127.0.0.1:1"]).unwrap();
         let (job, mut future) = Job::new(check("ann", "10/s"), 0);
         store.inner.requeue(vec![(None, job)]);
-        assert!(store.withdraw(Pin::new(&mut future)));
+        assert!(store.backend().withdraw(Pin::new(&mut future)));
         let another = Job::new(check("ann", "10/s"), 0).1;
         assert!(store.inner.queues().have_redirected(another.place));
         until("a worker has dropped it", async || {
