@@ -92,7 +92,7 @@ async fn counts_agree_with_the_local_store() {
             assert_eq!(seen(&decision), seen(&expected), "{strategy:?}");
             advance(Duration::from_millis(rng.u64(0..1_000))).await;
         }
-        let has_expired = || ours.callers.lock().unwrap()[&Key::GLOBAL].has_lapsed(ours.now());
+        let has_expired = || ours.callers.lock().unwrap()[&Key::GLOBAL].is_expired(ours.now());
         let _ = check_now(&ours, Check::take(Key::GLOBAL, &policies, 1));
         assert!(!has_expired(), "{strategy:?}");
         advance(Duration::from_secs(600)).await;
