@@ -31,7 +31,7 @@ use futures_util::future::try_join_all;
 use serde::Deserialize;
 use serde::de::value::{Error as NoKey, MapDeserializer, StrDeserializer};
 use tower_redis_ratelimit::check::Decision;
-use tower_redis_ratelimit::store::{Counted, StoreError};
+use tower_redis_ratelimit::store::{StoreError, StoredCount};
 use tower_redis_ratelimit::{Key, Limiter, Policy, RedisStore};
 
 /// Maximum number of callers in a list.
@@ -179,7 +179,7 @@ async fn hottest(store: &RedisStore, policy: Policy) -> Result<(), StoreError> {
     let limiter = Limiter::new(store.clone(), policy.clone());
     let (mut top, mut scan) = (Vec::<(Key, Decision)>::new(), store.scan());
     while let Some(counts) = scan.next().await? {
-        let is_of = |count: &Counted| count.is_of(&policy);
+        let is_of = |count: &StoredCount| count.is_of(&policy);
         let callers: Vec<Key> = counts
             .into_iter()
             .filter(is_of)

@@ -48,9 +48,9 @@ pub struct Limiter<S> {
 /// The [`Decision`] on a charge, refund or reset. It may be ignored: the operation has already
 /// taken effect.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Done(Decision);
+pub struct Applied(Decision);
 
-impl Deref for Done {
+impl Deref for Applied {
     type Target = Decision;
 
     fn deref(&self) -> &Decision {
@@ -208,7 +208,7 @@ impl<S: Store> Limiter<S> {
         &self,
         key: Key,
         cost: u32,
-    ) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
+    ) -> impl Future<Output = Result<Applied, StoreError>> + Send + use<S> {
         self.effect(Check::charge(key, self.of_costs(), cost))
     }
 
@@ -218,7 +218,7 @@ impl<S: Store> Limiter<S> {
         &self,
         key: Key,
         cost: u32,
-    ) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
+    ) -> impl Future<Output = Result<Applied, StoreError>> + Send + use<S> {
         self.effect(Check::refund(key, self.of_costs(), cost))
     }
 
@@ -231,7 +231,7 @@ impl<S: Store> Limiter<S> {
     pub fn reset(
         &self,
         key: Key,
-    ) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
+    ) -> impl Future<Output = Result<Applied, StoreError>> + Send + use<S> {
         self.effect(Check::reset(key, &self.policies))
     }
 
@@ -239,9 +239,9 @@ impl<S: Store> Limiter<S> {
     fn effect(
         &self,
         check: Check,
-    ) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
+    ) -> impl Future<Output = Result<Applied, StoreError>> + Send + use<S> {
         let answer = self.store.check(check);
-        async { answer.await.map(Done) }
+        async { answer.await.map(Applied) }
     }
 
     /// Takes `cost`, waiting up to `max` if necessary.

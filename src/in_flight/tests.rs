@@ -88,7 +88,7 @@ impl Store for Wavering {
         Answer::pending(Box::pin(async move {
             sleep((store.way)()).await;
             let mood = store.mood.load(Ordering::SeqCst);
-            let unsent = Err(StoreError::new(ErrorKind::Unreachable).unsent());
+            let unsent = Err(StoreError::new(ErrorKind::Unreachable).not_sent());
             if mood == AWAY {
                 let decision = now(&store.elsewhere, check.clone());
                 return if check.mode() == Mode::Release {
@@ -710,7 +710,7 @@ impl Store for Refusing {
     type Future = <Wavering as Store>::Future;
 
     fn check(&self, _: Check) -> Answer<Self::Future> {
-        Answer::ready(Err(StoreError::new(ErrorKind::Unreachable).unsent()))
+        Answer::ready(Err(StoreError::new(ErrorKind::Unreachable).not_sent()))
     }
 }
 

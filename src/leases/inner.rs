@@ -205,7 +205,7 @@ impl<S: Store> Inner<S> {
                 let _in_flight = in_flight;
                 // A charge of unknown outcome is not refunded: if it was never made, a refund would free charges of
                 // other instances.
-                let is_lost = answer.as_ref().is_err_and(|error| !error.is_unsent());
+                let is_lost = answer.as_ref().is_err_and(|error| !error.is_not_sent());
                 let block = answer
                     .ok()
                     .map(|decision| Block::new(key, decision, ask.at));

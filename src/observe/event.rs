@@ -157,14 +157,14 @@ impl Leased {
 /// round trip to a master.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
-pub struct Sends {
+pub struct Sent {
     /// The number of checks sent.
     pub checks: usize,
     /// The number of checks that still wait in the queue.
     pub waiting: usize,
 }
 
-impl Sends {
+impl Sent {
     /// Creates an event.
     pub const fn new(checks: usize, waiting: usize) -> Self {
         Self { checks, waiting }

@@ -77,7 +77,7 @@ pub(crate) trait Hooks {
 pub(crate) trait Withdraw<F> {
     /// Returns `true` if it is certain that the check was not sent, and never will be. The fallback
     /// then charges its own grant to this store later, as after an
-    /// [unsent](super::StoreError::unsent) error.
+    /// [unsent](super::StoreError::not_sent) error.
     ///
     /// The future is not polled after this call, but dropped.
     fn withdraw(&self, future: Pin<&mut F>) -> bool;

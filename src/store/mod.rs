@@ -21,7 +21,7 @@ mod shards;
 use std::future::Future;
 use std::sync::Arc;
 
-pub use self::redis::{Counted, RedisFuture, RedisStore, RedisStoreBuilder, Scan, Servers};
+pub use self::redis::{RedisFuture, RedisStore, RedisStoreBuilder, Scan, Servers, StoredCount};
 pub use crate::error::{ErrorKind, StoreError};
 pub use answer::Answer;
 pub use any::{AnyStore, AnyStoreFuture};
@@ -59,7 +59,7 @@ use crate::observe::Observer;
 /// Only [`check`](Self::check) is required. In a custom store, [`Counts`] implements the strategies,
 /// [`Check::decided`] creates other decisions, and
 /// [`Source::Other`](crate::check::Source::Other) names the store. A [`StoreError`] states whether a
-/// check was [sent](StoreError::unsent).
+/// check was [sent](StoreError::not_sent).
 ///
 /// For tests, use a [`MockStore`]. Outside of tower, use a [`Limiter`](crate::Limiter), a store with
 /// fixed policies.

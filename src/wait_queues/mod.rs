@@ -182,7 +182,7 @@ impl Refusal {
     }
 
     fn no_runtime() -> Self {
-        Self::Failed(StoreError::new(ErrorKind::NoRuntime).of_check())
+        Self::Failed(StoreError::new(ErrorKind::NoRuntime).check_only())
     }
 }
 

@@ -206,7 +206,7 @@ async fn a_tier_is_named_by_a_closure() {
     }
     let tiers = Tiers::new(policy("free", "1/m"))
         .tier("pro", policy("pro", "2/m"))
-        .named_by(|request| Some(&request.extensions.get::<User>()?.plan));
+        .tier_by(|request| Some(&request.extensions.get::<User>()?.plan));
     let service = limited(by(tiers));
     let mut of_user = request("alice");
     of_user.extensions_mut().insert(User {

@@ -191,7 +191,7 @@ struct Holds {
 }
 
 impl Observer for Holds {
-    fn sends(&self, _: &event::Sends) {
+    fn sent(&self, _: &event::Sent) {
         let _ = self.holding.send(());
         let _ = self.go_on.lock().unwrap().recv();
     }
@@ -245,7 +245,7 @@ fn connections_ending_with_runtimes_are_no_failure() {
         ending.join().unwrap();
         let error = stays.block_on(checked).unwrap_err();
         assert!(
-            error.kind() == ErrorKind::NoRuntime && error.is_of_check(),
+            error.kind() == ErrorKind::NoRuntime && error.is_check_only(),
             "{error:?}"
         );
         assert_eq!(stays.block_on(failures(&store, 3)), 0);

@@ -96,7 +96,7 @@ async fn the_store_notifies_its_observer() {
             self.0.fetch_add(1, Relaxed);
         }
 
-        fn sends(&self, _: &event::Sends) {
+        fn sent(&self, _: &event::Sent) {
             self.0.fetch_add(1, Relaxed);
         }
     }

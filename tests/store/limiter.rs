@@ -299,7 +299,7 @@ async fn failed_reservations_report_the_reason() {
     let limiter = Limiter::new(unreachable, policy(Strategy::Gcra, "10/h"));
     let error = limiter.reserve(ANN, 1).await.unwrap_err();
     assert!(
-        matches!(&error, ReserveError::Failed(error) if error.is_unsent()),
+        matches!(&error, ReserveError::Failed(error) if error.is_not_sent()),
         "{error:?}"
     );
     assert!(error.to_string().contains("cannot be reached"), "{error}");

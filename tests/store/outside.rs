@@ -162,10 +162,10 @@ async fn unsent_grants_are_charged_to_outside_stores() {
         let primary = MockStore::new();
         let store = Fallback::new(primary.clone(), LocalStore::default());
         let error = StoreError::new(ErrorKind::Unreachable);
-        primary.fail(if unsent { error.unsent() } else { error });
+        primary.fail(if unsent { error.not_sent() } else { error });
         let take = |caller| store.check(check(caller, "10/h"));
         assert_eq!(take("ann").await.unwrap().source(), Source::Local);
-        primary.fail(StoreError::new(ErrorKind::Unreachable).unsent());
+        primary.fail(StoreError::new(ErrorKind::Unreachable).not_sent());
         assert_eq!(take("bob").await.unwrap().source(), Source::Local);
         primary.allow();
         let charged = |caller| {
@@ -185,7 +185,7 @@ async fn outside_stores_may_fail_single_checks() {
         let primary = MockStore::new();
         let store = Fallback::new(primary.clone(), LocalStore::default());
         let error = StoreError::new(ErrorKind::Refused);
-        primary.fail(if of_check { error.of_check() } else { error });
+        primary.fail(if of_check { error.check_only() } else { error });
         for _ in 0..10 {
             assert_eq!(
                 store.check(check("ann", "10/h")).await.unwrap().source(),
@@ -217,7 +217,7 @@ async fn local_counts_continue_from_any_outside_answer() {
                     .unwrap()
             };
             assert!(!take().await.is_allowed());
-            primary.fail(StoreError::new(ErrorKind::Unreachable).unsent());
+            primary.fail(StoreError::new(ErrorKind::Unreachable).not_sent());
             let denied = take().await;
             assert_eq!(denied.source(), Source::Local);
             assert!(!denied.is_allowed(), "{strategy:?}");
@@ -269,7 +269,7 @@ async fn a_wrapped_store_keeps_its_hooks() {
     for caller in ["ann", "bob"] {
         assert_eq!(take(caller).await.source(), Source::Other("far"));
     }
-    primary.fail(StoreError::new(ErrorKind::Unreachable).unsent());
+    primary.fail(StoreError::new(ErrorKind::Unreachable).not_sent());
     let (ann, bob) = (take("ann").await, take("bob").await);
     assert_eq!((ann.source(), ann.remaining()), (Source::Local, 2));
     assert_eq!(bob.source(), MEMORY);

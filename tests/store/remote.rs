@@ -73,7 +73,7 @@ impl Remote {
             let mut counts = match &before {
                 None => Counts::default(),
                 Some(item) => Counts::from_bytes(&item.bytes)
-                    .ok_or_else(|| StoreError::new(ErrorKind::Protocol).of_check())?,
+                    .ok_or_else(|| StoreError::new(ErrorKind::Protocol).check_only())?,
             };
             let decision = counts.decide(&check, SystemTime::now(), Source::Other("remote"));
             let item = Item {
@@ -89,7 +89,7 @@ impl Remote {
             }
         }
         // Nothing was charged.
-        Err(StoreError::new(ErrorKind::Timeout).unsent().of_check())
+        Err(StoreError::new(ErrorKind::Timeout).not_sent().check_only())
     }
 }
 

@@ -1025,7 +1025,12 @@ impl Observer for Failures {
 #[tokio::test(start_paused = true)]
 async fn failed_refunds_of_permits_are_retried_or_reported() {
     for (error, tries, reported, remaining) in [
-        (StoreError::new(ErrorKind::Unreachable).unsent(), 3, 0, 100),
+        (
+            StoreError::new(ErrorKind::Unreachable).not_sent(),
+            3,
+            0,
+            100,
+        ),
         (StoreError::new(ErrorKind::Timeout), 1, 1, 99),
     ] {
         let (local, store, failures) =

@@ -391,7 +391,7 @@ async fn outages_spend_blocks_and_charge_none() {
         let _ = take(&store, &policies).await;
         sleep(Duration::from_millis(1)).await;
     }
-    redis.fail(StoreError::new(crate::store::ErrorKind::Unreachable).unsent());
+    redis.fail(StoreError::new(crate::store::ErrorKind::Unreachable).not_sent());
     let mut leased = 0;
     for _ in 0..4_000 {
         let decision = take(&store, &policies).await;

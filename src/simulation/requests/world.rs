@@ -184,7 +184,7 @@ impl WorldState {
                 self.say(self.caller(check.key()), || {
                     format!("i{instance} cannot send: {}", shown(&check))
                 });
-                return Answer::ready(Err(StoreError::new(ErrorKind::Unreachable).unsent()));
+                return Answer::ready(Err(StoreError::new(ErrorKind::Unreachable).not_sent()));
             }
         };
         self.say(self.caller(check.key()), || {

@@ -108,7 +108,7 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                             this.state.set(State::Done);
                             return Poll::Ready(Err(error));
                         }
-                        (check.clone(), !error.is_unsent())
+                        (check.clone(), !error.is_not_sent())
                     }
                     Poll::Pending => {
                         let Some(ticket) = *asked else {

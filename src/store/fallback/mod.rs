@@ -145,7 +145,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
     /// The unit is a call, not a check: all checks that fail together with the first one, such as those on a broken
     /// connection, count as one failure. After that, each check that is sent to the primary store counts. Errors that
     /// concern one check only, such as a missing permission for its strategy, do not count, nor does a full queue. An
-    /// error from a [node of a cluster](crate::store::ErrorKind::Cluster) opens the breaker immediately.
+    /// error from a [node of a cluster](crate::store::ErrorKind::ClusterNode) opens the breaker immediately.
     ///
     /// Between the first failure and the next success, checks are sent to the primary store one at a time, and the
     /// fallback decides all others. So if the server stops replying, only the checks in flight, and at most `failures`
@@ -260,13 +260,13 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
         let sent = match partition.ask(&check) {
             Reply::NotAsked if check.is_for_block() => {
                 return Answer::ready(Err(StoreError::new(ErrorKind::Unreachable)
-                    .of_check()
-                    .unsent()));
+                    .check_only()
+                    .not_sent()));
             }
             Reply::NotAsked => false,
             Reply::Answer(Ok(decision)) => return Answer::ready(Ok(decision)),
             Reply::Answer(Err(error)) if check.is_for_block() => return Answer::ready(Err(error)),
-            Reply::Answer(Err(error)) => !error.is_unsent(),
+            Reply::Answer(Err(error)) => !error.is_not_sent(),
             Reply::Later(answer, asked, at) => {
                 return pending(State::Primary {
                     answer,

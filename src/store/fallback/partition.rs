@@ -153,7 +153,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     pub(super) fn failed(self: &Arc<Self>, check: &Check, error: &StoreError, asked: Asked) {
         self.observe(|observer| observer.failed(&event::Failed::new(Some(check.key()), error)));
         // A full queue is no evidence about the store: the outcome of the queued checks is.
-        if error.is_of_check() || error.kind() == ErrorKind::QueueFull {
+        if error.is_check_only() || error.kind() == ErrorKind::QueueFull {
             return self.breaker.learned_nothing(asked.ticket);
         }
         self.count(error, asked.ticket);
@@ -164,7 +164,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     pub(super) fn late(&self, key: &Key) -> StoreError {
         let late = StoreError::new(ErrorKind::Timeout);
         match self.primary.backend().server(key) {
-            Some(server) => late.at(server),
+            Some(server) => late.with_server(server),
             None => late,
         }
     }
@@ -173,7 +173,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     pub(super) fn count(&self, error: &StoreError, ticket: Ticket) {
         if self.breaker.failed(
             ticket,
-            error.kind() == ErrorKind::Cluster,
+            error.kind() == ErrorKind::ClusterNode,
             self.clock.micros(),
         ) {
             self.accounts.end_epoch();
@@ -192,8 +192,8 @@ impl<P: Store, F: Store> Partition<P, F> {
             waiters.freed(check);
         }
         let elsewhere = || {
-            let error = StoreError::new(ErrorKind::NotReady).of_check();
-            Answer::ready(Err(if sent { error } else { error.unsent() }))
+            let error = StoreError::new(ErrorKind::NotReady).check_only();
+            Answer::ready(Err(if sent { error } else { error.not_sent() }))
         };
         if check.mode() == Mode::Release {
             // The primary store may still count the slot, so report an error that lets the release be retried.

@@ -179,13 +179,13 @@ impl<'a, P: Store, F: Store> Taken<'a, P, F> {
             self.sent = Some(step);
             match self.partition.send(check).await {
                 Ok(decision) => self.charged(decision.granted().into(), 0),
-                Err(error) if error.is_unsent() => {
+                Err(error) if error.is_not_sent() => {
                     self.sent = None;
-                    return error.is_of_check();
+                    return error.is_check_only();
                 }
                 Err(error) => {
                     self.is_lost();
-                    if !error.is_of_check() {
+                    if !error.is_check_only() {
                         return false;
                     }
                 }

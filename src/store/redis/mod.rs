@@ -22,7 +22,7 @@ pub use builder::RedisStoreBuilder;
 pub(super) use link::no_tls;
 #[cfg(feature = "tls")]
 pub(super) use link::{check_client, check_roots};
-pub use scan::{Counted, Scan};
+pub use scan::{Scan, StoredCount};
 pub use servers::Servers;
 pub(super) use servers::wrong_url;
 pub use store::RedisStore;

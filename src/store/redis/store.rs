@@ -76,7 +76,7 @@ use crate::store::{Answer, Backend, Hooks, Instances, Store, Waiters, Withdraw};
 /// check depends on another runtime, so a store may be a `static` that several runtimes use, for example in two
 /// `#[tokio::test]`s. A check that is pending when its runtime shuts down fails immediately, with an error of
 /// [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) that says whether it was
-/// [not sent](crate::store::StoreError::is_unsent).
+/// [not sent](crate::store::StoreError::is_not_sent).
 ///
 /// Background work is one task for all runtimes: the watch of sentinels, and in layers and around the store the
 /// recovery of a [`Fallback`](crate::Fallback), the renewal of slots and the queue of refunds. Each task runs on the

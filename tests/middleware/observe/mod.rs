@@ -90,7 +90,7 @@ impl Observer for Notes {
         self.add("degraded");
     }
 
-    fn sends(&self, _: &event::Sends) {
+    fn sent(&self, _: &event::Sent) {
         self.add("sends");
     }
 }

@@ -285,7 +285,7 @@ async fn a_failing_store_reserves_nothing() {
     fn refused() -> StoreError {
         StoreError::with_source(ErrorKind::Unreachable, std::io::Error::other("refused"))
     }
-    for failure in [refused, || refused().unsent()] {
+    for failure in [refused, || refused().not_sent()] {
         let (store, policy) = (LocalStore::default(), quota("test", "1000/d"));
         let layer = RateLimitLayer::new(Failing(store.clone(), failure), Global, policy.clone())
             .cost(|_| 10);
@@ -313,7 +313,7 @@ async fn a_fallback_may_grant_what_is_more() {
         LocalStore::default(),
         quota("test", "1000/d"),
     );
-    let unsent = || StoreError::new(ErrorKind::Unreachable).unsent();
+    let unsent = || StoreError::new(ErrorKind::Unreachable).not_sent();
     let store = Fallback::new(Failing(primary.clone(), unsent), local.clone());
     let layer = RateLimitLayer::new(store, Global, policy.clone())
         .cost(|_| 10)

@@ -51,7 +51,7 @@ impl OutageCounter {
 }
 
 fn away() -> StoreError {
-    unreachable().unsent()
+    unreachable().not_sent()
 }
 
 /// Checks the callers `0`, `1` and `2`, which are in different partitions.

@@ -140,7 +140,7 @@ impl Inner {
         }
         within(self.limits.timeout, self.query_slots(cluster, Why::Unknown))
             .await
-            .map_err(|error| error.at(cluster.address(None)))
+            .map_err(|error| error.with_server(cluster.address(None)))
     }
 
     /// Returns the node with the keys that belong to no caller.
@@ -185,8 +185,8 @@ impl Inner {
             Refusal::Other => {}
         }
         let address = cluster.address(Some(from));
-        let refused = error_of(error).at(&address);
-        let not_ready = not_run(ErrorKind::NotReady, error).at(&address);
+        let refused = error_of(error).with_server(&address);
+        let not_ready = not_run(ErrorKind::NotReady, error).with_server(&address);
         // Whether all checks of the call are of one caller.
         let alone = jobs.len() == 1 || jobs.iter().all(|job| job.alone);
         let mut again = vec![];
@@ -221,7 +221,7 @@ impl Inner {
                 None => {
                     let error = not_ready.clone();
                     job.fail(if refusal == Refusal::TryAgain {
-                        error.of_check()
+                        error.check_only()
                     } else {
                         error
                     });
@@ -269,7 +269,7 @@ mod tests {
             .extract_error()
             .unwrap_err();
         let told = not_run(ErrorKind::NotReady, &error);
-        assert!(told.kind() == ErrorKind::NotReady && told.is_unsent());
+        assert!(told.kind() == ErrorKind::NotReady && told.is_not_sent());
     }
 
     /// Starts a node that reports this cluster id. Changing the id simulates a node of another cluster at the same

@@ -213,7 +213,7 @@ impl Inner {
         };
         within(self.limits.timeout, call)
             .await
-            .map_err(|error| error.at(self.topology.address(Some(node))))
+            .map_err(|error| error.with_server(self.topology.address(Some(node))))
     }
 
     /// Runs one step of a scan on a node. Returns the next cursor and the keys that match `pattern`.
@@ -244,7 +244,7 @@ impl Inner {
         };
         within(self.limits.timeout, call)
             .await
-            .map_err(|error| error.at(self.topology.address(Some(node))))
+            .map_err(|error| error.with_server(self.topology.address(Some(node))))
     }
 
     /// Answers a check with the outcome of a call that was sent at `sent_at`, and updates the cached denials.
@@ -324,7 +324,7 @@ impl Drop for Watch {
         };
         let queue = inner.queues().remove(self.queue);
         for job in queue.into_iter().flat_map(|queue| queue.jobs.into_jobs()) {
-            job.fail(no_runtime().unsent());
+            job.fail(no_runtime().not_sent());
         }
     }
 }

@@ -211,7 +211,7 @@ impl WorldState {
             Ok(decision) => decision,
             // The refund is sent again, as the background queue does.
             Err(error) if check.mode() == Mode::Refund => {
-                return self.ledger.refuses(caller, error.is_unsent());
+                return self.ledger.refuses(caller, error.is_not_sent());
             }
             Err(error) => {
                 return self.breaks(
