@@ -1,6 +1,5 @@
 use std::fmt;
 use std::num::NonZeroUsize;
-use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -50,11 +49,15 @@ pub struct Limiter<S> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Applied(Decision);
 
-impl Deref for Applied {
-    type Target = Decision;
-
-    fn deref(&self) -> &Decision {
+impl Applied {
+    /// Returns the decision.
+    pub fn decision(&self) -> &Decision {
         &self.0
+    }
+
+    /// Returns the decision by value.
+    pub fn into_decision(self) -> Decision {
+        self.0
     }
 }
 

@@ -5,7 +5,7 @@
 //! HTTP/2 does not support: let only Envoys reach its port.
 //!
 //! Settings by the environment: `CONFIG` (`examples/envoy/config`), a directory of YAML files; and as YAML, `LISTEN`
-//! (`127.0.0.1:8081`), `HEADERS` for clients (`draft`), and `STORE` to share the counts among instances:
+//! (`127.0.0.1:8081`), `HEADERS` for clients (`draft-11`), and `STORE` to share the counts among instances:
 //!
 //! ```sh
 //! STORE='{ url: redis://127.0.0.1/, share: alive }' cargo run --example envoy --features envoy
@@ -88,7 +88,7 @@ async fn run() -> Result<(), Box<dyn Error>> {
         unknown: Mutex::default(),
         store,
         observer,
-        headers: setting("HEADERS", "draft")?,
+        headers: setting("HEADERS", "draft-11")?,
     };
 
     let upkeep = metrics.clone();

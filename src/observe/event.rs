@@ -1,7 +1,8 @@
 //! The events of an [`Observer`](crate::observe::Observer): a struct for each of its methods, of the same name.
 //!
 //! Fields may be added. Use `new` to create an event, for tests of your own observer or for code
-//! that calls a store itself.
+//! that calls a store itself. An added field is not an argument of `new`: it has a default, and can
+//! be set afterwards.
 
 use std::num::NonZeroU32;
 use std::time::Duration;

@@ -21,7 +21,9 @@ mod shards;
 use std::future::Future;
 use std::sync::Arc;
 
-pub use self::redis::{RedisFuture, RedisStore, RedisStoreBuilder, Scan, Servers, StoredCount};
+pub use self::redis::{
+    RedisFuture, RedisStore, RedisStoreBuilder, Scan, Server, Servers, StoredCount,
+};
 pub use crate::error::{ErrorKind, StoreError};
 pub use answer::Answer;
 pub use any::{AnyStore, AnyStoreFuture};

@@ -399,7 +399,7 @@ async fn a_new_quota_applies_to_later_waiters() {
             tokio::spawn(throttled.clone().oneshot(()));
             sleep(Duration::from_secs(1)).await;
         }
-        live.store(policy(strategy, "1000/s"));
+        live.replace(policy(strategy, "1000/s"));
         let start = Instant::now();
         service.clone().oneshot(()).await.unwrap();
         throttled.clone().oneshot(()).await.unwrap();

@@ -17,7 +17,8 @@ use super::redis::{RedisStoreBuilder, wrong_url};
 use super::{AnyStore, Fallback, LocalStore, RedisStore, Servers, StoreError};
 use crate::error::ConfigError;
 
-/// The settings of an [`AnyStore`], as plain data.
+/// The settings of an [`AnyStore`], as plain data: one public field for each name in a file. A later
+/// version may add some, so start with the default.
 ///
 /// They are the settings of [`RedisStoreBuilder`], [`Fallback`] and [`LocalStore`], with the same
 /// defaults. Settings that the [`kind`](Self::kind) does not use are ignored.

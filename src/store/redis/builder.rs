@@ -5,10 +5,8 @@ use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use redis::IntoConnectionInfo;
-
 use super::link::Tls;
-use super::servers::Servers;
+use super::servers::{Server, Servers};
 use super::store::RedisStore;
 use super::topology::Topology;
 use super::topology::cluster::Cluster;
@@ -62,8 +60,8 @@ impl RedisStore {
     ///
     /// As [`connect_lazy`](Self::connect_lazy), and if there is no URL, or if a URL has a database
     /// other than 0.
-    pub fn cluster<U: IntoConnectionInfo>(
-        nodes: impl IntoIterator<Item = U>,
+    pub fn cluster(
+        nodes: impl IntoIterator<Item = impl Into<Server>>,
     ) -> Result<Self, ConfigError> {
         Self::connect_lazy(Servers::cluster(nodes))
     }
@@ -90,9 +88,9 @@ impl RedisStore {
     /// # Errors
     ///
     /// As [`connect_lazy`](Self::connect_lazy), and if there is no URL, or if the name is invalid.
-    pub fn sentinel<U: IntoConnectionInfo>(
+    pub fn sentinel(
         master: &str,
-        sentinels: impl IntoIterator<Item = U>,
+        sentinels: impl IntoIterator<Item = impl Into<Server>>,
     ) -> Result<Self, ConfigError> {
         Self::connect_lazy(Servers::sentinel(master, sentinels))
     }
