@@ -2,6 +2,7 @@
 //! by compare-and-swap, as in DynamoDB. `examples/remote_store.rs` runs it.
 
 #![allow(unreachable_pub, reason = "shared with the example")]
+#![allow(clippy::disallowed_methods, reason = "the table has no clock")]
 
 use std::collections::HashMap;
 use std::future::Future;

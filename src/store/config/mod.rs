@@ -13,7 +13,7 @@ use std::time::Duration;
 
 pub use kind::{ShareConfig, StoreKind};
 
-use super::redis::{RedisStoreBuilder, wrong_url};
+use super::redis::{RedisStoreBuilder, Settings, wrong_url};
 use super::{AnyStore, Fallback, LocalStore, RedisStore, Servers, StoreError};
 use crate::error::ConfigError;
 
@@ -166,10 +166,16 @@ pub struct StoreConfig {
 
 impl Default for StoreConfig {
     fn default() -> Self {
-        const fn number(number: usize) -> NonZeroUsize {
-            NonZeroUsize::MIN.saturating_add(number - 1)
-        }
         type Both = Fallback<RedisStore, LocalStore>;
+        let Settings {
+            prefix,
+            connections,
+            timeout,
+            queue,
+            batch,
+            partitions,
+            denials,
+        } = Settings::default();
         Self {
             kind: StoreKind::Auto,
             url: None,
@@ -177,13 +183,13 @@ impl Default for StoreConfig {
             client_certificate: None,
             client_key: None,
             server_name: None,
-            prefix: "rl".to_owned(),
-            connections: number(2),
-            timeout: Duration::from_millis(250),
-            queue: number(10_000),
-            batch: number(128),
-            partitions: number(12),
-            denials: 10_000,
+            prefix,
+            connections,
+            timeout,
+            queue,
+            batch,
+            partitions,
+            denials,
             deadline: Both::DEFAULT_DEADLINE,
             failures: Both::DEFAULT_FAILURES,
             share: ShareConfig::Fixed(NonZeroU32::MIN),
@@ -236,14 +242,15 @@ impl StoreConfig {
     }
 
     fn redis(&self, url: &str) -> RedisStoreBuilder {
-        RedisStore::builder(url)
-            .prefix(&self.prefix)
-            .connections(self.connections)
-            .timeout(self.timeout)
-            .queue(self.queue)
-            .batch(self.batch)
-            .partitions(self.partitions)
-            .denials(self.denials)
+        RedisStore::builder(url).settings(Settings {
+            prefix: self.prefix.clone(),
+            connections: self.connections,
+            timeout: self.timeout,
+            queue: self.queue,
+            batch: self.batch,
+            partitions: self.partitions,
+            denials: self.denials,
+        })
     }
 
     fn fallback(&self, redis: RedisStore) -> Result<Fallback<RedisStore, LocalStore>, StoreError> {

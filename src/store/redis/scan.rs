@@ -55,7 +55,7 @@ impl StoredCount {
 
 impl Scan {
     pub(super) fn new(inner: &Arc<Inner>) -> Self {
-        let prefixes = inner.topology.prefixes(&inner.prefix);
+        let prefixes = inner.topology.prefixes(&inner.settings.prefix);
         Self {
             inner: Arc::clone(inner),
             nodes: None,
@@ -84,7 +84,7 @@ impl Scan {
         let Some(&node) = self.nodes.iter().flatten().last() else {
             return Ok(None);
         };
-        let pattern = format!("{}:{{*", self.inner.prefix);
+        let pattern = format!("{}:{{*", self.inner.settings.prefix);
         let (cursor, keys) = self.inner.scan(node, self.cursor, &pattern).await?;
         self.cursor = cursor;
         if let Some(nodes) = self.nodes.as_mut().filter(|_| cursor == 0) {

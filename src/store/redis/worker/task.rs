@@ -242,11 +242,11 @@ impl Worker {
     /// must end.
     fn take(&mut self, node: Node) -> bool {
         self.work.clear_calls();
-        let Some(waiting) = self.take_jobs(Some(node), self.inner.limits.batch) else {
+        let Some(waiting) = self.take_jobs(Some(node), self.inner.settings.batch.get()) else {
             return false;
         };
         self.work
-            .make_calls(&self.inner.topology, &self.inner.prefix);
+            .make_calls(&self.inner.topology, &self.inner.settings.prefix);
         self.inner.attend();
         let jobs = &self.work.jobs;
         if let Some(observer) = self.inner.observer.get()
@@ -266,7 +266,7 @@ impl Worker {
             let queue = queues.of(self.queue)?;
             let Some(waiting) = queue.take(max, |job| job.weight as usize, jobs) else {
                 // `fail` may have moved a whole queue into this buffer.
-                jobs.shrink_to(self.inner.limits.batch);
+                jobs.shrink_to(self.inner.settings.batch.get());
                 self.counted = false;
                 queues.spare.push(mem::take(&mut self.work));
                 return None;
@@ -276,7 +276,7 @@ impl Worker {
         let now = instant();
         jobs.retain(|job| !job.is_abandoned());
         for job in jobs.extract_if(.., |job| {
-            now.duration_since(job.since) > self.inner.limits.timeout
+            now.duration_since(job.since) > self.inner.settings.timeout
         }) {
             job.fail(
                 StoreError::new(ErrorKind::Timeout)
@@ -299,7 +299,7 @@ impl Worker {
         failures: &mut Failures,
     ) -> Result<Replies, StoreError> {
         self.sent = false;
-        within(self.inner.limits.timeout, self.attempt(pool, failures))
+        within(self.inner.settings.timeout, self.attempt(pool, failures))
             .await
             .map_err(|error| {
                 // A runtime that shuts down may drop the connection's driver before this worker. That is not a failure
