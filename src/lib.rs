@@ -45,7 +45,7 @@ pub use middleware::{call_limit, extract, headers, rate_limit, reject, select, t
 #[doc(inline)]
 pub use store::{Fallback, LocalStore, RedisStore};
 
-/// The Redis client, for a [`ConnectionInfo`](redis::ConnectionInfo) in place of a URL. It is
+/// The Redis client, for a [`ConnectionInfo`](redis::ConnectionInfo) instead of a URL. It is
 /// [exempt](store::Servers#the-client) from the version promise of this crate.
 pub use redis;
 

@@ -113,7 +113,7 @@ impl<S: Store> Leased<S> {
         Self::with(store.clone(), share.clone(), max)
     }
 
-    /// Sets the observer of blocks and of the inner store, for each that has none. Defaults to the
+    /// Sets the observer of blocks and of the inner store. An observer that is set is kept. Defaults to the
     /// [observer](crate::RateLimitLayer::observer) of the first layer over the store, or else to [a
     /// log of problems](Observer).
     #[must_use]

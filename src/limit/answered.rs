@@ -17,7 +17,7 @@ impl Answered {
         }
     }
 
-    /// Returns the decision for another check with the same id and as many policies. The decision
+    /// Returns the decision for another check with the same id and number of policies. The decision
     /// expires at `until`.
     pub(crate) fn again(&self, check: &Check, until: i64, now: i64) -> Option<Verdicts> {
         if until <= now || self.verdicts.each.len() != check.policies().as_slice().len() {

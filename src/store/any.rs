@@ -83,7 +83,7 @@ impl AnyStore {
         LocalStore::default().into()
     }
 
-    /// Sets the observer of failures and state changes, unless the store has one. Defaults to the
+    /// Sets the observer of failures and state changes. An observer that is set is kept. Defaults to the
     /// [observer](crate::RateLimitLayer::observer) of the first layer over the store, or else to [a
     /// log of problems](Observer).
     #[must_use]

@@ -37,7 +37,7 @@ pub struct Backend<'a, F> {
     withdraw: Option<&'a dyn Withdraw<F>>,
 }
 
-/// What a store does for a [`Fallback`](crate::Fallback) and the layers, besides checks.
+/// The services of a store for a [`Fallback`](crate::Fallback) and the layers.
 pub(crate) trait Hooks {
     /// Records a decision of another store on this caller, to continue from there if that store
     /// fails. A [`Fallback`](crate::Fallback) passes the decisions of its first store to the second.
@@ -67,8 +67,8 @@ pub(crate) trait Hooks {
         None
     }
 
-    /// Sets the observer of the store to that of a layer or a [`Limiter`](crate::Limiter), unless
-    /// it has one.
+    /// Sets the observer of the store to that of a layer or a [`Limiter`](crate::Limiter). An
+    /// observer that is set is kept.
     fn observe(&self, _observer: &Arc<dyn Observer>) {}
 }
 

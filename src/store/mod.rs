@@ -109,7 +109,7 @@ pub trait Store: Clone + Send + Sync + 'static {
     fn check(&self, check: Check) -> Answer<Self::Future>;
 
     /// Returns the hooks for a [`Fallback`] and the layers. Defaults to none. A store that wraps
-    /// another one returns those of the inner store.
+    /// another one returns the hooks of the inner store.
     fn backend(&self) -> Backend<'_, Self::Future> {
         Backend::default()
     }

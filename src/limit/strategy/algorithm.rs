@@ -67,8 +67,8 @@ pub(crate) trait Algorithm: Default {
     fn resume(params: &Params, now: i64, followed: Snapshot) -> Self;
     /// Returns the state as numbers, for a store that keeps bytes.
     fn to_numbers(&self) -> Vec<i64>;
-    /// Restores a state from its [numbers](Self::to_numbers), each from 0 to 2^53. `None` if no
-    /// state has them.
+    /// Restores a state from its [numbers](Self::to_numbers), each from 0 to 2^53. `None` for
+    /// numbers of no state.
     fn of_numbers(numbers: &[i64]) -> Option<Self>;
 }
 

@@ -39,7 +39,7 @@ pub struct Headers {
 
 impl Headers {
     /// `RateLimit` and `RateLimit-Policy`, as in draft-ietf-httpapi-ratelimit-headers-11. Fields of a
-    /// later draft get a name of their own.
+    /// later draft get another name.
     pub const DRAFT_11: Self = Self {
         draft: true,
         legacy: None,

@@ -33,7 +33,7 @@ fn builder() -> RedisStoreBuilder {
     RedisStore::builder(URL)
 }
 
-/// The settings of a fallback, from its `Debug` text, after those of its stores.
+/// The settings of a fallback: the last ones in its `Debug` text.
 fn settings(store: &Fallback<RedisStore, LocalStore>) -> String {
     let text = format!("{store:#?}");
     text.rsplit_once("settings: ").unwrap().1.to_owned()

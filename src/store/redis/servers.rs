@@ -37,7 +37,7 @@ use crate::error::ConfigError;
 ///
 /// # The client
 ///
-/// For settings that no URL has, such as those of TCP, it is also created from a
+/// A URL lacks some settings, such as TCP timeouts. `Servers` is also created from a
 /// [`ConnectionInfo`] of the client [`redis`](crate::redis). A new major version of that client may
 /// come with a minor version of this crate: `ConnectionInfo` is exempt from its version promise.
 #[derive(Clone)]

@@ -1,8 +1,7 @@
 use std::num::NonZeroUsize;
 use std::time::Duration;
 
-/// The settings of a [`RedisStore`](crate::RedisStore), besides its servers and TLS, with their
-/// defaults.
+/// The settings of a [`RedisStore`](crate::RedisStore) with their defaults, without servers and TLS.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings {
     pub(crate) prefix: String,

@@ -166,7 +166,7 @@ impl Inner {
         asks.or_else(|| self.topology.node(job.partition))
     }
 
-    /// Interprets the error of the node `from`, and updates the slot map by what it says.
+    /// Interprets the error of the node `from`, and updates the slot map accordingly.
     pub(super) fn refused(
         self: &Arc<Self>,
         cluster: &Cluster,
