@@ -7,7 +7,6 @@
 use std::convert::Infallible;
 use std::error::Error;
 use std::net::{TcpListener, TcpStream};
-use std::num::NonZeroU32;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -18,12 +17,11 @@ use tokio::time::Instant;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Decision, Source};
 use tower_redis_ratelimit::extract::Global;
-use tower_redis_ratelimit::store::Share;
 use tower_redis_ratelimit::{
     Fallback, LocalStore, Policy, Quota, RateLimitLayer, RedisStore, Strategy,
 };
 
-const INSTANCES: NonZeroU32 = NonZeroU32::new(4).unwrap();
+const INSTANCES: u32 = 4;
 const QUOTA: Quota = Quota::per_second(200);
 const SECONDS: u64 = 15;
 
@@ -59,9 +57,9 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let mut redis = start_redis(port)?;
     let second = Arc::new(Second::default());
-    for _ in 0..INSTANCES.get() {
+    for _ in 0..INSTANCES {
         let store = RedisStore::connect_lazy(format!("redis://127.0.0.1:{port}/"))?;
-        let store = Fallback::new(store, LocalStore::default()).share(Share::Fixed(INSTANCES));
+        let store = Fallback::new(store, LocalStore::default()).share(INSTANCES);
         let policy = Policy::new("example", Strategy::Gcra, QUOTA)?;
         let service = RateLimitLayer::new(store, Global, policy)
             .decision_in_response()

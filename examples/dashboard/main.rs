@@ -13,7 +13,6 @@ use std::convert::Infallible;
 use std::env;
 use std::error::Error;
 use std::hash::{BuildHasher, RandomState};
-use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -31,7 +30,7 @@ use tokio::signal::unix::SignalKind;
 use tower::{Layer, service_fn};
 use tower_redis_ratelimit::extract::HeaderKey;
 use tower_redis_ratelimit::select::{Live, Tiers};
-use tower_redis_ratelimit::store::{AnyStore, Share};
+use tower_redis_ratelimit::store::AnyStore;
 use tower_redis_ratelimit::{
     ConfigError, Fallback, LocalStore, Policy, Quota, RateLimitLayer, RedisStore, Strategy,
 };
@@ -39,7 +38,7 @@ use tower_redis_ratelimit::{
 use crate::recorder::{Recorder, Settings};
 use crate::redis::{Action, Redis};
 
-const INSTANCES: NonZeroU32 = NonZeroU32::new(3).unwrap();
+const INSTANCES: u32 = 3;
 const PLANS: [&str; 2] = ["free", "pro"];
 /// The selectable rates, in requests per second.
 const RATES: [u32; 7] = [0, 100, 250, 500, 1_000, 2_000, 4_000];
@@ -75,12 +74,12 @@ async fn main() -> Result<(), Box<dyn Error>> {
 
     let local = LocalStore::default();
     let mut instances = vec![];
-    for _ in 0..INSTANCES.get() {
+    for _ in 0..INSTANCES {
         let store = match &redis {
             Some(redis) => {
                 let store = RedisStore::connect_lazy(redis.url())?;
                 Fallback::new(store, LocalStore::default())
-                    .share(Share::Fixed(INSTANCES))
+                    .share(INSTANCES)
                     .into()
             }
             None => AnyStore::from(local.clone()),
@@ -196,7 +195,10 @@ async fn redis_action(State(demo): State<Arc<Demo>>, Path(action): Path<Action>)
             "You froze Redis: it takes connections and does not answer",
         ),
         Action::Resume => ("resumed", "You let Redis go on"),
-        Action::Restart => ("restarted", "You started Redis again, empty"),
+        Action::Restart => (
+            "restarted",
+            "You started Redis again, empty: each caller has its burst again, less what the fallback granted",
+        ),
     };
     demo.recorder.note(mark, text);
     Ok(StatusCode::NO_CONTENT)

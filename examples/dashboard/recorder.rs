@@ -15,6 +15,8 @@ use crate::redis::State;
 
 /// Number of seconds that a new page can show.
 const SECONDS: usize = 90;
+/// Number of seconds after an outage in which its grants are charged.
+const AFTER: u32 = 15;
 /// Number of seconds for which an idle caller is shown.
 const QUIET: u32 = 5;
 
@@ -33,6 +35,8 @@ struct Second {
     callers: HashMap<Key, Caller>,
     /// Number of instances that decide locally.
     local: u32,
+    /// Seconds since an instance decided locally. `None` if none has.
+    since_local: Option<u32>,
 }
 
 struct Caller {
@@ -236,12 +240,27 @@ impl Second {
     fn end(&mut self) -> (Record, Vec<u128>) {
         let mut record = mem::take(&mut self.record);
         record.local = self.local;
-        if record.reconciled + record.dropped > 0 {
-            let text = format!(
-                "Reconciled: {} charged to Redis, {} dropped",
-                record.reconciled, record.dropped
-            );
-            record.note(format!("{} charged", record.reconciled), text);
+        self.since_local = match self.local {
+            0 => self.since_local.map(|seconds| seconds.saturating_add(1)),
+            _ => Some(0),
+        };
+        let (charged, dropped) = (record.reconciled, record.dropped);
+        if charged + dropped > 0 {
+            let has_been_away = self.since_local.is_some_and(|seconds| seconds <= AFTER);
+            let (mark, text) = if has_been_away {
+                let mark = format!("{charged} charged");
+                (
+                    mark,
+                    format!("Reconciled: {charged} charged to Redis, {dropped} dropped"),
+                )
+            } else {
+                // No outage on the time line explains a mark.
+                let text = format!(
+                    "Redis was too slow for some checks: {charged} that the fallback granted are charged to it, {dropped} dropped"
+                );
+                (String::new(), text)
+            };
+            record.note(mark, text);
         }
         self.callers.retain(|_, caller| caller.quiet < QUIET);
         for (key, caller) in &mut self.callers {

@@ -37,7 +37,8 @@ use futures_util::future::try_join_all;
 use http::HeaderMap;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
 use serde::de::DeserializeOwned;
-use tokio::sync::watch;
+use tokio::signal::unix::SignalKind;
+use tokio::sync::{Semaphore, oneshot, watch};
 use tokio::time::Instant;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
@@ -51,6 +52,12 @@ use rules::{Domains, Files, Limit, Rate};
 
 /// Maximum number of descriptors in a request.
 const MAX_DESCRIPTORS: usize = 100;
+/// Maximum number of concurrent requests. Envoy's `failure_mode_deny` applies to those beyond.
+const MAX_REQUESTS: usize = 10_000;
+/// Maximum length of a request in bytes.
+const MAX_LENGTH: usize = 64 * 1024;
+/// Maximum duration of a shutdown: a stream of the health service may never end.
+const SHUTDOWN: Duration = Duration::from_secs(10);
 /// Maximum number of warnings about unknown domains.
 const MAX_WARNINGS: usize = 100;
 
@@ -84,7 +91,8 @@ async fn run() -> Result<(), Box<dyn Error>> {
     tracing::info!("{domains} from {}", directory.display());
     let (new_domains, domains) = watch::channel(Arc::new(domains));
     let service = Service {
-        domains,
+        domains: domains.clone(),
+        requests: Semaphore::new(MAX_REQUESTS),
         unknown: Mutex::default(),
         store,
         observer,
@@ -104,17 +112,46 @@ async fn run() -> Result<(), Box<dyn Error>> {
     reporter
         .set_serving::<RateLimitServiceServer<Service>>()
         .await;
-    let grpc = Routes::new(RateLimitServiceServer::new(service))
-        .add_service(health)
-        .into_axum_router();
-    let app = grpc.route("/metrics", get(async move || metrics.render()));
+    let service = RateLimitServiceServer::new(service).max_decoding_message_size(MAX_LENGTH);
+    let grpc = Routes::new(service).add_service(health).into_axum_router();
+    let loaded = domains.clone();
+    let app = grpc
+        .route(
+            "/ready",
+            get(async move || format!("{}\n", *loaded.borrow())),
+        )
+        .route(
+            "/metrics",
+            get(async move || metrics.render() + &domains.borrow().metrics()),
+        );
     let listener = tokio::net::TcpListener::bind(listen).await?;
     let port = listener.local_addr()?.port();
-    println!("localhost:{port}/ is for Envoy, localhost:{port}/metrics for Prometheus");
+    println!(
+        "localhost:{port}/ is for Envoy, localhost:{port}/metrics for Prometheus, localhost:{port}/ready for Kubernetes"
+    );
     // Otherwise the kernel delays a short reply until Envoy has acknowledged the previous one.
     let listener = listener.tap_io(|connection| drop(connection.set_nodelay(true)));
-    axum::serve(listener, app).await?;
-    Ok(())
+    let (stop, stopped) = oneshot::channel::<()>();
+    let serve = axum::serve(listener, app).with_graceful_shutdown(async { drop(stopped.await) });
+    let shutdown = async {
+        let mut terminated = tokio::signal::unix::signal(SignalKind::terminate())?;
+        tokio::select! {
+            interrupted = tokio::signal::ctrl_c() => interrupted?,
+            _ = terminated.recv() => {}
+        }
+        tracing::info!("shutting down");
+        reporter
+            .set_not_serving::<RateLimitServiceServer<Service>>()
+            .await;
+        drop(stop);
+        tokio::time::sleep(SHUTDOWN).await;
+        Ok(())
+    };
+    // Requests in flight are answered.
+    tokio::select! {
+        served = serve => Ok(served?),
+        ended = shutdown => ended,
+    }
 }
 
 /// Applies the limits in the files. If a file has an error, all limits stay unchanged.
@@ -148,6 +185,7 @@ fn setting<T: DeserializeOwned>(name: &str, default: &str) -> Result<T, String> 
 
 struct Service {
     domains: watch::Receiver<Arc<Domains>>,
+    requests: Semaphore,
     /// The unknown domains that a warning was logged for.
     unknown: Mutex<HashSet<String>>,
     store: AnyStore,
@@ -167,6 +205,9 @@ impl RateLimitService for Service {
             descriptors,
             hits_addend,
         } = request.into_inner();
+        let _request = self.requests.try_acquire().map_err(|_| {
+            Status::resource_exhausted(format!("more than {MAX_REQUESTS} concurrent requests"))
+        })?;
         if domain.is_empty() {
             return Err(Status::invalid_argument("the domain is empty"));
         }
@@ -267,8 +308,9 @@ impl Service {
         };
         let since = now();
         let decision = self.store.check(check).await.map_err(|error| {
-            self.observer
-                .failed(&event::Failed::new(Some(caller), &error));
+            let mut event = event::Failed::new(Some(caller), &error);
+            event.unanswered = true;
+            self.observer.failed(&event);
             Status::unavailable(error.to_string())
         })?;
         let mut event = event::Decided::new(caller, &decision, since.elapsed());

@@ -220,6 +220,23 @@ impl Domains {
     }
 }
 
+impl Domains {
+    /// The limits as a metric for Prometheus, with the names of `ratelimit_decisions_total`. Written from the rules, so that a
+    /// removed limit has no series.
+    pub(crate) fn metrics(&self) -> String {
+        let mut series = BTreeMap::new();
+        self.0.values().for_each(|rules| rules.collect(&mut series));
+        let mut text =
+            "# HELP ratelimit_limit Requests that a rule allows per period, as in its file.\n\
+                        # TYPE ratelimit_limit gauge\n"
+                .to_owned();
+        for ((policy, quota), limit) in series {
+            text += &format!("ratelimit_limit{{policy=\"{policy}\",quota=\"{quota}\"}} {limit}\n");
+        }
+        text
+    }
+}
+
 /// Summary of the domains and limits that were read.
 impl fmt::Display for Domains {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -273,15 +290,31 @@ impl Rules {
         Ok(rules)
     }
 
+    /// The rules of this level.
+    fn rules(&self) -> impl Iterator<Item = &Rule> {
+        self.0.values().flat_map(|values| {
+            let patterns = values.patterns.iter().map(|(_, rule)| rule);
+            values.exact.values().chain(patterns).chain(&values.any)
+        })
+    }
+
     /// The number of limits, including nested rules.
     fn limits(&self) -> usize {
         let of_rule = |rule: &Rule| usize::from(rule.limit.is_some()) + rule.nested.limits();
-        let of_values = |values: &Values| {
-            let patterns = values.patterns.iter().map(|(_, rule)| rule);
-            let rules = values.exact.values().chain(patterns).chain(&values.any);
-            rules.map(of_rule).sum::<usize>()
-        };
-        self.0.values().map(of_values).sum()
+        self.rules().map(of_rule).sum()
+    }
+
+    /// Adds the counted limits, including nested rules, by policy and quota.
+    fn collect(&self, limits: &mut BTreeMap<(String, String), u32>) {
+        for rule in self.rules() {
+            if let Some(Rate::Counted(policies)) = rule.limit.as_ref().map(|limit| &limit.rate) {
+                for policy in policies {
+                    let (name, quota) = (policy.name().to_owned(), policy.quota());
+                    limits.insert((name, quota.to_string()), quota.limit());
+                }
+            }
+            rule.nested.collect(limits);
+        }
     }
 
     /// Returns the most specific rule: by value, by pattern, or by key alone.

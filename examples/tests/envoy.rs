@@ -38,6 +38,8 @@ use yaml_serde::Value;
 use crate::servers::RedisServer;
 use crate::support::{Answer, Example, connect};
 
+/// Maximum time to wait for a condition, also on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(30);
 const OK: Code = Code::Ok;
 const OVER: Code = Code::OverLimit;
 
@@ -81,7 +83,23 @@ impl Service {
     }
 
     async fn wait_for_log(&self, text: &str) {
+        let start = Instant::now();
         while !self.log().contains(text) {
+            assert!(start.elapsed() < PATIENCE, "no {text:?} in {}", self.log());
+            sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// Waits until so many script calls were sent to Redis.
+    async fn wait_for_checks(&self, calls: &str) {
+        let sent = format!("ratelimit_batch_checks_count{{store=\"default\"}} {calls}\n");
+        let start = Instant::now();
+        loop {
+            let metrics = Answer::read(self.example.get("/metrics")).body;
+            if metrics.contains(&sent) {
+                return;
+            }
+            assert!(start.elapsed() < PATIENCE, "no {sent:?} in {metrics}");
             sleep(Duration::from_millis(20)).await;
         }
     }
@@ -530,7 +548,7 @@ async fn malformed_requests_are_invalid() {
         (request("", [number.clone()]), "the domain is empty"),
         (many(0), "0 descriptors: send 1 to 100"),
         (many(101), "101 descriptors: send 1 to 100"),
-        (many(40_000), "40000 descriptors: send 1 to 100"),
+        (many(3_000), "3000 descriptors: send 1 to 100"),
     ] {
         let status = service.client.should_rate_limit(request).await.unwrap_err();
         assert_eq!(
@@ -540,6 +558,79 @@ async fn malformed_requests_are_invalid() {
     }
     let most = service.ask(many(100)).await;
     assert_eq!((most.statuses.len(), most.overall_code()), (100, OK));
+}
+
+#[tokio::test]
+async fn long_requests_are_refused() {
+    let mut service = Service::start(&[MESSAGING]).await;
+    let long = "a".repeat(64 * 1024);
+    let request = request("messaging", [descriptor(&[("to_number", &long)])]);
+    let error = service.client.should_rate_limit(request).await.unwrap_err();
+    assert!(
+        error.message().contains("decoded message length too large"),
+        "{error}"
+    );
+}
+
+#[tokio::test]
+async fn limits_are_ready_and_in_metrics() {
+    let service = Service::start(&[MESSAGING, ADDRESSES]).await;
+    let get = |path: &str| Answer::read(service.example.get(path));
+    let ready = get("/ready");
+    assert_eq!(
+        (ready.status, ready.body.as_str()),
+        (200, "2 domains, 4 limits\n")
+    );
+    let limits = || {
+        let metrics = get("/metrics").body;
+        let lines = metrics
+            .lines()
+            .filter(|line| line.starts_with("ratelimit_limit{"));
+        lines.map(str::to_owned).collect::<Vec<_>>()
+    };
+    let numbers =
+        r#"ratelimit_limit{policy="messaging.message_type_marketing.to_number",quota="5/d"} 5"#;
+    let others = [
+        r#"ratelimit_limit{policy="edge_proxy_per_ip.remote_address",quota="10/d"} 10"#,
+        r#"ratelimit_limit{policy="messaging.to_number",quota="100/d"} 100"#,
+    ];
+    assert_eq!(limits(), [others[0], numbers, others[1]]);
+    service.change(&MESSAGING.replace("requests_per_unit: 5", "requests_per_unit: 6"));
+    service
+        .wait_for_log("new limits: 2 domains, 4 limits")
+        .await;
+    let changed = numbers.replace("5/d", "6/d").replace("} 5", "} 6");
+    assert_eq!(limits(), [others[0], &changed, others[1]]);
+}
+
+/// A signal ends the service when the requests in flight are answered.
+#[tokio::test]
+async fn a_shutdown_answers_requests_in_flight() {
+    let redis = RedisServer::start();
+    let store = format!("{{ url: \"{}\", kind: redis, timeout: 20s }}", redis.url());
+    let mut service = Service::with(("STORE", &store), &[MESSAGING]).await;
+    let entries = [("to_number", "2061111111")];
+    assert_eq!(
+        service.one("messaging", &entries).await,
+        (OK, Some(100), 99)
+    );
+    redis.freeze();
+    let mut client = service.client.clone();
+    let in_flight = async move {
+        let request = request("messaging", [descriptor(&entries)]);
+        client
+            .should_rate_limit(request)
+            .await
+            .unwrap()
+            .into_inner()
+    };
+    let in_flight = tokio::spawn(in_flight);
+    service.wait_for_checks("2").await;
+    service.example.signal("-TERM");
+    service.wait_for_log("shutting down").await;
+    redis.thaw();
+    assert_eq!(in_flight.await.unwrap().overall_code(), OK);
+    assert!(service.example.wait().success());
 }
 
 #[tokio::test]

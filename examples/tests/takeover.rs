@@ -159,11 +159,64 @@ async fn keys_that_are_no_text_are_skipped() {
         set.query_async::<()>(&mut redis).await.unwrap();
     }
     let told = "4 keys begin with \"rate:\"; took over the counts of 1 callers, such as \"ann\"\n\
-        skipped 2 keys, since the name or the value is not UTF-8, such as \"rate:carol\"\n";
+        skipped 2 keys that are not UTF-8 or never expire, such as \"rate:carol\"\n";
     assert_eq!(take_over(&server, "redis-rate", "rate:").unwrap(), told);
     let limiter = limiter(&server).await;
     for (caller, left) in [("ann", 3), ("carol", 10), ("dave", 10)] {
         assert_eq!(remaining(&limiter, caller).await, left, "of {caller}");
+    }
+}
+
+/// The limiter that most write by hand: `INCR`, and `EXPIRE` at the first request of a window.
+#[tokio::test]
+async fn counters_are_taken_over_with_their_age() {
+    let server = RedisServer::start();
+    let mut redis = server.connection().await;
+    // A window of an hour, of which so many seconds are left; ten an hour refill one in 360 s.
+    for (caller, count, left) in [
+        ("new", 10, 3_600),
+        ("denied", 30, 3_600),
+        ("ann", 10, 720),
+        ("old", 3, 60),
+        ("longer", 4, 7_200),
+    ] {
+        for _ in 0..count {
+            let mut incr = redis::cmd("INCR");
+            incr.arg(format!("old:{caller}"))
+                .query_async::<()>(&mut redis)
+                .await
+                .unwrap();
+        }
+        server
+            .command::<()>(&format!("EXPIRE old:{caller} {left}"))
+            .await;
+    }
+    server.command::<()>("SET old:forever 10").await;
+    let told = "6 keys begin with \"old:\"; took over the counts of 4 callers, such as \"ann\"\n\
+        skipped 1 keys that are not UTF-8 or never expire, such as \"old:forever\"\n";
+    let limiter = limiter(&server).await;
+    for _ in 0..2 {
+        assert_eq!(take_over(&server, "incr", "old:*").unwrap(), told);
+        for (caller, left) in [
+            ("new", 0),
+            ("denied", 0),
+            ("ann", 8),
+            ("old", 10),
+            ("longer", 6),
+            ("forever", 10),
+        ] {
+            assert_eq!(remaining(&limiter, caller).await, left, "of {caller}");
+        }
+    }
+    // All is free when the old window ends, and not a period later. A denied request is no debt.
+    for (caller, least, most) in [("ann", 600, 720), ("denied", 3_500, 3_600)] {
+        let free = limiter
+            .peek(Key::new(caller), 1)
+            .await
+            .unwrap()
+            .reset_after();
+        let expected = Duration::from_secs(least)..=Duration::from_secs(most);
+        assert!(expected.contains(&free), "of {caller}: {free:?}");
     }
 }
 
@@ -178,7 +231,7 @@ fn what_is_not_there_is_reported() {
     );
     let problem = take_over(&server, "redis_rate", "rate:").unwrap_err();
     assert!(
-        problem.contains("is not known: write `redis-rate` or `redis-cell`"),
+        problem.contains("is not known: write `redis-rate`, `redis-cell` or `incr`"),
         "{problem}"
     );
 }

@@ -1,11 +1,15 @@
 //! Key extraction: identifies the caller of a request.
 
-use std::sync::Arc;
+use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
 
 use http::request::Parts;
 
 use super::MissingKey;
 use crate::limit::Key;
+use crate::observe::mistakes::ALWAYS_SECOND_KEY;
+use crate::observe::{Observer, event, or_log};
 
 /// Finds the rate-limit key of a request, which identifies its caller.
 ///
@@ -73,13 +77,20 @@ pub trait KeyExtractor<R = Parts>: Send + Sync + 'static {
     /// [`OnMissingKey`](crate::reject::OnMissingKey) decides whether the request passes.
     fn extract(&self, request: &R) -> Result<Key, MissingKey>;
 
+    /// Receives the observer of a layer, to notify it of a [second key](Observer::second_key). An extractor that has an
+    /// observer keeps that; an extractor around others passes it on.
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        let _ = observer;
+    }
+
     /// Falls back to `second` if this extractor finds no key: for example, the user's id, else the
     /// peer's address.
     ///
     /// `second` is used if the key is [absent](MissingKey::is_absent), or if the request lacks the
     /// extension that [`by_extension`](crate::extract::by_extension) reads.
     /// [Malformed](MissingKey::malformed) keys are still rejected, and a misconfigured server is
-    /// still reported.
+    /// still reported. So is an extension that none of the first 1,000 requests has, because then the layers may be in the wrong
+    /// order. The observer is notified of each [second key](Observer::second_key).
     ///
     /// Both extractors share one key space. `second` must not let a client produce a key of the
     /// first extractor, as a [readable](crate::extract::HeaderKey::readable) header would.
@@ -90,23 +101,90 @@ pub trait KeyExtractor<R = Parts>: Send + Sync + 'static {
         Or {
             first: self,
             second,
+            misses: Arc::default(),
         }
     }
 }
 
 /// Uses one extractor, and another if the first finds no key: see [`KeyExtractor::or`].
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Or<A, B> {
     first: A,
     second: B,
+    misses: Arc<Misses>,
+}
+
+/// Notices that the first extractor never finds its extension.
+#[derive(Default)]
+struct Misses {
+    observer: OnceLock<Arc<dyn Observer>>,
+    /// The number of requests without the extension, until one has a key or [`Misses::ALL`] are reported.
+    count: AtomicU32,
+}
+
+impl Misses {
+    /// Number of requests after which it is reported that none had the extension.
+    const ALL: u32 = 1_000;
+
+    /// Ends the count.
+    #[inline]
+    fn end(&self) {
+        if self.count.load(Relaxed) < Self::ALL {
+            self.count.store(Self::ALL, Relaxed);
+        }
+    }
+
+    /// Counts a request without the extension of this type.
+    #[cold]
+    fn add(&self, of_type: &str) {
+        if self.count.load(Relaxed) >= Self::ALL
+            || self.count.fetch_add(1, Relaxed) + 1 != Self::ALL
+        {
+            return;
+        }
+        let problem = format!(
+            "none of the first {} requests had a `{of_type}` in its extensions, and the second extractor of `.or(..)` counted them: put the \
+             layer inside the authentication that inserts it (of axum's layers, the last one is the outermost), or ignore this if all of them \
+             were anonymous{ALWAYS_SECOND_KEY}",
+            Self::ALL
+        );
+        or_log(self.observer.get()).misconfigured(&event::Misconfigured::new(&problem));
+    }
 }
 
 impl<R, A: KeyExtractor<R>, B: KeyExtractor<R>> KeyExtractor<R> for Or<A, B> {
     fn extract(&self, request: &R) -> Result<Key, MissingKey> {
-        match self.first.extract(request) {
-            Err(missing) if missing.may_have_another() => self.second.extract(request),
-            found => found,
+        let missing = match self.first.extract(request) {
+            Err(missing) if missing.may_have_another() => missing,
+            found => {
+                self.misses.end();
+                return found;
+            }
+        };
+        match missing.no_extension() {
+            Some(of_type) => self.misses.add(of_type),
+            None => self.misses.end(),
         }
+        let second = self.second.extract(request);
+        if let (Ok(key), Some(observer)) = (&second, self.misses.observer.get()) {
+            observer.second_key(&event::SecondKey::new(key));
+        }
+        second
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        let _ = self.misses.observer.set(Arc::clone(observer));
+        self.first.observe(observer);
+        self.second.observe(observer);
+    }
+}
+
+impl<A: fmt::Debug, B: fmt::Debug> fmt::Debug for Or<A, B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Or")
+            .field("first", &self.first)
+            .field("second", &self.second)
+            .finish()
     }
 }
 
@@ -162,12 +240,20 @@ impl<R, K: KeyExtractor<R> + ?Sized> KeyExtractor<R> for Arc<K> {
     fn extract(&self, request: &R) -> Result<Key, MissingKey> {
         (**self).extract(request)
     }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        (**self).observe(observer);
+    }
 }
 
 /// For an extractor that is chosen at startup, or whose type must be named.
 impl<R: 'static> KeyExtractor<R> for Box<dyn KeyExtractor<R>> {
     fn extract(&self, request: &R) -> Result<Key, MissingKey> {
         (**self).extract(request)
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        (**self).observe(observer);
     }
 }
 
@@ -187,6 +273,11 @@ macro_rules! tuples {
             fn extract(&self, request: &R) -> Result<Key, MissingKey> {
                 let ($($part,)+) = self;
                 Ok(Key::tuple(&[$($part.extract(request)?),+]))
+            }
+
+            fn observe(&self, observer: &Arc<dyn Observer>) {
+                let ($($part,)+) = self;
+                $($part.observe(observer);)+
             }
         }
     )+};

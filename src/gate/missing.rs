@@ -116,7 +116,15 @@ impl MissingKey {
 
     /// Returns `true` if another extractor may provide the key.
     pub(super) const fn may_have_another(&self) -> bool {
-        self.is_absent() || matches!(self.problem, Problem::NoExtension(_))
+        self.is_absent() || self.no_extension().is_some()
+    }
+
+    /// The type of the extension that the request lacks.
+    pub(super) const fn no_extension(&self) -> Option<&'static str> {
+        match self.problem {
+            Problem::NoExtension(of_type) => Some(of_type),
+            _ => None,
+        }
     }
 
     /// Returns `true` if the server is at fault, not the client.

@@ -126,8 +126,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         ));
     }
 
-    pub(crate) fn observe(&mut self, observer: impl Observer) {
-        let observer: Arc<dyn Observer> = Arc::new(observer);
+    pub(crate) fn observe(&mut self, observer: Arc<dyn Observer>) {
         self.store.backend().observe(&observer);
         self.policies.observe(&observer);
         self.in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));

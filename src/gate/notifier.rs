@@ -87,7 +87,9 @@ impl Notifier {
             }
             (Ok(_), None) => {}
             (Err(error), observer) => {
-                or_log(observer.as_ref()).failed(&event::Failed::new(Some(key), error))
+                let mut event = event::Failed::new(Some(key), error);
+                event.unanswered = !dry_run;
+                or_log(observer.as_ref()).failed(&event)
             }
         }
     }

@@ -24,7 +24,7 @@ use crate::wait_queues::{Bounds, WaitQueues, WaitRequest};
 struct Wavering {
     there: LocalStore,
     elsewhere: LocalStore,
-    /// [`HERE`], [`AWAY`], [`LOSES`] or [`REFUSES`].
+    /// [`HERE`], [`AWAY`], [`LOSES`], [`REFUSES`] or [`UNSURE`].
     mood: Arc<AtomicU8>,
     /// The delay of each way. As with several connections, a later check may arrive first.
     way: fn() -> Duration,
@@ -37,6 +37,8 @@ const AWAY: u8 = 1;
 const LOSES: u8 = 2;
 /// The check is not sent.
 const REFUSES: u8 = 3;
+/// The check is sent and lost, and the error is that of a fallback, which has decided elsewhere.
+const UNSURE: u8 = 4;
 
 const LIMIT: u32 = 10;
 const TTL: Duration = Duration::from_secs(30);
@@ -99,6 +101,9 @@ impl Store for Wavering {
             }
             if mood == REFUSES {
                 return unsent;
+            }
+            if mood == UNSURE {
+                return Err(StoreError::new(ErrorKind::NotReady).check_only());
             }
             let decision = now(&store.there, check);
             sleep((store.way)()).await;
@@ -296,7 +301,7 @@ async fn changes_during_an_outage_are_counted_afterwards() {
 /// Without the release, the slot would expire, but later.
 #[tokio::test(start_paused = true)]
 async fn a_release_in_an_outage_is_sent_after_it() {
-    for mood in [AWAY, LOSES, REFUSES] {
+    for mood in [AWAY, LOSES, REFUSES, UNSURE] {
         let (store, ann) = (Wavering::new(), Key::new("ann"));
         let slots = slots(&store);
         let one = request(&store, &slots, ann).await.unwrap();

@@ -6,7 +6,6 @@ use std::task::{Context, Poll, ready};
 
 use pin_project_lite::pin_project;
 
-use super::caller::Arrival;
 use super::inner::Inner;
 use crate::error::StoreError;
 use crate::limit::{Check, Decision};
@@ -21,11 +20,14 @@ pin_project! {
     /// If it is polled after it has resolved.
     pub struct LeasedFuture<S: Store> {
         // Set while the check waits for a block: with the check, and the number of further blocks to wait for.
-        pub(super) waiting: Option<(Arc<Inner<S>>, Check, u8, Arrival)>,
+        pub(super) waiting: Option<(Arc<Inner<S>>, Check, u8, Arrived)>,
         #[pin]
         pub(super) sent: Option<S::Future>,
     }
 }
+
+/// Resolves when the reply to the request for a block was handled.
+pub(super) type Arrived = Pin<Box<dyn Future<Output = ()> + Send + Sync>>;
 
 impl<S: Store> Future for LeasedFuture<S> {
     type Output = Result<Decision, StoreError>;
@@ -33,8 +35,8 @@ impl<S: Store> Future for LeasedFuture<S> {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         loop {
             let this = self.as_mut().project();
-            if let Some((.., arrival)) = this.waiting {
-                ready!(arrival.as_mut().poll(cx));
+            if let Some((.., arrived)) = this.waiting {
+                ready!(arrived.as_mut().poll(cx));
             }
             let Some((inner, check, patience, _)) = this.waiting.take() else {
                 return match this.sent.as_pin_mut() {

@@ -98,19 +98,19 @@ impl<S: Store> Leased<S> {
     /// Sets the number of instances that share a quota. Defaults to 1. It bounds the block of each instance; with too
     /// small a number, the end of a quota is only shared less fairly.
     #[must_use]
-    pub fn share(self, share: Share) -> Self {
-        let Inner {
-            store, max_callers, ..
-        } = &*self.inner;
-        Self::with(store.clone(), share, *max_callers)
+    pub fn share(self, share: impl Into<Share>) -> Self {
+        Self::with(
+            self.inner.store.clone(),
+            share.into(),
+            self.inner.max_callers,
+        )
     }
 
     /// Sets the maximum number of callers with blocks. Defaults to 65,536. Beyond it, a new caller replaces the one of
     /// the least demand in a small sample, so that the busiest callers keep their blocks.
     #[must_use]
     pub fn max_callers(self, max: NonZeroUsize) -> Self {
-        let Inner { store, share, .. } = &*self.inner;
-        Self::with(store.clone(), share.clone(), max)
+        Self::with(self.inner.store.clone(), self.inner.share.clone(), max)
     }
 
     /// Sets the observer of blocks and of the inner store. An observer that is set is kept. Defaults to the

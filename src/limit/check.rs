@@ -430,6 +430,22 @@ impl Check {
     }
 }
 
+impl State {
+    /// Returns the amount that the state counts.
+    pub(crate) fn counted(&self, policy: &Policy, now: i64) -> i64 {
+        let all = i64::from(u32::MAX);
+        let ask = Ask {
+            mode: Mode::Refund,
+            cost: all,
+            within: 0,
+            of: Charged::just_now(all),
+            slot: None,
+            now,
+        };
+        self.preview(policy.params(), &ask).grants
+    }
+}
+
 impl Mode {
     /// Applies the operation to the state of one policy, and returns the amount charged, refunded
     /// or reset.

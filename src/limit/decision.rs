@@ -20,10 +20,20 @@ pub struct Decision {
     /// The index of the deciding policy.
     decider: u32,
     source: Source,
-    /// Whether the shared store may have run the check too.
-    is_unsure: bool,
+    made: Made,
     /// Whether it is a turn that was taken ahead and is due now.
     is_turn: bool,
+}
+
+/// Which store made the decision, and so has the charge.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Made {
+    /// The store that received the check.
+    There,
+    /// The fallback of that store, in this process.
+    Locally,
+    /// The fallback, on a check that the primary store may have charged too.
+    Unsure,
 }
 
 /// Whether a check was allowed.
@@ -110,9 +120,15 @@ impl Decision {
             verdicts,
             decider,
             source,
-            is_unsure: false,
+            made: Made::There,
             is_turn: false,
         }
+    }
+
+    /// Selects the deciding policy, after a change of the verdicts.
+    fn decided_again(mut self) -> Self {
+        self.decider = self.verdicts.decider() as u32;
+        self
     }
 
     /// Returns whether the check was allowed, with the wait.
@@ -207,19 +223,18 @@ impl Decision {
 
     /// Turns the decision, made `age` ago, into a denial for `wait`.
     pub(crate) fn denied_for(self, wait: Duration, age: Duration) -> Self {
-        let mut verdicts = self
+        let mut denied = self.later(i64::try_from(age.as_micros()).unwrap_or(LONGEST));
+        denied.verdicts.granted = 0;
+        if let Some(decider) = denied
             .verdicts
-            .later(i64::try_from(age.as_micros()).unwrap_or(LONGEST));
-        verdicts.granted = 0;
-        if let Some(decider) = verdicts
             .each
-            .get_mut(self.decider as usize)
+            .get_mut(denied.decider as usize)
             .filter(|decider| decider.wait != Verdict::NEVER)
         {
             decider.wait = duration::micros(wait).max(1);
             decider.reset = decider.reset.max(decider.wait);
         }
-        Self::new(self.policies, verdicts, self.source)
+        denied.decided_again()
     }
 
     /// Returns the checks that refund `cost` of this decision's grant, such as the unused part of
@@ -247,7 +262,9 @@ impl Decision {
     /// [unsent](crate::store::StoreError::is_not_sent): send a new one later. Layers and
     /// [`Limiter::reserve`](crate::Limiter::reserve) do so for as long as the charge counts.
     ///
-    /// There are no checks if nothing was granted, or if all of it has expired. Send each check
+    /// There are no checks if nothing was granted, if all of it has expired, or if the fallback
+    /// granted a check that was also sent to Redis and got no reply: a refund in Redis could free
+    /// what Redis never charged. Send each check
     /// once, and refund a decision once; of decisions under one id, refund only one. After a reset,
     /// or after the store has lost its data, newer charges cannot be distinguished from this
     /// decision's grant, so they may be refunded instead. In total a caller gains no more than by
@@ -297,7 +314,7 @@ impl Decision {
             .collect();
         let policies = || self.policies.whole().without_in_flight().cloned();
         let check = |policies| Check::refund_of(key, &policies, cost, charged.clone());
-        (cost > 0 && charged.iter().any(|charged| charged.left() > 0))
+        (cost > 0 && !self.is_unsure() && charged.iter().any(|charged| charged.left() > 0))
             .then(policies)
             .flatten()
             .map(check)
@@ -314,85 +331,70 @@ impl Decision {
     }
 
     /// The same decision when what was taken ahead is due, as if it had been charged then.
-    pub(crate) fn due(self, cost: u32) -> Self {
-        let is_turn = self.is_turn || self.due_in().is_some();
-        let mut verdicts = self.verdicts;
-        let waited = verdicts.of(self.decider as usize).wait;
+    pub(crate) fn due(mut self, cost: u32) -> Self {
+        self.is_turn |= self.due_in().is_some();
+        let waited = self.verdict().wait;
+        let verdicts = &mut self.verdicts;
         verdicts.granted = i64::from(cost);
-        if verdicts.at > 0 {
+        // A fallback finds its charge by the time at which it was made.
+        if verdicts.at > 0 && self.made == Made::There {
             verdicts.at += waited;
         }
         for verdict in &mut verdicts.each {
             verdict.wait = 0;
             verdict.reset = (verdict.reset - waited).max(0);
         }
-        Self {
-            is_turn,
-            ..Self::new(self.policies, verdicts, self.source)
-        }
+        self.decided_again()
     }
 
     /// Replaces the wait of each policy whose capacity is exceeded by the result of `wait`, which
     /// gets the policy's index.
-    pub(crate) fn wait_instead(self, wait: impl Fn(usize, &Verdict) -> i64) -> Self {
-        let mut verdicts = self.verdicts;
-        for (i, verdict) in verdicts
+    pub(crate) fn wait_instead(mut self, wait: impl Fn(usize) -> i64) -> Self {
+        for (i, verdict) in self
+            .verdicts
             .each
             .iter_mut()
             .enumerate()
             .filter(|(_, verdict)| verdict.wait == Verdict::NEVER)
         {
-            verdict.wait = wait(i, verdict);
+            verdict.wait = wait(i);
         }
-        Self::new(self.policies, verdicts, self.source)
+        self.decided_again()
     }
 
     /// Returns the decision after `cost` replaced `reserved`, as far as that is known without a
     /// call to the store.
-    pub(crate) fn settled(self, reserved: u32, cost: u32) -> Self {
-        let Self {
-            policies,
-            mut verdicts,
-            source,
-            ..
-        } = self;
+    pub(crate) fn settled(mut self, reserved: u32, cost: u32) -> Self {
         // Positive: refunded. Negative: charged.
         let back = i64::from(reserved) - i64::from(cost);
-        verdicts.granted = i64::from(cost);
-        for (policy, verdict) in policies.iter().zip(&mut verdicts.each) {
+        self.verdicts.granted = i64::from(cost);
+        for (policy, verdict) in self.policies.iter().zip(&mut self.verdicts.each) {
             verdict.refund(policy, back);
         }
-        Self::new(policies, verdicts, source)
+        self.decided_again()
     }
 
     /// Returns where it was charged.
     pub(crate) fn charged_at(&self) -> ChargedAt {
-        match self.source {
-            Source::Local => ChargedAt::Local(self.verdicts.at),
-            Source::Redis | Source::Cached | Source::Leased | Source::Other(_) => {
-                ChargedAt::Redis(self.verdicts.at)
-            }
+        match self.made {
+            Made::There => ChargedAt::Redis(self.verdicts.at),
+            Made::Locally | Made::Unsure => ChargedAt::Local(self.verdicts.at),
         }
     }
 
-    /// Marks a charge of a [`LocalStore`](crate::LocalStore) as made at this time of this process's
-    /// clock, or as much earlier as the decision that it repeats.
-    pub(crate) fn charged_locally(mut self, at: i64) -> Self {
-        if self.source == Source::Local {
-            self.verdicts.at = at - self.verdicts.age;
-        }
+    /// Marks a decision of a fallback, made at this time by the clock of this process. A repeated
+    /// decision was made earlier, by its age. If the check was `sent`, the primary store may have
+    /// charged it too.
+    pub(crate) fn charged_locally(mut self, at: i64, sent: bool) -> Self {
+        self.verdicts.at = at - self.verdicts.age;
+        self.made = if sent { Made::Unsure } else { Made::Locally };
         self
     }
 
-    /// Marks a local decision on a check that the shared store may have run too.
-    pub(crate) fn unsure_if(mut self, sent: bool) -> Self {
-        self.is_unsure = sent;
-        self
-    }
-
-    /// Returns `true` if the shared store may have run the check too.
+    /// Returns `true` if a fallback made the decision, and the primary store may have run the check
+    /// too.
     pub(crate) fn is_unsure(&self) -> bool {
-        self.is_unsure
+        self.made == Made::Unsure
     }
 
     /// Returns `true` if it repeats an earlier decision under an id, and has charged nothing.

@@ -31,6 +31,19 @@ pub struct Key {
     bytes: [u8; Key::MAX],
 }
 
+/// The argument of [`Key::new`]: a text or bytes. Implemented for every `AsRef<[u8]>`.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not the text or the bytes of a key",
+    label = "not an `AsRef<[u8]>`",
+    note = "a number or an address: `Key::from(42)`, `Key::ip(address)`",
+    note = "several parts: `Key::tuple(&[Key::new(team), Key::from(user)])`",
+    note = "another type: the bytes that identify it, such as `Key::new(user.to_string())`"
+)]
+pub trait IsBytes: AsRef<[u8]> {}
+
+#[diagnostic::do_not_recommend]
+impl<T: AsRef<[u8]> + ?Sized> IsBytes for T {}
+
 /// First byte of a hashed key. A readable key cannot contain it.
 const HASHED: u8 = b'~';
 /// Separates the parts of a tuple. A part cannot contain it.
@@ -87,8 +100,8 @@ impl Key {
         key
     }
 
-    /// Creates a key from the caller's own bytes, such as a user id.
-    pub fn new(bytes: impl AsRef<[u8]>) -> Self {
+    /// Creates a key from the caller's own bytes, such as the name of a user. A number is `Key::from(42)`.
+    pub fn new(bytes: impl IsBytes) -> Self {
         let bytes = bytes.as_ref();
         let readable =
             |b: &u8| b.is_ascii_graphic() && !matches!(b, b'{' | b'}' | b':' | b',' | b'~');
@@ -104,7 +117,7 @@ impl Key {
     }
 
     /// Creates a key that must not be readable in Redis, from an API key, a token or a cookie.
-    pub fn secret(bytes: impl AsRef<[u8]>) -> Self {
+    pub fn secret(bytes: impl IsBytes) -> Self {
         Self::hashed(Sha256::new().chain_update(b"secret\0").chain_update(bytes))
     }
 

@@ -31,7 +31,7 @@ pub use check::Check;
 pub use counts::Counts;
 pub use decision::{Decision, Outcome, Source};
 pub use in_flight::SlotId;
-pub use key::Key;
+pub use key::{IsBytes, Key};
 pub use mode::Mode;
 pub use policies::Policies;
 pub use policy::Policy;

@@ -7,6 +7,7 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
+use super::mistakes;
 use crate::error::StoreError;
 use crate::limit::{Decision, Key};
 
@@ -45,12 +46,34 @@ pub struct Failed<'a> {
     pub key: Option<&'a Key>,
     /// The error.
     pub error: &'a StoreError,
+    /// Whether no store decided the check of a request, so that a layer rejects the request or lets it pass uncounted.
+    /// `false` if a [`Fallback`](crate::Fallback) decides, in a dry run, and for a settlement.
+    pub unanswered: bool,
 }
 
 impl<'a> Failed<'a> {
-    /// Creates an event.
+    /// Creates an event of a failure that fails no request.
     pub const fn new(key: Option<&'a Key>, error: &'a StoreError) -> Self {
-        Self { key, error }
+        Self {
+            key,
+            error,
+            unanswered: false,
+        }
+    }
+}
+
+/// A request had no key for the first extractor of an [`or`](crate::extract::KeyExtractor::or), and the second one found a key.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct SecondKey<'a> {
+    /// The key of the second extractor. `Debug` redacts it; [`Key::reveal`] returns it in clear.
+    pub key: &'a Key,
+}
+
+impl<'a> SecondKey<'a> {
+    /// Creates an event.
+    pub const fn new(key: &'a Key) -> Self {
+        Self { key }
     }
 }
 
@@ -66,6 +89,12 @@ impl<'a> Misconfigured<'a> {
     /// Creates an event.
     pub const fn new(problem: &'a str) -> Self {
         Self { problem }
+    }
+
+    /// Returns the [code](crate::guide::pitfalls#error-codes) at the end of the problem, such as `no-peer-address`. `None` if the
+    /// problem is reported by an extractor of your own.
+    pub fn code(&self) -> Option<&'static str> {
+        mistakes::code(self.problem)
     }
 }
 
@@ -112,8 +141,8 @@ impl Recovered {
 pub struct Reconciled {
     /// The cost that was charged: the part that still counted.
     pub charged: u64,
-    /// The cost that could not be charged, because there were too many callers to log, or because
-    /// the primary store failed again.
+    /// The cost that could not be charged, because there were too many callers to record, because
+    /// the primary store failed again, or because it exceeds the debt of a policy.
     pub dropped: u64,
 }
 

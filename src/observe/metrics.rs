@@ -14,13 +14,15 @@ use super::{Observer, event};
 /// | `ratelimit_decisions_total` | counter | `policy`, `outcome` ([`Outcome::as_str`](crate::check::Outcome::as_str)), `source` ([`Source::as_str`](crate::check::Source::as_str)), `dry_run` |
 /// | `ratelimit_check_seconds` | histogram | |
 /// | `ratelimit_failures_total` | counter | `kind` ([`ErrorKind::as_str`](crate::store::ErrorKind::as_str)) |
+/// | `ratelimit_unanswered_total` | counter of the requests that [no store decided](event::Failed::unanswered) | |
+/// | `ratelimit_second_key_total` | counter of the requests whose key the second extractor of an [`or`](crate::extract::KeyExtractor::or) found | |
 /// | `ratelimit_degraded` | gauge: 1 while the fallback decides | |
 /// | `ratelimit_outage_seconds` | histogram | |
 /// | `ratelimit_reconciled_total`, `ratelimit_dropped_total` | counters, in units of cost | |
 /// | `ratelimit_leased_total`, `ratelimit_lease_refunded_total`, `ratelimit_lease_expired_total`, `ratelimit_lease_lost_total` | counters, in units of cost: [charged in advance](crate::Leased); of that, refunded unspent and expired; and possibly lost because Redis did not reply | |
 /// | `ratelimit_batch_checks` | histogram | |
 /// | `ratelimit_queue_checks` | gauge | |
-/// | `ratelimit_misconfigured_total` | counter of the [reports](Observer::misconfigured) | |
+/// | `ratelimit_misconfigured_total` | counter of the [reports](Observer::misconfigured) | `code` ([`Misconfigured::code`](event::Misconfigured::code), or `other`) |
 ///
 /// The label `store` is the name of the observer. Create one [named](Self::named) observer per
 /// [`Fallback`](crate::Fallback). No label contains a caller's key: that would create a series per
@@ -78,7 +80,15 @@ pub struct MetricsObserver {
 }
 
 /// Counters that have no other label than `store`.
-const COUNTERS: [(&str, &str); 7] = [
+const COUNTERS: [(&str, &str); 8] = [
+    (
+        "ratelimit_second_key_total",
+        "Requests without a key for the first extractor of an `or`, for which the second one found a key.",
+    ),
+    (
+        "ratelimit_unanswered_total",
+        "Requests that no store decided. They were rejected, or passed uncounted.",
+    ),
     (
         "ratelimit_reconciled_total",
         "Cost granted by the fallback and later charged to the primary store.",
@@ -102,10 +112,6 @@ const COUNTERS: [(&str, &str); 7] = [
     (
         "ratelimit_lease_lost_total",
         "Leased cost that may have been charged and lost because Redis did not reply.",
-    ),
-    (
-        "ratelimit_misconfigured_total",
-        "Reports of a misconfigured server. The log names the problem.",
     ),
 ];
 /// Without a unit: from OpenTelemetry, Prometheus would name gauges of unit 1 `.._ratio`.
@@ -161,6 +167,11 @@ impl MetricsObserver {
             Unit::Count,
             "Checks that a store could not decide, by kind of error. A fallback may have decided them."
         );
+        describe_counter!(
+            "ratelimit_misconfigured_total",
+            Unit::Count,
+            "Reports of a misconfigured server, by code. The log names the problem."
+        );
         for (name, description) in COUNTERS {
             describe_counter!(name, Unit::Count, description);
             counter!(name, "store" => store.clone()).increment(0);
@@ -215,10 +226,19 @@ impl Observer for MetricsObserver {
     fn failed(&self, event: &event::Failed<'_>) {
         let kind = event.error.kind().as_str();
         counter!("ratelimit_failures_total", "store" => self.store(), "kind" => kind).increment(1);
+        if event.unanswered {
+            counter!("ratelimit_unanswered_total", "store" => self.store()).increment(1);
+        }
     }
 
-    fn misconfigured(&self, _: &event::Misconfigured<'_>) {
-        counter!("ratelimit_misconfigured_total", "store" => self.store()).increment(1);
+    fn second_key(&self, _: &event::SecondKey<'_>) {
+        counter!("ratelimit_second_key_total", "store" => self.store()).increment(1);
+    }
+
+    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
+        let code = event.code().unwrap_or("other");
+        counter!("ratelimit_misconfigured_total", "store" => self.store(), "code" => code)
+            .increment(1);
     }
 
     fn degraded(&self, _: &event::Degraded<'_>) {

@@ -8,7 +8,6 @@ macro_rules! mistakes {
             $code, ")"
         );)+
 
-        #[cfg(test)]
         const CODES: &[&str] = &[$($code),+];
     };
 }
@@ -27,11 +26,32 @@ mistakes! {
     ONE_NAME_TWO_QUOTAS = "one-name-two-quotas",
     NEVER_PASSES = "never-passes",
     UNKNOWN_TIER = "unknown-tier",
+    ALWAYS_SECOND_KEY = "always-second-key",
+}
+
+/// Returns the code that a message ends with.
+pub(super) fn code(problem: &str) -> Option<&'static str> {
+    let (_, last) = problem.strip_suffix(')')?.rsplit_once('#')?;
+    CODES.iter().copied().find(|code| *code == last)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::CODES;
+    use super::{CODES, NO_CHARGE, NO_PEER_ADDRESS, code};
+
+    #[test]
+    fn a_message_ends_with_its_code() {
+        let codes =
+            [NO_PEER_ADDRESS, NO_CHARGE].map(|end| code(&format!("no address: add it{end}")));
+        assert_eq!(codes, [Some("no-peer-address"), Some("no-charge")]);
+        let others = [
+            "no address",
+            "no address (#no-charge",
+            "(https://host/#other)",
+        ]
+        .map(code);
+        assert_eq!(others, [None; 3]);
+    }
 
     #[test]
     fn each_code_has_its_section() {

@@ -69,6 +69,11 @@ pub trait Observer: Send + Sync + 'static {
         let _ = event;
     }
 
+    /// The first extractor of an [`or`](crate::extract::KeyExtractor::or) found no key in a request, and the second one did.
+    fn second_key(&self, event: &event::SecondKey<'_>) {
+        let _ = event;
+    }
+
     /// The server is misconfigured. Either a layer can count no request, and every HTTP request
     /// gets a 500. Or a layer skips a policy that it cannot enforce, a request was charged twice, a
     /// policy is leased without effect, or the Redis user lacks a right. Each layer and store
@@ -117,6 +122,10 @@ macro_rules! forward {
 
         fn failed(&$self, event: &event::Failed<'_>) {
             $($observer.failed(event);)+
+        }
+
+        fn second_key(&$self, event: &event::SecondKey<'_>) {
+            $($observer.second_key(event);)+
         }
 
         fn misconfigured(&$self, event: &event::Misconfigured<'_>) {

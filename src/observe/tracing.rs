@@ -198,7 +198,7 @@ impl Observer for TracingObserver {
         }
     }
 
-    fn failed(&self, &event::Failed { key, error }: &event::Failed<'_>) {
+    fn failed(&self, &event::Failed { key, error, .. }: &event::Failed<'_>) {
         trace!(
             caller = key.map(|key| self.shown(key)),
             kind = error.kind().as_str(),
@@ -209,6 +209,13 @@ impl Observer for TracingObserver {
         if let Some(new) = self.log.failures.record(error.kind(), || error.clone()) {
             failed(&Span::current(), new);
         }
+    }
+
+    fn second_key(&self, &event::SecondKey { key }: &event::SecondKey<'_>) {
+        trace!(
+            caller = self.shown(key),
+            "rate limit key found by the second extractor"
+        );
     }
 
     fn misconfigured(&self, &event::Misconfigured { problem }: &event::Misconfigured<'_>) {

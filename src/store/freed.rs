@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
+use smallvec::SmallVec;
 use tokio::sync::Notify;
 
 use crate::limit::{Check, Key, Mode, Policies};
@@ -53,12 +54,16 @@ impl Waiters {
                 .iter()
                 .any(|policy| ids().any(|id| id == policy.id()))
         };
-        let each = lock(&self.0.each);
-        for (policies, wake) in each.get(check.key()).into_iter().flatten() {
-            if freed(policies) {
-                wake.freed.fetch_add(1, Ordering::AcqRel);
-                wake.notify.notify_one();
-            }
+        let wakes: SmallVec<[Arc<Wake>; 2]> = {
+            let each = lock(&self.0.each);
+            let of_caller = each.get(check.key()).into_iter().flatten();
+            let woken = of_caller.filter(|(policies, _)| freed(policies));
+            woken.map(|(_, wake)| Arc::clone(wake)).collect()
+        };
+        // Outside of the lock, as waking a task may run code of its executor.
+        for wake in wakes {
+            wake.freed.fetch_add(1, Ordering::AcqRel);
+            wake.notify.notify_one();
         }
     }
 

@@ -265,25 +265,11 @@ impl Hooks for LocalStore {
 
 impl Shard {
     fn decide(&mut self, check: &Check, caller: Digest, now: i64) -> Verdicts {
-        if let [policy] = check.policies().as_slice()
-            && let Some(place) = self.states.find(caller.of_count(policy.id()))
-            && let Some(Slot {
-                value: Entry::Counted(state),
-                hold,
-            }) = self.states.at(place)
-        {
-            // Fast path: one policy and a known caller. Decide in place.
-            let verdicts = check.decide(slice::from_mut(state), now);
-            if changes(check, &verdicts) {
-                *hold = hold_of(verdicts.first(), policy, now);
-                if verdicts.first().reset <= 0 {
-                    self.states.remove_at(place);
-                }
-            }
-            return verdicts;
+        if let [policy] = check.policies().as_slice() {
+            return self.decide_one(check, policy, caller.of_count(policy.id()), now);
         }
-        let mut places = SmallVec::<[Option<usize>; 1]>::new();
-        let mut states = SmallVec::<[State; 1]>::new();
+        let mut places = SmallVec::<[Option<usize>; 2]>::new();
+        let mut states = SmallVec::<[State; 2]>::new();
         for policy in check.policies().iter() {
             let place = self.states.find(caller.of_count(policy.id()));
             states.push(match place.and_then(|place| self.states.at(place)) {
@@ -303,7 +289,7 @@ impl Shard {
         }
 
         // Update existing entries first: inserting new ones may move them.
-        let mut others = SmallVec::<[(&Policy, Entry, Hold); 1]>::new();
+        let mut others = SmallVec::<[(&Policy, Entry, Hold); 2]>::new();
         let decided = states
             .into_iter()
             .zip(places)
@@ -322,6 +308,33 @@ impl Shard {
         for (policy, value, hold) in others {
             self.states
                 .put(caller.of_count(policy.id()), value, hold, now);
+        }
+        verdicts
+    }
+
+    /// Decides under one policy: in place, if the caller is counted.
+    fn decide_one(&mut self, check: &Check, policy: &Policy, count: Digest, now: i64) -> Verdicts {
+        let mut state = match self.states.get_mut(count) {
+            Some(Slot {
+                value: Entry::Counted(state),
+                hold,
+            }) => {
+                let verdicts = check.decide(slice::from_mut(state), now);
+                if changes(check, &verdicts) {
+                    *hold = hold_of(verdicts.first(), policy, now);
+                    if verdicts.first().reset <= 0 {
+                        self.states.remove(count);
+                    }
+                }
+                return verdicts;
+            }
+            Some(slot) => slot.value.take(policy, now),
+            None => State::fresh(policy.kind()),
+        };
+        let verdicts = check.decide(slice::from_mut(&mut state), now);
+        if changes(check, &verdicts) {
+            let hold = hold_of(verdicts.first(), policy, now);
+            self.states.put(count, Entry::Counted(state), hold, now);
         }
         verdicts
     }

@@ -1,7 +1,9 @@
-//! The waiters of a line, and their reserved turns. All methods run under the lock of the lines.
+//! The waiters of a line. All methods run under the lock of the lines.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::iter;
 use std::mem;
+use std::ops::{Bound, RangeBounds};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,7 +11,8 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::permit::Charge;
-use super::{Answer, MAX_FAILURES, PAUSE, Refusal};
+use super::reserved::Reserved;
+use super::{Answer, MAX_FAILURES, PAUSE, Refusal, TICK};
 use crate::error::StoreError;
 use crate::limit::Decision;
 use crate::store::Wake;
@@ -22,20 +25,15 @@ pub(super) struct Line {
     deadlines: BTreeSet<(Instant, u64)>,
     /// Total cost of the waiters.
     demand: u64,
-    /// By the due time, and the number of the waiter that each was reserved for.
-    turns: BTreeMap<(Instant, u64), Turn>,
-    /// Total units of the turns.
-    reserved: u64,
-    /// Due units, too few for the first waiter.
-    part: Option<Charge>,
-    /// Number of checks without a reply, by the time when they were sent.
-    sent: BTreeMap<Instant, u32>,
-    /// Number of turns whose refund is in flight.
-    pub(super) refunding: usize,
+    reserved: Reserved,
+    /// The newest waiter when turns were reserved last.
+    newest: u64,
+    /// Whether the line repeats checks, since its policies or its store reserve no turns.
+    polls: bool,
     /// The last decision of the store, and its time.
     known: Option<(Decision, Instant)>,
-    /// For a [`Questions`](super::Questions) line: the time before which no capacity is expected.
-    pub(super) free_at: Option<Instant>,
+    /// If the line polls: the time before which no capacity is expected, and the denied cost.
+    pub(super) free_at: Option<(Instant, u32)>,
     /// Calls that have failed since the last success.
     failures: Option<Failures>,
     /// Wakes the task.
@@ -46,11 +44,6 @@ pub(super) struct Waiter {
     pub(super) cost: u32,
     /// Deadline of the waiter; `None` if it may wait forever.
     pub(super) deadline: Option<Instant>,
-    /// Whether no turn was requested for it yet.
-    is_new: bool,
-    /// Number of checks that were sent for it and have no reply yet, and when the last one was sent.
-    pending: u32,
-    sent_at: Option<Instant>,
     answer: oneshot::Sender<Answer>,
 }
 
@@ -62,24 +55,38 @@ pub(super) struct Failures {
     until: Instant,
 }
 
-/// Units to reserve for a waiter.
+/// A turn to reserve for a waiter.
 pub(super) struct Missing {
     pub(super) number: u64,
     pub(super) units: u32,
     pub(super) deadline: Option<Instant>,
 }
 
-/// Due units: the waiters that get them, and the rest if no waiter is left.
-pub(super) struct Given {
-    pub(super) to: Vec<(Waiter, Charge)>,
-    pub(super) left: Option<Charge>,
+/// The next actions of the task that reserves turns.
+#[derive(Default)]
+pub(super) struct Todo {
+    pub(super) reserve: Vec<Missing>,
+    pub(super) give: Vec<(Waiter, Charge)>,
+    /// Superfluous due units.
+    pub(super) refund: Vec<Charge>,
+    /// Superfluous turns. Report the reply by [`Line::refunded`].
+    pub(super) refund_turns: Vec<Charge>,
+    pub(super) refuse: Option<Late>,
+    pub(super) then: Then,
 }
 
-/// A reserved turn.
-pub(super) struct Turn {
-    pub(super) charge: Charge,
-    /// Whether the store has rejected its refund, because a later turn depends on it.
-    pub(super) stays: bool,
+/// Waiters whose deadline has passed, and why they are refused.
+pub(super) type Late = (Vec<Waiter>, Refusal);
+
+/// How the task continues.
+#[derive(Default)]
+pub(super) enum Then {
+    /// Sleeps until this time, or until it is woken.
+    Sleep(Option<Instant>),
+    /// Sends checks for the first waiters.
+    Check,
+    #[default]
+    End,
 }
 
 impl Waiter {
@@ -91,14 +98,11 @@ impl Waiter {
         Self {
             cost,
             deadline,
-            is_new: true,
-            pending: 0,
-            sent_at: None,
             answer,
         }
     }
 
-    pub(super) fn is_in_time(&self, at: Instant) -> bool {
+    fn is_in_time(&self, at: Instant) -> bool {
         self.deadline.is_none_or(|deadline| at <= deadline)
     }
 
@@ -111,20 +115,19 @@ impl Waiter {
 
 impl Line {
     /// Creates a line. `denied` is the fresh denial of its first waiter, if that was checked.
-    pub(super) fn new(denied: Option<Decision>) -> Self {
+    pub(super) fn new(polls: bool, denied: Option<Decision>, cost: u32) -> Self {
         let now = instant();
         let wait = denied.as_ref().and_then(Decision::retry_after);
+        let free_at = wait.and_then(|wait| now.checked_add(wait));
         Self {
             waiters: BTreeMap::new(),
             deadlines: BTreeSet::new(),
             demand: 0,
-            turns: BTreeMap::new(),
-            reserved: 0,
-            part: None,
-            sent: BTreeMap::new(),
-            refunding: 0,
+            reserved: Reserved::default(),
+            newest: 0,
+            polls,
             known: denied.map(|denied| (denied, now)),
-            free_at: wait.and_then(|wait| now.checked_add(wait)),
+            free_at: free_at.filter(|_| polls).map(|at| (at, cost)),
             failures: None,
             wake: Arc::default(),
         }
@@ -137,13 +140,15 @@ impl Line {
 
     /// Returns `true` if a new request must join: others wait, or a turn is left.
     pub(super) fn is_used(&self) -> bool {
-        !self.waiters.is_empty() || !self.turns.is_empty()
+        !self.waiters.is_empty() || !self.reserved.is_empty()
     }
 
     /// Returns `true` if the task has nothing left to do.
     pub(super) fn is_idle(&self, now: Instant) -> bool {
-        let remembers = self.remembers_until().is_some_and(|until| now < until);
-        !self.is_used() && self.part.is_none() && self.refunding == 0 && !remembers
+        // A line that polls does not keep a turn whose refund is rejected.
+        let is_refunding = self.reserved.refunding_until(now).is_some() && !self.polls;
+        let is_settled = self.reserved.is_settled() && !is_refunding;
+        self.waiters.is_empty() && is_settled && self.remembers_until(now).is_none()
     }
 
     /// The failures, if they have reached [`MAX_FAILURES`].
@@ -154,8 +159,9 @@ impl Line {
 
     /// The time until which an unused line is kept after failures, so that after the pause one waiter at a time tries
     /// the store.
-    pub(super) fn remembers_until(&self) -> Option<Instant> {
-        Some(self.too_many()?.until + PAUSE)
+    fn remembers_until(&self, now: Instant) -> Option<Instant> {
+        let until = self.too_many()?.until + PAUSE;
+        (now < until).then_some(until)
     }
 
     pub(super) fn push(&mut self, number: u64, waiter: Waiter) {
@@ -189,22 +195,14 @@ impl Line {
     }
 
     /// The number and the cost of the first waiter.
-    pub(super) fn first(&self) -> Option<(u64, u32)> {
-        self.waiters()
-            .next()
-            .map(|(number, waiter)| (number, waiter.cost))
+    fn first(&self) -> Option<(u64, u32)> {
+        self.costs().next()
     }
 
-    /// The cost of a waiter.
-    pub(super) fn cost_of(&self, number: u64) -> Option<u32> {
-        self.waiters.get(&number).map(|waiter| waiter.cost)
-    }
-
-    /// The waiters, oldest first.
-    pub(super) fn waiters(&self) -> impl DoubleEndedIterator<Item = (u64, &Waiter)> {
-        self.waiters
-            .iter()
-            .map(|(number, waiter)| (*number, waiter))
+    /// The numbers and costs of the waiters, oldest first.
+    pub(super) fn costs(&self) -> impl Iterator<Item = (u64, u32)> {
+        let each = self.waiters.iter();
+        each.map(|(number, waiter)| (*number, waiter.cost))
     }
 
     /// Records a decision. Returns the previous failures, because the user's error in them must not be dropped under
@@ -217,25 +215,23 @@ impl Line {
     /// The denial for a new request. Its wait is the time until the last turn is due, or until capacity is expected.
     pub(super) fn denial(&self, now: Instant) -> Option<Decision> {
         let (decision, at) = self.known.clone()?;
-        let last = self.turns.last_key_value().map(|((due, _), _)| *due);
-        let wait = last
-            .max(self.free_at)
+        let wait = self
+            .reserved
+            .last_due()
+            .max(self.free_at.map(|(at, _)| at))
             .map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
         Some(decision.denied_for(wait, now.saturating_duration_since(at)))
     }
 
-    /// The reason why a waiter must not join: the store is failing, or its turn would be too late.
+    /// The reason why a waiter must not join: the store is failing, or no capacity is expected in time.
     pub(super) fn refusal(&self, waiter: &Waiter, now: Instant) -> Option<Refusal> {
         if let Some(failures) = self.too_many().filter(|failures| now < failures.until) {
             return Some(Refusal::Failed(failures.last.clone()));
         }
-        let left = self.surplus() >= u64::from(waiter.cost.max(1));
-        let left = self.turns.last_key_value().filter(|_| left);
-        let starts_at = left.map(|((due, _), _)| *due).or(self.free_at)?;
-        let is_late = starts_at > now && !waiter.is_in_time(starts_at);
-        is_late
-            .then(|| self.denial(now).map(Refusal::Denied))
-            .flatten()
+        let (free_at, _) = self.free_at?;
+        let is_late = free_at > now && !waiter.is_in_time(free_at);
+        let denial = || self.denial(now).map(Refusal::Denied);
+        is_late.then(denial).flatten()
     }
 
     /// Handles a failed call for a waiter. Returns the waiters that fail, and the previous failures, as
@@ -261,226 +257,168 @@ impl Line {
         (all.into_values().collect(), before)
     }
 
-    /// Removes the waiters after `behind` whose deadline is before `at`.
-    pub(super) fn late(&mut self, at: Instant, behind: u64) -> Vec<Waiter> {
-        let late = self
-            .waiters()
-            .filter(|(number, waiter)| *number > behind && !waiter.is_in_time(at));
-        let late: Vec<u64> = late.map(|(number, _)| number).collect();
-        late.into_iter()
-            .filter_map(|number| self.remove(number))
-            .collect()
-    }
-
-    /// The earliest deadline.
-    pub(super) fn deadline(&self) -> Option<Instant> {
-        self.deadlines.first().map(|(deadline, _)| *deadline)
-    }
-
-    /// The first deadline that is not over.
-    pub(super) fn next_deadline(&self, now: Instant) -> Option<Instant> {
-        let mut later = self.deadlines.range((now, 0)..);
-        later.next().map(|(deadline, _)| *deadline)
-    }
-
-    /// Takes out the waiters whose deadline is over and for whom no pending check can be in time, and returns
-    /// why they are refused: all turns that are still reserved come too late for them.
-    pub(super) fn overdue(&mut self, now: Instant) -> Option<(Vec<Waiter>, Refusal)> {
-        // A reply goes to the first in line, so a waiter may need the reply to another one's check.
-        let oldest = self.sent.first_key_value().map(|(at, _)| *at);
-        let is_hopeless = |number| {
-            let waiter = self.waiters.get(number)?;
-            let last = waiter.deadline.max(waiter.sent_at);
-            Some(waiter.pending == 0 && oldest.is_none_or(|oldest| last < Some(oldest)))
-        };
-        let over = self
-            .deadlines
-            .iter()
-            .take_while(|(deadline, _)| *deadline < now)
-            .filter(|(_, number)| is_hopeless(number) == Some(true));
+    /// Removes the waiters among `numbers` whose deadline is before `at`. `None` before the first reply.
+    pub(super) fn late(
+        &mut self,
+        at: Instant,
+        numbers: impl RangeBounds<u64>,
+        now: Instant,
+    ) -> Option<Late> {
+        let over = self.deadlines.range(..(at, 0));
+        let over = over.filter(|(_, number)| numbers.contains(number));
         let over: Vec<u64> = over.map(|(_, number)| *number).collect();
         if over.is_empty() {
             return None;
         }
-        let refusal = self.late_refusal(now)?;
-        let over = over.into_iter().filter_map(|number| self.remove(number));
-        Some((over.collect(), refusal))
-    }
-
-    /// Why waiters whose deadline has passed are refused. `None` before the first reply.
-    pub(super) fn late_refusal(&self, now: Instant) -> Option<Refusal> {
         let failure = || {
             let failures = self.failures.as_ref()?;
             Some(Refusal::Failed(failures.last.clone()))
         };
-        self.denial(now).map(Refusal::Denied).or_else(failure)
+        let refusal = self.denial(now).map(Refusal::Denied).or_else(failure)?;
+        let over = over.into_iter().filter_map(|number| self.remove(number));
+        Some((over.collect(), refusal))
     }
+}
 
-    /// Records that a check was sent for this waiter.
-    pub(super) fn sent(&mut self, number: u64, at: Instant) {
-        *self.sent.entry(at).or_default() += 1;
-        if let Some(waiter) = self.waiters.get_mut(&number) {
-            (waiter.pending, waiter.sent_at) = (waiter.pending + 1, Some(at));
+/// Lines that reserve turns.
+impl Line {
+    /// Returns what the task does next.
+    pub(super) fn turn(&mut self, now: Instant) -> Todo {
+        let mut todo = Todo::default();
+        while let Some((number, cost)) = self.first()
+            && let Some(charge) = self.reserved.take(cost, now, &mut todo.refund)
+        {
+            let waiter = self.remove(number);
+            todo.give.extend(waiter.map(|waiter| (waiter, charge)));
         }
-    }
-
-    /// Records the reply to a check that was sent for this waiter at this time.
-    pub(super) fn replied(&mut self, number: u64, at: Instant) {
-        if let Some(count) = self.sent.get_mut(&at) {
-            *count -= 1;
-            if *count == 0 {
-                self.sent.remove(&at);
-            }
+        // A due turn goes to the first waiter, so a waiter may need the reply to the check of an earlier one.
+        let first_pending = self.reserved.first_pending().unwrap_or(u64::MAX);
+        todo.refuse = self.late(now, ..first_pending, now);
+        todo.reserve = self.missing();
+        let superfluous = || self.reserved.superfluous(self.demand);
+        todo.refund_turns.extend(iter::from_fn(superfluous));
+        let must_poll = self.polls && self.reserved.is_empty() && !self.reserved.is_asked();
+        if self.waiters.is_empty() || must_poll {
+            let unused = || self.reserved.take_any(now);
+            todo.refund.extend(iter::from_fn(unused));
         }
-        if let Some(waiter) = self.waiters.get_mut(&number) {
-            waiter.pending -= 1;
-        }
+        todo.then = if self.is_idle(now) {
+            Then::End
+        } else if must_poll {
+            Then::Check
+        } else {
+            let deadline = self.deadlines.range((now, 0)..).next();
+            let deadline = deadline.map(|(deadline, _)| *deadline + TICK);
+            let wakes = [
+                self.reserved.first_due(),
+                deadline,
+                self.remembers_until(now),
+                self.reserved.refunding_until(now),
+            ];
+            Then::Sleep(wakes.into_iter().flatten().min())
+        };
+        todo
     }
 
-    /// Units reserved beyond the cost of the waiters.
-    fn surplus(&self) -> u64 {
-        self.there().saturating_sub(self.demand)
-    }
-
-    /// All reserved units, due or not.
-    fn there(&self) -> u64 {
-        self.reserved + self.part.as_ref().map_or(0, |part| u64::from(part.cost))
-    }
-
-    /// The units to reserve in addition to the `asked` ones, each with the waiter that needs them. While the store is
-    /// failing, at most one at a time.
-    pub(super) fn missing(&mut self, asked: u64) -> Vec<Missing> {
-        if self.too_many().is_some() && asked > 0 {
+    /// The turns to reserve in addition to the requested ones. Each waiter needs one, unless enough units are left from
+    /// waiters that have gone, and due in time. While the store is failing, at most one is requested at a time.
+    fn missing(&mut self) -> Vec<Missing> {
+        let is_failing = self.too_many().is_some();
+        if self.polls || (is_failing && self.reserved.is_asked()) {
             return vec![];
         }
-        let last = self.turns.last_key_value().map(|((due, _), _)| *due);
-        let mut units = self.demand.saturating_sub(self.there() + asked);
-        let mut missing = vec![];
-        for (number, waiter) in self.waiters.iter_mut().rev() {
-            if units == 0 && !waiter.is_new {
+        let mut lacking = self.demand.saturating_sub(self.reserved.expected());
+        let (mut position, mut missing) = (self.demand, vec![]);
+        for (number, waiter) in self.waiters.iter().rev() {
+            let is_new = *number > self.newest;
+            if lacking == 0 && !is_new {
                 break;
             }
-            let mut lacks = u32::try_from(units).unwrap_or(u32::MAX).min(waiter.cost);
-            units -= u64::from(lacks);
-            // The turn that is left would be too late for this waiter.
-            if lacks == 0 && last.is_some_and(|last| !waiter.is_in_time(last)) {
-                lacks = waiter.cost;
-            }
-            waiter.is_new = false;
-            if lacks > 0 {
+            let is_late = || {
+                let starts_at = self.reserved.starts_at(position);
+                starts_at.is_some_and(|at| !waiter.is_in_time(at))
+            };
+            if lacking > 0 || is_late() {
                 missing.push(Missing {
                     number: *number,
-                    units: lacks,
+                    units: waiter.cost,
                     deadline: waiter.deadline,
                 });
             }
+            lacking = lacking.saturating_sub(waiter.cost.into());
+            position -= u64::from(waiter.cost);
         }
+        let newest = self.waiters.last_key_value();
+        self.newest = newest.map_or(self.newest, |(number, _)| *number);
         missing.reverse();
-        if self.too_many().is_some() {
+        if is_failing {
             missing.truncate(1);
+        }
+        for Missing { number, units, .. } in &missing {
+            self.reserved.ask(*number, *units);
         }
         missing
     }
 
-    /// Adds a turn that was reserved for this waiter.
-    pub(super) fn add_turn(&mut self, number: u64, turn: Turn) {
-        self.reserved += u64::from(turn.charge.cost);
-        self.turns.insert((turn.charge.due, number), turn);
+    /// Records the reply to a check that was sent for this waiter.
+    pub(super) fn replied(&mut self, missing: &Missing) {
+        self.reserved.replied(missing.number, missing.units);
+    }
+
+    /// Adds the turn that a check has reserved.
+    pub(super) fn add_turn(&mut self, charge: Charge) {
+        self.reserved.add(charge, false);
         self.wake.notify.notify_one();
     }
 
-    /// The time at which the next turn is due.
-    pub(super) fn due(&self) -> Option<Instant> {
-        self.turns.first_key_value().map(|((due, _), _)| *due)
+    /// Records the reply to a refund of a superfluous turn. `kept` is the turn if the store has rejected the refund.
+    pub(super) fn refunded(&mut self, kept: Option<Charge>) {
+        self.reserved.refunded(kept.filter(|_| !self.polls));
+        self.wake.notify.notify_one();
     }
 
-    /// Takes a due turn, and the first waiter, which gets it. Replies arrive in any order; so if the next turn is too
-    /// late for the waiter that reserved this one, but not for the first waiter, this turn goes to the first of the
-    /// waiters for which the next one is too late.
-    pub(super) fn next_due(&mut self, now: Instant) -> Option<Given> {
-        let is_due = |due: Instant| due <= now;
-        let Some(((_, number), turn)) = self
-            .due()
-            .filter(|due| is_due(*due))
-            .and_then(|_| self.turns.pop_first())
-        else {
-            // A waiter that needed more units may have left.
-            let part = self.part.take()?;
-            let is_enough = self.first().is_none_or(|(_, cost)| cost <= part.cost);
-            if is_enough {
-                return Some(self.give(part));
-            }
-            self.part = Some(part);
-            return None;
+    /// The store has denied a turn for this waiter, although there would be capacity at `free_at`: it reserves none, or
+    /// none so far ahead. Then the line polls until it ends.
+    pub(super) fn poll_instead(&mut self, missing: &Missing, free_at: Instant) {
+        if self.waiters.contains_key(&missing.number) {
+            self.polls = true;
+            let earlier = self.free_at.filter(|(at, _)| *at < free_at);
+            self.free_at = earlier.or(Some((free_at, missing.units)));
+        }
+    }
+}
+
+/// Lines that poll.
+impl Line {
+    /// Returns how the task continues, whose next check is at `next`, and the waiters for which that is too late.
+    pub(super) fn rest(&mut self, now: Instant, next: Option<Instant>) -> (Option<Late>, Then) {
+        let Some((_, cost)) = self.first() else {
+            let forgets = self.remembers_until(now);
+            return (None, forgets.map_or(Then::End, |at| Then::Sleep(Some(at))));
         };
-        let charge = turn.charge;
-        self.reserved -= u64::from(charge.cost);
-        let next = self.due();
-        let is_late = |waiter: &Waiter| next.is_some_and(|next| !waiter.is_in_time(next));
-        let is_urgent = |waiter: &Waiter| is_late(waiter) && waiter.cost == charge.cost;
-        let first_waits = self
-            .waiters
-            .values()
-            .next()
-            .is_some_and(|first| !is_late(first));
-        if first_waits && self.waiters.get(&number).is_some_and(is_urgent) {
-            let urgent = self.waiters().find(|(_, waiter)| is_urgent(waiter));
-            let urgent = urgent.map(|(number, _)| number);
-            if let Some(urgent) = urgent.and_then(|urgent| self.remove(urgent)) {
-                return Some(Given {
-                    to: vec![(urgent, charge)],
-                    left: None,
-                });
-            }
+        let Some(mut until) = next else {
+            return (None, Then::Check);
+        };
+        let deadline = self.deadlines.first().map(|(deadline, _)| *deadline);
+        if let (Some((free_at, _)), Some(deadline)) = (self.free_at, deadline) {
+            // Do not deny a waiter because of jitter.
+            until = until.min(deadline.max(free_at));
         }
-        Some(self.give(charge))
+        // A smaller cost than the denied one is first if waiters have left.
+        let is_smaller = self.free_at.is_some_and(|(_, denied)| cost < denied);
+        if now >= until || is_smaller {
+            return (None, Then::Check);
+        }
+        let free_at = self.free_at.map_or(now, |(at, _)| at.max(now));
+        let late = self.late(free_at, .., now);
+        let deadline = deadline.map(|deadline| deadline.max(now) + TICK);
+        let wakes_at = deadline.map_or(until, |deadline| until.min(deadline));
+        (late, Then::Sleep(Some(wakes_at)))
     }
 
-    /// Gives due units to the first waiters that they suffice for.
-    fn give(&mut self, charge: Charge) -> Given {
-        let mut units = charge.cost + self.part.take().map_or(0, |part| part.cost);
-        let mut to = vec![];
-        while let Some(waiter) = self.pop_up_to(units) {
-            units -= waiter.cost;
-            let part = charge.part(waiter.cost);
-            to.push((waiter, part));
-        }
-        let mut left = (units > 0).then(|| charge.part(units));
-        if !self.waiters.is_empty() {
-            self.part = left.take();
-        }
-        Given { to, left }
-    }
-
-    /// Takes the waiters that get an unused permit, or returns `None` without waiters.
-    pub(super) fn hand_on(&mut self, charge: &Charge, reserves: bool) -> Option<Given> {
-        if reserves {
-            return (self.len() > 0).then(|| self.give(charge.clone()));
-        }
-        let waiter = self.pop(charge.cost)?;
-        Some(Given {
-            to: vec![(waiter, charge.clone())],
-            left: None,
-        })
-    }
-
-    /// Handles the reply to a refund: the store has refunded the turn, or it `stays`.
-    pub(super) fn refunded(&mut self, number: u64, charge: Charge, stays: bool) {
-        self.refunding -= 1;
-        self.wake.notify.notify_one();
-        if stays && charge.due > instant() {
-            self.add_turn(number, Turn { charge, stays });
-        }
-    }
-
-    /// Takes the last turn for a refund, if the waiters do not need it.
-    pub(super) fn superfluous(&mut self) -> Option<(u64, Charge)> {
-        let surplus = self.surplus();
-        let is_more = |turn: &Turn| !turn.stays && u64::from(turn.charge.cost) <= surplus;
-        let last = self.turns.last_entry().filter(|last| is_more(last.get()))?;
-        let ((_, number), Turn { charge, .. }) = last.remove_entry();
-        self.reserved -= u64::from(charge.cost);
-        self.refunding += 1;
-        Some((number, charge))
+    /// Removes the waiters after `last` whose deadline had passed when the store replied, without capacity for them.
+    pub(super) fn late_behind(&mut self, last: u64, replied_at: Instant) -> Option<Late> {
+        let behind = (Bound::Excluded(last), Bound::Unbounded);
+        self.late(replied_at, behind, instant())
     }
 }

@@ -5,13 +5,14 @@
 //!
 //! - **Strategies that refill gradually.** The task ([`turns`]) takes a turn ahead for each waiter immediately: the
 //!   store charges it and reports when it is due. So the queue across all instances is in the store, and no round trip
-//!   limits the rate. Each due turn goes to the first waiter, also if it was reserved for another. If a waiter leaves,
-//!   the last turn is refunded. The store rejects the refund if a later turn of another instance depends on this turn;
-//!   then a waiter that joins before the turn is due gets it, or it expires.
+//!   limits the rate. Due units go to the first waiter, even if they were reserved for another. If a waiter leaves, its units
+//!   serve the others, and the last turn is refunded. The store rejects the refund if a later turn of another instance
+//!   depends on this turn; then a waiter that joins before the turn is due gets it, or it expires.
 //! - **Other strategies, and requests in flight.** The task ([`questions`]) takes what the first waiters need. After a
-//!   denial it checks again after `retry_after`, or when capacity was freed in this process.
+//!   denial it checks again after `retry_after`, or when capacity was freed in this process. A line that reserves turns
+//!   becomes such a line when the store denies a turn that would be in time: it reserves none, or none so far ahead.
 //! - **Dropped waiters.** The task receives every reply, also for waiters that have left. A permit that is dropped
-//!   unused goes to the first waiter, or is refunded.
+//!   unused goes to the first waiter if that has the same cost; otherwise it is refunded.
 //! - **Deadlines.** A waiter is denied as soon as its turn is certain to be too late. Only a slow store call can delay
 //!   that.
 //! - **Lost replies and failures.** Each failed call fails one waiter. After [`MAX_FAILURES`] consecutive failures all
@@ -21,6 +22,9 @@
 mod line;
 mod permit;
 mod questions;
+mod reserved;
+#[cfg(test)]
+mod tests;
 mod turns;
 
 use std::collections::HashMap;
@@ -29,7 +33,7 @@ use std::future::Future;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::num::NonZeroUsize;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
@@ -40,12 +44,10 @@ use tokio::time::Instant;
 
 pub(crate) use permit::{Permit, Spent};
 
-use self::line::{Given, Line, Waiter};
-use self::questions::Questions;
-use self::turns::Turns;
+use self::line::{Late, Line, Waiter};
 use crate::background::{OpQueue, PendingOp};
 use crate::error::{ErrorKind, StoreError};
-use crate::in_flight::{InFlightTracker, Slot};
+use crate::in_flight::InFlightTracker;
 use crate::limit::{Check, Decision, Key, Policies, Source, Verdict};
 use crate::observe::Observer;
 use crate::store::{Store, Waiters, op_queue};
@@ -116,7 +118,7 @@ struct LineId {
     key: Key,
     /// A hash of the policies with their quotas, so that a replaced quota gets a separate line.
     policies: u64,
-    /// Whether the line reserves turns ([`Turns`]); otherwise it repeats checks ([`Questions`]).
+    /// Whether the line reserves turns until the store has denied one; otherwise it repeats checks.
     reserves: bool,
 }
 
@@ -141,8 +143,7 @@ pub(crate) enum Refusal {
 /// A reference to a line, which may have ended.
 #[derive(Clone)]
 struct LineRef {
-    shared: Arc<Shared>,
-    refunds: OpQueue,
+    queues: WaitQueues,
     id: LineId,
 }
 
@@ -150,9 +151,8 @@ struct LineRef {
 struct Place {
     line: LineRef,
     policies: Policies,
-    queues: WaitQueues,
     /// Whether the line has ended. Another one may have its id since.
-    has_ended: AtomicBool,
+    has_ended: bool,
 }
 
 /// Resolves to a permit when it is due. Dropping it leaves the line.
@@ -169,8 +169,6 @@ const MAX_FAILURES: u32 = 3;
 const PAUSE: Duration = Duration::from_millis(250);
 /// Resolution of timers.
 const TICK: Duration = Duration::from_millis(1);
-/// Pause of a [`Questions`] line after a failed call.
-const FAILURE_PAUSE: Duration = Duration::from_millis(50);
 
 impl Refusal {
     /// Converts it to a store's answer.
@@ -304,7 +302,7 @@ impl WaitQueues {
         let id = LineId::of(&runtime, &wanted.key, &wanted.policies, wanted.cost);
         let (sender, answer) = oneshot::channel();
         let waiter = Waiter::new(wanted.cost, wanted.deadline, sender);
-        let number = {
+        let (number, is_new) = {
             let lines = &mut *lock(&self.shared.lines);
             let line = lines.each.get(&id);
             let now = instant();
@@ -316,101 +314,57 @@ impl WaitQueues {
             if let Some(refusal) = line.and_then(|line| line.refusal(&waiter, now)) {
                 return Err(refusal);
             }
+            let is_new = line.is_none();
+            let new = || Line::new(!id.reserves, denied, wanted.cost);
             lines.last += 1;
-            lines.last
+            let line = lines.each.entry(id).or_insert_with(new);
+            line.push(lines.last, waiter);
+            lines.recount(&id.key, 0, 1);
+            (lines.last, is_new)
         };
-        self.enter(&runtime, id, wanted.policies, number, waiter, denied);
+        let queues = self.clone();
+        let line = LineRef { queues, id };
+        if is_new {
+            line.start(&runtime, wanted.policies);
+        }
         Ok(Acquire {
-            line: self.line(id),
+            line,
             number,
             answer,
         })
     }
+}
 
-    fn line(&self, id: LineId) -> LineRef {
-        LineRef {
-            shared: Arc::clone(&self.shared),
-            refunds: self.refunds.clone(),
-            id,
-        }
-    }
-
-    /// Adds a waiter to a line, and starts the line's task if the line is new.
-    fn enter(
-        &self,
-        runtime: &Handle,
-        id: LineId,
-        policies: Policies,
-        number: u64,
-        waiter: Waiter,
-        denied: Option<Decision>,
-    ) {
-        let is_new = {
-            let lines = &mut *lock(&self.shared.lines);
-            let is_new = !lines.each.contains_key(&id);
-            let line = lines.each.entry(id).or_insert_with(|| Line::new(denied));
-            line.push(number, waiter);
-            lines.recount(&id.key, 0, 1);
-            is_new
-        };
-        if !is_new {
-            return;
-        }
-        self.shared.count.fetch_add(1, Ordering::AcqRel);
+impl LineRef {
+    /// Starts the task of a new line.
+    fn start(&self, runtime: &Handle, policies: Policies) {
+        self.queues.shared.count.fetch_add(1, Ordering::AcqRel);
         let place = Place {
-            line: self.line(id),
+            line: self.clone(),
             policies,
-            queues: self.clone(),
-            has_ended: AtomicBool::new(false),
+            has_ended: false,
         };
-        let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = if id.reserves {
-            Box::pin(Turns::new(place).run())
-        } else {
-            Box::pin(Questions::new(place).run())
-        };
+        let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async {
+            if let Some(place) = turns::run(place).await {
+                questions::run(place).await;
+            }
+        });
         // Poll once now: if the store replies immediately, callers that poll only once get their permit.
         let mut context = Context::from_waker(Waker::noop());
         if task.as_mut().poll(&mut context).is_pending() {
             runtime.spawn(task);
         }
     }
-}
 
-impl LineRef {
     /// Calls `act` with the line, or returns `None` if the line has ended.
     fn with<T>(&self, act: impl FnOnce(&mut Line) -> T) -> Option<T> {
-        let lines = &mut *lock(&self.shared.lines);
+        let lines = &mut *lock(&self.queues.shared.lines);
         let line = lines.each.get_mut(&self.id)?;
         let before = line.len();
         let result = act(line);
         let now = line.len();
         lines.recount(&self.id.key, before, now);
         Some(result)
-    }
-
-    /// Sends permits to waiters that were removed from the line, and refunds the rest.
-    fn deliver(&self, Given { to, left }: Given, mut slot: Option<Slot>) {
-        for (waiter, charge) in to {
-            let permit = Permit::new(self.clone(), charge, slot.take());
-            waiter.answer(Ok(permit));
-        }
-        if let Some(left) = left {
-            self.refunds.put(left.refund());
-        }
-        self.refund_superfluous();
-    }
-
-    /// Refunds turns that no waiter needs, the last one first. If a later turn of another instance depends on one, the
-    /// line keeps it for the next waiter.
-    fn refund_superfluous(&self) {
-        while let Some((number, charge)) = self.with(Line::superfluous).flatten() {
-            let (line, kept) = (self.clone(), charge.clone());
-            self.refunds.put(charge.refund().then(move |answer| {
-                let stays = answer.is_ok_and(|decision| decision.granted() == 0);
-                line.with(|line| line.refunded(number, kept, stays));
-                line.refund_superfluous();
-            }));
-        }
     }
 }
 
@@ -434,17 +388,26 @@ impl Place {
         }
     }
 
+    /// Refuses waiters that were removed from the line.
+    fn refuse_late(&self, late: Option<Late>) {
+        if let Some((waiters, refusal)) = late {
+            for waiter in waiters {
+                waiter.answer(Err(refusal.clone()));
+            }
+        }
+    }
+
     /// Removes the line if it is idle. Returns `true` if it did.
-    fn ends(&self) -> bool {
+    fn ends(&mut self) -> bool {
         let ended = {
-            let lines = &mut *lock(&self.line.shared.lines);
+            let lines = &mut *lock(&self.line.queues.shared.lines);
             match lines.each.get(&self.line.id) {
                 Some(line) if line.is_idle(instant()) => lines.each.remove(&self.line.id),
                 _ => return false,
             }
         };
-        self.has_ended.store(true, Ordering::Relaxed);
-        self.line.shared.count.fetch_sub(1, Ordering::AcqRel);
+        self.has_ended = true;
+        self.line.queues.shared.count.fetch_sub(1, Ordering::AcqRel);
         drop(ended);
         true
     }
@@ -453,11 +416,12 @@ impl Place {
 /// If the runtime drops the task, the line ends too, which fails its waiters.
 impl Drop for Place {
     fn drop(&mut self) {
-        if *self.has_ended.get_mut() {
+        if self.has_ended {
             return;
         }
+        let Shared { lines, count, .. } = &*self.line.queues.shared;
         let line = {
-            let lines = &mut *lock(&self.line.shared.lines);
+            let lines = &mut *lock(lines);
             let line = lines.each.remove(&self.line.id);
             if let Some(line) = &line {
                 lines.recount(&self.line.id.key, line.len(), 0);
@@ -465,7 +429,7 @@ impl Drop for Place {
             line
         };
         if line.is_some() {
-            self.line.shared.count.fetch_sub(1, Ordering::AcqRel);
+            count.fetch_sub(1, Ordering::AcqRel);
         }
     }
 }
@@ -486,14 +450,6 @@ impl LineId {
             // A cost of 0 needs no turn. A pause must also hold the requests that wait already, so no turn may be
             // reserved under it.
             reserves: reserves && cost > 0,
-        }
-    }
-
-    /// The line for waiters that could not reserve a turn.
-    fn that_asks(self) -> Self {
-        Self {
-            reserves: false,
-            ..self
         }
     }
 }
@@ -523,15 +479,7 @@ impl Future for Acquire {
 impl Drop for Acquire {
     fn drop(&mut self) {
         // Dropping the receiver drops a received permit, which passes to the next waiter.
-        let asks = LineRef {
-            id: self.line.id.that_asks(),
-            ..self.line.clone()
-        };
-        for line in [&self.line, &asks] {
-            if let Some(Some(_)) = line.with(|line| line.remove(self.number)) {
-                return line.refund_superfluous();
-            }
-        }
+        self.line.with(|line| line.remove(self.number));
     }
 }
 

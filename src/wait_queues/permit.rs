@@ -1,3 +1,4 @@
+use std::mem;
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -10,12 +11,14 @@ use crate::util::instant;
 
 /// A permit that is due: its cost has been charged, and it may be used once.
 ///
-/// Dropped unused, it passes to the first waiter, or is refunded if the line is empty.
+/// Dropped unused, it passes to the first waiter if that has the same cost; otherwise it is refunded.
 #[must_use]
 pub(crate) struct Permit {
     charge: Charge,
-    /// `None` after it was used or passed on.
-    held: Option<Held>,
+    line: LineRef,
+    /// The slot under policies of requests in flight, released with the permit.
+    slot: Option<Slot>,
+    is_used: bool,
 }
 
 /// The charge of a permit.
@@ -31,12 +34,6 @@ pub(super) struct Charge {
     /// Time from the reply until it is due, and that time.
     wait: Duration,
     pub(super) due: Instant,
-}
-
-struct Held {
-    line: LineRef,
-    /// The slot under policies of requests in flight, released with the permit.
-    slot: Option<Slot>,
 }
 
 /// A used permit.
@@ -71,8 +68,15 @@ impl Charge {
         }
     }
 
-    /// Splits off a part of it.
-    pub(super) fn part(&self, cost: u32) -> Self {
+    /// Returns whether a later charge may be added to this one: both were made in the same place, and this one still
+    /// counts. A refund of the sum treats all of it as old as this one, so it never refunds too much.
+    pub(super) fn joins(&self, later: &Self) -> bool {
+        let place = |charge: &Self| mem::discriminant(&charge.decision.charged_at());
+        place(self) == place(later) && self.expired().is_none()
+    }
+
+    /// Returns the charge with another cost: that of a part, or of the sum with a later charge.
+    pub(super) fn of(&self, cost: u32) -> Self {
         Self {
             decision: self.decision.clone().of_charge(cost),
             cost,
@@ -112,7 +116,7 @@ impl Charge {
         PendingOp::refund(self.key, &policies, move |now| self.refund_at(now))
     }
 
-    pub(super) fn refund_at(&self, now: Instant) -> Option<Check> {
+    fn refund_at(&self, now: Instant) -> Option<Check> {
         let age = now.saturating_duration_since(self.asked_at);
         self.decision.refund(self.key, self.cost, age).next()
     }
@@ -122,7 +126,9 @@ impl Permit {
     pub(super) fn new(line: LineRef, charge: Charge, slot: Option<Slot>) -> Self {
         Self {
             charge,
-            held: Some(Held { line, slot }),
+            line,
+            slot,
+            is_used: false,
         }
     }
 
@@ -131,40 +137,36 @@ impl Permit {
         self.charge.decision()
     }
 
-    /// The check that refunds it at present.
-    pub(super) fn into_refund(mut self) -> Option<Check> {
-        self.held = None;
-        self.charge.refund_at(instant())
-    }
-
     /// Uses the permit. The request is in flight while it holds the slot. An expired charge is charged again; otherwise
     /// permits could be saved up.
     pub(crate) fn spend(mut self) -> Spent {
-        let held = self.held.take();
-        if let (Some(held), Some(expired)) = (&held, self.charge.expired()) {
+        self.is_used = true;
+        if let Some(expired) = self.charge.expired() {
             let Charge { key, cost, .. } = self.charge;
-            held.line
-                .refunds
-                .put(PendingOp::charge(key, &expired, cost));
+            let charge = PendingOp::charge(key, &expired, cost);
+            self.line.queues.refunds.put(charge);
         }
         Spent {
             decision: self.charge.decision(),
             taken: (self.charge.asked_at + self.charge.wait, self.charge.age()),
-            slot: held.and_then(|held| held.slot),
+            slot: self.slot.take(),
         }
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        let Some(Held { line, slot }) = self.held.take() else {
+        if self.is_used {
             return;
-        };
-        let (charge, reserves) = (&self.charge, line.id.reserves);
-        let next = || line.with(|line| line.hand_on(charge, reserves)).flatten();
+        }
+        let Self { charge, line, .. } = &*self;
+        let next = || line.with(|line| line.pop(charge.cost)).flatten();
         match charge.expired().is_none().then(next).flatten() {
-            Some(given) => line.deliver(given, slot),
-            None => line.refunds.put(charge.clone().refund()),
+            Some(next) => {
+                let (line, charge) = (line.clone(), charge.clone());
+                next.answer(Ok(Self::new(line, charge, self.slot.take())));
+            }
+            None => line.queues.refunds.put(charge.clone().refund()),
         }
     }
 }

@@ -1,131 +1,96 @@
 //! The task of a line that repeats checks until capacity is free.
 
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
-use futures_util::{FutureExt, StreamExt};
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, timeout_at};
 
+use super::line::Then;
 use super::permit::Charge;
-use super::{FAILURE_PAUSE, Permit, Place, Refusal, TICK};
+use super::{Permit, Place, Refusal};
 use crate::error::StoreError;
 use crate::in_flight::Slot;
 use crate::limit::{Check, Decision, Mode};
 use crate::store::{Listener, Wake};
 use crate::util::{instant, random};
 
-pub(super) struct Questions {
+struct Questions {
     place: Place,
     wake: Arc<Wake>,
     _listener: Option<Listener>,
     /// Capacity left after the last grant. For requests in flight, or the number of slots released in this process
     /// since, if greater.
     room: u32,
-    /// Number and cost of the first waiter when it was last denied.
-    denied: Option<(u64, u32)>,
-    /// Whether it was denied although its wait had ended: smaller costs of other instances take all the freed capacity.
-    /// Then the task collects its cost in parts.
-    starves: bool,
-    /// Whether the next check waits for the full `retry_after` of the last denial.
-    sat_out: bool,
-    /// The part that was collected so far.
-    part: Option<Permit>,
-    /// The largest part so far, and the number of questions in a row that have not enlarged it.
-    largest: u32,
-    stuck: u32,
+    asked_at: Instant,
 }
 
-/// The reply to a check for some of the first waiters.
-struct Answered {
-    /// The first of these waiters.
+/// A check for some of the first waiters, with the number and the cost of the first of these.
+struct Question {
     number: u64,
-    mode: Mode,
-    /// The cost of the check.
-    units: u32,
+    cost: u32,
+    check: Check,
+}
+
+/// The reply to a check.
+struct Answered {
+    question: Question,
     answer: Result<Decision, StoreError>,
     slot: Option<Slot>,
 }
 
-/// A denied check.
-struct Denied {
-    number: u64,
-    mode: Mode,
-    units: u32,
-    decision: Decision,
-}
-
-/// Maximum jitter of a check, equal for all instances, so that no instance is favored.
+/// Maximum jitter of a check, equal for all instances, so that no instance is favored. Also the minimum interval of
+/// checks, if capacity is freed in this process.
 const JITTER: Duration = Duration::from_millis(20);
-/// Minimum interval between checks caused by capacity freed in this process.
-const GAP: Duration = Duration::from_millis(10);
-/// Interval of checks for slots that other instances release.
+/// Interval of checks for slots that other instances release, and pause after a failed check.
 const POLL: Duration = Duration::from_millis(100);
-/// Number of consecutive checks that did not enlarge a part, after which it is given up at random.
-const STUCK: u32 = 4;
 /// Maximum interval of checks; for long waits, a fraction of the wait. Other instances may refund at any time.
 const LOOK: Duration = Duration::from_secs(30);
 const LOOKS: u32 = 16;
 
-impl Questions {
-    pub(super) fn new(place: Place) -> Self {
-        let wake = place
-            .with(|line| Arc::clone(&line.wake))
-            .unwrap_or_default();
-        let waiters = place.line.shared.store.waiters();
-        let (key, policies) = (place.line.id.key, place.policies.clone());
-        let listener = waiters.map(|waiters| waiters.listen(key, policies, Arc::clone(&wake)));
-        Self {
-            place,
-            wake,
-            _listener: listener,
-            room: 0,
-            denied: None,
-            starves: false,
-            sat_out: false,
-            part: None,
-            largest: 0,
-            stuck: 0,
-        }
-    }
+/// Runs until the line ends.
+pub(super) async fn run(place: Place) {
+    let wake = place.with(|line| Arc::clone(&line.wake));
+    let wake = wake.unwrap_or_default();
+    let waiters = place.line.queues.shared.store.waiters();
+    let (key, policies) = (place.line.id.key, place.policies.clone());
+    let listener = waiters.map(|waiters| waiters.listen(key, policies, Arc::clone(&wake)));
+    let questions = Questions {
+        place,
+        wake,
+        _listener: listener,
+        room: 0,
+        asked_at: instant(),
+    };
+    questions.run().await;
+}
 
-    pub(super) async fn run(mut self) {
-        let mut asked_at = instant();
-        let mut answered_at = asked_at;
+impl Questions {
+    async fn run(mut self) {
+        let mut replied_at = self.asked_at;
         // The denial with which the line was created.
         let free_at = self.place.with(|line| line.free_at).flatten();
-        let mut next = free_at.map(|free_at| {
-            let wait = free_at.saturating_duration_since(asked_at);
-            self.next(look(wait), asked_at)
-        });
-        if free_at.is_some() {
-            self.denied = self.place.with(|line| line.first()).flatten();
-        }
+        let mut next = free_at.map(|(free_at, _)| self.next(free_at - self.asked_at));
         loop {
-            if let Some(next) = next {
-                self.rest(next, asked_at).await;
-            }
-            // Clear `freed` first: the check sees all capacity freed before it.
-            let freed = self.wake.take_freed();
-            if self.is_in_flight() {
-                self.room = self.room.max(freed);
-            }
-            let (checks, last) = self.checks();
-            if let Some(last) = last {
-                // When the store last replied, it had no capacity for these waiters, and their deadlines have passed.
-                self.refuse_late(answered_at, last);
-            }
-            asked_at = instant();
-            next = if !checks.is_empty() {
-                let next = self.ask(checks, asked_at).await;
-                answered_at = instant();
-                next
-            } else if self.place.ends() {
-                return;
-            } else {
-                self.place.with(|line| line.remembers_until()).flatten()
+            let until = match next {
+                Some(_) if self.wake.is_freed() && self.is_in_flight() => None,
+                Some(next) if self.wake.is_freed() => Some(next.min(self.asked_at + JITTER)),
+                next => next,
             };
+            let rest = self.place.with(|line| line.rest(instant(), until));
+            let Some((late, then)) = rest else { return };
+            self.place.refuse_late(late);
+            match then {
+                Then::Sleep(None) => self.wake.notify.notified().await,
+                Then::Sleep(Some(at)) => drop(timeout_at(at, self.wake.notify.notified()).await),
+                Then::Check => {
+                    next = self.ask(replied_at).await;
+                    replied_at = instant();
+                }
+                Then::End if self.place.ends() => return,
+                Then::End => {}
+            }
         }
     }
 
@@ -133,124 +98,99 @@ impl Questions {
         self.place.policies.in_flight().is_some()
     }
 
-    /// Builds the next checks, each with the first waiter that it is for. Also returns the last waiter that they cover.
-    /// Empty if the line is.
-    fn checks(&mut self) -> (Vec<(u64, Check)>, Option<u64>) {
+    /// Builds the checks for the first waiters, for which there may be capacity: at least for the first one. Also
+    /// returns the last waiter that they cover. `None` if the line is empty.
+    fn questions(&self) -> Option<(Vec<Question>, u64)> {
         let (key, policies) = (self.place.line.id.key, &self.place.policies);
-        let waiters = self.place.with(|line| {
-            let each = line.waiters().map(|(number, waiter)| (number, waiter.cost));
-            each.collect::<Vec<_>>()
-        });
-        let waiters = waiters.unwrap_or_default();
-        let Some(&(first, cost)) = waiters.first() else {
-            return (vec![], None);
-        };
-        if self.denied.is_some_and(|(denied, _)| denied != first) {
-            (self.denied, self.starves, self.part) = (None, false, None);
-            (self.largest, self.stuck) = (0, 0);
-        }
-        let last = |count: usize| waiters.get(count.max(1) - 1).map(|(number, _)| *number);
+        let waiters = self.place.with(|line| line.costs().collect::<Vec<_>>())?;
+        let &(number, cost) = waiters.first()?;
+        let last = |count: usize| waiters[count - 1].0;
         if self.is_in_flight() {
             let count = waiters.len().min(self.room.max(1) as usize);
-            let check = |&(number, cost): &_| (number, Check::take(key, policies, cost));
-            return (waiters[..count].iter().map(check).collect(), last(count));
+            let each = waiters[..count].iter().map(|&(number, cost)| Question {
+                number,
+                cost,
+                check: Check::take(key, policies, cost),
+            });
+            return Some((each.collect(), last(count)));
         }
-        // Add waiters while there is capacity for them.
         let (mut units, mut count) = (cost, 1);
         while let Some((_, more)) = waiters.get(count)
             && let Some(more) = units.checked_add(*more).filter(|more| *more <= self.room)
         {
             (units, count) = (more, count + 1);
         }
-        let alike = waiters
-            .iter()
-            .take_while(|(_, other)| *other == cost)
-            .count();
-        if self.starves {
-            return (
-                vec![(first, Check::up_to(key, policies, cost))],
-                Some(first),
-            );
-        }
-        if cost <= 1 && alike >= count {
-            // One check grants all of these equal waiters that fit.
-            let most = policies
-                .iter()
-                .map(|policy| policy.quota().capacity())
-                .min();
-            let count = alike.min(most.unwrap_or(1) as usize);
-            let check = Check::up_to(key, policies, cost * count as u32);
-            return (vec![(first, check)], last(count));
-        }
-        (
-            vec![(first, Check::take(key, policies, units))],
-            last(count),
-        )
+        let alike = waiters.iter().take_while(|(_, other)| *other == cost);
+        let alike = alike.count();
+        let check = if cost <= 1 && alike >= count {
+            // Grants all of these waiters that fit.
+            let capacities = policies.iter().map(|policy| policy.quota().capacity());
+            count = alike.min(capacities.min().unwrap_or(1) as usize);
+            Check::up_to(key, policies, cost * count as u32)
+        } else {
+            Check::take(key, policies, units)
+        };
+        let question = Question {
+            number,
+            cost,
+            check,
+        };
+        Some((vec![question], last(count)))
     }
 
-    /// Sends the checks and handles the replies. Returns the time of the next checks, or `None` for immediately.
-    async fn ask(&mut self, checks: Vec<(u64, Check)>, asked_at: Instant) -> Option<Instant> {
-        // Exchange the collected part for a larger one: refund it and take again in one call.
-        let mut replies =
-            FuturesUnordered::<Pin<Box<dyn Future<Output = Option<Answered>> + Send>>>::new();
-        if let Some(part) = self.part.take().and_then(Permit::into_refund) {
-            let refund = self.place.line.shared.store.ask(part);
-            // A part whose refund fails expires.
-            replies.push(Box::pin(refund.map(|_| None)));
+    /// Sends checks for the first waiters, and handles the replies. Returns the time of the next checks, or `None` for
+    /// immediately.
+    async fn ask(&mut self, replied_at: Instant) -> Option<Instant> {
+        // Clear `freed` first: the checks see all capacity freed before them.
+        let freed = self.wake.take_freed();
+        if self.is_in_flight() {
+            self.room = self.room.max(freed);
         }
-        for (number, check) in checks {
-            replies.push(Box::pin(self.send(number, check).map(Some)));
-        }
+        let (questions, last) = self.questions()?;
+        let late = self.place.with(|line| line.late_behind(last, replied_at));
+        self.place.refuse_late(late.flatten());
+        self.asked_at = instant();
+        let replies = questions.into_iter().map(|question| self.send(question));
+        let mut replies: FuturesUnordered<_> = replies.collect();
         let (mut granted, mut denied, mut failed) = (None, None, None);
         while let Some(reply) = replies.next().await {
-            let Some(reply) = reply else { continue };
-            match reply.answer {
+            let Answered {
+                question,
+                answer,
+                slot,
+            } = reply;
+            match answer {
                 Ok(decision) if decision.is_allowed() => {
-                    granted = Some((reply.units, decision.clone()));
-                    self.give(reply.number, decision, reply.units, reply.slot, asked_at);
+                    self.give(&question, &decision, slot);
+                    granted = Some((question, decision));
                 }
-                Ok(decision) => {
-                    let Answered {
-                        number,
-                        mode,
-                        units,
-                        ..
-                    } = reply;
-                    denied = Some(Denied {
-                        number,
-                        mode,
-                        units,
-                        decision,
-                    });
-                }
-                Err(error) => failed = Some((reply.number, error)),
+                Ok(decision) => denied = Some((question, decision)),
+                Err(error) => failed = Some((question, error)),
             }
         }
-        if let Some((number, error)) = failed {
-            self.place.fail(number, &error);
-            Some(instant() + FAILURE_PAUSE)
-        } else if let Some(denied) = denied {
-            self.denied(denied, asked_at)
+        if let Some((question, error)) = failed {
+            self.place.fail(question.number, &error);
+            Some(instant() + POLL)
+        } else if let Some((question, decision)) = denied {
+            self.denied(&question, decision)
         } else {
-            let (units, decision) = granted?;
-            self.granted(units, &decision, asked_at)
+            let (question, decision) = granted?;
+            self.granted(&question, &decision)
         }
     }
 
-    fn send(&self, number: u64, check: Check) -> impl Future<Output = Answered> + use<> {
-        let (mode, units) = (check.mode(), check.cost());
-        let in_flight = self.place.queues.in_flight.as_ref();
-        let mut slot = in_flight.and_then(|in_flight| in_flight.hold(&check));
-        let answer = self.place.line.shared.store.ask(check);
+    fn send(&self, question: Question) -> impl Future<Output = Answered> + use<> {
+        let queues = &self.place.line.queues;
+        let in_flight = queues.in_flight.as_ref();
+        let mut slot = in_flight.and_then(|in_flight| in_flight.hold(&question.check));
+        let answer = queues.shared.store.ask(question.check.clone());
         async move {
             let answer = answer.await;
             if let Some(slot) = &mut slot {
                 slot.answered(answer.as_ref());
             }
             Answered {
-                number,
-                mode,
-                units,
+                question,
                 answer,
                 slot,
             }
@@ -258,23 +198,17 @@ impl Questions {
     }
 
     /// Sends permits for the granted units to the first waiters.
-    fn give(
-        &mut self,
-        number: u64,
-        decision: Decision,
-        units: u32,
-        slot: Option<Slot>,
-        asked_at: Instant,
-    ) {
+    fn give(&self, question: &Question, decision: &Decision, slot: Option<Slot>) {
         let place = &self.place;
         let permit = |cost, slot| {
-            let charge = Charge::new(place, decision.clone(), cost, asked_at, instant());
+            let charge = Charge::new(place, decision.clone(), cost, self.asked_at, instant());
             Permit::new(place.line.clone(), charge, slot)
         };
         if self.is_in_flight() {
             // Replies arrive in any order, so give each slot to the first waiter.
-            let waiter = place.with(|line| line.pop(units).or_else(|| line.remove(number)));
-            let permit = permit(units, slot);
+            let &Question { number, cost, .. } = question;
+            let waiter = place.with(|line| line.pop(cost).or_else(|| line.remove(number)));
+            let permit = permit(cost, slot);
             if let Some(waiter) = waiter.flatten() {
                 waiter.answer(Ok(permit));
             }
@@ -287,11 +221,12 @@ impl Questions {
             waiter.answer(Ok(permit));
         }
         if left > 0 {
-            self.part = Some(permit(left, None)).filter(|_| self.starves);
+            // A waiter has left.
+            drop(permit(left, None));
         }
     }
 
-    fn granted(&mut self, units: u32, decision: &Decision, asked_at: Instant) -> Option<Instant> {
+    fn granted(&mut self, question: &Question, decision: &Decision) -> Option<Instant> {
         let now = instant();
         drop(self.place.with(|line| {
             line.free_at = None;
@@ -312,144 +247,41 @@ impl Questions {
         }
         self.room = decision.remaining();
         // The reply does not say when more is freed. It is unlikely before the quota refills a unit.
-        if decision.granted() >= units {
-            return None;
-        }
-        if self.starves {
-            if decision.granted() > self.largest {
-                (self.largest, self.stuck) = (decision.granted(), 0);
-            } else if self.gives_way() {
-                return None;
-            }
-        }
         let wait = decision.policy().quota().time_for(1);
-        Some(self.next(wait, asked_at))
+        (decision.granted() < question.check.cost()).then(|| self.next(wait))
     }
 
-    /// After several questions that have not enlarged the part, gives it up at random: another instance may
-    /// hold the rest, and wait for this part.
-    fn gives_way(&mut self) -> bool {
-        self.stuck += 1;
-        let gives_way = self.stuck >= STUCK && random() < 0.5;
-        if gives_way {
-            (self.part, self.largest, self.stuck) = (None, 0, 0);
-            (self.denied, self.starves, self.sat_out) = (None, false, false);
-        }
-        gives_way
-    }
-
-    fn denied(&mut self, denied: Denied, asked_at: Instant) -> Option<Instant> {
+    fn denied(&mut self, question: &Question, decision: Decision) -> Option<Instant> {
         let now = instant();
-        let Denied {
-            number,
-            mode,
-            units,
-            decision,
-        } = denied;
         drop(self.place.with(|line| line.learn(&decision, now)));
-        let cost = self.place.with(|line| line.cost_of(number)).flatten();
-        let cost = cost.unwrap_or(units);
         self.room = 0;
-        if mode == Mode::Take && cost < units {
+        let &Question { number, cost, .. } = question;
+        let units = question.check.cost();
+        if question.check.mode() == Mode::Take && cost < units {
             // Less capacity is left than the last reply reported.
             self.room = decision.remaining().min(units - 1);
             return None;
         }
         let Some(wait) = decision.retry_after() else {
-            self.place.refuse(number, Refusal::Denied(decision));
+            let refusal = Refusal::Denied(decision);
+            self.place.refuse(number, refusal);
             return None;
         };
         if self.is_in_flight() {
-            return Some(self.next(wait, asked_at));
+            return Some(self.next(wait));
         }
-        if self.starves && self.gives_way() {
-            return None;
-        }
-        let again = self.denied.is_some_and(|(denied, _)| denied == number);
-        self.starves |= again && self.sat_out && cost > 1;
-        self.denied = Some((number, cost));
-        self.sat_out = look(wait) == wait;
-        let free_at = (now + wait).checked_sub(now - asked_at).unwrap_or(now);
-        self.place.with(|line| line.free_at = Some(free_at));
-        Some(self.next(look(wait), asked_at))
+        let free_at = self.asked_at + wait;
+        self.place.with(|line| line.free_at = Some((free_at, cost)));
+        Some(self.next(wait))
     }
 
-    /// Returns the time of a check that arrives after `wait`, which the reply has just reported.
-    fn next(&self, wait: Duration, asked_at: Instant) -> Instant {
-        let now = instant();
-        let periods = self
-            .place
-            .policies
-            .iter()
-            .map(|policy| policy.quota().period());
+    /// Returns the time of the next check after a reply that promised capacity `wait` after the last check: when that is
+    /// free, or earlier, since other instances may refund, plus a jitter.
+    fn next(&self, wait: Duration) -> Instant {
+        let wait = wait.min(LOOK.max(wait / LOOKS));
+        let periods = self.place.policies.iter();
+        let periods = periods.map(|policy| policy.quota().period());
         let jitter = periods.fold(JITTER, |jitter, period| jitter.min(period / 5));
-        now + wait.saturating_sub(now - asked_at) + jitter.mul_f64(random())
+        instant().max(self.asked_at + wait) + jitter.mul_f64(random())
     }
-
-    /// Waits until `until`, or until capacity is freed in this process, and denies waiters whose deadlines pass.
-    /// Returns early if the line is empty.
-    async fn rest(&mut self, until: Instant, asked_at: Instant) {
-        let gap = if self.is_in_flight() {
-            Duration::ZERO
-        } else {
-            GAP
-        };
-        loop {
-            let (now, mut until) = (instant(), until);
-            if self.wake.is_freed() {
-                until = until.min(asked_at + gap);
-            }
-            let Some((free_at, deadline, waiting)) = self
-                .place
-                .with(|line| (line.free_at, line.deadline(), line.len() > 0))
-            else {
-                return;
-            };
-            // Another waiter is first now, with a smaller cost.
-            let first = self.place.with(|line| line.first()).flatten();
-            if let (Some((_, denied)), Some((_, cost))) = (self.denied, first)
-                && cost < denied
-            {
-                return;
-            }
-            // Do not deny a waiter because of jitter.
-            if let (Some(free_at), Some(deadline)) = (free_at, deadline) {
-                until = until.min(deadline.max(free_at));
-            }
-            if now >= until {
-                return;
-            }
-            self.refuse_late(free_at.unwrap_or(now).max(now), 0);
-            if !waiting
-                && self
-                    .place
-                    .with(|line| line.remembers_until())
-                    .flatten()
-                    .is_none()
-            {
-                return;
-            }
-            let wakes_at = deadline.map_or(until, |deadline| until.min(deadline.max(now) + TICK));
-            let _ = timeout(wakes_at - now, self.wake.notify.notified()).await;
-        }
-    }
-
-    /// Denies the waiters after `behind` whose deadline is before `at`.
-    fn refuse_late(&self, at: Instant, behind: u64) {
-        let now = instant();
-        let late = self.place.with(|line| {
-            let late = line.late(at, behind);
-            (late, line.late_refusal(now))
-        });
-        if let Some((late, Some(refusal))) = late {
-            for waiter in late {
-                waiter.answer(Err(refusal.clone()));
-            }
-        }
-    }
-}
-
-/// The part of a wait after which the task checks again.
-fn look(wait: Duration) -> Duration {
-    wait.min(LOOK.max(wait / LOOKS))
 }

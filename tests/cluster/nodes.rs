@@ -1,5 +1,7 @@
 //! A cluster of three masters with a replica each, on free ports. It stops with the test.
 
+use std::time::Duration;
+
 use futures_util::future::join_all;
 use redis::{Value, cmd};
 use tower_redis_ratelimit::store::{RedisStoreBuilder, Servers};
@@ -209,8 +211,9 @@ impl Cluster {
         Servers::from(self.url())
     }
 
+    /// A builder with a timeout for tests without a fault, which a loaded machine does not reach.
     pub fn builder(&self) -> RedisStoreBuilder {
-        RedisStore::builder(self.servers())
+        RedisStore::builder(self.servers()).timeout(Duration::from_secs(10))
     }
 
     /// Returns how many times the masters have executed a command.

@@ -89,8 +89,15 @@ async fn a_fleet_comes_back_and_loses_little() {
     let row = fleet::run(200, 2_400, stopped, deadline).await;
     println!("{row}");
     assert_eq!(row.degraded, 200, "{row}");
-    assert!(row.back.is_some(), "{row}");
+    // After ten seconds no instance waits for others. So none has waited for an announcement that never ends.
+    assert!(
+        row.back
+            .is_some_and(|[_, last]| last < Duration::from_secs(8)),
+        "{row}"
+    );
     assert!(row.dropped * 100 <= row.local, "{row}");
+    // The rest was granted to checks that were in flight.
+    assert!(row.charged * 10 >= row.local * 8, "{row}");
 }
 
 /// In a separate process, since memory is measured per process.

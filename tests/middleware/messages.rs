@@ -16,7 +16,10 @@ fn complaint(statements: &str) -> Option<String> {
              Ok(())
          }}"
     );
-    let (library, out) = (library(), tempfile::tempdir().unwrap());
+    let (library, out) = (
+        library("tower_redis_ratelimit"),
+        tempfile::tempdir().unwrap(),
+    );
     let mut compiler = Command::new(env::var_os("RUSTC").unwrap_or("rustc".into()))
         .args([
             "--edition=2024",
@@ -28,6 +31,10 @@ fn complaint(statements: &str) -> Option<String> {
         .arg(format!(
             "--extern=tower_redis_ratelimit={}",
             library.display()
+        ))
+        .arg(format!(
+            "--extern=tower_layer={}",
+            self::library("tower_layer").display()
         ))
         .arg(format!(
             "-Ldependency={}",
@@ -48,18 +55,18 @@ fn complaint(statements: &str) -> Option<String> {
     (!output.status.success()).then(|| String::from_utf8(output.stderr).unwrap())
 }
 
-/// Finds the library that these tests were built with: in the directory of the test binary, the
+/// Finds a library that these tests were built with: in the directory of the test binary, the
 /// newest one that is older.
-fn library() -> PathBuf {
+fn library(name: &str) -> PathBuf {
     let tests = env::current_exe().unwrap();
     let built = |path: &Path| path.metadata().unwrap().modified().unwrap();
     let beside = fs::read_dir(tests.parent().unwrap())
         .unwrap()
         .map(|entry| entry.unwrap().path());
     let libraries = beside.filter(|path| {
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        name.starts_with("libtower_redis_ratelimit-")
-            && name.ends_with(".rlib")
+        let file = path.file_name().unwrap_or_default().to_string_lossy();
+        file.starts_with(&format!("lib{name}-"))
+            && file.ends_with(".rlib")
             && built(path) <= built(&tests)
     });
     libraries
@@ -337,5 +344,63 @@ fn a_wrong_settlement_rule_names_its_type() {
              401 => Settlement::Keep,
              _ => Settlement::Refund,
          });",
+    );
+}
+
+#[test]
+fn a_number_is_a_key_by_from() {
+    for function in ["new", "secret"] {
+        fixes(
+            &format!("Key::{function}(42);"),
+            &[
+                "is not the text or the bytes of a key",
+                "a number or an address: `Key::from(42)`, `Key::ip(address)`",
+            ],
+            &format!("Key::from(42); Key::{function}(\"42\"); Key::{function}([4, 2]);"),
+        );
+    }
+}
+
+/// The compiler reports this error before it reads this crate's texts. The docs of `by_extension` quote it.
+#[test]
+fn a_borrowed_key_of_an_extension_does_not_compile() {
+    let by =
+        |key: &str| format!("struct User {{ name: String }} by_extension(|user: &User| {key});");
+    fixes(
+        &by("user.name.as_str()"),
+        &["lifetime may not live long enough"],
+        &by("Key::new(&user.name)"),
+    );
+}
+
+#[test]
+fn a_service_must_be_clone() {
+    let of = |derived: &str| {
+        format!(
+            "{derived}
+             struct Shop;
+             tower_layer::Layer::layer(&RateLimitLayer::new(LocalStore::default(), Global, policy), Shop);"
+        )
+    };
+    fixes(
+        &of(""),
+        &[
+            "`Shop` is not `Clone`, and a limited service is cloned for each request",
+            "derive `Clone` for the service",
+            "`tower::buffer::Buffer::new(service, 1_024)`",
+        ],
+        &of("#[derive(Clone)]"),
+    );
+}
+
+#[test]
+fn a_share_may_be_a_number() {
+    let of = |share: &str| {
+        format!("Fallback::new(LocalStore::default(), LocalStore::default()).share({share});")
+    };
+    fixes(
+        &of("\"4\""),
+        &["the trait bound `Share: From<&str>` is not satisfied"],
+        &of("4"),
     );
 }

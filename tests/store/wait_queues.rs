@@ -1,5 +1,6 @@
 //! Wait queues with waiters of any kind and all replies of a store.
 
+use std::sync::Mutex;
 use std::time::Duration;
 
 use fastrand::Rng;
@@ -191,6 +192,56 @@ async fn expired_waiters_do_not_delay_others() {
     let (first, large, small) = tokio::join!(first, later(100, 2), later(1, 10));
     assert!(first.unwrap().is_allowed() && !large.is_allowed());
     assert!(small.is_allowed(), "{small:?}");
+}
+
+/// A waiter is not refused because a later turn, which it does not need, would be too late.
+#[tokio::test(start_paused = true)]
+async fn only_a_waiters_own_turn_decides() {
+    let local = LocalStore::default();
+    let limiter = || Limiter::new(local.clone(), policy(Strategy::Gcra, "1/s burst 1"));
+    let (here, elsewhere) = (limiter(), limiter());
+    assert!(here.take(ANN, 1).await.unwrap().is_allowed());
+    let wait = |limiter: &Limiter<LocalStore>, max| {
+        let limiter = limiter.clone();
+        let wait = async move { limiter.wait(ANN, 1, max).await.unwrap().is_allowed() };
+        Box::pin(wait)
+    };
+    let [mut first, mut second, mut third] = [(); 3].map(|()| wait(&here, LONG));
+    for turn in [&mut first, &mut second, &mut third] {
+        assert!(turn.now_or_never().is_none());
+    }
+    sleep(Duration::from_millis(1)).await;
+    // The turn of the other instance keeps those of this one.
+    let mut other = wait(&elsewhere, LONG);
+    assert!(other.as_mut().now_or_never().is_none());
+    drop((first, second));
+    sleep(Duration::from_millis(10)).await;
+    // The turns are due after one, two and three seconds.
+    let start = Instant::now();
+    let fourth = wait(&here, Duration::from_millis(2_500));
+    assert_eq!(tokio::join!(third, fourth), (true, true));
+    assert!(start.elapsed() < Duration::from_millis(2_010));
+    assert!(other.await);
+}
+
+/// A store that reserves no turn for the first waiter might reserve one for the next.
+#[tokio::test(start_paused = true)]
+async fn nobody_overtakes_a_waiter_without_a_turn() {
+    let store = MockStore::new();
+    let limiter = Limiter::new(store.clone(), policy(Strategy::Gcra, "10/s"));
+    let order = Mutex::new(vec![]);
+    let wait = async |name, after| {
+        sleep(Duration::from_millis(after)).await;
+        assert!(limiter.wait(ANN, 1, LONG).await.unwrap().is_allowed());
+        order.lock().unwrap().push(name);
+    };
+    let allows = async {
+        store.deny(Duration::from_millis(500));
+        sleep(Duration::from_millis(50)).await;
+        store.allow();
+    };
+    tokio::join!(allows, wait("first", 10), wait("second", 100));
+    assert_eq!(*order.lock().unwrap(), ["first", "second"]);
 }
 
 /// All costs count in the queue, but the cost of the first waiter only until it is granted.

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::command::{root, run};
+use crate::command::{cargo, root, run};
 use crate::{Result, install};
 
 pub(crate) fn ops() -> Result {
@@ -14,6 +14,10 @@ pub(crate) fn ops() -> Result {
     promtool(&["check", "config", "prometheus.yml"])?;
     promtool(&["check", "rules", "--lint=all", "--lint-fatal", "alerts.yml"])?;
     promtool(&["test", "rules", "alerts.test.yml"])?;
+    install::redis_server()?;
+    cargo(&["test", "--package", "examples", "--test", "alerts"])?;
+    let file = root().join("target/tmp/services.test.json");
+    promtool(&["test", "rules", &file.to_string_lossy()])?;
 
     // The tool checks queries only within rules.
     let dashboard =

@@ -5,7 +5,7 @@
 use std::env::consts::EXE_SUFFIX;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Mutex;
 use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
@@ -100,11 +100,19 @@ impl Example {
 
     /// Stops it like Ctrl-C, so that it cleans up.
     pub(crate) fn interrupt(&mut self) {
+        self.signal("-INT");
+        self.wait();
+    }
+
+    pub(crate) fn signal(&self, signal: &str) {
         Command::new("kill")
-            .args(["-INT", &self.process.id().to_string()])
+            .args([signal, &self.process.id().to_string()])
             .status()
             .unwrap();
-        self.process.wait().unwrap();
+    }
+
+    pub(crate) fn wait(&mut self) -> ExitStatus {
+        self.process.wait().unwrap()
     }
 }
 

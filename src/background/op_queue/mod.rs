@@ -244,7 +244,7 @@ impl SharedQueue {
     fn ended(&self, mut op: PendingOp, reply: Reply) {
         match reply {
             Err(error) if error.is_not_sent() && op.is_tried_once() => op.answer(Err(error)),
-            Err(error) if op.is_release() && (error.is_not_sent() || !error.is_check_only()) => {
+            Err(_) if op.is_release() => {
                 if op.matters(instant()) {
                     let pause = op.next_pause();
                     drop(self.try_again(op, pause, RELEASES));

@@ -1,6 +1,5 @@
 //! When blocks are requested, and their size.
 
-use std::num::NonZeroU32;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,37 +13,31 @@ use crate::Leased;
 use crate::check::Verdict;
 use crate::error::{ErrorKind, StoreError};
 use crate::leases::block::Block;
-use crate::leases::caller::{Ask, Caller, Ended};
+use crate::leases::caller::{Ask, Caller};
 use crate::limit::{Check, Decision, Key, Mode, Policies, Policy, Quota, Source, Strategy};
-use crate::store::{Answer, LocalStore, MockStore, Share, Store};
+use crate::store::{Answer, LocalStore, MockStore, Store};
 use crate::util::instant;
 
 fn ask(caller: &mut Caller) -> Option<Ask> {
-    caller.ask(&instant, &Share::Fixed(NonZeroU32::MIN))
+    caller.ask(&instant, 1)
 }
 
 fn spend(caller: &mut Caller, policies: &Policies, cost: u32) -> Result<Decision, Check> {
     caller.want(cost);
-    caller.spend(
-        Check::take(ann(), policies, cost),
-        &instant,
-        &mut Ended::new(),
-    )
+    caller.spend(Check::take(ann(), policies, cost), &instant, &mut vec![])
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_quarter_left_asks_for_the_next() {
     let (policies, mut caller) = (log(), Caller::new(LEASE, instant()));
     caller.want(1);
+    let first = ask(&mut caller).unwrap();
     let decision = LocalStore::default()
         .check(Check::up_to(ann(), &policies, 100))
         .await
         .unwrap();
-    caller.add(
-        Block::new(ann(), decision, instant()),
-        Duration::ZERO,
-        &mut Ended::new(),
-    );
+    let block = Block::new(ann(), decision, first.at);
+    caller.answered(&first, Some(block), instant());
     for left in (0..100).rev() {
         assert!(spend(&mut caller, &policies, 1).is_ok());
         assert_eq!(ask(&mut caller).is_some(), left == 25, "{left} are left");
@@ -60,7 +53,7 @@ async fn a_block_is_for_half_a_lease() {
         let check = Check::up_to(ann(), &policies, ask.size);
         let decision = check.decided(Source::Other("shared"), 0, |_| Verdict::allowed());
         let block = Block::new(ann(), decision, ask.at);
-        let _ = caller.answered(ask, Some(block), 1, instant(), &mut Ended::new());
+        caller.answered(&ask, Some(block), instant());
         Some(ask.size)
     };
     caller.want(1);

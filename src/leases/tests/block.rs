@@ -143,7 +143,7 @@ async fn the_end_of_a_store_refunds_its_blocks() {
 }
 
 #[test]
-fn the_end_of_a_runtime_refunds_its_blocks() {
+fn another_runtime_spends_and_refunds_blocks() {
     let runtime = || {
         tokio::runtime::Builder::new_current_thread()
             .enable_time()
@@ -155,8 +155,11 @@ fn the_end_of_a_runtime_refunds_its_blocks() {
     let (store, _) = first.block_on(hot(&local, &policies));
     drop(first);
     runtime().block_on(async {
-        assert_eq!(left(&local, &policies).await, 10_000 - 41);
-        assert!(take(&store, &policies).await.is_allowed());
+        assert_eq!(take(&store, &policies).await.source(), Source::Leased);
+        let large = Check::take(ann(), &policies, 5_000);
+        assert_eq!(store.check(large).await.unwrap().source(), Source::Local);
+        sleep(LEASE * 2).await;
+        assert_eq!(left(&local, &policies).await, 10_000 - 42 - 5_000);
     });
 }
 

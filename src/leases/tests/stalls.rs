@@ -260,6 +260,22 @@ async fn short_leases_are_reported() {
     }
 }
 
+/// Once no block has arrived in time for a while, checks do not wait for the next one.
+#[tokio::test(start_paused = true)]
+async fn short_leases_delay_no_check() {
+    let (lease, trip) = (Duration::from_millis(100), Duration::from_millis(120));
+    let server = Server::new(100_000, trip);
+    let (store, policies) = (Leased::new(server.clone()), policies(lease));
+    load(&store, &policies, ann(), 5, SECOND * 5).await;
+    for _ in 0..500 {
+        let sent_at = instant();
+        let answer = store.check(Check::take(ann(), &policies, 1)).await;
+        assert_eq!(answer.unwrap().source(), Source::Local);
+        let took = instant() - sent_at;
+        assert!(took <= trip + Duration::from_millis(4), "{took:?}");
+    }
+}
+
 /// A client that sends many keys must not evict the busiest caller's block.
 #[tokio::test(start_paused = true)]
 async fn the_busiest_caller_keeps_its_blocks() {

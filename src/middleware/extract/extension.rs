@@ -38,9 +38,12 @@ pub struct ExtensionKey<T> {
 /// # }
 /// ```
 ///
+/// A closure cannot return a borrowed part of the extension: `user.name.as_str()` fails with "lifetime may not live long
+/// enough". Return `Key::new(&user.name)`.
+///
 /// A request without the extension is reported as a [misconfigured](MissingKey::misconfigured)
 /// server, usually one with its layers in the wrong order. If some requests have no such extension
-/// by design, add an [`or`](KeyExtractor::or).
+/// by design, add an [`or`](KeyExtractor::or), which reports if none of the first 1,000 has it.
 pub fn by_extension<T, K: Into<Key>>(
     key: impl Fn(&T) -> K + Send + Sync + 'static,
 ) -> ExtensionKey<T> {

@@ -52,7 +52,7 @@ pub(super) fn unknown() -> MissingKey {
         "; with tonic, enable its feature `tonic`"
     };
     MissingKey::misconfigured(format!(
-        "the server did not record the peer's address: with axum, {axum}{SERVE}{tonic}; with another server, insert a \
+        "the server did not record the peer's address: with axum 0.8, {axum}{SERVE}{tonic}; with another server, insert a \
          `SocketAddr` into the extensions of each request{NO_PEER_ADDRESS}"
     ))
 }

@@ -4,8 +4,8 @@ use std::sync::{Arc, OnceLock};
 use tower_layer::Layer;
 
 use super::protocol::Protocol;
-use super::service::Limit;
-use crate::gate::{Gate, OnError, OnMissingKey, PolicySelector, Selector, Wait};
+use super::service::{IsClone, Limit};
+use crate::gate::{Gate, KeyExtractor, OnError, OnMissingKey, PolicySelector, Selector, Wait};
 use crate::limit::{Key, Policies};
 use crate::middleware::copies::Copies;
 use crate::observe::Observer;
@@ -221,7 +221,10 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     pub fn observer(self, observer: impl Observer) -> Self
     where
         S: Store,
+        K: KeyExtractor<P::Head>,
     {
+        let observer: Arc<dyn Observer> = Arc::new(observer);
+        self.shared.extractor.observe(&observer);
         self.change(|config| config.gate.observe(observer))
     }
 
@@ -245,7 +248,7 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     }
 }
 
-impl<T, S: Clone, K, P: Protocol + Clone> Layer<T> for LimitLayer<S, K, P> {
+impl<T: IsClone, S: Clone, K, P: Protocol + Clone> Layer<T> for LimitLayer<S, K, P> {
     type Service = Limit<T, S, K, P>;
 
     /// # Panics

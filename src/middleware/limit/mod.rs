@@ -14,6 +14,6 @@ pub use future::LimitFuture;
 pub use layer::LimitLayer;
 pub(super) use protocol::sealed;
 pub use protocol::{AsIs, Protocol, Serve};
-pub use service::Limit;
+pub use service::{IsClone, Limit};
 
 pub(super) use layer::Config;

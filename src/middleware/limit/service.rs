@@ -11,6 +11,18 @@ use crate::gate::{Admission, KeyExtractor};
 use crate::middleware::take_ready;
 use crate::store::Store;
 
+/// A service that is `Clone`: a layer calls a clone of it once the store has decided. Implemented for every `Clone` type.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not `Clone`, and a limited service is cloned for each request",
+    label = "this service is not `Clone`",
+    note = "derive `Clone` for the service, and share what is large in an `Arc`",
+    note = "a service that cannot be cloned: put `tower::buffer::Buffer::new(service, 1_024)` around it"
+)]
+pub trait IsClone: Clone {}
+
+#[diagnostic::do_not_recommend]
+impl<T: Clone> IsClone for T {}
+
 /// The service of a [`LimitLayer`](super::LimitLayer): it decides, then calls the inner service.
 pub struct Limit<T, S, K, P: Protocol> {
     inner: T,

@@ -8,7 +8,9 @@ pub use http::Http;
 pub use layer::RateLimitLayer;
 pub use settle::{Ending, TrackedBody, UntilBodyEnd};
 
-pub use crate::middleware::limit::{AsIs, Limit, LimitFuture, LimitLayer, Protocol, Serve};
+pub use crate::middleware::limit::{
+    AsIs, IsClone, Limit, LimitFuture, LimitLayer, Protocol, Serve,
+};
 
 /// The service of a [`RateLimitLayer`].
 pub type RateLimit<T, S, K, R = HttpReject, E = AsIs> = Limit<T, S, K, Http<R, E>>;

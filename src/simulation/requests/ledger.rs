@@ -159,12 +159,10 @@ impl Ledger {
         };
         let waiter = sums.waiting.remove(place).unwrap();
         let Some(cost) = granted else { return };
-        // Calls overtake each other: then the turn of one whose time would be up goes to that one. A waiter
-        // whose time is up still waits for the reply to its own check.
-        let until = waiter.since + waiter.max;
+        // A waiter whose deadline has passed still waits for the reply to its check.
         let before = sums.waiting.iter().find(|other| {
             let is_before = other.runtime == waiter.runtime && other.number < number;
-            is_before && (now..=until).contains(&(other.since + other.max))
+            is_before && now <= other.since + other.max
         });
         let before = before.map(|other| other.number);
         sums.passed += cost;

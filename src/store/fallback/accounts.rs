@@ -1,6 +1,6 @@
 //! The accounts of all callers whose charges the primary store lacks.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::HashMap;
 
 use smallvec::SmallVec;
 
@@ -10,41 +10,26 @@ use crate::limit::{Check, Decision, Key, Mode, Policies};
 use crate::store::shards::Shards;
 use crate::util::RandomState;
 
-const SHARDS: usize = 16;
+const SHARDS: usize = 32;
 
 /// A bounded number of accounts. They also determine which replies of the primary store the fallback
 /// may follow: only replies that include all of its grants.
 pub(super) struct Accounts {
     shards: Shards<Mutex<Shard>>,
-    budget: Budget,
-    /// Number of callers that have an account.
-    callers: AtomicUsize,
-    /// Number of the epoch. An epoch ends when the breaker opens, and with each reconciliation that has sent a charge.
-    /// A reply to a check of an earlier epoch may lack charges that were reconciled since.
+    /// Number of accounts.
+    held: AtomicUsize,
+    /// Number of accounts that may be opened, in all partitions of a primary store together.
+    free: Arc<AtomicUsize>,
+    /// Number of the epoch. An epoch ends when the breaker opens, and after each check of a reconciliation: a reply to
+    /// an earlier check may lack the grants of the fallback.
     epoch: AtomicU64,
+    /// Cost that was charged to the primary store, and cost that never will be, since the last report.
+    pub(super) charged: AtomicU64,
+    pub(super) dropped: AtomicU64,
 }
 
-/// Maximum number of accounts in all partitions of a primary store. Threads that open accounts concurrently may exceed
-/// it by one each.
-#[derive(Debug, Clone)]
-pub(super) struct Budget {
-    held: Arc<AtomicUsize>,
-    max: usize,
-}
-
-#[derive(Debug, Default)]
-struct Shard {
-    accounts: HashMap<Key, CallerAccounts, RandomState>,
-    /// Callers that are being reconciled.
-    reconciling: HashSet<Key, RandomState>,
-    /// Callers whose checks a fallback is deciding outside of the lock.
-    deciding: SmallVec<[Key; 1]>,
-    /// Cost granted beyond the maximum number of accounts, and so never reconciled.
-    dropped: u64,
-}
-
-/// The accounts of a caller, one for each list of policies.
-pub(super) type CallerAccounts = SmallVec<[Account; 1]>;
+/// The accounts of each caller, one for each list of policies.
+pub(super) type Shard = HashMap<Key, SmallVec<[Account; 1]>, RandomState>;
 
 /// A caller, locked: one thread at a time decides its checks.
 pub(super) struct Caller<'a> {
@@ -53,34 +38,20 @@ pub(super) struct Caller<'a> {
     shard: MutexGuard<'a, Shard>,
 }
 
-/// A caller whose check a fallback is deciding outside of the lock.
-pub(super) struct Deciding<'a> {
-    key: &'a Key,
-    all: &'a Accounts,
-}
-
-impl Budget {
-    pub(super) fn new(max: usize) -> Self {
-        Self {
-            held: Arc::new(AtomicUsize::new(0)),
-            max,
-        }
-    }
-}
-
 impl Accounts {
-    pub(super) fn new(budget: Budget) -> Self {
+    pub(super) fn new(free: Arc<AtomicUsize>) -> Self {
         Self {
-            shards: Shards::new(SHARDS, |_| Mutex::new(Shard::default())),
-            budget,
-            callers: AtomicUsize::new(0),
+            shards: Shards::new(SHARDS, |_| Mutex::default()),
+            held: AtomicUsize::new(0),
+            free,
             epoch: AtomicU64::new(0),
+            charged: AtomicU64::new(0),
+            dropped: AtomicU64::new(0),
         }
     }
 
-    /// Returns `true` if there is no account, except for accounts in a running reconciliation.
     pub(super) fn is_empty(&self) -> bool {
-        self.callers.load(Ordering::Acquire) == 0
+        self.held.load(Ordering::Acquire) == 0
     }
 
     /// The present epoch. Read it before a check is sent to the primary store.
@@ -98,117 +69,85 @@ impl Accounts {
         Caller {
             key,
             all: self,
-            shard: self.shard(key),
+            shard: lock(self.shards.of(key).0),
         }
     }
 
-    /// Marks a caller. Until this is dropped, no thread begins to warm the fallback with a reply for the caller.
-    pub(super) fn deciding<'a>(&'a self, key: &'a Key) -> Deciding<'a> {
-        self.shard(key).deciding.push(*key);
-        Deciding { key, all: self }
+    pub(super) fn shards(&self) -> impl Iterator<Item = &Mutex<Shard>> {
+        self.shards.iter()
     }
 
-    /// Warms the fallback with the reply to a check that was sent in the epoch `sent`, if the reply includes all grants
-    /// of the fallback.
-    ///
-    /// The fallback decides and records under the same lock. So each earlier grant is in an account or being
-    /// reconciled, which [`Caller::is_held`] reports, or is reconciled. In the last case the epoch ended before
-    /// `reconciled` returned, and a reply to a check of the present epoch includes the grant.
-    /// before `reconciled` returned, and a reply to a check of the present epoch includes the grant.
-    pub(super) fn warm(&self, key: &Key, sent: u64, update: impl FnOnce()) {
-        let caller = self.caller(key);
-        if caller.is_known(sent) {
-            update();
-        }
-    }
-
-    /// Returns `true` if a reply to a check that was sent in the epoch `sent` includes all grants of the fallback to a
-    /// caller.
-    pub(super) fn is_known(&self, key: &Key, sent: u64) -> bool {
-        self.caller(key).is_known(sent)
-    }
-
-    pub(super) fn shards(&self) -> usize {
-        self.shards.iter().count()
-    }
-
-    /// Adds the callers of a shard to `callers`, by the part of a limit that they have used. Returns the cost that was
-    /// granted there beyond the maximum number of accounts.
-    pub(super) fn list(&self, shard: usize, callers: &mut BTreeMap<u8, Vec<Key>>) -> u64 {
-        let Some(shard) = self.shards.iter().nth(shard) else {
-            return 0;
-        };
+    /// Removes the expired accounts of a shard, and passes the other callers to `each`, with the part of a limit that
+    /// they have used. Call it while no accounts are taken.
+    pub(super) fn sweep(&self, shard: &Mutex<Shard>, now: i64, mut each: impl FnMut(Key, u8)) {
         let mut shard = lock(shard);
-        for (key, accounts) in &shard.accounts {
-            let used = accounts.iter().map(Account::used).max().unwrap_or(0);
-            callers.entry(used).or_default().push(*key);
+        shard.retain(|key, accounts| {
+            let held = accounts.len();
+            accounts.retain(|account| !account.is_over(now));
+            self.removed(held - accounts.len());
+            if let Some(used) = accounts.iter().map(Account::used).max() {
+                each(*key, used);
+            }
+            !accounts.is_empty()
+        });
+        if shard.is_empty() {
+            shard.shrink_to_fit();
         }
-        std::mem::take(&mut shard.dropped)
     }
 
-    /// Removes the accounts of a caller, which is being reconciled until
-    /// [`reconciled`](Self::reconciled) is called.
-    pub(super) fn take(&self, key: &Key) -> CallerAccounts {
-        let mut shard = self.shard(key);
-        let Some(accounts) = shard.accounts.remove(key) else {
-            return CallerAccounts::new();
-        };
-        if shard.accounts.is_empty() {
-            shard.accounts.shrink_to_fit();
-        }
-        shard.reconciling.insert(*key);
-        self.callers.fetch_sub(1, Ordering::AcqRel);
-        self.budget
-            .held
-            .fetch_sub(accounts.len(), Ordering::Relaxed);
-        accounts
-    }
-
-    /// Puts back the rest of an account. Returns its cost if there is no room for it.
-    pub(super) fn put_back(&self, key: &Key, older: Account, now: i64) -> u64 {
+    /// Takes the charges and resets out of a caller's accounts. The accounts stay, for new ones, until each was
+    /// [put back](Self::put_back).
+    pub(super) fn take(&self, key: &Key, now: i64) -> SmallVec<[Account; 1]> {
         let mut caller = self.caller(key);
-        let has_room = caller.has_room();
-        match caller.find(older.policies()) {
-            Some(newer) => newer.put_after(older, now),
-            None if has_room => caller.open(older),
-            None => return older.left(now),
-        }
-        0
+        let accounts = caller.shard.get_mut(key).into_iter().flatten();
+        accounts.map(|account| account.take(now)).collect()
     }
 
-    /// Ends the reconciliation: each account is reconciled or put back.
-    pub(super) fn reconciled(&self, sent: bool) {
-        // End the epoch first, so that no reply to an earlier check warms the fallback for these callers.
-        if sent {
-            self.end_epoch();
-        }
-        for shard in self.shards.iter() {
-            lock(shard).reconciling = HashSet::default();
+    /// Puts back the rest of a taken account. Removes the account if nothing is left in it.
+    pub(super) fn put_back(&self, key: &Key, rest: &mut Account, now: i64) {
+        let mut caller = self.caller(key);
+        let Some(accounts) = caller.shard.get_mut(key) else {
+            return;
+        };
+        accounts.retain(|account| {
+            if !account.is_under(rest.policies()) {
+                return true;
+            }
+            account.put_back(rest, now);
+            let stays = account.is_owed(now);
+            self.removed(usize::from(!stays));
+            stays
+        });
+        if accounts.is_empty() {
+            caller.shard.remove(key);
+            if caller.shard.is_empty() {
+                caller.shard.shrink_to_fit();
+            }
         }
     }
 
-    fn shard(&self, key: &Key) -> MutexGuard<'_, Shard> {
-        lock(self.shards.of(key).0)
+    fn removed(&self, accounts: usize) {
+        if accounts > 0 {
+            self.held.fetch_sub(accounts, Ordering::AcqRel);
+            self.free.fetch_add(accounts, Ordering::AcqRel);
+        }
     }
 }
 
 impl Caller<'_> {
-    /// Returns `true` if the caller has an account, is being reconciled, or a fallback is deciding its check.
-    pub(super) fn is_held(&self) -> bool {
-        self.shard.accounts.contains_key(self.key)
-            || self.shard.reconciling.contains(self.key)
-            || self.shard.deciding.contains(self.key)
-    }
-
-    /// Returns `true` if a reply to a check that was sent in the epoch `sent` includes all grants.
-    fn is_known(&self, sent: u64) -> bool {
-        self.all.epoch() == sent && !self.is_held()
+    /// Returns `true` if a reply to a check that was sent in the epoch `sent` includes all grants of the fallback.
+    ///
+    /// The fallback decides and records under the same lock, so each earlier grant is in an account, or was charged. In
+    /// the last case the epoch ended before the account was put back and removed, so a reply to a check of the present
+    /// epoch includes the grant.
+    pub(super) fn is_known(&self, sent: u64) -> bool {
+        self.all.epoch() == sent && !self.shard.contains_key(self.key)
     }
 
     /// Returns the account with the counts of `policies`.
     pub(super) fn account(&self, policies: &Policies) -> Option<&Account> {
-        let accounts = self.shard.accounts.get(self.key)?;
-        accounts.iter().find(|account| account.is_under(policies))
+        let mut accounts = self.shard.get(self.key)?.iter();
+        accounts.find(|account| account.is_under(policies))
     }
 
     /// Records a decision of the fallback. Returns `true` if there is something to reconcile.
@@ -217,32 +156,23 @@ impl Caller<'_> {
         let Some(policies) = check.policies().without_in_flight() else {
             return false;
         };
-        match check.mode() {
+        let granted = match check.mode() {
             Mode::Peek | Mode::Renew | Mode::Release => return false,
-            Mode::Refund => {
-                if let Some(account) = self.find(policies) {
-                    account.refund(check, now);
-                }
-                return true;
-            }
-            Mode::Reset => {}
-            _ if decision.granted() == 0 || decision.is_repeated() => return false,
-            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge => {}
-        }
-        let granted = if check.mode() == Mode::Reset {
-            0
-        } else {
-            decision.granted()
+            Mode::Reset | Mode::Refund => 0,
+            _ if decision.is_repeated() || decision.granted() == 0 => return false,
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge => decision.granted(),
         };
-        if self.find(policies).is_none() {
-            if !self.has_room() {
-                self.shard.dropped += u64::from(granted);
-                return true;
-            }
-            self.open(Account::new(policies, decision, granted, now));
+        let opens = check.mode() != Mode::Refund && self.account(policies).is_none();
+        if opens && !self.open(|| Account::new(policies, decision, granted, now)) {
+            self.all
+                .dropped
+                .fetch_add(granted.into(), Ordering::Relaxed);
+            return true;
         }
-        if let Some(account) = self.find(policies) {
+        let mut accounts = self.shard.get_mut(self.key).into_iter().flatten();
+        if let Some(account) = accounts.find(|account| account.is_under(policies)) {
             match check.mode() {
+                Mode::Refund => account.refund(check, now),
                 Mode::Reset => account.reset(now),
                 _ => account.charge(policies, decision, granted, now),
             }
@@ -250,32 +180,15 @@ impl Caller<'_> {
         true
     }
 
-    fn find(&mut self, policies: &Policies) -> Option<&mut Account> {
-        let accounts = self.shard.accounts.get_mut(self.key)?;
-        accounts
-            .iter_mut()
-            .find(|account| account.is_under(policies))
-    }
-
-    fn has_room(&self) -> bool {
-        self.all.budget.held.load(Ordering::Relaxed) < self.all.budget.max
-    }
-
-    fn open(&mut self, account: Account) {
-        self.all.budget.held.fetch_add(1, Ordering::Relaxed);
-        let accounts = self.shard.accounts.entry(*self.key).or_insert_with(|| {
-            self.all.callers.fetch_add(1, Ordering::AcqRel);
-            CallerAccounts::new()
-        });
-        accounts.push(account);
-    }
-}
-
-impl Drop for Deciding<'_> {
-    fn drop(&mut self) {
-        let deciding = &mut self.all.shard(self.key).deciding;
-        if let Some(place) = deciding.iter().position(|key| key == self.key) {
-            deciding.swap_remove(place);
+    /// Adds an account. Returns `false` if there is no room for it.
+    fn open(&mut self, account: impl FnOnce() -> Account) -> bool {
+        let one_less = |free: usize| free.checked_sub(1);
+        let free = &self.all.free;
+        let has_room = free.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less);
+        if has_room.is_ok() {
+            self.all.held.fetch_add(1, Ordering::AcqRel);
+            self.shard.entry(*self.key).or_default().push(account());
         }
+        has_room.is_ok()
     }
 }

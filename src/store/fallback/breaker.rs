@@ -35,10 +35,8 @@ const OPEN: u8 = 2;
 struct FailureStreak {
     /// The failures that count.
     failures: u32,
-    /// The number of the trial in flight, and the time after which it counts as abandoned.
-    trial: Option<(u64, i64)>,
-    /// Number of trials so far, which numbers the next one.
-    trials: u64,
+    /// The time after which the trial in flight counts as abandoned.
+    trial: Option<i64>,
     opened_at: Option<i64>,
 }
 
@@ -47,8 +45,9 @@ struct FailureStreak {
 pub(super) enum Ticket {
     /// A check while the breaker is closed.
     Free,
-    /// A trial, by its number. No other check is admitted until its outcome is reported.
-    Trial(u64),
+    /// A trial, by the time after which it counts as abandoned. No other check is admitted until then, or until its
+    /// outcome is reported.
+    Trial(i64),
     /// A probe of the recovery task, which needs no admission. Its outcome counts like that of a trial.
     Probe,
 }
@@ -89,13 +88,13 @@ impl Breaker {
             return Some(Ticket::Free);
         }
         let now = now();
-        if streak.trial.is_some_and(|(_, until)| now < until) {
+        if streak.trial.is_some_and(|until| now < until) {
             return None;
         }
         let patience = i64::try_from(patience.as_micros()).unwrap_or(i64::MAX);
-        streak.trials += 1;
-        streak.trial = Some((streak.trials, now.saturating_add(patience)));
-        Some(Ticket::Trial(streak.trials))
+        let until = now.saturating_add(patience);
+        streak.trial = Some(until);
+        Some(Ticket::Trial(until))
     }
 
     /// Reports a reply of the primary store. While half-open, only that of a trial or probe counts: other checks may
@@ -144,10 +143,7 @@ impl Breaker {
     }
 
     fn end(&self, streak: &mut FailureStreak) {
-        *streak = FailureStreak {
-            trials: streak.trials,
-            ..FailureStreak::default()
-        };
+        *streak = FailureStreak::default();
         self.state.store(CLOSED, Ordering::Release);
     }
 
@@ -174,7 +170,7 @@ impl FailureStreak {
     fn accepts(&self, ticket: Ticket) -> bool {
         match ticket {
             Ticket::Free => false,
-            Ticket::Trial(number) => self.trial.is_some_and(|(trial, _)| trial == number),
+            Ticket::Trial(until) => self.trial == Some(until),
             Ticket::Probe => true,
         }
     }

@@ -82,7 +82,7 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                     sent,
                 } => {
                     let answer = ready!(answer.poll(cx));
-                    let answer = partition.fell_back(check, *sent, answer);
+                    let answer = partition.fell_back(check, *sent, answer, None);
                     this.state.set(State::Done);
                     return Poll::Ready(answer);
                 }

@@ -12,13 +12,18 @@
 //! | `announcement` | tells the other instances that this one is reconciling |
 //! | `share` | the part of a limit that one instance grants during an outage |
 //!
-//! Accounts are kept in memory only, per caller and list of policies.
+//! A caller has an account for each list of policies under which the fallback has granted something, in memory only.
+//! It has two counts, that of the primary store and the same with the grants since, and a flag for a reset. The
+//! difference is charged. During that, the account stays for new grants. It is removed when nothing is left to charge.
 //!
 //! - **Lost reply.** After the deadline the fallback decides. The primary store may have charged the check, so it is
-//!   neither sent again nor recorded in an account. A reconciling charge without a reply is not repeated, but reported
-//!   as dropped.
+//!   neither sent again nor recorded in an account, and its grant is never refunded. A reconciling charge without a
+//!   reply is not repeated, but reported as dropped.
 //! - **Failing store.** The breaker opens after several failures. The fallback decides and records its grants until a
 //!   reconciliation has charged them.
+//! - **Refund.** A decision knows whether the fallback made it, and when. If the account has the charge, the refund is
+//!   deducted there. If the charge is on its way, the refund fails as unsent, and its owner retries it. If there is no
+//!   account, the primary store refunds it.
 //! - **End of a runtime.** The accounts stay, and the next check starts the recovery task on its own runtime. A charge
 //!   in flight counts as lost. When the process ends, its accounts are lost.
 
@@ -43,13 +48,13 @@ mod tests;
 use std::fmt;
 use std::num::NonZeroU32;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 pub use self::future::FallbackFuture;
 pub use self::share::Share;
 
-use self::accounts::{Accounts, Budget};
+use self::accounts::Accounts;
 use self::breaker::Breaker;
 use self::future::State;
 use self::partition::{Partition, Reply};
@@ -73,7 +78,7 @@ use crate::util::Clock;
 ///   on checks sent before the breaker opened, or before these grants were charged.
 /// - **Share.** While the fallback decides, each instance grants its share of a policy: see
 ///   [`share`](Self::share). A cost that fits the whole policy and not the share is
-///   [denied](crate::check::Outcome::Denied) for as long as the whole policy would deny it.
+///   [denied](crate::check::Outcome::Denied) for 250 ms: only the primary store can grant it.
 /// - **Reconcile.** The unexpired grants of the fallback are charged to the primary store once, and
 ///   resets are repeated there. After an outage this happens before the primary store decides
 ///   again, beginning with the callers that have used most of their limits. With more than one
@@ -155,10 +160,11 @@ impl<P: Store, F: Store> Fallback<P, F> {
         self.with(|settings| settings.failures = failures)
     }
 
-    /// Sets how many instances share a policy during an outage. Defaults to 1: each instance grants the whole
-    /// policy.
+    /// Sets how many instances share a policy during an outage: a number, or the
+    /// [`Instances`](crate::store::Instances) of an announcement. Defaults to 1: each instance grants the whole policy.
     #[must_use]
-    pub fn share(self, share: Share) -> Self {
+    pub fn share(self, share: impl Into<Share>) -> Self {
+        let share = share.into();
         self.with(|settings| settings.share = share)
     }
 
@@ -189,7 +195,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
     fn build(primary: P, fallback: F, settings: Settings) -> Self {
         let (count, open) = (primary.backend().partitions().max(1), Arc::default());
-        let budget = Budget::new(LocalStore::DEFAULT_KEYS.get());
+        let free = Arc::new(LocalStore::DEFAULT_KEYS.get().into());
         let probes = probes(&primary, count);
         let partition = |probe| {
             Arc::new(Partition {
@@ -201,8 +207,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
                 breaker: Breaker::new(settings.failures.get()),
                 open: Arc::clone(&open),
                 recovery: TaskOwner::new(),
-                accounts: Accounts::new(budget.clone()),
-                sums: Mutex::default(),
+                accounts: Accounts::new(Arc::clone(&free)),
                 clock: Clock::new(),
             })
         };
@@ -338,10 +343,8 @@ impl<P: fmt::Debug, F: fmt::Debug> fmt::Debug for Fallback<P, F> {
             settings,
             ..
         } = &*self.partitions[0];
-        let degraded = self
-            .partitions
-            .iter()
-            .any(|partition| partition.breaker.is_open());
+        let mut breakers = self.partitions.iter().map(|partition| &partition.breaker);
+        let degraded = breakers.any(Breaker::is_open);
         f.debug_struct("Fallback")
             .field("primary", primary)
             .field("fallback", fallback)

@@ -12,7 +12,7 @@ use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::thread::{self, yield_now};
 use shuttle::{Config, Runner};
 
-use self::accounts::{Accounts, Budget};
+use self::accounts::Accounts;
 use self::breaker::{Breaker, Ticket};
 use self::sync::{Arc, AtomicUsize, Ordering::SeqCst};
 use super::account;
@@ -138,7 +138,10 @@ fn warming_keeps_what_was_granted() {
             .unwrap()
             .into();
         let (primary, local) = (LocalStore::default(), LocalStore::default());
-        let (breaker, accounts) = (Breaker::new(1), Accounts::new(Budget::new(16)));
+        let (breaker, accounts) = (
+            Breaker::new(1),
+            Accounts::new(Arc::new(AtomicUsize::new(16))),
+        );
         let partition = Arc::new(Partition {
             breaker,
             accounts,
@@ -165,10 +168,11 @@ fn warming_keeps_what_was_granted() {
                     let decision = decide(primary, &check);
                     yield_now();
                     breaker.succeeded(ticket);
-                    accounts.warm(&Key::GLOBAL, epoch, || {
+                    let caller = accounts.caller(&Key::GLOBAL);
+                    if caller.is_known(epoch) {
                         yield_now();
                         local.backend().warm(&Key::GLOBAL, &decision);
-                    });
+                    }
                     continue;
                 }
                 let mut caller = accounts.caller(&Key::GLOBAL);
@@ -194,13 +198,14 @@ fn warming_keeps_what_was_granted() {
                 ..
             } = &*reconciling;
             for _ in 0..2 {
-                for mut account in accounts.take(&Key::GLOBAL) {
-                    while let Some(step) = account.next(0) {
-                        let _ = decide(primary, &step.check(Key::GLOBAL, &account));
-                        account.done(&step, 0);
+                for mut account in accounts.take(&Key::GLOBAL, 0) {
+                    while let Some(check) = account.next(Key::GLOBAL, 0) {
+                        let _ = decide(primary, &check);
+                        account.done(&check, 0);
+                        accounts.end_epoch();
                     }
+                    accounts.put_back(&Key::GLOBAL, &mut account, 0);
                 }
-                accounts.reconciled(true);
                 if breaker.is_open() {
                     breaker.close(0);
                 }

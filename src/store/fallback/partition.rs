@@ -2,8 +2,8 @@
 
 use std::any::TypeId;
 use std::num::NonZeroU32;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
-use std::sync::{Arc, Mutex};
 
 use tokio::time::Instant;
 
@@ -34,16 +34,7 @@ pub(super) struct Partition<P, F> {
     /// The owner of the recovery task.
     pub(super) recovery: TaskOwner,
     pub(super) accounts: Accounts,
-    /// Reconciled cost that was not reported to the observer yet.
-    pub(super) sums: Mutex<Sums>,
     pub(super) clock: Clock,
-}
-
-/// Reconciled cost, in units.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Sums {
-    pub(super) charged: u64,
-    pub(super) dropped: u64,
 }
 
 /// The circumstances in which a check was sent to the primary store.
@@ -95,22 +86,22 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    /// Returns `true` if a check refunds or resets charges that the primary store lacks, so that the fallback must
+    /// Returns `true` if a check refunds or resets charges that the primary store may lack, so that the fallback must
     /// decide it. Charges in the primary store are refunded there.
     fn overtakes(&self, check: &Check) -> bool {
         let charged = check.charged().first().map(|charged| charged.at);
-        match (check.mode(), charged) {
-            (Mode::Reset, _) | (Mode::Refund, Some(ChargedAt::Local(_))) => {
-                check.policies().without_in_flight().is_some()
-                    && self.accounts.caller(check.key()).is_held()
-            }
-            (Mode::Refund, None) => {
-                let caller = self.accounts.caller(check.key());
-                let policies = check.policies().without_in_flight();
-                policies.is_some_and(|policies| caller.account(policies).is_some())
-            }
+        let may = match check.mode() {
+            Mode::Reset => true,
+            Mode::Refund => !matches!(charged, Some(ChargedAt::Redis(_))),
             _ => false,
-        }
+        };
+        may && check
+            .policies()
+            .without_in_flight()
+            .is_some_and(|policies| {
+                let caller = self.accounts.caller(check.key());
+                caller.account(policies).is_some()
+            })
     }
 
     /// The check under this instance's share of its policies.
@@ -140,11 +131,10 @@ impl<P: Store, F: Store> Partition<P, F> {
                 // Keep the slots of this instance in the fallback too, for an outage.
                 drop(self.fallback.check(mirrored));
             }
-            let follow = || self.fallback.backend().warm(check.key(), decision);
-            if self.locks_while_it_decides() {
-                self.accounts.warm(check.key(), asked.epoch, follow);
-            } else if self.accounts.is_known(check.key(), asked.epoch) {
-                follow();
+            let caller = self.accounts.caller(check.key());
+            if caller.is_known(asked.epoch) {
+                let _caller = self.locks_while_it_decides().then_some(caller);
+                self.fallback.backend().warm(check.key(), decision);
             }
         }
     }
@@ -171,17 +161,15 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     /// Counts a failure.
     pub(super) fn count(&self, error: &StoreError, ticket: Ticket) {
-        if self.breaker.failed(
-            ticket,
-            error.kind() == ErrorKind::ClusterNode,
-            self.clock.micros(),
-        ) {
-            self.accounts.end_epoch();
-            if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
-                let mut degraded = event::Degraded::new(error);
-                degraded.share = self.settings.share.instances();
-                self.observe(|observer| observer.degraded(&degraded));
-            }
+        let (lasting, now) = (error.kind() == ErrorKind::ClusterNode, self.clock.micros());
+        if !self.breaker.failed(ticket, lasting, now) {
+            return;
+        }
+        self.accounts.end_epoch();
+        if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
+            let mut degraded = event::Degraded::new(error);
+            degraded.share = self.settings.share.instances();
+            self.observe(|observer| observer.degraded(&degraded));
         }
     }
 
@@ -206,18 +194,10 @@ impl<P: Store, F: Store> Partition<P, F> {
             return elsewhere();
         }
         let check = refund.as_ref().unwrap_or(check);
-        let share = self.share_of(check.clone());
         // Under the lock, no reply can warm the fallback between a grant and its record.
-        if self.locks_while_it_decides() {
-            return match self.fallback.check(share) {
-                Answer::Ready { answer } => Answer::ready(self.record(caller, check, sent, answer)),
-                pending => pending,
-            };
-        }
-        drop(caller);
-        let _deciding = self.accounts.deciding(check.key());
-        match self.fallback.check(share) {
-            Answer::Ready { answer } => Answer::ready(self.fell_back(check, sent, answer)),
+        let caller = self.locks_while_it_decides().then_some(caller);
+        match self.fallback.check(self.share_of(check.clone())) {
+            Answer::Ready { answer } => Answer::ready(self.fell_back(check, sent, answer, caller)),
             pending => pending,
         }
     }
@@ -234,46 +214,31 @@ impl<P: Store, F: Store> Partition<P, F> {
         if check.mode() != Mode::Refund {
             return None;
         }
-        let charged = check.charged();
         let account = caller.account(check.policies().without_in_flight()?)?;
-        let at = match charged.first().map(|charged| charged.at) {
-            Some(ChargedAt::Redis(_)) => return None,
-            Some(ChargedAt::Local(at)) => Some(at),
-            None => None,
-        };
-        let most = account.refundable(at, self.clock.micros())?;
-        let cost = check.cost().min(u32::try_from(most).unwrap_or(u32::MAX));
-        Some(match charged {
-            [] => Check::refund(*check.key(), check.policies(), cost),
-            _ => Check::refund_of(*check.key(), check.policies(), cost, charged.into()),
-        })
+        let cost = account.refundable(check, self.clock.micros())?;
+        let (key, policies, charged) = (*check.key(), check.policies(), check.charged());
+        Some(Check::refund_of(key, policies, cost, charged.into()))
     }
 
-    /// Handles a later reply of the fallback. Replies of the primary store may have warmed the fallback since, so a
-    /// fallback that uses them should reply immediately, as [`LocalStore`](crate::LocalStore) does.
+    /// Handles a reply of the fallback, and records it, under the lock of the `caller` if it is held.
+    ///
+    /// Replies of the primary store may have warmed the fallback before a later reply, so a fallback that uses them
+    /// should reply immediately, as [`LocalStore`](crate::LocalStore) does.
     pub(super) fn fell_back(
         self: &Arc<Self>,
         check: &Check,
         sent: bool,
         answer: Result<Decision, StoreError>,
+        caller: Option<Caller<'_>>,
     ) -> Result<Decision, StoreError> {
-        self.record(self.accounts.caller(check.key()), check, sent, answer)
-    }
-
-    fn record(
-        self: &Arc<Self>,
-        mut caller: Caller<'_>,
-        check: &Check,
-        sent: bool,
-        answer: Result<Decision, StoreError>,
-    ) -> Result<Decision, StoreError> {
-        let decision = share::of_whole(check, answer?, || self.clock.micros());
-        let now = self.clock.micros();
-        let is_owed = !sent && caller.record(check, &decision, now);
-        drop(caller);
-        if is_owed {
+        let (decision, now) = (share::of_whole(check, answer?), self.clock.micros());
+        let record = || {
+            let mut caller = caller.unwrap_or_else(|| self.accounts.caller(check.key()));
+            caller.record(check, &decision, now)
+        };
+        if !sent && record() {
             self.attend();
         }
-        Ok(decision.charged_locally(now).unsure_if(sent))
+        Ok(decision.charged_locally(now, sent))
     }
 }

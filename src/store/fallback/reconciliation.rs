@@ -3,9 +3,10 @@
 //! It begins with the callers that have used most of a limit, since another instance might exceed the
 //! limit for these. The cost is computed when it is sent, so that no expired cost is charged.
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
 use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -14,13 +15,13 @@ use smallvec::SmallVec;
 use tokio::task::yield_now;
 use tokio::time::sleep;
 
-use super::account::{Account, Step};
-use super::partition::{Partition, Sums};
+use super::account::Account;
+use super::partition::Partition;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key};
+use crate::limit::{Check, Decision, Key, Mode};
 use crate::observe::event;
 use crate::store::Store;
-use crate::util::{instant, lock};
+use crate::util::instant;
 
 /// Number of accounts that are reconciled concurrently. It adapts to the reply times of the primary store, so that live
 /// traffic is not delayed.
@@ -33,9 +34,6 @@ struct Window {
 
 /// Pause before a check that found the queue full is sent again.
 const FULL: Duration = Duration::from_millis(2);
-
-/// Number of accounts after which the task yields.
-const TURN: usize = 256;
 
 impl Window {
     const START: usize = 64;
@@ -70,47 +68,50 @@ impl Window {
 impl<P: Store, F: Store> Partition<P, F> {
     /// Charges all accounts to the primary store. Returns `false` if the store fails again; unsent charges are kept.
     pub(super) async fn reconcile(self: &Arc<Self>) -> bool {
-        if self.accounts.is_empty() {
-            return true;
-        }
-        // Dropped at the end, or with the runtime, so that replies may warm the fallback again.
-        let mut ended = Ended(self, false);
-        let mut callers = BTreeMap::new();
-        for shard in 0..self.accounts.shards() {
-            let dropped = self.accounts.list(shard, &mut callers);
-            lock(&self.sums).dropped += dropped;
-            yield_now().await;
-        }
-        let mut accounts = callers.into_values().rev().flatten().flat_map(|key| {
-            let accounts = self.accounts.take(&key).into_iter();
+        let mut callers = vec![];
+        self.sweep(|key, used| callers.push((Reverse(used), key)))
+            .await;
+        callers.sort_unstable_by_key(|(used, _)| *used);
+        let mut accounts = callers.into_iter().flat_map(|(_, key)| {
+            let accounts = self.accounts.take(&key, self.clock.micros()).into_iter();
             // Collect the accounts, so that dropping the iterator puts all of them back.
-            let taken = accounts.map(|account| Taken::new(self, key, account));
+            let taken = accounts.map(|account| Taken {
+                partition: self,
+                key,
+                account,
+                sent: None,
+            });
             taken.collect::<SmallVec<[_; 1]>>()
         });
         let mut window = Window::of(self.partitions, self.settings.share.instances());
-        let (mut working, mut well, mut taken) = (FuturesUnordered::new(), true, 0);
+        let (mut working, mut well) = (FuturesUnordered::new(), true);
         loop {
             while well && working.len() < window.now {
-                let Some(mut account) = accounts.next() else {
+                let Some(account) = accounts.next() else {
                     break;
                 };
-                taken += 1;
-                if taken % TURN == 0 {
-                    yield_now().await;
-                }
-                if account.next().is_some() {
-                    ended.1 = true;
-                    working.push(async move {
-                        let since = instant();
-                        (account.reconcile().await, since.elapsed())
-                    });
-                }
+                working.push(async move {
+                    let since = instant();
+                    (account.reconcile().await, since.elapsed())
+                });
             }
             let Some((is_done, took)) = working.next().await else {
                 return well;
             };
             well &= is_done;
             window.learn(took, self.settings.deadline);
+        }
+    }
+
+    /// Removes the expired accounts, and passes the other callers to `each`, with the part of a limit that they have
+    /// used.
+    pub(super) async fn sweep(&self, mut each: impl FnMut(Key, u8)) {
+        if self.accounts.is_empty() {
+            return;
+        }
+        for shard in self.accounts.shards() {
+            self.accounts.sweep(shard, self.clock.micros(), &mut each);
+            yield_now().await;
         }
     }
 
@@ -133,58 +134,37 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     /// Notifies the observer of the cost reconciled since the last notification.
     pub(super) fn notify(&self) {
-        let sums = std::mem::take(&mut *lock(&self.sums));
-        if sums != Sums::default() {
-            self.observe(|observer| {
-                observer.reconciled(&event::Reconciled::new(sums.charged, sums.dropped))
-            });
+        let [charged, dropped] = [&self.accounts.charged, &self.accounts.dropped]
+            .map(|cost| cost.swap(0, Ordering::Relaxed));
+        if charged + dropped > 0 {
+            let reconciled = event::Reconciled::new(charged, dropped);
+            self.observe(|observer| observer.reconciled(&reconciled));
         }
     }
 }
 
-/// An account that is being reconciled. Dropping it puts the unsent rest back, also if the runtime shuts down.
+/// An account that is being reconciled. Dropping it puts back the unsent rest, also if the runtime shuts down.
 struct Taken<'a, P: Store, F: Store> {
     partition: &'a Partition<P, F>,
     key: Key,
-    account: Option<Account>,
-    /// The step that was sent and has no reply yet.
-    sent: Option<Step>,
+    account: Account,
+    /// The check that was sent and has no reply yet.
+    sent: Option<Check>,
 }
 
-impl<'a, P: Store, F: Store> Taken<'a, P, F> {
-    fn new(partition: &'a Partition<P, F>, key: Key, account: Account) -> Self {
-        Self {
-            partition,
-            key,
-            account: Some(account),
-            sent: None,
-        }
-    }
-
-    fn next(&mut self) -> Option<(Step, Check)> {
-        let account = self.account.as_mut()?;
-        let step = account.next(self.partition.clock.micros());
-        if step.is_none() {
-            self.account = None;
-        }
-        step.zip(self.account.as_ref()).map(|(step, account)| {
-            let check = step.check(self.key, account);
-            (step, check)
-        })
-    }
-
-    /// Sends all steps. Returns `false` if the primary store fails.
+impl<P: Store, F: Store> Taken<'_, P, F> {
+    /// Sends all checks. Returns `false` if the primary store fails.
     async fn reconcile(mut self) -> bool {
-        while let Some((step, check)) = self.next() {
-            self.sent = Some(step);
+        while let Some(check) = self.account.next(self.key, self.partition.clock.micros()) {
+            self.sent = Some(check.clone());
             match self.partition.send(check).await {
-                Ok(decision) => self.charged(decision.granted().into(), 0),
+                Ok(decision) => self.done(decision.granted()),
                 Err(error) if error.is_not_sent() => {
                     self.sent = None;
                     return error.is_check_only();
                 }
                 Err(error) => {
-                    self.is_lost();
+                    self.done(0);
                     if !error.is_check_only() {
                         return false;
                     }
@@ -194,46 +174,42 @@ impl<'a, P: Store, F: Store> Taken<'a, P, F> {
         true
     }
 
-    /// Treats the sent step, if any, as lost: the primary store may have charged it.
-    fn is_lost(&mut self) {
-        let cost = self.sent.as_ref().map_or(0, Step::cost);
-        self.charged(0, cost);
-    }
-
-    fn charged(&mut self, charged: u64, dropped: u64) {
-        let (step, now) = (self.sent.take(), self.partition.clock.micros());
-        if let (Some(account), Some(step)) = (&mut self.account, step) {
-            account.done(&step, now);
-            let mut sums = lock(&self.partition.sums);
-            if step.cost() > 0 {
-                sums.charged += charged;
-            }
-            sums.dropped += dropped;
+    /// Records that the primary store has charged this much of the sent check, if any. The rest is dropped: without a
+    /// reply, the primary store may have charged it.
+    fn done(&mut self, charged: u32) {
+        let (partition, now) = (self.partition, self.partition.clock.micros());
+        let Some(check) = self.sent.take() else {
+            return;
+        };
+        self.account.done(&check, now);
+        partition.accounts.end_epoch();
+        if check.mode() == Mode::Charge {
+            let dropped = check.cost().saturating_sub(charged);
+            let accounts = &partition.accounts;
+            accounts
+                .charged
+                .fetch_add(charged.into(), Ordering::Relaxed);
+            accounts
+                .dropped
+                .fetch_add(dropped.into(), Ordering::Relaxed);
         }
     }
 }
 
 impl<P: Store, F: Store> Drop for Taken<'_, P, F> {
     fn drop(&mut self) {
-        self.is_lost();
-        let now = self.partition.clock.micros();
-        if let Some(mut account) = self.account.take()
-            && account.next(now).is_some()
-        {
-            let dropped = self.partition.accounts.put_back(&self.key, account, now);
-            lock(&self.partition.sums).dropped += dropped;
-        }
+        self.done(0);
+        let Self {
+            partition,
+            key,
+            account,
+            ..
+        } = self;
+        let now = partition.clock.micros();
+        partition.accounts.put_back(key, account, now);
     }
 }
 
-/// Ends a reconciliation when dropped. `true` if a charge or reset was sent.
-struct Ended<'a, P: Store, F: Store>(&'a Partition<P, F>, bool);
-
-impl<P: Store, F: Store> Drop for Ended<'_, P, F> {
-    fn drop(&mut self) {
-        self.0.accounts.reconciled(self.1);
-    }
-}
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,14 +1,13 @@
 //! The recovery: a background task that probes the primary store, closes the breaker and reconciles.
 
-use std::future::{Future, poll_fn};
 use std::num::NonZeroU32;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::AssertUnwindSafe;
 use std::pin::pin;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
-use std::task::Poll;
 use std::time::Duration;
 
+use futures_util::FutureExt;
 use tokio::time::{sleep, timeout};
 
 use super::breaker::{Breaker, Ticket};
@@ -22,6 +21,9 @@ use crate::util::{instant, jittered};
 
 /// Maximum time to wait for other instances that reconcile.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
+
+/// Reconciliations before the breaker closes.
+const ROUNDS: usize = 3;
 
 impl<P: Store, F: Store> Partition<P, F> {
     /// Starts the recovery task, unless it is running.
@@ -96,10 +98,8 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// With an open breaker: reconciles, and then closes it. Returns `false` if the primary store fails again.
     async fn close(self: &Arc<Self>) -> bool {
         // During a reconciliation the fallback grants more. After three rounds little is left.
-        for _ in 0..Self::ROUNDS {
-            if self.accounts.is_empty() {
-                break;
-            } else if !self.reconcile().await {
+        for _ in 0..ROUNDS {
+            if !self.reconcile().await {
                 return false;
             }
         }
@@ -113,8 +113,6 @@ impl<P: Store, F: Store> Partition<P, F> {
         self.reconcile().await;
         true
     }
-
-    const ROUNDS: usize = 3;
 }
 
 /// The task. It ends when no work is left, or with the last clone of the store.
@@ -135,6 +133,7 @@ impl<P: Store, F: Store> Recovery<P, F> {
             let longest = Breaker::longest_delay(partition.settings.share.instances());
             // Keep no store alive during the pause.
             drop(partition);
+            // A short outage ends sooner if its first probe does not wait for as long as those before it.
             if open != was_open {
                 (attempts, was_open) = (0, open);
             }
@@ -142,14 +141,16 @@ impl<P: Store, F: Store> Recovery<P, F> {
             let Some(partition) = self.partition.upgrade() else {
                 break;
             };
-            let well = unless_it_panics(async {
+            let attempt = async {
                 if partition.breaker.is_open() {
                     self.recover(partition).await
                 } else {
                     partition.tend().await
                 }
-            });
-            let well = well.await.unwrap_or(false);
+            };
+            // User code may panic.
+            let well = AssertUnwindSafe(attempt).catch_unwind().await;
+            let well = well.unwrap_or(false);
             attempts = if well { 0 } else { attempts.saturating_add(1) };
         }
         let partition = self.partition.upgrade();
@@ -164,6 +165,8 @@ impl<P: Store, F: Store> Recovery<P, F> {
     /// too. Otherwise the primary store would grant again what the instances have already granted.
     async fn recover(&self, mut partition: Arc<Partition<P, F>>) -> bool {
         if partition.ping().await.is_err() {
+            // Make room for new accounts.
+            partition.sweep(|_, _| {}).await;
             return false;
         }
         let (mut well, since) = (true, instant());
@@ -197,14 +200,4 @@ impl<P: Store, F: Store> Recovery<P, F> {
         partition.notify();
         recovered
     }
-}
-
-/// Awaits `work`. Returns `None` if it panics, as user code that it calls may.
-async fn unless_it_panics<T>(work: impl Future<Output = T>) -> Option<T> {
-    let mut work = pin!(work);
-    poll_fn(|cx| {
-        let polled = catch_unwind(AssertUnwindSafe(|| work.as_mut().poll(cx)));
-        polled.map_or(Poll::Ready(None), |poll| poll.map(Some))
-    })
-    .await
 }

@@ -566,17 +566,18 @@ async fn both_scripts_decide_and_store_alike() {
             (0..rng.usize(17..21)).map(|_| rng.u8(..)).collect()
         } else {
             let reset = params.full / params.ticks;
-            let elapsed = [0, reset, 2 * reset, rng.i64(0..=2 * reset)][rng.usize(..4)];
+            let elapsed = [0, -1_000, reset, 2 * reset, rng.i64(0..=2 * reset)][rng.usize(..5)];
             let level = [
                 0,
                 params.full,
                 2 * params.full,
                 params.deepest,
+                -params.full,
                 rng.i64(0..=params.full),
             ];
-            let level = level[rng.usize(..5)];
+            let level = level[rng.usize(..6)];
             let at = near(rng, now - elapsed).to_le_bytes();
-            let level = near(rng, level).max(0).to_le_bytes();
+            let level = near(rng, level).to_le_bytes();
             [&at[..7], &level[..7], &[rng.u8(..); 5]].concat()
         };
         let times = rng.usize(1..=3);

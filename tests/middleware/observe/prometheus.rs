@@ -5,11 +5,13 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
 use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::extract::{Global, KeyExtractor, by_extension};
 use tower_redis_ratelimit::observe::{MetricsObserver, Observer, event};
+use tower_redis_ratelimit::reject::OnError;
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
-use tower_redis_ratelimit::{Fallback, Key, LocalStore};
+use tower_redis_ratelimit::{Fallback, Key, LocalStore, RateLimitLayer};
 
-use crate::support::{layer_with, limited, policy, request, send};
+use crate::support::{Problems, anonymous, layer_with, limited, policy, request, send};
 
 fn recorder(recommended_naming: bool) -> PrometheusRecorder {
     let buckets = Matcher::Suffix("_seconds".into());
@@ -67,7 +69,38 @@ async fn prometheus_exports_decisions_failures_and_breaker() {
         lines(&rendered, "ratelimit_check_seconds_count"),
         [r#"ratelimit_check_seconds_count{store="orders"} 5"#]
     );
+    assert_eq!(
+        lines(&rendered, "ratelimit_unanswered_total"),
+        [r#"ratelimit_unanswered_total{store="orders"} 0"#]
+    );
     assert!(!rendered.contains("alice"), "{rendered}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn layers_count_what_no_store_decides() {
+    let recorder = recorder(false);
+    let _guard = metrics::set_default_local_recorder(&recorder);
+    let store = MockStore::new();
+    store.fail(StoreError::new(ErrorKind::Timeout));
+    let layer = layer_with(store, "3/h").observer(MetricsObserver::new());
+    let services = [
+        limited(layer.clone()),
+        limited(layer.clone().on_error(OnError::Allow)),
+        limited(layer.dry_run()),
+    ];
+    for service in &services {
+        send(service, request("alice")).await;
+    }
+    let counted = |metric| lines(&recorder.handle().render(), metric);
+    assert_eq!(
+        counted("ratelimit_unanswered_total"),
+        [r#"ratelimit_unanswered_total{store="default"} 2"#],
+        "a dry run rejects nothing"
+    );
+    assert_eq!(
+        counted("ratelimit_failures_total"),
+        [r#"ratelimit_failures_total{store="default",kind="timeout"} 3"#]
+    );
 }
 
 #[test]
@@ -84,10 +117,11 @@ fn unlabelled_metrics_exist_from_the_start() {
         "ratelimit_lease_lost_total{store=\"default\"} 0",
         "ratelimit_lease_refunded_total{store=\"default\"} 0",
         "ratelimit_leased_total{store=\"default\"} 0",
-        "ratelimit_misconfigured_total{store=\"default\"} 0",
         "ratelimit_outage_seconds_count{store=\"default\"} 0",
         "ratelimit_queue_checks{store=\"default\"} 0",
         "ratelimit_reconciled_total{store=\"default\"} 0",
+        "ratelimit_second_key_total{store=\"default\"} 0",
+        "ratelimit_unanswered_total{store=\"default\"} 0",
     ];
     let mut found = lines(&recorder.handle().render(), "ratelimit_");
     // Keep one line per histogram: its count.
@@ -174,6 +208,8 @@ fn metrics_are_described_and_follow_openmetrics() {
             ("ratelimit_outage_seconds", "histogram"),
             ("ratelimit_queue_checks", "gauge"),
             ("ratelimit_reconciled_total", "counter"),
+            ("ratelimit_second_key_total", "counter"),
+            ("ratelimit_unanswered_total", "counter"),
         ]
     );
     for (name, kind) in kinds {
@@ -187,9 +223,68 @@ fn metrics_are_described_and_follow_openmetrics() {
         r#"ratelimit_check_seconds_bucket{store="default",le="1"} 1"#,
         r#"ratelimit_check_seconds_bucket{store="default",le="0.1"} 0"#,
         r#"ratelimit_outage_seconds_sum{store="default"} 3"#,
-        r#"ratelimit_misconfigured_total{store="default"} 1"#,
+        r#"ratelimit_misconfigured_total{store="default",code="other"} 1"#,
         r#"outcome="exceeds_capacity",source="local",dry_run="true"} 1"#,
     ] {
         assert!(rendered.contains(line), "{line} is missing in {rendered}");
     }
+}
+
+/// A request that has been authenticated.
+#[derive(Clone)]
+struct User(u64);
+
+/// Sends so many requests without a user, and one with a user before these and after those.
+async fn anonymous_requests(number: usize, before: bool, after: bool) -> (Vec<String>, String) {
+    let recorder = PrometheusBuilder::new().build_recorder();
+    let _guard = metrics::set_default_local_recorder(&recorder);
+    let problems = Problems::default();
+    let by_user = by_extension(|user: &User| user.0);
+    let extractor = (by_user.or(Global), Global);
+    let layer = RateLimitLayer::new(LocalStore::default(), extractor, policy("api", "1000000/s"));
+    let service = limited(layer.observer((problems.clone(), MetricsObserver::new())));
+    let user = || {
+        let mut request = anonymous();
+        request.extensions_mut().insert(User(42));
+        request
+    };
+    if before {
+        send(&service, user()).await;
+    }
+    for _ in 0..number {
+        send(&service, anonymous()).await;
+    }
+    if after {
+        send(&service, user()).await;
+    }
+    let counted = recorder.handle().render();
+    let counted = counted
+        .lines()
+        .find_map(|line| line.strip_prefix("ratelimit_second_key_total{store=\"default\"} "));
+    let reported = problems.0.lock().unwrap().clone();
+    (reported, counted.unwrap().to_owned())
+}
+
+#[tokio::test]
+async fn keys_of_the_second_extractor_are_counted() {
+    let (reported, counted) = anonymous_requests(5_000, false, true).await;
+    let [report] = &reported[..] else {
+        panic!("it is reported once: {reported:?}");
+    };
+    assert!(
+        report.starts_with("none of the first 1000 requests had a `")
+            && report.contains("User` in its extensions")
+            && report.ends_with("#always-second-key)"),
+        "{report}"
+    );
+    assert_eq!(counted, "5000");
+    // A single user shows that the order is right.
+    assert_eq!(
+        anonymous_requests(5_000, true, false).await,
+        (vec![], "5000".to_owned())
+    );
+    assert_eq!(
+        anonymous_requests(999, false, true).await,
+        (vec![], "999".to_owned())
+    );
 }

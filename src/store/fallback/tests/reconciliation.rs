@@ -1,6 +1,6 @@
 //! Grants, refunds and resets of the fallback are replayed on the primary store, once.
 
-use super::super::accounts::{Accounts, Budget};
+use super::super::accounts::Accounts;
 use super::*;
 use crate::limit::Align;
 use crate::util::instant;
@@ -263,22 +263,20 @@ async fn debts_above_a_share_are_charged() {
 /// Accounts are put back together with newer ones.
 #[test]
 fn repeatedly_failing_reconciliations_stay_within_the_bound() {
-    let (accounts, local) = (Accounts::new(Budget::new(160)), LocalStore::default());
+    let (accounts, local) = (Accounts::new(Arc::new(160.into())), LocalStore::default());
     let policies = policies(Strategy::Gcra, "100/100d");
     let mut keys = (0..).map(|i: u32| Key::new(i.to_string()));
-    let (mut granted, mut dropped) = (0, 0);
-    let take_all = |dropped: &mut u64| {
-        let mut callers = std::collections::BTreeMap::new();
-        for shard in 0..accounts.shards() {
-            *dropped += accounts.list(shard, &mut callers);
+    let mut granted = 0;
+    let take_all = || {
+        let mut callers = vec![];
+        for shard in accounts.shards() {
+            accounts.sweep(shard, 0, |key, _| callers.push(key));
         }
-        let callers = callers.into_values().flatten();
-        callers
-            .map(|key| (key, accounts.take(&key)))
-            .collect::<Vec<_>>()
+        let taken = callers.into_iter().map(|key| (key, accounts.take(&key, 0)));
+        taken.collect::<Vec<_>>()
     };
     for _ in 0..10 {
-        let taken = take_all(&mut dropped);
+        let taken = take_all();
         for key in keys.by_ref().take(400) {
             let check = Check::take(key, &policies, 1);
             let Answer::Ready { answer } = local.check(check.clone()) else {
@@ -288,13 +286,13 @@ fn repeatedly_failing_reconciliations_stay_within_the_bound() {
             granted += 1;
         }
         for (key, older) in taken {
-            for account in older {
-                dropped += accounts.put_back(&key, account, 0);
+            for mut account in older {
+                accounts.put_back(&key, &mut account, 0);
             }
         }
-        accounts.reconciled(true);
     }
-    let held = take_all(&mut dropped).len();
+    let held = take_all().len();
+    let dropped = accounts.dropped.load(std::sync::atomic::Ordering::Relaxed);
     assert!(held <= 160, "{held} callers are held of at most 160");
     assert_eq!(held as u64 + dropped, granted, "what is lost is reported");
 }
@@ -305,7 +303,7 @@ async fn grants_beyond_the_bound_are_reported() {
     let partition = Arc::get_mut(&mut store.partitions)
         .and_then(|all| Arc::get_mut(&mut all[0]))
         .unwrap();
-    partition.accounts = Accounts::new(Budget::new(10));
+    partition.accounts = Accounts::new(Arc::new(10.into()));
     let policies = policies(Strategy::SlidingLog, "100/d");
     open(&store, &primary).await;
     for i in 0..30 {
@@ -317,6 +315,45 @@ async fn grants_beyond_the_bound_are_reported() {
     }
     close(&store, &primary).await;
     assert_eq!(reconciled.events(), [(30, 60)]);
+}
+
+/// In a long outage, the accounts of expired grants make room for others.
+#[tokio::test(start_paused = true)]
+async fn expired_accounts_make_room() {
+    let (mut store, primary, reconciled) = pair(1);
+    let partition = Arc::get_mut(&mut store.partitions)
+        .and_then(|all| Arc::get_mut(&mut all[0]))
+        .unwrap();
+    partition.accounts = Accounts::new(Arc::new(1_000.into()));
+    let policies = policies(Strategy::SlidingLog, "10/10s");
+    open(&store, &primary).await;
+    for i in 0..1_000 {
+        let caller = Key::new(i.to_string());
+        let _ = ask(&store, Check::take(caller, &policies, 1)).await;
+    }
+    sleep(Duration::from_secs(11)).await;
+    assert!(store.partitions[0].accounts.is_empty());
+    let _ = ask(&store, take(&policies, 5)).await;
+    close(&store, &primary).await;
+    assert_eq!(primary.used(&policies).await, 5);
+    assert_eq!(reconciled.events().last(), Some(&(5, 0)));
+}
+
+/// Two policies are charged together, and one has less room than the cost.
+#[tokio::test(start_paused = true)]
+async fn cost_beyond_the_debt_is_reported_as_dropped() {
+    let (store, primary, reconciled) = pair(1);
+    let policy = |name, quota: &str| {
+        crate::limit::Policy::new(name, Strategy::SlidingLog, quota.parse().unwrap()).unwrap()
+    };
+    let policies = Policies::new([policy("low", "10/d"), policy("high", "1000/d")]).unwrap();
+    open(&store, &primary).await;
+    assert!(ask(&store, take(&policies, 8)).await.is_allowed());
+    // Other instances have exhausted the limit and the debt, except for 3.
+    let others = Check::charge(ann(), &policies, 17);
+    let _ = primary.counts.check(others).await.unwrap();
+    close(&store, &primary).await;
+    assert_eq!(reconciled.events(), [(3, 5)]);
 }
 
 /// A window counts under the limit of the last check, as in the stores; each bucket has a separate count.

@@ -1,9 +1,13 @@
 //! Refunds and resets undo earlier charges in either store, and nothing else.
 
+use std::future::Pending;
+use std::time::SystemTime;
+
 use super::*;
 use crate::background::PendingOp;
+use crate::limit::{Align, Counts, Source};
 use crate::store::op_queue;
-use crate::util::instant;
+use crate::util::{Seed, instant};
 
 async fn take(store: &Tested, policies: &Policies, cost: u32) -> (Decision, tokio::time::Instant) {
     let asked_at = instant();
@@ -145,6 +149,8 @@ async fn a_refund_never_overtakes_its_charge() {
     for &strategy in Strategy::ALL {
         for (others, later) in [(0, 0), (5, 0), (5, 6_000)] {
             for after in [0, 5, 500] {
+                // The clock begins at the start of a window.
+                let _seed = Seed::set(1, Duration::from_secs(1_700_000_000));
                 let (store, primary, _) = pair(1);
                 let policies = policies(strategy, "1000/10000s");
                 if others > 0 {
@@ -205,4 +211,124 @@ async fn another_instance_refunds_only_what_it_granted() {
         rest().await;
         assert_eq!(primary.used(&policies).await, 1_100, "{strategy}");
     }
+}
+
+/// The refunded window began in the fallback, and another one has begun since.
+#[tokio::test(start_paused = true)]
+async fn a_refund_spares_a_later_window() {
+    for align in [Align::default(), Align::FirstHit] {
+        let (store, primary, _) = pair(1);
+        let of = |name, quota: &str| {
+            Policy::new(name, Strategy::FixedWindow(align), quota.parse().unwrap()).unwrap()
+        };
+        let policies = Policies::new([of("short", "10/10s"), of("long", "1000/h")]).unwrap();
+        open(&store, &primary).await;
+        let first = take(&store, &policies, 5).await;
+        let reset = first.0.each().next().unwrap().reset_after();
+        sleep(reset + Duration::from_millis(100)).await;
+        let _ = take(&store, &policies, 5).await;
+        refund(&store, &first, 5).await;
+        close(&store, &primary).await;
+        rest().await;
+        let peek = Check::peek(ann(), &policies, 0);
+        let peek = primary.counts.check(peek).await.unwrap();
+        let used = peek.each().map(|each| each.capacity() - each.remaining());
+        assert_eq!(used.collect::<Vec<_>>(), [5, 5], "{align:?}");
+    }
+}
+
+/// Compared with a local store that gets the same checks.
+#[tokio::test(start_paused = true)]
+async fn no_refund_frees_more_than_its_charge() {
+    let mut wrong = vec![];
+    for &strategy in Strategy::ALL {
+        for (gap, then) in [(2, 1), (5, 3), (9, 2), (9, 7), (12, 3)] {
+            // All clocks are equal, and begin in the first second of a window.
+            let _seed = Seed::set(1, Duration::from_millis(1_700_000_000_500));
+            let (store, primary, _) = pair(1);
+            let plain = LocalStore::default();
+            let policies = policies(strategy, "100/10s");
+            open(&store, &primary).await;
+            let at = instant();
+            let check = || Check::take(ann(), &policies, 50);
+            let first = take(&store, &policies, 50).await;
+            let alone = plain.check(check()).await.unwrap();
+            sleep(Duration::from_secs(gap)).await;
+            let _ = store.check(check()).await.unwrap();
+            let _ = plain.check(check()).await.unwrap();
+            sleep(Duration::from_secs(then)).await;
+            if let Some(back) = alone.refund(ann(), 50, at.elapsed()).next() {
+                let _ = plain.check(back).await.unwrap();
+            }
+            refund(&store, &first, 50).await;
+            close(&store, &primary).await;
+            sleep(Duration::from_millis(300)).await;
+            let peek = plain.check(Check::peek(ann(), &policies, 0)).await.unwrap();
+            let (counted, least) = (
+                primary.used(&policies).await,
+                peek.capacity() - peek.remaining(),
+            );
+            if counted + 1 < least {
+                wrong.push((strategy, gap, then, counted, least));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:?}");
+}
+
+/// The fallback granted a check that was sent to the primary store, which never got it.
+#[tokio::test(start_paused = true)]
+async fn a_grant_that_nobody_charged_is_not_refunded() {
+    for degraded in [false, true] {
+        let (store, primary, _) = pair(1);
+        let policies = policies(Strategy::SlidingLog, "10/100s");
+        let other = Check::take(ann(), &policies, 3);
+        let _ = primary.counts.check(other).await.unwrap();
+        primary.set(Manner::Silent);
+        let first = take(&store, &policies, 5).await;
+        if degraded {
+            open(&store, &primary).await;
+            let _ = take(&store, &policies, 2).await;
+        }
+        refund(&store, &first, 5).await;
+        close(&store, &primary).await;
+        rest().await;
+        let used = primary.used(&policies).await;
+        assert_eq!(used, if degraded { 5 } else { 3 });
+    }
+}
+
+/// Counts like the example in the docs of [`Counts`].
+#[derive(Clone, Default)]
+struct InMemory(Arc<Mutex<Counts>>);
+
+impl Store for InMemory {
+    type Future = Pending<Result<Decision, StoreError>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1);
+        let decision = lock(&self.0).decide(&check, now, Source::Other("memory"));
+        Answer::ready(Ok(decision))
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_custom_fallback_refunds_its_grants() {
+    let primary = Primary::default();
+    let store = Fallback::new(primary.clone(), InMemory::default());
+    let policies = policies(Strategy::SlidingLog, "10/100s");
+    primary.set(Manner::Each(unreachable));
+    while !store.is_degraded() {
+        let somebody = Check::take(Key::new("somebody"), &policies, 1);
+        let _ = store.check(somebody).await;
+        advance(Duration::from_millis(2)).await;
+    }
+    let at = instant();
+    let take = Check::take(ann(), &policies, 5);
+    let decision = store.check(take).await.unwrap();
+    let refund = decision.refund(ann(), 3, at.elapsed()).next().unwrap();
+    assert_eq!(store.check(refund).await.unwrap().granted(), 3);
+    primary.set(Manner::AtOnce);
+    rest().await;
+    assert_eq!(primary.used(&policies).await, 2);
 }

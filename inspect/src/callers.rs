@@ -1,0 +1,102 @@
+//! The caller that an argument means.
+
+use serde::Deserialize;
+use serde::de::value::{Error as Invalid, StrDeserializer};
+use tower_redis_ratelimit::Key;
+use tower_redis_ratelimit::extract::HeaderKey;
+
+/// The end of a key that is counted in a dry run beside the caller's own.
+const DRY_RUN: &str = ",~try";
+
+/// A caller as an operator writes it.
+pub(crate) struct Wanted {
+    /// As it was written.
+    pub(crate) text: String,
+    pub(crate) of: Of,
+}
+
+pub(crate) enum Of {
+    Key(Key),
+    /// The value of a header, which is counted by its hash or readable.
+    Header([Key; 2]),
+    /// The digits in the log.
+    Log(String),
+}
+
+impl Wanted {
+    pub(crate) fn read(text: &str) -> Result<Self, String> {
+        let digits = text
+            .strip_prefix("Key(")
+            .and_then(|rest| rest.strip_suffix(')'));
+        let of = if let Some(digits) = digits.unwrap_or(text).strip_prefix('#') {
+            if digits.len() != 6 || !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+                return Err(format!(
+                    "{text:?} is no caller: the log has six digits, such as #684888"
+                ));
+            }
+            Of::Log(format!("#{}", digits.to_ascii_lowercase()))
+        } else if let Some((name, value)) = text.split_once(": ") {
+            let header = HeaderKey::new(name).map_err(|error| error.to_string())?;
+            Of::Header([header.key_of(value), header.readable().key_of(value)])
+        } else {
+            let key = Key::deserialize(StrDeserializer::new(text));
+            Of::Key(key.map_err(|error: Invalid| error.to_string())?)
+        };
+        let text = text.to_owned();
+        Ok(Self { text, of })
+    }
+
+    /// The keys that this caller may have. `None` if only the digits of the log are known.
+    pub(crate) fn keys(&self) -> Option<&[Key]> {
+        match &self.of {
+            Of::Key(key) => Some(std::slice::from_ref(key)),
+            Of::Header(keys) => Some(keys),
+            Of::Log(_) => None,
+        }
+    }
+
+    /// Returns `true` if a key in Redis is this caller's, also in a dry run.
+    pub(crate) fn is(&self, key: &Key) -> bool {
+        let (caller, _) = caller(key);
+        match &self.of {
+            Of::Key(own) => own == key || *own == caller,
+            Of::Header(keys) => keys.contains(&caller),
+            Of::Log(digits) => logged(&caller) == *digits || logged(key) == *digits,
+        }
+    }
+
+    /// The reason if nothing is counted.
+    pub(crate) fn nothing(&self) -> String {
+        let text = &self.text;
+        match &self.of {
+            Of::Key(key)
+                if key.reveal() == text.as_str() && !text.contains([':', ',', '*', '~']) =>
+            {
+                format!(
+                    "nothing is counted of `{text}`: if it comes from a header, write `secret:{text}`\n"
+                )
+            }
+            Of::Log(_) => format!(
+                "nothing is counted of `{text}`: its counts have expired, or the service uses another server or prefix\n"
+            ),
+            _ => format!("nothing is counted of `{text}`\n"),
+        }
+    }
+}
+
+/// The caller of a key in Redis, and whether it is a key of a dry run.
+pub(crate) fn caller(key: &Key) -> (Key, bool) {
+    let caller = key.reveal().strip_suffix(DRY_RUN).and_then(|caller| {
+        let caller: Result<Key, Invalid> = Key::deserialize(StrDeserializer::new(caller));
+        caller.ok()
+    });
+    caller.map_or((*key, false), |caller| (caller, true))
+}
+
+/// The digits that the log shows for a caller.
+pub(crate) fn logged(key: &Key) -> String {
+    let text = format!("{key:?}");
+    text.trim_start_matches("Key(")
+        .trim_end_matches(')')
+        .to_owned()
+}

@@ -1,0 +1,373 @@
+//! The counts in Redis.
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::error::Error;
+use std::fmt::Write;
+use std::time::Duration;
+
+use futures_util::future::try_join_all;
+use serde::Serialize;
+use tower_redis_ratelimit::check::{Check, Decision};
+use tower_redis_ratelimit::store::{
+    AnyStore, Store, StoreConfig, StoreError, StoreKind, StoredCount,
+};
+use tower_redis_ratelimit::{Key, Policies, Policy, RedisStore};
+
+use crate::args::Args;
+use crate::callers::{Wanted, caller, logged};
+use crate::settings::Settings;
+
+/// Number of counts that are queried concurrently, in one call of the store.
+const TOGETHER: usize = 128;
+
+pub(crate) struct Counts {
+    store: RedisStore,
+    /// The policies of the arguments, or of the settings.
+    policies: Vec<Policy>,
+    /// Whether counts under other policies are left out.
+    only: bool,
+    number: usize,
+    json: bool,
+}
+
+/// The state of one caller under one policy.
+#[derive(Serialize)]
+struct Row {
+    caller: String,
+    /// The caller in the log.
+    log: String,
+    dry_run: bool,
+    policy: String,
+    strategy: String,
+    quota: String,
+    capacity: u32,
+    remaining: u32,
+    /// Seconds until the next request passes, or `None` if it passes now.
+    denied_for: Option<f64>,
+    /// Seconds until nothing counts.
+    reset_after: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    remaining_after_reset: Option<u32>,
+    #[serde(skip)]
+    of: (Key, Policies),
+}
+
+/// The counts that a scan has found.
+struct Found {
+    rows: Vec<Row>,
+    /// The number of counts that were queried.
+    counts: usize,
+    /// Counts whose limit is unknown, by name, strategy and span.
+    unknown: BTreeSet<(String, &'static str, String)>,
+}
+
+impl Counts {
+    pub(crate) fn open(args: &Args) -> Result<Self, Box<dyn Error>> {
+        let settings = args.settings.as_deref().map(Settings::read).transpose()?;
+        let settings = settings.unwrap_or_default();
+        let mut config = settings.store.unwrap_or_default();
+        if config.kind == StoreKind::Local && args.url.is_none() {
+            return Err(
+                "the service counts in its process (`kind = \"local\"`): there is nothing in Redis"
+                    .into(),
+            );
+        }
+        let url = args.url.clone().or(config.url);
+        config.url = Some(url.ok_or("no server: set REDIS_URL, or use --url or --settings")?);
+        config.kind = StoreKind::Redis;
+        // An operator can wait longer than a request.
+        config.timeout = Duration::from_secs(10);
+        let store = connect(&config)?;
+        let only = !args.policies.is_empty();
+        Ok(Self {
+            store,
+            policies: if only {
+                args.policies.clone()
+            } else {
+                settings.policies
+            },
+            only,
+            number: args.number,
+            json: args.json,
+        })
+    }
+
+    /// The callers whose next request is denied.
+    pub(crate) async fn limited(&self) -> Result<String, Box<dyn Error>> {
+        let is_limited = |row: &Row| row.denied_for.is_some();
+        let wait = |row: &Row| -row.denied_for.unwrap_or_default();
+        let (found, limited) = self.list(is_limited, wait).await?;
+        let counts = found.counts;
+        let text = self.text(found)?;
+        if self.json {
+            return Ok(text);
+        }
+        Ok(format!(
+            "{text}{limited} of {counts} counts deny the next request\n"
+        ))
+    }
+
+    /// The callers who have used most of a policy.
+    pub(crate) async fn top(&self) -> Result<String, Box<dyn Error>> {
+        let left = |row: &Row| f64::from(row.remaining) / f64::from(row.capacity.max(1));
+        let (found, _) = self.list(|_| true, left).await?;
+        self.text(found)
+    }
+
+    /// The first rows by an order, and how many are wanted.
+    async fn list(
+        &self,
+        wanted: impl Fn(&Row) -> bool,
+        order: impl Fn(&Row) -> f64,
+    ) -> Result<(Found, usize), StoreError> {
+        let (mut rows, mut number) = (Vec::<Row>::new(), 0);
+        let add = |found: Vec<Row>| {
+            // SCAN may return a key twice.
+            let listed: HashSet<_> = rows.iter().map(Row::id).collect();
+            let new = found
+                .into_iter()
+                .filter(|row| wanted(row) && !listed.contains(&row.id()));
+            let new: Vec<Row> = new.collect();
+            number += new.len();
+            rows.extend(new);
+            rows.sort_by(|one, other| {
+                order(one)
+                    .total_cmp(&order(other))
+                    .then_with(|| one.id().cmp(&other.id()))
+            });
+            rows.truncate(self.number);
+        };
+        let found = self.scan(|_| true, add).await?;
+        Ok((Found { rows, ..found }, number))
+    }
+
+    /// The counts of one caller.
+    pub(crate) async fn caller(&self, wanted: &Wanted) -> Result<String, Box<dyn Error>> {
+        let found = self.of_caller(wanted).await?;
+        if found.rows.is_empty() && found.unknown.is_empty() && !self.json {
+            return Ok(wanted.nothing());
+        }
+        self.text(found)
+    }
+
+    /// Resets the counts of one caller.
+    pub(crate) async fn reset(&self, wanted: &Wanted) -> Result<String, Box<dyn Error>> {
+        let mut found = self.of_caller(wanted).await?;
+        if found.rows.is_empty() && found.unknown.is_empty() && !self.json {
+            return Ok(wanted.nothing());
+        }
+        let mut text = String::new();
+        for row in &mut found.rows {
+            let (key, policies) = &row.of;
+            let _: Decision = self.store.check(Check::reset(*key, policies)).await?;
+            let after = self.row(*key, policies).await?.remaining;
+            row.remaining_after_reset = Some(after);
+            let (policy, shown, before, capacity) =
+                (&row.policy, row.shown(), row.remaining, row.capacity);
+            writeln!(
+                text,
+                "reset `{policy}` of {shown}: {before} of {capacity} were left, and {after} are"
+            )?;
+        }
+        if self.json {
+            return self.text(found);
+        }
+        note(&found.unknown);
+        if !found.rows.is_empty() {
+            text += "Redis counts the next request from zero. An instance that has denied the caller may deny it for up to a second \
+                     more. An instance that decides without Redis, or from a leased block, still has its own count.\n";
+        }
+        Ok(text)
+    }
+
+    /// The counts of one caller: under the known policies, if there are any, and otherwise all that a scan finds.
+    async fn of_caller(&self, wanted: &Wanted) -> Result<Found, StoreError> {
+        let mut rows = vec![];
+        let Some(keys) = wanted.keys().filter(|_| !self.policies.is_empty()) else {
+            let is_of = |count: &StoredCount| wanted.is(&count.key);
+            let found = self.scan(is_of, |found| rows.extend(found)).await?;
+            rows.sort_by_key(Row::id);
+            rows.dedup_by_key(|row| row.id());
+            return Ok(Found { rows, ..found });
+        };
+        for key in keys {
+            for policy in &self.policies {
+                let row = self.row(*key, &policy.clone().into()).await?;
+                if row.remaining < row.capacity || row.denied_for.is_some() {
+                    rows.push(row);
+                }
+            }
+        }
+        let (counts, unknown) = (rows.len(), BTreeSet::new());
+        Ok(Found {
+            rows,
+            counts,
+            unknown,
+        })
+    }
+
+    /// Passes the wanted counts to `add`, step by step. The result has no rows.
+    async fn scan(
+        &self,
+        wanted: impl Fn(&StoredCount) -> bool,
+        mut add: impl FnMut(Vec<Row>),
+    ) -> Result<Found, StoreError> {
+        let (mut scan, mut counts, mut unknown) = (self.store.scan(), 0, BTreeSet::new());
+        while let Some(step) = scan.next().await? {
+            let mut asked = vec![];
+            for count in step.into_iter().filter(&wanted) {
+                let known = self.policies.iter().filter(|policy| count.is_of(policy));
+                let mut policies: Vec<Policy> = known.cloned().collect();
+                if policies.is_empty() && !self.only {
+                    policies.extend(count.bucket());
+                    if policies.is_empty() {
+                        unknown.insert((count.policy, count.strategy, count.span));
+                    }
+                }
+                asked.extend(
+                    policies
+                        .into_iter()
+                        .map(|policy| (count.key, Policies::from(policy))),
+                );
+            }
+            counts += asked.len();
+            for asked in asked.chunks(TOGETHER) {
+                let rows = asked.iter().map(|(key, policies)| self.row(*key, policies));
+                add(try_join_all(rows).await?);
+            }
+        }
+        Ok(Found {
+            rows: vec![],
+            counts,
+            unknown,
+        })
+    }
+
+    async fn row(&self, key: Key, policies: &Policies) -> Result<Row, StoreError> {
+        let decision = self.store.check(Check::peek(key, policies, 1)).await?;
+        let (policy, (caller, dry_run)) = (decision.policy(), caller(&key));
+        Ok(Row {
+            caller: caller.reveal().to_owned(),
+            log: logged(&caller),
+            dry_run,
+            policy: policy.name().to_owned(),
+            strategy: strategy(policy),
+            quota: policy.quota().to_string(),
+            capacity: decision.capacity(),
+            remaining: decision.remaining(),
+            denied_for: decision.retry_after().map(|wait| wait.as_secs_f64()),
+            reset_after: decision.reset_after().as_secs_f64(),
+            remaining_after_reset: None,
+            of: (key, policies.clone()),
+        })
+    }
+
+    fn text(&self, found: Found) -> Result<String, Box<dyn Error>> {
+        note(&found.unknown);
+        if self.json {
+            return Ok(serde_json::to_string_pretty(&found.rows)? + "\n");
+        }
+        let mut text = String::new();
+        for row in found.rows {
+            let next = match row.denied_for {
+                Some(wait) => format!("denied for {wait:.1} s"),
+                None => "passes".to_owned(),
+            };
+            writeln!(
+                text,
+                "{:<40} {} {:<16} {:>7} of {} left, {next}, all back in {:.1} s",
+                row.shown(),
+                row.log,
+                row.policy,
+                row.remaining,
+                row.capacity,
+                row.reset_after
+            )?;
+        }
+        Ok(text)
+    }
+
+    /// The policies under the prefix, and the number of callers of each.
+    pub(crate) async fn policies(&self) -> Result<String, Box<dyn Error>> {
+        #[derive(Serialize)]
+        struct StoredCount<'a> {
+            policy: &'a str,
+            strategy: &'a str,
+            span: &'a str,
+            callers: usize,
+        }
+
+        let (mut callers, mut scan) = (BTreeMap::new(), self.store.scan());
+        while let Some(counts) = scan.next().await? {
+            for count in counts {
+                let name = (count.policy, count.strategy, count.span);
+                *callers.entry(name).or_insert(0) += 1;
+            }
+        }
+        if self.json {
+            let rows: Vec<_> = callers
+                .iter()
+                .map(|((policy, strategy, span), callers)| StoredCount {
+                    policy,
+                    strategy,
+                    span,
+                    callers: *callers,
+                })
+                .collect();
+            return Ok(serde_json::to_string_pretty(&rows)? + "\n");
+        }
+        let mut text = format!(
+            "{:<24} {:<16} {:<12} {:>8}\n",
+            "policy", "strategy", "span", "callers"
+        );
+        let mut before = "";
+        for ((policy, strategy, span), callers) in &callers {
+            let shown = if span.is_empty() { "-" } else { span };
+            writeln!(text, "{policy:<24} {strategy:<16} {shown:<12} {callers:>8}")?;
+            if policy == before {
+                text += "  ^ two counts under one name: programs that share this prefix differ, and do not count together\n";
+            }
+            before = policy;
+        }
+        Ok(text)
+    }
+}
+
+impl Row {
+    fn id(&self) -> (String, String, String) {
+        (
+            self.of.0.reveal().to_owned(),
+            self.policy.clone(),
+            self.quota.clone(),
+        )
+    }
+
+    fn shown(&self) -> String {
+        let mark = if self.dry_run { " (dry run)" } else { "" };
+        format!("{}{mark}", self.caller)
+    }
+}
+
+/// Names, on standard error, the counts whose limit is unknown.
+fn note(unknown: &BTreeSet<(String, &'static str, String)>) {
+    for (name, strategy, span) in unknown {
+        eprintln!(
+            "the limit of `{name} {strategy} {span}` is not in Redis: use --settings FILE, or --policy '{name} {strategy} LIMIT/PERIOD'"
+        );
+    }
+}
+
+/// Returns the name of a policy's strategy in counts.
+fn strategy(policy: &Policy) -> String {
+    let text = policy
+        .strategy()
+        .map_or_else(|| "in-flight".to_owned(), |strategy| strategy.to_string());
+    text.split('(').next().unwrap_or_default().to_owned()
+}
+
+fn connect(config: &StoreConfig) -> Result<RedisStore, Box<dyn Error>> {
+    match AnyStore::from_config(config)? {
+        AnyStore::Redis(store) => Ok(store),
+        _ => Err("the settings name no Redis".into()),
+    }
+}
