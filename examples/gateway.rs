@@ -157,8 +157,8 @@ fn reload(
     }
     match text.clone().and_then(|text| parse(&text)) {
         Ok(settings) => {
-            limits.store(settings.limits);
-            trial.store(settings.trial);
+            limits.replace(settings.limits);
+            trial.replace(settings.trial);
             tracing::info!("new limits from {file}");
         }
         Err(error) => tracing::error!("the old limits stay: {file}: {error}"),

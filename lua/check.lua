@@ -320,7 +320,8 @@ if not only_runs then
       write(key, answer, expiry(forget_at + keep))
     end
     replied = replied + 1
-    reply[replied] = charged_at or now
+    -- Make a repeated answer at least 1 us old, to distinguish it from the charge in the same call.
+    reply[replied] = charged_at and min(charged_at, now - 1) or now
   end
 end
 

@@ -19,5 +19,5 @@
 //! ```
 
 pub use crate::limit::{Check, Decision, Mode, Outcome, RateLimited, SlotId, Source, Verdict};
-pub use crate::limiter::Done;
+pub use crate::limiter::Applied;
 pub use crate::middleware::DryRun;

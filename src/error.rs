@@ -71,8 +71,8 @@ impl std::error::Error for ConfigError {}
 ///
 /// // The error of your own store if it cannot connect.
 /// let refused = io::Error::from(io::ErrorKind::ConnectionRefused);
-/// let error = StoreError::with_source(ErrorKind::Unreachable, refused).at("10.0.0.1:6379").unsent();
-/// assert!(error.kind() == ErrorKind::Unreachable && error.is_unsent());
+/// let error = StoreError::with_source(ErrorKind::Unreachable, refused).with_server("10.0.0.1:6379").not_sent();
+/// assert!(error.kind() == ErrorKind::Unreachable && error.is_not_sent());
 /// assert!(error.to_string().starts_with("the server 10.0.0.1:6379 cannot be reached: "));
 /// assert_eq!(error.kind().as_str(), "unreachable");
 /// ```
@@ -83,9 +83,9 @@ pub struct StoreError {
     server: Option<Arc<str>>,
     cause: Option<Arc<dyn std::error::Error + Send + Sync>>,
     /// Whether the error concerns a single check, and not the store.
-    of_check: bool,
+    check_only: bool,
     /// Whether the check was certainly not sent, and therefore not charged.
-    unsent: bool,
+    not_sent: bool,
 }
 
 /// Maximum length in bytes of a text in an error: a server may send text of any length.
@@ -104,51 +104,107 @@ fn shortened(mut text: String) -> String {
     text
 }
 
-/// The reason why a store could not decide.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum ErrorKind {
+/// Creates [`ErrorKind`] from a table of its variants, each with its name and its message: the problem
+/// and its fix.
+macro_rules! error_kinds {
+    ($($(#[$doc:meta])* $kind:ident: $name:literal, $advice:literal;)*) => {
+        /// The reason why a store could not decide.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum ErrorKind {
+            $($(#[$doc])* $kind,)*
+        }
+
+        impl ErrorKind {
+            #[cfg(test)]
+            const ALL: &[Self] = &[$(Self::$kind,)*];
+
+            /// Returns the kind's name in lower case, such as `out_of_memory`, for a metric label.
+            pub const fn as_str(self) -> &'static str {
+                match self {
+                    $(Self::$kind => $name,)*
+                }
+            }
+
+            /// Returns the message for this kind: the problem and its fix.
+            const fn advice(self) -> &'static str {
+                match self {
+                    $(Self::$kind => $advice,)*
+                }
+            }
+        }
+    };
+}
+
+error_kinds! {
     /// The store is misconfigured; the text is that of a [`ConfigError`].
-    Configuration,
+    Configuration: "configuration",
+        "invalid store configuration: check the arguments it was built with";
     /// The server is unreachable, or the connection broke.
-    Unreachable,
+    Unreachable: "unreachable",
+        "the server cannot be reached: check the URL, and that the server is running";
     /// The TLS handshake failed for another reason than those below, usually because the server
     /// does not serve TLS.
-    Tls,
+    Tls: "tls",
+        "TLS handshake with the server failed: check that the URL's port serves TLS";
     /// The server requires TLS, but the URL does not use it.
-    TlsWanted,
+    TlsRequired: "tls_required",
+        "the server requires TLS: use `rediss://` instead of `redis://`, and enable the feature `tls`";
     /// The server's certificate was issued by an untrusted CA.
-    CertificateUntrusted,
+    CertificateUntrusted: "certificate_untrusted",
+        "the server's certificate was issued by an untrusted CA: pass the CA certificate to \
+        `RedisStoreBuilder::root_certificates`, or add it to this machine's trust store";
     /// The server's certificate has expired, or is not valid yet.
-    CertificateExpired,
+    CertificateExpired: "certificate_expired",
+        "the server's certificate has expired, or is not valid yet: renew it, and check the clocks";
     /// The server's certificate does not match the host in the URL.
-    CertificateName,
+    CertificateMismatch: "certificate_mismatch",
+        "the server's certificate does not match the host in the URL: use the certificate's host, or set \
+        `RedisStoreBuilder::server_name`";
     /// The server requires a client certificate, or rejected it.
-    ClientCertificate,
+    ClientCertificate: "client_certificate",
+        "the server requires a client certificate from a CA that it trusts: set \
+        `RedisStoreBuilder::client_certificate`, or set `tls-auth-clients no` in a Redis";
     /// No reply arrived in time. The check may or may not have been charged.
-    Timeout,
+    Timeout: "timeout",
+        "the server did not reply in time: check its load and the network, or raise the timeout";
     /// The server rejected the credentials, or requires some.
-    Authentication,
+    Authentication: "authentication",
+        "the server rejected the credentials: check the user and password in the URL (`redis://user:password@host/`)";
     /// The Redis user lacks a permission that the limiter needs.
-    Permission,
+    Permission: "permission",
+        "the server denied the Redis user a permission: grant `~PREFIX:* +evalsha +eval +time +mget +set \
+        +setrange +del` and, for SlidingLog, `+lrange +rpush +lset +ltrim +lrem +pexpireat`; for requests in flight \
+        and a Fallback with a share, `+zrange +zremrangebyscore +zcard +zadd +zscore +zrem +pexpireat`; for \
+        RedisStore::announce, `+zremrangebyscore +zadd +zcard +pexpire`; for RedisStore::scan, `+scan`; in a Redis Cluster, `+asking \
+        +cluster|slots` (`+cluster` before 7.0); a user of sentinels, `+sentinel|master` (`+sentinel` before 7.0)";
     /// The server is not a Redis, or a proxy changed its replies.
-    Protocol,
+    Protocol: "protocol",
+        "the server sent an unexpected reply: check that the URL's host and port are those of a Redis";
     /// Redis is a replica, which rejects writes.
-    ReadOnly,
+    ReadOnly: "read_only",
+        "the server is a read-only replica: point the URL at its master, or at its sentinels (`redis+sentinel://`)";
     /// Redis has reached `maxmemory` and its eviction policy finds nothing to evict.
-    OutOfMemory,
+    OutOfMemory: "out_of_memory",
+        "the server has reached `maxmemory`: raise it, or use an eviction policy such as `volatile-ttl`";
     /// The server is loading its data or waiting for its master, no node of the cluster serves the
     /// check's slot at the moment, or the server reported by the sentinels is not a master yet.
-    NotReady,
+    NotReady: "not_ready",
+        "the server is loading its data, part of the cluster is down, or no master has been elected: wait until it is ready";
     /// Redis is a node of a Redis Cluster, which serves only some of the slots, but the store was
     /// configured for a single Redis.
-    Cluster,
+    ClusterNode: "cluster_node",
+        "the server is a node of a Redis Cluster, but the store expects a single Redis: use `redis+cluster://` \
+        instead of `redis://`, or connect with `RedisStore::cluster`";
     /// The server rejected the command for another reason.
-    Refused,
+    Refused: "refused",
+        "the server rejected the command: see its log";
     /// The store's queue of unsent checks is full.
-    QueueFull,
+    QueueFull: "queue_full",
+        "the queue of unsent checks is full: raise `queue`, or lower the concurrency";
     /// The store was used outside of a Tokio runtime, or that runtime has shut down.
-    NoRuntime,
+    NoRuntime: "no_runtime",
+        "no Tokio runtime: call this from within a runtime";
 }
 
 impl StoreError {
@@ -158,8 +214,8 @@ impl StoreError {
             kind,
             server: None,
             cause: None,
-            of_check: false,
-            unsent: false,
+            check_only: false,
+            not_sent: false,
         }
     }
 
@@ -186,7 +242,7 @@ impl StoreError {
     /// Adds the server's address, which the message then names. An address that is already set is
     /// kept. Leave out user and password.
     #[must_use]
-    pub fn at(self, server: impl fmt::Display) -> Self {
+    pub fn with_server(self, server: impl fmt::Display) -> Self {
         let server = self
             .server
             .unwrap_or_else(|| shortened(server.to_string()).into());
@@ -199,9 +255,9 @@ impl StoreError {
     /// Marks the error as concerning this check only. A [`Fallback`](crate::Fallback) decides the
     /// check, and its circuit breaker does not count a failure.
     #[must_use]
-    pub fn of_check(self) -> Self {
+    pub fn check_only(self) -> Self {
         Self {
-            of_check: true,
+            check_only: true,
             ..self
         }
     }
@@ -210,16 +266,16 @@ impl StoreError {
     /// charges its own grant to this store later. Without this mark it does not, since the store
     /// may already have charged the check.
     #[must_use]
-    pub fn unsent(self) -> Self {
+    pub fn not_sent(self) -> Self {
         Self {
-            unsent: true,
+            not_sent: true,
             ..self
         }
     }
 
-    /// Returns `true` if the error concerns [this check only](Self::of_check).
-    pub fn is_of_check(&self) -> bool {
-        self.of_check
+    /// Returns `true` if the error concerns [this check only](Self::check_only).
+    pub fn is_check_only(&self) -> bool {
+        self.check_only
     }
 
     /// Returns `true` if a call over another connection would probably fail too.
@@ -228,10 +284,10 @@ impl StoreError {
             self.kind,
             ErrorKind::Unreachable
                 | ErrorKind::Tls
-                | ErrorKind::TlsWanted
+                | ErrorKind::TlsRequired
                 | ErrorKind::CertificateUntrusted
                 | ErrorKind::CertificateExpired
-                | ErrorKind::CertificateName
+                | ErrorKind::CertificateMismatch
                 | ErrorKind::ClientCertificate
                 | ErrorKind::Timeout
                 | ErrorKind::Authentication
@@ -250,108 +306,14 @@ impl StoreError {
         }
     }
 
-    /// Returns `true` if the check was certainly [not sent](Self::unsent).
-    pub fn is_unsent(&self) -> bool {
-        self.unsent
+    /// Returns `true` if the check was certainly [not sent](Self::not_sent).
+    pub fn is_not_sent(&self) -> bool {
+        self.not_sent
     }
 
     /// Returns the reason why the store could not decide.
     pub fn kind(&self) -> ErrorKind {
         self.kind
-    }
-}
-
-impl ErrorKind {
-    /// Returns the kind's name in lower case, such as `out_of_memory`, for a metric label.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Configuration => "configuration",
-            Self::Unreachable => "unreachable",
-            Self::Tls => "tls",
-            Self::TlsWanted => "tls_wanted",
-            Self::CertificateUntrusted => "certificate_untrusted",
-            Self::CertificateExpired => "certificate_expired",
-            Self::CertificateName => "certificate_name",
-            Self::ClientCertificate => "client_certificate",
-            Self::Timeout => "timeout",
-            Self::Authentication => "authentication",
-            Self::Permission => "permission",
-            Self::Protocol => "protocol",
-            Self::ReadOnly => "read_only",
-            Self::OutOfMemory => "out_of_memory",
-            Self::NotReady => "not_ready",
-            Self::Cluster => "cluster",
-            Self::Refused => "refused",
-            Self::QueueFull => "queue_full",
-            Self::NoRuntime => "no_runtime",
-        }
-    }
-
-    /// Returns the message for this kind: the problem and its fix.
-    const fn advice(self) -> &'static str {
-        match self {
-            Self::Configuration => {
-                "invalid store configuration: check the arguments it was built with"
-            }
-            Self::Unreachable => {
-                "the server cannot be reached: check the URL, and that the server is running"
-            }
-            Self::Tls => {
-                "TLS handshake with the server failed: check that the URL's port serves TLS"
-            }
-            Self::TlsWanted => {
-                "the server requires TLS: use `rediss://` instead of `redis://`, and enable the feature `tls`"
-            }
-            Self::CertificateUntrusted => {
-                "the server's certificate was issued by an untrusted CA: pass the CA certificate to \
-                 `RedisStoreBuilder::root_certificates`, or add it to this machine's trust store"
-            }
-            Self::CertificateExpired => {
-                "the server's certificate has expired, or is not valid yet: renew it, and check the clocks"
-            }
-            Self::CertificateName => {
-                "the server's certificate does not match the host in the URL: use the certificate's host, or set \
-                 `RedisStoreBuilder::server_name`"
-            }
-            Self::ClientCertificate => {
-                "the server requires a client certificate from a CA that it trusts: set \
-                 `RedisStoreBuilder::client_certificate`, or set `tls-auth-clients no` in a Redis"
-            }
-            Self::Timeout => {
-                "the server did not reply in time: check its load and the network, or raise the timeout"
-            }
-            Self::Authentication => {
-                "the server rejected the credentials: check the user and password in the URL (`redis://user:password@host/`)"
-            }
-            Self::Permission => {
-                "the server denied the Redis user a permission: grant `~PREFIX:* +evalsha +eval +time +mget +set \
-                 +setrange +del` and, for SlidingLog, `+lrange +rpush +lset +ltrim +lrem +pexpireat`; for requests in flight \
-                 and a Fallback with a share, `+zrange +zremrangebyscore +zcard +zadd +zscore +zrem +pexpireat`; for \
-                 RedisStore::announce, `+zremrangebyscore +zadd +zcard +pexpire`; for RedisStore::scan, `+scan`; in a Redis Cluster, `+asking \
-                 +cluster|slots` (`+cluster` before 7.0); a user of sentinels, `+sentinel|master` (`+sentinel` before 7.0)"
-            }
-            Self::Protocol => {
-                "the server sent an unexpected reply: check that the URL's host and port are those of a Redis"
-            }
-            Self::ReadOnly => {
-                "the server is a read-only replica: point the URL at its master, or at its sentinels (`redis+sentinel://`)"
-            }
-            Self::OutOfMemory => {
-                "the server has reached `maxmemory`: raise it, or use an eviction policy such as `volatile-ttl`"
-            }
-            Self::NotReady => {
-                "the server is loading its data, part of the cluster is down, or no master has been elected: wait until it is ready"
-            }
-            Self::Cluster => {
-                "the server is a node of a Redis Cluster, but the store expects a single Redis: use `redis+cluster://` \
-                 instead of `redis://`, or connect with `RedisStore::cluster`"
-            }
-            Self::Refused => "the server rejected the command: see its log",
-            Self::QueueFull => {
-                "the queue of unsent checks is full: raise `queue`, or lower the concurrency"
-            }
-            Self::NoRuntime => "no Tokio runtime: call this from within a runtime",
-        }
     }
 }
 
@@ -415,45 +377,12 @@ mod tests {
 
     use super::*;
 
-    const KINDS: [ErrorKind; 19] = {
-        use ErrorKind::*;
-        [
-            Configuration,
-            Unreachable,
-            Tls,
-            TlsWanted,
-            CertificateUntrusted,
-            CertificateExpired,
-            CertificateName,
-            ClientCertificate,
-            Timeout,
-            Authentication,
-            Permission,
-            Protocol,
-            ReadOnly,
-            OutOfMemory,
-            NotReady,
-            Cluster,
-            Refused,
-            QueueFull,
-            NoRuntime,
-        ]
-    };
-
-    #[test]
-    fn kinds_are_complete_and_in_order() {
-        for (i, kind) in KINDS.into_iter().enumerate() {
-            assert_eq!(kind as usize, i, "{kind:?}");
-        }
-        // A kind added before `NoRuntime` shifts its number, so the loop above finds it missing.
-        assert!(matches!(KINDS[KINDS.len() - 1], ErrorKind::NoRuntime));
-    }
-
     #[test]
     fn the_runbook_covers_every_kind() {
         let page = include_str!("../docs/runbook.md");
-        let missing = KINDS
-            .into_iter()
+        let missing = ErrorKind::ALL
+            .iter()
+            .copied()
             .filter(|kind| !page.contains(&format!("`{}`", kind.as_str())));
         assert_eq!(missing.collect::<Vec<_>>(), []);
     }
@@ -461,16 +390,17 @@ mod tests {
     /// A store outside of this crate may use another server than Redis.
     #[test]
     fn general_errors_do_not_mention_redis() {
-        let of_redis = KINDS
-            .into_iter()
+        let of_redis = ErrorKind::ALL
+            .iter()
+            .copied()
             .filter(|kind| StoreError::new(*kind).to_string().contains("Redis"));
         let known = [
             ErrorKind::CertificateUntrusted,
-            ErrorKind::CertificateName,
+            ErrorKind::CertificateMismatch,
             ErrorKind::ClientCertificate,
             ErrorKind::Permission,
             ErrorKind::Protocol,
-            ErrorKind::Cluster,
+            ErrorKind::ClusterNode,
         ];
         assert_eq!(of_redis.collect::<Vec<_>>(), known);
     }
@@ -483,12 +413,15 @@ mod tests {
             ErrorKind::QueueFull,
             ErrorKind::NoRuntime,
         ];
-        for kind in KINDS {
+        for &kind in ErrorKind::ALL {
             for error in [
                 StoreError::new(kind),
                 StoreError::explained(kind, "a leaf on the line"),
             ] {
-                let text = error.at("10.0.0.1:6379").at("10.0.0.2:6379").to_string();
+                let text = error
+                    .with_server("10.0.0.1:6379")
+                    .with_server("10.0.0.2:6379")
+                    .to_string();
                 let names = !of_none.contains(&kind);
                 assert_eq!(
                     text.matches("the server 10.0.0.1:6379").count(),
@@ -642,7 +575,7 @@ mod tests {
     fn long_texts_and_secrets_are_cut() {
         for length in [298, 300, 301, 1_000_000] {
             let error = StoreError::explained(ErrorKind::Refused, "\u{e9}".repeat(length / 2))
-                .at("h".repeat(length));
+                .with_server("h".repeat(length));
             let text = format!("{error}");
             assert!(text.len() < 650, "{} bytes", text.len());
             assert_eq!(
@@ -668,7 +601,7 @@ mod tests {
 
     #[test]
     fn messages_name_the_fix_and_cause_once() {
-        for kind in KINDS {
+        for &kind in ErrorKind::ALL {
             let alone = StoreError::new(kind);
             assert_names_fix(&alone);
             assert!(

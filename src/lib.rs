@@ -83,8 +83,8 @@ pub use middleware::{call_limit, extract, headers, rate_limit, reject, select, t
 #[doc(inline)]
 pub use store::{Fallback, LocalStore, RedisStore};
 
-/// The Redis client, re-exported to enable its features and to name the argument types of
-/// [`RedisStore::connect`].
+/// The Redis client, for a [`ConnectionInfo`](redis::ConnectionInfo) instead of a URL. It is
+/// [exempt](store::Servers#the-client) from the version promise of this crate.
 pub use redis;
 
 #[cfg(test)]

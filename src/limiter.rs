@@ -1,6 +1,5 @@
 use std::fmt;
 use std::num::NonZeroUsize;
-use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -48,13 +47,17 @@ pub struct Limiter<S> {
 /// The [`Decision`] on a charge, refund or reset. It may be ignored: the operation has already
 /// taken effect.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Done(Decision);
+pub struct Applied(Decision);
 
-impl Deref for Done {
-    type Target = Decision;
-
-    fn deref(&self) -> &Decision {
+impl Applied {
+    /// Returns the decision.
+    pub fn decision(&self) -> &Decision {
         &self.0
+    }
+
+    /// Returns the decision by value.
+    pub fn into_decision(self) -> Decision {
+        self.0
     }
 }
 
@@ -81,7 +84,7 @@ impl<S: Store> Limiter<S> {
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);
-        self.store.observe(&observer);
+        self.store.backend().observe(&observer);
         let in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));
         let wait_queues = self.wait_queues.with_tracker(in_flight.clone());
         Self {
@@ -105,6 +108,29 @@ impl<S: Store> Limiter<S> {
     /// Takes `cost`, all or nothing. See [`Check::take`].
     pub fn take(&self, key: Key, cost: u32) -> Answer<S::Future> {
         self.send(Check::take(key, &self.policies, cost))
+    }
+
+    /// Takes `cost`, all or nothing, and once for each `id` of the caller: a repeated take under this
+    /// id gets the decision of the first one, and is not charged. See [`Check::with_id`].
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, Quota, Strategy};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let mails = Policy::new("mails", Strategy::Gcra, Quota::per_minute(60).burst(10))?;
+    /// let limiter = Limiter::new(LocalStore::default(), mails);
+    /// let user = Key::new("user-42");
+    ///
+    /// // The queue delivers a message twice.
+    /// for _ in 0..2 {
+    ///     assert_eq!(limiter.take_with_id(user, 8, "message-7").await?.remaining(), 2);
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn take_with_id(&self, key: Key, cost: u32, id: impl AsRef<[u8]>) -> Answer<S::Future> {
+        self.send(Check::take(key, &self.policies, cost).with_id(id))
     }
 
     /// Takes `cost`, all or nothing, as a [`Reservation`]. Dropping the reservation refunds the
@@ -185,7 +211,7 @@ impl<S: Store> Limiter<S> {
         &self,
         key: Key,
         cost: u32,
-    ) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
+    ) -> impl Future<Output = Result<Applied, StoreError>> + Send + use<S> {
         self.effect(Check::charge(key, self.of_costs(), cost))
     }
 
@@ -195,7 +221,7 @@ impl<S: Store> Limiter<S> {
         &self,
         key: Key,
         cost: u32,
-    ) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
+    ) -> impl Future<Output = Result<Applied, StoreError>> + Send + use<S> {
         self.effect(Check::refund(key, self.of_costs(), cost))
     }
 
@@ -208,7 +234,7 @@ impl<S: Store> Limiter<S> {
     pub fn reset(
         &self,
         key: Key,
-    ) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
+    ) -> impl Future<Output = Result<Applied, StoreError>> + Send + use<S> {
         self.effect(Check::reset(key, &self.policies))
     }
 
@@ -216,9 +242,9 @@ impl<S: Store> Limiter<S> {
     fn effect(
         &self,
         check: Check,
-    ) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
+    ) -> impl Future<Output = Result<Applied, StoreError>> + Send + use<S> {
         let answer = self.store.check(check);
-        async { answer.await.map(Done) }
+        async { answer.await.map(Applied) }
     }
 
     /// Takes `cost`, waiting up to `max` if necessary.

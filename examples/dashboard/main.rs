@@ -230,7 +230,7 @@ async fn change_limit(
         .position(|name| name == plan)
         .ok_or((StatusCode::NOT_FOUND, "`free` or `pro`".to_owned()))?;
     changed[plan] = quota;
-    demo.limits.store(tiers(changed).map_err(bad_request)?);
+    demo.limits.replace(tiers(changed).map_err(bad_request)?);
     *quotas = changed;
     demo.recorder
         .note(PLANS[plan], format!("You set {} to {quota}", PLANS[plan]));

@@ -225,7 +225,7 @@ impl Observer for Recorder {
         record.dropped += event.dropped;
     }
 
-    fn sends(&self, event: &event::Sends) {
+    fn sent(&self, event: &event::Sent) {
         let record = &mut self.second().record;
         *record
             .batches

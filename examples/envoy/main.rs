@@ -5,7 +5,7 @@
 //! HTTP/2 does not support: let only Envoys reach its port.
 //!
 //! Settings by the environment: `CONFIG` (`examples/envoy/config`), a directory of YAML files; and as YAML, `LISTEN`
-//! (`127.0.0.1:8081`), `HEADERS` for clients (`draft`), and `STORE` to share the counts among instances:
+//! (`127.0.0.1:8081`), `HEADERS` for clients (`draft-11`), and `STORE` to share the counts among instances:
 //!
 //! ```sh
 //! STORE='{ url: redis://127.0.0.1/, share: alive }' cargo run --example envoy --features envoy
@@ -82,9 +82,9 @@ async fn run() -> Result<(), Box<dyn Error>> {
     let metrics = metrics.install_recorder()?;
 
     let listen: SocketAddr = setting("LISTEN", "127.0.0.1:8081")?;
-    let store = AnyStore::from_config(&setting::<StoreConfig>("STORE", "{}")?)?;
     let observer: Arc<dyn Observer> = Arc::new((TracingObserver::new(), MetricsObserver::new()));
-    store.observe(&observer);
+    let store = AnyStore::from_config(&setting::<StoreConfig>("STORE", "{}")?)?;
+    let store = store.observer(Arc::clone(&observer));
     let directory = PathBuf::from(env::var("CONFIG").unwrap_or_else(|_| DIRECTORY.to_owned()));
     let mut files = rules::read(&directory);
     let domains = Domains::new(files.as_ref().map_err(String::as_str)?)?;
@@ -96,7 +96,7 @@ async fn run() -> Result<(), Box<dyn Error>> {
         unknown: Mutex::default(),
         store,
         observer,
-        headers: setting("HEADERS", "draft")?,
+        headers: setting("HEADERS", "draft-11")?,
     };
 
     let upkeep = metrics.clone();

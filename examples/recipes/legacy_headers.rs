@@ -9,7 +9,7 @@ use tower_redis_ratelimit::{ConfigError, LocalStore, Policy, Quota, RateLimitLay
 fn app() -> Result<Router, ConfigError> {
     let policy = Policy::new("api", Strategy::Gcra, Quota::per_minute(3))?;
     let limits = RateLimitLayer::new(LocalStore::default(), Global, policy)
-        .headers(Headers::DRAFT.and(LegacyHeaders::XSeconds));
+        .headers(Headers::DRAFT_11.and(LegacyHeaders::XSeconds));
     Ok(Router::new().route("/", get(|| async {})).layer(limits))
 }
 

@@ -30,6 +30,7 @@ mod prometheus;
 mod proxies;
 mod redis_url;
 mod reload;
+mod retries;
 mod routes;
 mod service_and_caller;
 mod settings;

@@ -22,7 +22,7 @@ fn app() -> Result<Router, ConfigError> {
     let plans = Tiers::new(policy("free", 1)?)
         .tier("pro", policy("pro", 2)?)
         .caller(acme, policy("acme", 3)?)
-        .named_by(|request| Some(request.extensions.get::<User>()?.plan));
+        .tier_by(|request| Some(request.extensions.get::<User>()?.plan));
     let limits = RateLimitLayer::new(LocalStore::default(), by_user, plans);
     Ok(Router::new().route("/", get(|| async {})).layer(limits))
 }

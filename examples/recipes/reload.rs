@@ -11,7 +11,7 @@ fn policy(quota: &str) -> Result<Policy, ConfigError> {
 }
 
 fn reload(live: &Live<Policy>, quota: &str) -> Result<(), ConfigError> {
-    live.store(policy(quota)?);
+    live.replace(policy(quota)?);
     Ok(())
 }
 

@@ -60,7 +60,7 @@ fn notify(observer: &impl Observer) {
     }
     observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
     observer.leased(&event::Leased::new(64, 3, 2));
-    observer.sends(&event::Sends::new(128, 5));
+    observer.sent(&event::Sent::new(128, 5));
 }
 
 /// The series that Prometheus gets, by name and labels. As in the recipe, times have buckets.

@@ -8,7 +8,9 @@ use std::time::Duration;
 use futures_util::future::try_join_all;
 use serde::Serialize;
 use tower_redis_ratelimit::check::{Check, Decision};
-use tower_redis_ratelimit::store::{AnyStore, Counted, Store, StoreConfig, StoreError, StoreKind};
+use tower_redis_ratelimit::store::{
+    AnyStore, Store, StoreConfig, StoreError, StoreKind, StoredCount,
+};
 use tower_redis_ratelimit::{Key, Policies, Policy, RedisStore};
 
 use crate::args::Args;
@@ -182,7 +184,7 @@ impl Counts {
     async fn of_caller(&self, wanted: &Wanted) -> Result<Found, StoreError> {
         let mut rows = vec![];
         let Some(keys) = wanted.keys().filter(|_| !self.policies.is_empty()) else {
-            let is_of = |count: &Counted| wanted.is(&count.key);
+            let is_of = |count: &StoredCount| wanted.is(&count.key);
             let found = self.scan(is_of, |found| rows.extend(found)).await?;
             rows.sort_by_key(Row::id);
             rows.dedup_by_key(|row| row.id());
@@ -207,7 +209,7 @@ impl Counts {
     /// Passes the wanted counts to `add`, step by step. The result has no rows.
     async fn scan(
         &self,
-        wanted: impl Fn(&Counted) -> bool,
+        wanted: impl Fn(&StoredCount) -> bool,
         mut add: impl FnMut(Vec<Row>),
     ) -> Result<Found, StoreError> {
         let (mut scan, mut counts, mut unknown) = (self.store.scan(), 0, BTreeSet::new());
@@ -288,7 +290,7 @@ impl Counts {
     /// The policies under the prefix, and the number of callers of each.
     pub(crate) async fn policies(&self) -> Result<String, Box<dyn Error>> {
         #[derive(Serialize)]
-        struct Counted<'a> {
+        struct StoredCount<'a> {
             policy: &'a str,
             strategy: &'a str,
             span: &'a str,
@@ -305,7 +307,7 @@ impl Counts {
         if self.json {
             let rows: Vec<_> = callers
                 .iter()
-                .map(|((policy, strategy, span), callers)| Counted {
+                .map(|((policy, strategy, span), callers)| StoredCount {
                     policy,
                     strategy,
                     span,

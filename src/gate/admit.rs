@@ -105,7 +105,11 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     pub(super) fn check(&self, key: Key, policies: &Policies, request: &R) -> Check {
         let cost = self.cost.as_ref().map_or(1, |cost| cost(request, policies));
-        Check::take(key, policies, cost).reserving(self.settles())
+        let check = Check::take(key, policies, cost).reserving(self.settles());
+        match self.id.as_ref().and_then(|id| id(request)) {
+            Some(id) => check.identified(id),
+            None => check,
+        }
     }
 
     /// Notes the time, if there is an observer to be notified, or something to settle.

@@ -44,7 +44,7 @@ use self::admit::NEVER_ENDS;
 use self::wait::Waiting;
 use crate::background::OpQueue;
 use crate::in_flight::InFlightTracker;
-use crate::limit::Policies;
+use crate::limit::{Key, Policies};
 use crate::observe::Observer;
 use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
 use crate::store::Store;
@@ -62,6 +62,8 @@ pub(crate) struct Gate<S, R> {
     /// Selects exempt requests.
     pub(crate) skip: Option<Skip<R>>,
     pub(crate) cost: Option<Cost<R>>,
+    /// The id under which a request is charged once.
+    pub(crate) id: Option<IdOf<R>>,
     /// The queues in which requests wait instead of being denied. `None` if requests do not wait.
     wait: Option<Waiting>,
     pub(crate) on_error: OnError,
@@ -79,6 +81,9 @@ type Skip<R> = Arc<dyn Fn(&R) -> bool + Send + Sync>;
 /// The cost of a request under its policies.
 type Cost<R> = Arc<dyn Fn(&R, &Policies) -> u32 + Send + Sync>;
 
+/// The id of a request. `None` if each repetition of the request is charged.
+type IdOf<R> = Arc<dyn Fn(&R) -> Option<Key> + Send + Sync>;
+
 /// The resources that a request owns until it ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Holds {
@@ -94,13 +99,14 @@ impl<S: Store, R: 'static> Gate<S, R> {
     pub(crate) fn new(store: S, policies: impl PolicySelector<R>, holds: Holds) -> Self {
         let in_flight = InFlightTracker::new(&store, None);
         Self {
-            identity: store.waiters().map(|waiters| waiters.identity()),
+            identity: store.backend().waiters().map(|waiters| waiters.identity()),
             store,
             policies: Selector::new(policies),
             shadows: Vec::new(),
             dry_run: false,
             skip: None,
             cost: None,
+            id: None,
             wait: None,
             on_error: OnError::default(),
             on_missing_key: OnMissingKey::default(),
@@ -121,7 +127,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     }
 
     pub(crate) fn observe(&mut self, observer: Arc<dyn Observer>) {
-        self.store.observe(&observer);
+        self.store.backend().observe(&observer);
         self.policies.observe(&observer);
         self.in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));
         self.ops = self.in_flight.ops().clone();
@@ -180,6 +186,7 @@ impl<S: Clone, R: 'static> Clone for Gate<S, R> {
             dry_run: self.dry_run,
             skip: self.skip.clone(),
             cost: self.cost.clone(),
+            id: self.id.clone(),
             wait: self.wait.clone(),
             on_error: self.on_error,
             on_missing_key: self.on_missing_key,

@@ -65,8 +65,12 @@ impl Question {
         self.since.map_or(Duration::ZERO, |since| instant() - since)
     }
 
-    /// The reservation that the decision granted. `None` if the send time was not recorded.
+    /// The reservation that the decision granted. `None` if the send time was not recorded, or if
+    /// the decision repeats an earlier one: the first request under an id settles its charge.
     pub(super) fn reserved(&self, decision: &Decision) -> Option<Reserved> {
+        if decision.is_repeated() {
+            return None;
+        }
         let (charged_at, age) = self.permit.or(self.since.map(|since| (since, 0)))?;
         Some(Reserved::new(
             decision.clone().later(-age),

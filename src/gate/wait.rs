@@ -64,7 +64,7 @@ impl Wait {
     /// Sets how many requests of all callers may wait in this process; one more is denied immediately. Defaults to 10,000:
     /// a hundred callers that fill their places of [`per_caller`](Self::per_caller) leave none to all others.
     #[must_use]
-    pub const fn in_all(mut self, requests: NonZeroUsize) -> Self {
+    pub const fn total(mut self, requests: NonZeroUsize) -> Self {
         self.bounds.all = requests.get();
         self
     }

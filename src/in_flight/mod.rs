@@ -116,7 +116,7 @@ impl Slot {
             Ok(_) => drop(slots.each.remove(&self.id)),
             Err(error) => {
                 if let Some(entry) = slots.each.get_mut(&self.id) {
-                    entry.is_unsure = !error.is_unsent();
+                    entry.is_unsure = !error.is_not_sent();
                 }
             }
         }

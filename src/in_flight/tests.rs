@@ -90,7 +90,7 @@ impl Store for Wavering {
         Answer::pending(Box::pin(async move {
             sleep((store.way)()).await;
             let mood = store.mood.load(Ordering::SeqCst);
-            let unsent = Err(StoreError::new(ErrorKind::Unreachable).unsent());
+            let unsent = Err(StoreError::new(ErrorKind::Unreachable).not_sent());
             if mood == AWAY {
                 let decision = now(&store.elsewhere, check.clone());
                 return if check.mode() == Mode::Release {
@@ -103,7 +103,7 @@ impl Store for Wavering {
                 return unsent;
             }
             if mood == UNSURE {
-                return Err(StoreError::new(ErrorKind::NotReady).of_check());
+                return Err(StoreError::new(ErrorKind::NotReady).check_only());
             }
             let decision = now(&store.there, check);
             sleep((store.way)()).await;
@@ -715,7 +715,7 @@ impl Store for Refusing {
     type Future = <Wavering as Store>::Future;
 
     fn check(&self, _: Check) -> Answer<Self::Future> {
-        Answer::ready(Err(StoreError::new(ErrorKind::Unreachable).unsent()))
+        Answer::ready(Err(StoreError::new(ErrorKind::Unreachable).not_sent()))
     }
 }
 

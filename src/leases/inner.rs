@@ -196,7 +196,7 @@ impl<S: Store> Inner<S> {
     fn answered(&self, caller: Digest, ask: &Ask, block: Result<Block, StoreError>) {
         // A charge of unknown outcome is not refunded: if it was never made, a refund would free charges of other
         // instances.
-        if block.as_ref().is_err_and(|error| !error.is_unsent()) {
+        if block.as_ref().is_err_and(|error| !error.is_not_sent()) {
             self.notify(event::Leased {
                 lost: ask.size.into(),
                 ..event::Leased::new(0, 0, 0)

@@ -38,7 +38,7 @@ pub use self::future::LeasedFuture;
 use self::inner::{Inner, PATIENCE};
 use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
-use crate::store::{Answer, Share, Store, Waiters};
+use crate::store::{Answer, Backend, Hooks, Share, Store, Waiters, Withdraw};
 
 /// A store wrapper that answers busy callers from memory and never grants more than the quota.
 ///
@@ -108,6 +108,16 @@ impl<S: Store> Leased<S> {
         Self { inner }
     }
 
+    /// Sets the observer of blocks and of the inner store. An observer that is set is kept. Defaults to the
+    /// [observer](crate::RateLimitLayer::observer) of the first layer over the store, or else to [a
+    /// log of problems](Observer).
+    #[must_use]
+    pub fn observer(self, observer: impl Observer) -> Self {
+        let observer: Arc<dyn Observer> = Arc::new(observer);
+        self.backend().observe(&observer);
+        self
+    }
+
     /// Refunds the rest of all blocks, and stops charging them. Call it at the end of a process, before its runtime shuts
     /// down. Waits at most 1 s for the store's replies to all refunds and to charges in flight. Checks are still
     /// decided, by the shared store.
@@ -127,38 +137,46 @@ impl<S: Store> Store for Leased<S> {
         self.inner.check(check, PATIENCE)
     }
 
-    fn withdraw(&self, future: Pin<&mut Self::Future>) -> bool {
+    fn backend(&self) -> Backend<'_, Self::Future> {
+        Backend::withdrawable(self)
+    }
+}
+
+impl<S: Store> Hooks for Leased<S> {
+    fn warm(&self, key: &Key, decision: &Decision) {
+        self.inner.store.backend().warm(key, decision);
+    }
+
+    fn partitions(&self) -> usize {
+        self.inner.store.backend().partitions()
+    }
+
+    fn partition(&self, key: &Key) -> usize {
+        self.inner.store.backend().partition(key)
+    }
+
+    fn waiters(&self) -> Option<Waiters> {
+        self.inner.store.backend().waiters()
+    }
+
+    fn server(&self, key: &Key) -> Option<String> {
+        self.inner.store.backend().server(key)
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        self.inner.observer.get_or_init(|| Arc::clone(observer));
+        self.inner.store.backend().observe(observer);
+    }
+}
+
+impl<S: Store> Withdraw<LeasedFuture<S>> for Leased<S> {
+    fn withdraw(&self, future: Pin<&mut LeasedFuture<S>>) -> bool {
         let this = future.project();
         this.waiting.is_some()
             || this
                 .sent
                 .as_pin_mut()
-                .is_some_and(|sent| self.inner.store.withdraw(sent))
-    }
-
-    fn warm(&self, key: &Key, decision: &Decision) {
-        self.inner.store.warm(key, decision);
-    }
-
-    fn partitions(&self) -> usize {
-        self.inner.store.partitions()
-    }
-
-    fn partition(&self, key: &Key) -> usize {
-        self.inner.store.partition(key)
-    }
-
-    fn waiters(&self) -> Option<Waiters> {
-        self.inner.store.waiters()
-    }
-
-    fn server(&self, key: &Key) -> Option<String> {
-        self.inner.store.server(key)
-    }
-
-    fn observe(&self, observer: &Arc<dyn Observer>) {
-        self.inner.observer.get_or_init(|| Arc::clone(observer));
-        self.inner.store.observe(observer);
+                .is_some_and(|sent| self.inner.store.backend().withdraw(sent))
     }
 }
 

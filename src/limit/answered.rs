@@ -1,29 +1,30 @@
-use super::{Check, Policies, Verdicts};
+use super::{Check, Verdicts};
 
 /// The decision on a check with an id, returned again to repeated checks for the longest period of
 /// its policies.
 #[derive(Debug, Clone)]
 pub(crate) struct Answered {
-    policies: Policies,
-    verdicts: Verdicts,
+    /// The longest period of the policies, in microseconds.
+    pub(super) period: i64,
+    pub(super) verdicts: Verdicts,
 }
 
 impl Answered {
     pub(crate) fn new(check: &Check, verdicts: &Verdicts) -> Self {
         Self {
-            policies: check.policies().clone(),
+            period: check.policies().longest_period(),
             verdicts: verdicts.clone(),
         }
     }
 
-    /// Returns the decision for another check with the same id, if that counts with the same keys.
-    /// The decision expires at `until`.
+    /// Returns the decision for another check with the same id and number of policies. The decision
+    /// expires at `until`.
     pub(crate) fn again(&self, check: &Check, until: i64, now: i64) -> Option<Verdicts> {
-        if until <= now || !self.policies.count_alike(check.policies()) {
+        if until <= now || self.verdicts.each.len() != check.policies().as_slice().len() {
             return None;
         }
         let mut again = self.verdicts.clone();
-        again.age = (now - (until - self.policies.longest_period())).max(1);
+        again.age = (now - (until - self.period)).max(1);
         // A quota may have been lowered since, and no more than its capacity can remain.
         for (verdict, policy) in again.each.iter_mut().zip(check.policies()) {
             verdict.remaining = verdict.remaining.min(policy.params().capacity);

@@ -165,7 +165,8 @@ impl Check {
     /// [`slot_ttl`](crate::Policy::slot_ttl). If the store has lost the slot, this takes it again,
     /// even beyond the limit. Charges nothing under policies of other kinds. May be sent again.
     ///
-    /// A [`RateLimitLayer`](crate::RateLimitLayer) renews its slots itself.
+    /// A [`RateLimitLayer`](crate::RateLimitLayer) and [`Limiter::reserve`](crate::Limiter::reserve)
+    /// renew their slots themselves. This is for other code, and for tests of a custom store.
     pub fn renew(key: Key, policies: &Policies, slot: SlotId) -> Self {
         Self {
             slot: Some(slot),
@@ -220,10 +221,15 @@ impl Check {
     #[doc(alias = "idempotency")]
     #[must_use]
     pub fn with_id(self, id: impl AsRef<[u8]>) -> Self {
+        self.identified(Key::new(id))
+    }
+
+    /// Adds an [id](Self::with_id).
+    pub(crate) fn identified(self, id: Key) -> Self {
         match self.extra.as_deref() {
             Some(Extra::Within(_) | Extra::Charged(_)) => self,
             _ => Self {
-                extra: Some(Box::new(Extra::Id(Key::new(id)))),
+                extra: Some(Box::new(Extra::Id(id))),
                 ..self
             },
         }

@@ -1,13 +1,14 @@
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
 use smallvec::SmallVec;
 
-use super::{Answered, Check, Decision, Key, Policy, Source, State, Verdicts, micros};
+use super::{
+    Answered, Check, Decision, Kind, Mode, Policy, Source, State, Verdict, Verdicts, micros,
+};
 
-/// The counts of one caller, for a custom in-memory [`Store`](crate::store::Store): keep one
-/// `Counts` per key. The counts cannot be serialized. A store that counts elsewhere computes its
-/// own decisions: [`Check::decided`].
+/// The counts of one caller, for a custom [`Store`](crate::store::Store): keep one `Counts` per key.
+/// All modes, strategies and ids are decided as in the other stores.
 ///
 /// ```
 /// use std::collections::HashMap;
@@ -34,14 +35,17 @@ use super::{Answered, Check, Decision, Key, Policy, Source, State, Verdicts, mic
 ///     }
 /// }
 /// ```
+///
+/// A remote store keeps the counts as [bytes](Self::to_bytes), and writes them by compare-and-swap:
+/// it reads the bytes of the caller, decides, and replaces the bytes if they are still the same, or
+/// else starts again. `tests/store/remote.rs` is such a store, for a table as in DynamoDB.
 #[derive(Debug, Clone, Default)]
 pub struct Counts {
-    /// The state per policy id.
-    states: HashMap<u64, State>,
-    /// Decisions on checks with an id, by id and policies, with their expiry in microseconds.
-    answers: HashMap<(Key, u64), (Answered, i64)>,
-    /// The time in microseconds at which all counts have expired.
-    until: i64,
+    /// The state and its expiry in microseconds, by the name, strategy and span of the policy.
+    states: BTreeMap<Box<str>, (State, i64)>,
+    /// Decisions on checks with an id, with their expiry in microseconds. The key consists of those
+    /// of the policies, and the id.
+    answers: BTreeMap<Box<[u8]>, (Answered, i64)>,
 }
 
 impl Counts {
@@ -52,53 +56,196 @@ impl Counts {
         check.clone().answer(self.verdicts(check, now), source)
     }
 
-    /// Returns `true` if every charge has expired at `now`, so that the value can be dropped.
-    pub fn has_lapsed(&self, now: SystemTime) -> bool {
-        self.until <= since_epoch(now)
+    /// Returns the time at which all charges and ids have expired, so that the value can be dropped:
+    /// the expiry of a stored item.
+    pub fn expires_at(&self) -> SystemTime {
+        let states = self.states.values().map(|(_, until)| *until);
+        let answers = self.answers.values().map(|(_, until)| *until);
+        let until = states.chain(answers).max().unwrap_or(0);
+        SystemTime::UNIX_EPOCH + Duration::from_micros(until.max(0) as u64)
+    }
+
+    /// Returns `true` if every charge and id has expired at `now`, so that the value can be dropped.
+    pub fn is_expired(&self, now: SystemTime) -> bool {
+        self.expires_at() <= now
+    }
+
+    /// Returns the counts as bytes: about 40 for each policy, and for each id. A log or sliding
+    /// window has 16 for each charge or cell, and requests in flight 24 for each slot. Equal counts
+    /// have equal bytes.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = Writer(vec![VERSION]);
+        bytes.len(self.states.len());
+        for (key, (state, until)) in &self.states {
+            bytes.key(key.as_bytes());
+            bytes.numbers(&[*until]);
+            let numbers = state.to_numbers();
+            bytes.len(numbers.len());
+            bytes.numbers(&numbers);
+        }
+        bytes.len(self.answers.len());
+        for (key, (Answered { period, verdicts }, until)) in &self.answers {
+            bytes.key(key);
+            bytes.numbers(&[*until, *period, verdicts.granted]);
+            bytes.len(verdicts.each.len());
+            for verdict in &verdicts.each {
+                bytes.numbers(&[verdict.remaining, verdict.reset]);
+            }
+        }
+        bytes.0
+    }
+
+    /// Restores counts from their [bytes](Self::to_bytes). `None` for other bytes: report an error
+    /// of the store, or start with empty counts. A later version of this crate reads the bytes of
+    /// an earlier one, or returns `None`.
+    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let mut bytes = Reader(bytes.strip_prefix(&[VERSION])?);
+        let mut counts = Self::default();
+        for _ in 0..bytes.len()? {
+            let key = str::from_utf8(bytes.key()?).ok()?;
+            let until = bytes.number()?;
+            let kind = Kind::of_letter(key.split(SEPARATOR).nth(1)?)?;
+            let len = bytes.len()?;
+            let state = State::of_numbers(kind, &bytes.numbers(len)?)?;
+            counts.states.insert(key.into(), (state, until));
+        }
+        for _ in 0..bytes.len()? {
+            let key = bytes.key()?.into();
+            let [until, period, granted] = [bytes.number()?, bytes.number()?, bytes.number()?];
+            let mut verdicts = Verdicts::new(granted, SmallVec::new());
+            for _ in 0..bytes.len()? {
+                let [remaining, reset] = [bytes.number()?, bytes.number()?];
+                verdicts.each.push(Verdict {
+                    remaining,
+                    wait: 0,
+                    reset,
+                });
+            }
+            counts
+                .answers
+                .insert(key, (Answered { period, verdicts }, until));
+        }
+        bytes.0.is_empty().then_some(counts)
     }
 
     fn verdicts(&mut self, check: &Check, now: i64) -> Verdicts {
+        self.answers.retain(|_, (_, until)| *until > now);
         let Some(id) = check.id() else {
             return self.charge(check, now);
         };
-        let id = (*id, check.policies().id());
-        if let Some((answered, until)) = self.answers.get(&id)
+        let mut key = Vec::new();
+        for policy in check.policies() {
+            key.extend_from_slice(key_of(policy).as_bytes());
+            key.push(b'\n');
+        }
+        key.extend_from_slice(id.as_bytes());
+        if let Some((answered, until)) = self.answers.get(&*key)
             && let Some(again) = answered.again(check, *until, now)
         {
             return again;
         }
-        self.answers.retain(|_, (_, until)| *until > now);
         let verdicts = self.charge(check, now);
         if verdicts.granted > 0 {
-            let until = now.saturating_add(check.policies().longest_period());
-            self.answers
-                .insert(id, (Answered::new(check, &verdicts), until));
-            self.until = self.until.max(until);
+            let answered = Answered::new(check, &verdicts);
+            let until = now.saturating_add(answered.period);
+            self.answers.insert(key.into(), (answered, until));
         }
         verdicts
     }
 
     fn charge(&mut self, check: &Check, now: i64) -> Verdicts {
-        let state = |policy: &Policy| {
-            self.states
-                .remove(&policy.id())
-                .unwrap_or_else(|| State::fresh(policy.kind()))
-        };
-        let mut states: SmallVec<[State; 1]> = check.policies().iter().map(state).collect();
-        let verdicts = check.decide(&mut states, now);
-        for (policy, state) in check.policies().iter().zip(states) {
-            self.states.insert(policy.id(), state);
-        }
-        let reset = verdicts
-            .each
+        self.states.retain(|_, (_, until)| *until > now);
+        let keys: SmallVec<[Box<str>; 1]> = check.policies().iter().map(key_of).collect();
+        let (mut states, untils): (SmallVec<[State; 1]>, SmallVec<[i64; 1]>) = keys
             .iter()
-            .map(|verdict| verdict.reset)
-            .max()
-            .unwrap_or(0);
-        self.until = self.until.max(now.saturating_add(reset));
+            .zip(check.policies())
+            .map(|(key, policy)| {
+                let fresh = || (State::fresh(policy.kind()), 0);
+                self.states.remove(key).unwrap_or_else(fresh)
+            })
+            .unzip();
+        let verdicts = check.decide(&mut states, now);
+        let expiries = verdicts.each.iter().zip(untils).map(|(verdict, until)| {
+            // Keep the expiry after a refund, as Redis does: the window has not started again.
+            let kept = if check.mode() == Mode::Reset {
+                0
+            } else {
+                until
+            };
+            kept.max(now.saturating_add(verdict.reset))
+        });
+        let counted = keys.into_iter().zip(states).zip(expiries);
+        self.states.extend(
+            counted
+                .map(|((key, state), until)| (key, (state, until)))
+                .filter(|(_, (_, until))| *until > now),
+        );
         verdicts
     }
 }
+
+/// Returns the name, strategy and span of a policy, on which its count depends.
+fn key_of(policy: &Policy) -> Box<str> {
+    let (name, letter, span) = (policy.name(), policy.kind().letter(), policy.span());
+    format!("{name}{SEPARATOR}{letter}{SEPARATOR}{span}").into()
+}
+
+/// No name contains it.
+const SEPARATOR: char = ':';
+
+/// The first byte: the version of the format.
+const VERSION: u8 = 1;
+
+struct Writer(Vec<u8>);
+
+impl Writer {
+    fn len(&mut self, len: usize) {
+        let len = u32::try_from(len).unwrap_or(u32::MAX);
+        self.0.extend_from_slice(&len.to_le_bytes());
+    }
+
+    fn key(&mut self, key: &[u8]) {
+        self.len(key.len());
+        self.0.extend_from_slice(key);
+    }
+
+    fn numbers(&mut self, numbers: &[i64]) {
+        let bytes = numbers.iter().flat_map(|number| number.to_le_bytes());
+        self.0.extend(bytes);
+    }
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn len(&mut self) -> Option<usize> {
+        let (len, rest) = self.0.split_first_chunk()?;
+        self.0 = rest;
+        usize::try_from(u32::from_le_bytes(*len)).ok()
+    }
+
+    fn key(&mut self) -> Option<&'a [u8]> {
+        let len = self.len()?;
+        let (key, rest) = self.0.split_at_checked(len)?;
+        self.0 = rest;
+        Some(key)
+    }
+
+    /// Returns a number that all strategies can calculate with.
+    fn number(&mut self) -> Option<i64> {
+        let (number, rest) = self.0.split_first_chunk()?;
+        self.0 = rest;
+        Some(i64::from_le_bytes(*number)).filter(|number| NUMBERS.contains(number))
+    }
+
+    fn numbers(&mut self, len: usize) -> Option<Vec<i64>> {
+        // The length may be damaged: reserve nothing.
+        (0..len).map(|_| self.number()).collect()
+    }
+}
+
+/// The numbers of a state: exact in a double, as in Redis.
+const NUMBERS: std::ops::Range<i64> = 0..1 << 53;
 
 /// Returns microseconds since the Unix epoch.
 fn since_epoch(time: SystemTime) -> i64 {
@@ -106,4 +253,111 @@ fn since_epoch(time: SystemTime) -> i64 {
         time.duration_since(SystemTime::UNIX_EPOCH)
             .unwrap_or(Duration::ZERO),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limit::{Key, Policies, Quota, Strategy};
+
+    fn policies() -> Vec<Policies> {
+        let quota = Quota::per_minute(100);
+        let rates = Strategy::ALL
+            .iter()
+            .map(|strategy| Policy::new("api", *strategy, quota).unwrap());
+        rates
+            .chain([Policy::in_flight("api", 100).unwrap()])
+            .map(Policies::from)
+            .collect()
+    }
+
+    fn check(policies: &Policies, rng: &mut fastrand::Rng) -> Check {
+        let (key, cost) = (Key::GLOBAL, rng.u32(0..40));
+        match rng.u32(0..8) {
+            0 => Check::peek(key, policies, cost),
+            1 => Check::up_to(key, policies, cost),
+            2 => Check::charge(key, policies, cost),
+            3 => Check::refund(key, policies, cost / 4),
+            4 => Check::take_ahead(key, policies, cost, Duration::from_secs(20)),
+            5 if rng.u32(0..10) == 0 => Check::reset(key, policies),
+            6 => Check::take(key, policies, cost).with_id([rng.u8(0..5)]),
+            _ => Check::take(key, policies, cost),
+        }
+    }
+
+    /// Each decision on restored counts equals that on the original ones.
+    #[test]
+    fn bytes_keep_all_counts() {
+        let mut rng = fastrand::Rng::with_seed(11);
+        for policies in policies() {
+            let (mut original, mut bytes) = (Counts::default(), Counts::default().to_bytes());
+            let mut now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_700_000_000);
+            for _ in 0..500 {
+                let check = check(&policies, &mut rng);
+                let mut restored = Counts::from_bytes(&bytes).unwrap();
+                let source = Source::Other("remote");
+                let [one, other] = [&mut original, &mut restored].map(|counts| {
+                    let decision = counts.decide(&check, now, source);
+                    (decision.is_repeated(), decision)
+                });
+                assert_eq!(one, other, "{check:?}");
+                bytes = restored.to_bytes();
+                assert_eq!(bytes, original.to_bytes(), "{check:?}");
+                now += Duration::from_micros(rng.u64(0..2_000_000));
+            }
+            assert!(!original.is_expired(now));
+            assert!(original.is_expired(original.expires_at()));
+        }
+    }
+
+    /// Counts that have expired take no bytes.
+    #[test]
+    fn expired_counts_are_dropped() {
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_700_000_000);
+        for policies in policies() {
+            let mut counts = Counts::default();
+            let take = Check::take(Key::GLOBAL, &policies, 10).with_id("one");
+            let _ = counts.decide(&take, now, Source::Local);
+            assert!(counts.to_bytes().len() > 40);
+            let later = counts.expires_at();
+            let peek = Check::peek(Key::GLOBAL, &policies, 1);
+            let _ = counts.decide(&peek, later, Source::Local);
+            assert_eq!(
+                counts.to_bytes(),
+                Counts::default().to_bytes(),
+                "{policies:?}"
+            );
+        }
+    }
+
+    /// Damaged bytes are an error or other counts, never a panic.
+    #[test]
+    fn damaged_bytes_never_panic() {
+        let mut rng = fastrand::Rng::with_seed(12);
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_700_000_000);
+        for policies in policies() {
+            let mut counts = Counts::default();
+            for _ in 0..20 {
+                let _ = counts.decide(&check(&policies, &mut rng), now, Source::Local);
+            }
+            let bytes = counts.to_bytes();
+            for end in 0..bytes.len() {
+                assert!(Counts::from_bytes(&bytes[..end]).is_none());
+            }
+            for _ in 0..2_000 {
+                let mut bytes = bytes.clone();
+                for _ in 0..rng.u32(1..4) {
+                    let at = rng.usize(0..bytes.len());
+                    bytes[at] = rng.u8(..);
+                }
+                if let Some(mut damaged) = Counts::from_bytes(&bytes) {
+                    for _ in 0..5 {
+                        let check = check(&policies, &mut rng);
+                        let _ = damaged.decide(&check, now, Source::Local);
+                    }
+                    let _ = damaged.expires_at();
+                }
+            }
+        }
+    }
 }

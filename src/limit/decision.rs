@@ -260,7 +260,7 @@ impl Decision {
     ///
     /// A [`Fallback`](crate::Fallback) refunds a charge where it was made. If that is Redis and
     /// Redis is down, the check fails with an error that is
-    /// [unsent](crate::store::StoreError::is_unsent): send a new one later. Layers and
+    /// [unsent](crate::store::StoreError::is_not_sent): send a new one later. Layers and
     /// [`Limiter::reserve`](crate::Limiter::reserve) do so for as long as the charge counts.
     ///
     /// There are no checks if nothing was granted, if all of it has expired, or if the fallback

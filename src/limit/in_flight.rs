@@ -127,6 +127,33 @@ impl Slots {
 }
 
 impl State {
+    /// Returns the id, in two halves, and the expiry of each slot.
+    pub(super) fn to_numbers(&self) -> Vec<i64> {
+        let numbers = |(expiry, slot): &(i64, SlotId)| {
+            let id = slot.0.get();
+            [
+                (id >> 32) as i64,
+                (id & u64::from(u32::MAX)) as i64,
+                *expiry,
+            ]
+        };
+        self.0.by_expiry.iter().flat_map(numbers).collect()
+    }
+
+    /// Restores the slots from their [numbers](Self::to_numbers). `None` if no slots have them.
+    pub(super) fn of_numbers(numbers: &[i64]) -> Option<Self> {
+        let (entries, []) = numbers.as_chunks::<3>() else {
+            return None;
+        };
+        let mut slots = Slots::default();
+        for [high, low, expiry] in entries {
+            let [high, low] = [high, low].map(|half| u32::try_from(*half).ok());
+            let id = u64::from(high?) << 32 | u64::from(low?);
+            slots.set(SlotId(NonZeroU64::new(id)?), *expiry);
+        }
+        Some(Self(Box::new(slots)))
+    }
+
     /// Previews the policy's verdict. It does not bound the grants of other policies: a slot is not
     /// part of their cost.
     pub(super) fn preview(&self, params: &Params, ask: &Ask) -> Preview {

@@ -1,4 +1,5 @@
-/// The operation of a check.
+/// The operation of a check. All are public, since a [`Store`](crate::store::Store) that decides
+/// itself must distinguish them; [`Counts`](crate::store::Counts) does so for other stores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Mode {

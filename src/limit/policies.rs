@@ -273,11 +273,6 @@ impl Policies {
         self.0.has_lease
     }
 
-    /// Returns `true` if both lists count with the same keys.
-    pub(crate) fn count_alike(&self, other: &Self) -> bool {
-        self.iter().map(Policy::id).eq(other.iter().map(Policy::id))
-    }
-
     /// Equal for all lists that [are](Self::is) the same. Different lists rarely have the same
     /// value.
     pub(crate) fn identity(&self) -> u64 {

@@ -128,20 +128,21 @@ impl Policy {
     }
 
     /// Sets the time to live of the slots of requests [in flight](Self::in_flight), from 1 second
-    /// to 1 hour. Defaults to 30 seconds. Does nothing for a policy of another kind.
+    /// to 1 hour. Defaults to 30 seconds.
     ///
     /// # Errors
     ///
-    /// Returns an error for a time outside of that range.
+    /// Returns an error for a time outside of that range, and for a policy of another kind, which
+    /// has no slots.
     pub fn slot_ttl(self, time: Duration) -> Result<Self, ConfigError> {
-        match self.is_in_flight() {
-            true => Self::of_kind(
-                self.name(),
-                Kind::InFlight,
-                Quota::per(self.quota().limit(), time),
-            ),
-            false => Ok(self),
+        if !self.is_in_flight() {
+            let (name, kind) = (self.name(), self.kind());
+            return Err(ConfigError::new(format!(
+                "policy {name:?} counts by {kind} and has no slots: set `slot_ttl` on a `Policy::in_flight` only"
+            )));
         }
+        let quota = Quota::per(self.quota().limit(), time);
+        Self::of_kind(self.name(), Kind::InFlight, quota)
     }
 
     /// Lets a [`Leased`](crate::Leased) store charge blocks of this policy in advance and spend
@@ -579,6 +580,12 @@ mod tests {
 
     #[test]
     fn in_flight_has_limit_and_slot_ttl() {
+        let rate = policy("p", Quota::per_second(1)).unwrap();
+        let error = rate.slot_ttl(Duration::from_secs(5)).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "policy \"p\" counts by gcra and has no slots: set `slot_ttl` on a `Policy::in_flight` only"
+        );
         let in_flight = |text: &str| Policy::of_kind("p", Kind::InFlight, text.parse().unwrap());
         for (text, part) in [
             ("10/30s burst 20", "a burst is not supported"),
@@ -606,8 +613,6 @@ mod tests {
                 .slot_ttl(Duration::from_millis(999))
                 .is_err()
         );
-        let rate = policy("p", Quota::per_second(1)).unwrap();
-        assert_eq!(rate.clone().slot_ttl(Duration::from_secs(5)), Ok(rate));
         let none = Policy::in_flight("p", 0).unwrap_err().to_string();
         assert!(none.contains("its limit must be at least 1"), "{none}");
     }

@@ -12,8 +12,8 @@ use crate::error::ConfigError;
 /// limit.
 ///
 /// A quota is plain data and can be a `const`. [`Policy::new`](super::Policy::new) rejects an
-/// invalid quota, such as one with a limit or a period of 0; [`is_valid`](Self::is_valid) checks a
-/// constant at compile time.
+/// invalid quota, such as one with a limit or a period of 0: the bounds depend on the strategy, and
+/// a policy is fallible anyway. [`is_valid`](Self::is_valid) checks a constant at compile time.
 ///
 /// # As text
 ///

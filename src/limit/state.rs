@@ -30,6 +30,24 @@ macro_rules! states {
                 }
             }
 
+            /// Returns the state as numbers: see [`Algorithm::to_numbers`].
+            pub(super) fn to_numbers(&self) -> Vec<i64> {
+                match self {
+                    $(Self::$variant(state) => state.to_numbers(),)*
+                    Self::InFlight(state) => state.to_numbers(),
+                }
+            }
+
+            /// Restores a state of this kind: see [`Algorithm::of_numbers`].
+            pub(super) fn of_numbers(kind: Kind, numbers: &[i64]) -> Option<Self> {
+                match kind {
+                    $(Kind::Rate(Strategy::$variant { .. }) => {
+                        Algorithm::of_numbers(numbers).map(Self::$variant)
+                    })*
+                    Kind::InFlight => in_flight::State::of_numbers(numbers).map(Self::InFlight),
+                }
+            }
+
             /// Previews the verdict of the state's policy, without changing the state.
             pub(super) fn preview(&self, params: &Params, ask: &Ask) -> Preview {
                 match self {

@@ -1,7 +1,8 @@
 //! The events of an [`Observer`](crate::observe::Observer): a struct for each of its methods, of the same name.
 //!
 //! Fields may be added. Use `new` to create an event, for tests of your own observer or for code
-//! that calls a store itself.
+//! that calls a store itself. An added field is not an argument of `new`: it has a default, and can
+//! be set afterwards.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -186,14 +187,14 @@ impl Leased {
 /// round trip to a master.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
-pub struct Sends {
+pub struct Sent {
     /// The number of checks sent.
     pub checks: usize,
     /// The number of checks that still wait in the queue.
     pub waiting: usize,
 }
 
-impl Sends {
+impl Sent {
     /// Creates an event.
     pub const fn new(checks: usize, waiting: usize) -> Self {
         Self { checks, waiting }

@@ -270,7 +270,7 @@ impl Observer for MetricsObserver {
         counter!("ratelimit_lease_lost_total", "store" => self.store()).increment(lost);
     }
 
-    fn sends(&self, &event::Sends { checks, waiting }: &event::Sends) {
+    fn sent(&self, &event::Sent { checks, waiting }: &event::Sent) {
         histogram!("ratelimit_batch_checks", "store" => self.store()).record(checks as f64);
         gauge!("ratelimit_queue_checks", "store" => self.store()).set(waiting as f64);
     }

@@ -106,7 +106,7 @@ pub trait Observer: Send + Sync + 'static {
     }
 
     /// A [`RedisStore`](crate::RedisStore) sends a script call.
-    fn sends(&self, event: &event::Sends) {
+    fn sent(&self, event: &event::Sent) {
         let _ = event;
     }
 }
@@ -148,8 +148,8 @@ macro_rules! forward {
             $($observer.leased(event);)+
         }
 
-        fn sends(&$self, event: &event::Sends) {
-            $($observer.sends(event);)+
+        fn sent(&$self, event: &event::Sent) {
+            $($observer.sent(event);)+
         }
     };
 }

@@ -267,7 +267,7 @@ impl Observer for TracingObserver {
         );
     }
 
-    fn sends(&self, &event::Sends { checks, waiting }: &event::Sends) {
+    fn sent(&self, &event::Sent { checks, waiting }: &event::Sent) {
         trace!(checks, waiting, "rate limit checks sent");
     }
 }

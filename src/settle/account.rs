@@ -108,7 +108,7 @@ impl Account {
 
     /// Applies the layer's rule, which has seen the head of the response. Either settles
     /// immediately, or stores how to settle at the end. Returns the cost under the layer's policies,
-    /// if the rule determines it.
+    /// if the rule determines it and something is reserved there.
     pub(crate) fn settle(&self, settlement: Settlement) -> Option<Settled> {
         let (open, known, cost) = {
             let mut state = lock(&self.state);
@@ -121,14 +121,15 @@ impl Account {
                 cost,
             )
         };
+        let settled = open.enforced.then_some(Settled {
+            reserved: known,
+            cost,
+        });
         open.settle(
             |reserved| settlement.cost(reserved, Counted::default()),
             &self.ops,
         );
-        Some(Settled {
-            reserved: known,
-            cost,
-        })
+        settled
     }
 
     /// Returns the check that reserves more under the layer's policies. `None` if nothing is

@@ -143,7 +143,7 @@ impl Charge {
         self.account.ask(op).await;
         receiver
             .await
-            .unwrap_or_else(|_| Err(StoreError::new(ErrorKind::NoRuntime).of_check().into()))
+            .unwrap_or_else(|_| Err(StoreError::new(ErrorKind::NoRuntime).check_only().into()))
     }
 
     /// Returns the reserved cost: the request's [initial cost](crate::RateLimitLayer::cost) plus

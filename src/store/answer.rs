@@ -8,7 +8,8 @@ use crate::error::StoreError;
 use crate::limit::Decision;
 
 pin_project! {
-    /// The reply of a [`Store`](crate::store::Store) to a check, or a future of it.
+    /// The reply of a [`Store`](crate::store::Store) to a check, or a future of it: there is no third
+    /// case, so the variants are exhaustive.
     ///
     /// `Answer` is a future itself, so most callers write `store.check(check).await`. A caller that
     /// must store its state before it waits, such as a request, can match on the variants first:

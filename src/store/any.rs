@@ -7,11 +7,11 @@ use std::task::{Context, Poll};
 use pin_project_lite::pin_project;
 
 use super::{
-    Answer, Fallback, FallbackFuture, LocalStore, RedisFuture, RedisStore, Store, StoreConfig,
-    Waiters,
+    Answer, Backend, Fallback, FallbackFuture, LocalStore, RedisFuture, RedisStore, Store,
+    StoreConfig, Withdraw,
 };
 use crate::error::StoreError;
-use crate::limit::{Check, Decision, Key};
+use crate::limit::{Check, Decision};
 use crate::observe::Observer;
 
 /// A store that is chosen when the service starts: in Redis with a local fallback, in Redis alone, or local.
@@ -83,6 +83,16 @@ impl AnyStore {
         LocalStore::default().into()
     }
 
+    /// Sets the observer of failures and state changes. An observer that is set is kept. Defaults to the
+    /// [observer](crate::RateLimitLayer::observer) of the first layer over the store, or else to [a
+    /// log of problems](Observer).
+    #[must_use]
+    pub fn observer(self, observer: impl Observer) -> Self {
+        let observer: Arc<dyn Observer> = Arc::new(observer);
+        self.backend().observe(&observer);
+        self
+    }
+
     /// Returns `true` if Redis should decide, but the fallback does: for health checks. See
     /// [`Fallback::is_degraded`].
     pub fn is_degraded(&self) -> bool {
@@ -111,17 +121,6 @@ impl From<LocalStore> for AnyStore {
     }
 }
 
-/// Evaluates an expression for each kind of store.
-macro_rules! each {
-    ($self:ident, $store:ident => $answer:expr) => {
-        match $self {
-            AnyStore::Fallback($store) => $answer,
-            AnyStore::Redis($store) => $answer,
-            AnyStore::Local($store) => $answer,
-        }
-    };
-}
-
 impl Store for AnyStore {
     type Future = AnyStoreFuture;
 
@@ -133,35 +132,23 @@ impl Store for AnyStore {
         }
     }
 
-    fn warm(&self, key: &Key, decision: &Decision) {
-        each!(self, store => store.warm(key, decision))
+    fn backend(&self) -> Backend<'_, AnyStoreFuture> {
+        match self {
+            Self::Fallback(store) => store.backend().withdrawing(self),
+            Self::Redis(store) => store.backend().withdrawing(self),
+            Self::Local(store) => store.backend().withdrawing(self),
+        }
     }
+}
 
-    fn observe(&self, observer: &Arc<dyn Observer>) {
-        each!(self, store => store.observe(observer))
-    }
-
-    fn waiters(&self) -> Option<Waiters> {
-        each!(self, store => store.waiters())
-    }
-
-    fn server(&self, key: &Key) -> Option<String> {
-        each!(self, store => store.server(key))
-    }
-
-    fn partitions(&self) -> usize {
-        each!(self, store => store.partitions())
-    }
-
-    fn partition(&self, key: &Key) -> usize {
-        each!(self, store => store.partition(key))
-    }
-
+impl Withdraw<AnyStoreFuture> for AnyStore {
     fn withdraw(&self, future: Pin<&mut AnyStoreFuture>) -> bool {
         match (self, future.project().state.project()) {
-            (Self::Fallback(store), StateProj::Fallback { future }) => store.withdraw(future),
-            (Self::Redis(store), StateProj::Redis { future }) => store.withdraw(future),
-            (Self::Local(store), StateProj::Local { future }) => store.withdraw(future),
+            (Self::Fallback(store), StateProj::Fallback { future }) => {
+                store.backend().withdraw(future)
+            }
+            (Self::Redis(store), StateProj::Redis { future }) => store.backend().withdraw(future),
+            (Self::Local(store), StateProj::Local { future }) => store.backend().withdraw(future),
             // The future belongs to another store.
             _ => false,
         }
@@ -222,5 +209,86 @@ impl Future for AnyStoreFuture {
 impl fmt::Debug for AnyStoreFuture {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("AnyStoreFuture").finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+
+    use futures_util::FutureExt;
+
+    use super::*;
+    use crate::limit::{Key, Policies, Policy, Strategy};
+
+    fn redis() -> RedisStore {
+        RedisStore::connect_lazy("redis://127.0.0.1:1/").unwrap()
+    }
+
+    fn policies(quota: &str) -> Policies {
+        Policy::new("test", Strategy::Gcra, quota.parse().unwrap())
+            .unwrap()
+            .into()
+    }
+
+    #[test]
+    fn warms_its_store() {
+        let policies = policies("10/100d");
+        let take = |cost| Check::take(Key::new("ann"), &policies, cost);
+        let decision = LocalStore::default()
+            .check(take(6))
+            .now_or_never()
+            .unwrap()
+            .unwrap();
+        let store = AnyStore::local();
+        store.backend().warm(&Key::new("ann"), &decision);
+        assert_eq!(
+            store
+                .check(take(0))
+                .now_or_never()
+                .unwrap()
+                .unwrap()
+                .remaining(),
+            4
+        );
+    }
+
+    /// It has the identity of the store that it contains, so that both track requests in flight
+    /// together.
+    #[tokio::test]
+    async fn it_has_the_identity_of_its_store() {
+        let (redis, local) = (redis(), LocalStore::default());
+        let fallback = Fallback::new(redis.clone(), local.clone());
+        for store in [redis.clone().into(), AnyStore::from(fallback)] {
+            assert_eq!(store.backend().waiters(), redis.backend().waiters());
+        }
+        assert_eq!(
+            AnyStore::from(local.clone()).backend().waiters(),
+            local.backend().waiters()
+        );
+        assert!(
+            redis.backend().waiters() != local.backend().waiters()
+                && local.backend().waiters().is_some()
+        );
+    }
+
+    /// A [`Fallback`] around the store relies on this at its deadline.
+    #[tokio::test]
+    async fn the_store_withdraws_unsent_checks() {
+        let policies = policies("10/d");
+        for store in [
+            AnyStore::from(redis()),
+            Fallback::new(redis(), LocalStore::default()).into(),
+        ] {
+            let Answer::Pending { future } =
+                store.check(Check::take(Key::new("ann"), &policies, 1))
+            else {
+                panic!("no answer yet")
+            };
+            assert!(
+                store.backend().withdraw(pin!(future)),
+                "no task has run that could send it"
+            );
+        }
     }
 }

@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use super::bounded_map::{BoundedMap, Hold, Ranked, Slot};
 use super::digest::Digest;
 use super::shards::Shards;
-use super::{Answer, Store, Waiters};
+use super::{Answer, Backend, Hooks, Store, Waiters};
 use crate::error::StoreError;
 use crate::limit::{
     Answered, Check, Decision, Key, Mode, Policies, Policy, Snapshot, Source, State, Verdict,
@@ -247,6 +247,12 @@ impl Store for LocalStore {
         Answer::ready(Ok(check.answer(verdicts, Source::Local)))
     }
 
+    fn backend(&self) -> Backend<'_, Self::Future> {
+        Backend::new(self)
+    }
+}
+
+impl Hooks for LocalStore {
     fn waiters(&self) -> Option<Waiters> {
         Some(self.shared.waiters.clone())
     }
@@ -392,5 +398,42 @@ impl Shard {
             );
         }
         verdicts
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use futures_util::FutureExt;
+
+    use super::*;
+    use crate::limit::{Align, Strategy};
+
+    fn ask(store: &LocalStore, check: Check) -> Decision {
+        store.check(check).now_or_never().unwrap().unwrap()
+    }
+
+    /// The newest of several answers is the one with the least remaining, unless its window has ended.
+    #[tokio::test(start_paused = true)]
+    async fn continues_from_answers_of_a_new_window() {
+        let (there, here) = (LocalStore::default(), LocalStore::default());
+        let policies = Policies::from(
+            Policy::new(
+                "test",
+                Strategy::FixedWindow(Align::FirstHit),
+                "4/300ms".parse().unwrap(),
+            )
+            .unwrap(),
+        );
+        let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
+        for (elapsed, cost) in [(0, 4), (290, 1), (15, 3)] {
+            tokio::time::advance(Duration::from_millis(elapsed)).await;
+            here.backend().warm(&Key::GLOBAL, &ask(&there, take(cost)));
+        }
+        assert_eq!(
+            ask(&here, Check::up_to(Key::GLOBAL, &policies, 4)).granted(),
+            1
+        );
     }
 }

@@ -86,12 +86,12 @@ impl<S: Store> ErasedStore for S {
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) -> OpQueue {
-        Store::observe(self, observer);
+        self.backend().observe(observer);
         op_queue(self.clone(), Some(Arc::clone(observer)))
     }
 
     fn waiters(&self) -> Option<Waiters> {
-        Store::waiters(self)
+        self.backend().waiters()
     }
 }
 
@@ -180,7 +180,7 @@ impl Refusal {
     }
 
     fn no_runtime() -> Self {
-        Self::Failed(StoreError::new(ErrorKind::NoRuntime).of_check())
+        Self::Failed(StoreError::new(ErrorKind::NoRuntime).check_only())
     }
 }
 

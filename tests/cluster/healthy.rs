@@ -250,7 +250,7 @@ async fn another_number_of_partitions_is_refused() {
     for _ in 0..2 {
         let error = lazy.check(check("ann", "10/s")).await.unwrap_err();
         assert!(
-            error.kind() == ErrorKind::Configuration && error.is_unsent(),
+            error.kind() == ErrorKind::Configuration && error.is_not_sent(),
             "{error:?}"
         );
     }
@@ -399,7 +399,7 @@ async fn a_non_cluster_is_reported() {
     for _ in 0..2 {
         let error = unreachable.check(check("ann", "10/s")).await.unwrap_err();
         assert!(
-            error.kind() == ErrorKind::Unreachable && error.is_unsent(),
+            error.kind() == ErrorKind::Unreachable && error.is_not_sent(),
             "{error:?}"
         );
         assert!(

@@ -370,7 +370,7 @@ async fn new_ids_wait_for_a_moving_slot() {
     for id in ["here", "there"] {
         let error = take(id).await.unwrap_err();
         assert!(
-            error.kind() == ErrorKind::NotReady && error.is_unsent() && error.is_of_check(),
+            error.kind() == ErrorKind::NotReady && error.is_not_sent() && error.is_check_only(),
             "{error:?}"
         );
         while cluster.move_keys(slot, from, to, 1).await > 0 {}

@@ -201,16 +201,16 @@ fn of_a_choice() {
 
 #[test]
 fn of_header_fields() {
-    let forms = "`draft`, `github`, `x-seconds` or `draft-6`";
+    let forms = "`draft-11`, `github`, `x-seconds` or `draft-6`";
     let two = "`github`, `x-seconds` and `draft-6` exclude each other: use one of them";
     for (value, text) in [
         (
-            json!(["draft", "gitlab"]),
+            json!(["draft-11", "gitlab"]),
             format!("\"gitlab\" is not a valid form of header fields: use {forms}"),
         ),
         (
-            json!("draft; github"),
-            format!("\"draft; github\" is not a valid form of header fields: use {forms}"),
+            json!("draft-11; github"),
+            format!("\"draft-11; github\" is not a valid form of header fields: use {forms}"),
         ),
         (json!(["github", "x-seconds"]), two.to_owned()),
         (json!("draft-6, github"), two.to_owned()),

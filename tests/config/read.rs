@@ -232,7 +232,7 @@ fn environment_variables_of_a_layer() {
         ("APP_CLIENT_IP__HEADER", "x-forwarded-for"),
         ("APP_CLIENT_IP__TRUST", "private, 203.0.113.0/24"),
         ("APP_CLIENT_IP__IPV6_PREFIX", "56"),
-        ("APP_HEADERS", "draft, github"),
+        ("APP_HEADERS", "draft-11, github"),
     ];
     for numbers in [false, true] {
         let layer: Layer = environment(&variables, numbers).unwrap();
@@ -240,7 +240,7 @@ fn environment_variables_of_a_layer() {
             layer,
             Layer {
                 client_ip: client_ip.clone(),
-                headers: Headers::DRAFT.and(LegacyHeaders::GitHub)
+                headers: Headers::DRAFT_11.and(LegacyHeaders::GitHub)
             }
         );
     }

@@ -305,7 +305,7 @@ fn choices_round_trip() {
         .into_iter()
         .for_each(assert_same);
     assert_same(StoreConfig::default());
-    for headers in [Headers::DRAFT, Headers::NONE] {
+    for headers in [Headers::DRAFT_11, Headers::NONE] {
         assert_same(headers);
         [
             LegacyHeaders::GitHub,

@@ -102,7 +102,7 @@ fn yaml_and_json() {
 #[test]
 fn plan_names_come_from_code() {
     let tiers: Tiers = toml::from_str(FILE).unwrap();
-    let tiers = tiers.named_by(|request| request.headers.get("plan")?.to_str().ok());
+    let tiers = tiers.tier_by(|request| request.headers.get("plan")?.to_str().ok());
     let request = Request::builder()
         .header("plan", "internal")
         .body(())

@@ -174,8 +174,9 @@ impl Instance {
             .deadline(DEADLINE)
             .share(share.clone())
             .observer(notes.clone());
-        let leased = Leased::new(store.clone()).share(share);
-        leased.observe(&(Arc::new(notes.clone()) as Arc<dyn Observer>));
+        let leased = Leased::new(store.clone())
+            .share(share)
+            .observer(notes.clone());
         Self {
             store,
             leased,

@@ -27,7 +27,7 @@ const QUOTAS: &[&str] = &[
 const SETTINGS: &[&str] = &[
     r#"[{"name":"api","strategy":"gcra","quota":"10/s burst 20"}]"#,
     r#"[{"name":"day","strategy":"fixed-window","quota":"1000/d"},{"name":"log","strategy":"sliding-log","quota":"5/s"}]"#,
-    r#"["draft","github"]"#,
+    r#"["draft-11","github"]"#,
     r#"{"default":[{"name":"free","strategy":"token-bucket","quota":"1/s"}],"tiers":{"pro":"exempt"}}"#,
     r#"{"kind":"fallback","url":"redis://:secret@127.0.0.1:6379/0","timeout":"100ms","share":4}"#,
     r#"{"header":"x-forwarded-for","trust":["private","203.0.113.0/24"]}"#,

@@ -103,7 +103,11 @@ async fn switching_fields_off_keeps_the_rest() {
         assert_eq!(field(&response, "retry-after").is_some(), status == 429);
     }
     let response = send(
-        &limited(layer("1/h").headers(Headers::NONE).headers(Headers::DRAFT)),
+        &limited(
+            layer("1/h")
+                .headers(Headers::NONE)
+                .headers(Headers::DRAFT_11),
+        ),
         request("alice"),
     )
     .await;
@@ -223,7 +227,7 @@ async fn github_reset_is_wall_clock_time() {
 
 #[tokio::test(start_paused = true)]
 async fn the_last_legacy_style_joins_draft_fields() {
-    let headers = Headers::DRAFT
+    let headers = Headers::DRAFT_11
         .and(LegacyHeaders::GitHub)
         .and(LegacyHeaders::Draft6);
     let response = send(&limited(layer("2/m").headers(headers)), request("alice")).await;
@@ -360,7 +364,7 @@ async fn an_inner_denial_fills_legacy_headers() {
 async fn denials_never_get_legacy_headers_of_others() {
     for within in [
         Headers::NONE,
-        Headers::DRAFT,
+        Headers::DRAFT_11,
         Headers::NONE.and(LegacyHeaders::Draft6),
     ] {
         let outer = layer("100/h").headers(Headers::NONE.and(LegacyHeaders::XSeconds));
@@ -395,7 +399,7 @@ async fn user_code_can_write_decision_fields() {
         response
     };
 
-    let response = append(Headers::DRAFT.and(LegacyHeaders::XSeconds), &allowed);
+    let response = append(Headers::DRAFT_11.and(LegacyHeaders::XSeconds), &allowed);
     assert_eq!(
         both(&response),
         (Some("\"words\";r=0;t=30"), Some("\"words\";q=2;w=60"))
@@ -409,7 +413,7 @@ async fn user_code_can_write_decision_fields() {
 
     // A second decision: the lists have both, the tighter legacy headers win, and the existing
     // `Retry-After` stays.
-    let mut response = append(Headers::DRAFT.and(LegacyHeaders::XSeconds), &allowed);
+    let mut response = append(Headers::DRAFT_11.and(LegacyHeaders::XSeconds), &allowed);
     response.headers_mut().insert("retry-after", 7.into());
     let other = Limiter::new(LocalStore::default(), policy("other", "9/m"));
     let roomy = other
@@ -417,7 +421,7 @@ async fn user_code_can_write_decision_fields() {
         .now_or_never()
         .unwrap()
         .unwrap();
-    Headers::DRAFT
+    Headers::DRAFT_11
         .and(LegacyHeaders::XSeconds)
         .append(&roomy, response.headers_mut());
     assert_eq!(response.headers().get_all("ratelimit").iter().count(), 2);

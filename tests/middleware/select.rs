@@ -206,7 +206,7 @@ async fn a_tier_is_named_by_a_closure() {
     }
     let tiers = Tiers::new(policy("free", "1/m"))
         .tier("pro", policy("pro", "2/m"))
-        .named_by(|request| Some(&request.extensions.get::<User>()?.plan));
+        .tier_by(|request| Some(&request.extensions.get::<User>()?.plan));
     let service = limited(by(tiers));
     let mut of_user = request("alice");
     of_user.extensions_mut().insert(User {
@@ -314,7 +314,7 @@ async fn stored_policies_apply_next_and_keep_counts() {
             (status, expected)
         );
     }
-    live.store(windowed("4/m"));
+    live.replace(windowed("4/m"));
     let remaining = [Some(1), Some(0), None]
         .map(|remaining| (remaining.map_or(429, |_| 200), remaining.unwrap_or(0)));
     for (status, remaining) in remaining {
@@ -328,7 +328,7 @@ async fn stored_policies_apply_next_and_keep_counts() {
         assert_eq!(quotas(&response), "\"api\";q=4");
     }
     let refused: Result<(), ConfigError> =
-        Policy::new("api", Strategy::Gcra, Quota::per_minute(0)).map(|policy| live.store(policy));
+        Policy::new("api", Strategy::Gcra, Quota::per_minute(0)).map(|policy| live.replace(policy));
     assert!(refused.is_err());
     assert_eq!(quotas(&send(&service, request("bob")).await), "\"api\";q=4");
 }
@@ -351,7 +351,7 @@ async fn a_reload_under_load_is_atomic() {
         let done = done.clone();
         move || {
             for limit in (10_001..20_000).cycle().take_while(|_| !done.load(Relaxed)) {
-                live.store(edition(limit));
+                live.replace(edition(limit));
             }
         }
     });
@@ -456,7 +456,7 @@ async fn selectors_can_be_nested() {
     let mut export = on(Method::GET, "/export");
     export.extensions_mut().insert(Tier::new("pro"));
     assert_eq!(quotas(&send(&service, export.clone()).await), "\"pro\";q=2");
-    live.store(Routes::new(policy("api", "5/m")));
+    live.replace(Routes::new(policy("api", "5/m")));
     assert_eq!(quotas(&send(&service, export).await), "\"api\";q=5");
 }
 
@@ -509,7 +509,7 @@ async fn reloaded_in_flight_policies_fail_no_request() {
         Policies::new([policy("api", "2/m"), uploads()]).unwrap(),
     );
     let live = Live::new(Policies::from(policy("api", "9/m")));
-    live.store(both.clone());
+    live.replace(both.clone());
     let routes = Routes::new(policy("api", "9/m"))
         .route("/books", both.clone())
         .unwrap();
@@ -538,9 +538,9 @@ async fn reloaded_in_flight_policies_fail_no_request() {
     }
 
     let service = limited(by(live.clone()));
-    live.store(alone);
+    live.replace(alone);
     assert_exempt(&send(&service, request("alice")).await);
-    live.store(both);
+    live.replace(both);
     assert_eq!(
         quotas(&send(&service, request("alice")).await),
         "\"api\";q=2",

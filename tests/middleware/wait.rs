@@ -145,7 +145,7 @@ async fn the_number_of_waiters_is_bounded() {
             .all(|(status, at)| *status == 200 || at.is_zero())
     );
 
-    let all = layer.wait(long.in_all(FEW)).layer(service_fn(ok));
+    let all = layer.wait(long.total(FEW)).layer(service_fn(ok));
     let (cid, dan) = tokio::join!(send(&all, "/cid", 4), send(&all, "/dan", 10));
     assert_eq!(
         (rejected(&cid), rejected(&dan)),

@@ -22,7 +22,7 @@ async fn connections_of(path: &Path, store: &RedisStore, kind: ErrorKind) -> (us
     let (before, since) = (path.connections.load(SeqCst), Instant::now());
     for _ in 0..200 {
         let error = store.check(check("ann", "10/s")).await.unwrap_err();
-        assert!(error.kind() == kind && error.is_unsent(), "{error:?}");
+        assert!(error.kind() == kind && error.is_not_sent(), "{error:?}");
     }
     // The first three failures cause no delay.
     (

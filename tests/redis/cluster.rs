@@ -41,7 +41,7 @@ async fn a_node_is_not_taken() {
     for slots in [0..16384, 0..8192, 0..0] {
         let server = node(slots.clone()).await;
         let error = RedisStore::connect(server.url()).await.unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Cluster, "{slots:?}: {error:?}");
+        assert_eq!(error.kind(), ErrorKind::ClusterNode, "{slots:?}: {error:?}");
         assert!(error.to_string().contains("redis+cluster://"), "{error}");
         let node = format!(
             "the server 127.0.0.1:{} is a node of a Redis Cluster",
@@ -68,7 +68,7 @@ async fn callers_of_another_node_are_refused() {
     let mut refused = 0;
     for i in 0..40 {
         if let Err(error) = store.check(check(&format!("caller-{i}"), "10/s")).await {
-            assert_eq!(error.kind(), ErrorKind::Cluster, "{error:?}");
+            assert_eq!(error.kind(), ErrorKind::ClusterNode, "{error:?}");
             refused += 1;
         }
     }

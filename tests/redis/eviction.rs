@@ -187,7 +187,7 @@ async fn noeviction_refuses_charges_and_forgets_nothing() {
     for caller in ["bob", "cid"] {
         let error = full.store.check(full.take(caller, 1)).await.unwrap_err();
         assert_eq!(
-            (error.kind(), error.is_unsent()),
+            (error.kind(), error.is_not_sent()),
             (ErrorKind::OutOfMemory, true),
             "{caller}: {error:?}"
         );
@@ -264,7 +264,7 @@ async fn counts_are_evicted_before_persistent_data() {
         assert_eq!(full.remaining("ann").await, 10, "{maxmemory_policy}");
         let error = full.store.check(full.take("ann", 1)).await.unwrap_err();
         assert_eq!(
-            (error.kind(), error.is_unsent()),
+            (error.kind(), error.is_not_sent()),
             (ErrorKind::OutOfMemory, true),
             "{maxmemory_policy}"
         );

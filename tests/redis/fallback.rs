@@ -523,7 +523,7 @@ async fn checks_redis_cannot_write_are_uncharged() {
             ];
             let refused = |error: StoreError| {
                 assert_eq!(
-                    (error.kind(), error.is_unsent()),
+                    (error.kind(), error.is_not_sent()),
                     (kind, true),
                     "{refuse}: {list:?}: {error:?}"
                 );

@@ -163,8 +163,7 @@ async fn short_pauses_lose_nothing() {
             .unwrap();
         let fallback =
             Fallback::new(redis.clone(), LocalStore::default()).deadline(Duration::from_millis(50));
-        let store = Leased::new(fallback);
-        store.observe(&(Arc::new(lost.clone()) as Arc<dyn Observer>));
+        let store = Leased::new(fallback).observer(lost.clone());
         let policies = leased(strategy, LIMIT, Duration::from_millis(100));
         let mut ticks = tokio::time::interval(Duration::from_millis(2));
         let (mut checks, mut by_source) = (vec![], HashMap::new());

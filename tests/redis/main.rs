@@ -22,6 +22,7 @@ mod fallback;
 mod forbidden;
 #[cfg(feature = "axum")]
 mod http;
+mod ids;
 mod in_flight;
 #[path = "../support/in_flight.rs"]
 mod in_flight_load;

@@ -75,7 +75,7 @@ async fn a_silently_lost_connection_costs_one_check() {
         .await;
         path.forget();
         match store.check(check("ann", "100/h")).await {
-            Err(error) if !error.is_unsent() => break error,
+            Err(error) if !error.is_not_sent() => break error,
             // On a machine that stalled, the connection was idle, or the check was not sent in
             // time.
             _ => {}
@@ -232,7 +232,7 @@ async fn the_name_leads_to_a_new_master() {
                 // While it synchronizes, a replica rejects even scripts.
                 let kinds = [ErrorKind::ReadOnly, ErrorKind::NotReady];
                 assert!(
-                    kinds.contains(&error.kind()) && error.is_unsent(),
+                    kinds.contains(&error.kind()) && error.is_not_sent(),
                     "{error:?}"
                 );
                 refused += 1;

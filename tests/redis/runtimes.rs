@@ -4,16 +4,16 @@ use std::future::pending;
 use std::io;
 use std::net::{TcpListener, TcpStream};
 use std::num::NonZeroUsize;
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Mutex, mpsc};
 use std::thread;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
-use tower_redis_ratelimit::RedisStore;
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::store::{ErrorKind, Store};
+use tower_redis_ratelimit::{Limiter, RedisStore, Strategy};
 
-use crate::support::{RedisServer, check, until};
+use crate::support::{RedisServer, check, policy, until};
 
 fn one_thread() -> Runtime {
     Builder::new_current_thread().enable_all().build().unwrap()
@@ -191,7 +191,7 @@ struct Holds {
 }
 
 impl Observer for Holds {
-    fn sends(&self, _: &event::Sends) {
+    fn sent(&self, _: &event::Sent) {
         let _ = self.holding.send(());
         let _ = self.go_on.lock().unwrap().recv();
     }
@@ -212,12 +212,12 @@ fn connections_ending_with_runtimes_are_no_failure() {
             .block_on(async { store.check(check("ann", "10/s")).await })
             .unwrap();
         let ((holding, held), (release, go_on)) = (mpsc::channel(), mpsc::channel());
-        store.observe(
-            &(Arc::new(Holds {
+        // Sets the observer of the store.
+        let _limiter =
+            Limiter::new(store.clone(), policy(Strategy::Gcra, "10/s")).observer(Holds {
                 holding,
                 go_on: Mutex::new(go_on),
-            }) as Arc<dyn Observer>),
-        );
+            });
         let (waits, waited) = mpsc::channel::<()>();
         ends.spawn(async move {
             let _waits = waits;
@@ -245,7 +245,7 @@ fn connections_ending_with_runtimes_are_no_failure() {
         ending.join().unwrap();
         let error = stays.block_on(checked).unwrap_err();
         assert!(
-            error.kind() == ErrorKind::NoRuntime && error.is_of_check(),
+            error.kind() == ErrorKind::NoRuntime && error.is_check_only(),
             "{error:?}"
         );
         assert_eq!(stays.block_on(failures(&store, 3)), 0);

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use tower_redis_ratelimit::check::Check;
-use tower_redis_ratelimit::store::{Counted, ErrorKind, Store};
+use tower_redis_ratelimit::store::{ErrorKind, Store, StoredCount};
 use tower_redis_ratelimit::{Key, Policy, RedisStore, Strategy};
 
 use crate::support::{RedisServer, check, policy};
@@ -15,7 +15,7 @@ async fn found(store: &RedisStore) -> (BTreeSet<(String, String, &'static str)>,
     while let Some(counts) = scan.next().await.unwrap() {
         steps += 1;
         all.extend(counts.into_iter().map(
-            |Counted {
+            |StoredCount {
                  key,
                  policy,
                  strategy,

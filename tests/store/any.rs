@@ -1,16 +1,14 @@
 //! `AnyStore`: the store that a configuration selects.
 
-use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
 use allocation_counter::measure;
-use futures_util::FutureExt;
 use tokio::runtime;
 use tower_redis_ratelimit::check::{Check, Source};
 use tower_redis_ratelimit::observe::{Observer, event};
-use tower_redis_ratelimit::store::{Answer, AnyStore, ErrorKind, Store, StoreConfig, StoreKind};
+use tower_redis_ratelimit::store::{AnyStore, ErrorKind, Store, StoreConfig, StoreKind};
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, RedisStore, Strategy};
 
 use crate::support::{RedisServer, policy, until};
@@ -87,41 +85,6 @@ async fn only_a_fallback_is_degraded() {
     assert!(!redis.is_degraded() && !local.is_degraded());
 }
 
-#[test]
-fn warms_its_store() {
-    let policies = policy(Strategy::Gcra, "10/100d");
-    let take = |cost| Check::take(Key::new("ann"), &policies, cost);
-    let decision = LocalStore::default()
-        .check(take(6))
-        .now_or_never()
-        .unwrap()
-        .unwrap();
-    let store = AnyStore::local();
-    store.warm(&Key::new("ann"), &decision);
-    assert_eq!(
-        store
-            .check(take(0))
-            .now_or_never()
-            .unwrap()
-            .unwrap()
-            .remaining(),
-        4
-    );
-}
-
-/// It has the identity of the store that it contains, so that both track requests in flight
-/// together.
-#[tokio::test]
-async fn it_has_the_identity_of_its_store() {
-    let (redis, local) = (redis(), LocalStore::default());
-    let fallback = Fallback::new(redis.clone(), local.clone());
-    for store in [redis.clone().into(), AnyStore::from(fallback)] {
-        assert_eq!(store.waiters(), redis.waiters());
-    }
-    assert_eq!(AnyStore::from(local.clone()).waiters(), local.waiters());
-    assert!(redis.waiters() != local.waiters() && local.waiters().is_some());
-}
-
 /// An observer set on the store reaches the store that it contains.
 #[tokio::test]
 async fn the_store_notifies_its_observer() {
@@ -133,7 +96,7 @@ async fn the_store_notifies_its_observer() {
             self.0.fetch_add(1, Relaxed);
         }
 
-        fn sends(&self, _: &event::Sends) {
+        fn sent(&self, _: &event::Sent) {
             self.0.fetch_add(1, Relaxed);
         }
     }
@@ -146,31 +109,12 @@ async fn the_store_notifies_its_observer() {
         Fallback::new(self::redis(), LocalStore::default()).into(),
     ] {
         let count = Arc::new(Count::default());
-        store.observe(&(Arc::clone(&count) as Arc<dyn Observer>));
+        let store = store.observer(Arc::clone(&count));
         let _ = store
             .check(Check::take(Key::new("ann"), &policies, 1))
             .await
             .unwrap();
         assert!(count.0.load(Relaxed) > 0, "{store:?}");
-    }
-}
-
-/// A [`Fallback`] around the store relies on this at its deadline.
-#[tokio::test]
-async fn the_store_withdraws_unsent_checks() {
-    let policies = policy(Strategy::Gcra, "10/d");
-    for store in [
-        AnyStore::from(redis()),
-        Fallback::new(redis(), LocalStore::default()).into(),
-    ] {
-        let Answer::Pending { future } = store.check(Check::take(Key::new("ann"), &policies, 1))
-        else {
-            panic!("no answer yet")
-        };
-        assert!(
-            store.withdraw(pin!(future)),
-            "no task has run that could send it"
-        );
     }
 }
 

@@ -11,6 +11,7 @@ use tower_redis_ratelimit::{
 };
 
 use crate::outside::{InMemory, MEMORY};
+use crate::remote::{Remote, Table};
 use crate::support::{RedisServer, STRATEGIES, leased as leased_policy, policy};
 
 #[tokio::test]
@@ -73,6 +74,18 @@ async fn any_fallback() {
 #[tokio::test(start_paused = true)]
 async fn outside() {
     keeps_the_contract(InMemory::new(), MEMORY).await;
+}
+
+#[tokio::test]
+async fn remote() {
+    keeps_the_contract(Remote::new(Table::default()), Source::Other("remote")).await;
+}
+
+#[tokio::test]
+async fn fallback_over_remote() {
+    let remote = Remote::new(Table::default());
+    let store = Fallback::new(remote, LocalStore::default()).deadline(Duration::from_secs(60));
+    keeps_the_contract(store, Source::Other("remote")).await;
 }
 
 async fn keeps_the_contract(store: impl Store, source: Source) {

@@ -11,6 +11,7 @@ use tower_redis_ratelimit::{
     Fallback, Key, Limiter, LocalStore, Policies, Policy, Quota, RedisStore, Strategy,
 };
 
+use crate::remote::{Remote, Table};
 use crate::support::RedisServer;
 
 #[tokio::test]
@@ -41,6 +42,11 @@ async fn fallback() {
         .unwrap();
     counts_requests(Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(60)))
         .await;
+}
+
+#[tokio::test]
+async fn remote() {
+    counts_requests(Remote::new(Table::default())).await;
 }
 
 #[tokio::test]

@@ -299,7 +299,7 @@ async fn failed_reservations_report_the_reason() {
     let limiter = Limiter::new(unreachable, policy(Strategy::Gcra, "10/h"));
     let error = limiter.reserve(ANN, 1).await.unwrap_err();
     assert!(
-        matches!(&error, ReserveError::Failed(error) if error.is_unsent()),
+        matches!(&error, ReserveError::Failed(error) if error.is_not_sent()),
         "{error:?}"
     );
     assert!(error.to_string().contains("cannot be reached"), "{error}");
@@ -342,8 +342,19 @@ async fn charges_and_refunds_are_not_in_flight() {
         limiter.reserve(user, 10).await.unwrap(),
         limiter.reserve(user, 10).await.unwrap(),
     ];
-    assert_eq!(limiter.refund(user, 5).await.unwrap().granted(), 5);
-    assert_eq!(limiter.charge(user, 300).await.unwrap().granted(), 300);
+    assert_eq!(
+        limiter.refund(user, 5).await.unwrap().decision().granted(),
+        5
+    );
+    assert_eq!(
+        limiter
+            .charge(user, 300)
+            .await
+            .unwrap()
+            .decision()
+            .granted(),
+        300
+    );
     let each: Vec<u32> = limiter
         .peek(user, 0)
         .await

@@ -20,22 +20,6 @@ fn ask(store: &LocalStore, check: Check) -> Decision {
         .unwrap()
 }
 
-/// The newest of several answers is the one with the least remaining, unless its window has ended.
-#[tokio::test(start_paused = true)]
-async fn continues_from_answers_of_a_new_window() {
-    let (there, here) = (LocalStore::default(), LocalStore::default());
-    let policies = policy(Strategy::FixedWindow(Align::FirstHit), "4/300ms");
-    let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
-    for (elapsed, cost) in [(0, 4), (290, 1), (15, 3)] {
-        tokio::time::advance(Duration::from_millis(elapsed)).await;
-        here.warm(&Key::GLOBAL, &ask(&there, take(cost)));
-    }
-    assert_eq!(
-        ask(&here, Check::up_to(Key::GLOBAL, &policies, 4)).granted(),
-        1
-    );
-}
-
 #[test]
 fn many_threads_are_granted_exactly_the_limit() {
     for strategy in STRATEGIES {

@@ -20,6 +20,7 @@ mod limiter;
 mod local;
 mod outside;
 mod quotas;
+mod remote;
 mod turns;
 mod wait_queues;
 mod waiting;

@@ -2,19 +2,17 @@
 
 use std::collections::HashMap;
 use std::future::Pending;
-use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
 use futures_util::FutureExt;
 use tokio::time::{Instant, advance};
 use tower_redis_ratelimit::check::{Check, Decision, Mode, Outcome, Source, Verdict};
-use tower_redis_ratelimit::observe::Observer;
 use tower_redis_ratelimit::store::{
-    Answer, Counts, ErrorKind, MockStore, Store, StoreError, Waiters, WrapStore,
+    Answer, Backend, Counts, ErrorKind, MockStore, Store, StoreError,
 };
 use tower_redis_ratelimit::strategy::Align;
-use tower_redis_ratelimit::{Fallback, Key, Leased, LocalStore, Policies, Policy, Strategy};
+use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, Strategy};
 
 use crate::support::{STRATEGIES, check, policy, until};
 
@@ -94,7 +92,7 @@ async fn counts_agree_with_the_local_store() {
             assert_eq!(seen(&decision), seen(&expected), "{strategy:?}");
             advance(Duration::from_millis(rng.u64(0..1_000))).await;
         }
-        let has_expired = || ours.callers.lock().unwrap()[&Key::GLOBAL].has_lapsed(ours.now());
+        let has_expired = || ours.callers.lock().unwrap()[&Key::GLOBAL].is_expired(ours.now());
         let _ = check_now(&ours, Check::take(Key::GLOBAL, &policies, 1));
         assert!(!has_expired(), "{strategy:?}");
         advance(Duration::from_secs(600)).await;
@@ -164,10 +162,10 @@ async fn unsent_grants_are_charged_to_outside_stores() {
         let primary = MockStore::new();
         let store = Fallback::new(primary.clone(), LocalStore::default());
         let error = StoreError::new(ErrorKind::Unreachable);
-        primary.fail(if unsent { error.unsent() } else { error });
+        primary.fail(if unsent { error.not_sent() } else { error });
         let take = |caller| store.check(check(caller, "10/h"));
         assert_eq!(take("ann").await.unwrap().source(), Source::Local);
-        primary.fail(StoreError::new(ErrorKind::Unreachable).unsent());
+        primary.fail(StoreError::new(ErrorKind::Unreachable).not_sent());
         assert_eq!(take("bob").await.unwrap().source(), Source::Local);
         primary.allow();
         let charged = |caller| {
@@ -187,7 +185,7 @@ async fn outside_stores_may_fail_single_checks() {
         let primary = MockStore::new();
         let store = Fallback::new(primary.clone(), LocalStore::default());
         let error = StoreError::new(ErrorKind::Refused);
-        primary.fail(if of_check { error.of_check() } else { error });
+        primary.fail(if of_check { error.check_only() } else { error });
         for _ in 0..10 {
             assert_eq!(
                 store.check(check("ann", "10/h")).await.unwrap().source(),
@@ -219,7 +217,7 @@ async fn local_counts_continue_from_any_outside_answer() {
                     .unwrap()
             };
             assert!(!take().await.is_allowed());
-            primary.fail(StoreError::new(ErrorKind::Unreachable).unsent());
+            primary.fail(StoreError::new(ErrorKind::Unreachable).not_sent());
             let denied = take().await;
             assert_eq!(denied.source(), Source::Local);
             assert!(!denied.is_allowed(), "{strategy:?}");
@@ -232,91 +230,47 @@ async fn local_counts_continue_from_any_outside_answer() {
     }
 }
 
-/// Overrides the default of every hook.
-#[derive(Clone, Default)]
-struct Hooks(Arc<Mutex<Vec<&'static str>>>, Waiters);
+/// Grants a caller everything, and leaves the others to the inner store.
+#[derive(Clone)]
+struct Exempt<S>(S, Key);
 
-impl Store for Hooks {
-    type Future = Pending<Result<Decision, StoreError>>;
+impl<S: Store> Store for Exempt<S> {
+    type Future = S::Future;
 
-    fn check(&self, _: Check) -> Answer<Self::Future> {
-        Answer::pending(std::future::pending())
+    fn check(&self, check: Check) -> Answer<S::Future> {
+        if *check.key() == self.1 {
+            let cost = check.cost();
+            return Answer::ready(Ok(check.decided(MEMORY, cost, |_| Verdict::allowed())));
+        }
+        self.0.check(check)
     }
 
-    fn withdraw(&self, _: Pin<&mut Self::Future>) -> bool {
-        true
-    }
-
-    fn warm(&self, _: &Key, _: &Decision) {
-        self.0.lock().unwrap().push("warm");
-    }
-
-    fn partitions(&self) -> usize {
-        12
-    }
-
-    fn partition(&self, _: &Key) -> usize {
-        7
-    }
-
-    fn waiters(&self) -> Option<Waiters> {
-        Some(self.1.clone())
-    }
-
-    fn server(&self, _: &Key) -> Option<String> {
-        Some("10.0.0.1:6379".to_owned())
-    }
-
-    fn observe(&self, _: &Arc<dyn Observer>) {
-        self.0.lock().unwrap().push("observe");
+    fn backend(&self) -> Backend<'_, S::Future> {
+        self.0.backend()
     }
 }
 
-#[derive(Clone, Default)]
-struct Wrapped(Hooks);
-
-impl WrapStore for Wrapped {
-    type Inner = Hooks;
-
-    fn inner(&self) -> &Hooks {
-        &self.0
-    }
-
-    fn decide(&self, check: Check) -> Answer<<Hooks as Store>::Future> {
-        Answer::ready(Ok(
-            check.decided(MEMORY, check.cost(), |_| Verdict::allowed())
-        ))
-    }
-}
-
-#[test]
-fn a_wrapped_store_keeps_its_hooks() {
-    fn keeps_hooks(store: &impl Store, hooks: &Hooks) {
-        let decision = check_now(&MockStore::new(), check("ann", "10/h")).unwrap();
-        assert_eq!(
-            (
-                store.partitions(),
-                store.partition(&Key::GLOBAL),
-                store.waiters()
-            ),
-            (12, 7, Some(hooks.1.clone()))
-        );
-        assert_eq!(store.server(&Key::GLOBAL).as_deref(), Some("10.0.0.1:6379"));
-        store.warm(&Key::GLOBAL, &decision);
-        store.observe(&(Arc::new(()) as Arc<dyn Observer>));
-        assert_eq!(*hooks.0.lock().unwrap(), ["warm", "observe"]);
-    }
-    let (wrapped, hooks) = (Wrapped::default(), Hooks::default());
-    assert_eq!(
-        check_now(&wrapped, check("ann", "10/h")).unwrap().source(),
-        MEMORY
+/// The fallback tells its second store what the first one has counted.
+#[tokio::test(start_paused = true)]
+async fn a_wrapped_store_keeps_its_hooks() {
+    let primary = MockStore::new();
+    primary.answer(|check| {
+        Ok(check.decided(Source::Other("far"), check.cost(), |_| {
+            Verdict::allowed()
+                .with_remaining(3)
+                .with_reset_after(Duration::from_secs(70 * 86_400))
+        }))
+    });
+    let store = Fallback::new(
+        primary.clone(),
+        Exempt(LocalStore::default(), Key::new("bob")),
     );
-    keeps_hooks(&wrapped, &wrapped.0);
-    assert!(wrapped.withdraw(pin!(std::future::pending())));
-    let leased = Leased::new(hooks.clone());
-    keeps_hooks(&leased, &hooks);
-    let Answer::Pending { future } = leased.check(check("ann", "10/h")) else {
-        panic!("the check is sent")
-    };
-    assert!(leased.withdraw(pin!(future)));
+    let take = async |caller| store.check(check(caller, "10/100d")).await.unwrap();
+    for caller in ["ann", "bob"] {
+        assert_eq!(take(caller).await.source(), Source::Other("far"));
+    }
+    primary.fail(StoreError::new(ErrorKind::Unreachable).not_sent());
+    let (ann, bob) = (take("ann").await, take("bob").await);
+    assert_eq!((ann.source(), ann.remaining()), (Source::Local, 2));
+    assert_eq!(bob.source(), MEMORY);
 }

@@ -399,7 +399,7 @@ async fn a_new_quota_applies_to_later_waiters() {
             tokio::spawn(throttled.clone().oneshot(()));
             sleep(Duration::from_secs(1)).await;
         }
-        live.store(policy(strategy, "1000/s"));
+        live.replace(policy(strategy, "1000/s"));
         let start = Instant::now();
         service.clone().oneshot(()).await.unwrap();
         throttled.clone().oneshot(()).await.unwrap();
@@ -1025,7 +1025,12 @@ impl Observer for Failures {
 #[tokio::test(start_paused = true)]
 async fn failed_refunds_of_permits_are_retried_or_reported() {
     for (error, tries, reported, remaining) in [
-        (StoreError::new(ErrorKind::Unreachable).unsent(), 3, 0, 100),
+        (
+            StoreError::new(ErrorKind::Unreachable).not_sent(),
+            3,
+            0,
+            100,
+        ),
         (StoreError::new(ErrorKind::Timeout), 1, 1, 99),
     ] {
         let (local, store, failures) =

@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use tokio::time::sleep;
+use tower_redis_ratelimit::LocalStore;
 use tower_redis_ratelimit::check::{Check, Decision, Mode};
-use tower_redis_ratelimit::store::{Answer, ErrorKind, Store, StoreError, Waiters};
-use tower_redis_ratelimit::{Key, LocalStore};
+use tower_redis_ratelimit::store::{Answer, Backend, ErrorKind, Store, StoreError, Waiters};
 
 /// Wraps a local store: a check takes `there` to arrive, and its reply takes as long to return.
 #[derive(Clone)]
@@ -99,11 +99,7 @@ impl Store for Late {
         }))
     }
 
-    fn warm(&self, key: &Key, decision: &Decision) {
-        self.store.warm(key, decision);
-    }
-
-    fn waiters(&self) -> Option<Waiters> {
-        Some(self.waiters.clone())
+    fn backend(&self) -> Backend<'_, Self::Future> {
+        Backend::from(&self.waiters)
     }
 }

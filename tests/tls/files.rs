@@ -75,7 +75,7 @@ async fn configured_stores_connect_with_their_files() {
         ),
         (
             without(|config| config.server_name = None),
-            ErrorKind::CertificateName,
+            ErrorKind::CertificateMismatch,
         ),
     ] {
         let error = decide(&config).await.unwrap_err();

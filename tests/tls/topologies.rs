@@ -61,14 +61,14 @@ async fn a_cluster() {
         .connect()
         .await
         .unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::CertificateName, "{error:?}");
+    assert_eq!(error.kind(), ErrorKind::CertificateMismatch, "{error:?}");
     let plain = format!("redis+cluster://127.0.0.1:{}", node.port);
     let error = RedisStore::builder(plain)
         .timeout(Duration::from_secs(8))
         .connect()
         .await
         .unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::TlsWanted, "{error:?}");
+    assert_eq!(error.kind(), ErrorKind::TlsRequired, "{error:?}");
 }
 
 struct Sentinel {
@@ -149,10 +149,10 @@ async fn sentinels_and_their_master() {
         .connect()
         .await
         .unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::TlsWanted, "{error:?}");
+    assert_eq!(error.kind(), ErrorKind::TlsRequired, "{error:?}");
     let error = builder(mixed("redis://mymaster", "rediss"), &ca, &own)
         .connect()
         .await
         .unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::TlsWanted, "{error:?}");
+    assert_eq!(error.kind(), ErrorKind::TlsRequired, "{error:?}");
 }

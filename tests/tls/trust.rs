@@ -105,7 +105,7 @@ async fn the_certificate_is_for_another_host() {
     let server = TlsServer::start(&ca, "redis.example");
     let builder = || builder(server.url()).root_certificates(ca.pem());
     let (kind, remedy) = (
-        ErrorKind::CertificateName,
+        ErrorKind::CertificateMismatch,
         "`RedisStoreBuilder::server_name`",
     );
     refused(builder(), kind, remedy, "not valid for name").await;
@@ -195,7 +195,7 @@ async fn the_url_does_not_use_tls() {
     let url = format!("redis://127.0.0.1:{}/", server.port);
     refused(
         builder(url),
-        ErrorKind::TlsWanted,
+        ErrorKind::TlsRequired,
         "use `rediss://` instead of `redis://`",
         "",
     )

@@ -222,7 +222,9 @@ impl SharedQueue {
         if let Some(op) = full {
             self.give_up(
                 op,
-                StoreError::new(ErrorKind::QueueFull).of_check().unsent(),
+                StoreError::new(ErrorKind::QueueFull)
+                    .check_only()
+                    .not_sent(),
             );
         }
         Ok(())
@@ -233,7 +235,7 @@ impl SharedQueue {
     fn ask(&self, op: PendingOp, now: Instant, asked: &mut Vec<Flight>) {
         let Some(check) = op.check(now) else { return };
         if !op.matters(now) {
-            let error = StoreError::new(ErrorKind::Timeout).of_check().unsent();
+            let error = StoreError::new(ErrorKind::Timeout).check_only().not_sent();
             return self.ended(op, Err(error));
         }
         match contain(|| (self.ask)(check)) {
@@ -246,14 +248,14 @@ impl SharedQueue {
     /// Handles a reply: retries, repeats or finishes the operation.
     fn ended(&self, mut op: PendingOp, reply: Reply) {
         match reply {
-            Err(error) if error.is_unsent() && op.is_tried_once() => op.answer(Err(error)),
+            Err(error) if error.is_not_sent() && op.is_tried_once() => op.answer(Err(error)),
             Err(_) if op.is_release() => {
                 if op.matters(instant()) {
                     let pause = op.next_pause();
                     drop(self.try_again(op, pause, RELEASES));
                 }
             }
-            Err(error) if error.is_unsent() && op.matters(instant()) => {
+            Err(error) if error.is_not_sent() && op.matters(instant()) => {
                 let pause = op.next_pause();
                 if let Some(op) = self.try_again(op, pause, CAPACITY) {
                     self.give_up(op, error);
@@ -351,7 +353,7 @@ impl SharedQueue {
 
 /// The outcome is unknown after a panic, so this error is not `unsent`.
 fn panicked() -> StoreError {
-    StoreError::with_source(ErrorKind::Refused, io::Error::other("the store panicked")).of_check()
+    StoreError::with_source(ErrorKind::Refused, io::Error::other("the store panicked")).check_only()
 }
 
 impl Work {

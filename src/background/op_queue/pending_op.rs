@@ -51,7 +51,7 @@ impl PendingOp {
 
     /// Calls `then` with the result, without holding a lock: on the sender's task, or on the task that puts or awaits
     /// the operation. If the operation failed, the error says whether it was certainly [not
-    /// sent](StoreError::is_unsent).
+    /// sent](StoreError::is_not_sent).
     pub(crate) fn then(
         self,
         then: impl FnOnce(Result<Decision, StoreError>) + Send + 'static,

@@ -97,7 +97,7 @@ impl<F> Answer<F> {
 }
 
 fn unsent() -> Reply {
-    Err(StoreError::new(ErrorKind::Unreachable).unsent())
+    Err(StoreError::new(ErrorKind::Unreachable).not_sent())
 }
 
 async fn idle(queue: &OpQueue) {

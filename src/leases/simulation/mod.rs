@@ -415,7 +415,7 @@ fn check_blocks(world: &World, strategy: Strategy, decided: &Decided, broken: &m
         let may_be_nothing =
             strategy.frees().has_burst() || matches!(strategy, Strategy::FixedWindow(_));
         // A process that shuts down may end before it has sent its refunds.
-        let is_sent = !shared.is_unsent && !may_be_nothing && !world.is_ended;
+        let is_sent = !shared.is_not_sent && !may_be_nothing && !world.is_ended;
         let (sent, most) = (shared.sent_back, refunded + expired);
         if !is_killed && is_sent && !(refunded..=most).contains(&sent) {
             broken.add(

@@ -52,7 +52,7 @@ pub(in crate::leases) struct Shared {
     pub(in crate::leases) told: u64,
     /// Total of the blocks' refunds that instances have sent; the next field is `true` if one was rejected first.
     pub(in crate::leases) sent_back: u64,
-    pub(in crate::leases) is_unsent: bool,
+    pub(in crate::leases) is_not_sent: bool,
     /// Whether a reset was requested; it may be lost on its way to the shared store.
     pub(in crate::leases) is_reset: bool,
 }
@@ -97,7 +97,7 @@ impl Shared {
         };
         if check.mode() == Mode::Refund {
             match fate {
-                Fate::Unsent => self.is_unsent = true,
+                Fate::Unsent => self.is_not_sent = true,
                 _ => self.sent_back += u64::from(check.cost()),
             }
         }
@@ -133,10 +133,12 @@ impl Shared {
                 Fate::Answered => Ok(self.decide(check.check.clone())),
                 Fate::Lost => {
                     let _ = self.decide(check.check.clone());
-                    Err(StoreError::new(ErrorKind::Timeout).of_check())
+                    Err(StoreError::new(ErrorKind::Timeout).check_only())
                 }
-                Fate::Gone => Err(StoreError::new(ErrorKind::Timeout).of_check()),
-                Fate::Unsent => Err(StoreError::new(ErrorKind::QueueFull).of_check().unsent()),
+                Fate::Gone => Err(StoreError::new(ErrorKind::Timeout).check_only()),
+                Fate::Unsent => Err(StoreError::new(ErrorKind::QueueFull)
+                    .check_only()
+                    .not_sent()),
             });
         }
         self.now = until;
@@ -191,7 +193,7 @@ impl Store for Remote {
         Answer::pending(Box::pin(async {
             answer
                 .await
-                .unwrap_or_else(|_| Err(StoreError::new(ErrorKind::Timeout).of_check()))
+                .unwrap_or_else(|_| Err(StoreError::new(ErrorKind::Timeout).check_only()))
         }))
     }
 }
@@ -267,7 +269,7 @@ impl World {
             ahead: 0,
             told: 0,
             sent_back: 0,
-            is_unsent: false,
+            is_not_sent: false,
             is_reset: false,
         };
         let start = instant();
@@ -304,7 +306,9 @@ impl World {
             .unwrap();
         self.seed.stands_at(self.start);
         let store = Leased::new(self.remote.clone()).share(Share::Fixed(of.try_into().unwrap()));
-        store.observe(&(Arc::new(Arc::clone(&self.blocks)) as Arc<dyn Observer>));
+        store
+            .backend()
+            .observe(&(Arc::new(Arc::clone(&self.blocks)) as Arc<dyn Observer>));
         let speed = self.rng.i64(1024 - 64..=1024 + 64);
         let (began, ran) = (self.now, Duration::ZERO);
         Instance {

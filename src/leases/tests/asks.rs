@@ -115,8 +115,8 @@ async fn callers_at_their_limit_are_seldom_asked_for() {
 /// The first request may have been charged. An unsent one may no longer be needed when it can be sent.
 #[tokio::test(start_paused = true)]
 async fn unanswered_asks_are_not_repeated() {
-    let error = || StoreError::new(ErrorKind::Timeout).of_check();
-    for error in [error(), error().unsent()] {
+    let error = || StoreError::new(ErrorKind::Timeout).check_only();
+    for error in [error(), error().not_sent()] {
         let store = MockStore::new();
         store.fail(error);
         let leased = Leased::new(store.clone());

@@ -113,7 +113,9 @@ async fn a_block_expires_with_its_window() {
 async fn blocks_of_idle_callers_are_refunded() {
     let (local, policies, blocks) = (LocalStore::default(), log(), Arc::new(Blocks::default()));
     let (store, _) = hot(&local, &policies).await;
-    store.observe(&(Arc::new(Arc::clone(&blocks)) as Arc<dyn Observer>));
+    store
+        .backend()
+        .observe(&(Arc::new(Arc::clone(&blocks)) as Arc<dyn Observer>));
     assert!(left(&local, &policies).await < 10_000 - 41);
     sleep(LEASE).await;
     assert_eq!(left(&local, &policies).await, 10_000 - 41);
@@ -344,7 +346,9 @@ async fn unanswered_blocks_are_counted_as_lost() {
     let (store, blocks) = (MockStore::new(), Arc::new(Blocks::default()));
     store.fail(StoreError::new(crate::store::ErrorKind::Timeout));
     let leased = Leased::new(store);
-    leased.observe(&(Arc::new(Arc::clone(&blocks)) as Arc<dyn Observer>));
+    leased
+        .backend()
+        .observe(&(Arc::new(Arc::clone(&blocks)) as Arc<dyn Observer>));
     for _ in 0..40 {
         let _ = leased.check(Check::take(ann(), &log(), 1)).await;
     }
@@ -390,7 +394,7 @@ async fn outages_spend_blocks_and_charge_none() {
         let _ = take(&store, &policies).await;
         sleep(Duration::from_millis(1)).await;
     }
-    redis.fail(StoreError::new(crate::store::ErrorKind::Unreachable).unsent());
+    redis.fail(StoreError::new(crate::store::ErrorKind::Unreachable).not_sent());
     let mut leased = 0;
     for _ in 0..4_000 {
         let decision = take(&store, &policies).await;
@@ -599,7 +603,7 @@ async fn blocks_dropped_by_resets_are_observed() {
     let (policies, local, blocks) = (log(), LocalStore::default(), Arc::new(Blocks::default()));
     let store = Leased::new(local.clone());
     let observer: Arc<dyn Observer> = Arc::new(blocks.clone());
-    store.observe(&observer);
+    store.backend().observe(&observer);
     let mut in_memory = 0;
     for _ in 0..40 {
         in_memory += u32::from(take(&store, &policies).await.source() == Source::Leased);

@@ -27,7 +27,7 @@ impl Store for Shared {
         let Self(local, is_away) = self;
         if is_away.load(Relaxed) {
             let error = StoreError::new(ErrorKind::Unreachable);
-            return Answer::ready(Err(error.of_check().unsent()));
+            return Answer::ready(Err(error.check_only().not_sent()));
         }
         local.check(check)
     }

@@ -237,7 +237,9 @@ async fn short_leases_are_reported() {
             Arc::new(Problems::default()),
         );
         let (store, policies) = (Leased::new(server.clone()), policies(lease));
-        store.observe(&(Arc::new(Arc::clone(&problems)) as Arc<dyn Observer>));
+        store
+            .backend()
+            .observe(&(Arc::new(Arc::clone(&problems)) as Arc<dyn Observer>));
         load(&store, &policies, ann(), 5, SECOND).await;
         server.stall(Duration::from_millis(stall));
         load(&store, &policies, ann(), 5, SECOND * 5).await;

@@ -65,6 +65,11 @@ pub(crate) trait Algorithm: Default {
     /// that store did. If the policy is an instance's share, `used` is a share too, rounded up, so
     /// it does not show whether the whole is used up.
     fn resume(params: &Params, now: i64, followed: Snapshot) -> Self;
+    /// Returns the state as numbers, for a store that keeps bytes.
+    fn to_numbers(&self) -> Vec<i64>;
+    /// Restores a state from its [numbers](Self::to_numbers), each from 0 to 2^53. `None` for
+    /// numbers of no state.
+    fn of_numbers(numbers: &[i64]) -> Option<Self>;
 }
 
 pub(super) const NO_PARAMETER: &str = "this strategy has no parameter";

@@ -65,6 +65,39 @@ impl Charges {
         )))
     }
 
+    /// Returns the time of each entry, and its running sum counted from the base.
+    pub(super) fn to_numbers(&self) -> Vec<i64> {
+        let queue = self.queue().into_iter().flatten();
+        let base = self.queue().and_then(VecDeque::front);
+        let numbers = |charge: &Charge| {
+            let sum = base.map_or(0, |base| charge.since(*base));
+            [charge.time(), sum]
+        };
+        queue.flat_map(numbers).collect()
+    }
+
+    /// Restores a queue from its [numbers](Self::to_numbers). `None` if they are not sorted.
+    pub(super) fn of_numbers(numbers: &[i64]) -> Option<Self> {
+        let (entries, []) = numbers.as_chunks::<2>() else {
+            return None;
+        };
+        let is_sorted = entries.is_sorted_by(|[time, sum], [next_time, next_sum]| {
+            time <= next_time && sum <= next_sum
+        });
+        let is_queue = match entries {
+            [] => true,
+            [[_, base], .., [_, sum]] => *base == 0 && *sum < WRAP,
+            [_] => false,
+        };
+        if !is_sorted || !is_queue {
+            return None;
+        }
+        let queue = entries.iter().map(|[time, sum]| Charge::new(*time, *sum));
+        Some(Self(
+            (!entries.is_empty()).then(|| Box::new(queue.collect())),
+        ))
+    }
+
     fn queue(&self) -> Option<&VecDeque<Charge>> {
         self.0.as_deref()
     }

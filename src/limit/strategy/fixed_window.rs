@@ -152,6 +152,17 @@ impl Algorithm for State {
         };
         Self { start, count: used }
     }
+
+    fn to_numbers(&self) -> Vec<i64> {
+        vec![self.start, self.count]
+    }
+
+    fn of_numbers(numbers: &[i64]) -> Option<Self> {
+        let &[start, count] = numbers else {
+            return None;
+        };
+        Some(Self { start, count })
+    }
 }
 
 /// Returns the start of a window that contains `now`: the previous border of the clock, or `now`.

@@ -137,6 +137,17 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
         let level = (until - now).clamp(0, params.furthest) * params.ticks;
         Self { at: now, level }
     }
+
+    fn to_numbers(&self) -> Vec<i64> {
+        vec![self.at, self.level]
+    }
+
+    fn of_numbers(numbers: &[i64]) -> Option<Self> {
+        let &[at, level] = numbers else {
+            return None;
+        };
+        Some(Self { at, level })
+    }
 }
 
 impl<const LETTER: char> Meter<LETTER> {

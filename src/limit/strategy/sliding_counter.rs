@@ -151,6 +151,21 @@ impl Algorithm for State {
             previous: previous.min(2 * i128::from(params.capacity)) as i64,
         }
     }
+
+    fn to_numbers(&self) -> Vec<i64> {
+        vec![self.start, self.current, self.previous]
+    }
+
+    fn of_numbers(numbers: &[i64]) -> Option<Self> {
+        let &[start, current, previous] = numbers else {
+            return None;
+        };
+        Some(Self {
+            start,
+            current,
+            previous,
+        })
+    }
 }
 
 /// Returns the start of the clock's window that contains `now`.

@@ -139,6 +139,15 @@ impl Algorithm for State {
             charges: Charges::one((until - params.period).min(now), used),
         }
     }
+
+    fn to_numbers(&self) -> Vec<i64> {
+        self.charges.to_numbers()
+    }
+
+    fn of_numbers(numbers: &[i64]) -> Option<Self> {
+        let charges = Charges::of_numbers(numbers)?;
+        Some(Self { charges })
+    }
 }
 
 /// The strategy's definition: see `tests`.

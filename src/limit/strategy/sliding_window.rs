@@ -149,6 +149,15 @@ impl Algorithm for State {
             cells: Charges::one((until - params.period).min(cell_end(params, now)), used),
         }
     }
+
+    fn to_numbers(&self) -> Vec<i64> {
+        self.cells.to_numbers()
+    }
+
+    fn of_numbers(numbers: &[i64]) -> Option<Self> {
+        let cells = Charges::of_numbers(numbers)?;
+        Some(Self { cells })
+    }
 }
 
 impl State {

@@ -9,14 +9,14 @@ use crate::limit::words;
 
 /// One name in the list.
 enum Form {
-    Draft,
+    Draft11,
     GitHub,
     XSeconds,
     Draft6,
 }
 
-words!(Form, "form of header fields", "`draft`, `github`, `x-seconds` or `draft-6`":
-    Draft = "draft", GitHub = "github", XSeconds = "x-seconds", Draft6 = "draft-6");
+words!(Form, "form of header fields", "`draft-11`, `github`, `x-seconds` or `draft-6`":
+    Draft11 = "draft-11", GitHub = "github", XSeconds = "x-seconds", Draft6 = "draft-6");
 
 deserialize!(List<Form>);
 
@@ -26,7 +26,7 @@ impl<'de> Deserialize<'de> for Headers {
         let mut headers = Self::NONE;
         for form in forms {
             let legacy = match form {
-                Form::Draft => {
+                Form::Draft11 => {
                     headers.draft = true;
                     continue;
                 }
@@ -52,6 +52,11 @@ impl Serialize for Headers {
             LegacyHeaders::XSeconds => Form::XSeconds,
             LegacyHeaders::Draft6 => Form::Draft6,
         });
-        serializer.collect_seq(self.draft.then_some(Form::Draft).into_iter().chain(legacy))
+        serializer.collect_seq(
+            self.draft
+                .then_some(Form::Draft11)
+                .into_iter()
+                .chain(legacy),
+        )
     }
 }

@@ -18,16 +18,16 @@ use crate::limit::Decision;
 ///
 /// | setting | fields |
 /// |---|---|
-/// | `Headers::DRAFT`, the default | `RateLimit` and `RateLimit-Policy` |
-/// | `Headers::DRAFT.and(LegacyHeaders::GitHub)` | these, and `X-RateLimit-Limit`, `-Remaining` and `-Reset` |
+/// | `Headers::DRAFT_11`, the default | `RateLimit` and `RateLimit-Policy` |
+/// | `Headers::DRAFT_11.and(LegacyHeaders::GitHub)` | these, and `X-RateLimit-Limit`, `-Remaining` and `-Reset` |
 /// | `Headers::NONE.and(LegacyHeaders::GitHub)` | only those three |
 /// | `Headers::NONE` | none |
 ///
 /// A denial that may be retried has `Retry-After` with any setting. The fields are explained in
 /// [the guide](crate::guide::answers).
 ///
-/// With the feature `serde` it is a list, such as `["draft", "github"]`, of `draft` and one of `github`, `x-seconds`
-/// and `draft-6`. In an environment variable it is one text: `draft, github`. An empty list is `Headers::NONE`.
+/// With the feature `serde` it is a list, such as `["draft-11", "github"]`, of `draft-11` and one of `github`, `x-seconds`
+/// and `draft-6`. In an environment variable it is one text: `draft-11, github`. An empty list is `Headers::NONE`.
 ///
 /// A [layer](crate::RateLimitLayer::headers) adds the fields to every response. For a response that
 /// did not pass through a layer, use [`append`](Self::append).
@@ -39,8 +39,9 @@ pub struct Headers {
 }
 
 impl Headers {
-    /// `RateLimit` and `RateLimit-Policy`, as in draft-ietf-httpapi-ratelimit-headers-11.
-    pub const DRAFT: Self = Self {
+    /// `RateLimit` and `RateLimit-Policy`, as in draft-ietf-httpapi-ratelimit-headers-11. Fields of a
+    /// later draft get another name.
+    pub const DRAFT_11: Self = Self {
         draft: true,
         legacy: None,
     };
@@ -80,7 +81,7 @@ impl Headers {
     ///         true => "found it".into_response(),
     ///         false => (StatusCode::TOO_MANY_REQUESTS, "not so fast").into_response(),
     ///     };
-    ///     Headers::DRAFT.and(LegacyHeaders::GitHub).append(&decision, response.headers_mut());
+    ///     Headers::DRAFT_11.and(LegacyHeaders::GitHub).append(&decision, response.headers_mut());
     ///     Ok(response)
     /// }
     /// ```
@@ -135,9 +136,9 @@ impl Headers {
     }
 }
 
-/// [`DRAFT`](Self::DRAFT).
+/// [`DRAFT_11`](Self::DRAFT_11).
 impl Default for Headers {
     fn default() -> Self {
-        Self::DRAFT
+        Self::DRAFT_11
     }
 }

@@ -6,7 +6,7 @@ use tower_layer::Layer;
 use super::protocol::Protocol;
 use super::service::{IsClone, Limit};
 use crate::gate::{Gate, KeyExtractor, OnError, OnMissingKey, PolicySelector, Selector, Wait};
-use crate::limit::Policies;
+use crate::limit::{Key, Policies};
 use crate::middleware::copies::Copies;
 use crate::observe::Observer;
 use crate::store::Store;
@@ -76,6 +76,40 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
         cost: impl Fn(&P::Head, &Policies) -> u32 + Send + Sync + 'static,
     ) -> Self {
         self.change(|config| config.gate.cost = Some(Arc::new(cost)))
+    }
+
+    /// Sets an id, so that a repeated request is charged once: an `Idempotency-Key`, or the id of a
+    /// message that a queue delivers again. Requests without an id are charged each time. Defaults
+    /// to none.
+    ///
+    /// ```
+    /// # use tower_redis_ratelimit::extract::Global;
+    /// # use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+    /// use tower_redis_ratelimit::Key;
+    ///
+    /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+    /// # let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+    /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy)
+    ///     .id(|request| request.headers.get("idempotency-key").map(Key::new));
+    /// # let _ = layer;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// - **The store keeps an id** of a granted request for the longest period of the policies, for
+    ///   all instances. A denial is not stored, so a denied request may be repeated.
+    /// - **A caller that chooses its ids can repeat one with every request** and is charged once.
+    ///   Use such an id only if the service behind the layer answers a known one without new work.
+    /// - **A repeated request reserves nothing.** The first one settles the charge. If that refunds
+    ///   it, repetitions are free.
+    /// - **A request that waits** for its [turn](Self::wait) is charged without its id.
+    /// - **In an outage** each instance charges an id once: a [`Fallback`](crate::Fallback) does not
+    ///   carry ids from or to Redis.
+    /// - **Requests in flight:** a repeated request takes its slot when that is renewed first, even
+    ///   beyond the limit.
+    #[must_use]
+    pub fn id(self, id: impl Fn(&P::Head) -> Option<Key> + Send + Sync + 'static) -> Self {
+        self.change(|config| config.gate.id = Some(Arc::new(id)))
     }
 
     /// Lets a request that would be denied wait for its turn, up to a [`Duration`](std::time::Duration) or by a

@@ -101,7 +101,7 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
         self.reject(reject)
     }
 
-    /// Sets which header fields report a decision to clients. Defaults to [`Headers::DRAFT`]: `RateLimit` and
+    /// Sets which header fields report a decision to clients. Defaults to [`Headers::DRAFT_11`]: `RateLimit` and
     /// `RateLimit-Policy`.
     ///
     /// ```
@@ -112,7 +112,7 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
     /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
     /// # let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
     /// // Also `X-RateLimit-Limit`, `X-RateLimit-Remaining`, and `X-RateLimit-Reset` as a Unix time.
-    /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).headers(Headers::DRAFT.and(LegacyHeaders::GitHub));
+    /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).headers(Headers::DRAFT_11.and(LegacyHeaders::GitHub));
     /// # let _ = layer;
     /// # Ok(())
     /// # }

@@ -112,7 +112,7 @@ impl HttpReject {
 
     /// Creates the response of a handler that rejects a request because of its
     /// [`Limiter`](crate::Limiter): for a denial, with the header fields of
-    /// [`Headers::DRAFT`](Headers::DRAFT) and `Retry-After`, or for an error of the store.
+    /// [`Headers::DRAFT_11`](Headers::DRAFT_11) and `Retry-After`, or for an error of the store.
     ///
     /// With the feature `axum`, the errors [`RateLimited`](crate::check::RateLimited),
     /// [`ReserveError`](crate::settle::ReserveError) and [`StoreError`](crate::store::StoreError)
@@ -135,7 +135,9 @@ impl HttpReject {
         let reason = reason.into();
         let mut response = self.respond(reason);
         match reason {
-            Reason::Denied(denied) => Headers::DRAFT.annotate(denied.clone(), &mut response, true),
+            Reason::Denied(denied) => {
+                Headers::DRAFT_11.annotate(denied.clone(), &mut response, true)
+            }
             Reason::MissingKey(missing) => challenge(missing, &mut response),
             Reason::Unavailable(_) => {}
         }

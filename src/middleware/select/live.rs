@@ -10,7 +10,7 @@ use crate::observe::Observer;
 /// Policies that are replaced while the service runs.
 ///
 /// Clones share the value: keep one, and give the other to the layer. The next request on every thread uses the value
-/// that was [stored](Self::store) last; requests in progress keep theirs. Counts continue: they belong to a policy's
+/// that was [set](Self::replace) last; requests in progress keep theirs. Counts continue: they belong to a policy's
 /// name and strategy, independently of its quota.
 ///
 /// ```
@@ -23,8 +23,8 @@ use crate::observe::Observer;
 /// let layer = RateLimitLayer::new(LocalStore::default(), Global, live.clone());
 ///
 /// // A quota that cannot work is refused, and the old one stays.
-/// assert!(policy(0).map(|policy| live.store(policy)).is_err());
-/// live.store(policy(100)?);
+/// assert!(policy(0).map(|policy| live.replace(policy)).is_err());
+/// live.replace(policy(100)?);
 /// # let _ = layer;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
@@ -52,7 +52,7 @@ impl<P> Live<P> {
     }
 
     /// Replaces the selector; the next requests use this one.
-    pub fn store(&self, selector: P) {
+    pub fn replace(&self, selector: P) {
         self.0.held.store(Arc::new(Held::new(selector)));
     }
 }

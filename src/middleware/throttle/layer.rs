@@ -7,7 +7,7 @@ use std::time::Duration;
 use tower_layer::Layer;
 
 use super::service::Settings;
-use super::{AtMost, Forever, Throttle};
+use super::{Bounded, Throttle, Unbounded};
 use crate::gate::{Notifier, PolicySelector, Selector};
 use crate::limit::Key;
 use crate::observe::Observer;
@@ -73,7 +73,7 @@ use crate::wait_queues::{Bounds, WaitQueues};
 ///
 /// `poll_ready` must be called within a Tokio runtime.
 #[derive(Clone)]
-pub struct ThrottleLayer<W = Forever> {
+pub struct ThrottleLayer<W = Unbounded> {
     settings: Settings,
     waits: PhantomData<W>,
 }
@@ -137,7 +137,7 @@ impl<W> ThrottleLayer<W> {
     /// # }
     /// ```
     #[must_use]
-    pub fn max_wait(mut self, max: Duration) -> ThrottleLayer<AtMost> {
+    pub fn max_wait(mut self, max: Duration) -> ThrottleLayer<Bounded> {
         self.settings.max_wait = Some(max);
         ThrottleLayer {
             settings: self.settings,

@@ -12,7 +12,7 @@ use tokio::time::{Sleep, sleep};
 use tower_service::Service;
 
 use super::future::ThrottleFuture;
-use super::{AtMost, Forever};
+use super::{Bounded, Unbounded};
 use crate::gate::{Notifier, Question, Selector};
 use crate::limit::{Key, Policies, RateLimited};
 use crate::middleware::call_limit::BoxError;
@@ -23,7 +23,7 @@ use crate::wait_queues::{Acquire, Permit, Refusal, WaitQueues, WaitRequest};
 /// The service that a [`ThrottleLayer`](crate::ThrottleLayer) makes. It is ready when it has a
 /// permit or, with a [`max_wait`](crate::ThrottleLayer::max_wait), when no permit can arrive in
 /// time.
-pub struct Throttle<T, W = Forever> {
+pub struct Throttle<T, W = Unbounded> {
     inner: T,
     settings: Arc<Settings>,
     state: State,
@@ -240,7 +240,7 @@ impl<T: Service<R>, R> Service<R> for Throttle<T> {
     }
 }
 
-impl<T, R> Service<R> for Throttle<T, AtMost>
+impl<T, R> Service<R> for Throttle<T, Bounded>
 where
     T: Service<R, Error: Into<BoxError>>,
 {

@@ -188,7 +188,7 @@ impl Client {
             }
             Err(ReserveError::Denied(_)) => None,
             Err(ReserveError::Failed(error)) => {
-                reserving.has_result = error.is_unsent();
+                reserving.has_result = error.is_not_sent();
                 world.state().failed(caller, &error);
                 None
             }

@@ -15,7 +15,7 @@ use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Source, State};
 use crate::observe::{Observer, event};
 use crate::simulation::{Log, shown, verdict};
-use crate::store::{Answer, Store, Waiters};
+use crate::store::{Answer, Backend, Store, Waiters};
 use crate::util::lock;
 
 #[derive(Debug, Clone)]
@@ -184,7 +184,7 @@ impl WorldState {
                 self.say(self.caller(check.key()), || {
                     format!("i{instance} cannot send: {}", shown(&check))
                 });
-                return Answer::ready(Err(StoreError::new(ErrorKind::Unreachable).unsent()));
+                return Answer::ready(Err(StoreError::new(ErrorKind::Unreachable).not_sent()));
             }
         };
         self.say(self.caller(check.key()), || {
@@ -388,8 +388,8 @@ impl Store for Far {
         self.world.state().arrives(self.instance, check)
     }
 
-    fn waiters(&self) -> Option<Waiters> {
-        Some(self.waiters.clone())
+    fn backend(&self) -> Backend<'_, Waiting> {
+        Backend::from(&self.waiters)
     }
 }
 

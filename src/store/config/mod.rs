@@ -13,11 +13,12 @@ use std::time::Duration;
 
 pub use kind::{ShareConfig, StoreKind};
 
-use super::redis::{RedisStoreBuilder, wrong_url};
+use super::redis::{RedisStoreBuilder, Settings, wrong_url};
 use super::{AnyStore, Fallback, LocalStore, RedisStore, Servers, StoreError};
 use crate::error::ConfigError;
 
-/// The settings of an [`AnyStore`], as plain data.
+/// The settings of an [`AnyStore`], as plain data: one public field for each name in a file. A later
+/// version may add some, so start with the default.
 ///
 /// They are the settings of [`RedisStoreBuilder`], [`Fallback`] and [`LocalStore`], with the same
 /// defaults. Settings that the [`kind`](Self::kind) does not use are ignored.
@@ -165,10 +166,16 @@ pub struct StoreConfig {
 
 impl Default for StoreConfig {
     fn default() -> Self {
-        const fn number(number: usize) -> NonZeroUsize {
-            NonZeroUsize::MIN.saturating_add(number - 1)
-        }
         type Both = Fallback<RedisStore, LocalStore>;
+        let Settings {
+            prefix,
+            connections,
+            timeout,
+            queue,
+            batch,
+            partitions,
+            denials,
+        } = Settings::default();
         Self {
             kind: StoreKind::Auto,
             url: None,
@@ -176,13 +183,13 @@ impl Default for StoreConfig {
             client_certificate: None,
             client_key: None,
             server_name: None,
-            prefix: "rl".to_owned(),
-            connections: number(2),
-            timeout: Duration::from_millis(250),
-            queue: number(10_000),
-            batch: number(128),
-            partitions: number(12),
-            denials: 10_000,
+            prefix,
+            connections,
+            timeout,
+            queue,
+            batch,
+            partitions,
+            denials,
             deadline: Both::DEFAULT_DEADLINE,
             failures: Both::DEFAULT_FAILURES,
             share: ShareConfig::Fixed(NonZeroU32::MIN),
@@ -235,14 +242,15 @@ impl StoreConfig {
     }
 
     fn redis(&self, url: &str) -> RedisStoreBuilder {
-        RedisStore::builder(url)
-            .prefix(&self.prefix)
-            .connections(self.connections)
-            .timeout(self.timeout)
-            .queue(self.queue)
-            .batch(self.batch)
-            .partitions(self.partitions)
-            .denials(self.denials)
+        RedisStore::builder(url).settings(Settings {
+            prefix: self.prefix.clone(),
+            connections: self.connections,
+            timeout: self.timeout,
+            queue: self.queue,
+            batch: self.batch,
+            partitions: self.partitions,
+            denials: self.denials,
+        })
     }
 
     fn fallback(&self, redis: RedisStore) -> Result<Fallback<RedisStore, LocalStore>, StoreError> {

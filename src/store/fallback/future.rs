@@ -52,16 +52,16 @@ pin_project! {
 }
 
 impl<P: Store, F: Store> FallbackFuture<P, F> {
-    /// See [`Store::withdraw`].
+    /// See [`Withdraw`](crate::store::Withdraw).
     pub(super) fn withdraw(self: Pin<&mut Self>) -> bool {
         let this = self.project();
         match this.state.project() {
-            StateProj::Primary { answer, .. } => this.partition.primary.withdraw(answer),
+            StateProj::Primary { answer, .. } => this.partition.primary.backend().withdraw(answer),
             StateProj::Fallback {
                 answer,
                 sent: false,
                 ..
-            } => this.partition.fallback.withdraw(answer),
+            } => this.partition.fallback.backend().withdraw(answer),
             StateProj::Fallback { sent: true, .. } | StateProj::Done => false,
         }
     }
@@ -108,7 +108,7 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                             this.state.set(State::Done);
                             return Poll::Ready(Err(error));
                         }
-                        (check.clone(), !error.is_unsent())
+                        (check.clone(), !error.is_not_sent())
                     }
                     Poll::Pending => {
                         let Some(ticket) = *asked else {
@@ -130,7 +130,7 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                             *asked = None;
                             continue;
                         }
-                        (check.clone(), !partition.primary.withdraw(answer))
+                        (check.clone(), !partition.primary.backend().withdraw(answer))
                     }
                 },
             };

@@ -58,7 +58,7 @@ use self::accounts::Accounts;
 use self::breaker::Breaker;
 use self::future::State;
 use self::partition::{Partition, Reply};
-use super::{Answer, LocalStore, Observer, Store, Waiters};
+use super::{Answer, Backend, Hooks, LocalStore, Observer, Store, Waiters, Withdraw};
 use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Key};
@@ -68,10 +68,10 @@ use crate::util::Clock;
 ///
 /// - **Deadline.** The fallback decides a check that the primary store has not decided in time. A
 ///   check that was sent to the primary store without a reply is never sent again. A check that
-///   still waits to be sent is [withdrawn](Store::withdraw).
+///   still waits to be sent is withdrawn.
 /// - **Breaker.** After several consecutive failures every check goes to the fallback immediately: see
 ///   [`failures`](Self::failures). A background task probes the primary store, with one probe at a time.
-///   A store with [partitions](Store::partitions), like a Redis Cluster, has a breaker for each of them,
+///   A store with partitions, like a Redis Cluster, has a breaker for each of them,
 ///   so that a master that is down degrades only its callers.
 /// - **Warm.** The fallback follows the decisions of the primary store, so that a caller keeps its
 ///   count in an outage. It ignores decisions that do not include all grants of the fallback: those
@@ -150,7 +150,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
     /// The unit is a call, not a check: all checks that fail together with the first one, such as those on a broken
     /// connection, count as one failure. After that, each check that is sent to the primary store counts. Errors that
     /// concern one check only, such as a missing permission for its strategy, do not count, nor does a full queue. An
-    /// error from a [node of a cluster](crate::store::ErrorKind::Cluster) opens the breaker immediately.
+    /// error from a [node of a cluster](crate::store::ErrorKind::ClusterNode) opens the breaker immediately.
     ///
     /// Between the first failure and the next success, checks are sent to the primary store one at a time, and the
     /// fallback decides all others. So if the server stops replying, only the checks in flight, and at most `failures`
@@ -174,7 +174,9 @@ impl<P: Store, F: Store> Fallback<P, F> {
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
         let store = self.with(|settings| settings.observer = OnceLock::new());
-        store.observe(&(Arc::new(observer) as Arc<dyn Observer>));
+        store
+            .backend()
+            .observe(&(Arc::new(observer) as Arc<dyn Observer>));
         store
     }
 
@@ -192,7 +194,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
     }
 
     fn build(primary: P, fallback: F, settings: Settings) -> Self {
-        let (count, open) = (primary.partitions().max(1), Arc::default());
+        let (count, open) = (primary.backend().partitions().max(1), Arc::default());
         let free = Arc::new(LocalStore::DEFAULT_KEYS.get().into());
         let probes = probes(&primary, count);
         let partition = |probe| {
@@ -218,12 +220,14 @@ impl<P: Store, F: Store> Fallback<P, F> {
     fn partition(&self, key: &Key) -> &Arc<Partition<P, F>> {
         match &*self.partitions {
             [one] => one,
-            partitions => &partitions[partitions[0].primary.partition(key) % partitions.len()],
+            partitions => {
+                &partitions[partitions[0].primary.backend().partition(key) % partitions.len()]
+            }
         }
     }
 
     /// Returns `true` if the breaker is open, so that the fallback decides. Use it for health checks. With
-    /// [partitions](Store::partitions), `true` if any breaker is open.
+    /// partitions, `true` if any breaker is open.
     pub fn is_degraded(&self) -> bool {
         self.partitions
             .iter()
@@ -238,7 +242,7 @@ fn probes(primary: &impl Store, count: usize) -> Vec<Key> {
         // Partitions are of similar size, so this many keys reach all of them.
         for number in 0..count.saturating_mul(64) {
             let key = Key::probe(number);
-            probes[primary.partition(&key) % count].get_or_insert(key);
+            probes[primary.backend().partition(&key) % count].get_or_insert(key);
         }
     }
     probes
@@ -261,13 +265,13 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
         let sent = match partition.ask(&check) {
             Reply::NotAsked if check.is_for_block() => {
                 return Answer::ready(Err(StoreError::new(ErrorKind::Unreachable)
-                    .of_check()
-                    .unsent()));
+                    .check_only()
+                    .not_sent()));
             }
             Reply::NotAsked => false,
             Reply::Answer(Ok(decision)) => return Answer::ready(Ok(decision)),
             Reply::Answer(Err(error)) if check.is_for_block() => return Answer::ready(Err(error)),
-            Reply::Answer(Err(error)) => !error.is_unsent(),
+            Reply::Answer(Err(error)) => !error.is_not_sent(),
             Reply::Later(answer, asked, at) => {
                 return pending(State::Primary {
                     answer,
@@ -288,16 +292,18 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
         }
     }
 
-    fn withdraw(&self, future: Pin<&mut Self::Future>) -> bool {
-        future.withdraw()
+    fn backend(&self) -> Backend<'_, Self::Future> {
+        Backend::withdrawable(self)
     }
+}
 
+impl<P: Store, F: Store> Hooks for Fallback<P, F> {
     fn waiters(&self) -> Option<Waiters> {
-        self.partitions[0].primary.waiters()
+        self.partitions[0].primary.backend().waiters()
     }
 
     fn server(&self, key: &Key) -> Option<String> {
-        self.partitions[0].primary.server(key)
+        self.partitions[0].primary.backend().server(key)
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
@@ -310,8 +316,14 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
         let Partition {
             primary, fallback, ..
         } = &*self.partitions[0];
-        primary.observe(observer);
-        fallback.observe(observer);
+        primary.backend().observe(observer);
+        fallback.backend().observe(observer);
+    }
+}
+
+impl<P: Store, F: Store> Withdraw<FallbackFuture<P, F>> for Fallback<P, F> {
+    fn withdraw(&self, future: Pin<&mut FallbackFuture<P, F>>) -> bool {
+        future.withdraw()
     }
 }
 

@@ -171,7 +171,7 @@ fn warming_keeps_what_was_granted() {
                     let caller = accounts.caller(&Key::GLOBAL);
                     if caller.is_known(epoch) {
                         yield_now();
-                        local.warm(&Key::GLOBAL, &decision);
+                        local.backend().warm(&Key::GLOBAL, &decision);
                     }
                     continue;
                 }

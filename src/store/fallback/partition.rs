@@ -125,8 +125,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         if !self.accounts.is_empty() {
             self.attend();
         }
-        // The answer to a repeated id may be an old one.
-        if check.id().is_none() {
+        // The answer to a repeated id is an old one.
+        if !decision.is_repeated() {
             if let Some(mirrored) = check.mirrored(decision) {
                 // Keep the slots of this instance in the fallback too, for an outage.
                 drop(self.fallback.check(mirrored));
@@ -134,7 +134,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             let caller = self.accounts.caller(check.key());
             if caller.is_known(asked.epoch) {
                 let _caller = self.locks_while_it_decides().then_some(caller);
-                self.fallback.warm(check.key(), decision);
+                self.fallback.backend().warm(check.key(), decision);
             }
         }
     }
@@ -143,7 +143,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     pub(super) fn failed(self: &Arc<Self>, check: &Check, error: &StoreError, asked: Asked) {
         self.observe(|observer| observer.failed(&event::Failed::new(Some(check.key()), error)));
         // A full queue is no evidence about the store: the outcome of the queued checks is.
-        if error.is_of_check() || error.kind() == ErrorKind::QueueFull {
+        if error.is_check_only() || error.kind() == ErrorKind::QueueFull {
             return self.breaker.learned_nothing(asked.ticket);
         }
         self.count(error, asked.ticket);
@@ -153,15 +153,15 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// The error for a check of this caller without a reply at the deadline.
     pub(super) fn late(&self, key: &Key) -> StoreError {
         let late = StoreError::new(ErrorKind::Timeout);
-        match self.primary.server(key) {
-            Some(server) => late.at(server),
+        match self.primary.backend().server(key) {
+            Some(server) => late.with_server(server),
             None => late,
         }
     }
 
     /// Counts a failure.
     pub(super) fn count(&self, error: &StoreError, ticket: Ticket) {
-        let (lasting, now) = (error.kind() == ErrorKind::Cluster, self.clock.micros());
+        let (lasting, now) = (error.kind() == ErrorKind::ClusterNode, self.clock.micros());
         if !self.breaker.failed(ticket, lasting, now) {
             return;
         }
@@ -176,12 +176,12 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// Lets the fallback decide. If the check was `sent` to the primary store too, it may have been charged there, so
     /// the decision is not recorded.
     pub(super) fn fall_back(self: &Arc<Self>, check: &Check, sent: bool) -> Answer<F::Future> {
-        if let Some(waiters) = self.primary.waiters() {
+        if let Some(waiters) = self.primary.backend().waiters() {
             waiters.freed(check);
         }
         let elsewhere = || {
-            let error = StoreError::new(ErrorKind::NotReady).of_check();
-            Answer::ready(Err(if sent { error } else { error.unsent() }))
+            let error = StoreError::new(ErrorKind::NotReady).check_only();
+            Answer::ready(Err(if sent { error } else { error.not_sent() }))
         };
         if check.mode() == Mode::Release {
             // The primary store may still count the slot, so report an error that lets the release be retried.

@@ -159,13 +159,13 @@ impl<P: Store, F: Store> Taken<'_, P, F> {
             self.sent = Some(check.clone());
             match self.partition.send(check).await {
                 Ok(decision) => self.done(decision.granted()),
-                Err(error) if error.is_unsent() => {
+                Err(error) if error.is_not_sent() => {
                     self.sent = None;
-                    return error.is_of_check();
+                    return error.is_check_only();
                 }
                 Err(error) => {
                     self.done(0);
-                    if !error.is_of_check() {
+                    if !error.is_check_only() {
                         return false;
                     }
                 }

@@ -55,8 +55,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         };
         timeout(time, answer.as_mut()).await.unwrap_or_else(|_| {
             let error = self.late(&key);
-            Err(if self.primary.withdraw(answer) {
-                error.unsent()
+            Err(if self.primary.backend().withdraw(answer) {
+                error.not_sent()
             } else {
                 error
             })

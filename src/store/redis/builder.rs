@@ -5,14 +5,13 @@ use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use redis::IntoConnectionInfo;
-
 use super::link::Tls;
-use super::servers::Servers;
+use super::servers::{Server, Servers};
+use super::settings::Settings;
 use super::store::RedisStore;
 use super::topology::Topology;
 use super::topology::cluster::Cluster;
-use super::worker::{Inner, Limits};
+use super::worker::Inner;
 
 use crate::error::{ConfigError, StoreError};
 use crate::limit::is_name;
@@ -62,8 +61,8 @@ impl RedisStore {
     ///
     /// As [`connect_lazy`](Self::connect_lazy), and if there is no URL, or if a URL has a database
     /// other than 0.
-    pub fn cluster<U: IntoConnectionInfo>(
-        nodes: impl IntoIterator<Item = U>,
+    pub fn cluster(
+        nodes: impl IntoIterator<Item = impl Into<Server>>,
     ) -> Result<Self, ConfigError> {
         Self::connect_lazy(Servers::cluster(nodes))
     }
@@ -90,9 +89,9 @@ impl RedisStore {
     /// # Errors
     ///
     /// As [`connect_lazy`](Self::connect_lazy), and if there is no URL, or if the name is invalid.
-    pub fn sentinel<U: IntoConnectionInfo>(
+    pub fn sentinel(
         master: &str,
-        sentinels: impl IntoIterator<Item = U>,
+        sentinels: impl IntoIterator<Item = impl Into<Server>>,
     ) -> Result<Self, ConfigError> {
         Self::connect_lazy(Servers::sentinel(master, sentinels))
     }
@@ -129,13 +128,7 @@ impl RedisStore {
 pub struct RedisStoreBuilder {
     servers: Servers,
     tls: Tls,
-    prefix: String,
-    connections: usize,
-    timeout: Duration,
-    queue: usize,
-    batch: usize,
-    partitions: usize,
-    denials: usize,
+    settings: Settings,
     observer: OnceLock<Arc<dyn Observer>>,
     /// The time used by tests, in microseconds since the Unix epoch; 0 for Redis's own.
     pub(super) now: Arc<AtomicI64>,
@@ -146,16 +139,15 @@ impl RedisStoreBuilder {
         Self {
             servers,
             tls: Tls::default(),
-            prefix: "rl".to_owned(),
-            connections: 2,
-            timeout: Duration::from_millis(250),
-            queue: 10_000,
-            batch: 128,
-            partitions: 12,
-            denials: 10_000,
+            settings: Settings::default(),
             observer: OnceLock::new(),
             now: Arc::default(),
         }
+    }
+
+    /// Replaces all settings except the servers, TLS and the observer.
+    pub(in crate::store) fn settings(self, settings: Settings) -> Self {
+        Self { settings, ..self }
     }
 
     /// Sets the prefix of the store's keys: 1 to 64 ASCII letters, digits, `-`, `_`, `.`, `/` or
@@ -163,7 +155,7 @@ impl RedisStoreBuilder {
     /// `redis://127.0.0.1/?prefix=shop`, takes precedence, so that an operator can change it.
     /// Defaults to `rl`.
     pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
-        self.prefix = prefix.into();
+        self.settings.prefix = prefix.into();
         self
     }
 
@@ -217,7 +209,7 @@ impl RedisStoreBuilder {
     /// Cluster, only the first connection of a master is used until more checks wait than a
     /// [batch](Self::batch) holds, so that checks of one partition share a call.
     pub fn connections(mut self, connections: NonZeroUsize) -> Self {
-        self.connections = connections.get();
+        self.settings.connections = connections;
         self
     }
 
@@ -225,14 +217,14 @@ impl RedisStoreBuilder {
     /// a check waits to be sent. Defaults to 250 ms; zero is an error. A
     /// [`Fallback`](crate::Fallback) has its own, shorter deadline.
     pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
+        self.settings.timeout = timeout;
         self
     }
 
     /// Sets how many checks of a runtime may wait to be sent; one more fails immediately. Defaults
     /// to 10,000.
     pub fn queue(mut self, checks: NonZeroUsize) -> Self {
-        self.queue = checks.get();
+        self.settings.queue = checks;
         self
     }
 
@@ -242,7 +234,7 @@ impl RedisStoreBuilder {
     /// a limit of 256 or more, counts as several: a call of such checks takes a few milliseconds at
     /// most.
     pub fn batch(mut self, checks: NonZeroUsize) -> Self {
-        self.batch = checks.get();
+        self.settings.batch = checks;
         self
     }
 
@@ -260,7 +252,7 @@ impl RedisStoreBuilder {
     /// callers twice. The number is therefore kept in the cluster, and a different one is rejected.
     /// To change the number, change the prefix too; all counts then start empty.
     pub fn partitions(mut self, partitions: NonZeroUsize) -> Self {
-        self.partitions = partitions.get();
+        self.settings.partitions = partitions;
         self
     }
 
@@ -273,7 +265,7 @@ impl RedisStoreBuilder {
     /// more, except checks with an id. The least active callers are dropped first, so a flood of
     /// denied callers replaces itself.
     pub fn denials(mut self, denials: usize) -> Self {
-        self.denials = denials;
+        self.settings.denials = denials;
         self
     }
 
@@ -303,49 +295,41 @@ impl RedisStoreBuilder {
     /// For an invalid URL, prefix, certificate or server name; for more than 1,024 partitions or a
     /// timeout of zero; for `rediss://` without the feature `tls`; and for TLS settings without
     /// `rediss://`.
-    pub fn connect_lazy(mut self) -> Result<RedisStore, ConfigError> {
-        if let Some(prefix) = self.servers.take_prefix() {
-            self.prefix = prefix;
+    pub fn connect_lazy(self) -> Result<RedisStore, ConfigError> {
+        let Self {
+            mut servers,
+            tls,
+            mut settings,
+            observer,
+            now,
+        } = self;
+        if let Some(prefix) = servers.take_prefix() {
+            settings.prefix = prefix;
         }
-        if !is_name(&self.prefix, b"-_./:") {
+        if !is_name(&settings.prefix, b"-_./:") {
             let fix = "use 1 to 64 ASCII letters, digits, `-`, `_`, `.`, `/` or `:`";
-            return Err(ConfigError::invalid("key prefix", &self.prefix, fix));
+            return Err(ConfigError::invalid("key prefix", &settings.prefix, fix));
         }
-        if self.timeout.is_zero() {
+        if settings.timeout.is_zero() {
             return Err(ConfigError::new(
                 "a timeout of 0 for Redis: use a longer one, such as 250 ms",
             ));
         }
-        if self.partitions > Cluster::MAX_PARTITIONS {
+        if settings.partitions.get() > Cluster::MAX_PARTITIONS {
             return Err(ConfigError::new(format!(
                 "{} partitions: use at most 1024",
-                self.partitions
+                settings.partitions
             )));
         }
-        let servers = self.servers.into_kind()?;
         let topology = Topology::new(
-            servers,
-            &self.prefix,
-            self.partitions,
-            self.timeout,
-            &self.tls,
+            servers.into_kind()?,
+            &settings.prefix,
+            settings.partitions.get(),
+            settings.timeout,
+            &tls,
         )?;
-        let limits = Limits {
-            workers: self.connections,
-            queue: self.queue,
-            batch: self.batch,
-            timeout: self.timeout,
-        };
-        let inner = Inner::new(
-            topology,
-            self.prefix,
-            limits,
-            self.denials,
-            self.observer,
-            self.now,
-        );
         Ok(RedisStore {
-            inner: Arc::new(inner),
+            inner: Arc::new(Inner::new(topology, settings, observer, now)),
         })
     }
 }

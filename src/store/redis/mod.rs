@@ -1,6 +1,6 @@
 //! [`RedisStore`]: one count in Redis for all instances.
 //!
-//! Its modules; each uses only the ones before it: the [script] and its encoding; the
+//! Its modules; each uses only the ones before it: the [settings]; the [script] and its encoding; the
 //! [batch] of checks in one call; the [link] to one server; the [topology], which chooses the
 //! server; and the [worker], which combines them.
 
@@ -11,6 +11,7 @@ mod link;
 mod scan;
 mod script;
 mod servers;
+mod settings;
 mod store;
 #[cfg(test)]
 mod tests;
@@ -22,8 +23,9 @@ pub use builder::RedisStoreBuilder;
 pub(super) use link::no_tls;
 #[cfg(feature = "tls")]
 pub(super) use link::{check_client, check_roots};
-pub use scan::{Counted, Scan};
-pub use servers::Servers;
+pub use scan::{Scan, StoredCount};
 pub(super) use servers::wrong_url;
+pub use servers::{Server, Servers};
+pub(super) use settings::Settings;
 pub use store::RedisStore;
 pub use worker::RedisFuture;

@@ -25,7 +25,7 @@ pub struct Scan {
 /// One count in Redis: its caller and its policy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Counted {
+pub struct StoredCount {
     /// The caller.
     pub key: Key,
     /// The name of the policy.
@@ -38,7 +38,7 @@ pub struct Counted {
     of: Policy,
 }
 
-impl Counted {
+impl StoredCount {
     /// Returns `true` if it is a count of this policy: the same name, strategy and span.
     pub fn is_of(&self, policy: &Policy) -> bool {
         self.policy == policy.name()
@@ -55,7 +55,7 @@ impl Counted {
 
 impl Scan {
     pub(super) fn new(inner: &Arc<Inner>) -> Self {
-        let prefixes = inner.topology.prefixes(&inner.prefix);
+        let prefixes = inner.topology.prefixes(&inner.settings.prefix);
         Self {
             inner: Arc::clone(inner),
             nodes: None,
@@ -75,7 +75,7 @@ impl Scan {
     ///
     /// As a check of the store. The next call repeats the step on the same server. If a failover
     /// has occurred, start a new scan.
-    pub async fn next(&mut self) -> Result<Option<Vec<Counted>>, StoreError> {
+    pub async fn next(&mut self) -> Result<Option<Vec<StoredCount>>, StoreError> {
         if self.nodes.is_none() {
             self.inner.shared_node().await?;
             let masters = self.inner.topology.masters();
@@ -84,7 +84,7 @@ impl Scan {
         let Some(&node) = self.nodes.iter().flatten().last() else {
             return Ok(None);
         };
-        let pattern = format!("{}:{{*", self.inner.prefix);
+        let pattern = format!("{}:{{*", self.inner.settings.prefix);
         let (cursor, keys) = self.inner.scan(node, self.cursor, &pattern).await?;
         self.cursor = cursor;
         if let Some(nodes) = self.nodes.as_mut().filter(|_| cursor == 0) {
@@ -93,7 +93,7 @@ impl Scan {
         Ok(Some(keys.iter().filter_map(|key| self.read(key)).collect()))
     }
 
-    fn read(&self, key: &[u8]) -> Option<Counted> {
+    fn read(&self, key: &[u8]) -> Option<StoredCount> {
         let key = str::from_utf8(key).ok()?;
         let (key, of) = self
             .prefixes
@@ -101,7 +101,7 @@ impl Scan {
             .find_map(|prefix| read_key(key.strip_prefix(prefix.as_str())?))?;
         let (policy, strategy, span) =
             (of.name().to_owned(), of.kind().name(), of.span().to_owned());
-        Some(Counted {
+        Some(StoredCount {
             key,
             policy,
             strategy,

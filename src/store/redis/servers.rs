@@ -34,6 +34,12 @@ use crate::error::ConfigError;
 /// ```
 ///
 /// `Debug` shows addresses, but no password.
+///
+/// # The client
+///
+/// A URL lacks some settings, such as TCP timeouts. `Servers` is also created from a
+/// [`ConnectionInfo`] of the client [`redis`](crate::redis). A new major version of that client may
+/// come with a minor version of this crate: `ConnectionInfo` is exempt from its version promise.
 #[derive(Clone)]
 pub struct Servers {
     kind: Result<Kind, ConfigError>,
@@ -44,8 +50,8 @@ pub struct Servers {
 impl Servers {
     /// A Redis Cluster, by the URLs of some of its nodes, which report the others. The user,
     /// password and TLS of the first URL apply to all nodes.
-    pub fn cluster<U: IntoConnectionInfo>(nodes: impl IntoIterator<Item = U>) -> Self {
-        Self::new(cluster(nodes.into_iter().map(read)))
+    pub fn cluster(nodes: impl IntoIterator<Item = impl Into<Server>>) -> Self {
+        Self::new(cluster(nodes.into_iter().map(|node| node.into().0)))
     }
 
     /// The master with this name, by the URLs of all sentinels.
@@ -62,11 +68,9 @@ impl Servers {
     /// let store = RedisStore::builder(servers).prefix("shop").connect_lazy()?;
     /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
     /// ```
-    pub fn sentinel<U: IntoConnectionInfo>(
-        master: &str,
-        sentinels: impl IntoIterator<Item = U>,
-    ) -> Self {
-        Self::new(sentinel(master, sentinels.into_iter().map(read)))
+    pub fn sentinel(master: &str, sentinels: impl IntoIterator<Item = impl Into<Server>>) -> Self {
+        let sentinels = sentinels.into_iter().map(|sentinel| sentinel.into().0);
+        Self::new(self::sentinel(master, sentinels))
     }
 
     fn new(kind: Result<Kind, ConfigError>) -> Self {
@@ -397,6 +401,46 @@ fn cluster(
         wrong("a cluster has no database but 0: write none")
     } else {
         Ok(Kind::Cluster(nodes))
+    }
+}
+
+/// One node of a cluster, or one sentinel: a URL as of a single server of [`Servers`], or a
+/// [`ConnectionInfo`], which is [exempt](Servers#the-client) from the version promise.
+///
+/// `Debug` shows the address, but no password.
+#[derive(Clone)]
+pub struct Server(Result<ConnectionInfo, ConfigError>);
+
+impl From<&str> for Server {
+    fn from(url: &str) -> Self {
+        Self(read(url))
+    }
+}
+
+impl From<String> for Server {
+    fn from(url: String) -> Self {
+        Self::from(&*url)
+    }
+}
+
+impl From<&String> for Server {
+    fn from(url: &String) -> Self {
+        Self::from(&**url)
+    }
+}
+
+impl From<ConnectionInfo> for Server {
+    fn from(server: ConnectionInfo) -> Self {
+        Self(Ok(server))
+    }
+}
+
+impl fmt::Debug for Server {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Ok(server) => f.write_str(&server.addr().to_string()),
+            Err(_) => f.write_str("unreadable"),
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use super::worker::{Inner, RedisFuture};
 use crate::error::StoreError;
 use crate::limit::{Check, Key};
 use crate::observe::Observer;
-use crate::store::{Answer, Instances, Store, Waiters};
+use crate::store::{Answer, Backend, Hooks, Instances, Store, Waiters, Withdraw};
 
 /// A store in Redis: one count for all instances. A script decides, on Redis's own clock.
 ///
@@ -73,7 +73,7 @@ use crate::store::{Answer, Instances, Store, Waiters};
 /// check depends on another runtime, so a store may be a `static` that several runtimes use, for example in two
 /// `#[tokio::test]`s. A check that is pending when its runtime shuts down fails immediately, with an error of
 /// [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) that says whether it was
-/// [not sent](crate::store::StoreError::is_unsent).
+/// [not sent](crate::store::StoreError::is_not_sent).
 ///
 /// Background work is one task for all runtimes: the watch of sentinels, and in layers and around the store the
 /// recovery of a [`Fallback`](crate::Fallback), the renewal of slots and the queue of refunds. Each task runs on the
@@ -142,6 +142,12 @@ impl Store for RedisStore {
         self.inner.check(check)
     }
 
+    fn backend(&self) -> Backend<'_, RedisFuture> {
+        Backend::withdrawable(self)
+    }
+}
+
+impl Hooks for RedisStore {
     fn partitions(&self) -> usize {
         self.inner.topology.partitions()
     }
@@ -162,7 +168,9 @@ impl Store for RedisStore {
     fn observe(&self, observer: &Arc<dyn Observer>) {
         self.inner.observer.get_or_init(|| Arc::clone(observer));
     }
+}
 
+impl Withdraw<RedisFuture> for RedisStore {
     fn withdraw(&self, future: Pin<&mut RedisFuture>) -> bool {
         self.inner.withdraw(future.get_mut())
     }

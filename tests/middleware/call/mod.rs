@@ -259,7 +259,7 @@ fn live_policies_serve_two_request_types() {
     let number = || numbers.clone().oneshot(7).now_or_never().unwrap();
     assert!(printed(&jobs, job("acme")).is_ok() && number().is_ok());
     assert!(printed(&jobs, job("acme")).is_err() && number().is_err());
-    live.store(policy("jobs", "3/h"));
+    live.replace(policy("jobs", "3/h"));
     assert!(printed(&jobs, job("acme")).is_ok() && number().is_ok());
 }
 

@@ -90,7 +90,7 @@ impl Observer for Notes {
         self.add("degraded");
     }
 
-    fn sends(&self, _: &event::Sends) {
+    fn sent(&self, _: &event::Sent) {
         self.add("sends");
     }
 }
@@ -391,7 +391,7 @@ async fn an_unknown_plan_is_reported() {
         "the default plan needs no entry"
     );
     let (live, reloaded) = (Live::new(tiers()), Live::new(tiers()));
-    let reload = || reloaded.store(tiers());
+    let reload = || reloaded.replace(tiers());
     type Case<'a> = (Arc<dyn PolicySelector>, &'a dyn Fn());
     let cases: [Case<'_>; 3] = [
         (Arc::new(tiers()), &|| ()),

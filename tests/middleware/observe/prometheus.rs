@@ -164,7 +164,7 @@ fn emit_all(observer: &impl Observer) {
     observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
     observer.reconciled(&event::Reconciled::new(7, 1));
     observer.leased(&event::Leased::new(64, 3, 2));
-    observer.sends(&event::Sends::new(128, 5));
+    observer.sent(&event::Sent::new(128, 5));
 }
 
 #[test]

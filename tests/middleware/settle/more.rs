@@ -8,7 +8,7 @@ use tokio::time::sleep;
 use tower_redis_ratelimit::check::{Decision, Mode};
 use tower_redis_ratelimit::extract::HeaderKey;
 use tower_redis_ratelimit::settle::ReserveError;
-use tower_redis_ratelimit::store::{Answer, ErrorKind, StoreError, WrapStore};
+use tower_redis_ratelimit::store::{Answer, Backend, ErrorKind, StoreError};
 use tower_redis_ratelimit::{Fallback, Policies};
 
 use super::*;
@@ -265,14 +265,14 @@ async fn more_than_a_check_may_cost_is_kept() {
 #[derive(Clone)]
 struct Failing(LocalStore, fn() -> StoreError);
 
-impl WrapStore for Failing {
-    type Inner = LocalStore;
+impl Store for Failing {
+    type Future = <LocalStore as Store>::Future;
 
-    fn inner(&self) -> &LocalStore {
-        &self.0
+    fn backend(&self) -> Backend<'_, Self::Future> {
+        self.0.backend()
     }
 
-    fn decide(&self, check: Check) -> Answer<<LocalStore as Store>::Future> {
+    fn check(&self, check: Check) -> Answer<Self::Future> {
         match check.mode() {
             Mode::Take if check.cost() > 100 => Answer::ready(Err((self.1)())),
             _ => self.0.check(check),
@@ -285,7 +285,7 @@ async fn a_failing_store_reserves_nothing() {
     fn refused() -> StoreError {
         StoreError::with_source(ErrorKind::Unreachable, std::io::Error::other("refused"))
     }
-    for failure in [refused, || refused().unsent()] {
+    for failure in [refused, || refused().not_sent()] {
         let (store, policy) = (LocalStore::default(), quota("test", "1000/d"));
         let layer = RateLimitLayer::new(Failing(store.clone(), failure), Global, policy.clone())
             .cost(|_| 10);
@@ -313,7 +313,7 @@ async fn a_fallback_may_grant_what_is_more() {
         LocalStore::default(),
         quota("test", "1000/d"),
     );
-    let unsent = || StoreError::new(ErrorKind::Unreachable).unsent();
+    let unsent = || StoreError::new(ErrorKind::Unreachable).not_sent();
     let store = Fallback::new(Failing(primary.clone(), unsent), local.clone());
     let layer = RateLimitLayer::new(store, Global, policy.clone())
         .cost(|_| 10)

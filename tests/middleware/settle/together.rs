@@ -352,7 +352,7 @@ fn settles_not(error: StoreError) -> MockStore {
 
 #[tokio::test(start_paused = true)]
 async fn failed_settlements_are_reported() {
-    let unsent = || StoreError::new(ErrorKind::Unreachable).unsent();
+    let unsent = || StoreError::new(ErrorKind::Unreachable).not_sent();
     for (error, cost, tries, lost) in [
         (StoreError::new(ErrorKind::Timeout), 3, 1..=1, 1),
         (unsent(), 13, 55..=75, 1),
@@ -376,7 +376,7 @@ async fn failed_settlements_are_reported() {
 
 #[tokio::test(start_paused = true)]
 async fn settlements_during_an_outage_are_sent_later() {
-    let store = settles_not(StoreError::new(ErrorKind::Unreachable).unsent());
+    let store = settles_not(StoreError::new(ErrorKind::Unreachable).not_sent());
     let failures = Failures::default();
     let layer = RateLimitLayer::new(store.clone(), Global, quota("test", "10/h")).cost(|_| 10);
     let service = layer

@@ -17,7 +17,8 @@ use crate::settle::{Charge, Settlement};
 pub(super) type Rule = Arc<dyn Fn(&Parts) -> Settlement + Send + Sync>;
 
 /// When a [`RateLimitLayer`](crate::RateLimitLayer) settles the charge of a request, which
-/// determines the type of the response body: [`AsIs`] or [`UntilBodyEnd`].
+/// determines the type of the response body: [`AsIs`] or [`UntilBodyEnd`]. A later version may add a
+/// type, which changes no layer that names one of these.
 pub trait Ending: sealed::Ending {
     /// The body of the layer's responses; `B` is that of the inner service.
     type Body<B>;

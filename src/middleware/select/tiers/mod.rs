@@ -18,7 +18,7 @@ use crate::observe::{Observer, event, or_log};
 /// Policies by the caller's plan: `free`, `pro`.
 ///
 /// A [`Tier`] in the request's extensions names the plan. An outer layer inserts it, such as the
-/// authentication. Alternatively, a [closure](Self::named_by) returns the name. A request without a
+/// authentication. Alternatively, a [closure](Self::tier_by) returns the name. A request without a
 /// plan, or with an unlisted one, is under the policies passed to `new`. Single callers may have
 /// [overrides](Self::caller). The first unlisted plan is reported as
 /// [misconfigured](crate::observe::Observer::misconfigured), unless a policy passed to `new` has
@@ -93,7 +93,7 @@ use crate::observe::{Observer, event, or_log};
 /// blanks around a comma. This crate's errors omit the text after `secret:`, but those of `toml`
 /// show the whole line: use the hashed form, or show only the error's `message()`.
 ///
-/// The closure of [`named_by`](Self::named_by) is not serialized: set it again after deserializing.
+/// The closure of [`tier_by`](Self::tier_by) is not serialized: set it again after deserializing.
 #[doc(alias = "plan")]
 #[derive(Clone)]
 pub struct Tiers {
@@ -208,12 +208,12 @@ impl Tiers {
     /// }
     ///
     /// # let free = Policy::new("free", Strategy::Gcra, Quota::per_minute(60))?;
-    /// let tiers = Tiers::new(free).named_by(|request| Some(request.extensions.get::<User>()?.plan.as_str()));
+    /// let tiers = Tiers::new(free).tier_by(|request| Some(request.extensions.get::<User>()?.plan.as_str()));
     /// # let _ = tiers;
     /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
     /// ```
     #[must_use]
-    pub fn named_by(self, name: impl Fn(&Parts) -> Option<&str> + Send + Sync + 'static) -> Self {
+    pub fn tier_by(self, name: impl Fn(&Parts) -> Option<&str> + Send + Sync + 'static) -> Self {
         Self {
             name: Arc::new(name),
             ..self

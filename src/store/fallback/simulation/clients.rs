@@ -166,20 +166,20 @@ impl Client {
     async fn refund(&self, instance: usize, decision: Decision, cost: u32, at: u64) {
         let key = self.world.state().plan.callers[self.caller].key;
         let (this, resets) = (self.clone(), self.resets.load(Relaxed));
-        let is_unsent = async move || {
+        let is_not_sent = async move || {
             let age = Duration::from_millis(this.world.state().now() - at);
             let check = decision.refund(key, cost, age).next();
             let Some(check) = check.filter(|_| this.resets.load(Relaxed) == resets) else {
                 return false;
             };
             let answer = this.answer(instance, check, Patience::Waits).await;
-            answer.is_some_and(|answer| answer.is_err_and(|error| error.is_unsent()))
+            answer.is_some_and(|answer| answer.is_err_and(|error| error.is_not_sent()))
         };
-        if cost > 0 && is_unsent().await {
+        if cost > 0 && is_not_sent().await {
             tokio::spawn(async move {
                 for _ in 0..TRIES {
                     sleep(AGAIN).await;
-                    if !is_unsent().await {
+                    if !is_not_sent().await {
                         return;
                     }
                 }

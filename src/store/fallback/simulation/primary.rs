@@ -10,8 +10,8 @@ use tokio::time::{sleep, timeout};
 
 use super::world::{Fate, Reply, World};
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key};
-use crate::store::{Answer, LocalStore, Store};
+use crate::limit::{Check, Decision};
+use crate::store::{Answer, Backend, LocalStore, Store, Withdraw};
 
 /// One count for all instances, as each instance reaches it.
 #[derive(Debug, Clone)]
@@ -39,6 +39,12 @@ impl Store for Primary {
         Answer::pending(Waiting { request, answer })
     }
 
+    fn backend(&self) -> Backend<'_, Waiting> {
+        Backend::<Waiting>::default().withdrawing(self)
+    }
+}
+
+impl Withdraw<Waiting> for Primary {
     fn withdraw(&self, mut future: Pin<&mut Waiting>) -> bool {
         let withdrawn = self.world.state().withdraws(future.request);
         if withdrawn {
@@ -132,7 +138,7 @@ impl Store for Local {
         answer
     }
 
-    fn warm(&self, key: &Key, decision: &Decision) {
-        self.store.warm(key, decision);
+    fn backend(&self) -> Backend<'_, Self::Future> {
+        self.store.backend()
     }
 }

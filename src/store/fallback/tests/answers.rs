@@ -205,7 +205,7 @@ async fn in_flight_requests_count_in_an_outage() {
     assert!(take(first.clone()).await && !take(another()).await);
     // The primary store still counts the slot, so the release must be sent again.
     let release = Check::release(ann(), &uploads, first.slot().unwrap());
-    assert!(store.check(release).await.unwrap_err().is_unsent());
+    assert!(store.check(release).await.unwrap_err().is_not_sent());
     assert_eq!(
         [take(another()).await, take(another()).await],
         [true, false]
@@ -221,7 +221,7 @@ async fn sent_checks_are_not_withdrawn() {
     let Answer::Pending { future } = store.check(check) else {
         unreachable!()
     };
-    assert!(!store.withdraw(pin!(future)));
+    assert!(!store.backend().withdraw(pin!(future)));
 }
 
 #[tokio::test(start_paused = true)]

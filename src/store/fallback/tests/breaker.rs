@@ -125,7 +125,7 @@ async fn probes_become_rarer() {
 async fn errors_of_one_check_alone_never_count() {
     let (store, primary, _) = pair(1);
     primary.set(Manner::Each(|| {
-        StoreError::new(ErrorKind::Refused).of_check()
+        StoreError::new(ErrorKind::Refused).check_only()
     }));
     for _ in 0..10 {
         all(&store, 10).await;

@@ -80,7 +80,7 @@ impl Store for Far {
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let Some(delay) = *lock(&self.delay) else {
-            return Answer::ready(Err(unreachable().unsent()));
+            return Answer::ready(Err(unreachable().not_sent()));
         };
         let is_announcement =
             *check.key() == Key::PROBE && check.policies().id() == Policies::reconciling().id();

@@ -179,11 +179,11 @@ fn unreachable() -> StoreError {
 }
 
 fn unsent() -> StoreError {
-    unreachable().of_check().unsent()
+    unreachable().check_only().not_sent()
 }
 
 fn queue_full() -> StoreError {
-    StoreError::new(ErrorKind::QueueFull).unsent()
+    StoreError::new(ErrorKind::QueueFull).not_sent()
 }
 
 /// Fails checks of another caller until the breaker is open.

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use super::*;
+use crate::store::{Backend, Hooks};
 
 #[derive(Clone, Default)]
 struct Parted([Primary; 3]);
@@ -14,6 +15,12 @@ impl Store for Parted {
         self.0[self.partition(check.key())].check(check)
     }
 
+    fn backend(&self) -> Backend<'_, Self::Future> {
+        Backend::new(self)
+    }
+}
+
+impl Hooks for Parted {
     fn partitions(&self) -> usize {
         self.0.len()
     }
@@ -44,7 +51,7 @@ impl OutageCounter {
 }
 
 fn away() -> StoreError {
-    unreachable().unsent()
+    unreachable().not_sent()
 }
 
 /// Checks the callers `0`, `1` and `2`, which are in different partitions.

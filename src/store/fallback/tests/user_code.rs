@@ -7,6 +7,7 @@ use std::sync::mpsc;
 
 use super::far::{Far, cut, recovery, take};
 use super::*;
+use crate::store::{Backend, Hooks};
 
 /// Panics at each notification.
 struct Panics(Arc<AtomicUsize>);
@@ -133,6 +134,12 @@ impl Store for AsksBack {
         self.counts.check(check)
     }
 
+    fn backend(&self) -> Backend<'_, Self::Future> {
+        Backend::new(self)
+    }
+}
+
+impl Hooks for AsksBack {
     fn warm(&self, key: &Key, decision: &Decision) {
         self.ask_back(key);
         self.counts.warm(key, decision);

@@ -52,7 +52,7 @@ impl Dialer {
             false => self.open_first(server).await,
         };
         self.connected.fetch_or(connection.is_ok(), Relaxed);
-        connection.map_err(|error| error.at(server.addr()))
+        connection.map_err(|error| error.with_server(server.addr()))
     }
 
     async fn open(&self, server: &ConnectionInfo) -> Result<Driven, RedisError> {
@@ -119,7 +119,7 @@ impl Dialer {
                             })
                             .await =>
                 {
-                    return Err(StoreError::new(ErrorKind::TlsWanted));
+                    return Err(StoreError::new(ErrorKind::TlsRequired));
                 }
                 opened => opened,
             },

@@ -29,7 +29,7 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
             | ServerErrorKind::TryAgain
             | ServerErrorKind::ClusterDown
             | ServerErrorKind::CrossSlot,
-        ) => ErrorKind::Cluster,
+        ) => ErrorKind::ClusterNode,
         _ if error.is_timeout() => ErrorKind::Timeout,
         Kind::Io => tls::problem(error).unwrap_or(ErrorKind::Unreachable),
         _ => match error.code() {
@@ -56,7 +56,7 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
     }
     let result = StoreError::explained(kind, reason);
     if was_not_run(kind, error) {
-        result.unsent()
+        result.not_sent()
     } else {
         result
     }
@@ -93,7 +93,7 @@ pub(crate) fn within<T>(
 
 /// Converts the error of a call that was not executed.
 pub(crate) fn not_run(kind: ErrorKind, error: &RedisError) -> StoreError {
-    StoreError::explained(kind, message(error)).unsent()
+    StoreError::explained(kind, message(error)).not_sent()
 }
 
 /// Returns `true` if this error shows that a script call was not executed, so that nothing was
@@ -109,7 +109,7 @@ fn was_not_run(kind: ErrorKind, error: &RedisError) -> bool {
         | ErrorKind::ReadOnly
         | ErrorKind::OutOfMemory
         | ErrorKind::NotReady
-        | ErrorKind::Cluster => true,
+        | ErrorKind::ClusterNode => true,
         // Another script is running; or writes are disabled, since persistence or replicas fail.
         _ => matches!(error.code(), Some("BUSY" | "MISCONF" | "NOREPLICAS")),
     }

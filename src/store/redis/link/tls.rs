@@ -182,7 +182,7 @@ mod with {
                 | CertificateError::NotValidYet
                 | CertificateError::NotValidYetContext { .. } => ErrorKind::CertificateExpired,
                 CertificateError::NotValidForName
-                | CertificateError::NotValidForNameContext { .. } => ErrorKind::CertificateName,
+                | CertificateError::NotValidForNameContext { .. } => ErrorKind::CertificateMismatch,
                 _ => ErrorKind::CertificateUntrusted,
             },
             rustls::Error::AlertReceived(

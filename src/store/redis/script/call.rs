@@ -574,23 +574,23 @@ fn failure(problem: i64) -> StoreError {
     match problem {
         wire::REFUSED => {
             let reason = "a command of the script failed: allow all that `RedisStore` needs, and let nobody else write its keys";
-            StoreError::explained(ErrorKind::Refused, reason).of_check()
+            StoreError::explained(ErrorKind::Refused, reason).check_only()
         }
         // Redis rejects the first write of a script for these reasons, so nothing was charged.
         wire::NO_WRITES => {
             let reason = "it takes no writes: let it save to disk, and have the replicas that it is configured to want";
-            StoreError::explained(ErrorKind::Refused, reason).unsent()
+            StoreError::explained(ErrorKind::Refused, reason).not_sent()
         }
-        wire::ELSEWHERE => StoreError::new(ErrorKind::NotReady).unsent().of_check(),
-        wire::OUT_OF_MEMORY => StoreError::new(ErrorKind::OutOfMemory).unsent(),
-        wire::READ_ONLY => StoreError::new(ErrorKind::ReadOnly).unsent(),
-        wire::NO_PERMISSION => StoreError::new(ErrorKind::Permission).of_check(),
+        wire::ELSEWHERE => StoreError::new(ErrorKind::NotReady).not_sent().check_only(),
+        wire::OUT_OF_MEMORY => StoreError::new(ErrorKind::OutOfMemory).not_sent(),
+        wire::READ_ONLY => StoreError::new(ErrorKind::ReadOnly).not_sent(),
+        wire::NO_PERMISSION => StoreError::new(ErrorKind::Permission).check_only(),
         _ => {
             let place = usize::try_from(wire::NO_PERMISSION - problem - 1).ok();
             match place.and_then(|place| wire::RIGHTS.get(place)) {
                 Some(right) => {
                     let reason = format!("the right `+{right}` is missing");
-                    StoreError::explained(ErrorKind::Permission, reason).of_check()
+                    StoreError::explained(ErrorKind::Permission, reason).check_only()
                 }
                 None => protocol(),
             }

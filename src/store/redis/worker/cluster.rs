@@ -20,8 +20,8 @@ use crate::util::instant;
 
 /// Time to live of the marker. Each instance renews it every hour.
 const MARKER_KEPT: Duration = Duration::from_secs(3 * 86_400);
-/// Maximum number of nodes that redirect a check before it fails.
-const MAX_HOPS: u8 = 8;
+/// Maximum number of nodes that redirect a check, or a shared script, before it fails.
+pub(super) const MAX_HOPS: u8 = 8;
 /// Maximum time that a check waits until all its keys are on one node. Shorter than the deadline of a fallback, which
 /// would otherwise count a migrating slot as an outage.
 const PATIENCE: Duration = Duration::from_millis(30);
@@ -46,7 +46,7 @@ impl Inner {
         let Some(cluster) = this.topology.cluster() else {
             return;
         };
-        if cluster.refresher.begin(&mut planned, this.limits.timeout) {
+        if cluster.refresher.begin(&mut planned, this.settings.timeout) {
             let _ = this.query_slots(cluster, why).await;
             cluster.refresher.end(planned);
         }
@@ -59,7 +59,7 @@ impl Inner {
     /// Returns the error of the query, or of the marker.
     async fn query_slots(self: &Arc<Self>, cluster: &Cluster, why: Why) -> Result<(), StoreError> {
         let queried = async {
-            let (map, changed) = cluster.ask_any(why, self.limits.timeout).await?;
+            let (map, changed) = cluster.ask_any(why, self.settings.timeout).await?;
             self.adopt(cluster, map).await?;
             Ok(changed)
         };
@@ -111,7 +111,7 @@ impl Inner {
         let text = format!(
             "this store has {ours} partitions, and others have {theirs} under the prefix {:?} in the same cluster, so that \
              neither would see the other's counts: give all the same number, or this one its own prefix",
-            self.prefix
+            self.settings.prefix
         );
         Err(ConfigError::new(text).into())
     }
@@ -138,9 +138,12 @@ impl Inner {
             self.refresh(Why::Unknown);
             return Err(error);
         }
-        within(self.limits.timeout, self.query_slots(cluster, Why::Unknown))
-            .await
-            .map_err(|error| error.at(cluster.address(None)))
+        within(
+            self.settings.timeout,
+            self.query_slots(cluster, Why::Unknown),
+        )
+        .await
+        .map_err(|error| error.with_server(cluster.address(None)))
     }
 
     /// Returns the node with the keys that belong to no caller.
@@ -163,6 +166,25 @@ impl Inner {
         asks.or_else(|| self.topology.node(job.partition))
     }
 
+    /// Interprets the error of the node `from`, and updates the slot map accordingly.
+    pub(super) fn refused(
+        self: &Arc<Self>,
+        cluster: &Cluster,
+        error: &RedisError,
+        from: Node,
+    ) -> Refusal {
+        let refusal = cluster.refusal(error, from);
+        match refusal {
+            Refusal::Moved { slot, node } => {
+                cluster.learn(slot, node);
+                self.refresh(Why::Moved);
+            }
+            Refusal::NotReady => self.refresh(Why::Lost(from)),
+            Refusal::Ask(_) | Refusal::TryAgain | Refusal::Other => {}
+        }
+        refusal
+    }
+
     /// Handles a call that the node `from` rejected. Returns its checks that another node can decide, or this one
     /// later, and fails the others.
     pub(super) fn redirect(
@@ -172,21 +194,14 @@ impl Inner {
         error: &RedisError,
         from: Node,
     ) -> Placed {
-        let refusal = cluster.refusal(error, from);
-        match refusal {
-            Refusal::Moved { slot, node } => {
-                cluster.learn(slot, node);
-                self.refresh(Why::Moved);
-            }
-            Refusal::Ask(_) | Refusal::TryAgain => jobs
-                .iter()
-                .for_each(|job| cluster.notice_move(job.partition)),
-            Refusal::NotReady => self.refresh(Why::Lost(from)),
-            Refusal::Other => {}
+        let refusal = self.refused(cluster, error, from);
+        if matches!(refusal, Refusal::Ask(_) | Refusal::TryAgain) {
+            jobs.iter()
+                .for_each(|job| cluster.notice_move(job.partition));
         }
         let address = cluster.address(Some(from));
-        let refused = error_of(error).at(&address);
-        let not_ready = not_run(ErrorKind::NotReady, error).at(&address);
+        let refused = error_of(error).with_server(&address);
+        let not_ready = not_run(ErrorKind::NotReady, error).with_server(&address);
         // Whether all checks of the call are of one caller.
         let alone = jobs.len() == 1 || jobs.iter().all(|job| job.alone);
         let mut again = vec![];
@@ -221,7 +236,7 @@ impl Inner {
                 None => {
                     let error = not_ready.clone();
                     job.fail(if refusal == Refusal::TryAgain {
-                        error.of_check()
+                        error.check_only()
                     } else {
                         error
                     });
@@ -269,7 +284,7 @@ mod tests {
             .extract_error()
             .unwrap_err();
         let told = not_run(ErrorKind::NotReady, &error);
-        assert!(told.kind() == ErrorKind::NotReady && told.is_unsent());
+        assert!(told.kind() == ErrorKind::NotReady && told.is_not_sent());
     }
 
     /// Starts a node that reports this cluster id. Changing the id simulates a node of another cluster at the same

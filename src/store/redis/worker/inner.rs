@@ -12,6 +12,7 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
+use super::cluster::MAX_HOPS;
 use super::job::{Job, no_runtime};
 use super::queues::{NodeQueue, Queues, Target, Work};
 use crate::error::{ErrorKind, StoreError};
@@ -22,14 +23,14 @@ use crate::store::Waiters;
 use crate::store::redis::batch::{DenialCache, Queue};
 use crate::store::redis::link::{error_of, within};
 use crate::store::redis::script::Script;
+use crate::store::redis::settings::Settings;
 use crate::store::redis::topology::cluster::Refusal;
 use crate::store::redis::topology::{Node, Topology};
 use crate::util::{contain, instant, lock};
 
 pub(crate) struct Inner {
     pub(crate) topology: Topology,
-    pub(crate) prefix: Box<str>,
-    pub(super) limits: Limits,
+    pub(crate) settings: Settings,
     pub(super) denials: DenialCache,
     pub(crate) observer: OnceLock<Arc<dyn Observer>>,
     /// The time that tests set; 0 for Redis's own time.
@@ -40,18 +41,8 @@ pub(crate) struct Inner {
     pub(crate) waiters: Waiters,
 }
 
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Limits {
-    pub(crate) workers: usize,
-    pub(crate) queue: usize,
-    pub(crate) batch: usize,
-    pub(crate) timeout: Duration,
-}
-
 /// Number of keys that a step of a scan examines. It blocks Redis for about half a millisecond.
 const SCAN_STEP: usize = 1_000;
-/// Maximum number of nodes that a shared script is sent to.
-const MAX_HOPS: usize = 4;
 
 impl Inner {
     /// Minimum interval between two reports of a missing right.
@@ -59,17 +50,14 @@ impl Inner {
 
     pub(crate) fn new(
         topology: Topology,
-        prefix: String,
-        limits: Limits,
-        denials: usize,
+        settings: Settings,
         observer: OnceLock<Arc<dyn Observer>>,
         now: Arc<AtomicI64>,
     ) -> Self {
         Self {
             topology,
-            prefix: prefix.into(),
-            limits,
-            denials: DenialCache::new(denials),
+            denials: DenialCache::new(settings.denials),
+            settings,
             observer,
             now,
             reported: Mutex::default(),
@@ -119,24 +107,27 @@ impl Inner {
         node: Option<Node>,
     ) -> (NodeQueue, Watch) {
         let (_store, store) = oneshot::channel();
-        let Limits {
-            workers,
-            queue,
+        let Settings {
+            connections,
+            queue: max_queued,
             batch,
             timeout,
-        } = self.limits;
+            ..
+        } = self.settings;
         // In a cluster, start a second worker only for a full batch: more calls for one partition cost more than they
         // save.
         let backlog = if self.topology.cluster().is_some() {
-            batch
+            batch.get()
         } else {
             0
         };
+        let workers = connections.get();
         let target = node.map(|node| Target {
             node,
             pool: self.topology.pool(node, workers, timeout).into(),
         });
-        let jobs = Queue::new(queue, if target.is_some() { workers } else { 1 }, backlog);
+        let max_workers = if target.is_some() { workers } else { 1 };
+        let jobs = Queue::new(max_queued.get(), max_workers, backlog);
         let watch = Watch {
             inner: Arc::downgrade(self),
             queue: number,
@@ -164,7 +155,10 @@ impl Inner {
         arg: impl ToRedisArgs,
         expires: Duration,
     ) -> Result<T, StoreError> {
-        let (runtime, key) = (runtime()?, self.topology.shared_key(&self.prefix, name));
+        let (runtime, key) = (
+            runtime()?,
+            self.topology.shared_key(&self.settings.prefix, name),
+        );
         let command = |_, command: &str, script: &str| {
             let mut cmd = Cmd::new();
             cmd.arg(command)
@@ -177,7 +171,7 @@ impl Inner {
         };
         let call = async {
             let (mut node, mut asks) = (node, false);
-            for _ in 0..MAX_HOPS {
+            for _ in 0..=MAX_HOPS {
                 let target = self.with_queue(&runtime, Some(node), |queue, _| queue.target.clone());
                 let Some(Target { pool, .. }) = target else {
                     break;
@@ -196,24 +190,20 @@ impl Inner {
                     Some(Err(error)) => error,
                     None => break,
                 };
-                let refusal = self
-                    .topology
-                    .cluster()
-                    .map(|cluster| (cluster, cluster.refusal(&error, node)));
-                (node, asks) = match refusal {
-                    Some((cluster, Refusal::Moved { slot, node })) => {
-                        cluster.learn(slot, node);
-                        (node, false)
-                    }
-                    Some((_, Refusal::Ask(node))) => (node, true),
+                let Some(cluster) = self.topology.cluster() else {
+                    return Err(error_of(&error));
+                };
+                (node, asks) = match self.refused(cluster, &error, node) {
+                    Refusal::Moved { node, .. } => (node, false),
+                    Refusal::Ask(node) => (node, true),
                     _ => return Err(error_of(&error)),
                 };
             }
             Err(StoreError::new(ErrorKind::NotReady))
         };
-        within(self.limits.timeout, call)
+        within(self.settings.timeout, call)
             .await
-            .map_err(|error| error.at(self.topology.address(Some(node))))
+            .map_err(|error| error.with_server(self.topology.address(Some(node))))
     }
 
     /// Runs one step of a scan on a node. Returns the next cursor and the keys that match `pattern`.
@@ -242,9 +232,9 @@ impl Inner {
                 .map_err(|error| error_of(&error))?;
             redis::from_redis_value(reply).map_err(|error| error_of(&error.into()))
         };
-        within(self.limits.timeout, call)
+        within(self.settings.timeout, call)
             .await
-            .map_err(|error| error.at(self.topology.address(Some(node))))
+            .map_err(|error| error.with_server(self.topology.address(Some(node))))
     }
 
     /// Answers a check with the outcome of a call that was sent at `sent_at`, and updates the cached denials.
@@ -298,8 +288,7 @@ impl Inner {
 impl fmt::Debug for Inner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RedisStore")
-            .field("prefix", &self.prefix)
-            .field("limits", &self.limits)
+            .field("settings", &self.settings)
             .finish_non_exhaustive()
     }
 }
@@ -324,7 +313,7 @@ impl Drop for Watch {
         };
         let queue = inner.queues().remove(self.queue);
         for job in queue.into_iter().flat_map(|queue| queue.jobs.into_jobs()) {
-            job.fail(no_runtime().unsent());
+            job.fail(no_runtime().not_sent());
         }
     }
 }

@@ -140,5 +140,5 @@ impl Future for RedisFuture {
 
 /// The error of a check outside of a runtime, or on a runtime that has shut down: no evidence about Redis.
 pub(super) fn no_runtime() -> StoreError {
-    StoreError::new(ErrorKind::NoRuntime).of_check()
+    StoreError::new(ErrorKind::NoRuntime).check_only()
 }

@@ -20,4 +20,4 @@ mod task;
 
 pub use job::RedisFuture;
 
-pub(super) use inner::{Inner, Limits};
+pub(super) use inner::Inner;

@@ -39,7 +39,7 @@ impl Inner {
         let partition = self.topology.partition(check.key());
         match self.enqueue(check, partition) {
             Ok(future) => Answer::pending(future),
-            Err(error) => Answer::ready(Err(error.unsent())),
+            Err(error) => Answer::ready(Err(error.not_sent())),
         }
     }
 
@@ -199,8 +199,8 @@ impl Worker {
             let unplaced = found
                 .err()
                 .unwrap_or_else(|| StoreError::new(ErrorKind::NotReady))
-                .unsent();
-            let unplaced = unplaced.at(self.inner.topology.address(None));
+                .not_sent();
+            let unplaced = unplaced.with_server(self.inner.topology.address(None));
             let (mut placed, mut left_over) = (vec![], false);
             for job in self.work.jobs.drain(..) {
                 match self.inner.node_of(&job) {
@@ -242,17 +242,17 @@ impl Worker {
     /// must end.
     fn take(&mut self, node: Node) -> bool {
         self.work.clear_calls();
-        let Some(waiting) = self.take_jobs(Some(node), self.inner.limits.batch) else {
+        let Some(waiting) = self.take_jobs(Some(node), self.inner.settings.batch.get()) else {
             return false;
         };
         self.work
-            .make_calls(&self.inner.topology, &self.inner.prefix);
+            .make_calls(&self.inner.topology, &self.inner.settings.prefix);
         self.inner.attend();
         let jobs = &self.work.jobs;
         if let Some(observer) = self.inner.observer.get()
             && !jobs.is_empty()
         {
-            contain(|| observer.sends(&event::Sends::new(jobs.len(), waiting)));
+            contain(|| observer.sent(&event::Sent::new(jobs.len(), waiting)));
         }
         true
     }
@@ -266,7 +266,7 @@ impl Worker {
             let queue = queues.of(self.queue)?;
             let Some(waiting) = queue.take(max, |job| job.weight as usize, jobs) else {
                 // `fail` may have moved a whole queue into this buffer.
-                jobs.shrink_to(self.inner.limits.batch);
+                jobs.shrink_to(self.inner.settings.batch.get());
                 self.counted = false;
                 queues.spare.push(mem::take(&mut self.work));
                 return None;
@@ -276,12 +276,12 @@ impl Worker {
         let now = instant();
         jobs.retain(|job| !job.is_abandoned());
         for job in jobs.extract_if(.., |job| {
-            now.duration_since(job.since) > self.inner.limits.timeout
+            now.duration_since(job.since) > self.inner.settings.timeout
         }) {
             job.fail(
                 StoreError::new(ErrorKind::Timeout)
-                    .at(self.inner.topology.address(node))
-                    .unsent(),
+                    .with_server(self.inner.topology.address(node))
+                    .not_sent(),
             );
         }
         Some(waiting)
@@ -299,7 +299,7 @@ impl Worker {
         failures: &mut Failures,
     ) -> Result<Replies, StoreError> {
         self.sent = false;
-        within(self.inner.limits.timeout, self.attempt(pool, failures))
+        within(self.inner.settings.timeout, self.attempt(pool, failures))
             .await
             .map_err(|error| {
                 // A runtime that shuts down may drop the connection's driver before this worker. That is not a failure
@@ -309,8 +309,8 @@ impl Worker {
                 } else {
                     error
                 };
-                let error = error.at(self.inner.topology.address(Some(node)));
-                if self.sent { error } else { error.unsent() }
+                let error = error.with_server(self.inner.topology.address(Some(node)));
+                if self.sent { error } else { error.not_sent() }
             })
     }
 
@@ -349,7 +349,7 @@ impl Worker {
     /// Answers the checks of each call from its reply. `sent_at` is the time at which the calls were sent.
     fn answer(&mut self, replies: &Replies, sent_at: i64, node: Node) {
         let inner = &self.inner;
-        let named = |error: StoreError| error.at(inner.topology.address(Some(node)));
+        let named = |error: StoreError| error.with_server(inner.topology.address(Some(node)));
         let (jobs, calls) = self.work.parts();
         let mut jobs = jobs.drain(..);
         for (call, reply) in calls.iter().zip(replies) {
@@ -440,12 +440,12 @@ impl Drop for Worker {
             let error = if self.sent {
                 no_runtime()
             } else {
-                no_runtime().unsent()
+                no_runtime().not_sent()
             };
             self.inner.refuse(job, error);
         }
         for job in waiting.into_iter().flatten() {
-            job.fail(no_runtime().unsent());
+            job.fail(no_runtime().not_sent());
         }
     }
 }
@@ -518,7 +518,7 @@ mod tests {
             // The first check is sent in a call, and the others are queued behind it.
             for answer in join_all((0..4).map(|_| store.check(check("ann", "10/s")))).await {
                 let error = answer.unwrap_err();
-                assert!(error.kind() == kind && error.is_unsent(), "{error:?}");
+                assert!(error.kind() == kind && error.is_not_sent(), "{error:?}");
             }
         }
         let (hears, _told) = falls_silent_at("EVALSHA");
@@ -527,7 +527,7 @@ mod tests {
         let errors = answers
             .into_iter()
             .map(Result::unwrap_err)
-            .map(|error| (error.kind(), error.is_unsent()));
+            .map(|error| (error.kind(), error.is_not_sent()));
         assert!(errors.eq([(ErrorKind::Timeout, false), (ErrorKind::Timeout, true)]));
     }
 
@@ -593,19 +593,23 @@ mod tests {
             ),
             (
                 "-CLUSTERDOWN Hash slot not served\r\n",
-                ErrorKind::Cluster,
+                ErrorKind::ClusterNode,
                 true,
             ),
-            ("-MOVED 3999 127.0.0.1:6381\r\n", ErrorKind::Cluster, true),
-            ("-ASK 3999 127.0.0.1:6381\r\n", ErrorKind::Cluster, true),
+            (
+                "-MOVED 3999 127.0.0.1:6381\r\n",
+                ErrorKind::ClusterNode,
+                true,
+            ),
+            ("-ASK 3999 127.0.0.1:6381\r\n", ErrorKind::ClusterNode, true),
             (
                 "-TRYAGAIN Multiple keys request during rehashing of slot\r\n",
-                ErrorKind::Cluster,
+                ErrorKind::ClusterNode,
                 true,
             ),
             (
                 "-CROSSSLOT Keys in request don't hash to the same slot\r\n",
-                ErrorKind::Cluster,
+                ErrorKind::ClusterNode,
                 true,
             ),
             (
@@ -654,7 +658,11 @@ mod tests {
             let (url, _) = answers(reply);
             let store = store(url, Duration::from_secs(20));
             let error = store.check(check("ann", "10/s")).await.unwrap_err();
-            assert_eq!((error.kind(), error.is_unsent()), (kind, unsent), "{reply}");
+            assert_eq!(
+                (error.kind(), error.is_not_sent()),
+                (kind, unsent),
+                "{reply}"
+            );
         }
     }
 
@@ -733,9 +741,9 @@ mod tests {
             assert!(
                 errors
                     .iter()
-                    .all(|error| error.kind() == ErrorKind::NoRuntime && error.is_of_check())
+                    .all(|error| error.kind() == ErrorKind::NoRuntime && error.is_check_only())
             );
-            assert_eq!(errors.map(|error| error.is_unsent()), [!sent, true]);
+            assert_eq!(errors.map(|error| error.is_not_sent()), [!sent, true]);
             assert!(
                 store.inner.queues().each.is_empty(),
                 "the runtime's connections are dropped"
@@ -753,7 +761,7 @@ mod tests {
             .unwrap()
             .unwrap_err();
         assert!(
-            error.kind() == ErrorKind::NoRuntime && error.is_of_check() && error.is_unsent(),
+            error.kind() == ErrorKind::NoRuntime && error.is_check_only() && error.is_not_sent(),
             "{error:?}"
         );
     }
@@ -785,7 +793,7 @@ mod tests {
         let store = RedisStore::cluster(["redis://127.0.0.1:1"]).unwrap();
         let (job, mut future) = Job::new(check("ann", "10/s"), 0);
         store.inner.requeue(vec![(None, job)]);
-        assert!(store.withdraw(Pin::new(&mut future)));
+        assert!(store.backend().withdraw(Pin::new(&mut future)));
         let another = Job::new(check("ann", "10/s"), 0).1;
         assert!(store.inner.queues().have_redirected(another.place));
         until("a worker has dropped it", async || {

@@ -118,8 +118,10 @@ impl Ledger {
         let account = &mut self.accounts[caller][instance];
         let awaits = account.flying > 0 && now <= account.given_up_at;
         let knows_of_all = !awaits && !account.owes() && run >= account.landed;
-        // The debt of a vague account is uncertain, so the reply may be adopted or ignored.
-        if !knows_of_all && !account.vague {
+        // The debt of a vague account is uncertain, so the reply may be adopted or ignored. So is the
+        // debt of a caller whose checks have ids.
+        let vague = account.vague || plan.callers[caller].habit == Habit::WithIds;
+        if !knows_of_all && !vague {
             return;
         }
         let left = decision
@@ -132,7 +134,7 @@ impl Ledger {
         };
         let part = |account: &Account| account.part(plan, caller, self.fewer, now);
         let (before, after) = (part(account), part(&news));
-        if since > turned && !account.vague || after >= before - account.since {
+        if since > turned && !vague || after >= before - account.since {
             (account.heard, account.heard_at, account.since) = (news.heard, charged, 0);
         }
     }

@@ -211,7 +211,7 @@ impl WorldState {
             Ok(decision) => decision,
             // The refund is sent again, as the background queue does.
             Err(error) if check.mode() == Mode::Refund => {
-                return self.ledger.refuses(caller, error.is_unsent());
+                return self.ledger.refuses(caller, error.is_not_sent());
             }
             Err(error) => {
                 return self.breaks(
@@ -232,7 +232,7 @@ impl WorldState {
         {
             self.breaks(Rule::Sense, Some(caller), format!("#{ask}: {problem}"));
         }
-        if decision.source() == Source::Redis && !degraded && check.id().is_none() {
+        if decision.source() == Source::Redis && !degraded && !decision.is_repeated() {
             let turned = self.turned[instance];
             self.ledger.hears(
                 &self.plan,

@@ -95,7 +95,7 @@ impl WorldState {
             Kind::Down | Kind::Emptied => Fate {
                 queued: if rng.bool() { 0 } else { rng.u64(..5) },
                 ..at_once(Reply::Error(
-                    StoreError::new(ErrorKind::Unreachable).unsent(),
+                    StoreError::new(ErrorKind::Unreachable).not_sent(),
                 ))
             },
             Kind::Refusing => Fate {
@@ -114,12 +114,12 @@ impl WorldState {
             }
             Kind::RefusingSome => Fate {
                 runs: false,
-                answer: Reply::Error(StoreError::new(ErrorKind::Refused).of_check()),
+                answer: Reply::Error(StoreError::new(ErrorKind::Refused).check_only()),
                 ..well
             },
-            Kind::QueueFull => {
-                at_once(Reply::Error(StoreError::new(ErrorKind::QueueFull).unsent()))
-            }
+            Kind::QueueFull => at_once(Reply::Error(
+                StoreError::new(ErrorKind::QueueFull).not_sent(),
+            )),
             Kind::LosingRequests => Fate {
                 runs: false,
                 answer: Reply::Never,
@@ -228,7 +228,10 @@ impl WorldState {
             .unwrap()
             .unwrap();
         let each = decision.verdicts().map(|(_, verdict)| *verdict).collect();
-        Verdicts::new(decision.granted().into(), each)
+        Verdicts {
+            age: decision.is_repeated().into(),
+            ..Verdicts::new(decision.granted().into(), each)
+        }
     }
 
     /// A request is answered, if its future still exists.
@@ -249,14 +252,18 @@ impl WorldState {
             return;
         };
         if let Some(ask) = ask {
-            self.asks[ask].unsent = error.is_unsent();
+            self.asks[ask].unsent = error.is_not_sent();
         }
         let now = self.now();
         if let (Some(reconciled), false) = (reconciled, ran) {
-            self.ledger.failed(now, &reconciled, error.is_unsent());
+            self.ledger.failed(now, &reconciled, error.is_not_sent());
         }
         let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
-        let known = if error.is_unsent() { ", not sent" } else { "" };
+        let known = if error.is_not_sent() {
+            ", not sent"
+        } else {
+            ""
+        };
         self.say(caller, || {
             format!(
                 "i{instance} {whose:<5} fails in Redis: {}{known}",
@@ -316,7 +323,7 @@ impl WorldState {
         let Some(ask) = self.current.filter(|_| !self.degraded[instance]) else {
             return;
         };
-        let counts = !error.is_of_check() && error.kind() != ErrorKind::QueueFull;
+        let counts = !error.is_check_only() && error.kind() != ErrorKind::QueueFull;
         let now = self.now();
         let failures = self.streaks[instance].fails(now, ask, counts);
         if failures > self.plan.failures {

@@ -147,14 +147,14 @@ impl Nodes {
                 );
                 Err(ConfigError::new(text).into())
             }
-            Ok(Value::ServerError(error)) => Err(error_of(&error.into()).at(address)),
+            Ok(Value::ServerError(error)) => Err(error_of(&error.into()).with_server(address)),
             Ok(reply) => match slots::read(&reply, address) {
                 Some(slots) if !slots.ranges.is_empty() => Ok((connection, slots)),
                 // The node has not joined the cluster yet, or has been reset.
-                Some(_) => Err(StoreError::new(ErrorKind::NotReady).at(address)),
-                None => Err(StoreError::new(ErrorKind::Protocol).at(address)),
+                Some(_) => Err(StoreError::new(ErrorKind::NotReady).with_server(address)),
+                None => Err(StoreError::new(ErrorKind::Protocol).with_server(address)),
             },
-            Err(error) => Err(error_of(&error).at(address)),
+            Err(error) => Err(error_of(&error).with_server(address)),
         }
     }
 
@@ -203,7 +203,9 @@ impl Nodes {
                     failure = failure.or_telling(of_another(&address));
                     other = other.or(self.is_seed(&address).then_some(slots));
                 }
-                Some((Err(error), address)) => failure = failure.or_telling(error.at(address)),
+                Some((Err(error), address)) => {
+                    failure = failure.or_telling(error.with_server(address))
+                }
             }
         };
         *lock(&self.gone_since) = None;
@@ -282,7 +284,7 @@ fn of_another(address: &Address) -> StoreError {
     let reason = format!(
         "{address} no longer belongs to this cluster; its address may have been reassigned"
     );
-    StoreError::explained(ErrorKind::NotReady, reason).at(address)
+    StoreError::explained(ErrorKind::NotReady, reason).with_server(address)
 }
 
 #[cfg(test)]

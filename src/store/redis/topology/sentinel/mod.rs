@@ -129,7 +129,7 @@ impl Sentinels {
                     });
                 }
                 // The error of the best candidate is the most useful one.
-                Err(error) if i == 1 => failure = error.at(candidate),
+                Err(error) if i == 1 => failure = error.with_server(candidate),
                 Err(_) => {}
             }
         }
@@ -170,7 +170,7 @@ impl Sentinels {
         let reply = open
             .send_packed_command(&cmd)
             .await
-            .map_err(|error| error_of(&error).at(server.addr()))?;
+            .map_err(|error| error_of(&error).with_server(server.addr()))?;
         let report = match reply {
             Value::ServerError(error) => {
                 let text = error.details().unwrap_or_default();
@@ -181,12 +181,11 @@ impl Sentinels {
                     Some(ServerErrorKind::ResponseError) if text.contains("unknown command") => {
                         no_sentinel(server.addr()).into()
                     }
-                    _ => error_of(&error.into()).at(server.addr()),
+                    _ => error_of(&error.into()).with_server(server.addr()),
                 })
             }
-            reply => {
-                read(reply).ok_or_else(|| StoreError::new(ErrorKind::Protocol).at(server.addr()))
-            }
+            reply => read(reply)
+                .ok_or_else(|| StoreError::new(ErrorKind::Protocol).with_server(server.addr())),
         };
         *connection = Some(open);
         report
@@ -220,7 +219,7 @@ impl Sentinels {
             )),
             Err(error) => Err(error_of(&error)),
         };
-        verified.map_err(|error| error.at(server.addr()))
+        verified.map_err(|error| error.with_server(server.addr()))
     }
 
     /// Returns the address of the last known master; without one, the name of the master and its

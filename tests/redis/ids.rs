@@ -1,0 +1,159 @@
+//! Ids of requests: a repeated request is charged once, by all instances together.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use http::{Request, Response};
+use tower::{Layer, Service, ServiceExt, service_fn};
+use tower_redis_ratelimit::check::{Decision, Source};
+use tower_redis_ratelimit::extract::Global;
+use tower_redis_ratelimit::settle::Settlement;
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::{
+    CallLimitLayer, Fallback, Key, Limiter, LocalStore, RateLimitLayer, RedisStore, Strategy,
+};
+
+use crate::support::{RedisServer, policy, until};
+
+const QUOTA: &str = "100/100d";
+
+fn store(server: &RedisServer) -> RedisStore {
+    RedisStore::builder(server.url())
+        .timeout(Duration::from_secs(60))
+        .connect_lazy()
+        .unwrap()
+}
+
+/// A layer of requests that cost 10, by `Idempotency-Key`.
+fn layer<S: Store>(store: S) -> RateLimitLayer<S, Global> {
+    RateLimitLayer::new(store, Global, policy(Strategy::Gcra, QUOTA))
+        .cost(|_| 10)
+        .id(|request| request.headers.get("idempotency-key").map(Key::new))
+        .decision_in_response()
+}
+
+async fn hello(_: Request<String>) -> Result<Response<String>, Infallible> {
+    Ok(Response::new(String::new()))
+}
+
+fn request(id: Option<&str>) -> Request<String> {
+    let mut request = Request::new(String::new());
+    if let Some(id) = id {
+        request
+            .headers_mut()
+            .insert("idempotency-key", id.parse().unwrap());
+    }
+    request
+}
+
+async fn send<S, B>(service: &S, id: Option<&str>) -> Decision
+where
+    S: Service<Request<String>, Response = Response<B>, Error = Infallible> + Clone,
+{
+    let response = service.clone().oneshot(request(id)).await.unwrap();
+    response.extensions().get::<Decision>().unwrap().clone()
+}
+
+#[tokio::test]
+async fn a_repeated_request_is_charged_once() {
+    let server = RedisServer::start();
+    let [here, there] = [(); 2].map(|()| layer(store(&server)).layer(service_fn(hello)));
+    assert_eq!(send(&here, Some("one")).await.remaining(), 90);
+    for service in [&there, &here, &there] {
+        let again = send(service, Some("one")).await;
+        assert!(again.is_allowed());
+        assert_eq!((again.granted(), again.remaining()), (10, 90));
+    }
+    assert_eq!(send(&there, Some("two")).await.remaining(), 80);
+    assert_eq!(send(&here, None).await.remaining(), 70);
+    assert_eq!(send(&here, None).await.remaining(), 60);
+}
+
+#[tokio::test]
+async fn a_denied_request_may_be_repeated() {
+    let server = RedisServer::start();
+    let [here, there] = [(); 2].map(|()| layer(store(&server)).layer(service_fn(hello)));
+    let limiter = Limiter::new(store(&server), policy(Strategy::Gcra, QUOTA));
+    limiter.charge(Key::GLOBAL, 95).await.unwrap();
+    assert!(!send(&here, Some("one")).await.is_allowed());
+    assert!(!send(&there, Some("one")).await.is_allowed());
+    limiter.refund(Key::GLOBAL, 95).await.unwrap();
+    for service in [&there, &here] {
+        assert_eq!(send(service, Some("one")).await.remaining(), 90);
+    }
+}
+
+/// The layer of a call, and a limiter in another instance.
+#[tokio::test]
+async fn calls_and_limiters_share_ids() {
+    let server = RedisServer::start();
+    let by_tenant = |_: &u32| Some(Key::new("acme"));
+    let layer = CallLimitLayer::new(store(&server), by_tenant, policy(Strategy::Gcra, QUOTA))
+        .cost(|_| 10)
+        .id(|message: &u32| Some(Key::new(message.to_be_bytes())));
+    let service = layer.layer(service_fn(|_: u32| async { Ok::<_, Infallible>(()) }));
+    let limiter = Limiter::new(store(&server), policy(Strategy::Gcra, QUOTA));
+    let acme = Key::new("acme");
+    for (message, left) in [(7_u32, 90), (8, 80), (7, 80), (8, 80)] {
+        service.clone().oneshot(message).await.unwrap();
+        assert_eq!(
+            limiter.peek(acme, 1).await.unwrap().remaining(),
+            left,
+            "{message}"
+        );
+    }
+    let take = |message: u32| limiter.take_with_id(acme, 10, message.to_be_bytes());
+    assert_eq!(take(8).await.unwrap().granted(), 10);
+    assert_eq!(take(9).await.unwrap().remaining(), 70);
+    service.clone().oneshot(9).await.unwrap();
+    assert_eq!(limiter.peek(acme, 1).await.unwrap().remaining(), 70);
+}
+
+/// All retries get the first one's reservation: only one of them may refund the rest.
+#[tokio::test]
+async fn concurrent_retries_settle_once() {
+    let server = RedisServer::start();
+    let layers = [(); 2].map(|()| layer(store(&server)).settle(|_| Settlement::Cost(3)));
+    let services = layers.map(|layer| layer.layer(service_fn(hello)));
+    let limiter = Limiter::new(store(&server), policy(Strategy::Gcra, QUOTA));
+    limiter.charge(Key::GLOBAL, 50).await.unwrap();
+    let retries = services
+        .iter()
+        .flat_map(|service| (0..20).map(move |_| send(service, Some("one"))));
+    let decisions = join_all(retries).await;
+    let mut seen = decisions
+        .iter()
+        .map(|decision| (decision.granted(), decision.remaining()))
+        .collect::<Vec<_>>();
+    seen.sort_unstable();
+    assert_eq!(seen[0], (3, 47));
+    assert_eq!(seen[1..], [(10, 40); 39]);
+    until("it costs 3", async || {
+        limiter.peek(Key::GLOBAL, 1).await.unwrap().remaining() == 47
+    })
+    .await;
+    assert_eq!(send(&services[0], Some("two")).await.remaining(), 44);
+}
+
+/// Ids are not carried across an outage: Redis charges an id once, and so does each instance.
+#[tokio::test]
+async fn an_outage_charges_an_id_once_more() {
+    let mut server = RedisServer::start();
+    let [here, there] = [(); 2].map(|()| {
+        let fallback = Fallback::new(store(&server), LocalStore::default());
+        layer(fallback.deadline(Duration::from_secs(20))).layer(service_fn(hello))
+    });
+    for (service, id, left) in [(&here, "one", 90), (&there, "two", 80)] {
+        let first = send(service, Some(id)).await;
+        assert_eq!((first.source(), first.remaining()), (Source::Redis, left));
+    }
+    server.kill();
+    // Each instance continues from the last count that it has seen.
+    for (service, left) in [(&here, 80), (&there, 70)] {
+        for _ in 0..3 {
+            let local = send(service, Some("one")).await;
+            assert_eq!((local.source(), local.remaining()), (Source::Local, left));
+        }
+    }
+}
