@@ -1,7 +1,7 @@
 //! `cargo run --example envoy --features envoy`
 //!
 //! A rate limit service for Envoy and Istio, by their protocol v3, which reads the files of Envoy's own service. Changed
-//! limits apply within a second, and counts continue. See `README.md`. It has no header timeout, which
+//! limits apply within two seconds, once the files rest for one, and counts continue. See `README.md`. It has no header timeout, which
 //! HTTP/2 does not support: let only Envoys reach its port.
 //!
 //! Settings by the environment: `CONFIG` (`examples/envoy/config`), a directory of YAML files; and as YAML, `LISTEN`
@@ -86,7 +86,7 @@ async fn run() -> Result<(), Box<dyn Error>> {
     let store = AnyStore::from_config(&setting::<StoreConfig>("STORE", "{}")?)?;
     let store = store.observer(Arc::clone(&observer));
     let directory = PathBuf::from(env::var("CONFIG").unwrap_or_else(|_| DIRECTORY.to_owned()));
-    let mut files = rules::read(&directory);
+    let files = rules::read(&directory);
     let domains = Domains::new(files.as_ref().map_err(String::as_str)?)?;
     tracing::info!("{domains} from {}", directory.display());
     let (new_domains, domains) = watch::channel(Arc::new(domains));
@@ -101,10 +101,17 @@ async fn run() -> Result<(), Box<dyn Error>> {
 
     let upkeep = metrics.clone();
     thread::spawn(move || {
+        let (mut known, mut last) = (files.clone(), files);
         loop {
             thread::sleep(Duration::from_secs(1));
             upkeep.run_upkeep();
-            reload(&directory, &mut files, &new_domains);
+            // A file that changes between two reads may be half-written.
+            let files = rules::read(&directory);
+            if files == last && files != known {
+                apply(&files, &directory, &new_domains);
+                known.clone_from(&files);
+            }
+            last = files;
         }
     });
 
@@ -155,15 +162,7 @@ async fn run() -> Result<(), Box<dyn Error>> {
 }
 
 /// Applies the limits in the files. If a file has an error, all limits stay unchanged.
-fn reload(
-    directory: &Path,
-    known: &mut Result<Files, String>,
-    limits: &watch::Sender<Arc<Domains>>,
-) {
-    let files = rules::read(directory);
-    if files == *known {
-        return;
-    }
+fn apply(files: &Result<Files, String>, directory: &Path, limits: &watch::Sender<Arc<Domains>>) {
     match files.as_ref().map_err(String::clone).and_then(Domains::new) {
         Ok(domains) => {
             tracing::info!("new limits: {domains} from {}", directory.display());
@@ -174,7 +173,6 @@ fn reload(
         }
         Err(error) => tracing::error!("the old limits stay: {error}"),
     }
-    *known = files;
 }
 
 /// Returns a setting from the environment, or its default.
@@ -255,8 +253,9 @@ impl RateLimitService for Service {
 impl Service {
     /// Logs a warning about a domain without a file. Its requests are allowed.
     fn warn_of(&self, domain: &str) {
+        let domain: String = domain.chars().take(100).collect();
         let mut unknown = self.unknown.lock().unwrap_or_else(PoisonError::into_inner);
-        if unknown.len() < MAX_WARNINGS && unknown.insert(domain.to_owned()) {
+        if unknown.len() < MAX_WARNINGS && unknown.insert(domain.clone()) {
             tracing::warn!("no file has the domain {domain:?}: its requests pass");
         }
     }

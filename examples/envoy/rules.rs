@@ -29,20 +29,19 @@ const UNITS: [(Unit, Duration); 7] = [
 /// The text of each YAML file in a directory; at least one.
 pub(crate) type Files = BTreeMap<PathBuf, String>;
 
+/// Skips directories, and hidden files, such as an editor's.
 pub(crate) fn read(directory: &Path) -> Result<Files, String> {
-    let read = || -> io::Result<Files> {
-        let mut files = Files::new();
-        for entry in fs::read_dir(directory)? {
-            let path = entry?.path();
-            let is_yaml = |extension| extension == "yaml" || extension == "yml";
-            if path.extension().is_some_and(is_yaml) {
-                let text = fs::read_to_string(&path)?;
-                files.insert(path, text);
-            }
+    let failed = |path: &Path, error: io::Error| format!("{}: {error}", path.display());
+    let mut files = Files::new();
+    for entry in fs::read_dir(directory).map_err(|error| failed(directory, error))? {
+        let path = entry.map_err(|error| failed(directory, error))?.path();
+        let is_yaml = |extension| extension == "yaml" || extension == "yml";
+        let name = path.file_name().unwrap_or_default().as_encoded_bytes();
+        if path.extension().is_some_and(is_yaml) && !name.starts_with(b".") && !path.is_dir() {
+            let text = fs::read_to_string(&path).map_err(|error| failed(&path, error))?;
+            files.insert(path, text);
         }
-        Ok(files)
-    };
-    let files = read().map_err(|error| format!("{}: {error}", directory.display()))?;
+    }
     if files.is_empty() {
         // Without a file, every request would pass.
         return Err(format!(

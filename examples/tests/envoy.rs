@@ -656,6 +656,9 @@ async fn files_that_vanish_are_reported() {
     assert!(
         service.log().contains(" INFO ") && service.log().contains("2 domains, 4 limits from ")
     );
+    // The lock of an editor, and a directory, are no files with limits.
+    std::os::unix::fs::symlink("nowhere", path(".#0.yaml")).unwrap();
+    fs::create_dir(path("old.yaml")).unwrap();
     fs::rename(path("1.yaml"), &second).unwrap();
     service
         .wait_for_log("new limits: 2 domains, 4 limits")
