@@ -378,7 +378,7 @@ impl Line {
     }
 
     /// The store has denied a turn for this waiter, although there would be capacity at `free_at`: it reserves none, or
-    /// none so far ahead. Then the line polls until it ends.
+    /// none so far ahead, as in an outage. Then the line polls until the shared store grants a check.
     pub(super) fn poll_instead(&mut self, missing: &Missing, free_at: Instant) {
         if self.waiters.contains_key(&missing.number) {
             self.polls = true;
@@ -390,6 +390,16 @@ impl Line {
 
 /// Lines that poll.
 impl Line {
+    pub(super) fn polls(&self) -> bool {
+        self.polls
+    }
+
+    /// Records a grant. If the line `may_reserve`, it reserves turns again.
+    pub(super) fn granted(&mut self, may_reserve: bool) {
+        self.free_at = None;
+        self.polls &= !may_reserve;
+    }
+
     /// Returns how the task continues, whose next check is at `next`, and the waiters for which that is too late.
     pub(super) fn rest(&mut self, now: Instant, next: Option<Instant>) -> (Option<Late>, Then) {
         let Some((_, cost)) = self.first() else {

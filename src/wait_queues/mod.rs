@@ -345,8 +345,12 @@ impl LineRef {
             has_ended: false,
         };
         let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async {
-            if let Some(place) = turns::run(place).await {
-                questions::run(place).await;
+            let mut left = Some(place);
+            while let Some(place) = left {
+                left = match turns::run(place).await {
+                    Some(place) => questions::run(place).await,
+                    None => None,
+                };
             }
         });
         // Poll once now: if the store replies immediately, callers that poll only once get their permit.

@@ -12,7 +12,7 @@ use super::permit::Charge;
 use super::{Permit, Place, Refusal};
 use crate::error::StoreError;
 use crate::in_flight::Slot;
-use crate::limit::{Check, Decision, Mode};
+use crate::limit::{ChargedAt, Check, Decision, Mode};
 use crate::store::{Listener, Wake};
 use crate::util::{instant, random};
 
@@ -49,8 +49,8 @@ const POLL: Duration = Duration::from_millis(100);
 const LOOK: Duration = Duration::from_secs(30);
 const LOOKS: u32 = 16;
 
-/// Runs until the line ends.
-pub(super) async fn run(place: Place) {
+/// Runs until the line ends, or until it reserves turns again. Returns the place in the second case.
+pub(super) async fn run(place: Place) -> Option<Place> {
     let wake = place.with(|line| Arc::clone(&line.wake));
     let wake = wake.unwrap_or_default();
     let waiters = place.line.queues.shared.store.waiters();
@@ -63,11 +63,11 @@ pub(super) async fn run(place: Place) {
         room: 0,
         asked_at: instant(),
     };
-    questions.run().await;
+    questions.run().await
 }
 
 impl Questions {
-    async fn run(mut self) {
+    async fn run(mut self) -> Option<Place> {
         let mut replied_at = self.asked_at;
         // The denial with which the line was created. A slot may be free at any other time.
         let in_flight = self.is_in_flight();
@@ -81,7 +81,7 @@ impl Questions {
                 next => next,
             };
             let rest = self.place.with(|line| line.rest(instant(), until));
-            let Some((late, then)) = rest else { return };
+            let (late, then) = rest?;
             self.place.refuse_late(late);
             match then {
                 Then::Sleep(None) => self.wake.notify.notified().await,
@@ -89,8 +89,11 @@ impl Questions {
                 Then::Check => {
                     next = self.ask(replied_at).await;
                     replied_at = instant();
+                    if !self.place.with(|line| line.polls())? {
+                        return Some(self.place);
+                    }
                 }
-                Then::End if self.place.ends() => return,
+                Then::End if self.place.ends() => return None,
                 Then::End => {}
             }
         }
@@ -235,8 +238,10 @@ impl Questions {
 
     fn granted(&mut self, question: &Question, decision: &Decision) -> Option<Instant> {
         let now = instant();
+        let may_reserve =
+            self.place.line.id.reserves && matches!(decision.charged_at(), ChargedAt::Redis(_));
         drop(self.place.with(|line| {
-            line.free_at = None;
+            line.granted(may_reserve);
             line.learn(decision, now)
         }));
         if self.is_in_flight() {

@@ -72,3 +72,59 @@ fn replies_to_an_earlier_line_are_ignored() {
     reserved.refunded((now, 1), None);
     assert!(reserved.is_settled() && reserved.refunding_until(now).is_none());
 }
+
+/// Takes no turns ahead while it is `away`, as a fallback with a share.
+#[derive(Clone, Default)]
+struct Away {
+    local: LocalStore,
+    is_away: Arc<AtomicBool>,
+    turns: Arc<Mutex<u32>>,
+}
+
+impl Store for Away {
+    type Future = Ready<Result<Decision, StoreError>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        let is_away = self.is_away.load(SeqCst);
+        let check = if check.mode() == Mode::TakeAhead && is_away {
+            Check::take(*check.key(), check.policies(), check.cost())
+        } else {
+            *lock(&self.turns) += u32::from(check.mode() == Mode::TakeAhead);
+            check
+        };
+        let decision = self.local.check(check).now_or_never().unwrap().unwrap();
+        let decision = if is_away {
+            decision.charged_locally(1, false)
+        } else {
+            decision
+        };
+        Answer::pending(ready(Ok(decision)))
+    }
+}
+
+/// A line that always has a waiter reserves no turns in an outage, and does so again afterwards.
+#[tokio::test(start_paused = true)]
+async fn a_busy_line_reserves_turns_after_an_outage() {
+    let store = Away::default();
+    store.is_away.store(true, SeqCst);
+    let policy = Policy::new("test", Strategy::Gcra, "10/s burst 1".parse().unwrap()).unwrap();
+    let limiter = Arc::new(Limiter::new(store.clone(), policy));
+    let waiters = (0..8).map(|_| {
+        let limiter = Arc::clone(&limiter);
+        tokio::spawn(async move {
+            for _ in 0..10 {
+                let wait = Duration::from_secs(60);
+                let decision = limiter.wait(Key::GLOBAL, 1, wait).await.unwrap();
+                assert!(decision.is_allowed());
+            }
+        })
+    });
+    let waiters: Vec<_> = waiters.collect();
+    sleep(Duration::from_secs(3)).await;
+    assert_eq!(*lock(&store.turns), 0);
+    store.is_away.store(false, SeqCst);
+    for waiter in waiters {
+        waiter.await.unwrap();
+    }
+    assert!(*lock(&store.turns) > 30, "{}", lock(&store.turns));
+}
