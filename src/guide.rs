@@ -33,6 +33,7 @@ pub mod start {}
 /// Common limits: the core of each, from a tested program.
 ///
 /// [answers]: crate::guide::answers
+/// [changing]: crate::guide::choosing#changing-a-policy
 /// [runbook]: crate::guide::runbook
 /// [settling]: crate::guide::settling
 /// [waiting]: crate::guide::waiting

@@ -129,6 +129,7 @@ impl<S: Store> Limiter<S> {
     /// # Ok(())
     /// # }
     /// ```
+    #[doc(alias("idempotency", "Idempotency-Key"))]
     pub fn take_with_id(&self, key: Key, cost: u32, id: impl AsRef<[u8]>) -> Answer<S::Future> {
         self.send(Check::take(key, &self.policies, cost).with_id(id))
     }

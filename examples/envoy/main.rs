@@ -1,7 +1,7 @@
 //! `cargo run --example envoy --features envoy`
 //!
 //! A rate limit service for Envoy and Istio, by their protocol v3, which reads the files of Envoy's own service. Changed
-//! limits apply within two seconds, once the files rest for one, and counts continue. See `README.md`. It has no header timeout, which
+//! limits apply within two seconds, once the files rest for one. See `README.md`. It has no header timeout, which
 //! HTTP/2 does not support: let only Envoys reach its port.
 //!
 //! Settings by the environment: `CONFIG` (`examples/envoy/config`), a directory of YAML files; and as YAML, `LISTEN`

@@ -211,8 +211,9 @@ impl Check {
     /// charged. A denial is not stored: the request may be repeated, and is allowed as soon as it
     /// fits.
     ///
-    /// A store keeps an id for the longest period of the policies. Do not let callers choose their
-    /// ids: a caller that sends the same id with every request is charged once. A
+    /// A store keeps an id for the longest period of the policies. A caller that sends the same id with
+    /// every request is charged once. So a client may choose an id only if the service replays the
+    /// response to it, as with an `Idempotency-Key`. A
     /// [`LocalStore`](crate::LocalStore) keeps as many ids as keys; beyond that it drops the oldest
     /// of a few. A [`Fallback`](crate::Fallback) does not carry ids across an outage: each instance
     /// that decides without its primary store may charge an id again. This method does nothing

@@ -107,6 +107,7 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     ///   carry ids from or to Redis.
     /// - **Requests in flight:** a repeated request takes its slot when that is renewed first, even
     ///   beyond the limit.
+    #[doc(alias("idempotency", "Idempotency-Key"))]
     #[must_use]
     pub fn id(self, id: impl Fn(&P::Head) -> Option<Key> + Send + Sync + 'static) -> Self {
         self.change(|config| config.gate.id = Some(Arc::new(id)))

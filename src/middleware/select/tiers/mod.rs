@@ -42,7 +42,8 @@ use crate::observe::{Observer, event, or_log};
 ///
 /// A count belongs to the name of its policy. A caller that changes from `free` to `pro` above
 /// starts with an empty count, since the policies have different names. With the same name, its
-/// usage in one plan counts in the other.
+/// usage in one plan counts in the other, if the plans differ in the limit of a window, a log or a
+/// counter only.
 ///
 /// # From a file
 ///
