@@ -6,8 +6,8 @@ use smallvec::{SmallVec, smallvec};
 
 use super::strategy::Ask;
 use super::{
-    Charged, Decision, EachCharged, Key, LONGEST, Mode, Policies, Policy, SlotId, Source, State,
-    Verdict, Verdicts,
+    Charged, Decision, EachCharged, Key, LONGEST, Mode, Policies, SlotId, Source, State, Verdict,
+    Verdicts,
 };
 
 /// One request to a [`Store`](crate::store::Store): may this caller use this cost under these
@@ -381,14 +381,11 @@ impl Check {
     /// A state changes only if the check charges, refunds or resets something, or if the clock has
     /// gone back.
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
-        let (mode, cost, slot) = (self.mode, i64::from(self.cost), self.slot);
         let ask = Ask {
-            mode,
-            cost,
             within: self.within(),
             of: self.charged_under(0),
-            slot,
-            now,
+            slot: self.slot,
+            ..Ask::new(self.mode, self.cost.into(), now)
         };
         if let ([state], [policy]) = (&mut *states, self.policies.as_slice()) {
             let (verdict, granted) = state.decide(policy.params(), &ask, i64::MAX);
@@ -428,48 +425,5 @@ impl Check {
     #[inline]
     pub(crate) fn answer(self, verdicts: Verdicts, source: Source) -> Decision {
         Decision::new(self.policies, verdicts, source)
-    }
-}
-
-impl State {
-    /// Returns the amount that the state counts.
-    pub(crate) fn counted(&self, policy: &Policy, now: i64) -> i64 {
-        let all = i64::from(u32::MAX);
-        let ask = Ask {
-            mode: Mode::Refund,
-            cost: all,
-            within: 0,
-            of: Charged::just_now(all),
-            slot: None,
-            now,
-        };
-        self.preview(policy.params(), &ask).grants
-    }
-}
-
-impl Mode {
-    /// Applies the operation to the state of one policy, and returns the amount charged, refunded
-    /// or reset.
-    pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
-        self.decide(policy, state, cost, now).1
-    }
-
-    /// Decides on the state of one policy. Returns the verdict, and how much was charged, refunded or forgotten.
-    pub(crate) fn decide(
-        self,
-        policy: &Policy,
-        state: &mut State,
-        cost: i64,
-        now: i64,
-    ) -> (Verdict, i64) {
-        let ask = Ask {
-            mode: self,
-            cost,
-            within: 0,
-            of: Charged::just_now(cost),
-            slot: None,
-            now,
-        };
-        state.decide(policy.params(), &ask, i64::MAX)
     }
 }
