@@ -6,8 +6,8 @@ use smallvec::{SmallVec, smallvec};
 
 use super::strategy::Ask;
 use super::{
-    Charged, Decision, EachCharged, Key, LONGEST, Mode, Policies, SlotId, Source, State, Verdict,
-    Verdicts,
+    Charged, Decision, EachCharged, Key, LONGEST, Mode, Policies, Policy, SlotId, Source, State,
+    Verdict, Verdicts,
 };
 
 /// One request to a [`Store`](crate::store::Store): may this caller use this cost under these
@@ -419,6 +419,55 @@ impl Check {
             }
         }
         Verdicts::new(granted, each)
+    }
+
+    /// Creates the decision on this check, for your own [`Store`](crate::store::Store).
+    ///
+    /// `verdict` is called for each policy, in order. The check is allowed if all policies allow
+    /// it. `granted` is the amount that was charged, refunded or reset. It matters only for modes
+    /// that may grant a part of the cost: an allowed take is granted its whole cost, and a peek or
+    /// a denied check nothing.
+    ///
+    /// Contradictions are corrected. The granted amount is at most the cost. The remaining amount
+    /// is at most the capacity minus the charge, and less than the cost if the check is denied. A
+    /// denial waits at least a microsecond, and the reset is not earlier than the end of the wait.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tower_redis_ratelimit::check::{Check, Source, Verdict};
+    /// use tower_redis_ratelimit::{Key, Policy, Quota, Strategy};
+    ///
+    /// let policies = Policy::new("api", Strategy::Gcra, Quota::per_minute(10))?.into();
+    /// let check = Check::take(Key::new("user-42"), &policies, 4);
+    ///
+    /// let verdict = Verdict::denied(Duration::from_secs(30)).with_remaining(3);
+    /// let decision = check.decided(Source::Other("postgres"), 0, |_policy| verdict);
+    /// assert_eq!(decision.retry_after(), Some(Duration::from_secs(30)));
+    /// assert_eq!((decision.granted(), decision.remaining()), (0, 3));
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    pub fn decided(
+        &self,
+        source: Source,
+        granted: u32,
+        verdict: impl FnMut(&Policy) -> Verdict,
+    ) -> Decision {
+        let given: Vec<Verdict> = self.policies().iter().map(verdict).collect();
+        let granted = match self.mode() {
+            _ if !given.iter().all(Verdict::is_allowed) => 0,
+            Mode::Take | Mode::TakeAhead => self.cost(),
+            Mode::UpTo | Mode::Charge | Mode::Refund => granted.min(self.cost()),
+            Mode::Peek => 0,
+            Mode::Reset => granted,
+            Mode::Renew | Mode::Release => 1,
+        };
+        let granted = i64::from(granted);
+        let verdicts = given
+            .iter()
+            .zip(self.policies())
+            .map(|(given, policy)| given.corrected(self, policy, granted));
+        self.clone()
+            .answer(Verdicts::new(granted, verdicts.collect()), source)
     }
 
     /// Creates the decision on this check.

@@ -6,7 +6,6 @@ mod answered;
 mod charged;
 mod check;
 mod counts;
-mod decided;
 mod decision;
 mod duration;
 #[cfg(feature = "serde")]
@@ -22,12 +21,11 @@ mod quota;
 mod rate_limited;
 mod span;
 mod strategy;
-mod verdict;
 mod words;
 
 pub use check::Check;
 pub use counts::Counts;
-pub use decision::{Decision, Outcome, Source};
+pub use decision::{Decision, Outcome, Source, Verdict};
 pub use in_flight::SlotId;
 pub use key::{IsBytes, Key};
 pub use policies::Policies;
@@ -35,15 +33,14 @@ pub use policy::Policy;
 pub use quota::Quota;
 pub use rate_limited::RateLimited;
 pub use strategy::{Align, Mode, Refill, Strategy};
-pub use verdict::Verdict;
 
 pub(crate) use answered::Answered;
 pub(crate) use charged::{Charged, ChargedAt, EachCharged, LONGEST};
+pub(crate) use decision::Verdicts;
 pub(crate) use duration::micros;
 pub(crate) use kind::Kind;
 pub(crate) use policy::is_name;
 pub(crate) use strategy::{Frees, Snapshot, State, strategies};
 #[cfg(test)]
 pub(crate) use strategy::{Model, most_spent};
-pub(crate) use verdict::Verdicts;
 pub(crate) use words::words;
