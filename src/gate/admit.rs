@@ -1,4 +1,6 @@
 //! From a request to its admission.
+//!
+//! The methods of [`Gate`] for one request are here, apart from those that configure it.
 
 use std::borrow::Cow;
 

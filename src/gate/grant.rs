@@ -1,3 +1,7 @@
+//! The resources of an admitted request.
+//!
+//! [`Gate::grant`] is here, since it sets the private fields of a [`Grant`].
+
 use std::fmt;
 use std::task::{Context, Poll};
 

@@ -1,4 +1,7 @@
 //! Shadow checks: decided and reported, but never enforced.
+//!
+//! The methods of [`Gate`] that start them are here, apart from admission, since shadow checks never
+//! affect it.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};

@@ -63,12 +63,8 @@ impl Charged {
     /// Refunds it on the state of its policy, and returns how much.
     pub(crate) fn refund(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
         let ask = Ask {
-            mode: Mode::Refund,
-            cost,
-            within: 0,
             of: self,
-            slot: None,
-            now,
+            ..Ask::new(Mode::Refund, cost, now)
         };
         state.decide(policy.params(), &ask, i64::MAX).1
     }

@@ -382,14 +382,11 @@ impl Check {
     /// A state changes only if the check charges, refunds or resets something, or if the clock has
     /// gone back.
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
-        let (mode, cost, slot) = (self.mode, i64::from(self.cost), self.slot);
         let ask = Ask {
-            mode,
-            cost,
             within: self.within(),
             of: self.charged_under(0),
-            slot,
-            now,
+            slot: self.slot,
+            ..Ask::new(self.mode, self.cost.into(), now)
         };
         if let ([state], [policy]) = (&mut *states, self.policies.as_slice()) {
             let (verdict, granted) = state.decide(policy.params(), &ask, i64::MAX);
@@ -425,52 +422,58 @@ impl Check {
         Verdicts::new(granted, each)
     }
 
+    /// Creates the decision on this check, for your own [`Store`](crate::store::Store).
+    ///
+    /// `verdict` is called for each policy, in order. The check is allowed if all policies allow
+    /// it. `granted` is the amount that was charged, refunded or reset. It matters only for modes
+    /// that may grant a part of the cost: an allowed take is granted its whole cost, and a peek or
+    /// a denied check nothing.
+    ///
+    /// Contradictions are corrected. The granted amount is at most the cost. The remaining amount
+    /// is at most the capacity minus the charge, and less than the cost if the check is denied. A
+    /// denial waits at least a microsecond, and the reset is not earlier than the end of the wait.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tower_redis_ratelimit::check::{Check, Source, Verdict};
+    /// use tower_redis_ratelimit::{Key, Policy, Quota, Strategy};
+    ///
+    /// let policies = Policy::new("api", Strategy::Gcra, Quota::per_minute(10))?.into();
+    /// let check = Check::take(Key::new("user-42"), &policies, 4);
+    ///
+    /// let verdict = Verdict::denied(Duration::from_secs(30)).with_remaining(3);
+    /// let decision = check.decided(Source::Other("postgres"), 0, |_policy| verdict);
+    /// assert_eq!(decision.retry_after(), Some(Duration::from_secs(30)));
+    /// assert_eq!((decision.granted(), decision.remaining()), (0, 3));
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    pub fn decided(
+        &self,
+        source: Source,
+        granted: u32,
+        verdict: impl FnMut(&Policy) -> Verdict,
+    ) -> Decision {
+        let given: Vec<Verdict> = self.policies().iter().map(verdict).collect();
+        let granted = match self.mode() {
+            _ if !given.iter().all(Verdict::is_allowed) => 0,
+            Mode::Take | Mode::TakeAhead => self.cost(),
+            Mode::UpTo | Mode::Charge | Mode::Refund => granted.min(self.cost()),
+            Mode::Peek => 0,
+            Mode::Reset => granted,
+            Mode::Renew | Mode::Release => 1,
+        };
+        let granted = i64::from(granted);
+        let verdicts = given
+            .iter()
+            .zip(self.policies())
+            .map(|(given, policy)| given.corrected(self, policy, granted));
+        self.clone()
+            .answer(Verdicts::new(granted, verdicts.collect()), source)
+    }
+
     /// Creates the decision on this check.
     #[inline]
     pub(crate) fn answer(self, verdicts: Verdicts, source: Source) -> Decision {
         Decision::new(self.policies, verdicts, source)
-    }
-}
-
-impl State {
-    /// Returns the amount that the state counts.
-    pub(crate) fn counted(&self, policy: &Policy, now: i64) -> i64 {
-        let all = i64::from(u32::MAX);
-        let ask = Ask {
-            mode: Mode::Refund,
-            cost: all,
-            within: 0,
-            of: Charged::just_now(all),
-            slot: None,
-            now,
-        };
-        self.preview(policy.params(), &ask).grants
-    }
-}
-
-impl Mode {
-    /// Applies the operation to the state of one policy, and returns the amount charged, refunded
-    /// or reset.
-    pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
-        self.decide(policy, state, cost, now).1
-    }
-
-    /// Decides on the state of one policy. Returns the verdict, and how much was charged, refunded or forgotten.
-    pub(crate) fn decide(
-        self,
-        policy: &Policy,
-        state: &mut State,
-        cost: i64,
-        now: i64,
-    ) -> (Verdict, i64) {
-        let ask = Ask {
-            mode: self,
-            cost,
-            within: 0,
-            of: Charged::just_now(cost),
-            slot: None,
-            now,
-        };
-        state.decide(policy.params(), &ask, i64::MAX)
     }
 }

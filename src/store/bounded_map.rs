@@ -2,7 +2,7 @@
 
 use hashbrown::HashTable;
 
-use super::digest::Digest;
+use super::shards::Digest;
 
 /// A map of bounded size, whose entries expire.
 ///

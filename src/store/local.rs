@@ -8,8 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use smallvec::SmallVec;
 
 use super::bounded_map::{BoundedMap, Hold, Ranked, Slot};
-use super::digest::Digest;
-use super::shards::Shards;
+use super::shards::{Digest, Shards};
 use super::{Answer, Backend, Hooks, Store, Waiters};
 use crate::error::StoreError;
 use crate::limit::{

@@ -9,7 +9,6 @@ mod any;
 mod backend;
 mod bounded_map;
 mod config;
-mod digest;
 mod fallback;
 mod freed;
 mod instances;
@@ -35,11 +34,10 @@ pub use local::LocalStore;
 pub use mock::MockStore;
 
 pub(crate) use backend::{Hooks, Withdraw};
-pub(crate) use digest::Digest;
 pub use freed::Waiters;
 
 pub(crate) use freed::{Listener, Wake};
-pub(crate) use shards::Shards;
+pub(crate) use shards::{Digest, Shards};
 
 pub use crate::limit::Counts;
 

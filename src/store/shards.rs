@@ -1,5 +1,11 @@
-use super::digest::{Digest, Digester};
+//! Shards of a store's state, found by a hash of the caller's key.
+
+use std::hash::BuildHasher;
+
+use siphasher::sip128::{Hash128, SipHasher13};
+
 use crate::limit::Key;
+use crate::util::RandomState;
 
 /// The state of a store, in shards with separate locks: `T` is a `Mutex` or an `RwLock`. One shard
 /// has all the state of a caller.
@@ -41,6 +47,63 @@ impl<T> Shards<T> {
     }
 }
 
+/// A 128-bit hash of a key. It takes less memory than the key, and a check hashes its key once for
+/// all its lookups.
+///
+/// The hash is seeded with a secret, so callers cannot choose keys that share a digest or that
+/// crowd one part of a map. The probability that any two of a million keys share a digest is 1 in
+/// 10^27.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Digest([u64; 2]);
+
+impl Digest {
+    /// Derives the digest of one count of the caller with the digest `self`.
+    pub(crate) fn of_count(self, count: u64) -> Self {
+        let Self([first, second]) = self;
+        Self([first ^ count, second])
+    }
+
+    /// Returns the caller's shard, of `parts` shards, a power of two. It uses the word that the
+    /// maps do not hash: with the other word, all keys of a shard would share their low bits and
+    /// collide in the shard's map.
+    pub(crate) fn part(self, parts: usize) -> usize {
+        self.0[1] as usize & (parts - 1)
+    }
+
+    /// The hash for a table.
+    pub(super) fn hash(self) -> u64 {
+        self.0[0]
+    }
+}
+
+/// Creates digests. Each digester has its own seed, which its clones share.
+#[derive(Clone)]
+pub(super) struct Digester(SipHasher13);
+
+impl Digester {
+    pub(super) fn new() -> Self {
+        let random = RandomState::new();
+        Self(SipHasher13::new_with_keys(
+            random.hash_one(0),
+            random.hash_one(1),
+        ))
+    }
+
+    pub(super) fn digest(&self, key: &Key) -> Digest {
+        let Hash128 { h1, h2 } = self.0.hash(key.as_bytes());
+        Digest([h1, h2])
+    }
+
+    /// The digest of two keys, in this order.
+    pub(super) fn pair(&self, first: &Key, second: &Key) -> Digest {
+        // No key contains the byte 0xff, so `a, bc` and `ab, c` differ.
+        let Hash128 { h1, h2 } = self
+            .0
+            .hash(&[first.as_bytes(), second.as_bytes()].join(&0xff));
+        Digest([h1, h2])
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::HashMap;
@@ -69,5 +132,37 @@ mod tests {
                 "{callers:?}"
             );
         }
+    }
+
+    #[test]
+    fn keys_counts_and_pairs_stay_apart() {
+        let digester = Digester::new();
+        let (a, ab, b, bc, c) = (
+            Key::new("a"),
+            Key::new("ab"),
+            Key::new("b"),
+            Key::new("bc"),
+            Key::new("c"),
+        );
+        assert_eq!(digester.digest(&a), digester.clone().digest(&Key::new("a")));
+        let digests = [
+            digester.digest(&a),
+            digester.digest(&b),
+            digester.digest(&a).of_count(1),
+            digester.digest(&a).of_count(2),
+            digester.pair(&a, &b),
+            digester.pair(&b, &a),
+            digester.pair(&a, &bc),
+            digester.pair(&ab, &c),
+        ];
+        for (i, digest) in digests.iter().enumerate() {
+            assert_eq!(digests.iter().position(|other| other == digest), Some(i));
+        }
+    }
+
+    #[test]
+    fn digests_are_unpredictable() {
+        let key = Key::new("a");
+        assert_ne!(Digester::new().digest(&key), Digester::new().digest(&key));
     }
 }

@@ -1,3 +1,7 @@
+//! Keys as text.
+//!
+//! The `impl`s of [`Key`] here need the feature `serde`.
+
 use std::net::{IpAddr, Ipv6Addr};
 
 use ipnet::IpNet;

@@ -1,3 +1,7 @@
+//! Policies as tables.
+//!
+//! The `impl`s of [`Policy`] and [`Policies`] here need the feature `serde`.
+
 use std::time::Duration;
 
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error};

@@ -1,9 +1,35 @@
-use super::Params;
+//! A check under one policy: its operation, its parameters, and the state that decides it.
+
 use super::algorithm::{Algorithm, Registers};
-use crate::limit::charged::Charged;
-use crate::limit::in_flight::SlotId;
-use crate::limit::mode::Mode;
-use crate::limit::verdict::Verdict;
+use super::{Params, Refill, Snapshot, Strategy, strategies};
+use crate::limit::in_flight::{self, SlotId};
+use crate::limit::{Charged, Kind, Policy, Verdict};
+
+/// The operation of a check. All are public, since a [`Store`](crate::store::Store) that decides
+/// itself must distinguish them; [`Counts`](crate::store::Counts) does so for other stores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Mode {
+    /// Takes the whole cost or nothing.
+    Take,
+    /// Takes the whole cost or nothing, either now or as a debt that is due later.
+    TakeAhead,
+    /// Takes as much of the cost as fits, but at least one.
+    UpTo,
+    /// Decides whether a take would be allowed, without charging it.
+    Peek,
+    /// Charges even beyond the limit, up to a debt of one capacity.
+    Charge,
+    /// Refunds a charge, until nothing is charged.
+    Refund,
+    /// Resets the caller's counts.
+    Reset,
+    /// Renews the slot of a [request in flight](crate::Policy::in_flight). If the store has lost
+    /// the slot, takes it again, even beyond the limit.
+    Renew,
+    /// Releases the slot of a [request in flight](crate::Policy::in_flight).
+    Release,
+}
 
 /// The parameters of a check that are the same for all policies, except `of`.
 #[derive(Clone, Copy)]
@@ -36,7 +62,71 @@ pub(in crate::limit) struct Preview {
     pub(in crate::limit) max: i64,
 }
 
+impl Mode {
+    /// Returns `true` if the operation takes a request's cost. A policy of [requests in
+    /// flight](crate::Policy::in_flight) then counts one request.
+    pub(in crate::limit) fn takes(self) -> bool {
+        matches!(self, Self::Take | Self::TakeAhead | Self::UpTo | Self::Peek)
+    }
+
+    /// Returns the free capacity that a policy needs to allow the check; for
+    /// [`TakeAhead`](Self::TakeAhead), to allow it now.
+    pub(in crate::limit) fn needs(self, cost: i64, capacity: i64) -> i64 {
+        match self {
+            Self::Take | Self::TakeAhead | Self::Peek => cost,
+            Self::UpTo => cost.min(1),
+            Self::Charge => cost.min(1) - capacity,
+            // Always allowed, even with a debt beyond the bound after a quota was lowered.
+            Self::Refund | Self::Reset | Self::Renew | Self::Release => i64::MIN,
+        }
+    }
+
+    /// Returns the amount that a policy which allows the check would charge, refund or reset. Not
+    /// for requests in flight.
+    pub(in crate::limit) fn grants(self, cost: i64, room: i64, capacity: i64) -> i64 {
+        match self {
+            Self::Take | Self::TakeAhead => cost,
+            Self::UpTo => cost.min(room).max(0),
+            Self::Peek => 0,
+            Self::Charge => cost.min(room + capacity).max(0),
+            Self::Refund => cost.min(capacity - room),
+            Self::Reset => capacity - room,
+            Self::Renew | Self::Release => 0,
+        }
+    }
+
+    /// Applies the operation to the state of one policy, and returns the amount charged, refunded
+    /// or reset.
+    pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
+        self.decide(policy, state, cost, now).1
+    }
+
+    /// Decides on the state of one policy. Returns the verdict, and how much was charged, refunded or forgotten.
+    pub(crate) fn decide(
+        self,
+        policy: &Policy,
+        state: &mut State,
+        cost: i64,
+        now: i64,
+    ) -> (Verdict, i64) {
+        let ask = Ask::new(self, cost, now);
+        state.decide(policy.params(), &ask, i64::MAX)
+    }
+}
+
 impl Ask {
+    /// Creates the parameters of an operation at `now`. A refund is of a charge made just before.
+    pub(in crate::limit) fn new(mode: Mode, cost: i64, now: i64) -> Self {
+        Self {
+            mode,
+            cost,
+            within: 0,
+            of: Charged::just_now(cost),
+            slot: None,
+            now,
+        }
+    }
+
     pub(in crate::limit) fn preview<T: Algorithm>(&self, state: &T, params: &Params) -> Preview {
         let &Self { mode, now, .. } = self;
         let (registers, dirty) = state.load(params, now);
@@ -160,5 +250,95 @@ impl Ask {
             },
             granted,
         )
+    }
+}
+
+macro_rules! states {
+    ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, $kinds:tt;)*) => {
+        /// The state of one caller under one policy.
+        #[derive(Debug, Clone, PartialEq, Eq)]
+        pub(crate) enum State {
+            $($variant(super::$variant),)*
+            InFlight(in_flight::State),
+        }
+
+        impl State {
+            /// Creates the state of a new caller.
+            pub(crate) fn fresh(kind: impl Into<Kind>) -> Self {
+                match kind.into() {
+                    $(Kind::Rate(Strategy::$variant { .. }) => Self::$variant(Default::default()),)*
+                    Kind::InFlight => Self::InFlight(Default::default()),
+                }
+            }
+
+            /// Creates a state that continues the counts of another store. Requests in flight start
+            /// at none: each instance counts only its own.
+            pub(crate) fn resume(kind: Kind, params: &Params, now: i64, followed: Snapshot) -> Self {
+                match kind {
+                    $(Kind::Rate(Strategy::$variant { .. }) => {
+                        Self::$variant(Algorithm::resume(params, now, followed))
+                    })*
+                    Kind::InFlight => Self::fresh(kind),
+                }
+            }
+
+            /// Returns the state as numbers: see [`Algorithm::to_numbers`].
+            pub(in crate::limit) fn to_numbers(&self) -> Vec<i64> {
+                match self {
+                    $(Self::$variant(state) => state.to_numbers(),)*
+                    Self::InFlight(state) => state.to_numbers(),
+                }
+            }
+
+            /// Restores a state of this kind: see [`Algorithm::of_numbers`].
+            pub(in crate::limit) fn of_numbers(kind: Kind, numbers: &[i64]) -> Option<Self> {
+                match kind {
+                    $(Kind::Rate(Strategy::$variant { .. }) => {
+                        Algorithm::of_numbers(numbers).map(Self::$variant)
+                    })*
+                    Kind::InFlight => in_flight::State::of_numbers(numbers).map(Self::InFlight),
+                }
+            }
+
+            /// Previews the verdict of the state's policy, without changing the state.
+            pub(in crate::limit) fn preview(&self, params: &Params, ask: &Ask) -> Preview {
+                match self {
+                    $(Self::$variant(state) => ask.preview(state, params),)*
+                    Self::InFlight(state) => state.preview(params, ask),
+                }
+            }
+
+            /// Decides, and charges what is granted. Returns the verdict and the granted amount.
+            pub(in crate::limit) fn decide(&mut self, params: &Params, ask: &Ask, max: i64) -> (Verdict, i64) {
+                match self {
+                    $(Self::$variant(state) => ask.decide(state, params, max),)*
+                    Self::InFlight(state) => state.decide(params, ask, max),
+                }
+            }
+        }
+    };
+}
+
+strategies!(states);
+
+impl State {
+    /// The state of a policy that refills gradually, by its level in ticks at a time. `None` for any other policy.
+    pub(crate) fn of_level(kind: Kind, at: i64, level: i64) -> Option<Self> {
+        match kind {
+            Kind::Rate(Strategy::TokenBucket(Refill::Greedy)) => {
+                Some(Self::TokenBucket(super::TokenBucket::new(at, level)))
+            }
+            Kind::Rate(Strategy::LeakyBucket) => {
+                Some(Self::LeakyBucket(super::LeakyBucket::new(at, level)))
+            }
+            Kind::Rate(Strategy::Gcra) => Some(Self::Gcra(super::Gcra::new(at, level))),
+            _ => None,
+        }
+    }
+
+    /// Returns the amount that the state counts.
+    pub(crate) fn counted(&self, policy: &Policy, now: i64) -> i64 {
+        let ask = Ask::new(Mode::Refund, u32::MAX.into(), now);
+        self.preview(policy.params(), &ask).grants
     }
 }

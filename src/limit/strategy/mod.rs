@@ -28,11 +28,13 @@ mod token_bucket;
 #[cfg(test)]
 pub(crate) use tests::{Model, most_spent};
 
+pub use ask::Mode;
 pub use fixed_window::Align;
 pub use token_bucket::Refill;
 
 pub(super) use algorithm::Algorithm;
 pub(crate) use algorithm::Snapshot;
+pub(crate) use ask::State;
 pub(super) use ask::{Ask, Preview};
 pub(crate) use frees::Frees;
 pub(super) use params::Params;

@@ -1,3 +1,8 @@
+//! The layer for calls, and the settings that only calls have.
+//!
+//! These methods of [`LimitLayer`] are here, since HTTP, which has another rejection and another
+//! settlement, shares only the rest.
+
 use std::sync::Arc;
 
 use super::{BoxError, Calls, UntilAnswer};

@@ -3,7 +3,6 @@
 mod client_ip;
 mod extension;
 mod header;
-mod ip;
 mod peer;
 #[cfg(feature = "axum")]
 mod route;
@@ -13,7 +12,7 @@ pub use crate::limit::IsBytes;
 pub use client_ip::{ClientIp, ClientIpBuilder};
 pub use extension::{ExtensionKey, by_extension};
 pub use header::HeaderKey;
-pub use ip::PeerIp;
+pub use peer::PeerIp;
 #[cfg(feature = "axum")]
 pub use route::{MatchedEndpoint, MatchedRoute};
 

@@ -1,3 +1,8 @@
+//! The layer for HTTP, and the settings that only HTTP has.
+//!
+//! These methods of [`LimitLayer`] are here, since calls, which have no header fields and another
+//! rejection, share only the rest.
+
 use std::sync::Arc;
 
 use super::Http;

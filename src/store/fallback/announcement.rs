@@ -3,6 +3,9 @@
 //! The count belongs to no caller. It holds the time until which at least one instance reconciles. An
 //! announcement is never withdrawn: it expires. So it costs the primary store the same for any number
 //! of instances, and no instance waits for a dead one.
+//!
+//! The methods of [`Partition`] here are apart from those that decide checks, since only the recovery
+//! calls them.
 
 use std::pin::pin;
 use std::time::Duration;

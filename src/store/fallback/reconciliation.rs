@@ -2,6 +2,9 @@
 //!
 //! It begins with the callers that have used most of a limit, since another instance might exceed the
 //! limit for these. The cost is computed when it is sent, so that no expired cost is charged.
+//!
+//! The methods of [`Partition`] here are apart from those that decide checks, since only the recovery
+//! calls them.
 
 use std::cmp::Reverse;
 use std::num::NonZeroU32;

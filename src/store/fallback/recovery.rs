@@ -1,4 +1,7 @@
 //! The recovery: a background task that probes the primary store, closes the breaker and reconciles.
+//!
+//! The methods of [`Partition`] for this task are here: the decision of a check needs none of them
+//! but [`attend`](Partition::attend), which starts the task.
 
 use std::num::NonZeroU32;
 use std::panic::AssertUnwindSafe;

@@ -1,4 +1,6 @@
 //! Creation of a store.
+//!
+//! The constructors of [`RedisStore`] are here, beside the builder that they all use.
 
 use std::num::NonZeroUsize;
 use std::sync::atomic::AtomicI64;

@@ -15,21 +15,11 @@ use fastrand::Rng;
 
 use super::ask::{Ask, Preview};
 use super::{Align, Params, Snapshot, Strategy, sliding_log, strategies};
-use crate::limit::{Charged, Check, Key, Mode, Outcome, Policies, Policy, Quota, Refill, State};
+use crate::limit::{Check, Key, Mode, Outcome, Policies, Policy, Quota, Refill, State};
 
 /// Previews a state at a time.
 fn preview(state: &State, params: &Params, now: i64) -> Preview {
-    state.preview(
-        params,
-        &Ask {
-            mode: Mode::Peek,
-            cost: 0,
-            within: 0,
-            of: Charged::just_now(0),
-            slot: None,
-            now,
-        },
-    )
+    state.preview(params, &Ask::new(Mode::Peek, 0, now))
 }
 
 /// All grants, from which a strategy's definition decides on another one.

@@ -14,7 +14,7 @@ pub use builder::ClientIpBuilder;
 use forwarded::elements;
 use trust::Trust;
 
-use super::peer::{self, Peer};
+use super::peer::Peer;
 use crate::error::ConfigError;
 use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::Key;
@@ -218,23 +218,16 @@ impl ClientIp {
     }
 
     fn client(&self, request: &Parts) -> Peer {
-        if let Some(address) = peer::explicit(request) {
-            return Peer::Address(address);
-        }
-        let peer = Peer::of(request);
-        self.forwarding
-            .as_ref()
-            .map_or(peer, |forwarding| forwarding.client(request, peer))
+        Peer::of(request, |peer| match &self.forwarding {
+            Some(forwarding) => forwarding.client(request, peer),
+            None => peer,
+        })
     }
 }
 
 impl KeyExtractor for ClientIp {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
-        match self.client(request) {
-            Peer::Address(address) => Ok(self.key_of(address)),
-            Peer::Unix => Ok(Key::UNIX),
-            Peer::Unknown => Err(peer::unknown()),
-        }
+        self.client(request).key(self.ipv6_prefix)
     }
 }
 

@@ -1,3 +1,7 @@
+//! The settings that settle charges.
+//!
+//! They are apart from the other settings of a [`RateLimitLayer`], beside the endings that they choose.
+
 use std::sync::Arc;
 
 use http::response::Parts;

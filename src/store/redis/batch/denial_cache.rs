@@ -13,9 +13,8 @@ use smallvec::{SmallVec, smallvec};
 
 use crate::limit::{Check, Key, Mode, Policies, Policy, Verdict, Verdicts};
 use crate::store::bounded_map::{BoundedMap, Hold, Ranked};
-use crate::store::digest::Digest;
 use crate::store::freed::gives_room;
-use crate::store::shards::Shards;
+use crate::store::shards::{Digest, Shards};
 use crate::util::Clock;
 
 pub(crate) struct DenialCache {

@@ -14,7 +14,7 @@ use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, Redis
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use super::driven::Driven;
+use super::connection::Driven;
 use super::errors::error_of_greeting;
 use super::names::{self, Host};
 use crate::error::{ErrorKind, StoreError};

@@ -4,15 +4,13 @@
 
 mod connection;
 mod dial;
-mod driven;
 mod errors;
 mod names;
 mod pool;
 mod tls;
 
-pub(super) use connection::{Epoch, Link, Replies};
+pub(super) use connection::{Driven, Epoch, Link, Replies};
 pub(super) use dial::{Dialer, kept_alive, with_address};
-pub(super) use driven::Driven;
 pub(super) use errors::{error_of, not_run, within};
 pub(super) use pool::{Connect, Failures, Pool};
 pub(super) use tls::Tls;

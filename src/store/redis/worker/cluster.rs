@@ -1,5 +1,8 @@
 //! Workers and clusters: queries which node owns which slot, and routes checks that a node rejected because of its
 //! slots. A node that rejects a call has not run it.
+//!
+//! The methods of [`Inner`] that depend on the topology are here, so that queueing and sending a check
+//! can be read without them.
 
 use std::io;
 use std::sync::{Arc, Weak};

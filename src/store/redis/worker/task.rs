@@ -1,4 +1,6 @@
 //! Queues checks, and runs the workers that send and answer them.
+//!
+//! The methods of [`Inner`] that queue a check are here, beside the workers that they start.
 
 use std::mem;
 use std::sync::Arc;
