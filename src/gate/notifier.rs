@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::{MissingKey, Question};
+use super::MissingKey;
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Outcome, Policies};
 use crate::observe::mistakes::{COUNTED_TWICE, NEVER_PASSES, NOT_LEASED, ONE_NAME_TWO_QUOTAS};
@@ -39,6 +39,8 @@ struct Misconfiguration {
 
 /// The layers of this process whose policies are fixed: the identity of the store, the layer, and the policies. A layer keeps its
 /// store, so the identity belongs to no other store until the layer is dropped.
+///
+/// It couples no stores: only layers over one store are compared, when they are made, for a report. No check reads it.
 static LAYERS: Mutex<Vec<(usize, Weak<Misconfiguration>, Policies)>> = Mutex::new(Vec::new());
 
 const PAUSE: Duration = Duration::from_secs(60);
@@ -65,23 +67,25 @@ impl Notifier {
         self.observer.as_ref().map(|_| instant())
     }
 
-    /// Notifies the observer of the reply to a check.
+    /// Notifies the observer of the reply to a check of this cost, sent at [`since`](Self::since).
     #[inline]
     pub(crate) fn answered(
         &self,
         key: &Key,
-        question: &Question,
+        cost: u32,
+        since: Option<Instant>,
         answer: &Result<Decision, StoreError>,
         dry_run: bool,
     ) {
         if let Ok(decision) = answer
             && decision.outcome() == Outcome::ExceedsCapacity
         {
-            self.never_passes(question.cost(), decision);
+            self.never_passes(cost, decision);
         }
         match (answer, &self.observer) {
             (Ok(decision), Some(observer)) => {
-                let mut event = event::Decided::new(key, decision, question.waited());
+                let waited = since.map_or(Duration::ZERO, |since| instant() - since);
+                let mut event = event::Decided::new(key, decision, waited);
                 event.dry_run = dry_run;
                 observer.decided(&event);
             }
