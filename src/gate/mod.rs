@@ -321,19 +321,21 @@ impl<S: Store, R: 'static> Gate<S, R> {
         answer: Result<Decision, StoreError>,
     ) -> Option<Admitted<S::Future>> {
         question.answered(&answer);
-        match (answer, &self.wait) {
-            (Ok(denied), Some(wait)) if denied.retry_after().is_some() => {
-                let policies = denied.policies().whole();
-                // A denial without a reply of Redis may have taken it; the queue takes another one.
-                question.slot = None;
-                self.wait_for(request, question, wait, &policies, Some(denied))
-            }
-            (answer, _) => Some(self.conclude(request, question, answer)),
+        if let Some(wait) = &self.wait
+            && let Ok(denied) = &answer
+            && denied.retry_after().is_some()
+        {
+            let policies = denied.policies().whole();
+            // A denial without a reply of Redis may have taken it; the queue takes another one.
+            question.slot = None;
+            return self.wait_for(request, question, wait, &policies, answer.ok());
         }
+        Some(self.conclude(request, question, answer))
     }
 
     /// Admission of a request that waits, if there is a place for it; `None` while it waits. `denied` is what the store
     /// has said, if it was asked.
+    #[inline(never)]
     fn wait_for(
         &self,
         request: &R,
@@ -391,19 +393,18 @@ impl<S: Store, R: 'static> Gate<S, R> {
             key, cost, since, ..
         } = question;
         self.notifier.answered(key, *cost, *since, &answer, false);
-        match answer {
-            Ok(decision) if decision.is_allowed() => {
-                Ok(self.grant(request, question, Some(decision)))
+        let decision = match answer {
+            Ok(decision) if decision.is_allowed() => Some(decision),
+            Ok(denied) => return Err(Refusal::Denied(denied)),
+            Err(error) if self.on_error == OnError::Reject => {
+                return Err(Refusal::Unavailable(error));
             }
-            Ok(decision) => Err(Refusal::Denied(decision)),
-            Err(error) => match self.on_error {
-                OnError::Allow => {
-                    question.slot = question.slot.take().map(Slot::passed);
-                    Ok(self.grant(request, question, None))
-                }
-                OnError::Reject => Err(Refusal::Unavailable(error)),
-            },
-        }
+            Err(_) => {
+                question.slot = question.slot.take().map(Slot::passed);
+                None
+            }
+        };
+        Ok(self.grant(request, question, decision))
     }
 
     /// The grant of a request: its in-flight slot and, in a layer that settles, its reservation.
@@ -431,6 +432,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         grant
     }
 
+    #[inline(never)]
     fn charge(&self, reserved: Option<Reserved>, slot: Option<Slot>) -> Charge {
         // Restart the sender if its runtime has shut down.
         self.ops.wake();
@@ -438,6 +440,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     }
 
     /// Admission of an unlimited request.
+    #[inline(never)]
     fn exempt(&self, request: &R, key: Result<Key, MissingKey>) -> Admission<S::Future> {
         if let Err(missing) = &key
             && self.has_shadows()
@@ -457,6 +460,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
     }
 
+    #[inline(never)]
     fn uncounted(&self, request: &R, key: Option<Key>) -> Admission<S::Future> {
         let mut grant = Grant::default();
         if self.settles() {
@@ -534,13 +538,11 @@ impl Question {
         if decision.is_repeated() {
             return None;
         }
-        let (charged_at, age) = self.permit.or(self.since.map(|since| (since, 0)))?;
-        Some(Reserved::new(
-            decision.clone().later(-age),
-            self.key,
-            self.cost,
-            charged_at,
-        ))
+        let (charged_at, decision) = match self.permit {
+            Some((charged_at, age)) => (charged_at, decision.clone().later(-age)),
+            None => (self.since?, decision.clone()),
+        };
+        Some(Reserved::new(decision, self.key, self.cost, charged_at))
     }
 
     #[inline]

@@ -77,19 +77,33 @@ impl Notifier {
         answer: &Result<Decision, StoreError>,
         dry_run: bool,
     ) {
-        if let Ok(decision) = answer
-            && decision.outcome() == Outcome::ExceedsCapacity
-        {
-            self.never_passes(cost, decision);
+        let is_allowed = matches!(answer, Ok(decision) if decision.is_allowed());
+        if self.observer.is_some() || !is_allowed {
+            self.notify(key, cost, since, answer, dry_run);
         }
+    }
+
+    #[inline(never)]
+    fn notify(
+        &self,
+        key: &Key,
+        cost: u32,
+        since: Option<Instant>,
+        answer: &Result<Decision, StoreError>,
+        dry_run: bool,
+    ) {
         match (answer, &self.observer) {
-            (Ok(decision), Some(observer)) => {
-                let waited = since.map_or(Duration::ZERO, |since| instant() - since);
-                let mut event = event::Decided::new(key, decision, waited);
-                event.dry_run = dry_run;
-                observer.decided(&event);
+            (Ok(decision), observer) => {
+                if decision.outcome() == Outcome::ExceedsCapacity {
+                    self.never_passes(cost, decision);
+                }
+                if let Some(observer) = observer {
+                    let waited = since.map_or(Duration::ZERO, |since| instant() - since);
+                    let mut event = event::Decided::new(key, decision, waited);
+                    event.dry_run = dry_run;
+                    observer.decided(&event);
+                }
             }
-            (Ok(_), None) => {}
             (Err(error), observer) => {
                 let mut event = event::Failed::new(Some(key), error);
                 event.unanswered = !dry_run;
@@ -186,16 +200,22 @@ impl Notifier {
     /// Sends a check. Reports the first one under a leased policy if no block can decide it.
     #[inline]
     pub(crate) fn send<S: Store>(&self, store: &S, check: Check) -> Answer<S::Future> {
-        let policies = check.policies();
-        let is_leased = policies.has_lease() && check.cost() > 0;
-        if !is_leased || self.misconfiguration.sent_leased.load(Relaxed) {
+        if check.policies().has_lease() && !self.misconfiguration.sent_leased.load(Relaxed) {
+            return self.send_leased(store, check);
+        }
+        store.check(check)
+    }
+
+    #[inline(never)]
+    fn send_leased<S: Store>(&self, store: &S, check: Check) -> Answer<S::Future> {
+        if check.cost() == 0 {
             return store.check(check);
         }
+        let policies = check.policies().clone();
         if !check.is_leasable() {
-            self.never_leased(policies);
+            self.never_leased(&policies);
             return store.check(check);
         }
-        let policies = policies.clone();
         let (check, offered) = check.watched();
         let answer = store.check(check);
         if offered.load(Relaxed) {

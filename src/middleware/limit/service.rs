@@ -51,13 +51,15 @@ where
     fn call(&mut self, request: Req) -> Self::Future {
         let (extractor, config) = self.settings.current();
         let (head, body) = P::split(request);
-        let state = match config.gate.admit(extractor, &head) {
-            Admission::Decided(Ok(grant)) => {
-                State::calling(config, &mut self.inner, (head, body), grant)
-            }
+        match config.gate.admit(extractor, &head) {
+            Admission::Decided(Ok(grant)) => LimitFuture {
+                state: State::calling(config, &mut self.inner, (head, body), grant),
+            },
             Admission::Decided(Err(refusal)) => {
                 drop(take_ready(&mut self.inner));
-                State::refused(config, &head, refusal)
+                LimitFuture {
+                    state: State::refused(config, &head, refusal),
+                }
             }
             Admission::Undecided(pending) => {
                 let ready = take_ready(&mut self.inner);
@@ -66,18 +68,17 @@ where
                 } else {
                     ready
                 };
-                State::Undecided {
-                    pending,
-                    held: Some(Held {
-                        config: Arc::clone(config),
-                        inner,
-                        head,
-                        body,
-                    }),
+                let held = Some(Held {
+                    config: Arc::clone(config),
+                    inner,
+                    head,
+                    body,
+                });
+                LimitFuture {
+                    state: State::Undecided { pending, held },
                 }
             }
-        };
-        LimitFuture { state }
+        }
     }
 }
 
@@ -173,6 +174,7 @@ where
     S: Store,
     P: Serve<T, Req>,
 {
+    #[inline(always)]
     fn calling(
         config: &Config<S, P>,
         inner: &mut T,

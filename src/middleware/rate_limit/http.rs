@@ -66,6 +66,7 @@ where
     }
 
     /// The handler finds the decision and the [`Charge`](crate::settle::Charge) in the request's extensions.
+    #[inline(always)]
     fn call<D>(
         &self,
         notifier: &Notifier,
@@ -115,6 +116,7 @@ where
         })
     }
 
+    #[inline(always)]
     fn settle<D>(
         noted: &mut Noted,
         result: Result<Response<ResBody>, T::Error>,
@@ -134,6 +136,7 @@ where
         Ok(response)
     }
 
+    #[inline(always)]
     fn finish<D>(
         result: Result<Response<ResBody>, T::Error>,
         grant: &mut Grant<D>,
