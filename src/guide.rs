@@ -33,7 +33,7 @@ pub mod start {}
 /// Common limits: the core of each, from a tested program.
 ///
 /// [answers]: crate::guide::answers
-/// [changing]: crate::guide::choosing#changing-a-policy
+/// [changing]: crate::guide::upgrades#upgrades-that-keep-the-counts
 /// [runbook]: crate::guide::runbook
 /// [settling]: crate::guide::settling
 /// [waiting]: crate::guide::waiting
@@ -88,7 +88,7 @@ pub mod upgrades {}
 /// Common mistakes, a production checklist, and the meaning of messages.
 ///
 /// [by-hand]: crate::guide::runbook#one-caller-by-hand
-/// [changing]: crate::guide::choosing#changing-a-policy
+/// [changing]: crate::guide::upgrades#upgrades-that-keep-the-counts
 /// [dry-run]: crate::guide::recipes#operation-dry-runs-logs-metrics-spans
 /// [eviction]: crate::guide::servers#memory-and-eviction
 /// [keys]: crate::guide::keys
@@ -189,7 +189,6 @@ pub mod faults {}
 ///
 /// [leases]: crate::guide::leases
 /// [partitions]: crate::guide::sizing#partitions
-/// [strategies]: crate::guide::choosing#all-of-them
 #[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/performance.md")]
 pub mod performance {}
