@@ -39,7 +39,7 @@ pub(crate) use self::unobserved::or_log;
 ///
 /// Every method does nothing by default. Methods are called on the request path or on a task of the
 /// store, so they must not block. A panic in an event of a layer fails the request; a panic in an
-/// event of a [`Fallback`](crate::Fallback) only loses that event.
+/// event of a store only loses that event.
 ///
 /// ```
 /// use tower_redis_ratelimit::observe::{Observer, event};
