@@ -278,11 +278,13 @@ impl<S: Store, R: 'static> Gate<S, R> {
     #[inline]
     fn check(&self, key: Key, policies: &Policies, request: &R) -> Check {
         let cost = self.cost.as_ref().map_or(1, |cost| cost(request, policies));
-        let check = Check::take(key, policies, cost).reserving(self.settles());
-        match self.id.as_ref().and_then(|id| id(request)) {
-            Some(id) => check.identified(id),
-            None => check,
+        let mut check = Check::take(key, policies, cost).reserving(self.settles());
+        if let Some(id) = &self.id
+            && let Some(id) = id(request)
+        {
+            check = check.identified(id);
         }
+        check
     }
 
     /// Notes the time, if there is an observer to be notified, or something to settle.
@@ -644,11 +646,18 @@ impl<D> Grant<D> {
         self.shadows = Some(Box::new(shadows));
     }
 
-    pub(crate) fn decision(&self) -> Option<&Decision> {
-        self.decision.as_ref()
+    /// The decision, for the handler. If the response `reports` it, the grant keeps one.
+    #[inline]
+    pub(crate) fn show_decision(&mut self, reports: bool) -> Option<Decision> {
+        if reports {
+            self.decision.clone()
+        } else {
+            self.decision.take()
+        }
     }
 
     /// Moves the decision out of the grant, adjusted by the amounts that the handler has reserved.
+    #[inline]
     pub(crate) fn take_decision(&mut self) -> Option<Decision> {
         let decision = self.decision.take()?;
         Some(match &self.charge {

@@ -478,7 +478,7 @@ impl Check {
     }
 
     /// Creates the decision on this check.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn answer(self, verdicts: Verdicts, source: Source) -> Decision {
         Decision::new(self.policies, verdicts, source)
     }

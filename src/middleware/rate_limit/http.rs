@@ -85,12 +85,7 @@ where
             rule: self.rule.clone(),
         };
         let is_annotated = self.shows_decision || self.headers != Headers::NONE;
-        let decision = if is_annotated {
-            grant.decision().cloned()
-        } else {
-            grant.take_decision()
-        };
-        if let Some(decision) = decision
+        if let Some(decision) = grant.show_decision(is_annotated)
             && let Some(outer) = parts.extensions.insert(decision)
             && let Some(inner) = parts.extensions.get()
         {
