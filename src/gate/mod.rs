@@ -109,14 +109,14 @@ pub(crate) enum Holds {
     Charge,
 }
 
-/// The admission of a request, as far as it is known.
+/// The state of a request's admission.
 pub(crate) enum Admission<D> {
     Decided(Admitted<D>),
-    /// The check is under way, or the request waits for its turn.
+    /// The check is in progress, or the request waits for its turn.
     Undecided(Pending<D>),
 }
 
-/// Whether a request passes, and what it owns from here on.
+/// The grant of a request that passes, or the reason why it does not pass.
 pub(crate) type Admitted<D> = Result<Grant<D>, Refusal>;
 
 /// Why a request does not pass.
@@ -335,8 +335,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
         Some(self.conclude(request, question, answer))
     }
 
-    /// Admission of a request that waits, if there is a place for it; `None` while it waits. `denied` is what the store
-    /// has said, if it was asked.
+    /// Admission of a request that waits, if there is a place for it; `None` while it waits. `denied` is the denial
+    /// of the store, if the request was checked.
     #[inline(never)]
     fn wait_for(
         &self,
@@ -355,7 +355,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
     }
 
-    /// Admission of a request whose turn has come, or will not come in time.
+    /// Admission of a request that has waited: with a permit, or with the reason for a missing one.
     fn conclude_turn(
         &self,
         request: &R,
@@ -510,7 +510,7 @@ impl<S: fmt::Debug, R> Gate<S, R> {
     }
 }
 
-/// What a request was asked for, and the resources that it owns until it is admitted.
+/// The key and the cost of a request's check, and the resources that it owns until it is admitted.
 struct Question {
     key: Key,
     cost: u32,
@@ -582,7 +582,7 @@ impl<D> Pending<D> {
     ///
     /// The error of a service that does not become ready.
     ///
-    /// It must not be polled again when it is known.
+    /// It must not be polled again after it is ready.
     pub(crate) fn poll<S, R, T, Q>(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,

@@ -113,7 +113,7 @@ impl Waiting {
             .has_line(check.key(), check.policies(), check.cost())
     }
 
-    /// Begins to wait, if there is a place. `denied` is the denial of the store, if it was asked.
+    /// Begins to wait, if there is a place. `denied` is the denial of the store, if the request was checked.
     pub(super) fn join(
         &self,
         question: &Question,
