@@ -298,6 +298,26 @@ impl Client {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn long_questions_are_refused() {
+    let quota = Quota::per_minute(1_000);
+    let client = Client {
+        app: program::app(LocalStore::default().into(), quota, 4, "alice=a").unwrap(),
+        start: Instant::now(),
+        tokens: Tokens::default(),
+    };
+    // 100,000 bytes.
+    let question = [20_000, 1, 1];
+    assert_eq!(
+        client.ask("alice", question, Duration::ZERO).await,
+        (413, 0)
+    );
+    assert_eq!(
+        client.ask("alice", [999, 1, 1], Duration::ZERO).await,
+        (200, 1)
+    );
+}
+
 /// An hour of 1,000 tokens a minute. Eight clients with the key of one user ask long questions, ask for short and for long answers, hang up, and
 /// hold answers back; others guess keys. `cargo test --package examples --test llm_gateway an_hour -- --nocapture` prints the figures.
 #[tokio::test(start_paused = true)]
