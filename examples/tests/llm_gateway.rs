@@ -7,6 +7,7 @@
     clippy::panic,
     reason = "a test fails by panicking"
 )]
+#![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
 
 #[path = "../llm_gateway.rs"]
 #[allow(dead_code, reason = "a test calls the gateway without its server")]
