@@ -77,7 +77,8 @@ pub(crate) fn app(
     let policies = Policies::new([tokens_a_period, Policy::in_flight("streams", streams)?])?;
     let by_user = by_extension(|user: &User| Key::new(&user.0));
     let layer = RateLimitLayer::new(store, by_user, policies);
-    // The cost is in the body. A layer takes 1 before that by default, which a denied request keeps.
+    // Take nothing before the body is read, since the cost depends on it. By default the layer takes 1, which a
+    // request would keep if `reserve` denies it.
     Ok(Router::new()
         .route("/chat", post(chat))
         .layer(DefaultBodyLimit::max(MAX_LENGTH))
