@@ -12,6 +12,8 @@
 #[path = "../llm_gateway.rs"]
 #[allow(dead_code, reason = "a test calls the gateway without its server")]
 mod program;
+#[path = "../../tests/support/mod.rs"]
+mod servers;
 mod support;
 
 use std::io::Read;
@@ -27,8 +29,9 @@ use futures_util::future::join_all;
 use http::Request;
 use tokio::time::{Instant, sleep};
 use tower::ServiceExt;
-use tower_redis_ratelimit::{LocalStore, Quota};
+use tower_redis_ratelimit::{LocalStore, Quota, RedisStore};
 
+use servers::RedisServer;
 use support::{Answer, Example};
 
 /// A gateway with a quota that does not refill noticeably while the test runs.
@@ -293,6 +296,33 @@ impl Client {
         (status, read)
     }
 
+    /// Asks as alice until `end`, and returns the number of questions.
+    async fn attack(&self, number: usize, period: Duration, end: Instant) -> usize {
+        let never = Duration::ZERO;
+        let mut asked = 0;
+        while Instant::now() < end {
+            let round = number + asked;
+            let (question, pause) = match round % 6 {
+                0 => ([400, 1, 1], never),
+                // The model does not end at its maximum.
+                1 => ([60, 20, usize::MAX], never),
+                2 => ([1, 500, usize::MAX], never),
+                3 => ([5, 100, 2], never),
+                // Held back for more than a period.
+                4 => ([100, 150, usize::MAX], period + period / 2),
+                _ => ([10, 10_000, usize::MAX], never),
+            };
+            asked += 1;
+            let (status, _) = self.ask("alice", question, pause).await;
+            if status != 200 {
+                assert_eq!(status, 429);
+                let wait = 3 + (round * 7_919 + number * 104_729) % 100;
+                sleep(period * wait as u32 / 4_000).await;
+            }
+        }
+        asked
+    }
+
     fn got(&self, tokens: usize) {
         let mut all = self.tokens.0.lock().unwrap();
         all.push((self.start.elapsed(), tokens));
@@ -337,32 +367,7 @@ async fn an_hour_of_attacks_gets_the_quota() {
     let (alice, bob, eve) = (client(), client(), client());
     let never = Duration::ZERO;
 
-    let attack = async |number: usize| {
-        let mut asked = 0;
-        for round in number.. {
-            let (question, pause) = match round % 6 {
-                0 => ([400, 1, 1], never),
-                // The model does not end at its maximum.
-                1 => ([60, 20, usize::MAX], never),
-                2 => ([1, 500, usize::MAX], never),
-                3 => ([5, 100, 2], never),
-                // Held back for more than a period.
-                4 => ([100, 150, usize::MAX], MINUTE + MINUTE / 2),
-                _ => ([10, 10_000, usize::MAX], never),
-            };
-            asked += 1;
-            let (status, _) = alice.ask("alice", question, pause).await;
-            if status != 200 {
-                assert_eq!(status, 429);
-                let wait = 50 + (round * 7_919 + number * 104_729) % 1_500;
-                sleep(Duration::from_millis(wait as u64)).await;
-            }
-            if Instant::now() >= end {
-                return asked;
-            }
-        }
-        asked
-    };
+    let attacks = (0..8).map(|number| alice.attack(number, MINUTE, end));
     let guess = async || {
         let mut number = 0;
         while Instant::now() < end {
@@ -382,8 +387,7 @@ async fn an_hour_of_attacks_gets_the_quota() {
         }
         answers
     };
-    let (asked, guesses, answers) =
-        tokio::join!(join_all((0..8).map(attack)), guess(), be_polite());
+    let (asked, guesses, answers) = tokio::join!(join_all(attacks), guess(), be_polite());
 
     let (total, most) = (alice.tokens.total(), alice.tokens.most_in(MINUTE));
     println!(
@@ -396,4 +400,33 @@ async fn an_hour_of_attacks_gets_the_quota() {
     );
     assert!((50 * QUOTA..=61 * QUOTA).contains(&total), "{total} tokens");
     assert!(most <= 5 * QUOTA, "{most} tokens in a minute");
+}
+
+/// Two gateways with one Redis, and quotas of half a second.
+#[tokio::test]
+async fn two_gateways_share_the_quota_under_attack() {
+    const QUOTA: usize = 500;
+    const PERIOD: Duration = Duration::from_millis(500);
+    let server = RedisServer::start();
+    let start = Instant::now();
+    let mut clients = vec![];
+    for _ in 0..2 {
+        let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(20));
+        let store = store.connect().await.unwrap().into();
+        let quota = Quota::per(QUOTA as u32, PERIOD);
+        let app = program::app(store, quota, 64, "alice=a").unwrap();
+        let tokens = clients
+            .first()
+            .map_or_else(Tokens::default, |first: &Client| first.tokens.clone());
+        clients.push(Client { app, start, tokens });
+    }
+    let end = start + 10 * PERIOD;
+    let attacks = (0..32).map(|number| clients[number % 2].attack(number, PERIOD, end));
+    let asked: usize = join_all(attacks).await.into_iter().sum();
+
+    // The last answers end later.
+    let periods = start.elapsed().as_secs_f64() / PERIOD.as_secs_f64();
+    let (total, most) = (clients[0].tokens.total(), (periods + 1.0) * QUOTA as f64);
+    println!("{asked} questions: {total} tokens, of {most:.0} in {periods:.1} periods and one");
+    assert!(total > 2 * QUOTA && total as f64 <= most, "{total} tokens");
 }
