@@ -12,7 +12,7 @@
 //! **A word is a token here**, so a prompt without spaces is one token: use your model's tokenizer in `tokens`.
 //!
 //! Settings by the environment: `PORT` (3000), `TOKENS` (`1000/min`), `STREAMS` (4), `KEYS` with their users
-//! (by default `key-of-alice=alice key-of-bob=bob`, which everybody knows), and `REDIS_URL` to share the counts among instances.
+//! (by default `key-of-alice=alice key-of-bob=bob`, which are public), and `REDIS_URL` to share the counts among instances.
 
 mod serve;
 

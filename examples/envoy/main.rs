@@ -3,7 +3,7 @@
 //! A rate limit service for Envoy and Istio, by their protocol v3, which reads the files of Envoy's own service. Changed
 //! limits apply within two seconds, once no file has changed for one second. See `README.md`. HTTP/2 has no header timeout:
 //! pings end dead connections, and `CONNECTION_AGE` ends all others. Let only Envoys reach the port of `LISTEN`. Metrics and readiness
-//! have a port of their own.
+//! have a separate port.
 //!
 //! Settings by the environment: `CONFIG` (`examples/envoy/config`), a directory of YAML files; and as YAML, `LISTEN`
 //! (`127.0.0.1:8081`), `ADMIN` (`127.0.0.1:8082`), `HEADERS` for clients (`draft-11`), and `STORE` to share the counts among

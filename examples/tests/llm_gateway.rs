@@ -296,7 +296,7 @@ impl Client {
         (status, read)
     }
 
-    /// Asks as alice until `end`, and returns the number of questions.
+    /// Sends alice's questions until `end`, and returns their number.
     async fn attack(&self, number: usize, period: Duration, end: Instant) -> usize {
         let never = Duration::ZERO;
         let mut asked = 0;
@@ -427,6 +427,6 @@ async fn two_gateways_share_the_quota_under_attack() {
     // The last answers end later.
     let periods = start.elapsed().as_secs_f64() / PERIOD.as_secs_f64();
     let (total, most) = (clients[0].tokens.total(), (periods + 1.0) * QUOTA as f64);
-    println!("{asked} questions: {total} tokens, of {most:.0} in {periods:.1} periods and one");
+    println!("{asked} questions: {total} tokens; the bound in {periods:.1} periods is {most:.0}");
     assert!(total > 2 * QUOTA && total as f64 <= most, "{total} tokens");
 }
