@@ -3,8 +3,8 @@
 -- the time for the call and its commands, so each operation here counts.
 --
 -- KEYS   one
--- ARGV   a string of packed numbers: the ticks of the capacity, of the cost, and per microsecond. For tests also the time
---          in microseconds since the Unix epoch, instead of Redis's own
+-- ARGV   a string of packed doubles, which are decoded fastest: the ticks of the capacity, of the cost, and per
+--          microsecond. For tests also the time in microseconds since the Unix epoch, instead of Redis's own
 -- Reply  an answer of takes.lua
 
 local METER, METER_LENGTH = '<i7I7I5', 19
@@ -31,7 +31,7 @@ if value and #value ~= METER_LENGTH then
   value = value[1]
 end
 if not failures then
-  local full, units, ticks = decode('<i7i7i7', ARGV[1])
+  local full, units, ticks = decode('<ddd', ARGV[1])
   local at, level, expires = now, 0
   if value and #value == METER_LENGTH then
     at, level, expires = decode(METER, value)

@@ -104,9 +104,9 @@ impl Plan {
     fn add_take(&self, meter: &Policy, cmd: &mut Cmd, now: i64) {
         let params = meter.params();
         Packed::default()
-            .i56(params.full)
-            .i56(self.ticks_under(meter))
-            .i56(params.ticks)
+            .f64(params.full)
+            .f64(self.ticks_under(meter))
+            .f64(params.ticks)
             .add_to(cmd);
         if now != 0 {
             cmd.arg(now);
@@ -507,6 +507,12 @@ impl Packed {
         self
     }
 
+    /// Appends a number below 2^53 as a double.
+    fn f64(&mut self, number: i64) -> &mut Self {
+        self.0.extend_from_slice(&(number as f64).to_le_bytes());
+        self
+    }
+
     /// Adds the argument to the command and starts the next one.
     fn add_to(&mut self, cmd: &mut Cmd) {
         cmd.arg(self.0.as_slice());
@@ -658,13 +664,8 @@ mod tests {
             });
             args.collect::<Vec<_>>()
         };
-        let packed = [1_000_000, 200_000, 1].map(|number: i64| number.to_le_bytes());
-        let packed: Vec<u8> = packed
-            .iter()
-            .flat_map(|bytes| &bytes[..7])
-            .copied()
-            .collect();
-        let expected = [b"1", &b"rl:{ann}:api:g:10/s"[..], &packed];
+        let packed = [1_000_000.0, 200_000.0, 1.0].map(f64::to_le_bytes);
+        let expected = [b"1", &b"rl:{ann}:api:g:10/s"[..], packed.as_flattened()];
         assert_eq!(args(0), expected);
         assert_eq!(args(7), [&expected[..], &[b"7"]].concat());
 
