@@ -591,7 +591,7 @@ async fn all_scripts_decide_and_store_alike() {
         let command = ["SET", "SET", "SET", "SET", "RPUSH", "DEL"][rng.usize(..6)];
         let times = [1, 1, 2, 3][rng.usize(..4)];
         let mut results = vec![];
-        // A take that is alone is decided by `take.lua`, several by `takes.lua`, and takes beside a peek by `check.lua`.
+        // `take.lua` decides a single take, `takes.lua` several, and `check.lua` takes with a peek.
         for (caller, beside) in [
             ("one", None),
             ("some", Some(Mode::Take)),

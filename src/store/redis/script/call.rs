@@ -169,7 +169,7 @@ impl ScriptCall {
         }
     }
 
-    /// The plan and its meter, if the call is one that `lua/take.lua` decides.
+    /// The plan and its meter, if `lua/take.lua` can decide the call.
     fn one_take(&self) -> Option<(&Plan, &Policy)> {
         match self.entries.as_slice() {
             [Entry { plan, times: 1 }] => {
