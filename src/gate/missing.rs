@@ -3,6 +3,7 @@ use std::fmt;
 
 use http::{HeaderName, HeaderValue};
 
+use crate::limit::words;
 use crate::observe::mistakes::NO_EXTENSION;
 
 /// No rate-limit key was found for a request.
@@ -39,6 +40,20 @@ enum Cause {
     /// The server is misconfigured, so no request has a key.
     Misconfigured,
 }
+
+/// Whether to reject a request without a key. As text: `reject` or `allow`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum OnMissingKey {
+    /// Reject the request: over HTTP with 400, or with 401 if the extractor has a
+    /// [challenge](crate::extract::MissingKey::unauthenticated).
+    #[default]
+    Reject,
+    /// Admit the request, uncounted.
+    Allow,
+}
+
+words!(OnMissingKey, "answer to a missing key", "`reject` or `allow`": Reject = "reject", Allow = "allow");
 
 impl MissingKey {
     /// The client left the key out: over HTTP a 400, over gRPC `INVALID_ARGUMENT`. `problem` is shown to the client,

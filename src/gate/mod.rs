@@ -1,4 +1,4 @@
-//! Admission: decides whether a request of any type may proceed.
+//! Admission: decides whether a request of any type may proceed. The way of a request is in this file:
 //!
 //! 1. [`Gate::admit`] extracts the key ([`KeyExtractor`]), selects the policies
 //!    ([`PolicySelector`]) and sends the check.
@@ -9,45 +9,46 @@
 //! 4. A rejected request yields a [`Refusal`], which becomes an HTTP response or the error of a
 //!    call.
 //!
-//! Dry runs and shadows never reject. Their checks ([`Shadows`](shadows::Shadows)) start on
-//! admission, run concurrently with the inner call, and belong to the grant.
+//! The other files have what only some requests need. Dry runs and shadows never reject: their checks
+//! ([`Shadows`]) start on admission, run concurrently with the inner call, and belong to the grant.
 
-mod admit;
-mod choices;
 mod extract;
-mod grant;
 mod missing;
 mod notifier;
-mod pending;
-mod question;
 mod select;
 mod shadows;
 pub mod wait;
 
+use std::borrow::Cow;
 use std::fmt;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 
-pub use choices::{OnError, OnMissingKey};
+use pin_project_lite::pin_project;
+use tokio::time::Instant;
+use tower_service::Service;
+
 pub use extract::{Global, KeyExtractor, Or, key_fn};
-pub use missing::MissingKey;
+pub use missing::{MissingKey, OnMissingKey};
 pub use select::{PolicySelector, policies_fn};
 pub(crate) use wait::Wait;
 
-pub(crate) use admit::{Admission, Admitted, Refusal};
-pub(crate) use grant::Grant;
 pub(crate) use notifier::Notifier;
-pub(crate) use pending::Pending;
-pub(crate) use question::Question;
 pub(crate) use select::Selector;
 
-use self::admit::NEVER_ENDS;
-use self::wait::Waiting;
+use self::shadows::Shadows;
+use self::wait::{QueuedRequest, Waiting};
 use crate::background::OpQueue;
-use crate::in_flight::InFlightTracker;
-use crate::limit::{Key, Policies};
+use crate::error::StoreError;
+use crate::in_flight::{InFlightTracker, Slot};
+use crate::limit::{Check, Decision, Key, Policies, RateLimited, words};
 use crate::observe::Observer;
 use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
-use crate::store::Store;
+use crate::settle::{Charge, Reserved, Settled, Settlement};
+use crate::store::{Answer, Store};
+use crate::util::{instant, polled_after_completion};
+use crate::wait_queues::{self, Permit, Spent};
 
 /// The settings of a layer for requests of the type `R`.
 pub(crate) struct Gate<S, R> {
@@ -84,6 +85,19 @@ type Cost<R> = Arc<dyn Fn(&R, &Policies) -> u32 + Send + Sync>;
 /// The id of a request. `None` if each repetition of the request is charged.
 type IdOf<R> = Arc<dyn Fn(&R) -> Option<Key> + Send + Sync>;
 
+/// Whether to reject a request that the store could not decide. As text: `reject` or `allow`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum OnError {
+    /// Reject the request: over HTTP with 503.
+    #[default]
+    Reject,
+    /// Admit the request, uncounted.
+    Allow,
+}
+
+words!(OnError, "answer to an error", "`reject` or `allow`": Reject = "reject", Allow = "allow");
+
 /// The resources that a request owns until it ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Holds {
@@ -95,6 +109,29 @@ pub(crate) enum Holds {
     Charge,
 }
 
+/// The state of a request's admission.
+pub(crate) enum Admission<D> {
+    Decided(Admitted<D>),
+    /// The check is in progress, or the request waits for its turn.
+    Undecided(Pending<D>),
+}
+
+/// The grant of a request that passes, or the reason why it does not pass.
+pub(crate) type Admitted<D> = Result<Grant<D>, Refusal>;
+
+/// Why a request does not pass.
+#[derive(Debug)]
+pub enum Refusal {
+    Denied(Decision),
+    /// No store could decide.
+    Unavailable(StoreError),
+    MissingKey(MissingKey),
+}
+
+/// The problem of a layer with a policy of requests in flight that does not know when a request ends.
+const NEVER_ENDS: &str = "a policy that counts requests in flight cannot hold, since the layer does not know when they end: add `.until_body_end()` to it";
+
+/// The settings.
 impl<S: Store, R: 'static> Gate<S, R> {
     pub(crate) fn new(store: S, policies: impl PolicySelector<R>, holds: Holds) -> Self {
         let in_flight = InFlightTracker::new(&store, None);
@@ -150,6 +187,11 @@ impl<S, R> Gate<S, R> {
         self.holds == Holds::Charge
     }
 
+    /// Returns `true` if the layer has checks that are not enforced. Most layers have none.
+    fn has_shadows(&self) -> bool {
+        self.dry_run || !self.shadows.is_empty()
+    }
+
     /// Checks that this layer can enforce the policies that are set at startup.
     ///
     /// # Panics
@@ -172,6 +214,266 @@ impl<S, R> Gate<S, R> {
         if let Selector::Fixed(policies) = &self.policies {
             self.notifier.shared_count(self.identity, policies);
         }
+    }
+}
+
+/// The way of a request.
+impl<S: Store, R: 'static> Gate<S, R> {
+    /// Finds the key and the policies, and sends the check.
+    #[inline]
+    pub(crate) fn admit(
+        &self,
+        extractor: &impl KeyExtractor<R>,
+        request: &R,
+    ) -> Admission<S::Future> {
+        if self.skip.as_ref().is_some_and(|skip| skip(request)) {
+            return self.uncounted(request, None);
+        }
+        let key = extractor.extract(request);
+        if self.dry_run {
+            return self.exempt(request, key);
+        }
+        let Some(policies) = self.policies.find(request, key.as_ref().ok()) else {
+            return self.exempt(request, key);
+        };
+        let key = match key {
+            Ok(key) => key,
+            Err(missing) => return self.admit_without_key(request, missing),
+        };
+        let Some(policies) = self.countable(policies) else {
+            return self.exempt(request, Ok(key));
+        };
+        let check = self.check(key, &policies, request);
+        let mut question = self.question(&check);
+        if let Some(wait) = &self.wait
+            && wait.has_line(&check)
+        {
+            let admitted = self.wait_for(request, &mut question, wait, &policies, None);
+            return question.admission(admitted);
+        }
+        question.slot = self.hold(&check);
+        match self.notifier.send(&self.store, check) {
+            Answer::Ready { answer } => {
+                let admitted = self.answered(request, &mut question, answer);
+                question.admission(admitted)
+            }
+            Answer::Pending { future } => Admission::Undecided(Pending {
+                asked: Some(future),
+                question,
+            }),
+        }
+    }
+
+    /// The policies that this layer can count: all, unless it does not know when a request ends.
+    #[inline]
+    fn countable<'a>(&self, policies: Cow<'a, Policies>) -> Option<Cow<'a, Policies>> {
+        if self.holds == Holds::Nothing && policies.in_flight().is_some() {
+            self.notifier
+                .misconfigured(format_args!("{NEVER_ENDS}{IN_FLIGHT_WITHOUT_END}"));
+            return policies.without_in_flight().cloned().map(Cow::Owned);
+        }
+        Some(policies)
+    }
+
+    #[inline]
+    fn check(&self, key: Key, policies: &Policies, request: &R) -> Check {
+        let cost = self.cost.as_ref().map_or(1, |cost| cost(request, policies));
+        let mut check = Check::take(key, policies, cost).reserving(self.settles());
+        if let Some(id) = &self.id
+            && let Some(id) = id(request)
+        {
+            check = check.identified(id);
+        }
+        check
+    }
+
+    /// Notes the time, if there is an observer to be notified, or something to settle.
+    #[inline]
+    fn question(&self, check: &Check) -> Question {
+        Question {
+            key: *check.key(),
+            cost: check.cost(),
+            since: if self.settles() {
+                Some(instant())
+            } else {
+                self.notifier.since()
+            },
+            queued: None,
+            permit: None,
+            slot: None,
+        }
+    }
+
+    /// The slot that the check takes, before it is sent.
+    #[inline]
+    fn hold(&self, check: &Check) -> Option<Slot> {
+        if self.holds == Holds::Nothing {
+            None
+        } else {
+            self.in_flight.hold(check)
+        }
+    }
+
+    /// Admission by the store's answer. `None` if the request waits for its turn.
+    #[inline]
+    fn answered(
+        &self,
+        request: &R,
+        question: &mut Question,
+        answer: Result<Decision, StoreError>,
+    ) -> Option<Admitted<S::Future>> {
+        question.answered(&answer);
+        if let Some(wait) = &self.wait
+            && let Ok(denied) = &answer
+            && denied.retry_after().is_some()
+        {
+            let policies = denied.policies().whole();
+            // A denial without a reply of Redis may have taken it; the queue takes another one.
+            question.slot = None;
+            return self.wait_for(request, question, wait, &policies, answer.ok());
+        }
+        Some(self.conclude(request, question, answer))
+    }
+
+    /// Admission of a request that waits, if there is a place for it; `None` while it waits. `denied` is the denial
+    /// of the store, if the request was checked.
+    #[inline(never)]
+    fn wait_for(
+        &self,
+        request: &R,
+        question: &mut Question,
+        wait: &Waiting,
+        policies: &Policies,
+        denied: Option<Decision>,
+    ) -> Option<Admitted<S::Future>> {
+        match wait.join(question, policies, denied) {
+            Ok(queued) => {
+                question.queued = Some(queued);
+                None
+            }
+            Err(refusal) => Some(self.conclude_turn(request, question, policies, Err(refusal))),
+        }
+    }
+
+    /// Admission of a request that has waited: with a permit, or with the reason for a missing one.
+    fn conclude_turn(
+        &self,
+        request: &R,
+        question: &mut Question,
+        policies: &Policies,
+        turn: Result<Permit, wait_queues::Refusal>,
+    ) -> Admitted<S::Future> {
+        let answer = match turn {
+            Ok(permit) => {
+                let Spent {
+                    decision,
+                    taken,
+                    slot,
+                } = permit.spend();
+                (question.permit, question.slot) = (Some(taken), slot);
+                Ok(decision)
+            }
+            Err(refusal) => refusal.into_answer(),
+        };
+        if answer.is_err() {
+            // It may pass although no store has counted it.
+            question.slot = self.hold(&Check::take(question.key, policies, question.cost));
+            question.answered(&answer);
+        }
+        self.conclude(request, question, answer)
+    }
+
+    /// Admission of a request that no longer waits.
+    #[inline]
+    fn conclude(
+        &self,
+        request: &R,
+        question: &mut Question,
+        answer: Result<Decision, StoreError>,
+    ) -> Admitted<S::Future> {
+        let Question {
+            key, cost, since, ..
+        } = question;
+        self.notifier.answered(key, *cost, *since, &answer, false);
+        let decision = match answer {
+            Ok(decision) if decision.is_allowed() => Some(decision),
+            Ok(denied) => return Err(Refusal::Denied(denied)),
+            Err(error) if self.on_error == OnError::Reject => {
+                return Err(Refusal::Unavailable(error));
+            }
+            Err(_) => {
+                question.slot = question.slot.take().map(Slot::passed);
+                None
+            }
+        };
+        Ok(self.grant(request, question, decision))
+    }
+
+    /// The grant of a request: its in-flight slot and, in a layer that settles, its reservation.
+    #[inline]
+    fn grant(
+        &self,
+        request: &R,
+        question: &mut Question,
+        decision: Option<Decision>,
+    ) -> Grant<S::Future> {
+        let mut grant = Grant {
+            slot: question.slot.take(),
+            decision,
+            charge: None,
+            shadows: None,
+        };
+        if self.settles() {
+            let decision = grant.decision.as_ref();
+            let reserved = decision.and_then(|decision| question.reserved(decision));
+            grant.charge = Some(self.charge(reserved, grant.slot.take()));
+        }
+        if self.has_shadows() {
+            grant.try_shadows(self, request, question.key);
+        }
+        grant
+    }
+
+    #[inline(never)]
+    fn charge(&self, reserved: Option<Reserved>, slot: Option<Slot>) -> Charge {
+        // Restart the sender if its runtime has shut down.
+        self.ops.wake();
+        Charge::new(self.ops.clone(), reserved, slot)
+    }
+
+    /// Admission of an unlimited request.
+    #[inline(never)]
+    fn exempt(&self, request: &R, key: Result<Key, MissingKey>) -> Admission<S::Future> {
+        if let Err(missing) = &key
+            && self.has_shadows()
+        {
+            self.notifier.missing(missing);
+        }
+        self.uncounted(request, key.ok())
+    }
+
+    /// Admission of a request without a key.
+    #[cold]
+    fn admit_without_key(&self, request: &R, missing: MissingKey) -> Admission<S::Future> {
+        self.notifier.missing(&missing);
+        match self.on_missing_key {
+            OnMissingKey::Allow if missing.is_absent() => self.uncounted(request, None),
+            _ => Admission::Decided(Err(Refusal::MissingKey(missing))),
+        }
+    }
+
+    #[inline(never)]
+    fn uncounted(&self, request: &R, key: Option<Key>) -> Admission<S::Future> {
+        let mut grant = Grant::default();
+        if self.settles() {
+            grant.charge = Some(self.charge(None, None));
+        }
+        if let Some(key) = key
+            && self.has_shadows()
+        {
+            grant.try_shadows(self, request, key);
+        }
+        Admission::Decided(Ok(grant))
     }
 }
 
@@ -205,5 +507,244 @@ impl<S: fmt::Debug, R> Gate<S, R> {
             .field("store", &self.store)
             .field("policies", &self.policies)
             .finish_non_exhaustive()
+    }
+}
+
+/// The key and the cost of a request's check, and the resources that it owns until it is admitted.
+struct Question {
+    key: Key,
+    cost: u32,
+    /// Time at which the check was sent. `None` if it is not needed.
+    since: Option<Instant>,
+    /// While the request waits for its turn.
+    queued: Option<Box<QueuedRequest>>,
+    /// If the request waited: when its permit was charged, and the microseconds between the store's
+    /// reply and the use of the permit.
+    permit: Option<(Instant, i64)>,
+    /// The slot under the policies that limit requests in flight, from before the check is sent.
+    slot: Option<Slot>,
+}
+
+impl Question {
+    /// Passes the store's reply to the in-flight slot.
+    #[inline]
+    fn answered(&mut self, answer: &Result<Decision, StoreError>) {
+        if let Some(slot) = &mut self.slot {
+            slot.answered(answer.as_ref());
+        }
+    }
+
+    /// The reservation that the decision granted. `None` if the send time was not recorded, or if
+    /// the decision repeats an earlier one: the first request under an id settles its charge.
+    fn reserved(&self, decision: &Decision) -> Option<Reserved> {
+        if decision.is_repeated() {
+            return None;
+        }
+        let (charged_at, decision) = match self.permit {
+            Some((charged_at, age)) => (charged_at, decision.clone().later(-age)),
+            None => (self.since?, decision.clone()),
+        };
+        Some(Reserved::new(decision, self.key, self.cost, charged_at))
+    }
+
+    #[inline]
+    fn admission<D>(self, admitted: Option<Admitted<D>>) -> Admission<D> {
+        match admitted {
+            Some(admitted) => Admission::Decided(admitted),
+            None => Admission::Undecided(Pending {
+                asked: None,
+                question: self,
+            }),
+        }
+    }
+}
+
+pin_project! {
+    /// A request that is not decided yet.
+    pub(crate) struct Pending<D> {
+        // The check in progress. `None` while the request waits for its turn.
+        #[pin]
+        asked: Option<D>,
+        question: Question,
+    }
+}
+
+impl<D> Pending<D> {
+    /// Whether it waits for its turn, with a service that is not ready.
+    pub(crate) fn is_queued(&self) -> bool {
+        self.question.queued.is_some()
+    }
+
+    /// Whether the request passes. `inner` is the service that is ready for it; while it [waits](Self::is_queued), one
+    /// that is polled for readiness when its turn has come.
+    ///
+    /// # Errors
+    ///
+    /// The error of a service that does not become ready.
+    ///
+    /// It must not be polled again after it is ready.
+    pub(crate) fn poll<S, R, T, Q>(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        gate: &Gate<S, R>,
+        request: &R,
+        inner: &mut T,
+    ) -> Poll<Result<Admitted<D>, T::Error>>
+    where
+        D: Future<Output = Result<Decision, StoreError>>,
+        S: Store<Future = D>,
+        R: 'static,
+        T: Service<Q> + Clone,
+    {
+        let mut this = self.project();
+        let question = this.question;
+        loop {
+            if let Some(queued) = &mut question.queued {
+                let turn = ready!(queued.poll(cx, |cx| inner.poll_ready(cx)))?;
+                let policies = queued.policies.clone();
+                question.queued = None;
+                let admitted = gate.conclude_turn(request, question, &policies, turn);
+                return Poll::Ready(Ok(admitted));
+            }
+            let Some(asked) = this.asked.as_mut().as_pin_mut() else {
+                polled_after_completion("Pending");
+            };
+            let answer = ready!(asked.poll(cx));
+            this.asked.set(None);
+            if let Some(admitted) = gate.answered(request, question, answer) {
+                return Poll::Ready(Ok(admitted));
+            }
+            // The ready one may hold a permit that others wait for.
+            *inner = inner.clone();
+        }
+    }
+}
+
+/// The resources of an admitted request. Dropping it settles the charge, unless a clone of the
+/// [`Charge`] is alive (in the response body or the handler), and releases the in-flight slot.
+pub struct Grant<D> {
+    /// `None` for an uncounted request, and once it is [taken](Self::take_decision).
+    decision: Option<Decision>,
+    /// The reservation and the in-flight slot. `None` if the layer does not settle charges.
+    charge: Option<Charge>,
+    /// The in-flight slot, if there is no charge.
+    slot: Option<Slot>,
+    /// The dry-run and shadow checks. `None` in most layers, which have no such policies.
+    shadows: Option<Box<Shadows<D>>>,
+}
+
+impl<D> Grant<D> {
+    /// Starts the checks that are not enforced.
+    #[cold]
+    fn try_shadows<S: Store<Future = D>, R: 'static>(
+        &mut self,
+        gate: &Gate<S, R>,
+        request: &R,
+        key: Key,
+    ) {
+        let shadows = Shadows::start(gate, request, key, self.charge.as_ref());
+        self.shadows = Some(Box::new(shadows));
+    }
+
+    /// The decision, for the handler. If the response `reports` it, the grant keeps one.
+    #[inline]
+    pub(crate) fn show_decision(&mut self, reports: bool) -> Option<Decision> {
+        if reports {
+            self.decision.clone()
+        } else {
+            self.decision.take()
+        }
+    }
+
+    /// Moves the decision out of the grant, adjusted by the amounts that the handler has reserved.
+    #[inline]
+    pub(crate) fn take_decision(&mut self) -> Option<Decision> {
+        let decision = self.decision.take()?;
+        Some(match &self.charge {
+            Some(charge) => charge.account().update(decision),
+            None => decision,
+        })
+    }
+
+    pub(crate) fn charge(&self) -> Option<&Charge> {
+        self.charge.as_ref()
+    }
+
+    /// Settles the charge after the response head, if the cost is final, and adjusts the decision.
+    pub(crate) fn settle(&mut self, settlement: Settlement) {
+        let settled = self
+            .charge
+            .as_ref()
+            .and_then(|charge| charge.account().settle(settlement));
+        if let Some(Settled { reserved, cost }) = settled
+            && cost != reserved
+        {
+            let decision = self.decision.take();
+            self.decision = decision.map(|decision| decision.settled(reserved, cost));
+        }
+    }
+
+    pub(crate) fn has_shadows(&self) -> bool {
+        self.shadows.is_some()
+    }
+
+    /// Returns the decisions of shadows and dry runs, or `None` if there are no such checks.
+    pub(crate) fn take_shadows(&mut self) -> Option<impl Iterator<Item = Decision> + use<D>> {
+        self.shadows.take().map(|shadows| shadows.into_decisions())
+    }
+
+    /// Moves the charge out of the grant: the response body owns it until its end.
+    pub(crate) fn take_charge(&mut self) -> Option<Charge> {
+        self.charge.take()
+    }
+
+    /// Settles the charge and releases the slot. Shadow checks that are still pending settle when
+    /// they complete.
+    pub(crate) fn end(&mut self) {
+        if let Some(charge) = self.charge.take() {
+            charge.account().end();
+        }
+        self.slot = None;
+        if let Some(shadows) = &mut self.shadows {
+            shadows.end();
+        }
+    }
+}
+
+impl<D: Future<Output = Result<Decision, StoreError>>> Grant<D> {
+    /// Polls the shadow checks; ready when all are decided.
+    #[inline]
+    pub(crate) fn poll_shadows(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        self.shadows
+            .as_mut()
+            .map_or(Poll::Ready(()), |shadows| shadows.poll(cx))
+    }
+}
+
+/// The grant of an uncounted request.
+impl<D> Default for Grant<D> {
+    fn default() -> Self {
+        Self {
+            decision: None,
+            charge: None,
+            slot: None,
+            shadows: None,
+        }
+    }
+}
+
+impl<D> fmt::Debug for Grant<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Grant").finish_non_exhaustive()
+    }
+}
+
+impl From<Refusal> for Box<dyn std::error::Error + Send + Sync> {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::Denied(decision) => RateLimited::new(decision).into(),
+            Refusal::Unavailable(error) => error.into(),
+            Refusal::MissingKey(missing) => missing.into(),
+        }
     }
 }

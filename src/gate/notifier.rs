@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::{MissingKey, Question};
+use super::MissingKey;
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Outcome, Policies};
 use crate::observe::mistakes::{COUNTED_TWICE, NEVER_PASSES, NOT_LEASED, ONE_NAME_TWO_QUOTAS};
@@ -39,6 +39,8 @@ struct Misconfiguration {
 
 /// The layers of this process whose policies are fixed: the identity of the store, the layer, and the policies. A layer keeps its
 /// store, so the identity belongs to no other store until the layer is dropped.
+///
+/// It couples no stores: only layers over one store are compared, when they are made, for a report. No check reads it.
 static LAYERS: Mutex<Vec<(usize, Weak<Misconfiguration>, Policies)>> = Mutex::new(Vec::new());
 
 const PAUSE: Duration = Duration::from_secs(60);
@@ -65,27 +67,43 @@ impl Notifier {
         self.observer.as_ref().map(|_| instant())
     }
 
-    /// Notifies the observer of the reply to a check.
+    /// Notifies the observer of the reply to a check of this cost, sent at [`since`](Self::since).
     #[inline]
     pub(crate) fn answered(
         &self,
         key: &Key,
-        question: &Question,
+        cost: u32,
+        since: Option<Instant>,
         answer: &Result<Decision, StoreError>,
         dry_run: bool,
     ) {
-        if let Ok(decision) = answer
-            && decision.outcome() == Outcome::ExceedsCapacity
-        {
-            self.never_passes(question.cost(), decision);
+        let is_allowed = matches!(answer, Ok(decision) if decision.is_allowed());
+        if self.observer.is_some() || !is_allowed {
+            self.notify(key, cost, since, answer, dry_run);
         }
+    }
+
+    #[inline(never)]
+    fn notify(
+        &self,
+        key: &Key,
+        cost: u32,
+        since: Option<Instant>,
+        answer: &Result<Decision, StoreError>,
+        dry_run: bool,
+    ) {
         match (answer, &self.observer) {
-            (Ok(decision), Some(observer)) => {
-                let mut event = event::Decided::new(key, decision, question.waited());
-                event.dry_run = dry_run;
-                observer.decided(&event);
+            (Ok(decision), observer) => {
+                if decision.outcome() == Outcome::ExceedsCapacity {
+                    self.never_passes(cost, decision);
+                }
+                if let Some(observer) = observer {
+                    let waited = since.map_or(Duration::ZERO, |since| instant() - since);
+                    let mut event = event::Decided::new(key, decision, waited);
+                    event.dry_run = dry_run;
+                    observer.decided(&event);
+                }
             }
-            (Ok(_), None) => {}
             (Err(error), observer) => {
                 let mut event = event::Failed::new(Some(key), error);
                 event.unanswered = !dry_run;
@@ -182,16 +200,22 @@ impl Notifier {
     /// Sends a check. Reports the first one under a leased policy if no block can decide it.
     #[inline]
     pub(crate) fn send<S: Store>(&self, store: &S, check: Check) -> Answer<S::Future> {
-        let policies = check.policies();
-        let is_leased = policies.has_lease() && check.cost() > 0;
-        if !is_leased || self.misconfiguration.sent_leased.load(Relaxed) {
+        if check.policies().has_lease() && !self.misconfiguration.sent_leased.load(Relaxed) {
+            return self.send_leased(store, check);
+        }
+        store.check(check)
+    }
+
+    #[inline(never)]
+    fn send_leased<S: Store>(&self, store: &S, check: Check) -> Answer<S::Future> {
+        if check.cost() == 0 {
             return store.check(check);
         }
+        let policies = check.policies().clone();
         if !check.is_leasable() {
-            self.never_leased(policies);
+            self.never_leased(&policies);
             return store.check(check);
         }
-        let policies = policies.clone();
         let (check, offered) = check.watched();
         let answer = store.check(check);
         if offered.load(Relaxed) {

@@ -1,7 +1,4 @@
 //! Shadow checks: decided and reported, but never enforced.
-//!
-//! The methods of [`Gate`] that start them are here, apart from admission, since shadow checks never
-//! affect it.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -12,53 +9,6 @@ use crate::in_flight::Slot;
 use crate::limit::{Decision, Key};
 use crate::settle::Charge;
 use crate::store::{Answer, Store};
-
-impl<S: Store, R: 'static> Gate<S, R> {
-    /// Returns `true` if the layer has checks that are not enforced. Most layers have none.
-    pub(super) fn has_shadows(&self) -> bool {
-        self.dry_run || !self.shadows.is_empty()
-    }
-
-    /// Starts the unenforced checks of an admitted request. Their charges are settled together with
-    /// the request's own.
-    pub(super) fn shadows(
-        &self,
-        request: &R,
-        key: Key,
-        charge: Option<&Charge>,
-    ) -> Box<Shadows<S::Future>> {
-        // A dry run uses the caller's own key, so enforcement continues its counts. A shadow uses a
-        // separate key: its policy may share a name with an enforced one, whose count it must not
-        // change.
-        let own = self.dry_run.then_some((key, &self.policies));
-        let shadows = self
-            .shadows
-            .iter()
-            .map(|selector| (Key::tuple(&[key, Key::SHADOW]), selector));
-        let mut reporter = Reporter {
-            key,
-            notifier: self.notifier.clone(),
-            charge: charge.cloned(),
-            slots: Vec::new(),
-            has_ended: false,
-        };
-        let ask = |(counted_by, selector): (Key, &Selector<R>)| {
-            let policies = self.countable(selector.find(request, Some(&key))?)?;
-            let check = self.check(counted_by, &policies, request);
-            if let Some(charge) = charge.filter(|_| counted_by == key) {
-                charge.account().reserves(check.cost());
-            }
-            let mut question = self.question(&check);
-            question.hold(self.hold(&check));
-            Some(match self.notifier.send(&self.store, check) {
-                Answer::Ready { answer } => Shadow::Done(reporter.report(&mut question, answer)),
-                Answer::Pending { future } => Shadow::Pending(Box::pin(future), question),
-            })
-        };
-        let checks = own.into_iter().chain(shadows).filter_map(ask).collect();
-        Box::new(Shadows { checks, reporter })
-    }
-}
 
 /// The unenforced checks of one request, which run concurrently with the inner call.
 pub(super) struct Shadows<D> {
@@ -101,6 +51,46 @@ impl<D: Future<Output = Result<Decision, StoreError>>> Shadows<D> {
 }
 
 impl<D> Shadows<D> {
+    /// Starts the unenforced checks of an admitted request. Their charges are settled together with
+    /// the request's own.
+    pub(super) fn start<S: Store<Future = D>, R: 'static>(
+        gate: &Gate<S, R>,
+        request: &R,
+        key: Key,
+        charge: Option<&Charge>,
+    ) -> Self {
+        // A dry run uses the caller's own key, so enforcement continues its counts. A shadow uses a
+        // separate key: its policy may share a name with an enforced one, whose count it must not
+        // change.
+        let own = gate.dry_run.then_some((key, &gate.policies));
+        let shadows = gate
+            .shadows
+            .iter()
+            .map(|selector| (Key::tuple(&[key, Key::SHADOW]), selector));
+        let mut reporter = Reporter {
+            key,
+            notifier: gate.notifier.clone(),
+            charge: charge.cloned(),
+            slots: Vec::new(),
+            has_ended: false,
+        };
+        let ask = |(counted_by, selector): (Key, &Selector<R>)| {
+            let policies = gate.countable(selector.find(request, Some(&key))?)?;
+            let check = gate.check(counted_by, &policies, request);
+            if let Some(charge) = charge.filter(|_| counted_by == key) {
+                charge.account().reserves(check.cost());
+            }
+            let mut question = gate.question(&check);
+            question.slot = gate.hold(&check);
+            Some(match gate.notifier.send(&gate.store, check) {
+                Answer::Ready { answer } => Shadow::Done(reporter.report(&mut question, answer)),
+                Answer::Pending { future } => Shadow::Pending(Box::pin(future), question),
+            })
+        };
+        let checks = own.into_iter().chain(shadows).filter_map(ask).collect();
+        Self { checks, reporter }
+    }
+
     /// Releases the slots: the call has ended.
     pub(super) fn end(&mut self) {
         self.reporter.slots.clear();
@@ -123,12 +113,14 @@ impl Reporter {
         answer: Result<Decision, StoreError>,
     ) -> Option<Decision> {
         question.answered(&answer);
-        self.notifier.answered(&self.key, question, &answer, true);
+        let Question { cost, since, .. } = *question;
+        self.notifier
+            .answered(&self.key, cost, since, &answer, true);
         let decision = answer.ok()?;
         if !decision.is_allowed() {
             return Some(decision);
         }
-        let slot = question.take_slot().filter(|_| !self.has_ended);
+        let slot = question.slot.take().filter(|_| !self.has_ended);
         match &self.charge {
             None => self.slots.extend(slot),
             Some(charge) => {

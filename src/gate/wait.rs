@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::Question;
 use crate::in_flight::InFlightTracker;
-use crate::limit::Policies;
+use crate::limit::{Check, Decision, Policies};
 use crate::store::Store;
 use crate::util::{instant, polled_after_completion};
 use crate::wait_queues::{Acquire, Bounds, Permit, Refusal, WaitQueues, WaitRequest};
@@ -80,15 +80,15 @@ impl From<Duration> for Wait {
 #[derive(Clone)]
 pub(super) struct Waiting {
     max: Duration,
-    pub(super) queues: WaitQueues,
+    queues: WaitQueues,
 }
 
 /// A request in its queue.
 pub(super) struct QueuedRequest {
-    pub(super) turn: Acquire,
+    turn: Acquire,
     pub(super) policies: Policies,
     /// While the service is not ready.
-    pub(super) permit: Option<Permit>,
+    permit: Option<Permit>,
 }
 
 impl Waiting {
@@ -106,14 +106,31 @@ impl Waiting {
         }
     }
 
-    /// The wait of a request that begins now.
-    pub(super) fn request(&self, question: &Question, policies: Policies) -> WaitRequest {
-        WaitRequest {
-            key: *question.key(),
-            policies,
-            cost: question.cost(),
+    /// Returns `true` if a request with this check must wait: others of its caller do.
+    #[inline]
+    pub(super) fn has_line(&self, check: &Check) -> bool {
+        self.queues
+            .has_line(check.key(), check.policies(), check.cost())
+    }
+
+    /// Begins to wait, if there is a place. `denied` is the denial of the store, if the request was checked.
+    pub(super) fn join(
+        &self,
+        question: &Question,
+        policies: &Policies,
+        denied: Option<Decision>,
+    ) -> Result<Box<QueuedRequest>, Refusal> {
+        let wanted = WaitRequest {
+            key: question.key,
+            policies: policies.clone(),
+            cost: question.cost,
             deadline: instant().checked_add(self.max),
-        }
+        };
+        Ok(Box::new(QueuedRequest {
+            turn: self.queues.join(wanted, denied)?,
+            policies: policies.clone(),
+            permit: None,
+        }))
     }
 }
 

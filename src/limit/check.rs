@@ -66,6 +66,7 @@ impl Check {
     /// Takes `cost`, all or nothing. A cost of 0 is decided and charges nothing. A policy of
     /// requests [in flight](crate::Policy::in_flight) counts one, independent of the cost, in a new
     /// [slot](Self::slot). A clone of the check takes the same slot.
+    #[inline]
     pub fn take(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Take, cost)
     }
@@ -190,6 +191,7 @@ impl Check {
         Self::new(key, &Policies::probe(), Mode::Take, 1)
     }
 
+    #[inline]
     fn new(key: Key, policies: &Policies, mode: Mode, cost: u32) -> Self {
         let takes = matches!(mode, Mode::Take | Mode::TakeAhead | Mode::UpTo)
             && policies.in_flight().is_some();
@@ -307,8 +309,10 @@ impl Check {
     }
 
     /// Sets whether the charge is settled later. No block decides such a check.
-    pub(crate) fn reserving(self, reserves: bool) -> Self {
-        Self { reserves, ..self }
+    #[inline]
+    pub(crate) fn reserving(mut self, reserves: bool) -> Self {
+        self.reserves = reserves;
+        self
     }
 
     /// Marks a check that charges or refunds a block of a [`Leased`](crate::Leased) store.
@@ -381,6 +385,7 @@ impl Check {
     ///
     /// A state changes only if the check charges, refunds or resets something, or if the clock has
     /// gone back.
+    #[inline]
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
         let ask = Ask {
             within: self.within(),
@@ -396,6 +401,7 @@ impl Check {
     }
 
     /// Decides under several policies, the rarer case.
+    #[inline(never)]
     fn decide_all(&self, states: &mut [State], ask: &Ask) -> Verdicts {
         let previews = states
             .iter()
@@ -472,7 +478,7 @@ impl Check {
     }
 
     /// Creates the decision on this check.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn answer(self, verdicts: Verdicts, source: Source) -> Decision {
         Decision::new(self.policies, verdicts, source)
     }

@@ -10,11 +10,13 @@ use std::thread;
 #[derive(Debug)]
 pub(super) struct Copies<T>(Arc<[T]>);
 
+/// The number of copies.
+static COPIES: LazyLock<usize> =
+    LazyLock::new(|| thread::available_parallelism().map_or(1, usize::from));
+
 impl<T> Copies<T> {
     /// One of `copy` for each processor, which must have fresh `Arc`s where a request clones one.
     pub(super) fn new(copy: impl FnMut() -> T) -> Self {
-        static COPIES: LazyLock<usize> =
-            LazyLock::new(|| thread::available_parallelism().map_or(1, usize::from));
         Self(std::iter::repeat_with(copy).take(*COPIES).collect())
     }
 
@@ -22,11 +24,11 @@ impl<T> Copies<T> {
     pub(super) fn current(&self) -> &T {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         thread_local! {
-            static THREAD: usize = NEXT.fetch_add(1, Relaxed);
+            static COPY: usize = NEXT.fetch_add(1, Relaxed) % *COPIES;
         }
         // The thread-local is already destroyed: the thread is exiting.
-        let thread = THREAD.try_with(|thread| *thread).unwrap_or(0);
-        &self.0[thread % self.0.len()]
+        let copy = COPY.try_with(|copy| *copy).unwrap_or(0);
+        &self.0[copy]
     }
 }
 

@@ -15,7 +15,7 @@ macro_rules! mistakes {
 mistakes! {
     NO_PEER_ADDRESS = "no-peer-address",
     NO_EXTENSION = "no-extension",
-    #[cfg_attr(not(feature = "axum"), expect(dead_code))]
+    #[cfg_attr(not(any(feature = "axum", test)), expect(dead_code))]
     NO_CHARGE = "no-charge",
     COUNTED_TWICE = "counted-twice",
     IN_FLIGHT_WITHOUT_END = "in-flight-without-end",

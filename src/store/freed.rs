@@ -44,10 +44,14 @@ pub(crate) struct Listener {
 impl Waiters {
     /// Wakes those who wait for what this check has freed, or may have. Call it after each check: one that frees nothing
     /// wakes nobody.
+    #[inline]
     pub fn freed(&self, check: &Check) {
-        if !gives_room(check) || self.0.count.load(Ordering::Acquire) == 0 {
-            return;
+        if gives_room(check) && self.0.count.load(Ordering::Acquire) > 0 {
+            self.wake(check);
         }
+    }
+
+    fn wake(&self, check: &Check) {
         let freed = |policies: &Policies| {
             let ids = || check.policies().iter().map(|freed| freed.id());
             policies
@@ -127,6 +131,7 @@ impl Wake {
 }
 
 /// Whether less may be charged after it than before.
+#[inline]
 pub(super) fn gives_room(check: &Check) -> bool {
     matches!(check.mode(), Mode::Refund | Mode::Reset | Mode::Release)
 }

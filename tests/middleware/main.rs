@@ -16,6 +16,7 @@ mod cost;
 mod fields;
 #[cfg(feature = "axum")]
 mod handlers;
+#[cfg(feature = "tracing")]
 #[path = "../support/lines.rs"]
 mod lines;
 mod messages;

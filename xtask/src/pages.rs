@@ -290,7 +290,7 @@ mod tests {
     const OTHERS: [&str; 2] = ["docs.rs", "requests/s"];
 
     /// Checks pages and the comments of Lua files. The beginning of a path may be omitted, as in
-    /// `gate/admit.rs`.
+    /// `gate/select.rs`.
     #[test]
     fn paths_named_in_texts_exist() {
         let mut paths = vec![];

@@ -147,7 +147,7 @@ fn micros(wait: i64) -> Duration {
 }
 
 impl Decision {
-    #[inline]
+    #[inline(always)]
     pub(super) fn new(policies: Policies, verdicts: Verdicts, source: Source) -> Self {
         let decider = verdicts.decider() as u32;
         Self {
@@ -167,6 +167,7 @@ impl Decision {
     }
 
     /// Returns whether the check was allowed, with the wait.
+    #[inline]
     pub fn outcome(&self) -> Outcome {
         match self.verdict().wait {
             0 => Outcome::Allowed,
@@ -182,6 +183,7 @@ impl Decision {
     }
 
     /// Returns `true` if the check is allowed now; `false` if it is allowed only later.
+    #[inline]
     pub fn is_allowed(&self) -> bool {
         self.verdict().is_allowed()
     }
@@ -476,6 +478,7 @@ impl Decision {
         self.policies.iter().zip(&self.verdicts.each)
     }
 
+    #[inline]
     fn verdict(&self) -> &Verdict {
         self.verdicts.of(self.decider as usize)
     }
@@ -591,6 +594,7 @@ impl Verdict {
     }
 
     /// Returns `true` if this policy allows the check.
+    #[inline]
     pub(crate) fn is_allowed(&self) -> bool {
         self.wait == 0
     }
@@ -622,12 +626,14 @@ impl Verdicts {
     }
 
     /// Returns the verdict of the policy at this index.
+    #[inline]
     pub(super) fn of(&self, policy: usize) -> &Verdict {
         self.each.get(policy).unwrap_or(&Verdict::NONE)
     }
 
     /// Returns the index of the deciding policy: the first with the longest wait, then the
     /// least remaining.
+    #[inline]
     pub(super) fn decider(&self) -> usize {
         let rank = |v: &Verdict| (v.wait == Verdict::NEVER, v.wait, -v.remaining);
         let mut decider = 0;

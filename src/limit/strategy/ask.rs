@@ -128,6 +128,7 @@ impl Ask {
         }
     }
 
+    #[inline]
     pub(in crate::limit) fn preview<T: Algorithm>(&self, state: &T, params: &Params) -> Preview {
         let &Self { mode, now, .. } = self;
         let (registers, dirty) = state.load(params, now);

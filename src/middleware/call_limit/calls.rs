@@ -5,7 +5,6 @@ use tower_service::Service;
 
 use super::{BoxError, CallEnding};
 use crate::gate::{Grant, Notifier, Refusal};
-use crate::limit::Decision;
 use crate::middleware::limit::{AsIs, Protocol, Serve, sealed};
 
 /// Requests `R` of any type, whose refusals are errors.
@@ -50,9 +49,9 @@ where
         _: &Notifier,
         inner: &mut T,
         (request, ()): (R, ()),
-        _: &Grant<D>,
-        _: Option<Decision>,
+        grant: &mut Grant<D>,
     ) -> (T::Future, E) {
+        drop(grant.take_decision());
         (inner.call(request), self.ending.clone())
     }
 

@@ -5,15 +5,13 @@
 //! inner service, and for the checks of dry runs. A [`Protocol`] has the differences between HTTP
 //! and other calls: the parts of a request, its access to the decision, and the form of a refusal.
 
-mod future;
 mod layer;
 mod protocol;
 mod service;
 
-pub use future::LimitFuture;
 pub use layer::LimitLayer;
 pub(super) use protocol::sealed;
 pub use protocol::{AsIs, Protocol, Serve};
-pub use service::{IsClone, Limit};
+pub use service::{IsClone, Limit, LimitFuture};
 
 pub(super) use layer::Config;

@@ -1,7 +1,6 @@
 use tower_service::Service;
 
 use crate::gate::{Grant, Notifier, Refusal};
-use crate::limit::Decision;
 
 /// The kind of requests that a [`LimitLayer`](super::LimitLayer) limits:
 /// [`Http`](crate::rate_limit::Http) or [`Calls`](crate::call_limit::Calls).
@@ -36,8 +35,7 @@ pub trait Serve<T: Service<Req>, Req>: Protocol {
         notifier: &Notifier,
         inner: &mut T,
         request: (Self::Head, Self::Body),
-        grant: &Grant<D>,
-        decision: Option<Decision>,
+        grant: &mut Grant<D>,
     ) -> (T::Future, Self::Noted);
 
     /// Answers a refused request.

@@ -1,15 +1,19 @@
 use std::fmt;
+use std::future::Future;
+use std::mem;
+use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
+use pin_project_lite::pin_project;
 use tower_service::Service;
 
-use super::future::{Held, LimitFuture, State};
-use super::layer::Settings;
+use super::layer::{Config, Settings};
 use super::protocol::{Protocol, Serve};
-use crate::gate::{Admission, KeyExtractor};
+use crate::gate::{Admission, Grant, KeyExtractor, Pending, Refusal};
 use crate::middleware::take_ready;
 use crate::store::Store;
+use crate::util::polled_after_completion;
 
 /// A service that is `Clone`: a layer calls a clone of it once the store has decided. Implemented for every `Clone` type.
 #[diagnostic::on_unimplemented(
@@ -47,13 +51,15 @@ where
     fn call(&mut self, request: Req) -> Self::Future {
         let (extractor, config) = self.settings.current();
         let (head, body) = P::split(request);
-        let state = match config.gate.admit(extractor, &head) {
-            Admission::Pass(grant, decision) => {
-                State::calling(config, &mut self.inner, (head, body), grant, decision)
-            }
-            Admission::Refuse(refusal) => {
+        match config.gate.admit(extractor, &head) {
+            Admission::Decided(Ok(grant)) => LimitFuture {
+                state: State::calling(config, &mut self.inner, (head, body), grant),
+            },
+            Admission::Decided(Err(refusal)) => {
                 drop(take_ready(&mut self.inner));
-                State::refused(config, &head, refusal)
+                LimitFuture {
+                    state: State::refused(config, &head, refusal),
+                }
             }
             Admission::Undecided(pending) => {
                 let ready = take_ready(&mut self.inner);
@@ -62,18 +68,17 @@ where
                 } else {
                     ready
                 };
-                State::Undecided {
-                    pending,
-                    held: Some(Held {
-                        config: Arc::clone(config),
-                        inner,
-                        head,
-                        body,
-                    }),
+                let held = Some(Held {
+                    config: Arc::clone(config),
+                    inner,
+                    head,
+                    body,
+                });
+                LimitFuture {
+                    state: State::Undecided { pending, held },
                 }
             }
-        };
-        LimitFuture { state }
+        }
     }
 }
 
@@ -110,5 +115,163 @@ impl<T: Clone, S, K, P: Protocol> Clone for Limit<T, S, K, P> {
 impl<T, S: fmt::Debug, K, P: Protocol> fmt::Debug for Limit<T, S, K, P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.settings.current().1.gate.fmt(P::SERVICE, f)
+    }
+}
+
+pin_project! {
+    /// Resolves to the response of a [`Limit`](super::Limit).
+    pub struct LimitFuture<T, S, P, Req>
+    where
+        T: Service<Req>,
+        S: Store,
+        P: Serve<T, Req>,
+    {
+        #[pin]
+        state: State<T, S, P, Req>,
+    }
+}
+
+pin_project! {
+    #[project = StateProj]
+    enum State<T, S, P, Req>
+    where
+        T: Service<Req>,
+        S: Store,
+        P: Serve<T, Req>,
+    {
+        Undecided {
+            #[pin]
+            pending: Pending<S::Future>,
+            // `None` once it is decided.
+            held: Option<Held<T, S, P, P::Body>>,
+        },
+        Calling {
+            #[pin]
+            response: T::Future,
+            grant: Grant<S::Future>,
+            noted: P::Noted,
+        },
+        // Waits for the checks of dry runs. The inner future is already dropped, since it may hold a
+        // permit, such as `ConcurrencyLimit`'s.
+        Answered {
+            // `None` once it is returned.
+            result: Option<Result<T::Response, P::Error>>,
+            grant: Grant<S::Future>,
+        },
+    }
+}
+
+/// A request that waits for its decision, and the service for it.
+struct Held<T, S, P: Protocol, B> {
+    config: Arc<Config<S, P>>,
+    inner: T,
+    head: P::Head,
+    body: B,
+}
+
+impl<T, S, P, Req> State<T, S, P, Req>
+where
+    T: Service<Req>,
+    S: Store,
+    P: Serve<T, Req>,
+{
+    #[inline(always)]
+    fn calling(
+        config: &Config<S, P>,
+        inner: &mut T,
+        request: (P::Head, P::Body),
+        mut grant: Grant<S::Future>,
+    ) -> Self {
+        let notifier = &config.gate.notifier;
+        let (response, noted) = config.protocol.call(notifier, inner, request, &mut grant);
+        Self::Calling {
+            response,
+            grant,
+            noted,
+        }
+    }
+
+    fn refused(config: &Config<S, P>, head: &P::Head, refusal: Refusal) -> Self {
+        Self::Answered {
+            result: Some(config.protocol.refuse(head, refusal)),
+            grant: Grant::default(),
+        }
+    }
+}
+
+impl<T, S, P, Req> Future for LimitFuture<T, S, P, Req>
+where
+    T: Service<Req> + Clone,
+    S: Store,
+    P: Serve<T, Req>,
+{
+    type Output = Result<P::Response, P::Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut state = self.project().state;
+        loop {
+            let next = match state.as_mut().project() {
+                StateProj::Undecided { pending, held } => {
+                    let Some(Held {
+                        config,
+                        inner,
+                        head,
+                        ..
+                    }) = held
+                    else {
+                        polled_after_completion(P::FUTURE);
+                    };
+                    let admitted =
+                        ready!(pending.poll(cx, &config.gate, head, inner)).map_err(P::error)?;
+                    // Always `Some`: only this arm takes it, and then replaces the state.
+                    let Some(mut held) = held.take() else {
+                        polled_after_completion(P::FUTURE);
+                    };
+                    match admitted {
+                        Ok(grant) => {
+                            let request = (held.head, held.body);
+                            State::calling(&held.config, &mut held.inner, request, grant)
+                        }
+                        Err(refusal) => State::refused(&held.config, &held.head, refusal),
+                    }
+                }
+                StateProj::Calling {
+                    response,
+                    grant,
+                    noted,
+                } => {
+                    let _ = grant.poll_shadows(cx);
+                    let result = ready!(response.poll(cx));
+                    let result = P::settle(noted, result, grant);
+                    // An error does not wait for the checks of dry runs.
+                    if result.is_err() || !grant.has_shadows() {
+                        return Poll::Ready(P::finish(result, grant));
+                    }
+                    State::Answered {
+                        result: Some(result),
+                        grant: mem::take(grant),
+                    }
+                }
+                StateProj::Answered { result, grant } => {
+                    ready!(grant.poll_shadows(cx));
+                    let result = result
+                        .take()
+                        .unwrap_or_else(|| polled_after_completion(P::FUTURE));
+                    return Poll::Ready(P::finish(result, grant));
+                }
+            };
+            state.set(next);
+        }
+    }
+}
+
+impl<T, S, P, Req> fmt::Debug for LimitFuture<T, S, P, Req>
+where
+    T: Service<Req>,
+    S: Store,
+    P: Serve<T, Req>,
+{
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct(P::FUTURE).finish_non_exhaustive()
     }
 }

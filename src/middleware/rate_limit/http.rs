@@ -9,12 +9,10 @@ use tower_service::Service;
 use super::Ending;
 use super::settle::Rule;
 use crate::gate::{Grant, Notifier, Refusal};
-use crate::limit::Decision;
 use crate::middleware::DryRun;
 use crate::middleware::headers::Headers;
 use crate::middleware::limit::{AsIs, Protocol, Serve, sealed};
 use crate::middleware::reject::{HttpReject, Reason, Reject, Rejection, challenge};
-use crate::settle::Settled;
 
 /// HTTP requests, whose refusals are responses.
 pub struct Http<R = HttpReject, E = AsIs> {
@@ -31,8 +29,6 @@ pub struct Http<R = HttpReject, E = AsIs> {
 
 /// Settles and annotates a response.
 pub struct Noted {
-    /// `None` if the response does not report the decision.
-    annotated: Option<Decision>,
     headers: Headers,
     shows_decision: bool,
     rule: Option<Arc<Rule>>,
@@ -70,27 +66,26 @@ where
     }
 
     /// The handler finds the decision and the [`Charge`](crate::settle::Charge) in the request's extensions.
+    #[inline(always)]
     fn call<D>(
         &self,
         notifier: &Notifier,
         inner: &mut T,
         (mut parts, body): (Parts, ReqBody),
-        grant: &Grant<D>,
-        decision: Option<Decision>,
+        grant: &mut Grant<D>,
     ) -> (T::Future, Noted) {
         if let Some(charge) = grant.charge()
             && let Some(outer) = parts.extensions.insert(charge.clone())
         {
             charge.count_for(outer);
         }
-        let is_annotated = self.shows_decision || self.headers != Headers::NONE;
         let noted = Noted {
-            annotated: decision.as_ref().filter(|_| is_annotated).cloned(),
             headers: self.headers,
             shows_decision: self.shows_decision,
             rule: self.rule.clone(),
         };
-        if let Some(decision) = decision
+        let is_annotated = self.shows_decision || self.headers != Headers::NONE;
+        if let Some(decision) = grant.show_decision(is_annotated)
             && let Some(outer) = parts.extensions.insert(decision)
             && let Some(inner) = parts.extensions.get()
         {
@@ -116,6 +111,7 @@ where
         })
     }
 
+    #[inline(always)]
     fn settle<D>(
         noted: &mut Noted,
         result: Result<Response<ResBody>, T::Error>,
@@ -124,16 +120,10 @@ where
         let mut response = result?;
         if let Some(rule) = &noted.rule {
             let (parts, body) = response.into_parts();
-            if let Some(Settled { reserved, cost }) = grant.settle(rule(&parts))
-                && cost != reserved
-            {
-                let decision = noted.annotated.take();
-                noted.annotated = decision.map(|decision| decision.settled(reserved, cost));
-            }
+            grant.settle(rule(&parts));
             response = Response::from_parts(parts, body);
         }
-        if let Some(decision) = noted.annotated.take() {
-            let decision = grant.update(decision);
+        if let Some(decision) = grant.take_decision() {
             noted
                 .headers
                 .annotate(decision, &mut response, noted.shows_decision);
@@ -141,6 +131,7 @@ where
         Ok(response)
     }
 
+    #[inline(always)]
     fn finish<D>(
         result: Result<Response<ResBody>, T::Error>,
         grant: &mut Grant<D>,

@@ -8,12 +8,12 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::runtime::{Handle, Id};
-use tokio::time::{Sleep, sleep};
+use tokio::time::{Instant, Sleep, sleep};
 use tower_service::Service;
 
 use super::future::ThrottleFuture;
 use super::{Bounded, Unbounded};
-use crate::gate::{Notifier, Question, Selector};
+use crate::gate::{Notifier, Selector};
 use crate::limit::{Key, Policies, RateLimited};
 use crate::middleware::call_limit::BoxError;
 use crate::observe::mistakes::IN_FLIGHT_IN_THROTTLE;
@@ -44,7 +44,8 @@ pub(super) struct Settings {
 
 enum State {
     Idle,
-    Waiting(Acquire, Question),
+    /// Since this time, if an observer needs it.
+    Waiting(Acquire, Option<Instant>),
     /// The store could not decide, or the queue is full: sleeps until the next attempt, on this
     /// runtime.
     Pausing(Pin<Box<Sleep>>, Option<Id>),
@@ -78,7 +79,7 @@ impl Settings {
         let Some(policies) = self.policies() else {
             return State::Ready(None);
         };
-        let question = Question::new(self.key, 1, self.notifier.since());
+        let since = self.notifier.since();
         let deadline = self.max_wait.and_then(|max| instant().checked_add(max));
         let wanted = WaitRequest {
             key: self.key,
@@ -87,8 +88,8 @@ impl Settings {
             deadline,
         };
         match self.wait_queues.join(wanted, None) {
-            Ok(turn) => State::Waiting(turn, question),
-            Err(refusal) => self.refused(refusal, &question),
+            Ok(turn) => State::Waiting(turn, since),
+            Err(refusal) => self.refused(refusal, since),
         }
     }
 
@@ -99,20 +100,20 @@ impl Settings {
         }
     }
 
-    fn granted(&self, permit: Permit, question: &Question) -> State {
+    fn granted(&self, permit: Permit, since: Option<Instant>) -> State {
         self.notifier
-            .answered(&self.key, question, &Ok(permit.decision()), false);
+            .answered(&self.key, 1, since, &Ok(permit.decision()), false);
         State::Ready(Some(permit))
     }
 
-    fn refused(&self, refusal: Refusal, question: &Question) -> State {
+    fn refused(&self, refusal: Refusal, since: Option<Instant>) -> State {
         let is_timed = self.max_wait.is_some();
         let answer = match refusal {
             Refusal::Denied(_) if !is_timed => return State::pausing(),
             Refusal::Denied(decision) => Ok(decision),
             Refusal::Failed(error) => Err(error),
         };
-        self.notifier.answered(&self.key, question, &answer, false);
+        self.notifier.answered(&self.key, 1, since, &answer, false);
         match answer {
             Ok(denied) => State::Refused(RateLimited::new(denied).into()),
             Err(_) if self.allow_on_error => State::Ready(None),
@@ -188,13 +189,13 @@ impl<T, W> Throttle<T, W> {
                     let turn = ready!(Pin::new(turn).poll(cx));
                     // Replace the state first: the future must not be polled again, even if an
                     // observer panics.
-                    let State::Waiting(_, question) = mem::replace(&mut self.state, State::Idle)
+                    let State::Waiting(_, since) = mem::replace(&mut self.state, State::Idle)
                     else {
                         continue;
                     };
                     match turn {
-                        Ok(permit) => self.settings.granted(permit, &question),
-                        Err(refusal) => self.settings.refused(refusal, &question),
+                        Ok(permit) => self.settings.granted(permit, since),
+                        Err(refusal) => self.settings.refused(refusal, since),
                     }
                 }
                 State::Pausing(pause, _) => {
