@@ -1,15 +1,18 @@
 //! Encodes checks as the arguments of one script call, and decodes its reply into their verdicts.
 
+use std::collections::HashMap;
+
 use redis::{Cmd, Value};
 use smallvec::{SmallVec, smallvec};
 
-use super::{CHECK, Script, TAKES, wire};
+use super::{CHECK, Call, Script, TAKES, wire};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{
     Charged, Check, EachCharged, Key, Mode, Policies, Policy, SlotId, State, Verdict, Verdicts,
 };
 
-/// The contents of one script call.
+/// A batch of checks as one script call. Checks with the same parameters share a plan, and equal ones of a caller an
+/// entry.
 #[derive(Debug, Default)]
 pub(crate) struct ScriptCall {
     /// The keys of each entry: `prefix:{caller}` with each policy's `:name:strategy:span`. For a check with an id,
@@ -17,21 +20,30 @@ pub(crate) struct ScriptCall {
     keys: Vec<u8>,
     /// End of each key in `keys`.
     ends: Vec<usize>,
-    pub(crate) plans: Vec<Plan>,
-    pub(crate) entries: Vec<Entry>,
+    pub(super) plans: Vec<Plan>,
+    pub(super) entries: Vec<Entry>,
     /// Index of each check's entry.
-    pub(crate) checks: Vec<usize>,
+    pub(super) checks: Vec<usize>,
     /// The slots that checks take, renew or release, with the index of the entry.
     slots: Vec<(usize, SlotId)>,
     /// Whether a caller has entries of several plans.
-    pub(crate) has_several_of_a_caller: bool,
+    has_several_of_a_caller: bool,
+    /// Index of the plan for these parameters, so that plans need no linear search.
+    pub(super) plan_of: HashMap<Asked, usize>,
+    /// For each caller the plan and index of its last entry. The next check joins that entry if its parameters are
+    /// equal.
+    open: HashMap<Key, (usize, usize)>,
+    /// The time, 0 for Redis's own.
+    pub(crate) now: i64,
+    /// Whether `ASKING` precedes the call, because the node imports the slot.
+    pub(crate) asks: bool,
 }
 
 /// The parameters of a check without its caller; entries of many callers share them.
 #[derive(Debug)]
-pub(crate) struct Plan {
-    pub(crate) asked: Asked,
-    pub(crate) policies: Policies,
+pub(super) struct Plan {
+    asked: Asked,
+    pub(super) policies: Policies,
     /// The refunded charge, unless it was made in this instant.
     charged: EachCharged,
 }
@@ -39,7 +51,7 @@ pub(crate) struct Plan {
 /// The parameters of a plan that are cheap to compare. Two lists of policies may share an identity by chance, so
 /// [`Plan::asks`] compares the policies too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Asked {
+pub(super) struct Asked {
     identity: u64,
     mode: Mode,
     cost: u32,
@@ -51,13 +63,13 @@ pub(crate) struct Asked {
 
 /// Checks of one caller under one plan, repeated `times`.
 #[derive(Debug, PartialEq, Eq, Clone, Copy)]
-pub(crate) struct Entry {
-    pub(crate) plan: usize,
+pub(super) struct Entry {
+    pub(super) plan: usize,
     times: i64,
 }
 
 impl Asked {
-    pub(crate) fn of(check: &Check) -> Self {
+    pub(super) fn of(check: &Check) -> Self {
         Self {
             identity: check.policies().identity(),
             mode: check.mode(),
@@ -70,7 +82,7 @@ impl Asked {
 }
 
 impl Plan {
-    pub(crate) fn new(asked: Asked, check: &Check) -> Self {
+    fn new(asked: Asked, check: &Check) -> Self {
         Self {
             asked,
             policies: check.policies().clone(),
@@ -78,7 +90,7 @@ impl Plan {
         }
     }
 
-    pub(crate) fn asks(&self, asked: Asked, check: &Check) -> bool {
+    fn asks(&self, asked: Asked, check: &Check) -> bool {
         self.asked == asked
             && self.policies.is(check.policies())
             && self.charged[..] == *check.charged()
@@ -135,6 +147,10 @@ impl ScriptCall {
             checks,
             slots,
             has_several_of_a_caller,
+            plan_of,
+            open,
+            now,
+            asks,
         } = self;
         keys.clear();
         ends.clear();
@@ -143,11 +159,55 @@ impl ScriptCall {
         checks.clear();
         slots.clear();
         *has_several_of_a_caller = false;
+        plan_of.clear();
+        open.clear();
+        (*now, *asks) = (0, false);
     }
 
-    /// The script that decides this call.
-    pub(crate) fn script(&self) -> &'static Script {
-        if self.is_of_takes() { &TAKES } else { &CHECK }
+    /// Adds a check.
+    pub(crate) fn push(&mut self, prefix: &str, check: &Check) {
+        let plan = self.plan(check);
+        let entry = self.entries.len();
+        let joins = matches!(
+            check.mode(),
+            Mode::Take | Mode::Refund | Mode::Renew | Mode::Release
+        );
+        if joins && check.id().is_none() {
+            let open = self.open.entry(*check.key()).or_insert((plan, entry));
+            if open.0 != plan {
+                *open = (plan, entry);
+                self.has_several_of_a_caller = true;
+            }
+            if open.1 != entry {
+                let open = open.1;
+                return self.repeat(open, check);
+            }
+        } else {
+            self.open.remove(check.key());
+        }
+        self.push_entry(plan, prefix, check);
+    }
+
+    /// Returns the index of the plan for this check, and creates the plan if it is new.
+    fn plan(&mut self, check: &Check) -> usize {
+        let (asked, plans) = (Asked::of(check), &mut self.plans);
+        // Usually all checks of a batch have the same parameters.
+        if plans.last().is_some_and(|plan| plan.asks(asked, check)) {
+            return plans.len() - 1;
+        }
+        if let Some(&index) = self.plan_of.get(&asked)
+            && plans[index].asks(asked, check)
+        {
+            return index;
+        }
+        plans.push(Plan::new(asked, check));
+        self.plan_of.insert(asked, plans.len() - 1);
+        plans.len() - 1
+    }
+
+    /// Number of checks.
+    pub(crate) fn len(&self) -> usize {
+        self.checks.len()
     }
 
     /// Returns `true` if `lua/takes.lua` can decide all entries.
@@ -159,14 +219,14 @@ impl ScriptCall {
     }
 
     /// Adds a check with the parameters of this entry.
-    pub(crate) fn repeat(&mut self, entry: usize, check: &Check) {
+    fn repeat(&mut self, entry: usize, check: &Check) {
         self.entries[entry].times += 1;
         self.checks.push(entry);
         self.slots.extend(check.slot().map(|slot| (entry, slot)));
     }
 
     /// Adds a check as a new entry of this plan.
-    pub(crate) fn push(&mut self, plan: usize, prefix: &str, check: &Check) {
+    fn push_entry(&mut self, plan: usize, prefix: &str, check: &Check) {
         self.checks.push(self.entries.len());
         self.slots
             .extend(check.slot().map(|slot| (self.entries.len(), slot)));
@@ -216,27 +276,8 @@ impl ScriptCall {
         }
     }
 
-    /// Returns the command `name` (`EVALSHA` or `EVAL`) with `script`, the hash or text of its
-    /// [`script`](Self::script). `now` is 0 for Redis's own time.
-    pub(crate) fn command(&self, name: &str, script: &str, now: i64) -> Cmd {
-        let mut cmd =
-            Cmd::with_capacity(self.ends.len() + 64, self.keys.len() + script.len() + 256);
-        cmd.arg(name).arg(script).arg(self.ends.len());
-        let mut start = 0;
-        for &end in &self.ends {
-            cmd.arg(&self.keys[start..end]);
-            start = end;
-        }
-        if self.is_of_takes() {
-            self.add_takes(&mut cmd, now);
-        } else {
-            self.add_checks(&mut cmd, now);
-        }
-        cmd
-    }
-
     /// Adds the arguments of `lua/takes.lua`.
-    fn add_takes(&self, cmd: &mut Cmd, now: i64) {
+    fn add_takes(&self, cmd: &mut Cmd) {
         let mut packed = Packed::default();
         for run in self.entries.chunk_by(|a, b| a == b) {
             let plan = &self.plans[run[0].plan];
@@ -245,7 +286,7 @@ impl ScriptCall {
             };
             let params = policy.params();
             packed
-                .i56(now)
+                .i56(self.now)
                 .i56(params.full)
                 .i56(plan.ticks_under(policy))
                 .i56(params.ticks)
@@ -256,13 +297,13 @@ impl ScriptCall {
     }
 
     /// Adds the arguments of `lua/call.lua`.
-    fn add_checks(&self, cmd: &mut Cmd, now: i64) {
+    fn add_checks(&self, cmd: &mut Cmd) {
         let policies = || self.plans.iter().flat_map(|plan| plan.policies.iter());
         let mut packed = Packed::default();
         packed
             .u32(policies().count())
             .u32(self.plans.len())
-            .i56(now)
+            .i56(self.now)
             .add_to(cmd);
         for policy in policies() {
             packed.u8(wire::kind_number(policy.kind()));
@@ -384,6 +425,33 @@ impl ScriptCall {
         } else {
             numbers(reply).is_some_and(|numbers| numbers.contains(&wire::READ_ONLY.to_le_bytes()))
         }
+    }
+}
+
+impl Call for ScriptCall {
+    fn script(&self) -> &'static Script {
+        if self.is_of_takes() { &TAKES } else { &CHECK }
+    }
+
+    fn asks(&self) -> bool {
+        self.asks
+    }
+
+    fn command(&self, name: &str, script: &str) -> Cmd {
+        let mut cmd =
+            Cmd::with_capacity(self.ends.len() + 64, self.keys.len() + script.len() + 256);
+        cmd.arg(name).arg(script).arg(self.ends.len());
+        let mut start = 0;
+        for &end in &self.ends {
+            cmd.arg(&self.keys[start..end]);
+            start = end;
+        }
+        if self.is_of_takes() {
+            self.add_takes(&mut cmd);
+        } else {
+            self.add_checks(&mut cmd);
+        }
+        cmd
     }
 }
 

@@ -13,11 +13,12 @@
 //!   in them fail with [`ErrorKind::NoRuntime`](crate::error::ErrorKind::NoRuntime).
 
 mod cluster;
-mod inner;
-mod job;
+mod denials;
 mod queues;
+mod store;
 mod task;
 
-pub use job::RedisFuture;
+pub use queues::RedisFuture;
+pub use store::RedisStore;
 
-pub(super) use inner::Inner;
+pub(super) use store::Shared;

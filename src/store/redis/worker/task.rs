@@ -1,30 +1,22 @@
-//! Queues checks, and runs the workers that send and answer them.
-//!
-//! The methods of [`Inner`] that queue a check are here, beside the workers that they start.
+//! A worker: a task that sends the checks of a queue, and answers them.
 
 use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use redis::{RedisError, ServerErrorKind, Value};
-use smallvec::SmallVec;
-use tokio::runtime::Handle;
+use redis::{RedisError, ServerErrorKind};
 use tokio::task::yield_now;
 use tokio::time::sleep;
 
-use super::cluster::Placed;
-use super::inner::{Inner, runtime, runtime_is_ending};
-use super::job::{Job, RedisFuture, no_runtime};
-use super::queues::{Call, NodeQueue, Target, Work};
+use super::queues::{Job, Target, no_runtime};
+use super::store::{Shared, runtime_is_ending};
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Key, Policies, Source};
 use crate::observe::event;
-use crate::store::Answer;
-use crate::store::redis::batch::Full;
 use crate::store::redis::link::{Failures, Replies, error_of, within};
+use crate::store::redis::script::ScriptCall;
 use crate::store::redis::topology::cluster::Why;
-use crate::store::redis::topology::{Node, Pool};
+use crate::store::redis::topology::{Node, Pool, Topology};
 use crate::util::{contain, instant};
 
 /// Maximum number of times that a worker yields to let more checks arrive.
@@ -32,110 +24,8 @@ const GATHER: u32 = 4;
 /// Pause before another attempt to find the node of a check.
 const PAUSE: Duration = Duration::from_millis(3);
 
-impl Inner {
-    /// Answers a check from the cached denials, or queues it.
-    pub(crate) fn check(self: &Arc<Self>, check: Check) -> Answer<RedisFuture> {
-        if let Some(verdicts) = self.denials.verdicts(&check) {
-            return Answer::ready(Ok(check.answer(verdicts, Source::Cached)));
-        }
-        let partition = self.topology.partition(check.key());
-        match self.enqueue(check, partition) {
-            Ok(future) => Answer::pending(future),
-            Err(error) => Answer::ready(Err(error.not_sent())),
-        }
-    }
-
-    /// Queues a check for its partition's node.
-    fn enqueue(self: &Arc<Self>, check: Check, partition: u16) -> Result<RedisFuture, StoreError> {
-        let runtime = runtime()?;
-        if let Some(error) = self
-            .topology
-            .cluster()
-            .and_then(|cluster| cluster.refused.get())
-        {
-            return Err(error.clone());
-        }
-        let (mut job, mut future) = Job::new(check, partition);
-        let pushed = self.put(&runtime, self.topology.node(partition), |queue| {
-            job.place = queue.next_place();
-            future.place = job.place;
-            queue.jobs.push(job)
-        });
-        pushed
-            .map(|()| future)
-            .map_err(|Full| StoreError::new(ErrorKind::QueueFull))
-    }
-
-    /// Queues undecided checks for these nodes, on this runtime.
-    fn requeue(self: &Arc<Self>, jobs: Placed) {
-        let Ok(runtime) = Handle::try_current() else {
-            return;
-        };
-        for (node, job) in jobs {
-            let _ = self.put(&runtime, node, |queue| Ok(queue.jobs.put(job)));
-        }
-    }
-
-    /// Lets `put` add to the queue of a node, and starts a worker if the queue allows another.
-    fn put(
-        self: &Arc<Self>,
-        runtime: &Handle,
-        node: Option<Node>,
-        put: impl FnOnce(&mut NodeQueue) -> Result<bool, Full>,
-    ) -> Result<(), Full> {
-        let worker = self.with_queue(runtime, node, |queue, spare| {
-            let start = put(queue)?;
-            Ok(start.then(|| {
-                (
-                    queue.number,
-                    queue.target.clone(),
-                    spare.pop().unwrap_or_default(),
-                )
-            }))
-        });
-        if let Some((queue, target, work)) = worker? {
-            // On a runtime that has shut down, `spawn` drops the worker, whose `Drop` fails the check.
-            runtime.spawn(Worker::new(self, queue, work).run(target));
-        }
-        Ok(())
-    }
-
-    /// Withdraws a check that is still queued, so that it is never sent. Returns `false` if a worker has taken it.
-    pub(crate) fn withdraw(&self, future: &mut RedisFuture) -> bool {
-        // Keep the lock until the check is abandoned, so that no worker takes it between the two.
-        let queues = self.queues();
-        let waits = queues.have(future.place)
-            || (self.topology.cluster().is_some() && queues.have_redirected(future.place));
-        if waits {
-            future.abandon();
-        }
-        waits
-    }
-
-    /// Sends two checks of one caller that need the same rights as real ones; in a cluster, two to each master. If both
-    /// share a call, the second finds the first one's state and so also needs the rights to read and overwrite it.
-    pub(crate) async fn ping(self: &Arc<Self>) -> Result<(), StoreError> {
-        let mut partitions = vec![0];
-        if let Some(cluster) = self.topology.cluster() {
-            self.refreshed(cluster).await?;
-            partitions = cluster.partition_of_each();
-        }
-        let again = || Check::take(Key::PROBE, &Policies::probe(), 2);
-        let probes: Vec<_> = partitions
-            .into_iter()
-            .flat_map(|partition| {
-                [Check::probe(Key::PROBE), again()].map(|probe| self.enqueue(probe, partition))
-            })
-            .collect();
-        for probe in probes {
-            drop(probe?.await?);
-        }
-        Ok(())
-    }
-}
-
-struct Worker {
-    inner: Arc<Inner>,
+pub(super) struct Worker {
+    inner: Arc<Shared>,
     /// The number of its queue.
     queue: u64,
     work: Work,
@@ -147,7 +37,7 @@ struct Worker {
 
 impl Worker {
     /// Creates a worker, which its queue must have counted.
-    fn new(inner: &Arc<Inner>, queue: u64, work: Work) -> Self {
+    pub(super) fn new(inner: &Arc<Shared>, queue: u64, work: Work) -> Self {
         Self {
             inner: Arc::clone(inner),
             queue,
@@ -157,7 +47,7 @@ impl Worker {
         }
     }
 
-    async fn run(self, target: Option<Target>) {
+    pub(super) async fn run(self, target: Option<Target>) {
         match target {
             Some(Target { node, pool }) => self.send(node, &pool).await,
             // Rare, and boxed so that the future of the other workers is small.
@@ -247,14 +137,17 @@ impl Worker {
         let Some(waiting) = self.take_jobs(Some(node), self.inner.settings.batch.get()) else {
             return false;
         };
-        self.work
-            .make_calls(&self.inner.topology, &self.inner.settings.prefix);
-        self.inner.attend();
-        let jobs = &self.work.jobs;
-        if let Some(observer) = self.inner.observer.get()
-            && !jobs.is_empty()
+        let Self { inner, work, .. } = self;
+        work.make_calls(
+            &inner.topology,
+            &inner.settings.prefix,
+            inner.now.load(Ordering::Relaxed),
+        );
+        inner.attend();
+        if let Some(observer) = inner.observer.get()
+            && !work.jobs.is_empty()
         {
-            contain(|| observer.sent(&event::Sent::new(jobs.len(), waiting)));
+            contain(|| observer.sent(&event::Sent::new(work.jobs.len(), waiting)));
         }
         true
     }
@@ -324,21 +217,13 @@ impl Worker {
         let Self {
             inner, work, sent, ..
         } = self;
-        let (calls, now) = (work.calls(), inner.now.load(Ordering::Relaxed));
-        let asks: SmallVec<[bool; 1]> = calls.iter().map(|call| call.asks).collect();
         let mut connection = pool.checkout(failures).await?;
         *sent = true;
-        let command =
-            |call: usize, name: &str, text: &str| calls[call].batch.call.command(name, text, now);
-        let replies = connection
-            .run(|call| calls[call].batch.call.script(), &asks, command)
-            .await
-            .map_err(|error| error_of(&error))?;
-        let is_read_only = |(call, reply): (&Call, &Result<Value, RedisError>)| {
-            let reply = reply.as_ref().ok();
-            reply.is_some_and(|reply| call.batch.call.is_read_only(reply))
-        };
-        if calls.iter().zip(&replies).any(is_read_only) {
+        let replies = connection.run(work.calls()).await;
+        let replies = replies.map_err(|error| error_of(&error))?;
+        let mut of_calls = work.calls().iter().zip(&replies);
+        if of_calls.any(|(call, reply)| reply.as_ref().is_ok_and(|reply| call.is_read_only(reply)))
+        {
             connection.give_up(Some(StoreError::new(ErrorKind::ReadOnly)));
         }
         match (inner.topology.cluster(), replies.first()) {
@@ -355,12 +240,10 @@ impl Worker {
         let (jobs, calls) = self.work.parts();
         let mut jobs = jobs.drain(..);
         for (call, reply) in calls.iter().zip(replies) {
-            let own = jobs.by_ref().take(call.jobs);
-            match (
-                reply.as_ref().map(|reply| call.batch.call.read(reply)),
-                inner.topology.cluster(),
-            ) {
-                (Ok(Ok(verdicts)), cluster) => {
+            let own = jobs.by_ref().take(call.len());
+            let cluster = inner.topology.cluster();
+            match reply.as_ref().map(|reply| call.read(reply)) {
+                Ok(Ok(verdicts)) => {
                     let mut again = vec![];
                     for (job, verdicts) in own.zip(verdicts) {
                         match verdicts {
@@ -376,17 +259,18 @@ impl Worker {
                         inner.requeue(inner.redirect(cluster, again, &deleted_here(), node));
                     }
                 }
-                (Ok(Err(error)), _) => {
+                Ok(Err(error)) => {
                     let error = named(error);
                     for job in own {
                         inner.refuse(job, error.clone());
                     }
                 }
-                (Err(error), Some(cluster)) => {
-                    inner.requeue(inner.redirect(cluster, own.collect(), error, node))
+                Err(error) => {
+                    // Without a cluster, `attempt` has returned this as the error of the batch.
+                    if let Some(cluster) = cluster {
+                        inner.requeue(inner.redirect(cluster, own.collect(), error, node));
+                    }
                 }
-                // Unreachable: `attempt` returns this as the error of the batch.
-                (Err(_), None) => {}
             }
         }
     }
@@ -449,6 +333,63 @@ impl Drop for Worker {
         for job in waiting.into_iter().flatten() {
             job.fail(no_runtime().not_sent());
         }
+    }
+}
+
+/// The buffers of a worker: the checks that it has taken, and the script calls for them, which share one round trip.
+/// For a single server there is one call, for a node of a cluster one per partition.
+#[derive(Debug, Default)]
+pub(super) struct Work {
+    /// Grouped by call.
+    jobs: Vec<Job>,
+    /// The calls from `len` on are empty and kept for reuse.
+    calls: Vec<ScriptCall>,
+    len: usize,
+}
+
+impl Work {
+    /// Clears the calls for reuse.
+    fn clear_calls(&mut self) {
+        for call in &mut self.calls[..self.len] {
+            call.clear();
+        }
+        self.len = 0;
+    }
+
+    /// Groups the checks and builds the calls. `now` is 0 for Redis's own time.
+    fn make_calls(&mut self, topology: &Topology, prefix: &str, now: i64) {
+        let Self { jobs, calls, len } = self;
+        let cluster = topology.cluster();
+        if let Some(cluster) = cluster {
+            // While a slot migrates, each caller gets a separate call: the keys of different callers may be on
+            // different nodes.
+            for job in jobs.iter_mut() {
+                job.alone = job.redirect.is_some() || cluster.moves(job.partition);
+            }
+            // A stable sort keeps the order of each caller's checks.
+            jobs.sort_by(|a, b| a.group().cmp(&b.group()));
+        }
+        for group in jobs.chunk_by(|a, b| a.group() == b.group()) {
+            let prefix = cluster.map_or(prefix, |cluster| cluster.prefix(group[0].partition));
+            if *len == calls.len() {
+                calls.push(ScriptCall::default());
+            }
+            let call = &mut calls[*len];
+            *len += 1;
+            (call.now, call.asks) = (now, group[0].asks());
+            for job in group {
+                call.push(prefix, &job.check);
+            }
+        }
+    }
+
+    fn calls(&self) -> &[ScriptCall] {
+        &self.calls[..self.len]
+    }
+
+    /// The checks and the calls.
+    fn parts(&mut self) -> (&mut Vec<Job>, &[ScriptCall]) {
+        (&mut self.jobs, &self.calls[..self.len])
     }
 }
 
