@@ -28,7 +28,7 @@ pub(crate) struct ScriptCall {
     slots: Vec<(usize, SlotId)>,
     /// Whether a caller has entries of several plans.
     has_several_of_a_caller: bool,
-    /// Index of the plan for these parameters, so that plans need no linear search.
+    /// Index of the plan for these parameters, except the last plan, so that plans need no linear search.
     pub(super) plan_of: HashMap<Asked, usize>,
     /// For each caller the plan and index of its last entry. The next check joins that entry if its parameters are
     /// equal.
@@ -200,8 +200,10 @@ impl ScriptCall {
         {
             return index;
         }
+        if let Some(last) = plans.last() {
+            self.plan_of.insert(last.asked, plans.len() - 1);
+        }
         plans.push(Plan::new(asked, check));
-        self.plan_of.insert(asked, plans.len() - 1);
         plans.len() - 1
     }
 

@@ -13,7 +13,7 @@ use tokio::runtime::Id;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::task::Work;
+use super::task::Worker;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Frees, Mode};
 use crate::store::redis::topology::{Node, Pool};
@@ -25,8 +25,6 @@ pub(super) struct Queues {
     pub(super) each: Vec<NodeQueue>,
     /// Number of queues created so far, which numbers the next one.
     pub(super) made: u64,
-    /// Buffers of ended workers, for the next ones.
-    pub(super) spare: Vec<Work>,
 }
 
 /// The checks of one runtime for one node. Without a target, the checks whose node is unknown.
@@ -37,6 +35,8 @@ pub(super) struct NodeQueue {
     pub(super) runtime: Id,
     pub(super) target: Option<Target>,
     pub(super) jobs: Queue<Job>,
+    /// The tasks of ended workers. Each runs the worker that it is sent, and ends if this sender is dropped.
+    pub(super) idle: Vec<oneshot::Sender<Worker>>,
     /// Dropped with the store, which ends the task that waits for the runtime to shut down.
     pub(super) _store: oneshot::Sender<Infallible>,
 }
@@ -90,11 +90,8 @@ impl Queues {
     }
 
     /// Returns the queue of this number, or `None` if its runtime has shut down.
-    pub(super) fn of(&mut self, number: u64) -> Option<&mut Queue<Job>> {
-        self.each
-            .iter_mut()
-            .find(|queue| queue.number == number)
-            .map(|queue| &mut queue.jobs)
+    pub(super) fn of(&mut self, number: u64) -> Option<&mut NodeQueue> {
+        self.each.iter_mut().find(|queue| queue.number == number)
     }
 
     /// Removes the queue of this number.

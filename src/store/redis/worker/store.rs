@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use super::cluster::Placed;
 use super::denials::DenialCache;
 use super::queues::{Full, Job, NodeQueue, Queue, Queues, RedisFuture, Target, no_runtime};
-use super::task::{Work, Worker};
+use super::task::Worker;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Key, Policies, Source, Verdicts};
 use crate::observe::mistakes::MISSING_RIGHT;
@@ -198,16 +198,16 @@ impl Shared {
         lock(&self.queues)
     }
 
-    /// Calls `act` under the lock with the queue of a node on this runtime, and with the buffers of ended workers.
+    /// Calls `act` under the lock with the queue of a node on this runtime.
     pub(super) fn with_queue<T>(
         self: &Arc<Self>,
         runtime: &Handle,
         node: Option<Node>,
-        act: impl FnOnce(&mut NodeQueue, &mut Vec<Work>) -> T,
+        act: impl FnOnce(&mut NodeQueue) -> T,
     ) -> T {
         let (result, watch) = {
             let mut queues = self.queues();
-            let Queues { each, made, spare } = &mut *queues;
+            let Queues { each, made } = &mut *queues;
             let mut watch = None;
             let found = each
                 .iter()
@@ -219,7 +219,7 @@ impl Shared {
                 each.push(queue);
                 each.len() - 1
             });
-            (act(&mut each[index], spare), watch)
+            (act(&mut each[index]), watch)
         };
         if let Some(watch) = watch {
             // A runtime that has shut down drops the watch, whose `Drop` fails the queued checks.
@@ -267,6 +267,7 @@ impl Shared {
                 runtime: runtime.id(),
                 target,
                 jobs,
+                idle: vec![],
                 _store,
             },
             watch,
@@ -323,19 +324,24 @@ impl Shared {
         node: Option<Node>,
         put: impl FnOnce(&mut NodeQueue) -> Result<bool, Full>,
     ) -> Result<(), Full> {
-        let worker = self.with_queue(runtime, node, |queue, spare| {
+        let start = self.with_queue(runtime, node, |queue| {
             let start = put(queue)?;
             Ok(start.then(|| {
-                (
-                    queue.number,
-                    queue.target.clone(),
-                    spare.pop().unwrap_or_default(),
-                )
+                let task = queue.idle.pop();
+                (queue.number, task, queue.target.clone())
             }))
         });
-        if let Some((queue, target, work)) = worker? {
+        let Some((queue, task, target)) = start? else {
+            return Ok(());
+        };
+        let worker = Worker::new(self, queue);
+        let unsent = match task {
+            Some(task) => task.send(worker).err(),
+            None => Some(worker),
+        };
+        if let Some(worker) = unsent {
             // On a runtime that has shut down, `spawn` drops the worker, whose `Drop` fails the check.
-            runtime.spawn(Worker::new(self, queue, work).run(target));
+            runtime.spawn(worker.run(target));
         }
         Ok(())
     }
@@ -375,7 +381,7 @@ impl Shared {
 
     /// Returns the connections to a node on this runtime.
     fn pool(self: &Arc<Self>, node: Node) -> Result<Arc<Pool>, StoreError> {
-        let target = self.with_queue(&runtime()?, Some(node), |queue, _| queue.target.clone());
+        let target = self.with_queue(&runtime()?, Some(node), |queue| queue.target.clone());
         target.map_or_else(
             || Err(StoreError::new(ErrorKind::NotReady)),
             |target| Ok(target.pool),

@@ -1,11 +1,13 @@
-//! A worker: a task that sends the checks of a queue, and answers them.
+//! A worker sends the checks of a queue, and answers them.
 
 use std::mem;
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use redis::{RedisError, ServerErrorKind};
+use tokio::sync::oneshot;
 use tokio::task::yield_now;
 use tokio::time::sleep;
 
@@ -24,6 +26,7 @@ const GATHER: u32 = 4;
 /// Pause before another attempt to find the node of a check.
 const PAUSE: Duration = Duration::from_millis(3);
 
+/// The work of a task from a check that needs a worker until the queue is empty.
 pub(super) struct Worker {
     inner: Arc<Shared>,
     /// The number of its queue.
@@ -35,35 +38,47 @@ pub(super) struct Worker {
     counted: bool,
 }
 
+/// The next worker of a task: `None` for a task that ends.
+type Next = Option<oneshot::Receiver<Worker>>;
+
 impl Worker {
     /// Creates a worker, which its queue must have counted.
-    pub(super) fn new(inner: &Arc<Shared>, queue: u64, work: Work) -> Self {
+    pub(super) fn new(inner: &Arc<Shared>, queue: u64) -> Self {
         Self {
             inner: Arc::clone(inner),
             queue,
-            work,
+            work: Work::default(),
             sent: false,
             counted: true,
         }
     }
 
-    pub(super) async fn run(self, target: Option<Target>) {
-        match target {
-            Some(Target { node, pool }) => self.send(node, &pool).await,
+    /// Runs a task. Between two workers, it keeps the buffers, but not the store.
+    pub(super) async fn run(mut self, target: Option<Target>) {
+        let Some(Target { node, pool }) = target else {
             // Rare, and boxed so that the future of the other workers is small.
-            None => Box::pin(self.place()).await,
+            return Box::pin(self.place()).await;
+        };
+        let mut failures = pool.failures();
+        while let Some(next) = self.send(node, &pool, &mut failures).await {
+            let work = mem::take(&mut self.work);
+            drop(self);
+            let Ok(worker) = next.await else { return };
+            self = worker;
+            self.work = work;
         }
     }
 
     /// Sends the checks of this queue to `node` until the queue is empty.
-    async fn send(mut self, node: Node, pool: &Pool) {
-        let mut failures = pool.failures();
-        while self.take(node) {
-            if self.work.jobs.is_empty() {
-                continue;
+    async fn send(&mut self, node: Node, pool: &Pool, failures: &mut Failures) -> Next {
+        loop {
+            match self.take(node) {
+                ControlFlow::Break(next) => return next,
+                ControlFlow::Continue(()) if self.work.jobs.is_empty() => continue,
+                ControlFlow::Continue(()) => {}
             }
             let sent_at = self.inner.denials.now();
-            match self.call(node, pool, &mut failures).await {
+            match self.call(node, pool, failures).await {
                 Ok(replies) => self.answer(&replies, sent_at, node),
                 Err(error) => self.fail(&error, node),
             }
@@ -85,7 +100,7 @@ impl Worker {
                     Ok(())
                 }
             };
-            if self.take_jobs(None, usize::MAX).is_none() {
+            if self.take_jobs(None, usize::MAX).is_break() {
                 return;
             }
             let unplaced = found
@@ -117,7 +132,7 @@ impl Worker {
             self.inner
                 .queues()
                 .of(self.queue)
-                .map(|queue| queue.next_number())
+                .map(|queue| queue.jobs.next_number())
         };
         let mut before = pushed();
         for _ in 0..GATHER {
@@ -130,13 +145,10 @@ impl Worker {
         }
     }
 
-    /// Takes checks up to the size of a batch and builds their calls. Returns `false` if the queue is empty: the worker
-    /// must end.
-    fn take(&mut self, node: Node) -> bool {
+    /// Takes checks up to the size of a batch and builds their calls, or ends the worker if the queue is empty.
+    fn take(&mut self, node: Node) -> ControlFlow<Next> {
         self.work.clear_calls();
-        let Some(waiting) = self.take_jobs(Some(node), self.inner.settings.batch.get()) else {
-            return false;
-        };
+        let waiting = self.take_jobs(Some(node), self.inner.settings.batch.get())?;
         let Self { inner, work, .. } = self;
         work.make_calls(
             &inner.topology,
@@ -149,22 +161,25 @@ impl Worker {
         {
             contain(|| observer.sent(&event::Sent::new(work.jobs.len(), waiting)));
         }
-        true
+        ControlFlow::Continue(())
     }
 
     /// Takes checks, drops abandoned ones, and fails those older than the timeout. Returns the number of checks left in
-    /// the queue, or `None` if the worker must end.
-    fn take_jobs(&mut self, node: Option<Node>, max: usize) -> Option<usize> {
+    /// the queue, or ends the worker if there were none.
+    fn take_jobs(&mut self, node: Option<Node>, max: usize) -> ControlFlow<Next, usize> {
         let jobs = &mut self.work.jobs;
         let waiting = {
             let mut queues = self.inner.queues();
-            let queue = queues.of(self.queue)?;
-            let Some(waiting) = queue.take(max, |job| job.weight as usize, jobs) else {
+            let Some(queue) = queues.of(self.queue) else {
+                return ControlFlow::Break(None);
+            };
+            let Some(waiting) = queue.jobs.take(max, |job| job.weight as usize, jobs) else {
                 // `fail` may have moved a whole queue into this buffer.
                 jobs.shrink_to(self.inner.settings.batch.get());
                 self.counted = false;
-                queues.spare.push(mem::take(&mut self.work));
-                return None;
+                let (task, next) = oneshot::channel();
+                queue.idle.push(task);
+                return ControlFlow::Break(Some(next));
             };
             waiting
         };
@@ -179,7 +194,7 @@ impl Worker {
                     .not_sent(),
             );
         }
-        Some(waiting)
+        ControlFlow::Continue(waiting)
     }
 
     /// Sends the calls. Returns the reply to each.
@@ -290,7 +305,7 @@ impl Worker {
             return;
         }
         if let Some(queue) = self.inner.queues().of(self.queue) {
-            queue.take_all(jobs);
+            queue.jobs.take_all(jobs);
         }
         self.inner.refresh(Why::Lost(node));
         let (elsewhere, left) = self.inner.moved(jobs.drain(..), node);
@@ -321,7 +336,7 @@ impl Drop for Worker {
             .inner
             .queues()
             .of(self.queue)
-            .map(|queue| queue.leave());
+            .map(|queue| queue.jobs.leave());
         for job in self.work.jobs.drain(..) {
             let error = if self.sent {
                 no_runtime()
@@ -631,10 +646,10 @@ mod tests {
     async fn a_worker_leaves_other_queues_alone() {
         let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
         let (inner, runtime) = (&store.inner, Handle::current());
-        let queue = || inner.with_queue(&runtime, inner.topology.node(0), |queue, _| queue.number);
+        let queue = || inner.with_queue(&runtime, inner.topology.node(0), |queue| queue.number);
         let former = queue();
         assert_eq!(queue(), former);
-        let worker = Worker::new(inner, former, Work::default());
+        let worker = Worker::new(inner, former);
         drop(mem::take(&mut inner.queues().each));
         let newer = queue();
         drop(worker);
@@ -642,16 +657,52 @@ mod tests {
         assert!(queues.of(former).is_none() && queues.of(newer).is_some());
     }
 
-    /// A call spawns a worker, and Tokio copies its future six times.
+    /// Each call copies a part of it.
     #[tokio::test]
     async fn the_future_of_a_worker_is_small() {
         let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
         let (inner, runtime) = (&store.inner, Handle::current());
-        let number = inner.with_queue(&runtime, inner.topology.node(0), |queue, _| queue.number);
-        let run = Worker::new(inner, number, Work::default()).run(None);
+        let number = inner.with_queue(&runtime, inner.topology.node(0), |queue| queue.number);
+        let run = Worker::new(inner, number).run(None);
         assert!(mem::size_of_val(&run) < 4_096, "{}", mem::size_of_val(&run));
         // Its queue has not counted it, so it must not leave.
         mem::forget(run);
+    }
+
+    /// The task of an ended worker runs the next one, so that a call spawns nothing. It keeps neither the store nor
+    /// itself alive.
+    #[tokio::test]
+    async fn a_task_runs_all_workers_and_ends_with_the_store() {
+        let server = RedisServer::start();
+        let tasks = || Handle::current().metrics().num_alive_tasks();
+        let before = tasks();
+        let store = store(server.url(), Duration::from_secs(20));
+        for _ in 0..3 {
+            let _ = store.check(check("ann", "10/s")).await.unwrap();
+            // The watch of the runtime, and the worker's task.
+            until("the task waits", async || {
+                tasks() == before + 2 && store.inner.queues().each[0].idle.len() == 1
+            })
+            .await;
+        }
+        let last = store.check(check("ann", "10/s"));
+        drop(store);
+        assert_eq!(last.await.unwrap().remaining(), 6);
+        until("no task is left", async || tasks() == before).await;
+    }
+
+    /// When a runtime shuts down, it may drop the waiting task long before the queue.
+    #[tokio::test]
+    async fn a_dropped_task_gets_no_worker() {
+        let server = RedisServer::start();
+        let store = store(server.url(), Duration::from_secs(20));
+        let runtime = Handle::current();
+        let node = store.inner.topology.node(0);
+        store.inner.with_queue(&runtime, node, |queue| {
+            queue.idle.push(oneshot::channel().0)
+        });
+        let decision = store.check(check("ann", "10/s")).await.unwrap();
+        assert!(decision.is_allowed());
     }
 
     #[test]
