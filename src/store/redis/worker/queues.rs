@@ -53,13 +53,43 @@ impl NodeQueue {
         self.runtime == runtime && self.target.as_ref().map(|target| target.node) == node
     }
 
-    /// The place of the next job.
-    pub(super) fn next_place(&self) -> Place {
-        Place {
+    /// Adds a check. Returns its first place, and what starts a worker if the queue allows another.
+    ///
+    /// # Errors
+    ///
+    /// [`Full`], unless another queue has accepted the check before.
+    pub(super) fn push(&mut self, mut job: Job) -> Result<(Place, Option<Start>), Full> {
+        let (is_new, place) = match job.place {
+            Some(place) => (false, place),
+            None => (
+                true,
+                Place {
+                    queue: self.number,
+                    job: self.jobs.next_number(),
+                },
+            ),
+        };
+        job.place = Some(place);
+        let starts = if is_new {
+            self.jobs.push(job)?
+        } else {
+            self.jobs.put(job)
+        };
+        let start = starts.then(|| Start {
             queue: self.number,
-            job: self.jobs.next_number(),
-        }
+            task: self.idle.pop(),
+            target: self.target.clone(),
+        });
+        Ok((place, start))
     }
+}
+
+/// What starts a worker, which the queue has counted.
+pub(super) struct Start {
+    pub(super) queue: u64,
+    /// The task of an ended worker.
+    pub(super) task: Option<oneshot::Sender<Worker>>,
+    pub(super) target: Option<Target>,
 }
 
 impl Queues {
@@ -74,7 +104,7 @@ impl Queues {
     pub(super) fn have_redirected(&self, place: Place) -> bool {
         self.each
             .iter()
-            .any(|queue| queue.jobs.iter().any(|job| job.place == place))
+            .any(|queue| queue.jobs.iter().any(|job| job.place == Some(place)))
     }
 
     /// Drops the idle queues of nodes that are not in the cluster.
@@ -231,8 +261,8 @@ impl<J> Queue<J> {
 pub(super) struct Job {
     pub(super) check: Check,
     pub(super) since: Instant,
-    /// Its first place in a queue.
-    pub(super) place: Place,
+    /// Its first place in a queue. `None` until then.
+    pub(super) place: Option<Place>,
     /// Its share of a batch's capacity.
     pub(super) weight: u32,
     /// The partition of its caller.
@@ -245,7 +275,7 @@ pub(super) struct Job {
 }
 
 /// The numbers of a queue and of a job in it.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) queue: u64,
     pub(super) job: u64,
@@ -271,33 +301,30 @@ pub(super) struct Redirect {
 #[derive(Debug)]
 pub struct RedisFuture {
     /// `None` after it has resolved, or was withdrawn.
-    answer: Option<oneshot::Receiver<Result<Decision, StoreError>>>,
+    answer: Option<Receiver>,
     /// The first place of its check.
     pub(super) place: Place,
 }
 
+/// Receives the answer to a check.
+type Receiver = oneshot::Receiver<Result<Decision, StoreError>>;
+
 impl Job {
-    pub(super) fn new(check: Check, partition: u16) -> (Self, RedisFuture) {
+    /// Creates a check, and the receiver of its answer.
+    pub(super) fn new(check: Check, partition: u16) -> (Self, Receiver) {
         let (answer, receiver) = oneshot::channel();
-        let place = Place::default();
         let weight = weight(&check);
         let job = Self {
             check,
             since: instant(),
-            place,
+            place: None,
             weight,
             partition,
             alone: false,
             redirect: None,
             answer,
         };
-        (
-            job,
-            RedisFuture {
-                answer: Some(receiver),
-                place,
-            },
-        )
+        (job, receiver)
     }
 
     /// Consecutive checks of the same group share a script call.
@@ -332,6 +359,13 @@ impl Job {
 }
 
 impl RedisFuture {
+    pub(super) fn new(answer: Receiver, place: Place) -> Self {
+        Self {
+            answer: Some(answer),
+            place,
+        }
+    }
+
     /// Drops the receiver, so that the worker that takes the check drops it unsent.
     pub(super) fn abandon(&mut self) {
         self.answer = None;

@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 use super::cluster::Placed;
 use super::denials::DenialCache;
-use super::queues::{Full, Job, NodeQueue, Queue, Queues, RedisFuture, Target, no_runtime};
+use super::queues::{Full, Job, NodeQueue, Place, Queue, Queues, RedisFuture, Target, no_runtime};
 use super::task::Worker;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Key, Policies, Source, Verdicts};
@@ -296,15 +296,11 @@ impl Shared {
         {
             return Err(error.clone());
         }
-        let (mut job, mut future) = Job::new(check, partition);
-        let pushed = self.put(&runtime, self.topology.node(partition), |queue| {
-            job.place = queue.next_place();
-            future.place = job.place;
-            queue.jobs.push(job)
-        });
-        pushed
-            .map(|()| future)
-            .map_err(|Full| StoreError::new(ErrorKind::QueueFull))
+        let (job, answer) = Job::new(check, partition);
+        match self.put(&runtime, self.topology.node(partition), job) {
+            Ok(place) => Ok(RedisFuture::new(answer, place)),
+            Err(Full) => Err(StoreError::new(ErrorKind::QueueFull)),
+        }
     }
 
     /// Queues undecided checks for these nodes, on this runtime.
@@ -313,37 +309,30 @@ impl Shared {
             return;
         };
         for (node, job) in jobs {
-            let _ = self.put(&runtime, node, |queue| Ok(queue.jobs.put(job)));
+            let _ = self.put(&runtime, node, job);
         }
     }
 
-    /// Lets `put` add to the queue of a node, and starts a worker if the queue allows another.
+    /// Adds a check to the queue of a node, and starts a worker if the queue allows another.
     fn put(
         self: &Arc<Self>,
         runtime: &Handle,
         node: Option<Node>,
-        put: impl FnOnce(&mut NodeQueue) -> Result<bool, Full>,
-    ) -> Result<(), Full> {
-        let start = self.with_queue(runtime, node, |queue| {
-            let start = put(queue)?;
-            Ok(start.then(|| {
-                let task = queue.idle.pop();
-                (queue.number, task, queue.target.clone())
-            }))
-        });
-        let Some((queue, task, target)) = start? else {
-            return Ok(());
-        };
-        let worker = Worker::new(self, queue);
-        let unsent = match task {
-            Some(task) => task.send(worker).err(),
-            None => Some(worker),
-        };
-        if let Some(worker) = unsent {
-            // On a runtime that has shut down, `spawn` drops the worker, whose `Drop` fails the check.
-            runtime.spawn(worker.run(target));
+        job: Job,
+    ) -> Result<Place, Full> {
+        let (place, start) = self.with_queue(runtime, node, |queue| queue.push(job))?;
+        if let Some(start) = start {
+            let worker = Worker::new(self, start.queue);
+            let unsent = match start.task {
+                Some(task) => task.send(worker).err(),
+                None => Some(worker),
+            };
+            if let Some(worker) = unsent {
+                // On a runtime that has shut down, `spawn` drops the worker, whose `Drop` fails the check.
+                runtime.spawn(worker.run(start.target));
+            }
         }
-        Ok(())
+        Ok(place)
     }
 
     /// Withdraws a check that is still queued, so that it is never sent. Returns `false` if a worker has taken it.

@@ -57,7 +57,7 @@ impl Worker {
     pub(super) async fn run(mut self, target: Option<Target>) {
         let Some(Target { node, pool }) = target else {
             // Rare, and boxed so that the future of the other workers is small.
-            return Box::pin(self.place()).await;
+            return Box::pin(self.find_nodes()).await;
         };
         let mut failures = pool.failures();
         while let Some(next) = self.send(node, &pool, &mut failures).await {
@@ -90,7 +90,7 @@ impl Worker {
 
     /// Finds the nodes of checks that have none: the slots are unknown, or the keys of a check are on two nodes for a
     /// moment.
-    async fn place(mut self) {
+    async fn find_nodes(mut self) {
         loop {
             // Take the checks after this wait only: until then, their callers can withdraw them.
             let found = match self.inner.topology.cluster() {
@@ -422,6 +422,7 @@ mod tests {
     use futures_util::future::join_all;
     use tokio::runtime::{Builder, Handle, Runtime};
 
+    use super::super::queues::{Place, RedisFuture};
     use super::*;
     use crate::store::{RedisStore, Store};
     use crate::support::{RedisServer, check, free_port, until};
@@ -785,13 +786,15 @@ mod tests {
     #[tokio::test]
     async fn a_redirected_check_can_be_withdrawn() {
         let store = RedisStore::cluster(["redis://127.0.0.1:1"]).unwrap();
-        let (job, mut future) = Job::new(check("ann", "10/s"), 0);
+        let place = Place { queue: 7, job: 7 };
+        let (mut job, answer) = Job::new(check("ann", "10/s"), 0);
+        job.place = Some(place);
         store.inner.requeue(vec![(None, job)]);
+        let mut future = RedisFuture::new(answer, place);
         assert!(store.backend().withdraw(Pin::new(&mut future)));
-        let another = Job::new(check("ann", "10/s"), 0).1;
-        assert!(store.inner.queues().have_redirected(another.place));
+        assert!(store.inner.queues().have_redirected(place));
         until("a worker has dropped it", async || {
-            !store.inner.queues().have_redirected(another.place)
+            !store.inner.queues().have_redirected(place)
         })
         .await;
     }
