@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::future::Future;
 use std::mem;
+use std::num::NonZeroU64;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -31,7 +32,7 @@ pub(super) struct Queues {
 pub(super) struct NodeQueue {
     /// Identifies the queue. A runtime that is shutting down may create its queue again while workers of the removed
     /// queue still end.
-    pub(super) number: u64,
+    pub(super) number: NonZeroU64,
     pub(super) runtime: Id,
     pub(super) target: Option<Target>,
     pub(super) jobs: Queue<Job>,
@@ -86,7 +87,7 @@ impl NodeQueue {
 
 /// What starts a worker, which the queue has counted.
 pub(super) struct Start {
-    pub(super) queue: u64,
+    pub(super) queue: NonZeroU64,
     /// The task of an ended worker.
     pub(super) task: Option<oneshot::Sender<Worker>>,
     pub(super) target: Option<Target>,
@@ -120,12 +121,12 @@ impl Queues {
     }
 
     /// Returns the queue of this number, or `None` if its runtime has shut down.
-    pub(super) fn of(&mut self, number: u64) -> Option<&mut NodeQueue> {
+    pub(super) fn of(&mut self, number: NonZeroU64) -> Option<&mut NodeQueue> {
         self.each.iter_mut().find(|queue| queue.number == number)
     }
 
     /// Removes the queue of this number.
-    pub(super) fn remove(&mut self, number: u64) -> Option<NodeQueue> {
+    pub(super) fn remove(&mut self, number: NonZeroU64) -> Option<NodeQueue> {
         let index = self.each.iter().position(|queue| queue.number == number);
         index.map(|index| self.each.swap_remove(index))
     }
@@ -256,7 +257,7 @@ impl<J> Queue<J> {
     }
 }
 
-/// A queued or sent check.
+/// A queued or sent check. Moved several times, which is fast up to 128 bytes.
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) check: Check,
@@ -277,7 +278,7 @@ pub(super) struct Job {
 /// The numbers of a queue and of a job in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Place {
-    pub(super) queue: u64,
+    pub(super) queue: NonZeroU64,
     pub(super) job: u64,
 }
 

@@ -3,6 +3,7 @@
 use std::convert::Infallible;
 use std::fmt;
 use std::future::pending;
+use std::num::NonZeroU64;
 use std::pin::Pin;
 use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
@@ -213,8 +214,9 @@ impl Shared {
                 .iter()
                 .position(|queue| queue.is_of(runtime.id(), node));
             let index = found.unwrap_or_else(|| {
+                let number = NonZeroU64::MIN.saturating_add(*made);
                 *made += 1;
-                let (queue, its_watch) = self.make_queue(*made, runtime, node);
+                let (queue, its_watch) = self.make_queue(number, runtime, node);
                 watch = Some(its_watch);
                 each.push(queue);
                 each.len() - 1
@@ -230,7 +232,7 @@ impl Shared {
 
     fn make_queue(
         self: &Arc<Self>,
-        number: u64,
+        number: NonZeroU64,
         runtime: &Handle,
         node: Option<Node>,
     ) -> (NodeQueue, Watch) {
@@ -483,7 +485,7 @@ impl fmt::Debug for Shared {
 /// A task that ends with its runtime and then removes the queue and fails the checks in it.
 struct Watch {
     inner: Weak<Shared>,
-    queue: u64,
+    queue: NonZeroU64,
     store: oneshot::Receiver<Infallible>,
 }
 

@@ -1,6 +1,7 @@
 //! A worker sends the checks of a queue, and answers them.
 
 use std::mem;
+use std::num::NonZeroU64;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -30,7 +31,7 @@ const PAUSE: Duration = Duration::from_millis(3);
 pub(super) struct Worker {
     inner: Arc<Shared>,
     /// The number of its queue.
-    queue: u64,
+    queue: NonZeroU64,
     work: Work,
     /// Whether the current batch may have reached Redis.
     sent: bool,
@@ -43,7 +44,7 @@ type Next = Option<oneshot::Receiver<Worker>>;
 
 impl Worker {
     /// Creates a worker, which its queue must have counted.
-    pub(super) fn new(inner: &Arc<Shared>, queue: u64) -> Self {
+    pub(super) fn new(inner: &Arc<Shared>, queue: NonZeroU64) -> Self {
         Self {
             inner: Arc::clone(inner),
             queue,
@@ -658,6 +659,12 @@ mod tests {
         assert!(queues.of(former).is_none() && queues.of(newer).is_some());
     }
 
+    /// Rust moves larger values with calls of `memcpy`.
+    #[test]
+    fn a_queued_check_is_small() {
+        assert!(mem::size_of::<Job>() <= 128, "{}", mem::size_of::<Job>());
+    }
+
     /// Each call copies a part of it.
     #[tokio::test]
     async fn the_future_of_a_worker_is_small() {
@@ -786,7 +793,10 @@ mod tests {
     #[tokio::test]
     async fn a_redirected_check_can_be_withdrawn() {
         let store = RedisStore::cluster(["redis://127.0.0.1:1"]).unwrap();
-        let place = Place { queue: 7, job: 7 };
+        let place = Place {
+            queue: NonZeroU64::MAX,
+            job: 7,
+        };
         let (mut job, answer) = Job::new(check("ann", "10/s"), 0);
         job.place = Some(place);
         store.inner.requeue(vec![(None, job)]);
