@@ -1,6 +1,6 @@
 //! Counts the instances of a service: each announces itself in Redis, under one key prefix.
 //!
-//! [`RedisStore::announce`] is here, beside the task that it starts.
+//! The method [`RedisStore::announce`] is in this file, because it starts the task.
 
 use std::hash::{BuildHasher, RandomState};
 use std::num::NonZeroU32;
@@ -27,8 +27,8 @@ impl RedisStore {
     ///
     /// Each instance announces itself every 2 seconds, off the request path, and stops counting 6
     /// seconds after its last announcement. This one continues until the last clone of the result
-    /// is dropped, or this Tokio runtime shuts down. While Redis is unreachable, the count does not
-    /// change.
+    /// is dropped, or this Tokio runtime shuts down. While Redis is unreachable, or the slot of the
+    /// instances migrates in a cluster, the count does not change.
     ///
     /// # Errors
     ///

@@ -1,6 +1,6 @@
 //! Iterates over the counts under a prefix: for tools, not for the request path.
 //!
-//! [`RedisStore::scan`] is here, beside the iterator that it creates.
+//! The method [`RedisStore::scan`] is in this file, because it creates the iterator.
 
 use std::sync::Arc;
 

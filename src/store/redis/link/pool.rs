@@ -512,7 +512,7 @@ mod tests {
 
     use super::*;
 
-    /// A wake-up may come before, during or after the poll, and after any delay.
+    /// A wake-up may arrive before, during or after the poll, and after any delay.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn no_wake_is_lost() {
         let (sender, mut asked) = mpsc::unbounded_channel::<oneshot::Sender<u32>>();

@@ -54,7 +54,7 @@ impl NodeQueue {
         self.runtime == runtime && self.target.as_ref().map(|target| target.node) == node
     }
 
-    /// Adds a check. Returns its first place, and what starts a worker if the queue allows another.
+    /// Adds a check. Returns its first place, and a [`Start`] if the queue allows another worker.
     ///
     /// # Errors
     ///
@@ -85,7 +85,7 @@ impl NodeQueue {
     }
 }
 
-/// What starts a worker, which the queue has counted.
+/// A worker to start. The queue has counted it.
 pub(super) struct Start {
     pub(super) queue: NonZeroU64,
     /// The task of an ended worker.

@@ -380,7 +380,7 @@ impl Shared {
     }
 
     /// Calls a script on the node with its key, which belongs to no caller. Follows no redirect: a call that the node
-    /// rejects fails, and the next one goes to the node that serves the key by then.
+    /// rejects fails, but updates the slot map for the next one.
     pub(crate) async fn run_script<T: FromRedisValue>(
         self: &Arc<Self>,
         node: Node,
