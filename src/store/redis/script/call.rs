@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use redis::{Cmd, Value};
 use smallvec::{SmallVec, smallvec};
 
-use super::{CHECK, Call, Script, TAKES, wire};
+use super::{CHECK, Call, Script, TAKE, TAKES, wire};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{
     Charged, Check, EachCharged, Key, Mode, Policies, Policy, SlotId, State, Verdict, Verdicts,
@@ -112,6 +112,19 @@ impl Plan {
         i64::from(self.asked.cost).min(params.capacity + 1) * params.interval
     }
 
+    /// Adds the arguments of `lua/take.lua`.
+    fn add_take(&self, meter: &Policy, cmd: &mut Cmd, now: i64) {
+        let params = meter.params();
+        Packed::default()
+            .f64(params.full)
+            .f64(self.ticks_under(meter))
+            .f64(params.ticks)
+            .add_to(cmd);
+        if now != 0 {
+            cmd.arg(now);
+        }
+    }
+
     /// Numbers in an answer of `lua/check.lua`: four for each policy, and the time of the charge for an answer that may
     /// repeat an earlier one.
     fn answer_length(&self) -> usize {
@@ -212,7 +225,18 @@ impl ScriptCall {
         self.checks.len()
     }
 
-    /// Returns `true` if `lua/takes.lua` can decide all entries.
+    /// The plan and its meter, if `lua/take.lua` can decide the call.
+    fn one_take(&self) -> Option<(&Plan, &Policy)> {
+        match self.entries.as_slice() {
+            [Entry { plan, times: 1 }] => {
+                let plan = &self.plans[*plan];
+                Some((plan, plan.taken_from_meter()?))
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns `true` if `lua/takes.lua` can decide all entries. `lua/take.lua` gives the same answers.
     fn is_of_takes(&self) -> bool {
         let mut plans = self.plans.iter();
         !self.has_several_of_a_caller
@@ -432,7 +456,13 @@ impl ScriptCall {
 
 impl Call for ScriptCall {
     fn script(&self) -> &'static Script {
-        if self.is_of_takes() { &TAKES } else { &CHECK }
+        if self.one_take().is_some() {
+            &TAKE
+        } else if self.is_of_takes() {
+            &TAKES
+        } else {
+            &CHECK
+        }
     }
 
     fn asks(&self) -> bool {
@@ -448,7 +478,9 @@ impl Call for ScriptCall {
             cmd.arg(&self.keys[start..end]);
             start = end;
         }
-        if self.is_of_takes() {
+        if let Some((plan, meter)) = self.one_take() {
+            plan.add_take(meter, &mut cmd, self.now);
+        } else if self.is_of_takes() {
             self.add_takes(&mut cmd);
         } else {
             self.add_checks(&mut cmd);
@@ -542,6 +574,12 @@ impl Packed {
     /// Appends a number below 2^53, which a double represents exactly.
     fn i56(&mut self, number: i64) -> &mut Self {
         self.0.extend_from_slice(&number.to_le_bytes()[..7]);
+        self
+    }
+
+    /// Appends a number below 2^53 as a double.
+    fn f64(&mut self, number: i64) -> &mut Self {
+        self.0.extend_from_slice(&(number as f64).to_le_bytes());
         self
     }
 

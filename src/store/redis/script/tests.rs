@@ -488,3 +488,44 @@ fn any_reply_is_verdicts_or_an_error() {
         );
     }
 }
+
+fn call_of(times: usize, check: &Check) -> ScriptCall {
+    let mut call = ScriptCall::default();
+    for _ in 0..times {
+        call.push("rl", check);
+    }
+    call
+}
+
+#[test]
+fn a_take_alone_has_its_own_script() {
+    let policy = |strategy| Policy::new("api", strategy, Quota::per_second(10)).unwrap();
+    let meter: Policies = policy(Strategy::Gcra).into();
+    let take = Check::take(Key::new("ann"), &meter, 2);
+    let args = |now| {
+        let mut call = call_of(1, &take);
+        call.now = now;
+        let cmd = call.command("EVALSHA", TAKE.hash());
+        let args = cmd.args_iter().skip(2).map(|arg| match arg {
+            redis::Arg::Simple(bytes) => bytes.to_vec(),
+            _ => unreachable!(),
+        });
+        args.collect::<Vec<_>>()
+    };
+    let packed = [1_000_000.0, 200_000.0, 1.0].map(f64::to_le_bytes);
+    let expected = [b"1", &b"rl:{ann}:api:g:10/s"[..], packed.as_flattened()];
+    assert_eq!(args(0), expected);
+    assert_eq!(args(7), [&expected[..], &[b"7"]].concat());
+
+    let script = |times, check: &Check| call_of(times, check).script().hash();
+    let window = policy(Strategy::SlidingCounter).into();
+    assert_eq!(script(1, &take), TAKE.hash());
+    assert_eq!(script(2, &take), TAKES.hash());
+    for other in [
+        Check::peek(Key::new("ann"), &meter, 1),
+        Check::take(Key::new("ann"), &meter, 1).with_id("17"),
+        Check::take(Key::new("ann"), &window, 1),
+    ] {
+        assert_eq!(script(1, &other), CHECK.hash(), "{other:?}");
+    }
+}
