@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use futures_util::future::join_all;
 use tokio::task::JoinSet;
 use tower_redis_ratelimit::check::Check;
-use tower_redis_ratelimit::store::{ErrorKind, Store};
+use tower_redis_ratelimit::store::{ErrorKind, Instances, Store};
 use tower_redis_ratelimit::{
     Fallback, Key, LocalStore, Policies, Policy, Quota, RedisStore, Strategy,
 };
@@ -377,4 +377,31 @@ async fn new_ids_wait_for_a_moving_slot() {
     }
     cluster.end_move(slot, from, to).await;
     assert_eq!(take("there").await.unwrap().remaining(), 38);
+}
+
+/// The instances are counted on the node that serves their key, also after its slot has moved.
+#[tokio::test]
+async fn instances_find_each_other_after_a_move() {
+    let cluster = Cluster::start(false).await;
+    let store = || cluster.builder().timeout(PATIENT).connect();
+    let all_see = async |instances: &[Instances], count| {
+        until("the instances see each other", async || {
+            instances.iter().all(|each| each.alive().get() == count)
+        })
+        .await;
+    };
+    let mut stores = vec![store().await.unwrap(), store().await.unwrap()];
+    let mut instances: Vec<_> = stores
+        .iter()
+        .map(|store| store.announce().unwrap())
+        .collect();
+    all_see(&instances, 2).await;
+
+    let slot = slot_of(&cluster, "rl:{rl}:instances").await;
+    let from = cluster.owner(slot).await;
+    cluster.move_slot(slot, from, (from + 1) % 3).await;
+    // This one learns the new node when it connects, and the others when the former node redirects them.
+    stores.push(store().await.unwrap());
+    instances.push(stores[2].announce().unwrap());
+    all_see(&instances, 3).await;
 }

@@ -650,8 +650,9 @@ pub async fn cycles(count: usize) {
     /// The pool's connections, and the test's.
     const CONNECTIONS: usize = POOL + 1;
     /// Tasks: of the test's connection, of the proxy per connection, of the proxy's listener, and
-    /// of the store, which waits for the end of the runtime. The store's connections have none.
-    const ALIVE: usize = 1 + POOL + 2;
+    /// of the store: one that waits for the end of the runtime, and one per worker. The store's
+    /// connections have none.
+    const ALIVE: usize = 1 + POOL + 2 + POOL;
     let server = block_in_place(RedisServer::start);
     let proxy = Proxy::start(server.port(), Mode::Pass);
     let admin = server.connection().await;

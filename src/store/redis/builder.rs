@@ -10,10 +10,9 @@ use std::time::Duration;
 use super::link::Tls;
 use super::servers::{Server, Servers};
 use super::settings::Settings;
-use super::store::RedisStore;
 use super::topology::Topology;
 use super::topology::cluster::Cluster;
-use super::worker::Inner;
+use super::worker::{RedisStore, Shared};
 
 use crate::error::{ConfigError, StoreError};
 use crate::limit::is_name;
@@ -331,7 +330,7 @@ impl RedisStoreBuilder {
             &tls,
         )?;
         Ok(RedisStore {
-            inner: Arc::new(Inner::new(topology, settings, observer, now)),
+            inner: Arc::new(Shared::new(topology, settings, observer, now)),
         })
     }
 }

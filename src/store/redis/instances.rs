@@ -1,4 +1,6 @@
 //! Counts the instances of a service: each announces itself in Redis, under one key prefix.
+//!
+//! The method [`RedisStore::announce`] is in this file, because it starts the task.
 
 use std::hash::{BuildHasher, RandomState};
 use std::num::NonZeroU32;
@@ -10,33 +12,45 @@ use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
-use super::script::ANNOUNCE;
-use super::worker::Inner;
+use super::script::{ANNOUNCE, KeyCall};
+use super::worker::{RedisStore, Shared};
 use crate::error::{ErrorKind, StoreError};
 use crate::store::Instances;
 
 /// How often each announces itself. It is no longer counted after three times as long.
 const EVERY: Duration = Duration::from_secs(2);
 
-/// Announces this instance until the last clone of the returned value is dropped.
-///
-/// # Errors
-///
-/// [`ErrorKind::NoRuntime`] outside of a tokio runtime.
-pub(super) fn announce(inner: &Arc<Inner>) -> Result<Instances, StoreError> {
-    let runtime = Handle::try_current()
-        .map_err(|error| StoreError::with_source(ErrorKind::NoRuntime, error))?;
-    let alive = Arc::new(AtomicU32::new(1));
-    // Dropped, it ends the task.
-    let mut announcer = JoinSet::new();
-    announcer.spawn_on(run(Arc::downgrade(inner), Arc::clone(&alive)), &runtime);
-    Ok(Instances::new(move || {
-        let _announcer = &announcer;
-        NonZeroU32::new(alive.load(Ordering::Relaxed)).unwrap_or(NonZeroU32::MIN)
-    }))
+impl RedisStore {
+    /// Announces this instance in Redis, and counts the instances that are announced under the same
+    /// key prefix: for [`Share::Alive`](crate::store::Share::Alive). The Redis user needs
+    /// `+zremrangebyscore +zadd +zcard +pexpire` for it.
+    ///
+    /// Each instance announces itself every 2 seconds, off the request path, and stops counting 6
+    /// seconds after its last announcement. This one continues until the last clone of the result
+    /// is dropped, or this Tokio runtime shuts down. While Redis is unreachable, or the slot of the
+    /// instances migrates in a cluster, the count does not change.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) outside a Tokio runtime.
+    pub fn announce(&self) -> Result<Instances, StoreError> {
+        let runtime = Handle::try_current()
+            .map_err(|error| StoreError::with_source(ErrorKind::NoRuntime, error))?;
+        let alive = Arc::new(AtomicU32::new(1));
+        // Dropped, it ends the task.
+        let mut announcer = JoinSet::new();
+        announcer.spawn_on(
+            run(Arc::downgrade(&self.inner), Arc::clone(&alive)),
+            &runtime,
+        );
+        Ok(Instances::new(move || {
+            let _announcer = &announcer;
+            NonZeroU32::new(alive.load(Ordering::Relaxed)).unwrap_or(NonZeroU32::MIN)
+        }))
+    }
 }
 
-async fn run(inner: Weak<Inner>, alive: Arc<AtomicU32>) {
+async fn run(inner: Weak<Shared>, alive: Arc<AtomicU32>) {
     let name = format!("{:016x}", RandomState::new().hash_one(0));
     // After an outage the first instance finds only itself: accept a lower number from the second time.
     let mut before = 1;
@@ -55,9 +69,15 @@ async fn run(inner: Weak<Inner>, alive: Arc<AtomicU32>) {
 }
 
 /// Says that the instance of this name is alive. Returns how many are.
-async fn announced(inner: &Arc<Inner>, name: &str) -> Result<u32, StoreError> {
+async fn announced(inner: &Arc<Shared>, name: &str) -> Result<u32, StoreError> {
     let node = inner.shared_node().await?;
-    inner
-        .run_shared(node, &ANNOUNCE, "instances", name, 3 * EVERY)
-        .await
+    let call = KeyCall {
+        script: &ANNOUNCE,
+        key: inner
+            .topology
+            .shared_key(&inner.settings.prefix, "instances"),
+        args: name,
+        ttl: 3 * EVERY,
+    };
+    inner.run_script(node, &call).await
 }

@@ -1,10 +1,9 @@
 //! [`RedisStore`]: one count in Redis for all instances.
 //!
-//! Its modules; each uses only the ones before it: the [settings]; the [script] and its encoding; the
-//! [batch] of checks in one call; the [link] to one server; the [topology], which chooses the
-//! server; and the [worker], which combines them.
+//! Its modules; each uses only the ones before it: the [settings]; the [script], which encodes a
+//! batch of checks as one call; the [link] to one server; the [topology], which chooses the server;
+//! and the [worker], which combines them.
 
-mod batch;
 mod builder;
 mod instances;
 mod link;
@@ -12,7 +11,6 @@ mod scan;
 mod script;
 mod servers;
 mod settings;
-mod store;
 #[cfg(test)]
 mod tests;
 mod topology;
@@ -27,5 +25,4 @@ pub use scan::{Scan, StoredCount};
 pub(super) use servers::wrong_url;
 pub use servers::{Server, Servers};
 pub(super) use settings::Settings;
-pub use store::RedisStore;
-pub use worker::RedisFuture;
+pub use worker::{RedisFuture, RedisStore};

@@ -1,10 +1,12 @@
 //! Iterates over the counts under a prefix: for tools, not for the request path.
+//!
+//! The method [`RedisStore::scan`] is in this file, because it creates the iterator.
 
 use std::sync::Arc;
 
 use super::script::read_key;
 use super::topology::Node;
-use super::worker::Inner;
+use super::worker::{RedisStore, Shared};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Key, Policy};
 
@@ -14,7 +16,7 @@ use crate::limit::{Key, Policy};
 #[derive(Debug)]
 #[must_use = "it queries Redis only when `next` is called"]
 pub struct Scan {
-    inner: Arc<Inner>,
+    inner: Arc<Shared>,
     /// The remaining nodes, the current one last. `None` before the first step.
     nodes: Option<Vec<Node>>,
     cursor: u64,
@@ -53,17 +55,36 @@ impl StoredCount {
     }
 }
 
-impl Scan {
-    pub(super) fn new(inner: &Arc<Inner>) -> Self {
-        let prefixes = inner.topology.prefixes(&inner.settings.prefix);
-        Self {
+impl RedisStore {
+    /// Iterates over the counts under this store's prefix, on every master of a cluster: for tools,
+    /// since it reads the whole database. `ratelimit-inspect` is one. The Redis user needs
+    /// `+scan` for it.
+    ///
+    /// ```no_run
+    /// use tower_redis_ratelimit::RedisStore;
+    ///
+    /// # async fn run() -> Result<(), Box<dyn std::error::Error>> {
+    /// let mut scan = RedisStore::connect("redis://127.0.0.1/?prefix=shop").await?.scan();
+    /// while let Some(counts) = scan.next().await? {
+    ///     for count in counts {
+    ///         println!("{} is counted under {} ({})", count.key.reveal(), count.policy, count.strategy);
+    ///     }
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn scan(&self) -> Scan {
+        let inner = &self.inner;
+        Scan {
             inner: Arc::clone(inner),
             nodes: None,
             cursor: 0,
-            prefixes,
+            prefixes: inner.topology.prefixes(&inner.settings.prefix),
         }
     }
+}
 
+impl Scan {
     /// Performs one step: returns the counts among the next 1,000 keys or so of the database,
     /// possibly none. `None` at the end.
     ///

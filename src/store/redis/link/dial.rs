@@ -14,9 +14,9 @@ use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, Redis
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use super::connection::Driven;
 use super::errors::error_of_greeting;
 use super::names::{self, Host};
+use super::pool::Driven;
 use crate::error::{ErrorKind, StoreError};
 
 #[derive(Debug)]

@@ -82,7 +82,7 @@ pub(crate) fn error_of_greeting(error: &RedisError, server: &ConnectionInfo) -> 
 /// Returns the result of an attempt, or [`ErrorKind::Timeout`] after `time`.
 ///
 /// Not an `async fn`, whose future would contain the attempt twice: as an argument, and while it is
-/// polled. Tokio copies the future of a worker several times for each call.
+/// polled.
 pub(crate) fn within<T>(
     time: Duration,
     attempt: impl Future<Output = Result<T, StoreError>>,

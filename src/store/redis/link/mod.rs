@@ -1,18 +1,15 @@
-//! Connections to one server: [dialing](Dialer), [driving](Driven) a [connection](connection) and
-//! using it, and the [pool](Pool), which discards broken connections and backs off after failures.
-//! The topology chooses the server.
+//! Connections to one server: [dialing](Dialer), and the [pool](Pool), which discards broken
+//! connections and backs off after failures. The topology chooses the server.
 
-mod connection;
 mod dial;
 mod errors;
 mod names;
 mod pool;
 mod tls;
 
-pub(super) use connection::{Driven, Epoch, Link, Replies};
 pub(super) use dial::{Dialer, kept_alive, with_address};
 pub(super) use errors::{error_of, not_run, within};
-pub(super) use pool::{Connect, Failures, Pool};
+pub(super) use pool::{Connect, Driven, Epoch, Failures, Link, Pool, Replies};
 pub(super) use tls::Tls;
 pub(in crate::store) use tls::no_tls;
 #[cfg(feature = "tls")]

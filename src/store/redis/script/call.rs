@@ -1,15 +1,18 @@
 //! Encodes checks as the arguments of one script call, and decodes its reply into their verdicts.
 
+use std::collections::HashMap;
+
 use redis::{Cmd, Value};
 use smallvec::{SmallVec, smallvec};
 
-use super::{CHECK, Script, TAKE, TAKES, wire};
+use super::{CHECK, Call, Script, TAKE, TAKES, wire};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{
     Charged, Check, EachCharged, Key, Mode, Policies, Policy, SlotId, State, Verdict, Verdicts,
 };
 
-/// The contents of one script call.
+/// A batch of checks as one script call. Checks with the same parameters share a plan, and equal ones of a caller an
+/// entry.
 #[derive(Debug, Default)]
 pub(crate) struct ScriptCall {
     /// The keys of each entry: `prefix:{caller}` with each policy's `:name:strategy:span`. For a check with an id,
@@ -17,21 +20,30 @@ pub(crate) struct ScriptCall {
     keys: Vec<u8>,
     /// End of each key in `keys`.
     ends: Vec<usize>,
-    pub(crate) plans: Vec<Plan>,
-    pub(crate) entries: Vec<Entry>,
+    pub(super) plans: Vec<Plan>,
+    pub(super) entries: Vec<Entry>,
     /// Index of each check's entry.
-    pub(crate) checks: Vec<usize>,
+    pub(super) checks: Vec<usize>,
     /// The slots that checks take, renew or release, with the index of the entry.
     slots: Vec<(usize, SlotId)>,
     /// Whether a caller has entries of several plans.
-    pub(crate) has_several_of_a_caller: bool,
+    has_several_of_a_caller: bool,
+    /// Index of the plan for these parameters, except the last plan, so that plans need no linear search.
+    pub(super) plan_of: HashMap<Asked, usize>,
+    /// For each caller the plan and index of its last entry. The next check joins that entry if its parameters are
+    /// equal.
+    open: HashMap<Key, (usize, usize)>,
+    /// The time, 0 for Redis's own.
+    pub(crate) now: i64,
+    /// Whether `ASKING` precedes the call, because the node imports the slot.
+    pub(crate) asks: bool,
 }
 
 /// The parameters of a check without its caller; entries of many callers share them.
 #[derive(Debug)]
-pub(crate) struct Plan {
-    pub(crate) asked: Asked,
-    pub(crate) policies: Policies,
+pub(super) struct Plan {
+    asked: Asked,
+    pub(super) policies: Policies,
     /// The refunded charge, unless it was made in this instant.
     charged: EachCharged,
 }
@@ -39,7 +51,7 @@ pub(crate) struct Plan {
 /// The parameters of a plan that are cheap to compare. Two lists of policies may share an identity by chance, so
 /// [`Plan::asks`] compares the policies too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Asked {
+pub(super) struct Asked {
     identity: u64,
     mode: Mode,
     cost: u32,
@@ -51,13 +63,13 @@ pub(crate) struct Asked {
 
 /// Checks of one caller under one plan, repeated `times`.
 #[derive(Debug, PartialEq, Eq, Clone, Copy)]
-pub(crate) struct Entry {
-    pub(crate) plan: usize,
+pub(super) struct Entry {
+    pub(super) plan: usize,
     times: i64,
 }
 
 impl Asked {
-    pub(crate) fn of(check: &Check) -> Self {
+    pub(super) fn of(check: &Check) -> Self {
         Self {
             identity: check.policies().identity(),
             mode: check.mode(),
@@ -70,7 +82,7 @@ impl Asked {
 }
 
 impl Plan {
-    pub(crate) fn new(asked: Asked, check: &Check) -> Self {
+    fn new(asked: Asked, check: &Check) -> Self {
         Self {
             asked,
             policies: check.policies().clone(),
@@ -78,7 +90,7 @@ impl Plan {
         }
     }
 
-    pub(crate) fn asks(&self, asked: Asked, check: &Check) -> bool {
+    fn asks(&self, asked: Asked, check: &Check) -> bool {
         self.asked == asked
             && self.policies.is(check.policies())
             && self.charged[..] == *check.charged()
@@ -148,6 +160,10 @@ impl ScriptCall {
             checks,
             slots,
             has_several_of_a_caller,
+            plan_of,
+            open,
+            now,
+            asks,
         } = self;
         keys.clear();
         ends.clear();
@@ -156,17 +172,57 @@ impl ScriptCall {
         checks.clear();
         slots.clear();
         *has_several_of_a_caller = false;
+        plan_of.clear();
+        open.clear();
+        (*now, *asks) = (0, false);
     }
 
-    /// The script that decides this call.
-    pub(crate) fn script(&self) -> &'static Script {
-        if self.one_take().is_some() {
-            &TAKE
-        } else if self.is_of_takes() {
-            &TAKES
+    /// Adds a check.
+    pub(crate) fn push(&mut self, prefix: &str, check: &Check) {
+        let plan = self.plan(check);
+        let entry = self.entries.len();
+        let joins = matches!(
+            check.mode(),
+            Mode::Take | Mode::Refund | Mode::Renew | Mode::Release
+        );
+        if joins && check.id().is_none() {
+            let open = self.open.entry(*check.key()).or_insert((plan, entry));
+            if open.0 != plan {
+                *open = (plan, entry);
+                self.has_several_of_a_caller = true;
+            }
+            if open.1 != entry {
+                let open = open.1;
+                return self.repeat(open, check);
+            }
         } else {
-            &CHECK
+            self.open.remove(check.key());
         }
+        self.push_entry(plan, prefix, check);
+    }
+
+    /// Returns the index of the plan for this check, and creates the plan if it is new.
+    fn plan(&mut self, check: &Check) -> usize {
+        let (asked, plans) = (Asked::of(check), &mut self.plans);
+        // Usually all checks of a batch have the same parameters.
+        if plans.last().is_some_and(|plan| plan.asks(asked, check)) {
+            return plans.len() - 1;
+        }
+        if let Some(&index) = self.plan_of.get(&asked)
+            && plans[index].asks(asked, check)
+        {
+            return index;
+        }
+        if let Some(last) = plans.last() {
+            self.plan_of.insert(last.asked, plans.len() - 1);
+        }
+        plans.push(Plan::new(asked, check));
+        plans.len() - 1
+    }
+
+    /// Number of checks.
+    pub(crate) fn len(&self) -> usize {
+        self.checks.len()
     }
 
     /// The plan and its meter, if `lua/take.lua` can decide the call.
@@ -189,14 +245,14 @@ impl ScriptCall {
     }
 
     /// Adds a check with the parameters of this entry.
-    pub(crate) fn repeat(&mut self, entry: usize, check: &Check) {
+    fn repeat(&mut self, entry: usize, check: &Check) {
         self.entries[entry].times += 1;
         self.checks.push(entry);
         self.slots.extend(check.slot().map(|slot| (entry, slot)));
     }
 
     /// Adds a check as a new entry of this plan.
-    pub(crate) fn push(&mut self, plan: usize, prefix: &str, check: &Check) {
+    fn push_entry(&mut self, plan: usize, prefix: &str, check: &Check) {
         self.checks.push(self.entries.len());
         self.slots
             .extend(check.slot().map(|slot| (self.entries.len(), slot)));
@@ -246,29 +302,8 @@ impl ScriptCall {
         }
     }
 
-    /// Returns the command `name` (`EVALSHA` or `EVAL`) with `script`, the hash or text of its
-    /// [`script`](Self::script). `now` is 0 for Redis's own time.
-    pub(crate) fn command(&self, name: &str, script: &str, now: i64) -> Cmd {
-        let mut cmd =
-            Cmd::with_capacity(self.ends.len() + 64, self.keys.len() + script.len() + 256);
-        cmd.arg(name).arg(script).arg(self.ends.len());
-        let mut start = 0;
-        for &end in &self.ends {
-            cmd.arg(&self.keys[start..end]);
-            start = end;
-        }
-        if let Some((plan, meter)) = self.one_take() {
-            plan.add_take(meter, &mut cmd, now);
-        } else if self.is_of_takes() {
-            self.add_takes(&mut cmd, now);
-        } else {
-            self.add_checks(&mut cmd, now);
-        }
-        cmd
-    }
-
     /// Adds the arguments of `lua/takes.lua`.
-    fn add_takes(&self, cmd: &mut Cmd, now: i64) {
+    fn add_takes(&self, cmd: &mut Cmd) {
         let mut packed = Packed::default();
         for run in self.entries.chunk_by(|a, b| a == b) {
             let plan = &self.plans[run[0].plan];
@@ -277,7 +312,7 @@ impl ScriptCall {
             };
             let params = policy.params();
             packed
-                .i56(now)
+                .i56(self.now)
                 .i56(params.full)
                 .i56(plan.ticks_under(policy))
                 .i56(params.ticks)
@@ -288,13 +323,13 @@ impl ScriptCall {
     }
 
     /// Adds the arguments of `lua/call.lua`.
-    fn add_checks(&self, cmd: &mut Cmd, now: i64) {
+    fn add_checks(&self, cmd: &mut Cmd) {
         let policies = || self.plans.iter().flat_map(|plan| plan.policies.iter());
         let mut packed = Packed::default();
         packed
             .u32(policies().count())
             .u32(self.plans.len())
-            .i56(now)
+            .i56(self.now)
             .add_to(cmd);
         for policy in policies() {
             packed.u8(wire::kind_number(policy.kind()));
@@ -416,6 +451,41 @@ impl ScriptCall {
         } else {
             numbers(reply).is_some_and(|numbers| numbers.contains(&wire::READ_ONLY.to_le_bytes()))
         }
+    }
+}
+
+impl Call for ScriptCall {
+    fn script(&self) -> &'static Script {
+        if self.one_take().is_some() {
+            &TAKE
+        } else if self.is_of_takes() {
+            &TAKES
+        } else {
+            &CHECK
+        }
+    }
+
+    fn asks(&self) -> bool {
+        self.asks
+    }
+
+    fn command(&self, name: &str, script: &str) -> Cmd {
+        let mut cmd =
+            Cmd::with_capacity(self.ends.len() + 64, self.keys.len() + script.len() + 256);
+        cmd.arg(name).arg(script).arg(self.ends.len());
+        let mut start = 0;
+        for &end in &self.ends {
+            cmd.arg(&self.keys[start..end]);
+            start = end;
+        }
+        if let Some((plan, meter)) = self.one_take() {
+            plan.add_take(meter, &mut cmd, self.now);
+        } else if self.is_of_takes() {
+            self.add_takes(&mut cmd);
+        } else {
+            self.add_checks(&mut cmd);
+        }
+        cmd
     }
 }
 
@@ -632,53 +702,6 @@ fn failure(problem: i64) -> StoreError {
                 }
                 None => protocol(),
             }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::limit::{Quota, Strategy};
-
-    fn call_of(times: usize, check: &Check) -> ScriptCall {
-        let mut call = ScriptCall::default();
-        call.plans.push(Plan::new(Asked::of(check), check));
-        call.push(0, "rl", check);
-        for _ in 1..times {
-            call.repeat(0, check);
-        }
-        call
-    }
-
-    #[test]
-    fn a_take_alone_has_its_own_script() {
-        let policy = |strategy| Policy::new("api", strategy, Quota::per_second(10)).unwrap();
-        let meter: Policies = policy(Strategy::Gcra).into();
-        let take = Check::take(Key::new("ann"), &meter, 2);
-        let args = |now| {
-            let cmd = call_of(1, &take).command("EVALSHA", TAKE.hash(), now);
-            let args = cmd.args_iter().skip(2).map(|arg| match arg {
-                redis::Arg::Simple(bytes) => bytes.to_vec(),
-                _ => unreachable!(),
-            });
-            args.collect::<Vec<_>>()
-        };
-        let packed = [1_000_000.0, 200_000.0, 1.0].map(f64::to_le_bytes);
-        let expected = [b"1", &b"rl:{ann}:api:g:10/s"[..], packed.as_flattened()];
-        assert_eq!(args(0), expected);
-        assert_eq!(args(7), [&expected[..], &[b"7"]].concat());
-
-        let script = |times, check: &Check| call_of(times, check).script().hash();
-        let window = policy(Strategy::SlidingCounter).into();
-        assert_eq!(script(1, &take), TAKE.hash());
-        assert_eq!(script(2, &take), TAKES.hash());
-        for other in [
-            Check::peek(Key::new("ann"), &meter, 1),
-            Check::take(Key::new("ann"), &meter, 1).with_id("17"),
-            Check::take(Key::new("ann"), &window, 1),
-        ] {
-            assert_eq!(script(1, &other), CHECK.hash(), "{other:?}");
         }
     }
 }

@@ -3,11 +3,16 @@
 //! `lua/call.lua`, `lua/takes.lua` and `lua/take.lua` define the contracts.
 
 mod call;
+#[cfg(test)]
+mod tests;
 mod wire;
 
 use std::sync::OnceLock;
+use std::time::Duration;
 
-pub(super) use call::{Asked, Plan, ScriptCall, read_key};
+use redis::{Cmd, ToRedisArgs};
+
+pub(super) use call::{ScriptCall, read_key};
 
 /// Decides checks of any kind.
 static CHECK: Script = Script::new(wire::CHECK);
@@ -39,5 +44,43 @@ impl Script {
     pub(super) fn hash(&self) -> &str {
         self.hash
             .get_or_init(|| redis::Script::new(self.text).get_hash().to_owned())
+    }
+}
+
+/// A call of a script.
+pub(super) trait Call {
+    /// The script that it calls.
+    fn script(&self) -> &'static Script;
+
+    /// Whether `ASKING` precedes it, because the node imports the slot.
+    fn asks(&self) -> bool;
+
+    /// Returns the command `name`, which is `EVALSHA` with the hash of the script or `EVAL` with its text.
+    fn command(&self, name: &str, script: &str) -> Cmd;
+}
+
+/// A call of a script with one key, which belongs to no caller.
+pub(super) struct KeyCall<A> {
+    pub(super) script: &'static Script,
+    pub(super) key: String,
+    pub(super) args: A,
+    /// The last argument: the time to live of the key.
+    pub(super) ttl: Duration,
+}
+
+impl<A: ToRedisArgs> Call for KeyCall<A> {
+    fn script(&self) -> &'static Script {
+        self.script
+    }
+
+    fn asks(&self) -> bool {
+        false
+    }
+
+    fn command(&self, name: &str, script: &str) -> Cmd {
+        let mut cmd = redis::cmd(name);
+        cmd.arg(script).arg(1).arg(&self.key).arg(&self.args);
+        cmd.arg(self.ttl.as_millis() as u64);
+        cmd
     }
 }

@@ -1,7 +1,7 @@
 //! Workers and clusters: queries which node owns which slot, and routes checks that a node rejected because of its
 //! slots. A node that rejects a call has not run it.
 //!
-//! The methods of [`Inner`] that depend on the topology are here, so that queueing and sending a check
+//! The methods of [`Shared`] that depend on the topology are here, so that queueing and sending a check
 //! can be read without them.
 
 use std::io;
@@ -12,19 +12,19 @@ use redis::RedisError;
 use tokio::runtime::Handle;
 use tokio::time::timeout_at;
 
-use super::inner::Inner;
-use super::job::Job;
+use super::queues::Job;
+use super::store::Shared;
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{error_of, not_run, within};
-use crate::store::redis::script::MARKER;
+use crate::store::redis::script::{KeyCall, MARKER};
 use crate::store::redis::topology::cluster::{Cluster, Planned, Refusal, SlotMap, Why};
 use crate::store::redis::topology::{Node, Topology};
 use crate::util::instant;
 
 /// Time to live of the marker. Each instance renews it every hour.
 const MARKER_KEPT: Duration = Duration::from_secs(3 * 86_400);
-/// Maximum number of nodes that redirect a check, or a shared script, before it fails.
-pub(super) const MAX_HOPS: u8 = 8;
+/// Maximum number of nodes that redirect a check before it fails.
+const MAX_HOPS: u8 = 8;
 /// Maximum time that a check waits until all its keys are on one node. Shorter than the deadline of a fallback, which
 /// would otherwise count a migrating slot as an outage.
 const PATIENCE: Duration = Duration::from_millis(30);
@@ -32,7 +32,7 @@ const PATIENCE: Duration = Duration::from_millis(30);
 /// Checks with the node that decides each. `None` if the check must wait for its node.
 pub(super) type Placed = Vec<(Option<Node>, Job)>;
 
-impl Inner {
+impl Shared {
     /// Schedules a query of the slots, on this runtime unless another runtime's task has scheduled one.
     pub(super) fn refresh(self: &Arc<Self>, why: Why) {
         let (Some(cluster), Ok(runtime)) = (self.topology.cluster(), Handle::try_current()) else {
@@ -104,10 +104,15 @@ impl Inner {
             cluster.partitions(),
             map.shared_owner().ok_or_else(no_node)?,
         );
-        let args = (ours, usize::from(cluster.refresher.has_agreed()));
-        let (theirs, agrees): (usize, bool) = self
-            .run_shared(node, &MARKER, "partitions", args, MARKER_KEPT)
-            .await?;
+        let call = KeyCall {
+            script: &MARKER,
+            key: self
+                .topology
+                .shared_key(&self.settings.prefix, "partitions"),
+            args: (ours, usize::from(cluster.refresher.has_agreed())),
+            ttl: MARKER_KEPT,
+        };
+        let (theirs, agrees): (usize, bool) = self.run_script(node, &call).await?;
         if theirs == ours {
             return Ok(agrees);
         }
@@ -170,12 +175,7 @@ impl Inner {
     }
 
     /// Interprets the error of the node `from`, and updates the slot map accordingly.
-    pub(super) fn refused(
-        self: &Arc<Self>,
-        cluster: &Cluster,
-        error: &RedisError,
-        from: Node,
-    ) -> Refusal {
+    fn refused(self: &Arc<Self>, cluster: &Cluster, error: &RedisError, from: Node) -> Refusal {
         let refusal = cluster.refusal(error, from);
         match refusal {
             Refusal::Moved { slot, node } => {
@@ -186,6 +186,15 @@ impl Inner {
             Refusal::Ask(_) | Refusal::TryAgain | Refusal::Other => {}
         }
         refusal
+    }
+
+    /// Interprets the error of a call of a script with a key that belongs to no caller.
+    pub(super) fn rejected(self: &Arc<Self>, error: &RedisError, from: Node) -> StoreError {
+        let cluster = self.topology.cluster();
+        match cluster.map(|cluster| self.refused(cluster, error, from)) {
+            None | Some(Refusal::Other) => error_of(error),
+            Some(_) => not_run(ErrorKind::NotReady, error),
+        }
     }
 
     /// Handles a call that the node `from` rejected. Returns its checks that another node can decide, or this one

@@ -1,12 +1,24 @@
+//! The queues of unsent checks: one for each runtime and node. And a queued check, with the future that its caller
+//! awaits.
+
+use std::collections::VecDeque;
 use std::convert::Infallible;
+use std::future::Future;
+use std::mem;
+use std::num::NonZeroU64;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 
 use tokio::runtime::Id;
 use tokio::sync::oneshot;
+use tokio::time::Instant;
 
-use super::job::{Job, Place};
-use crate::store::redis::batch::{Batch, Queue};
-use crate::store::redis::topology::{Node, Pool, Topology};
+use super::task::Worker;
+use crate::error::{ErrorKind, StoreError};
+use crate::limit::{Check, Decision, Frees, Mode};
+use crate::store::redis::topology::{Node, Pool};
+use crate::util::{instant, polled_after_completion};
 
 #[derive(Default)]
 pub(super) struct Queues {
@@ -14,18 +26,18 @@ pub(super) struct Queues {
     pub(super) each: Vec<NodeQueue>,
     /// Number of queues created so far, which numbers the next one.
     pub(super) made: u64,
-    /// Buffers of ended workers, for the next ones.
-    pub(super) spare: Vec<Work>,
 }
 
 /// The checks of one runtime for one node. Without a target, the checks whose node is unknown.
 pub(super) struct NodeQueue {
     /// Identifies the queue. A runtime that is shutting down may create its queue again while workers of the removed
     /// queue still end.
-    pub(super) number: u64,
+    pub(super) number: NonZeroU64,
     pub(super) runtime: Id,
     pub(super) target: Option<Target>,
     pub(super) jobs: Queue<Job>,
+    /// The tasks of ended workers. Each runs the worker that it is sent, and ends if this sender is dropped.
+    pub(super) idle: Vec<oneshot::Sender<Worker>>,
     /// Dropped with the store, which ends the task that waits for the runtime to shut down.
     pub(super) _store: oneshot::Sender<Infallible>,
 }
@@ -42,13 +54,43 @@ impl NodeQueue {
         self.runtime == runtime && self.target.as_ref().map(|target| target.node) == node
     }
 
-    /// The place of the next job.
-    pub(super) fn next_place(&self) -> Place {
-        Place {
+    /// Adds a check. Returns its first place, and a [`Start`] if the queue allows another worker.
+    ///
+    /// # Errors
+    ///
+    /// [`Full`], unless another queue has accepted the check before.
+    pub(super) fn push(&mut self, mut job: Job) -> Result<(Place, Option<Start>), Full> {
+        let (is_new, place) = match job.place {
+            Some(place) => (false, place),
+            None => (
+                true,
+                Place {
+                    queue: self.number,
+                    job: self.jobs.next_number(),
+                },
+            ),
+        };
+        job.place = Some(place);
+        let starts = if is_new {
+            self.jobs.push(job)?
+        } else {
+            self.jobs.put(job)
+        };
+        let start = starts.then(|| Start {
             queue: self.number,
-            job: self.jobs.next_number(),
-        }
+            task: self.idle.pop(),
+            target: self.target.clone(),
+        });
+        Ok((place, start))
     }
+}
+
+/// A worker to start. The queue has counted it.
+pub(super) struct Start {
+    pub(super) queue: NonZeroU64,
+    /// The task of an ended worker.
+    pub(super) task: Option<oneshot::Sender<Worker>>,
+    pub(super) target: Option<Target>,
 }
 
 impl Queues {
@@ -63,7 +105,7 @@ impl Queues {
     pub(super) fn have_redirected(&self, place: Place) -> bool {
         self.each
             .iter()
-            .any(|queue| queue.jobs.iter().any(|job| job.place == place))
+            .any(|queue| queue.jobs.iter().any(|job| job.place == Some(place)))
     }
 
     /// Drops the idle queues of nodes that are not in the cluster.
@@ -79,81 +121,506 @@ impl Queues {
     }
 
     /// Returns the queue of this number, or `None` if its runtime has shut down.
-    pub(super) fn of(&mut self, number: u64) -> Option<&mut Queue<Job>> {
-        self.each
-            .iter_mut()
-            .find(|queue| queue.number == number)
-            .map(|queue| &mut queue.jobs)
+    pub(super) fn of(&mut self, number: NonZeroU64) -> Option<&mut NodeQueue> {
+        self.each.iter_mut().find(|queue| queue.number == number)
     }
 
     /// Removes the queue of this number.
-    pub(super) fn remove(&mut self, number: u64) -> Option<NodeQueue> {
+    pub(super) fn remove(&mut self, number: NonZeroU64) -> Option<NodeQueue> {
         let index = self.each.iter().position(|queue| queue.number == number);
         index.map(|index| self.each.swap_remove(index))
     }
 }
 
-/// The buffers of a worker: the checks that it has taken, and the script calls for them, which share one round trip.
-/// For a single server there is one call, for a node of a cluster one per partition.
-#[derive(Debug, Default)]
-pub(super) struct Work {
-    pub(super) jobs: Vec<Job>,
-    /// The calls from `len` on are empty and kept for reuse.
-    calls: Vec<Call>,
-    len: usize,
+/// A bounded queue that counts its workers.
+///
+/// Each method is one step under the lock of the owner. A worker that finds the queue empty is subtracted in that step,
+/// so the next push requests a new worker. No job waits for a worker that has ended.
+#[derive(Debug)]
+pub(super) struct Queue<J> {
+    jobs: VecDeque<J>,
+    max_jobs: usize,
+    /// Number of jobs that have left the queue. Jobs are numbered in order of arrival, so this is the number of the
+    /// oldest queued job.
+    left: u64,
+    /// Number of workers that run or are about to.
+    workers: usize,
+    max_workers: usize,
+    /// Number of queued jobs above which a second or later worker is started.
+    backlog: usize,
 }
 
-#[derive(Debug, Default)]
-pub(super) struct Call {
-    pub(super) batch: Batch,
-    /// Number of its checks. They follow the checks of the previous call.
-    pub(super) jobs: usize,
-    /// Whether `ASKING` precedes it, because the node imports the slot.
-    pub(super) asks: bool,
+/// The queue has reached its maximum length.
+#[derive(Debug)]
+pub(super) struct Full;
+
+impl<J> Queue<J> {
+    pub(super) fn new(max_jobs: usize, max_workers: usize, backlog: usize) -> Self {
+        Self {
+            jobs: VecDeque::new(),
+            max_jobs,
+            left: 0,
+            workers: 0,
+            max_workers,
+            backlog,
+        }
+    }
+
+    /// Adds a job. Returns `true` if the caller must start a worker, which is counted already.
+    ///
+    /// # Errors
+    ///
+    /// [`Full`].
+    pub(super) fn push(&mut self, job: J) -> Result<bool, Full> {
+        if self.jobs.len() >= self.max_jobs {
+            return Err(Full);
+        }
+        Ok(self.put(job))
+    }
+
+    /// Like [`push`](Self::push), for a job that another queue has accepted: it ignores the maximum.
+    pub(super) fn put(&mut self, job: J) -> bool {
+        self.jobs.push_back(job);
+        let start = self.workers < self.max_workers
+            && (self.workers == 0 || self.jobs.len() > self.backlog);
+        self.workers += usize::from(start);
+        start
+    }
+
+    /// The queued jobs.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &J> {
+        self.jobs.iter()
+    }
+
+    /// Returns `true` if no job is queued and no worker runs.
+    pub(super) fn is_idle(&self) -> bool {
+        self.jobs.is_empty() && self.workers == 0
+    }
+
+    /// The number of the next job.
+    pub(super) fn next_number(&self) -> u64 {
+        self.left + self.jobs.len() as u64
+    }
+
+    /// Returns `true` if the job of this number is queued, so that no worker has taken it.
+    pub(super) fn has(&self, number: u64) -> bool {
+        (self.left..self.next_number()).contains(&number)
+    }
+
+    /// Moves the oldest jobs to a worker: at least one, and more while their total weight is at most `max`. Returns the
+    /// number of jobs left.
+    ///
+    /// Returns `None` if no job was queued: the worker is subtracted, and must end.
+    pub(super) fn take(
+        &mut self,
+        max: usize,
+        weight: impl Fn(&J) -> usize,
+        to: &mut Vec<J>,
+    ) -> Option<usize> {
+        if self.jobs.is_empty() {
+            self.workers -= 1;
+            return None;
+        }
+        let mut left = max;
+        let fits = |job: &&J| {
+            let rest = left.checked_sub(weight(job));
+            left = rest.unwrap_or(0);
+            rest.is_some()
+        };
+        let count = self.jobs.iter().take_while(fits).count().max(1);
+        to.extend(self.jobs.drain(..count));
+        self.left += count as u64;
+        Some(self.jobs.len())
+    }
+
+    /// Moves all jobs to a worker that fails them together with the jobs that it could not send.
+    pub(super) fn take_all(&mut self, to: &mut Vec<J>) {
+        self.left = self.next_number();
+        to.extend(self.jobs.drain(..));
+    }
+
+    /// Subtracts a worker that was dropped. If it was the last one, returns the queued jobs, which must be failed:
+    /// another push might never come.
+    #[must_use]
+    pub(super) fn leave(&mut self) -> VecDeque<J> {
+        self.workers -= 1;
+        if self.workers > 0 {
+            return VecDeque::new();
+        }
+        self.left = self.next_number();
+        mem::take(&mut self.jobs)
+    }
+
+    /// The jobs of a queue whose workers have all ended.
+    pub(super) fn into_jobs(self) -> VecDeque<J> {
+        self.jobs
+    }
 }
 
-impl Work {
-    /// Clears the calls for reuse.
-    pub(super) fn clear_calls(&mut self) {
-        for call in &mut self.calls[..self.len] {
-            call.batch.clear();
-        }
-        self.len = 0;
+/// A queued or sent check. Moved several times, which is fast up to 128 bytes.
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) check: Check,
+    pub(super) since: Instant,
+    /// Its first place in a queue. `None` until then.
+    pub(super) place: Option<Place>,
+    /// Its share of a batch's capacity.
+    pub(super) weight: u32,
+    /// The partition of its caller.
+    pub(super) partition: u16,
+    /// Whether only checks of the same caller may share its call.
+    pub(super) alone: bool,
+    /// Set after a node has redirected it.
+    pub(super) redirect: Option<Box<Redirect>>,
+    answer: oneshot::Sender<Result<Decision, StoreError>>,
+}
+
+/// The numbers of a queue and of a job in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) queue: NonZeroU64,
+    pub(super) job: u64,
+}
+
+/// The redirections of a check.
+#[derive(Debug, Default)]
+pub(super) struct Redirect {
+    /// The node that imports the check's slot. It decides the check after `ASKING`, although it does not own the slot
+    /// yet.
+    pub(super) ask: Option<Node>,
+    /// Time of the first rejection because the keys were on two nodes.
+    pub(super) waits: Option<Instant>,
+    /// Number of redirections so far.
+    pub(super) hops: u8,
+}
+
+/// Resolves to the decision of a [`RedisStore`](crate::RedisStore).
+///
+/// # Panics
+///
+/// If it is polled after it has resolved.
+#[derive(Debug)]
+pub struct RedisFuture {
+    /// `None` after it has resolved, or was withdrawn.
+    answer: Option<Receiver>,
+    /// The first place of its check.
+    pub(super) place: Place,
+}
+
+/// Receives the answer to a check.
+type Receiver = oneshot::Receiver<Result<Decision, StoreError>>;
+
+impl Job {
+    /// Creates a check, and the receiver of its answer.
+    pub(super) fn new(check: Check, partition: u16) -> (Self, Receiver) {
+        let (answer, receiver) = oneshot::channel();
+        let weight = weight(&check);
+        let job = Self {
+            check,
+            since: instant(),
+            place: None,
+            weight,
+            partition,
+            alone: false,
+            redirect: None,
+            answer,
+        };
+        (job, receiver)
     }
 
-    /// Groups the checks and builds the calls.
-    pub(super) fn make_calls(&mut self, topology: &Topology, prefix: &str) {
-        let Self { jobs, calls, len } = self;
-        let cluster = topology.cluster();
-        if let Some(cluster) = cluster {
-            // While a slot migrates, each caller gets a separate call: the keys of different callers may be on
-            // different nodes.
-            for job in jobs.iter_mut() {
-                job.alone = job.redirect.is_some() || cluster.moves(job.partition);
-            }
-            // A stable sort keeps the order of each caller's checks.
-            jobs.sort_by(|a, b| a.group().cmp(&b.group()));
+    /// Consecutive checks of the same group share a script call.
+    pub(super) fn group(&self) -> (bool, u16, Option<&[u8]>) {
+        (
+            self.asks(),
+            self.partition,
+            self.alone.then(|| self.check.key().as_bytes()),
+        )
+    }
+
+    /// Returns `true` if its call is preceded by `ASKING`, because the node imports the slot.
+    pub(super) fn asks(&self) -> bool {
+        self.redirect
+            .as_ref()
+            .is_some_and(|redirect| redirect.ask.is_some())
+    }
+
+    /// Whether the caller has dropped the future.
+    pub(super) fn is_abandoned(&self) -> bool {
+        self.answer.is_closed()
+    }
+
+    pub(super) fn answer(self, decide: impl FnOnce(Check) -> Result<Decision, StoreError>) {
+        // If the caller has dropped the future since the check was sent, the charge stands.
+        let _ = self.answer.send(decide(self.check));
+    }
+
+    pub(super) fn fail(self, error: StoreError) {
+        self.answer(|_| Err(error));
+    }
+}
+
+impl RedisFuture {
+    pub(super) fn new(answer: Receiver, place: Place) -> Self {
+        Self {
+            answer: Some(answer),
+            place,
         }
-        for group in jobs.chunk_by(|a, b| a.group() == b.group()) {
-            let prefix = cluster.map_or(prefix, |cluster| cluster.prefix(group[0].partition));
-            if *len == calls.len() {
-                calls.push(Call::default());
+    }
+
+    /// Drops the receiver, so that the worker that takes the check drops it unsent.
+    pub(super) fn abandon(&mut self) {
+        self.answer = None;
+    }
+}
+
+impl Future for RedisFuture {
+    type Output = Result<Decision, StoreError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(receiver) = &mut self.answer else {
+            polled_after_completion("RedisFuture")
+        };
+        let answer = ready!(Pin::new(receiver).poll(cx));
+        self.answer = None;
+        Poll::Ready(answer.unwrap_or_else(|_| Err(no_runtime())))
+    }
+}
+
+/// The error of a check outside of a runtime, or on a runtime that has shut down: no evidence about Redis.
+pub(super) fn no_runtime() -> StoreError {
+    StoreError::new(ErrorKind::NoRuntime).check_only()
+}
+
+/// A check's share of a batch's capacity: 1, or more if it may read and write much of a long log.
+///
+/// A log of n charges is stored in blocks of about sqrt(n) charges. Most checks read only its head, some one block; a
+/// refund of an older charge rewrites both. With 100,000 charges, Redis spends 20 to 60 times as long on such a refund
+/// as on a take.
+fn weight(check: &Check) -> u32 {
+    let of_policy = |capacity: i64| {
+        let root = u32::try_from(capacity.isqrt()).unwrap_or(0);
+        root / if check.mode() == Mode::Refund {
+            16
+        } else {
+            128
+        }
+    };
+    let params = check.policies().iter().map(|policy| policy.params());
+    let logs = params.filter(|params| params.frees == Frees::OneByOne);
+    1 + logs.map(|params| of_policy(params.capacity)).sum::<u32>()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+
+    use loom::sync::{Arc, Mutex};
+    use loom::thread;
+
+    use super::*;
+
+    const JOBS: usize = 3;
+
+    /// The end of a worker.
+    #[derive(Debug, Clone, Copy)]
+    enum Fate {
+        Ends,
+        /// Its task is dropped, before its first job or with a job taken.
+        IsDropped {
+            taken: bool,
+        },
+        /// Its calls fail, and the queued jobs fail with them.
+        Fails,
+    }
+
+    struct Model {
+        queue: Mutex<Queue<usize>>,
+        /// Number of answers to each job.
+        answers: [AtomicUsize; JOBS],
+    }
+
+    impl Model {
+        fn new(max_jobs: usize, max_workers: usize, backlog: usize) -> Arc<Self> {
+            Arc::new(Self {
+                queue: Mutex::new(Queue::new(max_jobs, max_workers, backlog)),
+                answers: Default::default(),
+            })
+        }
+
+        /// Pushes a job, as a check does. If that starts a worker, runs the worker immediately.
+        fn push(&self, job: usize, fate: Fate) {
+            let pushed = self.queue.lock().unwrap().push(job);
+            match pushed {
+                Ok(true) => self.worker(fate),
+                Ok(false) => {}
+                Err(Full) => self.answer([job]),
             }
-            let call = &mut calls[*len];
-            *len += 1;
-            (call.jobs, call.asks) = (group.len(), group[0].asks());
-            for job in group {
-                call.batch.push(prefix, &job.check);
+        }
+
+        /// The steps under the lock of a worker's loop.
+        fn worker(&self, fate: Fate) {
+            let mut jobs = vec![];
+            if let Fate::IsDropped { taken } = fate {
+                if taken
+                    && self
+                        .queue
+                        .lock()
+                        .unwrap()
+                        .take(1, |_| 1, &mut jobs)
+                        .is_none()
+                {
+                    return;
+                }
+                jobs.extend(self.queue.lock().unwrap().leave());
+                return self.answer(jobs);
+            }
+            while self
+                .queue
+                .lock()
+                .unwrap()
+                .take(1, |_| 1, &mut jobs)
+                .is_some()
+            {
+                if matches!(fate, Fate::Fails) {
+                    self.queue.lock().unwrap().take_all(&mut jobs);
+                }
+                self.answer(jobs.drain(..));
+            }
+        }
+
+        fn answer(&self, jobs: impl IntoIterator<Item = usize>) {
+            for job in jobs {
+                self.answers[job].fetch_add(1, Relaxed);
             }
         }
     }
 
-    pub(super) fn calls(&self) -> &[Call] {
-        &self.calls[..self.len]
+    /// Three threads push jobs and run workers, in every order with at most two preemptions.
+    fn every_job_is_answered_once(max_jobs: usize, max_workers: usize, fates: [Fate; JOBS]) {
+        for backlog in 0..=1 {
+            every_job_is_answered_once_with(backlog, max_jobs, max_workers, fates);
+        }
     }
 
-    /// The checks, grouped by call, and the calls.
-    pub(super) fn parts(&mut self) -> (&mut Vec<Job>, &[Call]) {
-        (&mut self.jobs, &self.calls[..self.len])
+    fn every_job_is_answered_once_with(
+        backlog: usize,
+        max_jobs: usize,
+        max_workers: usize,
+        fates: [Fate; JOBS],
+    ) {
+        let mut scheduler = loom::model::Builder::new();
+        scheduler.preemption_bound = Some(2);
+        scheduler.check(move || {
+            let model = Model::new(max_jobs, max_workers, backlog);
+            let threads = [1, 2].map(|job| {
+                let model = Arc::clone(&model);
+                thread::spawn(move || model.push(job, fates[job]))
+            });
+            model.push(0, fates[0]);
+            for thread in threads {
+                thread.join().unwrap();
+            }
+            let answers = model
+                .answers
+                .each_ref()
+                .map(|answers| answers.load(Relaxed));
+            assert_eq!(answers, [1; JOBS], "answers to each job");
+            let queue = model.queue.lock().unwrap();
+            assert!(queue.jobs.is_empty(), "no job is left behind");
+            assert_eq!(queue.workers, 0, "no ended worker is counted");
+        });
+    }
+
+    #[test]
+    fn a_batch_is_bounded_by_weight() {
+        let mut queue = Queue::new(10, 1, 0);
+        [3, 1, 1, 5, 9, 2]
+            .into_iter()
+            .for_each(|weight| drop(queue.push(weight)));
+        let mut take = || {
+            let mut taken = vec![];
+            queue.take(5, |weight| *weight, &mut taken).map(|_| taken)
+        };
+        assert_eq!(
+            [take(), take(), take(), take(), take()].map(Option::unwrap_or_default),
+            [vec![3, 1, 1], vec![5], vec![9], vec![2], vec![]]
+        );
+    }
+
+    #[test]
+    fn another_worker_starts_only_for_a_backlog() {
+        let mut queue = Queue::new(10, 2, 2);
+        let starts: Vec<bool> = (0..5).map(|job| queue.push(job).unwrap()).collect();
+        assert_eq!(starts, [true, false, true, false, false]);
+        let mut queue = Queue::new(10, 2, 0);
+        let starts: Vec<bool> = (0..3).map(|job| queue.push(job).unwrap()).collect();
+        assert_eq!(starts, [true, true, false]);
+    }
+
+    /// A job is either withdrawn by its caller or taken by a worker.
+    #[test]
+    fn a_withdrawn_job_is_not_sent() {
+        loom::model(|| {
+            let model = Model::new(10, 1, 0);
+            let withdrawn = Arc::new([false; 2].map(AtomicBool::new));
+            let numbers = [0, 1].map(|job| {
+                let mut queue = model.queue.lock().unwrap();
+                let number = queue.next_number();
+                assert!(queue.push(job).is_ok() && queue.has(number) && !queue.has(number + 1));
+                number
+            });
+            let (worker, gone) = (Arc::clone(&model), Arc::clone(&withdrawn));
+            let worker = thread::spawn(move || {
+                let mut jobs = vec![];
+                while worker
+                    .queue
+                    .lock()
+                    .unwrap()
+                    .take(1, |_| 1, &mut jobs)
+                    .is_some()
+                {
+                    worker.answer(jobs.drain(..).filter(|job| !gone[*job].load(Relaxed)));
+                }
+            });
+            for (job, number) in numbers.into_iter().enumerate() {
+                let queue = model.queue.lock().unwrap();
+                if queue.has(number) {
+                    withdrawn[job].store(true, Relaxed);
+                }
+            }
+            worker.join().unwrap();
+            for (job, withdrawn) in withdrawn.iter().enumerate() {
+                let sent = model.answers[job].load(Relaxed) == 1;
+                assert!(sent != withdrawn.load(Relaxed), "either sent or withdrawn");
+            }
+        });
+    }
+
+    #[test]
+    fn no_job_waits_for_an_ended_worker() {
+        for max_workers in 1..=2 {
+            every_job_is_answered_once(10, max_workers, [Fate::Ends; JOBS]);
+            every_job_is_answered_once(1, max_workers, [Fate::Ends; JOBS]);
+        }
+    }
+
+    #[test]
+    fn ended_workers_leave_no_job_behind() {
+        let fates = [
+            Fate::IsDropped { taken: false },
+            Fate::IsDropped { taken: true },
+            Fate::Fails,
+        ];
+        for max_workers in 1..=2 {
+            for fate in fates {
+                every_job_is_answered_once(10, max_workers, [fate; JOBS]);
+                every_job_is_answered_once(10, max_workers, [fate, Fate::Ends, Fate::Ends]);
+                every_job_is_answered_once(
+                    10,
+                    max_workers,
+                    [Fate::Ends, fate, Fate::IsDropped { taken: true }],
+                );
+            }
+        }
     }
 }

@@ -1,30 +1,25 @@
-//! Queues checks, and runs the workers that send and answer them.
-//!
-//! The methods of [`Inner`] that queue a check are here, beside the workers that they start.
+//! A worker sends the checks of a queue, and answers them.
 
 use std::mem;
+use std::num::NonZeroU64;
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use redis::{RedisError, ServerErrorKind, Value};
-use smallvec::SmallVec;
-use tokio::runtime::Handle;
+use redis::{RedisError, ServerErrorKind};
+use tokio::sync::oneshot;
 use tokio::task::yield_now;
 use tokio::time::sleep;
 
-use super::cluster::Placed;
-use super::inner::{Inner, runtime, runtime_is_ending};
-use super::job::{Job, RedisFuture, no_runtime};
-use super::queues::{Call, NodeQueue, Target, Work};
+use super::queues::{Job, Target, no_runtime};
+use super::store::{Shared, runtime_is_ending};
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Key, Policies, Source};
 use crate::observe::event;
-use crate::store::Answer;
-use crate::store::redis::batch::Full;
 use crate::store::redis::link::{Failures, Replies, error_of, within};
+use crate::store::redis::script::ScriptCall;
 use crate::store::redis::topology::cluster::Why;
-use crate::store::redis::topology::{Node, Pool};
+use crate::store::redis::topology::{Node, Pool, Topology};
 use crate::util::{contain, instant};
 
 /// Maximum number of times that a worker yields to let more checks arrive.
@@ -32,112 +27,11 @@ const GATHER: u32 = 4;
 /// Pause before another attempt to find the node of a check.
 const PAUSE: Duration = Duration::from_millis(3);
 
-impl Inner {
-    /// Answers a check from the cached denials, or queues it.
-    pub(crate) fn check(self: &Arc<Self>, check: Check) -> Answer<RedisFuture> {
-        if let Some(verdicts) = self.denials.verdicts(&check) {
-            return Answer::ready(Ok(check.answer(verdicts, Source::Cached)));
-        }
-        let partition = self.topology.partition(check.key());
-        match self.enqueue(check, partition) {
-            Ok(future) => Answer::pending(future),
-            Err(error) => Answer::ready(Err(error.not_sent())),
-        }
-    }
-
-    /// Queues a check for its partition's node.
-    fn enqueue(self: &Arc<Self>, check: Check, partition: u16) -> Result<RedisFuture, StoreError> {
-        let runtime = runtime()?;
-        if let Some(error) = self
-            .topology
-            .cluster()
-            .and_then(|cluster| cluster.refused.get())
-        {
-            return Err(error.clone());
-        }
-        let (mut job, mut future) = Job::new(check, partition);
-        let pushed = self.put(&runtime, self.topology.node(partition), |queue| {
-            job.place = queue.next_place();
-            future.place = job.place;
-            queue.jobs.push(job)
-        });
-        pushed
-            .map(|()| future)
-            .map_err(|Full| StoreError::new(ErrorKind::QueueFull))
-    }
-
-    /// Queues undecided checks for these nodes, on this runtime.
-    fn requeue(self: &Arc<Self>, jobs: Placed) {
-        let Ok(runtime) = Handle::try_current() else {
-            return;
-        };
-        for (node, job) in jobs {
-            let _ = self.put(&runtime, node, |queue| Ok(queue.jobs.put(job)));
-        }
-    }
-
-    /// Lets `put` add to the queue of a node, and starts a worker if the queue allows another.
-    fn put(
-        self: &Arc<Self>,
-        runtime: &Handle,
-        node: Option<Node>,
-        put: impl FnOnce(&mut NodeQueue) -> Result<bool, Full>,
-    ) -> Result<(), Full> {
-        let worker = self.with_queue(runtime, node, |queue, spare| {
-            let start = put(queue)?;
-            Ok(start.then(|| {
-                (
-                    queue.number,
-                    queue.target.clone(),
-                    spare.pop().unwrap_or_default(),
-                )
-            }))
-        });
-        if let Some((queue, target, work)) = worker? {
-            // On a runtime that has shut down, `spawn` drops the worker, whose `Drop` fails the check.
-            runtime.spawn(Worker::new(self, queue, work).run(target));
-        }
-        Ok(())
-    }
-
-    /// Withdraws a check that is still queued, so that it is never sent. Returns `false` if a worker has taken it.
-    pub(crate) fn withdraw(&self, future: &mut RedisFuture) -> bool {
-        // Keep the lock until the check is abandoned, so that no worker takes it between the two.
-        let queues = self.queues();
-        let waits = queues.have(future.place)
-            || (self.topology.cluster().is_some() && queues.have_redirected(future.place));
-        if waits {
-            future.abandon();
-        }
-        waits
-    }
-
-    /// Sends two checks of one caller that need the same rights as real ones; in a cluster, two to each master. If both
-    /// share a call, the second finds the first one's state and so also needs the rights to read and overwrite it.
-    pub(crate) async fn ping(self: &Arc<Self>) -> Result<(), StoreError> {
-        let mut partitions = vec![0];
-        if let Some(cluster) = self.topology.cluster() {
-            self.refreshed(cluster).await?;
-            partitions = cluster.partition_of_each();
-        }
-        let again = || Check::take(Key::PROBE, &Policies::probe(), 2);
-        let probes: Vec<_> = partitions
-            .into_iter()
-            .flat_map(|partition| {
-                [Check::probe(Key::PROBE), again()].map(|probe| self.enqueue(probe, partition))
-            })
-            .collect();
-        for probe in probes {
-            drop(probe?.await?);
-        }
-        Ok(())
-    }
-}
-
-struct Worker {
-    inner: Arc<Inner>,
+/// The work of a task from a check that needs a worker until the queue is empty.
+pub(super) struct Worker {
+    inner: Arc<Shared>,
     /// The number of its queue.
-    queue: u64,
+    queue: NonZeroU64,
     work: Work,
     /// Whether the current batch may have reached Redis.
     sent: bool,
@@ -145,35 +39,47 @@ struct Worker {
     counted: bool,
 }
 
+/// The next worker of a task: `None` for a task that ends.
+type Next = Option<oneshot::Receiver<Worker>>;
+
 impl Worker {
     /// Creates a worker, which its queue must have counted.
-    fn new(inner: &Arc<Inner>, queue: u64, work: Work) -> Self {
+    pub(super) fn new(inner: &Arc<Shared>, queue: NonZeroU64) -> Self {
         Self {
             inner: Arc::clone(inner),
             queue,
-            work,
+            work: Work::default(),
             sent: false,
             counted: true,
         }
     }
 
-    async fn run(self, target: Option<Target>) {
-        match target {
-            Some(Target { node, pool }) => self.send(node, &pool).await,
+    /// Runs a task. Between two workers, it keeps the buffers, but not the store.
+    pub(super) async fn run(mut self, target: Option<Target>) {
+        let Some(Target { node, pool }) = target else {
             // Rare, and boxed so that the future of the other workers is small.
-            None => Box::pin(self.place()).await,
+            return Box::pin(self.find_nodes()).await;
+        };
+        let mut failures = pool.failures();
+        while let Some(next) = self.send(node, &pool, &mut failures).await {
+            let work = mem::take(&mut self.work);
+            drop(self);
+            let Ok(worker) = next.await else { return };
+            self = worker;
+            self.work = work;
         }
     }
 
     /// Sends the checks of this queue to `node` until the queue is empty.
-    async fn send(mut self, node: Node, pool: &Pool) {
-        let mut failures = pool.failures();
-        while self.take(node) {
-            if self.work.jobs.is_empty() {
-                continue;
+    async fn send(&mut self, node: Node, pool: &Pool, failures: &mut Failures) -> Next {
+        loop {
+            match self.take(node) {
+                ControlFlow::Break(next) => return next,
+                ControlFlow::Continue(()) if self.work.jobs.is_empty() => continue,
+                ControlFlow::Continue(()) => {}
             }
             let sent_at = self.inner.denials.now();
-            match self.call(node, pool, &mut failures).await {
+            match self.call(node, pool, failures).await {
                 Ok(replies) => self.answer(&replies, sent_at, node),
                 Err(error) => self.fail(&error, node),
             }
@@ -185,7 +91,7 @@ impl Worker {
 
     /// Finds the nodes of checks that have none: the slots are unknown, or the keys of a check are on two nodes for a
     /// moment.
-    async fn place(mut self) {
+    async fn find_nodes(mut self) {
         loop {
             // Take the checks after this wait only: until then, their callers can withdraw them.
             let found = match self.inner.topology.cluster() {
@@ -195,7 +101,7 @@ impl Worker {
                     Ok(())
                 }
             };
-            if self.take_jobs(None, usize::MAX).is_none() {
+            if self.take_jobs(None, usize::MAX).is_break() {
                 return;
             }
             let unplaced = found
@@ -227,7 +133,7 @@ impl Worker {
             self.inner
                 .queues()
                 .of(self.queue)
-                .map(|queue| queue.next_number())
+                .map(|queue| queue.jobs.next_number())
         };
         let mut before = pushed();
         for _ in 0..GATHER {
@@ -240,38 +146,41 @@ impl Worker {
         }
     }
 
-    /// Takes checks up to the size of a batch and builds their calls. Returns `false` if the queue is empty: the worker
-    /// must end.
-    fn take(&mut self, node: Node) -> bool {
+    /// Takes checks up to the size of a batch and builds their calls, or ends the worker if the queue is empty.
+    fn take(&mut self, node: Node) -> ControlFlow<Next> {
         self.work.clear_calls();
-        let Some(waiting) = self.take_jobs(Some(node), self.inner.settings.batch.get()) else {
-            return false;
-        };
-        self.work
-            .make_calls(&self.inner.topology, &self.inner.settings.prefix);
-        self.inner.attend();
-        let jobs = &self.work.jobs;
-        if let Some(observer) = self.inner.observer.get()
-            && !jobs.is_empty()
+        let waiting = self.take_jobs(Some(node), self.inner.settings.batch.get())?;
+        let Self { inner, work, .. } = self;
+        work.make_calls(
+            &inner.topology,
+            &inner.settings.prefix,
+            inner.now.load(Ordering::Relaxed),
+        );
+        inner.attend();
+        if let Some(observer) = inner.observer.get()
+            && !work.jobs.is_empty()
         {
-            contain(|| observer.sent(&event::Sent::new(jobs.len(), waiting)));
+            contain(|| observer.sent(&event::Sent::new(work.jobs.len(), waiting)));
         }
-        true
+        ControlFlow::Continue(())
     }
 
     /// Takes checks, drops abandoned ones, and fails those older than the timeout. Returns the number of checks left in
-    /// the queue, or `None` if the worker must end.
-    fn take_jobs(&mut self, node: Option<Node>, max: usize) -> Option<usize> {
+    /// the queue, or ends the worker if there were none.
+    fn take_jobs(&mut self, node: Option<Node>, max: usize) -> ControlFlow<Next, usize> {
         let jobs = &mut self.work.jobs;
         let waiting = {
             let mut queues = self.inner.queues();
-            let queue = queues.of(self.queue)?;
-            let Some(waiting) = queue.take(max, |job| job.weight as usize, jobs) else {
+            let Some(queue) = queues.of(self.queue) else {
+                return ControlFlow::Break(None);
+            };
+            let Some(waiting) = queue.jobs.take(max, |job| job.weight as usize, jobs) else {
                 // `fail` may have moved a whole queue into this buffer.
                 jobs.shrink_to(self.inner.settings.batch.get());
                 self.counted = false;
-                queues.spare.push(mem::take(&mut self.work));
-                return None;
+                let (task, next) = oneshot::channel();
+                queue.idle.push(task);
+                return ControlFlow::Break(Some(next));
             };
             waiting
         };
@@ -286,7 +195,7 @@ impl Worker {
                     .not_sent(),
             );
         }
-        Some(waiting)
+        ControlFlow::Continue(waiting)
     }
 
     /// Sends the calls. Returns the reply to each.
@@ -324,21 +233,13 @@ impl Worker {
         let Self {
             inner, work, sent, ..
         } = self;
-        let (calls, now) = (work.calls(), inner.now.load(Ordering::Relaxed));
-        let asks: SmallVec<[bool; 1]> = calls.iter().map(|call| call.asks).collect();
         let mut connection = pool.checkout(failures).await?;
         *sent = true;
-        let command =
-            |call: usize, name: &str, text: &str| calls[call].batch.call.command(name, text, now);
-        let replies = connection
-            .run(|call| calls[call].batch.call.script(), &asks, command)
-            .await
-            .map_err(|error| error_of(&error))?;
-        let is_read_only = |(call, reply): (&Call, &Result<Value, RedisError>)| {
-            let reply = reply.as_ref().ok();
-            reply.is_some_and(|reply| call.batch.call.is_read_only(reply))
-        };
-        if calls.iter().zip(&replies).any(is_read_only) {
+        let replies = connection.run(work.calls()).await;
+        let replies = replies.map_err(|error| error_of(&error))?;
+        let mut of_calls = work.calls().iter().zip(&replies);
+        if of_calls.any(|(call, reply)| reply.as_ref().is_ok_and(|reply| call.is_read_only(reply)))
+        {
             connection.give_up(Some(StoreError::new(ErrorKind::ReadOnly)));
         }
         match (inner.topology.cluster(), replies.first()) {
@@ -355,12 +256,10 @@ impl Worker {
         let (jobs, calls) = self.work.parts();
         let mut jobs = jobs.drain(..);
         for (call, reply) in calls.iter().zip(replies) {
-            let own = jobs.by_ref().take(call.jobs);
-            match (
-                reply.as_ref().map(|reply| call.batch.call.read(reply)),
-                inner.topology.cluster(),
-            ) {
-                (Ok(Ok(verdicts)), cluster) => {
+            let own = jobs.by_ref().take(call.len());
+            let cluster = inner.topology.cluster();
+            match reply.as_ref().map(|reply| call.read(reply)) {
+                Ok(Ok(verdicts)) => {
                     let mut again = vec![];
                     for (job, verdicts) in own.zip(verdicts) {
                         match verdicts {
@@ -376,17 +275,18 @@ impl Worker {
                         inner.requeue(inner.redirect(cluster, again, &deleted_here(), node));
                     }
                 }
-                (Ok(Err(error)), _) => {
+                Ok(Err(error)) => {
                     let error = named(error);
                     for job in own {
                         inner.refuse(job, error.clone());
                     }
                 }
-                (Err(error), Some(cluster)) => {
-                    inner.requeue(inner.redirect(cluster, own.collect(), error, node))
+                Err(error) => {
+                    // Without a cluster, `attempt` has returned this as the error of the batch.
+                    if let Some(cluster) = cluster {
+                        inner.requeue(inner.redirect(cluster, own.collect(), error, node));
+                    }
                 }
-                // Unreachable: `attempt` returns this as the error of the batch.
-                (Err(_), None) => {}
             }
         }
     }
@@ -406,7 +306,7 @@ impl Worker {
             return;
         }
         if let Some(queue) = self.inner.queues().of(self.queue) {
-            queue.take_all(jobs);
+            queue.jobs.take_all(jobs);
         }
         self.inner.refresh(Why::Lost(node));
         let (elsewhere, left) = self.inner.moved(jobs.drain(..), node);
@@ -437,7 +337,7 @@ impl Drop for Worker {
             .inner
             .queues()
             .of(self.queue)
-            .map(|queue| queue.leave());
+            .map(|queue| queue.jobs.leave());
         for job in self.work.jobs.drain(..) {
             let error = if self.sent {
                 no_runtime()
@@ -449,6 +349,63 @@ impl Drop for Worker {
         for job in waiting.into_iter().flatten() {
             job.fail(no_runtime().not_sent());
         }
+    }
+}
+
+/// The buffers of a worker: the checks that it has taken, and the script calls for them, which share one round trip.
+/// For a single server there is one call, for a node of a cluster one per partition.
+#[derive(Debug, Default)]
+pub(super) struct Work {
+    /// Grouped by call.
+    jobs: Vec<Job>,
+    /// The calls from `len` on are empty and kept for reuse.
+    calls: Vec<ScriptCall>,
+    len: usize,
+}
+
+impl Work {
+    /// Clears the calls for reuse.
+    fn clear_calls(&mut self) {
+        for call in &mut self.calls[..self.len] {
+            call.clear();
+        }
+        self.len = 0;
+    }
+
+    /// Groups the checks and builds the calls. `now` is 0 for Redis's own time.
+    fn make_calls(&mut self, topology: &Topology, prefix: &str, now: i64) {
+        let Self { jobs, calls, len } = self;
+        let cluster = topology.cluster();
+        if let Some(cluster) = cluster {
+            // While a slot migrates, each caller gets a separate call: the keys of different callers may be on
+            // different nodes.
+            for job in jobs.iter_mut() {
+                job.alone = job.redirect.is_some() || cluster.moves(job.partition);
+            }
+            // A stable sort keeps the order of each caller's checks.
+            jobs.sort_by(|a, b| a.group().cmp(&b.group()));
+        }
+        for group in jobs.chunk_by(|a, b| a.group() == b.group()) {
+            let prefix = cluster.map_or(prefix, |cluster| cluster.prefix(group[0].partition));
+            if *len == calls.len() {
+                calls.push(ScriptCall::default());
+            }
+            let call = &mut calls[*len];
+            *len += 1;
+            (call.now, call.asks) = (now, group[0].asks());
+            for job in group {
+                call.push(prefix, &job.check);
+            }
+        }
+    }
+
+    fn calls(&self) -> &[ScriptCall] {
+        &self.calls[..self.len]
+    }
+
+    /// The checks and the calls.
+    fn parts(&mut self) -> (&mut Vec<Job>, &[ScriptCall]) {
+        (&mut self.jobs, &self.calls[..self.len])
     }
 }
 
@@ -466,6 +423,7 @@ mod tests {
     use futures_util::future::join_all;
     use tokio::runtime::{Builder, Handle, Runtime};
 
+    use super::super::queues::{Place, RedisFuture};
     use super::*;
     use crate::store::{RedisStore, Store};
     use crate::support::{RedisServer, check, free_port, until};
@@ -690,10 +648,10 @@ mod tests {
     async fn a_worker_leaves_other_queues_alone() {
         let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
         let (inner, runtime) = (&store.inner, Handle::current());
-        let queue = || inner.with_queue(&runtime, inner.topology.node(0), |queue, _| queue.number);
+        let queue = || inner.with_queue(&runtime, inner.topology.node(0), |queue| queue.number);
         let former = queue();
         assert_eq!(queue(), former);
-        let worker = Worker::new(inner, former, Work::default());
+        let worker = Worker::new(inner, former);
         drop(mem::take(&mut inner.queues().each));
         let newer = queue();
         drop(worker);
@@ -701,16 +659,58 @@ mod tests {
         assert!(queues.of(former).is_none() && queues.of(newer).is_some());
     }
 
-    /// A call spawns a worker, and Tokio copies its future six times.
+    /// Rust moves larger values with calls of `memcpy`.
+    #[test]
+    fn a_queued_check_is_small() {
+        assert!(mem::size_of::<Job>() <= 128, "{}", mem::size_of::<Job>());
+    }
+
+    /// Each call copies a part of it.
     #[tokio::test]
     async fn the_future_of_a_worker_is_small() {
         let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
         let (inner, runtime) = (&store.inner, Handle::current());
-        let number = inner.with_queue(&runtime, inner.topology.node(0), |queue, _| queue.number);
-        let run = Worker::new(inner, number, Work::default()).run(None);
+        let number = inner.with_queue(&runtime, inner.topology.node(0), |queue| queue.number);
+        let run = Worker::new(inner, number).run(None);
         assert!(mem::size_of_val(&run) < 4_096, "{}", mem::size_of_val(&run));
         // Its queue has not counted it, so it must not leave.
         mem::forget(run);
+    }
+
+    /// The task of an ended worker runs the next one, so that a call spawns nothing. It keeps neither the store nor
+    /// itself alive.
+    #[tokio::test]
+    async fn a_task_runs_all_workers_and_ends_with_the_store() {
+        let server = RedisServer::start();
+        let tasks = || Handle::current().metrics().num_alive_tasks();
+        let before = tasks();
+        let store = store(server.url(), Duration::from_secs(20));
+        for _ in 0..3 {
+            let _ = store.check(check("ann", "10/s")).await.unwrap();
+            // The watch of the runtime, and the worker's task.
+            until("the task waits", async || {
+                tasks() == before + 2 && store.inner.queues().each[0].idle.len() == 1
+            })
+            .await;
+        }
+        let last = store.check(check("ann", "10/s"));
+        drop(store);
+        assert_eq!(last.await.unwrap().remaining(), 6);
+        until("no task is left", async || tasks() == before).await;
+    }
+
+    /// When a runtime shuts down, it may drop the waiting task long before the queue.
+    #[tokio::test]
+    async fn a_dropped_task_gets_no_worker() {
+        let server = RedisServer::start();
+        let store = store(server.url(), Duration::from_secs(20));
+        let runtime = Handle::current();
+        let node = store.inner.topology.node(0);
+        store.inner.with_queue(&runtime, node, |queue| {
+            queue.idle.push(oneshot::channel().0)
+        });
+        let decision = store.check(check("ann", "10/s")).await.unwrap();
+        assert!(decision.is_allowed());
     }
 
     #[test]
@@ -793,13 +793,18 @@ mod tests {
     #[tokio::test]
     async fn a_redirected_check_can_be_withdrawn() {
         let store = RedisStore::cluster(["redis://127.0.0.1:1"]).unwrap();
-        let (job, mut future) = Job::new(check("ann", "10/s"), 0);
+        let place = Place {
+            queue: NonZeroU64::MAX,
+            job: 7,
+        };
+        let (mut job, answer) = Job::new(check("ann", "10/s"), 0);
+        job.place = Some(place);
         store.inner.requeue(vec![(None, job)]);
+        let mut future = RedisFuture::new(answer, place);
         assert!(store.backend().withdraw(Pin::new(&mut future)));
-        let another = Job::new(check("ann", "10/s"), 0).1;
-        assert!(store.inner.queues().have_redirected(another.place));
+        assert!(store.inner.queues().have_redirected(place));
         until("a worker has dropped it", async || {
-            !store.inner.queues().have_redirected(another.place)
+            !store.inner.queues().have_redirected(place)
         })
         .await;
     }

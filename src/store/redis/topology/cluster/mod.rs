@@ -13,9 +13,10 @@
 //!
 //! Two instances with different numbers of partitions would count the same callers under different
 //! keys. So a marker in the cluster stores the number, and a new instance with another number is
-//! rejected. An instance whose number was confirmed by another instance restores the marker if it
-//! was lost or replaced: after a `FLUSHALL`, the first instance may have the wrong number, and then
-//! gives way.
+//! rejected. If the marker cannot be read, because its master is unreachable or its slot migrates,
+//! the instance checks it again within a minute. An instance whose number was confirmed by another
+//! instance restores the marker if it was lost or replaced: after a `FLUSHALL`, the first instance
+//! may have the wrong number, and then gives way.
 
 mod nodes;
 mod refresh;

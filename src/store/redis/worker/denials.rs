@@ -17,7 +17,7 @@ use crate::store::freed::gives_room;
 use crate::store::shards::{Digest, Shards};
 use crate::util::Clock;
 
-pub(crate) struct DenialCache {
+pub(super) struct DenialCache {
     /// Read concurrently, because most floods are on one key.
     shards: Shards<RwLock<Shard>>,
     clock: Clock,
@@ -66,7 +66,7 @@ const MEMORY: i64 = 1_000_000;
 
 impl DenialCache {
     /// Creates a cache of about `max` callers. With 0, it caches nothing.
-    pub(crate) fn new(max: usize) -> Self {
+    pub(super) fn new(max: usize) -> Self {
         let of_shard = max.div_ceil(SHARDS);
         let shard = |_| {
             RwLock::new(Shard {
@@ -84,12 +84,12 @@ impl DenialCache {
     }
 
     /// The time to pass to [`learn`](Self::learn), read before the call is sent.
-    pub(crate) fn now(&self) -> i64 {
+    pub(super) fn now(&self) -> i64 {
         self.clock.micros()
     }
 
     /// Returns the verdicts on this check if a cached denial covers it.
-    pub(crate) fn verdicts(&self, check: &Check) -> Option<Verdicts> {
+    pub(super) fn verdicts(&self, check: &Check) -> Option<Verdicts> {
         if self.held.load(Relaxed) == 0 || check.id().is_some() {
             return None;
         }
@@ -110,7 +110,7 @@ impl DenialCache {
     }
 
     /// Updates the cache with Redis's decision on a call that was sent at `sent`.
-    pub(crate) fn learn(&self, check: &Check, verdicts: &Verdicts, sent: i64) {
+    pub(super) fn learn(&self, check: &Check, verdicts: &Verdicts, sent: i64) {
         if !self.is_on {
             return;
         }
@@ -127,7 +127,7 @@ impl DenialCache {
 
     /// Drops the caller's denials if the check may have freed capacity. Also called if Redis did not reply to a refund
     /// or reset.
-    pub(crate) fn forget(&self, check: &Check) {
+    pub(super) fn forget(&self, check: &Check) {
         if self.is_on && gives_room(check) {
             self.change(check.key(), |shard, caller, now| {
                 shard.callers.remove(caller);

@@ -1,0 +1,552 @@
+//! [`RedisStore`], and the state that its clones share: queues, cached denials, settings and the topology.
+
+use std::convert::Infallible;
+use std::fmt;
+use std::future::pending;
+use std::num::NonZeroU64;
+use std::pin::Pin;
+use std::sync::atomic::AtomicI64;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+use std::time::Duration;
+
+use redis::FromRedisValue;
+use tokio::runtime::Handle;
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use super::cluster::Placed;
+use super::denials::DenialCache;
+use super::queues::{Full, Job, NodeQueue, Place, Queue, Queues, RedisFuture, Target, no_runtime};
+use super::task::Worker;
+use crate::error::{ErrorKind, StoreError};
+use crate::limit::{Check, Key, Policies, Source, Verdicts};
+use crate::observe::mistakes::MISSING_RIGHT;
+use crate::observe::{Observer, event, or_log};
+use crate::store::redis::link::{error_of, within};
+use crate::store::redis::script::Call;
+use crate::store::redis::settings::Settings;
+use crate::store::redis::topology::{Node, Pool, Topology};
+use crate::store::{Answer, Backend, Hooks, Store, Waiters, Withdraw};
+use crate::util::{contain, instant, lock};
+
+/// A store in Redis: one count for all instances. A script decides, on Redis's own clock.
+///
+/// Concurrent checks share a script call and a round trip. Every check resolves within about twice
+/// the store's [`timeout`](crate::store::RedisStoreBuilder::timeout), possibly to a [`StoreError`].
+/// A charge is never sent twice: a script is sent again only if Redis did not know it, and so did
+/// not run it.
+///
+/// It needs Redis 6.2 or a compatible server; see [which servers](crate::guide::servers) are tested, and how they
+/// affect the counts. The Redis user needs [these rights](crate::guide::servers#rights).
+///
+/// # Redis Cluster
+///
+/// With `redis+cluster://` instead of `redis://`, or with [`cluster`](Self::cluster), the store is
+/// in a Redis Cluster. The guarantees above also hold while nodes fail and slots migrate:
+///
+/// - A hash of the key assigns each caller to a
+///   [partition](crate::store::RedisStoreBuilder::partitions), the same one in all stores. Each
+///   partition is in one slot. The checks in flight of one partition share a script call, and the
+///   calls to one master share a round trip. A caller's keys look like
+///   `rl:{17}:{user-42}:api:g:100/s`; on a single server, `rl:{user-42}:api:g:100/s`. The key
+///   `rl:{rl}:partitions` stores the number of partitions.
+/// - Each master has its own connections and queue. A [`Fallback`](crate::Fallback) has a breaker
+///   per partition, so an unreachable master affects only its callers, until its replica has taken
+///   over. Replicas are not used.
+/// - Any node may provide the map of slots. It is queried off the request path: at startup, when a
+///   connection is lost, and when a slot has moved. A call that was rejected for that reason is
+///   sent to the right node; no other call is sent twice.
+/// - A node whose address now belongs to another cluster is not used: it must list a known node, by
+///   its id. If no known node has replied for 30 seconds, the nodes that the application named
+///   define the cluster, as at startup.
+/// - While a slot migrates, its callers' checks are sent one at a time. A check that needs several
+///   keys (under several policies, or with a new id) may fail with
+///   [`ErrorKind::NotReady`](crate::store::ErrorKind::NotReady) until the migration ends, because
+///   Redis rejects it. A fallback decides then, and reconciles afterwards.
+/// - The Redis user needs [more rights](crate::guide::servers#rights). With TLS, the
+///   certificates must match the names that the nodes announce: see `tls-cluster`,
+///   `cluster-announce-hostname` and `cluster-preferred-endpoint-type` of Redis.
+///
+/// # Redis Sentinel
+///
+/// With `redis+sentinel://`, or with [`sentinel`](Self::sentinel), the store is on the master that
+/// the sentinels have elected. The guarantees above also hold:
+///
+/// - Name all sentinels. All are queried for each new connection, and the reported server must
+///   confirm that it is a master. If they disagree, the majority decides, otherwise the latest
+///   failover; if those are equal, the last known master is kept while it replies. A dead or slow
+///   sentinel delays a connection by at most a quarter of the
+///   [`timeout`](crate::store::RedisStoreBuilder::timeout), and not at all if most of the others
+///   agree. While none replies, the last known master is used.
+/// - After a failover, the former master may keep replying for many seconds, and then loses the
+///   charges of that time. So one sentinel is queried every quarter of a second, in turn, and
+///   connections to the former master are closed.
+/// - Redis replicates asynchronously. Charges made just before a failover may be lost; with
+///   `SENTINEL FAILOVER`, also charges made during it.
+/// - The users of the master and of the sentinels need [more rights](crate::guide::servers#rights).
+///   Without `+role` on the master, a replica that is reported as the master is detected only by the
+///   first script.
+///
+/// # Runtimes
+///
+/// A store has a separate queue and connections for each tokio runtime that uses it, until the runtime shuts down. No
+/// check depends on another runtime, so a store may be a `static` that several runtimes use, for example in two
+/// `#[tokio::test]`s. A check that is pending when its runtime shuts down fails immediately, with an error of
+/// [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) that says whether it was
+/// [not sent](crate::store::StoreError::is_not_sent).
+///
+/// Background work is one task for all runtimes: the watch of sentinels, and in layers and around the store the
+/// recovery of a [`Fallback`](crate::Fallback), the renewal of slots and the queue of refunds. Each task runs on the
+/// runtime that needed it first. After that runtime has shut down, the next check starts the task on its own runtime.
+/// While that runtime is alive and runs nothing, as a current-thread runtime does outside of `block_on`, the work waits.
+///
+/// Threads with a runtime each can share one store or have a store each: the [guide](crate::guide::sizing#connections)
+/// has figures.
+///
+/// ```no_run
+/// use tower_redis_ratelimit::RedisStore;
+///
+/// # async fn run() -> Result<(), Box<dyn std::error::Error>> {
+/// let store = RedisStore::connect("redis://127.0.0.1/").await?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct RedisStore {
+    pub(in crate::store::redis) inner: Arc<Shared>,
+}
+
+impl Store for RedisStore {
+    type Future = RedisFuture;
+
+    fn check(&self, check: Check) -> Answer<RedisFuture> {
+        self.inner.check(check)
+    }
+
+    fn backend(&self) -> Backend<'_, RedisFuture> {
+        Backend::withdrawable(self)
+    }
+}
+
+impl Hooks for RedisStore {
+    fn partitions(&self) -> usize {
+        self.inner.topology.partitions()
+    }
+
+    fn partition(&self, key: &Key) -> usize {
+        self.inner.topology.partition(key).into()
+    }
+
+    fn waiters(&self) -> Option<Waiters> {
+        Some(self.inner.waiters.clone())
+    }
+
+    fn server(&self, key: &Key) -> Option<String> {
+        let topology = &self.inner.topology;
+        Some(topology.address(topology.node(topology.partition(key))))
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        self.inner.observer.get_or_init(|| Arc::clone(observer));
+    }
+}
+
+impl Withdraw<RedisFuture> for RedisStore {
+    fn withdraw(&self, future: Pin<&mut RedisFuture>) -> bool {
+        self.inner.withdraw(future.get_mut())
+    }
+}
+
+pub(crate) struct Shared {
+    pub(crate) topology: Topology,
+    pub(crate) settings: Settings,
+    pub(super) denials: DenialCache,
+    pub(crate) observer: OnceLock<Arc<dyn Observer>>,
+    /// The time that tests set; 0 for Redis's own time.
+    pub(super) now: Arc<AtomicI64>,
+    /// When a missing right was last reported.
+    reported: Mutex<Option<Instant>>,
+    queues: Mutex<Queues>,
+    pub(crate) waiters: Waiters,
+}
+
+/// Number of keys that a step of a scan examines. It blocks Redis for about half a millisecond.
+const SCAN_STEP: usize = 1_000;
+
+impl Shared {
+    /// Minimum interval between two reports of a missing right.
+    const REPORT: Duration = Duration::from_secs(60);
+
+    pub(crate) fn new(
+        topology: Topology,
+        settings: Settings,
+        observer: OnceLock<Arc<dyn Observer>>,
+        now: Arc<AtomicI64>,
+    ) -> Self {
+        Self {
+            topology,
+            denials: DenialCache::new(settings.denials),
+            settings,
+            observer,
+            now,
+            reported: Mutex::default(),
+            queues: Mutex::default(),
+            waiters: Waiters::default(),
+        }
+    }
+
+    pub(super) fn queues(&self) -> MutexGuard<'_, Queues> {
+        lock(&self.queues)
+    }
+
+    /// Calls `act` under the lock with the queue of a node on this runtime.
+    pub(super) fn with_queue<T>(
+        self: &Arc<Self>,
+        runtime: &Handle,
+        node: Option<Node>,
+        act: impl FnOnce(&mut NodeQueue) -> T,
+    ) -> T {
+        let (result, watch) = {
+            let mut queues = self.queues();
+            let Queues { each, made } = &mut *queues;
+            let mut watch = None;
+            let found = each
+                .iter()
+                .position(|queue| queue.is_of(runtime.id(), node));
+            let index = found.unwrap_or_else(|| {
+                let number = NonZeroU64::MIN.saturating_add(*made);
+                *made += 1;
+                let (queue, its_watch) = self.make_queue(number, runtime, node);
+                watch = Some(its_watch);
+                each.push(queue);
+                each.len() - 1
+            });
+            (act(&mut each[index]), watch)
+        };
+        if let Some(watch) = watch {
+            // A runtime that has shut down drops the watch, whose `Drop` fails the queued checks.
+            runtime.spawn(watch.run());
+        }
+        result
+    }
+
+    fn make_queue(
+        self: &Arc<Self>,
+        number: NonZeroU64,
+        runtime: &Handle,
+        node: Option<Node>,
+    ) -> (NodeQueue, Watch) {
+        let (_store, store) = oneshot::channel();
+        let Settings {
+            connections,
+            queue: max_queued,
+            batch,
+            timeout,
+            ..
+        } = self.settings;
+        // In a cluster, start a second worker only for a full batch: more calls for one partition cost more than they
+        // save.
+        let backlog = if self.topology.cluster().is_some() {
+            batch.get()
+        } else {
+            0
+        };
+        let workers = connections.get();
+        let target = node.map(|node| Target {
+            node,
+            pool: self.topology.pool(node, workers, timeout).into(),
+        });
+        let max_workers = if target.is_some() { workers } else { 1 };
+        let jobs = Queue::new(max_queued.get(), max_workers, backlog);
+        let watch = Watch {
+            inner: Arc::downgrade(self),
+            queue: number,
+            store,
+        };
+        (
+            NodeQueue {
+                number,
+                runtime: runtime.id(),
+                target,
+                jobs,
+                idle: vec![],
+                _store,
+            },
+            watch,
+        )
+    }
+
+    /// Answers a check from the cached denials, or queues it.
+    pub(crate) fn check(self: &Arc<Self>, check: Check) -> Answer<RedisFuture> {
+        if let Some(verdicts) = self.denials.verdicts(&check) {
+            return Answer::ready(Ok(check.answer(verdicts, Source::Cached)));
+        }
+        let partition = self.topology.partition(check.key());
+        match self.enqueue(check, partition) {
+            Ok(future) => Answer::pending(future),
+            Err(error) => Answer::ready(Err(error.not_sent())),
+        }
+    }
+
+    /// Queues a check for its partition's node.
+    fn enqueue(self: &Arc<Self>, check: Check, partition: u16) -> Result<RedisFuture, StoreError> {
+        let runtime = runtime()?;
+        if let Some(error) = self
+            .topology
+            .cluster()
+            .and_then(|cluster| cluster.refused.get())
+        {
+            return Err(error.clone());
+        }
+        let (job, answer) = Job::new(check, partition);
+        match self.put(&runtime, self.topology.node(partition), job) {
+            Ok(place) => Ok(RedisFuture::new(answer, place)),
+            Err(Full) => Err(StoreError::new(ErrorKind::QueueFull)),
+        }
+    }
+
+    /// Queues undecided checks for these nodes, on this runtime.
+    pub(super) fn requeue(self: &Arc<Self>, jobs: Placed) {
+        let Ok(runtime) = Handle::try_current() else {
+            return;
+        };
+        for (node, job) in jobs {
+            let _ = self.put(&runtime, node, job);
+        }
+    }
+
+    /// Adds a check to the queue of a node, and starts a worker if the queue allows another.
+    fn put(
+        self: &Arc<Self>,
+        runtime: &Handle,
+        node: Option<Node>,
+        job: Job,
+    ) -> Result<Place, Full> {
+        let (place, start) = self.with_queue(runtime, node, |queue| queue.push(job))?;
+        if let Some(start) = start {
+            let worker = Worker::new(self, start.queue);
+            let unsent = match start.task {
+                Some(task) => task.send(worker).err(),
+                None => Some(worker),
+            };
+            if let Some(worker) = unsent {
+                // On a runtime that has shut down, `spawn` drops the worker, whose `Drop` fails the check.
+                runtime.spawn(worker.run(start.target));
+            }
+        }
+        Ok(place)
+    }
+
+    /// Withdraws a check that is still queued, so that it is never sent. Returns `false` if a worker has taken it.
+    pub(crate) fn withdraw(&self, future: &mut RedisFuture) -> bool {
+        // Keep the lock until the check is abandoned, so that no worker takes it between the two.
+        let queues = self.queues();
+        let waits = queues.have(future.place)
+            || (self.topology.cluster().is_some() && queues.have_redirected(future.place));
+        if waits {
+            future.abandon();
+        }
+        waits
+    }
+
+    /// Sends two checks of one caller that need the same rights as real ones; in a cluster, two to each master. If both
+    /// share a call, the second finds the first one's state and so also needs the rights to read and overwrite it.
+    pub(crate) async fn ping(self: &Arc<Self>) -> Result<(), StoreError> {
+        let mut partitions = vec![0];
+        if let Some(cluster) = self.topology.cluster() {
+            self.refreshed(cluster).await?;
+            partitions = cluster.partition_of_each();
+        }
+        let again = || Check::take(Key::PROBE, &Policies::probe(), 2);
+        let probes: Vec<_> = partitions
+            .into_iter()
+            .flat_map(|partition| {
+                [Check::probe(Key::PROBE), again()].map(|probe| self.enqueue(probe, partition))
+            })
+            .collect();
+        for probe in probes {
+            drop(probe?.await?);
+        }
+        Ok(())
+    }
+
+    /// Returns the connections to a node on this runtime.
+    fn pool(self: &Arc<Self>, node: Node) -> Result<Arc<Pool>, StoreError> {
+        let target = self.with_queue(&runtime()?, Some(node), |queue| queue.target.clone());
+        target.map_or_else(
+            || Err(StoreError::new(ErrorKind::NotReady)),
+            |target| Ok(target.pool),
+        )
+    }
+
+    /// Calls a script on the node with its key, which belongs to no caller. Follows no redirect: a call that the node
+    /// rejects fails, but updates the slot map for the next one.
+    pub(crate) async fn run_script<T: FromRedisValue>(
+        self: &Arc<Self>,
+        node: Node,
+        call: &impl Call,
+    ) -> Result<T, StoreError> {
+        let pool = self.pool(node)?;
+        let attempt = async {
+            let mut failures = pool.failures();
+            let mut connection = pool.checkout(&mut failures).await?;
+            let replies = connection.run(std::slice::from_ref(call)).await;
+            let reply = match replies.map_err(|error| error_of(&error))?.pop() {
+                Some(Ok(reply)) => reply,
+                Some(Err(error)) => return Err(self.rejected(&error, node)),
+                None => return Err(StoreError::new(ErrorKind::Protocol)),
+            };
+            redis::from_redis_value(reply).map_err(|error| error_of(&error.into()))
+        };
+        within(self.settings.timeout, attempt)
+            .await
+            .map_err(|error| error.with_server(self.topology.address(Some(node))))
+    }
+
+    /// Runs one step of a scan on a node. Returns the next cursor and the keys that match `pattern`.
+    pub(crate) async fn scan(
+        self: &Arc<Self>,
+        node: Node,
+        cursor: u64,
+        pattern: &str,
+    ) -> Result<(u64, Vec<Vec<u8>>), StoreError> {
+        let pool = self.pool(node)?;
+        let mut scan = redis::cmd("SCAN");
+        scan.arg(cursor).arg("MATCH").arg(pattern);
+        scan.arg("COUNT").arg(SCAN_STEP);
+        let attempt = async {
+            let mut failures = pool.failures();
+            let mut connection = pool.checkout(&mut failures).await?;
+            let reply = connection.ask(scan).await;
+            redis::from_redis_value(reply.map_err(|error| error_of(&error))?)
+                .map_err(|error| error_of(&error.into()))
+        };
+        within(self.settings.timeout, attempt)
+            .await
+            .map_err(|error| error.with_server(self.topology.address(Some(node))))
+    }
+
+    /// Answers a check with the outcome of a call that was sent at `sent_at`, and updates the cached denials.
+    pub(super) fn decide(&self, job: Job, verdicts: Result<Verdicts, StoreError>, sent_at: i64) {
+        if let Err(error) = &verdicts
+            && error.kind() == ErrorKind::Permission
+        {
+            self.lacks_right(error);
+        }
+        job.answer(|check| {
+            match &verdicts {
+                Ok(verdicts) => self.denials.learn(&check, verdicts, sent_at),
+                Err(_) => self.denials.forget(&check),
+            }
+            self.waiters.freed(&check);
+            verdicts.map(|verdicts| check.answer(verdicts, Source::Redis))
+        });
+    }
+
+    /// Fails a check that may have been sent.
+    pub(super) fn refuse(&self, job: Job, error: StoreError) {
+        self.decide(job, Err(error), 0);
+    }
+
+    /// Reports a missing right, at most once a minute. The checks that need the right fail, but Redis decides all
+    /// others, so the breaker of a fallback stays closed and reports no outage.
+    fn lacks_right(&self, error: &StoreError) {
+        let is_due = {
+            let (mut reported, now) = (lock(&self.reported), instant());
+            let is_due = reported.is_none_or(|at| now.duration_since(at) >= Self::REPORT);
+            *reported = if is_due { Some(now) } else { *reported };
+            is_due
+        };
+        if is_due {
+            let cause = std::error::Error::source(error)
+                .map(|cause| format!("{cause}; "))
+                .unwrap_or_default();
+            let problem = format!("{cause}{error}{MISSING_RIGHT}");
+            contain(|| {
+                or_log(self.observer.get()).misconfigured(&event::Misconfigured::new(&problem))
+            });
+        }
+    }
+
+    /// Reports a failure that no check returned.
+    pub(crate) fn failed(&self, error: &StoreError) {
+        contain(|| or_log(self.observer.get()).failed(&event::Failed::new(None, error)));
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RedisStore")
+            .field("settings", &self.settings)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A task that ends with its runtime and then removes the queue and fails the checks in it.
+struct Watch {
+    inner: Weak<Shared>,
+    queue: NonZeroU64,
+    store: oneshot::Receiver<Infallible>,
+}
+
+impl Watch {
+    async fn run(mut self) {
+        let _ = (&mut self.store).await;
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let Some(inner) = self.inner.upgrade() else {
+            return;
+        };
+        let queue = inner.queues().remove(self.queue);
+        for job in queue.into_iter().flat_map(|queue| queue.jobs.into_jobs()) {
+            job.fail(no_runtime().not_sent());
+        }
+    }
+}
+
+/// Returns the current runtime.
+///
+/// # Errors
+///
+/// [`ErrorKind::NoRuntime`] outside of a runtime.
+pub(super) fn runtime() -> Result<Handle, StoreError> {
+    Handle::try_current().map_err(|_| no_runtime())
+}
+
+/// Returns `true` if the current runtime is shutting down: such a runtime drops new tasks immediately, before it drops
+/// its first running task.
+pub(super) fn runtime_is_ending() -> bool {
+    let task = tokio::spawn(pending::<()>());
+    let is_dropped = task.is_finished();
+    task.abort();
+    is_dropped
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::error::{ErrorKind, StoreError};
+    use crate::observe::{Observer, event};
+    use crate::store::RedisStore;
+
+    struct Panics;
+
+    impl Observer for Panics {
+        fn failed(&self, _: &event::Failed<'_>) {
+            panic!("the observer's own mistake");
+        }
+    }
+
+    /// A panic would otherwise end the task that announces this instance, or the query of the slots of a
+    /// cluster.
+    #[test]
+    fn an_observer_that_panics_ends_no_task() {
+        let store = RedisStore::builder("redis://127.0.0.1:1")
+            .observer(Panics)
+            .connect_lazy()
+            .unwrap();
+        store.inner.failed(&StoreError::new(ErrorKind::Unreachable));
+    }
+}
