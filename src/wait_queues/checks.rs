@@ -1,0 +1,401 @@
+//! Lines by checks.
+
+use std::mem;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use futures_util::stream::FuturesOrdered;
+use tokio::time::{Instant, timeout_at};
+
+use super::line::{Line, Waiter};
+use super::permit::Permit;
+use super::{LineRef, Lines, Refusal, spawn, turns};
+use crate::error::StoreError;
+use crate::in_flight::Slot;
+use crate::limit::{ChargedAt, Check, Decision, Mode, Policies};
+use crate::settle::Reserved;
+use crate::store::Wake;
+use crate::util::{instant, random};
+
+/// What a line shares with its task.
+pub(super) struct Checks {
+    wake: Arc<Wake>,
+    /// Time of the next check.
+    next: Instant,
+    /// After a denial: the time before which no capacity is expected, and the denied cost. Slots in flight may be free at
+    /// any time.
+    pub(super) denied: Option<(Instant, u32)>,
+}
+
+/// The task of a line.
+struct Task {
+    line: LineRef,
+    wake: Arc<Wake>,
+    is_in_flight: bool,
+    /// Whether the store may reserve turns again.
+    reserves: bool,
+    asked_at: Instant,
+    replied_at: Instant,
+    /// Capacity left after the last grant. For requests in flight, or the number of slots released in this process
+    /// since, if greater.
+    room: u32,
+    /// Number of consecutive failures.
+    failures: u32,
+}
+
+/// A check for the waiter with this number, or, [up to](Check::up_to) some units, for it and the next ones of cost 1.
+struct Question {
+    number: u64,
+    check: Check,
+}
+
+/// Maximum jitter of a check, equal for all instances, so that no instance is favored. Also the minimum interval of
+/// checks, if capacity is freed in this process.
+const JITTER: Duration = Duration::from_millis(20);
+/// Interval of checks for slots that other instances release, and of failing checks.
+const INTERVAL: Duration = Duration::from_millis(100);
+/// Maximum interval of checks; for long waits, a fraction of the wait. Other instances may refund at any time.
+const LOOK: Duration = Duration::from_secs(30);
+const LOOKS: u32 = 16;
+/// Number of consecutive failures at which all waiters fail.
+const MAX_FAILURES: u32 = 3;
+/// An empty line is kept for this time after a failure: requests that try again wait for one check together.
+const KEPT: Duration = Duration::from_secs(1);
+
+/// Adds a waiter to a line, or after a failure of a turn nobody. `denied` is the fresh denial of the store, if it was
+/// checked. Returns `true` if the task must [start](start).
+pub(super) fn add(
+    lines: &mut Lines,
+    to: &LineRef,
+    waiter: Option<(u64, Waiter)>,
+    denied: Option<&Decision>,
+) -> bool {
+    let line = lines.each.entry(to.id).or_default();
+    let (is_new, now) = (line.checks.is_none(), instant());
+    let wait = denied.and_then(Decision::retry_after);
+    let first = match wait {
+        Some(wait) => next(&to.policies, now, wait),
+        None if waiter.is_some() => now,
+        None => now + INTERVAL,
+    };
+    let cost = waiter.as_ref().map(|(_, waiter)| waiter.cost);
+    let checks = line.checks.get_or_insert_with(|| Checks {
+        wake: Arc::default(),
+        next: first,
+        denied: wait
+            .filter(|_| to.policies.in_flight().is_none())
+            .map(|wait| now + wait)
+            .zip(cost),
+    });
+    checks.wake.notify.notify_one();
+    line.waiters.extend(waiter);
+    if let Some(denied) = denied.filter(|_| is_new) {
+        line.learn(denied, now);
+    }
+    is_new
+}
+
+/// Starts the task of a new line, after so many failures.
+pub(super) fn start(line: LineRef, failures: u32) {
+    let wake = line.with(|line| Some(Arc::clone(&line.checks.as_ref()?.wake)));
+    let now = instant();
+    let task = Task {
+        wake: wake.unwrap_or_default(),
+        is_in_flight: line.policies.in_flight().is_some(),
+        reserves: line.id.cost.is_none() && turns::are_reserved(&line.policies),
+        line: line.clone(),
+        asked_at: now,
+        replied_at: now,
+        room: 0,
+        failures,
+    };
+    spawn(line, task.run());
+}
+
+/// The time of the next check after one at `asked_at` whose reply promised capacity `wait` later: when that is free, or
+/// earlier, since other instances may refund, plus a jitter.
+fn next(policies: &Policies, asked_at: Instant, wait: Duration) -> Instant {
+    let wait = wait.min(LOOK.max(wait / LOOKS));
+    let periods = policies.iter().map(|policy| policy.quota().period());
+    let jitter = periods.fold(JITTER, |jitter, period| jitter.min(period / 5));
+    instant().max(asked_at + wait) + jitter.mul_f64(random())
+}
+
+impl Checks {
+    /// Checks now.
+    pub(super) fn hurry(&mut self, now: Instant) {
+        self.next = self.next.min(now);
+        self.wake.notify.notify_one();
+    }
+
+    /// A waiter has left. A smaller cost than the denied one may be first now.
+    pub(super) fn left(&mut self, first: Option<&Waiter>) {
+        let may_fit =
+            first.is_some_and(|first| self.denied.is_some_and(|(_, denied)| first.cost < denied));
+        if may_fit {
+            self.next = instant();
+        }
+        self.wake.notify.notify_one();
+    }
+}
+
+impl Task {
+    async fn run(mut self) {
+        let (key, policies) = (self.line.id.key, self.line.policies.clone());
+        let waiters = self.line.queues.shared.store.waiters();
+        let _listener =
+            waiters.map(|waiters| waiters.listen(key, policies, Arc::clone(&self.wake)));
+        while let Some(next) = self.line.with(|line| self.next(line, instant())) {
+            if next > instant() {
+                drop(timeout_at(next, self.wake.notify.notified()).await);
+            } else if self.check().await {
+                return;
+            }
+        }
+    }
+
+    /// Returns the time of the next check, or of another look if nobody waits. Ends the line if it is not needed.
+    fn next(&self, line: &mut Line, now: Instant) -> Option<Instant> {
+        let checks = line.checks.as_ref()?;
+        let until = self.asked_at + KEPT;
+        if !line.waiters.is_empty() {
+            return Some(match self.wake.is_freed() {
+                true if self.is_in_flight => now,
+                true => checks.next.min(self.asked_at + JITTER),
+                false => checks.next,
+            });
+        }
+        if self.failures > 0 && now < until {
+            return Some(until);
+        }
+        line.checks = None;
+        None
+    }
+
+    /// Returns the checks for the first waiters, for which there may be capacity: at least for the first one. Removes
+    /// the waiters behind them whose deadline had passed at the last reply, which left no capacity for them.
+    fn questions(&self, line: &mut Line) -> (Vec<Question>, Vec<Waiter>) {
+        let (key, policies) = (self.line.id.key, &self.line.policies);
+        let Some((&number, first)) = line.waiters.first_key_value() else {
+            return Default::default();
+        };
+        let mut sum = 0;
+        let fits = |waiter: &&Waiter| {
+            let counts = if self.is_in_flight { 1 } else { waiter.cost };
+            sum += u64::from(counts);
+            sum <= u64::from(self.room)
+        };
+        let fitting = line.waiters.values().take_while(fits).count().max(1);
+        let of_one = line.waiters.values().take_while(|waiter| waiter.cost == 1);
+        let capacities = policies.iter().map(|policy| policy.quota().capacity());
+        let of_one = of_one.count().min(capacities.min().unwrap_or(1) as usize);
+        let (questions, count) = if self.reserves {
+            let check = turns::check(&self.line, first.cost, first.deadline);
+            (vec![Question { number, check }], 1)
+        } else if of_one >= fitting && !self.is_in_flight {
+            // Grants all of these that fit, although it is not known how many do.
+            let check = Check::up_to(key, policies, of_one as u32);
+            (vec![Question { number, check }], of_one)
+        } else {
+            let each = line.waiters.iter().take(fitting);
+            let each = each.map(|(&number, waiter)| Question {
+                number,
+                check: Check::take(key, policies, waiter.cost),
+            });
+            (each.collect(), fitting)
+        };
+        let late = line.remove_late(count, |deadline| deadline < self.replied_at);
+        (questions, late)
+    }
+
+    /// Checks for the first waiters. Returns `true` if the line has ended, since its waiters get turns.
+    async fn check(&mut self) -> bool {
+        // Clear `freed` first: the checks see all capacity freed before them.
+        let freed = self.wake.take_freed();
+        if self.is_in_flight {
+            self.room = self.room.max(freed);
+        }
+        self.asked_at = instant();
+        let (questions, late, denial) = self.line.with(|line| {
+            let (questions, late) = self.questions(line);
+            (questions, late, line.denial(self.asked_at))
+        });
+        refuse(late, denial);
+        let replies = questions.into_iter().map(|question| self.send(question));
+        let mut replies: FuturesOrdered<_> = replies.collect();
+        let (mut granted, mut denied, mut failed) = (None, None, None);
+        while let Some((question, answer, slot)) = replies.next().await {
+            match answer {
+                Ok(decision) if self.reserves && is_reserved(&decision) => {
+                    self.reserve(&question, decision);
+                    return true;
+                }
+                Ok(decision) if decision.is_allowed() => {
+                    self.give(&question.check, &decision, slot);
+                    granted = Some((question, decision));
+                }
+                Ok(decision) => denied = Some((question, decision)),
+                Err(error) => failed = Some((question, error)),
+            }
+        }
+        self.replied_at = instant();
+        let is_failure = failed.is_some();
+        let decided = denied.or(granted);
+        if decided.is_some() {
+            self.failures = 0;
+        }
+        if let Some((question, error)) = failed {
+            self.fail(question.number, &error);
+        }
+        if let Some((question, decision)) = decided {
+            self.decided(&question, &decision);
+        }
+        if is_failure {
+            self.check_at(self.replied_at + INTERVAL, None);
+        }
+        false
+    }
+
+    fn send(
+        &self,
+        question: Question,
+    ) -> impl Future<Output = (Question, Result<Decision, StoreError>, Option<Slot>)> + use<> {
+        let in_flight = self.line.queues.in_flight.as_ref();
+        let mut slot = in_flight.and_then(|in_flight| in_flight.hold(&question.check));
+        let answer = self.line.ask(question.check.clone());
+        async move {
+            let answer = answer.await;
+            if let Some(slot) = &mut slot {
+                slot.answered(answer.as_ref());
+            }
+            (question, answer, slot)
+        }
+    }
+
+    /// Gives permits for what was granted to the first waiters of this cost. What they do not need is refunded.
+    fn give(&self, check: &Check, decision: &Decision, mut slot: Option<Slot>) {
+        let (key, now) = (self.line.id.key, instant());
+        let (cost, count) = match check.mode() {
+            Mode::UpTo => (1, decision.granted()),
+            _ => (check.cost(), 1),
+        };
+        for _ in 0..count {
+            let part = decision.clone().of_charge(cost);
+            let charge = Reserved::new(part, key, cost, self.asked_at);
+            drop(Permit::new(self.line.clone(), charge, now, slot.take()));
+        }
+    }
+
+    /// Ends the line: its waiters get turns, the first one that of this decision.
+    fn reserve(&self, Question { number, check }: &Question, decision: Decision) {
+        let id = self.line.id;
+        let charge = Reserved::new(decision, id.key, check.cost(), self.asked_at);
+        let first = id.of_cost(check.cost());
+        let asked = self.line.queues.with(&[], |lines| {
+            let waiters = lines.each.remove(&id).map(|line| line.waiters);
+            lines.each.entry(first).or_default().asked.insert(*number);
+            let add = |(number, waiter): (u64, Waiter)| {
+                let (id, deadline) = (id.of_cost(waiter.cost), waiter.deadline);
+                let is_asked = lines.add(id, number, waiter);
+                is_asked.then_some((id, number, deadline))
+            };
+            let waiters = waiters.unwrap_or_default().into_iter();
+            waiters.filter_map(add).collect::<Vec<_>>()
+        });
+        turns::hold(self.line.of(first), *number, charge);
+        for (id, number, deadline) in asked {
+            turns::ask(self.line.of(id), number, deadline);
+        }
+    }
+
+    /// Fails a waiter, or after several failures all of them.
+    fn fail(&mut self, number: u64, error: &StoreError) {
+        self.failures += 1;
+        let failed: Vec<_> = self.line.with(|line| {
+            if self.failures < MAX_FAILURES {
+                line.remove(number).into_iter().collect()
+            } else {
+                mem::take(&mut line.waiters).into_values().collect()
+            }
+        });
+        for waiter in failed {
+            waiter.answer(Err(Refusal::Failed(error.clone())));
+        }
+    }
+
+    /// Handles the last decision: when to check again, and how much capacity is left.
+    fn decided(&mut self, Question { number, check }: &Question, decision: &Decision) {
+        let now = self.replied_at;
+        self.line.with(|line| line.learn(decision, now));
+        self.room = 0;
+        if let Some(wait) = decision.retry_after() {
+            let free_at = (!self.is_in_flight).then(|| (self.asked_at + wait, check.cost()));
+            self.check_at(next(&self.line.policies, self.asked_at, wait), free_at);
+            self.refuse_late(free_at);
+        } else if !decision.is_allowed() {
+            // It never fits.
+            let waiter = self.line.with(|line| line.remove(*number));
+            refuse(waiter.into_iter().collect(), Some(decision.clone()));
+            self.check_at(now, None);
+        } else if self.is_in_flight {
+            let each = decision.verdicts();
+            let slots = each.filter(|(policy, _)| policy.is_in_flight());
+            let free = slots.map(|(_, verdict)| verdict.remaining).min();
+            let free = u32::try_from(free.unwrap_or(0)).unwrap_or(0);
+            // With steady traffic, requests that ended elsewhere have checks in flight for most of the free slots.
+            self.room = match self.wake.take_freed() {
+                0 => free,
+                freed => freed + free.min(1),
+            };
+            let pause = if self.room == 0 {
+                INTERVAL
+            } else {
+                Duration::ZERO
+            };
+            self.check_at(now + pause, None);
+        } else if decision.granted() < check.cost() {
+            // The reply does not say when more is freed. It is unlikely before the quota refills a unit.
+            let wait = decision.policy().quota().time_for(1);
+            self.check_at(next(&self.line.policies, self.asked_at, wait), None);
+            self.refuse_late(None);
+        } else {
+            self.room = decision.remaining();
+            self.check_at(now, None);
+        }
+    }
+
+    fn check_at(&self, next: Instant, denied: Option<(Instant, u32)>) {
+        self.line.with(|line| {
+            if let Some(checks) = &mut line.checks {
+                (checks.next, checks.denied) = (next, denied);
+            }
+        });
+    }
+
+    /// Refuses the waiters for which the next capacity is too late.
+    fn refuse_late(&self, denied: Option<(Instant, u32)>) {
+        let now = self.replied_at;
+        let (late, denial) = self.line.with(|line| {
+            let late = line.remove_late(0, |deadline| {
+                deadline <= now || denied.is_some_and(|(free_at, _)| deadline < free_at)
+            });
+            (late, line.denial(now))
+        });
+        refuse(late, denial);
+    }
+}
+
+/// Refuses these waiters. Before the first reply, there are none.
+fn refuse(late: Vec<Waiter>, denial: Option<Decision>) {
+    let Some(denial) = denial else { return };
+    for waiter in late {
+        waiter.answer(Err(Refusal::Denied(denial.clone())));
+    }
+}
+
+/// Returns `true` if the store reserves turns, at least as long as it has capacity.
+fn is_reserved(decision: &Decision) -> bool {
+    let is_shared = matches!(decision.charged_at(), ChargedAt::Redis(_));
+    decision.due_in().is_some() || decision.is_allowed() && is_shared
+}
