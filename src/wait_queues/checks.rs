@@ -13,7 +13,7 @@ use super::permit::Permit;
 use super::{LineRef, Lines, Refusal, spawn, turns};
 use crate::error::StoreError;
 use crate::in_flight::Slot;
-use crate::limit::{ChargedAt, Check, Decision, Mode, Policies};
+use crate::limit::{ChargedAt, Check, Decision, Mode, Outcome, Policies};
 use crate::settle::Reserved;
 use crate::store::Wake;
 use crate::util::{instant, random};
@@ -22,7 +22,7 @@ use crate::util::{instant, random};
 pub(super) struct Checks {
     wake: Arc<Wake>,
     /// Time of the next check.
-    next: Instant,
+    pub(super) next: Instant,
     /// After a denial: the time before which no capacity is expected, and the denied cost. Slots in flight may be free at
     /// any time.
     pub(super) denied: Option<(Instant, u32)>,
@@ -75,7 +75,7 @@ pub(super) fn add(
     let (is_new, now) = (line.checks.is_none(), instant());
     let wait = denied.and_then(Decision::retry_after);
     let first = match wait {
-        Some(wait) => next(&to.policies, now, wait),
+        Some(wait) => next_check(&to.policies, now, wait),
         None if waiter.is_some() => now,
         None => now + INTERVAL,
     };
@@ -115,7 +115,7 @@ pub(super) fn start(line: LineRef, failures: u32) {
 
 /// The time of the next check after one at `asked_at` whose reply promised capacity `wait` later: when that is free, or
 /// earlier, since other instances may refund, plus a jitter.
-fn next(policies: &Policies, asked_at: Instant, wait: Duration) -> Instant {
+fn next_check(policies: &Policies, asked_at: Instant, wait: Duration) -> Instant {
     let wait = wait.min(LOOK.max(wait / LOOKS));
     let periods = policies.iter().map(|policy| policy.quota().period());
     let jitter = periods.fold(JITTER, |jitter, period| jitter.min(period / 5));
@@ -143,12 +143,12 @@ impl Checks {
 impl Task {
     async fn run(mut self) {
         let (key, policies) = (self.line.id.key, self.line.policies.clone());
-        let waiters = self.line.queues.shared.store.waiters();
+        let waiters = self.line.queues.shared.waiters.clone();
         let _listener =
             waiters.map(|waiters| waiters.listen(key, policies, Arc::clone(&self.wake)));
-        while let Some(next) = self.line.with(|line| self.next(line, instant())) {
-            if next > instant() {
-                drop(timeout_at(next, self.wake.notify.notified()).await);
+        while let Some(at) = self.line.with(|line| self.wakes_at(line, instant())) {
+            if at > instant() {
+                drop(timeout_at(at, self.wake.notify.notified()).await);
             } else if self.check().await {
                 return;
             }
@@ -156,7 +156,7 @@ impl Task {
     }
 
     /// Returns the time of the next check, or of another look if nobody waits. Ends the line if it is not needed.
-    fn next(&self, line: &mut Line, now: Instant) -> Option<Instant> {
+    fn wakes_at(&self, line: &mut Line, now: Instant) -> Option<Instant> {
         let checks = line.checks.as_ref()?;
         let until = self.asked_at + KEPT;
         if !line.waiters.is_empty() {
@@ -240,19 +240,11 @@ impl Task {
             }
         }
         self.replied_at = instant();
-        let is_failure = failed.is_some();
-        let decided = denied.or(granted);
-        if decided.is_some() {
-            self.failures = 0;
+        if let Some((Question { number, check }, decision)) = denied.or(granted) {
+            self.decided(number, &check, &decision);
         }
-        if let Some((question, error)) = failed {
-            self.fail(question.number, &error);
-        }
-        if let Some((question, decision)) = decided {
-            self.decided(&question, &decision);
-        }
-        if is_failure {
-            self.check_at(self.replied_at + INTERVAL, None);
+        if let Some((Question { number, .. }, error)) = failed {
+            self.failed(number, &error);
         }
         false
     }
@@ -310,9 +302,11 @@ impl Task {
     }
 
     /// Fails a waiter, or after several failures all of them.
-    fn fail(&mut self, number: u64, error: &StoreError) {
+    fn failed(&mut self, number: u64, error: &StoreError) {
         self.failures += 1;
+        let next = self.replied_at + INTERVAL;
         let failed: Vec<_> = self.line.with(|line| {
+            line.check_at(next, None);
             if self.failures < MAX_FAILURES {
                 line.remove(number).into_iter().collect()
             } else {
@@ -324,62 +318,54 @@ impl Task {
         }
     }
 
-    /// Handles the last decision: when to check again, and how much capacity is left.
-    fn decided(&mut self, Question { number, check }: &Question, decision: &Decision) {
-        let now = self.replied_at;
-        self.line.with(|line| line.learn(decision, now));
+    /// Handles the last decision: how much capacity is left, when to check again, and for whom that is too late.
+    fn decided(&mut self, number: u64, check: &Check, decision: &Decision) {
+        let (asked_at, now, policies) = (self.asked_at, self.replied_at, &self.line.policies);
+        self.failures = 0;
         self.room = 0;
-        if let Some(wait) = decision.retry_after() {
-            let free_at = (!self.is_in_flight).then(|| (self.asked_at + wait, check.cost()));
-            self.check_at(next(&self.line.policies, self.asked_at, wait), free_at);
-            self.refuse_late(free_at);
-        } else if !decision.is_allowed() {
-            // It never fits.
-            let waiter = self.line.with(|line| line.remove(*number));
-            refuse(waiter.into_iter().collect(), Some(decision.clone()));
-            self.check_at(now, None);
-        } else if self.is_in_flight {
-            let each = decision.verdicts();
-            let slots = each.filter(|(policy, _)| policy.is_in_flight());
-            let free = slots.map(|(_, verdict)| verdict.remaining).min();
-            let free = u32::try_from(free.unwrap_or(0)).unwrap_or(0);
-            // With steady traffic, requests that ended elsewhere have checks in flight for most of the free slots.
-            self.room = match self.wake.take_freed() {
-                0 => free,
-                freed => freed + free.min(1),
-            };
-            let pause = if self.room == 0 {
-                INTERVAL
-            } else {
-                Duration::ZERO
-            };
-            self.check_at(now + pause, None);
-        } else if decision.granted() < check.cost() {
-            // The reply does not say when more is freed. It is unlikely before the quota refills a unit.
-            let wait = decision.policy().quota().time_for(1);
-            self.check_at(next(&self.line.policies, self.asked_at, wait), None);
-            self.refuse_late(None);
-        } else {
-            self.room = decision.remaining();
-            self.check_at(now, None);
-        }
-    }
-
-    fn check_at(&self, next: Instant, denied: Option<(Instant, u32)>) {
-        self.line.with(|line| {
-            if let Some(checks) = &mut line.checks {
-                (checks.next, checks.denied) = (next, denied);
+        let (mut free_at, mut is_exhausted) = (None, false);
+        let next = match decision.outcome() {
+            Outcome::Denied { retry_after } => {
+                is_exhausted = true;
+                free_at = (!self.is_in_flight).then(|| asked_at + retry_after);
+                next_check(policies, asked_at, retry_after)
             }
-        });
-    }
-
-    /// Refuses the waiters for which the next capacity is too late.
-    fn refuse_late(&self, denied: Option<(Instant, u32)>) {
-        let now = self.replied_at;
+            Outcome::Allowed if self.is_in_flight => {
+                let each = decision.verdicts();
+                let slots = each.filter(|(policy, _)| policy.is_in_flight());
+                let free = slots.map(|(_, verdict)| verdict.remaining).min();
+                let free = u32::try_from(free.unwrap_or(0)).unwrap_or(0);
+                // With steady traffic, requests that ended elsewhere have checks in flight for most of the free slots.
+                self.room = match self.wake.take_freed() {
+                    0 => free,
+                    freed => freed + free.min(1),
+                };
+                let pause = if self.room == 0 {
+                    INTERVAL
+                } else {
+                    Duration::ZERO
+                };
+                now + pause
+            }
+            Outcome::Allowed if decision.granted() < check.cost() => {
+                is_exhausted = true;
+                // The reply does not say when more is freed. It is unlikely before the quota refills a unit.
+                next_check(policies, asked_at, decision.policy().quota().time_for(1))
+            }
+            _ => {
+                self.room = decision.remaining();
+                now
+            }
+        };
         let (late, denial) = self.line.with(|line| {
-            let late = line.remove_late(0, |deadline| {
-                deadline <= now || denied.is_some_and(|(free_at, _)| deadline < free_at)
-            });
+            line.learn(decision, now);
+            line.check_at(next, free_at.map(|at| (at, check.cost())));
+            let is_late = |deadline| deadline <= now || free_at.is_some_and(|at| deadline < at);
+            let late = match decision.outcome() {
+                Outcome::ExceedsCapacity => line.remove(number).into_iter().collect(),
+                _ if is_exhausted => line.remove_late(0, is_late),
+                _ => vec![],
+            };
             (late, line.denial(now))
         });
         refuse(late, denial);

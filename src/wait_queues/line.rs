@@ -116,6 +116,13 @@ impl Line {
         }
     }
 
+    /// By checks: sets the time of the next check, and after a denial when capacity is expected for which cost.
+    pub(super) fn check_at(&mut self, next: Instant, denied: Option<(Instant, u32)>) {
+        if let Some(checks) = &mut self.checks {
+            (checks.next, checks.denied) = (next, denied);
+        }
+    }
+
     pub(super) fn learn(&mut self, decision: &Decision, now: Instant) {
         self.known = Some((decision.clone(), now));
     }

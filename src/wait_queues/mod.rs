@@ -64,35 +64,16 @@ pub(crate) struct WaitQueues {
 }
 
 struct Shared {
-    store: Box<dyn ErasedStore>,
+    /// The store's methods. A waiter can afford the boxed future.
+    ask: Box<dyn Fn(Check) -> Reply + Send + Sync>,
+    observe: Box<dyn Fn(&Arc<dyn Observer>) -> OpQueue + Send + Sync>,
+    waiters: Option<Waiters>,
     lines: Mutex<Lines>,
     /// Number of lines. While it is 0, requests skip the lock.
     count: AtomicUsize,
 }
 
-/// A type-erased store. A waiter can afford the boxed future.
-trait ErasedStore: Send + Sync {
-    fn ask(&self, check: Check) -> Reply;
-    fn observe(&self, observer: &Arc<dyn Observer>) -> OpQueue;
-    fn waiters(&self) -> Option<Waiters>;
-}
-
 type Reply = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
-
-impl<S: Store> ErasedStore for S {
-    fn ask(&self, check: Check) -> Reply {
-        Box::pin(self.check(check))
-    }
-
-    fn observe(&self, observer: &Arc<dyn Observer>) -> OpQueue {
-        self.backend().observe(observer);
-        op_queue(self.clone(), Some(Arc::clone(observer)))
-    }
-
-    fn waiters(&self) -> Option<Waiters> {
-        self.backend().waiters()
-    }
-}
 
 #[derive(Default)]
 struct Lines {
@@ -224,15 +205,20 @@ impl Lines {
 impl WaitQueues {
     /// Creates lines for policies without requests in flight.
     pub(crate) fn new(store: impl Store, bounds: Bounds) -> Self {
-        let ops = op_queue(store.clone(), None);
-        let shared = Arc::new(Shared {
-            store: Box::new(store),
+        let (asked, observed) = (store.clone(), store.clone());
+        let shared = Shared {
+            ask: Box::new(move |check| Box::pin(asked.check(check))),
+            observe: Box::new(move |observer| {
+                observed.backend().observe(observer);
+                op_queue(observed.clone(), Some(Arc::clone(observer)))
+            }),
+            waiters: store.backend().waiters(),
             lines: Mutex::default(),
             count: AtomicUsize::new(0),
-        });
+        };
         Self {
-            shared,
-            ops,
+            shared: Arc::new(shared),
+            ops: op_queue(store, None),
             in_flight: None,
             bounds,
         }
@@ -258,7 +244,7 @@ impl WaitQueues {
     /// Shares the lines, and reports to this observer, as does the store.
     pub(crate) fn observed(&self, observer: &Arc<dyn Observer>) -> Self {
         Self {
-            ops: self.shared.store.observe(observer),
+            ops: (self.shared.observe)(observer),
             ..self.clone()
         }
     }
@@ -376,7 +362,7 @@ impl LineRef {
     }
 
     fn ask(&self, check: Check) -> Reply {
-        self.queues.shared.store.ask(check)
+        (self.queues.shared.ask)(check)
     }
 
     /// The denial before the store has replied: try again when a unit has been freed.
@@ -473,9 +459,8 @@ impl Acquire {
                 return Poll::Pending;
             };
             ready!(deadline.as_mut().poll(cx));
-            let again = deadline.deadline() + LATE;
-            deadline.as_mut().reset(again);
-            let now = instant();
+            let (now, again) = (instant(), deadline.deadline() + LATE);
+            deadline.as_mut().reset(again.max(now));
             let expired = self.with(|line| Some((line.expire(number, now)?, line.denial(now))));
             if let Some((_, denial)) = expired {
                 let unknown = || self.line.unknown(self.cost);

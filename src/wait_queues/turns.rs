@@ -29,74 +29,56 @@ pub(super) fn check(line: &LineRef, cost: u32, deadline: Option<Instant>) -> Che
 }
 
 /// Asks for a turn that the line counts as asked, for a waiter with this deadline.
-pub(super) fn ask(line: LineRef, number: u64, mut deadline: Option<Instant>) {
+pub(super) fn ask(line: LineRef, number: u64, deadline: Option<Instant>) {
     spawn(line.clone(), async move {
-        let cost = line.id.cost.unwrap_or(0);
-        loop {
-            let asked_at = instant();
-            match line.ask(check(&line, cost, deadline)).await {
-                Ok(decision) if decision.granted() > 0 => {
-                    let charge = Reserved::new(decision, line.id.key, cost, asked_at);
-                    return held(&line, number, charge).await;
-                }
-                answer => match not_reserved(&line, number, deadline, answer) {
-                    Some(again) => deadline = again,
-                    None => return,
-                },
+        let (cost, asked_at) = (line.id.cost.unwrap_or(0), instant());
+        match line.ask(check(&line, cost, deadline)).await {
+            Ok(decision) if decision.granted() > 0 => {
+                let charge = Reserved::new(decision, line.id.key, cost, asked_at);
+                held(&line, number, charge).await;
             }
+            answer => not_reserved(&line, number, deadline, answer),
         }
     });
 }
 
 /// Continues with a turn that was taken ahead already.
 pub(super) fn hold(line: LineRef, number: u64, charge: Reserved) {
-    spawn(
-        line.clone(),
-        async move { held(&line, number, charge).await },
-    );
+    let task = line.clone();
+    spawn(line, async move { held(&task, number, charge).await });
 }
 
-/// Handles a reply without a turn, which was asked for a waiter with this deadline. Returns the deadline of another
-/// waiter if it must be asked again for that.
+/// Handles a reply without a turn, which was asked for a waiter with this deadline.
 fn not_reserved(
     line: &LineRef,
     number: u64,
     deadline: Option<Instant>,
     answer: Result<Decision, StoreError>,
-) -> Option<Option<Instant>> {
+) {
     let now = instant();
-    let is_late = |denied: &Decision| {
-        let free_at = denied.retry_after().map(|wait| now + wait);
-        free_at.is_none_or(|at| deadline.is_some_and(|deadline| deadline < at))
-    };
-    let (mut refused, mut again, mut starts) = (None, None, false);
-    line.queues.with(&[line.id], |lines| {
+    let wait = answer.as_ref().ok().and_then(Decision::retry_after);
+    let is_in_time = wait.is_some_and(|wait| deadline.is_none_or(|at| now + wait <= at));
+    let (refused, starts) = line.queues.with(&[line.id], |lines| {
         let here = lines.each.entry(line.id).or_default();
         here.asked.remove(&number);
-        let lacking = here.pop_lacking(number);
-        match (lacking, &answer) {
-            (lacking, Err(_)) => {
-                refused = lacking;
-                // The next ones wait by checks, so that only one at a time tries a store that fails.
-                starts = checks::add(lines, &line.any_cost(), None, None);
-            }
-            (None, Ok(_)) => {}
-            (Some((waiter, its)), Ok(denied)) if !is_late(denied) => {
-                // The store reserves none, or none so far ahead.
-                let moved = Some((waiter, its));
-                starts = checks::add(lines, &line.any_cost(), moved, Some(denied));
-            }
-            (Some((waiter, its)), Ok(_)) if waiter != number => {
-                // It was too late for a waiter that has left.
-                again = Some(its.deadline);
-                here.asked.insert(number);
-                here.waiters.insert(waiter, its);
-            }
-            (own, Ok(denied)) => {
-                here.learn(denied, now);
-                refused = own;
-            }
+        if let Ok(denied) = &answer {
+            here.learn(denied, now);
         }
+        here.refund_superfluous();
+        let lacking = here.pop_lacking(number);
+        let refused = match (lacking, &answer) {
+            // The store reserves none, or none so far ahead; or it was too late for a waiter that has left.
+            (Some((other, waiter)), Ok(denied)) if is_in_time || other != number => {
+                let denied = Some(denied).filter(|_| is_in_time);
+                let waiter = Some((other, waiter));
+                return (None, checks::add(lines, &line.any_cost(), waiter, denied));
+            }
+            (lacking, _) => lacking,
+        };
+        // After a failure, the next ones wait by checks, so that only one at a time tries the store.
+        let any_cost = line.any_cost();
+        let starts = answer.is_err() && checks::add(lines, &any_cost, None, None);
+        (refused, starts)
     });
     let failures = u32::from(answer.is_err());
     if let Some((_, waiter)) = refused {
@@ -108,7 +90,6 @@ fn not_reserved(
     if starts {
         checks::start(line.any_cost(), failures);
     }
-    again
 }
 
 /// Waits until a reserved turn is due, and gives it to the first waiter.
