@@ -18,7 +18,7 @@ use crate::settle::Reserved;
 use crate::store::Wake;
 use crate::util::{instant, random};
 
-/// What a line shares with its task.
+/// The state that a line shares with its task.
 pub(super) struct Checks {
     wake: Arc<Wake>,
     /// Time of the next check.
@@ -35,7 +35,7 @@ struct Task {
     is_in_flight: bool,
     /// Whether the store may reserve turns again.
     reserves: bool,
-    asked_at: Instant,
+    sent_at: Instant,
     replied_at: Instant,
     /// Capacity left after the last grant. For requests in flight, or the number of slots released in this process
     /// since, if greater.
@@ -44,8 +44,8 @@ struct Task {
     failures: u32,
 }
 
-/// A check for the waiter with this number, or, [up to](Check::up_to) some units, for it and the next ones of cost 1.
-struct Question {
+/// A check for the waiter with this number; [`Check::up_to`] some units also for the next waiters, which have cost 1.
+struct Request {
     number: u64,
     check: Check,
 }
@@ -63,8 +63,8 @@ const MAX_FAILURES: u32 = 3;
 /// An empty line is kept for this time after a failure: requests that try again wait for one check together.
 const KEPT: Duration = Duration::from_secs(1);
 
-/// Adds a waiter to a line, or after a failure of a turn nobody. `denied` is the fresh denial of the store, if it was
-/// checked. Returns `true` if the task must [start](start).
+/// Adds a waiter to a line, or after the failure of a turn no waiter. `denied` is the fresh denial of the store, if the
+/// waiter was checked. Returns `true` if the task must [start](start).
 pub(super) fn add(
     lines: &mut Lines,
     to: &LineRef,
@@ -96,7 +96,7 @@ pub(super) fn add(
     is_new
 }
 
-/// Starts the task of a new line, after so many failures.
+/// Starts the task of a new line, after this number of failures.
 pub(super) fn start(line: LineRef, failures: u32) {
     let wake = line.with(|line| Some(Arc::clone(&line.checks.as_ref()?.wake)));
     let now = instant();
@@ -105,7 +105,7 @@ pub(super) fn start(line: LineRef, failures: u32) {
         is_in_flight: line.policies.in_flight().is_some(),
         reserves: line.id.cost.is_none() && turns::are_reserved(&line.policies),
         line: line.clone(),
-        asked_at: now,
+        sent_at: now,
         replied_at: now,
         room: 0,
         failures,
@@ -113,13 +113,13 @@ pub(super) fn start(line: LineRef, failures: u32) {
     spawn(line, task.run());
 }
 
-/// The time of the next check after one at `asked_at` whose reply promised capacity `wait` later: when that is free, or
+/// The time of the next check after one at `sent_at` whose reply promised capacity `wait` later: when that is free, or
 /// earlier, since other instances may refund, plus a jitter.
-fn next_check(policies: &Policies, asked_at: Instant, wait: Duration) -> Instant {
+fn next_check(policies: &Policies, sent_at: Instant, wait: Duration) -> Instant {
     let wait = wait.min(LOOK.max(wait / LOOKS));
     let periods = policies.iter().map(|policy| policy.quota().period());
     let jitter = periods.fold(JITTER, |jitter, period| jitter.min(period / 5));
-    instant().max(asked_at + wait) + jitter.mul_f64(random())
+    instant().max(sent_at + wait) + jitter.mul_f64(random())
 }
 
 impl Checks {
@@ -155,14 +155,14 @@ impl Task {
         }
     }
 
-    /// Returns the time of the next check, or of another look if nobody waits. Ends the line if it is not needed.
+    /// Returns the time of the next check; without waiters, the time at which the line ends. `None` if it ends now.
     fn wakes_at(&self, line: &mut Line, now: Instant) -> Option<Instant> {
         let checks = line.checks.as_ref()?;
-        let until = self.asked_at + KEPT;
+        let until = self.sent_at + KEPT;
         if !line.waiters.is_empty() {
             return Some(match self.wake.is_freed() {
                 true if self.is_in_flight => now,
-                true => checks.next.min(self.asked_at + JITTER),
+                true => checks.next.min(self.sent_at + JITTER),
                 false => checks.next,
             });
         }
@@ -175,7 +175,7 @@ impl Task {
 
     /// Returns the checks for the first waiters, for which there may be capacity: at least for the first one. Removes
     /// the waiters behind them whose deadline had passed at the last reply, which left no capacity for them.
-    fn questions(&self, line: &mut Line) -> (Vec<Question>, Vec<Waiter>) {
+    fn requests(&self, line: &mut Line) -> (Vec<Request>, Vec<Waiter>) {
         let (key, policies) = (self.line.id.key, &self.line.policies);
         let Some((&number, first)) = line.waiters.first_key_value() else {
             return Default::default();
@@ -190,23 +190,23 @@ impl Task {
         let of_one = line.waiters.values().take_while(|waiter| waiter.cost == 1);
         let capacities = policies.iter().map(|policy| policy.quota().capacity());
         let of_one = of_one.count().min(capacities.min().unwrap_or(1) as usize);
-        let (questions, count) = if self.reserves {
+        let (requests, count) = if self.reserves {
             let check = turns::check(&self.line, first.cost, first.deadline);
-            (vec![Question { number, check }], 1)
+            (vec![Request { number, check }], 1)
         } else if of_one >= fitting && !self.is_in_flight {
-            // Grants all of these that fit, although it is not known how many do.
+            // Grants as many of these as fit.
             let check = Check::up_to(key, policies, of_one as u32);
-            (vec![Question { number, check }], of_one)
+            (vec![Request { number, check }], of_one)
         } else {
             let each = line.waiters.iter().take(fitting);
-            let each = each.map(|(&number, waiter)| Question {
+            let each = each.map(|(&number, waiter)| Request {
                 number,
                 check: Check::take(key, policies, waiter.cost),
             });
             (each.collect(), fitting)
         };
         let late = line.remove_late(count, |deadline| deadline < self.replied_at);
-        (questions, late)
+        (requests, late)
     }
 
     /// Checks for the first waiters. Returns `true` if the line has ended, since its waiters get turns.
@@ -216,34 +216,34 @@ impl Task {
         if self.is_in_flight {
             self.room = self.room.max(freed);
         }
-        self.asked_at = instant();
-        let (questions, late, denial) = self.line.with(|line| {
-            let (questions, late) = self.questions(line);
-            (questions, late, line.denial(self.asked_at))
+        self.sent_at = instant();
+        let (requests, late, denial) = self.line.with(|line| {
+            let (requests, late) = self.requests(line);
+            (requests, late, line.denial(self.sent_at))
         });
         refuse(late, denial);
-        let replies = questions.into_iter().map(|question| self.send(question));
+        let replies = requests.into_iter().map(|request| self.send(request));
         let mut replies: FuturesOrdered<_> = replies.collect();
         let (mut granted, mut denied, mut failed) = (None, None, None);
-        while let Some((question, answer, slot)) = replies.next().await {
+        while let Some((request, answer, slot)) = replies.next().await {
             match answer {
                 Ok(decision) if self.reserves && is_reserved(&decision) => {
-                    self.reserve(&question, decision);
+                    self.reserve(&request, decision);
                     return true;
                 }
                 Ok(decision) if decision.is_allowed() => {
-                    self.give(&question.check, &decision, slot);
-                    granted = Some((question, decision));
+                    self.give(&request.check, &decision, slot);
+                    granted = Some((request, decision));
                 }
-                Ok(decision) => denied = Some((question, decision)),
-                Err(error) => failed = Some((question, error)),
+                Ok(decision) => denied = Some((request, decision)),
+                Err(error) => failed = Some((request, error)),
             }
         }
         self.replied_at = instant();
-        if let Some((Question { number, check }, decision)) = denied.or(granted) {
+        if let Some((Request { number, check }, decision)) = denied.or(granted) {
             self.decided(number, &check, &decision);
         }
-        if let Some((Question { number, .. }, error)) = failed {
+        if let Some((Request { number, .. }, error)) = failed {
             self.failed(number, &error);
         }
         false
@@ -251,21 +251,21 @@ impl Task {
 
     fn send(
         &self,
-        question: Question,
-    ) -> impl Future<Output = (Question, Result<Decision, StoreError>, Option<Slot>)> + use<> {
+        request: Request,
+    ) -> impl Future<Output = (Request, Result<Decision, StoreError>, Option<Slot>)> + use<> {
         let in_flight = self.line.queues.in_flight.as_ref();
-        let mut slot = in_flight.and_then(|in_flight| in_flight.hold(&question.check));
-        let answer = self.line.ask(question.check.clone());
+        let mut slot = in_flight.and_then(|in_flight| in_flight.hold(&request.check));
+        let answer = self.line.send(request.check.clone());
         async move {
             let answer = answer.await;
             if let Some(slot) = &mut slot {
                 slot.answered(answer.as_ref());
             }
-            (question, answer, slot)
+            (request, answer, slot)
         }
     }
 
-    /// Gives permits for what was granted to the first waiters of this cost. What they do not need is refunded.
+    /// Gives permits for the granted units to the first waiters. Superfluous units are refunded.
     fn give(&self, check: &Check, decision: &Decision, mut slot: Option<Slot>) {
         let (key, now) = (self.line.id.key, instant());
         let (cost, count) = match check.mode() {
@@ -274,30 +274,35 @@ impl Task {
         };
         for _ in 0..count {
             let part = decision.clone().of_charge(cost);
-            let charge = Reserved::new(part, key, cost, self.asked_at);
+            let charge = Reserved::new(part, key, cost, self.sent_at);
             drop(Permit::new(self.line.clone(), charge, now, slot.take()));
         }
     }
 
-    /// Ends the line: its waiters get turns, the first one that of this decision.
-    fn reserve(&self, Question { number, check }: &Question, decision: Decision) {
+    /// Ends the line: its waiters get turns. The first waiter gets the turn of this decision.
+    fn reserve(&self, Request { number, check }: &Request, decision: Decision) {
         let id = self.line.id;
-        let charge = Reserved::new(decision, id.key, check.cost(), self.asked_at);
+        let charge = Reserved::new(decision, id.key, check.cost(), self.sent_at);
         let first = id.of_cost(check.cost());
-        let asked = self.line.queues.with(&[], |lines| {
+        let requested = self.line.queues.with(&[], |lines| {
             let waiters = lines.each.remove(&id).map(|line| line.waiters);
-            lines.each.entry(first).or_default().asked.insert(*number);
+            lines
+                .each
+                .entry(first)
+                .or_default()
+                .requested
+                .insert(*number);
             let add = |(number, waiter): (u64, Waiter)| {
                 let (id, deadline) = (id.of_cost(waiter.cost), waiter.deadline);
-                let is_asked = lines.add(id, number, waiter);
-                is_asked.then_some((id, number, deadline))
+                let is_requested = lines.add(id, number, waiter);
+                is_requested.then_some((id, number, deadline))
             };
             let waiters = waiters.unwrap_or_default().into_iter();
             waiters.filter_map(add).collect::<Vec<_>>()
         });
         turns::hold(self.line.of(first), *number, charge);
-        for (id, number, deadline) in asked {
-            turns::ask(self.line.of(id), number, deadline);
+        for (id, number, deadline) in requested {
+            turns::request(self.line.of(id), number, deadline);
         }
     }
 
@@ -318,17 +323,18 @@ impl Task {
         }
     }
 
-    /// Handles the last decision: how much capacity is left, when to check again, and for whom that is too late.
+    /// Handles the last decision: sets the remaining capacity and the time of the next check, and refuses the waiters for
+    /// which that is too late.
     fn decided(&mut self, number: u64, check: &Check, decision: &Decision) {
-        let (asked_at, now, policies) = (self.asked_at, self.replied_at, &self.line.policies);
+        let (sent_at, now, policies) = (self.sent_at, self.replied_at, &self.line.policies);
         self.failures = 0;
         self.room = 0;
         let (mut free_at, mut is_exhausted) = (None, false);
         let next = match decision.outcome() {
             Outcome::Denied { retry_after } => {
                 is_exhausted = true;
-                free_at = (!self.is_in_flight).then(|| asked_at + retry_after);
-                next_check(policies, asked_at, retry_after)
+                free_at = (!self.is_in_flight).then(|| sent_at + retry_after);
+                next_check(policies, sent_at, retry_after)
             }
             Outcome::Allowed if self.is_in_flight => {
                 let each = decision.verdicts();
@@ -350,7 +356,7 @@ impl Task {
             Outcome::Allowed if decision.granted() < check.cost() => {
                 is_exhausted = true;
                 // The reply does not say when more is freed. It is unlikely before the quota refills a unit.
-                next_check(policies, asked_at, decision.policy().quota().time_for(1))
+                next_check(policies, sent_at, decision.policy().quota().time_for(1))
             }
             _ => {
                 self.room = decision.remaining();
@@ -372,7 +378,7 @@ impl Task {
     }
 }
 
-/// Refuses these waiters. Before the first reply, there are none.
+/// Refuses these waiters. Before the first reply, the list is empty.
 fn refuse(late: Vec<Waiter>, denial: Option<Decision>) {
     let Some(denial) = denial else { return };
     for waiter in late {

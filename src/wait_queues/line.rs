@@ -17,10 +17,10 @@ pub(super) struct Line {
     pub(super) waiters: BTreeMap<u64, Waiter>,
     /// The last decision of the store, and its time.
     known: Option<(Decision, Instant)>,
-    /// By turns: those without a reply, each by the number of the waiter for which it was asked.
-    pub(super) asked: BTreeSet<u64>,
-    /// By turns: the reserved ones by due time and number, each with a signal to refund it. `None`: the store has rejected
-    /// that.
+    /// By turns: the turns without a reply. The number of a turn is that of the waiter for which it was requested.
+    pub(super) requested: BTreeSet<u64>,
+    /// By turns: the reserved turns by due time and number, with a channel that makes its task refund it. `None` if the
+    /// store has rejected the refund.
     pub(super) held: BTreeMap<(Instant, u64), Option<oneshot::Sender<()>>>,
     /// By checks: `Some` while the task runs.
     pub(super) checks: Option<Checks>,
@@ -56,12 +56,12 @@ impl Waiter {
 impl Line {
     /// Returns `true` if a new request must join: others wait, or a turn is left.
     pub(super) fn is_used(&self) -> bool {
-        !self.waiters.is_empty() || !self.asked.is_empty() || !self.held.is_empty()
+        !self.waiters.is_empty() || !self.requested.is_empty() || !self.held.is_empty()
     }
 
     /// Returns `true` if there are fewer turns than waiters.
     pub(super) fn lacks_turn(&self) -> bool {
-        self.asked.len() + self.held.len() < self.waiters.len()
+        self.requested.len() + self.held.len() < self.waiters.len()
     }
 
     pub(super) fn remove(&mut self, number: u64) -> Option<Waiter> {
@@ -81,7 +81,7 @@ impl Line {
             .and_then(|number| self.remove(number))
     }
 
-    /// If there are fewer turns than waiters, removes the one for which a turn was asked in vain: this one, or else the
+    /// If there are fewer turns than waiters, removes the waiter without a turn: the one with this number, or else the
     /// last one.
     pub(super) fn pop_lacking(&mut self, number: u64) -> Option<(u64, Waiter)> {
         if !self.lacks_turn() {
@@ -107,7 +107,7 @@ impl Line {
 
     /// Refunds the last turns, as far as there are more than waiters. Waits for all replies, since they may be denials.
     pub(super) fn refund_superfluous(&mut self) {
-        while self.asked.is_empty()
+        while self.requested.is_empty()
             && self.held.len() > self.waiters.len()
             && let Some(last) = self.held.last_entry()
             && last.get().is_some()
@@ -151,8 +151,8 @@ impl Line {
         at.is_some_and(|at| at > now && deadline.is_some_and(|deadline| deadline < at))
     }
 
-    /// Removes this waiter, whose deadline has passed, unless it may still be served in time: a turn is due, or one that
-    /// was asked for it or an earlier waiter has no reply. In a line by checks, the reply to the next check decides.
+    /// Removes this waiter, whose deadline has passed, unless it may still be served in time: a turn is due, or the turn of
+    /// this or an earlier waiter has no reply yet. In a line by checks, the reply to the next check decides.
     pub(super) fn expire(&mut self, number: u64, now: Instant) -> Option<Waiter> {
         if !self.waiters.contains_key(&number) {
             return None;
@@ -162,7 +162,7 @@ impl Line {
             return None;
         }
         let is_due = self.held.keys().next().is_some_and(|(due, _)| *due <= now);
-        let may_come = is_due || self.asked.first().is_some_and(|first| *first <= number);
+        let may_come = is_due || self.requested.first().is_some_and(|first| *first <= number);
         (!may_come).then(|| self.remove(number)).flatten()
     }
 }

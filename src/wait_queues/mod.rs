@@ -1,22 +1,23 @@
 //! Wait queues: requests that would be denied wait in FIFO order in a [`Line`], and get a [`Permit`].
 //!
-//! A line has the waiters of one runtime, caller and list of policies, in one of two ways:
+//! A line has the waiters of one runtime, caller and list of policies. It serves them in one of two ways:
 //!
-//! - **By turns** ([`turns`]), if the policies refill gradually. A line has waiters of one cost. For each, a turn is
-//!   taken ahead immediately: the store charges it and reports when it is due. So the queue of all instances is in the
-//!   store, and no round trip limits the rate. All turns of a line are alike: one that is due goes to the first waiter.
-//!   There are never fewer turns than waiters. If a waiter leaves, the last turn is refunded. The store rejects that if
-//!   a later turn of another instance depends on it; then the turn serves the next waiter that joins before it is due.
-//! - **By checks** ([`checks`]), under all other policies, and while the store reserves no turns or fails. A line has
-//!   waiters of any cost, and one task that checks for the first of them. After a denial it checks again when that says
-//!   so, or when capacity was freed in this process.
+//! - **By turns** ([`turns`]), if the policies refill gradually. All waiters of the line have the same cost. For each, a
+//!   turn is taken ahead immediately: the store charges it and reports when it is due. So the queue of all instances is
+//!   in the store, and no round trip limits the rate. Turns of a line are interchangeable, so the first waiter gets the
+//!   next due turn. There are at least as many turns as waiters. If a waiter leaves, the last turn is refunded. The
+//!   store rejects the refund if a later turn of another instance depends on it; then the turn serves the next waiter
+//!   that joins before it is due, or expires.
+//! - **By checks** ([`checks`]), under all other policies, and while the store reserves no turns or fails. The waiters
+//!   have any cost, and one task sends checks for the first of them. After a denial it checks again at the time that the
+//!   denial reports, or when capacity was freed in this process.
 //!
-//! What holds for both:
+//! Both have these rules:
 //!
 //! - **Replies.** Tasks receive them, also for requests that were dropped. A permit that is dropped unused goes to the
-//!   first waiter of its line if that has its cost, or else is refunded. A charge whose reply is lost is not refunded.
-//! - **Deadlines.** A waiter is denied as soon as it is certain to be too late. Only a slow store call can delay that.
-//! - **End of a runtime.** It drops its tasks, and then the waiters that depend on them fail.
+//!   first waiter of its line if that has its cost; otherwise it is refunded. A charge whose reply is lost is not refunded.
+//! - **Deadlines.** A waiter is denied when its turn is certain to be too late. Only a slow store call can delay that.
+//! - **End of a runtime.** It drops its tasks, and the waiters of their lines fail.
 
 mod checks;
 mod line;
@@ -65,7 +66,7 @@ pub(crate) struct WaitQueues {
 
 struct Shared {
     /// The store's methods. A waiter can afford the boxed future.
-    ask: Box<dyn Fn(Check) -> Reply + Send + Sync>,
+    send: Box<dyn Fn(Check) -> Reply + Send + Sync>,
     observe: Box<dyn Fn(&Arc<dyn Observer>) -> OpQueue + Send + Sync>,
     waiters: Option<Waiters>,
     lines: Mutex<Lines>,
@@ -98,8 +99,8 @@ struct LineId {
     key: Key,
     /// A hash of the policies with their quotas, so that a replaced quota gets a separate line.
     policies: u64,
-    /// The cost of all its waiters in a line by turns, and 0 in a line by checks beside it: that needs no turn. `None` in
-    /// a line for any cost, by checks.
+    /// The cost of the waiters of a line by turns; also 0, which needs no turn and waits by checks. `None` in a line by
+    /// checks for waiters of any cost.
     cost: Option<u32>,
 }
 
@@ -133,7 +134,7 @@ struct LineRef {
 pub(crate) struct Acquire {
     line: LineRef,
     cost: u32,
-    /// The number of its waiter. `None` when it waits no more.
+    /// The number of its waiter. `None` after the wait has ended.
     number: Option<u64>,
     answer: oneshot::Receiver<Answer>,
     deadline: Option<Pin<Box<Sleep>>>,
@@ -141,7 +142,7 @@ pub(crate) struct Acquire {
 
 type Answer = Result<Permit, Refusal>;
 
-/// Interval at which a waiter whose deadline has passed looks whether the reply that may still serve it has come.
+/// If a pending reply may still serve a waiter whose deadline has passed, the interval at which the waiter checks that.
 const LATE: Duration = Duration::from_millis(10);
 
 impl Refusal {
@@ -183,7 +184,7 @@ impl Lines {
         self.last
     }
 
-    /// Counts a request of this caller that waits no more.
+    /// Counts a request of this caller out.
     fn leave(&mut self, key: &Key) {
         self.all -= 1;
         if let Some(count) = self.callers.get_mut(key) {
@@ -194,20 +195,21 @@ impl Lines {
         }
     }
 
-    /// Adds a waiter to a line by turns. Returns `true` if a turn must be [asked](turns::ask) for, under this number.
+    /// Adds a waiter to a line by turns. Returns `true` if the line needs a turn more: [request](turns::request) it under
+    /// this number.
     fn add(&mut self, id: LineId, number: u64, waiter: Waiter) -> bool {
         let line = self.each.entry(id).or_default();
         line.waiters.insert(number, waiter);
-        line.lacks_turn() && line.asked.insert(number)
+        line.lacks_turn() && line.requested.insert(number)
     }
 }
 
 impl WaitQueues {
     /// Creates lines for policies without requests in flight.
     pub(crate) fn new(store: impl Store, bounds: Bounds) -> Self {
-        let (asked, observed) = (store.clone(), store.clone());
+        let (checked, observed) = (store.clone(), store.clone());
         let shared = Shared {
-            ask: Box::new(move |check| Box::pin(asked.check(check))),
+            send: Box::new(move |check| Box::pin(checked.check(check))),
             observe: Box::new(move |observer| {
                 observed.backend().observe(observer);
                 op_queue(observed.clone(), Some(Arc::clone(observer)))
@@ -293,8 +295,8 @@ impl WaitQueues {
             id: any_cost,
         };
         let joined = self.with(&[], |lines| {
-            // A turn would overtake those that wait by checks.
-            if are_reserved && !lines.each.contains_key(&any_cost) {
+            // A turn would overtake the waiters in a line by checks. A cost of 0 needs none, and so does not join them.
+            if are_reserved && (cost == 0 || !lines.each.contains_key(&any_cost)) {
                 line.id = any_cost.of_cost(cost);
             }
             let (here, now) = (lines.each.get(&line.id), instant());
@@ -317,21 +319,22 @@ impl WaitQueues {
         });
         let (number, is_by_turns, starts) = joined
             .map_err(|denial| Refusal::Denied(denial.unwrap_or_else(|| line.unknown(cost))))?;
-        if starts && is_by_turns {
-            turns::ask(line.clone(), number, deadline);
-        } else if starts {
-            checks::start(line.clone(), 0);
-        }
-        Ok(Acquire {
-            line,
+        let acquire = Acquire {
+            line: line.clone(),
             cost,
             number: Some(number),
             answer,
             deadline: deadline.map(|deadline| Box::pin(sleep_until(deadline))),
-        })
+        };
+        if starts && is_by_turns {
+            turns::request(line, number, deadline);
+        } else if starts {
+            checks::start(line, 0);
+        }
+        Ok(acquire)
     }
 
-    /// Calls `act` with all lines. Those of these `ids` that are empty afterwards end.
+    /// Calls `act` with all lines. Then removes the lines with these ids if they are empty.
     fn with<T>(&self, ids: &[LineId], act: impl FnOnce(&mut Lines) -> T) -> T {
         let lines = &mut *lock(&self.shared.lines);
         let result = act(lines);
@@ -361,8 +364,8 @@ impl LineRef {
         self.queues.with(&[self.id], of_lines)
     }
 
-    fn ask(&self, check: Check) -> Reply {
-        (self.queues.shared.ask)(check)
+    fn send(&self, check: Check) -> Reply {
+        (self.queues.shared.send)(check)
     }
 
     /// The denial before the store has replied: try again when a unit has been freed.
@@ -375,7 +378,7 @@ impl LineRef {
 }
 
 /// Starts a task of a line. It is polled once now: if the store replies immediately, callers that poll only once get
-/// their permit. If it is dropped before its end, as its runtime ends, the waiters of the line fail.
+/// their permit. If the runtime drops the task before its end, the waiters of the line fail.
 fn spawn(line: LineRef, task: impl Future<Output = ()> + Send + 'static) {
     struct Unfinished(Option<LineRef>);
 
@@ -430,8 +433,7 @@ impl Acquire {
         self.line.id.runtime
     }
 
-    /// Calls `act` with the lines in which it may wait: that which it has joined, or another one since. It does nothing in
-    /// a line without its waiter.
+    /// Calls `act` with each line in which it may wait until that returns a value. A waiter may have moved to another line.
     fn with<T>(&self, act: impl Fn(&mut Line) -> Option<T>) -> Option<T> {
         let id = self.line.id;
         let ids = [id.of_cost(self.cost), id.any_cost()];

@@ -1,5 +1,5 @@
-//! Lines by turns. Each turn has a task, from the check that takes it ahead until a waiter has its permit, or it is
-//! refunded. Its number is that of the waiter for which it was asked.
+//! Lines by turns. Each turn has a task, from the check that takes it ahead until a waiter has its permit or the turn is
+//! refunded. Its number is that of the waiter for which it was requested.
 
 use std::time::Duration;
 
@@ -28,13 +28,13 @@ pub(super) fn check(line: &LineRef, cost: u32, deadline: Option<Instant>) -> Che
     Check::take_ahead(line.id.key, &line.policies, cost, within)
 }
 
-/// Asks for a turn that the line counts as asked, for a waiter with this deadline.
-pub(super) fn ask(line: LineRef, number: u64, deadline: Option<Instant>) {
+/// Requests a turn for a waiter with this deadline. The line counts it as requested already.
+pub(super) fn request(line: LineRef, number: u64, deadline: Option<Instant>) {
     spawn(line.clone(), async move {
-        let (cost, asked_at) = (line.id.cost.unwrap_or(0), instant());
-        match line.ask(check(&line, cost, deadline)).await {
+        let (cost, sent_at) = (line.id.cost.unwrap_or(0), instant());
+        match line.send(check(&line, cost, deadline)).await {
             Ok(decision) if decision.granted() > 0 => {
-                let charge = Reserved::new(decision, line.id.key, cost, asked_at);
+                let charge = Reserved::new(decision, line.id.key, cost, sent_at);
                 held(&line, number, charge).await;
             }
             answer => not_reserved(&line, number, deadline, answer),
@@ -48,7 +48,7 @@ pub(super) fn hold(line: LineRef, number: u64, charge: Reserved) {
     spawn(line, async move { held(&task, number, charge).await });
 }
 
-/// Handles a reply without a turn, which was asked for a waiter with this deadline.
+/// Handles a reply without a turn, to a request for a waiter with this deadline.
 fn not_reserved(
     line: &LineRef,
     number: u64,
@@ -60,7 +60,7 @@ fn not_reserved(
     let is_in_time = wait.is_some_and(|wait| deadline.is_none_or(|at| now + wait <= at));
     let (refused, starts) = line.queues.with(&[line.id], |lines| {
         let here = lines.each.entry(line.id).or_default();
-        here.asked.remove(&number);
+        here.requested.remove(&number);
         if let Ok(denied) = &answer {
             here.learn(denied, now);
         }
@@ -99,7 +99,7 @@ async fn held(line: &LineRef, number: u64, charge: Reserved) {
     let (refund, refunded) = oneshot::channel();
     line.with(|line| {
         line.learn(&charge.decision, now);
-        line.asked.remove(&number);
+        line.requested.remove(&number);
         line.held.insert((due, number), Some(refund));
         line.refund_superfluous();
     });
@@ -114,7 +114,7 @@ async fn held(line: &LineRef, number: u64, charge: Reserved) {
         if receiver.await != Ok(true) || due <= instant() {
             return permit.forget();
         }
-        // Rejected: a later turn of another instance depends on it. It serves whoever waits when it is due.
+        // Rejected: a later turn of another instance depends on it. The first waiter gets it when it is due.
         line.with(|line| line.held.insert((due, number), None));
         sleep_until(due).await;
     }

@@ -13,7 +13,7 @@ pub(super) enum Rule {
     Charged,
     /// No more is granted than the limit allows at that time.
     Early,
-    /// Waiters of one runtime for one caller are granted in FIFO order: if turns are reserved, those of one cost.
+    /// Waiters of one runtime for one caller are granted in FIFO order. If turns are reserved, the waiters of each cost.
     Order,
     /// Every waiter gets a result in time.
     Late,
@@ -171,7 +171,7 @@ impl Ledger {
         let policies = &plan.callers[caller].policies;
         let by_cost = policies.iter().all(|policy| policy.frees().is_gradual());
         // A waiter whose deadline has passed still waits for the reply to its check. If several are served together after a
-        // stall, one that its deadline has woken may run first.
+        // stall, it may run first, because its deadline has woken it.
         let is_late = |waiter: &Waiter| now > waiter.since + waiter.max;
         let before = sums.waiting.iter().find(|other| {
             let is_before = other.runtime == waiter.runtime && other.number < number;
