@@ -194,7 +194,7 @@ impl Task {
             let check = turns::check(&self.line, first.cost, first.deadline);
             (vec![Request { number, check }], 1)
         } else if of_one >= fitting && !self.is_in_flight {
-            // Grants as many of these as fit.
+            // Grants the part of these that fits.
             let check = Check::up_to(key, policies, of_one as u32);
             (vec![Request { number, check }], of_one)
         } else {

@@ -5,7 +5,7 @@
 //! - **By turns** ([`turns`]), if the policies refill gradually. All waiters of the line have the same cost. For each, a
 //!   turn is taken ahead immediately: the store charges it and reports when it is due. So the queue of all instances is
 //!   in the store, and no round trip limits the rate. Turns of a line are interchangeable, so the first waiter gets the
-//!   next due turn. There are at least as many turns as waiters. If a waiter leaves, the last turn is refunded. The
+//!   next due turn. There are never fewer turns than waiters. If a waiter leaves, the last turn is refunded. The
 //!   store rejects the refund if a later turn of another instance depends on it; then the turn serves the next waiter
 //!   that joins before it is due, or expires.
 //! - **By checks** ([`checks`]), under all other policies, and while the store reserves no turns or fails. The waiters

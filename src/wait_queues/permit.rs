@@ -36,7 +36,7 @@ pub(crate) struct Spent {
 const PATIENCE: Duration = Duration::from_secs(1);
 
 impl Permit {
-    /// A permit for the cost of this charge, which may be a part of what its decision granted.
+    /// A permit for the cost of this charge. Its decision may have granted more.
     pub(super) fn new(line: LineRef, charge: Reserved, due: Instant, slot: Option<Slot>) -> Self {
         Self {
             line,
@@ -87,7 +87,7 @@ impl Permit {
         }
     }
 
-    /// Returns a refund of what still counts when it is sent.
+    /// Returns a refund of the part that still counts when it is sent.
     pub(super) fn refund(&self) -> PendingOp {
         self.charge.clone().refunding()
     }
