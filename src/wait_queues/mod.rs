@@ -67,12 +67,15 @@ pub(crate) struct WaitQueues {
 struct Shared {
     /// The store's methods. A waiter can afford the boxed future.
     send: Box<dyn Fn(Check) -> Reply + Send + Sync>,
-    observe: Box<dyn Fn(&Arc<dyn Observer>) -> OpQueue + Send + Sync>,
+    observe: Box<Observe>,
     waiters: Option<Waiters>,
     lines: Mutex<Lines>,
     /// Number of lines. While it is 0, requests skip the lock.
     count: AtomicUsize,
 }
+
+/// Makes the store report to an observer, and creates an operation queue that does so too.
+type Observe = dyn Fn(&Arc<dyn Observer>) -> OpQueue + Send + Sync;
 
 type Reply = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
 
