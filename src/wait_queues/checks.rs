@@ -64,7 +64,7 @@ const MAX_FAILURES: u32 = 3;
 const KEPT: Duration = Duration::from_secs(1);
 
 /// Adds a waiter to a line, or after the failure of a turn no waiter. `denied` is the fresh denial of the store, if the
-/// waiter was checked. Returns `true` if the task must [start](start).
+/// waiter was checked. Returns `true` if the task must [`start`].
 pub(super) fn add(
     lines: &mut Lines,
     to: &LineRef,
