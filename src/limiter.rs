@@ -250,7 +250,9 @@ impl<S: Store> Limiter<S> {
 
     /// Takes `cost`, waiting up to `max` if necessary.
     ///
-    /// Waiters for one key in this process are served in FIFO order, independent of their costs.
+    /// Waiters for one key in this process are served in FIFO order. Under strategies that refill
+    /// gradually, waiters of different costs are served in the order in which the store has reserved
+    /// their turns.
     /// The decision is a denial if the wait would exceed `max`, as soon as that is certain, or if
     /// the [maximum](Self::max_waiting) number of waiters is reached. Store calls do not count
     /// towards `max`: no caller is denied because of their duration while the cost is allowed, and

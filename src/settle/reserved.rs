@@ -6,7 +6,7 @@ use crate::background::{OpQueue, PendingOp};
 use crate::limit::{Check, Decision, Key};
 
 /// A granted cost of one caller that is not settled yet.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Reserved {
     pub(crate) decision: Decision,
     key: Key,
@@ -43,6 +43,17 @@ impl Reserved {
             .next()
     }
 
+    /// Returns the operation that refunds what still counts when it is sent.
+    pub(crate) fn refunding(self) -> PendingOp {
+        let policies = self.decision.policies().clone();
+        PendingOp::refund(self.key, &policies, move |now| self.refund(now))
+    }
+
+    /// Returns the time of the charge. A turn counts as charged when it is due, as that was expected at the check.
+    pub(crate) fn charged_at(&self) -> Instant {
+        self.since + self.decision.due_in().unwrap_or_default()
+    }
+
     /// Returns a check that takes `units` in addition. `None` if no policy counts costs.
     pub(crate) fn take_more(&self, units: u32) -> Option<Check> {
         let policies = self.decision.policies().whole();
@@ -58,10 +69,7 @@ impl Reserved {
                     cost: reserved - cost,
                     ..self
                 };
-                let policies = rest.decision.policies().clone();
-                ops.put(PendingOp::refund(rest.key, &policies, move |now| {
-                    rest.refund(now)
-                }));
+                ops.put(rest.refunding());
             }
             Ordering::Equal => {}
             Ordering::Greater => {

@@ -1,92 +1,36 @@
 //! The waiters of a line. All methods run under the lock of the lines.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::iter;
-use std::mem;
-use std::ops::{Bound, RangeBounds};
-use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::permit::Charge;
-use super::reserved::{Reserved, TurnId};
-use super::{Answer, MAX_FAILURES, PAUSE, Refusal, TICK};
-use crate::error::StoreError;
+use super::Answer;
+use super::checks::Checks;
 use crate::limit::Decision;
-use crate::store::Wake;
-use crate::util::instant;
 
+/// The waiters of one runtime, caller and list of policies; by turns also of one cost.
+#[derive(Default)]
 pub(super) struct Line {
     /// By number, oldest first.
-    waiters: BTreeMap<u64, Waiter>,
-    /// Deadlines of the waiters that have one.
-    deadlines: BTreeSet<(Instant, u64)>,
-    /// Total cost of the waiters.
-    demand: u64,
-    reserved: Reserved,
-    /// The newest waiter when turns were reserved last.
-    newest: u64,
-    /// Whether the line repeats checks, since its policies or its store reserve no turns.
-    polls: bool,
+    pub(super) waiters: BTreeMap<u64, Waiter>,
     /// The last decision of the store, and its time.
     known: Option<(Decision, Instant)>,
-    /// If the line polls: the time before which no capacity is expected, and the denied cost.
-    pub(super) free_at: Option<(Instant, u32)>,
-    /// Calls that have failed since the last success.
-    failures: Option<Failures>,
-    /// Wakes the task.
-    pub(super) wake: Arc<Wake>,
+    /// By turns: the turns without a reply. The number of a turn is that of the waiter for which it was requested.
+    pub(super) requested: BTreeSet<u64>,
+    /// By turns: the reserved turns by due time and number, with a channel that makes its task refund it. `None` if the
+    /// store has rejected the refund.
+    pub(super) held: BTreeMap<(Instant, u64), Option<oneshot::Sender<()>>>,
+    /// By checks: `Some` while the task runs.
+    pub(super) checks: Option<Checks>,
 }
 
 pub(super) struct Waiter {
     pub(super) cost: u32,
-    /// Deadline of the waiter; `None` if it may wait forever.
+    /// `None` if it may wait forever.
     pub(super) deadline: Option<Instant>,
     answer: oneshot::Sender<Answer>,
-}
-
-/// Consecutive failed calls.
-pub(super) struct Failures {
-    count: u32,
-    last: StoreError,
-    /// Until this time new waiters fail, if `count` has reached [`MAX_FAILURES`].
-    until: Instant,
-}
-
-/// A turn to reserve for a waiter.
-pub(super) struct Missing {
-    pub(super) number: u64,
-    pub(super) units: u32,
-    pub(super) deadline: Option<Instant>,
-}
-
-/// The next actions of the task that reserves turns.
-#[derive(Default)]
-pub(super) struct Todo {
-    pub(super) reserve: Vec<Missing>,
-    pub(super) give: Vec<(Waiter, Charge)>,
-    /// Superfluous due units.
-    pub(super) refund: Vec<Charge>,
-    /// Superfluous turns. Report the reply by [`Line::refunded`].
-    pub(super) refund_turns: Vec<(TurnId, Charge)>,
-    pub(super) refuse: Option<Late>,
-    pub(super) then: Then,
-}
-
-/// Waiters whose deadline has passed, and why they are refused.
-pub(super) type Late = (Vec<Waiter>, Refusal);
-
-/// How the task continues.
-#[derive(Default)]
-pub(super) enum Then {
-    /// Sleeps until this time, or until it is woken.
-    Sleep(Option<Instant>),
-    /// Sends checks for the first waiters.
-    Check,
-    #[default]
-    End,
 }
 
 impl Waiter {
@@ -102,10 +46,6 @@ impl Waiter {
         }
     }
 
-    fn is_in_time(&self, at: Instant) -> bool {
-        self.deadline.is_none_or(|deadline| at <= deadline)
-    }
-
     /// Sends the answer. A permit whose waiter has left is dropped, and so passes to the next waiter; do not call this
     /// under the lock.
     pub(super) fn answer(self, answer: Answer) {
@@ -114,321 +54,119 @@ impl Waiter {
 }
 
 impl Line {
-    /// Creates a line. `denied` is the fresh denial of its first waiter, if that was checked.
-    pub(super) fn new(polls: bool, denied: Option<Decision>, cost: u32) -> Self {
-        let now = instant();
-        let wait = denied.as_ref().and_then(Decision::retry_after);
-        let free_at = wait.and_then(|wait| now.checked_add(wait));
-        Self {
-            waiters: BTreeMap::new(),
-            deadlines: BTreeSet::new(),
-            demand: 0,
-            reserved: Reserved::default(),
-            newest: 0,
-            polls,
-            known: denied.map(|denied| (denied, now)),
-            free_at: free_at.filter(|_| polls).map(|at| (at, cost)),
-            failures: None,
-            wake: Arc::default(),
-        }
-    }
-
-    /// Number of waiters.
-    pub(super) fn len(&self) -> usize {
-        self.waiters.len()
-    }
-
     /// Returns `true` if a new request must join: others wait, or a turn is left.
     pub(super) fn is_used(&self) -> bool {
-        !self.waiters.is_empty() || !self.reserved.is_empty()
+        !self.waiters.is_empty() || !self.requested.is_empty() || !self.held.is_empty()
     }
 
-    /// Returns `true` if the task has nothing left to do.
-    pub(super) fn is_idle(&self, now: Instant) -> bool {
-        // A line that polls does not keep a turn whose refund is rejected.
-        let is_refunding = self.reserved.refunding_until(now).is_some() && !self.polls;
-        let is_settled = self.reserved.is_settled() && !is_refunding;
-        self.waiters.is_empty() && is_settled && self.remembers_until(now).is_none()
-    }
-
-    /// The failures, if they have reached [`MAX_FAILURES`].
-    fn too_many(&self) -> Option<&Failures> {
-        let failures = self.failures.as_ref()?;
-        (failures.count >= MAX_FAILURES).then_some(failures)
-    }
-
-    /// The time until which an unused line is kept after failures, so that after the pause one waiter at a time tries
-    /// the store.
-    fn remembers_until(&self, now: Instant) -> Option<Instant> {
-        let until = self.too_many()?.until + PAUSE;
-        (now < until).then_some(until)
-    }
-
-    pub(super) fn push(&mut self, number: u64, waiter: Waiter) {
-        self.demand += u64::from(waiter.cost);
-        self.deadlines
-            .extend(waiter.deadline.map(|deadline| (deadline, number)));
-        self.waiters.insert(number, waiter);
-        self.wake.notify.notify_one();
+    /// Returns `true` if there are fewer turns than waiters.
+    pub(super) fn lacks_turn(&self) -> bool {
+        self.requested.len() + self.held.len() < self.waiters.len()
     }
 
     pub(super) fn remove(&mut self, number: u64) -> Option<Waiter> {
         let waiter = self.waiters.remove(&number)?;
-        self.demand -= u64::from(waiter.cost);
-        if let Some(deadline) = waiter.deadline {
-            self.deadlines.remove(&(deadline, number));
+        self.refund_superfluous();
+        if let Some(checks) = &mut self.checks {
+            checks.left(self.waiters.values().next());
         }
-        self.wake.notify.notify_one();
         Some(waiter)
     }
 
-    /// Removes the first waiter if it has exactly this cost.
+    /// Removes the first waiter if it has this cost.
     pub(super) fn pop(&mut self, cost: u32) -> Option<Waiter> {
-        let (first, _) = self.first().filter(|(_, first)| *first == cost)?;
-        self.remove(first)
+        let (number, first) = self.waiters.first_key_value()?;
+        (first.cost == cost)
+            .then_some(*number)
+            .and_then(|number| self.remove(number))
     }
 
-    /// Removes the first waiter if its cost is at most `units`.
-    pub(super) fn pop_up_to(&mut self, units: u32) -> Option<Waiter> {
-        let (first, _) = self.first().filter(|(_, cost)| *cost <= units)?;
-        self.remove(first)
+    /// If there are fewer turns than waiters, removes the waiter without a turn: the one with this number, or else the
+    /// last one.
+    pub(super) fn pop_lacking(&mut self, number: u64) -> Option<(u64, Waiter)> {
+        if !self.lacks_turn() {
+            return None;
+        }
+        let own = self.waiters.remove_entry(&number);
+        own.or_else(|| self.waiters.pop_last())
     }
 
-    /// The number and the cost of the first waiter.
-    fn first(&self) -> Option<(u64, u32)> {
-        self.costs().next()
+    /// Removes the waiters after the first `skip` whose deadline `is_late`.
+    pub(super) fn remove_late(
+        &mut self,
+        skip: usize,
+        is_late: impl Fn(Instant) -> bool,
+    ) -> Vec<Waiter> {
+        let behind = self.waiters.iter().skip(skip);
+        let late = behind.filter(|(_, waiter)| waiter.deadline.is_some_and(&is_late));
+        let late: Vec<u64> = late.map(|(number, _)| *number).collect();
+        late.iter()
+            .filter_map(|number| self.waiters.remove(number))
+            .collect()
     }
 
-    /// The numbers and costs of the waiters, oldest first.
-    pub(super) fn costs(&self) -> impl Iterator<Item = (u64, u32)> {
-        let each = self.waiters.iter();
-        each.map(|(number, waiter)| (*number, waiter.cost))
+    /// Refunds the last turns, as far as there are more than waiters. Waits for all replies, since they may be denials.
+    pub(super) fn refund_superfluous(&mut self) {
+        while self.requested.is_empty()
+            && self.held.len() > self.waiters.len()
+            && let Some(last) = self.held.last_entry()
+            && last.get().is_some()
+        {
+            let _ = last.remove().map(|refund| refund.send(()));
+        }
     }
 
-    /// Records a decision. Returns the previous failures, because the user's error in them must not be dropped under
-    /// the lock.
-    pub(super) fn learn(&mut self, decision: &Decision, now: Instant) -> Option<Failures> {
+    /// By checks: sets the time of the next check, and after a denial when capacity is expected for which cost.
+    pub(super) fn check_at(&mut self, next: Instant, denied: Option<(Instant, u32)>) {
+        if let Some(checks) = &mut self.checks {
+            (checks.next, checks.denied) = (next, denied);
+        }
+    }
+
+    pub(super) fn learn(&mut self, decision: &Decision, now: Instant) {
         self.known = Some((decision.clone(), now));
-        self.failures.take()
     }
 
-    /// The denial for a new request. Its wait is the time until the last turn is due, or until capacity is expected.
+    /// The denial for a waiter. Its wait is the time until the last turn is due, or until capacity is expected. `None`
+    /// before the first reply.
     pub(super) fn denial(&self, now: Instant) -> Option<Decision> {
         let (decision, at) = self.known.clone()?;
-        let wait = self
-            .reserved
-            .last_due()
-            .max(self.free_at.map(|(at, _)| at))
-            .map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
+        let last_due = self.held.keys().next_back().map(|(due, _)| *due);
+        let wait = last_due.or_else(|| self.free_at());
+        let wait = wait.map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
         Some(decision.denied_for(wait, now.saturating_duration_since(at)))
     }
 
-    /// The reason why a waiter must not join: the store is failing, or no capacity is expected in time.
-    pub(super) fn refusal(&self, waiter: &Waiter, now: Instant) -> Option<Refusal> {
-        if let Some(failures) = self.too_many().filter(|failures| now < failures.until) {
-            return Some(Refusal::Failed(failures.last.clone()));
-        }
-        let (free_at, _) = self.free_at?;
-        let is_late = free_at > now && !waiter.is_in_time(free_at);
-        let denial = || self.denial(now).map(Refusal::Denied);
-        is_late.then(denial).flatten()
+    /// In a line by checks, the time before which no capacity is expected.
+    fn free_at(&self) -> Option<Instant> {
+        let (free_at, _) = self.checks.as_ref()?.denied?;
+        Some(free_at)
     }
 
-    /// Handles a failed call for a waiter. Returns the waiters that fail, and the previous failures, as
-    /// [`learn`](Self::learn) does.
-    pub(super) fn fail(
-        &mut self,
-        number: u64,
-        error: &StoreError,
-        now: Instant,
-    ) -> (Vec<Waiter>, Option<Failures>) {
-        let count = self.failures.as_ref().map_or(0, |failures| failures.count) + 1;
-        let before = self.failures.replace(Failures {
-            count,
-            last: error.clone(),
-            until: now + PAUSE,
-        });
-        if count < MAX_FAILURES {
-            return (self.remove(number).into_iter().collect(), before);
-        }
-        self.demand = 0;
-        self.deadlines.clear();
-        let all = mem::take(&mut self.waiters);
-        (all.into_values().collect(), before)
+    /// Returns `true` if a new waiter is certain to be too late: the turn that is left for it, and so each later one, is
+    /// due after its deadline, or no capacity is expected before that.
+    pub(super) fn is_late(&self, deadline: Option<Instant>, now: Instant) -> bool {
+        let waiters = self.waiters.len();
+        let left = (self.held.len() > waiters).then(|| self.held.keys().nth(waiters));
+        let at = left
+            .flatten()
+            .map(|(due, _)| *due)
+            .or_else(|| self.free_at());
+        at.is_some_and(|at| at > now && deadline.is_some_and(|deadline| deadline < at))
     }
 
-    /// Removes the waiters among `numbers` whose deadline is before `at`. `None` before the first reply.
-    pub(super) fn late(
-        &mut self,
-        at: Instant,
-        numbers: impl RangeBounds<u64>,
-        now: Instant,
-    ) -> Option<Late> {
-        let over = self.deadlines.range(..(at, 0));
-        let over = over.filter(|(_, number)| numbers.contains(number));
-        let over: Vec<u64> = over.map(|(_, number)| *number).collect();
-        if over.is_empty() {
+    /// Removes this waiter, whose deadline has passed, unless it may still be served in time: a turn is due, or the turn of
+    /// this or an earlier waiter has no reply yet. In a line by checks, the reply to the next check decides.
+    pub(super) fn expire(&mut self, number: u64, now: Instant) -> Option<Waiter> {
+        if !self.waiters.contains_key(&number) {
             return None;
         }
-        let failure = || {
-            let failures = self.failures.as_ref()?;
-            Some(Refusal::Failed(failures.last.clone()))
-        };
-        let refusal = self.denial(now).map(Refusal::Denied).or_else(failure)?;
-        let over = over.into_iter().filter_map(|number| self.remove(number));
-        Some((over.collect(), refusal))
-    }
-}
-
-/// Lines that reserve turns.
-impl Line {
-    /// Returns what the task does next.
-    pub(super) fn turn(&mut self, now: Instant) -> Todo {
-        let mut todo = Todo::default();
-        while let Some((number, cost)) = self.first()
-            && let Some(charge) = self.reserved.take(cost, now, &mut todo.refund)
-        {
-            let waiter = self.remove(number);
-            todo.give.extend(waiter.map(|waiter| (waiter, charge)));
+        if let Some(checks) = &mut self.checks {
+            checks.hurry(now);
+            return None;
         }
-        // A due turn goes to the first waiter, so a waiter may need the reply to the check of an earlier one.
-        let first_pending = self.reserved.first_pending().unwrap_or(u64::MAX);
-        todo.refuse = self.late(now, ..first_pending, now);
-        todo.reserve = self.missing();
-        let superfluous = || self.reserved.superfluous(self.demand);
-        todo.refund_turns.extend(iter::from_fn(superfluous));
-        let must_poll = self.polls && self.reserved.is_empty() && !self.reserved.is_asked();
-        if self.waiters.is_empty() || must_poll {
-            let unused = || self.reserved.take_any(now);
-            todo.refund.extend(iter::from_fn(unused));
-        }
-        todo.then = if self.is_idle(now) {
-            Then::End
-        } else if must_poll {
-            Then::Check
-        } else {
-            let deadline = self.deadlines.range((now, 0)..).next();
-            let deadline = deadline.map(|(deadline, _)| *deadline + TICK);
-            let wakes = [
-                self.reserved.first_due(),
-                deadline,
-                self.remembers_until(now),
-                self.reserved.refunding_until(now),
-            ];
-            Then::Sleep(wakes.into_iter().flatten().min())
-        };
-        todo
-    }
-
-    /// The turns to reserve in addition to the requested ones. Each waiter needs one, unless enough units are left from
-    /// waiters that have gone, and due in time. While the store is failing, at most one is requested at a time.
-    fn missing(&mut self) -> Vec<Missing> {
-        let is_failing = self.too_many().is_some();
-        if self.polls || (is_failing && self.reserved.is_asked()) {
-            return vec![];
-        }
-        let mut lacking = self.demand.saturating_sub(self.reserved.expected());
-        let (mut position, mut missing) = (self.demand, vec![]);
-        for (number, waiter) in self.waiters.iter().rev() {
-            let is_new = *number > self.newest;
-            if lacking == 0 && !is_new {
-                break;
-            }
-            let is_late = || {
-                let starts_at = self.reserved.starts_at(position);
-                starts_at.is_some_and(|at| !waiter.is_in_time(at))
-            };
-            if lacking > 0 || is_late() {
-                missing.push(Missing {
-                    number: *number,
-                    units: waiter.cost,
-                    deadline: waiter.deadline,
-                });
-            }
-            lacking = lacking.saturating_sub(waiter.cost.into());
-            position -= u64::from(waiter.cost);
-        }
-        let newest = self.waiters.last_key_value();
-        self.newest = newest.map_or(self.newest, |(number, _)| *number);
-        missing.reverse();
-        if is_failing {
-            missing.truncate(1);
-        }
-        for Missing { number, units, .. } in &missing {
-            self.reserved.ask(*number, *units);
-        }
-        missing
-    }
-
-    /// Records the reply to a check that was sent for this waiter.
-    pub(super) fn replied(&mut self, missing: &Missing) {
-        self.reserved.replied(missing.number, missing.units);
-    }
-
-    /// Adds the turn that a check has reserved.
-    pub(super) fn add_turn(&mut self, charge: Charge) {
-        self.reserved.add(charge, false);
-        self.wake.notify.notify_one();
-    }
-
-    /// Records the reply to a refund of a superfluous turn. `kept` is the turn if the store has rejected the refund.
-    pub(super) fn refunded(&mut self, turn: TurnId, kept: Option<Charge>) {
-        self.reserved.refunded(turn, kept.filter(|_| !self.polls));
-        self.wake.notify.notify_one();
-    }
-
-    /// The store has denied a turn for this waiter, although there would be capacity at `free_at`: it reserves none, or
-    /// none so far ahead, as in an outage. Then the line polls until the shared store grants a check.
-    pub(super) fn poll_instead(&mut self, missing: &Missing, free_at: Instant) {
-        if self.waiters.contains_key(&missing.number) {
-            self.polls = true;
-            let earlier = self.free_at.filter(|(at, _)| *at < free_at);
-            self.free_at = earlier.or(Some((free_at, missing.units)));
-        }
-    }
-}
-
-/// Lines that poll.
-impl Line {
-    pub(super) fn polls(&self) -> bool {
-        self.polls
-    }
-
-    /// Records a grant. If the line `may_reserve`, it reserves turns again.
-    pub(super) fn granted(&mut self, may_reserve: bool) {
-        self.free_at = None;
-        self.polls &= !may_reserve;
-    }
-
-    /// Returns how the task continues, whose next check is at `next`, and the waiters for which that is too late.
-    pub(super) fn rest(&mut self, now: Instant, next: Option<Instant>) -> (Option<Late>, Then) {
-        let Some((_, cost)) = self.first() else {
-            let forgets = self.remembers_until(now);
-            return (None, forgets.map_or(Then::End, |at| Then::Sleep(Some(at))));
-        };
-        let Some(mut until) = next else {
-            return (None, Then::Check);
-        };
-        let deadline = self.deadlines.first().map(|(deadline, _)| *deadline);
-        if let (Some((free_at, _)), Some(deadline)) = (self.free_at, deadline) {
-            // Do not deny a waiter because of jitter.
-            until = until.min(deadline.max(free_at));
-        }
-        // A smaller cost than the denied one is first if waiters have left.
-        let is_smaller = self.free_at.is_some_and(|(_, denied)| cost < denied);
-        if now >= until || is_smaller {
-            return (None, Then::Check);
-        }
-        let free_at = self.free_at.map_or(now, |(at, _)| at.max(now));
-        let late = self.late(free_at, .., now);
-        let deadline = deadline.map(|deadline| deadline.max(now) + TICK);
-        let wakes_at = deadline.map_or(until, |deadline| until.min(deadline));
-        (late, Then::Sleep(Some(wakes_at)))
-    }
-
-    /// Removes the waiters after `last` whose deadline had passed when the store replied, without capacity for them.
-    pub(super) fn late_behind(&mut self, last: u64, replied_at: Instant) -> Option<Late> {
-        let behind = (Bound::Excluded(last), Bound::Unbounded);
-        self.late(replied_at, behind, instant())
+        let is_due = self.held.keys().next().is_some_and(|(due, _)| *due <= now);
+        let may_come = is_due || self.requested.first().is_some_and(|first| *first <= number);
+        (!may_come).then(|| self.remove(number)).flatten()
     }
 }

@@ -1,28 +1,27 @@
-//! Wait queues: requests that would be denied wait in FIFO order, in one [`Line`] per runtime, caller and list of
-//! policies. Each line has one task, which makes all store calls of the line. A waiter gets a [`Permit`].
+//! Wait queues: requests that would be denied wait in FIFO order in a [`Line`], and get a [`Permit`].
 //!
-//! A line and its permits are in this process's memory; the store has counted the permits already.
+//! A line has the waiters of one runtime, caller and list of policies. It serves them in one of two ways:
 //!
-//! - **Strategies that refill gradually.** The task ([`turns`]) takes a turn ahead for each waiter immediately: the
-//!   store charges it and reports when it is due. So the queue across all instances is in the store, and no round trip
-//!   limits the rate. Due units go to the first waiter, even if they were reserved for another. If a waiter leaves, its units
-//!   serve the others, and the last turn is refunded. The store rejects the refund if a later turn of another instance
-//!   depends on this turn; then a waiter that joins before the turn is due gets it, or it expires.
-//! - **Other strategies, and requests in flight.** The task ([`questions`]) takes what the first waiters need. After a
-//!   denial it checks again after `retry_after`, or when capacity was freed in this process. A line that reserves turns
-//!   becomes such a line when the store denies a turn that would be in time: it reserves none, or none so far ahead.
-//! - **Dropped waiters.** The task receives every reply, also for waiters that have left. A permit that is dropped
-//!   unused goes to the first waiter if that has the same cost; otherwise it is refunded.
-//! - **Deadlines.** A waiter is denied as soon as its turn is certain to be too late. Only a slow store call can delay
-//!   that.
-//! - **Lost replies and failures.** Each failed call fails one waiter. After [`MAX_FAILURES`] consecutive failures all
-//!   waiters of the line fail, and for a short time new ones too. A charge whose reply is lost is not refunded.
-//! - **End of a runtime.** A runtime that shuts down drops its tasks, and the waiters of its lines fail.
+//! - **By turns** ([`turns`]), if the policies refill gradually. All waiters of the line have the same cost. For each, a
+//!   turn is taken ahead immediately: the store charges it and reports when it is due. So the queue of all instances is
+//!   in the store, and no round trip limits the rate. Turns of a line are interchangeable, so the first waiter gets the
+//!   next due turn. There are never fewer turns than waiters. If a waiter leaves, the last turn is refunded. The
+//!   store rejects the refund if a later turn of another instance depends on it; then the turn serves the next waiter
+//!   that joins before it is due, or expires.
+//! - **By checks** ([`checks`]), under all other policies, and while the store reserves no turns or fails. The waiters
+//!   have any cost, and one task sends checks for the first of them. After a denial it checks again at the time that the
+//!   denial reports, or when capacity was freed in this process.
+//!
+//! Both have these rules:
+//!
+//! - **Replies.** Tasks receive them, also for requests that were dropped. A permit that is dropped unused goes to the
+//!   first waiter of its line if that has its cost; otherwise it is refunded. A charge whose reply is lost is not refunded.
+//! - **Deadlines.** A waiter is denied when its turn is certain to be too late. Only a slow store call can delay that.
+//! - **End of a runtime.** It drops its tasks, and the waiters of their lines fail.
 
+mod checks;
 mod line;
 mod permit;
-mod questions;
-mod reserved;
 #[cfg(test)]
 mod tests;
 mod turns;
@@ -31,6 +30,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::mem;
 use std::num::NonZeroUsize;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -40,11 +40,11 @@ use std::time::Duration;
 
 use tokio::runtime::{Handle, Id};
 use tokio::sync::oneshot::{self, error::TryRecvError};
-use tokio::time::Instant;
+use tokio::time::{Instant, Sleep, sleep_until};
 
 pub(crate) use permit::{Permit, Spent};
 
-use self::line::{Late, Line, Waiter};
+use self::line::{Line, Waiter};
 use crate::background::{OpQueue, PendingOp};
 use crate::error::{ErrorKind, StoreError};
 use crate::in_flight::InFlightTracker;
@@ -57,51 +57,35 @@ use crate::util::{instant, lock};
 #[derive(Clone)]
 pub(crate) struct WaitQueues {
     shared: Arc<Shared>,
-    /// Sends refunds, and charges that need no turn.
-    refunds: OpQueue,
+    /// Sends refunds, and charges that need no permit.
+    ops: OpQueue,
     /// Tracks the slots of permits under policies of requests in flight. `None` without such policies.
     in_flight: Option<InFlightTracker>,
     bounds: Bounds,
 }
 
 struct Shared {
-    store: Box<dyn ErasedStore>,
+    /// The store's methods. A waiter can afford the boxed future.
+    send: Box<dyn Fn(Check) -> Reply + Send + Sync>,
+    observe: Box<Observe>,
+    waiters: Option<Waiters>,
     lines: Mutex<Lines>,
     /// Number of lines. While it is 0, requests skip the lock.
     count: AtomicUsize,
 }
 
-/// A type-erased store. A waiter can afford the boxed future.
-trait ErasedStore: Send + Sync {
-    fn ask(&self, check: Check) -> Reply;
-    fn observe(&self, observer: &Arc<dyn Observer>) -> OpQueue;
-    fn waiters(&self) -> Option<Waiters>;
-}
+/// Makes the store report to an observer, and creates an operation queue that does so too.
+type Observe = dyn Fn(&Arc<dyn Observer>) -> OpQueue + Send + Sync;
 
 type Reply = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
-
-impl<S: Store> ErasedStore for S {
-    fn ask(&self, check: Check) -> Reply {
-        Box::pin(self.check(check))
-    }
-
-    fn observe(&self, observer: &Arc<dyn Observer>) -> OpQueue {
-        self.backend().observe(observer);
-        op_queue(self.clone(), Some(Arc::clone(observer)))
-    }
-
-    fn waiters(&self) -> Option<Waiters> {
-        self.backend().waiters()
-    }
-}
 
 #[derive(Default)]
 struct Lines {
     each: HashMap<LineId, Line>,
-    /// Number of waiters, in all lines and of each caller.
+    /// Number of waiting requests, in all and of each caller.
     all: usize,
     callers: HashMap<Key, usize>,
-    /// The number of the newest waiter.
+    /// The number of the newest waiter or turn.
     last: u64,
 }
 
@@ -118,8 +102,9 @@ struct LineId {
     key: Key,
     /// A hash of the policies with their quotas, so that a replaced quota gets a separate line.
     policies: u64,
-    /// Whether the line reserves turns until the store has denied one; otherwise it repeats checks.
-    reserves: bool,
+    /// The cost of the waiters of a line by turns; also 0, which needs no turn and waits by checks. `None` in a line by
+    /// checks for waiters of any cost.
+    cost: Option<u32>,
 }
 
 /// A request that must wait.
@@ -140,35 +125,28 @@ pub(crate) enum Refusal {
     Failed(StoreError),
 }
 
-/// A reference to a line, which may have ended.
+/// A reference to a line, which need not exist.
 #[derive(Clone)]
 struct LineRef {
     queues: WaitQueues,
-    id: LineId,
-}
-
-/// A task's reference to its line. The line ends when this is dropped.
-struct Place {
-    line: LineRef,
     policies: Policies,
-    /// Whether the line has ended. Another one may have its id since.
-    has_ended: bool,
+    id: LineId,
 }
 
 /// Resolves to a permit when it is due. Dropping it leaves the line.
 pub(crate) struct Acquire {
     line: LineRef,
-    number: u64,
+    cost: u32,
+    /// The number of its waiter. `None` after the wait has ended.
+    number: Option<u64>,
     answer: oneshot::Receiver<Answer>,
+    deadline: Option<Pin<Box<Sleep>>>,
 }
 
 type Answer = Result<Permit, Refusal>;
 
-/// Number of consecutive failed calls after which all waiters of a line fail, and new ones during [`PAUSE`].
-const MAX_FAILURES: u32 = 3;
-const PAUSE: Duration = Duration::from_millis(250);
-/// Resolution of timers.
-const TICK: Duration = Duration::from_millis(1);
+/// If a pending reply may still serve a waiter whose deadline has passed, the interval at which the waiter checks that.
+const LATE: Duration = Duration::from_millis(10);
 
 impl Refusal {
     /// Converts it to a store's answer.
@@ -200,43 +178,52 @@ impl Bounds {
     }
 }
 
-impl WaitRequest {
-    /// The denial for a full line: try again when a unit has been freed.
-    fn denial(&self) -> Decision {
-        let check = Check::take(self.key, &self.policies, self.cost);
-        check.decided(Source::Local, 0, |policy| {
-            Verdict::denied(policy.quota().time_for(1))
-        })
-    }
-}
-
 impl Lines {
-    /// Updates the counts after a line of this caller went from `before` to `now` waiters.
-    fn recount(&mut self, key: &Key, before: usize, now: usize) {
-        self.all = self.all + now - before;
-        match self.of(key) + now - before {
-            0 => self.callers.remove(key),
-            all => self.callers.insert(*key, all),
-        };
+    /// Counts a request of this caller that waits. Returns its number.
+    fn enter(&mut self, key: Key) -> u64 {
+        self.all += 1;
+        *self.callers.entry(key).or_default() += 1;
+        self.last += 1;
+        self.last
     }
 
-    fn of(&self, key: &Key) -> usize {
-        self.callers.get(key).copied().unwrap_or(0)
+    /// Counts a request of this caller out.
+    fn leave(&mut self, key: &Key) {
+        self.all -= 1;
+        if let Some(count) = self.callers.get_mut(key) {
+            *count -= 1;
+            if *count == 0 {
+                self.callers.remove(key);
+            }
+        }
+    }
+
+    /// Adds a waiter to a line by turns. Returns `true` if the line needs a turn more: [request](turns::request) it under
+    /// this number.
+    fn add(&mut self, id: LineId, number: u64, waiter: Waiter) -> bool {
+        let line = self.each.entry(id).or_default();
+        line.waiters.insert(number, waiter);
+        line.lacks_turn() && line.requested.insert(number)
     }
 }
 
 impl WaitQueues {
     /// Creates lines for policies without requests in flight.
     pub(crate) fn new(store: impl Store, bounds: Bounds) -> Self {
-        let refunds = op_queue(store.clone(), None);
-        let shared = Arc::new(Shared {
-            store: Box::new(store),
+        let (checked, observed) = (store.clone(), store.clone());
+        let shared = Shared {
+            send: Box::new(move |check| Box::pin(checked.check(check))),
+            observe: Box::new(move |observer| {
+                observed.backend().observe(observer);
+                op_queue(observed.clone(), Some(Arc::clone(observer)))
+            }),
+            waiters: store.backend().waiters(),
             lines: Mutex::default(),
             count: AtomicUsize::new(0),
-        });
+        };
         Self {
-            shared,
-            refunds,
+            shared: Arc::new(shared),
+            ops: op_queue(store, None),
             in_flight: None,
             bounds,
         }
@@ -253,7 +240,7 @@ impl WaitQueues {
     /// Shares the lines, and uses the slots and the queue of this tracker.
     pub(crate) fn with_tracker(&self, in_flight: InFlightTracker) -> Self {
         Self {
-            refunds: in_flight.ops().clone(),
+            ops: in_flight.ops().clone(),
             in_flight: Some(in_flight),
             ..self.clone()
         }
@@ -262,14 +249,14 @@ impl WaitQueues {
     /// Shares the lines, and reports to this observer, as does the store.
     pub(crate) fn observed(&self, observer: &Arc<dyn Observer>) -> Self {
         Self {
-            refunds: self.shared.store.observe(observer),
+            ops: (self.shared.observe)(observer),
             ..self.clone()
         }
     }
 
     /// Charges a cost without waiting.
     pub(crate) fn charge(&self, key: Key, policies: &Policies, cost: u32) {
-        self.refunds.put(PendingOp::charge(key, policies, cost));
+        self.ops.put(PendingOp::charge(key, policies, cost));
     }
 
     /// Returns `true` if a request of this caller must join a line: others wait, or a turn is left for it.
@@ -281,9 +268,10 @@ impl WaitQueues {
         let Ok(runtime) = Handle::try_current() else {
             return false;
         };
-        let id = LineId::of(&runtime, key, policies, cost);
+        let id = LineId::new(&runtime, key, policies);
         let lines = lock(&self.shared.lines);
-        lines.each.get(&id).is_some_and(Line::is_used)
+        let mut ids = [id, id.of_cost(cost)].into_iter();
+        ids.any(|id| lines.each.get(&id).is_some_and(Line::is_used))
     }
 
     /// Joins a line. `denied` is the denial of the store, if the request was checked. The cost must fit the policies:
@@ -298,163 +286,147 @@ impl WaitQueues {
         denied: Option<Decision>,
     ) -> Result<Acquire, Refusal> {
         let runtime = Handle::try_current().map_err(|_| Refusal::no_runtime())?;
-        self.refunds.wake();
-        let id = LineId::of(&runtime, &wanted.key, &wanted.policies, wanted.cost);
+        self.ops.wake();
+        let any_cost = LineId::new(&runtime, &wanted.key, &wanted.policies);
+        let WaitRequest { cost, deadline, .. } = wanted;
         let (sender, answer) = oneshot::channel();
-        let waiter = Waiter::new(wanted.cost, wanted.deadline, sender);
-        let (number, is_new) = {
-            let lines = &mut *lock(&self.shared.lines);
-            let line = lines.each.get(&id);
-            let now = instant();
-            if lines.all >= self.bounds.all || lines.of(&id.key) >= self.bounds.each {
-                let known = line.and_then(|line| line.denial(now));
-                let denial = denied.or(known).unwrap_or_else(|| wanted.denial());
-                return Err(Refusal::Denied(denial));
-            }
-            if let Some(refusal) = line.and_then(|line| line.refusal(&waiter, now)) {
-                return Err(refusal);
-            }
-            let is_new = line.is_none();
-            let new = || Line::new(!id.reserves, denied, wanted.cost);
-            lines.last += 1;
-            let line = lines.each.entry(id).or_insert_with(new);
-            line.push(lines.last, waiter);
-            lines.recount(&id.key, 0, 1);
-            (lines.last, is_new)
+        let waiter = Waiter::new(cost, deadline, sender);
+        let are_reserved = turns::are_reserved(&wanted.policies);
+        let mut line = LineRef {
+            queues: self.clone(),
+            policies: wanted.policies.clone(),
+            id: any_cost,
         };
-        let queues = self.clone();
-        let line = LineRef { queues, id };
-        if is_new {
-            line.start(&runtime, wanted.policies);
-        }
-        Ok(Acquire {
-            line,
-            number,
+        let joined = self.with(&[], |lines| {
+            // A turn would overtake the waiters in a line by checks. A cost of 0 needs none, and so does not join them.
+            if are_reserved && (cost == 0 || !lines.each.contains_key(&any_cost)) {
+                line.id = any_cost.of_cost(cost);
+            }
+            let (here, now) = (lines.each.get(&line.id), instant());
+            let known = || here.and_then(|line| line.denial(now));
+            let of_caller = lines.callers.get(&wanted.key).copied().unwrap_or(0);
+            if lines.all >= self.bounds.all || of_caller >= self.bounds.each {
+                return Err(denied.clone().or_else(known));
+            }
+            if here.is_some_and(|line| line.is_late(deadline, now)) {
+                return Err(known());
+            }
+            let number = lines.enter(wanted.key);
+            let is_by_turns = line.id.cost.is_some_and(|cost| cost > 0);
+            let starts = if is_by_turns {
+                lines.add(line.id, number, waiter)
+            } else {
+                checks::add(lines, &line, Some((number, waiter)), denied.as_ref())
+            };
+            Ok((number, is_by_turns, starts))
+        });
+        let (number, is_by_turns, starts) = joined
+            .map_err(|denial| Refusal::Denied(denial.unwrap_or_else(|| line.unknown(cost))))?;
+        let acquire = Acquire {
+            line: line.clone(),
+            cost,
+            number: Some(number),
             answer,
-        })
+            deadline: deadline.map(|deadline| Box::pin(sleep_until(deadline))),
+        };
+        if starts && is_by_turns {
+            turns::request(line, number, deadline);
+        } else if starts {
+            checks::start(line, 0);
+        }
+        Ok(acquire)
+    }
+
+    /// Calls `act` with all lines. Then removes the lines with these ids if they are empty.
+    fn with<T>(&self, ids: &[LineId], act: impl FnOnce(&mut Lines) -> T) -> T {
+        let lines = &mut *lock(&self.shared.lines);
+        let result = act(lines);
+        for id in ids {
+            let has_ended = |line: &Line| !line.is_used() && line.checks.is_none();
+            if lines.each.get(id).is_some_and(has_ended) {
+                lines.each.remove(id);
+            }
+        }
+        self.shared.count.store(lines.each.len(), Ordering::Release);
+        result
     }
 }
 
 impl LineRef {
-    /// Starts the task of a new line.
-    fn start(&self, runtime: &Handle, policies: Policies) {
-        self.queues.shared.count.fetch_add(1, Ordering::AcqRel);
-        let place = Place {
-            line: self.clone(),
-            policies,
-            has_ended: false,
-        };
-        let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async {
-            let mut left = Some(place);
-            while let Some(place) = left {
-                left = match turns::run(place).await {
-                    Some(place) => questions::run(place).await,
-                    None => None,
-                };
-            }
-        });
-        // Poll once now: if the store replies immediately, callers that poll only once get their permit.
-        let mut context = Context::from_waker(Waker::noop());
-        if task.as_mut().poll(&mut context).is_pending() {
-            runtime.spawn(task);
-        }
+    fn of(&self, id: LineId) -> Self {
+        Self { id, ..self.clone() }
     }
 
-    /// Calls `act` with the line, or returns `None` if the line has ended.
-    fn with<T>(&self, act: impl FnOnce(&mut Line) -> T) -> Option<T> {
-        let lines = &mut *lock(&self.queues.shared.lines);
-        let line = lines.each.get_mut(&self.id)?;
-        let before = line.len();
-        let result = act(line);
-        let now = line.len();
-        lines.recount(&self.id.key, before, now);
-        Some(result)
+    fn any_cost(&self) -> Self {
+        self.of(self.id.any_cost())
+    }
+
+    /// Calls `act` with the line.
+    fn with<T>(&self, act: impl FnOnce(&mut Line) -> T) -> T {
+        let of_lines = |lines: &mut Lines| act(lines.each.entry(self.id).or_default());
+        self.queues.with(&[self.id], of_lines)
+    }
+
+    fn send(&self, check: Check) -> Reply {
+        (self.queues.shared.send)(check)
+    }
+
+    /// The denial before the store has replied: try again when a unit has been freed.
+    fn unknown(&self, cost: u32) -> Decision {
+        let check = Check::take(self.id.key, &self.policies, cost);
+        check.decided(Source::Local, 0, |policy| {
+            Verdict::denied(policy.quota().time_for(1))
+        })
     }
 }
 
-impl Place {
-    fn with<T>(&self, act: impl FnOnce(&mut Line) -> T) -> Option<T> {
-        self.line.with(act)
-    }
+/// Starts a task of a line. It is polled once now: if the store replies immediately, callers that poll only once get
+/// their permit. If the runtime drops the task before its end, the waiters of the line fail.
+fn spawn(line: LineRef, task: impl Future<Output = ()> + Send + 'static) {
+    struct Unfinished(Option<LineRef>);
 
-    /// Denies or fails a waiter, if it still waits.
-    fn refuse(&self, number: u64, refusal: Refusal) {
-        if let Some(waiter) = self.with(|line| line.remove(number)).flatten() {
-            waiter.answer(Err(refusal));
+    impl Drop for Unfinished {
+        fn drop(&mut self) {
+            let ended = self.0.take().map(|line| line.with(mem::take));
+            drop(ended);
         }
     }
 
-    /// Handles a failed call for this waiter.
-    fn fail(&self, number: u64, error: &StoreError) {
-        let failed = self.with(|line| line.fail(number, error, instant()));
-        for waiter in failed.into_iter().flat_map(|(waiters, _)| waiters) {
-            waiter.answer(Err(Refusal::Failed(error.clone())));
-        }
-    }
-
-    /// Refuses waiters that were removed from the line.
-    fn refuse_late(&self, late: Option<Late>) {
-        if let Some((waiters, refusal)) = late {
-            for waiter in waiters {
-                waiter.answer(Err(refusal.clone()));
-            }
-        }
-    }
-
-    /// Removes the line if it is idle. Returns `true` if it did.
-    fn ends(&mut self) -> bool {
-        let ended = {
-            let lines = &mut *lock(&self.line.queues.shared.lines);
-            match lines.each.get(&self.line.id) {
-                Some(line) if line.is_idle(instant()) => lines.each.remove(&self.line.id),
-                _ => return false,
-            }
-        };
-        self.has_ended = true;
-        self.line.queues.shared.count.fetch_sub(1, Ordering::AcqRel);
-        drop(ended);
-        true
-    }
-}
-
-/// If the runtime drops the task, the line ends too, which fails its waiters.
-impl Drop for Place {
-    fn drop(&mut self) {
-        if self.has_ended {
-            return;
-        }
-        let Shared { lines, count, .. } = &*self.line.queues.shared;
-        let line = {
-            let lines = &mut *lock(lines);
-            let line = lines.each.remove(&self.line.id);
-            if let Some(line) = &line {
-                lines.recount(&self.line.id.key, line.len(), 0);
-            }
-            line
-        };
-        if line.is_some() {
-            count.fetch_sub(1, Ordering::AcqRel);
-        }
+    let unfinished = Unfinished(Some(line));
+    let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
+        let mut unfinished = unfinished;
+        task.await;
+        unfinished.0 = None;
+    });
+    let mut context = Context::from_waker(Waker::noop());
+    if task.as_mut().poll(&mut context).is_pending() {
+        tokio::spawn(task);
     }
 }
 
 impl LineId {
-    fn of(runtime: &Handle, key: &Key, policies: &Policies, cost: u32) -> Self {
+    /// The line by checks.
+    fn new(runtime: &Handle, key: &Key, policies: &Policies) -> Self {
         let mut hasher = DefaultHasher::new();
         for policy in policies {
             (policy.id(), policy.kind(), policy.quota()).hash(&mut hasher);
         }
-        let reserves = policies
-            .iter()
-            .all(|policy| policy.frees().is_gradual() && !policy.is_pause());
         Self {
             runtime: runtime.id(),
             key: *key,
             policies: hasher.finish(),
-            // A cost of 0 needs no turn. A pause must also hold the requests that wait already, so no turn may be
-            // reserved under it.
-            reserves: reserves && cost > 0,
+            cost: None,
         }
+    }
+
+    fn of_cost(self, cost: u32) -> Self {
+        let cost = Some(cost);
+        Self { cost, ..self }
+    }
+
+    fn any_cost(self) -> Self {
+        let cost = None;
+        Self { cost, ..self }
     }
 }
 
@@ -462,6 +434,44 @@ impl Acquire {
     /// The runtime of its line.
     pub(crate) fn runtime(&self) -> Id {
         self.line.id.runtime
+    }
+
+    /// Calls `act` with each line in which it may wait until that returns a value. A waiter may have moved to another line.
+    fn with<T>(&self, act: impl Fn(&mut Line) -> Option<T>) -> Option<T> {
+        let id = self.line.id;
+        let ids = [id.of_cost(self.cost), id.any_cost()];
+        self.line.queues.with(&ids, |lines| {
+            ids.iter().find_map(|id| act(lines.each.get_mut(id)?))
+        })
+    }
+
+    /// Leaves the line, if that has not happened.
+    fn leave(&mut self) {
+        let Some(number) = self.number.take() else {
+            return;
+        };
+        let left = self.with(|line| line.remove(number));
+        self.line
+            .queues
+            .with(&[], |lines| lines.leave(&self.line.id.key));
+        drop(left);
+    }
+
+    /// Returns the denial when it is certain that the permit is too late.
+    fn poll_deadline(&mut self, cx: &mut Context<'_>) -> Poll<Decision> {
+        loop {
+            let (Some(deadline), Some(number)) = (&mut self.deadline, self.number) else {
+                return Poll::Pending;
+            };
+            ready!(deadline.as_mut().poll(cx));
+            let (now, again) = (instant(), deadline.deadline() + LATE);
+            deadline.as_mut().reset(again.max(now));
+            let expired = self.with(|line| Some((line.expire(number, now)?, line.denial(now))));
+            if let Some((_, denial)) = expired {
+                let unknown = || self.line.unknown(self.cost);
+                return Poll::Ready(denial.unwrap_or_else(unknown));
+            }
+        }
     }
 }
 
@@ -472,10 +482,14 @@ impl Future for Acquire {
         // `poll` would not return a received answer if the task has used up its budget.
         let answer = match self.answer.try_recv() {
             Ok(answer) => Some(answer),
-            Err(TryRecvError::Empty) => ready!(Pin::new(&mut self.answer).poll(cx)).ok(),
             Err(TryRecvError::Closed) => None,
+            Err(TryRecvError::Empty) => match Pin::new(&mut self.answer).poll(cx) {
+                Poll::Ready(answer) => answer.ok(),
+                Poll::Pending => Some(Err(Refusal::Denied(ready!(self.poll_deadline(cx))))),
+            },
         };
-        // Without an answer, the line has ended with its runtime.
+        self.leave();
+        // Without an answer, the runtime of its line has ended.
         Poll::Ready(answer.unwrap_or_else(|| Err(Refusal::no_runtime())))
     }
 }
@@ -483,7 +497,7 @@ impl Future for Acquire {
 impl Drop for Acquire {
     fn drop(&mut self) {
         // Dropping the receiver drops a received permit, which passes to the next waiter.
-        self.line.with(|line| line.remove(self.number));
+        self.leave();
     }
 }
 

@@ -1,39 +1,25 @@
-use std::mem;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::{LineRef, Place};
+use super::LineRef;
 use crate::background::PendingOp;
 use crate::in_flight::Slot;
-use crate::limit::{Check, Decision, Key, Policies};
+use crate::limit::{Decision, Policies};
+use crate::settle::Reserved;
 use crate::util::instant;
 
 /// A permit that is due: its cost has been charged, and it may be used once.
 ///
-/// Dropped unused, it passes to the first waiter if that has the same cost; otherwise it is refunded.
+/// Dropped unused, it passes to the first waiter of its line if that has the same cost; otherwise it is refunded.
 #[must_use]
 pub(crate) struct Permit {
-    charge: Charge,
     line: LineRef,
+    charge: Reserved,
+    due: Instant,
     /// The slot under policies of requests in flight, released with the permit.
     slot: Option<Slot>,
     is_used: bool,
-}
-
-/// The charge of a permit.
-#[derive(Clone)]
-pub(super) struct Charge {
-    /// The store's decision on it.
-    decision: Decision,
-    key: Key,
-    /// The policies of the line. The decision may be on a share of them.
-    policies: Policies,
-    pub(super) cost: u32,
-    asked_at: Instant,
-    /// Time from the reply until it is due, and that time.
-    wait: Duration,
-    pub(super) due: Instant,
 }
 
 /// A used permit.
@@ -49,44 +35,22 @@ pub(crate) struct Spent {
 /// Time after its due time for which an expired permit may be used without another charge.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-impl Charge {
-    pub(super) fn new(
-        place: &Place,
-        decision: Decision,
-        cost: u32,
-        asked_at: Instant,
-        due: Instant,
-    ) -> Self {
+impl Permit {
+    /// A permit for the cost of this charge. Its decision may have granted more.
+    pub(super) fn new(line: LineRef, charge: Reserved, due: Instant, slot: Option<Slot>) -> Self {
         Self {
-            decision: decision.of_charge(cost),
-            key: place.line.id.key,
-            policies: place.policies.clone(),
-            cost,
-            asked_at,
-            wait: due.saturating_duration_since(instant()),
+            line,
+            charge,
             due,
-        }
-    }
-
-    /// Returns whether a later charge may be added to this one: both were made in the same place, and this one still
-    /// counts. A refund of the sum treats all of it as old as this one, so it never refunds too much.
-    pub(super) fn joins(&self, later: &Self) -> bool {
-        let place = |charge: &Self| mem::discriminant(&charge.decision.charged_at());
-        place(self) == place(later) && self.expired().is_none()
-    }
-
-    /// Returns the charge with another cost: that of a part, or of the sum with a later charge.
-    pub(super) fn of(&self, cost: u32) -> Self {
-        Self {
-            decision: self.decision.clone().of_charge(cost),
-            cost,
-            ..self.clone()
+            slot,
+            is_used: false,
         }
     }
 
     /// The decision, adjusted to a check that is allowed now.
-    fn decision(&self) -> Decision {
-        self.decision.clone().due(self.cost).later(self.age())
+    pub(crate) fn decision(&self) -> Decision {
+        let decision = self.charge.decision.clone();
+        decision.due(self.charge.cost()).later(self.age())
     }
 
     /// Microseconds since it was due.
@@ -100,57 +64,37 @@ impl Charge {
         if instant() < self.due + PATIENCE {
             return None;
         }
-        let (age, decision) = (self.age(), self.decision.clone().due(self.cost));
-        let verdicts = decision.verdicts();
-        let expired = self
-            .policies
-            .iter()
-            .zip(verdicts)
-            .filter(|(policy, (_, verdict))| !policy.is_in_flight() && verdict.reset <= age);
+        let decision = self.charge.decision.clone().due(self.charge.cost());
+        let (age, verdicts) = (self.age(), decision.verdicts());
+        let expired = self.line.policies.iter().zip(verdicts);
+        let expired =
+            expired.filter(|(policy, (_, verdict))| !policy.is_in_flight() && verdict.reset <= age);
         Policies::new(expired.map(|(policy, _)| policy.clone())).ok()
-    }
-
-    /// Returns a refund of the part that still counts when the refund is sent.
-    pub(super) fn refund(self) -> PendingOp {
-        let policies = self.policies.clone();
-        PendingOp::refund(self.key, &policies, move |now| self.refund_at(now))
-    }
-
-    fn refund_at(&self, now: Instant) -> Option<Check> {
-        let age = now.saturating_duration_since(self.asked_at);
-        self.decision.refund(self.key, self.cost, age).next()
-    }
-}
-
-impl Permit {
-    pub(super) fn new(line: LineRef, charge: Charge, slot: Option<Slot>) -> Self {
-        Self {
-            charge,
-            line,
-            slot,
-            is_used: false,
-        }
-    }
-
-    /// The decision, adjusted to the present time.
-    pub(crate) fn decision(&self) -> Decision {
-        self.charge.decision()
     }
 
     /// Uses the permit. The request is in flight while it holds the slot. An expired charge is charged again; otherwise
     /// permits could be saved up.
     pub(crate) fn spend(mut self) -> Spent {
         self.is_used = true;
-        if let Some(expired) = self.charge.expired() {
-            let Charge { key, cost, .. } = self.charge;
-            let charge = PendingOp::charge(key, &expired, cost);
-            self.line.queues.refunds.put(charge);
+        if let Some(expired) = self.expired() {
+            let charge = PendingOp::charge(self.line.id.key, &expired, self.charge.cost());
+            self.line.queues.ops.put(charge);
         }
         Spent {
-            decision: self.charge.decision(),
-            taken: (self.charge.asked_at + self.charge.wait, self.charge.age()),
+            decision: self.decision(),
+            taken: (self.charge.charged_at(), self.age()),
             slot: self.slot.take(),
         }
+    }
+
+    /// Returns a refund of the part that still counts when it is sent.
+    pub(super) fn refund(&self) -> PendingOp {
+        self.charge.clone().refunding()
+    }
+
+    /// Drops a permit that was refunded.
+    pub(super) fn forget(mut self) {
+        self.is_used = true;
     }
 }
 
@@ -159,14 +103,13 @@ impl Drop for Permit {
         if self.is_used {
             return;
         }
-        let Self { charge, line, .. } = &*self;
-        let next = || line.with(|line| line.pop(charge.cost)).flatten();
-        match charge.expired().is_none().then(next).flatten() {
+        let next = || self.line.with(|line| line.pop(self.charge.cost()));
+        match self.expired().is_none().then(next).flatten() {
             Some(next) => {
-                let (line, charge) = (line.clone(), charge.clone());
-                next.answer(Ok(Self::new(line, charge, self.slot.take())));
+                let (line, charge) = (self.line.clone(), self.charge.clone());
+                next.answer(Ok(Self::new(line, charge, self.due, self.slot.take())));
             }
-            None => line.queues.refunds.put(charge.clone().refund()),
+            None => self.line.queues.ops.put(self.refund()),
         }
     }
 }

@@ -6,12 +6,11 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use tokio::time::sleep;
 
-use super::reserved::Reserved;
 use crate::Limiter;
 use crate::error::StoreError;
 use crate::limit::{Charged, ChargedAt, Check, Decision, Key, Mode, Policy, Strategy};
 use crate::store::{Answer, LocalStore, Store};
-use crate::util::{instant, lock};
+use crate::util::lock;
 
 /// A store that charges in Redis, or in this process.
 #[derive(Clone, Default)]
@@ -63,14 +62,6 @@ async fn turns_of_two_places_are_not_added() {
         .map(|refund| (refund.cost, refund.at))
         .collect();
     assert_eq!(places, [(1, ChargedAt::Redis(1))]);
-}
-
-/// The line that sent the refund ended before the reply.
-#[test]
-fn replies_to_an_earlier_line_are_ignored() {
-    let (mut reserved, now) = (Reserved::default(), instant());
-    reserved.refunded((now, 1), None);
-    assert!(reserved.is_settled() && reserved.refunding_until(now).is_none());
 }
 
 /// Takes no turns ahead while it is `away`, as a fallback with a share.

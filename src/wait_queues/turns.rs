@@ -1,137 +1,130 @@
-//! The task of a line that reserves turns.
+//! Lines by turns. Each turn has a task, from the check that takes it ahead until a waiter has its permit or the turn is
+//! refunded. Its number is that of the waiter for which it was requested.
 
-use std::future::poll_fn;
-use std::pin::pin;
-use std::sync::Arc;
-use std::task::Poll;
 use std::time::Duration;
 
-use futures_util::StreamExt;
-use futures_util::stream::FuturesUnordered;
-use tokio::time::{Instant, sleep_until};
+use tokio::sync::oneshot;
+use tokio::time::{Instant, sleep_until, timeout_at};
 
-use super::line::{Missing, Then, Todo};
-use super::permit::Charge;
-use super::reserved::TurnId;
-use super::{Permit, Place, Refusal};
+use super::permit::Permit;
+use super::{LineRef, Refusal, checks, spawn};
 use crate::error::StoreError;
-use crate::limit::{Check, Decision, Outcome};
+use crate::limit::{Check, Decision, Policies};
+use crate::settle::Reserved;
 use crate::util::instant;
 
-/// The reply to a check that took a turn ahead.
-struct Reply {
-    missing: Missing,
-    asked_at: Instant,
+/// Returns `true` if a store may reserve turns under these policies. A pause must also hold the requests that wait
+/// already, so nothing is reserved under it.
+pub(super) fn are_reserved(policies: &Policies) -> bool {
+    let mut each = policies.iter();
+    each.all(|policy| policy.frees().is_gradual() && !policy.is_pause())
+}
+
+/// The check that takes a turn ahead for a waiter with this deadline.
+pub(super) fn check(line: &LineRef, cost: u32, deadline: Option<Instant>) -> Check {
+    let within = deadline.map_or(Duration::MAX, |deadline| {
+        deadline.saturating_duration_since(instant())
+    });
+    Check::take_ahead(line.id.key, &line.policies, cost, within)
+}
+
+/// Requests a turn for a waiter with this deadline. The line counts it as requested already.
+pub(super) fn request(line: LineRef, number: u64, deadline: Option<Instant>) {
+    spawn(line.clone(), async move {
+        let (cost, sent_at) = (line.id.cost.unwrap_or(0), instant());
+        match line.send(check(&line, cost, deadline)).await {
+            Ok(decision) if decision.granted() > 0 => {
+                let charge = Reserved::new(decision, line.id.key, cost, sent_at);
+                held(&line, number, charge).await;
+            }
+            answer => not_reserved(&line, number, deadline, answer),
+        }
+    });
+}
+
+/// Continues with a turn that was taken ahead already.
+pub(super) fn hold(line: LineRef, number: u64, charge: Reserved) {
+    let task = line.clone();
+    spawn(line, async move { held(&task, number, charge).await });
+}
+
+/// Handles a reply without a turn, to a request for a waiter with this deadline.
+fn not_reserved(
+    line: &LineRef,
+    number: u64,
+    deadline: Option<Instant>,
     answer: Result<Decision, StoreError>,
-}
-
-/// Runs until the line ends, or until it must poll. Returns the place in the second case.
-pub(super) async fn run(mut place: Place) -> Option<Place> {
-    let wake = place.with(|line| Arc::clone(&line.wake))?;
-    let mut replies = FuturesUnordered::new();
-    loop {
-        let todo = place.with(|line| line.turn(instant()))?;
-        let Todo {
-            reserve,
-            give,
-            refund,
-            refund_turns,
-            refuse,
-            then,
-        } = todo;
-        for missing in reserve {
-            replies.push(send(&place, missing));
-        }
-        for (waiter, charge) in give {
-            waiter.answer(Ok(Permit::new(place.line.clone(), charge, None)));
-        }
-        for charge in refund {
-            place.line.queues.refunds.put(charge.refund());
-        }
-        for (id, turn) in refund_turns {
-            refund_turn(&place, id, turn);
-        }
-        place.refuse_late(refuse);
-        let wakes_at = match then {
-            Then::Sleep(wakes_at) => wakes_at,
-            Then::Check => return Some(place),
-            Then::End if place.ends() => return None,
-            Then::End => continue,
-        };
-        let mut due = pin!(wakes_at.map(sleep_until));
-        let mut woken = pin!(wake.notify.notified());
-        let reply = poll_fn(|cx| {
-            if let Poll::Ready(Some(reply)) = replies.poll_next_unpin(cx) {
-                return Poll::Ready(Some(reply));
-            }
-            let is_due = due.as_mut().as_pin_mut().map(|due| due.poll(cx));
-            if woken.as_mut().poll(cx).is_ready() || is_due == Some(Poll::Ready(())) {
-                return Poll::Ready(None);
-            }
-            Poll::Pending
-        });
-        if let Some(reply) = reply.await {
-            replied(&place, reply);
-        }
-    }
-}
-
-/// Takes a turn ahead for a waiter.
-fn send(place: &Place, missing: Missing) -> impl Future<Output = Reply> + use<> {
-    let (line, asked_at) = (&place.line, instant());
-    let within = missing.deadline.map_or(Duration::MAX, |deadline| {
-        deadline.saturating_duration_since(asked_at)
-    });
-    let check = Check::take_ahead(line.id.key, &place.policies, missing.units, within);
-    let answer = line.queues.shared.store.ask(check);
-    async move {
-        Reply {
-            missing,
-            asked_at,
-            answer: answer.await,
-        }
-    }
-}
-
-/// Handles the reply to [`send`].
-fn replied(place: &Place, reply: Reply) {
-    let Reply {
-        missing, asked_at, ..
-    } = reply;
+) {
     let now = instant();
-    place.with(|line| line.replied(&missing));
-    let decision = match reply.answer {
-        Ok(decision) => decision,
-        Err(error) => return place.fail(missing.number, &error),
-    };
-    drop(place.with(|line| line.learn(&decision, now)));
-    let wait = match decision.outcome() {
-        Outcome::Allowed => Duration::ZERO,
-        Outcome::Later { due_in } => due_in,
-        Outcome::Denied { retry_after } => {
-            let free_at = now + retry_after;
-            if missing.deadline.is_some_and(|deadline| deadline < free_at) {
-                place.refuse(missing.number, Refusal::Denied(decision));
-            } else {
-                place.with(|line| line.poll_instead(&missing, free_at));
+    let wait = answer.as_ref().ok().and_then(Decision::retry_after);
+    let is_in_time = wait.is_some_and(|wait| deadline.is_none_or(|at| now + wait <= at));
+    let (refused, starts) = line.queues.with(&[line.id], |lines| {
+        let here = lines.each.entry(line.id).or_default();
+        here.requested.remove(&number);
+        if let Ok(denied) = &answer {
+            here.learn(denied, now);
+        }
+        here.refund_superfluous();
+        let lacking = here.pop_lacking(number);
+        let refused = match (lacking, &answer) {
+            // The store reserves none, or none so far ahead; or it was too late for a waiter that has left.
+            (Some((other, waiter)), Ok(denied)) if is_in_time || other != number => {
+                let denied = Some(denied).filter(|_| is_in_time);
+                let waiter = Some((other, waiter));
+                return (None, checks::add(lines, &line.any_cost(), waiter, denied));
             }
-            return;
-        }
-        Outcome::ExceedsCapacity => {
-            return place.refuse(missing.number, Refusal::Denied(decision));
-        }
-    };
-    let charge = Charge::new(place, decision, missing.units, asked_at, now + wait);
-    place.with(|line| line.add_turn(charge));
+            (lacking, _) => lacking,
+        };
+        // After a failure, the next ones wait by checks, so that only one at a time tries the store.
+        let any_cost = line.any_cost();
+        let starts = answer.is_err() && checks::add(lines, &any_cost, None, None);
+        (refused, starts)
+    });
+    let failures = u32::from(answer.is_err());
+    if let Some((_, waiter)) = refused {
+        waiter.answer(Err(match answer {
+            Ok(denied) => Refusal::Denied(denied),
+            Err(error) => Refusal::Failed(error),
+        }));
+    }
+    if starts {
+        checks::start(line.any_cost(), failures);
+    }
 }
 
-/// Refunds a turn that no waiter needs. If the store rejects that, because a later turn of another instance depends on
-/// this one, the line keeps it for the next waiter.
-fn refund_turn(place: &Place, id: TurnId, turn: Charge) {
-    let (line, kept) = (place.line.clone(), turn.clone());
-    let refund = turn.refund().then(move |answer| {
-        let stays = answer.is_ok_and(|decision| decision.granted() == 0);
-        line.with(|line| line.refunded(id, stays.then_some(kept)));
+/// Waits until a reserved turn is due, and gives it to the first waiter.
+async fn held(line: &LineRef, number: u64, charge: Reserved) {
+    let now = instant();
+    let due = now + charge.decision.due_in().unwrap_or_default();
+    let (refund, refunded) = oneshot::channel();
+    line.with(|line| {
+        line.learn(&charge.decision, now);
+        line.requested.remove(&number);
+        line.held.insert((due, number), Some(refund));
+        line.refund_superfluous();
     });
-    place.line.queues.refunds.put(refund);
+    let cost = charge.cost();
+    let permit = Permit::new(line.clone(), charge, due, None);
+    let is_refunded = due > now && timeout_at(due, refunded).await.is_ok();
+    if is_refunded {
+        let (sender, receiver) = oneshot::channel();
+        line.queues.ops.put(permit.refund().then(move |answer| {
+            let _ = sender.send(answer.is_ok_and(|decision| decision.granted() == 0));
+        }));
+        if receiver.await != Ok(true) || due <= instant() {
+            return permit.forget();
+        }
+        // Rejected: a later turn of another instance depends on it. The first waiter gets it when it is due.
+        line.with(|line| line.held.insert((due, number), None));
+        sleep_until(due).await;
+    }
+    let waiter = line.with(|line| {
+        line.held.remove(&(due, number))?;
+        line.pop(cost)
+    });
+    match waiter {
+        Some(waiter) => waiter.answer(Ok(permit)),
+        None if is_refunded => permit.forget(),
+        None => drop(permit),
+    }
 }

@@ -12,6 +12,7 @@ use tower_redis_ratelimit::store::{MockStore, Store};
 use tower_redis_ratelimit::strategy::{Align, Refill};
 use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policies, Policy, Strategy};
 
+use crate::late::Late;
 use crate::support::policy;
 
 const ANN: Key = Key::GLOBAL;
@@ -222,6 +223,25 @@ async fn only_a_waiters_own_turn_decides() {
     assert_eq!(tokio::join!(third, fourth), (true, true));
     assert!(start.elapsed() < Duration::from_millis(2_010));
     assert!(other.await);
+}
+
+/// The turn was asked for a waiter that has left, and would have been too late for that one.
+#[tokio::test(start_paused = true)]
+async fn a_turn_that_a_leaver_was_denied_is_asked_again() {
+    let store = Late::new(&LocalStore::default(), Duration::from_millis(10));
+    let limiter = Limiter::new(store, policy(Strategy::Gcra, "1/s burst 1"));
+    assert!(limiter.take(ANN, 1).await.unwrap().is_allowed());
+    let start = Instant::now();
+    let mut first = Box::pin(limiter.wait(ANN, 1, Duration::from_millis(50)));
+    assert!(first.as_mut().now_or_never().is_none());
+    sleep(Duration::from_millis(5)).await;
+    drop(first);
+    assert!(limiter.wait(ANN, 1, LONG).await.unwrap().is_allowed());
+    assert!(
+        start.elapsed() < Duration::from_millis(1_100),
+        "{:?}",
+        start.elapsed()
+    );
 }
 
 /// A store that reserves no turn for the first waiter might reserve one for the next.

@@ -217,7 +217,7 @@ impl<'a> Waits<'a> {
         } = client;
         let state = &mut *client.world.state();
         let (now, max) = (state.now, max.as_millis() as u64);
-        let number = state.ledger.waits(caller, runtime, now, max);
+        let number = state.ledger.waits(caller, runtime, cost, now, max);
         state.say(Some(caller), || {
             format!("r{runtime} w{number} waits for {cost}, up to {max} ms")
         });

@@ -13,7 +13,7 @@ pub(super) enum Rule {
     Charged,
     /// No more is granted than the limit allows at that time.
     Early,
-    /// Waiters of one runtime for one caller are granted in FIFO order.
+    /// Waiters of one runtime for one caller are granted in FIFO order. If turns are reserved, the waiters of each cost.
     Order,
     /// Every waiter gets a result in time.
     Late,
@@ -88,6 +88,7 @@ struct Sums {
 struct Waiter {
     number: u64,
     runtime: usize,
+    cost: u32,
     since: u64,
     max: u64,
 }
@@ -125,7 +126,14 @@ impl Ledger {
 /// Waiting.
 impl Ledger {
     /// Records the start of a wait. Returns the waiter's number.
-    pub(super) fn waits(&mut self, caller: usize, runtime: usize, since: u64, max: u64) -> u64 {
+    pub(super) fn waits(
+        &mut self,
+        caller: usize,
+        runtime: usize,
+        cost: u32,
+        since: u64,
+        max: u64,
+    ) -> u64 {
         let sums = &mut self.callers[caller];
         if sums.waiting.is_empty() {
             sums.idle_since = since;
@@ -134,6 +142,7 @@ impl Ledger {
         sums.waiting.push_back(Waiter {
             number: sums.came,
             runtime,
+            cost,
             since,
             max,
         });
@@ -159,10 +168,15 @@ impl Ledger {
         };
         let waiter = sums.waiting.remove(place).unwrap();
         let Some(cost) = granted else { return };
-        // A waiter whose deadline has passed still waits for the reply to its check.
+        let policies = &plan.callers[caller].policies;
+        let by_cost = policies.iter().all(|policy| policy.frees().is_gradual());
+        // A waiter whose deadline has passed still waits for the reply to its check. If several are served together after a
+        // stall, it may run first, because its deadline has woken it.
+        let is_late = |waiter: &Waiter| now > waiter.since + waiter.max;
         let before = sums.waiting.iter().find(|other| {
             let is_before = other.runtime == waiter.runtime && other.number < number;
-            is_before && now <= other.since + other.max
+            let is_alike = other.cost == waiter.cost || !by_cost;
+            is_before && is_alike && !is_late(&waiter) && !is_late(other)
         });
         let before = before.map(|other| other.number);
         sums.passed += cost;

@@ -99,6 +99,14 @@ impl Clocked {
         }
     }
 
+    /// Sets its clock. Otherwise the time at which a timer fires would depend on the time that it took to create all
+    /// runtimes.
+    fn starts_at(&self, start: Instant) {
+        if let Some(runtime) = &self.runtime {
+            runtime.block_on(async { advance(start - instant()).await });
+        }
+    }
+
     /// Runs until nothing is left to do at `now`.
     fn passes_to(&mut self, now: u64) {
         let Some(runtime) = &self.runtime else { return };
@@ -117,10 +125,14 @@ impl Clocked {
 
 impl<'a> Simulated<'a> {
     fn new(world: &'a World, rng: Rng, seed: Seed) -> Self {
-        let start = instant();
-        seed.stands_at(start);
         let state = world.state();
         let plan = &state.plan;
+        let runtimes: Vec<_> = plan.runtimes.iter().map(|_| Clocked::new()).collect();
+        let start = instant();
+        for runtime in &runtimes {
+            runtime.starts_at(start);
+        }
+        seed.stands_at(start);
         let limiters = (0..plan.instances).map(|instance| {
             let store = Far {
                 world: world.clone(),
@@ -143,7 +155,6 @@ impl<'a> Simulated<'a> {
             plan.callers.iter().map(limiter).collect()
         });
         let limiters = limiters.collect();
-        let runtimes = plan.runtimes.iter().map(|_| Clocked::new()).collect();
         Self {
             world,
             rng,
