@@ -167,7 +167,8 @@ error_kinds! {
         `RedisStoreBuilder::client_certificate`, or set `tls-auth-clients no` in a Redis";
     /// No reply arrived in time. The check may or may not have been charged.
     Timeout: "timeout",
-        "the server did not reply in time: check its load and the network, or raise the timeout";
+        "the server did not reply in time: check its load and the network, or raise the `deadline` of a `Fallback`, or else the store's \
+        `timeout`";
     /// The server rejected the credentials, or requires some.
     Authentication: "authentication",
         "the server rejected the credentials: check the user and password in the URL (`redis://user:password@host/`)";

@@ -3,6 +3,7 @@
 pub mod event;
 #[cfg(feature = "metrics")]
 mod metrics;
+pub(crate) mod misses;
 pub(crate) mod mistakes;
 #[cfg(feature = "tracing")]
 mod repeats;
@@ -17,7 +18,7 @@ use std::sync::Arc;
 pub use self::metrics::MetricsObserver;
 #[cfg(feature = "tracing")]
 pub use self::tracing::TracingObserver;
-pub(crate) use self::unobserved::or_log;
+pub(crate) use self::unobserved::{log_unset, or_log};
 
 /// Receives events, for logs, metrics and health checks.
 ///

@@ -30,6 +30,16 @@ fn log() -> Option<&'static dyn Observer> {
     None
 }
 
+/// Logs that the environment variable of Redis's URL is not set: its name may be misspelled.
+pub(crate) fn log_unset(variable: &str) {
+    #[cfg(feature = "tracing")]
+    tracing::info!(
+        "the environment variable {variable} is not set: without a URL, limits are counted in this process only"
+    );
+    #[cfg(not(feature = "tracing"))]
+    let _ = variable;
+}
+
 impl Observer for Unobserved {
     fn failed(&self, event: &event::Failed<'_>) {
         if let Some(log) = log() {
