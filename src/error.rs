@@ -153,7 +153,8 @@ error_kinds! {
     /// The server's certificate was issued by an untrusted CA.
     CertificateUntrusted: "certificate_untrusted",
         "the server's certificate was issued by an untrusted CA: pass the CA certificate to \
-        `RedisStoreBuilder::root_certificates`, or add it to this machine's trust store";
+        `RedisStoreBuilder::root_certificates`, or add it to this machine's trust store. A \
+        self-signed certificate of the server must have `CA:FALSE`";
     /// The server's certificate has expired, or is not valid yet.
     CertificateExpired: "certificate_expired",
         "the server's certificate has expired, or is not valid yet: renew it, and check the clocks";

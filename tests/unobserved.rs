@@ -152,6 +152,27 @@ async fn a_misconfiguration_is_logged() {
     assert_lines(&lines.take(), &["ERROR rate limiting is misconfigured"]);
 }
 
+#[tokio::test]
+async fn denials_of_a_dry_run_are_logged() {
+    let (lines, _guard) = Lines::collect(Level::INFO);
+    let enforced = layer(&LocalStore::default());
+    assert_eq!([send(&enforced).await, send(&enforced).await], [200, 429]);
+    assert_lines(&lines.take(), &[]);
+
+    let dry_run = layer(&LocalStore::default()).dry_run();
+    assert_eq!([send(&dry_run).await, send(&dry_run).await], [200; 2]);
+    assert_lines(&lines.take(), &["INFO rate limit exceeded policy=\"api\""]);
+
+    let of_both = |name, limit| Policy::new(name, Strategy::Gcra, Quota::per_hour(limit)).unwrap();
+    let shadowed = RateLimitLayer::new(LocalStore::default(), Global, of_both("api", 9))
+        .shadow(of_both("tighter", 1));
+    assert_eq!([send(&shadowed).await, send(&shadowed).await], [200; 2]);
+    assert_lines(
+        &lines.take(),
+        &["INFO rate limit exceeded policy=\"tighter\""],
+    );
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_unit_observer_turns_the_log_off() {
     let (lines, _guard) = Lines::collect(Level::INFO);

@@ -85,6 +85,12 @@ impl Notifier {
                 event.dry_run = dry_run;
                 observer.decided(&event);
             }
+            // Without an observer, nothing else would show a dry run.
+            (Ok(decision), None) if dry_run && !decision.is_allowed() => {
+                let mut event = event::Decided::new(key, decision, Duration::ZERO);
+                event.dry_run = true;
+                or_log(None).decided(&event);
+            }
             (Ok(_), None) => {}
             (Err(error), observer) => {
                 let mut event = event::Failed::new(Some(key), error);

@@ -8,7 +8,7 @@ use std::sync::{Arc, Once};
 
 use super::{Observer, event};
 
-/// Returns the user's observer, or one that logs problems but no decisions.
+/// Returns the user's observer, or one that logs problems.
 pub(crate) fn or_log(observer: Option<&Arc<dyn Observer>>) -> &dyn Observer {
     observer.map_or(&Unobserved, |observer| &**observer)
 }
@@ -41,6 +41,13 @@ pub(crate) fn log_unset(variable: &str) {
 }
 
 impl Observer for Unobserved {
+    /// Only of denials in a dry run.
+    fn decided(&self, event: &event::Decided<'_>) {
+        if let Some(log) = log() {
+            log.decided(event);
+        }
+    }
+
     fn failed(&self, event: &event::Failed<'_>) {
         if let Some(log) = log() {
             log.failed(event);

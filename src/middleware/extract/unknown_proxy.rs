@@ -35,8 +35,8 @@ impl UnknownProxy {
         let _ = self.observer.set(Arc::clone(observer));
     }
 
-    /// Notices a request that is counted by its peer: `header` is the header that the extractor reads, if it reads any. Of
-    /// a public address nothing is known: it may be a client that forges the header.
+    /// Checks a request that is counted by its peer. `header` is the header that the extractor reads, or `None` for no header. A
+    /// peer with a public address may be a client that forges the header, so it is not reported.
     #[inline]
     pub(super) fn notice(&self, peer: Peer, request: &Parts, header: Option<&HeaderName>) {
         let is_near = match peer {
@@ -45,11 +45,11 @@ impl UnknownProxy {
             Peer::Unknown => false,
         };
         if is_near && !self.reported.load(Relaxed) {
-            self.look(peer, request, header);
+            self.check(peer, request, header);
         }
     }
 
-    fn look(&self, peer: Peer, request: &Parts, header: Option<&HeaderName>) {
+    fn check(&self, peer: Peer, request: &Parts, header: Option<&HeaderName>) {
         let headers = [X_FORWARDED_FOR, FORWARDED];
         let headers = header.map_or(&headers[..], std::slice::from_ref);
         let sent = headers
@@ -110,8 +110,7 @@ mod tests {
         for _ in 0..2 {
             proxies.notice(peer, &request, read);
         }
-        let reports = problems.0.lock().unwrap().clone();
-        reports
+        problems.0.lock().unwrap().clone()
     }
 
     #[test]
