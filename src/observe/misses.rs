@@ -9,7 +9,7 @@ use super::{Observer, event, or_log};
 #[derive(Default)]
 pub(crate) struct Misses {
     observer: OnceLock<Arc<dyn Observer>>,
-    /// The number of requests without it, until one has it or [`Misses::ALL`] are reported.
+    /// The number of requests without it. The count ends at [`Misses::ALL`].
     count: AtomicU32,
 }
 

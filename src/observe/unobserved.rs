@@ -8,7 +8,7 @@ use std::sync::{Arc, Once};
 
 use super::{Observer, event};
 
-/// Returns the user's observer, or one that logs problems.
+/// Returns the user's observer. Defaults to a log of problems.
 pub(crate) fn or_log(observer: Option<&Arc<dyn Observer>>) -> &dyn Observer {
     observer.map_or(&Unobserved, |observer| &**observer)
 }

@@ -272,7 +272,7 @@ impl Unknown {
 fn no_tier() -> String {
     format!(
         "none of the first {} requests named a plan, and the default plan counted them: put the layer inside the authentication that \
-         inserts the `Tier`, or what `tier_by` reads (of axum's layers, the last one is the outermost), or ignore this if all of \
+         inserts the plan (of axum's layers, the last one is the outermost), or ignore this if all of \
          them belong to the default plan{NO_TIER}",
         Misses::ALL
     )
