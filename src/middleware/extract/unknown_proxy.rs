@@ -68,7 +68,11 @@ impl UnknownProxy {
         let fix = match header {
             Some(_) => format!("trust it, as in `.trust([{trusted:?}])`"),
             None => {
-                format!("count by `ClientIp::x_forwarded_for().trust([{trusted:?}])?`")
+                let of_header = match *sent == FORWARDED {
+                    true => "forwarded",
+                    false => "x_forwarded_for",
+                };
+                format!("count by `ClientIp::{of_header}().trust([{trusted:?}])?`")
             }
         };
         let problem = format!(
@@ -128,7 +132,8 @@ mod tests {
                 address("::1"),
                 "forwarded",
                 None,
-                "the peer ::1 sends `forwarded`",
+                "the peer ::1 sends `forwarded`, so it is probably a proxy, and all of its clients share one count: count by \
+                 `ClientIp::forwarded().trust([\"::1\"])?`, or",
             ),
             (
                 Peer::Unix,
