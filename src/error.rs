@@ -153,7 +153,8 @@ error_kinds! {
     /// The server's certificate was issued by an untrusted CA.
     CertificateUntrusted: "certificate_untrusted",
         "the server's certificate was issued by an untrusted CA: pass the CA certificate to \
-        `RedisStoreBuilder::root_certificates`, or add it to this machine's trust store";
+        `RedisStoreBuilder::root_certificates`, or add it to this machine's trust store. A \
+        self-signed certificate of the server must have `CA:FALSE`";
     /// The server's certificate has expired, or is not valid yet.
     CertificateExpired: "certificate_expired",
         "the server's certificate has expired, or is not valid yet: renew it, and check the clocks";
@@ -167,7 +168,8 @@ error_kinds! {
         `RedisStoreBuilder::client_certificate`, or set `tls-auth-clients no` in a Redis";
     /// No reply arrived in time. The check may or may not have been charged.
     Timeout: "timeout",
-        "the server did not reply in time: check its load and the network, or raise the timeout";
+        "the server did not reply in time: check its load and the network, or raise the `deadline` of a `Fallback`, or else the store's \
+        `timeout`";
     /// The server rejected the credentials, or requires some.
     Authentication: "authentication",
         "the server rejected the credentials: check the user and password in the URL (`redis://user:password@host/`)";

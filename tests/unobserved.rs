@@ -7,13 +7,16 @@
 mod lines;
 
 use std::convert::Infallible;
+use std::env;
+use std::net::SocketAddr;
+use std::process::Command;
 use std::time::Duration;
 
 use http::{Request, Response};
 use tokio::time::{advance, sleep};
 use tower::{Layer, Service, ServiceExt, service_fn};
-use tower_redis_ratelimit::extract::{Global, KeyExtractor, PeerIp};
-use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
+use tower_redis_ratelimit::extract::{ClientIp, Global, KeyExtractor, PeerIp};
+use tower_redis_ratelimit::store::{AnyStore, ErrorKind, MockStore, Store, StoreError};
 use tower_redis_ratelimit::{
     CallLimitLayer, Fallback, Key, Limiter, LocalStore, Policy, Quota, RateLimitLayer, Strategy,
     ThrottleLayer,
@@ -149,6 +152,27 @@ async fn a_misconfiguration_is_logged() {
     assert_lines(&lines.take(), &["ERROR rate limiting is misconfigured"]);
 }
 
+#[tokio::test]
+async fn denials_of_a_dry_run_are_logged() {
+    let (lines, _guard) = Lines::collect(Level::INFO);
+    let enforced = layer(&LocalStore::default());
+    assert_eq!([send(&enforced).await, send(&enforced).await], [200, 429]);
+    assert_lines(&lines.take(), &[]);
+
+    let dry_run = layer(&LocalStore::default()).dry_run();
+    assert_eq!([send(&dry_run).await, send(&dry_run).await], [200; 2]);
+    assert_lines(&lines.take(), &["INFO rate limit exceeded policy=\"api\""]);
+
+    let of_both = |name, limit| Policy::new(name, Strategy::Gcra, Quota::per_hour(limit)).unwrap();
+    let shadowed = RateLimitLayer::new(LocalStore::default(), Global, of_both("api", 9))
+        .shadow(of_both("tighter", 1));
+    assert_eq!([send(&shadowed).await, send(&shadowed).await], [200; 2]);
+    assert_lines(
+        &lines.take(),
+        &["INFO rate limit exceeded policy=\"tighter\""],
+    );
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_unit_observer_turns_the_log_off() {
     let (lines, _guard) = Lines::collect(Level::INFO);
@@ -167,7 +191,7 @@ async fn a_unit_observer_turns_the_log_off() {
 }
 
 #[tokio::test]
-#[ignore = "run by the test below, in a separate process"]
+#[ignore = "run by a test below, in a separate process"]
 async fn without_a_subscriber() {
     let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy());
     for _ in 0..5 {
@@ -175,21 +199,55 @@ async fn without_a_subscriber() {
     }
 }
 
-/// The feature alone logs nothing without a subscriber.
-#[test]
-fn problems_are_printed_without_a_subscriber() {
-    let this = std::env::current_exe().unwrap();
-    let output = std::process::Command::new(this)
-        .args([
-            "--exact",
-            "without_a_subscriber",
-            "--ignored",
-            "--nocapture",
-        ])
+/// Sends two requests that a load balancer has forwarded.
+async fn forward(key: impl KeyExtractor) {
+    let layer = RateLimitLayer::new(LocalStore::default(), key, policy());
+    let mut statuses = vec![];
+    for _ in 0..2 {
+        let peer: SocketAddr = "10.0.0.9:1".parse().unwrap();
+        let request = Request::builder().header("x-forwarded-for", "203.0.113.7");
+        let request = request.extension(peer).body(()).unwrap();
+        let answer = async |_: Request<()>| Ok::<_, Infallible>(Response::new(String::new()));
+        let response = layer.layer(service_fn(answer)).oneshot(request).await;
+        statuses.push(response.unwrap().status().as_u16());
+    }
+    assert_eq!(statuses, [200, 429]);
+}
+
+#[tokio::test]
+#[ignore = "run by a test below, in a separate process"]
+async fn behind_a_proxy_by_peer() {
+    forward(PeerIp).await;
+}
+
+#[tokio::test]
+#[ignore = "run by a test below, in a separate process"]
+async fn behind_an_untrusted_proxy() {
+    let client = ClientIp::x_forwarded_for().trust(["10.0.0.8"]).unwrap();
+    forward(client).await;
+}
+
+#[tokio::test]
+#[ignore = "run by a test below, in a separate process"]
+async fn behind_a_trusted_proxy() {
+    let client = ClientIp::x_forwarded_for().trust(["10.0.0.9"]).unwrap();
+    forward(client).await;
+}
+
+/// Runs an ignored test of this file in a separate process, and returns what it prints to standard error.
+fn printed_by(test: &str) -> String {
+    let output = Command::new(env::current_exe().unwrap())
+        .args(["--exact", test, "--ignored", "--nocapture"])
         .output()
         .unwrap();
     assert!(output.status.success(), "{output:?}");
-    let printed = String::from_utf8(output.stderr).unwrap();
+    String::from_utf8(output.stderr).unwrap()
+}
+
+/// The feature alone logs nothing without a subscriber.
+#[test]
+fn problems_are_printed_without_a_subscriber() {
+    let printed = printed_by("without_a_subscriber");
     assert_eq!(
         printed.matches("no-peer-address").count(),
         usize::from(cfg!(debug_assertions)) * 2,
@@ -199,5 +257,36 @@ fn problems_are_printed_without_a_subscriber() {
         !cfg!(debug_assertions)
             || printed.contains("enable the feature `tracing` and install a subscriber"),
         "{printed}"
+    );
+}
+
+#[cfg(debug_assertions)]
+#[test]
+fn a_proxy_whose_header_is_ignored_is_printed() {
+    for (test, expected) in [
+        (
+            "behind_a_proxy_by_peer",
+            "the peer 10.0.0.9 sends `x-forwarded-for`, so it is probably a proxy, and all of its clients share one count: count by",
+        ),
+        (
+            "behind_an_untrusted_proxy",
+            "all of its clients share one count: trust it, as in `.trust([\"10.0.0.9\"])`",
+        ),
+        ("behind_a_trusted_proxy", ""),
+    ] {
+        let printed = printed_by(test);
+        assert!(printed.contains(expected), "{printed}");
+        assert_eq!(printed.is_empty(), expected.is_empty(), "{printed}");
+    }
+}
+
+/// A misspelled name of the variable would otherwise be silent.
+#[test]
+fn an_unset_variable_is_logged() {
+    let (lines, _guard) = Lines::collect(Level::INFO);
+    AnyStore::from_env("REDIS_ULR").unwrap();
+    assert_lines(
+        &lines.take(),
+        &["INFO the environment variable REDIS_ULR is not set"],
     );
 }

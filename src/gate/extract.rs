@@ -1,15 +1,15 @@
 //! Key extraction: identifies the caller of a request.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use http::request::Parts;
 
 use super::MissingKey;
 use crate::limit::Key;
+use crate::observe::misses::Misses;
 use crate::observe::mistakes::ALWAYS_SECOND_KEY;
-use crate::observe::{Observer, event, or_log};
+use crate::observe::{Observer, event};
 
 /// Finds the rate-limit key of a request, which identifies its caller.
 ///
@@ -114,44 +114,6 @@ pub struct Or<A, B> {
     misses: Arc<Misses>,
 }
 
-/// Notices that the first extractor never finds its extension.
-#[derive(Default)]
-struct Misses {
-    observer: OnceLock<Arc<dyn Observer>>,
-    /// The number of requests without the extension, until one has a key or [`Misses::ALL`] are reported.
-    count: AtomicU32,
-}
-
-impl Misses {
-    /// Number of requests after which it is reported that none had the extension.
-    const ALL: u32 = 1_000;
-
-    /// Ends the count.
-    #[inline]
-    fn end(&self) {
-        if self.count.load(Relaxed) < Self::ALL {
-            self.count.store(Self::ALL, Relaxed);
-        }
-    }
-
-    /// Counts a request without the extension of this type.
-    #[cold]
-    fn add(&self, of_type: &str) {
-        if self.count.load(Relaxed) >= Self::ALL
-            || self.count.fetch_add(1, Relaxed) + 1 != Self::ALL
-        {
-            return;
-        }
-        let problem = format!(
-            "none of the first {} requests had a `{of_type}` in its extensions, and the second extractor of `.or(..)` counted them: put the \
-             layer inside the authentication that inserts it (of axum's layers, the last one is the outermost), or ignore this if all of them \
-             were anonymous{ALWAYS_SECOND_KEY}",
-            Self::ALL
-        );
-        or_log(self.observer.get()).misconfigured(&event::Misconfigured::new(&problem));
-    }
-}
-
 impl<R, A: KeyExtractor<R>, B: KeyExtractor<R>> KeyExtractor<R> for Or<A, B> {
     fn extract(&self, request: &R) -> Result<Key, MissingKey> {
         let missing = match self.first.extract(request) {
@@ -162,21 +124,31 @@ impl<R, A: KeyExtractor<R>, B: KeyExtractor<R>> KeyExtractor<R> for Or<A, B> {
             }
         };
         match missing.no_extension() {
-            Some(of_type) => self.misses.add(of_type),
+            Some(of_type) => self.misses.add(|| always_second(of_type)),
             None => self.misses.end(),
         }
         let second = self.second.extract(request);
-        if let (Ok(key), Some(observer)) = (&second, self.misses.observer.get()) {
+        if let (Ok(key), Some(observer)) = (&second, self.misses.observer()) {
             observer.second_key(&event::SecondKey::new(key));
         }
         second
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
-        let _ = self.misses.observer.set(Arc::clone(observer));
+        self.misses.observe(observer);
         self.first.observe(observer);
         self.second.observe(observer);
     }
+}
+
+/// The problem that no request had the extension of this type.
+fn always_second(of_type: &str) -> String {
+    format!(
+        "none of the first {} requests had a `{of_type}` in its extensions, and the second extractor of `.or(..)` counted them: put the \
+         layer inside the authentication that inserts it (of axum's layers, the last one is the outermost), or ignore this if all of them \
+         were anonymous{ALWAYS_SECOND_KEY}",
+        Misses::ALL
+    )
 }
 
 impl<A: fmt::Debug, B: fmt::Debug> fmt::Debug for Or<A, B> {

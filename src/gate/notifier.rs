@@ -97,11 +97,12 @@ impl Notifier {
                 if decision.outcome() == Outcome::ExceedsCapacity {
                     self.never_passes(cost, decision);
                 }
-                if let Some(observer) = observer {
+                // Without an observer, nothing else would show a dry run.
+                if observer.is_some() || dry_run && !decision.is_allowed() {
                     let waited = since.map_or(Duration::ZERO, |since| instant() - since);
                     let mut event = event::Decided::new(key, decision, waited);
                     event.dry_run = dry_run;
-                    observer.decided(&event);
+                    or_log(observer.as_ref()).decided(&event);
                 }
             }
             (Err(error), observer) => {

@@ -44,6 +44,19 @@ pub trait IsBytes: AsRef<[u8]> {}
 #[diagnostic::do_not_recommend]
 impl<T: AsRef<[u8]> + ?Sized> IsBytes for T {}
 
+/// The result of the closure of [`by_extension`](crate::extract::by_extension): a key, a text, a number or an address.
+/// Implemented for every `Into<Key>`.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a key: return a number, or `Key::new(..)` of a text or of bytes",
+    label = "not an `Into<Key>`",
+    note = "several parts: `Key::tuple(&[Key::new(&user.team), Key::from(user.id)])`",
+    note = "another type: the bytes that identify it, such as `Key::new(user.id.to_string())`"
+)]
+pub trait IsKey: Into<Key> {}
+
+#[diagnostic::do_not_recommend]
+impl<T: Into<Key>> IsKey for T {}
+
 /// First byte of a hashed key. A readable key cannot contain it.
 const HASHED: u8 = b'~';
 /// Separates the parts of a tuple. A part cannot contain it.

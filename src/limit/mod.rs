@@ -27,7 +27,7 @@ pub use check::Check;
 pub use counts::Counts;
 pub use decision::{Decision, Outcome, Source, Verdict};
 pub use in_flight::SlotId;
-pub use key::{IsBytes, Key};
+pub use key::{IsBytes, IsKey, Key};
 pub use policies::Policies;
 pub use policy::Policy;
 pub use quota::Quota;

@@ -185,7 +185,8 @@ impl Policy {
     pub fn leased(self, time: Duration) -> Result<Self, ConfigError> {
         if self.is_in_flight() {
             let text = format!(
-                "{self:?} is leased: remove the lease, since requests in flight cannot be charged in advance"
+                "policy {:?} is leased: remove the lease, since requests in flight cannot be charged in advance",
+                self.name()
             );
             return Err(ConfigError::new(text));
         }

@@ -27,6 +27,8 @@ mistakes! {
     NEVER_PASSES = "never-passes",
     UNKNOWN_TIER = "unknown-tier",
     ALWAYS_SECOND_KEY = "always-second-key",
+    NO_TIER = "no-tier",
+    UNKNOWN_PROXY = "unknown-proxy",
 }
 
 /// Returns the code that a message ends with.

@@ -3,6 +3,7 @@
 pub mod event;
 #[cfg(feature = "metrics")]
 mod metrics;
+pub(crate) mod misses;
 pub(crate) mod mistakes;
 #[cfg(feature = "tracing")]
 mod repeats;
@@ -17,7 +18,7 @@ use std::sync::Arc;
 pub use self::metrics::MetricsObserver;
 #[cfg(feature = "tracing")]
 pub use self::tracing::TracingObserver;
-pub(crate) use self::unobserved::or_log;
+pub(crate) use self::unobserved::{log_unset, or_log};
 
 /// Receives events, for logs, metrics and health checks.
 ///
@@ -26,8 +27,8 @@ pub(crate) use self::unobserved::or_log;
 ///
 /// Without an observer, the feature `tracing` logs problems as a `TracingObserver` does:
 /// [`degraded`](Self::degraded), [`recovered`](Self::recovered),
-/// [`misconfigured`](Self::misconfigured), and [`failed`](Self::failed) once a minute for each kind
-/// of error. Without that feature, or without a subscriber, a debug build prints the first
+/// [`misconfigured`](Self::misconfigured), [`failed`](Self::failed) once a minute for each kind
+/// of error, and the denials of a dry run. Without that feature, or without a subscriber, a debug build prints the first
 /// `degraded` and the first `misconfigured` to standard error. `.observer(())` disables both.
 ///
 /// Set the observer once: [`RateLimitLayer::observer`](crate::RateLimitLayer::observer) also passes

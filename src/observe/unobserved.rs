@@ -8,7 +8,7 @@ use std::sync::{Arc, Once};
 
 use super::{Observer, event};
 
-/// Returns the user's observer, or one that logs problems but no decisions.
+/// Returns the user's observer. Defaults to a log of problems.
 pub(crate) fn or_log(observer: Option<&Arc<dyn Observer>>) -> &dyn Observer {
     observer.map_or(&Unobserved, |observer| &**observer)
 }
@@ -30,7 +30,24 @@ fn log() -> Option<&'static dyn Observer> {
     None
 }
 
+/// Logs that the environment variable of Redis's URL is not set: its name may be misspelled.
+pub(crate) fn log_unset(variable: &str) {
+    #[cfg(feature = "tracing")]
+    tracing::info!(
+        "the environment variable {variable} is not set: without a URL, limits are counted in this process only"
+    );
+    #[cfg(not(feature = "tracing"))]
+    let _ = variable;
+}
+
 impl Observer for Unobserved {
+    /// Only of denials in a dry run.
+    fn decided(&self, event: &event::Decided<'_>) {
+        if let Some(log) = log() {
+            log.decided(event);
+        }
+    }
+
     fn failed(&self, event: &event::Failed<'_>) {
         if let Some(log) = log() {
             log.failed(event);

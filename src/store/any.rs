@@ -67,7 +67,8 @@ impl AnyStore {
     }
 
     /// Uses Redis with a local fallback if this environment variable holds the URL of a Redis;
-    /// otherwise counts locally. The other settings have their defaults.
+    /// otherwise counts locally, and logs that at the level `INFO` with the feature `tracing`. The other settings have their
+    /// defaults.
     ///
     /// # Errors
     ///

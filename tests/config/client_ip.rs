@@ -84,7 +84,7 @@ fn errors() {
         ),
         (
             json!({ "header": "x real ip", "hops": 1 }),
-            "\"x real ip\" is not a valid header name: use letters, digits and `-`, such as `x-real-ip`".to_owned(),
+            "\"x real ip\" is not a valid header name: use letters, digits and `-`, such as `x-api-key`".to_owned(),
         ),
         (
             json!({ "header": "forwarded", "trust": ["privat"] }),

@@ -374,6 +374,29 @@ fn a_borrowed_key_of_an_extension_does_not_compile() {
 }
 
 #[test]
+fn a_key_of_an_extension_is_bytes_or_a_number() {
+    let by = |key: &str| {
+        format!(
+            "struct Id; struct User {{ id: Id, name: String }} by_extension(|user: &User| {key});"
+        )
+    };
+    let problem = "is not a key: return a number, or `Key::new(..)` of a text or of bytes";
+    fixes(
+        &by("&user.name"),
+        &["`&std::string::String`", problem],
+        &by("Key::new(&user.name)"),
+    );
+    fixes(
+        &by("{ let _ = &user.id; Id }"),
+        &[
+            problem,
+            "the bytes that identify it, such as `Key::new(user.id.to_string())`",
+        ],
+        &by("{ let _ = &user.id; 7 }"),
+    );
+}
+
+#[test]
 fn a_service_must_be_clone() {
     let of = |derived: &str| {
         format!(

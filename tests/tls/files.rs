@@ -105,7 +105,7 @@ fn errors_name_the_file() {
             &None,
             &None,
             [
-                "missing.pem\" of `root_certificates`: ",
+                "missing.pem\" of `root_certificates` (",
                 "this process may read",
             ],
         ),
@@ -114,7 +114,7 @@ fn errors_name_the_file() {
             &missing,
             &key,
             [
-                "missing.pem\" of `client_certificate`: ",
+                "missing.pem\" of `client_certificate` (",
                 "this process may read",
             ],
         ),
@@ -122,7 +122,7 @@ fn errors_name_the_file() {
             &None,
             &certificate,
             &missing,
-            ["missing.pem\" of `client_key`: ", "this process may read"],
+            ["missing.pem\" of `client_key` (", "this process may read"],
         ),
         (
             &None,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use http::request::Parts;
 
 use crate::gate::{KeyExtractor, MissingKey};
-use crate::limit::Key;
+use crate::limit::{IsKey, Key};
 
 /// Uses a value from the request's extensions as the key, such as the authenticated user. Created
 /// by [`by_extension`].
@@ -44,9 +44,7 @@ pub struct ExtensionKey<T> {
 /// A request without the extension is reported as a [misconfigured](MissingKey::misconfigured)
 /// server, usually one with its layers in the wrong order. If some requests have no such extension
 /// by design, add an [`or`](KeyExtractor::or), which reports if none of the first 1,000 has it.
-pub fn by_extension<T, K: Into<Key>>(
-    key: impl Fn(&T) -> K + Send + Sync + 'static,
-) -> ExtensionKey<T> {
+pub fn by_extension<T, K: IsKey>(key: impl Fn(&T) -> K + Send + Sync + 'static) -> ExtensionKey<T> {
     ExtensionKey {
         key: Arc::new(move |extension| key(extension).into()),
     }

@@ -26,9 +26,9 @@ use crate::limit::Key;
 /// - gRPC metadata with a name that ends with `-bin`: base64 with and without padding is the same value. Count by the
 ///   decoded value, with [`key_fn`](crate::extract::key_fn).
 /// - `X-Forwarded-For` and `Forwarded`: proxies append to the value that the client has sent, so the client could get a
-///   new key for every request. [`ClientIp`](crate::extract::ClientIp) reads the part that your proxies wrote. Use it
-///   for headers with one address too, such as `X-Real-IP`: as a `HeaderKey`, a client that bypasses the proxy chooses
-///   its key, and each address of an IPv6 network has a separate count.
+///   new key for every request. [`ClientIp`](crate::extract::ClientIp) reads the part that your proxies wrote.
+/// - `X-Real-IP`, `CF-Connecting-IP` and `True-Client-IP`: a client that bypasses the proxy would choose its key, and each
+///   address of an IPv6 network would have a separate count. [`ClientIp`](crate::extract::ClientIp) reads them too.
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::HeaderKey;
@@ -50,7 +50,7 @@ impl HeaderKey {
     /// # Errors
     ///
     /// If `name` is not a valid header name, such as `"api key"`, or if its values have several spellings:
-    /// `Authorization`, `Proxy-Authorization`, `Cookie`, names that end with `-bin`, `X-Forwarded-For` and `Forwarded`.
+    /// `Authorization`, `Proxy-Authorization`, `Cookie`, names that end with `-bin`, and the headers with a client's address.
     pub fn new(name: impl AsRef<str>) -> Result<Self, ConfigError> {
         let name = header_name(name.as_ref())?;
         if let Some(fix) = several_spellings(name.as_str()) {
@@ -137,6 +137,10 @@ fn several_spellings(name: &str) -> Option<&'static str> {
         "forwarded" | "x-forwarded-for" => Some(
             "clients control this header and could choose their key; use `ClientIp::x_forwarded_for()` with your trusted proxies",
         ),
+        "x-real-ip" | "cf-connecting-ip" | "true-client-ip" => Some(
+            "clients that bypass the proxy control this header, and an IPv6 client has many addresses: use `ClientIp::header(..)` with \
+             your trusted proxies",
+        ),
         "authorization" | "proxy-authorization" => Some(
             "`Bearer x` and `bearer x` are one credential, but would be two keys; count by the authenticated user, with `by_extension`",
         ),
@@ -151,7 +155,7 @@ fn several_spellings(name: &str) -> Option<&'static str> {
 }
 
 pub(super) fn header_name(name: &str) -> Result<HeaderName, ConfigError> {
-    let fix = "use letters, digits and `-`, such as `x-real-ip`";
+    let fix = "use letters, digits and `-`, such as `x-api-key`";
     name.parse()
         .map_err(|_| ConfigError::invalid("header name", name, fix))
 }
@@ -255,6 +259,10 @@ mod tests {
             (
                 "forwarded",
                 "use `ClientIp::x_forwarded_for()` with your trusted proxies",
+            ),
+            (
+                "X-Real-IP",
+                "use `ClientIp::header(..)` with your trusted proxies",
             ),
             (
                 "Authorization",

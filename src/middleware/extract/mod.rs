@@ -6,9 +6,10 @@ mod header;
 mod peer;
 #[cfg(feature = "axum")]
 mod route;
+mod unknown_proxy;
 
 pub use crate::gate::{Global, KeyExtractor, MissingKey, Or, key_fn};
-pub use crate::limit::IsBytes;
+pub use crate::limit::{IsBytes, IsKey};
 pub use client_ip::{ClientIp, ClientIpBuilder};
 pub use extension::{ExtensionKey, by_extension};
 pub use header::HeaderKey;

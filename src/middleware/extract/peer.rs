@@ -1,11 +1,14 @@
 //! The other end of the connection, as the server has recorded it in the request's extensions.
 
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 
 use http::request::Parts;
 
+use super::unknown_proxy::UNKNOWN_PROXIES;
 use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::Key;
+use crate::observe::Observer;
 use crate::observe::mistakes::NO_PEER_ADDRESS;
 
 /// Counts by the address of the connection's peer; IPv6 by its /64 network.
@@ -13,7 +16,8 @@ use crate::observe::mistakes::NO_PEER_ADDRESS;
 /// The address is that of the nearest peer: behind a load balancer it is the balancer's, and all
 /// clients are counted together. No header is read: use [`ClientIp`](crate::extract::ClientIp) for
 /// the header that your proxies write. Its [`peer()`](crate::extract::ClientIp::peer) counts the
-/// same way, with a configurable IPv6 prefix.
+/// same way, with a configurable IPv6 prefix. The first request with `X-Forwarded-For` or `Forwarded` from a peer with a
+/// private address is reported as [misconfigured](crate::observe::Observer::misconfigured).
 ///
 /// The address is read from the request's extensions. The first of these that is present is used:
 /// 1. an [`IpAddr`], which your application may insert to override the server,
@@ -48,7 +52,23 @@ impl PeerIp {
 
 impl KeyExtractor for PeerIp {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
-        Peer::of(request, |peer| peer).key(64)
+        let counted = |peer| {
+            UNKNOWN_PROXIES.notice(peer, request, None);
+            peer
+        };
+        Peer::of(request, counted).key(64)
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        UNKNOWN_PROXIES.observe(observer);
+    }
+}
+
+/// Returns `true` for an address of this machine or of a private network.
+pub(super) fn is_private(address: IpAddr) -> bool {
+    match address.to_canonical() {
+        IpAddr::V4(v4) => v4.is_private() || v4.is_loopback(),
+        IpAddr::V6(v6) => v6.is_unique_local() || v6.is_loopback(),
     }
 }
 

@@ -78,8 +78,9 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
         })
     }
 
-    /// Sets how a request is rejected: by a closure from a [`Rejection`] to a response. Like
-    /// [`reject`](Self::reject), but the compiler infers the type of the closure's argument:
+    /// Sets how a request is rejected: by a closure from a [`Rejection`] to a response. Set its status: `Response::new` has
+    /// 200, so the client would take a denial for a success. Like [`reject`](Self::reject), but the compiler infers the type
+    /// of the closure's argument:
     ///
     /// ```
     /// # use tower_redis_ratelimit::extract::Global;

@@ -62,7 +62,8 @@ use super::{AFTER_FAILURE, Reason, Reject, Rejection};
 /// # }
 /// ```
 ///
-/// A service for both gRPC and HTTP responds to each client in its protocol:
+/// A request that is not gRPC gets the HTTP status of the rejection, without a body. A service for both gRPC and HTTP
+/// responds to each client in its protocol:
 ///
 /// ```
 /// use axum::Router;
@@ -117,7 +118,12 @@ impl GrpcReject {
 #[diagnostic::do_not_recommend]
 impl<B: Default> Reject<B> for GrpcReject {
     fn reject(&self, rejection: Rejection<'_>) -> Response<B> {
-        Status::from(rejection.reason()).into_http()
+        let mut response = Status::from(rejection.reason()).into_http();
+        if !is_grpc(rejection.request()) {
+            // A status of 200 would tell an HTTP client that it was served.
+            *response.status_mut() = rejection.status();
+        }
+        response
     }
 }
 
@@ -209,6 +215,7 @@ fn pushback(wait: Option<Duration>) -> i32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::{ErrorKind, StoreError};
     use http::Request;
 
     #[test]
@@ -252,6 +259,24 @@ mod tests {
         assert!(!is_grpc(&Request::new(()).into_parts().0));
         // A cache might store the 200 of a GET.
         assert!(!by(Method::GET, "application/grpc"));
+    }
+
+    #[test]
+    fn other_requests_get_the_http_status() {
+        let error = StoreError::new(ErrorKind::Unreachable);
+        let grpc = Request::post("/").header("content-type", "application/grpc");
+        let cases = [
+            (grpc, 200),
+            (Request::post("/"), 503),
+            (Request::get("/"), 503),
+        ];
+        for (request, expected) in cases {
+            let request = request.body(()).unwrap().into_parts().0;
+            let rejection = Rejection::new(Reason::Unavailable(&error), &request);
+            let response: Response<()> = GrpcReject::new().reject(rejection);
+            assert_eq!(response.status(), expected, "{request:?}");
+            assert_eq!(response.headers()["grpc-status"], "14");
+        }
     }
 
     #[test]

@@ -68,7 +68,18 @@ impl<'a> Rejection<'a> {
         Self { reason, request }
     }
 
-    /// The reason for the rejection.
+    /// The reason for the rejection. A denial has the decision:
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::reject::{Reason, Rejection};
+    ///
+    /// /// Whole seconds, as in `Retry-After`.
+    /// fn wait(rejection: Rejection<'_>) -> Option<u64> {
+    ///     let Reason::Denied(decision) = rejection.reason() else { return None };
+    ///     Some(decision.retry_after()?.as_secs_f64().ceil() as u64)
+    /// }
+    /// # let _ = wait;
+    /// ```
     pub fn reason(&self) -> Reason<'a> {
         self.reason
     }

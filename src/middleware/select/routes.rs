@@ -48,7 +48,8 @@ use crate::limit::{Key, Policies};
 /// a limit instead, that limit applies, not the one of `/login`. Middleware that rewrites paths,
 /// such as tower-http's `NormalizePath`, must therefore wrap the layer.
 ///
-/// Add the layer to the outermost router or around it, or to a router nested in it. For a router in
+/// Add the layer to the outermost router or around it, or to a router nested in it. A pattern has the whole path there too: in
+/// a router nested at `/api`, the route `/users/{id}` has the pattern `/api/users/{id}`. For a router in
 /// a `route_service`, or in the fallback of a nested router, axum does not report whole templates,
 /// so patterns for whole paths do not match.
 ///

@@ -71,7 +71,9 @@ use crate::wait_queues::{Bounds, WaitQueues};
 /// pause for 250 ms. With a [`Fallback`](crate::Fallback) as the store, calls continue under this
 /// instance's share.
 ///
-/// `poll_ready` must be called within a Tokio runtime.
+/// # Panics
+///
+/// If `poll_ready` is called outside of a Tokio runtime.
 #[derive(Clone)]
 pub struct ThrottleLayer<W = Unbounded> {
     settings: Settings,

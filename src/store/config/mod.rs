@@ -16,6 +16,7 @@ pub use kind::{ShareConfig, StoreKind};
 use super::redis::{RedisStoreBuilder, Settings, wrong_url};
 use super::{AnyStore, Fallback, LocalStore, RedisStore, Servers, StoreError};
 use crate::error::ConfigError;
+use crate::observe::log_unset;
 
 /// The settings of an [`AnyStore`], as plain data: one public field for each name in a file. A later
 /// version may add some, so start with the default.
@@ -199,13 +200,18 @@ impl Default for StoreConfig {
 }
 
 impl StoreConfig {
-    /// Creates the default settings, with the URL in this environment variable if it is set.
+    /// Creates the default settings, with the URL in this environment variable if it is set. Otherwise the feature `tracing`
+    /// logs that the variable is not set.
     ///
     /// # Errors
     ///
     /// If the variable is empty or not Unicode. Unset it to use no Redis.
     pub fn from_env(variable: &str) -> Result<Self, ConfigError> {
-        Self::of_variable(variable, env::var(variable))
+        let value = env::var(variable);
+        if value == Err(VarError::NotPresent) {
+            log_unset(variable);
+        }
+        Self::of_variable(variable, value)
     }
 
     fn of_variable(name: &str, value: Result<String, VarError>) -> Result<Self, ConfigError> {

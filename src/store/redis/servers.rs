@@ -490,7 +490,13 @@ pub(super) fn url_error(error: RedisError) -> ConfigError {
     match error.to_string() {
         // The message of a redis-rs that was built without TLS.
         text if text.contains("TLS") && text.contains("feature is not enabled") => no_tls(),
-        text => wrong_url(text),
+        text => {
+            let problem = text.strip_suffix(" - InvalidClientConfig").unwrap_or(&text);
+            ConfigError::new(format!(
+                "the Redis URL cannot be used: {problem}; write it like `redis://:password@host:6379/0`, and in a password `/` as `%2F`, \
+                 `?` as `%3F` and `#` as `%23`"
+            ))
+        }
     }
 }
 
@@ -560,6 +566,22 @@ mod tests {
                 .unwrap_err()
                 .to_string();
             assert!(!error.contains("hunter2"), "{error}");
+        }
+    }
+
+    #[test]
+    fn an_unparsable_url_may_have_a_special_password() {
+        for url in [
+            "redis://:hun/ter2@a",
+            "redis://:hun#ter2@a",
+            "redis://:hun?ter2@a",
+        ] {
+            let error = Servers::from(url).into_kind().map(drop).unwrap_err();
+            assert_eq!(
+                error.to_string(),
+                "the Redis URL cannot be used: Redis URL did not parse; write it like `redis://:password@host:6379/0`, and in a \
+                 password `/` as `%2F`, `?` as `%3F` and `#` as `%23`"
+            );
         }
     }
 

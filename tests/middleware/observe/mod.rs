@@ -412,6 +412,48 @@ async fn an_unknown_plan_is_reported() {
 }
 
 #[tokio::test]
+async fn requests_without_a_plan_are_reported_once() {
+    let problems = async |tiers: Tiers, anonymous_first: usize, plan_after: bool| {
+        let notes = Problems::default();
+        let layer = RateLimitLayer::new(LocalStore::default(), Global, tiers);
+        let service = limited(layer.observer(notes.clone()));
+        for _ in 0..anonymous_first {
+            send(&service, anonymous()).await;
+        }
+        if plan_after {
+            let mut request = anonymous();
+            request.extensions_mut().insert(Tier::new("pro"));
+            send(&service, request).await;
+        }
+        for _ in 0..1_000 {
+            send(&service, anonymous()).await;
+        }
+        notes.0.lock().unwrap().clone()
+    };
+    let free = || Tiers::new(policy("free", "9/m"));
+    let tiers = || free().tier("pro", policy("pro", "90/m"));
+    let seen = problems(tiers(), 5, false).await;
+    let [report] = &seen[..] else {
+        panic!("it is reported once: {seen:?}");
+    };
+    assert!(
+        report.starts_with("none of the first 1000 requests named a plan, and the default plan")
+            && report.ends_with("#no-tier)"),
+        "{report}"
+    );
+    assert_eq!(
+        problems(tiers(), 5, true).await,
+        [""; 0],
+        "one plan shows that the order is right"
+    );
+    assert_eq!(
+        problems(free(), 5, false).await,
+        [""; 0],
+        "no plan is listed"
+    );
+}
+
+#[tokio::test]
 async fn an_ineffective_lease_is_reported_once() {
     let leased = policy("api", "9/s")
         .leased(Duration::from_millis(100))

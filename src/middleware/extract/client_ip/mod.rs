@@ -6,6 +6,7 @@ mod node;
 mod trust;
 
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use http::HeaderName;
 use http::request::Parts;
@@ -15,9 +16,11 @@ use forwarded::elements;
 use trust::Trust;
 
 use super::peer::Peer;
+use super::unknown_proxy::UNKNOWN_PROXIES;
 use crate::error::ConfigError;
 use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::Key;
+use crate::observe::Observer;
 
 /// Counts by the address of the client, for services behind proxies; IPv6 by its /64 network.
 ///
@@ -78,7 +81,9 @@ use crate::limit::Key;
 /// `ClientIp` reads the address of the connection from the same place as
 /// [`PeerIp`](crate::extract::PeerIp). An [`IpAddr`] that your application has inserted into the
 /// request's extensions takes precedence here too: then the header is ignored. Headers are also
-/// ignored unless the peer is trusted, as are all headers except the chosen one.
+/// ignored unless the peer is trusted, as are all headers except the chosen one. If an untrusted peer with a private
+/// address sends the chosen header, the first such request is reported as
+/// [misconfigured](crate::observe::Observer::misconfigured).
 ///
 /// Peers on unix sockets have no address. They are counted together, unless the header has an address.
 ///
@@ -221,7 +226,10 @@ impl ClientIp {
     fn client(&self, request: &Parts) -> Peer {
         Peer::of(request, |peer| match &self.forwarding {
             Some(forwarding) => forwarding.client(request, peer),
-            None => peer,
+            None => {
+                UNKNOWN_PROXIES.notice(peer, request, None);
+                peer
+            }
         })
     }
 }
@@ -229,6 +237,10 @@ impl ClientIp {
 impl KeyExtractor for ClientIp {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
         self.client(request).key(self.ipv6_prefix)
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        UNKNOWN_PROXIES.observe(observer);
     }
 }
 
@@ -239,6 +251,10 @@ impl Forwarding {
         } else {
             peer
         };
+        if !self.trust.covers(peer, 0) {
+            UNKNOWN_PROXIES.notice(peer, request, Some(&self.header));
+            return peer;
+        }
         let lines = request
             .headers
             .get_all(&self.header)
@@ -255,9 +271,7 @@ impl Forwarding {
             Form::Single => {
                 let mut values = lines;
                 match (values.next(), values.next()) {
-                    (Some(value), None) if self.trust.covers(peer, 0) => {
-                        node::address(value).map_or(peer, Peer::Address)
-                    }
+                    (Some(value), None) => node::address(value).map_or(peer, Peer::Address),
                     _ => peer,
                 }
             }

@@ -7,7 +7,7 @@ use std::str::FromStr;
 
 use ipnet::{IpNet, Ipv4Net};
 
-use super::super::peer::Peer;
+use super::super::peer::{Peer, is_private};
 use crate::error::ConfigError;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,13 +62,7 @@ impl Trusted {
         // whether 2002:0a00:0001:: is 10.0.0.1 depends on the router.
         let address = address.to_canonical();
         match self {
-            Self::Private => {
-                let is_private = match address {
-                    IpAddr::V4(v4) => v4.is_private(),
-                    IpAddr::V6(v6) => v6.is_unique_local(),
-                };
-                is_private || address.is_loopback()
-            }
+            Self::Private => is_private(address),
             Self::Loopback => address.is_loopback(),
             Self::Unix => false,
             Self::Network(network) => network.contains(&address),

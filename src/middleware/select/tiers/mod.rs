@@ -4,16 +4,17 @@ mod formats;
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, OnceLock};
 
 use http::request::Parts;
 
 use crate::gate::PolicySelector;
 use crate::limit::{Key, Policies};
 use crate::middleware::copies::Copies;
-use crate::observe::mistakes::UNKNOWN_TIER;
-use crate::observe::{Observer, event, or_log};
+use crate::observe::Observer;
+use crate::observe::misses::Misses;
+use crate::observe::mistakes::{NO_TIER, UNKNOWN_TIER};
 
 /// Policies by the caller's plan: `free`, `pro`.
 ///
@@ -22,7 +23,7 @@ use crate::observe::{Observer, event, or_log};
 /// plan, or with an unlisted one, is under the policies passed to `new`. Single callers may have
 /// [overrides](Self::caller). The first unlisted plan is reported as
 /// [misconfigured](crate::observe::Observer::misconfigured), unless a policy passed to `new` has
-/// its name.
+/// its name. So it is if none of the first 1,000 requests names a plan.
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::HeaderKey;
@@ -104,10 +105,10 @@ pub struct Tiers {
     unknown: Arc<Unknown>,
 }
 
-/// Reports the first plan that is not listed.
+/// Reports the first plan that is not listed, and that the first requests name no plan.
 #[derive(Default)]
 struct Unknown {
-    observer: OnceLock<Arc<dyn Observer>>,
+    misses: Misses,
     reported: AtomicBool,
 }
 
@@ -263,8 +264,18 @@ impl Unknown {
         let problem = format!(
             "the plan {name:?} is not listed, and the default plan counts instead: use one of {listed:?}, or list it{UNKNOWN_TIER}"
         );
-        or_log(self.observer.get()).misconfigured(&event::Misconfigured::new(&problem));
+        self.misses.report(&problem);
     }
+}
+
+/// The problem that no request named its plan.
+fn no_tier() -> String {
+    format!(
+        "none of the first {} requests named a plan, and the default plan counted them: put the layer inside the authentication that \
+         inserts the plan (of axum's layers, the last one is the outermost), or ignore this if all of \
+         them belong to the default plan{NO_TIER}",
+        Misses::ALL
+    )
 }
 
 impl PolicySelector for Tiers {
@@ -276,6 +287,12 @@ impl PolicySelector for Tiers {
         }
         let plans = self.plans.current();
         let name = (self.name)(request);
+        match name {
+            Some(_) => self.unknown.misses.end(),
+            // Without plans, none is expected.
+            None if plans.named.is_empty() => {}
+            None => self.unknown.misses.add(no_tier),
+        }
         match name.and_then(|name| plans.named.get(name)) {
             Some(policies) => policies.clone(),
             None => {
@@ -290,7 +307,7 @@ impl PolicySelector for Tiers {
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
-        let _ = self.unknown.observer.set(Arc::clone(observer));
+        self.unknown.misses.observe(observer);
     }
 }
 
