@@ -92,8 +92,9 @@ impl Notifier {
         answer: &Result<Decision, StoreError>,
         dry_run: bool,
     ) {
-        match (answer, &self.observer) {
-            (Ok(decision), observer) => {
+        let observer = self.observer.as_ref();
+        match answer {
+            Ok(decision) => {
                 if decision.outcome() == Outcome::ExceedsCapacity {
                     self.never_passes(cost, decision);
                 }
@@ -102,13 +103,13 @@ impl Notifier {
                     let waited = since.map_or(Duration::ZERO, |since| instant() - since);
                     let mut event = event::Decided::new(key, decision, waited);
                     event.dry_run = dry_run;
-                    or_log(observer.as_ref()).decided(&event);
+                    or_log(observer).decided(&event);
                 }
             }
-            (Err(error), observer) => {
+            Err(error) => {
                 let mut event = event::Failed::new(Some(key), error);
                 event.unanswered = !dry_run;
-                or_log(observer.as_ref()).failed(&event)
+                or_log(observer).failed(&event);
             }
         }
     }
