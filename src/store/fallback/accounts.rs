@@ -4,8 +4,9 @@ use std::collections::HashMap;
 
 use smallvec::SmallVec;
 
-use super::account::Account;
+use super::account::{Account, Sent};
 use super::sync::{Arc, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, lock};
+use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Mode, Policies};
 use crate::store::shards::Shards;
 use crate::util::RandomState;
@@ -20,10 +21,11 @@ pub(super) struct Accounts {
     held: AtomicUsize,
     /// Number of accounts that may be opened, in all partitions of a primary store together.
     free: Arc<AtomicUsize>,
-    /// Number of the epoch. An epoch ends when the breaker opens, and after each check of a reconciliation: a reply to
-    /// an earlier check may lack the grants of the fallback.
+    /// Number of the epoch. An epoch ends when the breaker opens, and when an account is removed: a reply to an earlier
+    /// check may lack the grants of the fallback.
     epoch: AtomicU64,
-    /// Cost that was charged to the primary store, and cost that never will be, since the last report.
+    /// Cost that was charged to the primary store, and cost that was sent without a reply or never will be, since the
+    /// last report.
     pub(super) charged: AtomicU64,
     pub(super) dropped: AtomicU64,
 }
@@ -77,17 +79,17 @@ impl Accounts {
         self.shards.iter()
     }
 
-    /// Removes the expired accounts of a shard, and passes the other callers to `each`, with the part of a limit that
-    /// they have used. Call it while no accounts are taken.
-    pub(super) fn sweep(&self, shard: &Mutex<Shard>, now: i64, mut each: impl FnMut(Key, u8)) {
+    /// Removes the expired accounts of a shard, and passes the others to `each`.
+    pub(super) fn sweep(
+        &self,
+        shard: &Mutex<Shard>,
+        now: i64,
+        mut each: impl FnMut(&Key, &Account),
+    ) {
         let mut shard = lock(shard);
         shard.retain(|key, accounts| {
-            let held = accounts.len();
-            accounts.retain(|account| !account.is_over(now));
-            self.removed(held - accounts.len());
-            if let Some(used) = accounts.iter().map(Account::used).max() {
-                each(*key, used);
-            }
+            self.retain(accounts, |account| !account.is_over(now));
+            accounts.iter().for_each(|account| each(key, account));
             !accounts.is_empty()
         });
         if shard.is_empty() {
@@ -95,41 +97,14 @@ impl Accounts {
         }
     }
 
-    /// Takes the charges and resets out of a caller's accounts. The accounts stay, for new ones, until each was
-    /// [put back](Self::put_back).
-    pub(super) fn take(&self, key: &Key, now: i64) -> SmallVec<[Account; 1]> {
-        let mut caller = self.caller(key);
-        let accounts = caller.shard.get_mut(key).into_iter().flatten();
-        accounts.map(|account| account.take(now)).collect()
-    }
-
-    /// Puts back the rest of a taken account. Removes the account if nothing is left in it.
-    pub(super) fn put_back(&self, key: &Key, rest: &mut Account, now: i64) {
-        let mut caller = self.caller(key);
-        let Some(accounts) = caller.shard.get_mut(key) else {
-            return;
-        };
-        accounts.retain(|account| {
-            if !account.is_under(rest.policies()) {
-                return true;
-            }
-            account.put_back(rest, now);
-            let stays = account.is_owed(now);
-            self.removed(usize::from(!stays));
-            stays
-        });
-        if accounts.is_empty() {
-            caller.shard.remove(key);
-            if caller.shard.is_empty() {
-                caller.shard.shrink_to_fit();
-            }
-        }
-    }
-
-    fn removed(&self, accounts: usize) {
-        if accounts > 0 {
-            self.held.fetch_sub(accounts, Ordering::AcqRel);
-            self.free.fetch_add(accounts, Ordering::AcqRel);
+    fn retain(&self, accounts: &mut SmallVec<[Account; 1]>, stays: impl Fn(&Account) -> bool) {
+        let held = accounts.len();
+        accounts.retain(|account| stays(account));
+        let removed = held - accounts.len();
+        if removed > 0 {
+            self.end_epoch();
+            self.held.fetch_sub(removed, Ordering::AcqRel);
+            self.free.fetch_add(removed, Ordering::AcqRel);
         }
     }
 }
@@ -137,17 +112,61 @@ impl Accounts {
 impl Caller<'_> {
     /// Returns `true` if a reply to a check that was sent in the epoch `sent` includes all grants of the fallback.
     ///
-    /// The fallback decides and records under the same lock, so each earlier grant is in an account, or was charged. In
-    /// the last case the epoch ended before the account was put back and removed, so a reply to a check of the present
-    /// epoch includes the grant.
+    /// The fallback decides and records under the same lock, so each earlier grant is in an account, or was charged
+    /// before its account was removed. That has ended the epoch, so a check of the present epoch was sent later.
     pub(super) fn is_known(&self, sent: u64) -> bool {
         self.all.epoch() == sent && !self.shard.contains_key(self.key)
     }
 
     /// Returns the account with the counts of `policies`.
-    pub(super) fn account(&self, policies: &Policies) -> Option<&Account> {
-        let mut accounts = self.shard.get(self.key)?.iter();
+    pub(super) fn account(&mut self, policies: &Policies) -> Option<&mut Account> {
+        let mut accounts = self.shard.get_mut(self.key)?.iter_mut();
         accounts.find(|account| account.is_under(policies))
+    }
+
+    /// Returns the next check of an account for the primary store. Its cost counts as dropped until the reply.
+    pub(super) fn send(&mut self, policies: &Policies, now: i64) -> Option<Sent> {
+        let key = *self.key;
+        let sent = self.account(policies)?.send(key, now)?;
+        let dropped = &self.all.dropped;
+        dropped.fetch_add(sent.check.cost().into(), Ordering::Relaxed);
+        Some(sent)
+    }
+
+    /// Records the reply to a check of an account.
+    pub(super) fn replied(
+        &mut self,
+        policies: &Policies,
+        sent: Sent,
+        answer: &Result<Decision, StoreError>,
+    ) {
+        let cost = sent.check.cost();
+        let (charged, unsent) = match answer {
+            Ok(decision) => (decision.granted().min(cost), 0),
+            Err(error) if error.is_not_sent() => (0, cost),
+            Err(_) => (0, 0),
+        };
+        let (sum, dropped) = (&self.all.charged, &self.all.dropped);
+        sum.fetch_add(charged.into(), Ordering::Relaxed);
+        dropped.fetch_sub((charged + unsent).into(), Ordering::Relaxed);
+        if let Some(account) = self.account(policies) {
+            account.replied(sent, answer);
+        }
+    }
+
+    /// Removes the account with the counts of `policies`, if the primary store lacks nothing of it.
+    pub(super) fn close(&mut self, policies: &Policies, now: i64) {
+        let Some(accounts) = self.shard.get_mut(self.key) else {
+            return;
+        };
+        let stays = |account: &Account| !account.is_under(policies) || account.is_owed(now);
+        self.all.retain(accounts, stays);
+        if accounts.is_empty() {
+            self.shard.remove(self.key);
+            if self.shard.is_empty() {
+                self.shard.shrink_to_fit();
+            }
+        }
     }
 
     /// Records a decision of the fallback. Returns `true` if there is something to reconcile.
@@ -164,13 +183,9 @@ impl Caller<'_> {
         };
         let opens = check.mode() != Mode::Refund && self.account(policies).is_none();
         if opens && !self.open(|| Account::new(policies, decision, granted, now)) {
-            self.all
-                .dropped
-                .fetch_add(granted.into(), Ordering::Relaxed);
-            return true;
-        }
-        let mut accounts = self.shard.get_mut(self.key).into_iter().flatten();
-        if let Some(account) = accounts.find(|account| account.is_under(policies)) {
+            let dropped = &self.all.dropped;
+            dropped.fetch_add(granted.into(), Ordering::Relaxed);
+        } else if let Some(account) = self.account(policies) {
             match check.mode() {
                 Mode::Refund => account.refund(check, now),
                 Mode::Reset => account.reset(now),

@@ -121,6 +121,15 @@ impl Ledger {
         self.landed(caller, instance);
     }
 
+    /// An instance has no reply to a reconciling check. It repeats a reset, which is then executed twice.
+    pub(in super::super) fn unanswered(&mut self, sent: &Reconciled) {
+        if sent.mode == Mode::Reset {
+            self.sums[sent.caller].resets += 1;
+            let account = &mut self.accounts[sent.caller][sent.instance];
+            (account.reset, account.resets) = (true, account.resets + 1);
+        }
+    }
+
     pub(super) fn landed(&mut self, caller: usize, instance: usize) {
         let charged = self.sums[caller].charged;
         let account = &mut self.accounts[caller][instance];

@@ -258,6 +258,9 @@ impl WorldState {
         if let (Some(reconciled), false) = (reconciled, ran) {
             self.ledger.failed(now, &reconciled, error.is_not_sent());
         }
+        if !error.is_not_sent() && !error.is_check_only() {
+            self.abandons(request);
+        }
         let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
         let known = if error.is_not_sent() {
             ", not sent"
@@ -270,6 +273,13 @@ impl WorldState {
                 error.kind().as_str()
             )
         });
+    }
+
+    /// An instance has no reply to a request that may have been executed, or may be yet.
+    pub(in super::super) fn abandons(&mut self, request: usize) {
+        if let Some(reconciled) = &self.requests[request].reconciled {
+            self.ledger.unanswered(reconciled);
+        }
     }
 
     /// The reply to a request was lost.
