@@ -14,15 +14,12 @@
 //!   instance knows the grants of the others. Draining only an instance's share of the rate would charge drained cost
 //!   again if a caller uses one instance only.
 //!
-//! Windows and logs count each charge separately, so that `[u + g] - [u]` is `[g]` for any `u`, such as none.
+//! Windows and logs count each charge separately, so that `[u + g] - [u]` is `[g]`.
 
 use smallvec::SmallVec;
 
 use crate::error::StoreError;
-use crate::limit::{
-    Align, Charged, ChargedAt, Check, Decision, Key, Mode, Policies, Policy, Snapshot, State,
-    Strategy,
-};
+use crate::limit::{ChargedAt, Check, Decision, Key, Mode, Policies, Policy, Snapshot, State};
 
 /// One state per policy.
 type States = SmallVec<[State; 1]>;
@@ -30,7 +27,7 @@ type States = SmallVec<[State; 1]>;
 /// The charges and the reset of a caller that the primary store lacks. All times are in microseconds.
 #[derive(Debug)]
 pub(super) struct Account {
-    policies: Policies,
+    pub(super) policies: Policies,
     /// The counts before the first grant of the fallback, and the charges that were sent since.
     sent: States,
     /// The same counts with all grants of the fallback.
@@ -41,8 +38,8 @@ pub(super) struct Account {
     lacks_reset: bool,
     /// Time after which the fallback counts nothing of the caller, and the reset does not matter.
     matters_until: i64,
-    /// The part of a limit that the caller has used, in 255ths.
-    used: u8,
+    /// The part of a limit that the caller had used after the last grant, in 255ths, rounded down.
+    pub(super) used: u8,
 }
 
 /// A check that the account counts as sent to the primary store.
@@ -61,9 +58,9 @@ impl Account {
         // These are counts of an instance's share: the primary store is assumed to count the same proportion of the
         // whole policy.
         let each = policies.iter().map(|policy| match parts.next() {
-            Some((part, verdict)) if policy.frees().has_burst() && verdict.reset > 0 => {
+            Some((part, verdict)) if verdict.reset > 0 => {
                 let [whole, part] = [policy, part].map(|policy| policy.params().capacity);
-                let used = (i128::from(part - verdict.remaining) * i128::from(whole)
+                let used = (i128::from((part - verdict.remaining).max(0)) * i128::from(whole)
                     / i128::from(part)) as i64;
                 // A share whose limit was rounded down drains more slowly than the whole, and a custom fallback may
                 // report any time.
@@ -86,18 +83,9 @@ impl Account {
         }
     }
 
-    pub(super) fn policies(&self) -> &Policies {
-        &self.policies
-    }
-
     /// Returns `true` if `policies` have the same counts, possibly under another quota.
     pub(super) fn is_under(&self, policies: &Policies) -> bool {
         self.policies.id() == policies.id()
-    }
-
-    /// The part of a limit that the caller had used after the last grant, in 255ths, rounded down.
-    pub(super) fn used(&self) -> u8 {
-        self.used
     }
 
     /// Adds a grant of the fallback. A quota of these counts may have changed since the last grant.
@@ -144,8 +132,7 @@ impl Account {
         let states = self.sent.iter().zip(&mut self.all);
         for (i, (policy, (sent, all))) in self.policies.iter().zip(states).enumerate() {
             let cost = limited(unsent(policy, sent, all, now)).min(check.cost());
-            let charged = in_account(policy, check.charged_under(i), now);
-            charged.refund(policy, all, cost.into(), now);
+            check.charged_under(i).refund(policy, all, cost.into(), now);
         }
     }
 
@@ -208,17 +195,15 @@ impl Account {
     /// Records the reply to a check. A charge is repeated only if it was certainly not sent, a reset until the primary
     /// store has replied.
     pub(super) fn replied(&mut self, sent: Sent, answer: &Result<Decision, StoreError>) {
-        let (before, before_until) = sent.before;
         let is_charge = sent.check.mode() == Mode::Charge;
         match answer {
-            // A reset since then has dropped the charge.
-            Err(error) if is_charge && error.is_not_sent() && !self.lacks_reset => {
-                (self.sent, self.sent_until) = (before, before_until);
+            // A reset that is owed has dropped the charge, or was the check.
+            Err(error) if error.is_not_sent() && !self.lacks_reset => {
+                (self.sent, self.sent_until) = sent.before;
             }
-            _ if is_charge => {}
             Err(error) if error.is_not_sent() || !error.is_check_only() => {}
             // Another reset since then has another time.
-            _ => self.lacks_reset &= self.sent_until != before_until,
+            _ => self.lacks_reset &= is_charge || self.sent_until != sent.before.1,
         }
     }
 }
@@ -231,21 +216,6 @@ fn limited(cost: u64) -> u32 {
     u32::try_from(cost).unwrap_or(u32::MAX)
 }
 
-/// The charge, as an account counts it under this policy.
-///
-/// A window from the first hit begins here with the first charge of the account. In the fallback, an earlier charge may
-/// have begun it, so its reset differs. This reset includes all charges made at the start of the window here or later.
-fn in_account(policy: &Policy, charged: Charged, now: i64) -> Charged {
-    match (charged.at, policy.strategy()) {
-        (ChargedAt::Local(at), Some(Strategy::FixedWindow(Align::FirstHit))) => Charged {
-            age: now - at,
-            reset: policy.params().period / 2 + 1,
-            ..charged
-        },
-        _ => charged,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::num::NonZeroU32;
@@ -255,7 +225,7 @@ mod tests {
 
     use super::*;
     use crate::error::ErrorKind;
-    use crate::limit::{Quota, Source};
+    use crate::limit::{Charged, Quota, Source, Strategy};
     use crate::simulation::pick;
     use crate::store::{Answer, LocalStore, Store};
 

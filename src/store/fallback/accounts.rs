@@ -79,28 +79,22 @@ impl Accounts {
         self.shards.iter()
     }
 
-    /// Removes the expired accounts of a shard, and passes the others to `each`.
+    /// Removes the accounts of a shard that do not `stay`.
     pub(super) fn sweep(
         &self,
         shard: &Mutex<Shard>,
-        now: i64,
-        mut each: impl FnMut(&Key, &Account),
+        mut stays: impl FnMut(&Key, &Account) -> bool,
     ) {
-        let mut shard = lock(shard);
+        let (mut shard, mut removed) = (lock(shard), 0);
         shard.retain(|key, accounts| {
-            self.retain(accounts, |account| !account.is_over(now));
-            accounts.iter().for_each(|account| each(key, account));
+            let held = accounts.len();
+            accounts.retain(|account| stays(key, account));
+            removed += held - accounts.len();
             !accounts.is_empty()
         });
         if shard.is_empty() {
             shard.shrink_to_fit();
         }
-    }
-
-    fn retain(&self, accounts: &mut SmallVec<[Account; 1]>, stays: impl Fn(&Account) -> bool) {
-        let held = accounts.len();
-        accounts.retain(|account| stays(account));
-        let removed = held - accounts.len();
         if removed > 0 {
             self.end_epoch();
             self.held.fetch_sub(removed, Ordering::AcqRel);
@@ -128,8 +122,9 @@ impl Caller<'_> {
     pub(super) fn send(&mut self, policies: &Policies, now: i64) -> Option<Sent> {
         let key = *self.key;
         let sent = self.account(policies)?.send(key, now)?;
-        let dropped = &self.all.dropped;
-        dropped.fetch_add(sent.check.cost().into(), Ordering::Relaxed);
+        self.all
+            .dropped
+            .fetch_add(sent.check.cost().into(), Ordering::Relaxed);
         Some(sent)
     }
 
@@ -146,26 +141,14 @@ impl Caller<'_> {
             Err(error) if error.is_not_sent() => (0, cost),
             Err(_) => (0, 0),
         };
-        let (sum, dropped) = (&self.all.charged, &self.all.dropped);
-        sum.fetch_add(charged.into(), Ordering::Relaxed);
-        dropped.fetch_sub((charged + unsent).into(), Ordering::Relaxed);
+        self.all
+            .charged
+            .fetch_add(charged.into(), Ordering::Relaxed);
+        self.all
+            .dropped
+            .fetch_sub((charged + unsent).into(), Ordering::Relaxed);
         if let Some(account) = self.account(policies) {
             account.replied(sent, answer);
-        }
-    }
-
-    /// Removes the account with the counts of `policies`, if the primary store lacks nothing of it.
-    pub(super) fn close(&mut self, policies: &Policies, now: i64) {
-        let Some(accounts) = self.shard.get_mut(self.key) else {
-            return;
-        };
-        let stays = |account: &Account| !account.is_under(policies) || account.is_owed(now);
-        self.all.retain(accounts, stays);
-        if accounts.is_empty() {
-            self.shard.remove(self.key);
-            if self.shard.is_empty() {
-                self.shard.shrink_to_fit();
-            }
         }
     }
 
@@ -183,8 +166,9 @@ impl Caller<'_> {
         };
         let opens = check.mode() != Mode::Refund && self.account(policies).is_none();
         if opens && !self.open(|| Account::new(policies, decision, granted, now)) {
-            let dropped = &self.all.dropped;
-            dropped.fetch_add(granted.into(), Ordering::Relaxed);
+            self.all
+                .dropped
+                .fetch_add(granted.into(), Ordering::Relaxed);
         } else if let Some(account) = self.account(policies) {
             match check.mode() {
                 Mode::Refund => account.refund(check, now),
@@ -197,13 +181,12 @@ impl Caller<'_> {
 
     /// Adds an account. Returns `false` if there is no room for it.
     fn open(&mut self, account: impl FnOnce() -> Account) -> bool {
-        let one_less = |free: usize| free.checked_sub(1);
-        let free = &self.all.free;
-        let has_room = free.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less);
-        if has_room.is_ok() {
+        let count = |free: usize| free.checked_sub(1);
+        let room = (self.all.free).fetch_update(Ordering::AcqRel, Ordering::Acquire, count);
+        if room.is_ok() {
             self.all.held.fetch_add(1, Ordering::AcqRel);
             self.shard.entry(*self.key).or_default().push(account());
         }
-        has_room.is_ok()
+        room.is_ok()
     }
 }

@@ -158,13 +158,10 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// are refunded there.
     fn overtakes(&self, check: &Check) -> bool {
         let charged = check.charged().first().map(|charged| charged.at);
-        let may = match check.mode() {
-            Mode::Reset => true,
-            Mode::Refund => !matches!(charged, Some(ChargedAt::Redis(_))),
-            _ => false,
-        };
-        let policies = check.policies().without_in_flight();
-        may && policies.is_some_and(|policies| {
+        let is_here = !matches!(charged, Some(ChargedAt::Redis(_)));
+        let may = check.mode() == Mode::Reset || check.mode() == Mode::Refund && is_here;
+        let policies = check.policies().without_in_flight().filter(|_| may);
+        policies.is_some_and(|policies| {
             let mut caller = self.accounts.caller(check.key());
             caller.account(policies).is_some()
         })

@@ -67,6 +67,7 @@ use crate::util::Clock;
 ///   still waits to be sent is withdrawn.
 /// - **Breaker.** After several consecutive failures every check goes to the fallback immediately: see
 ///   [`failures`](Self::failures). A background task probes the primary store, with one probe at a time.
+///   A check that is dropped before its deadline is no failure, but starts a probe.
 ///   A store with partitions, like a Redis Cluster, has a breaker for each of them,
 ///   so that a master that is down degrades only its callers.
 /// - **Warm.** The fallback follows the decisions of the primary store, so that a caller keeps its
@@ -226,26 +227,21 @@ impl<P: Store, F: Store> Fallback<P, F> {
     /// Returns `true` if the breaker is open, so that the fallback decides. Use it for health checks. With
     /// partitions, `true` if any breaker is open.
     pub fn is_degraded(&self) -> bool {
-        self.partitions
-            .iter()
-            .any(|partition| partition.breaker.is_open())
+        let mut partitions = self.partitions.iter();
+        partitions.any(|partition| partition.breaker.is_open())
     }
 }
 
 /// Returns a caller of each partition, for probes.
 fn probes(primary: &impl Store, count: usize) -> Vec<Key> {
-    let mut probes = vec![None; count];
+    let mut probes = vec![Key::PROBE; count];
     if count > 1 {
         // Partitions are of similar size, so this many keys reach all of them.
-        for number in 0..count.saturating_mul(64) {
-            let key = Key::probe(number);
-            probes[primary.backend().partition(&key) % count].get_or_insert(key);
+        for key in (0..count.saturating_mul(64)).map(Key::probe) {
+            probes[primary.backend().partition(&key) % count] = key;
         }
     }
     probes
-        .into_iter()
-        .map(|probe| probe.unwrap_or(Key::PROBE))
-        .collect()
 }
 
 impl<P: Store, F: Store> Store for Fallback<P, F> {
@@ -306,8 +302,8 @@ impl<P: fmt::Debug, F: fmt::Debug> fmt::Debug for Fallback<P, F> {
             settings,
             ..
         } = &*self.partitions[0];
-        let mut breakers = self.partitions.iter().map(|partition| &partition.breaker);
-        let degraded = breakers.any(Breaker::is_open);
+        let mut partitions = self.partitions.iter();
+        let degraded = partitions.any(|partition| partition.breaker.is_open());
         f.debug_struct("Fallback")
             .field("primary", primary)
             .field("fallback", fallback)

@@ -77,8 +77,11 @@ impl<P: Store, F: Store> Recovery<P, F> {
             };
             // User code may panic.
             let well = AssertUnwindSafe(attempt).catch_unwind().await;
-            let well = well.unwrap_or(false);
-            attempts = if well { 0 } else { attempts.saturating_add(1) };
+            attempts = if matches!(well, Ok(true)) {
+                0
+            } else {
+                attempts.saturating_add(1)
+            };
         }
         let partition = self.partition.upgrade();
         drop(self);
@@ -93,7 +96,9 @@ impl<P: Store, F: Store> Recovery<P, F> {
     async fn recover(&self, mut partition: Arc<Partition<P, F>>) -> bool {
         if partition.ping().await.is_err() {
             // Make room for new accounts.
-            partition.sweep(|_, _| {}).await;
+            partition
+                .sweep(|_, account, now| !account.is_over(now))
+                .await;
             return false;
         }
         let (mut well, since) = (true, instant());
@@ -230,11 +235,15 @@ impl<P: Store, F: Store> Partition<P, F> {
         Ok(self.send(peek, 1).await?.retry_after())
     }
 
-    /// Charges all accounts to the primary store. Returns `false` if the store fails again; unsent charges are kept.
+    /// Charges all accounts to the primary store, and removes them. Returns `false` if the store fails again; unsent
+    /// charges are kept.
     pub(super) async fn reconcile(&self) -> bool {
         let mut accounts = vec![];
-        let each = |key: &Key, account: &Account| {
-            accounts.push((Reverse(account.used()), *key, account.policies().clone()));
+        let each = |key: &Key, account: &Account, now| {
+            if account.is_owed(now) {
+                accounts.push((Reverse(account.used), *key, account.policies.clone()));
+            }
+            true
         };
         self.sweep(each).await;
         accounts.sort_unstable_by_key(|(used, ..)| *used);
@@ -252,35 +261,40 @@ impl<P: Store, F: Store> Partition<P, F> {
                 });
             }
             let Some((is_settled, took)) = working.next().await else {
-                return well;
+                break;
             };
             well &= is_settled;
             window.learn(took, self.settings.deadline);
         }
+        self.sweep(|_, account, now| account.is_owed(now)).await;
+        well
     }
 
-    /// Removes the expired accounts, and passes the others to `each`.
-    pub(super) async fn sweep(&self, mut each: impl FnMut(&Key, &Account)) {
+    /// Removes the accounts that do not `stay` now.
+    async fn sweep(&self, mut stays: impl FnMut(&Key, &Account, i64) -> bool) {
         if self.accounts.is_empty() {
             return;
         }
         for shard in self.accounts.shards() {
-            self.accounts.sweep(shard, self.clock.micros(), &mut each);
+            let now = self.clock.micros();
+            self.accounts
+                .sweep(shard, |key, account| stays(key, account, now));
             yield_now().await;
         }
     }
 
     /// Charges an account to the primary store. Returns `false` if the store fails.
     async fn settle(&self, key: Key, policies: &Policies) -> bool {
-        let account = || self.accounts.caller(&key);
+        let caller = || self.accounts.caller(&key);
         // A reset, and a charge under each policy. The next reconciliation charges the grants since.
-        let (since, mut checks, mut well) = (instant(), 1 + policies.iter().len(), true);
-        while well && checks > 0 {
-            let next = account().send(policies, self.clock.micros());
-            let Some(sent) = next else { break };
+        let (since, mut checks) = (instant(), 1 + policies.iter().len());
+        while checks > 0 {
+            let Some(sent) = caller().send(policies, self.clock.micros()) else {
+                break;
+            };
             // No request awaits this check, so it may take longer.
             let answer = self.send(sent.check.clone(), 2).await;
-            account().replied(policies, sent, &answer);
+            caller().replied(policies, sent, &answer);
             match answer {
                 Err(error)
                     if error.kind() == ErrorKind::QueueFull
@@ -288,15 +302,13 @@ impl<P: Store, F: Store> Partition<P, F> {
                 {
                     sleep(FULL).await;
                 }
-                Err(error) => {
-                    well = error.is_check_only();
-                    checks = if error.is_not_sent() { 0 } else { checks - 1 };
+                Err(error) if error.is_not_sent() || !error.is_check_only() => {
+                    return error.is_check_only();
                 }
-                Ok(_) => checks -= 1,
+                _ => checks -= 1,
             }
         }
-        account().close(policies, self.clock.micros());
-        well
+        true
     }
 
     /// Notifies the observer of the cost reconciled since the last notification.
