@@ -33,7 +33,7 @@ pub mod start {}
 /// Common limits: the core of each, from a tested program.
 ///
 /// [answers]: crate::guide::answers
-/// [changing]: crate::guide::choosing#changing-a-policy
+/// [changing]: crate::guide::upgrades#upgrades-that-keep-the-counts
 /// [runbook]: crate::guide::runbook
 /// [settling]: crate::guide::settling
 /// [waiting]: crate::guide::waiting
@@ -43,14 +43,14 @@ pub mod recipes {}
 /// Rate-limit keys: extractors, headers, proxies.
 ///
 /// [order]: crate::guide::pitfalls#the-order-of-layers
-/// [recipes]: crate::guide::recipes
-/// [two]: crate::guide::recipes#a-limit-for-the-whole-service-and-for-each-caller
+/// [two]: crate::guide::recipes#limits-plans-routes-several-limits
 #[doc = include_str!("../docs/keys.md")]
 pub mod keys {}
 
 /// Costs that are known only after the response, and requests in flight.
 ///
-/// [recipes]: crate::guide::recipes
+/// [recipes]: crate::guide::recipes#costs-logins-tokens-websockets-jobs-retries
+/// [report]: crate::guide::pitfalls#in-flight-without-end
 #[doc = include_str!("../docs/settling.md")]
 pub mod settling {}
 
@@ -66,7 +66,6 @@ pub mod waiting {}
 /// [networks]: crate::guide::servers#networks-and-proxies
 /// [options]: crate::guide::options
 /// [partitions]: crate::guide::sizing#partitions
-/// [regions]: crate::guide::upgrades#two-data-centres
 /// [rights]: crate::guide::servers#rights
 /// [runbook]: crate::guide::runbook
 /// [sizing]: crate::guide::sizing
@@ -89,11 +88,11 @@ pub mod upgrades {}
 /// Common mistakes, a production checklist, and the meaning of messages.
 ///
 /// [by-hand]: crate::guide::runbook#one-caller-by-hand
-/// [changing]: crate::guide::choosing#changing-a-policy
-/// [dry-run]: crate::guide::recipes#a-dry-run-next-to-an-enforced-limit
+/// [changing]: crate::guide::upgrades#upgrades-that-keep-the-counts
+/// [dry-run]: crate::guide::recipes#operation-dry-runs-logs-metrics-spans
 /// [eviction]: crate::guide::servers#memory-and-eviction
-/// [failures]: crate::guide::running#failures-in-short
 /// [keys]: crate::guide::keys
+/// [kinds]: crate::guide::runbook#fixes-by-kind
 /// [leases]: crate::guide::leases
 /// [partitions]: crate::guide::sizing#partitions
 /// [proxies]: crate::guide::keys#behind-proxies
@@ -101,6 +100,7 @@ pub mod upgrades {}
 /// [runbook]: crate::guide::runbook
 /// [running]: crate::guide::sizing#memory
 /// [settling]: crate::guide::settling
+/// [stores]: crate::guide::options#stores
 #[doc = include_str!("../docs/pitfalls.md")]
 pub mod pitfalls {}
 
@@ -110,9 +110,8 @@ pub mod pitfalls {}
 /// [eviction]: crate::guide::servers#memory-and-eviction
 /// [faults]: crate::guide::faults
 /// [managed]: crate::guide::running#a-managed-service-over-tls
-/// [metrics]: crate::guide::recipes#metrics-for-prometheus
-/// [options]: crate::guide::options
-/// [otel]: crate::guide::recipes#metrics-and-spans-for-opentelemetry
+/// [metrics]: crate::guide::recipes#operation-dry-runs-logs-metrics-spans
+/// [options]: crate::guide::options#stores
 /// [proxies]: crate::guide::keys#behind-proxies
 /// [rights]: crate::guide::servers#rights
 /// [throughput]: crate::guide::sizing#throughput-over-a-distance
@@ -137,9 +136,7 @@ pub mod migrating {}
 /// How to choose a strategy.
 ///
 /// [memory]: crate::guide::sizing#memory
-/// [migrating]: crate::guide::migrating
 /// [settling]: crate::guide::settling
-/// [waiting]: crate::guide::waiting
 #[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/choosing.md")]
 pub mod choosing {}
@@ -147,17 +144,14 @@ pub mod choosing {}
 /// All options of layers and stores, with their defaults.
 ///
 /// [distance]: crate::guide::sizing#throughput-over-a-distance
-/// [leases]: crate::guide::leases
 /// [managed]: crate::guide::running#a-managed-service-over-tls
 /// [partitions]: crate::guide::sizing#partitions
-/// [pitfalls]: crate::guide::pitfalls#before-you-go-live
 #[doc = include_str!("../docs/options.md")]
 pub mod options {}
 
 /// Responses to clients: header fields, in current and legacy forms, and bodies.
 ///
-/// [json]: crate::guide::recipes#a-json-answer-of-your-own
-/// [old]: crate::guide::recipes#old-clients
+/// [json]: crate::guide::recipes#responses-json-old-clients-grpc-streams-waiting
 /// [pitfalls]: crate::guide::pitfalls#error-codes
 #[doc = include_str!("../docs/answers.md")]
 pub mod answers {}
@@ -195,7 +189,6 @@ pub mod faults {}
 ///
 /// [leases]: crate::guide::leases
 /// [partitions]: crate::guide::sizing#partitions
-/// [strategies]: crate::guide::choosing#all-of-them
 #[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/performance.md")]
 pub mod performance {}

@@ -45,8 +45,8 @@ mod web_sockets;
 use std::fs;
 use std::path::Path;
 
-/// Every block of the page is a part of the program that its section names, in other lines at most. A line `// ..` stands
-/// for omitted code.
+/// Every block of the page is a part of the program that its recipe names, in other lines at most. A recipe begins with a bold
+/// title. A line `// ..` stands for omitted code.
 #[test]
 fn the_page_quotes_the_programs() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -60,14 +60,16 @@ fn the_page_quotes_the_programs() {
     };
     let page = read("../../docs/recipes.md");
     let mut quoted = vec![];
-    for section in page.split("\n## ").skip(1) {
-        let named = section
+    let (head, recipes) = page.split_once("\n**").unwrap();
+    assert!(!head.contains("```"), "a block needs a recipe's title");
+    for recipe in recipes.split("\n**") {
+        let name = recipe
             .split('`')
-            .find_map(|word| word.strip_prefix("examples/recipes/"));
-        let name = named.unwrap_or_else(|| panic!("no program is named in {section}"));
+            .find(|word| word.ends_with(".rs") && !word.contains('/'))
+            .unwrap_or_else(|| panic!("no program is named in {recipe}"));
         let program = joined(&read(name));
         let mut rest = &*program;
-        let blocks = section.split("```rs\n").skip(1);
+        let blocks = recipe.split("```rs\n").skip(1);
         for block in blocks.map(|block| block.split("```").next().unwrap()) {
             for part in block.split("// ..\n").map(joined) {
                 let at = rest
@@ -85,5 +87,5 @@ fn the_page_quotes_the_programs() {
         .collect();
     programs.sort();
     quoted.sort();
-    assert_eq!(quoted, programs, "every program needs exactly one section");
+    assert_eq!(quoted, programs, "every program needs exactly one recipe");
 }
