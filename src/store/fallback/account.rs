@@ -28,9 +28,9 @@ type States = SmallVec<[State; 1]>;
 #[derive(Debug)]
 pub(super) struct Account {
     pub(super) policies: Policies,
-    /// The counts before the first grant of the fallback, and the charges that were sent since.
+    /// The counts of each policy before the first grant of the fallback, and the charges that were sent since.
     sent: States,
-    /// The same counts with all grants of the fallback.
+    /// `sent` with all grants of the fallback.
     all: States,
     /// All charges until this time were sent or reset.
     sent_until: i64,
@@ -96,11 +96,11 @@ impl Account {
         for (policy, all) in self.policies.iter().zip(&mut self.all) {
             Mode::Charge.count(policy, all, cost.into(), now);
         }
-        let used = decision.verdicts().map(|(policy, each)| each.used(policy));
-        self.used = used.max().unwrap_or(0);
-        let resets = decision.verdicts().map(|(_, each)| each.reset);
-        let until = now.saturating_add(resets.max().unwrap_or(0));
-        self.matters_until = self.matters_until.max(until);
+        self.used = 0;
+        for (policy, verdict) in decision.verdicts() {
+            self.used = self.used.max(verdict.used(policy));
+            self.matters_until = self.matters_until.max(now.saturating_add(verdict.reset));
+        }
     }
 
     /// Drops all charges, and records a reset.
@@ -317,7 +317,7 @@ mod tests {
         assert!(account.send(Key::GLOBAL, SECOND).is_none());
     }
 
-    /// The reply to the first one says nothing about the second.
+    /// A reply to the first one is no reply to the second.
     #[test]
     fn a_reset_during_a_reset_is_sent() {
         let policies = log("a", "10/h").into();

@@ -1,7 +1,7 @@
 //! One check: sent to the primary store, and judged by its reply or the deadline; otherwise answered by the fallback.
 //!
-//! The methods of [`Partition`] for the recovery are in `recovery`: of these, a check needs only
-//! [`attend`](Partition::attend), which starts that task.
+//! The methods of [`Partition`] for the recovery task are in `recovery`. A check needs none of them but
+//! [`attend`](Partition::attend), which starts the task.
 
 use std::any::TypeId;
 use std::fmt;
@@ -46,9 +46,10 @@ pub(super) struct Partition<P, F> {
     pub(super) clock: Clock,
 }
 
-/// The circumstances in which a check was sent to the primary store.
+/// The permission to send a check to the primary store, for which the outcome is to be reported.
 #[derive(Debug, Clone, Copy)]
-struct Asked {
+struct Admission {
+    /// The epoch of the accounts.
     epoch: u64,
     ticket: Ticket,
 }
@@ -69,7 +70,7 @@ pin_project! {
     impl<P: Store, F: Store> PinnedDrop for FallbackFuture<P, F> {
         fn drop(this: Pin<&mut Self>) {
             let this = this.project();
-            if let StepProj::Primary { asked: Some(_), .. } = this.step.project() {
+            if let StepProj::Primary { admission: Some(_), .. } = this.step.project() {
                 this.partition.abandoned.store(true, Ordering::Release);
                 this.partition.attend();
             }
@@ -87,7 +88,7 @@ pin_project! {
             #[pin]
             deadline: Option<Sleep>,
             // `None` after the deadline of a check for a block: its late reply still reports the quota to refund.
-            asked: Option<Asked>,
+            admission: Option<Admission>,
             at: Instant,
             check: Check,
         },
@@ -119,12 +120,12 @@ impl<P: Store, F: Store> Partition<P, F> {
                 Answer::ready(Err(error.check_only().not_sent()))
             }
             None => self.fall_back(&check, false),
-            Some(asked) => match self.primary.check(check.clone().in_fallback()) {
-                Answer::Ready { answer } => self.judge(&check, answer, Some(asked)),
+            Some(admission) => match self.primary.check(check.clone().in_fallback()) {
+                Answer::Ready { answer } => self.judge(&check, answer, Some(admission)),
                 Answer::Pending { future } => Answer::pending(Step::Primary {
                     answer: future,
                     deadline: None,
-                    asked: Some(asked),
+                    admission: Some(admission),
                     at: instant(),
                     check,
                 }),
@@ -140,7 +141,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// Returns `None` if the fallback must decide a check.
-    fn admit(self: &Arc<Self>, check: &Check) -> Option<Asked> {
+    fn admit(self: &Arc<Self>, check: &Check) -> Option<Admission> {
         // Read the epoch before the breaker, so that a check sent before the breaker opened is of an earlier epoch.
         let epoch = self.accounts.epoch();
         // Within two deadlines a check has failed, or its future was dropped.
@@ -151,7 +152,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             // If the runtime of the recovery task has shut down, start the task on this one.
             self.attend();
         }
-        ticket.map(|ticket| Asked { epoch, ticket })
+        ticket.map(|ticket| Admission { epoch, ticket })
     }
 
     /// Returns `true` if a check refunds or resets charges that the primary store may lack. Charges in the primary store
@@ -167,16 +168,16 @@ impl<P: Store, F: Store> Partition<P, F> {
         })
     }
 
-    /// Handles the primary store's reply, or its lack at the deadline. `asked` is `None` if the deadline was reported.
+    /// Handles the primary store's reply, or a missed deadline. `admission` is `None` if the outcome was already reported.
     fn judge(
         self: &Arc<Self>,
         check: &Check,
         answer: Result<Decision, StoreError>,
-        asked: Option<Asked>,
+        admission: Option<Admission>,
     ) -> Next<P, F> {
-        match (&answer, asked) {
-            (Ok(decision), Some(asked)) => self.succeeded(check, decision, asked),
-            (Err(error), Some(asked)) => self.failed(check, error, asked),
+        match (&answer, admission) {
+            (Ok(decision), Some(admission)) => self.succeeded(check, decision, admission),
+            (Err(error), Some(admission)) => self.failed(check, error, admission),
             (_, None) => {}
         }
         match answer {
@@ -185,12 +186,12 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    fn succeeded(self: &Arc<Self>, check: &Check, decision: &Decision, asked: Asked) {
+    fn succeeded(self: &Arc<Self>, check: &Check, decision: &Decision, admission: Admission) {
         if decision.source() == Source::Cached {
             // A cached denial is no evidence about the store.
-            return self.breaker.learned_nothing(asked.ticket);
+            return self.breaker.learned_nothing(admission.ticket);
         }
-        self.breaker.succeeded(asked.ticket);
+        self.breaker.succeeded(admission.ticket);
         if !self.accounts.is_empty() {
             self.attend();
         }
@@ -201,20 +202,20 @@ impl<P: Store, F: Store> Partition<P, F> {
                 drop(self.fallback.check(mirrored));
             }
             let caller = self.accounts.caller(check.key());
-            if caller.is_known(asked.epoch) {
+            if caller.is_known(admission.epoch) {
                 let _caller = self.locks_while_it_decides().then_some(caller);
                 self.fallback.backend().warm(check.key(), decision);
             }
         }
     }
 
-    fn failed(self: &Arc<Self>, check: &Check, error: &StoreError, asked: Asked) {
+    fn failed(self: &Arc<Self>, check: &Check, error: &StoreError, admission: Admission) {
         self.observe(|observer| observer.failed(&event::Failed::new(Some(check.key()), error)));
         // A full queue is no evidence about the store: the outcome of the queued checks is.
         if error.is_check_only() || error.kind() == ErrorKind::QueueFull {
-            return self.breaker.learned_nothing(asked.ticket);
+            return self.breaker.learned_nothing(admission.ticket);
         }
-        self.count(error, asked.ticket);
+        self.count(error, admission.ticket);
         self.attend();
     }
 
@@ -374,12 +375,12 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                 StepProj::Primary {
                     mut answer,
                     mut deadline,
-                    asked,
+                    admission,
                     at,
                     check,
                 } => match answer.as_mut().poll(cx) {
-                    Poll::Ready(answer) => partition.judge(check, answer, asked.take()),
-                    Poll::Pending if asked.is_none() => return Poll::Pending,
+                    Poll::Ready(answer) => partition.judge(check, answer, admission.take()),
+                    Poll::Pending if admission.is_none() => return Poll::Pending,
                     Poll::Pending => {
                         if deadline.is_none() {
                             let after = partition.settings.deadline;
@@ -392,14 +393,14 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                         }
                         let late = partition.late(check.key());
                         if check.is_for_block() {
-                            if let Some(asked) = asked.take() {
-                                partition.failed(check, &late, asked);
+                            if let Some(admission) = admission.take() {
+                                partition.failed(check, &late, admission);
                             }
                             return Poll::Pending;
                         }
                         let is_withdrawn = partition.primary.backend().withdraw(answer);
                         let late = if is_withdrawn { late.not_sent() } else { late };
-                        partition.judge(check, Err(late), asked.take())
+                        partition.judge(check, Err(late), admission.take())
                     }
                 },
             };

@@ -302,13 +302,17 @@ impl<P: fmt::Debug, F: fmt::Debug> fmt::Debug for Fallback<P, F> {
             settings,
             ..
         } = &*self.partitions[0];
-        let mut partitions = self.partitions.iter();
-        let degraded = partitions.any(|partition| partition.breaker.is_open());
         f.debug_struct("Fallback")
             .field("primary", primary)
             .field("fallback", fallback)
             .field("settings", settings)
-            .field("degraded", &degraded)
+            .field(
+                "degraded",
+                &self
+                    .partitions
+                    .iter()
+                    .any(|partition| partition.breaker.is_open()),
+            )
             .finish_non_exhaustive()
     }
 }

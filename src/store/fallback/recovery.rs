@@ -1,7 +1,6 @@
 //! The recovery: a background task that probes the primary store, charges the accounts to it, and closes the breaker.
 //!
-//! The methods of [`Partition`] for this task are here, apart from those that decide a check, which needs only
-//! [`attend`](Partition::attend) of these.
+//! The methods of [`Partition`] for this task are here. A check needs none of them but [`attend`](Partition::attend).
 //!
 //! - **Reconciliation.** All accounts are charged, once, beginning with the callers that have used most of a limit, since
 //!   another instance might exceed the limit for these. An account counts a check as sent before it is sent: if the
@@ -39,7 +38,7 @@ use crate::util::{instant, jittered};
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 /// Reconciliations before the breaker closes.
 const ROUNDS: usize = 3;
-/// Pause before another check is sent after one that found the queue full.
+/// Pause after a check that found the queue full.
 const FULL: Duration = Duration::from_millis(2);
 
 /// The task. It ends when no work is left, or with the last clone of the store.
@@ -148,8 +147,8 @@ impl<P: Store, F: Store> Partition<P, F> {
             || self.abandoned.load(Ordering::Acquire)
     }
 
-    /// With a breaker that is not open: probes the store if it is in doubt, and reconciles the fallback's grants.
-    /// Returns `false` if the primary store fails again.
+    /// With a breaker that is not open: probes the store if the breaker is half-open or a check was abandoned, and
+    /// reconciles the fallback's grants. Returns `false` if the primary store fails again.
     async fn tend(&self) -> bool {
         if self.abandoned.swap(false, Ordering::AcqRel) || !self.breaker.is_closed() {
             if let Err(error) = self.ping().await {
