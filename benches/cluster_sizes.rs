@@ -26,7 +26,8 @@ const LIMIT: f64 = 100.0;
 
 /// Round trip from an instance to a server. All times are in microseconds.
 const ROUND_TRIP: f64 = 500.0;
-/// A server's time for a read and the reply to it, per script call, and per caller in it.
+/// A server's time for reading a batch and replying to it. Add [`CALL`] for each script call in the
+/// batch, and [`CHECK`] for each caller.
 const READ: f64 = 8.0;
 const CALL: f64 = 7.0;
 const CHECK: f64 = 2.2;
@@ -342,7 +343,8 @@ struct Refresher {
 }
 
 impl Refresher {
-    /// `changed` is whether the map has changed at a given time. A planned task covers all events until its query.
+    /// Plans a query after about `delay`, unless one is planned already, which covers this event too. `changed` returns
+    /// `true` if a query at this time finds another map.
     fn start(&mut self, rng: &mut Rng, now: f64, delay: f64, changed: impl Fn(f64) -> bool) {
         let gap = jitter(
             rng,
@@ -412,7 +414,7 @@ fn failover(size: Size, until: f64) -> (Vec<f64>, Vec<f64>) {
     (asks, tries)
 }
 
-/// Returns the maximum number of events in any slot of this length.
+/// Splits the time into intervals of this length, and returns the number of events in the busiest one.
 fn busiest(times: impl Iterator<Item = f64>, length: f64) -> usize {
     let mut slots: HashMap<u64, usize> = HashMap::new();
     times.for_each(|at| *slots.entry((at / length) as u64).or_default() += 1);

@@ -36,7 +36,7 @@ use tower_redis_ratelimit::{Key, Policies, Policy, Quota, RedisStore, Strategy, 
 const ROUNDS: (usize, Duration) = (5, Duration::from_secs(1));
 const QUICK: (usize, Duration) = (1, Duration::from_millis(100));
 
-/// Instances, and requests at a time of each.
+/// Number of instances, and of concurrent requests of each.
 #[derive(Clone, Copy)]
 struct Fleet(usize, usize);
 

@@ -266,7 +266,7 @@ struct Report {
     series: Series,
     at: Vec<u64>,
     sites: Vec<Site>,
-    /// Per value, one measure per round.
+    /// For each value in `at`, one measure per round.
     measures: Vec<Vec<Measure>>,
 }
 
@@ -297,7 +297,7 @@ impl Report {
                 .iter()
                 .zip(&self.measures[0])
                 .map(|(m, first)| m.per_second / first.per_second);
-            // With fewer callers, connection buffers would dominate.
+            // With fewer callers, most of the memory is connection buffers.
             let bytes = if site.point.callers < 10_000 {
                 "-".to_owned()
             } else {

@@ -51,7 +51,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let policies = Policies::new([tokens_a_minute, Policy::in_flight("streams", streams)?])?;
     let by_user = by_extension(|user: &User| Key::new(&user.0));
     let layer = RateLimitLayer::new(AnyStore::from_env("REDIS_URL")?, by_user, policies);
-    // The cost is in the body. A layer takes 1 before that by default, which a denied request keeps.
+    // Take nothing before the body is read, since the cost depends on it. By default the layer takes 1, which a
+    // request would keep if `reserve` denies it.
     let app = Router::new()
         .route("/chat", post(chat))
         .layer(layer.cost(|_| 0).until_body_end())

@@ -41,7 +41,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
         Policy::new("login", Strategy::SlidingLog, quota)?,
     );
     let by_address = Policy::new("login-address", Strategy::SlidingLog, of_address)?;
-    // An attempt that the user's limit denies counts too.
+    // The limit of the address also counts attempts that the user's limit denies.
     let by_address = RateLimitLayer::new(store, PeerIp, by_address).settle(|response| {
         if response.status == StatusCode::OK {
             Settlement::Refund

@@ -6,16 +6,16 @@
 --          call            number of policies; number of plans; the time in microseconds since the Unix epoch, for
 --                          tests, or 0 for Redis's own time
 --          policies        each: strategy, and the four numbers that the strategy's `policy` function takes
---          plans           each: mode; cost; one number whose meaning depends on the mode; the numbers of its policies,
---                          counted from 1. The number in the middle is
---                            of a take ahead, the microseconds within which the turn must be due;
---                            of a refund, -1 if it refunds a turn that was taken ahead;
---                            if negative, minus the microseconds within which the debt of a charge must refill;
---                            otherwise the microseconds for which the answer is remembered under the check's id, or 0
---                            if the check has no id.
---                          A refund has then a description of the charge that it refunds a part of: its cost; its
---                          minimum age in microseconds; the time that its answer reported, or 0; and for each policy
---                          the `reset` that its answer reported
+--          plans           each: mode; cost; a number that depends on the mode; the numbers of its policies, counted
+--                          from 1. The number after the cost is
+--                            for a take ahead, the maximum wait in microseconds until its turn, when the cost fits;
+--                            for a refund of a turn, -1;
+--                            for a charge whose debt must refill in time, minus that time in microseconds;
+--                            for any other check, the microseconds for which its answer is remembered under its id, or 0
+--                            without an id.
+--                          The plan of a refund ends with the charge that it refunds, in full or in part: its cost; its
+--                          minimum age in microseconds; its time as in its answer, or 0; and for each policy the `reset`
+--                          of that answer
 --          runs            the other arguments, each: the number of a plan, counted from 1; the number of consecutive
 --                          entries of this plan; the number of checks of each entry. Equal takes of one caller share an
 --                          entry, so that no key occurs twice in a run of takes. Under a policy of requests in flight,
@@ -29,9 +29,9 @@
 --        After the numbers of an entry with an id: the time of its charge in microseconds, which is that of the first
 --        answer if this one repeats it. At the end of the reply: the time of the call in microseconds
 --
--- Each check may fail separately. A denied check and a peek write nothing, with two exceptions. A denial, too, corrects
--- a state of the future, which another clock has left; otherwise its caller could stay locked out. And expired slots
--- are removed.
+-- Each check may fail separately. A denied check and a peek write nothing, with two exceptions. Both remove expired
+-- slots. A denied check also saves a state whose time is in the future, since another clock has written it, with the
+-- current time: otherwise its caller could stay locked out.
 --
 -- Redis runs the whole script for each call, so the most frequent call has a separate script (takes.lua). This script
 -- creates the functions of a strategy only if a policy uses it, and those for rarer checks only if a check needs them.

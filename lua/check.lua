@@ -154,8 +154,8 @@ if not only_runs then
     return policy.strategy.wait(policy, KEYS[key_at + i], now, cost, a[i], b[i], c[i]) <= most
   end
 
-  -- Computes the need and the grant of a policy alone. Returns the most that the other policies may grant; negative if
-  -- the policy denies the check.
+  -- Computes the need and the grant of a policy alone. Returns the maximum that each policy may grant; negative if this
+  -- policy denies the check.
   local function preview(plan, i)
     local policy, mode, cost, room = plan[i], plan.mode, plan.cost, rooms[i]
     local capacity, most = policy.capacity, math.huge

@@ -11,7 +11,7 @@
 --       the first charge starts a window; the width of a cell
 --   load(policy, key, now, value)
 --       the state at `now`: up to three values, then whether it must be saved even if nothing is charged,
---       because it is from the future. `value` is the string under the key, or nil
+--       because its stored time is later than `now`. `value` is the string under the key, or nil
 --   room(policy, now, ...)
 --       the largest cost that would pass now; negative in debt
 --   wait(policy, key, now, cost, ...)
@@ -19,8 +19,8 @@
 --   charge(policy, key, now, cost, ...)
 --       the state after charging a cost
 --   refund(policy, key, now, cost, of, ...)
---       the refunded part of a cost, rounded up, and the new state. `of` describes the charge that the cost
---       is a part of: its cost, its age, and the reset at that time
+--       the refunded units, where a part of a unit counts as one, and the new state. The cost is a part of
+--       the charge that `of` describes: its cost; its age; the `reset` of its answer; whether it is a turn
 --   reset(policy, now, ...)
 --       microseconds until the state equals a fresh one
 --   save(policy, key, now, at, cost, ...)
@@ -155,7 +155,7 @@ local function expiry(at)
   return last_text
 end
 
--- A state may end with its key's expiry in milliseconds, without the upper bytes. If that expiry is
+-- A state may end with its key's expiry in milliseconds, modulo WRAP. If that expiry is
 -- late enough, the next state is written in place, which keeps the expiry and costs a third as
 -- much. To make this more frequent, the key of a returning caller expires later than needed.
 --

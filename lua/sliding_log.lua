@@ -78,7 +78,8 @@ local function set_cells(log, cells)
   log.raw, log.cells = nil, cells
 end
 
--- Returns the stored block of a number, counted from 1. Replaces an invalid block with an empty one.
+-- Returns the stored block with this number, counted from 1. Instead of an invalid block, uses a
+-- charge of 0 and marks the log as foreign, so that `save` replaces the list.
 local function stored(key, log, number)
   local place = place_of(log, number)
   local block = log[place] or (try('LRANGE', key, place, place) or {})[1]
@@ -89,7 +90,7 @@ local function stored(key, log, number)
   return block
 end
 
--- Returns a block without the cells to skip.
+-- Returns a block; the first one without the `log.cut` cells to skip.
 local function block_of(key, log, number)
   local block = stored(key, log, number)
   return number == 1 and sub(block, 1 + CELL_LENGTH * log.cut) or block
@@ -272,7 +273,7 @@ local function refund(policy, key, now, cost, of, sum, log, newest)
     local block = block_of(key, log, number)
     start = start + sum_to(block, before(block, is_later))
   end
-  -- Remove `cost` units after the first `start` units.
+  -- Remove `cost` units after the first `start` units, or the last `cost` units if fewer follow.
   start = min(start, left)
   local first = below(cells, start + 1)
   if first >= last then

@@ -295,8 +295,8 @@ impl StoreError {
         )
     }
 
-    /// Returns the more useful of two errors: rather a mistake that the user can fix than an
-    /// unreachable server.
+    /// Returns the more useful of two errors: `other` if this one is an unreachable server or a
+    /// timeout, since `other` may be a mistake that the user can fix.
     #[must_use]
     pub(crate) fn or_telling(self, other: Self) -> Self {
         if matches!(self.kind, ErrorKind::Unreachable | ErrorKind::Timeout) {
@@ -387,7 +387,7 @@ mod tests {
         assert_eq!(missing.collect::<Vec<_>>(), []);
     }
 
-    /// A store outside of this crate may use another server than Redis.
+    /// Stores of other crates use these kinds too, and may have another server than Redis.
     #[test]
     fn general_errors_do_not_mention_redis() {
         let of_redis = ErrorKind::ALL

@@ -35,7 +35,7 @@ use crate::meter::{Amount, Measure, load};
 use crate::redis_cell;
 use crate::support::{self, RedisServer};
 
-/// Number of callers in cases with many.
+/// Number of callers of the [`Load`]s with many callers.
 pub const MANY: u32 = 100_000;
 pub const CONCURRENCY: [u64; 4] = [1, 64, 256, 1024];
 
@@ -78,7 +78,7 @@ pub enum What {
     Governor(Load, Fields),
     /// An axum service over HTTP, under some layer.
     Http(Layers),
-    /// A cluster, or a case that it is compared with.
+    /// `RedisStore` on a cluster, or one of the cases that are compared with it.
     Beside(Side),
 }
 

@@ -49,7 +49,7 @@ impl ProvideRule<Request<()>> for ByHeader {
     }
 }
 
-/// A package that depends only on the module.
+/// A package whose only dependency is the module, so that Cargo downloads and builds it.
 const MANIFEST: &str = r#"
 [package]
 name = "module"

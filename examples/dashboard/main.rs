@@ -125,7 +125,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let mut terminated = tokio::signal::unix::signal(SignalKind::terminate())?;
     tokio::select! {
         ended = axum::serve(listener, app) => Ok(ended?),
-        // Return, so that Redis is stopped too, even while it is frozen.
+        // Return from `main`, which drops `Redis` and so kills the server, even a frozen one.
         stopped = tokio::signal::ctrl_c() => Ok(stopped?),
         _ = terminated.recv() => Ok(()),
     }

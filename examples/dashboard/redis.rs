@@ -48,7 +48,7 @@ impl Redis {
         while TcpStream::connect(("127.0.0.1", port)).is_err() {
             if redis.state() == State::Stopped {
                 return Err(io::Error::other(
-                    "redis-server ends at once: start it by hand to see why",
+                    "redis-server ended immediately: start it by hand to see why",
                 ));
             }
             std::thread::sleep(Duration::from_millis(10));
@@ -86,7 +86,11 @@ impl Redis {
                 self.signal("-CONT")?;
                 State::Running
             }
-            _ => return Err(io::Error::other("Redis is in another state")),
+            _ => {
+                return Err(io::Error::other(
+                    "Redis is in another state: reload the page",
+                ));
+            }
         };
         Ok(())
     }

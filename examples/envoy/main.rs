@@ -1,8 +1,8 @@
 //! `cargo run --example envoy --features envoy`
 //!
 //! A rate limit service for Envoy and Istio, by their protocol v3, which reads the files of Envoy's own service. Changed
-//! limits apply within two seconds, once the files rest for one. See `README.md`. It has no header timeout, which
-//! HTTP/2 does not support: let only Envoys reach its port.
+//! limits apply within two seconds, once no file has changed for one second. See `README.md`. The service has no header
+//! timeout, which HTTP/2 does not support: let only Envoys reach its port.
 //!
 //! Settings by the environment: `CONFIG` (`examples/envoy/config`), a directory of YAML files; and as YAML, `LISTEN`
 //! (`127.0.0.1:8081`), `HEADERS` for clients (`draft-11`), and `STORE` to share the counts among instances:

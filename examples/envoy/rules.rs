@@ -169,7 +169,9 @@ impl Domains {
         }
         let rules = Rules::new(descriptors, &domain)?;
         match self.0.insert(domain.clone(), rules) {
-            Some(_) => Err(format!("the domain {domain:?} is in another file too")),
+            Some(_) => Err(format!(
+                "the domain {domain:?} is in another file too: use one file for each domain"
+            )),
             None => Ok(()),
         }
     }

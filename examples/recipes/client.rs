@@ -26,7 +26,7 @@ async fn calls_keep_to_the_limit() -> Result<(), Box<dyn std::error::Error + Sen
     let url = format!("http://{}/", listener.local_addr()?);
     let server = Router::new().route("/", get(|| async { "hello" }));
     tokio::spawn(async move { axum::serve(listener, server).await });
-    // The third one's turn would be in half a minute.
+    // The third call would wait for 30 s, longer than the maximum of 5 s.
     for passes in [true, true, false] {
         match client
             .clone()

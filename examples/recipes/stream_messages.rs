@@ -36,7 +36,7 @@ async fn each_message_is_counted() -> Result<(), Box<dyn std::error::Error>> {
             Policy::new("messages", Strategy::Gcra, quota)?,
         ))
     };
-    // In a method, it is a `tonic::Streaming`.
+    // In a method of a tonic service, this stream is a `tonic::Streaming`.
     let messages = || stream::iter(["a", "b", "c"].map(Ok::<_, Status>));
     let (user, start) = (Key::new("user-42"), Instant::now());
 

@@ -603,7 +603,7 @@ async fn limits_are_ready_and_in_metrics() {
     assert_eq!(limits(), [others[0], &changed, others[1]]);
 }
 
-/// A signal ends the service when the requests in flight are answered.
+/// After SIGTERM, the service ends once it has replied to the requests in flight.
 #[tokio::test]
 async fn a_shutdown_answers_requests_in_flight() {
     let redis = RedisServer::start();

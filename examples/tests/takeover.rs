@@ -66,7 +66,7 @@ async fn remaining(limiter: &Limiter<RedisStore>, caller: &str) -> u32 {
     limiter.peek(Key::new(caller), 1).await.unwrap().remaining()
 }
 
-/// Number of twenty requests that redis_rate allows, by Redis's time.
+/// Sends requests to redis_rate. Returns the number of allowed ones.
 async fn redis_rate(redis: &mut MultiplexedConnection, caller: &str, requests: u32) -> u32 {
     let mut passed = 0;
     for _ in 0..requests {

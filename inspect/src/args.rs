@@ -85,7 +85,7 @@ impl Args {
 /// Parses `name quota` or `name strategy quota`.
 fn policy(text: &str) -> Result<Policy, String> {
     let (name, rest) = text.trim().split_once(' ').unwrap_or((text, ""));
-    // A strategy may contain a number, but none of its words begins with a digit.
+    // The quota is the first word that begins with a digit. A strategy has digits only within words.
     let mut digits = rest
         .match_indices(|c: char| c.is_ascii_digit())
         .map(|(at, _)| at);

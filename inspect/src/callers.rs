@@ -5,7 +5,7 @@ use serde::de::value::{Error as Invalid, StrDeserializer};
 use tower_redis_ratelimit::Key;
 use tower_redis_ratelimit::extract::HeaderKey;
 
-/// The end of a key that is counted in a dry run beside the caller's own.
+/// Suffix of the key under which a dry run counts a caller.
 const DRY_RUN: &str = ",~try";
 
 /// A caller as an operator writes it.
@@ -17,7 +17,7 @@ pub(crate) struct Wanted {
 
 pub(crate) enum Of {
     Key(Key),
-    /// The value of a header, which is counted by its hash or readable.
+    /// The two possible keys of a header's value: its hash, and the readable value.
     Header([Key; 2]),
     /// The digits in the log.
     Log(String),
@@ -46,7 +46,7 @@ impl Wanted {
         Ok(Self { text, of })
     }
 
-    /// The keys that this caller may have. `None` if only the digits of the log are known.
+    /// Returns the keys under which this caller may be counted. `None` if only the digits in the log are known.
     pub(crate) fn keys(&self) -> Option<&[Key]> {
         match &self.of {
             Of::Key(key) => Some(std::slice::from_ref(key)),
@@ -55,7 +55,7 @@ impl Wanted {
         }
     }
 
-    /// Returns `true` if a key in Redis is this caller's, also in a dry run.
+    /// Returns `true` if a key in Redis is this caller's own, or its key of a dry run.
     pub(crate) fn is(&self, key: &Key) -> bool {
         let (caller, _) = caller(key);
         match &self.of {

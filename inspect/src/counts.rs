@@ -22,9 +22,9 @@ const TOGETHER: usize = 128;
 
 pub(crate) struct Counts {
     store: RedisStore,
-    /// The policies of the arguments, or of the settings.
+    /// The policies of `--policy` or, without it, of the settings.
     policies: Vec<Policy>,
-    /// Whether counts under other policies are left out.
+    /// Whether to skip counts under other policies.
     only: bool,
     number: usize,
     json: bool,
@@ -68,7 +68,7 @@ impl Counts {
         let mut config = settings.store.unwrap_or_default();
         if config.kind == StoreKind::Local && args.url.is_none() {
             return Err(
-                "the service counts in its process (`kind = \"local\"`): there is nothing in Redis"
+                "the service counts in its process (`kind = \"local\"`), not in Redis: use --url to read another server"
                     .into(),
             );
         }
@@ -206,7 +206,7 @@ impl Counts {
         })
     }
 
-    /// Passes the wanted counts to `add`, step by step. The result has no rows.
+    /// Queries the wanted counts, and passes their rows to `add` in chunks. The result has no rows itself.
     async fn scan(
         &self,
         wanted: impl Fn(&StoredCount) -> bool,
@@ -368,6 +368,6 @@ fn strategy(policy: &Policy) -> String {
 fn connect(config: &StoreConfig) -> Result<RedisStore, Box<dyn Error>> {
     match AnyStore::from_config(config)? {
         AnyStore::Redis(store) => Ok(store),
-        _ => Err("the settings name no Redis".into()),
+        _ => Err("the settings name no Redis: use --url".into()),
     }
 }

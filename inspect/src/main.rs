@@ -42,7 +42,7 @@ The keys of buckets contain their quota. Those of windows, logs and requests in 
 async fn main() -> ExitCode {
     let printed = run().await;
     let mut output = io::stdout();
-    // A reader such as `head` may have enough before the end.
+    // Ignore errors of writing: a reader such as `head` may close the pipe early.
     let _ = match &printed {
         Ok(text) => output.write_all(text.as_bytes()),
         Err(error) => report(&**error),

@@ -9,7 +9,7 @@ use serde_json::Value;
 use tower_redis_ratelimit::Policy;
 use tower_redis_ratelimit::store::StoreConfig;
 
-/// What a file of settings says about limits, wherever in the file.
+/// The store and the policies in a settings file, at any depth.
 #[derive(Default)]
 pub(crate) struct Settings {
     pub(crate) store: Option<StoreConfig>,
@@ -17,7 +17,7 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    /// Reads a file in TOML, YAML or JSON, by its name.
+    /// Reads a file in YAML or JSON, if it has that extension, or in TOML.
     pub(crate) fn read(file: &Path) -> Result<Self, Box<dyn Error>> {
         let named = |error: &dyn Error| format!("{}: {error}", file.display());
         let text = fs::read_to_string(file).map_err(|error| named(&error))?;

@@ -163,7 +163,7 @@ async fn inspect(service: &Service) {
         .await;
     service.take(Key::new("user-7"), &daily(), 3).await;
 
-    // Nothing is typed but the name of the command.
+    // The settings file has the server and the policies, so the command needs no other argument.
     let limited = service.inspect(&["limited"]);
     let lines: Vec<&str> = limited.lines().collect();
     assert_eq!(lines.len(), 3, "{limited}");
@@ -181,7 +181,7 @@ async fn inspect(service: &Service) {
     );
     assert_eq!(lines[2], "2 of 63 counts deny the next request");
 
-    // The quota of a bucket is in its key, that of a window is not.
+    // The key of a bucket contains its quota. The limit of the window is unknown without the settings.
     let limited = service.without_settings(&["limited"]);
     assert!(
         limited.contains("1 of 62 counts deny the next request\n"),

@@ -32,7 +32,7 @@ impl TaskOwner {
         let Some(right) = self.begin() else { return };
         let here = Handle::try_current().ok();
         if let Some(runtime) = here.as_ref().or(home) {
-            // A runtime that has shut down drops the task immediately, and with it the permission.
+            // A runtime that has shut down drops the task and its permission immediately.
             drop(runtime.spawn(task(right)));
         }
     }
@@ -45,7 +45,8 @@ impl TaskOwner {
 
     /// Returns the permission to run, or `None` if a task is running.
     pub(super) fn begin(&self) -> Option<Task> {
-        // Each swap reads the previous one. So an ending task sees all work that was published before a failed call.
+        // Swap even while a task is running: the swap in `Task::drop` reads this value, so the ending task sees the
+        // work that was published before this call.
         let is_running = self.0.swap(true, Ordering::AcqRel);
         (!is_running).then(|| Task(Arc::clone(&self.0)))
     }

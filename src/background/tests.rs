@@ -22,7 +22,7 @@ mod sync {
     pub(super) use loom::sync::atomic::{AtomicBool, Ordering};
 }
 
-/// The end of the task that a thread starts.
+/// How the task that a thread starts ends.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Fate {
     Ends,

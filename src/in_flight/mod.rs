@@ -111,7 +111,7 @@ impl Slot {
         let slots = &mut *lock(&self.tracker.0.slots);
         match answer {
             Ok(decision) if decision.is_allowed() => slots.pass(self.id, decision.is_unsure()),
-            // The shared store may have granted it: it is released as an unanswered one.
+            // The shared store may have granted the slot: keep the entry, so that `drop` releases it.
             Ok(decision) if decision.is_unsure() => {}
             Ok(_) => drop(slots.each.remove(&self.id)),
             Err(error) => {
@@ -122,7 +122,8 @@ impl Slot {
         }
     }
 
-    /// Keeps the slot of a request that is admitted after an error. The next renewal takes it.
+    /// Keeps the slot of a request that is admitted after an error. The next renewal takes the slot in
+    /// the store.
     pub(crate) fn passed(self) -> Self {
         lock(&self.tracker.0.slots).pass(self.id, true);
         self
@@ -158,7 +159,8 @@ impl Drop for Slot {
 }
 
 impl Slots {
-    /// Starts renewing a slot. If it `stays` unsure, its reply is still missing.
+    /// Starts renewing a slot, unless it is renewed already. `stays` is `true` if the store's reply to
+    /// its take or renewal is still missing.
     fn pass(&mut self, id: SlotId, stays: bool) {
         let Some(entry) = self.each.get_mut(&id) else {
             return;

@@ -229,7 +229,7 @@ async fn requests_dropped_before_the_answer_are_released() {
             .is_err()
     );
     assert_eq!(store.counted(ann), 2);
-    // The release is sent immediately, not only with the next renewal.
+    // The release does not wait for the next renewal.
     timeout(
         Duration::from_secs(1),
         until("it counts one", || store.counted(ann) == 1),
@@ -256,7 +256,8 @@ async fn a_take_overtaken_by_its_release_is_released() {
     .expect("soon");
 }
 
-/// Like a take whose release arrives first.
+/// The release reaches the store before a renewal whose reply was lost. The repeated release frees
+/// the slot that this renewal takes again.
 #[tokio::test(start_paused = true)]
 async fn a_renewal_overtaken_by_its_release_is_released() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
@@ -331,7 +332,7 @@ async fn lost_slots_return_within_a_third_of_their_ttl() {
     for key in [ann, bob] {
         let _ = now(&store.there, Check::reset(key, &policies()));
     }
-    // A take after the loss does not hide it.
+    // A new slot of the same caller must not prevent the return of the lost one.
     let _third = request(&store, &slots, bob).await;
     assert_eq!((store.counted(ann), store.counted(bob)), (0, 1));
     sleep(TTL / 3 + Duration::from_secs(1)).await;
@@ -380,8 +381,7 @@ async fn nothing_stays_counted_whatever_happens() {
     }
 }
 
-/// While the store is reachable, and only cancelled requests lose their replies, the limit is never
-/// exceeded.
+/// The store is reachable, and only clients that cancel a request miss its reply.
 #[tokio::test(start_paused = true)]
 async fn cancellations_never_let_requests_exceed_the_limit() {
     assert_eq!(
@@ -445,7 +445,8 @@ async fn most_in_flight(way: fn() -> Duration, clients: u32, hasty: f64) -> usiz
     most.load(Ordering::SeqCst)
 }
 
-/// Requests start and end all the time, without a pause.
+/// The clients need more slots than there are. Slots of cancelled requests must be released in the
+/// meantime, and not only after the flood.
 #[tokio::test(start_paused = true)]
 async fn a_cancelled_request_frees_capacity_under_flood() {
     fastrand::seed(7);
@@ -594,7 +595,7 @@ fn renewals_move_to_another_runtime() {
     });
 }
 
-/// As while a configuration changes, or with tiers of different TTLs.
+/// Both TTLs are in use while a configuration changes, or with tiers of different TTLs.
 #[tokio::test(start_paused = true)]
 async fn slots_of_two_ttls_are_kept() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
@@ -666,7 +667,7 @@ async fn an_observer_that_panics_ends_no_renewals() {
     assert_eq!(least, 1);
 }
 
-/// Drops what it keeps when it is notified of a failure.
+/// An observer that drops a reservation when it is notified of a failure.
 #[derive(Clone, Default)]
 struct Drops(Arc<Mutex<Option<Reservation>>>);
 

@@ -12,7 +12,8 @@ pub(super) struct Block {
     /// The store's decision on the charge of the block.
     pub(super) decision: Decision,
     pub(super) left: u32,
-    /// The charge, less refunds of decisions that may have been granted from it. Never below `left`.
+    /// The charge minus all refunds to the caller since, which may be of grants from this block. At
+    /// least `left`.
     charged: u32,
     /// Time at which the request for the block was sent, which is before the store charged it.
     asked_at: Instant,

@@ -171,8 +171,8 @@ impl Caller {
         }
         let last = self.blocks.last().filter(|_| self.slow >= SLOW)?;
         Some(format!(
-            "the policy {:?} is leased for {:?}, and a block took {trip:.1?} to arrive, {SLOW} times in a row more \
-             than a quarter of that: lease it for at least {:.1?}, or remove the lease{SHORT_LEASE}",
+            "the lease of policy {:?} for {:?} is too short, since the last {SLOW} blocks took more than a quarter of \
+             that time to arrive, the latest {trip:.1?}: lease it for at least {:.1?}, or remove the lease{SHORT_LEASE}",
             last.decision.policies().as_slice()[0].name(),
             self.lease,
             trip * 4

@@ -58,7 +58,8 @@ use crate::store::{Answer, Backend, Hooks, Share, Store, Waiters, Withdraw};
 ///
 /// A caller is busy if its last 8 checks came within the lease time. Its expected demand for half a lease time is then
 /// charged as one block, off the request path, and its [takes](Check::take) are answered from the block immediately.
-/// When a quarter is left, the next block is charged. The shared store decides a check that no block covers.
+/// When a quarter is left, the next block is charged; earlier if the shared store is slow, at up to three quarters.
+/// The shared store decides a check that no block covers.
 ///
 /// - **Strict.** A block is spent within 7/8 of the lease time after its request, and before its window ends. The page
 ///   [`leases`](crate::guide::leases) shows why this never exceeds the quota.

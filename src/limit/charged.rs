@@ -20,8 +20,10 @@ pub(crate) struct Charged {
 /// Where a charge was made: its refund goes there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ChargedAt {
-    /// In the store itself, or in the primary store of a fallback, at this time by its clock in microseconds; 0 for an unknown time. Redis uses the greater of
-    /// this age and [`Charged::age`]: the refund may take long to arrive, and another server may have another clock.
+    /// In the store itself, or in the primary store of a fallback, at this time by its clock in
+    /// microseconds; 0 if the time is unknown. From this time Redis computes the age again, and
+    /// uses the greater of that and [`Charged::age`]: the refund may arrive late, and another
+    /// server may have another clock. For a turn it uses the computed age.
     Redis(i64),
     /// In the fallback, at this time by the clock of this process in microseconds.
     Local(i64),

@@ -43,8 +43,8 @@ use super::{
 pub struct Counts {
     /// The state and its expiry in microseconds, by the name, strategy and span of the policy.
     states: BTreeMap<Box<str>, (State, i64)>,
-    /// Decisions on checks with an id, with their expiry in microseconds. The key consists of those
-    /// of the policies, and the id.
+    /// Decisions on checks with an id, with their expiry in microseconds, by the policies' keys in
+    /// `states` and the id.
     answers: BTreeMap<Box<[u8]>, (Answered, i64)>,
 }
 

@@ -209,7 +209,7 @@ impl Policies {
         self.0.split.is_none() || !policy.is_in_flight()
     }
 
-    /// Returns the policies that these are an instance's share of, or these.
+    /// Returns the undivided policies if these are an instance's share, otherwise the same list.
     pub(crate) fn whole(&self) -> Self {
         match self
             .iter()

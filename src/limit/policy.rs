@@ -526,7 +526,7 @@ mod tests {
             (Strategy::SlidingCounter, "999/1100ms"),
             (Strategy::FixedWindow(Default::default()), "999/s"),
         ] {
-            // 99.9 refill in a tenth of a second.
+            // 99.9 units refill in 100 ms, so the burst is lowered by 100.
             assert_eq!(
                 leased(strategy, "999/s", 100).unwrap(),
                 quota,

@@ -77,7 +77,7 @@ impl<'a> SecondKey<'a> {
     }
 }
 
-/// The server is misconfigured, so a layer cannot count correctly.
+/// Rate limiting is misconfigured, so requests are not counted as intended.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Misconfigured<'a> {
@@ -153,18 +153,18 @@ impl Reconciled {
     }
 }
 
-/// A block of a [`Leased`](crate::Leased) store has ended: nothing more is spent from it. All
-/// numbers are units of cost.
+/// A block of a [`Leased`](crate::Leased) store has ended: nothing more is spent from it. If Redis
+/// did not reply to the request for a block, only [`lost`](Self::lost) is above 0. All numbers are
+/// units of cost.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Leased {
     /// The cost charged in advance.
     pub charged: u64,
-    /// The part that is refunded before it expires: because the store shuts down, or to make room
-    /// for other blocks.
+    /// The part that is refunded before it expires, because the store was shut down or dropped.
     pub refunded: u64,
-    /// The part that expired before it was spent, or that a reset cleared. If a part of it still
-    /// counts, that is refunded.
+    /// The part that expired unspent, or that a reset cleared. An expired part is refunded as far
+    /// as it still counts in the shared store.
     pub expired: u64,
     /// The cost that may have been charged in advance and is lost because Redis did not reply: an
     /// upper bound.

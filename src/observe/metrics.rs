@@ -170,7 +170,7 @@ impl MetricsObserver {
         describe_counter!(
             "ratelimit_misconfigured_total",
             Unit::Count,
-            "Reports of a misconfigured server, by code. The log names the problem."
+            "Reports that rate limiting is misconfigured, by code. The log names the problem."
         );
         for (name, description) in COUNTERS {
             describe_counter!(name, Unit::Count, description);

@@ -39,7 +39,7 @@ pub(crate) use self::unobserved::or_log;
 ///
 /// Every method does nothing by default. Methods are called on the request path or on a task of the
 /// store, so they must not block. A panic in an event of a layer fails the request; a panic in an
-/// event of a [`Fallback`](crate::Fallback) only loses that event.
+/// event of a store only loses that event.
 ///
 /// ```
 /// use tower_redis_ratelimit::observe::{Observer, event};
@@ -74,7 +74,7 @@ pub trait Observer: Send + Sync + 'static {
         let _ = event;
     }
 
-    /// The server is misconfigured. Either a layer can count no request, and every HTTP request
+    /// Rate limiting is misconfigured. Either a layer can count no request, and every HTTP request
     /// gets a 500. Or a layer skips a policy that it cannot enforce, a request was charged twice, a
     /// policy is leased without effect, or the Redis user lacks a right. Each layer and store
     /// reports this at most once a minute.
@@ -99,8 +99,8 @@ pub trait Observer: Send + Sync + 'static {
         let _ = event;
     }
 
-    /// A block of a [`Leased`](crate::Leased) store has ended: it is spent, or its rest is
-    /// refunded.
+    /// A block of a [`Leased`](crate::Leased) store has ended: it is spent, expired, refunded or
+    /// reset. Also reported if Redis did not reply to a request for a block.
     fn leased(&self, event: &event::Leased) {
         let _ = event;
     }

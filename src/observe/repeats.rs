@@ -116,7 +116,8 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
 }
 
 impl<K: Eq + Hash, S: Clone> Minute<K, S> {
-    /// Begins the next minute if this one has ended, with the subjects that occurred in it. Returns the others.
+    /// If this minute has ended, makes its counts due and begins the next one. Removes and returns
+    /// the subjects that did not occur again since their last report.
     fn end(&mut self, now: Instant) -> Vec<Count<S>> {
         if now < self.ends {
             return Vec::new();

@@ -16,7 +16,7 @@ use crate::limit::{Key, Policy};
 /// |---|---|---|
 /// | a denial: `policy`, `caller`, `denied`, `dry_run` | info | immediately, then once a minute per caller and policy |
 /// | a failed check: `kind`, `error`, `failed` | warn | immediately, then once a minute per kind |
-/// | the server is [misconfigured](Observer::misconfigured) | error | once a minute per layer |
+/// | rate limiting is [misconfigured](Observer::misconfigured) | error | once a minute per layer |
 /// | a [`Fallback`](crate::Fallback) decides locally | warn | each time |
 /// | a [`Fallback`](crate::Fallback) has recovered or reconciled | info | each time |
 /// | every decision, failure and call, in full | trace | each time |
@@ -274,9 +274,9 @@ impl Observer for TracingObserver {
 
 impl Log {
     fn new(callers: NonZeroUsize) -> Arc<Self> {
-        // More than there are kinds of errors.
         Arc::new(Self {
             denials: Repeats::new(callers.get()),
+            // More than the number of error kinds: every kind is listed.
             failures: Repeats::new(64),
         })
     }

@@ -43,7 +43,7 @@ impl Observer for Unobserved {
             Some(log) => log.misconfigured(event),
             None => print_once(
                 &PRINTED,
-                format_args!("the server is misconfigured: {}", event.problem),
+                format_args!("rate limiting is misconfigured: {}", event.problem),
             ),
         }
     }
@@ -86,7 +86,7 @@ impl Observer for Unobserved {
 fn print_once(printed: &Once, problem: fmt::Arguments<'_>) {
     if cfg!(debug_assertions) {
         printed.call_once(|| {
-                        // `eprintln!` would panic if standard error is closed.
+            // `eprintln!` would panic if standard error is closed.
             let _ = writeln!(
                 std::io::stderr(),
                 "tower-redis-ratelimit: {problem}\n\

@@ -88,12 +88,14 @@ impl Account {
         let _ = self.outer.set(outer);
     }
 
-    /// Announces the cost that a dry run will reserve.
+    /// Sets the reserved cost when a dry run sends its check. The grant is [added](Self::add) after
+    /// the reply.
     pub(crate) fn reserves(&self, cost: u32) {
         self.reserved.store(cost, Relaxed);
     }
 
-    /// Adds the reservation of a dry run.
+    /// Adds the reservation and the slot of a dry run or a shadow. If the head of the response has
+    /// already determined the cost, settles the reservation.
     pub(crate) fn add(&self, reserved: Reserved, slot: Option<Slot>) {
         let cost = {
             let mut state = lock(&self.state);
@@ -144,7 +146,7 @@ impl Account {
             .take_more(units)
     }
 
-    /// Adds the grant of that check.
+    /// Adds the grant of a check by [`check_extra`](Self::check_extra).
     pub(super) fn add_extra(&self, reserved: Reserved) {
         let units = reserved.cost();
         let settlement = {

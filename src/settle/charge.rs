@@ -147,7 +147,7 @@ impl Charge {
     }
 
     /// Returns the reserved cost: the request's [initial cost](crate::RateLimitLayer::cost) plus
-    /// [additions](Self::reserve). 0 if it is not counted.
+    /// [additions](Self::reserve). 0 if the request is not counted.
     pub fn reserved(&self) -> u32 {
         self.account.reserved()
     }

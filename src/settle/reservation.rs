@@ -62,8 +62,8 @@ impl Reservation {
         &self.decision
     }
 
-    /// Adds to the cost when the reservation is dropped. If neither this nor [`set`](Self::set) is
-    /// called, that cost is 0.
+    /// Adds to the cost that is charged when the reservation is dropped. If neither this nor
+    /// [`set`](Self::set) is called, that cost is 0.
     ///
     /// So the counted cost is charged even if a stream is disconnected or a job is aborted:
     ///
@@ -88,7 +88,8 @@ impl Reservation {
             .count(|counted| counted.saturating_add(units.into()));
     }
 
-    /// Replaces the cost when the reservation is dropped.
+    /// Sets the cost that is charged when the reservation is dropped. Replaces earlier
+    /// [additions](Self::add).
     pub fn set(&self, units: u32) {
         self.account.count(|_| units.into());
     }
@@ -107,7 +108,8 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        // Otherwise the account settles with the counted cost, or is already settled.
+        // A counted cost is charged when the account is dropped. After `settle` or `keep`, nothing
+        // is left to refund.
         if self.account.counted().is_none() {
             self.account.settle(Settlement::Refund);
         }
@@ -138,7 +140,7 @@ impl fmt::Display for ReserveError {
     }
 }
 
-/// Shows the text of the cause.
+/// The error displays like its cause, so its source is that of the cause.
 impl std::error::Error for ReserveError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {

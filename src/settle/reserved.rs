@@ -11,7 +11,8 @@ pub(crate) struct Reserved {
     pub(crate) decision: Decision,
     key: Key,
     cost: u32,
-    /// When the check was sent, or earlier.
+    /// Time at which the check was sent, or an earlier time. A refund computes the charge's age
+    /// from it; a greater age refunds less.
     since: Instant,
 }
 

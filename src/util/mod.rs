@@ -1,4 +1,4 @@
-//! Small helpers without knowledge of the other modules.
+//! Small helpers that depend on no other module.
 
 mod clock;
 mod jitter;

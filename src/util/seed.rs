@@ -1,5 +1,5 @@
-//! Everything that differs between runs: random hashes, the wall clock, and the clock differences
-//! between runtimes. A simulation sets them, so that it can be replayed.
+//! Everything that differs between runs: random hashes, the wall clock, and the clock of each
+//! runtime. A simulation fixes them, so that it can be replayed.
 
 #[cfg(not(test))]
 pub(crate) use std::hash::RandomState;
@@ -26,7 +26,8 @@ mod seeded {
     pub(crate) struct Seed(());
 
     impl Seed {
-        /// Seeds random states. Clocks start at `wall`, a time since the Unix epoch.
+        /// Seeds each new [`RandomState`]. Each new `Clock` starts at `wall`, a time since the Unix
+        /// epoch.
         pub(crate) fn set(seed: u64, wall: Duration) -> Self {
             SEED.set(Some((fastrand::Rng::with_seed(seed), wall)));
             Self(())

@@ -26,7 +26,7 @@ type Case = (
 
 /// Each case also applies to `Forwarded`, with one element per entry.
 const LISTS: &[Case] = &[
-    // The peer, before any header is read.
+    // Headers are read only if the peer is a trusted proxy.
     ("private", "10.0.0.1", &[], "10.0.0.1"),
     ("private", "10.0.0.1", &["198.51.100.7"], "198.51.100.7"),
     ("private", "127.0.0.1", &["198.51.100.7"], "198.51.100.7"),

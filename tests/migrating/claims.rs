@@ -448,7 +448,8 @@ fn istio_forgets_an_id_with_its_window() {
     });
 }
 
-/// One per second, and a capacity of one. At 5 s it is full again, and a request of 2 makes it note the time.
+/// With a capacity of 1, the funnel is full from 1 s on. At 5 s it records the time, although it denies the request of
+/// 2. At 6 s it therefore adds a unit for the second since then, during most of which it was full.
 #[test]
 fn funnel_credits_time_while_full() {
     let quota = "1/s".parse().unwrap();

@@ -305,7 +305,7 @@ async fn failed_reservations_report_the_reason() {
     assert!(error.to_string().contains("cannot be reached"), "{error}");
 }
 
-/// A reservation dropped outside of any runtime is refunded as soon as a runtime is used.
+/// A reservation that is dropped outside of a runtime is refunded with the next request on a runtime.
 #[test]
 fn a_reservation_outlives_its_runtime() {
     let server = RedisServer::start();

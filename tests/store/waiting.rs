@@ -112,7 +112,7 @@ async fn permits_come_evenly_from_slow_stores() {
     }
 }
 
-/// Without turns taken ahead, the nearest instance must not always be first.
+/// Under strategies that cannot reserve turns ahead, the instance nearest to the store must not get all permits.
 #[tokio::test(start_paused = true)]
 async fn a_distant_instance_gets_permits_too() {
     for strategy in [

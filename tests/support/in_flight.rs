@@ -27,7 +27,7 @@ pub const TTL: Duration = Duration::from_secs(2);
 pub const PROCESSES: usize = 4;
 const TASKS: usize = 64;
 const DEADLINE: Duration = Duration::from_millis(100);
-/// Longer than any stall of a machine.
+/// Timeout that is longer than any stall of a busy machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 const STORE: &str = "IN_FLIGHT_STORE";
@@ -103,7 +103,7 @@ impl Log {
     /// busy machine makes Redis's replies late.
     async fn most_in_a_second(&self) -> (u64, u64) {
         let before = self.granted_locally().await;
-        // Earlier local grants have ended after a second.
+        // Requests that were granted locally before this call end within a second.
         sleep(Duration::from_secs(1)).await;
         self.most().await;
         sleep(Duration::from_secs(1)).await;
@@ -163,7 +163,7 @@ impl Worker {
         }
     }
 
-    /// Kills it as `kill -9` does: its requests in flight end.
+    /// Kills the process as `kill -9` does, which ends its requests in flight.
     pub async fn kill(mut self, log: &Log) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
@@ -180,7 +180,7 @@ impl Worker {
         );
     }
 
-    /// Returns its number of requests in flight.
+    /// Returns the process's number of requests in flight.
     pub async fn in_flight(&self, log: &Log) -> u64 {
         log.number(&["HGET", "in flight", &self.name]).await
     }
@@ -193,7 +193,7 @@ impl Drop for Worker {
     }
 }
 
-/// Returns `true` in one of the processes.
+/// Returns `true` in a process that a [`Worker`] has started.
 pub fn is_worker() -> bool {
     env::var(STORE).is_ok()
 }

@@ -69,7 +69,7 @@ impl RedisServer {
         let _ = self.child.wait();
     }
 
-    /// Starts it again on its port, after a `kill`.
+    /// Starts the server again on its port, after a `kill`.
     pub fn restart(&mut self) {
         self.child = spawn(self.port, &self.args, &self.dir);
         assert!(
@@ -157,7 +157,7 @@ impl RedisServer {
                 Ok::<String, _>(info) => {
                     return info.contains(&format!("process_id:{}\r", self.child.id()));
                 }
-                // It has started, and requires a password.
+                // The server has started, and requires a password.
                 Err(error)
                     if error
                         .code()

@@ -37,13 +37,13 @@ pub struct Outcome {
     /// Units granted to the spent and the tight callers; in a cluster, to those of all masters.
     pub granted: u64,
     pub allowed: u64,
-    /// Additional units that the bound allows. It does not apply if a replica takes over.
+    /// Units that may be granted beyond `allowed`. Not checked if a replica takes over.
     pub bound: u64,
     /// Checks without a timely reply from Redis.
     pub unanswered: u64,
     pub reconciled: u64,
-    /// Time from the recovery of Redis, of the master or of its successor until all instances used
-    /// it again.
+    /// Time from the recovery of the failed server, or of its successor, until all instances used it
+    /// again.
     pub recovery: Option<Duration>,
     /// Time that the limiter added to a request before the fault, and after the breaker had opened.
     pub healthy_p99: Option<Duration>,

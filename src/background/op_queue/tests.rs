@@ -176,7 +176,7 @@ async fn unsent_refunds_are_retried_while_they_matter() {
         asked.next().await.1.send(unsent()).unwrap();
     }
     let (_, answer) = asked.next().await;
-    // A failed operation must not delay the others.
+    // An operation that waits for its retry must not delay another.
     queue.send(charge(2));
     let (cost, other) = asked.next().await;
     assert_eq!(cost, 2);

@@ -212,7 +212,7 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
         world.shared(|shared| (shared.is_healthy, shared.refuses) = (is_healthy, refuses));
     }
     let key = Key::new("ann");
-    // Checks of each instance in a step.
+    // Maximum number of checks of each instance in a step, apart from bursts.
     let rates: Vec<u32> = (0..6).map(|_| rng.u32(1..20)).collect();
     let (mut spent, mut held): (Vec<_>, Vec<Held>) = (vec![], vec![]);
     for step in 0..160 {

@@ -34,7 +34,8 @@ pub(in crate::leases) struct Shared {
     pub(in crate::leases) is_healthy: bool,
     /// Refunds in 40 that are not sent at first, and retried later.
     pub(in crate::leases) refuses: u8,
-    /// Maximum delay of a check in each direction, in microseconds.
+    /// Scale of the delays in each direction, in microseconds. Most delays are at most a quarter of
+    /// it; with injected faults, a few are up to eight times the scale.
     pub(in crate::leases) travels: i64,
     /// Microseconds of the true time.
     now: i64,

@@ -14,7 +14,8 @@ struct Used {
     checks: u64,
 }
 
-/// Simulates four instances that together send `per_second` checks for `seconds`, divided by `parts`.
+/// Simulates four instances for `seconds`. Together they send `per_second` checks, in the ratio
+/// `parts`.
 fn load(policies: &Policies, parts: [u32; 4], per_second: u32, seconds: u32) -> Used {
     let mut world = World::new(1, 4);
     world.shared(|shared| (shared.is_healthy, shared.travels) = (true, 1_000));

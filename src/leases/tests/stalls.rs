@@ -181,7 +181,7 @@ async fn round_trips_of_half_a_lease_save_most_calls() {
     }
 }
 
-/// The load is 1.5 times the server's capacity.
+/// Without leases, the server would get 1.5 times the checks that it can decide.
 #[tokio::test(start_paused = true)]
 async fn stalls_heal() {
     for stall in [30, 60, 90, 150, 300, 500] {

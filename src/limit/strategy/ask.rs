@@ -81,8 +81,8 @@ impl Mode {
         }
     }
 
-    /// Returns the amount that a policy which allows the check would charge, refund or reset. Not
-    /// for requests in flight.
+    /// Returns the amount that a policy charges, refunds or resets if it allows the check. Policies
+    /// of requests in flight compute it separately.
     pub(in crate::limit) fn grants(self, cost: i64, room: i64, capacity: i64) -> i64 {
         match self {
             Self::Take | Self::TakeAhead => cost,
@@ -101,7 +101,8 @@ impl Mode {
         self.decide(policy, state, cost, now).1
     }
 
-    /// Decides on the state of one policy. Returns the verdict, and how much was charged, refunded or forgotten.
+    /// Decides on the state of one policy. Returns the verdict, and the amount charged, refunded or
+    /// reset.
     pub(crate) fn decide(
         self,
         policy: &Policy,
@@ -158,8 +159,8 @@ impl Ask {
         }
     }
 
-    /// Returns `true` if a cost that does not fit now is due within the maximum wait and within the
-    /// policy's maximum debt.
+    /// Returns `true` if the cost of a take ahead, which does not fit now, will fit within the
+    /// maximum wait and exceeds neither the policy's capacity nor its maximum debt.
     fn is_due_in_time<T: Algorithm>(
         &self,
         state: &T,

@@ -131,20 +131,20 @@ impl KeyExtractor for HeaderKey {
     }
 }
 
-/// Returns the fix for a header whose values have several spellings.
+/// Returns the problem and the fix if the values of the header have several spellings.
 fn several_spellings(name: &str) -> Option<&'static str> {
     match name {
         "forwarded" | "x-forwarded-for" => Some(
-            "clients control this header and could choose their key: use `ClientIp::x_forwarded_for()` with your trusted proxies",
+            "clients control this header and could choose their key; use `ClientIp::x_forwarded_for()` with your trusted proxies",
         ),
         "authorization" | "proxy-authorization" => Some(
-            "`Bearer x` and `bearer x` are one credential and would be two keys: count by the authenticated user, with `by_extension`",
+            "`Bearer x` and `bearer x` are one credential, but would be two keys; count by the authenticated user, with `by_extension`",
         ),
         "cookie" => Some(
-            "the client may add cookies, and would choose its key: count by the session, with `by_extension`",
+            "clients can add cookies and could choose their key; count by the session, with `by_extension`",
         ),
         binary if binary.ends_with("-bin") => Some(
-            "one value has two spellings in base64, and would have two keys: count by the decoded value, with `key_fn`",
+            "base64 with and without padding is one value, but would be two keys; count by the decoded value, with `key_fn`",
         ),
         _ => None,
     }

@@ -63,7 +63,7 @@ impl Texts {
             let _ = match policy.is_in_flight() {
                 // The draft's unit for requests in flight, which have no window.
                 true => text.write_str("qu=\"concurrent-requests\""),
-                // A window is a whole number of seconds above 0 in the draft.
+                // The draft requires a whole number of seconds >= 1.
                 false => write!(text, "w={}", seconds(quota.period().as_micros() as u64)),
             };
         }
@@ -206,7 +206,7 @@ mod tests {
     use super::*;
     use crate::limit::{Align, Check, Key, Quota, Source, Strategy};
 
-    /// The field after each of `count` checks at the same time, under these policies.
+    /// Returns the `RateLimit` field after each of `count` takes at the same moment.
     fn fields(policies: &Policies, count: usize) -> Vec<String> {
         let mut states: Vec<_> = policies
             .iter()
@@ -253,7 +253,7 @@ mod tests {
         );
     }
 
-    /// The window ends after 40 s.
+    /// The takes are 40 s before the end of a window.
     #[test]
     fn late_in_a_window_units_last_longer() {
         let clock = Strategy::FixedWindow(Align::Clock {

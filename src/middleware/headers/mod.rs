@@ -39,8 +39,8 @@ pub struct Headers {
 }
 
 impl Headers {
-    /// `RateLimit` and `RateLimit-Policy`, as in draft-ietf-httpapi-ratelimit-headers-11. Fields of a
-    /// later draft get another name.
+    /// `RateLimit` and `RateLimit-Policy`, as in draft-ietf-httpapi-ratelimit-headers-11. A later
+    /// draft gets another constant.
     pub const DRAFT_11: Self = Self {
         draft: true,
         legacy: None,
@@ -114,13 +114,13 @@ impl Headers {
         }
     }
 
-    /// Adds the header fields of a decision to its response and, if `shows`, the decision to the
-    /// extensions.
+    /// Adds the header fields of a decision to its response. If `shows`, adds the decision to the
+    /// extensions, unless an inner layer or a handler has added one.
     pub(super) fn annotate<B>(self, decision: Decision, response: &mut Response<B>, shows: bool) {
         let inner = response.extensions().get::<Decision>();
         let within = inner.map(Decision::is_allowed);
-        // A handler that denied the request under the layer's own policies has already added their
-        // fields.
+        // Add no second `RateLimit` entry if a handler denied the request under this layer's
+        // policies: its response has their fields already.
         let is_own =
             |inner: &Decision| decision.policies().without_in_flight() == Some(inner.policies());
         let is_there = within == Some(false) && inner.is_some_and(is_own);

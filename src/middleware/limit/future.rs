@@ -48,7 +48,8 @@ pin_project! {
             grant: Grant<S::Future>,
             noted: P::Noted,
         },
-        // The inner future is dropped: it may hold a permit, such as `ConcurrencyLimit`'s.
+        // Waits for the checks of dry runs. The inner future is already dropped, since it may hold a
+        // permit, such as `ConcurrencyLimit`'s.
         Answered {
             // `None` once it is returned.
             result: Option<Result<T::Response, P::Error>>,

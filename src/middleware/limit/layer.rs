@@ -20,7 +20,7 @@ pub struct LimitLayer<S, K, P: Protocol> {
 struct Shared<S, K, P: Protocol> {
     extractor: Arc<K>,
     config: Config<S, P>,
-    /// The settings of the services: made for the first of them.
+    /// The settings that all services share, created for the first one.
     services: OnceLock<Settings<S, K, P>>,
 }
 
@@ -30,7 +30,8 @@ pub(in crate::middleware) struct Config<S, P: Protocol> {
     pub(in crate::middleware) protocol: P,
 }
 
-/// The settings of a service. The future of a request shares the [`Config`].
+/// The settings of a service. The extractor has its own `Arc`, because the future of a request needs
+/// the [`Config`] only.
 pub(super) type Settings<S, K, P> = Copies<(Arc<K>, Arc<Config<S, P>>)>;
 
 impl<S, K, P: Protocol> LimitLayer<S, K, P> {

@@ -19,7 +19,7 @@ pub trait Serve<T: Service<Req>, Req>: Protocol {
     type Response;
     /// The error of the layer's service.
     type Error;
-    /// The data that a response is settled and annotated by.
+    /// Data that [`call`](Self::call) keeps for [`settle`](Self::settle).
     #[doc(hidden)]
     type Noted;
 
@@ -44,7 +44,8 @@ pub trait Serve<T: Service<Req>, Req>: Protocol {
     #[doc(hidden)]
     fn refuse(&self, head: &Self::Head, refusal: Refusal) -> Result<T::Response, Self::Error>;
 
-    /// Settles the grant by the inner service's result, as far as that determines the cost.
+    /// Settles the grant by the inner service's result, unless its cost depends on the response's
+    /// body. Annotates an HTTP response.
     #[doc(hidden)]
     fn settle<D>(
         noted: &mut Self::Noted,

@@ -1,6 +1,6 @@
 //! Feature `tonic`: rejections over gRPC.
 //!
-//! The `impl` of [`Reason`] here needs the same feature: only gRPC sends the reason as a `String`.
+//! `Reason::sentence` is here because only gRPC needs the reason as a `String`.
 
 use std::time::Duration;
 

@@ -144,7 +144,7 @@ impl HttpReject {
         response
     }
 
-    /// Creates the response without the fields that every denial has.
+    /// Creates the response without the fields that `annotate` adds to a denial.
     fn respond<B: From<String>>(&self, reason: Reason<'_>) -> Response<B> {
         let (content_type, body) = match reason {
             Reason::Denied(decision) => self.denied(decision, reason),
@@ -161,7 +161,7 @@ impl HttpReject {
         headers.insert(CONTENT_TYPE, content_type);
         // RFC 6585: caches must not store a 429.
         headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-        // For a denial, `Retry-After` is one of the fields that are added later.
+        // `annotate` adds the `Retry-After` of a denial.
         if let Reason::Unavailable(_) = reason {
             headers.insert(RETRY_AFTER, AFTER_FAILURE.as_secs().into());
         }

@@ -32,7 +32,7 @@ pub struct Live<P>(Arc<Inner<P>>);
 
 struct Inner<P> {
     held: ArcSwap<Held<P>>,
-    /// For selectors that are stored later, too.
+    /// Kept for the selectors that `replace` stores later.
     observer: OnceLock<Arc<dyn Observer>>,
 }
 

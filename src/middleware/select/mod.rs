@@ -1,4 +1,4 @@
-//! Selectors of policies for HTTP requests, and policies that change.
+//! Selectors of policies for HTTP requests: by route, by plan, or replaced while the service runs.
 
 mod live;
 mod routes;

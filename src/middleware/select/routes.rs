@@ -74,8 +74,8 @@ impl Routes {
     ///
     /// # Errors
     ///
-    /// If the pattern is invalid, matches no path, such as `/users/:id`, or is equivalent to
-    /// another one: `/users/{id}` and `/users/{name}`.
+    /// If the pattern is invalid, such as `/users/:id`, or is equivalent to another one:
+    /// `/users/{id}` and `/users/{name}`.
     pub fn route(
         mut self,
         pattern: &str,
@@ -208,7 +208,8 @@ impl PolicySelector for Routes {
         };
         match target(request) {
             Target::Path(path) => match find(path) {
-                // A pattern without parameters exempts exactly this path.
+                // The path equals the pattern, so the exemption is meant for exactly this path. An
+                // exemption by a pattern with parameters is checked against the lenient path below.
                 found @ Some(Found { is_path: true, .. }) => under(found),
                 found => under(found).or_else(|| {
                     let Some(Lenient { path, climbs }) = lenient(path) else {
@@ -228,7 +229,8 @@ impl PolicySelector for Routes {
 /// The path or template that patterns are matched against.
 enum Target<'a> {
     Path(&'a str),
-    /// The template of a request whose original path is unknown.
+    /// axum's template of the matched route, if the path was rewritten after the match and the
+    /// original path is unknown.
     #[cfg_attr(
         not(feature = "axum"),
         allow(dead_code, reason = "only axum reports templates")
@@ -301,7 +303,8 @@ struct Lenient {
     climbs: bool,
 }
 
-/// `None` if a lenient server would read the path unchanged.
+/// Returns the path as a lenient server would read it. `None` only if it would read the path
+/// unchanged.
 fn lenient(path: &str) -> Option<Lenient> {
     // Fast path: most paths are unchanged.
     if !path.contains(['%', ';', '\\']) && !path.contains("//") && !path.contains("/.") {

@@ -9,7 +9,8 @@ use crate::middleware::call_limit::BoxError;
 use crate::util::polled_after_completion;
 
 pin_project! {
-    /// Resolves to the response of a [`Throttle`](super::Throttle) with a longest wait.
+    /// Resolves to the response of a [`Throttle`](super::Throttle) with a
+    /// [`max_wait`](crate::ThrottleLayer::max_wait).
     pub struct ThrottleFuture<F> {
         // `None` if the call is refused.
         #[pin]

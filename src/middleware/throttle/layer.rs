@@ -58,7 +58,7 @@ use crate::wait_queues::{Bounds, WaitQueues};
 /// - A service that is polled on another runtime than before starts waiting again.
 /// - When a runtime shuts down, its permits are not refunded.
 /// - If a service is called without being ready, the call is charged and proceeds without a permit.
-///   It charges nothing while more than one burst is reserved ahead.
+///   The call is not charged while more than one burst is reserved ahead.
 ///
 /// Checks on the same count without a throttle are denied while permits are taken in advance: see
 /// [`Check::take_ahead`](crate::check::Check::take_ahead).

@@ -77,7 +77,7 @@ impl<S: Store> Pause<S> {
     pub fn new(store: S, name: &str, max: Duration) -> Result<Self, ConfigError> {
         if !(Duration::from_secs(1)..=LONGEST).contains(&max) {
             return Err(ConfigError::new(format!(
-                "a longest pause of {max:?}: use 1 second to 5 hours"
+                "the maximum pause {max:?} is out of range: use 1 second to 5 hours"
             )));
         }
         let quota = Quota::per_second(Policy::PAUSE_UNITS);
@@ -109,8 +109,8 @@ impl<S: Store> Pause<S> {
 }
 
 /// Returns the pause that a response requests: the `Retry-After` of a 429 or a 503, in seconds, or
-/// the `grpc-retry-pushback-ms` of a gRPC call that failed without a message. `None` if there is
-/// none, or if it is a date.
+/// the `grpc-retry-pushback-ms` of a gRPC call that failed before its first message. `None` if the
+/// response requests no pause, or gives a date.
 ///
 /// ```
 /// use std::time::Duration;
@@ -127,7 +127,7 @@ pub fn retry_after(status: StatusCode, headers: &HeaderMap) -> Option<Duration> 
         StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
             number(RETRY_AFTER.as_str()).map(Duration::from_secs)
         }
-        // A negative number means that retrying never helps.
+        // A negative number means that retrying never helps. It does not parse, so no pause begins.
         _ => number("grpc-retry-pushback-ms").map(Duration::from_millis),
     }
 }

@@ -92,7 +92,7 @@ impl Settings {
         }
     }
 
-    /// Charges a call that did not wait.
+    /// Charges a call that was made before the service was ready.
     fn charge(&self) {
         if let Some(policies) = self.policies() {
             self.wait_queues.charge(self.key, &policies, 1);
@@ -173,7 +173,7 @@ impl<T, W> Throttle<T, W> {
     {
         let ready = ready!(self.inner.poll_ready(cx));
         if ready.is_err() {
-            // Pass on the permit, or leave the queue.
+            // Dropping the state passes on the permit, or leaves the queue.
             self.state = State::Idle;
             return Poll::Ready(ready);
         }
@@ -234,7 +234,7 @@ impl<T: Service<R>, R> Service<R> for Throttle<T> {
     }
 
     fn call(&mut self, request: R) -> T::Future {
-        // Without a maximum wait, no call is refused.
+        // Always `Ok`: only a maximum wait makes a call fail.
         let _ = self.use_permit();
         self.inner.call(request)
     }

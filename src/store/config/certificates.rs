@@ -46,7 +46,7 @@ impl StoreConfig {
     }
 }
 
-/// Adds the paths of the files that an error is about.
+/// Prefixes an error with the paths of the files that caused it.
 #[cfg(feature = "tls")]
 fn in_files(paths: &[&PathBuf], error: &ConfigError) -> ConfigError {
     let paths: Vec<_> = paths.iter().map(|path| format!("{path:?}")).collect();
@@ -57,7 +57,7 @@ fn in_files(paths: &[&PathBuf], error: &ConfigError) -> ConfigError {
 fn read(setting: &'static str, path: &std::path::Path) -> Result<Vec<u8>, ConfigError> {
     std::fs::read(path).map_err(|error| {
         ConfigError::new(format!(
-            "cannot read the file {path:?} of `{setting}`: {error}; use the path of a file that this process may read"
+            "cannot read the file {path:?} of `{setting}` ({error}): use the path of a file that this process may read"
         ))
     })
 }

@@ -33,13 +33,13 @@ fn builder() -> RedisStoreBuilder {
     RedisStore::builder(URL)
 }
 
-/// The settings of a fallback: the last ones in its `Debug` text.
+/// Returns the settings in the `Debug` text of a fallback, which follow the stores' settings.
 fn settings(store: &Fallback<RedisStore, LocalStore>) -> String {
     let text = format!("{store:#?}");
     text.rsplit_once("settings: ").unwrap().1.to_owned()
 }
 
-/// The names of the fields of the struct whose `Debug` text starts here.
+/// Returns the names of the fields of the struct at the start of this `Debug` text.
 fn fields(text: &str) -> Vec<&str> {
     let mut lines = text.lines().skip(1);
     let first = lines.clone().next().unwrap();
@@ -98,8 +98,8 @@ fn every_setting_reaches_its_store() {
 #[test]
 fn the_stores_have_no_other_settings() {
     let text = format!("{:#?}", builder());
-    // The TLS settings are in files: `tests/tls` connects with them. The compiler compares the
-    // fields of `settings`.
+    // `tests/tls` covers `tls`, whose settings are files. `StoreConfig::redis` names all fields of
+    // `settings`, so it does not compile if one is added.
     assert_eq!(
         fields(&text),
         ["servers", "tls", "settings", "observer", "now"]

@@ -31,7 +31,7 @@ use tower_redis_ratelimit::{Key, LocalStore, Policy, RateLimitLayer, Strategy};
 
 use crate::support::*;
 
-/// A policy that frees no charge on its own during a test.
+/// Creates a policy whose charges do not expire during a test.
 pub(crate) fn quota(name: &str, quota: &str) -> Policy {
     Policy::new(
         name,

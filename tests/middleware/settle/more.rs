@@ -448,8 +448,8 @@ async fn more_is_requested_before_background_operations() {
     assert!(outcome(&response.expect("an immediate response")).is_ok());
 }
 
-/// A stalled runtime runs the background queue, and a request on another runtime reserves more
-/// units.
+/// The background queue is on a runtime that stalls. A request on another runtime reserves more
+/// units without it.
 #[test]
 fn more_is_requested_on_the_requests_runtime() {
     let runtime = || {
@@ -471,7 +471,7 @@ fn more_is_requested_on_the_requests_runtime() {
     assert!(outcome(&response.expect("an immediate response")).is_ok());
 }
 
-/// Even if that runtime shuts down in the meantime.
+/// The runtime shuts down before, while or after the request reserves more units.
 #[test]
 fn more_from_an_ending_runtime_is_settled() {
     for polls in 0..8 {

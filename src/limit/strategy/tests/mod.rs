@@ -92,7 +92,7 @@ fn is_monotone(strategy: Strategy) -> bool {
     )
 }
 
-/// Returns a random quota whose interval is an integer number of ticks, as in most quotas.
+/// Returns a random quota that `Params` represents without rounding its interval, like most quotas.
 fn quota(rng: &mut Rng, strategy: Strategy) -> Quota {
     let quota = match rng.u8(..8) {
         0 => Quota::per_second(3),

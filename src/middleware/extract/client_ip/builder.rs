@@ -7,7 +7,7 @@ use super::ClientIp;
 use super::trust::{Trust, Trusted, cover_all, untrusted};
 use crate::error::ConfigError;
 
-/// A [`ClientIp`] that reads a known header, but has no trusted proxies yet.
+/// The header of a [`ClientIp`] whose trusted proxies are not set yet.
 #[derive(Debug, Clone)]
 #[must_use = "name the trusted proxies with `trust` or `hops`"]
 pub struct ClientIpBuilder {

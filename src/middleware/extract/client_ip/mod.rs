@@ -133,7 +133,8 @@ impl ClientIp {
     /// mistake.
     const MAX_HOPS: usize = u8::MAX as usize;
 
-    /// Reads `X-Forwarded-For`: addresses with commas between them, each written by the hop behind it.
+    /// Reads `X-Forwarded-For`: comma-separated addresses. Each proxy appends the address of its
+    /// client.
     #[doc(alias = "X-Forwarded-For")]
     pub fn x_forwarded_for() -> ClientIpBuilder {
         ClientIpBuilder::new("x-forwarded-for")

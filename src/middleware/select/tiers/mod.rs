@@ -251,7 +251,7 @@ impl Unknown {
 
     #[cold]
     fn report(&self, name: &str, plans: &Plans) {
-        // The default plan needs no entry.
+        // A plan with the name of a default policy is the default plan, which needs no entry.
         let is_default = plans.default.iter().any(|policy| policy.name() == name);
         if is_default || self.reported.swap(true, Relaxed) {
             return;
