@@ -181,11 +181,9 @@ impl Account {
         };
         let states = self.sent.iter_mut().zip(&self.all).zip(left);
         for (policy, ((sent, all), left)) in self.policies.iter().zip(states) {
-            if left > 0 {
-                *sent = all.clone();
-                let rest = limited(left - u64::from(cost));
-                Mode::Refund.count(policy, sent, rest.into(), now);
-            }
+            *sent = all.clone();
+            let rest = limited(left.saturating_sub(cost.into()));
+            Mode::Refund.count(policy, sent, rest.into(), now);
         }
         self.sent_until = now;
         let check = Check::charge(key, &policies, cost);

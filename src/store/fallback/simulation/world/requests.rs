@@ -9,9 +9,8 @@ impl WorldState {
         let reconciled = caller.filter(|_| ask.is_none()).map(|caller| Reconciled {
             caller,
             instance,
-            mode: check.mode(),
+            is_reset: check.mode() == Mode::Reset,
             cost: i64::from(check.cost()),
-            with_id: check.id().is_some(),
         });
         if let Some(ask) = ask {
             (self.asks[ask].asked, self.asks[ask].unsent) = (true, false);
