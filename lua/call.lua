@@ -33,8 +33,9 @@
 -- slots. A denied check also saves a state whose time is in the future, since another clock has written it, with the
 -- current time: otherwise its caller could stay locked out.
 --
--- Redis runs the whole script for each call, so the most frequent call has a separate script (takes.lua). This script
--- creates the functions of a strategy only if a policy uses it, and those for rarer checks only if a check needs them.
+-- Redis runs the whole script for each call, so the most frequent calls have separate scripts (take.lua and takes.lua).
+-- This script creates the functions of a strategy only if a policy uses it, and those for rarer checks only if a check
+-- needs them.
 
 local CALL, POLICY, PLAN, PLAN_LENGTH = '<I4I4i7', '<I1i7i7i7i7', '<I1I4i7', 12
 local RUN, RUN_LENGTH, SLOT_LENGTH = '<I4I4I4', 12, 8

@@ -6,7 +6,7 @@
 --
 -- State: the level now, in ticks; the time since which the meter drains.
 --
--- takes.lua repeats the take of a meter inline. Change both together.
+-- take.lua and takes.lua repeat the take of a meter inline. Change all three together.
 --
 -- Uses decode, encode, floor, max, min, DAY and MAX_TICKS of call.lua; div_ceil, lasting and write of prelude.lua.
 

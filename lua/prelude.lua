@@ -150,7 +150,11 @@ local last_ms, last_text
 local function expiry(at)
   local ms = (at + -at % 1000) / 1000
   if ms ~= last_ms then
-    last_ms, last_text = ms, string.format('%.0f', ms)
+    -- Formatting an integer is cheaper, but some servers have integers of 32 bits.
+    last_ms, last_text = ms, string.format('%d', ms)
+    if #last_text ~= 13 then
+      last_text = string.format('%.0f', ms)
+    end
   end
   return last_text
 end

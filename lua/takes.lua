@@ -1,5 +1,6 @@
--- The script of takes: decides the most frequent call, takes without an id under one meter each, with no caller twice.
--- It decides such a call exactly as the script of checks with meter.lua does, and reads and writes the same states.
+-- The script of takes: decides a call of takes without an id under one meter each, with no caller twice. take.lua decides
+-- a call of a single take. Both decide exactly as the script of checks with meter.lua does, and read and write the same
+-- states.
 --
 -- KEYS   one for each entry
 -- ARGV   one string of packed numbers for each run of entries under one policy and with one cost: the time in
@@ -23,7 +24,7 @@ end
 local clock = time[1] * 1000000 + time[2]
 
 -- The states. Each is replaced with its answer.
-local answers, failures = KEYS[2] and redis_pcall('MGET', unpack(KEYS)) or redis_pcall('MGET', KEYS[1])
+local answers, failures = redis_pcall('MGET', unpack(KEYS))
 if answers.err then
   failures = { from = 1, to = #KEYS, err = 'MGET ' .. answers.err }
 end
@@ -89,8 +90,11 @@ for run = 1, failures and 0 or #ARGV do
         end
         local ms = (at + -at % 1000) / 1000
         if ms ~= last_ms or charged ~= last_level then
-          local low = ms % 1000000
-          last_ms, last_text = ms, string.format('%d%06d', (ms - low) / 1000000, low)
+          -- Formatting an integer is cheaper, but some servers have integers of 32 bits.
+          last_ms, last_text = ms, string.format('%d', ms)
+          if #last_text ~= 13 then
+            last_text = string.format('%.0f', ms)
+          end
           last_level, last_state = charged, encode(METER, now, charged, ms % 1099511627776)
         end
         state = last_state

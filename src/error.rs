@@ -174,7 +174,7 @@ error_kinds! {
     /// The Redis user lacks a permission that the limiter needs.
     Permission: "permission",
         "the server denied the Redis user a permission: grant `~PREFIX:* +evalsha +eval +time +mget +set \
-        +setrange +del` and, for SlidingLog, `+lrange +rpush +lset +ltrim +lrem +pexpireat`; for requests in flight \
+        +setrange +del +get` and, for SlidingLog, `+lrange +rpush +lset +ltrim +lrem +pexpireat`; for requests in flight \
         and a Fallback with a share, `+zrange +zremrangebyscore +zcard +zadd +zscore +zrem +pexpireat`; for \
         RedisStore::announce, `+zremrangebyscore +zadd +zcard +pexpire`; for RedisStore::scan, `+scan`; in a Redis Cluster, `+asking \
         +cluster|slots` (`+cluster` before 7.0); a user of sentinels, `+sentinel|master` (`+sentinel` before 7.0)";

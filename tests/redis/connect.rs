@@ -121,7 +121,7 @@ async fn the_user_may_run_no_scripts() {
 #[tokio::test]
 async fn the_user_may_not_read_or_write() {
     let server = RedisServer::start();
-    for right in ["-set", "-mget", "-time"] {
+    for right in ["-set", "-mget -get", "-time"] {
         let _: String = server
             .command(&format!(
                 "ACL SETUSER reader reset on >hunter2 ~* +@all {right}"

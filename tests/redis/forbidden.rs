@@ -291,3 +291,50 @@ async fn takes_name_the_missing_right() {
         assert_eq!(left, if missing == "setrange" { 7 } else { 9 }, "{missing}");
     }
 }
+
+/// The same for a take that is alone in its call. It reads with GET, or with MGET if that is forbidden.
+#[tokio::test]
+async fn a_take_alone_names_the_missing_right() {
+    let server = RedisServer::start();
+    let policies = policy(Strategy::Gcra, "10/100d");
+    for (missing, of_get) in ["time", "mget", "set", "setrange"]
+        .into_iter()
+        .flat_map(|missing| [(missing, "-get"), (missing, "+get")])
+    {
+        let rights = NEEDED.iter().filter(|right| **right != missing);
+        let rights: Vec<String> = rights.map(|right| format!("+{right}")).collect();
+        let rule = format!(
+            "ACL SETUSER limiter reset on >word ~rl:* -@all {} {of_get}",
+            rights.join(" ")
+        );
+        let _: String = server.command(&rule).await;
+        let store = store(format!("redis://limiter:word@127.0.0.1:{}/", server.port()));
+        let key = Key::new(format!("{missing} {of_get}"));
+        let take = || store.check(Check::take(key, &policies, 1));
+        let context = format!("{missing}, {of_get}");
+        // A third charge is written in place.
+        let allowed = match (missing, of_get) {
+            ("setrange", _) => 2,
+            ("mget", "+get") => 3,
+            _ => 0,
+        };
+        for charged in 1..=allowed {
+            let decision = take().await.unwrap();
+            assert_eq!(decision.remaining(), 10 - charged, "{context}");
+        }
+        if allowed < 3 {
+            let error = take().await.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Permission, "{context}: {error:?}");
+            let cause = std::error::Error::source(&error).map(ToString::to_string);
+            assert!(
+                missing == "time" || cause == Some(format!("the right `+{missing}` is missing")),
+                "{context}: {cause:?}"
+            );
+        }
+        let _: String = server
+            .command(&format!("ACL SETUSER limiter +{missing}"))
+            .await;
+        let left = take().await.unwrap().remaining();
+        assert_eq!(left, 9 - allowed, "{context}");
+    }
+}

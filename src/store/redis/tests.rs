@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use futures_util::future::join_all;
+use futures_util::{StreamExt as _, stream};
 
 use super::RedisStore;
 use crate::limit::{
@@ -547,15 +548,22 @@ async fn takes_under_one_plan() {
     }
 }
 
-/// From a state of any time and level, or a foreign value.
+/// From a state of any time and level, or a foreign value. The user may lack the right to GET, which only `take.lua` uses.
 #[tokio::test]
-async fn both_scripts_decide_and_store_alike() {
+async fn all_scripts_decide_and_store_alike() {
     let server = RedisServer::start();
     let mut trace = Trace::new(22, &server);
     let mut connection = server.connection().await;
     let greedy = Strategy::TokenBucket(Refill::Greedy);
     let (mut granted, mut denied) = (0, 0);
-    for round in 0..3_000 {
+    for round in 0..4_000 {
+        if round % 500 == 0 {
+            let right = ["+", "-"][round / 500 % 2];
+            let _: String = server
+                .command(&format!("ACL SETUSER default {right}get"))
+                .await;
+            let _: String = server.command("SCRIPT FLUSH").await;
+        }
         let kind = [Strategy::Gcra, Strategy::LeakyBucket, greedy][round % 3];
         let policies: Policies = policy("p", kind.into(), &mut trace.rng).into();
         let (params, span) = (policies[0].params(), policies[0].span().to_owned());
@@ -580,43 +588,59 @@ async fn both_scripts_decide_and_store_alike() {
             let level = near(rng, level).to_le_bytes();
             [&at[..7], &level[..7], &[rng.u8(..); 5]].concat()
         };
-        let times = rng.usize(1..=3);
-        // The peek of another caller brings the takes of the second into the other script.
-        let callers = [Key::new("small"), Key::new("large")];
-        let mut answers = vec![];
-        let mut stored = vec![];
-        for (i, (key, name)) in callers.iter().zip(["small", "large"]).enumerate() {
-            let name = format!("rl:{{{name}}}:p:{}:{span}", policies[0].kind().letter());
-            let () = redis::cmd("SET")
-                .arg(&name)
-                .arg(&value)
-                .arg("PX")
-                .arg(60_000)
-                .query_async(&mut connection)
-                .await
-                .unwrap();
-            let mut checks = vec![Check::take(*key, &policies, cost); times];
-            if i == 1 {
-                checks.push(Check::peek(Key::new("other"), &policies, 1));
-            }
-            let asked = join_all(checks.into_iter().map(|check| trace.redis.check(check))).await;
-            let asked = asked.into_iter().take(times).map(Result::unwrap);
-            answers.push(asked.collect::<Vec<_>>());
+        let command = ["SET", "SET", "SET", "SET", "RPUSH", "DEL"][rng.usize(..6)];
+        let times = [1, 1, 2, 3][rng.usize(..4)];
+        let mut results = vec![];
+        // `take.lua` decides a single take, `takes.lua` several, and `check.lua` takes with a peek.
+        for (caller, beside) in [
+            ("one", None),
+            ("some", Some(Mode::Take)),
+            ("any", Some(Mode::Peek)),
+        ] {
+            let name = format!("rl:{{{caller}}}:p:{}:{span}", policies[0].kind().letter());
+            let mut write = redis::pipe();
+            write.cmd("DEL").arg(&name).ignore();
+            let write = match command {
+                "DEL" => &mut write,
+                _ => write.cmd(command).arg(&name).arg(&value).ignore(),
+            };
+            let write = write.cmd("PEXPIRE").arg(&name).arg(60_000).ignore();
+            let () = write.query_async(&mut connection).await.unwrap();
+            let take = Check::take(Key::new(caller), &policies, cost);
+            let other = Key::new("other");
+            let beside = beside.map(|mode| match mode {
+                Mode::Take => Check::take(other, &policies, 1),
+                _ => Check::peek(other, &policies, 1),
+            });
+            let checks = vec![take; times].into_iter().chain(beside);
+            let asked = join_all(checks.map(|check| trace.redis.check(check))).await;
+            let asked: Vec<_> = asked.into_iter().take(times).map(Result::unwrap).collect();
             let mut read = redis::pipe();
-            read.get(&name).cmd("PTTL").arg(&name);
-            let (bytes, ttl): (Vec<u8>, i64) = read.query_async(&mut connection).await.unwrap();
-            stored.push((bytes, ttl));
+            read.cmd("TYPE").arg(&name).cmd("PTTL").arg(&name);
+            let (is, ttl): (String, i64) = read.query_async(&mut connection).await.unwrap();
+            let bytes: Vec<u8> = match is.as_str() {
+                "string" => redis::cmd("MGET")
+                    .arg(&name)
+                    .query_async::<[Vec<u8>; 1]>(&mut connection)
+                    .await
+                    .unwrap()
+                    .concat(),
+                _ => vec![],
+            };
+            results.push((asked, is, bytes, ttl));
         }
-        let context = format!("round {round}, {policies:?}, {cost}, {value:?}");
-        assert_eq!(answers[0], answers[1], "{context}");
-        // The expiry is by Redis's clock, which advances between the two.
-        let [(one, ttl), (other, other_ttl)] = [&stored[0], &stored[1]];
-        assert_eq!(one.get(..14), other.get(..14), "{context}");
-        assert!(
-            (ttl - other_ttl).abs() < 20_000,
-            "{ttl}, {other_ttl}: {context}"
-        );
-        for decision in &answers[0] {
+        let context = format!("round {round}, {command}, {policies:?}, {cost}, {value:?}");
+        let (answers, is, bytes, ttl) = &results[0];
+        for (others, other_is, other_bytes, other_ttl) in &results[1..] {
+            assert_eq!((answers, is), (others, other_is), "{context}");
+            // The expiry is by Redis's clock, which advances in between.
+            assert_eq!(bytes.get(..14), other_bytes.get(..14), "{context}");
+            assert!(
+                (ttl - other_ttl).abs() < 20_000,
+                "{ttl}, {other_ttl}: {context}"
+            );
+        }
+        for decision in answers {
             *(if decision.is_allowed() {
                 &mut granted
             } else {
@@ -934,8 +958,13 @@ impl Trace {
                 .collect();
             let instance = self.rng.usize(..=self.others.len());
             let redis = self.others.get(instance).unwrap_or(&self.redis);
-            let in_redis =
-                join_all(checks.iter().map(|(_, check)| redis.check(check.clone()))).await;
+            let asked = checks.iter().map(|(_, check)| redis.check(check.clone()));
+            // `take.lua` decides a take that is alone in its call.
+            let in_redis = if self.rng.u8(..8) == 0 {
+                stream::iter(asked).then(|asked| asked).collect().await
+            } else {
+                join_all(asked).await
+            };
             let mut seen = Vec::new();
             for ((i, check), in_redis) in checks.iter().zip(in_redis) {
                 let in_redis = in_redis.expect("an answer of Redis");

@@ -3,7 +3,7 @@
 use redis::{Cmd, Value};
 use smallvec::{SmallVec, smallvec};
 
-use super::{CHECK, Script, TAKES, wire};
+use super::{CHECK, Script, TAKE, TAKES, wire};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{
     Charged, Check, EachCharged, Key, Mode, Policies, Policy, SlotId, State, Verdict, Verdicts,
@@ -100,6 +100,19 @@ impl Plan {
         i64::from(self.asked.cost).min(params.capacity + 1) * params.interval
     }
 
+    /// Adds the arguments of `lua/take.lua`.
+    fn add_take(&self, meter: &Policy, cmd: &mut Cmd, now: i64) {
+        let params = meter.params();
+        Packed::default()
+            .f64(params.full)
+            .f64(self.ticks_under(meter))
+            .f64(params.ticks)
+            .add_to(cmd);
+        if now != 0 {
+            cmd.arg(now);
+        }
+    }
+
     /// Numbers in an answer of `lua/check.lua`: four for each policy, and the time of the charge for an answer that may
     /// repeat an earlier one.
     fn answer_length(&self) -> usize {
@@ -147,10 +160,27 @@ impl ScriptCall {
 
     /// The script that decides this call.
     pub(crate) fn script(&self) -> &'static Script {
-        if self.is_of_takes() { &TAKES } else { &CHECK }
+        if self.one_take().is_some() {
+            &TAKE
+        } else if self.is_of_takes() {
+            &TAKES
+        } else {
+            &CHECK
+        }
     }
 
-    /// Returns `true` if `lua/takes.lua` can decide all entries.
+    /// The plan and its meter, if `lua/take.lua` can decide the call.
+    fn one_take(&self) -> Option<(&Plan, &Policy)> {
+        match self.entries.as_slice() {
+            [Entry { plan, times: 1 }] => {
+                let plan = &self.plans[*plan];
+                Some((plan, plan.taken_from_meter()?))
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns `true` if `lua/takes.lua` can decide all entries. `lua/take.lua` gives the same answers.
     fn is_of_takes(&self) -> bool {
         let mut plans = self.plans.iter();
         !self.has_several_of_a_caller
@@ -227,7 +257,9 @@ impl ScriptCall {
             cmd.arg(&self.keys[start..end]);
             start = end;
         }
-        if self.is_of_takes() {
+        if let Some((plan, meter)) = self.one_take() {
+            plan.add_take(meter, &mut cmd, now);
+        } else if self.is_of_takes() {
             self.add_takes(&mut cmd, now);
         } else {
             self.add_checks(&mut cmd, now);
@@ -475,6 +507,12 @@ impl Packed {
         self
     }
 
+    /// Appends a number below 2^53 as a double.
+    fn f64(&mut self, number: i64) -> &mut Self {
+        self.0.extend_from_slice(&(number as f64).to_le_bytes());
+        self
+    }
+
     /// Adds the argument to the command and starts the next one.
     fn add_to(&mut self, cmd: &mut Cmd) {
         cmd.arg(self.0.as_slice());
@@ -594,6 +632,53 @@ fn failure(problem: i64) -> StoreError {
                 }
                 None => protocol(),
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limit::{Quota, Strategy};
+
+    fn call_of(times: usize, check: &Check) -> ScriptCall {
+        let mut call = ScriptCall::default();
+        call.plans.push(Plan::new(Asked::of(check), check));
+        call.push(0, "rl", check);
+        for _ in 1..times {
+            call.repeat(0, check);
+        }
+        call
+    }
+
+    #[test]
+    fn a_take_alone_has_its_own_script() {
+        let policy = |strategy| Policy::new("api", strategy, Quota::per_second(10)).unwrap();
+        let meter: Policies = policy(Strategy::Gcra).into();
+        let take = Check::take(Key::new("ann"), &meter, 2);
+        let args = |now| {
+            let cmd = call_of(1, &take).command("EVALSHA", TAKE.hash(), now);
+            let args = cmd.args_iter().skip(2).map(|arg| match arg {
+                redis::Arg::Simple(bytes) => bytes.to_vec(),
+                _ => unreachable!(),
+            });
+            args.collect::<Vec<_>>()
+        };
+        let packed = [1_000_000.0, 200_000.0, 1.0].map(f64::to_le_bytes);
+        let expected = [b"1", &b"rl:{ann}:api:g:10/s"[..], packed.as_flattened()];
+        assert_eq!(args(0), expected);
+        assert_eq!(args(7), [&expected[..], &[b"7"]].concat());
+
+        let script = |times, check: &Check| call_of(times, check).script().hash();
+        let window = policy(Strategy::SlidingCounter).into();
+        assert_eq!(script(1, &take), TAKE.hash());
+        assert_eq!(script(2, &take), TAKES.hash());
+        for other in [
+            Check::peek(Key::new("ann"), &meter, 1),
+            Check::take(Key::new("ann"), &meter, 1).with_id("17"),
+            Check::take(Key::new("ann"), &window, 1),
+        ] {
+            assert_eq!(script(1, &other), CHECK.hash(), "{other:?}");
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The wire format of script calls: the scripts, their arguments and their replies. Sends nothing.
 //!
-//! `lua/call.lua` and `lua/takes.lua` define the contracts.
+//! `lua/call.lua`, `lua/takes.lua` and `lua/take.lua` define the contracts.
 
 mod call;
 mod wire;
@@ -13,6 +13,8 @@ pub(super) use call::{Asked, Plan, ScriptCall, read_key};
 static CHECK: Script = Script::new(wire::CHECK);
 /// Decides takes under meters, faster than [`CHECK`].
 static TAKES: Script = Script::new(wire::TAKES);
+/// Decides one take under a meter, faster than [`TAKES`].
+static TAKE: Script = Script::new(wire::TAKE);
 /// Announces an instance. Returns the number of live instances.
 pub(super) static ANNOUNCE: Script = Script::new(include_str!("../../../../lua/announce.lua"));
 /// Sets the number of partitions unless one is set. Returns the number in effect.

@@ -101,16 +101,26 @@ macro_rules! script {
     };
 }
 
-/// The script for the most frequent call. Its numbers of modes and problems follow its fast path, which returns before
-/// it reads them: reading them takes time.
-pub(crate) const TAKES: &str = concat!(
-    lua!("takes"),
-    "\n",
-    numbers!(in_lua),
-    lua!("problem"),
-    "\n",
-    lua!("takes_failed"),
-);
+/// A script for frequent calls. Its numbers of modes and problems follow its fast path, which returns before it reads
+/// them: reading them takes time.
+macro_rules! fast {
+    ($path:literal, $failed:literal) => {
+        concat!(
+            lua!($path),
+            "\n",
+            numbers!(in_lua),
+            lua!("problem"),
+            "\n",
+            lua!($failed),
+        )
+    };
+}
+
+/// The script for a call of one take.
+pub(crate) const TAKE: &str = fast!("take", "take_failed");
+
+/// The script for a call of takes.
+pub(crate) const TAKES: &str = fast!("takes", "takes_failed");
 
 strategies!(script);
 
@@ -161,7 +171,7 @@ mod tests {
         let quoted = RIGHTS
             .map(|right| format!("'{}'", right.to_uppercase()))
             .join(", ");
-        for script in [CHECK, TAKES] {
+        for script in [CHECK, TAKES, TAKE] {
             let in_one_line = script.split_whitespace().collect::<Vec<_>>().join(" ");
             assert!(
                 in_one_line.contains(&format!("{{ {quoted}, }}")),
