@@ -36,6 +36,8 @@ pub(super) struct Account {
     sent_until: i64,
     /// Whether the primary store lacks a reset, which it gets before any charge.
     lacks_reset: bool,
+    /// Whether a check was sent since the account was opened or reset.
+    pub(super) is_sent: bool,
     /// Time after which the fallback counts nothing of the caller, and the reset does not matter.
     matters_until: i64,
     /// The part of a limit that the caller had used after the last grant, in 255ths, rounded down.
@@ -78,6 +80,7 @@ impl Account {
             sent,
             sent_until: now - 1,
             lacks_reset: false,
+            is_sent: false,
             matters_until: now,
             used: 0,
         }
@@ -111,7 +114,7 @@ impl Account {
             .map(|policy| State::fresh(policy.kind()));
         self.sent = fresh.collect();
         self.all = self.sent.clone();
-        (self.sent_until, self.lacks_reset) = (now, true);
+        (self.sent_until, self.lacks_reset, self.is_sent) = (now, true, false);
         // All earlier charges have expired at that time.
         self.matters_until = now.saturating_add(self.policies.longest_count());
     }
@@ -164,6 +167,7 @@ impl Account {
         let before = (self.sent.clone(), self.sent_until);
         if self.lacks_reset {
             let check = Check::reset(key, &self.policies);
+            self.is_sent = true;
             return Some(Sent { check, before });
         }
         // Charge the cost that all policies lack first, then the rest under some of them.
@@ -185,7 +189,7 @@ impl Account {
             let rest = limited(left.saturating_sub(cost.into()));
             Mode::Refund.count(policy, sent, rest.into(), now);
         }
-        self.sent_until = now;
+        (self.sent_until, self.is_sent) = (now, true);
         let check = Check::charge(key, &policies, cost);
         Some(Sent { check, before })
     }
@@ -200,8 +204,8 @@ impl Account {
                 (self.sent, self.sent_until) = sent.before;
             }
             Err(error) if error.is_not_sent() || !error.is_check_only() => {}
-            // Another reset since then has another time.
-            _ => self.lacks_reset &= is_charge || self.sent_until != sent.before.1,
+            // Another reset since then was not sent.
+            _ => self.lacks_reset &= is_charge || !self.is_sent,
         }
     }
 }

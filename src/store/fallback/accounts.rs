@@ -21,8 +21,8 @@ pub(super) struct Accounts {
     held: AtomicUsize,
     /// Number of accounts that may be opened, in all partitions of a primary store together.
     free: Arc<AtomicUsize>,
-    /// Number of the epoch. An epoch ends when the breaker opens, and when an account is removed: a reply to an earlier
-    /// check may lack the grants of the fallback.
+    /// Number of the epoch. An epoch ends when the breaker opens, and when an account is removed of which something was
+    /// sent: a reply to an earlier check may lack the grants of the fallback.
     epoch: AtomicU64,
     /// Cost that was charged to the primary store, and cost that was sent without a reply or never will be, since the
     /// last report.
@@ -87,16 +87,19 @@ impl Accounts {
     ) {
         let (mut shard, mut removed) = (lock(shard), 0);
         shard.retain(|key, accounts| {
-            let held = accounts.len();
-            accounts.retain(|account| stays(key, account));
-            removed += held - accounts.len();
+            accounts.retain(|account| {
+                let stays = stays(key, account);
+                self.epoch
+                    .fetch_add((!stays && account.is_sent).into(), Ordering::AcqRel);
+                removed += usize::from(!stays);
+                stays
+            });
             !accounts.is_empty()
         });
         if shard.is_empty() {
             shard.shrink_to_fit();
         }
         if removed > 0 {
-            self.end_epoch();
             self.held.fetch_sub(removed, Ordering::AcqRel);
             self.free.fetch_add(removed, Ordering::AcqRel);
         }
@@ -181,8 +184,9 @@ impl Caller<'_> {
 
     /// Adds an account. Returns `false` if there is no room for it.
     fn open(&mut self, account: impl FnOnce() -> Account) -> bool {
-        let count = |free: usize| free.checked_sub(1);
-        let room = (self.all.free).fetch_update(Ordering::AcqRel, Ordering::Acquire, count);
+        let room = (self.all.free).fetch_update(Ordering::AcqRel, Ordering::Acquire, |free| {
+            free.checked_sub(1)
+        });
         if room.is_ok() {
             self.all.held.fetch_add(1, Ordering::AcqRel);
             self.shard.entry(*self.key).or_default().push(account());

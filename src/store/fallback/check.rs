@@ -46,7 +46,7 @@ pub(super) struct Partition<P, F> {
     pub(super) clock: Clock,
 }
 
-/// The permission to send a check to the primary store, for which the outcome is to be reported.
+/// The permission to send a check to the primary store. Its outcome must be reported to the breaker.
 #[derive(Debug, Clone, Copy)]
 struct Admission {
     /// The epoch of the accounts.

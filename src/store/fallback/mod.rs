@@ -193,7 +193,6 @@ impl<P: Store, F: Store> Fallback<P, F> {
     fn build(primary: P, fallback: F, settings: Settings) -> Self {
         let (count, open) = (primary.backend().partitions().max(1), Arc::default());
         let free = Arc::new(LocalStore::DEFAULT_KEYS.get().into());
-        let probes = probes(&primary, count);
         let partition = |probe| {
             Arc::new(Partition {
                 primary: primary.clone(),
@@ -210,7 +209,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
             })
         };
         Self {
-            partitions: probes.into_iter().map(partition).collect(),
+            partitions: probes(&primary, count).into_iter().map(partition).collect(),
         }
     }
 

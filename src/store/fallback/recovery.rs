@@ -121,8 +121,10 @@ impl<P: Store, F: Store> Recovery<P, F> {
                     }
                 }
                 // Other instances wait for the same moment, so spread the checks.
-                let spread = Breaker::spread(partition.settings.share.instances());
-                wait += jittered(spread, 0.0..0.5);
+                wait += jittered(
+                    Breaker::spread(partition.settings.share.instances()),
+                    0.0..0.5,
+                );
                 // Charge the fallback's new grants now, so that little is left at the end.
                 well = well && partition.reconcile().await;
             }

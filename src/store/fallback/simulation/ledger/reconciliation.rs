@@ -87,8 +87,10 @@ impl Ledger {
         self.landed(caller, instance);
     }
 
-    /// An instance has no reply to a reconciling check. It repeats a reset, which is then executed twice.
+    /// An instance has no reply to a reconciling check, which may be executed after later ones. It repeats a reset, which
+    /// is then executed twice.
     pub(in super::super) fn unanswered(&mut self, sent: &Reconciled) {
+        self.sums[sent.caller].in_doubt = true;
         if sent.is_reset {
             self.sums[sent.caller].resets += 1;
             let account = &mut self.accounts[sent.caller][sent.instance];
