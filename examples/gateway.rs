@@ -2,7 +2,8 @@
 //!
 //! A service with plans, limits for individual callers, addresses behind proxies, a costly route, a limit in a dry run,
 //! a log and metrics. Its settings are in `examples/gateway.toml`, or in another file: `cargo run --example gateway --
-//! FILE`. Changed limits apply within a second. It needs no Redis, but the file may name one.
+//! FILE`. Changed limits apply within a second. It needs no Redis, but the file may name one. In production, serve `/metrics` on a
+//! port that clients do not reach, as `examples/envoy` does.
 
 mod serve;
 

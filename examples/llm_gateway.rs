@@ -6,10 +6,13 @@
 //! up. Only users with a known API key get an answer: a client that invents keys would have a new quota for each.
 //!
 //! **Tokens count when they are reserved.** A client can hold back `STREAMS` answers of earlier periods, and read them together with
-//! those of the current period: at most `STREAMS + 1` times the quota. If that is too much, end a stream after one period.
+//! those of the current period: at most `STREAMS + 1` times the quota. If that is too much, end a stream after one period. Over
+//! many periods no user gets more than the quota of each, and one more.
+//!
+//! **A word is a token here**, so a prompt without spaces is one token: use your model's tokenizer in `tokens`.
 //!
 //! Settings by the environment: `PORT` (3000), `TOKENS` (`1000/min`), `STREAMS` (4), `KEYS` with their users
-//! (`key-of-alice=alice key-of-bob=bob`), and `REDIS_URL` to share the counts among instances.
+//! (by default `key-of-alice=alice key-of-bob=bob`, which are public), and `REDIS_URL` to share the counts among instances.
 
 mod serve;
 
@@ -22,7 +25,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::extract::{Request, State};
+use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router, routing::post};
@@ -34,38 +37,54 @@ use tower_redis_ratelimit::settle::{Charge, ReserveError};
 use tower_redis_ratelimit::store::AnyStore;
 use tower_redis_ratelimit::{Key, Policies, Policy, Quota, RateLimitLayer, Strategy};
 
+/// The keys without the setting `KEYS`.
+const KEYS: &str = "key-of-alice=alice key-of-bob=bob";
+/// Maximum length of a question in bytes.
+const MAX_LENGTH: usize = 64 * 1024;
+
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
     let port: u16 = setting("PORT", "3000")?;
     let tokens: Quota = setting("TOKENS", "1000/min")?;
     let streams: u32 = setting("STREAMS", "4")?;
-    let keys: String = setting("KEYS", "key-of-alice=alice key-of-bob=bob")?;
+    let keys: String = setting("KEYS", KEYS)?;
+    let app = app(AnyStore::from_env("REDIS_URL")?, tokens, streams, &keys)?;
+
+    let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
+    let port = listener.local_addr()?.port();
+    println!("{tokens} tokens and {streams} answers at a time for each user. Try:");
+    let question = r#"{"prompt":"Tell me of the sea.","max_tokens":200}"#;
+    let key = if keys == KEYS { "key-of-alice" } else { "KEY" };
+    println!("curl -iN -H 'x-api-key: {key}' --json '{question}' localhost:{port}/chat");
+    serve::serve(listener, app).await?;
+    Ok(())
+}
+
+/// The gateway, without a server.
+pub(crate) fn app(
+    store: AnyStore,
+    tokens: Quota,
+    streams: u32,
+    keys: &str,
+) -> Result<Router, Box<dyn Error>> {
     let users = keys
         .split_whitespace()
         // A key may end with the `=` of base64.
         .map(|pair| pair.rsplit_once('=').ok_or("KEYS: use KEY=USER pairs"))
         .map(|pair| pair.map(|(key, user)| (key.to_owned(), User(user.to_owned()))))
         .collect::<Result<HashMap<_, _>, _>>()?;
-
-    let tokens_a_minute = Policy::new("tokens", Strategy::SlidingWindow { cells: 60 }, tokens)?;
-    let policies = Policies::new([tokens_a_minute, Policy::in_flight("streams", streams)?])?;
+    let tokens_a_period = Policy::new("tokens", Strategy::SlidingWindow { cells: 60 }, tokens)?;
+    let policies = Policies::new([tokens_a_period, Policy::in_flight("streams", streams)?])?;
     let by_user = by_extension(|user: &User| Key::new(&user.0));
-    let layer = RateLimitLayer::new(AnyStore::from_env("REDIS_URL")?, by_user, policies);
+    let layer = RateLimitLayer::new(store, by_user, policies);
     // Take nothing before the body is read, since the cost depends on it. By default the layer takes 1, which a
     // request would keep if `reserve` denies it.
-    let app = Router::new()
+    Ok(Router::new()
         .route("/chat", post(chat))
+        .layer(DefaultBodyLimit::max(MAX_LENGTH))
         .layer(layer.cost(|_| 0).until_body_end())
         // The last one is the outermost: the limits know the user.
-        .layer(from_fn_with_state(Arc::new(users), authenticate));
-
-    let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
-    let port = listener.local_addr()?.port();
-    println!("{tokens} tokens and {streams} answers at a time for each user. Try:");
-    let question = r#"{"prompt":"Tell me of the sea.","max_tokens":200}"#;
-    println!("curl -iN -H 'x-api-key: key-of-alice' --json '{question}' localhost:{port}/chat");
-    serve::serve(listener, app).await?;
-    Ok(())
+        .layer(from_fn_with_state(Arc::new(users), authenticate)))
 }
 
 /// The user of a key, in the extensions of each request that reaches the limits.

@@ -16,7 +16,7 @@ use crate::redis::State;
 /// Number of seconds that a new page can show.
 const SECONDS: usize = 90;
 /// Number of seconds after an outage in which its grants are charged.
-const AFTER: u32 = 15;
+const AFTER: u32 = 5;
 /// Number of seconds for which an idle caller is shown.
 const QUIET: u32 = 5;
 

@@ -1,17 +1,21 @@
 //! `cargo run --example envoy --features envoy`
 //!
 //! A rate limit service for Envoy and Istio, by their protocol v3, which reads the files of Envoy's own service. Changed
-//! limits apply within two seconds, once no file has changed for one second. See `README.md`. The service has no header
-//! timeout, which HTTP/2 does not support: let only Envoys reach its port.
+//! limits apply within two seconds, once no file has changed for one second. See `README.md`. HTTP/2 has no header timeout:
+//! pings end dead connections, and `CONNECTION_AGE` ends all others. Let only Envoys reach the port of `LISTEN`. Metrics and readiness
+//! have a separate port.
 //!
 //! Settings by the environment: `CONFIG` (`examples/envoy/config`), a directory of YAML files; and as YAML, `LISTEN`
-//! (`127.0.0.1:8081`), `HEADERS` for clients (`draft-11`), and `STORE` to share the counts among instances:
+//! (`127.0.0.1:8081`), `ADMIN` (`127.0.0.1:8082`), `HEADERS` for clients (`draft-11`), and `STORE` to share the counts among
+//! instances:
 //!
 //! ```sh
 //! STORE='{ url: redis://127.0.0.1/, share: alive }' cargo run --example envoy --features envoy
 //! ```
 
 mod rules;
+#[path = "../serve.rs"]
+mod serve;
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
@@ -23,8 +27,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use std::{env, process, thread};
 
+use axum::Router;
 use axum::routing::get;
-use axum::serve::ListenerExt;
 use envoy_types::pb::envoy::config::core::v3::HeaderValue;
 use envoy_types::pb::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use envoy_types::pb::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus};
@@ -37,10 +41,11 @@ use futures_util::future::try_join_all;
 use http::HeaderMap;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
 use serde::de::DeserializeOwned;
-use tokio::signal::unix::SignalKind;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, oneshot, watch};
 use tokio::time::Instant;
-use tonic::service::Routes;
+use tonic::transport::Server;
+use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status};
 use tower_redis_ratelimit::Key;
 use tower_redis_ratelimit::check::{Check, Decision};
@@ -58,6 +63,10 @@ const MAX_REQUESTS: usize = 10_000;
 const MAX_LENGTH: usize = 64 * 1024;
 /// Maximum duration of a shutdown: a stream of the health service may never end.
 const SHUTDOWN: Duration = Duration::from_secs(10);
+/// Interval of the pings that find dead connections, and the time for the reply.
+const PING: Duration = Duration::from_secs(30);
+/// Maximum age of a connection. Also lets Envoys find new instances.
+const CONNECTION_AGE: Duration = Duration::from_secs(3_600);
 /// Maximum number of warnings about unknown domains.
 const MAX_WARNINGS: usize = 100;
 
@@ -120,9 +129,8 @@ async fn run() -> Result<(), Box<dyn Error>> {
         .set_serving::<RateLimitServiceServer<Service>>()
         .await;
     let service = RateLimitServiceServer::new(service).max_decoding_message_size(MAX_LENGTH);
-    let grpc = Routes::new(service).add_service(health).into_axum_router();
     let loaded = domains.clone();
-    let app = grpc
+    let admin = Router::new()
         .route(
             "/ready",
             get(async move || format!("{}\n", *loaded.borrow())),
@@ -131,17 +139,28 @@ async fn run() -> Result<(), Box<dyn Error>> {
             "/metrics",
             get(async move || metrics.render() + &domains.borrow().metrics()),
         );
-    let listener = tokio::net::TcpListener::bind(listen).await?;
-    let port = listener.local_addr()?.port();
-    println!(
-        "localhost:{port}/ is for Envoy, localhost:{port}/metrics for Prometheus, localhost:{port}/ready for Kubernetes"
-    );
+    let admin_listener =
+        tokio::net::TcpListener::bind(setting::<SocketAddr>("ADMIN", "127.0.0.1:8082")?).await?;
     // Otherwise the kernel delays a short reply until Envoy has acknowledged the previous one.
-    let listener = listener.tap_io(|connection| drop(connection.set_nodelay(true)));
+    let incoming = TcpIncoming::bind(listen)?.with_nodelay(Some(true));
+    println!(
+        "localhost:{}/ is for Envoy; localhost:{port}/metrics is for Prometheus, and localhost:{port}/ready for Kubernetes",
+        incoming.local_addr()?.port(),
+        port = admin_listener.local_addr()?.port()
+    );
+    // Ends by the same signals.
+    tokio::spawn(serve::serve(admin_listener, admin));
     let (stop, stopped) = oneshot::channel::<()>();
-    let serve = axum::serve(listener, app).with_graceful_shutdown(async { drop(stopped.await) });
+    let serve = Server::builder()
+        .http2_keepalive_interval(Some(PING))
+        .http2_keepalive_timeout(Some(PING))
+        .max_connection_age(CONNECTION_AGE)
+        .max_connection_age_grace(SHUTDOWN)
+        .add_service(service)
+        .add_service(health)
+        .serve_with_incoming_shutdown(incoming, async { drop(stopped.await) });
     let shutdown = async {
-        let mut terminated = tokio::signal::unix::signal(SignalKind::terminate())?;
+        let mut terminated = signal(SignalKind::terminate())?;
         tokio::select! {
             interrupted = tokio::signal::ctrl_c() => interrupted?,
             _ = terminated.recv() => {}

@@ -9,7 +9,8 @@ use tower_redis_ratelimit::reject::Reason;
 use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, Quota, Strategy};
 
-fn paced<S: Store, T>(
+/// Lets each message wait for a permit, and ends a stream whose wait would be longer than 5 s.
+pub(crate) fn paced<S: Store, T>(
     limiter: Limiter<S>,
     key: Key,
     messages: impl Stream<Item = Result<T, Status>>,

@@ -119,7 +119,7 @@ fn an_outage_and_its_end_are_recorded() {
     for text in [
         "You killed",
         "the fallback decides",
-        "You started",
+        "You started Redis again, empty: each caller has its burst again, less what the fallback granted",
         "Redis decides again",
         "Reconciled",
         "You froze",

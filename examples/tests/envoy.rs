@@ -14,7 +14,7 @@ mod support;
 
 use std::env;
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
@@ -63,7 +63,7 @@ impl Service {
         }
         let mut command = Example::command("envoy");
         command
-            .envs([("LISTEN", "127.0.0.1:0"), setting])
+            .envs([("LISTEN", "127.0.0.1:0"), ("ADMIN", "127.0.0.1:0"), setting])
             .env("CONFIG", directory.path())
             .stderr(File::create(directory.path().join("log")).unwrap());
         let example = Example::spawn(command);
@@ -95,13 +95,24 @@ impl Service {
         let sent = format!("ratelimit_batch_checks_count{{store=\"default\"}} {calls}\n");
         let start = Instant::now();
         loop {
-            let metrics = Answer::read(self.example.get("/metrics")).body;
+            let metrics = self.admin("/metrics").body;
             if metrics.contains(&sent) {
                 return;
             }
             assert!(start.elapsed() < PATIENCE, "no {sent:?} in {metrics}");
             sleep(Duration::from_millis(20)).await;
         }
+    }
+
+    /// Requests a page of the port for metrics.
+    fn admin(&self, path: &str) -> Answer {
+        let mut stream = connect(self.example.admin_port).unwrap();
+        write!(
+            stream,
+            "GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+        )
+        .unwrap();
+        Answer::read(stream)
     }
 
     /// Changes the first file like an editor.
@@ -377,7 +388,7 @@ descriptors:
             .await,
         (OK, Some(0), 0)
     );
-    let metrics = Answer::read(service.example.get("/metrics")).body;
+    let metrics = service.admin("/metrics").body;
     let of_denials =
         |line: &&str| line.starts_with("ratelimit_decisions_total") && line.contains("=\"denied\"");
     let mut denials: Vec<&str> = metrics.lines().filter(of_denials).collect();
@@ -575,7 +586,7 @@ async fn long_requests_are_refused() {
 #[tokio::test]
 async fn limits_are_ready_and_in_metrics() {
     let service = Service::start(&[MESSAGING, ADDRESSES]).await;
-    let get = |path: &str| Answer::read(service.example.get(path));
+    let get = |path: &str| service.admin(path);
     let ready = get("/ready");
     assert_eq!(
         (ready.status, ready.body.as_str()),
@@ -595,6 +606,11 @@ async fn limits_are_ready_and_in_metrics() {
         r#"ratelimit_limit{policy="messaging.to_number",quota="100/d"} 100"#,
     ];
     assert_eq!(limits(), [others[0], numbers, others[1]]);
+    // Not where Envoy sends its requests.
+    let mut reply = vec![];
+    // It may end with a reset.
+    drop(service.example.get("/metrics").read_to_end(&mut reply));
+    assert!(!String::from_utf8_lossy(&reply).contains("ratelimit"));
     service.change(&MESSAGING.replace("requests_per_unit: 5", "requests_per_unit: 6"));
     service
         .wait_for_log("new limits: 2 domains, 4 limits")
@@ -951,7 +967,12 @@ impl Envoy {
         let proxy = format!("{peer}{}xff_num_trusted_hops: 1\n", " ".repeat(16));
         let directory = TempDir::new().unwrap();
         let file = directory.path().join("envoy.yaml");
-        fs::write(&file, text.replace(peer, &proxy)).unwrap();
+        let text = text.replace(peer, &proxy);
+        let text = text.replace(
+            "request_headers_timeout: 5s",
+            "request_headers_timeout: 0.3s",
+        );
+        fs::write(&file, text).unwrap();
         let mut command = Command::new(env::var("ENVOY").unwrap());
         command
             .arg("-c")
@@ -969,12 +990,14 @@ impl Envoy {
     }
 
     fn get(&self, path: &str, client: &str) -> Answer {
-        let mut stream = connect(self.port).unwrap();
-        write!(
-            stream,
+        self.send(&format!(
             "GET {path} HTTP/1.1\r\nhost: shop\r\nx-forwarded-for: {client}\r\nconnection: close\r\n\r\n"
-        )
-        .unwrap();
+        ))
+    }
+
+    fn send(&self, head: &str) -> Answer {
+        let mut stream = connect(self.port).unwrap();
+        write!(stream, "{head}").unwrap();
         Answer::read(stream)
     }
 }
@@ -1041,4 +1064,17 @@ async fn addresses_of_a_network_share_a_count() {
     assert_eq!(passed("2"), 5);
     // A client is identified by its full IPv4 address.
     assert_eq!(envoy.get("/login", "192.0.2.7").status, 200);
+}
+
+#[tokio::test]
+#[ignore = "needs Envoy: `cargo xtask envoy`"]
+async fn the_listener_is_hardened() {
+    let service = Service::start(&[include_str!("../envoy/config/shop.yaml")]).await;
+    let envoy = Envoy::start(&service).await;
+    let start = Instant::now();
+    // A head that does not end.
+    assert_eq!(envoy.send("GET / HTTP/1.1\r\nhost: shop\r\nx-").status, 408);
+    assert!(start.elapsed() < PATIENCE);
+    let twice = "GET / HTTP/1.1\r\nhost: shop\r\nx_user: ann\r\nconnection: close\r\n\r\n";
+    assert_eq!(envoy.send(twice).status, 400);
 }

@@ -7,13 +7,31 @@
     clippy::panic,
     reason = "a test fails by panicking"
 )]
+#![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
 
+#[path = "../llm_gateway.rs"]
+#[allow(dead_code, reason = "a test calls the gateway without its server")]
+mod program;
+#[path = "../../tests/support/mod.rs"]
+mod servers;
 mod support;
 
 use std::io::Read;
 use std::net::TcpStream;
+use std::sync::{Arc, Mutex};
 use std::thread;
+use std::time::Duration;
 
+use axum::Router;
+use axum::body::Body;
+use futures_util::StreamExt;
+use futures_util::future::join_all;
+use http::Request;
+use tokio::time::{Instant, sleep};
+use tower::ServiceExt;
+use tower_redis_ratelimit::{LocalStore, Quota, RedisStore};
+
+use servers::RedisServer;
 use support::{Answer, Example};
 
 /// A gateway with a quota that does not refill noticeably while the test runs.
@@ -201,4 +219,214 @@ fn at_most_four_answers_at_once() {
     drop(streams.pop());
     // The slot is free once the server has noticed the hang-up.
     while Answer::read(ask(&gateway, "carol", 1, 1)).status == 429 {}
+}
+
+/// The tokens that a user has got, with the time of each.
+#[derive(Clone, Default)]
+struct Tokens(Arc<Mutex<Vec<(Duration, usize)>>>);
+
+impl Tokens {
+    fn total(&self) -> usize {
+        self.0
+            .lock()
+            .unwrap()
+            .iter()
+            .map(|(_, tokens)| tokens)
+            .sum()
+    }
+
+    /// The most in any period.
+    fn most_in(&self, period: Duration) -> usize {
+        let mut all = self.0.lock().unwrap().clone();
+        all.sort_unstable();
+        let (mut first, mut sum, mut most) = (0, 0, 0);
+        for &(at, tokens) in &all {
+            sum += tokens;
+            while all[first].0 + period <= at {
+                sum -= all[first].1;
+                first += 1;
+            }
+            most = most.max(sum);
+        }
+        most
+    }
+}
+
+/// A client of the gateway on a clock that a test has paused.
+#[derive(Clone)]
+struct Client {
+    app: Router,
+    start: Instant,
+    tokens: Tokens,
+}
+
+impl Client {
+    /// Sends a question of `words` words. Reads at most `limit` words of the answer, and rests for `pause` after the first one. Returns the
+    /// status, and the words that were read.
+    async fn ask(
+        &self,
+        key: &str,
+        [words, max, limit]: [usize; 3],
+        pause: Duration,
+    ) -> (u16, usize) {
+        let question = format!(
+            r#"{{"prompt":"{}","max_tokens":{max}}}"#,
+            "word ".repeat(words)
+        );
+        let request = Request::post("/chat")
+            .header("x-api-key", key)
+            .header("content-type", "application/json")
+            .body(Body::from(question))
+            .unwrap();
+        let response = self.app.clone().oneshot(request).await.unwrap();
+        let status = response.status().as_u16();
+        if status != 200 {
+            return (status, 0);
+        }
+        self.got(words);
+        let mut body = response.into_body().into_data_stream();
+        let mut read = 0;
+        while read < limit && body.next().await.transpose().unwrap().is_some() {
+            self.got(1);
+            read += 1;
+            if read == 1 {
+                sleep(pause).await;
+            }
+        }
+        (status, read)
+    }
+
+    /// Sends alice's questions until `end`, and returns their number.
+    async fn attack(&self, number: usize, period: Duration, end: Instant) -> usize {
+        let never = Duration::ZERO;
+        let mut asked = 0;
+        while Instant::now() < end {
+            let round = number + asked;
+            let (question, pause) = match round % 6 {
+                0 => ([400, 1, 1], never),
+                // The model does not end at its maximum.
+                1 => ([60, 20, usize::MAX], never),
+                2 => ([1, 500, usize::MAX], never),
+                3 => ([5, 100, 2], never),
+                // Held back for more than a period.
+                4 => ([100, 150, usize::MAX], period + period / 2),
+                _ => ([10, 10_000, usize::MAX], never),
+            };
+            asked += 1;
+            let (status, _) = self.ask("alice", question, pause).await;
+            if status != 200 {
+                assert_eq!(status, 429);
+                let wait = 3 + (round * 7_919 + number * 104_729) % 100;
+                sleep(period * wait as u32 / 4_000).await;
+            }
+        }
+        asked
+    }
+
+    fn got(&self, tokens: usize) {
+        let mut all = self.tokens.0.lock().unwrap();
+        all.push((self.start.elapsed(), tokens));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn long_questions_are_refused() {
+    let quota = Quota::per_minute(1_000);
+    let client = Client {
+        app: program::app(LocalStore::default().into(), quota, 4, "alice=a").unwrap(),
+        start: Instant::now(),
+        tokens: Tokens::default(),
+    };
+    // 100,000 bytes.
+    let question = [20_000, 1, 1];
+    assert_eq!(
+        client.ask("alice", question, Duration::ZERO).await,
+        (413, 0)
+    );
+    assert_eq!(
+        client.ask("alice", [999, 1, 1], Duration::ZERO).await,
+        (200, 1)
+    );
+}
+
+/// An hour of 1,000 tokens a minute. Eight clients with the key of one user ask long questions, ask for short and for long answers, hang up, and
+/// hold answers back; others guess keys. `cargo test --package examples --test llm_gateway an_hour -- --nocapture` prints the figures.
+#[tokio::test(start_paused = true)]
+async fn an_hour_of_attacks_gets_the_quota() {
+    const QUOTA: usize = 1_000;
+    const MINUTE: Duration = Duration::from_secs(60);
+    let quota = Quota::per_minute(QUOTA as u32);
+    let app = program::app(LocalStore::default().into(), quota, 4, "alice=a bob=b").unwrap();
+    let start = Instant::now();
+    let end = start + 60 * MINUTE;
+    let client = || Client {
+        app: app.clone(),
+        start,
+        tokens: Tokens::default(),
+    };
+    let (alice, bob, eve) = (client(), client(), client());
+    let never = Duration::ZERO;
+
+    let attacks = (0..8).map(|number| alice.attack(number, MINUTE, end));
+    let guess = async || {
+        let mut number = 0;
+        while Instant::now() < end {
+            let (status, _) = eve.ask(&format!("key-{number}"), [50, 50, 50], never).await;
+            assert_eq!(status, 401);
+            number += 1;
+            sleep(Duration::from_millis(500)).await;
+        }
+        number
+    };
+    let be_polite = async || {
+        let mut answers = 0;
+        while Instant::now() < end {
+            assert_eq!(bob.ask("bob", [10, 30, usize::MAX], never).await, (200, 30));
+            answers += 1;
+            sleep(Duration::from_secs(10)).await;
+        }
+        answers
+    };
+    let (asked, guesses, answers) = tokio::join!(join_all(attacks), guess(), be_polite());
+
+    let (total, most) = (alice.tokens.total(), alice.tokens.most_in(MINUTE));
+    println!(
+        "{} questions of alice in an hour: {total} tokens of {}, at most {most} in a minute; {guesses} guessed keys: {} tokens; bob: {answers} of \
+         {answers} questions answered, {} tokens",
+        asked.iter().sum::<usize>(),
+        60 * QUOTA,
+        eve.tokens.total(),
+        bob.tokens.total()
+    );
+    assert!((50 * QUOTA..=61 * QUOTA).contains(&total), "{total} tokens");
+    assert!(most <= 5 * QUOTA, "{most} tokens in a minute");
+}
+
+/// Two gateways with one Redis, and quotas of half a second.
+#[tokio::test]
+async fn two_gateways_share_the_quota_under_attack() {
+    const QUOTA: usize = 500;
+    const PERIOD: Duration = Duration::from_millis(500);
+    let server = RedisServer::start();
+    let start = Instant::now();
+    let mut clients = vec![];
+    for _ in 0..2 {
+        let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(20));
+        let store = store.connect().await.unwrap().into();
+        let quota = Quota::per(QUOTA as u32, PERIOD);
+        let app = program::app(store, quota, 64, "alice=a").unwrap();
+        let tokens = clients
+            .first()
+            .map_or_else(Tokens::default, |first: &Client| first.tokens.clone());
+        clients.push(Client { app, start, tokens });
+    }
+    let end = start + 10 * PERIOD;
+    let attacks = (0..32).map(|number| clients[number % 2].attack(number, PERIOD, end));
+    let asked: usize = join_all(attacks).await.into_iter().sum();
+
+    // The last answers end later.
+    let periods = start.elapsed().as_secs_f64() / PERIOD.as_secs_f64();
+    let (total, most) = (clients[0].tokens.total(), (periods + 1.0) * QUOTA as f64);
+    println!("{asked} questions: {total} tokens; the bound in {periods:.1} periods is {most:.0}");
+    assert!(total > 2 * QUOTA && total as f64 <= most, "{total} tokens");
 }

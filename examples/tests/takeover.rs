@@ -16,32 +16,37 @@ mod support;
 
 use std::env;
 use std::env::consts::EXE_SUFFIX;
-use std::process::Command;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
 use std::time::{Duration, SystemTime};
 
 use redis::aio::MultiplexedConnection;
+use tower_redis_ratelimit::strategy::Align;
 use tower_redis_ratelimit::{Key, Limiter, Policy, RedisStore, Strategy, redis};
 
-use crate::support::RedisServer;
+use crate::support::{RedisServer, until};
 
 const REDIS_RATE: &str = include_str!("../../tests/migrating/lua/redis_rate_v9.lua");
 /// A quota that does not refill while the test runs.
 const QUOTA: &str = "10/h";
 
-/// Returns the output of the example with these arguments, errors last, or the error if it fails.
-fn take_over(server: &RedisServer, system: &str, prefix: &str) -> Result<String, String> {
+/// The example.
+fn program(server: &RedisServer) -> Command {
     let test = env::current_exe().unwrap();
     let example = test
         .ancestors()
         .nth(2)
         .unwrap()
         .join(format!("examples/takeover{EXE_SUFFIX}"));
+    let mut command = Command::new(example);
+    command.env("REDIS_URL", server.url());
+    command
+}
+
+/// Returns the output of the example with these arguments, errors last, or the error if it fails.
+fn take_over(server: &RedisServer, system: &str, prefix: &str) -> Result<String, String> {
     let args = [system, prefix, "api", QUOTA];
-    let output = Command::new(example)
-        .env("REDIS_URL", server.url())
-        .args(args)
-        .output()
-        .unwrap();
+    let output = program(server).args(args).output().unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     if output.status.success() {
         Ok(text(output.stdout) + &text(output.stderr))
@@ -51,6 +56,10 @@ fn take_over(server: &RedisServer, system: &str, prefix: &str) -> Result<String,
 }
 
 async fn limiter(server: &RedisServer) -> Limiter<RedisStore> {
+    limiter_by(server, Strategy::Gcra).await
+}
+
+async fn limiter_by(server: &RedisServer, strategy: Strategy) -> Limiter<RedisStore> {
     let store = RedisStore::builder(server.url())
         .timeout(Duration::from_secs(20))
         .connect()
@@ -58,7 +67,7 @@ async fn limiter(server: &RedisServer) -> Limiter<RedisStore> {
         .unwrap();
     Limiter::new(
         store,
-        Policy::new("api", Strategy::Gcra, QUOTA.parse().unwrap()).unwrap(),
+        Policy::new("api", strategy, QUOTA.parse().unwrap()).unwrap(),
     )
 }
 
@@ -220,6 +229,66 @@ async fn counters_are_taken_over_with_their_age() {
     }
 }
 
+/// Under windows from the first hit, a caller is free when the old window ends, and not a period after the takeover.
+#[tokio::test]
+async fn old_windows_end_in_time() {
+    let server = RedisServer::start();
+    let limiter = limiter_by(&server, Strategy::FixedWindow(Align::FirstHit)).await;
+    // Its window ends before the old one.
+    assert!(
+        limiter
+            .take(Key::new("early"), 1)
+            .await
+            .unwrap()
+            .is_allowed()
+    );
+    // Of an hour, in milliseconds.
+    for (caller, count, left) in [
+        ("ann", 10, 1_500),
+        ("bob", 4, 2_000),
+        ("early", 3, 3_600_000),
+        ("longer", 4, 7_200_000),
+    ] {
+        server
+            .command::<()>(&format!("SET old:{caller} {count} PX {left}"))
+            .await;
+    }
+    let mut running = program(&server)
+        .args(["incr", "old:*", "api", QUOTA, "fixed-window(first-hit)"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(running.stdout.take().unwrap()).lines();
+    let mut line = || lines.next().unwrap().unwrap();
+    assert_eq!(
+        line(),
+        "4 keys begin with \"old:\"; took over the counts of 4 callers, such as \"ann\""
+    );
+    assert!(line().starts_with(
+        "keep this running: it resets each caller when the old window ends, the last one in "
+    ));
+    let left = |caller| remaining(&limiter, caller);
+    assert_eq!(left("early").await, 6);
+    assert_eq!(left("longer").await, 6);
+    for (caller, before) in [("ann", 0), ("bob", 6)] {
+        while server
+            .command::<bool>(&format!("EXISTS old:{caller}"))
+            .await
+        {
+            let still = left(caller).await;
+            let is_over = !server
+                .command::<bool>(&format!("EXISTS old:{caller}"))
+                .await;
+            assert!(still == before || is_over, "{still} of {caller}");
+        }
+        until("the caller is free", || async { left(caller).await == 10 }).await;
+    }
+    assert_eq!(line(), "all old windows have ended");
+    assert!(running.wait().unwrap().success());
+    assert_eq!(left("early").await, 6);
+    assert_eq!(left("longer").await, 6);
+}
+
 /// A value of another system, or of none, is no debt.
 #[tokio::test]
 async fn values_that_a_system_does_not_write_are_skipped() {
@@ -296,6 +365,21 @@ async fn a_takeover_of_nothing_fails() {
         assert!(problem.contains("took over nothing: "), "{problem}");
         assert!(problem.contains(told), "{problem}");
     }
+    let args = [
+        "redis-rate",
+        "rate:",
+        "api",
+        QUOTA,
+        "fixed-window(first-hit)",
+    ];
+    let output = program(&server).args(args).output().unwrap();
+    let problem = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        problem.contains(
+            "counts of `redis-rate` cannot become counts of `fixed-window(first-hit)`: write `gcra`"
+        ),
+        "{problem}"
+    );
     let problem = take_over(&server, "redis_rate", "rate:").unwrap_err();
     assert!(
         problem.contains("is not known: write `redis-rate`, `redis-cell` or `incr`"),

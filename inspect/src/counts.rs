@@ -98,9 +98,13 @@ impl Counts {
         let wait = |row: &Row| -row.denied_for.unwrap_or_default();
         let (found, limited) = self.list(is_limited, wait).await?;
         let counts = found.counts;
+        let is_empty = counts == 0 && found.unknown.is_empty() && !self.only;
         let text = self.text(found)?;
         if self.json {
             return Ok(text);
+        }
+        if is_empty {
+            return Ok("nothing is counted: the counts have expired, or the service uses another server or prefix\n".to_owned());
         }
         Ok(format!(
             "{text}{limited} of {counts} counts deny the next request\n"
@@ -270,18 +274,18 @@ impl Counts {
         let mut text = String::new();
         for row in found.rows {
             let next = match row.denied_for {
-                Some(wait) => format!("denied for {wait:.1} s"),
+                Some(wait) => format!("denied for {}", duration(wait)),
                 None => "passes".to_owned(),
             };
             writeln!(
                 text,
-                "{:<40} {} {:<16} {:>7} of {} left, {next}, all back in {:.1} s",
+                "{:<40} {} {:<16} {:>7} of {} left, {next}, all back in {}",
                 row.shown(),
                 row.log,
                 row.policy,
                 row.remaining,
                 row.capacity,
-                row.reset_after
+                duration(row.reset_after)
             )?;
         }
         Ok(text)
@@ -357,6 +361,23 @@ fn note(unknown: &BTreeSet<(String, &'static str, String)>) {
     }
 }
 
+/// Returns a number of seconds as a person reads it: its two largest units, rounded up.
+fn duration(seconds: f64) -> String {
+    let whole = seconds.ceil() as u64;
+    match whole {
+        0..60 => format!("{seconds:.1} s"),
+        60..3_600 => format!("{} min {} s", whole / 60, whole % 60),
+        3_600..86_400 => {
+            let minutes = whole.div_ceil(60);
+            format!("{} h {} min", minutes / 60, minutes % 60)
+        }
+        _ => {
+            let hours = whole.div_ceil(3_600);
+            format!("{} d {} h", hours / 24, hours % 24)
+        }
+    }
+}
+
 /// Returns the name of a policy's strategy in counts.
 fn strategy(policy: &Policy) -> String {
     let text = policy
@@ -369,5 +390,25 @@ fn connect(config: &StoreConfig) -> Result<RedisStore, Box<dyn Error>> {
     match AnyStore::from_config(config)? {
         AnyStore::Redis(store) => Ok(store),
         _ => Err("the settings name no Redis: use --url".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::duration;
+
+    #[test]
+    fn durations_have_two_units() {
+        for (seconds, text) in [
+            (0.0, "0.0 s"),
+            (35.94, "35.9 s"),
+            (59.4, "1 min 0 s"),
+            (3_599.9, "1 h 0 min"),
+            (10_313.7, "2 h 52 min"),
+            (86_400.0, "1 d 0 h"),
+            (200_000.0, "2 d 8 h"),
+        ] {
+            assert_eq!(duration(seconds), text);
+        }
     }
 }

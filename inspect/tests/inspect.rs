@@ -298,7 +298,11 @@ async fn inspect(service: &Service) {
 
 #[tokio::test]
 async fn a_single_server_is_inspected() {
-    inspect(&Service::new(&RedisServer::start().url())).await;
+    let server = RedisServer::start();
+    let service = Service::new(&server.url());
+    let nothing = "nothing is counted: the counts have expired, or the service uses another server or prefix\n";
+    assert_eq!(service.inspect(&["limited"]), nothing);
+    inspect(&service).await;
 }
 
 #[tokio::test]

@@ -1,9 +1,12 @@
 //! Streams: a call is counted once, and its messages by a `Limiter`, as in the recipe.
 
+#[path = "../../examples/recipes/stream_messages.rs"]
+mod stream_messages;
+
 use std::convert::Infallible;
 use std::time::Duration;
 
-use futures_util::{Stream, StreamExt, TryStreamExt, stream};
+use futures_util::{StreamExt, TryStreamExt, stream};
 use tokio::time::Instant;
 use tonic::body::Body;
 use tonic::transport::{Channel, Server};
@@ -11,31 +14,11 @@ use tonic::{Code, Request, Response, Status, Streaming, client, server};
 use tonic_prost::ProstCodec;
 use tonic_types::StatusExt;
 use tower::service_fn;
-use tower_redis_ratelimit::reject::Reason;
 use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{Key, Limiter};
 
+use self::stream_messages::paced;
 use crate::support::*;
-
-/// Lets each message wait for a permit, and ends a stream whose wait would be longer than 5 s.
-fn paced<S: Store, T>(
-    limiter: Limiter<S>,
-    key: Key,
-    messages: impl Stream<Item = Result<T, Status>>,
-) -> impl Stream<Item = Result<T, Status>> {
-    messages.and_then(move |message| {
-        let limiter = limiter.clone();
-        async move {
-            let decision = limiter.wait(key, 1, Duration::from_secs(5)).await;
-            let decision = decision.map_err(|error| Status::from(Reason::Unavailable(&error)))?;
-            if decision.is_allowed() {
-                Ok(message)
-            } else {
-                Err(Reason::Denied(&decision).into())
-            }
-        }
-    })
-}
 
 /// A service whose one method echoes each message when its permit has come; 2 calls an hour.
 fn echo<S: Store<Future: Send + Sync>>(limiter: Limiter<S>) -> Channel {

@@ -41,6 +41,12 @@ pub(crate) fn screenshots() -> Result {
     save(&mut browser, "outage", TIME_LINE)?;
 
     press(&mut browser, "kill")?;
+    // It came back empty.
+    let overshoot = "document.getElementById('detail').textContent.endsWith('For a moment, more than the limit is allowed.')";
+    browser.until(
+        "the page explains the overshoot",
+        &says("Redis decides again", overshoot),
+    )?;
     browser.until(
         "Redis decides again",
         &says("Redis decides again", &for_seconds(8, by_redis)),

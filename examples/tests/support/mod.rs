@@ -14,6 +14,8 @@ use std::{env, io, thread};
 pub(crate) struct Example {
     process: Child,
     pub(crate) port: u16,
+    /// The port for metrics. The same if it prints one only.
+    pub(crate) admin_port: u16,
     /// The lines that it prints.
     lines: Mutex<Receiver<String>>,
 }
@@ -54,19 +56,19 @@ impl Example {
         let mut lines = BufReader::new(process.stdout.take().unwrap())
             .lines()
             .map(Result::unwrap);
-        let port = lines.find_map(|line| {
-            line.split_once("localhost:")
-                .or_else(|| line.split_once("127.0.0.1:"))?
-                .1
-                .split('/')
-                .next()?
-                .parse()
-                .ok()
+        let ports = lines.find_map(|line| {
+            let mut addresses = line.split("localhost:").skip(1);
+            let port = |address: &str| address.split('/').next()?.parse().ok();
+            let first = addresses.next().or(line.split("127.0.0.1:").nth(1));
+            let port_of_first = port(first?)?;
+            Some((port_of_first, addresses.find_map(port)))
         });
+        let (port, admin_port) = ports.expect("it prints where it listens");
         let (printed, later) = mpsc::channel();
         let example = Self {
             process,
-            port: port.expect("it prints where it listens"),
+            port,
+            admin_port: admin_port.unwrap_or(port),
             lines: Mutex::new(later),
         };
         (example, lines, printed)
