@@ -21,8 +21,8 @@ pub(super) struct Accounts {
     held: AtomicUsize,
     /// Number of accounts that may be opened, in all partitions of a primary store together.
     free: Arc<AtomicUsize>,
-    /// Number of the epoch. An epoch ends when the breaker opens, and when an account is removed of which something was
-    /// sent: a reply to an earlier check may lack the grants of the fallback.
+    /// Number of the epoch. An epoch ends when the breaker opens, and when an account is removed whose charges were sent:
+    /// a reply to an earlier check may lack these.
     epoch: AtomicU64,
     /// Cost that was charged to the primary store, and cost that was sent without a reply or never will be, since the
     /// last report.
