@@ -4,8 +4,9 @@ use std::collections::HashMap;
 
 use smallvec::SmallVec;
 
-use super::account::Account;
+use super::account::{Account, Sent};
 use super::sync::{Arc, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, lock};
+use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Mode, Policies};
 use crate::store::shards::Shards;
 use crate::util::RandomState;
@@ -20,10 +21,11 @@ pub(super) struct Accounts {
     held: AtomicUsize,
     /// Number of accounts that may be opened, in all partitions of a primary store together.
     free: Arc<AtomicUsize>,
-    /// Number of the epoch. An epoch ends when the breaker opens, and after each check of a reconciliation: a reply to
-    /// an earlier check may lack the grants of the fallback.
+    /// Number of the epoch. An epoch ends when the breaker opens, and when an account is removed whose charges were sent:
+    /// a reply to an earlier check may lack these.
     epoch: AtomicU64,
-    /// Cost that was charged to the primary store, and cost that never will be, since the last report.
+    /// Cost that was charged to the primary store, and cost that was sent without a reply or never will be, since the
+    /// last report.
     pub(super) charged: AtomicU64,
     pub(super) dropped: AtomicU64,
 }
@@ -77,59 +79,29 @@ impl Accounts {
         self.shards.iter()
     }
 
-    /// Removes the expired accounts of a shard, and passes the other callers to `each`, with the part of a limit that
-    /// they have used. Call it while no accounts are taken.
-    pub(super) fn sweep(&self, shard: &Mutex<Shard>, now: i64, mut each: impl FnMut(Key, u8)) {
-        let mut shard = lock(shard);
+    /// Removes the accounts of a shard that do not `stay`.
+    pub(super) fn sweep(
+        &self,
+        shard: &Mutex<Shard>,
+        mut stays: impl FnMut(&Key, &Account) -> bool,
+    ) {
+        let (mut shard, mut removed) = (lock(shard), 0);
         shard.retain(|key, accounts| {
-            let held = accounts.len();
-            accounts.retain(|account| !account.is_over(now));
-            self.removed(held - accounts.len());
-            if let Some(used) = accounts.iter().map(Account::used).max() {
-                each(*key, used);
-            }
+            accounts.retain(|account| {
+                let stays = stays(key, account);
+                self.epoch
+                    .fetch_add((!stays && account.is_sent).into(), Ordering::AcqRel);
+                removed += usize::from(!stays);
+                stays
+            });
             !accounts.is_empty()
         });
         if shard.is_empty() {
             shard.shrink_to_fit();
         }
-    }
-
-    /// Takes the charges and resets out of a caller's accounts. The accounts stay, for new ones, until each was
-    /// [put back](Self::put_back).
-    pub(super) fn take(&self, key: &Key, now: i64) -> SmallVec<[Account; 1]> {
-        let mut caller = self.caller(key);
-        let accounts = caller.shard.get_mut(key).into_iter().flatten();
-        accounts.map(|account| account.take(now)).collect()
-    }
-
-    /// Puts back the rest of a taken account. Removes the account if nothing is left in it.
-    pub(super) fn put_back(&self, key: &Key, rest: &mut Account, now: i64) {
-        let mut caller = self.caller(key);
-        let Some(accounts) = caller.shard.get_mut(key) else {
-            return;
-        };
-        accounts.retain(|account| {
-            if !account.is_under(rest.policies()) {
-                return true;
-            }
-            account.put_back(rest, now);
-            let stays = account.is_owed(now);
-            self.removed(usize::from(!stays));
-            stays
-        });
-        if accounts.is_empty() {
-            caller.shard.remove(key);
-            if caller.shard.is_empty() {
-                caller.shard.shrink_to_fit();
-            }
-        }
-    }
-
-    fn removed(&self, accounts: usize) {
-        if accounts > 0 {
-            self.held.fetch_sub(accounts, Ordering::AcqRel);
-            self.free.fetch_add(accounts, Ordering::AcqRel);
+        if removed > 0 {
+            self.held.fetch_sub(removed, Ordering::AcqRel);
+            self.free.fetch_add(removed, Ordering::AcqRel);
         }
     }
 }
@@ -137,17 +109,50 @@ impl Accounts {
 impl Caller<'_> {
     /// Returns `true` if a reply to a check that was sent in the epoch `sent` includes all grants of the fallback.
     ///
-    /// The fallback decides and records under the same lock, so each earlier grant is in an account, or was charged. In
-    /// the last case the epoch ended before the account was put back and removed, so a reply to a check of the present
-    /// epoch includes the grant.
+    /// The fallback decides and records under the same lock, so each earlier grant is in an account, or was charged
+    /// before its account was removed. That has ended the epoch, so a check of the present epoch was sent later.
     pub(super) fn is_known(&self, sent: u64) -> bool {
         self.all.epoch() == sent && !self.shard.contains_key(self.key)
     }
 
     /// Returns the account with the counts of `policies`.
-    pub(super) fn account(&self, policies: &Policies) -> Option<&Account> {
-        let mut accounts = self.shard.get(self.key)?.iter();
+    pub(super) fn account(&mut self, policies: &Policies) -> Option<&mut Account> {
+        let mut accounts = self.shard.get_mut(self.key)?.iter_mut();
         accounts.find(|account| account.is_under(policies))
+    }
+
+    /// Returns the next check of an account for the primary store. Its cost counts as dropped until the reply.
+    pub(super) fn send(&mut self, policies: &Policies, now: i64) -> Option<Sent> {
+        let key = *self.key;
+        let sent = self.account(policies)?.send(key, now)?;
+        self.all
+            .dropped
+            .fetch_add(sent.check.cost().into(), Ordering::Relaxed);
+        Some(sent)
+    }
+
+    /// Records the reply to a check of an account.
+    pub(super) fn replied(
+        &mut self,
+        policies: &Policies,
+        sent: Sent,
+        answer: &Result<Decision, StoreError>,
+    ) {
+        let cost = sent.check.cost();
+        let (charged, unsent) = match answer {
+            Ok(decision) => (decision.granted().min(cost), 0),
+            Err(error) if error.is_not_sent() => (0, cost),
+            Err(_) => (0, 0),
+        };
+        self.all
+            .charged
+            .fetch_add(charged.into(), Ordering::Relaxed);
+        self.all
+            .dropped
+            .fetch_sub((charged + unsent).into(), Ordering::Relaxed);
+        if let Some(account) = self.account(policies) {
+            account.replied(sent, answer);
+        }
     }
 
     /// Records a decision of the fallback. Returns `true` if there is something to reconcile.
@@ -167,10 +172,7 @@ impl Caller<'_> {
             self.all
                 .dropped
                 .fetch_add(granted.into(), Ordering::Relaxed);
-            return true;
-        }
-        let mut accounts = self.shard.get_mut(self.key).into_iter().flatten();
-        if let Some(account) = accounts.find(|account| account.is_under(policies)) {
+        } else if let Some(account) = self.account(policies) {
             match check.mode() {
                 Mode::Refund => account.refund(check, now),
                 Mode::Reset => account.reset(now),
@@ -182,13 +184,13 @@ impl Caller<'_> {
 
     /// Adds an account. Returns `false` if there is no room for it.
     fn open(&mut self, account: impl FnOnce() -> Account) -> bool {
-        let one_less = |free: usize| free.checked_sub(1);
-        let free = &self.all.free;
-        let has_room = free.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less);
-        if has_room.is_ok() {
+        let room = (self.all.free).fetch_update(Ordering::AcqRel, Ordering::Acquire, |free| {
+            free.checked_sub(1)
+        });
+        if room.is_ok() {
             self.all.held.fetch_add(1, Ordering::AcqRel);
             self.shard.entry(*self.key).or_default().push(account());
         }
-        has_room.is_ok()
+        room.is_ok()
     }
 }

@@ -102,7 +102,7 @@ impl Breaker {
     pub(super) fn succeeded(&self, ticket: Ticket) {
         if ticket != Ticket::Free && self.state.load(Ordering::Acquire) == HALF_OPEN {
             let mut streak = lock(&self.streak);
-            if streak.opened_at.is_none() && streak.accepts(ticket) {
+            if streak.opened_at.is_none() && streak.ends(ticket) {
                 self.end(&mut streak);
             }
         }
@@ -115,10 +115,9 @@ impl Breaker {
         if streak.opened_at.is_some() {
             return false;
         }
-        if streak.accepts(ticket) || streak.failures == 0 {
+        if streak.ends(ticket) || streak.failures == 0 {
             streak.failures = streak.failures.saturating_add(1);
         }
-        streak.release(ticket);
         let opens = lasting || streak.failures >= self.threshold;
         streak.opened_at = opens.then_some(now);
         self.state
@@ -129,7 +128,7 @@ impl Breaker {
     /// Reports an outcome that is no evidence about the primary store.
     pub(super) fn learned_nothing(&self, ticket: Ticket) {
         if ticket != Ticket::Free {
-            lock(&self.streak).release(ticket);
+            lock(&self.streak).ends(ticket);
         }
     }
 
@@ -166,19 +165,12 @@ impl Breaker {
 }
 
 impl FailureStreak {
-    /// Returns `true` if the outcome of this check counts in the streak.
-    fn accepts(&self, ticket: Ticket) -> bool {
+    /// Ends this trial, so that the next one is admitted. Returns `true` if the outcome of the check counts.
+    fn ends(&mut self, ticket: Ticket) -> bool {
         match ticket {
             Ticket::Free => false,
-            Ticket::Trial(until) => self.trial == Some(until),
+            Ticket::Trial(until) => self.trial.take_if(|trial| *trial == until).is_some(),
             Ticket::Probe => true,
-        }
-    }
-
-    /// Ends this trial, so that the next one is admitted.
-    fn release(&mut self, ticket: Ticket) {
-        if ticket != Ticket::Probe && self.accepts(ticket) {
-            self.trial = None;
         }
     }
 }

@@ -3,22 +3,18 @@
 //!
 //! | file | contents |
 //! |---|---|
-//! | `future` | one check: the primary store's reply until the deadline, then the fallback's |
-//! | `partition` | routes a check to one of the stores, and handles its reply |
+//! | `check` | one check: the primary store's reply until the deadline, then the fallback's |
 //! | `breaker` | the circuit breaker: closed, half-open, open |
-//! | `accounts`, `account`, `charges` | grants and resets of the fallback that the primary store lacks |
-//! | `recovery` | the background task that probes the primary store and closes the breaker |
-//! | `reconciliation` | charges the accounts to the primary store |
-//! | `announcement` | tells the other instances that this one is reconciling |
-//! | `share` | the part of a limit that one instance grants during an outage |
+//! | `accounts`, `account` | grants and resets of the fallback that the primary store lacks |
+//! | `recovery` | the background task that probes the primary store, reconciles and closes the breaker |
 //!
 //! A caller has an account for each list of policies under which the fallback has granted something, in memory only.
-//! It has two counts, that of the primary store and the same with the grants since, and a flag for a reset. The
-//! difference is charged. During that, the account stays for new grants. It is removed when nothing is left to charge.
+//! It has two counts, with and without the grants that were not sent to the primary store, and a flag for a reset. The
+//! difference of the counts is charged. The account is removed when nothing is left to charge.
 //!
 //! - **Lost reply.** After the deadline the fallback decides. The primary store may have charged the check, so it is
 //!   neither sent again nor recorded in an account, and its grant is never refunded. A reconciling charge without a
-//!   reply is not repeated, but reported as dropped.
+//!   reply is not repeated, but reported as dropped. A reset is repeated until there is a reply.
 //! - **Failing store.** The breaker opens after several failures. The fallback decides and records its grants until a
 //!   reconciliation has charged them.
 //! - **Refund.** A decision knows whether the fallback made it, and when. If the account has the charge, the refund is
@@ -29,38 +25,38 @@
 
 mod account;
 mod accounts;
-mod announcement;
 mod breaker;
-mod charges;
-mod future;
+mod check;
 #[cfg(test)]
 mod model;
-mod partition;
-mod reconciliation;
 mod recovery;
-mod share;
 #[cfg(test)]
 mod simulation;
-mod sync;
 #[cfg(test)]
 mod tests;
+
+/// The shared types of `accounts` and `breaker`. `model` compiles these with a scheduler's types.
+mod sync {
+    pub(super) use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
+    pub(super) use std::sync::{Arc, Mutex, MutexGuard};
+
+    pub(super) use crate::util::lock;
+}
 
 use std::fmt;
 use std::num::NonZeroU32;
 use std::pin::Pin;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-pub use self::future::FallbackFuture;
-pub use self::share::Share;
+pub use self::check::FallbackFuture;
 
 use self::accounts::Accounts;
 use self::breaker::Breaker;
-use self::future::State;
-use self::partition::{Partition, Reply};
-use super::{Answer, Backend, Hooks, LocalStore, Observer, Store, Waiters, Withdraw};
+use self::check::Partition;
+use super::{Answer, Backend, Hooks, Instances, LocalStore, Observer, Store, Waiters, Withdraw};
 use crate::background::TaskOwner;
-use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Key};
 use crate::util::Clock;
 
@@ -71,6 +67,7 @@ use crate::util::Clock;
 ///   still waits to be sent is withdrawn.
 /// - **Breaker.** After several consecutive failures every check goes to the fallback immediately: see
 ///   [`failures`](Self::failures). A background task probes the primary store, with one probe at a time.
+///   A check that is dropped before its deadline is no failure, but starts a probe.
 ///   A store with partitions, like a Redis Cluster, has a breaker for each of them,
 ///   so that a master that is down degrades only its callers.
 /// - **Warm.** The fallback follows the decisions of the primary store, so that a caller keeps its
@@ -196,7 +193,6 @@ impl<P: Store, F: Store> Fallback<P, F> {
     fn build(primary: P, fallback: F, settings: Settings) -> Self {
         let (count, open) = (primary.backend().partitions().max(1), Arc::default());
         let free = Arc::new(LocalStore::DEFAULT_KEYS.get().into());
-        let probes = probes(&primary, count);
         let partition = |probe| {
             Arc::new(Partition {
                 primary: primary.clone(),
@@ -206,13 +202,14 @@ impl<P: Store, F: Store> Fallback<P, F> {
                 probe,
                 breaker: Breaker::new(settings.failures.get()),
                 open: Arc::clone(&open),
+                abandoned: AtomicBool::new(false),
                 recovery: TaskOwner::new(),
                 accounts: Accounts::new(Arc::clone(&free)),
                 clock: Clock::new(),
             })
         };
         Self {
-            partitions: probes.into_iter().map(partition).collect(),
+            partitions: probes(&primary, count).into_iter().map(partition).collect(),
         }
     }
 
@@ -229,67 +226,28 @@ impl<P: Store, F: Store> Fallback<P, F> {
     /// Returns `true` if the breaker is open, so that the fallback decides. Use it for health checks. With
     /// partitions, `true` if any breaker is open.
     pub fn is_degraded(&self) -> bool {
-        self.partitions
-            .iter()
-            .any(|partition| partition.breaker.is_open())
+        let mut partitions = self.partitions.iter();
+        partitions.any(|partition| partition.breaker.is_open())
     }
 }
 
 /// Returns a caller of each partition, for probes.
 fn probes(primary: &impl Store, count: usize) -> Vec<Key> {
-    let mut probes = vec![None; count];
+    let mut probes = vec![Key::PROBE; count];
     if count > 1 {
         // Partitions are of similar size, so this many keys reach all of them.
-        for number in 0..count.saturating_mul(64) {
-            let key = Key::probe(number);
-            probes[primary.backend().partition(&key) % count].get_or_insert(key);
+        for key in (0..count.saturating_mul(64)).map(Key::probe) {
+            probes[primary.backend().partition(&key) % count] = key;
         }
     }
     probes
-        .into_iter()
-        .map(|probe| probe.unwrap_or(Key::PROBE))
-        .collect()
 }
 
 impl<P: Store, F: Store> Store for Fallback<P, F> {
     type Future = FallbackFuture<P, F>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        let partition = self.partition(check.key());
-        let pending = |state| {
-            Answer::pending(FallbackFuture {
-                partition: Arc::clone(partition),
-                state,
-            })
-        };
-        let sent = match partition.ask(&check) {
-            Reply::NotAsked if check.is_for_block() => {
-                return Answer::ready(Err(StoreError::new(ErrorKind::Unreachable)
-                    .check_only()
-                    .not_sent()));
-            }
-            Reply::NotAsked => false,
-            Reply::Answer(Ok(decision)) => return Answer::ready(Ok(decision)),
-            Reply::Answer(Err(error)) if check.is_for_block() => return Answer::ready(Err(error)),
-            Reply::Answer(Err(error)) => !error.is_not_sent(),
-            Reply::Later(answer, asked, at) => {
-                return pending(State::Primary {
-                    answer,
-                    deadline: None,
-                    asked: Some(asked),
-                    at,
-                    check,
-                });
-            }
-        };
-        match partition.fall_back(&check, sent) {
-            Answer::Ready { answer } => Answer::ready(answer),
-            Answer::Pending { future } => pending(State::Fallback {
-                answer: future,
-                check,
-                sent,
-            }),
-        }
+        self.partition(check.key()).check(check)
     }
 
     fn backend(&self) -> Backend<'_, Self::Future> {
@@ -343,13 +301,67 @@ impl<P: fmt::Debug, F: fmt::Debug> fmt::Debug for Fallback<P, F> {
             settings,
             ..
         } = &*self.partitions[0];
-        let mut breakers = self.partitions.iter().map(|partition| &partition.breaker);
-        let degraded = breakers.any(Breaker::is_open);
         f.debug_struct("Fallback")
             .field("primary", primary)
             .field("fallback", fallback)
             .field("settings", settings)
-            .field("degraded", &degraded)
+            .field(
+                "degraded",
+                &self
+                    .partitions
+                    .iter()
+                    .any(|partition| partition.breaker.is_open()),
+            )
             .finish_non_exhaustive()
+    }
+}
+
+/// The number of instances that share a policy while each decides locally.
+///
+/// Each instance grants its share of the limit and of the burst, rounded down, but at least 1. For example, each of 4
+/// instances grants 2 of a limit of 10, and each of 20 instances grants 1, so that together they grant 20. The rate of
+/// a strategy that refills gradually is divided exactly.
+///
+/// ```
+/// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
+///
+/// let redis = RedisStore::connect_lazy("redis://127.0.0.1/")?;
+/// let store = Fallback::new(redis, LocalStore::default()).share(4);
+/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+/// ```
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum Share {
+    /// A constant number.
+    Fixed(NonZeroU32),
+    /// The number of live instances that this instance knows.
+    Alive(Instances),
+}
+
+/// A constant number. `0` counts as 1.
+impl From<u32> for Share {
+    fn from(instances: u32) -> Self {
+        Self::Fixed(NonZeroU32::new(instances).unwrap_or(NonZeroU32::MIN))
+    }
+}
+
+impl From<NonZeroU32> for Share {
+    fn from(instances: NonZeroU32) -> Self {
+        Self::Fixed(instances)
+    }
+}
+
+impl From<Instances> for Share {
+    fn from(instances: Instances) -> Self {
+        Self::Alive(instances)
+    }
+}
+
+impl Share {
+    pub(crate) fn instances(&self) -> NonZeroU32 {
+        match self {
+            Self::Fixed(instances) => *instances,
+            Self::Alive(instances) => instances.alive(),
+        }
     }
 }

@@ -195,16 +195,20 @@ fn warming_keeps_what_was_granted() {
                 breaker,
                 accounts,
                 primary,
+                policies,
                 ..
             } = &*reconciling;
             for _ in 0..2 {
-                for mut account in accounts.take(&Key::GLOBAL, 0) {
-                    while let Some(check) = account.next(Key::GLOBAL, 0) {
-                        let _ = decide(primary, &check);
-                        account.done(&check, 0);
-                        accounts.end_epoch();
-                    }
-                    accounts.put_back(&Key::GLOBAL, &mut account, 0);
+                let caller = || accounts.caller(&Key::GLOBAL);
+                loop {
+                    let Some(sent) = caller().send(policies, 0) else {
+                        break;
+                    };
+                    let answer = Ok(decide(primary, &sent.check));
+                    caller().replied(policies, sent, &answer);
+                }
+                for shard in accounts.shards() {
+                    accounts.sweep(shard, |_, account| account.is_owed(0));
                 }
                 if breaker.is_open() {
                     breaker.close(0);

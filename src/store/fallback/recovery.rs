@@ -1,8 +1,16 @@
-//! The recovery: a background task that probes the primary store, closes the breaker and reconciles.
+//! The recovery: a background task that probes the primary store, charges the accounts to it, and closes the breaker.
 //!
-//! The methods of [`Partition`] for this task are here: the decision of a check needs none of them
-//! but [`attend`](Partition::attend), which starts the task.
+//! The methods of [`Partition`] for this task are here. A check needs none of them but [`attend`](Partition::attend).
+//!
+//! - **Reconciliation.** All accounts are charged, once, beginning with the callers that have used most of a limit, since
+//!   another instance might exceed the limit for these. An account counts a check as sent before it is sent: if the
+//!   runtime shuts down, the check is not repeated. The cost is computed when it is sent, so that no expired cost is
+//!   charged.
+//! - **Announcement.** While an instance reconciles, it charges one shared count in the primary store, which belongs to no
+//!   caller: the time until which at least one instance reconciles. An announcement is never withdrawn: it expires. So
+//!   it costs the primary store the same for any number of instances, and no instance waits for a dead one.
 
+use std::cmp::Reverse;
 use std::num::NonZeroU32;
 use std::panic::AssertUnwindSafe;
 use std::pin::pin;
@@ -10,113 +18,28 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use futures_util::FutureExt;
+use futures_util::future::{Either, select};
+use futures_util::stream::FuturesUnordered;
+use futures_util::{FutureExt, StreamExt};
+use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
 
+use super::account::Account;
 use super::breaker::{Breaker, Ticket};
-use super::partition::Partition;
+use super::check::Partition;
 use crate::background::Task;
-use crate::error::StoreError;
-use crate::limit::{Check, Decision};
+use crate::error::{ErrorKind, StoreError};
+use crate::limit::{Check, Decision, Key, Policies};
 use crate::observe::event;
 use crate::store::{Answer, Store};
 use crate::util::{instant, jittered};
 
 /// Maximum time to wait for other instances that reconcile.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
-
 /// Reconciliations before the breaker closes.
 const ROUNDS: usize = 3;
-
-impl<P: Store, F: Store> Partition<P, F> {
-    /// Starts the recovery task, unless it is running.
-    pub(super) fn attend(self: &Arc<Self>) {
-        let partition = Arc::downgrade(self);
-        self.recovery
-            .spawn(None, |_task| Recovery { partition, _task }.run());
-    }
-
-    fn needs_attention(&self) -> bool {
-        !self.breaker.is_closed() || !self.accounts.is_empty()
-    }
-
-    /// Returns the primary store's decision, or an error after the deadline.
-    pub(super) async fn asked_in_time(&self, check: Check) -> Result<Decision, StoreError> {
-        self.asked_within(check, self.settings.deadline).await
-    }
-
-    /// Returns the primary store's decision, or an error after `time`.
-    pub(super) async fn asked_within(
-        &self,
-        check: Check,
-        time: Duration,
-    ) -> Result<Decision, StoreError> {
-        let key = *check.key();
-        let mut answer = match self.primary.check(check) {
-            Answer::Ready { answer } => return answer,
-            Answer::Pending { future } => pin!(future),
-        };
-        timeout(time, answer.as_mut()).await.unwrap_or_else(|_| {
-            let error = self.late(&key);
-            Err(if self.primary.backend().withdraw(answer) {
-                error.not_sent()
-            } else {
-                error
-            })
-        })
-    }
-
-    /// Sends a probe to the primary store.
-    async fn ping(&self) -> Result<(), StoreError> {
-        self.asked_in_time(Check::probe(self.probe)).await.map(drop)
-    }
-
-    /// Returns the time in which all other instances notice that the primary store is back and announce that they
-    /// reconcile, and the time for which an announcement holds. `None` without other instances.
-    fn others(&self) -> Option<(Duration, Duration)> {
-        let instances = self.settings.share.instances();
-        // One deadline for the probe, and one for the announcement.
-        let both = self.settings.deadline.saturating_mul(2);
-        (instances > NonZeroU32::MIN).then(|| {
-            let found = Breaker::longest_delay(instances).saturating_add(both);
-            (found, Breaker::spread(instances).saturating_add(both))
-        })
-    }
-
-    /// With a breaker that is not open: probes the store if half-open, and reconciles the fallback's grants. Returns
-    /// `false` if the primary store fails again.
-    async fn tend(self: &Arc<Self>) -> bool {
-        if !self.breaker.is_closed() {
-            if let Err(error) = self.ping().await {
-                self.count(&error, Ticket::Probe);
-                return false;
-            }
-            self.breaker.succeeded(Ticket::Probe);
-        }
-        let well = self.reconcile().await;
-        self.notify();
-        well
-    }
-
-    /// With an open breaker: reconciles, and then closes it. Returns `false` if the primary store fails again.
-    async fn close(self: &Arc<Self>) -> bool {
-        // During a reconciliation the fallback grants more. After three rounds little is left.
-        for _ in 0..ROUNDS {
-            if !self.reconcile().await {
-                return false;
-            }
-        }
-        // Report the recovery when the last partition has recovered.
-        if let Some(after) = self.breaker.close(self.clock.micros())
-            && self.open.fetch_sub(1, Ordering::AcqRel) == 1
-        {
-            self.observe(|observer| observer.recovered(&event::Recovered::new(after)));
-        }
-        // If this fails, `tend` reconciles the rest later.
-        self.reconcile().await;
-        true
-    }
-}
+/// Pause after a check that found the queue full.
+const FULL: Duration = Duration::from_millis(2);
 
 /// The task. It ends when no work is left, or with the last clone of the store.
 struct Recovery<P: Store, F: Store> {
@@ -153,8 +76,11 @@ impl<P: Store, F: Store> Recovery<P, F> {
             };
             // User code may panic.
             let well = AssertUnwindSafe(attempt).catch_unwind().await;
-            let well = well.unwrap_or(false);
-            attempts = if well { 0 } else { attempts.saturating_add(1) };
+            attempts = if matches!(well, Ok(true)) {
+                0
+            } else {
+                attempts.saturating_add(1)
+            };
         }
         let partition = self.partition.upgrade();
         drop(self);
@@ -169,7 +95,9 @@ impl<P: Store, F: Store> Recovery<P, F> {
     async fn recover(&self, mut partition: Arc<Partition<P, F>>) -> bool {
         if partition.ping().await.is_err() {
             // Make room for new accounts.
-            partition.sweep(|_, _| {}).await;
+            partition
+                .sweep(|_, account, now| !account.is_over(now))
+                .await;
             return false;
         }
         let (mut well, since) = (true, instant());
@@ -193,8 +121,10 @@ impl<P: Store, F: Store> Recovery<P, F> {
                     }
                 }
                 // Other instances wait for the same moment, so spread the checks.
-                let spread = Breaker::spread(partition.settings.share.instances());
-                wait += jittered(spread, 0.0..0.5);
+                wait += jittered(
+                    Breaker::spread(partition.settings.share.instances()),
+                    0.0..0.5,
+                );
                 // Charge the fallback's new grants now, so that little is left at the end.
                 well = well && partition.reconcile().await;
             }
@@ -202,5 +132,247 @@ impl<P: Store, F: Store> Recovery<P, F> {
         let recovered = well && partition.close().await;
         partition.notify();
         recovered
+    }
+}
+
+impl<P: Store, F: Store> Partition<P, F> {
+    /// Starts the recovery task, unless it is running.
+    pub(super) fn attend(self: &Arc<Self>) {
+        let partition = Arc::downgrade(self);
+        self.recovery
+            .spawn(None, |_task| Recovery { partition, _task }.run());
+    }
+
+    fn needs_attention(&self) -> bool {
+        !self.breaker.is_closed()
+            || !self.accounts.is_empty()
+            || self.abandoned.load(Ordering::Acquire)
+    }
+
+    /// With a breaker that is not open: probes the store if the breaker is half-open or a check was abandoned, and
+    /// reconciles the fallback's grants. Returns `false` if the primary store fails again.
+    async fn tend(&self) -> bool {
+        if self.abandoned.swap(false, Ordering::AcqRel) || !self.breaker.is_closed() {
+            if let Err(error) = self.ping().await {
+                self.count(&error, Ticket::Probe);
+                return false;
+            }
+            self.breaker.succeeded(Ticket::Probe);
+        }
+        let well = self.reconcile().await;
+        self.notify();
+        well
+    }
+
+    /// With an open breaker: reconciles, and then closes it. Returns `false` if the primary store fails again.
+    async fn close(&self) -> bool {
+        // During a reconciliation the fallback grants more. After three rounds little is left.
+        for _ in 0..ROUNDS {
+            if !self.reconcile().await {
+                return false;
+            }
+        }
+        // Report the recovery when the last partition has recovered.
+        if let Some(after) = self.breaker.close(self.clock.micros())
+            && self.open.fetch_sub(1, Ordering::AcqRel) == 1
+        {
+            self.observe(|observer| observer.recovered(&event::Recovered::new(after)));
+        }
+        // If this fails, `tend` reconciles the rest later.
+        self.reconcile().await;
+        true
+    }
+
+    /// Sends a check. Returns the primary store's decision, or an error after this number of deadlines.
+    async fn send(&self, check: Check, deadlines: u32) -> Result<Decision, StoreError> {
+        let key = *check.key();
+        let mut answer = match self.primary.check(check) {
+            Answer::Ready { answer } => return answer,
+            Answer::Pending { future } => pin!(future),
+        };
+        let time = self.settings.deadline.saturating_mul(deadlines);
+        timeout(time, answer.as_mut()).await.unwrap_or_else(|_| {
+            let late = self.late(&key);
+            let is_withdrawn = self.primary.backend().withdraw(answer);
+            Err(if is_withdrawn { late.not_sent() } else { late })
+        })
+    }
+
+    async fn ping(&self) -> Result<(), StoreError> {
+        self.send(Check::probe(self.probe), 1).await.map(drop)
+    }
+
+    /// Returns the time in which all other instances notice that the primary store is back and announce that they
+    /// reconcile, and the time for which an announcement holds. `None` without other instances.
+    fn others(&self) -> Option<(Duration, Duration)> {
+        let instances = self.settings.share.instances();
+        // One deadline for the probe, and one for the announcement.
+        let both = self.settings.deadline.saturating_mul(2);
+        (instances > NonZeroU32::MIN).then(|| {
+            let found = Breaker::longest_delay(instances).saturating_add(both);
+            (found, Breaker::spread(instances).saturating_add(both))
+        })
+    }
+
+    /// Announces that this instance is reconciling until `work` is done. Each announcement holds for `time`.
+    pub(super) async fn announced<T>(&self, time: Duration, work: impl Future<Output = T>) -> T {
+        let announcing = pin!(async {
+            loop {
+                let announcement =
+                    Check::charge_debt_of(self.probe, &Policies::reconciling(), time);
+                let _ = self.send(announcement, 1).await;
+                sleep(jittered(time, 0.3..0.5)).await;
+            }
+        });
+        match select(pin!(work), announcing).await {
+            Either::Left((done, _)) => done,
+            Either::Right((never, _)) => never,
+        }
+    }
+
+    /// Returns the time until the last announcement expires, or `None` if no announcement holds.
+    pub(super) async fn reconciling(&self) -> Result<Option<Duration>, StoreError> {
+        let peek = Check::peek(self.probe, &Policies::reconciling(), 1);
+        Ok(self.send(peek, 1).await?.retry_after())
+    }
+
+    /// Charges all accounts to the primary store, and removes them. Returns `false` if the store fails again; unsent
+    /// charges are kept.
+    pub(super) async fn reconcile(&self) -> bool {
+        let mut accounts = vec![];
+        let each = |key: &Key, account: &Account, now| {
+            if account.is_owed(now) {
+                accounts.push((Reverse(account.used), *key, account.policies.clone()));
+            }
+            true
+        };
+        self.sweep(each).await;
+        accounts.sort_unstable_by_key(|(used, ..)| *used);
+        let mut accounts = accounts.into_iter();
+        let mut window = Window::of(self.partitions, self.settings.share.instances());
+        let (mut working, mut well) = (FuturesUnordered::new(), true);
+        loop {
+            while well
+                && working.len() < window.now
+                && let Some((_, key, policies)) = accounts.next()
+            {
+                working.push(async move {
+                    let since = instant();
+                    (self.settle(key, &policies).await, since.elapsed())
+                });
+            }
+            let Some((is_settled, took)) = working.next().await else {
+                break;
+            };
+            well &= is_settled;
+            window.learn(took, self.settings.deadline);
+        }
+        self.sweep(|_, account, now| account.is_owed(now)).await;
+        well
+    }
+
+    /// Removes the accounts that do not `stay` now.
+    async fn sweep(&self, mut stays: impl FnMut(&Key, &Account, i64) -> bool) {
+        if self.accounts.is_empty() {
+            return;
+        }
+        for shard in self.accounts.shards() {
+            let now = self.clock.micros();
+            self.accounts
+                .sweep(shard, |key, account| stays(key, account, now));
+            yield_now().await;
+        }
+    }
+
+    /// Charges an account to the primary store. Returns `false` if the store fails.
+    async fn settle(&self, key: Key, policies: &Policies) -> bool {
+        let caller = || self.accounts.caller(&key);
+        // A reset, and a charge under each policy. The next reconciliation charges the grants since.
+        let (since, mut checks) = (instant(), 1 + policies.iter().len());
+        while checks > 0 {
+            let Some(sent) = caller().send(policies, self.clock.micros()) else {
+                break;
+            };
+            // No request awaits this check, so it may take longer.
+            let answer = self.send(sent.check.clone(), 2).await;
+            caller().replied(policies, sent, &answer);
+            match answer {
+                Err(error)
+                    if error.kind() == ErrorKind::QueueFull
+                        && since.elapsed() < self.settings.deadline =>
+                {
+                    sleep(FULL).await;
+                }
+                Err(error) if error.is_not_sent() || !error.is_check_only() => {
+                    return error.is_check_only();
+                }
+                _ => checks -= 1,
+            }
+        }
+        true
+    }
+
+    /// Notifies the observer of the cost reconciled since the last notification.
+    fn notify(&self) {
+        let [charged, dropped] = [&self.accounts.charged, &self.accounts.dropped]
+            .map(|cost| cost.swap(0, Ordering::Relaxed));
+        if charged + dropped > 0 {
+            let reconciled = event::Reconciled::new(charged, dropped);
+            self.observe(|observer| observer.reconciled(&reconciled));
+        }
+    }
+}
+
+/// Number of accounts that are reconciled concurrently. It adapts to the reply times of the primary store, so that live
+/// traffic is not delayed.
+#[derive(Debug)]
+struct Window {
+    now: usize,
+    most: usize,
+}
+
+impl Window {
+    const START: usize = 64;
+    /// Maximum over all instances: a tenth of a Redis store's queue, which keeps its connections busy.
+    const MOST: usize = 1_024;
+    /// Minimum for each of many partitions.
+    const LEAST: usize = 16;
+
+    /// The window of one of `partitions` in one of `instances`.
+    fn of(partitions: usize, instances: NonZeroU32) -> Self {
+        let most = (Self::MOST / instances.get() as usize).max(Self::START);
+        let most = (most / partitions).max(Self::LEAST);
+        let now = most.min(Self::START);
+        Self { now, most }
+    }
+
+    /// Grows by one if an account took less than a quarter of the deadline, otherwise shrinks by one.
+    fn learn(&mut self, took: Duration, deadline: Duration) {
+        self.now = if took < deadline / 4 {
+            self.most.min(self.now + 1)
+        } else {
+            self.most.min(Self::START).max(self.now - 1)
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_window_follows_the_answers() {
+        let (mut window, deadline) = (Window::of(1, NonZeroU32::MIN), Duration::from_millis(100));
+        let mut after = |took, ops| {
+            (0..ops).for_each(|_| window.learn(Duration::from_millis(took), deadline));
+            window.now
+        };
+        assert_eq!([after(24, 10), after(25, 5), after(90, 1)], [74, 69, 68]);
+        assert_eq!(
+            [after(0, 10_000), after(25, 10_000)],
+            [Window::MOST, Window::START]
+        );
+        assert_eq!(Window::of(100, NonZeroU32::MIN).now, Window::LEAST);
+        assert_eq!(Window::of(1, NonZeroU32::MAX).most, Window::START);
     }
 }

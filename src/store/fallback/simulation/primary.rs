@@ -36,7 +36,13 @@ impl Store for Primary {
         }
         let (reply, answer) = oneshot::channel();
         tokio::spawn(serve(self.world.clone(), request, check, fate, reply));
-        Answer::pending(Waiting { request, answer })
+        let world = self.world.clone();
+        Answer::pending(Waiting {
+            world,
+            request,
+            answer,
+            is_answered: false,
+        })
     }
 
     fn backend(&self) -> Backend<'_, Waiting> {
@@ -102,15 +108,27 @@ async fn wait(millis: u64) {
 }
 
 pub(super) struct Waiting {
+    world: World,
     request: usize,
     answer: oneshot::Receiver<Result<Decision, StoreError>>,
+    is_answered: bool,
 }
 
 impl Future for Waiting {
     type Output = Result<Decision, StoreError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        Pin::new(&mut self.answer).poll(cx).map(Result::unwrap)
+        let answer = Pin::new(&mut self.answer).poll(cx).map(Result::unwrap);
+        self.is_answered = answer.is_ready();
+        answer
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        if !self.is_answered {
+            self.world.state().abandons(self.request);
+        }
     }
 }
 

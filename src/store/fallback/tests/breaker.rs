@@ -1,5 +1,7 @@
 //! When the breaker opens, and when the store is probed.
 
+use tokio::time::timeout;
+
 use super::*;
 use crate::store::MockStore;
 use crate::util::{instant, lock};
@@ -132,4 +134,30 @@ async fn errors_of_one_check_alone_never_count() {
     }
     assert!(!store.is_degraded());
     assert_eq!(lock(&primary.script).asked.len(), 100);
+}
+
+/// All clients give up before the deadline.
+#[tokio::test(start_paused = true)]
+async fn abandoned_checks_reveal_an_outage() {
+    let (store, primary, _) = pair(1);
+    primary.set(Manner::Silent);
+    let since = instant();
+    while !store.is_degraded() {
+        let _ = timeout(Duration::from_millis(20), take(&store)).await;
+        assert!(since.elapsed() < Duration::from_secs(2));
+        sleep(Duration::from_millis(1)).await;
+    }
+    close(&store, &primary).await;
+}
+
+/// Some clients give up while the primary store replies.
+#[tokio::test(start_paused = true)]
+async fn abandoned_checks_alone_change_nothing() {
+    let (store, primary, _) = pair(1);
+    primary.set(Manner::After(Duration::from_millis(50)));
+    for _ in 0..100 {
+        let _ = timeout(Duration::from_millis(20), take(&store)).await;
+    }
+    assert_eq!(primary.asked(), 100, "the primary store gets every check");
+    assert!(!store.is_degraded());
 }

@@ -260,23 +260,29 @@ async fn debts_above_a_share_are_charged() {
     assert_eq!(primary.used(&policies).await, 40);
 }
 
-/// Accounts are put back together with newer ones.
+/// The charges that were not sent stay together with newer ones.
 #[test]
 fn repeatedly_failing_reconciliations_stay_within_the_bound() {
     let (accounts, local) = (Accounts::new(Arc::new(160.into())), LocalStore::default());
     let policies = policies(Strategy::Gcra, "100/100d");
     let mut keys = (0..).map(|i: u32| Key::new(i.to_string()));
     let mut granted = 0;
-    let take_all = || {
+    let send_all = || {
         let mut callers = vec![];
         for shard in accounts.shards() {
-            accounts.sweep(shard, 0, |key, _| callers.push(key));
+            accounts.sweep(shard, |key, account| {
+                callers.push(*key);
+                account.is_owed(0)
+            });
         }
-        let taken = callers.into_iter().map(|key| (key, accounts.take(&key, 0)));
-        taken.collect::<Vec<_>>()
+        let sent = |key: Key| {
+            let sent = accounts.caller(&key).send(&policies, 0);
+            (key, sent.unwrap())
+        };
+        callers.into_iter().map(sent).collect::<Vec<_>>()
     };
     for _ in 0..10 {
-        let taken = take_all();
+        let sent = send_all();
         for key in keys.by_ref().take(400) {
             let check = Check::take(key, &policies, 1);
             let Answer::Ready { answer } = local.check(check.clone()) else {
@@ -285,14 +291,13 @@ fn repeatedly_failing_reconciliations_stay_within_the_bound() {
             assert!(accounts.caller(&key).record(&check, &answer.unwrap(), 0));
             granted += 1;
         }
-        for (key, older) in taken {
-            for mut account in older {
-                accounts.put_back(&key, &mut account, 0);
-            }
+        for (key, sent) in sent {
+            let mut caller = accounts.caller(&key);
+            caller.replied(&policies, sent, &Err(unsent()));
         }
     }
-    let held = take_all().len();
     let dropped = accounts.dropped.load(std::sync::atomic::Ordering::Relaxed);
+    let held = send_all().len();
     assert!(held <= 160, "{held} callers are held of at most 160");
     assert_eq!(held as u64 + dropped, granted, "what is lost is reported");
 }

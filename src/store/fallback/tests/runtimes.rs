@@ -116,3 +116,26 @@ fn the_next_runtime_reconciles_the_rest() {
         assert_eq!(reconciled.events(), [(30 - sent as u64, sent as u64)]);
     }
 }
+
+/// The queue of the primary store was full, so nothing was sent.
+#[test]
+fn the_end_of_a_runtime_keeps_unsent_charges() {
+    let (store, primary, reconciled) = pair(1);
+    let policies = policies(Strategy::Gcra, "100/100d");
+    runtime().block_on(async {
+        primary.set(Manner::Crowded(usize::MAX));
+        let take = Check::take(ann(), &policies, 7);
+        assert!(store.check(take).await.unwrap().is_allowed());
+        let asked = primary.asked();
+        while primary.asked() == asked {
+            advance(Duration::from_millis(1)).await;
+        }
+    });
+    primary.set(Manner::AtOnce);
+    runtime().block_on(async {
+        let _ = store.check(Check::peek(ann(), &policies, 1)).await.unwrap();
+        sleep(Duration::from_secs(1)).await;
+        assert_eq!(primary.used(&policies).await, 7);
+    });
+    assert_eq!(reconciled.events(), [(7, 0)]);
+}

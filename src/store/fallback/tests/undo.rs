@@ -195,6 +195,29 @@ async fn a_reset_never_overtakes_earlier_charges() {
     }
 }
 
+/// The primary store may not have received it.
+#[tokio::test(start_paused = true)]
+async fn a_reset_without_a_reply_is_repeated() {
+    let (store, primary, _) = pair(1);
+    let policies = policies(Strategy::SlidingLog, "1000/h");
+    let _ = take(&store, &policies, 10).await;
+    primary.set(Manner::Each(queue_full));
+    let _ = take(&store, &policies, 1).await;
+    let _ = store.check(Check::reset(ann(), &policies)).await.unwrap();
+    let asked = primary.asked();
+    primary.set(Manner::Silent);
+    while primary.asked() == asked {
+        sleep(Duration::from_millis(1)).await;
+    }
+    primary.set(Manner::AtOnce);
+    rest().await;
+    assert_eq!(primary.used(&policies).await, 0);
+    // It is repeated until there is a reply.
+    let _ = take(&store, &policies, 3).await;
+    rest().await;
+    assert_eq!(primary.used(&policies).await, 3);
+}
+
 /// Its account lacks the charge.
 #[tokio::test(start_paused = true)]
 async fn another_instance_refunds_only_what_it_granted() {

@@ -65,9 +65,8 @@ pub(super) struct Account {
     pub(super) vague: bool,
     /// Whether the instance has decided a refund locally.
     pub(super) refunded: bool,
-    /// Whether the primary store lacks a reset, and the amount owed before it.
+    /// Whether the primary store lacks a reset.
     pub(super) reset: bool,
-    pub(super) before: i64,
     /// Number of resets that may still be sent.
     pub(super) resets: u32,
     /// Charges in flight to the primary store.

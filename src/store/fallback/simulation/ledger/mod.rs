@@ -49,8 +49,6 @@ pub(super) struct Granted<'a> {
     /// Whether the request was not sent to the primary store.
     pub(super) unasked: bool,
     pub(super) degraded: bool,
-    /// Whether a reconciliation may be running.
-    pub(super) reconciling: bool,
 }
 
 impl Ledger {
@@ -150,7 +148,6 @@ impl Ledger {
             of_older,
             unasked,
             degraded,
-            reconciling,
         } = asked;
         let (sums, account) = (&mut self.sums[caller], &mut self.accounts[caller][instance]);
         sums.in_doubt |= !unasked;
@@ -197,11 +194,8 @@ impl Ledger {
                 (account.heard, account.heard_at, account.since) = (None, 0, 0);
                 sums.resets += 1;
                 if unasked {
-                    account.before = account.owed + if account.reset { account.before } else { 0 };
                     (account.reset, account.owed, account.beyond) = (true, 0, 0);
                     account.resets += 1;
-                    // The reconciliation may charge removed accounts before or after this.
-                    account.vague |= reconciling;
                     account.grants.clear();
                 } else {
                     account.vague = true;
@@ -444,7 +438,7 @@ pub(super) struct Heard {
 pub(super) struct Reconciled {
     pub(super) caller: usize,
     pub(super) instance: usize,
-    pub(super) mode: Mode,
+    /// Whether it is a reset. Otherwise it is a charge.
+    pub(super) is_reset: bool,
     pub(super) cost: i64,
-    pub(super) with_id: bool,
 }

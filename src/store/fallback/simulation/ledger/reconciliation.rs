@@ -8,117 +8,94 @@ impl Ledger {
         let &Reconciled {
             caller,
             instance,
-            mode,
+            is_reset,
             cost,
-            with_id,
         } = sent;
         let (who, account) = (&plan.callers[caller], &mut self.accounts[caller][instance]);
         (account.flying, account.given_up_at) = (account.flying + 1, now + 2 * plan.deadline);
-        if with_id || who.habit == Habit::WithIds {
+        if who.habit == Habit::WithIds {
             return;
         }
-        match mode {
-            Mode::Charge if account.reset => {
-                account.before -= cost;
-                if account.before < 0 && !account.vague {
-                    let problem =
-                        format!("i{instance} charges {cost}, which its reset will forget");
-                    self.breaks(Rule::Back, Some(caller), problem);
-                }
+        let broken = if is_reset {
+            let is_first = account.resets == 0;
+            (account.reset, account.resets) = (false, account.resets.saturating_sub(1));
+            is_first.then(|| (Rule::Twice, "resets what nobody has reset".to_owned()))
+        } else if account.reset {
+            let problem = format!("charges {cost}, which its reset will forget");
+            (!account.vague).then_some((Rule::Back, problem))
+        } else {
+            account.owed -= cost;
+            let (owed, counts) = (account.owed, account.counts(who, now));
+            account.forget(cost);
+            if !who.takes_only() {
+                None
+            } else if owed < 0 {
+                let problem = format!("charges {cost}, {} more than it granted", -owed);
+                Some((Rule::Twice, problem))
+            } else {
+                let problem = format!("charges {cost}, of which only {counts} still count");
+                (cost > counts && !self.changed).then_some((Rule::Lapsed, problem))
             }
-            Mode::Charge => {
-                account.owed -= cost;
-                let owed = account.owed;
-                let counts = account.counts(who, now);
-                account.forget(cost);
-                if owed < 0 && who.takes_only() {
-                    let problem =
-                        format!("i{instance} charges {cost}, {} more than it granted", -owed);
-                    self.breaks(Rule::Twice, Some(caller), problem);
-                } else if cost > counts && who.takes_only() && !self.changed {
-                    let problem =
-                        format!("i{instance} charges {cost}, of which only {counts} still count");
-                    self.breaks(Rule::Lapsed, Some(caller), problem);
-                }
-            }
-            Mode::Refund => account.owed += cost,
-            Mode::Reset => {
-                if account.resets == 0 {
-                    self.breaks(
-                        Rule::Twice,
-                        Some(caller),
-                        format!("i{instance} resets what nobody has reset"),
-                    );
-                }
-                let account = &mut self.accounts[caller][instance];
-                (account.reset, account.before, account.resets) =
-                    (false, 0, account.resets.saturating_sub(1));
-            }
-            Mode::Take
-            | Mode::TakeAhead
-            | Mode::UpTo
-            | Mode::Peek
-            | Mode::Renew
-            | Mode::Release => {}
+        };
+        if let Some((rule, problem)) = broken {
+            self.breaks(rule, Some(caller), format!("i{instance} {problem}"));
         }
     }
 
-    /// The primary store has executed a reconciling check, and charged or refunded this much.
+    /// The primary store has executed a reconciling check, and charged this much.
     pub(in super::super) fn reconciled(&mut self, sent: &Reconciled, charged: i64) {
         let &Reconciled {
             caller,
             instance,
-            mode,
+            is_reset,
             ..
         } = sent;
         self.runs += 1;
-        match mode {
-            Mode::Charge => {
-                self.sums[caller].charged += charged;
-                if let Some(open) = &mut self.accounts[caller][instance].open {
-                    open.told += charged;
-                }
+        if !is_reset {
+            self.sums[caller].charged += charged;
+            if let Some(open) = &mut self.accounts[caller][instance].open {
+                open.told += charged;
             }
-            // The primary store may have had more to refund than the instance.
-            Mode::Refund => self.sums[caller].refunded += charged,
-            Mode::Take
-            | Mode::TakeAhead
-            | Mode::UpTo
-            | Mode::Peek
-            | Mode::Reset
-            | Mode::Renew
-            | Mode::Release => {}
         }
         self.landed(caller, instance);
     }
 
-    /// A reconciling check was not executed. If it was certainly not sent, its cost is owed again.
+    /// A reconciling check was not executed. If it was certainly not sent, its cost is owed again, unless a reset has
+    /// dropped it.
     pub(in super::super) fn failed(&mut self, now: u64, sent: &Reconciled, unsent: bool) {
         let &Reconciled {
             caller,
             instance,
-            mode,
+            is_reset,
             cost,
-            with_id,
         } = sent;
         let account = &mut self.accounts[caller][instance];
         self.sums[caller].in_doubt |= !unsent;
-        match (unsent, mode) {
-            (true, _) if with_id => {}
-            (true, Mode::Charge) if account.reset => account.before += cost,
-            (true, Mode::Charge) => {
+        match (unsent, is_reset) {
+            (true, true) => (account.reset, account.resets) = (true, account.resets + 1),
+            (true, false) if account.reset => {}
+            (true, false) => {
                 account.owed += cost;
                 account.grants.push_front((now, cost));
             }
-            (true, Mode::Refund) => account.owed -= cost,
-            (true, Mode::Reset) => (account.reset, account.resets) = (true, account.resets + 1),
-            (false, Mode::Charge) => {
+            (false, true) => {}
+            (false, false) => {
                 account.excess += cost;
                 self.unreconciled[caller] += cost;
             }
-            _ => {}
         }
         self.landed(caller, instance);
+    }
+
+    /// An instance has no reply to a reconciling check, which may be executed after later ones. It repeats a reset, which
+    /// is then executed twice.
+    pub(in super::super) fn unanswered(&mut self, sent: &Reconciled) {
+        self.sums[sent.caller].in_doubt = true;
+        if sent.is_reset {
+            self.sums[sent.caller].resets += 1;
+            let account = &mut self.accounts[sent.caller][sent.instance];
+            (account.reset, account.resets) = (true, account.resets + 1);
+        }
     }
 
     pub(super) fn landed(&mut self, caller: usize, instance: usize) {

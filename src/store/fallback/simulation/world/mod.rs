@@ -294,7 +294,6 @@ impl WorldState {
             of_older: !check.charged().is_empty(),
             unasked: !asked || unsent,
             degraded: self.degraded[instance],
-            reconciling: now <= self.turned[instance],
         };
         self.ledger
             .decides(&self.plan, now, &granted, i64::from(decision.granted()));

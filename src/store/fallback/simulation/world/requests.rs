@@ -9,9 +9,8 @@ impl WorldState {
         let reconciled = caller.filter(|_| ask.is_none()).map(|caller| Reconciled {
             caller,
             instance,
-            mode: check.mode(),
+            is_reset: check.mode() == Mode::Reset,
             cost: i64::from(check.cost()),
-            with_id: check.id().is_some(),
         });
         if let Some(ask) = ask {
             (self.asks[ask].asked, self.asks[ask].unsent) = (true, false);
@@ -258,6 +257,9 @@ impl WorldState {
         if let (Some(reconciled), false) = (reconciled, ran) {
             self.ledger.failed(now, &reconciled, error.is_not_sent());
         }
+        if !error.is_not_sent() && !error.is_check_only() {
+            self.abandons(request);
+        }
         let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
         let known = if error.is_not_sent() {
             ", not sent"
@@ -270,6 +272,13 @@ impl WorldState {
                 error.kind().as_str()
             )
         });
+    }
+
+    /// An instance has no reply to a request that may have been executed, or may be yet.
+    pub(in super::super) fn abandons(&mut self, request: usize) {
+        if let Some(reconciled) = &self.requests[request].reconciled {
+            self.ledger.unanswered(reconciled);
+        }
     }
 
     /// The reply to a request was lost.

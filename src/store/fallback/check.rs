@@ -1,0 +1,422 @@
+//! One check: sent to the primary store, and judged by its reply or the deadline; otherwise answered by the fallback.
+//!
+//! The methods of [`Partition`] for the recovery task are in `recovery`. A check needs none of them but
+//! [`attend`](Partition::attend), which starts the task.
+
+use std::any::TypeId;
+use std::fmt;
+use std::future::Future;
+use std::num::NonZeroU32;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::task::{Context, Poll, ready};
+
+use pin_project_lite::pin_project;
+use tokio::time::{Instant, Sleep, sleep, sleep_until};
+
+use super::Settings;
+use super::accounts::{Accounts, Caller};
+use super::breaker::{Breaker, Ticket};
+use crate::background::TaskOwner;
+use crate::error::{ErrorKind, StoreError};
+use crate::limit::{ChargedAt, Check, Decision, Key, Mode, Source, Verdict};
+use crate::observe::{Observer, event, or_log};
+use crate::store::{Answer, LocalStore, Store};
+use crate::util::{Clock, contain, instant, polled_after_completion};
+
+/// One partition of the primary store, or all of it, with the fallback.
+pub(super) struct Partition<P, F> {
+    pub(super) primary: P,
+    pub(super) fallback: F,
+    pub(super) settings: Settings,
+    /// Number of partitions of the primary store.
+    pub(super) partitions: usize,
+    /// The caller of the probes of this partition.
+    pub(super) probe: Key,
+    pub(super) breaker: Breaker,
+    /// Number of partitions with an open breaker. Briefly too small by one if a breaker closes immediately after it has
+    /// opened.
+    pub(super) open: Arc<AtomicI64>,
+    /// Whether a check was dropped without a reply since the last probe.
+    pub(super) abandoned: AtomicBool,
+    /// The owner of the recovery task.
+    pub(super) recovery: TaskOwner,
+    pub(super) accounts: Accounts,
+    pub(super) clock: Clock,
+}
+
+/// The permission to send a check to the primary store. Its outcome must be reported to the breaker.
+#[derive(Debug, Clone, Copy)]
+struct Admission {
+    /// The epoch of the accounts.
+    epoch: u64,
+    ticket: Ticket,
+}
+
+pin_project! {
+    /// Resolves to the decision of a [`Fallback`](crate::Fallback).
+    ///
+    /// # Panics
+    ///
+    /// If it is polled after it has resolved.
+    pub struct FallbackFuture<P: Store, F: Store> {
+        partition: Arc<Partition<P, F>>,
+        #[pin]
+        step: Step<P::Future, F::Future>,
+    }
+
+    /// Its client may give up before each deadline, so only a probe can find an outage.
+    impl<P: Store, F: Store> PinnedDrop for FallbackFuture<P, F> {
+        fn drop(this: Pin<&mut Self>) {
+            let this = this.project();
+            if let StepProj::Primary { admission: Some(_), .. } = this.step.project() {
+                this.partition.abandoned.store(true, Ordering::Release);
+                this.partition.attend();
+            }
+        }
+    }
+}
+
+pin_project! {
+    #[project = StepProj]
+    enum Step<P, F> {
+        Primary {
+            #[pin]
+            answer: P,
+            // Set at the first poll that finds no reply.
+            #[pin]
+            deadline: Option<Sleep>,
+            // `None` after the deadline of a check for a block: its late reply still reports the quota to refund.
+            admission: Option<Admission>,
+            at: Instant,
+            check: Check,
+        },
+        Fallback {
+            #[pin]
+            answer: F,
+            check: Check,
+            // Whether the check was sent to the primary store too, which may have charged it.
+            sent: bool,
+        },
+        Done,
+    }
+}
+
+/// The answer, or the next step towards it.
+type Next<P, F> = Answer<Step<<P as Store>::Future, <F as Store>::Future>>;
+
+impl<P: Store, F: Store> Partition<P, F> {
+    /// Notifies the observer of an event, which is lost if the observer panics.
+    pub(super) fn observe(&self, notify: impl FnOnce(&dyn Observer)) {
+        contain(|| notify(or_log(self.settings.observer.get())));
+    }
+
+    /// Sends a check to the primary store, unless the fallback must decide it.
+    pub(super) fn check(self: &Arc<Self>, check: Check) -> Answer<FallbackFuture<P, F>> {
+        let next = match self.admit(&check) {
+            None if check.is_for_block() => {
+                let error = StoreError::new(ErrorKind::Unreachable);
+                Answer::ready(Err(error.check_only().not_sent()))
+            }
+            None => self.fall_back(&check, false),
+            Some(admission) => match self.primary.check(check.clone().in_fallback()) {
+                Answer::Ready { answer } => self.judge(&check, answer, Some(admission)),
+                Answer::Pending { future } => Answer::pending(Step::Primary {
+                    answer: future,
+                    deadline: None,
+                    admission: Some(admission),
+                    at: instant(),
+                    check,
+                }),
+            },
+        };
+        match next {
+            Answer::Ready { answer } => Answer::ready(answer),
+            Answer::Pending { future: step } => {
+                let partition = Arc::clone(self);
+                Answer::pending(FallbackFuture { partition, step })
+            }
+        }
+    }
+
+    /// Returns `None` if the fallback must decide a check.
+    fn admit(self: &Arc<Self>, check: &Check) -> Option<Admission> {
+        // Read the epoch before the breaker, so that a check sent before the breaker opened is of an earlier epoch.
+        let epoch = self.accounts.epoch();
+        // Within two deadlines a check has failed, or its future was dropped.
+        let patience = self.settings.deadline.saturating_mul(2);
+        let admit = || self.breaker.admit(|| self.clock.micros(), patience);
+        let ticket = if self.overtakes(check) { None } else { admit() };
+        if ticket.is_none() {
+            // If the runtime of the recovery task has shut down, start the task on this one.
+            self.attend();
+        }
+        ticket.map(|ticket| Admission { epoch, ticket })
+    }
+
+    /// Returns `true` if a check refunds or resets charges that the primary store may lack. Charges in the primary store
+    /// are refunded there.
+    fn overtakes(&self, check: &Check) -> bool {
+        let charged = check.charged().first().map(|charged| charged.at);
+        let is_here = !matches!(charged, Some(ChargedAt::Redis(_)));
+        let may = check.mode() == Mode::Reset || check.mode() == Mode::Refund && is_here;
+        let policies = check.policies().without_in_flight().filter(|_| may);
+        policies.is_some_and(|policies| {
+            let mut caller = self.accounts.caller(check.key());
+            caller.account(policies).is_some()
+        })
+    }
+
+    /// Handles the primary store's reply, or a missed deadline. `admission` is `None` if the outcome was already reported.
+    fn judge(
+        self: &Arc<Self>,
+        check: &Check,
+        answer: Result<Decision, StoreError>,
+        admission: Option<Admission>,
+    ) -> Next<P, F> {
+        match (&answer, admission) {
+            (Ok(decision), Some(admission)) => self.succeeded(check, decision, admission),
+            (Err(error), Some(admission)) => self.failed(check, error, admission),
+            (_, None) => {}
+        }
+        match answer {
+            Err(error) if !check.is_for_block() => self.fall_back(check, !error.is_not_sent()),
+            answer => Answer::ready(answer),
+        }
+    }
+
+    fn succeeded(self: &Arc<Self>, check: &Check, decision: &Decision, admission: Admission) {
+        if decision.source() == Source::Cached {
+            // A cached denial is no evidence about the store.
+            return self.breaker.learned_nothing(admission.ticket);
+        }
+        self.breaker.succeeded(admission.ticket);
+        if !self.accounts.is_empty() {
+            self.attend();
+        }
+        // The answer to a repeated id is an old one.
+        if !decision.is_repeated() {
+            if let Some(mirrored) = check.mirrored(decision) {
+                // Keep the slots of this instance in the fallback too, for an outage.
+                drop(self.fallback.check(mirrored));
+            }
+            let caller = self.accounts.caller(check.key());
+            if caller.is_known(admission.epoch) {
+                let _caller = self.locks_while_it_decides().then_some(caller);
+                self.fallback.backend().warm(check.key(), decision);
+            }
+        }
+    }
+
+    fn failed(self: &Arc<Self>, check: &Check, error: &StoreError, admission: Admission) {
+        self.observe(|observer| observer.failed(&event::Failed::new(Some(check.key()), error)));
+        // A full queue is no evidence about the store: the outcome of the queued checks is.
+        if error.is_check_only() || error.kind() == ErrorKind::QueueFull {
+            return self.breaker.learned_nothing(admission.ticket);
+        }
+        self.count(error, admission.ticket);
+        self.attend();
+    }
+
+    /// Counts a failure.
+    pub(super) fn count(&self, error: &StoreError, ticket: Ticket) {
+        let (lasting, now) = (error.kind() == ErrorKind::ClusterNode, self.clock.micros());
+        if !self.breaker.failed(ticket, lasting, now) {
+            return;
+        }
+        self.accounts.end_epoch();
+        if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
+            let mut degraded = event::Degraded::new(error);
+            degraded.share = self.settings.share.instances();
+            self.observe(|observer| observer.degraded(&degraded));
+        }
+    }
+
+    /// The error for a check of this caller without a reply at the deadline.
+    pub(super) fn late(&self, key: &Key) -> StoreError {
+        let late = StoreError::new(ErrorKind::Timeout);
+        match self.primary.backend().server(key) {
+            Some(server) => late.with_server(server),
+            None => late,
+        }
+    }
+
+    /// Lets the fallback decide. If the check was `sent` to the primary store too, it may have been charged there, so
+    /// the decision is not recorded.
+    fn fall_back(self: &Arc<Self>, check: &Check, sent: bool) -> Next<P, F> {
+        if let Some(waiters) = self.primary.backend().waiters() {
+            waiters.freed(check);
+        }
+        let elsewhere = || {
+            let error = StoreError::new(ErrorKind::NotReady).check_only();
+            Answer::ready(Err(if sent { error } else { error.not_sent() }))
+        };
+        if check.mode() == Mode::Release {
+            // The primary store may still count the slot, so report an error that lets the release be retried.
+            drop(self.fallback.check(self.share_of(check.clone())));
+            return elsewhere();
+        }
+        let mut caller = self.accounts.caller(check.key());
+        let refund = self.refund_here(&mut caller, check).filter(|_| !sent);
+        if refund.is_none() && check.mode() == Mode::Refund {
+            return elsewhere();
+        }
+        let check = refund.as_ref().unwrap_or(check);
+        // Under the lock, no reply can warm the fallback between a grant and its record.
+        let caller = self.locks_while_it_decides().then_some(caller);
+        match self.fallback.check(self.share_of(check.clone())) {
+            Answer::Ready { answer } => Answer::ready(self.fell_back(check, sent, answer, caller)),
+            Answer::Pending { future: answer } => {
+                let check = check.clone();
+                Answer::pending(Step::Fallback {
+                    answer,
+                    check,
+                    sent,
+                })
+            }
+        }
+    }
+
+    /// Returns `true` if the fallback decides and is warmed under the lock of the caller. Only [`LocalStore`] is, as it
+    /// runs no user code. Another fallback may be warmed with a reply that lacks a concurrent grant.
+    fn locks_while_it_decides(&self) -> bool {
+        TypeId::of::<F>() == TypeId::of::<LocalStore>()
+    }
+
+    /// Returns the part of a refund that applies to the caller's account: the account has the charge, or the refund
+    /// names no charge. `None` if the primary store must refund.
+    fn refund_here(&self, caller: &mut Caller<'_>, check: &Check) -> Option<Check> {
+        if check.mode() != Mode::Refund {
+            return None;
+        }
+        let account = caller.account(check.policies().without_in_flight()?)?;
+        let cost = account.refundable(check, self.clock.micros())?;
+        let (key, policies, charged) = (*check.key(), check.policies(), check.charged());
+        Some(Check::refund_of(key, policies, cost, charged.into()))
+    }
+
+    /// The check under this instance's share of its policies.
+    fn share_of(&self, check: Check) -> Check {
+        match self.settings.share.instances() {
+            NonZeroU32::MIN => check,
+            instances => {
+                let share = check.policies().share(instances);
+                check.under(share)
+            }
+        }
+    }
+
+    /// Handles a reply of the fallback, and records it, under the lock of the `caller` if it is held.
+    ///
+    /// Replies of the primary store may have warmed the fallback before a later reply, so a fallback that uses them
+    /// should reply immediately, as [`LocalStore`](crate::LocalStore) does.
+    fn fell_back(
+        self: &Arc<Self>,
+        check: &Check,
+        sent: bool,
+        answer: Result<Decision, StoreError>,
+        caller: Option<Caller<'_>>,
+    ) -> Result<Decision, StoreError> {
+        // A cost that exceeds the share but fits the whole policy is denied until the primary store may decide it, after
+        // the next probe.
+        let decision = answer?.wait_instead(|i| match check.policies().as_slice().get(i) {
+            Some(whole) if check.cost() <= whole.quota().capacity() => {
+                Breaker::LONGEST_DELAY.as_micros() as i64
+            }
+            // A custom fallback may have decided on other policies than requested.
+            _ => Verdict::NEVER,
+        });
+        let now = self.clock.micros();
+        let record = || {
+            let mut caller = caller.unwrap_or_else(|| self.accounts.caller(check.key()));
+            caller.record(check, &decision, now)
+        };
+        if !sent && record() {
+            self.attend();
+        }
+        Ok(decision.charged_locally(now, sent))
+    }
+}
+
+impl<P: Store, F: Store> FallbackFuture<P, F> {
+    /// See [`Withdraw`](crate::store::Withdraw).
+    pub(super) fn withdraw(self: Pin<&mut Self>) -> bool {
+        let this = self.project();
+        match this.step.project() {
+            StepProj::Primary { answer, .. } => this.partition.primary.backend().withdraw(answer),
+            StepProj::Fallback {
+                answer,
+                sent: false,
+                ..
+            } => this.partition.fallback.backend().withdraw(answer),
+            StepProj::Fallback { sent: true, .. } | StepProj::Done => false,
+        }
+    }
+}
+
+impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
+    type Output = Result<Decision, StoreError>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut this = self.project();
+        let partition = this.partition;
+        loop {
+            let next = match this.step.as_mut().project() {
+                StepProj::Done => polled_after_completion("FallbackFuture"),
+                StepProj::Fallback {
+                    answer,
+                    check,
+                    sent,
+                } => {
+                    let answer = ready!(answer.poll(cx));
+                    Answer::ready(partition.fell_back(check, *sent, answer, None))
+                }
+                StepProj::Primary {
+                    mut answer,
+                    mut deadline,
+                    admission,
+                    at,
+                    check,
+                } => match answer.as_mut().poll(cx) {
+                    Poll::Ready(answer) => partition.judge(check, answer, admission.take()),
+                    Poll::Pending if admission.is_none() => return Poll::Pending,
+                    Poll::Pending => {
+                        if deadline.is_none() {
+                            let after = partition.settings.deadline;
+                            // If the deadline overflows, only `sleep` accepts it.
+                            let until = at.checked_add(after);
+                            deadline.set(Some(until.map_or_else(|| sleep(after), sleep_until)));
+                        }
+                        if let Some(deadline) = deadline.as_mut().as_pin_mut() {
+                            ready!(deadline.poll(cx));
+                        }
+                        let late = partition.late(check.key());
+                        if check.is_for_block() {
+                            if let Some(admission) = admission.take() {
+                                partition.failed(check, &late, admission);
+                            }
+                            return Poll::Pending;
+                        }
+                        let is_withdrawn = partition.primary.backend().withdraw(answer);
+                        let late = if is_withdrawn { late.not_sent() } else { late };
+                        partition.judge(check, Err(late), admission.take())
+                    }
+                },
+            };
+            match next {
+                Answer::Ready { answer } => {
+                    this.step.set(Step::Done);
+                    return Poll::Ready(answer);
+                }
+                Answer::Pending { future } => this.step.set(future),
+            }
+        }
+    }
+}
+
+impl<P: Store, F: Store> fmt::Debug for FallbackFuture<P, F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FallbackFuture").finish_non_exhaustive()
+    }
+}
