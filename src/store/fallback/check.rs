@@ -262,19 +262,16 @@ impl<P: Store, F: Store> Partition<P, F> {
         if refund.is_none() && check.mode() == Mode::Refund {
             return elsewhere();
         }
-        let check = refund.as_ref().unwrap_or(check);
+        let check = refund.unwrap_or_else(|| check.clone()).without_turn();
         // Under the lock, no reply can warm the fallback between a grant and its record.
         let caller = self.locks_while_it_decides().then_some(caller);
         match self.fallback.check(self.share_of(check.clone())) {
-            Answer::Ready { answer } => Answer::ready(self.fell_back(check, sent, answer, caller)),
-            Answer::Pending { future: answer } => {
-                let check = check.clone();
-                Answer::pending(Step::Fallback {
-                    answer,
-                    check,
-                    sent,
-                })
-            }
+            Answer::Ready { answer } => Answer::ready(self.fell_back(&check, sent, answer, caller)),
+            Answer::Pending { future: answer } => Answer::pending(Step::Fallback {
+                answer,
+                check,
+                sent,
+            }),
         }
     }
 

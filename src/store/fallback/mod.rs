@@ -76,6 +76,8 @@ use crate::util::Clock;
 /// - **Share.** While the fallback decides, each instance grants its share of a policy: see
 ///   [`share`](Self::share). A cost that fits the whole policy and not the share is
 ///   [denied](crate::check::Outcome::Denied) for 250 ms: only the primary store can grant it.
+/// - **No turns.** The fallback decides a [take ahead](crate::check::Check::take_ahead) as a
+///   [take](crate::check::Check::take).
 /// - **Reconcile.** The unexpired grants of the fallback are charged to the primary store once, and
 ///   resets are repeated there. After an outage this happens before the primary store decides
 ///   again, beginning with the callers that have used most of their limits. With more than one
