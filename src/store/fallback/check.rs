@@ -243,7 +243,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// Lets the fallback decide. If the check was `sent` to the primary store too, it may have been charged there, so
-    /// the decision is not recorded.
+    /// only a reset is recorded.
     fn fall_back(self: &Arc<Self>, check: &Check, sent: bool) -> Next<P, F> {
         if let Some(waiters) = self.primary.backend().waiters() {
             waiters.freed(check);
@@ -329,7 +329,8 @@ impl<P: Store, F: Store> Partition<P, F> {
             let mut caller = caller.unwrap_or_else(|| self.accounts.caller(check.key()));
             caller.record(check, &decision, now)
         };
-        if !sent && record() {
+        // The primary store may not have run a reset. To repeat one is safe.
+        if (!sent || check.mode() == Mode::Reset) && record() {
             self.attend();
         }
         Ok(decision.charged_locally(now, sent))

@@ -14,7 +14,8 @@
 //!
 //! - **Lost reply.** After the deadline the fallback decides. The primary store may have charged the check, so it is
 //!   neither sent again nor recorded in an account, and its grant is never refunded. A reconciling charge without a
-//!   reply is not repeated, but reported as dropped. A reset is repeated until there is a reply.
+//!   reply is not repeated, but reported as dropped. A reset, of a check or of a reconciliation, is repeated until there
+//!   is a reply.
 //! - **Failing store.** The breaker opens after several failures. The fallback decides and records its grants until a
 //!   reconciliation has charged them.
 //! - **Refund.** A decision knows whether the fallback made it, and when. If the account has the charge, the refund is

@@ -218,6 +218,19 @@ async fn a_reset_without_a_reply_is_repeated() {
     assert_eq!(primary.used(&policies).await, 3);
 }
 
+/// The fallback has reset its own counts, so the caller is told that the reset is done.
+#[tokio::test(start_paused = true)]
+async fn a_reset_that_the_primary_store_did_not_answer_is_repeated() {
+    let (store, primary, _) = pair(1);
+    let policies = policies(Strategy::SlidingLog, "1000/h");
+    let _ = take(&store, &policies, 10).await;
+    primary.set(Manner::Silent);
+    let _ = store.check(Check::reset(ann(), &policies)).await.unwrap();
+    primary.set(Manner::AtOnce);
+    rest().await;
+    assert_eq!(primary.used(&policies).await, 0);
+}
+
 /// Its account lacks the charge.
 #[tokio::test(start_paused = true)]
 async fn another_instance_refunds_only_what_it_granted() {
