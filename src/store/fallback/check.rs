@@ -252,9 +252,11 @@ impl<P: Store, F: Store> Partition<P, F> {
             let error = StoreError::new(ErrorKind::NotReady).check_only();
             Answer::ready(Err(if sent { error } else { error.not_sent() }))
         };
+        // User code may count the instances, so ask it before the caller is locked.
+        let instances = self.settings.share.instances();
         if check.mode() == Mode::Release {
             // The primary store may still count the slot, so report an error that lets the release be retried.
-            drop(self.fallback.check(self.share_of(check.clone())));
+            drop(self.fallback.check(share_of(check.clone(), instances)));
             return elsewhere();
         }
         let mut caller = self.accounts.caller(check.key());
@@ -265,7 +267,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         let check = refund.unwrap_or_else(|| check.clone()).without_turn();
         // Under the lock, no reply can warm the fallback between a grant and its record.
         let caller = self.locks_while_it_decides().then_some(caller);
-        match self.fallback.check(self.share_of(check.clone())) {
+        match self.fallback.check(share_of(check.clone(), instances)) {
             Answer::Ready { answer } => Answer::ready(self.fell_back(&check, sent, answer, caller)),
             Answer::Pending { future: answer } => Answer::pending(Step::Fallback {
                 answer,
@@ -291,17 +293,6 @@ impl<P: Store, F: Store> Partition<P, F> {
         let cost = account.refundable(check, self.clock.micros())?;
         let (key, policies, charged) = (*check.key(), check.policies(), check.charged());
         Some(Check::refund_of(key, policies, cost, charged.into()))
-    }
-
-    /// The check under this instance's share of its policies.
-    fn share_of(&self, check: Check) -> Check {
-        match self.settings.share.instances() {
-            NonZeroU32::MIN => check,
-            instances => {
-                let share = check.policies().share(instances);
-                check.under(share)
-            }
-        }
     }
 
     /// Handles a reply of the fallback, and records it, under the lock of the `caller` if it is held.
@@ -334,6 +325,17 @@ impl<P: Store, F: Store> Partition<P, F> {
             self.attend();
         }
         Ok(decision.charged_locally(now, sent))
+    }
+}
+
+/// The check under the share of one of these instances.
+fn share_of(check: Check, instances: NonZeroU32) -> Check {
+    match instances {
+        NonZeroU32::MIN => check,
+        _ => {
+            let share = check.policies().share(instances);
+            check.under(share)
+        }
     }
 }
 
