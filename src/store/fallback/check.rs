@@ -16,7 +16,7 @@ use pin_project_lite::pin_project;
 use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
 use super::Settings;
-use super::accounts::{Accounts, Caller};
+use super::accounts::{Accounts, Caller, Recorded};
 use super::breaker::{Breaker, Ticket};
 use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
@@ -316,15 +316,17 @@ impl<P: Store, F: Store> Partition<P, F> {
             _ => Verdict::NEVER,
         });
         let now = self.clock.micros();
-        let record = || {
+        // The primary store may not have run a reset. To repeat one is safe.
+        let recorded = if sent && check.mode() != Mode::Reset {
+            Recorded::Not
+        } else {
             let mut caller = caller.unwrap_or_else(|| self.accounts.caller(check.key()));
             caller.record(check, &decision, now)
         };
-        // The primary store may not have run a reset. To repeat one is safe.
-        if (!sent || check.mode() == Mode::Reset) && record() {
+        if recorded == Recorded::Owed {
             self.attend();
         }
-        Ok(decision.charged_locally(now, sent))
+        Ok(decision.charged_locally(now, sent || recorded == Recorded::Not))
     }
 }
 

@@ -18,9 +18,9 @@
 //!   is a reply.
 //! - **Failing store.** The breaker opens after several failures. The fallback decides and records its grants until a
 //!   reconciliation has charged them.
-//! - **Refund.** A decision knows whether the fallback made it, and when. If the account has the charge, the refund is
-//!   deducted there. If the charge is on its way, the refund fails as unsent, and its owner retries it. If there is no
-//!   account, the primary store refunds it.
+//! - **Refund.** A decision knows whether the fallback made it, and when, and is never refunded if it is in no account.
+//!   If the account has the charge, the refund is deducted there. If the charge is on its way, the refund fails as
+//!   unsent, and its owner retries it. If there is no account, the primary store refunds it.
 //! - **End of a runtime.** The accounts stay, and the next check starts the recovery task on its own runtime. A charge
 //!   in flight counts as lost. When the process ends, its accounts are lost.
 
