@@ -40,12 +40,12 @@ pub(super) struct Caller<'a> {
     shard: MutexGuard<'a, Shard>,
 }
 
-/// What a decision of the fallback means for the caller's account.
+/// The effect of a decision of the fallback on the caller's account.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Recorded {
     /// It charges, refunds and resets nothing.
     Nothing,
-    /// The account has it, and is to be reconciled.
+    /// It is in the account, which must be reconciled.
     Owed,
     /// It repeats an earlier one, whose charge may be in no account, or there is no room for an account.
     Not,

@@ -252,7 +252,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             let error = StoreError::new(ErrorKind::NotReady).check_only();
             Answer::ready(Err(if sent { error } else { error.not_sent() }))
         };
-        // User code may count the instances, so ask it before the caller is locked.
+        // User code may count the instances: call it before the caller is locked.
         let instances = self.settings.share.instances();
         if check.mode() == Mode::Release {
             // The primary store may still count the slot, so report an error that lets the release be retried.

@@ -49,7 +49,7 @@ fn wait(limiter: &Limiter<Tested>, waiters: usize, permits: &Arc<AtomicU32>) {
     }
 }
 
-/// All of the share's rate, and no more.
+/// The whole rate of the share, and not more.
 #[tokio::test(start_paused = true)]
 async fn waiters_get_the_share_in_an_outage() {
     for share in [1, 2] {

@@ -219,7 +219,7 @@ async fn a_reset_without_a_reply_is_repeated() {
     assert_eq!(primary.used(&policies).await, 3);
 }
 
-/// The fallback has reset its own counts, so the caller is told that the reset is done.
+/// The fallback has reset its own counts, so the reset returns a decision and not an error.
 #[tokio::test(start_paused = true)]
 async fn a_reset_that_the_primary_store_did_not_answer_is_repeated() {
     let (store, primary, _) = pair(1);
