@@ -79,7 +79,8 @@ impl Check {
     ///
     /// The longest wait is a day, or the time in which the burst refills if that is longer; a token
     /// bucket that refills by the interval owes at most one capacity. Only strategies that refill
-    /// support it; under others, and in a [`Store`](crate::store::Store) without debts, this is a
+    /// support it; under others, in a [`Store`](crate::store::Store) without debts, and while the
+    /// primary store of a [`Fallback`](crate::Fallback) cannot decide, this is a
     /// [`take`](Self::take). While there are
     /// debts, each [`take`](Self::take) of the caller is denied, in all instances, and a
     /// [`charge`](Self::charge) adds only what is missing to a debt of one capacity.
@@ -374,6 +375,19 @@ impl Check {
             }
         }
         self
+    }
+
+    /// Makes a [take ahead](Self::take_ahead) a take. A fallback reserves no turns: its primary store could not count
+    /// all of them afterwards, and would give the same turns again.
+    pub(crate) fn without_turn(self) -> Self {
+        match self.mode {
+            Mode::TakeAhead => Self {
+                mode: Mode::Take,
+                extra: None,
+                ..self
+            },
+            _ => self,
+        }
     }
 
     /// Replaces the policies.

@@ -38,7 +38,7 @@ enum Made {
     There,
     /// The fallback of that store, in this process.
     Locally,
-    /// The fallback, on a check that the primary store may have charged too.
+    /// The fallback, and the primary store may have charged it, or neither store has.
     Unsure,
 }
 
@@ -421,16 +421,16 @@ impl Decision {
     }
 
     /// Marks a decision of a fallback, made at this time by the clock of this process. A repeated
-    /// decision was made earlier, by its age. If the check was `sent`, the primary store may have
-    /// charged it too.
-    pub(crate) fn charged_locally(mut self, at: i64, sent: bool) -> Self {
+    /// decision was made earlier, by its age. If it is `unsure` whether either store has the
+    /// charge, it is never refunded.
+    pub(crate) fn charged_locally(mut self, at: i64, unsure: bool) -> Self {
         self.verdicts.at = at - self.verdicts.age;
-        self.made = if sent { Made::Unsure } else { Made::Locally };
+        self.made = if unsure { Made::Unsure } else { Made::Locally };
         self
     }
 
     /// Returns `true` if a fallback made the decision, and the primary store may have run the check
-    /// too.
+    /// too, or no account of the fallback has the charge.
     pub(crate) fn is_unsure(&self) -> bool {
         self.made == Made::Unsure
     }

@@ -56,22 +56,35 @@ impl Account {
     /// except the grant.
     pub(super) fn new(policies: &Policies, decision: &Decision, granted: u32, now: i64) -> Self {
         let before = decision.clone().settled(granted, 0);
-        let mut parts = before.verdicts().filter(|(part, _)| !part.is_in_flight());
+        let parts = before.verdicts().zip(decision.verdicts());
+        let mut parts = parts.filter(|((part, _), _)| !part.is_in_flight());
         // These are counts of an instance's share: the primary store is assumed to count the same proportion of the
         // whole policy.
-        let each = policies.iter().map(|policy| match parts.next() {
-            Some((part, verdict)) if verdict.reset > 0 => {
-                let [whole, part] = [policy, part].map(|policy| policy.params().capacity);
-                let used = (i128::from((part - verdict.remaining).max(0)) * i128::from(whole)
-                    / i128::from(part)) as i64;
-                // A share whose limit was rounded down drains more slowly than the whole, and a custom fallback may
-                // report any time.
-                let periods = (used as u64).div_ceil(policy.quota().limit().into()) as i64;
-                let until = now + verdict.reset.min(periods * policy.params().period);
-                let counted = Snapshot { used, until };
-                State::resume(policy.kind(), policy.params(), now, counted)
+        let each = policies.iter().map(|policy| {
+            let Some(((part, before), (_, after))) = parts.next() else {
+                return State::fresh(policy.kind());
+            };
+            let [whole, capacity] = [policy, part].map(|policy| policy.params().capacity);
+            let (used, reset) = if policy.frees().is_gradual() && after.remaining == 0 {
+                // There may be a debt, which hides the amount used before it, but not the time.
+                let grant = part.quota().time_for(granted.into()).as_micros();
+                (
+                    2 * whole,
+                    after.reset - i64::try_from(grant).unwrap_or(i64::MAX),
+                )
+            } else {
+                let used = i128::from((capacity - before.remaining).max(0)) * i128::from(whole);
+                ((used / i128::from(capacity.max(1))) as i64, before.reset)
+            };
+            if reset <= 0 {
+                return State::fresh(policy.kind());
             }
-            _ => State::fresh(policy.kind()),
+            // A share whose limit was rounded down drains more slowly than the whole, and a custom fallback may
+            // report any time.
+            let periods = (used as u64).div_ceil(policy.quota().limit().into()) as i64;
+            let until = now + reset.min(periods * policy.params().period);
+            let counted = Snapshot { used, until };
+            State::resume(policy.kind(), policy.params(), now, counted)
         });
         let sent: States = each.collect();
         Self {

@@ -40,6 +40,17 @@ pub(super) struct Caller<'a> {
     shard: MutexGuard<'a, Shard>,
 }
 
+/// The effect of a decision of the fallback on the caller's account.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Recorded {
+    /// It charges, refunds and resets nothing.
+    Nothing,
+    /// It is in the account, which must be reconciled.
+    Owed,
+    /// It repeats an earlier one, whose charge may be in no account, or there is no room for an account.
+    Not,
+}
+
 impl Accounts {
     pub(super) fn new(free: Arc<AtomicUsize>) -> Self {
         Self {
@@ -155,16 +166,17 @@ impl Caller<'_> {
         }
     }
 
-    /// Records a decision of the fallback. Returns `true` if there is something to reconcile.
-    pub(super) fn record(&mut self, check: &Check, decision: &Decision, now: i64) -> bool {
+    /// Records a decision of the fallback.
+    pub(super) fn record(&mut self, check: &Check, decision: &Decision, now: i64) -> Recorded {
         // Requests in flight need no account: their owner renews the slots in the primary store.
         let Some(policies) = check.policies().without_in_flight() else {
-            return false;
+            return Recorded::Nothing;
         };
         let granted = match check.mode() {
-            Mode::Peek | Mode::Renew | Mode::Release => return false,
+            Mode::Peek | Mode::Renew | Mode::Release => return Recorded::Nothing,
             Mode::Reset | Mode::Refund => 0,
-            _ if decision.is_repeated() || decision.granted() == 0 => return false,
+            _ if decision.granted() == 0 => return Recorded::Nothing,
+            _ if decision.is_repeated() => return Recorded::Not,
             Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge => decision.granted(),
         };
         let opens = check.mode() != Mode::Refund && self.account(policies).is_none();
@@ -172,14 +184,16 @@ impl Caller<'_> {
             self.all
                 .dropped
                 .fetch_add(granted.into(), Ordering::Relaxed);
-        } else if let Some(account) = self.account(policies) {
+            return Recorded::Not;
+        }
+        if let Some(account) = self.account(policies) {
             match check.mode() {
                 Mode::Refund => account.refund(check, now),
                 Mode::Reset => account.reset(now),
                 _ => account.charge(policies, decision, granted, now),
             }
         }
-        true
+        Recorded::Owed
     }
 
     /// Adds an account. Returns `false` if there is no room for it.

@@ -16,7 +16,7 @@ use pin_project_lite::pin_project;
 use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
 use super::Settings;
-use super::accounts::{Accounts, Caller};
+use super::accounts::{Accounts, Caller, Recorded};
 use super::breaker::{Breaker, Ticket};
 use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
@@ -243,7 +243,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// Lets the fallback decide. If the check was `sent` to the primary store too, it may have been charged there, so
-    /// the decision is not recorded.
+    /// only a reset is recorded.
     fn fall_back(self: &Arc<Self>, check: &Check, sent: bool) -> Next<P, F> {
         if let Some(waiters) = self.primary.backend().waiters() {
             waiters.freed(check);
@@ -252,9 +252,11 @@ impl<P: Store, F: Store> Partition<P, F> {
             let error = StoreError::new(ErrorKind::NotReady).check_only();
             Answer::ready(Err(if sent { error } else { error.not_sent() }))
         };
+        // User code may count the instances: call it before the caller is locked.
+        let instances = self.settings.share.instances();
         if check.mode() == Mode::Release {
             // The primary store may still count the slot, so report an error that lets the release be retried.
-            drop(self.fallback.check(self.share_of(check.clone())));
+            drop(self.fallback.check(share_of(check.clone(), instances)));
             return elsewhere();
         }
         let mut caller = self.accounts.caller(check.key());
@@ -262,19 +264,16 @@ impl<P: Store, F: Store> Partition<P, F> {
         if refund.is_none() && check.mode() == Mode::Refund {
             return elsewhere();
         }
-        let check = refund.as_ref().unwrap_or(check);
+        let check = refund.unwrap_or_else(|| check.clone()).without_turn();
         // Under the lock, no reply can warm the fallback between a grant and its record.
         let caller = self.locks_while_it_decides().then_some(caller);
-        match self.fallback.check(self.share_of(check.clone())) {
-            Answer::Ready { answer } => Answer::ready(self.fell_back(check, sent, answer, caller)),
-            Answer::Pending { future: answer } => {
-                let check = check.clone();
-                Answer::pending(Step::Fallback {
-                    answer,
-                    check,
-                    sent,
-                })
-            }
+        match self.fallback.check(share_of(check.clone(), instances)) {
+            Answer::Ready { answer } => Answer::ready(self.fell_back(&check, sent, answer, caller)),
+            Answer::Pending { future: answer } => Answer::pending(Step::Fallback {
+                answer,
+                check,
+                sent,
+            }),
         }
     }
 
@@ -294,17 +293,6 @@ impl<P: Store, F: Store> Partition<P, F> {
         let cost = account.refundable(check, self.clock.micros())?;
         let (key, policies, charged) = (*check.key(), check.policies(), check.charged());
         Some(Check::refund_of(key, policies, cost, charged.into()))
-    }
-
-    /// The check under this instance's share of its policies.
-    fn share_of(&self, check: Check) -> Check {
-        match self.settings.share.instances() {
-            NonZeroU32::MIN => check,
-            instances => {
-                let share = check.policies().share(instances);
-                check.under(share)
-            }
-        }
     }
 
     /// Handles a reply of the fallback, and records it, under the lock of the `caller` if it is held.
@@ -328,14 +316,28 @@ impl<P: Store, F: Store> Partition<P, F> {
             _ => Verdict::NEVER,
         });
         let now = self.clock.micros();
-        let record = || {
+        // The primary store may not have run a reset. To repeat one is safe.
+        let recorded = if sent && check.mode() != Mode::Reset {
+            Recorded::Not
+        } else {
             let mut caller = caller.unwrap_or_else(|| self.accounts.caller(check.key()));
             caller.record(check, &decision, now)
         };
-        if !sent && record() {
+        if recorded == Recorded::Owed {
             self.attend();
         }
-        Ok(decision.charged_locally(now, sent))
+        Ok(decision.charged_locally(now, sent || recorded == Recorded::Not))
+    }
+}
+
+/// The check under the share of one of these instances.
+fn share_of(check: Check, instances: NonZeroU32) -> Check {
+    match instances {
+        NonZeroU32::MIN => check,
+        _ => {
+            let share = check.policies().share(instances);
+            check.under(share)
+        }
     }
 }
 

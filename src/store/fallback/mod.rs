@@ -14,12 +14,13 @@
 //!
 //! - **Lost reply.** After the deadline the fallback decides. The primary store may have charged the check, so it is
 //!   neither sent again nor recorded in an account, and its grant is never refunded. A reconciling charge without a
-//!   reply is not repeated, but reported as dropped. A reset is repeated until there is a reply.
+//!   reply is not repeated, but reported as dropped. A reset, of a check or of a reconciliation, is repeated until there
+//!   is a reply.
 //! - **Failing store.** The breaker opens after several failures. The fallback decides and records its grants until a
 //!   reconciliation has charged them.
-//! - **Refund.** A decision knows whether the fallback made it, and when. If the account has the charge, the refund is
-//!   deducted there. If the charge is on its way, the refund fails as unsent, and its owner retries it. If there is no
-//!   account, the primary store refunds it.
+//! - **Refund.** A decision knows whether the fallback made it, and when, and is never refunded if it is in no account.
+//!   If the account has the charge, the refund is deducted there. If the charge is on its way, the refund fails as
+//!   unsent, and its owner retries it. If there is no account, the primary store refunds it.
 //! - **End of a runtime.** The accounts stay, and the next check starts the recovery task on its own runtime. A charge
 //!   in flight counts as lost. When the process ends, its accounts are lost.
 
@@ -76,6 +77,8 @@ use crate::util::Clock;
 /// - **Share.** While the fallback decides, each instance grants its share of a policy: see
 ///   [`share`](Self::share). A cost that fits the whole policy and not the share is
 ///   [denied](crate::check::Outcome::Denied) for 250 ms: only the primary store can grant it.
+/// - **No turns.** The fallback decides a [take ahead](crate::check::Check::take_ahead) as a
+///   [take](crate::check::Check::take).
 /// - **Reconcile.** The unexpired grants of the fallback are charged to the primary store once, and
 ///   resets are repeated there. After an outage this happens before the primary store decides
 ///   again, beginning with the callers that have used most of their limits. With more than one

@@ -1,5 +1,6 @@
 //! The fallback in front of a scripted primary store, in paused time.
 
+mod ahead;
 mod answers;
 mod breaker;
 mod ends;

@@ -1,6 +1,6 @@
 //! Grants, refunds and resets of the fallback are replayed on the primary store, once.
 
-use super::super::accounts::Accounts;
+use super::super::accounts::{Accounts, Recorded};
 use super::*;
 use crate::limit::Align;
 use crate::util::instant;
@@ -260,6 +260,30 @@ async fn debts_above_a_share_are_charged() {
     assert_eq!(primary.used(&policies).await, 40);
 }
 
+/// The debt hides the count before it.
+#[tokio::test(start_paused = true)]
+async fn a_debt_drains_after_the_count_before_it() {
+    for share in [1, 4] {
+        for strategy in [Strategy::Gcra, Strategy::LeakyBucket] {
+            let (store, primary, _) = pair(share);
+            let policies = policies(strategy, "10/s burst 500");
+            let _ = ask(&store, take(&policies, 400)).await;
+            open(&store, &primary).await;
+            let charge = ask(&store, Check::charge(ann(), &policies, 900)).await;
+            sleep(Duration::from_secs(30)).await;
+            close(&store, &primary).await;
+            let peek = Check::peek(ann(), &policies, 0);
+            let peek = primary.counts.check(peek).await.unwrap();
+            let counted = peek.reset_after().as_secs_f64() * 10.0;
+            let expected = f64::from(400 + charge.granted()) - 300.0;
+            assert!(
+                (counted - expected).abs() < 10.0,
+                "{strategy}, share {share}: {counted} of {expected}"
+            );
+        }
+    }
+}
+
 /// The charges that were not sent stay together with newer ones.
 #[test]
 fn repeatedly_failing_reconciliations_stay_within_the_bound() {
@@ -288,7 +312,8 @@ fn repeatedly_failing_reconciliations_stay_within_the_bound() {
             let Answer::Ready { answer } = local.check(check.clone()) else {
                 unreachable!()
             };
-            assert!(accounts.caller(&key).record(&check, &answer.unwrap(), 0));
+            let recorded = accounts.caller(&key).record(&check, &answer.unwrap(), 0);
+            assert_ne!(recorded, Recorded::Nothing);
             granted += 1;
         }
         for (key, sent) in sent {

@@ -3,6 +3,7 @@
 use std::future::Pending;
 use std::time::SystemTime;
 
+use super::super::accounts::Accounts;
 use super::*;
 use crate::background::PendingOp;
 use crate::limit::{Align, Counts, Source};
@@ -218,6 +219,19 @@ async fn a_reset_without_a_reply_is_repeated() {
     assert_eq!(primary.used(&policies).await, 3);
 }
 
+/// The fallback has reset its own counts, so the reset returns a decision and not an error.
+#[tokio::test(start_paused = true)]
+async fn a_reset_that_the_primary_store_did_not_answer_is_repeated() {
+    let (store, primary, _) = pair(1);
+    let policies = policies(Strategy::SlidingLog, "1000/h");
+    let _ = take(&store, &policies, 10).await;
+    primary.set(Manner::Silent);
+    let _ = store.check(Check::reset(ann(), &policies)).await.unwrap();
+    primary.set(Manner::AtOnce);
+    rest().await;
+    assert_eq!(primary.used(&policies).await, 0);
+}
+
 /// Its account lacks the charge.
 #[tokio::test(start_paused = true)]
 async fn another_instance_refunds_only_what_it_granted() {
@@ -319,6 +333,45 @@ async fn a_grant_that_nobody_charged_is_not_refunded() {
         let used = primary.used(&policies).await;
         assert_eq!(used, if degraded { 5 } else { 3 });
     }
+}
+
+/// There is no room for another account.
+#[tokio::test(start_paused = true)]
+async fn a_grant_without_an_account_is_not_refunded() {
+    let (mut store, primary, reconciled) = pair(1);
+    let partition = Arc::get_mut(&mut store.partitions).and_then(|all| Arc::get_mut(&mut all[0]));
+    partition.unwrap().accounts = Accounts::new(Arc::new(0.into()));
+    let policies = policies(Strategy::SlidingLog, "10/100s");
+    let others = Check::take(ann(), &policies, 3);
+    let _ = primary.counts.check(others).await.unwrap();
+    open(&store, &primary).await;
+    let first = take(&store, &policies, 5).await;
+    refund(&store, &first, 5).await;
+    close(&store, &primary).await;
+    rest().await;
+    assert_eq!(primary.used(&policies).await, 3);
+    let dropped: u64 = reconciled.events().iter().map(|event| event.1).sum();
+    assert!(dropped >= 5, "{dropped} are reported as dropped");
+}
+
+/// The check was sent to the primary store, which never got it, and was repeated in the outage.
+#[tokio::test(start_paused = true)]
+async fn a_repeated_grant_that_nobody_charged_is_not_refunded() {
+    let (store, primary, _) = pair(1);
+    let policies = policies(Strategy::SlidingLog, "10/100s");
+    let others = Check::take(ann(), &policies, 3);
+    let _ = primary.counts.check(others).await.unwrap();
+    let check = || store.check(Check::take(ann(), &policies, 5).with_id("payment-7"));
+    primary.set(Manner::Silent);
+    assert!(check().await.unwrap().is_allowed());
+    open(&store, &primary).await;
+    sleep(Duration::from_millis(10)).await;
+    let (again, asked_at) = (check().await.unwrap(), instant());
+    assert!(again.is_repeated());
+    refund(&store, &(again, asked_at), 5).await;
+    close(&store, &primary).await;
+    rest().await;
+    assert_eq!(primary.used(&policies).await, 3);
 }
 
 /// Counts like the example in the docs of [`Counts`].

@@ -1,13 +1,14 @@
 //! Custom observers and stores: the locks held while they run, and the effect of their panics.
 
 use std::future::Pending;
+use std::num::NonZeroU32;
 use std::panic::panic_any;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::mpsc;
 
 use super::far::{Far, cut, recovery, take};
 use super::*;
-use crate::store::{Backend, Hooks};
+use crate::store::{Backend, Hooks, Instances};
 
 /// Panics at each notification.
 struct Panics(Arc<AtomicUsize>);
@@ -178,4 +179,50 @@ fn user_code_runs_under_no_lock() {
             "it hangs when {what}"
         );
     }
+}
+
+/// The number of instances is read by a closure, which checks the store. Run on a separate thread, which hangs if a lock
+/// is held.
+#[test]
+fn the_instances_are_counted_under_no_lock() {
+    let (done, finished) = mpsc::channel();
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            .build()
+            .unwrap();
+        runtime.block_on(async {
+            let far = Far::new(Duration::from_millis(2));
+            let whole = Arc::new(Mutex::new(None::<Fallback<Far, LocalStore>>));
+            let policies = policies(Strategy::Gcra, "100/100d");
+            let (counted, checked) = (Arc::clone(&whole), policies.clone());
+            let alive = move || {
+                // Do not recurse.
+                let store = lock(&counted).take();
+                if let Some(store) = store {
+                    drop(store.check(Check::take(ann(), &checked, 1)));
+                    *lock(&counted) = Some(store);
+                }
+                NonZeroU32::MIN
+            };
+            let store = Fallback::new(far.clone(), LocalStore::default());
+            let store = store.share(Instances::new(alive));
+            cut(&store, &far).await;
+            *lock(&whole) = Some(store.clone());
+            let takes = [
+                Check::take(ann(), &policies, 1),
+                Check::reset(ann(), &policies),
+            ];
+            for check in takes {
+                assert!(store.check(check).await.unwrap().is_allowed());
+            }
+            lock(&whole).take();
+            done.send(()).unwrap();
+        });
+    });
+    assert!(
+        finished.recv_timeout(Duration::from_secs(20)).is_ok(),
+        "it hangs"
+    );
 }

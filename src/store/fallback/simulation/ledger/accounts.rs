@@ -60,8 +60,7 @@ pub(super) struct Account {
     pub(super) unanswered: VecDeque<(u64, i64)>,
     /// Refunds requested beyond what the instance had granted.
     pub(super) beyond: i64,
-    /// Whether a refund or reset of the instance may also have been executed in Redis, so that the owed amount is
-    /// uncertain.
+    /// Whether a refund of the instance may also have been executed in Redis, so that the owed amount is uncertain.
     pub(super) vague: bool,
     /// Whether the instance has decided a refund locally.
     pub(super) refunded: bool,

@@ -193,13 +193,9 @@ impl Ledger {
             Mode::Reset => {
                 (account.heard, account.heard_at, account.since) = (None, 0, 0);
                 sums.resets += 1;
-                if unasked {
-                    (account.reset, account.owed, account.beyond) = (true, 0, 0);
-                    account.resets += 1;
-                    account.grants.clear();
-                } else {
-                    account.vague = true;
-                }
+                (account.reset, account.owed, account.beyond) = (true, 0, 0);
+                account.resets += 1;
+                account.grants.clear();
             }
             Mode::Peek | Mode::Renew | Mode::Release => {}
         }
