@@ -311,8 +311,15 @@ impl WaitQueues {
             if here.is_some_and(|line| line.is_late(deadline, now)) {
                 return Err(known());
             }
-            let number = lines.enter(wanted.key);
             let is_by_turns = line.id.cost.is_some_and(|cost| cost > 0);
+            let counts_time = !is_by_turns && wanted.policies.in_flight().is_none();
+            let wait = denied.as_ref().and_then(Decision::retry_after);
+            if let (true, Some(wait), Some(deadline)) = (counts_time, wait, deadline)
+                && deadline.saturating_duration_since(now) < wait
+            {
+                return Err(denied.clone());
+            }
+            let number = lines.enter(wanted.key);
             let starts = if is_by_turns {
                 lines.add(line.id, number, waiter)
             } else {
