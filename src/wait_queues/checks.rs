@@ -221,7 +221,7 @@ impl Task {
             let (requests, late) = self.requests(line);
             (requests, late, line.denial(self.sent_at))
         });
-        refuse(late, denial);
+        self.refuse(late, denial);
         let replies = requests.into_iter().map(|request| self.send(request));
         let mut replies: FuturesOrdered<_> = replies.collect();
         let (mut granted, mut denied, mut failed) = (None, None, None);
@@ -374,15 +374,16 @@ impl Task {
             };
             (late, line.denial(now))
         });
-        refuse(late, denial);
+        self.refuse(late, denial);
     }
-}
 
-/// Refuses these waiters. Before the first reply, the list is empty.
-fn refuse(late: Vec<Waiter>, denial: Option<Decision>) {
-    let Some(denial) = denial else { return };
-    for waiter in late {
-        waiter.answer(Err(Refusal::Denied(denial.clone())));
+    /// Refuses these waiters, with the denial of their line if it has one.
+    fn refuse(&self, late: Vec<Waiter>, denial: Option<Decision>) {
+        for waiter in late {
+            let unknown = || self.line.unknown(waiter.cost);
+            let denial = denial.clone().unwrap_or_else(unknown);
+            waiter.answer(Err(Refusal::Denied(denial)));
+        }
     }
 }
 
