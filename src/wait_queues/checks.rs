@@ -387,8 +387,10 @@ impl Task {
     }
 }
 
-/// Returns `true` if the store reserves turns, at least as long as it has capacity.
+/// Returns `true` if the store reserves turns, at least as long as it has capacity. After a grant that leaves none, the
+/// next check shows that, so that not all waiters get a turn that the store denies.
 fn is_reserved(decision: &Decision) -> bool {
     let is_shared = matches!(decision.charged_at(), ChargedAt::Redis(_));
-    decision.due_in().is_some() || decision.is_allowed() && is_shared
+    let has_capacity = decision.is_allowed() && decision.remaining() > 0;
+    decision.due_in().is_some() || has_capacity && is_shared
 }
