@@ -23,6 +23,8 @@ pub(super) struct Checks {
     wake: Arc<Wake>,
     /// Time of the next check.
     pub(super) next: Instant,
+    /// No check is sent before this time, since the last one failed.
+    pub(super) paused: Instant,
     /// After a denial: the time before which no capacity is expected, and the denied cost. Slots in flight may be free at
     /// any time.
     pub(super) denied: Option<(Instant, u32)>,
@@ -83,6 +85,7 @@ pub(super) fn add(
     let checks = line.checks.get_or_insert_with(|| Checks {
         wake: Arc::default(),
         next: first,
+        paused: if waiter.is_some() { now } else { first },
         denied: wait
             .filter(|_| to.policies.in_flight().is_none())
             .map(|wait| now + wait)
@@ -160,11 +163,12 @@ impl Task {
         let checks = line.checks.as_ref()?;
         let until = self.sent_at + KEPT;
         if !line.waiters.is_empty() {
-            return Some(match self.wake.is_freed() {
+            let next = match self.wake.is_freed() {
                 true if self.is_in_flight => now,
                 true => checks.next.min(self.sent_at + JITTER),
                 false => checks.next,
-            });
+            };
+            return Some(next.max(checks.paused));
         }
         if self.failures > 0 && now < until {
             return Some(until);
@@ -309,15 +313,21 @@ impl Task {
     /// Fails a waiter, or after several failures all of them.
     fn failed(&mut self, number: u64, error: &StoreError) {
         self.failures += 1;
-        let next = self.replied_at + INTERVAL;
-        let failed: Vec<_> = self.line.with(|line| {
-            line.check_at(next, None);
-            if self.failures < MAX_FAILURES {
+        let now = self.replied_at;
+        let (failed, late, denial) = self.line.with(|line| {
+            line.check_at(now + INTERVAL, None);
+            if let Some(checks) = &mut line.checks {
+                checks.paused = checks.next;
+            }
+            let failed: Vec<_> = if self.failures < MAX_FAILURES {
                 line.remove(number).into_iter().collect()
             } else {
                 mem::take(&mut line.waiters).into_values().collect()
-            }
+            };
+            let late = line.remove_late(0, |deadline| deadline <= now);
+            (failed, late, line.denial(now))
         });
+        self.refuse(late, denial);
         for waiter in failed {
             waiter.answer(Err(Refusal::Failed(error.clone())));
         }

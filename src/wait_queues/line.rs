@@ -156,12 +156,15 @@ impl Line {
     }
 
     /// Removes this waiter, whose deadline has passed, unless it may still be served in time: a turn is due, or the turn of
-    /// this or an earlier waiter has no reply yet. In a line by checks, the reply to the next check decides.
+    /// this or an earlier waiter has no reply yet. In a line by checks, the reply to the next check decides, unless it is
+    /// not sent since the last one failed.
     pub(super) fn expire(&mut self, number: u64, now: Instant) -> Option<Waiter> {
         if !self.waiters.contains_key(&number) {
             return None;
         }
-        if let Some(checks) = &mut self.checks {
+        if let Some(checks) = &mut self.checks
+            && checks.paused <= now
+        {
             checks.hurry(now);
             return None;
         }
