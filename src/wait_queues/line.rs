@@ -81,14 +81,14 @@ impl Line {
             .and_then(|number| self.remove(number))
     }
 
-    /// If there are fewer turns than waiters, removes the waiter without a turn: the one with this number, or else the
-    /// last one.
-    pub(super) fn pop_lacking(&mut self, number: u64) -> Option<(u64, Waiter)> {
+    /// If there are fewer turns than waiters, removes a waiter: the `refused` one, or else the last one, so that those with
+    /// turns do not overtake it.
+    pub(super) fn pop_lacking(&mut self, refused: Option<u64>) -> Option<(u64, Waiter)> {
         if !self.lacks_turn() {
             return None;
         }
-        let own = self.waiters.remove_entry(&number);
-        own.or_else(|| self.waiters.pop_last())
+        let refused = refused.and_then(|number| self.waiters.remove_entry(&number));
+        refused.or_else(|| self.waiters.pop_last())
     }
 
     /// Removes the waiters after the first `skip` whose deadline `is_late`.

@@ -65,7 +65,7 @@ fn not_reserved(
             here.learn(denied, now);
         }
         here.refund_superfluous();
-        let lacking = here.pop_lacking(number);
+        let lacking = here.pop_lacking((!is_in_time).then_some(number));
         let refused = match (lacking, &answer) {
             // The store reserves none, or none so far ahead; or it was too late for a waiter that has left.
             (Some((other, waiter)), Ok(denied)) if is_in_time || other != number => {
