@@ -60,6 +60,8 @@ const INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum interval of checks; for long waits, a fraction of the wait. Other instances may refund at any time.
 const LOOK: Duration = Duration::from_secs(30);
 const LOOKS: u32 = 16;
+/// Maximum number of checks sent together.
+const MAX_CHECKS: usize = 128;
 /// Number of consecutive failures at which all waiters fail.
 const MAX_FAILURES: u32 = 3;
 /// An empty line is kept for this time after a failure: requests that try again wait for one check together.
@@ -190,10 +192,12 @@ impl Task {
             sum += u64::from(counts);
             sum <= u64::from(self.room)
         };
-        let fitting = line.waiters.values().take_while(fits).count().max(1);
-        let of_one = line.waiters.values().take_while(|waiter| waiter.cost == 1);
+        let first_ones = line.waiters.values().take(MAX_CHECKS);
+        let fitting = first_ones.take_while(fits).count().max(1);
         let capacities = policies.iter().map(|policy| policy.quota().capacity());
-        let of_one = of_one.count().min(capacities.min().unwrap_or(1) as usize);
+        let of_one = line.waiters.values();
+        let of_one = of_one.take(capacities.min().unwrap_or(1) as usize);
+        let of_one = of_one.take_while(|waiter| waiter.cost == 1).count();
         let (requests, count) = if self.reserves {
             let check = turns::check(&self.line, first.cost, first.deadline);
             (vec![Request { number, check }], 1)

@@ -146,10 +146,9 @@ impl Line {
     /// Returns `true` if a new waiter is certain to be too late: the turn that is left for it, and so each later one, is
     /// due after its deadline, or no capacity is expected before that.
     pub(super) fn is_late(&self, deadline: Option<Instant>, now: Instant) -> bool {
-        let waiters = self.waiters.len();
-        let left = (self.held.len() > waiters).then(|| self.held.keys().nth(waiters));
+        let left = self.held.len().checked_sub(self.waiters.len() + 1);
         let at = left
-            .flatten()
+            .and_then(|others| self.held.keys().nth_back(others))
             .map(|(due, _)| *due)
             .or_else(|| self.free_at());
         at.is_some_and(|at| at > now && deadline.is_some_and(|deadline| deadline < at))
