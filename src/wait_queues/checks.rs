@@ -344,6 +344,10 @@ impl Task {
         self.failures = 0;
         self.room = 0;
         let (mut free_at, mut is_exhausted) = (None, false);
+        let least = match check.mode() {
+            Mode::UpTo => 1,
+            _ => check.cost(),
+        };
         let next = match decision.outcome() {
             Outcome::Denied { retry_after } => {
                 is_exhausted = true;
@@ -379,7 +383,7 @@ impl Task {
         };
         let (late, denial) = self.line.with(|line| {
             line.learn(decision, now);
-            line.check_at(next, free_at.map(|at| (at, check.cost())));
+            line.check_at(next, free_at.map(|at| (at, least)));
             let is_late = |deadline| deadline <= now || free_at.is_some_and(|at| deadline < at);
             let late = match decision.outcome() {
                 Outcome::ExceedsCapacity => line.remove(number).into_iter().collect(),
