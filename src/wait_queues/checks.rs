@@ -373,8 +373,9 @@ impl Task {
             }
             Outcome::Allowed if decision.granted() < check.cost() => {
                 is_exhausted = true;
-                // The reply does not say when more is freed. It is unlikely before the quota refills a unit.
-                next_check(policies, sent_at, decision.policy().quota().time_for(1))
+                // The reply does not say when more is freed. It is unlikely before a unit is refilled or the window ends.
+                let unit = decision.policy().quota().time_for(1);
+                next_check(policies, sent_at, unit.min(decision.reset_after()))
             }
             _ => {
                 self.room = decision.remaining();
