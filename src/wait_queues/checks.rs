@@ -396,7 +396,7 @@ impl Task {
         self.refuse(late, denial);
     }
 
-    /// Refuses these waiters, with the denial of their line if it has one.
+    /// Refuses these waiters. `denial` is `None` before the first reply to their line.
     fn refuse(&self, late: Vec<Waiter>, denial: Option<Decision>) {
         for waiter in late {
             let unknown = || self.line.unknown(waiter.cost);

@@ -81,8 +81,8 @@ impl Line {
             .and_then(|number| self.remove(number))
     }
 
-    /// If there are fewer turns than waiters, removes a waiter: the `refused` one, or else the last one, so that those with
-    /// turns do not overtake it.
+    /// If there are fewer turns than waiters, removes a waiter: the `refused` one, or else the last one, because a waiter
+    /// that moves is overtaken by those behind it.
     pub(super) fn pop_lacking(&mut self, refused: Option<u64>) -> Option<(u64, Waiter)> {
         if !self.lacks_turn() {
             return None;

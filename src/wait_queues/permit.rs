@@ -95,7 +95,7 @@ impl Permit {
         self.charge.clone().refunding()
     }
 
-    /// The same permit if it was not used, or its refund was rejected.
+    /// Makes the permit usable after its refund was rejected.
     pub(super) fn unused(mut self) -> Self {
         self.is_used = false;
         self
