@@ -23,6 +23,8 @@ pub(super) struct Checks {
     wake: Arc<Wake>,
     /// Time of the next check.
     pub(super) next: Instant,
+    /// No check is sent before this time, since the last one failed.
+    pub(super) paused: Instant,
     /// After a denial: the time before which no capacity is expected, and the denied cost. Slots in flight may be free at
     /// any time.
     pub(super) denied: Option<(Instant, u32)>,
@@ -58,6 +60,8 @@ const INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum interval of checks; for long waits, a fraction of the wait. Other instances may refund at any time.
 const LOOK: Duration = Duration::from_secs(30);
 const LOOKS: u32 = 16;
+/// Maximum number of checks sent together.
+const MAX_CHECKS: usize = 128;
 /// Number of consecutive failures at which all waiters fail.
 const MAX_FAILURES: u32 = 3;
 /// An empty line is kept for this time after a failure: requests that try again wait for one check together.
@@ -83,6 +87,7 @@ pub(super) fn add(
     let checks = line.checks.get_or_insert_with(|| Checks {
         wake: Arc::default(),
         next: first,
+        paused: if waiter.is_some() { now } else { first },
         denied: wait
             .filter(|_| to.policies.in_flight().is_none())
             .map(|wait| now + wait)
@@ -160,11 +165,12 @@ impl Task {
         let checks = line.checks.as_ref()?;
         let until = self.sent_at + KEPT;
         if !line.waiters.is_empty() {
-            return Some(match self.wake.is_freed() {
+            let next = match self.wake.is_freed() {
                 true if self.is_in_flight => now,
                 true => checks.next.min(self.sent_at + JITTER),
                 false => checks.next,
-            });
+            };
+            return Some(next.max(checks.paused));
         }
         if self.failures > 0 && now < until {
             return Some(until);
@@ -186,10 +192,12 @@ impl Task {
             sum += u64::from(counts);
             sum <= u64::from(self.room)
         };
-        let fitting = line.waiters.values().take_while(fits).count().max(1);
-        let of_one = line.waiters.values().take_while(|waiter| waiter.cost == 1);
+        let first_ones = line.waiters.values().take(MAX_CHECKS);
+        let fitting = first_ones.take_while(fits).count().max(1);
         let capacities = policies.iter().map(|policy| policy.quota().capacity());
-        let of_one = of_one.count().min(capacities.min().unwrap_or(1) as usize);
+        let of_one = line.waiters.values();
+        let of_one = of_one.take(capacities.min().unwrap_or(1) as usize);
+        let of_one = of_one.take_while(|waiter| waiter.cost == 1).count();
         let (requests, count) = if self.reserves {
             let check = turns::check(&self.line, first.cost, first.deadline);
             (vec![Request { number, check }], 1)
@@ -221,7 +229,7 @@ impl Task {
             let (requests, late) = self.requests(line);
             (requests, late, line.denial(self.sent_at))
         });
-        refuse(late, denial);
+        self.refuse(late, denial);
         let replies = requests.into_iter().map(|request| self.send(request));
         let mut replies: FuturesOrdered<_> = replies.collect();
         let (mut granted, mut denied, mut failed) = (None, None, None);
@@ -309,15 +317,21 @@ impl Task {
     /// Fails a waiter, or after several failures all of them.
     fn failed(&mut self, number: u64, error: &StoreError) {
         self.failures += 1;
-        let next = self.replied_at + INTERVAL;
-        let failed: Vec<_> = self.line.with(|line| {
-            line.check_at(next, None);
-            if self.failures < MAX_FAILURES {
+        let now = self.replied_at;
+        let (failed, late, denial) = self.line.with(|line| {
+            line.check_at(now + INTERVAL, None);
+            if let Some(checks) = &mut line.checks {
+                checks.paused = checks.next;
+            }
+            let failed: Vec<_> = if self.failures < MAX_FAILURES {
                 line.remove(number).into_iter().collect()
             } else {
                 mem::take(&mut line.waiters).into_values().collect()
-            }
+            };
+            let late = line.remove_late(0, |deadline| deadline <= now);
+            (failed, late, line.denial(now))
         });
+        self.refuse(late, denial);
         for waiter in failed {
             waiter.answer(Err(Refusal::Failed(error.clone())));
         }
@@ -330,6 +344,10 @@ impl Task {
         self.failures = 0;
         self.room = 0;
         let (mut free_at, mut is_exhausted) = (None, false);
+        let least = match check.mode() {
+            Mode::UpTo => 1,
+            _ => check.cost(),
+        };
         let next = match decision.outcome() {
             Outcome::Denied { retry_after } => {
                 is_exhausted = true;
@@ -355,8 +373,9 @@ impl Task {
             }
             Outcome::Allowed if decision.granted() < check.cost() => {
                 is_exhausted = true;
-                // The reply does not say when more is freed. It is unlikely before the quota refills a unit.
-                next_check(policies, sent_at, decision.policy().quota().time_for(1))
+                // The reply does not say when more is freed. It is unlikely before a unit is refilled or the window ends.
+                let unit = decision.policy().quota().time_for(1);
+                next_check(policies, sent_at, unit.min(decision.reset_after()))
             }
             _ => {
                 self.room = decision.remaining();
@@ -365,7 +384,7 @@ impl Task {
         };
         let (late, denial) = self.line.with(|line| {
             line.learn(decision, now);
-            line.check_at(next, free_at.map(|at| (at, check.cost())));
+            line.check_at(next, free_at.map(|at| (at, least)));
             let is_late = |deadline| deadline <= now || free_at.is_some_and(|at| deadline < at);
             let late = match decision.outcome() {
                 Outcome::ExceedsCapacity => line.remove(number).into_iter().collect(),
@@ -374,20 +393,23 @@ impl Task {
             };
             (late, line.denial(now))
         });
-        refuse(late, denial);
+        self.refuse(late, denial);
+    }
+
+    /// Refuses these waiters. `denial` is `None` before the first reply to their line.
+    fn refuse(&self, late: Vec<Waiter>, denial: Option<Decision>) {
+        for waiter in late {
+            let unknown = || self.line.unknown(waiter.cost);
+            let denial = denial.clone().unwrap_or_else(unknown);
+            waiter.answer(Err(Refusal::Denied(denial)));
+        }
     }
 }
 
-/// Refuses these waiters. Before the first reply, the list is empty.
-fn refuse(late: Vec<Waiter>, denial: Option<Decision>) {
-    let Some(denial) = denial else { return };
-    for waiter in late {
-        waiter.answer(Err(Refusal::Denied(denial.clone())));
-    }
-}
-
-/// Returns `true` if the store reserves turns, at least as long as it has capacity.
+/// Returns `true` if the store reserves turns, at least as long as it has capacity. After a grant that leaves none, the
+/// next check shows that, so that not all waiters get a turn that the store denies.
 fn is_reserved(decision: &Decision) -> bool {
     let is_shared = matches!(decision.charged_at(), ChargedAt::Redis(_));
-    decision.due_in().is_some() || decision.is_allowed() && is_shared
+    let has_capacity = decision.is_allowed() && decision.remaining() > 0;
+    decision.due_in().is_some() || has_capacity && is_shared
 }

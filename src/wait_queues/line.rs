@@ -81,14 +81,14 @@ impl Line {
             .and_then(|number| self.remove(number))
     }
 
-    /// If there are fewer turns than waiters, removes the waiter without a turn: the one with this number, or else the
-    /// last one.
-    pub(super) fn pop_lacking(&mut self, number: u64) -> Option<(u64, Waiter)> {
+    /// If there are fewer turns than waiters, removes a waiter: the `refused` one, or else the last one, because a waiter
+    /// that moves is overtaken by those behind it.
+    pub(super) fn pop_lacking(&mut self, refused: Option<u64>) -> Option<(u64, Waiter)> {
         if !self.lacks_turn() {
             return None;
         }
-        let own = self.waiters.remove_entry(&number);
-        own.or_else(|| self.waiters.pop_last())
+        let refused = refused.and_then(|number| self.waiters.remove_entry(&number));
+        refused.or_else(|| self.waiters.pop_last())
     }
 
     /// Removes the waiters after the first `skip` whose deadline `is_late`.
@@ -146,22 +146,24 @@ impl Line {
     /// Returns `true` if a new waiter is certain to be too late: the turn that is left for it, and so each later one, is
     /// due after its deadline, or no capacity is expected before that.
     pub(super) fn is_late(&self, deadline: Option<Instant>, now: Instant) -> bool {
-        let waiters = self.waiters.len();
-        let left = (self.held.len() > waiters).then(|| self.held.keys().nth(waiters));
+        let left = self.held.len().checked_sub(self.waiters.len() + 1);
         let at = left
-            .flatten()
+            .and_then(|others| self.held.keys().nth_back(others))
             .map(|(due, _)| *due)
             .or_else(|| self.free_at());
         at.is_some_and(|at| at > now && deadline.is_some_and(|deadline| deadline < at))
     }
 
     /// Removes this waiter, whose deadline has passed, unless it may still be served in time: a turn is due, or the turn of
-    /// this or an earlier waiter has no reply yet. In a line by checks, the reply to the next check decides.
+    /// this or an earlier waiter has no reply yet. In a line by checks, the reply to the next check decides, unless it is
+    /// not sent since the last one failed.
     pub(super) fn expire(&mut self, number: u64, now: Instant) -> Option<Waiter> {
         if !self.waiters.contains_key(&number) {
             return None;
         }
-        if let Some(checks) = &mut self.checks {
+        if let Some(checks) = &mut self.checks
+            && checks.paused <= now
+        {
             checks.hurry(now);
             return None;
         }

@@ -140,12 +140,15 @@ pub(crate) struct Acquire {
     /// The number of its waiter. `None` after the wait has ended.
     number: Option<u64>,
     answer: oneshot::Receiver<Answer>,
-    deadline: Option<Pin<Box<Sleep>>>,
+    deadline: Option<Instant>,
+    /// Wakes it at the deadline, and after that while a pending reply may still serve it. `None` before the first poll.
+    timer: Option<Pin<Box<Sleep>>>,
 }
 
 type Answer = Result<Permit, Refusal>;
 
-/// If a pending reply may still serve a waiter whose deadline has passed, the interval at which the waiter checks that.
+/// If a pending reply may still serve a waiter whose deadline has passed, the first pause until the waiter checks that
+/// again. Each further pause is as long as the time since the deadline.
 const LATE: Duration = Duration::from_millis(10);
 
 impl Refusal {
@@ -311,8 +314,15 @@ impl WaitQueues {
             if here.is_some_and(|line| line.is_late(deadline, now)) {
                 return Err(known());
             }
-            let number = lines.enter(wanted.key);
             let is_by_turns = line.id.cost.is_some_and(|cost| cost > 0);
+            let counts_time = !is_by_turns && wanted.policies.in_flight().is_none();
+            let wait = denied.as_ref().and_then(Decision::retry_after);
+            if let (true, Some(wait), Some(deadline)) = (counts_time, wait, deadline)
+                && deadline.saturating_duration_since(now) < wait
+            {
+                return Err(denied.clone());
+            }
+            let number = lines.enter(wanted.key);
             let starts = if is_by_turns {
                 lines.add(line.id, number, waiter)
             } else {
@@ -327,7 +337,8 @@ impl WaitQueues {
             cost,
             number: Some(number),
             answer,
-            deadline: deadline.map(|deadline| Box::pin(sleep_until(deadline))),
+            deadline,
+            timer: None,
         };
         if starts && is_by_turns {
             turns::request(line, number, deadline);
@@ -460,12 +471,16 @@ impl Acquire {
     /// Returns the denial when it is certain that the permit is too late.
     fn poll_deadline(&mut self, cx: &mut Context<'_>) -> Poll<Decision> {
         loop {
-            let (Some(deadline), Some(number)) = (&mut self.deadline, self.number) else {
+            let (Some(deadline), Some(number)) = (self.deadline, self.number) else {
                 return Poll::Pending;
             };
-            ready!(deadline.as_mut().poll(cx));
-            let (now, again) = (instant(), deadline.deadline() + LATE);
-            deadline.as_mut().reset(again.max(now));
+            let timer = self
+                .timer
+                .get_or_insert_with(|| Box::pin(sleep_until(deadline)));
+            ready!(timer.as_mut().poll(cx));
+            let now = instant();
+            let late = now.saturating_duration_since(deadline);
+            timer.as_mut().reset(now + late.max(LATE));
             let expired = self.with(|line| Some((line.expire(number, now)?, line.denial(now))));
             if let Some((_, denial)) = expired {
                 let unknown = || self.line.unknown(self.cost);

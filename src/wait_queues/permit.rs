@@ -11,7 +11,8 @@ use crate::util::instant;
 
 /// A permit that is due: its cost has been charged, and it may be used once.
 ///
-/// Dropped unused, it passes to the first waiter of its line if that has the same cost; otherwise it is refunded.
+/// Dropped unused, it passes to the first waiter of its line if that has the same cost; otherwise, and if its runtime ends
+/// before it is due, it is refunded.
 #[must_use]
 pub(crate) struct Permit {
     line: LineRef,
@@ -19,6 +20,7 @@ pub(crate) struct Permit {
     due: Instant,
     /// The slot under policies of requests in flight, released with the permit.
     slot: Option<Slot>,
+    /// Whether it was used or refunded.
     is_used: bool,
 }
 
@@ -87,14 +89,16 @@ impl Permit {
         }
     }
 
-    /// Returns a refund of the part that still counts when it is sent.
-    pub(super) fn refund(&self) -> PendingOp {
+    /// Returns a refund of the part that still counts when it is sent. Then its drop does nothing.
+    pub(super) fn refund(&mut self) -> PendingOp {
+        self.is_used = true;
         self.charge.clone().refunding()
     }
 
-    /// Drops a permit that was refunded.
-    pub(super) fn forget(mut self) {
-        self.is_used = true;
+    /// Makes the permit usable after its refund was rejected.
+    pub(super) fn unused(mut self) -> Self {
+        self.is_used = false;
+        self
     }
 }
 
@@ -104,12 +108,16 @@ impl Drop for Permit {
             return;
         }
         let next = || self.line.with(|line| line.pop(self.charge.cost()));
-        match self.expired().is_none().then(next).flatten() {
+        let passes = self.due <= instant() && self.expired().is_none();
+        match passes.then(next).flatten() {
             Some(next) => {
                 let (line, charge) = (self.line.clone(), self.charge.clone());
                 next.answer(Ok(Self::new(line, charge, self.due, self.slot.take())));
             }
-            None => self.line.queues.ops.put(self.refund()),
+            None => {
+                let refund = self.refund();
+                self.line.queues.ops.put(refund);
+            }
         }
     }
 }

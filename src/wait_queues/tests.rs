@@ -1,16 +1,21 @@
-use std::future::{Ready, ready};
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::future::{Ready, pending, poll_fn, ready};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::FutureExt;
+use futures_util::future::join_all;
+use tokio::runtime::Builder;
 use tokio::time::sleep;
 
+use super::{Bounds, Refusal, Reply, WaitQueues, WaitRequest};
 use crate::Limiter;
-use crate::error::StoreError;
-use crate::limit::{Charged, ChargedAt, Check, Decision, Key, Mode, Policy, Strategy};
+use crate::error::{ErrorKind, StoreError};
+use crate::limit::{Charged, ChargedAt, Check, Decision, Key, Mode, Policies, Policy, Strategy};
 use crate::store::{Answer, LocalStore, Store};
-use crate::util::lock;
+use crate::strategy::Align;
+use crate::util::{instant, lock};
 
 /// A store that charges in Redis, or in this process.
 #[derive(Clone, Default)]
@@ -118,4 +123,257 @@ async fn a_busy_line_reserves_turns_after_an_outage() {
         waiter.await.unwrap();
     }
     assert!(*lock(&store.turns) > 30, "{}", lock(&store.turns));
+}
+
+const ANN: Key = Key::GLOBAL;
+const MINUTE: Duration = Duration::from_secs(60);
+const WINDOW: Strategy = Strategy::FixedWindow(Align::FirstHit);
+
+fn policies(strategy: Strategy, quota: &str) -> Policies {
+    Policy::new("test", strategy, quota.parse().unwrap())
+        .unwrap()
+        .into()
+}
+
+/// A store with these answers.
+#[derive(Clone)]
+struct Scripted(Arc<dyn Fn(Check) -> Reply + Send + Sync>);
+
+impl Scripted {
+    fn new(answer: impl Fn(Check) -> Reply + Send + Sync + 'static) -> Self {
+        Self(Arc::new(answer))
+    }
+
+    fn failing(after: Duration) -> Self {
+        Self::new(move |_| {
+            Box::pin(async move {
+                sleep(after).await;
+                Err(StoreError::new(ErrorKind::Unreachable))
+            })
+        })
+    }
+}
+
+impl Store for Scripted {
+    type Future = Reply;
+
+    fn check(&self, check: Check) -> Answer<Reply> {
+        Answer::pending((self.0)(check))
+    }
+}
+
+fn local(store: &LocalStore, check: Check) -> Result<Decision, StoreError> {
+    store.check(check).now_or_never().unwrap()
+}
+
+/// A request that was denied for longer than it may wait does not join a line.
+#[tokio::test(start_paused = true)]
+async fn a_denial_that_is_too_late_is_immediate() {
+    let (store, policies) = (LocalStore::default(), policies(WINDOW, "10/h"));
+    let queues = WaitQueues::new(store.clone(), Bounds::DEFAULT);
+    let _ = local(&store, Check::take(ANN, &policies, 10)).unwrap();
+    let denied = local(&store, Check::take(ANN, &policies, 1)).unwrap();
+    let join = |max| {
+        let wanted = WaitRequest {
+            key: ANN,
+            policies: policies.clone(),
+            cost: 1,
+            deadline: Some(instant() + max),
+        };
+        queues.join(wanted, Some(denied.clone()))
+    };
+    assert!(
+        matches!(join(Duration::from_secs(2)), Err(Refusal::Denied(refused)) if refused == denied)
+    );
+    assert!(join(Duration::from_secs(7_200)).is_ok());
+}
+
+/// The waiters that are late in an outage are denied, or get the error of the store.
+#[tokio::test(start_paused = true)]
+async fn late_waiters_in_an_outage_get_an_answer() {
+    for (strategy, cost) in [(WINDOW, 2), (Strategy::Gcra, 1)] {
+        let store = Scripted::failing(Duration::from_secs(1));
+        let limiter = Limiter::new(store, policies(strategy, "10/s"));
+        let max = Duration::from_millis(100);
+        let waits = join_all((0..5).map(async |i| {
+            sleep(Duration::from_millis(i * 300)).await;
+            limiter.wait(ANN, cost, max).await
+        }));
+        for answer in waits.await {
+            match answer {
+                Ok(decision) => assert!(!decision.is_allowed()),
+                Err(error) => assert_eq!(error.kind(), ErrorKind::Unreachable, "{strategy:?}"),
+            }
+        }
+    }
+}
+
+/// After a grant, the waiters of a store that reserves no turns still share one call.
+#[tokio::test(start_paused = true)]
+async fn a_store_without_debts_gets_two_calls_per_grant() {
+    let (store, calls) = (LocalStore::default(), Arc::new(AtomicU32::new(0)));
+    let counted = Arc::clone(&calls);
+    let scripted = Scripted::new(move |check| {
+        counted.fetch_add(1, SeqCst);
+        let take = Check::take(*check.key(), check.policies(), check.cost());
+        let answer = local(&store, take);
+        Box::pin(ready(answer.map(|decision| decision.decided_at(1))))
+    });
+    let limiter = Limiter::new(scripted, policies(Strategy::Gcra, "10/s burst 1"));
+    let waits = join_all((0..20).map(|_| limiter.wait(ANN, 1, MINUTE)));
+    assert!(waits.await.iter().flatten().all(Decision::is_allowed));
+    let calls = calls.load(SeqCst);
+    println!("{calls} calls");
+    assert!(calls <= 20 + 2 * 20, "{calls} calls");
+}
+
+/// Failing checks keep their interval although deadlines pass, and so do not soon end the waits with time left.
+#[tokio::test(start_paused = true)]
+async fn deadlines_do_not_hurry_failing_checks() {
+    let store = Scripted::failing(Duration::from_millis(1));
+    let limiter = Limiter::new(store, policies(WINDOW, "10/s"));
+    let start = instant();
+    let waits = [5, 5, 15, 25, 35, 60_000, 60_000].map(async |max| {
+        let answer = limiter.wait(ANN, 1, Duration::from_millis(max)).await;
+        (answer.is_ok(), start.elapsed().as_millis())
+    });
+    let ended = join_all(waits).await;
+    for ((is_denied, after), most) in ended[1..5].iter().zip([6, 16, 26, 36]) {
+        assert!(*is_denied && *after <= most, "{ended:?}");
+    }
+    let (_, last) = ended[6];
+    assert!((200..300).contains(&last), "{ended:?}");
+}
+
+/// While a reply is pending, the waiters whose deadlines have passed are not woken constantly.
+#[tokio::test(start_paused = true)]
+async fn a_late_waiter_sleeps() {
+    for strategy in [Strategy::Gcra, WINDOW] {
+        let store = Scripted::failing(Duration::from_secs(10));
+        let limiter = Limiter::new(store, policies(strategy, "10/s"));
+        let mut wait = Box::pin(limiter.wait(ANN, 1, Duration::from_millis(10)));
+        let mut polls = 0;
+        let ended = poll_fn(|cx| {
+            polls += 1;
+            wait.as_mut().poll(cx)
+        });
+        assert!(ended.await.is_err());
+        assert!(polls < 20, "{strategy:?}: {polls} polls");
+    }
+}
+
+/// The end of a runtime gives no turn before it is due, and refunds none again.
+#[test]
+fn the_end_of_a_runtime_ends_its_turns() {
+    let runtime = || {
+        let mut builder = Builder::new_current_thread();
+        builder.enable_time().start_paused(true).build().unwrap()
+    };
+    let (store, refunds) = (LocalStore::default(), Arc::new(AtomicU32::new(0)));
+    let refunded = Arc::clone(&refunds);
+    let scripted = Scripted::new(move |check| {
+        if check.mode() == Mode::Refund {
+            refunded.fetch_add(1, SeqCst);
+            return Box::pin(pending());
+        }
+        Box::pin(ready(local(&store, check)))
+    });
+    let limiter = Limiter::new(scripted, policies(Strategy::Gcra, "1/s burst 1"));
+    let wait = || Box::pin(limiter.wait(ANN, 1, MINUTE));
+
+    // A refund is pending.
+    let first = runtime();
+    first.block_on(async {
+        assert!(limiter.take(ANN, 1).await.unwrap().is_allowed());
+        let mut left = wait();
+        assert!(left.as_mut().now_or_never().is_none());
+        drop(left);
+        sleep(Duration::from_millis(10)).await;
+    });
+    drop(first);
+    assert_eq!(refunds.load(SeqCst), 1);
+
+    // Turns are held.
+    let second = runtime();
+    let mut waits = [wait(), wait()];
+    second.block_on(async {
+        for wait in &mut waits {
+            assert!(wait.as_mut().now_or_never().is_none());
+        }
+        sleep(Duration::from_millis(10)).await;
+    });
+    assert_eq!(refunds.load(SeqCst), 1);
+    drop(second);
+    for wait in waits {
+        let error = wait.now_or_never().unwrap().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NoRuntime);
+    }
+}
+
+/// A runtime without timers grants what is free, and a wait that panics there leaves nothing behind.
+#[test]
+fn a_panic_leaves_nothing_behind() {
+    for (strategy, quota) in [(Strategy::Gcra, "1/s burst 1"), (WINDOW, "1/s")] {
+        for max in [MINUTE, Duration::MAX] {
+            let runtime = Builder::new_current_thread().build().unwrap();
+            let limiter = Limiter::new(LocalStore::default(), policies(strategy, quota));
+            runtime.block_on(async {
+                let free = limiter.wait(ANN, 1, max).now_or_never();
+                assert!(free.unwrap().unwrap().is_allowed());
+                let wait = AssertUnwindSafe(|| limiter.wait(ANN, 1, max).now_or_never());
+                assert!(catch_unwind(wait).is_err(), "no timers");
+            });
+            let queues = format!("{limiter:?}");
+            assert!(queues.contains("waiting: 0"), "{strategy:?}: {queues}");
+        }
+    }
+}
+
+/// A turn that the store does not reserve is not overtaken by the later ones that it has reserved.
+#[tokio::test(start_paused = true)]
+async fn a_waiter_without_a_turn_is_not_overtaken() {
+    let (store, turns) = (LocalStore::default(), AtomicU32::new(0));
+    let scripted = Scripted::new(move |check| {
+        let is_second = check.mode() == Mode::TakeAhead && turns.fetch_add(1, SeqCst) == 1;
+        let check = if is_second {
+            Check::take(*check.key(), check.policies(), check.cost())
+        } else {
+            check
+        };
+        let answer = local(&store, check);
+        Box::pin(async move {
+            sleep(Duration::from_millis(if is_second { 10 } else { 1 })).await;
+            answer
+        })
+    });
+    let limiter = Limiter::new(scripted, policies(Strategy::Gcra, "10/s burst 1"));
+    assert!(limiter.take(ANN, 1).await.unwrap().is_allowed());
+    let served = Mutex::new(vec![]);
+    let waits = (0..5).map(async |i| {
+        assert!(limiter.wait(ANN, 1, MINUTE).await.unwrap().is_allowed());
+        lock(&served).push(i);
+    });
+    join_all(waits).await;
+    assert_eq!(*lock(&served), [0, 1, 2, 3, 4]);
+}
+
+/// After a partial grant, the next check is not after the end of the window.
+#[tokio::test(start_paused = true)]
+async fn the_next_window_is_used_at_its_start() {
+    let store = LocalStore::default();
+    let scripted = Scripted::new(move |check| {
+        let answer = local(&store, check);
+        Box::pin(async move {
+            sleep(Duration::from_millis(1)).await;
+            answer
+        })
+    });
+    let limiter = Limiter::new(scripted, policies(WINDOW, "10/m"));
+    assert!(limiter.take(ANN, 1).await.unwrap().is_allowed());
+    sleep(Duration::from_secs(59)).await;
+    let start = instant();
+    let waits = join_all((0..15).map(|_| limiter.wait(ANN, 1, 2 * MINUTE)));
+    assert!(waits.await.iter().flatten().all(Decision::is_allowed));
+    let took = start.elapsed();
+    assert!(took < Duration::from_millis(1_030), "{took:?}");
 }

@@ -65,7 +65,7 @@ fn not_reserved(
             here.learn(denied, now);
         }
         here.refund_superfluous();
-        let lacking = here.pop_lacking(number);
+        let lacking = here.pop_lacking((!is_in_time).then_some(number));
         let refused = match (lacking, &answer) {
             // The store reserves none, or none so far ahead; or it was too late for a waiter that has left.
             (Some((other, waiter)), Ok(denied)) if is_in_time || other != number => {
@@ -104,7 +104,7 @@ async fn held(line: &LineRef, number: u64, charge: Reserved) {
         line.refund_superfluous();
     });
     let cost = charge.cost();
-    let permit = Permit::new(line.clone(), charge, due, None);
+    let mut permit = Permit::new(line.clone(), charge, due, None);
     let is_refunded = due > now && timeout_at(due, refunded).await.is_ok();
     if is_refunded {
         let (sender, receiver) = oneshot::channel();
@@ -112,7 +112,7 @@ async fn held(line: &LineRef, number: u64, charge: Reserved) {
             let _ = sender.send(answer.is_ok_and(|decision| decision.granted() == 0));
         }));
         if receiver.await != Ok(true) || due <= instant() {
-            return permit.forget();
+            return;
         }
         // Rejected: a later turn of another instance depends on it. The first waiter gets it when it is due.
         line.with(|line| line.held.insert((due, number), None));
@@ -123,8 +123,8 @@ async fn held(line: &LineRef, number: u64, charge: Reserved) {
         line.pop(cost)
     });
     match waiter {
-        Some(waiter) => waiter.answer(Ok(permit)),
-        None if is_refunded => permit.forget(),
+        Some(waiter) => waiter.answer(Ok(permit.unused())),
+        // Passes it on or refunds it, unless its refund was rejected.
         None => drop(permit),
     }
 }
