@@ -78,8 +78,8 @@ pub(super) fn add(
     let line = lines.each.entry(to.id).or_default();
     let (is_new, now) = (line.checks.is_none(), instant());
     let wait = denied.and_then(Decision::retry_after);
-    let first = match wait {
-        Some(wait) => next_check(&to.policies, now, wait),
+    let first = match denied.zip(wait) {
+        Some((denied, wait)) => next_check(&to.policies, now, wait, denied),
         None if waiter.is_some() => now,
         None => now + INTERVAL,
     };
@@ -119,12 +119,26 @@ pub(super) fn start(line: LineRef, failures: u32) {
 }
 
 /// The time of the next check after one at `sent_at` whose reply promised capacity `wait` later: when that is free, or
-/// earlier, since other instances may refund, plus a jitter.
-fn next_check(policies: &Policies, sent_at: Instant, wait: Duration) -> Instant {
+/// earlier, since other instances may refund, plus a jitter. A fallback decides for this instance only, without a jitter.
+fn next_check(
+    policies: &Policies,
+    sent_at: Instant,
+    wait: Duration,
+    decision: &Decision,
+) -> Instant {
     let wait = wait.min(LOOK.max(wait / LOOKS));
+    let next = instant().max(sent_at + wait);
+    if !is_shared(decision) {
+        return next;
+    }
     let periods = policies.iter().map(|policy| policy.quota().period());
     let jitter = periods.fold(JITTER, |jitter, period| jitter.min(period / 5));
-    instant().max(sent_at + wait) + jitter.mul_f64(random())
+    next + jitter.mul_f64(random())
+}
+
+/// Returns `false` for a decision of a fallback.
+fn is_shared(decision: &Decision) -> bool {
+    matches!(decision.charged_at(), ChargedAt::Redis(_))
 }
 
 impl Checks {
@@ -352,7 +366,7 @@ impl Task {
             Outcome::Denied { retry_after } => {
                 is_exhausted = true;
                 free_at = (!self.is_in_flight).then(|| sent_at + retry_after);
-                next_check(policies, sent_at, retry_after)
+                next_check(policies, sent_at, retry_after, decision)
             }
             Outcome::Allowed if self.is_in_flight => {
                 let each = decision.verdicts();
@@ -375,7 +389,12 @@ impl Task {
                 is_exhausted = true;
                 // The reply does not say when more is freed. It is unlikely before a unit is refilled or the window ends.
                 let unit = decision.policy().quota().time_for(1);
-                next_check(policies, sent_at, unit.min(decision.reset_after()))
+                next_check(
+                    policies,
+                    sent_at,
+                    unit.min(decision.reset_after()),
+                    decision,
+                )
             }
             _ => {
                 self.room = decision.remaining();
@@ -409,7 +428,6 @@ impl Task {
 /// Returns `true` if the store reserves turns, at least as long as it has capacity. After a grant that leaves none, the
 /// next check shows that, so that not all waiters get a turn that the store denies.
 fn is_reserved(decision: &Decision) -> bool {
-    let is_shared = matches!(decision.charged_at(), ChargedAt::Redis(_));
     let has_capacity = decision.is_allowed() && decision.remaining() > 0;
-    decision.due_in().is_some() || has_capacity && is_shared
+    decision.due_in().is_some() || has_capacity && is_shared(decision)
 }
