@@ -181,6 +181,7 @@ pub mod comparison {}
 /// [running]: crate::guide::running#failures-in-short
 /// [servers]: crate::guide::servers#charges-lost-in-a-failover
 /// [settling]: crate::guide::settling#requests-in-flight
+/// [waiting]: crate::guide::waiting#turns
 #[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/faults.md")]
 pub mod faults {}
