@@ -201,6 +201,11 @@ impl Lines {
         }
     }
 
+    /// Calls `act` with each of these lines until that returns a value.
+    fn find<T>(&mut self, ids: &[LineId], act: impl Fn(&mut Line) -> Option<T>) -> Option<T> {
+        ids.iter().find_map(|id| act(self.each.get_mut(id)?))
+    }
+
     /// Adds a waiter to a line by turns. Returns `true` if the line needs a turn more: [request](turns::request) it under
     /// this number.
     fn add(&mut self, id: LineId, number: u64, waiter: Waiter) -> bool {
@@ -447,13 +452,10 @@ impl Acquire {
         self.line.id.runtime
     }
 
-    /// Calls `act` with each line in which it may wait until that returns a value. A waiter may have moved to another line.
-    fn with<T>(&self, act: impl Fn(&mut Line) -> Option<T>) -> Option<T> {
+    /// The lines in which it may wait. A waiter may have moved to another line.
+    fn ids(&self) -> [LineId; 2] {
         let id = self.line.id;
-        let ids = [id.of_cost(self.cost), id.any_cost()];
-        self.line.queues.with(&ids, |lines| {
-            ids.iter().find_map(|id| act(lines.each.get_mut(id)?))
-        })
+        [id.of_cost(self.cost), id.any_cost()]
     }
 
     /// Leaves the line, if that has not happened.
@@ -461,10 +463,11 @@ impl Acquire {
         let Some(number) = self.number.take() else {
             return;
         };
-        let left = self.with(|line| line.remove(number));
-        self.line
-            .queues
-            .with(&[], |lines| lines.leave(&self.line.id.key));
+        let ids = self.ids();
+        let left = self.line.queues.with(&ids, |lines| {
+            lines.leave(&self.line.id.key);
+            lines.find(&ids, |line| line.remove(number))
+        });
         drop(left);
     }
 
@@ -481,7 +484,12 @@ impl Acquire {
             let now = instant();
             let late = now.saturating_duration_since(deadline);
             timer.as_mut().reset(now + late.max(LATE));
-            let expired = self.with(|line| Some((line.expire(number, now)?, line.denial(now))));
+            let ids = self.ids();
+            let expire = |line: &mut Line| Some((line.expire(number, now)?, line.denial(now)));
+            let expired = self
+                .line
+                .queues
+                .with(&ids, |lines| lines.find(&ids, expire));
             if let Some((_, denial)) = expired {
                 let unknown = || self.line.unknown(self.cost);
                 return Poll::Ready(denial.unwrap_or_else(unknown));
