@@ -147,9 +147,11 @@ impl Hooks for AsksBack {
     }
 }
 
-/// Run on a separate thread, which hangs if a lock is held.
-#[test]
-fn user_code_runs_under_no_lock() {
+/// Runs a test on a separate thread, which hangs if a lock is held. The test reports each step that it has `done`.
+fn finishes<T: Future<Output = ()>>(
+    steps: &[&str],
+    test: impl FnOnce(mpsc::Sender<()>) -> T + Send + 'static,
+) {
     let (done, finished) = mpsc::channel();
     std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -157,23 +159,9 @@ fn user_code_runs_under_no_lock() {
             .start_paused(true)
             .build()
             .unwrap();
-        runtime.block_on(async {
-            let far = Far::new(Duration::from_millis(2));
-            let local = AsksBack::default();
-            let store = Fallback::new(far.clone(), local.clone());
-            *lock(&local.whole) = Some(store.clone());
-            let check =
-                || store.check(Check::take(ann(), &policies(Strategy::Gcra, "100/100d"), 1));
-            assert!(check().await.unwrap().is_allowed());
-            done.send(()).unwrap();
-            far.set(None);
-            assert!(check().await.unwrap().is_allowed());
-            done.send(()).unwrap();
-            assert_eq!(local.asked.load(SeqCst), 2);
-            lock(&local.whole).take();
-        });
+        runtime.block_on(test(done));
     });
-    for what in ["an answer is followed", "the fallback decides"] {
+    for what in steps {
         assert!(
             finished.recv_timeout(Duration::from_secs(20)).is_ok(),
             "it hangs when {what}"
@@ -181,48 +169,54 @@ fn user_code_runs_under_no_lock() {
     }
 }
 
-/// The number of instances is read by a closure, which checks the store. Run on a separate thread, which hangs if a lock
-/// is held.
+#[test]
+fn user_code_runs_under_no_lock() {
+    let steps = ["an answer is followed", "the fallback decides"];
+    finishes(&steps, |done| async move {
+        let far = Far::new(Duration::from_millis(2));
+        let local = AsksBack::default();
+        let store = Fallback::new(far.clone(), local.clone());
+        *lock(&local.whole) = Some(store.clone());
+        let check = || store.check(Check::take(ann(), &policies(Strategy::Gcra, "100/100d"), 1));
+        assert!(check().await.unwrap().is_allowed());
+        done.send(()).unwrap();
+        far.set(None);
+        assert!(check().await.unwrap().is_allowed());
+        done.send(()).unwrap();
+        assert_eq!(local.asked.load(SeqCst), 2);
+        lock(&local.whole).take();
+    });
+}
+
+/// The number of instances is read by a closure, which checks the store.
 #[test]
 fn the_instances_are_counted_under_no_lock() {
-    let (done, finished) = mpsc::channel();
-    std::thread::spawn(move || {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_time()
-            .start_paused(true)
-            .build()
-            .unwrap();
-        runtime.block_on(async {
-            let far = Far::new(Duration::from_millis(2));
-            let whole = Arc::new(Mutex::new(None::<Fallback<Far, LocalStore>>));
-            let policies = policies(Strategy::Gcra, "100/100d");
-            let (counted, checked) = (Arc::clone(&whole), policies.clone());
-            let alive = move || {
-                // Do not recurse.
-                let store = lock(&counted).take();
-                if let Some(store) = store {
-                    drop(store.check(Check::take(ann(), &checked, 1)));
-                    *lock(&counted) = Some(store);
-                }
-                NonZeroU32::MIN
-            };
-            let store = Fallback::new(far.clone(), LocalStore::default());
-            let store = store.share(Instances::new(alive));
-            cut(&store, &far).await;
-            *lock(&whole) = Some(store.clone());
-            let takes = [
-                Check::take(ann(), &policies, 1),
-                Check::reset(ann(), &policies),
-            ];
-            for check in takes {
-                assert!(store.check(check).await.unwrap().is_allowed());
+    finishes(&["the instances are counted"], |done| async move {
+        let far = Far::new(Duration::from_millis(2));
+        let whole = Arc::new(Mutex::new(None::<Fallback<Far, LocalStore>>));
+        let policies = policies(Strategy::Gcra, "100/100d");
+        let (counted, checked) = (Arc::clone(&whole), policies.clone());
+        let alive = move || {
+            // Do not recurse.
+            let store = lock(&counted).take();
+            if let Some(store) = store {
+                drop(store.check(Check::take(ann(), &checked, 1)));
+                *lock(&counted) = Some(store);
             }
-            lock(&whole).take();
-            done.send(()).unwrap();
-        });
+            NonZeroU32::MIN
+        };
+        let store = Fallback::new(far.clone(), LocalStore::default());
+        let store = store.share(Instances::new(alive));
+        cut(&store, &far).await;
+        *lock(&whole) = Some(store.clone());
+        let takes = [
+            Check::take(ann(), &policies, 1),
+            Check::reset(ann(), &policies),
+        ];
+        for check in takes {
+            assert!(store.check(check).await.unwrap().is_allowed());
+        }
+        lock(&whole).take();
+        done.send(()).unwrap();
     });
-    assert!(
-        finished.recv_timeout(Duration::from_secs(20)).is_ok(),
-        "it hangs"
-    );
 }
