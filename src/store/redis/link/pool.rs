@@ -268,9 +268,10 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    /// A connection that was idle for this long may have been closed, by the server or by a device
-    /// in between.
-    const IDLE_THRESHOLD: Duration = Duration::from_millis(500);
+    /// Idle time after which a device in between may have dropped the connection silently: NATs and
+    /// load balancers do so after a minute or more. A shorter one would delay the checks of services
+    /// with few requests by a round trip.
+    const IDLE_THRESHOLD: Duration = Duration::from_secs(30);
 
     fn new(link: Link, patience: Duration) -> Self {
         Self {
