@@ -14,7 +14,6 @@
 //! connection was lost in the meantime.
 
 use std::future::{Future, poll_fn};
-use std::ops::DerefMut;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -44,7 +43,7 @@ pub(crate) trait Connect: Send + Sync + 'static {
 
 /// Creates the connections. Unlike bb8-redis's manager, it records whether the last use of a
 /// connection failed, and so needs no ping per checkout.
-struct Manager<C> {
+pub(crate) struct Manager<C> {
     to: C,
     timeout: Duration,
     backoff: Backoff,
@@ -130,11 +129,20 @@ impl<C: Connect> bb8::ManageConnection for Manager<C> {
 /// The connections of one runtime to the server of `C`.
 pub(crate) struct Pool<C: Connect> {
     connections: bb8::Pool<Manager<C>>,
-    failures: Failures,
+    /// The last connection failure, for the callers that wait for a connection.
+    failures: watch::Receiver<Option<StoreError>>,
+    spare: Mutex<Spare<C>>,
 }
 
-/// Reports the last connection failure to the callers that wait for a connection.
-pub(crate) type Failures = watch::Receiver<Option<StoreError>>;
+/// A connection for the next checkout, which takes it faster than from bb8.
+struct Spare<C: Connect> {
+    connection: Option<Checkout<C>>,
+    /// Cloned by each checkout that waits for bb8.
+    waiting: Arc<()>,
+}
+
+/// A connection in use. Dropping it returns it to bb8.
+pub(crate) type Checkout<C> = bb8::PooledConnection<'static, Manager<C>>;
 
 impl<C: Connect> Pool<C> {
     /// Creates a pool of at most `max` connections. Each is created on demand, within the timeout.
@@ -155,25 +163,22 @@ impl<C: Connect> Pool<C> {
             .max_lifetime(None)
             .error_sink(Box::new(Sink(sender)))
             .build_unchecked(manager);
+        let spare = Spare {
+            connection: None,
+            waiting: Arc::default(),
+        };
         Self {
             connections,
             failures,
+            spare: Mutex::new(spare),
         }
     }
 
-    /// A receiver to pass to [`checkout`](Self::checkout).
-    pub(crate) fn failures(&self) -> Failures {
-        self.failures.clone()
-    }
-
     /// Returns a working connection, or the reason why none is available.
-    pub(crate) async fn checkout(
-        &self,
-        failures: &mut Failures,
-    ) -> Result<impl DerefMut<Target = Connection>, StoreError> {
+    pub(crate) async fn checkout(&self) -> Result<Checkout<C>, StoreError> {
         let mut lost = false;
         loop {
-            let mut connection = self.get(failures).await?;
+            let mut connection = self.get().await?;
             if !connection.is_closed() {
                 // If one idle connection is dead, the others probably are too: do not ping each. A ping is
                 // rare, and boxed so that the future of a worker is small.
@@ -188,14 +193,36 @@ impl<C: Connect> Pool<C> {
         }
     }
 
+    /// Returns a connection after use: to the next checkout, or to bb8, which discards broken ones and
+    /// serves the checkouts that wait.
+    pub(crate) fn give_back(&self, connection: Checkout<C>) {
+        let mut spare = lock(&self.spare);
+        let is_awaited = Arc::strong_count(&spare.waiting) > 1;
+        if connection.is_proven() && !is_awaited && spare.connection.is_none() {
+            spare.connection = Some(connection);
+        }
+    }
+
+    async fn get(&self) -> Result<Checkout<C>, StoreError> {
+        let waiting = {
+            let mut spare = lock(&self.spare);
+            if let Some(connection) = spare.connection.take() {
+                return Ok(connection);
+            }
+            Arc::clone(&spare.waiting)
+        };
+        // Rare, and boxed so that the future of a worker is small.
+        let got = Box::pin(self.get_from_bb8()).await;
+        drop(waiting);
+        got
+    }
+
     /// Returns a connection, or the reason why none is available: bb8 alone would wait until its
     /// timeout after a failure.
-    async fn get(
-        &self,
-        failures: &mut Failures,
-    ) -> Result<bb8::PooledConnection<'_, Manager<C>>, StoreError> {
+    async fn get_from_bb8(&self) -> Result<Checkout<C>, StoreError> {
+        let mut failures = self.failures.clone();
         failures.mark_unchanged();
-        let mut getting = pin!(self.connections.get());
+        let mut getting = pin!(self.connections.get_owned());
         let got = loop {
             let got = match select(getting.as_mut(), pin!(failures.changed())).await {
                 Either::Left((got, _)) => Some(got),
@@ -292,6 +319,11 @@ impl Connection {
                 .epoch
                 .as_ref()
                 .is_some_and(|epoch| epoch.current.load(Ordering::Acquire) != epoch.number)
+    }
+
+    /// Returns `true` if it has been used successfully, and the last use did not break it.
+    fn is_proven(&self) -> bool {
+        self.was_used && !self.broken
     }
 
     fn was_idle(&self) -> bool {

@@ -16,7 +16,7 @@ use super::queues::{Job, Target, no_runtime};
 use super::store::{Shared, runtime_is_ending};
 use crate::error::{ErrorKind, StoreError};
 use crate::observe::event;
-use crate::store::redis::link::{Failures, Replies, error_of, within};
+use crate::store::redis::link::{Replies, error_of, within};
 use crate::store::redis::script::ScriptCall;
 use crate::store::redis::topology::cluster::Why;
 use crate::store::redis::topology::{Node, Pool, Topology};
@@ -60,8 +60,7 @@ impl Worker {
             // Rare, and boxed so that the future of the other workers is small.
             return Box::pin(self.find_nodes()).await;
         };
-        let mut failures = pool.failures();
-        while let Some(next) = self.send(node, &pool, &mut failures).await {
+        while let Some(next) = self.send(node, &pool).await {
             let work = mem::take(&mut self.work);
             drop(self);
             let Ok(worker) = next.await else { return };
@@ -71,7 +70,7 @@ impl Worker {
     }
 
     /// Sends the checks of this queue to `node` until the queue is empty.
-    async fn send(&mut self, node: Node, pool: &Pool, failures: &mut Failures) -> Next {
+    async fn send(&mut self, node: Node, pool: &Pool) -> Next {
         loop {
             match self.take(node) {
                 ControlFlow::Break(next) => return next,
@@ -79,7 +78,7 @@ impl Worker {
                 ControlFlow::Continue(()) => {}
             }
             let sent_at = self.inner.denials.now();
-            match self.call(node, pool, failures).await {
+            match self.call(node, pool).await {
                 Ok(replies) => self.answer(&replies, sent_at, node),
                 Err(error) => self.fail(&error, node),
             }
@@ -203,14 +202,9 @@ impl Worker {
     /// # Errors
     ///
     /// Returns an error that applies to all of the calls.
-    async fn call(
-        &mut self,
-        node: Node,
-        pool: &Pool,
-        failures: &mut Failures,
-    ) -> Result<Replies, StoreError> {
+    async fn call(&mut self, node: Node, pool: &Pool) -> Result<Replies, StoreError> {
         self.sent = false;
-        within(self.inner.settings.timeout, self.attempt(pool, failures))
+        within(self.inner.settings.timeout, self.attempt(pool))
             .await
             .map_err(|error| {
                 // A runtime that shuts down may drop the connection's driver before this worker. That is not a failure
@@ -225,15 +219,11 @@ impl Worker {
             })
     }
 
-    async fn attempt(
-        &mut self,
-        pool: &Pool,
-        failures: &mut Failures,
-    ) -> Result<Replies, StoreError> {
+    async fn attempt(&mut self, pool: &Pool) -> Result<Replies, StoreError> {
         let Self {
             inner, work, sent, ..
         } = self;
-        let mut connection = pool.checkout(failures).await?;
+        let mut connection = pool.checkout().await?;
         *sent = true;
         let replies = connection.run(work.calls()).await;
         let replies = replies.map_err(|error| error_of(&error))?;
@@ -242,6 +232,7 @@ impl Worker {
         {
             connection.give_up(Some(StoreError::new(ErrorKind::ReadOnly)));
         }
+        pool.give_back(connection);
         match (inner.topology.cluster(), replies.first()) {
             // Without a cluster there is one call, so its error applies to all checks.
             (None, Some(Err(error))) => Err(error_of(error)),
@@ -634,12 +625,34 @@ mod tests {
         let topology = &store.inner.topology;
         let pool = topology.pool(topology.node(0).unwrap(), 1, Duration::from_secs(20));
         for _ in 0..3 {
-            drop(pool.checkout(&mut pool.failures()).await.unwrap());
+            drop(pool.checkout().await.unwrap());
             tokio::time::pause();
             tokio::time::advance(Duration::from_secs(30)).await;
             tokio::time::resume();
         }
         assert_eq!(connections.load(Ordering::SeqCst), 1);
+    }
+
+    /// A connection is kept outside of bb8 for the next checkout, but not while a checkout waits for bb8.
+    #[tokio::test]
+    async fn a_returned_connection_goes_to_the_checkout_that_waits() {
+        let server = RedisServer::start();
+        let store = store(server.url(), Duration::from_secs(20));
+        let topology = &store.inner.topology;
+        let pool = topology.pool(topology.node(0).unwrap(), 1, Duration::from_secs(20));
+        for waits in [false, true, true, false, true] {
+            let mut connection = pool.checkout().await.unwrap();
+            let _ = connection.ask(redis::cmd("PING")).await.unwrap();
+            let mut next = Box::pin(pool.checkout());
+            if waits {
+                assert!((&mut next).now_or_never().is_none());
+            }
+            pool.give_back(connection);
+            let next = next.now_or_never().expect("a connection").unwrap();
+            pool.give_back(next);
+        }
+        let connected: String = server.command("INFO clients").await;
+        assert!(connected.contains("connected_clients:2"), "{connected}");
     }
 
     /// A runtime that is shutting down may still receive a check and create its queue again, while workers of the
