@@ -14,6 +14,7 @@
 //! connection was lost in the meantime.
 
 use std::future::{Future, poll_fn};
+use std::mem;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -92,26 +93,27 @@ impl Backoff {
 }
 
 impl<C: Connect> bb8::ManageConnection for Manager<C> {
-    type Connection = Connection;
+    /// Boxed, since it is moved at each checkout.
+    type Connection = Box<Connection>;
     type Error = StoreError;
 
-    async fn connect(&self) -> Result<Connection, StoreError> {
+    async fn connect(&self) -> Result<Box<Connection>, StoreError> {
         if let Some(error) = self.backoff.error() {
             return Err(error);
         }
         let link = within(self.timeout, self.to.connect()).await;
         let link = link.inspect_err(|error| self.backoff.failed(error.clone()))?;
         // Half of the time: the other half remains for a new connection and the command.
-        Ok(Connection::new(link, self.timeout / 2))
+        Ok(Box::new(Connection::new(link, self.timeout / 2)))
     }
 
     /// Always succeeds: bb8 is configured not to call it, since [`Pool::checkout`] checks the
     /// connection.
-    async fn is_valid(&self, _connection: &mut Connection) -> Result<(), StoreError> {
+    async fn is_valid(&self, _connection: &mut Box<Connection>) -> Result<(), StoreError> {
         Ok(())
     }
 
-    fn has_broken(&self, connection: &mut Connection) -> bool {
+    fn has_broken(&self, connection: &mut Box<Connection>) -> bool {
         if !connection.was_used {
             match (connection.broken, connection.failure.take()) {
                 (false, _) => {
@@ -288,7 +290,7 @@ pub(crate) struct Connection {
     was_used: bool,
     /// The error that broke it.
     failure: Option<StoreError>,
-    /// Time of the last reply.
+    /// Start of the last use.
     used: Instant,
     /// Maximum time of a ping.
     patience: Duration,
@@ -326,8 +328,10 @@ impl Connection {
         self.was_used && !self.broken
     }
 
-    fn was_idle(&self) -> bool {
-        self.used.elapsed() >= Self::IDLE_THRESHOLD
+    /// Begins a use. Returns `true` if the connection was idle for long.
+    fn was_idle(&mut self) -> bool {
+        let before = mem::replace(&mut self.used, instant());
+        self.used.duration_since(before) >= Self::IDLE_THRESHOLD
     }
 
     /// Returns `true` if the server still responds. Any reply shows that, even an error that this
@@ -349,7 +353,6 @@ impl Connection {
     fn record_outcome(&mut self, failure: Option<&RedisError>) {
         self.failure = failure.map(error_of);
         self.broken = failure.is_some();
-        self.used = instant();
     }
 
     /// Discards the connection, so that the pool creates another one, possibly to another server.
@@ -410,55 +413,58 @@ impl Connection {
     /// Sends these commands, each after `ASKING` if it is `true`, and returns their replies.
     async fn send(&mut self, commands: SmallVec<[(bool, Cmd); 1]>) -> Result<Replies, RedisError> {
         self.broken = true;
-        let asks: SmallVec<[bool; 1]> = commands.iter().map(|(asks, _)| *asks).collect();
         let sent = match &commands[..] {
             // A single command needs no pipeline.
             [(false, command)] => {
                 let reply = self.link.inner.send_packed_command(command).await;
-                reply.map(|reply| smallvec![reply])
+                reply.map(|reply| smallvec![received(reply)])
             }
-            _ => {
-                let mut pipeline = Pipeline::with_capacity(commands.len());
-                for (asks, command) in commands {
-                    if asks {
-                        pipeline.add_command(redis::cmd("ASKING"));
-                    }
-                    pipeline.add_command(command);
-                }
-                let replies = self.link.inner.send_packed_commands(&pipeline).await;
-                replies.map(SmallVec::<[Value; 1]>::from_vec)
-            }
+            _ => self.send_pipeline(commands).await,
         };
-        let mut received = sent
-            .inspect_err(|error| self.record_outcome(Some(error)))?
-            .into_iter();
-        let mut replies = Replies::with_capacity(asks.len());
-        for asks in asks {
-            // Skip the reply to `ASKING`; the reply to the command reports any error.
-            let reply = if asks {
-                received.nth(1)
-            } else {
-                received.next()
-            };
-            replies.push(match reply {
-                Some(Value::ServerError(error)) => Err(error.into()),
-                Some(reply) => Ok(reply),
-                None => {
-                    return Err((
-                        redis::ErrorKind::UnexpectedReturnType,
-                        "fewer replies than commands",
-                    )
-                        .into());
-                }
-            });
-        }
-        self.record_outcome(
-            replies
+        let lasting = match &sent {
+            Ok(replies) => replies
                 .iter()
                 .filter_map(|reply| reply.as_ref().err())
                 .find(|error| is_lasting(error)),
-        );
-        Ok(replies)
+            Err(error) => Some(error),
+        };
+        self.record_outcome(lasting);
+        sent
+    }
+
+    async fn send_pipeline(
+        &mut self,
+        commands: SmallVec<[(bool, Cmd); 1]>,
+    ) -> Result<Replies, RedisError> {
+        let mut pipeline = Pipeline::with_capacity(commands.len());
+        // Skip the replies to `ASKING`; the reply to the command reports any error.
+        let mut skipped = vec![];
+        for (asks, command) in commands {
+            if asks {
+                skipped.push(true);
+                pipeline.add_command(redis::cmd("ASKING"));
+            }
+            skipped.push(false);
+            pipeline.add_command(command);
+        }
+        let replies = self.link.inner.send_packed_commands(&pipeline).await?;
+        if replies.len() < skipped.len() {
+            let kind = redis::ErrorKind::UnexpectedReturnType;
+            return Err((kind, "fewer replies than commands").into());
+        }
+        let replies = replies.into_iter().zip(skipped);
+        Ok(replies
+            .filter(|(_, skipped)| !skipped)
+            .map(|(reply, _)| received(reply))
+            .collect())
+    }
+}
+
+/// A reply, or the error that it reports.
+fn received(reply: Value) -> Result<Value, RedisError> {
+    match reply {
+        Value::ServerError(error) => Err(error.into()),
+        reply => Ok(reply),
     }
 }
 

@@ -3,6 +3,7 @@
 use std::mem;
 use std::num::NonZeroU64;
 use std::ops::ControlFlow;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -184,10 +185,8 @@ impl Worker {
             waiting
         };
         let now = instant();
-        jobs.retain(|job| !job.is_abandoned());
-        for job in jobs.extract_if(.., |job| {
-            now.duration_since(job.since) > self.inner.settings.timeout
-        }) {
+        let is_late = |job: &Job| now.duration_since(job.since) > self.inner.settings.timeout;
+        for job in jobs.extract_if(.., |job| job.is_abandoned() || is_late(job)) {
             job.fail(
                 StoreError::new(ErrorKind::Timeout)
                     .with_server(self.inner.topology.address(node))
@@ -204,19 +203,19 @@ impl Worker {
     /// Returns an error that applies to all of the calls.
     async fn call(&mut self, node: Node, pool: &Pool) -> Result<Replies, StoreError> {
         self.sent = false;
-        within(self.inner.settings.timeout, self.attempt(pool))
-            .await
-            .map_err(|error| {
-                // A runtime that shuts down may drop the connection's driver before this worker. That is not a failure
-                // of Redis.
-                let error = if error.is_of_connection() && runtime_is_ending() {
-                    no_runtime()
-                } else {
-                    error
-                };
-                let error = error.with_server(self.inner.topology.address(Some(node)));
-                if self.sent { error } else { error.not_sent() }
-            })
+        let timeout = self.inner.settings.timeout;
+        let outcome = within(timeout, pin!(self.attempt(pool))).await;
+        outcome.map_err(|error| {
+            // A runtime that shuts down may drop the connection's driver before this worker. That is not a failure
+            // of Redis.
+            let error = if error.is_of_connection() && runtime_is_ending() {
+                no_runtime()
+            } else {
+                error
+            };
+            let error = error.with_server(self.inner.topology.address(Some(node)));
+            if self.sent { error } else { error.not_sent() }
+        })
     }
 
     async fn attempt(&mut self, pool: &Pool) -> Result<Replies, StoreError> {
@@ -384,8 +383,9 @@ impl Work {
             let call = &mut calls[*len];
             *len += 1;
             (call.now, call.asks) = (now, group[0].asks());
-            for job in group {
-                call.push(prefix, &job.check);
+            match group {
+                [job] => call.push_only(prefix, &job.check),
+                _ => group.iter().for_each(|job| call.push(prefix, &job.check)),
             }
         }
     }
