@@ -1,6 +1,6 @@
 //! The connections to one server. A [pool](Pool) keeps them: bb8, extended to discard broken
-//! connections and to report why a connection cannot be made. A [connection](Connection) is driven
-//! by the task that sends a command over it.
+//! connections, to report why a connection cannot be made, and to keep the last one for the next
+//! checkout. A [connection](Connection) is driven by the task that sends a command over it.
 //!
 //! The Tokio runtime that created a connection drives it, and the tasks that bb8 spawns for it. So
 //! each runtime has its own pool, which is dropped with the runtime.
@@ -136,7 +136,7 @@ pub(crate) struct Pool<C: Connect> {
     spare: Mutex<Spare<C>>,
 }
 
-/// A connection for the next checkout, which takes it faster than from bb8.
+/// The connection that was returned last. A checkout takes it faster than from bb8.
 struct Spare<C: Connect> {
     connection: Option<Checkout<C>>,
     /// Cloned by each checkout that waits for bb8.
