@@ -82,6 +82,7 @@ mod topology {
 }
 mod waiting {
     mod redis {
+        mod limiter;
         mod pause;
         mod queues;
     }

@@ -1,12 +1,11 @@
 //! Requests in flight, once per store.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use futures_util::FutureExt;
 use tower_redis_ratelimit::check::{Check, Decision};
 use tower_redis_ratelimit::store::{AnyStore, Store, StoreConfig, StoreKind};
 use tower_redis_ratelimit::{
-    Fallback, Key, Limiter, LocalStore, Policies, Policy, Quota, RedisStore, Strategy,
+    Fallback, Key, LocalStore, Policies, Policy, Quota, RedisStore, Strategy,
 };
 
 use crate::remote::{Remote, Table};
@@ -122,106 +121,4 @@ async fn counts_requests(store: impl Store) {
         (0, vec![100, 0])
     );
     assert_eq!(ask(Check::reset(bob, &alone)).await, (4, vec![3]));
-}
-
-#[tokio::test(start_paused = true)]
-async fn unrenewed_slots_expire() {
-    let store = LocalStore::default();
-    let policies = Policy::in_flight("streams", 1)
-        .unwrap()
-        .slot_ttl(Duration::from_secs(3))
-        .unwrap()
-        .into();
-    let check = || Check::take(Key::new("ann"), &policies, 1);
-    let take = async || store.check(check()).await.unwrap();
-    let first = check();
-    let slot = first.slot().unwrap();
-    let first = store.check(first).await.unwrap();
-    assert!(first.is_allowed() && first.reset_after() == Duration::from_secs(3));
-    for _ in 0..5 {
-        tokio::time::advance(Duration::from_millis(2_999)).await;
-        assert!(!take().await.is_allowed());
-        assert_eq!(
-            store
-                .check(Check::renew(Key::new("ann"), &policies, slot))
-                .await
-                .unwrap()
-                .granted(),
-            1
-        );
-    }
-    tokio::time::advance(Duration::from_millis(3_000)).await;
-    assert!(take().await.is_allowed());
-}
-
-/// The key of a caller and policy in Redis is deleted with its last slot.
-#[tokio::test]
-async fn instances_count_together() {
-    let server = RedisServer::start();
-    let store = || {
-        RedisStore::builder(server.url())
-            .denials(0)
-            .connect_lazy()
-            .unwrap()
-    };
-    let stores = [store(), store()];
-    let policies = Policy::in_flight("streams", 4).unwrap().into();
-    let ann = Key::new("ann");
-    let mut slots = vec![];
-    for store in stores.iter().cycle().take(4) {
-        let take = Check::take(ann, &policies, 1);
-        slots.push(take.slot().unwrap());
-        assert!(store.check(take).await.unwrap().is_allowed());
-    }
-    assert!(
-        !stores[0]
-            .check(Check::take(ann, &policies, 1))
-            .await
-            .unwrap()
-            .is_allowed()
-    );
-    let count: usize = server.command("ZCARD rl:{ann}:streams:s").await;
-    assert_eq!(count, 4);
-    let expires: i64 = server.command("PTTL rl:{ann}:streams:s").await;
-    assert!((29_000..=30_001).contains(&expires), "{expires} ms");
-    for (left, slot) in slots.into_iter().enumerate() {
-        let released = stores[1]
-            .check(Check::release(ann, &policies, slot))
-            .await
-            .unwrap();
-        assert_eq!(released.remaining(), left as u32 + 1);
-    }
-    assert_eq!(server.command::<usize>("DBSIZE").await, 0);
-}
-
-/// On that runtime only the next request renews them.
-#[test]
-fn requests_outside_runtimes_stay_counted() {
-    let streams = Policy::in_flight("streams", 2)
-        .unwrap()
-        .slot_ttl(Duration::from_secs(1))
-        .unwrap();
-    let limiter = Limiter::new(LocalStore::default(), streams);
-    let reserve = || {
-        limiter
-            .reserve(Key::GLOBAL, 1)
-            .now_or_never()
-            .expect("an immediate answer")
-            .ok()
-    };
-    let mut held = vec![reserve().unwrap(), reserve().unwrap()];
-    let start = Instant::now();
-    while start.elapsed() < Duration::from_millis(1_200) {
-        held.extend(reserve());
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    // Send no request until the slots have expired.
-    std::thread::sleep(Duration::from_millis(1_100));
-    held.extend(reserve());
-    assert_eq!(held.len(), 2);
-    drop(held);
-    assert_eq!(
-        [reserve(), reserve(), reserve()].iter().flatten().count(),
-        2
-    );
 }

@@ -1,4 +1,4 @@
-//! Requests in flight: each has a slot until its body has ended.
+//! Requests in flight: each has a slot until its body has ended, or its reservation.
 
 use std::convert::Infallible;
 use std::sync::{Arc, Mutex};
@@ -17,7 +17,7 @@ use tower_redis_ratelimit::select::Live;
 use tower_redis_ratelimit::settle::{Charge, ReserveError, Settlement};
 use tower_redis_ratelimit::store::{Answer, Store};
 use tower_redis_ratelimit::{
-    CallLimitLayer, Key, Limiter, LocalStore, Policies, Policy, RateLimitLayer,
+    CallLimitLayer, Key, Limiter, LocalStore, Policies, Policy, Quota, RateLimitLayer, Strategy,
 };
 
 use crate::mocks::*;
@@ -434,4 +434,101 @@ async fn a_reservation_is_in_flight() {
     assert_eq!(taken(&store, 1), 0);
     drop(limiter.reserve(Key::GLOBAL, 1).await.unwrap());
     assert_eq!(taken(&store, 1), 0);
+}
+
+/// Otherwise, refunding five tokens would free requests in flight, and charging 300 tokens would
+/// count 300 requests.
+#[tokio::test]
+async fn charges_and_refunds_are_not_in_flight() {
+    let tokens = Policy::new("tokens", Strategy::SlidingLog, Quota::per_minute(1_000)).unwrap();
+    let both = Policies::new([tokens, Policy::in_flight("streams", 4).unwrap()]).unwrap();
+    let limiter = Limiter::new(LocalStore::default(), both);
+    let user = Key::new("user");
+    let _held = [
+        limiter.reserve(user, 10).await.unwrap(),
+        limiter.reserve(user, 10).await.unwrap(),
+    ];
+    assert_eq!(
+        limiter.refund(user, 5).await.unwrap().decision().granted(),
+        5
+    );
+    assert_eq!(
+        limiter
+            .charge(user, 300)
+            .await
+            .unwrap()
+            .decision()
+            .granted(),
+        300
+    );
+    let each: Vec<u32> = limiter
+        .peek(user, 0)
+        .await
+        .unwrap()
+        .each()
+        .map(|each| each.remaining())
+        .collect();
+    assert_eq!(each, [685, 2]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn unrenewed_slots_expire() {
+    let store = LocalStore::default();
+    let policies = Policy::in_flight("streams", 1)
+        .unwrap()
+        .slot_ttl(Duration::from_secs(3))
+        .unwrap()
+        .into();
+    let check = || Check::take(Key::new("ann"), &policies, 1);
+    let take = async || store.check(check()).await.unwrap();
+    let first = check();
+    let slot = first.slot().unwrap();
+    let first = store.check(first).await.unwrap();
+    assert!(first.is_allowed() && first.reset_after() == Duration::from_secs(3));
+    for _ in 0..5 {
+        tokio::time::advance(Duration::from_millis(2_999)).await;
+        assert!(!take().await.is_allowed());
+        assert_eq!(
+            store
+                .check(Check::renew(Key::new("ann"), &policies, slot))
+                .await
+                .unwrap()
+                .granted(),
+            1
+        );
+    }
+    tokio::time::advance(Duration::from_millis(3_000)).await;
+    assert!(take().await.is_allowed());
+}
+
+/// On that runtime only the next request renews them.
+#[test]
+fn requests_outside_runtimes_stay_counted() {
+    let streams = Policy::in_flight("streams", 2)
+        .unwrap()
+        .slot_ttl(Duration::from_secs(1))
+        .unwrap();
+    let limiter = Limiter::new(LocalStore::default(), streams);
+    let reserve = || {
+        limiter
+            .reserve(Key::GLOBAL, 1)
+            .now_or_never()
+            .expect("an immediate answer")
+            .ok()
+    };
+    let mut held = vec![reserve().unwrap(), reserve().unwrap()];
+    let start = std::time::Instant::now();
+    while start.elapsed() < Duration::from_millis(1_200) {
+        held.extend(reserve());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    // Send no request until the slots have expired.
+    std::thread::sleep(Duration::from_millis(1_100));
+    held.extend(reserve());
+    assert_eq!(held.len(), 2);
+    drop(held);
+    assert_eq!(
+        [reserve(), reserve(), reserve()].iter().flatten().count(),
+        2
+    );
 }

@@ -1,4 +1,4 @@
-//! Requests in flight in real processes, while processes and Redis are killed or stopped.
+//! Requests in flight in Redis, also of processes that are killed or stopped, and while Redis is.
 
 use std::convert::Infallible;
 use std::env;
@@ -11,9 +11,11 @@ use fastrand::Rng;
 use futures_util::future::join_all;
 use tokio::time::{sleep, timeout};
 use tower::{Layer, ServiceExt, service_fn};
+use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::settle::Reservation;
+use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::wait::Wait;
-use tower_redis_ratelimit::{CallLimitLayer, Limiter, Policy, RedisStore};
+use tower_redis_ratelimit::{CallLimitLayer, Key, Limiter, Policy, RedisStore};
 
 use crate::devices::far;
 use crate::in_flight_load::{
@@ -524,4 +526,44 @@ async fn foreign_values_count_as_no_slots() {
             }
         }
     }
+}
+
+/// The key of a caller and policy in Redis is deleted with its last slot.
+#[tokio::test]
+async fn instances_count_together() {
+    let server = RedisServer::start();
+    let store = || {
+        RedisStore::builder(server.url())
+            .denials(0)
+            .connect_lazy()
+            .unwrap()
+    };
+    let stores = [store(), store()];
+    let policies = Policy::in_flight("streams", 4).unwrap().into();
+    let ann = Key::new("ann");
+    let mut slots = vec![];
+    for store in stores.iter().cycle().take(4) {
+        let take = Check::take(ann, &policies, 1);
+        slots.push(take.slot().unwrap());
+        assert!(store.check(take).await.unwrap().is_allowed());
+    }
+    assert!(
+        !stores[0]
+            .check(Check::take(ann, &policies, 1))
+            .await
+            .unwrap()
+            .is_allowed()
+    );
+    let count: usize = server.command("ZCARD rl:{ann}:streams:s").await;
+    assert_eq!(count, 4);
+    let expires: i64 = server.command("PTTL rl:{ann}:streams:s").await;
+    assert!((29_000..=30_001).contains(&expires), "{expires} ms");
+    for (left, slot) in slots.into_iter().enumerate() {
+        let released = stores[1]
+            .check(Check::release(ann, &policies, slot))
+            .await
+            .unwrap();
+        assert_eq!(released.remaining(), left as u32 + 1);
+    }
+    assert_eq!(server.command::<usize>("DBSIZE").await, 0);
 }

@@ -350,3 +350,28 @@ async fn delayed_refunds_free_only_the_rest() {
         "{given} are refunded, and {passed} pass of {most} at most"
     );
 }
+
+/// A reservation that is dropped outside of a runtime is refunded with the next request on a runtime.
+#[test]
+fn a_reservation_outlives_its_runtime() {
+    let server = RedisServer::start();
+    let limiter = Limiter::new(
+        RedisStore::connect_lazy(server.url()).unwrap(),
+        policy(Strategy::SlidingLog, "10/h"),
+    );
+    let runtime = || {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+    };
+    let first = runtime();
+    let reserved = first.block_on(limiter.reserve(Key::GLOBAL, 10)).unwrap();
+    drop(first);
+    drop(reserved);
+    runtime().block_on(async {
+        // A denied reservation also makes the queue send the refund.
+        let refunded = async || limiter.reserve(Key::GLOBAL, 10).await.is_ok();
+        until("it is refunded", refunded).await;
+    });
+}

@@ -5,6 +5,7 @@ mod at_head;
 mod body;
 mod endings;
 mod more;
+mod reservations;
 mod together;
 
 use std::convert::Infallible;
