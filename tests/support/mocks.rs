@@ -22,8 +22,8 @@ use tower_redis_ratelimit::check::{Check, Decision};
 use tower_redis_ratelimit::extract::{HeaderKey, KeyExtractor};
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::reject::Reject;
-use tower_redis_ratelimit::store::{Answer, ErrorKind, Store, StoreError};
-use tower_redis_ratelimit::{LocalStore, Policy, RateLimitLayer, Strategy};
+use tower_redis_ratelimit::store::{Answer, ErrorKind, MockStore, Store, StoreError};
+use tower_redis_ratelimit::{Limiter, LocalStore, Policy, RateLimitLayer, Strategy};
 
 /// The header that requests are counted by.
 pub(crate) const USER: HeaderName = HeaderName::from_static("x-user");
@@ -141,6 +141,27 @@ pub(crate) async fn text<B: HttpBody<Error: Debug>>(response: Response<B>) -> St
 
 pub(crate) async fn json<B: HttpBody<Error: Debug>>(response: Response<B>) -> serde_json::Value {
     serde_json::from_str(&text(response).await).unwrap()
+}
+
+/// A [`Limiter`] over a new local store.
+pub(crate) fn limiter(strategy: Strategy, quota: &str) -> Limiter<LocalStore> {
+    Limiter::new(
+        LocalStore::default(),
+        crate::support::policy(strategy, quota),
+    )
+}
+
+/// A local store, and a mock in front of it that records the checks.
+pub(crate) fn watched() -> (LocalStore, MockStore) {
+    let (local, store) = (LocalStore::default(), MockStore::new());
+    let asked = local.clone();
+    store.answer(move |check| {
+        asked
+            .check(check.clone())
+            .now_or_never()
+            .expect("it never waits")
+    });
+    (local, store)
 }
 
 /// A text in a store's error that clients must never see.

@@ -5,13 +5,10 @@ use std::time::Duration;
 use tower_redis_ratelimit::settle::{Reservation, ReserveError};
 use tower_redis_ratelimit::{Key, Limiter, LocalStore, RedisStore, Strategy};
 
+use crate::mocks::limiter;
 use crate::support::{STRATEGIES, free_port, policy};
 
 const ANN: Key = Key::GLOBAL;
-
-fn limiter(strategy: Strategy, quota: &str) -> Limiter<LocalStore> {
-    Limiter::new(LocalStore::default(), policy(strategy, quota))
-}
 
 const LOG: &str = "1000/h";
 

@@ -16,11 +16,9 @@ use tower_redis_ratelimit::extract::{KeyExtractor, key_fn};
 use tower_redis_ratelimit::reject::OnError;
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
 use tower_redis_ratelimit::wait::Wait;
-use tower_redis_ratelimit::{Key, LocalStore, Policies, Policy, RateLimitLayer, Strategy};
+use tower_redis_ratelimit::{Key, LocalStore, Policies, RateLimitLayer, Strategy};
 
-fn policy(strategy: Strategy, quota: &str) -> Policy {
-    Policy::new("test", strategy, quota.parse().unwrap()).unwrap()
-}
+use crate::support::policy;
 
 const FEW: NonZeroUsize = NonZeroUsize::new(3).unwrap();
 
@@ -199,7 +197,7 @@ async fn nobody_overtakes() {
 #[tokio::test(start_paused = true)]
 async fn a_dropped_waiter_passes_its_permit_on() {
     let store = LocalStore::default();
-    let policies: Policies = policy(Strategy::Gcra, "1/s").into();
+    let policies: Policies = policy(Strategy::Gcra, "1/s");
     let layer = RateLimitLayer::new(store.clone(), by_path(), policies.clone())
         .wait(Duration::from_secs(10));
     let service = layer.layer(service_fn(ok));
@@ -385,7 +383,7 @@ async fn costs_above_capacity_do_not_wait() {
 #[tokio::test(start_paused = true)]
 async fn only_unexpired_charges_are_refunded() {
     let (store, key) = (LocalStore::default(), Key::new("/a"));
-    let policies: Policies = policy(Strategy::Gcra, "10/s").into();
+    let policies: Policies = policy(Strategy::Gcra, "10/s");
     let take = async |cost| {
         store
             .check(Check::take(key, &policies, cost))

@@ -6,15 +6,12 @@ use std::time::Duration;
 use tokio::time::Instant;
 use tower_redis_ratelimit::check::Outcome;
 use tower_redis_ratelimit::strategy::Refill;
-use tower_redis_ratelimit::{Key, Limiter, LocalStore, RedisStore, Strategy};
+use tower_redis_ratelimit::{Key, Limiter, RedisStore, Strategy};
 
+use crate::mocks::limiter;
 use crate::support::{STRATEGIES, free_port, policy, until};
 
 const ANN: Key = Key::GLOBAL;
-
-fn limiter(strategy: Strategy, quota: &str) -> Limiter<LocalStore> {
-    Limiter::new(LocalStore::default(), policy(strategy, quota))
-}
 
 #[tokio::test(start_paused = true)]
 async fn waits_exactly_as_long_as_needed() {

@@ -13,6 +13,7 @@ use tower_redis_ratelimit::strategy::{Align, Refill};
 use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policies, Policy, Strategy};
 
 use crate::late::Late;
+use crate::mocks::watched;
 use crate::support::policy;
 
 const ANN: Key = Key::GLOBAL;
@@ -20,19 +21,6 @@ const LONG: Duration = Duration::from_secs(3_600);
 
 fn named(name: &str, strategy: Strategy, quota: &str) -> Policy {
     Policy::new(name, strategy, quota.parse().unwrap()).unwrap()
-}
-
-/// A local store, and a mock in front of it that records the checks.
-fn watched() -> (LocalStore, MockStore) {
-    let (local, store) = (LocalStore::default(), MockStore::new());
-    let asked = local.clone();
-    store.answer(move |check| {
-        asked
-            .check(check.clone())
-            .now_or_never()
-            .expect("it never waits")
-    });
-    (local, store)
 }
 
 /// Returns the number of store calls until a waiter gets its permit.

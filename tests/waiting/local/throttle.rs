@@ -25,28 +25,10 @@ use tower_redis_ratelimit::store::{ErrorKind, MockStore, Share, Store, StoreErro
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, Strategy, ThrottleLayer};
 use tower_test::mock;
 
-use crate::mocks::Problems;
+use crate::mocks::{Problems, watched};
+use crate::support::policy;
 
 const KEY: Key = Key::GLOBAL;
-
-fn policies(strategy: Strategy, quota: &str) -> Policies {
-    Policy::new("test", strategy, quota.parse().unwrap())
-        .unwrap()
-        .into()
-}
-
-/// A local store that records its checks.
-fn watched() -> (LocalStore, MockStore) {
-    let (local, store) = (LocalStore::default(), MockStore::new());
-    let asked = local.clone();
-    store.answer(move |check| {
-        asked
-            .check(check.clone())
-            .now_or_never()
-            .expect("it never waits")
-    });
-    (local, store)
-}
 
 /// Returns the charged units of a quota that frees none during a test.
 async fn charged(store: &impl Store, policies: &Policies) -> u32 {
@@ -90,7 +72,7 @@ async fn instances_share_the_rate_without_a_herd() {
         (Strategy::SlidingCounter, "50/s", 0.9, 3.0),
     ] {
         let (_, store) = watched();
-        let policies = policies(strategy, quota);
+        let policies = policy(strategy, quota);
         let burst = policies[0].quota().capacity();
         let (start, end) = (Instant::now(), Duration::from_secs(20));
         let times = Arc::new(Mutex::new(vec![]));
@@ -168,7 +150,7 @@ async fn instances_share_the_rate_without_a_herd() {
 async fn a_storm_of_cancels_loses_nothing() {
     for seed in 0..40 {
         let (local, _) = watched();
-        let policies = policies(Strategy::Gcra, "100000/100d");
+        let policies = policy(Strategy::Gcra, "100000/100d");
         let layers: Vec<_> = (0..3)
             .map(|_| ThrottleLayer::new(local.clone(), KEY, policies.clone()))
             .collect();
@@ -216,7 +198,7 @@ async fn a_storm_of_cancels_loses_nothing() {
 #[tokio::test(start_paused = true)]
 async fn unused_permits_are_refunded() {
     let (local, _) = watched();
-    let policies = policies(Strategy::Gcra, "10/100d");
+    let policies = policy(Strategy::Gcra, "10/100d");
     let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
     let mut service = layer.layer(service_fn(ok));
     service.ready().await.unwrap();
@@ -258,7 +240,7 @@ async fn an_unused_permit_passes_on() {
     // The turn that was reserved for the second is refunded.
     for quota in ["25/s burst 1", "1/h"] {
         let (_, store) = watched();
-        let layer = ThrottleLayer::new(store.clone(), KEY, policies(Strategy::Gcra, quota));
+        let layer = ThrottleLayer::new(store.clone(), KEY, policy(Strategy::Gcra, quota));
         let mut first = layer.layer(service_fn(ok));
         first.ready().await.unwrap();
         let second = tokio::spawn(layer.layer(service_fn(ok)).oneshot(""));
@@ -282,7 +264,7 @@ async fn an_unused_permit_passes_on() {
 #[tokio::test(start_paused = true)]
 async fn expired_permits_are_charged_again() {
     let (_, store) = watched();
-    let layer = ThrottleLayer::new(store.clone(), KEY, policies(Strategy::Gcra, "10/s"));
+    let layer = ThrottleLayer::new(store.clone(), KEY, policy(Strategy::Gcra, "10/s"));
     for (held, charges) in [(50, 0), (950, 0), (1_050, 1)] {
         let before = store.asked().len();
         let mut service = layer.layer(service_fn(ok));
@@ -349,7 +331,7 @@ async fn permits_expire_under_each_policy_separately() {
 #[tokio::test(start_paused = true)]
 async fn an_unready_service_takes_no_permit() {
     let (local, _) = watched();
-    let policies = policies(Strategy::Gcra, "10/100d");
+    let policies = policy(Strategy::Gcra, "10/100d");
     let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
     let (inner, mut handle) = mock::pair::<(), ()>();
     let mut service = layer.layer(inner);
@@ -373,7 +355,7 @@ async fn an_unready_service_takes_no_permit() {
 async fn a_failing_service_refunds_its_permit() {
     for quota in ["10/100d", "1/100d"] {
         let (local, _) = watched();
-        let policies = policies(Strategy::Gcra, quota);
+        let policies = policy(Strategy::Gcra, quota);
         let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
         let before = if quota.starts_with("1/") { 1 } else { 0 };
         let _ = local
@@ -396,7 +378,7 @@ async fn a_failing_service_refunds_its_permit() {
 #[tokio::test(start_paused = true)]
 async fn waits_under_buffer_limit_and_timeout() {
     let (local, _) = watched();
-    let policies = policies(Strategy::Gcra, "1/s burst 3");
+    let policies = policy(Strategy::Gcra, "1/s burst 3");
     let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
     let start = Instant::now();
     let inner = ConcurrencyLimit::new(layer.layer(service_fn(ok)), 2);
@@ -444,7 +426,7 @@ async fn every_retry_takes_a_permit() {
     }
 
     let (local, _) = watched();
-    let policies = policies(Strategy::Gcra, "10/100d");
+    let policies = policy(Strategy::Gcra, "10/100d");
     let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
     let fails = layer.layer(service_fn(async |_: &str| {
         Err::<(), _>(BoxError::from("no"))
@@ -460,7 +442,7 @@ async fn every_retry_takes_a_permit() {
 #[tokio::test(start_paused = true)]
 async fn balanced_services_share_one_count() {
     let (local, _) = watched();
-    let policies = policies(Strategy::Gcra, "100/100d");
+    let policies = policy(Strategy::Gcra, "100/100d");
     let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
     let services = (0..4).map(|i| {
         Ok::<_, Infallible>(tower::discover::Change::Insert(
@@ -486,7 +468,7 @@ async fn an_outage_limits_waiters_by_share() {
     redis.fail(StoreError::new(ErrorKind::Unreachable));
     let share = Share::Fixed(NonZeroU32::new(5).unwrap());
     let store = Fallback::new(redis, LocalStore::default()).share(share);
-    let layer = ThrottleLayer::new(store, KEY, policies(Strategy::Gcra, "50/s burst 5"));
+    let layer = ThrottleLayer::new(store, KEY, policy(Strategy::Gcra, "50/s burst 5"));
     let start = Instant::now();
     for _ in 0..21 {
         layer.layer(service_fn(ok)).oneshot("").await.unwrap();
@@ -522,7 +504,7 @@ async fn an_undecided_permit_is_requested_again() {
 
     let (_, store) = watched();
     let log = Log::default();
-    let layer = ThrottleLayer::new(store.clone(), KEY, policies(Strategy::Gcra, "10/s"))
+    let layer = ThrottleLayer::new(store.clone(), KEY, policy(Strategy::Gcra, "10/s"))
         .observer(log.clone());
     store.fail(StoreError::new(ErrorKind::Unreachable));
     let mut service = layer.layer(service_fn(ok));
@@ -561,7 +543,7 @@ async fn a_panicking_observer_fails_one_call() {
         }
     }
 
-    let (store, policies) = (LocalStore::default(), policies(Strategy::Gcra, "2/h"));
+    let (store, policies) = (LocalStore::default(), policy(Strategy::Gcra, "2/h"));
     let layer = ThrottleLayer::new(store.clone(), KEY, policies.clone())
         .observer(Panics(AtomicU32::new(0)));
     let mut service = layer.layer(service_fn(ok));
@@ -582,7 +564,7 @@ async fn a_panicking_observer_fails_one_call() {
 #[tokio::test(start_paused = true)]
 async fn wakes_the_task_that_polled_last() {
     let (_, store) = watched();
-    let layer = ThrottleLayer::new(store, KEY, policies(Strategy::Gcra, "1/s"));
+    let layer = ThrottleLayer::new(store, KEY, policy(Strategy::Gcra, "1/s"));
     layer.layer(service_fn(ok)).oneshot("").await.unwrap();
     let mut service = layer.layer(service_fn(ok));
     let once = poll_fn(|cx| {
