@@ -15,6 +15,8 @@ use futures_util::future::BoxFuture;
 use http::request::Parts;
 use http::{HeaderName, Request, Response};
 use http_body_util::BodyExt;
+use proptest::prelude::ProptestConfig;
+use proptest::test_runner::FileFailurePersistence;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 use tower::{Layer, Service, ServiceExt, service_fn};
@@ -162,6 +164,15 @@ pub(crate) fn watched() -> (LocalStore, MockStore) {
             .expect("it never waits")
     });
     (local, store)
+}
+
+/// Runs this number of cases. The seeds of failures are written next to the test, and run first.
+pub(crate) fn cases(cases: u32) -> ProptestConfig {
+    ProptestConfig {
+        cases,
+        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("seeds"))),
+        ..ProptestConfig::default()
+    }
 }
 
 /// A text in a store's error that clients must never see.

@@ -20,6 +20,8 @@ use tower_redis_ratelimit::store::{ShareConfig, StoreConfig, StoreKind};
 use tower_redis_ratelimit::strategy::Align;
 use tower_redis_ratelimit::{ConfigError, Key, Policies, Policy, Quota, Strategy};
 
+use crate::mocks::cases;
+
 /// A wrapper, since TOML's top level must be a table.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct File<T> {
@@ -228,6 +230,8 @@ fn clients() -> impl Generate<Value = ClientIp> {
 }
 
 proptest! {
+    #![proptest_config(cases(256))]
+
     #[test]
     fn tiers_round_trip(
         default in policies(),

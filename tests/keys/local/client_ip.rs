@@ -1195,7 +1195,7 @@ fn client_address() -> impl Strategy<Value = IpAddr> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(4096))]
+    #![proptest_config(cases(4096))]
 
     /// Proxies append to the client's last line or add lines, in several spellings, with the
     /// client's address.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use http_body_util::BodyExt;
-use proptest::prelude::{Just, ProptestConfig, Strategy as _, any, prop_oneof, proptest};
+use proptest::prelude::{Just, Strategy as _, any, prop_oneof, proptest};
 use tokio::runtime::{Builder, Runtime};
 use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
@@ -366,7 +366,7 @@ fn runtime() -> Runtime {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+    #![proptest_config(cases(300))]
 
     #[test]
     fn requests_settle_once_however_they_end(
