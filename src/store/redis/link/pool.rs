@@ -381,21 +381,22 @@ impl Connection {
                 .as_ref()
                 .is_err_and(|error| error.kind() == ServerErrorKind::NoScript.into())
         };
-        let unknown: SmallVec<[usize; 1]> = (0..replies.len())
+        if !replies.iter().any(is_unknown) {
+            return Ok(replies);
+        }
+        let unknown: Vec<usize> = (0..replies.len())
             .filter(|call| is_unknown(&replies[*call]))
             .collect();
-        if !unknown.is_empty() {
-            // The other replies have arrived: a failure concerns only the calls sent again.
-            let again = unknown.iter().map(|call| by_text(&calls[*call])).collect();
-            match self.send(again).await {
-                Ok(again) => unknown
-                    .into_iter()
-                    .zip(again)
-                    .for_each(|(call, reply)| replies[call] = reply),
-                Err(error) => unknown
-                    .into_iter()
-                    .for_each(|call| replies[call] = Err(error.clone())),
-            }
+        // The other replies have arrived: a failure concerns only the calls sent again.
+        let again = unknown.iter().map(|call| by_text(&calls[*call])).collect();
+        match self.send(again).await {
+            Ok(again) => unknown
+                .into_iter()
+                .zip(again)
+                .for_each(|(call, reply)| replies[call] = reply),
+            Err(error) => unknown
+                .into_iter()
+                .for_each(|call| replies[call] = Err(error.clone())),
         }
         Ok(replies)
     }
