@@ -241,7 +241,7 @@ mod tests {
 
     use super::*;
     use crate::error::ErrorKind;
-    use crate::limit::{Charged, Quota, Source, Strategy};
+    use crate::limit::{PolicyCharge, Quota, Source, Strategy};
     use crate::simulation::pick;
     use crate::store::{Answer, LocalStore, Store};
 
@@ -430,7 +430,7 @@ mod tests {
                         current = Policy::new("test", strategy, quota).unwrap().into();
                     }
                     1 => {
-                        let of = Charged::just_now(rng.i64(0..2_000));
+                        let of = PolicyCharge::just_now(rng.i64(0..2_000));
                         let each = current.iter().map(|_| of).collect();
                         let cost = rng.u32(0..2_000);
                         let refund = Check::refund_of(Key::GLOBAL, &current, cost, each);

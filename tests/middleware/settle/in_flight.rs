@@ -51,7 +51,7 @@ async fn a_kept_handle_keeps_requests_in_flight() {
     let service = layer.layer(service_fn(move |request: Request<String>| {
         kept.lock()
             .unwrap()
-            .push(request.extensions().get::<Charge>().unwrap().clone());
+            .push(request.extensions().get::<RequestCost>().unwrap().clone());
         hello::<String>(request)
     }));
     drop(send(&service, request("alice")).await);

@@ -6,7 +6,7 @@ use std::time::SystemTime;
 use super::super::accounts::Accounts;
 use super::*;
 use crate::background::PendingOp;
-use crate::limit::{Align, Counts, Source};
+use crate::limit::{Align, Charge, Counts, Source};
 use crate::store::op_queue;
 use crate::util::{Seed, instant};
 
@@ -26,12 +26,8 @@ async fn refund(
     (decision, asked_at): &(Decision, tokio::time::Instant),
     cost: u32,
 ) {
-    let (decision, asked_at) = (decision.clone(), *asked_at);
-    let policies = decision.policies().clone();
-    let refund = PendingOp::refund(ann(), &policies, move |now| {
-        decision.refund(ann(), cost, now - asked_at).next()
-    });
-    op_queue(store.clone(), None).put(refund);
+    let charge = Charge::new(ann(), decision.clone(), decision.granted(), *asked_at);
+    op_queue(store.clone(), None).put(PendingOp::refund(charge, cost));
 }
 
 /// Waits without checks until everything is reconciled.
