@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use smallvec::SmallVec;
 
-use super::account::{Account, Sent};
+use super::account::Account;
 use super::sync::{Arc, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, lock};
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Mode, Policies};
@@ -21,8 +21,8 @@ pub(super) struct Accounts {
     held: AtomicUsize,
     /// Number of accounts that may be opened, in all partitions of a primary store together.
     free: Arc<AtomicUsize>,
-    /// Number of the epoch. An epoch ends when the breaker opens, and when an account is removed whose charges were sent:
-    /// a reply to an earlier check may lack these.
+    /// Number of the epoch. An epoch ends when the breaker opens, and when accounts are removed: a reply to an earlier
+    /// check may lack their charges.
     epoch: AtomicU64,
     /// Cost that was charged to the primary store, and cost that was sent without a reply or never will be, since the
     /// last report.
@@ -100,8 +100,6 @@ impl Accounts {
         shard.retain(|key, accounts| {
             accounts.retain(|account| {
                 let stays = stays(key, account);
-                self.epoch
-                    .fetch_add((!stays && account.is_sent).into(), Ordering::AcqRel);
                 removed += usize::from(!stays);
                 stays
             });
@@ -111,6 +109,7 @@ impl Accounts {
             shard.shrink_to_fit();
         }
         if removed > 0 {
+            self.end_epoch();
             self.held.fetch_sub(removed, Ordering::AcqRel);
             self.free.fetch_add(removed, Ordering::AcqRel);
         }
@@ -133,23 +132,22 @@ impl Caller<'_> {
     }
 
     /// Returns the next check of an account for the primary store. Its cost counts as dropped until the reply.
-    pub(super) fn send(&mut self, policies: &Policies, now: i64) -> Option<Sent> {
+    pub(super) fn send(&mut self, policies: &Policies, now: i64) -> Option<Check> {
         let key = *self.key;
-        let sent = self.account(policies)?.send(key, now)?;
+        let check = self.account(policies)?.send(key, now)?;
         self.all
             .dropped
-            .fetch_add(sent.check.cost().into(), Ordering::Relaxed);
-        Some(sent)
+            .fetch_add(check.cost().into(), Ordering::Relaxed);
+        Some(check)
     }
 
-    /// Records the reply to a check of an account.
+    /// Records the outcome of a check of an account: the last one that was sent, of this cost.
     pub(super) fn replied(
         &mut self,
         policies: &Policies,
-        sent: Sent,
+        cost: u32,
         answer: &Result<Decision, StoreError>,
     ) {
-        let cost = sent.check.cost();
         let (charged, unsent) = match answer {
             Ok(decision) => (decision.granted().min(cost), 0),
             Err(error) if error.is_not_sent() => (0, cost),
@@ -162,7 +160,7 @@ impl Caller<'_> {
             .dropped
             .fetch_sub((charged + unsent).into(), Ordering::Relaxed);
         if let Some(account) = self.account(policies) {
-            account.replied(sent, answer);
+            account.replied(answer);
         }
     }
 
@@ -172,39 +170,48 @@ impl Caller<'_> {
         let Some(policies) = check.policies().without_in_flight() else {
             return Recorded::Nothing;
         };
-        let granted = match check.mode() {
+        let granted = decision.granted();
+        match check.mode() {
             Mode::Peek | Mode::Renew | Mode::Release => return Recorded::Nothing,
-            Mode::Reset | Mode::Refund => 0,
-            _ if decision.granted() == 0 => return Recorded::Nothing,
-            _ if decision.is_repeated() => return Recorded::Not,
-            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge => decision.granted(),
-        };
-        let opens = check.mode() != Mode::Refund && self.account(policies).is_none();
-        if opens && !self.open(|| Account::new(policies, decision, granted, now)) {
-            self.all
-                .dropped
-                .fetch_add(granted.into(), Ordering::Relaxed);
-            return Recorded::Not;
-        }
-        if let Some(account) = self.account(policies) {
-            match check.mode() {
-                Mode::Refund => account.refund(check, now),
-                Mode::Reset => account.reset(now),
-                _ => account.charge(policies, decision, granted, now),
+            Mode::Refund => {
+                if let Some(account) = self.account(policies) {
+                    account.refund(check, now);
+                }
+                return Recorded::Nothing;
+            }
+            Mode::Reset => match self.open(policies, || Account::new(policies, decision, 0, now)) {
+                Some(account) => account.reset(now),
+                None => return Recorded::Not,
+            },
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge => {
+                if granted == 0 {
+                    return Recorded::Nothing;
+                } else if decision.is_repeated() {
+                    return Recorded::Not;
+                }
+                match self.open(policies, || Account::new(policies, decision, granted, now)) {
+                    Some(account) => account.charge(policies, decision, granted, now),
+                    None => {
+                        let dropped = &self.all.dropped;
+                        dropped.fetch_add(granted.into(), Ordering::Relaxed);
+                        return Recorded::Not;
+                    }
+                }
             }
         }
         Recorded::Owed
     }
 
-    /// Adds an account. Returns `false` if there is no room for it.
-    fn open(&mut self, account: impl FnOnce() -> Account) -> bool {
-        let room = (self.all.free).fetch_update(Ordering::AcqRel, Ordering::Acquire, |free| {
-            free.checked_sub(1)
-        });
-        if room.is_ok() {
+    /// Returns the account with the counts of `policies`, or a new one. `None` if there is no room for it.
+    fn open(&mut self, policies: &Policies, new: impl FnOnce() -> Account) -> Option<&mut Account> {
+        if self.account(policies).is_none() {
+            let one_less = |free: usize| free.checked_sub(1);
+            let free = &self.all.free;
+            free.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less)
+                .ok()?;
             self.all.held.fetch_add(1, Ordering::AcqRel);
-            self.shard.entry(*self.key).or_default().push(account());
+            self.shard.entry(*self.key).or_default().push(new());
         }
-        room.is_ok()
+        self.account(policies)
     }
 }

@@ -201,11 +201,11 @@ fn warming_keeps_what_was_granted() {
             for _ in 0..2 {
                 let caller = || accounts.caller(&Key::GLOBAL);
                 loop {
-                    let Some(sent) = caller().send(policies, 0) else {
+                    let Some(check) = caller().send(policies, 0) else {
                         break;
                     };
-                    let answer = Ok(decide(primary, &sent.check));
-                    caller().replied(policies, sent, &answer);
+                    let answer = Ok(decide(primary, &check));
+                    caller().replied(policies, check.cost(), &answer);
                 }
                 for shard in accounts.shards() {
                     accounts.sweep(shard, |_, account| account.is_owed(0));

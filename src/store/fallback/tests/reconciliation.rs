@@ -318,7 +318,7 @@ fn repeatedly_failing_reconciliations_stay_within_the_bound() {
         }
         for (key, sent) in sent {
             let mut caller = accounts.caller(&key);
-            caller.replied(&policies, sent, &Err(unsent()));
+            caller.replied(&policies, sent.cost(), &Err(unsent()));
         }
     }
     let dropped = accounts.dropped.load(std::sync::atomic::Ordering::Relaxed);
