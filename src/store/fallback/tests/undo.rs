@@ -6,7 +6,7 @@ use std::time::SystemTime;
 use super::super::accounts::Accounts;
 use super::*;
 use crate::background::PendingOp;
-use crate::limit::{Align, Charge, Counts, Source};
+use crate::limit::{Align, Charge, Counts, Mode, Source};
 use crate::store::op_queue;
 use crate::util::{Seed, instant};
 
@@ -403,4 +403,27 @@ async fn a_custom_fallback_refunds_its_grants() {
     primary.set(Manner::AtOnce);
     rest().await;
     assert_eq!(primary.used(&policies).await, 2);
+}
+
+/// Its account still owes a newer grant, and may for long if the queue stays full.
+#[tokio::test(start_paused = true)]
+async fn a_reconciled_grant_is_refunded_in_the_primary_store() {
+    let (store, primary, _) = pair(1);
+    let policies = policies(Strategy::SlidingLog, "1000/h");
+    primary.set(Manner::Each(queue_full));
+    let held = take(&store, &policies, 500).await;
+    let asked = primary.asked();
+    primary.set(Manner::After(Duration::from_millis(80)));
+    while primary.asked() == asked {
+        sleep(Duration::from_millis(1)).await;
+    }
+    primary.set(Manner::Each(queue_full));
+    let _ = take(&store, &policies, 20).await;
+    sleep(Duration::from_millis(100)).await;
+    refund(&store, &held, 499).await;
+    let is_refund = |check: &Check| check.mode() == Mode::Refund;
+    assert!(lock(&primary.script).asked.iter().any(is_refund));
+    primary.set(Manner::AtOnce);
+    rest().await;
+    assert_eq!(primary.used(&policies).await, 21);
 }
