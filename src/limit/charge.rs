@@ -134,3 +134,53 @@ impl PolicyCharge {
         state.decide(policy.params(), &ask, i64::MAX).1
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Policies, Quota, Source, Strategy};
+    use super::*;
+    use crate::util::instant;
+
+    fn policies(strategy: Strategy) -> Policies {
+        Policy::new("test", strategy, Quota::per_minute(60))
+            .unwrap()
+            .into()
+    }
+
+    /// A charge of 10 by this check, with these charges before.
+    fn charge(policies: &Policies, check: Check, before: u32, since: Instant) -> Charge {
+        let mut states = [State::fresh(policies[0].kind())];
+        let _ = Check::take(Key::GLOBAL, policies, before).decide(&mut states, 0);
+        let decision = check
+            .clone()
+            .answer(check.decide(&mut states, 0), Source::Redis);
+        Charge::new(Key::GLOBAL, decision, 10, since)
+    }
+
+    #[test]
+    fn a_part_is_refunded_while_it_counts() {
+        let (policies, since) = (policies(Strategy::Gcra), instant().into_std());
+        let take = Check::take(Key::GLOBAL, &policies, 10);
+        let charge = charge(&policies, take, 0, since);
+        let refund = |seconds| charge.refund(4, since + Duration::from_secs(seconds));
+        let check = refund(3).unwrap();
+        assert_eq!((check.mode(), check.cost()), (Mode::Refund, 4));
+        let charged = check.charged_under(0);
+        assert_eq!(
+            (charged.cost, charged.age, charged.left()),
+            (10, 3_000_000, 7_000_000)
+        );
+        assert!(refund(10).is_none());
+    }
+
+    /// Its part would otherwise drain while the request waits.
+    #[test]
+    fn a_turn_is_charged_when_it_is_due() {
+        let (policies, since) = (policies(Strategy::Gcra), instant().into_std());
+        let ahead = Check::take_ahead(Key::GLOBAL, &policies, 10, Duration::from_secs(60));
+        let turn = charge(&policies, ahead, 60, since);
+        let due = since + Duration::from_secs(10);
+        let charged = turn.due().refund(10, due).unwrap().charged_under(0);
+        assert_eq!((charged.age, charged.is_turn), (0, true));
+    }
+}

@@ -36,8 +36,8 @@ pub(super) struct Account {
     /// Whether the primary store lacks a reset, which it gets before any charge.
     lacks_reset: bool,
     in_flight: InFlight,
-    /// Time after which the fallback counts nothing of the caller, and the reset does not matter.
-    matters_until: i64,
+    /// Time until which the fallback counts some of the grants.
+    counted_until: i64,
 }
 
 /// What the primary store should count under a policy, in two versions. The primary store lacks the difference.
@@ -116,7 +116,7 @@ impl Account {
             sent_until: now - 1,
             lacks_reset: false,
             in_flight: InFlight::Nothing,
-            matters_until: now,
+            counted_until: now,
         }
     }
 
@@ -134,7 +134,7 @@ impl Account {
             Mode::Charge.count(policy, &mut count.all, cost.into(), now);
         }
         for (_, verdict) in decision.verdicts() {
-            self.matters_until = self.matters_until.max(now.saturating_add(verdict.reset));
+            self.counted_until = self.counted_until.max(now.saturating_add(verdict.reset));
         }
     }
 
@@ -144,8 +144,6 @@ impl Account {
             *count = Count::new(State::fresh(policy.kind()));
         }
         (self.sent_until, self.lacks_reset, self.in_flight) = (now, true, InFlight::Nothing);
-        // All earlier charges have expired at that time.
-        self.matters_until = now.saturating_add(self.policies.longest_count());
     }
 
     /// Returns where a refund goes.
@@ -177,13 +175,13 @@ impl Account {
 
     /// Returns `true` if the primary store lacks an unexpired charge or a reset.
     pub(super) fn is_owed(&self, now: i64) -> bool {
-        self.lacks_reset && now < self.matters_until || self.unsent(now) > 0
+        self.lacks_reset || self.unsent(now) > 0
     }
 
     /// Returns `true` if the account may be removed during an outage: nothing is owed, and the fallback counts nothing.
     /// Otherwise the next account would begin with local grants as the count of the primary store.
     pub(super) fn is_over(&self, now: i64) -> bool {
-        self.matters_until <= now && self.unsent(now) == 0
+        !self.is_owed(now) && self.counted_until <= now
     }
 
     /// Returns the largest part of a limit that the caller has used, in 255ths.
@@ -211,7 +209,6 @@ impl Account {
     /// That is the reset, or a charge of the least cost that a policy lacks, under all that lack something. If a part
     /// has expired under one of two policies, the next check charges the rest under the other.
     pub(super) fn send(&mut self, key: Key, now: i64) -> Option<Check> {
-        self.lacks_reset &= now < self.matters_until;
         if self.lacks_reset {
             self.in_flight = InFlight::Reset;
             return Some(Check::reset(key, &self.policies));

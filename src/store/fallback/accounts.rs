@@ -40,17 +40,6 @@ pub(super) struct Caller<'a> {
     shard: MutexGuard<'a, Shard>,
 }
 
-/// The effect of a decision of the fallback on the caller's account.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Recorded {
-    /// It charges, refunds and resets nothing.
-    Nothing,
-    /// It is in the account, which must be reconciled.
-    Owed,
-    /// It repeats an earlier one, whose charge may be in no account, or there is no room for an account.
-    Not,
-}
-
 impl Accounts {
     pub(super) fn new(free: Arc<AtomicUsize>) -> Self {
         Self {
@@ -164,42 +153,41 @@ impl Caller<'_> {
         }
     }
 
-    /// Records a decision of the fallback.
-    pub(super) fn record(&mut self, check: &Check, decision: &Decision, now: i64) -> Recorded {
+    /// Records the effect of a decision of the fallback. Returns `false` if no account has its grant: there is no room for
+    /// one, or the decision repeats an earlier one.
+    pub(super) fn record(&mut self, check: &Check, decision: &Decision, now: i64) -> bool {
         // Requests in flight need no account: their owner renews the slots in the primary store.
         let Some(policies) = check.policies().without_in_flight() else {
-            return Recorded::Nothing;
+            return true;
         };
         let granted = decision.granted();
         match check.mode() {
-            Mode::Peek | Mode::Renew | Mode::Release => return Recorded::Nothing,
             Mode::Refund => {
                 if let Some(account) = self.account(policies) {
                     account.refund(check, now);
                 }
-                return Recorded::Nothing;
             }
-            Mode::Reset => match self.open(policies, || Account::new(policies, decision, 0, now)) {
-                Some(account) => account.reset(now),
-                None => return Recorded::Not,
-            },
-            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge => {
-                if granted == 0 {
-                    return Recorded::Nothing;
-                } else if decision.is_repeated() {
-                    return Recorded::Not;
-                }
-                match self.open(policies, || Account::new(policies, decision, granted, now)) {
-                    Some(account) => account.charge(policies, decision, granted, now),
-                    None => {
-                        let dropped = &self.all.dropped;
-                        dropped.fetch_add(granted.into(), Ordering::Relaxed);
-                        return Recorded::Not;
-                    }
+            Mode::Reset => {
+                let new = || Account::new(policies, decision, 0, now);
+                if let Some(account) = self.open(policies, new) {
+                    account.reset(now);
                 }
             }
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge if granted > 0 => {
+                if decision.is_repeated() {
+                    return false;
+                }
+                let new = || Account::new(policies, decision, granted, now);
+                let Some(account) = self.open(policies, new) else {
+                    let dropped = &self.all.dropped;
+                    dropped.fetch_add(granted.into(), Ordering::Relaxed);
+                    return false;
+                };
+                account.charge(policies, decision, granted, now);
+            }
+            _ => {}
         }
-        Recorded::Owed
+        true
     }
 
     /// Returns the account with the counts of `policies`, or a new one. `None` if there is no room for it.

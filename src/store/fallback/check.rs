@@ -17,7 +17,7 @@ use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
 use super::Settings;
 use super::account::RefundTo;
-use super::accounts::{Accounts, Caller, Recorded};
+use super::accounts::{Accounts, Caller};
 use super::breaker::{Breaker, Ticket};
 use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
@@ -322,17 +322,15 @@ impl<P: Store, F: Store> Partition<P, F> {
             _ => Verdict::NEVER,
         });
         let now = self.clock.micros();
+        let mut caller = caller.unwrap_or_else(|| self.accounts.caller(check.key()));
         // To repeat a reset is safe.
-        let recorded = if in_doubt && check.mode() != Mode::Reset {
-            Recorded::Not
-        } else {
-            let mut caller = caller.unwrap_or_else(|| self.accounts.caller(check.key()));
-            caller.record(check, &decision, now)
-        };
-        if recorded == Recorded::Owed {
+        let records = !in_doubt || check.mode() == Mode::Reset;
+        let is_recorded = records && caller.record(check, &decision, now);
+        drop(caller);
+        if !self.accounts.is_empty() {
             self.attend();
         }
-        Ok(decision.charged_locally(now, in_doubt || recorded == Recorded::Not))
+        Ok(decision.charged_locally(now, !is_recorded))
     }
 }
 

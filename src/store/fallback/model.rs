@@ -12,7 +12,7 @@ use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::thread::{self, yield_now};
 use shuttle::{Config, Runner};
 
-use self::accounts::{Accounts, Recorded};
+use self::accounts::Accounts;
 use self::breaker::{Breaker, Ticket};
 use self::sync::{Arc, AtomicUsize, Ordering::SeqCst};
 use super::account;
@@ -178,7 +178,7 @@ fn warming_keeps_what_was_granted() {
                 let mut caller = accounts.caller(&Key::GLOBAL);
                 let decision = decide(local, &check);
                 yield_now();
-                assert_eq!(caller.record(&check, &decision, 0), Recorded::Owed);
+                assert!(caller.record(&check, &decision, 0));
                 drop(caller);
                 granted.fetch_add(1, SeqCst);
             }

@@ -427,3 +427,20 @@ async fn a_reconciled_grant_is_refunded_in_the_primary_store() {
     rest().await;
     assert_eq!(primary.used(&policies).await, 21);
 }
+
+/// The primary store may have run it, so the account that was opened meanwhile is not charged less.
+#[tokio::test(start_paused = true)]
+async fn a_refund_without_a_reply_is_not_repeated_here() {
+    let (store, primary, _) = pair(1);
+    let policies = policies(Strategy::SlidingLog, "10/100s");
+    let _ = take(&store, &policies, 4).await;
+    primary.set(Manner::Swallows);
+    let refund = store.check(Check::refund(ann(), &policies, 3));
+    primary.set(Manner::Each(queue_full));
+    let _ = take(&store, &policies, 5).await;
+    let error = refund.await.unwrap_err();
+    assert!(!error.is_not_sent(), "{error}");
+    primary.set(Manner::AtOnce);
+    rest().await;
+    assert_eq!(primary.used(&policies).await, 4 - 3 + 5);
+}
