@@ -64,7 +64,7 @@ enum InFlight {
     },
 }
 
-/// What to do with a refund in an outage.
+/// Where a refund goes while the caller has an account.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RefundTo {
     /// The account has the charge: deduct this part there, and in the fallback.
@@ -262,7 +262,7 @@ fn counted_before(
 ) -> State {
     let [whole, part] = [policy, share].map(|policy| policy.params().capacity);
     let (used, reset) = if policy.frees().is_gradual() {
-        // Such a bucket is as full as the time until it is empty is long, also in a debt.
+        // The time until such a bucket is empty shows how full it is, also in a debt.
         let time = share.quota().time_for(granted.into()).as_micros();
         let time = i64::try_from(time).unwrap_or(i64::MAX);
         (whole, verdict.reset.saturating_sub(time))
