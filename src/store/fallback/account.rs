@@ -31,8 +31,8 @@ pub(super) struct Account {
     pub(super) policies: Policies,
     /// One per policy.
     counts: SmallVec<[Count; 1]>,
-    /// All charges until this time were sent or reset.
-    sent_until: i64,
+    /// All charges until this time were sent or reset. `None` at first.
+    sent_until: Option<i64>,
     /// Whether the primary store lacks a reset, which it gets before any charge.
     lacks_reset: bool,
     in_flight: InFlight,
@@ -60,7 +60,7 @@ enum InFlight {
     Charge {
         /// The state of the account without it.
         sent: SmallVec<[State; 1]>,
-        sent_until: i64,
+        sent_until: Option<i64>,
     },
 }
 
@@ -113,7 +113,7 @@ impl Account {
         Self {
             policies: policies.clone(),
             counts: counts.collect(),
-            sent_until: now - 1,
+            sent_until: None,
             lacks_reset: false,
             in_flight: InFlight::Nothing,
             counted_until: now,
@@ -143,14 +143,14 @@ impl Account {
         for (policy, count) in self.policies.iter().zip(&mut self.counts) {
             *count = Count::new(State::fresh(policy.kind()));
         }
-        (self.sent_until, self.lacks_reset, self.in_flight) = (now, true, InFlight::Nothing);
+        (self.sent_until, self.lacks_reset, self.in_flight) = (Some(now), true, InFlight::Nothing);
     }
 
     /// Returns where a refund goes.
     pub(super) fn refund_to(&self, check: &Check, now: i64) -> RefundTo {
         match check.charged().first().map(|charged| charged.at) {
             Some(ChargedAt::Redis(_)) => RefundTo::Primary,
-            Some(ChargedAt::Local(at)) if at <= self.sent_until => match self.in_flight {
+            Some(ChargedAt::Local(at)) if Some(at) <= self.sent_until => match self.in_flight {
                 // The reset has dropped the charge.
                 _ if self.lacks_reset => RefundTo::Account(0),
                 InFlight::Charge { .. } => RefundTo::Later,
@@ -171,6 +171,11 @@ impl Account {
             let charge = check.charged_under(i);
             charge.refund(policy, &mut count.all, cost.into(), now);
         }
+    }
+
+    /// Returns `true` if a charge was sent to the primary store.
+    pub(super) fn is_sent(&self) -> bool {
+        self.sent_until.is_some()
     }
 
     /// Returns `true` if the primary store lacks an unexpired charge or a reset.
@@ -225,7 +230,7 @@ impl Account {
         };
         self.in_flight = InFlight::Charge {
             sent: self.counts.iter().map(|count| count.sent.clone()).collect(),
-            sent_until: mem::replace(&mut self.sent_until, now),
+            sent_until: self.sent_until.replace(now),
         };
         for (policy, count) in self.policies.iter().zip(&mut self.counts) {
             count.send(policy, cost, now);

@@ -21,8 +21,8 @@ pub(super) struct Accounts {
     held: AtomicUsize,
     /// Number of accounts that may be opened, in all partitions of a primary store together.
     free: Arc<AtomicUsize>,
-    /// Number of the epoch. An epoch ends when the breaker opens, and when accounts are removed: a reply to an earlier
-    /// check may lack their charges.
+    /// Number of the epoch. An epoch ends when the breaker opens, and when an account is removed whose charges were sent:
+    /// a reply to an earlier check may lack these.
     epoch: AtomicU64,
     /// Cost that was charged to the primary store, and cost that was sent without a reply or never will be, since the
     /// last report.
@@ -85,11 +85,12 @@ impl Accounts {
         shard: &Mutex<Shard>,
         mut stays: impl FnMut(&Key, &Account) -> bool,
     ) {
-        let (mut shard, mut removed) = (lock(shard), 0);
+        let (mut shard, mut removed, mut is_sent) = (lock(shard), 0, false);
         shard.retain(|key, accounts| {
             accounts.retain(|account| {
                 let stays = stays(key, account);
                 removed += usize::from(!stays);
+                is_sent |= !stays && account.is_sent();
                 stays
             });
             !accounts.is_empty()
@@ -97,8 +98,10 @@ impl Accounts {
         if shard.is_empty() {
             shard.shrink_to_fit();
         }
-        if removed > 0 {
+        if is_sent {
             self.end_epoch();
+        }
+        if removed > 0 {
             self.held.fetch_sub(removed, Ordering::AcqRel);
             self.free.fetch_add(removed, Ordering::AcqRel);
         }
