@@ -139,12 +139,16 @@ impl PolicyCharge {
 mod tests {
     use super::super::{Policies, Quota, Source, Strategy};
     use super::*;
-    use crate::util::instant;
 
     fn policies(strategy: Strategy) -> Policies {
         Policy::new("test", strategy, Quota::per_minute(60))
             .unwrap()
             .into()
+    }
+
+    #[allow(clippy::disallowed_methods, reason = "any time will do")]
+    fn any_time() -> Instant {
+        Instant::now()
     }
 
     /// A charge of 10 by this check, with these charges before.
@@ -159,7 +163,7 @@ mod tests {
 
     #[test]
     fn a_part_is_refunded_while_it_counts() {
-        let (policies, since) = (policies(Strategy::Gcra), instant().into_std());
+        let (policies, since) = (policies(Strategy::Gcra), any_time());
         let take = Check::take(Key::GLOBAL, &policies, 10);
         let charge = charge(&policies, take, 0, since);
         let refund = |seconds| charge.refund(4, since + Duration::from_secs(seconds));
@@ -176,7 +180,7 @@ mod tests {
     /// Its part would otherwise drain while the request waits.
     #[test]
     fn a_turn_is_charged_when_it_is_due() {
-        let (policies, since) = (policies(Strategy::Gcra), instant().into_std());
+        let (policies, since) = (policies(Strategy::Gcra), any_time());
         let ahead = Check::take_ahead(Key::GLOBAL, &policies, 10, Duration::from_secs(60));
         let turn = charge(&policies, ahead, 60, since);
         let due = since + Duration::from_secs(10);
