@@ -14,7 +14,7 @@ use tower_redis_ratelimit::extract::Global;
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::reject::OnError;
 use tower_redis_ratelimit::select::Live;
-use tower_redis_ratelimit::settle::{Charge, ReserveError, Settlement};
+use tower_redis_ratelimit::settle::{RequestCost, ReserveError, Settlement};
 use tower_redis_ratelimit::store::{Answer, Store};
 use tower_redis_ratelimit::{
     CallLimitLayer, Key, Limiter, LocalStore, Policies, Policy, Quota, RateLimitLayer, Strategy,
