@@ -1,13 +1,12 @@
 //! A queue of store operations off the request path: charges, refunds, renewals, releases and leased blocks.
 
-mod awaited;
 mod pending_op;
 mod sender;
 #[cfg(test)]
 mod tests;
 
 use std::collections::{BTreeMap, VecDeque};
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +20,6 @@ use tokio::time::Instant;
 
 pub(crate) use self::pending_op::PendingOp;
 
-use self::awaited::Awaited;
 use self::sender::Sender;
 use super::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
@@ -35,7 +33,7 @@ use crate::util::{contain, instant, lock};
 ///   immediately. For other stores, operations are collected for [`GAP`] and sent in waves, which the store can batch.
 /// - **Retries.** An operation that was certainly not sent is retried after 50 ms, then with growing pauses of up to 1
 ///   s, until it has expired. Renewals are not retried, because the next renewal covers all slots in flight. Takes are
-///   not either: a request [awaits](Self::ask) them, or the caller repeats them.
+///   not either: a request [awaits](Self::send_now) them, or the caller repeats them.
 /// - **Lost replies.** An operation that may have been executed is never sent again, because it might be executed
 ///   twice. The observer is notified of it, and of each operation that finds the queue full.
 /// - **Releases.** Releasing a slot twice is harmless, so a release is retried until it succeeds or the slot has
@@ -146,24 +144,30 @@ impl OpQueue {
 
     /// Queues an operation, or sends it immediately if the queue is idle.
     pub(crate) fn put(&self, op: PendingOp) {
-        if let Err(op) = self.shared.leave(op) {
-            let mut asked = Vec::new();
-            self.shared.ask(op, instant(), &mut asked);
-            if !asked.is_empty() {
-                self.shared.keep(asked);
-            }
+        if let Err(op) = self.shared.leave(op)
+            && let Some(flight) = self.shared.send(op, instant())
+        {
+            self.shared.keep([flight]);
         }
         self.shared.attend();
     }
 
-    /// Sends an operation immediately, ahead of queued ones, for a request that awaits the returned future. If the
-    /// future is dropped, the sender awaits the reply.
-    pub(crate) fn ask(&self, op: PendingOp) -> impl Future<Output = ()> + Send + 'static {
-        let mut asked = Vec::new();
-        self.shared.ask(op, instant(), &mut asked);
-        Awaited {
-            shared: Arc::clone(&self.shared),
-            asked,
+    /// Sends a take immediately, ahead of queued operations, for a request that awaits its callback. A task on the
+    /// request's runtime awaits the reply, even if the request stops waiting.
+    pub(crate) fn send_now(&self, op: PendingOp) {
+        let Some(mut flight) = self.shared.send(op, instant()) else {
+            return;
+        };
+        self.shared.remember_runtime();
+        let runtime = Handle::try_current().ok();
+        // The reply is not kept in the queue: the callback may hold the queue, which would then hold itself if no
+        // sender followed.
+        if let Some(runtime) = runtime.as_ref().or(self.shared.home.get()) {
+            let shared = Arc::clone(&self.shared);
+            runtime.spawn(async move {
+                let reply = poll_fn(|cx| flight.poll(cx)).await;
+                shared.ended(flight.op, reply);
+            });
         }
     }
 
@@ -231,18 +235,20 @@ impl SharedQueue {
     }
 
     /// Sends an operation to the store, unless it has expired in the queue: the store would charge a late charge to
-    /// the current window.
-    fn ask(&self, op: PendingOp, now: Instant, asked: &mut Vec<Flight>) {
-        let Some(check) = op.check(now) else { return };
-        if !op.matters(now) {
-            let error = StoreError::new(ErrorKind::Timeout).check_only().not_sent();
-            return self.ended(op, Err(error));
-        }
-        match contain(|| (self.ask)(check)) {
-            Some(Asked::Replied(reply)) => self.ended(op, reply),
-            Some(Asked::Pending(reply)) => asked.push(Flight { op, reply }),
-            None => self.ended(op, Err(panicked())),
-        }
+    /// the current window. Returns the check if its reply is pending.
+    fn send(&self, op: PendingOp, now: Instant) -> Option<Flight> {
+        let check = op.check(now)?;
+        let reply = if op.matters(now) {
+            match contain(|| (self.ask)(check)) {
+                Some(Asked::Pending(reply)) => return Some(Flight { op, reply }),
+                Some(Asked::Replied(reply)) => reply,
+                None => Err(panicked()),
+            }
+        } else {
+            Err(StoreError::new(ErrorKind::Timeout).check_only().not_sent())
+        };
+        self.ended(op, reply);
+        None
     }
 
     /// Handles a reply: retries, repeats or finishes the operation.
@@ -284,7 +290,7 @@ impl SharedQueue {
     }
 
     /// Leaves sent checks to the sender, which awaits their replies.
-    fn keep(&self, asked: Vec<Flight>) {
+    fn keep(&self, asked: impl IntoIterator<Item = Flight>) {
         let work = &mut *lock(&self.work);
         work.asked.extend(asked);
         self.came_to_work();

@@ -49,8 +49,8 @@ impl PendingOp {
         }
     }
 
-    /// Calls `then` with the result, without holding a lock: on the sender's task, or on the task that puts or awaits
-    /// the operation. If the operation failed, the error says whether it was certainly [not
+    /// Calls `then` with the result, without holding a lock: on the task that puts the operation, or on the one that awaits
+    /// the reply. If the operation failed, the error says whether it was certainly [not
     /// sent](StoreError::is_not_sent).
     pub(crate) fn then(
         self,

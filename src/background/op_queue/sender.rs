@@ -34,9 +34,8 @@ impl Sender {
             match self.shared.next(&mut self.flights, last, now) {
                 Next::Send(ops) => {
                     last = now;
-                    for op in ops {
-                        self.shared.ask(op, now, &mut self.flights);
-                    }
+                    let pending = ops.into_iter().filter_map(|op| self.shared.send(op, now));
+                    self.flights.extend(pending);
                 }
                 Next::Wait(until) => self.wait(until).await,
                 Next::End => break,

@@ -445,6 +445,27 @@ async fn a_panic_costs_one_event() {
     );
 }
 
+/// The callback holds the queue, as that of [`Charge::reserve`](crate::settle::Charge::reserve) does.
+#[test]
+fn awaited_operations_do_not_leak_the_queue() {
+    let (queue, mut asked, _) = asking();
+    let (weak, held) = (queue.downgrade(), queue.clone());
+    let take = Check::take(Key::GLOBAL, &policies(), 1);
+    let op = PendingOp::of_check(take).then(move |_| drop(held));
+    let runtime = Builder::new_current_thread().build().unwrap();
+    runtime.block_on(async {
+        queue.send_now(op);
+        tokio::task::yield_now().await;
+    });
+    drop(queue);
+    assert!(
+        weak().is_some() && asked.now().len() == 1,
+        "the reply is awaited"
+    );
+    drop(runtime);
+    assert!(weak().is_none());
+}
+
 #[test]
 fn abandoned_refunds_are_reported() {
     let (queue, mut asked, _) = asking();
