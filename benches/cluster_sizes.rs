@@ -70,37 +70,37 @@ fn main() {
         println!("{}", Traffic::new(size).run());
     }
     println!(
-        "\n| 1,000 instances, 100 masters with a replica each | asked for the slots | in the busiest second | of one node, at most |"
+        "\n| 1,000 instances, 100 masters with a replica each | queries for the slot map | in the busiest second | of one node, at most |"
     );
     println!("|---|--:|--:|--:|");
     let size = size(1_000, 100, 400, 2_000.0);
     println!(
         "{}",
-        asked("one partition's slot moves", &reshard(size, &[0.0]))
+        queries_row("one partition's slot moves", &reshard(size, &[0.0]))
     );
     let each_second: Vec<f64> = (0..16)
         .map(|partition| f64::from(partition) * 1e6)
         .collect();
     println!(
         "{}",
-        asked(
+        queries_row(
             "16 of them move, one every second",
             &reshard(size, &each_second)
         )
     );
     for seconds in [5.0, 20.0] {
-        let (asks, tries) = failover(size, seconds * 1e6);
+        let (queries, attempts) = failover(size, seconds * 1e6);
         println!(
             "{}",
-            asked(
+            queries_row(
                 &format!("a master fails, its replica takes over after {seconds} s"),
-                &asks
+                &queries
             )
         );
-        let most = busiest(tries.iter().copied(), 100_000.0);
+        let max = busiest(attempts.iter().copied(), 100_000.0);
         println!(
-            "| its heir, meanwhile: tries of its partitions | {} in all, {most} in the busiest 100 ms | | |",
-            tries.len()
+            "| its successor until then: attempts of its partitions | {} in all, {max} in the busiest 100 ms | | |",
+            attempts.len()
         );
     }
 }
@@ -339,7 +339,7 @@ fn jitter(rng: &mut Rng, delay: f64) -> f64 {
 struct Refresher {
     last: Option<f64>,
     idle: i32,
-    asks: Vec<f64>,
+    queries: Vec<f64>,
 }
 
 impl Refresher {
@@ -356,23 +356,23 @@ impl Refresher {
         let at = (now + jitter(rng, delay)).max(self.last.map_or(now, |last| last + gap));
         self.idle = if changed(at) { 0 } else { self.idle + 1 };
         self.last = Some(at);
-        self.asks.push(at);
+        self.queries.push(at);
     }
 }
 
 /// Slots of partitions move at these times: each instance is redirected by its next check for the partition.
 fn reshard(size: Size, moves: &[f64]) -> Vec<f64> {
     let mut rng = Rng::with_seed(14);
-    let mut asks = vec![];
+    let mut queries = vec![];
     for _ in 0..size.instances {
         let mut refresher = Refresher::default();
         for moved in moves {
             let next = -(1.0 - rng.f64()).ln() * 1e6 / size.rate * size.partitions as f64;
             refresher.start(&mut rng, moved + next, 500_000.0, |_| true);
         }
-        asks.append(&mut refresher.asks);
+        queries.append(&mut refresher.queries);
     }
-    asks
+    queries
 }
 
 /// A master fails until its replica takes over. Each of its partitions is tried repeatedly, and
@@ -382,7 +382,7 @@ fn failover(size: Size, until: f64) -> (Vec<f64>, Vec<f64>) {
     /// Time after which a connection without a reply is given up.
     const TIMEOUT: f64 = 250_000.0;
     let mut rng = Rng::with_seed(14);
-    let (mut asks, mut tries) = (vec![], vec![]);
+    let (mut queries, mut attempts) = (vec![], vec![]);
     for _ in 0..size.instances {
         let mut refresher = Refresher::default();
         let mut probes: Vec<(f64, u32)> = vec![];
@@ -397,21 +397,21 @@ fn failover(size: Size, until: f64) -> (Vec<f64>, Vec<f64>) {
                 .unwrap();
             let now = *at;
             if refresher
-                .asks
+                .queries
                 .iter()
-                .any(|asked| (until..now).contains(asked))
+                .any(|query| (until..now).contains(query))
             {
                 // The map has the new master.
-                tries.extend(probes.iter().map(|probe| probe.0));
+                attempts.extend(probes.iter().map(|probe| probe.0));
                 break;
             }
             let delay = (50_000.0 * f64::powi(2.0, (*count).min(10) as i32)).min(250_000.0);
             (*at, *count) = (now + TIMEOUT + delay * (1.0 - rng.f64() / 2.0), *count + 1);
             refresher.start(&mut rng, now + TIMEOUT, 50_000.0, |at| at > until);
         }
-        asks.append(&mut refresher.asks);
+        queries.append(&mut refresher.queries);
     }
-    (asks, tries)
+    (queries, attempts)
 }
 
 /// Splits the time into intervals of this length, and returns the number of events in the busiest one.
@@ -421,14 +421,15 @@ fn busiest(times: impl Iterator<Item = f64>, length: f64) -> usize {
     slots.into_values().max().unwrap_or(0)
 }
 
-/// Any of 200 nodes is queried.
-fn asked(what: &str, asks: &[f64]) -> String {
+/// Formats a row of the table. Each query is sent to one of 200 nodes.
+fn queries_row(what: &str, queries: &[f64]) -> String {
     let mut rng = Rng::with_seed(14);
-    let nodes: Vec<usize> = asks.iter().map(|_| rng.usize(..200)).collect();
-    let of_one = (0..200)
+    let nodes: Vec<usize> = queries.iter().map(|_| rng.usize(..200)).collect();
+    let max_of_one = (0..200)
         .map(|node| {
             busiest(
-                asks.iter()
+                queries
+                    .iter()
                     .zip(&nodes)
                     .filter(|(_, of)| **of == node)
                     .map(|(at, _)| *at),
@@ -438,8 +439,8 @@ fn asked(what: &str, asks: &[f64]) -> String {
         .max()
         .unwrap_or(0);
     format!(
-        "| {what} | {} | {} | {of_one} |",
-        asks.len(),
-        busiest(asks.iter().copied(), 1e6)
+        "| {what} | {} | {} | {max_of_one} |",
+        queries.len(),
+        busiest(queries.iter().copied(), 1e6)
     )
 }

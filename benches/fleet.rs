@@ -1,7 +1,7 @@
 //! `cargo bench -p benches --bench fleet`
 //!
 //! Decisions of a fleet: many instances with few requests at a time each, so that most calls of a script have one check.
-//! Each instance has one connection, all share one Redis, and 100,000 callers come in random order. In each round, every
+//! Each instance uses one connection, all share one Redis, and 100,000 callers come in random order. In each round, every
 //! fleet is measured with this crate, with a plain script of one decision, with redis-cell's module, and with three calls
 //! that decide nothing. Client and server share the machine.
 //!

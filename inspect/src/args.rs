@@ -29,7 +29,7 @@ pub(crate) enum Command {
 }
 
 impl Args {
-    /// Reads the arguments of this process. `None` if they ask for help.
+    /// Reads the arguments of this process. `None` for `--help`.
     pub(crate) fn read() -> Result<Option<Self>, Box<dyn Error>> {
         let mut words = vec![];
         let (mut settings, mut policies, mut number, mut json) = (None, vec![], 20, false);

@@ -10,7 +10,7 @@ const DRY_RUN: &str = ",~try";
 
 /// A caller as an operator writes it.
 pub(crate) struct Wanted {
-    /// As it was written.
+    /// The operator's text.
     pub(crate) text: String,
     pub(crate) of: Of,
 }
@@ -46,7 +46,7 @@ impl Wanted {
         Ok(Self { text, of })
     }
 
-    /// Returns the keys under which this caller may be counted. `None` if only the digits in the log are known.
+    /// Returns the keys under which this caller may be counted. `None` if only the digits from the log are given.
     pub(crate) fn keys(&self) -> Option<&[Key]> {
         match &self.of {
             Of::Key(key) => Some(std::slice::from_ref(key)),

@@ -184,7 +184,7 @@ impl Counts {
         Ok(text)
     }
 
-    /// The counts of one caller: under the known policies, if there are any, and otherwise all that a scan finds.
+    /// Returns the counts of one caller: under the given policies, or without any, under all policies that a scan finds.
     async fn of_caller(&self, wanted: &Wanted) -> Result<Found, StoreError> {
         let mut rows = vec![];
         let Some(keys) = wanted.keys().filter(|_| !self.policies.is_empty()) else {

@@ -36,7 +36,7 @@ impl Settings {
 
     fn find(&mut self, value: &Value) -> Result<(), String> {
         match value {
-            // Another program's settings may have quotas too, but not as text beside a name.
+            // Another program's settings may have quotas too, but not as text together with a name.
             Value::Object(fields)
                 if fields.contains_key("name") && fields.contains_key("quota") =>
             {

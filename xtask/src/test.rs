@@ -16,8 +16,7 @@ pub(crate) fn test() -> Result {
     let metadata = Metadata::read()?;
     metadata.check_dependencies()?;
     let version = metadata.rust_version().to_owned();
-    // Run this concurrently: it shares nothing with the other steps, few of which use two
-    // processors.
+    // Run this concurrently: it shares nothing with the other steps, and most of them use one processor.
     let lowest_rust = thread::spawn(move || lowest_rust(&version));
     cargo(&[
         "clippy",
