@@ -32,7 +32,7 @@ const OMITTED: [&str; 5] = [
 /// Writes the list.
 pub(crate) fn save() -> Result {
     let list = list()?.ok_or_else(|| {
-        format!("this Rust does not write rustdoc format {FORMAT}: use one that does")
+        format!("this Rust does not write rustdoc format {FORMAT}: use the Rust release that does")
     })?;
     fs::write(root().join(LIST), list).map_err(|error| format!("{LIST}: {error}"))
 }
