@@ -93,7 +93,7 @@ fn main() {
         println!(
             "{}",
             queries_row(
-                &format!("a master fails, its replica takes over after {seconds} s"),
+                &format!("a master fails, its replica work over after {seconds} s"),
                 &queries
             )
         );
@@ -109,7 +109,7 @@ fn main() {
 #[derive(Clone, Copy, PartialEq)]
 enum Event {
     Request,
-    Answer { master: usize, pipeline: usize },
+    Reply { master: usize, pipeline: usize },
 }
 
 /// The workers of an instance for a master: at most two, the second only if more than a batch waits.
@@ -137,7 +137,7 @@ struct Traffic {
     /// Pipelines in flight: per check, the caller and its result.
     pipelines: Vec<Vec<(usize, f64)>>,
     events: BinaryHeap<Reverse<(u64, usize, usize)>>,
-    happening: Vec<(usize, Event)>,
+    event_data: Vec<(usize, Event)>,
     counts: Counts,
 }
 
@@ -172,24 +172,24 @@ impl Traffic {
             busy: vec![(0.0, 0.0); size.masters],
             pipelines: vec![],
             events: BinaryHeap::new(),
-            happening: vec![],
+            event_data: vec![],
             counts: Counts::default(),
         }
     }
 
-    fn plan(&mut self, at: f64, instance: usize, event: Event) {
-        self.happening.push((instance, event));
+    fn schedule(&mut self, at: f64, instance: usize, event: Event) {
+        self.event_data.push((instance, event));
         self.events.push(Reverse((
             (at * 1e3) as u64,
-            self.happening.len() - 1,
+            self.event_data.len() - 1,
             instance,
         )));
     }
 
     fn run(mut self) -> String {
         for instance in 0..self.size.instances {
-            let at = self.pause();
-            self.plan(at, instance, Event::Request);
+            let at = self.next_interval();
+            self.schedule(at, instance, Event::Request);
         }
         let mut is_counted = false;
         while let Some(Reverse((nanos, event, instance))) = self.events.pop() {
@@ -201,13 +201,13 @@ impl Traffic {
                 self.counts = Counts::default();
                 self.busy.iter_mut().for_each(|busy| busy.1 = 0.0);
             }
-            match self.happening[event].1 {
+            match self.event_data[event].1 {
                 Event::Request => {
-                    let next = now + self.pause();
-                    self.plan(next, instance, Event::Request);
-                    self.ask(instance, now);
+                    let next = now + self.next_interval();
+                    self.schedule(next, instance, Event::Request);
+                    self.request(instance, now);
                 }
-                Event::Answer { master, pipeline } => {
+                Event::Reply { master, pipeline } => {
                     for (_, since) in mem::take(&mut self.pipelines[pipeline]) {
                         self.counts.times.push(now - since);
                     }
@@ -216,15 +216,15 @@ impl Traffic {
                 }
             }
         }
-        self.told()
+        self.row()
     }
 
     /// Time until the next request of an instance.
-    fn pause(&mut self) -> f64 {
+    fn next_interval(&mut self) -> f64 {
         -(1.0 - self.rng.f64()).ln() * 1e6 / self.size.rate
     }
 
-    fn ask(&mut self, instance: usize, now: f64) {
+    fn request(&mut self, instance: usize, now: f64) {
         self.counts.requests += 1;
         let share = self.rng.f64();
         let caller = self
@@ -266,14 +266,14 @@ impl Traffic {
             .map(|caller| self.partition(*caller))
             .collect::<HashSet<_>>()
             .len();
-        let takes = READ + CALL * calls as f64 + CHECK * callers.len() as f64;
+        let work = READ + CALL * calls as f64 + CHECK * callers.len() as f64;
         let busy = &mut self.busy[master];
-        let starts = busy.0.max(now + ROUND_TRIP / 2.0);
-        *busy = (starts + takes, busy.1 + takes);
+        let start = busy.0.max(now + ROUND_TRIP / 2.0);
+        *busy = (start + work, busy.1 + work);
         for (caller, _) in &jobs {
             let full_at = &mut self.full_at[*caller];
-            let next = full_at.max(starts) + 1e6 / LIMIT;
-            let wait = next - starts - 1e6;
+            let next = full_at.max(start) + 1e6 / LIMIT;
+            let wait = next - start - 1e6;
             if wait <= 0.0 {
                 *full_at = next;
             } else {
@@ -285,14 +285,14 @@ impl Traffic {
         self.counts.calls += calls;
         self.counts.checks += jobs.len();
         self.pipelines.push(jobs);
-        let answer = Event::Answer {
+        let answer = Event::Reply {
             master,
             pipeline: self.pipelines.len() - 1,
         };
-        self.plan(starts + takes + ROUND_TRIP / 2.0, instance, answer);
+        self.schedule(start + work + ROUND_TRIP / 2.0, instance, answer);
     }
 
-    fn told(self) -> String {
+    fn row(self) -> String {
         let Self {
             size,
             mut counts,

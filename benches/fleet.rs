@@ -128,7 +128,7 @@ impl Case {
             let mut connection = connections[meter.task % fleet.0].clone();
             let hash = hash.clone();
             async move {
-                while meter.goes_on() {
+                while meter.should_continue() {
                     let caller = meter.rng.u32(..MANY);
                     if self == Self::Plain {
                         one_by_one(&mut connection, quota(), caller).await;
@@ -136,7 +136,7 @@ impl Case {
                         let call = self.call(&hash, caller);
                         let _: Value = call.query_async(&mut connection).await.unwrap();
                     }
-                    meter.done();
+                    meter.record();
                 }
                 meter
             }
@@ -183,11 +183,11 @@ async fn ours(fleet: Fleet, server: &RedisServer, time: Duration) -> Measure {
     load(&[server], fleet.tasks(), Amount::Time(time), |mut meter| {
         let (store, policies) = (stores[meter.task % fleet.0].clone(), policies.clone());
         async move {
-            while meter.goes_on() {
+            while meter.should_continue() {
                 let caller = Key::new(address(meter.rng.u32(..MANY)).to_string());
                 let check = Check::take(caller, &policies, 1);
                 let _ = store.check(check).await.unwrap();
-                meter.done();
+                meter.record();
             }
             meter
         }

@@ -148,7 +148,7 @@ async fn end_seconds(demo: Arc<Demo>) {
             .into_iter()
             .zip(lock(&demo.quotas).map(|quota| quota.to_string()))
             .collect();
-        demo.recorder.end(Settings {
+        demo.recorder.end_second(Settings {
             redis,
             rate: demo.rate.load(Relaxed),
             quotas,
