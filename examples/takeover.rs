@@ -49,7 +49,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     };
     if !["redis-rate", "redis-cell", "incr"].contains(&system.as_str()) {
         return Err(format!(
-            "unknown limiter {system:?}: use `redis-rate`, `redis-cell` or `incr`"
+            "unknown limiter `{system}`: use `redis-rate`, `redis-cell` or `incr`"
         )
         .into());
     }

@@ -385,8 +385,7 @@ async fn a_takeover_of_nothing_fails() {
     );
     let problem = take_over(&server, "redis_rate", "rate:").unwrap_err();
     assert!(
-        problem
-            .contains("unknown limiter \"redis_rate\": use `redis-rate`, `redis-cell` or `incr`"),
+        problem.contains("unknown limiter `redis_rate`: use `redis-rate`, `redis-cell` or `incr`"),
         "{problem}"
     );
 }
