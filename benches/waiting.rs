@@ -13,8 +13,8 @@
     reason = "a benchmark fails by panicking, reads the time, and uses a part of the tests' proxies"
 )]
 
-#[path = "../tests/redis/proxy.rs"]
-mod proxy;
+#[path = "../tests/support/devices.rs"]
+mod devices;
 
 use std::convert::Infallible;
 use std::env;
@@ -145,7 +145,7 @@ async fn measure(row: &Row) -> Vec<u32> {
     for us in row.distances {
         let url = match us {
             0 => server.url(),
-            us => proxy::far(&server, Duration::from_micros(*us)).await,
+            us => devices::far(&server, Duration::from_micros(*us)).await,
         };
         limiters.push(Limiter::new(store(&url), row.policies()));
     }
