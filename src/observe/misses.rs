@@ -9,12 +9,12 @@ use super::{Observer, event, or_log};
 #[derive(Default)]
 pub(crate) struct Misses {
     observer: OnceLock<Arc<dyn Observer>>,
-    /// The number of requests without it, at most [`Misses::REPORT_AT`]. Also that number once a request has it.
+    /// Number of requests without it. [`Misses::REPORT_AT`] ends the count.
     count: AtomicU32,
 }
 
 impl Misses {
-    /// Number of requests without it that are reported.
+    /// Number of requests without it at which the problem is reported.
     pub(crate) const REPORT_AT: u32 = 1_000;
 
     /// Keeps the first observer.
@@ -26,7 +26,7 @@ impl Misses {
         self.observer.get()
     }
 
-    /// Ends the count: a request has it.
+    /// Ends the count, since a request includes what the layer reads.
     #[inline]
     pub(crate) fn found(&self) {
         if self.count.load(Relaxed) < Self::REPORT_AT {

@@ -331,7 +331,7 @@ impl SharedQueue {
         });
     }
 
-    /// Returns the sender's next step. Adds the new flights to those that it awaits.
+    /// Returns the sender's next step, and moves the new flights to `flights`.
     fn next_step(&self, flights: &mut Vec<Flight>, last_wave: Instant, now: Instant) -> Step {
         let work = &mut *lock(&self.work);
         flights.append(&mut work.new_flights);
