@@ -42,7 +42,8 @@ use crate::util::{contain, instant, lock};
 ///   [`MAX_RELEASE_RETRIES`]: their slots expire.
 /// - **Runtimes.** The sender is a [background task](super). If its runtime shuts down, the operations and pending
 ///   replies stay in the queue until another operation is [put](Self::put) or a request [wakes](Self::wake) the queue.
-///   Outside of a runtime, the sender starts on the first runtime that has used the queue.
+///   Outside of a runtime, the sender starts on the first runtime that has used the queue. Only a reply that a request
+///   [awaits](Self::send_now) is lost with its runtime.
 #[derive(Clone)]
 pub(crate) struct OpQueue {
     #[allow(
