@@ -3,6 +3,7 @@
 use std::error::Error as _;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -59,6 +60,27 @@ async fn a_private_ca_is_trusted() {
         .connect()
         .await
         .unwrap();
+}
+
+/// A task of redis-rs drives a connection over TLS: a ping detects its loss.
+#[tokio::test]
+async fn closed_connections_are_replaced() {
+    let ca = Authority::new();
+    let server = TlsServer::start(&ca, "127.0.0.1");
+    let store = builder(server.url())
+        .root_certificates(ca.pem())
+        .connections(NonZeroUsize::MIN)
+        .connect_lazy()
+        .unwrap();
+    for remaining in [99, 98, 97] {
+        let decision = store.check(check("ann", "100/100d")).await.unwrap();
+        assert_eq!(decision.remaining(), remaining);
+        let killed: u64 = server.server.command("CLIENT KILL TYPE normal").await;
+        assert_eq!(killed, 1);
+        tokio::time::pause();
+        tokio::time::advance(Duration::from_millis(500)).await;
+        tokio::time::resume();
+    }
 }
 
 #[tokio::test]

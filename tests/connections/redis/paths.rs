@@ -126,6 +126,26 @@ async fn closed_connections_are_replaced() {
     assert_eq!(left().await, 99, "Redis has forgotten");
 }
 
+#[cfg(unix)]
+#[tokio::test]
+async fn closed_unix_connections_are_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("redis.sock");
+    let socket = socket.to_str().unwrap();
+    let server = RedisServer::start_with(&["--unixsocket", socket]);
+    let store = RedisStore::builder(format!("redis+unix://{socket}"))
+        .connections(ONE)
+        .timeout(Duration::from_secs(20))
+        .connect_lazy()
+        .unwrap();
+    for remaining in [99, 98, 97] {
+        let decision = store.check(check("ann", "100/100d")).await.unwrap();
+        assert_eq!(decision.remaining(), remaining);
+        let killed: u64 = server.command("CLIENT KILL TYPE normal").await;
+        assert_eq!(killed, 1);
+    }
+}
+
 /// A replica decides checks that write nothing, such as a peek. Another check of the batch shows
 /// that it is a replica.
 #[tokio::test]

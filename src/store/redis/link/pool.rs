@@ -1,6 +1,7 @@
 //! The connections to one server. A [pool](Pool) keeps them: bb8, extended to discard broken
 //! connections, to report why a connection cannot be made, and to keep the last one for the next
-//! checkout. A [connection](Connection) is driven by the task that sends a command over it.
+//! checkout. A [connection](Connection) without TLS is driven by the task that sends a command over
+//! it.
 //!
 //! The Tokio runtime that created a connection drives it, and the tasks that bb8 spawns for it. So
 //! each runtime has its own pool, which is dropped with the runtime.
@@ -12,6 +13,9 @@
 //!
 //! So nothing reads while no command is in flight. Before each use, the pool checks whether the
 //! connection was lost in the meantime.
+//!
+//! With TLS, redis-rs does spawn that task: it has no other way to open the connection. Only a ping
+//! then shows whether the connection was lost.
 
 use std::future::{Future, poll_fn};
 use std::mem;
@@ -302,6 +306,10 @@ impl Connection {
     /// with few requests by a round trip.
     const IDLE_THRESHOLD: Duration = Duration::from_secs(30);
 
+    /// The same if a task of redis-rs drives the connection: only a ping shows whether the server
+    /// has closed it.
+    const UNWATCHED_THRESHOLD: Duration = Duration::from_millis(500);
+
     fn new(link: Link, patience: Duration) -> Self {
         Self {
             link,
@@ -331,7 +339,11 @@ impl Connection {
     /// Begins a use. Returns `true` if the connection was idle for long.
     fn was_idle(&mut self) -> bool {
         let before = mem::replace(&mut self.used, instant());
-        self.used.duration_since(before) >= Self::IDLE_THRESHOLD
+        let threshold = match self.link.inner.driver {
+            Some(_) => Self::IDLE_THRESHOLD,
+            None => Self::UNWATCHED_THRESHOLD,
+        };
+        self.used.duration_since(before) >= threshold
     }
 
     /// Returns `true` if the server still responds. Any reply shows that, even an error that this
@@ -489,18 +501,21 @@ fn is_lasting(error: &RedisError) -> bool {
 /// Reads and writes a connection, until the connection is lost.
 pub(super) type Driver = Fuse<BoxFuture<'static, ()>>;
 
-/// A connection and its driver. The driver is empty if a task of redis-rs drives the connection.
+/// A connection and its driver. `None` if a task of redis-rs drives the connection.
 pub(crate) struct Driven {
     pub(super) connection: MultiplexedConnection,
-    pub(super) driver: Driver,
+    pub(super) driver: Option<Driver>,
 }
 
 impl Driven {
-    /// Returns `true` if the connection was lost while idle, as far as the runtime has noticed.
-    /// Also replaces the waker that the last user left in the driver, so that later events do not
-    /// wake that task.
+    /// Returns `true` if the connection was lost with its last reply or while idle, as far as the
+    /// runtime has noticed. Also replaces the waker that the last user left in the driver, so that
+    /// later events do not wake that task.
     fn is_lost(&mut self) -> bool {
-        (&mut self.driver).now_or_never().is_some()
+        self.driver.as_mut().is_some_and(|driver| {
+            let _ = driver.poll_unpin(&mut Context::from_waker(Waker::noop()));
+            driver.is_terminated()
+        })
     }
 
     /// As redis-rs's method of this name.
@@ -528,18 +543,21 @@ impl Driven {
 /// real one, for data from the server. Tokio's cooperative budget would suspend the request, which
 /// nothing would resume: it is [unconstrained].
 async fn drive<T>(
-    driver: &mut Driver,
+    driver: &mut Option<Driver>,
     mut request: Pin<&mut Unconstrained<impl Future<Output = T>>>,
 ) -> T {
     if let Some(answer) = request.as_mut().now_or_never() {
         return answer;
     }
     poll_fn(|cx| {
-        let _ = driver.poll_unpin(cx);
-        let waker = if driver.is_terminated() {
-            cx.waker()
-        } else {
+        let is_driven_here = driver.as_mut().is_some_and(|driver| {
+            let _ = driver.poll_unpin(cx);
+            !driver.is_terminated()
+        });
+        let waker = if is_driven_here {
             Waker::noop()
+        } else {
+            cx.waker()
         };
         request.as_mut().poll(&mut Context::from_waker(waker))
     })
@@ -578,7 +596,7 @@ mod tests {
                 answer.send(told.await.unwrap()).unwrap();
             }
         };
-        let mut driver = driver.boxed().fuse();
+        let mut driver = Some(driver.boxed().fuse());
         for _ in 0..10_000 {
             let ask = async {
                 let (answer, told) = oneshot::channel();

@@ -633,6 +633,42 @@ mod tests {
         assert_eq!(connections.load(Ordering::SeqCst), 1);
     }
 
+    /// The last reply and the end of the connection arrive together: the connection is not used again.
+    #[tokio::test]
+    async fn a_connection_that_ends_with_a_reply_is_replaced() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("redis://{}/", listener.local_addr().unwrap());
+        let (closed, is_closed) = mpsc::channel();
+        std::thread::spawn(move || {
+            while let Ok((mut stream, _)) = listener.accept() {
+                let mut buffer = [0; 65_536];
+                while let Ok(length @ 1..) = stream.read(&mut buffer) {
+                    let asked = &buffer[..length];
+                    if asked.windows(4).any(|part| part == b"PING") {
+                        stream.write_all(b"+PONG\r\n").unwrap();
+                        break;
+                    }
+                    let commands = asked.iter().filter(|byte| **byte == b'*').count();
+                    stream.write_all(&b"+OK\r\n".repeat(commands)).unwrap();
+                }
+                drop(stream);
+                let _ = closed.send(());
+            }
+        });
+        let store = store(url, Duration::from_secs(20));
+        let topology = &store.inner.topology;
+        let pool = topology.pool(topology.node(0).unwrap(), 1, Duration::from_secs(20));
+        for _ in 0..3 {
+            let mut connection = pool.checkout().await.unwrap();
+            let mut ping = Box::pin(connection.ask(redis::cmd("PING")));
+            assert!((&mut ping).now_or_never().is_none());
+            // The runtime sees neither until both have arrived.
+            is_closed.recv().unwrap();
+            ping.await.unwrap();
+            pool.give_back(connection);
+        }
+    }
+
     /// A connection is kept outside of bb8 for the next checkout, but not while a checkout waits for bb8.
     #[tokio::test]
     async fn a_returned_connection_goes_to_the_checkout_that_waits() {
