@@ -52,6 +52,7 @@ pub(crate) struct Manager<C> {
     to: C,
     timeout: Duration,
     backoff: Backoff,
+    timeouts: Arc<AtomicU64>,
 }
 
 /// Delays new connections while a server is unreachable, so that not every check tries to connect.
@@ -108,7 +109,8 @@ impl<C: Connect> bb8::ManageConnection for Manager<C> {
         let link = within(self.timeout, self.to.connect()).await;
         let link = link.inspect_err(|error| self.backoff.failed(error.clone()))?;
         // Half of the time: the other half remains for a new connection and the command.
-        Ok(Box::new(Connection::new(link, self.timeout / 2)))
+        let timeouts = self.timeouts.load(Ordering::Relaxed);
+        Ok(Box::new(Connection::new(link, self.timeout / 2, timeouts)))
     }
 
     /// Always succeeds: bb8 is configured not to call it, since [`Pool::checkout`] checks the
@@ -118,6 +120,9 @@ impl<C: Connect> bb8::ManageConnection for Manager<C> {
     }
 
     fn has_broken(&self, connection: &mut Box<Connection>) -> bool {
+        if connection.broken && connection.failure.is_none() {
+            self.timeouts.fetch_add(1, Ordering::Relaxed);
+        }
         if !connection.was_used {
             match (connection.broken, connection.failure.take()) {
                 (false, _) => {
@@ -138,6 +143,8 @@ pub(crate) struct Pool<C: Connect> {
     /// The last connection failure, for the callers that wait for a connection.
     failures: watch::Receiver<Option<StoreError>>,
     spare: Mutex<Spare<C>>,
+    /// Number of uses that were dropped before a reply arrived: the server may have vanished.
+    timeouts: Arc<AtomicU64>,
 }
 
 /// The connection that was returned last. A checkout takes it faster than from bb8.
@@ -154,10 +161,12 @@ impl<C: Connect> Pool<C> {
     /// Creates a pool of at most `max` connections. Each is created on demand, within the timeout.
     pub(crate) fn new(to: C, max: usize, timeout: Duration) -> Self {
         let (sender, failures) = watch::channel(None);
+        let timeouts = Arc::default();
         let manager = Manager {
             to,
             timeout,
             backoff: Backoff::default(),
+            timeouts: Arc::clone(&timeouts),
         };
         let connections = bb8::Pool::builder()
             .max_size(u32::try_from(max).unwrap_or(u32::MAX))
@@ -177,6 +186,7 @@ impl<C: Connect> Pool<C> {
             connections,
             failures,
             spare: Mutex::new(spare),
+            timeouts,
         }
     }
 
@@ -188,7 +198,9 @@ impl<C: Connect> Pool<C> {
             if !connection.is_closed() {
                 // If one idle connection is dead, the others probably are too: do not ping each. A ping is
                 // rare, and boxed so that the future of a worker is small.
-                if !connection.was_idle() || !lost && Box::pin(connection.responds_to_ping()).await
+                let timeouts = self.timeouts.load(Ordering::Relaxed);
+                if !connection.is_doubtful(timeouts)
+                    || !lost && Box::pin(connection.responds_to_ping()).await
                 {
                     return Ok(connection);
                 }
@@ -296,6 +308,8 @@ pub(crate) struct Connection {
     failure: Option<StoreError>,
     /// Start of the last use.
     used: Instant,
+    /// The pool's number of timeouts at the start of the last use.
+    timeouts: u64,
     /// Maximum time of a ping.
     patience: Duration,
 }
@@ -310,13 +324,14 @@ impl Connection {
     /// has closed it.
     const UNWATCHED_THRESHOLD: Duration = Duration::from_millis(500);
 
-    fn new(link: Link, patience: Duration) -> Self {
+    fn new(link: Link, patience: Duration, timeouts: u64) -> Self {
         Self {
             link,
             broken: false,
             was_used: false,
             failure: None,
             used: instant(),
+            timeouts,
             patience,
         }
     }
@@ -336,14 +351,16 @@ impl Connection {
         self.was_used && !self.broken
     }
 
-    /// Begins a use. Returns `true` if the connection was idle for long.
-    fn was_idle(&mut self) -> bool {
+    /// Begins a use. Returns `true` if the connection was idle for long, or if a use of the pool has
+    /// timed out since the last use.
+    fn is_doubtful(&mut self, timeouts: u64) -> bool {
         let before = mem::replace(&mut self.used, instant());
+        let timeouts_before = mem::replace(&mut self.timeouts, timeouts);
         let threshold = match self.link.inner.driver {
             Some(_) => Self::IDLE_THRESHOLD,
             None => Self::UNWATCHED_THRESHOLD,
         };
-        self.used.duration_since(before) >= threshold
+        self.used.duration_since(before) >= threshold || timeouts_before != timeouts
     }
 
     /// Returns `true` if the server still responds. Any reply shows that, even an error that this
