@@ -583,9 +583,54 @@ async fn drive<T>(
 
 #[cfg(test)]
 mod tests {
+    use redis::IntoConnectionInfo;
     use tokio::sync::{mpsc, oneshot};
 
     use super::*;
+    use crate::store::redis::link::Dialer;
+    use crate::support::RedisServer;
+
+    /// Connects in the current epoch.
+    struct InEpoch {
+        server: redis::ConnectionInfo,
+        current: Arc<AtomicU64>,
+    }
+
+    impl Connect for InEpoch {
+        async fn connect(&self) -> Result<Link, StoreError> {
+            let dialer = Dialer::new(Duration::from_secs(20), None);
+            Ok(Link {
+                inner: dialer.dial(&self.server).await?,
+                epoch: Some(Epoch {
+                    current: Arc::clone(&self.current),
+                    number: self.current.load(Ordering::Acquire),
+                }),
+            })
+        }
+    }
+
+    /// The next checkout replaces a connection of an earlier epoch, even the one that was returned last.
+    #[tokio::test]
+    async fn connections_of_an_earlier_epoch_are_replaced() {
+        let server = RedisServer::start();
+        let current = Arc::default();
+        let to = InEpoch {
+            server: server.url().into_connection_info().unwrap(),
+            current: Arc::clone(&current),
+        };
+        let pool = Pool::new(to, 1, Duration::from_secs(20));
+        let id = async || {
+            let mut connection = pool.checkout().await.unwrap();
+            let id = connection.ask(redis::cmd("CLIENT").arg("ID").take()).await;
+            pool.give_back(connection);
+            id.unwrap()
+        };
+        let first = id().await;
+        assert_eq!(id().await, first);
+        assert!(lock(&pool.spare).connection.is_some());
+        current.fetch_add(1, Ordering::Release);
+        assert_ne!(id().await, first);
+    }
 
     /// A wake-up may arrive before, during or after the poll, and after any delay.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
