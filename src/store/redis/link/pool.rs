@@ -320,8 +320,8 @@ impl Connection {
     /// with few requests by a round trip.
     const IDLE_THRESHOLD: Duration = Duration::from_secs(30);
 
-    /// The same if a task of redis-rs drives the connection: only a ping shows whether the server
-    /// has closed it.
+    /// Idle time after which a connection may have been closed, if a task of redis-rs drives it: only
+    /// a ping detects that.
     const UNWATCHED_THRESHOLD: Duration = Duration::from_millis(500);
 
     fn new(link: Link, patience: Duration, timeouts: u64) -> Self {
@@ -609,7 +609,7 @@ mod tests {
         }
     }
 
-    /// The next checkout replaces a connection of an earlier epoch, even the one that was returned last.
+    /// A checkout does not take the spare connection of an earlier epoch.
     #[tokio::test]
     async fn connections_of_an_earlier_epoch_are_replaced() {
         let server = RedisServer::start();
