@@ -275,12 +275,12 @@ impl Task {
         request: Request,
     ) -> impl Future<Output = (Request, Result<Decision, StoreError>, Option<Slot>)> + use<> {
         let in_flight = self.line.queues.in_flight.as_ref();
-        let mut slot = in_flight.and_then(|in_flight| in_flight.hold(&request.check));
+        let mut slot = in_flight.and_then(|in_flight| in_flight.track(&request.check));
         let answer = self.line.send(request.check.clone());
         async move {
             let answer = answer.await;
             if let Some(slot) = &mut slot {
-                slot.answered(answer.as_ref());
+                slot.on_reply(answer.as_ref());
             }
             (request, answer, slot)
         }
