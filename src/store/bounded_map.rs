@@ -39,11 +39,11 @@ struct Place<V> {
     slot: Slot<V>,
 }
 
-/// What 15 places hold. The low 15 bytes are one for each place: 0 if it is free, or else a byte of its key's hash, so that a search
+/// What 7 places hold. The low 7 bytes are one for each place: 0 if it is free, or else a byte of its key's hash, so that a search
 /// reads hardly any place of another key. The highest byte counts the keys that belong into this chunk and are in a
 /// later one, since all places were taken; 255 stands for any larger number too.
 #[derive(Debug, Clone, Copy, Default)]
-struct Chunk(u128);
+struct Chunk(u64);
 
 #[derive(Debug)]
 pub(super) struct Slot<V> {
@@ -88,10 +88,10 @@ impl Hold {
 }
 
 impl Chunk {
-    const PLACES: usize = 15;
+    const PLACES: usize = 7;
     /// The lowest bit of each byte that is for a place.
-    const LOW: u128 = u128::MAX / 255 >> 8;
-    const HIGH: u128 = Self::LOW << 7;
+    const LOW: u64 = u64::MAX / 255 >> 8;
+    const HIGH: u64 = Self::LOW << 7;
     const OVERFLOW: u32 = 8 * Self::PLACES as u32;
 
     /// Returns the byte for a key, which is not 0.
@@ -101,9 +101,9 @@ impl Chunk {
 
     /// Returns the places whose byte is `tag`: the highest bit of each such byte.
     #[inline]
-    fn with_tag(self, tag: u8) -> u128 {
-        let other = self.0 ^ (Self::LOW * u128::from(tag));
-        let low_bits = (other & !Self::HIGH & (u128::MAX >> 8)) + (Self::HIGH - Self::LOW);
+    fn with_tag(self, tag: u8) -> u64 {
+        let other = self.0 ^ (Self::LOW * u64::from(tag));
+        let low_bits = (other & !Self::HIGH & (u64::MAX >> 8)) + (Self::HIGH - Self::LOW);
         !(low_bits | other) & Self::HIGH
     }
 
@@ -117,10 +117,10 @@ impl Chunk {
     }
 
     fn set(&mut self, place: usize, tag: u8) {
-        self.0 = self.0 & !(0xff << (8 * place)) | u128::from(tag) << (8 * place);
+        self.0 = self.0 & !(0xff << (8 * place)) | u64::from(tag) << (8 * place);
     }
 
-    fn overflow(self) -> u128 {
+    fn overflow(self) -> u64 {
         self.0 >> Self::OVERFLOW
     }
 
@@ -225,9 +225,10 @@ impl<V: Ranked> BoundedMap<V> {
         gone
     }
 
-    /// Returns how many entries this number of chunks is to hold.
+    /// Returns how many entries this number of chunks holds before it grows: 15 of 16 of the places.
     fn fitting(chunks: usize) -> usize {
-        chunks * (Chunk::PLACES - 1)
+        let places = chunks * Chunk::PLACES;
+        places - places / 16
     }
 
     /// Returns the chunk that a key belongs into.
@@ -245,7 +246,7 @@ impl<V: Ranked> BoundedMap<V> {
 
     fn grow(&mut self) {
         let before = self.chunks.len();
-        let enough = self.max.div_ceil(Chunk::PLACES - 1);
+        let enough = self.max.div_ceil(Chunk::PLACES) * 16 / 15 + 1;
         let chunks = (before + before / 8 + 1).min(enough).max(before + 1);
         self.chunks = vec![Chunk::default(); chunks];
         let places = (0..chunks * Chunk::PLACES).map(|_| None).collect();
@@ -404,7 +405,7 @@ mod tests {
     #[test]
     fn holds_what_was_put() {
         let (mut rng, digester) = (Rng::with_seed(1), Digester::new());
-        for max in [1, 14, 15, 100, 1_000] {
+        for max in [1, 7, 14, 15, 100, 1_000] {
             let (mut map, mut expected) = (BoundedMap::new(max), HashMap::new());
             let keys: Vec<_> = (0..max as u32)
                 .map(|i| digester.digest(&Key::from(i)))
@@ -434,7 +435,7 @@ mod tests {
     #[test]
     fn never_holds_more_than_its_size() {
         let digester = Digester::new();
-        for max in [1, 14, 15, 16, 500] {
+        for max in [1, 6, 7, 8, 16, 500] {
             let mut map = BoundedMap::new(max);
             for i in 0..20 * max as u32 {
                 let hold = Hold::new((i % 256) as u8, 100);
