@@ -116,7 +116,7 @@ pub(crate) enum Admission<D> {
     Undecided(Pending<D>),
 }
 
-/// Whether a request passes. What it then owns is in its [`Grant`].
+/// The reason why a request does not pass, if so. The resources of one that passes are in its [`Grant`].
 pub(crate) type Admitted = Result<(), Refusal>;
 
 /// Why a request does not pass.
@@ -217,7 +217,7 @@ impl<S, R> Gate<S, R> {
     }
 }
 
-/// The way of a request. What it owns if it passes goes into its `grant`, which is empty before.
+/// The way of a request. Each method fills the empty `grant` of a request that passes.
 impl<S: Store, R: 'static> Gate<S, R> {
     /// Finds the key and the policies, and sends the check.
     #[inline]

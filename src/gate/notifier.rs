@@ -67,7 +67,7 @@ impl Notifier {
         self.observer.as_ref().map(|_| instant())
     }
 
-    /// Returns `true` if somebody is to be [notified](Self::answered) of this answer.
+    /// Returns `true` if an observer or the log must be [notified](Self::answered) of this answer.
     #[inline]
     pub(crate) fn is_notified(&self, answer: &Result<Decision, StoreError>) -> bool {
         self.observer.is_some() || !matches!(answer, Ok(decision) if decision.is_allowed())

@@ -12,9 +12,9 @@ use super::shards::Digest;
 /// callers that have used up their limits. New callers with little usage replace each other in a
 /// few places, where a newcomer with more usage than the others usually stays.
 ///
-/// It is a table of its own kind because, with many keys, the cache misses dominate the cost of a lookup: the
-/// [`Chunk`]s are small enough to stay in a cache, so a lookup misses it once, for its place. And it grows by an
-/// eighth: doubling would leave up to half of the memory unused.
+/// With many keys, cache misses dominate the cost of a lookup. The [`Chunk`]s are small enough to stay in the cache, so
+/// a lookup has one miss, for its place. The map grows by an eighth: doubling would leave up to half of its memory
+/// unused.
 #[derive(Debug)]
 pub(super) struct BoundedMap<V> {
     chunks: Vec<Chunk>,
@@ -39,9 +39,9 @@ struct Place<V> {
     slot: Slot<V>,
 }
 
-/// What 7 places hold. The low 7 bytes are one for each place: 0 if it is free, or else a byte of its key's hash, so that a search
-/// reads hardly any place of another key. The highest byte counts the keys that belong into this chunk and are in a
-/// later one, since all places were taken; 255 stands for any larger number too.
+/// A summary of 7 places. Each of the low 7 bytes describes one place: 0 if it is free, or else a byte of its key's
+/// hash, so that a search rarely reads the place of another key. The highest byte is the number of keys that belong to
+/// this chunk but are in a later one, because all places were taken. At 255 it stops counting.
 #[derive(Debug, Clone, Copy, Default)]
 struct Chunk(u64);
 
@@ -215,7 +215,7 @@ impl<V: Ranked> BoundedMap<V> {
             key,
             slot: Slot { value, hold },
         });
-        // At most a sixteenth of all entries are newcomers: the last ones before it was full, or those that replaced them.
+        // At most a sixteenth of all entries are newcomers. The first ones are the last entries before the map is full.
         let most = (self.max / 16).clamp(4, 32);
         if let Some(index) = newcomer {
             self.newcomers[index] = place as u32;
@@ -431,7 +431,7 @@ mod tests {
         }
     }
 
-    /// A full map stays full, whatever is put.
+    /// A full map stays full.
     #[test]
     fn never_holds_more_than_its_size() {
         let digester = Digester::new();
