@@ -594,40 +594,34 @@ impl<D> Pending<D> {
         T: Service<Q> + Clone,
     {
         let mut this = self.project();
-        loop {
-            if let Some(asked) = this.asked.as_mut().as_pin_mut() {
-                let answer = ready!(asked.poll(cx));
-                this.asked.set(None);
-                let Some(question) = this.question.take() else {
-                    break;
-                };
-                match gate.answered(request, question, answer, grant) {
-                    Admission::Decided(admitted) => return Poll::Ready(Ok(admitted)),
-                    Admission::Undecided(queued) => *this.question = queued.question,
-                }
-                // The ready one may hold a permit that others wait for.
-                *inner = inner.clone();
-            }
-            let Some(Question {
-                queued: Some(queued),
-                ..
-            }) = this.question
-            else {
-                break;
-            };
-            let turn = ready!(queued.poll(cx, |cx| inner.poll_ready(cx)))?;
-            let policies = queued.policies.clone();
+        if let Some(asked) = this.asked.as_mut().as_pin_mut() {
+            let answer = ready!(asked.poll(cx));
+            this.asked.set(None);
             let Some(question) = this.question.take() else {
-                break;
+                polled_after_completion("Pending");
             };
-            let question = Question {
-                queued: None,
-                ..question
-            };
-            let admitted = gate.conclude_turn(request, question, &policies, turn, grant);
-            return Poll::Ready(Ok(admitted));
+            match gate.answered(request, question, answer, grant) {
+                Admission::Decided(admitted) => return Poll::Ready(Ok(admitted)),
+                Admission::Undecided(queued) => *this.question = queued.question,
+            }
+            // The ready one may hold a permit that others wait for.
+            *inner = inner.clone();
         }
-        polled_after_completion("Pending")
+        let Some(Question {
+            queued: Some(queued),
+            ..
+        }) = this.question
+        else {
+            polled_after_completion("Pending");
+        };
+        let turn = ready!(queued.poll(cx, |cx| inner.poll_ready(cx)))?;
+        let policies = queued.policies.clone();
+        let Some(mut question) = this.question.take() else {
+            polled_after_completion("Pending");
+        };
+        question.queued = None;
+        let admitted = gate.conclude_turn(request, question, &policies, turn, grant);
+        Poll::Ready(Ok(admitted))
     }
 }
 

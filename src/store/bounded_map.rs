@@ -90,7 +90,7 @@ impl Hold {
 impl Chunk {
     const PLACES: usize = 7;
     /// The lowest bit of each byte that is for a place.
-    const LOW: u64 = u64::MAX / 255 >> 8;
+    const LOW: u64 = (u64::MAX / 255) >> 8;
     const HIGH: u64 = Self::LOW << 7;
     const OVERFLOW: u32 = 8 * Self::PLACES as u32;
 
@@ -233,7 +233,7 @@ impl<V: Ranked> BoundedMap<V> {
 
     /// Returns the chunk that a key belongs into.
     fn home(&self, key: Digest) -> usize {
-        ((key.hash() >> 32) * self.chunks.len() as u64 >> 32) as usize
+        (((key.hash() >> 32) * self.chunks.len() as u64) >> 32) as usize
     }
 
     fn next(&self, chunk: usize) -> usize {
