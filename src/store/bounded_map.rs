@@ -427,7 +427,12 @@ mod tests {
             for key in &keys {
                 let found = map.get(*key).map(|slot| slot.value);
                 assert_eq!(found.as_ref(), expected.get(&key.hash()), "of {max}");
+                map.remove(*key);
             }
+            assert!(
+                map.chunks.iter().all(|chunk| chunk.0 == 0),
+                "an empty map of {max} has traces of keys"
+            );
         }
     }
 
