@@ -8,7 +8,7 @@ use crate::gate::Notifier;
 use crate::in_flight::InFlightTracker;
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::observe::Observer;
-use crate::settle::{Reservation, ReserveError, Reserved};
+use crate::settle::{Reservation, ReserveError};
 use crate::store::{Answer, Store};
 use crate::util::instant;
 use crate::wait_queues::{Bounds, Spent, WaitQueues, WaitRequest};
@@ -175,17 +175,16 @@ impl<S: Store> Limiter<S> {
         self.in_flight.ops().wake();
         let since = instant();
         let check = Check::take(key, &self.policies, cost).reserving(true);
-        let mut slot = self.in_flight.hold(&check);
+        let mut slot = self.in_flight.track(&check);
         let answer = self.send(check).await;
         if let Some(slot) = &mut slot {
-            slot.answered(answer.as_ref());
+            slot.on_reply(answer.as_ref());
         }
         match answer {
-            Ok(decision) if decision.is_allowed() => Ok(Reservation::new(
-                Reserved::new(decision, key, cost, since),
-                slot,
-                self.in_flight.ops().clone(),
-            )),
+            Ok(decision) if decision.is_allowed() => {
+                let ops = self.in_flight.ops().clone();
+                Ok(Reservation::new(key, decision, cost, since, slot, ops))
+            }
             Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
             Err(error) => Err(ReserveError::Failed(error)),
         }

@@ -3,21 +3,18 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::background::PendingOp;
-use crate::limit::{Check, Decision, Frees, Key, Policies, Strategy};
+use crate::limit::{Charge, Check, Decision, Frees, Key, Policies, Strategy};
 
 /// Quota of one caller that was charged in advance and is spent in memory until it expires.
 #[derive(Debug)]
 pub(super) struct Block {
-    pub(super) key: Key,
-    /// The store's decision on the charge of the block.
-    pub(super) decision: Decision,
+    pub(super) charge: Charge,
+    /// The part that is not spent.
     pub(super) left: u32,
     /// The charge minus all refunds to the caller since, which may be of grants from this block. At
     /// least `left`.
     charged: u32,
-    /// Time at which the request for the block was sent, which is before the store charged it.
-    asked_at: Instant,
-    pub(super) dies_at: Instant,
+    pub(super) expires_at: Instant,
 }
 
 impl Block {
@@ -30,16 +27,14 @@ impl Block {
             .filter(|(policy, _)| matches!(policy.strategy(), Some(Strategy::FixedWindow(_))))
             .map(|(_, verdict)| Duration::from_micros(verdict.reset.max(0) as u64));
         let lease = decision.policies().lease().map(|lease| lease.time);
-        let lives = windows.chain(lease).min().unwrap_or_default();
+        let lifetime = windows.chain(lease).min().unwrap_or_default();
         // The last eighth allows for a clock slower than the store's.
-        let (granted, dies_at) = (decision.granted(), asked_at + lives / 8 * 7);
+        let (granted, expires_at) = (decision.granted(), asked_at + lifetime / 8 * 7);
         Self {
-            key,
+            charge: Charge::new(key, decision, granted, asked_at),
             left: granted,
             charged: granted,
-            decision,
-            asked_at,
-            dies_at,
+            expires_at,
         }
     }
 
@@ -58,48 +53,41 @@ impl Block {
         let left = self.left;
         self.left = left.saturating_sub(check.cost());
         let now = now();
-        if self.is_dead(now) {
+        if self.is_expired(now) {
             self.left = left;
             return Err(check);
         }
-        Ok(self.decision.part(check, self.left, now - self.asked_at))
+        let age = self.charge.age(now);
+        Ok(self.charge.decision().part(check, self.left, age))
     }
 
-    pub(super) fn is_dead(&self, now: Instant) -> bool {
-        now >= self.dies_at
+    pub(super) fn is_expired(&self, now: Instant) -> bool {
+        now >= self.expires_at
     }
 
     /// Subtracts a refund of a decision, which may have been granted from this block.
-    pub(super) fn refunded(&mut self, cost: u32) {
+    pub(super) fn deduct_refund(&mut self, cost: u32) {
         self.charged = self.charged.saturating_sub(cost).max(self.left);
     }
 
     /// Returns the refund of the unspent rest. In a refilling quota, the spent part drains first, up to the amount that
     /// can have drained by `now`: a spent part that is refunded later already deducts what drains until then.
     pub(super) fn into_refund(self, now: Instant) -> PendingOp {
-        let (key, policies) = (self.key, self.decision.policies().clone());
-        let flown = flown_in(&policies, now.saturating_duration_since(self.asked_at));
-        let decision = self
-            .decision
-            .of_charge(self.left.saturating_add(flown).min(self.charged));
-        PendingOp::refund(key, &policies, move |now| {
-            let age = now.saturating_duration_since(self.asked_at);
-            decision
-                .refund(self.key, self.left, age)
-                .next()
-                .map(Check::for_block)
-        })
+        let policies = self.charge.decision().policies();
+        let drained = min_drained_in(policies, self.charge.age(now));
+        let kept = self.left.saturating_add(drained).min(self.charged);
+        PendingOp::refund(self.charge.of_cost(kept), self.left)
     }
 }
 
 /// The least amount of a charge that drains within `time`, regardless of other charges. In a log or a window a refund
 /// is limited by what still counts of the charge, so no limit is needed here. A refill at intervals may not have
 /// happened yet.
-fn flown_in(policies: &Policies, time: Duration) -> u32 {
-    let flown = policies.iter().map(|policy| match policy.frees() {
+fn min_drained_in(policies: &Policies, time: Duration) -> u32 {
+    let drained = policies.iter().map(|policy| match policy.frees() {
         Frees::Gradually => policy.quota().units_in(time).saturating_sub(1),
         Frees::InBatches => 0,
         Frees::OneByOne | Frees::Fading | Frees::WithWindow | Frees::OnRelease => u32::MAX,
     });
-    flown.min().unwrap_or(0)
+    drained.min().unwrap_or(0)
 }

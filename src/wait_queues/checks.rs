@@ -13,8 +13,7 @@ use super::permit::Permit;
 use super::{LineRef, Lines, Refusal, spawn, turns};
 use crate::error::StoreError;
 use crate::in_flight::Slot;
-use crate::limit::{ChargedAt, Check, Decision, Mode, Outcome, Policies};
-use crate::settle::Reserved;
+use crate::limit::{Charge, ChargedAt, Check, Decision, Mode, Outcome, Policies};
 use crate::store::Wake;
 use crate::util::{instant, random};
 
@@ -276,12 +275,12 @@ impl Task {
         request: Request,
     ) -> impl Future<Output = (Request, Result<Decision, StoreError>, Option<Slot>)> + use<> {
         let in_flight = self.line.queues.in_flight.as_ref();
-        let mut slot = in_flight.and_then(|in_flight| in_flight.hold(&request.check));
+        let mut slot = in_flight.and_then(|in_flight| in_flight.track(&request.check));
         let answer = self.line.send(request.check.clone());
         async move {
             let answer = answer.await;
             if let Some(slot) = &mut slot {
-                slot.answered(answer.as_ref());
+                slot.on_reply(answer.as_ref());
             }
             (request, answer, slot)
         }
@@ -295,8 +294,7 @@ impl Task {
             _ => (check.cost(), 1),
         };
         for _ in 0..count {
-            let part = decision.clone().of_charge(cost);
-            let charge = Reserved::new(part, key, cost, self.sent_at);
+            let charge = Charge::new(key, decision.clone(), cost, self.sent_at);
             drop(Permit::new(self.line.clone(), charge, now, slot.take()));
         }
     }
@@ -304,7 +302,7 @@ impl Task {
     /// Ends the line: its waiters get turns. The first waiter gets the turn of this decision.
     fn reserve(&self, Request { number, check }: &Request, decision: Decision) {
         let id = self.line.id;
-        let charge = Reserved::new(decision, id.key, check.cost(), self.sent_at);
+        let charge = Charge::new(id.key, decision, check.cost(), self.sent_at);
         let first = id.of_cost(check.cost());
         let requested = self.line.queues.with(&[], |lines| {
             let waiters = lines.each.remove(&id).map(|line| line.waiters);

@@ -12,7 +12,9 @@ use tokio::time::sleep;
 use super::{Bounds, Refusal, Reply, WaitQueues, WaitRequest};
 use crate::Limiter;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Charged, ChargedAt, Check, Decision, Key, Mode, Policies, Policy, Strategy};
+use crate::limit::{
+    ChargedAt, Check, Decision, Key, Mode, Policies, Policy, PolicyCharge, Strategy,
+};
 use crate::store::{Answer, LocalStore, Store};
 use crate::strategy::Align;
 use crate::util::{instant, lock};
@@ -22,7 +24,7 @@ use crate::util::{instant, lock};
 struct Places {
     local: LocalStore,
     in_redis: Arc<AtomicBool>,
-    refunds: Arc<Mutex<Vec<Charged>>>,
+    refunds: Arc<Mutex<Vec<PolicyCharge>>>,
 }
 
 impl Store for Places {

@@ -9,8 +9,7 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 use super::permit::Permit;
 use super::{LineRef, Refusal, checks, spawn};
 use crate::error::StoreError;
-use crate::limit::{Check, Decision, Policies};
-use crate::settle::Reserved;
+use crate::limit::{Charge, Check, Decision, Policies};
 use crate::util::instant;
 
 /// Returns `true` if a store may reserve turns under these policies. A pause must also hold the requests that wait
@@ -34,7 +33,7 @@ pub(super) fn request(line: LineRef, number: u64, deadline: Option<Instant>) {
         let (cost, sent_at) = (line.id.cost.unwrap_or(0), instant());
         match line.send(check(&line, cost, deadline)).await {
             Ok(decision) if decision.granted() > 0 => {
-                let charge = Reserved::new(decision, line.id.key, cost, sent_at);
+                let charge = Charge::new(line.id.key, decision, cost, sent_at);
                 held(&line, number, charge).await;
             }
             answer => not_reserved(&line, number, deadline, answer),
@@ -43,7 +42,7 @@ pub(super) fn request(line: LineRef, number: u64, deadline: Option<Instant>) {
 }
 
 /// Continues with a turn that was taken ahead already.
-pub(super) fn hold(line: LineRef, number: u64, charge: Reserved) {
+pub(super) fn hold(line: LineRef, number: u64, charge: Charge) {
     let task = line.clone();
     spawn(line, async move { held(&task, number, charge).await });
 }
@@ -93,12 +92,12 @@ fn not_reserved(
 }
 
 /// Waits until a reserved turn is due, and gives it to the first waiter.
-async fn held(line: &LineRef, number: u64, charge: Reserved) {
+async fn held(line: &LineRef, number: u64, charge: Charge) {
     let now = instant();
-    let due = now + charge.decision.due_in().unwrap_or_default();
+    let due = now + charge.decision().due_in().unwrap_or_default();
     let (refund, refunded) = oneshot::channel();
     line.with(|line| {
-        line.learn(&charge.decision, now);
+        line.learn(charge.decision(), now);
         line.requested.remove(&number);
         line.held.insert((due, number), Some(refund));
         line.refund_superfluous();

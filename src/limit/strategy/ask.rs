@@ -3,7 +3,7 @@
 use super::algorithm::{Algorithm, Registers};
 use super::{Params, Refill, Snapshot, Strategy, strategies};
 use crate::limit::in_flight::{self, SlotId};
-use crate::limit::{Charged, Kind, Policy, Verdict};
+use crate::limit::{Kind, Policy, PolicyCharge, Verdict};
 
 /// The operation of a check. All are public, since a [`Store`](crate::store::Store) that decides
 /// itself must distinguish them; [`Counts`](crate::store::Counts) does so for other stores.
@@ -40,7 +40,7 @@ pub(in crate::limit) struct Ask<'a> {
     /// take to refill. 0 means that the debt has no such bound.
     pub(in crate::limit) within: i64,
     /// The charge that is partly refunded; `None` if it was made just before.
-    pub(in crate::limit) of: Option<&'a Charged>,
+    pub(in crate::limit) of: Option<&'a PolicyCharge>,
     /// The slot of a request in flight.
     pub(in crate::limit) slot: Option<SlotId>,
     pub(in crate::limit) now: i64,
@@ -222,7 +222,10 @@ impl Ask<'_> {
             }
             // Each policy refunds from its own count.
             Mode::Refund if grants > 0 => {
-                let of = self.of.copied().unwrap_or(Charged::just_now(self.cost));
+                let of = self
+                    .of
+                    .copied()
+                    .unwrap_or(PolicyCharge::just_now(self.cost));
                 (registers, granted) = state.refund(params, now, self.cost, &of, registers);
                 granted = granted.min(grants);
             }
