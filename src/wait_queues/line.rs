@@ -1,126 +1,167 @@
-//! The waiters of a line. All methods run under the lock of the lines.
+//! The waiters of a line, and the turns that none of them has yet. All methods run under the lock of the lines.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::Answer;
-use super::checks::Checks;
+use super::permit::Permit;
 use crate::limit::Decision;
+use crate::store::Wake;
 
-/// The waiters of one runtime, caller and list of policies; by turns also of one cost.
+/// Joins and leaves change the waiters; only the line's [task](super::task) serves or refuses them.
 #[derive(Default)]
 pub(super) struct Line {
     /// By number, oldest first.
     pub(super) waiters: BTreeMap<u64, Waiter>,
+    /// Of the waiters that do not wait forever.
+    deadlines: BTreeSet<(Instant, u64)>,
+    /// By due time and order of arrival. The n-th waiter gets the n-th turn.
+    pub(super) turns: BTreeMap<(Instant, u64), Permit>,
+    /// The number of the last turn.
+    last_turn: u64,
+    /// The waiters for which the store was asked and has not replied yet. Some of them may have left.
+    pub(super) requested: BTreeSet<u64>,
     /// The last decision of the store, and its time.
     known: Option<(Decision, Instant)>,
-    /// By turns: the turns without a reply. The number of a turn is that of the waiter for which it was requested.
-    pub(super) requested: BTreeSet<u64>,
-    /// By turns: the reserved turns by due time and number, with a channel that makes its task refund it. `None` if the
-    /// store has rejected the refund.
-    pub(super) held: BTreeMap<(Instant, u64), Option<oneshot::Sender<()>>>,
-    /// By checks: `Some` while the task runs.
-    pub(super) checks: Option<Checks>,
+    /// After a denial: no capacity is expected before this time for those without a turn.
+    pub(super) free_at: Option<Instant>,
+    /// Wakes the task.
+    pub(super) wake: Arc<Wake>,
 }
 
 pub(super) struct Waiter {
     pub(super) cost: u32,
     /// `None` if it may wait forever.
     pub(super) deadline: Option<Instant>,
-    answer: oneshot::Sender<Answer>,
+    pub(super) answer: oneshot::Sender<Answer>,
 }
 
 impl Waiter {
-    pub(super) fn new(
-        cost: u32,
-        deadline: Option<Instant>,
-        answer: oneshot::Sender<Answer>,
-    ) -> Self {
-        Self {
-            cost,
-            deadline,
-            answer,
-        }
-    }
-
-    /// Sends the answer. A permit whose waiter has left is dropped, and so passes to the next waiter; do not call this
-    /// under the lock.
+    /// Sends the answer. If the waiter has left, a permit is dropped here, so do not call this under the lock.
     pub(super) fn answer(self, answer: Answer) {
         drop(self.answer.send(answer));
     }
 }
 
 impl Line {
-    /// Returns `true` if a new request must join: others wait, or a turn is left.
-    pub(super) fn is_used(&self) -> bool {
-        !self.waiters.is_empty() || !self.requested.is_empty() || !self.held.is_empty()
-    }
-
-    /// Returns `true` if there are fewer turns than waiters.
-    pub(super) fn lacks_turn(&self) -> bool {
-        self.requested.len() + self.held.len() < self.waiters.len()
+    pub(super) fn join(&mut self, number: u64, waiter: Waiter) {
+        let deadline = waiter.deadline.map(|deadline| (deadline, number));
+        self.deadlines.extend(deadline);
+        self.waiters.insert(number, waiter);
     }
 
     pub(super) fn remove(&mut self, number: u64) -> Option<Waiter> {
         let waiter = self.waiters.remove(&number)?;
-        self.refund_superfluous();
-        if let Some(checks) = &mut self.checks {
-            checks.left(self.waiters.values().next());
+        if let Some(deadline) = waiter.deadline {
+            self.deadlines.remove(&(deadline, number));
         }
         Some(waiter)
     }
 
-    /// Removes the first waiter if it has this cost.
-    pub(super) fn pop(&mut self, cost: u32) -> Option<Waiter> {
-        let (number, first) = self.waiters.first_key_value()?;
-        (first.cost == cost)
-            .then_some(*number)
-            .and_then(|number| self.remove(number))
+    pub(super) fn add_turn(&mut self, turn: Permit) {
+        self.last_turn += 1;
+        self.turns.insert((turn.due(), self.last_turn), turn);
     }
 
-    /// If there are fewer turns than waiters, removes a waiter: the `refused` one, or else the last one, because a waiter
-    /// that moves is overtaken by those behind it.
-    pub(super) fn pop_lacking(&mut self, refused: Option<u64>) -> Option<(u64, Waiter)> {
-        if !self.lacks_turn() {
-            return None;
+    /// Whether a turn of this cost can serve the first waiter.
+    pub(super) fn has_use_for(&self, cost: u32) -> bool {
+        let first = self.waiters.values().next();
+        first.is_some_and(|first| first.cost == cost)
+    }
+
+    /// Removes the due turns, each with the waiter that gets it.
+    pub(super) fn due_turns(&mut self, now: Instant) -> Vec<(Permit, Option<Waiter>)> {
+        let mut due = vec![];
+        while let Some(first) = self.turns.first_entry()
+            && first.key().0 <= now
+        {
+            let turn = first.remove();
+            let number = self.waiters.keys().next().copied();
+            let number = number.filter(|_| self.has_use_for(turn.cost()));
+            due.push((turn, number.and_then(|number| self.remove(number))));
         }
-        let refused = refused.and_then(|number| self.waiters.remove_entry(&number));
-        refused.or_else(|| self.waiters.pop_last())
+        due
     }
 
-    /// Removes the waiters after the first `skip` whose deadline `is_late`.
-    pub(super) fn remove_late(
-        &mut self,
-        skip: usize,
-        is_late: impl Fn(Instant) -> bool,
-    ) -> Vec<Waiter> {
-        let behind = self.waiters.iter().skip(skip);
-        let late = behind.filter(|(_, waiter)| waiter.deadline.is_some_and(&is_late));
-        let late: Vec<u64> = late.map(|(number, _)| *number).collect();
-        late.iter()
-            .filter_map(|number| self.waiters.remove(number))
+    /// Removes the last turns, as far as there are more than waiters. Waits for all replies, since they may be denials.
+    pub(super) fn superfluous_turns(&mut self) -> Vec<Permit> {
+        let mut superfluous = vec![];
+        while self.requested.is_empty()
+            && self.turns.len() > self.waiters.len()
+            && let Some(last) = self.turns.last_entry()
+            && !last.get().is_kept()
+        {
+            superfluous.push(last.remove());
+        }
+        superfluous
+    }
+
+    /// The waiters for which there is neither a turn nor a request: the first `most` of them.
+    pub(super) fn lacking(&self, most: usize) -> Vec<(&u64, &Waiter)> {
+        let have = self.turns.len() + self.requested.len();
+        let count = self.waiters.len().saturating_sub(have);
+        if most == 0 || count == 0 {
+            return vec![];
+        }
+        // The first waiters get the turns.
+        let last = self.waiters.iter().rev();
+        let last = last.filter(|(number, _)| !self.requested.contains(number));
+        let mut lacking: Vec<_> = last.take(count).collect();
+        lacking.reverse();
+        lacking.truncate(most);
+        lacking
+    }
+
+    /// The waiters without a turn.
+    pub(super) fn without_turn(&self) -> impl Iterator<Item = (&u64, &Waiter)> {
+        self.waiters.iter().skip(self.turns.len())
+    }
+
+    /// Removes the waiters that are certain to be too late: their deadline has passed, or they have no turn and no
+    /// capacity is expected before the deadline.
+    pub(super) fn late(&mut self, now: Instant, may_pass: impl Fn(u64) -> bool) -> Vec<Waiter> {
+        let free_at = self.free_at.unwrap_or(now);
+        let first = self.without_turn().next().map(|(number, _)| *number);
+        let lacks = |number| first.is_some_and(|first| number >= first);
+        let deadlines = self.deadlines.iter();
+        let early = deadlines.take_while(|(deadline, _)| *deadline <= now || *deadline < free_at);
+        let late = early.filter(|(deadline, number)| {
+            (*deadline <= now || lacks(*number)) && !may_pass(*number)
+        });
+        let late: Vec<u64> = late.map(|(_, number)| *number).collect();
+        late.into_iter()
+            .filter_map(|number| self.remove(number))
             .collect()
     }
 
-    /// Refunds the last turns, as far as there are more than waiters. Waits for all replies, since they may be denials.
-    pub(super) fn refund_superfluous(&mut self) {
-        while self.requested.is_empty()
-            && self.held.len() > self.waiters.len()
-            && let Some(last) = self.held.last_entry()
-            && last.get().is_some()
-        {
-            let _ = last.remove().map(|refund| refund.send(()));
-        }
+    /// The first deadline after this time.
+    pub(super) fn deadline_after(&self, time: Instant) -> Option<Instant> {
+        let mut after = self.deadlines.range((time, u64::MAX)..);
+        after.next().map(|(deadline, _)| *deadline)
     }
 
-    /// By checks: sets the time of the next check, and after a denial when capacity is expected for which cost.
-    pub(super) fn check_at(&mut self, next: Instant, denied: Option<(Instant, u32)>) {
-        if let Some(checks) = &mut self.checks {
-            (checks.next, checks.denied) = (next, denied);
-        }
+    /// The next time at which a turn is due.
+    pub(super) fn next_due(&self) -> Option<Instant> {
+        self.turns.keys().next().map(|(due, _)| *due)
+    }
+
+    /// Returns `true` if a new waiter with this deadline is certain to be too late. `denied_until` is the end of the time
+    /// for which the store has just denied it.
+    pub(super) fn is_late(&self, deadline: Option<Instant>, denied_until: Option<Instant>) -> bool {
+        let waiters = self.waiters.len();
+        let at = if self.turns.len() + self.requested.len() > waiters {
+            // A turn is left for it.
+            let others = self.turns.len().checked_sub(waiters + 1);
+            let due = others.and_then(|others| self.turns.keys().nth_back(others));
+            due.map(|(due, _)| *due)
+        } else {
+            denied_until.or(self.free_at)
+        };
+        at.zip(deadline).is_some_and(|(at, deadline)| deadline < at)
     }
 
     pub(super) fn learn(&mut self, decision: &Decision, now: Instant) {
@@ -131,44 +172,9 @@ impl Line {
     /// before the first reply.
     pub(super) fn denial(&self, now: Instant) -> Option<Decision> {
         let (decision, at) = self.known.clone()?;
-        let last_due = self.held.keys().next_back().map(|(due, _)| *due);
-        let wait = last_due.or_else(|| self.free_at());
+        let last_due = self.turns.keys().next_back().map(|(due, _)| *due);
+        let wait = last_due.or(self.free_at);
         let wait = wait.map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
         Some(decision.denied_for(wait, now.saturating_duration_since(at)))
-    }
-
-    /// In a line by checks, the time before which no capacity is expected.
-    fn free_at(&self) -> Option<Instant> {
-        let (free_at, _) = self.checks.as_ref()?.denied?;
-        Some(free_at)
-    }
-
-    /// Returns `true` if a new waiter is certain to be too late: the turn that is left for it, and so each later one, is
-    /// due after its deadline, or no capacity is expected before that.
-    pub(super) fn is_late(&self, deadline: Option<Instant>, now: Instant) -> bool {
-        let left = self.held.len().checked_sub(self.waiters.len() + 1);
-        let at = left
-            .and_then(|others| self.held.keys().nth_back(others))
-            .map(|(due, _)| *due)
-            .or_else(|| self.free_at());
-        at.is_some_and(|at| at > now && deadline.is_some_and(|deadline| deadline < at))
-    }
-
-    /// Removes this waiter, whose deadline has passed, unless it may still be served in time: a turn is due, or the turn of
-    /// this or an earlier waiter has no reply yet. In a line by checks, the reply to the next check decides, unless it is
-    /// not sent since the last one failed.
-    pub(super) fn expire(&mut self, number: u64, now: Instant) -> Option<Waiter> {
-        if !self.waiters.contains_key(&number) {
-            return None;
-        }
-        if let Some(checks) = &mut self.checks
-            && checks.paused <= now
-        {
-            checks.hurry(now);
-            return None;
-        }
-        let is_due = self.held.keys().next().is_some_and(|(due, _)| *due <= now);
-        let may_come = is_due || self.requested.first().is_some_and(|first| *first <= number);
-        (!may_come).then(|| self.remove(number)).flatten()
     }
 }
