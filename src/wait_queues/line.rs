@@ -11,6 +11,7 @@ use super::Answer;
 use super::permit::Permit;
 use crate::limit::Decision;
 use crate::store::Wake;
+use crate::util::instant;
 
 /// Joins and leaves change the waiters; only the line's [task](super::task) serves or refuses them.
 #[derive(Default)]
@@ -28,7 +29,7 @@ pub(super) struct Line {
     /// The last decision of the store, and its time.
     known: Option<(Decision, Instant)>,
     /// After a denial: no capacity is expected before this time for those without a turn.
-    pub(super) free_at: Option<Instant>,
+    free_at: Option<Instant>,
     /// Wakes the task.
     pub(super) wake: Arc<Wake>,
 }
@@ -149,23 +150,18 @@ impl Line {
         self.turns.keys().next().map(|(due, _)| *due)
     }
 
-    /// Returns `true` if a new waiter with this deadline is certain to be too late. `denied_until` is the end of the time
-    /// for which the store has just denied it.
-    pub(super) fn is_late(&self, deadline: Option<Instant>, denied_until: Option<Instant>) -> bool {
-        let waiters = self.waiters.len();
-        let at = if self.turns.len() + self.requested.len() > waiters {
-            // A turn is left for it.
-            let others = self.turns.len().checked_sub(waiters + 1);
-            let due = others.and_then(|others| self.turns.keys().nth_back(others));
-            due.map(|(due, _)| *due)
-        } else {
-            denied_until.or(self.free_at)
-        };
-        at.zip(deadline).is_some_and(|(at, deadline)| deadline < at)
+    /// Returns `true` if there may be a turn for a new waiter.
+    pub(super) fn has_spare_turn(&self) -> bool {
+        self.turns.len() + self.requested.len() > self.waiters.len()
     }
 
-    pub(super) fn learn(&mut self, decision: &Decision, now: Instant) {
-        self.known = Some((decision.clone(), now));
+    /// Learns the last decision, on a check sent at this time.
+    pub(super) fn learn(&mut self, decision: &Decision, sent_at: Instant) {
+        self.known = Some((decision.clone(), instant()));
+        // Slots in flight may be free at any time.
+        let wait = decision.retry_after();
+        let wait = wait.filter(|_| decision.policies().in_flight().is_none());
+        self.free_at = wait.map(|wait| sent_at + wait);
     }
 
     /// The denial for a waiter. Its wait is the time until the last turn is due, or until capacity is expected. `None`

@@ -274,12 +274,11 @@ impl LineRef {
         let wait = denied.and_then(Decision::retry_after);
         let wait = wait.filter(|_| self.policies.in_flight().is_none());
         let denied_until = wait.map(|wait| now + wait);
-        let is_late = match here {
-            Some(line) => line.is_late(deadline, denied_until),
-            None => denied_until
-                .zip(deadline)
-                .is_some_and(|(at, deadline)| deadline < at),
-        };
+        let has_spare_turn = here.is_some_and(Line::has_spare_turn);
+        let too_late = denied_until
+            .zip(deadline)
+            .is_some_and(|(at, deadline)| deadline < at);
+        let is_late = too_late && !has_spare_turn;
         let of_caller = lines.callers.get(&self.id.key).copied().unwrap_or(0);
         let waiting = shared.waiting.load(Ordering::Acquire);
         if is_late || waiting >= bounds.all || of_caller >= bounds.each {

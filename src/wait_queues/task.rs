@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use futures_util::future::join_all;
 use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt, StreamExt};
 use tokio::sync::oneshot;
@@ -17,7 +16,7 @@ use super::permit::Permit;
 use super::{Answer, LineRef, Refusal};
 use crate::error::StoreError;
 use crate::in_flight::Slot;
-use crate::limit::{ChargedAt, Check, Decision, Mode, Policies};
+use crate::limit::{ChargedAt, Check, Decision, Mode, Outcome, Policies};
 use crate::settle::Reserved;
 use crate::store::{Listener, Wake};
 use crate::util::{instant, lock, random};
@@ -29,45 +28,34 @@ pub(super) struct Task {
     /// By checks: wakes the task when capacity is freed in this process.
     listener: Option<Listener>,
     pending: FuturesUnordered<Pin<Box<dyn Future<Output = Event> + Send>>>,
-    is_in_flight: bool,
-    /// Whether turns are requested for all waiters. Otherwise the line is served by checks.
+    /// Whether a turn is requested for each waiter. Otherwise the line is served by checks.
     by_turns: bool,
-    /// The time of the last request.
-    sent_at: Instant,
-    /// The time of the last reply.
-    replied_at: Instant,
     /// By checks: the time of the next check.
     next: Instant,
+    /// By checks: the last waiter for which there is a check.
+    covered: u64,
     /// The cost of the last check if it was denied, otherwise 0.
     denied_cost: u32,
     /// Capacity left after the last check. For requests in flight, or the number of slots released in this process since,
     /// if greater.
     room: u32,
+    replied_at: Instant,
     /// Number of consecutive failures.
     failures: u32,
     /// Whether the line has been removed.
     has_ended: bool,
 }
 
-/// A check for some waiters.
 struct Request {
-    /// The first and the last one of them. The check has the cost of the first one, or is [`Check::up_to`] the number of
-    /// waiters, which have cost 1.
-    numbers: (u64, u64),
+    /// The waiter for which it is sent; [`Check::up_to`] some units also for the next ones, which have cost 1.
+    number: u64,
     deadline: Option<Instant>,
     sent_at: Instant,
     check: Check,
 }
 
-struct Reply {
-    request: Request,
-    answer: Result<Decision, StoreError>,
-    slot: Option<Slot>,
-}
-
 enum Event {
-    /// The replies to requests that were sent together.
-    Replied(Vec<Reply>),
+    Replied(Request, Result<Decision, StoreError>, Option<Slot>),
     /// The reply to the refund of a turn: the turn, if it was rejected.
     Refunded(Option<Permit>),
 }
@@ -110,22 +98,19 @@ impl Task {
             wake: line.with(|line| Arc::clone(&line.wake)).unwrap_or_default(),
             listener: None,
             pending: FuturesUnordered::new(),
-            is_in_flight: line.policies.in_flight().is_some(),
             by_turns: line.id.cost.is_some(),
-            sent_at: now,
-            replied_at: now,
             next: now,
+            covered: 0,
             denied_cost: 0,
             room: 0,
+            replied_at: now,
             failures: 0,
             has_ended: false,
             line,
         };
         if let Some(denied) = denied {
             task.line.with(|line| line.learn(denied, now));
-            if let (false, Some(wait)) = (task.by_turns, denied.retry_after()) {
-                task.check_after(now, wait, cost, denied);
-            }
+            task.check_after(denied, cost, now);
         }
         let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(task.run());
         let mut context = Context::from_waker(Waker::noop());
@@ -208,22 +193,14 @@ impl Task {
         refunds.extend(here.superfluous_turns());
         let was_pending = !here.requested.is_empty();
         let requests = self.requests(here, now);
-        for Request {
-            numbers: (first, last),
-            ..
-        } in &requests
-        {
-            here.requested.extend([*first, *last]);
-        }
-        let (first, last) = (
-            here.requested.first().copied(),
-            here.requested.last().copied(),
-        );
+        let numbers = requests.iter().map(|request| request.number);
+        here.requested.extend(numbers);
+        let first = here.requested.first().copied();
         let late = here.late(now, |number| match self.by_turns {
             // The turn of this or an earlier one has no reply yet.
             true => first.is_some_and(|first| first <= number),
             // The reply decides whether there is a check for it.
-            false => was_pending || last.is_some_and(|last| number <= last),
+            false => was_pending || number <= self.covered,
         });
         for waiter in late {
             let denial = self.line.denial(Some(here), waiter.cost, now);
@@ -237,7 +214,7 @@ impl Task {
             };
         }
         if here.waiters.is_empty() && here.turns.is_empty() && self.pending.is_empty() {
-            let kept_until = (self.failures > 0).then(|| self.sent_at + KEPT);
+            let kept_until = (self.failures > 0).then(|| self.replied_at + KEPT);
             if kept_until.is_none_or(|until| until <= now) {
                 lines.each.remove(&self.line.id);
                 self.has_ended = true;
@@ -266,107 +243,89 @@ impl Task {
             _ if self.failures > 0 => self.next,
             // A waiter may have left, or one must know now.
             _ if first.cost < self.denied_cost || has_late => now,
-            true if self.is_in_flight => now,
-            true => self.next.min(self.sent_at + JITTER),
+            true if self.is_in_flight() => now,
+            true => self.next.min(self.replied_at + JITTER),
             false => self.next,
         })
     }
 
-    /// The requests to send now: by turns, for all waiters that lack one; by checks, when the next one is due.
+    /// The requests to send now: by turns, for the waiters that lack one; by checks, when the next one is due.
     fn requests(&mut self, line: &Line, now: Instant) -> Vec<Request> {
+        self.covered = 0;
         let is_due = self.next_check(line, now).is_some_and(|at| at <= now);
-        if is_due {
-            // Before the checks are sent: they see all capacity that was freed before.
-            let freed = self.wake.take_freed();
-            self.room = self.room.max(if self.is_in_flight { freed } else { 0 });
+        if !self.by_turns && !is_due {
+            return vec![];
         }
+        // Before the checks are sent: they see all capacity that was freed before.
+        let freed = self.wake.take_freed();
         let (key, policies) = (self.line.id.key, &self.line.policies);
-        let request = |numbers, deadline, check| Request {
-            numbers,
-            deadline,
+        let request = |number: &u64, waiter: &Waiter, check| Request {
+            number: *number,
+            deadline: waiter.deadline,
             sent_at: now,
             check,
         };
-        let ahead = |(number, waiter): (&u64, &Waiter)| {
-            let deadline = waiter.deadline;
-            let within = deadline.map(|deadline| deadline.saturating_duration_since(now));
-            let check =
-                Check::take_ahead(key, policies, waiter.cost, within.unwrap_or(Duration::MAX));
-            request((*number, *number), deadline, check)
-        };
-        let requests: Vec<_> = if self.by_turns {
-            let most = MAX_REQUESTS.saturating_sub(line.requested.len());
-            line.lacking(most).into_iter().map(ahead).collect()
-        } else if !is_due {
-            vec![]
-        } else if self.line.id.cost.is_some() {
-            line.without_turn().take(1).map(ahead).collect()
-        } else {
-            let capacities = policies.iter().map(|policy| policy.quota().capacity());
-            let ones = line
-                .waiters
-                .iter()
-                .take(capacities.min().unwrap_or(1) as usize);
-            let ones: Vec<u64> = ones
-                .take_while(|(_, waiter)| waiter.cost == 1)
-                .map(|(number, _)| *number)
-                .collect();
-            let mut sum = 0;
-            let first_ones = line.waiters.values().take(MAX_REQUESTS);
-            let fitting = first_ones.take_while(|waiter| {
-                sum += u64::from(if self.is_in_flight { 1 } else { waiter.cost });
-                sum <= u64::from(self.room)
+        if self.line.id.cost.is_some() {
+            let most = if self.by_turns { MAX_REQUESTS } else { 1 };
+            let lacking = line.lacking(most.saturating_sub(line.requested.len()));
+            let ahead = lacking.into_iter().map(|(number, waiter)| {
+                let within = waiter.deadline.map(|at| at.saturating_duration_since(now));
+                let within = within.unwrap_or(Duration::MAX);
+                let check = Check::take_ahead(key, policies, waiter.cost, within);
+                request(number, waiter, check)
             });
-            let fitting = fitting.count().max(1);
-            match (ones.first(), ones.last()) {
-                // Grants the part of these that fits.
-                (Some(first), Some(last)) if ones.len() >= fitting && !self.is_in_flight => {
-                    let check = Check::up_to(key, policies, ones.len() as u32);
-                    vec![request((*first, *last), None, check)]
-                }
-                _ => {
-                    let each = line.waiters.iter().take(fitting);
-                    let take = |(number, waiter): (&u64, &Waiter)| {
-                        let check = Check::take(key, policies, waiter.cost);
-                        request((*number, *number), waiter.deadline, check)
-                    };
-                    each.map(take).collect()
-                }
-            }
-        };
-        if !requests.is_empty() {
-            self.sent_at = now;
+            return ahead.collect();
         }
-        requests
+        let is_in_flight = self.is_in_flight();
+        let room = match freed {
+            0 => self.room,
+            _ if !is_in_flight => self.room,
+            // With steady traffic, requests that ended elsewhere have checks in flight for most of the free slots.
+            freed => freed + self.room.min(1),
+        };
+        let mut sum = 0;
+        let fitting = line
+            .waiters
+            .values()
+            .take(MAX_REQUESTS)
+            .take_while(|waiter| {
+                sum += u64::from(if is_in_flight { 1 } else { waiter.cost });
+                sum <= u64::from(room)
+            });
+        let fitting = fitting.count().max(1);
+        let ones = line.waiters.values().take_while(|waiter| waiter.cost == 1);
+        let ones = if is_in_flight { 0 } else { ones.count() };
+        let last = line
+            .waiters
+            .keys()
+            .take(if ones >= fitting { ones } else { fitting })
+            .last();
+        self.covered = last.copied().unwrap_or(0);
+        // Grants the part of those of cost 1 that fits.
+        let up_to = (ones >= fitting).then(|| Check::up_to(key, policies, ones as u32));
+        let first_ones = line
+            .waiters
+            .iter()
+            .take(if ones >= fitting { 1 } else { fitting });
+        let checks = first_ones.map(|(number, waiter)| {
+            let take = || Check::take(key, policies, waiter.cost);
+            request(number, waiter, up_to.clone().unwrap_or_else(take))
+        });
+        checks.collect()
     }
 
-    /// Sends requests. By checks, their replies are handled together and in order.
     fn send(&mut self, requests: Vec<Request>) {
-        let reply = |request: Request| {
+        for request in requests {
             let in_flight = self.line.queues.in_flight.as_ref();
             let mut slot = in_flight.and_then(|in_flight| in_flight.hold(&request.check));
             let answer = (self.line.queues.shared.send)(request.check.clone());
-            async move {
+            self.pending.push(Box::pin(async move {
                 let answer = answer.await;
                 if let Some(slot) = &mut slot {
                     slot.answered(answer.as_ref());
                 }
-                Reply {
-                    request,
-                    answer,
-                    slot,
-                }
-            }
-        };
-        let together = if self.by_turns {
-            1
-        } else {
-            requests.len().max(1)
-        };
-        let mut replies = requests.into_iter().map(reply).peekable();
-        while replies.peek().is_some() {
-            let replies = join_all(replies.by_ref().take(together));
-            self.pending.push(Box::pin(replies.map(Event::Replied)));
+                Event::Replied(request, answer, slot)
+            }));
         }
     }
 
@@ -388,7 +347,15 @@ impl Task {
 
     fn handle(&mut self, event: Event) {
         match event {
-            Event::Replied(replies) => self.replied(replies),
+            Event::Replied(request, answer, slot) => {
+                self.replied_at = instant();
+                self.line
+                    .with(|line| line.requested.remove(&request.number));
+                match answer {
+                    Ok(decision) => self.decided(&request, &decision, slot),
+                    Err(error) => self.failed(&request, &error),
+                }
+            }
             Event::Refunded(Some(turn)) if turn.due() > instant() => {
                 self.line.with(|line| line.add_turn(turn));
             }
@@ -396,38 +363,72 @@ impl Task {
         }
     }
 
-    fn replied(&mut self, replies: Vec<Reply>) {
-        self.replied_at = instant();
-        let (mut granted, mut denied, mut failed) = (None, None, vec![]);
-        for Reply {
-            request,
-            answer,
-            slot,
-        } in replies
-        {
-            let (first, last) = request.numbers;
-            self.line
-                .with(|line| [first, last].map(|number| line.requested.remove(&number)));
-            match answer {
-                Ok(decision) if is_granted(&decision) => {
-                    self.granted(&request, &decision, slot);
-                    granted = Some((request, decision));
-                }
-                Ok(decision) => denied = denied.or(Some((request, decision))),
-                Err(error) => failed.push((request, error)),
+    /// Adds what was granted. Sets the way in which the line is served, and by checks the time of the next one.
+    fn decided(&mut self, request: &Request, decision: &Decision, slot: Option<Slot>) {
+        let &Request {
+            number,
+            sent_at,
+            ref check,
+            ..
+        } = request;
+        self.line.with(|line| line.learn(decision, sent_at));
+        (self.failures, self.denied_cost) = (0, 0);
+        (self.room, self.next) = (0, self.replied_at);
+        let is_late = |wait| {
+            request
+                .deadline
+                .is_some_and(|deadline| deadline < sent_at + wait)
+        };
+        let is_refused = match decision.outcome() {
+            Outcome::Allowed | Outcome::Later { .. } => {
+                self.granted(request, decision, slot);
+                false
             }
+            // Its turn would be due too late.
+            Outcome::Denied { retry_after } => self.by_turns && is_late(retry_after),
+            Outcome::ExceedsCapacity => true,
+        };
+        if is_refused {
+            let refused = self.line.with(|line| line.remove(number)).flatten();
+            if let Some(waiter) = refused {
+                waiter.answer(Err(Refusal::Denied(decision.clone())));
+            }
+            return;
         }
-        if let Some((request, decision)) = denied.or(granted) {
-            self.decided(&request, decision);
-        }
-        for (request, error) in failed {
-            self.failed(&request, &error);
+        let is_denied = decision.retry_after().is_some();
+        let reserves = self.line.id.cost.is_some() && is_reserved(decision);
+        self.by_turns = !is_denied && (self.by_turns || reserves);
+        if is_denied {
+            let cost = if check.mode() == Mode::UpTo {
+                1
+            } else {
+                check.cost()
+            };
+            self.check_after(decision, cost, sent_at);
+        } else if self.is_in_flight() {
+            let each = decision.verdicts();
+            let slots = each.filter(|(policy, _)| policy.is_in_flight());
+            let free = slots.map(|(_, verdict)| verdict.remaining).min();
+            self.room = u32::try_from(free.unwrap_or(0)).unwrap_or(0);
+            if self.room == 0 {
+                self.next += INTERVAL;
+            }
+        } else if decision.granted() < check.cost() {
+            // The reply does not say when more is freed. It is unlikely before a unit is refilled or the window ends.
+            let unit = decision
+                .policy()
+                .quota()
+                .time_for(1)
+                .min(decision.reset_after());
+            self.next = retry_at(&self.line.policies, sent_at, unit, decision);
+        } else {
+            self.room = decision.remaining();
         }
     }
 
-    /// Adds a turn, or one for each unit.
+    /// Adds the turn of a waiter, or several.
     fn granted(&self, request: &Request, decision: &Decision, mut slot: Option<Slot>) {
-        let due = instant() + decision.due_in().unwrap_or_default();
+        let due = self.replied_at + decision.due_in().unwrap_or_default();
         let (cost, count) = match request.check.mode() {
             Mode::UpTo => (1, decision.granted()),
             _ => (request.check.cost(), 1),
@@ -442,73 +443,16 @@ impl Task {
             .with(|line| turns.into_iter().for_each(|turn| line.add_turn(turn)));
     }
 
-    /// Handles the last decision: the way in which the line is served, the remaining capacity and the time of the next
-    /// check.
-    fn decided(&mut self, request: &Request, decision: Decision) {
-        let &Request {
-            numbers: (number, _),
-            deadline,
-            sent_at,
-            ref check,
-        } = request;
-        let (now, wait) = (instant(), decision.retry_after());
-        self.line.with(|line| {
-            line.learn(&decision, now);
-            line.free_at = None;
-        });
-        (self.failures, self.room, self.denied_cost) = (0, 0, 0);
-        let is_late = |wait| deadline.is_some_and(|deadline| deadline < sent_at + wait);
-        if !is_granted(&decision) && wait.is_none_or(|wait| self.by_turns && is_late(wait)) {
-            // The turn would be due too late for it, or the cost never fits.
-            let refused = self.line.with(|line| line.remove(number)).flatten();
-            return refused
-                .into_iter()
-                .for_each(|it| it.answer(Err(Refusal::Denied(decision.clone()))));
-        }
-        let reserves = self.line.id.cost.is_some() && is_reserved(&decision);
-        self.by_turns = is_granted(&decision) && (self.by_turns || reserves);
-        if let Some(wait) = wait {
-            let cost = if check.mode() == Mode::UpTo {
-                1
-            } else {
-                check.cost()
-            };
-            return self.check_after(sent_at, wait, cost, &decision);
-        }
-        self.next = now;
-        if self.is_in_flight {
-            let each = decision.verdicts();
-            let slots = each.filter(|(policy, _)| policy.is_in_flight());
-            let free = slots.map(|(_, verdict)| verdict.remaining).min();
-            let free = u32::try_from(free.unwrap_or(0)).unwrap_or(0);
-            // With steady traffic, requests that ended elsewhere have checks in flight for most of the free slots.
-            self.room = match self.wake.take_freed() {
-                0 => free,
-                freed => freed + free.min(1),
-            };
-            if self.room == 0 {
-                self.next = now + INTERVAL;
-            }
-        } else if decision.granted() < check.cost() {
-            // The reply does not say when more is freed. It is unlikely before a unit is refilled or the window ends.
-            let unit = decision
-                .policy()
-                .quota()
-                .time_for(1)
-                .min(decision.reset_after());
-            self.next = next_check(&self.line.policies, sent_at, unit, &decision);
-        } else {
-            self.room = decision.remaining();
+    /// Sets the time of the next check after a denial of this cost.
+    fn check_after(&mut self, denied: &Decision, cost: u32, sent_at: Instant) {
+        if let Some(wait) = denied.retry_after() {
+            self.denied_cost = cost;
+            self.next = retry_at(&self.line.policies, sent_at, wait, denied);
         }
     }
 
-    /// After a denial of this cost: expects no capacity before the end of its wait. Slots in flight may be free at any
-    /// time.
-    fn check_after(&mut self, sent_at: Instant, wait: Duration, cost: u32, denied: &Decision) {
-        self.denied_cost = cost;
-        self.next = next_check(&self.line.policies, sent_at, wait, denied);
-        let free_at = (!self.is_in_flight).then(|| sent_at + wait);
-        self.line.with(|line| line.free_at = free_at);
+    fn is_in_flight(&self) -> bool {
+        self.line.policies.in_flight().is_some()
     }
 
     /// Fails the first waiter of a request, or after several failures in a row all that have no turn.
@@ -516,16 +460,15 @@ impl Task {
         // Requests that were sent together fail together.
         if self.failures == 0 || request.sent_at >= self.next {
             self.failures += 1;
-            self.next = instant() + INTERVAL;
+            self.next = self.replied_at + INTERVAL;
         }
         self.by_turns = false;
         let all = self.failures >= MAX_FAILURES;
         let failed = self.line.with(|line| {
-            line.free_at = None;
             let numbers: Vec<u64> = if all {
                 line.without_turn().map(|(number, _)| *number).collect()
             } else {
-                vec![request.numbers.0]
+                vec![request.number]
             };
             let failed = numbers.into_iter().filter_map(|number| line.remove(number));
             failed.collect::<Vec<_>>()
@@ -549,12 +492,7 @@ impl Drop for Task {
 
 /// The time of the next check after one at `sent_at` whose reply promised capacity `wait` later: when that is free, or
 /// earlier, since other instances may refund, plus a jitter. A fallback decides for this instance only, without a jitter.
-fn next_check(
-    policies: &Policies,
-    sent_at: Instant,
-    wait: Duration,
-    decision: &Decision,
-) -> Instant {
+fn retry_at(policies: &Policies, sent_at: Instant, wait: Duration, decision: &Decision) -> Instant {
     let wait = wait.min(LOOK.max(wait / LOOKS));
     let next = instant().max(sent_at + wait);
     if !is_shared(decision) {
@@ -563,10 +501,6 @@ fn next_check(
     let periods = policies.iter().map(|policy| policy.quota().period());
     let jitter = periods.fold(JITTER, |jitter, period| jitter.min(period / 5));
     next + jitter.mul_f64(random())
-}
-
-fn is_granted(decision: &Decision) -> bool {
-    decision.is_allowed() || decision.due_in().is_some()
 }
 
 /// Returns `false` for a decision of a fallback.
