@@ -122,21 +122,22 @@ impl Line {
         self.waiters.iter().skip(self.turns.len())
     }
 
-    /// Removes the waiters that are certain to be too late: their deadline has passed, or they have no turn and no
-    /// capacity is expected before the deadline.
-    pub(super) fn late(&mut self, now: Instant, may_pass: impl Fn(u64) -> bool) -> Vec<Waiter> {
-        let free_at = self.free_at.unwrap_or(now);
-        let first = self.without_turn().next().map(|(number, _)| *number);
-        let lacks = |number| first.is_some_and(|first| number >= first);
-        let deadlines = self.deadlines.iter();
-        let early = deadlines.take_while(|(deadline, _)| *deadline <= now || *deadline < free_at);
-        let late = early.filter(|(deadline, number)| {
-            (*deadline <= now || lacks(*number)) && !may_pass(*number)
+    /// Removes the waiters that are certain to be too late: their deadline has passed, and no pending reply may serve them
+    /// (`is_pending`); or they have no turn, and no capacity is expected before the deadline.
+    pub(super) fn late(&mut self, now: Instant, is_pending: impl Fn(u64) -> bool) -> Vec<Waiter> {
+        let free_at = self.free_at.filter(|free_at| *free_at > now);
+        let without_turn = free_at.and_then(|_| self.without_turn().next());
+        let first = without_turn.map(|(number, _)| *number);
+        let by = free_at.unwrap_or(now);
+        let late = self.deadlines.iter();
+        let late = late.take_while(|(deadline, _)| *deadline <= now || *deadline < by);
+        let late = late.filter(|(deadline, number)| {
+            let lacks = first.is_some_and(|first| first <= *number);
+            (*deadline <= now || lacks) && !is_pending(*number)
         });
         let late: Vec<u64> = late.map(|(_, number)| *number).collect();
-        late.into_iter()
-            .filter_map(|number| self.remove(number))
-            .collect()
+        let late = late.into_iter();
+        late.filter_map(|number| self.remove(number)).collect()
     }
 
     /// The first deadline after this time.
@@ -158,10 +159,7 @@ impl Line {
     /// Learns the last decision, on a check sent at this time.
     pub(super) fn learn(&mut self, decision: &Decision, sent_at: Instant) {
         self.known = Some((decision.clone(), instant()));
-        // Slots in flight may be free at any time.
-        let wait = decision.retry_after();
-        let wait = wait.filter(|_| decision.policies().in_flight().is_none());
-        self.free_at = wait.map(|wait| sent_at + wait);
+        self.free_at = free_at(decision, sent_at);
     }
 
     /// The denial for a waiter. Its wait is the time until the last turn is due, or until capacity is expected. `None`
@@ -173,4 +171,12 @@ impl Line {
         let wait = wait.map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
         Some(decision.denied_for(wait, now.saturating_duration_since(at)))
     }
+}
+
+/// After a denial of a check sent at this time: no capacity is expected before the returned time. Slots in flight may be
+/// free at any time.
+pub(super) fn free_at(denied: &Decision, sent_at: Instant) -> Option<Instant> {
+    let wait = denied.retry_after();
+    let wait = wait.filter(|_| denied.policies().in_flight().is_none());
+    wait.map(|wait| sent_at + wait)
 }

@@ -1,4 +1,30 @@
-//! X
+//! Wait queues: requests that would be denied wait in FIFO order, and get a [`Permit`].
+//!
+//! - A [`Line`] has the waiters of one runtime, caller and list of policies. If the policies refill gradually, they also
+//!   have the same cost. A waiter never changes its line. The lines are behind one lock, with the turns that no waiter has
+//!   yet, and with the numbers of waiters, which are [bounded](Bounds).
+//! - A line exists as long as its [`Task`], which asks the store and answers the waiters. Requests only join and leave.
+//! - An [`Acquire`] is the future of a waiting request. It receives the answer: a permit, a denial or an error.
+//!
+//! A task serves its line in one of two ways. Both give a permit that is due to the first waiter:
+//!
+//! - **By turns**, if the policies refill gradually. For each waiter, a turn is taken ahead immediately: the store charges
+//!   it and reports when it is due. So the queue of all instances is in the store, and no round trip limits the rate.
+//!   Turns of a line are interchangeable. If a waiter leaves, the last turn is refunded. The store rejects that if a later
+//!   turn of another instance depends on it; then the turn serves the next waiter that joins before it is due, or expires.
+//! - **By checks**, under other policies, and while the store reserves no turns or fails. One check at a time is sent for
+//!   the first waiters that have no turn. After a denial the next one follows when its wait has passed, or when
+//!   capacity was freed in this process. When the store reserves turns again, the others get theirs.
+//!
+//! What may go wrong:
+//!
+//! - **A request is dropped.** It leaves its line, and the task gets the reply that was meant for it. A permit that
+//!   is dropped unused goes to the first waiter if that has its cost; otherwise it is refunded.
+//! - **A reply is lost.** The waiter that it was for fails, if it still waits, and the line goes on by checks. The charge is
+//!   not refunded, since nobody knows whether it was made.
+//! - **A deadline passes.** The task refuses the waiter, unless a pending reply may serve it. So only a slow store call
+//!   delays that. It also refuses those that are certain to be too late.
+//! - **A runtime ends.** It drops its tasks. With a task its line is removed: the waiters fail, and held turns are refunded.
 
 mod line;
 mod permit;
@@ -103,7 +129,7 @@ pub(crate) enum Refusal {
     Failed(StoreError),
 }
 
-/// A reference to a line, which need not exist.
+/// A reference to a line, which exists only while its task does.
 #[derive(Clone)]
 struct LineRef {
     queues: WaitQueues,
@@ -270,18 +296,14 @@ impl LineRef {
         let WaitQueues { shared, bounds, .. } = &self.queues;
         let lines = &mut *lock(&shared.lines);
         let (here, now) = (lines.each.get(&self.id), instant());
-        // Slots in flight may be free at any time.
-        let wait = denied.and_then(Decision::retry_after);
-        let wait = wait.filter(|_| self.policies.in_flight().is_none());
-        let denied_until = wait.map(|wait| now + wait);
+        let free_at = denied.and_then(|denied| line::free_at(denied, now));
         let has_spare_turn = here.is_some_and(Line::has_spare_turn);
-        let too_late = denied_until
+        let is_late = free_at
             .zip(deadline)
             .is_some_and(|(at, deadline)| deadline < at);
-        let is_late = too_late && !has_spare_turn;
         let of_caller = lines.callers.get(&self.id.key).copied().unwrap_or(0);
         let waiting = shared.waiting.load(Ordering::Acquire);
-        if is_late || waiting >= bounds.all || of_caller >= bounds.each {
+        if is_late && !has_spare_turn || waiting >= bounds.all || of_caller >= bounds.each {
             let denial = denied.cloned();
             let denial = denial.unwrap_or_else(|| self.denial(here, cost, now));
             return Err(Refusal::Denied(denial));

@@ -109,7 +109,9 @@ impl Task {
             line,
         };
         if let Some(denied) = denied {
-            task.line.with(|line| line.learn(denied, now));
+            if !task.by_turns {
+                task.line.with(|line| line.learn(denied, now));
+            }
             task.check_after(denied, cost, now);
         }
         let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(task.run());
@@ -371,7 +373,6 @@ impl Task {
             ref check,
             ..
         } = request;
-        self.line.with(|line| line.learn(decision, sent_at));
         (self.failures, self.denied_cost) = (0, 0);
         (self.room, self.next) = (0, self.replied_at);
         let is_late = |wait| {
@@ -395,6 +396,7 @@ impl Task {
             }
             return;
         }
+        self.line.with(|line| line.learn(decision, sent_at));
         let is_denied = decision.retry_after().is_some();
         let reserves = self.line.id.cost.is_some() && is_reserved(decision);
         self.by_turns = !is_denied && (self.by_turns || reserves);
