@@ -60,6 +60,26 @@ enum Event {
     Refunded(Option<Permit>),
 }
 
+impl Request {
+    fn new(number: u64, waiter: &Waiter, sent_at: Instant, check: Check) -> Self {
+        let deadline = waiter.deadline;
+        Self {
+            number,
+            deadline,
+            sent_at,
+            check,
+        }
+    }
+
+    /// The cost of each of its waiters.
+    fn cost(&self) -> u32 {
+        match self.check.mode() {
+            Mode::UpTo => 1,
+            _ => self.check.cost(),
+        }
+    }
+}
+
 /// What a task does next.
 enum Step {
     /// What it does after it has released the lock.
@@ -182,9 +202,7 @@ impl Task {
     fn step(&mut self, now: Instant) -> Step {
         let shared = Arc::clone(&self.line.queues.shared);
         let lines = &mut *lock(&shared.lines);
-        let Some(here) = lines.each.get_mut(&self.line.id) else {
-            return Step::End;
-        };
+        let here = lines.each.entry(self.line.id).or_default();
         let (mut answers, mut refunds) = (vec![], vec![]);
         for (turn, waiter) in here.due_turns(now) {
             match waiter {
@@ -251,69 +269,70 @@ impl Task {
         })
     }
 
-    /// The requests to send now: by turns, for the waiters that lack one; by checks, when the next one is due.
+    /// The requests to send now: by turns, for all waiters that lack a turn; by checks, when the next one is due.
     fn requests(&mut self, line: &Line, now: Instant) -> Vec<Request> {
         self.covered = 0;
         let is_due = self.next_check(line, now).is_some_and(|at| at <= now);
-        if !self.by_turns && !is_due {
-            return vec![];
+        if self.by_turns {
+            let most = MAX_REQUESTS.saturating_sub(line.requested.len());
+            self.turns(line, most, now)
+        } else if !is_due {
+            vec![]
+        } else if self.line.id.cost.is_some() {
+            self.wake.take_freed();
+            self.turns(line, 1, now)
+        } else {
+            self.checks(line, now)
         }
-        // Before the checks are sent: they see all capacity that was freed before.
-        let freed = self.wake.take_freed();
-        let (key, policies) = (self.line.id.key, &self.line.policies);
-        let request = |number: &u64, waiter: &Waiter, check| Request {
-            number: *number,
-            deadline: waiter.deadline,
-            sent_at: now,
-            check,
-        };
-        if self.line.id.cost.is_some() {
-            let most = if self.by_turns { MAX_REQUESTS } else { 1 };
-            let lacking = line.lacking(most.saturating_sub(line.requested.len()));
-            let ahead = lacking.into_iter().map(|(number, waiter)| {
-                let within = waiter.deadline.map(|at| at.saturating_duration_since(now));
-                let within = within.unwrap_or(Duration::MAX);
-                let check = Check::take_ahead(key, policies, waiter.cost, within);
-                request(number, waiter, check)
-            });
-            return ahead.collect();
-        }
-        let is_in_flight = self.is_in_flight();
-        let room = match freed {
-            0 => self.room,
-            _ if !is_in_flight => self.room,
-            // With steady traffic, requests that ended elsewhere have checks in flight for most of the free slots.
-            freed => freed + self.room.min(1),
-        };
-        let mut sum = 0;
-        let fitting = line
-            .waiters
-            .values()
-            .take(MAX_REQUESTS)
-            .take_while(|waiter| {
-                sum += u64::from(if is_in_flight { 1 } else { waiter.cost });
-                sum <= u64::from(room)
-            });
-        let fitting = fitting.count().max(1);
-        let ones = line.waiters.values().take_while(|waiter| waiter.cost == 1);
-        let ones = if is_in_flight { 0 } else { ones.count() };
-        let last = line
-            .waiters
-            .keys()
-            .take(if ones >= fitting { ones } else { fitting })
-            .last();
-        self.covered = last.copied().unwrap_or(0);
-        // Grants the part of those of cost 1 that fits.
-        let up_to = (ones >= fitting).then(|| Check::up_to(key, policies, ones as u32));
-        let first_ones = line
-            .waiters
-            .iter()
-            .take(if ones >= fitting { 1 } else { fitting });
-        let checks = first_ones.map(|(number, waiter)| {
-            let take = || Check::take(key, policies, waiter.cost);
-            request(number, waiter, up_to.clone().unwrap_or_else(take))
+    }
+
+    /// Takes turns ahead, for the first waiters that lack one.
+    fn turns(&self, line: &Line, most: usize, now: Instant) -> Vec<Request> {
+        let lacking = line.lacking(most).into_iter();
+        let requests = lacking.map(|(number, waiter)| {
+            let within = waiter.deadline.map(|at| at.saturating_duration_since(now));
+            let within = within.unwrap_or(Duration::MAX);
+            let (key, policies) = (self.line.id.key, &self.line.policies);
+            let check = Check::take_ahead(key, policies, waiter.cost, within);
+            Request::new(*number, waiter, now, check)
         });
-        checks.collect()
+        requests.collect()
+    }
+
+    /// Checks for the first waiters for which there may be capacity, at least for one: a single check if their cost is 1.
+    fn checks(&mut self, line: &Line, now: Instant) -> Vec<Request> {
+        let is_in_flight = self.is_in_flight();
+        // Before the checks are sent: they see all capacity that was freed before.
+        let room = match self.wake.take_freed() {
+            // With steady traffic, requests that ended elsewhere have checks in flight for most of the free slots.
+            freed if is_in_flight && freed > 0 => freed + self.room.min(1),
+            _ => self.room,
+        };
+        let (mut sum, costs) = (0, line.waiters.values().map(|waiter| waiter.cost));
+        let fitting = costs.clone().take(MAX_REQUESTS).take_while(|cost| {
+            sum += u64::from(if is_in_flight { 1 } else { *cost });
+            sum <= u64::from(room)
+        });
+        let fitting = fitting.count().max(1);
+        let ones = costs.take_while(|cost| *cost == 1 && !is_in_flight);
+        let ones = ones.count();
+        let (covered, requests) = match ones >= fitting {
+            true => (ones, 1),
+            false => (fitting, fitting),
+        };
+        let last = line.waiters.keys().take(covered).last();
+        self.covered = last.copied().unwrap_or(0);
+        let (key, policies) = (self.line.id.key, &self.line.policies);
+        let requests = line.waiters.iter().take(requests);
+        let requests = requests.map(|(number, waiter)| {
+            let check = match ones >= fitting {
+                // Grants the part of them that fits.
+                true => Check::up_to(key, policies, ones as u32),
+                false => Check::take(key, policies, waiter.cost),
+            };
+            Request::new(*number, waiter, now, check)
+        });
+        requests.collect()
     }
 
     fn send(&mut self, requests: Vec<Request>) {
@@ -367,12 +386,7 @@ impl Task {
 
     /// Adds what was granted. Sets the way in which the line is served, and by checks the time of the next one.
     fn decided(&mut self, request: &Request, decision: &Decision, slot: Option<Slot>) {
-        let &Request {
-            number,
-            sent_at,
-            ref check,
-            ..
-        } = request;
+        let sent_at = request.sent_at;
         (self.failures, self.denied_cost) = (0, 0);
         (self.room, self.next) = (0, self.replied_at);
         let is_late = |wait| {
@@ -390,7 +404,8 @@ impl Task {
             Outcome::ExceedsCapacity => true,
         };
         if is_refused {
-            let refused = self.line.with(|line| line.remove(number)).flatten();
+            let refused = self.line.with(|line| line.remove(request.number));
+            let refused = refused.flatten();
             if let Some(waiter) = refused {
                 waiter.answer(Err(Refusal::Denied(decision.clone())));
             }
@@ -401,12 +416,7 @@ impl Task {
         let reserves = self.line.id.cost.is_some() && is_reserved(decision);
         self.by_turns = !is_denied && (self.by_turns || reserves);
         if is_denied {
-            let cost = if check.mode() == Mode::UpTo {
-                1
-            } else {
-                check.cost()
-            };
-            self.check_after(decision, cost, sent_at);
+            self.check_after(decision, request.cost(), sent_at);
         } else if self.is_in_flight() {
             let each = decision.verdicts();
             let slots = each.filter(|(policy, _)| policy.is_in_flight());
@@ -415,7 +425,7 @@ impl Task {
             if self.room == 0 {
                 self.next += INTERVAL;
             }
-        } else if decision.granted() < check.cost() {
+        } else if decision.granted() < request.check.cost() {
             // The reply does not say when more is freed. It is unlikely before a unit is refilled or the window ends.
             let unit = decision
                 .policy()
@@ -431,10 +441,13 @@ impl Task {
     /// Adds the turn of a waiter, or several.
     fn granted(&self, request: &Request, decision: &Decision, mut slot: Option<Slot>) {
         let due = self.replied_at + decision.due_in().unwrap_or_default();
-        let (cost, count) = match request.check.mode() {
-            Mode::UpTo => (1, decision.granted()),
-            _ => (request.check.cost(), 1),
-        };
+        let (cost, count) = (
+            request.cost(),
+            match request.check.mode() {
+                Mode::UpTo => decision.granted(),
+                _ => 1,
+            },
+        );
         let turn = |_| {
             let part = decision.clone().of_charge(cost);
             let charge = Reserved::new(part, self.line.id.key, cost, request.sent_at);
