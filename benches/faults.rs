@@ -1,6 +1,6 @@
 //! `cargo bench -p benches --bench faults`
 //!
-//! Runs every fault of `tests/faults` and of `tests/cluster` sequentially, with the same
+//! Runs every fault of `tests/faults`, also those of a cluster, sequentially, with the same
 //! assertions, and prints them as tables. `-- server` runs only the first table, `-- leased` the
 //! same faults with leased callers, and `-- cluster` the faults of a cluster. `-- reconcile`
 //! measures the time to charge many callers after an outage, and `-- fleet` the time until up to
@@ -20,18 +20,18 @@
 #[path = "../tests/support/table.rs"]
 mod table;
 
-#[path = "../tests/cluster/matrix.rs"]
+#[path = "../tests/faults/cluster/matrix.rs"]
 mod cluster;
 #[path = "../tests/faults/fleet.rs"]
 mod fleet;
-#[path = "../tests/faults/load.rs"]
+#[path = "../tests/support/load.rs"]
 mod load;
 #[path = "../tests/faults/matrix.rs"]
 mod matrix;
-#[path = "../tests/cluster/nodes.rs"]
+#[path = "../tests/support/cluster.rs"]
 #[allow(dead_code, reason = "the tests use more of it")]
 mod nodes;
-#[path = "../tests/faults/proxy.rs"]
+#[path = "../tests/support/proxy.rs"]
 mod proxy;
 #[path = "../tests/faults/reconcile.rs"]
 mod reconcile;

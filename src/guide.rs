@@ -51,6 +51,7 @@ pub mod keys {}
 ///
 /// [recipes]: crate::guide::recipes#costs-logins-tokens-websockets-jobs-retries
 /// [report]: crate::guide::pitfalls#in-flight-without-end
+/// [waiting]: crate::guide::waiting
 #[doc = include_str!("../docs/settling.md")]
 pub mod settling {}
 
@@ -122,6 +123,7 @@ pub mod runbook {}
 ///
 /// [pitfalls]: crate::guide::pitfalls#not-leased
 /// [short]: crate::guide::pitfalls#short-lease
+/// [upgrades]: crate::guide::upgrades#upgrades-that-keep-the-counts
 #[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/leases.md")]
 pub mod leases {}

@@ -13,7 +13,7 @@
 pub mod cases;
 pub mod cluster;
 pub mod meter;
-#[path = "../../tests/cluster/nodes.rs"]
+#[path = "../../tests/support/cluster.rs"]
 #[allow(dead_code, reason = "the tests use more of it")]
 pub mod nodes;
 pub mod page;

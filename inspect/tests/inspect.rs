@@ -13,13 +13,13 @@
     reason = "the servers are shared with other tests"
 )]
 
-#[path = "../../tests/cluster/nodes.rs"]
+#[path = "../../tests/support/cluster.rs"]
 mod cluster;
-#[path = "../../tests/sentinel/nodes.rs"]
+#[path = "../../tests/support/sentinel.rs"]
 mod sentinel;
 #[path = "../../tests/support/mod.rs"]
 mod support;
-#[path = "../../tests/tls/with_tls.rs"]
+#[path = "../../tests/support/tls.rs"]
 mod with_tls;
 
 use std::convert::Infallible;

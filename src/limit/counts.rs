@@ -38,7 +38,7 @@ use super::{
 ///
 /// A remote store keeps the counts as [bytes](Self::to_bytes), and writes them by compare-and-swap:
 /// it reads the bytes of the caller, decides, and replaces the bytes if they are still the same, or
-/// else starts again. `tests/store/remote.rs` is such a store, for a table as in DynamoDB.
+/// else starts again. `tests/support/remote.rs` is such a store, for a table as in DynamoDB.
 #[derive(Debug, Clone, Default)]
 pub struct Counts {
     /// The state and its expiry in microseconds, by the name, strategy and span of the policy.

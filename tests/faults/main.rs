@@ -17,9 +17,11 @@ mod support;
 mod table;
 
 mod fleet;
+#[path = "../support/load.rs"]
 mod load;
 #[macro_use]
 mod matrix;
+#[path = "../support/proxy.rs"]
 mod proxy;
 mod reconcile;
 

@@ -18,4 +18,5 @@ mod files;
 mod settings;
 mod topologies;
 mod trust;
+#[path = "../support/tls.rs"]
 mod with_tls;

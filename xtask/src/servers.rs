@@ -28,12 +28,12 @@ pub(crate) struct Lack {
 
 const HOST_NAMES: Lack = Lack {
     what: "its nodes have no host names",
-    tests: &["healthy::nodes_have_names_or_none"],
+    tests: &["topology::cluster::healthy::nodes_have_names_or_none"],
 };
 
 const CLIENT_EVICTION: Lack = Lack {
     what: "it has no setting `maxmemory-clients`",
-    tests: &["eviction::client_eviction_spares_the_store"],
+    tests: &["counts::redis::eviction::client_eviction_spares_the_store"],
 };
 
 pub(crate) const SERVERS: [Server; 5] = [

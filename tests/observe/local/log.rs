@@ -1,0 +1,267 @@
+//! Log output.
+
+use std::num::{NonZeroU32, NonZeroUsize};
+use std::time::Duration;
+
+use http::Request;
+use tokio::time::advance;
+use tower::{Layer, ServiceExt};
+use tower_http::trace::TraceLayer;
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::extract::PeerIp;
+use tower_redis_ratelimit::observe::{Observer, TracingObserver, event};
+use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
+use tower_redis_ratelimit::{Key, LocalStore, RateLimitLayer};
+use tracing::{Level, field, info_span};
+
+use crate::lines::Lines;
+use crate::mocks::{
+    Broken, ManualStore, anonymous, layer, layer_with, limited, manual_store, policy, request, send,
+};
+
+fn exceeded(caller: &str, denied: u64) -> String {
+    format!(
+        "INFO rate limit exceeded policy=\"api\" caller=\"{caller}\" denied={denied} dry_run=false"
+    )
+}
+
+#[tokio::test(start_paused = true)]
+async fn limited_callers_are_logged_once_a_minute() {
+    let (lines, _guard) = Lines::collect(Level::INFO);
+    let service = limited(layer("1/h").observer(TracingObserver::new().reveal_keys()));
+    for _ in 0..100 {
+        send(&service, request("alice")).await;
+    }
+    send(&service, request("bob")).await;
+    send(&service, request("bob")).await;
+    assert_eq!(lines.take(), [exceeded("alice", 1), exceeded("bob", 1)]);
+    advance(Duration::from_secs(60)).await;
+    // The next decision logs the counts, even if it allows another caller's request.
+    send(&service, request("carol")).await;
+    assert_eq!(lines.take(), [exceeded("alice", 98)]);
+    send(&service, request("bob")).await;
+    assert_eq!(
+        lines.take(),
+        [exceeded("bob", 1)],
+        "after a quiet minute, it is logged immediately"
+    );
+    send(&service, request("alice")).await;
+    assert_eq!(lines.take(), [""; 0]);
+    drop(service);
+    assert_eq!(lines.take(), [exceeded("alice", 1)], "the rest");
+}
+
+#[tokio::test(start_paused = true)]
+async fn policies_and_dry_runs_log_separately() {
+    let (lines, _guard) = Lines::collect(Level::INFO);
+    let observer = TracingObserver::new().reveal_keys();
+    let key = Key::new("alice");
+    for (name, dry_run) in [
+        ("api", false),
+        ("api", true),
+        ("login", false),
+        ("api", true),
+    ] {
+        let check = Check::take(key, &policy(name, "1/h").into(), 2);
+        let decision = LocalStore::default().check(check).await.unwrap();
+        let mut event = event::Decided::new(&key, &decision, Duration::ZERO);
+        event.dry_run = dry_run;
+        observer.clone().decided(&event);
+    }
+    let login = exceeded("alice", 1).replace("api", "login");
+    assert_eq!(
+        lines.take(),
+        [
+            exceeded("alice", 1),
+            exceeded("alice", 1).replace("false", "true"),
+            login
+        ]
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn further_callers_share_one_log_line() {
+    let (lines, _guard) = Lines::collect(Level::INFO);
+    let store = MockStore::new();
+    store.deny(Duration::from_secs(1));
+    let observer = TracingObserver::new()
+        .reveal_keys()
+        .callers(NonZeroUsize::MIN);
+    let service = limited(layer_with(store, "1/h").observer(observer));
+    for i in 0..1_000 {
+        send(&service, request(&i.to_string())).await;
+    }
+    let more =
+        |denied: u64| format!("INFO further callers rate limited (not listed) denied={denied}");
+    assert_eq!(lines.take(), [exceeded("0", 1), more(1)]);
+    advance(Duration::from_secs(60)).await;
+    send(&service, request("1000")).await;
+    assert_eq!(lines.take(), [more(998), exceeded("1000", 1)]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn failures_are_throttled_but_breaker_changes_logged() {
+    let (lines, _guard) = Lines::collect(Level::INFO);
+    let observer = TracingObserver::new();
+    let (timeout, refused) = (
+        StoreError::new(ErrorKind::Timeout),
+        StoreError::new(ErrorKind::Refused),
+    );
+    let key = Key::new("alice");
+    for _ in 0..100 {
+        observer.failed(&event::Failed::new(Some(&key), &timeout));
+    }
+    observer.failed(&event::Failed::new(None, &refused));
+    let logged = lines.take();
+    assert!(
+        logged[0].starts_with("WARN rate limit checks failed kind=\"timeout\" error="),
+        "{logged:?}"
+    );
+    assert!(
+        logged[0].ends_with("failed=1")
+            && logged[1].contains("kind=\"refused\"")
+            && logged.len() == 2,
+        "{logged:?}"
+    );
+    advance(Duration::from_secs(60)).await;
+    // Without a further failure, the next decision logs the failures.
+    send(
+        &limited(layer("9/h").observer(observer.clone())),
+        request("alice"),
+    )
+    .await;
+    let logged = lines.take();
+    assert!(
+        logged[0].contains("kind=\"timeout\"")
+            && logged[0].ends_with("failed=99")
+            && logged.len() == 1,
+        "{logged:?}"
+    );
+
+    for _ in 0..2 {
+        let mut degraded = event::Degraded::new(&timeout);
+        observer.degraded(&degraded);
+        degraded.share = NonZeroU32::new(4).unwrap();
+        observer.degraded(&degraded);
+        observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
+        observer.reconciled(&event::Reconciled::new(7, 1));
+    }
+    let logged = lines.take();
+    assert_eq!(logged.len(), 8, "{logged:?}");
+    assert!(logged[0].contains("share=1") && logged[1].contains("share=4"));
+    for (line, part) in logged.iter().zip([
+        "WARN shared store unavailable, enforcing rate limits locally; every instance grants the whole limit: set \
+         `Fallback::share` if there are several kind",
+        "WARN shared store unavailable, enforcing rate limits locally kind",
+        "INFO shared store recovered after=3s",
+        "charged=7 dropped=1",
+    ]) {
+        assert!(line.contains(part), "{part} is missing in {line}");
+    }
+}
+
+#[tokio::test]
+async fn callers_are_named_only_on_demand() {
+    let (lines, _guard) = Lines::collect(Level::TRACE);
+    let observer = TracingObserver::new();
+    let service = limited(layer("1/h").observer(observer.clone()));
+    send(&service, request("alice")).await;
+    send(&service, request("alice")).await;
+    send(
+        &limited(layer_with(Broken, "1/h").observer(observer)),
+        request("alice"),
+    )
+    .await;
+    let text = lines.take().join("\n");
+    assert!(
+        text.contains("rate limit decided policy=\"api\" caller=\"Key(#"),
+        "{text}"
+    );
+    assert!(
+        text.contains("rate limit exceeded policy=\"api\" caller=\"Key(#"),
+        "{text}"
+    );
+    assert!(
+        text.contains("rate limit check failed caller=\"Key(#"),
+        "{text}"
+    );
+    assert!(!text.contains("alice"), "{text}");
+}
+
+#[tokio::test]
+async fn denials_are_logged_within_the_span() {
+    let (lines, _guard) = Lines::collect(Level::DEBUG);
+    let (store, mut questions): (ManualStore, _) = manual_store();
+    let service = TraceLayer::new_for_http()
+        .make_span_with(|request: &Request<String>| {
+            info_span!(
+                "request",
+                path = request.uri().path(),
+                rate_limit = field::Empty
+            )
+        })
+        .on_request(())
+        .layer(limited(
+            layer_with(store, "1/h").observer(TracingObserver::new()),
+        ));
+    let answered = async || {
+        let response = service.clone().oneshot(request("alice")).await.unwrap();
+        assert!(matches!(response.status().as_u16(), 200 | 429));
+        lines
+            .take()
+            .into_iter()
+            .find(|line| line.contains("finished processing request"))
+            .unwrap()
+    };
+    let (allowed, ()) = tokio::join!(answered(), async {
+        questions.recv().await.unwrap().allow()
+    });
+    assert!(allowed.contains("request{path=\"/books\"}"), "{allowed}");
+    let (denied, ()) = tokio::join!(answered(), async { questions.recv().await.unwrap().deny() });
+    assert!(
+        denied.contains("request{path=\"/books\" rate_limit=\"denied\"}"),
+        "{denied}"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn counts_are_logged_outside_foreign_spans() {
+    let (lines, _guard) = Lines::collect(Level::INFO);
+    let observer = TracingObserver::new().reveal_keys();
+    let alice = Key::new("alice");
+    let check = Check::take(alice, &policy("api", "1/h").into(), 2);
+    let decision = LocalStore::default().check(check).await.unwrap();
+    let logged = |path: &str, key: &Key| {
+        let event = event::Decided::new(key, &decision, Duration::ZERO);
+        info_span!("request", path).in_scope(|| observer.decided(&event));
+        lines.take()
+    };
+    assert_eq!(
+        logged("/a", &alice),
+        [exceeded("alice", 1).replace("INFO", "INFO request{path=\"/a\"}:")]
+    );
+    assert_eq!(logged("/a", &alice), [""; 0]);
+    advance(Duration::from_secs(60)).await;
+    let bob = exceeded("bob", 1).replace("INFO", "INFO request{path=\"/b\"}:");
+    assert_eq!(logged("/b", &Key::new("bob")), [exceeded("alice", 1), bob]);
+    assert!(!format!("{observer:?}").contains("alice"));
+}
+
+/// A layer without an observer logs it too.
+#[tokio::test]
+async fn a_misconfiguration_is_logged_as_error() {
+    let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"));
+    for layer in [layer.clone(), layer.observer(TracingObserver::new())] {
+        let (lines, _guard) = Lines::collect(Level::INFO);
+        send(&limited(layer), anonymous()).await;
+        let logged = lines.take();
+        assert!(
+            logged[0].starts_with("ERROR rate limiting is misconfigured"),
+            "{logged:?}"
+        );
+        assert!(
+            logged[0].contains("into_make_service_with_connect_info") && logged.len() == 1,
+            "{logged:?}"
+        );
+    }
+}

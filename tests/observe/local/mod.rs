@@ -1,0 +1,620 @@
+//! Notifications of observers, and the resulting metrics and logs.
+
+#[cfg(feature = "tracing")]
+mod log;
+#[cfg(feature = "metrics")]
+mod prometheus;
+
+use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use tokio::time::advance;
+use tower::limit::ConcurrencyLimit;
+use tower::{Layer, Service, ServiceExt, service_fn};
+use tower_redis_ratelimit::extract::{Global, PeerIp};
+use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::reject::OnMissingKey;
+use tower_redis_ratelimit::select::{Live, PolicySelector, Tier, Tiers};
+use tower_redis_ratelimit::settle::Settlement;
+use tower_redis_ratelimit::store::RedisStoreBuilder;
+use tower_redis_ratelimit::{
+    Fallback, Key, Leased, Limiter, LocalStore, Policies, Policy, RateLimitLayer, RedisStore,
+    Strategy, ThrottleLayer,
+};
+
+use crate::mocks::{
+    Broken, Problems, anonymous, by_header, costing, hello, layer, layer_with, limited,
+    manual_store, policy, request, send,
+};
+
+/// A Redis that refuses connections, with timeouts that never elapse in a test.
+fn nowhere() -> RedisStoreBuilder {
+    RedisStore::builder("redis://127.0.0.1:1/").timeout(LONG)
+}
+
+/// A store with a fallback.
+fn fallback() -> Fallback<RedisStore, LocalStore> {
+    Fallback::new(nowhere().connect_lazy().unwrap(), LocalStore::default()).deadline(LONG)
+}
+
+const LONG: Duration = Duration::from_secs(20);
+
+#[derive(Clone, Default)]
+struct Notes(Arc<Mutex<Vec<String>>>);
+
+impl Notes {
+    fn add(&self, note: impl Into<String>) {
+        self.0.lock().unwrap().push(note.into());
+    }
+
+    /// Returns the notes since the last call.
+    fn take(&self) -> Vec<String> {
+        std::mem::take(&mut self.0.lock().unwrap())
+    }
+}
+
+impl Observer for Notes {
+    fn decided(&self, event: &event::Decided<'_>) {
+        let event::Decided {
+            key,
+            decision,
+            elapsed,
+            dry_run,
+            ..
+        } = event;
+        let (policy, outcome) = (decision.policies()[0].name(), decision.outcome().as_str());
+        assert!(!dry_run);
+        self.add(format!(
+            "{} {policy} {outcome} {:?} {elapsed:?}",
+            key.reveal(),
+            decision.source()
+        ));
+    }
+
+    fn failed(&self, event: &event::Failed<'_>) {
+        self.add(format!(
+            "{} failed: {:?}",
+            event.key.unwrap().reveal(),
+            event.error.kind()
+        ));
+    }
+
+    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
+        self.add(event.problem);
+    }
+
+    fn degraded(&self, _: &event::Degraded<'_>) {
+        self.add("degraded");
+    }
+
+    fn sent(&self, _: &event::Sent) {
+        self.add("sends");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn decisions_and_failures_name_their_caller() {
+    let notes = Notes::default();
+    let service = limited(layer("1/h").observer((notes.clone(), ())));
+    send(&service, request("alice")).await;
+    send(&service, request("alice")).await;
+    assert_eq!(
+        notes.take(),
+        ["alice api allowed Local 0ns", "alice api denied Local 0ns"]
+    );
+    send(
+        &limited(layer_with(Broken, "1/h").observer(notes.clone())),
+        request("bob"),
+    )
+    .await;
+    assert_eq!(notes.take(), ["bob failed: Configuration"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn late_answers_name_caller_and_duration() {
+    let notes = Notes::default();
+    let (store, mut questions) = manual_store();
+    let service = limited(layer_with(store, "1/h").observer(notes.clone()));
+    let (alice, ()) = tokio::join!(send(&service, request("alice")), async {
+        let question = questions.recv().await.unwrap();
+        advance(Duration::from_millis(50)).await;
+        question.allow();
+    });
+    let (bob, ()) = tokio::join!(send(&service, request("bob")), async {
+        questions.recv().await.unwrap().fail()
+    });
+    assert_eq!((alice.status().as_u16(), bob.status().as_u16()), (200, 503));
+    assert_eq!(
+        notes.take(),
+        ["alice api allowed Local 50ms", "bob failed: Configuration"]
+    );
+}
+
+#[tokio::test]
+async fn events_name_callers_only_on_demand() {
+    /// Records the `Debug` text of events.
+    struct Events(Notes);
+
+    impl Observer for Events {
+        fn decided(&self, event: &event::Decided<'_>) {
+            self.0.add(format!("{event:?} {event:#?}"));
+        }
+
+        fn failed(&self, event: &event::Failed<'_>) {
+            self.0.add(format!("{event:?} {event:#?}"));
+        }
+    }
+
+    let notes = Notes::default();
+    send(
+        &limited(layer("1/h").observer(Events(notes.clone()))),
+        request("alice"),
+    )
+    .await;
+    send(
+        &limited(layer_with(Broken, "1/h").observer(Events(notes.clone()))),
+        request("alice"),
+    )
+    .await;
+    for event in notes.take() {
+        assert!(
+            event.contains("key: ") && event.contains("Key(#") && !event.contains("alice"),
+            "{event}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn one_call_attaches_an_observer_everywhere() {
+    let notes = Notes::default();
+    let store = fallback();
+    let service = limited(layer_with(store.clone(), "9/h").observer(notes.clone()));
+    while !store.is_degraded() {
+        send(&service, request("alice")).await;
+    }
+    let seen = notes.take();
+    assert_eq!(seen[..2], ["sends", "alice failed: Unreachable"]);
+    assert!(seen[2].starts_with("alice api allowed Local"), "{seen:?}");
+    assert_eq!(seen.iter().filter(|note| *note == "degraded").count(), 1);
+}
+
+#[tokio::test]
+async fn a_limiter_passes_observers_to_its_store() {
+    let notes = Notes::default();
+    let limiter = Limiter::new(fallback(), policy("mails", "9/h")).observer(notes.clone());
+    let _ = limiter.take(Key::new("alice"), 1).await.unwrap();
+    assert_eq!(notes.take(), ["sends", "alice failed: Unreachable"]);
+}
+
+#[tokio::test]
+async fn a_store_keeps_its_own_observer() {
+    let [of_redis, of_fallback, of_first, of_second] = [(); 4].map(|()| Notes::default());
+    let redis = nowhere().observer(of_redis.clone()).connect_lazy().unwrap();
+    // Later settings of the fallback keep the observer.
+    let store = Fallback::new(redis, LocalStore::default())
+        .observer(of_fallback.clone())
+        .deadline(LONG);
+    send(
+        &limited(layer_with(store, "9/h").observer(of_first.clone())),
+        request("alice"),
+    )
+    .await;
+    assert_eq!(
+        (of_redis.take(), of_fallback.take()),
+        (
+            vec!["sends".into()],
+            vec!["alice failed: Unreachable".into()]
+        )
+    );
+    assert_eq!(of_first.take().len(), 1, "the decision");
+
+    // A store without an observer gets the first layer's.
+    let store = fallback();
+    let _first = layer_with(store.clone(), "9/h").observer(of_first.clone());
+    send(
+        &limited(layer_with(store, "9/h").observer(of_second.clone())),
+        request("alice"),
+    )
+    .await;
+    assert_eq!(of_first.take(), ["sends", "alice failed: Unreachable"]);
+    assert_eq!(of_second.take().len(), 1, "the decision");
+}
+
+#[tokio::test(start_paused = true)]
+async fn layers_report_misconfigurations_once_a_minute() {
+    let notes = Notes::default();
+    let layer = || {
+        RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"))
+            .observer(notes.clone())
+    };
+    let service = limited(layer().on_missing_key(OnMissingKey::Allow));
+    let mut seen = 0;
+    for (wait, expected) in [(0, 1), (0, 1), (59, 1), (1, 2), (59, 2), (600, 3), (0, 3)] {
+        advance(Duration::from_secs(wait)).await;
+        assert_eq!(send(&service, anonymous()).await.status(), 500);
+        let problems = notes.take();
+        seen += problems.len();
+        assert_eq!(seen, expected, "after {wait} s");
+        assert!(
+            problems
+                .iter()
+                .all(|problem| problem.contains("into_make_service_with_connect_info")),
+            "{problems:?}"
+        );
+    }
+    send(&limited(layer()), anonymous()).await;
+    assert_eq!(notes.take().len(), 1, "another layer");
+    assert_eq!(
+        send(&limited(layer().dry_run()), anonymous())
+            .await
+            .status(),
+        200
+    );
+    assert_eq!(
+        notes.take().len(),
+        1,
+        "a dry run, which counts nothing either"
+    );
+    let client = limited(crate::mocks::layer("1/h").observer(notes.clone()));
+    assert_eq!(send(&client, anonymous()).await.status(), 400);
+    assert_eq!(
+        notes.take().len(),
+        0,
+        "a client's mistake is none of the server's"
+    );
+    let exempt =
+        RateLimitLayer::new(LocalStore::default(), PeerIp, None::<Policy>).observer(notes.clone());
+    assert_eq!(send(&limited(exempt), anonymous()).await.status(), 200);
+    assert_eq!(notes.take().len(), 0, "an exempt request needs no key");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_repeated_layer_is_reported_once() {
+    let notes = Notes::default();
+    let problems = |notes: &Notes| {
+        notes
+            .take()
+            .into_iter()
+            .filter(|note| note.contains("twice"))
+            .collect::<Vec<_>>()
+    };
+    let twice = layer("9/h").observer(notes.clone());
+    let service = twice.layer(limited(twice.clone()));
+    for _ in 0..3 {
+        assert_eq!(send(&service, request("alice")).await.status(), 200);
+        advance(Duration::from_secs(60)).await;
+    }
+    let seen = problems(&notes);
+    assert!(seen.len() == 1 && seen[0].contains("\"api\""), "{seen:?}");
+    assert!(
+        seen[0].contains("(counted-twice: https://docs.rs/"),
+        "{seen:?}"
+    );
+
+    // Windows with different limits share a count too.
+    let log = |quota: &str| {
+        let policy = Policy::new("api", Strategy::SlidingLog, quota.parse().unwrap()).unwrap();
+        RateLimitLayer::new(LocalStore::default(), Global, policy).observer(notes.clone())
+    };
+    send(&log("5/h").layer(limited(log("9/h"))), request("alice")).await;
+    assert_eq!(problems(&notes).len(), 1);
+
+    // Two different layers do not.
+    let another = RateLimitLayer::new(LocalStore::default(), Global, policy("all", "9/h"))
+        .observer(notes.clone());
+    let service = another.layer(limited(layer("9/h").observer(notes.clone())));
+    send(&service, request("alice")).await;
+    assert_eq!(problems(&notes), [""; 0]);
+}
+
+/// Under windows, `/a` would use up the small limit of `/b`.
+#[tokio::test]
+async fn a_count_with_two_limits_is_reported() {
+    let problems = |strategy: Strategy, quotas: [&str; 2], stores: [LocalStore; 2]| {
+        let notes = Problems::default();
+        let mut kept = vec![];
+        for (quota, store) in quotas.into_iter().zip(stores) {
+            let policy = Policy::new("api", strategy, quota.parse().unwrap()).unwrap();
+            let layer = RateLimitLayer::new(store, Global, policy).observer(notes.clone());
+            // A layer that wraps several services, as for several routes, is one.
+            kept.extend([limited(layer.clone()), limited(layer)]);
+        }
+        notes.0.lock().unwrap().clone()
+    };
+    let (store, log) = (LocalStore::default(), Strategy::SlidingLog);
+    let one = [store.clone(), store.clone()];
+    let seen = problems(log, ["100/m", "2/m"], one.clone());
+    assert_eq!(seen.len(), 1, "{seen:?}");
+    assert!(
+        seen[0].starts_with(
+            "two layers have a policy \"api\", one with 100/m and one with 2/m, and they share one count per caller: give each \
+             policy a name of its own, or both the same quota (one-name-two-quotas: https://docs.rs/"
+        ),
+        "{seen:?}"
+    );
+    // The layers of the first call are gone.
+    assert_eq!(problems(log, ["5/m", "5/m"], one.clone()), [""; 0]);
+    assert_eq!(problems(log, ["5/m", "6/h"], one.clone()), [""; 0]);
+    assert_eq!(problems(Strategy::Gcra, ["5/m", "6/m"], one), [""; 0]);
+    let two = [store, LocalStore::default()];
+    assert_eq!(problems(log, ["5/m", "6/m"], two), [""; 0]);
+}
+
+#[tokio::test]
+async fn a_cost_that_never_passes_is_reported() {
+    let notes = Problems::default();
+    let layer = layer("60/h burst 5")
+        .cost(by_header)
+        .observer(notes.clone());
+    let service = limited(layer);
+    for (cost, status) in [(5, 200), (5, 429), (6, 429), (10, 429)] {
+        assert_eq!(send(&service, costing(cost)).await.status(), status);
+    }
+    let seen = notes.0.lock().unwrap().clone();
+    assert_eq!(seen.len(), 1, "{seen:?}");
+    assert!(
+        seen[0].starts_with(
+            "a request costs 6, the burst of the policy \"api\" is 5, and so the request never passes: raise the burst, or \
+             lower the cost (never-passes: https://docs.rs/"
+        ),
+        "{seen:?}"
+    );
+}
+
+#[tokio::test]
+async fn an_unknown_plan_is_reported() {
+    let tiers = || {
+        Tiers::new(policy("free", "9/m"))
+            .tier("pro", policy("pro", "90/m"))
+            .exempt("internal")
+    };
+    let problems =
+        async |policies: Arc<dyn PolicySelector>, reload: &dyn Fn(), plans: &[&'static str]| {
+            let notes = Problems::default();
+            let layer = RateLimitLayer::new(LocalStore::default(), Global, policies);
+            let service = limited(layer.observer(notes.clone()));
+            reload();
+            for plan in plans {
+                let mut request = anonymous();
+                request.extensions_mut().insert(Tier::new(*plan));
+                assert_eq!(send(&service, request).await.status(), 200);
+            }
+            notes.0.lock().unwrap().clone()
+        };
+    let known = ["pro", "free", "internal"];
+    assert_eq!(
+        problems(Arc::new(tiers()), &|| (), &known).await,
+        [""; 0],
+        "the default plan needs no entry"
+    );
+    let (live, reloaded) = (Live::new(tiers()), Live::new(tiers()));
+    let reload = || reloaded.replace(tiers());
+    type Case<'a> = (Arc<dyn PolicySelector>, &'a dyn Fn());
+    let cases: [Case<'_>; 3] = [
+        (Arc::new(tiers()), &|| ()),
+        (Arc::new(live), &|| ()),
+        (Arc::new(Some(reloaded.clone())), &reload),
+    ];
+    for (policies, reload) in cases {
+        let seen = problems(policies, reload, &["pro", "Pro", "prof", "Pro"]).await;
+        assert_eq!(seen.len(), 1, "{seen:?}");
+        assert!(
+            seen[0].starts_with(
+                "the plan \"Pro\" is not listed, and the default plan counts instead: use one of [\"internal\", \"pro\"], or \
+                 list it (unknown-tier: https://docs.rs/"
+            ),
+            "{seen:?}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn requests_without_a_plan_are_reported_once() {
+    let problems = async |tiers: Tiers, anonymous_first: usize, plan_after: bool| {
+        let notes = Problems::default();
+        let layer = RateLimitLayer::new(LocalStore::default(), Global, tiers);
+        let service = limited(layer.observer(notes.clone()));
+        for _ in 0..anonymous_first {
+            send(&service, anonymous()).await;
+        }
+        if plan_after {
+            let mut request = anonymous();
+            request.extensions_mut().insert(Tier::new("pro"));
+            send(&service, request).await;
+        }
+        for _ in 0..1_000 {
+            send(&service, anonymous()).await;
+        }
+        notes.0.lock().unwrap().clone()
+    };
+    let free = || Tiers::new(policy("free", "9/m"));
+    let tiers = || free().tier("pro", policy("pro", "90/m"));
+    let seen = problems(tiers(), 5, false).await;
+    let [report] = &seen[..] else {
+        panic!("it is reported once: {seen:?}");
+    };
+    assert!(
+        report.starts_with("none of the first 1000 requests named a plan, and the default plan")
+            && report.ends_with("#no-tier)"),
+        "{report}"
+    );
+    assert_eq!(
+        problems(tiers(), 5, true).await,
+        [""; 0],
+        "one plan shows that the order is right"
+    );
+    assert_eq!(
+        problems(free(), 5, false).await,
+        [""; 0],
+        "no plan is listed"
+    );
+}
+
+#[tokio::test]
+async fn an_ineffective_lease_is_reported_once() {
+    let leased = policy("api", "9/s")
+        .leased(Duration::from_millis(100))
+        .unwrap();
+    let problems = async |is_leased: bool| {
+        let (notes, local) = (Notes::default(), LocalStore::default());
+        if is_leased {
+            let store = Leased::new(Fallback::new(local, LocalStore::default()));
+            let layer = RateLimitLayer::new(store.clone(), Global, leased.clone());
+            send(&limited(layer.observer(notes.clone())), request("alice")).await;
+            let limiter = Limiter::new(store, leased.clone()).observer(notes.clone());
+            let _ = limiter.take(Key::GLOBAL, 1).await.unwrap();
+        } else {
+            let store = Fallback::new(local.clone(), LocalStore::default());
+            let service =
+                limited(RateLimitLayer::new(store, Global, leased.clone()).observer(notes.clone()));
+            let limiter = Limiter::new(local, leased.clone()).observer(notes.clone());
+            for _ in 0..3 {
+                send(&service, request("alice")).await;
+                let _ = limiter.take(Key::GLOBAL, 1).await.unwrap();
+            }
+        }
+        notes
+            .take()
+            .into_iter()
+            .filter(|note| note.contains("leased"))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(problems(true).await, [""; 0]);
+    let seen = problems(false).await;
+    assert!(
+        seen.len() == 2 && seen[0] == seen[1],
+        "of the layer, and of the limiter: {seen:?}"
+    );
+    assert!(
+        seen[0].contains("\"api\" is leased") && seen[0].contains("(not-leased: https://docs.rs/"),
+        "{seen:?}"
+    );
+
+    let (notes, list) = (
+        Notes::default(),
+        Policies::new([policy("all", "99/s"), leased]).unwrap(),
+    );
+    let beside = RateLimitLayer::new(Leased::new(LocalStore::default()), Global, list)
+        .observer(notes.clone());
+    send(&limited(beside), request("alice")).await;
+    assert!(
+        notes
+            .take()
+            .iter()
+            .any(|note| note.contains("\"api\" is leased without effect")),
+        "also if another policy is not leased"
+    );
+}
+
+/// Even if the store leases.
+#[tokio::test(start_paused = true)]
+async fn leased_checks_without_a_block_are_reported() {
+    let policies = || {
+        policy("api", "90/s")
+            .leased(Duration::from_millis(100))
+            .unwrap()
+    };
+    let store = || Leased::new(LocalStore::default());
+    let reports = |notes: &Notes| {
+        notes
+            .take()
+            .iter()
+            .filter(|note| note.contains("(not-leased: "))
+            .count()
+    };
+    let notes = Notes::default();
+
+    let inside = Fallback::new(store(), LocalStore::default());
+    send(
+        &limited(RateLimitLayer::new(inside, Global, policies()).observer(notes.clone())),
+        request("alice"),
+    )
+    .await;
+    assert_eq!(reports(&notes), 1, "inside of a fallback");
+
+    let settled = RateLimitLayer::new(store(), Global, policies())
+        .settle(|_| Settlement::Keep)
+        .observer(notes.clone());
+    for _ in 0..2 {
+        send(
+            &settled.layer(service_fn(hello::<http_body_util::Full<bytes::Bytes>>)),
+            request("alice"),
+        )
+        .await;
+    }
+    assert_eq!(reports(&notes), 1, "settled");
+
+    let throttle = ThrottleLayer::new(store(), Key::GLOBAL, policies()).observer(notes.clone());
+    let mut service = throttle.layer(service_fn(async |()| Ok::<_, std::convert::Infallible>(())));
+    for _ in 0..2 {
+        service.ready().await.unwrap().call(()).await.unwrap();
+    }
+    assert_eq!(reports(&notes), 1, "a throttle");
+
+    let limiter = || Limiter::new(store(), policies()).observer(notes.clone());
+    let _ = limiter().reserve(Key::GLOBAL, 1).await.unwrap();
+    assert_eq!(reports(&notes), 1, "reserve");
+    let _ = limiter().wait(Key::GLOBAL, 1, LONG).await.unwrap();
+    assert_eq!(reports(&notes), 1, "wait");
+    let _ = limiter().up_to(Key::GLOBAL, 1).await.unwrap();
+    assert_eq!(reports(&notes), 1, "up_to");
+    let leasing = limiter();
+    let _ = leasing.take(Key::GLOBAL, 1).await.unwrap();
+    let _ = leasing.up_to(Key::GLOBAL, 1).await.unwrap();
+    assert_eq!(
+        reports(&notes),
+        0,
+        "others of its checks are decided by blocks"
+    );
+}
+
+/// On whichever thread a request is handled.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn all_threads_report_a_misconfiguration_once() {
+    let notes = Notes::default();
+    let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"))
+        .observer(notes.clone());
+    let service = axum::Router::<()>::new().layer(layer);
+    let calls = (0..64).map(|_| {
+        let service = service.clone();
+        tokio::spawn(async move { send(&service, anonymous()).await.status().as_u16() })
+    });
+    let all: Vec<u16> = futures_util::future::try_join_all(calls).await.unwrap();
+    assert_eq!(all, [500; 64]);
+    assert_eq!(notes.take().len(), 1);
+}
+
+/// Panics at the first decision.
+struct Panics(AtomicBool);
+
+impl Observer for Panics {
+    fn decided(&self, _: &event::Decided<'_>) {
+        assert!(self.0.swap(true, Relaxed), "the first one");
+    }
+}
+
+#[tokio::test]
+async fn a_panicking_observer_fails_only_its_request() {
+    let (store, mut questions) = manual_store();
+    let inner = ConcurrencyLimit::new(service_fn(hello::<String>), 1);
+    let mut service = layer_with(store, "9/h")
+        .observer(Panics(AtomicBool::new(false)))
+        .layer(inner);
+    for panics in [true, false] {
+        let mut response = Box::pin(
+            service
+                .ready()
+                .now_or_never()
+                .expect("a place")
+                .unwrap()
+                .call(request("alice")),
+        );
+        assert!(response.as_mut().now_or_never().is_none());
+        questions.try_recv().unwrap().allow();
+        let response = AssertUnwindSafe(response.as_mut()).catch_unwind().await;
+        assert_eq!(response.is_err(), panics);
+    }
+}

@@ -1,0 +1,602 @@
+//! The pattern of `Routes` that a request is under, compared with the route that a real axum
+//! `Router` matches.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use axum::routing::any;
+use axum::{Router, body::Body};
+use http::{Method, Request, Response, Uri};
+use tower::Layer;
+use tower::util::MapRequest;
+use tower_redis_ratelimit::extract::Global;
+use tower_redis_ratelimit::select::Routes;
+use tower_redis_ratelimit::{ConfigError, LocalStore, Policies, RateLimitLayer};
+
+use crate::mocks::*;
+
+fn layer(routes: Routes) -> RateLimitLayer<LocalStore, Global> {
+    RateLimitLayer::new(LocalStore::default(), Global, routes)
+}
+
+/// Paths below `/files`, and `/files`, are under `files`; `/login` is under `login`; all others
+/// under `default`.
+fn routes() -> Result<Routes, ConfigError> {
+    let named = |name| policy(name, "9999/h");
+    Routes::new(named("default"))
+        .route("/files/{*path}", named("files"))?
+        .route("/login", named("login"))
+}
+
+fn router() -> Router {
+    Router::new()
+        .route("/files/{*path}", any(ok))
+        .route("/login", any(ok))
+        .fallback(ok)
+}
+
+async fn ok() {}
+
+/// The name of the policy in the response's fields, or `none`.
+fn name<B>(response: &Response<B>) -> String {
+    let policies =
+        field(response, "ratelimit-policy").map(|policies| policies.split('"').nth(1).unwrap());
+    policies.unwrap_or("none").to_owned()
+}
+
+async fn under(app: &Router, method: Method, target: &str) -> String {
+    let request = Request::builder()
+        .method(method)
+        .uri(target)
+        .body(Body::empty())
+        .unwrap();
+    name(&send(app, request).await)
+}
+
+/// One layer on the router, where axum sets the template, and one around it.
+fn both(routes: impl Fn() -> Routes, router: impl Fn() -> Router) -> [Router; 2] {
+    let around = Layer::layer(&layer(routes()), router());
+    [
+        router().layer(layer(routes())),
+        Router::new().fallback_service(around),
+    ]
+}
+
+async fn assert_under(apps: &[Router], expected: &[(&str, &str)]) {
+    for (place, app) in ["on the router", "around it"].iter().zip(apps) {
+        for (target, name) in expected {
+            assert_eq!(
+                under(app, Method::GET, target).await,
+                *name,
+                "{target}, {place}"
+            );
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_more_exact_pattern_wins() {
+    let routes = || {
+        routes()
+            .unwrap()
+            .route("/files/secret.bin", policy("secret", "9/h"))
+            .unwrap()
+    };
+    let expected = [
+        ("/files/secret.bin", "secret"),
+        ("/files/a", "files"),
+        ("/files/secret.bin/a", "files"),
+    ];
+    assert_under(&both(routes, router), &expected).await;
+}
+
+/// Tonic's router has one template for all methods of a service.
+#[tokio::test]
+async fn one_grpc_method_has_its_own_limit() {
+    let routes = || {
+        routes()
+            .unwrap()
+            .route("/shop.Orders/Export", policy("export", "9/h"))
+            .unwrap()
+    };
+    let router = || Router::new().route("/shop.Orders/{*rest}", any(ok));
+    let expected = [
+        ("/shop.Orders/Export", "export"),
+        ("/shop.Orders/List", "default"),
+    ];
+    assert_under(&both(routes, router), &expected).await;
+}
+
+#[tokio::test]
+async fn single_segment_patterns_do_not_match_wildcards() {
+    let routes = || routes().unwrap().exempt("/public/{file}").unwrap();
+    let router = || router().route("/public/{*path}", any(ok));
+    let expected = [
+        ("/public/a.csv", "none"),
+        ("/public/a/b.csv", "default"),
+        ("/public/a%2Fb.csv", "default"),
+    ];
+    assert_under(&both(routes, router), &expected).await;
+}
+
+/// Paths that another server, or an inner layer, could read as a limited path.
+#[tokio::test]
+async fn ambiguous_paths_are_not_exempt() {
+    let routes = || {
+        routes()
+            .unwrap()
+            .exempt("/static/{*path}")
+            .unwrap()
+            .exempt("/{page}")
+            .unwrap()
+    };
+    let router = || {
+        router()
+            .route("/static/{*path}", any(ok))
+            .route("/{page}", any(ok))
+    };
+    let expected = [
+        ("/static/a.css", "none"),
+        ("/static/a%20b.css", "none"),
+        ("/static/a%2fb.css", "none"),
+        ("/static/a//b.css", "none"),
+        ("/static/a/../b.css", "default"),
+        ("/static/a%2fb/../../login", "default"),
+        ("/static/a%2fb/%2e%2e/%2e%2e/login", "default"),
+        ("/static/a%5cb/../../login", "default"),
+        ("/static/;/..;/../login", "login"),
+        ("/static/caf%C3%A9.css?a=../b", "none"),
+        ("/static/%FF", "none"),
+        ("/static/100%", "none"),
+        ("/about", "none"),
+        ("http://host/about", "none"),
+        ("/static/../login", "login"),
+        ("/static/./../login", "login"),
+        ("/static//../login", "login"),
+        ("/static/../../login", "login"),
+        ("/static/%2e%2e/login", "login"),
+        ("/static/%2E./login", "login"),
+        ("/static/..%2Flogin", "login"),
+        ("/static/..%5clogin", "login"),
+        ("/static/%252e%252e/login", "login"),
+        ("/static/%25252e./login", "login"),
+        ("/static/..;v=1/login", "login"),
+        ("/static/..%3bv/login", "login"),
+        ("/static/../files/a", "files"),
+        ("/static/../a/b", "default"),
+        ("/static/%2e%2e%2fa%2fb", "default"),
+        ("http://host/static/../login", "login"),
+        ("/%6cogin", "login"),
+        ("/%6Cogi%256e", "login"),
+        ("/login;v=1", "login"),
+        ("/login%3Fv=1", "login"),
+        ("/login%23v", "login"),
+        ("/login%00.css", "login"),
+        ("/;/login", "default"),
+        ("//login", "default"),
+        ("/LOGIN", "none"),
+    ];
+    assert_under(&both(routes, router), &expected).await;
+
+    // All paths without a pattern are exempt.
+    let named = |name| policy(name, "9999/h");
+    let listed = || {
+        Routes::new(None::<Policies>)
+            .route("/login", named("login"))
+            .unwrap()
+    };
+    for target in [
+        "/login",
+        "/login/",
+        "/%6cogin/",
+        "//login",
+        "/./login",
+        "/a/../login",
+        "/%6cogin",
+        "/login;a",
+        "http://host/login",
+    ] {
+        let [_, around] = both(listed, router);
+        assert_eq!(
+            under(&around, Method::GET, target).await,
+            "login",
+            "{target}"
+        );
+    }
+    for target in ["/", "/login/a", "/LOGIN", "/a%2flogin"] {
+        let [_, around] = both(listed, router);
+        assert_eq!(
+            under(&around, Method::GET, target).await,
+            "none",
+            "{target}"
+        );
+    }
+}
+
+/// Even if a lenient server would read it differently.
+#[tokio::test]
+async fn a_literally_named_path_is_exempt() {
+    let paths = [
+        "/caf%C3%A9",
+        "/a;v=1",
+        "/a//b",
+        "/a/./b",
+        "/100%25",
+        "/.well-known/a",
+    ];
+    let routes = || {
+        let named = paths[..5]
+            .iter()
+            .try_fold(routes().unwrap(), |routes, path| routes.exempt(path));
+        named.unwrap().exempt("/.well-known/{*path}").unwrap()
+    };
+    let expected = paths.map(|path| (path, "none"));
+    assert_under(&both(routes, router), &expected).await;
+    assert_under(
+        &both(routes, router),
+        &[
+            ("/caf\u{e9}", "default"),
+            ("/a", "default"),
+            ("/a/b", "default"),
+        ],
+    )
+    .await;
+    for pattern in ["/caf%C3%A9/{id}", "/{id}/a;v=1", "//a/{*path}", "/../{id}"] {
+        assert!(
+            routes()
+                .exempt(pattern)
+                .unwrap_err()
+                .to_string()
+                .contains("exempts nothing"),
+            "{pattern}"
+        );
+    }
+}
+
+/// A path with a trailing slash is a different path, and middleware often removes the slash.
+#[tokio::test]
+async fn a_slash_at_the_end_exempts_nothing() {
+    let named = |name| policy(name, "9999/h");
+    let routes = || {
+        routes()
+            .unwrap()
+            .exempt("/static/")
+            .unwrap()
+            .exempt("/a/{*all}")
+            .unwrap()
+    };
+    let routes = || {
+        routes()
+            .route("/a/b", named("b"))
+            .unwrap()
+            .route("/a/c/", named("c"))
+            .unwrap()
+    };
+    let router = || {
+        router()
+            .route("/a/{*all}", any(ok))
+            .route("/static/", any(ok))
+    };
+    let expected = [
+        ("/a/b", "b"),
+        ("/a/b/", "b"),
+        ("/a/b//", "b"),
+        ("/a/c", "c"),
+        ("/a/d/", "none"),
+        ("/static/", "none"),
+        ("/static", "default"),
+        ("/login/", "default"),
+    ];
+    assert_under(&both(routes, router), &expected).await;
+}
+
+/// A path of 60 KB with the maximum number of nested escapes.
+#[tokio::test]
+async fn long_paths_take_linear_time() {
+    let [on_router, _] = both(
+        || routes().unwrap().exempt("/static/{*path}").unwrap(),
+        || router().route("/static/{*path}", any(ok)),
+    );
+    let path = format!("/static/%{}2e%2e/login", "25".repeat(29_000));
+    assert_eq!(under(&on_router, Method::GET, &path).await, "login");
+}
+
+/// RFC 8441: a WebSocket over HTTP/2 is a `CONNECT` with a path.
+#[tokio::test]
+async fn extended_connect_counts_as_get() {
+    let routes = || {
+        routes()
+            .unwrap()
+            .method(Method::GET, "/socket", policy("socket", "9/h"))
+            .unwrap()
+    };
+    for app in both(routes, || router().route("/socket", any(ok))) {
+        assert_eq!(under(&app, Method::CONNECT, "/socket").await, "socket");
+        assert_eq!(under(&app, Method::GET, "/socket").await, "socket");
+        assert_eq!(under(&app, Method::POST, "/socket").await, "default");
+        assert_eq!(under(&app, Method::CONNECT, "host:443").await, "default");
+        assert_eq!(under(&app, Method::OPTIONS, "*").await, "default");
+    }
+}
+
+fn set_path(mut request: Request<Body>, path: &str) -> Request<Body> {
+    *request.uri_mut() = path.parse().unwrap();
+    request
+}
+
+/// If the path is rewritten after axum has matched it, at least the route's own pattern applies.
+#[tokio::test]
+async fn rewritten_paths_cannot_bypass_a_template() {
+    let routes = || {
+        let named = |name| policy(name, "9999/h");
+        routes()?
+            .route("/old/{*path}", named("old"))?
+            .exempt("/health")?
+            .route("/old/admin", named("admin"))
+    };
+    let router = Router::new()
+        .route("/old/{*path}", any(ok))
+        .layer(layer(routes().unwrap()));
+    let app = router.layer(MapRequest::<(), _>::layer(|request: Request<Body>| {
+        let path = request.uri().path().trim_start_matches("/old").to_owned();
+        set_path(request, &path)
+    }));
+    for (path, name) in [
+        ("/old/health", "old"),
+        ("/old/login", "old"),
+        ("/old/admin", "admin"),
+    ] {
+        assert_eq!(under(&app, Method::GET, path).await, name, "{path}");
+    }
+}
+
+/// If the path is rewritten outside the router, the new path counts.
+#[tokio::test]
+async fn an_alias_counts_as_its_target() {
+    let routes = routes()
+        .unwrap()
+        .route("/files/secret.bin", policy("secret", "9/h"))
+        .unwrap();
+    let routes = routes.exempt("/alias/{*path}").unwrap();
+    let alias = MapRequest::new(router().layer(layer(routes)), |request: Request<Body>| {
+        let path = request.uri().path().replace("/alias/", "/files/");
+        set_path(request, path.trim_end_matches('/'))
+    });
+    let app = Router::new().fallback_service(alias);
+    for (path, name) in [
+        ("/alias/secret.bin", "secret"),
+        ("/files/secret.bin/", "secret"),
+        ("/alias/a", "files"),
+        ("/alias/", "default"),
+    ] {
+        assert_eq!(under(&app, Method::GET, path).await, name, "{path}");
+    }
+}
+
+/// The template counts then, which is no path: a pattern of one segment must not exempt all paths
+/// of the template.
+#[tokio::test]
+async fn nested_router_aliases_count_by_template() {
+    let routes = || {
+        routes()
+            .unwrap()
+            .exempt("/public/{file}")
+            .unwrap()
+            .exempt("/alias/{*path}")
+            .unwrap()
+    };
+    let nested = || {
+        Router::new()
+            .route("/{*path}", any(ok))
+            .layer(layer(routes()))
+    };
+    let router = Router::new()
+        .nest("/files", nested())
+        .nest("/public", nested());
+    let alias = MapRequest::new(router, |request: Request<Body>| {
+        let path = request.uri().path().replace("/alias", "");
+        set_path(request, &path)
+    });
+    let app = Router::new().fallback_service(alias);
+    for (path, name) in [
+        ("/alias/files/a", "files"),
+        ("/alias/public/a", "default"),
+        ("/alias/public/a/b", "default"),
+        ("/files/a", "files"),
+        ("/public/a", "none"),
+        ("/public/a/b", "default"),
+    ] {
+        assert_eq!(under(&app, Method::GET, path).await, name, "{path}");
+    }
+}
+
+#[test]
+fn unmatchable_patterns_are_refused() {
+    let many = "/{a}".repeat(40);
+    let named = |name: &str| format!("/{{{name}}}");
+    for pattern in [
+        "/users/:id",
+        "/:id",
+        "/files/*path",
+        "/*",
+        "/a?b=c",
+        "/a#b",
+        "/a b",
+        "/ ",
+        "/a\tb",
+        "/a<b>",
+        "/a\u{7f}",
+        "http://host/a",
+        "*",
+        "a",
+        "",
+        &many,
+    ] {
+        match routes().unwrap().route(pattern, policy("a", "1/m")) {
+            Err(error) => {
+                assert!(
+                    error
+                        .to_string()
+                        .starts_with(&format!("invalid route {pattern:?} (")),
+                    "{error}"
+                )
+            }
+            Ok(routes) => panic!("{pattern:?} is taken: {routes:?}"),
+        }
+    }
+    for pattern in [
+        "/",
+        "/a/",
+        "//a",
+        "/caf\u{e9}",
+        "/a%20b",
+        "/{{a}}",
+        "/a:b",
+        "/a*",
+        &named("a_b"),
+        &"/{a}".repeat(20),
+    ] {
+        assert!(
+            routes().unwrap().route(pattern, policy("a", "1/m")).is_ok(),
+            "{pattern}"
+        );
+    }
+}
+
+/// Patterns may come from a file.
+#[test]
+fn no_pattern_panics() {
+    const CHARACTERS: [&str; 14] = [
+        "/", "/", "{", "}", "{a}", "{*a}", "{{", "}}", "*", ":", "a", "b", "%", "\u{e9}",
+    ];
+    let mut random = fastrand::Rng::with_seed(7);
+    for _ in 0..4_000 {
+        let mut taken = routes().unwrap();
+        for _ in 0..6 {
+            let pattern: String = (0..random.usize(..10))
+                .map(|_| *random.choice(&CHARACTERS).unwrap())
+                .collect();
+            let pattern = format!("/{pattern}");
+            let made = catch_unwind(AssertUnwindSafe(move || {
+                taken
+                    .route(&pattern, policy("a", "1/m"))
+                    .map_err(|_| pattern)
+            }));
+            match made.expect("no panic") {
+                Ok(routes) => taken = routes,
+                Err(_) => break,
+            }
+        }
+    }
+}
+
+const PATTERNS: [&str; 16] = [
+    "/",
+    "/login",
+    "/{page}",
+    "/{page}/",
+    "/files/{*path}",
+    "/files/secret.bin",
+    "/files/{name}/raw",
+    "/files/a/{b}",
+    "/api/{*rest}",
+    "/api/v1/{id}",
+    "/api/{version}/users",
+    "/{a}/{b}",
+    "/{*all}",
+    "/{{x}}/{id}",
+    "/api/v-{n}/x",
+    "//login",
+];
+
+const SEGMENTS: [&str; 20] = [
+    "login",
+    "files",
+    "secret.bin",
+    "api",
+    "v1",
+    "7",
+    "users",
+    "a",
+    "raw",
+    "v-7",
+    "x",
+    "{x}",
+    "{*path}",
+    "{page}",
+    "a%2fb",
+    "%6cogin",
+    "..",
+    ".",
+    "",
+    "x;y=1",
+];
+
+/// Returns some patterns that can be combined.
+fn some(random: &mut fastrand::Rng) -> Vec<&'static str> {
+    let mut patterns = vec![];
+    for pattern in random.choose_multiple(PATTERNS, 8) {
+        patterns.push(pattern);
+        if named(&patterns).is_err() {
+            patterns.pop();
+        }
+    }
+    patterns
+}
+
+fn named(patterns: &[&str]) -> Result<Routes, ConfigError> {
+    let routes = Routes::new(policy("default", "9999/h"));
+    patterns
+        .iter()
+        .enumerate()
+        .try_fold(routes, |routes, (number, pattern)| {
+            routes.route(pattern, policy(&format!("p{number}"), "9999/h"))
+        })
+}
+
+/// A path is under the pattern that axum would match if the patterns were its routes,
+/// independently of axum's own routes.
+#[tokio::test]
+async fn patterns_are_matched_as_axum_would() {
+    let mut random = fastrand::Rng::with_seed(19);
+    for round in 0..400 {
+        let (patterns, templates) = (some(&mut random), some(&mut random));
+        let would = patterns
+            .iter()
+            .enumerate()
+            .fold(Router::new(), |router, (number, pattern)| {
+                router.route(pattern, any(async move || format!("p{number}")))
+            });
+        let would = would.fallback(async || "default");
+        let mut router = Router::new().fallback(ok);
+        for template in &templates {
+            router = match *template {
+                "/api/{version}/users" => {
+                    router.nest("/api/{version}", Router::new().route("/users", any(ok)))
+                }
+                "/files/{name}/raw" => router.nest(
+                    "/files/{name}",
+                    Router::new().route("/raw", any(ok)).fallback(ok),
+                ),
+                template => router.route(template, any(ok)),
+            };
+        }
+        let [on_router, around] = both(|| named(&patterns).unwrap(), || router.clone());
+        for _ in 0..40 {
+            let path: String = (0..random.usize(1..5))
+                .map(|_| format!("/{}", random.choice(SEGMENTS).unwrap()))
+                .collect();
+            if path.parse::<Uri>().is_err() {
+                continue;
+            }
+            let request = Request::builder().uri(&path).body(Body::empty()).unwrap();
+            let expected = text(send(&would, request).await).await;
+            for (app, place) in [(&on_router, "on the router"), (&around, "around it")] {
+                let name = under(app, Method::GET, &path).await;
+                assert_eq!(
+                    name, expected,
+                    "{round}: {path} {place}, {patterns:?} over {templates:?}"
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! Tests on a real `redis-server`, and the contract of every store.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
+#![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
+
+#[path = "support/devices.rs"]
+mod devices;
+#[path = "support/in_flight.rs"]
+mod in_flight_load;
+#[path = "support/remote.rs"]
+mod remote;
+mod support;
+
+mod batches {
+    mod redis {
+        mod shared_calls;
+        mod work;
+    }
+}
+mod config {
+    mod redis;
+}
+mod connections {
+    mod redis {
+        mod backoff;
+        mod paths;
+        mod runtimes;
+        mod urls;
+    }
+}
+mod contract {
+    mod in_flight;
+    mod outside;
+    mod stores;
+}
+mod counts {
+    mod redis {
+        mod eviction;
+        mod exact;
+        mod keys;
+        mod memory;
+        mod scan;
+    }
+}
+mod denials {
+    mod redis;
+}
+mod errors {
+    mod redis {
+        mod connect;
+        mod forbidden;
+        #[cfg(feature = "tracing")]
+        mod texts;
+    }
+}
+mod fallback {
+    mod redis;
+}
+mod ids {
+    mod redis;
+}
+mod in_flight {
+    mod redis;
+}
+#[cfg(feature = "axum")]
+mod layer {
+    mod redis;
+}
+mod leases {
+    pub(crate) mod redis;
+}
+mod settle {
+    mod redis;
+}
+mod topology {
+    mod redis;
+}
+mod waiting {
+    mod redis {
+        mod limiter;
+        mod pause;
+        mod queues;
+    }
+}

@@ -1,0 +1,99 @@
+//! Reservations of a `Limiter`.
+
+use std::time::Duration;
+
+use tower_redis_ratelimit::settle::{Reservation, ReserveError};
+use tower_redis_ratelimit::{Key, Limiter, LocalStore, RedisStore, Strategy};
+
+use crate::mocks::limiter;
+use crate::support::{STRATEGIES, free_port, policy};
+
+const ANN: Key = Key::GLOBAL;
+
+const LOG: &str = "1000/h";
+
+async fn left(limiter: &Limiter<LocalStore>) -> u32 {
+    limiter.peek(ANN, 0).await.unwrap().remaining()
+}
+
+#[tokio::test(start_paused = true)]
+async fn reservations_can_be_settled_kept_refunded() {
+    for strategy in STRATEGIES {
+        let limiter = limiter(strategy, LOG);
+        let reserve = async |cost| limiter.reserve(ANN, cost).await.unwrap();
+        let first = reserve(600).await;
+        assert_eq!(
+            (first.decision().granted(), left(&limiter).await),
+            (600, 400),
+            "{strategy:?}"
+        );
+        first.settle(100);
+        assert_eq!(left(&limiter).await, 900, "{strategy:?}");
+        drop(reserve(50).await);
+        assert_eq!(left(&limiter).await, 900, "{strategy:?}");
+        reserve(100).await.keep();
+        assert_eq!(left(&limiter).await, 800, "{strategy:?}");
+        reserve(10).await.settle(300);
+        assert_eq!(left(&limiter).await, 500, "{strategy:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_dropped_reservation_costs_what_was_counted() {
+    let limiter = limiter(Strategy::SlidingLog, LOG);
+    for (count, left_over) in [
+        (
+            (|reservation| (0..30).for_each(|_| reservation.add(1))) as fn(&Reservation),
+            970,
+        ),
+        (|reservation| reservation.add(150), 820),
+        (|reservation| reservation.set(0), 820),
+        (
+            |reservation| (reservation.add(99), reservation.set(10)).1,
+            810,
+        ),
+    ] {
+        let reservation = limiter.reserve(ANN, 100).await.unwrap();
+        count(&reservation);
+        drop(reservation);
+        assert_eq!(left(&limiter).await, left_over);
+    }
+    for (end, left_over) in [
+        (Reservation::keep as fn(Reservation), 710),
+        (|reservation| reservation.settle(5), 705),
+    ] {
+        let reservation = limiter.reserve(ANN, 100).await.unwrap();
+        reservation.add(50);
+        end(reservation);
+        assert_eq!(
+            left(&limiter).await,
+            left_over,
+            "independent of the counted cost"
+        );
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn failed_reservations_report_the_reason() {
+    let limiter = limiter(Strategy::SlidingLog, "10/h");
+    let first = limiter.reserve(ANN, 8).await.unwrap();
+    let ReserveError::Denied(denied) = limiter.reserve(ANN, 8).await.unwrap_err() else {
+        panic!("a denial")
+    };
+    assert_eq!(
+        (denied.decision().remaining(), denied.retry_after()),
+        (2, Some(Duration::from_secs(3_600)))
+    );
+    drop(first);
+    assert!(limiter.reserve(ANN, 8).await.is_ok());
+
+    let unreachable =
+        RedisStore::connect_lazy(format!("redis://127.0.0.1:{}/", free_port())).unwrap();
+    let limiter = Limiter::new(unreachable, policy(Strategy::Gcra, "10/h"));
+    let error = limiter.reserve(ANN, 1).await.unwrap_err();
+    assert!(
+        matches!(&error, ReserveError::Failed(error) if error.is_not_sent()),
+        "{error:?}"
+    );
+    assert!(error.to_string().contains("cannot be reached"), "{error}");
+}
