@@ -9,8 +9,9 @@ use crate::limit::{Decision, Policies};
 use crate::settle::Reserved;
 use crate::util::instant;
 
-/// A permit that is due: its cost has been charged, and it may be used once.
-//// Dropped unused, it passes to the first waiter of its line if that has the same cost; otherwise, and if its runtime ends
+/// A charged cost that may be used once, when it is due.
+///
+/// Dropped unused, it passes to the first waiter of its line if that has the same cost; otherwise, and if its runtime ends
 /// before it is due, it is refunded.
 #[must_use]
 pub(crate) struct Permit {

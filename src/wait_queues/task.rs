@@ -320,7 +320,7 @@ impl Task {
             true => (ones, 1),
             false => (fitting, fitting),
         };
-        let last = line.waiters.keys().take(covered).last();
+        let last = line.waiters.keys().nth(covered - 1);
         self.covered = last.copied().unwrap_or(0);
         let (key, policies) = (self.line.id.key, &self.line.policies);
         let requests = line.waiters.iter().take(requests);
