@@ -353,7 +353,9 @@ impl Task {
     /// Refunds a turn that no waiter needs. If the store rejects that, a later turn of another instance depends on it: it
     /// serves the next waiter that joins before it is due, or expires.
     fn refund(&mut self, mut turn: Permit) {
-        if turn.is_kept() {
+        let due = turn.due();
+        if turn.is_kept() || due <= instant() {
+            // Its drop refunds it, unless that was rejected.
             return;
         }
         let (sender, receiver) = oneshot::channel();
@@ -361,7 +363,7 @@ impl Task {
             let _ = sender.send(answer.is_ok_and(|decision| decision.granted() == 0));
         }));
         self.pending.push(Box::pin(async move {
-            let is_rejected = receiver.await == Ok(true);
+            let is_rejected = timeout_at(due, receiver).await == Ok(Ok(true));
             Event::Refunded(is_rejected.then_some(turn))
         }));
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use futures_util::future::join_all;
-use tokio::runtime::Builder;
+use tokio::runtime::{Builder, Handle};
 use tokio::time::sleep;
 
 use super::{Bounds, Refusal, Reply, WaitQueues, WaitRequest};
@@ -480,4 +480,24 @@ async fn a_denied_request_gets_a_turn_that_is_left() {
     assert!(start.elapsed() < Duration::from_secs(1));
     assert!(join(&here, short, Some(denied)).is_err());
     assert!((&mut later).await.is_ok());
+}
+
+/// A task does not outlive its turns, although the store never replies to a refund.
+#[tokio::test(start_paused = true)]
+async fn a_line_does_not_wait_for_a_late_refund() {
+    let store = LocalStore::default();
+    let scripted = Scripted::new(move |check| match check.mode() {
+        Mode::Refund => Box::pin(pending()),
+        _ => Box::pin(ready(local(&store, check))),
+    });
+    let limiter = Limiter::new(scripted, policies(Strategy::Gcra, "1/s burst 1"));
+    assert!(limiter.take(ANN, 1).await.unwrap().is_allowed());
+    let mut left = Box::pin(limiter.wait(ANN, 1, MINUTE));
+    assert!(left.as_mut().now_or_never().is_none());
+    drop(left);
+    let tasks = || Handle::current().metrics().num_alive_tasks();
+    sleep(Duration::from_millis(10)).await;
+    assert_eq!(tasks(), 2, "the line and the refund");
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(tasks(), 1, "the refund");
 }
