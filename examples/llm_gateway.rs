@@ -33,7 +33,7 @@ use futures_util::{StreamExt, stream};
 use http::{StatusCode, header};
 use serde::Deserialize;
 use tower_redis_ratelimit::extract::by_extension;
-use tower_redis_ratelimit::settle::{Charge, ReserveError};
+use tower_redis_ratelimit::settle::{RequestCost, ReserveError};
 use tower_redis_ratelimit::store::AnyStore;
 use tower_redis_ratelimit::{Key, Policies, Policy, Quota, RateLimitLayer, Strategy};
 
@@ -120,16 +120,16 @@ struct Question {
 }
 
 /// Streams the model's answer, up to the reserved tokens.
-async fn chat(charge: Charge, Json(question): Json<Question>) -> Result<Body, ReserveError> {
+async fn chat(cost: RequestCost, Json(question): Json<Question>) -> Result<Body, ReserveError> {
     let (prompt, max_tokens) = (tokens(&question.prompt), question.max_tokens.get());
-    charge.reserve(prompt.saturating_add(max_tokens)).await?;
+    cost.reserve(prompt.saturating_add(max_tokens)).await?;
     // This begins the count, which is charged even if the client hangs up.
-    charge.set(prompt);
+    cost.set(prompt);
     let model = Model::answer(&question.prompt);
-    let answer = stream::unfold((model, charge), |(mut model, charge)| async move {
+    let answer = stream::unfold((model, cost), |(mut model, cost)| async move {
         let token = model.next().await?;
-        charge.add(1);
-        Some((Ok::<_, Infallible>(token), (model, charge)))
+        cost.add(1);
+        Some((Ok::<_, Infallible>(token), (model, cost)))
     });
     // A model may overrun the limit in its request.
     Ok(Body::from_stream(answer.take(max_tokens as usize)))

@@ -31,7 +31,7 @@
 //! [`LocalStore`]: LocalStore
 //! [`AnyStore`]: store::AnyStore
 //! [`OnError::Allow`]: reject::OnError::Allow
-//! [`Charge`]: settle::Charge
+//! [`RequestCost`]: settle::RequestCost
 #![cfg_attr(feature = "axum", doc = "[`MatchedRoute`]: extract::MatchedRoute")]
 #![cfg_attr(
     feature = "axum",

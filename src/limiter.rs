@@ -8,7 +8,7 @@ use crate::gate::Notifier;
 use crate::in_flight::InFlightTracker;
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::observe::Observer;
-use crate::settle::{Reservation, ReserveError, Reserved};
+use crate::settle::{Reservation, ReserveError};
 use crate::store::{Answer, Store};
 use crate::util::instant;
 use crate::wait_queues::{Bounds, Spent, WaitQueues, WaitRequest};
@@ -181,11 +181,10 @@ impl<S: Store> Limiter<S> {
             slot.answered(answer.as_ref());
         }
         match answer {
-            Ok(decision) if decision.is_allowed() => Ok(Reservation::new(
-                Reserved::new(decision, key, cost, since),
-                slot,
-                self.in_flight.ops().clone(),
-            )),
+            Ok(decision) if decision.is_allowed() => {
+                let ops = self.in_flight.ops().clone();
+                Ok(Reservation::new(key, decision, cost, since, slot, ops))
+            }
             Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
             Err(error) => Err(ReserveError::Failed(error)),
         }

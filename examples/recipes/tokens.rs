@@ -10,7 +10,7 @@ use axum::{Json, Router, routing::post};
 use futures_util::{StreamExt, stream};
 use tower::ServiceExt;
 use tower_redis_ratelimit::extract::by_extension;
-use tower_redis_ratelimit::settle::{Charge, ReserveError};
+use tower_redis_ratelimit::settle::{RequestCost, ReserveError};
 use tower_redis_ratelimit::{LocalStore, Policies, Policy, RateLimitLayer, Strategy};
 
 /// In the extensions of each request that reaches the limits.
@@ -35,15 +35,15 @@ struct Question {
     max_tokens: NonZeroU32,
 }
 
-async fn chat(charge: Charge, Json(question): Json<Question>) -> Result<Body, ReserveError> {
+async fn chat(cost: RequestCost, Json(question): Json<Question>) -> Result<Body, ReserveError> {
     let (prompt, max_tokens) = (
         question.prompt.split(' ').count() as u32,
         question.max_tokens.get(),
     );
-    charge.reserve(prompt.saturating_add(max_tokens)).await?;
+    cost.reserve(prompt.saturating_add(max_tokens)).await?;
     // From this line, the request costs its count, which is at least the prompt.
-    charge.set(prompt);
-    let tokens = stream::iter(["The ", "sea ", "is ", "blue."]).inspect(move |_| charge.add(1));
+    cost.set(prompt);
+    let tokens = stream::iter(["The ", "sea ", "is ", "blue."]).inspect(move |_| cost.add(1));
     Ok(Body::from_stream(
         tokens
             .take(max_tokens as usize)

@@ -10,7 +10,7 @@ use axum::{Router, routing::any};
 use futures_util::{SinkExt, StreamExt};
 use tokio_tungstenite::{connect_async, tungstenite};
 use tower_redis_ratelimit::extract::HeaderKey;
-use tower_redis_ratelimit::settle::Charge;
+use tower_redis_ratelimit::settle::RequestCost;
 use tower_redis_ratelimit::{
     ConfigError, Key, Limiter, LocalStore, Policy, Quota, RateLimitLayer, Strategy,
 };
@@ -19,7 +19,7 @@ type Messages = Limiter<LocalStore>;
 
 async fn upgrade(
     State(messages): State<Messages>,
-    charge: Charge,
+    cost: RequestCost,
     headers: HeaderMap,
     upgrade: WebSocketUpgrade,
 ) -> Response {
@@ -30,7 +30,7 @@ async fn upgrade(
             .map_or(&b""[..], |user| user.as_bytes()),
     );
     upgrade.on_upgrade(move |socket| async move {
-        let _in_flight = charge;
+        let _in_flight = cost;
         let _ = echo(socket, messages, user).await;
     })
 }

@@ -42,10 +42,10 @@ use self::wait::{QueuedRequest, Waiting};
 use crate::background::OpQueue;
 use crate::error::StoreError;
 use crate::in_flight::{InFlightTracker, Slot};
-use crate::limit::{Check, Decision, Key, Policies, RateLimited, words};
+use crate::limit::{Charge, Check, Decision, Key, Policies, RateLimited, words};
 use crate::observe::Observer;
 use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
-use crate::settle::{Charge, Reserved, Settled, Settlement};
+use crate::settle::{RequestCost, Settled, Settlement};
 use crate::store::{Answer, Store};
 use crate::util::{instant, polled_after_completion};
 use crate::wait_queues::{self, Permit, Spent};
@@ -367,10 +367,10 @@ impl<S: Store, R: 'static> Gate<S, R> {
             Ok(permit) => {
                 let Spent {
                     decision,
-                    taken,
+                    charge,
                     slot,
                 } = permit.spend();
-                (question.permit, question.slot) = (Some(taken), slot);
+                (question.permit, question.slot) = (Some(Box::new(charge)), slot);
                 Ok(decision)
             }
             Err(refusal) => refusal.into_answer(),
@@ -435,10 +435,10 @@ impl<S: Store, R: 'static> Gate<S, R> {
     }
 
     #[inline(never)]
-    fn charge(&self, reserved: Option<Reserved>, slot: Option<Slot>) -> Charge {
+    fn charge(&self, reserved: Option<Charge>, slot: Option<Slot>) -> RequestCost {
         // Restart the sender if its runtime has shut down.
         self.ops.wake();
-        Charge::new(self.ops.clone(), reserved, slot)
+        RequestCost::new(self.ops.clone(), reserved, slot)
     }
 
     /// Admission of an unlimited request.
@@ -518,9 +518,8 @@ struct Question {
     since: Option<Instant>,
     /// While the request waits for its turn.
     queued: Option<Box<QueuedRequest>>,
-    /// If the request waited: when its permit was charged, and the microseconds between the store's
-    /// reply and the use of the permit.
-    permit: Option<(Instant, i64)>,
+    /// If the request waited: the charge of its permit.
+    permit: Option<Box<Charge>>,
     /// The slot under the policies that limit requests in flight, from before the check is sent.
     slot: Option<Slot>,
 }
@@ -536,15 +535,19 @@ impl Question {
 
     /// The reservation that the decision granted. `None` if the send time was not recorded, or if
     /// the decision repeats an earlier one: the first request under an id settles its charge.
-    fn reserved(&self, decision: &Decision) -> Option<Reserved> {
+    fn reserved(&self, decision: &Decision) -> Option<Charge> {
         if decision.is_repeated() {
             return None;
         }
-        let (charged_at, decision) = match self.permit {
-            Some((charged_at, age)) => (charged_at, decision.clone().later(-age)),
-            None => (self.since?, decision.clone()),
-        };
-        Some(Reserved::new(decision, self.key, self.cost, charged_at))
+        match &self.permit {
+            Some(charge) => Some(charge.as_ref().clone()),
+            None => Some(Charge::new(
+                self.key,
+                decision.clone(),
+                self.cost,
+                self.since?,
+            )),
+        }
     }
 
     #[inline]
@@ -621,12 +624,12 @@ impl<D> Pending<D> {
 }
 
 /// The resources of an admitted request. Dropping it settles the charge, unless a clone of the
-/// [`Charge`] is alive (in the response body or the handler), and releases the in-flight slot.
+/// [`RequestCost`] is alive (in the response body or the handler), and releases the in-flight slot.
 pub struct Grant<D> {
     /// `None` for an uncounted request, and once it is [taken](Self::take_decision).
     decision: Option<Decision>,
     /// The reservation and the in-flight slot. `None` if the layer does not settle charges.
-    charge: Option<Charge>,
+    charge: Option<RequestCost>,
     /// The in-flight slot, if there is no charge.
     slot: Option<Slot>,
     /// The dry-run and shadow checks. `None` in most layers, which have no such policies.
@@ -666,7 +669,7 @@ impl<D> Grant<D> {
         })
     }
 
-    pub(crate) fn charge(&self) -> Option<&Charge> {
+    pub(crate) fn charge(&self) -> Option<&RequestCost> {
         self.charge.as_ref()
     }
 
@@ -694,7 +697,7 @@ impl<D> Grant<D> {
     }
 
     /// Moves the charge out of the grant: the response body owns it until its end.
-    pub(crate) fn take_charge(&mut self) -> Option<Charge> {
+    pub(crate) fn take_charge(&mut self) -> Option<RequestCost> {
         self.charge.take()
     }
 

@@ -7,7 +7,7 @@ use super::{Gate, Notifier, Question, Selector};
 use crate::error::StoreError;
 use crate::in_flight::Slot;
 use crate::limit::{Decision, Key};
-use crate::settle::Charge;
+use crate::settle::RequestCost;
 use crate::store::{Answer, Store};
 
 /// The unenforced checks of one request, which run concurrently with the inner call.
@@ -27,7 +27,7 @@ struct Reporter {
     key: Key,
     notifier: Notifier,
     /// Settles the charges, if the layer settles.
-    charge: Option<Charge>,
+    charge: Option<RequestCost>,
     /// The in-flight slots until the call ends, if the layer does not settle.
     slots: Vec<Slot>,
     has_ended: bool,
@@ -57,7 +57,7 @@ impl<D> Shadows<D> {
         gate: &Gate<S, R>,
         request: &R,
         key: Key,
-        charge: Option<&Charge>,
+        charge: Option<&RequestCost>,
     ) -> Self {
         // A dry run uses the caller's own key, so enforcement continues its counts. A shadow uses a
         // separate key: its policy may share a name with an enforced one, whose count it must not

@@ -3,20 +3,17 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::background::PendingOp;
-use crate::limit::{Check, Decision, Frees, Key, Policies, Strategy};
+use crate::limit::{Charge, Check, Decision, Frees, Key, Policies, Strategy};
 
 /// Quota of one caller that was charged in advance and is spent in memory until it expires.
 #[derive(Debug)]
 pub(super) struct Block {
-    pub(super) key: Key,
-    /// The store's decision on the charge of the block.
-    pub(super) decision: Decision,
+    pub(super) charge: Charge,
+    /// The part that is not spent.
     pub(super) left: u32,
     /// The charge minus all refunds to the caller since, which may be of grants from this block. At
     /// least `left`.
-    charged: u32,
-    /// Time at which the request for the block was sent, which is before the store charged it.
-    asked_at: Instant,
+    kept: u32,
     pub(super) dies_at: Instant,
 }
 
@@ -34,11 +31,9 @@ impl Block {
         // The last eighth allows for a clock slower than the store's.
         let (granted, dies_at) = (decision.granted(), asked_at + lives / 8 * 7);
         Self {
-            key,
+            charge: Charge::new(key, decision, granted, asked_at),
             left: granted,
-            charged: granted,
-            decision,
-            asked_at,
+            kept: granted,
             dies_at,
         }
     }
@@ -62,7 +57,8 @@ impl Block {
             self.left = left;
             return Err(check);
         }
-        Ok(self.decision.part(check, self.left, now - self.asked_at))
+        let age = self.charge.age(now);
+        Ok(self.charge.decision().part(check, self.left, age))
     }
 
     pub(super) fn is_dead(&self, now: Instant) -> bool {
@@ -71,24 +67,16 @@ impl Block {
 
     /// Subtracts a refund of a decision, which may have been granted from this block.
     pub(super) fn refunded(&mut self, cost: u32) {
-        self.charged = self.charged.saturating_sub(cost).max(self.left);
+        self.kept = self.kept.saturating_sub(cost).max(self.left);
     }
 
     /// Returns the refund of the unspent rest. In a refilling quota, the spent part drains first, up to the amount that
     /// can have drained by `now`: a spent part that is refunded later already deducts what drains until then.
     pub(super) fn into_refund(self, now: Instant) -> PendingOp {
-        let (key, policies) = (self.key, self.decision.policies().clone());
-        let flown = flown_in(&policies, now.saturating_duration_since(self.asked_at));
-        let decision = self
-            .decision
-            .of_charge(self.left.saturating_add(flown).min(self.charged));
-        PendingOp::refund(key, &policies, move |now| {
-            let age = now.saturating_duration_since(self.asked_at);
-            decision
-                .refund(self.key, self.left, age)
-                .next()
-                .map(Check::for_block)
-        })
+        let policies = self.charge.decision().policies();
+        let flown = flown_in(policies, self.charge.age(now));
+        let kept = self.left.saturating_add(flown).min(self.kept);
+        PendingOp::refund(self.charge.of_cost(kept), self.left)
     }
 }
 

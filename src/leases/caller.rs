@@ -161,7 +161,7 @@ impl Caller {
         let usable = block
             .as_ref()
             .filter(|block| self.slow < SLOW || !block.is_dead(now));
-        self.remaining = Some(usable.map_or(0, |block| block.decision.remaining()));
+        self.remaining = Some(usable.map_or(0, |block| block.charge.decision().remaining()));
         if let Some(block) = block.filter(|block| block.left > 0) {
             // Expected demand until the next block would arrive: a block covers half a lease time.
             let meanwhile = f64::from(block.left) * 2.0 * trip.div_duration_f64(self.lease);
@@ -173,7 +173,7 @@ impl Caller {
         Some(format!(
             "the lease of policy {:?} for {:?} is too short, since the last {SLOW} blocks took more than a quarter of \
              that time to arrive, the latest {trip:.1?}: lease it for at least {:.1?}, or remove the lease{SHORT_LEASE}",
-            last.decision.policies().as_slice()[0].name(),
+            last.charge.decision().policies().as_slice()[0].name(),
             self.lease,
             trip * 4
         ))

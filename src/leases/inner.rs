@@ -93,7 +93,7 @@ impl<S: Store> Inner<S> {
                 // The store drops the charge, so there is nothing to refund.
                 let dropped = lock(shard).remove(&caller);
                 for block in dropped.into_iter().flat_map(|caller| caller.blocks) {
-                    let charged = block.decision.granted().into();
+                    let charged = block.charge.cost().into();
                     self.notify(event::Leased::new(charged, 0, block.left.into()));
                 }
             }
@@ -225,7 +225,7 @@ impl<S: Store> Inner<S> {
         for block in ended {
             let (now, left) = (instant(), u64::from(block.left));
             let expired = if block.is_dead(now) { left } else { 0 };
-            let charged = block.decision.granted().into();
+            let charged = block.charge.cost().into();
             self.notify(event::Leased::new(charged, left - expired, expired));
             if left > 0 {
                 let in_flight = self.in_flight.subscribe();

@@ -6,8 +6,8 @@ use smallvec::{SmallVec, smallvec};
 
 use super::strategy::Ask;
 use super::{
-    Charged, Decision, EachCharged, Key, LONGEST, Mode, Policies, Policy, SlotId, Source, State,
-    Verdict, Verdicts,
+    Decision, EachCharge, Key, LONGEST, Mode, Policies, Policy, PolicyCharge, SlotId, Source,
+    State, Verdict, Verdicts,
 };
 
 /// One request to a [`Store`](crate::store::Store): may this caller use this cost under these
@@ -46,7 +46,7 @@ enum Leasing {
     Possible,
     /// No block may decide the check.
     Never,
-    /// The check charges or refunds a block.
+    /// The check charges a block.
     Block,
 }
 
@@ -57,7 +57,7 @@ enum Extra {
     /// For a take ahead, the maximum wait; for a debt, the time that it takes to refill. In
     /// microseconds.
     Within(i64),
-    Charged(EachCharged),
+    Charged(EachCharge),
     /// Set by a [`Leased`](crate::Leased) store that could decide it by a block.
     Offered(Arc<AtomicBool>),
 }
@@ -144,12 +144,7 @@ impl Check {
     }
 
     /// Refunds `cost` of an earlier charge, or of a charge made just before if `charged` is empty.
-    pub(crate) fn refund_of(
-        key: Key,
-        policies: &Policies,
-        cost: u32,
-        charged: EachCharged,
-    ) -> Self {
+    pub(crate) fn refund_of(key: Key, policies: &Policies, cost: u32, charged: EachCharge) -> Self {
         let extra = Some(Box::new(Extra::Charged(charged)));
         Self {
             extra,
@@ -294,7 +289,7 @@ impl Check {
     }
 
     /// Returns the refunded charge under each policy; empty for a charge made just before.
-    pub(crate) fn charged(&self) -> &[Charged] {
+    pub(crate) fn charged(&self) -> &[PolicyCharge] {
         match self.extra.as_deref() {
             Some(Extra::Charged(charged)) => charged,
             _ => &[],
@@ -302,11 +297,11 @@ impl Check {
     }
 
     /// Returns the refunded charge under the policy at this index.
-    pub(crate) fn charged_under(&self, policy: usize) -> Charged {
+    pub(crate) fn charged_under(&self, policy: usize) -> PolicyCharge {
         self.charged()
             .get(policy)
             .copied()
-            .unwrap_or(Charged::just_now(self.cost.into()))
+            .unwrap_or(PolicyCharge::just_now(self.cost.into()))
     }
 
     /// Sets whether the charge is settled later. No block decides such a check.
@@ -316,7 +311,7 @@ impl Check {
         self
     }
 
-    /// Marks a check that charges or refunds a block of a [`Leased`](crate::Leased) store.
+    /// Marks a check that charges a block of a [`Leased`](crate::Leased) store.
     /// A [`Fallback`](crate::Fallback) sends it to its primary store only.
     pub(crate) fn for_block(self) -> Self {
         Self {
@@ -325,7 +320,7 @@ impl Check {
         }
     }
 
-    /// Returns `true` if the check charges or refunds a block.
+    /// Returns `true` if the check charges a block.
     pub(crate) fn is_for_block(&self) -> bool {
         self.leasing == Leasing::Block
     }

@@ -3,7 +3,7 @@
 //! `now` is always an argument. Stores call this module; it calls no store.
 
 mod answered;
-mod charged;
+mod charge;
 mod check;
 mod counts;
 mod decision;
@@ -35,7 +35,7 @@ pub use rate_limited::RateLimited;
 pub use strategy::{Align, Mode, Refill, Strategy};
 
 pub(crate) use answered::Answered;
-pub(crate) use charged::{Charged, ChargedAt, EachCharged, LONGEST};
+pub(crate) use charge::{Charge, ChargedAt, EachCharge, LONGEST, PolicyCharge};
 pub(crate) use decision::Verdicts;
 pub(crate) use duration::micros;
 pub(crate) use kind::Kind;

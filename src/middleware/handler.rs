@@ -12,11 +12,11 @@ use crate::error::StoreError;
 use crate::gate::{MissingKey, Notifier};
 use crate::limit::{Decision, RateLimited};
 use crate::observe::mistakes::NO_CHARGE;
-use crate::settle::{Charge, ReserveError};
+use crate::settle::{RequestCost, ReserveError};
 
-/// The charge of this request. Rejects with a 500 if no outer layer settles charges; the log, and
+/// The cost of this request. Rejects with a 500 if no outer layer settles charges; the log, and
 /// in debug builds the body, names the fix.
-impl<S: Sync> FromRequestParts<S> for Charge {
+impl<S: Sync> FromRequestParts<S> for RequestCost {
     type Rejection = Response;
 
     async fn from_request_parts(request: &mut Parts, _: &S) -> Result<Self, Response> {
@@ -24,7 +24,7 @@ impl<S: Sync> FromRequestParts<S> for Charge {
         request.extensions.get().cloned().ok_or_else(|| {
             let fix = "add `.settle(..)` or `.until_body_end()`";
             let problem = format!(
-                "the handler extracts a `Charge`, but no outer layer settles charges: {fix}{NO_CHARGE}"
+                "the handler extracts a `RequestCost`, but no outer layer settles charges: {fix}{NO_CHARGE}"
             );
             let missing = MissingKey::misconfigured(problem);
             NOTIFIER.missing(&missing);
@@ -34,7 +34,7 @@ impl<S: Sync> FromRequestParts<S> for Charge {
 }
 
 /// `None` if no outer layer settles charges.
-impl<S: Sync> OptionalFromRequestParts<S> for Charge {
+impl<S: Sync> OptionalFromRequestParts<S> for RequestCost {
     type Rejection = Infallible;
 
     async fn from_request_parts(request: &mut Parts, _: &S) -> Result<Option<Self>, Infallible> {

@@ -1,13 +1,14 @@
+use std::cmp::Ordering;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, OnceLock};
 
 use smallvec::SmallVec;
 
 use super::settlement::Counted;
-use super::{Charge, Reserved, Settlement};
+use super::{RequestCost, Settlement};
 use crate::background::{OpQueue, PendingOp};
 use crate::in_flight::Slot;
-use crate::limit::{Check, Decision};
+use crate::limit::{Charge, Check, Decision};
 use crate::util::lock;
 
 /// The reservations of one request. Dropping it settles them.
@@ -23,7 +24,7 @@ pub(crate) struct Account {
     bytes: AtomicU64,
     state: Mutex<AccountState>,
     /// The handle of an outer layer, which counts the same cost.
-    outer: OnceLock<Charge>,
+    outer: OnceLock<RequestCost>,
 }
 
 struct AccountState {
@@ -33,15 +34,15 @@ struct AccountState {
     in_flight: SmallVec<[Slot; 1]>,
 }
 
-/// The reservations that are not settled yet.
+/// The charges that are not settled yet.
 #[derive(Default)]
 struct Open {
     /// One per list of policies: the layer's, and those of dry runs and shadows.
-    reserved: SmallVec<[Reserved; 1]>,
+    reserved: SmallVec<[Charge; 1]>,
     /// Whether the first one is under policies that the layer enforces.
     enforced: bool,
     /// The handler's additions to the first one.
-    extra: Vec<Reserved>,
+    extra: Vec<Charge>,
 }
 
 /// The cost of a request, and the reserved cost that it replaces.
@@ -57,9 +58,9 @@ const UNUSED: u64 = u64::MAX;
 impl Account {
     /// Creates the account of a request, which may have reserved nothing. By default the handles
     /// determine the cost.
-    pub(crate) fn new(ops: OpQueue, reserved: Option<Reserved>, slot: Option<Slot>) -> Self {
+    pub(crate) fn new(ops: OpQueue, reserved: Option<Charge>, slot: Option<Slot>) -> Self {
         let in_flight = slot.into_iter().collect();
-        let cost = reserved.as_ref().map_or(0, Reserved::cost);
+        let cost = reserved.as_ref().map_or(0, Charge::cost);
         let enforced = reserved.is_some();
         let open = Open {
             reserved: reserved.into_iter().collect(),
@@ -83,7 +84,7 @@ impl Account {
     }
 
     /// Also counts for an outer layer.
-    pub(super) fn count_for(&self, outer: Charge) {
+    pub(super) fn count_for(&self, outer: RequestCost) {
         // Called once per request.
         let _ = self.outer.set(outer);
     }
@@ -96,7 +97,7 @@ impl Account {
 
     /// Adds the reservation and the slot of a dry run or a shadow. If the head of the response has
     /// already determined the cost, settles the reservation.
-    pub(crate) fn add(&self, reserved: Reserved, slot: Option<Slot>) {
+    pub(crate) fn add(&self, reserved: Charge, slot: Option<Slot>) {
         let cost = {
             let mut state = lock(&self.state);
             state.in_flight.extend(slot);
@@ -105,7 +106,7 @@ impl Account {
                 Some(cost) => cost,
             }
         };
-        reserved.settle(cost, &self.ops);
+        settle(&reserved, cost, &self.ops);
     }
 
     /// Applies the layer's rule, which has seen the head of the response. Either settles
@@ -138,16 +139,15 @@ impl Account {
     /// reserved there, or if it is already settled.
     pub(super) fn check_extra(&self, units: u32) -> Option<Check> {
         let state = lock(&self.state);
-        state
-            .open
-            .reserved
-            .first()
-            .filter(|_| state.open.enforced)?
-            .take_more(units)
+        let reserved = state.open.reserved.first();
+        let reserved = reserved.filter(|_| state.open.enforced)?;
+        let policies = reserved.decision().policies().whole();
+        let check = Check::take(*reserved.key(), policies.without_in_flight()?, units);
+        Some(check.reserving(true))
     }
 
     /// Adds the grant of a check by [`check_extra`](Self::check_extra).
-    pub(super) fn add_extra(&self, reserved: Reserved) {
+    pub(super) fn add_extra(&self, reserved: Charge) {
         let units = reserved.cost();
         let settlement = {
             let mut state = lock(&self.state);
@@ -166,7 +166,7 @@ impl Account {
         } else {
             0
         };
-        reserved.settle(kept, &self.ops);
+        settle(&reserved, kept, &self.ops);
     }
 
     /// Refunds an addition of this cost.
@@ -180,7 +180,7 @@ impl Account {
             self.extra.fetch_sub(units, Relaxed);
             extra.swap_remove(at)
         };
-        given.settle(0, &self.ops);
+        settle(&given, 0, &self.ops);
     }
 
     /// Adds the later reservations to the layer's decision.
@@ -202,7 +202,7 @@ impl Account {
     }
 
     /// Returns the handle of the outer layer.
-    pub(super) fn outer(&self) -> Option<&Charge> {
+    pub(super) fn outer(&self) -> Option<&RequestCost> {
         self.outer.get()
     }
 
@@ -253,10 +253,7 @@ impl Open {
         let Self {
             reserved, extra, ..
         } = self;
-        let extra_cost = extra
-            .iter()
-            .map(Reserved::cost)
-            .fold(0, u32::saturating_add);
+        let extra_cost = extra.iter().map(Charge::cost).fold(0, u32::saturating_add);
         let mut reserved = reserved.into_iter();
         if !extra.is_empty()
             && let Some(first) = reserved.next()
@@ -269,12 +266,28 @@ impl Open {
                 let refunded = back.min(part.cost());
                 back -= refunded;
                 let cost = part.cost() - refunded + std::mem::take(&mut missing);
-                part.settle(cost, ops);
+                settle(&part, cost, ops);
             }
         }
         for tried in reserved {
             let cost = cost(tried.cost().saturating_add(extra_cost));
-            tried.settle(cost, ops);
+            settle(&tried, cost, ops);
+        }
+    }
+}
+
+/// Charges the caller `cost` instead of a charge: refunds the rest, or charges the missing part.
+fn settle(charge: &Charge, cost: u32, ops: &OpQueue) {
+    let reserved = charge.cost();
+    match cost.cmp(&reserved) {
+        Ordering::Less => ops.put(PendingOp::refund(charge.clone(), reserved - cost)),
+        Ordering::Equal => {}
+        Ordering::Greater => {
+            // Policies of requests in flight count a request as one, regardless of its cost.
+            let policies = charge.decision().policies().whole();
+            if let Some(policies) = policies.without_in_flight() {
+                ops.put(PendingOp::charge(*charge.key(), policies, cost - reserved));
+            }
         }
     }
 }

@@ -1,10 +1,12 @@
 use std::fmt;
 
-use super::{Account, Reserved, Settlement};
+use tokio::time::Instant;
+
+use super::{Account, Settlement};
 use crate::background::OpQueue;
 use crate::error::StoreError;
 use crate::in_flight::Slot;
-use crate::limit::{Decision, RateLimited};
+use crate::limit::{Charge, Decision, Key, RateLimited};
 
 /// A cost that a [`Limiter`](crate::Limiter) has [reserved](crate::Limiter::reserve) for a caller.
 /// Dropping it refunds everything that was not [counted](Self::add).
@@ -50,10 +52,19 @@ pub enum ReserveError {
 }
 
 impl Reservation {
-    pub(crate) fn new(reserved: Reserved, slot: Option<Slot>, ops: OpQueue) -> Self {
+    /// Creates a reservation of `cost`, granted by this decision on a check that was sent at `since`.
+    pub(crate) fn new(
+        key: Key,
+        decision: Decision,
+        cost: u32,
+        since: Instant,
+        slot: Option<Slot>,
+        ops: OpQueue,
+    ) -> Self {
+        let charge = Charge::new(key, decision.clone(), cost, since);
         Self {
-            decision: reserved.decision.clone(),
-            account: Account::new(ops, Some(reserved), slot),
+            decision,
+            account: Account::new(ops, Some(charge), slot),
         }
     }
 

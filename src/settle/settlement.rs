@@ -13,12 +13,12 @@ pub enum Settlement {
     /// The request costs this amount: the rest of the reservation is refunded, or the missing part
     /// is [charged](crate::check::Check::charge) even beyond the limit.
     Cost(u32),
-    /// The request costs the amount that its [`Charge`](crate::settle::Charge) has counted when the
-    /// response body has ended or was dropped and every clone of the `Charge` is dropped. If
+    /// The request costs the amount that its [`RequestCost`](crate::settle::RequestCost) has counted when the
+    /// response body has ended or was dropped and every clone of the `RequestCost` is dropped. If
     /// nothing was counted, the reservation is kept.
     AtEnd,
     /// The request costs one per `per` bytes of the body that were sent, rounded up, when the body
-    /// has ended or was dropped and every clone of the [`Charge`](crate::settle::Charge) is
+    /// has ended or was dropped and every clone of the [`RequestCost`](crate::settle::RequestCost) is
     /// dropped. The response to a `HEAD` has no body, and costs nothing.
     Bytes {
         /// The number of bytes that cost one.

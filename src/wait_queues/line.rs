@@ -18,13 +18,13 @@ use crate::util::instant;
 pub(super) struct Line {
     /// By number, oldest first.
     pub(super) waiters: BTreeMap<u64, Waiter>,
-    /// Of the waiters that do not wait forever.
+    /// The deadlines of the waiters, except of those that may wait forever.
     deadlines: BTreeSet<(Instant, u64)>,
     /// By due time and order of arrival. The n-th waiter gets the n-th turn.
     pub(super) turns: BTreeMap<(Instant, u64), Permit>,
     /// The number of the last turn.
     last_turn: u64,
-    /// The waiters for which the store was asked and has not replied yet. Some of them may have left.
+    /// The waiters whose requests to the store have no reply yet. Some of the waiters may have left.
     pub(super) requested: BTreeSet<u64>,
     /// The last decision of the store, and its time.
     known: Option<(Decision, Instant)>,

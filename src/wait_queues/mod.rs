@@ -3,7 +3,7 @@
 //! - A [`Line`] has the waiters of one runtime, caller and list of policies. If the policies refill gradually, they also
 //!   have the same cost. A waiter never changes its line. The lines are behind one lock, with the turns that no waiter has
 //!   yet, and with the numbers of waiters, which are [bounded](Bounds).
-//! - A line exists as long as its [`Task`], which asks the store and answers the waiters. Requests only join and leave.
+//! - A line exists as long as its [`Task`], which sends checks to the store and answers the waiters. Requests only join and leave.
 //! - An [`Acquire`] is the future of a waiting request. It receives the answer: a permit, a denial or an error.
 //!
 //! A task serves its line in one of two ways. Both give a permit that is due to the first waiter:
@@ -16,14 +16,14 @@
 //!   the first waiters that have no turn. After a denial the next one follows when its wait has passed, or when
 //!   capacity was freed in this process. When the store reserves turns again, the others get theirs.
 //!
-//! What may go wrong:
+//! Special cases:
 //!
 //! - **A request is dropped.** It leaves its line, and the task gets the reply that was meant for it. A permit that
 //!   is dropped unused goes to the first waiter if that has its cost; otherwise it is refunded.
-//! - **A reply is lost.** The waiter that it was for fails, if it still waits, and the line goes on by checks. The charge is
-//!   not refunded, since nobody knows whether it was made.
+//! - **A reply is lost.** The request's waiter fails, if it still waits, and the line is then served by checks. There is no
+//!   refund, since the store may not have charged anything.
 //! - **A deadline passes.** The task refuses the waiter, unless a pending reply may serve it. So only a slow store call
-//!   delays that. It also refuses those that are certain to be too late.
+//!   delays that. It refuses earlier each waiter that is certain to be too late.
 //! - **A runtime ends.** It drops its tasks. With a task its line is removed: the waiters fail, and held turns are refunded.
 
 mod line;

@@ -5,8 +5,7 @@ use tokio::time::Instant;
 use super::LineRef;
 use crate::background::PendingOp;
 use crate::in_flight::Slot;
-use crate::limit::{Decision, Policies};
-use crate::settle::Reserved;
+use crate::limit::{Charge, Decision, Policies};
 use crate::util::instant;
 
 /// A charged cost that may be used once, when it is due.
@@ -16,7 +15,7 @@ use crate::util::instant;
 #[must_use]
 pub(crate) struct Permit {
     line: LineRef,
-    charge: Reserved,
+    charge: Charge,
     due: Instant,
     /// The slot under policies of requests in flight, released with the permit.
     slot: Option<Slot>,
@@ -28,8 +27,7 @@ pub(crate) struct Permit {
 pub(crate) struct Spent {
     /// Its decision, adjusted to the time of use.
     pub(crate) decision: Decision,
-    /// The time of the charge, or of a turn the time at which it was due; and the microseconds since the reply.
-    pub(crate) taken: (Instant, i64),
+    pub(crate) charge: Charge,
     /// Its slot in flight.
     pub(crate) slot: Option<Slot>,
 }
@@ -38,8 +36,8 @@ pub(crate) struct Spent {
 const PATIENCE: Duration = Duration::from_secs(1);
 
 impl Permit {
-    /// A permit for the cost of this charge. Its decision may have granted more.
-    pub(super) fn new(line: LineRef, charge: Reserved, due: Instant, slot: Option<Slot>) -> Self {
+    /// A permit for the cost of this charge.
+    pub(super) fn new(line: LineRef, charge: Charge, due: Instant, slot: Option<Slot>) -> Self {
         Self {
             line,
             charge,
@@ -64,8 +62,8 @@ impl Permit {
 
     /// The decision, adjusted to a check that is allowed now.
     pub(crate) fn decision(&self) -> Decision {
-        let decision = self.charge.decision.clone();
-        decision.due(self.charge.cost()).later(self.age())
+        let decision = self.charge.decision().clone();
+        decision.due().later(self.age())
     }
 
     /// Microseconds since it was due.
@@ -79,7 +77,7 @@ impl Permit {
         if instant() < self.due + PATIENCE {
             return None;
         }
-        let decision = self.charge.decision.clone().due(self.charge.cost());
+        let decision = self.charge.decision().clone().due();
         let (age, verdicts) = (self.age(), decision.verdicts());
         let expired = self.line.policies.iter().zip(verdicts);
         let expired =
@@ -95,9 +93,10 @@ impl Permit {
             let charge = PendingOp::charge(self.line.id.key, &expired, self.charge.cost());
             self.line.queues.ops.put(charge);
         }
+        let charge = self.charge.clone().due();
         Spent {
-            decision: self.decision(),
-            taken: (self.charge.charged_at(), self.age()),
+            decision: charge.decision().clone().later(self.age()),
+            charge,
             slot: self.slot.take(),
         }
     }
@@ -105,7 +104,7 @@ impl Permit {
     /// Returns a refund of the part that still counts when it is sent. Then its drop does nothing.
     pub(super) fn refund(&mut self) -> PendingOp {
         self.is_used = true;
-        self.charge.clone().refunding()
+        PendingOp::refund(self.charge.clone(), self.charge.cost())
     }
 
     /// Makes the permit usable, also after its refund was rejected.

@@ -1,4 +1,4 @@
-//! The task of a line. It asks the store, and answers the waiters.
+//! The task of a line: it sends checks to the store, and answers the waiters.
 
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
@@ -16,8 +16,7 @@ use super::permit::Permit;
 use super::{Answer, LineRef, Refusal};
 use crate::error::StoreError;
 use crate::in_flight::Slot;
-use crate::limit::{ChargedAt, Check, Decision, Mode, Outcome, Policies};
-use crate::settle::Reserved;
+use crate::limit::{Charge, ChargedAt, Check, Decision, Mode, Outcome, Policies};
 use crate::store::{Listener, Wake};
 use crate::util::{instant, lock, random};
 
@@ -80,9 +79,9 @@ impl Request {
     }
 }
 
-/// What a task does next.
+/// The next step of a task.
 enum Step {
-    /// What it does after it has released the lock.
+    /// Sends these after it has released the lock.
     Act {
         answers: Vec<(Waiter, Answer)>,
         refunds: Vec<Permit>,
@@ -451,8 +450,7 @@ impl Task {
             },
         );
         let turn = |_| {
-            let part = decision.clone().of_charge(cost);
-            let charge = Reserved::new(part, self.line.id.key, cost, request.sent_at);
+            let charge = Charge::new(self.line.id.key, decision.clone(), cost, request.sent_at);
             Permit::new(self.line.clone(), charge, due, slot.take())
         };
         let turns: Vec<_> = (0..count).map(turn).collect();
@@ -472,7 +470,7 @@ impl Task {
         self.line.policies.in_flight().is_some()
     }
 
-    /// Fails the first waiter of a request, or after several failures in a row all that have no turn.
+    /// Fails the first waiter of a request. After several failures in a row, fails each waiter without a turn.
     fn failed(&mut self, request: &Request, error: &StoreError) {
         // Requests that were sent together fail together.
         if self.failures == 0 || request.sent_at >= self.next {

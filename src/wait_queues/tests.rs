@@ -12,7 +12,9 @@ use tokio::time::sleep;
 use super::{Bounds, Refusal, Reply, WaitQueues, WaitRequest};
 use crate::Limiter;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Charged, ChargedAt, Check, Decision, Key, Mode, Policies, Policy, Strategy};
+use crate::limit::{
+    ChargedAt, Check, Decision, Key, Mode, Policies, Policy, PolicyCharge, Strategy,
+};
 use crate::store::{Answer, LocalStore, Store};
 use crate::strategy::Align;
 use crate::util::{instant, lock};
@@ -22,7 +24,7 @@ use crate::util::{instant, lock};
 struct Places {
     local: LocalStore,
     in_redis: Arc<AtomicBool>,
-    refunds: Arc<Mutex<Vec<Charged>>>,
+    refunds: Arc<Mutex<Vec<PolicyCharge>>>,
 }
 
 impl Store for Places {
@@ -378,8 +380,7 @@ async fn the_next_window_is_used_at_its_start() {
     assert!(took < Duration::from_millis(1_030), "{took:?}");
 }
 
-/// A turn that the store does not reserve, and so a check, leaves the order as it is: the turn of an earlier waiter may
-/// still be coming.
+/// A check for a waiter without a turn is not granted to it before an earlier waiter, whose turn is delayed or lost.
 #[tokio::test(start_paused = true)]
 async fn a_check_does_not_overtake_a_delayed_turn() {
     for is_lost in [false, true] {
@@ -417,7 +418,7 @@ async fn a_check_does_not_overtake_a_delayed_turn() {
     }
 }
 
-/// A thousand waiters that get turns at once do not flood the store.
+/// A thousand waiters that join together do not flood the store.
 #[tokio::test(start_paused = true)]
 async fn few_requests_are_pending() {
     let store = LocalStore::default();
@@ -464,7 +465,7 @@ async fn a_denied_request_gets_a_turn_that_is_left() {
     let mut later = join(&there, MINUTE, None).unwrap();
     drop(left);
     sleep(Duration::from_millis(10)).await;
-    // The later turn keeps the one that is left.
+    // The refund of the turn is rejected, since the later one depends on it.
     let denied = take();
     assert!(denied.retry_after().unwrap() > Duration::from_millis(1_900));
     let check = Check::take(ANN, &policies, 1);

@@ -14,7 +14,7 @@ use tower_redis_ratelimit::extract::Global;
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::reject::OnError;
 use tower_redis_ratelimit::select::Live;
-use tower_redis_ratelimit::settle::{Charge, ReserveError, Settlement};
+use tower_redis_ratelimit::settle::{RequestCost, ReserveError, Settlement};
 use tower_redis_ratelimit::store::{Answer, Store};
 use tower_redis_ratelimit::{
     CallLimitLayer, Key, Limiter, LocalStore, Policies, Policy, Quota, RateLimitLayer, Strategy,
@@ -57,7 +57,7 @@ async fn a_kept_handle_keeps_requests_in_flight() {
     let service = layer.layer(service_fn(move |request: Request<String>| {
         kept.lock()
             .unwrap()
-            .push(request.extensions().get::<Charge>().unwrap().clone());
+            .push(request.extensions().get::<RequestCost>().unwrap().clone());
         hello::<String>(request)
     }));
     drop(send(&service, request("alice")).await);

@@ -24,7 +24,7 @@ use tower::service_fn;
 use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::extract::key_fn;
 use tower_redis_ratelimit::reject::GrpcReject;
-use tower_redis_ratelimit::settle::{Charge, Settlement};
+use tower_redis_ratelimit::settle::{RequestCost, Settlement};
 use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::strategy::Align;
 use tower_redis_ratelimit::{Key, LocalStore, Policy, RateLimitLayer, Strategy};
@@ -68,7 +68,7 @@ async fn settled(store: &LocalStore, cost: u32) {
 
 /// A stream without an end, whose parts cost one each.
 async fn endless(request: Request) -> Body {
-    let charge = request.extensions().get::<Charge>().unwrap().clone();
+    let charge = request.extensions().get::<RequestCost>().unwrap().clone();
     Body::from_stream(stream::unfold(charge, |charge| async {
         charge.add(1);
         sleep(Duration::from_millis(1)).await;
@@ -78,7 +78,7 @@ async fn endless(request: Request) -> Body {
 
 /// Takes the connection over, and gives each byte back. A byte costs one.
 async fn upgrade(request: Request) -> Response<Body> {
-    let charge = request.extensions().get::<Charge>().unwrap().clone();
+    let charge = request.extensions().get::<RequestCost>().unwrap().clone();
     tokio::spawn(async move {
         let mut connection = TokioIo::new(hyper::upgrade::on(request).await.unwrap());
         charge.set(0);
@@ -93,7 +93,7 @@ async fn upgrade(request: Request) -> Response<Body> {
 /// Takes the connection over without the handle.
 async fn forgets(request: Request) -> Response<Body> {
     let (mut parts, body) = request.into_parts();
-    parts.extensions.remove::<Charge>();
+    parts.extensions.remove::<RequestCost>();
     let upgrading = hyper::upgrade::on(Request::from_parts(parts, body));
     tokio::spawn(async move {
         let _connection = upgrading.await.unwrap();
@@ -322,7 +322,7 @@ fn echo() -> (Channel, LocalStore) {
     let (channel, connections) = in_memory();
     let store = LocalStore::default();
     let method = |request: tonic::Request<Streaming<String>>| {
-        let charge = request.extensions().get::<Charge>().unwrap().clone();
+        let charge = request.extensions().get::<RequestCost>().unwrap().clone();
         let answers = request.into_inner().then(move |message| {
             charge.add(1);
             async {

@@ -12,7 +12,7 @@ use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::extract::Global;
 use tower_redis_ratelimit::observe::{Observer, event};
-use tower_redis_ratelimit::settle::{Charge, Reservation, Settlement};
+use tower_redis_ratelimit::settle::{RequestCost, Reservation, Settlement};
 use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::strategy::Align;
 use tower_redis_ratelimit::{
@@ -123,7 +123,7 @@ async fn settling_takes_few_script_calls() {
     let layer = RateLimitLayer::new(patient(&server), Global, policies.clone()).cost(|_| 10);
     for handler in [Duration::ZERO, Duration::from_millis(3)] {
         let inner = service_fn(move |request: Request<String>| async move {
-            if let Some(charge) = request.extensions().get::<Charge>() {
+            if let Some(charge) = request.extensions().get::<RequestCost>() {
                 charge.set(3);
             }
             if !handler.is_zero() {

@@ -5,7 +5,7 @@ use tokio::time::Instant;
 use super::{FIRST_PAUSE, LONGEST_PAUSE};
 
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, Mode, Policies};
+use crate::limit::{Charge, Check, Decision, Key, Mode, Policies};
 use crate::util::instant;
 
 /// An operation for a store, and a callback for its result.
@@ -26,22 +26,23 @@ type Callback = dyn FnOnce(Result<Decision, StoreError>) + Send;
 
 enum What {
     Check(Check),
-    /// A refund. Its check is built when it is sent, because the amount to refund shrinks as the charge expires.
+    /// A refund of a part of a charge. Its check is built when it is sent, because the amount to
+    /// refund shrinks as the charge expires.
     Refund {
-        key: Key,
-        /// Microseconds after which the charge no longer counts.
-        counts_for: i64,
-        check: Box<CheckAt>,
+        charge: Box<Charge>,
+        part: u32,
     },
 }
-
-type CheckAt = dyn Fn(Instant) -> Option<Check> + Send;
 
 impl PendingOp {
     /// Creates an operation that sends this check.
     pub(crate) fn of_check(check: Check) -> Self {
+        Self::new(What::Check(check))
+    }
+
+    fn new(what: What) -> Self {
         Self {
-            what: What::Check(check),
+            what,
             then: Then(None),
             put_at: instant(),
             pauses: 0,
@@ -75,41 +76,27 @@ impl PendingOp {
         Self::of_check(Check::charge(key, policies, cost))
     }
 
-    /// Creates a refund of the part of a charge that still counts when it is sent. `check` returns the check for that
-    /// time, or `None` if nothing is left to refund.
-    pub(crate) fn refund(
-        key: Key,
-        policies: &Policies,
-        check: impl Fn(Instant) -> Option<Check> + Send + 'static,
-    ) -> Self {
-        let what = What::Refund {
-            key,
-            counts_for: policies.longest_count(),
-            check: Box::new(check),
-        };
-        Self {
-            what,
-            then: Then(None),
-            put_at: instant(),
-            pauses: 0,
-            repeats: false,
-        }
+    /// Creates a refund of a part of a charge, as far as that still counts when it is sent.
+    pub(crate) fn refund(charge: Charge, part: u32) -> Self {
+        let charge = Box::new(charge);
+        Self::new(What::Refund { charge, part })
     }
 
     /// The caller whose counts it changes.
     pub(super) fn key(&self) -> &Key {
         match &self.what {
             What::Check(check) => check.key(),
-            What::Refund { key, .. } => key,
+            What::Refund { charge, .. } => charge.key(),
         }
     }
 
-    /// Returns `false` once the charged or refunded units no longer count.
+    /// Returns `false` once the charged units no longer count. A refund of such has no
+    /// [`check`](Self::check).
     pub(super) fn matters(&self, now: Instant) -> bool {
-        let counts_for = match &self.what {
-            What::Check(check) => check.policies().longest_count(),
-            What::Refund { counts_for, .. } => *counts_for,
+        let What::Check(check) = &self.what else {
+            return true;
         };
+        let counts_for = check.policies().longest_count();
         let age = now.saturating_duration_since(self.put_at);
         i64::try_from(age.as_micros()).is_ok_and(|age| age < counts_for)
     }
@@ -137,7 +124,7 @@ impl PendingOp {
     pub(super) fn check(&self, now: Instant) -> Option<Check> {
         match &self.what {
             What::Check(check) => Some(check.clone()),
-            What::Refund { check, .. } => check(now),
+            What::Refund { charge, part } => charge.refund(*part, now),
         }
     }
 

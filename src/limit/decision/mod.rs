@@ -8,7 +8,7 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use super::{
-    Charged, ChargedAt, Check, EachCharged, Key, LONGEST, Mode, Policies, Policy, duration,
+    ChargedAt, Check, EachCharge, Key, LONGEST, Mode, Policies, Policy, PolicyCharge, duration,
 };
 
 /// The verdict on one check.
@@ -337,15 +337,15 @@ impl Decision {
         let age = (duration::micros(age) + self.verdicts.age).min(LONGEST);
         let cost = cost.min(self.granted());
         let over_time = self.verdicts().filter(|(policy, _)| !policy.is_in_flight());
-        let charged = Charged {
+        let charged = PolicyCharge {
             age,
             at: self.charged_at(),
             cost: self.granted().into(),
             reset: 0,
             is_turn: self.is_turn || self.due_in().is_some(),
         };
-        let charged: EachCharged = over_time
-            .map(|(_, verdict)| Charged {
+        let charged: EachCharge = over_time
+            .map(|(_, verdict)| PolicyCharge {
                 reset: verdict.reset,
                 ..charged
             })
@@ -369,11 +369,10 @@ impl Decision {
     }
 
     /// The same decision when what was taken ahead is due, as if it had been charged then.
-    pub(crate) fn due(mut self, cost: u32) -> Self {
+    pub(crate) fn due(mut self) -> Self {
         self.is_turn |= self.due_in().is_some();
         let waited = self.verdict().wait;
         let verdicts = &mut self.verdicts;
-        verdicts.granted = i64::from(cost);
         // A fallback finds its charge by the time at which it was made.
         if verdicts.at > 0 && self.made == Made::There {
             verdicts.at += waited;

@@ -210,7 +210,7 @@ fn a_due_turn_is_refunded_as_a_turn() {
     let due_in = turn.due_in().unwrap();
     assert!(later.due_in().unwrap() > due_in);
     // The later turn keeps its time, so nothing of this one may be granted again.
-    let refund = turn.due(10).refund(key, 9, Duration::ZERO).next();
+    let refund = turn.due().refund(key, 9, Duration::ZERO).next();
     let refunded = refund.map_or(0, |refund| {
         counts
             .decide(&refund, start + due_in, Source::Local)

@@ -1,6 +1,6 @@
 use super::{Frees, Params, Strategy};
 use crate::error::ConfigError;
-use crate::limit::{Charged, Quota};
+use crate::limit::{PolicyCharge, Quota};
 
 /// The Rust half of a strategy: a stored state, with the functions of the Lua half.
 ///
@@ -53,7 +53,7 @@ pub(crate) trait Algorithm: Default {
         params: &Params,
         now: i64,
         cost: i64,
-        of: &Charged,
+        of: &PolicyCharge,
         registers: Registers,
     ) -> Refunded;
     /// Returns the time until the state equals a fresh one in every respect. The key expires then,

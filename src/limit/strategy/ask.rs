@@ -3,7 +3,7 @@
 use super::algorithm::{Algorithm, Registers};
 use super::{Params, Refill, Snapshot, Strategy, strategies};
 use crate::limit::in_flight::{self, SlotId};
-use crate::limit::{Charged, Kind, Policy, Verdict};
+use crate::limit::{Kind, Policy, PolicyCharge, Verdict};
 
 /// The operation of a check. All are public, since a [`Store`](crate::store::Store) that decides
 /// itself must distinguish them; [`Counts`](crate::store::Counts) does so for other stores.
@@ -40,7 +40,7 @@ pub(in crate::limit) struct Ask {
     /// take to refill. 0 means that the debt has no such bound.
     pub(in crate::limit) within: i64,
     /// The charge that is partly refunded.
-    pub(in crate::limit) of: Charged,
+    pub(in crate::limit) of: PolicyCharge,
     /// The slot of a request in flight.
     pub(in crate::limit) slot: Option<SlotId>,
     pub(in crate::limit) now: i64,
@@ -122,7 +122,7 @@ impl Ask {
             mode,
             cost,
             within: 0,
-            of: Charged::just_now(cost),
+            of: PolicyCharge::just_now(cost),
             slot: None,
             now,
         }

@@ -12,7 +12,7 @@ use std::fmt;
     reason = "a `Box` has a quarter of the size of a `VecDeque`"
 )]
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Charges(Option<Box<VecDeque<Charge>>>);
+pub(super) struct Charges(Option<Box<VecDeque<Entry>>>);
 
 /// A time, and the running sum of all costs up to it. Sums wrap at 2^40, so only differences are
 /// meaningful.
@@ -20,7 +20,7 @@ pub(super) struct Charges(Option<Box<VecDeque<Charge>>>);
 /// 12 bytes, since a log may be long.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(C, packed(4))]
-struct Charge {
+struct Entry {
     /// The time in the upper 56 bits, and bits 32 to 39 of the sum in the lower 8.
     upper: i64,
     /// The lower 32 bits of the sum.
@@ -29,7 +29,7 @@ struct Charge {
 
 const WRAP: i64 = 1 << 40;
 
-impl Charge {
+impl Entry {
     fn new(time: i64, total: i64) -> Self {
         Self {
             upper: time << 8 | (total >> 32 & 0xff),
@@ -51,7 +51,7 @@ impl Charge {
     }
 }
 
-impl fmt::Debug for Charge {
+impl fmt::Debug for Entry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         (self.time(), self.total()).fmt(f)
     }
@@ -61,7 +61,7 @@ impl Charges {
     /// Creates a queue with one charge.
     pub(super) fn one(time: i64, cost: i64) -> Self {
         Self(Some(Box::new(
-            [Charge::new(0, 0), Charge::new(time, cost)].into(),
+            [Entry::new(0, 0), Entry::new(time, cost)].into(),
         )))
     }
 
@@ -69,7 +69,7 @@ impl Charges {
     pub(super) fn to_numbers(&self) -> Vec<i64> {
         let queue = self.queue().into_iter().flatten();
         let base = self.queue().and_then(VecDeque::front);
-        let numbers = |charge: &Charge| {
+        let numbers = |charge: &Entry| {
             let sum = base.map_or(0, |base| charge.since(*base));
             [charge.time(), sum]
         };
@@ -92,13 +92,13 @@ impl Charges {
         if !is_sorted || !is_queue {
             return None;
         }
-        let queue = entries.iter().map(|[time, sum]| Charge::new(*time, *sum));
+        let queue = entries.iter().map(|[time, sum]| Entry::new(*time, *sum));
         Some(Self(
             (!entries.is_empty()).then(|| Box::new(queue.collect())),
         ))
     }
 
-    fn queue(&self) -> Option<&VecDeque<Charge>> {
+    fn queue(&self) -> Option<&VecDeque<Entry>> {
         self.0.as_deref()
     }
 
@@ -163,7 +163,7 @@ impl Charges {
             // Skip a charge that is removed entirely.
             if rest > sum {
                 (kept, sum) = (kept + 1, rest);
-                queue[kept] = Charge::new(charge.time(), from.total() + rest);
+                queue[kept] = Entry::new(charge.time(), from.total() + rest);
             }
         }
         queue.truncate(kept + 1);
@@ -196,7 +196,7 @@ impl Charges {
         match &mut self.0 {
             Some(queue) if cost > 0 => {
                 queue.clear();
-                queue.extend([Charge::new(0, 0), Charge::new(time, cost)]);
+                queue.extend([Entry::new(0, 0), Entry::new(time, cost)]);
                 self.drop_before(0);
             }
             None if cost > 0 => *self = Self::one(time, cost),
@@ -212,7 +212,7 @@ impl Charges {
                     && queue.back().is_some_and(|newest| newest.time() == time) =>
             {
                 if let Some(newest) = queue.back_mut() {
-                    *newest = Charge::new(time, newest.total() + cost);
+                    *newest = Entry::new(time, newest.total() + cost);
                 }
             }
             _ => self.push(time, cost),
@@ -228,7 +228,7 @@ impl Charges {
             queue.reserve_exact(2 + queue.len() / 4);
         }
         let total = queue.back().map_or(0, |charge| charge.total());
-        queue.push_back(Charge::new(time, total + cost));
+        queue.push_back(Entry::new(time, total + cost));
     }
 }
 

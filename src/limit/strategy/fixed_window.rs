@@ -16,7 +16,7 @@ use std::time::Duration;
 use super::algorithm::{Algorithm, Refunded, Registers, clean};
 use super::{Frees, Params, Snapshot, Strategy};
 use crate::error::ConfigError;
-use crate::limit::{Charged, Quota, duration};
+use crate::limit::{PolicyCharge, Quota, duration};
 
 /// When fixed windows start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -123,7 +123,7 @@ impl Algorithm for State {
         params: &Params,
         now: i64,
         cost: i64,
-        of: &Charged,
+        of: &PolicyCharge,
         registers: Registers,
     ) -> Refunded {
         let [start, count, _] = registers;

@@ -8,7 +8,7 @@
 
 use super::algorithm::{Algorithm, NO_PARAMETER, Refunded, Registers};
 use super::{Frees, Params, Refill, Snapshot, Strategy};
-use crate::limit::Charged;
+use crate::limit::PolicyCharge;
 
 /// A separate type for each strategy, identified by its letter: shared functions would not be inlined, and a take would
 /// execute 5 % more instructions.
@@ -96,7 +96,7 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
         params: &Params,
         now: i64,
         cost: i64,
-        of: &Charged,
+        of: &PolicyCharge,
         [level, at, _]: Registers,
     ) -> Refunded {
         let [cost, charge] =
@@ -176,7 +176,7 @@ impl<const LETTER: char> Meter<LETTER> {
     /// last turn. These ticks are not refunded, or new turns would be due at the same times as the later turns.
     ///
     /// The reset was rounded up, so the turn ends up to 1 us before it.
-    fn stands_on(params: &Params, of: &Charged, level: i64) -> i64 {
+    fn stands_on(params: &Params, of: &PolicyCharge, level: i64) -> i64 {
         let ends = (of.reset - of.age - 1).clamp(-params.furthest, params.furthest);
         (level - (ends * params.ticks + 1)).max(0)
     }
@@ -186,7 +186,7 @@ impl<const LETTER: char> Meter<LETTER> {
     /// charge may have drained is not refunded. The part of the charge that is not refunded counts as drained first.
     ///
     /// A meter that drains after each period counts the drains that were due at the charge, minus those still due.
-    fn times_since(params: &Params, now: i64, of: &Charged, at: i64) -> i64 {
+    fn times_since(params: &Params, now: i64, of: &PolicyCharge, at: i64) -> i64 {
         let (period, most) = (params.period, params.furthest);
         if !Self::in_batches(params) {
             return of.age.min(most);

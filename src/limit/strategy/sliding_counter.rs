@@ -17,7 +17,7 @@
 
 use super::algorithm::{Algorithm, Refunded, Registers, clean};
 use super::{Frees, Params, Snapshot, Strategy};
-use crate::limit::Charged;
+use crate::limit::PolicyCharge;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -90,7 +90,7 @@ impl Algorithm for State {
         params: &Params,
         now: i64,
         cost: i64,
-        of: &Charged,
+        of: &PolicyCharge,
         registers: Registers,
     ) -> Refunded {
         let ([start, current, previous], period) = (registers, params.period);

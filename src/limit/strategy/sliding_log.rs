@@ -22,7 +22,7 @@ use super::algorithm::{Algorithm, Refunded, Registers, clean};
 use super::charges::Charges;
 use super::{Frees, Params, Snapshot, Strategy};
 use crate::error::ConfigError;
-use crate::limit::{Charged, Quota};
+use crate::limit::{PolicyCharge, Quota};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -93,7 +93,7 @@ impl Algorithm for State {
         _params: &Params,
         now: i64,
         cost: i64,
-        of: &Charged,
+        of: &PolicyCharge,
         registers: Registers,
     ) -> Refunded {
         let [sum, head, newest] = registers;

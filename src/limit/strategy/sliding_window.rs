@@ -17,7 +17,7 @@ use super::algorithm::{Algorithm, Refunded, Registers, clean};
 use super::charges::Charges;
 use super::{Frees, Params, Snapshot, Strategy};
 use crate::error::ConfigError;
-use crate::limit::{Charged, Quota, duration, quota};
+use crate::limit::{PolicyCharge, Quota, duration, quota};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -108,7 +108,7 @@ impl Algorithm for State {
         params: &Params,
         now: i64,
         cost: i64,
-        of: &Charged,
+        of: &PolicyCharge,
         registers: Registers,
     ) -> Refunded {
         let [sum, head, mut newest] = registers;

@@ -108,7 +108,7 @@ impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
     /// ```
     ///
     /// The closure needs the type of the response, as
-    /// `bool` above. A call has no body and no [`Charge`](crate::settle::Charge) that counts later:
+    /// `bool` above. A call has no body and no [`RequestCost`](crate::settle::RequestCost) that counts later:
     /// [`Settlement::AtEnd`] keeps what was reserved, and [`Settlement::Bytes`] refunds it.
     #[must_use]
     pub fn settle<Res: 'static>(

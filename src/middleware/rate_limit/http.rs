@@ -21,7 +21,7 @@ pub struct Http<R = HttpReject, E = AsIs> {
     pub(super) headers: Headers,
     /// Whether the response to a request that passes has the decision in its extensions.
     pub(super) shows_decision: bool,
-    /// Settles requests by their responses. `None` if only a request's [`Charge`](crate::settle::Charge) does, or
+    /// Settles requests by their responses. `None` if only a request's [`RequestCost`](crate::settle::RequestCost) does, or
     /// nothing.
     pub(super) rule: Option<Arc<Rule>>,
     pub(super) ending: PhantomData<fn() -> E>,
@@ -65,7 +65,7 @@ where
         request.into_parts()
     }
 
-    /// The handler finds the decision and the [`Charge`](crate::settle::Charge) in the request's extensions.
+    /// The handler finds the decision and the [`RequestCost`](crate::settle::RequestCost) in the request's extensions.
     #[inline(always)]
     fn call<D>(
         &self,

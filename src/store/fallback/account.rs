@@ -16,86 +16,107 @@
 //!
 //! Windows and logs count each charge separately, so that `[u + g] - [u]` is `[g]`.
 
+use std::mem;
+
 use smallvec::SmallVec;
 
 use crate::error::StoreError;
-use crate::limit::{ChargedAt, Check, Decision, Key, Mode, Policies, Policy, Snapshot, State};
-
-/// One state per policy.
-type States = SmallVec<[State; 1]>;
+use crate::limit::{
+    ChargedAt, Check, Decision, Key, Mode, Policies, Policy, Snapshot, State, Verdict,
+};
 
 /// The charges and the reset of a caller that the primary store lacks. All times are in microseconds.
 #[derive(Debug)]
 pub(super) struct Account {
     pub(super) policies: Policies,
-    /// The counts of each policy before the first grant of the fallback, and the charges that were sent since.
-    sent: States,
-    /// `sent` with all grants of the fallback.
-    all: States,
-    /// All charges until this time were sent or reset.
-    sent_until: i64,
+    /// One per policy.
+    counts: SmallVec<[Count; 1]>,
+    /// All charges until this time were sent or reset. `None` at first.
+    sent_until: Option<i64>,
     /// Whether the primary store lacks a reset, which it gets before any charge.
     lacks_reset: bool,
-    /// Whether a check was sent since the account was opened or reset.
-    pub(super) is_sent: bool,
-    /// Time after which the fallback counts nothing of the caller, and the reset does not matter.
-    matters_until: i64,
-    /// The part of a limit that the caller had used after the last grant, in 255ths, rounded down.
-    pub(super) used: u8,
+    in_flight: InFlight,
+    /// Time until which the fallback counts some of the grants.
+    counted_until: i64,
 }
 
-/// A check that the account counts as sent to the primary store.
-pub(super) struct Sent {
-    pub(super) check: Check,
-    /// The account without the check: `sent` and `sent_until`.
-    before: (States, i64),
+/// What the primary store should count under a policy, in two versions. The primary store lacks the difference.
+#[derive(Debug)]
+struct Count {
+    /// The count before the first grant of the fallback, and the charges that were sent since.
+    sent: State,
+    /// `sent` with all grants of the fallback.
+    all: State,
+}
+
+/// The check of an account that was sent to the primary store, until its reply or the next one. A reset of the account
+/// forgets it: its outcome no longer matters.
+#[derive(Debug, Default)]
+enum InFlight {
+    #[default]
+    Nothing,
+    Reset,
+    /// A charge, which counts as sent already.
+    Charge {
+        /// The state of the account without it.
+        sent: SmallVec<[State; 1]>,
+        sent_until: Option<i64>,
+    },
+}
+
+/// Where a refund goes while the caller has an account.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum RefundTo {
+    /// The account has the charge: deduct this part there, and in the fallback.
+    Account(u32),
+    /// The charge is on its way to the primary store: its owner retries the refund.
+    Later,
+    /// The primary store has the charge.
+    Primary,
+}
+
+impl Count {
+    fn new(counted: State) -> Self {
+        Self {
+            sent: counted.clone(),
+            all: counted,
+        }
+    }
+
+    /// Returns the cost that was not sent, as far as it still counts.
+    fn unsent(&self, policy: &Policy, now: i64) -> u64 {
+        (self.all.counted(policy, now) - self.sent.counted(policy, now)).max(0) as u64
+    }
+
+    /// Counts `cost` as sent, and everything that has expired. The rest stays unsent.
+    fn send(&mut self, policy: &Policy, cost: u32, now: i64) {
+        let rest = limited(self.unsent(policy, now).saturating_sub(cost.into()));
+        self.sent = self.all.clone();
+        Mode::Refund.count(policy, &mut self.sent, rest.into(), now);
+    }
 }
 
 impl Account {
-    /// Opens an account with a decision of the fallback. The primary store already counts everything the decision counts,
-    /// except the grant.
+    /// Opens an account with a decision of the fallback, which has granted this. The primary store already counts
+    /// everything that the fallback counts, except the grant.
     pub(super) fn new(policies: &Policies, decision: &Decision, granted: u32, now: i64) -> Self {
-        let before = decision.clone().settled(granted, 0);
-        let parts = before.verdicts().zip(decision.verdicts());
-        let mut parts = parts.filter(|((part, _), _)| !part.is_in_flight());
-        // These are counts of an instance's share: the primary store is assumed to count the same proportion of the
-        // whole policy.
-        let each = policies.iter().map(|policy| {
-            let Some(((part, before), (_, after))) = parts.next() else {
-                return State::fresh(policy.kind());
-            };
-            let [whole, capacity] = [policy, part].map(|policy| policy.params().capacity);
-            let (used, reset) = if policy.frees().is_gradual() && after.remaining == 0 {
-                // There may be a debt, which hides the amount used before it, but not the time.
-                let grant = part.quota().time_for(granted.into()).as_micros();
-                (
-                    2 * whole,
-                    after.reset - i64::try_from(grant).unwrap_or(i64::MAX),
-                )
-            } else {
-                let used = i128::from((capacity - before.remaining).max(0)) * i128::from(whole);
-                ((used / i128::from(capacity.max(1))) as i64, before.reset)
-            };
-            if reset <= 0 {
-                return State::fresh(policy.kind());
-            }
-            // A share whose limit was rounded down drains more slowly than the whole, and a custom fallback may
-            // report any time.
-            let periods = (used as u64).div_ceil(policy.quota().limit().into()) as i64;
-            let until = now + reset.min(periods * policy.params().period);
-            let counted = Snapshot { used, until };
-            State::resume(policy.kind(), policy.params(), now, counted)
+        let mut verdicts = decision
+            .verdicts()
+            .filter(|(share, _)| !share.is_in_flight());
+        let counts = policies.iter().map(|policy| {
+            Count::new(match verdicts.next() {
+                Some((share, verdict)) => counted_before(policy, share, verdict, granted, now),
+                // A custom fallback may have decided on other policies than requested.
+                None => State::fresh(policy.kind()),
+            })
         });
-        let sent: States = each.collect();
         Self {
             policies: policies.clone(),
-            all: sent.clone(),
-            sent,
-            sent_until: now - 1,
+            counts: counts.collect(),
+            sent_until: None,
             lacks_reset: false,
-            is_sent: false,
-            matters_until: now,
-            used: 0,
+            in_flight: InFlight::Nothing,
+            counted_until: now,
         }
     }
 
@@ -109,122 +130,172 @@ impl Account {
         if !self.policies.is(policies) {
             self.policies = policies.clone();
         }
-        for (policy, all) in self.policies.iter().zip(&mut self.all) {
-            Mode::Charge.count(policy, all, cost.into(), now);
+        for (policy, count) in self.policies.iter().zip(&mut self.counts) {
+            Mode::Charge.count(policy, &mut count.all, cost.into(), now);
         }
-        self.used = 0;
-        for (policy, verdict) in decision.verdicts() {
-            self.used = self.used.max(verdict.used(policy));
-            self.matters_until = self.matters_until.max(now.saturating_add(verdict.reset));
+        for (_, verdict) in decision.verdicts() {
+            self.counted_until = self.counted_until.max(now.saturating_add(verdict.reset));
         }
     }
 
     /// Drops all charges, and records a reset.
     pub(super) fn reset(&mut self, now: i64) {
-        let fresh = self
-            .policies
-            .iter()
-            .map(|policy| State::fresh(policy.kind()));
-        self.sent = fresh.collect();
-        self.all = self.sent.clone();
-        (self.sent_until, self.lacks_reset, self.is_sent) = (now, true, false);
-        // All earlier charges have expired at that time.
-        self.matters_until = now.saturating_add(self.policies.longest_count());
+        for (policy, count) in self.policies.iter().zip(&mut self.counts) {
+            *count = Count::new(State::fresh(policy.kind()));
+        }
+        (self.sent_until, self.lacks_reset, self.in_flight) = (Some(now), true, InFlight::Nothing);
     }
 
-    /// Returns the part of a refund that applies to this account, which is 0 if a reset has dropped the charge. `None`
-    /// if the charge was sent: the primary store must refund it.
-    pub(super) fn refundable(&self, check: &Check, now: i64) -> Option<u32> {
+    /// Returns where a refund goes.
+    pub(super) fn refund_to(&self, check: &Check, now: i64) -> RefundTo {
         match check.charged().first().map(|charged| charged.at) {
-            Some(ChargedAt::Redis(_)) => None,
-            Some(ChargedAt::Local(at)) if at <= self.sent_until => self.lacks_reset.then_some(0),
+            Some(ChargedAt::Redis(_)) => RefundTo::Primary,
+            Some(ChargedAt::Local(at)) if Some(at) <= self.sent_until => match self.in_flight {
+                // The reset has dropped the charge.
+                _ if self.lacks_reset => RefundTo::Account(0),
+                InFlight::Charge { .. } => RefundTo::Later,
+                InFlight::Nothing | InFlight::Reset => RefundTo::Primary,
+            },
             // Without a charge, a refund applies to any.
-            Some(ChargedAt::Local(_)) | None => Some(check.cost().min(limited(self.left(now)))),
+            Some(ChargedAt::Local(_)) | None => {
+                RefundTo::Account(check.cost().min(limited(self.unsent(now))))
+            }
         }
     }
 
-    /// Refunds the [refundable](Self::refundable) part of a charge.
+    /// Deducts a [refund](RefundTo::Account) from the charges that were not sent.
     pub(super) fn refund(&mut self, check: &Check, now: i64) {
-        let states = self.sent.iter().zip(&mut self.all);
-        for (i, (policy, (sent, all))) in self.policies.iter().zip(states).enumerate() {
-            let cost = limited(unsent(policy, sent, all, now)).min(check.cost());
-            check.charged_under(i).refund(policy, all, cost.into(), now);
+        let counts = self.policies.iter().zip(&mut self.counts);
+        for (i, (policy, count)) in counts.enumerate() {
+            let cost = limited(count.unsent(policy, now)).min(check.cost());
+            let charge = check.charged_under(i);
+            charge.refund(policy, &mut count.all, cost.into(), now);
         }
+    }
+
+    /// Returns `true` if a charge was sent to the primary store.
+    pub(super) fn is_sent(&self) -> bool {
+        self.sent_until.is_some()
     }
 
     /// Returns `true` if the primary store lacks an unexpired charge or a reset.
     pub(super) fn is_owed(&self, now: i64) -> bool {
-        self.lacks_reset && now < self.matters_until || self.left(now) > 0
+        self.lacks_reset || self.unsent(now) > 0
     }
 
     /// Returns `true` if the account may be removed during an outage: nothing is owed, and the fallback counts nothing.
     /// Otherwise the next account would begin with local grants as the count of the primary store.
     pub(super) fn is_over(&self, now: i64) -> bool {
-        self.matters_until <= now && self.left(now) == 0
+        !self.is_owed(now) && self.counted_until <= now
     }
 
-    /// The unexpired cost that was not sent: the most under any policy.
-    fn left(&self, now: i64) -> u64 {
-        self.each_left(now).max().unwrap_or(0)
+    /// Returns the largest part of a limit that the caller has used, in 255ths.
+    pub(super) fn used(&self, now: i64) -> u8 {
+        let counts = self.policies.iter().zip(&self.counts);
+        let used = counts.map(|(policy, count)| {
+            let capacity = policy.params().capacity.max(1);
+            (count.all.counted(policy, now).clamp(0, capacity) * 255 / capacity) as u8
+        });
+        used.max().unwrap_or(0)
     }
 
-    fn each_left(&self, now: i64) -> impl Iterator<Item = u64> {
-        let states = self.policies.iter().zip(self.sent.iter().zip(&self.all));
-        states.map(move |(policy, (sent, all))| unsent(policy, sent, all, now))
+    /// Returns the unexpired cost that was not sent: the most under any policy.
+    fn unsent(&self, now: i64) -> u64 {
+        self.each_unsent(now).max().unwrap_or(0)
     }
 
-    /// Returns the next check that brings the primary store up to date, and counts it as sent: a reset, or a charge under
-    /// those policies that lack it. `None` if the primary store lacks nothing.
-    pub(super) fn send(&mut self, key: Key, now: i64) -> Option<Sent> {
-        self.lacks_reset &= now < self.matters_until;
-        let before = (self.sent.clone(), self.sent_until);
+    fn each_unsent(&self, now: i64) -> impl Iterator<Item = u64> {
+        let counts = self.policies.iter().zip(&self.counts);
+        counts.map(move |(policy, count)| count.unsent(policy, now))
+    }
+
+    /// Returns the next check that the primary store lacks, and counts it as sent. `None` if it lacks nothing.
+    ///
+    /// That is the reset, or a charge of the least cost that a policy lacks, under all that lack something. If a part
+    /// has expired under one of two policies, the next check charges the rest under the other.
+    pub(super) fn send(&mut self, key: Key, now: i64) -> Option<Check> {
         if self.lacks_reset {
-            let check = Check::reset(key, &self.policies);
-            self.is_sent = true;
-            return Some(Sent { check, before });
+            self.in_flight = InFlight::Reset;
+            return Some(Check::reset(key, &self.policies));
         }
-        // Charge the cost that all policies lack first, then the rest under some of them.
-        let left: SmallVec<[u64; 1]> = self.each_left(now).collect();
-        let cost = limited(left.iter().copied().filter(|left| *left > 0).min()?);
-        let lack = self
-            .policies
-            .iter()
-            .zip(&left)
-            .filter(|(_, left)| **left > 0);
-        let policies = if left.contains(&0) {
-            Policies::new(lack.map(|(policy, _)| policy.clone())).ok()?
+        let unsent: SmallVec<[u64; 1]> = self.each_unsent(now).collect();
+        let cost = unsent.iter().copied().filter(|unsent| *unsent > 0).min()?;
+        let cost = limited(cost);
+        let lacking = self.policies.iter().zip(&unsent);
+        let lacking = lacking.filter(|(_, unsent)| **unsent > 0);
+        let policies = if unsent.contains(&0) {
+            Policies::new(lacking.map(|(policy, _)| policy.clone())).ok()?
         } else {
             self.policies.clone()
         };
-        let states = self.sent.iter_mut().zip(&self.all).zip(left);
-        for (policy, ((sent, all), left)) in self.policies.iter().zip(states) {
-            *sent = all.clone();
-            let rest = limited(left.saturating_sub(cost.into()));
-            Mode::Refund.count(policy, sent, rest.into(), now);
+        self.in_flight = InFlight::Charge {
+            sent: self.counts.iter().map(|count| count.sent.clone()).collect(),
+            sent_until: self.sent_until.replace(now),
+        };
+        for (policy, count) in self.policies.iter().zip(&mut self.counts) {
+            count.send(policy, cost, now);
         }
-        (self.sent_until, self.is_sent) = (now, true);
-        let check = Check::charge(key, &policies, cost);
-        Some(Sent { check, before })
+        Some(Check::charge(key, &policies, cost))
     }
 
-    /// Records the reply to a check. A charge is repeated only if it was certainly not sent, a reset until the primary
-    /// store has replied.
-    pub(super) fn replied(&mut self, sent: Sent, answer: &Result<Decision, StoreError>) {
-        let is_charge = sent.check.mode() == Mode::Charge;
-        match answer {
-            // A reset that is owed has dropped the charge, or was the check.
-            Err(error) if error.is_not_sent() && !self.lacks_reset => {
-                (self.sent, self.sent_until) = sent.before;
+    /// Handles the outcome of the check that was sent last. A charge is repeated only if it was certainly not sent, a
+    /// reset until the primary store has replied.
+    pub(super) fn replied(&mut self, answer: &Result<Decision, StoreError>) {
+        match mem::take(&mut self.in_flight) {
+            InFlight::Nothing => {}
+            InFlight::Reset => self.lacks_reset = !is_reply(answer),
+            InFlight::Charge { sent, sent_until } => {
+                if answer.as_ref().is_err_and(StoreError::is_not_sent) {
+                    for (count, sent) in self.counts.iter_mut().zip(sent) {
+                        count.sent = sent;
+                    }
+                    self.sent_until = sent_until;
+                }
             }
-            Err(error) if error.is_not_sent() || !error.is_check_only() => {}
-            // Another reset since then was not sent.
-            _ => self.lacks_reset &= is_charge || !self.is_sent,
         }
     }
 }
 
-fn unsent(policy: &Policy, sent: &State, all: &State, now: i64) -> u64 {
-    (all.counted(policy, now) - sent.counted(policy, now)).max(0) as u64
+/// Returns what the primary store counts under a policy: as much of it as the fallback counted of its share before it
+/// granted this. A share has fewer units than the whole policy, but the same time.
+fn counted_before(
+    policy: &Policy,
+    share: &Policy,
+    verdict: &Verdict,
+    granted: u32,
+    now: i64,
+) -> State {
+    let [whole, part] = [policy, share].map(|policy| policy.params().capacity);
+    let (used, reset) = if policy.frees().is_gradual() {
+        // The time until such a bucket is empty shows how full it is, also in a debt.
+        let time = share.quota().time_for(granted.into()).as_micros();
+        let time = i64::try_from(time).unwrap_or(i64::MAX);
+        (whole, verdict.reset.saturating_sub(time))
+    } else {
+        let used = (part - verdict.remaining - i64::from(granted)).max(0);
+        let used = (i128::from(used) * i128::from(whole) / i128::from(part.max(1))) as i64;
+        // In batches, the time includes that of the grant, and a share may need more batches than the whole.
+        let periods = (used as u64).div_ceil(policy.quota().limit().into()) as i64;
+        (used, verdict.reset.min(periods * policy.params().period))
+    };
+    if reset <= 0 {
+        return State::fresh(policy.kind());
+    }
+    let until = now.saturating_add(reset);
+    State::resume(
+        policy.kind(),
+        policy.params(),
+        now,
+        Snapshot { used, until },
+    )
+}
+
+/// Returns `true` if the primary store has replied to a check, even if it has refused it.
+pub(super) fn is_reply(answer: &Result<Decision, StoreError>) -> bool {
+    match answer {
+        Ok(_) => true,
+        Err(error) => error.is_check_only() && !error.is_not_sent(),
+    }
 }
 
 fn limited(cost: u64) -> u32 {
@@ -241,7 +312,7 @@ mod tests {
 
     use super::*;
     use crate::error::ErrorKind;
-    use crate::limit::{Charged, Quota, Source, Strategy};
+    use crate::limit::{PolicyCharge, Quota, Source, Strategy};
     use crate::simulation::pick;
     use crate::store::{Answer, LocalStore, Store};
 
@@ -263,12 +334,12 @@ mod tests {
         (account, decision)
     }
 
-    fn refundable(account: &Account, decision: &Decision, now: i64) -> Option<u32> {
+    fn refund_to(account: &Account, decision: &Decision, now: i64) -> RefundTo {
         let refund = decision.refund(Key::GLOBAL, 5, Default::default()).next();
-        account.refundable(&refund.unwrap(), now)
+        account.refund_to(&refund.unwrap(), now)
     }
 
-    fn send(account: &mut Account, now: i64) -> Sent {
+    fn send(account: &mut Account, now: i64) -> Check {
         account.send(Key::GLOBAL, now).unwrap()
     }
 
@@ -284,24 +355,19 @@ mod tests {
         let later = SECOND * 3 / 2;
         let (_, decision) = super::tests::account(&policies, 2, later);
         account.charge(&policies, &decision, 2, later);
-        assert_eq!(refundable(&account, &decision, later), Some(2));
+        assert_eq!(refund_to(&account, &decision, later), RefundTo::Account(2));
         // The first charge has expired under `a`.
         let now = 2 * SECOND;
         let sent = send(&mut account, now);
-        assert_eq!(
-            (sent.check.policies().iter().len(), sent.check.cost()),
-            (2, 2)
-        );
-        assert_eq!(refundable(&account, &decision, now), None);
-        account.replied(sent, &Ok(decision.clone()));
+        assert_eq!((sent.policies().iter().len(), sent.cost()), (2, 2));
+        assert_eq!(refund_to(&account, &decision, now), RefundTo::Later);
+        account.replied(&Ok(decision.clone()));
         let rest = send(&mut account, now);
-        assert_eq!(
-            (rest.check.policies().iter().len(), rest.check.cost()),
-            (1, 5)
-        );
-        account.replied(rest, &Err(unsent_error()));
-        assert_eq!(refundable(&account, &decision, now), None);
-        assert_eq!(send(&mut account, now).check.cost(), 5);
+        assert_eq!((rest.policies()[0].name(), rest.cost()), ("b", 5));
+        assert_eq!(refund_to(&account, &decision, now), RefundTo::Later);
+        account.replied(&Err(unsent_error()));
+        assert_eq!(refund_to(&account, &decision, now), RefundTo::Primary);
+        assert_eq!(send(&mut account, now).cost(), 5);
         assert!(account.send(Key::GLOBAL, now).is_none());
     }
 
@@ -309,13 +375,15 @@ mod tests {
     fn unsent_charges_stay_refundable() {
         let policies = log("a", "10/h").into();
         let (mut account, decision) = account(&policies, 5, SECOND);
-        let sent = send(&mut account, SECOND);
-        account.replied(sent, &Err(unsent_error()));
-        assert_eq!(refundable(&account, &decision, SECOND), Some(5));
+        let _sent = send(&mut account, SECOND);
+        account.replied(&Err(unsent_error()));
+        let here = RefundTo::Account(5);
+        assert_eq!(refund_to(&account, &decision, SECOND), here);
         // A charge without a reply is not repeated.
-        let sent = send(&mut account, SECOND);
-        account.replied(sent, &Err(StoreError::new(ErrorKind::Timeout)));
-        assert_eq!(refundable(&account, &decision, SECOND), None);
+        let _sent = send(&mut account, SECOND);
+        account.replied(&Err(StoreError::new(ErrorKind::Timeout)));
+        let there = RefundTo::Primary;
+        assert_eq!(refund_to(&account, &decision, SECOND), there);
         assert!(!account.is_owed(SECOND));
     }
 
@@ -323,13 +391,13 @@ mod tests {
     fn a_reset_drops_what_was_sent() {
         let policies = log("a", "10/h").into();
         let (mut account, decision) = account(&policies, 5, SECOND);
-        let sent = send(&mut account, SECOND);
+        let _sent = send(&mut account, SECOND);
         account.reset(SECOND);
-        account.replied(sent, &Err(unsent_error()));
-        assert_eq!(refundable(&account, &decision, SECOND), Some(0));
-        let reset = send(&mut account, SECOND);
-        assert_eq!(reset.check.mode(), Mode::Reset);
-        account.replied(reset, &Ok(decision));
+        account.replied(&Err(unsent_error()));
+        let dropped = RefundTo::Account(0);
+        assert_eq!(refund_to(&account, &decision, SECOND), dropped);
+        assert_eq!(send(&mut account, SECOND).mode(), Mode::Reset);
+        account.replied(&Ok(decision));
         assert!(account.send(Key::GLOBAL, SECOND).is_none());
     }
 
@@ -339,12 +407,11 @@ mod tests {
         let policies = log("a", "10/h").into();
         let (mut account, decision) = account(&policies, 5, SECOND);
         account.reset(SECOND);
-        let first = send(&mut account, 2 * SECOND);
+        let _first = send(&mut account, 2 * SECOND);
         account.reset(3 * SECOND);
-        account.replied(first, &Ok(decision.clone()));
-        let second = send(&mut account, 4 * SECOND);
-        assert_eq!(second.check.mode(), Mode::Reset);
-        account.replied(second, &Ok(decision));
+        account.replied(&Ok(decision.clone()));
+        assert_eq!(send(&mut account, 4 * SECOND).mode(), Mode::Reset);
+        account.replied(&Ok(decision));
         assert!(!account.is_owed(4 * SECOND));
     }
 
@@ -354,15 +421,15 @@ mod tests {
         let policies = log("a", "10/10s").into();
         for is_sent in [true, false] {
             let (mut account, _) = account(&policies, 5, SECOND);
-            let sent = send(&mut account, SECOND);
+            let _sent = send(&mut account, SECOND);
             let (_, decision) = super::tests::account(&policies, 3, 2 * SECOND);
             account.charge(&policies, &decision, 3, 2 * SECOND);
             let error = StoreError::new(ErrorKind::Timeout);
             let error = if is_sent { error } else { error.not_sent() };
-            account.replied(sent, &Err(error));
-            assert_eq!(account.left(10 * SECOND), if is_sent { 3 } else { 8 });
-            assert_eq!(account.left(11 * SECOND), 3);
-            assert_eq!(account.left(12 * SECOND), 0);
+            account.replied(&Err(error));
+            assert_eq!(account.unsent(10 * SECOND), if is_sent { 3 } else { 8 });
+            assert_eq!(account.unsent(11 * SECOND), 3);
+            assert_eq!(account.unsent(12 * SECOND), 0);
         }
     }
 
@@ -382,11 +449,8 @@ mod tests {
         let mut account = Account::new(&policies, &decision, 1, now);
         account.charge(&policies, &decision, 1, now);
         let sent = send(&mut account, 11_550 * SECOND);
-        assert_eq!(
-            (sent.check.policies().iter().len(), sent.check.cost()),
-            (1, 1)
-        );
-        account.replied(sent, &Ok(decision));
+        assert_eq!((sent.policies().iter().len(), sent.cost()), (1, 1));
+        account.replied(&Ok(decision));
         assert!(account.send(Key::GLOBAL, 11_700 * SECOND).is_none());
     }
 
@@ -423,25 +487,25 @@ mod tests {
             let most_cost = *pick(&mut rng, &[2, 2_000]);
             let most_wait = *pick(&mut rng, &[60_000_000, 3_600_000_000]);
             for _ in 0..20 {
-                let most = account.left(now);
+                let most = account.unsent(now);
                 match rng.u8(..5) {
                     0 if is_alone && !strategy.frees().has_burst() => {
                         let quota = Quota::per(rng.u32(1..2_000), current[0].quota().period());
                         current = Policy::new("test", strategy, quota).unwrap().into();
                     }
                     1 => {
-                        let of = Charged::just_now(rng.i64(0..2_000));
+                        let of = PolicyCharge::just_now(rng.i64(0..2_000));
                         let each = current.iter().map(|_| of).collect();
                         let cost = rng.u32(0..2_000);
                         let refund = Check::refund_of(Key::GLOBAL, &current, cost, each);
                         account.refund(&refund, now);
-                        assert!(account.left(now) <= most, "seed {seed}");
+                        assert!(account.unsent(now) <= most, "seed {seed}");
                     }
                     2 => {
                         while let Some(check) = account.send(Key::GLOBAL, now) {
-                            sent += u64::from(check.check.cost());
+                            sent += u64::from(check.cost());
                         }
-                        assert_eq!(account.left(now), 0, "seed {seed}: sent once");
+                        assert_eq!(account.unsent(now), 0, "seed {seed}: sent once");
                     }
                     _ => {
                         let cost = rng.u32(0..=most_cost);
@@ -449,7 +513,7 @@ mod tests {
                         granted += u64::from(cost);
                     }
                 }
-                let left = account.left(now);
+                let left = account.unsent(now);
                 assert!(
                     sent + left <= granted,
                     "seed {seed}, {current:?}: {sent} and {left} of {granted}"

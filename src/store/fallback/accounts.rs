@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use smallvec::SmallVec;
 
-use super::account::{Account, Sent};
+use super::account::Account;
 use super::sync::{Arc, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, lock};
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Mode, Policies};
@@ -38,17 +38,6 @@ pub(super) struct Caller<'a> {
     key: &'a Key,
     all: &'a Accounts,
     shard: MutexGuard<'a, Shard>,
-}
-
-/// The effect of a decision of the fallback on the caller's account.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Recorded {
-    /// It charges, refunds and resets nothing.
-    Nothing,
-    /// It is in the account, which must be reconciled.
-    Owed,
-    /// It repeats an earlier one, whose charge may be in no account, or there is no room for an account.
-    Not,
 }
 
 impl Accounts {
@@ -96,19 +85,21 @@ impl Accounts {
         shard: &Mutex<Shard>,
         mut stays: impl FnMut(&Key, &Account) -> bool,
     ) {
-        let (mut shard, mut removed) = (lock(shard), 0);
+        let (mut shard, mut removed, mut is_sent) = (lock(shard), 0, false);
         shard.retain(|key, accounts| {
             accounts.retain(|account| {
                 let stays = stays(key, account);
-                self.epoch
-                    .fetch_add((!stays && account.is_sent).into(), Ordering::AcqRel);
                 removed += usize::from(!stays);
+                is_sent |= !stays && account.is_sent();
                 stays
             });
             !accounts.is_empty()
         });
         if shard.is_empty() {
             shard.shrink_to_fit();
+        }
+        if is_sent {
+            self.end_epoch();
         }
         if removed > 0 {
             self.held.fetch_sub(removed, Ordering::AcqRel);
@@ -133,23 +124,22 @@ impl Caller<'_> {
     }
 
     /// Returns the next check of an account for the primary store. Its cost counts as dropped until the reply.
-    pub(super) fn send(&mut self, policies: &Policies, now: i64) -> Option<Sent> {
+    pub(super) fn send(&mut self, policies: &Policies, now: i64) -> Option<Check> {
         let key = *self.key;
-        let sent = self.account(policies)?.send(key, now)?;
+        let check = self.account(policies)?.send(key, now)?;
         self.all
             .dropped
-            .fetch_add(sent.check.cost().into(), Ordering::Relaxed);
-        Some(sent)
+            .fetch_add(check.cost().into(), Ordering::Relaxed);
+        Some(check)
     }
 
-    /// Records the reply to a check of an account.
+    /// Records the outcome of a check of an account: the last one that was sent, of this cost.
     pub(super) fn replied(
         &mut self,
         policies: &Policies,
-        sent: Sent,
+        cost: u32,
         answer: &Result<Decision, StoreError>,
     ) {
-        let cost = sent.check.cost();
         let (charged, unsent) = match answer {
             Ok(decision) => (decision.granted().min(cost), 0),
             Err(error) if error.is_not_sent() => (0, cost),
@@ -162,49 +152,57 @@ impl Caller<'_> {
             .dropped
             .fetch_sub((charged + unsent).into(), Ordering::Relaxed);
         if let Some(account) = self.account(policies) {
-            account.replied(sent, answer);
+            account.replied(answer);
         }
     }
 
-    /// Records a decision of the fallback.
-    pub(super) fn record(&mut self, check: &Check, decision: &Decision, now: i64) -> Recorded {
+    /// Records the effect of a decision of the fallback. Returns `false` if no account has its grant: there is no room for
+    /// one, or the decision repeats an earlier one.
+    pub(super) fn record(&mut self, check: &Check, decision: &Decision, now: i64) -> bool {
         // Requests in flight need no account: their owner renews the slots in the primary store.
         let Some(policies) = check.policies().without_in_flight() else {
-            return Recorded::Nothing;
+            return true;
         };
-        let granted = match check.mode() {
-            Mode::Peek | Mode::Renew | Mode::Release => return Recorded::Nothing,
-            Mode::Reset | Mode::Refund => 0,
-            _ if decision.granted() == 0 => return Recorded::Nothing,
-            _ if decision.is_repeated() => return Recorded::Not,
-            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge => decision.granted(),
-        };
-        let opens = check.mode() != Mode::Refund && self.account(policies).is_none();
-        if opens && !self.open(|| Account::new(policies, decision, granted, now)) {
-            self.all
-                .dropped
-                .fetch_add(granted.into(), Ordering::Relaxed);
-            return Recorded::Not;
-        }
-        if let Some(account) = self.account(policies) {
-            match check.mode() {
-                Mode::Refund => account.refund(check, now),
-                Mode::Reset => account.reset(now),
-                _ => account.charge(policies, decision, granted, now),
+        let granted = decision.granted();
+        match check.mode() {
+            Mode::Refund => {
+                if let Some(account) = self.account(policies) {
+                    account.refund(check, now);
+                }
             }
+            Mode::Reset => {
+                let new = || Account::new(policies, decision, 0, now);
+                if let Some(account) = self.open(policies, new) {
+                    account.reset(now);
+                }
+            }
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge if granted > 0 => {
+                if decision.is_repeated() {
+                    return false;
+                }
+                let new = || Account::new(policies, decision, granted, now);
+                let Some(account) = self.open(policies, new) else {
+                    let dropped = &self.all.dropped;
+                    dropped.fetch_add(granted.into(), Ordering::Relaxed);
+                    return false;
+                };
+                account.charge(policies, decision, granted, now);
+            }
+            _ => {}
         }
-        Recorded::Owed
+        true
     }
 
-    /// Adds an account. Returns `false` if there is no room for it.
-    fn open(&mut self, account: impl FnOnce() -> Account) -> bool {
-        let room = (self.all.free).fetch_update(Ordering::AcqRel, Ordering::Acquire, |free| {
-            free.checked_sub(1)
-        });
-        if room.is_ok() {
+    /// Returns the account with the counts of `policies`, or a new one. `None` if there is no room for it.
+    fn open(&mut self, policies: &Policies, new: impl FnOnce() -> Account) -> Option<&mut Account> {
+        if self.account(policies).is_none() {
+            let one_less = |free: usize| free.checked_sub(1);
+            let free = &self.all.free;
+            free.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less)
+                .ok()?;
             self.all.held.fetch_add(1, Ordering::AcqRel);
-            self.shard.entry(*self.key).or_default().push(account());
+            self.shard.entry(*self.key).or_default().push(new());
         }
-        room.is_ok()
+        self.account(policies)
     }
 }

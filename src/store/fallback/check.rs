@@ -16,11 +16,12 @@ use pin_project_lite::pin_project;
 use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
 use super::Settings;
-use super::accounts::{Accounts, Caller, Recorded};
+use super::account::RefundTo;
+use super::accounts::{Accounts, Caller};
 use super::breaker::{Breaker, Ticket};
 use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{ChargedAt, Check, Decision, Key, Mode, Source, Verdict};
+use crate::limit::{Check, Decision, Key, Mode, Source, Verdict};
 use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, LocalStore, Store};
 use crate::util::{Clock, contain, instant, polled_after_completion};
@@ -96,8 +97,8 @@ pin_project! {
             #[pin]
             answer: F,
             check: Check,
-            // Whether the check was sent to the primary store too, which may have charged it.
-            sent: bool,
+            // See `fall_back`.
+            in_doubt: bool,
         },
         Done,
     }
@@ -155,17 +156,19 @@ impl<P: Store, F: Store> Partition<P, F> {
         ticket.map(|ticket| Admission { epoch, ticket })
     }
 
-    /// Returns `true` if a check refunds or resets charges that the primary store may lack. Charges in the primary store
-    /// are refunded there.
+    /// Returns `true` if a check refunds or resets charges that the primary store may lack.
     fn overtakes(&self, check: &Check) -> bool {
-        let charged = check.charged().first().map(|charged| charged.at);
-        let is_here = !matches!(charged, Some(ChargedAt::Redis(_)));
-        let may = check.mode() == Mode::Reset || check.mode() == Mode::Refund && is_here;
-        let policies = check.policies().without_in_flight().filter(|_| may);
-        policies.is_some_and(|policies| {
-            let mut caller = self.accounts.caller(check.key());
-            caller.account(policies).is_some()
-        })
+        if !matches!(check.mode(), Mode::Refund | Mode::Reset) || self.accounts.is_empty() {
+            return false;
+        }
+        let mut caller = self.accounts.caller(check.key());
+        let policies = check.policies().without_in_flight();
+        match policies.and_then(|policies| caller.account(policies)) {
+            Some(account) if check.mode() == Mode::Refund => {
+                account.refund_to(check, self.clock.micros()) != RefundTo::Primary
+            }
+            account => account.is_some(),
+        }
     }
 
     /// Handles the primary store's reply, or a missed deadline. `admission` is `None` if the outcome was already reported.
@@ -242,15 +245,15 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    /// Lets the fallback decide. If the check was `sent` to the primary store too, it may have been charged there, so
-    /// only a reset is recorded.
-    fn fall_back(self: &Arc<Self>, check: &Check, sent: bool) -> Next<P, F> {
+    /// Lets the fallback decide. `in_doubt` is whether the primary store may have run the check too. Then a grant is
+    /// neither charged there afterwards nor ever refunded, but a reset is repeated.
+    fn fall_back(self: &Arc<Self>, check: &Check, in_doubt: bool) -> Next<P, F> {
         if let Some(waiters) = self.primary.backend().waiters() {
             waiters.freed(check);
         }
         let elsewhere = || {
             let error = StoreError::new(ErrorKind::NotReady).check_only();
-            Answer::ready(Err(if sent { error } else { error.not_sent() }))
+            Answer::ready(Err(if in_doubt { error } else { error.not_sent() }))
         };
         // User code may count the instances: call it before the caller is locked.
         let instances = self.settings.share.instances();
@@ -260,19 +263,24 @@ impl<P: Store, F: Store> Partition<P, F> {
             return elsewhere();
         }
         let mut caller = self.accounts.caller(check.key());
-        let refund = self.refund_here(&mut caller, check).filter(|_| !sent);
-        if refund.is_none() && check.mode() == Mode::Refund {
-            return elsewhere();
-        }
-        let check = refund.unwrap_or_else(|| check.clone()).without_turn();
+        let check = if check.mode() == Mode::Refund {
+            match self.refund_here(&mut caller, check) {
+                Some(refund) if !in_doubt => refund,
+                _ => return elsewhere(),
+            }
+        } else {
+            check.clone().without_turn()
+        };
         // Under the lock, no reply can warm the fallback between a grant and its record.
         let caller = self.locks_while_it_decides().then_some(caller);
         match self.fallback.check(share_of(check.clone(), instances)) {
-            Answer::Ready { answer } => Answer::ready(self.fell_back(&check, sent, answer, caller)),
+            Answer::Ready { answer } => {
+                Answer::ready(self.fell_back(&check, in_doubt, answer, caller))
+            }
             Answer::Pending { future: answer } => Answer::pending(Step::Fallback {
                 answer,
                 check,
-                sent,
+                in_doubt,
             }),
         }
     }
@@ -283,14 +291,12 @@ impl<P: Store, F: Store> Partition<P, F> {
         TypeId::of::<F>() == TypeId::of::<LocalStore>()
     }
 
-    /// Returns the part of a refund that applies to the caller's account: the account has the charge, or the refund
-    /// names no charge. `None` if the primary store must refund.
+    /// Returns the part of a refund that applies to the caller's account, if it goes there.
     fn refund_here(&self, caller: &mut Caller<'_>, check: &Check) -> Option<Check> {
-        if check.mode() != Mode::Refund {
-            return None;
-        }
         let account = caller.account(check.policies().without_in_flight()?)?;
-        let cost = account.refundable(check, self.clock.micros())?;
+        let RefundTo::Account(cost) = account.refund_to(check, self.clock.micros()) else {
+            return None;
+        };
         let (key, policies, charged) = (*check.key(), check.policies(), check.charged());
         Some(Check::refund_of(key, policies, cost, charged.into()))
     }
@@ -302,7 +308,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     fn fell_back(
         self: &Arc<Self>,
         check: &Check,
-        sent: bool,
+        in_doubt: bool,
         answer: Result<Decision, StoreError>,
         caller: Option<Caller<'_>>,
     ) -> Result<Decision, StoreError> {
@@ -316,17 +322,15 @@ impl<P: Store, F: Store> Partition<P, F> {
             _ => Verdict::NEVER,
         });
         let now = self.clock.micros();
-        // The primary store may not have run a reset. To repeat one is safe.
-        let recorded = if sent && check.mode() != Mode::Reset {
-            Recorded::Not
-        } else {
-            let mut caller = caller.unwrap_or_else(|| self.accounts.caller(check.key()));
-            caller.record(check, &decision, now)
-        };
-        if recorded == Recorded::Owed {
+        let mut caller = caller.unwrap_or_else(|| self.accounts.caller(check.key()));
+        // To repeat a reset is safe.
+        let records = !in_doubt || check.mode() == Mode::Reset;
+        let is_recorded = records && caller.record(check, &decision, now);
+        drop(caller);
+        if !self.accounts.is_empty() {
             self.attend();
         }
-        Ok(decision.charged_locally(now, sent || recorded == Recorded::Not))
+        Ok(decision.charged_locally(now, !is_recorded))
     }
 }
 
@@ -349,10 +353,10 @@ impl<P: Store, F: Store> FallbackFuture<P, F> {
             StepProj::Primary { answer, .. } => this.partition.primary.backend().withdraw(answer),
             StepProj::Fallback {
                 answer,
-                sent: false,
+                in_doubt: false,
                 ..
             } => this.partition.fallback.backend().withdraw(answer),
-            StepProj::Fallback { sent: true, .. } | StepProj::Done => false,
+            StepProj::Fallback { in_doubt: true, .. } | StepProj::Done => false,
         }
     }
 }
@@ -369,10 +373,10 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                 StepProj::Fallback {
                     answer,
                     check,
-                    sent,
+                    in_doubt,
                 } => {
                     let answer = ready!(answer.poll(cx));
-                    Answer::ready(partition.fell_back(check, *sent, answer, None))
+                    Answer::ready(partition.fell_back(check, *in_doubt, answer, None))
                 }
                 StepProj::Primary {
                     mut answer,

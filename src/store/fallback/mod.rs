@@ -9,8 +9,9 @@
 //! | `recovery` | the background task that probes the primary store, reconciles and closes the breaker |
 //!
 //! A caller has an account for each list of policies under which the fallback has granted something, in memory only.
-//! It has two counts, with and without the grants that were not sent to the primary store, and a flag for a reset. The
-//! difference of the counts is charged. The account is removed when nothing is left to charge.
+//! It has two counts of each policy, with and without the grants that were not sent to the primary store, a flag for a
+//! reset, and the check that was sent last, until its reply. The difference of the counts is charged. The account is
+//! removed when nothing is left to charge.
 //!
 //! - **Lost reply.** After the deadline the fallback decides. The primary store may have charged the check, so it is
 //!   neither sent again nor recorded in an account, and its grant is never refunded. A reconciling charge without a
@@ -20,7 +21,7 @@
 //!   reconciliation has charged them.
 //! - **Refund.** A decision knows whether the fallback made it, and when, and is never refunded if it is in no account.
 //!   If the account has the charge, the refund is deducted there. If the charge is on its way, the refund fails as
-//!   unsent, and its owner retries it. If there is no account, the primary store refunds it.
+//!   unsent, and its owner retries it. After that, the primary store refunds it.
 //! - **End of a runtime.** The accounts stay, and the next check starts the recovery task on its own runtime. A charge
 //!   in flight counts as lost. When the process ends, its accounts are lost.
 

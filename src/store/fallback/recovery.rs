@@ -24,7 +24,7 @@ use futures_util::{FutureExt, StreamExt};
 use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
 
-use super::account::Account;
+use super::account::{Account, is_reply};
 use super::breaker::{Breaker, Ticket};
 use super::check::Partition;
 use crate::background::Task;
@@ -242,7 +242,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         let mut accounts = vec![];
         let each = |key: &Key, account: &Account, now| {
             if account.is_owed(now) {
-                accounts.push((Reverse(account.used), *key, account.policies.clone()));
+                accounts.push((Reverse(account.used(now)), *key, account.policies.clone()));
             }
             true
         };
@@ -290,23 +290,22 @@ impl<P: Store, F: Store> Partition<P, F> {
         // A reset, and a charge under each policy. The next reconciliation charges the grants since.
         let (since, mut checks) = (instant(), 1 + policies.iter().len());
         while checks > 0 {
-            let Some(sent) = caller().send(policies, self.clock.micros()) else {
+            let Some(check) = caller().send(policies, self.clock.micros()) else {
                 break;
             };
+            let cost = check.cost();
             // No request awaits this check, so it may take longer.
-            let answer = self.send(sent.check.clone(), 2).await;
-            caller().replied(policies, sent, &answer);
+            let answer = self.send(check, 2).await;
+            caller().replied(policies, cost, &answer);
             match answer {
+                answer if is_reply(&answer) => checks -= 1,
                 Err(error)
                     if error.kind() == ErrorKind::QueueFull
                         && since.elapsed() < self.settings.deadline =>
                 {
                     sleep(FULL).await;
                 }
-                Err(error) if error.is_not_sent() || !error.is_check_only() => {
-                    return error.is_check_only();
-                }
-                _ => checks -= 1,
+                answer => return answer.is_err_and(|error| error.is_check_only()),
             }
         }
         true

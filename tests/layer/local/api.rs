@@ -19,7 +19,7 @@ use tower_redis_ratelimit::rate_limit::{
 };
 use tower_redis_ratelimit::reject::{HttpReject, OnError, OnMissingKey, Reason, Reject, Rejection};
 use tower_redis_ratelimit::select::{Live, Tier, Tiers};
-use tower_redis_ratelimit::settle::{Charge, Reservation, ReserveError, Settlement};
+use tower_redis_ratelimit::settle::{RequestCost, Reservation, ReserveError, Settlement};
 use tower_redis_ratelimit::store::{
     AnyStore, AnyStoreFuture, ErrorKind, FallbackFuture, RedisFuture, RedisStoreBuilder,
     ShareConfig, Store, StoreConfig, StoreError, StoreKind,
@@ -77,7 +77,13 @@ fn shared_types_are_send_clone_and_debug() {
     shared::<RateLimit<Hello, RedisStore, HeaderKey, HttpReject>>();
     shared::<RateLimitLayer<RedisStore, HeaderKey, HttpReject, UntilBodyEnd>>();
     shared::<RateLimit<Hello, RedisStore, HeaderKey, HttpReject, UntilBodyEnd>>();
-    shared::<(Charge, Settlement, AsIs, Limiter<RedisStore>, ReserveError)>();
+    shared::<(
+        RequestCost,
+        Settlement,
+        AsIs,
+        Limiter<RedisStore>,
+        ReserveError,
+    )>();
     shared::<(
         LocalStore,
         RedisStore,

@@ -10,7 +10,7 @@ use http::{HeaderValue, Method, Request, StatusCode};
 use tower_http::cors::CorsLayer;
 use tower_redis_ratelimit::check::{Decision, RateLimited};
 use tower_redis_ratelimit::extract::{HeaderKey, KeyExtractor, PeerIp, by_extension};
-use tower_redis_ratelimit::settle::{Charge, ReserveError};
+use tower_redis_ratelimit::settle::{RequestCost, ReserveError};
 use tower_redis_ratelimit::store::{AnyStore, StoreError};
 use tower_redis_ratelimit::{Key, Limiter, LocalStore, RateLimitLayer};
 
@@ -80,11 +80,11 @@ async fn handlers_take_the_charge_and_the_decision() {
             decision.remaining().to_string()
         })
     }
-    async fn charge(charge: Charge) -> String {
+    async fn charge(charge: RequestCost) -> String {
         charge.set(3);
         charge.reserved().to_string()
     }
-    async fn maybe(charge: Option<Charge>) -> String {
+    async fn maybe(charge: Option<RequestCost>) -> String {
         charge.is_some().to_string()
     }
     let routes = || {

@@ -1,4 +1,4 @@
-//! Settlement at the end of the body: by the units that the `Charge` has counted, and by bytes.
+//! Settlement at the end of the body: by the units that the `RequestCost` has counted, and by bytes.
 
 use std::num::NonZeroU32;
 
@@ -17,7 +17,7 @@ fn streaming(
         Error = Infallible,
         Future: Send,
     > + Clone,
-    mpsc::UnboundedReceiver<(Sender, Charge)>,
+    mpsc::UnboundedReceiver<(Sender, RequestCost)>,
 ) {
     let (started, streams) = mpsc::unbounded_channel();
     let inner = service_fn(move |request: Request<String>| {
@@ -25,7 +25,7 @@ fn streaming(
         started
             .send((
                 sender,
-                request.extensions().get::<Charge>().unwrap().clone(),
+                request.extensions().get::<RequestCost>().unwrap().clone(),
             ))
             .unwrap();
         async { Ok(Response::new(body)) }
@@ -141,7 +141,11 @@ async fn handle_costs_are_charged_without_a_response() {
     for (used, cost) in [(None, 10), (Some(2), 12), (Some(0), 12), (Some(30), 42)] {
         let inner = service_fn(move |request: Request<String>| {
             if let Some(units) = used {
-                request.extensions().get::<Charge>().unwrap().set(units);
+                request
+                    .extensions()
+                    .get::<RequestCost>()
+                    .unwrap()
+                    .set(units);
             }
             async { Err::<Response<String>, _>("no response") }
         });

@@ -120,7 +120,7 @@ async fn settles_at_head_despite_body_and_handle() {
             count
                 .settling(settlement)
                 .layer(service_fn(move |request: Request<String>| {
-                    let charge = request.extensions().get::<Charge>().unwrap().clone();
+                    let charge = request.extensions().get::<RequestCost>().unwrap().clone();
                     charge.add(500);
                     kept.lock().unwrap().push(charge);
                     async { Ok::<_, Infallible>(Response::new(String::new())) }
@@ -180,7 +180,7 @@ async fn uncounted_requests_have_an_inert_handle() {
     let inner = service_fn(move |request: Request<String>| {
         let charge = request
             .extensions()
-            .get::<Charge>()
+            .get::<RequestCost>()
             .expect("a handle")
             .clone();
         charge.add(5);

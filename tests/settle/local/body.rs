@@ -62,7 +62,7 @@ async fn settles_with_last_frame_or_error() {
     for ends_well in [true, false] {
         let count = Count::new();
         let inner = service_fn(move |request: Request<String>| {
-            request.extensions().get::<Charge>().unwrap().set(3);
+            request.extensions().get::<RequestCost>().unwrap().set(3);
             let (sender, body) = frames();
             sender
                 .send(if ends_well {

@@ -54,7 +54,7 @@ struct Case {
     /// for them.
     more: Option<(u32, u8)>,
     settlement: Settlement,
-    /// The units that the `Charge` counts, in the handler and while the body is sent.
+    /// The units that the `RequestCost` counts, in the handler and while the body is sent.
     counts: (Option<u32>, Option<u32>),
     frames: u8,
     end: End,
@@ -83,7 +83,7 @@ enum End {
     Never,
 }
 
-/// The owner of the `Charge`.
+/// The owner of the `RequestCost`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Hold {
     Nobody,
@@ -98,11 +98,11 @@ struct Seen {
     units: Mutex<Option<u64>>,
     bytes: AtomicU64,
     head: AtomicBool,
-    held: Mutex<Option<Charge>>,
+    held: Mutex<Option<RequestCost>>,
 }
 
 impl Seen {
-    fn count(&self, charge: &Charge, units: Option<u32>) {
+    fn count(&self, charge: &RequestCost, units: Option<u32>) {
         if let Some(units) = units {
             charge.add(units);
             *self.units.lock().unwrap().get_or_insert(0) += u64::from(units);
@@ -139,7 +139,7 @@ fn handle(
     let (case, seen) = given(&request);
     assert!(case.end != End::PanicInCall, "in the call");
     Box::pin(async move {
-        let charge = request.extensions().get::<Charge>().unwrap().clone();
+        let charge = request.extensions().get::<RequestCost>().unwrap().clone();
         drop(request);
         seen.count(&charge, case.counts.0);
         if let Some((units, polls)) = case.more {
@@ -449,7 +449,7 @@ async fn dropping_10_000_bodies_loses_no_charge() {
         .cost(|_| 50)
         .settle(|_| Settlement::AtEnd);
     let service = layer.layer(service_fn(|request: Request<String>| {
-        let charge = request.extensions().get::<Charge>().unwrap().clone();
+        let charge = request.extensions().get::<RequestCost>().unwrap().clone();
         let frames = stream::iter((0..10).map(move |_| {
             charge.add(1);
             data("token")

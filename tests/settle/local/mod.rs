@@ -24,7 +24,7 @@ use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::extract::Global;
 use tower_redis_ratelimit::rate_limit::{TrackedBody, UntilBodyEnd};
 use tower_redis_ratelimit::reject::HttpReject;
-use tower_redis_ratelimit::settle::{Charge, Settlement};
+use tower_redis_ratelimit::settle::{RequestCost, Settlement};
 use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::strategy::Align;
 use tower_redis_ratelimit::{Key, LocalStore, Policy, RateLimitLayer, Strategy};
@@ -137,4 +137,4 @@ pub(crate) fn data(text: &str) -> Received {
 }
 
 /// Collects the charge of each request.
-pub(crate) type Handles = Arc<Mutex<Vec<Charge>>>;
+pub(crate) type Handles = Arc<Mutex<Vec<RequestCost>>>;

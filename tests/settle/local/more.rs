@@ -26,7 +26,7 @@ struct Plan {
 async fn more(request: Request<Plan>) -> Result<Response<String>, Infallible> {
     let charge = request
         .extensions()
-        .get::<Charge>()
+        .get::<RequestCost>()
         .expect("a handle")
         .clone();
     let Plan { more, count } = *request.body();
@@ -129,7 +129,7 @@ async fn without_room_nothing_is_reserved() {
 async fn a_denied_handler_responds_like_the_layer() {
     use axum::{Router, routing::get};
 
-    async fn much(charge: Charge) -> Result<(), ReserveError> {
+    async fn much(charge: RequestCost) -> Result<(), ReserveError> {
         charge.reserve(991).await
     }
     let counted = Count::new();
@@ -242,7 +242,7 @@ async fn more_than_a_check_may_cost_is_kept() {
     for settlement in [Settlement::Keep, Settlement::AtEnd] {
         let (store, policy) = (LocalStore::default(), quota("test", "4000000000/s"));
         let twice = service_fn(async |request: Request<String>| {
-            let charge: &Charge = request.extensions().get().unwrap();
+            let charge: &RequestCost = request.extensions().get().unwrap();
             for _ in 0..2 {
                 sleep(Duration::from_secs(1)).await;
                 charge.reserve(MUCH).await.unwrap();
@@ -364,7 +364,11 @@ async fn a_dropped_wait_loses_nothing() {
             };
             let counting = service_fn(move |request: Request<Plan>| async move {
                 if let Some(count) = count {
-                    request.extensions().get::<Charge>().unwrap().set(count);
+                    request
+                        .extensions()
+                        .get::<RequestCost>()
+                        .unwrap()
+                        .set(count);
                 }
                 more(request).await
             });
@@ -530,7 +534,7 @@ async fn a_grant_after_the_head_is_settled() {
             .settle(move |_| settlement)
             .layer(service_fn(async |request| {
                 let request: Request<String> = request;
-                let charge = request.extensions().get::<Charge>().unwrap();
+                let charge = request.extensions().get::<RequestCost>().unwrap();
                 assert!(charge.reserve(500).now_or_never().is_none());
                 Ok::<_, Infallible>(Response::new(String::new()))
             }));

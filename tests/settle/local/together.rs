@@ -23,7 +23,7 @@ async fn three(request: Request<String>) -> Result<Response<String>, Infallible>
     yield_now().await;
     request
         .extensions()
-        .get::<Charge>()
+        .get::<RequestCost>()
         .expect("a handle")
         .add(3);
     Ok(Response::new(String::new()))
@@ -86,7 +86,7 @@ async fn shadows_settle_as_if_enforced() {
 async fn the_handle_returns_dry_run_reservations() {
     let count = Count::new();
     let half = service_fn(async |request: Request<String>| {
-        let charge: &Charge = request.extensions().get().expect("a handle");
+        let charge: &RequestCost = request.extensions().get().expect("a handle");
         charge.set(charge.reserved() / 2);
         Ok::<_, Infallible>(Response::new(String::new()))
     });

@@ -6,7 +6,7 @@ use bytes::Buf;
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
 
-use crate::settle::Charge;
+use crate::settle::RequestCost;
 
 pin_project! {
     /// A response body whose end settles the request's charge: see
@@ -18,12 +18,12 @@ pin_project! {
         #[pin]
         inner: B,
         // `None` after the end, or if there is nothing to settle.
-        charge: Option<Charge>,
+        charge: Option<RequestCost>,
     }
 }
 
 impl<B> TrackedBody<B> {
-    pub(super) fn new(inner: B, charge: Option<Charge>) -> Self {
+    pub(super) fn new(inner: B, charge: Option<RequestCost>) -> Self {
         Self { inner, charge }
     }
 }

@@ -39,7 +39,7 @@ impl<S: Store, K, R, E> RateLimitLayer<S, K, R, E> {
     ///
     /// The rule may read the status, a header field of an upstream, or an extension that the
     /// handler has inserted. For a cost that is known only later, use the
-    /// [`Charge`](crate::settle::Charge) in the request's extensions, which settles when the body
+    /// [`RequestCost`](crate::settle::RequestCost) in the request's extensions, which settles when the body
     /// has ended: [`Settlement::AtEnd`](crate::settle::Settlement::AtEnd). For bytes, use
     /// [`Settlement::Bytes`](crate::settle::Settlement::Bytes).
     ///
@@ -62,7 +62,7 @@ impl<S: Store, K, R, E> RateLimitLayer<S, K, R, E> {
     /// - **Once.** Every request settles when it ends: by its response, the end of its body, an
     ///   error, a panic, a timeout, or a client that disconnects. A request that ends without a
     ///   response keeps its reservation, so that clients gain nothing by disconnecting early. If
-    ///   its `Charge` was used, it costs the amount that this has counted.
+    ///   its `RequestCost` was used, it costs the amount that this has counted.
     /// - **All policies**, including those of a [dry run](Self::dry_run) and of
     ///   [shadows](Self::shadow).
     /// - **Off the request path.** No response waits for it. A local store settles immediately; for
@@ -87,13 +87,13 @@ impl<S: Store, K, R, E> RateLimitLayer<S, K, R, E> {
     }
 
     /// Keeps a request's charge and in-flight slot until the response body has ended or was
-    /// dropped, and every clone of its [`Charge`](crate::settle::Charge) is dropped. The request
-    /// then costs what the `Charge` has counted, or its reservation if the `Charge` was not used.
+    /// dropped, and every clone of its [`RequestCost`](crate::settle::RequestCost) is dropped. The request
+    /// then costs what the `RequestCost` has counted, or its reservation if the `RequestCost` was not used.
     /// Equivalent to [`settle`](Self::settle) with a rule that always returns
     /// [`Settlement::AtEnd`](crate::settle::Settlement::AtEnd), and replaces it.
     ///
     /// The body of a response that upgrades the connection ends immediately: the connection's task
-    /// must keep a clone of the `Charge`, as a [recipe](crate::guide::recipes) shows.
+    /// must keep a clone of the `RequestCost`, as a [recipe](crate::guide::recipes) shows.
     #[doc(alias = "WebSocket")]
     #[must_use]
     pub fn until_body_end(self) -> RateLimitLayer<S, K, R, UntilBodyEnd> {

@@ -11,7 +11,7 @@ use http::response::Parts;
 pub use body::TrackedBody;
 
 use crate::middleware::limit::AsIs;
-use crate::settle::{Charge, Settlement};
+use crate::settle::{RequestCost, Settlement};
 
 /// Returns the settlement of a request from the head of its response.
 pub(super) type Rule = Arc<dyn Fn(&Parts) -> Settlement + Send + Sync>;
@@ -25,14 +25,14 @@ pub trait Ending: sealed::Ending {
 
     /// Keeps the charge until the body ends.
     #[doc(hidden)]
-    fn wrap<B>(response: Response<B>, charge: Option<Charge>) -> Response<Self::Body<B>>;
+    fn wrap<B>(response: Response<B>, charge: Option<RequestCost>) -> Response<Self::Body<B>>;
 }
 
 mod sealed {
     pub trait Ending: 'static {}
 }
 
-/// Settles a request's charge when the response body has ended and every clone of its [`Charge`] is
+/// Settles a request's charge when the response body has ended and every clone of its [`RequestCost`] is
 /// dropped. The response is a `Response<TrackedBody<B>>`.
 ///
 /// [`RateLimitLayer::settle`](crate::RateLimitLayer::settle) and
@@ -48,7 +48,7 @@ impl Ending for AsIs {
     type Body<B> = B;
 
     #[inline]
-    fn wrap<B>(response: Response<B>, _: Option<Charge>) -> Response<B> {
+    fn wrap<B>(response: Response<B>, _: Option<RequestCost>) -> Response<B> {
         response
     }
 }
@@ -56,7 +56,7 @@ impl Ending for AsIs {
 impl Ending for UntilBodyEnd {
     type Body<B> = TrackedBody<B>;
 
-    fn wrap<B>(response: Response<B>, charge: Option<Charge>) -> Response<TrackedBody<B>> {
+    fn wrap<B>(response: Response<B>, charge: Option<RequestCost>) -> Response<TrackedBody<B>> {
         response.map(|body| TrackedBody::new(body, charge))
     }
 }

@@ -6,7 +6,7 @@ use std::time::SystemTime;
 use super::super::accounts::Accounts;
 use super::*;
 use crate::background::PendingOp;
-use crate::limit::{Align, Counts, Source};
+use crate::limit::{Align, Charge, Counts, Mode, Source};
 use crate::store::op_queue;
 use crate::util::{Seed, instant};
 
@@ -26,12 +26,8 @@ async fn refund(
     (decision, asked_at): &(Decision, tokio::time::Instant),
     cost: u32,
 ) {
-    let (decision, asked_at) = (decision.clone(), *asked_at);
-    let policies = decision.policies().clone();
-    let refund = PendingOp::refund(ann(), &policies, move |now| {
-        decision.refund(ann(), cost, now - asked_at).next()
-    });
-    op_queue(store.clone(), None).put(refund);
+    let charge = Charge::new(ann(), decision.clone(), decision.granted(), *asked_at);
+    op_queue(store.clone(), None).put(PendingOp::refund(charge, cost));
 }
 
 /// Waits without checks until everything is reconciled.
@@ -407,4 +403,44 @@ async fn a_custom_fallback_refunds_its_grants() {
     primary.set(Manner::AtOnce);
     rest().await;
     assert_eq!(primary.used(&policies).await, 2);
+}
+
+/// Its account still owes a newer grant, and may for long if the queue stays full.
+#[tokio::test(start_paused = true)]
+async fn a_reconciled_grant_is_refunded_in_the_primary_store() {
+    let (store, primary, _) = pair(1);
+    let policies = policies(Strategy::SlidingLog, "1000/h");
+    primary.set(Manner::Each(queue_full));
+    let held = take(&store, &policies, 500).await;
+    let asked = primary.asked();
+    primary.set(Manner::After(Duration::from_millis(80)));
+    while primary.asked() == asked {
+        sleep(Duration::from_millis(1)).await;
+    }
+    primary.set(Manner::Each(queue_full));
+    let _ = take(&store, &policies, 20).await;
+    sleep(Duration::from_millis(100)).await;
+    refund(&store, &held, 499).await;
+    let is_refund = |check: &Check| check.mode() == Mode::Refund;
+    assert!(lock(&primary.script).asked.iter().any(is_refund));
+    primary.set(Manner::AtOnce);
+    rest().await;
+    assert_eq!(primary.used(&policies).await, 21);
+}
+
+/// The primary store may have run it, so the account that was opened meanwhile is not charged less.
+#[tokio::test(start_paused = true)]
+async fn a_refund_without_a_reply_is_not_repeated_here() {
+    let (store, primary, _) = pair(1);
+    let policies = policies(Strategy::SlidingLog, "10/100s");
+    let _ = take(&store, &policies, 4).await;
+    primary.set(Manner::Swallows);
+    let refund = store.check(Check::refund(ann(), &policies, 3));
+    primary.set(Manner::Each(queue_full));
+    let _ = take(&store, &policies, 5).await;
+    let error = refund.await.unwrap_err();
+    assert!(!error.is_not_sent(), "{error}");
+    primary.set(Manner::AtOnce);
+    rest().await;
+    assert_eq!(primary.used(&policies).await, 4 - 3 + 5);
 }

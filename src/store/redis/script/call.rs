@@ -8,7 +8,7 @@ use smallvec::{SmallVec, smallvec};
 use super::{CHECK, Call, Script, TAKE, TAKES, wire};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{
-    Charged, Check, EachCharged, Key, Mode, Policies, Policy, SlotId, State, Verdict, Verdicts,
+    Check, EachCharge, Key, Mode, Policies, Policy, PolicyCharge, SlotId, State, Verdict, Verdicts,
 };
 
 /// A batch of checks as one script call. Checks with the same parameters share a plan, and equal ones of a caller an
@@ -45,7 +45,7 @@ pub(super) struct Plan {
     asked: Asked,
     pub(super) policies: Policies,
     /// The refunded charge, unless it was made in this instant.
-    charged: EachCharged,
+    charged: EachCharge,
 }
 
 /// The parameters of a plan that are cheap to compare. Two lists of policies may share an identity by chance, so
@@ -356,7 +356,7 @@ impl ScriptCall {
                 packed.u32(place);
             }
             if plan.asked.mode == Mode::Refund {
-                let just_now = Charged::just_now(plan.asked.cost.into());
+                let just_now = PolicyCharge::just_now(plan.asked.cost.into());
                 let charged = |policy| plan.charged.get(policy).unwrap_or(&just_now);
                 packed
                     .u32(charged(0).cost as usize)

@@ -3,11 +3,11 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Account, ReserveError, Reserved};
+use super::{Account, ReserveError};
 use crate::background::{OpQueue, PendingOp};
 use crate::error::{ErrorKind, StoreError};
 use crate::in_flight::Slot;
-use crate::limit::RateLimited;
+use crate::limit::{Charge, RateLimited};
 use crate::util::instant;
 
 /// A handle that counts the actual cost of a request. A layer that
@@ -17,16 +17,16 @@ use crate::util::instant;
 /// The counted cost is charged at the end, instead of the reserved one, if the layer's rule returns
 /// [`Settlement::AtEnd`](crate::settle::Settlement::AtEnd), or if the request ended without a
 /// response. The end is when the response body has ended or was dropped, and every clone of the
-/// `Charge` is dropped: a WebSocket's task or a background job that continues the request keeps a
+/// `RequestCost` is dropped: a WebSocket's task or a background job that continues the request keeps a
 /// clone. The response of an upgraded connection ends before the connection begins.
 ///
 /// ```
 /// use axum::body::Body;
 /// use futures_util::{StreamExt, stream};
-/// use tower_redis_ratelimit::settle::Charge;
+/// use tower_redis_ratelimit::settle::RequestCost;
 ///
-/// async fn chat(charge: Charge) -> Body {
-///     let tokens = stream::iter(["to", "ken", "s"]).inspect(move |_| charge.add(1));
+/// async fn chat(cost: RequestCost) -> Body {
+///     let tokens = stream::iter(["to", "ken", "s"]).inspect(move |_| cost.add(1));
 ///     Body::from_stream(tokens.map(Ok::<_, std::convert::Infallible>))
 /// }
 /// ```
@@ -34,14 +34,14 @@ use crate::util::instant;
 /// With nested layers it counts for all of them. For an uncounted request it does nothing.
 #[doc(alias = "WebSocket")]
 #[derive(Clone)]
-pub struct Charge {
+pub struct RequestCost {
     account: Arc<Account>,
 }
 
-impl Charge {
+impl RequestCost {
     /// Creates a handle for a request that may have reserved a cost, and holds `slot` until
     /// everything is settled.
-    pub(crate) fn new(ops: OpQueue, reserved: Option<Reserved>, slot: Option<Slot>) -> Self {
+    pub(crate) fn new(ops: OpQueue, reserved: Option<Charge>, slot: Option<Slot>) -> Self {
         Self {
             account: Arc::new(Account::new(ops, reserved, slot)),
         }
@@ -73,7 +73,7 @@ impl Charge {
     ///
     /// ```
     /// use axum::Json;
-    /// use tower_redis_ratelimit::settle::{Charge, ReserveError};
+    /// use tower_redis_ratelimit::settle::{RequestCost, ReserveError};
     ///
     /// #[derive(serde::Deserialize)]
     /// struct Question {
@@ -81,11 +81,11 @@ impl Charge {
     ///     max_tokens: u32,
     /// }
     ///
-    /// async fn chat(charge: Charge, Json(question): Json<Question>) -> Result<String, ReserveError> {
+    /// async fn chat(cost: RequestCost, Json(question): Json<Question>) -> Result<String, ReserveError> {
     ///     // A denied request gets a 429.
-    ///     charge.reserve(question.max_tokens).await?;
+    ///     cost.reserve(question.max_tokens).await?;
     ///     let answer = question.prompt.to_uppercase();
-    ///     charge.set(answer.len() as u32);
+    ///     cost.set(answer.len() as u32);
     ///     Ok(answer)
     /// }
     /// ```
@@ -106,15 +106,15 @@ impl Charge {
     pub async fn reserve(&self, units: u32) -> Result<(), ReserveError> {
         let mut granted = Vec::new();
         let mut next = Some(self);
-        while let Some(charge) = next {
-            if let Err(error) = charge.reserve_here(units).await {
+        while let Some(cost) = next {
+            if let Err(error) = cost.reserve_here(units).await {
                 granted
                     .iter()
                     .for_each(|inner: &&Self| inner.account.refund_extra(units));
                 return Err(error);
             }
-            granted.push(charge);
-            next = charge.account.outer();
+            granted.push(cost);
+            next = cost.account.outer();
         }
         Ok(())
     }
@@ -124,15 +124,14 @@ impl Charge {
         let Some(check) = self.account.check_extra(units) else {
             return Ok(());
         };
-        let (key, since, charge) = (*check.key(), instant(), self.clone());
+        let (key, since, this) = (*check.key(), instant(), self.clone());
         let (sender, receiver) = oneshot::channel();
-        // `charge` keeps the account open until the reply, even if the handler stops waiting.
+        // `this` keeps the account open until the reply, even if the handler stops waiting.
         let op = PendingOp::of_check(check).then(move |answer| {
             let granted = match answer {
                 Ok(decision) if decision.is_allowed() => {
-                    charge
-                        .account
-                        .add_extra(Reserved::new(decision, key, units, since));
+                    let extra = Charge::new(key, decision, units, since);
+                    this.account.add_extra(extra);
                     Ok(())
                 }
                 Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
@@ -153,9 +152,9 @@ impl Charge {
     }
 }
 
-impl fmt::Debug for Charge {
+impl fmt::Debug for RequestCost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Charge")
+        f.debug_struct("RequestCost")
             .field("reserved", &self.reserved())
             .finish_non_exhaustive()
     }

@@ -1,0 +1,190 @@
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use super::strategy::Ask;
+use super::{Check, Decision, Key, Mode, Policy, State};
+
+/// A cost that a store has charged to a caller: how much, when, under which policies, and where.
+#[derive(Debug, Clone)]
+pub(crate) struct Charge {
+    key: Key,
+    /// The decision that granted it, and nothing else.
+    decision: Decision,
+    /// When the check was sent, which is before the store charged it. Of a turn, when it is due as
+    /// far as was known then.
+    since: Instant,
+}
+
+impl Charge {
+    /// Creates the charge of `cost` by this decision on a check that was sent at `since`.
+    pub(crate) fn new(key: Key, decision: Decision, cost: u32, since: impl Into<Instant>) -> Self {
+        Self {
+            key,
+            decision: decision.of_charge(cost),
+            since: since.into(),
+        }
+    }
+
+    pub(crate) fn key(&self) -> &Key {
+        &self.key
+    }
+
+    pub(crate) fn decision(&self) -> &Decision {
+        &self.decision
+    }
+
+    pub(crate) fn cost(&self) -> u32 {
+        self.decision.granted()
+    }
+
+    /// The same charge as if only `cost` had been charged.
+    pub(crate) fn of_cost(self, cost: u32) -> Self {
+        Self {
+            decision: self.decision.of_charge(cost),
+            ..self
+        }
+    }
+
+    pub(crate) fn age(&self, now: impl Into<Instant>) -> Duration {
+        now.into().saturating_duration_since(self.since)
+    }
+
+    /// Returns the check that refunds a part of it, as far as it still counts at `now`. `None` if
+    /// nothing of it counts. The refund goes where the charge was made: see [`Decision::refund`].
+    pub(crate) fn refund(&self, part: u32, now: impl Into<Instant>) -> Option<Check> {
+        self.decision.refund(self.key, part, self.age(now)).next()
+    }
+
+    /// The same charge at the time at which a turn is due, when it counts as made.
+    pub(crate) fn due(self) -> Self {
+        Self {
+            since: self.since + self.decision.due_in().unwrap_or_default(),
+            decision: self.decision.due(),
+            ..self
+        }
+    }
+}
+
+/// A charge as one policy counts it, for a refund of a part of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PolicyCharge {
+    /// How many microseconds ago it was made.
+    pub(crate) age: i64,
+    pub(crate) at: ChargedAt,
+    /// How much it was.
+    pub(crate) cost: i64,
+    /// `reset_after` reported at charge time, in microseconds.
+    pub(crate) reset: i64,
+    /// Whether it is a turn that was taken ahead, which is refunded only as far as no later turn stands on it.
+    pub(crate) is_turn: bool,
+}
+
+/// Where a charge was made: its refund goes there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ChargedAt {
+    /// In the store itself, or in the primary store of a fallback, at this time by its clock in
+    /// microseconds; 0 if the time is unknown. From this time Redis computes the age again, and
+    /// uses the greater of that and [`PolicyCharge::age`]: the refund may arrive late, and another
+    /// server may have another clock. For a turn it uses the computed age.
+    Redis(i64),
+    /// In the fallback, at this time by the clock of this process in microseconds.
+    Local(i64),
+}
+
+impl ChargedAt {
+    /// The time by Redis's clock in microseconds; 0 for an unknown time.
+    pub(crate) fn micros(self) -> i64 {
+        match self {
+            Self::Redis(at) => at,
+            Self::Local(_) => 0,
+        }
+    }
+}
+
+/// One charge per policy of a check: only the reset differs.
+pub(crate) type EachCharge = SmallVec<[PolicyCharge; 1]>;
+
+/// The longest wait of a take ahead, and the greatest age of a charge, in microseconds: 142 years.
+pub(crate) const LONGEST: i64 = 1 << 52;
+
+impl PolicyCharge {
+    /// A charge made just before, refunded as a whole.
+    pub(crate) fn just_now(cost: i64) -> Self {
+        Self {
+            age: 0,
+            at: ChargedAt::Redis(0),
+            cost,
+            reset: LONGEST,
+            is_turn: false,
+        }
+    }
+
+    /// The rest of `reset_after`, in microseconds: above 0 if the charge still counts.
+    pub(crate) fn left(&self) -> i64 {
+        self.reset - self.age
+    }
+
+    /// Refunds it on the state of its policy, and returns how much.
+    pub(crate) fn refund(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
+        let ask = Ask {
+            of: self,
+            ..Ask::new(Mode::Refund, cost, now)
+        };
+        state.decide(policy.params(), &ask, i64::MAX).1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Policies, Quota, Source, Strategy};
+    use super::*;
+
+    fn policies(strategy: Strategy) -> Policies {
+        Policy::new("test", strategy, Quota::per_minute(60))
+            .unwrap()
+            .into()
+    }
+
+    #[allow(clippy::disallowed_methods, reason = "any time will do")]
+    fn any_time() -> Instant {
+        Instant::now()
+    }
+
+    /// A charge of 10 by this check, with these charges before.
+    fn charge(policies: &Policies, check: Check, before: u32, since: Instant) -> Charge {
+        let mut states = [State::fresh(policies[0].kind())];
+        let _ = Check::take(Key::GLOBAL, policies, before).decide(&mut states, 0);
+        let decision = check
+            .clone()
+            .answer(check.decide(&mut states, 0), Source::Redis);
+        Charge::new(Key::GLOBAL, decision, 10, since)
+    }
+
+    #[test]
+    fn a_part_is_refunded_while_it_counts() {
+        let (policies, since) = (policies(Strategy::Gcra), any_time());
+        let take = Check::take(Key::GLOBAL, &policies, 10);
+        let charge = charge(&policies, take, 0, since);
+        let refund = |seconds| charge.refund(4, since + Duration::from_secs(seconds));
+        let check = refund(3).unwrap();
+        assert_eq!((check.mode(), check.cost()), (Mode::Refund, 4));
+        let charged = check.charged_under(0);
+        assert_eq!(
+            (charged.cost, charged.age, charged.left()),
+            (10, 3_000_000, 7_000_000)
+        );
+        assert!(refund(10).is_none());
+    }
+
+    /// Its part would otherwise drain while the request waits.
+    #[test]
+    fn a_turn_is_charged_when_it_is_due() {
+        let (policies, since) = (policies(Strategy::Gcra), any_time());
+        let ahead = Check::take_ahead(Key::GLOBAL, &policies, 10, Duration::from_secs(60));
+        let turn = charge(&policies, ahead, 60, since);
+        let due = since + Duration::from_secs(10);
+        let charged = turn.due().refund(10, due).unwrap().charged_under(0);
+        assert_eq!((charged.age, charged.is_turn), (0, true));
+    }
+}
