@@ -11,7 +11,7 @@
 
 use std::env;
 
-use benches::cases::{self, Case, Servers, What};
+use benches::cases::{self, Case, Servers, Subject};
 use benches::meter::Amount;
 use tokio::runtime;
 
@@ -27,7 +27,7 @@ fn main() {
     let servers = Servers::start();
     for case in cases::named(&texts) {
         // Other cases do not run in this process, or allocate in addition to their requests.
-        if !matches!(case.0, What::Get | What::Bare | What::Http(_)) {
+        if !matches!(case.0, Subject::Get | Subject::Bare | Subject::Http(_)) {
             let count =
                 (count(case, &servers, MORE) - count(case, &servers, FEW)) / (MORE - FEW) as f64;
             println!("{}: {count:.2}", case.full_name());

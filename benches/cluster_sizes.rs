@@ -70,37 +70,37 @@ fn main() {
         println!("{}", Traffic::new(size).run());
     }
     println!(
-        "\n| 1,000 instances, 100 masters with a replica each | asked for the slots | in the busiest second | of one node, at most |"
+        "\n| 1,000 instances, 100 masters with a replica each | queries for the slot map | in the busiest second | of one node, at most |"
     );
     println!("|---|--:|--:|--:|");
     let size = size(1_000, 100, 400, 2_000.0);
     println!(
         "{}",
-        asked("one partition's slot moves", &reshard(size, &[0.0]))
+        queries_row("one partition's slot moves", &reshard(size, &[0.0]))
     );
     let each_second: Vec<f64> = (0..16)
         .map(|partition| f64::from(partition) * 1e6)
         .collect();
     println!(
         "{}",
-        asked(
+        queries_row(
             "16 of them move, one every second",
             &reshard(size, &each_second)
         )
     );
     for seconds in [5.0, 20.0] {
-        let (asks, tries) = failover(size, seconds * 1e6);
+        let (queries, attempts) = failover(size, seconds * 1e6);
         println!(
             "{}",
-            asked(
-                &format!("a master fails, its replica takes over after {seconds} s"),
-                &asks
+            queries_row(
+                &format!("a master fails, its replica work over after {seconds} s"),
+                &queries
             )
         );
-        let most = busiest(tries.iter().copied(), 100_000.0);
+        let max = busiest(attempts.iter().copied(), 100_000.0);
         println!(
-            "| its heir, meanwhile: tries of its partitions | {} in all, {most} in the busiest 100 ms | | |",
-            tries.len()
+            "| its successor until then: attempts of its partitions | {} in all, {max} in the busiest 100 ms | | |",
+            attempts.len()
         );
     }
 }
@@ -109,7 +109,7 @@ fn main() {
 #[derive(Clone, Copy, PartialEq)]
 enum Event {
     Request,
-    Answer { master: usize, pipeline: usize },
+    Reply { master: usize, pipeline: usize },
 }
 
 /// The workers of an instance for a master: at most two, the second only if more than a batch waits.
@@ -137,7 +137,7 @@ struct Traffic {
     /// Pipelines in flight: per check, the caller and its result.
     pipelines: Vec<Vec<(usize, f64)>>,
     events: BinaryHeap<Reverse<(u64, usize, usize)>>,
-    happening: Vec<(usize, Event)>,
+    event_data: Vec<(usize, Event)>,
     counts: Counts,
 }
 
@@ -172,24 +172,24 @@ impl Traffic {
             busy: vec![(0.0, 0.0); size.masters],
             pipelines: vec![],
             events: BinaryHeap::new(),
-            happening: vec![],
+            event_data: vec![],
             counts: Counts::default(),
         }
     }
 
-    fn plan(&mut self, at: f64, instance: usize, event: Event) {
-        self.happening.push((instance, event));
+    fn schedule(&mut self, at: f64, instance: usize, event: Event) {
+        self.event_data.push((instance, event));
         self.events.push(Reverse((
             (at * 1e3) as u64,
-            self.happening.len() - 1,
+            self.event_data.len() - 1,
             instance,
         )));
     }
 
     fn run(mut self) -> String {
         for instance in 0..self.size.instances {
-            let at = self.pause();
-            self.plan(at, instance, Event::Request);
+            let at = self.next_interval();
+            self.schedule(at, instance, Event::Request);
         }
         let mut is_counted = false;
         while let Some(Reverse((nanos, event, instance))) = self.events.pop() {
@@ -201,13 +201,13 @@ impl Traffic {
                 self.counts = Counts::default();
                 self.busy.iter_mut().for_each(|busy| busy.1 = 0.0);
             }
-            match self.happening[event].1 {
+            match self.event_data[event].1 {
                 Event::Request => {
-                    let next = now + self.pause();
-                    self.plan(next, instance, Event::Request);
-                    self.ask(instance, now);
+                    let next = now + self.next_interval();
+                    self.schedule(next, instance, Event::Request);
+                    self.request(instance, now);
                 }
-                Event::Answer { master, pipeline } => {
+                Event::Reply { master, pipeline } => {
                     for (_, since) in mem::take(&mut self.pipelines[pipeline]) {
                         self.counts.times.push(now - since);
                     }
@@ -216,15 +216,15 @@ impl Traffic {
                 }
             }
         }
-        self.told()
+        self.row()
     }
 
     /// Time until the next request of an instance.
-    fn pause(&mut self) -> f64 {
+    fn next_interval(&mut self) -> f64 {
         -(1.0 - self.rng.f64()).ln() * 1e6 / self.size.rate
     }
 
-    fn ask(&mut self, instance: usize, now: f64) {
+    fn request(&mut self, instance: usize, now: f64) {
         self.counts.requests += 1;
         let share = self.rng.f64();
         let caller = self
@@ -266,14 +266,14 @@ impl Traffic {
             .map(|caller| self.partition(*caller))
             .collect::<HashSet<_>>()
             .len();
-        let takes = READ + CALL * calls as f64 + CHECK * callers.len() as f64;
+        let work = READ + CALL * calls as f64 + CHECK * callers.len() as f64;
         let busy = &mut self.busy[master];
-        let starts = busy.0.max(now + ROUND_TRIP / 2.0);
-        *busy = (starts + takes, busy.1 + takes);
+        let start = busy.0.max(now + ROUND_TRIP / 2.0);
+        *busy = (start + work, busy.1 + work);
         for (caller, _) in &jobs {
             let full_at = &mut self.full_at[*caller];
-            let next = full_at.max(starts) + 1e6 / LIMIT;
-            let wait = next - starts - 1e6;
+            let next = full_at.max(start) + 1e6 / LIMIT;
+            let wait = next - start - 1e6;
             if wait <= 0.0 {
                 *full_at = next;
             } else {
@@ -285,14 +285,14 @@ impl Traffic {
         self.counts.calls += calls;
         self.counts.checks += jobs.len();
         self.pipelines.push(jobs);
-        let answer = Event::Answer {
+        let answer = Event::Reply {
             master,
             pipeline: self.pipelines.len() - 1,
         };
-        self.plan(starts + takes + ROUND_TRIP / 2.0, instance, answer);
+        self.schedule(start + work + ROUND_TRIP / 2.0, instance, answer);
     }
 
-    fn told(self) -> String {
+    fn row(self) -> String {
         let Self {
             size,
             mut counts,
@@ -339,7 +339,7 @@ fn jitter(rng: &mut Rng, delay: f64) -> f64 {
 struct Refresher {
     last: Option<f64>,
     idle: i32,
-    asks: Vec<f64>,
+    queries: Vec<f64>,
 }
 
 impl Refresher {
@@ -356,23 +356,23 @@ impl Refresher {
         let at = (now + jitter(rng, delay)).max(self.last.map_or(now, |last| last + gap));
         self.idle = if changed(at) { 0 } else { self.idle + 1 };
         self.last = Some(at);
-        self.asks.push(at);
+        self.queries.push(at);
     }
 }
 
 /// Slots of partitions move at these times: each instance is redirected by its next check for the partition.
 fn reshard(size: Size, moves: &[f64]) -> Vec<f64> {
     let mut rng = Rng::with_seed(14);
-    let mut asks = vec![];
+    let mut queries = vec![];
     for _ in 0..size.instances {
         let mut refresher = Refresher::default();
         for moved in moves {
             let next = -(1.0 - rng.f64()).ln() * 1e6 / size.rate * size.partitions as f64;
             refresher.start(&mut rng, moved + next, 500_000.0, |_| true);
         }
-        asks.append(&mut refresher.asks);
+        queries.append(&mut refresher.queries);
     }
-    asks
+    queries
 }
 
 /// A master fails until its replica takes over. Each of its partitions is tried repeatedly, and
@@ -382,7 +382,7 @@ fn failover(size: Size, until: f64) -> (Vec<f64>, Vec<f64>) {
     /// Time after which a connection without a reply is given up.
     const TIMEOUT: f64 = 250_000.0;
     let mut rng = Rng::with_seed(14);
-    let (mut asks, mut tries) = (vec![], vec![]);
+    let (mut queries, mut attempts) = (vec![], vec![]);
     for _ in 0..size.instances {
         let mut refresher = Refresher::default();
         let mut probes: Vec<(f64, u32)> = vec![];
@@ -397,21 +397,21 @@ fn failover(size: Size, until: f64) -> (Vec<f64>, Vec<f64>) {
                 .unwrap();
             let now = *at;
             if refresher
-                .asks
+                .queries
                 .iter()
-                .any(|asked| (until..now).contains(asked))
+                .any(|query| (until..now).contains(query))
             {
                 // The map has the new master.
-                tries.extend(probes.iter().map(|probe| probe.0));
+                attempts.extend(probes.iter().map(|probe| probe.0));
                 break;
             }
             let delay = (50_000.0 * f64::powi(2.0, (*count).min(10) as i32)).min(250_000.0);
             (*at, *count) = (now + TIMEOUT + delay * (1.0 - rng.f64() / 2.0), *count + 1);
             refresher.start(&mut rng, now + TIMEOUT, 50_000.0, |at| at > until);
         }
-        asks.append(&mut refresher.asks);
+        queries.append(&mut refresher.queries);
     }
-    (asks, tries)
+    (queries, attempts)
 }
 
 /// Splits the time into intervals of this length, and returns the number of events in the busiest one.
@@ -421,14 +421,15 @@ fn busiest(times: impl Iterator<Item = f64>, length: f64) -> usize {
     slots.into_values().max().unwrap_or(0)
 }
 
-/// Any of 200 nodes is queried.
-fn asked(what: &str, asks: &[f64]) -> String {
+/// Formats a row of the table. Each query is sent to one of 200 nodes.
+fn queries_row(what: &str, queries: &[f64]) -> String {
     let mut rng = Rng::with_seed(14);
-    let nodes: Vec<usize> = asks.iter().map(|_| rng.usize(..200)).collect();
-    let of_one = (0..200)
+    let nodes: Vec<usize> = queries.iter().map(|_| rng.usize(..200)).collect();
+    let max_of_one = (0..200)
         .map(|node| {
             busiest(
-                asks.iter()
+                queries
+                    .iter()
                     .zip(&nodes)
                     .filter(|(_, of)| **of == node)
                     .map(|(at, _)| *at),
@@ -438,8 +439,8 @@ fn asked(what: &str, asks: &[f64]) -> String {
         .max()
         .unwrap_or(0);
     format!(
-        "| {what} | {} | {} | {of_one} |",
-        asks.len(),
-        busiest(asks.iter().copied(), 1e6)
+        "| {what} | {} | {} | {max_of_one} |",
+        queries.len(),
+        busiest(queries.iter().copied(), 1e6)
     )
 }

@@ -1,7 +1,7 @@
 //! `cargo bench -p benches --bench fleet`
 //!
 //! Decisions of a fleet: many instances with few requests at a time each, so that most calls of a script have one check.
-//! Each instance has one connection, all share one Redis, and 100,000 callers come in random order. In each round, every
+//! Each instance uses one connection, all share one Redis, and 100,000 callers come in random order. In each round, every
 //! fleet is measured with this crate, with a plain script of one decision, with redis-cell's module, and with three calls
 //! that decide nothing. Client and server share the machine.
 //!
@@ -128,7 +128,7 @@ impl Case {
             let mut connection = connections[meter.task % fleet.0].clone();
             let hash = hash.clone();
             async move {
-                while meter.goes_on() {
+                while meter.should_continue() {
                     let caller = meter.rng.u32(..MANY);
                     if self == Self::Plain {
                         one_by_one(&mut connection, quota(), caller).await;
@@ -136,7 +136,7 @@ impl Case {
                         let call = self.call(&hash, caller);
                         let _: Value = call.query_async(&mut connection).await.unwrap();
                     }
-                    meter.done();
+                    meter.record();
                 }
                 meter
             }
@@ -183,11 +183,11 @@ async fn ours(fleet: Fleet, server: &RedisServer, time: Duration) -> Measure {
     load(&[server], fleet.tasks(), Amount::Time(time), |mut meter| {
         let (store, policies) = (stores[meter.task % fleet.0].clone(), policies.clone());
         async move {
-            while meter.goes_on() {
+            while meter.should_continue() {
                 let caller = Key::new(address(meter.rng.u32(..MANY)).to_string());
                 let check = Check::take(caller, &policies, 1);
                 let _ = store.check(check).await.unwrap();
-                meter.done();
+                meter.record();
             }
             meter
         }

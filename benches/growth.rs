@@ -199,7 +199,7 @@ impl Site {
     }
 
     fn load(&self) -> Load {
-        Load::Living(self.point.callers)
+        Load::AllAlive(self.point.callers)
     }
 
     fn servers(&self) -> Vec<&RedisServer> {

@@ -194,7 +194,7 @@ fn draw(runs: &[Run]) -> String {
         let share = DEMAND * part / PARTS.iter().sum::<u32>();
         let _ = writeln!(
             marks,
-            "<text x=\"698\" y=\"{:.1}\" fill=\"{color}\">asks {share}</text>",
+            "<text x=\"698\" y=\"{:.1}\" fill=\"{color}\">sends {share}</text>",
             240.0 - at
         );
     }

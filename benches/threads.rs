@@ -1,7 +1,7 @@
 //! `cargo bench -p benches --bench threads`
 //!
 //! The cost of a check on threads with a current-thread runtime each: over one shared store, and over a store each;
-//! compared with one multi-threaded runtime of as many threads. Rounds of all in turn, and medians.
+//! compared with one multi-threaded runtime with the same number of threads. Rounds of all in turn, and medians.
 
 #![allow(
     missing_docs,

@@ -70,7 +70,9 @@ async fn main() -> Result<(), Box<dyn Error>> {
     }
     match store {
         AnyStore::Local(_) => println!("counted in this process; set REDIS_URL to share the count"),
-        store if store.is_degraded() => println!("Redis is away: this instance counts its part"),
+        store if store.is_degraded() => {
+            println!("Redis is unavailable: this instance counts its share")
+        }
         _ => println!("counted in Redis, for all processes"),
     }
     Ok(())

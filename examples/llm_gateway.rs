@@ -5,8 +5,8 @@
 //! `max_tokens`. So no answer costs more than its reservation. The real cost is settled when the answer ends or its client hangs
 //! up. Only users with a known API key get an answer: a client that invents keys would have a new quota for each.
 //!
-//! **Tokens count when they are reserved.** A client can hold back `STREAMS` answers of earlier periods, and read them together with
-//! those of the current period: at most `STREAMS + 1` times the quota. If that is too much, end a stream after one period. Over
+//! **Tokens count when they are reserved.** A client can hold back `STREAMS` answers of earlier periods, and read them in the
+//! current one: at most `STREAMS + 1` times the quota in a period. If that is too much, end a stream after one period. Over
 //! many periods no user gets more than the quota of each, and one more.
 //!
 //! **A word is a token here**, so a prompt without spaces is one token: use your model's tokenizer in `tokens`.

@@ -1,8 +1,8 @@
 //! `cargo run --example remote_store`
 //!
 //! A store of your own for a table without scripts, such as DynamoDB's, in `tests/support/remote.rs`: it keeps each
-//! caller's counts as bytes and replaces them by compare-and-swap. Two instances share the table, which stands in this
-//! process. They take 10 per minute together, charge a repeated message once, and limit requests in flight.
+//! caller's counts as bytes and replaces them by compare-and-swap. Two instances share the table, which this process
+//! simulates. They take 10 per minute together, charge a repeated message once, and limit requests in flight.
 
 #[path = "../tests/support/remote.rs"]
 mod remote;

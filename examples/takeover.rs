@@ -36,7 +36,7 @@ use tower_redis_ratelimit::{Key, Policies, Policy, RedisStore, Strategy, redis};
 
 /// Seconds from 1970 to 2017, the epoch of redis_rate.
 const YEAR_2017: f64 = 1_483_228_800.0;
-/// Three years in seconds. A time that is further away is not one that the system has written.
+/// Three years in seconds. The system writes no time that is further away.
 const FAR: f64 = 3.0 * 365.0 * 86_400.0;
 
 #[tokio::main]
@@ -48,9 +48,10 @@ async fn main() -> Result<(), Box<dyn Error>> {
         _ => return Err("write `redis-rate`, `redis-cell` or `incr`, the prefix of its keys, and the policy's name, quota and strategy".into()),
     };
     if !["redis-rate", "redis-cell", "incr"].contains(&system.as_str()) {
-        return Err(
-            format!("{system:?} is not known: write `redis-rate`, `redis-cell` or `incr`").into(),
-        );
+        return Err(format!(
+            "unknown limiter `{system}`: use `redis-rate`, `redis-cell` or `incr`"
+        )
+        .into());
     }
     let strategy: Strategy = strategy.parse()?;
     let has_windows = strategy == Strategy::FixedWindow(Align::FirstHit) && system == "incr";
@@ -103,7 +104,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
             if left == -2.0 {
                 return None;
             }
-            // Of the window of a counter.
+            // The age of a counter's window.
             let age = (period - left / 1_000.0).max(0.0);
             let read = || {
                 let rest = str::from_utf8(key).ok()?.strip_prefix(prefix)?;

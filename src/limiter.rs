@@ -175,10 +175,10 @@ impl<S: Store> Limiter<S> {
         self.in_flight.ops().wake();
         let since = instant();
         let check = Check::take(key, &self.policies, cost).reserving(true);
-        let mut slot = self.in_flight.hold(&check);
+        let mut slot = self.in_flight.track(&check);
         let answer = self.send(check).await;
         if let Some(slot) = &mut slot {
-            slot.answered(answer.as_ref());
+            slot.on_reply(answer.as_ref());
         }
         match answer {
             Ok(decision) if decision.is_allowed() => {

@@ -30,7 +30,7 @@ use tower_redis_ratelimit::{
     Leased, LocalStore, Policy, Quota, RateLimitLayer, RedisStore, Strategy, redis,
 };
 
-use crate::cluster::{Side, Sites};
+use crate::cluster::{ClusterCase, ClusterServers};
 use crate::meter::{Amount, Measure, load};
 use crate::redis_cell;
 use crate::support::{self, RedisServer};
@@ -48,10 +48,10 @@ const PAUSE: Duration = Duration::from_millis(8);
 
 /// A case: its subject, and the number of concurrent requests.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Case(pub What, pub u64);
+pub struct Case(pub Subject, pub u64);
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum What {
+pub enum Subject {
     /// `redis-benchmark -t get`.
     Get,
     /// A script call for each request, over one multiplexed connection.
@@ -79,14 +79,14 @@ pub enum What {
     /// An axum service over HTTP, under some layer.
     Http(Layers),
     /// `RedisStore` on a cluster, or one of the cases that are compared with it.
-    Beside(Side),
+    Cluster(ClusterCase),
 }
 
 /// The servers of a run. Servers for few cases are started on demand.
 pub struct Servers {
     single: RedisServer,
     cell: OnceCell<RedisServer>,
-    sites: Sites,
+    sites: ClusterServers,
 }
 
 impl Servers {
@@ -94,7 +94,7 @@ impl Servers {
         Self {
             single: RedisServer::start(),
             cell: OnceCell::new(),
-            sites: Sites::default(),
+            sites: ClusterServers::default(),
         }
     }
 }
@@ -126,7 +126,7 @@ pub enum Load {
     /// 100,000 callers that are counted over an hour: the store holds all of them all the time.
     Hourly(Strategy),
     /// This number of callers, all in Redis during the whole run: [`fill`] has charged each for a quarter of an hour.
-    Living(u32),
+    AllAlive(u32),
     /// 100,000 callers that never reach their limit; the n-th sends 1/n of the first one's requests (Zipf's law).
     Zipf,
     /// One caller that never reaches the limit.
@@ -139,45 +139,48 @@ pub const HOURLY: Load = Load::Hourly(Strategy::Gcra);
 
 /// All cases, in the order of a round.
 fn all() -> Vec<Case> {
-    let mut cases = vec![Case(What::Get, 64)];
+    let mut cases = vec![Case(Subject::Get, 64)];
     for what in [
-        What::Multiplexed(Load::Many),
-        What::Pool(Load::Many),
-        What::Redis(Load::Many),
-        What::Leased(Load::Many),
-        What::Redis(Load::Granted),
-        What::Leased(Load::Granted),
-        What::Redis(Load::Denied),
-        What::InFlight,
-        What::Local(HOURLY, Fields::With),
-        What::Governor(HOURLY, Fields::With),
-        What::Local(Load::Granted, Fields::With),
-        What::Governor(Load::Granted, Fields::With),
-        What::Local(Load::Denied, Fields::With),
-        What::Governor(Load::Denied, Fields::With),
+        Subject::Multiplexed(Load::Many),
+        Subject::Pool(Load::Many),
+        Subject::Redis(Load::Many),
+        Subject::Leased(Load::Many),
+        Subject::Redis(Load::Granted),
+        Subject::Leased(Load::Granted),
+        Subject::Redis(Load::Denied),
+        Subject::InFlight,
+        Subject::Local(HOURLY, Fields::With),
+        Subject::Governor(HOURLY, Fields::With),
+        Subject::Local(Load::Granted, Fields::With),
+        Subject::Governor(Load::Granted, Fields::With),
+        Subject::Local(Load::Denied, Fields::With),
+        Subject::Governor(Load::Denied, Fields::With),
     ] {
         cases.extend(CONCURRENCY.map(|tasks| Case(what, tasks)));
     }
     cases.extend(
         [
-            What::Local(HOURLY, Fields::Without),
-            What::Governor(HOURLY, Fields::Without),
+            Subject::Local(HOURLY, Fields::Without),
+            Subject::Governor(HOURLY, Fields::Without),
         ]
         .map(|what| Case(what, 64)),
     );
     for what in [
-        What::Redis(Load::Zipf),
-        What::Leased(Load::Zipf),
-        What::Redis(Load::Living(MANY)),
+        Subject::Redis(Load::Zipf),
+        Subject::Leased(Load::Zipf),
+        Subject::Redis(Load::AllAlive(MANY)),
     ] {
         cases.push(Case(what, 256));
     }
     for load in [Load::Many, HOURLY] {
-        cases.extend([What::RedisByHeader(load), What::Cell(load)].map(|what| Case(what, 256)));
+        cases.extend(
+            [Subject::RedisByHeader(load), Subject::Cell(load)].map(|what| Case(what, 256)),
+        );
     }
-    cases.extend([What::Bare, What::Multiplexed(HOURLY)].map(|what| Case(what, 256)));
-    cases
-        .extend(support::STRATEGIES.map(|strategy| Case(What::Redis(Load::Hourly(strategy)), 256)));
+    cases.extend([Subject::Bare, Subject::Multiplexed(HOURLY)].map(|what| Case(what, 256)));
+    cases.extend(
+        support::STRATEGIES.map(|strategy| Case(Subject::Redis(Load::Hourly(strategy)), 256)),
+    );
     let layers = [
         Layers::Limited,
         Layers::Idle,
@@ -185,8 +188,8 @@ fn all() -> Vec<Case> {
         Layers::Shared,
         Layers::Settled,
     ];
-    cases.extend(layers.map(|layers| Case(What::Http(layers), 64)));
-    cases.extend(Side::ALL.map(|side| Case(What::Beside(side), 256)));
+    cases.extend(layers.map(|layers| Case(Subject::Http(layers), 64)));
+    cases.extend(ClusterCase::ALL.map(|side| Case(Subject::Cluster(side), 256)));
     cases
 }
 
@@ -211,7 +214,7 @@ impl Case {
             Load::Many => "100k callers".to_owned(),
             Load::Hourly(Strategy::Gcra) => "100k callers by the hour".to_owned(),
             Load::Hourly(strategy) => format!("100k callers by the hour, {strategy:?}"),
-            Load::Living(callers) => format!("{callers} callers that all live"),
+            Load::AllAlive(callers) => format!("{callers} callers that all live"),
             Load::Zipf => "100k callers by Zipf's law".to_owned(),
             Load::Granted => "one caller, granted".to_owned(),
             Load::Denied => "one caller, denied".to_owned(),
@@ -224,27 +227,33 @@ impl Case {
             }
         };
         match &self.0 {
-            What::Get => "redis-benchmark GET".to_owned(),
-            What::Multiplexed(what) => format!("a script call each, multiplexed, {}", load(what)),
-            What::Pool(what) => format!("a script call each, pool of 16, {}", load(what)),
-            What::Bare => {
+            Subject::Get => "redis-benchmark GET".to_owned(),
+            Subject::Multiplexed(what) => {
+                format!("a script call each, multiplexed, {}", load(what))
+            }
+            Subject::Pool(what) => format!("a script call each, pool of 16, {}", load(what)),
+            Subject::Bare => {
                 "GET and SET with an expiry, in a script that decides nothing, 100k keys".to_owned()
             }
-            What::Redis(what) => format!("RedisStore, {}", load(what)),
-            What::Leased(what) => format!("Leased RedisStore, {}", load(what)),
-            What::RedisByHeader(what) => format!("RedisStore by a header field, {}", load(what)),
-            What::Cell(what) => format!("tower-redis-cell by a header field, {}", load(what)),
-            What::InFlight => "RedisStore, 100k callers, in flight".to_owned(),
-            What::Local(what, with) => format!("LocalStore, {}{}", load(what), fields(with)),
-            What::Governor(what, with) => format!("tower_governor, {}{}", load(what), fields(with)),
-            What::Http(Layers::Limited) => "axum over HTTP with LocalStore".to_owned(),
-            What::Http(Layers::Idle) => "axum over HTTP with a layer that does nothing".to_owned(),
-            What::Http(Layers::None) => "axum over HTTP without a layer".to_owned(),
-            What::Http(Layers::Shared) => "axum over HTTP with RedisStore".to_owned(),
-            What::Http(Layers::Settled) => {
+            Subject::Redis(what) => format!("RedisStore, {}", load(what)),
+            Subject::Leased(what) => format!("Leased RedisStore, {}", load(what)),
+            Subject::RedisByHeader(what) => format!("RedisStore by a header field, {}", load(what)),
+            Subject::Cell(what) => format!("tower-redis-cell by a header field, {}", load(what)),
+            Subject::InFlight => "RedisStore, 100k callers, in flight".to_owned(),
+            Subject::Local(what, with) => format!("LocalStore, {}{}", load(what), fields(with)),
+            Subject::Governor(what, with) => {
+                format!("tower_governor, {}{}", load(what), fields(with))
+            }
+            Subject::Http(Layers::Limited) => "axum over HTTP with LocalStore".to_owned(),
+            Subject::Http(Layers::Idle) => {
+                "axum over HTTP with a layer that does nothing".to_owned()
+            }
+            Subject::Http(Layers::None) => "axum over HTTP without a layer".to_owned(),
+            Subject::Http(Layers::Shared) => "axum over HTTP with RedisStore".to_owned(),
+            Subject::Http(Layers::Settled) => {
                 "axum over HTTP with RedisStore and a settlement".to_owned()
             }
-            What::Beside(side) => side.name(),
+            Subject::Cluster(side) => side.name(),
         }
     }
 
@@ -253,8 +262,8 @@ impl Case {
         let _: String = server.command("FLUSHALL").await;
         let Self(what, tasks) = *self;
         match what {
-            What::Get => redis_benchmark(server, tasks).await,
-            What::Multiplexed(what) => {
+            Subject::Get => redis_benchmark(server, tasks).await,
+            Subject::Multiplexed(what) => {
                 let connection = server.connection().await;
                 let count = |caller| {
                     let mut connection = connection.clone();
@@ -264,35 +273,35 @@ impl Case {
                 load(&[server], tasks, amount, |mut meter| {
                     let mut connection = connection.clone();
                     async move {
-                        while meter.goes_on() {
+                        while meter.should_continue() {
                             let caller = what.caller(&mut meter.rng);
                             one_by_one(&mut connection, what.quota(), caller).await;
-                            meter.done();
+                            meter.record();
                         }
                         meter
                     }
                 })
                 .await
             }
-            What::Pool(what) => {
+            Subject::Pool(what) => {
                 let pool = pool(server).await;
                 load(&[server], tasks, amount, |mut meter| {
                     let pool = pool.clone();
                     async move {
-                        while meter.goes_on() {
+                        while meter.should_continue() {
                             let caller = what.caller(&mut meter.rng);
                             one_by_one(&mut pool.get().await.unwrap(), what.quota(), caller).await;
-                            meter.done();
+                            meter.record();
                         }
                         meter
                     }
                 })
                 .await
             }
-            What::Bare => bare(server, tasks, amount).await,
-            What::Redis(load) => {
+            Subject::Bare => bare(server, tasks, amount).await,
+            Subject::Redis(load) => {
                 let store = RedisStore::connect(server.url()).await.unwrap();
-                if let Load::Living(_) = load {
+                if let Load::AllAlive(_) = load {
                     fill(store.clone(), load).await;
                 }
                 let service = limited(store, load);
@@ -300,7 +309,7 @@ impl Case {
                     .await;
                 serve(&[server], &[service], by_address, load, tasks, amount).await
             }
-            What::Leased(load) => {
+            Subject::Leased(load) => {
                 let store = Leased::new(RedisStore::connect(server.url()).await.unwrap());
                 let policy = Policy::new("api", load.strategy(), load.quota())
                     .unwrap()
@@ -309,7 +318,7 @@ impl Case {
                 let service = RateLimitLayer::new(store, PeerIp, policy).layer(service_fn(inner));
                 serve(&[server], &[service], by_address, load, tasks, amount).await
             }
-            What::RedisByHeader(load) => {
+            Subject::RedisByHeader(load) => {
                 let store = RedisStore::connect(server.url()).await.unwrap();
                 let service =
                     layer(store, HeaderKey::new(HEADER).unwrap(), load).layer(service_fn(inner));
@@ -317,7 +326,7 @@ impl Case {
                     .await;
                 serve(&[server], &[service], by_header, load, tasks, amount).await
             }
-            What::Cell(load) => {
+            Subject::Cell(load) => {
                 let server = servers
                     .cell
                     .get_or_init(|| async { redis_cell::start(&[]) })
@@ -330,14 +339,14 @@ impl Case {
                     .await;
                 serve(&[server], &[service], by_header, load, tasks, amount).await
             }
-            What::InFlight => {
+            Subject::InFlight => {
                 let store = RedisStore::connect(server.url()).await.unwrap();
                 let layer =
                     RateLimitLayer::new(store, PeerIp, Policy::in_flight("api", 100).unwrap());
                 let service = layer.until_body_end().layer(service_fn(inner));
                 serve(&[server], &[service], by_address, Load::Many, tasks, amount).await
             }
-            What::Local(load, fields) => {
+            Subject::Local(load, fields) => {
                 let headers = if fields == Fields::With {
                     Headers::default()
                 } else {
@@ -348,9 +357,9 @@ impl Case {
                     .layer(service_fn(inner));
                 serve(&[server], &[service], by_address, load, tasks, amount).await
             }
-            What::Governor(load, fields) => governor(server, load, fields, tasks, amount).await,
-            What::Http(layers) => http(server, layers, tasks, amount).await,
-            What::Beside(side) => side.run(&servers.sites, tasks, amount).await,
+            Subject::Governor(load, fields) => governor(server, load, fields, tasks, amount).await,
+            Subject::Http(layers) => http(server, layers, tasks, amount).await,
+            Subject::Cluster(side) => side.run(&servers.sites, tasks, amount).await,
         }
     }
 }
@@ -369,7 +378,7 @@ impl Load {
             Self::Many => Quota::per_second(100),
             Self::Hourly(_) => Quota::per_hour(1_000),
             // A few callers send hundreds of requests per second each.
-            Self::Living(_) => Quota::per_hour(1_000).burst(24_000),
+            Self::AllAlive(_) => Quota::per_hour(1_000).burst(24_000),
             Self::Zipf => Quota::per_hour(1_000_000),
             Self::Granted => Quota::per_second(4_000_000),
             Self::Denied => Quota::per_hour(1),
@@ -379,7 +388,7 @@ impl Load {
     pub fn callers(self) -> u32 {
         match self {
             Self::Many | Self::Hourly(_) | Self::Zipf => MANY,
-            Self::Living(callers) => callers,
+            Self::AllAlive(callers) => callers,
             Self::Granted | Self::Denied => 1,
         }
     }
@@ -504,9 +513,9 @@ where
     load(servers, tasks, amount, |mut meter| {
         let mut service = instances[meter.task % instances.len()].clone();
         async move {
-            while meter.goes_on() {
+            while meter.should_continue() {
                 ask(&mut service, request(what.caller(&mut meter.rng))).await;
-                meter.done();
+                meter.record();
                 // Without any wait, tasks must still take turns.
                 tokio::task::coop::consume_budget().await;
             }
@@ -606,9 +615,9 @@ async fn bare(server: &RedisServer, requests: u64, amount: Amount) -> Measure {
     let measure = load(&[server], calls, amount, |mut meter| {
         let mut connection = connections[meter.task].clone();
         async move {
-            while meter.goes_on() {
+            while meter.should_continue() {
                 call(&mut connection, (0..CALL).map(|_| meter.rng.u32(..MANY))).await;
-                meter.done();
+                meter.record();
             }
             meter
         }
@@ -699,7 +708,7 @@ async fn http(server: &RedisServer, layers: Layers, tasks: u64, amount: Amount) 
             if let Some(pause) = pause {
                 tokio::time::sleep(pause).await;
             }
-            if !meter.goes_on() {
+            if !meter.should_continue() {
                 break;
             }
             stream
@@ -712,7 +721,7 @@ async fn http(server: &RedisServer, layers: Layers, tasks: u64, amount: Amount) 
                 assert!(read > 0, "{}", String::from_utf8_lossy(&response[..length]));
                 length += read;
             }
-            meter.done();
+            meter.record();
         }
         meter
     })

@@ -14,14 +14,14 @@ use crate::support::{RedisServer, until};
 const LOAD: Load = Load::Many;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Side {
-    pub who: Who,
+pub struct ClusterCase {
+    pub design: Design,
     /// Whether each master has a replica, to which it sends its writes.
     pub replicas: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Who {
+pub enum Design {
     /// `RedisStore` on a single server.
     Single,
     /// `RedisStore` on a cluster.
@@ -32,31 +32,31 @@ pub enum Who {
 
 /// Servers that are started on demand, without and with replicas.
 #[derive(Default)]
-pub struct Sites {
+pub struct ClusterServers {
     single: [OnceCell<Vec<RedisServer>>; 2],
     cluster: [OnceCell<Cluster>; 2],
 }
 
-impl Side {
-    const fn of(who: Who, replicas: bool) -> Self {
-        Self { who, replicas }
+impl ClusterCase {
+    const fn of(design: Design, replicas: bool) -> Self {
+        Self { design, replicas }
     }
 
     /// All cases, in the order of a round.
     pub const ALL: [Self; 6] = [
-        Self::of(Who::Single, false),
-        Self::of(Who::Cluster, false),
-        Self::of(Who::OneByOne, false),
-        Self::of(Who::Single, true),
-        Self::of(Who::Cluster, true),
-        Self::of(Who::OneByOne, true),
+        Self::of(Design::Single, false),
+        Self::of(Design::Cluster, false),
+        Self::of(Design::OneByOne, false),
+        Self::of(Design::Single, true),
+        Self::of(Design::Cluster, true),
+        Self::of(Design::OneByOne, true),
     ];
 
     pub fn name(self) -> String {
-        let what = match self.who {
-            Who::Single => "RedisStore on one server",
-            Who::Cluster => "RedisStore on 3 masters",
-            Who::OneByOne => "a script call each, pipelined, on 3 masters",
+        let what = match self.design {
+            Design::Single => "RedisStore on one server",
+            Design::Cluster => "RedisStore on 3 masters",
+            Design::OneByOne => "a script call each, pipelined, on 3 masters",
         };
         format!(
             "cluster: {what}{}",
@@ -64,17 +64,17 @@ impl Side {
         )
     }
 
-    pub async fn run(self, sites: &Sites, tasks: u64, amount: Amount) -> Measure {
-        let place = usize::from(self.replicas);
-        let (url, masters): (_, Vec<&RedisServer>) = match self.who {
-            Who::Single => {
-                let servers = sites.single[place]
+    pub async fn run(self, started: &ClusterServers, tasks: u64, amount: Amount) -> Measure {
+        let index = usize::from(self.replicas);
+        let (url, masters): (_, Vec<&RedisServer>) = match self.design {
+            Design::Single => {
+                let servers = started.single[index]
                     .get_or_init(|| single(self.replicas))
                     .await;
                 (servers[0].url(), vec![&servers[0]])
             }
-            Who::Cluster | Who::OneByOne => {
-                let cluster = sites.cluster[place]
+            Design::Cluster | Design::OneByOne => {
+                let cluster = started.cluster[index]
                     .get_or_init(|| cluster(self.replicas))
                     .await;
                 (
@@ -91,7 +91,7 @@ impl Side {
         for master in &masters {
             let _: String = master.command("FLUSHALL").await;
         }
-        if self.who == Who::OneByOne {
+        if self.design == Design::OneByOne {
             return pipelined(&masters, tasks, amount).await;
         }
         let service = limited(RedisStore::connect(url).await.unwrap(), LOAD);
@@ -138,14 +138,14 @@ async fn pipelined(masters: &[&RedisServer], tasks: u64, amount: Amount) -> Meas
     load(masters, tasks, amount, |mut meter| {
         let mut connections: Vec<MultiplexedConnection> = connections.clone();
         async move {
-            while meter.goes_on() {
+            while meter.should_continue() {
                 let caller = meter.rng.u32(..LOAD.callers());
                 let slot = usize::from(slot(address(caller).to_string().as_bytes()));
                 let master = (1..MASTERS)
                     .filter(|master| slot >= SLOTS * master / MASTERS)
                     .count();
                 one_by_one(&mut connections[master], LOAD.quota(), caller).await;
-                meter.done();
+                meter.record();
             }
             meter
         }

@@ -57,7 +57,7 @@ pub struct Meter {
     pub task: usize,
     pub rng: Rng,
     end: Instant,
-    most: u64,
+    max: u64,
     count: u64,
     start: Option<Instant>,
     /// In nanoseconds.
@@ -66,7 +66,7 @@ pub struct Meter {
 
 impl Meter {
     /// Returns `true` if the task should send another request.
-    pub fn goes_on(&mut self) -> bool {
+    pub fn should_continue(&mut self) -> bool {
         if self.count.is_multiple_of(SAMPLE) {
             let now = Instant::now();
             if now >= self.end {
@@ -74,10 +74,10 @@ impl Meter {
             }
             self.start = Some(now);
         }
-        self.count < self.most
+        self.count < self.max
     }
 
-    pub fn done(&mut self) {
+    pub fn record(&mut self) {
         self.count += 1;
         if let Some(start) = self.start.take() {
             self.times.push(start.elapsed().as_nanos() as u64);
@@ -129,7 +129,7 @@ where
         p50: quantile(0.5),
         p99: quantile(0.99),
         server: (after.processor - before.processor) / count,
-        client: (after.own - before.own) / count,
+        client: (after.own_processor - before.own_processor) / count,
         batch: count_by(count, after.calls - before.calls),
         read: count_by(count, after.reads - before.reads),
     }
@@ -148,7 +148,7 @@ async fn run<F>(
     tasks: u64,
     seed: u64,
     time: Duration,
-    most: u64,
+    max: u64,
     task: &impl Fn(Meter) -> F,
 ) -> Vec<Meter>
 where
@@ -161,7 +161,7 @@ where
         task: task as usize,
         rng: Rng::with_seed(seed + task),
         end,
-        most,
+        max,
         count: 0,
         start: None,
         times: times(),
@@ -174,7 +174,7 @@ where
 struct Used {
     /// In microseconds, like the next field.
     processor: f64,
-    own: f64,
+    own_processor: f64,
     /// Script calls.
     calls: u64,
     /// Reads from connections.
@@ -185,7 +185,7 @@ impl Used {
     async fn by(servers: &[&RedisServer]) -> Self {
         let mut used = Self {
             processor: 0.0,
-            own: own_processor(),
+            own_processor: own_processor(),
             calls: 0,
             reads: 0,
         };

@@ -118,7 +118,7 @@ impl Picture<'_> {
     }
 }
 
-/// Returns the smallest 1, 2 or 5 with zeros of which at most twelve reach the value.
+/// Returns the smallest interval (1, 2 or 5 with zeros) that needs at most twelve steps to `value`.
 fn step(value: f64) -> f64 {
     let steps = (3..).flat_map(|zeros| [1.0, 2.0, 5.0].map(|digit| digit * 10f64.powi(zeros)));
     steps.into_iter().find(|step| value / step <= 12.0).unwrap()

@@ -2,8 +2,8 @@
 
 use std::fmt::Write as _;
 
-use benches::cases::{CONCURRENCY, Case, Fields, HOURLY, Layers, Load, MANY, What};
-use benches::cluster::{Side, Who};
+use benches::cases::{CONCURRENCY, Case, Fields, HOURLY, Layers, Load, MANY, Subject};
+use benches::cluster::{ClusterCase, Design};
 use benches::meter::Measure;
 use benches::page::median;
 use benches::picture::{Line, Picture};
@@ -18,9 +18,9 @@ pub(crate) struct Report {
     pub(crate) allocations: Vec<Option<f64>>,
 }
 
-const GET: Case = Case(What::Get, 64);
-const REDIS: Case = Case(What::Redis(Load::Many), 256);
-const MULTIPLEXED: Case = Case(What::Multiplexed(Load::Many), 256);
+const GET: Case = Case(Subject::Get, 64);
+const REDIS: Case = Case(Subject::Redis(Load::Many), 256);
+const MULTIPLEXED: Case = Case(Subject::Multiplexed(Load::Many), 256);
 
 fn throughput(measure: &Measure) -> f64 {
     measure.per_second
@@ -56,9 +56,9 @@ pub(crate) fn of_the_page(ratios: &str) -> String {
 impl Report {
     /// Returns the important ratios, each of two cases in the same round, with their goals.
     pub(crate) fn ratios(&self) -> String {
-        let pool = Case(What::Pool(Load::Many), 256);
-        let hourly = Case(What::Redis(HOURLY), 256);
-        let local = |fields| Case(What::Local(HOURLY, fields), 64);
+        let pool = Case(Subject::Pool(Load::Many), 256);
+        let hourly = Case(Subject::Redis(HOURLY), 256);
+        let local = |fields| Case(Subject::Local(HOURLY, fields), 64);
         let mut text = String::from("| | measured | goal |\n|---|--:|--:|\n");
         let mut row = |what: &str, value: Option<f64>, unit: &str, goal: &str| {
             if let Some(value) = value {
@@ -74,7 +74,7 @@ impl Report {
         );
         row(
             "the same, where Redis holds all 100,000 keys",
-            self.ratio(hourly, Case(What::Multiplexed(HOURLY), 256), throughput),
+            self.ratio(hourly, Case(Subject::Multiplexed(HOURLY), 256), throughput),
             " x",
             "2 x",
         );
@@ -89,7 +89,7 @@ impl Report {
             ("the same, where Redis holds all 100,000 keys", HOURLY),
         ] {
             let [ours, theirs] =
-                [What::RedisByHeader(load), What::Cell(load)].map(|what| Case(what, 256));
+                [Subject::RedisByHeader(load), Subject::Cell(load)].map(|what| Case(what, 256));
             row(what, self.ratio(ours, theirs, throughput), " x", "1.7 x");
         }
         row(
@@ -98,14 +98,14 @@ impl Report {
             " x",
             "3.5 x",
         );
-        let in_flight = self.ratio(Case(What::InFlight, 256), REDIS, throughput);
+        let in_flight = self.ratio(Case(Subject::InFlight, 256), REDIS, throughput);
         row(
             "requests in flight, of decisions by `Gcra`",
             in_flight,
             " x",
             "0.6 x",
         );
-        let granted = Case(What::Redis(Load::Granted), 256);
+        let granted = Case(Subject::Redis(Load::Granted), 256);
         row(
             "one caller, granted, of `redis-benchmark`",
             self.ratio(granted, GET, throughput),
@@ -114,14 +114,14 @@ impl Report {
         );
         let of_local = self.ratio(
             granted,
-            Case(What::Local(Load::Granted, Fields::With), 256),
+            Case(Subject::Local(Load::Granted, Fields::With), 256),
             throughput,
         );
         row("one caller, granted, of `LocalStore`", of_local, " x", "");
-        let leased = |load| Case(What::Leased(load), 256);
+        let leased = |load| Case(Subject::Leased(load), 256);
         let of_local = self.ratio(
             leased(Load::Granted),
-            Case(What::Local(Load::Granted, Fields::With), 256),
+            Case(Subject::Local(Load::Granted, Fields::With), 256),
             throughput,
         );
         row("the same, leased, of `LocalStore`", of_local, " x", "0.7 x");
@@ -131,14 +131,14 @@ impl Report {
             " x",
             "15 x",
         );
-        let alone = self.median(Case(What::Leased(Load::Granted), 1), |m| m.p50);
+        let alone = self.median(Case(Subject::Leased(Load::Granted), 1), |m| m.p50);
         row(
             "the same, leased, one at a time, p50",
             alone,
             " us",
             "at most 2 us",
         );
-        let zipf = Case(What::Redis(Load::Zipf), 256);
+        let zipf = Case(Subject::Redis(Load::Zipf), 256);
         row(
             "callers by Zipf's law, leased, of not",
             self.ratio(leased(Load::Zipf), zipf, throughput),
@@ -159,13 +159,13 @@ impl Report {
             "",
         );
         let denied = self
-            .median(Case(What::Redis(Load::Denied), 256), throughput)
+            .median(Case(Subject::Redis(Load::Denied), 256), throughput)
             .map(|value| value / 1e6);
         row("one caller, denied", denied, " M/s", "3 M/s");
         let one = |what| Case(what, 1);
         let latency = self.ratio(
-            one(What::Redis(Load::Many)),
-            one(What::Multiplexed(Load::Many)),
+            one(Subject::Redis(Load::Many)),
+            one(Subject::Multiplexed(Load::Many)),
             |m| m.p50,
         );
         row(
@@ -186,14 +186,14 @@ impl Report {
             " us",
             "",
         );
-        let living = Case(What::Redis(Load::Living(MANY)), 256);
+        let living = Case(Subject::Redis(Load::AllAlive(MANY)), 256);
         row(
             "the same, once all have been there for a while",
             self.median(living, |m| m.server),
             " us",
             "",
         );
-        let bare = self.ratio(living, Case(What::Bare, 256), |m| m.server);
+        let bare = self.ratio(living, Case(Subject::Bare, 256), |m| m.server);
         row(
             "the same, of a GET and a SET with an expiry in a script that decides nothing",
             bare,
@@ -204,7 +204,7 @@ impl Report {
             .into_iter()
             .filter_map(|strategy| {
                 self.ratio(
-                    Case(What::Redis(Load::Hourly(strategy)), 256),
+                    Case(Subject::Redis(Load::Hourly(strategy)), 256),
                     hourly,
                     throughput,
                 )
@@ -228,7 +228,7 @@ impl Report {
                 "0.9 x",
             ),
         ] {
-            let governor = Case(What::Governor(HOURLY, fields), 64);
+            let governor = Case(Subject::Governor(HOURLY, fields), 64);
             row(
                 what,
                 self.ratio(local(fields), governor, throughput),
@@ -237,10 +237,11 @@ impl Report {
             );
         }
         let [limited, idle, none] =
-            [Layers::Limited, Layers::Idle, Layers::None].map(|l| Case(What::Http(l), 64));
+            [Layers::Limited, Layers::Idle, Layers::None].map(|l| Case(Subject::Http(l), 64));
         for (with, replicas) in [("", false), (", all with replicas", true)] {
-            let side = |who| Case(What::Beside(Side { who, replicas }), 256);
-            let [one, cluster, single_calls] = [Who::Single, Who::Cluster, Who::OneByOne].map(side);
+            let case = |design| Case(Subject::Cluster(ClusterCase { design, replicas }), 256);
+            let [one, cluster, single_calls] =
+                [Design::Single, Design::Cluster, Design::OneByOne].map(case);
             row(
                 &format!("3 masters{with}: Redis's processor for a decision, of one server's"),
                 self.ratio(cluster, one, |m| m.server),
@@ -278,7 +279,7 @@ impl Report {
             " x",
             "",
         );
-        let [settled, kept] = [Layers::Settled, Layers::Shared].map(|l| Case(What::Http(l), 64));
+        let [settled, kept] = [Layers::Settled, Layers::Shared].map(|l| Case(Subject::Http(l), 64));
         let p99 = self.ratio(settled, kept, |m| m.p99);
         row(
             "axum over HTTP with a settlement, p99, of without",
@@ -322,26 +323,26 @@ impl Report {
 
     /// Draws decisions per second by the number of concurrent requests.
     pub(crate) fn picture(&self) -> Option<String> {
-        const LINES: [(&str, &str, What); 4] = [
+        const LINES: [(&str, &str, Subject); 4] = [
             (
                 "RedisStore, one caller",
                 "#009e73",
-                What::Redis(Load::Granted),
+                Subject::Redis(Load::Granted),
             ),
             (
                 "RedisStore, 100k callers",
                 "#0072b2",
-                What::Redis(Load::Many),
+                Subject::Redis(Load::Many),
             ),
             (
                 "a script call each, multiplexed",
                 "#d55e00",
-                What::Multiplexed(Load::Many),
+                Subject::Multiplexed(Load::Many),
             ),
             (
                 "a script call each, pool of 16",
                 "#cc79a7",
-                What::Pool(Load::Many),
+                Subject::Pool(Load::Many),
             ),
         ];
         let get = Line {

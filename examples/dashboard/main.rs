@@ -148,7 +148,7 @@ async fn end_seconds(demo: Arc<Demo>) {
             .into_iter()
             .zip(lock(&demo.quotas).map(|quota| quota.to_string()))
             .collect();
-        demo.recorder.end(Settings {
+        demo.recorder.end_second(Settings {
             redis,
             rate: demo.rate.load(Relaxed),
             quotas,
@@ -194,7 +194,7 @@ async fn redis_action(State(demo): State<Arc<Demo>>, Path(action): Path<Action>)
             "frozen",
             "You froze Redis: it takes connections and does not answer",
         ),
-        Action::Resume => ("resumed", "You let Redis go on"),
+        Action::Resume => ("resumed", "You resumed Redis"),
         Action::Restart => (
             "restarted",
             "You started Redis again, empty: each caller has its burst again, less what the fallback granted",

@@ -16,9 +16,9 @@ use crate::redis::State;
 /// Number of seconds that a new page can show.
 const SECONDS: usize = 90;
 /// Number of seconds after an outage in which its grants are charged.
-const AFTER: u32 = 5;
+const RECONCILIATION_SECONDS: u32 = 5;
 /// Number of seconds for which an idle caller is shown.
-const QUIET: u32 = 5;
+const MAX_IDLE_SECONDS: u32 = 5;
 
 /// The observer of all instances.
 pub(crate) struct Recorder {
@@ -43,7 +43,7 @@ struct Caller {
     policy: Policy,
     remaining: u32,
     denied: u32,
-    quiet: u32,
+    idle_seconds: u32,
 }
 
 /// The settings of the page's buttons.
@@ -118,7 +118,7 @@ impl Recorder {
     }
 
     /// Ends a second.
-    pub(crate) fn end(&self, settings: Settings) {
+    pub(crate) fn end_second(&self, settings: Settings) {
         let (record, mut elapsed) = self.second().end();
         // Sort after the lock was released, because it takes a while.
         elapsed.sort_unstable();
@@ -184,7 +184,7 @@ impl Observer for Recorder {
             policy: decision.policy().clone(),
             remaining: decision.remaining(),
             denied: denied + u32::from(!decision.is_allowed()),
-            quiet: 0,
+            idle_seconds: 0,
         };
         second.callers.insert(*event.key, caller);
     }
@@ -202,10 +202,10 @@ impl Observer for Recorder {
         let mut second = self.second();
         second.local += 1;
         if second.local == 1 {
-            let why = event.error.kind().as_str();
+            let kind = event.error.kind().as_str();
             second.record.note(
                 "",
-                format!("Too many checks failed ({why}): the fallback decides"),
+                format!("Too many checks failed ({kind}): the fallback decides"),
             );
         }
     }
@@ -246,8 +246,10 @@ impl Second {
         };
         let (charged, dropped) = (record.reconciled, record.dropped);
         if charged + dropped > 0 {
-            let has_been_away = self.since_local.is_some_and(|seconds| seconds <= AFTER);
-            let (mark, text) = if has_been_away {
+            let is_after_outage = self
+                .since_local
+                .is_some_and(|seconds| seconds <= RECONCILIATION_SECONDS);
+            let (mark, text) = if is_after_outage {
                 let mark = format!("{charged} charged");
                 (
                     mark,
@@ -262,9 +264,10 @@ impl Second {
             };
             record.note(mark, text);
         }
-        self.callers.retain(|_, caller| caller.quiet < QUIET);
+        self.callers
+            .retain(|_, caller| caller.idle_seconds < MAX_IDLE_SECONDS);
         for (key, caller) in &mut self.callers {
-            caller.quiet += 1;
+            caller.idle_seconds += 1;
             let policy = &caller.policy;
             let fill = record
                 .policies

@@ -46,7 +46,7 @@ use std::fs;
 use std::path::Path;
 
 /// Every block of the page is a part of the program that its recipe names, in other lines at most. A recipe begins with a bold
-/// title. A line `// ..` stands for omitted code.
+/// title. A line `// ..` marks omitted code.
 #[test]
 fn the_page_quotes_the_programs() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -44,19 +44,19 @@ const METRICS: [&str; 7] = [
     "ratelimit_unanswered_total{",
 ];
 
-/// What an instance serves, and with which policy's store.
+/// A route of an instance, by how its requests are counted.
 #[derive(Clone, Copy, PartialEq)]
 enum Route {
     /// Counts in Redis.
     Shared,
     /// Counts in Redis, with a fallback.
-    Guarded,
+    WithFallback,
     /// Counts in this process.
     Local,
     /// Counts in Redis, without an effect.
-    Tried,
+    DryRun,
     /// Counts by addresses that the server does not record.
-    Nobody,
+    NoAddress,
 }
 
 impl Route {
@@ -64,15 +64,15 @@ impl Route {
         let path = format!("/{}", self as usize);
         let redis = || RedisStore::connect_lazy(url).unwrap();
         let store: AnyStore = match self {
-            Self::Guarded => Fallback::new(redis(), LocalStore::default()).into(),
-            Self::Shared | Self::Tried => redis().into(),
-            Self::Local | Self::Nobody => LocalStore::default().into(),
+            Self::WithFallback => Fallback::new(redis(), LocalStore::default()).into(),
+            Self::Shared | Self::DryRun => redis().into(),
+            Self::Local | Self::NoAddress => LocalStore::default().into(),
         };
         let router = Router::new().route(&path, get(|| async {}));
         let observer = MetricsObserver::new();
         match self {
-            Self::Nobody => router.layer(layer(store, PeerIp).observer(observer)),
-            Self::Tried => router.layer(layer(store, Global).dry_run().observer(observer)),
+            Self::NoAddress => router.layer(layer(store, PeerIp).observer(observer)),
+            Self::DryRun => router.layer(layer(store, Global).dry_run().observer(observer)),
             _ => router.layer(layer(store, Global).observer(observer)),
         }
     }
@@ -80,7 +80,7 @@ impl Route {
     fn status(self, is_up: bool) -> StatusCode {
         match self {
             Self::Shared if !is_up => StatusCode::SERVICE_UNAVAILABLE,
-            Self::Nobody => StatusCode::INTERNAL_SERVER_ERROR,
+            Self::NoAddress => StatusCode::INTERNAL_SERVER_ERROR,
             _ => StatusCode::OK,
         }
     }
@@ -98,8 +98,15 @@ fn layer<S: Store, K: KeyExtractor>(store: S, key: K) -> RateLimitLayer<S, K> {
 /// Series by name and labels, with their value in each minute.
 type Series = BTreeMap<String, Vec<String>>;
 
-/// Serves requests for as many minutes, while Redis is away in some of them, and adds the series of this instance.
-fn serve(all: &mut Series, instance: &str, routes: &[Route], minutes: usize, away: (usize, usize)) {
+/// Serves requests for some minutes, with Redis unavailable from minute `outage.0` until `outage.1`, and adds the series of this
+/// instance.
+fn serve(
+    all: &mut Series,
+    instance: &str,
+    routes: &[Route],
+    minutes: usize,
+    outage: (usize, usize),
+) {
     let recorder = PrometheusBuilder::new().build_recorder();
     let mut server = RedisServer::start();
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -111,10 +118,10 @@ fn serve(all: &mut Series, instance: &str, routes: &[Route], minutes: usize, awa
             app = app.merge(route.router(&server.url()));
         }
         for minute in 0..minutes {
-            if minute == away.0 {
+            if minute == outage.0 {
                 server.kill();
             }
-            if minute == away.1 {
+            if minute == outage.1 {
                 server.restart();
                 until("Redis decides again", || async {
                     !recorder
@@ -124,9 +131,9 @@ fn serve(all: &mut Series, instance: &str, routes: &[Route], minutes: usize, awa
                 })
                 .await;
             }
-            let is_up = !(away.0..away.1).contains(&minute);
+            let is_up = !(outage.0..outage.1).contains(&minute);
             for route in routes {
-                // Those that nobody can count are reported once.
+                // Requests without an address are reported once.
                 for _ in 0..REQUESTS {
                     let request = Request::get(format!("/{}", *route as usize)).body(Body::empty());
                     let response = app.clone().oneshot(request.unwrap()).await.unwrap();
@@ -220,38 +227,42 @@ fn degraded(of: &str, instances: &str) -> (&'static str, Value) {
 
 #[test]
 fn services_produce_series_for_the_rules() {
-    use Route::{Guarded, Local, Nobody, Shared, Tried};
+    use Route::{DryRun, Local, NoAddress, Shared, WithFallback};
 
     let never = (usize::MAX, usize::MAX);
-    let series = |instances: &[(&str, &[Route])], minutes, away| {
+    let series = |instances: &[(&str, &[Route])], minutes, outage| {
         let mut all = Series::new();
         for (instance, routes) in instances {
-            serve(&mut all, instance, routes, minutes, away);
+            serve(&mut all, instance, routes, minutes, outage);
         }
         all
     };
 
-    let beside = series(&[("a", &[Local, Shared])], 30, (10, usize::MAX));
+    let other_layer = series(&[("a", &[Local, Shared])], 30, (10, usize::MAX));
     assert!(
-        beside
+        other_layer
             .keys()
             .any(|series| series.contains("source=\"local\"")),
-        "{beside:?}"
+        "{other_layer:?}"
     );
-    let half = series(&[("a", &[Guarded]), ("b", &[Shared])], 30, (10, usize::MAX));
-    let guarded = series(
-        &[("a", &[Guarded]), ("b", &[Guarded, Local])],
+    let half = series(
+        &[("a", &[WithFallback]), ("b", &[Shared])],
         30,
         (10, usize::MAX),
     );
-    let short = series(&[("a", &[Guarded])], 30, (10, 14));
-    let tried = series(&[("a", &[Tried])], 30, (10, usize::MAX));
-    let nobody = series(&[("a", &[Local]), ("b", &[Nobody])], 90, never);
+    let with_fallback = series(
+        &[("a", &[WithFallback]), ("b", &[WithFallback, Local])],
+        30,
+        (10, usize::MAX),
+    );
+    let short = series(&[("a", &[WithFallback])], 30, (10, 14));
+    let dry_run = series(&[("a", &[DryRun])], 30, (10, usize::MAX));
+    let no_address = series(&[("a", &[Local]), ("b", &[NoAddress])], 90, never);
     assert!(
-        nobody
+        no_address
             .keys()
             .any(|series| series.contains("code=\"no-peer-address\"")),
-        "{nobody:?}"
+        "{no_address:?}"
     );
 
     let name = "RateLimitMisconfigured";
@@ -263,12 +274,12 @@ fn services_produce_series_for_the_rules() {
     );
     let tests = [
         test(
-            "Redis is away, and a layer beside counts in its process",
-            beside,
+            "Redis is unavailable, and another layer counts in its process",
+            other_layer,
             &[(14, &[]), (25, &[unanswered("On a")])],
         ),
         test(
-            "Redis is away, and half of the instances have a fallback",
+            "Redis is unavailable, and half of the instances have a fallback",
             half,
             &[
                 (14, &[]),
@@ -276,23 +287,23 @@ fn services_produce_series_for_the_rules() {
             ],
         ),
         test(
-            "Redis is away, and all instances have a fallback",
-            guarded,
+            "Redis is unavailable, and all instances have a fallback",
+            with_fallback,
             &[(14, &[]), (25, &[degraded("2 of 2", "On a, b")])],
         ),
         test(
-            "Redis is away for four minutes, behind a fallback",
+            "Redis is unavailable for four minutes, behind a fallback",
             short,
             &[(14, &[]), (17, &[]), (25, &[])],
         ),
         test(
-            "Redis is away, in a dry run",
-            tried,
+            "Redis is unavailable, in a dry run",
+            dry_run,
             &[(14, &[]), (25, &[])],
         ),
         test(
             "no request has an address",
-            nobody,
+            no_address,
             &[(5, &[misconfigured]), (80, &[])],
         ),
     ];

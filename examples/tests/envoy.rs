@@ -90,7 +90,7 @@ impl Service {
         }
     }
 
-    /// Waits until so many script calls were sent to Redis.
+    /// Waits until `calls` script calls were sent to Redis.
     async fn wait_for_checks(&self, calls: &str) {
         let sent = format!("ratelimit_batch_checks_count{{store=\"default\"}} {calls}\n");
         let start = Instant::now();
@@ -226,7 +226,7 @@ async fn each_descriptor_has_its_limit() {
             [(OK, Some(5), left), (OK, Some(100), left + 95),]
         );
     }
-    // One descriptor is over its limit; the other one is charged nevertheless.
+    // One descriptor exceeds its limit; the other one is charged nevertheless.
     let response = service
         .ask(request(
             "messaging",

@@ -349,7 +349,7 @@ async fn long_questions_are_refused() {
     );
 }
 
-/// An hour of 1,000 tokens a minute. Eight clients with the key of one user ask long questions, ask for short and for long answers, hang up, and
+/// An hour of 1,000 tokens a minute. Eight clients with the key of one user send long questions, request short and long answers, hang up, and
 /// hold answers back; others guess keys. `cargo test --package examples --test llm_gateway an_hour -- --nocapture` prints the figures.
 #[tokio::test(start_paused = true)]
 async fn an_hour_of_attacks_gets_the_quota() {
@@ -422,11 +422,11 @@ async fn two_gateways_share_the_quota_under_attack() {
     }
     let end = start + 10 * PERIOD;
     let attacks = (0..32).map(|number| clients[number % 2].attack(number, PERIOD, end));
-    let asked: usize = join_all(attacks).await.into_iter().sum();
+    let requests: usize = join_all(attacks).await.into_iter().sum();
 
     // The last answers end later.
     let periods = start.elapsed().as_secs_f64() / PERIOD.as_secs_f64();
-    let (total, most) = (clients[0].tokens.total(), (periods + 1.0) * QUOTA as f64);
-    println!("{asked} questions: {total} tokens; the bound in {periods:.1} periods is {most:.0}");
-    assert!(total > 2 * QUOTA && total as f64 <= most, "{total} tokens");
+    let (total, max) = (clients[0].tokens.total(), (periods + 1.0) * QUOTA as f64);
+    println!("{requests} requests: {total} tokens; the bound in {periods:.1} periods is {max:.0}");
+    assert!(total > 2 * QUOTA && total as f64 <= max, "{total} tokens");
 }

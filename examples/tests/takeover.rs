@@ -109,8 +109,8 @@ async fn redis_rates_counts_are_taken_over() {
     // Requests between the switch and the takeover become a debt.
     assert!(limiter.take(Key::new("bob"), 4).await.unwrap().is_allowed());
     for _ in 0..2 {
-        let told = "1502 keys begin with \"rate:\"; took over the counts of 1502 callers, such as \"ann\"\n";
-        assert_eq!(take_over(&server, "redis-rate", "rate:").unwrap(), told);
+        let output = "1502 keys begin with \"rate:\"; took over the counts of 1502 callers, such as \"ann\"\n";
+        assert_eq!(take_over(&server, "redis-rate", "rate:").unwrap(), output);
         for (caller, left) in [
             ("ann", 3),
             ("bob", 0),
@@ -145,9 +145,12 @@ async fn redis_cells_counts_are_taken_over() {
     server.command::<()>("SET throttle/other something").await;
     server.command::<()>("HSET throttle/hash a 1").await;
     let limiter = limiter(&server).await;
-    let told = "4 keys begin with \"throttle/\"; took over the counts of 2 callers, such as \"ann\"\n\
+    let output = "4 keys begin with \"throttle/\"; took over the counts of 2 callers, such as \"ann\"\n\
         skipped 2 keys that `redis-cell` cannot read or that never expire, such as \"throttle/hash\"\n";
-    assert_eq!(take_over(&server, "redis-cell", "throttle/").unwrap(), told);
+    assert_eq!(
+        take_over(&server, "redis-cell", "throttle/").unwrap(),
+        output
+    );
     for (caller, left) in [("ann", 3), ("bob", 0), ("other", 10), ("hash", 10)] {
         assert_eq!(remaining(&limiter, caller).await, left, "of {caller}");
     }
@@ -167,9 +170,9 @@ async fn keys_that_are_no_text_are_skipped() {
         set.arg(key).arg(value);
         set.query_async::<()>(&mut redis).await.unwrap();
     }
-    let told = "4 keys begin with \"rate:\"; took over the counts of 1 callers, such as \"ann\"\n\
+    let output = "4 keys begin with \"rate:\"; took over the counts of 1 callers, such as \"ann\"\n\
         skipped 3 keys that `redis-rate` cannot read or that never expire, such as \"rate:carol\"\n";
-    assert_eq!(take_over(&server, "redis-rate", "rate:").unwrap(), told);
+    assert_eq!(take_over(&server, "redis-rate", "rate:").unwrap(), output);
     let limiter = limiter(&server).await;
     for (caller, left) in [("ann", 3), ("carol", 10), ("dave", 10)] {
         assert_eq!(remaining(&limiter, caller).await, left, "of {caller}");
@@ -181,7 +184,7 @@ async fn keys_that_are_no_text_are_skipped() {
 async fn counters_are_taken_over_with_their_age() {
     let server = RedisServer::start();
     let mut redis = server.connection().await;
-    // A window of an hour, of which so many seconds are left; ten an hour refill one in 360 s.
+    // Windows of an hour, with the seconds until they end. Ten per hour refill one in 360 s.
     for (caller, count, left) in [
         ("new", 10, 3_600),
         ("denied", 30, 3_600),
@@ -201,11 +204,11 @@ async fn counters_are_taken_over_with_their_age() {
             .await;
     }
     server.command::<()>("SET old:forever 10").await;
-    let told = "6 keys begin with \"old:\"; took over the counts of 4 callers, such as \"ann\"\n\
+    let output = "6 keys begin with \"old:\"; took over the counts of 4 callers, such as \"ann\"\n\
         skipped 1 keys that `incr` cannot read or that never expire, such as \"old:forever\"\n";
     let limiter = limiter(&server).await;
     for _ in 0..2 {
-        assert_eq!(take_over(&server, "incr", "old:*").unwrap(), told);
+        assert_eq!(take_over(&server, "incr", "old:*").unwrap(), output);
         for (caller, left) in [
             ("new", 0),
             ("denied", 0),
@@ -242,7 +245,7 @@ async fn old_windows_end_in_time() {
             .unwrap()
             .is_allowed()
     );
-    // Of an hour, in milliseconds.
+    // Windows of an hour, with the milliseconds until they end.
     for (caller, count, left) in [
         ("ann", 10, 1_500),
         ("bob", 4, 2_000),
@@ -322,11 +325,11 @@ async fn values_that_a_system_does_not_write_are_skipped() {
         ("redis-rate", "rate", "cell"),
         ("redis-cell", "cell", "count"),
     ] {
-        let told = format!(
+        let output = format!(
             "8 keys begin with \"old:\"; took over the counts of 1 callers, such as \"{passes}\"\n\
             skipped 7 keys that `{system}` cannot read or that never expire, such as \"old:{caller}\"\n"
         );
-        assert_eq!(take_over(&server, system, "old:").unwrap(), told);
+        assert_eq!(take_over(&server, system, "old:").unwrap(), output);
         assert_eq!(remaining(&limiter, passes).await, 0, "of {passes}");
     }
     for caller in ["count", "inf", "large", "nan", "text", "empty"] {
@@ -345,10 +348,10 @@ async fn a_prefix_is_no_pattern() {
             .await;
     }
     for prefix in prefixes {
-        let told = format!(
+        let output = format!(
             "1 keys begin with {prefix:?}; took over the counts of 1 callers, such as \"ann\"\n"
         );
-        assert_eq!(take_over(&server, "incr", prefix).unwrap(), told);
+        assert_eq!(take_over(&server, "incr", prefix).unwrap(), output);
     }
 }
 
@@ -357,13 +360,13 @@ async fn a_prefix_is_no_pattern() {
 async fn a_takeover_of_nothing_fails() {
     let server = RedisServer::start();
     server.command::<()>("SET rate:ann hello").await;
-    for (prefix, told) in [
+    for (prefix, output) in [
         ("rates:", "0 keys begin with"),
         ("rate:", "1 keys begin with"),
     ] {
         let problem = take_over(&server, "redis-rate", prefix).unwrap_err();
         assert!(problem.contains("took over nothing: "), "{problem}");
-        assert!(problem.contains(told), "{problem}");
+        assert!(problem.contains(output), "{problem}");
     }
     let args = [
         "redis-rate",
@@ -382,7 +385,7 @@ async fn a_takeover_of_nothing_fails() {
     );
     let problem = take_over(&server, "redis_rate", "rate:").unwrap_err();
     assert!(
-        problem.contains("is not known: write `redis-rate`, `redis-cell` or `incr`"),
+        problem.contains("unknown limiter `redis_rate`: use `redis-rate`, `redis-cell` or `incr`"),
         "{problem}"
     );
 }

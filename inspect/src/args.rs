@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde::de::value::{Error as Invalid, MapDeserializer};
 use tower_redis_ratelimit::Policy;
 
-use crate::callers::Wanted;
+use crate::callers::CallerArg;
 
 pub(crate) struct Args {
     pub(crate) command: Command,
@@ -16,34 +16,34 @@ pub(crate) struct Args {
     pub(crate) policies: Vec<Policy>,
     pub(crate) url: Option<String>,
     /// The length of a list.
-    pub(crate) number: usize,
+    pub(crate) max_rows: usize,
     pub(crate) json: bool,
 }
 
 pub(crate) enum Command {
     Limited,
     Top,
-    Caller(Wanted),
-    Reset(Wanted),
+    Caller(CallerArg),
+    Reset(CallerArg),
     Policies,
 }
 
 impl Args {
-    /// Reads the arguments of this process. `None` if they ask for help.
+    /// Reads the arguments of this process. `None` for `--help`.
     pub(crate) fn read() -> Result<Option<Self>, Box<dyn Error>> {
         let mut words = vec![];
-        let (mut settings, mut policies, mut number, mut json) = (None, vec![], 20, false);
+        let (mut settings, mut policies, mut max_rows, mut json) = (None, vec![], 20, false);
         let mut url = env::var("REDIS_URL").ok();
         let mut args = env::args().skip(1);
         while let Some(arg) = args.next() {
             let mut value = || args.next().ok_or(format!("{arg} has no value"));
             match arg.as_str() {
                 "--settings" => settings = Some(PathBuf::from(value()?)),
-                "--policy" => policies.push(policy(&value()?)?),
+                "--policy" => policies.push(parse_policy(&value()?)?),
                 "--url" => url = Some(value()?),
                 "--number" => {
                     let text = value()?;
-                    number = text
+                    max_rows = text
                         .parse()
                         .map_err(|_| format!("--number is {text:?}: use an integer"))?;
                 }
@@ -61,8 +61,8 @@ impl Args {
             ["limited"] => Command::Limited,
             ["top"] => Command::Top,
             ["policies"] => Command::Policies,
-            ["caller", caller] => Command::Caller(Wanted::read(caller)?),
-            ["reset", caller] => Command::Reset(Wanted::read(caller)?),
+            ["caller", caller] => Command::Caller(CallerArg::parse(caller)?),
+            ["reset", caller] => Command::Reset(CallerArg::parse(caller)?),
             _ => {
                 return Err(format!(
                     "{:?} is no command: use `limited`, `top`, `policies`, `caller CALLER` or `reset CALLER`",
@@ -76,14 +76,14 @@ impl Args {
             settings,
             policies,
             url,
-            number,
+            max_rows,
             json,
         }))
     }
 }
 
 /// Parses `name quota` or `name strategy quota`.
-fn policy(text: &str) -> Result<Policy, String> {
+fn parse_policy(text: &str) -> Result<Policy, String> {
     let (name, rest) = text.trim().split_once(' ').unwrap_or((text, ""));
     // The quota is the first word that begins with a digit. A strategy has digits only within words.
     let mut digits = rest

@@ -6,16 +6,16 @@ use tower_redis_ratelimit::Key;
 use tower_redis_ratelimit::extract::HeaderKey;
 
 /// Suffix of the key under which a dry run counts a caller.
-const DRY_RUN: &str = ",~try";
+const DRY_RUN_SUFFIX: &str = ",~try";
 
 /// A caller as an operator writes it.
-pub(crate) struct Wanted {
-    /// As it was written.
+pub(crate) struct CallerArg {
+    /// The operator's text.
     pub(crate) text: String,
-    pub(crate) of: Of,
+    pub(crate) id: CallerId,
 }
 
-pub(crate) enum Of {
+pub(crate) enum CallerId {
     Key(Key),
     /// The two possible keys of a header's value: its hash, and the readable value.
     Header([Key; 2]),
@@ -23,60 +23,60 @@ pub(crate) enum Of {
     Log(String),
 }
 
-impl Wanted {
-    pub(crate) fn read(text: &str) -> Result<Self, String> {
+impl CallerArg {
+    pub(crate) fn parse(text: &str) -> Result<Self, String> {
         let digits = text
             .strip_prefix("Key(")
             .and_then(|rest| rest.strip_suffix(')'));
-        let of = if let Some(digits) = digits.unwrap_or(text).strip_prefix('#') {
+        let id = if let Some(digits) = digits.unwrap_or(text).strip_prefix('#') {
             if digits.len() != 6 || !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
                 return Err(format!(
                     "{text:?} is no caller: the log has six digits, such as #684888"
                 ));
             }
-            Of::Log(format!("#{}", digits.to_ascii_lowercase()))
+            CallerId::Log(format!("#{}", digits.to_ascii_lowercase()))
         } else if let Some((name, value)) = text.split_once(": ") {
             let header = HeaderKey::new(name).map_err(|error| error.to_string())?;
-            Of::Header([header.key_of(value), header.readable().key_of(value)])
+            CallerId::Header([header.key_of(value), header.readable().key_of(value)])
         } else {
             let key = Key::deserialize(StrDeserializer::new(text));
-            Of::Key(key.map_err(|error: Invalid| error.to_string())?)
+            CallerId::Key(key.map_err(|error: Invalid| error.to_string())?)
         };
         let text = text.to_owned();
-        Ok(Self { text, of })
+        Ok(Self { text, id })
     }
 
-    /// Returns the keys under which this caller may be counted. `None` if only the digits in the log are known.
+    /// Returns the keys under which this caller may be counted. `None` if only the digits from the log are given.
     pub(crate) fn keys(&self) -> Option<&[Key]> {
-        match &self.of {
-            Of::Key(key) => Some(std::slice::from_ref(key)),
-            Of::Header(keys) => Some(keys),
-            Of::Log(_) => None,
+        match &self.id {
+            CallerId::Key(key) => Some(std::slice::from_ref(key)),
+            CallerId::Header(keys) => Some(keys),
+            CallerId::Log(_) => None,
         }
     }
 
     /// Returns `true` if a key in Redis is this caller's own, or its key of a dry run.
-    pub(crate) fn is(&self, key: &Key) -> bool {
-        let (caller, _) = caller(key);
-        match &self.of {
-            Of::Key(own) => own == key || *own == caller,
-            Of::Header(keys) => keys.contains(&caller),
-            Of::Log(digits) => logged(&caller) == *digits || logged(key) == *digits,
+    pub(crate) fn matches(&self, key: &Key) -> bool {
+        let (caller, _) = split_dry_run(key);
+        match &self.id {
+            CallerId::Key(own) => own == key || *own == caller,
+            CallerId::Header(keys) => keys.contains(&caller),
+            CallerId::Log(digits) => log_digits(&caller) == *digits || log_digits(key) == *digits,
         }
     }
 
     /// The reason if nothing is counted.
-    pub(crate) fn nothing(&self) -> String {
+    pub(crate) fn nothing_counted(&self) -> String {
         let text = &self.text;
-        match &self.of {
-            Of::Key(key)
+        match &self.id {
+            CallerId::Key(key)
                 if key.reveal() == text.as_str() && !text.contains([':', ',', '*', '~']) =>
             {
                 format!(
                     "nothing is counted of `{text}`: if it comes from a header, write `secret:{text}`\n"
                 )
             }
-            Of::Log(_) => format!(
+            CallerId::Log(_) => format!(
                 "nothing is counted of `{text}`: its counts have expired, or the service uses another server or prefix\n"
             ),
             _ => format!("nothing is counted of `{text}`\n"),
@@ -85,16 +85,19 @@ impl Wanted {
 }
 
 /// The caller of a key in Redis, and whether it is a key of a dry run.
-pub(crate) fn caller(key: &Key) -> (Key, bool) {
-    let caller = key.reveal().strip_suffix(DRY_RUN).and_then(|caller| {
-        let caller: Result<Key, Invalid> = Key::deserialize(StrDeserializer::new(caller));
-        caller.ok()
-    });
+pub(crate) fn split_dry_run(key: &Key) -> (Key, bool) {
+    let caller = key
+        .reveal()
+        .strip_suffix(DRY_RUN_SUFFIX)
+        .and_then(|caller| {
+            let caller: Result<Key, Invalid> = Key::deserialize(StrDeserializer::new(caller));
+            caller.ok()
+        });
     caller.map_or((*key, false), |caller| (caller, true))
 }
 
 /// The digits that the log shows for a caller.
-pub(crate) fn logged(key: &Key) -> String {
+pub(crate) fn log_digits(key: &Key) -> String {
     let text = format!("{key:?}");
     text.trim_start_matches("Key(")
         .trim_end_matches(')')

@@ -14,19 +14,19 @@ use tower_redis_ratelimit::store::{
 use tower_redis_ratelimit::{Key, Policies, Policy, RedisStore};
 
 use crate::args::Args;
-use crate::callers::{Wanted, caller, logged};
+use crate::callers::{CallerArg, log_digits, split_dry_run};
 use crate::settings::Settings;
 
 /// Number of counts that are queried concurrently, in one call of the store.
-const TOGETHER: usize = 128;
+const MAX_CONCURRENT: usize = 128;
 
 pub(crate) struct Counts {
     store: RedisStore,
     /// The policies of `--policy` or, without it, of the settings.
     policies: Vec<Policy>,
     /// Whether to skip counts under other policies.
-    only: bool,
-    number: usize,
+    only_these: bool,
+    max_rows: usize,
     json: bool,
 }
 
@@ -49,11 +49,11 @@ struct Row {
     #[serde(skip_serializing_if = "Option::is_none")]
     remaining_after_reset: Option<u32>,
     #[serde(skip)]
-    of: (Key, Policies),
+    count: (Key, Policies),
 }
 
 /// The counts that a scan has found.
-struct Found {
+struct FoundCounts {
     rows: Vec<Row>,
     /// The number of counts that were queried.
     counts: usize,
@@ -78,16 +78,16 @@ impl Counts {
         // An operator can wait longer than a request.
         config.timeout = Duration::from_secs(10);
         let store = connect(&config)?;
-        let only = !args.policies.is_empty();
+        let only_these = !args.policies.is_empty();
         Ok(Self {
             store,
-            policies: if only {
+            policies: if only_these {
                 args.policies.clone()
             } else {
                 settings.policies
             },
-            only,
-            number: args.number,
+            only_these,
+            max_rows: args.max_rows,
             json: args.json,
         })
     }
@@ -98,8 +98,8 @@ impl Counts {
         let wait = |row: &Row| -row.denied_for.unwrap_or_default();
         let (found, limited) = self.list(is_limited, wait).await?;
         let counts = found.counts;
-        let is_empty = counts == 0 && found.unknown.is_empty() && !self.only;
-        let text = self.text(found)?;
+        let is_empty = counts == 0 && found.unknown.is_empty() && !self.only_these;
+        let text = self.render(found)?;
         if self.json {
             return Ok(text);
         }
@@ -115,7 +115,7 @@ impl Counts {
     pub(crate) async fn top(&self) -> Result<String, Box<dyn Error>> {
         let left = |row: &Row| f64::from(row.remaining) / f64::from(row.capacity.max(1));
         let (found, _) = self.list(|_| true, left).await?;
-        self.text(found)
+        self.render(found)
     }
 
     /// The first rows by an order, and how many are wanted.
@@ -123,8 +123,8 @@ impl Counts {
         &self,
         wanted: impl Fn(&Row) -> bool,
         order: impl Fn(&Row) -> f64,
-    ) -> Result<(Found, usize), StoreError> {
-        let (mut rows, mut number) = (Vec::<Row>::new(), 0);
+    ) -> Result<(FoundCounts, usize), StoreError> {
+        let (mut rows, mut total) = (Vec::<Row>::new(), 0);
         let add = |found: Vec<Row>| {
             // SCAN may return a key twice.
             let listed: HashSet<_> = rows.iter().map(Row::id).collect();
@@ -132,51 +132,55 @@ impl Counts {
                 .into_iter()
                 .filter(|row| wanted(row) && !listed.contains(&row.id()));
             let new: Vec<Row> = new.collect();
-            number += new.len();
+            total += new.len();
             rows.extend(new);
             rows.sort_by(|one, other| {
                 order(one)
                     .total_cmp(&order(other))
                     .then_with(|| one.id().cmp(&other.id()))
             });
-            rows.truncate(self.number);
+            rows.truncate(self.max_rows);
         };
         let found = self.scan(|_| true, add).await?;
-        Ok((Found { rows, ..found }, number))
+        Ok((FoundCounts { rows, ..found }, total))
     }
 
     /// The counts of one caller.
-    pub(crate) async fn caller(&self, wanted: &Wanted) -> Result<String, Box<dyn Error>> {
+    pub(crate) async fn caller(&self, wanted: &CallerArg) -> Result<String, Box<dyn Error>> {
         let found = self.of_caller(wanted).await?;
         if found.rows.is_empty() && found.unknown.is_empty() && !self.json {
-            return Ok(wanted.nothing());
+            return Ok(wanted.nothing_counted());
         }
-        self.text(found)
+        self.render(found)
     }
 
     /// Resets the counts of one caller.
-    pub(crate) async fn reset(&self, wanted: &Wanted) -> Result<String, Box<dyn Error>> {
+    pub(crate) async fn reset(&self, wanted: &CallerArg) -> Result<String, Box<dyn Error>> {
         let mut found = self.of_caller(wanted).await?;
         if found.rows.is_empty() && found.unknown.is_empty() && !self.json {
-            return Ok(wanted.nothing());
+            return Ok(wanted.nothing_counted());
         }
         let mut text = String::new();
         for row in &mut found.rows {
-            let (key, policies) = &row.of;
+            let (key, policies) = &row.count;
             let _: Decision = self.store.check(Check::reset(*key, policies)).await?;
             let after = self.row(*key, policies).await?.remaining;
             row.remaining_after_reset = Some(after);
-            let (policy, shown, before, capacity) =
-                (&row.policy, row.shown(), row.remaining, row.capacity);
+            let (policy, shown, before, capacity) = (
+                &row.policy,
+                row.display_caller(),
+                row.remaining,
+                row.capacity,
+            );
             writeln!(
                 text,
                 "reset `{policy}` of {shown}: {before} of {capacity} were left, and {after} are"
             )?;
         }
         if self.json {
-            return self.text(found);
+            return self.render(found);
         }
-        note(&found.unknown);
+        print_unknown(&found.unknown);
         if !found.rows.is_empty() {
             text += "Redis counts the next request from zero. An instance that has denied the caller may deny it for up to a second \
                      more. An instance that decides without Redis, or from a leased block, still has its own count.\n";
@@ -184,15 +188,15 @@ impl Counts {
         Ok(text)
     }
 
-    /// The counts of one caller: under the known policies, if there are any, and otherwise all that a scan finds.
-    async fn of_caller(&self, wanted: &Wanted) -> Result<Found, StoreError> {
+    /// Returns the counts of one caller: under the given policies, or without any, under all policies that a scan finds.
+    async fn of_caller(&self, wanted: &CallerArg) -> Result<FoundCounts, StoreError> {
         let mut rows = vec![];
         let Some(keys) = wanted.keys().filter(|_| !self.policies.is_empty()) else {
-            let is_of = |count: &StoredCount| wanted.is(&count.key);
+            let is_of = |count: &StoredCount| wanted.matches(&count.key);
             let found = self.scan(is_of, |found| rows.extend(found)).await?;
             rows.sort_by_key(Row::id);
             rows.dedup_by_key(|row| row.id());
-            return Ok(Found { rows, ..found });
+            return Ok(FoundCounts { rows, ..found });
         };
         for key in keys {
             for policy in &self.policies {
@@ -203,7 +207,7 @@ impl Counts {
             }
         }
         let (counts, unknown) = (rows.len(), BTreeSet::new());
-        Ok(Found {
+        Ok(FoundCounts {
             rows,
             counts,
             unknown,
@@ -215,32 +219,34 @@ impl Counts {
         &self,
         wanted: impl Fn(&StoredCount) -> bool,
         mut add: impl FnMut(Vec<Row>),
-    ) -> Result<Found, StoreError> {
+    ) -> Result<FoundCounts, StoreError> {
         let (mut scan, mut counts, mut unknown) = (self.store.scan(), 0, BTreeSet::new());
         while let Some(step) = scan.next().await? {
-            let mut asked = vec![];
+            let mut to_query = vec![];
             for count in step.into_iter().filter(&wanted) {
                 let known = self.policies.iter().filter(|policy| count.is_of(policy));
                 let mut policies: Vec<Policy> = known.cloned().collect();
-                if policies.is_empty() && !self.only {
+                if policies.is_empty() && !self.only_these {
                     policies.extend(count.bucket());
                     if policies.is_empty() {
                         unknown.insert((count.policy, count.strategy, count.span));
                     }
                 }
-                asked.extend(
+                to_query.extend(
                     policies
                         .into_iter()
                         .map(|policy| (count.key, Policies::from(policy))),
                 );
             }
-            counts += asked.len();
-            for asked in asked.chunks(TOGETHER) {
-                let rows = asked.iter().map(|(key, policies)| self.row(*key, policies));
+            counts += to_query.len();
+            for to_query in to_query.chunks(MAX_CONCURRENT) {
+                let rows = to_query
+                    .iter()
+                    .map(|(key, policies)| self.row(*key, policies));
                 add(try_join_all(rows).await?);
             }
         }
-        Ok(Found {
+        Ok(FoundCounts {
             rows: vec![],
             counts,
             unknown,
@@ -249,43 +255,43 @@ impl Counts {
 
     async fn row(&self, key: Key, policies: &Policies) -> Result<Row, StoreError> {
         let decision = self.store.check(Check::peek(key, policies, 1)).await?;
-        let (policy, (caller, dry_run)) = (decision.policy(), caller(&key));
+        let (policy, (caller, dry_run)) = (decision.policy(), split_dry_run(&key));
         Ok(Row {
             caller: caller.reveal().to_owned(),
-            log: logged(&caller),
+            log: log_digits(&caller),
             dry_run,
             policy: policy.name().to_owned(),
-            strategy: strategy(policy),
+            strategy: strategy_name(policy),
             quota: policy.quota().to_string(),
             capacity: decision.capacity(),
             remaining: decision.remaining(),
             denied_for: decision.retry_after().map(|wait| wait.as_secs_f64()),
             reset_after: decision.reset_after().as_secs_f64(),
             remaining_after_reset: None,
-            of: (key, policies.clone()),
+            count: (key, policies.clone()),
         })
     }
 
-    fn text(&self, found: Found) -> Result<String, Box<dyn Error>> {
-        note(&found.unknown);
+    fn render(&self, found: FoundCounts) -> Result<String, Box<dyn Error>> {
+        print_unknown(&found.unknown);
         if self.json {
             return Ok(serde_json::to_string_pretty(&found.rows)? + "\n");
         }
         let mut text = String::new();
         for row in found.rows {
             let next = match row.denied_for {
-                Some(wait) => format!("denied for {}", duration(wait)),
+                Some(wait) => format!("denied for {}", format_duration(wait)),
                 None => "passes".to_owned(),
             };
             writeln!(
                 text,
                 "{:<40} {} {:<16} {:>7} of {} left, {next}, all back in {}",
-                row.shown(),
+                row.display_caller(),
                 row.log,
                 row.policy,
                 row.remaining,
                 row.capacity,
-                duration(row.reset_after)
+                format_duration(row.reset_after)
             )?;
         }
         Ok(text)
@@ -340,20 +346,20 @@ impl Counts {
 impl Row {
     fn id(&self) -> (String, String, String) {
         (
-            self.of.0.reveal().to_owned(),
+            self.count.0.reveal().to_owned(),
             self.policy.clone(),
             self.quota.clone(),
         )
     }
 
-    fn shown(&self) -> String {
+    fn display_caller(&self) -> String {
         let mark = if self.dry_run { " (dry run)" } else { "" };
         format!("{}{mark}", self.caller)
     }
 }
 
 /// Names, on standard error, the counts whose limit is unknown.
-fn note(unknown: &BTreeSet<(String, &'static str, String)>) {
+fn print_unknown(unknown: &BTreeSet<(String, &'static str, String)>) {
     for (name, strategy, span) in unknown {
         eprintln!(
             "the limit of `{name} {strategy} {span}` is not in Redis: use --settings FILE, or --policy '{name} {strategy} LIMIT/PERIOD'"
@@ -362,7 +368,7 @@ fn note(unknown: &BTreeSet<(String, &'static str, String)>) {
 }
 
 /// Returns a number of seconds as a person reads it: its two largest units, rounded up.
-fn duration(seconds: f64) -> String {
+fn format_duration(seconds: f64) -> String {
     let whole = seconds.ceil() as u64;
     match whole {
         0..60 => format!("{seconds:.1} s"),
@@ -379,7 +385,7 @@ fn duration(seconds: f64) -> String {
 }
 
 /// Returns the name of a policy's strategy in counts.
-fn strategy(policy: &Policy) -> String {
+fn strategy_name(policy: &Policy) -> String {
     let text = policy
         .strategy()
         .map_or_else(|| "in-flight".to_owned(), |strategy| strategy.to_string());
@@ -395,7 +401,7 @@ fn connect(config: &StoreConfig) -> Result<RedisStore, Box<dyn Error>> {
 
 #[cfg(test)]
 mod tests {
-    use super::duration;
+    use super::format_duration;
 
     #[test]
     fn durations_have_two_units() {
@@ -408,7 +414,7 @@ mod tests {
             (86_400.0, "1 d 0 h"),
             (200_000.0, "2 d 8 h"),
         ] {
-            assert_eq!(duration(seconds), text);
+            assert_eq!(format_duration(seconds), text);
         }
     }
 }

@@ -19,24 +19,26 @@ pub(crate) struct Settings {
 impl Settings {
     /// Reads a file in YAML or JSON, if it has that extension, or in TOML.
     pub(crate) fn read(file: &Path) -> Result<Self, Box<dyn Error>> {
-        let named = |error: &dyn Error| format!("{}: {error}", file.display());
-        let text = fs::read_to_string(file).map_err(|error| named(&error))?;
-        let ending = file.extension().and_then(|ending| ending.to_str());
-        let value: Value = match ending {
-            Some("yaml" | "yml") => yaml_serde::from_str(&text).map_err(|error| named(&error))?,
-            Some("json") => serde_json::from_str(&text).map_err(|error| named(&error))?,
-            _ => toml::from_str(&text).map_err(|error| named(&error))?,
+        let with_path = |error: &dyn Error| format!("{}: {error}", file.display());
+        let text = fs::read_to_string(file).map_err(|error| with_path(&error))?;
+        let extension = file.extension().and_then(|extension| extension.to_str());
+        let value: Value = match extension {
+            Some("yaml" | "yml") => {
+                yaml_serde::from_str(&text).map_err(|error| with_path(&error))?
+            }
+            Some("json") => serde_json::from_str(&text).map_err(|error| with_path(&error))?,
+            _ => toml::from_str(&text).map_err(|error| with_path(&error))?,
         };
         let mut settings = Self::default();
         settings
-            .find(&value)
+            .collect(&value)
             .map_err(|error| format!("{}: {error}", file.display()))?;
         Ok(settings)
     }
 
-    fn find(&mut self, value: &Value) -> Result<(), String> {
+    fn collect(&mut self, value: &Value) -> Result<(), String> {
         match value {
-            // Another program's settings may have quotas too, but not as text beside a name.
+            // Another program's settings may have quotas too, but not as text together with a name.
             Value::Object(fields)
                 if fields.contains_key("name") && fields.contains_key("quota") =>
             {
@@ -51,11 +53,11 @@ impl Settings {
                         let store = StoreConfig::deserialize(field);
                         self.store = Some(store.map_err(|error| format!("store: {error}"))?);
                     } else {
-                        self.find(field)?;
+                        self.collect(field)?;
                     }
                 }
             }
-            Value::Array(values) => values.iter().try_for_each(|value| self.find(value))?,
+            Value::Array(values) => values.iter().try_for_each(|value| self.collect(value))?,
             _ => {}
         }
         Ok(())

@@ -23,17 +23,17 @@ impl TaskOwner {
         Self(Arc::new(AtomicBool::new(false)))
     }
 
-    /// Starts the task on this runtime; outside of a runtime, on `home`. Does nothing if the task is running or there
+    /// Starts the task on this runtime; outside of a runtime, on `other`. Does nothing if the task is running or there
     /// is no runtime.
-    pub(crate) fn spawn<F>(&self, home: Option<&Handle>, task: impl FnOnce(Task) -> F)
+    pub(crate) fn spawn<F>(&self, other: Option<&Handle>, run: impl FnOnce(Task) -> F)
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        let Some(right) = self.begin() else { return };
-        let here = Handle::try_current().ok();
-        if let Some(runtime) = here.as_ref().or(home) {
+        let Some(task) = self.try_begin() else { return };
+        let current = Handle::try_current().ok();
+        if let Some(runtime) = current.as_ref().or(other) {
             // A runtime that has shut down drops the task and its permission immediately.
-            drop(runtime.spawn(task(right)));
+            drop(runtime.spawn(run(task)));
         }
     }
 
@@ -44,7 +44,7 @@ impl TaskOwner {
     }
 
     /// Returns the permission to run, or `None` if a task is running.
-    pub(super) fn begin(&self) -> Option<Task> {
+    pub(super) fn try_begin(&self) -> Option<Task> {
         // Swap even while a task is running: the swap in `Task::drop` reads this value, so the ending task sees the
         // work that was published before this call.
         let is_running = self.0.swap(true, Ordering::AcqRel);

@@ -32,24 +32,24 @@ enum Fate {
 
 struct Model {
     owner: task::TaskOwner,
-    needed: AtomicBool,
+    has_work: AtomicBool,
     /// Number of running tasks.
     running: AtomicUsize,
 }
 
 impl Model {
     /// Publishes work, and runs the task unless one is running.
-    fn need(&self, fate: Fate) {
+    fn request(&self, fate: Fate) {
         // Relaxed, so that only `TaskOwner` can make the work visible to the task.
-        self.needed.store(true, Relaxed);
-        while let Some(task) = self.owner.begin() {
+        self.has_work.store(true, Relaxed);
+        while let Some(task) = self.owner.try_begin() {
             assert_eq!(self.running.fetch_add(1, SeqCst), 0, "one runs at a time");
             if fate == Fate::Ends {
-                self.needed.store(false, SeqCst);
+                self.has_work.store(false, SeqCst);
             }
             self.running.fetch_sub(1, SeqCst);
             drop(task);
-            if fate == Fate::IsDropped || !self.needed.load(Relaxed) {
+            if fate == Fate::IsDropped || !self.has_work.load(Relaxed) {
                 break;
             }
         }
@@ -62,27 +62,27 @@ fn explore<const N: usize>(fates: [Fate; N]) {
     scheduler.check(move || {
         let model = Arc::new(Model {
             owner: task::TaskOwner::new(),
-            needed: AtomicBool::new(false),
+            has_work: AtomicBool::new(false),
             running: AtomicUsize::new(0),
         });
         let threads: Vec<_> = fates[1..]
             .iter()
             .map(|fate| {
                 let (model, fate) = (Arc::clone(&model), *fate);
-                thread::spawn(move || model.need(fate))
+                thread::spawn(move || model.request(fate))
             })
             .collect();
-        model.need(fates[0]);
+        model.request(fates[0]);
         for thread in threads {
             thread.join().unwrap();
         }
         assert!(
-            !model.needed.load(SeqCst) || fates.contains(&Fate::IsDropped),
+            !model.has_work.load(SeqCst) || fates.contains(&Fate::IsDropped),
             "work is left behind"
         );
         // A task that was dropped with its runtime must not block the next one.
-        model.need(Fate::Ends);
-        assert!(!model.needed.load(SeqCst), "the next task does the work");
+        model.request(Fate::Ends);
+        assert!(!model.has_work.load(SeqCst), "the next task does the work");
     });
 }
 
@@ -114,9 +114,9 @@ fn a_task_moves_when_its_runtime_shuts_down() {
     }
     let tasks = |runtime: &Runtime| runtime.metrics().num_alive_tasks();
     assert_eq!([tasks(&first), tasks(&second)], [1, 0]);
-    let ended = first.handle().clone();
+    let shut_down = first.handle().clone();
     drop(first);
-    owner.spawn(Some(&ended), forever);
+    owner.spawn(Some(&shut_down), forever);
     owner.spawn(None, forever);
     assert!(!owner.is_running(), "there is no runtime");
     second.block_on(async { owner.spawn(None, forever) });

@@ -119,13 +119,13 @@ impl<R, A: KeyExtractor<R>, B: KeyExtractor<R>> KeyExtractor<R> for Or<A, B> {
         let missing = match self.first.extract(request) {
             Err(missing) if missing.may_have_another() => missing,
             found => {
-                self.misses.end();
+                self.misses.found();
                 return found;
             }
         };
         match missing.no_extension() {
-            Some(of_type) => self.misses.add(|| always_second(of_type)),
-            None => self.misses.end(),
+            Some(of_type) => self.misses.missed(|| always_second(of_type)),
+            None => self.misses.found(),
         }
         let second = self.second.extract(request);
         if let (Ok(key), Some(observer)) = (&second, self.misses.observer()) {
@@ -147,7 +147,7 @@ fn always_second(of_type: &str) -> String {
         "none of the first {} requests had a `{of_type}` in its extensions, and the second extractor of `.or(..)` counted them: put the \
          layer inside the authentication that inserts it (of axum's layers, the last one is the outermost), or ignore this if all of them \
          were anonymous{ALWAYS_SECOND_KEY}",
-        Misses::ALL
+        Misses::REPORT_AT
     )
 }
 

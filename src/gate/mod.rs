@@ -310,7 +310,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if self.holds == Holds::Nothing {
             None
         } else {
-            self.in_flight.hold(check)
+            self.in_flight.track(check)
         }
     }
 
@@ -402,7 +402,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
                 return Err(Refusal::Unavailable(error));
             }
             Err(_) => {
-                question.slot = question.slot.take().map(Slot::passed);
+                question.slot = question.slot.take().map(Slot::admitted_after_error);
                 None
             }
         };
@@ -529,7 +529,7 @@ impl Question {
     #[inline]
     fn answered(&mut self, answer: &Result<Decision, StoreError>) {
         if let Some(slot) = &mut self.slot {
-            slot.answered(answer.as_ref());
+            slot.on_reply(answer.as_ref());
         }
     }
 

@@ -29,29 +29,22 @@ use crate::util::{instant, lock};
 
 /// The slots of a layer or a [`Limiter`](crate::Limiter) in its store. Clones share the slots.
 #[derive(Clone)]
-pub(crate) struct InFlightTracker(Arc<Inner>);
+pub(crate) struct InFlightTracker(Arc<SharedSlots>);
 
-struct Inner {
+struct SharedSlots {
     ops: OpQueue,
-    slots: Mutex<Slots>,
+    slots: Mutex<BTreeMap<SlotId, TrackedSlot>>,
     renewer: TaskOwner,
 }
 
-#[derive(Default)]
-struct Slots {
-    each: BTreeMap<SlotId, Entry>,
-    /// No slot has to be renewed before this time.
-    due_at: Option<Instant>,
-}
-
-struct Entry {
+struct TrackedSlot {
     key: Key,
     /// The policies that limit requests in flight.
     policies: Policies,
     /// Time of the next renewal. `None` until the request is admitted.
-    due_at: Option<Instant>,
+    renew_at: Option<Instant>,
     /// Whether a take or a renewal has no reply yet.
-    is_unsure: bool,
+    is_unanswered: bool,
 }
 
 /// The slot of a request. Dropping it releases the slot.
@@ -61,16 +54,15 @@ pub(crate) struct Slot {
     id: SlotId,
 }
 
-/// Interval at which the task checks for due slots.
+/// Interval at which the task renews due slots.
 const TICK: Duration = Duration::from_millis(250);
 
 impl InFlightTracker {
     /// Creates a tracker of slots in `store`. `observer` is notified of slots that could not be
     /// released.
     pub(crate) fn new(store: &impl Store, observer: Option<Arc<dyn Observer>>) -> Self {
-        let ops = op_queue(store.clone(), observer);
-        Self(Arc::new(Inner {
-            ops,
+        Self(Arc::new(SharedSlots {
+            ops: op_queue(store.clone(), observer),
             slots: Mutex::default(),
             renewer: TaskOwner::new(),
         }))
@@ -83,18 +75,18 @@ impl InFlightTracker {
 
     /// Creates the slot that this check takes, before the check is sent. `None` if no policy limits
     /// requests in flight.
-    pub(crate) fn hold(&self, check: &Check) -> Option<Slot> {
+    pub(crate) fn track(&self, check: &Check) -> Option<Slot> {
         let (policies, id) = (check.policies().in_flight()?, check.slot()?);
-        let entry = Entry {
+        let tracked = TrackedSlot {
             key: *check.key(),
             policies: policies.clone(),
-            due_at: None,
-            is_unsure: true,
+            renew_at: None,
+            is_unanswered: true,
         };
-        lock(&self.0.slots).each.insert(id, entry);
+        lock(&self.0.slots).insert(id, tracked);
         // The task ends under the same lock.
         if !self.0.renewer.is_running() {
-            self.0.start();
+            self.0.ensure_renewer();
         }
         // Resend operations left over by a runtime that has shut down.
         self.0.ops.wake();
@@ -106,17 +98,17 @@ impl InFlightTracker {
 }
 
 impl Slot {
-    /// Handles the store's reply: a granted slot will be renewed, a denied one was not taken.
-    pub(crate) fn answered(&mut self, answer: Result<&Decision, &StoreError>) {
-        let slots = &mut *lock(&self.tracker.0.slots);
-        match answer {
-            Ok(decision) if decision.is_allowed() => slots.pass(self.id, decision.is_unsure()),
-            // The shared store may have granted the slot: keep the entry, so that `drop` releases it.
+    /// Handles the store's reply to the take: a granted slot will be renewed, a denied one was not taken.
+    pub(crate) fn on_reply(&mut self, reply: Result<&Decision, &StoreError>) {
+        let shared = &self.tracker.0;
+        match reply {
+            Ok(decision) if decision.is_allowed() => shared.confirm(self.id, decision.is_unsure()),
+            // The shared store may have granted the slot: keep it, so that `drop` releases it.
             Ok(decision) if decision.is_unsure() => {}
-            Ok(_) => drop(slots.each.remove(&self.id)),
+            Ok(_) => drop(shared.remove(self.id)),
             Err(error) => {
-                if let Some(entry) = slots.each.get_mut(&self.id) {
-                    entry.is_unsure = !error.is_not_sent();
+                if let Some(tracked) = lock(&shared.slots).get_mut(&self.id) {
+                    tracked.is_unanswered = !error.is_not_sent();
                 }
             }
         }
@@ -124,32 +116,31 @@ impl Slot {
 
     /// Keeps the slot of a request that is admitted after an error. The next renewal takes the slot in
     /// the store.
-    pub(crate) fn passed(self) -> Self {
-        lock(&self.tracker.0.slots).pass(self.id, true);
+    pub(crate) fn admitted_after_error(self) -> Self {
+        self.tracker.0.confirm(self.id, true);
         self
     }
 
     /// Lets the slot expire instead of releasing it, for a request whose end cannot be seen.
     pub(crate) fn leave_counted(self) {
-        let _entry = lock(&self.tracker.0.slots).each.remove(&self.id);
+        drop(self.tracker.0.remove(self.id));
     }
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        let entry = lock(&self.tracker.0.slots).each.remove(&self.id);
-        let Some(Entry {
+        let Some(TrackedSlot {
             key,
             policies,
-            due_at,
-            is_unsure,
-        }) = entry
+            renew_at,
+            is_unanswered,
+        }) = self.tracker.0.remove(self.id)
         else {
             return;
         };
-        if is_unsure || due_at.is_some() {
+        if is_unanswered || renew_at.is_some() {
             let release = PendingOp::of_check(Check::release(key, &policies, self.id));
-            self.tracker.0.ops.put(if is_unsure {
+            self.tracker.0.ops.put(if is_unanswered {
                 release.repeated()
             } else {
                 release
@@ -158,41 +149,16 @@ impl Drop for Slot {
     }
 }
 
-impl Slots {
-    /// Starts renewing a slot, unless it is renewed already. `stays` is `true` if the store's reply to
-    /// its take or renewal is still missing.
-    fn pass(&mut self, id: SlotId, stays: bool) {
-        let Some(entry) = self.each.get_mut(&id) else {
-            return;
-        };
-        entry.is_unsure &= stays;
-        if entry.due_at.is_none() {
-            let due_at = instant() + entry.pause();
-            entry.due_at = Some(due_at);
-            self.due_at = Some(self.due_at.map_or(due_at, |first| first.min(due_at)));
-        }
+impl TrackedSlot {
+    /// Returns the check that renews the slot, if it is due before the next tick.
+    fn renewal(&mut self, id: SlotId, now: Instant) -> Option<Check> {
+        self.renew_at.filter(|renew_at| *renew_at <= now + TICK)?;
+        self.renew_at = Some(now + self.renewal_interval());
+        self.is_unanswered = true;
+        Some(Check::renew(self.key, &self.policies, id))
     }
 
-    /// Returns the checks that renew all slots due before the next tick.
-    fn renewals(&mut self, now: Instant) -> Vec<Check> {
-        let mut due = Vec::new();
-        if self.due_at.is_none_or(|first| first > now + TICK) {
-            return due;
-        }
-        for (id, entry) in &mut self.each {
-            if entry.due_at.is_some_and(|due_at| due_at <= now + TICK) {
-                (entry.due_at, entry.is_unsure) = (Some(now + entry.pause()), true);
-                due.push(Check::renew(entry.key, &entry.policies, *id));
-            }
-        }
-        self.due_at = self.each.values().filter_map(|entry| entry.due_at).min();
-        due
-    }
-}
-
-impl Entry {
-    /// Interval between two renewals.
-    fn pause(&self) -> Duration {
+    fn renewal_interval(&self) -> Duration {
         self.policies
             .iter()
             .map(|policy: &Policy| policy.quota().period())
@@ -202,9 +168,24 @@ impl Entry {
     }
 }
 
-impl Inner {
+impl SharedSlots {
+    fn remove(&self, id: SlotId) -> Option<TrackedSlot> {
+        lock(&self.slots).remove(&id)
+    }
+
+    /// Starts the renewals of a slot, unless they are started. `is_unsure` is `true` if the store's
+    /// reply to its take or renewal is still missing.
+    fn confirm(&self, id: SlotId, is_unsure: bool) {
+        if let Some(tracked) = lock(&self.slots).get_mut(&id) {
+            tracked.is_unanswered &= is_unsure;
+            if tracked.renew_at.is_none() {
+                tracked.renew_at = Some(instant() + tracked.renewal_interval());
+            }
+        }
+    }
+
     /// Starts the renewal task. Outside a runtime, does one tick of its work directly.
-    fn start(self: &Arc<Self>) {
+    fn ensure_renewer(self: &Arc<Self>) {
         let this = Arc::downgrade(self);
         self.renewer.spawn(None, |task| renew(this, task));
         if !self.renewer.is_running() {
@@ -213,13 +194,15 @@ impl Inner {
     }
 
     fn tick(self: &Arc<Self>, now: Instant) {
-        let renewals = lock(&self.slots).renewals(now);
-        for check in renewals {
-            let (tracker, slot) = (Arc::downgrade(self), check.slot());
-            self.ops.put(PendingOp::of_check(check).then(move |answer| {
-                if let (Ok(decision), Some(tracker), Some(slot)) = (answer, tracker.upgrade(), slot)
-                {
-                    lock(&tracker.slots).pass(slot, decision.is_unsure());
+        let renewals: Vec<_> = lock(&self.slots)
+            .iter_mut()
+            .filter_map(|(id, tracked)| Some((*id, tracked.renewal(*id, now)?)))
+            .collect();
+        for (id, check) in renewals {
+            let this = Arc::downgrade(self);
+            self.ops.put(PendingOp::of_check(check).then(move |reply| {
+                if let (Ok(decision), Some(this)) = (reply, this.upgrade()) {
+                    this.confirm(id, decision.is_unsure());
                 }
             }));
         }
@@ -227,18 +210,18 @@ impl Inner {
 }
 
 /// Renews slots for as long as there are any.
-async fn renew(tracker: Weak<Inner>, task: Task) {
+async fn renew(shared: Weak<SharedSlots>, task: Task) {
     loop {
         sleep(TICK).await;
-        let Some(tracker) = tracker.upgrade() else {
+        let Some(shared) = shared.upgrade() else {
             return;
         };
         {
-            let slots = lock(&tracker.slots);
-            if slots.each.is_empty() {
+            let slots = lock(&shared.slots);
+            if slots.is_empty() {
                 return drop(task);
             }
         }
-        tracker.tick(instant());
+        shared.tick(instant());
     }
 }

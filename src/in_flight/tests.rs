@@ -21,47 +21,47 @@ use crate::wait_queues::{Bounds, WaitQueues, WaitRequest};
 
 /// Behaves like a fallback over Redis: while Redis is unreachable, another store decides.
 #[derive(Clone)]
-struct Wavering {
-    there: LocalStore,
-    elsewhere: LocalStore,
-    /// [`HERE`], [`AWAY`], [`LOSES`], [`REFUSES`] or [`UNSURE`].
-    mood: Arc<AtomicU8>,
+struct FaultyStore {
+    shared: LocalStore,
+    fallback: LocalStore,
+    /// [`REACHABLE`], [`UNREACHABLE`], [`LOSES_REPLIES`], [`REJECTS`] or [`UNSURE`].
+    fault: Arc<AtomicU8>,
     /// The delay of each way. As with several connections, a later check may arrive first.
-    way: fn() -> Duration,
-    asked: Arc<Mutex<Vec<Mode>>>,
+    delay: fn() -> Duration,
+    received: Arc<Mutex<Vec<Mode>>>,
 }
 
-const HERE: u8 = 0;
-const AWAY: u8 = 1;
+const REACHABLE: u8 = 0;
+const UNREACHABLE: u8 = 1;
 /// It counts the check, but the reply is lost.
-const LOSES: u8 = 2;
+const LOSES_REPLIES: u8 = 2;
 /// The check is not sent.
-const REFUSES: u8 = 3;
+const REJECTS: u8 = 3;
 /// The check is sent and lost, and the error is that of a fallback, which has decided elsewhere.
 const UNSURE: u8 = 4;
 
 const LIMIT: u32 = 10;
 const TTL: Duration = Duration::from_secs(30);
 
-impl Wavering {
+impl FaultyStore {
     fn new() -> Self {
-        let (there, elsewhere) = (LocalStore::default(), LocalStore::default());
+        let (shared, fallback) = (LocalStore::default(), LocalStore::default());
         Self {
-            there,
-            elsewhere,
-            mood: Arc::default(),
-            way: || Duration::from_millis(2),
-            asked: Arc::default(),
+            shared,
+            fallback,
+            fault: Arc::default(),
+            delay: || Duration::from_millis(2),
+            received: Arc::default(),
         }
     }
 
-    fn is(&self, mood: u8) {
-        self.mood.store(mood, Ordering::SeqCst);
+    fn set(&self, fault: u8) {
+        self.fault.store(fault, Ordering::SeqCst);
     }
 
     /// Returns the modes of the checks since the last call, except takes.
-    fn requests(&self) -> Vec<Mode> {
-        std::mem::take(&mut *lock(&self.asked))
+    fn take_received(&self) -> Vec<Mode> {
+        std::mem::take(&mut *lock(&self.received))
             .into_iter()
             .filter(|mode| *mode != Mode::Take)
             .collect()
@@ -69,45 +69,45 @@ impl Wavering {
 
     /// Returns the number of requests that the store counts for a caller.
     fn counted(&self, key: Key) -> u32 {
-        LIMIT - now(&self.there, Check::peek(key, &policies(), 1)).remaining()
+        LIMIT - decide(&self.shared, Check::peek(key, &policies(), 1)).remaining()
     }
 }
 
-fn now(store: &LocalStore, check: Check) -> Decision {
+fn decide(store: &LocalStore, check: Check) -> Decision {
     let Answer::Ready { answer } = store.check(check) else {
         unreachable!("it never waits")
     };
     answer.unwrap()
 }
 
-impl Store for Wavering {
+impl Store for FaultyStore {
     type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        lock(&self.asked).push(check.mode());
+        lock(&self.received).push(check.mode());
         let store = self.clone();
         // As with Redis, the decision and the reply are delayed.
         Answer::pending(Box::pin(async move {
-            sleep((store.way)()).await;
-            let mood = store.mood.load(Ordering::SeqCst);
+            sleep((store.delay)()).await;
+            let fault = store.fault.load(Ordering::SeqCst);
             let unsent = Err(StoreError::new(ErrorKind::Unreachable).not_sent());
-            if mood == AWAY {
-                let decision = now(&store.elsewhere, check.clone());
+            if fault == UNREACHABLE {
+                let decision = decide(&store.fallback, check.clone());
                 return if check.mode() == Mode::Release {
                     unsent
                 } else {
                     Ok(decision)
                 };
             }
-            if mood == REFUSES {
+            if fault == REJECTS {
                 return unsent;
             }
-            if mood == UNSURE {
+            if fault == UNSURE {
                 return Err(StoreError::new(ErrorKind::NotReady).check_only());
             }
-            let decision = now(&store.there, check);
-            sleep((store.way)()).await;
-            if mood == LOSES {
+            let decision = decide(&store.shared, check);
+            sleep((store.delay)()).await;
+            if fault == LOSES_REPLIES {
                 Err(StoreError::new(ErrorKind::Timeout))
             } else {
                 Ok(decision)
@@ -127,25 +127,25 @@ fn policies() -> Policies {
     POLICIES.clone()
 }
 
-fn slots(store: &Wavering) -> InFlightTracker {
+fn tracker(store: &FaultyStore) -> InFlightTracker {
     InFlightTracker::new(store, None)
 }
 
 /// Takes a slot. Returns it if it was granted.
-async fn request(store: &Wavering, slots: &InFlightTracker, key: Key) -> Option<Slot> {
-    request_under(store, slots, key, &policies()).await
+async fn request(store: &FaultyStore, tracker: &InFlightTracker, key: Key) -> Option<Slot> {
+    request_under(store, tracker, key, &policies()).await
 }
 
 async fn request_under(
-    store: &Wavering,
-    slots: &InFlightTracker,
+    store: &FaultyStore,
+    tracker: &InFlightTracker,
     key: Key,
     policies: &Policies,
 ) -> Option<Slot> {
     let check = Check::take(key, policies, 1);
-    let mut slot = slots.hold(&check).unwrap();
+    let mut slot = tracker.track(&check).unwrap();
     let answer = store.check(check).await;
-    slot.answered(answer.as_ref());
+    slot.on_reply(answer.as_ref());
     answer
         .is_ok_and(|decision| decision.is_allowed())
         .then_some(slot)
@@ -164,27 +164,31 @@ async fn until(what: &str, mut condition: impl FnMut() -> bool) {
 
 #[tokio::test(start_paused = true)]
 async fn long_requests_are_counted_until_they_end() {
-    let (store, ann) = (Wavering::new(), Key::new("ann"));
-    let slots = slots(&store);
-    let one = request(&store, &slots, ann).await.unwrap();
+    let (store, ann) = (FaultyStore::new(), Key::new("ann"));
+    let tracker = tracker(&store);
+    let one = request(&store, &tracker, ann).await.unwrap();
     sleep(20 * TTL).await;
     assert_eq!(store.counted(ann), 1);
-    let renewals = store.requests();
+    let renewals = store.take_received();
     assert!(
         renewals.iter().all(|mode| *mode == Mode::Renew) && (60..=80).contains(&renewals.len()),
         "{renewals:?}"
     );
     drop(one);
     until("it is released", || store.counted(ann) == 0).await;
-    assert_eq!(store.requests(), [Mode::Release]);
+    assert_eq!(store.take_received(), [Mode::Release]);
     sleep(TTL).await;
-    assert_eq!(store.requests(), [], "no slot is renewed after its release");
+    assert_eq!(
+        store.take_received(),
+        [],
+        "no slot is renewed after its release"
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn layers_over_one_store_keep_all_slots() {
-    let (store, ann) = (Wavering::new(), Key::new("ann"));
-    let layers = [slots(&store), slots(&store.clone())];
+    let (store, ann) = (FaultyStore::new(), Key::new("ann"));
+    let layers = [tracker(&store), tracker(&store.clone())];
     let mut held = vec![];
     for (count, layer) in [2, 3].into_iter().zip(&layers) {
         for _ in 0..count {
@@ -206,25 +210,25 @@ async fn layers_over_one_store_keep_all_slots() {
 
 #[tokio::test(start_paused = true)]
 async fn denied_requests_are_not_released() {
-    let (store, ann) = (Wavering::new(), Key::new("ann"));
-    let slots = slots(&store);
+    let (store, ann) = (FaultyStore::new(), Key::new("ann"));
+    let tracker = tracker(&store);
     let mut held = vec![];
     for _ in 0..2 * LIMIT {
-        held.extend(request(&store, &slots, ann).await);
+        held.extend(request(&store, &tracker, ann).await);
     }
     assert_eq!((held.len(), store.counted(ann)), (10, 10));
     sleep(Duration::from_secs(1)).await;
-    assert_eq!(store.requests(), []);
+    assert_eq!(store.take_received(), []);
 }
 
 /// A client may disconnect before the store has replied: its slot must be released.
 #[tokio::test(start_paused = true)]
 async fn requests_dropped_before_the_answer_are_released() {
-    let (store, ann) = (Wavering::new(), Key::new("ann"));
-    let slots = slots(&store);
-    let _other = request(&store, &slots, ann).await.unwrap();
+    let (store, ann) = (FaultyStore::new(), Key::new("ann"));
+    let tracker = tracker(&store);
+    let _other = request(&store, &tracker, ann).await.unwrap();
     assert!(
-        timeout(Duration::from_millis(3), request(&store, &slots, ann))
+        timeout(Duration::from_millis(3), request(&store, &tracker, ann))
             .await
             .is_err()
     );
@@ -241,12 +245,12 @@ async fn requests_dropped_before_the_answer_are_released() {
 /// The release reaches the store before the take, on another connection.
 #[tokio::test(start_paused = true)]
 async fn a_take_overtaken_by_its_release_is_released() {
-    let (store, ann) = (Wavering::new(), Key::new("ann"));
-    let (slots, check) = (slots(&store), Check::take(ann, &policies(), 1));
-    drop(slots.hold(&check));
+    let (store, ann) = (FaultyStore::new(), Key::new("ann"));
+    let (tracker, check) = (tracker(&store), Check::take(ann, &policies(), 1));
+    drop(tracker.track(&check));
     sleep(Duration::from_millis(400)).await;
-    assert_eq!(store.requests(), [Mode::Release]);
-    let _ = now(&store.there, check);
+    assert_eq!(store.take_received(), [Mode::Release]);
+    let _ = decide(&store.shared, check);
     assert_eq!(store.counted(ann), 1);
     timeout(
         Duration::from_millis(200),
@@ -260,18 +264,18 @@ async fn a_take_overtaken_by_its_release_is_released() {
 /// the slot that this renewal takes again.
 #[tokio::test(start_paused = true)]
 async fn a_renewal_overtaken_by_its_release_is_released() {
-    let (store, ann) = (Wavering::new(), Key::new("ann"));
-    let (slots, check) = (slots(&store), Check::take(ann, &policies(), 1));
-    let mut slot = slots.hold(&check).unwrap();
-    slot.answered(store.check(check.clone()).await.as_ref());
-    store.is(LOSES);
+    let (store, ann) = (FaultyStore::new(), Key::new("ann"));
+    let (tracker, check) = (tracker(&store), Check::take(ann, &policies(), 1));
+    let mut slot = tracker.track(&check).unwrap();
+    slot.on_reply(store.check(check.clone()).await.as_ref());
+    store.set(LOSES_REPLIES);
     sleep(TTL / 3).await;
-    assert_eq!(store.requests(), [Mode::Renew]);
-    store.is(HERE);
+    assert_eq!(store.take_received(), [Mode::Renew]);
+    store.set(REACHABLE);
     drop(slot);
     sleep(Duration::from_millis(400)).await;
-    let _ = now(
-        &store.there,
+    let _ = decide(
+        &store.shared,
         Check::renew(ann, &policies(), check.slot().unwrap()),
     );
     timeout(
@@ -284,32 +288,32 @@ async fn a_renewal_overtaken_by_its_release_is_released() {
 
 #[tokio::test(start_paused = true)]
 async fn changes_during_an_outage_are_counted_afterwards() {
-    let (store, ann) = (Wavering::new(), Key::new("ann"));
-    let slots = slots(&store);
-    let before = request(&store, &slots, ann).await.unwrap();
-    store.is(AWAY);
+    let (store, ann) = (FaultyStore::new(), Key::new("ann"));
+    let tracker = tracker(&store);
+    let before = request(&store, &tracker, ann).await.unwrap();
+    store.set(UNREACHABLE);
     let _during = (
-        request(&store, &slots, ann).await.unwrap(),
-        request(&store, &slots, ann).await.unwrap(),
+        request(&store, &tracker, ann).await.unwrap(),
+        request(&store, &tracker, ann).await.unwrap(),
     );
     drop(before);
     sleep(Duration::from_secs(2)).await;
     assert_eq!(store.counted(ann), 1);
-    store.is(HERE);
+    store.set(REACHABLE);
     until("it counts both", || store.counted(ann) == 2).await;
 }
 
 /// Without the release, the slot would expire, but later.
 #[tokio::test(start_paused = true)]
 async fn a_release_in_an_outage_is_sent_after_it() {
-    for mood in [AWAY, LOSES, REFUSES, UNSURE] {
-        let (store, ann) = (Wavering::new(), Key::new("ann"));
-        let slots = slots(&store);
-        let one = request(&store, &slots, ann).await.unwrap();
-        store.is(mood);
+    for fault in [UNREACHABLE, LOSES_REPLIES, REJECTS, UNSURE] {
+        let (store, ann) = (FaultyStore::new(), Key::new("ann"));
+        let tracker = tracker(&store);
+        let one = request(&store, &tracker, ann).await.unwrap();
+        store.set(fault);
         drop(one);
         sleep(Duration::from_secs(5)).await;
-        store.is(HERE);
+        store.set(REACHABLE);
         timeout(
             Duration::from_secs(2),
             until("it counts none", || store.counted(ann) == 0),
@@ -322,18 +326,18 @@ async fn a_release_in_an_outage_is_sent_after_it() {
 /// The store loses slots without a sign, as in a failover or a `FLUSHALL`.
 #[tokio::test(start_paused = true)]
 async fn lost_slots_return_within_a_third_of_their_ttl() {
-    let (store, ann, bob) = (Wavering::new(), Key::new("ann"), Key::new("bob"));
-    let slots = slots(&store);
+    let (store, ann, bob) = (FaultyStore::new(), Key::new("ann"), Key::new("bob"));
+    let tracker = tracker(&store);
     let held = [
-        request(&store, &slots, ann).await,
-        request(&store, &slots, ann).await,
+        request(&store, &tracker, ann).await,
+        request(&store, &tracker, ann).await,
     ];
-    let bobs = request(&store, &slots, bob).await;
+    let bobs = request(&store, &tracker, bob).await;
     for key in [ann, bob] {
-        let _ = now(&store.there, Check::reset(key, &policies()));
+        let _ = decide(&store.shared, Check::reset(key, &policies()));
     }
     // A new slot of the same caller must not prevent the return of the lost one.
-    let _third = request(&store, &slots, bob).await;
+    let _third = request(&store, &tracker, bob).await;
     assert_eq!((store.counted(ann), store.counted(bob)), (0, 1));
     sleep(TTL / 3 + Duration::from_secs(1)).await;
     assert_eq!((store.counted(ann), store.counted(bob)), (2, 2));
@@ -345,11 +349,11 @@ async fn lost_slots_return_within_a_third_of_their_ttl() {
 #[tokio::test(start_paused = true)]
 async fn nothing_stays_counted_whatever_happens() {
     for seed in 0..30 {
-        let (store, mut rng) = (Wavering::new(), Rng::with_seed(seed));
-        let slots = slots(&store);
+        let (store, mut rng) = (FaultyStore::new(), Rng::with_seed(seed));
+        let tracker = tracker(&store);
         let mut tasks = vec![];
         for _ in 0..300 {
-            let (store, slots) = (store.clone(), slots.clone());
+            let (store, tracker) = (store.clone(), tracker.clone());
             let key = Key::new(rng.u8(..4).to_string());
             let (start, patience, work) = (rng.u64(..20_000), rng.u64(..10_000), rng.u64(..5_000));
             tasks.push(tokio::spawn(async move {
@@ -357,7 +361,7 @@ async fn nothing_stays_counted_whatever_happens() {
                 // Some clients disconnect before the reply.
                 let answer = timeout(
                     Duration::from_micros(patience),
-                    request(&store, &slots, key),
+                    request(&store, &tracker, key),
                 )
                 .await;
                 if let Ok(Some(_slot)) = answer {
@@ -367,9 +371,9 @@ async fn nothing_stays_counted_whatever_happens() {
         }
         for _ in 0..10 {
             sleep(Duration::from_millis(rng.u64(..3_000))).await;
-            store.is(rng.u8(..3));
+            store.set(rng.u8(..3));
         }
-        store.is(HERE);
+        store.set(REACHABLE);
         for task in tasks {
             task.await.unwrap();
         }
@@ -385,7 +389,7 @@ async fn nothing_stays_counted_whatever_happens() {
 #[tokio::test(start_paused = true)]
 async fn cancellations_never_let_requests_exceed_the_limit() {
     assert_eq!(
-        most_in_flight(|| Duration::from_millis(2), 64, 1.0).await,
+        max_in_flight(|| Duration::from_millis(2), 64, 1.0).await,
         LIMIT as usize
     );
 }
@@ -394,39 +398,40 @@ async fn cancellations_never_let_requests_exceed_the_limit() {
 #[tokio::test(start_paused = true)]
 async fn overtaking_checks_never_exceed_the_limit() {
     fastrand::seed(7);
-    let way = || Duration::from_micros(fastrand::u64(..5_000));
-    assert_eq!(most_in_flight(way, 24, 0.1).await, LIMIT as usize);
+    let delay = || Duration::from_micros(fastrand::u64(..5_000));
+    assert_eq!(max_in_flight(delay, 24, 0.1).await, LIMIT as usize);
 }
 
-/// The maximum number of requests in flight of this many clients. The fraction `hasty` of the
+/// The maximum number of requests in flight of this many clients. The fraction `cancelled` of the
 /// requests is cancelled, possibly before the reply arrives.
-async fn most_in_flight(way: fn() -> Duration, clients: u32, hasty: f64) -> usize {
-    let (in_flight, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+async fn max_in_flight(delay: fn() -> Duration, clients: u32, cancelled: f64) -> usize {
+    let (in_flight, max) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     for seed in 0..10 {
         let (store, mut rng) = (
-            Wavering {
-                way,
-                ..Wavering::new()
+            FaultyStore {
+                delay,
+                ..FaultyStore::new()
             },
             Rng::with_seed(seed),
         );
-        let slots = slots(&store);
+        let tracker = tracker(&store);
         let mut tasks = vec![];
         for _ in 0..clients {
-            let (store, slots, seed) = (store.clone(), slots.clone(), rng.u64(..));
-            let (in_flight, most) = (Arc::clone(&in_flight), Arc::clone(&most));
+            let (store, tracker, seed) = (store.clone(), tracker.clone(), rng.u64(..));
+            let (in_flight, max) = (Arc::clone(&in_flight), Arc::clone(&max));
             tasks.push(tokio::spawn(async move {
                 let mut rng = Rng::with_seed(seed);
                 for _ in 0..100 {
-                    let is_hasty = rng.f64() < hasty;
-                    let patience = if is_hasty {
+                    let is_cancelled = rng.f64() < cancelled;
+                    let patience = if is_cancelled {
                         Duration::from_micros(rng.u64(..10_000))
                     } else {
                         TTL
                     };
-                    let answer = timeout(patience, request(&store, &slots, Key::new("ann"))).await;
+                    let answer =
+                        timeout(patience, request(&store, &tracker, Key::new("ann"))).await;
                     if let Ok(Some(slot)) = answer {
-                        most.fetch_max(
+                        max.fetch_max(
                             in_flight.fetch_add(1, Ordering::SeqCst) + 1,
                             Ordering::SeqCst,
                         );
@@ -442,7 +447,7 @@ async fn most_in_flight(way: fn() -> Duration, clients: u32, hasty: f64) -> usiz
             task.await.unwrap();
         }
     }
-    most.load(Ordering::SeqCst)
+    max.load(Ordering::SeqCst)
 }
 
 /// The clients need more slots than there are. Slots of cancelled requests must be released in the
@@ -451,16 +456,16 @@ async fn most_in_flight(way: fn() -> Duration, clients: u32, hasty: f64) -> usiz
 async fn a_cancelled_request_frees_capacity_under_flood() {
     fastrand::seed(7);
     let (store, ann) = (
-        Wavering {
-            way: || Duration::from_micros(fastrand::u64(..5_000)),
-            ..Wavering::new()
+        FaultyStore {
+            delay: || Duration::from_micros(fastrand::u64(..5_000)),
+            ..FaultyStore::new()
         },
         Key::new("ann"),
     );
-    let slots = slots(&store);
+    let tracker = tracker(&store);
     let in_flight = Arc::new(AtomicUsize::new(0));
     for seed in 0..24 {
-        let (store, slots, in_flight) = (store.clone(), slots.clone(), Arc::clone(&in_flight));
+        let (store, tracker, in_flight) = (store.clone(), tracker.clone(), Arc::clone(&in_flight));
         tokio::spawn(async move {
             let mut rng = Rng::with_seed(seed);
             loop {
@@ -469,7 +474,7 @@ async fn a_cancelled_request_frees_capacity_under_flood() {
                 } else {
                     TTL
                 };
-                if let Ok(Some(_slot)) = timeout(patience, request(&store, &slots, ann)).await {
+                if let Ok(Some(_slot)) = timeout(patience, request(&store, &tracker, ann)).await {
                     in_flight.fetch_add(1, Ordering::SeqCst);
                     sleep(Duration::from_millis(rng.u64(1..40))).await;
                     in_flight.fetch_sub(1, Ordering::SeqCst);
@@ -479,49 +484,49 @@ async fn a_cancelled_request_frees_capacity_under_flood() {
         });
     }
     for _ in 0..10 {
-        let mut least = usize::MAX;
+        let mut min = usize::MAX;
         for _ in 0..1_000 {
             sleep(Duration::from_millis(1)).await;
-            least = least.min(
+            min = min.min(
                 (store.counted(ann) as usize).saturating_sub(in_flight.load(Ordering::SeqCst)),
             );
         }
-        assert_eq!(least, 0, "within a second");
+        assert_eq!(min, 0, "within a second");
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_distant_flood_releases_all_capacity() {
     let (store, ann) = (
-        Wavering {
-            way: || Duration::from_millis(10),
-            ..Wavering::new()
+        FaultyStore {
+            delay: || Duration::from_millis(10),
+            ..FaultyStore::new()
         },
         Key::new("ann"),
     );
-    let slots = slots(&store);
-    let (hasty, open) = (
+    let tracker = tracker(&store);
+    let (may_cancel, open) = (
         Arc::new(AtomicBool::new(true)),
         Arc::new(AtomicBool::new(true)),
     );
     let mut tasks = vec![];
     for seed in 0..5 * u64::from(LIMIT) {
-        let (store, slots, hasty, open) = (
+        let (store, tracker, may_cancel, open) = (
             store.clone(),
-            slots.clone(),
-            Arc::clone(&hasty),
+            tracker.clone(),
+            Arc::clone(&may_cancel),
             Arc::clone(&open),
         );
         tasks.push(tokio::spawn(async move {
             let mut rng = Rng::with_seed(seed);
             loop {
-                let goes = hasty.load(Ordering::SeqCst) && rng.f64() < 0.1;
-                let patience = if goes {
+                let cancels = may_cancel.load(Ordering::SeqCst) && rng.f64() < 0.1;
+                let patience = if cancels {
                     Duration::from_millis(rng.u64(..20))
                 } else {
                     TTL
                 };
-                let slot = timeout(patience, request(&store, &slots, ann))
+                let slot = timeout(patience, request(&store, &tracker, ann))
                     .await
                     .ok()
                     .flatten();
@@ -535,7 +540,7 @@ async fn a_distant_flood_releases_all_capacity() {
         }));
     }
     sleep(Duration::from_secs(5)).await;
-    hasty.store(false, Ordering::SeqCst);
+    may_cancel.store(false, Ordering::SeqCst);
     sleep(Duration::from_secs(1)).await;
     open.store(false, Ordering::SeqCst);
     // Every check sent before has a reply now, and no later one has.
@@ -558,16 +563,16 @@ fn nothing_is_lost_with_a_runtime() {
             .build()
             .unwrap()
     };
-    let (store, ann) = (Wavering::new(), Key::new("ann"));
-    let slots = slots(&store);
+    let (store, ann) = (FaultyStore::new(), Key::new("ann"));
+    let tracker = tracker(&store);
     let first = runtime();
-    let slot = first.block_on(request(&store, &slots, ann));
+    let slot = first.block_on(request(&store, &tracker, ann));
     assert!(slot.is_some());
     drop(first);
     drop(slot);
     let bob = Key::new("bob");
     runtime().block_on(async {
-        let _bobs = request(&store, &slots, bob).await;
+        let _bobs = request(&store, &tracker, bob).await;
         until("it counts none", || store.counted(ann) == 0).await;
         assert_eq!(store.counted(bob), 1);
     });
@@ -583,13 +588,13 @@ fn renewals_move_to_another_runtime() {
             .build()
             .unwrap()
     };
-    let (store, ann, bob) = (Wavering::new(), Key::new("ann"), Key::new("bob"));
-    let slots = slots(&store);
+    let (store, ann, bob) = (FaultyStore::new(), Key::new("ann"), Key::new("bob"));
+    let tracker = tracker(&store);
     let first = runtime();
-    let _anns = first.block_on(request(&store, &slots, ann)).unwrap();
+    let _anns = first.block_on(request(&store, &tracker, ann)).unwrap();
     drop(first);
     runtime().block_on(async {
-        let _bobs = request(&store, &slots, bob).await.unwrap();
+        let _bobs = request(&store, &tracker, bob).await.unwrap();
         sleep(20 * TTL).await;
         assert_eq!([ann, bob].map(|key| store.counted(key)), [1, 1]);
     });
@@ -598,30 +603,30 @@ fn renewals_move_to_another_runtime() {
 /// Both TTLs are in use while a configuration changes, or with tiers of different TTLs.
 #[tokio::test(start_paused = true)]
 async fn slots_of_two_ttls_are_kept() {
-    let (store, ann) = (Wavering::new(), Key::new("ann"));
-    let slots = slots(&store);
+    let (store, ann) = (FaultyStore::new(), Key::new("ann"));
+    let tracker = tracker(&store);
     let short = Policy::in_flight("streams", 10)
         .unwrap()
         .slot_ttl(Duration::from_secs(2))
         .unwrap()
         .into();
-    let _long = request(&store, &slots, ann).await.unwrap();
-    let _short = request_under(&store, &slots, ann, &short).await.unwrap();
-    let mut least = u32::MAX;
+    let _long = request(&store, &tracker, ann).await.unwrap();
+    let _short = request_under(&store, &tracker, ann, &short).await.unwrap();
+    let mut min = u32::MAX;
     for _ in 0..1_000 {
         sleep(Duration::from_millis(20)).await;
-        least = least.min(store.counted(ann));
+        min = min.min(store.counted(ann));
     }
-    assert_eq!(least, 2);
+    assert_eq!(min, 2);
 }
 
 /// A service that is not ready delays a request that already has a permit.
 #[tokio::test(start_paused = true)]
 async fn an_unused_permit_counts_until_dropped() {
-    let (store, ann) = (Wavering::new(), Key::new("ann"));
-    let slots = slots(&store);
-    let turns = WaitQueues::new(store.clone(), Bounds::DEFAULT).with_tracker(slots.clone());
-    let _held = request(&store, &slots, ann).await.unwrap();
+    let (store, ann) = (FaultyStore::new(), Key::new("ann"));
+    let tracker = tracker(&store);
+    let turns = WaitQueues::new(store.clone(), Bounds::DEFAULT).with_tracker(tracker.clone());
+    let _held = request(&store, &tracker, ann).await.unwrap();
     let wanted = || WaitRequest {
         key: ann,
         policies: policies(),
@@ -653,18 +658,18 @@ impl Observer for Panics {
 
 #[tokio::test(start_paused = true)]
 async fn an_observer_that_panics_ends_no_renewals() {
-    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let (store, ann) = (FaultyStore::new(), Key::new("ann"));
     let limiter = Limiter::new(store.clone(), policies()).observer(Panics);
     let _held = limiter.reserve(ann, 1).await.unwrap();
-    store.is(LOSES);
+    store.set(LOSES_REPLIES);
     sleep(TTL / 2).await;
-    store.is(HERE);
-    let mut least = u32::MAX;
+    store.set(REACHABLE);
+    let mut min = u32::MAX;
     for _ in 0..400 {
         sleep(TTL / 100).await;
-        least = least.min(store.counted(ann));
+        min = min.min(store.counted(ann));
     }
-    assert_eq!(least, 1);
+    assert_eq!(min, 1);
 }
 
 /// An observer that drops a reservation when it is notified of a failure.
@@ -713,7 +718,7 @@ fn an_observer_may_drop_a_reservation() {
 struct Refusing;
 
 impl Store for Refusing {
-    type Future = <Wavering as Store>::Future;
+    type Future = <FaultyStore as Store>::Future;
 
     fn check(&self, _: Check) -> Answer<Self::Future> {
         Answer::ready(Err(StoreError::new(ErrorKind::Unreachable).not_sent()))
@@ -722,17 +727,17 @@ impl Store for Refusing {
 
 #[tokio::test(start_paused = true)]
 async fn an_unanswered_renewal_does_not_delay_others() {
-    let (store, ann) = (Wavering::new(), Key::new("ann"));
-    let [first, second] = [InFlightTracker::new(&Refusing, None), slots(&store)];
+    let (store, ann) = (FaultyStore::new(), Key::new("ann"));
+    let [first, second] = [InFlightTracker::new(&Refusing, None), tracker(&store)];
     let _first = first
-        .hold(&Check::take(ann, &policies(), 1))
+        .track(&Check::take(ann, &policies(), 1))
         .unwrap()
-        .passed();
+        .admitted_after_error();
     let _second = request(&store, &second, ann).await.unwrap();
-    let mut least = u32::MAX;
+    let mut min = u32::MAX;
     for _ in 0..1_000 {
         sleep(TTL / 100).await;
-        least = least.min(store.counted(ann));
+        min = min.min(store.counted(ann));
     }
-    assert!(least > 0);
+    assert!(min > 0);
 }

@@ -13,8 +13,8 @@ pub(super) struct Block {
     pub(super) left: u32,
     /// The charge minus all refunds to the caller since, which may be of grants from this block. At
     /// least `left`.
-    kept: u32,
-    pub(super) dies_at: Instant,
+    charged: u32,
+    pub(super) expires_at: Instant,
 }
 
 impl Block {
@@ -27,14 +27,14 @@ impl Block {
             .filter(|(policy, _)| matches!(policy.strategy(), Some(Strategy::FixedWindow(_))))
             .map(|(_, verdict)| Duration::from_micros(verdict.reset.max(0) as u64));
         let lease = decision.policies().lease().map(|lease| lease.time);
-        let lives = windows.chain(lease).min().unwrap_or_default();
+        let lifetime = windows.chain(lease).min().unwrap_or_default();
         // The last eighth allows for a clock slower than the store's.
-        let (granted, dies_at) = (decision.granted(), asked_at + lives / 8 * 7);
+        let (granted, expires_at) = (decision.granted(), asked_at + lifetime / 8 * 7);
         Self {
             charge: Charge::new(key, decision, granted, asked_at),
             left: granted,
-            kept: granted,
-            dies_at,
+            charged: granted,
+            expires_at,
         }
     }
 
@@ -53,7 +53,7 @@ impl Block {
         let left = self.left;
         self.left = left.saturating_sub(check.cost());
         let now = now();
-        if self.is_dead(now) {
+        if self.is_expired(now) {
             self.left = left;
             return Err(check);
         }
@@ -61,21 +61,21 @@ impl Block {
         Ok(self.charge.decision().part(check, self.left, age))
     }
 
-    pub(super) fn is_dead(&self, now: Instant) -> bool {
-        now >= self.dies_at
+    pub(super) fn is_expired(&self, now: Instant) -> bool {
+        now >= self.expires_at
     }
 
     /// Subtracts a refund of a decision, which may have been granted from this block.
-    pub(super) fn refunded(&mut self, cost: u32) {
-        self.kept = self.kept.saturating_sub(cost).max(self.left);
+    pub(super) fn deduct_refund(&mut self, cost: u32) {
+        self.charged = self.charged.saturating_sub(cost).max(self.left);
     }
 
     /// Returns the refund of the unspent rest. In a refilling quota, the spent part drains first, up to the amount that
     /// can have drained by `now`: a spent part that is refunded later already deducts what drains until then.
     pub(super) fn into_refund(self, now: Instant) -> PendingOp {
         let policies = self.charge.decision().policies();
-        let flown = flown_in(policies, self.charge.age(now));
-        let kept = self.left.saturating_add(flown).min(self.kept);
+        let drained = min_drained_in(policies, self.charge.age(now));
+        let kept = self.left.saturating_add(drained).min(self.charged);
         PendingOp::refund(self.charge.of_cost(kept), self.left)
     }
 }
@@ -83,11 +83,11 @@ impl Block {
 /// The least amount of a charge that drains within `time`, regardless of other charges. In a log or a window a refund
 /// is limited by what still counts of the charge, so no limit is needed here. A refill at intervals may not have
 /// happened yet.
-fn flown_in(policies: &Policies, time: Duration) -> u32 {
-    let flown = policies.iter().map(|policy| match policy.frees() {
+fn min_drained_in(policies: &Policies, time: Duration) -> u32 {
+    let drained = policies.iter().map(|policy| match policy.frees() {
         Frees::Gradually => policy.quota().units_in(time).saturating_sub(1),
         Frees::InBatches => 0,
         Frees::OneByOne | Frees::Fading | Frees::WithWindow | Frees::OnRelease => u32::MAX,
     });
-    flown.min().unwrap_or(0)
+    drained.min().unwrap_or(0)
 }

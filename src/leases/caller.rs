@@ -6,7 +6,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::block::Block;
-use super::hot::OFTEN;
+use super::busy::BUSY_CHECKS;
 use crate::limit::{Check, Decision};
 use crate::observe::mistakes::SHORT_LEASE;
 
@@ -17,56 +17,56 @@ pub(super) struct Caller {
     /// Its blocks, oldest first. Several are kept because each may have too little left for the next check.
     pub(super) blocks: SmallVec<[Block; 1]>,
     /// Time of the last request for a block.
-    since: Instant,
-    /// Closed after the reply to that request was handled. `None` if there is no request.
-    arrival: Option<watch::Receiver<()>>,
-    /// Low watermark: the next block is requested when no more than this is left.
-    low: u32,
+    requested_at: Instant,
+    /// Closed when that request has ended. `None` if there is no request.
+    in_progress: Option<watch::Receiver<()>>,
+    /// The next block is requested when no more than this is left.
+    low_watermark: u32,
     /// The remaining quota in the last reply; 0 after a failed request. `None` before the first reply.
-    remaining: Option<u32>,
+    remaining_quota: Option<u32>,
     /// Units requested by checks since the last request for a block.
-    wanted: u32,
+    demand: u32,
     /// Number of consecutive replies that took longer than a quarter of the lease time.
-    slow: u32,
+    slow_replies: u32,
 }
 
-/// Resolves when the requested block arrives, or its request fails.
-pub(super) type Arrived = Pin<Box<dyn Future<Output = ()> + Send + Sync>>;
+/// Resolves when the requested block has arrived, or its request has failed.
+pub(super) type BlockArrival = Pin<Box<dyn Future<Output = ()> + Send + Sync>>;
 
 /// A request for a block. Dropping it wakes the checks that wait for the block.
 #[derive(Debug)]
-pub(super) struct Ask {
-    pub(super) at: Instant,
+pub(super) struct BlockRequest {
+    pub(super) sent_at: Instant,
     pub(super) size: u32,
-    _arrival: watch::Sender<()>,
+    _in_progress: watch::Sender<()>,
 }
 
 /// Cap on the expected demand, as a multiple of the units since the last request: a burst does not set the rate.
-const GROWTH: u32 = 8;
+const MAX_GROWTH: u32 = 8;
 /// Minimum demand for a block: a busy caller's checks reach this in half a lease time.
-const LEAST: u32 = OFTEN / 2;
+const MIN_DEMAND: u32 = BUSY_CHECKS / 2;
 /// Number of consecutive slow replies after which the lease time is too short.
-const SLOW: u32 = 16;
-/// Number of lease times after its last request for a block for which a caller is kept.
-const REMEMBERED: u32 = 2;
+const MAX_SLOW_REPLIES: u32 = 16;
+/// Number of lease times for which a caller is kept after its last request for a block.
+const MAX_IDLE_LEASES: u32 = 2;
 
 impl Caller {
     pub(super) fn new(lease: Duration, now: Instant) -> Self {
         Self {
             lease,
             blocks: SmallVec::new(),
-            since: now,
-            arrival: None,
-            low: 0,
-            remaining: None,
-            wanted: 0,
-            slow: 0,
+            requested_at: now,
+            in_progress: None,
+            low_watermark: 0,
+            remaining_quota: None,
+            demand: 0,
+            slow_replies: 0,
         }
     }
 
     /// Counts the demand of a check. Called once per check, also if the check waits.
-    pub(super) fn want(&mut self, cost: u32) {
-        self.wanted = self.wanted.saturating_add(cost);
+    pub(super) fn add_demand(&mut self, cost: u32) {
+        self.demand = self.demand.saturating_add(cost);
     }
 
     /// Takes the cost of a check from the oldest block that covers it.
@@ -82,55 +82,62 @@ impl Caller {
     ) -> Result<Decision, Check> {
         let cost = check.cost();
         let has_enough = |block: &Block| block.left >= cost;
-        while let Some(place) = self.blocks.iter().position(has_enough) {
-            let taken = self.blocks[place].take(check, now);
-            if taken.is_err() || self.blocks[place].left == 0 {
-                ended.push(self.blocks.remove(place));
+        while let Some(index) = self.blocks.iter().position(has_enough) {
+            let taken = self.blocks[index].take(check, now);
+            if taken.is_err() || self.blocks[index].left == 0 {
+                ended.push(self.blocks.remove(index));
             }
             match taken {
                 Ok(decision) => return Ok(decision),
-                Err(same) => check = same,
+                Err(expired) => check = expired,
             }
         }
         Err(check)
     }
 
     /// Returns the next request for a block, if one is due after a check: for the expected demand in half a lease time,
-    /// and at least for all that was wanted since the last request. The first request is for one unit, since its reply
-    /// shows what remains.
-    pub(super) fn ask(&mut self, now: &impl Fn() -> Instant, instances: u32) -> Option<Ask> {
-        if self.arrival.is_some() || self.left() > u64::from(self.low) {
+    /// and at least for the demand since the last request. The first request is for one unit, since its reply reports the
+    /// remaining quota.
+    pub(super) fn next_request(
+        &mut self,
+        now: &impl Fn() -> Instant,
+        instances: u32,
+    ) -> Option<BlockRequest> {
+        if self.in_progress.is_some() || self.left() > u64::from(self.low_watermark) {
             return None;
         }
-        let (at, fair) = (now(), self.fair(instances));
-        let elapsed = at.saturating_duration_since(self.since);
+        let (now, max_size) = (now(), self.max_block_size(instances));
+        let elapsed = now.saturating_duration_since(self.requested_at);
         // With little quota left, or a failing store, each check would send a request.
-        if self.remaining.is_some() && fair < LEAST && elapsed < self.lease / 4 {
+        if self.remaining_quota.is_some() && max_size < MIN_DEMAND && elapsed < self.lease / 4 {
             return None;
         }
-        let soon = f64::from(self.wanted) * (self.lease / 2).div_duration_f64(elapsed);
-        let demand = self.wanted.saturating_mul(GROWTH).min(soon as u32);
-        if demand < LEAST {
+        let at_this_rate = f64::from(self.demand) * (self.lease / 2).div_duration_f64(elapsed);
+        let expected = self
+            .demand
+            .saturating_mul(MAX_GROWTH)
+            .min(at_this_rate as u32);
+        if expected < MIN_DEMAND {
             return None;
         }
-        let size = demand.max(self.wanted).min(fair).max(1);
-        let (sender, arrival) = watch::channel(());
-        (self.arrival, self.since, self.wanted) = (Some(arrival), at, 0);
-        Some(Ask {
-            at,
+        let size = expected.max(self.demand).min(max_size).max(1);
+        let (sender, receiver) = watch::channel(());
+        (self.in_progress, self.requested_at, self.demand) = (Some(receiver), now, 0);
+        Some(BlockRequest {
+            sent_at: now,
             size,
-            _arrival: sender,
+            _in_progress: sender,
         })
     }
 
     /// Lets a check that the blocks do not cover wait for the requested block, if the reply is slow: later than a
     /// quarter of the lease time, or after a slow one. Otherwise a store that stalls would get every check. No check
     /// waits for more than the next block may cover.
-    pub(super) fn wait(&self, now: Instant, instances: u32) -> Option<Arrived> {
-        let is_slow = self.slow > 0 || now >= self.since + self.lease / 4;
-        let may_cover = self.wanted < self.fair(instances);
-        let mut arrival = self.arrival.clone().filter(|_| is_slow && may_cover)?;
-        Some(Box::pin(async move { drop(arrival.changed().await) }))
+    pub(super) fn wait_for_block(&self, now: Instant, instances: u32) -> Option<BlockArrival> {
+        let is_slow = self.slow_replies > 0 || now >= self.requested_at + self.lease / 4;
+        let may_cover = self.demand < self.max_block_size(instances);
+        let mut ended = self.in_progress.clone().filter(|_| is_slow && may_cover)?;
+        Some(Box::pin(async move { drop(ended.changed().await) }))
     }
 
     pub(super) fn left(&self) -> u64 {
@@ -139,39 +146,42 @@ impl Caller {
 
     /// Handles the reply to a request, with the granted block. Returns the problem if the lease time
     /// has been too short for the store for a while.
-    pub(super) fn answered(
+    pub(super) fn on_reply(
         &mut self,
-        ask: &Ask,
+        request: &BlockRequest,
         block: Option<Block>,
         now: Instant,
     ) -> Option<String> {
-        if self.arrival.is_none() || self.since != ask.at {
+        if self.in_progress.is_none() || self.requested_at != request.sent_at {
             // The caller was reset since, so the store may have dropped the charge of the block: neither spend nor
             // refund it.
             return None;
         }
-        self.arrival = None;
-        let trip = now.saturating_duration_since(ask.at);
-        self.slow = if trip > self.lease / 4 {
-            self.slow + 1
+        self.in_progress = None;
+        let trip = now.saturating_duration_since(request.sent_at);
+        self.slow_replies = if trip > self.lease / 4 {
+            self.slow_replies + 1
         } else {
             0
         };
         // If the lease time is too short, a block that comes too late is worth no wait.
         let usable = block
             .as_ref()
-            .filter(|block| self.slow < SLOW || !block.is_dead(now));
-        self.remaining = Some(usable.map_or(0, |block| block.charge.decision().remaining()));
+            .filter(|block| self.slow_replies < MAX_SLOW_REPLIES || !block.is_expired(now));
+        self.remaining_quota = Some(usable.map_or(0, |block| block.charge.decision().remaining()));
         if let Some(block) = block.filter(|block| block.left > 0) {
             // Expected demand until the next block would arrive: a block covers half a lease time.
-            let meanwhile = f64::from(block.left) * 2.0 * trip.div_duration_f64(self.lease);
+            let spent_until = f64::from(block.left) * 2.0 * trip.div_duration_f64(self.lease);
             let quarter = block.left / 4;
-            self.low = (meanwhile as u32).clamp(quarter, quarter * 3);
+            self.low_watermark = (spent_until as u32).clamp(quarter, quarter * 3);
             self.blocks.push(block);
         }
-        let last = self.blocks.last().filter(|_| self.slow >= SLOW)?;
+        let last = self
+            .blocks
+            .last()
+            .filter(|_| self.slow_replies >= MAX_SLOW_REPLIES)?;
         Some(format!(
-            "the lease of policy {:?} for {:?} is too short, since the last {SLOW} blocks took more than a quarter of \
+            "the lease of policy {:?} for {:?} is too short, since the last {MAX_SLOW_REPLIES} blocks took more than a quarter of \
              that time to arrive, the latest {trip:.1?}: lease it for at least {:.1?}, or remove the lease{SHORT_LEASE}",
             last.charge.decision().policies().as_slice()[0].name(),
             self.lease,
@@ -182,15 +192,15 @@ impl Caller {
     /// Removes the blocks that have expired, or all of them. Returns `false` if the last request was some time ago, so
     /// that the caller is dropped.
     pub(super) fn sweep(&mut self, now: Instant, all: bool, ended: &mut Vec<Block>) -> bool {
-        let is_over = |block: &Block| all || block.is_dead(now);
-        while let Some(place) = self.blocks.iter().position(is_over) {
-            ended.push(self.blocks.remove(place));
+        let has_ended = |block: &Block| all || block.is_expired(now);
+        while let Some(index) = self.blocks.iter().position(has_ended) {
+            ended.push(self.blocks.remove(index));
         }
-        self.arrival.is_some() || now < self.since + self.lease * REMEMBERED
+        self.in_progress.is_some() || now < self.requested_at + self.lease * MAX_IDLE_LEASES
     }
 
     /// Maximum size of a block: half of an equal share of the remaining quota.
-    fn fair(&self, instances: u32) -> u32 {
-        self.remaining.unwrap_or(0) / instances.saturating_mul(2)
+    fn max_block_size(&self, instances: u32) -> u32 {
+        self.remaining_quota.unwrap_or(0) / instances.saturating_mul(2)
     }
 }

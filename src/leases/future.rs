@@ -6,7 +6,7 @@ use std::task::{Context, Poll, ready};
 
 use pin_project_lite::pin_project;
 
-use super::caller::Arrived;
+use super::caller::BlockArrival;
 use super::inner::Inner;
 use crate::error::StoreError;
 use crate::limit::{Check, Decision};
@@ -20,8 +20,8 @@ pin_project! {
     ///
     /// If it is polled after it has resolved.
     pub struct LeasedFuture<S: Store> {
-        // Set while the check waits for a block: with the check, and the number of further blocks to wait for.
-        pub(super) waiting: Option<(Arc<Inner<S>>, Check, u8, Arrived)>,
+        // Set while the check waits for a block. The number is that of further blocks that it may wait for.
+        pub(super) waiting: Option<(Arc<Inner<S>>, Check, u8, BlockArrival)>,
         #[pin]
         pub(super) sent: Option<S::Future>,
     }
@@ -33,16 +33,16 @@ impl<S: Store> Future for LeasedFuture<S> {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         loop {
             let this = self.as_mut().project();
-            if let Some((.., arrived)) = this.waiting {
-                ready!(arrived.as_mut().poll(cx));
+            if let Some((.., arrival)) = this.waiting {
+                ready!(arrival.as_mut().poll(cx));
             }
-            let Some((inner, check, patience, _)) = this.waiting.take() else {
+            let Some((inner, check, waits_left, _)) = this.waiting.take() else {
                 return match this.sent.as_pin_mut() {
                     Some(sent) => sent.poll(cx),
                     None => polled_after_completion("LeasedFuture"),
                 };
             };
-            match inner.check(check, patience) {
+            match inner.check(check, waits_left) {
                 Answer::Ready { answer } => return Poll::Ready(answer),
                 Answer::Pending { future } => self.set(future),
             }

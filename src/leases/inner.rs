@@ -8,9 +8,9 @@ use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
 use super::block::Block;
-use super::caller::{Ask, Caller};
+use super::busy::BusyCallers;
+use super::caller::{BlockRequest, Caller};
 use super::future::LeasedFuture;
-use super::hot::HotCallers;
 use crate::background::{OpQueue, PendingOp, TaskOwner};
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Mode, Policies};
@@ -23,32 +23,30 @@ pub(super) struct Inner<S: Store> {
     pub(super) store: S,
     pub(super) share: Share,
     pub(super) max_callers: NonZeroUsize,
-    hot: HotCallers,
+    busy: BusyCallers,
     pub(super) shards: Shards<Shard>,
     /// Created at its first use, when the observer is set.
     queue: OnceLock<OpQueue>,
     pub(super) observer: OnceLock<Arc<dyn Observer>>,
-    /// Each request for a block and each refund holds a receiver while it is in flight.
-    in_flight: watch::Sender<()>,
+    /// A shutdown waits until no request for a block and no refund holds a receiver.
+    awaited: watch::Sender<()>,
     is_shut_down: AtomicBool,
     /// The task that refunds expired blocks and drops idle callers.
     sweeper: TaskOwner,
-    /// Limits reports of a short lease time to one.
-    short: Once,
+    short_lease_reported: Once,
 }
 
 /// Some of the busy callers, by the digest of caller and policies.
 type Shard = Mutex<BTreeMap<Digest, Caller>>;
 
-/// Maximum number of shards, and minimum number of callers in each.
-const SHARDS: usize = 64;
-const SHARD: usize = 8;
+const MAX_SHARDS: usize = 64;
+const MIN_CALLERS_PER_SHARD: usize = 8;
 /// Maximum number of blocks that a check waits for, one after the other.
-pub(super) const PATIENCE: u8 = 2;
+pub(super) const MAX_WAITS: u8 = 2;
 /// Maximum time that a shutdown waits for replies. Longer than the usual deadlines of stores.
-const SHUTDOWN: Duration = Duration::from_secs(1);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
 /// Interval between two sweeps.
-const PAUSE: Duration = Duration::from_millis(50);
+const SWEEP_INTERVAL: Duration = Duration::from_millis(50);
 
 impl<S: Store> Inner<S> {
     pub(super) fn new(store: S, share: Share, max_callers: NonZeroUsize) -> Arc<Self> {
@@ -56,42 +54,45 @@ impl<S: Store> Inner<S> {
             store,
             share,
             max_callers,
-            hot: HotCallers::new(),
-            shards: Shards::new(SHARDS.min(max_callers.get() / SHARD), |_| Mutex::default()),
+            busy: BusyCallers::new(),
+            shards: Shards::new(
+                MAX_SHARDS.min(max_callers.get() / MIN_CALLERS_PER_SHARD),
+                |_| Mutex::default(),
+            ),
             queue: OnceLock::new(),
             observer: OnceLock::new(),
-            in_flight: watch::Sender::default(),
+            awaited: watch::Sender::default(),
             is_shut_down: AtomicBool::new(false),
             sweeper: TaskOwner::new(),
-            short: Once::new(),
+            short_lease_reported: Once::new(),
         })
     }
 
-    /// Decides a check, from a block if its caller is busy. `spend` is a separate function so that the path of other
-    /// checks can be inlined.
+    /// Decides a check, from a block if its caller is busy. The check may wait for `waits_left` blocks.
+    /// `spend` is a separate function so that the path of other checks can be inlined.
     #[inline]
-    pub(super) fn check(self: &Arc<Self>, check: Check, patience: u8) -> Answer<LeasedFuture<S>> {
+    pub(super) fn check(self: &Arc<Self>, check: Check, waits_left: u8) -> Answer<LeasedFuture<S>> {
         let Some(lease) = check.policies().lease() else {
             return self.send(check);
         };
-        let (shard, caller) = self.shards.of(check.key());
-        let caller = caller.of_count(lease.id);
+        let (shard, digest) = self.shards.of(check.key());
+        let digest = digest.of_count(lease.id);
         if check.is_leasable() {
             check.offer();
-            return self.spend(check, (shard, caller), lease.time, patience);
+            return self.spend(check, (shard, digest), lease.time, waits_left);
         }
         match check.mode() {
             Mode::Refund => {
-                if let Some(known) = lock(shard).get_mut(&caller) {
-                    known
+                if let Some(caller) = lock(shard).get_mut(&digest) {
+                    caller
                         .blocks
                         .iter_mut()
-                        .for_each(|block| block.refunded(check.cost()));
+                        .for_each(|block| block.deduct_refund(check.cost()));
                 }
             }
             Mode::Reset => {
                 // The store drops the charge, so there is nothing to refund.
-                let dropped = lock(shard).remove(&caller);
+                let dropped = lock(shard).remove(&digest);
                 for block in dropped.into_iter().flat_map(|caller| caller.blocks) {
                     let charged = block.charge.cost().into();
                     self.notify(event::Leased::new(charged, 0, block.left.into()));
@@ -117,54 +118,56 @@ impl<S: Store> Inner<S> {
     fn spend(
         self: &Arc<Self>,
         check: Check,
-        (shard, caller): (&Shard, Digest),
+        (shard, digest): (&Shard, Digest),
         lease: Duration,
-        patience: u8,
+        waits_left: u8,
     ) -> Answer<LeasedFuture<S>> {
-        let is_new = patience == PATIENCE;
-        let is_hot = is_new && self.hot.count(caller, lease);
+        let is_first_try = waits_left == MAX_WAITS;
+        let is_busy = is_first_try && self.busy.count_check(digest, lease);
         if self.is_shut_down.load(Relaxed) {
             return self.send(check);
         }
         let (key, instances) = (*check.key(), self.share.instances().get());
         let mut ended = vec![];
-        let (spent, ask, arrived) = {
+        let (spent, request, arrival) = {
             let mut callers = lock(shard);
-            if is_hot && callers.len() < self.max_callers.get() / self.shards.iter().len() {
+            if is_busy && callers.len() < self.max_callers.get() / self.shards.iter().len() {
                 let new = || Caller::new(lease, instant());
-                callers.entry(caller).or_insert_with(new);
+                callers.entry(digest).or_insert_with(new);
             }
-            let Some(known) = callers.get_mut(&caller) else {
+            let Some(caller) = callers.get_mut(&digest) else {
                 drop(callers);
                 return self.send(check);
             };
-            if is_new {
-                known.want(check.cost());
+            if is_first_try {
+                caller.add_demand(check.cost());
             }
-            let spent = known.spend(check, &instant, &mut ended);
-            let ask = known.ask(&instant, instances);
-            let waits = patience > 0 && spent.is_err();
-            let arrived = waits.then(|| known.wait(instant(), instances)).flatten();
-            (spent, ask, arrived)
+            let spent = caller.spend(check, &instant, &mut ended);
+            let request = caller.next_request(&instant, instances);
+            let waits = waits_left > 0 && spent.is_err();
+            let arrival = waits
+                .then(|| caller.wait_for_block(instant(), instances))
+                .flatten();
+            (spent, request, arrival)
         };
         if spent.is_err() {
-            self.attend();
+            self.ensure_tasks();
         }
-        if let Some(ask) = ask {
+        if let Some(request) = request {
             let policies = spent.as_ref();
-            self.ask(
+            self.request_block(
                 key,
-                caller,
+                digest,
                 policies.map_or_else(Check::policies, Decision::policies),
-                ask,
+                request,
             );
         }
-        self.end(ended);
-        match (spent, arrived) {
+        self.end_blocks(ended);
+        match (spent, arrival) {
             (Ok(decision), _) => Answer::ready(Ok(decision)),
             (Err(check), None) => self.send(check),
-            (Err(check), Some(arrived)) => Answer::pending(LeasedFuture {
-                waiting: Some((Arc::clone(self), check, patience - 1, arrived)),
+            (Err(check), Some(arrival)) => Answer::pending(LeasedFuture {
+                waiting: Some((Arc::clone(self), check, waits_left - 1, arrival)),
                 sent: None,
             }),
         }
@@ -175,16 +178,22 @@ impl<S: Store> Inner<S> {
             .get_or_init(|| op_queue(self.store.clone(), self.observer.get().cloned()))
     }
 
-    fn ask(self: &Arc<Self>, key: Key, caller: Digest, policies: &Policies, ask: Ask) {
-        let check = Check::up_to(key, policies, ask.size).for_block();
+    fn request_block(
+        self: &Arc<Self>,
+        key: Key,
+        digest: Digest,
+        policies: &Policies,
+        request: BlockRequest,
+    ) {
+        let check = Check::up_to(key, policies, request.size).for_block();
         let (inner, queue) = (Arc::downgrade(self), self.queue().downgrade());
-        let in_flight = self.in_flight.subscribe();
+        let awaited = self.awaited.subscribe();
         self.queue()
             .put(PendingOp::of_check(check).then(move |answer| {
-                let _in_flight = in_flight;
-                let block = answer.map(|decision| Block::new(key, decision, ask.at));
+                let _awaited = awaited;
+                let block = answer.map(|decision| Block::new(key, decision, request.sent_at));
                 if let Some(inner) = inner.upgrade() {
-                    inner.answered(caller, &ask, block);
+                    inner.on_block_reply(digest, &request, block);
                 } else if let (Ok(block), Some(queue)) = (block, queue()) {
                     // The store was dropped: refund the whole block.
                     queue.put(block.into_refund(instant()));
@@ -193,44 +202,49 @@ impl<S: Store> Inner<S> {
     }
 
     /// Handles the reply to a request, which may be late or an error, and adds the granted block.
-    fn answered(&self, caller: Digest, ask: &Ask, block: Result<Block, StoreError>) {
+    fn on_block_reply(
+        &self,
+        digest: Digest,
+        request: &BlockRequest,
+        block: Result<Block, StoreError>,
+    ) {
         // A charge of unknown outcome is not refunded: if it was never made, a refund would free charges of other
         // instances.
         if block.as_ref().is_err_and(|error| !error.is_not_sent()) {
             self.notify(event::Leased {
-                lost: ask.size.into(),
+                lost: request.size.into(),
                 ..event::Leased::new(0, 0, 0)
             });
         }
         let mut ended = vec![];
-        let problem = lock(self.shards.at(caller))
-            .get_mut(&caller)
-            .and_then(|known| {
-                let problem = known.answered(ask, block.ok(), instant());
+        let problem = lock(self.shards.at(digest))
+            .get_mut(&digest)
+            .and_then(|caller| {
+                let problem = caller.on_reply(request, block.ok(), instant());
                 if self.is_shut_down.load(SeqCst) {
-                    ended.extend(known.blocks.drain(..));
+                    ended.extend(caller.blocks.drain(..));
                 }
                 problem
             });
-        self.end(ended);
+        self.end_blocks(ended);
         if let Some(problem) = problem {
             let event = event::Misconfigured::new(&problem);
-            self.short
+            self.short_lease_reported
                 .call_once(|| _ = contain(|| or_log(self.observer.get()).misconfigured(&event)));
         }
     }
 
     /// Reports removed blocks to the observer, and refunds their unspent rest.
-    fn end(&self, ended: Vec<Block>) {
+    fn end_blocks(&self, ended: Vec<Block>) {
         for block in ended {
             let (now, left) = (instant(), u64::from(block.left));
-            let expired = if block.is_dead(now) { left } else { 0 };
+            let expired = if block.is_expired(now) { left } else { 0 };
             let charged = block.charge.cost().into();
             self.notify(event::Leased::new(charged, left - expired, expired));
             if left > 0 {
-                let in_flight = self.in_flight.subscribe();
+                let awaited = self.awaited.subscribe();
                 self.queue()
-                    .put(block.into_refund(now).then(move |_| drop(in_flight)));
+                    .put(block.into_refund(now).then(move |_| drop(awaited)));
             }
         }
     }
@@ -240,14 +254,14 @@ impl<S: Store> Inner<S> {
     }
 
     /// Starts the background tasks of this store unless they are running: their runtime may have shut down.
-    fn attend(self: &Arc<Self>) {
+    fn ensure_tasks(self: &Arc<Self>) {
         self.queue().wake();
         let inner = Arc::downgrade(self);
         self.sweeper.spawn(None, |task| async move {
             while let Some(inner) = inner.upgrade() {
                 inner.sweep(false);
                 drop(inner);
-                sleep(PAUSE).await;
+                sleep(SWEEP_INTERVAL).await;
             }
             drop(task);
         });
@@ -259,7 +273,7 @@ impl<S: Store> Inner<S> {
         for shard in self.shards.iter() {
             let mut ended = vec![];
             lock(shard).retain(|_, caller| caller.sweep(now, all, &mut ended));
-            self.end(ended);
+            self.end_blocks(ended);
         }
     }
 
@@ -267,9 +281,9 @@ impl<S: Store> Inner<S> {
     pub(super) async fn shut_down(self: &Arc<Self>) {
         self.is_shut_down.store(true, SeqCst);
         // A runtime that has shut down may have left queued operations.
-        self.attend();
+        self.ensure_tasks();
         self.sweep(true);
-        let _ = timeout(SHUTDOWN, self.in_flight.closed()).await;
+        let _ = timeout(SHUTDOWN_TIMEOUT, self.awaited.closed()).await;
     }
 }
 

@@ -3,7 +3,7 @@
 //!
 //! | file | contents |
 //! |---|---|
-//! | `hot` | detects busy callers |
+//! | `busy` | detects busy callers |
 //! | `caller` | one caller's blocks, and the size of the next one |
 //! | `block` | a charged block and its expiry |
 //! | `inner` | all busy callers; requests blocks and refunds unspent quota, off the request path |
@@ -19,9 +19,9 @@
 //!   busy caller that no block covers starts the sweeper and the queue on its own runtime.
 
 mod block;
+mod busy;
 mod caller;
 mod future;
-mod hot;
 mod inner;
 #[cfg(test)]
 mod simulation;
@@ -35,7 +35,7 @@ use std::sync::Arc;
 
 pub use self::future::LeasedFuture;
 
-use self::inner::{Inner, PATIENCE};
+use self::inner::{Inner, MAX_WAITS};
 use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
 use crate::store::{Answer, Backend, Hooks, Share, Store, Waiters, Withdraw};
@@ -135,7 +135,7 @@ impl<S: Store> Store for Leased<S> {
     type Future = LeasedFuture<S>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        self.inner.check(check, PATIENCE)
+        self.inner.check(check, MAX_WAITS)
     }
 
     fn backend(&self) -> Backend<'_, Self::Future> {

@@ -9,13 +9,13 @@ use super::{Observer, event, or_log};
 #[derive(Default)]
 pub(crate) struct Misses {
     observer: OnceLock<Arc<dyn Observer>>,
-    /// The number of requests without it. The count ends at [`Misses::ALL`].
+    /// Number of requests without it. [`Misses::REPORT_AT`] ends the count.
     count: AtomicU32,
 }
 
 impl Misses {
-    /// Number of requests after which a report is made.
-    pub(crate) const ALL: u32 = 1_000;
+    /// Number of requests without it at which the problem is reported.
+    pub(crate) const REPORT_AT: u32 = 1_000;
 
     /// Keeps the first observer.
     pub(crate) fn observe(&self, observer: &Arc<dyn Observer>) {
@@ -26,18 +26,19 @@ impl Misses {
         self.observer.get()
     }
 
-    /// Ends the count.
+    /// Ends the count, since a request includes what the layer reads.
     #[inline]
-    pub(crate) fn end(&self) {
-        if self.count.load(Relaxed) < Self::ALL {
-            self.count.store(Self::ALL, Relaxed);
+    pub(crate) fn found(&self) {
+        if self.count.load(Relaxed) < Self::REPORT_AT {
+            self.count.store(Self::REPORT_AT, Relaxed);
         }
     }
 
     /// Counts a request without it.
     #[inline]
-    pub(crate) fn add(&self, problem: impl FnOnce() -> String) {
-        if self.count.load(Relaxed) < Self::ALL && self.count.fetch_add(1, Relaxed) + 1 == Self::ALL
+    pub(crate) fn missed(&self, problem: impl FnOnce() -> String) {
+        if self.count.load(Relaxed) < Self::REPORT_AT
+            && self.count.fetch_add(1, Relaxed) + 1 == Self::REPORT_AT
         {
             self.report(&problem());
         }

@@ -1,5 +1,6 @@
 //! Event notifications for logs, metrics and health checks.
 
+mod default_observer;
 pub mod event;
 #[cfg(feature = "metrics")]
 mod metrics;
@@ -9,16 +10,15 @@ pub(crate) mod mistakes;
 mod repeats;
 #[cfg(feature = "tracing")]
 mod tracing;
-mod unobserved;
 
 use std::fmt;
 use std::sync::Arc;
 
+pub(crate) use self::default_observer::{log_unset, or_log};
 #[cfg(feature = "metrics")]
 pub use self::metrics::MetricsObserver;
 #[cfg(feature = "tracing")]
 pub use self::tracing::TracingObserver;
-pub(crate) use self::unobserved::{log_unset, or_log};
 
 /// Receives events, for logs, metrics and health checks.
 ///

@@ -15,12 +15,12 @@ use crate::util::{instant, lock};
 
 const MINUTE: Duration = Duration::from_secs(60);
 /// Maximum number of counts that one call returns, so that no request logs many lines.
-const COUNTS_PER_CALL: usize = 2;
+const MAX_COUNTS_PER_CALL: usize = 2;
 
 /// Reports a new subject immediately, and afterwards its count at the end of each minute in which it occurred. A subject
 /// that does not occur for a minute is new again.
 ///
-/// No task runs: call [`counts`](Self::counts) before each [`record`](Self::record). At most `max`
+/// No task runs: call [`take_due`](Self::take_due) before each [`record`](Self::record). At most `max`
 /// subjects are listed in a minute; the others share one count.
 pub(super) struct Repeats<K, S> {
     minute: Mutex<Minute<K, S>>,
@@ -30,7 +30,7 @@ pub(super) struct Repeats<K, S> {
 }
 
 struct Minute<K, S> {
-    ends: Instant,
+    ends_at: Instant,
     /// The subjects of this minute, each with its unreported count. The key of the unlisted subjects is `None`.
     counts: HashMap<Option<K>, Count<S>>,
     /// Counts of the previous minute that are not reported yet.
@@ -45,7 +45,7 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
     pub(super) fn new(max: usize) -> Self {
         let start = instant();
         let minute = Minute {
-            ends: start,
+            ends_at: start,
             counts: HashMap::new(),
             due: Vec::new(),
             max,
@@ -61,7 +61,7 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
     pub(super) fn record(&self, key: K, subject: impl FnOnce() -> S) -> Option<Count<S>> {
         let minute = &mut *lock(&self.minute);
         if minute.counts.is_empty() {
-            minute.ends = instant() + MINUTE;
+            minute.ends_at = instant() + MINUTE;
         }
         let listed = minute.counts.len() - usize::from(minute.counts.contains_key(&None));
         let is_listed = listed < minute.max || minute.counts.contains_key(&Some(key));
@@ -72,12 +72,12 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
             }
             Entry::Vacant(entry) => entry.insert((is_listed.then(subject), 0)).0.clone(),
         };
-        self.schedule(minute);
+        self.update_due_at(minute);
         Some((new, 1))
     }
 
     /// Returns a few of the counts of minutes that have ended.
-    pub(super) fn counts(&self) -> SmallVec<[Count<S>; COUNTS_PER_CALL]> {
+    pub(super) fn take_due(&self) -> SmallVec<[Count<S>; MAX_COUNTS_PER_CALL]> {
         let due_at = self.due_at.load(Relaxed);
         if due_at == u64::MAX || instant() < self.start + Duration::from_micros(due_at) {
             return SmallVec::new();
@@ -85,19 +85,19 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
         // Dropped without the lock: a subject may be a user's error.
         let (due, _quiet) = {
             let minute = &mut *lock(&self.minute);
-            let quiet = minute.end(instant());
+            let quiet = minute.roll_over(instant());
             let due = minute
                 .due
-                .drain(minute.due.len().saturating_sub(COUNTS_PER_CALL)..)
+                .drain(minute.due.len().saturating_sub(MAX_COUNTS_PER_CALL)..)
                 .collect();
-            self.schedule(minute);
+            self.update_due_at(minute);
             (due, quiet)
         };
         due
     }
 
     /// Returns all counts that were not reported.
-    pub(super) fn unreported(&self) -> Vec<Count<S>> {
+    pub(super) fn take_all(&self) -> Vec<Count<S>> {
         let minute = &mut *lock(&self.minute);
         let counts = mem::take(&mut minute.counts)
             .into_values()
@@ -105,10 +105,10 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
         minute.due.drain(..).chain(counts).collect()
     }
 
-    fn schedule(&self, minute: &Minute<K, S>) {
+    fn update_due_at(&self, minute: &Minute<K, S>) {
         let due_at = match (minute.due.is_empty(), minute.counts.is_empty()) {
             (false, _) => 0,
-            (true, false) => (minute.ends - self.start).as_micros() as u64,
+            (true, false) => (minute.ends_at - self.start).as_micros() as u64,
             (true, true) => u64::MAX,
         };
         self.due_at.store(due_at, Relaxed);
@@ -118,11 +118,11 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
 impl<K: Eq + Hash, S: Clone> Minute<K, S> {
     /// If this minute has ended, makes its counts due and begins the next one. Removes and returns
     /// the subjects that did not occur again since their last report.
-    fn end(&mut self, now: Instant) -> Vec<Count<S>> {
-        if now < self.ends {
+    fn roll_over(&mut self, now: Instant) -> Vec<Count<S>> {
+        if now < self.ends_at {
             return Vec::new();
         }
-        self.ends = now + MINUTE;
+        self.ends_at = now + MINUTE;
         let ended = self
             .counts
             .extract_if(|_, (_, count)| *count == 0)
@@ -149,7 +149,7 @@ mod tests {
     /// Records an occurrence, and returns all reports.
     fn record(repeats: &Repeats<u32, u32>, key: u32) -> Vec<Count<u32>> {
         repeats
-            .counts()
+            .take_due()
             .into_iter()
             .chain(repeats.record(key, || key))
             .collect()
@@ -176,7 +176,7 @@ mod tests {
             .map(|(at, count)| (at, (Some(1), count)))
             .collect();
         assert_eq!(lines, expected);
-        assert_eq!(repeats.unreported(), [(Some(1), 2)]);
+        assert_eq!(repeats.take_all(), [(Some(1), 2)]);
     }
 
     #[tokio::test(start_paused = true)]
@@ -185,11 +185,11 @@ mod tests {
         for (key, count) in [(1, 3), (2, 1), (3, 5), (4, 2)] {
             (0..count).for_each(|_| drop(record(&repeats, key)));
         }
-        assert!(repeats.counts().is_empty());
+        assert!(repeats.take_due().is_empty());
         advance(MINUTE).await;
         let mut counts: Vec<_> = [(); 3]
             .into_iter()
-            .flat_map(|()| repeats.counts())
+            .flat_map(|()| repeats.take_due())
             .collect();
         counts.sort();
         assert_eq!(counts, [(Some(1), 2), (Some(3), 4), (Some(4), 1)]);
@@ -197,11 +197,11 @@ mod tests {
         assert_eq!(record(&repeats, 2), [(Some(2), 1)]);
         advance(2 * MINUTE).await;
         while listed(&repeats) > 0 {
-            assert!(repeats.counts().is_empty());
+            assert!(repeats.take_due().is_empty());
             advance(MINUTE).await;
         }
         assert_eq!(
-            (repeats.due_at.load(Relaxed), repeats.unreported()),
+            (repeats.due_at.load(Relaxed), repeats.take_all()),
             (u64::MAX, vec![])
         );
     }
@@ -213,8 +213,13 @@ mod tests {
             (0..1_000).for_each(|key| drop(record(&repeats, key)));
         }
         advance(MINUTE).await;
-        let calls: Vec<usize> = (0..501).map(|_| repeats.counts().len()).collect();
-        assert!(calls[..500].iter().all(|count| *count == COUNTS_PER_CALL) && calls[500] == 0);
+        let calls: Vec<usize> = (0..501).map(|_| repeats.take_due().len()).collect();
+        assert!(
+            calls[..500]
+                .iter()
+                .all(|count| *count == MAX_COUNTS_PER_CALL)
+                && calls[500] == 0
+        );
     }
 
     #[tokio::test(start_paused = true)]
@@ -234,7 +239,7 @@ mod tests {
         let subject = || Arc::new(Error(Arc::downgrade(&repeats), Arc::clone(&was_free)));
         drop(repeats.record(1, subject));
         advance(MINUTE).await;
-        assert!(repeats.counts().is_empty() && was_free.load(Relaxed));
+        assert!(repeats.take_due().is_empty() && was_free.load(Relaxed));
     }
 
     #[tokio::test(start_paused = true)]
@@ -252,7 +257,7 @@ mod tests {
             advance(Duration::from_secs(6)).await;
         }
         assert_eq!(lines.len(), 4, "once a minute");
-        let mut counts: Vec<_> = (0..4).flat_map(|_| repeats.counts()).collect();
+        let mut counts: Vec<_> = (0..4).flat_map(|_| repeats.take_due()).collect();
         counts.sort();
         assert_eq!(
             counts,

@@ -127,7 +127,7 @@ impl TracingObserver {
         }
     }
 
-    fn shown(&self, key: &Key) -> String {
+    fn display_key(&self, key: &Key) -> String {
         if self.reveal_keys {
             key.reveal().to_owned()
         } else {
@@ -164,7 +164,7 @@ impl Observer for TracingObserver {
         let (policy, outcome) = (decision.policy(), decision.outcome());
         trace!(
             policy = policy.name(),
-            caller = self.shown(key),
+            caller = self.display_key(key),
             allowed = decision.is_allowed(),
             remaining = decision.remaining(),
             source = ?decision.source(),
@@ -172,7 +172,7 @@ impl Observer for TracingObserver {
             dry_run,
             "rate limit decided"
         );
-        self.log.report_counts();
+        self.log.log_due_counts();
         if !decision.is_allowed() {
             let (span, field) = (
                 Span::current(),
@@ -185,7 +185,7 @@ impl Observer for TracingObserver {
             span.record(field, outcome.as_str());
             let subject = || Denied {
                 policy: policy.clone(),
-                caller: self.shown(key),
+                caller: self.display_key(key),
                 dry_run,
             };
             if let Some(new) = self
@@ -193,27 +193,27 @@ impl Observer for TracingObserver {
                 .denials
                 .record((*key, policy.id(), dry_run), subject)
             {
-                denied(&span, new);
+                log_denied(&span, new);
             }
         }
     }
 
     fn failed(&self, &event::Failed { key, error, .. }: &event::Failed<'_>) {
         trace!(
-            caller = key.map(|key| self.shown(key)),
+            caller = key.map(|key| self.display_key(key)),
             kind = error.kind().as_str(),
             error = error as &dyn StdError,
             "rate limit check failed"
         );
-        self.log.report_counts();
+        self.log.log_due_counts();
         if let Some(new) = self.log.failures.record(error.kind(), || error.clone()) {
-            failed(&Span::current(), new);
+            log_failed(&Span::current(), new);
         }
     }
 
     fn second_key(&self, &event::SecondKey { key }: &event::SecondKey<'_>) {
         trace!(
-            caller = self.shown(key),
+            caller = self.display_key(key),
             "rate limit key found by the second extractor"
         );
     }
@@ -282,33 +282,33 @@ impl Log {
     }
 
     /// Uses no span: the counts are about other requests than the current one.
-    fn report_counts(&self) {
+    fn log_due_counts(&self) {
         self.denials
-            .counts()
+            .take_due()
             .into_iter()
-            .for_each(|count| denied(&Span::none(), count));
+            .for_each(|count| log_denied(&Span::none(), count));
         self.failures
-            .counts()
+            .take_due()
             .into_iter()
-            .for_each(|count| failed(&Span::none(), count));
+            .for_each(|count| log_failed(&Span::none(), count));
     }
 }
 
 impl Drop for Log {
     fn drop(&mut self) {
         self.denials
-            .unreported()
+            .take_all()
             .into_iter()
-            .for_each(|count| denied(&Span::none(), count));
+            .for_each(|count| log_denied(&Span::none(), count));
         self.failures
-            .unreported()
+            .take_all()
             .into_iter()
-            .for_each(|count| failed(&Span::none(), count));
+            .for_each(|count| log_failed(&Span::none(), count));
     }
 }
 
-fn denied(span: &Span, (who, denied): Count<Denied>) {
-    match who {
+fn log_denied(span: &Span, (subject, denied): Count<Denied>) {
+    match subject {
         Some(Denied {
             policy,
             caller,
@@ -320,7 +320,7 @@ fn denied(span: &Span, (who, denied): Count<Denied>) {
     }
 }
 
-fn failed(span: &Span, (error, failed): Count<StoreError>) {
+fn log_failed(span: &Span, (error, failed): Count<StoreError>) {
     if let Some(error) = error {
         warn!(parent: span, kind = error.kind().as_str(), error = &error as &dyn StdError, failed, "rate limit checks failed");
     }

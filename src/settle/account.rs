@@ -196,9 +196,9 @@ impl Account {
         let _ended = std::mem::take(&mut lock(&self.state).in_flight);
     }
 
-    /// Sends an operation and waits for its result.
-    pub(super) async fn ask(&self, op: PendingOp) {
-        self.ops.ask(op).await;
+    /// Sends an operation immediately. Its callback gets the result.
+    pub(super) fn send(&self, op: PendingOp) {
+        self.ops.send_now(op);
     }
 
     /// Returns the handle of the outer layer.

@@ -97,7 +97,8 @@ impl RequestCost {
     /// for an uncounted request, in a dry run, under policies that only count requests in flight,
     /// and after the head of the response has settled the request. A shadow is charged at the end.
     ///
-    /// Dropping the future loses nothing: a grant belongs to the request and is settled with it.
+    /// Dropping the future loses nothing: a grant belongs to the request and is settled with it. Only if the request's
+    /// runtime shuts down before the store has replied, the addition may stay charged.
     ///
     /// # Errors
     ///
@@ -139,7 +140,7 @@ impl RequestCost {
             };
             let _ = sender.send(granted);
         });
-        self.account.ask(op).await;
+        self.account.send(op);
         receiver
             .await
             .unwrap_or_else(|_| Err(StoreError::new(ErrorKind::NoRuntime).check_only().into()))

@@ -43,7 +43,7 @@ pub(crate) use shards::{Digest, Shards};
 
 pub use crate::limit::Counts;
 
-use crate::background::{Asked, OpQueue};
+use crate::background::{OpQueue, SentCheck};
 use crate::limit::{Check, Decision};
 use crate::observe::Observer;
 
@@ -184,9 +184,9 @@ impl<F: Future<Output = Result<Decision, StoreError>>> Future for Answer<F> {
 
 /// Creates the queue of a store's background operations. `observer` is notified of each operation that failed.
 pub(crate) fn op_queue(store: impl Store, observer: Option<Arc<dyn Observer>>) -> OpQueue {
-    let ask = move |check| match store.check(check) {
-        Answer::Ready { answer } => Asked::Replied(answer),
-        Answer::Pending { future } => Asked::Pending(Box::pin(future)),
+    let send_check = move |check| match store.check(check) {
+        Answer::Ready { answer } => SentCheck::Replied(answer),
+        Answer::Pending { future } => SentCheck::Pending(Box::pin(future)),
     };
-    OpQueue::new(ask, observer)
+    OpQueue::new(send_check, observer)
 }

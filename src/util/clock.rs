@@ -8,7 +8,7 @@ use tokio::time::Instant;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Clock {
     /// The wall clock at `start`, in microseconds since the Unix epoch.
-    wall: i64,
+    wall_at_start: i64,
     start: Instant,
 }
 
@@ -18,13 +18,14 @@ impl Clock {
         #[cfg(test)]
         let wall = super::Seed::wall().unwrap_or(wall);
         Self {
-            wall: micros(wall),
+            wall_at_start: micros(wall),
             start: instant(),
         }
     }
 
     pub(crate) fn micros(&self) -> i64 {
-        self.wall.saturating_add(micros(instant() - self.start))
+        self.wall_at_start
+            .saturating_add(micros(instant() - self.start))
     }
 }
 

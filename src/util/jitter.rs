@@ -11,6 +11,6 @@ pub(crate) fn random() -> f64 {
 
 /// Multiplies a duration by a random factor. Without this, a thousand instances that met the same
 /// fault would all retry at the same moment.
-pub(crate) fn jittered(duration: Duration, times: Range<f64>) -> Duration {
-    duration.mul_f64(times.start + (times.end - times.start) * random())
+pub(crate) fn jittered(duration: Duration, factors: Range<f64>) -> Duration {
+    duration.mul_f64(factors.start + (factors.end - factors.start) * random())
 }

@@ -34,7 +34,7 @@ mod seeded {
         }
 
         /// Sets the time of all runtimes of this thread.
-        pub(crate) fn stands_at(&self, now: Instant) {
+        pub(crate) fn set_now(&self, now: Instant) {
             NOW.set(Some(now));
         }
 

@@ -337,12 +337,12 @@ impl Task {
     fn send(&mut self, requests: Vec<Request>) {
         for request in requests {
             let in_flight = self.line.queues.in_flight.as_ref();
-            let mut slot = in_flight.and_then(|in_flight| in_flight.hold(&request.check));
+            let mut slot = in_flight.and_then(|in_flight| in_flight.track(&request.check));
             let answer = (self.line.queues.shared.send)(request.check.clone());
             self.pending.push(Box::pin(async move {
                 let answer = answer.await;
                 if let Some(slot) = &mut slot {
-                    slot.answered(answer.as_ref());
+                    slot.on_reply(answer.as_ref());
                 }
                 Event::Replied(request, answer, slot)
             }));

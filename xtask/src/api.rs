@@ -18,8 +18,8 @@ const JSON: &str = "target/doc/tower_redis_ratelimit.json";
 /// The version of rustdoc's JSON that `public-api` reads. Each Rust release writes one version.
 const FORMAT: u64 = 57;
 
-/// Implementations that no user relies on, left out of the list. Of the auto traits, it keeps `Send`,
-/// `Sync` and `Unpin`.
+/// Implementations that no user relies on, omitted from the list. The auto traits `Send`, `Sync` and `Unpin` are
+/// listed.
 const OMITTED: [&str; 5] = [
     "core::marker::Freeze",
     "core::marker::StructuralPartialEq",
@@ -32,7 +32,7 @@ const OMITTED: [&str; 5] = [
 /// Writes the list.
 pub(crate) fn save() -> Result {
     let list = list()?.ok_or_else(|| {
-        format!("this Rust does not write rustdoc format {FORMAT}: use one that does")
+        format!("this Rust does not write rustdoc format {FORMAT}: use the Rust release that does")
     })?;
     fs::write(root().join(LIST), list).map_err(|error| format!("{LIST}: {error}"))
 }

@@ -19,17 +19,17 @@ const PROGRAMS: [&str; 4] = [
     "google-chrome-stable",
 ];
 /// Maximum time to wait for a condition, and the polling interval.
-const PATIENCE: Duration = Duration::from_secs(60);
-const LOOK: Duration = Duration::from_millis(50);
+const TIMEOUT: Duration = Duration::from_secs(60);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A browser with one page.
 pub(crate) struct Browser {
     process: Child,
-    to: ChildStdin,
-    from: BufReader<ChildStdout>,
+    commands: ChildStdin,
+    replies: BufReader<ChildStdout>,
     /// The DevTools session of the page.
     session: Option<String>,
-    sent: u64,
+    last_id: u64,
     /// The URLs that the page has requested.
     pub(crate) urls: Vec<String>,
     /// The errors in the console.
@@ -74,16 +74,16 @@ impl Browser {
             .stdout(Stdio::piped())
             .spawn()
             .map_err(|error| format!("{program}: {error}"))?;
-        let (Some(to), Some(from)) = (process.stdin.take(), process.stdout.take()) else {
+        let (Some(commands), Some(replies)) = (process.stdin.take(), process.stdout.take()) else {
             return Err("the browser has no pipes".to_owned());
         };
-        let from = BufReader::new(from);
+        let replies = BufReader::new(replies);
         let mut browser = Self {
             process,
-            to,
-            from,
+            commands,
+            replies,
             session: None,
-            sent: 0,
+            last_id: 0,
             urls: vec![],
             errors: vec![],
         };
@@ -102,7 +102,7 @@ impl Browser {
         self.call("Page.navigate", json!({ "url": url })).map(drop)
     }
 
-    pub(crate) fn look(&mut self, width: u32, scheme: &str) -> Result {
+    pub(crate) fn set_viewport(&mut self, width: u32, scheme: &str) -> Result {
         let size =
             json!({ "width": width, "height": 800, "deviceScaleFactor": 1, "mobile": false });
         self.call("Emulation.setDeviceMetricsOverride", size)?;
@@ -127,12 +127,12 @@ impl Browser {
     }
 
     /// Waits until a JavaScript expression is `true`.
-    pub(crate) fn until(&mut self, what: &str, script: &str) -> Result {
-        for _ in 0..PATIENCE.as_millis() / LOOK.as_millis() {
+    pub(crate) fn wait_until(&mut self, what: &str, script: &str) -> Result {
+        for _ in 0..TIMEOUT.as_millis() / POLL_INTERVAL.as_millis() {
             if self.evaluate(script)? == true {
                 return Ok(());
             }
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
         let page = self.evaluate("document.body.innerText")?;
         Err(format!(
@@ -141,7 +141,7 @@ impl Browser {
     }
 
     /// Presses a key, such as `Tab`.
-    pub(crate) fn key(&mut self, key: &str) -> Result {
+    pub(crate) fn press_key(&mut self, key: &str) -> Result {
         let (code, text) = match key {
             "Tab" => (9, ""),
             _ => (13, "\r"),
@@ -154,7 +154,7 @@ impl Browser {
     }
 
     /// Returns the roles and names that a screen reader uses.
-    pub(crate) fn roles(&mut self) -> Result<Vec<(String, String)>> {
+    pub(crate) fn roles_and_names(&mut self) -> Result<Vec<(String, String)>> {
         let tree = self.call("Accessibility.getFullAXTree", json!({}))?;
         let nodes = tree["nodes"]
             .as_array()
@@ -170,7 +170,7 @@ impl Browser {
     }
 
     /// Returns a PNG of the page down to the end of the element that a selector finds.
-    pub(crate) fn picture(&mut self, down_to: &str) -> Result<Vec<u8>> {
+    pub(crate) fn screenshot(&mut self, down_to: &str) -> Result<Vec<u8>> {
         let end = self.evaluate(&format!(
             "scrollY + document.querySelector('{down_to}').getBoundingClientRect().bottom"
         ))?;
@@ -185,23 +185,23 @@ impl Browser {
 
     /// Calls a method, and records the events until its reply.
     fn call(&mut self, method: &str, params: Value) -> Result<Value> {
-        self.sent += 1;
-        let mut message = json!({ "id": self.sent, "method": method, "params": params });
+        self.last_id += 1;
+        let mut message = json!({ "id": self.last_id, "method": method, "params": params });
         if let Some(session) = &self.session {
             message["sessionId"] = json!(session);
         }
         let lost = |error| format!("the browser did not reply to {method}: {error}");
-        self.to
+        self.commands
             .write_all(format!("{message}\0").as_bytes())
             .map_err(lost)?;
         loop {
             let mut bytes = vec![];
-            self.from.read_until(0, &mut bytes).map_err(lost)?;
+            self.replies.read_until(0, &mut bytes).map_err(lost)?;
             let message = bytes.strip_suffix(&[0]).ok_or("the browser has ended")?;
             let mut message: Value =
                 serde_json::from_slice(message).map_err(|error| error.to_string())?;
-            if message["id"] != self.sent {
-                self.note(&message);
+            if message["id"] != self.last_id {
+                self.record_event(&message);
             } else if let Some(error) = message.get("error") {
                 return Err(format!("{method}: {error}"));
             } else {
@@ -210,7 +210,7 @@ impl Browser {
         }
     }
 
-    fn note(&mut self, event: &Value) {
+    fn record_event(&mut self, event: &Value) {
         let params = &event["params"];
         match event["method"].as_str() {
             Some("Network.requestWillBeSent") => {

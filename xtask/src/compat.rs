@@ -30,7 +30,7 @@ const TARGETS: [(&str, &str, &str); 4] = [
 struct Counts {
     passed: usize,
     failed: usize,
-    left_out: usize,
+    skipped: usize,
 }
 
 /// Runs the tests with all servers, or with the servers whose names contain `only`. Prints the
@@ -83,7 +83,7 @@ pub(crate) fn compat(only: &str) -> Result {
                         .or_default()
                         .entry(server.name)
                         .or_default()
-                        .left_out += 1;
+                        .skipped += 1;
                     notes
                         .entry(format!("`{label}::{test}`: {}", lack.what))
                         .or_default()
@@ -117,7 +117,7 @@ pub(crate) fn compat(only: &str) -> Result {
 
     let header: Vec<String> = servers
         .iter()
-        .map(|(server, (_, version))| with_patch(server.name, version))
+        .map(|(server, (_, version))| full_version(server.name, version))
         .collect();
     print(
         &header,
@@ -142,7 +142,7 @@ pub(crate) fn compat(only: &str) -> Result {
 type Table = BTreeMap<String, BTreeMap<&'static str, Counts>>;
 
 /// Turns `Redis 6.2` into `Redis 6.2.14`.
-fn with_patch(name: &str, version: &str) -> String {
+fn full_version(name: &str, version: &str) -> String {
     format!("{} {version}", name.split(' ').next().unwrap_or_default())
 }
 
@@ -162,16 +162,16 @@ fn print(header: &[String], table: &Table, servers: &[&str]) {
                 .join(" | ")
         );
     };
-    let text = |passed: usize, failed: usize, left_out: usize| match (failed, left_out) {
+    let text = |passed: usize, failed: usize, skipped: usize| match (failed, skipped) {
         (0, 0) => passed.to_string(),
-        (0, _) => format!("{passed} of {}", passed + left_out),
+        (0, _) => format!("{passed} of {}", passed + skipped),
         _ => format!("{passed}, **{failed} failed**"),
     };
     for (module, by_server) in table {
         row(
             &format!("`{module}`"),
             &|server| match by_server.get(server) {
-                Some(counts) => text(counts.passed, counts.failed, counts.left_out),
+                Some(counts) => text(counts.passed, counts.failed, counts.skipped),
                 None => "-".to_owned(),
             },
         );
@@ -187,7 +187,7 @@ fn print(header: &[String], table: &Table, servers: &[&str]) {
         text(
             sum(|counts| counts.passed),
             sum(|counts| counts.failed),
-            sum(|counts| counts.left_out),
+            sum(|counts| counts.skipped),
         )
     });
 }

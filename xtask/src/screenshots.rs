@@ -18,67 +18,67 @@ pub(crate) fn screenshots() -> Result {
     let example = Example::start()?;
     let url = &example.url;
 
-    browser.look(1200, "light")?;
+    browser.set_viewport(1200, "light")?;
     browser.open(url)?;
-    browser.until(
+    browser.wait_until(
         "decisions flow",
-        &says(
+        &shows(
             "Redis decides",
-            &for_seconds(40, "all(record.allowed) > 100"),
+            &in_last_records(40, "all(record.allowed) > 100"),
         ),
     )?;
-    names(&mut browser)?;
-    save(&mut browser, "before", "body")?;
+    check_names(&mut browser)?;
+    save_screenshot(&mut browser, "before", "body")?;
 
     let by_redis = "!record.local && record.allowed.redis > 100";
     let locally = "record.local === 3 && record.allowed.local > 100";
     press(&mut browser, "kill")?;
-    let outage = says(
+    let outage = shows(
         "Redis is stopped. The fallback decides",
-        &for_seconds(12, locally),
+        &in_last_records(12, locally),
     );
-    browser.until("the fallback decides", &outage)?;
-    save(&mut browser, "outage", TIME_LINE)?;
+    browser.wait_until("the fallback decides", &outage)?;
+    save_screenshot(&mut browser, "outage", TIME_LINE)?;
 
     press(&mut browser, "kill")?;
     // It came back empty.
     let overshoot = "document.getElementById('detail').textContent.endsWith('For a moment, more than the limit is allowed.')";
-    browser.until(
+    browser.wait_until(
         "the page explains the overshoot",
-        &says("Redis decides again", overshoot),
+        &shows("Redis decides again", overshoot),
     )?;
-    browser.until(
+    browser.wait_until(
         "Redis decides again",
-        &says("Redis decides again", &for_seconds(8, by_redis)),
+        &shows("Redis decides again", &in_last_records(8, by_redis)),
     )?;
     press(&mut browser, "freeze")?;
-    let outage = says(
+    let outage = shows(
         "Redis is frozen. The fallback decides",
-        &for_seconds(6, locally),
+        &in_last_records(6, locally),
     );
-    browser.until("the fallback decides", &outage)?;
+    browser.wait_until("the fallback decides", &outage)?;
     press(&mut browser, "freeze")?;
-    browser.until(
+    browser.wait_until(
         "Redis decides again",
-        &says("Redis decides again", &for_seconds(8, by_redis)),
+        &shows("Redis decides again", &in_last_records(8, by_redis)),
     )?;
-    browser.until(
+    browser.wait_until(
         "both outages are reconciled",
         "records.filter(record => record.reconciled).length > 1",
     )?;
-    save(&mut browser, "after", TIME_LINE)?;
+    save_screenshot(&mut browser, "after", TIME_LINE)?;
     save_time_line(&mut browser)?;
-    browser.look(1200, "dark")?;
-    save(&mut browser, "dark", TIME_LINE)?;
-    browser.look(390, "light")?;
-    browser.until(
+    browser.set_viewport(1200, "dark")?;
+    save_screenshot(&mut browser, "dark", TIME_LINE)?;
+    browser.set_viewport(390, "light")?;
+    browser.wait_until(
         "a phone needs no scrolling to the right",
         "document.documentElement.scrollWidth <= 390",
     )?;
 
     browser.evaluate("$('free-limit').value = '20/s  burst 40'")?;
     press(&mut browser, "free-limit")?;
-    browser.until(
+    browser.wait_until(
         "the limit is another",
         "$('free-limit').value === '20/s burst 40'",
     )?;
@@ -102,12 +102,12 @@ pub(crate) fn screenshots() -> Result {
 }
 
 /// Returns a JavaScript condition: the page shows `state`, and `condition` holds.
-fn says(state: &str, condition: &str) -> String {
+fn shows(state: &str, condition: &str) -> String {
     format!("document.getElementById('state')?.textContent === '{state}' && {condition}")
 }
 
 /// Returns a JavaScript condition: `condition` holds for each of the last records.
-fn for_seconds(seconds: u32, condition: &str) -> String {
+fn in_last_records(seconds: u32, condition: &str) -> String {
     format!("records.length >= {seconds} && records.slice(-{seconds}).every(record => {condition})")
 }
 
@@ -115,9 +115,9 @@ fn for_seconds(seconds: u32, condition: &str) -> String {
 fn press(browser: &mut Browser, button: &str) -> Result {
     for _ in 0..50 {
         if browser.evaluate("document.activeElement.id")? == button {
-            return browser.key("Enter");
+            return browser.press_key("Enter");
         }
-        browser.key("Tab")?;
+        browser.press_key("Tab")?;
     }
     Err(format!(
         "the button {button} is not reachable with the Tab key"
@@ -125,8 +125,8 @@ fn press(browser: &mut Browser, button: &str) -> Result {
 }
 
 /// Checks that all controls and images have accessible names.
-fn names(browser: &mut Browser) -> Result {
-    let roles = browser.roles()?;
+fn check_names(browser: &mut Browser) -> Result {
+    let roles = browser.roles_and_names()?;
     for role in ["button", "textbox", "image", "table"] {
         let names: Vec<_> = roles
             .iter()
@@ -141,12 +141,12 @@ fn names(browser: &mut Browser) -> Result {
 }
 
 /// Takes a picture of the page, down to the element that a selector finds.
-fn save(browser: &mut Browser, name: &str, down_to: &str) -> Result {
+fn save_screenshot(browser: &mut Browser, name: &str, down_to: &str) -> Result {
     // Remove the focus ring of the pressed button.
     browser.evaluate("document.activeElement.blur()")?;
     write(
         &format!("examples/dashboard/{name}.png"),
-        &browser.picture(down_to)?,
+        &browser.screenshot(down_to)?,
     )
 }
 

@@ -8,7 +8,7 @@ use crate::metadata::Metadata;
 use crate::{Result, api, install, pages, simulate};
 
 const LIBRARY: &str = "tower-redis-ratelimit";
-const NONE: &str = "--no-default-features";
+const NO_FEATURES: &str = "--no-default-features";
 
 pub(crate) fn test() -> Result {
     install::redis_server()?;
@@ -16,8 +16,7 @@ pub(crate) fn test() -> Result {
     let metadata = Metadata::read()?;
     metadata.check_dependencies()?;
     let version = metadata.rust_version().to_owned();
-    // Run this concurrently: it shares nothing with the other steps, few of which use two
-    // processors.
+    // Run this concurrently: it shares nothing with the other steps, and most of them use one processor.
     let lowest_rust = thread::spawn(move || lowest_rust(&version));
     cargo(&[
         "clippy",
@@ -32,10 +31,10 @@ pub(crate) fn test() -> Result {
     api::check()?;
     // Features only add, so what holds with all of them must hold with each alone, and with none.
     for feature in metadata.features() {
-        alone(&format!("--features={feature}"))?;
+        check_features(&format!("--features={feature}"))?;
     }
-    alone(NONE)?;
-    document(&["--package", LIBRARY, NONE])?;
+    check_features(NO_FEATURES)?;
+    document(&["--package", LIBRARY, NO_FEATURES])?;
     cargo(&["test", "--quiet", "--package", "plain-tests", "--lib"])?;
     package()?;
     lowest_rust
@@ -85,7 +84,7 @@ pub(crate) fn pages() -> Result {
 }
 
 /// Checks the library with these features only.
-fn alone(features: &str) -> Result {
+fn check_features(features: &str) -> Result {
     cargo(&[
         "clippy",
         "--package",

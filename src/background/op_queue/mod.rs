@@ -1,13 +1,12 @@
 //! A queue of store operations off the request path: charges, refunds, renewals, releases and leased blocks.
 
-mod awaited;
 mod pending_op;
 mod sender;
 #[cfg(test)]
 mod tests;
 
 use std::collections::{BTreeMap, VecDeque};
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +20,6 @@ use tokio::time::Instant;
 
 pub(crate) use self::pending_op::PendingOp;
 
-use self::awaited::Awaited;
 use self::sender::Sender;
 use super::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
@@ -32,18 +30,20 @@ use crate::util::{contain, instant, lock};
 /// Sends operations to one store, and reports failures to the observer. Clones share the queue.
 ///
 /// - **Batches.** A store that replies immediately, such as a [`LocalStore`](crate::LocalStore), gets each operation
-///   immediately. For other stores, operations are collected for [`GAP`] and sent in waves, which the store can batch.
-/// - **Retries.** An operation that was certainly not sent is retried after 50 ms, then with growing pauses of up to 1
-///   s, until it has expired. Renewals are not retried, because the next renewal covers all slots in flight. Takes are
-///   not either: a request [awaits](Self::ask) them, or the caller repeats them.
+///   immediately. For other stores, operations are collected for [`WAVE_INTERVAL`] and sent in waves, which the store
+///   can batch.
+/// - **Retries.** An operation that was certainly not sent is retried after 50 ms, then with growing delays of up to 1 s,
+///   until it has expired. Renewals are not retried, because the next renewal covers all slots in flight. Takes are
+///   not either: a request [awaits](Self::send_now) them, or the caller repeats them.
 /// - **Lost replies.** An operation that may have been executed is never sent again, because it might be executed
 ///   twice. The observer is notified of it, and of each operation that finds the queue full.
 /// - **Releases.** Releasing a slot twice is harmless, so a release is retried until it succeeds or the slot has
-///   expired. The observer is notified neither of expired releases nor of releases beyond [`RELEASES`]: their slots
-///   expire.
+///   expired. The observer is notified neither of expired releases nor of releases beyond
+///   [`MAX_RELEASE_RETRIES`]: their slots expire.
 /// - **Runtimes.** The sender is a [background task](super). If its runtime shuts down, the operations and pending
 ///   replies stay in the queue until another operation is [put](Self::put) or a request [wakes](Self::wake) the queue.
-///   Outside of a runtime, the sender starts on the first runtime that has used the queue.
+///   Outside of a runtime, the sender starts on the first runtime that has used the queue. Only a reply that a request
+///   [awaits](Self::send_now) is lost with its runtime.
 #[derive(Clone)]
 pub(crate) struct OpQueue {
     #[allow(
@@ -53,44 +53,46 @@ pub(crate) struct OpQueue {
     shared: Arc<Arc<SharedQueue>>,
 }
 
-/// A store's answer to a check: immediate, or pending.
-pub(crate) enum Asked {
+/// A check that was sent to a store.
+pub(crate) enum SentCheck {
     Replied(Reply),
-    Pending(Pin<Box<dyn Future<Output = Reply> + Send>>),
+    Pending(PendingReply),
 }
 
 pub(super) type Reply = Result<Decision, StoreError>;
 
-type Ask = dyn Fn(Check) -> Asked + Send + Sync;
+type PendingReply = Pin<Box<dyn Future<Output = Reply> + Send>>;
+
+type SendCheck = dyn Fn(Check) -> SentCheck + Send + Sync;
 
 struct SharedQueue {
-    ask: Box<Ask>,
+    send_check: Box<SendCheck>,
     observer: Option<Arc<dyn Observer>>,
     work: Mutex<Work>,
     /// Whether operations or replies are pending. If not, `put` sends immediately. Written under the lock.
     is_busy: AtomicBool,
-    /// Wakes the sender: there is new work.
-    came: Notify,
+    /// Wakes the sender.
+    new_work: Notify,
     sender: TaskOwner,
     /// The first runtime that has used the queue.
-    home: OnceLock<Handle>,
+    first_runtime: OnceLock<Handle>,
 }
 
 #[derive(Default)]
 struct Work {
     /// Operations for the next wave.
-    fresh: VecDeque<PendingOp>,
+    next_wave: VecDeque<PendingOp>,
     /// Operations to retry, by time and number.
-    again: BTreeMap<(Instant, u64), PendingOp>,
-    again_number: u64,
-    /// Checks whose replies the sender must await.
-    asked: Vec<Flight>,
+    retries: BTreeMap<(Instant, u64), PendingOp>,
+    last_retry: u64,
+    /// Checks whose replies the next step of the sender starts to await.
+    new_flights: Vec<Flight>,
 }
 
 /// A sent check without a reply yet, and its operation.
 struct Flight {
     op: PendingOp,
-    reply: Pin<Box<dyn Future<Output = Reply> + Send>>,
+    reply: PendingReply,
 }
 
 impl Flight {
@@ -99,8 +101,8 @@ impl Flight {
     }
 }
 
-/// The next step of the sender.
-enum Next {
+/// A step of the sender.
+enum Step {
     Send(Vec<PendingOp>),
     /// Wait for a reply or another operation, at most until this time.
     Wait(Option<Instant>),
@@ -108,33 +110,33 @@ enum Next {
 }
 
 /// Minimum interval between two waves.
-const GAP: Duration = Duration::from_millis(2);
+const WAVE_INTERVAL: Duration = Duration::from_millis(2);
 /// Maximum number of unanswered checks of the sender, so that they do not delay requests.
 const MAX_FLIGHTS: usize = 1_024;
 /// Maximum number of queued operations.
 const CAPACITY: usize = 100_000;
-/// Number of waiting retries at which a release is dropped instead of retried.
-const RELEASES: usize = 10_000;
-/// Pause between the reply to a release and its repetition.
-const REPEAT_AFTER: Duration = Duration::from_millis(500);
-/// First and longest pause before a retry.
-const FIRST_PAUSE: Duration = Duration::from_millis(50);
-const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// Number of scheduled retries at which a release is dropped instead of retried.
+const MAX_RELEASE_RETRIES: usize = 10_000;
+/// Delay between the reply to a release and its repetition.
+const RELEASE_REPEAT_DELAY: Duration = Duration::from_millis(500);
+/// First and longest delay of a retry.
+const MIN_RETRY_DELAY: Duration = Duration::from_millis(50);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(1);
 
 impl OpQueue {
-    /// Creates the queue of a store. `ask` sends a check to the store. `observer` is notified of each failed operation.
+    /// Creates the queue of a store. `send_check` sends a check to it. `observer` is notified of each failed operation.
     pub(crate) fn new(
-        ask: impl Fn(Check) -> Asked + Send + Sync + 'static,
+        send_check: impl Fn(Check) -> SentCheck + Send + Sync + 'static,
         observer: Option<Arc<dyn Observer>>,
     ) -> Self {
         Self::of(Arc::new(SharedQueue {
-            ask: Box::new(ask),
+            send_check: Box::new(send_check),
             observer,
             work: Mutex::default(),
             is_busy: AtomicBool::new(false),
-            came: Notify::new(),
+            new_work: Notify::new(),
             sender: TaskOwner::new(),
-            home: OnceLock::new(),
+            first_runtime: OnceLock::new(),
         }))
     }
 
@@ -146,33 +148,39 @@ impl OpQueue {
 
     /// Queues an operation, or sends it immediately if the queue is idle.
     pub(crate) fn put(&self, op: PendingOp) {
-        if let Err(op) = self.shared.leave(op) {
-            let mut asked = Vec::new();
-            self.shared.ask(op, instant(), &mut asked);
-            if !asked.is_empty() {
-                self.shared.keep(asked);
-            }
+        if let Err(op) = self.shared.push_if_busy(op)
+            && let Some(flight) = self.shared.send(op, instant())
+        {
+            self.shared.add_flights([flight]);
         }
-        self.shared.attend();
+        self.shared.ensure_sender();
     }
 
-    /// Sends an operation immediately, ahead of queued ones, for a request that awaits the returned future. If the
-    /// future is dropped, the sender awaits the reply.
-    pub(crate) fn ask(&self, op: PendingOp) -> impl Future<Output = ()> + Send + 'static {
-        let mut asked = Vec::new();
-        self.shared.ask(op, instant(), &mut asked);
-        Awaited {
-            shared: Arc::clone(&self.shared),
-            asked,
+    /// Sends a take immediately, ahead of queued operations, for a request that awaits its callback. A task on the
+    /// request's runtime awaits the reply, even if the request stops waiting.
+    pub(crate) fn send_now(&self, op: PendingOp) {
+        let Some(mut flight) = self.shared.send(op, instant()) else {
+            return;
+        };
+        self.shared.set_first_runtime();
+        let runtime = Handle::try_current().ok();
+        // The reply is not kept in the queue: the callback may hold the queue, which would then hold itself if no
+        // sender followed.
+        if let Some(runtime) = runtime.as_ref().or(self.shared.first_runtime.get()) {
+            let shared = Arc::clone(&self.shared);
+            runtime.spawn(async move {
+                let reply = poll_fn(|cx| flight.poll(cx)).await;
+                shared.handle_reply(flight.op, reply);
+            });
         }
     }
 
     /// Starts the sender on this runtime if there is work and the previous sender's runtime has shut down.
     pub(crate) fn wake(&self) {
-        self.shared.remember_runtime();
+        self.shared.set_first_runtime();
         // Skip the shared write on the fast path: every request calls `wake`.
         if self.shared.is_busy() && !self.shared.sender.is_running() {
-            self.shared.attend();
+            self.shared.ensure_sender();
         }
     }
 
@@ -193,16 +201,16 @@ impl SharedQueue {
         self.is_busy.load(Ordering::Acquire)
     }
 
-    /// Adds an operation for the sender.
+    /// Adds an operation to the next wave.
     ///
     /// # Errors
     ///
     /// Returns the operation if the queue is idle: it can be sent immediately.
-    fn leave(&self, op: PendingOp) -> Result<(), PendingOp> {
+    fn push_if_busy(&self, op: PendingOp) -> Result<(), PendingOp> {
         if !self.is_busy() {
             return Err(op);
         }
-        let full = {
+        let rejected = {
             let work = &mut *lock(&self.work);
             if !self.is_busy() {
                 return Err(op);
@@ -212,14 +220,14 @@ impl SharedQueue {
             } else {
                 // Notify for the first operation only. The sender then sleeps until the next wave, and each further
                 // notification would wake it too early.
-                if work.fresh.is_empty() {
-                    self.came.notify_one();
+                if work.next_wave.is_empty() {
+                    self.new_work.notify_one();
                 }
-                work.fresh.push_back(op);
+                work.next_wave.push_back(op);
                 None
             }
         };
-        if let Some(op) = full {
+        if let Some(op) = rejected {
             self.give_up(
                 op,
                 StoreError::new(ErrorKind::QueueFull)
@@ -231,121 +239,126 @@ impl SharedQueue {
     }
 
     /// Sends an operation to the store, unless it has expired in the queue: the store would charge a late charge to
-    /// the current window.
-    fn ask(&self, op: PendingOp, now: Instant, asked: &mut Vec<Flight>) {
-        let Some(check) = op.check(now) else { return };
-        if !op.matters(now) {
-            let error = StoreError::new(ErrorKind::Timeout).check_only().not_sent();
-            return self.ended(op, Err(error));
-        }
-        match contain(|| (self.ask)(check)) {
-            Some(Asked::Replied(reply)) => self.ended(op, reply),
-            Some(Asked::Pending(reply)) => asked.push(Flight { op, reply }),
-            None => self.ended(op, Err(panicked())),
-        }
+    /// the current window. Returns the check if its reply is pending.
+    fn send(&self, op: PendingOp, now: Instant) -> Option<Flight> {
+        let check = op.check(now)?;
+        let reply = if op.still_counts(now) {
+            match contain(|| (self.send_check)(check)) {
+                Some(SentCheck::Pending(reply)) => return Some(Flight { op, reply }),
+                Some(SentCheck::Replied(reply)) => reply,
+                None => Err(panicked()),
+            }
+        } else {
+            Err(StoreError::new(ErrorKind::Timeout).check_only().not_sent())
+        };
+        self.handle_reply(op, reply);
+        None
     }
 
-    /// Handles a reply: retries, repeats or finishes the operation.
-    fn ended(&self, mut op: PendingOp, reply: Reply) {
+    /// Retries, repeats or finishes an operation.
+    fn handle_reply(&self, mut op: PendingOp, reply: Reply) {
         match reply {
-            Err(error) if error.is_not_sent() && op.is_tried_once() => op.answer(Err(error)),
+            Err(error) if error.is_not_sent() && op.is_never_retried() => op.finish(Err(error)),
             Err(_) if op.is_release() => {
-                if op.matters(instant()) {
-                    let pause = op.next_pause();
-                    drop(self.try_again(op, pause, RELEASES));
+                if op.still_counts(instant()) {
+                    let delay = op.next_retry_delay();
+                    drop(self.retry(op, delay, MAX_RELEASE_RETRIES));
                 }
             }
-            Err(error) if error.is_not_sent() && op.matters(instant()) => {
-                let pause = op.next_pause();
-                if let Some(op) = self.try_again(op, pause, CAPACITY) {
+            Err(error) if error.is_not_sent() && op.still_counts(instant()) => {
+                let delay = op.next_retry_delay();
+                if let Some(op) = self.retry(op, delay, CAPACITY) {
                     self.give_up(op, error);
                 }
             }
             Err(error) => self.give_up(op, error),
-            Ok(_) if op.repeats => {
-                op.repeats = false;
-                drop(self.try_again(op, REPEAT_AFTER, RELEASES));
+            Ok(_) if op.repeats_once => {
+                op.repeats_once = false;
+                drop(self.retry(op, RELEASE_REPEAT_DELAY, MAX_RELEASE_RETRIES));
             }
-            Ok(decision) => op.answer(Ok(decision)),
+            Ok(decision) => op.finish(Ok(decision)),
         }
     }
 
-    /// Schedules a retry. Returns the operation if the queue is full or already has `most` retries.
-    fn try_again(&self, op: PendingOp, pause: Duration, most: usize) -> Option<PendingOp> {
+    /// Schedules a retry. Returns the operation if the queue is full or already has `max_retries`.
+    fn retry(&self, op: PendingOp, delay: Duration, max_retries: usize) -> Option<PendingOp> {
         let work = &mut *lock(&self.work);
-        if work.is_full() || work.again.len() >= most {
+        if work.is_full() || work.retries.len() >= max_retries {
             return Some(op);
         }
-        work.again_number += 1;
-        work.again
-            .insert((instant() + pause, work.again_number), op);
-        self.came_to_work();
+        work.last_retry += 1;
+        work.retries
+            .insert((instant() + delay, work.last_retry), op);
+        self.mark_busy();
         None
     }
 
-    /// Leaves sent checks to the sender, which awaits their replies.
-    fn keep(&self, asked: Vec<Flight>) {
+    /// Makes the sender await the replies to sent checks.
+    fn add_flights(&self, flights: impl IntoIterator<Item = Flight>) {
         let work = &mut *lock(&self.work);
-        work.asked.extend(asked);
-        self.came_to_work();
+        work.new_flights.extend(flights);
+        self.mark_busy();
     }
 
-    /// Marks the queue as busy and wakes the sender. Must be called under the lock.
-    fn came_to_work(&self) {
+    /// Also wakes the sender. Must be called under the lock.
+    fn mark_busy(&self) {
         self.is_busy.store(true, Ordering::Release);
-        self.came.notify_one();
+        self.new_work.notify_one();
     }
 
     fn give_up(&self, op: PendingOp, error: StoreError) {
         contain(|| {
             or_log(self.observer.as_ref()).failed(&event::Failed::new(Some(op.key()), &error))
         });
-        op.answer(Err(error));
+        op.finish(Err(error));
     }
 
-    fn remember_runtime(&self) {
-        if self.home.get().is_none()
+    fn set_first_runtime(&self) {
+        if self.first_runtime.get().is_none()
             && let Ok(runtime) = Handle::try_current()
         {
-            let _ = self.home.set(runtime);
+            let _ = self.first_runtime.set(runtime);
         }
     }
 
-    /// Starts the sender if there is work and it is not running.
-    fn attend(self: &Arc<Self>) {
+    /// Starts the sender unless it is running or there is no work.
+    fn ensure_sender(self: &Arc<Self>) {
         if !self.is_busy() {
             return;
         }
-        self.remember_runtime();
-        self.sender.spawn(self.home.get(), |task| {
+        self.set_first_runtime();
+        self.sender.spawn(self.first_runtime.get(), |task| {
             Sender::new(Arc::clone(self), task).run()
         });
     }
 
-    /// Returns the sender's next step. `last` is the time of its last wave. Moves the kept checks to its flights.
-    fn next(&self, flights: &mut Vec<Flight>, last: Instant, now: Instant) -> Next {
+    /// Returns the sender's next step, and moves the new flights to `flights`.
+    fn next_step(&self, flights: &mut Vec<Flight>, last_wave: Instant, now: Instant) -> Step {
         let work = &mut *lock(&self.work);
-        flights.append(&mut work.asked);
-        let next = last + GAP;
+        flights.append(&mut work.new_flights);
+        let wave_at = last_wave + WAVE_INTERVAL;
         while let Some(due) = work
-            .again
+            .retries
             .first_entry()
             .filter(|first| first.key().0 <= now)
         {
-            work.fresh.push_back(due.remove());
+            work.next_wave.push_back(due.remove());
         }
-        let room = MAX_FLIGHTS.saturating_sub(flights.len());
-        match (work.fresh.is_empty(), work.again_at()) {
-            (false, _) if now < next => Next::Wait(Some(next)),
-            (false, _) if room == 0 => Next::Wait(None),
-            (false, _) => Next::Send(work.fresh.drain(..room.min(work.fresh.len())).collect()),
-            (true, Some(at)) => Next::Wait(Some(at)),
-            (true, None) if !flights.is_empty() => Next::Wait(None),
-            // Keep the sender for one more [`GAP`], so that the next operations form a wave.
-            (true, None) if now < next => Next::Wait(Some(next)),
+        let capacity = MAX_FLIGHTS.saturating_sub(flights.len());
+        match (work.next_wave.is_empty(), work.next_retry()) {
+            (false, _) if now < wave_at => Step::Wait(Some(wave_at)),
+            (false, _) if capacity == 0 => Step::Wait(None),
+            (false, _) => {
+                let count = capacity.min(work.next_wave.len());
+                Step::Send(work.next_wave.drain(..count).collect())
+            }
+            (true, Some(at)) => Step::Wait(Some(at)),
+            (true, None) if !flights.is_empty() => Step::Wait(None),
+            // Keep the sender for one more [`WAVE_INTERVAL`], so that the next operations form a wave.
+            (true, None) if now < wave_at => Step::Wait(Some(wave_at)),
             (true, None) => {
                 self.is_busy.store(false, Ordering::Release);
-                Next::End
+                Step::End
             }
         }
     }
@@ -357,11 +370,11 @@ fn panicked() -> StoreError {
 }
 
 impl Work {
-    fn again_at(&self) -> Option<Instant> {
-        self.again.first_key_value().map(|((at, _), _)| *at)
+    fn next_retry(&self) -> Option<Instant> {
+        self.retries.first_key_value().map(|((at, _), _)| *at)
     }
 
     fn is_full(&self) -> bool {
-        self.fresh.len() + self.again.len() >= CAPACITY
+        self.next_wave.len() + self.retries.len() >= CAPACITY
     }
 }

@@ -23,9 +23,9 @@ impl OpQueue {
 }
 
 /// The checks of a store whose replies the test sends.
-struct Received(mpsc::UnboundedReceiver<(Check, oneshot::Sender<Reply>)>);
+struct SentChecks(mpsc::UnboundedReceiver<(Check, oneshot::Sender<Reply>)>);
 
-impl Received {
+impl SentChecks {
     async fn next(&mut self) -> (u32, oneshot::Sender<Reply>) {
         // Fail instead of hanging if the check never arrives.
         let (check, answer) = timeout(Duration::from_secs(20), self.0.recv())
@@ -35,26 +35,26 @@ impl Received {
         (check.cost(), answer)
     }
 
-    /// The costs of the checks received so far.
-    fn now(&mut self) -> Vec<(u32, oneshot::Sender<Reply>)> {
+    /// Returns the cost of each check sent so far, with the sender of its reply.
+    fn take_all(&mut self) -> Vec<(u32, oneshot::Sender<Reply>)> {
         std::iter::from_fn(|| self.0.try_recv().ok())
             .map(|(check, answer)| (check.cost(), answer))
             .collect()
     }
 }
 
-fn asking() -> (OpQueue, Received, Arc<Failures>) {
-    let (sender, received) = mpsc::unbounded_channel();
+fn queue_of_channel() -> (OpQueue, SentChecks, Arc<Failures>) {
+    let (sender, sent) = mpsc::unbounded_channel();
     let failures = Arc::new(Failures::default());
-    let ask = move |check| {
+    let send_check = move |check| {
         let (answer, reply) = oneshot::channel();
         sender.send((check, answer)).unwrap();
-        Asked::Pending(Box::pin(async { reply.await.unwrap() }))
+        SentCheck::Pending(Box::pin(async { reply.await.unwrap() }))
     };
     let observer = Arc::clone(&failures) as Arc<dyn Observer>;
     (
-        OpQueue::new(ask, Some(observer)),
-        Received(received),
+        OpQueue::new(send_check, Some(observer)),
+        SentChecks(sent),
         failures,
     )
 }
@@ -83,7 +83,7 @@ fn charge(cost: u32) -> Check {
     Check::charge(Key::GLOBAL, &policies(), cost)
 }
 
-fn done(cost: u32) -> Reply {
+fn grant(cost: u32) -> Reply {
     Ok(MockStore::new().check(charge(cost)).now())
 }
 
@@ -96,20 +96,20 @@ impl<F> Answer<F> {
     }
 }
 
-fn unsent() -> Reply {
+fn not_sent() -> Reply {
     Err(StoreError::new(ErrorKind::Unreachable).not_sent())
 }
 
-async fn idle(queue: &OpQueue) {
+async fn until_idle(queue: &OpQueue) {
     while queue.shared.is_busy() {
-        sleep(GAP).await;
+        sleep(WAVE_INTERVAL).await;
     }
 }
 
-fn costs(asked: Vec<(u32, oneshot::Sender<Reply>)>) -> Vec<u32> {
-    asked
+fn grant_all(checks: Vec<(u32, oneshot::Sender<Reply>)>) -> Vec<u32> {
+    checks
         .into_iter()
-        .map(|(cost, answer)| answer.send(done(cost)).map_or(0, |()| cost))
+        .map(|(cost, answer)| answer.send(grant(cost)).map_or(0, |()| cost))
         .collect()
 }
 
@@ -118,9 +118,9 @@ fn an_immediate_store_needs_no_runtime() {
     let store = LocalStore::default();
     let queue = op_queue(store.clone(), None);
     let answered = Arc::new(AtomicU32::new(0));
-    let by_call = Arc::clone(&answered);
+    let in_callback = Arc::clone(&answered);
     queue.send_then(charge(3), move |answer| {
-        by_call.store(answer.unwrap().granted(), Relaxed)
+        in_callback.store(answer.unwrap().granted(), Relaxed)
     });
     assert_eq!(answered.load(Relaxed), 3);
     let left = store
@@ -132,68 +132,71 @@ fn an_immediate_store_needs_no_runtime() {
 
 #[tokio::test(start_paused = true)]
 async fn expired_operations_are_not_sent() {
-    let (queue, mut asked, failures) = asking();
+    let (queue, mut checks, failures) = queue_of_channel();
     let expired = PendingOp::of_check(charge(1));
     tokio::time::advance(Duration::from_secs(3_600)).await;
     queue.put(expired);
-    assert_eq!((asked.now().len(), failures.0.load(Relaxed)), (0, 1));
+    assert_eq!((checks.take_all().len(), failures.0.load(Relaxed)), (0, 1));
 }
 
 #[tokio::test(start_paused = true)]
 async fn simultaneous_refunds_are_sent_together() {
     const ALL: u32 = MAX_FLIGHTS as u32 + 44;
-    let (queue, mut asked, failures) = asking();
+    let (queue, mut checks, failures) = queue_of_channel();
     for cost in 1..=ALL {
         queue.send(charge(cost));
     }
-    let (first, answer) = asked.next().await;
+    let (first, answer) = checks.next().await;
     assert_eq!(first, 1, "the first refund does not wait");
-    sleep(GAP * 2).await;
-    let wave = asked.now();
+    sleep(WAVE_INTERVAL * 2).await;
+    let wave = checks.take_all();
     assert_eq!(wave.len(), MAX_FLIGHTS - 1, "no more are in flight");
-    answer.send(done(1)).unwrap();
-    assert_eq!(costs(wave), (2..=MAX_FLIGHTS as u32).collect::<Vec<_>>());
-    sleep(GAP * 3).await;
+    answer.send(grant(1)).unwrap();
     assert_eq!(
-        costs(asked.now()),
+        grant_all(wave),
+        (2..=MAX_FLIGHTS as u32).collect::<Vec<_>>()
+    );
+    sleep(WAVE_INTERVAL * 3).await;
+    assert_eq!(
+        grant_all(checks.take_all()),
         (MAX_FLIGHTS as u32 + 1..=ALL).collect::<Vec<_>>()
     );
-    idle(&queue).await;
+    until_idle(&queue).await;
     assert_eq!(failures.0.load(Relaxed), 0);
     queue.send(charge(7));
-    assert_eq!(costs(asked.now()), [7]);
+    assert_eq!(grant_all(checks.take_all()), [7]);
 }
 
 #[tokio::test(start_paused = true)]
 async fn unsent_refunds_are_retried_while_they_matter() {
-    let (queue, mut asked, failures) = asking();
+    let (queue, mut checks, failures) = queue_of_channel();
     let answered = Arc::new(AtomicU32::new(0));
-    let by_call = Arc::clone(&answered);
+    let in_callback = Arc::clone(&answered);
     queue.send_then(charge(1), move |answer| {
-        by_call.store(1 + u32::from(answer.is_err()), Relaxed)
+        in_callback.store(1 + u32::from(answer.is_err()), Relaxed)
     });
     for _ in 0..5 {
-        asked.next().await.1.send(unsent()).unwrap();
+        checks.next().await.1.send(not_sent()).unwrap();
     }
-    let (_, answer) = asked.next().await;
+    let (_, answer) = checks.next().await;
     // An operation that waits for its retry must not delay another.
     queue.send(charge(2));
-    let (cost, other) = asked.next().await;
+    let (cost, other) = checks.next().await;
     assert_eq!(cost, 2);
-    answer.send(done(1)).unwrap();
-    other.send(done(2)).unwrap();
-    idle(&queue).await;
+    answer.send(grant(1)).unwrap();
+    other.send(grant(2)).unwrap();
+    until_idle(&queue).await;
     assert_eq!((answered.load(Relaxed), failures.0.load(Relaxed)), (1, 0));
 
-    let by_call = Arc::clone(&answered);
+    let in_callback = Arc::clone(&answered);
     queue.send_then(charge(3), move |answer| {
-        by_call.store(10 + u32::from(answer.is_err()), Relaxed)
+        in_callback.store(10 + u32::from(answer.is_err()), Relaxed)
     });
     let start = instant();
     while answered.load(Relaxed) == 1 {
         tokio::select! {
-            (_, answer) = asked.next() => answer.send(unsent()).unwrap(),
-            () = sleep(GAP) => {}
+            (_, answer) = checks.next() => answer.send(not_sent()).unwrap(),
+            () = sleep(WAVE_INTERVAL) => {}
         }
     }
     let minute = instant() - start;
@@ -202,70 +205,70 @@ async fn unsent_refunds_are_retried_while_they_matter() {
         "{minute:?}"
     );
     assert_eq!((answered.load(Relaxed), failures.0.load(Relaxed)), (11, 1));
-    idle(&queue).await;
+    until_idle(&queue).await;
 }
 
 /// With a burst, a charge counts for far longer than a period.
 #[tokio::test(start_paused = true)]
 async fn retries_of_bursts_outlast_a_period() {
-    let (queue, mut asked, failures) = asking();
+    let (queue, mut checks, failures) = queue_of_channel();
     let policies = Policy::new("test", Strategy::Gcra, Quota::per_second(1).burst(1_000))
         .unwrap()
         .into();
     queue.send(Check::charge(Key::GLOBAL, &policies, 500));
     let start = instant();
     while instant() - start < Duration::from_secs(5) {
-        asked.next().await.1.send(unsent()).unwrap();
+        checks.next().await.1.send(not_sent()).unwrap();
     }
-    asked.next().await.1.send(done(500)).unwrap();
-    idle(&queue).await;
+    checks.next().await.1.send(grant(500)).unwrap();
+    until_idle(&queue).await;
     assert_eq!(failures.0.load(Relaxed), 0);
 }
 
 #[tokio::test(start_paused = true)]
 async fn refunds_from_outside_a_runtime_are_sent() {
-    let (queue, mut asked, _) = asking();
+    let (queue, mut checks, _) = queue_of_channel();
     queue.wake();
     let elsewhere = queue.clone();
     thread::spawn(move || elsewhere.send(charge(1)))
         .join()
         .unwrap();
-    asked.next().await.1.send(unsent()).unwrap();
-    asked.next().await.1.send(done(1)).unwrap();
-    idle(&queue).await;
+    checks.next().await.1.send(not_sent()).unwrap();
+    checks.next().await.1.send(grant(1)).unwrap();
+    until_idle(&queue).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn unanswered_refunds_are_reported_not_repeated() {
-    let (queue, mut asked, failures) = asking();
+    let (queue, mut checks, failures) = queue_of_channel();
     queue.send(charge(1));
-    asked
+    checks
         .next()
         .await
         .1
         .send(Err(StoreError::new(ErrorKind::Timeout)))
         .unwrap();
-    idle(&queue).await;
-    assert_eq!((asked.now().len(), failures.0.load(Relaxed)), (0, 1));
+    until_idle(&queue).await;
+    assert_eq!((checks.take_all().len(), failures.0.load(Relaxed)), (0, 1));
 }
 
 #[tokio::test(start_paused = true)]
 async fn refunds_beyond_capacity_are_reported() {
-    let (queue, mut asked, failures) = asking();
+    let (queue, mut checks, failures) = queue_of_channel();
     for _ in 0..CAPACITY + 11 {
         queue.send(charge(1));
     }
     assert_eq!(failures.0.load(Relaxed), 10, "one was sent immediately");
     while queue.shared.is_busy() {
-        costs(asked.now());
-        sleep(GAP).await;
+        grant_all(checks.take_all());
+        sleep(WAVE_INTERVAL).await;
     }
     assert_eq!(failures.0.load(Relaxed), 10);
 }
 
 #[test]
 fn the_next_runtime_sends_the_rest() {
-    let (queue, mut asked, failures) = asking();
+    let (queue, mut checks, failures) = queue_of_channel();
     let first = Builder::new_current_thread().enable_all().build().unwrap();
     first.block_on(async {
         (1..=3).for_each(|cost| queue.send(charge(cost)));
@@ -276,8 +279,8 @@ fn the_next_runtime_sends_the_rest() {
     assert!(is_left());
     queue.send(charge(4));
     assert!(is_left(), "no runtime: it waits");
-    let (_, answer) = asked.0.try_recv().unwrap();
-    assert!(asked.now().is_empty());
+    let (_, answer) = checks.0.try_recv().unwrap();
+    assert!(checks.take_all().is_empty());
 
     let second = Builder::new_current_thread()
         .enable_all()
@@ -286,18 +289,18 @@ fn the_next_runtime_sends_the_rest() {
         .unwrap();
     second.block_on(async {
         queue.wake();
-        sleep(GAP * 2).await;
+        sleep(WAVE_INTERVAL * 2).await;
         assert_eq!(
-            costs(asked.now()),
+            grant_all(checks.take_all()),
             [2, 3, 4],
             "the check in flight is not sent again"
         );
         // The reply arrives nevertheless.
-        answer.send(unsent()).unwrap();
-        let (cost, answer) = asked.next().await;
-        answer.send(done(cost)).unwrap();
+        answer.send(not_sent()).unwrap();
+        let (cost, answer) = checks.next().await;
+        answer.send(grant(cost)).unwrap();
         assert_eq!(cost, 1);
-        idle(&queue).await;
+        until_idle(&queue).await;
     });
     assert_eq!(failures.0.load(Relaxed), 0);
 }
@@ -305,25 +308,25 @@ fn the_next_runtime_sends_the_rest() {
 /// There is only one sender at a time: work continues when the stalled runtime does.
 #[test]
 fn a_stalled_runtime_delays_operations() {
-    let (queue, mut asked, failures) = asking();
+    let (queue, mut checks, failures) = queue_of_channel();
     let runtime = || Builder::new_current_thread().enable_all().build().unwrap();
     let (still, other) = (runtime(), runtime());
     still.block_on(async { (1..=2).for_each(|cost| queue.send(charge(cost))) });
-    let (_, first) = asked.0.try_recv().unwrap();
+    let (_, first) = checks.0.try_recv().unwrap();
     other.block_on(async {
         queue.send(charge(3));
-        sleep(GAP * 5).await;
-        assert!(asked.now().is_empty());
+        sleep(WAVE_INTERVAL * 5).await;
+        assert!(checks.take_all().is_empty());
         assert_eq!(other.metrics().num_alive_tasks(), 0);
     });
     still.block_on(async {
-        first.send(done(1)).unwrap();
-        let (two, answer) = asked.next().await;
-        answer.send(done(2)).unwrap();
-        let (three, answer) = asked.next().await;
-        answer.send(done(3)).unwrap();
+        first.send(grant(1)).unwrap();
+        let (two, answer) = checks.next().await;
+        answer.send(grant(2)).unwrap();
+        let (three, answer) = checks.next().await;
+        answer.send(grant(3)).unwrap();
         assert_eq!((two, three), (2, 3));
-        idle(&queue).await;
+        until_idle(&queue).await;
     });
     assert_eq!(failures.0.load(Relaxed), 0);
 }
@@ -331,12 +334,12 @@ fn a_stalled_runtime_delays_operations() {
 /// Several threads put operations while runtimes shut down: each operation is sent once.
 #[test]
 fn each_refund_is_sent_once() {
-    let (queue, mut asked, failures) = asking();
+    let (queue, mut checks, failures) = queue_of_channel();
     let answers = std::thread::spawn(move || {
         let mut sum = 0_u64;
-        while let Some((check, answer)) = asked.0.blocking_recv() {
+        while let Some((check, answer)) = checks.0.blocking_recv() {
             sum += u64::from(check.cost());
-            let _ = answer.send(done(check.cost()));
+            let _ = answer.send(grant(check.cost()));
         }
         sum
     });
@@ -362,7 +365,7 @@ fn each_refund_is_sent_once() {
     let last = Builder::new_current_thread().enable_all().build().unwrap();
     last.block_on(async {
         queue.wake();
-        idle(&queue).await;
+        until_idle(&queue).await;
     });
     drop(queue);
     assert_eq!(
@@ -374,7 +377,7 @@ fn each_refund_is_sent_once() {
 /// The next sender awaits the replies that the last one cannot.
 #[test]
 fn replies_of_ended_runtimes_are_read() {
-    let (queue, mut asked, _) = asking();
+    let (queue, mut checks, _) = queue_of_channel();
     let (answered, mut answer_read) = oneshot::channel();
     let runtime = || Builder::new_current_thread().enable_all().build().unwrap();
     let first = runtime();
@@ -383,14 +386,14 @@ fn replies_of_ended_runtimes_are_read() {
             answered.send(answer.map(drop)).unwrap()
         });
         // The sender awaits its reply.
-        sleep(GAP * 2).await;
+        sleep(WAVE_INTERVAL * 2).await;
     });
-    let (_, reply) = asked.0.try_recv().unwrap();
+    let (_, reply) = checks.0.try_recv().unwrap();
     drop(first);
     runtime().block_on(async {
-        reply.send(done(1)).unwrap();
+        reply.send(grant(1)).unwrap();
         queue.wake();
-        idle(&queue).await;
+        until_idle(&queue).await;
     });
     assert!(
         matches!(answer_read.try_recv(), Ok(Ok(()))),
@@ -413,7 +416,7 @@ impl Store for Panicking {
             if check.cost() == 3 {
                 Err(StoreError::new(ErrorKind::Timeout))
             } else {
-                done(check.cost())
+                grant(check.cost())
             }
         }))
     }
@@ -436,7 +439,7 @@ async fn a_panic_costs_one_event() {
             lock(&answered).push((cost, answer.is_ok()))
         });
     }
-    idle(&queue).await;
+    until_idle(&queue).await;
     let mut answered = std::mem::take(&mut *lock(&answered));
     answered.sort_unstable();
     assert_eq!(
@@ -445,13 +448,37 @@ async fn a_panic_costs_one_event() {
     );
 }
 
+/// The callback holds the queue, as that of [`Charge::reserve`](crate::settle::Charge::reserve) does.
+#[test]
+fn awaited_operations_do_not_leak_the_queue() {
+    let (queue, mut checks, _) = queue_of_channel();
+    let (weak, held) = (queue.downgrade(), queue.clone());
+    let take = Check::take(Key::GLOBAL, &policies(), 1);
+    let op = PendingOp::of_check(take).then(move |_| drop(held));
+    let runtime = Builder::new_current_thread().build().unwrap();
+    runtime.block_on(async {
+        queue.send_now(op);
+        tokio::task::yield_now().await;
+    });
+    drop(queue);
+    assert!(
+        weak().is_some() && checks.take_all().len() == 1,
+        "the reply is awaited"
+    );
+    drop(runtime);
+    assert!(weak().is_none());
+}
+
 #[test]
 fn abandoned_refunds_are_reported() {
-    let (queue, mut asked, _) = asking();
+    let (queue, mut checks, _) = queue_of_channel();
     let (answered, mut answer_read) = oneshot::channel();
     queue.send_then(charge(1), move |answer| {
         answered.send(answer.is_ok()).unwrap()
     });
     drop(queue);
-    assert_eq!((asked.now().len(), answer_read.try_recv()), (1, Ok(false)));
+    assert_eq!(
+        (checks.take_all().len(), answer_read.try_recv()),
+        (1, Ok(false))
+    );
 }

@@ -70,14 +70,14 @@ pub(super) fn check_spent(
                 .filter(|at| (*from - outlives..=to).contains(*at))
                 .count() as i64
         };
-        let most = |to| {
+        let max_from = |to| {
             most_spent(strategy, quota, to - *from) + reset(to) * most_spent(strategy, quota, 0)
         };
-        let mut bound = most(*from);
+        let mut bound = max_from(*from);
         // The allowance grows with time, so skip all times at which it cannot be exceeded.
         while let Some((to, sum)) = sums.get(sums.partition_point(|(_, sum)| sum - before <= bound))
         {
-            bound = most(*to);
+            bound = max_from(*to);
             if sum - before > bound {
                 return Err(format!(
                     "{} were spent from {from} on in {} us, and not {bound}",
@@ -112,7 +112,7 @@ struct Decided {
 }
 
 /// A part of a decision, to be refunded later.
-struct Held {
+struct LaterRefund {
     i: usize,
     decision: Decision,
     part: u32,
@@ -121,7 +121,7 @@ struct Held {
 }
 
 /// At random stops, kills or shuts down an instance, or starts another one.
-fn harm(world: &mut World, i: usize, lease: i64, is_frozen: bool, log: &mut Log) {
+fn inject_fault(world: &mut World, i: usize, lease: i64, is_frozen: bool, log: &mut Log) {
     let what = match world.rng.u16(..1_000) {
         what if what < 20 || is_frozen && what >= 900 => {
             let time = match world.rng.u8(..4) {
@@ -138,16 +138,16 @@ fn harm(world: &mut World, i: usize, lease: i64, is_frozen: bool, log: &mut Log)
             "killed"
         }
         23..26 => {
-            world.end(i);
+            world.shut_down(i);
             "ended"
         }
         26..28 => {
-            world.end(i);
+            world.shut_down(i);
             world.instances[i].stopped_until = i64::MAX;
             "ended for good"
         }
         28..30 if world.instances.len() < 6 => {
-            world.join();
+            world.start_another();
             "joined by another"
         }
         _ => return,
@@ -208,13 +208,15 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
     let plan = format!("{strategy:?} {stated} for {lease} us on {instances} instances");
     let mut world = World::new(rng.u64(..), instances);
     if is_frozen {
-        let (is_healthy, refuses) = (rng.bool(), [0, 20][rng.usize(..2)]);
-        world.shared(|shared| (shared.is_healthy, shared.refuses) = (is_healthy, refuses));
+        let (is_healthy, rejected_refunds) = (rng.bool(), [0, 20][rng.usize(..2)]);
+        world.shared(|shared| {
+            (shared.is_healthy, shared.rejected_refunds) = (is_healthy, rejected_refunds)
+        });
     }
     let key = Key::new("ann");
     // Maximum number of checks of each instance in a step, apart from bursts.
     let rates: Vec<u32> = (0..6).map(|_| rng.u32(1..20)).collect();
-    let (mut spent, mut held): (Vec<_>, Vec<Held>) = (vec![], vec![]);
+    let (mut spent, mut held): (Vec<_>, Vec<LaterRefund>) = (vec![], vec![]);
     for step in 0..160 {
         // Occasionally adds a burst of checks of one cost.
         let (flood, flood_cost) = match rng.u8(..48) {
@@ -229,9 +231,9 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
             2..4 => lease * 3 / 8,
             _ => rng.i64(0..=lease / 12),
         };
-        world.pass(time);
+        world.advance(time);
         // When it continues, it spends the rest of its blocks, and the others spend all their grants.
-        let goes_on =
+        let continues =
             is_frozen && (before + 1..=world.now).contains(&world.instances[0].stopped_until);
         for i in 0..world.instances.len() {
             if world.instances[i].stopped_until > world.now {
@@ -257,9 +259,9 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
                 rng.u32(..=rates[i])
             };
             let (flood, flood_cost) = match i {
-                0 if goes_on => (64, (stated.capacity() / 256).max(1)),
+                0 if continues => (64, (stated.capacity() / 256).max(1)),
                 0 if is_frozen => (0, 0),
-                _ if goes_on => (20, (stated.capacity() / 16).max(1)),
+                _ if continues => (20, (stated.capacity() / 16).max(1)),
                 _ => (flood, flood_cost),
             };
             let count = few + flood;
@@ -293,7 +295,7 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
                         } else {
                             rng.i64(0..4 * lease)
                         };
-                    held.push(Held {
+                    held.push(LaterRefund {
                         i,
                         decision,
                         part,
@@ -302,7 +304,7 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
                     });
                 }
             }
-            for Held {
+            for LaterRefund {
                 decision,
                 part,
                 from,
@@ -322,12 +324,12 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
             if !timers_first {
                 world.run(i);
             }
-            harm(&mut world, i, lease, is_frozen && i == 0, &mut log);
+            inject_fault(&mut world, i, lease, is_frozen && i == 0, &mut log);
         }
     }
     // Wait until all replies have arrived and all blocks have expired.
     for _ in 0..40 {
-        world.pass(2 * lease / 10 + world.longest_way() / 10);
+        world.advance(2 * lease / 10 + world.max_round_trip() / 10);
         (0..world.instances.len()).for_each(|i| drop(world.run(i)));
     }
     let at = world.now as u64 / 1_000;
@@ -355,11 +357,11 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
     spent.append(&mut single);
     spent.sort_unstable();
     // No instance stalls for longer than its stop and until the next step.
-    let outlives = 16 * lease + period as i64 + world.longest_way();
-    let is_replaced = replaced_at < u32::MAX;
-    let quota = match strategy.frees().has_burst() && is_replaced {
+    let outlives = 16 * lease + period as i64 + world.max_round_trip();
+    let is_quota_replaced = replaced_at < u32::MAX;
+    let quota = match strategy.frees().has_burst() && is_quota_replaced {
         true => sum_of(stated, replaced),
-        false => quotas[usize::from(is_replaced)],
+        false => quotas[usize::from(is_quota_replaced)],
     };
     if let Err(problem) = check_spent(strategy, quota, &spent, &resets, outlives) {
         broken.add(Rule::NeverAbove, None, problem);
@@ -386,12 +388,12 @@ fn check_blocks(world: &World, strategy: Strategy, decided: &Decided, broken: &m
     .map(|sum| sum.load(Relaxed));
     let (leased, is_killed) = (decided.leased, !world.killed.is_empty());
     world.shared(|shared| {
-        let ahead = shared.ahead;
-        if leased > ahead || charged > ahead {
+        let leased_units = shared.leased_units;
+        if leased > leased_units || charged > leased_units {
             broken.add(
                 Rule::ChargedOnce,
                 None,
-                format!("{charged}, and {leased} spent, of {ahead}"),
+                format!("{charged}, and {leased} spent, of {leased_units}"),
             );
         }
         if !is_killed && charged != leased + refunded + expired {
@@ -401,13 +403,13 @@ fn check_blocks(world: &World, strategy: Strategy, decided: &Decided, broken: &m
             broken.add(Rule::ChargedOnce, None, problem);
         }
         // A charge may be lost if its caller is reset or its process ends before the reply.
-        if !is_killed && !world.is_ended && !shared.is_reset && charged != shared.told {
+        if !is_killed && !world.is_ended && !shared.has_reset && charged != shared.reported_units {
             broken.add(
                 Rule::Returned,
                 None,
                 format!(
                     "{} were reported as charged, and {charged} ended",
-                    shared.told
+                    shared.reported_units
                 ),
             );
         }
@@ -415,13 +417,13 @@ fn check_blocks(world: &World, strategy: Strategy, decided: &Decided, broken: &m
         let may_be_nothing =
             strategy.frees().has_burst() || matches!(strategy, Strategy::FixedWindow(_));
         // A process that shuts down may end before it has sent its refunds.
-        let is_sent = !shared.is_not_sent && !may_be_nothing && !world.is_ended;
-        let (sent, most) = (shared.sent_back, refunded + expired);
-        if !is_killed && is_sent && !(refunded..=most).contains(&sent) {
+        let is_sent = !shared.has_unsent_refund && !may_be_nothing && !world.is_ended;
+        let (sent, max) = (shared.refunded_units, refunded + expired);
+        if !is_killed && is_sent && !(refunded..=max).contains(&sent) {
             broken.add(
                 Rule::Returned,
                 None,
-                format!("{sent} were sent back of {refunded}, and {most} at most"),
+                format!("{sent} units were sent as refunds, not {refunded} to {max}"),
             );
         }
     });

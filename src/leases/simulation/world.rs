@@ -21,8 +21,8 @@ use crate::observe::{Observer, event};
 use crate::store::{Answer, Share, Store};
 use crate::util::{Seed, instant, lock};
 
-type Answered = Result<Decision, StoreError>;
-type Boxed = Pin<Box<dyn Future<Output = Answered> + Send>>;
+type Reply = Result<Decision, StoreError>;
+type BoxFuture = Pin<Box<dyn Future<Output = Reply> + Send>>;
 
 /// One instance's access to the shared store.
 #[derive(Clone)]
@@ -33,84 +33,86 @@ pub(in crate::leases) struct Shared {
     /// `false` if faults are injected.
     pub(in crate::leases) is_healthy: bool,
     /// Refunds in 40 that are not sent at first, and retried later.
-    pub(in crate::leases) refuses: u8,
+    pub(in crate::leases) rejected_refunds: u8,
     /// Scale of the delays in each direction, in microseconds. Most delays are at most a quarter of
     /// it; with injected faults, a few are up to eight times the scale.
-    pub(in crate::leases) travels: i64,
+    pub(in crate::leases) delay_scale: i64,
     /// Microseconds of the true time.
     now: i64,
     /// Excess of its clock's speed, in units of 1/1024.
     speed: i64,
     states: HashMap<(Key, u64), Vec<State>>,
-    under_way: Vec<Travelling>,
+    in_transit: Vec<SentCheck>,
     /// Time by its clock and cost of each granted single check.
     pub(in crate::leases) spent: Vec<(i64, u32)>,
     /// Times of resets, by its clock.
     pub(in crate::leases) resets: Vec<i64>,
     pub(in crate::leases) checks: u64,
     /// Total granted to blocks; the next field is the part that was reported to an instance.
-    pub(in crate::leases) ahead: u64,
-    pub(in crate::leases) told: u64,
+    pub(in crate::leases) leased_units: u64,
+    pub(in crate::leases) reported_units: u64,
     /// Total of the blocks' refunds that instances have sent; the next field is `true` if one was rejected first.
-    pub(in crate::leases) sent_back: u64,
-    pub(in crate::leases) is_not_sent: bool,
+    pub(in crate::leases) refunded_units: u64,
+    pub(in crate::leases) has_unsent_refund: bool,
     /// Whether a reset was requested; it may be lost on its way to the shared store.
-    pub(in crate::leases) is_reset: bool,
+    pub(in crate::leases) has_reset: bool,
 }
 
-struct Travelling {
+struct SentCheck {
     check: Check,
     decided_at: i64,
     answered_at: i64,
     fate: Fate,
-    answer: Option<Answered>,
-    to: Option<oneshot::Sender<Answered>>,
+    answer: Option<Reply>,
+    to: Option<oneshot::Sender<Reply>>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Fate {
-    Answered,
+    Delivered,
     /// The check is decided, but the reply is lost.
-    Lost,
+    ReplyLost,
     /// The check never arrives, and no error is reported.
-    Gone,
-    Unsent,
+    CheckLost,
+    NotSent,
 }
 
-const WALL: i64 = 1_790_000_000_000_000;
+const CLOCK_START: i64 = 1_790_000_000_000_000;
 
 impl Shared {
     fn clock(&self) -> i64 {
-        WALL + self.now * self.speed / 1024
+        CLOCK_START + self.now * self.speed / 1024
     }
 
-    fn send(&mut self, check: Check) -> oneshot::Receiver<Answered> {
+    fn send(&mut self, check: Check) -> oneshot::Receiver<Reply> {
         let (to, answer) = oneshot::channel();
         self.checks += 1;
-        self.is_reset |= check.mode() == Mode::Reset;
+        self.has_reset |= check.mode() == Mode::Reset;
         let fate = match self.rng.u8(..40) {
-            n if check.mode() == Mode::Refund && (3..3 + self.refuses).contains(&n) => Fate::Unsent,
-            _ if self.is_healthy => Fate::Answered,
-            0 => Fate::Lost,
-            1 => Fate::Gone,
-            2 => Fate::Unsent,
-            _ => Fate::Answered,
+            n if check.mode() == Mode::Refund && (3..3 + self.rejected_refunds).contains(&n) => {
+                Fate::NotSent
+            }
+            _ if self.is_healthy => Fate::Delivered,
+            0 => Fate::ReplyLost,
+            1 => Fate::CheckLost,
+            2 => Fate::NotSent,
+            _ => Fate::Delivered,
         };
         if check.mode() == Mode::Refund {
             match fate {
-                Fate::Unsent => self.is_not_sent = true,
-                _ => self.sent_back += u64::from(check.cost()),
+                Fate::NotSent => self.has_unsent_refund = true,
+                _ => self.refunded_units += u64::from(check.cost()),
             }
         }
         // Usually a short delay, rarely a very long one.
         let mut way = || match self.rng.u8(..12) {
-            0 if !self.is_healthy => self.rng.i64(0..=8 * self.travels),
+            0 if !self.is_healthy => self.rng.i64(0..=8 * self.delay_scale),
             1 => 0,
-            _ => self.rng.i64(0..=self.travels / 4),
+            _ => self.rng.i64(0..=self.delay_scale / 4),
         };
         let decided_at = self.now + way();
         let answered_at = decided_at + way();
-        self.under_way.push(Travelling {
+        self.in_transit.push(SentCheck {
             check,
             decided_at,
             answered_at,
@@ -122,28 +124,28 @@ impl Shared {
     }
 
     /// Decides the checks that have arrived before `until`, and replies.
-    fn go_on(&mut self, until: i64) {
-        let mut under_way = std::mem::take(&mut self.under_way);
-        under_way.sort_by_key(|check| check.decided_at);
-        for check in under_way
+    fn advance_to(&mut self, until: i64) {
+        let mut in_transit = std::mem::take(&mut self.in_transit);
+        in_transit.sort_by_key(|check| check.decided_at);
+        for check in in_transit
             .iter_mut()
             .filter(|check| check.answer.is_none() && check.decided_at <= until)
         {
             self.now = check.decided_at.max(self.now);
             check.answer = Some(match check.fate {
-                Fate::Answered => Ok(self.decide(check.check.clone())),
-                Fate::Lost => {
+                Fate::Delivered => Ok(self.decide(check.check.clone())),
+                Fate::ReplyLost => {
                     let _ = self.decide(check.check.clone());
                     Err(StoreError::new(ErrorKind::Timeout).check_only())
                 }
-                Fate::Gone => Err(StoreError::new(ErrorKind::Timeout).check_only()),
-                Fate::Unsent => Err(StoreError::new(ErrorKind::QueueFull)
+                Fate::CheckLost => Err(StoreError::new(ErrorKind::Timeout).check_only()),
+                Fate::NotSent => Err(StoreError::new(ErrorKind::QueueFull)
                     .check_only()
                     .not_sent()),
             });
         }
         self.now = until;
-        for check in under_way
+        for check in in_transit
             .iter_mut()
             .filter(|check| check.answered_at <= until)
         {
@@ -152,12 +154,12 @@ impl Shared {
                     .as_ref()
                     .map_or(0, |decision| decision.granted().into());
                 if to.send(answer).is_ok() && check.check.mode() == Mode::UpTo {
-                    self.told += granted;
+                    self.reported_units += granted;
                 }
             }
         }
-        under_way.retain(|check| check.to.is_some());
-        self.under_way = under_way;
+        in_transit.retain(|check| check.to.is_some());
+        self.in_transit = in_transit;
     }
 
     fn decide(&mut self, check: Check) -> Decision {
@@ -178,7 +180,7 @@ impl Shared {
         if check.mode() == Mode::Take && verdicts.granted > 0 {
             self.spent.push((now, check.cost()));
         } else if check.mode() == Mode::UpTo {
-            self.ahead += verdicts.granted as u64;
+            self.leased_units += verdicts.granted as u64;
         } else if check.mode() == Mode::Reset {
             self.resets.push(now);
         }
@@ -187,9 +189,9 @@ impl Shared {
 }
 
 impl Store for Remote {
-    type Future = Boxed;
+    type Future = BoxFuture;
 
-    fn check(&self, check: Check) -> Answer<Boxed> {
+    fn check(&self, check: Check) -> Answer<BoxFuture> {
         let answer = lock(&self.0).send(check);
         Answer::pending(Box::pin(async {
             answer
@@ -229,8 +231,8 @@ pub(in crate::leases) struct Instance {
     /// Excess of its clock's speed, in units of 1/1024.
     speed: i64,
     /// Progress of its runtime's clock.
-    ran: Duration,
-    waiting: Vec<Boxed>,
+    runtime_time: Duration,
+    waiting: Vec<BoxFuture>,
     /// Time at which a stopped instance continues.
     pub(in crate::leases) stopped_until: i64,
 }
@@ -258,23 +260,23 @@ impl World {
         let shared = Shared {
             rng: rng.fork(),
             is_healthy: false,
-            refuses: 0,
-            travels: rng.i64(100..20_000),
+            rejected_refunds: 0,
+            delay_scale: rng.i64(100..20_000),
             now: 0,
             speed: rng.i64(1024 - 64..=1024 + 64),
             states: HashMap::new(),
-            under_way: vec![],
+            in_transit: vec![],
             spent: vec![],
             resets: vec![],
             checks: 0,
-            ahead: 0,
-            told: 0,
-            sent_back: 0,
-            is_not_sent: false,
-            is_reset: false,
+            leased_units: 0,
+            reported_units: 0,
+            refunded_units: 0,
+            has_unsent_refund: false,
+            has_reset: false,
         };
         let start = instant();
-        let seed = Seed::set(seed, Duration::from_micros(WALL as u64));
+        let seed = Seed::set(seed, Duration::from_micros(CLOCK_START as u64));
         let remote = Remote(Arc::new(Mutex::new(shared)));
         let mut world = Self {
             seed,
@@ -289,7 +291,7 @@ impl World {
             is_ended: false,
         };
         for _ in 0..instances {
-            let instance = world.instance(instances);
+            let instance = world.new_instance(instances);
             world.instances.push(instance);
         }
         world
@@ -299,25 +301,25 @@ impl World {
         read(&mut lock(&self.remote.0))
     }
 
-    fn instance(&mut self, of: u32) -> Instance {
+    fn new_instance(&mut self, of: u32) -> Instance {
         let runtime = Builder::new_current_thread()
             .enable_time()
             .start_paused(true)
             .build()
             .unwrap();
-        self.seed.stands_at(self.start);
+        self.seed.set_now(self.start);
         let store = Leased::new(self.remote.clone()).share(Share::Fixed(of.try_into().unwrap()));
         store
             .backend()
             .observe(&(Arc::new(Arc::clone(&self.blocks)) as Arc<dyn Observer>));
         let speed = self.rng.i64(1024 - 64..=1024 + 64);
-        let (began, ran) = (self.now, Duration::ZERO);
+        let (began, runtime_time) = (self.now, Duration::ZERO);
         Instance {
             store,
             runtime: Some(runtime),
             began,
             speed,
-            ran,
+            runtime_time,
             waiting: vec![],
             stopped_until: 0,
         }
@@ -329,15 +331,15 @@ impl World {
     }
 
     /// Maximum duration of a round trip.
-    pub(in crate::leases) fn longest_way(&self) -> i64 {
-        self.shared(|shared| 16 * shared.travels)
+    pub(in crate::leases) fn max_round_trip(&self) -> i64 {
+        self.shared(|shared| 16 * shared.delay_scale)
     }
 
     /// Advances the true time and all clocks.
-    pub(in crate::leases) fn pass(&mut self, time: i64) {
+    pub(in crate::leases) fn advance(&mut self, time: i64) {
         self.now += time;
         let now = self.now;
-        self.shared(|shared| shared.go_on(now));
+        self.shared(|shared| shared.advance_to(now));
     }
 
     fn elapsed(&self, i: usize) -> Duration {
@@ -346,8 +348,12 @@ impl World {
     }
 
     /// Lets an instance act before any of its timers has run.
-    pub(in crate::leases) fn on<T>(&mut self, i: usize, act: impl FnOnce(&mut Instance) -> T) -> T {
-        self.seed.stands_at(self.start + self.elapsed(i));
+    pub(in crate::leases) fn act_as<T>(
+        &mut self,
+        i: usize,
+        act: impl FnOnce(&mut Instance) -> T,
+    ) -> T {
+        self.seed.set_now(self.start + self.elapsed(i));
         let instance = &mut self.instances[i];
         let handle = instance
             .runtime
@@ -365,7 +371,7 @@ impl World {
         policies: &Policies,
         cost: u32,
     ) -> Option<Decision> {
-        self.on(i, |instance| {
+        self.act_as(i, |instance| {
             match instance.store.check(Check::take(key, policies, cost)) {
                 Answer::Ready { answer } => Some(answer.unwrap()),
                 Answer::Pending { future } => {
@@ -377,12 +383,12 @@ impl World {
     }
 
     /// Runs all due tasks of an instance. Returns the answered checks.
-    pub(in crate::leases) fn run(&mut self, i: usize) -> Vec<Answered> {
+    pub(in crate::leases) fn run(&mut self, i: usize) -> Vec<Reply> {
         let elapsed = self.elapsed(i);
-        self.seed.stands_at(self.start + elapsed);
+        self.seed.set_now(self.start + elapsed);
         let instance = &mut self.instances[i];
-        let pass = elapsed.saturating_sub(instance.ran);
-        instance.ran = elapsed;
+        let pass = elapsed.saturating_sub(instance.runtime_time);
+        instance.runtime_time = elapsed;
         let Some(runtime) = &instance.runtime else {
             return vec![];
         };
@@ -415,38 +421,38 @@ impl World {
 
     /// Sends a check of an instance without awaiting the reply.
     pub(in crate::leases) fn send(&mut self, i: usize, check: Check) {
-        let sent_back = self.shared(|shared| shared.sent_back);
-        self.on(i, |instance| drop(instance.store.check(check)));
+        let refunded_units = self.shared(|shared| shared.refunded_units);
+        self.act_as(i, |instance| drop(instance.store.check(check)));
         // This refund was not of a block.
-        self.shared(|shared| shared.sent_back = sent_back);
+        self.shared(|shared| shared.refunded_units = refunded_units);
     }
 
     /// An instance that may assume a wrong number of instances.
-    fn another(&mut self) -> Instance {
+    fn uninformed_instance(&mut self) -> Instance {
         let of = self.rng.u32(1..=6);
-        self.instance(of)
+        self.new_instance(of)
     }
 
     /// Starts another instance.
-    pub(in crate::leases) fn join(&mut self) {
-        let next = self.another();
+    pub(in crate::leases) fn start_another(&mut self) {
+        let next = self.uninformed_instance();
         self.instances.push(next);
     }
 
     /// Replaces an instance, which is killed.
     pub(in crate::leases) fn kill(&mut self, i: usize) {
-        let next = self.another();
+        let next = self.uninformed_instance();
         let killed = std::mem::replace(&mut self.instances[i], next);
         self.killed.push(killed);
     }
 
     /// Replaces an instance, which is shut down in order.
-    pub(in crate::leases) fn end(&mut self, i: usize) {
+    pub(in crate::leases) fn shut_down(&mut self, i: usize) {
         let now = self.start + self.elapsed(i);
         self.is_ended = true;
-        let next = self.another();
+        let next = self.uninformed_instance();
         let Instance { store, runtime, .. } = std::mem::replace(&mut self.instances[i], next);
-        self.seed.stands_at(now);
+        self.seed.set_now(now);
         if let Some(runtime) = runtime {
             let mut end = Box::pin(async move { store.shutdown().await });
             runtime.block_on(async {

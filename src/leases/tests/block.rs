@@ -54,7 +54,7 @@ pub(super) async fn left(store: &LocalStore, policies: &Policies) -> u32 {
 }
 
 /// Returns a store over `local` with a partly spent block, and the units left in the block.
-async fn hot(local: &LocalStore, policies: &Policies) -> (Leased<LocalStore>, u32) {
+async fn with_block(local: &LocalStore, policies: &Policies) -> (Leased<LocalStore>, u32) {
     let store = Leased::new(local.clone());
     for _ in 0..40 {
         let _ = take(&store, policies).await;
@@ -74,9 +74,9 @@ async fn nothing_is_spent_after_a_stop() {
         .check(Check::up_to(ann(), &policies, 10))
         .await
         .unwrap();
-    let asked_at = instant();
-    let mut block = Block::new(ann(), decision, asked_at);
-    let now = Cell::new(asked_at + LEASE / 8 * 7 - Duration::from_micros(1));
+    let sent_at = instant();
+    let mut block = Block::new(ann(), decision, sent_at);
+    let now = Cell::new(sent_at + LEASE / 8 * 7 - Duration::from_micros(1));
     let check = || Check::take(ann(), &policies, 1);
     let decision = block.take(check(), &|| now.get()).unwrap();
     assert_eq!((decision.remaining(), block.left), (9_999, 9));
@@ -99,12 +99,12 @@ async fn a_block_expires_with_its_window() {
             .check(Check::up_to(ann(), &policies, 10))
             .await
             .unwrap();
-        let (reset, asked_at) = (decision.reset_after(), instant());
-        let block = Block::new(ann(), decision, asked_at);
-        let lives = block.dies_at - asked_at;
+        let (reset, sent_at) = (decision.reset_after(), instant());
+        let block = Block::new(ann(), decision, sent_at);
+        let lifetime = block.expires_at - sent_at;
         assert!(
-            lives <= reset && lives <= LEASE / 8 * 7 && lives >= reset.min(LEASE) / 8 * 6,
-            "{lives:?} of {reset:?}"
+            lifetime <= reset && lifetime <= LEASE / 8 * 7 && lifetime >= reset.min(LEASE) / 8 * 6,
+            "{lifetime:?} of {reset:?}"
         );
     }
 }
@@ -112,7 +112,7 @@ async fn a_block_expires_with_its_window() {
 #[tokio::test(start_paused = true)]
 async fn blocks_of_idle_callers_are_refunded() {
     let (local, policies, blocks) = (LocalStore::default(), log(), Arc::new(Blocks::default()));
-    let (store, _) = hot(&local, &policies).await;
+    let (store, _) = with_block(&local, &policies).await;
     store
         .backend()
         .observe(&(Arc::new(Arc::clone(&blocks)) as Arc<dyn Observer>));
@@ -128,10 +128,10 @@ async fn blocks_of_idle_callers_are_refunded() {
 
 #[tokio::test(start_paused = true)]
 async fn the_end_of_a_store_refunds_its_blocks() {
-    for is_told in [true, false] {
+    for is_shut_down in [true, false] {
         let (local, policies) = (LocalStore::default(), log());
-        let (store, _) = hot(&local, &policies).await;
-        if is_told {
+        let (store, _) = with_block(&local, &policies).await;
+        if is_shut_down {
             store.shutdown().await;
             assert_eq!(left(&local, &policies).await, 10_000 - 41);
             assert_eq!(take(&store, &policies).await.source(), Source::Local);
@@ -152,7 +152,7 @@ fn another_runtime_spends_and_refunds_blocks() {
             .unwrap()
     };
     let (local, policies, first) = (LocalStore::default(), log(), runtime());
-    let (store, _) = first.block_on(hot(&local, &policies));
+    let (store, _) = first.block_on(with_block(&local, &policies));
     drop(first);
     runtime().block_on(async {
         assert_eq!(take(&store, &policies).await.source(), Source::Leased);
@@ -166,7 +166,7 @@ fn another_runtime_spends_and_refunds_blocks() {
 #[tokio::test(start_paused = true)]
 async fn a_reset_drops_blocks() {
     let (local, policies) = (LocalStore::default(), log());
-    let (store, _) = hot(&local, &policies).await;
+    let (store, _) = with_block(&local, &policies).await;
     let _ = store.check(Check::reset(ann(), &policies)).await.unwrap();
     let decision = take(&store, &policies).await;
     assert_eq!(
@@ -185,7 +185,7 @@ async fn a_reset_drops_blocks() {
 #[tokio::test(start_paused = true)]
 async fn each_quota_of_a_name_has_its_blocks() {
     let (local, policies) = (LocalStore::default(), log());
-    let (store, left) = hot(&local, &policies).await;
+    let (store, left) = with_block(&local, &policies).await;
     let other = policy(Strategy::SlidingLog, "9000/m").into();
     assert_eq!(take(&store, &other).await.source(), Source::Local);
     let same = policy(Strategy::SlidingLog, "10000/m").into();
@@ -200,7 +200,7 @@ async fn each_quota_of_a_name_has_its_blocks() {
 #[tokio::test(start_paused = true)]
 async fn other_checks_go_to_the_shared_store() {
     let (local, policies) = (LocalStore::default(), log());
-    let (store, _) = hot(&local, &policies).await;
+    let (store, _) = with_block(&local, &policies).await;
     let take = |cost| Check::take(ann(), &policies, cost);
     for check in [
         take(0),
@@ -250,7 +250,7 @@ async fn several_policies_share_a_block() {
     .unwrap();
     let hour = hour.leased(Duration::from_secs(1)).unwrap();
     let policies = Policies::new([policy(Strategy::Gcra, "1000/s burst 5000"), hour]).unwrap();
-    let (store, rest) = hot(&local, &policies).await;
+    let (store, rest) = with_block(&local, &policies).await;
     let decision = take(&store, &policies).await;
     assert_eq!(u64::from(rest - 1), store.inner.left());
     assert_eq!(
@@ -266,7 +266,7 @@ async fn several_policies_share_a_block() {
 #[tokio::test(start_paused = true)]
 async fn remaining_includes_the_rest_of_the_quota() {
     let (local, policies) = (LocalStore::default(), log());
-    let (store, _) = hot(&local, &policies).await;
+    let (store, _) = with_block(&local, &policies).await;
     for taken in 42..400 {
         let decision = take(&store, &policies).await;
         assert_eq!(
@@ -301,10 +301,10 @@ impl Store for Slow {
     type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        let (Self(shared, late), is_ask) = (self.clone(), check.mode() == Mode::UpTo);
+        let (Self(shared, late), is_request) = (self.clone(), check.mode() == Mode::UpTo);
         Answer::pending(Box::pin(async move {
             let decision = shared.check(check.clone()).await?;
-            if is_ask {
+            if is_request {
                 sleep(late).await;
             }
             let (remaining, reset) = (decision.remaining(), decision.reset_after());
@@ -359,7 +359,7 @@ async fn unanswered_blocks_are_counted_as_lost() {
 #[tokio::test(start_paused = true)]
 async fn leased_decisions_are_refunded() {
     let (local, policies) = (LocalStore::default(), log());
-    let (store, _) = hot(&local, &policies).await;
+    let (store, _) = with_block(&local, &policies).await;
     let decision = store.check(Check::take(ann(), &policies, 2)).await.unwrap();
     assert_eq!((decision.source(), decision.granted()), (Source::Leased, 2));
     for back in decision.refund(ann(), 2, Duration::ZERO) {
@@ -462,7 +462,7 @@ impl Store for Stuck {
 
 /// The primary store may have charged them, or not.
 #[tokio::test(start_paused = true)]
-async fn late_asks_are_not_refunded() {
+async fn late_requests_are_not_refunded() {
     for is_dropped in [true, false] {
         let stuck = Stuck::default();
         let mut store = Some(Leased::new(Fallback::new(
@@ -539,7 +539,7 @@ async fn drained_units_are_refunded_once() {
             };
             if part == 0 {
                 refund().await;
-                block.refunded(20_000);
+                block.deduct_refund(20_000);
             }
             let ended = block.into_refund(instant());
             if part == 1 {
@@ -566,7 +566,7 @@ async fn refunds_of_parts_lower_that_of_the_rest() {
         Policies::from(policy(Strategy::Gcra, "1000/s burst 100000")),
         LocalStore::default(),
     );
-    let (store, mut before) = hot(&local, &policies).await;
+    let (store, mut before) = with_block(&local, &policies).await;
     // Until a large block has just been started.
     let left = loop {
         let _ = store
@@ -612,13 +612,13 @@ async fn blocks_dropped_by_resets_are_observed() {
     let charged = 10_000 - left(&local, &policies).await;
     let _ = store.check(Check::reset(ann(), &policies)).await.unwrap();
     sleep(LEASE).await;
-    let [told, refunded, expired] =
+    let [reported, refunded, expired] =
         [&blocks.charged, &blocks.refunded, &blocks.expired].map(|count| count.load(Relaxed));
     assert_eq!(
-        (told, refunded + expired),
+        (reported, refunded + expired),
         (
             u64::from(charged - (40 - in_memory)),
-            told - u64::from(in_memory)
+            reported - u64::from(in_memory)
         )
     );
 }

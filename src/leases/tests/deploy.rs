@@ -51,7 +51,7 @@ struct Granted {
     from_memory: AtomicU32,
     /// Calls in flight, and their maximum outside and during the outage.
     calls: AtomicI64,
-    most_calls: [AtomicI64; 2],
+    max_calls: [AtomicI64; 2],
 }
 
 const INSTANCES: u32 = 6;
@@ -103,7 +103,7 @@ fn call(tasks: &mut JoinSet<()>, granted: &Arc<Granted>, is_outage: bool, limite
     tasks.spawn(async move {
         if let Ok(reservation) = limiter.reserve(ann(), 1).await {
             let calls = granted.calls.fetch_add(1, Relaxed) + 1;
-            granted.most_calls[usize::from(is_outage)].fetch_max(calls, Relaxed);
+            granted.max_calls[usize::from(is_outage)].fetch_max(calls, Relaxed);
             sleep(Duration::from_millis(45)).await;
             granted.calls.fetch_sub(1, Relaxed);
             drop(reservation);
@@ -161,16 +161,16 @@ async fn a_deploy_with_an_outage_keeps_each_quota() {
                 panic!("{strategy:?}, {quota}: {problem}");
             }
         }
-        let most = granted.most_calls.each_ref().map(|most| most.load(Relaxed));
+        let max = granted.max_calls.each_ref().map(|max| max.load(Relaxed));
         let from_memory = granted.from_memory.load(Relaxed);
         println!(
-            "{strategy:?}: {} and {} granted, {from_memory} from memory, at most {most:?} calls",
+            "{strategy:?}: {} and {} granted, {from_memory} from memory, at most {max:?} calls",
             old.len(),
             new.len()
         );
         let limit = i64::from(VERSIONS[1].calls);
-        assert!((8..=limit).contains(&most[0]), "{strategy:?}: {most:?}");
-        assert!(most[1] <= 2 * limit, "{strategy:?}: {most:?}");
+        assert!((8..=limit).contains(&max[0]), "{strategy:?}: {max:?}");
+        assert!(max[1] <= 2 * limit, "{strategy:?}: {max:?}");
         let local = old.iter().chain(&new).filter(|(at, _)| {
             let millis = (at / 1_000) as u64;
             (OUTAGE.start + 3_000..OUTAGE.end).contains(&millis)

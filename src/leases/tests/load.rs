@@ -7,7 +7,7 @@ use crate::limit::{Key, Policies, Policy, Quota, Strategy};
 
 #[derive(Debug)]
 struct Used {
-    asked: u64,
+    sent: u64,
     granted: u64,
     denied: u64,
     /// Checks that the shared store received.
@@ -18,22 +18,22 @@ struct Used {
 /// `parts`.
 fn load(policies: &Policies, parts: [u32; 4], per_second: u32, seconds: u32) -> Used {
     let mut world = World::new(1, 4);
-    world.shared(|shared| (shared.is_healthy, shared.travels) = (true, 1_000));
+    world.shared(|shared| (shared.is_healthy, shared.delay_scale) = (true, 1_000));
     let (key, sum) = (Key::GLOBAL, parts.iter().sum::<u32>());
     let mut used = Used {
-        asked: 0,
+        sent: 0,
         granted: 0,
         denied: 0,
         checks: 0,
     };
     let mut due = [0; 4];
     for _ in 0..seconds * 1_000 {
-        world.pass(1_000);
+        world.advance(1_000);
         for i in 0..4 {
             due[i] += per_second * parts[i];
             while due[i] >= 1_000 * sum {
                 due[i] -= 1_000 * sum;
-                used.asked += 1;
+                used.sent += 1;
                 used.granted += u64::from(world.take(i, key, policies, 1).is_some());
             }
             for answer in world.run(i) {

@@ -1,7 +1,7 @@
-mod asks;
 mod block;
 mod deploy;
 mod load;
+mod requests;
 mod stalls;
 
 use super::caller::Caller;

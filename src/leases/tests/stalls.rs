@@ -80,7 +80,7 @@ impl Store for Server {
 
 #[derive(Debug, Default)]
 struct Load {
-    asked: AtomicU64,
+    sent: AtomicU64,
     leased: AtomicU64,
     answered: AtomicU64,
 }
@@ -88,14 +88,14 @@ struct Load {
 impl fmt::Display for Load {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
-            asked,
+            sent,
             leased,
             answered,
         } = self;
         write!(
             f,
             "{} sent, {} answered, {} from memory",
-            asked.load(Relaxed),
+            sent.load(Relaxed),
             answered.load(Relaxed),
             leased.load(Relaxed)
         )
@@ -117,7 +117,7 @@ async fn load(
                 store.check(Check::take(key, policies, 1)),
                 Arc::clone(&load),
             );
-            load.asked.fetch_add(1, Relaxed);
+            load.sent.fetch_add(1, Relaxed);
             tokio::spawn(async move {
                 let decision = answer.await.unwrap();
                 assert!(decision.is_allowed());
@@ -168,12 +168,12 @@ async fn round_trips_of_half_a_lease_save_most_calls() {
             // Up to a quarter, the next block is requested early enough.
             let least = if sixteenths <= 4 { 98 } else { 80 };
             assert!(
-                load.leased.load(Relaxed) * 100 >= load.asked.load(Relaxed) * least,
+                load.leased.load(Relaxed) * 100 >= load.sent.load(Relaxed) * least,
                 "{:?}: {load}",
                 server.round_trip
             );
             assert!(
-                calls * 100 <= load.asked.load(Relaxed) * 20,
+                calls * 100 <= load.sent.load(Relaxed) * 20,
                 "{:?}: {calls}",
                 server.round_trip
             );
@@ -212,7 +212,7 @@ async fn stalls_heal() {
         sleep(lease).await;
         assert_eq!(
             meanwhile.answered.load(Relaxed),
-            meanwhile.asked.load(Relaxed),
+            meanwhile.sent.load(Relaxed),
             "{stall} ms"
         );
     }
@@ -308,7 +308,7 @@ async fn the_busiest_caller_keeps_its_blocks() {
     let load = load(&store, &policies, ann(), 20, SECOND).await;
     println!("{load}, {} callers", store.inner.callers());
     assert!(
-        load.leased.load(Relaxed) * 100 >= load.asked.load(Relaxed) * 95,
+        load.leased.load(Relaxed) * 100 >= load.sent.load(Relaxed) * 95,
         "{load}"
     );
     assert!(store.inner.callers() <= 64);

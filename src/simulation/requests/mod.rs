@@ -146,7 +146,7 @@ impl<'a> Simulated<'a> {
         for runtime in &runtimes {
             runtime.starts_at(start);
         }
-        seed.stands_at(start);
+        seed.set_now(start);
         let limiters = (0..plan.instances).map(|instance| {
             let store = Far {
                 world: world.clone(),
@@ -278,7 +278,7 @@ impl<'a> Simulated<'a> {
         while self.now < until {
             self.now = (self.now + self.rng.u64(1..=self.step)).min(until);
             self.seed
-                .stands_at(self.start + Duration::from_millis(self.now));
+                .set_now(self.start + Duration::from_millis(self.now));
             self.world.passes_to(self.now);
             let first = self.rng.usize(..self.runtimes.len());
             for i in 0..self.runtimes.len() {

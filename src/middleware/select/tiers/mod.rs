@@ -274,7 +274,7 @@ fn no_tier() -> String {
         "none of the first {} requests named a plan, and the default plan counted them: put the layer inside the authentication that \
          inserts the plan (of axum's layers, the last one is the outermost), or ignore this if all of \
          them belong to the default plan{NO_TIER}",
-        Misses::ALL
+        Misses::REPORT_AT
     )
 }
 
@@ -288,10 +288,10 @@ impl PolicySelector for Tiers {
         let plans = self.plans.current();
         let name = (self.name)(request);
         match name {
-            Some(_) => self.unknown.misses.end(),
+            Some(_) => self.unknown.misses.found(),
             // Without plans, none is expected.
             None if plans.named.is_empty() => {}
-            None => self.unknown.misses.add(no_tier),
+            None => self.unknown.misses.missed(no_tier),
         }
         match name.and_then(|name| plans.named.get(name)) {
             Some(policies) => policies.clone(),

@@ -18,9 +18,9 @@ async fn a_denied_slot_is_released() {
     let mut held = vec![];
     for _ in 0..2 {
         let check = Check::take(ann(), &policies, 1);
-        let mut slot = tracker.hold(&check).unwrap();
+        let mut slot = tracker.track(&check).unwrap();
         let a = store.check(check).await;
-        slot.answered(a.as_ref());
+        slot.on_reply(a.as_ref());
         assert!(a.unwrap().is_allowed());
         held.push(slot);
     }
@@ -30,9 +30,9 @@ async fn a_denied_slot_is_released() {
     // Redis has room (another instance's view): release there directly.
     let _ = primary.counts.check(Check::reset(ann(), &policies)).await;
     let check = Check::take(ann(), &policies, 1);
-    let mut slot = tracker.hold(&check).unwrap();
+    let mut slot = tracker.track(&check).unwrap();
     let a = store.check(check).await;
-    slot.answered(a.as_ref());
+    slot.on_reply(a.as_ref());
     assert!(!a.unwrap().is_allowed(), "the fallback denies");
     drop(slot);
     primary.set(Manner::AtOnce);

@@ -13,34 +13,38 @@ use crate::Leased;
 use crate::check::Verdict;
 use crate::error::{ErrorKind, StoreError};
 use crate::leases::block::Block;
-use crate::leases::caller::{Ask, Caller};
+use crate::leases::caller::{BlockRequest, Caller};
 use crate::limit::{Check, Decision, Key, Mode, Policies, Policy, Quota, Source, Strategy};
 use crate::store::{Answer, LocalStore, MockStore, Store};
 use crate::util::instant;
 
-fn ask(caller: &mut Caller) -> Option<Ask> {
-    caller.ask(&instant, 1)
+fn next_request(caller: &mut Caller) -> Option<BlockRequest> {
+    caller.next_request(&instant, 1)
 }
 
 fn spend(caller: &mut Caller, policies: &Policies, cost: u32) -> Result<Decision, Check> {
-    caller.want(cost);
+    caller.add_demand(cost);
     caller.spend(Check::take(ann(), policies, cost), &instant, &mut vec![])
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_quarter_left_asks_for_the_next() {
+async fn a_quarter_left_requests_the_next() {
     let (policies, mut caller) = (log(), Caller::new(LEASE, instant()));
-    caller.want(1);
-    let first = ask(&mut caller).unwrap();
+    caller.add_demand(1);
+    let first = next_request(&mut caller).unwrap();
     let decision = LocalStore::default()
         .check(Check::up_to(ann(), &policies, 100))
         .await
         .unwrap();
-    let block = Block::new(ann(), decision, first.at);
-    caller.answered(&first, Some(block), instant());
+    let block = Block::new(ann(), decision, first.sent_at);
+    caller.on_reply(&first, Some(block), instant());
     for left in (0..100).rev() {
         assert!(spend(&mut caller, &policies, 1).is_ok());
-        assert_eq!(ask(&mut caller).is_some(), left == 25, "{left} are left");
+        assert_eq!(
+            next_request(&mut caller).is_some(),
+            left == 25,
+            "{left} are left"
+        );
     }
 }
 
@@ -48,34 +52,34 @@ async fn a_quarter_left_asks_for_the_next() {
 async fn a_block_is_for_half_a_lease() {
     let (policies, mut caller) = (log(), Caller::new(LEASE, instant()));
     // Each reply grants nothing and reports a large remaining quota.
-    let ask_size = |caller: &mut Caller| {
-        let ask = ask(caller)?;
-        let check = Check::up_to(ann(), &policies, ask.size);
+    let request_size = |caller: &mut Caller| {
+        let request = next_request(caller)?;
+        let check = Check::up_to(ann(), &policies, request.size);
         let decision = check.decided(Source::Other("shared"), 0, |_| Verdict::allowed());
-        let block = Block::new(ann(), decision, ask.at);
-        caller.answered(&ask, Some(block), instant());
-        Some(ask.size)
+        let block = Block::new(ann(), decision, request.sent_at);
+        caller.on_reply(&request, Some(block), instant());
+        Some(request.size)
     };
-    caller.want(1);
-    assert_eq!(ask_size(&mut caller), Some(1), "the rest is unknown");
+    caller.add_demand(1);
+    assert_eq!(request_size(&mut caller), Some(1), "the rest is unknown");
     for _ in 0..40 {
         advance(Duration::from_millis(1)).await;
         let _ = spend(&mut caller, &policies, 3);
     }
     assert_eq!(
-        ask_size(&mut caller),
+        request_size(&mut caller),
         Some(600),
         "3 a millisecond, for 200 ms"
     );
     let _ = spend(&mut caller, &policies, 40);
     assert_eq!(
-        ask_size(&mut caller),
+        request_size(&mut caller),
         Some(320),
         "all of it came in one moment"
     );
 }
 
-fn asks(store: &MockStore) -> usize {
+fn block_requests(store: &MockStore) -> usize {
     store
         .asked()
         .iter()
@@ -84,7 +88,7 @@ fn asks(store: &MockStore) -> usize {
 }
 
 #[tokio::test(start_paused = true)]
-async fn callers_at_their_limit_are_seldom_asked_for() {
+async fn callers_at_their_limit_rarely_request() {
     let (store, local) = (MockStore::new(), LocalStore::default());
     store.answer(move |check| match local.check(check.clone()) {
         Answer::Ready { answer } => answer,
@@ -96,25 +100,25 @@ async fn callers_at_their_limit_are_seldom_asked_for() {
         .leased(LEASE)
         .unwrap()
         .into();
-    let asks_in = async |millis| {
-        let before = asks(&store);
+    let requests_in = async |millis| {
+        let before = block_requests(&store);
         for _ in 0..millis {
             let _ = take(&leased, &few).await;
             sleep(Duration::from_millis(1)).await;
         }
-        asks(&store) - before
+        block_requests(&store) - before
     };
-    let _ = asks_in(200).await;
-    let asks = asks_in(1_000).await;
+    let _ = requests_in(200).await;
+    let requests = requests_in(1_000).await;
     assert!(
-        (2..=10).contains(&asks),
-        "{asks} requests in 1 s, a quarter of a lease time apart"
+        (2..=10).contains(&requests),
+        "{requests} requests in 1 s, a quarter of a lease time apart"
     );
 }
 
 /// The first request may have been charged. An unsent one may no longer be needed when it can be sent.
 #[tokio::test(start_paused = true)]
-async fn unanswered_asks_are_not_repeated() {
+async fn unanswered_requests_are_not_repeated() {
     let error = || StoreError::new(ErrorKind::Timeout).check_only();
     for error in [error(), error().not_sent()] {
         let store = MockStore::new();
@@ -125,22 +129,22 @@ async fn unanswered_asks_are_not_repeated() {
             sleep(Duration::from_millis(1)).await;
         }
         sleep(LEASE * 4).await;
-        assert_eq!(asks(&store), 1);
+        assert_eq!(block_requests(&store), 1);
     }
 }
 
 /// A store that charges blocks only when the test allows it.
 #[derive(Clone)]
-struct Held(LocalStore, Arc<Semaphore>);
+struct OnPermit(LocalStore, Arc<Semaphore>);
 
-impl Store for Held {
+impl Store for OnPermit {
     type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let Self(local, permits) = self.clone();
         Answer::pending(Box::pin(async move {
-            let is_ask = check.mode() == Mode::UpTo;
-            let _permit = if is_ask {
+            let is_request = check.mode() == Mode::UpTo;
+            let _permit = if is_request {
                 permits.acquire().await.ok()
             } else {
                 None
@@ -151,7 +155,7 @@ impl Store for Held {
 }
 
 #[test]
-fn other_runtimes_wait_for_asks_on() {
+fn other_runtimes_await_requests() {
     let runtime = || -> Runtime {
         Builder::new_current_thread()
             .enable_time()
@@ -160,7 +164,7 @@ fn other_runtimes_wait_for_asks_on() {
             .unwrap()
     };
     let (policies, permits, first) = (log(), Arc::new(Semaphore::new(0)), runtime());
-    let store = Leased::new(Held(LocalStore::default(), Arc::clone(&permits)));
+    let store = Leased::new(OnPermit(LocalStore::default(), Arc::clone(&permits)));
     let some = async || {
         let mut leased = 0;
         for _ in 0..40 {
@@ -178,15 +182,15 @@ fn other_runtimes_wait_for_asks_on() {
 /// Memory does not grow with the number of callers.
 #[tokio::test(start_paused = true)]
 async fn callers_with_blocks_are_bounded() {
-    const MOST: usize = 64 * 1_024;
+    const MAX: usize = 64 * 1_024;
     let (leased, policies) = (Leased::new(Stuck::default()), log());
-    for caller in 0..MOST as u64 + 6_000 {
+    for caller in 0..MAX as u64 + 6_000 {
         for _ in 0..16 {
             drop(leased.check(Check::take(Key::from(caller), &policies, 1)));
         }
     }
     assert!(
-        (MOST - 1_000..=MOST).contains(&leased.inner.callers()),
+        (MAX - 1_000..=MAX).contains(&leased.inner.callers()),
         "{}",
         leased.inner.callers()
     );

@@ -10,16 +10,16 @@ use super::{Observer, event};
 
 /// Returns the user's observer. Defaults to a log of problems.
 pub(crate) fn or_log(observer: Option<&Arc<dyn Observer>>) -> &dyn Observer {
-    observer.map_or(&Unobserved, |observer| &**observer)
+    observer.map_or(&DefaultObserver, |observer| &**observer)
 }
 
 /// Logs through `tracing` if a subscriber is set, otherwise prints the worst problems to standard
 /// error.
-struct Unobserved;
+struct DefaultObserver;
 
 /// Returns one log for the whole process, so that a problem that several layers or stores report at
 /// the same time is logged once.
-fn log() -> Option<&'static dyn Observer> {
+fn shared_log() -> Option<&'static dyn Observer> {
     #[cfg(feature = "tracing")]
     if tracing::dispatcher::has_been_set() {
         use std::sync::LazyLock;
@@ -40,23 +40,23 @@ pub(crate) fn log_unset(variable: &str) {
     let _ = variable;
 }
 
-impl Observer for Unobserved {
-    /// Only of denials in a dry run.
+impl Observer for DefaultObserver {
+    /// Called only for denials of a dry run.
     fn decided(&self, event: &event::Decided<'_>) {
-        if let Some(log) = log() {
+        if let Some(log) = shared_log() {
             log.decided(event);
         }
     }
 
     fn failed(&self, event: &event::Failed<'_>) {
-        if let Some(log) = log() {
+        if let Some(log) = shared_log() {
             log.failed(event);
         }
     }
 
     fn misconfigured(&self, event: &event::Misconfigured<'_>) {
         static PRINTED: Once = Once::new();
-        match log() {
+        match shared_log() {
             Some(log) => log.misconfigured(event),
             None => print_once(
                 &PRINTED,
@@ -67,7 +67,7 @@ impl Observer for Unobserved {
 
     fn degraded(&self, event: &event::Degraded<'_>) {
         static PRINTED: Once = Once::new();
-        match log() {
+        match shared_log() {
             Some(log) => log.degraded(event),
             None => {
                 let cause = event
@@ -75,7 +75,7 @@ impl Observer for Unobserved {
                     .source()
                     .map(|cause| format!(" ({cause})"))
                     .unwrap_or_default();
-                let whole = match event.share {
+                let hint = match event.share {
                     NonZeroU32::MIN => {
                         "; every instance grants the whole limit: set `Fallback::share` if there are several"
                     }
@@ -84,7 +84,7 @@ impl Observer for Unobserved {
                 print_once(
                     &PRINTED,
                     format_args!(
-                        "shared store unavailable, enforcing rate limits locally: {}{cause}{whole}",
+                        "shared store unavailable, enforcing rate limits locally: {}{cause}{hint}",
                         event.error
                     ),
                 );
@@ -93,7 +93,7 @@ impl Observer for Unobserved {
     }
 
     fn recovered(&self, event: &event::Recovered) {
-        if let Some(log) = log() {
+        if let Some(log) = shared_log() {
             log.recovered(event);
         }
     }
