@@ -1,6 +1,6 @@
 //! The connections to one server. A [pool](Pool) keeps them: bb8, extended to discard broken
-//! connections and to report why a connection cannot be made. A [connection](Connection) is driven
-//! by the task that sends a command over it.
+//! connections, to report why a connection cannot be made, and to keep the last one for the next
+//! checkout. A [connection](Connection) is driven by the task that sends a command over it.
 //!
 //! The Tokio runtime that created a connection drives it, and the tasks that bb8 spawns for it. So
 //! each runtime has its own pool, which is dropped with the runtime.
@@ -14,7 +14,7 @@
 //! connection was lost in the meantime.
 
 use std::future::{Future, poll_fn};
-use std::ops::DerefMut;
+use std::mem;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -44,7 +44,7 @@ pub(crate) trait Connect: Send + Sync + 'static {
 
 /// Creates the connections. Unlike bb8-redis's manager, it records whether the last use of a
 /// connection failed, and so needs no ping per checkout.
-struct Manager<C> {
+pub(crate) struct Manager<C> {
     to: C,
     timeout: Duration,
     backoff: Backoff,
@@ -93,26 +93,27 @@ impl Backoff {
 }
 
 impl<C: Connect> bb8::ManageConnection for Manager<C> {
-    type Connection = Connection;
+    /// Boxed, since it is moved at each checkout.
+    type Connection = Box<Connection>;
     type Error = StoreError;
 
-    async fn connect(&self) -> Result<Connection, StoreError> {
+    async fn connect(&self) -> Result<Box<Connection>, StoreError> {
         if let Some(error) = self.backoff.error() {
             return Err(error);
         }
         let link = within(self.timeout, self.to.connect()).await;
         let link = link.inspect_err(|error| self.backoff.failed(error.clone()))?;
         // Half of the time: the other half remains for a new connection and the command.
-        Ok(Connection::new(link, self.timeout / 2))
+        Ok(Box::new(Connection::new(link, self.timeout / 2)))
     }
 
     /// Always succeeds: bb8 is configured not to call it, since [`Pool::checkout`] checks the
     /// connection.
-    async fn is_valid(&self, _connection: &mut Connection) -> Result<(), StoreError> {
+    async fn is_valid(&self, _connection: &mut Box<Connection>) -> Result<(), StoreError> {
         Ok(())
     }
 
-    fn has_broken(&self, connection: &mut Connection) -> bool {
+    fn has_broken(&self, connection: &mut Box<Connection>) -> bool {
         if !connection.was_used {
             match (connection.broken, connection.failure.take()) {
                 (false, _) => {
@@ -130,11 +131,20 @@ impl<C: Connect> bb8::ManageConnection for Manager<C> {
 /// The connections of one runtime to the server of `C`.
 pub(crate) struct Pool<C: Connect> {
     connections: bb8::Pool<Manager<C>>,
-    failures: Failures,
+    /// The last connection failure, for the callers that wait for a connection.
+    failures: watch::Receiver<Option<StoreError>>,
+    spare: Mutex<Spare<C>>,
 }
 
-/// Reports the last connection failure to the callers that wait for a connection.
-pub(crate) type Failures = watch::Receiver<Option<StoreError>>;
+/// The connection that was returned last. A checkout takes it faster than from bb8.
+struct Spare<C: Connect> {
+    connection: Option<Checkout<C>>,
+    /// Cloned by each checkout that waits for bb8.
+    waiting: Arc<()>,
+}
+
+/// A connection in use. Dropping it returns it to bb8.
+pub(crate) type Checkout<C> = bb8::PooledConnection<'static, Manager<C>>;
 
 impl<C: Connect> Pool<C> {
     /// Creates a pool of at most `max` connections. Each is created on demand, within the timeout.
@@ -155,25 +165,22 @@ impl<C: Connect> Pool<C> {
             .max_lifetime(None)
             .error_sink(Box::new(Sink(sender)))
             .build_unchecked(manager);
+        let spare = Spare {
+            connection: None,
+            waiting: Arc::default(),
+        };
         Self {
             connections,
             failures,
+            spare: Mutex::new(spare),
         }
     }
 
-    /// A receiver to pass to [`checkout`](Self::checkout).
-    pub(crate) fn failures(&self) -> Failures {
-        self.failures.clone()
-    }
-
     /// Returns a working connection, or the reason why none is available.
-    pub(crate) async fn checkout(
-        &self,
-        failures: &mut Failures,
-    ) -> Result<impl DerefMut<Target = Connection>, StoreError> {
+    pub(crate) async fn checkout(&self) -> Result<Checkout<C>, StoreError> {
         let mut lost = false;
         loop {
-            let mut connection = self.get(failures).await?;
+            let mut connection = self.get().await?;
             if !connection.is_closed() {
                 // If one idle connection is dead, the others probably are too: do not ping each. A ping is
                 // rare, and boxed so that the future of a worker is small.
@@ -188,14 +195,36 @@ impl<C: Connect> Pool<C> {
         }
     }
 
+    /// Returns a connection after use: to the next checkout, or to bb8, which discards broken ones and
+    /// serves the checkouts that wait.
+    pub(crate) fn give_back(&self, connection: Checkout<C>) {
+        let mut spare = lock(&self.spare);
+        let is_awaited = Arc::strong_count(&spare.waiting) > 1;
+        if connection.is_proven() && !is_awaited && spare.connection.is_none() {
+            spare.connection = Some(connection);
+        }
+    }
+
+    async fn get(&self) -> Result<Checkout<C>, StoreError> {
+        let waiting = {
+            let mut spare = lock(&self.spare);
+            if let Some(connection) = spare.connection.take() {
+                return Ok(connection);
+            }
+            Arc::clone(&spare.waiting)
+        };
+        // Rare, and boxed so that the future of a worker is small.
+        let got = Box::pin(self.get_from_bb8()).await;
+        drop(waiting);
+        got
+    }
+
     /// Returns a connection, or the reason why none is available: bb8 alone would wait until its
     /// timeout after a failure.
-    async fn get(
-        &self,
-        failures: &mut Failures,
-    ) -> Result<bb8::PooledConnection<'_, Manager<C>>, StoreError> {
+    async fn get_from_bb8(&self) -> Result<Checkout<C>, StoreError> {
+        let mut failures = self.failures.clone();
         failures.mark_unchanged();
-        let mut getting = pin!(self.connections.get());
+        let mut getting = pin!(self.connections.get_owned());
         let got = loop {
             let got = match select(getting.as_mut(), pin!(failures.changed())).await {
                 Either::Left((got, _)) => Some(got),
@@ -261,16 +290,17 @@ pub(crate) struct Connection {
     was_used: bool,
     /// The error that broke it.
     failure: Option<StoreError>,
-    /// Time of the last reply.
+    /// Start of the last use.
     used: Instant,
     /// Maximum time of a ping.
     patience: Duration,
 }
 
 impl Connection {
-    /// A connection that was idle for this long may have been closed, by the server or by a device
-    /// in between.
-    const IDLE_THRESHOLD: Duration = Duration::from_millis(500);
+    /// Idle time after which a device in between may have dropped the connection silently: NATs and
+    /// load balancers do so after a minute or more. A shorter one would delay the checks of services
+    /// with few requests by a round trip.
+    const IDLE_THRESHOLD: Duration = Duration::from_secs(30);
 
     fn new(link: Link, patience: Duration) -> Self {
         Self {
@@ -293,8 +323,15 @@ impl Connection {
                 .is_some_and(|epoch| epoch.current.load(Ordering::Acquire) != epoch.number)
     }
 
-    fn was_idle(&self) -> bool {
-        self.used.elapsed() >= Self::IDLE_THRESHOLD
+    /// Returns `true` if it has been used successfully, and the last use did not break it.
+    fn is_proven(&self) -> bool {
+        self.was_used && !self.broken
+    }
+
+    /// Begins a use. Returns `true` if the connection was idle for long.
+    fn was_idle(&mut self) -> bool {
+        let before = mem::replace(&mut self.used, instant());
+        self.used.duration_since(before) >= Self::IDLE_THRESHOLD
     }
 
     /// Returns `true` if the server still responds. Any reply shows that, even an error that this
@@ -316,7 +353,6 @@ impl Connection {
     fn record_outcome(&mut self, failure: Option<&RedisError>) {
         self.failure = failure.map(error_of);
         self.broken = failure.is_some();
-        self.used = instant();
     }
 
     /// Discards the connection, so that the pool creates another one, possibly to another server.
@@ -345,21 +381,22 @@ impl Connection {
                 .as_ref()
                 .is_err_and(|error| error.kind() == ServerErrorKind::NoScript.into())
         };
-        let unknown: SmallVec<[usize; 1]> = (0..replies.len())
+        if !replies.iter().any(is_unknown) {
+            return Ok(replies);
+        }
+        let unknown: Vec<usize> = (0..replies.len())
             .filter(|call| is_unknown(&replies[*call]))
             .collect();
-        if !unknown.is_empty() {
-            // The other replies have arrived: a failure concerns only the calls sent again.
-            let again = unknown.iter().map(|call| by_text(&calls[*call])).collect();
-            match self.send(again).await {
-                Ok(again) => unknown
-                    .into_iter()
-                    .zip(again)
-                    .for_each(|(call, reply)| replies[call] = reply),
-                Err(error) => unknown
-                    .into_iter()
-                    .for_each(|call| replies[call] = Err(error.clone())),
-            }
+        // The other replies have arrived: a failure concerns only the calls sent again.
+        let again = unknown.iter().map(|call| by_text(&calls[*call])).collect();
+        match self.send(again).await {
+            Ok(again) => unknown
+                .into_iter()
+                .zip(again)
+                .for_each(|(call, reply)| replies[call] = reply),
+            Err(error) => unknown
+                .into_iter()
+                .for_each(|call| replies[call] = Err(error.clone())),
         }
         Ok(replies)
     }
@@ -377,55 +414,58 @@ impl Connection {
     /// Sends these commands, each after `ASKING` if it is `true`, and returns their replies.
     async fn send(&mut self, commands: SmallVec<[(bool, Cmd); 1]>) -> Result<Replies, RedisError> {
         self.broken = true;
-        let asks: SmallVec<[bool; 1]> = commands.iter().map(|(asks, _)| *asks).collect();
         let sent = match &commands[..] {
             // A single command needs no pipeline.
             [(false, command)] => {
                 let reply = self.link.inner.send_packed_command(command).await;
-                reply.map(|reply| smallvec![reply])
+                reply.map(|reply| smallvec![received(reply)])
             }
-            _ => {
-                let mut pipeline = Pipeline::with_capacity(commands.len());
-                for (asks, command) in commands {
-                    if asks {
-                        pipeline.add_command(redis::cmd("ASKING"));
-                    }
-                    pipeline.add_command(command);
-                }
-                let replies = self.link.inner.send_packed_commands(&pipeline).await;
-                replies.map(SmallVec::<[Value; 1]>::from_vec)
-            }
+            _ => self.send_pipeline(commands).await,
         };
-        let mut received = sent
-            .inspect_err(|error| self.record_outcome(Some(error)))?
-            .into_iter();
-        let mut replies = Replies::with_capacity(asks.len());
-        for asks in asks {
-            // Skip the reply to `ASKING`; the reply to the command reports any error.
-            let reply = if asks {
-                received.nth(1)
-            } else {
-                received.next()
-            };
-            replies.push(match reply {
-                Some(Value::ServerError(error)) => Err(error.into()),
-                Some(reply) => Ok(reply),
-                None => {
-                    return Err((
-                        redis::ErrorKind::UnexpectedReturnType,
-                        "fewer replies than commands",
-                    )
-                        .into());
-                }
-            });
-        }
-        self.record_outcome(
-            replies
+        let lasting = match &sent {
+            Ok(replies) => replies
                 .iter()
                 .filter_map(|reply| reply.as_ref().err())
                 .find(|error| is_lasting(error)),
-        );
-        Ok(replies)
+            Err(error) => Some(error),
+        };
+        self.record_outcome(lasting);
+        sent
+    }
+
+    async fn send_pipeline(
+        &mut self,
+        commands: SmallVec<[(bool, Cmd); 1]>,
+    ) -> Result<Replies, RedisError> {
+        let mut pipeline = Pipeline::with_capacity(commands.len());
+        // Skip the replies to `ASKING`; the reply to the command reports any error.
+        let mut skipped = vec![];
+        for (asks, command) in commands {
+            if asks {
+                skipped.push(true);
+                pipeline.add_command(redis::cmd("ASKING"));
+            }
+            skipped.push(false);
+            pipeline.add_command(command);
+        }
+        let replies = self.link.inner.send_packed_commands(&pipeline).await?;
+        if replies.len() < skipped.len() {
+            let kind = redis::ErrorKind::UnexpectedReturnType;
+            return Err((kind, "fewer replies than commands").into());
+        }
+        let replies = replies.into_iter().zip(skipped);
+        Ok(replies
+            .filter(|(_, skipped)| !skipped)
+            .map(|(reply, _)| received(reply))
+            .collect())
+    }
+}
+
+/// A reply, or the error that it reports.
+fn received(reply: Value) -> Result<Value, RedisError> {
+    match reply {
+        Value::ServerError(error) => Err(error.into()),
+        reply => Ok(reply),
     }
 }
 

@@ -177,6 +177,12 @@ impl ScriptCall {
         (*now, *asks) = (0, false);
     }
 
+    /// Adds the only check of a call.
+    pub(crate) fn push_only(&mut self, prefix: &str, check: &Check) {
+        let plan = self.plan(check);
+        self.push_entry(plan, prefix, check);
+    }
+
     /// Adds a check.
     pub(crate) fn push(&mut self, prefix: &str, check: &Check) {
         let plan = self.plan(check);
@@ -471,7 +477,7 @@ impl Call for ScriptCall {
 
     fn command(&self, name: &str, script: &str) -> Cmd {
         let mut cmd =
-            Cmd::with_capacity(self.ends.len() + 64, self.keys.len() + script.len() + 256);
+            Cmd::with_capacity(self.ends.len() + 16, self.keys.len() + script.len() + 256);
         cmd.arg(name).arg(script).arg(self.ends.len());
         let mut start = 0;
         for &end in &self.ends {

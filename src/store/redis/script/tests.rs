@@ -497,6 +497,31 @@ fn call_of(times: usize, check: &Check) -> ScriptCall {
     call
 }
 
+/// A lone check is added by a shorter way.
+#[test]
+fn a_lone_check_is_encoded_as_any_other() {
+    let (rates, ann) = (named(&["api", "day"]), Key::new("ann"));
+    let in_flight = Policies::from(Policy::in_flight("open", 3).unwrap());
+    let slot = Check::take(ann, &in_flight, 1).slot().unwrap();
+    for check in [
+        Check::take(ann, &policies(10), 2),
+        Check::take(ann, &rates, 2).with_id("17"),
+        Check::refund(ann, &rates, 2),
+        Check::reset(ann, &rates),
+        Check::take(ann, &in_flight, 1),
+        Check::renew(ann, &in_flight, slot),
+        Check::release(ann, &in_flight, slot),
+    ] {
+        let mut lone = ScriptCall::default();
+        lone.push_only("rl", &check);
+        let [lone, other] = [lone, call_of(1, &check)].map(|call| {
+            call.command("EVALSHA", call.script().hash())
+                .get_packed_command()
+        });
+        assert_eq!(lone, other, "{check:?}");
+    }
+}
+
 #[test]
 fn a_take_alone_has_its_own_script() {
     let policy = |strategy| Policy::new("api", strategy, Quota::per_second(10)).unwrap();

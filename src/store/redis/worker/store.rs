@@ -388,9 +388,9 @@ impl Shared {
     ) -> Result<T, StoreError> {
         let pool = self.pool(node)?;
         let attempt = async {
-            let mut failures = pool.failures();
-            let mut connection = pool.checkout(&mut failures).await?;
+            let mut connection = pool.checkout().await?;
             let replies = connection.run(std::slice::from_ref(call)).await;
+            pool.give_back(connection);
             let reply = match replies.map_err(|error| error_of(&error))?.pop() {
                 Some(Ok(reply)) => reply,
                 Some(Err(error)) => return Err(self.rejected(&error, node)),
@@ -415,9 +415,9 @@ impl Shared {
         scan.arg(cursor).arg("MATCH").arg(pattern);
         scan.arg("COUNT").arg(SCAN_STEP);
         let attempt = async {
-            let mut failures = pool.failures();
-            let mut connection = pool.checkout(&mut failures).await?;
+            let mut connection = pool.checkout().await?;
             let reply = connection.ask(scan).await;
+            pool.give_back(connection);
             redis::from_redis_value(reply.map_err(|error| error_of(&error))?)
                 .map_err(|error| error_of(&error.into()))
         };

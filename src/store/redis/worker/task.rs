@@ -3,6 +3,7 @@
 use std::mem;
 use std::num::NonZeroU64;
 use std::ops::ControlFlow;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -16,7 +17,7 @@ use super::queues::{Job, Target, no_runtime};
 use super::store::{Shared, runtime_is_ending};
 use crate::error::{ErrorKind, StoreError};
 use crate::observe::event;
-use crate::store::redis::link::{Failures, Replies, error_of, within};
+use crate::store::redis::link::{Replies, error_of, within};
 use crate::store::redis::script::ScriptCall;
 use crate::store::redis::topology::cluster::Why;
 use crate::store::redis::topology::{Node, Pool, Topology};
@@ -60,8 +61,7 @@ impl Worker {
             // Rare, and boxed so that the future of the other workers is small.
             return Box::pin(self.find_nodes()).await;
         };
-        let mut failures = pool.failures();
-        while let Some(next) = self.send(node, &pool, &mut failures).await {
+        while let Some(next) = self.send(node, &pool).await {
             let work = mem::take(&mut self.work);
             drop(self);
             let Ok(worker) = next.await else { return };
@@ -71,7 +71,7 @@ impl Worker {
     }
 
     /// Sends the checks of this queue to `node` until the queue is empty.
-    async fn send(&mut self, node: Node, pool: &Pool, failures: &mut Failures) -> Next {
+    async fn send(&mut self, node: Node, pool: &Pool) -> Next {
         loop {
             match self.take(node) {
                 ControlFlow::Break(next) => return next,
@@ -79,7 +79,7 @@ impl Worker {
                 ControlFlow::Continue(()) => {}
             }
             let sent_at = self.inner.denials.now();
-            match self.call(node, pool, failures).await {
+            match self.call(node, pool).await {
                 Ok(replies) => self.answer(&replies, sent_at, node),
                 Err(error) => self.fail(&error, node),
             }
@@ -185,10 +185,8 @@ impl Worker {
             waiting
         };
         let now = instant();
-        jobs.retain(|job| !job.is_abandoned());
-        for job in jobs.extract_if(.., |job| {
-            now.duration_since(job.since) > self.inner.settings.timeout
-        }) {
+        let is_late = |job: &Job| now.duration_since(job.since) > self.inner.settings.timeout;
+        for job in jobs.extract_if(.., |job| job.is_abandoned() || is_late(job)) {
             job.fail(
                 StoreError::new(ErrorKind::Timeout)
                     .with_server(self.inner.topology.address(node))
@@ -203,37 +201,28 @@ impl Worker {
     /// # Errors
     ///
     /// Returns an error that applies to all of the calls.
-    async fn call(
-        &mut self,
-        node: Node,
-        pool: &Pool,
-        failures: &mut Failures,
-    ) -> Result<Replies, StoreError> {
+    async fn call(&mut self, node: Node, pool: &Pool) -> Result<Replies, StoreError> {
         self.sent = false;
-        within(self.inner.settings.timeout, self.attempt(pool, failures))
-            .await
-            .map_err(|error| {
-                // A runtime that shuts down may drop the connection's driver before this worker. That is not a failure
-                // of Redis.
-                let error = if error.is_of_connection() && runtime_is_ending() {
-                    no_runtime()
-                } else {
-                    error
-                };
-                let error = error.with_server(self.inner.topology.address(Some(node)));
-                if self.sent { error } else { error.not_sent() }
-            })
+        let timeout = self.inner.settings.timeout;
+        let outcome = within(timeout, pin!(self.attempt(pool))).await;
+        outcome.map_err(|error| {
+            // A runtime that shuts down may drop the connection's driver before this worker. That is not a failure
+            // of Redis.
+            let error = if error.is_of_connection() && runtime_is_ending() {
+                no_runtime()
+            } else {
+                error
+            };
+            let error = error.with_server(self.inner.topology.address(Some(node)));
+            if self.sent { error } else { error.not_sent() }
+        })
     }
 
-    async fn attempt(
-        &mut self,
-        pool: &Pool,
-        failures: &mut Failures,
-    ) -> Result<Replies, StoreError> {
+    async fn attempt(&mut self, pool: &Pool) -> Result<Replies, StoreError> {
         let Self {
             inner, work, sent, ..
         } = self;
-        let mut connection = pool.checkout(failures).await?;
+        let mut connection = pool.checkout().await?;
         *sent = true;
         let replies = connection.run(work.calls()).await;
         let replies = replies.map_err(|error| error_of(&error))?;
@@ -242,6 +231,7 @@ impl Worker {
         {
             connection.give_up(Some(StoreError::new(ErrorKind::ReadOnly)));
         }
+        pool.give_back(connection);
         match (inner.topology.cluster(), replies.first()) {
             // Without a cluster there is one call, so its error applies to all checks.
             (None, Some(Err(error))) => Err(error_of(error)),
@@ -393,8 +383,9 @@ impl Work {
             let call = &mut calls[*len];
             *len += 1;
             (call.now, call.asks) = (now, group[0].asks());
-            for job in group {
-                call.push(prefix, &job.check);
+            match group {
+                [job] => call.push_only(prefix, &job.check),
+                _ => group.iter().for_each(|job| call.push(prefix, &job.check)),
             }
         }
     }
@@ -634,12 +625,34 @@ mod tests {
         let topology = &store.inner.topology;
         let pool = topology.pool(topology.node(0).unwrap(), 1, Duration::from_secs(20));
         for _ in 0..3 {
-            drop(pool.checkout(&mut pool.failures()).await.unwrap());
+            drop(pool.checkout().await.unwrap());
             tokio::time::pause();
-            tokio::time::advance(Duration::from_secs(1)).await;
+            tokio::time::advance(Duration::from_secs(30)).await;
             tokio::time::resume();
         }
         assert_eq!(connections.load(Ordering::SeqCst), 1);
+    }
+
+    /// A connection is kept outside of bb8 for the next checkout, but not while a checkout waits for bb8.
+    #[tokio::test]
+    async fn a_returned_connection_goes_to_the_checkout_that_waits() {
+        let server = RedisServer::start();
+        let store = store(server.url(), Duration::from_secs(20));
+        let topology = &store.inner.topology;
+        let pool = topology.pool(topology.node(0).unwrap(), 1, Duration::from_secs(20));
+        for waits in [false, true, true, false, true] {
+            let mut connection = pool.checkout().await.unwrap();
+            let _ = connection.ask(redis::cmd("PING")).await.unwrap();
+            let mut next = Box::pin(pool.checkout());
+            if waits {
+                assert!((&mut next).now_or_never().is_none());
+            }
+            pool.give_back(connection);
+            let next = next.now_or_never().expect("a connection").unwrap();
+            pool.give_back(next);
+        }
+        let connected: String = server.command("INFO clients").await;
+        assert!(connected.contains("connected_clients:2"), "{connected}");
     }
 
     /// A runtime that is shutting down may still receive a check and create its queue again, while workers of the
