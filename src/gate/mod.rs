@@ -111,13 +111,13 @@ pub(crate) enum Holds {
 
 /// The state of a request's admission.
 pub(crate) enum Admission<D> {
-    Decided(Admitted<D>),
+    Decided(Admitted),
     /// The check is in progress, or the request waits for its turn.
     Undecided(Pending<D>),
 }
 
-/// The grant of a request that passes, or the reason why it does not pass.
-pub(crate) type Admitted<D> = Result<Grant<D>, Refusal>;
+/// The reason why a request does not pass, if so. The resources of one that passes are in its [`Grant`].
+pub(crate) type Admitted = Result<(), Refusal>;
 
 /// Why a request does not pass.
 #[derive(Debug)]
@@ -217,7 +217,7 @@ impl<S, R> Gate<S, R> {
     }
 }
 
-/// The way of a request.
+/// The way of a request. Each method fills the empty `grant` of a request that passes.
 impl<S: Store, R: 'static> Gate<S, R> {
     /// Finds the key and the policies, and sends the check.
     #[inline]
@@ -225,41 +225,38 @@ impl<S: Store, R: 'static> Gate<S, R> {
         &self,
         extractor: &impl KeyExtractor<R>,
         request: &R,
+        grant: &mut Grant<S::Future>,
     ) -> Admission<S::Future> {
         if self.skip.as_ref().is_some_and(|skip| skip(request)) {
-            return self.uncounted(request, None);
+            return self.uncounted(request, None, grant);
         }
         let key = extractor.extract(request);
         if self.dry_run {
-            return self.exempt(request, key);
+            return self.exempt(request, key, grant);
         }
         let Some(policies) = self.policies.find(request, key.as_ref().ok()) else {
-            return self.exempt(request, key);
+            return self.exempt(request, key, grant);
         };
         let key = match key {
             Ok(key) => key,
-            Err(missing) => return self.admit_without_key(request, missing),
+            Err(missing) => return self.admit_without_key(request, missing, grant),
         };
         let Some(policies) = self.countable(policies) else {
-            return self.exempt(request, Ok(key));
+            return self.exempt(request, Ok(key), grant);
         };
         let check = self.check(key, &policies, request);
         let mut question = self.question(&check);
         if let Some(wait) = &self.wait
             && wait.has_line(&check)
         {
-            let admitted = self.wait_for(request, &mut question, wait, &policies, None);
-            return question.admission(admitted);
+            return self.wait_for(request, question, wait, &policies, None, grant);
         }
         question.slot = self.hold(&check);
         match self.notifier.send(&self.store, check) {
-            Answer::Ready { answer } => {
-                let admitted = self.answered(request, &mut question, answer);
-                question.admission(admitted)
-            }
+            Answer::Ready { answer } => self.answered(request, question, answer, grant),
             Answer::Pending { future } => Admission::Undecided(Pending {
                 asked: Some(future),
-                question,
+                question: Some(question),
             }),
         }
     }
@@ -282,7 +279,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         if let Some(id) = &self.id
             && let Some(id) = id(request)
         {
-            check = check.identified(id);
+            check.identify(id);
         }
         check
     }
@@ -314,14 +311,15 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
     }
 
-    /// Admission by the store's answer. `None` if the request waits for its turn.
+    /// Admission by the store's answer.
     #[inline]
     fn answered(
         &self,
         request: &R,
-        question: &mut Question,
+        mut question: Question,
         answer: Result<Decision, StoreError>,
-    ) -> Option<Admitted<S::Future>> {
+        grant: &mut Grant<S::Future>,
+    ) -> Admission<S::Future> {
         question.answered(&answer);
         if let Some(wait) = &self.wait
             && let Ok(denied) = &answer
@@ -330,28 +328,35 @@ impl<S: Store, R: 'static> Gate<S, R> {
             let policies = denied.policies().whole();
             // A denial without a reply of Redis may have taken it; the queue takes another one.
             question.slot = None;
-            return self.wait_for(request, question, wait, &policies, answer.ok());
+            return self.wait_for(request, question, wait, &policies, answer.ok(), grant);
         }
-        Some(self.conclude(request, question, answer))
+        Admission::Decided(self.conclude(request, question, answer, grant))
     }
 
-    /// Admission of a request that waits, if there is a place for it; `None` while it waits. `denied` is the denial
+    /// Admission of a request that waits, if there is a place for it. `denied` is the denial
     /// of the store, if the request was checked.
     #[inline(never)]
     fn wait_for(
         &self,
         request: &R,
-        question: &mut Question,
+        mut question: Question,
         wait: &Waiting,
         policies: &Policies,
         denied: Option<Decision>,
-    ) -> Option<Admitted<S::Future>> {
-        match wait.join(question, policies, denied) {
+        grant: &mut Grant<S::Future>,
+    ) -> Admission<S::Future> {
+        match wait.join(&question, policies, denied) {
             Ok(queued) => {
                 question.queued = Some(queued);
-                None
+                Admission::Undecided(Pending {
+                    asked: None,
+                    question: Some(question),
+                })
             }
-            Err(refusal) => Some(self.conclude_turn(request, question, policies, Err(refusal))),
+            Err(refusal) => {
+                let turn = Err(refusal);
+                Admission::Decided(self.conclude_turn(request, question, policies, turn, grant))
+            }
         }
     }
 
@@ -359,10 +364,11 @@ impl<S: Store, R: 'static> Gate<S, R> {
     fn conclude_turn(
         &self,
         request: &R,
-        question: &mut Question,
+        mut question: Question,
         policies: &Policies,
         turn: Result<Permit, wait_queues::Refusal>,
-    ) -> Admitted<S::Future> {
+        grant: &mut Grant<S::Future>,
+    ) -> Admitted {
         let answer = match turn {
             Ok(permit) => {
                 let Spent {
@@ -380,7 +386,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             question.slot = self.hold(&Check::take(question.key, policies, question.cost));
             question.answered(&answer);
         }
-        self.conclude(request, question, answer)
+        self.conclude(request, question, answer, grant)
     }
 
     /// Admission of a request that no longer waits.
@@ -388,50 +394,34 @@ impl<S: Store, R: 'static> Gate<S, R> {
     fn conclude(
         &self,
         request: &R,
-        question: &mut Question,
+        mut question: Question,
         answer: Result<Decision, StoreError>,
-    ) -> Admitted<S::Future> {
+        grant: &mut Grant<S::Future>,
+    ) -> Admitted {
         let Question {
             key, cost, since, ..
         } = question;
-        self.notifier.answered(key, *cost, *since, &answer, false);
-        let decision = match answer {
-            Ok(decision) if decision.is_allowed() => Some(decision),
+        if self.notifier.is_notified(&answer) {
+            self.notifier.answered(&key, cost, since, &answer, false);
+        }
+        match answer {
+            Ok(decision) if decision.is_allowed() => grant.decision = Some(decision),
             Ok(denied) => return Err(Refusal::Denied(denied)),
             Err(error) if self.on_error == OnError::Reject => {
                 return Err(Refusal::Unavailable(error));
             }
-            Err(_) => {
-                question.slot = question.slot.take().map(Slot::admitted_after_error);
-                None
-            }
-        };
-        Ok(self.grant(request, question, decision))
-    }
-
-    /// The grant of a request: its in-flight slot and, in a layer that settles, its reservation.
-    #[inline]
-    fn grant(
-        &self,
-        request: &R,
-        question: &mut Question,
-        decision: Option<Decision>,
-    ) -> Grant<S::Future> {
-        let mut grant = Grant {
-            slot: question.slot.take(),
-            decision,
-            charge: None,
-            shadows: None,
-        };
+            Err(_) => question.slot = question.slot.map(Slot::admitted_after_error),
+        }
+        grant.slot = question.slot.take();
         if self.settles() {
             let decision = grant.decision.as_ref();
             let reserved = decision.and_then(|decision| question.reserved(decision));
             grant.charge = Some(self.charge(reserved, grant.slot.take()));
         }
         if self.has_shadows() {
-            grant.try_shadows(self, request, question.key);
+            grant.try_shadows(self, request, key);
         }
-        grant
+        Ok(())
     }
 
     #[inline(never)]
@@ -443,28 +433,42 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     /// Admission of an unlimited request.
     #[inline(never)]
-    fn exempt(&self, request: &R, key: Result<Key, MissingKey>) -> Admission<S::Future> {
+    fn exempt(
+        &self,
+        request: &R,
+        key: Result<Key, MissingKey>,
+        grant: &mut Grant<S::Future>,
+    ) -> Admission<S::Future> {
         if let Err(missing) = &key
             && self.has_shadows()
         {
             self.notifier.missing(missing);
         }
-        self.uncounted(request, key.ok())
+        self.uncounted(request, key.ok(), grant)
     }
 
     /// Admission of a request without a key.
     #[cold]
-    fn admit_without_key(&self, request: &R, missing: MissingKey) -> Admission<S::Future> {
+    fn admit_without_key(
+        &self,
+        request: &R,
+        missing: MissingKey,
+        grant: &mut Grant<S::Future>,
+    ) -> Admission<S::Future> {
         self.notifier.missing(&missing);
         match self.on_missing_key {
-            OnMissingKey::Allow if missing.is_absent() => self.uncounted(request, None),
+            OnMissingKey::Allow if missing.is_absent() => self.uncounted(request, None, grant),
             _ => Admission::Decided(Err(Refusal::MissingKey(missing))),
         }
     }
 
     #[inline(never)]
-    fn uncounted(&self, request: &R, key: Option<Key>) -> Admission<S::Future> {
-        let mut grant = Grant::default();
+    fn uncounted(
+        &self,
+        request: &R,
+        key: Option<Key>,
+        grant: &mut Grant<S::Future>,
+    ) -> Admission<S::Future> {
         if self.settles() {
             grant.charge = Some(self.charge(None, None));
         }
@@ -473,7 +477,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         {
             grant.try_shadows(self, request, key);
         }
-        Admission::Decided(Ok(grant))
+        Admission::Decided(Ok(()))
     }
 }
 
@@ -535,6 +539,7 @@ impl Question {
 
     /// The reservation that the decision granted. `None` if the send time was not recorded, or if
     /// the decision repeats an earlier one: the first request under an id settles its charge.
+    #[inline]
     fn reserved(&self, decision: &Decision) -> Option<Charge> {
         if decision.is_repeated() {
             return None;
@@ -549,17 +554,6 @@ impl Question {
             )),
         }
     }
-
-    #[inline]
-    fn admission<D>(self, admitted: Option<Admitted<D>>) -> Admission<D> {
-        match admitted {
-            Some(admitted) => Admission::Decided(admitted),
-            None => Admission::Undecided(Pending {
-                asked: None,
-                question: self,
-            }),
-        }
-    }
 }
 
 pin_project! {
@@ -568,17 +562,19 @@ pin_project! {
         // The check in progress. `None` while the request waits for its turn.
         #[pin]
         asked: Option<D>,
-        question: Question,
+        // `None` once it is decided.
+        question: Option<Question>,
     }
 }
 
 impl<D> Pending<D> {
     /// Whether it waits for its turn, with a service that is not ready.
     pub(crate) fn is_queued(&self) -> bool {
-        self.question.queued.is_some()
+        let question = self.question.as_ref();
+        question.is_some_and(|question| question.queued.is_some())
     }
 
-    /// Whether the request passes. `inner` is the service that is ready for it; while it [waits](Self::is_queued), one
+    /// Whether the request passes, and its `grant` if so. `inner` is the service that is ready for it; while it [waits](Self::is_queued), one
     /// that is polled for readiness when its turn has come.
     ///
     /// # Errors
@@ -591,8 +587,9 @@ impl<D> Pending<D> {
         cx: &mut Context<'_>,
         gate: &Gate<S, R>,
         request: &R,
+        grant: &mut Grant<D>,
         inner: &mut T,
-    ) -> Poll<Result<Admitted<D>, T::Error>>
+    ) -> Poll<Result<Admitted, T::Error>>
     where
         D: Future<Output = Result<Decision, StoreError>>,
         S: Store<Future = D>,
@@ -600,26 +597,34 @@ impl<D> Pending<D> {
         T: Service<Q> + Clone,
     {
         let mut this = self.project();
-        let question = this.question;
-        loop {
-            if let Some(queued) = &mut question.queued {
-                let turn = ready!(queued.poll(cx, |cx| inner.poll_ready(cx)))?;
-                let policies = queued.policies.clone();
-                question.queued = None;
-                let admitted = gate.conclude_turn(request, question, &policies, turn);
-                return Poll::Ready(Ok(admitted));
-            }
-            let Some(asked) = this.asked.as_mut().as_pin_mut() else {
-                polled_after_completion("Pending");
-            };
+        if let Some(asked) = this.asked.as_mut().as_pin_mut() {
             let answer = ready!(asked.poll(cx));
             this.asked.set(None);
-            if let Some(admitted) = gate.answered(request, question, answer) {
-                return Poll::Ready(Ok(admitted));
+            let Some(question) = this.question.take() else {
+                polled_after_completion("Pending");
+            };
+            match gate.answered(request, question, answer, grant) {
+                Admission::Decided(admitted) => return Poll::Ready(Ok(admitted)),
+                Admission::Undecided(queued) => *this.question = queued.question,
             }
             // The ready one may hold a permit that others wait for.
             *inner = inner.clone();
         }
+        let Some(Question {
+            queued: Some(queued),
+            ..
+        }) = this.question
+        else {
+            polled_after_completion("Pending");
+        };
+        let turn = ready!(queued.poll(cx, |cx| inner.poll_ready(cx)))?;
+        let policies = queued.policies.clone();
+        let Some(mut question) = this.question.take() else {
+            polled_after_completion("Pending");
+        };
+        question.queued = None;
+        let admitted = gate.conclude_turn(request, question, &policies, turn, grant);
+        Poll::Ready(Ok(admitted))
     }
 }
 

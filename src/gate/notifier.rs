@@ -67,24 +67,15 @@ impl Notifier {
         self.observer.as_ref().map(|_| instant())
     }
 
-    /// Notifies the observer of the reply to a check of this cost, sent at [`since`](Self::since).
+    /// Returns `true` if an observer or the log must be [notified](Self::answered) of this answer.
     #[inline]
-    pub(crate) fn answered(
-        &self,
-        key: &Key,
-        cost: u32,
-        since: Option<Instant>,
-        answer: &Result<Decision, StoreError>,
-        dry_run: bool,
-    ) {
-        let is_allowed = matches!(answer, Ok(decision) if decision.is_allowed());
-        if self.observer.is_some() || !is_allowed {
-            self.notify(key, cost, since, answer, dry_run);
-        }
+    pub(crate) fn is_notified(&self, answer: &Result<Decision, StoreError>) -> bool {
+        self.observer.is_some() || !matches!(answer, Ok(decision) if decision.is_allowed())
     }
 
+    /// Notifies the observer of the reply to a check of this cost, sent at [`since`](Self::since).
     #[inline(never)]
-    fn notify(
+    pub(crate) fn answered(
         &self,
         key: &Key,
         cost: u32,

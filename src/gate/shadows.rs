@@ -114,8 +114,10 @@ impl Reporter {
     ) -> Option<Decision> {
         question.answered(&answer);
         let Question { cost, since, .. } = *question;
-        self.notifier
-            .answered(&self.key, cost, since, &answer, true);
+        if self.notifier.is_notified(&answer) {
+            self.notifier
+                .answered(&self.key, cost, since, &answer, true);
+        }
         let decision = answer.ok()?;
         if !decision.is_allowed() {
             return Some(decision);

@@ -109,8 +109,7 @@ impl Waiting {
     /// Returns `true` if a request with this check must wait: others of its caller do.
     #[inline]
     pub(super) fn has_line(&self, check: &Check) -> bool {
-        self.queues
-            .has_line(check.key(), check.policies(), check.cost())
+        self.queues.has_line(check)
     }
 
     /// Begins to wait, if there is a place. `denied` is the denial of the store, if the request was checked.

@@ -13,7 +13,7 @@ pub(super) struct Block {
     pub(super) left: u32,
     /// The charge minus all refunds to the caller since, which may be of grants from this block. At
     /// least `left`.
-    charged: u32,
+    kept: u32,
     pub(super) expires_at: Instant,
 }
 
@@ -33,7 +33,7 @@ impl Block {
         Self {
             charge: Charge::new(key, decision, granted, asked_at),
             left: granted,
-            charged: granted,
+            kept: granted,
             expires_at,
         }
     }
@@ -67,7 +67,7 @@ impl Block {
 
     /// Subtracts a refund of a decision, which may have been granted from this block.
     pub(super) fn deduct_refund(&mut self, cost: u32) {
-        self.charged = self.charged.saturating_sub(cost).max(self.left);
+        self.kept = self.kept.saturating_sub(cost).max(self.left);
     }
 
     /// Returns the refund of the unspent rest. In a refilling quota, the spent part drains first, up to the amount that
@@ -75,7 +75,7 @@ impl Block {
     pub(super) fn into_refund(self, now: Instant) -> PendingOp {
         let policies = self.charge.decision().policies();
         let drained = min_drained_in(policies, self.charge.age(now));
-        let kept = self.left.saturating_add(drained).min(self.charged);
+        let kept = self.left.saturating_add(drained).min(self.kept);
         PendingOp::refund(self.charge.of_cost(kept), self.left)
     }
 }

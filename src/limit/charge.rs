@@ -128,7 +128,7 @@ impl PolicyCharge {
     /// Refunds it on the state of its policy, and returns how much.
     pub(crate) fn refund(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
         let ask = Ask {
-            of: self,
+            of: Some(&self),
             ..Ask::new(Mode::Refund, cost, now)
         };
         state.decide(policy.params(), &ask, i64::MAX).1

@@ -219,18 +219,18 @@ impl Check {
     /// of a [decision](Decision::refund), which have no id.
     #[doc(alias = "idempotency")]
     #[must_use]
-    pub fn with_id(self, id: impl AsRef<[u8]>) -> Self {
-        self.identified(Key::new(id))
+    pub fn with_id(mut self, id: impl AsRef<[u8]>) -> Self {
+        self.identify(Key::new(id));
+        self
     }
 
     /// Adds an [id](Self::with_id).
-    pub(crate) fn identified(self, id: Key) -> Self {
-        match self.extra.as_deref() {
-            Some(Extra::Within(_) | Extra::Charged(_)) => self,
-            _ => Self {
-                extra: Some(Box::new(Extra::Id(id))),
-                ..self
-            },
+    pub(crate) fn identify(&mut self, id: Key) {
+        if !matches!(
+            self.extra.as_deref(),
+            Some(Extra::Within(_) | Extra::Charged(_))
+        ) {
+            self.extra = Some(Box::new(Extra::Id(id)));
         }
     }
 
@@ -309,6 +309,12 @@ impl Check {
     pub(crate) fn reserving(mut self, reserves: bool) -> Self {
         self.reserves = reserves;
         self
+    }
+
+    /// Returns `true` if less may be charged after the check than before.
+    #[inline]
+    pub(crate) fn gives_room(&self) -> bool {
+        matches!(self.mode, Mode::Refund | Mode::Reset | Mode::Release)
     }
 
     /// Marks a check that charges a block of a [`Leased`](crate::Leased) store.
@@ -398,7 +404,7 @@ impl Check {
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
         let ask = Ask {
             within: self.within(),
-            of: self.charged_under(0),
+            of: self.charged().first(),
             slot: self.slot,
             ..Ask::new(self.mode, self.cost.into(), now)
         };
@@ -411,7 +417,7 @@ impl Check {
 
     /// Decides under several policies, the rarer case.
     #[inline(never)]
-    fn decide_all(&self, states: &mut [State], ask: &Ask) -> Verdicts {
+    fn decide_all(&self, states: &mut [State], ask: &Ask<'_>) -> Verdicts {
         let previews = states
             .iter()
             .zip(self.policies.iter())
@@ -425,7 +431,7 @@ impl Check {
             .enumerate()
         {
             let ask = Ask {
-                of: self.charged_under(i),
+                of: self.charged().get(i),
                 ..*ask
             };
             let (answer, grants) = state.decide(policy.params(), &ask, max);

@@ -156,7 +156,7 @@ impl State {
 
     /// Previews the policy's verdict. It does not bound the grants of other policies: a slot is not
     /// part of their cost.
-    pub(super) fn preview(&self, params: &Params, ask: &Ask) -> Preview {
+    pub(super) fn preview(&self, params: &Params, ask: &Ask<'_>) -> Preview {
         let Slots {
             expiries,
             by_expiry,
@@ -198,7 +198,7 @@ impl State {
     /// Decides, and takes, renews or releases the slot. Returns the verdict and 1 if that was done,
     /// or for a reset the number of slots. A `max` below 0 means that another policy denies the
     /// check.
-    pub(super) fn decide(&mut self, params: &Params, ask: &Ask, max: i64) -> (Verdict, i64) {
+    pub(super) fn decide(&mut self, params: &Params, ask: &Ask<'_>, max: i64) -> (Verdict, i64) {
         let Preview {
             room,
             needs,

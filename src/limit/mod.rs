@@ -14,7 +14,6 @@ pub(crate) mod formats;
 mod golden;
 mod in_flight;
 mod key;
-mod kind;
 mod policies;
 mod policy;
 mod quota;
@@ -38,8 +37,7 @@ pub(crate) use answered::Answered;
 pub(crate) use charge::{Charge, ChargedAt, EachCharge, LONGEST, PolicyCharge};
 pub(crate) use decision::Verdicts;
 pub(crate) use duration::micros;
-pub(crate) use kind::Kind;
-pub(crate) use policy::is_name;
+pub(crate) use policy::{Kind, is_name};
 pub(crate) use strategy::{Frees, Snapshot, State, strategies};
 #[cfg(test)]
 pub(crate) use strategy::{Model, most_spent};

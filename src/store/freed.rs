@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use smallvec::SmallVec;
 use tokio::sync::Notify;
 
-use crate::limit::{Check, Key, Mode, Policies};
+use crate::limit::{Check, Key, Policies};
 use crate::util::lock;
 
 /// The requests of this process that wait for what a [`Store`](crate::store::Store) counts. Clones share them.
@@ -46,7 +46,7 @@ impl Waiters {
     /// wakes nobody.
     #[inline]
     pub fn freed(&self, check: &Check) {
-        if gives_room(check) && self.0.count.load(Ordering::Acquire) > 0 {
+        if check.gives_room() && self.0.count.load(Ordering::Acquire) > 0 {
             self.wake(check);
         }
     }
@@ -128,10 +128,4 @@ impl Wake {
     pub(crate) fn take_freed(&self) -> u32 {
         self.freed.swap(0, Ordering::AcqRel)
     }
-}
-
-/// Whether less may be charged after it than before.
-#[inline]
-pub(super) fn gives_room(check: &Check) -> bool {
-    matches!(check.mode(), Mode::Refund | Mode::Reset | Mode::Release)
 }

@@ -38,7 +38,7 @@ pub use mock::MockStore;
 pub(crate) use backend::{Hooks, Withdraw};
 pub use freed::Waiters;
 
-pub(crate) use freed::Wake;
+pub(crate) use freed::{Listener, Wake};
 pub(crate) use shards::{Digest, Shards};
 
 pub use crate::limit::Counts;

@@ -1,174 +1,182 @@
-//! The waiters of a line. All methods run under the lock of the lines.
+//! The waiters of a line, and the turns that none of them has yet. All methods run under the lock of the lines.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::Answer;
-use super::checks::Checks;
+use super::permit::Permit;
 use crate::limit::Decision;
+use crate::store::Wake;
+use crate::util::instant;
 
-/// The waiters of one runtime, caller and list of policies; by turns also of one cost.
+/// Joins and leaves change the waiters; only the line's [task](super::task) serves or refuses them.
 #[derive(Default)]
 pub(super) struct Line {
     /// By number, oldest first.
     pub(super) waiters: BTreeMap<u64, Waiter>,
+    /// The deadlines of the waiters, except of those that may wait forever.
+    deadlines: BTreeSet<(Instant, u64)>,
+    /// By due time and order of arrival. The n-th waiter gets the n-th turn.
+    pub(super) turns: BTreeMap<(Instant, u64), Permit>,
+    /// The number of the last turn.
+    last_turn: u64,
+    /// The waiters whose requests to the store have no reply yet. Some of the waiters may have left.
+    pub(super) requested: BTreeSet<u64>,
     /// The last decision of the store, and its time.
     known: Option<(Decision, Instant)>,
-    /// By turns: the turns without a reply. The number of a turn is that of the waiter for which it was requested.
-    pub(super) requested: BTreeSet<u64>,
-    /// By turns: the reserved turns by due time and number, with a channel that makes its task refund it. `None` if the
-    /// store has rejected the refund.
-    pub(super) held: BTreeMap<(Instant, u64), Option<oneshot::Sender<()>>>,
-    /// By checks: `Some` while the task runs.
-    pub(super) checks: Option<Checks>,
+    /// After a denial: no capacity is expected before this time for those without a turn.
+    free_at: Option<Instant>,
+    /// Wakes the task.
+    pub(super) wake: Arc<Wake>,
 }
 
 pub(super) struct Waiter {
     pub(super) cost: u32,
     /// `None` if it may wait forever.
     pub(super) deadline: Option<Instant>,
-    answer: oneshot::Sender<Answer>,
+    pub(super) answer: oneshot::Sender<Answer>,
 }
 
 impl Waiter {
-    pub(super) fn new(
-        cost: u32,
-        deadline: Option<Instant>,
-        answer: oneshot::Sender<Answer>,
-    ) -> Self {
-        Self {
-            cost,
-            deadline,
-            answer,
-        }
-    }
-
-    /// Sends the answer. A permit whose waiter has left is dropped, and so passes to the next waiter; do not call this
-    /// under the lock.
+    /// Sends the answer. If the waiter has left, a permit is dropped here, so do not call this under the lock.
     pub(super) fn answer(self, answer: Answer) {
         drop(self.answer.send(answer));
     }
 }
 
 impl Line {
-    /// Returns `true` if a new request must join: others wait, or a turn is left.
-    pub(super) fn is_used(&self) -> bool {
-        !self.waiters.is_empty() || !self.requested.is_empty() || !self.held.is_empty()
-    }
-
-    /// Returns `true` if there are fewer turns than waiters.
-    pub(super) fn lacks_turn(&self) -> bool {
-        self.requested.len() + self.held.len() < self.waiters.len()
+    pub(super) fn join(&mut self, number: u64, waiter: Waiter) {
+        let deadline = waiter.deadline.map(|deadline| (deadline, number));
+        self.deadlines.extend(deadline);
+        self.waiters.insert(number, waiter);
     }
 
     pub(super) fn remove(&mut self, number: u64) -> Option<Waiter> {
         let waiter = self.waiters.remove(&number)?;
-        self.refund_superfluous();
-        if let Some(checks) = &mut self.checks {
-            checks.left(self.waiters.values().next());
+        if let Some(deadline) = waiter.deadline {
+            self.deadlines.remove(&(deadline, number));
         }
         Some(waiter)
     }
 
-    /// Removes the first waiter if it has this cost.
-    pub(super) fn pop(&mut self, cost: u32) -> Option<Waiter> {
-        let (number, first) = self.waiters.first_key_value()?;
-        (first.cost == cost)
-            .then_some(*number)
-            .and_then(|number| self.remove(number))
+    pub(super) fn add_turn(&mut self, turn: Permit) {
+        self.last_turn += 1;
+        self.turns.insert((turn.due(), self.last_turn), turn);
     }
 
-    /// If there are fewer turns than waiters, removes a waiter: the `refused` one, or else the last one, because a waiter
-    /// that moves is overtaken by those behind it.
-    pub(super) fn pop_lacking(&mut self, refused: Option<u64>) -> Option<(u64, Waiter)> {
-        if !self.lacks_turn() {
-            return None;
-        }
-        let refused = refused.and_then(|number| self.waiters.remove_entry(&number));
-        refused.or_else(|| self.waiters.pop_last())
+    /// Whether a turn of this cost can serve the first waiter.
+    pub(super) fn has_use_for(&self, cost: u32) -> bool {
+        let first = self.waiters.values().next();
+        first.is_some_and(|first| first.cost == cost)
     }
 
-    /// Removes the waiters after the first `skip` whose deadline `is_late`.
-    pub(super) fn remove_late(
-        &mut self,
-        skip: usize,
-        is_late: impl Fn(Instant) -> bool,
-    ) -> Vec<Waiter> {
-        let behind = self.waiters.iter().skip(skip);
-        let late = behind.filter(|(_, waiter)| waiter.deadline.is_some_and(&is_late));
-        let late: Vec<u64> = late.map(|(number, _)| *number).collect();
-        late.iter()
-            .filter_map(|number| self.waiters.remove(number))
-            .collect()
-    }
-
-    /// Refunds the last turns, as far as there are more than waiters. Waits for all replies, since they may be denials.
-    pub(super) fn refund_superfluous(&mut self) {
-        while self.requested.is_empty()
-            && self.held.len() > self.waiters.len()
-            && let Some(last) = self.held.last_entry()
-            && last.get().is_some()
+    /// Removes the due turns, each with the waiter that gets it.
+    pub(super) fn due_turns(&mut self, now: Instant) -> Vec<(Permit, Option<Waiter>)> {
+        let mut due = vec![];
+        while let Some(first) = self.turns.first_entry()
+            && first.key().0 <= now
         {
-            let _ = last.remove().map(|refund| refund.send(()));
+            let turn = first.remove();
+            let number = self.waiters.keys().next().copied();
+            let number = number.filter(|_| self.has_use_for(turn.cost()));
+            due.push((turn, number.and_then(|number| self.remove(number))));
         }
+        due
     }
 
-    /// By checks: sets the time of the next check, and after a denial when capacity is expected for which cost.
-    pub(super) fn check_at(&mut self, next: Instant, denied: Option<(Instant, u32)>) {
-        if let Some(checks) = &mut self.checks {
-            (checks.next, checks.denied) = (next, denied);
+    /// Removes the last turns, as far as there are more than waiters. Waits for all replies, since they may be denials.
+    pub(super) fn superfluous_turns(&mut self) -> Vec<Permit> {
+        let mut superfluous = vec![];
+        while self.requested.is_empty()
+            && self.turns.len() > self.waiters.len()
+            && let Some(last) = self.turns.last_entry()
+            && !last.get().is_kept()
+        {
+            superfluous.push(last.remove());
         }
+        superfluous
     }
 
-    pub(super) fn learn(&mut self, decision: &Decision, now: Instant) {
-        self.known = Some((decision.clone(), now));
+    /// The waiters for which there is neither a turn nor a request: the first `most` of them.
+    pub(super) fn lacking(&self, most: usize) -> Vec<(&u64, &Waiter)> {
+        let have = self.turns.len() + self.requested.len();
+        let count = self.waiters.len().saturating_sub(have);
+        if most == 0 || count == 0 {
+            return vec![];
+        }
+        // The first waiters get the turns.
+        let last = self.waiters.iter().rev();
+        let last = last.filter(|(number, _)| !self.requested.contains(number));
+        let mut lacking: Vec<_> = last.take(count).collect();
+        lacking.reverse();
+        lacking.truncate(most);
+        lacking
+    }
+
+    /// The waiters without a turn.
+    pub(super) fn without_turn(&self) -> impl Iterator<Item = (&u64, &Waiter)> {
+        self.waiters.iter().skip(self.turns.len())
+    }
+
+    /// Removes the waiters that are certain to be too late: their deadline has passed, and no pending reply may serve them
+    /// (`is_pending`); or they have no turn, and no capacity is expected before the deadline.
+    pub(super) fn late(&mut self, now: Instant, is_pending: impl Fn(u64) -> bool) -> Vec<Waiter> {
+        let free_at = self.free_at.filter(|free_at| *free_at > now);
+        let without_turn = free_at.and_then(|_| self.without_turn().next());
+        let first = without_turn.map(|(number, _)| *number);
+        let by = free_at.unwrap_or(now);
+        let late = self.deadlines.iter();
+        let late = late.take_while(|(deadline, _)| *deadline <= now || *deadline < by);
+        let late = late.filter(|(deadline, number)| {
+            let lacks = first.is_some_and(|first| first <= *number);
+            (*deadline <= now || lacks) && !is_pending(*number)
+        });
+        let late: Vec<u64> = late.map(|(_, number)| *number).collect();
+        let late = late.into_iter();
+        late.filter_map(|number| self.remove(number)).collect()
+    }
+
+    /// The first deadline after this time.
+    pub(super) fn deadline_after(&self, time: Instant) -> Option<Instant> {
+        let mut after = self.deadlines.range((time, u64::MAX)..);
+        after.next().map(|(deadline, _)| *deadline)
+    }
+
+    /// The next time at which a turn is due.
+    pub(super) fn next_due(&self) -> Option<Instant> {
+        self.turns.keys().next().map(|(due, _)| *due)
+    }
+
+    /// Returns `true` if there may be a turn for a new waiter.
+    pub(super) fn has_spare_turn(&self) -> bool {
+        self.turns.len() + self.requested.len() > self.waiters.len()
+    }
+
+    /// Learns the last decision, on a check sent at this time.
+    pub(super) fn learn(&mut self, decision: &Decision, sent_at: Instant) {
+        self.known = Some((decision.clone(), instant()));
+        self.free_at = free_at(decision, sent_at);
     }
 
     /// The denial for a waiter. Its wait is the time until the last turn is due, or until capacity is expected. `None`
     /// before the first reply.
     pub(super) fn denial(&self, now: Instant) -> Option<Decision> {
         let (decision, at) = self.known.clone()?;
-        let last_due = self.held.keys().next_back().map(|(due, _)| *due);
-        let wait = last_due.or_else(|| self.free_at());
+        let last_due = self.turns.keys().next_back().map(|(due, _)| *due);
+        let wait = last_due.or(self.free_at);
         let wait = wait.map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
         Some(decision.denied_for(wait, now.saturating_duration_since(at)))
     }
+}
 
-    /// In a line by checks, the time before which no capacity is expected.
-    fn free_at(&self) -> Option<Instant> {
-        let (free_at, _) = self.checks.as_ref()?.denied?;
-        Some(free_at)
-    }
-
-    /// Returns `true` if a new waiter is certain to be too late: the turn that is left for it, and so each later one, is
-    /// due after its deadline, or no capacity is expected before that.
-    pub(super) fn is_late(&self, deadline: Option<Instant>, now: Instant) -> bool {
-        let left = self.held.len().checked_sub(self.waiters.len() + 1);
-        let at = left
-            .and_then(|others| self.held.keys().nth_back(others))
-            .map(|(due, _)| *due)
-            .or_else(|| self.free_at());
-        at.is_some_and(|at| at > now && deadline.is_some_and(|deadline| deadline < at))
-    }
-
-    /// Removes this waiter, whose deadline has passed, unless it may still be served in time: a turn is due, or the turn of
-    /// this or an earlier waiter has no reply yet. In a line by checks, the reply to the next check decides, unless it is
-    /// not sent since the last one failed.
-    pub(super) fn expire(&mut self, number: u64, now: Instant) -> Option<Waiter> {
-        if !self.waiters.contains_key(&number) {
-            return None;
-        }
-        if let Some(checks) = &mut self.checks
-            && checks.paused <= now
-        {
-            checks.hurry(now);
-            return None;
-        }
-        let is_due = self.held.keys().next().is_some_and(|(due, _)| *due <= now);
-        let may_come = is_due || self.requested.first().is_some_and(|first| *first <= number);
-        (!may_come).then(|| self.remove(number)).flatten()
-    }
+/// After a denial of a check sent at this time: no capacity is expected before the returned time. Slots in flight may be
+/// free at any time.
+pub(super) fn free_at(denied: &Decision, sent_at: Instant) -> Option<Instant> {
+    let wait = denied.retry_after();
+    let wait = wait.filter(|_| denied.policies().in_flight().is_none());
+    wait.map(|wait| sent_at + wait)
 }

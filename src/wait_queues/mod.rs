@@ -1,50 +1,56 @@
-//! Wait queues: requests that would be denied wait in FIFO order in a [`Line`], and get a [`Permit`].
+//! Wait queues: requests that would be denied wait in FIFO order, and get a [`Permit`].
 //!
-//! A line has the waiters of one runtime, caller and list of policies. It serves them in one of two ways:
+//! - A [`Line`] has the waiters of one runtime, caller and list of policies. If the policies refill gradually, they also
+//!   have the same cost. A waiter never changes its line. The lines are behind one lock, with the turns that no waiter has
+//!   yet, and with the numbers of waiters, which are [bounded](Bounds).
+//! - A line exists as long as its [`Task`], which sends checks to the store and answers the waiters. Requests only join and leave.
+//! - An [`Acquire`] is the future of a waiting request. It receives the answer: a permit, a denial or an error.
 //!
-//! - **By turns** ([`turns`]), if the policies refill gradually. All waiters of the line have the same cost. For each, a
-//!   turn is taken ahead immediately: the store charges it and reports when it is due. So the queue of all instances is
-//!   in the store, and no round trip limits the rate. Turns of a line are interchangeable, so the first waiter gets the
-//!   next due turn. There are never fewer turns than waiters. If a waiter leaves, the last turn is refunded. The
-//!   store rejects the refund if a later turn of another instance depends on it; then the turn serves the next waiter
-//!   that joins before it is due, or expires.
-//! - **By checks** ([`checks`]), under all other policies, and while the store reserves no turns or fails. The waiters
-//!   have any cost, and one task sends checks for the first of them. After a denial it checks again at the time that the
-//!   denial reports, or when capacity was freed in this process.
+//! A task serves its line in one of two ways. Both give a permit that is due to the first waiter:
 //!
-//! Both have these rules:
+//! - **By turns**, if the policies refill gradually. For each waiter, a turn is taken ahead immediately: the store charges
+//!   it and reports when it is due. So the queue of all instances is in the store, and no round trip limits the rate.
+//!   Turns of a line are interchangeable. If a waiter leaves, the last turn is refunded. The store rejects that if a later
+//!   turn of another instance depends on it; then the turn serves the next waiter that joins before it is due, or expires.
+//! - **By checks**, under other policies, and while the store reserves no turns or fails. One check at a time is sent for
+//!   the first waiters that have no turn. After a denial the next one follows when its wait has passed, or when
+//!   capacity was freed in this process. When the store reserves turns again, the others get theirs.
 //!
-//! - **Replies.** Tasks receive them, also for requests that were dropped. A permit that is dropped unused goes to the
-//!   first waiter of its line if that has its cost; otherwise it is refunded. A charge whose reply is lost is not refunded.
-//! - **Deadlines.** A waiter is denied when its turn is certain to be too late. Only a slow store call can delay that.
-//! - **End of a runtime.** It drops its tasks, and the waiters of their lines fail.
+//! Special cases:
+//!
+//! - **A request is dropped.** It leaves its line, and the task gets the reply that was meant for it. A permit that
+//!   is dropped unused goes to the first waiter if that has its cost; otherwise it is refunded.
+//! - **A reply is lost.** The request's waiter fails, if it still waits, and the line is then served by checks. There is no
+//!   refund, since the store may not have charged anything.
+//! - **A deadline passes.** The task refuses the waiter, unless a pending reply may serve it. So only a slow store call
+//!   delays that. It refuses earlier each waiter that is certain to be too late.
+//! - **A runtime ends.** It drops its tasks. With a task its line is removed: the waiters fail, and held turns are refunded.
 
-mod checks;
 mod line;
 mod permit;
+mod task;
 #[cfg(test)]
 mod tests;
-mod turns;
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::fmt;
 use std::future::Future;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::mem;
 use std::num::NonZeroUsize;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::task::{Context, Poll, Waker, ready};
-use std::time::Duration;
+use std::task::{Context, Poll, ready};
 
 use tokio::runtime::{Handle, Id};
 use tokio::sync::oneshot::{self, error::TryRecvError};
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::time::Instant;
 
 pub(crate) use permit::{Permit, Spent};
 
 use self::line::{Line, Waiter};
+use self::task::Task;
 use crate::background::{OpQueue, PendingOp};
 use crate::error::{ErrorKind, StoreError};
 use crate::in_flight::InFlightTracker;
@@ -70,8 +76,8 @@ struct Shared {
     observe: Box<Observe>,
     waiters: Option<Waiters>,
     lines: Mutex<Lines>,
-    /// Number of lines. While it is 0, requests skip the lock.
-    count: AtomicUsize,
+    /// Number of waiting requests. While it is 0, others skip the lock.
+    waiting: AtomicUsize,
 }
 
 /// Makes the store report to an observer, and creates an operation queue that does so too.
@@ -82,10 +88,9 @@ type Reply = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
 #[derive(Default)]
 struct Lines {
     each: HashMap<LineId, Line>,
-    /// Number of waiting requests, in all and of each caller.
-    all: usize,
+    /// Number of waiting requests of each caller.
     callers: HashMap<Key, usize>,
-    /// The number of the newest waiter or turn.
+    /// The number of the newest waiter.
     last: u64,
 }
 
@@ -102,8 +107,7 @@ struct LineId {
     key: Key,
     /// A hash of the policies with their quotas, so that a replaced quota gets a separate line.
     policies: u64,
-    /// The cost of the waiters of a line by turns; also 0, which needs no turn and waits by checks. `None` in a line by
-    /// checks for waiters of any cost.
+    /// The cost of all its waiters, under policies that refill gradually. Otherwise `None`: they have any cost.
     cost: Option<u32>,
 }
 
@@ -125,7 +129,7 @@ pub(crate) enum Refusal {
     Failed(StoreError),
 }
 
-/// A reference to a line, which need not exist.
+/// A reference to a line, which exists only while its task does.
 #[derive(Clone)]
 struct LineRef {
     queues: WaitQueues,
@@ -136,20 +140,12 @@ struct LineRef {
 /// Resolves to a permit when it is due. Dropping it leaves the line.
 pub(crate) struct Acquire {
     line: LineRef,
-    cost: u32,
     /// The number of its waiter. `None` after the wait has ended.
     number: Option<u64>,
     answer: oneshot::Receiver<Answer>,
-    deadline: Option<Instant>,
-    /// Wakes it at the deadline, and after that while a pending reply may still serve it. `None` before the first poll.
-    timer: Option<Pin<Box<Sleep>>>,
 }
 
 type Answer = Result<Permit, Refusal>;
-
-/// If a pending reply may still serve a waiter whose deadline has passed, the first pause until the waiter checks that
-/// again. Each further pause is as long as the time since the deadline.
-const LATE: Duration = Duration::from_millis(10);
 
 impl Refusal {
     /// Converts it to a store's answer.
@@ -181,40 +177,6 @@ impl Bounds {
     }
 }
 
-impl Lines {
-    /// Counts a request of this caller that waits. Returns its number.
-    fn enter(&mut self, key: Key) -> u64 {
-        self.all += 1;
-        *self.callers.entry(key).or_default() += 1;
-        self.last += 1;
-        self.last
-    }
-
-    /// Counts a request of this caller out.
-    fn leave(&mut self, key: &Key) {
-        self.all -= 1;
-        if let Some(count) = self.callers.get_mut(key) {
-            *count -= 1;
-            if *count == 0 {
-                self.callers.remove(key);
-            }
-        }
-    }
-
-    /// Calls `act` with each of these lines until that returns a value.
-    fn find<T>(&mut self, ids: &[LineId], act: impl Fn(&mut Line) -> Option<T>) -> Option<T> {
-        ids.iter().find_map(|id| act(self.each.get_mut(id)?))
-    }
-
-    /// Adds a waiter to a line by turns. Returns `true` if the line needs a turn more: [request](turns::request) it under
-    /// this number.
-    fn add(&mut self, id: LineId, number: u64, waiter: Waiter) -> bool {
-        let line = self.each.entry(id).or_default();
-        line.waiters.insert(number, waiter);
-        line.lacks_turn() && line.requested.insert(number)
-    }
-}
-
 impl WaitQueues {
     /// Creates lines for policies without requests in flight.
     pub(crate) fn new(store: impl Store, bounds: Bounds) -> Self {
@@ -227,7 +189,7 @@ impl WaitQueues {
             }),
             waiters: store.backend().waiters(),
             lines: Mutex::default(),
-            count: AtomicUsize::new(0),
+            waiting: AtomicUsize::new(0),
         };
         Self {
             shared: Arc::new(shared),
@@ -267,19 +229,22 @@ impl WaitQueues {
         self.ops.put(PendingOp::charge(key, policies, cost));
     }
 
-    /// Returns `true` if a request of this caller must join a line: others wait, or a turn is left for it.
-    pub(crate) fn has_line(&self, key: &Key, policies: &Policies, cost: u32) -> bool {
-        let never_fits = || policies.iter().any(|policy| policy.never_fits(cost));
-        if self.shared.count.load(Ordering::Acquire) == 0 || never_fits() {
-            return false;
-        }
+    /// Returns `true` if a request with this check must join a line, since others wait in it.
+    #[inline]
+    pub(crate) fn has_line(&self, check: &Check) -> bool {
+        self.shared.waiting.load(Ordering::Acquire) > 0 && self.has_waiters(check)
+    }
+
+    fn has_waiters(&self, check: &Check) -> bool {
+        let (policies, cost) = (check.policies(), check.cost());
         let Ok(runtime) = Handle::try_current() else {
             return false;
         };
-        let id = LineId::new(&runtime, key, policies);
+        let id = LineId::new(&runtime, check.key(), policies, cost);
+        let never_fits = policies.iter().any(|policy| policy.never_fits(cost));
         let lines = lock(&self.shared.lines);
-        let mut ids = [id, id.of_cost(cost)].into_iter();
-        ids.any(|id| lines.each.get(&id).is_some_and(Line::is_used))
+        let line = lines.each.get(&id);
+        !never_fits && line.is_some_and(|line| !line.waiters.is_empty())
     }
 
     /// Joins a line. `denied` is the denial of the store, if the request was checked. The cost must fit the policies:
@@ -295,154 +260,125 @@ impl WaitQueues {
     ) -> Result<Acquire, Refusal> {
         let runtime = Handle::try_current().map_err(|_| Refusal::no_runtime())?;
         self.ops.wake();
-        let any_cost = LineId::new(&runtime, &wanted.key, &wanted.policies);
-        let WaitRequest { cost, deadline, .. } = wanted;
-        let (sender, answer) = oneshot::channel();
-        let waiter = Waiter::new(cost, deadline, sender);
-        let are_reserved = turns::are_reserved(&wanted.policies);
-        let mut line = LineRef {
+        let WaitRequest {
+            key,
+            policies,
+            cost,
+            deadline,
+        } = wanted;
+        let id = LineId::new(&runtime, &key, &policies, cost);
+        let line = LineRef {
             queues: self.clone(),
-            policies: wanted.policies.clone(),
-            id: any_cost,
+            policies,
+            id,
         };
-        let joined = self.with(&[], |lines| {
-            // A turn would overtake the waiters in a line by checks. A cost of 0 needs none, and so does not join them.
-            if are_reserved && (cost == 0 || !lines.each.contains_key(&any_cost)) {
-                line.id = any_cost.of_cost(cost);
-            }
-            let (here, now) = (lines.each.get(&line.id), instant());
-            let known = || here.and_then(|line| line.denial(now));
-            let of_caller = lines.callers.get(&wanted.key).copied().unwrap_or(0);
-            if lines.all >= self.bounds.all || of_caller >= self.bounds.each {
-                return Err(denied.clone().or_else(known));
-            }
-            if here.is_some_and(|line| line.is_late(deadline, now)) {
-                return Err(known());
-            }
-            let is_by_turns = line.id.cost.is_some_and(|cost| cost > 0);
-            let counts_time = !is_by_turns && wanted.policies.in_flight().is_none();
-            let wait = denied.as_ref().and_then(Decision::retry_after);
-            if let (true, Some(wait), Some(deadline)) = (counts_time, wait, deadline)
-                && deadline.saturating_duration_since(now) < wait
-            {
-                return Err(denied.clone());
-            }
-            let number = lines.enter(wanted.key);
-            let starts = if is_by_turns {
-                lines.add(line.id, number, waiter)
-            } else {
-                checks::add(lines, &line, Some((number, waiter)), denied.as_ref())
-            };
-            Ok((number, is_by_turns, starts))
-        });
-        let (number, is_by_turns, starts) = joined
-            .map_err(|denial| Refusal::Denied(denial.unwrap_or_else(|| line.unknown(cost))))?;
+        let (number, is_new, answer) = line.join(cost, deadline, denied.as_ref())?;
         let acquire = Acquire {
             line: line.clone(),
-            cost,
             number: Some(number),
             answer,
-            deadline,
-            timer: None,
         };
-        if starts && is_by_turns {
-            turns::request(line, number, deadline);
-        } else if starts {
-            checks::start(line, 0);
+        if is_new {
+            Task::start(line, cost, denied.as_ref());
         }
         Ok(acquire)
-    }
-
-    /// Calls `act` with all lines. Then removes the lines with these ids if they are empty.
-    fn with<T>(&self, ids: &[LineId], act: impl FnOnce(&mut Lines) -> T) -> T {
-        let lines = &mut *lock(&self.shared.lines);
-        let result = act(lines);
-        for id in ids {
-            let has_ended = |line: &Line| !line.is_used() && line.checks.is_none();
-            if lines.each.get(id).is_some_and(has_ended) {
-                lines.each.remove(id);
-            }
-        }
-        self.shared.count.store(lines.each.len(), Ordering::Release);
-        result
     }
 }
 
 impl LineRef {
-    fn of(&self, id: LineId) -> Self {
-        Self { id, ..self.clone() }
+    /// Adds a waiter. Returns its number, whether the line is new and needs a [`Task`], and the receiver of the answer.
+    fn join(
+        &self,
+        cost: u32,
+        deadline: Option<Instant>,
+        denied: Option<&Decision>,
+    ) -> Result<(u64, bool, oneshot::Receiver<Answer>), Refusal> {
+        let WaitQueues { shared, bounds, .. } = &self.queues;
+        let lines = &mut *lock(&shared.lines);
+        let (here, now) = (lines.each.get(&self.id), instant());
+        let free_at = denied.and_then(|denied| line::free_at(denied, now));
+        let has_spare_turn = here.is_some_and(Line::has_spare_turn);
+        let is_late = free_at
+            .zip(deadline)
+            .is_some_and(|(at, deadline)| deadline < at);
+        let of_caller = lines.callers.get(&self.id.key).copied().unwrap_or(0);
+        let waiting = shared.waiting.load(Ordering::Acquire);
+        if is_late && !has_spare_turn || waiting >= bounds.all || of_caller >= bounds.each {
+            let denial = denied.cloned();
+            let denial = denial.unwrap_or_else(|| self.denial(here, cost, now));
+            return Err(Refusal::Denied(denial));
+        }
+        shared.waiting.store(waiting + 1, Ordering::Release);
+        *lines.callers.entry(self.id.key).or_default() += 1;
+        lines.last += 1;
+        let is_new = here.is_none();
+        let (sender, answer) = oneshot::channel();
+        let waiter = Waiter {
+            cost,
+            deadline,
+            answer: sender,
+        };
+        let line = lines.each.entry(self.id).or_default();
+        line.join(lines.last, waiter);
+        line.wake.notify.notify_one();
+        Ok((lines.last, is_new, answer))
     }
 
-    fn any_cost(&self) -> Self {
-        self.of(self.id.any_cost())
+    /// Counts a waiter out, and removes it if it has no answer.
+    fn leave(&self, number: u64) {
+        let left = {
+            let shared = &self.queues.shared;
+            let lines = &mut *lock(&shared.lines);
+            shared.waiting.fetch_sub(1, Ordering::AcqRel);
+            if let Entry::Occupied(mut count) = lines.callers.entry(self.id.key) {
+                *count.get_mut() -= 1;
+                if *count.get() == 0 {
+                    count.remove();
+                }
+            }
+            let line = lines.each.get_mut(&self.id);
+            line.and_then(|line| {
+                let left = line.remove(number)?;
+                line.wake.notify.notify_one();
+                Some(left)
+            })
+        };
+        drop(left);
     }
 
-    /// Calls `act` with the line.
-    fn with<T>(&self, act: impl FnOnce(&mut Line) -> T) -> T {
-        let of_lines = |lines: &mut Lines| act(lines.each.entry(self.id).or_default());
-        self.queues.with(&[self.id], of_lines)
+    /// Calls `act` with the line, if it exists: while its task does.
+    fn with<T>(&self, act: impl FnOnce(&mut Line) -> T) -> Option<T> {
+        let lines = &mut *lock(&self.queues.shared.lines);
+        lines.each.get_mut(&self.id).map(act)
     }
 
-    fn send(&self, check: Check) -> Reply {
-        (self.queues.shared.send)(check)
-    }
-
-    /// The denial before the store has replied: try again when a unit has been freed.
-    fn unknown(&self, cost: u32) -> Decision {
-        let check = Check::take(self.id.key, &self.policies, cost);
-        check.decided(Source::Local, 0, |policy| {
-            Verdict::denied(policy.quota().time_for(1))
+    /// The denial of a waiter. Before a reply of the store: try again when a unit has been freed.
+    fn denial(&self, line: Option<&Line>, cost: u32, now: Instant) -> Decision {
+        let known = line.and_then(|line| line.denial(now));
+        known.unwrap_or_else(|| {
+            let check = Check::take(self.id.key, &self.policies, cost);
+            check.decided(Source::Local, 0, |policy| {
+                Verdict::denied(policy.quota().time_for(1))
+            })
         })
     }
 }
 
-/// Starts a task of a line. It is polled once now: if the store replies immediately, callers that poll only once get
-/// their permit. If the runtime drops the task before its end, the waiters of the line fail.
-fn spawn(line: LineRef, task: impl Future<Output = ()> + Send + 'static) {
-    struct Unfinished(Option<LineRef>);
-
-    impl Drop for Unfinished {
-        fn drop(&mut self) {
-            let ended = self.0.take().map(|line| line.with(mem::take));
-            drop(ended);
-        }
-    }
-
-    let unfinished = Unfinished(Some(line));
-    let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
-        let mut unfinished = unfinished;
-        task.await;
-        unfinished.0 = None;
-    });
-    let mut context = Context::from_waker(Waker::noop());
-    if task.as_mut().poll(&mut context).is_pending() {
-        tokio::spawn(task);
-    }
-}
-
 impl LineId {
-    /// The line by checks.
-    fn new(runtime: &Handle, key: &Key, policies: &Policies) -> Self {
+    fn new(runtime: &Handle, key: &Key, policies: &Policies, cost: u32) -> Self {
         let mut hasher = DefaultHasher::new();
         for policy in policies {
             (policy.id(), policy.kind(), policy.quota()).hash(&mut hasher);
         }
+        // A pause must also hold the requests that wait already, so no turns are reserved under it.
+        let mut each = policies.iter();
+        let by_turns = each.all(|policy| policy.frees().is_gradual() && !policy.is_pause());
         Self {
             runtime: runtime.id(),
             key: *key,
             policies: hasher.finish(),
-            cost: None,
+            cost: by_turns.then_some(cost),
         }
-    }
-
-    fn of_cost(self, cost: u32) -> Self {
-        let cost = Some(cost);
-        Self { cost, ..self }
-    }
-
-    fn any_cost(self) -> Self {
-        let cost = None;
-        Self { cost, ..self }
     }
 }
 
@@ -452,48 +388,9 @@ impl Acquire {
         self.line.id.runtime
     }
 
-    /// The lines in which it may wait. A waiter may have moved to another line.
-    fn ids(&self) -> [LineId; 2] {
-        let id = self.line.id;
-        [id.of_cost(self.cost), id.any_cost()]
-    }
-
-    /// Leaves the line, if that has not happened.
     fn leave(&mut self) {
-        let Some(number) = self.number.take() else {
-            return;
-        };
-        let ids = self.ids();
-        let left = self.line.queues.with(&ids, |lines| {
-            lines.leave(&self.line.id.key);
-            lines.find(&ids, |line| line.remove(number))
-        });
-        drop(left);
-    }
-
-    /// Returns the denial when it is certain that the permit is too late.
-    fn poll_deadline(&mut self, cx: &mut Context<'_>) -> Poll<Decision> {
-        loop {
-            let (Some(deadline), Some(number)) = (self.deadline, self.number) else {
-                return Poll::Pending;
-            };
-            let timer = self
-                .timer
-                .get_or_insert_with(|| Box::pin(sleep_until(deadline)));
-            ready!(timer.as_mut().poll(cx));
-            let now = instant();
-            let late = now.saturating_duration_since(deadline);
-            timer.as_mut().reset(now + late.max(LATE));
-            let ids = self.ids();
-            let expire = |line: &mut Line| Some((line.expire(number, now)?, line.denial(now)));
-            let expired = self
-                .line
-                .queues
-                .with(&ids, |lines| lines.find(&ids, expire));
-            if let Some((_, denial)) = expired {
-                let unknown = || self.line.unknown(self.cost);
-                return Poll::Ready(denial.unwrap_or_else(unknown));
-            }
+        if let Some(number) = self.number.take() {
+            self.line.leave(number);
         }
     }
 }
@@ -506,10 +403,7 @@ impl Future for Acquire {
         let answer = match self.answer.try_recv() {
             Ok(answer) => Some(answer),
             Err(TryRecvError::Closed) => None,
-            Err(TryRecvError::Empty) => match Pin::new(&mut self.answer).poll(cx) {
-                Poll::Ready(answer) => answer.ok(),
-                Poll::Pending => Some(Err(Refusal::Denied(ready!(self.poll_deadline(cx))))),
-            },
+            Err(TryRecvError::Empty) => ready!(Pin::new(&mut self.answer).poll(cx)).ok(),
         };
         self.leave();
         // Without an answer, the runtime of its line has ended.
@@ -527,7 +421,7 @@ impl Drop for Acquire {
 impl fmt::Debug for WaitQueues {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("WaitQueues")
-            .field("waiting", &lock(&self.shared.lines).all)
+            .field("waiting", &self.shared.waiting.load(Ordering::Acquire))
             .finish_non_exhaustive()
     }
 }

@@ -8,7 +8,7 @@ use crate::in_flight::Slot;
 use crate::limit::{Charge, Decision, Policies};
 use crate::util::instant;
 
-/// A permit that is due: its cost has been charged, and it may be used once.
+/// A charged cost that may be used once, when it is due.
 ///
 /// Dropped unused, it passes to the first waiter of its line if that has the same cost; otherwise, and if its runtime ends
 /// before it is due, it is refunded.
@@ -19,7 +19,7 @@ pub(crate) struct Permit {
     due: Instant,
     /// The slot under policies of requests in flight, released with the permit.
     slot: Option<Slot>,
-    /// Whether it was used or refunded.
+    /// Whether it was used, or its refund was sent.
     is_used: bool,
 }
 
@@ -45,6 +45,19 @@ impl Permit {
             slot,
             is_used: false,
         }
+    }
+
+    pub(super) fn cost(&self) -> u32 {
+        self.charge.cost()
+    }
+
+    pub(super) fn due(&self) -> Instant {
+        self.due
+    }
+
+    /// Whether its refund was rejected.
+    pub(super) fn is_kept(&self) -> bool {
+        self.is_used
     }
 
     /// The decision, adjusted to a check that is allowed now.
@@ -94,7 +107,7 @@ impl Permit {
         PendingOp::refund(self.charge.clone(), self.charge.cost())
     }
 
-    /// Makes the permit usable after its refund was rejected.
+    /// Makes the permit usable, also after its refund was rejected.
     pub(super) fn unused(mut self) -> Self {
         self.is_used = false;
         self
@@ -106,17 +119,21 @@ impl Drop for Permit {
         if self.is_used {
             return;
         }
-        let next = || self.line.with(|line| line.pop(self.charge.cost()));
-        let passes = self.due <= instant() && self.expired().is_none();
-        match passes.then(next).flatten() {
-            Some(next) => {
-                let (line, charge) = (self.line.clone(), self.charge.clone());
-                next.answer(Ok(Self::new(line, charge, self.due, self.slot.take())));
-            }
-            None => {
-                let refund = self.refund();
-                self.line.queues.ops.put(refund);
-            }
+        let line = self.line.clone();
+        let passes = self.due <= instant()
+            && self.expired().is_none()
+            && line.with(|here| {
+                let is_needed = here.has_use_for(self.cost());
+                if is_needed {
+                    let charge = self.charge.clone();
+                    here.add_turn(Self::new(line.clone(), charge, self.due, self.slot.take()));
+                    here.wake.notify.notify_one();
+                }
+                is_needed
+            }) == Some(true);
+        if !passes {
+            let refund = self.refund();
+            self.line.queues.ops.put(refund);
         }
     }
 }

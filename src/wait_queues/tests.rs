@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use futures_util::future::join_all;
-use tokio::runtime::Builder;
+use tokio::runtime::{Builder, Handle};
 use tokio::time::sleep;
 
 use super::{Bounds, Refusal, Reply, WaitQueues, WaitRequest};
@@ -378,4 +378,127 @@ async fn the_next_window_is_used_at_its_start() {
     assert!(waits.await.iter().flatten().all(Decision::is_allowed));
     let took = start.elapsed();
     assert!(took < Duration::from_millis(1_030), "{took:?}");
+}
+
+/// A check for a waiter without a turn is not granted to it before an earlier waiter, whose turn is delayed or lost.
+#[tokio::test(start_paused = true)]
+async fn a_check_does_not_overtake_a_delayed_turn() {
+    for is_lost in [false, true] {
+        let (store, turns) = (LocalStore::default(), AtomicU32::new(0));
+        let scripted = Scripted::new(move |check| {
+            let number = match check.mode() {
+                Mode::TakeAhead => turns.fetch_add(1, SeqCst),
+                _ => 0,
+            };
+            let check = match number {
+                2.. => check.without_turn(),
+                _ => check,
+            };
+            let answer = local(&store, check);
+            Box::pin(async move {
+                sleep(Duration::from_millis(if number == 1 { 350 } else { 1 })).await;
+                match number {
+                    1 if is_lost => Err(StoreError::new(ErrorKind::Timeout)),
+                    _ => answer,
+                }
+            })
+        });
+        let limiter = Limiter::new(scripted, policies(Strategy::Gcra, "10/s burst 1"));
+        assert!(limiter.take(ANN, 1).await.unwrap().is_allowed());
+        let served = Mutex::new(vec![]);
+        let waits = (0..5).map(async |i| {
+            let answer = limiter.wait(ANN, 1, MINUTE).await;
+            lock(&served).push((i, answer.is_ok()));
+        });
+        join_all(waits).await;
+        let served = lock(&served);
+        assert!(served.is_sorted(), "{served:?}");
+        let failed = served.iter().filter(|(_, is_ok)| !is_ok).count();
+        assert_eq!(failed, usize::from(is_lost));
+    }
+}
+
+/// A thousand waiters that join together do not flood the store.
+#[tokio::test(start_paused = true)]
+async fn few_requests_are_pending() {
+    let store = LocalStore::default();
+    let (pending, most) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicU32::new(0)));
+    let counted = Arc::clone(&most);
+    let scripted = Scripted::new(move |check| {
+        counted.fetch_max(pending.fetch_add(1, SeqCst) + 1, SeqCst);
+        let (answer, pending) = (local(&store, check), Arc::clone(&pending));
+        Box::pin(async move {
+            sleep(Duration::from_millis(5)).await;
+            pending.fetch_sub(1, SeqCst);
+            answer
+        })
+    });
+    let limiter = Limiter::new(scripted, policies(Strategy::Gcra, "1000/s burst 1"));
+    let start = instant();
+    let waits = join_all((0..1_000).map(|_| limiter.wait(ANN, 1, MINUTE)));
+    assert!(waits.await.iter().flatten().all(Decision::is_allowed));
+    let took = start.elapsed();
+    assert!(took < Duration::from_millis(1_100), "{took:?}");
+    assert_eq!(most.load(SeqCst), 128);
+}
+
+/// A denied request gets the turn that is left for it, although the denial is for longer than it may wait.
+#[tokio::test(start_paused = true)]
+async fn a_denied_request_gets_a_turn_that_is_left() {
+    let (store, policies) = (
+        LocalStore::default(),
+        policies(Strategy::Gcra, "1/s burst 1"),
+    );
+    let [here, there] = [(); 2].map(|()| WaitQueues::new(store.clone(), Bounds::DEFAULT));
+    let join = |queues: &WaitQueues, max, denied| {
+        let wanted = WaitRequest {
+            key: ANN,
+            policies: policies.clone(),
+            cost: 1,
+            deadline: Some(instant() + max),
+        };
+        queues.join(wanted, denied)
+    };
+    let take = || local(&store, Check::take(ANN, &policies, 1)).unwrap();
+    assert!(take().is_allowed());
+    let left = join(&here, MINUTE, None).unwrap();
+    let mut later = join(&there, MINUTE, None).unwrap();
+    drop(left);
+    sleep(Duration::from_millis(10)).await;
+    // The refund of the turn is rejected, since the later one depends on it.
+    let denied = take();
+    assert!(denied.retry_after().unwrap() > Duration::from_millis(1_900));
+    let check = Check::take(ANN, &policies, 1);
+    assert!(!here.has_line(&check) && there.has_line(&check));
+    let start = instant();
+    let short = Duration::from_millis(1_200);
+    assert!(
+        join(&here, short, Some(denied.clone()))
+            .unwrap()
+            .await
+            .is_ok()
+    );
+    assert!(start.elapsed() < Duration::from_secs(1));
+    assert!(join(&here, short, Some(denied)).is_err());
+    assert!((&mut later).await.is_ok());
+}
+
+/// A task does not outlive its turns, although the store never replies to a refund.
+#[tokio::test(start_paused = true)]
+async fn a_line_does_not_wait_for_a_late_refund() {
+    let store = LocalStore::default();
+    let scripted = Scripted::new(move |check| match check.mode() {
+        Mode::Refund => Box::pin(pending()),
+        _ => Box::pin(ready(local(&store, check))),
+    });
+    let limiter = Limiter::new(scripted, policies(Strategy::Gcra, "1/s burst 1"));
+    assert!(limiter.take(ANN, 1).await.unwrap().is_allowed());
+    let mut left = Box::pin(limiter.wait(ANN, 1, MINUTE));
+    assert!(left.as_mut().now_or_never().is_none());
+    drop(left);
+    let tasks = || Handle::current().metrics().num_alive_tasks();
+    sleep(Duration::from_millis(10)).await;
+    assert_eq!(tasks(), 2, "the line and the refund");
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(tasks(), 1, "the refund");
 }

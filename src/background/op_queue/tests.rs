@@ -448,7 +448,7 @@ async fn a_panic_costs_one_event() {
     );
 }
 
-/// The callback holds the queue, as that of [`Charge::reserve`](crate::settle::Charge::reserve) does.
+/// The callback holds the queue, as that of [`RequestCost::reserve`](crate::settle::RequestCost::reserve) does.
 #[test]
 fn awaited_operations_do_not_leak_the_queue() {
     let (queue, mut checks, _) = queue_of_channel();

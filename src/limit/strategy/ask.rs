@@ -33,14 +33,14 @@ pub enum Mode {
 
 /// The parameters of a check that are the same for all policies, except `of`.
 #[derive(Clone, Copy)]
-pub(in crate::limit) struct Ask {
+pub(in crate::limit) struct Ask<'a> {
     pub(in crate::limit) mode: Mode,
     pub(in crate::limit) cost: i64,
     /// In microseconds: the maximum wait of a take ahead, or the time that the debt of a charge may
     /// take to refill. 0 means that the debt has no such bound.
     pub(in crate::limit) within: i64,
-    /// The charge that is partly refunded.
-    pub(in crate::limit) of: PolicyCharge,
+    /// The charge that is partly refunded; `None` if it was made just before.
+    pub(in crate::limit) of: Option<&'a PolicyCharge>,
     /// The slot of a request in flight.
     pub(in crate::limit) slot: Option<SlotId>,
     pub(in crate::limit) now: i64,
@@ -115,14 +115,14 @@ impl Mode {
     }
 }
 
-impl Ask {
+impl Ask<'_> {
     /// Creates the parameters of an operation at `now`. A refund is of a charge made just before.
     pub(in crate::limit) fn new(mode: Mode, cost: i64, now: i64) -> Self {
         Self {
             mode,
             cost,
             within: 0,
-            of: PolicyCharge::just_now(cost),
+            of: None,
             slot: None,
             now,
         }
@@ -222,7 +222,11 @@ impl Ask {
             }
             // Each policy refunds from its own count.
             Mode::Refund if grants > 0 => {
-                (registers, granted) = state.refund(params, now, self.cost, &self.of, registers);
+                let of = self
+                    .of
+                    .copied()
+                    .unwrap_or(PolicyCharge::just_now(self.cost));
+                (registers, granted) = state.refund(params, now, self.cost, &of, registers);
                 granted = granted.min(grants);
             }
             _ if granted > 0 => registers = state.charge(params, now, granted, registers),
@@ -303,7 +307,7 @@ macro_rules! states {
             }
 
             /// Previews the verdict of the state's policy, without changing the state.
-            pub(in crate::limit) fn preview(&self, params: &Params, ask: &Ask) -> Preview {
+            pub(in crate::limit) fn preview(&self, params: &Params, ask: &Ask<'_>) -> Preview {
                 match self {
                     $(Self::$variant(state) => ask.preview(state, params),)*
                     Self::InFlight(state) => state.preview(params, ask),
@@ -311,7 +315,7 @@ macro_rules! states {
             }
 
             /// Decides, and charges what is granted. Returns the verdict and the granted amount.
-            pub(in crate::limit) fn decide(&mut self, params: &Params, ask: &Ask, max: i64) -> (Verdict, i64) {
+            pub(in crate::limit) fn decide(&mut self, params: &Params, ask: &Ask<'_>, max: i64) -> (Verdict, i64) {
                 match self {
                     $(Self::$variant(state) => ask.decide(state, params, max),)*
                     Self::InFlight(state) => state.decide(params, ask, max),

@@ -44,15 +44,14 @@ where
     }
 
     #[inline]
-    fn call<D>(
-        &self,
-        _: &Notifier,
-        inner: &mut T,
-        (request, ()): (R, ()),
-        grant: &mut Grant<D>,
-    ) -> (T::Future, E) {
+    fn note<D>(&self, _: &Notifier, _: &mut R, grant: &mut Grant<D>) -> E {
         drop(grant.take_decision());
-        (inner.call(request), self.ending.clone())
+        self.ending.clone()
+    }
+
+    #[inline]
+    fn join(request: R, (): ()) -> R {
+        request
     }
 
     fn refuse(&self, _: &R, refusal: Refusal) -> Result<T::Response, BoxError> {

@@ -1,5 +1,6 @@
 //! Notices a proxy that the extractor does not trust: all of its clients share one count.
 
+use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 
@@ -20,7 +21,8 @@ pub(super) struct UnknownProxy {
 /// One for the process: [`PeerIp`](super::PeerIp) has no state, and the same proxies are in front of all layers.
 pub(super) static UNKNOWN_PROXIES: UnknownProxy = UnknownProxy::new();
 
-const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
+/// The headers that a proxy sends.
+static HEADERS: [HeaderName; 2] = [HeaderName::from_static("x-forwarded-for"), FORWARDED];
 
 impl UnknownProxy {
     const fn new() -> Self {
@@ -50,8 +52,7 @@ impl UnknownProxy {
     }
 
     fn check(&self, peer: Peer, request: &Parts, header: Option<&HeaderName>) {
-        let headers = [X_FORWARDED_FOR, FORWARDED];
-        let headers = header.map_or(&headers[..], std::slice::from_ref);
+        let headers = header.map_or(&HEADERS[..], slice::from_ref);
         let sent = headers
             .iter()
             .find(|header| request.headers.contains_key(*header));

@@ -18,7 +18,7 @@ pub trait Serve<T: Service<Req>, Req>: Protocol {
     type Response;
     /// The error of the layer's service.
     type Error;
-    /// Data that [`call`](Self::call) keeps for [`settle`](Self::settle).
+    /// Data that [`note`](Self::note) keeps for [`settle`](Self::settle).
     #[doc(hidden)]
     type Noted;
 
@@ -28,15 +28,17 @@ pub trait Serve<T: Service<Req>, Req>: Protocol {
     #[doc(hidden)]
     fn split(request: Req) -> (Self::Head, Self::Body);
 
-    /// Calls the service with an admitted request.
+    /// Prepares an admitted request for the inner service.
     #[doc(hidden)]
-    fn call<D>(
+    fn note<D>(
         &self,
         notifier: &Notifier,
-        inner: &mut T,
-        request: (Self::Head, Self::Body),
+        head: &mut Self::Head,
         grant: &mut Grant<D>,
-    ) -> (T::Future, Self::Noted);
+    ) -> Self::Noted;
+
+    #[doc(hidden)]
+    fn join(head: Self::Head, body: Self::Body) -> Req;
 
     /// Answers a refused request.
     #[doc(hidden)]

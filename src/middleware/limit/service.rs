@@ -51,9 +51,10 @@ where
     fn call(&mut self, request: Req) -> Self::Future {
         let (extractor, config) = self.settings.current();
         let (head, body) = P::split(request);
-        match config.gate.admit(extractor, &head) {
-            Admission::Decided(Ok(grant)) => LimitFuture {
-                state: State::calling(config, &mut self.inner, (head, body), grant),
+        let mut grant = Grant::default();
+        match config.gate.admit(extractor, &head, &mut grant) {
+            Admission::Decided(Ok(())) => LimitFuture {
+                state: State::calling(config, &mut self.inner, head, body, grant),
             },
             Admission::Decided(Err(refusal)) => {
                 drop(take_ready(&mut self.inner));
@@ -179,11 +180,13 @@ where
     fn calling(
         config: &Config<S, P>,
         inner: &mut T,
-        request: (P::Head, P::Body),
+        mut head: P::Head,
+        body: P::Body,
         mut grant: Grant<S::Future>,
     ) -> Self {
         let notifier = &config.gate.notifier;
-        let (response, noted) = config.protocol.call(notifier, inner, request, &mut grant);
+        let noted = config.protocol.note(notifier, &mut head, &mut grant);
+        let response = inner.call(P::join(head, body));
         Self::Calling {
             response,
             grant,
@@ -221,18 +224,22 @@ where
                     else {
                         polled_after_completion(P::FUTURE);
                     };
-                    let admitted =
-                        ready!(pending.poll(cx, &config.gate, head, inner)).map_err(P::error)?;
+                    let mut grant = Grant::default();
+                    let admitted = pending.poll(cx, &config.gate, head, &mut grant, inner);
+                    let admitted = ready!(admitted).map_err(P::error)?;
                     // Always `Some`: only this arm takes it, and then replaces the state.
-                    let Some(mut held) = held.take() else {
+                    let Some(Held {
+                        config,
+                        mut inner,
+                        head,
+                        body,
+                    }) = held.take()
+                    else {
                         polled_after_completion(P::FUTURE);
                     };
                     match admitted {
-                        Ok(grant) => {
-                            let request = (held.head, held.body);
-                            State::calling(&held.config, &mut held.inner, request, grant)
-                        }
-                        Err(refusal) => State::refused(&held.config, &held.head, refusal),
+                        Ok(()) => State::calling(&config, &mut inner, head, body, grant),
+                        Err(refusal) => State::refused(&config, &head, refusal),
                     }
                 }
                 StateProj::Calling {

@@ -67,31 +67,29 @@ where
 
     /// The handler finds the decision and the [`RequestCost`](crate::settle::RequestCost) in the request's extensions.
     #[inline(always)]
-    fn call<D>(
-        &self,
-        notifier: &Notifier,
-        inner: &mut T,
-        (mut parts, body): (Parts, ReqBody),
-        grant: &mut Grant<D>,
-    ) -> (T::Future, Noted) {
+    fn note<D>(&self, notifier: &Notifier, head: &mut Parts, grant: &mut Grant<D>) -> Noted {
         if let Some(charge) = grant.charge()
-            && let Some(outer) = parts.extensions.insert(charge.clone())
+            && let Some(outer) = head.extensions.insert(charge.clone())
         {
             charge.count_for(outer);
         }
-        let noted = Noted {
-            headers: self.headers,
-            shows_decision: self.shows_decision,
-            rule: self.rule.clone(),
-        };
         let is_annotated = self.shows_decision || self.headers != Headers::NONE;
         if let Some(decision) = grant.show_decision(is_annotated)
-            && let Some(outer) = parts.extensions.insert(decision)
-            && let Some(inner) = parts.extensions.get()
+            && let Some(outer) = head.extensions.insert(decision)
+            && let Some(inner) = head.extensions.get()
         {
             notifier.counted_twice(&outer, inner);
         }
-        (inner.call(Request::from_parts(parts, body)), noted)
+        Noted {
+            headers: self.headers,
+            shows_decision: self.shows_decision,
+            rule: self.rule.clone(),
+        }
+    }
+
+    #[inline(always)]
+    fn join(head: Parts, body: ReqBody) -> Request<ReqBody> {
+        Request::from_parts(head, body)
     }
 
     fn refuse(&self, head: &Parts, refusal: Refusal) -> Result<Response<ResBody>, T::Error> {

@@ -31,8 +31,10 @@ pub(super) struct Account {
     pub(super) policies: Policies,
     /// One per policy.
     counts: SmallVec<[Count; 1]>,
-    /// All charges until this time were sent or reset. `None` at first.
-    sent_until: Option<i64>,
+    /// All charges until this time were sent or reset, or are of an earlier account.
+    sent_until: i64,
+    /// Whether a check was sent.
+    pub(super) is_sent: bool,
     /// Whether the primary store lacks a reset, which it gets before any charge.
     lacks_reset: bool,
     in_flight: InFlight,
@@ -60,7 +62,7 @@ enum InFlight {
     Charge {
         /// The state of the account without it.
         sent: SmallVec<[State; 1]>,
-        sent_until: Option<i64>,
+        sent_until: i64,
     },
 }
 
@@ -113,7 +115,8 @@ impl Account {
         Self {
             policies: policies.clone(),
             counts: counts.collect(),
-            sent_until: None,
+            sent_until: now - 1,
+            is_sent: false,
             lacks_reset: false,
             in_flight: InFlight::Nothing,
             counted_until: now,
@@ -143,14 +146,14 @@ impl Account {
         for (policy, count) in self.policies.iter().zip(&mut self.counts) {
             *count = Count::new(State::fresh(policy.kind()));
         }
-        (self.sent_until, self.lacks_reset, self.in_flight) = (Some(now), true, InFlight::Nothing);
+        (self.sent_until, self.lacks_reset, self.in_flight) = (now, true, InFlight::Nothing);
     }
 
     /// Returns where a refund goes.
     pub(super) fn refund_to(&self, check: &Check, now: i64) -> RefundTo {
         match check.charged().first().map(|charged| charged.at) {
             Some(ChargedAt::Redis(_)) => RefundTo::Primary,
-            Some(ChargedAt::Local(at)) if Some(at) <= self.sent_until => match self.in_flight {
+            Some(ChargedAt::Local(at)) if at <= self.sent_until => match self.in_flight {
                 // The reset has dropped the charge.
                 _ if self.lacks_reset => RefundTo::Account(0),
                 InFlight::Charge { .. } => RefundTo::Later,
@@ -171,11 +174,6 @@ impl Account {
             let charge = check.charged_under(i);
             charge.refund(policy, &mut count.all, cost.into(), now);
         }
-    }
-
-    /// Returns `true` if a charge was sent to the primary store.
-    pub(super) fn is_sent(&self) -> bool {
-        self.sent_until.is_some()
     }
 
     /// Returns `true` if the primary store lacks an unexpired charge or a reset.
@@ -215,7 +213,7 @@ impl Account {
     /// has expired under one of two policies, the next check charges the rest under the other.
     pub(super) fn send(&mut self, key: Key, now: i64) -> Option<Check> {
         if self.lacks_reset {
-            self.in_flight = InFlight::Reset;
+            (self.in_flight, self.is_sent) = (InFlight::Reset, true);
             return Some(Check::reset(key, &self.policies));
         }
         let unsent: SmallVec<[u64; 1]> = self.each_unsent(now).collect();
@@ -230,8 +228,9 @@ impl Account {
         };
         self.in_flight = InFlight::Charge {
             sent: self.counts.iter().map(|count| count.sent.clone()).collect(),
-            sent_until: self.sent_until.replace(now),
+            sent_until: mem::replace(&mut self.sent_until, now),
         };
+        self.is_sent = true;
         for (policy, count) in self.policies.iter().zip(&mut self.counts) {
             count.send(policy, cost, now);
         }

@@ -90,7 +90,7 @@ impl Accounts {
             accounts.retain(|account| {
                 let stays = stays(key, account);
                 removed += usize::from(!stays);
-                is_sent |= !stays && account.is_sent();
+                is_sent |= !stays && account.is_sent;
                 stays
             });
             !accounts.is_empty()

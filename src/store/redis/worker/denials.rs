@@ -13,7 +13,6 @@ use smallvec::{SmallVec, smallvec};
 
 use crate::limit::{Check, Key, Mode, Policies, Policy, Verdict, Verdicts};
 use crate::store::bounded_map::{BoundedMap, Hold, Ranked};
-use crate::store::freed::gives_room;
 use crate::store::shards::{Digest, Shards};
 use crate::util::Clock;
 
@@ -114,7 +113,7 @@ impl DenialCache {
         if !self.is_on {
             return;
         }
-        if gives_room(check) {
+        if check.gives_room() {
             self.forget(check);
         } else if let Some(denial) = Denial::new(check, verdicts, sent) {
             self.change(check.key(), |shard, caller, now| {
@@ -128,7 +127,7 @@ impl DenialCache {
     /// Drops the caller's denials if the check may have freed capacity. Also called if Redis did not reply to a refund
     /// or reset.
     pub(super) fn forget(&self, check: &Check) {
-        if self.is_on && gives_room(check) {
+        if self.is_on && check.gives_room() {
             self.change(check.key(), |shard, caller, now| {
                 shard.callers.remove(caller);
                 shard.freed_at = now;
