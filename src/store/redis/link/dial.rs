@@ -11,7 +11,6 @@ use redis::aio::MultiplexedConnection;
 use redis::io::tcp::TcpSettings;
 use redis::io::tcp::socket2::{SockRef, TcpKeepalive};
 use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisError};
-use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
@@ -61,20 +60,18 @@ impl Dialer {
         let mut config = AsyncConnectionConfig::new()
             .set_connection_timeout(None)
             .set_response_timeout(None);
-        match server.addr() {
-            ConnectionAddr::Tcp(host, port) => {
-                let stream = connect(host, *port, server.tcp_settings()).await?;
-                return greet(server, stream, config).await;
-            }
-            #[cfg(unix)]
-            ConnectionAddr::Unix(path) => {
-                let stream = tokio::net::UnixStream::connect(path).await?;
-                return greet(server, stream, config).await;
-            }
-            ConnectionAddr::TcpTls { host, .. } => {
-                config = config.set_dns_resolver(Host(host.clone()));
-            }
-            _ => {}
+        if let ConnectionAddr::Tcp(host, port) = server.addr() {
+            let stream = connect(host, *port, server.tcp_settings()).await?;
+            let opening =
+                MultiplexedConnection::new_with_config(server.redis_settings(), stream, config);
+            let (connection, driver) = opening.await?;
+            return Ok(Driven {
+                connection,
+                driver: Some(driver.boxed().fuse()),
+            });
+        }
+        if let ConnectionAddr::TcpTls { host, .. } = server.addr() {
+            config = config.set_dns_resolver(Host(host.clone()));
         }
         // Redis-rs verifies the certificate against the host, so replace the host; the resolver
         // still uses the real one.
@@ -158,21 +155,6 @@ impl Dialer {
         };
         matches!(timeout(self.timeout / 4, asking).await, Ok(Some(reply)) if expected(reply))
     }
-}
-
-/// Makes a connection of a new stream.
-async fn greet(
-    server: &ConnectionInfo,
-    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    config: AsyncConnectionConfig,
-) -> Result<Driven, RedisError> {
-    let settings = server.redis_settings();
-    let (connection, driver) =
-        MultiplexedConnection::new_with_config(settings, stream, config).await?;
-    Ok(Driven {
-        connection,
-        driver: Some(driver.boxed().fuse()),
-    })
 }
 
 /// Opens a TCP stream without TLS, as redis-rs would.

@@ -1,7 +1,7 @@
 //! The connections to one server. A [pool](Pool) keeps them: bb8, extended to discard broken
 //! connections, to report why a connection cannot be made, and to keep the last one for the next
-//! checkout. A [connection](Connection) without TLS is driven by the task that sends a command over
-//! it.
+//! checkout. A [connection](Connection) over plain TCP is driven by the task that sends a command
+//! over it.
 //!
 //! The Tokio runtime that created a connection drives it, and the tasks that bb8 spawns for it. So
 //! each runtime has its own pool, which is dropped with the runtime.
@@ -14,8 +14,8 @@
 //! So nothing reads while no command is in flight. Before each use, the pool checks whether the
 //! connection was lost in the meantime.
 //!
-//! With TLS, redis-rs does spawn that task: it has no other way to open the connection. Only a ping
-//! then shows whether the connection was lost.
+//! With TLS or over a Unix socket, redis-rs opens the connection, and does spawn that task. Only a
+//! ping then shows whether the connection was lost.
 
 use std::future::{Future, poll_fn};
 use std::mem;
