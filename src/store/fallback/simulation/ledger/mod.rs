@@ -199,7 +199,8 @@ impl Ledger {
             }
             Mode::Peek | Mode::Renew | Mode::Release => {}
         }
-        // After a local refund, its own count may be better than the replies that it receives.
+        // After a local refund, the count of the instance may be more exact than the replies that
+        // it receives.
         if plan.callers[caller].lasting && granted > 0 && !account.refunded {
             let part = account.part(plan, caller, self.fewer, now);
             if account.since > part {
@@ -424,7 +425,8 @@ pub(super) struct Heard {
     pub(super) caller: usize,
     pub(super) instance: usize,
     pub(super) ran: Ran,
-    /// Time of the request, and time of the last local activity of the instance.
+    /// Time of the request, and time until which the last probe or reconciling check of the
+    /// instance may have no reply.
     pub(super) since: u64,
     pub(super) turned: u64,
 }
