@@ -34,7 +34,7 @@ pub(super) struct Partition<P, F> {
     pub(super) settings: Settings,
     /// Number of partitions of the primary store.
     pub(super) partitions: usize,
-    /// The caller of the probes of this partition.
+    /// The key that the probes of this partition check.
     pub(super) probe: Key,
     pub(super) breaker: Breaker,
     /// Number of partitions with an open breaker. Briefly too small by one if a breaker closes immediately after it has
