@@ -135,7 +135,7 @@ impl DenialCache {
         }
     }
 
-    /// Changes the shard of a caller, and updates `held`.
+    /// Calls `change` with the locked shard that has this caller, then updates `held`.
     fn change(&self, key: &Key, change: impl FnOnce(&mut Shard, Digest, i64)) {
         let (shard, caller) = self.shards.of(key);
         let mut shard = shard.write().unwrap_or_else(PoisonError::into_inner);
