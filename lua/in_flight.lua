@@ -79,7 +79,7 @@ local function preview(policy, key, mode, room)
   if mode == PEEK then
     return 1, 0
   elseif mode == TAKE or mode == TAKE_AHEAD or mode == UP_TO then
-    -- Taking a slot that is already held changes nothing.
+    -- A slot that is already held may be taken again without room, since that changes nothing.
     if room < 1 and not policy.foreign and try('ZSCORE', key, slot) then
       return -math.huge, 1
     end

@@ -17,7 +17,7 @@ use crate::store::shards::{Digest, Shards};
 use crate::util::Clock;
 
 pub(super) struct DenialCache {
-    /// Read concurrently, because most floods are on one key.
+    /// A hit needs a read lock only: most floods are on one key, and their checks read concurrently.
     shards: Shards<RwLock<Shard>>,
     clock: Clock,
     /// Number of callers in the cache. While it is 0, checks read no shard.

@@ -284,7 +284,7 @@ impl Worker {
 
     /// Handles a batch that failed. If it was sent, the connection broke, and only the checks in the batch fail. If it
     /// was not sent, no connection could be made, and all checks that wait for this node fail too: each batch would
-    /// otherwise wait for the same timeout. Checks whose slot has moved are queued for the new node.
+    /// otherwise wait for the same timeout. Unsent checks whose slot has moved are queued for the new node instead.
     fn fail(&mut self, error: &StoreError, node: Node) {
         let jobs = &mut self.work.jobs;
         if self.sent {
