@@ -8,7 +8,8 @@
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('ZREMRANGEBYSCORE', KEYS[1], 0, now)
--- Also remove entries that a clock ahead of this one has written: their instances, if alive, announce themselves again.
+-- Remove entries beyond the TTL: a clock ahead of this one wrote them. Their instances, if alive, announce themselves
+-- again.
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '(' .. string.format('%.0f', now + ARGV[2]), '+inf')
 redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
 redis.call('PEXPIRE', KEYS[1], ARGV[2])

@@ -68,7 +68,7 @@ do
   end
 end
 
--- Sums and expiries are stored modulo WRAP. Stored values that are compared are never further apart.
+-- Sums and expiries are stored modulo WRAP. Two stored values that are compared differ by less than WRAP.
 local WRAP = 2 ^ 40
 
 -- An upper bound for the TTL of a key, in milliseconds (4 years). A state with a later expiry was written by another

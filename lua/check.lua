@@ -10,8 +10,8 @@ local function takes(plan, entries, times)
   trouble = nil
   local values = read(key_at + 1, key_at + entries)
   local unread = trouble
-  -- All callers without a state get the same answers: the place of the first one's answers, and the state and expiry
-  -- written for it.
+  -- All callers without a state get the same answers and the same state. For the first such caller, these are the place
+  -- before its answers, its state, and the expiry of that state.
   local first, state, text
   for i = 1, entries do
     local key, value, from = KEYS[key_at + i], values[i], n
@@ -31,7 +31,7 @@ local function takes(plan, entries, times)
         if room >= cost then
           if cost > 0 then
             a, b, c = charge(policy, key, now, cost, a, b, c)
-            -- A charge reduces the room by exactly its cost.
+            -- Skip a call of `room`: a charge reduces the room by exactly its cost.
             charged, granted, room = cost, granted + cost, room - cost
           end
         elseif cost > capacity then
@@ -297,8 +297,8 @@ if not only_runs then
     return charged_at
   end
 
-  -- Returns whether the answers after `from` contain a charge: a granted cost. Slots in flight count only if no policy
-  -- limits a rate.
+  -- Returns whether one of the answers after the place `from` grants a cost. A granted slot in flight counts only if no
+  -- policy of the plan limits a rate.
   local function has_charged(plan, from)
     local charged = false
     for i = 1, #plan do

@@ -79,7 +79,7 @@ local function preview(policy, key, mode, room)
   if mode == PEEK then
     return 1, 0
   elseif mode == TAKE or mode == TAKE_AHEAD or mode == UP_TO then
-    -- Taking a slot that is already held changes nothing.
+    -- A slot that is already held may be taken again without room, since that changes nothing.
     if room < 1 and not policy.foreign and try('ZSCORE', key, slot) then
       return -math.huge, 1
     end
@@ -109,8 +109,8 @@ local function hold(policy, key, now, mode, grants, most, count, latest)
   return 1, count, max(latest, policy.expires)
 end
 
--- Decides takes, renewals and releases under one policy. `slots` is a text with the ids of the
--- slots, starting at `at`.
+-- Decides takes, renewals or releases under one policy: `times` equal checks of each of `entries` callers. `slots` is a
+-- text with the ids of the slots, starting at `at`.
 local function run(plan, entries, times, slots, at)
   local policy, mode, reply = plan[1], plan.mode, reply
   for i = 1, entries do

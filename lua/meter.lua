@@ -86,7 +86,7 @@ local function meter()
     return level + cost * policy.interval, at
   end
 
-  -- Refunds what still counts of a charge or a turn. The Rust half explains it.
+  -- Refunds the part of a charge or turn that still counts, as in the Rust half.
   local function refund(policy, key, now, cost, of, level, at)
     local period, most = policy.period, 2 * policy.capacity
     if of.turn and period == 0 then

@@ -23,7 +23,8 @@ end
 
 local failures, state
 if value and #value ~= METER_LENGTH then
-  -- A value of another program, or the right to GET is missing, which other calls do not need.
+  -- The value is another program's, or an error: GET may be denied, since no other script needs it. MGET, which all
+  -- scripts use, returns no value of another type.
   value = redis_pcall('MGET', key)
   if value.err then
     failures = { err = 'MGET ' .. value.err }
@@ -58,7 +59,7 @@ if not failures then
 
   local charged = level + units
   if charged > full or units == 0 then
-    -- Only a state of the future is written.
+    -- A denied take writes only a state whose time is in the future, as call.lua explains.
     if at <= now then
       return encode(METER, now, -1 - level, 0)
     end

@@ -1,4 +1,4 @@
-//! The owner of background tasks, in every order in which threads may need its work, and on runtimes that shut down.
+//! Tests of [`TaskOwner`]: every interleaving of threads that need its work, and runtimes that shut down.
 
 #![allow(clippy::duplicate_mod, reason = "that is the point")]
 

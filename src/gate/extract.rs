@@ -14,10 +14,10 @@ use crate::observe::{Observer, event};
 /// Finds the rate-limit key of a request, which identifies its caller.
 ///
 /// [`PeerIp`](crate::extract::PeerIp), [`ClientIp`](crate::extract::ClientIp),
-/// [`HeaderKey`](crate::extract::HeaderKey), [`by_extension`](crate::extract::by_extension), [`Global`] and closures
-/// given to [`key_fn`] are extractors, with the feature `axum` also `MatchedRoute` and `MatchedEndpoint`. A tuple of
-/// extractors counts each combination separately:
-/// `(PeerIp, HeaderKey::new("x-api-key")?)` every pair of an address and an API key.
+/// [`HeaderKey`](crate::extract::HeaderKey), [`by_extension`](crate::extract::by_extension),
+/// [`Global`] and closures given to [`key_fn`] are extractors, with the feature `axum` also
+/// `MatchedRoute` and `MatchedEndpoint`. A tuple of extractors counts each combination separately,
+/// as `(PeerIp, HeaderKey::new("x-api-key")?)` counts each pair of an address and an API key.
 ///
 /// `R` is the type that the extractor reads. For HTTP it is [`Parts`], the request without its
 /// body. For other services it is their request type: see
@@ -89,8 +89,9 @@ pub trait KeyExtractor<R = Parts>: Send + Sync + 'static {
     /// `second` is used if the key is [absent](MissingKey::is_absent), or if the request lacks the
     /// extension that [`by_extension`](crate::extract::by_extension) reads.
     /// [Malformed](MissingKey::malformed) keys are still rejected, and a misconfigured server is
-    /// still reported. So is an extension that none of the first 1,000 requests has, because then the layers may be in the wrong
-    /// order. The observer is notified of each [second key](Observer::second_key).
+    /// still reported. If none of the first 1,000 requests has the extension, that is reported too,
+    /// because the layers may be in the wrong order. The observer is notified of each [second
+    /// key](Observer::second_key).
     ///
     /// Both extractors share one key space. `second` must not let a client produce a key of the
     /// first extractor, as a [readable](crate::extract::HeaderKey::readable) header would.

@@ -31,9 +31,9 @@ enum Problem {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Cause {
-    /// The client left it out.
+    /// The client sent no key.
     Absent,
-    /// The client left it out. The 401 has this challenge.
+    /// The client sent no credentials. The 401 has this challenge.
     Unauthenticated(HeaderValue),
     /// The client sent something that must not be a key.
     Malformed,

@@ -1,16 +1,27 @@
-//! Admission: decides whether a request of any type may proceed. The way of a request is in this file:
+//! Admission: decides whether a request of any type may proceed. This file has the whole path of a
+//! request:
 //!
 //! 1. [`Gate::admit`] extracts the key ([`KeyExtractor`]), selects the policies
-//!    ([`PolicySelector`]) and sends the check.
-//! 2. Until the store has replied, and while the request waits in a queue, the request is
-//!    [`Pending`].
+//!    ([`PolicySelector`]) and sends the check. A request that is skipped or has no policies is
+//!    admitted uncounted.
+//! 2. Until the store has replied, and while the request waits in a queue, it is [`Pending`].
 //! 3. An admitted request owns a [`Grant`]. Dropping it settles the charge and releases the
 //!    in-flight slot.
 //! 4. A rejected request yields a [`Refusal`], which becomes an HTTP response or the error of a
 //!    call.
 //!
-//! The other files have what only some requests need. Dry runs and shadows never reject: their checks
-//! ([`Shadows`]) start on admission, run concurrently with the inner call, and belong to the grant.
+//! | file | contents |
+//! |---|---|
+//! | `extract`, `missing` | the key of a request, or the reason for a missing key |
+//! | `select` | the policies of a request |
+//! | `wait` | requests that wait in a queue instead of being denied |
+//! | `shadows` | checks that are not enforced |
+//! | `notifier` | reports of decisions and misconfigurations to the observer |
+//!
+//! **Dry runs and shadows** never reject. [`Grant::try_shadows`] sends their checks after the
+//! request is admitted. The checks run concurrently with the inner call, and belong to the grant. A
+//! shadow is checked in addition to the enforced policies, under a separate key. In a dry run the
+//! layer's own policies are checked only in this way, under the caller's key.
 
 mod extract;
 mod missing;
@@ -53,7 +64,8 @@ use crate::wait_queues::{self, Permit, Spent};
 /// The settings of a layer for requests of the type `R`.
 pub(crate) struct Gate<S, R> {
     store: S,
-    /// The identity of the store.
+    /// The identity of the store, to compare it with the stores of other layers. `None` if it has
+    /// none.
     identity: Option<usize>,
     policies: Selector<R>,
     /// Policies that are checked but not enforced, in addition to `policies`.
@@ -116,7 +128,7 @@ pub(crate) enum Admission<D> {
     Undecided(Pending<D>),
 }
 
-/// The reason why a request does not pass, if so. The resources of one that passes are in its [`Grant`].
+/// `Ok` if the request passes: its [`Grant`] has its resources. Otherwise the reason.
 pub(crate) type Admitted = Result<(), Refusal>;
 
 /// Why a request does not pass.
@@ -128,7 +140,7 @@ pub enum Refusal {
     MissingKey(MissingKey),
 }
 
-/// The problem of a layer with a policy of requests in flight that does not know when a request ends.
+/// The problem of a layer that does not see requests end, and has a policy of requests in flight.
 const NEVER_ENDS: &str = "a policy that counts requests in flight cannot hold, since the layer does not know when they end: add `.until_body_end()` to it";
 
 /// The settings.
@@ -217,7 +229,7 @@ impl<S, R> Gate<S, R> {
     }
 }
 
-/// The way of a request. Each method fills the empty `grant` of a request that passes.
+/// The path of a request. Each method fills the empty `grant` of a request that passes.
 impl<S: Store, R: 'static> Gate<S, R> {
     /// Finds the key and the policies, and sends the check.
     #[inline]
@@ -261,7 +273,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
     }
 
-    /// The policies that this layer can count: all, unless it does not know when a request ends.
+    /// Returns the policies that this layer can count: all, unless it does not see requests end.
     #[inline]
     fn countable<'a>(&self, policies: Cow<'a, Policies>) -> Option<Cow<'a, Policies>> {
         if self.holds == Holds::Nothing && policies.in_flight().is_some() {
@@ -284,7 +296,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         check
     }
 
-    /// Notes the time, if there is an observer to be notified, or something to settle.
+    /// Records the send time if an observer needs the duration, or if the charge will be settled.
     #[inline]
     fn question(&self, check: &Check) -> Question {
         Question {
@@ -301,7 +313,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
     }
 
-    /// The slot that the check takes, before it is sent.
+    /// Creates the in-flight slot that the check takes. Call it before the check is sent.
     #[inline]
     fn hold(&self, check: &Check) -> Option<Slot> {
         if self.holds == Holds::Nothing {
@@ -311,7 +323,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
     }
 
-    /// Admission by the store's answer.
+    /// Admits or rejects a request by the store's reply. If the layer has queues, a denied request
+    /// waits.
     #[inline]
     fn answered(
         &self,
@@ -326,15 +339,17 @@ impl<S: Store, R: 'static> Gate<S, R> {
             && denied.retry_after().is_some()
         {
             let policies = denied.policies().whole();
-            // A denial without a reply of Redis may have taken it; the queue takes another one.
+            // Drop the slot, since the queue takes another one. If a fallback has denied the check
+            // after a lost reply, Redis may have granted the slot: dropping it releases it there.
             question.slot = None;
             return self.wait_for(request, question, wait, &policies, answer.ok(), grant);
         }
         Admission::Decided(self.conclude(request, question, answer, grant))
     }
 
-    /// Admission of a request that waits, if there is a place for it. `denied` is the denial
-    /// of the store, if the request was checked.
+    /// Puts a request into its queue, or concludes it if the queue refuses it: the queue is full,
+    /// or the turn is certain to be too late. `denied` is the denial of the store, if the request
+    /// was checked.
     #[inline(never)]
     fn wait_for(
         &self,
@@ -360,7 +375,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
     }
 
-    /// Admission of a request that has waited: with a permit, or with the reason for a missing one.
+    /// Concludes a request that has waited, with its permit or with the reason for the missing
+    /// permit.
     fn conclude_turn(
         &self,
         request: &R,
@@ -382,14 +398,14 @@ impl<S: Store, R: 'static> Gate<S, R> {
             Err(refusal) => refusal.into_answer(),
         };
         if answer.is_err() {
-            // It may pass although no store has counted it.
+            // After an error the request may pass uncounted. Then the renewals take its slot.
             question.slot = self.hold(&Check::take(question.key, policies, question.cost));
             question.answered(&answer);
         }
         self.conclude(request, question, answer, grant)
     }
 
-    /// Admission of a request that no longer waits.
+    /// Admits or rejects by the final decision: notifies the observer, and fills the grant.
     #[inline]
     fn conclude(
         &self,
@@ -431,7 +447,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
         RequestCost::new(self.ops.clone(), reserved, slot)
     }
 
-    /// Admission of an unlimited request.
+    /// Admits a request that no policy limits, or any request in a dry run. Only the unenforced
+    /// checks need its key.
     #[inline(never)]
     fn exempt(
         &self,
@@ -447,7 +464,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         self.uncounted(request, key.ok(), grant)
     }
 
-    /// Admission of a request without a key.
+    /// Admits or rejects a request without a key.
     #[cold]
     fn admit_without_key(
         &self,
@@ -462,6 +479,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
     }
 
+    /// Admits a request without a check. If it has a key, starts the unenforced checks.
     #[inline(never)]
     fn uncounted(
         &self,
@@ -520,11 +538,12 @@ struct Question {
     cost: u32,
     /// Time at which the check was sent. `None` if it is not needed.
     since: Option<Instant>,
-    /// While the request waits for its turn.
+    /// The place in the queue, while the request waits for its turn.
     queued: Option<Box<QueuedRequest>>,
-    /// If the request waited: the charge of its permit.
+    /// The charge of the permit, if the request has waited.
     permit: Option<Box<Charge>>,
-    /// The slot under the policies that limit requests in flight, from before the check is sent.
+    /// The slot under the policies that limit requests in flight. It exists before the check is
+    /// sent.
     slot: Option<Slot>,
 }
 
@@ -568,14 +587,15 @@ pin_project! {
 }
 
 impl<D> Pending<D> {
-    /// Whether it waits for its turn, with a service that is not ready.
+    /// Returns `true` if the request waits for its turn. Its service need not be ready.
     pub(crate) fn is_queued(&self) -> bool {
         let question = self.question.as_ref();
         question.is_some_and(|question| question.queued.is_some())
     }
 
-    /// Whether the request passes, and its `grant` if so. `inner` is the service that is ready for it; while it [waits](Self::is_queued), one
-    /// that is polled for readiness when its turn has come.
+    /// Resolves to whether the request passes, and fills its `grant` if so. `inner` is the ready
+    /// service for the request. While the request [waits](Self::is_queued), `inner` is a service
+    /// that is polled for readiness when the turn has come.
     ///
     /// # Errors
     ///
@@ -607,7 +627,8 @@ impl<D> Pending<D> {
                 Admission::Decided(admitted) => return Poll::Ready(Ok(admitted)),
                 Admission::Undecided(queued) => *this.question = queued.question,
             }
-            // The ready one may hold a permit that others wait for.
+            // The ready service may hold a permit, as of a concurrency limit, that others wait for:
+            // drop it.
             *inner = inner.clone();
         }
         let Some(Question {
@@ -706,8 +727,9 @@ impl<D> Grant<D> {
         self.charge.take()
     }
 
-    /// Settles the charge and releases the slot. Shadow checks that are still pending settle when
-    /// they complete.
+    /// Ends the call before the grant is dropped. Drops the charge, which settles it unless a clone
+    /// is alive, and releases the slots in any case. The charges of pending shadow checks are
+    /// settled after their replies.
     pub(crate) fn end(&mut self) {
         if let Some(charge) = self.charge.take() {
             charge.account().end();

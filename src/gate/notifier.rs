@@ -33,16 +33,17 @@ struct Misconfiguration {
     sent_leased: AtomicBool,
     /// Whether a cost above the burst was reported. Reported once, since clients may choose the cost.
     reported_cost: AtomicBool,
-    /// Whether the policies of the layer are in [`LAYERS`].
+    /// Whether [`LAYERS`] has an entry of the layer, so that its clones add no other entries.
     is_listed: AtomicBool,
 }
 
-/// The layers of this process whose policies are fixed: the identity of the store, the layer, and the policies. A layer keeps its
-/// store, so the identity belongs to no other store until the layer is dropped.
+/// The layers of this process with fixed policies: the identity of the store, the layer, and the
+/// policies. A layer keeps its store, so no other store gets its identity while the layer exists.
 ///
-/// It couples no stores: only layers over one store are compared, when they are made, for a report. No check reads it.
+/// Read only to report two layers with conflicting policies. No check reads it.
 static LAYERS: Mutex<Vec<(usize, Weak<Misconfiguration>, Policies)>> = Mutex::new(Vec::new());
 
+/// Minimum interval between two reports of a misconfigured server.
 const PAUSE: Duration = Duration::from_secs(60);
 
 impl Notifier {
@@ -158,8 +159,9 @@ impl Notifier {
         }
     }
 
-    /// Reports, once, if another layer over the same store counts by these policies with another limit. Buckets of two
-    /// quotas are two counts, so each of their layers keeps its limit. Windows, logs and requests in flight are one count.
+    /// Reports, once, if another layer over the same store counts by these policies with another
+    /// limit. Buckets of two quotas are two counts, so each of their layers keeps its limit.
+    /// Windows, logs and requests in flight share one count.
     pub(crate) fn shared_count(&self, store: Option<usize>, policies: &Policies) {
         let Some(store) = store else { return };
         if self.misconfiguration.is_listed.swap(true, Relaxed) {

@@ -1,4 +1,4 @@
-//! From a request to its policies.
+//! Policy selection: finds the policies of a request.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -64,9 +64,9 @@ pub trait PolicySelector<R = Parts>: Send + Sync + 'static {
         None
     }
 
-    /// Receives the observer of a layer, to notify it of a [misconfigured](Observer::misconfigured) server, such as of a
-    /// plan that is not listed. A selector that has an observer keeps that; a selector around others passes it on.
-    /// Defaults to doing nothing.
+    /// Receives the observer of a layer, to notify it of a [misconfigured](Observer::misconfigured)
+    /// server, such as of a plan that is not listed. A selector that has an observer keeps that; a
+    /// selector around others passes it on. Defaults to doing nothing.
     fn observe(&self, observer: &Arc<dyn Observer>) {
         let _ = observer;
     }
@@ -75,7 +75,7 @@ pub trait PolicySelector<R = Parts>: Send + Sync + 'static {
 /// Uses the policies that a closure returns: [`Policies`], or an `Option` of them, which is `None` for an exempt
 /// request.
 ///
-/// It returns the closure; `policies_fn` tells the compiler the type of its argument.
+/// Returns the closure unchanged; the call tells the compiler the type of its argument.
 ///
 /// ```
 /// use http::Method;

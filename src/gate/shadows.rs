@@ -1,4 +1,4 @@
-//! Shadow checks: decided and reported, but never enforced.
+//! The checks of shadows and of dry runs: decided and reported, but never enforced.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -26,9 +26,10 @@ struct Reporter {
     /// The caller.
     key: Key,
     notifier: Notifier,
-    /// Settles the charges, if the layer settles.
+    /// The account that settles the charges of these checks. `None` if the layer does not settle.
     charge: Option<RequestCost>,
-    /// The in-flight slots until the call ends, if the layer does not settle.
+    /// The in-flight slots of these checks, until the call ends. Empty if the layer settles,
+    /// because then `charge` holds them.
     slots: Vec<Slot>,
     has_ended: bool,
 }

@@ -42,7 +42,7 @@ impl Wait {
     const PER_CALLER: usize = 100;
     const IN_ALL: usize = 10_000;
 
-    /// Waits for at most this long.
+    /// Creates a `Wait` of at most `max` per request, with the default bounds.
     pub const fn up_to(max: Duration) -> Self {
         Self {
             max,
@@ -53,16 +53,17 @@ impl Wait {
         }
     }
 
-    /// Sets how many requests of one caller may wait in this process, under all policies; one more is denied immediately.
-    /// Defaults to 100.
+    /// Sets how many requests of one caller may wait in this process, under all policies; one more
+    /// is denied immediately. Defaults to 100.
     #[must_use]
     pub const fn per_caller(mut self, requests: NonZeroUsize) -> Self {
         self.bounds.each = requests.get();
         self
     }
 
-    /// Sets how many requests of all callers may wait in this process; one more is denied immediately. Defaults to 10,000:
-    /// a hundred callers that fill their places of [`per_caller`](Self::per_caller) leave none to all others.
+    /// Sets how many requests of all callers may wait in this process; one more is denied
+    /// immediately. Defaults to 10,000: a hundred callers with the maximum of
+    /// [`per_caller`](Self::per_caller) leave no place for others.
     #[must_use]
     pub const fn total(mut self, requests: NonZeroUsize) -> Self {
         self.bounds.all = requests.get();
@@ -76,7 +77,7 @@ impl From<Duration> for Wait {
     }
 }
 
-/// The requests of a layer that wait.
+/// The queues of a layer.
 #[derive(Clone)]
 pub(super) struct Waiting {
     max: Duration,
@@ -87,7 +88,7 @@ pub(super) struct Waiting {
 pub(super) struct QueuedRequest {
     turn: Acquire,
     pub(super) policies: Policies,
-    /// While the service is not ready.
+    /// The granted permit, until the service is ready.
     permit: Option<Permit>,
 }
 
@@ -106,13 +107,13 @@ impl Waiting {
         }
     }
 
-    /// Returns `true` if a request with this check must wait: others of its caller do.
+    /// Returns `true` if other requests of this caller wait, so that the request must wait too.
     #[inline]
     pub(super) fn has_line(&self, check: &Check) -> bool {
         self.queues.has_line(check)
     }
 
-    /// Begins to wait, if there is a place. `denied` is the denial of the store, if the request was checked.
+    /// Joins the queue. `denied` is the denial of the store, if the request was checked.
     pub(super) fn join(
         &self,
         question: &Question,
@@ -134,8 +135,8 @@ impl Waiting {
 }
 
 impl QueuedRequest {
-    /// Waits for the turn, and then for the service to be ready: the permit, or why there is none, or the error of the
-    /// service.
+    /// Waits for the turn, and then for the service to be ready. Resolves to the permit, the reason
+    /// for a missing permit, or the error of the service.
     ///
     /// # Panics
     ///

@@ -9,10 +9,10 @@ use super::{Check, Decision, Key, Mode, Policy, State};
 #[derive(Debug, Clone)]
 pub(crate) struct Charge {
     key: Key,
-    /// The decision that granted it, and nothing else.
+    /// The decision that granted this charge, and nothing else.
     decision: Decision,
-    /// When the check was sent, which is before the store charged it. Of a turn, when it is due as
-    /// far as was known then.
+    /// The time at which the check was sent, before the store charged it. For a [due](Self::due)
+    /// turn, the time at which it was expected to be due.
     since: Instant,
 }
 
@@ -38,7 +38,7 @@ impl Charge {
         self.decision.granted()
     }
 
-    /// The same charge as if only `cost` had been charged.
+    /// Returns the charge as if only `cost` had been charged.
     pub(crate) fn of_cost(self, cost: u32) -> Self {
         Self {
             decision: self.decision.of_charge(cost),
@@ -50,13 +50,14 @@ impl Charge {
         now.into().saturating_duration_since(self.since)
     }
 
-    /// Returns the check that refunds a part of it, as far as it still counts at `now`. `None` if
-    /// nothing of it counts. The refund goes where the charge was made: see [`Decision::refund`].
+    /// Returns the check that refunds a part of the charge, as far as the charge still counts at
+    /// `now`. `None` if nothing of it counts. The refund goes to the store that made the charge:
+    /// see [`Decision::refund`].
     pub(crate) fn refund(&self, part: u32, now: impl Into<Instant>) -> Option<Check> {
         self.decision.refund(self.key, part, self.age(now)).next()
     }
 
-    /// The same charge at the time at which a turn is due, when it counts as made.
+    /// Returns the charge of a turn as if it had been made when the turn is due.
     pub(crate) fn due(self) -> Self {
         Self {
             since: self.since + self.decision.due_in().unwrap_or_default(),
@@ -69,14 +70,15 @@ impl Charge {
 /// A charge as one policy counts it, for a refund of a part of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PolicyCharge {
-    /// How many microseconds ago it was made.
+    /// Age of the charge in microseconds.
     pub(crate) age: i64,
     pub(crate) at: ChargedAt,
-    /// How much it was.
+    /// The charged cost.
     pub(crate) cost: i64,
     /// `reset_after` reported at charge time, in microseconds.
     pub(crate) reset: i64,
-    /// Whether it is a turn that was taken ahead, which is refunded only as far as no later turn stands on it.
+    /// Whether the charge is a turn that was taken ahead. Its refund keeps the part that later
+    /// turns need.
     pub(crate) is_turn: bool,
 }
 
@@ -84,9 +86,9 @@ pub(crate) struct PolicyCharge {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ChargedAt {
     /// In the store itself, or in the primary store of a fallback, at this time by its clock in
-    /// microseconds; 0 if the time is unknown. From this time Redis computes the age again, and
-    /// uses the greater of that and [`PolicyCharge::age`]: the refund may arrive late, and another
-    /// server may have another clock. For a turn it uses the computed age.
+    /// microseconds; 0 if the time is unknown. Redis computes the age again from this time, and
+    /// uses the greater of both ages: the refund may arrive late, and after a failover another
+    /// server may have another clock. For a turn it uses only the computed age.
     Redis(i64),
     /// In the fallback, at this time by the clock of this process in microseconds.
     Local(i64),
@@ -105,11 +107,11 @@ impl ChargedAt {
 /// One charge per policy of a check: only the reset differs.
 pub(crate) type EachCharge = SmallVec<[PolicyCharge; 1]>;
 
-/// The longest wait of a take ahead, and the greatest age of a charge, in microseconds: 142 years.
+/// Maximum wait of a take ahead, and maximum age of a charge, in microseconds: 142 years.
 pub(crate) const LONGEST: i64 = 1 << 52;
 
 impl PolicyCharge {
-    /// A charge made just before, refunded as a whole.
+    /// Creates a charge that has this cost and is refunded as a whole.
     pub(crate) fn just_now(cost: i64) -> Self {
         Self {
             age: 0,
@@ -125,7 +127,7 @@ impl PolicyCharge {
         self.reset - self.age
     }
 
-    /// Refunds it on the state of its policy, and returns how much.
+    /// Refunds `cost` of this charge in the state of its policy. Returns the refunded cost.
     pub(crate) fn refund(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
         let ask = Ask {
             of: Some(&self),

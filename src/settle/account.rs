@@ -14,16 +14,16 @@ use crate::util::lock;
 /// The reservations of one request. Dropping it settles them.
 pub(crate) struct Account {
     ops: OpQueue,
-    /// The cost reserved under the layer's policies, also in a dry run.
+    /// The cost reserved under the layer's policies, enforced or in a dry run.
     reserved: AtomicU32,
-    /// The part of `reserved` that the handler has added, which the layer's decision does not
-    /// include. Written under the lock.
+    /// The part of `reserved` that the handler has added. The layer's decision does not include it.
+    /// Written under the lock.
     extra: AtomicU32,
     /// The cost counted by the handles, or [`UNUSED`].
     units: AtomicU64,
     bytes: AtomicU64,
     state: Mutex<AccountState>,
-    /// The handle of an outer layer, which counts the same cost.
+    /// The handle of the next outer layer that settles. It counts the same cost.
     outer: OnceLock<RequestCost>,
 }
 
@@ -37,11 +37,12 @@ struct AccountState {
 /// The charges that are not settled yet.
 #[derive(Default)]
 struct Open {
-    /// One per list of policies: the layer's, and those of dry runs and shadows.
+    /// One per list of policies: first the enforced one, if any. Dry runs and shadows add theirs
+    /// after their replies.
     reserved: SmallVec<[Charge; 1]>,
-    /// Whether the first one is under policies that the layer enforces.
+    /// Whether the first of `reserved` is under policies that the layer enforces.
     enforced: bool,
-    /// The handler's additions to the first one.
+    /// The handler's additions to the first of `reserved`.
     extra: Vec<Charge>,
 }
 
@@ -160,7 +161,8 @@ impl Account {
             }
             state.settlement
         };
-        // The layer's rule was faster. If it determined the cost, that is already charged.
+        // The rule was applied before the reply. If it determined the cost, that is already
+        // charged.
         let kept = if settlement == Settlement::Keep {
             units
         } else {
@@ -169,7 +171,7 @@ impl Account {
         settle(&reserved, kept, &self.ops);
     }
 
-    /// Refunds an addition of this cost.
+    /// Refunds the newest addition of `units`, because an outer layer has not reserved its own.
     pub(super) fn refund_extra(&self, units: u32) {
         let given = {
             let extra = &mut lock(&self.state).open.extra;

@@ -117,7 +117,7 @@ const MAX_FLIGHTS: usize = 1_024;
 const CAPACITY: usize = 100_000;
 /// Number of scheduled retries at which a release is dropped instead of retried.
 const MAX_RELEASE_RETRIES: usize = 10_000;
-/// Delay between the reply to a release and its repetition.
+/// Delay of the second release of a slot after the reply to the first; see [`PendingOp::repeated`].
 const RELEASE_REPEAT_DELAY: Duration = Duration::from_millis(500);
 /// First and longest delay of a retry.
 const MIN_RETRY_DELAY: Duration = Duration::from_millis(50);
@@ -164,8 +164,8 @@ impl OpQueue {
         };
         self.shared.set_first_runtime();
         let runtime = Handle::try_current().ok();
-        // The reply is not kept in the queue: the callback may hold the queue, which would then hold itself if no
-        // sender followed.
+        // Keep the reply out of the queue: its callback may hold the queue, and this cycle would leak if no sender
+        // followed.
         if let Some(runtime) = runtime.as_ref().or(self.shared.first_runtime.get()) {
             let shared = Arc::clone(&self.shared);
             runtime.spawn(async move {
@@ -300,7 +300,7 @@ impl SharedQueue {
         self.mark_busy();
     }
 
-    /// Also wakes the sender. Must be called under the lock.
+    /// Marks the queue as busy, and wakes the sender. Must be called under the lock.
     fn mark_busy(&self) {
         self.is_busy.store(true, Ordering::Release);
         self.new_work.notify_one();

@@ -14,7 +14,7 @@ pub(crate) struct PendingOp {
     callback: CallOnce,
     pub(super) created_at: Instant,
     pub(super) retry_count: u32,
-    /// Whether to repeat it once, some time after the reply.
+    /// Whether to send it a second time, some time after the reply; see [`repeated`](Self::repeated).
     pub(super) repeats_once: bool,
 }
 
@@ -89,7 +89,7 @@ impl PendingOp {
         }
     }
 
-    /// Returns `false` once the charged units no longer count. A refund of such has no
+    /// Returns `false` once the charged units no longer count. Always `true` for a refund: after that time, it has no
     /// [`check`](Self::check).
     pub(super) fn still_counts(&self, now: Instant) -> bool {
         let Kind::Check(check) = &self.kind else {

@@ -22,7 +22,7 @@ impl OpQueue {
     }
 }
 
-/// The checks of a store whose replies the test sends.
+/// Receives each check that the queue sends. The test sends the reply.
 struct SentChecks(mpsc::UnboundedReceiver<(Check, oneshot::Sender<Reply>)>);
 
 impl SentChecks {

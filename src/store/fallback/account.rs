@@ -31,9 +31,10 @@ pub(super) struct Account {
     pub(super) policies: Policies,
     /// One per policy.
     counts: SmallVec<[Count; 1]>,
-    /// All charges until this time were sent or reset, or are of an earlier account.
+    /// The time of the newest charge that is not refundable here: charges until then were sent or
+    /// reset, or are of an earlier account.
     sent_until: i64,
-    /// Whether a check was sent.
+    /// Whether any check of the account was sent.
     pub(super) is_sent: bool,
     /// Whether the primary store lacks a reset, which it gets before any charge.
     lacks_reset: bool,
@@ -42,7 +43,8 @@ pub(super) struct Account {
     counted_until: i64,
 }
 
-/// What the primary store should count under a policy, in two versions. The primary store lacks the difference.
+/// The count of the primary store under a policy, in two versions. The primary store lacks the
+/// difference.
 #[derive(Debug)]
 struct Count {
     /// The count before the first grant of the fallback, and the charges that were sent since.
@@ -159,7 +161,7 @@ impl Account {
                 InFlight::Charge { .. } => RefundTo::Later,
                 InFlight::Nothing | InFlight::Reset => RefundTo::Primary,
             },
-            // Without a charge, a refund applies to any.
+            // A refund that names no charge applies to any unsent one.
             Some(ChargedAt::Local(_)) | None => {
                 RefundTo::Account(check.cost().min(limited(self.unsent(now))))
             }
@@ -209,8 +211,9 @@ impl Account {
 
     /// Returns the next check that the primary store lacks, and counts it as sent. `None` if it lacks nothing.
     ///
-    /// That is the reset, or a charge of the least cost that a policy lacks, under all that lack something. If a part
-    /// has expired under one of two policies, the next check charges the rest under the other.
+    /// The reset is first. Then come charges, each of the smallest cost that any policy lacks,
+    /// under all policies that lack something. For example, if a part has expired under one of two
+    /// policies, the next check charges the rest under the other.
     pub(super) fn send(&mut self, key: Key, now: i64) -> Option<Check> {
         if self.lacks_reset {
             (self.in_flight, self.is_sent) = (InFlight::Reset, true);
@@ -255,8 +258,9 @@ impl Account {
     }
 }
 
-/// Returns what the primary store counts under a policy: as much of it as the fallback counted of its share before it
-/// granted this. A share has fewer units than the whole policy, but the same time.
+/// Estimates the count of the primary store under a policy from the count of the fallback before it
+/// granted this. The fallback counts under a share, which has fewer units than the whole policy,
+/// but the same time.
 fn counted_before(
     policy: &Policy,
     share: &Policy,
@@ -346,7 +350,8 @@ mod tests {
         StoreError::new(ErrorKind::Unreachable).not_sent()
     }
 
-    /// One of two policies was charged: the primary store refunds under both, later.
+    /// The first check charges both policies, and the second one the rest under `b`. A refund waits
+    /// while a check is in flight, and then goes to the primary store.
     #[test]
     fn a_sent_charge_is_not_refunded_here() {
         let policies = Policies::new([log("a", "10/s"), log("b", "10/h")]).unwrap();
@@ -464,7 +469,7 @@ mod tests {
         Policy::new(name, strategy, quota).unwrap()
     }
 
-    /// Holds for any counts of an instance, if the limit of a window changes often, and under two policies.
+    /// For any initial count, under one policy whose limit changes often, or under two policies.
     #[tokio::test]
     async fn no_more_is_charged_than_was_granted() {
         for seed in 0..4_000 {

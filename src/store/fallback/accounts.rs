@@ -21,11 +21,11 @@ pub(super) struct Accounts {
     held: AtomicUsize,
     /// Number of accounts that may be opened, in all partitions of a primary store together.
     free: Arc<AtomicUsize>,
-    /// Number of the epoch. An epoch ends when the breaker opens, and when an account is removed whose charges were sent:
-    /// a reply to an earlier check may lack these.
+    /// Number of the epoch. An epoch ends when the breaker opens, and when an account is removed
+    /// whose charges were sent: a reply to a check of an earlier epoch may lack these.
     epoch: AtomicU64,
-    /// Cost that was charged to the primary store, and cost that was sent without a reply or never will be, since the
-    /// last report.
+    /// Since the last report: the cost that was charged to the primary store, and the cost that was
+    /// sent without a reply or granted without an account.
     pub(super) charged: AtomicU64,
     pub(super) dropped: AtomicU64,
 }
@@ -133,7 +133,8 @@ impl Caller<'_> {
         Some(check)
     }
 
-    /// Records the outcome of a check of an account: the last one that was sent, of this cost.
+    /// Records the outcome of the last check that the account has sent. `cost` is the cost of the
+    /// check.
     pub(super) fn replied(
         &mut self,
         policies: &Policies,
@@ -156,8 +157,8 @@ impl Caller<'_> {
         }
     }
 
-    /// Records the effect of a decision of the fallback. Returns `false` if no account has its grant: there is no room for
-    /// one, or the decision repeats an earlier one.
+    /// Records the effect of a decision of the fallback. Returns `false` if no account has its
+    /// grant: there is no room for an account, or the decision repeats an earlier one.
     pub(super) fn record(&mut self, check: &Check, decision: &Decision, now: i64) -> bool {
         // Requests in flight need no account: their owner renews the slots in the primary store.
         let Some(policies) = check.policies().without_in_flight() else {

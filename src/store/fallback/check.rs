@@ -1,4 +1,5 @@
-//! One check: sent to the primary store, and judged by its reply or the deadline; otherwise answered by the fallback.
+//! One check: decided by the primary store until the deadline, and then by the fallback. The
+//! outcome is reported to the breaker.
 //!
 //! The methods of [`Partition`] for the recovery task are in `recovery`. A check needs none of them but
 //! [`attend`](Partition::attend), which starts the task.
@@ -33,7 +34,7 @@ pub(super) struct Partition<P, F> {
     pub(super) settings: Settings,
     /// Number of partitions of the primary store.
     pub(super) partitions: usize,
-    /// The caller of the probes of this partition.
+    /// The key that the probes of this partition check.
     pub(super) probe: Key,
     pub(super) breaker: Breaker,
     /// Number of partitions with an open breaker. Briefly too small by one if a breaker closes immediately after it has
@@ -67,7 +68,8 @@ pin_project! {
         step: Step<P::Future, F::Future>,
     }
 
-    /// Its client may give up before each deadline, so only a probe can find an outage.
+    /// A client that always gives up before the deadline reports no failures, so let a probe find
+    /// the outage.
     impl<P: Store, F: Store> PinnedDrop for FallbackFuture<P, F> {
         fn drop(this: Pin<&mut Self>) {
             let this = this.project();
@@ -88,7 +90,8 @@ pin_project! {
             // Set at the first poll that finds no reply.
             #[pin]
             deadline: Option<Sleep>,
-            // `None` after the deadline of a check for a block: its late reply still reports the quota to refund.
+            // `None` after the deadline of a check for a block, which is reported once. The late
+            // reply is still returned, since it shows the quota to refund.
             admission: Option<Admission>,
             at: Instant,
             check: Check,
@@ -171,7 +174,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
-    /// Handles the primary store's reply, or a missed deadline. `admission` is `None` if the outcome was already reported.
+    /// Handles the primary store's reply, or a missed deadline. `admission` is `None` if the
+    /// outcome was already reported.
     fn judge(
         self: &Arc<Self>,
         check: &Check,
@@ -198,7 +202,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         if !self.accounts.is_empty() {
             self.attend();
         }
-        // The answer to a repeated id is an old one.
+        // A decision that repeats an earlier one does not show the current counts.
         if !decision.is_repeated() {
             if let Some(mirrored) = check.mirrored(decision) {
                 // Keep the slots of this instance in the fallback too, for an outage.
@@ -301,10 +305,12 @@ impl<P: Store, F: Store> Partition<P, F> {
         Some(Check::refund_of(key, policies, cost, charged.into()))
     }
 
-    /// Handles a reply of the fallback, and records it, under the lock of the `caller` if it is held.
+    /// Handles a decision of the fallback, and records it in an account. `caller` is the lock under
+    /// which a [`LocalStore`](crate::LocalStore) has decided; `None` for another fallback.
     ///
-    /// Replies of the primary store may have warmed the fallback before a later reply, so a fallback that uses them
-    /// should reply immediately, as [`LocalStore`](crate::LocalStore) does.
+    /// Without the lock, a reply of the primary store may warm the fallback between the decision
+    /// and this call, and drop the grant from its count. So a custom fallback that can be warmed
+    /// should decide immediately.
     fn fell_back(
         self: &Arc<Self>,
         check: &Check,
@@ -312,8 +318,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         answer: Result<Decision, StoreError>,
         caller: Option<Caller<'_>>,
     ) -> Result<Decision, StoreError> {
-        // A cost that exceeds the share but fits the whole policy is denied until the primary store may decide it, after
-        // the next probe.
+        // A cost that exceeds the share but fits the whole policy is denied until the primary store
+        // may decide it, after the next probe.
         let decision = answer?.wait_instead(|i| match check.policies().as_slice().get(i) {
             Some(whole) if check.cost() <= whole.quota().capacity() => {
                 Breaker::LONGEST_DELAY.as_micros() as i64

@@ -8,20 +8,24 @@
 //! | `accounts`, `account` | grants and resets of the fallback that the primary store lacks |
 //! | `recovery` | the background task that probes the primary store, reconciles and closes the breaker |
 //!
-//! A caller has an account for each list of policies under which the fallback has granted something, in memory only.
-//! It has two counts of each policy, with and without the grants that were not sent to the primary store, a flag for a
-//! reset, and the check that was sent last, until its reply. The difference of the counts is charged. The account is
-//! removed when nothing is left to charge.
+//! A caller has an account for each list of policies under which the fallback has granted
+//! something. Accounts exist in memory only. An account has two counts of each policy, with and
+//! without the grants that were not sent to the primary store, a flag for a reset, and the check
+//! that was sent last, until its reply. A reconciliation charges the difference of the counts. The
+//! account is removed when nothing is left to charge.
 //!
-//! - **Lost reply.** After the deadline the fallback decides. The primary store may have charged the check, so it is
-//!   neither sent again nor recorded in an account, and its grant is never refunded. A reconciling charge without a
-//!   reply is not repeated, but reported as dropped. A reset, of a check or of a reconciliation, is repeated until there
-//!   is a reply.
+//! - **Lost reply.** After the deadline the fallback decides. The primary store may have charged
+//!   the check, so it is neither sent again nor recorded in an account, and its grant is never
+//!   refunded. A reconciling charge without a reply is not repeated, but reported as dropped. A
+//!   reset, of a check or of a reconciliation, is repeated until there is a reply.
 //! - **Failing store.** The breaker opens after several failures. The fallback decides and records its grants until a
 //!   reconciliation has charged them.
-//! - **Refund.** A decision knows whether the fallback made it, and when, and is never refunded if it is in no account.
-//!   If the account has the charge, the refund is deducted there. If the charge is on its way, the refund fails as
-//!   unsent, and its owner retries it. After that, the primary store refunds it.
+//! - **Refund.** A decision states whether the fallback made it, and when. A grant that is in no
+//!   account is never refunded. If an account has the charge, the refund is deducted there. If the
+//!   charge is in flight to the primary store, the refund fails as unsent, and its owner retries
+//!   it. After that, and for a charge that the primary store made, the primary store refunds it;
+//!   while the breaker is open, this fails as unsent too. A refund that names no charge is deducted
+//!   from the account of its policies, or else sent to the primary store.
 //! - **End of a runtime.** The accounts stay, and the next check starts the recovery task on its own runtime. A charge
 //!   in flight counts as lost. When the process ends, its accounts are lost.
 

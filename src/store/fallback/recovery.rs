@@ -2,13 +2,14 @@
 //!
 //! The methods of [`Partition`] for this task are here. A check needs none of them but [`attend`](Partition::attend).
 //!
-//! - **Reconciliation.** All accounts are charged, once, beginning with the callers that have used most of a limit, since
-//!   another instance might exceed the limit for these. An account counts a check as sent before it is sent: if the
-//!   runtime shuts down, the check is not repeated. The cost is computed when it is sent, so that no expired cost is
-//!   charged.
-//! - **Announcement.** While an instance reconciles, it charges one shared count in the primary store, which belongs to no
-//!   caller: the time until which at least one instance reconciles. An announcement is never withdrawn: it expires. So
-//!   it costs the primary store the same for any number of instances, and no instance waits for a dead one.
+//! - **Reconciliation.** All accounts are charged, once, beginning with the callers that have used
+//!   most of a limit, since another instance might exceed the limit for these. An account counts a
+//!   check as sent before it is sent: if the runtime shuts down, the check is not repeated. The
+//!   cost is computed when it is sent, so that no expired cost is charged.
+//! - **Announcement.** An instance that reconciles charges one shared count in the primary store,
+//!   which belongs to no caller: the time until which at least one instance reconciles. An
+//!   announcement is never withdrawn: it expires. So it costs the primary store the same for any
+//!   number of instances, and no instance waits for a dead one.
 
 use std::cmp::Reverse;
 use std::num::NonZeroU32;
@@ -59,7 +60,8 @@ impl<P: Store, F: Store> Recovery<P, F> {
             let longest = Breaker::longest_delay(partition.settings.share.instances());
             // Keep no store alive during the pause.
             drop(partition);
-            // A short outage ends sooner if its first probe does not wait for as long as those before it.
+            // Begin with short pauses again when the breaker opens or closes: earlier probes do not
+            // show the length of this outage.
             if open != was_open {
                 (attempts, was_open) = (0, open);
             }

@@ -17,7 +17,7 @@ use super::worker::{RedisStore, Shared};
 use crate::error::{ErrorKind, StoreError};
 use crate::store::Instances;
 
-/// How often each announces itself. It is no longer counted after three times as long.
+/// Interval between two announcements. An instance expires after three intervals.
 const EVERY: Duration = Duration::from_secs(2);
 
 impl RedisStore {
@@ -37,7 +37,7 @@ impl RedisStore {
         let runtime = Handle::try_current()
             .map_err(|error| StoreError::with_source(ErrorKind::NoRuntime, error))?;
         let alive = Arc::new(AtomicU32::new(1));
-        // Dropped, it ends the task.
+        // Dropping the set ends the task.
         let mut announcer = JoinSet::new();
         announcer.spawn_on(
             run(Arc::downgrade(&self.inner), Arc::clone(&alive)),
@@ -52,7 +52,7 @@ impl RedisStore {
 
 async fn run(inner: Weak<Shared>, alive: Arc<AtomicU32>) {
     let name = format!("{:016x}", RandomState::new().hash_one(0));
-    // After an outage the first instance finds only itself: accept a lower number from the second time.
+    // After an outage, the first instance finds only itself: accept a lower count only when the next count confirms it.
     let mut before = 1;
     loop {
         let Some(inner) = inner.upgrade() else { return };
@@ -68,7 +68,7 @@ async fn run(inner: Weak<Shared>, alive: Arc<AtomicU32>) {
     }
 }
 
-/// Says that the instance of this name is alive. Returns how many are.
+/// Announces the instance of this name. Returns the number of live instances.
 async fn announced(inner: &Arc<Shared>, name: &str) -> Result<u32, StoreError> {
     let node = inner.shared_node().await?;
     let call = KeyCall {

@@ -18,11 +18,11 @@ use crate::limit::{
 use crate::store::{LocalStore, Store};
 use crate::support::RedisServer;
 
-/// Steps per strategy. Every trace has 64 callers, and all check at every moment.
+/// Number of checks per strategy. All callers of a trace check at every time.
 const STEPS: usize = 100_000;
 const CALLERS: usize = 64;
 
-/// A test of both halves of each strategy.
+/// Creates a test of both halves for each strategy.
 macro_rules! agree {
     ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, $kinds:tt;)*) => {$(
         #[tokio::test]
@@ -42,7 +42,7 @@ async fn in_flight() {
     agree(0, Kind::InFlight).await;
 }
 
-/// The strategy with other parameters.
+/// Returns the strategy with random parameters, if it has any.
 fn vary(rng: &mut Rng, kind: Kind) -> Kind {
     match kind {
         Kind::Rate(Strategy::FixedWindow(Align::Clock { .. })) => {
@@ -59,12 +59,12 @@ fn vary(rng: &mut Rng, kind: Kind) -> Kind {
     }
 }
 
-/// Any of them, or requests in flight.
+/// Returns a random strategy, or requests in flight.
 fn any(rng: &mut Rng) -> Kind {
     nth(rng.usize(..=Strategy::ALL.len()))
 }
 
-/// Each of them in turn.
+/// Returns each strategy in turn, then requests in flight.
 fn nth(i: usize) -> Kind {
     Strategy::ALL
         .get(i % (Strategy::ALL.len() + 1))
@@ -86,7 +86,7 @@ async fn several_policies() {
     trace.run(&policies, STEPS).await;
 }
 
-/// A limit may change at any moment: both halves continue the count equally. Another span is another count.
+/// A limit may change at any time, and both halves continue the same count. A changed span starts another count.
 #[tokio::test]
 async fn changing_quotas() {
     // Takes under GCRA alone are decided by another script.
@@ -168,7 +168,7 @@ async fn every_quota_of_a_name_holds_alone() {
             } else {
                 denied += 1;
             }
-            // The first until nothing remains, then another once; or in turn; or at random.
+            // Choose the first quota until it denies, then another one once; or each in turn; or a random one.
             which = match manner {
                 0 if which == 0 && expected => 0,
                 0 if which > 0 => 0,
@@ -186,8 +186,8 @@ async fn every_quota_of_a_name_holds_alone() {
     );
 }
 
-/// Ids too, repeated around the age at which they expire: both stores keep them equally long, and repeat the decision
-/// regardless of later refills.
+/// Checks with ids, repeated around the age at which the ids expire. Both stores keep an id equally long, and repeat
+/// its decision regardless of later refills.
 #[tokio::test]
 async fn ids() {
     let server = RedisServer::start();
@@ -309,7 +309,7 @@ async fn ids_of_a_later_clock_are_forgotten() {
     assert_eq!(left, [5, 5, 10, 5], "it is charged twice");
 }
 
-/// Policies of one count: their limits differ by less than a tenth, unless it is a bucket.
+/// Returns policies of one count whose limits differ by less than a tenth. For a bucket, the policies are equal.
 fn near_policies(kind: Kind, rng: &mut Rng) -> [Policies; 3] {
     let first = policy("near", kind, rng);
     [0, 1, 2].map(|_| {
@@ -322,7 +322,7 @@ fn near_policies(kind: Kind, rng: &mut Rng) -> [Policies; 3] {
     })
 }
 
-/// Near limits of one count, each caller's in turn.
+/// The policy of each caller alternates between three similar limits of one count.
 #[tokio::test]
 async fn near_quotas() {
     let server = RedisServer::start();
@@ -335,7 +335,7 @@ async fn near_quotas() {
             let policies: Vec<Policies> = all.iter().map(|near| near[i % 3].clone()).collect();
             trace.run(&policies, 1).await;
         }
-        // The next quotas are of other callers.
+        // Continue with new callers.
         trace.states.clear();
         trace.granted.clear();
         let _: String = server.command("FLUSHALL").await;
@@ -352,7 +352,7 @@ async fn long_logs() {
         redis,
         ..
     } = Trace::new(14, &server);
-    // In the shorter period, charges leave all the time.
+    // With a period of 2 s, charges expire throughout the trace.
     let quotas = [(10_000, 20), (10_000, 2), (3_000, 20), (700, 2)];
     let mut callers = quotas.map(|(limit, seconds)| {
         let quota = Quota::per(limit, Duration::from_secs(seconds));
@@ -457,7 +457,7 @@ async fn an_expired_log_frees_its_memory() {
     assert!(bytes < 500, "{bytes} bytes");
 }
 
-/// MGET reads a log that has become a list as nothing.
+/// MGET returns nil for a log that has become a list.
 #[tokio::test]
 async fn a_long_log_is_kept_beside_new_callers() {
     let server = RedisServer::start();
@@ -498,7 +498,7 @@ async fn unequal_takes_of_one_call_add_up() {
     assert_eq!(left, [9, 7, 4]);
 }
 
-/// Takes under meters alone are decided by another script (`takes.lua`): many callers in a call, of one quota after the other.
+/// Calls of many takes under one meter, which `takes.lua` decides. Each step uses one of three quotas.
 #[tokio::test]
 async fn takes_under_one_plan() {
     let [greedy, interval] = [Refill::Greedy, Refill::Interval].map(Strategy::TokenBucket);
@@ -514,7 +514,7 @@ async fn takes_under_one_plan() {
             for step in 0..20 {
                 let policies = &quotas[trace.rng.usize(..quotas.len())];
                 let cost = trace.cost(policies);
-                // No more than a batch, so that there is one call.
+                // At most one batch of checks, so that there is one call.
                 let mut checks: Vec<(usize, Check)> = vec![];
                 for i in (0..CALLERS).filter(|i| i % 20 <= step) {
                     let times = [0, 1, 1, 2, 5][trace.rng.usize(..5)];
@@ -548,7 +548,8 @@ async fn takes_under_one_plan() {
     }
 }
 
-/// From a state of any time and level, or a foreign value. The user may lack the right to GET, which only `take.lua` uses.
+/// Each script starts from the same state of any time and level, or from a foreign value. The Redis user may lack the
+/// permission for GET, which only `take.lua` uses.
 #[tokio::test]
 async fn all_scripts_decide_and_store_alike() {
     let server = RedisServer::start();
@@ -655,7 +656,8 @@ async fn all_scripts_decide_and_store_alike() {
     );
 }
 
-/// A packed value of one caller is reused for the next only if both have the same level.
+/// Two keys that expire in the same millisecond may have different levels: the script must not store one caller's
+/// packed state for another caller.
 #[tokio::test]
 async fn levels_of_one_millisecond_stay_apart() {
     for kind in [
@@ -685,7 +687,7 @@ async fn levels_of_one_millisecond_stay_apart() {
     }
 }
 
-/// A refund has the age by Redis's clock, even if it claims a lower age; unless that clock is another server's.
+/// A refund uses the claimed age or the age by Redis's clock, whichever is greater.
 #[tokio::test]
 async fn delayed_refunds_keep_their_real_age() {
     let server = RedisServer::start();
@@ -693,7 +695,7 @@ async fn delayed_refunds_keep_their_real_age() {
     let policies = Policy::new("p", Strategy::Gcra, Quota::per_second(100))
         .unwrap()
         .into();
-    // A new charge; 900 ms later; by a clock 10 s behind, and by a clock 10 s ahead.
+    // Refund immediately; 900 ms later; by a clock 10 s behind; by a clock 10 s ahead.
     for (later, age, given) in [
         (0, 0, 100),
         (900, 0, 10),
@@ -747,7 +749,7 @@ async fn refunds_of_repeated_answers_keep_their_age() {
         repeated.map(|decision| decision.refund(key, 50, Duration::ZERO).next().unwrap());
     assert_eq!(redis.check(of_redis).await.unwrap().granted(), 50);
     assert_eq!(local.verdicts(&of_local, || start + 9_500_000).granted, 50);
-    // The charge of 9 s counts still.
+    // The charge at 9 s still counts.
     let granted = ask(Check::up_to(key, &policies, 100), 10_500_000)
         .await
         .map(|decision| decision.granted());
@@ -816,7 +818,7 @@ async fn agree(seed: u64, kind: Kind) {
     trace.run(&policies, STEPS).await;
 }
 
-/// The Rust halves' decision, in the form of Redis's.
+/// Returns the decision of the Rust halves as if Redis had made it.
 fn in_rust(check: &Check, states: &mut [State], now: i64) -> Decision {
     let verdicts = check.clone().at_redis(now).decide(states, now);
     check.clone().answer(verdicts, Source::Redis)
@@ -837,7 +839,7 @@ fn policy(name: &str, kind: Kind, rng: &mut Rng) -> Policy {
         8 => (rng.u32(1..1_000), rng.u64(1..1_000_000)),
         _ => (rng.u32(1..1_000_000), rng.u64(1..100 * DAY)),
     };
-    // No log is longer.
+    // The maximum limit of a sliding log.
     let limit = if kind == Strategy::SlidingLog.into() {
         limit.min(100_000)
     } else {
@@ -871,9 +873,9 @@ struct Trace {
     seed: u64,
     now: Arc<AtomicI64>,
     redis: RedisStore,
-    /// More instances, which check in turn.
+    /// More instances. A random instance sends the checks of each step.
     others: Vec<RedisStore>,
-    /// The states by the Rust halves.
+    /// The states of each caller in the Rust halves, one per policy.
     states: Vec<Vec<State>>,
     /// Some grants of each caller, with their times.
     granted: Vec<Vec<(Decision, i64)>>,
@@ -909,7 +911,7 @@ impl Trace {
         }
     }
 
-    /// Every caller has separate policies.
+    /// Sends random checks and compares the decisions. `policies` contains a list for each caller.
     async fn run(&mut self, policies: &[Policies], steps: usize) {
         // A caller with a new strategy has another key in Redis, and starts empty.
         self.states.resize(policies.len(), Vec::new());
@@ -931,9 +933,9 @@ impl Trace {
         let mut waits = vec![Duration::from_micros(1)];
         let end = self.steps + steps;
         while self.steps < end {
-            // `takes.lua` decides a call of takes alone; see also `takes_under_one_plan`.
+            // `takes.lua` decides a call that has only takes; see also `takes_under_one_plan`.
             let only_takes = self.rng.bool();
-            // Some send several checks together: these share an entry of the batch.
+            // Some callers send several checks together, which share an entry of the batch.
             let checks: Vec<(usize, Check)> = (0..keys.len())
                 .flat_map(|i| {
                     let times = [1, 1, 2, 5][self.rng.usize(..4)];
@@ -948,7 +950,7 @@ impl Trace {
                         .iter_mut()
                         .filter(|(_, check)| check.mode() == Mode::Take)
                     {
-                        // Some are sent again in the same slot, the others have another.
+                        // Half of the takes get a new slot. The others take the same slot again.
                         if self.rng.bool() {
                             *check = Check::take(*check.key(), check.policies(), check.cost());
                         }
@@ -1055,7 +1057,7 @@ impl Trace {
         }
     }
 
-    /// To just where something changes for some caller, just before or after it, or anywhere; sometimes back.
+    /// Sets the time to the end of a caller's wait, just before or after it, or to a random time; sometimes back.
     fn step(&mut self, waits: &[Duration]) {
         let rng = &mut self.rng;
         let wait = waits[rng.usize(..waits.len())].as_micros() as i64;
@@ -1071,7 +1073,7 @@ impl Trace {
             12 => now + rng.i64(0..1_000_000),
             _ => now + rng.i64(0..=wait / 16),
         };
-        // No further than a clock can be set.
+        // The latest time to which a clock can be set.
         self.now.store(now.min(4_000_000_000_000_000), Relaxed);
     }
 }

@@ -28,7 +28,8 @@ pub(super) struct Client {
     pub(super) instances: Vec<Instance>,
     pub(super) caller: usize,
     pub(super) rng: Rng,
-    /// Number of resets. A refund of a charge from before a reset would be deducted from later charges.
+    /// Number of resets. A charge from before the last reset is not refunded: that would be
+    /// deducted from later charges.
     pub(super) resets: Arc<AtomicU64>,
 }
 

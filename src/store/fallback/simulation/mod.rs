@@ -52,9 +52,9 @@ fn run(seed: u64, kept: bool) -> Outcome<Rule> {
     runtime.block_on(live(plan, rng, kept))
 }
 
-/// Time after the last fault within which the primary store decides for every instance, and additional time within
-/// which all activity ends.
+/// Maximum time from the last fault until the primary store decides for every instance.
 const RECOVERY: Duration = Duration::from_secs(1);
+/// Maximum additional time until all activity ends.
 const REST: Duration = Duration::from_secs(2);
 /// Time for which tasks of dropped stores may run.
 const REMAINS: Duration = Duration::from_secs(3);
@@ -165,7 +165,8 @@ async fn inject_faults(world: World, alive: Arc<AtomicU32>, mut rng: Rng) {
                 false,
                 format!("--- {:?} begins for {}", fault.kind, whom.join(", ")),
             ));
-            // Shortly before requests are answered again.
+            // End the fault 1 ms early, so that the counts are lost before requests are answered
+            // again.
             events.push((
                 fault.until - 1,
                 empties,
@@ -180,7 +181,7 @@ async fn inject_faults(world: World, alive: Arc<AtomicU32>, mut rng: Rng) {
             let left = at - world.state().now();
             sleep(Duration::from_millis(left.min(rng.u64(100..400)))).await;
             if share == Sharing::Alive {
-                // Usually the right number.
+                // Report the right number at least half of the time.
                 let count = if rng.bool() {
                     instances
                 } else {

@@ -13,7 +13,8 @@ use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision};
 use crate::store::{Answer, Backend, LocalStore, Store, Withdraw};
 
-/// One count for all instances, as each instance reaches it.
+/// The primary store as one instance reaches it. All instances share its count; each has separate
+/// faults.
 #[derive(Debug, Clone)]
 pub(super) struct Primary {
     pub(super) world: World,

@@ -7,7 +7,7 @@ use crate::limit::Outcome;
 use crate::limiter::Limiter;
 use crate::util::instant;
 
-/// Also if the check was sent to the primary store, which does not reply.
+/// With the breaker open, and for a check that was sent to the primary store, which does not reply.
 #[tokio::test(start_paused = true)]
 async fn the_fallback_reserves_no_turns() {
     for strategy in Strategy::ALL.iter().filter(|each| each.frees().has_burst()) {
@@ -49,7 +49,7 @@ fn wait(limiter: &Limiter<Tested>, waiters: usize, permits: &Arc<AtomicU32>) {
     }
 }
 
-/// The whole rate of the share, and not more.
+/// Waiters get the whole rate of the share, but not more.
 #[tokio::test(start_paused = true)]
 async fn waiters_get_the_share_in_an_outage() {
     for share in [1, 2] {
@@ -70,7 +70,8 @@ async fn waiters_get_the_share_in_an_outage() {
     }
 }
 
-/// The primary store knows all turns that it does not reserve itself, so it gives none twice.
+/// The grants of the outage are charged to the primary store before it decides again, so that no
+/// turn is granted twice.
 #[tokio::test(start_paused = true)]
 async fn waiters_get_the_rate_after_an_outage() {
     let (store, primary, _) = pair(1);

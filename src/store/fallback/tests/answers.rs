@@ -93,7 +93,7 @@ async fn answers_keep_unreconciled_grants() {
     primary.set(Manner::After(Duration::from_millis(10)));
     let answer = tokio::spawn(store.check(Check::take(ann(), &policies, 1)));
     sleep(Duration::from_millis(1)).await;
-    // Failures of one call do not open the breaker.
+    // A full queue does not open the breaker.
     primary.set(Manner::Fails(queue_full()));
     let granted = 2 + burst(&store, &policies, 60).await;
     assert!(answer.await.unwrap().is_ok() && !store.is_degraded());

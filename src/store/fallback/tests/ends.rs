@@ -4,7 +4,7 @@ use super::*;
 use crate::in_flight::InFlightTracker;
 use crate::util::instant;
 
-/// A denied slot that the primary store took.
+/// The primary store grants a slot, its reply is lost, and the fallback denies the request.
 #[tokio::test(start_paused = true)]
 async fn a_denied_slot_is_released() {
     let (store, primary, _) = pair(1);
@@ -14,7 +14,7 @@ async fn a_denied_slot_is_released() {
         .unwrap()
         .into();
     let tracker = InFlightTracker::new(&store, None);
-    // The local store knows of two slots of this instance.
+    // Two slots of this instance exhaust the limit in both stores.
     let mut held = vec![];
     for _ in 0..2 {
         let check = Check::take(ann(), &policies, 1);
@@ -24,10 +24,10 @@ async fn a_denied_slot_is_released() {
         assert!(a.unwrap().is_allowed());
         held.push(slot);
     }
-    // One ends in Redis, whose release was served; the primary store has room again though the fallback has not.
+    // Now the primary store executes checks and does not reply.
     primary.set(Manner::Swallows);
     let drop_first = held.pop().unwrap();
-    // Redis has room (another instance's view): release there directly.
+    // Only the primary store has room again, so that it grants the third slot.
     let _ = primary.counts.check(Check::reset(ann(), &policies)).await;
     let check = Check::take(ann(), &policies, 1);
     let mut slot = tracker.track(&check).unwrap();

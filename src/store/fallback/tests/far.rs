@@ -1,4 +1,4 @@
-//! A primary store shared by several instances, at a distance from each.
+//! A primary store that several instances share, with a delay for each.
 
 use std::collections::HashMap;
 use std::future::pending;
@@ -10,11 +10,11 @@ use super::*;
 use crate::limit::Mode;
 use crate::util::instant;
 
-/// One shared count, at a distance from each instance.
+/// The primary store as one instance reaches it. All instances share its count.
 #[derive(Clone)]
 pub(super) struct Far {
     pub(super) counts: LocalStore,
-    /// Whether its announcements are lost.
+    /// Whether the announcements of this instance are lost.
     pub(super) is_mute: bool,
     /// Number of queries for announcements that get no reply.
     pub(super) unanswered: Arc<AtomicUsize>,
@@ -45,7 +45,7 @@ impl Far {
         }
     }
 
-    /// Shares the counts with another instance.
+    /// Returns the primary store as another instance reaches it.
     pub(super) fn another(&self, delay: Duration) -> Self {
         Self {
             delay: Arc::new(Mutex::new(Some(delay))),

@@ -67,7 +67,7 @@ impl Outage {
         }
     }
 
-    /// Takes all that an instance grants, up to `most`.
+    /// Checks an instance for up to `most`, and takes the granted cost from the shared count.
     async fn take(&mut self, instance: usize, most: u32) {
         let up_to = |cost| Check::up_to(ann(), &self.policies, cost);
         let check = match &mut self.id {

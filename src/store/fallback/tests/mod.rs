@@ -73,7 +73,7 @@ impl Primary {
         lock(&self.script).asked.len()
     }
 
-    /// The units that it counts of a caller.
+    /// Returns the units that the primary store counts of ann.
     async fn used(&self, policies: &Policies) -> u32 {
         let peek = self
             .counts

@@ -70,7 +70,7 @@ async fn others_wait_while_an_instance_reconciles() {
     );
 }
 
-/// As Redis counts it.
+/// The announcements are counted by a Redis server.
 #[tokio::test]
 async fn instances_see_each_other_reconcile() {
     let server = RedisServer::start();
@@ -100,7 +100,7 @@ async fn instances_see_each_other_reconcile() {
     until("it has expired", async || reconciling().await.is_none()).await;
 }
 
-/// Its own announcement may have been lost.
+/// The announcements of the waiting instance are lost. It still waits for the other one.
 #[tokio::test(start_paused = true)]
 async fn a_lost_announcement_does_not_end_the_wait() {
     let mut far = Far::new(Duration::from_millis(2));

@@ -284,7 +284,7 @@ async fn a_debt_drains_after_the_count_before_it() {
     }
 }
 
-/// The charges that were not sent stay together with newer ones.
+/// Charges that fail unsent and new grants share one bound.
 #[test]
 fn repeatedly_failing_reconciliations_stay_within_the_bound() {
     let (accounts, local) = (Accounts::new(Arc::new(160.into())), LocalStore::default());
@@ -368,7 +368,7 @@ async fn expired_accounts_make_room() {
     assert_eq!(reconciled.events().last(), Some(&(5, 0)));
 }
 
-/// Two policies are charged together, and one has less room than the cost.
+/// Two policies are charged together, and the debt of one has less room than the cost.
 #[tokio::test(start_paused = true)]
 async fn cost_beyond_the_debt_is_reported_as_dropped() {
     let (store, primary, reconciled) = pair(1);

@@ -4,7 +4,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::*;
 
-/// On this runtime, `block_on` polls its future after every poll of a task.
+/// Creates a runtime whose `block_on` polls its future after every poll of a task.
 fn runtime() -> Runtime {
     Builder::new_current_thread()
         .enable_time()

@@ -89,7 +89,8 @@ fn a_half_open_breaker_admits_one_trial() {
     assert_eq!([admit(140), admit(140)], [Some(Ticket::Free); 2]);
 }
 
-/// Its future was not polled until the next trial was admitted, in the same or another streak.
+/// The future of the late trial was not polled until the next trial was admitted, in the same or
+/// another streak.
 #[test]
 fn a_late_trial_does_not_affect_another() {
     for another in [false, true] {

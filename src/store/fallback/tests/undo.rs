@@ -109,7 +109,7 @@ async fn refunds_survive_a_full_queue() {
     }
 }
 
-/// Its charge is in flight, or fails and is sent again.
+/// The reconciling charge is in flight. It succeeds, or fails unsent and is sent again.
 #[tokio::test(start_paused = true)]
 async fn a_refund_waits_for_its_reconciliation() {
     for &strategy in Strategy::ALL {
@@ -140,7 +140,8 @@ async fn a_refund_waits_for_its_reconciliation() {
     }
 }
 
-/// Also in the later half of a window, which began earlier in the primary store.
+/// In a new window, and in the later half of a window that began earlier in the primary store than
+/// in the fallback.
 #[tokio::test(start_paused = true)]
 async fn a_refund_never_overtakes_its_charge() {
     for &strategy in Strategy::ALL {
@@ -192,9 +193,9 @@ async fn a_reset_never_overtakes_earlier_charges() {
     }
 }
 
-/// The primary store may not have received it.
+/// A reconciliation sends the reset, and the primary store does not reply.
 #[tokio::test(start_paused = true)]
-async fn a_reset_without_a_reply_is_repeated() {
+async fn reconciling_resets_without_replies_are_repeated() {
     let (store, primary, _) = pair(1);
     let policies = policies(Strategy::SlidingLog, "1000/h");
     let _ = take(&store, &policies, 10).await;
@@ -215,9 +216,10 @@ async fn a_reset_without_a_reply_is_repeated() {
     assert_eq!(primary.used(&policies).await, 3);
 }
 
-/// The fallback has reset its own counts, so the reset returns a decision and not an error.
+/// A client sends the reset. The fallback has reset its counts after the deadline, so the reset
+/// returns a decision and no error.
 #[tokio::test(start_paused = true)]
-async fn a_reset_that_the_primary_store_did_not_answer_is_repeated() {
+async fn client_resets_without_replies_are_repeated() {
     let (store, primary, _) = pair(1);
     let policies = policies(Strategy::SlidingLog, "1000/h");
     let _ = take(&store, &policies, 10).await;
@@ -228,7 +230,7 @@ async fn a_reset_that_the_primary_store_did_not_answer_is_repeated() {
     assert_eq!(primary.used(&policies).await, 0);
 }
 
-/// Its account lacks the charge.
+/// The account of the other instance lacks the charge.
 #[tokio::test(start_paused = true)]
 async fn another_instance_refunds_only_what_it_granted() {
     for &strategy in Strategy::ALL {
@@ -331,7 +333,7 @@ async fn a_grant_that_nobody_charged_is_not_refunded() {
     }
 }
 
-/// There is no room for another account.
+/// There is no room for an account.
 #[tokio::test(start_paused = true)]
 async fn a_grant_without_an_account_is_not_refunded() {
     let (mut store, primary, reconciled) = pair(1);
@@ -405,7 +407,8 @@ async fn a_custom_fallback_refunds_its_grants() {
     assert_eq!(primary.used(&policies).await, 2);
 }
 
-/// Its account still owes a newer grant, and may for long if the queue stays full.
+/// The account still owes a newer grant, for long if the queue stays full. The refund does not wait
+/// for that.
 #[tokio::test(start_paused = true)]
 async fn a_reconciled_grant_is_refunded_in_the_primary_store() {
     let (store, primary, _) = pair(1);
@@ -428,7 +431,8 @@ async fn a_reconciled_grant_is_refunded_in_the_primary_store() {
     assert_eq!(primary.used(&policies).await, 21);
 }
 
-/// The primary store may have run it, so the account that was opened meanwhile is not charged less.
+/// The primary store may have executed the refund, so it is not deducted from the account that was
+/// opened before its deadline.
 #[tokio::test(start_paused = true)]
 async fn a_refund_without_a_reply_is_not_repeated_here() {
     let (store, primary, _) = pair(1);

@@ -107,7 +107,8 @@ async fn a_panicking_store_does_not_end_recovery() {
     assert!(!store.is_degraded());
 }
 
-/// A custom fallback that checks the whole store it belongs to. An observer might do the same.
+/// A custom fallback that sends checks to the `Fallback` which contains it. An observer might do
+/// the same.
 #[derive(Clone, Default)]
 struct AsksBack {
     counts: LocalStore,

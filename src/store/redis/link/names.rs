@@ -117,8 +117,7 @@ mod tests {
     use super::*;
     use crate::support::until;
 
-    /// As if no name server responds: waiters that give up leave no lookups behind that would pile
-    /// up.
+    /// While no name server responds, waiters that give up must not leave lookups behind.
     #[tokio::test]
     async fn a_host_has_one_lookup_in_progress() {
         static HANGS: Mutex<bool> = Mutex::new(true);

@@ -11,8 +11,8 @@ use crate::limit::{
     Check, EachCharge, Key, Mode, Policies, Policy, PolicyCharge, SlotId, State, Verdict, Verdicts,
 };
 
-/// A batch of checks as one script call. Checks with the same parameters share a plan, and equal ones of a caller an
-/// entry.
+/// A batch of checks as one script call. Checks with the same parameters share a plan. Equal checks of one caller share
+/// an entry.
 #[derive(Debug, Default)]
 pub(crate) struct ScriptCall {
     /// The keys of each entry: `prefix:{caller}` with each policy's `:name:strategy:span`. For a check with an id,
@@ -33,7 +33,7 @@ pub(crate) struct ScriptCall {
     /// For each caller the plan and index of its last entry. The next check joins that entry if its parameters are
     /// equal.
     open: HashMap<Key, (usize, usize)>,
-    /// The time, 0 for Redis's own.
+    /// The time that tests set, or 0 for Redis's own time.
     pub(crate) now: i64,
     /// Whether `ASKING` precedes the call, because the node imports the slot.
     pub(crate) asks: bool,
@@ -44,7 +44,7 @@ pub(crate) struct ScriptCall {
 pub(super) struct Plan {
     asked: Asked,
     pub(super) policies: Policies,
-    /// The refunded charge, unless it was made in this instant.
+    /// For a refund, the refunded charge under each policy; empty for a charge made just before.
     charged: EachCharge,
 }
 
@@ -503,7 +503,7 @@ enum Answers<'a> {
         /// The time of the call.
         at: i64,
         numbers: &'a [[u8; 8]],
-        /// Start of each entry's next answer.
+        /// For each entry, the index of its next answer in `numbers`.
         next: Vec<usize>,
     },
 }
@@ -596,13 +596,13 @@ impl Packed {
     }
 }
 
-/// Capacities, levels and times that the scripts report: integers that a double represents exactly.
+/// The range of the capacities, levels and times in a reply: a double represents each exactly.
 const WHOLE: std::ops::Range<i64> = 0..1 << 53;
 /// Maximum number of entries in a call of `lua/takes.lua`: Lua passes no more than 8,000 values to a function.
 const MAX_TAKES: usize = 4_000;
 /// Length in bytes of an answer of `lua/takes.lua`.
 const TAKEN_LENGTH: usize = 19;
-/// A problem that no script reports.
+/// The problem of an answer that no script returns.
 const UNKNOWN: i64 = i64::MIN;
 
 /// The numbers in a reply, least significant byte first. `None` if its length is wrong.

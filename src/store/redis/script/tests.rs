@@ -497,7 +497,7 @@ fn call_of(times: usize, check: &Check) -> ScriptCall {
     call
 }
 
-/// A lone check is added by a shorter way.
+/// `push_only`, which is faster, encodes a single check as `push` does.
 #[test]
 fn a_lone_check_is_encoded_as_any_other() {
     let (rates, ann) = (named(&["api", "day"]), Key::new("ann"));

@@ -101,8 +101,8 @@ macro_rules! script {
     };
 }
 
-/// A script for frequent calls. Its numbers of modes and problems follow its fast path, which returns before it reads
-/// them: reading them takes time.
+/// A script for frequent calls. The constants of modes and problems come after the fast path, which returns before Lua
+/// sets them: setting them takes time.
 macro_rules! fast {
     ($path:literal, $failed:literal) => {
         concat!(
@@ -116,10 +116,10 @@ macro_rules! fast {
     };
 }
 
-/// The script for a call of one take.
+/// Decides a call of a single take under one meter.
 pub(crate) const TAKE: &str = fast!("take", "take_failed");
 
-/// The script for a call of takes.
+/// Decides a call of takes, each under one meter.
 pub(crate) const TAKES: &str = fast!("takes", "takes_failed");
 
 strategies!(script);

@@ -17,7 +17,7 @@ use crate::store::shards::{Digest, Shards};
 use crate::util::Clock;
 
 pub(super) struct DenialCache {
-    /// Read concurrently, because most floods are on one key.
+    /// A hit needs a read lock only: most floods are on one key, and their checks read concurrently.
     shards: Shards<RwLock<Shard>>,
     clock: Clock,
     /// Number of callers in the cache. While it is 0, checks read no shard.
@@ -135,7 +135,7 @@ impl DenialCache {
         }
     }
 
-    /// Changes the shard of a caller, and updates `held`.
+    /// Calls `change` with the locked shard that has this caller, then updates `held`.
     fn change(&self, key: &Key, change: impl FnOnce(&mut Shard, Digest, i64)) {
         let (shard, caller) = self.shards.of(key);
         let mut shard = shard.write().unwrap_or_else(PoisonError::into_inner);

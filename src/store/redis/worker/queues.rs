@@ -1,5 +1,5 @@
-//! The queues of unsent checks: one for each runtime and node. And a queued check, with the future that its caller
-//! awaits.
+//! The queues of unsent checks, one for each runtime and node; a queued check ([`Job`]); and the future that its caller
+//! awaits ([`RedisFuture`]).
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -28,7 +28,7 @@ pub(super) struct Queues {
     pub(super) made: u64,
 }
 
-/// The checks of one runtime for one node. Without a target, the checks whose node is unknown.
+/// The unsent checks of one runtime for one node. The queue without a `target` has the checks whose node is unknown.
 pub(super) struct NodeQueue {
     /// Identifies the queue. A runtime that is shutting down may create its queue again while workers of the removed
     /// queue still end.
@@ -54,7 +54,7 @@ impl NodeQueue {
         self.runtime == runtime && self.target.as_ref().map(|target| target.node) == node
     }
 
-    /// Adds a check. Returns its first place, and a [`Start`] if the queue allows another worker.
+    /// Adds a check. Returns the place that identifies the check, and a [`Start`] if the queue allows another worker.
     ///
     /// # Errors
     ///
@@ -101,7 +101,7 @@ impl Queues {
             .any(|queue| queue.number == place.queue && queue.jobs.has(place.job))
     }
 
-    /// Returns `true` if the job whose first place this was is queued anywhere, possibly after a redirection.
+    /// Returns `true` if the job that was first queued at this place is in any queue, possibly after a redirection.
     pub(super) fn have_redirected(&self, place: Place) -> bool {
         self.each
             .iter()
@@ -262,7 +262,7 @@ impl<J> Queue<J> {
 pub(super) struct Job {
     pub(super) check: Check,
     pub(super) since: Instant,
-    /// Its first place in a queue. `None` until then.
+    /// The place where the check was first queued; a redirection keeps it. `None` before.
     pub(super) place: Option<Place>,
     /// Its share of a batch's capacity.
     pub(super) weight: u32,
@@ -275,7 +275,7 @@ pub(super) struct Job {
     answer: oneshot::Sender<Result<Decision, StoreError>>,
 }
 
-/// The numbers of a queue and of a job in it.
+/// Identifies a job: the number of a queue, and the job's number in that queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) queue: NonZeroU64,
@@ -457,7 +457,7 @@ mod tests {
             }
         }
 
-        /// The steps under the lock of a worker's loop.
+        /// Performs the steps of a worker's loop that hold the lock.
         fn worker(&self, fate: Fate) {
             let mut jobs = vec![];
             if let Fate::IsDropped { taken } = fate {

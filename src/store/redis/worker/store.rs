@@ -443,7 +443,8 @@ impl Shared {
         });
     }
 
-    /// Fails a check that may have been sent.
+    /// Fails a check that a worker has taken. Redis may have decided the check, so this also updates the cached
+    /// denials.
     pub(super) fn refuse(&self, job: Job, error: StoreError) {
         self.decide(job, Err(error), 0);
     }
@@ -482,7 +483,8 @@ impl fmt::Debug for Shared {
     }
 }
 
-/// A task that ends with its runtime and then removes the queue and fails the checks in it.
+/// A task that ends with the store. If its runtime shuts down first, its drop removes the queue and fails the queued
+/// checks.
 struct Watch {
     inner: Weak<Shared>,
     queue: NonZeroU64,

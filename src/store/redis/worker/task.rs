@@ -1,4 +1,4 @@
-//! A worker sends the checks of a queue, and answers them.
+//! Workers: each sends the checks of one queue to its node, and reports the replies.
 
 use std::mem;
 use std::num::NonZeroU64;
@@ -28,7 +28,7 @@ const GATHER: u32 = 4;
 /// Pause before another attempt to find the node of a check.
 const PAUSE: Duration = Duration::from_millis(3);
 
-/// The work of a task from a check that needs a worker until the queue is empty.
+/// Sends the checks of a queue until the queue is empty. A task runs one worker after another.
 pub(super) struct Worker {
     inner: Arc<Shared>,
     /// The number of its queue.
@@ -40,7 +40,7 @@ pub(super) struct Worker {
     counted: bool,
 }
 
-/// The next worker of a task: `None` for a task that ends.
+/// Receives the next worker of a task. `None` if the task ends.
 type Next = Option<oneshot::Receiver<Worker>>;
 
 impl Worker {
@@ -55,7 +55,8 @@ impl Worker {
         }
     }
 
-    /// Runs a task. Between two workers, it keeps the buffers, but not the store.
+    /// Runs this worker, then each worker that the task receives. Between two workers, the task keeps their buffers,
+    /// but no reference to the store.
     pub(super) async fn run(mut self, target: Option<Target>) {
         let Some(Target { node, pool }) = target else {
             // Rare, and boxed so that the future of the other workers is small.
@@ -89,11 +90,11 @@ impl Worker {
         }
     }
 
-    /// Finds the nodes of checks that have none: the slots are unknown, or the keys of a check are on two nodes for a
+    /// Finds the nodes of checks without a node: the slots are unknown, or a check's keys are on two nodes at the
     /// moment.
     async fn find_nodes(mut self) {
         loop {
-            // Take the checks after this wait only: until then, their callers can withdraw them.
+            // Wait before taking the checks: until then, their callers can withdraw them.
             let found = match self.inner.topology.cluster() {
                 Some(cluster) if !cluster.is_known() => self.inner.refreshed(cluster).await,
                 _ => {
@@ -126,8 +127,8 @@ impl Worker {
         }
     }
 
-    /// Yields so that callers that just got a reply can send their next check, which fills the batch of each partition.
-    /// Ends at the first turn without a new check, or after [`GATHER`] turns.
+    /// Yields, so that callers that just got a reply can queue their next check: this fills the batch of each
+    /// partition. Stops when a yield brings no new check, or after [`GATHER`] yields.
     async fn gather(&self) {
         let pushed = || {
             self.inner
@@ -281,9 +282,9 @@ impl Worker {
         }
     }
 
-    /// Fails the batch. If it was sent, the connection broke, and only the checks that it carried fail. If it was not
-    /// sent, no connection could be made, and all checks that wait for this node fail too: each batch would otherwise
-    /// wait for the same timeout.
+    /// Handles a batch that failed. If it was sent, the connection broke, and only the checks in the batch fail. If it
+    /// was not sent, no connection could be made, and all checks that wait for this node fail too: each batch would
+    /// otherwise wait for the same timeout. Unsent checks whose slot has moved are queued for the new node instead.
     fn fail(&mut self, error: &StoreError, node: Node) {
         let jobs = &mut self.work.jobs;
         if self.sent {
@@ -348,7 +349,7 @@ impl Drop for Worker {
 pub(super) struct Work {
     /// Grouped by call.
     jobs: Vec<Job>,
-    /// The calls from `len` on are empty and kept for reuse.
+    /// The first `len` calls are in use. The others are empty, for reuse.
     calls: Vec<ScriptCall>,
     len: usize,
 }
@@ -708,13 +709,13 @@ mod tests {
         assert!(queues.of(former).is_none() && queues.of(newer).is_some());
     }
 
-    /// Rust moves larger values with calls of `memcpy`.
+    /// A job is moved several times. Rust moves a larger value by calling `memcpy`.
     #[test]
     fn a_queued_check_is_small() {
         assert!(mem::size_of::<Job>() <= 128, "{}", mem::size_of::<Job>());
     }
 
-    /// Each call copies a part of it.
+    /// Each call copies a part of the worker's future, so a small future is faster.
     #[tokio::test]
     async fn the_future_of_a_worker_is_small() {
         let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
@@ -722,7 +723,7 @@ mod tests {
         let number = inner.with_queue(&runtime, inner.topology.node(0), |queue| queue.number);
         let run = Worker::new(inner, number).run(None);
         assert!(mem::size_of_val(&run) < 4_096, "{}", mem::size_of_val(&run));
-        // Its queue has not counted it, so it must not leave.
+        // Skip the drop: it would subtract a worker that the queue has never counted.
         mem::forget(run);
     }
 

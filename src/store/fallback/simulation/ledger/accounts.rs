@@ -14,15 +14,17 @@ pub(super) struct Sums {
     pub(super) resets: i64,
     /// Total charges of the primary store.
     pub(super) charged: i64,
-    /// Final charges that were reported to its clients, and whether the primary store may have received them in another
-    /// order, or not at all.
+    /// Final charges that were reported to its clients: grants minus refunds.
     pub(super) told: i64,
     /// Cost of refunds that were sent before the last answered reset and answered after it. The primary
     /// store may have run them before it or after it.
     pub(super) refunded_about_reset: i64,
     /// Number of resets that were answered.
     pub(super) resets_told: u32,
+    /// Whether an instance has decided a reset, which the primary store receives later.
     pub(super) reset_later: bool,
+    /// Whether the primary store may have executed an operation whose outcome is unknown, so that
+    /// the sum of final charges is not exact.
     pub(super) in_doubt: bool,
     pub(super) ids: BTreeMap<Vec<u8>, Id>,
 }
@@ -51,16 +53,18 @@ pub(super) struct Account {
     pub(super) since: i64,
     /// Grants that the primary store was not charged for, minus refunds.
     pub(super) owed: i64,
-    /// The part of these that was granted while the breaker was not open, and the number of such grants.
+    /// The part of `owed` that was granted while the breaker was not open.
     pub(super) well: i64,
+    /// Number of the grants while the breaker was not open.
     pub(super) alone: i64,
     /// The grants owed to the primary store, by time.
     pub(super) grants: VecDeque<(u64, i64)>,
     /// Grants for requests without an answer, by time.
     pub(super) unanswered: VecDeque<(u64, i64)>,
-    /// Refunds requested beyond what the instance had granted.
+    /// Requested refunds in excess of the grants of the instance.
     pub(super) beyond: i64,
-    /// Whether a refund of the instance may also have been executed in Redis, so that the owed amount is uncertain.
+    /// Whether the owed amount is uncertain: a refund of the instance may also have been executed
+    /// in Redis, or has named a charge, so that only the stores can compute its effect.
     pub(super) vague: bool,
     /// Whether the instance has decided a refund locally.
     pub(super) refunded: bool,
@@ -70,12 +74,14 @@ pub(super) struct Account {
     pub(super) resets: u32,
     /// Charges in flight to the primary store.
     pub(super) flying: u32,
-    /// Time at which the instance gives up the last of them.
+    /// Time at which the instance stops waiting for the last of these charges.
     pub(super) given_up_at: u64,
-    /// Number of requests that the primary store had executed when the last of them was.
+    /// Number of requests that the primary store had executed when the last of these charges was
+    /// executed or failed.
     pub(super) landed: u64,
     pub(super) open: Option<Open>,
-    /// Grants of other instances that may exceed the limit, because these grants were unknown to them.
+    /// Cost that may exceed the limit, because the instance and the primary store did not have the
+    /// grants of each other.
     pub(super) excess: i64,
 }
 
@@ -107,8 +113,8 @@ impl Account {
             .granted += granted;
     }
 
-    /// The unexpired part of the owed amount. An instance counts answered and unanswered requests together, so it may
-    /// take one for the other.
+    /// An upper bound of the owed cost that has not expired. Includes the grants for requests
+    /// without an answer, because the instance counts them together with the owed ones.
     pub(super) fn counts(&mut self, who: &Caller, now: u64) -> i64 {
         // Twice the time, because the instance need not know the exact start of each charge.
         let lifetime = 2 * who.policies.longest_count().unsigned_abs() / 1000;

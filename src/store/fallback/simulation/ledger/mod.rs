@@ -199,7 +199,8 @@ impl Ledger {
             }
             Mode::Peek | Mode::Renew | Mode::Release => {}
         }
-        // After a local refund, its own count may be better than the replies that it receives.
+        // After a local refund, the count of the instance may be more exact than the replies that
+        // it receives.
         if plan.callers[caller].lasting && granted > 0 && !account.refunded {
             let part = account.part(plan, caller, self.fewer, now);
             if account.since > part {
@@ -277,11 +278,15 @@ impl Ledger {
 
     /// The upper bound of the grants to a caller so far, with an explanation.
     ///
-    /// Let C be the charges of the primary store under the limit L, and V these plus all grants of instances that it
-    /// lacks. An instance grants its share of L - C, with the last C that it received. It does not know the growth P of
-    /// C since then: V may exceed L by P, but by no more than the instance grants. The primary store does not know V -
-    /// C: V may exceed L by its grants until the reconciliation, but by no more than V - C. Both are `min(granted, P)`,
-    /// with P from the last report to the reconciliation. Requests without an answer and lost counts come in addition.
+    /// - `L` is the limit, `C` the charges of the primary store, and `V` these plus all grants of
+    ///   instances that the primary store lacks.
+    /// - An instance grants its share of `L - C`, with the `C` of its last report. It lacks the
+    ///   growth `P` of `C` since that report. So `V` may exceed `L` by `P`, but by no more than the
+    ///   instance grants.
+    /// - The primary store lacks `V - C`. So `V` may exceed `L` by the grants of the primary store
+    ///   until the reconciliation, but by no more than `V - C`.
+    /// - Both are `min(granted, P)`, with `P` from the last report to the reconciliation.
+    /// - Requests without an answer and lost counts come in addition.
     fn bound(&self, plan: &Plan, now: u64, caller: usize) -> (i64, String) {
         let (sums, who) = (&self.sums[caller], &plan.callers[caller]);
         let simple = who.takes_only();
@@ -424,7 +429,8 @@ pub(super) struct Heard {
     pub(super) caller: usize,
     pub(super) instance: usize,
     pub(super) ran: Ran,
-    /// Time of the request, and time of the last local activity of the instance.
+    /// Time of the request, and time until which the last probe or reconciling check of the
+    /// instance may have no reply.
     pub(super) since: u64,
     pub(super) turned: u64,
 }

@@ -87,8 +87,8 @@ impl Ledger {
         self.landed(caller, instance);
     }
 
-    /// An instance has no reply to a reconciling check, which may be executed after later ones. It repeats a reset, which
-    /// is then executed twice.
+    /// An instance has no reply to a reconciling check. The check may still be executed, after
+    /// later ones. The instance repeats a reset, so that the primary store may execute it twice.
     pub(in super::super) fn unanswered(&mut self, sent: &Reconciled) {
         self.sums[sent.caller].in_doubt = true;
         if sent.is_reset {

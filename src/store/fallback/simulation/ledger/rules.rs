@@ -29,7 +29,7 @@ pub(in super::super) enum Rule {
     Wait,
     /// A decision is consistent.
     Sense,
-    /// Two seconds after the last fault the primary store decides again.
+    /// One second after the last fault the primary store decides again.
     Recovery,
     /// No task survives its store.
     Left,

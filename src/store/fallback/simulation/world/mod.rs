@@ -35,12 +35,13 @@ pub(super) struct WorldState {
     pub(super) log: Log,
     rng: Rng,
     start: Instant,
-    /// Whether each instance reports to be degraded.
+    /// Whether each instance has reported to be degraded.
     degraded: Vec<bool>,
-    /// Time of each instance's last request that no client has sent, plus the time until its reply.
+    /// Time until which the last probe or reconciling check of each instance may have no reply.
     turned: Vec<u64>,
     streaks: Vec<StreakModel>,
-    /// The fate of each instance's requests in a millisecond, if they share a call.
+    /// The time and the fate of each instance's last request. Requests that share a call share the
+    /// fate.
     calls: Vec<Option<(u64, Fate)>>,
     /// The counts of the primary store.
     counts: LocalStore,

@@ -75,7 +75,7 @@ pub(crate) enum Refusal {
 const CLUSTER_LOST_AFTER: Duration = Duration::from_secs(30);
 /// Maximum number of known nodes that are queried.
 const ASKED: usize = 6;
-/// The next node is queried after this fraction of the timeout, in parallel with the ones before.
+/// The timeout divided by this number is the time after which the next node is queried too, in parallel.
 const SIDE_BY_SIDE: u32 = 8;
 
 impl Nodes {
@@ -248,7 +248,7 @@ impl Nodes {
     }
 
     /// Returns `true` if no queried node has belonged to the cluster for [`CLUSTER_LOST_AFTER`].
-    /// Call it only if none does.
+    /// Call this only when none does: the first call starts the time.
     fn is_cluster_lost(&self) -> bool {
         lock(&self.gone_since).get_or_insert_with(instant).elapsed() >= CLUSTER_LOST_AFTER
     }

@@ -27,7 +27,8 @@ struct RefresherState {
     unchanged: u32,
     /// When the last query ended, and its error.
     last: Option<(Instant, Option<StoreError>)>,
-    /// The task that checks rely on.
+    /// The next query, or the running one. Another query is planned only if it begins earlier, or if this one is
+    /// overdue.
     planned: Option<Plan>,
     /// Time of the next check of the marker.
     marked_until: Option<Instant>,
@@ -39,7 +40,7 @@ struct RefresherState {
 #[derive(Debug)]
 struct Plan {
     begins: Instant,
-    /// When another task may replace this one: its runtime has shut down, or runs nothing.
+    /// Time from which another task may replace this one, because its runtime has shut down or stalls.
     overdue: Instant,
     /// Wakes the planned task from its sleep when dropped: with the store, or when another task
     /// replaces the planned one.
@@ -82,14 +83,14 @@ impl Why {
 impl Refresher {
     /// Minimum interval between two queries; doubled while nothing changes.
     const GAP: Duration = Duration::from_millis(100);
-    /// Short enough that a probe of a fallback soon finds the new master.
+    /// Maximum of the doubled interval: after a failover, a probe of a fallback must soon find the new master.
     const LONGEST_GAP: Duration = Duration::from_millis(400);
-    /// How late a task may begin.
+    /// Time after `begins` at which a task that has not begun is overdue.
     const LATE: Duration = Duration::from_millis(50);
     /// Interval between two checks of the marker.
     const MARKER: Duration = Duration::from_secs(3_600);
 
-    /// Plans a task. `None` if another task starts no later.
+    /// Plans a query. Returns `None` if a planned one begins no later and is not overdue.
     pub(crate) fn plan(&self, why: Why) -> Option<Planned> {
         let now = instant();
         let (wakes, woken) = oneshot::channel();
@@ -118,7 +119,7 @@ impl Refresher {
         Some(Planned { begins, woken })
     }
 
-    /// A planned task begins, and takes `patience` at most. `false` if another one has taken its place.
+    /// Begins a planned query, which takes `patience` at most. Returns `false` if another task has replaced it.
     pub(crate) fn begin(&self, planned: &mut Planned, patience: Duration) -> bool {
         let state = &mut *lock(&self.state);
         match &mut state.planned {
@@ -130,7 +131,7 @@ impl Refresher {
         }
     }
 
-    /// A planned task has ended.
+    /// Ends a planned query, so that another one can be planned.
     pub(crate) fn end(&self, mut planned: Planned) {
         let state = &mut *lock(&self.state);
         if planned.is_current() {
@@ -138,7 +139,7 @@ impl Refresher {
         }
     }
 
-    /// Records a query: whether it brought anything new, or its error.
+    /// Records the outcome of a query: whether the map has changed, or the error.
     pub(crate) fn queried(&self, outcome: &Result<bool, StoreError>) {
         let state = &mut *lock(&self.state);
         state.unchanged = match outcome {
@@ -148,7 +149,7 @@ impl Refresher {
         state.last = Some((instant(), outcome.as_ref().err().cloned()));
     }
 
-    /// The error of the last query, if that has just failed.
+    /// The error of the last query, if that failed less than [`LONGEST_GAP`](Self::LONGEST_GAP) ago.
     pub(crate) fn has_just_failed(&self) -> Option<StoreError> {
         let state = lock(&self.state);
         let (last, error) = state.last.as_ref()?;
@@ -167,7 +168,8 @@ impl Refresher {
         lock(&self.state).agreed
     }
 
-    /// Records that the marker has this number; `agrees` if it had it before.
+    /// Records that the marker has this store's number. `agrees` if the marker had that number before this store set
+    /// it.
     pub(crate) fn marked(&self, agrees: bool) {
         let mut state = lock(&self.state);
         state.marked_until = Some(instant() + Self::MARKER);
@@ -236,7 +238,7 @@ mod tests {
         }
     }
 
-    /// Its runtime may have shut down, or run nothing.
+    /// The runtime of an overdue task may have shut down, or stall.
     #[tokio::test(start_paused = true)]
     async fn an_overdue_task_is_not_waited_for() {
         let refresher = Refresher::default();

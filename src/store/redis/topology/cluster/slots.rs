@@ -289,7 +289,7 @@ mod tests {
                 assert_eq!(part, i, "{partitions}: {tag}");
             }
         }
-        // The tags are in keys: other tags would make other counts.
+        // Keys contain the tags, so other tags would start new counts.
         assert_eq!(tags(4), [3, 2, 1, 0]);
     }
 

@@ -84,7 +84,7 @@ impl Sentinels {
         }
     }
 
-    /// Maximum time of a step that others can replace: a connection has four steps.
+    /// Maximum wait for a server that another one can replace: a sentinel, or a candidate that is not the last one.
     fn patience(&self) -> Duration {
         self.timeout / 4
     }
@@ -298,7 +298,7 @@ impl Sentinels {
                 .first()
                 .is_some_and(|first| first.is_at(&master))
             {
-                // Finds the master, and closes the connections to the former one.
+                // Connect only for the effect: a new epoch closes the connections to the former master.
                 let _ = timeout(this.timeout, this.connect_to(election)).await;
             } else {
                 outvoted[turn] = Some(master);
