@@ -303,7 +303,7 @@ local function refund(policy, key, now, cost, of, sum, log, newest)
       from = to
     end
     set_cells(log, table.concat(kept))
-    -- Keep the number of blocks small: join neighbours that have become short.
+    -- Keep the number of blocks small: join neighbors that have become short.
     for number = before_first + 2, before_first, -1 do
       join(policy, key, log, number)
     end

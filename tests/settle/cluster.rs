@@ -7,7 +7,7 @@ use tower_redis_ratelimit::{Key, Limiter, Strategy};
 
 use crate::nodes::Cluster;
 use crate::support::{policy, until};
-use crate::topology::cluster::moves::neighbours;
+use crate::topology::cluster::moves::neighbors;
 
 const PATIENT: Duration = Duration::from_secs(20);
 const LIMIT: u32 = 10_000_000;
@@ -21,7 +21,7 @@ async fn settlements_during_slot_moves_charge_once() {
     let cluster = Cluster::start(false).await;
     let store = cluster.builder().timeout(PATIENT).connect_lazy().unwrap();
     let policies = policy(Strategy::SlidingWindow { cells: 10 }, &format!("{LIMIT}/d"));
-    let (slot, callers) = neighbours(&cluster, &store, &policies).await;
+    let (slot, callers) = neighbors(&cluster, &store, &policies).await;
     let limiter = Limiter::new(store, policies);
 
     let owner = cluster.owner(slot).await;

@@ -1,4 +1,4 @@
-//! Documented behaviour of other limiters, reproduced with this crate: tables on a scripted clock.
+//! Documented behavior of other limiters, reproduced with this crate: tables on a scripted clock.
 
 mod buckets;
 mod gcra;

@@ -15,7 +15,7 @@ pub(super) enum Rule {
     /// No more is granted than the limit allows at that time.
     Early,
     /// Waiters of one runtime for one caller are granted in FIFO order. If turns are reserved, the waiters of each cost.
-    /// Those that are granted at the same time may run in any order.
+    /// Waiters that are granted at the same time may run in any order.
     Order,
     /// Every waiter gets a result in time.
     Late,
@@ -65,7 +65,7 @@ struct Sums {
     /// The waiters in FIFO order.
     waiting: VecDeque<Waiter>,
     came: u64,
-    /// Each waiter that passes, and an earlier one that has not passed yet.
+    /// Pairs of a waiter that has passed and an earlier waiter that has not.
     overtaken: Vec<(u64, u64)>,
     /// The time since which a waiter might be granted, but none is.
     idle_since: u64,

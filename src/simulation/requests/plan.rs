@@ -50,7 +50,7 @@ pub(super) struct Caller {
     pub(super) is_steady: bool,
 }
 
-/// The behaviour of a caller's clients.
+/// The behavior of a caller's clients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Habit {
     /// Wait for a cost.

@@ -97,12 +97,12 @@ macro_rules! rows {
             a_silent_master_degrades_its_callers_only: "accepts and never answers" => Fault::Path(Mode::Silent);
             lost_replies_are_not_charged_again: "charges, and the replies are lost" => Fault::Path(Mode::Swallow);
             a_refusing_master_degrades_its_callers_only: "refuses connections" => Fault::Path(Mode::Refuse);
-            unexpected_replies_degrade_tsuccessor_callers_only: "a reply of another shape" => Fault::Path(Mode::Answer(b"*1\r\n:1\r\n"));
+            unexpected_replies_degrade_their_callers_only: "a reply of another shape" => Fault::Path(Mode::Answer(b"*1\r\n:1\r\n"));
             a_loading_master_degrades_its_callers_only: "loading its data" => Fault::Path(Mode::Answer(b"-LOADING Redis is loading the dataset in memory\r\n"));
             a_clusterdown_error_degrades_its_callers_only: "`CLUSTERDOWN`" => Fault::Path(Mode::Answer(b"-CLUSTERDOWN Hash slot not served\r\n"));
             a_full_master_degrades_its_callers_only: "`maxclients` reached" => Fault::Full;
-            masters_without_memory_degrade_tsuccessor_callers_only: "`maxmemory` reached, `noeviction`" => Fault::OutOfMemory;
-            masters_without_replicas_degrade_tsuccessor_callers_only: "`min-replicas-to-write` not met" => Fault::NoReplicas;
+            masters_without_memory_degrade_their_callers_only: "`maxmemory` reached, `noeviction`" => Fault::OutOfMemory;
+            masters_without_replicas_degrade_their_callers_only: "`min-replicas-to-write` not met" => Fault::NoReplicas;
             a_flushed_script_is_not_noticed: "`SCRIPT FLUSH`, every 50 ms" => Fault::ScriptFlush;
             a_flushed_master_goes_on: "`FLUSHALL`" => Fault::FlushAll;
             a_changed_password_degrades_its_callers_only: "password changed" => Fault::Password;
@@ -141,7 +141,7 @@ fn sum(counts: &[AtomicU64; CALLERS.len()], of: impl Fn(usize) -> bool) -> u64 {
         .sum()
 }
 
-/// A cluster under load, in which the spent callers have used up tsuccessor limits.
+/// A cluster under load, in which the spent callers have used up their limits.
 struct Scene {
     cluster: Cluster,
     /// One proxy per master, if the fault is one of the path.

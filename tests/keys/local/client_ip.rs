@@ -957,7 +957,7 @@ fn the_address_of_the_application_wins() {
 fn ipv6_addresses_count_by_configured_prefix() {
     let request = |address: &str| request("10.0.0.1", "x-forwarded-for", &[address]);
     let client = ClientIp::x_forwarded_for().trust(["private"]).unwrap();
-    let [home, sibling, neighbour] = [
+    let [home, sibling, neighbor] = [
         "2001:db8:1:200::7",
         "2001:db8:1:200::8",
         "2001:db8:1:2ff::7",
@@ -973,8 +973,8 @@ fn ipv6_addresses_count_by_configured_prefix() {
     };
     assert_eq!(client.extract(&home), Ok(key(64, &home)), "the default");
     assert_eq!(key(64, &home), key(64, &sibling));
-    assert_ne!(key(64, &home), key(64, &neighbour));
-    assert_eq!(key(56, &home), key(56, &neighbour));
+    assert_ne!(key(64, &home), key(64, &neighbor));
+    assert_eq!(key(56, &home), key(56, &neighbor));
     assert_ne!(key(128, &home), key(128, &sibling));
     let same = [1, 128].map(|bits| key(bits, &request("64:ff9b::198.51.100.7")));
     assert_eq!(

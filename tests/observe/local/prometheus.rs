@@ -104,7 +104,7 @@ async fn layers_count_what_no_store_decides() {
 }
 
 #[test]
-fn unlabelled_metrics_exist_from_the_start() {
+fn unlabeled_metrics_exist_from_the_start() {
     let recorder = recorder(false);
     let _guard = metrics::set_default_local_recorder(&recorder);
     let observer = MetricsObserver::new();

@@ -21,7 +21,7 @@ const LIMIT: u32 = 10_000_000;
 const TASKS: usize = 32;
 
 /// Returns callers whose keys are in the same slot, and that slot.
-pub async fn neighbours(
+pub async fn neighbors(
     cluster: &Cluster,
     store: &RedisStore,
     policies: &Policies,
@@ -153,7 +153,7 @@ async fn moving_slots_charge_every_check_once() {
         Strategy::FixedWindow(Default::default()),
         &format!("{LIMIT}/366d"),
     );
-    let (slot, callers) = neighbours(&cluster, &store, &policies).await;
+    let (slot, callers) = neighbors(&cluster, &store, &policies).await;
     assert!(callers.len() >= 5);
     let mut load = Load::start(&store, &callers, &policies);
     let home = cluster.owner(slot).await;
@@ -222,7 +222,7 @@ async fn callers_split_across_nodes_are_decided() {
         .unwrap()
     };
     let policies = Policies::new([one("one"), one("two")]).unwrap();
-    let (slot, callers) = neighbours(&cluster, &store, &policies).await;
+    let (slot, callers) = neighbors(&cluster, &store, &policies).await;
     let fallback = Fallback::new(
         cluster.builder().connect().await.unwrap(),
         LocalStore::default(),
@@ -272,7 +272,7 @@ async fn begin_with(
     first: &Policies,
     takes: impl FnOnce(Key) -> Vec<Check>,
 ) -> (Key, (u16, usize, usize)) {
-    let (slot, callers) = neighbours(cluster, store, first).await;
+    let (slot, callers) = neighbors(cluster, store, first).await;
     for take in takes(callers[0]) {
         assert!(store.check(take).await.unwrap().is_allowed());
     }
