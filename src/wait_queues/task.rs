@@ -35,9 +35,10 @@ pub(super) struct Task {
     covered: u64,
     /// The cost of the last check if it was denied, otherwise 0.
     denied_cost: u32,
-    /// Capacity left after the last check. For requests in flight, or the number of slots released in this process since,
-    /// if greater.
+    /// Units left after the last check, under policies that charge units.
     room: u32,
+    /// Slots left after the last check. [`u32::MAX`] without requests in flight.
+    slots: u32,
     replied_at: Instant,
     /// Number of consecutive failures.
     failures: u32,
@@ -122,6 +123,7 @@ impl Task {
             covered: 0,
             denied_cost: 0,
             room: 0,
+            slots: 0,
             replied_at: now,
             failures: 0,
             has_ended: false,
@@ -131,6 +133,7 @@ impl Task {
             if !task.by_turns {
                 task.line.with(|line| line.learn(denied, now));
             }
+            task.left_after(denied);
             task.check_after(denied, cost, now);
         }
         let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(task.run());
@@ -302,15 +305,16 @@ impl Task {
     fn checks(&mut self, line: &Line, now: Instant) -> Vec<Request> {
         let is_in_flight = self.is_in_flight();
         // Before the checks are sent: they see all capacity that was freed before.
-        let room = match self.wake.take_freed() {
+        let slots = match self.wake.take_freed() {
             // With steady traffic, requests that ended elsewhere have checks in flight for most of the free slots.
-            freed if is_in_flight && freed > 0 => freed + self.room.min(1),
-            _ => self.room,
+            freed if is_in_flight && freed > 0 => freed + self.slots.min(1),
+            _ => self.slots,
         };
         let (mut sum, costs) = (0, line.waiters.values().map(|waiter| waiter.cost));
-        let fitting = costs.clone().take(MAX_REQUESTS).take_while(|cost| {
-            sum += u64::from(if is_in_flight { 1 } else { *cost });
-            sum <= u64::from(room)
+        let most = MAX_REQUESTS.min(slots as usize);
+        let fitting = costs.clone().take(most).take_while(|cost| {
+            sum += u64::from(*cost);
+            sum <= u64::from(self.room)
         });
         let fitting = fitting.count().max(1);
         let ones = costs.take_while(|cost| *cost == 1 && !is_in_flight);
@@ -389,7 +393,8 @@ impl Task {
     fn decided(&mut self, request: &Request, decision: &Decision, slot: Option<Slot>) {
         let sent_at = request.sent_at;
         (self.failures, self.denied_cost) = (0, 0);
-        (self.room, self.next) = (0, self.replied_at);
+        self.next = self.replied_at;
+        self.left_after(decision);
         let is_late = |wait| {
             request
                 .deadline
@@ -419,11 +424,7 @@ impl Task {
         if is_denied {
             self.check_after(decision, request.cost(), sent_at);
         } else if self.is_in_flight() {
-            let each = decision.verdicts();
-            let slots = each.filter(|(policy, _)| policy.is_in_flight());
-            let free = slots.map(|(_, verdict)| verdict.remaining).min();
-            self.room = u32::try_from(free.unwrap_or(0)).unwrap_or(0);
-            if self.room == 0 {
+            if self.slots == 0 {
                 self.next += INTERVAL;
             }
         } else if decision.granted() < request.check.cost() {
@@ -434,8 +435,6 @@ impl Task {
                 .time_for(1)
                 .min(decision.reset_after());
             self.next = retry_at(&self.line.policies, sent_at, unit, decision);
-        } else {
-            self.room = decision.remaining();
         }
     }
 
@@ -456,6 +455,17 @@ impl Task {
         let turns: Vec<_> = (0..count).map(turn).collect();
         self.line
             .with(|line| turns.into_iter().for_each(|turn| line.add_turn(turn)));
+    }
+
+    /// Sets the capacity left after a decision.
+    fn left_after(&mut self, decision: &Decision) {
+        let least = |is_in_flight| {
+            let each = decision.verdicts();
+            let each = each.filter(|(policy, _)| policy.is_in_flight() == is_in_flight);
+            let least = each.map(|(_, verdict)| verdict.remaining.max(0)).min();
+            least.map_or(u32::MAX, |least| u32::try_from(least).unwrap_or(u32::MAX))
+        };
+        (self.room, self.slots) = (least(false), least(true));
     }
 
     /// Sets the time of the next check after a denial of this cost.

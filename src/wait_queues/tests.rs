@@ -9,13 +9,14 @@ use futures_util::future::join_all;
 use tokio::runtime::{Builder, Handle};
 use tokio::time::sleep;
 
-use super::{Bounds, Refusal, Reply, WaitQueues, WaitRequest};
+use super::{Acquire, Bounds, Refusal, Reply, WaitQueues, WaitRequest};
 use crate::Limiter;
 use crate::error::{ErrorKind, StoreError};
+use crate::in_flight::{InFlightTracker, Slot};
 use crate::limit::{
     ChargedAt, Check, Decision, Key, Mode, Policies, Policy, PolicyCharge, Strategy,
 };
-use crate::store::{Answer, LocalStore, Store};
+use crate::store::{Answer, Backend, LocalStore, Store};
 use crate::strategy::Align;
 use crate::util::{instant, lock};
 
@@ -501,4 +502,109 @@ async fn a_line_does_not_wait_for_a_late_refund() {
     assert_eq!(tasks(), 2, "the line and the refund");
     sleep(Duration::from_secs(2)).await;
     assert_eq!(tasks(), 1, "the refund");
+}
+
+/// A store that replies after a millisecond, and wakes its waiters. Counts the checks that charge.
+#[derive(Clone, Default)]
+struct Slow {
+    local: LocalStore,
+    takes: Arc<AtomicU32>,
+}
+
+impl Store for Slow {
+    type Future = Reply;
+
+    fn check(&self, check: Check) -> Answer<Reply> {
+        let is_take = matches!(check.mode(), Mode::Take | Mode::TakeAhead);
+        self.takes.fetch_add(u32::from(is_take), SeqCst);
+        let answer = local(&self.local, check);
+        Answer::pending(Box::pin(async move {
+            sleep(Duration::from_millis(1)).await;
+            answer
+        }))
+    }
+
+    fn backend(&self) -> Backend<'_, Reply> {
+        self.local.backend().of_other_future()
+    }
+}
+
+/// Instances whose requests hold slots, and take turns under a rate.
+struct InFlight {
+    store: Slow,
+    tracker: InFlightTracker,
+    queues: WaitQueues,
+    policies: Policies,
+}
+
+impl InFlight {
+    fn new(limit: u32, strategy: Strategy, quota: &str) -> Self {
+        let rate = Policy::new("rate", strategy, quota.parse().unwrap()).unwrap();
+        let store = Slow::default();
+        let tracker = InFlightTracker::new(&store, None);
+        let queues = WaitQueues::new(store.clone(), Bounds::DEFAULT);
+        Self {
+            queues: queues.with_tracker(tracker.clone()),
+            store,
+            tracker,
+            policies: Policies::new([Policy::in_flight("jobs", limit).unwrap(), rate]).unwrap(),
+        }
+    }
+
+    /// Takes a slot with a unit.
+    fn hold(&self) -> Slot {
+        let check = Check::take(ANN, &self.policies, 1);
+        let mut slot = self.tracker.track(&check).unwrap();
+        let answer = local(&self.store.local, check);
+        assert!(answer.as_ref().unwrap().is_allowed());
+        slot.on_reply(answer.as_ref());
+        slot
+    }
+
+    fn join(&self, cost: u32, max: Duration) -> Acquire {
+        let wanted = WaitRequest {
+            key: ANN,
+            policies: self.policies.clone(),
+            cost,
+            deadline: Some(instant() + max),
+        };
+        self.queues.join(wanted, None).unwrap()
+    }
+
+    fn takes(&self) -> u32 {
+        self.store.takes.load(SeqCst)
+    }
+}
+
+/// Beside a rate, a waiter whose cost does not fit is not checked together with the smaller ones behind it, whose grants
+/// would have to be refunded.
+#[tokio::test(start_paused = true)]
+async fn in_flight_a_large_cost_is_refused_in_time() {
+    let jobs = InFlight::new(10, WINDOW, "13/m");
+    let mut held: Vec<_> = (0..10).map(|_| jobs.hold()).collect();
+    let start = instant();
+    let large = jobs.join(5, Duration::from_millis(500));
+    let small = [(); 3].map(|()| jobs.join(1, MINUTE));
+    sleep(Duration::from_millis(50)).await;
+    let before = jobs.takes();
+    held.truncate(7);
+    assert!(large.await.is_err());
+    let (took, takes) = (start.elapsed(), jobs.takes() - before);
+    assert!(took < Duration::from_millis(510), "{took:?}");
+    assert!(takes < 10, "{takes} takes");
+    for permit in join_all(small).await {
+        drop(permit.unwrap().spend());
+    }
+}
+
+/// Beside a rate, a grant is not followed by checks for all free slots.
+#[tokio::test(start_paused = true)]
+async fn in_flight_free_slots_flood_no_rate() {
+    let jobs = InFlight::new(100, Strategy::Gcra, "10/s burst 1");
+    let waits = join_all((0..50).map(|_| jobs.join(1, MINUTE)));
+    let start = instant();
+    let held = waits.await;
+    assert!(held.iter().all(Result::is_ok));
+    assert!(start.elapsed() < Duration::from_secs(6));
+    assert!(jobs.takes() <= 3 * 50, "{} takes", jobs.takes());
 }
