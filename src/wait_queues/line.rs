@@ -124,7 +124,11 @@ impl Line {
 
     /// Removes the waiters that are certain to be too late: their deadline has passed, and no pending reply may serve them
     /// (`is_pending`); or they have no turn, and no capacity is expected before the deadline.
-    pub(super) fn late(&mut self, now: Instant, is_pending: impl Fn(u64) -> bool) -> Vec<Waiter> {
+    pub(super) fn late(
+        &mut self,
+        now: Instant,
+        is_pending: impl Fn(Instant, u64) -> bool,
+    ) -> Vec<Waiter> {
         let free_at = self.free_at.filter(|free_at| *free_at > now);
         let without_turn = free_at.and_then(|_| self.without_turn().next());
         let first = without_turn.map(|(number, _)| *number);
@@ -133,7 +137,7 @@ impl Line {
         let late = late.take_while(|(deadline, _)| *deadline <= now || *deadline < by);
         let late = late.filter(|(deadline, number)| {
             let lacks = first.is_some_and(|first| first <= *number);
-            (*deadline <= now || lacks) && !is_pending(*number)
+            (*deadline <= now || lacks) && !is_pending(*deadline, *number)
         });
         let late: Vec<u64> = late.map(|(_, number)| *number).collect();
         let late = late.into_iter();

@@ -218,11 +218,13 @@ impl Task {
         let numbers = requests.iter().map(|request| request.number);
         here.requested.extend(numbers);
         let first = here.requested.first().copied();
-        let late = here.late(now, |number| match self.by_turns {
+        // A denial after its deadline ends its wait, although a new check is sent.
+        let is_open = |deadline| self.denied_cost == 0 || deadline > self.replied_at;
+        let late = here.late(now, |deadline, number| match self.by_turns {
             // The turn of this or an earlier one has no reply yet.
             true => first.is_some_and(|first| first <= number),
             // The reply decides whether there is a check for it.
-            false => was_pending || number <= self.covered,
+            false => was_pending || number <= self.covered && is_open(deadline),
         });
         for waiter in late {
             let denial = self.line.denial(Some(here), waiter.cost, now);

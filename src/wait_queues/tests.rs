@@ -608,3 +608,23 @@ async fn in_flight_free_slots_flood_no_rate() {
     assert!(start.elapsed() < Duration::from_secs(6));
     assert!(jobs.takes() <= 3 * 50, "{} takes", jobs.takes());
 }
+
+/// A deadline ends the wait although slots are freed constantly.
+#[tokio::test(start_paused = true)]
+async fn in_flight_freed_slots_extend_no_wait() {
+    let jobs = InFlight::new(10, WINDOW, "1/h");
+    let _held = jobs.hold();
+    let slots = jobs.policies.in_flight().unwrap().clone();
+    let store = jobs.store.local.clone();
+    let freeing = tokio::spawn(async move {
+        for _ in 0..300 {
+            sleep(Duration::from_millis(1)).await;
+            let _ = local(&store, Check::reset(ANN, &slots)).unwrap();
+        }
+    });
+    let start = instant();
+    assert!(jobs.join(1, Duration::from_millis(100)).await.is_err());
+    let took = start.elapsed();
+    assert!(took < Duration::from_millis(110), "{took:?}");
+    freeing.abort();
+}
