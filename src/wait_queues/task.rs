@@ -284,7 +284,9 @@ impl Task {
             vec![]
         } else if self.line.id.cost.is_some() {
             self.wake.take_freed();
-            self.turns(line, 1, now)
+            let requests = self.turns(line, 1, now);
+            self.covered = requests.last().map_or(0, |request| request.number);
+            requests
         } else {
             self.checks(line, now)
         }

@@ -628,3 +628,26 @@ async fn in_flight_freed_slots_extend_no_wait() {
     assert!(took < Duration::from_millis(110), "{took:?}");
     freeing.abort();
 }
+
+/// By checks, a waiter is not denied while its check has no reply, although its deadline has passed.
+#[tokio::test(start_paused = true)]
+async fn a_check_at_the_deadline_decides() {
+    let calls = AtomicU32::new(0);
+    let store = LocalStore::default();
+    let scripted = Scripted::new(move |check| {
+        let answer = match calls.fetch_add(1, SeqCst) {
+            0 => Err(StoreError::new(ErrorKind::Unreachable)),
+            _ => local(&store, check),
+        };
+        Box::pin(async move {
+            sleep(Duration::from_millis(1)).await;
+            answer
+        })
+    });
+    let limiter = Limiter::new(scripted, policies(Strategy::Gcra, "1/s"));
+    assert!(limiter.wait(ANN, 1, MINUTE).await.is_err());
+    sleep(Duration::from_millis(200)).await;
+    // The line is kept after the failure.
+    let decision = limiter.wait(ANN, 1, Duration::ZERO).await.unwrap();
+    assert!(decision.is_allowed());
+}
