@@ -122,6 +122,12 @@ impl Line {
         self.waiters.iter().skip(self.turns.len())
     }
 
+    /// Returns `true` if there is no turn for this waiter.
+    pub(super) fn lacks_turn(&self, number: u64) -> bool {
+        let first = self.without_turn().next();
+        first.is_some_and(|(first, _)| *first <= number)
+    }
+
     /// Removes the waiters that are certain to be too late: their deadline has passed, and no pending reply may serve them
     /// (`is_pending`); or they have no turn, and no capacity is expected before the deadline.
     pub(super) fn late(

@@ -414,7 +414,12 @@ impl Task {
             Outcome::ExceedsCapacity => true,
         };
         if is_refused {
-            let refused = self.line.with(|line| line.remove(request.number));
+            let refused = self.line.with(|line| {
+                // An earlier waiter may have left it a turn.
+                let is_late = decision.retry_after().is_some();
+                let keeps = is_late && !line.lacks_turn(request.number);
+                (!keeps).then(|| line.remove(request.number)).flatten()
+            });
             let refused = refused.flatten();
             if let Some(waiter) = refused {
                 waiter.answer(Err(Refusal::Denied(decision.clone())));

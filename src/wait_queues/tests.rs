@@ -651,3 +651,29 @@ async fn a_check_at_the_deadline_decides() {
     let decision = limiter.wait(ANN, 1, Duration::ZERO).await.unwrap();
     assert!(decision.is_allowed());
 }
+
+/// A waiter keeps the turn of an earlier one that has left, although its own would be too late.
+#[tokio::test(start_paused = true)]
+async fn a_denial_of_a_turn_refuses_none_that_has_one() {
+    let (store, turns) = (LocalStore::default(), AtomicU32::new(0));
+    let scripted = Scripted::new(move |check| {
+        let is_second = check.mode() == Mode::TakeAhead && turns.fetch_add(1, SeqCst) == 1;
+        let answer = local(&store, check);
+        Box::pin(async move {
+            sleep(Duration::from_millis(if is_second { 10 } else { 1 })).await;
+            answer
+        })
+    });
+    let limiter = Limiter::new(scripted, policies(Strategy::Gcra, "1/s burst 1"));
+    assert!(limiter.take(ANN, 1).await.unwrap().is_allowed());
+    let start = instant();
+    let mut left = Box::pin(limiter.wait(ANN, 1, MINUTE));
+    assert!(left.as_mut().now_or_never().is_none());
+    sleep(Duration::from_millis(5)).await;
+    let mut next = Box::pin(limiter.wait(ANN, 1, Duration::from_millis(1_500)));
+    assert!(next.as_mut().now_or_never().is_none());
+    sleep(Duration::from_millis(2)).await;
+    drop(left);
+    assert!(next.await.unwrap().is_allowed());
+    assert!(start.elapsed() < Duration::from_millis(1_010));
+}
