@@ -74,15 +74,25 @@ impl Line {
         first.is_some_and(|first| first.cost == cost)
     }
 
-    /// Removes the due turns, each with the waiter that gets it.
+    /// Removes the due turns, each with the waiter that gets it. While a reply for the first waiter is pending, turns of
+    /// other costs stay.
     pub(super) fn due_turns(&mut self, now: Instant) -> Vec<(Permit, Option<Waiter>)> {
         let mut due = vec![];
-        while let Some(first) = self.turns.first_entry()
-            && first.key().0 <= now
-        {
-            let turn = first.remove();
-            let number = self.waiters.keys().next().copied();
-            let number = number.filter(|_| self.has_use_for(turn.cost()));
+        loop {
+            let mut turns = self.turns.range(..=(now, u64::MAX));
+            let fitting = turns
+                .clone()
+                .find(|(_, turn)| self.has_use_for(turn.cost()));
+            let first = self.waiters.keys().next().copied();
+            let (next, number) = match fitting {
+                Some(turn) => (Some(turn), first),
+                None if first.is_some_and(|first| self.requested.contains(&first)) => break,
+                None => (turns.next(), None),
+            };
+            let next = next.map(|(key, _)| *key);
+            let Some(turn) = next.and_then(|next| self.turns.remove(&next)) else {
+                break;
+            };
             due.push((turn, number.and_then(|number| self.remove(number))));
         }
         due
@@ -156,9 +166,10 @@ impl Line {
         after.next().map(|(deadline, _)| *deadline)
     }
 
-    /// The next time at which a turn is due.
-    pub(super) fn next_due(&self) -> Option<Instant> {
-        self.turns.keys().next().map(|(due, _)| *due)
+    /// The next time after this one at which a turn is due.
+    pub(super) fn next_due(&self, time: Instant) -> Option<Instant> {
+        let mut after = self.turns.range((time, u64::MAX)..);
+        after.next().map(|((due, _), _)| *due)
     }
 
     /// Returns `true` if there may be a turn for a new waiter.

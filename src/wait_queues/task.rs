@@ -247,7 +247,7 @@ impl Task {
             return Step::Wait(kept_until);
         }
         let times = [
-            here.next_due(),
+            here.next_due(now),
             here.deadline_after(now),
             self.next_check(here, now),
         ];

@@ -677,3 +677,29 @@ async fn a_denial_of_a_turn_refuses_none_that_has_one() {
     assert!(next.await.unwrap().is_allowed());
     assert!(start.elapsed() < Duration::from_millis(1_010));
 }
+
+/// A grant whose reply overtakes that of an earlier waiter of another cost is not refunded.
+#[tokio::test(start_paused = true)]
+async fn a_grant_waits_for_earlier_replies() {
+    let (store, calls) = (LocalStore::default(), Arc::new(AtomicU32::new(0)));
+    let counted = Arc::clone(&calls);
+    let scripted = Scripted::new(move |check| {
+        counted.fetch_add(1, SeqCst);
+        let delay = if check.cost() == 2 { 10 } else { 1 };
+        let answer = local(&store, check);
+        Box::pin(async move {
+            sleep(Duration::from_millis(delay)).await;
+            answer
+        })
+    });
+    let limiter = Limiter::new(scripted, policies(WINDOW, "10/m"));
+    let (start, served) = (instant(), Mutex::new(vec![]));
+    let waits = [3, 2, 1].map(async |cost| {
+        assert!(limiter.wait(ANN, cost, MINUTE).await.unwrap().is_allowed());
+        lock(&served).push(cost);
+    });
+    join_all(waits).await;
+    assert_eq!(*lock(&served), [3, 2, 1]);
+    assert_eq!(calls.load(SeqCst), 3);
+    assert!(start.elapsed() < Duration::from_millis(15));
+}
