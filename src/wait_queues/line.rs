@@ -172,9 +172,14 @@ impl Line {
         after.next().map(|((due, _), _)| *due)
     }
 
-    /// Returns `true` if there may be a turn for a new waiter.
-    pub(super) fn has_spare_turn(&self) -> bool {
-        self.turns.len() + self.requested.len() > self.waiters.len()
+    /// Returns `true` if there may be a turn for a new waiter by this time.
+    pub(super) fn has_spare_turn(&self, by: Instant) -> bool {
+        if !self.requested.is_empty() {
+            return self.turns.len() + self.requested.len() > self.waiters.len();
+        }
+        let later = self.turns.len().checked_sub(self.waiters.len() + 1);
+        let spare = later.and_then(|later| self.turns.keys().nth_back(later));
+        spare.is_some_and(|(due, _)| *due <= by)
     }
 
     /// Learns the last decision, on a check sent at this time.

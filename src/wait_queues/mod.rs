@@ -297,13 +297,12 @@ impl LineRef {
         let lines = &mut *lock(&shared.lines);
         let (here, now) = (lines.each.get(&self.id), instant());
         let free_at = denied.and_then(|denied| line::free_at(denied, now));
-        let has_spare_turn = here.is_some_and(Line::has_spare_turn);
-        let is_late = free_at
-            .zip(deadline)
-            .is_some_and(|(at, deadline)| deadline < at);
+        let is_late = free_at.zip(deadline).is_some_and(|(at, deadline)| {
+            deadline < at && !here.is_some_and(|here| here.has_spare_turn(deadline))
+        });
         let of_caller = lines.callers.get(&self.id.key).copied().unwrap_or(0);
         let waiting = shared.waiting.load(Ordering::Acquire);
-        if is_late && !has_spare_turn || waiting >= bounds.all || of_caller >= bounds.each {
+        if is_late || waiting >= bounds.all || of_caller >= bounds.each {
             let denial = denied.cloned();
             let denial = denial.unwrap_or_else(|| self.denial(here, cost, now));
             return Err(Refusal::Denied(denial));

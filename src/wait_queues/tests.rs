@@ -472,6 +472,9 @@ async fn a_denied_request_gets_a_turn_that_is_left() {
     let check = Check::take(ANN, &policies, 1);
     assert!(!here.has_line(&check) && there.has_line(&check));
     let start = instant();
+    // Before the turn is due.
+    let shorter = Duration::from_millis(500);
+    assert!(join(&here, shorter, Some(denied.clone())).is_err());
     let short = Duration::from_millis(1_200);
     assert!(
         join(&here, short, Some(denied.clone()))
