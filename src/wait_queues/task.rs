@@ -282,9 +282,10 @@ impl Task {
             self.turns(line, most, now)
         } else if !is_due {
             vec![]
-        } else if self.line.id.cost.is_some() {
+        } else if let Some(cost) = self.line.id.cost {
             self.wake.take_freed();
-            let requests = self.turns(line, 1, now);
+            let most = (self.room / cost.max(1)) as usize;
+            let requests = self.turns(line, most.clamp(1, MAX_REQUESTS), now);
             self.covered = requests.last().map_or(0, |request| request.number);
             requests
         } else {
@@ -428,8 +429,8 @@ impl Task {
         }
         self.line.with(|line| line.learn(decision, sent_at));
         let is_denied = decision.retry_after().is_some();
-        let reserves = self.line.id.cost.is_some() && is_reserved(decision);
-        self.by_turns = !is_denied && (self.by_turns || reserves);
+        let is_reserved = self.line.id.cost.is_some() && decision.due_in().is_some();
+        self.by_turns = !is_denied && (self.by_turns || is_reserved);
         if is_denied {
             self.check_after(decision, request.cost(), sent_at);
         } else if self.is_in_flight() {
@@ -496,7 +497,7 @@ impl Task {
             self.failures += 1;
             self.next = self.replied_at + INTERVAL;
         }
-        self.by_turns = false;
+        (self.by_turns, self.room) = (false, 0);
         let all = self.failures >= MAX_FAILURES;
         let failed = self.line.with(|line| {
             let numbers: Vec<u64> = if all {
@@ -540,11 +541,4 @@ fn retry_at(policies: &Policies, sent_at: Instant, wait: Duration, decision: &De
 /// Returns `false` for a decision of a fallback.
 fn is_shared(decision: &Decision) -> bool {
     matches!(decision.charged_at(), ChargedAt::Redis(_))
-}
-
-/// Returns `true` if the store reserves turns, at least as long as it has capacity. After a grant that leaves none, the
-/// next check shows that, so that not all waiters get a turn that the store denies.
-fn is_reserved(decision: &Decision) -> bool {
-    let has_capacity = decision.is_allowed() && decision.remaining() > 0;
-    decision.due_in().is_some() || has_capacity && is_shared(decision)
 }

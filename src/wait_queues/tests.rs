@@ -706,3 +706,27 @@ async fn a_grant_waits_for_earlier_replies() {
     assert_eq!(calls.load(SeqCst), 3);
     assert!(start.elapsed() < Duration::from_millis(15));
 }
+
+/// After a refund, a store that reserves no turns gets no more checks than it has units.
+#[tokio::test(start_paused = true)]
+async fn a_store_without_debts_gets_few_takes_after_a_reset() {
+    let (store, calls) = (LocalStore::default(), Arc::new(AtomicU32::new(0)));
+    let (counted, inner) = (Arc::clone(&calls), store.clone());
+    let scripted = Scripted::new(move |check| {
+        counted.fetch_add(1, SeqCst);
+        let answer = local(&inner, check.without_turn());
+        Box::pin(ready(answer.map(|decision| decision.decided_at(1))))
+    });
+    let policies = policies(Strategy::Gcra, "1/s burst 5");
+    let limiter = Limiter::new(scripted, policies.clone());
+    let waits = tokio::spawn(async move {
+        join_all((0..50).map(|_| limiter.wait(ANN, 1, MINUTE))).await;
+    });
+    sleep(Duration::from_millis(500)).await;
+    let _ = local(&store, Check::reset(ANN, &policies)).unwrap();
+    let before = calls.load(SeqCst);
+    sleep(Duration::from_secs(1)).await;
+    let calls = calls.load(SeqCst) - before;
+    assert!((5..=10).contains(&calls), "{calls} calls");
+    waits.abort();
+}
