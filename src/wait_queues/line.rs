@@ -113,23 +113,27 @@ impl Line {
 
     /// The waiters for which there is neither a turn nor a request: the first `most` of them.
     pub(super) fn lacking(&self, most: usize) -> Vec<(&u64, &Waiter)> {
-        let have = self.turns.len() + self.requested.len();
-        let count = self.waiters.len().saturating_sub(have);
-        if most == 0 || count == 0 {
+        let Some((first, _)) = self.without_turn().next() else {
             return vec![];
-        }
-        // The first waiters get the turns.
-        let last = self.waiters.iter().rev();
-        let last = last.filter(|(number, _)| !self.requested.contains(number));
-        let mut lacking: Vec<_> = last.take(count).collect();
-        lacking.reverse();
-        lacking.truncate(most);
-        lacking
+        };
+        // The other requests are for the first of them: their waiters have left or got an earlier turn.
+        let requested = self.requested.range(first..);
+        let requested = requested.filter(|number| self.waiters.contains_key(number));
+        let others = self.requested.len() - requested.count();
+        let lacking = self.without_turn();
+        let lacking = lacking.filter(|(number, _)| !self.requested.contains(number));
+        lacking.skip(others).take(most).collect()
     }
 
-    /// The waiters without a turn.
+    /// The waiters without a turn. Searches the first of them from the nearer end.
     pub(super) fn without_turn(&self) -> impl Iterator<Item = (&u64, &Waiter)> {
-        self.waiters.iter().skip(self.turns.len())
+        let (mut numbers, turns) = (self.waiters.keys(), self.turns.len());
+        let first = match self.waiters.len().checked_sub(turns + 1) {
+            Some(later) if later < turns => numbers.nth_back(later),
+            _ => numbers.nth(turns),
+        };
+        let waiters = first.map(|first| self.waiters.range(first..));
+        waiters.into_iter().flatten()
     }
 
     /// Returns `true` if there is no turn for this waiter.

@@ -7,14 +7,16 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use futures_util::future::join_all;
 use tokio::runtime::{Builder, Handle};
+use tokio::sync::oneshot;
 use tokio::time::sleep;
 
-use super::{Acquire, Bounds, Refusal, Reply, WaitQueues, WaitRequest};
+use super::line::{Line, Waiter};
+use super::{Acquire, Bounds, LineId, LineRef, Permit, Refusal, Reply, WaitQueues, WaitRequest};
 use crate::Limiter;
 use crate::error::{ErrorKind, StoreError};
 use crate::in_flight::{InFlightTracker, Slot};
 use crate::limit::{
-    ChargedAt, Check, Decision, Key, Mode, Policies, Policy, PolicyCharge, Strategy,
+    Charge, ChargedAt, Check, Decision, Key, Mode, Policies, Policy, PolicyCharge, Strategy,
 };
 use crate::store::{Answer, Backend, LocalStore, Store};
 use crate::strategy::Align;
@@ -729,4 +731,47 @@ async fn a_store_without_debts_gets_few_takes_after_a_reset() {
     let calls = calls.load(SeqCst) - before;
     assert!((5..=10).contains(&calls), "{calls} calls");
     waits.abort();
+}
+
+/// Those that lack a turn are the last waiters without a request, as many as there are waiters without either.
+#[tokio::test(start_paused = true)]
+async fn the_first_that_lack_a_turn_are_found() {
+    let policies = policies(Strategy::Gcra, "1/s burst 1");
+    let (store, runtime) = (LocalStore::default(), Handle::current());
+    let line = LineRef {
+        queues: WaitQueues::new(store.clone(), Bounds::DEFAULT),
+        id: LineId::new(&runtime, &ANN, &policies, 1),
+        policies: policies.clone(),
+    };
+    let decision = local(&store, Check::take(ANN, &policies, 1)).unwrap();
+    let mut rng = fastrand::Rng::with_seed(1);
+    for _ in 0..2_000 {
+        let mut here = Line::default();
+        for number in 0..rng.u64(0..12) {
+            let waiter = Waiter {
+                cost: 1,
+                deadline: None,
+                answer: oneshot::channel().0,
+            };
+            here.join(number, waiter);
+        }
+        for _ in 0..rng.u8(0..6) {
+            // Some of their waiters have left.
+            here.requested.insert(rng.u64(0..12));
+        }
+        for _ in 0..rng.u8(0..12) {
+            let charge = Charge::new(ANN, decision.clone(), 1, instant());
+            here.add_turn(Permit::new(line.clone(), charge, instant(), None));
+        }
+        let (most, turns) = (rng.usize(0..8), here.turns.len());
+        let waiting: Vec<_> = here.waiters.keys().copied().collect();
+        let without: Vec<_> = here.without_turn().map(|(number, _)| *number).collect();
+        assert_eq!(without, waiting[turns.min(waiting.len())..]);
+        let count = waiting.len().saturating_sub(turns + here.requested.len());
+        let mut lacking = waiting;
+        lacking.retain(|number| !here.requested.contains(number));
+        let lacking: Vec<_> = lacking.split_off(lacking.len() - count);
+        let found: Vec<_> = here.lacking(most).iter().map(|(n, _)| **n).collect();
+        assert_eq!(found, lacking[..most.min(count)]);
+    }
 }
