@@ -1,6 +1,7 @@
 //! The task of a line: it sends checks to the store, and answers the waiters.
 
 use std::future::{Future, poll_fn};
+use std::panic::AssertUnwindSafe;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -14,13 +15,14 @@ use tokio::time::{Instant, timeout_at};
 use super::line::{Line, Waiter};
 use super::permit::Permit;
 use super::{Answer, LineRef, Refusal};
+use crate::background::panicked;
 use crate::error::StoreError;
 use crate::in_flight::Slot;
 use crate::limit::{Charge, ChargedAt, Check, Decision, Mode, Outcome, Policies};
 use crate::store::{Listener, Wake};
-use crate::util::{instant, lock, random};
+use crate::util::{contain, instant, lock, random};
 
-/// While it exists, so does its line. If its runtime drops it, or the store panics, the waiters fail.
+/// While it exists, so does its line. If its runtime drops it, the waiters fail.
 pub(super) struct Task {
     line: LineRef,
     wake: Arc<Wake>,
@@ -347,9 +349,11 @@ impl Task {
         for request in requests {
             let in_flight = self.line.queues.in_flight.as_ref();
             let mut slot = in_flight.and_then(|in_flight| in_flight.track(&request.check));
-            let answer = (self.line.queues.shared.send)(request.check.clone());
+            let answer = contain(|| (self.line.queues.shared.send)(request.check.clone()));
             self.pending.push(Box::pin(async move {
-                let answer = answer.await;
+                let answer = async { Some(answer?.await) };
+                let answer = AssertUnwindSafe(answer).catch_unwind().await;
+                let answer = answer.ok().flatten().unwrap_or_else(|| Err(panicked()));
                 if let Some(slot) = &mut slot {
                     slot.on_reply(answer.as_ref());
                 }

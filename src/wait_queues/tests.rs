@@ -775,3 +775,25 @@ async fn the_first_that_lack_a_turn_are_found() {
         assert_eq!(found, lacking[..most.min(count)]);
     }
 }
+
+/// A store that panics fails one wait.
+#[tokio::test(start_paused = true)]
+async fn a_panicking_store_fails_one_wait() {
+    for in_future in [false, true] {
+        let (store, calls) = (LocalStore::default(), AtomicU32::new(0));
+        let scripted = Scripted::new(move |check| {
+            let panics = calls.fetch_add(1, SeqCst) == 1;
+            assert!(!panics || in_future, "in the call");
+            let answer = local(&store, check);
+            Box::pin(async move {
+                sleep(Duration::from_millis(1)).await;
+                assert!(!panics, "in the future");
+                answer
+            })
+        });
+        let limiter = Limiter::new(scripted, policies(Strategy::Gcra, "10/s burst 5"));
+        let answers = join_all((0..3).map(|_| limiter.wait(ANN, 1, MINUTE))).await;
+        let are_ok: Vec<_> = answers.iter().map(Result::is_ok).collect();
+        assert_eq!(are_ok, [true, false, true]);
+    }
+}
