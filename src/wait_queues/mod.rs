@@ -279,7 +279,7 @@ impl WaitQueues {
             answer,
         };
         if is_new {
-            Task::start(line, cost, denied.as_ref());
+            Task::start(line, denied.as_ref());
         }
         Ok(acquire)
     }

@@ -112,9 +112,10 @@ const MAX_FAILURES: u32 = 3;
 const KEPT: Duration = Duration::from_secs(1);
 
 impl Task {
-    /// Starts the task of a new line. `denied` is the denial of the store, if the first waiter was checked. The task is
-    /// polled once now: if the store replies immediately, callers that poll only once get their permit.
-    pub(super) fn start(line: LineRef, cost: u32, denied: Option<&Decision>) {
+    /// Starts the task of a new line. `denied` is the denial of the store, if the first waiter was checked. It is checked
+    /// again, since capacity freed after the denial may not have woken the line. The task is polled once now: if the
+    /// store replies immediately, callers that poll only once get their permit.
+    pub(super) fn start(line: LineRef, denied: Option<&Decision>) {
         let now = instant();
         let mut task = Self {
             wake: line.with(|line| Arc::clone(&line.wake)).unwrap_or_default(),
@@ -136,7 +137,6 @@ impl Task {
                 task.line.with(|line| line.learn(denied, now));
             }
             task.left_after(denied);
-            task.check_after(denied, cost, now);
         }
         let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(task.run());
         let mut context = Context::from_waker(Waker::noop());

@@ -797,3 +797,24 @@ async fn a_panicking_store_fails_one_wait() {
         assert_eq!(are_ok, [true, false, true]);
     }
 }
+
+/// Capacity that is freed between a denial and its wait is used immediately.
+#[tokio::test(start_paused = true)]
+async fn a_refund_before_the_wait_is_not_missed() {
+    let (store, policies) = (LocalStore::default(), policies(WINDOW, "10/h"));
+    let queues = WaitQueues::new(store.clone(), Bounds::DEFAULT);
+    let taken = local(&store, Check::take(ANN, &policies, 10)).unwrap();
+    let denied = local(&store, Check::take(ANN, &policies, 1)).unwrap();
+    for refund in taken.refund(ANN, 10, Duration::ZERO) {
+        let _ = local(&store, refund).unwrap();
+    }
+    let wanted = WaitRequest {
+        key: ANN,
+        policies,
+        cost: 1,
+        deadline: None,
+    };
+    let start = instant();
+    assert!(queues.join(wanted, Some(denied)).unwrap().await.is_ok());
+    assert!(start.elapsed() < Duration::from_millis(100));
+}
