@@ -13,8 +13,8 @@
 //!   Turns of a line are interchangeable. If a waiter leaves, the last turn is refunded. The store rejects that if a later
 //!   turn of another instance depends on it; then the turn serves the next waiter that joins before it is due, or expires.
 //! - **By checks**, under other policies, and while the store reserves no turns or fails. One check at a time is sent for
-//!   the first waiters that have no turn. After a denial the next one follows when its wait has passed, or when
-//!   capacity was freed in this process. When the store reserves turns again, the others get theirs.
+//!   the first waiters that have no turn, and immediately in a new line. After a denial the next one follows when its wait
+//!   has passed, or when capacity was freed in this process. When the store reserves turns again, the others get theirs.
 //!
 //! Special cases:
 //!
