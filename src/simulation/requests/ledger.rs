@@ -1,6 +1,7 @@
 //! The rules, and the sums that show whether they hold.
 
 use std::collections::VecDeque;
+use std::mem;
 
 use super::plan::{Habit, LONGEST, Plan, TIMEOUT};
 use crate::limit::{Frees, Mode, Policy};
@@ -14,6 +15,7 @@ pub(super) enum Rule {
     /// No more is granted than the limit allows at that time.
     Early,
     /// Waiters of one runtime for one caller are granted in FIFO order. If turns are reserved, the waiters of each cost.
+    /// Those that are granted at the same time may run in any order.
     Order,
     /// Every waiter gets a result in time.
     Late,
@@ -63,6 +65,8 @@ struct Sums {
     /// The waiters in FIFO order.
     waiting: VecDeque<Waiter>,
     came: u64,
+    /// Each waiter that passes, and an earlier one that has not passed yet.
+    overtaken: Vec<(u64, u64)>,
     /// The time since which a waiter might be granted, but none is.
     idle_since: u64,
     /// The settlements that are due: their number, and their refunds and charges.
@@ -173,12 +177,14 @@ impl Ledger {
         // A waiter whose deadline has passed still waits for the reply to its check. If several are served together after a
         // stall, it may run first, because its deadline has woken it.
         let is_late = |waiter: &Waiter| now > waiter.since + waiter.max;
-        let before = sums.waiting.iter().find(|other| {
+        let before = sums.waiting.iter().filter(|other| {
             let is_before = other.runtime == waiter.runtime && other.number < number;
             let is_alike = other.cost == waiter.cost || !by_cost;
             is_before && is_alike && !is_late(&waiter) && !is_late(other)
         });
-        let before = before.map(|other| other.number);
+        sums.overtaken
+            .extend(before.map(|other| (number, other.number)));
+        sums.overtaken.retain(|(_, before)| *before != number);
         sums.passed += cost;
         sums.idle_since = now;
         let &mut Sums {
@@ -187,13 +193,6 @@ impl Ledger {
             refunded,
             ..
         } = sums;
-        if let Some(before) = before {
-            self.breaks(
-                Rule::Order,
-                Some(caller),
-                format!("w{number} passes before w{before}"),
-            );
-        }
         // A request in flight is refunded when it ends, so the sums below do not apply.
         if plan.callers[caller].habit == Habit::Queueing {
             return;
@@ -230,6 +229,10 @@ impl Ledger {
             .enumerate()
             .filter(|(_, who)| who.habit.waits())
         {
+            for (number, before) in mem::take(&mut self.callers[caller].overtaken) {
+                let problem = format!("w{number} passes before w{before}");
+                self.breaks(Rule::Order, Some(caller), problem);
+            }
             let sums = &self.callers[caller];
             let late = sums
                 .waiting
