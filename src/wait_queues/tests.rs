@@ -534,7 +534,7 @@ impl Store for Slow {
     }
 }
 
-/// Instances whose requests hold slots, and take turns under a rate.
+/// An instance whose requests need a slot, and units of a rate.
 struct InFlight {
     store: Slow,
     tracker: InFlightTracker,
@@ -581,8 +581,7 @@ impl InFlight {
     }
 }
 
-/// Beside a rate, a waiter whose cost does not fit is not checked together with the smaller ones behind it, whose grants
-/// would have to be refunded.
+/// A waiter whose cost does not fit the rate is checked alone: a grant to a later one would be refunded.
 #[tokio::test(start_paused = true)]
 async fn in_flight_a_large_cost_is_refused_in_time() {
     let jobs = InFlight::new(10, WINDOW, "13/m");
@@ -602,7 +601,7 @@ async fn in_flight_a_large_cost_is_refused_in_time() {
     }
 }
 
-/// Beside a rate, a grant is not followed by checks for all free slots.
+/// After a grant under a rate, not all free slots are checked.
 #[tokio::test(start_paused = true)]
 async fn in_flight_free_slots_flood_no_rate() {
     let jobs = InFlight::new(100, Strategy::Gcra, "10/s burst 1");
@@ -657,7 +656,7 @@ async fn a_check_at_the_deadline_decides() {
     assert!(decision.is_allowed());
 }
 
-/// A waiter keeps the turn of an earlier one that has left, although its own would be too late.
+/// A waiter keeps the turn of an earlier waiter that has left, although a turn of its own would be too late.
 #[tokio::test(start_paused = true)]
 async fn a_denial_of_a_turn_refuses_none_that_has_one() {
     let (store, turns) = (LocalStore::default(), AtomicU32::new(0));
@@ -733,7 +732,8 @@ async fn a_store_without_debts_gets_few_takes_after_a_reset() {
     waits.abort();
 }
 
-/// Those that lack a turn are the last waiters without a request, as many as there are waiters without either.
+/// The waiters that lack a turn are the last ones without a request. Their number is that of all waiters less the turns
+/// and the requests.
 #[tokio::test(start_paused = true)]
 async fn the_first_that_lack_a_turn_are_found() {
     let policies = policies(Strategy::Gcra, "1/s burst 1");
