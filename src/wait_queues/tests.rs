@@ -656,7 +656,7 @@ async fn a_check_at_the_deadline_decides() {
     assert!(decision.is_allowed());
 }
 
-/// A waiter keeps the turn of an earlier waiter that has left, although a turn of its own would be too late.
+/// A waiter keeps the turn of an earlier waiter that has left, although a new turn would be due too late.
 #[tokio::test(start_paused = true)]
 async fn a_denial_of_a_turn_refuses_none_that_has_one() {
     let (store, turns) = (LocalStore::default(), AtomicU32::new(0));
