@@ -74,15 +74,25 @@ impl Line {
         first.is_some_and(|first| first.cost == cost)
     }
 
-    /// Removes the due turns, each with the waiter that gets it.
+    /// Removes the due turns, each with the waiter that gets it. While a reply for the first waiter is pending, turns of
+    /// other costs stay.
     pub(super) fn due_turns(&mut self, now: Instant) -> Vec<(Permit, Option<Waiter>)> {
         let mut due = vec![];
-        while let Some(first) = self.turns.first_entry()
-            && first.key().0 <= now
-        {
-            let turn = first.remove();
-            let number = self.waiters.keys().next().copied();
-            let number = number.filter(|_| self.has_use_for(turn.cost()));
+        loop {
+            let mut turns = self.turns.range(..=(now, u64::MAX));
+            let fitting = turns
+                .clone()
+                .find(|(_, turn)| self.has_use_for(turn.cost()));
+            let first = self.waiters.keys().next().copied();
+            let (next, number) = match fitting {
+                Some(turn) => (Some(turn), first),
+                None if first.is_some_and(|first| self.requested.contains(&first)) => break,
+                None => (turns.next(), None),
+            };
+            let next = next.map(|(key, _)| *key);
+            let Some(turn) = next.and_then(|next| self.turns.remove(&next)) else {
+                break;
+            };
             due.push((turn, number.and_then(|number| self.remove(number))));
         }
         due
@@ -103,28 +113,42 @@ impl Line {
 
     /// The waiters for which there is neither a turn nor a request: the first `most` of them.
     pub(super) fn lacking(&self, most: usize) -> Vec<(&u64, &Waiter)> {
-        let have = self.turns.len() + self.requested.len();
-        let count = self.waiters.len().saturating_sub(have);
-        if most == 0 || count == 0 {
+        let Some((first, _)) = self.without_turn().next() else {
             return vec![];
-        }
-        // The first waiters get the turns.
-        let last = self.waiters.iter().rev();
-        let last = last.filter(|(number, _)| !self.requested.contains(number));
-        let mut lacking: Vec<_> = last.take(count).collect();
-        lacking.reverse();
-        lacking.truncate(most);
-        lacking
+        };
+        // The other requests are for the first of them: their waiters have left or got an earlier turn.
+        let requested = self.requested.range(first..);
+        let requested = requested.filter(|number| self.waiters.contains_key(number));
+        let others = self.requested.len() - requested.count();
+        let lacking = self.without_turn();
+        let lacking = lacking.filter(|(number, _)| !self.requested.contains(number));
+        lacking.skip(others).take(most).collect()
     }
 
-    /// The waiters without a turn.
+    /// The waiters without a turn. Searches the first of them from the nearer end.
     pub(super) fn without_turn(&self) -> impl Iterator<Item = (&u64, &Waiter)> {
-        self.waiters.iter().skip(self.turns.len())
+        let (mut numbers, turns) = (self.waiters.keys(), self.turns.len());
+        let first = match self.waiters.len().checked_sub(turns + 1) {
+            Some(later) if later < turns => numbers.nth_back(later),
+            _ => numbers.nth(turns),
+        };
+        let waiters = first.map(|first| self.waiters.range(first..));
+        waiters.into_iter().flatten()
+    }
+
+    /// Returns `true` if there is no turn for this waiter.
+    pub(super) fn lacks_turn(&self, number: u64) -> bool {
+        let first = self.without_turn().next();
+        first.is_some_and(|(first, _)| *first <= number)
     }
 
     /// Removes the waiters that are certain to be too late: their deadline has passed, and no pending reply may serve them
     /// (`is_pending`); or they have no turn, and no capacity is expected before the deadline.
-    pub(super) fn late(&mut self, now: Instant, is_pending: impl Fn(u64) -> bool) -> Vec<Waiter> {
+    pub(super) fn late(
+        &mut self,
+        now: Instant,
+        is_pending: impl Fn(Instant, u64) -> bool,
+    ) -> Vec<Waiter> {
         let free_at = self.free_at.filter(|free_at| *free_at > now);
         let without_turn = free_at.and_then(|_| self.without_turn().next());
         let first = without_turn.map(|(number, _)| *number);
@@ -133,7 +157,7 @@ impl Line {
         let late = late.take_while(|(deadline, _)| *deadline <= now || *deadline < by);
         let late = late.filter(|(deadline, number)| {
             let lacks = first.is_some_and(|first| first <= *number);
-            (*deadline <= now || lacks) && !is_pending(*number)
+            (*deadline <= now || lacks) && !is_pending(*deadline, *number)
         });
         let late: Vec<u64> = late.map(|(_, number)| *number).collect();
         let late = late.into_iter();
@@ -146,14 +170,20 @@ impl Line {
         after.next().map(|(deadline, _)| *deadline)
     }
 
-    /// The next time at which a turn is due.
-    pub(super) fn next_due(&self) -> Option<Instant> {
-        self.turns.keys().next().map(|(due, _)| *due)
+    /// The next time after this one at which a turn is due.
+    pub(super) fn next_due(&self, time: Instant) -> Option<Instant> {
+        let mut after = self.turns.range((time, u64::MAX)..);
+        after.next().map(|((due, _), _)| *due)
     }
 
-    /// Returns `true` if there may be a turn for a new waiter.
-    pub(super) fn has_spare_turn(&self) -> bool {
-        self.turns.len() + self.requested.len() > self.waiters.len()
+    /// Returns `true` if there may be a turn for a new waiter by this time.
+    pub(super) fn has_spare_turn(&self, by: Instant) -> bool {
+        if !self.requested.is_empty() {
+            return self.turns.len() + self.requested.len() > self.waiters.len();
+        }
+        let later = self.turns.len().checked_sub(self.waiters.len() + 1);
+        let spare = later.and_then(|later| self.turns.keys().nth_back(later));
+        spare.is_some_and(|(due, _)| *due <= by)
     }
 
     /// Learns the last decision, on a check sent at this time.

@@ -13,8 +13,8 @@
 //!   Turns of a line are interchangeable. If a waiter leaves, the last turn is refunded. The store rejects that if a later
 //!   turn of another instance depends on it; then the turn serves the next waiter that joins before it is due, or expires.
 //! - **By checks**, under other policies, and while the store reserves no turns or fails. One check at a time is sent for
-//!   the first waiters that have no turn. After a denial the next one follows when its wait has passed, or when
-//!   capacity was freed in this process. When the store reserves turns again, the others get theirs.
+//!   the first waiters that have no turn, and immediately in a new line. After a denial the next one follows when its wait
+//!   has passed, or when capacity was freed in this process. When the store reserves turns again, the others get theirs.
 //!
 //! Special cases:
 //!
@@ -279,7 +279,7 @@ impl WaitQueues {
             answer,
         };
         if is_new {
-            Task::start(line, cost, denied.as_ref());
+            Task::start(line, denied.as_ref());
         }
         Ok(acquire)
     }
@@ -297,13 +297,12 @@ impl LineRef {
         let lines = &mut *lock(&shared.lines);
         let (here, now) = (lines.each.get(&self.id), instant());
         let free_at = denied.and_then(|denied| line::free_at(denied, now));
-        let has_spare_turn = here.is_some_and(Line::has_spare_turn);
-        let is_late = free_at
-            .zip(deadline)
-            .is_some_and(|(at, deadline)| deadline < at);
+        let is_late = free_at.zip(deadline).is_some_and(|(at, deadline)| {
+            deadline < at && !here.is_some_and(|here| here.has_spare_turn(deadline))
+        });
         let of_caller = lines.callers.get(&self.id.key).copied().unwrap_or(0);
         let waiting = shared.waiting.load(Ordering::Acquire);
-        if is_late && !has_spare_turn || waiting >= bounds.all || of_caller >= bounds.each {
+        if is_late || waiting >= bounds.all || of_caller >= bounds.each {
             let denial = denied.cloned();
             let denial = denial.unwrap_or_else(|| self.denial(here, cost, now));
             return Err(Refusal::Denied(denial));

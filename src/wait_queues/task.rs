@@ -1,6 +1,7 @@
 //! The task of a line: it sends checks to the store, and answers the waiters.
 
 use std::future::{Future, poll_fn};
+use std::panic::AssertUnwindSafe;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -14,13 +15,14 @@ use tokio::time::{Instant, timeout_at};
 use super::line::{Line, Waiter};
 use super::permit::Permit;
 use super::{Answer, LineRef, Refusal};
+use crate::background::panicked;
 use crate::error::StoreError;
 use crate::in_flight::Slot;
 use crate::limit::{Charge, ChargedAt, Check, Decision, Mode, Outcome, Policies};
 use crate::store::{Listener, Wake};
-use crate::util::{instant, lock, random};
+use crate::util::{contain, instant, lock, random};
 
-/// While it exists, so does its line. If its runtime drops it, or the store panics, the waiters fail.
+/// While it exists, so does its line. If its runtime drops it, the waiters fail.
 pub(super) struct Task {
     line: LineRef,
     wake: Arc<Wake>,
@@ -35,9 +37,10 @@ pub(super) struct Task {
     covered: u64,
     /// The cost of the last check if it was denied, otherwise 0.
     denied_cost: u32,
-    /// Capacity left after the last check. For requests in flight, or the number of slots released in this process since,
-    /// if greater.
+    /// Units left after the last check, under policies that charge units.
     room: u32,
+    /// Slots left after the last check. [`u32::MAX`] without requests in flight.
+    slots: u32,
     replied_at: Instant,
     /// Number of consecutive failures.
     failures: u32,
@@ -109,9 +112,10 @@ const MAX_FAILURES: u32 = 3;
 const KEPT: Duration = Duration::from_secs(1);
 
 impl Task {
-    /// Starts the task of a new line. `denied` is the denial of the store, if the first waiter was checked. The task is
-    /// polled once now: if the store replies immediately, callers that poll only once get their permit.
-    pub(super) fn start(line: LineRef, cost: u32, denied: Option<&Decision>) {
+    /// Starts the task of a new line. `denied` is the denial of the store, if the first waiter was checked. It is checked
+    /// again, since capacity freed after the denial may not have woken the line. The task is polled once now: if the
+    /// store replies immediately, callers that poll only once get their permit.
+    pub(super) fn start(line: LineRef, denied: Option<&Decision>) {
         let now = instant();
         let mut task = Self {
             wake: line.with(|line| Arc::clone(&line.wake)).unwrap_or_default(),
@@ -122,6 +126,7 @@ impl Task {
             covered: 0,
             denied_cost: 0,
             room: 0,
+            slots: 0,
             replied_at: now,
             failures: 0,
             has_ended: false,
@@ -131,7 +136,7 @@ impl Task {
             if !task.by_turns {
                 task.line.with(|line| line.learn(denied, now));
             }
-            task.check_after(denied, cost, now);
+            task.left_after(denied);
         }
         let mut task: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(task.run());
         let mut context = Context::from_waker(Waker::noop());
@@ -215,11 +220,13 @@ impl Task {
         let numbers = requests.iter().map(|request| request.number);
         here.requested.extend(numbers);
         let first = here.requested.first().copied();
-        let late = here.late(now, |number| match self.by_turns {
+        // A denial after its deadline ends its wait, although a new check is sent.
+        let is_open = |deadline| self.denied_cost == 0 || deadline > self.replied_at;
+        let late = here.late(now, |deadline, number| match self.by_turns {
             // The turn of this or an earlier one has no reply yet.
             true => first.is_some_and(|first| first <= number),
             // The reply decides whether there is a check for it.
-            false => was_pending || number <= self.covered,
+            false => was_pending || number <= self.covered && is_open(deadline),
         });
         for waiter in late {
             let denial = self.line.denial(Some(here), waiter.cost, now);
@@ -242,7 +249,7 @@ impl Task {
             return Step::Wait(kept_until);
         }
         let times = [
-            here.next_due(),
+            here.next_due(now),
             here.deadline_after(now),
             self.next_check(here, now),
         ];
@@ -277,9 +284,12 @@ impl Task {
             self.turns(line, most, now)
         } else if !is_due {
             vec![]
-        } else if self.line.id.cost.is_some() {
+        } else if let Some(cost) = self.line.id.cost {
             self.wake.take_freed();
-            self.turns(line, 1, now)
+            let most = (self.room / cost.max(1)) as usize;
+            let requests = self.turns(line, most.clamp(1, MAX_REQUESTS), now);
+            self.covered = requests.last().map_or(0, |request| request.number);
+            requests
         } else {
             self.checks(line, now)
         }
@@ -302,15 +312,16 @@ impl Task {
     fn checks(&mut self, line: &Line, now: Instant) -> Vec<Request> {
         let is_in_flight = self.is_in_flight();
         // Before the checks are sent: they see all capacity that was freed before.
-        let room = match self.wake.take_freed() {
+        let slots = match self.wake.take_freed() {
             // With steady traffic, requests that ended elsewhere have checks in flight for most of the free slots.
-            freed if is_in_flight && freed > 0 => freed + self.room.min(1),
-            _ => self.room,
+            freed if is_in_flight && freed > 0 => freed + self.slots.min(1),
+            _ => self.slots,
         };
         let (mut sum, costs) = (0, line.waiters.values().map(|waiter| waiter.cost));
-        let fitting = costs.clone().take(MAX_REQUESTS).take_while(|cost| {
-            sum += u64::from(if is_in_flight { 1 } else { *cost });
-            sum <= u64::from(room)
+        let most = MAX_REQUESTS.min(slots as usize);
+        let fitting = costs.clone().take(most).take_while(|cost| {
+            sum += u64::from(*cost);
+            sum <= u64::from(self.room)
         });
         let fitting = fitting.count().max(1);
         let ones = costs.take_while(|cost| *cost == 1 && !is_in_flight);
@@ -338,9 +349,11 @@ impl Task {
         for request in requests {
             let in_flight = self.line.queues.in_flight.as_ref();
             let mut slot = in_flight.and_then(|in_flight| in_flight.track(&request.check));
-            let answer = (self.line.queues.shared.send)(request.check.clone());
+            let answer = contain(|| (self.line.queues.shared.send)(request.check.clone()));
             self.pending.push(Box::pin(async move {
-                let answer = answer.await;
+                let answer = async { Some(answer?.await) };
+                let answer = AssertUnwindSafe(answer).catch_unwind().await;
+                let answer = answer.ok().flatten().unwrap_or_else(|| Err(panicked()));
                 if let Some(slot) = &mut slot {
                     slot.on_reply(answer.as_ref());
                 }
@@ -389,7 +402,8 @@ impl Task {
     fn decided(&mut self, request: &Request, decision: &Decision, slot: Option<Slot>) {
         let sent_at = request.sent_at;
         (self.failures, self.denied_cost) = (0, 0);
-        (self.room, self.next) = (0, self.replied_at);
+        self.next = self.replied_at;
+        self.left_after(decision);
         let is_late = |wait| {
             request
                 .deadline
@@ -405,7 +419,12 @@ impl Task {
             Outcome::ExceedsCapacity => true,
         };
         if is_refused {
-            let refused = self.line.with(|line| line.remove(request.number));
+            let refused = self.line.with(|line| {
+                // An earlier waiter may have left it a turn.
+                let is_late = decision.retry_after().is_some();
+                let keeps = is_late && !line.lacks_turn(request.number);
+                (!keeps).then(|| line.remove(request.number)).flatten()
+            });
             let refused = refused.flatten();
             if let Some(waiter) = refused {
                 waiter.answer(Err(Refusal::Denied(decision.clone())));
@@ -414,16 +433,12 @@ impl Task {
         }
         self.line.with(|line| line.learn(decision, sent_at));
         let is_denied = decision.retry_after().is_some();
-        let reserves = self.line.id.cost.is_some() && is_reserved(decision);
-        self.by_turns = !is_denied && (self.by_turns || reserves);
+        let is_reserved = self.line.id.cost.is_some() && decision.due_in().is_some();
+        self.by_turns = !is_denied && (self.by_turns || is_reserved);
         if is_denied {
             self.check_after(decision, request.cost(), sent_at);
         } else if self.is_in_flight() {
-            let each = decision.verdicts();
-            let slots = each.filter(|(policy, _)| policy.is_in_flight());
-            let free = slots.map(|(_, verdict)| verdict.remaining).min();
-            self.room = u32::try_from(free.unwrap_or(0)).unwrap_or(0);
-            if self.room == 0 {
+            if self.slots == 0 {
                 self.next += INTERVAL;
             }
         } else if decision.granted() < request.check.cost() {
@@ -434,8 +449,6 @@ impl Task {
                 .time_for(1)
                 .min(decision.reset_after());
             self.next = retry_at(&self.line.policies, sent_at, unit, decision);
-        } else {
-            self.room = decision.remaining();
         }
     }
 
@@ -458,6 +471,17 @@ impl Task {
             .with(|line| turns.into_iter().for_each(|turn| line.add_turn(turn)));
     }
 
+    /// Sets the capacity left after a decision.
+    fn left_after(&mut self, decision: &Decision) {
+        let least = |is_in_flight| {
+            let each = decision.verdicts();
+            let each = each.filter(|(policy, _)| policy.is_in_flight() == is_in_flight);
+            let least = each.map(|(_, verdict)| verdict.remaining.max(0)).min();
+            least.map_or(u32::MAX, |least| u32::try_from(least).unwrap_or(u32::MAX))
+        };
+        (self.room, self.slots) = (least(false), least(true));
+    }
+
     /// Sets the time of the next check after a denial of this cost.
     fn check_after(&mut self, denied: &Decision, cost: u32, sent_at: Instant) {
         if let Some(wait) = denied.retry_after() {
@@ -477,7 +501,7 @@ impl Task {
             self.failures += 1;
             self.next = self.replied_at + INTERVAL;
         }
-        self.by_turns = false;
+        (self.by_turns, self.room) = (false, 0);
         let all = self.failures >= MAX_FAILURES;
         let failed = self.line.with(|line| {
             let numbers: Vec<u64> = if all {
@@ -521,11 +545,4 @@ fn retry_at(policies: &Policies, sent_at: Instant, wait: Duration, decision: &De
 /// Returns `false` for a decision of a fallback.
 fn is_shared(decision: &Decision) -> bool {
     matches!(decision.charged_at(), ChargedAt::Redis(_))
-}
-
-/// Returns `true` if the store reserves turns, at least as long as it has capacity. After a grant that leaves none, the
-/// next check shows that, so that not all waiters get a turn that the store denies.
-fn is_reserved(decision: &Decision) -> bool {
-    let has_capacity = decision.is_allowed() && decision.remaining() > 0;
-    decision.due_in().is_some() || has_capacity && is_shared(decision)
 }

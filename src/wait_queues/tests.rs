@@ -7,15 +7,18 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use futures_util::future::join_all;
 use tokio::runtime::{Builder, Handle};
+use tokio::sync::oneshot;
 use tokio::time::sleep;
 
-use super::{Bounds, Refusal, Reply, WaitQueues, WaitRequest};
+use super::line::{Line, Waiter};
+use super::{Acquire, Bounds, LineId, LineRef, Permit, Refusal, Reply, WaitQueues, WaitRequest};
 use crate::Limiter;
 use crate::error::{ErrorKind, StoreError};
+use crate::in_flight::{InFlightTracker, Slot};
 use crate::limit::{
-    ChargedAt, Check, Decision, Key, Mode, Policies, Policy, PolicyCharge, Strategy,
+    Charge, ChargedAt, Check, Decision, Key, Mode, Policies, Policy, PolicyCharge, Strategy,
 };
-use crate::store::{Answer, LocalStore, Store};
+use crate::store::{Answer, Backend, LocalStore, Store};
 use crate::strategy::Align;
 use crate::util::{instant, lock};
 
@@ -471,6 +474,9 @@ async fn a_denied_request_gets_a_turn_that_is_left() {
     let check = Check::take(ANN, &policies, 1);
     assert!(!here.has_line(&check) && there.has_line(&check));
     let start = instant();
+    // Before the turn is due.
+    let shorter = Duration::from_millis(500);
+    assert!(join(&here, shorter, Some(denied.clone())).is_err());
     let short = Duration::from_millis(1_200);
     assert!(
         join(&here, short, Some(denied.clone()))
@@ -501,4 +507,314 @@ async fn a_line_does_not_wait_for_a_late_refund() {
     assert_eq!(tasks(), 2, "the line and the refund");
     sleep(Duration::from_secs(2)).await;
     assert_eq!(tasks(), 1, "the refund");
+}
+
+/// A store that replies after a millisecond, and wakes its waiters. Counts the checks that charge.
+#[derive(Clone, Default)]
+struct Slow {
+    local: LocalStore,
+    takes: Arc<AtomicU32>,
+}
+
+impl Store for Slow {
+    type Future = Reply;
+
+    fn check(&self, check: Check) -> Answer<Reply> {
+        let is_take = matches!(check.mode(), Mode::Take | Mode::TakeAhead);
+        self.takes.fetch_add(u32::from(is_take), SeqCst);
+        let answer = local(&self.local, check);
+        Answer::pending(Box::pin(async move {
+            sleep(Duration::from_millis(1)).await;
+            answer
+        }))
+    }
+
+    fn backend(&self) -> Backend<'_, Reply> {
+        self.local.backend().of_other_future()
+    }
+}
+
+/// An instance whose requests need a slot, and units of a rate.
+struct InFlight {
+    store: Slow,
+    tracker: InFlightTracker,
+    queues: WaitQueues,
+    policies: Policies,
+}
+
+impl InFlight {
+    fn new(limit: u32, strategy: Strategy, quota: &str) -> Self {
+        let rate = Policy::new("rate", strategy, quota.parse().unwrap()).unwrap();
+        let store = Slow::default();
+        let tracker = InFlightTracker::new(&store, None);
+        let queues = WaitQueues::new(store.clone(), Bounds::DEFAULT);
+        Self {
+            queues: queues.with_tracker(tracker.clone()),
+            store,
+            tracker,
+            policies: Policies::new([Policy::in_flight("jobs", limit).unwrap(), rate]).unwrap(),
+        }
+    }
+
+    /// Takes a slot with a unit.
+    fn hold(&self) -> Slot {
+        let check = Check::take(ANN, &self.policies, 1);
+        let mut slot = self.tracker.track(&check).unwrap();
+        let answer = local(&self.store.local, check);
+        assert!(answer.as_ref().unwrap().is_allowed());
+        slot.on_reply(answer.as_ref());
+        slot
+    }
+
+    fn join(&self, cost: u32, max: Duration) -> Acquire {
+        let wanted = WaitRequest {
+            key: ANN,
+            policies: self.policies.clone(),
+            cost,
+            deadline: Some(instant() + max),
+        };
+        self.queues.join(wanted, None).unwrap()
+    }
+
+    fn takes(&self) -> u32 {
+        self.store.takes.load(SeqCst)
+    }
+}
+
+/// A waiter whose cost does not fit the rate is checked alone: a grant to a later one would be refunded.
+#[tokio::test(start_paused = true)]
+async fn in_flight_a_large_cost_is_refused_in_time() {
+    let jobs = InFlight::new(10, WINDOW, "13/m");
+    let mut held: Vec<_> = (0..10).map(|_| jobs.hold()).collect();
+    let start = instant();
+    let large = jobs.join(5, Duration::from_millis(500));
+    let small = [(); 3].map(|()| jobs.join(1, MINUTE));
+    sleep(Duration::from_millis(50)).await;
+    let before = jobs.takes();
+    held.truncate(7);
+    assert!(large.await.is_err());
+    let (took, takes) = (start.elapsed(), jobs.takes() - before);
+    assert!(took < Duration::from_millis(510), "{took:?}");
+    assert!(takes < 10, "{takes} takes");
+    for permit in join_all(small).await {
+        drop(permit.unwrap().spend());
+    }
+}
+
+/// After a grant under a rate, not all free slots are checked.
+#[tokio::test(start_paused = true)]
+async fn in_flight_free_slots_flood_no_rate() {
+    let jobs = InFlight::new(100, Strategy::Gcra, "10/s burst 1");
+    let waits = join_all((0..50).map(|_| jobs.join(1, MINUTE)));
+    let start = instant();
+    let held = waits.await;
+    assert!(held.iter().all(Result::is_ok));
+    assert!(start.elapsed() < Duration::from_secs(6));
+    assert!(jobs.takes() <= 3 * 50, "{} takes", jobs.takes());
+}
+
+/// A deadline ends the wait although slots are freed constantly.
+#[tokio::test(start_paused = true)]
+async fn in_flight_freed_slots_extend_no_wait() {
+    let jobs = InFlight::new(10, WINDOW, "1/h");
+    let _held = jobs.hold();
+    let slots = jobs.policies.in_flight().unwrap().clone();
+    let store = jobs.store.local.clone();
+    let freeing = tokio::spawn(async move {
+        for _ in 0..300 {
+            sleep(Duration::from_millis(1)).await;
+            let _ = local(&store, Check::reset(ANN, &slots)).unwrap();
+        }
+    });
+    let start = instant();
+    assert!(jobs.join(1, Duration::from_millis(100)).await.is_err());
+    let took = start.elapsed();
+    assert!(took < Duration::from_millis(110), "{took:?}");
+    freeing.abort();
+}
+
+/// By checks, a waiter is not denied while its check has no reply, although its deadline has passed.
+#[tokio::test(start_paused = true)]
+async fn a_check_at_the_deadline_decides() {
+    let calls = AtomicU32::new(0);
+    let store = LocalStore::default();
+    let scripted = Scripted::new(move |check| {
+        let answer = match calls.fetch_add(1, SeqCst) {
+            0 => Err(StoreError::new(ErrorKind::Unreachable)),
+            _ => local(&store, check),
+        };
+        Box::pin(async move {
+            sleep(Duration::from_millis(1)).await;
+            answer
+        })
+    });
+    let limiter = Limiter::new(scripted, policies(Strategy::Gcra, "1/s"));
+    assert!(limiter.wait(ANN, 1, MINUTE).await.is_err());
+    sleep(Duration::from_millis(200)).await;
+    // The line is kept after the failure.
+    let decision = limiter.wait(ANN, 1, Duration::ZERO).await.unwrap();
+    assert!(decision.is_allowed());
+}
+
+/// A waiter keeps the turn of an earlier waiter that has left, although a new turn would be due too late.
+#[tokio::test(start_paused = true)]
+async fn a_denial_of_a_turn_refuses_none_that_has_one() {
+    let (store, turns) = (LocalStore::default(), AtomicU32::new(0));
+    let scripted = Scripted::new(move |check| {
+        let is_second = check.mode() == Mode::TakeAhead && turns.fetch_add(1, SeqCst) == 1;
+        let answer = local(&store, check);
+        Box::pin(async move {
+            sleep(Duration::from_millis(if is_second { 10 } else { 1 })).await;
+            answer
+        })
+    });
+    let limiter = Limiter::new(scripted, policies(Strategy::Gcra, "1/s burst 1"));
+    assert!(limiter.take(ANN, 1).await.unwrap().is_allowed());
+    let start = instant();
+    let mut left = Box::pin(limiter.wait(ANN, 1, MINUTE));
+    assert!(left.as_mut().now_or_never().is_none());
+    sleep(Duration::from_millis(5)).await;
+    let mut next = Box::pin(limiter.wait(ANN, 1, Duration::from_millis(1_500)));
+    assert!(next.as_mut().now_or_never().is_none());
+    sleep(Duration::from_millis(2)).await;
+    drop(left);
+    assert!(next.await.unwrap().is_allowed());
+    assert!(start.elapsed() < Duration::from_millis(1_010));
+}
+
+/// A grant whose reply overtakes that of an earlier waiter of another cost is not refunded.
+#[tokio::test(start_paused = true)]
+async fn a_grant_waits_for_earlier_replies() {
+    let (store, calls) = (LocalStore::default(), Arc::new(AtomicU32::new(0)));
+    let counted = Arc::clone(&calls);
+    let scripted = Scripted::new(move |check| {
+        counted.fetch_add(1, SeqCst);
+        let delay = if check.cost() == 2 { 10 } else { 1 };
+        let answer = local(&store, check);
+        Box::pin(async move {
+            sleep(Duration::from_millis(delay)).await;
+            answer
+        })
+    });
+    let limiter = Limiter::new(scripted, policies(WINDOW, "10/m"));
+    let (start, served) = (instant(), Mutex::new(vec![]));
+    let waits = [3, 2, 1].map(async |cost| {
+        assert!(limiter.wait(ANN, cost, MINUTE).await.unwrap().is_allowed());
+        lock(&served).push(cost);
+    });
+    join_all(waits).await;
+    assert_eq!(*lock(&served), [3, 2, 1]);
+    assert_eq!(calls.load(SeqCst), 3);
+    assert!(start.elapsed() < Duration::from_millis(15));
+}
+
+/// After a refund, a store that reserves no turns gets no more checks than it has units.
+#[tokio::test(start_paused = true)]
+async fn a_store_without_debts_gets_few_takes_after_a_reset() {
+    let (store, calls) = (LocalStore::default(), Arc::new(AtomicU32::new(0)));
+    let (counted, inner) = (Arc::clone(&calls), store.clone());
+    let scripted = Scripted::new(move |check| {
+        counted.fetch_add(1, SeqCst);
+        let answer = local(&inner, check.without_turn());
+        Box::pin(ready(answer.map(|decision| decision.decided_at(1))))
+    });
+    let policies = policies(Strategy::Gcra, "1/s burst 5");
+    let limiter = Limiter::new(scripted, policies.clone());
+    let waits = tokio::spawn(async move {
+        join_all((0..50).map(|_| limiter.wait(ANN, 1, MINUTE))).await;
+    });
+    sleep(Duration::from_millis(500)).await;
+    let _ = local(&store, Check::reset(ANN, &policies)).unwrap();
+    let before = calls.load(SeqCst);
+    sleep(Duration::from_secs(1)).await;
+    let calls = calls.load(SeqCst) - before;
+    assert!((5..=10).contains(&calls), "{calls} calls");
+    waits.abort();
+}
+
+/// The waiters that lack a turn are the last ones without a request. Their number is that of all waiters less the turns
+/// and the requests.
+#[tokio::test(start_paused = true)]
+async fn the_first_that_lack_a_turn_are_found() {
+    let policies = policies(Strategy::Gcra, "1/s burst 1");
+    let (store, runtime) = (LocalStore::default(), Handle::current());
+    let line = LineRef {
+        queues: WaitQueues::new(store.clone(), Bounds::DEFAULT),
+        id: LineId::new(&runtime, &ANN, &policies, 1),
+        policies: policies.clone(),
+    };
+    let decision = local(&store, Check::take(ANN, &policies, 1)).unwrap();
+    let mut rng = fastrand::Rng::with_seed(1);
+    for _ in 0..2_000 {
+        let mut here = Line::default();
+        for number in 0..rng.u64(0..12) {
+            let waiter = Waiter {
+                cost: 1,
+                deadline: None,
+                answer: oneshot::channel().0,
+            };
+            here.join(number, waiter);
+        }
+        for _ in 0..rng.u8(0..6) {
+            // Some of their waiters have left.
+            here.requested.insert(rng.u64(0..12));
+        }
+        for _ in 0..rng.u8(0..12) {
+            let charge = Charge::new(ANN, decision.clone(), 1, instant());
+            here.add_turn(Permit::new(line.clone(), charge, instant(), None));
+        }
+        let (most, turns) = (rng.usize(0..8), here.turns.len());
+        let waiting: Vec<_> = here.waiters.keys().copied().collect();
+        let without: Vec<_> = here.without_turn().map(|(number, _)| *number).collect();
+        assert_eq!(without, waiting[turns.min(waiting.len())..]);
+        let count = waiting.len().saturating_sub(turns + here.requested.len());
+        let mut lacking = waiting;
+        lacking.retain(|number| !here.requested.contains(number));
+        let lacking: Vec<_> = lacking.split_off(lacking.len() - count);
+        let found: Vec<_> = here.lacking(most).iter().map(|(n, _)| **n).collect();
+        assert_eq!(found, lacking[..most.min(count)]);
+    }
+}
+
+/// A store that panics fails one wait.
+#[tokio::test(start_paused = true)]
+async fn a_panicking_store_fails_one_wait() {
+    for in_future in [false, true] {
+        let (store, calls) = (LocalStore::default(), AtomicU32::new(0));
+        let scripted = Scripted::new(move |check| {
+            let panics = calls.fetch_add(1, SeqCst) == 1;
+            assert!(!panics || in_future, "in the call");
+            let answer = local(&store, check);
+            Box::pin(async move {
+                sleep(Duration::from_millis(1)).await;
+                assert!(!panics, "in the future");
+                answer
+            })
+        });
+        let limiter = Limiter::new(scripted, policies(Strategy::Gcra, "10/s burst 5"));
+        let answers = join_all((0..3).map(|_| limiter.wait(ANN, 1, MINUTE))).await;
+        let are_ok: Vec<_> = answers.iter().map(Result::is_ok).collect();
+        assert_eq!(are_ok, [true, false, true]);
+    }
+}
+
+/// Capacity that is freed between a denial and its wait is used immediately.
+#[tokio::test(start_paused = true)]
+async fn a_refund_before_the_wait_is_not_missed() {
+    let (store, policies) = (LocalStore::default(), policies(WINDOW, "10/h"));
+    let queues = WaitQueues::new(store.clone(), Bounds::DEFAULT);
+    let taken = local(&store, Check::take(ANN, &policies, 10)).unwrap();
+    let denied = local(&store, Check::take(ANN, &policies, 1)).unwrap();
+    for refund in taken.refund(ANN, 10, Duration::ZERO) {
+        let _ = local(&store, refund).unwrap();
+    }
+    let wanted = WaitRequest {
+        key: ANN,
+        policies,
+        cost: 1,
+        deadline: None,
+    };
+    let start = instant();
+    assert!(queues.join(wanted, Some(denied)).unwrap().await.is_ok());
+    assert!(start.elapsed() < Duration::from_millis(100));
 }

@@ -365,7 +365,7 @@ impl SharedQueue {
 }
 
 /// The outcome is unknown after a panic, so this error is not marked as [`not_sent`](StoreError::not_sent).
-fn panicked() -> StoreError {
+pub(crate) fn panicked() -> StoreError {
     StoreError::with_source(ErrorKind::Refused, io::Error::other("the store panicked")).check_only()
 }
 
