@@ -18,16 +18,16 @@ use crate::util::instant;
 pub(super) struct Line {
     /// By number, oldest first.
     pub(super) waiters: BTreeMap<u64, Waiter>,
-    /// The deadlines of the waiters, except of those that may wait forever.
+    /// The deadlines of the waiters that have one.
     deadlines: BTreeSet<(Instant, u64)>,
-    /// By due time and order of arrival. The n-th waiter gets the n-th turn.
+    /// The granted permits that no waiter has yet, by due time and order of arrival. The n-th waiter gets the n-th turn.
     pub(super) turns: BTreeMap<(Instant, u64), Permit>,
     /// The number of the last turn.
     last_turn: u64,
     /// The waiters whose requests to the store have no reply yet. Some of the waiters may have left.
     pub(super) requested: BTreeSet<u64>,
     /// The last decision of the store, and its time.
-    known: Option<(Decision, Instant)>,
+    last_decision: Option<(Decision, Instant)>,
     /// After a denial: no capacity is expected before this time for those without a turn.
     free_at: Option<Instant>,
     /// Wakes the task.
@@ -104,7 +104,7 @@ impl Line {
         while self.requested.is_empty()
             && self.turns.len() > self.waiters.len()
             && let Some(last) = self.turns.last_entry()
-            && !last.get().is_kept()
+            && !last.get().refund_was_rejected()
         {
             superfluous.push(last.remove());
         }
@@ -186,16 +186,16 @@ impl Line {
         spare.is_some_and(|(due, _)| *due <= by)
     }
 
-    /// Learns the last decision, on a check sent at this time.
-    pub(super) fn learn(&mut self, decision: &Decision, sent_at: Instant) {
-        self.known = Some((decision.clone(), instant()));
+    /// Records the last decision, on a check sent at this time.
+    pub(super) fn record_decision(&mut self, decision: &Decision, sent_at: Instant) {
+        self.last_decision = Some((decision.clone(), instant()));
         self.free_at = free_at(decision, sent_at);
     }
 
     /// The denial for a waiter. Its wait is the time until the last turn is due, or until capacity is expected. `None`
     /// before the first reply.
     pub(super) fn denial(&self, now: Instant) -> Option<Decision> {
-        let (decision, at) = self.known.clone()?;
+        let (decision, at) = self.last_decision.clone()?;
         let last_due = self.turns.keys().next_back().map(|(due, _)| *due);
         let wait = last_due.or(self.free_at);
         let wait = wait.map_or(Duration::ZERO, |at| at.saturating_duration_since(now));

@@ -56,7 +56,7 @@ impl Permit {
     }
 
     /// Whether its refund was rejected.
-    pub(super) fn is_kept(&self) -> bool {
+    pub(super) fn refund_was_rejected(&self) -> bool {
         self.is_used
     }
 
@@ -108,7 +108,7 @@ impl Permit {
     }
 
     /// Makes the permit usable, also after its refund was rejected.
-    pub(super) fn unused(mut self) -> Self {
+    pub(super) fn reopen(mut self) -> Self {
         self.is_used = false;
         self
     }

@@ -100,16 +100,16 @@ enum Step {
 /// checks, if capacity is freed in this process.
 const JITTER: Duration = Duration::from_millis(20);
 /// Interval of checks for slots that other instances release, and of failing checks.
-const INTERVAL: Duration = Duration::from_millis(100);
+const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum interval of checks; for long waits, a fraction of the wait. Other instances may refund at any time.
-const LOOK: Duration = Duration::from_secs(30);
-const LOOKS: u32 = 16;
+const MAX_CHECK_INTERVAL: Duration = Duration::from_secs(30);
+const CHECKS_PER_WAIT: u32 = 16;
 /// Maximum number of requests without a reply.
 const MAX_REQUESTS: usize = 128;
 /// Number of consecutive failures at which all waiters fail.
 const MAX_FAILURES: u32 = 3;
 /// An empty line is kept for this time after a failure: requests that try again wait for one check together.
-const KEPT: Duration = Duration::from_secs(1);
+const EMPTY_LINE_TTL: Duration = Duration::from_secs(1);
 
 impl Task {
     /// Starts the task of a new line. `denied` is the denial of the store, if the first waiter was checked. It is checked
@@ -134,7 +134,7 @@ impl Task {
         };
         if let Some(denied) = denied {
             if !task.by_turns {
-                task.line.with(|line| line.learn(denied, now));
+                task.line.with(|line| line.record_decision(denied, now));
             }
             task.left_after(denied);
         }
@@ -210,7 +210,7 @@ impl Task {
         let (mut answers, mut refunds) = (vec![], vec![]);
         for (turn, waiter) in here.due_turns(now) {
             match waiter {
-                Some(waiter) => answers.push((waiter, Ok(turn.unused()))),
+                Some(waiter) => answers.push((waiter, Ok(turn.reopen()))),
                 None => refunds.push(turn),
             }
         }
@@ -240,7 +240,7 @@ impl Task {
             };
         }
         if here.waiters.is_empty() && here.turns.is_empty() && self.pending.is_empty() {
-            let kept_until = (self.failures > 0).then(|| self.replied_at + KEPT);
+            let kept_until = (self.failures > 0).then(|| self.replied_at + EMPTY_LINE_TTL);
             if kept_until.is_none_or(|until| until <= now) {
                 lines.each.remove(&self.line.id);
                 self.has_ended = true;
@@ -265,13 +265,17 @@ impl Task {
         let has_late = line
             .deadline_after(self.replied_at)
             .is_some_and(|at| at <= now);
-        Some(match self.wake.is_freed() {
-            _ if self.failures > 0 => self.next,
-            // A waiter may have left, or one must know now.
-            _ if first.cost < self.denied_cost || has_late => now,
-            true if self.is_in_flight() => now,
-            true => self.next.min(self.replied_at + JITTER),
-            false => self.next,
+        Some(if self.failures > 0 {
+            self.next
+        } else if first.cost < self.denied_cost || has_late {
+            // A waiter has left, or a deadline has passed since the last reply.
+            now
+        } else if !self.wake.is_freed() {
+            self.next
+        } else if self.is_in_flight() {
+            now
+        } else {
+            self.next.min(self.replied_at + JITTER)
         })
     }
 
@@ -366,7 +370,7 @@ impl Task {
     /// serves the next waiter that joins before it is due, or expires.
     fn refund(&mut self, mut turn: Permit) {
         let due = turn.due();
-        if turn.is_kept() || due <= instant() {
+        if turn.refund_was_rejected() || due <= instant() {
             // Its drop refunds it, unless that was rejected.
             return;
         }
@@ -431,7 +435,8 @@ impl Task {
             }
             return;
         }
-        self.line.with(|line| line.learn(decision, sent_at));
+        self.line
+            .with(|line| line.record_decision(decision, sent_at));
         let is_denied = decision.retry_after().is_some();
         let is_reserved = self.line.id.cost.is_some() && decision.due_in().is_some();
         self.by_turns = !is_denied && (self.by_turns || is_reserved);
@@ -439,7 +444,7 @@ impl Task {
             self.check_after(decision, request.cost(), sent_at);
         } else if self.is_in_flight() {
             if self.slots == 0 {
-                self.next += INTERVAL;
+                self.next += RETRY_INTERVAL;
             }
         } else if decision.granted() < request.check.cost() {
             // The reply does not say when more is freed. It is unlikely before a unit is refilled or the window ends.
@@ -496,10 +501,10 @@ impl Task {
 
     /// Fails the first waiter of a request. After several failures in a row, fails each waiter without a turn.
     fn failed(&mut self, request: &Request, error: &StoreError) {
-        // Requests that were sent together fail together.
+        // Requests that were sent before the last failure count as the same failure.
         if self.failures == 0 || request.sent_at >= self.next {
             self.failures += 1;
-            self.next = self.replied_at + INTERVAL;
+            self.next = self.replied_at + RETRY_INTERVAL;
         }
         (self.by_turns, self.room) = (false, 0);
         let all = self.failures >= MAX_FAILURES;
@@ -532,7 +537,7 @@ impl Drop for Task {
 /// The time of the next check after one at `sent_at` whose reply promised capacity `wait` later: when that is free, or
 /// earlier, since other instances may refund, plus a jitter. A fallback decides for this instance only, without a jitter.
 fn retry_at(policies: &Policies, sent_at: Instant, wait: Duration, decision: &Decision) -> Instant {
-    let wait = wait.min(LOOK.max(wait / LOOKS));
+    let wait = wait.min(MAX_CHECK_INTERVAL.max(wait / CHECKS_PER_WAIT));
     let next = instant().max(sent_at + wait);
     if !is_shared(decision) {
         return next;
