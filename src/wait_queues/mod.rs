@@ -20,9 +20,10 @@
 //!
 //! - **A request is dropped.** It leaves its line, and the task gets the reply that was meant for it. A permit that
 //!   is dropped unused goes to the first waiter if that has its cost; otherwise it is refunded.
-//! - **A reply is lost.** The waiter that it was for fails, if it still waits, and the line goes on by checks, 100 ms later.
-//!   After three failures in a row, each waiter without a turn fails. The charge is not refunded, since nobody knows whether
-//!   it was made. An empty line stays for a second after a failure, so that requests that try again share its checks.
+//! - **A reply is lost.** The waiter that it was for fails, if it still waits, and the line is served by checks, the first
+//!   one 100 ms later. After three failures in a row, each waiter without a turn fails. The charge is not refunded, since
+//!   it may not have been made. An empty line stays for a second after a failure, so that requests that try again share
+//!   its checks.
 //! - **A deadline passes.** The task refuses the waiter, unless a pending reply may serve it. So only a slow store call
 //!   delays that. It refuses earlier each waiter that is certain to be too late.
 //! - **A runtime ends.** It drops its tasks. With a task its line is removed: the waiters fail, and held turns
