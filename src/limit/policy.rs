@@ -312,8 +312,12 @@ impl Policy {
 
     /// Returns the share of one of `instances` instances. Together the shares grant no more than
     /// this policy, unless the limit or burst is below the number of instances: both are rounded
-    /// down, but to at least 1. If the strategy refills gradually, the rate is divided exactly.
+    /// down, but to at least 1. If the strategy refills gradually, the rate is divided exactly. A
+    /// pause is the same for all instances.
     pub(crate) fn share(&self, instances: NonZeroU32) -> Self {
+        if self.is_pause() {
+            return self.clone();
+        }
         let part = |whole: u32| (whole / instances).max(1);
         let Inner {
             name, kind, quota, ..
@@ -338,7 +342,6 @@ impl Policy {
         if let Some(inner) = Arc::get_mut(&mut self.0) {
             inner.params = inner.params.share_of(whole.params(), instances);
             (inner.span, inner.id) = (whole.0.span.clone(), whole.0.id);
-            inner.is_pause = whole.is_pause();
             inner.whole = Some(whole);
         }
         self
@@ -673,8 +676,10 @@ mod tests {
     fn a_pause_is_told_by_more_than_its_quota() {
         let pause = Policy::pause("p", Duration::from_secs(60)).unwrap();
         let same = Policy::new("p", Strategy::Gcra, pause.quota()).unwrap();
-        assert!(pause.is_pause() && pause.share(NonZeroU32::MIN).is_pause());
-        assert!(!same.is_pause() && same == pause);
+        assert!(pause.is_pause() && !same.is_pause() && same == pause);
+        let instances = NonZeroU32::new(4).unwrap();
+        assert_eq!(pause.share(instances).quota(), pause.quota());
+        assert_ne!(same.share(instances).quota(), same.quota());
     }
 
     #[test]
