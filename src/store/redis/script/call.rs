@@ -36,7 +36,7 @@ pub(crate) struct ScriptCall {
     /// The time that tests set, or 0 for Redis's own time.
     pub(crate) now: i64,
     /// Whether `ASKING` precedes the call, because the node imports the slot.
-    pub(crate) asks: bool,
+    pub(crate) needs_asking: bool,
 }
 
 /// The parameters of a check without its caller; entries of many callers share them.
@@ -90,7 +90,7 @@ impl Plan {
         }
     }
 
-    fn asks(&self, asked: Asked, check: &Check) -> bool {
+    fn needs_asking(&self, asked: Asked, check: &Check) -> bool {
         self.asked == asked
             && self.policies.is(check.policies())
             && self.charged[..] == *check.charged()
@@ -145,7 +145,7 @@ impl Plan {
             | Mode::Refund => i64::from(self.asked.cost).max(1),
             Mode::Renew | Mode::Release => 1,
             // Returns the sum of earlier charges, or the number of requests in flight.
-            Mode::Reset => WHOLE.end,
+            Mode::Reset => EXACT.end,
         }
     }
 }
@@ -163,7 +163,7 @@ impl ScriptCall {
             plan_of,
             open,
             now,
-            asks,
+            needs_asking,
         } = self;
         keys.clear();
         ends.clear();
@@ -174,7 +174,7 @@ impl ScriptCall {
         *has_several_of_a_caller = false;
         plan_of.clear();
         open.clear();
-        (*now, *asks) = (0, false);
+        (*now, *needs_asking) = (0, false);
     }
 
     /// Adds the only check of a call.
@@ -211,11 +211,14 @@ impl ScriptCall {
     fn plan(&mut self, check: &Check) -> usize {
         let (asked, plans) = (Asked::of(check), &mut self.plans);
         // Usually all checks of a batch have the same parameters.
-        if plans.last().is_some_and(|plan| plan.asks(asked, check)) {
+        if plans
+            .last()
+            .is_some_and(|plan| plan.needs_asking(asked, check))
+        {
             return plans.len() - 1;
         }
         if let Some(&index) = self.plan_of.get(&asked)
-            && plans[index].asks(asked, check)
+            && plans[index].needs_asking(asked, check)
         {
             return index;
         }
@@ -442,7 +445,7 @@ impl ScriptCall {
             .and_then(|numbers| numbers.split_last())
             .ok_or_else(protocol)?;
         let at = i64::from_le_bytes(*at);
-        if numbers.len() != end || !WHOLE.contains(&at) {
+        if numbers.len() != end || !EXACT.contains(&at) {
             return Err(protocol());
         }
         Ok(Answers::OfChecks { at, numbers, next })
@@ -471,8 +474,8 @@ impl Call for ScriptCall {
         }
     }
 
-    fn asks(&self) -> bool {
-        self.asks
+    fn needs_asking(&self) -> bool {
+        self.needs_asking
     }
 
     fn command(&self, name: &str, script: &str) -> Cmd {
@@ -527,7 +530,7 @@ impl Taken {
         let before = if charged { level - ticks } else { -1 - level };
         let fits = ticks > 0 && before + ticks <= policy.params().full;
         let is_sound =
-            WHOLE.contains(&at) && WHOLE.contains(&before) && charged == (fits && times == 1);
+            EXACT.contains(&at) && EXACT.contains(&before) && charged == (fits && times == 1);
         State::of_level(policy.kind(), at, before)
             .filter(|_| is_sound)
             .map_or(Self::Problem(UNKNOWN), |state| Self::From(at, state))
@@ -597,7 +600,7 @@ impl Packed {
 }
 
 /// The range of the capacities, levels and times in a reply: a double represents each exactly.
-const WHOLE: std::ops::Range<i64> = 0..1 << 53;
+const EXACT: std::ops::Range<i64> = 0..1 << 53;
 /// Maximum number of entries in a call of `lua/takes.lua`: Lua passes no more than 8,000 values to a function.
 const MAX_TAKES: usize = 4_000;
 /// Length in bytes of an answer of `lua/takes.lua`.
@@ -650,7 +653,7 @@ fn verdicts(answer: &[[u8; 8]], plan: &Plan, at: i64) -> Result<Verdicts, StoreE
     let charged_at = charged_at
         .first()
         .map_or(at, |charged_at| i64::from_le_bytes(*charged_at));
-    if !WHOLE.contains(&charged_at) {
+    if !EXACT.contains(&charged_at) {
         return Err(protocol());
     }
     let each = answer.iter().zip(policies).map(|(answer, policy)| {
@@ -659,9 +662,9 @@ fn verdicts(answer: &[[u8; 8]], plan: &Plan, at: i64) -> Result<Verdicts, StoreE
             granted = granted.max(grants);
         }
         problem = problem.min(grants);
-        let is_whole = WHOLE.contains(&remaining)
-            && (wait == Verdict::NEVER || WHOLE.contains(&wait))
-            && WHOLE.contains(&reset);
+        let is_whole = EXACT.contains(&remaining)
+            && (wait == Verdict::NEVER || EXACT.contains(&wait))
+            && EXACT.contains(&reset);
         if grants > most || !is_whole {
             problem = UNKNOWN;
         }

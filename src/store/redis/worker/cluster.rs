@@ -17,7 +17,7 @@ use super::store::Shared;
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{error_of, not_run, within};
 use crate::store::redis::script::{KeyCall, MARKER};
-use crate::store::redis::topology::cluster::{Cluster, Planned, Refusal, SlotMap, Why};
+use crate::store::redis::topology::cluster::{Cluster, Planned, Rejection, SlotMap, Why};
 use crate::store::redis::topology::{Node, Topology};
 use crate::util::instant;
 
@@ -62,7 +62,7 @@ impl Shared {
     /// Returns the error of the query, or of the marker.
     async fn query_slots(self: &Arc<Self>, cluster: &Cluster, why: Why) -> Result<(), StoreError> {
         let queried = async {
-            let (map, changed) = cluster.ask_any(why, self.settings.timeout).await?;
+            let (map, changed) = cluster.query_any(why, self.settings.timeout).await?;
             self.adopt(cluster, map).await?;
             Ok(changed)
         };
@@ -81,7 +81,7 @@ impl Shared {
             match self.mark(cluster, &map).await {
                 Ok(agrees) => cluster.refresher.marked(agrees),
                 Err(error) if error.kind() == ErrorKind::Configuration => {
-                    let _ = cluster.refused.set(error.clone());
+                    let _ = cluster.marker_error.set(error.clone());
                     return Err(error);
                 }
                 // The marker's master is unreachable: the other masters must still be used.
@@ -109,7 +109,7 @@ impl Shared {
             key: self
                 .topology
                 .shared_key(&self.settings.prefix, "partitions"),
-            args: (ours, usize::from(cluster.refresher.has_agreed())),
+            args: (ours, usize::from(cluster.refresher.was_confirmed())),
             ttl: MARKER_KEPT,
         };
         let (theirs, agrees): (usize, bool) = self.run_script(node, &call).await?;
@@ -125,7 +125,7 @@ impl Shared {
     }
 
     /// Keeps the watch of the sentinels running, or schedules the hourly check of a cluster's marker.
-    pub(super) fn attend(self: &Arc<Self>) {
+    pub(super) fn keep_topology_current(self: &Arc<Self>) {
         match &self.topology {
             Topology::Sentinel(sentinels) => sentinels.watch(),
             Topology::Cluster(cluster) if cluster.refresher.marker_is_due() => {
@@ -142,7 +142,7 @@ impl Shared {
     ///
     /// Returns the error of the query.
     pub(super) async fn refreshed(self: &Arc<Self>, cluster: &Cluster) -> Result<(), StoreError> {
-        if let Some(error) = cluster.refresher.has_just_failed() {
+        if let Some(error) = cluster.refresher.recent_error() {
             self.refresh(Why::Unknown);
             return Err(error);
         }
@@ -170,29 +170,36 @@ impl Shared {
 
     /// Returns the node that decides a check at present.
     pub(super) fn node_of(&self, job: &Job) -> Option<Node> {
-        let asks = job.redirect.as_ref().and_then(|redirect| redirect.ask);
-        asks.or_else(|| self.topology.node(job.partition))
+        let importing = job
+            .redirect
+            .as_ref()
+            .and_then(|redirect| redirect.importing_node);
+        importing.or_else(|| self.topology.node(job.partition))
     }
 
     /// Interprets the error of the node `from`, and updates the slot map accordingly.
-    fn refused(self: &Arc<Self>, cluster: &Cluster, error: &RedisError, from: Node) -> Refusal {
-        let refusal = cluster.refusal(error, from);
-        match refusal {
-            Refusal::Moved { slot, node } => {
+    fn rejection(self: &Arc<Self>, cluster: &Cluster, error: &RedisError, from: Node) -> Rejection {
+        let rejection = cluster.rejection(error, from);
+        match rejection {
+            Rejection::Moved { slot, node } => {
                 cluster.learn(slot, node);
                 self.refresh(Why::Moved);
             }
-            Refusal::NotReady => self.refresh(Why::Lost(from)),
-            Refusal::Ask(_) | Refusal::TryAgain | Refusal::Other => {}
+            Rejection::NotReady => self.refresh(Why::Lost(from)),
+            Rejection::Ask(_) | Rejection::TryAgain | Rejection::Other => {}
         }
-        refusal
+        rejection
     }
 
     /// Interprets the error of a call of a script with a key that belongs to no caller.
-    pub(super) fn rejected(self: &Arc<Self>, error: &RedisError, from: Node) -> StoreError {
+    pub(super) fn error_of_rejection(
+        self: &Arc<Self>,
+        error: &RedisError,
+        from: Node,
+    ) -> StoreError {
         let cluster = self.topology.cluster();
-        match cluster.map(|cluster| self.refused(cluster, error, from)) {
-            None | Some(Refusal::Other) => error_of(error),
+        match cluster.map(|cluster| self.rejection(cluster, error, from)) {
+            None | Some(Rejection::Other) => error_of(error),
             Some(_) => not_run(ErrorKind::NotReady, error),
         }
     }
@@ -206,40 +213,40 @@ impl Shared {
         error: &RedisError,
         from: Node,
     ) -> Placed {
-        let refusal = self.refused(cluster, error, from);
-        if matches!(refusal, Refusal::Ask(_) | Refusal::TryAgain) {
+        let rejection = self.rejection(cluster, error, from);
+        if matches!(rejection, Rejection::Ask(_) | Rejection::TryAgain) {
             jobs.iter()
                 .for_each(|job| cluster.notice_move(job.partition));
         }
         let address = cluster.address(Some(from));
-        let refused = error_of(error).with_server(&address);
+        let rejected = error_of(error).with_server(&address);
         let not_ready = not_run(ErrorKind::NotReady, error).with_server(&address);
         // Whether all checks of the call are of one caller.
-        let alone = jobs.len() == 1 || jobs.iter().all(|job| job.alone);
+        let is_of_one_caller = jobs.len() == 1 || jobs.iter().all(|job| job.call_per_caller);
         let mut again = vec![];
         for mut job in jobs {
             let redirect = job.redirect.get_or_insert_default();
-            redirect.ask = None;
+            redirect.importing_node = None;
             redirect.hops += 1;
-            let to = match refusal {
-                Refusal::Other => {
-                    self.refuse(job, refused.clone());
+            let to = match rejection {
+                Rejection::Other => {
+                    self.fail_taken(job, rejected.clone());
                     continue;
                 }
-                Refusal::NotReady => None,
-                _ if redirect.hops > MAX_HOPS && refusal != Refusal::TryAgain => None,
-                Refusal::Moved { node, .. } => Some(Some(node)),
+                Rejection::NotReady => None,
+                _ if redirect.hops > MAX_HOPS && rejection != Rejection::TryAgain => None,
+                Rejection::Moved { node, .. } => Some(Some(node)),
                 // Send each caller's checks in a separate call: all keys of one caller are usually on one node. Redis
                 // 6.2 also sends a redirect if only some keys of the call have migrated, and the importing node would
                 // start an empty count for a caller that has not.
-                Refusal::Ask(_) | Refusal::TryAgain if !alone => Some(Some(from)),
-                Refusal::Ask(node) => {
-                    redirect.ask = Some(node);
+                Rejection::Ask(_) | Rejection::TryAgain if !is_of_one_caller => Some(Some(from)),
+                Rejection::Ask(node) => {
+                    redirect.importing_node = Some(node);
                     Some(Some(node))
                 }
-                Refusal::TryAgain => {
+                Rejection::TryAgain => {
                     redirect.hops = 0;
-                    let since = *redirect.waits.get_or_insert_with(instant);
+                    let since = *redirect.split_since.get_or_insert_with(instant);
                     (since.elapsed() < PATIENCE).then_some(None)
                 }
             };
@@ -247,7 +254,7 @@ impl Shared {
                 Some(node) => again.push((node, job)),
                 None => {
                     let error = not_ready.clone();
-                    job.fail(if refusal == Refusal::TryAgain {
+                    job.fail(if rejection == Rejection::TryAgain {
                         error.check_only()
                     } else {
                         error
@@ -259,7 +266,11 @@ impl Shared {
     }
 
     /// Splits the checks of a node: first the checks that another node serves, then the others.
-    pub(super) fn moved(&self, jobs: impl Iterator<Item = Job>, node: Node) -> (Placed, Vec<Job>) {
+    pub(super) fn split_moved(
+        &self,
+        jobs: impl Iterator<Item = Job>,
+        node: Node,
+    ) -> (Placed, Vec<Job>) {
         let placed = jobs.map(|job| (self.node_of(&job), job));
         let (elsewhere, left): (Vec<_>, Vec<_>) =
             placed.partition(|(to, _)| to.is_some_and(|to| to != node));
@@ -357,7 +368,7 @@ mod tests {
         let cluster = store.inner.topology.cluster().unwrap();
         let ask = async || {
             cluster
-                .ask_any(Why::Moved, Duration::from_secs(20))
+                .query_any(Why::Moved, Duration::from_secs(20))
                 .await
                 .map(|(map, _)| cluster.adopt(map))
         };

@@ -1,8 +1,8 @@
 //! A cache of denials, so that a flood of denied checks costs Redis almost nothing.
 //!
 //! Under every strategy a denied caller stays denied until its `retry_after`, unless a refund or a reset frees
-//! capacity. Until then, and for [`MEMORY`] at most, a denial answers every check of its cost or more under the same
-//! policies. [`MEMORY`] bounds how long a refund or reset by another instance goes unseen; this instance's own ones
+//! capacity. Until then, and for [`MAX_AGE`] at most, a denial answers every check of its cost or more under the same
+//! policies. [`MAX_AGE`] bounds how long a refund or reset by another instance goes unseen; this instance's own ones
 //! drop the caller's denials immediately. The cache keeps one denial per caller and list of policies. Checks with an id
 //! are never answered from it: the id may have been granted before.
 
@@ -21,7 +21,7 @@ pub(super) struct DenialCache {
     shards: Shards<RwLock<Shard>>,
     clock: Clock,
     /// Number of callers in the cache. While it is 0, checks read no shard.
-    held: AtomicUsize,
+    caller_count: AtomicUsize,
     /// `false` if the cache was created for 0 callers.
     is_on: bool,
 }
@@ -61,7 +61,7 @@ const MAX_LISTS: usize = 16;
 /// contention.
 const MAX_HITS: u8 = 15;
 /// Maximum age of a denial in microseconds.
-const MEMORY: i64 = 1_000_000;
+const MAX_AGE: i64 = 1_000_000;
 
 impl DenialCache {
     /// Creates a cache of about `max` callers. With 0, it caches nothing.
@@ -77,7 +77,7 @@ impl DenialCache {
         Self {
             shards,
             clock: Clock::new(),
-            held: AtomicUsize::new(0),
+            caller_count: AtomicUsize::new(0),
             is_on: max > 0,
         }
     }
@@ -89,7 +89,7 @@ impl DenialCache {
 
     /// Returns the verdicts on this check if a cached denial covers it.
     pub(super) fn verdicts(&self, check: &Check) -> Option<Verdicts> {
-        if self.held.load(Relaxed) == 0 || check.id().is_some() {
+        if self.caller_count.load(Relaxed) == 0 || check.id().is_some() {
             return None;
         }
         let needs = needs(check)?;
@@ -135,7 +135,7 @@ impl DenialCache {
         }
     }
 
-    /// Calls `change` with the locked shard that has this caller, then updates `held`.
+    /// Calls `change` with the locked shard that has this caller, then updates `caller_count`.
     fn change(&self, key: &Key, change: impl FnOnce(&mut Shard, Digest, i64)) {
         let (shard, caller) = self.shards.of(key);
         let mut shard = shard.write().unwrap_or_else(PoisonError::into_inner);
@@ -143,7 +143,8 @@ impl DenialCache {
         change(&mut shard, caller, self.clock.micros());
         let after = shard.callers.len();
         if after != before {
-            self.held.fetch_add(after.wrapping_sub(before), Relaxed);
+            self.caller_count
+                .fetch_add(after.wrapping_sub(before), Relaxed);
         }
     }
 }
@@ -228,7 +229,7 @@ impl Denial {
         }
         let needs = needs(check)?;
         // A cost above the capacity has no wait. It stays denied as long as the cache may keep it.
-        let holds = verdicts.wait().unwrap_or(MEMORY).min(MEMORY);
+        let holds = verdicts.wait().unwrap_or(MAX_AGE).min(MAX_AGE);
         let policies = check.policies().as_slice().into();
         Some(Self {
             policies,
@@ -292,7 +293,7 @@ mod tests {
         denials.learn(check, &denied(HOUR), denials.now());
     }
 
-    fn held(denials: &DenialCache) -> usize {
+    fn count(denials: &DenialCache) -> usize {
         denials
             .shards
             .iter()
@@ -305,9 +306,9 @@ mod tests {
         let policies = list("p");
         let check = Check::take(Key::GLOBAL, &policies, 1);
         for (wait, holds) in [
-            (HOUR, MEMORY),
-            (MEMORY / 2, MEMORY / 2),
-            (Verdict::NEVER, MEMORY),
+            (HOUR, MAX_AGE),
+            (MAX_AGE / 2, MAX_AGE / 2),
+            (Verdict::NEVER, MAX_AGE),
         ] {
             let denials = DenialCache::new(10);
             denials.learn(&check, &denied(wait), denials.now());
@@ -377,7 +378,7 @@ mod tests {
             deny(&denials, &check);
             assert!(denials.verdicts(&check).is_some(), "the last one answers");
         }
-        let full = held(&denials);
+        let full = count(&denials);
         assert!((1_500..=1_600).contains(&full), "{full}");
         let reset = Verdicts::new(
             0,
@@ -393,6 +394,9 @@ mod tests {
         {
             denials.learn(&Check::reset(key, &lists[0]), &reset, denials.now());
         }
-        assert_eq!((held(&denials), denials.held.load(Relaxed)), (0, 0));
+        assert_eq!(
+            (count(&denials), denials.caller_count.load(Relaxed)),
+            (0, 0)
+        );
     }
 }

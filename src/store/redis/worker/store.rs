@@ -16,7 +16,7 @@ use tokio::time::Instant;
 
 use super::cluster::Placed;
 use super::denials::DenialCache;
-use super::queues::{Full, Job, NodeQueue, Place, Queue, Queues, RedisFuture, Target, no_runtime};
+use super::queues::{Full, Job, JobId, NodeQueue, Queue, Queues, RedisFuture, Target, no_runtime};
 use super::task::Worker;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Key, Policies, Source, Verdicts};
@@ -260,7 +260,7 @@ impl Shared {
         let jobs = Queue::new(max_queued.get(), max_workers, backlog);
         let watch = Watch {
             inner: Arc::downgrade(self),
-            queue: number,
+            queue_number: number,
             store,
         };
         (
@@ -294,13 +294,13 @@ impl Shared {
         if let Some(error) = self
             .topology
             .cluster()
-            .and_then(|cluster| cluster.refused.get())
+            .and_then(|cluster| cluster.marker_error.get())
         {
             return Err(error.clone());
         }
         let (job, answer) = Job::new(check, partition);
         match self.put(&runtime, self.topology.node(partition), job) {
-            Ok(place) => Ok(RedisFuture::new(answer, place)),
+            Ok(id) => Ok(RedisFuture::new(answer, id)),
             Err(Full) => Err(StoreError::new(ErrorKind::QueueFull)),
         }
     }
@@ -321,10 +321,10 @@ impl Shared {
         runtime: &Handle,
         node: Option<Node>,
         job: Job,
-    ) -> Result<Place, Full> {
-        let (place, start) = self.with_queue(runtime, node, |queue| queue.push(job))?;
+    ) -> Result<JobId, Full> {
+        let (id, start) = self.with_queue(runtime, node, |queue| queue.push(job))?;
         if let Some(start) = start {
-            let worker = Worker::new(self, start.queue);
+            let worker = Worker::new(self, start.queue_number);
             let unsent = match start.task {
                 Some(task) => task.send(worker).err(),
                 None => Some(worker),
@@ -334,15 +334,15 @@ impl Shared {
                 runtime.spawn(worker.run(start.target));
             }
         }
-        Ok(place)
+        Ok(id)
     }
 
     /// Withdraws a check that is still queued, so that it is never sent. Returns `false` if a worker has taken it.
     pub(crate) fn withdraw(&self, future: &mut RedisFuture) -> bool {
         // Keep the lock until the check is abandoned, so that no worker takes it between the two.
         let queues = self.queues();
-        let waits = queues.have(future.place)
-            || (self.topology.cluster().is_some() && queues.have_redirected(future.place));
+        let waits = queues.have(future.id)
+            || (self.topology.cluster().is_some() && queues.have_redirected(future.id));
         if waits {
             future.abandon();
         }
@@ -393,7 +393,7 @@ impl Shared {
             pool.give_back(connection);
             let reply = match replies.map_err(|error| error_of(&error))?.pop() {
                 Some(Ok(reply)) => reply,
-                Some(Err(error)) => return Err(self.rejected(&error, node)),
+                Some(Err(error)) => return Err(self.error_of_rejection(&error, node)),
                 None => return Err(StoreError::new(ErrorKind::Protocol)),
             };
             redis::from_redis_value(reply).map_err(|error| error_of(&error.into()))
@@ -445,7 +445,7 @@ impl Shared {
 
     /// Fails a check that a worker has taken. Redis may have decided the check, so this also updates the cached
     /// denials.
-    pub(super) fn refuse(&self, job: Job, error: StoreError) {
+    pub(super) fn fail_taken(&self, job: Job, error: StoreError) {
         self.decide(job, Err(error), 0);
     }
 
@@ -487,7 +487,7 @@ impl fmt::Debug for Shared {
 /// checks.
 struct Watch {
     inner: Weak<Shared>,
-    queue: NonZeroU64,
+    queue_number: NonZeroU64,
     store: oneshot::Receiver<Infallible>,
 }
 
@@ -502,7 +502,7 @@ impl Drop for Watch {
         let Some(inner) = self.inner.upgrade() else {
             return;
         };
-        let queue = inner.queues().remove(self.queue);
+        let queue = inner.queues().remove(self.queue_number);
         for job in queue.into_iter().flat_map(|queue| queue.jobs.into_jobs()) {
             job.fail(no_runtime().not_sent());
         }

@@ -31,8 +31,7 @@ const PAUSE: Duration = Duration::from_millis(3);
 /// Sends the checks of a queue until the queue is empty. A task runs one worker after another.
 pub(super) struct Worker {
     inner: Arc<Shared>,
-    /// The number of its queue.
-    queue: NonZeroU64,
+    queue_number: NonZeroU64,
     work: Work,
     /// Whether the current batch may have reached Redis.
     sent: bool,
@@ -45,10 +44,10 @@ type Next = Option<oneshot::Receiver<Worker>>;
 
 impl Worker {
     /// Creates a worker, which its queue must have counted.
-    pub(super) fn new(inner: &Arc<Shared>, queue: NonZeroU64) -> Self {
+    pub(super) fn new(inner: &Arc<Shared>, queue_number: NonZeroU64) -> Self {
         Self {
             inner: Arc::clone(inner),
-            queue,
+            queue_number,
             work: Work::default(),
             sent: false,
             counted: true,
@@ -133,7 +132,7 @@ impl Worker {
         let pushed = || {
             self.inner
                 .queues()
-                .of(self.queue)
+                .of(self.queue_number)
                 .map(|queue| queue.jobs.next_number())
         };
         let mut before = pushed();
@@ -157,7 +156,7 @@ impl Worker {
             &inner.settings.prefix,
             inner.now.load(Ordering::Relaxed),
         );
-        inner.attend();
+        inner.keep_topology_current();
         if let Some(observer) = inner.observer.get()
             && !work.jobs.is_empty()
         {
@@ -172,7 +171,7 @@ impl Worker {
         let jobs = &mut self.work.jobs;
         let waiting = {
             let mut queues = self.inner.queues();
-            let Some(queue) = queues.of(self.queue) else {
+            let Some(queue) = queues.of(self.queue_number) else {
                 return ControlFlow::Break(None);
             };
             let Some(waiting) = queue.jobs.take(max, |job| job.weight as usize, jobs) else {
@@ -269,7 +268,7 @@ impl Worker {
                 Ok(Err(error)) => {
                     let error = named(error);
                     for job in own {
-                        inner.refuse(job, error.clone());
+                        inner.fail_taken(job, error.clone());
                     }
                 }
                 Err(error) => {
@@ -289,21 +288,21 @@ impl Worker {
         let jobs = &mut self.work.jobs;
         if self.sent {
             for job in jobs.drain(..) {
-                self.inner.refuse(job, error.clone());
+                self.inner.fail_taken(job, error.clone());
             }
             if error.is_of_connection() {
                 self.inner.refresh(Why::Lost(node));
             }
             return;
         }
-        if let Some(queue) = self.inner.queues().of(self.queue) {
+        if let Some(queue) = self.inner.queues().of(self.queue_number) {
             queue.jobs.take_all(jobs);
         }
         self.inner.refresh(Why::Lost(node));
-        let (elsewhere, left) = self.inner.moved(jobs.drain(..), node);
+        let (elsewhere, left) = self.inner.split_moved(jobs.drain(..), node);
         self.inner.requeue(elsewhere);
         for job in left {
-            self.inner.refuse(job, error.clone());
+            self.inner.fail_taken(job, error.clone());
         }
     }
 }
@@ -327,7 +326,7 @@ impl Drop for Worker {
         let waiting = self
             .inner
             .queues()
-            .of(self.queue)
+            .of(self.queue_number)
             .map(|queue| queue.jobs.leave());
         for job in self.work.jobs.drain(..) {
             let error = if self.sent {
@@ -335,7 +334,7 @@ impl Drop for Worker {
             } else {
                 no_runtime().not_sent()
             };
-            self.inner.refuse(job, error);
+            self.inner.fail_taken(job, error);
         }
         for job in waiting.into_iter().flatten() {
             job.fail(no_runtime().not_sent());
@@ -371,7 +370,7 @@ impl Work {
             // While a slot migrates, each caller gets a separate call: the keys of different callers may be on
             // different nodes.
             for job in jobs.iter_mut() {
-                job.alone = job.redirect.is_some() || cluster.moves(job.partition);
+                job.call_per_caller = job.redirect.is_some() || cluster.moves(job.partition);
             }
             // A stable sort keeps the order of each caller's checks.
             jobs.sort_by(|a, b| a.group().cmp(&b.group()));
@@ -383,7 +382,7 @@ impl Work {
             }
             let call = &mut calls[*len];
             *len += 1;
-            (call.now, call.asks) = (now, group[0].asks());
+            (call.now, call.needs_asking) = (now, group[0].needs_asking());
             match group {
                 [job] => call.push_only(prefix, &job.check),
                 _ => group.iter().for_each(|job| call.push(prefix, &job.check)),
@@ -415,7 +414,7 @@ mod tests {
     use futures_util::future::join_all;
     use tokio::runtime::{Builder, Handle, Runtime};
 
-    use super::super::queues::{Place, RedisFuture};
+    use super::super::queues::{JobId, RedisFuture};
     use super::*;
     use crate::store::{RedisStore, Store};
     use crate::support::{RedisServer, check, free_port, until};
@@ -843,18 +842,18 @@ mod tests {
     #[tokio::test]
     async fn a_redirected_check_can_be_withdrawn() {
         let store = RedisStore::cluster(["redis://127.0.0.1:1"]).unwrap();
-        let place = Place {
+        let id = JobId {
             queue: NonZeroU64::MAX,
-            job: 7,
+            number: 7,
         };
         let (mut job, answer) = Job::new(check("ann", "10/s"), 0);
-        job.place = Some(place);
+        job.id = Some(id);
         store.inner.requeue(vec![(None, job)]);
-        let mut future = RedisFuture::new(answer, place);
+        let mut future = RedisFuture::new(answer, id);
         assert!(store.backend().withdraw(Pin::new(&mut future)));
-        assert!(store.inner.queues().have_redirected(place));
+        assert!(store.inner.queues().have_redirected(id));
         until("a worker has dropped it", async || {
-            !store.inner.queues().have_redirected(place)
+            !store.inner.queues().have_redirected(id)
         })
         .await;
     }
