@@ -29,10 +29,9 @@ pub(crate) struct ScriptCall {
     /// Whether a caller has entries of several plans.
     has_several_of_a_caller: bool,
     /// Index of the plan for these parameters, except the last plan, so that plans need no linear search.
-    pub(super) plan_of: HashMap<Asked, usize>,
-    /// For each caller the plan and index of its last entry. The next check joins that entry if its parameters are
-    /// equal.
-    open: HashMap<Key, (usize, usize)>,
+    pub(super) plan_of: HashMap<PlanKey, usize>,
+    /// Index of each caller's last entry. The next check joins that entry if its plan is the same.
+    last_entry: HashMap<Key, usize>,
     /// The time that tests set, or 0 for Redis's own time.
     pub(crate) now: i64,
     /// Whether `ASKING` precedes the call, because the node imports the slot.
@@ -42,16 +41,16 @@ pub(crate) struct ScriptCall {
 /// The parameters of a check without its caller; entries of many callers share them.
 #[derive(Debug)]
 pub(super) struct Plan {
-    asked: Asked,
+    key: PlanKey,
     pub(super) policies: Policies,
     /// For a refund, the refunded charge under each policy; empty for a charge made just before.
     charged: EachCharge,
 }
 
 /// The parameters of a plan that are cheap to compare. Two lists of policies may share an identity by chance, so
-/// [`Plan::asks`] compares the policies too.
+/// [`Plan::matches`] compares the policies too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Asked {
+pub(super) struct PlanKey {
     identity: u64,
     mode: Mode,
     cost: u32,
@@ -68,7 +67,7 @@ pub(super) struct Entry {
     times: i64,
 }
 
-impl Asked {
+impl PlanKey {
     pub(super) fn of(check: &Check) -> Self {
         Self {
             identity: check.policies().identity(),
@@ -82,23 +81,23 @@ impl Asked {
 }
 
 impl Plan {
-    fn new(asked: Asked, check: &Check) -> Self {
+    fn new(key: PlanKey, check: &Check) -> Self {
         Self {
-            asked,
+            key,
             policies: check.policies().clone(),
             charged: check.charged().into(),
         }
     }
 
-    fn needs_asking(&self, asked: Asked, check: &Check) -> bool {
-        self.asked == asked
+    fn matches(&self, key: PlanKey, check: &Check) -> bool {
+        self.key == key
             && self.policies.is(check.policies())
             && self.charged[..] == *check.charged()
     }
 
     /// The policy, if the check is a take without an id under one meter that drains every microsecond.
     fn taken_from_meter(&self) -> Option<&Policy> {
-        let is_take = self.asked.mode == Mode::Take && !self.asked.with_id;
+        let is_take = self.key.mode == Mode::Take && !self.key.with_id;
         match self.policies.as_slice() {
             [policy] if is_take && policy.frees().is_gradual() => Some(policy),
             _ => None,
@@ -109,7 +108,7 @@ impl Plan {
     /// same, and cannot overflow.
     fn ticks_under(&self, meter: &Policy) -> i64 {
         let params = meter.params();
-        i64::from(self.asked.cost).min(params.capacity + 1) * params.interval
+        i64::from(self.key.cost).min(params.capacity + 1) * params.interval
     }
 
     /// Adds the arguments of `lua/take.lua`.
@@ -125,24 +124,61 @@ impl Plan {
         }
     }
 
+    /// Decodes an answer of `lua/takes.lua`: the time of the call, and the state before the entry's first take.
+    ///
+    /// # Errors
+    ///
+    /// Returns the reason why Redis did not decide the entry, or [`ErrorKind::Protocol`] for numbers that the script
+    /// never returns.
+    fn read_take(
+        &self,
+        answer: &[u8; TAKEN_LENGTH],
+        times: i64,
+    ) -> Result<(i64, State), StoreError> {
+        let [at, level] = [0, 7].map(|from| i56(&answer[from..from + 7]));
+        if at < 0 {
+            return Err(failure(at));
+        }
+        let policy = self.taken_from_meter().ok_or_else(protocol)?;
+        let (ticks, charged) = (self.ticks_under(policy), level >= 0);
+        let before = if charged { level - ticks } else { -1 - level };
+        let fits = ticks > 0 && before + ticks <= policy.params().full;
+        let is_sound =
+            EXACT.contains(&at) && EXACT.contains(&before) && charged == (fits && times == 1);
+        let state = State::of_level(policy.kind(), at, before).filter(|_| is_sound);
+        state.map(|state| (at, state)).ok_or_else(protocol)
+    }
+
+    /// Decides the next take of an entry.
+    fn decide_take(&self, at: i64, state: &mut State) -> Verdicts {
+        let cost = self.key.cost.into();
+        let (verdict, granted) = Mode::Take.decide(&self.policies[0], state, cost, at);
+        Verdicts {
+            granted,
+            at,
+            age: 0,
+            each: smallvec![verdict],
+        }
+    }
+
     /// Numbers in an answer of `lua/check.lua`: four for each policy, and the time of the charge for an answer that may
     /// repeat an earlier one.
     fn answer_length(&self) -> usize {
-        4 * self.policies.iter().len() + usize::from(self.asked.with_id)
+        4 * self.policies.iter().len() + usize::from(self.key.with_id)
     }
 
     /// Maximum grant that a reply may report for one policy.
     fn max_granted(&self) -> i64 {
-        match self.asked.mode {
+        match self.key.mode {
             // A repeated id returns its earlier answer, which may be of another cost.
-            _ if self.asked.with_id => u32::MAX.into(),
+            _ if self.key.with_id => u32::MAX.into(),
             // A request in flight is granted as 1, regardless of its cost.
             Mode::Take
             | Mode::TakeAhead
             | Mode::UpTo
             | Mode::Peek
             | Mode::Charge
-            | Mode::Refund => i64::from(self.asked.cost).max(1),
+            | Mode::Refund => i64::from(self.key.cost).max(1),
             Mode::Renew | Mode::Release => 1,
             // Returns the sum of earlier charges, or the number of requests in flight.
             Mode::Reset => EXACT.end,
@@ -161,7 +197,7 @@ impl ScriptCall {
             slots,
             has_several_of_a_caller,
             plan_of,
-            open,
+            last_entry,
             now,
             needs_asking,
         } = self;
@@ -173,7 +209,7 @@ impl ScriptCall {
         slots.clear();
         *has_several_of_a_caller = false;
         plan_of.clear();
-        open.clear();
+        last_entry.clear();
         (*now, *needs_asking) = (0, false);
     }
 
@@ -192,40 +228,40 @@ impl ScriptCall {
             Mode::Take | Mode::Refund | Mode::Renew | Mode::Release
         );
         if joins && check.id().is_none() {
-            let open = self.open.entry(*check.key()).or_insert((plan, entry));
-            if open.0 != plan {
-                *open = (plan, entry);
-                self.has_several_of_a_caller = true;
-            }
-            if open.1 != entry {
-                let open = open.1;
-                return self.repeat(open, check);
+            let last = self.last_entry.entry(*check.key()).or_insert(entry);
+            match self.entries.get(*last) {
+                Some(same) if same.plan == plan => {
+                    let same = *last;
+                    return self.repeat(same, check);
+                }
+                Some(_) => {
+                    *last = entry;
+                    self.has_several_of_a_caller = true;
+                }
+                None => {}
             }
         } else {
-            self.open.remove(check.key());
+            self.last_entry.remove(check.key());
         }
         self.push_entry(plan, prefix, check);
     }
 
     /// Returns the index of the plan for this check, and creates the plan if it is new.
     fn plan(&mut self, check: &Check) -> usize {
-        let (asked, plans) = (Asked::of(check), &mut self.plans);
+        let (key, plans) = (PlanKey::of(check), &mut self.plans);
         // Usually all checks of a batch have the same parameters.
-        if plans
-            .last()
-            .is_some_and(|plan| plan.needs_asking(asked, check))
-        {
+        if plans.last().is_some_and(|plan| plan.matches(key, check)) {
             return plans.len() - 1;
         }
-        if let Some(&index) = self.plan_of.get(&asked)
-            && plans[index].needs_asking(asked, check)
+        if let Some(&index) = self.plan_of.get(&key)
+            && plans[index].matches(key, check)
         {
             return index;
         }
         if let Some(last) = plans.last() {
-            self.plan_of.insert(last.asked, plans.len() - 1);
+            self.plan_of.insert(last.key, plans.len() - 1);
         }
-        plans.push(Plan::new(asked, check));
+        plans.push(Plan::new(key, check));
         plans.len() - 1
     }
 
@@ -349,23 +385,23 @@ impl ScriptCall {
         }
         let mut first = 1;
         for plan in &self.plans {
-            let time = match plan.asked.mode {
-                _ if plan.asked.with_id => plan.policies.longest_period(),
-                Mode::Charge => -plan.asked.within,
+            let time = match plan.key.mode {
+                _ if plan.key.with_id => plan.policies.longest_period(),
+                Mode::Charge => -plan.key.within,
                 Mode::Refund => {
                     -i64::from(plan.charged.first().is_some_and(|charged| charged.is_turn))
                 }
-                _ => plan.asked.within,
+                _ => plan.key.within,
             };
             packed
-                .u8(wire::mode_number(plan.asked.mode))
-                .u32(plan.asked.cost as usize)
+                .u8(wire::mode_number(plan.key.mode))
+                .u32(plan.key.cost as usize)
                 .i56(time);
             for place in first..first + plan.policies.iter().len() {
                 packed.u32(place);
             }
-            if plan.asked.mode == Mode::Refund {
-                let just_now = PolicyCharge::just_now(plan.asked.cost.into());
+            if plan.key.mode == Mode::Refund {
+                let just_now = PolicyCharge::just_now(plan.key.cost.into());
                 let charged = |policy| plan.charged.get(policy).unwrap_or(&just_now);
                 packed
                     .u32(charged(0).cost as usize)
@@ -406,14 +442,17 @@ impl ScriptCall {
         reply: &Value,
     ) -> Result<impl Iterator<Item = Result<Verdicts, StoreError>>, StoreError> {
         let mut answers = if self.is_of_takes() {
-            Answers::OfTakes(self.read_takes(reply)?)
+            self.read_takes(reply)?
         } else {
             self.read_checks(reply)?
         };
         Ok(self.checks.iter().map(move |entry| {
             let plan = &self.plans[self.entries[*entry].plan];
             match &mut answers {
-                Answers::OfTakes(taken) => taken[*entry].next(plan),
+                Answers::OfTakes(states) => match &mut states[*entry] {
+                    Ok((at, state)) => Ok(plan.decide_take(*at, state)),
+                    Err(error) => Err(error.clone()),
+                },
                 Answers::OfChecks { at, numbers, next } => {
                     let from = next[*entry];
                     next[*entry] += plan.answer_length();
@@ -424,13 +463,12 @@ impl ScriptCall {
     }
 
     /// Decodes a reply of `lua/takes.lua`.
-    fn read_takes(&self, reply: &Value) -> Result<SmallVec<[Taken; 1]>, StoreError> {
+    fn read_takes(&self, reply: &Value) -> Result<Answers<'static>, StoreError> {
         let answers = taken(reply).filter(|answers| answers.len() == self.entries.len());
-        let answers = answers.ok_or_else(protocol)?;
-        let read = |(answer, entry): (_, &Entry)| {
-            Taken::read(answer, &self.plans[entry.plan], entry.times)
-        };
-        Ok(answers.iter().zip(&self.entries).map(read).collect())
+        let answers = answers.ok_or_else(protocol)?.iter().zip(&self.entries);
+        let states =
+            answers.map(|(answer, entry)| self.plans[entry.plan].read_take(answer, entry.times));
+        Ok(Answers::OfTakes(states.collect()))
     }
 
     /// Decodes a reply of `lua/call.lua`.
@@ -500,8 +538,9 @@ impl Call for ScriptCall {
 
 /// A partly decoded reply.
 enum Answers<'a> {
-    /// One per entry.
-    OfTakes(SmallVec<[Taken; 1]>),
+    /// For each entry, the time of the call and the state before the entry's next take, from which the Rust half
+    /// computes the decision of the script.
+    OfTakes(SmallVec<[Result<(i64, State), StoreError>; 1]>),
     OfChecks {
         /// The time of the call.
         at: i64,
@@ -509,49 +548,6 @@ enum Answers<'a> {
         /// For each entry, the index of its next answer in `numbers`.
         next: Vec<usize>,
     },
-}
-
-/// The takes of an entry. Redis replies with the state of the meter, from which the Rust half computes the decisions of
-/// the script.
-enum Taken {
-    /// The state before the next take, and its time.
-    From(i64, State),
-    Problem(i64),
-}
-
-impl Taken {
-    /// Decodes an answer of `lua/takes.lua`.
-    fn read(answer: &[u8; TAKEN_LENGTH], plan: &Plan, times: i64) -> Self {
-        let [at, level] = [0, 7].map(|from| i56(&answer[from..from + 7]));
-        let Some(policy) = plan.taken_from_meter().filter(|_| at >= 0) else {
-            return Self::Problem(at);
-        };
-        let (ticks, charged) = (plan.ticks_under(policy), level >= 0);
-        let before = if charged { level - ticks } else { -1 - level };
-        let fits = ticks > 0 && before + ticks <= policy.params().full;
-        let is_sound =
-            EXACT.contains(&at) && EXACT.contains(&before) && charged == (fits && times == 1);
-        State::of_level(policy.kind(), at, before)
-            .filter(|_| is_sound)
-            .map_or(Self::Problem(UNKNOWN), |state| Self::From(at, state))
-    }
-
-    /// The verdict on the next take.
-    fn next(&mut self, plan: &Plan) -> Result<Verdicts, StoreError> {
-        match self {
-            Self::Problem(problem) => Err(failure(*problem)),
-            Self::From(at, state) => {
-                let cost = plan.asked.cost.into();
-                let (verdict, granted) = Mode::Take.decide(&plan.policies[0], state, cost, *at);
-                Ok(Verdicts {
-                    granted,
-                    at: *at,
-                    age: 0,
-                    each: smallvec![verdict],
-                })
-            }
-        }
-    }
 }
 
 /// Parses the part of a count's key after the prefix, as [`ScriptCall::push`] writes it, into the caller and a policy

@@ -12,7 +12,7 @@ use redis::RedisError;
 use tokio::runtime::Handle;
 use tokio::time::timeout_at;
 
-use super::queues::Job;
+use super::queues::{Job, Redirect};
 use super::store::Shared;
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{error_of, not_run, within};
@@ -214,52 +214,29 @@ impl Shared {
         from: Node,
     ) -> Placed {
         let rejection = self.rejection(cluster, error, from);
+        let address = cluster.address(Some(from));
+        if rejection == Rejection::Other {
+            let error = error_of(error).with_server(&address);
+            jobs.into_iter()
+                .for_each(|job| self.fail_taken(job, error.clone()));
+            return vec![];
+        }
         if matches!(rejection, Rejection::Ask(_) | Rejection::TryAgain) {
             jobs.iter()
                 .for_each(|job| cluster.notice_move(job.partition));
         }
-        let address = cluster.address(Some(from));
-        let rejected = error_of(error).with_server(&address);
-        let not_ready = not_run(ErrorKind::NotReady, error).with_server(&address);
-        // Whether all checks of the call are of one caller.
+        let mut not_ready = not_run(ErrorKind::NotReady, error).with_server(&address);
+        if rejection == Rejection::TryAgain {
+            not_ready = not_ready.check_only();
+        }
         let is_of_one_caller = jobs.len() == 1 || jobs.iter().all(|job| job.call_per_caller);
         let mut again = vec![];
         for mut job in jobs {
             let redirect = job.redirect.get_or_insert_default();
-            redirect.importing_node = None;
-            redirect.hops += 1;
-            let to = match rejection {
-                Rejection::Other => {
-                    self.fail_taken(job, rejected.clone());
-                    continue;
-                }
-                Rejection::NotReady => None,
-                _ if redirect.hops > MAX_HOPS && rejection != Rejection::TryAgain => None,
-                Rejection::Moved { node, .. } => Some(Some(node)),
-                // Send each caller's checks in a separate call: all keys of one caller are usually on one node. Redis
-                // 6.2 also sends a redirect if only some keys of the call have migrated, and the importing node would
-                // start an empty count for a caller that has not.
-                Rejection::Ask(_) | Rejection::TryAgain if !is_of_one_caller => Some(Some(from)),
-                Rejection::Ask(node) => {
-                    redirect.importing_node = Some(node);
-                    Some(Some(node))
-                }
-                Rejection::TryAgain => {
-                    redirect.hops = 0;
-                    let since = *redirect.split_since.get_or_insert_with(instant);
-                    (since.elapsed() < PATIENCE).then_some(None)
-                }
-            };
-            match to {
-                Some(node) => again.push((node, job)),
-                None => {
-                    let error = not_ready.clone();
-                    job.fail(if rejection == Rejection::TryAgain {
-                        error.check_only()
-                    } else {
-                        error
-                    });
-                }
+            match after_rejection(redirect, rejection, from, is_of_one_caller) {
+                Next::Node(node) => again.push((Some(node), job)),
+                Next::Wait => again.push((None, job)),
+                Next::Fail => job.fail(not_ready.clone()),
             }
         }
         again
@@ -275,6 +252,49 @@ impl Shared {
         let (elsewhere, left): (Vec<_>, Vec<_>) =
             placed.partition(|(to, _)| to.is_some_and(|to| to != node));
         (elsewhere, left.into_iter().map(|(_, job)| job).collect())
+    }
+}
+
+/// What becomes of a rejected check.
+enum Next {
+    /// It is sent to this node.
+    Node(Node),
+    /// It waits until all its keys are on one node.
+    Wait,
+    Fail,
+}
+
+/// Records that the node `from` has rejected a check's call, which had checks of one caller only if
+/// `is_of_one_caller`.
+fn after_rejection(
+    redirect: &mut Redirect,
+    rejection: Rejection,
+    from: Node,
+    is_of_one_caller: bool,
+) -> Next {
+    redirect.importing_node = None;
+    redirect.hops += 1;
+    match rejection {
+        Rejection::NotReady | Rejection::Other => Next::Fail,
+        Rejection::Moved { .. } | Rejection::Ask(_) if redirect.hops > MAX_HOPS => Next::Fail,
+        Rejection::Moved { node, .. } => Next::Node(node),
+        // Send each caller's checks in a separate call: all keys of one caller are usually on one node. Redis 6.2 also
+        // sends a redirect if only some keys of the call have migrated, and the importing node would start an empty
+        // count for a caller that has not.
+        Rejection::Ask(_) | Rejection::TryAgain if !is_of_one_caller => Next::Node(from),
+        Rejection::Ask(node) => {
+            redirect.importing_node = Some(node);
+            Next::Node(node)
+        }
+        Rejection::TryAgain => {
+            redirect.hops = 0;
+            let since = *redirect.split_since.get_or_insert_with(instant);
+            if since.elapsed() < PATIENCE {
+                Next::Wait
+            } else {
+                Next::Fail
+            }
+        }
     }
 }
 

@@ -108,14 +108,12 @@ impl DenialCache {
         Some(denial.verdicts_on(needs, now))
     }
 
-    /// Updates the cache with Redis's decision on a call that was sent at `sent`.
+    /// Records Redis's denial of a check whose call was sent at `sent`, if it can answer other checks.
     pub(super) fn learn(&self, check: &Check, verdicts: &Verdicts, sent: i64) {
         if !self.is_on {
             return;
         }
-        if check.gives_room() {
-            self.forget(check);
-        } else if let Some(denial) = Denial::new(check, verdicts, sent) {
+        if let Some(denial) = Denial::new(check, verdicts, sent) {
             self.change(check.key(), |shard, caller, now| {
                 if denial.sent > shard.freed_at && denial.expires_at > now {
                     shard.remember(caller, denial, now);
@@ -124,10 +122,9 @@ impl DenialCache {
         }
     }
 
-    /// Drops the caller's denials if the check may have freed capacity. Also called if Redis did not reply to a refund
-    /// or reset.
+    /// Drops the denials of a caller whose check may have freed capacity.
     pub(super) fn forget(&self, check: &Check) {
-        if self.is_on && check.gives_room() {
+        if self.is_on {
             self.change(check.key(), |shard, caller, now| {
                 shard.callers.remove(caller);
                 shard.freed_at = now;
@@ -222,11 +219,8 @@ fn needs(check: &Check) -> Option<u32> {
 }
 
 impl Denial {
-    /// Returns `None` if the check was allowed, or if its denial cannot answer other checks.
+    /// Returns `None` if the denial of this check cannot answer other checks.
     fn new(check: &Check, verdicts: &Verdicts, sent: i64) -> Option<Self> {
-        if verdicts.each.iter().all(Verdict::is_allowed) {
-            return None;
-        }
         let needs = needs(check)?;
         // A cost above the capacity has no wait. It stays denied as long as the cache may keep it.
         let holds = verdicts.wait().unwrap_or(MAX_AGE).min(MAX_AGE);
@@ -380,19 +374,11 @@ mod tests {
         }
         let full = count(&denials);
         assert!((1_500..=1_600).contains(&full), "{full}");
-        let reset = Verdicts::new(
-            0,
-            smallvec![Verdict {
-                remaining: 1,
-                wait: 0,
-                reset: 0
-            }],
-        );
         for key in (0..5_000)
             .map(|i| Key::new(i.to_string()))
             .chain([Key::GLOBAL])
         {
-            denials.learn(&Check::reset(key, &lists[0]), &reset, denials.now());
+            denials.forget(&Check::reset(key, &lists[0]));
         }
         assert_eq!(
             (count(&denials), denials.caller_count.load(Relaxed)),

@@ -19,7 +19,7 @@ use super::denials::DenialCache;
 use super::queues::{Full, Job, JobId, NodeQueue, Queue, Queues, RedisFuture, Target, no_runtime};
 use super::task::Worker;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Key, Policies, Source, Verdicts};
+use crate::limit::{Check, Key, Policies, Source, Verdict, Verdicts};
 use crate::observe::mistakes::MISSING_RIGHT;
 use crate::observe::{Observer, event, or_log};
 use crate::store::redis::link::{error_of, within};
@@ -434,11 +434,15 @@ impl Shared {
             self.lacks_right(error);
         }
         job.answer(|check| {
-            match &verdicts {
-                Ok(verdicts) => self.denials.learn(&check, verdicts, sent_at),
-                Err(_) => self.denials.forget(&check),
+            if check.gives_room() {
+                // Also after an error: Redis may have run the check.
+                self.denials.forget(&check);
+                self.waiters.freed(&check);
+            } else if let Ok(verdicts) = &verdicts
+                && !verdicts.each.iter().all(Verdict::is_allowed)
+            {
+                self.denials.learn(&check, verdicts, sent_at);
             }
-            self.waiters.freed(&check);
             verdicts.map(|verdicts| check.answer(verdicts, Source::Redis))
         });
     }
