@@ -124,6 +124,36 @@ impl Plan {
         }
     }
 
+    /// Packs the plan for `lua/call.lua`. Its policies are counted from `first`.
+    fn pack(&self, first: usize, packed: &mut Packed) {
+        let (key, policies) = (&self.key, first..first + self.policies.iter().len());
+        let is_turn = || self.charged.first().is_some_and(|charged| charged.is_turn);
+        let number = match key.mode {
+            _ if key.with_id => self.policies.longest_period(),
+            Mode::Charge => -key.within,
+            Mode::Refund => -i64::from(is_turn()),
+            _ => key.within,
+        };
+        packed
+            .u8(wire::mode_number(key.mode))
+            .u32(key.cost as usize)
+            .i56(number);
+        for place in policies.clone() {
+            packed.u32(place);
+        }
+        if key.mode == Mode::Refund {
+            let just_now = PolicyCharge::just_now(key.cost.into());
+            let charged = |policy| self.charged.get(policy).unwrap_or(&just_now);
+            packed
+                .u32(charged(0).cost as usize)
+                .i56(charged(0).age)
+                .i56(charged(0).at.micros());
+            for policy in 0..policies.len() {
+                packed.i56(charged(policy).reset);
+            }
+        }
+    }
+
     /// Decodes an answer of `lua/takes.lua`: the time of the call, and the state before the entry's first take.
     ///
     /// # Errors
@@ -385,35 +415,16 @@ impl ScriptCall {
         }
         let mut first = 1;
         for plan in &self.plans {
-            let time = match plan.key.mode {
-                _ if plan.key.with_id => plan.policies.longest_period(),
-                Mode::Charge => -plan.key.within,
-                Mode::Refund => {
-                    -i64::from(plan.charged.first().is_some_and(|charged| charged.is_turn))
-                }
-                _ => plan.key.within,
-            };
-            packed
-                .u8(wire::mode_number(plan.key.mode))
-                .u32(plan.key.cost as usize)
-                .i56(time);
-            for place in first..first + plan.policies.iter().len() {
-                packed.u32(place);
-            }
-            if plan.key.mode == Mode::Refund {
-                let just_now = PolicyCharge::just_now(plan.key.cost.into());
-                let charged = |policy| plan.charged.get(policy).unwrap_or(&just_now);
-                packed
-                    .u32(charged(0).cost as usize)
-                    .i56(charged(0).age)
-                    .i56(charged(0).at.micros());
-                for policy in 0..plan.policies.iter().len() {
-                    packed.i56(charged(policy).reset);
-                }
-            }
+            plan.pack(first, &mut packed);
             packed.add_to(cmd);
             first += plan.policies.iter().len();
         }
+        self.add_runs(cmd);
+    }
+
+    /// Adds the runs of `lua/call.lua`.
+    fn add_runs(&self, cmd: &mut Cmd) {
+        let mut packed = Packed::default();
         // Sort by entry: a check may have joined an earlier entry of its caller.
         let mut slots = self.slots.clone();
         slots.sort_by_key(|(entry, _)| *entry);
