@@ -255,7 +255,7 @@ impl Shared {
     }
 }
 
-/// What becomes of a rejected check.
+/// The next step of a rejected check.
 enum Next {
     /// It is sent to this node.
     Node(Node),
