@@ -154,7 +154,8 @@ impl Plan {
         }
     }
 
-    /// Decodes an answer of `lua/takes.lua`: the time of the call, and the state before the entry's first take.
+    /// Decodes an answer of `lua/takes.lua` to an entry of `times` takes: the verdict on the take that follows `earlier`
+    /// others. The answer has the level of the meter, from which the Rust half decides as the script did.
     ///
     /// # Errors
     ///
@@ -164,37 +165,85 @@ impl Plan {
         &self,
         answer: &[u8; TAKEN_LENGTH],
         times: i64,
-    ) -> Result<(i64, State), StoreError> {
+        earlier: i64,
+    ) -> Result<Verdicts, StoreError> {
         let [at, level] = [0, 7].map(|from| i56(&answer[from..from + 7]));
         if at < 0 {
             return Err(failure(at));
         }
         let policy = self.taken_from_meter().ok_or_else(protocol)?;
-        let (ticks, charged) = (self.ticks_under(policy), level >= 0);
-        let before = if charged { level - ticks } else { -1 - level };
-        let fits = ticks > 0 && before + ticks <= policy.params().full;
-        let is_sound =
-            EXACT.contains(&at) && EXACT.contains(&before) && charged == (fits && times == 1);
-        let state = State::of_level(policy.kind(), at, before).filter(|_| is_sound);
-        state.map(|state| (at, state)).ok_or_else(protocol)
-    }
-
-    /// Decides the next take of an entry.
-    fn decide_take(&self, at: i64, state: &mut State) -> Verdicts {
+        let (full, ticks, charged) = (policy.params().full, self.ticks_under(policy), level >= 0);
+        // The level before the first take.
+        let mut before = if charged { level - ticks } else { -1 - level };
+        let fits = ticks > 0 && before + ticks <= full;
+        if !EXACT.contains(&at) || !EXACT.contains(&before) || charged != (fits && times == 1) {
+            return Err(protocol());
+        }
+        if fits && earlier > 0 {
+            before += ticks * earlier.min((full - before) / ticks);
+        }
+        let mut state = State::of_level(policy.kind(), at, before).ok_or_else(protocol)?;
         let cost = self.key.cost.into();
-        let (verdict, granted) = Mode::Take.decide(&self.policies[0], state, cost, at);
-        Verdicts {
+        let (verdict, granted) = Mode::Take.decide(policy, &mut state, cost, at);
+        Ok(Verdicts {
             granted,
             at,
             age: 0,
             each: smallvec![verdict],
-        }
+        })
     }
 
     /// Numbers in an answer of `lua/check.lua`: four for each policy, and the time of the charge for an answer that may
     /// repeat an earlier one.
     fn answer_length(&self) -> usize {
         4 * self.policies.iter().len() + usize::from(self.key.with_id)
+    }
+
+    /// Decodes an answer of `lua/check.lua`: four numbers for each policy and, with an id, the time of the charge. `at` is
+    /// the time of the call.
+    ///
+    /// # Errors
+    ///
+    /// Returns the reason why Redis did not decide this check, or [`ErrorKind::Protocol`] for numbers that the script never
+    /// returns.
+    fn read_check(&self, answer: &[[u8; 8]], at: i64) -> Result<Verdicts, StoreError> {
+        let (policies, most) = (&self.policies, self.max_granted());
+        let (mut granted, mut problem) = (0, 0);
+        let (answer, charged_at) = answer.as_chunks();
+        let charged_at = charged_at
+            .first()
+            .map_or(at, |charged_at| i64::from_le_bytes(*charged_at));
+        if !EXACT.contains(&charged_at) {
+            return Err(protocol());
+        }
+        let each = answer.iter().zip(policies).map(|(answer, policy)| {
+            let [grants, remaining, wait, reset] = answer.map(i64::from_le_bytes);
+            if policies.tells_granted(policy) {
+                granted = granted.max(grants);
+            }
+            problem = problem.min(grants);
+            let is_exact = EXACT.contains(&remaining)
+                && (wait == Verdict::NEVER || EXACT.contains(&wait))
+                && EXACT.contains(&reset);
+            if grants > most || !is_exact {
+                problem = UNKNOWN;
+            }
+            Verdict {
+                remaining,
+                wait,
+                reset,
+            }
+        });
+        let each = each.collect();
+        if problem < 0 {
+            return Err(failure(problem));
+        }
+        Ok(Verdicts {
+            granted,
+            at: charged_at,
+            age: (at - charged_at).max(0),
+            each,
+        })
     }
 
     /// Maximum grant that a reply may report for one policy.
@@ -457,32 +506,34 @@ impl ScriptCall {
         } else {
             self.read_checks(reply)?
         };
-        Ok(self.checks.iter().map(move |entry| {
-            let plan = &self.plans[self.entries[*entry].plan];
+        Ok(self.checks.iter().map(move |&index| {
+            let Entry { plan, times } = self.entries[index];
+            let plan = &self.plans[plan];
             match &mut answers {
-                Answers::OfTakes(states) => match &mut states[*entry] {
-                    Ok((at, state)) => Ok(plan.decide_take(*at, state)),
-                    Err(error) => Err(error.clone()),
-                },
+                Answers::OfTakes { answers, decided } => {
+                    let earlier = decided[index];
+                    decided[index] += 1;
+                    plan.read_take(&answers[index], times, earlier)
+                }
                 Answers::OfChecks { at, numbers, next } => {
-                    let from = next[*entry];
-                    next[*entry] += plan.answer_length();
-                    verdicts(&numbers[from..next[*entry]], plan, *at)
+                    let from = next[index];
+                    next[index] += plan.answer_length();
+                    plan.read_check(&numbers[from..next[index]], *at)
                 }
             }
         }))
     }
 
-    /// Decodes a reply of `lua/takes.lua`.
-    fn read_takes(&self, reply: &Value) -> Result<Answers<'static>, StoreError> {
-        let answers = taken(reply).filter(|answers| answers.len() == self.entries.len());
-        let answers = answers.ok_or_else(protocol)?.iter().zip(&self.entries);
-        let states =
-            answers.map(|(answer, entry)| self.plans[entry.plan].read_take(answer, entry.times));
-        Ok(Answers::OfTakes(states.collect()))
+    /// Splits a reply of `lua/takes.lua`.
+    fn read_takes<'a>(&self, reply: &'a Value) -> Result<Answers<'a>, StoreError> {
+        let answers = records(reply).filter(|answers| answers.len() == self.entries.len());
+        Ok(Answers::OfTakes {
+            answers: answers.ok_or_else(protocol)?,
+            decided: smallvec![0; self.entries.len()],
+        })
     }
 
-    /// Decodes a reply of `lua/call.lua`.
+    /// Splits a reply of `lua/call.lua`.
     fn read_checks<'a>(&self, reply: &'a Value) -> Result<Answers<'a>, StoreError> {
         let mut end = 0;
         let mut next: Vec<usize> = Vec::with_capacity(self.entries.len());
@@ -490,7 +541,7 @@ impl ScriptCall {
             next.push(end);
             end += self.plans[entry.plan].answer_length() * entry.times as usize;
         }
-        let (at, numbers) = numbers(reply)
+        let (at, numbers) = records(reply)
             .and_then(|numbers| numbers.split_last())
             .ok_or_else(protocol)?;
         let at = i64::from_le_bytes(*at);
@@ -504,10 +555,10 @@ impl ScriptCall {
     pub(crate) fn is_read_only(&self, reply: &Value) -> bool {
         // No other number in a reply has this value.
         if self.is_of_takes() {
-            let mut answers = taken(reply).into_iter().flatten();
+            let mut answers = records::<TAKEN_LENGTH>(reply).into_iter().flatten();
             answers.any(|answer| i56(&answer[..7]) == wire::READ_ONLY)
         } else {
-            numbers(reply).is_some_and(|numbers| numbers.contains(&wire::READ_ONLY.to_le_bytes()))
+            records(reply).is_some_and(|numbers| numbers.contains(&wire::READ_ONLY.to_le_bytes()))
         }
     }
 }
@@ -547,11 +598,14 @@ impl Call for ScriptCall {
     }
 }
 
-/// A partly decoded reply.
+/// The answers in a reply.
 enum Answers<'a> {
-    /// For each entry, the time of the call and the state before the entry's next take, from which the Rust half
-    /// computes the decision of the script.
-    OfTakes(SmallVec<[Result<(i64, State), StoreError>; 1]>),
+    OfTakes {
+        /// One for each entry.
+        answers: &'a [[u8; TAKEN_LENGTH]],
+        /// For each entry, the number of its takes whose verdicts have been decoded.
+        decided: SmallVec<[i64; 1]>,
+    },
     OfChecks {
         /// The time of the call.
         at: i64,
@@ -615,22 +669,13 @@ const TAKEN_LENGTH: usize = 19;
 /// The problem of an answer that no script returns.
 const UNKNOWN: i64 = i64::MIN;
 
-/// The numbers in a reply, least significant byte first. `None` if its length is wrong.
-fn numbers(reply: &Value) -> Option<&[[u8; 8]]> {
+/// The records of `N` bytes in a reply. `None` if the reply is not a string of whole records.
+fn records<const N: usize>(reply: &Value) -> Option<&[[u8; N]]> {
     let Value::BulkString(bytes) = reply else {
         return None;
     };
-    let (numbers, rest) = bytes.as_chunks();
-    rest.is_empty().then_some(numbers)
-}
-
-/// The answers in a reply of `lua/takes.lua`. `None` if its length is wrong.
-fn taken(reply: &Value) -> Option<&[[u8; TAKEN_LENGTH]]> {
-    let Value::BulkString(bytes) = reply else {
-        return None;
-    };
-    let (answers, rest) = bytes.as_chunks();
-    rest.is_empty().then_some(answers)
+    let (records, rest) = bytes.as_chunks();
+    rest.is_empty().then_some(records)
 }
 
 /// Decodes a number of 7 bytes, least significant first; 0 if there are fewer.
@@ -644,53 +689,6 @@ fn i56(bytes: &[u8]) -> i64 {
 
 fn protocol() -> StoreError {
     StoreError::new(ErrorKind::Protocol)
-}
-
-/// Decodes an answer: four numbers for each policy and, with an id, the time of the charge. `at` is the time of the
-/// call.
-///
-/// # Errors
-///
-/// Returns the reason why Redis did not decide this check, or [`ErrorKind::Protocol`] for numbers that the script never
-/// returns.
-fn verdicts(answer: &[[u8; 8]], plan: &Plan, at: i64) -> Result<Verdicts, StoreError> {
-    let (policies, most) = (&plan.policies, plan.max_granted());
-    let (mut granted, mut problem) = (0, 0);
-    let (answer, charged_at) = answer.as_chunks();
-    let charged_at = charged_at
-        .first()
-        .map_or(at, |charged_at| i64::from_le_bytes(*charged_at));
-    if !EXACT.contains(&charged_at) {
-        return Err(protocol());
-    }
-    let each = answer.iter().zip(policies).map(|(answer, policy)| {
-        let [grants, remaining, wait, reset] = answer.map(i64::from_le_bytes);
-        if policies.tells_granted(policy) {
-            granted = granted.max(grants);
-        }
-        problem = problem.min(grants);
-        let is_whole = EXACT.contains(&remaining)
-            && (wait == Verdict::NEVER || EXACT.contains(&wait))
-            && EXACT.contains(&reset);
-        if grants > most || !is_whole {
-            problem = UNKNOWN;
-        }
-        Verdict {
-            remaining,
-            wait,
-            reset,
-        }
-    });
-    let each = each.collect();
-    if problem < 0 {
-        return Err(failure(problem));
-    }
-    Ok(Verdicts {
-        granted,
-        at: charged_at,
-        age: (at - charged_at).max(0),
-        each,
-    })
 }
 
 /// The error of a check with this problem, or [`ErrorKind::Protocol`] if the number is unknown.
