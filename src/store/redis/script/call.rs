@@ -189,7 +189,7 @@ impl Plan {
             granted,
             at,
             age: 0,
-            each: smallvec![verdict],
+            each: SmallVec::from_buf([verdict]),
         })
     }
 

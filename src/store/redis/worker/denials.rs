@@ -90,14 +90,7 @@ impl DenialCache {
     /// Returns the verdicts on this check if a cached denial covers it.
     #[inline]
     pub(super) fn verdicts(&self, check: &Check) -> Option<Verdicts> {
-        if self.caller_count.load(Relaxed) == 0 {
-            return None;
-        }
-        self.find(check)
-    }
-
-    fn find(&self, check: &Check) -> Option<Verdicts> {
-        if check.id().is_some() {
+        if self.caller_count.load(Relaxed) == 0 || check.id().is_some() {
             return None;
         }
         let needs = needs(check)?;
