@@ -12,12 +12,12 @@ use redis::RedisError;
 use tokio::runtime::Handle;
 use tokio::time::timeout_at;
 
-use super::queues::{Job, Redirect};
+use super::queues::{Job, Placed, Redirect};
 use super::store::Shared;
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{error_of, not_run, within};
 use crate::store::redis::script::{KeyCall, MARKER};
-use crate::store::redis::topology::cluster::{Cluster, Planned, Rejection, SlotMap, Why};
+use crate::store::redis::topology::cluster::{Cluster, NodeError, Planned, SlotMap, Why};
 use crate::store::redis::topology::{Node, Topology};
 use crate::util::instant;
 
@@ -28,9 +28,6 @@ const MAX_HOPS: u8 = 8;
 /// Maximum time that a check waits until all its keys are on one node. Shorter than the deadline of a fallback, which
 /// would otherwise count a migrating slot as an outage.
 const PATIENCE: Duration = Duration::from_millis(30);
-
-/// Checks with the node that decides each. `None` if the check must wait for its node.
-pub(super) type Placed = Vec<(Option<Node>, Job)>;
 
 impl Shared {
     /// Schedules a query of the slots, on this runtime unless another runtime's task has scheduled one.
@@ -178,28 +175,29 @@ impl Shared {
     }
 
     /// Interprets the error of the node `from`, and updates the slot map accordingly.
-    fn rejection(self: &Arc<Self>, cluster: &Cluster, error: &RedisError, from: Node) -> Rejection {
-        let rejection = cluster.rejection(error, from);
-        match rejection {
-            Rejection::Moved { slot, node } => {
+    fn node_error(
+        self: &Arc<Self>,
+        cluster: &Cluster,
+        error: &RedisError,
+        from: Node,
+    ) -> NodeError {
+        let node_error = cluster.node_error(error, from);
+        match node_error {
+            NodeError::Moved { slot, node } => {
                 cluster.learn(slot, node);
                 self.refresh(Why::Moved);
             }
-            Rejection::NotReady => self.refresh(Why::Lost(from)),
-            Rejection::Ask(_) | Rejection::TryAgain | Rejection::Other => {}
+            NodeError::NotReady => self.refresh(Why::Lost(from)),
+            NodeError::Ask(_) | NodeError::TryAgain | NodeError::Other => {}
         }
-        rejection
+        node_error
     }
 
     /// Interprets the error of a call of a script with a key that belongs to no caller.
-    pub(super) fn error_of_rejection(
-        self: &Arc<Self>,
-        error: &RedisError,
-        from: Node,
-    ) -> StoreError {
+    pub(super) fn script_error(self: &Arc<Self>, error: &RedisError, from: Node) -> StoreError {
         let cluster = self.topology.cluster();
-        match cluster.map(|cluster| self.rejection(cluster, error, from)) {
-            None | Some(Rejection::Other) => error_of(error),
+        match cluster.map(|cluster| self.node_error(cluster, error, from)) {
+            None | Some(NodeError::Other) => error_of(error),
             Some(_) => not_run(ErrorKind::NotReady, error),
         }
     }
@@ -213,27 +211,27 @@ impl Shared {
         error: &RedisError,
         from: Node,
     ) -> Placed {
-        let rejection = self.rejection(cluster, error, from);
+        let node_error = self.node_error(cluster, error, from);
         let address = cluster.address(Some(from));
-        if rejection == Rejection::Other {
+        if node_error == NodeError::Other {
             let error = error_of(error).with_server(&address);
             jobs.into_iter()
                 .for_each(|job| self.fail_taken(job, error.clone()));
             return vec![];
         }
-        if matches!(rejection, Rejection::Ask(_) | Rejection::TryAgain) {
+        if matches!(node_error, NodeError::Ask(_) | NodeError::TryAgain) {
             jobs.iter()
                 .for_each(|job| cluster.notice_move(job.partition));
         }
         let mut not_ready = not_run(ErrorKind::NotReady, error).with_server(&address);
-        if rejection == Rejection::TryAgain {
+        if node_error == NodeError::TryAgain {
             not_ready = not_ready.check_only();
         }
         let is_of_one_caller = jobs.len() == 1 || jobs.iter().all(|job| job.call_per_caller);
         let mut again = vec![];
         for mut job in jobs {
             let redirect = job.redirect.get_or_insert_default();
-            match after_rejection(redirect, rejection, from, is_of_one_caller) {
+            match after_node_error(redirect, node_error, from, is_of_one_caller) {
                 Next::Node(node) => again.push((Some(node), job)),
                 Next::Wait => again.push((None, job)),
                 Next::Fail => job.fail(not_ready.clone()),
@@ -266,27 +264,27 @@ enum Next {
 
 /// Records that the node `from` has rejected a check's call, which had checks of one caller only if
 /// `is_of_one_caller`.
-fn after_rejection(
+fn after_node_error(
     redirect: &mut Redirect,
-    rejection: Rejection,
+    node_error: NodeError,
     from: Node,
     is_of_one_caller: bool,
 ) -> Next {
     redirect.importing_node = None;
     redirect.hops += 1;
-    match rejection {
-        Rejection::NotReady | Rejection::Other => Next::Fail,
-        Rejection::Moved { .. } | Rejection::Ask(_) if redirect.hops > MAX_HOPS => Next::Fail,
-        Rejection::Moved { node, .. } => Next::Node(node),
+    match node_error {
+        NodeError::NotReady | NodeError::Other => Next::Fail,
+        NodeError::Moved { .. } | NodeError::Ask(_) if redirect.hops > MAX_HOPS => Next::Fail,
+        NodeError::Moved { node, .. } => Next::Node(node),
         // Send each caller's checks in a separate call: all keys of one caller are usually on one node. Redis 6.2 also
         // sends a redirect if only some keys of the call have migrated, and the importing node would start an empty
         // count for a caller that has not.
-        Rejection::Ask(_) | Rejection::TryAgain if !is_of_one_caller => Next::Node(from),
-        Rejection::Ask(node) => {
+        NodeError::Ask(_) | NodeError::TryAgain if !is_of_one_caller => Next::Node(from),
+        NodeError::Ask(node) => {
             redirect.importing_node = Some(node);
             Next::Node(node)
         }
-        Rejection::TryAgain => {
+        NodeError::TryAgain => {
             redirect.hops = 0;
             let since = *redirect.split_since.get_or_insert_with(instant);
             if since.elapsed() < PATIENCE {

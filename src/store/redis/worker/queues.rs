@@ -270,6 +270,9 @@ pub(super) struct Job {
     answer: oneshot::Sender<Result<Decision, StoreError>>,
 }
 
+/// Checks with the node that decides each. `None` if the check must wait for its node.
+pub(super) type Placed = Vec<(Option<Node>, Job)>;
+
 /// Identifies a job by its first queue, and its number in that queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct JobId {

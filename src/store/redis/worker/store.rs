@@ -1,4 +1,5 @@
-//! [`RedisStore`], and the state that its clones share: queues, cached denials, settings and the topology.
+//! [`RedisStore`], and the state that its clones share: queues, cached denials, settings and the topology. The methods
+//! of that state that depend on the topology are in `cluster.rs`.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -14,9 +15,10 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::cluster::Placed;
 use super::denials::DenialCache;
-use super::queues::{Full, Job, JobId, NodeQueue, Queue, Queues, RedisFuture, Target, no_runtime};
+use super::queues::{
+    Full, Job, JobId, NodeQueue, Placed, Queue, Queues, RedisFuture, Target, no_runtime,
+};
 use super::task::Worker;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Key, Policies, Source, Verdict, Verdicts};
@@ -393,7 +395,7 @@ impl Shared {
             pool.give_back(connection);
             let reply = match replies.map_err(|error| error_of(&error))?.pop() {
                 Some(Ok(reply)) => reply,
-                Some(Err(error)) => return Err(self.error_of_rejection(&error, node)),
+                Some(Err(error)) => return Err(self.script_error(&error, node)),
                 None => return Err(StoreError::new(ErrorKind::Protocol)),
             };
             redis::from_redis_value(reply).map_err(|error| error_of(&error.into()))

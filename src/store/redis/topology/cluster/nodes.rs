@@ -55,7 +55,7 @@ impl<A: Clone + Eq + Hash> Known<A> {
 
 /// The meaning of a node's error reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Rejection {
+pub(crate) enum NodeError {
     /// Another node serves the slot.
     Moved {
         slot: u16,
@@ -218,7 +218,7 @@ impl Nodes {
     }
 
     /// Interprets the error of the node `asked`.
-    pub(super) fn rejection(&self, error: &RedisError, asked: Node) -> Rejection {
+    pub(super) fn node_error(&self, error: &RedisError, asked: Node) -> NodeError {
         let elsewhere = || {
             let (address, slot) = error.redirect_node()?;
             let (host, port) = address.rsplit_once(':')?;
@@ -230,21 +230,21 @@ impl Nodes {
         };
         match error.kind() {
             Kind::Server(ServerErrorKind::Moved) => {
-                elsewhere().map_or(Rejection::NotReady, |(slot, node)| Rejection::Moved {
+                elsewhere().map_or(NodeError::NotReady, |(slot, node)| NodeError::Moved {
                     slot,
                     node,
                 })
             }
             Kind::Server(ServerErrorKind::Ask) => {
-                elsewhere().map_or(Rejection::NotReady, |(_, node)| Rejection::Ask(node))
+                elsewhere().map_or(NodeError::NotReady, |(_, node)| NodeError::Ask(node))
             }
-            Kind::Server(ServerErrorKind::TryAgain) => Rejection::TryAgain,
+            Kind::Server(ServerErrorKind::TryAgain) => NodeError::TryAgain,
             Kind::Server(
                 ServerErrorKind::ClusterDown
                 | ServerErrorKind::BusyLoading
                 | ServerErrorKind::MasterDown,
-            ) => Rejection::NotReady,
-            _ => Rejection::Other,
+            ) => NodeError::NotReady,
+            _ => NodeError::Other,
         }
     }
 
