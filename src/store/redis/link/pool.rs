@@ -353,8 +353,9 @@ impl Connection {
     }
 
     /// Starts a use. Returns `true` if the connection may be dead: it was idle for
-    /// [`IDLE_THRESHOLD`](Self::IDLE_THRESHOLD), or another connection of the pool has timed out
-    /// since its last use.
+    /// [`IDLE_THRESHOLD`](Self::IDLE_THRESHOLD), or for
+    /// [`UNWATCHED_THRESHOLD`](Self::UNWATCHED_THRESHOLD) without a driver here, or another
+    /// connection of the pool has timed out since the last use.
     fn begin_use(&mut self, timeouts: u64) -> bool {
         let before = mem::replace(&mut self.used, instant());
         let timeouts_before = mem::replace(&mut self.timeouts, timeouts);
