@@ -75,7 +75,7 @@ fn the_breaker() {
             let Some(ticket) = breaker.admit(|| 0, Duration::MAX) else {
                 return;
             };
-            if matches!(ticket, Ticket::Trial(_)) {
+            if matches!(ticket, Ticket::Trial) {
                 assert_eq!(seen.trials.fetch_add(1, SeqCst), 0, "two concurrent trials");
                 yield_now();
                 seen.trials.fetch_sub(1, SeqCst);
@@ -168,8 +168,8 @@ fn warming_keeps_what_was_granted() {
                     let decision = decide(primary, &check);
                     yield_now();
                     breaker.succeeded(ticket);
-                    let caller = accounts.caller(&Key::GLOBAL);
-                    if caller.is_known(epoch) {
+                    let mut caller = accounts.caller(&Key::GLOBAL);
+                    if caller.is_known(epoch, policies) {
                         yield_now();
                         local.backend().warm(&Key::GLOBAL, &decision);
                     }
@@ -205,7 +205,7 @@ fn warming_keeps_what_was_granted() {
                         break;
                     };
                     let answer = Ok(decide(primary, &check));
-                    caller().replied(policies, check.cost(), &answer);
+                    caller().replied(policies, &check, &answer);
                 }
                 for shard in accounts.shards() {
                     accounts.sweep(shard, |_, account| account.is_owed(0));

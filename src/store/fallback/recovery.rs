@@ -1,6 +1,5 @@
 //! The recovery: a background task that probes the primary store, charges the accounts to it, and closes the breaker.
-//!
-//! The methods of [`Partition`] for this task are here. A check needs none of them but [`attend`](Partition::attend).
+//! [`attend`](Partition::attend) starts it. It ends when no work is left, or with the last clone of the store.
 //!
 //! - **Reconciliation.** All accounts are charged, once, beginning with the callers that have used
 //!   most of a limit, since another instance might exceed the limit for these. An account counts a
@@ -42,109 +41,91 @@ const ROUNDS: usize = 3;
 /// Pause after a check that found the queue full.
 const FULL: Duration = Duration::from_millis(2);
 
-/// The task. It ends when no work is left, or with the last clone of the store.
-struct Recovery<P: Store, F: Store> {
-    partition: Weak<Partition<P, F>>,
-    _task: Task,
+pub(super) async fn run<P: Store, F: Store>(partition: Weak<Partition<P, F>>, task: Task) {
+    let (mut attempts, mut was_open) = (0, false);
+    while let Some(alive) = partition.upgrade().filter(|alive| alive.needs_attention()) {
+        let open = alive.breaker.is_open();
+        let longest = Breaker::longest_delay(alive.settings.share.instances());
+        // Keep no store alive during the pause.
+        drop(alive);
+        // Begin with short pauses again when the breaker opens or closes: earlier probes do not
+        // show the length of this outage.
+        if open != was_open {
+            (attempts, was_open) = (0, open);
+        }
+        sleep(jittered(Breaker::delay(attempts, longest), 0.5..1.0)).await;
+        let Some(alive) = partition.upgrade() else {
+            break;
+        };
+        let attempt = async {
+            if alive.breaker.is_open() {
+                recover(alive).await
+            } else {
+                alive.tend().await
+            }
+        };
+        // User code may panic.
+        let well = AssertUnwindSafe(attempt).catch_unwind().await;
+        attempts = if matches!(well, Ok(true)) {
+            0
+        } else {
+            attempts.saturating_add(1)
+        };
+    }
+    drop(task);
+    // Work that arrived while this task was ending has not started another one: see `TaskOwner`.
+    if let Some(alive) = partition.upgrade().filter(|alive| alive.needs_attention()) {
+        alive.attend();
+    }
 }
 
-impl<P: Store, F: Store> Recovery<P, F> {
-    async fn run(self) {
-        let (mut attempts, mut was_open) = (0, false);
-        while let Some(partition) = self
-            .partition
-            .upgrade()
-            .filter(|partition| partition.needs_attention())
-        {
-            let open = partition.breaker.is_open();
-            let longest = Breaker::longest_delay(partition.settings.share.instances());
-            // Keep no store alive during the pause.
-            drop(partition);
-            // Begin with short pauses again when the breaker opens or closes: earlier probes do not
-            // show the length of this outage.
-            if open != was_open {
-                (attempts, was_open) = (0, open);
-            }
-            sleep(jittered(Breaker::delay(attempts, longest), 0.5..1.0)).await;
-            let Some(partition) = self.partition.upgrade() else {
-                break;
-            };
-            let attempt = async {
-                if partition.breaker.is_open() {
-                    self.recover(partition).await
-                } else {
-                    partition.tend().await
-                }
-            };
-            // User code may panic.
-            let well = AssertUnwindSafe(attempt).catch_unwind().await;
-            attempts = if matches!(well, Ok(true)) {
-                0
-            } else {
-                attempts.saturating_add(1)
-            };
-        }
-        let partition = self.partition.upgrade();
-        drop(self);
-        // Work that arrived while this task was ending has not started another one: see `TaskOwner`.
-        if let Some(partition) = partition.filter(|partition| partition.needs_attention()) {
-            partition.attend();
-        }
-    }
-
-    /// With an open breaker: tries to close it. First reconciles, and waits until the other instances have reconciled
-    /// too. Otherwise the primary store would grant again what the instances have already granted.
-    async fn recover(&self, mut partition: Arc<Partition<P, F>>) -> bool {
-        if partition.ping().await.is_err() {
-            // Make room for new accounts.
+/// With an open breaker: tries to close it. First reconciles, and waits until the other instances have reconciled
+/// too. Otherwise the primary store would grant again what the instances have already granted.
+async fn recover<P: Store, F: Store>(mut partition: Arc<Partition<P, F>>) -> bool {
+    if partition.ping().await.is_err() {
+        if partition.accounts.is_full() {
             partition
-                .sweep(|_, account, now| !account.is_over(now))
+                .sweep(|_, account, now| account.is_owed(now))
                 .await;
-            return false;
         }
-        let (mut well, since) = (true, instant());
-        if let Some((found, holds)) = partition.others() {
-            well = partition.announced(holds, partition.reconcile()).await;
-            let reconciled = instant();
-            let mut wait = found.saturating_sub(since.elapsed()).min(LONGEST_WAIT);
-            while well && reconciled.elapsed() < LONGEST_WAIT {
-                drop(partition);
-                sleep(wait).await;
-                let Some(again) = self.partition.upgrade() else {
-                    return false;
-                };
-                partition = again;
-                match partition.reconciling().await {
-                    Ok(None) => break,
-                    Ok(Some(time)) => wait = time.min(LONGEST_WAIT),
-                    Err(_) => {
-                        wait = Breaker::FIRST_DELAY;
-                        well = partition.ping().await.is_ok();
-                    }
-                }
-                // Other instances wait for the same moment, so spread the checks.
-                wait += jittered(
-                    Breaker::spread(partition.settings.share.instances()),
-                    0.0..0.5,
-                );
-                // Charge the fallback's new grants now, so that little is left at the end.
-                well = well && partition.reconcile().await;
-            }
-        }
-        let recovered = well && partition.close().await;
-        partition.notify();
-        recovered
+        return false;
     }
+    let (mut well, since) = (true, instant());
+    if let Some((found, holds)) = partition.others() {
+        well = partition.announced(holds, partition.reconcile()).await;
+        let reconciled = instant();
+        let mut wait = found.saturating_sub(since.elapsed()).min(LONGEST_WAIT);
+        while well && reconciled.elapsed() < LONGEST_WAIT {
+            let weak = Arc::downgrade(&partition);
+            drop(partition);
+            sleep(wait).await;
+            let Some(again) = weak.upgrade() else {
+                return false;
+            };
+            partition = again;
+            match partition.reconciling().await {
+                Ok(None) => break,
+                Ok(Some(time)) => wait = time.min(LONGEST_WAIT),
+                Err(_) => {
+                    wait = Breaker::FIRST_DELAY;
+                    well = partition.ping().await.is_ok();
+                }
+            }
+            // Other instances wait for the same moment, so spread the checks.
+            wait += jittered(
+                Breaker::spread(partition.settings.share.instances()),
+                0.0..0.5,
+            );
+            // Charge the fallback's new grants now, so that little is left at the end.
+            well = well && partition.reconcile().await;
+        }
+    }
+    let recovered = well && partition.close().await;
+    partition.notify();
+    recovered
 }
 
 impl<P: Store, F: Store> Partition<P, F> {
-    /// Starts the recovery task, unless it is running.
-    pub(super) fn attend(self: &Arc<Self>) {
-        let partition = Arc::downgrade(self);
-        self.recovery
-            .spawn(None, |_task| Recovery { partition, _task }.run());
-    }
-
     fn needs_attention(&self) -> bool {
         !self.breaker.is_closed()
             || !self.accounts.is_empty()
@@ -152,7 +133,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// With a breaker that is not open: probes the store if the breaker is half-open or a check was abandoned, and
-    /// reconciles the fallback's grants. Returns `false` if the primary store fails again.
+    /// reconciles the fallback's grants. Returns `false` if the primary store fails again or takes nothing.
     async fn tend(&self) -> bool {
         if self.abandoned.swap(false, Ordering::AcqRel) || !self.breaker.is_closed() {
             if let Err(error) = self.ping().await {
@@ -162,8 +143,9 @@ impl<P: Store, F: Store> Partition<P, F> {
             self.breaker.succeeded(Ticket::Probe);
         }
         let well = self.reconcile().await;
-        self.notify();
-        well
+        // Pause longer if the store has rejected all checks, even if it works.
+        let has_charged = self.notify();
+        well && (has_charged || self.accounts.is_empty())
     }
 
     /// With an open breaker: reconciles, and then closes it. Returns `false` if the primary store fails again.
@@ -295,10 +277,9 @@ impl<P: Store, F: Store> Partition<P, F> {
             let Some(check) = caller().send(policies, self.clock.micros()) else {
                 break;
             };
-            let cost = check.cost();
             // No request awaits this check, so it may take longer.
-            let answer = self.send(check, 2).await;
-            caller().replied(policies, cost, &answer);
+            let answer = self.send(check.clone(), 2).await;
+            caller().replied(policies, &check, &answer);
             match answer {
                 answer if is_reply(&answer) => checks -= 1,
                 Err(error)
@@ -313,14 +294,15 @@ impl<P: Store, F: Store> Partition<P, F> {
         true
     }
 
-    /// Notifies the observer of the cost reconciled since the last notification.
-    fn notify(&self) {
+    /// Notifies the observer of the cost reconciled since the last notification. Returns `true` if anything was charged.
+    fn notify(&self) -> bool {
         let [charged, dropped] = [&self.accounts.charged, &self.accounts.dropped]
             .map(|cost| cost.swap(0, Ordering::Relaxed));
         if charged + dropped > 0 {
             let reconciled = event::Reconciled::new(charged, dropped);
             self.observe(|observer| observer.reconciled(&reconciled));
         }
+        charged > 0
     }
 }
 
