@@ -22,7 +22,7 @@ pub(crate) struct RequestCharges {
     units: AtomicU64,
     bytes: AtomicU64,
     state: Mutex<ChargesState>,
-    /// The same request's charges under the next outer layer that settles. They count the same cost.
+    /// The charges of the request under the next outer layer that settles, which count the same cost.
     outer: OnceLock<Arc<RequestCharges>>,
 }
 

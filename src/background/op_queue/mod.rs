@@ -6,10 +6,9 @@
 //! | is in flight | [`Sender`]; before the sender has taken it, and between two senders, `Work::new_flights` | its reply, or a panic of the store |
 //! | is in flight for a request | a task on the request's runtime | its reply, or the end of that runtime |
 //! | waits for a retry | `Work::retries` | its time. Then it is queued |
-//! | is finished | nobody | its callback has returned |
 //!
-//! [`PendingOp::after_reply`] decides whether an operation is finished or retried. One that has expired or finds no room is
-//! finished without being sent.
+//! [`PendingOp::after_reply`] decides whether an operation is retried, or finished by its callback. An operation that has
+//! expired or finds no room is finished without being sent.
 
 mod pending_op;
 mod sender;
@@ -44,8 +43,8 @@ use crate::util::{contain, instant, lock};
 /// - **Batches.** A store that replies immediately, such as a [`LocalStore`](crate::LocalStore), gets each operation
 ///   immediately. For other stores, operations are collected for [`WAVE_INTERVAL`] and sent in waves, which the store
 ///   can batch.
-/// - **Retries.** An operation that was certainly not sent is retried until it has expired. One that may have been executed
-///   is not, because it might be executed twice, unless it is a release. See [`PendingOp::after_reply`].
+/// - **Retries.** An operation that was certainly not sent is retried until it has expired. If it may have been executed, only a
+///   release is retried, because it may be executed twice. See [`PendingOp::after_reply`].
 /// - **Reports.** The observer is notified of each charge and refund that is given up. It is notified neither of expired
 ///   releases nor of releases beyond [`MAX_RELEASE_RETRIES`]: their slots expire.
 /// - **Runtimes.** The sender is a [background task](super). If its runtime shuts down, the operations and pending

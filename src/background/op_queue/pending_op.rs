@@ -18,7 +18,7 @@ pub(crate) struct PendingOp {
     repeats_once: bool,
 }
 
-/// What happens to an operation after a reply.
+/// The end of an operation, or its next attempt.
 pub(super) enum AfterReply {
     /// Its callback gets the result.
     Finish(Reply),

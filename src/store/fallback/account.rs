@@ -105,9 +105,7 @@ impl Account {
 
     /// Adds a grant of the fallback. A quota of these counts may have changed since the last grant.
     pub(super) fn charge(&mut self, policies: &Policies, cost: u32, now: i64) {
-        if !self.policies.is(policies) {
-            self.policies = policies.clone();
-        }
+        self.policies = policies.clone();
         for (policy, count) in self.policies.iter().zip(&mut self.counts) {
             Mode::Charge.count(policy, &mut count.all, cost.into(), now);
         }

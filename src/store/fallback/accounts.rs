@@ -137,10 +137,9 @@ impl Caller<'_> {
         check: &Check,
         answer: &Result<Decision, StoreError>,
     ) {
-        let cost = check.cost();
         let (charged, unsent) = match answer {
-            Ok(decision) => (decision.granted().min(cost), 0),
-            Err(error) if error.is_not_sent() => (0, cost),
+            Ok(decision) => (decision.granted().min(check.cost()), 0),
+            Err(error) if error.is_not_sent() => (0, check.cost()),
             Err(_) => (0, 0),
         };
         self.all

@@ -10,7 +10,8 @@
 //!
 //! The breaker is half-open only before it opens. The first failure of a streak counts, and then the failures of trials
 //! and probes. So all checks of one call, and all checks in flight when the primary store stalls, count as one failure.
-//! Only these checks wait for the deadline, and the trials after them, one at a time.
+//! Only these checks wait for the deadline, and the trials after them, one at a time. A trial that ends after the next
+//! one was admitted does not count.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -44,8 +45,9 @@ struct FailureStreak {
 pub(super) enum Ticket {
     /// A check while the breaker is closed.
     Free,
-    /// A trial. No other check is admitted until its outcome is reported, or until it counts as abandoned.
-    Trial,
+    /// A trial, by the time after which it counts as abandoned. No other check is admitted until then, or until its
+    /// outcome is reported.
+    Trial(i64),
     /// A probe of the recovery task, which needs no admission. Its outcome counts like that of a trial.
     Probe,
 }
@@ -90,8 +92,9 @@ impl Breaker {
             return None;
         }
         let patience = i64::try_from(patience.as_micros()).unwrap_or(i64::MAX);
-        streak.trial = Some(now.saturating_add(patience));
-        Some(Ticket::Trial)
+        let until = now.saturating_add(patience);
+        streak.trial = Some(until);
+        Some(Ticket::Trial(until))
     }
 
     /// Reports a reply of the primary store. While half-open, only that of a trial or probe counts: other checks may
@@ -162,11 +165,12 @@ impl Breaker {
 }
 
 impl FailureStreak {
-    /// Ends a trial, so that the next one is admitted. Returns `true` if the outcome of the check counts.
+    /// Ends this trial, so that the next one is admitted. Returns `true` if the outcome of the check counts.
     fn ends(&mut self, ticket: Ticket) -> bool {
-        if ticket == Ticket::Trial {
-            self.trial = None;
+        match ticket {
+            Ticket::Free => false,
+            Ticket::Trial(until) => self.trial.take_if(|trial| *trial == until).is_some(),
+            Ticket::Probe => true,
         }
-        ticket != Ticket::Free
     }
 }

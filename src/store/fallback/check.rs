@@ -171,12 +171,11 @@ impl<P: Store, F: Store> Partition<P, F> {
             return false;
         }
         let mut caller = self.accounts.caller(check.key());
-        match caller.account(check.policies()) {
-            Some(account) if check.mode() == Mode::Refund => {
-                account.refund_to(check, self.clock.micros()) != RefundTo::Primary
-            }
-            account => account.is_some(),
-        }
+        let account = caller.account(check.policies());
+        account.is_some_and(|account| {
+            check.mode() == Mode::Reset
+                || account.refund_to(check, self.clock.micros()) != RefundTo::Primary
+        })
     }
 
     /// Handles the primary store's reply, or a missed deadline. `admission` is `None` if the

@@ -75,7 +75,7 @@ fn the_breaker() {
             let Some(ticket) = breaker.admit(|| 0, Duration::MAX) else {
                 return;
             };
-            if matches!(ticket, Ticket::Trial) {
+            if matches!(ticket, Ticket::Trial(_)) {
                 assert_eq!(seen.trials.fetch_add(1, SeqCst), 0, "two concurrent trials");
                 yield_now();
                 seen.trials.fetch_sub(1, SeqCst);

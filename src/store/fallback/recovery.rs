@@ -38,6 +38,8 @@ use crate::util::{instant, jittered};
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 /// Reconciliations before the breaker closes.
 const ROUNDS: usize = 3;
+/// Number of accounts that are reconciled concurrently, before the reply times of the primary store are known.
+const CONCURRENT: usize = 64;
 /// Pause after a check that found the queue full.
 const FULL: Duration = Duration::from_millis(2);
 
@@ -233,11 +235,12 @@ impl<P: Store, F: Store> Partition<P, F> {
         self.sweep(each).await;
         accounts.sort_unstable_by_key(|(used, ..)| *used);
         let mut accounts = accounts.into_iter();
-        let mut window = Window::of(self.partitions, self.settings.share.instances());
+        let most = most_concurrent(self.partitions, self.settings.share.instances());
+        let mut concurrent = most.min(CONCURRENT);
         let (mut working, mut well) = (FuturesUnordered::new(), true);
         loop {
             while well
-                && working.len() < window.now
+                && working.len() < concurrent
                 && let Some((_, key, policies)) = accounts.next()
             {
                 working.push(async move {
@@ -249,7 +252,12 @@ impl<P: Store, F: Store> Partition<P, F> {
                 break;
             };
             well &= is_settled;
-            window.learn(took, self.settings.deadline);
+            // A distant store, or a busy one, gets few charges, so that they do not delay live traffic.
+            concurrent = if took < self.settings.deadline / 4 {
+                most.min(concurrent + 1)
+            } else {
+                most.min(CONCURRENT).max(concurrent - 1)
+            };
         }
         self.sweep(|_, account, now| account.is_owed(now)).await;
         well
@@ -306,37 +314,11 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 }
 
-/// Number of accounts that are reconciled concurrently. It adapts to the reply times of the primary store, so that live
-/// traffic is not delayed.
-#[derive(Debug)]
-struct Window {
-    now: usize,
-    most: usize,
-}
-
-impl Window {
-    const START: usize = 64;
-    /// Maximum over all instances: a tenth of a Redis store's queue, which keeps its connections busy.
-    const MOST: usize = 1_024;
-    /// Minimum for each of many partitions.
-    const LEAST: usize = 16;
-
-    /// The window of one of `partitions` in one of `instances`.
-    fn of(partitions: usize, instances: NonZeroU32) -> Self {
-        let most = (Self::MOST / instances.get() as usize).max(Self::START);
-        let most = (most / partitions).max(Self::LEAST);
-        let now = most.min(Self::START);
-        Self { now, most }
-    }
-
-    /// Grows by one if an account took less than a quarter of the deadline, otherwise shrinks by one.
-    fn learn(&mut self, took: Duration, deadline: Duration) {
-        self.now = if took < deadline / 4 {
-            self.most.min(self.now + 1)
-        } else {
-            self.most.min(Self::START).max(self.now - 1)
-        };
-    }
+/// Maximum number of accounts that one of `instances` reconciles concurrently in one of `partitions`: for all instances
+/// together a tenth of a Redis store's queue, which keeps its connections busy.
+fn most_concurrent(partitions: usize, instances: NonZeroU32) -> usize {
+    let most = (1_024 / instances.get() as usize).max(CONCURRENT);
+    (most / partitions).max(16)
 }
 
 #[cfg(test)]
@@ -344,18 +326,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_window_follows_the_answers() {
-        let (mut window, deadline) = (Window::of(1, NonZeroU32::MIN), Duration::from_millis(100));
-        let mut after = |took, ops| {
-            (0..ops).for_each(|_| window.learn(Duration::from_millis(took), deadline));
-            window.now
+    fn instances_and_partitions_share_the_concurrency() {
+        let of = |partitions, instances| {
+            most_concurrent(partitions, NonZeroU32::new(instances).unwrap())
         };
-        assert_eq!([after(24, 10), after(25, 5), after(90, 1)], [74, 69, 68]);
-        assert_eq!(
-            [after(0, 10_000), after(25, 10_000)],
-            [Window::MOST, Window::START]
-        );
-        assert_eq!(Window::of(100, NonZeroU32::MIN).now, Window::LEAST);
-        assert_eq!(Window::of(1, NonZeroU32::MAX).most, Window::START);
+        assert_eq!([of(1, 1), of(1, 4), of(1, u32::MAX)], [1_024, 256, 64]);
+        assert_eq!([of(4, 1), of(100, 1), of(100, 100)], [256, 16, 16]);
     }
 }

@@ -10,7 +10,7 @@ const PATIENCE: Duration = Duration::from_micros(100);
 /// Admits the next check as a trial.
 fn trial(breaker: &Breaker, now: i64) -> Ticket {
     let ticket = breaker.admit(|| now, PATIENCE).expect("one is let through");
-    assert!(matches!(ticket, Ticket::Trial), "{ticket:?}");
+    assert!(matches!(ticket, Ticket::Trial(_)), "{ticket:?}");
     ticket
 }
 
@@ -87,6 +87,31 @@ fn a_half_open_breaker_admits_one_trial() {
     breaker.succeeded(Ticket::Free);
     breaker.succeeded(trial(&breaker, 130));
     assert_eq!([admit(140), admit(140)], [Some(Ticket::Free); 2]);
+}
+
+/// The future of the late trial was not polled until the next trial was admitted, in the same or
+/// another streak.
+#[test]
+fn a_late_trial_does_not_affect_another() {
+    for another in [false, true] {
+        let breaker = Breaker::new(2);
+        breaker.failed(Ticket::Free, false, 0);
+        let late = trial(&breaker, 0);
+        if another {
+            breaker.succeeded(trial(&breaker, 100));
+            breaker.failed(Ticket::Free, false, 150);
+        }
+        let next = trial(&breaker, 200);
+        assert!(!breaker.failed(late, false, 210));
+        breaker.learned_nothing(late);
+        breaker.succeeded(late);
+        assert_eq!(
+            breaker.admit(|| 220, PATIENCE),
+            None,
+            "the next one is still waited for"
+        );
+        assert!(breaker.failed(next, false, 230));
+    }
 }
 
 /// A check is still in flight when the probe fails.
