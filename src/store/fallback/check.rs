@@ -222,8 +222,7 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     fn failed(self: &Arc<Self>, check: &Check, error: &StoreError, admission: Admission) {
         self.observe(|observer| observer.failed(&event::Failed::new(Some(check.key()), error)));
-        // A full queue is no evidence about the store: the outcome of the queued checks is.
-        if error.is_check_only() || error.kind() == ErrorKind::QueueFull {
+        if !shows_failure(error) {
             return self.breaker.learned_nothing(admission.ticket);
         }
         self.count(error, admission.ticket);
@@ -333,6 +332,11 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
         Ok(decision.charged_locally(now, !is_recorded))
     }
+}
+
+/// Returns `true` if an error is evidence that the store fails. A full queue is not: the outcome of the queued checks is.
+pub(super) fn shows_failure(error: &StoreError) -> bool {
+    !error.is_check_only() && error.kind() != ErrorKind::QueueFull
 }
 
 /// The check under the share of one of these instances.
