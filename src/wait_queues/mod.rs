@@ -25,9 +25,9 @@
 //!   one 100 ms later. After three failures in a row, each waiter without a turn fails. The charge is not refunded, since
 //!   it may not have been made. An empty queue stays until that check would be due, so that requests that try again share
 //!   its checks.
-//! - **A deadline passes.** By turns, the task refuses the waiter, unless a pending reply may serve it. By checks, it
-//!   sends a last check at the deadline, and refuses the waiter after the reply. So only a slow store call delays that. It
-//!   refuses earlier each waiter that is certain to be too late.
+//! - **A deadline passes.** The task refuses the waiter, unless a pending reply may serve it; by checks, the last one is
+//!   sent at the deadline. So only a slow store call delays that. It refuses earlier each waiter that is certain to be
+//!   too late.
 //! - **A runtime ends.** It drops its tasks. With a task its queue is removed: the waiters fail, and held turns
 //!   are refunded, but not charges whose reply is pending.
 

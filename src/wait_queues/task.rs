@@ -52,8 +52,8 @@ struct Checks {
 
 struct Request {
     /// The waiter for which it is sent.
-    number: u64,
-    /// The last waiter that it may serve: another one if it takes [up to](Check::up_to) some units.
+    first: u64,
+    /// The last waiter for which it is sent: another one if it takes [up to](Check::up_to) some units.
     last: u64,
     sent_at: Instant,
     check: Check,
@@ -167,8 +167,9 @@ impl Task {
                 Some(at) if at <= now => self.checks(queue, now),
                 _ => vec![],
             };
-            let numbers = requests.iter().map(|request| request.number);
-            queue.requested.extend(numbers);
+            queue
+                .requested
+                .extend(requests.iter().map(|request| request.first));
             let first = queue.requested.first().copied();
             let last = requests.last().map_or(0, |request| request.last);
             let late = queue.take_late(now, |deadline, number| match self.by_turns {
@@ -245,8 +246,8 @@ impl Task {
         let fitting = fitting.count().max(1);
         let (ones, last) = self.ones(queue);
         match queue.first_without_turn() {
-            Some(number) if ones as usize >= fitting => vec![Request {
-                number,
+            Some(first) if ones as usize >= fitting => vec![Request {
+                first,
                 last,
                 sent_at: now,
                 // Grants the part of them that fits.
@@ -273,7 +274,7 @@ impl Task {
         let (key, policies) = (self.queue_ref.id.key, &self.queue_ref.policies);
         let waiters = queue.to_request().take(most);
         let requests = waiters.map(|(number, waiter)| Request {
-            number: *number,
+            first: *number,
             last: *number,
             sent_at: now,
             check: match self.queue_ref.id.cost {
@@ -331,7 +332,7 @@ impl Task {
         match event {
             Event::Replied(request, answer, slot) => {
                 self.queue_ref
-                    .with(|queue| queue.requested.remove(&request.number));
+                    .with(|queue| queue.requested.remove(&request.first));
                 match answer {
                     Ok(decision) => self.decided(&request, &decision, slot),
                     Err(error) => self.failed(&request, &error),
@@ -375,9 +376,9 @@ impl Task {
     fn refuse(&self, request: &Request, denied: &Decision) {
         let refused = self.queue_ref.with(|queue| {
             let first = queue.first_without_turn();
-            let has_turn = first.is_none_or(|first| request.number < first);
+            let has_turn = first.is_none_or(|first| request.first < first);
             let is_refused = !has_turn || denied.retry_after().is_none();
-            is_refused.then(|| queue.remove(request.number)).flatten()
+            is_refused.then(|| queue.remove(request.first)).flatten()
         });
         if let Some(waiter) = refused.flatten() {
             waiter.answer(Err(NoPermit::Denied(denied.clone())));
@@ -414,7 +415,7 @@ impl Task {
             let numbers: Vec<u64> = if all {
                 queue.without_turn().map(|(number, _)| *number).collect()
             } else {
-                vec![request.number]
+                vec![request.first]
             };
             let failed = numbers
                 .into_iter()

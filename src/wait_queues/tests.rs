@@ -103,9 +103,9 @@ impl Store for Away {
     }
 }
 
-/// A line that always has a waiter reserves no turns in an outage, and does so again afterwards.
+/// A queue that always has a waiter reserves no turns in an outage, and does so again afterwards.
 #[tokio::test(start_paused = true)]
-async fn a_busy_line_reserves_turns_after_an_outage() {
+async fn a_busy_queue_reserves_turns_after_an_outage() {
     let store = Away::default();
     store.is_away.store(true, SeqCst);
     let policy = Policy::new("test", Strategy::Gcra, "10/s burst 1".parse().unwrap()).unwrap();
@@ -171,7 +171,7 @@ fn local(store: &LocalStore, check: Check) -> Result<Decision, StoreError> {
     store.check(check).now_or_never().unwrap()
 }
 
-/// A request that was denied for longer than it may wait does not join a line.
+/// A request that was denied for longer than it may wait does not join a queue.
 #[tokio::test(start_paused = true)]
 async fn a_denial_that_is_too_late_is_immediate() {
     let (store, policies) = (LocalStore::default(), policies(WINDOW, "10/h"));
@@ -482,7 +482,7 @@ async fn a_denied_request_gets_a_turn_that_is_left() {
 
 /// A task does not outlive its turns, although the store never replies to a refund.
 #[tokio::test(start_paused = true)]
-async fn a_line_does_not_wait_for_a_late_refund() {
+async fn a_queue_does_not_wait_for_a_late_refund() {
     let store = LocalStore::default();
     let scripted = Scripted::new(move |check| match check.mode() {
         Mode::Refund => Box::pin(pending()),
@@ -495,7 +495,7 @@ async fn a_line_does_not_wait_for_a_late_refund() {
     drop(left);
     let tasks = || Handle::current().metrics().num_alive_tasks();
     sleep(Duration::from_millis(10)).await;
-    assert_eq!(tasks(), 2, "the line and the refund");
+    assert_eq!(tasks(), 2, "the queue and the refund");
     sleep(Duration::from_secs(2)).await;
     assert_eq!(tasks(), 1, "the refund");
 }
@@ -722,32 +722,32 @@ async fn the_first_that_lack_a_turn_are_found() {
     let decision = local(&store, Check::take(ANN, &policies, 1)).unwrap();
     let mut rng = fastrand::Rng::with_seed(1);
     for _ in 0..2_000 {
-        let mut here = Queue::default();
+        let mut queue = Queue::default();
         for number in 0..rng.u64(0..12) {
             let waiter = Waiter {
                 cost: 1,
                 deadline: None,
                 answer: oneshot::channel().0,
             };
-            here.add(number, waiter);
+            queue.add(number, waiter);
         }
         for _ in 0..rng.u8(0..6) {
             // Some of their waiters have left.
-            here.requested.insert(rng.u64(0..12));
+            queue.requested.insert(rng.u64(0..12));
         }
         for _ in 0..rng.u8(0..12) {
             let charge = Charge::new(ANN, decision.clone(), 1, instant());
-            here.add_turn(Permit::new(queue_ref.clone(), charge, instant(), None));
+            queue.add_turn(Permit::new(queue_ref.clone(), charge, instant(), None));
         }
-        let (most, turns) = (rng.usize(0..8), here.turns.len());
-        let waiting: Vec<_> = here.waiters.keys().copied().collect();
-        let without: Vec<_> = here.without_turn().map(|(number, _)| *number).collect();
+        let (most, turns) = (rng.usize(0..8), queue.turns.len());
+        let waiting: Vec<_> = queue.waiters.keys().copied().collect();
+        let without: Vec<_> = queue.without_turn().map(|(number, _)| *number).collect();
         assert_eq!(without, waiting[turns.min(waiting.len())..]);
-        let count = waiting.len().saturating_sub(turns + here.requested.len());
+        let count = waiting.len().saturating_sub(turns + queue.requested.len());
         let mut lacking = waiting;
-        lacking.retain(|number| !here.requested.contains(number));
+        lacking.retain(|number| !queue.requested.contains(number));
         let lacking: Vec<_> = lacking.split_off(lacking.len() - count);
-        let found: Vec<_> = here.to_request().take(most).map(|(n, _)| *n).collect();
+        let found: Vec<_> = queue.to_request().take(most).map(|(n, _)| *n).collect();
         assert_eq!(found, lacking[..most.min(count)]);
     }
 }
