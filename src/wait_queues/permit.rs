@@ -89,8 +89,8 @@ impl Permit {
         Policies::new(expired.map(|(policy, _)| policy.clone())).ok()
     }
 
-    /// Uses the permit. The request is in flight while it holds the slot. A charge that has expired meanwhile is made
-    /// again: otherwise permits of several windows could be used in one.
+    /// Uses the permit. The request is in flight while it holds the slot. An expired charge is made again:
+    /// otherwise permits of several windows could be used in one.
     pub(crate) fn spend(mut self) -> Spent {
         self.is_refundable = false;
         if let Some(expired) = self.expired() {

@@ -130,8 +130,8 @@ impl Queue {
         self.without_turn().next().map(|(number, _)| *number)
     }
 
-    /// The waiters that need a request, oldest first. Pending requests, also those of waiters that have left or have a
-    /// turn, bring turns for the first waiters, so the last ones without a request need one.
+    /// The waiters that need a request, oldest first. Turns go to the first waiters, whichever request brings them. So the
+    /// last waiters without a request need one.
     pub(super) fn to_request(&self) -> impl Iterator<Item = (&u64, &Waiter)> {
         let first = self.first_without_turn().unwrap_or(u64::MAX);
         let own = self.requested.range(first..);

@@ -42,7 +42,7 @@ pub(super) struct Task {
 struct Checks {
     /// The time of the next one.
     next: Instant,
-    /// The time at which the last one was sent that was denied.
+    /// The time at which the last denied one was sent.
     denied_at: Option<Instant>,
     /// Units left after the last one, under policies that charge units.
     units: u32,
@@ -257,8 +257,8 @@ impl Task {
         }
     }
 
-    /// How many of the first waiters a single check can serve, and the last of them: those of cost 1, as far as the
-    /// policies ever allow.
+    /// The number of waiters that a single check can serve, and the last one: the first waiters of cost 1, at most as many
+    /// as the policies ever allow.
     fn ones(&self, queue: &Queue) -> (u32, u64) {
         let policies = self.queue_ref.policies.iter();
         let most = policies.map(|policy| policy.quota().capacity()).min();
@@ -269,7 +269,7 @@ impl Task {
         ones.fold((0, 0), |(count, _), (number, _)| (count + 1, *number))
     }
 
-    /// A take for each of the first waiters that need a request.
+    /// Takes for the first waiters that need a request.
     fn take_each(&self, queue: &Queue, most: usize, now: Instant) -> Vec<Request> {
         let (key, policies) = (self.queue_ref.id.key, &self.queue_ref.policies);
         let waiters = queue.to_request().take(most);

@@ -621,6 +621,21 @@ async fn in_flight_freed_slots_extend_no_wait() {
     freeing.abort();
 }
 
+/// A check for many waiters is for no more than a window allows.
+#[tokio::test(start_paused = true)]
+async fn a_check_takes_at_most_the_capacity() {
+    let (store, most) = (LocalStore::default(), Arc::new(AtomicU32::new(0)));
+    let counted = Arc::clone(&most);
+    let scripted = Scripted::new(move |check| {
+        counted.fetch_max(check.cost(), SeqCst);
+        Box::pin(ready(local(&store, check)))
+    });
+    let limiter = Limiter::new(scripted, policies(WINDOW, "10/m"));
+    let waits = join_all((0..50).map(|_| limiter.wait(ANN, 1, 10 * MINUTE)));
+    assert!(waits.await.iter().flatten().all(Decision::is_allowed));
+    assert_eq!(most.load(SeqCst), 10);
+}
+
 /// By checks, the last check of a waiter is sent at its deadline, although the next one is due later by the jitter.
 #[tokio::test(start_paused = true)]
 async fn a_check_at_the_deadline_decides() {
