@@ -12,7 +12,7 @@ use crate::limit::formats::{List, Setting, deserialize, text};
 
 const DRAFT_11: &str = "draft-11";
 
-/// One name in the list. `None` stands for the fields of the draft.
+/// One name in the list: a legacy style, or `None` for the fields of the draft.
 struct Form(Option<LegacyHeaders>);
 
 text!(Form, "`draft-11`, `github`, `x-seconds` or `draft-6`");

@@ -1,7 +1,7 @@
 //! Reads the certificate files that settings name.
 //!
-//! A program may have its certificates from elsewhere, such as a secret manager, so the builder
-//! takes their bytes. Here they are checked before, while their paths are known.
+//! [`RedisStoreBuilder`] takes certificates as bytes, since a program may get them from a secret
+//! manager. [`set_tls`] checks the bytes of each file first, so that its errors name the file.
 
 #[cfg(feature = "tls")]
 use std::path::PathBuf;

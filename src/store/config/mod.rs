@@ -80,8 +80,8 @@ macro_rules! settings {
         }
     };
     (@redis { $($(#[$field:meta])* $name:ident: $type:ty = $default:expr;)* }) => {
-        /// The settings of a [`RedisStore`](crate::RedisStore) except servers and TLS. The fields
-        /// are those of [`StoreConfig`].
+        /// The settings of a [`RedisStore`](crate::RedisStore) except servers and TLS, as
+        /// documented in [`StoreConfig`].
         #[derive(Debug, Clone)]
         pub(super) struct RedisSettings {
             $(pub(super) $name: $type,)*

@@ -102,8 +102,8 @@ fn every_setting_reaches_its_store() {
 #[test]
 fn the_stores_have_no_other_settings() {
     let text = format!("{:#?}", builder());
-    // `tests/tls` covers `tls`, whose settings are files. Those in `settings` are declared with
-    // `StoreConfig`.
+    // `tests/tls` covers `tls`, whose settings are files. `StoreConfig` declares the fields of
+    // `settings`.
     assert_eq!(
         fields(&text),
         ["servers", "tls", "settings", "observer", "now"]

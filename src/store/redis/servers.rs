@@ -258,7 +258,7 @@ fn nodes(scheme: &str, rest: &str) -> Result<Vec<String>, ConfigError> {
     let at = if user.is_empty() { "" } else { "@" };
     if hosts.split(',').any(str::is_empty) {
         return wrong(
-            "it names no host, or has one comma too many: write the hosts like `host:6379,host:6380`",
+            "a host is missing, or there is a comma too many: write the hosts like `host:6379,host:6380`",
         );
     }
     Ok(hosts
