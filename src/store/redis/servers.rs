@@ -402,7 +402,7 @@ fn cluster(
     {
         wrong("the nodes of a cluster have no unix sockets: use `redis://host:6379`")
     } else if nodes.iter().any(|node| node.redis_settings().db() != 0) {
-        wrong("a cluster has no database but 0: write none")
+        wrong("a cluster has no database but 0: write none in the URL")
     } else {
         Ok(Kind::Cluster(nodes))
     }
