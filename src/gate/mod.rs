@@ -109,7 +109,7 @@ pub enum OnError {
     Allow,
 }
 
-words!(OnError, "answer to an error", "`reject` or `allow`": Reject = "reject", Allow = "allow");
+words!(OnError, "answer to an error": Reject = "reject", Allow = "allow");
 
 /// The resources that a request owns until it ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
