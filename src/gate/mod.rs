@@ -403,7 +403,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             self.notifier.answered(&key, cost, since, &answer, false);
         }
         match answer {
-            // The grant has none yet: this spares the request the code of dropping it.
+            // What is replaced is `None`, and so it needs no code that drops it.
             Ok(decision) if decision.is_allowed() => mem::forget(grant.decision.replace(decision)),
             Ok(denied) => return Err(Refusal::Denied(denied)),
             Err(error) if self.settings.on_error == OnError::Reject => {

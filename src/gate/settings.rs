@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{OnMissingKey, Selector};
 use crate::limit::{Key, Policies, words};
 
-/// Declares the settings, each with the default of its type. Derived, `Clone` and `Default` would ask the same of the requests `R`.
+/// Declares the settings. `Clone` and `Default` are not derived, since a request of the type `R` need not have them.
 macro_rules! settings {
     ($($(#[$doc:meta])* $name:ident: $kind:ty,)*) => {
         /// The settings of a layer for requests of the type `R` that need nothing but their value.

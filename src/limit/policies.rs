@@ -142,8 +142,8 @@ impl Policies {
         let (in_flight, others): (SmallVec<_>, SmallVec<_>) =
             policies.iter().cloned().partition(Policy::is_in_flight);
         let has_in_flight = !in_flight.is_empty();
-        let split = (has_in_flight && !others.is_empty())
-            .then(|| (Self::of(in_flight), Self::of(others)));
+        let split =
+            (has_in_flight && !others.is_empty()).then(|| (Self::of(in_flight), Self::of(others)));
         let (lease, has_lease) = (
             Lease::of(&policies),
             policies.iter().any(|policy| policy.lease().is_some()),

@@ -80,8 +80,8 @@ impl Hold {
 /// The most entries of a map.
 const MOST: usize = 1 << u16::BITS;
 
-/// Returns the number of shards whose maps can hold `max` entries: at least `least`. Of a large map, each shard gets about
-/// 16,384 entries, or twice that, so that none is locked for long while its map grows.
+/// Returns the number of shards whose maps can hold `max` entries: at least `least`. The shards of a large store hold
+/// 16,384 to 32,768 entries each, because a shard is locked while its map grows.
 pub(super) fn shards(least: usize, max: usize) -> usize {
     least.max(max / (MOST / 4)).min(MOST)
 }
