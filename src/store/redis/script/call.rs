@@ -10,6 +10,7 @@ use crate::error::{ErrorKind, StoreError};
 use crate::limit::{
     Check, EachCharge, Key, Mode, Policies, Policy, PolicyCharge, SlotId, State, Verdict, Verdicts,
 };
+use crate::store::probe;
 
 /// A batch of checks as one script call. Checks with the same parameters share a plan. Equal checks of one caller share
 /// an entry.
@@ -281,7 +282,7 @@ impl ScriptCall {
 
     fn push_caller(&mut self, prefix: &str, caller: &Key) {
         self.keys.extend_from_slice(prefix.as_bytes());
-        if *caller == Key::PROBE {
+        if *caller == probe::KEY {
             // No braces around the probe's caller: each of its keys has a separate hash slot, so that a cluster rejects
             // the call.
             self.keys.push(b':');

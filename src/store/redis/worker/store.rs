@@ -19,14 +19,14 @@ use super::denials::DenialCache;
 use super::queues::{Full, Job, NodeQueue, Place, Queue, Queues, RedisFuture, Target, no_runtime};
 use super::task::Worker;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Key, Policies, Source, Verdicts};
+use crate::limit::{Check, Key, Source, Verdicts};
 use crate::observe::mistakes::MISSING_RIGHT;
 use crate::observe::{Observer, event, or_log};
 use crate::store::redis::link::{error_of, within};
 use crate::store::redis::script::Call;
 use crate::store::redis::settings::Settings;
 use crate::store::redis::topology::{Node, Pool, Topology};
-use crate::store::{Answer, Backend, Hooks, Store, Waiters, Withdraw};
+use crate::store::{Answer, Backend, Hooks, Store, Waiters, Withdraw, probe};
 use crate::util::{contain, instant, lock};
 
 /// A store in Redis: one count for all instances. A script decides, on Redis's own clock.
@@ -357,11 +357,10 @@ impl Shared {
             self.refreshed(cluster).await?;
             partitions = cluster.partition_of_each();
         }
-        let again = || Check::take(Key::PROBE, &Policies::probe(), 2);
         let probes: Vec<_> = partitions
             .into_iter()
             .flat_map(|partition| {
-                [Check::probe(Key::PROBE), again()].map(|probe| self.enqueue(probe, partition))
+                [1, 2].map(|cost| self.enqueue(probe::check(probe::KEY, cost), partition))
             })
             .collect();
         for probe in probes {
