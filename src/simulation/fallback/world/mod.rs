@@ -32,7 +32,6 @@ pub(super) struct World(Arc<Mutex<WorldState>>);
 pub(super) struct WorldState {
     pub(super) plan: Plan,
     pub(super) ledger: Ledger,
-    pub(super) log: Log,
     rng: Rng,
     start: Instant,
     /// Whether each instance has reported to be degraded.
@@ -102,11 +101,7 @@ pub(super) enum Reply {
 impl World {
     pub(super) fn new(plan: Plan, rng: Rng, kept: bool, counts: LocalStore) -> Self {
         let state = WorldState {
-            ledger: Ledger::new(&plan),
-            log: Log {
-                kept,
-                ..Log::default()
-            },
+            ledger: Ledger::new(&plan, Log::new(kept)),
             rng,
             start: instant(),
             degraded: vec![false; plan.instances],
@@ -145,8 +140,7 @@ impl WorldState {
 
     fn say(&mut self, caller: Option<usize>, text: impl FnOnce() -> String) {
         let now = self.now();
-        self.ledger.broken.say(&mut self.log, now);
-        self.log.say(now, caller, text);
+        self.ledger.log.say(now, caller, text);
     }
 
     pub(super) fn note(&mut self, text: String) {
