@@ -29,7 +29,7 @@ use self::clients::{Client, Instance};
 use self::ledger::Rule;
 use self::plan::{Habit, Kind, Plan, Sharing};
 use self::primary::{Local, Primary};
-use self::world::{LogObserver, World};
+use self::world::{LogObserver, World, WorldState};
 use super::clocked::paused;
 use super::{Outcome, Simulation};
 use crate::store::{Fallback, Instances, LocalStore, Share};
@@ -62,7 +62,7 @@ async fn live(plan: Plan, mut rng: Rng, kept: bool) -> Outcome<Rule> {
         LocalStore::default()
     };
     let _seed = Seed::set(rng.u64(..), wall);
-    let world = World::new(plan, rng.fork(), kept, counts);
+    let world = World::new(WorldState::new(plan, rng.fork(), kept, counts));
     let alive = Arc::new(AtomicU32::new(0));
     let instances: Vec<Instance> = instances(&world, &alive);
 

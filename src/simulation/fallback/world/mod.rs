@@ -6,8 +6,6 @@ mod shown;
 
 pub(super) use observer::LogObserver;
 
-use std::sync::{Arc, Mutex, MutexGuard};
-
 use fastrand::Rng;
 use futures_util::FutureExt;
 use tokio::time::Instant;
@@ -20,13 +18,12 @@ use super::plan::{Caller, Kind, Plan};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Outcome, Source, Verdicts};
 use crate::observe::{Observer, event};
+use crate::simulation::network::Shared;
 use crate::simulation::{Log, pick, shown, verdict};
 use crate::store::{LocalStore, Store};
 use crate::util::instant;
-use crate::util::lock;
 
-#[derive(Debug, Clone)]
-pub(super) struct World(Arc<Mutex<WorldState>>);
+pub(super) type World = Shared<WorldState>;
 
 #[derive(Debug)]
 pub(super) struct WorldState {
@@ -99,8 +96,18 @@ pub(super) enum Reply {
 }
 
 impl World {
+    /// Attributes the requests of `work` to a client's request.
+    pub(super) fn during<T>(&self, ask: usize, work: impl FnOnce() -> T) -> T {
+        self.state().current = Some(ask);
+        let done = work();
+        self.state().current = None;
+        done
+    }
+}
+
+impl WorldState {
     pub(super) fn new(plan: Plan, rng: Rng, kept: bool, counts: LocalStore) -> Self {
-        let state = WorldState {
+        Self {
             ledger: Ledger::new(&plan, Log::new(kept)),
             rng,
             start: instant(),
@@ -115,24 +122,9 @@ impl World {
             asks: vec![],
             requests: vec![],
             plan,
-        };
-        Self(Arc::new(Mutex::new(state)))
+        }
     }
 
-    pub(super) fn state(&self) -> MutexGuard<'_, WorldState> {
-        lock(&self.0)
-    }
-
-    /// Attributes the requests of `work` to a client's request.
-    pub(super) fn during<T>(&self, ask: usize, work: impl FnOnce() -> T) -> T {
-        self.state().current = Some(ask);
-        let done = work();
-        self.state().current = None;
-        done
-    }
-}
-
-impl WorldState {
     /// Milliseconds since the start.
     pub(super) fn now(&self) -> u64 {
         (instant() - self.start).as_millis() as u64
