@@ -14,7 +14,7 @@ use crate::util::lock;
 
 pub(crate) type Reply = Result<Decision, StoreError>;
 
-/// The store of a run, with the network to it and what is recorded of both.
+/// The store of a run and the network to it, shared by all instances.
 #[derive(Debug)]
 pub(crate) struct Shared<W>(Arc<Mutex<W>>);
 
