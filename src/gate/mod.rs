@@ -690,7 +690,7 @@ impl<D> Grant<D> {
     pub(crate) fn take_decision(&mut self) -> Option<Decision> {
         let decision = self.decision.take()?;
         Some(match &self.charge {
-            Some(charge) => charge.account().update(decision),
+            Some(charge) => charge.charges().update(decision),
             None => decision,
         })
     }
@@ -704,7 +704,7 @@ impl<D> Grant<D> {
         let settled = self
             .charge
             .as_ref()
-            .and_then(|charge| charge.account().settle(settlement));
+            .and_then(|charge| charge.charges().settle(settlement));
         if let Some(Settled { reserved, cost }) = settled
             && cost != reserved
         {
@@ -732,7 +732,7 @@ impl<D> Grant<D> {
     /// settled after their replies.
     pub(crate) fn end(&mut self) {
         if let Some(charge) = self.charge.take() {
-            charge.account().end();
+            charge.charges().end();
         }
         self.slot = None;
         if let Some(shadows) = &mut self.shadows {
