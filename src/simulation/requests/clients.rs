@@ -12,11 +12,11 @@ use super::world::{Far, World, WorldState};
 use crate::Limiter;
 use crate::error::StoreError;
 use crate::in_flight::Slot;
-use crate::limit::Decision;
+use crate::limit::{Check, Decision};
 use crate::settle::{Reservation, ReserveError};
 use crate::simulation::{pick, verdict};
 use crate::util::instant;
-use crate::wait_queues::{Spent, WaitQueues, WaitRequest};
+use crate::wait_queues::{Spent, WaitQueues};
 
 /// A client of one caller on one runtime. It runs until the last fault has ended, or longer if it
 /// is steady.
@@ -54,7 +54,7 @@ impl Client {
         let pause = *pick(&mut self.rng, if is_steady { &[5] } else { &[10, 40, 150] });
         loop {
             sleep(Duration::from_millis(self.rng.u64(1..=pause))).await;
-            let now = self.world.state().now;
+            let now = self.world.state().now();
             if now >= last {
                 return;
             }
@@ -128,16 +128,12 @@ impl Client {
     /// Waits for a slot.
     pub(super) async fn queue(&self, max: Duration, patience: Option<Duration>) -> Option<Held> {
         let waits = Waits::new(self, 1, max);
-        let wanted = {
+        let take = {
             let Caller { key, policies, .. } = &self.world.state().plan.callers[self.caller];
-            WaitRequest {
-                key: *key,
-                policies: policies.clone(),
-                cost: 1,
-                deadline: instant().checked_add(max),
-            }
+            Check::take(*key, policies, 1)
         };
-        let turn = async { self.wait_queues.join(wanted, None)?.await };
+        let deadline = instant().checked_add(max);
+        let turn = async { self.wait_queues.join(&take, deadline, None)?.await };
         match within(patience, turn).await? {
             Ok(permit) => {
                 let Spent { decision, slot, .. } = permit.spend();
@@ -216,7 +212,7 @@ impl<'a> Waits<'a> {
             caller, runtime, ..
         } = client;
         let state = &mut *client.world.state();
-        let (now, max) = (state.now, max.as_millis() as u64);
+        let (now, max) = (state.now(), max.as_millis() as u64);
         let number = state.ledger.waits(caller, runtime, cost, now, max);
         state.say(Some(caller), || {
             format!("r{runtime} w{number} waits for {cost}, up to {max} ms")
@@ -247,7 +243,7 @@ impl<'a> Waits<'a> {
         }
         state
             .ledger
-            .waited(&state.plan, state.now, caller, number, granted);
+            .waited(&state.plan, state.now(), caller, number, granted);
     }
 }
 
@@ -256,7 +252,7 @@ impl Drop for Waits<'_> {
         let state = &mut *self.client.world.state();
         state.ledger.waited(
             &state.plan,
-            state.now,
+            state.now(),
             self.client.caller,
             self.number,
             None,
