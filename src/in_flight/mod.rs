@@ -232,7 +232,7 @@ impl SharedSlots {
             let this = Arc::downgrade(self);
             self.ops.put(PendingOp::of_check(check).then(move |reply| {
                 if let (Ok(decision), Some(this)) = (reply, this.upgrade()) {
-                    // A renewal that a fallback has decided says nothing about earlier checks.
+                    // A fallback's renewal is no reply to earlier checks.
                     let is_local = matches!(decision.charged_at(), ChargedAt::Local(_));
                     this.confirm(id, decision.is_unsure() || is_local && was_unanswered);
                 }

@@ -310,7 +310,7 @@ impl Drop for RequestCharges {
 
 impl Unsettled {
     /// Adds an addition. Before the list grows, folds the additions that can no longer be refunded into one number, so
-    /// that a long stream keeps those of about one period.
+    /// that a long stream keeps the additions of about one period.
     fn add_extra(&mut self, reserved: Charge) {
         if self.extra.len() == self.extra.capacity() {
             let (now, expired) = (instant(), &mut self.expired);

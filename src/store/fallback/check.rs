@@ -335,7 +335,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         Ok(decision.charged_locally(now, !is_recorded))
     }
 
-    /// Wakes the requests that wait for what this check has freed. They check again, so call it after the effect.
+    /// Wakes the requests that wait for this caller's quota. They check again, so call it after the effect.
     fn freed(&self, check: &Check) {
         if let Some(waiters) = self.primary.backend().waiters() {
             waiters.freed(check);

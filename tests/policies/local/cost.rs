@@ -75,7 +75,7 @@ async fn an_outage_reports_the_whole_burst() {
     redis.fail(StoreError::new(ErrorKind::Unreachable));
     let share = Share::Fixed(NonZeroU32::new(4).unwrap());
     let store = Fallback::new(redis, LocalStore::default()).share(share);
-    let (policy, problems) = (policy("api", "100/h"), Problems::default());
+    let (policy, problems) = (gcra("api", "100/h"), Problems::default());
     let service = limited(
         RateLimitLayer::new(store.clone(), Global, policy.clone())
             .cost(by_header)

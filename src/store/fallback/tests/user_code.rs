@@ -240,7 +240,7 @@ impl Store for Down {
     }
 }
 
-/// The task of a waiter on another thread, which checks the fallback as soon as it is woken.
+/// The task of a waiter on another thread, which checks the fallback when it is woken.
 struct ChecksImmediately {
     counts: LocalStore,
     policies: Policies,
