@@ -7,15 +7,15 @@ local function takes(plan, entries, times)
   local policy, now, reply, n = plan[1], now, reply, replied
   local cost, capacity, strategy = plan.cost, policy.capacity, policy.strategy
   local load, room_in, charge, reset_in = strategy.load, strategy.room, strategy.charge, strategy.reset
-  trouble = nil
+  first_error = nil
   local values = read(key_at + 1, key_at + entries)
-  local unread = trouble
+  local unread = first_error
   -- All callers without a state get the same answers and the same state. For the first such caller, these are the place
   -- before its answers, its state, and the expiry of that state.
   local first, state, text
   for i = 1, entries do
     local key, value, from = KEYS[key_at + i], values[i], n
-    trouble = unread
+    first_error = unread
     if first and not value then
       for place = first + 1, first + 4 * times do
         n = n + 1
@@ -47,14 +47,14 @@ local function takes(plan, entries, times)
           break
         end
       end
-      if not trouble and (granted > 0 or dirty) then
+      if not first_error and (granted > 0 or dirty) then
         strategy.save(policy, key, now, now + reset + keep, granted, a, b, c)
-        if not (value or trouble or strategy.has_lists) then
+        if not (value or first_error or strategy.has_lists) then
           first, state, text = from, written, written_text
         end
       end
     end
-    if trouble then
+    if first_error then
       fail(from, n)
     end
   end
@@ -71,14 +71,16 @@ for i = 1, policy_count do
 end
 for i = 1, plan_count do
   local text = ARGV[1 + policy_count + i]
-  local mode, cost, remember = decode(PLAN, text)
-  local plan = { nil, mode = mode, cost = cost, remember = remember, has_rate = false, run = false }
+  local mode, cost, number = decode(PLAN, text)
+  local plan = { nil, mode = mode, cost = cost, remember = 0, has_rate = false, run = false }
   if mode == TAKE_AHEAD then
-    plan.within, plan.remember = remember, 0
-  elseif mode == REFUND and remember < 0 then
-    plan.turn, plan.remember = true, 0
-  elseif remember < 0 then
-    plan.refills_in, plan.remember = -remember, 0
+    plan.within = number
+  elseif mode == REFUND and number < 0 then
+    plan.turn = true
+  elseif number < 0 then
+    plan.refills_in = -number
+  else
+    plan.remember = number
   end
   local count = (#text - PLAN_LENGTH) / NUMBER_LENGTH
   if mode == REFUND then
@@ -199,7 +201,7 @@ if not only_runs then
   end
 
   -- Decides one check on the current states, and appends the answers. Returns the largest grant of a policy.
-  local function ask(plan)
+  local function decide_once(plan)
     local most, highest = math.huge, 0
     for i = 1, #plan do
       most = min(most, preview(plan, i))
@@ -236,7 +238,7 @@ if not only_runs then
   -- the largest grant of a policy in the last check.
   function check(plan, times, slots, at)
     local count, granted, from = #plan, 0, replied
-    trouble = nil
+    first_error = nil
     -- If this fails, nothing is saved.
     local values = read(key_at + 1, key_at + count)
     for i = 1, count do
@@ -247,19 +249,19 @@ if not only_runs then
     end
     for time = 1, times do
       slot, at = sub(slots, at, at + SLOT_LENGTH - 1), at + SLOT_LENGTH
-      granted = ask(plan)
+      granted = decide_once(plan)
       if granted == 0 and slot == '' then
         replied = repeat_last(replied, 4 * count, times - time)
         break
       end
     end
     for i = 1, count do
-      if not trouble then
+      if not first_error then
         save(plan, i)
       end
     end
     key_at = key_at + count
-    if trouble then
+    if first_error then
       granted = 0
       fail(from, replied)
     end

@@ -11,7 +11,8 @@
 --
 -- State: the number of slots, and the expiry of the last one.
 --
--- Uses slot, keep, encode, decode, max and min of call.lua; expiry, fail, good, read, try and write of prelude.lua.
+-- Uses slot, keep, encode, decode, max and min of call.lua; expiry, fail, first_error, record_error, read, try and write
+-- of prelude.lua.
 
 -- Wait of a denied check, in microseconds: a request may end at any time.
 local AGAIN = 100000
@@ -39,7 +40,7 @@ end
 local function load(policy, key, now)
   local count = redis_pcall('ZCARD', key)
   policy.foreign = is_foreign(count)
-  if count == 0 or policy.foreign or not good(count, 'ZCARD') then
+  if count == 0 or policy.foreign or record_error(count, 'ZCARD') then
     return 0, 0, 0, false
   end
   count = count - (try('ZREMRANGEBYSCORE', key, '-inf', now_text) or 0)
@@ -91,11 +92,11 @@ local function preview(policy, key, mode, room)
 end
 
 local function hold(policy, key, now, mode, grants, most, count, latest)
-  if trouble or most < 0 or grants == 0 then
+  if first_error or most < 0 or grants == 0 then
     return 0, count, latest
   elseif mode == RELEASE then
     local reply = redis_pcall('ZREM', key, slot)
-    if is_foreign(reply) or not good(reply, 'ZREM') then
+    if is_foreign(reply) or record_error(reply, 'ZREM') then
       return 0, 0, 0
     end
     count, latest = load(policy, key, now)
@@ -115,7 +116,7 @@ local function run(plan, entries, times, slots, at)
   local policy, mode, reply = plan[1], plan.mode, reply
   for i = 1, entries do
     local key, from, n, saves = KEYS[key_at + i], replied, replied, false
-    trouble = nil
+    first_error = nil
     local count, latest = 0, 0
     if mode ~= RELEASE then
       count, latest = load(policy, key, now)
@@ -131,11 +132,11 @@ local function run(plan, entries, times, slots, at)
       reply[n + 3], reply[n + 4] = room < needs and AGAIN or 0, reset(policy, now, count, latest)
       n = n + 4
     end
-    if saves and not trouble then
+    if saves and not first_error then
       save(policy, key, now, latest + keep)
     end
     replied = n
-    if trouble then
+    if first_error then
       fail(from, n)
     end
   end

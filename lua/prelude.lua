@@ -115,22 +115,22 @@ end
 local slot
 
 -- The first error of the current check: a command and Redis's error, or nil.
-local trouble
+local first_error
 
 -- Records the error if a reply is one, which fails the current check. Returns whether the reply is
--- no error.
-local function good(reply, command)
+-- an error.
+local function record_error(reply, command)
   if type(reply) == 'table' and reply.err then
-    trouble = trouble or command .. ' ' .. reply.err
-    return false
+    first_error = first_error or command .. ' ' .. reply.err
+    return true
   end
-  return true
+  return false
 end
 
 -- Calls a command and returns its reply. On an error, fails the current check and returns nil.
 local function try(...)
   local reply = redis_pcall(...)
-  return good(reply, (...)) and reply or nil
+  return not record_error(reply, (...)) and reply or nil
 end
 
 -- Reads some keys of the call, in order; a value is nil if the key does not exist or is not a
@@ -138,7 +138,7 @@ end
 local function read(first, last)
   local values = redis_pcall('MGET', unpack(KEYS, first, last))
   if values.err then
-    good(values, 'MGET')
+    record_error(values, 'MGET')
     return {}
   end
   return values
@@ -188,19 +188,19 @@ local function write(key, value, text)
     written, written_text = value, text
     local reply = redis_pcall('SET', key, value, 'PXAT', text)
     if reply.err then
-      good(reply, 'SET')
+      record_error(reply, 'SET')
     end
     return
   end
   local reply = redis_pcall('SETRANGE', key, '0', value)
   if reply ~= #value then
-    good(reply, 'SETRANGE')
+    record_error(reply, 'SETRANGE')
   end
 end
 
 -- Records that the results between two places of the reply have failed.
 local function fail(from, to)
-  failures = { from = from, to = to, err = trouble, before = failures }
+  failures = { from = from, to = to, err = first_error, before = failures }
 end
 
 -- Repeats the last result of `numbers` values, which ends at the place `to` of the reply: a denial

@@ -28,7 +28,7 @@
 --   log.foreign  whether the list has an invalid block, which another program has written
 --
 -- Uses decode, encode, max, min, redis_pcall, sub and WRAP of call.lua; CELL, CELL_LENGTH, cell_functions,
--- expiry, good, trouble, try and write of prelude.lua.
+-- expiry, record_error, first_error, try and write of prelude.lua.
 
 local search, cells_in, cell, sum_to, up_to, after, take_out = cell_functions()
 local LOOSE, FRONT = 32, 16
@@ -44,7 +44,7 @@ local function head_of(key)
   if list.err then
     -- A value of another type counts as no list.
     if sub(list.err, 1, 9) ~= 'WRONGTYPE' then
-      good(list, 'LRANGE')
+      record_error(list, 'LRANGE')
     end
     return nil
   end
@@ -374,7 +374,7 @@ end
 local function set(key, place, value)
   local reply = redis_pcall('LSET', key, place, value)
   if reply.err and not string.find(reply.err, 'out of range', 1, true) then
-    good(reply, 'LSET')
+    record_error(reply, 'LSET')
   end
   return not reply.err
 end

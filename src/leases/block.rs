@@ -3,7 +3,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::background::PendingOp;
-use crate::limit::{Charge, Check, Decision, Frees, Key, Policies, Strategy};
+use crate::limit::{Charge, Check, Decision, Frees, Key, Policies};
 
 /// Quota of one caller that was charged in advance and is spent in memory until it expires.
 #[derive(Debug)]
@@ -24,7 +24,7 @@ impl Block {
         // the end.
         let windows = decision
             .verdicts()
-            .filter(|(policy, _)| matches!(policy.strategy(), Some(Strategy::FixedWindow(_))))
+            .filter(|(policy, _)| policy.frees() == Frees::WithWindow)
             .map(|(_, verdict)| Duration::from_micros(verdict.reset.max(0) as u64));
         let lease = decision.policies().lease().map(|lease| lease.time);
         let lifetime = windows.chain(lease).min().unwrap_or_default();
@@ -87,7 +87,11 @@ fn min_drained_in(policies: &Policies, time: Duration) -> u32 {
     let drained = policies.iter().map(|policy| match policy.frees() {
         Frees::Gradually => policy.quota().units_in(time).saturating_sub(1),
         Frees::InBatches => 0,
-        Frees::OneByOne | Frees::Fading | Frees::WithWindow | Frees::OnRelease => u32::MAX,
+        Frees::OneByOne
+        | Frees::Fading
+        | Frees::WithWindow
+        | Frees::WithCell
+        | Frees::OnRelease => u32::MAX,
     });
     drained.min().unwrap_or(0)
 }

@@ -180,13 +180,6 @@ impl Check {
         }
     }
 
-    /// Creates a check that probes whether a store decides. It reads and writes like any other
-    /// check, but uses a key that no request can have: [`Key::PROBE`] or a [`Key::probe`]. It is
-    /// always granted, and so always writes.
-    pub(crate) fn probe(key: Key) -> Self {
-        Self::new(key, &Policies::probe(), Mode::Take, 1)
-    }
-
     #[inline]
     fn new(key: Key, policies: &Policies, mode: Mode, cost: u32) -> Self {
         let takes = matches!(mode, Mode::Take | Mode::TakeAhead | Mode::UpTo)

@@ -103,16 +103,6 @@ impl Key {
     /// the caller. Short enough that the tuple with a hashed key is not hashed again.
     pub(crate) const SHADOW: Self = Self::reserved(b"~try");
 
-    /// The key that a store uses to probe whether another store decides again.
-    pub(crate) const PROBE: Self = Self::reserved(b"~probe");
-
-    /// Returns the key that a store uses to probe one partition of another store.
-    pub(crate) fn probe(number: usize) -> Self {
-        let mut key = Self::PROBE;
-        key.push(number.to_string().as_bytes());
-        key
-    }
-
     /// Creates a key from the caller's own bytes, such as the name of a user. A number is `Key::from(42)`.
     pub fn new(bytes: impl IsBytes) -> Self {
         let bytes = bytes.as_ref();
@@ -253,14 +243,17 @@ impl Key {
         key
     }
 
-    /// Parses the caller's part of a Redis key. `None` for text that is no caller's, such as a
-    /// probe.
+    /// Parses the caller's part of a Redis key. `None` for text that is no caller's: one that starts
+    /// with `~` but not with a hash, such as a probe.
     pub(crate) fn of_redis(text: &str) -> Option<Self> {
         let is_possible = |byte: u8| byte.is_ascii_graphic() && !b"{}".contains(&byte);
-        let is_caller = (1..=Self::MAX).contains(&text.len())
-            && text.bytes().all(is_possible)
-            && !text.starts_with(Self::PROBE.reveal());
-        is_caller.then(|| Self::reserved(text.as_bytes()))
+        let is_hash = |digits: &[u8]| digits.iter().all(u8::is_ascii_hexdigit);
+        let is_caller = match text.as_bytes() {
+            [HASHED, rest @ ..] => rest.get(..32).is_some_and(is_hash),
+            bytes => !bytes.is_empty(),
+        };
+        (is_caller && text.len() <= Self::MAX && text.bytes().all(is_possible))
+            .then(|| Self::reserved(text.as_bytes()))
     }
 
     /// Creates a hashed key from its hexadecimal digits.

@@ -3,12 +3,12 @@ use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::num::NonZeroU32;
 use std::ops::Index;
-use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::{Policy, Quota, Strategy};
+use super::Policy;
 use crate::error::ConfigError;
 
 /// The policies of one check: one or more, with different names. All of them allow and charge the
@@ -129,7 +129,8 @@ impl Policies {
         Ok(Self::of(policies))
     }
 
-    fn of(policies: SmallVec<[Policy; 1]>) -> Self {
+    /// Combines at least one and at most [`MAX`](Self::MAX) policies with different names.
+    pub(crate) fn of(policies: SmallVec<[Policy; 1]>) -> Self {
         let hash = |number: fn(&Policy) -> u64| {
             let mut hasher = DefaultHasher::new();
             policies
@@ -231,29 +232,6 @@ impl Policies {
     /// Returns how long a charge counts at most, in microseconds. A debt counts for longer.
     pub(crate) fn longest_count(&self) -> i64 {
         self.iter().map(Policy::counts_for).max().unwrap_or(0)
-    }
-
-    /// The policies of [`Check::probe`](super::Check::probe): two policies.
-    pub(crate) fn probe() -> Self {
-        const QUOTA: Quota = Quota::per_second(1_000_000);
-        static PROBE: LazyLock<Policies> = LazyLock::new(|| {
-            Policies::of(
-                ["one", "two"]
-                    .map(|name| Policy::known(name, Strategy::Gcra.into(), QUOTA))
-                    .into_iter()
-                    .collect(),
-            )
-        });
-        PROBE.clone()
-    }
-
-    /// The policy of announcements that an instance reconciles an outage. Each charges a debt, which
-    /// expires with the announcement.
-    pub(crate) fn reconciling() -> Self {
-        const QUOTA: Quota = Quota::per_second(1_000).burst(10_000);
-        static RECONCILING: LazyLock<Policies> =
-            LazyLock::new(|| Policy::known("reconciling", Strategy::Gcra.into(), QUOTA).into());
-        RECONCILING.clone()
     }
 
     /// Identifies the counts of this list.
@@ -360,7 +338,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::limit::{Check, Key, Source, Verdict};
+    use crate::limit::{Check, Key, Quota, Source, Strategy, Verdict};
 
     fn policy(name: &str, limit: u32) -> Policy {
         Policy::new(name, Strategy::Gcra, Quota::per_second(limit)).unwrap()

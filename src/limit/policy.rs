@@ -53,6 +53,7 @@ struct Inner {
     lease: Option<(Quota, Duration)>,
     /// The whole policy, if this is an instance's share of it.
     whole: Option<Policy>,
+    is_pause: bool,
     /// The count's span, as it appears in keys.
     span: Box<str>,
     /// Identifies the count within this process: a hash of the name, the kind's letter in keys, and
@@ -61,10 +62,6 @@ struct Inner {
 }
 
 impl Policy {
-    /// Cost units per second of a pause: so many that this policy never limits the rate of calls, and
-    /// few enough that the longest pause uses at most half of the maximum cost of a check.
-    pub(crate) const PAUSE_UNITS: u32 = 100_000;
-
     /// Creates a policy.
     ///
     /// # Errors
@@ -216,12 +213,7 @@ impl Policy {
         }
         let quota = match self.frees() {
             Frees::Gradually => stated.burst(stated.capacity() - stated.units_in(time)),
-            Frees::InBatches | Frees::OneByOne | Frees::Fading => {
-                stated.with_period(stated.period() + time)
-            }
-            Frees::WithWindow
-                if matches!(self.strategy(), Some(Strategy::SlidingWindow { .. })) =>
-            {
+            Frees::InBatches | Frees::OneByOne | Frees::Fading | Frees::WithCell => {
                 stated.with_period(stated.period() + time)
             }
             Frees::WithWindow | Frees::OnRelease => stated,
@@ -231,6 +223,19 @@ impl Policy {
             inner.lease = Some((stated, time));
         }
         Ok(leased)
+    }
+
+    /// Creates the policy of pauses of at most `max`. A debt in its quota denies requests until
+    /// the pause ends.
+    pub(crate) fn pause(name: &str, max: Duration) -> Result<Self, ConfigError> {
+        /// So many units per second that the policy never limits the rate of calls, and so few that
+        /// a pause of 5 hours uses at most half of the maximum cost of a check.
+        const QUOTA: Quota = Quota::per_second(100_000);
+        let mut policy = Self::new(name, Strategy::Gcra, QUOTA.burst(QUOTA.units_in(max)))?;
+        if let Some(inner) = Arc::get_mut(&mut policy.0) {
+            inner.is_pause = true;
+        }
+        Ok(policy)
     }
 
     /// Returns the quota before it was leased, which people see.
@@ -244,7 +249,7 @@ impl Policy {
     }
 
     /// Creates a policy of the crate's own, whose quota is certainly valid.
-    pub(super) fn known(name: &str, kind: Kind, quota: Quota) -> Self {
+    pub(crate) fn known(name: &str, kind: Kind, quota: Quota) -> Self {
         let params =
             Params::new(kind, quota).unwrap_or_else(|_| unreachable!("the quota is valid"));
         Self::with_params(name, kind, quota, params)
@@ -261,6 +266,7 @@ impl Policy {
             params,
             lease: None,
             whole: None,
+            is_pause: false,
             span,
             id,
         }))
@@ -306,8 +312,12 @@ impl Policy {
 
     /// Returns the share of one of `instances` instances. Together the shares grant no more than
     /// this policy, unless the limit or burst is below the number of instances: both are rounded
-    /// down, but to at least 1. If the strategy refills gradually, the rate is divided exactly.
+    /// down, but to at least 1. If the strategy refills gradually, the rate is divided exactly. A
+    /// pause is the same for all instances.
     pub(crate) fn share(&self, instances: NonZeroU32) -> Self {
+        if self.is_pause() {
+            return self.clone();
+        }
         let part = |whole: u32| (whole / instances).max(1);
         let Inner {
             name, kind, quota, ..
@@ -338,23 +348,23 @@ impl Policy {
     }
 
     /// Returns how long a charge counts at most, in microseconds: with a burst, the time in which a
-    /// full burst refills.
+    /// full burst refills; in a cell, until the cell has left the window.
     pub(crate) fn counts_for(&self) -> i64 {
-        let periods = match self.frees() {
-            Frees::Gradually | Frees::InBatches => self
-                .quota()
-                .capacity()
-                .div_ceil(self.quota().limit().max(1)),
-            Frees::Fading => 2,
-            Frees::WithWindow | Frees::OneByOne | Frees::OnRelease => 1,
-        };
-        self.params().period.saturating_mul(periods.into())
+        let (quota, period) = (self.quota(), self.params().period);
+        match self.frees() {
+            Frees::Gradually | Frees::InBatches => {
+                let periods = quota.capacity().div_ceil(quota.limit().max(1));
+                period.saturating_mul(periods.into())
+            }
+            Frees::Fading => 2 * period,
+            Frees::WithCell => period + self.params().width,
+            Frees::WithWindow | Frees::OneByOne | Frees::OnRelease => period,
+        }
     }
 
-    /// Returns `true` for a policy with the quota of a [`Pause`](crate::throttle::Pause).
+    /// Returns `true` for the policy of a [`Pause`](crate::throttle::Pause).
     pub(crate) fn is_pause(&self) -> bool {
-        let quota = self.quota();
-        quota.limit() == Self::PAUSE_UNITS && quota.capacity() > quota.limit()
+        self.0.is_pause
     }
 
     /// Returns the policy that this is a share of, or itself.
@@ -659,6 +669,17 @@ mod tests {
             "Policy(p Gcra 1000/s), Policy(p Gcra 1000/s leased 100ms)"
         );
         assert!(one != two && one != policy && one.stated() == policy.quota());
+    }
+
+    /// Requests wait differently under a pause, so no other policy may be taken for one.
+    #[test]
+    fn a_pause_is_told_by_more_than_its_quota() {
+        let pause = Policy::pause("p", Duration::from_secs(60)).unwrap();
+        let same = Policy::new("p", Strategy::Gcra, pause.quota()).unwrap();
+        assert!(pause.is_pause() && !same.is_pause() && same == pause);
+        let instances = NonZeroU32::new(4).unwrap();
+        assert_eq!(pause.share(instances).quota(), pause.quota());
+        assert_ne!(same.share(instances).quota(), same.quota());
     }
 
     #[test]

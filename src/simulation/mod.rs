@@ -295,6 +295,7 @@ pub(crate) fn flows(policy: &Policy, now: u64) -> i64 {
         Frees::Gradually => capacity + capacity * elapsed / period + 1,
         Frees::InBatches
         | Frees::WithWindow
+        | Frees::WithCell
         | Frees::OneByOne
         | Frees::Fading
         | Frees::OnRelease => capacity * (elapsed / period + 2),

@@ -13,6 +13,7 @@ mod freed;
 mod instances;
 mod local;
 mod mock;
+mod probe;
 mod redis;
 mod shards;
 

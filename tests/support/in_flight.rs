@@ -305,12 +305,15 @@ pub async fn processes_are_killed(test: &str, url: &str) {
     let mut workers: Vec<Worker> = (0..PROCESSES).map(|_| start()).collect();
     let end = Instant::now() + Duration::from_secs(seconds);
     let (mut rng, mut killed) = (Rng::new(), 0);
-    while Instant::now() < end {
+    let mut most = 0;
+    // On a busy machine the processes take longer to reach the limit.
+    while Instant::now() < end || most < LIMIT.into() {
         sleep(Duration::from_millis(rng.u64(200..1_000))).await;
         let worker = workers.swap_remove(rng.usize(..workers.len()));
         killed += u32::from(worker.in_flight(&log).await > 0);
         worker.kill(&log).await;
         workers.push(start());
+        most = most.max(log.most().await);
     }
     assert!(killed > 0, "none was killed with a request in flight");
     for worker in workers {
@@ -323,7 +326,8 @@ pub async fn processes_are_killed(test: &str, url: &str) {
     })
     .await;
     let freed = died_at.elapsed();
-    let (most, granted, failed) = (log.most().await, log.granted().await, log.failed().await);
+    most = most.max(log.most().await);
+    let (granted, failed) = (log.granted().await, log.failed().await);
     println!(
         "most {most}, granted {granted}, failed {failed}, killed {killed}, free after {freed:?}"
     );

@@ -51,6 +51,7 @@ impl Params {
             Frees::InBatches => (u128::from(quota.limit()), 1),
             Frees::Gradually
             | Frees::WithWindow
+            | Frees::WithCell
             | Frees::OneByOne
             | Frees::Fading
             | Frees::OnRelease => rate(period, u128::from(quota.limit()), u128::from(capacity)),
@@ -143,8 +144,10 @@ pub(crate) enum Frees {
     Gradually,
     /// The whole limit at the end of each period; a debt too.
     InBatches,
-    /// All charges of a window or a cell together, when it ends.
+    /// All charges of a window together, when it ends.
     WithWindow,
+    /// All charges of a cell together, a period after it ends.
+    WithCell,
     /// Each charge separately, a period after it was made.
     OneByOne,
     /// As an estimate within two periods: nothing in the first, then gradually.
@@ -159,7 +162,9 @@ impl Frees {
     pub(crate) fn has_burst(self) -> bool {
         match self {
             Self::Gradually | Self::InBatches => true,
-            Self::WithWindow | Self::OneByOne | Self::Fading | Self::OnRelease => false,
+            Self::WithWindow | Self::WithCell | Self::OneByOne | Self::Fading | Self::OnRelease => {
+                false
+            }
         }
     }
 
@@ -170,6 +175,7 @@ impl Frees {
             Self::Gradually => true,
             Self::InBatches
             | Self::WithWindow
+            | Self::WithCell
             | Self::OneByOne
             | Self::Fading
             | Self::OnRelease => false,

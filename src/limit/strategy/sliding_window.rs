@@ -32,7 +32,7 @@ const NOTHING: i64 = -1;
 /// [`NOTHING`]; the end of the newest cell.
 impl Algorithm for State {
     fn frees(_: Strategy) -> Frees {
-        Frees::WithWindow
+        Frees::WithCell
     }
 
     fn adapt(strategy: Strategy, params: &mut Params, _: Quota) -> Result<(), ConfigError> {

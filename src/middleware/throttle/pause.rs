@@ -4,7 +4,7 @@ use http::StatusCode;
 use http::header::{HeaderMap, RETRY_AFTER};
 
 use crate::error::{ConfigError, StoreError};
-use crate::limit::{Check, Key, Policy, Quota, Strategy};
+use crate::limit::{Check, Key, Policy};
 use crate::store::Store;
 
 /// Stops all instances from calling for a while, such as for the `Retry-After` of a server's 429.
@@ -80,8 +80,7 @@ impl<S: Store> Pause<S> {
                 "the maximum pause {max:?} is out of range: use 1 second to 5 hours"
             )));
         }
-        let quota = Quota::per_second(Policy::PAUSE_UNITS);
-        let policy = Policy::new(name, Strategy::Gcra, quota.burst(quota.units_in(max)))?;
+        let policy = Policy::pause(name, max)?;
         Ok(Self { store, policy, max })
     }
 

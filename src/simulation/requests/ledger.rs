@@ -408,6 +408,10 @@ fn longest_gap(plan: &Plan, policy: &Policy, cost: u32) -> u64 {
     match policy.frees() {
         Frees::OnRelease => LONGEST + 150,
         Frees::Gradually => period * u64::from(cost) * plan.instances as u64 / capacity + 150,
-        Frees::InBatches | Frees::WithWindow | Frees::OneByOne | Frees::Fading => 2 * period,
+        Frees::InBatches
+        | Frees::WithWindow
+        | Frees::WithCell
+        | Frees::OneByOne
+        | Frees::Fading => 2 * period,
     }
 }

@@ -61,7 +61,9 @@ pub use self::check::FallbackFuture;
 use self::accounts::Accounts;
 use self::breaker::Breaker;
 use self::check::Partition;
-use super::{Answer, Backend, Hooks, Instances, LocalStore, Observer, Store, Waiters, Withdraw};
+use super::{
+    Answer, Backend, Hooks, Instances, LocalStore, Observer, Store, Waiters, Withdraw, probe,
+};
 use crate::background::TaskOwner;
 use crate::limit::{Check, Key};
 use crate::util::Clock;
@@ -241,10 +243,10 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
 /// Returns a caller of each partition, for probes.
 fn probes(primary: &impl Store, count: usize) -> Vec<Key> {
-    let mut probes = vec![Key::PROBE; count];
+    let mut probes = vec![probe::KEY; count];
     if count > 1 {
         // Partitions are of similar size, so this many keys reach all of them.
-        for key in (0..count.saturating_mul(64)).map(Key::probe) {
+        for key in (0..count.saturating_mul(64)).map(probe::key) {
             probes[primary.backend().partition(&key) % count] = key;
         }
     }

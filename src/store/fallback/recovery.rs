@@ -16,7 +16,7 @@ use std::num::NonZeroU32;
 use std::panic::AssertUnwindSafe;
 use std::pin::pin;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, LazyLock, Weak};
 use std::time::Duration;
 
 use futures_util::future::{Either, select};
@@ -30,9 +30,9 @@ use super::breaker::{Breaker, Ticket};
 use super::check::Partition;
 use crate::background::Task;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, Policies};
+use crate::limit::{Check, Decision, Key, Policies, Policy, Quota, Strategy};
 use crate::observe::event;
-use crate::store::{Answer, Store};
+use crate::store::{Answer, Store, probe};
 use crate::util::{instant, jittered};
 
 /// Maximum time to wait for other instances that reconcile.
@@ -201,7 +201,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     async fn ping(&self) -> Result<(), StoreError> {
-        self.send(Check::probe(self.probe), 1).await.map(drop)
+        self.send(probe::check(self.probe, 1), 1).await.map(drop)
     }
 
     /// Returns the time in which all other instances notice that the primary store is back and announce that they
@@ -220,8 +220,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     pub(super) async fn announced<T>(&self, time: Duration, work: impl Future<Output = T>) -> T {
         let announcing = pin!(async {
             loop {
-                let announcement =
-                    Check::charge_debt_of(self.probe, &Policies::reconciling(), time);
+                let announcement = Check::charge_debt_of(self.probe, &announcements(), time);
                 let _ = self.send(announcement, 1).await;
                 sleep(jittered(time, 0.3..0.5)).await;
             }
@@ -234,7 +233,7 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     /// Returns the time until the last announcement expires, or `None` if no announcement holds.
     pub(super) async fn reconciling(&self) -> Result<Option<Duration>, StoreError> {
-        let peek = Check::peek(self.probe, &Policies::reconciling(), 1);
+        let peek = Check::peek(self.probe, &announcements(), 1);
         Ok(self.send(peek, 1).await?.retry_after())
     }
 
@@ -355,6 +354,14 @@ impl Window {
             self.most.min(Self::START).max(self.now - 1)
         };
     }
+}
+
+/// The policy of announcements. Each charges a debt, which expires with the announcement.
+pub(super) fn announcements() -> Policies {
+    const QUOTA: Quota = Quota::per_second(1_000).burst(10_000);
+    static POLICIES: LazyLock<Policies> =
+        LazyLock::new(|| Policy::known("reconciling", Strategy::Gcra.into(), QUOTA).into());
+    POLICIES.clone()
 }
 
 #[cfg(test)]

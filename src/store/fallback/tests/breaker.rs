@@ -92,7 +92,7 @@ async fn probes_become_rarer() {
         let (primary, probes) = (MockStore::new(), Arc::new(Mutex::new(vec![])));
         let sent = Arc::clone(&probes);
         primary.answer(move |check| {
-            if *check.key() == Key::PROBE {
+            if *check.key() == probe::KEY {
                 lock(&sent).push(instant());
             }
             Err(unreachable())

@@ -8,6 +8,7 @@ use tokio::time::Instant;
 
 use super::*;
 use crate::limit::Mode;
+use crate::store::fallback::recovery::announcements;
 use crate::util::instant;
 
 /// The primary store as one instance reaches it. All instances share its count.
@@ -64,13 +65,13 @@ impl Far {
 
     /// Lets another instance announce that it reconciles for `time`.
     pub(super) fn announce(&self, time: Duration) {
-        let check = Check::charge_debt_of(Key::PROBE, &Policies::reconciling(), time);
+        let check = Check::charge_debt_of(probe::KEY, &announcements(), time);
         drop(self.counts.check(check));
     }
 
     /// Returns `true` if an instance has announced that it reconciles.
     pub(super) async fn is_announced(&self) -> bool {
-        let peek = Check::peek(Key::PROBE, &Policies::reconciling(), 1);
+        let peek = Check::peek(probe::KEY, &announcements(), 1);
         !self.counts.check(peek).await.unwrap().is_allowed()
     }
 }
@@ -83,7 +84,7 @@ impl Store for Far {
             return Answer::ready(Err(unreachable().not_sent()));
         };
         let is_announcement =
-            *check.key() == Key::PROBE && check.policies().id() == Policies::reconciling().id();
+            *check.key() == probe::KEY && check.policies().id() == announcements().id();
         if is_announcement {
             if self.is_mute && check.mode() == Mode::Charge {
                 return Answer::pending(Box::pin(pending()));

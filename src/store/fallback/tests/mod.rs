@@ -25,7 +25,7 @@ use super::{Fallback, Share};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Policies, Policy, Strategy};
 use crate::observe::{Observer, event};
-use crate::store::{Answer, LocalStore, Store};
+use crate::store::{Answer, LocalStore, Store, probe};
 use crate::util::lock;
 
 /// Counts like any store, and replies as the script says.
@@ -89,7 +89,7 @@ impl Store for Primary {
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let script = &mut *lock(&self.script);
-        if *check.key() != Key::PROBE {
+        if *check.key() != probe::KEY {
             script.asked.push(check.clone());
         }
         let decide = || match self.counts.check(check) {

@@ -75,7 +75,7 @@ impl Store for PanicsOnce {
     type Future = <Far as Store>::Future;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        if *check.key() == Key::PROBE
+        if *check.key() == probe::KEY
             && lock(&self.0.delay).is_some()
             && self.1.fetch_add(1, SeqCst) < 2
         {

@@ -24,7 +24,7 @@ pub(crate) struct Dialer {
     timeout: Duration,
     /// The name in the server's certificate, if it differs from the host.
     server_name: Option<String>,
-    /// Whether any connection was made: then both ends agree on TLS.
+    /// Whether a connection has succeeded, which proves that both ends agree on TLS.
     connected: AtomicBool,
 }
 
@@ -89,9 +89,9 @@ impl Dialer {
     }
 
     /// Connects for the first time, and detects a mismatch of TLS. A Redis without TLS takes a TLS
-    /// greeting for the start of a command, and waits for the rest; one with TLS closes a
+    /// greeting for the start of a command, and waits for the rest. A Redis with TLS closes a
     /// connection without it. Only after a failed or timed-out handshake, a second connection
-    /// probes the other protocol; a quarter of the time is reserved for that.
+    /// probes the other protocol. A quarter of the time is reserved for that.
     async fn open_first(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
         let opened = match server.addr() {
             ConnectionAddr::TcpTls { host, port, .. } => {

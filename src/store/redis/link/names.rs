@@ -25,11 +25,11 @@ static LOOKUPS: Lookups = Lookups {
 };
 
 struct Lookups {
-    running: Mutex<BTreeMap<Box<str>, Answer>>,
+    running: Mutex<BTreeMap<Box<str>, Lookup>>,
     look_up: fn(&str) -> io::Result<Vec<SocketAddr>>,
 }
 
-type Answer = Shared<oneshot::Receiver<Result<Vec<SocketAddr>, Arc<io::Error>>>>;
+type Lookup = Shared<oneshot::Receiver<Result<Vec<SocketAddr>, Arc<io::Error>>>>;
 
 /// Returns the addresses of a host, which may be an address itself.
 ///
@@ -67,13 +67,13 @@ impl Lookups {
     }
 
     /// Joins the running lookup, or starts one.
-    fn begin(&'static self, host: &str) -> io::Result<Answer> {
+    fn begin(&'static self, host: &str) -> io::Result<Lookup> {
         let mut running = lock(&self.running);
-        if let Some(answer) = running.get(host) {
-            return Ok(answer.clone());
+        if let Some(lookup) = running.get(host) {
+            return Ok(lookup.clone());
         }
-        let (sender, answer) = oneshot::channel();
-        let answer = answer.shared();
+        let (sender, lookup) = oneshot::channel();
+        let lookup = lookup.shared();
         let name: Box<str> = host.into();
         thread::Builder::new()
             .name("redis-host".to_owned())
@@ -83,8 +83,8 @@ impl Lookups {
                 // Fails if all waiters have been dropped.
                 let _ = sender.send(found);
             })?;
-        running.insert(host.into(), answer.clone());
-        Ok(answer)
+        running.insert(host.into(), lookup.clone());
+        Ok(lookup)
     }
 }
 

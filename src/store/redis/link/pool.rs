@@ -1,21 +1,20 @@
-//! The connections to one server. A [pool](Pool) keeps them: bb8, extended to discard broken
-//! connections, to report why a connection cannot be made, and to keep the last one for the next
-//! checkout. A [connection](Connection) over plain TCP is driven by the task that sends a command
-//! over it.
+//! The connections to one server. A [pool](Pool) keeps connections in bb8. It also discards broken
+//! connections, reports why no connection can be made, and keeps the last returned connection for
+//! the next checkout.
 //!
-//! The Tokio runtime that created a connection drives it, and the tasks that bb8 spawns for it. So
-//! each runtime has its own pool, which is dropped with the runtime.
+//! A connection, and the tasks that bb8 spawns for it, belong to the runtime that created the
+//! connection. So each runtime has its own pool, which is dropped with the runtime.
 //!
-//! Redis-rs would spawn a task per connection, which writes the commands and forwards the replies.
-//! This costs two more scheduler turns per call. If more than three tasks in a row wake each other,
-//! Tokio also wakes another thread to share the work; with one request at a time, that takes longer
-//! than the work.
+//! Over plain TCP, the task that sends a command also drives the connection. A task per connection,
+//! as redis-rs spawns it, costs two more scheduler turns per call. If more than three tasks in a row
+//! wake each other, Tokio also wakes another thread to share the work; with one request at a time,
+//! that takes longer than the work.
 //!
 //! So nothing reads while no command is in flight. Before each use, the pool checks whether the
 //! connection was lost in the meantime.
 //!
-//! With TLS or over a Unix socket, redis-rs opens the connection, and does spawn that task. Only a
-//! ping then shows whether the connection was lost.
+//! With TLS or over a Unix socket, redis-rs opens the connection and spawns its task. Only a ping
+//! then shows whether the connection was lost.
 
 use std::future::{Future, poll_fn};
 use std::mem;
@@ -46,8 +45,8 @@ pub(crate) trait Connect: Send + Sync + 'static {
     fn connect(&self) -> impl Future<Output = Result<Link, StoreError>> + Send;
 }
 
-/// Creates the connections. Unlike bb8-redis's manager, it records whether the last use of a
-/// connection failed, and so needs no ping per checkout.
+/// Creates connections for bb8. [`Connection`] records whether its last use failed, so a checkout
+/// needs no ping.
 pub(crate) struct Manager<C> {
     to: C,
     timeout: Duration,
@@ -69,8 +68,8 @@ struct Streak {
 }
 
 impl Backoff {
-    /// Failures without a delay: the number that opens the breaker of a fallback, whose first probe
-    /// is then not delayed.
+    /// Number of failures that cause no delay. The same number opens the breaker of a fallback, so
+    /// the fallback's first probe is not delayed.
     const FREE_FAILURES: u32 = 3;
     /// Minimum delay; the maximum is twice as long.
     const SHORTEST: Duration = Duration::from_millis(50);
@@ -108,7 +107,8 @@ impl<C: Connect> bb8::ManageConnection for Manager<C> {
         }
         let link = within(self.timeout, self.to.connect()).await;
         let link = link.inspect_err(|error| self.backoff.failed(error.clone()))?;
-        // Half of the time: the other half remains for a new connection and the command.
+        // Limit a ping to half of the timeout, so that time remains for a new connection and the
+        // command.
         let timeouts = self.timeouts.load(Ordering::Relaxed);
         Ok(Box::new(Connection::new(link, self.timeout / 2, timeouts)))
     }
@@ -150,7 +150,7 @@ pub(crate) struct Pool<C: Connect> {
 /// The connection that was returned last. A checkout takes it faster than from bb8.
 struct Spare<C: Connect> {
     connection: Option<Checkout<C>>,
-    /// Cloned by each checkout that waits for bb8.
+    /// Its reference count is 1 plus the number of checkouts that wait for bb8.
     waiting: Arc<()>,
 }
 
@@ -196,10 +196,11 @@ impl<C: Connect> Pool<C> {
         loop {
             let mut connection = self.get().await?;
             if !connection.is_closed() {
-                // If one idle connection is dead, the others probably are too: do not ping each. A ping is
-                // rare, and boxed so that the future of a worker is small.
+                // If one idle connection is dead, the others probably are too: discard each other idle
+                // connection without a ping. A ping is rare, and boxed so that the future of a worker is
+                // small.
                 let timeouts = self.timeouts.load(Ordering::Relaxed);
-                if !connection.is_doubtful(timeouts)
+                if !connection.begin_use(timeouts)
                     || !lost && Box::pin(connection.responds_to_ping()).await
                 {
                     return Ok(connection);
@@ -264,8 +265,8 @@ impl<C: Connect> Pool<C> {
     }
 }
 
-/// Forwards connection failures, which bb8 does not report to the callers that wait. The pool is
-/// then ready to try again.
+/// Forwards connection failures to [`Pool::failures`]: bb8 does not report them to the checkouts
+/// that wait.
 #[derive(Debug, Clone)]
 struct Sink(watch::Sender<Option<StoreError>>);
 
@@ -279,15 +280,15 @@ impl bb8::ErrorSink<StoreError> for Sink {
     }
 }
 
-/// A new connection.
+/// A new connection to a server.
 pub(crate) struct Link {
     pub(crate) inner: Driven,
-    /// The time for which its server is valid. `None` if it is valid for as long as the connection
-    /// lasts.
+    /// Ends when the server is no longer the master. `None` without sentinels.
     pub(crate) epoch: Option<Epoch>,
 }
 
-/// The time for which a server is valid as the master, even if it replies for longer.
+/// The period in which one server is the master. The connection is closed when `current` differs
+/// from `number`.
 #[derive(Debug, Clone)]
 pub(crate) struct Epoch {
     /// The number of the current epoch.
@@ -302,7 +303,7 @@ pub(crate) type Replies = SmallVec<[Result<Value, RedisError>; 1]>;
 pub(crate) struct Connection {
     link: Link,
     broken: bool,
-    /// Whether it has been used successfully.
+    /// Whether any use has succeeded.
     was_used: bool,
     /// The error that broke it.
     failure: Option<StoreError>,
@@ -346,14 +347,16 @@ impl Connection {
                 .is_some_and(|epoch| epoch.current.load(Ordering::Acquire) != epoch.number)
     }
 
-    /// Returns `true` if it has been used successfully, and the last use did not break it.
+    /// Returns `true` if a use has succeeded and the last use did not break the connection.
     fn is_proven(&self) -> bool {
         self.was_used && !self.broken
     }
 
-    /// Begins a use. Returns `true` if the connection was idle for long, or if a use of the pool has
-    /// timed out since the last use.
-    fn is_doubtful(&mut self, timeouts: u64) -> bool {
+    /// Starts a use. Returns `true` if the connection may be dead: it was idle for
+    /// [`IDLE_THRESHOLD`](Self::IDLE_THRESHOLD), or for
+    /// [`UNWATCHED_THRESHOLD`](Self::UNWATCHED_THRESHOLD) without a driver here, or another
+    /// connection of the pool has timed out since the last use.
+    fn begin_use(&mut self, timeouts: u64) -> bool {
         let before = mem::replace(&mut self.used, instant());
         let timeouts_before = mem::replace(&mut self.timeouts, timeouts);
         let threshold = match self.link.inner.driver {
@@ -385,7 +388,7 @@ impl Connection {
     }
 
     /// Discards the connection, so that the pool creates another one, possibly to another server.
-    /// With a `failure`, this connection was of no use.
+    /// A `failure` of an unused connection counts as a failure to connect.
     pub(crate) fn give_up(&mut self, failure: Option<StoreError>) {
         self.failure = failure;
         self.broken = true;
@@ -402,8 +405,18 @@ impl Connection {
     /// The connection error that prevented some replies. The pool drops a connection if its next
     /// use would probably fail too, or if this future is dropped before completion.
     pub(crate) async fn run<C: Call>(&mut self, calls: &[C]) -> Result<Replies, RedisError> {
-        let by_hash = |call: &C| (call.asks(), call.command("EVALSHA", call.script().hash()));
-        let by_text = |call: &C| (call.asks(), call.command("EVAL", call.script().text));
+        let by_hash = |call: &C| {
+            (
+                call.needs_asking(),
+                call.command("EVALSHA", call.script().hash()),
+            )
+        };
+        let by_text = |call: &C| {
+            (
+                call.needs_asking(),
+                call.command("EVAL", call.script().text),
+            )
+        };
         let mut replies = self.send(calls.iter().map(by_hash).collect()).await?;
         let is_unknown = |reply: &Result<_, RedisError>| {
             reply
@@ -469,8 +482,8 @@ impl Connection {
         let mut pipeline = Pipeline::with_capacity(commands.len());
         // Skip the replies to `ASKING`; the reply to the command reports any error.
         let mut skipped = vec![];
-        for (asks, command) in commands {
-            if asks {
+        for (needs_asking, command) in commands {
+            if needs_asking {
                 skipped.push(true);
                 pipeline.add_command(redis::cmd("ASKING"));
             }
@@ -526,7 +539,7 @@ pub(crate) struct Driven {
 
 impl Driven {
     /// Returns `true` if the connection was lost with its last reply or while idle, as far as the
-    /// runtime has noticed. Also replaces the waker that the last user left in the driver, so that
+    /// runtime has received events. Also replaces the waker that the last user left in the driver, so that
     /// later events do not wake that task.
     fn is_lost(&mut self) -> bool {
         self.driver.as_mut().is_some_and(|driver| {
@@ -535,7 +548,7 @@ impl Driven {
         })
     }
 
-    /// As redis-rs's method of this name.
+    /// Sends a command and returns its reply, like redis-rs's method of this name.
     pub(crate) async fn send_packed_command(&mut self, command: &Cmd) -> Result<Value, RedisError> {
         let request = pin!(unconstrained(self.connection.send_packed_command(command)));
         drive(&mut self.driver, request).await
@@ -555,10 +568,10 @@ impl Driven {
 
 /// Drives a connection until the reply has arrived.
 ///
-/// The request wakes the driver and the reply wakes the requester. Both are the current task, which
-/// would be scheduled again. So `request` gets a no-op waker, and only the driver registers the
-/// real one, for data from the server. Tokio's cooperative budget would suspend the request, which
-/// nothing would resume: it is [unconstrained].
+/// Polls the request and the driver in one task. With the task's own waker, each would wake the task
+/// for the other, so `request` gets a no-op waker, and only the driver registers the real one, for
+/// data from the server. Tokio's cooperative budget would suspend the request, which nothing would
+/// resume: it is [unconstrained].
 async fn drive<T>(
     driver: &mut Option<Driver>,
     mut request: Pin<&mut Unconstrained<impl Future<Output = T>>>,
@@ -632,7 +645,7 @@ mod tests {
         assert_ne!(id().await, first);
     }
 
-    /// A wake-up may arrive before, during or after the poll, and after any delay.
+    /// No wake-up is lost, whether it arrives before, during or after the poll.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn no_wake_is_lost() {
         let (sender, mut asked) = mpsc::unbounded_channel::<oneshot::Sender<u32>>();

@@ -10,6 +10,7 @@ use crate::error::{ErrorKind, StoreError};
 use crate::limit::{
     Check, EachCharge, Key, Mode, Policies, Policy, PolicyCharge, SlotId, State, Verdict, Verdicts,
 };
+use crate::store::probe;
 
 /// A batch of checks as one script call. Checks with the same parameters share a plan. Equal checks of one caller share
 /// an entry.
@@ -29,29 +30,28 @@ pub(crate) struct ScriptCall {
     /// Whether a caller has entries of several plans.
     has_several_of_a_caller: bool,
     /// Index of the plan for these parameters, except the last plan, so that plans need no linear search.
-    pub(super) plan_of: HashMap<Asked, usize>,
-    /// For each caller the plan and index of its last entry. The next check joins that entry if its parameters are
-    /// equal.
-    open: HashMap<Key, (usize, usize)>,
+    pub(super) plan_of: HashMap<PlanKey, usize>,
+    /// Index of each caller's last entry. The next check joins that entry if its plan is the same.
+    last_entry: HashMap<Key, usize>,
     /// The time that tests set, or 0 for Redis's own time.
     pub(crate) now: i64,
     /// Whether `ASKING` precedes the call, because the node imports the slot.
-    pub(crate) asks: bool,
+    pub(crate) needs_asking: bool,
 }
 
 /// The parameters of a check without its caller; entries of many callers share them.
 #[derive(Debug)]
 pub(super) struct Plan {
-    asked: Asked,
+    key: PlanKey,
     pub(super) policies: Policies,
     /// For a refund, the refunded charge under each policy; empty for a charge made just before.
     charged: EachCharge,
 }
 
 /// The parameters of a plan that are cheap to compare. Two lists of policies may share an identity by chance, so
-/// [`Plan::asks`] compares the policies too.
+/// [`Plan::matches`] compares the policies too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Asked {
+pub(super) struct PlanKey {
     identity: u64,
     mode: Mode,
     cost: u32,
@@ -68,7 +68,7 @@ pub(super) struct Entry {
     times: i64,
 }
 
-impl Asked {
+impl PlanKey {
     pub(super) fn of(check: &Check) -> Self {
         Self {
             identity: check.policies().identity(),
@@ -82,23 +82,23 @@ impl Asked {
 }
 
 impl Plan {
-    fn new(asked: Asked, check: &Check) -> Self {
+    fn new(key: PlanKey, check: &Check) -> Self {
         Self {
-            asked,
+            key,
             policies: check.policies().clone(),
             charged: check.charged().into(),
         }
     }
 
-    fn asks(&self, asked: Asked, check: &Check) -> bool {
-        self.asked == asked
+    fn matches(&self, key: PlanKey, check: &Check) -> bool {
+        self.key == key
             && self.policies.is(check.policies())
             && self.charged[..] == *check.charged()
     }
 
     /// The policy, if the check is a take without an id under one meter that drains every microsecond.
     fn taken_from_meter(&self) -> Option<&Policy> {
-        let is_take = self.asked.mode == Mode::Take && !self.asked.with_id;
+        let is_take = self.key.mode == Mode::Take && !self.key.with_id;
         match self.policies.as_slice() {
             [policy] if is_take && policy.frees().is_gradual() => Some(policy),
             _ => None,
@@ -109,7 +109,7 @@ impl Plan {
     /// same, and cannot overflow.
     fn ticks_under(&self, meter: &Policy) -> i64 {
         let params = meter.params();
-        i64::from(self.asked.cost).min(params.capacity + 1) * params.interval
+        i64::from(self.key.cost).min(params.capacity + 1) * params.interval
     }
 
     /// Adds the arguments of `lua/take.lua`.
@@ -125,27 +125,143 @@ impl Plan {
         }
     }
 
+    /// Packs the plan for `lua/call.lua`. Its policies are counted from `first`.
+    fn pack(&self, first: usize, packed: &mut Packed) {
+        let (key, policies) = (&self.key, first..first + self.policies.iter().len());
+        let is_turn = || self.charged.first().is_some_and(|charged| charged.is_turn);
+        let number = match key.mode {
+            _ if key.with_id => self.policies.longest_period(),
+            Mode::Charge => -key.within,
+            Mode::Refund => -i64::from(is_turn()),
+            _ => key.within,
+        };
+        packed
+            .u8(wire::mode_number(key.mode))
+            .u32(key.cost as usize)
+            .i56(number);
+        for place in policies.clone() {
+            packed.u32(place);
+        }
+        if key.mode == Mode::Refund {
+            let just_now = PolicyCharge::just_now(key.cost.into());
+            let charged = |policy| self.charged.get(policy).unwrap_or(&just_now);
+            packed
+                .u32(charged(0).cost as usize)
+                .i56(charged(0).age)
+                .i56(charged(0).at.micros());
+            for policy in 0..policies.len() {
+                packed.i56(charged(policy).reset);
+            }
+        }
+    }
+
+    /// Decodes an answer of `lua/takes.lua` to an entry of `times` takes: the verdict on the take that follows `earlier`
+    /// others. The answer has the level of the meter, from which the Rust half decides as the script did.
+    ///
+    /// # Errors
+    ///
+    /// Returns the reason why Redis did not decide the entry, or [`ErrorKind::Protocol`] for numbers that the script
+    /// never returns.
+    fn read_take(
+        &self,
+        answer: &[u8; TAKEN_LENGTH],
+        times: i64,
+        earlier: i64,
+    ) -> Result<Verdicts, StoreError> {
+        let [at, level] = [0, 7].map(|from| i56(&answer[from..from + 7]));
+        if at < 0 {
+            return Err(failure(at));
+        }
+        let policy = self.taken_from_meter().ok_or_else(protocol)?;
+        let (full, ticks, charged) = (policy.params().full, self.ticks_under(policy), level >= 0);
+        // The level before the first take.
+        let mut before = if charged { level - ticks } else { -1 - level };
+        let fits = ticks > 0 && before + ticks <= full;
+        if !EXACT.contains(&at) || !EXACT.contains(&before) || charged != (fits && times == 1) {
+            return Err(protocol());
+        }
+        if fits && earlier > 0 {
+            before += ticks * earlier.min((full - before) / ticks);
+        }
+        let mut state = State::of_level(policy.kind(), at, before).ok_or_else(protocol)?;
+        let cost = self.key.cost.into();
+        let (verdict, granted) = Mode::Take.decide(policy, &mut state, cost, at);
+        Ok(Verdicts {
+            granted,
+            at,
+            age: 0,
+            each: SmallVec::from_buf([verdict]),
+        })
+    }
+
     /// Numbers in an answer of `lua/check.lua`: four for each policy, and the time of the charge for an answer that may
     /// repeat an earlier one.
     fn answer_length(&self) -> usize {
-        4 * self.policies.iter().len() + usize::from(self.asked.with_id)
+        4 * self.policies.iter().len() + usize::from(self.key.with_id)
+    }
+
+    /// Decodes an answer of `lua/check.lua`: four numbers for each policy and, with an id, the time of the charge. `at` is
+    /// the time of the call.
+    ///
+    /// # Errors
+    ///
+    /// Returns the reason why Redis did not decide this check, or [`ErrorKind::Protocol`] for numbers that the script never
+    /// returns.
+    fn read_check(&self, answer: &[[u8; 8]], at: i64) -> Result<Verdicts, StoreError> {
+        let (policies, most) = (&self.policies, self.max_granted());
+        let (mut granted, mut problem) = (0, 0);
+        let (answer, charged_at) = answer.as_chunks();
+        let charged_at = charged_at
+            .first()
+            .map_or(at, |charged_at| i64::from_le_bytes(*charged_at));
+        if !EXACT.contains(&charged_at) {
+            return Err(protocol());
+        }
+        let each = answer.iter().zip(policies).map(|(answer, policy)| {
+            let [grants, remaining, wait, reset] = answer.map(i64::from_le_bytes);
+            if policies.tells_granted(policy) {
+                granted = granted.max(grants);
+            }
+            problem = problem.min(grants);
+            let is_exact = EXACT.contains(&remaining)
+                && (wait == Verdict::NEVER || EXACT.contains(&wait))
+                && EXACT.contains(&reset);
+            if grants > most || !is_exact {
+                problem = UNKNOWN;
+            }
+            Verdict {
+                remaining,
+                wait,
+                reset,
+            }
+        });
+        let each = each.collect();
+        if problem < 0 {
+            return Err(failure(problem));
+        }
+        Ok(Verdicts {
+            granted,
+            at: charged_at,
+            age: (at - charged_at).max(0),
+            each,
+        })
     }
 
     /// Maximum grant that a reply may report for one policy.
     fn max_granted(&self) -> i64 {
-        match self.asked.mode {
+        match self.key.mode {
             // A repeated id returns its earlier answer, which may be of another cost.
-            _ if self.asked.with_id => u32::MAX.into(),
+            _ if self.key.with_id => u32::MAX.into(),
             // A request in flight is granted as 1, regardless of its cost.
             Mode::Take
             | Mode::TakeAhead
             | Mode::UpTo
             | Mode::Peek
             | Mode::Charge
-            | Mode::Refund => i64::from(self.asked.cost).max(1),
+            | Mode::Refund => i64::from(self.key.cost).max(1),
             Mode::Renew | Mode::Release => 1,
             // Returns the sum of earlier charges, or the number of requests in flight.
-            Mode::Reset => WHOLE.end,
+            Mode::Reset => EXACT.end,
         }
     }
 }
@@ -161,9 +277,9 @@ impl ScriptCall {
             slots,
             has_several_of_a_caller,
             plan_of,
-            open,
+            last_entry,
             now,
-            asks,
+            needs_asking,
         } = self;
         keys.clear();
         ends.clear();
@@ -173,8 +289,8 @@ impl ScriptCall {
         slots.clear();
         *has_several_of_a_caller = false;
         plan_of.clear();
-        open.clear();
-        (*now, *asks) = (0, false);
+        last_entry.clear();
+        (*now, *needs_asking) = (0, false);
     }
 
     /// Adds the only check of a call.
@@ -192,37 +308,40 @@ impl ScriptCall {
             Mode::Take | Mode::Refund | Mode::Renew | Mode::Release
         );
         if joins && check.id().is_none() {
-            let open = self.open.entry(*check.key()).or_insert((plan, entry));
-            if open.0 != plan {
-                *open = (plan, entry);
-                self.has_several_of_a_caller = true;
-            }
-            if open.1 != entry {
-                let open = open.1;
-                return self.repeat(open, check);
+            let last = self.last_entry.entry(*check.key()).or_insert(entry);
+            match self.entries.get(*last) {
+                Some(same) if same.plan == plan => {
+                    let same = *last;
+                    return self.repeat(same, check);
+                }
+                Some(_) => {
+                    *last = entry;
+                    self.has_several_of_a_caller = true;
+                }
+                None => {}
             }
         } else {
-            self.open.remove(check.key());
+            self.last_entry.remove(check.key());
         }
         self.push_entry(plan, prefix, check);
     }
 
     /// Returns the index of the plan for this check, and creates the plan if it is new.
     fn plan(&mut self, check: &Check) -> usize {
-        let (asked, plans) = (Asked::of(check), &mut self.plans);
+        let (key, plans) = (PlanKey::of(check), &mut self.plans);
         // Usually all checks of a batch have the same parameters.
-        if plans.last().is_some_and(|plan| plan.asks(asked, check)) {
+        if plans.last().is_some_and(|plan| plan.matches(key, check)) {
             return plans.len() - 1;
         }
-        if let Some(&index) = self.plan_of.get(&asked)
-            && plans[index].asks(asked, check)
+        if let Some(&index) = self.plan_of.get(&key)
+            && plans[index].matches(key, check)
         {
             return index;
         }
         if let Some(last) = plans.last() {
-            self.plan_of.insert(last.asked, plans.len() - 1);
+            self.plan_of.insert(last.key, plans.len() - 1);
         }
-        plans.push(Plan::new(asked, check));
+        plans.push(Plan::new(key, check));
         plans.len() - 1
     }
 
@@ -281,7 +400,7 @@ impl ScriptCall {
 
     fn push_caller(&mut self, prefix: &str, caller: &Key) {
         self.keys.extend_from_slice(prefix.as_bytes());
-        if *caller == Key::PROBE {
+        if *caller == probe::KEY {
             // No braces around the probe's caller: each of its keys has a separate hash slot, so that a cluster rejects
             // the call.
             self.keys.push(b':');
@@ -346,35 +465,16 @@ impl ScriptCall {
         }
         let mut first = 1;
         for plan in &self.plans {
-            let time = match plan.asked.mode {
-                _ if plan.asked.with_id => plan.policies.longest_period(),
-                Mode::Charge => -plan.asked.within,
-                Mode::Refund => {
-                    -i64::from(plan.charged.first().is_some_and(|charged| charged.is_turn))
-                }
-                _ => plan.asked.within,
-            };
-            packed
-                .u8(wire::mode_number(plan.asked.mode))
-                .u32(plan.asked.cost as usize)
-                .i56(time);
-            for place in first..first + plan.policies.iter().len() {
-                packed.u32(place);
-            }
-            if plan.asked.mode == Mode::Refund {
-                let just_now = PolicyCharge::just_now(plan.asked.cost.into());
-                let charged = |policy| plan.charged.get(policy).unwrap_or(&just_now);
-                packed
-                    .u32(charged(0).cost as usize)
-                    .i56(charged(0).age)
-                    .i56(charged(0).at.micros());
-                for policy in 0..plan.policies.iter().len() {
-                    packed.i56(charged(policy).reset);
-                }
-            }
+            plan.pack(first, &mut packed);
             packed.add_to(cmd);
             first += plan.policies.iter().len();
         }
+        self.add_runs(cmd);
+    }
+
+    /// Adds the runs of `lua/call.lua`.
+    fn add_runs(&self, cmd: &mut Cmd) {
+        let mut packed = Packed::default();
         // Sort by entry: a check may have joined an earlier entry of its caller.
         let mut slots = self.slots.clone();
         slots.sort_by_key(|(entry, _)| *entry);
@@ -403,34 +503,38 @@ impl ScriptCall {
         reply: &Value,
     ) -> Result<impl Iterator<Item = Result<Verdicts, StoreError>>, StoreError> {
         let mut answers = if self.is_of_takes() {
-            Answers::OfTakes(self.read_takes(reply)?)
+            self.read_takes(reply)?
         } else {
             self.read_checks(reply)?
         };
-        Ok(self.checks.iter().map(move |entry| {
-            let plan = &self.plans[self.entries[*entry].plan];
+        Ok(self.checks.iter().map(move |&index| {
+            let Entry { plan, times } = self.entries[index];
+            let plan = &self.plans[plan];
             match &mut answers {
-                Answers::OfTakes(taken) => taken[*entry].next(plan),
+                Answers::OfTakes { answers, decided } => {
+                    let earlier = decided[index];
+                    decided[index] += 1;
+                    plan.read_take(&answers[index], times, earlier)
+                }
                 Answers::OfChecks { at, numbers, next } => {
-                    let from = next[*entry];
-                    next[*entry] += plan.answer_length();
-                    verdicts(&numbers[from..next[*entry]], plan, *at)
+                    let from = next[index];
+                    next[index] += plan.answer_length();
+                    plan.read_check(&numbers[from..next[index]], *at)
                 }
             }
         }))
     }
 
-    /// Decodes a reply of `lua/takes.lua`.
-    fn read_takes(&self, reply: &Value) -> Result<SmallVec<[Taken; 1]>, StoreError> {
-        let answers = taken(reply).filter(|answers| answers.len() == self.entries.len());
-        let answers = answers.ok_or_else(protocol)?;
-        let read = |(answer, entry): (_, &Entry)| {
-            Taken::read(answer, &self.plans[entry.plan], entry.times)
-        };
-        Ok(answers.iter().zip(&self.entries).map(read).collect())
+    /// Splits a reply of `lua/takes.lua`.
+    fn read_takes<'a>(&self, reply: &'a Value) -> Result<Answers<'a>, StoreError> {
+        let answers = records(reply).filter(|answers| answers.len() == self.entries.len());
+        Ok(Answers::OfTakes {
+            answers: answers.ok_or_else(protocol)?,
+            decided: smallvec![0; self.entries.len()],
+        })
     }
 
-    /// Decodes a reply of `lua/call.lua`.
+    /// Splits a reply of `lua/call.lua`.
     fn read_checks<'a>(&self, reply: &'a Value) -> Result<Answers<'a>, StoreError> {
         let mut end = 0;
         let mut next: Vec<usize> = Vec::with_capacity(self.entries.len());
@@ -438,11 +542,11 @@ impl ScriptCall {
             next.push(end);
             end += self.plans[entry.plan].answer_length() * entry.times as usize;
         }
-        let (at, numbers) = numbers(reply)
+        let (at, numbers) = records(reply)
             .and_then(|numbers| numbers.split_last())
             .ok_or_else(protocol)?;
         let at = i64::from_le_bytes(*at);
-        if numbers.len() != end || !WHOLE.contains(&at) {
+        if numbers.len() != end || !EXACT.contains(&at) {
             return Err(protocol());
         }
         Ok(Answers::OfChecks { at, numbers, next })
@@ -452,10 +556,10 @@ impl ScriptCall {
     pub(crate) fn is_read_only(&self, reply: &Value) -> bool {
         // No other number in a reply has this value.
         if self.is_of_takes() {
-            let mut answers = taken(reply).into_iter().flatten();
+            let mut answers = records::<TAKEN_LENGTH>(reply).into_iter().flatten();
             answers.any(|answer| i56(&answer[..7]) == wire::READ_ONLY)
         } else {
-            numbers(reply).is_some_and(|numbers| numbers.contains(&wire::READ_ONLY.to_le_bytes()))
+            records(reply).is_some_and(|numbers| numbers.contains(&wire::READ_ONLY.to_le_bytes()))
         }
     }
 }
@@ -471,8 +575,8 @@ impl Call for ScriptCall {
         }
     }
 
-    fn asks(&self) -> bool {
-        self.asks
+    fn needs_asking(&self) -> bool {
+        self.needs_asking
     }
 
     fn command(&self, name: &str, script: &str) -> Cmd {
@@ -495,10 +599,14 @@ impl Call for ScriptCall {
     }
 }
 
-/// A partly decoded reply.
+/// The answers in a reply.
 enum Answers<'a> {
-    /// One per entry.
-    OfTakes(SmallVec<[Taken; 1]>),
+    OfTakes {
+        /// One for each entry.
+        answers: &'a [[u8; TAKEN_LENGTH]],
+        /// For each entry, the number of its takes whose verdicts have been decoded.
+        decided: SmallVec<[i64; 1]>,
+    },
     OfChecks {
         /// The time of the call.
         at: i64,
@@ -506,49 +614,6 @@ enum Answers<'a> {
         /// For each entry, the index of its next answer in `numbers`.
         next: Vec<usize>,
     },
-}
-
-/// The takes of an entry. Redis replies with the state of the meter, from which the Rust half computes the decisions of
-/// the script.
-enum Taken {
-    /// The state before the next take, and its time.
-    From(i64, State),
-    Problem(i64),
-}
-
-impl Taken {
-    /// Decodes an answer of `lua/takes.lua`.
-    fn read(answer: &[u8; TAKEN_LENGTH], plan: &Plan, times: i64) -> Self {
-        let [at, level] = [0, 7].map(|from| i56(&answer[from..from + 7]));
-        let Some(policy) = plan.taken_from_meter().filter(|_| at >= 0) else {
-            return Self::Problem(at);
-        };
-        let (ticks, charged) = (plan.ticks_under(policy), level >= 0);
-        let before = if charged { level - ticks } else { -1 - level };
-        let fits = ticks > 0 && before + ticks <= policy.params().full;
-        let is_sound =
-            WHOLE.contains(&at) && WHOLE.contains(&before) && charged == (fits && times == 1);
-        State::of_level(policy.kind(), at, before)
-            .filter(|_| is_sound)
-            .map_or(Self::Problem(UNKNOWN), |state| Self::From(at, state))
-    }
-
-    /// The verdict on the next take.
-    fn next(&mut self, plan: &Plan) -> Result<Verdicts, StoreError> {
-        match self {
-            Self::Problem(problem) => Err(failure(*problem)),
-            Self::From(at, state) => {
-                let cost = plan.asked.cost.into();
-                let (verdict, granted) = Mode::Take.decide(&plan.policies[0], state, cost, *at);
-                Ok(Verdicts {
-                    granted,
-                    at: *at,
-                    age: 0,
-                    each: smallvec![verdict],
-                })
-            }
-        }
-    }
 }
 
 /// Parses the part of a count's key after the prefix, as [`ScriptCall::push`] writes it, into the caller and a policy
@@ -597,7 +662,7 @@ impl Packed {
 }
 
 /// The range of the capacities, levels and times in a reply: a double represents each exactly.
-const WHOLE: std::ops::Range<i64> = 0..1 << 53;
+const EXACT: std::ops::Range<i64> = 0..1 << 53;
 /// Maximum number of entries in a call of `lua/takes.lua`: Lua passes no more than 8,000 values to a function.
 const MAX_TAKES: usize = 4_000;
 /// Length in bytes of an answer of `lua/takes.lua`.
@@ -605,22 +670,13 @@ const TAKEN_LENGTH: usize = 19;
 /// The problem of an answer that no script returns.
 const UNKNOWN: i64 = i64::MIN;
 
-/// The numbers in a reply, least significant byte first. `None` if its length is wrong.
-fn numbers(reply: &Value) -> Option<&[[u8; 8]]> {
+/// The records of `N` bytes in a reply. `None` if the reply is not a string of whole records.
+fn records<const N: usize>(reply: &Value) -> Option<&[[u8; N]]> {
     let Value::BulkString(bytes) = reply else {
         return None;
     };
-    let (numbers, rest) = bytes.as_chunks();
-    rest.is_empty().then_some(numbers)
-}
-
-/// The answers in a reply of `lua/takes.lua`. `None` if its length is wrong.
-fn taken(reply: &Value) -> Option<&[[u8; TAKEN_LENGTH]]> {
-    let Value::BulkString(bytes) = reply else {
-        return None;
-    };
-    let (answers, rest) = bytes.as_chunks();
-    rest.is_empty().then_some(answers)
+    let (records, rest) = bytes.as_chunks();
+    rest.is_empty().then_some(records)
 }
 
 /// Decodes a number of 7 bytes, least significant first; 0 if there are fewer.
@@ -634,53 +690,6 @@ fn i56(bytes: &[u8]) -> i64 {
 
 fn protocol() -> StoreError {
     StoreError::new(ErrorKind::Protocol)
-}
-
-/// Decodes an answer: four numbers for each policy and, with an id, the time of the charge. `at` is the time of the
-/// call.
-///
-/// # Errors
-///
-/// Returns the reason why Redis did not decide this check, or [`ErrorKind::Protocol`] for numbers that the script never
-/// returns.
-fn verdicts(answer: &[[u8; 8]], plan: &Plan, at: i64) -> Result<Verdicts, StoreError> {
-    let (policies, most) = (&plan.policies, plan.max_granted());
-    let (mut granted, mut problem) = (0, 0);
-    let (answer, charged_at) = answer.as_chunks();
-    let charged_at = charged_at
-        .first()
-        .map_or(at, |charged_at| i64::from_le_bytes(*charged_at));
-    if !WHOLE.contains(&charged_at) {
-        return Err(protocol());
-    }
-    let each = answer.iter().zip(policies).map(|(answer, policy)| {
-        let [grants, remaining, wait, reset] = answer.map(i64::from_le_bytes);
-        if policies.tells_granted(policy) {
-            granted = granted.max(grants);
-        }
-        problem = problem.min(grants);
-        let is_whole = WHOLE.contains(&remaining)
-            && (wait == Verdict::NEVER || WHOLE.contains(&wait))
-            && WHOLE.contains(&reset);
-        if grants > most || !is_whole {
-            problem = UNKNOWN;
-        }
-        Verdict {
-            remaining,
-            wait,
-            reset,
-        }
-    });
-    let each = each.collect();
-    if problem < 0 {
-        return Err(failure(problem));
-    }
-    Ok(Verdicts {
-        granted,
-        at: charged_at,
-        age: (at - charged_at).max(0),
-        each,
-    })
 }
 
 /// The error of a check with this problem, or [`ErrorKind::Protocol`] if the number is unknown.

@@ -53,7 +53,7 @@ pub(super) trait Call {
     fn script(&self) -> &'static Script;
 
     /// Whether `ASKING` precedes it, because the node imports the slot.
-    fn asks(&self) -> bool;
+    fn needs_asking(&self) -> bool;
 
     /// Returns the command `name`, which is `EVALSHA` with the hash of the script or `EVAL` with its text.
     fn command(&self, name: &str, script: &str) -> Cmd;
@@ -73,7 +73,7 @@ impl<A: ToRedisArgs> Call for KeyCall<A> {
         self.script
     }
 
-    fn asks(&self) -> bool {
+    fn needs_asking(&self) -> bool {
         false
     }
 

@@ -1,6 +1,6 @@
 use redis::{Cmd, Value};
 
-use super::call::Asked;
+use super::call::PlanKey;
 use super::*;
 use crate::error::ErrorKind;
 use crate::limit::{Check, Key, Policies, Policy, Quota, Refill, Strategy};
@@ -69,7 +69,7 @@ fn lists_of_one_identity_stay_apart() {
     call.push("rl", &take(&one));
     call.push("rl", &take(&two));
     // Simulates a collision: gives the third list the identity of the first.
-    call.plan_of.insert(Asked::of(&take(&three)), 0);
+    call.plan_of.insert(PlanKey::of(&take(&three)), 0);
     for list in [&three, &one, &two, &three] {
         call.push("rl", &take(list));
         let entry = call.entries[call.checks[call.checks.len() - 1]];

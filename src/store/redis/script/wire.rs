@@ -153,7 +153,11 @@ pub(crate) fn arguments(policy: &Policy) -> [i64; 4] {
             params.ticks,
             params.period,
         ],
-        Frees::WithWindow | Frees::OneByOne | Frees::Fading | Frees::OnRelease => [
+        Frees::WithWindow
+        | Frees::WithCell
+        | Frees::OneByOne
+        | Frees::Fading
+        | Frees::OnRelease => [
             params.capacity,
             params.period,
             params.offset.unwrap_or(-1),

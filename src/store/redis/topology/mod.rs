@@ -109,6 +109,7 @@ impl Topology {
     }
 
     /// Returns the partition of a caller. Only checks of the same partition share a script call.
+    #[inline]
     pub(super) fn partition(&self, key: &Key) -> u16 {
         self.cluster().map_or(0, |cluster| cluster.partition(key))
     }
@@ -118,6 +119,7 @@ impl Topology {
     }
 
     /// Returns the node with the keys of this partition. `None` until a node has reported it.
+    #[inline]
     pub(super) fn node(&self, partition: u16) -> Option<Node> {
         self.cluster()
             .map_or(Some(Node::ONLY), |cluster| cluster.node(partition))

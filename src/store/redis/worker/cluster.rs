@@ -12,12 +12,12 @@ use redis::RedisError;
 use tokio::runtime::Handle;
 use tokio::time::timeout_at;
 
-use super::queues::Job;
+use super::queues::{Job, Placed, Redirect};
 use super::store::Shared;
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{error_of, not_run, within};
 use crate::store::redis::script::{KeyCall, MARKER};
-use crate::store::redis::topology::cluster::{Cluster, Planned, Refusal, SlotMap, Why};
+use crate::store::redis::topology::cluster::{Cluster, NodeError, Planned, SlotMap, Why};
 use crate::store::redis::topology::{Node, Topology};
 use crate::util::instant;
 
@@ -28,9 +28,6 @@ const MAX_HOPS: u8 = 8;
 /// Maximum time that a check waits until all its keys are on one node. Shorter than the deadline of a fallback, which
 /// would otherwise count a migrating slot as an outage.
 const PATIENCE: Duration = Duration::from_millis(30);
-
-/// Checks with the node that decides each. `None` if the check must wait for its node.
-pub(super) type Placed = Vec<(Option<Node>, Job)>;
 
 impl Shared {
     /// Schedules a query of the slots, on this runtime unless another runtime's task has scheduled one.
@@ -62,7 +59,7 @@ impl Shared {
     /// Returns the error of the query, or of the marker.
     async fn query_slots(self: &Arc<Self>, cluster: &Cluster, why: Why) -> Result<(), StoreError> {
         let queried = async {
-            let (map, changed) = cluster.ask_any(why, self.settings.timeout).await?;
+            let (map, changed) = cluster.query_any(why, self.settings.timeout).await?;
             self.adopt(cluster, map).await?;
             Ok(changed)
         };
@@ -81,7 +78,7 @@ impl Shared {
             match self.mark(cluster, &map).await {
                 Ok(agrees) => cluster.refresher.marked(agrees),
                 Err(error) if error.kind() == ErrorKind::Configuration => {
-                    let _ = cluster.refused.set(error.clone());
+                    let _ = cluster.marker_error.set(error.clone());
                     return Err(error);
                 }
                 // The marker's master is unreachable: the other masters must still be used.
@@ -109,7 +106,7 @@ impl Shared {
             key: self
                 .topology
                 .shared_key(&self.settings.prefix, "partitions"),
-            args: (ours, usize::from(cluster.refresher.has_agreed())),
+            args: (ours, usize::from(cluster.refresher.was_confirmed())),
             ttl: MARKER_KEPT,
         };
         let (theirs, agrees): (usize, bool) = self.run_script(node, &call).await?;
@@ -125,7 +122,7 @@ impl Shared {
     }
 
     /// Keeps the watch of the sentinels running, or schedules the hourly check of a cluster's marker.
-    pub(super) fn attend(self: &Arc<Self>) {
+    pub(super) fn keep_topology_current(self: &Arc<Self>) {
         match &self.topology {
             Topology::Sentinel(sentinels) => sentinels.watch(),
             Topology::Cluster(cluster) if cluster.refresher.marker_is_due() => {
@@ -142,7 +139,7 @@ impl Shared {
     ///
     /// Returns the error of the query.
     pub(super) async fn refreshed(self: &Arc<Self>, cluster: &Cluster) -> Result<(), StoreError> {
-        if let Some(error) = cluster.refresher.has_just_failed() {
+        if let Some(error) = cluster.refresher.recent_error() {
             self.refresh(Why::Unknown);
             return Err(error);
         }
@@ -170,29 +167,37 @@ impl Shared {
 
     /// Returns the node that decides a check at present.
     pub(super) fn node_of(&self, job: &Job) -> Option<Node> {
-        let asks = job.redirect.as_ref().and_then(|redirect| redirect.ask);
-        asks.or_else(|| self.topology.node(job.partition))
+        let importing = job
+            .redirect
+            .as_ref()
+            .and_then(|redirect| redirect.importing_node);
+        importing.or_else(|| self.topology.node(job.partition))
     }
 
     /// Interprets the error of the node `from`, and updates the slot map accordingly.
-    fn refused(self: &Arc<Self>, cluster: &Cluster, error: &RedisError, from: Node) -> Refusal {
-        let refusal = cluster.refusal(error, from);
-        match refusal {
-            Refusal::Moved { slot, node } => {
+    fn node_error(
+        self: &Arc<Self>,
+        cluster: &Cluster,
+        error: &RedisError,
+        from: Node,
+    ) -> NodeError {
+        let node_error = cluster.node_error(error, from);
+        match node_error {
+            NodeError::Moved { slot, node } => {
                 cluster.learn(slot, node);
                 self.refresh(Why::Moved);
             }
-            Refusal::NotReady => self.refresh(Why::Lost(from)),
-            Refusal::Ask(_) | Refusal::TryAgain | Refusal::Other => {}
+            NodeError::NotReady => self.refresh(Why::Lost(from)),
+            NodeError::Ask(_) | NodeError::TryAgain | NodeError::Other => {}
         }
-        refusal
+        node_error
     }
 
     /// Interprets the error of a call of a script with a key that belongs to no caller.
-    pub(super) fn rejected(self: &Arc<Self>, error: &RedisError, from: Node) -> StoreError {
+    pub(super) fn script_error(self: &Arc<Self>, error: &RedisError, from: Node) -> StoreError {
         let cluster = self.topology.cluster();
-        match cluster.map(|cluster| self.refused(cluster, error, from)) {
-            None | Some(Refusal::Other) => error_of(error),
+        match cluster.map(|cluster| self.node_error(cluster, error, from)) {
+            None | Some(NodeError::Other) => error_of(error),
             Some(_) => not_run(ErrorKind::NotReady, error),
         }
     }
@@ -206,64 +211,88 @@ impl Shared {
         error: &RedisError,
         from: Node,
     ) -> Placed {
-        let refusal = self.refused(cluster, error, from);
-        if matches!(refusal, Refusal::Ask(_) | Refusal::TryAgain) {
+        let node_error = self.node_error(cluster, error, from);
+        let address = cluster.address(Some(from));
+        if node_error == NodeError::Other {
+            let error = error_of(error).with_server(&address);
+            jobs.into_iter()
+                .for_each(|job| self.fail_taken(job, error.clone()));
+            return vec![];
+        }
+        if matches!(node_error, NodeError::Ask(_) | NodeError::TryAgain) {
             jobs.iter()
                 .for_each(|job| cluster.notice_move(job.partition));
         }
-        let address = cluster.address(Some(from));
-        let refused = error_of(error).with_server(&address);
-        let not_ready = not_run(ErrorKind::NotReady, error).with_server(&address);
-        // Whether all checks of the call are of one caller.
-        let alone = jobs.len() == 1 || jobs.iter().all(|job| job.alone);
+        let mut not_ready = not_run(ErrorKind::NotReady, error).with_server(&address);
+        if node_error == NodeError::TryAgain {
+            not_ready = not_ready.check_only();
+        }
+        let is_of_one_caller = jobs.len() == 1 || jobs.iter().all(|job| job.call_per_caller);
         let mut again = vec![];
         for mut job in jobs {
             let redirect = job.redirect.get_or_insert_default();
-            redirect.ask = None;
-            redirect.hops += 1;
-            let to = match refusal {
-                Refusal::Other => {
-                    self.refuse(job, refused.clone());
-                    continue;
-                }
-                Refusal::NotReady => None,
-                _ if redirect.hops > MAX_HOPS && refusal != Refusal::TryAgain => None,
-                Refusal::Moved { node, .. } => Some(Some(node)),
-                // Send each caller's checks in a separate call: all keys of one caller are usually on one node. Redis
-                // 6.2 also sends a redirect if only some keys of the call have migrated, and the importing node would
-                // start an empty count for a caller that has not.
-                Refusal::Ask(_) | Refusal::TryAgain if !alone => Some(Some(from)),
-                Refusal::Ask(node) => {
-                    redirect.ask = Some(node);
-                    Some(Some(node))
-                }
-                Refusal::TryAgain => {
-                    redirect.hops = 0;
-                    let since = *redirect.waits.get_or_insert_with(instant);
-                    (since.elapsed() < PATIENCE).then_some(None)
-                }
-            };
-            match to {
-                Some(node) => again.push((node, job)),
-                None => {
-                    let error = not_ready.clone();
-                    job.fail(if refusal == Refusal::TryAgain {
-                        error.check_only()
-                    } else {
-                        error
-                    });
-                }
+            match after_node_error(redirect, node_error, from, is_of_one_caller) {
+                Next::Node(node) => again.push((Some(node), job)),
+                Next::Wait => again.push((None, job)),
+                Next::Fail => job.fail(not_ready.clone()),
             }
         }
         again
     }
 
     /// Splits the checks of a node: first the checks that another node serves, then the others.
-    pub(super) fn moved(&self, jobs: impl Iterator<Item = Job>, node: Node) -> (Placed, Vec<Job>) {
+    pub(super) fn split_moved(
+        &self,
+        jobs: impl Iterator<Item = Job>,
+        node: Node,
+    ) -> (Placed, Vec<Job>) {
         let placed = jobs.map(|job| (self.node_of(&job), job));
         let (elsewhere, left): (Vec<_>, Vec<_>) =
             placed.partition(|(to, _)| to.is_some_and(|to| to != node));
         (elsewhere, left.into_iter().map(|(_, job)| job).collect())
+    }
+}
+
+/// The next step of a rejected check.
+enum Next {
+    /// It is sent to this node.
+    Node(Node),
+    /// It waits until all its keys are on one node.
+    Wait,
+    Fail,
+}
+
+/// Records that the node `from` has rejected a check's call, which had checks of one caller only if
+/// `is_of_one_caller`.
+fn after_node_error(
+    redirect: &mut Redirect,
+    node_error: NodeError,
+    from: Node,
+    is_of_one_caller: bool,
+) -> Next {
+    redirect.importing_node = None;
+    redirect.hops += 1;
+    match node_error {
+        NodeError::NotReady | NodeError::Other => Next::Fail,
+        NodeError::Moved { .. } | NodeError::Ask(_) if redirect.hops > MAX_HOPS => Next::Fail,
+        NodeError::Moved { node, .. } => Next::Node(node),
+        // Send each caller's checks in a separate call: all keys of one caller are usually on one node. Redis 6.2 also
+        // sends a redirect if only some keys of the call have migrated, and the importing node would start an empty
+        // count for a caller that has not.
+        NodeError::Ask(_) | NodeError::TryAgain if !is_of_one_caller => Next::Node(from),
+        NodeError::Ask(node) => {
+            redirect.importing_node = Some(node);
+            Next::Node(node)
+        }
+        NodeError::TryAgain => {
+            redirect.hops = 0;
+            let since = *redirect.split_since.get_or_insert_with(instant);
+            if since.elapsed() < PATIENCE {
+                Next::Wait
+            } else {
+                Next::Fail
+            }
+        }
     }
 }
 
@@ -357,7 +386,7 @@ mod tests {
         let cluster = store.inner.topology.cluster().unwrap();
         let ask = async || {
             cluster
-                .ask_any(Why::Moved, Duration::from_secs(20))
+                .query_any(Why::Moved, Duration::from_secs(20))
                 .await
                 .map(|(map, _)| cluster.adopt(map))
         };

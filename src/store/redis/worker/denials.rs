@@ -1,8 +1,8 @@
 //! A cache of denials, so that a flood of denied checks costs Redis almost nothing.
 //!
 //! Under every strategy a denied caller stays denied until its `retry_after`, unless a refund or a reset frees
-//! capacity. Until then, and for [`MEMORY`] at most, a denial answers every check of its cost or more under the same
-//! policies. [`MEMORY`] bounds how long a refund or reset by another instance goes unseen; this instance's own ones
+//! capacity. Until then, and for [`MAX_AGE`] at most, a denial answers every check of its cost or more under the same
+//! policies. [`MAX_AGE`] bounds how long a refund or reset by another instance goes unseen; this instance's own ones
 //! drop the caller's denials immediately. The cache keeps one denial per caller and list of policies. Checks with an id
 //! are never answered from it: the id may have been granted before.
 
@@ -21,7 +21,7 @@ pub(super) struct DenialCache {
     shards: Shards<RwLock<Shard>>,
     clock: Clock,
     /// Number of callers in the cache. While it is 0, checks read no shard.
-    held: AtomicUsize,
+    caller_count: AtomicUsize,
     /// `false` if the cache was created for 0 callers.
     is_on: bool,
 }
@@ -61,7 +61,7 @@ const MAX_LISTS: usize = 16;
 /// contention.
 const MAX_HITS: u8 = 15;
 /// Maximum age of a denial in microseconds.
-const MEMORY: i64 = 1_000_000;
+const MAX_AGE: i64 = 1_000_000;
 
 impl DenialCache {
     /// Creates a cache of about `max` callers. With 0, it caches nothing.
@@ -77,7 +77,7 @@ impl DenialCache {
         Self {
             shards,
             clock: Clock::new(),
-            held: AtomicUsize::new(0),
+            caller_count: AtomicUsize::new(0),
             is_on: max > 0,
         }
     }
@@ -88,8 +88,9 @@ impl DenialCache {
     }
 
     /// Returns the verdicts on this check if a cached denial covers it.
+    #[inline]
     pub(super) fn verdicts(&self, check: &Check) -> Option<Verdicts> {
-        if self.held.load(Relaxed) == 0 || check.id().is_some() {
+        if self.caller_count.load(Relaxed) == 0 || check.id().is_some() {
             return None;
         }
         let needs = needs(check)?;
@@ -108,14 +109,12 @@ impl DenialCache {
         Some(denial.verdicts_on(needs, now))
     }
 
-    /// Updates the cache with Redis's decision on a call that was sent at `sent`.
+    /// Records Redis's denial of a check whose call was sent at `sent`, if it can answer other checks.
     pub(super) fn learn(&self, check: &Check, verdicts: &Verdicts, sent: i64) {
         if !self.is_on {
             return;
         }
-        if check.gives_room() {
-            self.forget(check);
-        } else if let Some(denial) = Denial::new(check, verdicts, sent) {
+        if let Some(denial) = Denial::new(check, verdicts, sent) {
             self.change(check.key(), |shard, caller, now| {
                 if denial.sent > shard.freed_at && denial.expires_at > now {
                     shard.remember(caller, denial, now);
@@ -124,10 +123,9 @@ impl DenialCache {
         }
     }
 
-    /// Drops the caller's denials if the check may have freed capacity. Also called if Redis did not reply to a refund
-    /// or reset.
+    /// Drops the denials of a caller whose check may have freed capacity.
     pub(super) fn forget(&self, check: &Check) {
-        if self.is_on && check.gives_room() {
+        if self.is_on {
             self.change(check.key(), |shard, caller, now| {
                 shard.callers.remove(caller);
                 shard.freed_at = now;
@@ -135,7 +133,7 @@ impl DenialCache {
         }
     }
 
-    /// Calls `change` with the locked shard that has this caller, then updates `held`.
+    /// Calls `change` with the locked shard that has this caller, then updates `caller_count`.
     fn change(&self, key: &Key, change: impl FnOnce(&mut Shard, Digest, i64)) {
         let (shard, caller) = self.shards.of(key);
         let mut shard = shard.write().unwrap_or_else(PoisonError::into_inner);
@@ -143,7 +141,8 @@ impl DenialCache {
         change(&mut shard, caller, self.clock.micros());
         let after = shard.callers.len();
         if after != before {
-            self.held.fetch_add(after.wrapping_sub(before), Relaxed);
+            self.caller_count
+                .fetch_add(after.wrapping_sub(before), Relaxed);
         }
     }
 }
@@ -221,14 +220,11 @@ fn needs(check: &Check) -> Option<u32> {
 }
 
 impl Denial {
-    /// Returns `None` if the check was allowed, or if its denial cannot answer other checks.
+    /// Returns `None` if the denial of this check cannot answer other checks.
     fn new(check: &Check, verdicts: &Verdicts, sent: i64) -> Option<Self> {
-        if verdicts.each.iter().all(Verdict::is_allowed) {
-            return None;
-        }
         let needs = needs(check)?;
         // A cost above the capacity has no wait. It stays denied as long as the cache may keep it.
-        let holds = verdicts.wait().unwrap_or(MEMORY).min(MEMORY);
+        let holds = verdicts.wait().unwrap_or(MAX_AGE).min(MAX_AGE);
         let policies = check.policies().as_slice().into();
         Some(Self {
             policies,
@@ -292,7 +288,7 @@ mod tests {
         denials.learn(check, &denied(HOUR), denials.now());
     }
 
-    fn held(denials: &DenialCache) -> usize {
+    fn count(denials: &DenialCache) -> usize {
         denials
             .shards
             .iter()
@@ -305,9 +301,9 @@ mod tests {
         let policies = list("p");
         let check = Check::take(Key::GLOBAL, &policies, 1);
         for (wait, holds) in [
-            (HOUR, MEMORY),
-            (MEMORY / 2, MEMORY / 2),
-            (Verdict::NEVER, MEMORY),
+            (HOUR, MAX_AGE),
+            (MAX_AGE / 2, MAX_AGE / 2),
+            (Verdict::NEVER, MAX_AGE),
         ] {
             let denials = DenialCache::new(10);
             denials.learn(&check, &denied(wait), denials.now());
@@ -377,22 +373,17 @@ mod tests {
             deny(&denials, &check);
             assert!(denials.verdicts(&check).is_some(), "the last one answers");
         }
-        let full = held(&denials);
+        let full = count(&denials);
         assert!((1_500..=1_600).contains(&full), "{full}");
-        let reset = Verdicts::new(
-            0,
-            smallvec![Verdict {
-                remaining: 1,
-                wait: 0,
-                reset: 0
-            }],
-        );
         for key in (0..5_000)
             .map(|i| Key::new(i.to_string()))
             .chain([Key::GLOBAL])
         {
-            denials.learn(&Check::reset(key, &lists[0]), &reset, denials.now());
+            denials.forget(&Check::reset(key, &lists[0]));
         }
-        assert_eq!((held(&denials), denials.held.load(Relaxed)), (0, 0));
+        assert_eq!(
+            (count(&denials), denials.caller_count.load(Relaxed)),
+            (0, 0)
+        );
     }
 }

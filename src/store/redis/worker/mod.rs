@@ -18,6 +18,8 @@ mod denials;
 mod queues;
 mod store;
 mod task;
+#[cfg(test)]
+mod tests;
 
 pub use queues::RedisFuture;
 pub use store::RedisStore;

@@ -54,58 +54,53 @@ impl NodeQueue {
         self.runtime == runtime && self.target.as_ref().map(|target| target.node) == node
     }
 
-    /// Adds a check. Returns the place that identifies the check, and a [`Start`] if the queue allows another worker.
+    /// Adds a check. Returns its id, and a [`WorkerStart`] if the queue allows another worker.
     ///
     /// # Errors
     ///
     /// [`Full`], unless another queue has accepted the check before.
-    pub(super) fn push(&mut self, mut job: Job) -> Result<(Place, Option<Start>), Full> {
-        let (is_new, place) = match job.place {
-            Some(place) => (false, place),
-            None => (
-                true,
-                Place {
+    pub(super) fn push(&mut self, mut job: Job) -> Result<(JobId, Option<WorkerStart>), Full> {
+        let (id, starts) = match job.id {
+            Some(id) => (id, self.jobs.put(job)),
+            None => {
+                let id = JobId {
                     queue: self.number,
-                    job: self.jobs.next_number(),
-                },
-            ),
+                    number: self.jobs.next_number(),
+                };
+                job.id = Some(id);
+                (id, self.jobs.push(job)?)
+            }
         };
-        job.place = Some(place);
-        let starts = if is_new {
-            self.jobs.push(job)?
-        } else {
-            self.jobs.put(job)
-        };
-        let start = starts.then(|| Start {
-            queue: self.number,
+        let start = starts.then(|| WorkerStart {
+            queue_number: self.number,
             task: self.idle.pop(),
             target: self.target.clone(),
         });
-        Ok((place, start))
+        Ok((id, start))
     }
 }
 
 /// A worker to start. The queue has counted it.
-pub(super) struct Start {
-    pub(super) queue: NonZeroU64,
+pub(super) struct WorkerStart {
+    pub(super) queue_number: NonZeroU64,
     /// The task of an ended worker.
     pub(super) task: Option<oneshot::Sender<Worker>>,
     pub(super) target: Option<Target>,
 }
 
 impl Queues {
-    /// Returns `true` if the job at this place is queued, so that no worker has taken it.
-    pub(super) fn have(&self, place: Place) -> bool {
+    /// Returns `true` if the job is in its first queue, so that no worker has taken it.
+    pub(super) fn have(&self, id: JobId) -> bool {
         self.each
             .iter()
-            .any(|queue| queue.number == place.queue && queue.jobs.has(place.job))
+            .any(|queue| queue.number == id.queue && queue.jobs.has(id.number))
     }
 
-    /// Returns `true` if the job that was first queued at this place is in any queue, possibly after a redirection.
-    pub(super) fn have_redirected(&self, place: Place) -> bool {
+    /// Returns `true` if the job is in any queue, possibly after a redirection.
+    pub(super) fn have_redirected(&self, id: JobId) -> bool {
         self.each
             .iter()
-            .any(|queue| queue.jobs.iter().any(|job| job.place == Some(place)))
+            .any(|queue| queue.jobs.iter().any(|job| job.id == Some(id)))
     }
 
     /// Drops the idle queues of nodes that are not in the cluster.
@@ -262,24 +257,27 @@ impl<J> Queue<J> {
 pub(super) struct Job {
     pub(super) check: Check,
     pub(super) since: Instant,
-    /// The place where the check was first queued; a redirection keeps it. `None` before.
-    pub(super) place: Option<Place>,
+    /// `None` until it is queued. A redirection keeps the id.
+    pub(super) id: Option<JobId>,
     /// Its share of a batch's capacity.
     pub(super) weight: u32,
     /// The partition of its caller.
     pub(super) partition: u16,
     /// Whether only checks of the same caller may share its call.
-    pub(super) alone: bool,
+    pub(super) call_per_caller: bool,
     /// Set after a node has redirected it.
     pub(super) redirect: Option<Box<Redirect>>,
     answer: oneshot::Sender<Result<Decision, StoreError>>,
 }
 
-/// Identifies a job: the number of a queue, and the job's number in that queue.
+/// Checks with the node that decides each. `None` if the check must wait for its node.
+pub(super) type Placed = Vec<(Option<Node>, Job)>;
+
+/// Identifies a job by its first queue, and its number in that queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct JobId {
     pub(super) queue: NonZeroU64,
-    pub(super) job: u64,
+    pub(super) number: u64,
 }
 
 /// The redirections of a check.
@@ -287,9 +285,9 @@ pub(super) struct Place {
 pub(super) struct Redirect {
     /// The node that imports the check's slot. It decides the check after `ASKING`, although it does not own the slot
     /// yet.
-    pub(super) ask: Option<Node>,
+    pub(super) importing_node: Option<Node>,
     /// Time of the first rejection because the keys were on two nodes.
-    pub(super) waits: Option<Instant>,
+    pub(super) split_since: Option<Instant>,
     /// Number of redirections so far.
     pub(super) hops: u8,
 }
@@ -303,8 +301,7 @@ pub(super) struct Redirect {
 pub struct RedisFuture {
     /// `None` after it has resolved, or was withdrawn.
     answer: Option<Receiver>,
-    /// The first place of its check.
-    pub(super) place: Place,
+    pub(super) id: JobId,
 }
 
 /// Receives the answer to a check.
@@ -318,10 +315,10 @@ impl Job {
         let job = Self {
             check,
             since: instant(),
-            place: None,
+            id: None,
             weight,
             partition,
-            alone: false,
+            call_per_caller: false,
             redirect: None,
             answer,
         };
@@ -331,17 +328,17 @@ impl Job {
     /// Consecutive checks of the same group share a script call.
     pub(super) fn group(&self) -> (bool, u16, Option<&[u8]>) {
         (
-            self.asks(),
+            self.needs_asking(),
             self.partition,
-            self.alone.then(|| self.check.key().as_bytes()),
+            self.call_per_caller.then(|| self.check.key().as_bytes()),
         )
     }
 
     /// Returns `true` if its call is preceded by `ASKING`, because the node imports the slot.
-    pub(super) fn asks(&self) -> bool {
+    pub(super) fn needs_asking(&self) -> bool {
         self.redirect
             .as_ref()
-            .is_some_and(|redirect| redirect.ask.is_some())
+            .is_some_and(|redirect| redirect.importing_node.is_some())
     }
 
     /// Whether the caller has dropped the future.
@@ -360,10 +357,10 @@ impl Job {
 }
 
 impl RedisFuture {
-    pub(super) fn new(answer: Receiver, place: Place) -> Self {
+    pub(super) fn new(answer: Receiver, id: JobId) -> Self {
         Self {
             answer: Some(answer),
-            place,
+            id,
         }
     }
 

@@ -1,4 +1,5 @@
-//! [`RedisStore`], and the state that its clones share: queues, cached denials, settings and the topology.
+//! [`RedisStore`], and the state that its clones share: queues, cached denials, settings and the topology. The methods
+//! of that state that depend on the topology are in `cluster.rs`.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -14,19 +15,20 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::cluster::Placed;
 use super::denials::DenialCache;
-use super::queues::{Full, Job, NodeQueue, Place, Queue, Queues, RedisFuture, Target, no_runtime};
+use super::queues::{
+    Full, Job, JobId, NodeQueue, Placed, Queue, Queues, RedisFuture, Target, no_runtime,
+};
 use super::task::Worker;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Key, Policies, Source, Verdicts};
+use crate::limit::{Check, Key, Source, Verdict, Verdicts};
 use crate::observe::mistakes::MISSING_RIGHT;
 use crate::observe::{Observer, event, or_log};
 use crate::store::redis::link::{error_of, within};
 use crate::store::redis::script::Call;
 use crate::store::redis::settings::Settings;
 use crate::store::redis::topology::{Node, Pool, Topology};
-use crate::store::{Answer, Backend, Hooks, Store, Waiters, Withdraw};
+use crate::store::{Answer, Backend, Hooks, Store, Waiters, Withdraw, probe};
 use crate::util::{contain, instant, lock};
 
 /// A store in Redis: one count for all instances. A script decides, on Redis's own clock.
@@ -260,7 +262,7 @@ impl Shared {
         let jobs = Queue::new(max_queued.get(), max_workers, backlog);
         let watch = Watch {
             inner: Arc::downgrade(self),
-            queue: number,
+            queue_number: number,
             store,
         };
         (
@@ -294,13 +296,13 @@ impl Shared {
         if let Some(error) = self
             .topology
             .cluster()
-            .and_then(|cluster| cluster.refused.get())
+            .and_then(|cluster| cluster.marker_error.get())
         {
             return Err(error.clone());
         }
         let (job, answer) = Job::new(check, partition);
         match self.put(&runtime, self.topology.node(partition), job) {
-            Ok(place) => Ok(RedisFuture::new(answer, place)),
+            Ok(id) => Ok(RedisFuture::new(answer, id)),
             Err(Full) => Err(StoreError::new(ErrorKind::QueueFull)),
         }
     }
@@ -321,10 +323,10 @@ impl Shared {
         runtime: &Handle,
         node: Option<Node>,
         job: Job,
-    ) -> Result<Place, Full> {
-        let (place, start) = self.with_queue(runtime, node, |queue| queue.push(job))?;
+    ) -> Result<JobId, Full> {
+        let (id, start) = self.with_queue(runtime, node, |queue| queue.push(job))?;
         if let Some(start) = start {
-            let worker = Worker::new(self, start.queue);
+            let worker = Worker::new(self, start.queue_number);
             let unsent = match start.task {
                 Some(task) => task.send(worker).err(),
                 None => Some(worker),
@@ -334,15 +336,15 @@ impl Shared {
                 runtime.spawn(worker.run(start.target));
             }
         }
-        Ok(place)
+        Ok(id)
     }
 
     /// Withdraws a check that is still queued, so that it is never sent. Returns `false` if a worker has taken it.
     pub(crate) fn withdraw(&self, future: &mut RedisFuture) -> bool {
         // Keep the lock until the check is abandoned, so that no worker takes it between the two.
         let queues = self.queues();
-        let waits = queues.have(future.place)
-            || (self.topology.cluster().is_some() && queues.have_redirected(future.place));
+        let waits = queues.have(future.id)
+            || (self.topology.cluster().is_some() && queues.have_redirected(future.id));
         if waits {
             future.abandon();
         }
@@ -357,11 +359,10 @@ impl Shared {
             self.refreshed(cluster).await?;
             partitions = cluster.partition_of_each();
         }
-        let again = || Check::take(Key::PROBE, &Policies::probe(), 2);
         let probes: Vec<_> = partitions
             .into_iter()
             .flat_map(|partition| {
-                [Check::probe(Key::PROBE), again()].map(|probe| self.enqueue(probe, partition))
+                [1, 2].map(|cost| self.enqueue(probe::check(probe::KEY, cost), partition))
             })
             .collect();
         for probe in probes {
@@ -393,7 +394,7 @@ impl Shared {
             pool.give_back(connection);
             let reply = match replies.map_err(|error| error_of(&error))?.pop() {
                 Some(Ok(reply)) => reply,
-                Some(Err(error)) => return Err(self.rejected(&error, node)),
+                Some(Err(error)) => return Err(self.script_error(&error, node)),
                 None => return Err(StoreError::new(ErrorKind::Protocol)),
             };
             redis::from_redis_value(reply).map_err(|error| error_of(&error.into()))
@@ -434,18 +435,22 @@ impl Shared {
             self.lacks_right(error);
         }
         job.answer(|check| {
-            match &verdicts {
-                Ok(verdicts) => self.denials.learn(&check, verdicts, sent_at),
-                Err(_) => self.denials.forget(&check),
+            if check.gives_room() {
+                // Also after an error: Redis may have run the check.
+                self.denials.forget(&check);
+                self.waiters.freed(&check);
+            } else if let Ok(verdicts) = &verdicts
+                && !verdicts.each.iter().all(Verdict::is_allowed)
+            {
+                self.denials.learn(&check, verdicts, sent_at);
             }
-            self.waiters.freed(&check);
             verdicts.map(|verdicts| check.answer(verdicts, Source::Redis))
         });
     }
 
     /// Fails a check that a worker has taken. Redis may have decided the check, so this also updates the cached
     /// denials.
-    pub(super) fn refuse(&self, job: Job, error: StoreError) {
+    pub(super) fn fail_taken(&self, job: Job, error: StoreError) {
         self.decide(job, Err(error), 0);
     }
 
@@ -487,7 +492,7 @@ impl fmt::Debug for Shared {
 /// checks.
 struct Watch {
     inner: Weak<Shared>,
-    queue: NonZeroU64,
+    queue_number: NonZeroU64,
     store: oneshot::Receiver<Infallible>,
 }
 
@@ -502,7 +507,7 @@ impl Drop for Watch {
         let Some(inner) = self.inner.upgrade() else {
             return;
         };
-        let queue = inner.queues().remove(self.queue);
+        let queue = inner.queues().remove(self.queue_number);
         for job in queue.into_iter().flat_map(|queue| queue.jobs.into_jobs()) {
             job.fail(no_runtime().not_sent());
         }

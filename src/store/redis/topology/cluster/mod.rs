@@ -8,7 +8,7 @@
 //!
 //! Any of the [`nodes`] may provide the map of [`slots`], which is queried at startup, and again
 //! when a connection is lost or a slot has moved: see [`refresh`]. A call that a node
-//! [rejects](Refusal) because it does not serve the slot is sent to the node that does, since it
+//! [rejects](NodeError) because it does not serve the slot is sent to the node that does, since it
 //! was not executed. No other call is sent twice.
 //!
 //! Two instances with different numbers of partitions would count the same callers under different
@@ -30,7 +30,7 @@ use arc_swap::ArcSwap;
 use redis::{ConnectionInfo, RedisError};
 use siphasher::sip::SipHasher13;
 
-pub(crate) use nodes::Refusal;
+pub(crate) use nodes::NodeError;
 pub(crate) use refresh::{Planned, Refresher, Why};
 pub(crate) use slots::{SHARED, SlotMap};
 
@@ -47,7 +47,7 @@ pub(crate) struct Cluster {
     map: ArcSwap<SlotMap>,
     pub(crate) refresher: Refresher,
     /// The error of all checks, if this store has another number of partitions.
-    pub(crate) refused: OnceLock<StoreError>,
+    pub(crate) marker_error: OnceLock<StoreError>,
     clock: Clock,
 }
 
@@ -80,7 +80,7 @@ impl Cluster {
             partitions: slots::tags(partitions).into_iter().map(partition).collect(),
             map: ArcSwap::from_pointee(SlotMap::empty()),
             refresher: Refresher::default(),
-            refused: OnceLock::new(),
+            marker_error: OnceLock::new(),
             clock: Clock::new(),
         }
     }
@@ -170,8 +170,8 @@ impl Cluster {
     }
 
     /// Interprets the error of a node.
-    pub(crate) fn refusal(&self, error: &RedisError, asked: Node) -> Refusal {
-        self.nodes.refusal(error, asked)
+    pub(crate) fn node_error(&self, error: &RedisError, asked: Node) -> NodeError {
+        self.nodes.node_error(error, asked)
     }
 
     /// Records that `node` serves this slot.
@@ -187,7 +187,7 @@ impl Cluster {
 
     /// Queries the nodes for the map of slots, each for at most `patience`. Returns the map, and
     /// whether it differs from the current one.
-    pub(crate) async fn ask_any(
+    pub(crate) async fn query_any(
         &self,
         why: Why,
         patience: Duration,
@@ -198,7 +198,7 @@ impl Cluster {
         } else {
             None
         };
-        let (map, is_other) = self.nodes.ask_any(&present, lost, patience).await?;
+        let (map, is_other) = self.nodes.query_any(&present, lost, patience).await?;
         if is_other {
             self.refresher.forget_marker();
         }
@@ -224,7 +224,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn refusals_are_parsed_or_none() {
+    fn node_errors_are_parsed_or_none() {
         let seed = "redis://seed:1".into_connection_info().unwrap();
         let cluster = Cluster::new(
             vec![seed],
@@ -233,60 +233,63 @@ mod tests {
             1,
         );
         let asked = cluster.nodes.number(Address::new("seed", 1));
-        let refusal = |line: &str| {
+        let node_error = |line: &str| {
             let error = parse_redis_value(line.as_bytes())
                 .unwrap()
                 .extract_error()
                 .unwrap_err();
-            cluster.refusal(&error, asked)
+            cluster.node_error(&error, asked)
         };
         let node = |host, port| cluster.nodes.number(Address::new(host, port));
         for (line, expected) in [
             (
                 "-MOVED 3999 b:6381\r\n",
-                Refusal::Moved {
+                NodeError::Moved {
                     slot: 3999,
                     node: node("b", 6381),
                 },
             ),
             (
                 "-MOVED 0 :6381\r\n",
-                Refusal::Moved {
+                NodeError::Moved {
                     slot: 0,
                     node: node("seed", 6381),
                 },
             ),
             (
                 "-MOVED 0 ::1:6381\r\n",
-                Refusal::Moved {
+                NodeError::Moved {
                     slot: 0,
                     node: node("::1", 6381),
                 },
             ),
-            ("-ASK 3999 [::1]:6381\r\n", Refusal::Ask(node("::1", 6381))),
-            ("-MOVED 3999 ?:6381\r\n", Refusal::NotReady),
-            ("-MOVED 3999 b:0\r\n", Refusal::NotReady),
-            ("-MOVED 3999 b:port\r\n", Refusal::NotReady),
-            ("-MOVED 3999\r\n", Refusal::NotReady),
-            ("-MOVED\r\n", Refusal::NotReady),
-            ("-MOVED 99999 b:1\r\n", Refusal::NotReady),
-            ("-ASK all of it\r\n", Refusal::NotReady),
+            (
+                "-ASK 3999 [::1]:6381\r\n",
+                NodeError::Ask(node("::1", 6381)),
+            ),
+            ("-MOVED 3999 ?:6381\r\n", NodeError::NotReady),
+            ("-MOVED 3999 b:0\r\n", NodeError::NotReady),
+            ("-MOVED 3999 b:port\r\n", NodeError::NotReady),
+            ("-MOVED 3999\r\n", NodeError::NotReady),
+            ("-MOVED\r\n", NodeError::NotReady),
+            ("-MOVED 99999 b:1\r\n", NodeError::NotReady),
+            ("-ASK all of it\r\n", NodeError::NotReady),
             (
                 "-TRYAGAIN Multiple keys request during rehashing of slot\r\n",
-                Refusal::TryAgain,
+                NodeError::TryAgain,
             ),
-            ("-CLUSTERDOWN The cluster is down\r\n", Refusal::NotReady),
+            ("-CLUSTERDOWN The cluster is down\r\n", NodeError::NotReady),
             (
                 "-LOADING Redis is loading the dataset in memory\r\n",
-                Refusal::NotReady,
+                NodeError::NotReady,
             ),
             (
                 "-CROSSSLOT Keys in request don't hash to the same slot\r\n",
-                Refusal::Other,
+                NodeError::Other,
             ),
-            ("-ERR no\r\n", Refusal::Other),
+            ("-ERR no\r\n", NodeError::Other),
         ] {
-            assert_eq!(refusal(line), expected, "{line}");
+            assert_eq!(node_error(line), expected, "{line}");
         }
         // A nonexistent slot, reported by a faulty node.
         cluster.learn(60_000, node("b", 1));

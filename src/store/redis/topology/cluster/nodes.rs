@@ -55,7 +55,7 @@ impl<A: Clone + Eq + Hash> Known<A> {
 
 /// The meaning of a node's error reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Refusal {
+pub(crate) enum NodeError {
     /// Another node serves the slot.
     Moved {
         slot: u16,
@@ -74,9 +74,9 @@ pub(crate) enum Refusal {
 /// than a failover with Redis's default settings.
 const CLUSTER_LOST_AFTER: Duration = Duration::from_secs(30);
 /// Maximum number of known nodes that are queried.
-const ASKED: usize = 6;
+const MAX_QUERIED: usize = 6;
 /// The timeout divided by this number is the time after which the next node is queried too, in parallel.
-const SIDE_BY_SIDE: u32 = 8;
+const QUERIES_PER_TIMEOUT: u32 = 8;
 
 impl Nodes {
     pub(super) fn new(seeds: Vec<ConnectionInfo>, dialer: Dialer) -> Self {
@@ -107,7 +107,7 @@ impl Nodes {
         let address = self
             .address(node)
             .ok_or_else(|| StoreError::new(ErrorKind::Unreachable))?;
-        match self.ask(&address).await {
+        match self.query(&address).await {
             Ok((connection, slots)) if is_ours(&slots) => Ok(connection),
             Err(error) if error.kind() != ErrorKind::Configuration => Err(error),
             _ => Err(of_another(&address)),
@@ -128,7 +128,7 @@ impl Nodes {
     }
 
     /// Queries a node for the slots; also returns the connection.
-    async fn ask(&self, address: &Address) -> Result<(Driven, Slots), StoreError> {
+    async fn query(&self, address: &Address) -> Result<(Driven, Slots), StoreError> {
         let mut connection = self
             .dialer
             .dial(&with_address(&self.seeds[0], &address.host, address.port))
@@ -165,7 +165,7 @@ impl Nodes {
     /// The address of a node may have been reassigned to another cluster. So a map must have a node
     /// in common with the current one. Only if no such node has replied for a long time, the nodes
     /// that the application named define the cluster, as at startup.
-    pub(super) async fn ask_any(
+    pub(super) async fn query_any(
         &self,
         present: &SlotMap,
         lost: Option<Node>,
@@ -175,14 +175,15 @@ impl Nodes {
         let pause = if present.is_empty() {
             Duration::ZERO
         } else {
-            patience / SIDE_BY_SIDE
+            patience / QUERIES_PER_TIMEOUT
         };
-        let ask = async |address: Address| (within(patience, self.ask(&address)).await, address);
+        let query =
+            async |address: Address| (within(patience, self.query(&address)).await, address);
         let mut left = self.candidates(present, lost).into_iter();
         let mut answers = FuturesUnordered::new();
         let (mut failure, mut other) = (StoreError::new(ErrorKind::Unreachable), None);
         let slots = loop {
-            answers.extend(left.next().map(ask));
+            answers.extend(left.next().map(query));
             let answer = match left.len() {
                 0 => answers.next().await,
                 _ => match timeout(pause, answers.next()).await {
@@ -217,7 +218,7 @@ impl Nodes {
     }
 
     /// Interprets the error of the node `asked`.
-    pub(super) fn refusal(&self, error: &RedisError, asked: Node) -> Refusal {
+    pub(super) fn node_error(&self, error: &RedisError, asked: Node) -> NodeError {
         let elsewhere = || {
             let (address, slot) = error.redirect_node()?;
             let (host, port) = address.rsplit_once(':')?;
@@ -229,21 +230,21 @@ impl Nodes {
         };
         match error.kind() {
             Kind::Server(ServerErrorKind::Moved) => {
-                elsewhere().map_or(Refusal::NotReady, |(slot, node)| Refusal::Moved {
+                elsewhere().map_or(NodeError::NotReady, |(slot, node)| NodeError::Moved {
                     slot,
                     node,
                 })
             }
             Kind::Server(ServerErrorKind::Ask) => {
-                elsewhere().map_or(Refusal::NotReady, |(_, node)| Refusal::Ask(node))
+                elsewhere().map_or(NodeError::NotReady, |(_, node)| NodeError::Ask(node))
             }
-            Kind::Server(ServerErrorKind::TryAgain) => Refusal::TryAgain,
+            Kind::Server(ServerErrorKind::TryAgain) => NodeError::TryAgain,
             Kind::Server(
                 ServerErrorKind::ClusterDown
                 | ServerErrorKind::BusyLoading
                 | ServerErrorKind::MasterDown,
-            ) => Refusal::NotReady,
-            _ => Refusal::Other,
+            ) => NodeError::NotReady,
+            _ => NodeError::Other,
         }
     }
 
@@ -265,7 +266,7 @@ impl Nodes {
         let random = RandomState::new();
         let mut nodes = present.nodes.clone();
         nodes.sort_by_cached_key(|node| (lost == Some(*node), random.hash_one(node.index())));
-        nodes.truncate(ASKED);
+        nodes.truncate(MAX_QUERIED);
         let mut addresses: Vec<Address> = nodes
             .into_iter()
             .filter_map(|node| self.address(node))

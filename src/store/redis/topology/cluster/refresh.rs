@@ -31,10 +31,10 @@ struct RefresherState {
     /// overdue.
     planned: Option<Plan>,
     /// Time of the next check of the marker.
-    marked_until: Option<Instant>,
+    marker_due: Option<Instant>,
     /// Whether another instance has ever confirmed this number of partitions: the marker had it
     /// before this one set it.
-    agreed: bool,
+    was_confirmed: bool,
 }
 
 #[derive(Debug)]
@@ -70,7 +70,7 @@ pub(crate) enum Why {
 
 impl Why {
     /// Maximum delay; the minimum is half of it.
-    fn delay(self) -> Duration {
+    fn max_delay(self) -> Duration {
         match self {
             Self::Unknown => Duration::ZERO,
             Self::Lost(_) => Duration::from_millis(50),
@@ -101,7 +101,7 @@ impl Refresher {
                 .min(Self::LONGEST_GAP);
             let last = state.last.as_ref();
             let earliest = last.map_or(now, |(last, _)| *last + jittered(gap, 0.5..1.0));
-            let begins = earliest.max(now + jittered(why.delay(), 0.5..1.0));
+            let begins = earliest.max(now + jittered(why.max_delay(), 0.5..1.0));
             if let Some(plan) = &state.planned
                 && plan.begins <= begins
                 && now < plan.overdue
@@ -150,7 +150,7 @@ impl Refresher {
     }
 
     /// The error of the last query, if that failed less than [`LONGEST_GAP`](Self::LONGEST_GAP) ago.
-    pub(crate) fn has_just_failed(&self) -> Option<StoreError> {
+    pub(crate) fn recent_error(&self) -> Option<StoreError> {
         let state = lock(&self.state);
         let (last, error) = state.last.as_ref()?;
         error.clone().filter(|_| last.elapsed() < Self::LONGEST_GAP)
@@ -159,27 +159,27 @@ impl Refresher {
     /// Returns `true` if the marker should be checked.
     pub(crate) fn marker_is_due(&self) -> bool {
         lock(&self.state)
-            .marked_until
+            .marker_due
             .is_none_or(|until| until <= instant())
     }
 
     /// Returns `true` if another instance has ever confirmed this number of partitions.
-    pub(crate) fn has_agreed(&self) -> bool {
-        lock(&self.state).agreed
+    pub(crate) fn was_confirmed(&self) -> bool {
+        lock(&self.state).was_confirmed
     }
 
     /// Records that the marker has this store's number. `agrees` if the marker had that number before this store set
     /// it.
     pub(crate) fn marked(&self, agrees: bool) {
         let mut state = lock(&self.state);
-        state.marked_until = Some(instant() + Self::MARKER);
-        state.agreed |= agrees;
+        state.marker_due = Some(instant() + Self::MARKER);
+        state.was_confirmed |= agrees;
     }
 
     /// Forgets the marker: the slots belong to another cluster.
     pub(super) fn forget_marker(&self) {
         let mut state = lock(&self.state);
-        (state.marked_until, state.agreed) = (None, false);
+        (state.marker_due, state.was_confirmed) = (None, false);
     }
 }
 

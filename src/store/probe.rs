@@ -1,0 +1,24 @@
+//! Checks with which a store finds out whether another store decides.
+
+use std::sync::LazyLock;
+
+use crate::limit::{Check, Key, Policies, Policy, Quota, Strategy};
+
+/// The key of probes, which no request can have.
+pub(crate) const KEY: Key = Key::reserved(b"~probe");
+
+/// Returns another key of probes, for one partition of a store.
+pub(super) fn key(number: usize) -> Key {
+    Key::reserved(format!("~probe{number}").as_bytes())
+}
+
+/// Creates a probe. It reads and writes like any other check, and is always granted, so it always
+/// writes.
+pub(super) fn check(key: Key, cost: u32) -> Check {
+    const QUOTA: Quota = Quota::per_second(1_000_000);
+    static POLICIES: LazyLock<Policies> = LazyLock::new(|| {
+        let policy = |name| Policy::known(name, Strategy::Gcra.into(), QUOTA);
+        Policies::of(["one", "two"].map(policy).into_iter().collect())
+    });
+    Check::take(key, &POLICIES, cost)
+}
