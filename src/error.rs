@@ -439,7 +439,12 @@ mod tests {
     #[track_caller]
     fn assert_names_fix(error: impl fmt::Display) {
         let text = error.to_string();
-        let (what, fix) = text.split_once(": ").unwrap_or_default();
+        // A problem of a URL names its own fix.
+        let problem = text.strip_prefix("the Redis URL cannot be used: ");
+        let (what, fix) = problem
+            .and_then(|problem| problem.split_once("; "))
+            .or_else(|| problem.unwrap_or(&text).split_once(": "))
+            .unwrap_or_default();
         assert!(what.len() > 10 && fix.len() > 10, "{text}");
     }
 
@@ -523,7 +528,12 @@ mod tests {
             RedisStore::builder("redis+cluster://a,,b"),
             RedisStore::builder("redis+sentinel://a"),
             RedisStore::builder(Servers::cluster([""; 0])),
+            RedisStore::builder(Servers::cluster(["redis+unix:///a"])),
+            RedisStore::builder(Servers::cluster(["redis://a/1"])),
             RedisStore::builder(Servers::sentinel("a b", ["redis://a"])),
+            RedisStore::builder(Servers::sentinel("a", [""; 0])),
+            RedisStore::builder(Servers::sentinel("a", ["redis+unix:///a"])),
+            RedisStore::builder(Servers::sentinel("a", ["redis://a/1"])),
             RedisStore::builder(url).prefix("a b"),
             RedisStore::builder(url).timeout(Duration::ZERO),
             RedisStore::builder(url).partitions(partitions),

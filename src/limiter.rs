@@ -11,7 +11,7 @@ use crate::observe::Observer;
 use crate::settle::{Reservation, ReserveError};
 use crate::store::{Answer, Store};
 use crate::util::instant;
-use crate::wait_queues::{Bounds, Spent, WaitQueues, WaitRequest};
+use crate::wait_queues::{Bounds, Spent, WaitQueues};
 
 /// A store with policies, for code that is not a tower service, such as a job worker or a WebSocket
 /// loop.
@@ -269,15 +269,10 @@ impl<S: Store> Limiter<S> {
         if self.policies.iter().any(|policy| policy.never_fits(cost)) {
             return self.take(key, cost).await;
         }
-        let wanted = WaitRequest {
-            key,
-            policies: self.policies.clone(),
-            cost,
-            deadline,
-        };
+        let take = Check::take(key, &self.policies, cost);
         // Waiting does not use leased blocks.
         self.notifier.never_leased(&self.policies);
-        let permit = match self.wait_queues.join(wanted, None) {
+        let permit = match self.wait_queues.join(&take, deadline, None) {
             Ok(turn) => turn.await,
             Err(refusal) => Err(refusal),
         };

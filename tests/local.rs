@@ -78,6 +78,9 @@ mod responses {
 mod settle {
     pub(crate) mod local;
 }
+/// By what waits: `layer` (a layer with `.wait`), `limiter`, `throttle` or a throttle with a `pause`; and for all of them,
+/// the order and the costs in `queues`, the use of a quota over distances in `turns`, late replies, failures, refunds and
+/// runtimes in `slow_stores`.
 mod waiting {
     mod local {
         mod layer;

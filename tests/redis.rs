@@ -80,10 +80,11 @@ mod settle {
 mod topology {
     mod redis;
 }
+/// Each file has the name of the one in `waiting/local` with tests of the same kind.
 mod waiting {
     mod redis {
         mod limiter;
         mod pause;
-        mod queues;
+        mod throttle;
     }
 }

@@ -53,7 +53,7 @@ pub enum OnMissingKey {
     Allow,
 }
 
-words!(OnMissingKey, "answer to a missing key", "`reject` or `allow`": Reject = "reject", Allow = "allow");
+words!(OnMissingKey, "answer to a missing key": Reject = "reject", Allow = "allow");
 
 impl MissingKey {
     /// The client left the key out: over HTTP a 400, over gRPC `INVALID_ARGUMENT`. `problem` is shown to the client,

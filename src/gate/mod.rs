@@ -14,7 +14,7 @@
 //! |---|---|
 //! | `extract`, `missing` | the key of a request, or the reason for a missing key |
 //! | `select` | the policies of a request |
-//! | `wait` | requests that wait in a queue instead of being denied |
+//! | `wait` | how long requests wait in a queue instead of being denied |
 //! | `shadows` | checks that are not enforced |
 //! | `notifier` | reports of decisions and misconfigurations to the observer |
 //!
@@ -35,6 +35,7 @@ use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use pin_project_lite::pin_project;
 use tokio::time::Instant;
@@ -49,7 +50,6 @@ pub(crate) use notifier::Notifier;
 pub(crate) use select::Selector;
 
 use self::shadows::Shadows;
-use self::wait::{QueuedRequest, Waiting};
 use crate::background::OpQueue;
 use crate::error::StoreError;
 use crate::in_flight::{InFlightTracker, Slot};
@@ -59,7 +59,7 @@ use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
 use crate::settle::{RequestCost, Settled, Settlement};
 use crate::store::{Answer, Store};
 use crate::util::{instant, polled_after_completion};
-use crate::wait_queues::{self, Permit, Spent};
+use crate::wait_queues::{Acquire, NoPermit, Permit, Spent, WaitQueues};
 
 /// The settings of a layer for requests of the type `R`.
 pub(crate) struct Gate<S, R> {
@@ -77,8 +77,9 @@ pub(crate) struct Gate<S, R> {
     pub(crate) cost: Option<Cost<R>>,
     /// The id under which a request is charged once.
     pub(crate) id: Option<IdOf<R>>,
-    /// The queues in which requests wait instead of being denied. `None` if requests do not wait.
-    wait: Option<Waiting>,
+    /// How long requests wait instead of being denied, and in which queues. `None` if requests do
+    /// not wait.
+    wait: Option<(Duration, WaitQueues)>,
     pub(crate) on_error: OnError,
     pub(crate) on_missing_key: OnMissingKey,
     pub(crate) notifier: Notifier,
@@ -108,7 +109,7 @@ pub enum OnError {
     Allow,
 }
 
-words!(OnError, "answer to an error", "`reject` or `allow`": Reject = "reject", Allow = "allow");
+words!(OnError, "answer to an error": Reject = "reject", Allow = "allow");
 
 /// The resources that a request owns until it ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -168,11 +169,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     /// Makes requests wait that would be denied.
     pub(crate) fn wait(&mut self, wait: Wait) {
-        self.wait = Some(Waiting::new(
-            self.store.clone(),
-            self.in_flight.clone(),
-            wait,
-        ));
+        let queues = WaitQueues::new(self.store.clone(), wait.bounds);
+        self.wait = Some((wait.max, queues.with_tracker(self.in_flight.clone())));
     }
 
     pub(crate) fn observe(&mut self, observer: Arc<dyn Observer>) {
@@ -180,10 +178,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
         self.policies.observe(&observer);
         self.in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));
         self.ops = self.in_flight.ops().clone();
-        self.wait = self
-            .wait
-            .take()
-            .map(|waiting| waiting.with_tracker(self.in_flight.clone()));
+        if let Some((_, queues)) = &mut self.wait {
+            *queues = queues.with_tracker(self.in_flight.clone());
+        }
         self.notifier = Notifier::new(observer);
     }
 }
@@ -258,10 +255,10 @@ impl<S: Store, R: 'static> Gate<S, R> {
         };
         let check = self.check(key, &policies, request);
         let mut question = self.question(&check);
-        if let Some(wait) = &self.wait
-            && wait.has_line(&check)
+        if let Some((max, queues)) = &self.wait
+            && queues.has_queue(&check)
         {
-            return self.wait_for(request, question, wait, &policies, None, grant);
+            return self.wait_for(request, question, (*max, queues), &policies, None, grant);
         }
         question.slot = self.hold(&check);
         match self.notifier.send(&self.store, check) {
@@ -334,7 +331,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         grant: &mut Grant<S::Future>,
     ) -> Admission<S::Future> {
         question.answered(&answer);
-        if let Some(wait) = &self.wait
+        if let Some((max, queues)) = &self.wait
             && let Ok(denied) = &answer
             && denied.retry_after().is_some()
         {
@@ -342,6 +339,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             // Drop the slot, since the queue takes another one. If a fallback has denied the check
             // after a lost reply, Redis may have granted the slot: dropping it releases it there.
             question.slot = None;
+            let wait = (*max, queues);
             return self.wait_for(request, question, wait, &policies, answer.ok(), grant);
         }
         Admission::Decided(self.conclude(request, question, answer, grant))
@@ -355,14 +353,15 @@ impl<S: Store, R: 'static> Gate<S, R> {
         &self,
         request: &R,
         mut question: Question,
-        wait: &Waiting,
+        (max, queues): (Duration, &WaitQueues),
         policies: &Policies,
         denied: Option<Decision>,
         grant: &mut Grant<S::Future>,
     ) -> Admission<S::Future> {
-        match wait.join(&question, policies, denied) {
+        let take = Check::take(question.key, policies, question.cost);
+        match queues.join(&take, instant().checked_add(max), denied) {
             Ok(queued) => {
-                question.queued = Some(queued);
+                question.queued = Some(Box::new(queued));
                 Admission::Undecided(Pending {
                     asked: None,
                     question: Some(question),
@@ -382,7 +381,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         request: &R,
         mut question: Question,
         policies: &Policies,
-        turn: Result<Permit, wait_queues::Refusal>,
+        turn: Result<Permit, NoPermit>,
         grant: &mut Grant<S::Future>,
     ) -> Admitted {
         let answer = match turn {
@@ -539,7 +538,7 @@ struct Question {
     /// Time at which the check was sent. `None` if it is not needed.
     since: Option<Instant>,
     /// The place in the queue, while the request waits for its turn.
-    queued: Option<Box<QueuedRequest>>,
+    queued: Option<Box<Acquire>>,
     /// The charge of the permit, if the request has waited.
     permit: Option<Box<Charge>>,
     /// The slot under the policies that limit requests in flight. It exists before the check is
@@ -638,8 +637,8 @@ impl<D> Pending<D> {
         else {
             polled_after_completion("Pending");
         };
-        let turn = ready!(queued.poll(cx, |cx| inner.poll_ready(cx)))?;
-        let policies = queued.policies.clone();
+        let turn = ready!(queued.poll_with(cx, |cx| inner.poll_ready(cx)))?;
+        let policies = queued.policies().clone();
         let Some(mut question) = this.question.take() else {
             polled_after_completion("Pending");
         };
@@ -690,7 +689,7 @@ impl<D> Grant<D> {
     pub(crate) fn take_decision(&mut self) -> Option<Decision> {
         let decision = self.decision.take()?;
         Some(match &self.charge {
-            Some(charge) => charge.account().update(decision),
+            Some(charge) => charge.charges().update(decision),
             None => decision,
         })
     }
@@ -704,7 +703,7 @@ impl<D> Grant<D> {
         let settled = self
             .charge
             .as_ref()
-            .and_then(|charge| charge.account().settle(settlement));
+            .and_then(|charge| charge.charges().settle(settlement));
         if let Some(Settled { reserved, cost }) = settled
             && cost != reserved
         {
@@ -732,7 +731,7 @@ impl<D> Grant<D> {
     /// settled after their replies.
     pub(crate) fn end(&mut self) {
         if let Some(charge) = self.charge.take() {
-            charge.account().end();
+            charge.charges().end();
         }
         self.slot = None;
         if let Some(shadows) = &mut self.shadows {

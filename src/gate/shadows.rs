@@ -26,7 +26,7 @@ struct Reporter {
     /// The caller.
     key: Key,
     notifier: Notifier,
-    /// The account that settles the charges of these checks. `None` if the layer does not settle.
+    /// The request that settles the charges of these checks. `None` if the layer does not settle.
     charge: Option<RequestCost>,
     /// The in-flight slots of these checks, until the call ends. Empty if the layer settles,
     /// because then `charge` holds them.
@@ -79,7 +79,7 @@ impl<D> Shadows<D> {
             let policies = gate.countable(selector.find(request, Some(&key))?)?;
             let check = gate.check(counted_by, &policies, request);
             if let Some(charge) = charge.filter(|_| counted_by == key) {
-                charge.account().reserves(check.cost());
+                charge.charges().reserves(check.cost());
             }
             let mut question = gate.question(&check);
             question.slot = gate.hold(&check);
@@ -128,7 +128,7 @@ impl Reporter {
             None => self.slots.extend(slot),
             Some(charge) => {
                 if let Some(reserved) = question.reserved(&decision) {
-                    charge.account().add(reserved, slot);
+                    charge.charges().add(reserved, slot);
                 }
             }
         }

@@ -14,7 +14,7 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Policies, Policy, SlotId};
 use crate::observe::Observer;
 use crate::store::{Store, op_queue};
-use crate::util::{instant, lock};
+use crate::util::{RandomState, instant, lock};
 
 /// The slots of a layer or a [`Limiter`](crate::Limiter) in its store. Clones share the slots.
 #[derive(Clone)]
@@ -33,15 +33,22 @@ pub(crate) struct InFlightTracker(Arc<SharedSlots>);
 
 struct SharedSlots {
     ops: OpQueue,
-    slots: Mutex<BTreeMap<SlotId, TrackedSlot>>,
+    slots: Mutex<TrackedSlots>,
     renewer: TaskOwner,
+}
+
+#[derive(Default)]
+struct TrackedSlots {
+    by_id: HashMap<SlotId, TrackedSlot, RandomState>,
+    /// The next renewal of each admitted request, by time.
+    renewals: BTreeSet<(Instant, SlotId)>,
 }
 
 struct TrackedSlot {
     key: Key,
     /// The policies that limit requests in flight.
     policies: Policies,
-    /// Time of the next renewal. `None` until the request is admitted.
+    /// Time of the next renewal, also in `renewals`. `None` until the request is admitted.
     renew_at: Option<Instant>,
     /// Whether a take or a renewal has no reply yet.
     is_unanswered: bool,
@@ -54,7 +61,7 @@ pub(crate) struct Slot {
     id: SlotId,
 }
 
-/// Interval at which the task renews due slots.
+/// Interval at which the task renews the slots that are due. Shorter than a third of any TTL.
 const TICK: Duration = Duration::from_millis(250);
 
 impl InFlightTracker {
@@ -83,7 +90,7 @@ impl InFlightTracker {
             renew_at: None,
             is_unanswered: true,
         };
-        lock(&self.0.slots).insert(id, tracked);
+        lock(&self.0.slots).by_id.insert(id, tracked);
         // The task ends under the same lock.
         if !self.0.renewer.is_running() {
             self.0.ensure_renewer();
@@ -107,7 +114,7 @@ impl Slot {
             Ok(decision) if decision.is_unsure() => {}
             Ok(_) => drop(shared.remove(self.id)),
             Err(error) => {
-                if let Some(tracked) = lock(&shared.slots).get_mut(&self.id) {
+                if let Some(tracked) = lock(&shared.slots).by_id.get_mut(&self.id) {
                     tracked.is_unanswered = !error.is_not_sent();
                 }
             }
@@ -150,14 +157,6 @@ impl Drop for Slot {
 }
 
 impl TrackedSlot {
-    /// Returns the check that renews the slot, if it is due before the next tick.
-    fn renewal(&mut self, id: SlotId, now: Instant) -> Option<Check> {
-        self.renew_at.filter(|renew_at| *renew_at <= now + TICK)?;
-        self.renew_at = Some(now + self.renewal_interval());
-        self.is_unanswered = true;
-        Some(Check::renew(self.key, &self.policies, id))
-    }
-
     fn renewal_interval(&self) -> Duration {
         self.policies
             .iter()
@@ -168,18 +167,49 @@ impl TrackedSlot {
     }
 }
 
+impl TrackedSlots {
+    /// Schedules the next renewal of a slot.
+    fn schedule(&mut self, id: SlotId, now: Instant) -> Option<&mut TrackedSlot> {
+        let tracked = self.by_id.get_mut(&id)?;
+        let next = now + tracked.renewal_interval();
+        if let Some(last) = tracked.renew_at.replace(next) {
+            self.renewals.remove(&(last, id));
+        }
+        self.renewals.insert((next, id));
+        Some(tracked)
+    }
+
+    /// Returns the checks that renew the slots that are due before the next tick.
+    fn due(&mut self, now: Instant) -> Vec<(SlotId, Check)> {
+        let due = self.renewals.iter().take_while(|(at, _)| *at <= now + TICK);
+        let due: Vec<SlotId> = due.map(|(_, id)| *id).collect();
+        let renewals = due.into_iter().filter_map(|id| {
+            let tracked = self.schedule(id, now)?;
+            tracked.is_unanswered = true;
+            Some((id, Check::renew(tracked.key, &tracked.policies, id)))
+        });
+        renewals.collect()
+    }
+}
+
 impl SharedSlots {
     fn remove(&self, id: SlotId) -> Option<TrackedSlot> {
-        lock(&self.slots).remove(&id)
+        let mut slots = lock(&self.slots);
+        let removed = slots.by_id.remove(&id)?;
+        if let Some(at) = removed.renew_at {
+            slots.renewals.remove(&(at, id));
+        }
+        Some(removed)
     }
 
     /// Starts the renewals of a slot, unless they are started. `is_unsure` is `true` if the store's
     /// reply to its take or renewal is still missing.
     fn confirm(&self, id: SlotId, is_unsure: bool) {
-        if let Some(tracked) = lock(&self.slots).get_mut(&id) {
+        let mut slots = lock(&self.slots);
+        if let Some(tracked) = slots.by_id.get_mut(&id) {
             tracked.is_unanswered &= is_unsure;
             if tracked.renew_at.is_none() {
-                tracked.renew_at = Some(instant() + tracked.renewal_interval());
+                slots.schedule(id, instant());
             }
         }
     }
@@ -194,10 +224,7 @@ impl SharedSlots {
     }
 
     fn tick(self: &Arc<Self>, now: Instant) {
-        let renewals: Vec<_> = lock(&self.slots)
-            .iter_mut()
-            .filter_map(|(id, tracked)| Some((*id, tracked.renewal(*id, now)?)))
-            .collect();
+        let renewals = lock(&self.slots).due(now);
         for (id, check) in renewals {
             let this = Arc::downgrade(self);
             self.ops.put(PendingOp::of_check(check).then(move |reply| {
@@ -218,7 +245,7 @@ async fn renew(shared: Weak<SharedSlots>, task: Task) {
         };
         {
             let slots = lock(&shared.slots);
-            if slots.is_empty() {
+            if slots.by_id.is_empty() {
                 return drop(task);
             }
         }

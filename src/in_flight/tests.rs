@@ -17,7 +17,7 @@ use crate::limiter::Limiter;
 use crate::observe::event;
 use crate::settle::Reservation;
 use crate::store::{Answer, Fallback, LocalStore, MockStore};
-use crate::wait_queues::{Bounds, WaitQueues, WaitRequest};
+use crate::wait_queues::{Bounds, WaitQueues};
 
 /// Behaves like a fallback over Redis: while Redis is unreachable, another store decides.
 #[derive(Clone)]
@@ -627,19 +627,14 @@ async fn an_unused_permit_counts_until_dropped() {
     let tracker = tracker(&store);
     let turns = WaitQueues::new(store.clone(), Bounds::DEFAULT).with_tracker(tracker.clone());
     let _held = request(&store, &tracker, ann).await.unwrap();
-    let wanted = || WaitRequest {
-        key: ann,
-        policies: policies(),
-        cost: 1,
-        deadline: None,
-    };
-    let permit = turns.join(wanted(), None).unwrap().await.unwrap();
+    let take = Check::take(ann, &policies(), 1);
+    let permit = turns.join(&take, None, None).unwrap().await.unwrap();
     sleep(2 * TTL).await;
     assert_eq!(store.counted(ann), 2);
     drop(permit);
     until("it is released", || store.counted(ann) == 1).await;
 
-    let permit = turns.join(wanted(), None).unwrap().await.unwrap();
+    let permit = turns.join(&take, None, None).unwrap().await.unwrap();
     let slot = permit.spend().slot;
     sleep(2 * TTL).await;
     assert_eq!(store.counted(ann), 2);

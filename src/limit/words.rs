@@ -3,7 +3,13 @@
 /// Implements `Display`, `FromStr` and serde's traits for an enum without data, given a word per
 /// variant.
 macro_rules! words {
-    ($type:ident, $what:literal, $choices:literal: $($variant:ident = $word:literal),+ $(,)?) => {
+    (@choices $word:literal, $last:literal) => {
+        concat!("`", $word, "` or `", $last, "`")
+    };
+    (@choices $word:literal, $($rest:literal),+) => {
+        concat!("`", $word, "`, ", $crate::limit::words!(@choices $($rest),+))
+    };
+    ($type:ident, $what:literal: $($variant:ident = $word:literal),+ $(,)?) => {
         impl std::fmt::Display for $type {
             fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 f.write_str(match self {
@@ -21,13 +27,17 @@ macro_rules! words {
             fn from_str(text: &str) -> Result<Self, Self::Err> {
                 match text.trim() {
                     $($word => Ok(Self::$variant),)+
-                    _ => Err($crate::error::ConfigError::choice($what, text, $choices)),
+                    _ => Err($crate::error::ConfigError::choice(
+                        $what,
+                        text,
+                        $crate::limit::words!(@choices $($word),+),
+                    )),
                 }
             }
         }
 
         #[cfg(feature = "serde")]
-        $crate::limit::formats::text!($type, $choices);
+        $crate::limit::formats::text!($type, $crate::limit::words!(@choices $($word),+));
     };
 }
 

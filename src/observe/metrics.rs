@@ -80,7 +80,7 @@ pub struct MetricsObserver {
 }
 
 /// Counters that have no other label than `store`.
-const COUNTERS: [(&str, &str); 8] = [
+const COUNTERS: &[(&str, &str)] = &[
     (
         "ratelimit_second_key_total",
         "Requests without a key for the first extractor of an `or`, for which the second one found a key.",
@@ -115,7 +115,7 @@ const COUNTERS: [(&str, &str); 8] = [
     ),
 ];
 /// Without a unit: from OpenTelemetry, Prometheus would name gauges of unit 1 `.._ratio`.
-const GAUGES: [(&str, &str); 2] = [
+const GAUGES: &[(&str, &str)] = &[
     (
         "ratelimit_degraded",
         "Whether the fallback decides, because the primary store has failed too often.",
@@ -125,7 +125,7 @@ const GAUGES: [(&str, &str); 2] = [
         "Checks waiting in the queue when the last script call was sent to Redis.",
     ),
 ];
-const HISTOGRAMS: [(&str, Unit, &str); 3] = [
+const HISTOGRAMS: &[(&str, Unit, &str)] = &[
     (
         "ratelimit_check_seconds",
         Unit::Seconds,
@@ -172,16 +172,16 @@ impl MetricsObserver {
             Unit::Count,
             "Reports that rate limiting is misconfigured, by code. The log names the problem."
         );
-        for (name, description) in COUNTERS {
+        for &(name, description) in COUNTERS {
             describe_counter!(name, Unit::Count, description);
             counter!(name, "store" => store.clone()).increment(0);
         }
-        for (name, description) in GAUGES {
+        for &(name, description) in GAUGES {
             describe_gauge!(name, description);
             // Adding 0 keeps the value of a gauge that already exists.
             gauge!(name, "store" => store.clone()).increment(0.0);
         }
-        for (name, unit, description) in HISTOGRAMS {
+        for &(name, unit, description) in HISTOGRAMS {
             describe_histogram!(name, unit, description);
             // Register the histogram empty: Prometheus does not see the first outage unless the
             // series starts at 0.

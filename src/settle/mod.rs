@@ -1,22 +1,21 @@
 //! Settling a charge after the response: the reservation is kept, refunded, or replaced by the
 //! actual cost.
 //!
-//! **One account per request.** It contains what the request was charged under each list of policies.
-//! The response body and every clone of the [`RequestCost`] that the handler extracts own the account;
-//! the last one to be dropped settles it. So it is settled exactly once, however the request ends:
+//! **Settled once.** [`RequestCharges`](charges::RequestCharges) are the charges of a request under each list of
+//! policies. The response body and every clone of the [`RequestCost`] that the handler extracts own them;
+//! the last one to be dropped settles them. So a request is settled exactly once, however the request ends:
 //! the end of its body, an error, a panic, a timeout, or a client that disconnects.
 //!
 //! **No request waits.** A queue sends charges and refunds off the request path.
 
-mod account;
+mod charges;
 mod request_cost;
 mod reservation;
-mod settlement;
 
+pub use charges::Settlement;
 pub use request_cost::RequestCost;
 pub use reservation::{Reservation, ReserveError};
-pub use settlement::Settlement;
 
-pub(crate) use account::Settled;
+pub(crate) use charges::Settled;
 
-use account::Account;
+use charges::RequestCharges;

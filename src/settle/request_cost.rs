@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Account, ReserveError};
+use super::{RequestCharges, ReserveError};
 use crate::background::{OpQueue, PendingOp};
 use crate::error::{ErrorKind, StoreError};
 use crate::in_flight::Slot;
@@ -35,7 +35,7 @@ use crate::util::instant;
 #[doc(alias = "WebSocket")]
 #[derive(Clone)]
 pub struct RequestCost {
-    account: Arc<Account>,
+    charges: Arc<RequestCharges>,
 }
 
 impl RequestCost {
@@ -43,28 +43,28 @@ impl RequestCost {
     /// everything is settled.
     pub(crate) fn new(ops: OpQueue, reserved: Option<Charge>, slot: Option<Slot>) -> Self {
         Self {
-            account: Arc::new(Account::new(ops, reserved, slot)),
+            charges: Arc::new(RequestCharges::new(ops, reserved, slot)),
         }
     }
 
     /// Also counts for an outer layer.
     pub(crate) fn count_for(&self, outer: Self) {
-        self.account.count_for(outer);
+        self.charges.count_for(outer.charges);
     }
 
-    pub(crate) fn account(&self) -> &Account {
-        &self.account
+    pub(crate) fn charges(&self) -> &RequestCharges {
+        &self.charges
     }
 
     /// Adds to the counted cost.
     pub fn add(&self, units: u32) {
-        self.account
+        self.charges
             .count(|counted| counted.saturating_add(units.into()));
     }
 
     /// Replaces the counted cost.
     pub fn set(&self, units: u32) {
-        self.account.count(|_| units.into());
+        self.charges.count(|_| units.into());
     }
 
     /// Reserves more for the request, all or nothing, under the same policies: for a cost that its
@@ -106,51 +106,50 @@ impl RequestCost {
     /// store could not decide, independent of the layer's [`OnError`](crate::reject::OnError).
     pub async fn reserve(&self, units: u32) -> Result<(), ReserveError> {
         let mut granted = Vec::new();
-        let mut next = Some(self);
-        while let Some(cost) = next {
-            if let Err(error) = cost.reserve_here(units).await {
-                granted
-                    .iter()
-                    .for_each(|inner: &&Self| inner.account.refund_extra(units));
+        let mut next = Some(&self.charges);
+        while let Some(charges) = next {
+            if let Err(error) = reserve_under(charges, units).await {
+                let inner = granted.iter();
+                inner.for_each(|inner: &&Arc<RequestCharges>| inner.refund_extra(units));
                 return Err(error);
             }
-            granted.push(cost);
-            next = cost.account.outer();
+            granted.push(charges);
+            next = charges.outer();
         }
         Ok(())
-    }
-
-    /// Reserves under the policies of this layer only.
-    async fn reserve_here(&self, units: u32) -> Result<(), ReserveError> {
-        let Some(check) = self.account.check_extra(units) else {
-            return Ok(());
-        };
-        let (key, since, this) = (*check.key(), instant(), self.clone());
-        let (sender, receiver) = oneshot::channel();
-        // `this` keeps the account open until the reply, even if the handler stops waiting.
-        let op = PendingOp::of_check(check).then(move |answer| {
-            let granted = match answer {
-                Ok(decision) if decision.is_allowed() => {
-                    let extra = Charge::new(key, decision, units, since);
-                    this.account.add_extra(extra);
-                    Ok(())
-                }
-                Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
-                Err(error) => Err(ReserveError::Failed(error)),
-            };
-            let _ = sender.send(granted);
-        });
-        self.account.send(op);
-        receiver
-            .await
-            .unwrap_or_else(|_| Err(StoreError::new(ErrorKind::NoRuntime).check_only().into()))
     }
 
     /// Returns the reserved cost: the request's [initial cost](crate::RateLimitLayer::cost) plus
     /// [additions](Self::reserve). 0 if the request is not counted.
     pub fn reserved(&self) -> u32 {
-        self.account.reserved()
+        self.charges.reserved()
     }
+}
+
+/// Reserves under the policies of one layer.
+async fn reserve_under(charges: &Arc<RequestCharges>, units: u32) -> Result<(), ReserveError> {
+    let Some(check) = charges.check_extra(units) else {
+        return Ok(());
+    };
+    let (key, since, this) = (*check.key(), instant(), Arc::clone(charges));
+    let (sender, receiver) = oneshot::channel();
+    // `this` keeps the charges unsettled until the reply, even if the handler stops waiting.
+    let op = PendingOp::of_check(check).then(move |answer| {
+        let granted = match answer {
+            Ok(decision) if decision.is_allowed() => {
+                let extra = Charge::new(key, decision, units, since);
+                this.add_extra(extra);
+                Ok(())
+            }
+            Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
+            Err(error) => Err(ReserveError::Failed(error)),
+        };
+        let _ = sender.send(granted);
+    });
+    charges.send(op);
+    receiver
+        .await
+        .unwrap_or_else(|_| Err(StoreError::new(ErrorKind::NoRuntime).check_only().into()))
 }
 
 impl fmt::Debug for RequestCost {

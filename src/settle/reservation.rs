@@ -2,7 +2,7 @@ use std::fmt;
 
 use tokio::time::Instant;
 
-use super::{Account, Settlement};
+use super::{RequestCharges, Settlement};
 use crate::background::OpQueue;
 use crate::error::StoreError;
 use crate::in_flight::Slot;
@@ -38,7 +38,7 @@ use crate::limit::{Charge, Decision, Key, RateLimited};
 #[must_use = "dropping it refunds the reservation"]
 pub struct Reservation {
     decision: Decision,
-    account: Account,
+    charges: RequestCharges,
 }
 
 /// The error of a reservation.
@@ -64,7 +64,7 @@ impl Reservation {
         let charge = Charge::new(key, decision.clone(), cost, since);
         Self {
             decision,
-            account: Account::new(ops, Some(charge), slot),
+            charges: RequestCharges::new(ops, Some(charge), slot),
         }
     }
 
@@ -95,34 +95,34 @@ impl Reservation {
     /// # }
     /// ```
     pub fn add(&self, units: u32) {
-        self.account
+        self.charges
             .count(|counted| counted.saturating_add(units.into()));
     }
 
     /// Sets the cost that is charged when the reservation is dropped. Replaces earlier
     /// [additions](Self::add).
     pub fn set(&self, units: u32) {
-        self.account.count(|_| units.into());
+        self.charges.count(|_| units.into());
     }
 
     /// Charges `cost` instead of the reserved cost: the rest is refunded, or the missing part is
     /// [charged](crate::check::Check::charge) even beyond the limit.
     pub fn settle(self, cost: u32) {
-        self.account.settle(Settlement::Cost(cost));
+        self.charges.settle(Settlement::Cost(cost));
     }
 
     /// Keeps the charge as reserved.
     pub fn keep(self) {
-        self.account.settle(Settlement::Keep);
+        self.charges.settle(Settlement::Keep);
     }
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        // A counted cost is charged when the account is dropped. After `settle` or `keep`, nothing
+        // A counted cost is charged when the charges are dropped. After `settle` or `keep`, nothing
         // is left to refund.
-        if self.account.counted().is_none() {
-            self.account.settle(Settlement::Refund);
+        if self.charges.counted().is_none() {
+            self.charges.settle(Settlement::Refund);
         }
     }
 }

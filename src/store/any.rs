@@ -3,14 +3,17 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use pin_project_lite::pin_project;
 
+use super::config::set_tls;
+use super::redis::wrong_url;
 use super::{
-    Answer, Backend, Fallback, FallbackFuture, LocalStore, RedisFuture, RedisStore, Store,
-    StoreConfig, Withdraw,
+    Answer, Backend, Fallback, FallbackFuture, LocalStore, RedisFuture, RedisStore,
+    RedisStoreBuilder, Share, ShareConfig, Store, StoreConfig, StoreKind, Withdraw,
 };
-use crate::error::StoreError;
+use crate::error::{ConfigError, StoreError};
 use crate::limit::{Check, Decision};
 use crate::observe::Observer;
 
@@ -63,7 +66,19 @@ impl AnyStore {
     /// below 1 ms; [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) for
     /// [`ShareConfig::Alive`](crate::store::ShareConfig::Alive) outside a Tokio runtime.
     pub fn from_config(config: &StoreConfig) -> Result<Self, StoreError> {
-        config.store()
+        Ok(match (config.kind, &config.url) {
+            (StoreKind::Local, _) | (StoreKind::Auto, None) => Self::Local(local(config)),
+            (StoreKind::Redis, Some(url)) => Self::Redis(redis(config, url)?.connect_lazy()?),
+            (StoreKind::Auto | StoreKind::Fallback, Some(url)) => {
+                Self::Fallback(fallback(config, redis(config, url)?.connect_lazy()?)?)
+            }
+            (kind @ (StoreKind::Redis | StoreKind::Fallback), None) => {
+                return Err(wrong_url(format_args!(
+                    "it is missing, and a store of the kind `{kind}` needs it"
+                ))
+                .into());
+            }
+        })
     }
 
     /// Uses Redis with a local fallback if this environment variable holds the URL of a Redis;
@@ -102,6 +117,37 @@ impl AnyStore {
             Self::Redis(_) | Self::Local(_) => false,
         }
     }
+}
+
+pub(super) fn redis(config: &StoreConfig, url: &str) -> Result<RedisStoreBuilder, ConfigError> {
+    set_tls(RedisStore::builder(url).settings(config.into()), config)
+}
+
+pub(super) fn fallback(
+    config: &StoreConfig,
+    redis: RedisStore,
+) -> Result<Fallback<RedisStore, LocalStore>, StoreError> {
+    // With less, every reply of Redis would be too late: each instance would count separately
+    // although Redis works.
+    if config.deadline < Duration::from_millis(1) {
+        let text = format!(
+            "a deadline of {:?} for Redis: use at least 1 ms, such as 100 ms",
+            config.deadline
+        );
+        return Err(ConfigError::new(text).into());
+    }
+    let share = match config.share {
+        ShareConfig::Fixed(instances) => Share::Fixed(instances),
+        ShareConfig::Alive => Share::Alive(redis.announce()?),
+    };
+    Ok(Fallback::new(redis, local(config))
+        .deadline(config.deadline)
+        .failures(config.failures)
+        .share(share))
+}
+
+pub(super) fn local(config: &StoreConfig) -> LocalStore {
+    LocalStore::with_capacity(config.local_keys)
 }
 
 impl From<Fallback<RedisStore, LocalStore>> for AnyStore {

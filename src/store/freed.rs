@@ -66,8 +66,7 @@ impl Waiters {
         };
         // Outside of the lock, as waking a task may run code of its executor.
         for wake in wakes {
-            wake.freed.fetch_add(1, Ordering::AcqRel);
-            wake.notify.notify_one();
+            wake.freed();
         }
     }
 
@@ -119,6 +118,12 @@ impl Drop for Listener {
 }
 
 impl Wake {
+    /// Wakes the waiter, since a caller may have more room.
+    pub(crate) fn freed(&self) {
+        self.freed.fetch_add(1, Ordering::AcqRel);
+        self.notify.notify_one();
+    }
+
     /// Whether something was freed since it was [taken](Self::take_freed).
     pub(crate) fn is_freed(&self) -> bool {
         self.freed.load(Ordering::Acquire) > 0

@@ -1,36 +1,38 @@
 //! Wait queues: requests that would be denied wait in FIFO order, and get a [`Permit`].
 //!
-//! - A [`Line`] has the waiters of one runtime, caller and list of policies. If the policies refill gradually, they also
-//!   have the same cost. A waiter never changes its line. The lines are behind one lock, with the turns that no waiter has
-//!   yet, and with the numbers of waiters, which are [bounded](Bounds).
-//! - A line exists as long as its [`Task`], which sends checks to the store and answers the waiters. Requests only join and leave.
+//! - A [`Queue`] has the waiters of one runtime, caller and list of policies. If the policies refill gradually, they also
+//!   have the same cost. A waiter never changes its queue. The queues are behind one lock, with the turns, and with the
+//!   numbers of waiters, which are [bounded](Bounds). A turn is a granted permit that no waiter has yet.
+//! - A queue exists as long as its [`Task`], which sends checks to the store and answers the waiters. Requests only join and leave.
 //! - An [`Acquire`] is the future of a waiting request. It receives the answer: a permit, a denial or an error.
 //!
-//! A task serves its line in one of two ways. Both give a permit that is due to the first waiter:
+//! A task serves its queue in one of two ways. Both add turns, and each due turn goes to the first waiter:
 //!
 //! - **By turns**, if the policies refill gradually. For each waiter, a turn is taken ahead immediately: the store charges
 //!   it and reports when it is due. So the queue of all instances is in the store, and no round trip limits the rate.
-//!   Turns of a line are interchangeable. If a waiter leaves, the last turn is refunded. The store rejects that if a later
+//!   Turns of a queue are interchangeable. If a waiter leaves, the last turn is refunded. The store rejects that if a later
 //!   turn of another instance depends on it; then the turn serves the next waiter that joins before it is due, or expires.
-//! - **By checks**, under other policies, and while the store reserves no turns or fails. One check at a time is sent for
-//!   the first waiters that have no turn, and immediately in a new line. After a denial the next one follows when its wait
-//!   has passed, or when capacity was freed in this process. When the store reserves turns again, the others get theirs.
+//! - **By checks**, under other policies, and while the store reserves no turns or fails. One batch of checks at a time is
+//!   sent, for the first waiters that have no turn, and immediately in a new queue. After a denial the next one follows
+//!   when its wait has passed, or when capacity was freed in this process. If the policies refill gradually, the checks
+//!   are takes ahead: when one is granted for later, all waiters get turns again.
 //!
 //! Special cases:
 //!
-//! - **A request is dropped.** It leaves its line, and the task gets the reply that was meant for it. A permit that
+//! - **A request is dropped.** It leaves its queue, and the task gets the reply that was meant for it. A permit that
 //!   is dropped unused goes to the first waiter if that has its cost; otherwise it is refunded.
-//! - **A reply is lost.** The waiter that it was for fails, if it still waits, and the line is served by checks, the first
+//! - **A reply is lost.** The waiter that it was for fails, if it still waits, and the queue is served by checks, the first
 //!   one 100 ms later. After three failures in a row, each waiter without a turn fails. The charge is not refunded, since
-//!   it may not have been made. An empty line stays for a second after a failure, so that requests that try again share
+//!   it may not have been made. An empty queue stays until that check would be due, so that requests that try again share
 //!   its checks.
-//! - **A deadline passes.** The task refuses the waiter, unless a pending reply may serve it. So only a slow store call
-//!   delays that. It refuses earlier each waiter that is certain to be too late.
-//! - **A runtime ends.** It drops its tasks. With a task its line is removed: the waiters fail, and held turns
+//! - **A deadline passes.** The task refuses the waiter, unless a pending reply may serve it; by checks, the last one is
+//!   sent at the deadline. So only a slow store call delays that. It refuses earlier each waiter that is certain to be
+//!   too late.
+//! - **A runtime ends.** It drops its tasks. With a task its queue is removed: the waiters fail, and held turns
 //!   are refunded, but not charges whose reply is pending.
 
-mod line;
 mod permit;
+mod queue;
 mod task;
 #[cfg(test)]
 mod tests;
@@ -47,12 +49,13 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, ready};
 
 use tokio::runtime::{Handle, Id};
-use tokio::sync::oneshot::{self, error::TryRecvError};
+use tokio::sync::oneshot;
+use tokio::task::unconstrained;
 use tokio::time::Instant;
 
 pub(crate) use permit::{Permit, Spent};
 
-use self::line::{Line, Waiter};
+use self::queue::{Queue, Waiter};
 use self::task::Task;
 use crate::background::{OpQueue, PendingOp};
 use crate::error::{ErrorKind, StoreError};
@@ -62,7 +65,7 @@ use crate::observe::Observer;
 use crate::store::{Store, Waiters, op_queue};
 use crate::util::{instant, lock};
 
-/// The lines of all callers. Clones share the lines.
+/// The queues of all callers. Clones share the queues.
 #[derive(Clone)]
 pub(crate) struct WaitQueues {
     shared: Arc<Shared>,
@@ -78,7 +81,7 @@ struct Shared {
     send: Box<dyn Fn(Check) -> Reply + Send + Sync>,
     observe: Box<Observe>,
     waiters: Option<Waiters>,
-    lines: Mutex<Lines>,
+    queues: Mutex<Queues>,
     /// Number of waiting requests. While it is 0, others skip the lock.
     waiting: AtomicUsize,
 }
@@ -89,8 +92,8 @@ type Observe = dyn Fn(&Arc<dyn Observer>) -> OpQueue + Send + Sync;
 type Reply = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
 
 #[derive(Default)]
-struct Lines {
-    each: HashMap<LineId, Line>,
+struct Queues {
+    each: HashMap<QueueId, Queue>,
     /// Number of waiting requests of each caller.
     callers: HashMap<Key, usize>,
     /// The number of the newest waiter.
@@ -105,52 +108,44 @@ pub(crate) struct Bounds {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct LineId {
+struct QueueId {
     runtime: Id,
     key: Key,
-    /// A hash of the policies with their quotas, so that a replaced quota gets a separate line.
+    /// A hash of the policies with their quotas, so that a replaced quota gets a separate queue.
     policies: u64,
     /// The cost of all its waiters, under policies that refill gradually. Otherwise `None`: they have any cost.
     cost: Option<u32>,
 }
 
-/// A request that must wait.
-#[derive(Debug, Clone)]
-pub(crate) struct WaitRequest {
-    pub(crate) key: Key,
-    pub(crate) policies: Policies,
-    pub(crate) cost: u32,
-    /// `None` if it may wait forever.
-    pub(crate) deadline: Option<Instant>,
-}
-
 /// The reason for a missing permit.
 #[derive(Debug, Clone)]
-pub(crate) enum Refusal {
+pub(crate) enum NoPermit {
     /// The wait would be too long, or too many requests wait.
     Denied(Decision),
     Failed(StoreError),
 }
 
-/// A reference to a line, which exists only while its task does.
+/// A reference to a queue, which exists only while its task does.
 #[derive(Clone)]
-struct LineRef {
+struct QueueRef {
     queues: WaitQueues,
     policies: Policies,
-    id: LineId,
+    id: QueueId,
 }
 
-/// Resolves to a permit when it is due. Dropping it leaves the line.
+/// Resolves to a permit when it is due. Dropping it leaves the queue.
 pub(crate) struct Acquire {
-    line: LineRef,
+    queue_ref: QueueRef,
     /// The number of its waiter. `None` after the wait has ended.
     number: Option<u64>,
     answer: oneshot::Receiver<Answer>,
+    /// The permit, while a [service](Self::poll_with) is not ready.
+    permit: Option<Permit>,
 }
 
-type Answer = Result<Permit, Refusal>;
+type Answer = Result<Permit, NoPermit>;
 
-impl Refusal {
+impl NoPermit {
     /// Converts it to a store's answer.
     pub(crate) fn into_answer(self) -> Result<Decision, StoreError> {
         match self {
@@ -181,7 +176,7 @@ impl Bounds {
 }
 
 impl WaitQueues {
-    /// Creates lines for policies without requests in flight.
+    /// Creates queues for policies without requests in flight.
     pub(crate) fn new(store: impl Store, bounds: Bounds) -> Self {
         let (checked, observed) = (store.clone(), store.clone());
         let shared = Shared {
@@ -191,7 +186,7 @@ impl WaitQueues {
                 op_queue(observed.clone(), Some(Arc::clone(observer)))
             }),
             waiters: store.backend().waiters(),
-            lines: Mutex::default(),
+            queues: Mutex::default(),
             waiting: AtomicUsize::new(0),
         };
         Self {
@@ -202,7 +197,7 @@ impl WaitQueues {
         }
     }
 
-    /// Shares the lines, with other bounds.
+    /// Shares the queues, with other bounds.
     pub(crate) fn with_bounds(&self, bounds: Bounds) -> Self {
         Self {
             bounds,
@@ -210,7 +205,7 @@ impl WaitQueues {
         }
     }
 
-    /// Shares the lines, and uses the slots and the queue of this tracker.
+    /// Shares the queues, and uses the slots and the operation queue of this tracker.
     pub(crate) fn with_tracker(&self, in_flight: InFlightTracker) -> Self {
         Self {
             ops: in_flight.ops().clone(),
@@ -219,7 +214,7 @@ impl WaitQueues {
         }
     }
 
-    /// Shares the lines, and reports to this observer, as does the store.
+    /// Shares the queues, and reports to this observer, as does the store.
     pub(crate) fn observed(&self, observer: &Arc<dyn Observer>) -> Self {
         Self {
             ops: (self.shared.observe)(observer),
@@ -232,131 +227,121 @@ impl WaitQueues {
         self.ops.put(PendingOp::charge(key, policies, cost));
     }
 
-    /// Returns `true` if a request with this check must join a line, since others wait in it.
+    /// Returns `true` if a request with this check must join a queue, since others wait in it.
     #[inline]
-    pub(crate) fn has_line(&self, check: &Check) -> bool {
+    pub(crate) fn has_queue(&self, check: &Check) -> bool {
         self.shared.waiting.load(Ordering::Acquire) > 0 && self.has_waiters(check)
     }
 
     fn has_waiters(&self, check: &Check) -> bool {
-        let (policies, cost) = (check.policies(), check.cost());
         let Ok(runtime) = Handle::try_current() else {
             return false;
         };
-        let id = LineId::new(&runtime, check.key(), policies, cost);
-        let never_fits = policies.iter().any(|policy| policy.never_fits(cost));
-        let lines = lock(&self.shared.lines);
-        let line = lines.each.get(&id);
-        !never_fits && line.is_some_and(|line| !line.waiters.is_empty())
+        let mut policies = check.policies().iter();
+        let never_fits = policies.any(|policy| policy.never_fits(check.cost()));
+        let queues = lock(&self.shared.queues);
+        let queue = queues.each.get(&QueueId::new(&runtime, check));
+        !never_fits && queue.is_some_and(|queue| !queue.waiters.is_empty())
     }
 
-    /// Joins a line. `denied` is the denial of the store, if the request was checked. The cost must fit the policies:
-    /// otherwise the others would wait behind it forever.
+    /// Joins the queue of this take, until the deadline or forever. `denied` is the denial of the store, if the request
+    /// was checked. The cost must fit the policies: otherwise the others would wait behind it forever.
     ///
     /// # Errors
     ///
-    /// [`Refusal`] if the permit is certain to be too late, or if too many requests wait.
+    /// [`NoPermit`] if the permit is certain to be too late, or if too many requests wait.
     pub(crate) fn join(
         &self,
-        wanted: WaitRequest,
+        take: &Check,
+        deadline: Option<Instant>,
         denied: Option<Decision>,
-    ) -> Result<Acquire, Refusal> {
-        let runtime = Handle::try_current().map_err(|_| Refusal::no_runtime())?;
+    ) -> Result<Acquire, NoPermit> {
+        let runtime = Handle::try_current().map_err(|_| NoPermit::no_runtime())?;
         self.ops.wake();
-        let WaitRequest {
-            key,
-            policies,
-            cost,
-            deadline,
-        } = wanted;
-        let id = LineId::new(&runtime, &key, &policies, cost);
-        let line = LineRef {
+        let queue_ref = QueueRef {
             queues: self.clone(),
-            policies,
-            id,
+            policies: take.policies().clone(),
+            id: QueueId::new(&runtime, take),
         };
-        let (number, is_new, answer) = line.join(cost, deadline, denied.as_ref())?;
+        let (sender, answer) = oneshot::channel();
+        let waiter = Waiter {
+            cost: take.cost(),
+            deadline,
+            answer: sender,
+        };
+        let (number, is_new) = queue_ref.add(waiter, denied)?;
         let acquire = Acquire {
-            line: line.clone(),
+            queue_ref: queue_ref.clone(),
             number: Some(number),
             answer,
+            permit: None,
         };
         if is_new {
-            Task::start(line, denied.as_ref());
+            // A denied request is checked again, since capacity freed after the denial may not have woken the queue.
+            Task::start(queue_ref);
         }
         Ok(acquire)
     }
 }
 
-impl LineRef {
-    /// Adds a waiter. Returns its number, whether the line is new and needs a [`Task`], and the receiver of the answer.
-    fn join(
-        &self,
-        cost: u32,
-        deadline: Option<Instant>,
-        denied: Option<&Decision>,
-    ) -> Result<(u64, bool, oneshot::Receiver<Answer>), Refusal> {
+impl QueueRef {
+    /// Adds a waiter. Returns its number, and whether the queue is new and needs a [`Task`].
+    fn add(&self, waiter: Waiter, denied: Option<Decision>) -> Result<(u64, bool), NoPermit> {
         let WaitQueues { shared, bounds, .. } = &self.queues;
-        let lines = &mut *lock(&shared.lines);
-        let (here, now) = (lines.each.get(&self.id), instant());
-        let free_at = denied.and_then(|denied| line::free_at(denied, now));
-        let is_late = free_at.zip(deadline).is_some_and(|(at, deadline)| {
-            deadline < at && !here.is_some_and(|here| here.has_spare_turn(deadline))
-        });
-        let of_caller = lines.callers.get(&self.id.key).copied().unwrap_or(0);
+        let queues = &mut *lock(&shared.queues);
+        let (queue, now) = (queues.each.get(&self.id), instant());
+        let free_at = denied
+            .as_ref()
+            .and_then(|denied| queue::capacity_time(denied, now));
+        // In an existing queue, a turn may be left for it.
+        let is_late = queue.is_none() && waiter.deadline.is_some() && waiter.deadline < free_at;
+        let of_caller = queues.callers.get(&self.id.key).copied().unwrap_or(0);
         let waiting = shared.waiting.load(Ordering::Acquire);
         if is_late || waiting >= bounds.all || of_caller >= bounds.each {
-            let denial = denied.cloned();
-            let denial = denial.unwrap_or_else(|| self.denial(here, cost, now));
-            return Err(Refusal::Denied(denial));
+            let denial = denied.unwrap_or_else(|| self.denial(queue, waiter.cost, now));
+            return Err(NoPermit::Denied(denial));
         }
         shared.waiting.store(waiting + 1, Ordering::Release);
-        *lines.callers.entry(self.id.key).or_default() += 1;
-        lines.last += 1;
-        let is_new = here.is_none();
-        let (sender, answer) = oneshot::channel();
-        let waiter = Waiter {
-            cost,
-            deadline,
-            answer: sender,
-        };
-        let line = lines.each.entry(self.id).or_default();
-        line.join(lines.last, waiter);
-        line.wake.notify.notify_one();
-        Ok((lines.last, is_new, answer))
+        *queues.callers.entry(self.id.key).or_default() += 1;
+        queues.last += 1;
+        let is_new = queue.is_none();
+        let queue = queues.each.entry(self.id).or_default();
+        queue.add(queues.last, waiter);
+        queue.wake.notify.notify_one();
+        Ok((queues.last, is_new))
     }
 
     /// Counts a waiter out, and removes it if it has no answer.
     fn leave(&self, number: u64) {
         let left = {
             let shared = &self.queues.shared;
-            let lines = &mut *lock(&shared.lines);
+            let queues = &mut *lock(&shared.queues);
             shared.waiting.fetch_sub(1, Ordering::AcqRel);
-            if let Entry::Occupied(mut count) = lines.callers.entry(self.id.key) {
+            if let Entry::Occupied(mut count) = queues.callers.entry(self.id.key) {
                 *count.get_mut() -= 1;
                 if *count.get() == 0 {
                     count.remove();
                 }
             }
-            let line = lines.each.get_mut(&self.id);
-            line.and_then(|line| {
-                let left = line.remove(number)?;
-                line.wake.notify.notify_one();
+            let queue = queues.each.get_mut(&self.id);
+            queue.and_then(|queue| {
+                let left = queue.remove(number)?;
+                queue.wake.notify.notify_one();
                 Some(left)
             })
         };
         drop(left);
     }
 
-    /// Calls `act` with the line, if it exists: while its task does.
-    fn with<T>(&self, act: impl FnOnce(&mut Line) -> T) -> Option<T> {
-        let lines = &mut *lock(&self.queues.shared.lines);
-        lines.each.get_mut(&self.id).map(act)
+    /// Calls `act` with the queue, if it exists: while its task does.
+    fn with<T>(&self, act: impl FnOnce(&mut Queue) -> T) -> Option<T> {
+        let queues = &mut *lock(&self.queues.shared.queues);
+        queues.each.get_mut(&self.id).map(act)
     }
 
     /// The denial of a waiter. Before a reply of the store: try again when a unit has been freed.
-    fn denial(&self, line: Option<&Line>, cost: u32, now: Instant) -> Decision {
-        let known = line.and_then(|line| line.denial(now));
+    fn denial(&self, queue: Option<&Queue>, cost: u32, now: Instant) -> Decision {
+        let known = queue.and_then(|queue| queue.denial(now));
         known.unwrap_or_else(|| {
             let check = Check::take(self.id.key, &self.policies, cost);
             check.decided(Source::Local, 0, |policy| {
@@ -366,33 +351,59 @@ impl LineRef {
     }
 }
 
-impl LineId {
-    fn new(runtime: &Handle, key: &Key, policies: &Policies, cost: u32) -> Self {
+impl QueueId {
+    fn new(runtime: &Handle, take: &Check) -> Self {
         let mut hasher = DefaultHasher::new();
-        for policy in policies {
+        for policy in take.policies() {
             (policy.id(), policy.kind(), policy.quota()).hash(&mut hasher);
         }
         // A pause must also hold the requests that wait already, so no turns are reserved under it.
-        let mut each = policies.iter();
+        let mut each = take.policies().iter();
         let by_turns = each.all(|policy| policy.frees().is_gradual() && !policy.is_pause());
         Self {
             runtime: runtime.id(),
-            key: *key,
+            key: *take.key(),
             policies: hasher.finish(),
-            cost: by_turns.then_some(cost),
+            cost: by_turns.then_some(take.cost()),
         }
     }
 }
 
 impl Acquire {
-    /// The runtime of its line.
+    /// The runtime of its queue.
     pub(crate) fn runtime(&self) -> Id {
-        self.line.id.runtime
+        self.queue_ref.id.runtime
+    }
+
+    pub(crate) fn policies(&self) -> &Policies {
+        &self.queue_ref.policies
+    }
+
+    /// Waits for the answer. If it is a permit, keeps that until the service is ready.
+    pub(crate) fn poll_with<E>(
+        &mut self,
+        cx: &mut Context<'_>,
+        poll_ready: impl FnOnce(&mut Context<'_>) -> Poll<Result<(), E>>,
+    ) -> Poll<Result<Answer, E>> {
+        let permit = match self.permit.take() {
+            Some(permit) => permit,
+            None => match ready!(Pin::new(&mut *self).poll(cx)) {
+                Ok(permit) => permit,
+                Err(refusal) => return Poll::Ready(Ok(Err(refusal))),
+            },
+        };
+        match poll_ready(cx)? {
+            Poll::Ready(()) => Poll::Ready(Ok(Ok(permit))),
+            Poll::Pending => {
+                self.permit = Some(permit);
+                Poll::Pending
+            }
+        }
     }
 
     fn leave(&mut self) {
         if let Some(number) = self.number.take() {
-            self.line.leave(number);
+            self.queue_ref.leave(number);
         }
     }
 }
@@ -401,15 +412,11 @@ impl Future for Acquire {
     type Output = Answer;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Answer> {
-        // `poll` would not return a received answer if the task has used up its budget.
-        let answer = match self.answer.try_recv() {
-            Ok(answer) => Some(answer),
-            Err(TryRecvError::Closed) => None,
-            Err(TryRecvError::Empty) => ready!(Pin::new(&mut self.answer).poll(cx)).ok(),
-        };
+        // A received answer is returned even if the task has used up its budget.
+        let answer = ready!(Pin::new(&mut unconstrained(&mut self.answer)).poll(cx));
         self.leave();
-        // Without an answer, the runtime of its line has ended.
-        Poll::Ready(answer.unwrap_or_else(|| Err(Refusal::no_runtime())))
+        // Without an answer, the runtime of its queue has ended.
+        Poll::Ready(answer.unwrap_or_else(|_| Err(NoPermit::no_runtime())))
     }
 }
 

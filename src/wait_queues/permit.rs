@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::LineRef;
+use super::QueueRef;
 use crate::background::PendingOp;
 use crate::in_flight::Slot;
 use crate::limit::{Charge, Decision, Policies};
@@ -10,17 +10,17 @@ use crate::util::instant;
 
 /// A charged cost that may be used once, when it is due.
 ///
-/// Dropped unused, it passes to the first waiter of its line if that has the same cost; otherwise, and if its runtime ends
-/// before it is due, it is refunded.
+/// Dropped unused, it passes to the first waiter of its queue if that has the same cost; otherwise, and if its runtime
+/// ends before it is due, it is refunded.
 #[must_use]
 pub(crate) struct Permit {
-    line: LineRef,
+    queue_ref: QueueRef,
     charge: Charge,
     due: Instant,
     /// The slot under policies of requests in flight, released with the permit.
     slot: Option<Slot>,
-    /// Whether it was used, or its refund was sent.
-    is_used: bool,
+    /// `false` if it was used, or if its refund was sent, even if the store has rejected that.
+    is_refundable: bool,
 }
 
 /// A used permit.
@@ -37,13 +37,18 @@ const PATIENCE: Duration = Duration::from_secs(1);
 
 impl Permit {
     /// A permit for the cost of this charge.
-    pub(super) fn new(line: LineRef, charge: Charge, due: Instant, slot: Option<Slot>) -> Self {
+    pub(super) fn new(
+        queue_ref: QueueRef,
+        charge: Charge,
+        due: Instant,
+        slot: Option<Slot>,
+    ) -> Self {
         Self {
-            line,
+            queue_ref,
             charge,
             due,
             slot,
-            is_used: false,
+            is_refundable: true,
         }
     }
 
@@ -55,9 +60,8 @@ impl Permit {
         self.due
     }
 
-    /// Whether its refund was rejected.
-    pub(super) fn refund_was_rejected(&self) -> bool {
-        self.is_used
+    pub(super) fn is_refundable(&self) -> bool {
+        self.is_refundable
     }
 
     /// The decision, adjusted to a check that is allowed now.
@@ -79,61 +83,60 @@ impl Permit {
         }
         let decision = self.charge.decision().clone().due();
         let (age, verdicts) = (self.age(), decision.verdicts());
-        let expired = self.line.policies.iter().zip(verdicts);
+        let expired = self.queue_ref.policies.iter().zip(verdicts);
         let expired =
             expired.filter(|(policy, (_, verdict))| !policy.is_in_flight() && verdict.reset <= age);
         Policies::new(expired.map(|(policy, _)| policy.clone())).ok()
     }
 
-    /// Uses the permit. The request is in flight while it holds the slot. An expired charge is charged again; otherwise
-    /// permits could be saved up.
+    /// Uses the permit. The request is in flight while it holds the slot. An expired charge is made again:
+    /// otherwise permits of several windows could be used in one.
     pub(crate) fn spend(mut self) -> Spent {
-        self.is_used = true;
+        self.is_refundable = false;
         if let Some(expired) = self.expired() {
-            let charge = PendingOp::charge(self.line.id.key, &expired, self.charge.cost());
-            self.line.queues.ops.put(charge);
+            let charge = PendingOp::charge(self.queue_ref.id.key, &expired, self.charge.cost());
+            self.queue_ref.queues.ops.put(charge);
         }
-        let charge = self.charge.clone().due();
         Spent {
-            decision: charge.decision().clone().later(self.age()),
-            charge,
+            decision: self.decision(),
+            charge: self.charge.clone().due(),
             slot: self.slot.take(),
         }
     }
 
     /// Returns a refund of the part that still counts when it is sent. Then its drop does nothing.
     pub(super) fn refund(&mut self) -> PendingOp {
-        self.is_used = true;
+        self.is_refundable = false;
         PendingOp::refund(self.charge.clone(), self.charge.cost())
     }
 
-    /// Makes the permit usable, also after its refund was rejected.
+    /// Returns the permit for a waiter, which may drop it, also after its refund was rejected.
     pub(super) fn reopen(mut self) -> Self {
-        self.is_used = false;
+        self.is_refundable = true;
         self
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        if self.is_used {
+        if !self.is_refundable {
             return;
         }
-        let line = self.line.clone();
+        let queue_ref = self.queue_ref.clone();
         let passes = self.due <= instant()
             && self.expired().is_none()
-            && line.with(|here| {
-                let is_needed = here.has_use_for(self.cost());
+            && queue_ref.with(|queue| {
+                let is_needed = queue.first_costs(self.cost());
                 if is_needed {
-                    let charge = self.charge.clone();
-                    here.add_turn(Self::new(line.clone(), charge, self.due, self.slot.take()));
-                    here.wake.notify.notify_one();
+                    let (charge, slot) = (self.charge.clone(), self.slot.take());
+                    queue.add_turn(Self::new(queue_ref.clone(), charge, self.due, slot));
+                    queue.wake.notify.notify_one();
                 }
                 is_needed
             }) == Some(true);
         if !passes {
             let refund = self.refund();
-            self.line.queues.ops.put(refund);
+            self.queue_ref.queues.ops.put(refund);
         }
     }
 }

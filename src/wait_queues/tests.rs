@@ -10,8 +10,8 @@ use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
 use tokio::time::sleep;
 
-use super::line::{Line, Waiter};
-use super::{Acquire, Bounds, LineId, LineRef, Permit, Refusal, Reply, WaitQueues, WaitRequest};
+use super::queue::{Queue, Waiter};
+use super::{Acquire, Bounds, NoPermit, Permit, QueueId, QueueRef, Reply, WaitQueues};
 use crate::Limiter;
 use crate::error::{ErrorKind, StoreError};
 use crate::in_flight::{InFlightTracker, Slot};
@@ -103,9 +103,9 @@ impl Store for Away {
     }
 }
 
-/// A line that always has a waiter reserves no turns in an outage, and does so again afterwards.
+/// A queue that always has a waiter reserves no turns in an outage, and does so again afterwards.
 #[tokio::test(start_paused = true)]
-async fn a_busy_line_reserves_turns_after_an_outage() {
+async fn a_busy_queue_reserves_turns_after_an_outage() {
     let store = Away::default();
     store.is_away.store(true, SeqCst);
     let policy = Policy::new("test", Strategy::Gcra, "10/s burst 1".parse().unwrap()).unwrap();
@@ -171,7 +171,7 @@ fn local(store: &LocalStore, check: Check) -> Result<Decision, StoreError> {
     store.check(check).now_or_never().unwrap()
 }
 
-/// A request that was denied for longer than it may wait does not join a line.
+/// A request that was denied for longer than it may wait does not join a queue.
 #[tokio::test(start_paused = true)]
 async fn a_denial_that_is_too_late_is_immediate() {
     let (store, policies) = (LocalStore::default(), policies(WINDOW, "10/h"));
@@ -179,16 +179,11 @@ async fn a_denial_that_is_too_late_is_immediate() {
     let _ = local(&store, Check::take(ANN, &policies, 10)).unwrap();
     let denied = local(&store, Check::take(ANN, &policies, 1)).unwrap();
     let join = |max| {
-        let wanted = WaitRequest {
-            key: ANN,
-            policies: policies.clone(),
-            cost: 1,
-            deadline: Some(instant() + max),
-        };
-        queues.join(wanted, Some(denied.clone()))
+        let take = Check::take(ANN, &policies, 1);
+        queues.join(&take, Some(instant() + max), Some(denied.clone()))
     };
     assert!(
-        matches!(join(Duration::from_secs(2)), Err(Refusal::Denied(refused)) if refused == denied)
+        matches!(join(Duration::from_secs(2)), Err(NoPermit::Denied(refused)) if refused == denied)
     );
     assert!(join(Duration::from_secs(7_200)).is_ok());
 }
@@ -454,13 +449,8 @@ async fn a_denied_request_gets_a_turn_that_is_left() {
     );
     let [here, there] = [(); 2].map(|()| WaitQueues::new(store.clone(), Bounds::DEFAULT));
     let join = |queues: &WaitQueues, max, denied| {
-        let wanted = WaitRequest {
-            key: ANN,
-            policies: policies.clone(),
-            cost: 1,
-            deadline: Some(instant() + max),
-        };
-        queues.join(wanted, denied)
+        let take = Check::take(ANN, &policies, 1);
+        queues.join(&take, Some(instant() + max), denied)
     };
     let take = || local(&store, Check::take(ANN, &policies, 1)).unwrap();
     assert!(take().is_allowed());
@@ -472,11 +462,12 @@ async fn a_denied_request_gets_a_turn_that_is_left() {
     let denied = take();
     assert!(denied.retry_after().unwrap() > Duration::from_millis(1_900));
     let check = Check::take(ANN, &policies, 1);
-    assert!(!here.has_line(&check) && there.has_line(&check));
+    assert!(!here.has_queue(&check) && there.has_queue(&check));
     let start = instant();
     // Before the turn is due.
     let shorter = Duration::from_millis(500);
-    assert!(join(&here, shorter, Some(denied.clone())).is_err());
+    let refused = join(&here, shorter, Some(denied.clone())).unwrap();
+    assert!(refused.await.is_err());
     let short = Duration::from_millis(1_200);
     assert!(
         join(&here, short, Some(denied.clone()))
@@ -491,7 +482,7 @@ async fn a_denied_request_gets_a_turn_that_is_left() {
 
 /// A task does not outlive its turns, although the store never replies to a refund.
 #[tokio::test(start_paused = true)]
-async fn a_line_does_not_wait_for_a_late_refund() {
+async fn a_queue_does_not_wait_for_a_late_refund() {
     let store = LocalStore::default();
     let scripted = Scripted::new(move |check| match check.mode() {
         Mode::Refund => Box::pin(pending()),
@@ -504,7 +495,7 @@ async fn a_line_does_not_wait_for_a_late_refund() {
     drop(left);
     let tasks = || Handle::current().metrics().num_alive_tasks();
     sleep(Duration::from_millis(10)).await;
-    assert_eq!(tasks(), 2, "the line and the refund");
+    assert_eq!(tasks(), 2, "the queue and the refund");
     sleep(Duration::from_secs(2)).await;
     assert_eq!(tasks(), 1, "the refund");
 }
@@ -567,13 +558,10 @@ impl InFlight {
     }
 
     fn join(&self, cost: u32, max: Duration) -> Acquire {
-        let wanted = WaitRequest {
-            key: ANN,
-            policies: self.policies.clone(),
-            cost,
-            deadline: Some(instant() + max),
-        };
-        self.queues.join(wanted, None).unwrap()
+        let take = Check::take(ANN, &self.policies, cost);
+        self.queues
+            .join(&take, Some(instant() + max), None)
+            .unwrap()
     }
 
     fn takes(&self) -> u32 {
@@ -633,27 +621,30 @@ async fn in_flight_freed_slots_extend_no_wait() {
     freeing.abort();
 }
 
-/// By checks, a waiter is not denied while its check has no reply, although its deadline has passed.
+/// A check for many waiters is for no more than a window allows.
+#[tokio::test(start_paused = true)]
+async fn a_check_takes_at_most_the_capacity() {
+    let (store, most) = (LocalStore::default(), Arc::new(AtomicU32::new(0)));
+    let counted = Arc::clone(&most);
+    let scripted = Scripted::new(move |check| {
+        counted.fetch_max(check.cost(), SeqCst);
+        Box::pin(ready(local(&store, check)))
+    });
+    let limiter = Limiter::new(scripted, policies(WINDOW, "10/m"));
+    let waits = join_all((0..50).map(|_| limiter.wait(ANN, 1, 10 * MINUTE)));
+    assert!(waits.await.iter().flatten().all(Decision::is_allowed));
+    assert_eq!(most.load(SeqCst), 10);
+}
+
+/// By checks, the last check of a waiter is sent at its deadline, although the next one is due later by the jitter.
 #[tokio::test(start_paused = true)]
 async fn a_check_at_the_deadline_decides() {
-    let calls = AtomicU32::new(0);
-    let store = LocalStore::default();
-    let scripted = Scripted::new(move |check| {
-        let answer = match calls.fetch_add(1, SeqCst) {
-            0 => Err(StoreError::new(ErrorKind::Unreachable)),
-            _ => local(&store, check),
-        };
-        Box::pin(async move {
-            sleep(Duration::from_millis(1)).await;
-            answer
-        })
-    });
-    let limiter = Limiter::new(scripted, policies(Strategy::Gcra, "1/s"));
-    assert!(limiter.wait(ANN, 1, MINUTE).await.is_err());
-    sleep(Duration::from_millis(200)).await;
-    // The line is kept after the failure.
-    let decision = limiter.wait(ANN, 1, Duration::ZERO).await.unwrap();
-    assert!(decision.is_allowed());
+    for _ in 0..20 {
+        let limiter = Limiter::new(Slow::default(), policies(WINDOW, "1/s"));
+        let wait = |max| limiter.wait(ANN, 1, Duration::from_millis(max));
+        assert!(wait(0).await.unwrap().is_allowed());
+        assert!(wait(1_000).await.unwrap().is_allowed());
+    }
 }
 
 /// A waiter keeps the turn of an earlier waiter that has left, although a new turn would be due too late.
@@ -738,40 +729,40 @@ async fn a_store_without_debts_gets_few_takes_after_a_reset() {
 async fn the_first_that_lack_a_turn_are_found() {
     let policies = policies(Strategy::Gcra, "1/s burst 1");
     let (store, runtime) = (LocalStore::default(), Handle::current());
-    let line = LineRef {
+    let queue_ref = QueueRef {
         queues: WaitQueues::new(store.clone(), Bounds::DEFAULT),
-        id: LineId::new(&runtime, &ANN, &policies, 1),
+        id: QueueId::new(&runtime, &Check::take(ANN, &policies, 1)),
         policies: policies.clone(),
     };
     let decision = local(&store, Check::take(ANN, &policies, 1)).unwrap();
     let mut rng = fastrand::Rng::with_seed(1);
     for _ in 0..2_000 {
-        let mut here = Line::default();
+        let mut queue = Queue::default();
         for number in 0..rng.u64(0..12) {
             let waiter = Waiter {
                 cost: 1,
                 deadline: None,
                 answer: oneshot::channel().0,
             };
-            here.join(number, waiter);
+            queue.add(number, waiter);
         }
         for _ in 0..rng.u8(0..6) {
             // Some of their waiters have left.
-            here.requested.insert(rng.u64(0..12));
+            queue.requested.insert(rng.u64(0..12));
         }
         for _ in 0..rng.u8(0..12) {
             let charge = Charge::new(ANN, decision.clone(), 1, instant());
-            here.add_turn(Permit::new(line.clone(), charge, instant(), None));
+            queue.add_turn(Permit::new(queue_ref.clone(), charge, instant(), None));
         }
-        let (most, turns) = (rng.usize(0..8), here.turns.len());
-        let waiting: Vec<_> = here.waiters.keys().copied().collect();
-        let without: Vec<_> = here.without_turn().map(|(number, _)| *number).collect();
+        let (most, turns) = (rng.usize(0..8), queue.turns.len());
+        let waiting: Vec<_> = queue.waiters.keys().copied().collect();
+        let without: Vec<_> = queue.without_turn().map(|(number, _)| *number).collect();
         assert_eq!(without, waiting[turns.min(waiting.len())..]);
-        let count = waiting.len().saturating_sub(turns + here.requested.len());
+        let count = waiting.len().saturating_sub(turns + queue.requested.len());
         let mut lacking = waiting;
-        lacking.retain(|number| !here.requested.contains(number));
+        lacking.retain(|number| !queue.requested.contains(number));
         let lacking: Vec<_> = lacking.split_off(lacking.len() - count);
-        let found: Vec<_> = here.lacking(most).iter().map(|(n, _)| **n).collect();
+        let found: Vec<_> = queue.to_request().take(most).map(|(n, _)| *n).collect();
         assert_eq!(found, lacking[..most.min(count)]);
     }
 }
@@ -808,13 +799,14 @@ async fn a_refund_before_the_wait_is_not_missed() {
     for refund in taken.refund(ANN, 10, Duration::ZERO) {
         let _ = local(&store, refund).unwrap();
     }
-    let wanted = WaitRequest {
-        key: ANN,
-        policies,
-        cost: 1,
-        deadline: None,
-    };
+    let take = Check::take(ANN, &policies, 1);
     let start = instant();
-    assert!(queues.join(wanted, Some(denied)).unwrap().await.is_ok());
+    assert!(
+        queues
+            .join(&take, None, Some(denied))
+            .unwrap()
+            .await
+            .is_ok()
+    );
     assert!(start.elapsed() < Duration::from_millis(100));
 }

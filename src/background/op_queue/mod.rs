@@ -1,4 +1,14 @@
 //! A queue of store operations off the request path: charges, refunds, renewals, releases and leased blocks.
+//!
+//! | an operation | is owned by | until |
+//! |---|---|---|
+//! | is queued | `Work::next_wave` | the sender's next wave |
+//! | is in flight | [`Sender`]; before the sender has taken it, and between two senders, `Work::new_flights` | its reply, or a panic of the store |
+//! | is in flight for a request | a task on the request's runtime | its reply, or the end of that runtime |
+//! | waits for a retry | `Work::retries` | its time. Then it is queued |
+//!
+//! [`PendingOp::after_reply`] decides whether an operation is retried, or finished by its callback. An operation that has
+//! expired or finds no room is finished without being sent.
 
 mod pending_op;
 mod sender;
@@ -20,6 +30,7 @@ use tokio::time::Instant;
 
 pub(crate) use self::pending_op::PendingOp;
 
+use self::pending_op::AfterReply;
 use self::sender::Sender;
 use super::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
@@ -32,14 +43,10 @@ use crate::util::{contain, instant, lock};
 /// - **Batches.** A store that replies immediately, such as a [`LocalStore`](crate::LocalStore), gets each operation
 ///   immediately. For other stores, operations are collected for [`WAVE_INTERVAL`] and sent in waves, which the store
 ///   can batch.
-/// - **Retries.** An operation that was certainly not sent is retried after 50 ms, then with growing delays of up to 1 s,
-///   until it has expired. Renewals are not retried, because the next renewal covers all slots in flight. Takes are
-///   not either: a request [awaits](Self::send_now) them, or the caller repeats them.
-/// - **Lost replies.** An operation that may have been executed is never sent again, because it might be executed
-///   twice. The observer is notified of it, and of each operation that finds the queue full.
-/// - **Releases.** Releasing a slot twice is harmless, so a release is retried until it succeeds or the slot has
-///   expired. The observer is notified neither of expired releases nor of releases beyond
-///   [`MAX_RELEASE_RETRIES`]: their slots expire.
+/// - **Retries.** An operation that was certainly not sent is retried until it has expired. If it may have been executed, only a
+///   release is retried, because it may be executed twice. See [`PendingOp::after_reply`].
+/// - **Reports.** The observer is notified of each charge and refund that is given up. It is notified neither of expired
+///   releases nor of releases beyond [`MAX_RELEASE_RETRIES`]: their slots expire.
 /// - **Runtimes.** The sender is a [background task](super). If its runtime shuts down, the operations and pending
 ///   replies stay in the queue until another operation is [put](Self::put) or a request [wakes](Self::wake) the queue.
 ///   Outside of a runtime, the sender starts on the first runtime that has used the queue. Only a reply that a request
@@ -117,12 +124,6 @@ const MAX_FLIGHTS: usize = 1_024;
 const CAPACITY: usize = 100_000;
 /// Number of scheduled retries at which a release is dropped instead of retried.
 const MAX_RELEASE_RETRIES: usize = 10_000;
-/// Delay of the second release of a slot after the reply to the first; see [`PendingOp::repeated`].
-const RELEASE_REPEAT_DELAY: Duration = Duration::from_millis(500);
-/// First and longest delay of a retry.
-const MIN_RETRY_DELAY: Duration = Duration::from_millis(50);
-const MAX_RETRY_DELAY: Duration = Duration::from_secs(1);
-
 impl OpQueue {
     /// Creates the queue of a store. `send_check` sends a check to it. `observer` is notified of each failed operation.
     pub(crate) fn new(
@@ -228,12 +229,7 @@ impl SharedQueue {
             }
         };
         if let Some(op) = rejected {
-            self.give_up(
-                op,
-                StoreError::new(ErrorKind::QueueFull)
-                    .check_only()
-                    .not_sent(),
-            );
+            self.give_up(op, queue_full());
         }
         Ok(())
     }
@@ -255,42 +251,36 @@ impl SharedQueue {
         None
     }
 
-    /// Retries, repeats or finishes an operation.
     fn handle_reply(&self, mut op: PendingOp, reply: Reply) {
-        match reply {
-            Err(error) if error.is_not_sent() && op.is_never_retried() => op.finish(Err(error)),
-            Err(_) if op.is_release() => {
-                if op.still_counts(instant()) {
-                    let delay = op.next_retry_delay();
-                    drop(self.retry(op, delay, MAX_RELEASE_RETRIES));
+        match op.after_reply(reply, instant()) {
+            AfterReply::Finish(reply) => op.finish(reply),
+            AfterReply::Report(error) => self.give_up(op, error),
+            AfterReply::Retry(delay) => {
+                // The slot of a release without room expires.
+                if let Err(op) = self.retry(op, delay)
+                    && !op.is_release()
+                {
+                    self.give_up(op, queue_full());
                 }
             }
-            Err(error) if error.is_not_sent() && op.still_counts(instant()) => {
-                let delay = op.next_retry_delay();
-                if let Some(op) = self.retry(op, delay, CAPACITY) {
-                    self.give_up(op, error);
-                }
-            }
-            Err(error) => self.give_up(op, error),
-            Ok(_) if op.repeats_once => {
-                op.repeats_once = false;
-                drop(self.retry(op, RELEASE_REPEAT_DELAY, MAX_RELEASE_RETRIES));
-            }
-            Ok(decision) => op.finish(Ok(decision)),
         }
     }
 
-    /// Schedules a retry. Returns the operation if the queue is full or already has `max_retries`.
-    fn retry(&self, op: PendingOp, delay: Duration, max_retries: usize) -> Option<PendingOp> {
+    /// Schedules a retry.
+    ///
+    /// # Errors
+    ///
+    /// Returns the operation if there is no room for it.
+    fn retry(&self, op: PendingOp, delay: Duration) -> Result<(), PendingOp> {
         let work = &mut *lock(&self.work);
-        if work.is_full() || work.retries.len() >= max_retries {
-            return Some(op);
+        if work.is_full() || op.is_release() && work.retries.len() >= MAX_RELEASE_RETRIES {
+            return Err(op);
         }
         work.last_retry += 1;
         work.retries
             .insert((instant() + delay, work.last_retry), op);
         self.mark_busy();
-        None
+        Ok(())
     }
 
     /// Makes the sender await the replies to sent checks.
@@ -362,6 +352,12 @@ impl SharedQueue {
             }
         }
     }
+}
+
+fn queue_full() -> StoreError {
+    StoreError::new(ErrorKind::QueueFull)
+        .check_only()
+        .not_sent()
 }
 
 /// The outcome is unknown after a panic, so this error is not marked as [`not_sent`](StoreError::not_sent).

@@ -1,9 +1,9 @@
+use std::mem;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::{MAX_RETRY_DELAY, MIN_RETRY_DELAY};
-
+use super::Reply;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Charge, Check, Decision, Key, Mode, Policies};
 use crate::util::instant;
@@ -12,11 +12,27 @@ use crate::util::instant;
 pub(crate) struct PendingOp {
     kind: Kind,
     callback: CallOnce,
-    pub(super) created_at: Instant,
-    pub(super) retry_count: u32,
+    created_at: Instant,
+    retry_count: u32,
     /// Whether to send it a second time, some time after the reply; see [`repeated`](Self::repeated).
-    pub(super) repeats_once: bool,
+    repeats_once: bool,
 }
+
+/// The end of an operation, or its next attempt.
+pub(super) enum AfterReply {
+    /// Its callback gets the result.
+    Finish(Reply),
+    /// Its callback gets the error, and the observer is notified.
+    Report(StoreError),
+    /// It is sent again after this delay.
+    Retry(Duration),
+}
+
+/// First and longest delay of a retry.
+const MIN_RETRY_DELAY: Duration = Duration::from_millis(50);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(1);
+/// Delay of the second release of a slot after the reply to the first; see [`PendingOp::repeated`].
+const RELEASE_REPEAT_DELAY: Duration = Duration::from_millis(500);
 
 /// Calls the callback exactly once: with an error if the operation is dropped without a reply.
 struct CallOnce(Option<Box<Callback>>);
@@ -100,22 +116,42 @@ impl PendingOp {
         i64::try_from(age.as_micros()).is_ok_and(|age| age < counts_for)
     }
 
+    /// Decides what happens after a reply.
+    pub(super) fn after_reply(&mut self, reply: Reply, now: Instant) -> AfterReply {
+        let error = match reply {
+            Ok(_) if mem::take(&mut self.repeats_once) => {
+                return AfterReply::Retry(RELEASE_REPEAT_DELAY);
+            }
+            Ok(decision) => return AfterReply::Finish(Ok(decision)),
+            Err(error) => error,
+        };
+        // A release may be executed twice.
+        let may_repeat = error.is_not_sent() || self.is_release();
+        if may_repeat && !self.is_never_retried() && self.still_counts(now) {
+            AfterReply::Retry(self.next_retry_delay())
+        } else if self.is_release() || error.is_not_sent() && self.is_never_retried() {
+            AfterReply::Finish(Err(error))
+        } else {
+            AfterReply::Report(error)
+        }
+    }
+
     /// Counts a retry, and returns the delay before it.
-    pub(super) fn next_retry_delay(&mut self) -> Duration {
+    fn next_retry_delay(&mut self) -> Duration {
         self.retry_count += 1;
         MIN_RETRY_DELAY
             .saturating_mul(1 << (self.retry_count - 1).min(8))
             .min(MAX_RETRY_DELAY)
     }
 
-    /// Returns `true` for the release of a slot, which may be executed twice.
+    /// Returns `true` for the release of a slot.
     pub(super) fn is_release(&self) -> bool {
         matches!(&self.kind, Kind::Check(check) if check.mode() == Mode::Release)
     }
 
     /// Returns `true` if it must not be retried when unsent: renewals and requests for blocks are repeated by their
     /// callers, and a request awaits a take.
-    pub(super) fn is_never_retried(&self) -> bool {
+    fn is_never_retried(&self) -> bool {
         matches!(&self.kind, Kind::Check(check) if matches!(check.mode(), Mode::Renew | Mode::Take | Mode::UpTo))
     }
 

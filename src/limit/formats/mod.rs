@@ -6,6 +6,7 @@ mod policies;
 use std::fmt;
 use std::marker::PhantomData;
 use std::num::{NonZeroU8, NonZeroU32, NonZeroUsize};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
@@ -31,6 +32,11 @@ pub(crate) trait Setting: Sized {
     /// table or a list.
     const ANY: bool = false;
 
+    /// Returns the value of an absent setting, such as JSON's `null`. `None` if it is an error.
+    fn absent() -> Option<Self> {
+        None
+    }
+
     fn read(text: &str) -> Result<Self, ConfigError>;
 
     fn read_table<'de, D: Deserializer<'de>>(_: D, field: Field<Self>) -> Result<Self, D::Error> {
@@ -55,7 +61,9 @@ impl<'de, T: Setting> DeserializeSeed<'de> for Field<T> {
     type Value = T;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<T, D::Error> {
-        if T::ANY {
+        if T::absent().is_some() {
+            deserializer.deserialize_option(self)
+        } else if T::ANY {
             deserializer.deserialize_any(self)
         } else {
             deserializer.deserialize_str(self)
@@ -88,6 +96,18 @@ impl<'de, T: Setting> Visitor<'de> for Field<T> {
         self.visit_str(&number.to_string())
     }
 
+    fn visit_none<E: Error>(self) -> Result<T, E> {
+        self.visit_unit()
+    }
+
+    fn visit_unit<E: Error>(self) -> Result<T, E> {
+        T::absent().ok_or_else(|| E::invalid_type(Unexpected::Unit, &self))
+    }
+
+    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<T, D::Error> {
+        deserializer.deserialize_str(self)
+    }
+
     fn visit_map<A: MapAccess<'de>>(self, table: A) -> Result<T, A::Error> {
         T::read_table(MapAccessDeserializer::new(table), self)
     }
@@ -113,7 +133,7 @@ macro_rules! deserialize {
 
 /// Implements `Setting`, `Serialize` and `Deserialize` through `FromStr` and `Display`.
 macro_rules! text {
-    ($type:ty, $expected:literal) => {
+    ($type:ty, $expected:expr) => {
         impl $crate::limit::formats::Setting for $type {
             const EXPECTED: &'static str = $expected;
             const LIST: &'static str = concat!("a list, each ", $expected);
@@ -167,6 +187,27 @@ impl Setting for String {
     fn read(text: &str) -> Result<Self, ConfigError> {
         Ok(text.to_owned())
     }
+}
+
+macro_rules! optional {
+    ($($type:ty, $expected:literal;)+) => {
+        $(impl Setting for Option<$type> {
+            const EXPECTED: &'static str = $expected;
+
+            fn absent() -> Option<Self> {
+                Some(None)
+            }
+
+            fn read(text: &str) -> Result<Self, ConfigError> {
+                Ok(Some(text.into()))
+            }
+        })+
+    };
+}
+
+optional! {
+    String, "text";
+    PathBuf, "a path";
 }
 
 macro_rules! numbers {

@@ -1,45 +1,64 @@
 //! Feature `serde`: header fields as a list of their names.
 
+use std::fmt;
+use std::str::FromStr;
+
 use serde::de::{Deserialize, Deserializer, Error};
 use serde::ser::{Serialize, Serializer};
 
 use super::{Headers, LegacyHeaders};
-use crate::limit::formats::{List, deserialize};
-use crate::limit::words;
+use crate::error::ConfigError;
+use crate::limit::formats::{List, Setting, deserialize, text};
 
-/// One name in the list.
-enum Form {
-    Draft11,
-    GitHub,
-    XSeconds,
-    Draft6,
+const DRAFT_11: &str = "draft-11";
+
+/// One name in the list: a legacy style, or `None` for the fields of the draft.
+struct Form(Option<LegacyHeaders>);
+
+text!(Form, "`draft-11`, `github`, `x-seconds` or `draft-6`");
+deserialize!(List<Form>);
+
+impl FromStr for Form {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        match text.trim() {
+            DRAFT_11 => Ok(Self(None)),
+            style => match style.parse() {
+                Ok(style) => Ok(Self(Some(style))),
+                Err(_) => Err(ConfigError::choice(
+                    "form of header fields",
+                    text,
+                    Self::EXPECTED,
+                )),
+            },
+        }
+    }
 }
 
-words!(Form, "form of header fields", "`draft-11`, `github`, `x-seconds` or `draft-6`":
-    Draft11 = "draft-11", GitHub = "github", XSeconds = "x-seconds", Draft6 = "draft-6");
-
-deserialize!(List<Form>);
+impl fmt::Display for Form {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            None => f.write_str(DRAFT_11),
+            Some(style) => style.fmt(f),
+        }
+    }
+}
 
 impl<'de> Deserialize<'de> for Headers {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let List(forms) = List::deserialize(deserializer)?;
         let mut headers = Self::NONE;
-        for form in forms {
-            let legacy = match form {
-                Form::Draft11 => {
-                    headers.draft = true;
-                    continue;
+        for Form(form) in forms {
+            match (form, headers.legacy) {
+                (None, _) => headers.draft = true,
+                (Some(style), Some(other)) if style != other => {
+                    return Err(D::Error::custom(format_args!(
+                        "`{other}` and `{style}` exclude each other: use one of them"
+                    )));
                 }
-                Form::GitHub => LegacyHeaders::GitHub,
-                Form::XSeconds => LegacyHeaders::XSeconds,
-                Form::Draft6 => LegacyHeaders::Draft6,
-            };
-            if headers.legacy.is_some_and(|there| there != legacy) {
-                return Err(D::Error::custom(
-                    "`github`, `x-seconds` and `draft-6` exclude each other: use one of them",
-                ));
+                (legacy, _) => headers.legacy = legacy,
             }
-            headers.legacy = Some(legacy);
         }
         Ok(headers)
     }
@@ -47,16 +66,8 @@ impl<'de> Deserialize<'de> for Headers {
 
 impl Serialize for Headers {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let legacy = self.legacy.map(|legacy| match legacy {
-            LegacyHeaders::GitHub => Form::GitHub,
-            LegacyHeaders::XSeconds => Form::XSeconds,
-            LegacyHeaders::Draft6 => Form::Draft6,
-        });
-        serializer.collect_seq(
-            self.draft
-                .then_some(Form::Draft11)
-                .into_iter()
-                .chain(legacy),
-        )
+        let draft = self.draft.then_some(Form(None));
+        let legacy = self.legacy.map(|style| Form(Some(style)));
+        serializer.collect_seq(draft.into_iter().chain(legacy))
     }
 }

@@ -1,7 +1,7 @@
 use http::{HeaderMap, HeaderName};
 
 use super::draft::number;
-use crate::limit::Decision;
+use crate::limit::{Decision, words};
 use crate::util::unix_time;
 
 /// Three header fields of one policy, for clients that do not read the `RateLimit` field: its
@@ -30,6 +30,8 @@ use crate::util::unix_time;
 /// describe that of the layer that denied the request (and are absent if that layer adds none). If
 /// all layers allowed it, they describe the policy with the least remaining, and of two equal ones,
 /// the one with the later reset.
+///
+/// As text: `github`, `x-seconds`, `draft-6`.
 #[doc(alias = "X-RateLimit-Remaining")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -42,6 +44,9 @@ pub enum LegacyHeaders {
     /// (GitLab uses these names with a Unix time.)
     Draft6,
 }
+
+words!(LegacyHeaders, "style of legacy header fields":
+    GitHub = "github", XSeconds = "x-seconds", Draft6 = "draft-6");
 
 impl LegacyHeaders {
     /// The names of `Limit`, `Remaining` and `Reset`.

@@ -26,8 +26,9 @@ use crate::limit::Decision;
 /// A denial that may be retried has `Retry-After` with any setting. The fields are explained in
 /// [the guide](crate::guide::answers).
 ///
-/// With the feature `serde` it is a list, such as `["draft-11", "github"]`, of `draft-11` and one of `github`, `x-seconds`
-/// and `draft-6`. In an environment variable it is one text: `draft-11, github`. An empty list is `Headers::NONE`.
+/// With the feature `serde` it is a list of `draft-11` and at most one [`LegacyHeaders`], such as
+/// `["draft-11", "github"]`. In an environment variable it is one text: `draft-11, github`. An empty
+/// list is `Headers::NONE`.
 ///
 /// A [layer](crate::RateLimitLayer::headers) adds the fields to every response. For a response that
 /// did not pass through a layer, use [`append`](Self::append).

@@ -14,11 +14,11 @@ use tower_service::Service;
 use super::future::ThrottleFuture;
 use super::{Bounded, Unbounded};
 use crate::gate::{Notifier, Selector};
-use crate::limit::{Key, Policies, RateLimited};
+use crate::limit::{Check, Key, Policies, RateLimited};
 use crate::middleware::call_limit::BoxError;
 use crate::observe::mistakes::IN_FLIGHT_IN_THROTTLE;
 use crate::util::instant;
-use crate::wait_queues::{Acquire, Permit, Refusal, WaitQueues, WaitRequest};
+use crate::wait_queues::{Acquire, NoPermit, Permit, WaitQueues};
 
 /// The service that a [`ThrottleLayer`](crate::ThrottleLayer) makes. It is ready when it has a
 /// permit or, with a [`max_wait`](crate::ThrottleLayer::max_wait), when no permit can arrive in
@@ -81,13 +81,8 @@ impl Settings {
         };
         let since = self.notifier.since();
         let deadline = self.max_wait.and_then(|max| instant().checked_add(max));
-        let wanted = WaitRequest {
-            key: self.key,
-            policies,
-            cost: 1,
-            deadline,
-        };
-        match self.wait_queues.join(wanted, None) {
+        let take = Check::take(self.key, &policies, 1);
+        match self.wait_queues.join(&take, deadline, None) {
             Ok(turn) => State::Waiting(turn, since),
             Err(refusal) => self.refused(refusal, since),
         }
@@ -106,12 +101,12 @@ impl Settings {
         State::Ready(Some(permit))
     }
 
-    fn refused(&self, refusal: Refusal, since: Option<Instant>) -> State {
+    fn refused(&self, refusal: NoPermit, since: Option<Instant>) -> State {
         let is_timed = self.max_wait.is_some();
         let answer = match refusal {
-            Refusal::Denied(_) if !is_timed => return State::pausing(),
-            Refusal::Denied(decision) => Ok(decision),
-            Refusal::Failed(error) => Err(error),
+            NoPermit::Denied(_) if !is_timed => return State::pausing(),
+            NoPermit::Denied(decision) => Ok(decision),
+            NoPermit::Failed(error) => Err(error),
         };
         self.notifier.answered(&self.key, 1, since, &answer, false);
         match answer {

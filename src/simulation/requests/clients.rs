@@ -12,11 +12,11 @@ use super::world::{Far, World, WorldState};
 use crate::Limiter;
 use crate::error::StoreError;
 use crate::in_flight::Slot;
-use crate::limit::Decision;
+use crate::limit::{Check, Decision};
 use crate::settle::{Reservation, ReserveError};
 use crate::simulation::{pick, verdict};
 use crate::util::instant;
-use crate::wait_queues::{Spent, WaitQueues, WaitRequest};
+use crate::wait_queues::{Spent, WaitQueues};
 
 /// A client of one caller on one runtime. It runs until the last fault has ended, or longer if it
 /// is steady.
@@ -128,16 +128,12 @@ impl Client {
     /// Waits for a slot.
     pub(super) async fn queue(&self, max: Duration, patience: Option<Duration>) -> Option<Held> {
         let waits = Waits::new(self, 1, max);
-        let wanted = {
+        let take = {
             let Caller { key, policies, .. } = &self.world.state().plan.callers[self.caller];
-            WaitRequest {
-                key: *key,
-                policies: policies.clone(),
-                cost: 1,
-                deadline: instant().checked_add(max),
-            }
+            Check::take(*key, policies, 1)
         };
-        let turn = async { self.wait_queues.join(wanted, None)?.await };
+        let deadline = instant().checked_add(max);
+        let turn = async { self.wait_queues.join(&take, deadline, None)?.await };
         match within(patience, turn).await? {
             Ok(permit) => {
                 let Spent { decision, slot, .. } = permit.spend();

@@ -1,49 +1,72 @@
 //! Reads the certificate files that settings name.
+//!
+//! [`RedisStoreBuilder`] takes certificates as bytes, since a program may get them from a secret
+//! manager. [`set_tls`] checks the bytes of each file first, so that its errors name the file.
 
 #[cfg(feature = "tls")]
 use std::path::PathBuf;
 
+use super::StoreConfig;
 use crate::error::ConfigError;
+use crate::store::RedisStoreBuilder;
 #[cfg(not(feature = "tls"))]
 use crate::store::redis::no_tls;
 #[cfg(feature = "tls")]
 use crate::store::redis::{check_client, check_roots};
-use crate::store::{RedisStore, StoreConfig};
 
+/// Sets the TLS settings of a store.
 #[cfg(feature = "tls")]
-impl StoreConfig {
-    /// Creates the store of this URL.
-    pub(super) fn connect_lazy(&self, url: &str) -> Result<RedisStore, ConfigError> {
-        let mut builder = self.redis(url);
-        if let Some(path) = &self.root_certificates {
-            let pem = read("root_certificates", path)?;
-            check_roots(&pem).map_err(|error| in_files(&[path], &error))?;
-            builder = builder.root_certificates(pem);
-        }
-        let unpaired = |setting, without| {
-            Err(ConfigError::new(format!(
-                "`{setting}` is set without `{without}`: set both or neither"
-            )))
-        };
-        match (&self.client_certificate, &self.client_key) {
-            (Some(certificate), Some(key)) => {
-                let pem = (
-                    read("client_certificate", certificate)?,
-                    read("client_key", key)?,
-                );
-                check_client(&pem.0, &pem.1)
-                    .map_err(|error| in_files(&[certificate, key], &error))?;
-                builder = builder.client_certificate(pem.0, pem.1);
-            }
-            (Some(_), None) => return unpaired("client_certificate", "client_key"),
-            (None, Some(_)) => return unpaired("client_key", "client_certificate"),
-            (None, None) => {}
-        }
-        if let Some(name) = &self.server_name {
-            builder = builder.server_name(name);
-        }
-        builder.connect_lazy()
+pub(in crate::store) fn set_tls(
+    mut builder: RedisStoreBuilder,
+    config: &StoreConfig,
+) -> Result<RedisStoreBuilder, ConfigError> {
+    if let Some(path) = &config.root_certificates {
+        let pem = read("root_certificates", path)?;
+        check_roots(&pem).map_err(|error| in_files(&[path], &error))?;
+        builder = builder.root_certificates(pem);
     }
+    let unpaired = |setting, without| {
+        Err(ConfigError::new(format!(
+            "`{setting}` is set without `{without}`: set both or neither"
+        )))
+    };
+    match (&config.client_certificate, &config.client_key) {
+        (Some(certificate), Some(key)) => {
+            let pem = (
+                read("client_certificate", certificate)?,
+                read("client_key", key)?,
+            );
+            check_client(&pem.0, &pem.1).map_err(|error| in_files(&[certificate, key], &error))?;
+            builder = builder.client_certificate(pem.0, pem.1);
+        }
+        (Some(_), None) => return unpaired("client_certificate", "client_key"),
+        (None, Some(_)) => return unpaired("client_key", "client_certificate"),
+        (None, None) => {}
+    }
+    if let Some(name) = &config.server_name {
+        builder = builder.server_name(name);
+    }
+    Ok(builder)
+}
+
+/// Rejects TLS settings, which require the feature `tls`.
+#[cfg(not(feature = "tls"))]
+pub(in crate::store) fn set_tls(
+    builder: RedisStoreBuilder,
+    config: &StoreConfig,
+) -> Result<RedisStoreBuilder, ConfigError> {
+    let StoreConfig {
+        root_certificates,
+        client_certificate,
+        client_key,
+        server_name,
+        ..
+    } = config;
+    let files = [root_certificates, client_certificate, client_key];
+    if server_name.is_some() || files.into_iter().any(Option::is_some) {
+        return Err(no_tls());
+    }
+    Ok(builder)
 }
 
 /// Prefixes an error with the paths of the files that caused it.
@@ -60,23 +83,4 @@ fn read(setting: &'static str, path: &std::path::Path) -> Result<Vec<u8>, Config
             "cannot read the file {path:?} of `{setting}` ({error}): use the path of a file that this process may read"
         ))
     })
-}
-
-#[cfg(not(feature = "tls"))]
-impl StoreConfig {
-    /// Creates the store of this URL.
-    pub(super) fn connect_lazy(&self, url: &str) -> Result<RedisStore, ConfigError> {
-        let Self {
-            root_certificates,
-            client_certificate,
-            client_key,
-            server_name,
-            ..
-        } = self;
-        let files = [root_certificates, client_certificate, client_key];
-        if server_name.is_some() || files.into_iter().any(Option::is_some) {
-            return Err(no_tls());
-        }
-        self.redis(url).connect_lazy()
-    }
 }

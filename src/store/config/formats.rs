@@ -1,36 +1,68 @@
 //! Feature `serde`: the settings of a store.
 
-use serde::de::{DeserializeSeed, Deserializer};
+use std::fmt;
 
-use super::ShareConfig;
+use serde::de::{Deserialize, Deserializer, Error, MapAccess, Visitor};
+
+use super::{ShareConfig, StoreConfig};
 use crate::error::ConfigError;
-use crate::limit::formats::{Field, Setting, deserialize};
+use crate::limit::formats::{Setting, deserialize};
 
-pub(super) use crate::limit::formats::write_duration;
+pub(super) use crate::limit::formats::{Field, write_duration};
 
-/// Defines a function per field, whose errors name the field.
-macro_rules! fields {
-    ($($name:ident),+) => {
-        $(pub(super) fn $name<'de, T: Setting, D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {
-            Field::new(stringify!($name)).deserialize(deserializer)
-        })+
-    };
+impl<'de> Deserialize<'de> for StoreConfig {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_struct("StoreConfig", Self::NAMES, Table)
+    }
 }
 
-fields!(
-    kind,
-    prefix,
-    connections,
-    timeout,
-    queue,
-    batch,
-    partitions,
-    denials,
-    deadline,
-    failures,
-    share,
-    local_keys
-);
+struct Table;
+
+impl<'de> Visitor<'de> for Table {
+    type Value = StoreConfig;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the settings of a store, such as `{ url = \"redis://127.0.0.1/\" }`")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<StoreConfig, A::Error> {
+        let mut config = StoreConfig::default();
+        let mut names = vec![];
+        while let Some(Name(name)) = map.next_key()? {
+            if names.contains(&name) {
+                return Err(A::Error::duplicate_field(name));
+            }
+            names.push(name);
+            config.read_value(name, &mut map)?;
+        }
+        Ok(config)
+    }
+}
+
+/// The name of a setting. It rejects an unknown one itself, so that the error has the name's line.
+struct Name(&'static str);
+
+impl<'de> Deserialize<'de> for Name {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_identifier(NameVisitor)
+    }
+}
+
+struct NameVisitor;
+
+impl Visitor<'_> for NameVisitor {
+    type Value = Name;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the name of a setting")
+    }
+
+    fn visit_str<E: Error>(self, text: &str) -> Result<Name, E> {
+        let name = StoreConfig::NAMES.iter().find(|name| **name == text);
+        name.map(|name| Name(name))
+            .ok_or_else(|| E::unknown_field(text, StoreConfig::NAMES))
+    }
+}
 
 deserialize!(ShareConfig);
 

@@ -2,9 +2,8 @@ use std::fmt;
 use std::num::NonZeroU32;
 use std::str::FromStr;
 
-use crate::error::{ConfigError, StoreError};
+use crate::error::ConfigError;
 use crate::limit::words;
-use crate::store::{RedisStore, Share};
 
 /// Selects the store that an [`AnyStore`](crate::store::AnyStore) is.
 ///
@@ -15,18 +14,19 @@ pub enum StoreKind {
     /// [`Fallback`](Self::Fallback) if there is a URL, otherwise [`Local`](Self::Local).
     #[default]
     Auto,
-    /// A [`RedisStore`] with a [`LocalStore`](crate::LocalStore) as its [`Fallback`](crate::Fallback). It needs a URL.
+    /// A [`RedisStore`](crate::RedisStore) with a [`LocalStore`](crate::LocalStore) as its
+    /// [`Fallback`](crate::Fallback). It needs a URL.
     Fallback,
-    /// A [`RedisStore`]. It needs a URL.
+    /// A [`RedisStore`](crate::RedisStore). It needs a URL.
     Redis,
     /// A [`LocalStore`](crate::LocalStore), even if there is a URL.
     Local,
 }
 
-words!(StoreKind, "kind of store", "`auto`, `fallback`, `redis` or `local`":
+words!(StoreKind, "kind of store":
     Auto = "auto", Fallback = "fallback", Redis = "redis", Local = "local");
 
-/// The [`Share`] of the fallback in an [`AnyStore`](crate::store::AnyStore).
+/// The [`Share`](crate::store::Share) of the fallback in an [`AnyStore`](crate::store::AnyStore).
 ///
 /// As text: a number such as `4`, or `alive`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -37,23 +37,17 @@ words!(StoreKind, "kind of store", "`auto`, `fallback`, `redis` or `local`":
 )]
 #[non_exhaustive]
 pub enum ShareConfig {
-    /// [`Share::Alive`], with the count of [`RedisStore::announce`]. Requires a Tokio runtime when
-    /// the store is created.
+    /// [`Share::Alive`](crate::store::Share::Alive), with the count of
+    /// [`RedisStore::announce`](crate::RedisStore::announce). Requires a Tokio runtime when the
+    /// store is created.
     Alive,
-    /// [`Share::Fixed`], with this number of instances.
+    /// [`Share::Fixed`](crate::store::Share::Fixed), with this number of instances.
     #[cfg_attr(feature = "serde", serde(untagged))]
     Fixed(NonZeroU32),
 }
 
 impl ShareConfig {
     pub(super) const CHOICES: &str = "a number of instances such as `4`, or `alive`";
-
-    pub(super) fn of(self, redis: &RedisStore) -> Result<Share, StoreError> {
-        match self {
-            Self::Fixed(instances) => Ok(Share::Fixed(instances)),
-            Self::Alive => redis.announce().map(Share::Alive),
-        }
-    }
 }
 
 impl fmt::Display for ShareConfig {

@@ -1,3 +1,8 @@
+//! [`StoreConfig`]: the settings of a store as plain data.
+//!
+//! Each setting is declared once, in the list below. `any.rs` creates the stores; those in Redis
+//! keep a copy of the settings that concern them, [`RedisSettings`].
+
 mod certificates;
 #[cfg(feature = "serde")]
 mod formats;
@@ -11,191 +16,219 @@ use std::num::{NonZeroU32, NonZeroUsize};
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub(super) use certificates::set_tls;
 pub use kind::{ShareConfig, StoreKind};
 
-use super::redis::{RedisStoreBuilder, Settings, wrong_url};
-use super::{AnyStore, Fallback, LocalStore, RedisStore, Servers, StoreError};
+use super::redis::wrong_url;
+use super::{Fallback, LocalStore, Servers};
 use crate::error::ConfigError;
 use crate::observe::log_unset;
 
-/// The settings of an [`AnyStore`], as plain data: one public field for each name in a file. A later
-/// version may add some, so start with the default.
-///
-/// They are the settings of [`RedisStoreBuilder`], [`Fallback`] and [`LocalStore`], with the same
-/// defaults. Settings that the [`kind`](Self::kind) does not use are ignored.
-///
-/// With the feature `serde` it is read from TOML, YAML, JSON or the environment. Every setting may
-/// be given as text. A missing setting has its default, and an unknown name is an error. A duration
-/// is an integer and a unit (`us`, `ms`, `s`, `m`, `h` or `d`):
-///
-/// ```
-/// # #[cfg(feature = "serde")] {
-/// use std::time::Duration;
-/// use tower_redis_ratelimit::store::{AnyStore, StoreConfig};
-/// use tower_redis_ratelimit::Policies;
-///
-/// #[derive(serde::Deserialize)]
-/// struct Settings {
-///     store: StoreConfig,
-///     policies: Policies,
-/// }
-///
-/// let settings: Settings = toml::from_str(
-///     r#"
-///     [store]
-///     url = "redis://127.0.0.1/"
-///     prefix = "shop"
-///     deadline = "50ms"
-///     share = 4
-///
-///     [[policies]]
-///     name = "burst"
-///     quota = "10/s burst 20"
-///
-///     [[policies]]
-///     name = "daily"
-///     strategy = "fixed-window(clock+22h)"
-///     quota = "10000 per day"
-///     "#,
-/// )?;
-/// assert_eq!(settings.store.deadline, Duration::from_millis(50));
-/// let store = AnyStore::from_config(&settings.store)?;
-/// # let _ = (store, settings.policies);
-/// # }
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-///
-/// `Debug` shows the server's address, but no password. The serialized form contains the whole URL.
-/// If the URL has a password, beware of the format's errors: an error of `toml` shows the invalid
-/// line, and its `Debug` the whole file, even if `main` returns it. A URL from the environment
-/// appears in neither: see [`from_env`](Self::from_env).
-///
-/// In code, change the defaults:
-///
-/// ```
-/// use tower_redis_ratelimit::store::{AnyStore, StoreConfig};
-///
-/// let mut config = StoreConfig::default();
-/// config.url = Some("redis://127.0.0.1/".to_owned());
-/// config.prefix = "shop".to_owned();
-/// let store = AnyStore::from_config(&config)?;
-/// # let _ = store;
-/// # Ok::<(), tower_redis_ratelimit::store::StoreError>(())
-/// ```
-#[derive(Clone, PartialEq, Eq)]
-#[cfg_attr(
-    feature = "serde",
-    derive(serde::Serialize, serde::Deserialize),
-    serde(default, deny_unknown_fields)
-)]
-#[cfg_attr(
-    feature = "serde",
-    serde(expecting = "the settings of a store, such as `{ url = \"redis://127.0.0.1/\" }`")
-)]
-#[non_exhaustive]
-pub struct StoreConfig {
-    /// The kind of store. Defaults to [`StoreKind::Auto`].
-    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::kind"))]
-    pub kind: StoreKind,
-    /// The URL of Redis, as for [`RedisStore::connect`]. Defaults to none.
-    #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
-    pub url: Option<String>,
-    /// Path of a PEM file with the CA certificates to trust exclusively. Defaults to none: the CAs
-    /// that this machine trusts or, with the feature `tls-webpki-roots`, Mozilla's.
-    ///
-    /// This setting and the three below require the feature `tls` and a URL with TLS. Paths are
-    /// relative to the working directory; files are read when the store is created.
-    #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
-    pub root_certificates: Option<PathBuf>,
-    /// Path of a PEM file with the client certificate and its intermediate CA certificates.
-    /// Defaults to none.
-    #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
-    pub client_certificate: Option<PathBuf>,
-    /// Path of a PEM file with the private key of the client certificate. Defaults to none.
-    #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
-    pub client_key: Option<PathBuf>,
-    /// The name in the servers' certificates, if it differs from the hosts in the URL. Defaults to
-    /// each server's host.
-    #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
-    pub server_name: Option<String>,
-    /// See [`RedisStoreBuilder::prefix`]; a prefix in the URL takes precedence. Defaults to `rl`.
-    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::prefix"))]
-    pub prefix: String,
-    /// See [`RedisStoreBuilder::connections`]. Defaults to 2.
-    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::connections"))]
-    pub connections: NonZeroUsize,
-    /// See [`RedisStoreBuilder::timeout`]. Defaults to 250 ms.
-    #[cfg_attr(
-        feature = "serde",
-        serde(
-            deserialize_with = "formats::timeout",
-            serialize_with = "formats::write_duration"
-        )
-    )]
-    pub timeout: Duration,
-    /// See [`RedisStoreBuilder::queue`]. Defaults to 10,000.
-    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::queue"))]
-    pub queue: NonZeroUsize,
-    /// See [`RedisStoreBuilder::batch`]. Defaults to 128.
-    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::batch"))]
-    pub batch: NonZeroUsize,
-    /// See [`RedisStoreBuilder::partitions`]. Defaults to 12.
-    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::partitions"))]
-    pub partitions: NonZeroUsize,
-    /// See [`RedisStoreBuilder::denials`]. Defaults to 10,000.
-    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::denials"))]
-    pub denials: usize,
-    /// See [`Fallback::deadline`]. At least a millisecond; defaults to 100 ms.
-    #[cfg_attr(
-        feature = "serde",
-        serde(
-            deserialize_with = "formats::deadline",
-            serialize_with = "formats::write_duration"
-        )
-    )]
-    pub deadline: Duration,
-    /// See [`Fallback::failures`]. Defaults to 3.
-    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::failures"))]
-    pub failures: NonZeroU32,
-    /// See [`Fallback::share`]. Defaults to 1.
-    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::share"))]
-    pub share: ShareConfig,
-    /// Number of keys that a [`LocalStore`] holds, alone or in a [`Fallback`]. Defaults to 100,000.
-    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::local_keys"))]
-    pub local_keys: NonZeroUsize,
+/// Declares the settings, each with its documentation, type and default: all as fields of
+/// [`StoreConfig`], and those after `redis` also as fields of [`RedisSettings`].
+macro_rules! settings {
+    (
+        $(#[$attribute:meta])*
+        { $($before:tt)* }
+        redis { $($redis:tt)* }
+        { $($after:tt)* }
+    ) => {
+        settings!(@all $(#[$attribute])* { $($before)* $($redis)* $($after)* });
+        settings!(@redis { $($redis)* });
+    };
+    (@all
+        $(#[$attribute:meta])*
+        { $($(#[$field:meta])* $name:ident: $type:ty = $default:expr;)* }
+    ) => {
+        $(#[$attribute])*
+        pub struct StoreConfig {
+            $($(#[$field])* pub $name: $type,)*
+        }
+
+        impl Default for StoreConfig {
+            fn default() -> Self {
+                Self { $($name: $default,)* }
+            }
+        }
+
+        /// Omits the password.
+        impl fmt::Debug for StoreConfig {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                let address = |url| format!("{:?}", Servers::from(url));
+                let shown = Self { url: self.url.as_ref().map(address), ..self.clone() };
+                f.debug_struct("StoreConfig")
+                    $(.field(stringify!($name), &shown.$name))*
+                    .finish()
+            }
+        }
+
+        #[cfg(feature = "serde")]
+        impl StoreConfig {
+            const NAMES: &[&str] = &[$(stringify!($name)),*];
+
+            /// Reads the value of the setting with this name.
+            fn read_value<'de, A: serde::de::MapAccess<'de>>(
+                &mut self,
+                name: &'static str,
+                map: &mut A,
+            ) -> Result<(), A::Error> {
+                $(if name == stringify!($name) {
+                    self.$name = map.next_value_seed(formats::Field::new(name))?;
+                })*
+                Ok(())
+            }
+        }
+    };
+    (@redis { $($(#[$field:meta])* $name:ident: $type:ty = $default:expr;)* }) => {
+        /// The settings of a [`RedisStore`](crate::RedisStore) except servers and TLS, as
+        /// documented in [`StoreConfig`].
+        #[derive(Debug, Clone)]
+        pub(super) struct RedisSettings {
+            $(pub(super) $name: $type,)*
+        }
+
+        impl From<&StoreConfig> for RedisSettings {
+            fn from(config: &StoreConfig) -> Self {
+                Self { $($name: config.$name.clone(),)* }
+            }
+        }
+
+        impl Default for RedisSettings {
+            fn default() -> Self {
+                Self::from(&StoreConfig::default())
+            }
+        }
+    };
 }
 
-impl Default for StoreConfig {
-    fn default() -> Self {
-        type Both = Fallback<RedisStore, LocalStore>;
-        let Settings {
-            prefix,
-            connections,
-            timeout,
-            queue,
-            batch,
-            partitions,
-            denials,
-        } = Settings::default();
-        Self {
-            kind: StoreKind::Auto,
-            url: None,
-            root_certificates: None,
-            client_certificate: None,
-            client_key: None,
-            server_name: None,
-            prefix,
-            connections,
-            timeout,
-            queue,
-            batch,
-            partitions,
-            denials,
-            deadline: Both::DEFAULT_DEADLINE,
-            failures: Both::DEFAULT_FAILURES,
-            share: ShareConfig::Fixed(NonZeroU32::MIN),
-            local_keys: LocalStore::DEFAULT_KEYS,
-        }
+type Both = Fallback<LocalStore, LocalStore>;
+
+const fn number(number: usize) -> NonZeroUsize {
+    NonZeroUsize::MIN.saturating_add(number - 1)
+}
+
+settings! {
+    /// The settings of an [`AnyStore`](super::AnyStore), as plain data: one public field for each
+    /// name in a file. A later version may add some, so start with the default.
+    ///
+    /// They are the settings of [`RedisStoreBuilder`](super::RedisStoreBuilder), [`Fallback`] and
+    /// [`LocalStore`], with the same defaults. Settings that the [`kind`](Self::kind) does not use
+    /// are ignored.
+    ///
+    /// With the feature `serde` it is read from TOML, YAML, JSON or the environment. Every setting may
+    /// be given as text. A missing setting has its default, and an unknown name is an error. A duration
+    /// is an integer and a unit (`us`, `ms`, `s`, `m`, `h` or `d`):
+    ///
+    /// ```
+    /// # #[cfg(feature = "serde")] {
+    /// use std::time::Duration;
+    /// use tower_redis_ratelimit::store::{AnyStore, StoreConfig};
+    /// use tower_redis_ratelimit::Policies;
+    ///
+    /// #[derive(serde::Deserialize)]
+    /// struct Settings {
+    ///     store: StoreConfig,
+    ///     policies: Policies,
+    /// }
+    ///
+    /// let settings: Settings = toml::from_str(
+    ///     r#"
+    ///     [store]
+    ///     url = "redis://127.0.0.1/"
+    ///     prefix = "shop"
+    ///     deadline = "50ms"
+    ///     share = 4
+    ///
+    ///     [[policies]]
+    ///     name = "burst"
+    ///     quota = "10/s burst 20"
+    ///
+    ///     [[policies]]
+    ///     name = "daily"
+    ///     strategy = "fixed-window(clock+22h)"
+    ///     quota = "10000 per day"
+    ///     "#,
+    /// )?;
+    /// assert_eq!(settings.store.deadline, Duration::from_millis(50));
+    /// let store = AnyStore::from_config(&settings.store)?;
+    /// # let _ = (store, settings.policies);
+    /// # }
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// `Debug` shows the server's address, but no password. The serialized form contains the whole URL.
+    /// If the URL has a password, beware of the format's errors: an error of `toml` shows the invalid
+    /// line, and its `Debug` the whole file, even if `main` returns it. A URL from the environment
+    /// appears in neither: see [`from_env`](Self::from_env).
+    ///
+    /// In code, change the defaults:
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::store::{AnyStore, StoreConfig};
+    ///
+    /// let mut config = StoreConfig::default();
+    /// config.url = Some("redis://127.0.0.1/".to_owned());
+    /// config.prefix = "shop".to_owned();
+    /// let store = AnyStore::from_config(&config)?;
+    /// # let _ = store;
+    /// # Ok::<(), tower_redis_ratelimit::store::StoreError>(())
+    /// ```
+    #[derive(Clone, PartialEq, Eq)]
+    #[cfg_attr(feature = "serde", derive(serde::Serialize))]
+    #[non_exhaustive]
+    {
+        /// The kind of store. Defaults to [`StoreKind::Auto`].
+        kind: StoreKind = StoreKind::Auto;
+        /// The URL of Redis, as for [`RedisStore::connect`](super::RedisStore::connect). Defaults to none.
+        #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
+        url: Option<String> = None;
+        /// Path of a PEM file with the CA certificates to trust exclusively. Defaults to none: the CAs
+        /// that this machine trusts or, with the feature `tls-webpki-roots`, Mozilla's.
+        ///
+        /// This setting and the three below require the feature `tls` and a URL with TLS. Paths are
+        /// relative to the working directory; files are read when the store is created.
+        #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
+        root_certificates: Option<PathBuf> = None;
+        /// Path of a PEM file with the client certificate and its intermediate CA certificates.
+        /// Defaults to none.
+        #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
+        client_certificate: Option<PathBuf> = None;
+        /// Path of a PEM file with the private key of the client certificate. Defaults to none.
+        #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
+        client_key: Option<PathBuf> = None;
+        /// The name in the servers' certificates, if it differs from the hosts in the URL. Defaults to
+        /// each server's host.
+        #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
+        server_name: Option<String> = None;
+    }
+    redis {
+        /// See [`RedisStoreBuilder::prefix`](super::RedisStoreBuilder::prefix); a prefix in the URL
+        /// takes precedence. Defaults to `rl`.
+        prefix: String = "rl".to_owned();
+        /// See [`RedisStoreBuilder::connections`](super::RedisStoreBuilder::connections). Defaults to 2.
+        connections: NonZeroUsize = number(2);
+        /// See [`RedisStoreBuilder::timeout`](super::RedisStoreBuilder::timeout). Defaults to 250 ms.
+        #[cfg_attr(feature = "serde", serde(serialize_with = "formats::write_duration"))]
+        timeout: Duration = Duration::from_millis(250);
+        /// See [`RedisStoreBuilder::queue`](super::RedisStoreBuilder::queue). Defaults to 10,000.
+        queue: NonZeroUsize = number(10_000);
+        /// See [`RedisStoreBuilder::batch`](super::RedisStoreBuilder::batch). Defaults to 128.
+        batch: NonZeroUsize = number(128);
+        /// See [`RedisStoreBuilder::partitions`](super::RedisStoreBuilder::partitions). Defaults to 12.
+        partitions: NonZeroUsize = number(12);
+        /// See [`RedisStoreBuilder::denials`](super::RedisStoreBuilder::denials). Defaults to 10,000.
+        denials: usize = 10_000;
+    }
+    {
+        /// See [`Fallback::deadline`]. At least a millisecond; defaults to 100 ms.
+        #[cfg_attr(feature = "serde", serde(serialize_with = "formats::write_duration"))]
+        deadline: Duration = Both::DEFAULT_DEADLINE;
+        /// See [`Fallback::failures`]. Defaults to 3.
+        failures: NonZeroU32 = Both::DEFAULT_FAILURES;
+        /// See [`Fallback::share`]. Defaults to 1.
+        share: ShareConfig = ShareConfig::Fixed(NonZeroU32::MIN);
+        /// Number of keys that a [`LocalStore`] holds, alone or in a [`Fallback`]. Defaults to 100,000.
+        local_keys: NonZeroUsize = LocalStore::DEFAULT_KEYS;
     }
 }
 
@@ -229,81 +262,5 @@ impl StoreConfig {
             Err(VarError::NotPresent) => Ok(Self::default()),
             Err(VarError::NotUnicode(_)) => wrong("not Unicode"),
         }
-    }
-
-    pub(super) fn store(&self) -> Result<AnyStore, StoreError> {
-        Ok(match (self.kind, &self.url) {
-            (StoreKind::Local, _) | (StoreKind::Auto, None) => AnyStore::Local(self.local()),
-            (StoreKind::Redis, Some(url)) => AnyStore::Redis(self.connect_lazy(url)?),
-            (StoreKind::Auto | StoreKind::Fallback, Some(url)) => {
-                AnyStore::Fallback(self.fallback(self.connect_lazy(url)?)?)
-            }
-            (kind @ (StoreKind::Redis | StoreKind::Fallback), None) => {
-                return Err(wrong_url(format_args!(
-                    "it is missing, and a store of the kind `{kind}` needs it"
-                ))
-                .into());
-            }
-        })
-    }
-
-    fn redis(&self, url: &str) -> RedisStoreBuilder {
-        RedisStore::builder(url).settings(Settings {
-            prefix: self.prefix.clone(),
-            connections: self.connections,
-            timeout: self.timeout,
-            queue: self.queue,
-            batch: self.batch,
-            partitions: self.partitions,
-            denials: self.denials,
-        })
-    }
-
-    fn fallback(&self, redis: RedisStore) -> Result<Fallback<RedisStore, LocalStore>, StoreError> {
-        // With less, every reply of Redis would be too late: each instance would count separately
-        // although Redis works.
-        if self.deadline < Duration::from_millis(1) {
-            let text = format!(
-                "a deadline of {:?} for Redis: use at least 1 ms, such as 100 ms",
-                self.deadline
-            );
-            return Err(ConfigError::new(text).into());
-        }
-        let share = self.share.of(&redis)?;
-        Ok(Fallback::new(redis, self.local())
-            .deadline(self.deadline)
-            .failures(self.failures)
-            .share(share))
-    }
-
-    fn local(&self) -> LocalStore {
-        LocalStore::with_capacity(self.local_keys)
-    }
-}
-
-/// Omits the password.
-#[warn(clippy::missing_fields_in_debug)]
-impl fmt::Debug for StoreConfig {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let address = |url: &String| format!("{:?}", Servers::from(url));
-        f.debug_struct("StoreConfig")
-            .field("kind", &self.kind)
-            .field("url", &self.url.as_ref().map(address))
-            .field("root_certificates", &self.root_certificates)
-            .field("client_certificate", &self.client_certificate)
-            .field("client_key", &self.client_key)
-            .field("server_name", &self.server_name)
-            .field("prefix", &self.prefix)
-            .field("connections", &self.connections)
-            .field("timeout", &self.timeout)
-            .field("queue", &self.queue)
-            .field("batch", &self.batch)
-            .field("partitions", &self.partitions)
-            .field("denials", &self.denials)
-            .field("deadline", &self.deadline)
-            .field("failures", &self.failures)
-            .field("share", &self.share)
-            .field("local_keys", &self.local_keys)
-            .finish()
     }
 }

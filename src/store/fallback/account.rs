@@ -1,20 +1,17 @@
 //! The account of one caller under one list of policies, while the primary store lacks some of its
 //! charges.
 //!
-//! **The cost to charge.** Let `[x]` be the part of a charge of `x` that a bucket still counts, `u` the amount that the
-//! primary store counted when an instance began to grant locally, and `g` the amount that the instance has granted
-//! since. The instance charges `[u + g] - [u]` instead of `[g]`: a bucket drains `u` first, and `g` only after that.
+//! **The cost to charge.** An account has two counts of each policy: that of the primary store before the outage, and
+//! the same with all local grants. Both drain or expire as the policy says, and their difference is charged. For example,
+//! a bucket that drains 10 units per second counted 30 at the start, and the instance has granted 20. After 4 seconds,
+//! the counts are 0 and 10, so 10 units are charged.
 //!
-//! - This is at most `g`, since a bucket counts two charges together at most like each one separately.
-//! - If no other instance has granted anything, the primary store counts `[u]`, and then `[u + g]`: the same as without
-//!   the outage.
-//! - With grants `g1 .. gn` of `n` instances, it counts `[u] + sum([u + gi] - [u])`. This never exceeds `[u +
-//!   sum(gi)]`, because a fuller bucket is empty, and stops draining, for a shorter time. Until `u` has drained it is
-//!   not less either, as each `[u + gi] - [u]` is then `gi`. After that, up to `n` times the rate drains, since no
-//!   instance knows the grants of the others. Draining only an instance's share of the rate would charge drained cost
-//!   again if a caller uses one instance only.
+//! - No more is charged than was granted, since a bucket drains its older units first.
+//! - If no other instance has granted anything, the primary store then counts the same as without the outage.
+//! - With grants of `n` instances, the primary store may count too little, but never too much. An instance does not know
+//!   the others' grants, so after the count before the outage has drained, up to `n` times the rate drains.
 //!
-//! Windows and logs count each charge separately, so that `[u + g] - [u]` is `[g]`.
+//! Windows and logs count each charge separately, so they lack the unexpired grants.
 
 use std::mem;
 
@@ -34,13 +31,11 @@ pub(super) struct Account {
     /// The time of the newest charge that is not refundable here: charges until then were sent or
     /// reset, or are of an earlier account.
     sent_until: i64,
-    /// Whether any check of the account was sent.
-    pub(super) is_sent: bool,
     /// Whether the primary store lacks a reset, which it gets before any charge.
     lacks_reset: bool,
-    in_flight: InFlight,
-    /// Time until which the fallback counts some of the grants.
-    counted_until: i64,
+    /// The `sent` of each count and `sent_until` before the charge in flight, which counts as sent already. `None`
+    /// if no charge is in flight, or if a reset has dropped it.
+    before_charge: Option<(SmallVec<[State; 1]>, i64)>,
 }
 
 /// The count of the primary store under a policy, in two versions. The primary store lacks the
@@ -51,21 +46,6 @@ struct Count {
     sent: State,
     /// `sent` with all grants of the fallback.
     all: State,
-}
-
-/// The check of an account that was sent to the primary store, until its reply or the next one. A reset of the account
-/// forgets it: its outcome no longer matters.
-#[derive(Debug, Default)]
-enum InFlight {
-    #[default]
-    Nothing,
-    Reset,
-    /// A charge, which counts as sent already.
-    Charge {
-        /// The state of the account without it.
-        sent: SmallVec<[State; 1]>,
-        sent_until: i64,
-    },
 }
 
 /// Where a refund goes while the caller has an account.
@@ -118,28 +98,16 @@ impl Account {
             policies: policies.clone(),
             counts: counts.collect(),
             sent_until: now - 1,
-            is_sent: false,
             lacks_reset: false,
-            in_flight: InFlight::Nothing,
-            counted_until: now,
+            before_charge: None,
         }
-    }
-
-    /// Returns `true` if `policies` have the same counts, possibly under another quota.
-    pub(super) fn is_under(&self, policies: &Policies) -> bool {
-        self.policies.id() == policies.id()
     }
 
     /// Adds a grant of the fallback. A quota of these counts may have changed since the last grant.
-    pub(super) fn charge(&mut self, policies: &Policies, decision: &Decision, cost: u32, now: i64) {
-        if !self.policies.is(policies) {
-            self.policies = policies.clone();
-        }
+    pub(super) fn charge(&mut self, policies: &Policies, cost: u32, now: i64) {
+        self.policies = policies.clone();
         for (policy, count) in self.policies.iter().zip(&mut self.counts) {
             Mode::Charge.count(policy, &mut count.all, cost.into(), now);
-        }
-        for (_, verdict) in decision.verdicts() {
-            self.counted_until = self.counted_until.max(now.saturating_add(verdict.reset));
         }
     }
 
@@ -148,19 +116,23 @@ impl Account {
         for (policy, count) in self.policies.iter().zip(&mut self.counts) {
             *count = Count::new(State::fresh(policy.kind()));
         }
-        (self.sent_until, self.lacks_reset, self.in_flight) = (now, true, InFlight::Nothing);
+        (self.sent_until, self.lacks_reset, self.before_charge) = (now, true, None);
     }
 
     /// Returns where a refund goes.
     pub(super) fn refund_to(&self, check: &Check, now: i64) -> RefundTo {
         match check.charged().first().map(|charged| charged.at) {
             Some(ChargedAt::Redis(_)) => RefundTo::Primary,
-            Some(ChargedAt::Local(at)) if at <= self.sent_until => match self.in_flight {
-                // The reset has dropped the charge.
-                _ if self.lacks_reset => RefundTo::Account(0),
-                InFlight::Charge { .. } => RefundTo::Later,
-                InFlight::Nothing | InFlight::Reset => RefundTo::Primary,
-            },
+            Some(ChargedAt::Local(at)) if at <= self.sent_until => {
+                if self.lacks_reset {
+                    // The reset has dropped the charge.
+                    RefundTo::Account(0)
+                } else if self.before_charge.is_some() {
+                    RefundTo::Later
+                } else {
+                    RefundTo::Primary
+                }
+            }
             // A refund that names no charge applies to any unsent one.
             Some(ChargedAt::Local(_)) | None => {
                 RefundTo::Account(check.cost().min(limited(self.unsent(now))))
@@ -168,25 +140,25 @@ impl Account {
         }
     }
 
-    /// Deducts a [refund](RefundTo::Account) from the charges that were not sent.
-    pub(super) fn refund(&mut self, check: &Check, now: i64) {
+    /// Deducts the part of a refund that goes to the [account](RefundTo::Account). Returns it for the fallback, or `None` if
+    /// the refund goes elsewhere.
+    pub(super) fn refund(&mut self, check: &Check, now: i64) -> Option<Check> {
+        let RefundTo::Account(part) = self.refund_to(check, now) else {
+            return None;
+        };
         let counts = self.policies.iter().zip(&mut self.counts);
         for (i, (policy, count)) in counts.enumerate() {
-            let cost = limited(count.unsent(policy, now)).min(check.cost());
+            let cost = limited(count.unsent(policy, now)).min(part);
             let charge = check.charged_under(i);
             charge.refund(policy, &mut count.all, cost.into(), now);
         }
+        let (key, policies, charged) = (*check.key(), check.policies(), check.charged());
+        Some(Check::refund_of(key, policies, part, charged.into()))
     }
 
     /// Returns `true` if the primary store lacks an unexpired charge or a reset.
     pub(super) fn is_owed(&self, now: i64) -> bool {
         self.lacks_reset || self.unsent(now) > 0
-    }
-
-    /// Returns `true` if the account may be removed during an outage: nothing is owed, and the fallback counts nothing.
-    /// Otherwise the next account would begin with local grants as the count of the primary store.
-    pub(super) fn is_over(&self, now: i64) -> bool {
-        !self.is_owed(now) && self.counted_until <= now
     }
 
     /// Returns the largest part of a limit that the caller has used, in 255ths.
@@ -215,8 +187,7 @@ impl Account {
     /// under all policies that lack something. For example, if a part has expired under one of two
     /// policies, the next check charges the rest under the other.
     pub(super) fn send(&mut self, key: Key, now: i64) -> Option<Check> {
-        if self.lacks_reset {
-            (self.in_flight, self.is_sent) = (InFlight::Reset, true);
+        if mem::take(&mut self.lacks_reset) {
             return Some(Check::reset(key, &self.policies));
         }
         let unsent: SmallVec<[u64; 1]> = self.each_unsent(now).collect();
@@ -229,31 +200,26 @@ impl Account {
         } else {
             self.policies.clone()
         };
-        self.in_flight = InFlight::Charge {
-            sent: self.counts.iter().map(|count| count.sent.clone()).collect(),
-            sent_until: mem::replace(&mut self.sent_until, now),
-        };
-        self.is_sent = true;
+        let sent = self.counts.iter().map(|count| count.sent.clone());
+        self.before_charge = Some((sent.collect(), mem::replace(&mut self.sent_until, now)));
         for (policy, count) in self.policies.iter().zip(&mut self.counts) {
             count.send(policy, cost, now);
         }
         Some(Check::charge(key, &policies, cost))
     }
 
-    /// Handles the outcome of the check that was sent last. A charge is repeated only if it was certainly not sent, a
-    /// reset until the primary store has replied.
-    pub(super) fn replied(&mut self, answer: &Result<Decision, StoreError>) {
-        match mem::take(&mut self.in_flight) {
-            InFlight::Nothing => {}
-            InFlight::Reset => self.lacks_reset = !is_reply(answer),
-            InFlight::Charge { sent, sent_until } => {
-                if answer.as_ref().is_err_and(StoreError::is_not_sent) {
-                    for (count, sent) in self.counts.iter_mut().zip(sent) {
-                        count.sent = sent;
-                    }
-                    self.sent_until = sent_until;
-                }
+    /// Handles the outcome of a check that was sent. A charge is repeated only if it was certainly not sent, a reset until
+    /// the primary store has replied. Another reset in the meantime is sent too.
+    pub(super) fn replied(&mut self, check: &Check, answer: &Result<Decision, StoreError>) {
+        if check.mode() == Mode::Reset {
+            self.lacks_reset |= !is_reply(answer);
+        } else if let Some((sent, sent_until)) = self.before_charge.take()
+            && answer.as_ref().is_err_and(StoreError::is_not_sent)
+        {
+            for (count, sent) in self.counts.iter_mut().zip(sent) {
+                count.sent = sent;
             }
+            self.sent_until = sent_until;
         }
     }
 }
@@ -333,7 +299,7 @@ mod tests {
         };
         let decision = answer.unwrap().charged_locally(now, false);
         let mut account = Account::new(policies, &decision, cost, now);
-        account.charge(policies, &decision, cost, now);
+        account.charge(policies, cost, now);
         (account, decision)
     }
 
@@ -358,18 +324,18 @@ mod tests {
         let (mut account, _) = account(&policies, 5, SECOND);
         let later = SECOND * 3 / 2;
         let (_, decision) = super::tests::account(&policies, 2, later);
-        account.charge(&policies, &decision, 2, later);
+        account.charge(&policies, 2, later);
         assert_eq!(refund_to(&account, &decision, later), RefundTo::Account(2));
         // The first charge has expired under `a`.
         let now = 2 * SECOND;
         let sent = send(&mut account, now);
         assert_eq!((sent.policies().iter().len(), sent.cost()), (2, 2));
         assert_eq!(refund_to(&account, &decision, now), RefundTo::Later);
-        account.replied(&Ok(decision.clone()));
+        account.replied(&sent, &Ok(decision.clone()));
         let rest = send(&mut account, now);
         assert_eq!((rest.policies()[0].name(), rest.cost()), ("b", 5));
         assert_eq!(refund_to(&account, &decision, now), RefundTo::Later);
-        account.replied(&Err(unsent_error()));
+        account.replied(&rest, &Err(unsent_error()));
         assert_eq!(refund_to(&account, &decision, now), RefundTo::Primary);
         assert_eq!(send(&mut account, now).cost(), 5);
         assert!(account.send(Key::GLOBAL, now).is_none());
@@ -379,13 +345,13 @@ mod tests {
     fn unsent_charges_stay_refundable() {
         let policies = log("a", "10/h").into();
         let (mut account, decision) = account(&policies, 5, SECOND);
-        let _sent = send(&mut account, SECOND);
-        account.replied(&Err(unsent_error()));
+        let sent = send(&mut account, SECOND);
+        account.replied(&sent, &Err(unsent_error()));
         let here = RefundTo::Account(5);
         assert_eq!(refund_to(&account, &decision, SECOND), here);
         // A charge without a reply is not repeated.
-        let _sent = send(&mut account, SECOND);
-        account.replied(&Err(StoreError::new(ErrorKind::Timeout)));
+        let sent = send(&mut account, SECOND);
+        account.replied(&sent, &Err(StoreError::new(ErrorKind::Timeout)));
         let there = RefundTo::Primary;
         assert_eq!(refund_to(&account, &decision, SECOND), there);
         assert!(!account.is_owed(SECOND));
@@ -395,13 +361,14 @@ mod tests {
     fn a_reset_drops_what_was_sent() {
         let policies = log("a", "10/h").into();
         let (mut account, decision) = account(&policies, 5, SECOND);
-        let _sent = send(&mut account, SECOND);
+        let sent = send(&mut account, SECOND);
         account.reset(SECOND);
-        account.replied(&Err(unsent_error()));
+        account.replied(&sent, &Err(unsent_error()));
         let dropped = RefundTo::Account(0);
         assert_eq!(refund_to(&account, &decision, SECOND), dropped);
-        assert_eq!(send(&mut account, SECOND).mode(), Mode::Reset);
-        account.replied(&Ok(decision));
+        let reset = send(&mut account, SECOND);
+        assert_eq!(reset.mode(), Mode::Reset);
+        account.replied(&reset, &Ok(decision));
         assert!(account.send(Key::GLOBAL, SECOND).is_none());
     }
 
@@ -411,11 +378,12 @@ mod tests {
         let policies = log("a", "10/h").into();
         let (mut account, decision) = account(&policies, 5, SECOND);
         account.reset(SECOND);
-        let _first = send(&mut account, 2 * SECOND);
+        let first = send(&mut account, 2 * SECOND);
         account.reset(3 * SECOND);
-        account.replied(&Ok(decision.clone()));
-        assert_eq!(send(&mut account, 4 * SECOND).mode(), Mode::Reset);
-        account.replied(&Ok(decision));
+        account.replied(&first, &Ok(decision.clone()));
+        let second = send(&mut account, 4 * SECOND);
+        assert_eq!(second.mode(), Mode::Reset);
+        account.replied(&second, &Ok(decision));
         assert!(!account.is_owed(4 * SECOND));
     }
 
@@ -425,12 +393,11 @@ mod tests {
         let policies = log("a", "10/10s").into();
         for is_sent in [true, false] {
             let (mut account, _) = account(&policies, 5, SECOND);
-            let _sent = send(&mut account, SECOND);
-            let (_, decision) = super::tests::account(&policies, 3, 2 * SECOND);
-            account.charge(&policies, &decision, 3, 2 * SECOND);
+            let sent = send(&mut account, SECOND);
+            account.charge(&policies, 3, 2 * SECOND);
             let error = StoreError::new(ErrorKind::Timeout);
             let error = if is_sent { error } else { error.not_sent() };
-            account.replied(&Err(error));
+            account.replied(&sent, &Err(error));
             assert_eq!(account.unsent(10 * SECOND), if is_sent { 3 } else { 8 });
             assert_eq!(account.unsent(11 * SECOND), 3);
             assert_eq!(account.unsent(12 * SECOND), 0);
@@ -451,10 +418,10 @@ mod tests {
         let _ = charge(3);
         let decision = charge(1);
         let mut account = Account::new(&policies, &decision, 1, now);
-        account.charge(&policies, &decision, 1, now);
+        account.charge(&policies, 1, now);
         let sent = send(&mut account, 11_550 * SECOND);
         assert_eq!((sent.policies().iter().len(), sent.cost()), (1, 1));
-        account.replied(&Ok(decision));
+        account.replied(&sent, &Ok(decision));
         assert!(account.send(Key::GLOBAL, 11_700 * SECOND).is_none());
     }
 
@@ -513,7 +480,7 @@ mod tests {
                     }
                     _ => {
                         let cost = rng.u32(0..=most_cost);
-                        account.charge(&current, &counted, cost, now);
+                        account.charge(&current, cost, now);
                         granted += u64::from(cost);
                     }
                 }

@@ -1,8 +1,7 @@
 //! The accounts of all callers whose charges the primary store lacks.
 
 use std::collections::HashMap;
-
-use smallvec::SmallVec;
+use std::collections::hash_map::Entry;
 
 use super::account::Account;
 use super::sync::{Arc, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, lock};
@@ -21,8 +20,8 @@ pub(super) struct Accounts {
     held: AtomicUsize,
     /// Number of accounts that may be opened, in all partitions of a primary store together.
     free: Arc<AtomicUsize>,
-    /// Number of the epoch. An epoch ends when the breaker opens, and when an account is removed
-    /// whose charges were sent: a reply to a check of an earlier epoch may lack these.
+    /// Number of the epoch. An epoch ends when the breaker opens, and when accounts are removed: a reply to a check of
+    /// an earlier epoch may lack their charges.
     epoch: AtomicU64,
     /// Since the last report: the cost that was charged to the primary store, and the cost that was
     /// sent without a reply or granted without an account.
@@ -30,8 +29,8 @@ pub(super) struct Accounts {
     pub(super) dropped: AtomicU64,
 }
 
-/// The accounts of each caller, one for each list of policies.
-pub(super) type Shard = HashMap<Key, SmallVec<[Account; 1]>, RandomState>;
+/// Accounts by caller and [list of policies](Policies::id).
+pub(super) type Shard = HashMap<(Key, u64), Account, RandomState>;
 
 /// A caller, locked: one thread at a time decides its checks.
 pub(super) struct Caller<'a> {
@@ -54,6 +53,11 @@ impl Accounts {
 
     pub(super) fn is_empty(&self) -> bool {
         self.held.load(Ordering::Acquire) == 0
+    }
+
+    /// Returns `true` if no account can be opened.
+    pub(super) fn is_full(&self) -> bool {
+        self.free.load(Ordering::Acquire) == 0
     }
 
     /// The present epoch. Read it before a check is sent to the primary store.
@@ -85,42 +89,35 @@ impl Accounts {
         shard: &Mutex<Shard>,
         mut stays: impl FnMut(&Key, &Account) -> bool,
     ) {
-        let (mut shard, mut removed, mut is_sent) = (lock(shard), 0, false);
-        shard.retain(|key, accounts| {
-            accounts.retain(|account| {
-                let stays = stays(key, account);
-                removed += usize::from(!stays);
-                is_sent |= !stays && account.is_sent;
-                stays
-            });
-            !accounts.is_empty()
-        });
-        if shard.is_empty() {
-            shard.shrink_to_fit();
-        }
-        if is_sent {
-            self.end_epoch();
-        }
+        let mut shard = lock(shard);
+        let before = shard.len();
+        shard.retain(|(key, _), account| stays(key, account));
+        let removed = before - shard.len();
         if removed > 0 {
+            self.end_epoch();
             self.held.fetch_sub(removed, Ordering::AcqRel);
             self.free.fetch_add(removed, Ordering::AcqRel);
+        }
+        if shard.is_empty() {
+            shard.shrink_to_fit();
         }
     }
 }
 
 impl Caller<'_> {
-    /// Returns `true` if a reply to a check that was sent in the epoch `sent` includes all grants of the fallback.
+    /// Returns `true` if a reply to a check that was sent in the epoch `sent` includes all grants of the fallback under
+    /// its list of policies.
     ///
     /// The fallback decides and records under the same lock, so each earlier grant is in an account, or was charged
     /// before its account was removed. That has ended the epoch, so a check of the present epoch was sent later.
-    pub(super) fn is_known(&self, sent: u64) -> bool {
-        self.all.epoch() == sent && !self.shard.contains_key(self.key)
+    pub(super) fn is_known(&mut self, sent: u64, policies: &Policies) -> bool {
+        self.all.epoch() == sent && self.account(policies).is_none()
     }
 
-    /// Returns the account with the counts of `policies`.
+    /// Returns the account with the counts of `policies`. Requests in flight have none.
     pub(super) fn account(&mut self, policies: &Policies) -> Option<&mut Account> {
-        let mut accounts = self.shard.get_mut(self.key)?.iter_mut();
-        accounts.find(|account| account.is_under(policies))
+        let id = policies.without_in_flight()?.id();
+        self.shard.get_mut(&(*self.key, id))
     }
 
     /// Returns the next check of an account for the primary store. Its cost counts as dropped until the reply.
@@ -133,17 +130,16 @@ impl Caller<'_> {
         Some(check)
     }
 
-    /// Records the outcome of the last check that the account has sent. `cost` is the cost of the
-    /// check.
+    /// Records the outcome of a check that the account under `policies` has sent.
     pub(super) fn replied(
         &mut self,
         policies: &Policies,
-        cost: u32,
+        check: &Check,
         answer: &Result<Decision, StoreError>,
     ) {
         let (charged, unsent) = match answer {
-            Ok(decision) => (decision.granted().min(cost), 0),
-            Err(error) if error.is_not_sent() => (0, cost),
+            Ok(decision) => (decision.granted().min(check.cost()), 0),
+            Err(error) if error.is_not_sent() => (0, check.cost()),
             Err(_) => (0, 0),
         };
         self.all
@@ -153,7 +149,7 @@ impl Caller<'_> {
             .dropped
             .fetch_sub((charged + unsent).into(), Ordering::Relaxed);
         if let Some(account) = self.account(policies) {
-            account.replied(answer);
+            account.replied(check, answer);
         }
     }
 
@@ -166,11 +162,6 @@ impl Caller<'_> {
         };
         let granted = decision.granted();
         match check.mode() {
-            Mode::Refund => {
-                if let Some(account) = self.account(policies) {
-                    account.refund(check, now);
-                }
-            }
             Mode::Reset => {
                 let new = || Account::new(policies, decision, 0, now);
                 if let Some(account) = self.open(policies, new) {
@@ -187,7 +178,7 @@ impl Caller<'_> {
                     dropped.fetch_add(granted.into(), Ordering::Relaxed);
                     return false;
                 };
-                account.charge(policies, decision, granted, now);
+                account.charge(policies, granted, now);
             }
             _ => {}
         }
@@ -196,14 +187,16 @@ impl Caller<'_> {
 
     /// Returns the account with the counts of `policies`, or a new one. `None` if there is no room for it.
     fn open(&mut self, policies: &Policies, new: impl FnOnce() -> Account) -> Option<&mut Account> {
-        if self.account(policies).is_none() {
-            let one_less = |free: usize| free.checked_sub(1);
-            let free = &self.all.free;
-            free.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less)
-                .ok()?;
-            self.all.held.fetch_add(1, Ordering::AcqRel);
-            self.shard.entry(*self.key).or_default().push(new());
+        match self.shard.entry((*self.key, policies.id())) {
+            Entry::Occupied(account) => Some(account.into_mut()),
+            Entry::Vacant(place) => {
+                let one_less = |free: usize| free.checked_sub(1);
+                let free = &self.all.free;
+                free.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less)
+                    .ok()?;
+                self.all.held.fetch_add(1, Ordering::AcqRel);
+                Some(place.insert(new()))
+            }
         }
-        self.account(policies)
     }
 }

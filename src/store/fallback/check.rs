@@ -1,8 +1,7 @@
 //! One check: decided by the primary store until the deadline, and then by the fallback. The
 //! outcome is reported to the breaker.
 //!
-//! The methods of [`Partition`] for the recovery task are in `recovery`. A check needs none of them but
-//! [`attend`](Partition::attend), which starts the task.
+//! The methods of [`Partition`] that only the recovery task needs are in `recovery`.
 
 use std::any::TypeId;
 use std::fmt;
@@ -16,10 +15,10 @@ use std::task::{Context, Poll, ready};
 use pin_project_lite::pin_project;
 use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
-use super::Settings;
 use super::account::RefundTo;
 use super::accounts::{Accounts, Caller};
 use super::breaker::{Breaker, Ticket};
+use super::{Settings, recovery};
 use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Source, Verdict};
@@ -116,6 +115,13 @@ impl<P: Store, F: Store> Partition<P, F> {
         contain(|| notify(or_log(self.settings.observer.get())));
     }
 
+    /// Starts the recovery task, unless it is running.
+    pub(super) fn attend(self: &Arc<Self>) {
+        let partition = Arc::downgrade(self);
+        self.recovery
+            .spawn(None, |task| recovery::run(partition, task));
+    }
+
     /// Sends a check to the primary store, unless the fallback must decide it.
     pub(super) fn check(self: &Arc<Self>, check: Check) -> Answer<FallbackFuture<P, F>> {
         let next = match self.admit(&check) {
@@ -165,13 +171,11 @@ impl<P: Store, F: Store> Partition<P, F> {
             return false;
         }
         let mut caller = self.accounts.caller(check.key());
-        let policies = check.policies().without_in_flight();
-        match policies.and_then(|policies| caller.account(policies)) {
-            Some(account) if check.mode() == Mode::Refund => {
-                account.refund_to(check, self.clock.micros()) != RefundTo::Primary
-            }
-            account => account.is_some(),
-        }
+        let account = caller.account(check.policies());
+        account.is_some_and(|account| {
+            check.mode() == Mode::Reset
+                || account.refund_to(check, self.clock.micros()) != RefundTo::Primary
+        })
     }
 
     /// Handles the primary store's reply, or a missed deadline. `admission` is `None` if the
@@ -208,8 +212,8 @@ impl<P: Store, F: Store> Partition<P, F> {
                 // Keep the slots of this instance in the fallback too, for an outage.
                 drop(self.fallback.check(mirrored));
             }
-            let caller = self.accounts.caller(check.key());
-            if caller.is_known(admission.epoch) {
+            let mut caller = self.accounts.caller(check.key());
+            if caller.is_known(admission.epoch, check.policies()) {
                 let _caller = self.locks_while_it_decides().then_some(caller);
                 self.fallback.backend().warm(check.key(), decision);
             }
@@ -268,9 +272,10 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
         let mut caller = self.accounts.caller(check.key());
         let check = if check.mode() == Mode::Refund {
-            match self.refund_here(&mut caller, check) {
-                Some(refund) if !in_doubt => refund,
-                _ => return elsewhere(),
+            let account = caller.account(check.policies()).filter(|_| !in_doubt);
+            match account.and_then(|account| account.refund(check, self.clock.micros())) {
+                Some(refund) => refund,
+                None => return elsewhere(),
             }
         } else {
             check.clone().without_turn()
@@ -293,16 +298,6 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// runs no user code. Another fallback may be warmed with a reply that lacks a concurrent grant.
     fn locks_while_it_decides(&self) -> bool {
         TypeId::of::<F>() == TypeId::of::<LocalStore>()
-    }
-
-    /// Returns the part of a refund that applies to the caller's account, if it goes there.
-    fn refund_here(&self, caller: &mut Caller<'_>, check: &Check) -> Option<Check> {
-        let account = caller.account(check.policies().without_in_flight()?)?;
-        let RefundTo::Account(cost) = account.refund_to(check, self.clock.micros()) else {
-            return None;
-        };
-        let (key, policies, charged) = (*check.key(), check.policies(), check.charged());
-        Some(Check::refund_of(key, policies, cost, charged.into()))
     }
 
     /// Handles a decision of the fallback, and records it in an account. `caller` is the lock under

@@ -10,8 +10,8 @@
 //!
 //! A caller has an account for each list of policies under which the fallback has granted
 //! something. Accounts exist in memory only. An account has two counts of each policy, with and
-//! without the grants that were not sent to the primary store, a flag for a reset, and the check
-//! that was sent last, until its reply. A reconciliation charges the difference of the counts. The
+//! without the grants that were not sent to the primary store, a flag for a reset, and the former
+//! counts while a charge is in flight. A reconciliation charges the difference of the counts. The
 //! account is removed when nothing is left to charge.
 //!
 //! - **Lost reply.** After the deadline the fallback decides. The primary store may have charged
@@ -27,7 +27,7 @@
 //!   while the breaker is open, this fails as unsent too. A refund that names no charge is deducted
 //!   from the account of its policies, or else sent to the primary store.
 //! - **End of a runtime.** The accounts stay, and the next check starts the recovery task on its own runtime. A charge
-//!   in flight counts as lost. When the process ends, its accounts are lost.
+//!   or reset in flight counts as lost. When the process ends, its accounts are lost.
 
 mod account;
 mod accounts;

@@ -168,8 +168,8 @@ fn warming_keeps_what_was_granted() {
                     let decision = decide(primary, &check);
                     yield_now();
                     breaker.succeeded(ticket);
-                    let caller = accounts.caller(&Key::GLOBAL);
-                    if caller.is_known(epoch) {
+                    let mut caller = accounts.caller(&Key::GLOBAL);
+                    if caller.is_known(epoch, policies) {
                         yield_now();
                         local.backend().warm(&Key::GLOBAL, &decision);
                     }
@@ -205,7 +205,7 @@ fn warming_keeps_what_was_granted() {
                         break;
                     };
                     let answer = Ok(decide(primary, &check));
-                    caller().replied(policies, check.cost(), &answer);
+                    caller().replied(policies, &check, &answer);
                 }
                 for shard in accounts.shards() {
                     accounts.sweep(shard, |_, account| account.is_owed(0));

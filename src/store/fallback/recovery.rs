@@ -1,6 +1,5 @@
 //! The recovery: a background task that probes the primary store, charges the accounts to it, and closes the breaker.
-//!
-//! The methods of [`Partition`] for this task are here. A check needs none of them but [`attend`](Partition::attend).
+//! [`attend`](Partition::attend) starts it. It ends when no work is left, or with the last clone of the store.
 //!
 //! - **Reconciliation.** All accounts are charged, once, beginning with the callers that have used
 //!   most of a limit, since another instance might exceed the limit for these. An account counts a
@@ -39,112 +38,96 @@ use crate::util::{instant, jittered};
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 /// Reconciliations before the breaker closes.
 const ROUNDS: usize = 3;
+/// Number of accounts that are reconciled concurrently, before the reply times of the primary store are known.
+const CONCURRENT: usize = 64;
 /// Pause after a check that found the queue full.
 const FULL: Duration = Duration::from_millis(2);
 
-/// The task. It ends when no work is left, or with the last clone of the store.
-struct Recovery<P: Store, F: Store> {
-    partition: Weak<Partition<P, F>>,
-    _task: Task,
+pub(super) async fn run<P: Store, F: Store>(partition: Weak<Partition<P, F>>, task: Task) {
+    let (mut attempts, mut was_open) = (0, false);
+    while let Some(alive) = partition.upgrade().filter(|alive| alive.needs_attention()) {
+        let open = alive.breaker.is_open();
+        let longest = Breaker::longest_delay(alive.settings.share.instances());
+        // Keep no store alive during the pause.
+        drop(alive);
+        // Begin with short pauses again when the breaker opens or closes: earlier probes do not
+        // show the length of this outage.
+        if open != was_open {
+            (attempts, was_open) = (0, open);
+        }
+        sleep(jittered(Breaker::delay(attempts, longest), 0.5..1.0)).await;
+        let Some(alive) = partition.upgrade() else {
+            break;
+        };
+        let attempt = async {
+            if alive.breaker.is_open() {
+                recover(alive).await
+            } else {
+                alive.tend().await
+            }
+        };
+        // User code may panic.
+        let well = AssertUnwindSafe(attempt).catch_unwind().await;
+        attempts = if matches!(well, Ok(true)) {
+            0
+        } else {
+            attempts.saturating_add(1)
+        };
+    }
+    drop(task);
+    // Work that arrived while this task was ending has not started another one: see `TaskOwner`.
+    if let Some(alive) = partition.upgrade().filter(|alive| alive.needs_attention()) {
+        alive.attend();
+    }
 }
 
-impl<P: Store, F: Store> Recovery<P, F> {
-    async fn run(self) {
-        let (mut attempts, mut was_open) = (0, false);
-        while let Some(partition) = self
-            .partition
-            .upgrade()
-            .filter(|partition| partition.needs_attention())
-        {
-            let open = partition.breaker.is_open();
-            let longest = Breaker::longest_delay(partition.settings.share.instances());
-            // Keep no store alive during the pause.
-            drop(partition);
-            // Begin with short pauses again when the breaker opens or closes: earlier probes do not
-            // show the length of this outage.
-            if open != was_open {
-                (attempts, was_open) = (0, open);
-            }
-            sleep(jittered(Breaker::delay(attempts, longest), 0.5..1.0)).await;
-            let Some(partition) = self.partition.upgrade() else {
-                break;
-            };
-            let attempt = async {
-                if partition.breaker.is_open() {
-                    self.recover(partition).await
-                } else {
-                    partition.tend().await
-                }
-            };
-            // User code may panic.
-            let well = AssertUnwindSafe(attempt).catch_unwind().await;
-            attempts = if matches!(well, Ok(true)) {
-                0
-            } else {
-                attempts.saturating_add(1)
-            };
-        }
-        let partition = self.partition.upgrade();
-        drop(self);
-        // Work that arrived while this task was ending has not started another one: see `TaskOwner`.
-        if let Some(partition) = partition.filter(|partition| partition.needs_attention()) {
-            partition.attend();
-        }
-    }
-
-    /// With an open breaker: tries to close it. First reconciles, and waits until the other instances have reconciled
-    /// too. Otherwise the primary store would grant again what the instances have already granted.
-    async fn recover(&self, mut partition: Arc<Partition<P, F>>) -> bool {
-        if partition.ping().await.is_err() {
-            // Make room for new accounts.
+/// With an open breaker: tries to close it. First reconciles, and waits until the other instances have reconciled
+/// too. Otherwise the primary store would grant again what the instances have already granted.
+async fn recover<P: Store, F: Store>(mut partition: Arc<Partition<P, F>>) -> bool {
+    if partition.ping().await.is_err() {
+        if partition.accounts.is_full() {
             partition
-                .sweep(|_, account, now| !account.is_over(now))
+                .sweep(|_, account, now| account.is_owed(now))
                 .await;
-            return false;
         }
-        let (mut well, since) = (true, instant());
-        if let Some((found, holds)) = partition.others() {
-            well = partition.announced(holds, partition.reconcile()).await;
-            let reconciled = instant();
-            let mut wait = found.saturating_sub(since.elapsed()).min(LONGEST_WAIT);
-            while well && reconciled.elapsed() < LONGEST_WAIT {
-                drop(partition);
-                sleep(wait).await;
-                let Some(again) = self.partition.upgrade() else {
-                    return false;
-                };
-                partition = again;
-                match partition.reconciling().await {
-                    Ok(None) => break,
-                    Ok(Some(time)) => wait = time.min(LONGEST_WAIT),
-                    Err(_) => {
-                        wait = Breaker::FIRST_DELAY;
-                        well = partition.ping().await.is_ok();
-                    }
-                }
-                // Other instances wait for the same moment, so spread the checks.
-                wait += jittered(
-                    Breaker::spread(partition.settings.share.instances()),
-                    0.0..0.5,
-                );
-                // Charge the fallback's new grants now, so that little is left at the end.
-                well = well && partition.reconcile().await;
-            }
-        }
-        let recovered = well && partition.close().await;
-        partition.notify();
-        recovered
+        return false;
     }
+    let (mut well, since) = (true, instant());
+    if let Some((found, holds)) = partition.others() {
+        well = partition.announced(holds, partition.reconcile()).await;
+        let reconciled = instant();
+        let mut wait = found.saturating_sub(since.elapsed()).min(LONGEST_WAIT);
+        while well && reconciled.elapsed() < LONGEST_WAIT {
+            let weak = Arc::downgrade(&partition);
+            drop(partition);
+            sleep(wait).await;
+            let Some(again) = weak.upgrade() else {
+                return false;
+            };
+            partition = again;
+            match partition.reconciling().await {
+                Ok(None) => break,
+                Ok(Some(time)) => wait = time.min(LONGEST_WAIT),
+                Err(_) => {
+                    wait = Breaker::FIRST_DELAY;
+                    well = partition.ping().await.is_ok();
+                }
+            }
+            // Other instances wait for the same moment, so spread the checks.
+            wait += jittered(
+                Breaker::spread(partition.settings.share.instances()),
+                0.0..0.5,
+            );
+            // Charge the fallback's new grants now, so that little is left at the end.
+            well = well && partition.reconcile().await;
+        }
+    }
+    let recovered = well && partition.close().await;
+    partition.notify();
+    recovered
 }
 
 impl<P: Store, F: Store> Partition<P, F> {
-    /// Starts the recovery task, unless it is running.
-    pub(super) fn attend(self: &Arc<Self>) {
-        let partition = Arc::downgrade(self);
-        self.recovery
-            .spawn(None, |_task| Recovery { partition, _task }.run());
-    }
-
     fn needs_attention(&self) -> bool {
         !self.breaker.is_closed()
             || !self.accounts.is_empty()
@@ -152,7 +135,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// With a breaker that is not open: probes the store if the breaker is half-open or a check was abandoned, and
-    /// reconciles the fallback's grants. Returns `false` if the primary store fails again.
+    /// reconciles the fallback's grants. Returns `false` if the primary store fails again or takes nothing.
     async fn tend(&self) -> bool {
         if self.abandoned.swap(false, Ordering::AcqRel) || !self.breaker.is_closed() {
             if let Err(error) = self.ping().await {
@@ -162,8 +145,9 @@ impl<P: Store, F: Store> Partition<P, F> {
             self.breaker.succeeded(Ticket::Probe);
         }
         let well = self.reconcile().await;
-        self.notify();
-        well
+        // Pause longer if the store has rejected all checks, even if it works.
+        let has_charged = self.notify();
+        well && (has_charged || self.accounts.is_empty())
     }
 
     /// With an open breaker: reconciles, and then closes it. Returns `false` if the primary store fails again.
@@ -250,11 +234,12 @@ impl<P: Store, F: Store> Partition<P, F> {
         self.sweep(each).await;
         accounts.sort_unstable_by_key(|(used, ..)| *used);
         let mut accounts = accounts.into_iter();
-        let mut window = Window::of(self.partitions, self.settings.share.instances());
+        let most = most_concurrent(self.partitions, self.settings.share.instances());
+        let mut concurrent = most.min(CONCURRENT);
         let (mut working, mut well) = (FuturesUnordered::new(), true);
         loop {
             while well
-                && working.len() < window.now
+                && working.len() < concurrent
                 && let Some((_, key, policies)) = accounts.next()
             {
                 working.push(async move {
@@ -266,7 +251,12 @@ impl<P: Store, F: Store> Partition<P, F> {
                 break;
             };
             well &= is_settled;
-            window.learn(took, self.settings.deadline);
+            // A distant store, or a busy one, gets few charges, so that they do not delay live traffic.
+            concurrent = if took < self.settings.deadline / 4 {
+                most.min(concurrent + 1)
+            } else {
+                most.min(CONCURRENT).max(concurrent - 1)
+            };
         }
         self.sweep(|_, account, now| account.is_owed(now)).await;
         well
@@ -294,10 +284,9 @@ impl<P: Store, F: Store> Partition<P, F> {
             let Some(check) = caller().send(policies, self.clock.micros()) else {
                 break;
             };
-            let cost = check.cost();
             // No request awaits this check, so it may take longer.
-            let answer = self.send(check, 2).await;
-            caller().replied(policies, cost, &answer);
+            let answer = self.send(check.clone(), 2).await;
+            caller().replied(policies, &check, &answer);
             match answer {
                 answer if is_reply(&answer) => checks -= 1,
                 Err(error)
@@ -312,48 +301,23 @@ impl<P: Store, F: Store> Partition<P, F> {
         true
     }
 
-    /// Notifies the observer of the cost reconciled since the last notification.
-    fn notify(&self) {
+    /// Notifies the observer of the cost reconciled since the last notification. Returns `true` if anything was charged.
+    fn notify(&self) -> bool {
         let [charged, dropped] = [&self.accounts.charged, &self.accounts.dropped]
             .map(|cost| cost.swap(0, Ordering::Relaxed));
         if charged + dropped > 0 {
             let reconciled = event::Reconciled::new(charged, dropped);
             self.observe(|observer| observer.reconciled(&reconciled));
         }
+        charged > 0
     }
 }
 
-/// Number of accounts that are reconciled concurrently. It adapts to the reply times of the primary store, so that live
-/// traffic is not delayed.
-#[derive(Debug)]
-struct Window {
-    now: usize,
-    most: usize,
-}
-
-impl Window {
-    const START: usize = 64;
-    /// Maximum over all instances: a tenth of a Redis store's queue, which keeps its connections busy.
-    const MOST: usize = 1_024;
-    /// Minimum for each of many partitions.
-    const LEAST: usize = 16;
-
-    /// The window of one of `partitions` in one of `instances`.
-    fn of(partitions: usize, instances: NonZeroU32) -> Self {
-        let most = (Self::MOST / instances.get() as usize).max(Self::START);
-        let most = (most / partitions).max(Self::LEAST);
-        let now = most.min(Self::START);
-        Self { now, most }
-    }
-
-    /// Grows by one if an account took less than a quarter of the deadline, otherwise shrinks by one.
-    fn learn(&mut self, took: Duration, deadline: Duration) {
-        self.now = if took < deadline / 4 {
-            self.most.min(self.now + 1)
-        } else {
-            self.most.min(Self::START).max(self.now - 1)
-        };
-    }
+/// Maximum number of accounts that one of `instances` reconciles concurrently in one of `partitions`: for all instances
+/// together a tenth of a Redis store's queue, which keeps its connections busy.
+fn most_concurrent(partitions: usize, instances: NonZeroU32) -> usize {
+    let most = (1_024 / instances.get() as usize).max(CONCURRENT);
+    (most / partitions).max(16)
 }
 
 /// The policy of announcements. Each charges a debt, which expires with the announcement.
@@ -369,18 +333,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_window_follows_the_answers() {
-        let (mut window, deadline) = (Window::of(1, NonZeroU32::MIN), Duration::from_millis(100));
-        let mut after = |took, ops| {
-            (0..ops).for_each(|_| window.learn(Duration::from_millis(took), deadline));
-            window.now
+    fn instances_and_partitions_share_the_concurrency() {
+        let of = |partitions, instances| {
+            most_concurrent(partitions, NonZeroU32::new(instances).unwrap())
         };
-        assert_eq!([after(24, 10), after(25, 5), after(90, 1)], [74, 69, 68]);
-        assert_eq!(
-            [after(0, 10_000), after(25, 10_000)],
-            [Window::MOST, Window::START]
-        );
-        assert_eq!(Window::of(100, NonZeroU32::MIN).now, Window::LEAST);
-        assert_eq!(Window::of(1, NonZeroU32::MAX).most, Window::START);
+        assert_eq!([of(1, 1), of(1, 4), of(1, u32::MAX)], [1_024, 256, 64]);
+        assert_eq!([of(4, 1), of(100, 1), of(100, 100)], [256, 16, 16]);
     }
 }

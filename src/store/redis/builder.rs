@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use super::link::Tls;
 use super::servers::{Server, Servers};
-use super::settings::Settings;
 use super::topology::Topology;
 use super::topology::cluster::Cluster;
 use super::worker::{RedisStore, Shared};
@@ -17,6 +16,7 @@ use super::worker::{RedisStore, Shared};
 use crate::error::{ConfigError, StoreError};
 use crate::limit::is_name;
 use crate::observe::Observer;
+use crate::store::config::RedisSettings;
 
 impl RedisStore {
     /// Connects, and verifies that Redis can run the script.
@@ -129,7 +129,7 @@ impl RedisStore {
 pub struct RedisStoreBuilder {
     servers: Servers,
     tls: Tls,
-    settings: Settings,
+    settings: RedisSettings,
     observer: OnceLock<Arc<dyn Observer>>,
     /// The time used by tests, in microseconds since the Unix epoch; 0 for Redis's own.
     pub(super) now: Arc<AtomicI64>,
@@ -140,14 +140,14 @@ impl RedisStoreBuilder {
         Self {
             servers,
             tls: Tls::default(),
-            settings: Settings::default(),
+            settings: RedisSettings::default(),
             observer: OnceLock::new(),
             now: Arc::default(),
         }
     }
 
     /// Replaces all settings except the servers, TLS and the observer.
-    pub(in crate::store) fn settings(self, settings: Settings) -> Self {
+    pub(in crate::store) fn settings(self, settings: RedisSettings) -> Self {
         Self { settings, ..self }
     }
 

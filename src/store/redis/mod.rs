@@ -1,8 +1,8 @@
 //! [`RedisStore`]: one count in Redis for all instances.
 //!
-//! Its modules; each uses only the ones before it: the [settings]; the [script], which encodes a
-//! batch of checks as one call; the [link] to one server; the [topology], which chooses the server;
-//! and the [worker], which combines them.
+//! Its modules; each uses only the ones before it: the [script], which encodes a batch of checks as
+//! one call; the [link] to one server; the [topology], which chooses the server; and the [worker],
+//! which combines them.
 
 mod builder;
 mod instances;
@@ -10,7 +10,6 @@ mod link;
 mod scan;
 mod script;
 mod servers;
-mod settings;
 #[cfg(test)]
 mod tests;
 mod topology;
@@ -24,5 +23,4 @@ pub(super) use link::{check_client, check_roots};
 pub use scan::{Scan, StoredCount};
 pub(super) use servers::wrong_url;
 pub use servers::{Server, Servers};
-pub(super) use settings::Settings;
 pub use worker::{RedisFuture, RedisStore};

@@ -93,7 +93,7 @@ impl Servers {
             .collect();
         match databases.into_iter().find(|database| *database < 0) {
             Some(database) => wrong(format_args!(
-                "its database is {database}, and the first one is 0"
+                "its database is {database}, and the first one is 0: use 0 or a higher number"
             )),
             None => Ok(kind),
         }
@@ -259,7 +259,9 @@ fn nodes(scheme: &str, rest: &str) -> Result<Vec<String>, ConfigError> {
     let (user, hosts) = split_login(authority)?;
     let at = if user.is_empty() { "" } else { "@" };
     if hosts.split(',').any(str::is_empty) {
-        return wrong("it names no host, or has one comma too many");
+        return wrong(
+            "a host is missing, or there is a comma too many: write the hosts like `host:6379,host:6380`",
+        );
     }
     Ok(hosts
         .split(',')
@@ -354,20 +356,20 @@ fn sentinel(
         );
     }
     let Some(first) = sentinels.first() else {
-        return wrong("the URL of at least one sentinel is needed");
+        return wrong("there is no sentinel: add the URL of at least one");
     };
     if sentinels
         .iter()
         .any(|sentinel| matches!(sentinel.addr(), ConnectionAddr::Unix(_)))
     {
-        return wrong("sentinels have no unix sockets");
+        return wrong("sentinels have no unix sockets: use `redis://host:26379`");
     }
     if sentinels
         .iter()
         .any(|sentinel| sentinel.redis_settings().db() != 0)
     {
         return wrong(
-            "a sentinel has no database but 0: that of the master stands behind its name",
+            "a sentinel has no database but 0: write that of the master after the master's name",
         );
     }
     let is_url = master.contains("://");
@@ -384,7 +386,9 @@ fn sentinel(
     // The characters that Redis Sentinel allows.
     let is_name = |byte: u8| byte.is_ascii_alphanumeric() || b".-_".contains(&byte);
     if name.is_empty() || !name.bytes().all(is_name) {
-        return wrong("a master's name is needed, of letters, digits, `.`, `-` and `_`");
+        return wrong(
+            "the master's name is missing or invalid: use letters, digits, `.`, `-` and `_`",
+        );
     }
     let master = if is_url {
         master
@@ -403,14 +407,14 @@ fn cluster(
 ) -> Result<Kind, ConfigError> {
     let nodes: Vec<_> = nodes.collect::<Result<_, _>>()?;
     if nodes.is_empty() {
-        wrong("a cluster needs the address of at least one of its nodes")
+        wrong("there is no node: add the URL of at least one node of the cluster")
     } else if nodes
         .iter()
         .any(|node| matches!(node.addr(), ConnectionAddr::Unix(_)))
     {
-        wrong("the nodes of a cluster have no unix sockets")
+        wrong("the nodes of a cluster have no unix sockets: use `redis://host:6379`")
     } else if nodes.iter().any(|node| node.redis_settings().db() != 0) {
-        wrong("a cluster has no database but 0: write none")
+        wrong("a cluster has no database but 0: write none in the URL")
     } else {
         Ok(Kind::Cluster(nodes))
     }

@@ -74,7 +74,7 @@ async fn zero_costs_are_not_polled_constantly() {
     assert_eq!(calls_of_a_wait(&store, policies, 0).await, 2);
 }
 
-/// At the maximum debt, the line checks again when the debt has become smaller.
+/// At the maximum debt, the queue checks again when the debt has become smaller.
 #[tokio::test(start_paused = true)]
 async fn a_full_debt_is_waited_for() {
     for (strategy, quota) in [
@@ -362,7 +362,7 @@ async fn a_replacing_waiter_is_answered_in_time() {
 }
 
 /// Random costs, deadlines, quotas and cancellations: each request is answered in time, the quota is kept, the store
-/// gets no needless checks, and no line is left.
+/// gets no needless checks, and no queue is left.
 #[tokio::test(start_paused = true)]
 async fn any_waiters_are_answered_in_time() {
     for seed in 0..300 {

@@ -773,7 +773,7 @@ async fn one_failing_call_ends_one_wait() {
     );
 }
 
-/// Each request that joins or leaves a line takes the lock of the wait queues.
+/// Each request that joins or leaves a queue takes the lock of the wait queues.
 #[tokio::test(start_paused = true)]
 async fn errors_are_dropped_without_a_lock() {
     /// When dropped, checks whether another thread can take the lock of the wait queues.

@@ -41,7 +41,7 @@ impl<B: Body> Body for TrackedBody<B> {
         if let (Some(Ok(frame)), Some(charge)) = (&frame, &this.charge)
             && let Some(data) = frame.data_ref()
         {
-            charge.account().sent(data.remaining());
+            charge.charges().sent(data.remaining());
         }
         if !matches!(frame, Some(Ok(_))) || this.inner.is_end_stream() {
             *this.charge = None;

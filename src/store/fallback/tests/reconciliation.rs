@@ -317,7 +317,7 @@ fn repeatedly_failing_reconciliations_stay_within_the_bound() {
         }
         for (key, sent) in sent {
             let mut caller = accounts.caller(&key);
-            caller.replied(&policies, sent.cost(), &Err(unsent()));
+            caller.replied(&policies, &sent, &Err(unsent()));
         }
     }
     let dropped = accounts.dropped.load(std::sync::atomic::Ordering::Relaxed);
@@ -451,4 +451,23 @@ async fn full_queues_do_not_stop_reconciliation() {
             "every {every}th finds room, and it takes {took:?}"
         );
     }
+}
+
+/// The primary store rejects the charge only, for example while its slot moves.
+#[tokio::test(start_paused = true)]
+async fn rejected_charges_are_repeated_after_growing_pauses() {
+    let (store, primary, _) = pair(1);
+    let policies = policies(Strategy::SlidingLog, "1000/h");
+    primary.set(Manner::Each(queue_full));
+    let _ = ask(&store, take(&policies, 1)).await;
+    primary.set(Manner::Each(|| {
+        StoreError::new(ErrorKind::NotReady).check_only().not_sent()
+    }));
+    let asked = primary.asked();
+    sleep(Duration::from_secs(10)).await;
+    let repeated = primary.asked() - asked;
+    assert!((40..=90).contains(&repeated), "{repeated} charges");
+    primary.set(Manner::AtOnce);
+    sleep(Duration::from_millis(300)).await;
+    assert_eq!(primary.used(&policies).await, 1);
 }

@@ -407,6 +407,46 @@ async fn a_custom_fallback_refunds_its_grants() {
     assert_eq!(primary.used(&policies).await, 2);
 }
 
+/// Decides refunds after a second.
+#[derive(Clone, Default)]
+struct SlowRefunds(InMemory);
+
+impl Store for SlowRefunds {
+    type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        let is_slow = check.mode() == Mode::Refund;
+        let Answer::Ready { answer } = self.0.check(check) else {
+            unreachable!()
+        };
+        if !is_slow {
+            return Answer::ready(answer);
+        }
+        Answer::pending(Box::pin(async {
+            sleep(Duration::from_secs(1)).await;
+            answer
+        }))
+    }
+}
+
+/// The fallback decides the refund after its charge was reconciled.
+#[tokio::test(start_paused = true)]
+async fn a_slow_fallback_refunds_before_it_reconciles() {
+    let primary = Primary::default();
+    let store = Fallback::new(primary.clone(), SlowRefunds::default());
+    let policies = policies(Strategy::SlidingLog, "10/100s");
+    primary.set(Manner::Each(queue_full));
+    let take = Check::take(ann(), &policies, 5);
+    let (at, decision) = (instant(), store.check(take).await.unwrap());
+    let refund = decision.refund(ann(), 3, at.elapsed()).next().unwrap();
+    let refund = tokio::spawn(store.check(refund));
+    tokio::task::yield_now().await;
+    primary.set(Manner::AtOnce);
+    rest().await;
+    assert_eq!(refund.await.unwrap().unwrap().granted(), 3);
+    assert_eq!(primary.used(&policies).await, 2);
+}
+
 /// The account still owes a newer grant, for long if the queue stays full. The refund does not wait
 /// for that.
 #[tokio::test(start_paused = true)]

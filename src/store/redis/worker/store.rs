@@ -24,9 +24,9 @@ use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Key, Source, Verdict, Verdicts};
 use crate::observe::mistakes::MISSING_RIGHT;
 use crate::observe::{Observer, event, or_log};
+use crate::store::config::RedisSettings;
 use crate::store::redis::link::{error_of, within};
 use crate::store::redis::script::Call;
-use crate::store::redis::settings::Settings;
 use crate::store::redis::topology::{Node, Pool, Topology};
 use crate::store::{Answer, Backend, Hooks, Store, Waiters, Withdraw, probe};
 use crate::util::{contain, instant, lock};
@@ -161,7 +161,7 @@ impl Withdraw<RedisFuture> for RedisStore {
 
 pub(crate) struct Shared {
     pub(crate) topology: Topology,
-    pub(crate) settings: Settings,
+    pub(crate) settings: RedisSettings,
     pub(super) denials: DenialCache,
     pub(crate) observer: OnceLock<Arc<dyn Observer>>,
     /// The time that tests set; 0 for Redis's own time.
@@ -181,7 +181,7 @@ impl Shared {
 
     pub(crate) fn new(
         topology: Topology,
-        settings: Settings,
+        settings: RedisSettings,
         observer: OnceLock<Arc<dyn Observer>>,
         now: Arc<AtomicI64>,
     ) -> Self {
@@ -239,7 +239,7 @@ impl Shared {
         node: Option<Node>,
     ) -> (NodeQueue, Watch) {
         let (_store, store) = oneshot::channel();
-        let Settings {
+        let RedisSettings {
             connections,
             queue: max_queued,
             batch,

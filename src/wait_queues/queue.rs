@@ -1,4 +1,4 @@
-//! The waiters of a line, and the turns that none of them has yet. All methods run under the lock of the lines.
+//! The waiters of a queue, and its turns. All methods run under the lock of the queues.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -13,14 +13,15 @@ use crate::limit::Decision;
 use crate::store::Wake;
 use crate::util::instant;
 
-/// Joins and leaves change the waiters; only the line's [task](super::task) serves or refuses them.
+/// Joins and leaves change the waiters; only the queue's [task](super::task) serves or refuses them.
 #[derive(Default)]
-pub(super) struct Line {
+pub(super) struct Queue {
     /// By number, oldest first.
     pub(super) waiters: BTreeMap<u64, Waiter>,
     /// The deadlines of the waiters that have one.
     deadlines: BTreeSet<(Instant, u64)>,
-    /// The granted permits that no waiter has yet, by due time and order of arrival. The n-th waiter gets the n-th turn.
+    /// Turns: the granted permits that no waiter has yet, by due time and order of arrival. The n-th waiter gets the n-th
+    /// turn.
     pub(super) turns: BTreeMap<(Instant, u64), Permit>,
     /// The number of the last turn.
     last_turn: u64,
@@ -29,7 +30,7 @@ pub(super) struct Line {
     /// The last decision of the store, and its time.
     last_decision: Option<(Decision, Instant)>,
     /// After a denial: no capacity is expected before this time for those without a turn.
-    free_at: Option<Instant>,
+    no_capacity_before: Option<Instant>,
     /// Wakes the task.
     pub(super) wake: Arc<Wake>,
 }
@@ -48,8 +49,8 @@ impl Waiter {
     }
 }
 
-impl Line {
-    pub(super) fn join(&mut self, number: u64, waiter: Waiter) {
+impl Queue {
+    pub(super) fn add(&mut self, number: u64, waiter: Waiter) {
         let deadline = waiter.deadline.map(|deadline| (deadline, number));
         self.deadlines.extend(deadline);
         self.waiters.insert(number, waiter);
@@ -60,6 +61,13 @@ impl Line {
         if let Some(deadline) = waiter.deadline {
             self.deadlines.remove(&(deadline, number));
         }
+        if let Some((next, first)) = self.waiters.first_key_value()
+            && number < *next
+            && first.cost < waiter.cost
+        {
+            // The smaller cost may fit.
+            self.wake.freed();
+        }
         Some(waiter)
     }
 
@@ -68,64 +76,46 @@ impl Line {
         self.turns.insert((turn.due(), self.last_turn), turn);
     }
 
-    /// Whether a turn of this cost can serve the first waiter.
-    pub(super) fn has_use_for(&self, cost: u32) -> bool {
+    /// Whether the first waiter has this cost, so that a turn of this cost can serve it.
+    pub(super) fn first_costs(&self, cost: u32) -> bool {
         let first = self.waiters.values().next();
         first.is_some_and(|first| first.cost == cost)
     }
 
-    /// Removes the due turns, each with the waiter that gets it. While a reply for the first waiter is pending, turns of
-    /// other costs stay.
-    pub(super) fn due_turns(&mut self, now: Instant) -> Vec<(Permit, Option<Waiter>)> {
+    /// Removes the due turns, each with the waiter that gets it. While replies are pending, turns of other costs stay.
+    pub(super) fn take_due(&mut self, now: Instant) -> Vec<(Permit, Option<Waiter>)> {
         let mut due = vec![];
         loop {
             let mut turns = self.turns.range(..=(now, u64::MAX));
-            let fitting = turns
+            let mut fitting = turns
                 .clone()
-                .find(|(_, turn)| self.has_use_for(turn.cost()));
-            let first = self.waiters.keys().next().copied();
-            let (next, number) = match fitting {
-                Some(turn) => (Some(turn), first),
-                None if first.is_some_and(|first| self.requested.contains(&first)) => break,
-                None => (turns.next(), None),
+                .filter(|(_, turn)| self.first_costs(turn.cost()));
+            let (turn, first) = match fitting.next() {
+                Some((turn, _)) => (Some(*turn), self.waiters.keys().next().copied()),
+                None if self.requested.is_empty() => (turns.next().map(|(turn, _)| *turn), None),
+                None => (None, None),
             };
-            let next = next.map(|(key, _)| *key);
-            let Some(turn) = next.and_then(|next| self.turns.remove(&next)) else {
-                break;
+            let Some(turn) = turn.and_then(|turn| self.turns.remove(&turn)) else {
+                return due;
             };
-            due.push((turn, number.and_then(|number| self.remove(number))));
+            due.push((turn, first.and_then(|first| self.remove(first))));
         }
-        due
     }
 
     /// Removes the last turns, as far as there are more than waiters. Waits for all replies, since they may be denials.
-    pub(super) fn superfluous_turns(&mut self) -> Vec<Permit> {
-        let mut superfluous = vec![];
+    pub(super) fn take_surplus(&mut self) -> Vec<Permit> {
+        let mut surplus = vec![];
         while self.requested.is_empty()
             && self.turns.len() > self.waiters.len()
             && let Some(last) = self.turns.last_entry()
-            && !last.get().refund_was_rejected()
+            && last.get().is_refundable()
         {
-            superfluous.push(last.remove());
+            surplus.push(last.remove());
         }
-        superfluous
+        surplus
     }
 
-    /// The waiters for which there is neither a turn nor a request: the first `most` of them.
-    pub(super) fn lacking(&self, most: usize) -> Vec<(&u64, &Waiter)> {
-        let Some((first, _)) = self.without_turn().next() else {
-            return vec![];
-        };
-        // The other requests are for the first of them: their waiters have left or got an earlier turn.
-        let requested = self.requested.range(first..);
-        let requested = requested.filter(|number| self.waiters.contains_key(number));
-        let others = self.requested.len() - requested.count();
-        let lacking = self.without_turn();
-        let lacking = lacking.filter(|(number, _)| !self.requested.contains(number));
-        lacking.skip(others).take(most).collect()
-    }
-
-    /// The waiters without a turn. Searches the first of them from the nearer end.
+    /// The waiters without a turn, with or without a pending request. Searches the first of them from the nearer end.
     pub(super) fn without_turn(&self) -> impl Iterator<Item = (&u64, &Waiter)> {
         let (mut numbers, turns) = (self.waiters.keys(), self.turns.len());
         let first = match self.waiters.len().checked_sub(turns + 1) {
@@ -136,37 +126,48 @@ impl Line {
         waiters.into_iter().flatten()
     }
 
-    /// Returns `true` if there is no turn for this waiter.
-    pub(super) fn lacks_turn(&self, number: u64) -> bool {
-        let first = self.without_turn().next();
-        first.is_some_and(|(first, _)| *first <= number)
+    pub(super) fn first_without_turn(&self) -> Option<u64> {
+        self.without_turn().next().map(|(number, _)| *number)
     }
 
-    /// Removes the waiters that are certain to be too late: their deadline has passed, and no pending reply may serve them
-    /// (`is_pending`); or they have no turn, and no capacity is expected before the deadline.
-    pub(super) fn late(
+    /// The waiters that need a request, oldest first. Turns go to the first waiters, whichever request brings them. So the
+    /// last waiters without a request need one.
+    pub(super) fn to_request(&self) -> impl Iterator<Item = (&u64, &Waiter)> {
+        let first = self.first_without_turn().unwrap_or(u64::MAX);
+        let own = self.requested.range(first..);
+        let own = own.filter(|number| self.waiters.contains_key(number));
+        let others = self.requested.len() - own.count();
+        let waiters = self.without_turn();
+        let waiters = waiters.filter(|(number, _)| !self.requested.contains(number));
+        waiters.skip(others)
+    }
+
+    /// Removes the waiters that are too late, unless they are `open`: the deadline has passed; or they have no turn, and no
+    /// capacity is expected before the deadline.
+    pub(super) fn take_late(
         &mut self,
         now: Instant,
-        is_pending: impl Fn(Instant, u64) -> bool,
+        is_open: impl Fn(Instant, u64) -> bool,
     ) -> Vec<Waiter> {
-        let free_at = self.free_at.filter(|free_at| *free_at > now);
-        let without_turn = free_at.and_then(|_| self.without_turn().next());
-        let first = without_turn.map(|(number, _)| *number);
-        let by = free_at.unwrap_or(now);
-        let late = self.deadlines.iter();
-        let late = late.take_while(|(deadline, _)| *deadline <= now || *deadline < by);
-        let late = late.filter(|(deadline, number)| {
-            let lacks = first.is_some_and(|first| first <= *number);
-            (*deadline <= now || lacks) && !is_pending(*deadline, *number)
-        });
+        let free_at = self.no_capacity_before.filter(|free_at| *free_at > now);
+        let without_turn = free_at.and_then(|_| self.first_without_turn());
+        let late = self.deadlines.range(..=(now, u64::MAX));
+        let hopeless = self.deadlines.range((now, u64::MAX)..);
+        let hopeless = hopeless.take_while(|(deadline, _)| Some(*deadline) < free_at);
+        let hopeless = hopeless.filter(|(_, number)| without_turn.is_some_and(|n| n <= *number));
+        let late = late.chain(hopeless);
+        let late = late.filter(|(deadline, number)| !is_open(*deadline, *number));
         let late: Vec<u64> = late.map(|(_, number)| *number).collect();
         let late = late.into_iter();
         late.filter_map(|number| self.remove(number)).collect()
     }
 
-    /// The first deadline after this time.
-    pub(super) fn deadline_after(&self, time: Instant) -> Option<Instant> {
-        let mut after = self.deadlines.range((time, u64::MAX)..);
+    /// The first deadline after this time, or of all.
+    pub(super) fn deadline_after(&self, time: Option<Instant>) -> Option<Instant> {
+        let mut after = match time {
+            Some(time) => self.deadlines.range((time, u64::MAX)..),
+            None => self.deadlines.range(..),
+        };
         after.next().map(|(deadline, _)| *deadline)
     }
 
@@ -176,20 +177,10 @@ impl Line {
         after.next().map(|((due, _), _)| *due)
     }
 
-    /// Returns `true` if there may be a turn for a new waiter by this time.
-    pub(super) fn has_spare_turn(&self, by: Instant) -> bool {
-        if !self.requested.is_empty() {
-            return self.turns.len() + self.requested.len() > self.waiters.len();
-        }
-        let later = self.turns.len().checked_sub(self.waiters.len() + 1);
-        let spare = later.and_then(|later| self.turns.keys().nth_back(later));
-        spare.is_some_and(|(due, _)| *due <= by)
-    }
-
     /// Records the last decision, on a check sent at this time.
     pub(super) fn record_decision(&mut self, decision: &Decision, sent_at: Instant) {
         self.last_decision = Some((decision.clone(), instant()));
-        self.free_at = free_at(decision, sent_at);
+        self.no_capacity_before = capacity_time(decision, sent_at);
     }
 
     /// The denial for a waiter. Its wait is the time until the last turn is due, or until capacity is expected. `None`
@@ -197,7 +188,7 @@ impl Line {
     pub(super) fn denial(&self, now: Instant) -> Option<Decision> {
         let (decision, at) = self.last_decision.clone()?;
         let last_due = self.turns.keys().next_back().map(|(due, _)| *due);
-        let wait = last_due.or(self.free_at);
+        let wait = last_due.or(self.no_capacity_before);
         let wait = wait.map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
         Some(decision.denied_for(wait, now.saturating_duration_since(at)))
     }
@@ -205,7 +196,7 @@ impl Line {
 
 /// After a denial of a check sent at this time: no capacity is expected before the returned time. Slots in flight may be
 /// free at any time.
-pub(super) fn free_at(denied: &Decision, sent_at: Instant) -> Option<Instant> {
+pub(super) fn capacity_time(denied: &Decision, sent_at: Instant) -> Option<Instant> {
     let wait = denied.retry_after();
     let wait = wait.filter(|_| denied.policies().in_flight().is_none());
     wait.map(|wait| sent_at + wait)

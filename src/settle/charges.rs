@@ -1,18 +1,17 @@
 use std::cmp::Ordering;
+use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use smallvec::SmallVec;
 
-use super::settlement::Counted;
-use super::{RequestCost, Settlement};
 use crate::background::{OpQueue, PendingOp};
 use crate::in_flight::Slot;
 use crate::limit::{Charge, Check, Decision};
 use crate::util::lock;
 
-/// The reservations of one request. Dropping it settles them.
-pub(crate) struct Account {
+/// The charges of one request. Dropping it settles them.
+pub(crate) struct RequestCharges {
     ops: OpQueue,
     /// The cost reserved under the layer's policies, enforced or in a dry run.
     reserved: AtomicU32,
@@ -22,13 +21,13 @@ pub(crate) struct Account {
     /// The cost counted by the handles, or [`UNUSED`].
     units: AtomicU64,
     bytes: AtomicU64,
-    state: Mutex<AccountState>,
-    /// The handle of the next outer layer that settles. It counts the same cost.
-    outer: OnceLock<RequestCost>,
+    state: Mutex<ChargesState>,
+    /// The charges of the request under the next outer layer that settles, which count the same cost.
+    outer: OnceLock<Arc<RequestCharges>>,
 }
 
-struct AccountState {
-    open: Open,
+struct ChargesState {
+    unsettled: Unsettled,
     settlement: Settlement,
     /// The slots under policies of requests in flight.
     in_flight: SmallVec<[Slot; 1]>,
@@ -36,7 +35,7 @@ struct AccountState {
 
 /// The charges that are not settled yet.
 #[derive(Default)]
-struct Open {
+struct Unsettled {
     /// One per list of policies: first the enforced one, if any. Dry runs and shadows add theirs
     /// after their replies.
     reserved: SmallVec<[Charge; 1]>,
@@ -53,23 +52,81 @@ pub(crate) struct Settled {
     pub(crate) cost: u32,
 }
 
+/// How a reservation is settled. A rule of
+/// [`RateLimitLayer::settle`](crate::RateLimitLayer::settle) returns this when it receives the head
+/// of the response.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Settlement {
+    /// Keeps the reservation: the request costs the reserved amount.
+    Keep,
+    /// Refunds the reservation: the request costs nothing.
+    Refund,
+    /// The request costs this amount: the rest of the reservation is refunded, or the missing part
+    /// is [charged](crate::check::Check::charge) even beyond the limit.
+    Cost(u32),
+    /// The request costs the amount that its [`RequestCost`](crate::settle::RequestCost) has counted when the
+    /// response body has ended or was dropped and every clone of the `RequestCost` is dropped. If
+    /// nothing was counted, the reservation is kept.
+    AtEnd,
+    /// The request costs one per `per` bytes of the body that were sent, rounded up, when the body
+    /// has ended or was dropped and every clone of the [`RequestCost`](crate::settle::RequestCost) is
+    /// dropped. The response to a `HEAD` has no body, and costs nothing.
+    Bytes {
+        /// The number of bytes that cost one.
+        per: NonZeroU32,
+    },
+}
+
+/// The amounts counted by the end of a request.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Counted {
+    /// The cost that the handles have counted, if any.
+    pub(super) units: Option<u64>,
+    pub(super) bytes: u64,
+}
+
+impl Settlement {
+    /// Returns the cost of a request, if the rule determines it without the counted amounts.
+    pub(super) fn cost_at_head(self, reserved: u32) -> Option<u32> {
+        match self {
+            Self::Keep => Some(reserved),
+            Self::Refund => Some(0),
+            Self::Cost(cost) => Some(cost),
+            Self::AtEnd | Self::Bytes { .. } => None,
+        }
+    }
+
+    /// Returns the cost of a request, given the counted amounts.
+    pub(super) fn cost(self, reserved: u32, counted: Counted) -> u32 {
+        let units = match self {
+            Self::AtEnd => counted.units.unwrap_or(reserved.into()),
+            Self::Bytes { per } => counted.bytes.div_ceil(per.get().into()),
+            Self::Keep | Self::Refund | Self::Cost(_) => {
+                self.cost_at_head(reserved).unwrap_or(reserved).into()
+            }
+        };
+        u32::try_from(units).unwrap_or(u32::MAX)
+    }
+}
+
 /// Marks a request for which no handle has counted a cost.
 const UNUSED: u64 = u64::MAX;
 
-impl Account {
-    /// Creates the account of a request, which may have reserved nothing. By default the handles
+impl RequestCharges {
+    /// Creates the charges of a request, which may have reserved nothing. By default the handles
     /// determine the cost.
     pub(crate) fn new(ops: OpQueue, reserved: Option<Charge>, slot: Option<Slot>) -> Self {
         let in_flight = slot.into_iter().collect();
         let cost = reserved.as_ref().map_or(0, Charge::cost);
         let enforced = reserved.is_some();
-        let open = Open {
+        let unsettled = Unsettled {
             reserved: reserved.into_iter().collect(),
             enforced,
             extra: Vec::new(),
         };
-        let state = AccountState {
-            open,
+        let state = ChargesState {
+            unsettled,
             settlement: Settlement::AtEnd,
             in_flight,
         };
@@ -85,7 +142,7 @@ impl Account {
     }
 
     /// Also counts for an outer layer.
-    pub(super) fn count_for(&self, outer: RequestCost) {
+    pub(super) fn count_for(&self, outer: Arc<Self>) {
         // Called once per request.
         let _ = self.outer.set(outer);
     }
@@ -103,7 +160,7 @@ impl Account {
             let mut state = lock(&self.state);
             state.in_flight.extend(slot);
             match state.settlement.cost_at_head(reserved.cost()) {
-                None => return state.open.reserved.push(reserved),
+                None => return state.unsettled.reserved.push(reserved),
                 Some(cost) => cost,
             }
         };
@@ -114,22 +171,22 @@ impl Account {
     /// immediately, or stores how to settle at the end. Returns the cost under the layer's policies,
     /// if the rule determines it and something is reserved there.
     pub(crate) fn settle(&self, settlement: Settlement) -> Option<Settled> {
-        let (open, known, cost) = {
+        let (unsettled, known, cost) = {
             let mut state = lock(&self.state);
             state.settlement = settlement;
             let reserved = self.reserved();
             let cost = settlement.cost_at_head(reserved)?;
             (
-                std::mem::take(&mut state.open),
+                std::mem::take(&mut state.unsettled),
                 reserved.saturating_sub(self.extra.swap(0, Relaxed)),
                 cost,
             )
         };
-        let settled = open.enforced.then_some(Settled {
+        let settled = unsettled.enforced.then_some(Settled {
             reserved: known,
             cost,
         });
-        open.settle(
+        unsettled.settle(
             |reserved| settlement.cost(reserved, Counted::default()),
             &self.ops,
         );
@@ -140,8 +197,8 @@ impl Account {
     /// reserved there, or if it is already settled.
     pub(super) fn check_extra(&self, units: u32) -> Option<Check> {
         let state = lock(&self.state);
-        let reserved = state.open.reserved.first();
-        let reserved = reserved.filter(|_| state.open.enforced)?;
+        let reserved = state.unsettled.reserved.first();
+        let reserved = reserved.filter(|_| state.unsettled.enforced)?;
         let policies = reserved.decision().policies().whole();
         let check = Check::take(*reserved.key(), policies.without_in_flight()?, units);
         Some(check.reserving(true))
@@ -153,7 +210,7 @@ impl Account {
         let settlement = {
             let mut state = lock(&self.state);
             if state.settlement.cost_at_head(units).is_none() {
-                state.open.extra.push(reserved);
+                state.unsettled.extra.push(reserved);
                 for sum in [&self.reserved, &self.extra] {
                     sum.store(sum.load(Relaxed).saturating_add(units), Relaxed);
                 }
@@ -174,7 +231,7 @@ impl Account {
     /// Refunds the newest addition of `units`, because an outer layer has not reserved its own.
     pub(super) fn refund_extra(&self, units: u32) {
         let given = {
-            let extra = &mut lock(&self.state).open.extra;
+            let extra = &mut lock(&self.state).unsettled.extra;
             let Some(at) = extra.iter().rposition(|reserved| reserved.cost() == units) else {
                 return;
             };
@@ -203,8 +260,8 @@ impl Account {
         self.ops.send_now(op);
     }
 
-    /// Returns the handle of the outer layer.
-    pub(super) fn outer(&self) -> Option<&RequestCost> {
+    /// Returns the charges of the outer layer.
+    pub(super) fn outer(&self) -> Option<&Arc<Self>> {
         self.outer.get()
     }
 
@@ -222,18 +279,18 @@ impl Account {
         Some(self.units.load(Relaxed)).filter(|units| *units != UNUSED)
     }
 
-    /// Counts for this account and for the outer ones.
+    /// Counts for this layer and for the outer ones.
     pub(super) fn count(&self, count: impl Fn(u64) -> u64 + Copy) {
         // Stay below `UNUSED`.
         let next = |units| Some(count(if units == UNUSED { 0 } else { units }).min(UNUSED - 1));
         let _ = self.units.fetch_update(Relaxed, Relaxed, next);
         if let Some(outer) = self.outer.get() {
-            outer.account().count(count);
+            outer.count(count);
         }
     }
 }
 
-impl Drop for Account {
+impl Drop for RequestCharges {
     fn drop(&mut self) {
         let counted = Counted {
             units: self.counted(),
@@ -244,12 +301,12 @@ impl Drop for Account {
             .get_mut()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
         let settlement = state.settlement;
-        std::mem::take(&mut state.open)
+        std::mem::take(&mut state.unsettled)
             .settle(|reserved| settlement.cost(reserved, counted), &self.ops);
     }
 }
 
-impl Open {
+impl Unsettled {
     /// Settles each reservation. `cost` returns the cost of the request, given the reserved cost.
     fn settle(self, cost: impl Fn(u32) -> u32, ops: &OpQueue) {
         let Self {
@@ -290,6 +347,46 @@ fn settle(charge: &Charge, cost: u32, ops: &OpQueue) {
             if let Some(policies) = policies.without_in_flight() {
                 ops.put(PendingOp::charge(*charge.key(), policies, cost - reserved));
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_rule_determines_the_cost() {
+        let per = NonZeroU32::new(1_000).unwrap();
+        let counted = |units, bytes| Counted { units, bytes };
+        for (settlement, counted, at_head, cost) in [
+            (Settlement::Keep, counted(Some(3), 9), Some(7), 7),
+            (Settlement::Refund, counted(Some(3), 9), Some(0), 0),
+            (Settlement::Cost(9), counted(Some(3), 9), Some(9), 9),
+            (Settlement::AtEnd, counted(None, 9), None, 7),
+            (Settlement::AtEnd, counted(Some(0), 9), None, 0),
+            (
+                Settlement::AtEnd,
+                counted(Some(u64::MAX), 9),
+                None,
+                u32::MAX,
+            ),
+            (Settlement::Bytes { per }, counted(Some(3), 0), None, 0),
+            (Settlement::Bytes { per }, counted(None, 1), None, 1),
+            (Settlement::Bytes { per }, counted(None, 2_000), None, 2),
+            (
+                Settlement::Bytes { per },
+                counted(None, u64::MAX),
+                None,
+                u32::MAX,
+            ),
+        ] {
+            assert_eq!(settlement.cost_at_head(7), at_head, "{settlement:?}");
+            assert_eq!(
+                settlement.cost(7, counted),
+                cost,
+                "{settlement:?} {counted:?}"
+            );
         }
     }
 }
