@@ -2,7 +2,7 @@
 //!
 //! Redis Clusters of any size: instances and masters are simulated, without a network, and each run
 //! gives the same figures. Prints the tables of `benches/RESULTS.md`: the traffic, and the number of
-//! queries of the map of slots.
+//! queries of the map of slots. `-- --save` writes them there.
 //!
 //! It follows the rules of `src/store/redis` (workers, batches, cached denials, refreshes of the
 //! map) and of the breaker's probes. Redis's processing times are measured: see [`READ`].
@@ -17,6 +17,7 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet};
 use std::mem;
 
+use benches::page::Table;
 use fastrand::Rng;
 
 /// Number of callers. The n-th sends 1/n of the first one's requests (Zipf's law).
@@ -47,9 +48,9 @@ struct Size {
 }
 
 fn main() {
-    println!(
+    let mut table = Table::new(
         "| instances | masters | partitions | requests/s, each | of these to Redis | connections of a master | checks a call | calls a pipeline | \
-         busy, mean and most | p50, p99 us |\n|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+         busy, mean and most | p50, p99 us |\n|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     );
     let size = |instances, masters, partitions, rate| Size {
         instances,
@@ -67,42 +68,39 @@ fn main() {
         size(1_000, 100, 100, 2_000.0),
         size(10, 100, 400, 200_000.0),
     ] {
-        println!("{}", Traffic::new(size).run());
+        table.add(&Traffic::new(size).run());
     }
-    println!(
-        "\n| 1,000 instances, 100 masters with a replica each | queries for the slot map | in the busiest second | of one node, at most |"
+    table.save("cluster sizes");
+    println!();
+    let mut table = Table::new(
+        "| 1,000 instances, 100 masters with a replica each | queries for the slot map | in the busiest second | of one node, at most |\n\
+         |---|--:|--:|--:|",
     );
-    println!("|---|--:|--:|--:|");
     let size = size(1_000, 100, 400, 2_000.0);
-    println!(
-        "{}",
-        queries_row("one partition's slot moves", &reshard(size, &[0.0]))
-    );
+    table.add(&queries_row(
+        "one partition's slot moves",
+        &reshard(size, &[0.0]),
+    ));
     let each_second: Vec<f64> = (0..16)
         .map(|partition| f64::from(partition) * 1e6)
         .collect();
-    println!(
-        "{}",
-        queries_row(
-            "16 of them move, one every second",
-            &reshard(size, &each_second)
-        )
-    );
+    table.add(&queries_row(
+        "16 of them move, one every second",
+        &reshard(size, &each_second),
+    ));
     for seconds in [5.0, 20.0] {
         let (queries, attempts) = failover(size, seconds * 1e6);
-        println!(
-            "{}",
-            queries_row(
-                &format!("a master fails, its replica work over after {seconds} s"),
-                &queries
-            )
-        );
+        table.add(&queries_row(
+            &format!("a master fails, its replica takes over after {seconds} s"),
+            &queries,
+        ));
         let max = busiest(attempts.iter().copied(), 100_000.0);
-        println!(
+        table.add(&format!(
             "| its successor until then: attempts of its partitions | {} in all, {max} in the busiest 100 ms | | |",
             attempts.len()
-        );
+        ));
     }
+    table.save("slot map");
 }
 
 /// An event of an instance: a request arrives, or a master replies to one of its workers.

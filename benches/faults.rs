@@ -2,7 +2,8 @@
 //!
 //! Runs every fault of `tests/faults`, also those of a cluster, sequentially, with the same
 //! assertions, and prints them as tables. `-- server` runs only the first table, `-- leased` the
-//! same faults with leased callers, and `-- cluster` the faults of a cluster. `-- reconcile`
+//! same faults with leased callers, and `-- cluster` the faults of a cluster. `-- --save` also
+//! writes the first and the last of these into `benches/RESULTS.md`. `-- reconcile`
 //! measures the time to charge many callers after an outage, and `-- fleet` the time until up to
 //! 1,000 instances share their counts again.
 
@@ -22,6 +23,8 @@ mod table;
 
 #[path = "../tests/faults/cluster/matrix.rs"]
 mod cluster;
+#[path = "../tests/faults/fault.rs"]
+mod fault;
 #[path = "../tests/faults/fleet.rs"]
 mod fleet;
 #[path = "../tests/support/load.rs"]
@@ -41,6 +44,7 @@ mod support;
 use std::env;
 use std::time::Duration;
 
+use benches::page::Table;
 use table::Outcome;
 
 fn main() {
@@ -50,26 +54,21 @@ fn main() {
         .collect();
     let wants = |table: &str| texts.is_empty() || texts.iter().any(|text| text == table);
     if wants("server") {
-        println!("{HEAD} |\n{LINE}|");
-        for (name, fault) in matrix::ROWS {
-            let row = run(name, matrix::run(*fault));
-            println!("{} |", line(name, &row));
-        }
+        one_server(matrix::run).save("faults");
     }
     if wants("leased") {
-        println!("{HEAD} |\n{LINE}|");
-        for (name, fault) in matrix::ROWS {
-            let row = run(name, matrix::leased(*fault));
-            println!("{} |", line(name, &row));
-        }
+        one_server(matrix::leased);
     }
     if wants("cluster") {
-        println!("{HEAD} | Of other masters: by Redis, locally |\n{LINE}|--:|");
+        let mut table = Table::new(&format!(
+            "{HEAD} | Of other masters: by Redis, locally |\n{LINE}|--:|"
+        ));
         for (name, fault) in cluster::ROWS {
             let row = run(name, cluster::run(*fault));
             let (redis, local) = row.others.expect("callers of other masters");
-            println!("{} | {redis}, {local} |", line(name, &row));
+            table.add(&format!("{} | {redis}, {local} |", line(name, &row)));
         }
+        table.save("faults of a cluster");
     }
     if wants("reconcile") {
         for (away, others) in [(2, 20_000), (5, 95_000), (0, 95_000)] {
@@ -92,6 +91,17 @@ fn main() {
 
 const HEAD: &str = "| Fault | Requests | Failed | Worst wait | Granted / allowed | Not answered | Reconciled | Recovery | p99 before | p99 once open";
 const LINE: &str = "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:";
+
+fn one_server<T: Future<Output = Outcome> + Send + 'static>(
+    fault: impl Fn(fault::Fault) -> T,
+) -> Table {
+    let mut table = Table::new(&format!("{HEAD} |\n{LINE}|"));
+    for (name, which) in matrix::ROWS {
+        let row = run(name, fault(*which));
+        table.add(&format!("{} |", line(name, &row)));
+    }
+    table
+}
 
 /// Formats the columns that both tables have.
 fn line(name: &str, row: &Outcome) -> String {

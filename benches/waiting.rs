@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
-use benches::page;
+use benches::page::Table;
 use benches::support::{self, RedisServer};
 use tokio::runtime;
 use tokio::task::JoinSet;
@@ -79,7 +79,7 @@ const SLOTS: u32 = 10;
 const LATER: Duration = Duration::from_secs(2);
 
 fn main() {
-    let (options, texts): (Vec<String>, Vec<String>) =
+    let (_, texts): (Vec<String>, Vec<String>) =
         env::args().skip(1).partition(|arg| arg.starts_with("--"));
     let wants = |name: &str| texts.is_empty() || texts.iter().any(|text| name.contains(text));
     let runtime = runtime::Builder::new_multi_thread()
@@ -87,32 +87,26 @@ fn main() {
         .enable_all()
         .build()
         .unwrap();
-    let mut table = String::from(
+    let mut table = Table::new(
         "| waiting requests of each instance | ms to Redis, one way | used of the quota | part of the last instance |\n\
-         |---|--:|--:|--:|\n",
+         |---|--:|--:|--:|",
     );
-    let mut add = |line: String| {
-        println!("{line}");
-        table += &(line + "\n");
-    };
     for row in ROWS {
         let name = format!("{} of `{}`, {}", row.waiters, row.strategy, row.quota);
         if wants(&name) {
             let granted = runtime.block_on(measure(&row));
-            add(format!("| {name} | {}", row.line(&granted)));
+            table.add(&format!("| {name} | {}", row.line(&granted)));
         }
     }
     let name = format!("50 in flight, limit {SLOTS}, calls of 80 to 120 ms");
     if wants(&name) {
         let calls = runtime.block_on(in_flight(Duration::from_secs(60)));
         let part = f64::from(calls[1]) / f64::from(calls[0] + calls[1]);
-        add(format!(
+        table.add(&format!(
             "| {name}; the last one starts later | 0 / 0 | - | {part:.3} |"
         ));
     }
-    if options.iter().any(|option| option == "--save") {
-        page::save_table("benches/RESULTS.md", "waiting", &table);
-    }
+    table.save("waiting");
 }
 
 impl Row {

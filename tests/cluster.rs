@@ -10,6 +10,8 @@
 #![allow(clippy::disallowed_methods, reason = "real servers fail in real time")]
 #![allow(unreachable_pub, reason = "helpers of this binary")]
 
+#[path = "faults/fault.rs"]
+mod fault;
 #[path = "support/in_flight.rs"]
 mod in_flight_load;
 #[path = "support/load.rs"]

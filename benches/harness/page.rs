@@ -1,5 +1,6 @@
 //! Output of a bench: tables in pages of the repository, and pictures.
 
+use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -19,6 +20,29 @@ pub fn save_table(page: &str, mark: &str, table: &str) {
     let start = page.find(&open).expect(&open) + open.len();
     let end = page.find(&close).expect(&close);
     fs::write(path, format!("{}{table}{}", &page[..start], &page[end..])).unwrap();
+}
+
+/// A table that is printed line by line.
+pub struct Table(String);
+
+impl Table {
+    pub fn new(head: &str) -> Self {
+        println!("{head}");
+        Self(format!("{head}\n"))
+    }
+
+    pub fn add(&mut self, line: &str) {
+        println!("{line}");
+        self.0 += line;
+        self.0 += "\n";
+    }
+
+    /// Writes the table between two marks of `benches/RESULTS.md`, if the bench runs with `--save`.
+    pub fn save(&self, mark: &str) {
+        if env::args().any(|arg| arg == "--save") {
+            save_table("benches/RESULTS.md", mark, &self.0);
+        }
+    }
 }
 
 /// Writes a picture, such as `docs/throughput.svg`.

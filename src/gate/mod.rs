@@ -13,7 +13,8 @@
 //! | file | contents |
 //! |---|---|
 //! | `extract`, `missing` | the key of a request, or the reason for a missing key |
-//! | `select` | the policies of a request |
+//! | `select` | what finds the policies of a request |
+//! | `settings` | the plain settings of a layer |
 //! | `wait` | how long requests wait in a queue instead of being denied |
 //! | `shadows` | checks that are not enforced |
 //! | `notifier` | reports of decisions and misconfigurations to the observer |
@@ -27,6 +28,7 @@ mod extract;
 mod missing;
 mod notifier;
 mod select;
+mod settings;
 mod shadows;
 pub mod wait;
 
@@ -37,6 +39,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use http::request::Parts;
 use pin_project_lite::pin_project;
 use tokio::time::Instant;
 use tower_service::Service;
@@ -44,16 +47,17 @@ use tower_service::Service;
 pub use extract::{Global, KeyExtractor, Or, key_fn};
 pub use missing::{MissingKey, OnMissingKey};
 pub use select::{PolicySelector, policies_fn};
+pub use settings::OnError;
 pub(crate) use wait::Wait;
 
 pub(crate) use notifier::Notifier;
-pub(crate) use select::Selector;
 
+use self::settings::Settings;
 use self::shadows::Shadows;
 use crate::background::OpQueue;
 use crate::error::StoreError;
 use crate::in_flight::{InFlightTracker, Slot};
-use crate::limit::{Charge, Check, Decision, Key, Policies, RateLimited, words};
+use crate::limit::{Charge, Check, Decision, Key, Policies, RateLimited};
 use crate::observe::Observer;
 use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
 use crate::settle::{RequestCost, Settled, Settlement};
@@ -61,27 +65,17 @@ use crate::store::{Answer, Store};
 use crate::util::{instant, polled_after_completion};
 use crate::wait_queues::{Acquire, NoPermit, Permit, Spent, WaitQueues};
 
-/// The settings of a layer for requests of the type `R`.
+/// Decides the requests of the type `R` of a layer.
 pub(crate) struct Gate<S, R> {
     store: S,
     /// The identity of the store, to compare it with the stores of other layers. `None` if it has
     /// none.
     identity: Option<usize>,
     policies: Selector<R>,
-    /// Policies that are checked but not enforced, in addition to `policies`.
-    pub(crate) shadows: Vec<Selector<R>>,
-    /// Whether `policies` are not enforced either.
-    pub(crate) dry_run: bool,
-    /// Selects exempt requests.
-    pub(crate) skip: Option<Skip<R>>,
-    pub(crate) cost: Option<Cost<R>>,
-    /// The id under which a request is charged once.
-    pub(crate) id: Option<IdOf<R>>,
+    pub(crate) settings: Settings<R>,
     /// How long requests wait instead of being denied, and in which queues. `None` if requests do
     /// not wait.
     wait: Option<(Duration, WaitQueues)>,
-    pub(crate) on_error: OnError,
-    pub(crate) on_missing_key: OnMissingKey,
     pub(crate) notifier: Notifier,
     holds: Holds,
     /// Tracks requests in flight, including queued ones.
@@ -89,27 +83,11 @@ pub(crate) struct Gate<S, R> {
     ops: OpQueue,
 }
 
-/// Returns `true` if a request is exempt: it passes without a key or a check.
-type Skip<R> = Arc<dyn Fn(&R) -> bool + Send + Sync>;
-
-/// The cost of a request under its policies.
-type Cost<R> = Arc<dyn Fn(&R, &Policies) -> u32 + Send + Sync>;
-
-/// The id of a request. `None` if each repetition of the request is charged.
-type IdOf<R> = Arc<dyn Fn(&R) -> Option<Key> + Send + Sync>;
-
-/// Whether to reject a request that the store could not decide. As text: `reject` or `allow`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum OnError {
-    /// Reject the request: over HTTP with 503.
-    #[default]
-    Reject,
-    /// Admit the request, uncounted.
-    Allow,
+/// The policies of requests, in the form that a layer keeps.
+pub(crate) enum Selector<R = Parts> {
+    Fixed(Policies),
+    ByRequest(Arc<dyn PolicySelector<R>>),
 }
-
-words!(OnError, "answer to an error": Reject = "reject", Allow = "allow");
 
 /// The resources that a request owns until it ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -152,14 +130,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
             identity: store.backend().waiters().map(|waiters| waiters.identity()),
             store,
             policies: Selector::new(policies),
-            shadows: Vec::new(),
-            dry_run: false,
-            skip: None,
-            cost: None,
-            id: None,
+            settings: Settings::default(),
             wait: None,
-            on_error: OnError::default(),
-            on_missing_key: OnMissingKey::default(),
             notifier: Notifier::default(),
             holds,
             ops: in_flight.ops().clone(),
@@ -198,7 +170,7 @@ impl<S, R> Gate<S, R> {
 
     /// Returns `true` if the layer has checks that are not enforced. Most layers have none.
     fn has_shadows(&self) -> bool {
-        self.dry_run || !self.shadows.is_empty()
+        self.settings.dry_run || !self.settings.shadows.is_empty()
     }
 
     /// Checks that this layer can enforce the policies that are set at startup.
@@ -208,7 +180,7 @@ impl<S, R> Gate<S, R> {
     /// If the layer does not see requests end, and a policy limits requests in flight. Failing at
     /// startup is better than running without that limit until someone reads the log.
     pub(crate) fn assert_countable(&self) {
-        for selector in self.shadows.iter().chain([&self.policies]) {
+        for selector in self.settings.shadows.iter().chain([&self.policies]) {
             let in_flight =
                 matches!(selector, Selector::Fixed(policies) if policies.in_flight().is_some());
             assert!(
@@ -236,11 +208,16 @@ impl<S: Store, R: 'static> Gate<S, R> {
         request: &R,
         grant: &mut Grant<S::Future>,
     ) -> Admission<S::Future> {
-        if self.skip.as_ref().is_some_and(|skip| skip(request)) {
+        if self
+            .settings
+            .skip
+            .as_ref()
+            .is_some_and(|skip| skip(request))
+        {
             return self.uncounted(request, None, grant);
         }
         let key = extractor.extract(request);
-        if self.dry_run {
+        if self.settings.dry_run {
             return self.exempt(request, key, grant);
         }
         let Some(policies) = self.policies.find(request, key.as_ref().ok()) else {
@@ -265,6 +242,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             Answer::Ready { answer } => self.answered(request, question, answer, grant),
             Answer::Pending { future } => Admission::Undecided(Pending {
                 asked: Some(future),
+                queued: None,
                 question: Some(question),
             }),
         }
@@ -283,9 +261,13 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     #[inline]
     fn check(&self, key: Key, policies: &Policies, request: &R) -> Check {
-        let cost = self.cost.as_ref().map_or(1, |cost| cost(request, policies));
+        let cost = self
+            .settings
+            .cost
+            .as_ref()
+            .map_or(1, |cost| cost(request, policies));
         let mut check = Check::take(key, policies, cost).reserving(self.settles());
-        if let Some(id) = &self.id
+        if let Some(id) = &self.settings.id
             && let Some(id) = id(request)
         {
             check.identify(id);
@@ -304,8 +286,6 @@ impl<S: Store, R: 'static> Gate<S, R> {
             } else {
                 self.notifier.since()
             },
-            queued: None,
-            permit: None,
             slot: None,
         }
     }
@@ -342,17 +322,17 @@ impl<S: Store, R: 'static> Gate<S, R> {
             let wait = (*max, queues);
             return self.wait_for(request, question, wait, &policies, answer.ok(), grant);
         }
-        Admission::Decided(self.conclude(request, question, answer, grant))
+        Admission::Decided(self.conclude(request, question, None, answer, grant))
     }
 
     /// Puts a request into its queue, or concludes it if the queue refuses it: the queue is full,
     /// or the turn is certain to be too late. `denied` is the denial of the store, if the request
     /// was checked.
-    #[inline(never)]
+    #[cold]
     fn wait_for(
         &self,
         request: &R,
-        mut question: Question,
+        question: Question,
         (max, queues): (Duration, &WaitQueues),
         policies: &Policies,
         denied: Option<Decision>,
@@ -360,13 +340,11 @@ impl<S: Store, R: 'static> Gate<S, R> {
     ) -> Admission<S::Future> {
         let take = Check::take(question.key, policies, question.cost);
         match queues.join(&take, instant().checked_add(max), denied) {
-            Ok(queued) => {
-                question.queued = Some(Box::new(queued));
-                Admission::Undecided(Pending {
-                    asked: None,
-                    question: Some(question),
-                })
-            }
+            Ok(queued) => Admission::Undecided(Pending {
+                asked: None,
+                queued: Some(Box::new(queued)),
+                question: Some(question),
+            }),
             Err(refusal) => {
                 let turn = Err(refusal);
                 Admission::Decided(self.conclude_turn(request, question, policies, turn, grant))
@@ -384,6 +362,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         turn: Result<Permit, NoPermit>,
         grant: &mut Grant<S::Future>,
     ) -> Admitted {
+        let mut charged = None;
         let answer = match turn {
             Ok(permit) => {
                 let Spent {
@@ -391,7 +370,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
                     charge,
                     slot,
                 } = permit.spend();
-                (question.permit, question.slot) = (Some(Box::new(charge)), slot);
+                (charged, question.slot) = (Some(charge), slot);
                 Ok(decision)
             }
             Err(refusal) => refusal.into_answer(),
@@ -401,15 +380,17 @@ impl<S: Store, R: 'static> Gate<S, R> {
             question.slot = self.hold(&Check::take(question.key, policies, question.cost));
             question.answered(&answer);
         }
-        self.conclude(request, question, answer, grant)
+        self.conclude(request, question, charged, answer, grant)
     }
 
-    /// Admits or rejects by the final decision: notifies the observer, and fills the grant.
+    /// Admits or rejects by the final decision: notifies the observer, and fills the grant. A request that has waited was
+    /// `charged` by its permit.
     #[inline]
     fn conclude(
         &self,
         request: &R,
         mut question: Question,
+        charged: Option<Charge>,
         answer: Result<Decision, StoreError>,
         grant: &mut Grant<S::Future>,
     ) -> Admitted {
@@ -422,15 +403,17 @@ impl<S: Store, R: 'static> Gate<S, R> {
         match answer {
             Ok(decision) if decision.is_allowed() => grant.decision = Some(decision),
             Ok(denied) => return Err(Refusal::Denied(denied)),
-            Err(error) if self.on_error == OnError::Reject => {
+            Err(error) if self.settings.on_error == OnError::Reject => {
                 return Err(Refusal::Unavailable(error));
             }
             Err(_) => question.slot = question.slot.map(Slot::admitted_after_error),
         }
-        grant.slot = question.slot.take();
+        if question.slot.is_some() {
+            grant.slot = question.slot.take();
+        }
         if self.settles() {
             let decision = grant.decision.as_ref();
-            let reserved = decision.and_then(|decision| question.reserved(decision));
+            let reserved = decision.and_then(|decision| question.reserved(charged, decision));
             grant.charge = Some(self.charge(reserved, grant.slot.take()));
         }
         if self.has_shadows() {
@@ -448,7 +431,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     /// Admits a request that no policy limits, or any request in a dry run. Only the unenforced
     /// checks need its key.
-    #[inline(never)]
+    #[cold]
     fn exempt(
         &self,
         request: &R,
@@ -472,14 +455,14 @@ impl<S: Store, R: 'static> Gate<S, R> {
         grant: &mut Grant<S::Future>,
     ) -> Admission<S::Future> {
         self.notifier.missing(&missing);
-        match self.on_missing_key {
+        match self.settings.on_missing_key {
             OnMissingKey::Allow if missing.is_absent() => self.uncounted(request, None, grant),
             _ => Admission::Decided(Err(Refusal::MissingKey(missing))),
         }
     }
 
     /// Admits a request without a check. If it has a key, starts the unenforced checks.
-    #[inline(never)]
+    #[cold]
     fn uncounted(
         &self,
         request: &R,
@@ -498,6 +481,50 @@ impl<S: Store, R: 'static> Gate<S, R> {
     }
 }
 
+impl<R: 'static> Selector<R> {
+    pub(crate) fn new(selector: impl PolicySelector<R>) -> Self {
+        match selector.fixed() {
+            Some(policies) => Self::Fixed(policies),
+            None => Self::ByRequest(Arc::new(selector)),
+        }
+    }
+
+    /// Returns the policies of this request, like [`PolicySelector::policies`].
+    #[inline]
+    pub(crate) fn find(&self, request: &R, key: Option<&Key>) -> Option<Cow<'_, Policies>> {
+        match self {
+            Self::Fixed(policies) => Some(Cow::Borrowed(policies)),
+            Self::ByRequest(selector) => selector.policies(request, key).map(Cow::Owned),
+        }
+    }
+
+    /// Passes an observer on.
+    pub(crate) fn observe(&self, observer: &Arc<dyn Observer>) {
+        if let Self::ByRequest(selector) = self {
+            selector.observe(observer);
+        }
+    }
+}
+
+/// Creates a fresh `Arc` around fixed policies, to avoid contention.
+impl<R> Clone for Selector<R> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Fixed(policies) => Self::Fixed(policies.copy()),
+            Self::ByRequest(selector) => Self::ByRequest(Arc::clone(selector)),
+        }
+    }
+}
+
+impl<R> fmt::Debug for Selector<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Fixed(policies) => policies.fmt(f),
+            Self::ByRequest(_) => f.write_str("by request"),
+        }
+    }
+}
+
 /// Creates fresh `Arc`s where requests clone them, to avoid contention.
 impl<S: Clone, R: 'static> Clone for Gate<S, R> {
     fn clone(&self) -> Self {
@@ -505,14 +532,8 @@ impl<S: Clone, R: 'static> Clone for Gate<S, R> {
             store: self.store.clone(),
             identity: self.identity,
             policies: self.policies.clone(),
-            shadows: self.shadows.clone(),
-            dry_run: self.dry_run,
-            skip: self.skip.clone(),
-            cost: self.cost.clone(),
-            id: self.id.clone(),
+            settings: self.settings.clone(),
             wait: self.wait.clone(),
-            on_error: self.on_error,
-            on_missing_key: self.on_missing_key,
             notifier: self.notifier.clone(),
             holds: self.holds,
             in_flight: self.in_flight.clone(),
@@ -531,16 +552,12 @@ impl<S: fmt::Debug, R> Gate<S, R> {
     }
 }
 
-/// The key and the cost of a request's check, and the resources that it owns until it is admitted.
+/// The key and the cost of a request's check, and the slot that it owns until it is admitted.
 struct Question {
     key: Key,
     cost: u32,
     /// Time at which the check was sent. `None` if it is not needed.
     since: Option<Instant>,
-    /// The place in the queue, while the request waits for its turn.
-    queued: Option<Box<Acquire>>,
-    /// The charge of the permit, if the request has waited.
-    permit: Option<Box<Charge>>,
     /// The slot under the policies that limit requests in flight. It exists before the check is
     /// sent.
     slot: Option<Slot>,
@@ -558,19 +575,14 @@ impl Question {
     /// The reservation that the decision granted. `None` if the send time was not recorded, or if
     /// the decision repeats an earlier one: the first request under an id settles its charge.
     #[inline]
-    fn reserved(&self, decision: &Decision) -> Option<Charge> {
+    fn reserved(&self, charged: Option<Charge>, decision: &Decision) -> Option<Charge> {
         if decision.is_repeated() {
             return None;
         }
-        match &self.permit {
-            Some(charge) => Some(charge.as_ref().clone()),
-            None => Some(Charge::new(
-                self.key,
-                decision.clone(),
-                self.cost,
-                self.since?,
-            )),
-        }
+        charged.or_else(|| {
+            let decision = decision.clone();
+            Some(Charge::new(self.key, decision, self.cost, self.since?))
+        })
     }
 }
 
@@ -580,6 +592,8 @@ pin_project! {
         // The check in progress. `None` while the request waits for its turn.
         #[pin]
         asked: Option<D>,
+        // The place in the queue, while the request waits for its turn.
+        queued: Option<Box<Acquire>>,
         // `None` once it is decided.
         question: Option<Question>,
     }
@@ -588,8 +602,7 @@ pin_project! {
 impl<D> Pending<D> {
     /// Returns `true` if the request waits for its turn. Its service need not be ready.
     pub(crate) fn is_queued(&self) -> bool {
-        let question = self.question.as_ref();
-        question.is_some_and(|question| question.queued.is_some())
+        self.queued.is_some()
     }
 
     /// Resolves to whether the request passes, and fills its `grant` if so. `inner` is the ready
@@ -624,25 +637,23 @@ impl<D> Pending<D> {
             };
             match gate.answered(request, question, answer, grant) {
                 Admission::Decided(admitted) => return Poll::Ready(Ok(admitted)),
-                Admission::Undecided(queued) => *this.question = queued.question,
+                Admission::Undecided(pending) => {
+                    (*this.queued, *this.question) = (pending.queued, pending.question);
+                }
             }
             // The ready service may hold a permit, as of a concurrency limit, that others wait for:
             // drop it.
             *inner = inner.clone();
         }
-        let Some(Question {
-            queued: Some(queued),
-            ..
-        }) = this.question
-        else {
+        let Some(queued) = this.queued else {
             polled_after_completion("Pending");
         };
         let turn = ready!(queued.poll_with(cx, |cx| inner.poll_ready(cx)))?;
         let policies = queued.policies().clone();
-        let Some(mut question) = this.question.take() else {
+        *this.queued = None;
+        let Some(question) = this.question.take() else {
             polled_after_completion("Pending");
         };
-        question.queued = None;
         let admitted = gate.conclude_turn(request, question, &policies, turn, grant);
         Poll::Ready(Ok(admitted))
     }

@@ -201,7 +201,7 @@ impl Notifier {
         store.check(check)
     }
 
-    #[inline(never)]
+    #[cold]
     fn send_leased<S: Store>(&self, store: &S, check: Check) -> Answer<S::Future> {
         if check.cost() == 0 {
             return store.check(check);

@@ -1,7 +1,5 @@
-//! Policy selection: finds the policies of a request.
+//! Policy selection: what finds the policies of a request.
 
-use std::borrow::Cow;
-use std::fmt;
 use std::sync::Arc;
 
 use http::request::Parts;
@@ -164,55 +162,5 @@ impl<R, P: PolicySelector<R> + ?Sized> PolicySelector<R> for Arc<P> {
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
         (**self).observe(observer);
-    }
-}
-
-/// A policy selector in the form that a layer stores.
-pub(crate) enum Selector<R = Parts> {
-    Fixed(Policies),
-    ByRequest(Arc<dyn PolicySelector<R>>),
-}
-
-impl<R: 'static> Selector<R> {
-    pub(crate) fn new(selector: impl PolicySelector<R>) -> Self {
-        match selector.fixed() {
-            Some(policies) => Self::Fixed(policies),
-            None => Self::ByRequest(Arc::new(selector)),
-        }
-    }
-
-    /// Returns the policies of this request, like [`PolicySelector::policies`].
-    #[inline]
-    pub(crate) fn find(&self, request: &R, key: Option<&Key>) -> Option<Cow<'_, Policies>> {
-        match self {
-            Self::Fixed(policies) => Some(Cow::Borrowed(policies)),
-            Self::ByRequest(selector) => selector.policies(request, key).map(Cow::Owned),
-        }
-    }
-
-    /// Passes an observer on.
-    pub(crate) fn observe(&self, observer: &Arc<dyn Observer>) {
-        if let Self::ByRequest(selector) = self {
-            selector.observe(observer);
-        }
-    }
-}
-
-/// Creates a fresh `Arc` around fixed policies, to avoid contention.
-impl<R> Clone for Selector<R> {
-    fn clone(&self) -> Self {
-        match self {
-            Self::Fixed(policies) => Self::Fixed(policies.copy()),
-            Self::ByRequest(selector) => Self::ByRequest(Arc::clone(selector)),
-        }
-    }
-}
-
-impl<R> fmt::Debug for Selector<R> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Fixed(policies) => policies.fmt(f),
-            Self::ByRequest(_) => f.write_str("by request"),
-        }
     }
 }

@@ -63,8 +63,9 @@ impl<D> Shadows<D> {
         // A dry run uses the caller's own key, so enforcement continues its counts. A shadow uses a
         // separate key: its policy may share a name with an enforced one, whose count it must not
         // change.
-        let own = gate.dry_run.then_some((key, &gate.policies));
+        let own = gate.settings.dry_run.then_some((key, &gate.policies));
         let shadows = gate
+            .settings
             .shadows
             .iter()
             .map(|selector| (Key::tuple(&[key, Key::SHADOW]), selector));
@@ -127,7 +128,7 @@ impl Reporter {
         match &self.charge {
             None => self.slots.extend(slot),
             Some(charge) => {
-                if let Some(reserved) = question.reserved(&decision) {
+                if let Some(reserved) = question.reserved(None, &decision) {
                     charge.charges().add(reserved, slot);
                 }
             }

@@ -24,8 +24,6 @@ mod caller;
 mod future;
 mod inner;
 #[cfg(test)]
-mod simulation;
-#[cfg(test)]
 mod tests;
 
 use std::fmt;

@@ -57,6 +57,7 @@ struct List {
     /// The lease, if all policies are leased.
     lease: Option<Lease>,
     has_lease: bool,
+    has_in_flight: bool,
     /// A hash of the addresses of the policies.
     identity: u64,
     /// The policies of requests in flight, and the others, if the list contains both.
@@ -141,8 +142,9 @@ impl Policies {
         let (id, identity) = (hash(Policy::id), hash(|policy| policy.address() as u64));
         let (in_flight, others): (SmallVec<_>, SmallVec<_>) =
             policies.iter().cloned().partition(Policy::is_in_flight);
-        let split = (!in_flight.is_empty() && !others.is_empty())
-            .then(|| (Self::of(in_flight), Self::of(others)));
+        let has_in_flight = !in_flight.is_empty();
+        let split =
+            (has_in_flight && !others.is_empty()).then(|| (Self::of(in_flight), Self::of(others)));
         let (lease, has_lease) = (
             Lease::of(&policies),
             policies.iter().any(|policy| policy.lease().is_some()),
@@ -153,6 +155,7 @@ impl Policies {
             id,
             lease,
             has_lease,
+            has_in_flight,
             identity,
             split,
             part,
@@ -186,13 +189,9 @@ impl Policies {
     #[inline]
     pub(crate) fn in_flight(&self) -> Option<&Self> {
         match &self.0.split {
+            _ if !self.0.has_in_flight => None,
             Some((in_flight, _)) => Some(in_flight),
-            None => self
-                .0
-                .policies
-                .first()
-                .is_some_and(Policy::is_in_flight)
-                .then_some(self),
+            None => Some(self),
         }
     }
 
@@ -200,7 +199,7 @@ impl Policies {
     pub(crate) fn without_in_flight(&self) -> Option<&Self> {
         match &self.0.split {
             Some((_, others)) => Some(others),
-            None => (!self.0.policies.first().is_some_and(Policy::is_in_flight)).then_some(self),
+            None => (!self.0.has_in_flight).then_some(self),
         }
     }
 

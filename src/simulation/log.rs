@@ -1,15 +1,22 @@
 //! The log of a run, step by step.
 
-use std::fmt;
+use std::{fmt, mem};
 
+use super::{Broken, Rule};
 use crate::limit::{Check, Decision, Mode, Outcome};
 
-/// The lines of a run. Most runs are never read, so by default the lines are only counted.
-#[derive(Debug, Default)]
-pub(crate) struct Log {
-    pub(crate) lines: Vec<Line>,
-    pub(crate) count: usize,
-    pub(crate) kept: bool,
+/// The steps of a run, and the rules that it has broken. Most runs are never read, so the lines are
+/// only counted unless they are kept.
+#[derive(Debug)]
+pub(crate) struct Log<R> {
+    pub(super) lines: Vec<Line>,
+    /// The number of lines, kept or not.
+    pub(super) count: usize,
+    is_kept: bool,
+    /// The first break of each rule.
+    pub(super) broken: Vec<Broken<R>>,
+    /// The number of breaks that are already among the lines.
+    logged: usize,
 }
 
 /// One step.
@@ -22,15 +29,53 @@ pub(crate) struct Line {
     text: String,
 }
 
-impl Log {
+impl<R: Rule> Log<R> {
+    pub(crate) fn new(is_kept: bool) -> Self {
+        Self {
+            lines: vec![],
+            count: 0,
+            is_kept,
+            broken: vec![],
+            logged: 0,
+        }
+    }
+
+    /// Adds a step, after the breaks since the previous one.
     pub(crate) fn say(&mut self, at: u64, caller: Option<usize>, text: impl FnOnce() -> String) {
-        self.count += 1;
-        if self.kept {
-            self.lines.push(Line {
-                at,
+        self.say_broken(at);
+        self.push(at, caller, text);
+    }
+
+    /// Adds new breaks, so that they appear at the step that caused them.
+    pub(crate) fn say_broken(&mut self, at: u64) {
+        while let Some(broken) = self.broken.get(self.logged) {
+            let (caller, text) = (broken.caller, format!("*** {broken}"));
+            self.push(at, caller, || text);
+            self.logged += 1;
+        }
+    }
+
+    /// Records a broken rule. Only the first break of each rule is kept.
+    pub(crate) fn breaks(&mut self, rule: R, caller: Option<usize>, problem: String) {
+        if self.broken.iter().all(|broken| broken.rule != rule) {
+            self.broken.push(Broken {
+                rule,
                 caller,
-                text: text(),
+                problem,
             });
+        }
+    }
+
+    /// Takes all out of it.
+    pub(crate) fn take(&mut self) -> Self {
+        mem::replace(self, Self::new(false))
+    }
+
+    fn push(&mut self, at: u64, caller: Option<usize>, text: impl FnOnce() -> String) {
+        self.count += 1;
+        if self.is_kept {
+            let text = text();
+            self.lines.push(Line { at, caller, text });
         }
     }
 }

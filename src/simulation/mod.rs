@@ -3,8 +3,12 @@
 //!
 //! | simulation | subject |
 //! |---|---|
-//! | `store::fallback::simulation` | instances whose primary store fails in all known ways |
+//! | [`fallback`] | instances whose primary store fails in all known ways |
 //! | [`requests`] | requests that wait, settle afterwards or are in flight, and runtimes that shut down or stall |
+//! | [`leases`] | quota charged ahead by instances that stall, restart and are killed, under every strategy |
+//!
+//! They share the log, the runner, and, where a simulation moves the time of several runtimes, the
+//! [`network`] and the [`Clocked`] runtimes. Each has its own plan and rules.
 //!
 //! A seed that breaks a rule is replayed with its log:
 //!
@@ -12,13 +16,16 @@
 //! cargo xtask simulate requests --seed 17
 //! ```
 
+mod clocked;
+mod fallback;
+mod leases;
 mod log;
+mod network;
 mod requests;
 
 use std::collections::BTreeMap;
 use std::env;
 use std::fmt::{self, Write as _};
-use std::mem;
 use std::ops::Range;
 use std::panic::catch_unwind;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -28,7 +35,8 @@ use fastrand::Rng;
 
 use crate::limit::{Frees, Policy};
 
-pub(crate) use log::{Line, Log, shown, verdict};
+pub(crate) use self::leases::{Blocks, World, check_spent};
+use self::log::{Log, shown, verdict};
 
 /// Default number of seeds per test run.
 const SEEDS: u64 = 500;
@@ -60,65 +68,10 @@ impl<R: Rule> fmt::Display for Broken<R> {
     }
 }
 
-/// The rules that a run has broken.
-#[derive(Debug)]
-pub(crate) struct Breaks<R> {
-    /// The first break of each rule.
-    each: Vec<Broken<R>>,
-    /// The number of breaks that are already in the log.
-    logged: usize,
-}
-
-impl<R: Rule> Breaks<R> {
-    /// Adds a break. Only the first break of each rule is kept.
-    pub(crate) fn add(&mut self, rule: R, caller: Option<usize>, problem: String) {
-        if self.each.iter().all(|broken| broken.rule != rule) {
-            self.each.push(Broken {
-                rule,
-                caller,
-                problem,
-            });
-        }
-    }
-
-    /// Writes new breaks to the log, so that they appear at the step that caused them.
-    pub(crate) fn say(&mut self, log: &mut Log, at: u64) {
-        for broken in &self.each[self.logged..] {
-            log.say(at, broken.caller, || format!("*** {broken}"));
-        }
-        self.logged = self.each.len();
-    }
-}
-
-impl<R> Default for Breaks<R> {
-    fn default() -> Self {
-        Self {
-            each: vec![],
-            logged: 0,
-        }
-    }
-}
-
 /// The result of a run.
 pub(crate) struct Outcome<R> {
-    /// The number of lines of the log.
-    pub(crate) steps: usize,
-    /// The first break of each rule.
-    pub(crate) broken: Vec<Broken<R>>,
-    pub(crate) log: Vec<Line>,
     pub(crate) plan: String,
-}
-
-impl<R> Outcome<R> {
-    /// Collects the result of a run.
-    pub(crate) fn of(plan: String, log: &mut Log, broken: &mut Breaks<R>) -> Self {
-        Self {
-            steps: log.count,
-            broken: mem::take(&mut broken.each),
-            log: mem::take(&mut log.lines),
-            plan,
-        }
-    }
+    pub(crate) log: Log<R>,
 }
 
 /// A simulation.
@@ -135,7 +88,7 @@ impl<R: Rule> Simulation<R> {
         if let Some(seed) = number("SIMULATE_SEED") {
             println!("{}", self.story(seed));
             assert!(
-                (self.run)(seed, false).broken.is_empty(),
+                (self.run)(seed, false).log.broken.is_empty(),
                 "seed {seed} breaks a rule"
             );
             return;
@@ -171,12 +124,12 @@ impl<R: Rule> Simulation<R> {
     /// Asserts that two runs of a seed are equal.
     pub(crate) fn replays(&self, seeds: Range<u64>) {
         for seed in seeds {
-            let (one, other) = ((self.run)(seed, true), (self.run)(seed, true));
-            assert!(!one.log.is_empty() && one.log.len() == one.steps);
-            for (one, other) in one.log.iter().zip(&other.log) {
+            let [one, other] = [(); 2].map(|()| (self.run)(seed, true).log);
+            assert!(!one.lines.is_empty() && one.lines.len() == one.count);
+            for (one, other) in one.lines.iter().zip(&other.lines) {
                 assert_eq!(one.to_string(), other.to_string(), "seed {seed}");
             }
-            assert_eq!(one.steps, other.steps, "seed {seed}");
+            assert_eq!(one.count, other.count, "seed {seed}");
         }
     }
 
@@ -192,7 +145,7 @@ impl<R: Rule> Simulation<R> {
                     return report;
                 }
                 match catch_unwind(|| run(seed, false)) {
-                    Ok(outcome) => report.add(seed, &outcome),
+                    Ok(outcome) => report.add(seed, &outcome.log),
                     Err(_) => report.panicked(seed),
                 }
             }
@@ -210,20 +163,20 @@ impl<R: Rule> Simulation<R> {
 
     /// Returns the plan, the log and the breaks of a seed.
     fn story(&self, seed: u64) -> String {
-        let outcome = (self.run)(seed, true);
-        let mut text = format!("seed {seed}: {}", outcome.plan);
+        let Outcome { plan, log } = (self.run)(seed, true);
+        let mut text = format!("seed {seed}: {plan}");
         // If the breaks concern a single caller, omit the lines about others.
-        let mut callers: Vec<_> = outcome.broken.iter().map(|broken| broken.caller).collect();
+        let mut callers: Vec<_> = log.broken.iter().map(|broken| broken.caller).collect();
         callers.dedup();
         let caller = if let [caller] = callers[..] {
             caller
         } else {
             None
         };
-        for line in outcome.log.iter().filter(|line| line.concerns(caller)) {
+        for line in log.lines.iter().filter(|line| line.concerns(caller)) {
             let _ = writeln!(text, "{line}");
         }
-        for broken in &outcome.broken {
+        for broken in &log.broken {
             let _ = writeln!(text, "{broken}");
         }
         text
@@ -245,11 +198,10 @@ impl<R: Rule> Report<R> {
         Self(BTreeMap::new())
     }
 
-    fn add(&mut self, seed: u64, outcome: &Outcome<R>) {
-        outcome
-            .broken
+    fn add(&mut self, seed: u64, log: &Log<R>) {
+        log.broken
             .iter()
-            .for_each(|broken| self.breaks(broken.rule, seed, outcome.steps));
+            .for_each(|broken| self.breaks(broken.rule, seed, log.count));
     }
 
     /// Records a panic, whose log is lost.

@@ -14,8 +14,8 @@ use super::shards::Digest;
 #[derive(Debug)]
 pub(super) struct BoundedMap<V> {
     places: Vec<Place<V>>,
-    /// The index into `places` of each key.
-    index: HashTable<u32>,
+    /// The index into `places` of each key: small, so that it stays in the cache of a processor.
+    index: HashTable<u16>,
     max: usize,
     /// The place at which the next search for an old entry to drop starts.
     hand: u32,
@@ -77,12 +77,22 @@ impl Hold {
     }
 }
 
+/// The most entries of a map.
+const MOST: usize = 1 << u16::BITS;
+
+/// Returns the number of shards whose maps can hold `max` entries: at least `least`. The shards of a large store hold
+/// 16,384 to 32,768 entries each, because a shard is locked while its map grows.
+pub(super) fn shards(least: usize, max: usize) -> usize {
+    least.max(max / (MOST / 4)).min(MOST)
+}
+
 impl<V: Ranked> BoundedMap<V> {
+    /// Creates a map of at most `max` entries, and at most 65,536.
     pub(super) fn new(max: usize) -> Self {
         Self {
             places: Vec::new(),
             index: HashTable::new(),
-            max,
+            max: max.min(MOST),
             hand: 0,
             newcomers_hand: 0,
             newcomers: Vec::new(),
@@ -103,7 +113,7 @@ impl<V: Ranked> BoundedMap<V> {
 
     /// Returns the place of a key, valid until the next insertion or removal.
     pub(super) fn find(&self, key: Digest) -> Option<usize> {
-        let is_there = |place: &u32| {
+        let is_there = |place: &u16| {
             self.places
                 .get(*place as usize)
                 .is_some_and(|place| place.key == key)
@@ -136,7 +146,7 @@ impl<V: Ranked> BoundedMap<V> {
             .index
             .find_mut(last, |at| *at as usize == self.places.len())
         {
-            *at = place as u32;
+            *at = place as u16;
         }
         Some(gone.slot.value)
     }
@@ -155,13 +165,13 @@ impl<V: Ranked> BoundedMap<V> {
             // Grow by an eighth: doubling would leave up to half of the memory unused.
             self.places.reserve_exact(self.places.len() / 8 + 4);
         }
-        let hash = |place: &u32| {
+        let hash = |place: &u16| {
             self.places
                 .get(*place as usize)
                 .map_or(0, |place| place.key.hash())
         };
         self.index
-            .insert_unique(key.hash(), self.places.len() as u32, hash);
+            .insert_unique(key.hash(), self.places.len() as u16, hash);
         self.places.push(Place {
             key,
             slot: Slot { value, hold },
@@ -240,5 +250,37 @@ impl<V: Ranked> BoundedMap<V> {
             }
             _ => old,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limit::Key;
+    use crate::store::shards::{Digester, Shards};
+
+    impl Ranked for usize {
+        const OLD_STAYS: bool = true;
+    }
+
+    #[test]
+    fn the_shards_hold_as_many_as_wanted() {
+        for max in [1, 100_000, 1 << 20, (1 << 21) - 1, 1 << 30, usize::MAX] {
+            let count = Shards::new(shards(1, max), |_| ()).iter().len();
+            assert!(max.min(1 << 32).div_ceil(count) <= MOST, "{max} in {count}");
+            assert!(count <= MOST, "{count} shards of {max}");
+        }
+    }
+
+    #[test]
+    fn the_largest_map_finds_each_key() {
+        let (digester, mut map) = (Digester::new(), BoundedMap::new(usize::MAX));
+        let key = |i: usize| digester.digest(&Key::from(i));
+        for i in 0..=MOST {
+            map.put(key(i), i, Hold::new(0, 1), 0);
+            assert_eq!(map.len(), (i + 1).min(MOST));
+        }
+        let found = (0..=MOST).filter(|i| map.get(key(*i)).is_some_and(|slot| slot.value == *i));
+        assert_eq!(found.count(), MOST);
     }
 }

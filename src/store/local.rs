@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use smallvec::SmallVec;
 
-use super::bounded_map::{BoundedMap, Hold, Ranked, Slot};
+use super::bounded_map::{self, BoundedMap, Hold, Ranked, Slot};
 use super::shards::{Digest, Shards};
 use super::{Answer, Backend, Hooks, Store, Waiters};
 use crate::error::StoreError;
@@ -161,11 +161,14 @@ impl LocalStore {
     /// Number of keys that the default store holds.
     pub const DEFAULT_KEYS: NonZeroUsize = NonZeroUsize::MIN.saturating_add(99_999);
 
-    /// Creates a store for about this many keys, one per policy of each caller; at least 16.
+    /// Creates a store for about this many keys, one per policy of each caller; at least 16, and at most
+    /// 4 billion.
     pub fn with_capacity(keys: NonZeroUsize) -> Self {
         // Shards must be large to fill evenly, and to hold all policies of a caller.
-        let shards = Shards::new((keys.get() / 256).min(64), |shards| {
-            let max = keys.get().div_ceil(shards).max(Policies::MAX);
+        let keys = keys.get();
+        let count = bounded_map::shards((keys / 256).min(64), keys);
+        let shards = Shards::new(count, |shards| {
+            let max = keys.div_ceil(shards).max(Policies::MAX);
             Mutex::new(Shard {
                 states: BoundedMap::new(max),
                 answers: BoundedMap::new(max),
@@ -242,7 +245,9 @@ impl Store for LocalStore {
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let verdicts = self.verdicts(&check, || self.shared.clock.micros());
-        self.shared.waiters.freed(&check);
+        if check.gives_room() {
+            self.shared.waiters.freed(&check);
+        }
         Answer::ready(Ok(check.answer(verdicts, Source::Local)))
     }
 

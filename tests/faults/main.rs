@@ -16,6 +16,7 @@ mod support;
 #[path = "../support/table.rs"]
 mod table;
 
+mod fault;
 mod fleet;
 #[path = "../support/load.rs"]
 mod load;
@@ -28,7 +29,7 @@ mod reconcile;
 use std::process::Command;
 use std::time::Duration;
 
-use matrix::Fault;
+use fault::Fault;
 use proxy::Mode;
 
 rows!(tests);

@@ -3,147 +3,23 @@
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
-use redis::aio::MultiplexedConnection;
 use tokio::task::block_in_place;
 use tokio::time::sleep;
 use tower_redis_ratelimit::check::Source;
 use tower_redis_ratelimit::store::{ErrorKind, Store};
 use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore, redis};
 
+use crate::fault::{Admin, Fault};
 use crate::load::{CALLERS, DEADLINE, Kind, Load, Pings, Setup, TASKS, peek};
 use crate::proxy::{Mode, Proxy};
-use crate::support::{RedisServer, cmd, free_port, until};
-use crate::table::{FAULT, Outcome, SLACK};
+use crate::support::{RedisServer, until};
+use crate::table::{Outcome, SLACK};
 
 /// The promise is one second, and the table shows the real time; this allows for a busy machine.
 const RECOVERY: Duration = Duration::from_secs(10);
 /// Time that a stall may add: a failing probe, the longest delay before the next one, and the wait
 /// for other instances.
 const ATTEMPT: Duration = Duration::from_millis(1_500);
-
-/// A fault.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fault {
-    /// `kill -9`, and a restart without data.
-    KilledEmpty,
-    /// `kill -9`, and a restart with its data.
-    Killed,
-    /// SIGSTOP, and then SIGCONT.
-    Frozen,
-    /// All connections are cut, repeatedly.
-    Cut,
-    /// The path to Redis.
-    Path(Mode),
-    /// `maxclients` reached.
-    Full,
-    /// `maxmemory` is reached, and eviction is disabled.
-    OutOfMemory,
-    /// It has fewer replicas than writes require.
-    NoReplicas,
-    /// A read-only replica.
-    Replica,
-    /// Repeatedly.
-    ScriptFlush,
-    FlushAll,
-    /// Another password, and all connections cut.
-    Password,
-    /// The user may not call scripts.
-    Forbidden,
-    /// The host name never resolves.
-    NoName,
-    /// The port refuses connections at startup.
-    StartDown,
-}
-
-impl Fault {
-    /// Minimum duration.
-    const fn lasts(self) -> Duration {
-        match self {
-            Self::Frozen => Duration::from_secs(5),
-            // Each breaker opens several times.
-            Self::Path(Mode::Waver(..)) => Duration::from_secs(5),
-            _ => FAULT,
-        }
-    }
-
-    fn setup(self) -> Setup {
-        match self {
-            // A single task: each late reply is about the whole limit; with many connections,
-            // replies arrive one by one.
-            Self::Path(Mode::Waver(..)) => Setup {
-                instances: 1,
-                connections: 16,
-                ..Setup::default()
-            },
-            _ => Setup::default(),
-        }
-    }
-
-    /// Returns `true` if Redis loses all data.
-    const fn forgets(self) -> bool {
-        matches!(self, Self::KilledEmpty | Self::FlushAll)
-    }
-
-    /// Returns `true` if every instance must become degraded. Otherwise an instance may.
-    fn is_outage(self) -> bool {
-        match self {
-            Self::Cut | Self::ScriptFlush | Self::FlushAll => false,
-            Self::Path(Mode::Delay(delay)) => delay > DEADLINE,
-            Self::Path(Mode::Waver(..)) => false,
-            _ => true,
-        }
-    }
-
-    /// Some check must fail with one of these errors, so that the row tests its fault. If connections
-    /// are cut first, the breaker may open before any other error occurs, and an idle connection
-    /// then reports none.
-    fn shows_as(self) -> &'static [ErrorKind] {
-        match self {
-            Self::KilledEmpty | Self::Killed | Self::Cut | Self::StartDown => {
-                &[ErrorKind::Unreachable]
-            }
-            Self::Path(Mode::Half | Mode::Refuse) => &[ErrorKind::Unreachable],
-            Self::Path(Mode::Answer(reply)) if reply.starts_with(b"-LOADING") => {
-                &[ErrorKind::NotReady]
-            }
-            Self::Path(Mode::Answer(_)) => &[ErrorKind::Protocol],
-            Self::Path(Mode::Delay(delay)) if delay < DEADLINE => &[],
-            Self::Frozen | Self::Path(_) => &[ErrorKind::Timeout],
-            Self::OutOfMemory => &[ErrorKind::OutOfMemory],
-            Self::NoReplicas => &[ErrorKind::Refused],
-            Self::Replica => &[ErrorKind::ReadOnly],
-            Self::Forbidden => &[ErrorKind::Permission],
-            Self::Full => &[ErrorKind::Unreachable],
-            Self::Password => &[ErrorKind::Unreachable, ErrorKind::Authentication],
-            Self::ScriptFlush | Self::FlushAll | Self::NoName => &[],
-        }
-    }
-
-    /// Returns `true` if some instances may be degraded while Redis decides for others.
-    fn is_partial(self) -> bool {
-        !self.is_outage() && !self.is_unnoticed()
-    }
-
-    /// Returns `true` if Redis executes all commands, and only its replies are late.
-    const fn only_delays(self) -> bool {
-        matches!(self, Self::Path(Mode::Delay(_) | Mode::Waver(..)))
-    }
-
-    /// Returns `true` if Redis keeps deciding, so that no check fails.
-    const fn is_unnoticed(self) -> bool {
-        matches!(self, Self::ScriptFlush | Self::FlushAll)
-    }
-
-    /// Returns `true` if the instances have never reached Redis when the fault begins.
-    const fn starts_down(self) -> bool {
-        matches!(self, Self::NoName | Self::StartDown)
-    }
-
-    /// Returns `true` if the fault is an action that is repeated.
-    const fn is_repeated(self) -> bool {
-        matches!(self, Self::Cut | Self::ScriptFlush)
-    }
-}
 
 /// Passes all rows to another macro, which creates tests or a table.
 macro_rules! rows {
@@ -182,42 +58,16 @@ rows!(table);
 struct Scene {
     server: RedisServer,
     proxy: Proxy,
-    /// Opened before the fault, and so usable throughout it.
-    admin: MultiplexedConnection,
+    admin: Admin,
 }
 
 impl Scene {
-    async fn command(&mut self, command: &str) {
-        let _: redis::Value = cmd(command)
-            .query_async(&mut self.admin)
-            .await
-            .expect(command);
-    }
-
     async fn inject(&mut self, fault: Fault) {
         match fault {
             Fault::KilledEmpty | Fault::Killed => self.server.kill(),
             Fault::Frozen => self.server.freeze(),
-            Fault::Cut => self.command("CLIENT KILL TYPE normal").await,
             Fault::Path(mode) => self.proxy.set(mode),
-            Fault::Full => {
-                self.command("CONFIG SET maxclients 1").await;
-                self.command("CLIENT KILL TYPE normal").await;
-            }
-            Fault::OutOfMemory => self.command("CONFIG SET maxmemory 1").await,
-            Fault::NoReplicas => self.command("CONFIG SET min-replicas-to-write 1").await,
-            Fault::Replica => {
-                self.command(&format!("REPLICAOF 127.0.0.1 {}", free_port()))
-                    .await
-            }
-            Fault::ScriptFlush => self.command("SCRIPT FLUSH").await,
-            Fault::FlushAll => self.command("FLUSHALL").await,
-            Fault::Password => {
-                self.command("CONFIG SET requirepass another").await;
-                self.command("CLIENT KILL TYPE normal").await;
-            }
-            Fault::Forbidden => self.command("ACL SETUSER default -evalsha").await,
-            Fault::NoName | Fault::StartDown => {}
+            _ => self.admin.inject(fault).await,
         }
     }
 
@@ -226,18 +76,7 @@ impl Scene {
             Fault::KilledEmpty | Fault::Killed => block_in_place(|| self.server.restart()),
             Fault::Frozen => self.server.thaw(),
             Fault::Path(_) | Fault::StartDown => self.proxy.set(Mode::Pass),
-            Fault::Full => self.command("CONFIG SET maxclients 1000").await,
-            Fault::OutOfMemory => self.command("CONFIG SET maxmemory 0").await,
-            Fault::NoReplicas => self.command("CONFIG SET min-replicas-to-write 0").await,
-            Fault::Replica => self.command("REPLICAOF NO ONE").await,
-            Fault::Password => {
-                // `command` would drop the empty word.
-                let mut cmd = redis::cmd("CONFIG");
-                cmd.arg("SET").arg("requirepass").arg("");
-                let _: redis::Value = cmd.query_async(&mut self.admin).await.unwrap();
-            }
-            Fault::Forbidden => self.command("ACL SETUSER default +evalsha").await,
-            Fault::Cut | Fault::ScriptFlush | Fault::FlushAll | Fault::NoName => {}
+            _ => self.admin.heal(fault).await,
         }
     }
 }
@@ -298,7 +137,7 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
         Fault::NoName => "redis://redis.invalid/".to_owned(),
         _ => server.url(),
     };
-    let admin = server.connection().await;
+    let admin = Admin::of(&server).await;
     let mut scene = Scene {
         server,
         proxy,

@@ -262,8 +262,8 @@ async fn layers_without_settlement_name_the_fix() {
 fn a_layer_that_cannot_enforce_panics() {
     let layer = |policies| RateLimitLayer::new(LocalStore::default(), Global, policies);
     let (rate, both) = (
-        policy("api", "9/m"),
-        Policies::new([policy("api", "9/m"), uploads(1)]).unwrap(),
+        gcra("api", "9/m"),
+        Policies::new([gcra("api", "9/m"), uploads(1)]).unwrap(),
     );
     for layer in [
         layer(Policies::from(uploads(1))),
@@ -409,7 +409,7 @@ async fn tried_calls_end_before_late_checks() {
             manual,
             store: store.clone(),
         };
-        let layer = CallLimitLayer::new(late, Global, uploads(1)).shadow(policy("late", "9/h"));
+        let layer = CallLimitLayer::new(late, Global, uploads(1)).shadow(gcra("late", "9/h"));
         let layer = if is_dry { layer.dry_run() } else { layer };
         match settles {
             false => ends(layer.layer(answer), &store, &mut questions).await,

@@ -23,7 +23,7 @@ use crate::support::*;
 async fn a_client_is_limited_before_it_calls() {
     let calls = Arc::new(AtomicUsize::new(0));
     let server = serve(counting(&calls));
-    let limits = RateLimitLayer::new(LocalStore::default(), Global, policy("out", "2/min"))
+    let limits = RateLimitLayer::new(LocalStore::default(), Global, gcra("out", "2/min"))
         .reject(GrpcReject::new());
     let limited = ServiceBuilder::new().layer(limits).service(server);
     let mut client = HealthClient::new(limited);
@@ -52,7 +52,7 @@ async fn a_client_is_limited_before_it_calls() {
 /// Counts calls, and allows all.
 fn counting(calls: &Arc<AtomicUsize>) -> RateLimitLayer<LocalStore, Global, GrpcReject> {
     let calls = Arc::clone(calls);
-    let layer = RateLimitLayer::new(LocalStore::default(), Global, policy("api", "1000000/s"));
+    let layer = RateLimitLayer::new(LocalStore::default(), Global, gcra("api", "1000000/s"));
     layer
         .reject(GrpcReject::new())
         .skip(move |_| calls.fetch_add(1, Relaxed) < usize::MAX)
@@ -109,7 +109,7 @@ where
 
 #[tokio::test(start_paused = true)]
 async fn retrying_clients_wait_exactly_the_pushback() {
-    let (server, calls) = counted(layer(policy("api", "1/7s")));
+    let (server, calls) = counted(layer(gcra("api", "1/7s")));
     let client = patient(&server);
     let start = Instant::now();
     for waits in 0..4 {
@@ -135,7 +135,7 @@ async fn retrying_clients_wait_exactly_the_pushback() {
 #[tokio::test(start_paused = true)]
 async fn retrying_clients_give_up_on_excessive_costs() {
     let start = Instant::now();
-    let (server, calls) = counted(layer(policy("api", "1/s")).cost(|_| 2));
+    let (server, calls) = counted(layer(gcra("api", "1/s")).cost(|_| 2));
     let denied = patient(&server)
         .oneshot(HealthCheckRequest::default())
         .await
@@ -145,7 +145,7 @@ async fn retrying_clients_give_up_on_excessive_costs() {
         (Code::ResourceExhausted, 1)
     );
 
-    let (server, calls) = counted(layer_with(Broken, policy("api", "1/s")));
+    let (server, calls) = counted(layer_with(Broken, gcra("api", "1/s")));
     let failed = patient(&server)
         .oneshot(HealthCheckRequest::default())
         .await
@@ -164,7 +164,7 @@ async fn retrying_clients_give_up_on_excessive_costs() {
 
 #[tokio::test]
 async fn clones_of_a_client_share_the_limit() {
-    let limits = RateLimitLayer::new(LocalStore::default(), Global, policy("out", "3/h"))
+    let limits = RateLimitLayer::new(LocalStore::default(), Global, gcra("out", "3/h"))
         .reject(GrpcReject::new());
     let client = HealthClient::new(limits.layer(serve(counting(&Arc::default()))));
     let calls = (0..10).map(|_| {

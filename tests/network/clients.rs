@@ -21,7 +21,7 @@ use tower_redis_ratelimit::check::{Decision, RateLimited};
 use tower_redis_ratelimit::extract::{Global, key_fn};
 use tower_redis_ratelimit::{CallLimitLayer, Key, LocalStore, RateLimitLayer};
 
-use crate::support::policy;
+use crate::support::gcra;
 
 /// A server that counts the requests that reach it.
 struct Server {
@@ -88,7 +88,7 @@ async fn hyper_clients_get_the_servers_denial() {
     let by_host = key_fn(|request| request.uri.host().map(Key::new));
     let client = ServiceBuilder::new()
         .layer(
-            RateLimitLayer::new(LocalStore::default(), by_host, policy("api", "2/h"))
+            RateLimitLayer::new(LocalStore::default(), by_host, gcra("api", "2/h"))
                 .decision_in_response(),
         )
         .map_response(|response: Response<_>| response.map(Body::new))
@@ -114,7 +114,7 @@ async fn a_hyper_client_gets_an_error() {
         .layer(CallLimitLayer::new(
             LocalStore::default(),
             by_host,
-            policy("api", "2/h"),
+            gcra("api", "2/h"),
         ))
         .service(hyper());
     for expected in ["1", "2"] {
@@ -146,7 +146,7 @@ async fn a_reqwest_client_gets_an_error() {
         .layer(CallLimitLayer::new(
             LocalStore::default(),
             by_host,
-            policy("api", "2/h"),
+            gcra("api", "2/h"),
         ))
         .service(reqwest::Client::builder().no_proxy().build().unwrap());
     let request = || reqwest::Request::new(Method::GET, server.url().parse().unwrap());
@@ -180,7 +180,7 @@ macro_rules! health {
 
 #[tokio::test]
 async fn tonic_clients_get_the_servers_denial() {
-    let limits = RateLimitLayer::new(LocalStore::default(), Global, policy("api", "2/h"))
+    let limits = RateLimitLayer::new(LocalStore::default(), Global, gcra("api", "2/h"))
         .reject_with(|rejection| Status::resource_exhausted(rejection.to_string()).into_http());
     let mut client = health!(limits);
     for _ in 0..2 {
@@ -206,7 +206,7 @@ async fn a_tonic_client_gets_an_error() {
     let mut client = health!(CallLimitLayer::new(
         LocalStore::default(),
         by_method,
-        policy("api", "2/h")
+        gcra("api", "2/h")
     ));
     for _ in 0..2 {
         client

@@ -102,7 +102,7 @@ async fn a_denial_is_one_frame_of_headers() {
     let (client, connection) = tokio::io::duplex(1 << 16);
     let (_, health) = tonic_health::server::health_reporter();
     let server = Server::builder()
-        .layer(layer(policy("api", "1/90s")))
+        .layer(layer(gcra("api", "1/90s")))
         .add_service(health);
     tokio::spawn(
         server.serve_with_incoming(once(now(Ok::<_, io::Error>(connection))).chain(pending())),

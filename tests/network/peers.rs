@@ -18,7 +18,7 @@ use crate::support::*;
 
 /// One call a day for each address.
 fn once_a_day<K: KeyExtractor>(by: K) -> RateLimitLayer<LocalStore, K, GrpcReject> {
-    RateLimitLayer::new(LocalStore::default(), by, policy("api", "1/d")).reject(GrpcReject::new())
+    RateLimitLayer::new(LocalStore::default(), by, gcra("api", "1/d")).reject(GrpcReject::new())
 }
 
 #[tokio::test]
@@ -151,7 +151,7 @@ async fn a_closure_adds_to_the_status() {
         }
         status.into_http::<tonic::body::Body>()
     };
-    let server = serve(layer(policy("api", "1/d")).reject(reject));
+    let server = serve(layer(gcra("api", "1/d")).reject(reject));
     call(&server, from("alice")).await.unwrap();
     let denied = call(&server, from("alice")).await.unwrap_err();
     assert_eq!(

@@ -44,8 +44,8 @@ fn header<'a>(response: &'a Response<Body>, name: &str) -> Option<&'a str> {
 
 #[tokio::test]
 async fn clients_are_answered_in_their_protocol() {
-    let limited = app(layer(policy("api", "1/h")));
-    let broken = app(layer_with(Broken, policy("api", "1/h")));
+    let limited = app(layer(gcra("api", "1/h")));
+    let broken = app(layer_with(Broken, gcra("api", "1/h")));
     send(&limited, "text/plain", Some("alice")).await;
     for (app, user, status, code) in [
         (&limited, Some("alice"), 429, "8"),
@@ -89,7 +89,7 @@ async fn clients_are_answered_in_their_protocol() {
 async fn http_and_grpc_share_a_count() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
-    tokio::spawn(async { axum::serve(listener, app(layer(policy("api", "2/h")))).await });
+    tokio::spawn(async { axum::serve(listener, app(layer(gcra("api", "2/h")))).await });
 
     let channel = tonic::transport::Endpoint::new(url)
         .unwrap()
@@ -135,7 +135,7 @@ async fn http_and_grpc_share_a_count() {
 async fn http2_values_ignore_surrounding_blanks() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
-    tokio::spawn(async { axum::serve(listener, app(layer(policy("api", "2/h")))).await });
+    tokio::spawn(async { axum::serve(listener, app(layer(gcra("api", "2/h")))).await });
 
     let mut page = tonic::transport::Endpoint::new(url)
         .unwrap()
@@ -173,7 +173,7 @@ async fn http_clients_without_key_are_challenged() {
     let limits = RateLimitLayer::new(
         tower_redis_ratelimit::LocalStore::default(),
         key,
-        policy("api", "1/h"),
+        gcra("api", "1/h"),
     );
     let app = Router::new().route("/page", get(|| async {}));
     let both = app.layer(limits.reject(GrpcReject::new().or(HttpReject::new())));
@@ -198,7 +198,7 @@ async fn http_clients_without_key_are_challenged() {
 /// tonic-web makes gRPC of gRPC-Web within itself, so that a layer there answers both.
 #[tokio::test(start_paused = true)]
 async fn grpc_web_works_within_the_translating_layer() {
-    let inner = app(layer(policy("api", "1/h")));
+    let inner = app(layer(gcra("api", "1/h")));
     let service = tonic_web::GrpcWebLayer::new().layer(inner);
     let call = || {
         let request = Request::post("http://web/grpc.health.v1.Health/Check")

@@ -35,7 +35,7 @@ fn retry_delay(status: &Status) -> Option<Duration> {
 
 #[tokio::test(start_paused = true)]
 async fn a_denied_client_decodes_both_details() {
-    let server = serve(layer(policy("api", "1/90s")));
+    let server = serve(layer(gcra("api", "1/90s")));
     call(&server, from("alice")).await.unwrap();
     advance(Duration::from_micros(500)).await;
 
@@ -63,9 +63,9 @@ async fn a_denied_client_decodes_both_details() {
 #[tokio::test(start_paused = true)]
 async fn each_denying_policy_has_a_violation() {
     let policies = Policies::new([
-        policy("burst", "1/s"),
-        policy("daily", "100/d"),
-        policy("hourly", "1/h"),
+        gcra("burst", "1/s"),
+        gcra("daily", "100/d"),
+        gcra("hourly", "1/h"),
     ])
     .unwrap();
     let server = serve(layer(policies));
@@ -95,7 +95,7 @@ async fn each_denying_policy_has_a_violation() {
 
 #[tokio::test]
 async fn a_cost_above_capacity_forbids_retries() {
-    let server = serve(layer(policy("api", "10/s")).cost(|_| 11));
+    let server = serve(layer(gcra("api", "10/s")).cost(|_| 11));
     let denied = call(&server, from("alice")).await.unwrap_err();
     let sentence = "The request's cost exceeds the maximum burst of 10.";
     assert_eq!(
@@ -116,7 +116,7 @@ async fn a_cost_above_capacity_forbids_retries() {
 #[tokio::test]
 async fn store_failures_are_unavailable_with_a_second() {
     let failed = call(
-        &serve(layer_with(Broken, policy("api", "1/h"))),
+        &serve(layer_with(Broken, gcra("api", "1/h"))),
         from("alice"),
     )
     .await
@@ -139,7 +139,7 @@ async fn store_failures_are_unavailable_with_a_second() {
 #[tokio::test]
 async fn a_missing_key_gives_the_extractors_message() {
     let by = |key: HeaderKey| {
-        RateLimitLayer::new(LocalStore::default(), key, policy("api", "9/s"))
+        RateLimitLayer::new(LocalStore::default(), key, gcra("api", "9/s"))
             .reject(GrpcReject::new())
     };
     let key = HeaderKey::new("x-api-key").unwrap();
@@ -174,7 +174,7 @@ async fn a_missing_key_gives_the_extractors_message() {
 
 #[tokio::test]
 async fn a_missing_address_stays_internal_in_release_builds() {
-    let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "9/s"))
+    let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, gcra("api", "9/s"))
         .reject(GrpcReject::new());
     let missing = call(&serve(layer), from("alice")).await.unwrap_err();
     assert_eq!(
@@ -198,7 +198,7 @@ async fn a_missing_address_stays_internal_in_release_builds() {
 #[tokio::test]
 async fn rejections_never_contain_the_callers_key() {
     let by_user = HeaderKey::new("x-user").unwrap().readable();
-    let layer = RateLimitLayer::new(LocalStore::default(), by_user, policy("api", "1/h"))
+    let layer = RateLimitLayer::new(LocalStore::default(), by_user, gcra("api", "1/h"))
         .reject(GrpcReject::new());
     let server = serve(layer);
     call(&server, from(SECRET)).await.unwrap();
@@ -227,7 +227,7 @@ async fn every_sentence_reaches_the_client() {
         " spaces ",
         "\r\ngrpc-status: 0\r\n",
     ] {
-        let layer = RateLimitLayer::new(LocalStore::default(), Odd(problem), policy("api", "1/h"))
+        let layer = RateLimitLayer::new(LocalStore::default(), Odd(problem), gcra("api", "1/h"))
             .reject(GrpcReject::new());
         let missing = call(&serve(layer), from("alice")).await.unwrap_err();
         assert_eq!(
@@ -239,7 +239,7 @@ async fn every_sentence_reaches_the_client() {
 
 #[tokio::test(start_paused = true)]
 async fn the_fields_of_the_layer_are_metadata() {
-    let server = serve(layer(policy("api", "1/90s")));
+    let server = serve(layer(gcra("api", "1/90s")));
     let mut client = tonic_health::pb::health_client::HealthClient::new(server.clone());
     let granted = client.check(from("alice")).await.unwrap();
     assert_eq!(
@@ -253,7 +253,7 @@ async fn the_fields_of_the_layer_are_metadata() {
         ["\"api\";r=0;t=90", "\"api\";q=1;w=90", "90"].map(Some)
     );
 
-    let plain = serve(layer(policy("api", "1/90s")).headers(Headers::NONE));
+    let plain = serve(layer(gcra("api", "1/90s")).headers(Headers::NONE));
     call(&plain, from("alice")).await.unwrap();
     let denied = call(&plain, from("alice")).await.unwrap_err();
     assert_eq!(
@@ -264,7 +264,7 @@ async fn the_fields_of_the_layer_are_metadata() {
 
 #[tokio::test]
 async fn answers_of_the_service_pass_unchanged() {
-    let layer = RateLimitLayer::new(LocalStore::default(), Global, policy("api", "9/s"))
+    let layer = RateLimitLayer::new(LocalStore::default(), Global, gcra("api", "9/s"))
         .reject(GrpcReject::new());
     let unknown = Request::new(HealthCheckRequest {
         service: "unknown".to_owned(),

@@ -36,7 +36,7 @@ fn echo<S: Store<Future: Send + Sync>>(limiter: Limiter<S>) -> Channel {
     });
     tokio::spawn(
         Server::builder()
-            .layer(layer(policy("calls", "2/h")))
+            .layer(layer(gcra("calls", "2/h")))
             .serve_with_incoming(service, connections),
     );
     channel
@@ -60,7 +60,7 @@ async fn open(channel: &Channel, messages: &'static [&str]) -> Result<Streaming<
 async fn a_stream_counts_once() {
     let echo = echo(Limiter::new(
         tower_redis_ratelimit::LocalStore::default(),
-        policy("messages", "1000/s"),
+        gcra("messages", "1000/s"),
     ));
     for _ in 0..2 {
         let answers: Vec<String> = open(&echo, &["a", "b", "c", "d"])
@@ -81,7 +81,7 @@ async fn a_stream_counts_once() {
 async fn each_message_waits_for_a_permit() {
     let echo = echo(Limiter::new(
         tower_redis_ratelimit::LocalStore::default(),
-        policy("messages", "1/s"),
+        gcra("messages", "1/s"),
     ));
     let start = Instant::now();
     let mut answers = open(&echo, &["a", "b", "c"]).await.unwrap();
@@ -100,7 +100,7 @@ async fn each_message_waits_for_a_permit() {
 async fn too_long_message_waits_end_the_stream() {
     let echo = echo(Limiter::new(
         tower_redis_ratelimit::LocalStore::default(),
-        policy("messages", "1/min"),
+        gcra("messages", "1/min"),
     ));
     let mut answers = open(&echo, &["a", "b"]).await.unwrap();
     assert_eq!(answers.message().await.unwrap().as_deref(), Some("a"));
@@ -119,7 +119,7 @@ async fn too_long_message_waits_end_the_stream() {
 
 #[tokio::test]
 async fn a_store_failure_ends_the_stream() {
-    let echo = echo(Limiter::new(Broken, policy("messages", "1/s")));
+    let echo = echo(Limiter::new(Broken, gcra("messages", "1/s")));
     let failed = open(&echo, &["a"])
         .await
         .unwrap()

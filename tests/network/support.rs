@@ -27,7 +27,7 @@ pub(crate) const PUSHBACK: &str = "grpc-retry-pushback-ms";
 /// A text that no client may read.
 pub(crate) const SECRET: &str = "hunter2";
 
-pub(crate) fn policy(name: &str, quota: &str) -> Policy {
+pub(crate) fn gcra(name: &str, quota: &str) -> Policy {
     Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap()
 }
 

@@ -30,7 +30,7 @@ use tower_redis_ratelimit::{Limiter, LocalStore, Policy, RateLimitLayer, Strateg
 /// The header that requests are counted by.
 pub(crate) const USER: HeaderName = HeaderName::from_static("x-user");
 
-pub(crate) fn policy(name: &str, quota: &str) -> Policy {
+pub(crate) fn gcra(name: &str, quota: &str) -> Policy {
     Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap()
 }
 
@@ -44,7 +44,7 @@ pub(crate) fn layer_with<S: Store>(store: S, quota: &str) -> RateLimitLayer<S, H
     RateLimitLayer::new(
         store,
         HeaderKey::new(USER).unwrap().readable(),
-        policy("api", quota),
+        gcra("api", quota),
     )
     .decision_in_response()
 }

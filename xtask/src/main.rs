@@ -95,12 +95,11 @@ fn fuzz(seconds: &str) -> Result {
 /// Runs simulations, compiled with `build`. They are unit tests, so that they can access all parts
 /// of the library.
 fn simulate(args: &[&str], build: &[&str]) -> Result {
-    let (test, args) = match args {
-        ["fallback", args @ ..] => ("fallback::simulation::every_seed_keeps_the_rules", args),
-        ["requests", args @ ..] => ("simulation::requests::every_seed_keeps_the_rules", args),
-        ["leases", args @ ..] => ("leases::simulation::every_seed_keeps_the_rules", args),
-        args => ("::every_seed_keeps_the_rules", args),
+    let (name, args) = match args {
+        [name @ ("fallback" | "requests" | "leases"), args @ ..] => (*name, args),
+        args => ("", args),
     };
+    let test = format!("{name}::every_seed_keeps_the_rules");
     let settings: &[(&str, &str)] = match args {
         [] => &[("SEEDS", "1000000")],
         ["--seed", seed] => &[("SEED", seed)],
@@ -109,7 +108,7 @@ fn simulate(args: &[&str], build: &[&str]) -> Result {
         _ => return Err(USAGE.to_owned()),
     };
     let mut command = Command::new("cargo");
-    command.arg("test").args(build).args(["--lib", test]);
+    command.arg("test").args(build).args(["--lib", &test]);
     // One at a time, since each uses all processors.
     command.args(["--", "--nocapture", "--test-threads=1"]);
     for (name, value) in settings {

@@ -13,11 +13,11 @@ use tokio::time::sleep;
 use crate::check::Verdict;
 use crate::error::StoreError;
 use crate::leases::block::Block;
-use crate::leases::simulation::world::Blocks;
 use crate::limit::{
     Align, Check, Decision, Key, Mode, Policies, Policy, Quota, Refill, Source, Strategy,
 };
 use crate::observe::Observer;
+use crate::simulation::Blocks;
 use crate::store::op_queue;
 use crate::store::{Answer, Fallback, LocalStore, MockStore, Share, Store};
 use crate::util::instant;
@@ -62,7 +62,7 @@ async fn with_block(local: &LocalStore, policies: &Policies) -> (Leased<LocalSto
     }
     let decision = take(&store, policies).await;
     assert_eq!(decision.source(), Source::Leased);
-    let left = store.inner.left();
+    let left = store.left();
     assert!(left > 1);
     (store, left as u32)
 }
@@ -191,7 +191,7 @@ async fn each_quota_of_a_name_has_its_blocks() {
     let same = policy(Strategy::SlidingLog, "10000/m").into();
     let decision = take(&store, &same).await;
     assert_eq!(
-        (decision.source(), store.inner.left() as u32),
+        (decision.source(), store.left() as u32),
         (Source::Leased, left - 1),
         "built for each request"
     );
@@ -252,7 +252,7 @@ async fn several_policies_share_a_block() {
     let policies = Policies::new([policy(Strategy::Gcra, "1000/s burst 5000"), hour]).unwrap();
     let (store, rest) = with_block(&local, &policies).await;
     let decision = take(&store, &policies).await;
-    assert_eq!(u64::from(rest - 1), store.inner.left());
+    assert_eq!(u64::from(rest - 1), store.left());
     assert_eq!(
         (decision.policy().name(), decision.remaining()),
         ("hour", 2_000 - 42),
@@ -336,7 +336,7 @@ async fn late_blocks_are_spent_or_refunded() {
             10_000 - granted,
             "late by {late} ms"
         );
-        assert_eq!(store.inner.callers(), 0, "late by {late} ms");
+        assert_eq!(store.callers(), 0, "late by {late} ms");
     }
 }
 
@@ -573,7 +573,7 @@ async fn refunds_of_parts_lower_that_of_the_rest() {
             .check(Check::take(ann(), &policies, 20))
             .await
             .unwrap();
-        let left = store.inner.left() as u32;
+        let left = store.left() as u32;
         if left > before + 1_000 && left < 10_000 {
             break left;
         }

@@ -10,8 +10,8 @@ use tokio::time::{Instant, sleep};
 
 use super::block::ann;
 use crate::error::{ErrorKind, StoreError};
-use crate::leases::simulation::check_spent;
 use crate::limit::{Check, Decision, Policies, Policy, Quota, Source, Strategy};
+use crate::simulation::check_spent;
 use crate::store::{Answer, Fallback, LocalStore, Share, Store};
 use crate::util::{instant, lock};
 use crate::{Leased, Limiter};

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use crate::leases::simulation::world::World;
 use crate::limit::{Key, Policies, Policy, Quota, Strategy};
+use crate::simulation::World;
 
 #[derive(Debug)]
 struct Used {

@@ -190,8 +190,8 @@ async fn callers_with_blocks_are_bounded() {
         }
     }
     assert!(
-        (MAX - 1_000..=MAX).contains(&leased.inner.callers()),
+        (MAX - 1_000..=MAX).contains(&leased.callers()),
         "{}",
-        leased.inner.callers()
+        leased.callers()
     );
 }

@@ -128,7 +128,7 @@ impl Ask<'_> {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     pub(in crate::limit) fn preview<T: Algorithm>(&self, state: &T, params: &Params) -> Preview {
         let &Self { mode, now, .. } = self;
         let (registers, dirty) = state.load(params, now);

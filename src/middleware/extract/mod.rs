@@ -6,7 +6,6 @@ mod header;
 mod peer;
 #[cfg(feature = "axum")]
 mod route;
-mod unknown_proxy;
 
 pub use crate::gate::{Global, KeyExtractor, MissingKey, Or, key_fn};
 pub use crate::limit::{IsBytes, IsKey};

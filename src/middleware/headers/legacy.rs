@@ -1,6 +1,6 @@
 use http::{HeaderMap, HeaderName};
 
-use super::draft::number;
+use super::number;
 use crate::limit::{Decision, words};
 use crate::util::unix_time;
 

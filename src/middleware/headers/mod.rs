@@ -1,17 +1,20 @@
 //! The header fields of a decision.
 
-mod draft;
 #[cfg(feature = "serde")]
 mod formats;
 mod legacy;
 
-use http::header::RETRY_AFTER;
-use http::{HeaderMap, Response};
+use std::fmt::{self, Write as _};
+use std::iter;
+use std::time::Duration;
 
-pub(super) use draft::{retry_after, write_quota};
+use http::header::RETRY_AFTER;
+use http::{HeaderMap, HeaderName, HeaderValue, Response};
+use smallvec::SmallVec;
+
 pub use legacy::LegacyHeaders;
 
-use crate::limit::Decision;
+use crate::limit::{Decision, Policies, Policy, Verdict};
 
 /// Which header fields report a decision to clients: the `RateLimit` fields of the IETF's draft, a [`LegacyHeaders`]
 /// for old clients, both or none.
@@ -99,7 +102,7 @@ impl Headers {
     #[inline]
     fn append_around(self, decision: &Decision, headers: &mut HeaderMap, denied_within: bool) {
         if self.draft {
-            draft::append(headers, decision);
+            append_draft(headers, decision);
         }
         if let Some(legacy) = self.legacy
             && !denied_within
@@ -111,7 +114,7 @@ impl Headers {
         {
             headers
                 .entry(RETRY_AFTER)
-                .or_insert_with(|| draft::retry_after_field(wait));
+                .or_insert_with(|| retry_after_field(wait));
         }
     }
 
@@ -141,5 +144,347 @@ impl Headers {
 impl Default for Headers {
     fn default() -> Self {
         Self::DRAFT_11
+    }
+}
+
+const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
+const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
+
+/// Adds `RateLimit` and `RateLimit-Policy`, as in draft-ietf-httpapi-ratelimit-headers-11. Both are lists,
+/// so entries of inner layers and servers are kept.
+fn append_draft(headers: &mut HeaderMap, decision: &Decision) {
+    // Built once per list of policies.
+    let (policies, state) = decision.policies().derived(Texts::new, |texts| {
+        (texts.policy_field.clone(), texts.rate_limit(decision))
+    });
+    headers.append(RATE_LIMIT_POLICY, policies);
+    headers.append(RATE_LIMIT, state);
+}
+
+/// Writes the quota of the policy that decided, such as `50/s burst 100` or `4 concurrent
+/// requests`.
+pub(in crate::middleware) fn write_quota(
+    decision: &Decision,
+    to: &mut impl fmt::Write,
+) -> fmt::Result {
+    let quota = |texts: &Texts| {
+        let each = texts.each.get(decision.decider());
+        to.write_str(each.map_or("", |each| &each.quota))
+    };
+    decision.policies().derived(Texts::new, quota)
+}
+
+/// Texts that depend on the policies only.
+struct Texts {
+    /// The value of `RateLimit-Policy`.
+    policy_field: HeaderValue,
+    each: SmallVec<[PolicyTexts; 1]>,
+}
+
+/// Texts of one policy.
+struct PolicyTexts {
+    quota: String,
+    /// The start of its item in `RateLimit`, such as `"api";r=`.
+    item: String,
+}
+
+impl Texts {
+    fn new(policies: &Policies) -> Self {
+        let mut text = String::new();
+        for policy in policies.iter() {
+            let (separator, quota) = (if text.is_empty() { "" } else { ", " }, policy.stated());
+            let _ = write!(
+                text,
+                "{separator}\"{}\";q={};",
+                policy.name(),
+                quota.limit()
+            );
+            let _ = match policy.is_in_flight() {
+                // The draft's unit for requests in flight, which have no window.
+                true => text.write_str("qu=\"concurrent-requests\""),
+                // The draft requires a whole number of seconds >= 1.
+                false => write!(text, "w={}", seconds(quota.period().as_micros() as u64)),
+            };
+        }
+        let each = policies.iter().map(|policy| PolicyTexts {
+            quota: match policy.is_in_flight() {
+                true => format!("{} concurrent requests", policy.stated().limit()),
+                false => policy.stated().to_string(),
+            },
+            item: format!("\"{}\";r=", policy.name()),
+        });
+        Self {
+            policy_field: value(text.as_bytes()),
+            each: each.collect(),
+        }
+    }
+
+    /// Writes `"api";r=9;t=54` for each policy: the remaining units (`r`), and the seconds that they
+    /// must last (`t`). A policy of requests in flight has no `t`, since a request may end at any time.
+    fn rate_limit(&self, decision: &Decision) -> HeaderValue {
+        let mut items = decision
+            .verdicts()
+            .zip(&self.each)
+            .map(|((policy, verdict), texts)| Item::new(&texts.item, policy, verdict));
+        let Some(first) = items.next() else {
+            return value(b"");
+        };
+        let Some(second) = items.next() else {
+            return value(first.as_bytes());
+        };
+        let mut text = first.as_bytes().to_vec();
+        for item in iter::once(second).chain(items) {
+            text.extend_from_slice(b", ");
+            text.extend_from_slice(item.as_bytes());
+        }
+        value(&text)
+    }
+}
+
+/// Creates a field value from names and numbers, which contain only valid characters.
+fn value(text: &[u8]) -> HeaderValue {
+    HeaderValue::from_bytes(text).unwrap_or(HeaderValue::from_static(""))
+}
+
+/// The item of one policy, in a fixed buffer: `format!` or a growing `Vec` would take longer than
+/// the decision.
+struct Item {
+    /// Large enough: a name has at most 64 bytes, a number 20.
+    bytes: [u8; 128],
+    len: usize,
+}
+
+impl Item {
+    fn new(start: &str, policy: &Policy, verdict: &Verdict) -> Self {
+        let mut item = Self {
+            bytes: [0; 128],
+            len: 0,
+        };
+        item.push(start.as_bytes());
+        item.push(itoa::Buffer::new().format(verdict.remaining).as_bytes());
+        if !policy.is_in_flight() {
+            item.push(b";t=");
+            item.push(
+                itoa::Buffer::new()
+                    .format(seconds(effective_window(policy, verdict)))
+                    .as_bytes(),
+            );
+        }
+        item
+    }
+
+    fn push(&mut self, bytes: &[u8]) {
+        let end = self.len + bytes.len();
+        if let Some(room) = self.bytes.get_mut(self.len..end) {
+            room.copy_from_slice(bytes);
+            self.len = end;
+        }
+    }
+
+    fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+}
+
+/// The time during which a client can use at most the remaining units, in microseconds.
+///
+/// It ends with the window, or when a strategy that refills has the next unit. But it is at least
+/// as long as the remaining units last at the quota's rate, so that clients spread their requests.
+/// With `3/m` and 2 units left it is 40 s, although the next unit is available after 20 s.
+fn effective_window(policy: &Policy, verdict: &Verdict) -> u64 {
+    if verdict.wait > 0 {
+        return verdict.wait.unsigned_abs();
+    }
+    let (reset, remaining) = (
+        verdict.reset.unsigned_abs(),
+        verdict.remaining.unsigned_abs(),
+    );
+    let next = match policy.frees().is_gradual() {
+        // No unit comes later than the remaining ones last.
+        true if remaining > 0 => 0,
+        true => lasts(policy, 1).min(reset),
+        false => reset,
+    };
+    lasts(policy, remaining).max(next)
+}
+
+/// The time in which the quota refills `cost` units, in microseconds: 40 s for 2 units of `3/m`.
+fn lasts(policy: &Policy, cost: u64) -> u64 {
+    let (period, limit) = (
+        policy.params().period.unsigned_abs(),
+        u64::from(policy.quota().limit().max(1)),
+    );
+    match period.checked_mul(cost) {
+        Some(product) => product.div_ceil(limit),
+        // The quotient fits in 64 bits: no quota takes longer than ten years to refill.
+        None => (u128::from(period) * u128::from(cost)).div_ceil(u128::from(limit)) as u64,
+    }
+}
+
+/// Converts microseconds to seconds: at least 1, and rounded up so that no client retries too
+/// early.
+fn seconds(micros: u64) -> u64 {
+    micros.div_ceil(1_000_000).max(1)
+}
+
+/// The number of seconds that a client should wait.
+pub(in crate::middleware) fn retry_after(wait: Duration) -> u64 {
+    seconds(wait.as_micros() as u64)
+}
+
+/// The value of `Retry-After`.
+fn retry_after_field(wait: Duration) -> HeaderValue {
+    number(retry_after(wait))
+}
+
+/// Converts a number to a field value. (`HeaderValue::from` would allocate twice.)
+fn number(number: u64) -> HeaderValue {
+    value(itoa::Buffer::new().format(number).as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limit::{Align, Check, Key, Quota, Source, Strategy};
+
+    /// Returns the `RateLimit` field after each of `count` takes at the same moment.
+    fn fields(policies: &Policies, count: usize) -> Vec<String> {
+        let mut states: Vec<_> = policies
+            .iter()
+            .map(|p| crate::limit::State::fresh(p.kind()))
+            .collect();
+        let check = || Check::take(Key::GLOBAL, policies, 1);
+        (0..count)
+            .map(|_| {
+                let verdicts = check().decide(&mut states, 1_700_000_000_000_000);
+                Texts::new(policies)
+                    .rate_limit(&check().answer(verdicts, Source::Local))
+                    .to_str()
+                    .unwrap()
+                    .to_owned()
+            })
+            .collect()
+    }
+
+    #[test]
+    fn a_refilling_quota_returns_its_period() {
+        let policies = Policy::new("api", Strategy::Gcra, Quota::per_minute(3))
+            .unwrap()
+            .into();
+        let expected = [
+            "\"api\";r=2;t=40",
+            "\"api\";r=1;t=20",
+            "\"api\";r=0;t=20",
+            "\"api\";r=0;t=20",
+        ];
+        assert_eq!(fields(&policies, 4), expected);
+    }
+
+    #[test]
+    fn a_window_returns_when_it_ends() {
+        let policies = Policy::new(
+            "day",
+            Strategy::FixedWindow(Align::FirstHit),
+            Quota::per_minute(2),
+        )
+        .unwrap()
+        .into();
+        assert_eq!(
+            fields(&policies, 3),
+            ["\"day\";r=1;t=60", "\"day\";r=0;t=60", "\"day\";r=0;t=60"]
+        );
+    }
+
+    /// The takes are 40 s before the end of a window.
+    #[test]
+    fn late_in_a_window_units_last_longer() {
+        let clock = Strategy::FixedWindow(Align::Clock {
+            offset: Duration::ZERO,
+        });
+        let policies = Policy::new("day", clock, Quota::per_minute(5))
+            .unwrap()
+            .into();
+        assert_eq!(
+            fields(&policies, 2),
+            ["\"day\";r=4;t=48", "\"day\";r=3;t=40"]
+        );
+    }
+
+    #[test]
+    fn requests_in_flight_have_no_window() {
+        let policies = Policies::new([
+            Policy::new("tokens", Strategy::Gcra, Quota::per_minute(3)).unwrap(),
+            Policy::in_flight("streams", 2).unwrap(),
+        ])
+        .unwrap();
+        let expected = [
+            "\"tokens\";r=2;t=40, \"streams\";r=1",
+            "\"tokens\";r=1;t=20, \"streams\";r=0",
+            "\"tokens\";r=1;t=20, \"streams\";r=0",
+        ];
+        assert_eq!(fields(&policies, 3), expected);
+        let texts = Texts::new(&policies);
+        assert_eq!(
+            texts.policy_field,
+            "\"tokens\";q=3;w=60, \"streams\";q=2;qu=\"concurrent-requests\""
+        );
+        let quotas = texts.each.iter().map(|each| &*each.quota);
+        assert!(quotas.eq(["3/m", "2 concurrent requests"]));
+    }
+
+    /// The store uses a period of 1.1 seconds, so `t` follows that period.
+    #[test]
+    fn a_leased_quota_is_as_written() {
+        let policy = Policy::new("api", Strategy::SlidingLog, Quota::per_second(2)).unwrap();
+        let policies = policy.leased(Duration::from_millis(100)).unwrap().into();
+        let texts = Texts::new(&policies);
+        assert_eq!(
+            (texts.policy_field, &*texts.each[0].quota),
+            (HeaderValue::from_static("\"api\";q=2;w=1"), "2/s")
+        );
+        assert_eq!(
+            fields(&policies, 3),
+            ["\"api\";r=1;t=2", "\"api\";r=0;t=2", "\"api\";r=0;t=2"]
+        );
+    }
+
+    #[test]
+    fn several_policies_are_one_list() {
+        let policy = |name, quota| Policy::new(name, Strategy::Gcra, quota).unwrap();
+        let policies = Policies::new([
+            policy("burst", Quota::per(5, Duration::from_millis(300))),
+            policy("daily", Quota::per_day(86_400)),
+        ])
+        .unwrap();
+        assert_eq!(
+            fields(&policies, 1),
+            ["\"burst\";r=4;t=1, \"daily\";r=86399;t=86399"]
+        );
+        let mut headers = HeaderMap::new();
+        let mut states: Vec<_> = policies
+            .iter()
+            .map(|p| crate::limit::State::fresh(p.kind()))
+            .collect();
+        let check = Check::take(Key::GLOBAL, &policies, 1);
+        let verdicts = check.decide(&mut states, 0);
+        append_draft(&mut headers, &check.answer(verdicts, Source::Local));
+        assert_eq!(
+            headers["ratelimit-policy"],
+            "\"burst\";q=5;w=1, \"daily\";q=86400;w=86400"
+        );
+    }
+
+    #[test]
+    fn seconds_round_up() {
+        for (millis, expected) in [
+            (0, 1),
+            (1, 1),
+            (900, 1),
+            (1_000, 1),
+            (1_001, 2),
+            (59_999, 60),
+        ] {
+            assert_eq!(retry_after(Duration::from_millis(millis)), expected);
+        }
     }
 }

@@ -76,7 +76,7 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
         self,
         cost: impl Fn(&P::Head, &Policies) -> u32 + Send + Sync + 'static,
     ) -> Self {
-        self.change(|config| config.gate.cost = Some(Arc::new(cost)))
+        self.change(|config| config.gate.settings.cost = Some(Arc::new(cost)))
     }
 
     /// Sets an id, so that a repeated request is charged once: an `Idempotency-Key`, or the id of a
@@ -111,7 +111,7 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     #[doc(alias("idempotency", "Idempotency-Key"))]
     #[must_use]
     pub fn id(self, id: impl Fn(&P::Head) -> Option<Key> + Send + Sync + 'static) -> Self {
-        self.change(|config| config.gate.id = Some(Arc::new(id)))
+        self.change(|config| config.gate.settings.id = Some(Arc::new(id)))
     }
 
     /// Lets a request that would be denied wait for its turn, up to a [`Duration`](std::time::Duration) or by a
@@ -164,7 +164,7 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     #[doc(alias = "allowlist")]
     #[must_use]
     pub fn skip(self, skip: impl Fn(&P::Head) -> bool + Send + Sync + 'static) -> Self {
-        self.change(|config| config.gate.skip = Some(Arc::new(skip)))
+        self.change(|config| config.gate.settings.skip = Some(Arc::new(skip)))
     }
 
     /// Decides and charges as usual, but rejects nothing: to see the effect of a limit before it is enforced.
@@ -176,7 +176,7 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     /// whose response waits for the check. An error of the inner service does not wait.
     #[must_use]
     pub fn dry_run(self) -> Self {
-        self.change(|config| config.gate.dry_run = true)
+        self.change(|config| config.gate.settings.dry_run = true)
     }
 
     /// Adds policies in dry-run mode, in addition to the enforced ones. May be called repeatedly.
@@ -198,14 +198,14 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     /// ```
     #[must_use]
     pub fn shadow(self, policies: impl PolicySelector<P::Head>) -> Self {
-        self.change(|config| config.gate.shadows.push(Selector::new(policies)))
+        self.change(|config| config.gate.settings.shadows.push(Selector::new(policies)))
     }
 
     /// Sets what happens to a request that the store could not decide. Defaults to [`OnError::Reject`]:
     /// a 503 over HTTP, and the [`StoreError`](crate::store::StoreError) as the error of other calls.
     #[must_use]
     pub fn on_error(self, on_error: OnError) -> Self {
-        self.change(|config| config.gate.on_error = on_error)
+        self.change(|config| config.gate.settings.on_error = on_error)
     }
 
     /// Sets what happens to a request without a key. Defaults to [`OnMissingKey::Reject`]: a
@@ -214,7 +214,7 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     /// or missing because the server is [misconfigured](crate::extract::MissingKey::misconfigured).
     #[must_use]
     pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
-        self.change(|config| config.gate.on_missing_key = on_missing_key)
+        self.change(|config| config.gate.settings.on_missing_key = on_missing_key)
     }
 
     /// Sets the [`Observer`] of all decisions, store failures and misconfigurations. The store gets

@@ -17,20 +17,25 @@ use crate::middleware::reject::{HttpReject, Reason, Reject, Rejection, challenge
 /// HTTP requests, whose refusals are responses.
 pub struct Http<R = HttpReject, E = AsIs> {
     pub(super) reject: Arc<R>,
-    /// The header fields of responses.
-    pub(super) headers: Headers,
-    /// Whether the response to a request that passes has the decision in its extensions.
-    pub(super) shows_decision: bool,
+    pub(super) answer: AnswerSettings,
     /// Settles requests by their responses. `None` if only a request's [`RequestCost`](crate::settle::RequestCost) does, or
     /// nothing.
     pub(super) rule: Option<Arc<Rule>>,
     pub(super) ending: PhantomData<fn() -> E>,
 }
 
+/// The settings of responses, which are copied whole.
+#[derive(Clone, Copy, Default)]
+pub(super) struct AnswerSettings {
+    /// The header fields of responses.
+    pub(super) headers: Headers,
+    /// Whether the response to a request that passes has the decision in its extensions.
+    pub(super) shows_decision: bool,
+}
+
 /// Settles and annotates a response.
 pub struct Noted {
-    headers: Headers,
-    shows_decision: bool,
+    answer: AnswerSettings,
     rule: Option<Arc<Rule>>,
 }
 
@@ -73,7 +78,11 @@ where
         {
             charge.count_for(outer);
         }
-        let is_annotated = self.shows_decision || self.headers != Headers::NONE;
+        let AnswerSettings {
+            headers,
+            shows_decision,
+        } = self.answer;
+        let is_annotated = shows_decision || headers != Headers::NONE;
         if let Some(decision) = grant.show_decision(is_annotated)
             && let Some(outer) = head.extensions.insert(decision)
             && let Some(inner) = head.extensions.get()
@@ -81,8 +90,7 @@ where
             notifier.counted_twice(&outer, inner);
         }
         Noted {
-            headers: self.headers,
-            shows_decision: self.shows_decision,
+            answer: self.answer,
             rule: self.rule.clone(),
         }
     }
@@ -97,7 +105,7 @@ where
         Ok(match refusal {
             Refusal::Denied(decision) => {
                 let mut response = respond(Reason::Denied(&decision));
-                self.headers.annotate(decision, &mut response, true);
+                self.answer.headers.annotate(decision, &mut response, true);
                 response
             }
             Refusal::Unavailable(error) => respond(Reason::Unavailable(&error)),
@@ -122,9 +130,11 @@ where
             response = Response::from_parts(parts, body);
         }
         if let Some(decision) = grant.take_decision() {
-            noted
-                .headers
-                .annotate(decision, &mut response, noted.shows_decision);
+            let AnswerSettings {
+                headers,
+                shows_decision,
+            } = noted.answer;
+            headers.annotate(decision, &mut response, shows_decision);
         }
         Ok(response)
     }
@@ -149,8 +159,7 @@ impl<R, E> Http<R, E> {
     pub(super) fn with_reject<R2>(self, reject: R2) -> Http<R2, E> {
         Http {
             reject: Arc::new(reject),
-            headers: self.headers,
-            shows_decision: self.shows_decision,
+            answer: self.answer,
             rule: self.rule,
             ending: PhantomData,
         }
@@ -160,8 +169,7 @@ impl<R, E> Http<R, E> {
     pub(super) fn with_rule<E2>(self, rule: Option<Rule>) -> Http<R, E2> {
         Http {
             reject: self.reject,
-            headers: self.headers,
-            shows_decision: self.shows_decision,
+            answer: self.answer,
             rule: rule.map(Arc::new),
             ending: PhantomData,
         }
@@ -172,8 +180,7 @@ impl Default for Http {
     fn default() -> Self {
         Self {
             reject: Arc::new(HttpReject::new()),
-            headers: Headers::default(),
-            shows_decision: false,
+            answer: AnswerSettings::default(),
             rule: None,
             ending: PhantomData,
         }
@@ -185,8 +192,7 @@ impl<R, E> Clone for Http<R, E> {
     fn clone(&self) -> Self {
         Self {
             reject: Arc::clone(&self.reject),
-            headers: self.headers,
-            shows_decision: self.shows_decision,
+            answer: self.answer,
             rule: self.rule.as_ref().map(|rule| Arc::new(Rule::clone(rule))),
             ending: PhantomData,
         }

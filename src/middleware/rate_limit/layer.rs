@@ -125,7 +125,7 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
     /// ```
     #[must_use]
     pub fn headers(self, headers: Headers) -> Self {
-        self.change(|config| config.protocol.headers = headers)
+        self.change(|config| config.protocol.answer.headers = headers)
     }
 
     /// Adds the [`Decision`](crate::check::Decision) to the extensions of the response of an
@@ -152,6 +152,6 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
     /// ```
     #[must_use]
     pub fn decision_in_response(self) -> Self {
-        self.change(|config| config.protocol.shows_decision = true)
+        self.change(|config| config.protocol.answer.shows_decision = true)
     }
 }

@@ -54,7 +54,7 @@ impl Client {
         let pause = *pick(&mut self.rng, if is_steady { &[5] } else { &[10, 40, 150] });
         loop {
             sleep(Duration::from_millis(self.rng.u64(1..=pause))).await;
-            let now = self.world.state().now;
+            let now = self.world.state().now();
             if now >= last {
                 return;
             }
@@ -212,7 +212,7 @@ impl<'a> Waits<'a> {
             caller, runtime, ..
         } = client;
         let state = &mut *client.world.state();
-        let (now, max) = (state.now, max.as_millis() as u64);
+        let (now, max) = (state.now(), max.as_millis() as u64);
         let number = state.ledger.waits(caller, runtime, cost, now, max);
         state.say(Some(caller), || {
             format!("r{runtime} w{number} waits for {cost}, up to {max} ms")
@@ -243,7 +243,7 @@ impl<'a> Waits<'a> {
         }
         state
             .ledger
-            .waited(&state.plan, state.now, caller, number, granted);
+            .waited(&state.plan, state.now(), caller, number, granted);
     }
 }
 
@@ -252,7 +252,7 @@ impl Drop for Waits<'_> {
         let state = &mut *self.client.world.state();
         state.ledger.waited(
             &state.plan,
-            state.now,
+            state.now(),
             self.client.caller,
             self.number,
             None,

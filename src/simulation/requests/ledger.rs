@@ -5,7 +5,7 @@ use std::mem;
 
 use super::plan::{Habit, LONGEST, Plan, TIMEOUT};
 use crate::limit::{Frees, Mode, Policy};
-use crate::simulation::{self, Breaks};
+use crate::simulation::{self, Log};
 
 /// The rules of this simulation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -50,8 +50,7 @@ impl simulation::Rule for Rule {
 #[derive(Debug)]
 pub(super) struct Ledger {
     callers: Vec<Sums>,
-    /// The first break of each rule.
-    pub(super) broken: Breaks<Rule>,
+    pub(super) log: Log<Rule>,
 }
 
 /// The sums of one caller.
@@ -98,15 +97,15 @@ struct Waiter {
 }
 
 impl Ledger {
-    pub(super) fn new(plan: &Plan) -> Self {
+    pub(super) fn new(plan: &Plan, log: Log<Rule>) -> Self {
         Self {
             callers: plan.callers.iter().map(|_| Sums::default()).collect(),
-            broken: Breaks::default(),
+            log,
         }
     }
 
     pub(super) fn breaks(&mut self, rule: Rule, caller: Option<usize>, problem: String) {
-        self.broken.add(rule, caller, problem);
+        self.log.breaks(rule, caller, problem);
     }
 
     /// Records that the store executed a request.

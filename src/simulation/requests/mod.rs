@@ -11,24 +11,23 @@ mod plan;
 mod world;
 
 use std::env;
-use std::iter;
 use std::process::Command;
 use std::time::Duration;
 
 use fastrand::Rng;
-use tokio::runtime::{Builder, Runtime};
-use tokio::task::yield_now;
-use tokio::time::{Instant, advance};
+use tokio::runtime::Builder;
+use tokio::time::Instant;
 
 use self::clients::Client;
 use self::ledger::Rule;
 use self::plan::{Habit, Plan, TIMEOUT};
 use self::world::{Far, Recorder, World, WorldState};
+use super::clocked::Clocked;
 use super::{Outcome, Simulation};
 use crate::Limiter;
 use crate::in_flight::InFlightTracker;
 use crate::store::Waiters;
-use crate::util::{Seed, instant};
+use crate::util::Seed;
 use crate::wait_queues::{Bounds, WaitQueues};
 
 const REQUESTS: Simulation<Rule> = Simulation {
@@ -62,10 +61,10 @@ fn run(seed: u64, kept: bool) -> Outcome<Rule> {
     let plan = Plan::new(&mut rng);
     let shown = plan.to_string();
     let seed = Seed::set(rng.u64(..), Duration::from_micros(plan.wall.unsigned_abs()));
-    let world = World::new(plan, rng.fork(), kept);
+    let world = World::new(WorldState::new(plan, rng.fork(), kept));
     Simulated::new(&world, rng, seed).run();
-    let WorldState { log, ledger, .. } = &mut *world.state();
-    Outcome::of(shown, log, &mut ledger.broken)
+    let log = world.state().ledger.log.take();
+    Outcome { plan: shown, log }
 }
 
 struct Simulated<'a> {
@@ -79,63 +78,6 @@ struct Simulated<'a> {
     now: u64,
     /// Maximum duration of a step, in milliseconds.
     step: u64,
-}
-
-/// A runtime whose clock is moved manually. `None` after its shutdown.
-struct Clocked {
-    runtime: Option<Runtime>,
-    now: u64,
-}
-
-impl Clocked {
-    fn new() -> Self {
-        let runtime = Builder::new_current_thread()
-            .enable_time()
-            .start_paused(true)
-            .build()
-            .unwrap();
-        Self {
-            runtime: Some(runtime),
-            now: 0,
-        }
-    }
-
-    /// Creates runtimes, and returns the time after that. A timer fires at a millisecond since its runtime's creation, so
-    /// runs are equal only if these times differ by little. On a busy machine that may take several attempts.
-    fn all(count: usize) -> (Vec<Self>, Instant) {
-        let attempt = |_| {
-            let before = instant();
-            let runtimes: Vec<_> = iter::repeat_with(Self::new).take(count).collect();
-            let start = instant();
-            (start - before, runtimes, start)
-        };
-        let attempts = (0..8).map(attempt);
-        let (_, runtimes, start) = attempts.min_by_key(|(took, ..)| *took).unwrap();
-        (runtimes, start)
-    }
-
-    /// Sets its clock. Otherwise the time at which a timer fires would depend on the time that it took to create all
-    /// runtimes.
-    fn starts_at(&self, start: Instant) {
-        if let Some(runtime) = &self.runtime {
-            runtime.block_on(async { advance(start - instant()).await });
-        }
-    }
-
-    /// Runs until nothing is left to do at `now`.
-    fn passes_to(&mut self, now: u64) {
-        let Some(runtime) = &self.runtime else { return };
-        let elapsed = Duration::from_millis(now - self.now);
-        self.now = now;
-        runtime.block_on(async {
-            advance(elapsed).await;
-            // Paused time does not advance while this future is ready. The first turn wakes timers,
-            // the others run what those wake.
-            for _ in 0..3 {
-                yield_now().await;
-            }
-        });
-    }
 }
 
 impl<'a> Simulated<'a> {
@@ -277,8 +219,7 @@ impl<'a> Simulated<'a> {
     fn passes_to(&mut self, until: u64) {
         while self.now < until {
             self.now = (self.now + self.rng.u64(1..=self.step)).min(until);
-            self.seed
-                .set_now(self.start + Duration::from_millis(self.now));
+            self.seed.set_now(self.start + self.elapsed());
             self.world.passes_to(self.now);
             let first = self.rng.usize(..self.runtimes.len());
             for i in 0..self.runtimes.len() {
@@ -287,8 +228,12 @@ impl<'a> Simulated<'a> {
             let state = &mut *self.world.state();
             state.ledger.passes(&state.plan, self.now, self.step);
             state.watch_steady();
-            state.say_broken();
+            state.ledger.log.say_broken(self.now);
         }
+    }
+
+    fn elapsed(&self) -> Duration {
+        Duration::from_millis(self.now)
     }
 
     fn run_one(&mut self, runtime: usize) {
@@ -303,7 +248,8 @@ impl<'a> Simulated<'a> {
             self.world.state().say(None, || format!("r{runtime} ends"));
             drop(ended);
         } else if !is_still {
-            self.runtimes[runtime].passes_to(self.now);
+            let elapsed = self.elapsed();
+            self.runtimes[runtime].passes_to(elapsed, 3);
         }
     }
 }

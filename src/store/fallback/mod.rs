@@ -37,8 +37,6 @@ mod check;
 mod model;
 mod recovery;
 #[cfg(test)]
-mod simulation;
-#[cfg(test)]
 mod tests;
 
 /// The shared types of `accounts` and `breaker`. `model` compiles these with a scheduler's types.

@@ -19,7 +19,7 @@ use tower_redis_ratelimit::{Key, LocalStore};
 use tower_test::mock::{self, Mock, SendResponse, Spawn};
 
 use super::{ByTenant, Job, job, layer, layer_with, limited, print};
-use crate::mocks::{ManualStore, Questions, manual_store, policy, settled, waits};
+use crate::mocks::{ManualStore, Questions, gcra, manual_store, settled, waits};
 
 /// Panics when a clone is called that was not polled ready.
 type Handle = mock::Handle<Job, String>;
@@ -101,7 +101,7 @@ fn the_inner_call_follows_the_decision() {
         (check.mode(), check.cost(), *check.key()),
         (Mode::Take, 1, Key::new("acme"))
     );
-    assert_eq!(check.policies().as_slice(), [policy("jobs", "100/s")]);
+    assert_eq!(check.policies().as_slice(), [gcra("jobs", "100/s")]);
     question.allow();
     assert!(waits(response.as_mut()));
     let (job, answer) = called(&mut handle);

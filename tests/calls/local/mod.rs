@@ -21,7 +21,7 @@ use tower_redis_ratelimit::select::{Live, PolicySelector};
 use tower_redis_ratelimit::store::{Store, StoreError};
 use tower_redis_ratelimit::{CallLimitLayer, Key, LocalStore, Policies, Policy, RedisStore};
 
-use crate::mocks::{Broken, SECRET, policy};
+use crate::mocks::{Broken, SECRET, gcra};
 
 /// A request that is not an HTTP request.
 struct Job {
@@ -50,7 +50,7 @@ fn layer(quota: &str) -> CallLimitLayer<LocalStore, ByTenant, Job> {
 
 /// This layer over another store.
 fn layer_with<S: Store>(store: S, quota: &str) -> CallLimitLayer<S, ByTenant, Job> {
-    CallLimitLayer::new(store, by_tenant as ByTenant, policy("jobs", quota))
+    CallLimitLayer::new(store, by_tenant as ByTenant, gcra("jobs", quota))
 }
 
 /// Returns the printed text or the error; the service must not have to wait.
@@ -81,7 +81,7 @@ async fn closures_give_key_and_cost() {
             CallLimitLayer::new(
                 LocalStore::default(),
                 |job: &Job| Some(Key::new(job.tenant)),
-                policy("jobs", "60/m"),
+                gcra("jobs", "60/m"),
             )
             .cost(|job| job.pages),
         )
@@ -179,7 +179,7 @@ fn extractors_without_http_accept_any_request() {
 
     /// Returns whether two jobs of one tenant share a count, and whether two tenants do.
     fn counts(key: impl KeyExtractor<Job>) -> (bool, bool) {
-        let layer = CallLimitLayer::new(LocalStore::default(), key, policy("jobs", "1/h"));
+        let layer = CallLimitLayer::new(LocalStore::default(), key, gcra("jobs", "1/h"));
         let service = layer.layer(service_fn(print));
         printed(&service, job("acme")).unwrap();
         (
@@ -205,7 +205,7 @@ fn selectors_without_http_accept_any_request() {
     struct ByPages;
     impl PolicySelector<Job> for ByPages {
         fn policies(&self, job: &Job, _: Option<&Key>) -> Option<Policies> {
-            (job.pages > 0).then(|| policy("pages", "2/h").into())
+            (job.pages > 0).then(|| gcra("pages", "2/h").into())
         }
     }
 
@@ -230,10 +230,10 @@ fn selectors_without_http_accept_any_request() {
         (pass(1), pass(0))
     }
 
-    let two = || policy("two", "2/h");
+    let two = || gcra("two", "2/h");
     assert_eq!(passes(two()), (2, 0));
     assert_eq!(
-        passes(Policies::new([two(), policy("three", "3/h")]).unwrap()),
+        passes(Policies::new([two(), gcra("three", "3/h")]).unwrap()),
         (2, 0)
     );
     assert_eq!(passes(Some(two())), (2, 0));
@@ -251,7 +251,7 @@ fn selectors_without_http_accept_any_request() {
 
 #[test]
 fn live_policies_serve_two_request_types() {
-    let live = Live::new(policy("jobs", "1/h"));
+    let live = Live::new(gcra("jobs", "1/h"));
     let jobs =
         CallLimitLayer::new(LocalStore::default(), Global, live.clone()).layer(service_fn(print));
     let numbers = CallLimitLayer::new(LocalStore::default(), Global, live.clone())
@@ -259,7 +259,7 @@ fn live_policies_serve_two_request_types() {
     let number = || numbers.clone().oneshot(7).now_or_never().unwrap();
     assert!(printed(&jobs, job("acme")).is_ok() && number().is_ok());
     assert!(printed(&jobs, job("acme")).is_err() && number().is_err());
-    live.replace(policy("jobs", "3/h"));
+    live.replace(gcra("jobs", "3/h"));
     assert!(printed(&jobs, job("acme")).is_ok() && number().is_ok());
 }
 
@@ -329,7 +329,7 @@ fn a_missing_key_fails_or_passes() {
             Err(MissingKey::malformed("two tenants"))
         }
     }
-    let layer = CallLimitLayer::new(LocalStore::default(), Malformed, policy("jobs", "1/h"));
+    let layer = CallLimitLayer::new(LocalStore::default(), Malformed, gcra("jobs", "1/h"));
     let service = layer
         .on_missing_key(OnMissingKey::Allow)
         .layer(service_fn(print));
@@ -400,7 +400,7 @@ async fn observers_see_decisions_failures_and_misconfigurations() {
             Err(MissingKey::misconfigured("set it up"))
         }
     }
-    let layer = CallLimitLayer::new(LocalStore::default(), Misconfigured, policy("jobs", "1/h"));
+    let layer = CallLimitLayer::new(LocalStore::default(), Misconfigured, gcra("jobs", "1/h"));
     let layer = layer
         .on_missing_key(OnMissingKey::Allow)
         .observer(notes.clone());
@@ -445,7 +445,7 @@ async fn all_types_are_nameable_send_and_clone() {
     let store =
         RedisStore::connect_lazy(format!("redis://user:{SECRET}@127.0.0.1:1/").as_str()).unwrap();
     let layer: CallLimitLayer<RedisStore, Rigid, Job> =
-        CallLimitLayer::new(store, Rigid, policy("jobs", "1/h"));
+        CallLimitLayer::new(store, Rigid, gcra("jobs", "1/h"));
     shared(&layer);
     let mut service: CallLimit<_, RedisStore, Rigid, Job> = layer.clone().layer(service_fn(print));
     shared(&service);

@@ -13,7 +13,7 @@ use crate::mocks::manual_store;
 
 /// Returns the remaining units of a limit of ten per hour.
 fn remaining(store: &LocalStore) -> u32 {
-    let limiter = Limiter::new(store.clone(), policy("jobs", "10/h"));
+    let limiter = Limiter::new(store.clone(), gcra("jobs", "10/h"));
     limiter
         .peek(Key::new("acme"), 0)
         .now_or_never()
@@ -136,7 +136,7 @@ async fn a_dry_run_of_calls_rejects_nothing() {
 async fn calls_take_enforced_and_shadow_policies() {
     let tried = Tried::default();
     let service = layer("2/h")
-        .shadow(policy("new", "1/h"))
+        .shadow(gcra("new", "1/h"))
         .observer(tried.clone())
         .layer(service_fn(print));
     for new in [true, false] {
@@ -199,7 +199,7 @@ async fn a_late_check_keeps_no_call_in_flight() {
     let (store, mut questions) = manual_store();
     let uploads = Policy::in_flight("uploads", 1).unwrap();
     let layer =
-        CallLimitLayer::new(store, by_tenant as ByTenant, uploads).shadow(policy("new", "1/h"));
+        CallLimitLayer::new(store, by_tenant as ByTenant, uploads).shadow(gcra("new", "1/h"));
     let mut answer = Box::pin(layer.layer(service_fn(print)).oneshot(job("acme")));
     assert!(answer.as_mut().now_or_never().is_none());
     questions.recv().await.unwrap().allow();

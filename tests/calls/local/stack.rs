@@ -22,14 +22,14 @@ use tower_redis_ratelimit::extract::Global;
 use tower_redis_ratelimit::{CallLimitLayer, LocalStore};
 
 use super::{job, layer, layer_with, limited, print};
-use crate::mocks::{manual_store, policy};
+use crate::mocks::{gcra, manual_store};
 
 /// A limit of two requests per 20 seconds; the requests are numbers.
 fn numbers() -> CallLimitLayer<LocalStore, Global, u32> {
     CallLimitLayer::new(
         LocalStore::default(),
         Global,
-        policy("numbers", "1/10s burst 2"),
+        gcra("numbers", "1/10s burst 2"),
     )
 }
 

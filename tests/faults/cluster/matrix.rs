@@ -7,80 +7,22 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use redis::aio::MultiplexedConnection;
+use tower_redis_ratelimit::RedisStore;
 use tower_redis_ratelimit::check::Source;
 use tower_redis_ratelimit::store::Store;
-use tower_redis_ratelimit::{RedisStore, redis};
 
-use crate::load::{CALLERS, DEADLINE, Kind, Load, Setup, Sums, TASKS, peek};
+use crate::fault::{Admin, Fault};
+use crate::load::{CALLERS, DEADLINE, Kind, Load, Sums, TASKS, peek};
 use crate::nodes::{Cluster, MASTERS};
 use crate::proxy::{Mode, Proxy};
 use crate::support::until;
-use crate::table::{FAULT, Outcome, SLACK};
+use crate::table::{Outcome, SLACK};
 
 /// An ample caller. The fault affects its master, the victim.
 const VICTIMS: usize = 2;
 /// Maximum recovery time on a busy machine. The promised time is two seconds after the cluster's
 /// own recovery.
 const RECOVERY: Duration = Duration::from_secs(10);
-
-/// A fault of one master.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fault {
-    /// `kill -9`; its replica takes over.
-    Killed,
-    /// SIGSTOP, until its replica has taken over, for at least 5 s.
-    Frozen,
-    /// All connections are closed, repeatedly.
-    Cut,
-    /// The path of clients to it fails, while the other nodes reach it.
-    Path(Mode),
-    /// `maxclients` reached.
-    Full,
-    OutOfMemory,
-    NoReplicas,
-    /// The scripts are flushed repeatedly.
-    ScriptFlush,
-    FlushAll,
-    /// The password is changed, and all connections are closed.
-    Password,
-    /// The user may not call scripts.
-    Forbidden,
-}
-
-impl Fault {
-    fn has_successor(self) -> bool {
-        matches!(self, Self::Killed | Self::Frozen)
-    }
-
-    /// Returns `true` if every instance must decide locally about the victim's callers.
-    fn is_outage(self) -> bool {
-        match self {
-            Self::Cut | Self::ScriptFlush | Self::FlushAll | Self::Path(Mode::Waver(..)) => false,
-            Self::Path(Mode::Delay(delay)) => delay > DEADLINE,
-            _ => true,
-        }
-    }
-
-    fn lasts(self) -> Duration {
-        match self {
-            Self::Frozen | Self::Path(Mode::Waver(..)) => Duration::from_secs(5),
-            _ => FAULT,
-        }
-    }
-
-    fn setup(self) -> Setup {
-        match self {
-            // Equal to the setup on a single server.
-            Self::Path(Mode::Waver(..)) => Setup {
-                instances: 1,
-                connections: 16,
-                ..Setup::default()
-            },
-            _ => Setup::default(),
-        }
-    }
-}
 
 /// Passes all rows to another macro, which generates tests or a table.
 macro_rules! rows {
@@ -112,6 +54,11 @@ macro_rules! rows {
 }
 
 rows!(table);
+
+/// Returns `true` if a replica takes over.
+fn has_successor(fault: Fault) -> bool {
+    matches!(fault, Fault::Killed | Fault::Frozen)
+}
 
 /// Returns the master of each caller.
 async fn masters(cluster: &Cluster) -> Vec<usize> {
@@ -151,21 +98,21 @@ struct Scene {
     masters: Vec<usize>,
     /// The master that the fault affects.
     victim: usize,
-    /// A connection to the victim from before the fault, which stays usable during it.
-    admin: MultiplexedConnection,
+    /// Of the victim.
+    admin: Admin,
 }
 
 impl Scene {
     async fn start(fault: Fault) -> Self {
         let (cluster, proxies) = match fault {
             Fault::Path(_) => behind_proxies().await,
-            _ => (Cluster::start(fault.has_successor()).await, vec![]),
+            _ => (Cluster::start(has_successor(fault)).await, vec![]),
         };
         let mut load = Load::new(&cluster.url(), fault.setup());
         load.introduce().await;
         let masters = masters(&cluster).await;
         let victim = masters[VICTIMS];
-        let admin = cluster.nodes[victim].server.connection().await;
+        let admin = Admin::of(&cluster.nodes[victim].server).await;
         load.start();
         until("the spent callers are spent", async || {
             load.instances
@@ -203,38 +150,12 @@ impl Scene {
         })
     }
 
-    async fn command(&mut self, words: &[&str]) {
-        let mut cmd = redis::cmd(words[0]);
-        cmd.arg(&words[1..]);
-        let _: redis::Value = cmd.query_async(&mut self.admin).await.expect(words[0]);
-    }
-
     async fn inject(&mut self, fault: Fault) {
         match fault {
             Fault::Killed => self.cluster.nodes[self.victim].server.kill(),
             Fault::Frozen => self.cluster.nodes[self.victim].server.freeze(),
-            Fault::Cut => self.command(&["CLIENT", "KILL", "TYPE", "normal"]).await,
             Fault::Path(mode) => self.proxies[self.victim].set(mode),
-            Fault::Full => {
-                self.command(&["CONFIG", "SET", "maxclients", "1"]).await;
-                self.command(&["CLIENT", "KILL", "TYPE", "normal"]).await;
-            }
-            Fault::OutOfMemory => self.command(&["CONFIG", "SET", "maxmemory", "1"]).await,
-            Fault::NoReplicas => {
-                self.command(&["CONFIG", "SET", "min-replicas-to-write", "1"])
-                    .await
-            }
-            Fault::ScriptFlush => self.command(&["SCRIPT", "FLUSH"]).await,
-            Fault::FlushAll => self.command(&["FLUSHALL"]).await,
-            Fault::Password => {
-                self.command(&["CONFIG", "SET", "requirepass", "another"])
-                    .await;
-                self.command(&["CLIENT", "KILL", "TYPE", "normal"]).await;
-            }
-            Fault::Forbidden => {
-                self.command(&["ACL", "SETUSER", "default", "-evalsha"])
-                    .await
-            }
+            _ => self.admin.inject(fault).await,
         }
     }
 
@@ -249,18 +170,7 @@ impl Scene {
                 .await;
             }
             Fault::Path(_) => self.proxies[self.victim].set(Mode::Pass),
-            Fault::Full => self.command(&["CONFIG", "SET", "maxclients", "1000"]).await,
-            Fault::OutOfMemory => self.command(&["CONFIG", "SET", "maxmemory", "0"]).await,
-            Fault::NoReplicas => {
-                self.command(&["CONFIG", "SET", "min-replicas-to-write", "0"])
-                    .await
-            }
-            Fault::Password => self.command(&["CONFIG", "SET", "requirepass", ""]).await,
-            Fault::Forbidden => {
-                self.command(&["ACL", "SETUSER", "default", "+evalsha"])
-                    .await
-            }
-            Fault::Cut | Fault::ScriptFlush | Fault::FlushAll => {}
+            _ => self.admin.heal(fault).await,
         }
     }
 
@@ -369,7 +279,7 @@ impl Scene {
         if !fault.is_outage() || sums.stalls() > 0 {
             bound += tight - tight / count;
         }
-        if !fault.has_successor() {
+        if !has_successor(fault) {
             assert!(
                 all_granted <= allowed + bound,
                 "granted {all_granted} of {allowed}, and at most {bound} more"
@@ -443,7 +353,7 @@ pub async fn run(fault: Fault) -> Outcome {
     let since = Instant::now();
     scene.inject(fault).await;
     let mut forgotten = vec![0; CALLERS.len()];
-    if fault == Fault::FlushAll {
+    if fault.forgets() {
         for (caller, forgotten) in forgotten
             .iter_mut()
             .enumerate()
@@ -460,11 +370,11 @@ pub async fn run(fault: Fault) -> Outcome {
     if fault.is_outage() {
         scene.wait_for_outage().await;
     }
-    if !fault.has_successor() {
+    if !has_successor(fault) {
         while since.elapsed() < fault.lasts() {
             // The fault lasts for a fixed time.
             tokio::time::sleep(Duration::from_millis(50)).await;
-            if matches!(fault, Fault::Cut | Fault::ScriptFlush) {
+            if fault.is_repeated() {
                 scene.inject(fault).await;
             }
         }

@@ -5,8 +5,7 @@ mod matrix;
 
 use std::time::Duration;
 
-use matrix::Fault;
-
+use crate::fault::Fault;
 use crate::proxy::Mode;
 
 rows!(tests);

@@ -1138,7 +1138,7 @@ async fn clients_behind_two_proxies_count_separately() {
     let by_client = ClientIp::x_forwarded_for()
         .trust(["private", "203.0.113.0/24"])
         .unwrap();
-    let service = RateLimitLayer::new(LocalStore::default(), by_client, policy("api", "1/h"))
+    let service = RateLimitLayer::new(LocalStore::default(), by_client, gcra("api", "1/h"))
         .layer(service_fn(hello));
     for (forwarded, status) in [
         ("198.51.100.7, 203.0.113.9", 200),

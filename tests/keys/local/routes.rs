@@ -69,7 +69,7 @@ fn over_all(extractor: Find) -> Router {
     app().layer(RateLimitLayer::new(
         LocalStore::default(),
         key_fn(extractor),
-        policy("api", "1000/h"),
+        gcra("api", "1000/h"),
     ))
 }
 
@@ -152,7 +152,7 @@ async fn nested_routers_see_the_whole_route() {
         let layer = RateLimitLayer::new(
             LocalStore::default(),
             key_fn(extractor),
-            policy("api", "1000/h"),
+            gcra("api", "1000/h"),
         );
         let users = Router::new()
             .route("/{id}", get(ok))
@@ -177,7 +177,7 @@ async fn a_layer_on_a_route_sees_it() {
         let layer = RateLimitLayer::new(
             LocalStore::default(),
             key_fn(extractor),
-            policy("api", "1000/h"),
+            gcra("api", "1000/h"),
         );
         Router::new().route("/users/{id}", get(ok).layer(layer))
     };
@@ -193,7 +193,7 @@ async fn around_a_router_no_route_is_known() {
         let layer = RateLimitLayer::new(
             LocalStore::default(),
             key_fn(extractor),
-            policy("api", "1000/h"),
+            gcra("api", "1000/h"),
         );
         Router::new().fallback_service(layer.layer(app()))
     };
@@ -206,7 +206,7 @@ async fn addresses_count_separately_for_each_route() {
     let layer = RateLimitLayer::new(
         LocalStore::default(),
         (PeerIp, MatchedRoute),
-        policy("api", "1/h"),
+        gcra("api", "1/h"),
     );
     let app = app().layer(layer);
     for (peer, path, status) in [

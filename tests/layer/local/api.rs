@@ -242,7 +242,7 @@ async fn layers_are_clone_and_debug_without_bounds() {
     let extracting = shared(RateLimitLayer::new(
         LocalStore::default(),
         Rigid,
-        policy("api", "1/h"),
+        gcra("api", "1/h"),
     ));
     let service = shared(extracting.layer(Hello));
     assert_eq!(send(&service, anonymous()).await.status(), 200);

@@ -160,7 +160,7 @@ async fn axum_connect_info_gives_the_peer() {
         .layer(RateLimitLayer::new(
             LocalStore::default(),
             PeerIp,
-            policy("api", "1/h"),
+            gcra("api", "1/h"),
         ));
     for (peer, status) in [
         ("192.0.2.7:1000", 200),
@@ -177,7 +177,7 @@ async fn axum_connect_info_gives_the_peer() {
 
 #[tokio::test(start_paused = true)]
 async fn nested_layers_both_add_fields() {
-    let global = RateLimitLayer::new(LocalStore::default(), Global, policy("global", "10/m"));
+    let global = RateLimitLayer::new(LocalStore::default(), Global, gcra("global", "10/m"));
     let service = global.layer(limited(layer("1/m")));
     for status in [200, 429] {
         let response = send(&service, request("alice")).await;

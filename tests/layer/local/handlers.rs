@@ -30,7 +30,7 @@ async fn errors_of_a_limiter_are_responses() {
         Ok("hello")
     }
     let app = Router::new().route("/books", get(reserve));
-    let app = app.with_state(Limiter::new(LocalStore::default(), policy("api", "1/90s")));
+    let app = app.with_state(Limiter::new(LocalStore::default(), gcra("api", "1/90s")));
     assert_eq!(send(&app, anonymous()).await.status(), 200);
     let denied = send(&app, anonymous()).await;
     assert_eq!(denied.status(), 429);
@@ -48,7 +48,7 @@ async fn errors_of_a_limiter_are_responses() {
         Err(error().into())
     }
     async fn deny() -> Result<(), RateLimited> {
-        let limiter = Limiter::new(LocalStore::default(), policy("api", "1/90s"));
+        let limiter = Limiter::new(LocalStore::default(), gcra("api", "1/90s"));
         match limiter.reserve(Key::GLOBAL, 2).await {
             Err(ReserveError::Denied(denied)) => Err(denied),
             _ => Ok(()),
@@ -223,7 +223,7 @@ async fn the_limit_belongs_inside_the_authentication() {
         RateLimitLayer::new(
             LocalStore::default(),
             by_extension(|user: &User| user.0),
-            policy("api", "1/h"),
+            gcra("api", "1/h"),
         )
     };
     let routes = || Router::new().route("/books", get(hello));
@@ -264,8 +264,8 @@ fn limits(by_address: bool) -> Limits {
         Box::new(by_user())
     };
     Limits {
-        by_user: RateLimitLayer::new(store, by_user(), policy("api", "1/h")),
-        chosen: RateLimitLayer::new(LocalStore::default(), chosen, policy("api", "1/h")),
+        by_user: RateLimitLayer::new(store, by_user(), gcra("api", "1/h")),
+        chosen: RateLimitLayer::new(LocalStore::default(), chosen, gcra("api", "1/h")),
     }
 }
 

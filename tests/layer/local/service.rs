@@ -107,7 +107,7 @@ fn a_request_is_one_check() {
         (check.mode(), check.cost(), *check.key()),
         (Mode::Take, 1, Key::new("alice"))
     );
-    assert_eq!(check.policies().as_slice(), [policy("api", "100/s")]);
+    assert_eq!(check.policies().as_slice(), [gcra("api", "100/s")]);
     assert!(questions.try_recv().is_err(), "one request is one check");
 }
 

@@ -16,7 +16,7 @@ use tracing::{Level, field, info_span};
 
 use crate::lines::Lines;
 use crate::mocks::{
-    Broken, ManualStore, anonymous, layer, layer_with, limited, manual_store, policy, request, send,
+    Broken, ManualStore, anonymous, gcra, layer, layer_with, limited, manual_store, request, send,
 };
 
 fn exceeded(caller: &str, denied: u64) -> String {
@@ -62,7 +62,7 @@ async fn policies_and_dry_runs_log_separately() {
         ("login", false),
         ("api", true),
     ] {
-        let check = Check::take(key, &policy(name, "1/h").into(), 2);
+        let check = Check::take(key, &gcra(name, "1/h").into(), 2);
         let decision = LocalStore::default().check(check).await.unwrap();
         let mut event = event::Decided::new(&key, &decision, Duration::ZERO);
         event.dry_run = dry_run;
@@ -229,7 +229,7 @@ async fn counts_are_logged_outside_foreign_spans() {
     let (lines, _guard) = Lines::collect(Level::INFO);
     let observer = TracingObserver::new().reveal_keys();
     let alice = Key::new("alice");
-    let check = Check::take(alice, &policy("api", "1/h").into(), 2);
+    let check = Check::take(alice, &gcra("api", "1/h").into(), 2);
     let decision = LocalStore::default().check(check).await.unwrap();
     let logged = |path: &str, key: &Key| {
         let event = event::Decided::new(key, &decision, Duration::ZERO);
@@ -250,7 +250,7 @@ async fn counts_are_logged_outside_foreign_spans() {
 /// A layer without an observer logs it too.
 #[tokio::test]
 async fn a_misconfiguration_is_logged_as_error() {
-    let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"));
+    let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, gcra("api", "1/h"));
     for layer in [layer.clone(), layer.observer(TracingObserver::new())] {
         let (lines, _guard) = Lines::collect(Level::INFO);
         send(&limited(layer), anonymous()).await;

@@ -26,8 +26,8 @@ use tower_redis_ratelimit::{
 };
 
 use crate::mocks::{
-    Broken, Problems, anonymous, by_header, costing, hello, layer, layer_with, limited,
-    manual_store, policy, request, send,
+    Broken, Problems, anonymous, by_header, costing, gcra, hello, layer, layer_with, limited,
+    manual_store, request, send,
 };
 
 /// A Redis that refuses connections, with timeouts that never elapse in a test.
@@ -184,7 +184,7 @@ async fn one_call_attaches_an_observer_everywhere() {
 #[tokio::test]
 async fn a_limiter_passes_observers_to_its_store() {
     let notes = Notes::default();
-    let limiter = Limiter::new(fallback(), policy("mails", "9/h")).observer(notes.clone());
+    let limiter = Limiter::new(fallback(), gcra("mails", "9/h")).observer(notes.clone());
     let _ = limiter.take(Key::new("alice"), 1).await.unwrap();
     assert_eq!(notes.take(), ["sends", "alice failed: Unreachable"]);
 }
@@ -227,7 +227,7 @@ async fn a_store_keeps_its_own_observer() {
 async fn layers_report_misconfigurations_once_a_minute() {
     let notes = Notes::default();
     let layer = || {
-        RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"))
+        RateLimitLayer::new(LocalStore::default(), PeerIp, gcra("api", "1/h"))
             .observer(notes.clone())
     };
     let service = limited(layer().on_missing_key(OnMissingKey::Allow));
@@ -303,7 +303,7 @@ async fn a_repeated_layer_is_reported_once() {
     assert_eq!(problems(&notes).len(), 1);
 
     // Two different layers do not.
-    let another = RateLimitLayer::new(LocalStore::default(), Global, policy("all", "9/h"))
+    let another = RateLimitLayer::new(LocalStore::default(), Global, gcra("all", "9/h"))
         .observer(notes.clone());
     let service = another.layer(limited(layer("9/h").observer(notes.clone())));
     send(&service, request("alice")).await;
@@ -367,8 +367,8 @@ async fn a_cost_that_never_passes_is_reported() {
 #[tokio::test]
 async fn an_unknown_plan_is_reported() {
     let tiers = || {
-        Tiers::new(policy("free", "9/m"))
-            .tier("pro", policy("pro", "90/m"))
+        Tiers::new(gcra("free", "9/m"))
+            .tier("pro", gcra("pro", "90/m"))
             .exempt("internal")
     };
     let problems =
@@ -430,8 +430,8 @@ async fn requests_without_a_plan_are_reported_once() {
         }
         notes.0.lock().unwrap().clone()
     };
-    let free = || Tiers::new(policy("free", "9/m"));
-    let tiers = || free().tier("pro", policy("pro", "90/m"));
+    let free = || Tiers::new(gcra("free", "9/m"));
+    let tiers = || free().tier("pro", gcra("pro", "90/m"));
     let seen = problems(tiers(), 5, false).await;
     let [report] = &seen[..] else {
         panic!("it is reported once: {seen:?}");
@@ -455,7 +455,7 @@ async fn requests_without_a_plan_are_reported_once() {
 
 #[tokio::test]
 async fn an_ineffective_lease_is_reported_once() {
-    let leased = policy("api", "9/s")
+    let leased = gcra("api", "9/s")
         .leased(Duration::from_millis(100))
         .unwrap();
     let problems = async |is_leased: bool| {
@@ -495,7 +495,7 @@ async fn an_ineffective_lease_is_reported_once() {
 
     let (notes, list) = (
         Notes::default(),
-        Policies::new([policy("all", "99/s"), leased]).unwrap(),
+        Policies::new([gcra("all", "99/s"), leased]).unwrap(),
     );
     let beside = RateLimitLayer::new(Leased::new(LocalStore::default()), Global, list)
         .observer(notes.clone());
@@ -513,7 +513,7 @@ async fn an_ineffective_lease_is_reported_once() {
 #[tokio::test(start_paused = true)]
 async fn leased_checks_without_a_block_are_reported() {
     let policies = || {
-        policy("api", "90/s")
+        gcra("api", "90/s")
             .leased(Duration::from_millis(100))
             .unwrap()
     };
@@ -575,7 +575,7 @@ async fn leased_checks_without_a_block_are_reported() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn all_threads_report_a_misconfiguration_once() {
     let notes = Notes::default();
-    let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"))
+    let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, gcra("api", "1/h"))
         .observer(notes.clone());
     let service = axum::Router::<()>::new().layer(layer);
     let calls = (0..64).map(|_| {

@@ -11,7 +11,7 @@ use tower_redis_ratelimit::reject::OnError;
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, RateLimitLayer};
 
-use crate::mocks::{Problems, anonymous, layer_with, limited, policy, request, send};
+use crate::mocks::{Problems, anonymous, gcra, layer_with, limited, request, send};
 
 fn recorder(recommended_naming: bool) -> PrometheusRecorder {
     let buckets = Matcher::Suffix("_seconds".into());
@@ -148,7 +148,7 @@ fn unlabeled_metrics_exist_from_the_start() {
 /// Emits every event, so that every metric is set, and a dry run.
 fn emit_all(observer: &impl Observer) {
     let error = StoreError::new(ErrorKind::Timeout);
-    let check = Check::take(Key::new("alice"), &policy("api", "1/h").into(), 2);
+    let check = Check::take(Key::new("alice"), &gcra("api", "1/h").into(), 2);
     let decision = LocalStore::default()
         .check(check)
         .now_or_never()
@@ -241,7 +241,7 @@ async fn anonymous_requests(number: usize, before: bool, after: bool) -> (Vec<St
     let problems = Problems::default();
     let by_user = by_extension(|user: &User| user.0);
     let extractor = (by_user.or(Global), Global);
-    let layer = RateLimitLayer::new(LocalStore::default(), extractor, policy("api", "1000000/s"));
+    let layer = RateLimitLayer::new(LocalStore::default(), extractor, gcra("api", "1000000/s"));
     let service = limited(layer.observer((problems.clone(), MetricsObserver::new())));
     let user = || {
         let mut request = anonymous();

@@ -21,7 +21,7 @@ fn layer(routes: Routes) -> RateLimitLayer<LocalStore, Global> {
 /// Paths below `/files`, and `/files`, are under `files`; `/login` is under `login`; all others
 /// under `default`.
 fn routes() -> Result<Routes, ConfigError> {
-    let named = |name| policy(name, "9999/h");
+    let named = |name| gcra(name, "9999/h");
     Routes::new(named("default"))
         .route("/files/{*path}", named("files"))?
         .route("/login", named("login"))
@@ -78,7 +78,7 @@ async fn a_more_exact_pattern_wins() {
     let routes = || {
         routes()
             .unwrap()
-            .route("/files/secret.bin", policy("secret", "9/h"))
+            .route("/files/secret.bin", gcra("secret", "9/h"))
             .unwrap()
     };
     let expected = [
@@ -95,7 +95,7 @@ async fn one_grpc_method_has_its_own_limit() {
     let routes = || {
         routes()
             .unwrap()
-            .route("/shop.Orders/Export", policy("export", "9/h"))
+            .route("/shop.Orders/Export", gcra("export", "9/h"))
             .unwrap()
     };
     let router = || Router::new().route("/shop.Orders/{*rest}", any(ok));
@@ -178,7 +178,7 @@ async fn ambiguous_paths_are_not_exempt() {
     assert_under(&both(routes, router), &expected).await;
 
     // All paths without a pattern are exempt.
-    let named = |name| policy(name, "9999/h");
+    let named = |name| gcra(name, "9999/h");
     let listed = || {
         Routes::new(None::<Policies>)
             .route("/login", named("login"))
@@ -303,7 +303,7 @@ async fn a_literally_named_path_is_exempt() {
 /// A path with a trailing slash is a different path, and middleware often removes the slash.
 #[tokio::test]
 async fn a_slash_at_the_end_exempts_nothing() {
-    let named = |name| policy(name, "9999/h");
+    let named = |name| gcra(name, "9999/h");
     let routes = || {
         routes()
             .unwrap()
@@ -354,7 +354,7 @@ async fn extended_connect_counts_as_get() {
     let routes = || {
         routes()
             .unwrap()
-            .method(Method::GET, "/socket", policy("socket", "9/h"))
+            .method(Method::GET, "/socket", gcra("socket", "9/h"))
             .unwrap()
     };
     for app in both(routes, || router().route("/socket", any(ok))) {
@@ -375,7 +375,7 @@ fn set_path(mut request: Request<Body>, path: &str) -> Request<Body> {
 #[tokio::test]
 async fn rewritten_paths_cannot_bypass_a_template() {
     let routes = || {
-        let named = |name| policy(name, "9999/h");
+        let named = |name| gcra(name, "9999/h");
         routes()?
             .route("/old/{*path}", named("old"))?
             .exempt("/health")?
@@ -402,7 +402,7 @@ async fn rewritten_paths_cannot_bypass_a_template() {
 async fn an_alias_counts_as_its_target() {
     let routes = routes()
         .unwrap()
-        .route("/files/secret.bin", policy("secret", "9/h"))
+        .route("/files/secret.bin", gcra("secret", "9/h"))
         .unwrap();
     let routes = routes.exempt("/alias/{*path}").unwrap();
     let alias = MapRequest::new(router().layer(layer(routes)), |request: Request<Body>| {
@@ -479,7 +479,7 @@ fn unmatchable_patterns_are_refused() {
         "",
         &many,
     ] {
-        match routes().unwrap().route(pattern, policy("a", "1/m")) {
+        match routes().unwrap().route(pattern, gcra("a", "1/m")) {
             Err(error) => {
                 assert!(
                     error
@@ -504,7 +504,7 @@ fn unmatchable_patterns_are_refused() {
         &"/{a}".repeat(20),
     ] {
         assert!(
-            routes().unwrap().route(pattern, policy("a", "1/m")).is_ok(),
+            routes().unwrap().route(pattern, gcra("a", "1/m")).is_ok(),
             "{pattern}"
         );
     }
@@ -525,9 +525,7 @@ fn no_pattern_panics() {
                 .collect();
             let pattern = format!("/{pattern}");
             let made = catch_unwind(AssertUnwindSafe(move || {
-                taken
-                    .route(&pattern, policy("a", "1/m"))
-                    .map_err(|_| pattern)
+                taken.route(&pattern, gcra("a", "1/m")).map_err(|_| pattern)
             }));
             match made.expect("no panic") {
                 Ok(routes) => taken = routes,
@@ -592,12 +590,12 @@ fn some(random: &mut fastrand::Rng) -> Vec<&'static str> {
 }
 
 fn named(patterns: &[&str]) -> Result<Routes, ConfigError> {
-    let routes = Routes::new(policy("default", "9999/h"));
+    let routes = Routes::new(gcra("default", "9999/h"));
     patterns
         .iter()
         .enumerate()
         .try_fold(routes, |routes, (number, pattern)| {
-            routes.route(pattern, policy(&format!("p{number}"), "9999/h"))
+            routes.route(pattern, gcra(&format!("p{number}"), "9999/h"))
         })
 }
 

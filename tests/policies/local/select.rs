@@ -61,7 +61,7 @@ fn assert_exempt<B>(response: &Response<B>) {
 
 #[tokio::test]
 async fn a_closure_may_return_no_policies() {
-    let [read, write] = ["read", "write"].map(|name| Policies::from(policy(name, "1/m")));
+    let [read, write] = ["read", "write"].map(|name| Policies::from(gcra(name, "1/m")));
     let service = limited(by(policies_fn(move |request| match request.method {
         Method::OPTIONS => None,
         Method::GET => Some(read.clone()),
@@ -87,7 +87,7 @@ async fn a_closure_may_return_no_policies() {
 
 #[tokio::test]
 async fn a_closure_may_always_return_policies() {
-    let policies = Policies::from(policy("api", "1/m"));
+    let policies = Policies::from(gcra("api", "1/m"));
     let service = limited(by(policies_fn(move |_| policies.clone())));
     assert_eq!(send(&service, request("alice")).await.status(), 200);
     assert_eq!(send(&service, request("alice")).await.status(), 429);
@@ -97,14 +97,14 @@ async fn a_closure_may_always_return_policies() {
 async fn without_policies_nothing_is_limited() {
     let service = limited(by(None::<Policy>));
     assert_exempt(&send(&service, anonymous()).await);
-    let service = limited(by(Some(policy("api", "1/m"))));
+    let service = limited(by(Some(gcra("api", "1/m"))));
     assert_eq!(send(&service, anonymous()).await.status(), 400);
 }
 
 /// An exempt request needs no key. A request without a key is not exempt, with any selector.
 #[tokio::test]
 async fn a_missing_key_does_not_exempt() {
-    let free = || policy("free", "1/m");
+    let free = || gcra("free", "1/m");
     let selectors: [RateLimitLayer<_, _>; 4] = [
         by(Tiers::new(free())
             .exempt("internal")
@@ -125,7 +125,7 @@ async fn a_missing_key_does_not_exempt() {
     }
     let mut internal = anonymous();
     internal.extensions_mut().insert(Tier::new("internal"));
-    let tiers = Tiers::new(policy("free", "1/m")).exempt("internal");
+    let tiers = Tiers::new(gcra("free", "1/m")).exempt("internal");
     assert_exempt(&send(&limited(by(tiers)), internal).await);
 }
 
@@ -139,7 +139,7 @@ async fn only_exempt_requests_hide_a_misconfiguration() {
             Err(MissingKey::misconfigured("no address"))
         }
     }
-    let routes = Routes::new(policy("api", "1/m")).exempt("/health").unwrap();
+    let routes = Routes::new(gcra("api", "1/m")).exempt("/health").unwrap();
     let layer = RateLimitLayer::new(LocalStore::default(), Nowhere, routes)
         .on_missing_key(OnMissingKey::Allow);
     let service = limited(layer);
@@ -166,7 +166,7 @@ async fn skipped_requests_pass_immediately() {
 
 #[tokio::test]
 async fn the_cost_may_depend_on_the_policies() {
-    let tiers = Tiers::new(policy("free", "10/m")).tier("pro", policy("pro", "10/m"));
+    let tiers = Tiers::new(gcra("free", "10/m")).tier("pro", gcra("pro", "10/m"));
     let service = limited(
         by(tiers).cost_under(|_, policies| if policies[0].name() == "pro" { 1 } else { 4 }),
     );
@@ -182,8 +182,8 @@ async fn the_cost_may_depend_on_the_policies() {
 
 #[tokio::test]
 async fn a_tier_is_named_by_an_extension() {
-    let tiers = Tiers::new(policy("free", "1/m"))
-        .tier("pro", policy("pro", "2/m"))
+    let tiers = Tiers::new(gcra("free", "1/m"))
+        .tier("pro", gcra("pro", "2/m"))
         .exempt("internal");
     let service = limited(by(tiers));
     for (request, expected) in [
@@ -204,8 +204,8 @@ async fn a_tier_is_named_by_a_closure() {
     struct User {
         plan: String,
     }
-    let tiers = Tiers::new(policy("free", "1/m"))
-        .tier("pro", policy("pro", "2/m"))
+    let tiers = Tiers::new(gcra("free", "1/m"))
+        .tier("pro", gcra("pro", "2/m"))
         .tier_by(|request| Some(&request.extensions.get::<User>()?.plan));
     let service = limited(by(tiers));
     let mut of_user = request("alice");
@@ -225,14 +225,14 @@ async fn caller_overrides_win_over_tiers() {
     let many = (0..10_000).map(|i| {
         (
             Key::new(format!("tenant-{i}")),
-            policy("tenant", &format!("{}/m", i + 1)),
+            gcra("tenant", &format!("{}/m", i + 1)),
         )
     });
-    let tiers = Tiers::new(policy("free", "1/m"))
-        .tier("pro", policy("pro", "2/m"))
+    let tiers = Tiers::new(gcra("free", "1/m"))
+        .tier("pro", gcra("pro", "2/m"))
         .exempt("internal")
         .callers(many)
-        .caller(Key::new("large"), policy("large", "9/m"))
+        .caller(Key::new("large"), gcra("large", "9/m"))
         .exempt_caller(Key::new("root"));
     let service = limited(by(tiers));
     for (request, expected) in [
@@ -250,8 +250,7 @@ async fn caller_overrides_win_over_tiers() {
 #[tokio::test]
 async fn overrides_match_secret_keys() {
     const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
-    let tiers =
-        Tiers::new(policy("free", "1/m")).caller(Key::secret("k-17"), policy("large", "9/m"));
+    let tiers = Tiers::new(gcra("free", "1/m")).caller(Key::secret("k-17"), gcra("large", "9/m"));
     let layer = RateLimitLayer::new(
         LocalStore::default(),
         HeaderKey::new(API_KEY).unwrap(),
@@ -282,7 +281,7 @@ async fn overrides_match_network_keys() {
         (56, "192.0.2.7", "::ffff:192.0.2.7", "192.0.2.8"),
     ] {
         let own = Key::network(address(named), bits);
-        let tiers = Tiers::new(policy("free", "9/m")).caller(own, policy("large", "99/m"));
+        let tiers = Tiers::new(gcra("free", "9/m")).caller(own, gcra("large", "99/m"));
         let client = ClientIp::peer().ipv6_prefix(bits).unwrap();
         let service = limited(RateLimitLayer::new(LocalStore::default(), client, tiers));
         for (from, expected) in [(same, "\"large\";q=99"), (other, "\"free\";q=9")] {
@@ -376,7 +375,7 @@ async fn a_reload_under_load_is_atomic() {
 
 #[tokio::test]
 async fn routes_go_by_path_and_method() {
-    let named = |name: &str| policy(name, "9/m");
+    let named = |name: &str| gcra(name, "9/m");
     let routes = Routes::new(named("default"))
         .route("/users/{id}", named("user"))
         .and_then(|routes| routes.route("/users/me", named("me")))
@@ -423,10 +422,10 @@ async fn routes_go_by_path_and_method() {
 #[test]
 fn wrong_patterns_are_refused() {
     for pattern in ["/users/{name}", "/a{*rest}/b", "/{}", "/{a", ""] {
-        let routes = Routes::new(policy("a", "1/m"))
-            .route("/users/{id}", policy("b", "1/m"))
+        let routes = Routes::new(gcra("a", "1/m"))
+            .route("/users/{id}", gcra("b", "1/m"))
             .unwrap();
-        let error = routes.route(pattern, policy("c", "1/m")).unwrap_err();
+        let error = routes.route(pattern, gcra("c", "1/m")).unwrap_err();
         assert!(
             error
                 .to_string()
@@ -434,8 +433,8 @@ fn wrong_patterns_are_refused() {
             "{error}"
         );
     }
-    let error = Routes::new(policy("a", "1/m"))
-        .route("POST /users", policy("b", "1/m"))
+    let error = Routes::new(gcra("a", "1/m"))
+        .route("POST /users", gcra("b", "1/m"))
         .unwrap_err()
         .to_string();
     assert!(
@@ -447,8 +446,8 @@ fn wrong_patterns_are_refused() {
 /// A route may have any selector, and so may a [`Live`].
 #[tokio::test]
 async fn selectors_can_be_nested() {
-    let tiers = Tiers::new(policy("free", "1/m")).tier("pro", policy("pro", "2/m"));
-    let routes = Routes::new(policy("api", "5/m"))
+    let tiers = Tiers::new(gcra("free", "1/m")).tier("pro", gcra("pro", "2/m"));
+    let routes = Routes::new(gcra("api", "5/m"))
         .route("/export", tiers)
         .unwrap();
     let live = Live::new(routes);
@@ -456,7 +455,7 @@ async fn selectors_can_be_nested() {
     let mut export = on(Method::GET, "/export");
     export.extensions_mut().insert(Tier::new("pro"));
     assert_eq!(quotas(&send(&service, export.clone()).await), "\"pro\";q=2");
-    live.replace(Routes::new(policy("api", "5/m")));
+    live.replace(Routes::new(gcra("api", "5/m")));
     assert_eq!(quotas(&send(&service, export).await), "\"api\";q=5");
 }
 
@@ -466,7 +465,7 @@ async fn a_selector_may_use_another() {
     struct ByPath;
     impl PolicySelector for ByPath {
         fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
-            let policy = policy("api", "5/m");
+            let policy = gcra("api", "5/m");
             match request.uri.path() {
                 "/policy" => policy.policies(request, key),
                 "/list" => Policies::from(policy).policies(request, key),
@@ -487,7 +486,7 @@ async fn a_selector_may_use_another() {
 /// A layer over fixed policies finds a mistake at startup.
 #[test]
 fn fixed_policies_are_known_beforehand() {
-    let policies = Policies::from(policy("api", "5/m"));
+    let policies = Policies::from(gcra("api", "5/m"));
     let selectors: [Box<dyn PolicySelector>; 3] = [
         Box::new(policies.clone()),
         Box::new(Some(policies.clone())),
@@ -506,11 +505,11 @@ async fn reloaded_in_flight_policies_fail_no_request() {
     let uploads = || Policy::in_flight("uploads", 1).unwrap();
     let (alone, both) = (
         Policies::from(uploads()),
-        Policies::new([policy("api", "2/m"), uploads()]).unwrap(),
+        Policies::new([gcra("api", "2/m"), uploads()]).unwrap(),
     );
-    let live = Live::new(Policies::from(policy("api", "9/m")));
+    let live = Live::new(Policies::from(gcra("api", "9/m")));
     live.replace(both.clone());
-    let routes = Routes::new(policy("api", "9/m"))
+    let routes = Routes::new(gcra("api", "9/m"))
         .route("/books", both.clone())
         .unwrap();
     let found = both.clone();
@@ -548,8 +547,8 @@ async fn reloaded_in_flight_policies_fail_no_request() {
     );
 
     // Also in a shadow.
-    let tried = Tiers::new(Policies::new([policy("tried", "1/m"), uploads()]).unwrap());
-    let service = limited(by(policy("api", "9/m")).shadow(tried));
+    let tried = Tiers::new(Policies::new([gcra("tried", "1/m"), uploads()]).unwrap());
+    let service = limited(by(gcra("api", "9/m")).shadow(tried));
     for allowed in [true, false] {
         let response = send(&service, request("alice")).await;
         assert_eq!(response.status(), 200);
@@ -563,7 +562,7 @@ async fn reloaded_in_flight_policies_fail_no_request() {
 #[tokio::test]
 async fn another_layer_may_count_exempt_requests() {
     let inner = by(None::<Policies>);
-    let outer = RateLimitLayer::new(LocalStore::default(), Global, policy("all", "1/m"));
+    let outer = RateLimitLayer::new(LocalStore::default(), Global, gcra("all", "1/m"));
     let service = tower::Layer::layer(&outer, limited(inner));
     assert_eq!(quotas(&send(&service, anonymous()).await), "\"all\";q=1");
     assert_eq!(send(&service, anonymous()).await.status(), 429);
@@ -576,7 +575,7 @@ mod with_axum {
     use super::*;
 
     fn routes() -> Routes {
-        let named = |name: &str| policy(name, "99/m");
+        let named = |name: &str| gcra(name, "99/m");
         Routes::new(named("default"))
             .route("/users/{id}", named("user"))
             .and_then(|routes| routes.route("/api/items/{id}", named("item")))
@@ -651,8 +650,8 @@ mod with_axum {
     #[tokio::test]
     async fn escaped_braces_match_in_templates() {
         let pattern = "/{{x}}/{id}";
-        let routes = Routes::new(policy("default", "99/m"))
-            .route(pattern, policy("braces", "99/m"))
+        let routes = Routes::new(gcra("default", "99/m"))
+            .route(pattern, gcra("braces", "99/m"))
             .unwrap();
         let app = Router::new()
             .route(pattern, get(|| async { "braces" }))
@@ -695,8 +694,8 @@ mod with_axum {
     /// All paths of a user's page share one limit, for all users.
     #[tokio::test]
     async fn template_values_share_one_count() {
-        let routes = Routes::new(policy("api", "9/m"))
-            .route("/users/{id}", policy("user", "2/m"))
+        let routes = Routes::new(gcra("api", "9/m"))
+            .route("/users/{id}", gcra("user", "2/m"))
             .unwrap();
         let app = router().layer(by(routes));
         for (path, status) in [("/users/1", 200), ("/users/2", 200), ("/users/3", 429)] {

@@ -7,7 +7,7 @@ use tower_redis_ratelimit::{LocalStore, Policies, RateLimitLayer};
 use crate::mocks::*;
 
 fn layer_of<const N: usize>(policies: [(&str, &str); N]) -> RateLimitLayer<LocalStore, HeaderKey> {
-    let policies = policies.map(|(name, quota)| policy(name, quota));
+    let policies = policies.map(|(name, quota)| gcra(name, quota));
     RateLimitLayer::new(
         LocalStore::default(),
         HeaderKey::new(USER).unwrap(),

@@ -81,8 +81,8 @@ async fn a_dry_run_passes_undecided_requests() {
 async fn a_shadow_does_not_affect_enforcement() {
     let service = limited(
         layer("3/h")
-            .shadow(policy("tighter", "1/h"))
-            .shadow(policy("looser", "9/h")),
+            .shadow(gcra("tighter", "1/h"))
+            .shadow(gcra("looser", "9/h")),
     );
     for (status, tighter) in [(200, true), (200, false), (200, false)] {
         let response = send(&service, request("alice")).await;
@@ -121,7 +121,7 @@ async fn a_shadow_does_not_affect_enforcement() {
 #[tokio::test]
 async fn same_named_shadows_count_separately() {
     let store = LocalStore::default();
-    let service = limited(layer_with(store.clone(), "3/h").shadow(policy("api", "2/h")));
+    let service = limited(layer_with(store.clone(), "3/h").shadow(gcra("api", "2/h")));
     for (remaining, tried) in [(2, true), (1, true), (0, false)] {
         let response = send(&service, request("alice")).await;
         assert_eq!(
@@ -148,14 +148,14 @@ async fn same_named_shadows_count_separately() {
 #[tokio::test]
 async fn shadows_do_not_charge_rejected_requests() {
     let store = LocalStore::default();
-    let service = limited(layer_with(store.clone(), "1/h").shadow(policy("new", "5/h")));
+    let service = limited(layer_with(store.clone(), "1/h").shadow(gcra("new", "5/h")));
     for _ in 0..10 {
         send(&service, request("alice")).await;
     }
     let peek = limited(
         layer_with(store, "9/h")
             .cost(|_| 0)
-            .shadow(policy("new", "5/h")),
+            .shadow(gcra("new", "5/h")),
     );
     assert_eq!(
         dry(&send(&peek, request("alice")).await).decisions()[0].remaining(),
@@ -165,7 +165,7 @@ async fn shadows_do_not_charge_rejected_requests() {
 
 #[tokio::test]
 async fn a_shadow_costs_what_the_request_costs() {
-    let service = limited(layer("100/h").shadow(policy("new", "10/h")).cost(by_header));
+    let service = limited(layer("100/h").shadow(gcra("new", "10/h")).cost(by_header));
     assert_eq!(
         dry(&send(&service, costing(7)).await).decisions()[0].remaining(),
         3
@@ -176,7 +176,7 @@ async fn a_shadow_costs_what_the_request_costs() {
 async fn dry_runs_try_shadows_unless_skipped() {
     let service = limited(
         layer("2/h")
-            .shadow(policy("other", "1/h"))
+            .shadow(gcra("other", "1/h"))
             .skip(|request| request.uri.path() == "/health")
             .dry_run(),
     );
@@ -204,8 +204,8 @@ async fn dry_runs_try_shadows_unless_skipped() {
 /// A new plan can be tried on callers that have no limit yet.
 #[tokio::test]
 async fn a_shadow_may_limit_exempt_requests() {
-    let tiers = Tiers::new(policy("free", "1/h")).exempt("internal");
-    let tried = Policies::from(policy("internal", "1/h"));
+    let tiers = Tiers::new(gcra("free", "1/h")).exempt("internal");
+    let tried = Policies::from(gcra("internal", "1/h"));
     let tried = policies_fn(move |request| {
         request
             .extensions
@@ -232,8 +232,7 @@ async fn a_shadow_may_limit_exempt_requests() {
 
 #[tokio::test]
 async fn layers_around_each_other_add_up() {
-    let outer =
-        RateLimitLayer::new(LocalStore::default(), Global, policy("outer", "1/h")).dry_run();
+    let outer = RateLimitLayer::new(LocalStore::default(), Global, gcra("outer", "1/h")).dry_run();
     let service = outer.layer(limited(layer("1/h").dry_run()));
     assert_eq!(
         would(&send(&service, request("a")).await),
@@ -269,7 +268,7 @@ async fn observers_see_unenforced_decisions() {
     let recorder = Recorder::default();
     let service = limited(
         layer("5/h")
-            .shadow(policy("new", "1/h"))
+            .shadow(gcra("new", "1/h"))
             .observer(recorder.clone()),
     );
     for _ in 0..2 {
@@ -355,7 +354,7 @@ async fn inner_futures_drop_before_late_checks() {
 async fn shadows_follow_a_late_enforced_check() {
     let (store, mut questions) = manual_store();
     let mut service = layer_with(store, "1/h")
-        .shadow(policy("new", "1/h"))
+        .shadow(gcra("new", "1/h"))
         .layer(service_fn(hello::<String>));
     for allowed in [true, false] {
         let mut response = Box::pin(service.call(request("alice")));

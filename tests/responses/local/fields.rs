@@ -68,7 +68,7 @@ async fn only_denials_are_in_responses() {
     let service = limited(RateLimitLayer::new(
         LocalStore::default(),
         user,
-        policy("api", "1/h"),
+        gcra("api", "1/h"),
     ));
     let response = send(&service, request("alice")).await;
     assert!(
@@ -254,7 +254,7 @@ async fn the_last_legacy_style_joins_draft_fields() {
 /// hour's.
 #[tokio::test(start_paused = true)]
 async fn the_deciding_policy_fills_legacy_headers() {
-    let policies = Policies::new([policy("hour", "3/h"), policy("minute", "2/m")]).unwrap();
+    let policies = Policies::new([gcra("hour", "3/h"), gcra("minute", "2/m")]).unwrap();
     let layer = RateLimitLayer::new(LocalStore::default(), Global, policies);
     let service = limited(layer.headers(Headers::NONE.and(LegacyHeaders::XSeconds)));
     for (wait, status, expected) in [
@@ -384,7 +384,7 @@ async fn denials_never_get_legacy_headers_of_others() {
 
 #[tokio::test(start_paused = true)]
 async fn user_code_can_write_decision_fields() {
-    let limiter = Limiter::new(LocalStore::default(), policy("words", "2/m"));
+    let limiter = Limiter::new(LocalStore::default(), gcra("words", "2/m"));
     let decide = || {
         limiter
             .take(Key::new("alice"), 2)
@@ -415,7 +415,7 @@ async fn user_code_can_write_decision_fields() {
     // `Retry-After` stays.
     let mut response = append(Headers::DRAFT_11.and(LegacyHeaders::XSeconds), &allowed);
     response.headers_mut().insert("retry-after", 7.into());
-    let other = Limiter::new(LocalStore::default(), policy("other", "9/m"));
+    let other = Limiter::new(LocalStore::default(), gcra("other", "9/m"));
     let roomy = other
         .take(Key::new("alice"), 1)
         .now_or_never()

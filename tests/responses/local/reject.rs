@@ -57,7 +57,7 @@ async fn a_handler_responds_like_the_layer() {
     send(&by_layer, request("alice")).await;
     let by_layer = send(&by_layer, request("alice")).await;
 
-    let limiter = Limiter::new(LocalStore::default(), policy("api", "1/90s"));
+    let limiter = Limiter::new(LocalStore::default(), gcra("api", "1/90s"));
     limiter.reserve(Key::GLOBAL, 1).await.unwrap().keep();
     let error = limiter.reserve(Key::GLOBAL, 1).await.unwrap_err();
     let decision = limiter.take(Key::GLOBAL, 1).await.unwrap();
@@ -126,7 +126,7 @@ async fn anonymous_requests_are_challenged() {
         let key = HeaderKey::new("x-api-key")
             .unwrap()
             .challenge(HeaderValue::from_static("ApiKey realm=\"books\""));
-        RateLimitLayer::new(LocalStore::default(), key, policy("api", "1/h"))
+        RateLimitLayer::new(LocalStore::default(), key, gcra("api", "1/h"))
     };
     let response = send(&limited(by_api_key()), anonymous()).await;
     assert_eq!(
@@ -202,7 +202,7 @@ async fn custom_extractors_challenge_too() {
         limited(RateLimitLayer::new(
             LocalStore::default(),
             Nobody(missing),
-            policy("api", "1/h"),
+            gcra("api", "1/h"),
         ))
     };
     let missing =
@@ -235,7 +235,7 @@ fn misconfigured() -> String {
 
 #[tokio::test]
 async fn a_missing_address_is_a_server_error() {
-    let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"));
+    let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, gcra("api", "1/h"));
     let response = send(&limited(layer), request("alice")).await;
     assert_eq!(response.status(), 500);
     assert_eq!(field(&response, "retry-after"), None);
@@ -282,7 +282,7 @@ async fn extractor_messages_are_escaped_in_json() {
         }
     }
 
-    let layer = RateLimitLayer::new(LocalStore::default(), Odd, policy("api", "1/h"));
+    let layer = RateLimitLayer::new(LocalStore::default(), Odd, gcra("api", "1/h"));
     let response = send(&limited(layer), request("alice")).await;
     assert_eq!(problem(response).await["detail"], ODD);
 }
@@ -360,7 +360,7 @@ async fn a_rejection_displays_as_a_sentence() {
     let at_fault = limited(sentence(RateLimitLayer::new(
         LocalStore::default(),
         PeerIp,
-        policy("api", "1/h"),
+        gcra("api", "1/h"),
     )));
     let broken = limited(sentence(layer_with(Broken, "1/h")));
     let scarce = limited(sentence(layer("3/h").cost(|_| 2)));
@@ -508,7 +508,7 @@ async fn one_layer_answers_in_each_protocol() {
     let (store, mut questions) = manual_store();
     let at_once = limited(by_content_type(layer("1/h")));
     let later = limited(by_content_type(layer_with(store, "1/h")));
-    let server_at_fault = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"));
+    let server_at_fault = RateLimitLayer::new(LocalStore::default(), PeerIp, gcra("api", "1/h"));
     let server_at_fault = limited(
         server_at_fault.reject_with(|rejection| Response::new(rejection.status().to_string())),
     );

@@ -15,8 +15,7 @@ pub use builder::ClientIpBuilder;
 use forwarded::elements;
 use trust::Trust;
 
-use super::peer::Peer;
-use super::unknown_proxy::UNKNOWN_PROXIES;
+use super::peer::{Peer, UNKNOWN_PROXIES};
 use crate::error::ConfigError;
 use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::Key;

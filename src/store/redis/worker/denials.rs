@@ -12,7 +12,7 @@ use std::sync::{PoisonError, RwLock};
 use smallvec::{SmallVec, smallvec};
 
 use crate::limit::{Check, Key, Mode, Policies, Policy, Verdict, Verdicts};
-use crate::store::bounded_map::{BoundedMap, Hold, Ranked};
+use crate::store::bounded_map::{self, BoundedMap, Hold, Ranked};
 use crate::store::shards::{Digest, Shards};
 use crate::util::Clock;
 
@@ -66,14 +66,13 @@ const MAX_AGE: i64 = 1_000_000;
 impl DenialCache {
     /// Creates a cache of about `max` callers. With 0, it caches nothing.
     pub(super) fn new(max: usize) -> Self {
-        let of_shard = max.div_ceil(SHARDS);
-        let shard = |_| {
+        let shard = |shards| {
             RwLock::new(Shard {
-                callers: BoundedMap::new(of_shard),
+                callers: BoundedMap::new(max.div_ceil(shards)),
                 freed_at: i64::MIN,
             })
         };
-        let shards = Shards::new(SHARDS, shard);
+        let shards = Shards::new(bounded_map::shards(SHARDS, max), shard);
         Self {
             shards,
             clock: Clock::new(),

@@ -6,8 +6,6 @@ mod shown;
 
 pub(super) use observer::LogObserver;
 
-use std::sync::{Arc, Mutex, MutexGuard};
-
 use fastrand::Rng;
 use futures_util::FutureExt;
 use tokio::time::Instant;
@@ -20,19 +18,17 @@ use super::plan::{Caller, Kind, Plan};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Outcome, Source, Verdicts};
 use crate::observe::{Observer, event};
+use crate::simulation::network::Shared;
 use crate::simulation::{Log, pick, shown, verdict};
 use crate::store::{LocalStore, Store};
 use crate::util::instant;
-use crate::util::lock;
 
-#[derive(Debug, Clone)]
-pub(super) struct World(Arc<Mutex<WorldState>>);
+pub(super) type World = Shared<WorldState>;
 
 #[derive(Debug)]
 pub(super) struct WorldState {
     pub(super) plan: Plan,
     pub(super) ledger: Ledger,
-    pub(super) log: Log,
     rng: Rng,
     start: Instant,
     /// Whether each instance has reported to be degraded.
@@ -100,13 +96,19 @@ pub(super) enum Reply {
 }
 
 impl World {
+    /// Attributes the requests of `work` to a client's request.
+    pub(super) fn during<T>(&self, ask: usize, work: impl FnOnce() -> T) -> T {
+        self.state().current = Some(ask);
+        let done = work();
+        self.state().current = None;
+        done
+    }
+}
+
+impl WorldState {
     pub(super) fn new(plan: Plan, rng: Rng, kept: bool, counts: LocalStore) -> Self {
-        let state = WorldState {
-            ledger: Ledger::new(&plan),
-            log: Log {
-                kept,
-                ..Log::default()
-            },
+        Self {
+            ledger: Ledger::new(&plan, Log::new(kept)),
             rng,
             start: instant(),
             degraded: vec![false; plan.instances],
@@ -120,24 +122,9 @@ impl World {
             asks: vec![],
             requests: vec![],
             plan,
-        };
-        Self(Arc::new(Mutex::new(state)))
+        }
     }
 
-    pub(super) fn state(&self) -> MutexGuard<'_, WorldState> {
-        lock(&self.0)
-    }
-
-    /// Attributes the requests of `work` to a client's request.
-    pub(super) fn during<T>(&self, ask: usize, work: impl FnOnce() -> T) -> T {
-        self.state().current = Some(ask);
-        let done = work();
-        self.state().current = None;
-        done
-    }
-}
-
-impl WorldState {
     /// Milliseconds since the start.
     pub(super) fn now(&self) -> u64 {
         (instant() - self.start).as_millis() as u64
@@ -145,8 +132,7 @@ impl WorldState {
 
     fn say(&mut self, caller: Option<usize>, text: impl FnOnce() -> String) {
         let now = self.now();
-        self.ledger.broken.say(&mut self.log, now);
-        self.log.say(now, caller, text);
+        self.ledger.log.say(now, caller, text);
     }
 
     pub(super) fn note(&mut self, text: String) {

@@ -13,7 +13,7 @@ use accounts::{Account, Left, Parts, Sums};
 
 use super::plan::{Habit, Plan};
 use crate::limit::{Check, Decision, Mode, Source};
-use crate::simulation::{Breaks, flows};
+use crate::simulation::{Log, flows};
 
 #[derive(Debug)]
 pub(super) struct Ledger {
@@ -33,8 +33,7 @@ pub(super) struct Ledger {
     pub(super) changed: bool,
     /// Charges with ids that a reconciliation sent and that were not executed, by caller.
     unreconciled: Vec<i64>,
-    /// The first violation of each rule.
-    pub(super) broken: Breaks<Rule>,
+    pub(super) log: Log<Rule>,
 }
 
 /// A local decision of an instance.
@@ -52,7 +51,7 @@ pub(super) struct Granted<'a> {
 }
 
 impl Ledger {
-    pub(super) fn new(plan: &Plan) -> Self {
+    pub(super) fn new(plan: &Plan, log: Log<Rule>) -> Self {
         let callers = plan.callers.len();
         let accounts = || (0..plan.instances).map(|_| Account::default()).collect();
         Self {
@@ -64,12 +63,12 @@ impl Ledger {
             fewer: 0,
             changed: false,
             unreconciled: vec![0; callers],
-            broken: Breaks::default(),
+            log,
         }
     }
 
     pub(super) fn breaks(&mut self, rule: Rule, caller: Option<usize>, problem: String) {
-        self.broken.add(rule, caller, problem);
+        self.log.breaks(rule, caller, problem);
     }
 
     /// The primary store has executed a client's request.

@@ -3,18 +3,18 @@
 //! not at all, are reset, refund parts of their grants early and late, and change their quota. The instances together
 //! must never grant more than the stated quota.
 
-pub(super) mod world;
+mod world;
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use fastrand::Rng;
 
-use self::world::World;
+pub(crate) use self::world::{Blocks, World};
+use super::{Log, Outcome, Simulation};
 use crate::limit::{
     Align, Check, Decision, Key, Policies, Policy, Quota, Source, Strategy, most_spent,
 };
-use crate::simulation::{Breaks, Log, Outcome, Simulation};
 
 /// The invariants that every run checks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,7 +46,7 @@ const LEASES: Simulation<Rule> = Simulation {
 /// # Errors
 ///
 /// Returns a description of the excess.
-pub(super) fn check_spent(
+pub(crate) fn check_spent(
     strategy: Strategy,
     quota: Quota,
     spent: &[(i64, u32)],
@@ -121,7 +121,7 @@ struct LaterRefund {
 }
 
 /// At random stops, kills or shuts down an instance, or starts another one.
-fn inject_fault(world: &mut World, i: usize, lease: i64, is_frozen: bool, log: &mut Log) {
+fn inject_fault(world: &mut World, i: usize, lease: i64, is_frozen: bool, log: &mut Log<Rule>) {
     let what = match world.rng.u16(..1_000) {
         what if what < 20 || is_frozen && what >= 900 => {
             let time = match world.rng.u8(..4) {
@@ -163,11 +163,7 @@ fn sum_of(one: Quota, other: Quota) -> Quota {
 }
 
 fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
-    let mut log = Log {
-        kept,
-        ..Log::default()
-    };
-    let (mut broken, mut decided) = (Breaks::default(), Decided::default());
+    let (mut log, mut decided) = (Log::new(kept), Decided::default());
     let mut rng = Rng::with_seed(seed);
     let strategy = Strategy::ALL[seed as usize % Strategy::ALL.len()];
     let period = rng.u64(40..1_500) * 1_000;
@@ -339,7 +335,7 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
         .map(|(_, cost)| u64::from(*cost))
         .sum::<u64>();
     spent.append(&mut world.from_memory);
-    check_blocks(&world, strategy, &decided, &mut broken);
+    check_blocks(&world, strategy, &decided, &mut log);
     let [refunded, expired] =
         [&world.blocks.refunded, &world.blocks.expired].map(|sum| sum.load(Relaxed));
     let (mut single, resets) = world.shared(|shared| {
@@ -364,21 +360,21 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
         false => quotas[usize::from(is_quota_replaced)],
     };
     if let Err(problem) = check_spent(strategy, quota, &spent, &resets, outlives) {
-        broken.add(Rule::NeverAbove, None, problem);
+        log.breaks(Rule::NeverAbove, None, problem);
     }
-    broken.say(&mut log, at);
-    (Outcome::of(plan, &mut log, &mut broken), decided)
+    log.say_broken(at);
+    (Outcome { plan, log }, decided)
 }
 
 /// Checks the balance of all blocks.
-fn check_blocks(world: &World, strategy: Strategy, decided: &Decided, broken: &mut Breaks<Rule>) {
+fn check_blocks(world: &World, strategy: Strategy, decided: &Decided, log: &mut Log<Rule>) {
     let held: usize = world
         .instances
         .iter()
-        .map(|instance| instance.store.inner.callers())
+        .map(|instance| instance.store.callers())
         .sum();
     if held > 0 {
-        broken.add(Rule::Returned, None, format!("{held} callers are held"));
+        log.breaks(Rule::Returned, None, format!("{held} callers are held"));
     }
     let [charged, refunded, expired] = [
         &world.blocks.charged,
@@ -390,7 +386,7 @@ fn check_blocks(world: &World, strategy: Strategy, decided: &Decided, broken: &m
     world.shared(|shared| {
         let leased_units = shared.leased_units;
         if leased > leased_units || charged > leased_units {
-            broken.add(
+            log.breaks(
                 Rule::ChargedOnce,
                 None,
                 format!("{charged}, and {leased} spent, of {leased_units}"),
@@ -400,11 +396,11 @@ fn check_blocks(world: &World, strategy: Strategy, decided: &Decided, broken: &m
             let problem = format!(
                 "{charged} charged, {leased} spent, {refunded} refunded, {expired} expired"
             );
-            broken.add(Rule::ChargedOnce, None, problem);
+            log.breaks(Rule::ChargedOnce, None, problem);
         }
         // A charge may be lost if its caller is reset or its process ends before the reply.
         if !is_killed && !world.is_ended && !shared.has_reset && charged != shared.reported_units {
-            broken.add(
+            log.breaks(
                 Rule::Returned,
                 None,
                 format!(
@@ -420,7 +416,7 @@ fn check_blocks(world: &World, strategy: Strategy, decided: &Decided, broken: &m
         let is_sent = !shared.has_unsent_refund && !may_be_nothing && !world.is_ended;
         let (sent, max) = (shared.refunded_units, refunded + expired);
         if !is_killed && is_sent && !(refunded..=max).contains(&sent) {
-            broken.add(
+            log.breaks(
                 Rule::Returned,
                 None,
                 format!("{sent} units were sent as refunds, not {refunded} to {max}"),

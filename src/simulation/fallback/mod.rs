@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
 use fastrand::Rng;
-use tokio::runtime::{Builder, Handle};
+use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
@@ -30,9 +30,9 @@ use self::ledger::Rule;
 use self::plan::{Habit, Kind, Plan, Sharing};
 use self::primary::{Local, Primary};
 use self::world::{LogObserver, World, WorldState};
-use super::{Fallback, Share};
-use crate::simulation::{Outcome, Simulation};
-use crate::store::{Instances, LocalStore};
+use super::clocked::paused;
+use super::{Outcome, Simulation};
+use crate::store::{Fallback, Instances, LocalStore, Share};
 use crate::util::Seed;
 
 const FALLBACK: Simulation<Rule> = Simulation {
@@ -44,12 +44,7 @@ const FALLBACK: Simulation<Rule> = Simulation {
 fn run(seed: u64, kept: bool) -> Outcome<Rule> {
     let mut rng = Rng::with_seed(seed);
     let plan = Plan::new(&mut rng);
-    let runtime = Builder::new_current_thread()
-        .enable_time()
-        .start_paused(true)
-        .build()
-        .unwrap();
-    runtime.block_on(live(plan, rng, kept))
+    paused().block_on(live(plan, rng, kept))
 }
 
 /// Maximum time from the last fault until the primary store decides for every instance.
@@ -67,7 +62,7 @@ async fn live(plan: Plan, mut rng: Rng, kept: bool) -> Outcome<Rule> {
         LocalStore::default()
     };
     let _seed = Seed::set(rng.u64(..), wall);
-    let world = World::new(plan, rng.fork(), kept, counts);
+    let world = World::new(WorldState::new(plan, rng.fork(), kept, counts));
     let alive = Arc::new(AtomicU32::new(0));
     let instances: Vec<Instance> = instances(&world, &alive);
 
@@ -113,8 +108,8 @@ async fn live(plan: Plan, mut rng: Rng, kept: bool) -> Outcome<Rule> {
             format!("{left} tasks live on, {REMAINS:?} after their stores"),
         );
     }
-    let WorldState { log, ledger, .. } = &mut *world.state();
-    Outcome::of(shown, log, &mut ledger.broken)
+    let log = world.state().ledger.log.take();
+    Outcome { plan: shown, log }
 }
 
 fn instances(world: &World, alive: &Arc<AtomicU32>) -> Vec<Instance> {

@@ -1,0 +1,56 @@
+//! The plain settings of a layer, which are copied whole.
+
+use std::sync::Arc;
+
+use super::{OnMissingKey, Selector};
+use crate::limit::{Key, Policies, words};
+
+/// Declares the settings. `Clone` and `Default` are not derived, since a request of the type `R` need not have them.
+macro_rules! settings {
+    ($($(#[$doc:meta])* $name:ident: $kind:ty,)*) => {
+        /// The settings of a layer for requests of the type `R` that need nothing but their value.
+        pub(crate) struct Settings<R> {
+            $($(#[$doc])* pub(crate) $name: $kind,)*
+        }
+
+        impl<R> Clone for Settings<R> {
+            fn clone(&self) -> Self {
+                Self { $($name: self.$name.clone(),)* }
+            }
+        }
+
+        impl<R> Default for Settings<R> {
+            fn default() -> Self {
+                Self { $($name: Default::default(),)* }
+            }
+        }
+    };
+}
+
+settings! {
+    /// Policies that are checked but not enforced, in addition to the enforced ones.
+    shadows: Vec<Selector<R>>,
+    /// Whether the enforced policies are not enforced either.
+    dry_run: bool,
+    /// Selects exempt requests: they pass without a key or a check.
+    skip: Option<Arc<dyn Fn(&R) -> bool + Send + Sync>>,
+    /// The cost of a request under its policies.
+    cost: Option<Arc<dyn Fn(&R, &Policies) -> u32 + Send + Sync>>,
+    /// The id under which a request is charged once. Returns `None` if each repetition is charged.
+    id: Option<Arc<dyn Fn(&R) -> Option<Key> + Send + Sync>>,
+    on_error: OnError,
+    on_missing_key: OnMissingKey,
+}
+
+/// Whether to reject a request that the store could not decide. As text: `reject` or `allow`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum OnError {
+    /// Reject the request: over HTTP with 503.
+    #[default]
+    Reject,
+    /// Admit the request, uncounted.
+    Allow,
+}
+
+words!(OnError, "answer to an error": Reject = "reject", Allow = "allow");
