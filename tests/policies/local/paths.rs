@@ -218,7 +218,7 @@ async fn no_spelling_avoids_a_limit() {
     let routes = || {
         routes()
             .and_then(|routes| routes.exempt("/health"))
-            .and_then(|routes| routes.method(Method::POST, "/export", policy("export", "9/h")))
+            .and_then(|routes| routes.method(Method::POST, "/export", gcra("export", "9/h")))
             .unwrap()
     };
     let router = || Router::new().route("/{*path}", any(ok)).fallback(ok);
