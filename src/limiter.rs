@@ -120,7 +120,8 @@ impl<S: Store> Limiter<S> {
     }
 
     /// Takes `cost`, all or nothing, and once for each `id` of the caller: a repeated take under this
-    /// id gets the decision of the first one, and is not charged. See [`Check::with_id`].
+    /// id gets the decision of the first one, and is not charged. Under policies with requests [in
+    /// flight](crate::Policy::in_flight) each take is charged. See [`Check::with_id`].
     ///
     /// ```
     /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, Quota, Strategy};

@@ -46,15 +46,6 @@ impl CallerArg {
         Ok(Self { text, id })
     }
 
-    /// Returns the keys under which this caller may be counted. `None` if only the digits from the log are given.
-    pub(crate) fn keys(&self) -> Option<&[Key]> {
-        match &self.id {
-            CallerId::Key(key) => Some(std::slice::from_ref(key)),
-            CallerId::Header(keys) => Some(keys),
-            CallerId::Log(_) => None,
-        }
-    }
-
     /// Returns `true` if a key in Redis is this caller's own, or its key of a dry run.
     pub(crate) fn matches(&self, key: &Key) -> bool {
         let (caller, _) = split_dry_run(key);

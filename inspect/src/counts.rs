@@ -14,7 +14,7 @@ use tower_redis_ratelimit::store::{
 use tower_redis_ratelimit::{Key, Policies, Policy, RedisStore};
 
 use crate::args::Args;
-use crate::callers::{CallerArg, log_digits, split_dry_run};
+use crate::callers::{CallerArg, CallerId, log_digits, split_dry_run};
 use crate::settings::Settings;
 
 /// Number of counts that are queried concurrently, in one call of the store.
@@ -38,7 +38,8 @@ struct Row {
     log: String,
     dry_run: bool,
     policy: String,
-    strategy: String,
+    strategy: &'static str,
+    span: String,
     quota: String,
     capacity: u32,
     remaining: u32,
@@ -57,9 +58,14 @@ struct FoundCounts {
     rows: Vec<Row>,
     /// The number of counts that were queried.
     counts: usize,
-    /// Counts whose limit is unknown, by name, strategy and span.
-    unknown: BTreeSet<(String, &'static str, String)>,
+    /// Counts whose limit is unknown.
+    unknown: BTreeSet<CountKind>,
+    /// The limits of counts for which the policies name several.
+    several: BTreeMap<CountKind, Vec<String>>,
 }
+
+/// The name, strategy and span of a count.
+type CountKind = (String, &'static str, String);
 
 impl Counts {
     pub(crate) fn open(args: &Args) -> Result<Self, Box<dyn Error>> {
@@ -157,61 +163,57 @@ impl Counts {
     /// Resets the counts of one caller.
     pub(crate) async fn reset(&self, wanted: &CallerArg) -> Result<String, Box<dyn Error>> {
         let mut found = self.of_caller(wanted).await?;
-        if found.rows.is_empty() && found.unknown.is_empty() && !self.json {
+        if !found.unknown.is_empty() {
+            found.print_notes();
+            return Err("nothing was reset: the caller has counts whose limit is unknown".into());
+        }
+        if found.rows.is_empty() && !self.json {
             return Ok(wanted.nothing_counted());
         }
-        let mut text = String::new();
+        let callers: BTreeSet<&str> = found.rows.iter().map(|row| row.caller.as_str()).collect();
+        if matches!(wanted.id, CallerId::Log(_)) && callers.len() > 1 {
+            let callers: Vec<&str> = callers.into_iter().collect();
+            return Err(format!(
+                "nothing was reset: {} are the digits of several callers, so name one of them: `{}`",
+                wanted.text,
+                callers.join("`, `")
+            )
+            .into());
+        }
         for row in &mut found.rows {
             let (key, policies) = &row.count;
-            let _: Decision = self.store.check(Check::reset(*key, policies)).await?;
-            let after = self.row(*key, policies).await?.remaining;
-            row.remaining_after_reset = Some(after);
-            let (policy, shown, before, capacity) = (
-                &row.policy,
-                row.display_caller(),
-                row.remaining,
-                row.capacity,
-            );
+            let reset = Check::reset(*key, policies);
+            let _: Decision = self.store.check(reset).await?;
+            let after = self.store.check(Check::peek(*key, policies, 1)).await?;
+            row.remaining_after_reset = Some(after.remaining());
+        }
+        if self.json {
+            return self.render(found);
+        }
+        let mut text = String::new();
+        let names = policy_names(&found.rows);
+        for (row, policy) in found.rows.iter().zip(names) {
+            let (shown, before, capacity) = (row.display_caller(), row.remaining, row.capacity);
+            let after = row.remaining_after_reset.unwrap_or_default();
             writeln!(
                 text,
                 "reset `{policy}` of {shown}: {before} of {capacity} were left, and {after} are"
             )?;
         }
-        if self.json {
-            return self.render(found);
-        }
-        print_unknown(&found.unknown);
-        if !found.rows.is_empty() {
-            text += "Redis counts the next request from zero. An instance that has denied the caller may deny it for up to a second \
-                     more. An instance that decides without Redis, or from a leased block, still has its own count.\n";
-        }
+        text += "Redis counts the next request from zero. An instance that has denied the caller may deny it for up to a second \
+                 more. An instance that decides without Redis, or from a leased block, still has its own count.\n";
         Ok(text)
     }
 
-    /// Returns the counts of one caller: under the given policies, or without any, under all policies that a scan finds.
+    /// Returns the counts of one caller.
     async fn of_caller(&self, wanted: &CallerArg) -> Result<FoundCounts, StoreError> {
         let mut rows = vec![];
-        let Some(keys) = wanted.keys().filter(|_| !self.policies.is_empty()) else {
-            let is_of = |count: &StoredCount| wanted.matches(&count.key);
-            let found = self.scan(is_of, |found| rows.extend(found)).await?;
-            rows.sort_by_key(Row::id);
-            rows.dedup_by_key(|row| row.id());
-            return Ok(FoundCounts { rows, ..found });
-        };
-        for key in keys {
-            for policy in &self.policies {
-                let row = self.row(*key, &policy.clone().into()).await?;
-                if row.remaining < row.capacity || row.denied_for.is_some() {
-                    rows.push(row);
-                }
-            }
-        }
-        let (counts, unknown) = (rows.len(), BTreeSet::new());
-        Ok(FoundCounts {
-            rows,
-            counts,
-            unknown,
-        })
+        let is_of = |count: &StoredCount| wanted.matches(&count.key);
+        let found = self.scan(is_of, |found| rows.extend(found)).await?;
+        // SCAN may return a key twice.
+        rows.sort_by_key(Row::id);
+        rows.dedup_by_key(|row| row.id());
+        Ok(FoundCounts { rows, ..found })
     }
 
     /// Queries the wanted counts, and passes their rows to `add` in chunks. The result has no rows itself.
@@ -220,29 +222,41 @@ impl Counts {
         wanted: impl Fn(&StoredCount) -> bool,
         mut add: impl FnMut(Vec<Row>),
     ) -> Result<FoundCounts, StoreError> {
-        let (mut scan, mut counts, mut unknown) = (self.store.scan(), 0, BTreeSet::new());
+        let (mut scan, mut counts) = (self.store.scan(), 0);
+        let (mut unknown, mut several) = (BTreeSet::new(), BTreeMap::new());
         while let Some(step) = scan.next().await? {
             let mut to_query = vec![];
             for count in step.into_iter().filter(&wanted) {
-                let known = self.policies.iter().filter(|policy| count.is_of(policy));
-                let mut policies: Vec<Policy> = known.cloned().collect();
-                if policies.is_empty() && !self.only_these {
-                    policies.extend(count.bucket());
-                    if policies.is_empty() {
-                        unknown.insert((count.policy, count.strategy, count.span));
-                    }
+                let mut known: Vec<&Policy> = self
+                    .policies
+                    .iter()
+                    .filter(|policy| count.is_of(policy))
+                    .collect();
+                known.sort_by_key(|policy| policy.quota().limit());
+                known.dedup_by_key(|policy| policy.quota());
+                let policy = match known[..] {
+                    [] if self.only_these => continue,
+                    [] => count.bucket(),
+                    [.., largest] => Some(largest.clone()),
+                };
+                if known.len() > 1 {
+                    several.entry(kind_of(&count)).or_insert_with(|| {
+                        known
+                            .iter()
+                            .map(|policy| policy.quota().to_string())
+                            .collect()
+                    });
                 }
-                to_query.extend(
-                    policies
-                        .into_iter()
-                        .map(|policy| (count.key, Policies::from(policy))),
-                );
+                match policy {
+                    Some(policy) => to_query.push((count, Policies::from(policy))),
+                    None => drop(unknown.insert(kind_of(&count))),
+                }
             }
             counts += to_query.len();
             for to_query in to_query.chunks(MAX_CONCURRENT) {
                 let rows = to_query
                     .iter()
-                    .map(|(key, policies)| self.row(*key, policies));
+                    .map(|(count, policies)| self.row(count, policies));
                 add(try_join_all(rows).await?);
             }
         }
@@ -250,19 +264,23 @@ impl Counts {
             rows: vec![],
             counts,
             unknown,
+            several,
         })
     }
 
-    async fn row(&self, key: Key, policies: &Policies) -> Result<Row, StoreError> {
+    async fn row(&self, count: &StoredCount, policies: &Policies) -> Result<Row, StoreError> {
+        let key = count.key;
         let decision = self.store.check(Check::peek(key, policies, 1)).await?;
-        let (policy, (caller, dry_run)) = (decision.policy(), split_dry_run(&key));
+        let (caller, dry_run) = split_dry_run(&key);
+        let (policy, strategy, span) = kind_of(count);
         Ok(Row {
             caller: caller.reveal().to_owned(),
             log: log_digits(&caller),
             dry_run,
-            policy: policy.name().to_owned(),
-            strategy: strategy_name(policy),
-            quota: policy.quota().to_string(),
+            policy,
+            strategy,
+            span,
+            quota: decision.policy().quota().to_string(),
             capacity: decision.capacity(),
             remaining: decision.remaining(),
             denied_for: decision.retry_after().map(|wait| wait.as_secs_f64()),
@@ -273,22 +291,22 @@ impl Counts {
     }
 
     fn render(&self, found: FoundCounts) -> Result<String, Box<dyn Error>> {
-        print_unknown(&found.unknown);
+        found.print_notes();
         if self.json {
             return Ok(serde_json::to_string_pretty(&found.rows)? + "\n");
         }
         let mut text = String::new();
-        for row in found.rows {
+        let names = policy_names(&found.rows);
+        for (row, policy) in found.rows.iter().zip(names) {
             let next = match row.denied_for {
                 Some(wait) => format!("denied for {}", format_duration(wait)),
                 None => "passes".to_owned(),
             };
             writeln!(
                 text,
-                "{:<40} {} {:<16} {:>7} of {} left, {next}, all back in {}",
+                "{:<40} {} {policy:<16} {:>7} of {} left, {next}, all back in {}",
                 row.display_caller(),
                 row.log,
-                row.policy,
                 row.remaining,
                 row.capacity,
                 format_duration(row.reset_after)
@@ -344,11 +362,13 @@ impl Counts {
 }
 
 impl Row {
-    fn id(&self) -> (String, String, String) {
+    /// Identifies the count.
+    fn id(&self) -> (String, String, &'static str, String) {
         (
             self.count.0.reveal().to_owned(),
             self.policy.clone(),
-            self.quota.clone(),
+            self.strategy,
+            self.span.clone(),
         )
     }
 
@@ -358,13 +378,39 @@ impl Row {
     }
 }
 
-/// Names, on standard error, the counts whose limit is unknown.
-fn print_unknown(unknown: &BTreeSet<(String, &'static str, String)>) {
-    for (name, strategy, span) in unknown {
-        eprintln!(
-            "the limit of `{name} {strategy} {span}` is not in Redis: use --settings FILE, or --policy '{name} {strategy} LIMIT/PERIOD'"
-        );
+impl FoundCounts {
+    /// Prints, on standard error, the counts whose limit is unknown, and those with several limits.
+    fn print_notes(&self) {
+        for (name, strategy, span) in &self.unknown {
+            eprintln!(
+                "the limit of `{name} {strategy} {span}` is not in Redis: use --settings FILE, or --policy '{name} {strategy} LIMIT/PERIOD'"
+            );
+        }
+        for ((name, strategy, _), limits) in &self.several {
+            let (least, limits) = (&limits[0], limits.join("`, `"));
+            eprintln!(
+                "`{name}` has the limits `{limits}`, and the largest one is shown: for another, use --policy '{name} {strategy} {least}'"
+            );
+        }
     }
+}
+
+fn kind_of(count: &StoredCount) -> CountKind {
+    (count.policy.clone(), count.strategy, count.span.clone())
+}
+
+/// Returns the policy's name for each row, with its strategy and span if the rows have several under this name.
+fn policy_names(rows: &[Row]) -> Vec<String> {
+    let mut kinds = BTreeMap::<&str, BTreeSet<_>>::new();
+    for row in rows {
+        let of_name = kinds.entry(&row.policy).or_default();
+        of_name.insert((row.strategy, &row.span));
+    }
+    let name = |row: &Row| match kinds[row.policy.as_str()].len() {
+        1 => row.policy.clone(),
+        _ => format!("{} {} {}", row.policy, row.strategy, row.span),
+    };
+    rows.iter().map(name).collect()
 }
 
 /// Returns a number of seconds as a person reads it: its two largest units, rounded up.
@@ -382,14 +428,6 @@ fn format_duration(seconds: f64) -> String {
             format!("{} d {} h", hours / 24, hours % 24)
         }
     }
-}
-
-/// Returns the name of a policy's strategy in counts.
-fn strategy_name(policy: &Policy) -> String {
-    let text = policy
-        .strategy()
-        .map_or_else(|| "in-flight".to_owned(), |strategy| strategy.to_string());
-    text.split('(').next().unwrap_or_default().to_owned()
 }
 
 fn connect(config: &StoreConfig) -> Result<RedisStore, Box<dyn Error>> {

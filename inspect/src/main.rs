@@ -35,7 +35,7 @@ CALLER     user-42
 --json             prints JSON
 
 The keys of buckets contain their quota. Those of windows, logs and requests in flight do not, so they need `--settings` or
-`--policy`. Lists, and callers as in the log, read the whole database, a thousand keys at a time.
+`--policy`. Every command reads the whole database, a thousand keys at a time.
 ";
 
 #[tokio::main(flavor = "current_thread")]

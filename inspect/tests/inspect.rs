@@ -80,14 +80,12 @@ impl Service {
             quota = 7
             "#
         );
-        let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("service.toml");
-        fs::write(&file, &settings).unwrap();
+        let (dir, file) = file(&settings);
         let table: toml::Table = settings.parse().unwrap();
         let config: StoreConfig = table["store"].clone().try_into().unwrap();
         Self {
             store: AnyStore::from_config(&config).unwrap(),
-            settings: file.to_str().unwrap().to_owned(),
+            settings: file,
             url: url.to_owned(),
             _dir: dir,
         }
@@ -110,6 +108,14 @@ impl Service {
         let separator = if url.contains('?') { '&' } else { '?' };
         run(&format!("{url}{separator}prefix=shop"), args).unwrap()
     }
+}
+
+/// Writes a file of settings.
+fn file(text: &str) -> (TempDir, String) {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("service.toml");
+    fs::write(&file, text).unwrap();
+    (dir, file.to_str().unwrap().to_owned())
 }
 
 /// Returns the output of the program, with its notes at the end, or its error message.
@@ -303,6 +309,163 @@ async fn a_single_server_is_inspected() {
     let nothing = "nothing is counted: the counts have expired, or the service uses another server or prefix\n";
     assert_eq!(service.inspect(&["limited"]), nothing);
     inspect(&service).await;
+}
+
+/// A deploy has changed the strategy. The settings have only the last one.
+#[tokio::test]
+async fn strategies_under_one_name_are_separate() {
+    let server = RedisServer::start();
+    let service = Service::new(&server.url());
+    let quota = "5/h".parse().unwrap();
+    let names = ["gcra", "token-bucket", "leaky-bucket"];
+    for strategy in names {
+        let strategy = strategy.parse().unwrap();
+        let policy = Policy::new("api", strategy, quota).unwrap();
+        service.take(Key::new("ann"), &policy, 5).await;
+    }
+    for args in [&["limited"][..], &["caller", "ann"]] {
+        for shown in [service.inspect(args), service.without_settings(args)] {
+            for name in names {
+                let row = format!(" api {name} 5/h ");
+                assert_eq!(shown.matches(&row).count(), 1, "{row}: {shown}");
+            }
+            assert_eq!(shown.matches("denied for").count(), 3, "{shown}");
+        }
+    }
+    let reset = service.inspect(&["reset", "ann"]);
+    for name in names {
+        let row = format!("reset `api {name} 5/h` of ann: 0 of 5 were left, and 5 are\n");
+        assert!(reset.contains(&row), "{row}: {reset}");
+    }
+    assert_eq!(service.inspect(&["caller", "ann", "--json"]), "[]\n");
+}
+
+#[tokio::test]
+async fn plans_of_one_name_are_one_count() {
+    let server = RedisServer::start();
+    let service = Service::new(&server.url());
+    let window = |quota: &str| {
+        let strategy = Strategy::FixedWindow(Default::default());
+        Policy::new("login", strategy, quota.parse().unwrap()).unwrap()
+    };
+    service.take(Key::new("ann"), &window("500/h"), 9).await;
+    let (_dir, file) = file(&format!(
+        r#"
+        store = {{ url = "{}", prefix = "shop" }}
+        default = {{ name = "login", strategy = "fixed-window", quota = "5/h" }}
+        tiers.pro = {{ name = "login", strategy = "fixed-window", quota = "500/h" }}
+        "#,
+        server.url()
+    ));
+    let inspect = |args: &[&str]| run("", &[args, &["--settings", &file]].concat()).unwrap();
+    let note = "`login` has the limits `5/h`, `500/h`, and the largest one is shown: for another, use --policy 'login fixed-window 5/h'\n";
+    assert_eq!(
+        inspect(&["limited"]),
+        format!("0 of 1 counts deny the next request\n{note}")
+    );
+    let caller = inspect(&["caller", "ann"]);
+    assert!(
+        caller.lines().count() == 2 && caller.contains(" 491 of 500 left, passes"),
+        "{caller}"
+    );
+    let typed = inspect(&["limited", "--policy", "login fixed-window 5/h"]);
+    assert!(typed.contains(" 0 of 5 left, denied for "), "{typed}");
+    let reset = inspect(&["reset", "ann"]);
+    assert_eq!(
+        reset.matches("reset `login` of ann: ").count(),
+        1,
+        "{reset}"
+    );
+    assert_eq!(inspect(&["caller", "ann", "--json"]), "[]\n");
+}
+
+#[tokio::test]
+async fn a_reset_without_the_limit_fails() {
+    let server = RedisServer::start();
+    let service = Service::new(&server.url());
+    let url = format!("{}?prefix=shop", server.url());
+    let ann = Key::new("ann");
+    service.take(ann, &daily(), 3).await;
+    for more in [&[][..], &["--json"]] {
+        let error = run(&url, &[&["reset", "ann"], more].concat()).unwrap_err();
+        assert!(
+            error.contains("--policy 'daily fixed-window LIMIT/PERIOD'")
+                && error
+                    .ends_with("nothing was reset: the caller has counts whose limit is unknown\n"),
+            "{error}"
+        );
+    }
+    service.take(ann, &bucket("api", "100/h"), 3).await;
+    assert!(run(&url, &["reset", "ann"]).is_err());
+    assert!(
+        service
+            .inspect(&["caller", "ann"])
+            .contains(" 97 of 100 left")
+    );
+    let typed = service.without_settings(&["reset", "ann", "--policy", "daily fixed-window 3/d"]);
+    assert!(typed.contains("0 of 3 were left, and 3 are"), "{typed}");
+}
+
+#[tokio::test]
+async fn digits_of_several_callers_reset_none() {
+    let server = RedisServer::start();
+    let service = Service::new(&server.url());
+    let callers = ["user-7268", "user-9383"];
+    for caller in callers {
+        service
+            .take(Key::new(caller), &bucket("api", "100/h"), 3)
+            .await;
+    }
+    assert_eq!(service.inspect(&["caller", "#30f370"]).lines().count(), 2);
+    let error = run("", &["reset", "#30f370", "--settings", &service.settings]);
+    assert_eq!(
+        error.unwrap_err(),
+        "nothing was reset: #30f370 are the digits of several callers, so name one of them: `user-7268`, `user-9383`\n"
+    );
+    for caller in callers {
+        let shown = service.inspect(&["caller", caller]);
+        assert!(shown.contains(" 97 of 100 left"), "{shown}");
+    }
+    service.inspect(&["reset", callers[0]]);
+    assert_eq!(service.inspect(&["caller", "#30f370"]).lines().count(), 1);
+}
+
+#[test]
+fn the_outermost_store_is_read() {
+    let of = |text: &str| {
+        let (_dir, file) = file(text);
+        run("", &["limited", "--settings", &file]).unwrap_err()
+    };
+    let [one, two] =
+        [1, 2].map(|port| format!("store = {{ url = \"redis://127.0.0.1:{port}/\" }}\n"));
+    for text in [
+        format!("{one}[cache]\n{two}"),
+        format!("{one}[tier]\n{two}[cache]\n{two}"),
+        format!("[limits]\n{one}"),
+    ] {
+        let error = of(&text);
+        assert!(error.starts_with("the server 127.0.0.1:1 "), "{error}");
+    }
+    let error = of(&format!("[limits]\n{one}[cache]\n{two}"));
+    assert!(
+        error.contains(
+            "the stores `cache.store`, `limits.store`: use a file with one of them, or with the service's `store` at the top level"
+        ),
+        "{error}"
+    );
+}
+
+#[test]
+fn no_error_quotes_the_settings() {
+    for text in [
+        "[store]\nurl = \"redis://limiter:hunter2@127.0.0.1:1/\n",
+        "[store]\nurl = redis://limiter:hunter2@127.0.0.1:1/\n",
+    ] {
+        let (_dir, file) = file(text);
+        let error = run("", &["limited", "--settings", &file]).unwrap_err();
+        assert!(error.starts_with(&format!("{file}: line 2: ")), "{error}");
+        assert!(!error.contains("hunter2"), "{error}");
+    }
 }
 
 #[tokio::test]

@@ -207,9 +207,12 @@ impl Check {
     /// response to it, as with an `Idempotency-Key`. A
     /// [`LocalStore`](crate::LocalStore) keeps as many ids as keys; beyond that it drops the oldest
     /// of a few. A [`Fallback`](crate::Fallback) does not carry ids across an outage: each instance
-    /// that decides without its primary store may charge an id again. This method does nothing
-    /// for a [take ahead](Self::take_ahead), and for the refunds
-    /// of a [decision](Decision::refund), which have no id.
+    /// that decides without its primary store may charge an id again.
+    ///
+    /// This method does nothing for a [take ahead](Self::take_ahead), for the refunds of a
+    /// [decision](Decision::refund), and for a check with a [slot](Self::slot): a request
+    /// with a repeated decision would have no slot. So under policies with requests [in
+    /// flight](crate::Policy::in_flight), each take is charged.
     #[doc(alias = "idempotency")]
     #[must_use]
     pub fn with_id(mut self, id: impl AsRef<[u8]>) -> Self {
@@ -247,10 +250,11 @@ impl Check {
         self.cost
     }
 
-    /// Returns the [id](Self::with_id). `None` without an id.
+    /// Returns the [id](Self::with_id). `None` without an id, and for a check with a
+    /// [slot](Self::slot).
     pub fn id(&self) -> Option<&Key> {
         match self.extra.as_deref() {
-            Some(Extra::Id(id)) => Some(id),
+            Some(Extra::Id(id)) if self.slot.is_none() => Some(id),
             _ => None,
         }
     }

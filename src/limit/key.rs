@@ -243,8 +243,8 @@ impl Key {
         key
     }
 
-    /// Parses the caller's part of a Redis key. `None` for text that is no caller's: one that starts
-    /// with `~` but not with a hash, such as a probe.
+    /// Parses the caller's part of a Redis key. `None` for text that is no caller's, for example if
+    /// a `~` begins it and no hash follows, as in the key of a probe.
     pub(crate) fn of_redis(text: &str) -> Option<Self> {
         let is_possible = |byte: u8| byte.is_ascii_graphic() && !b"{}".contains(&byte);
         let is_hash = |digits: &[u8]| digits.iter().all(u8::is_ascii_hexdigit);

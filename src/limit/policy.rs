@@ -229,8 +229,8 @@ impl Policy {
     /// Creates the policy of pauses of at most `max`. A debt in its quota denies requests until
     /// the pause ends.
     pub(crate) fn pause(name: &str, max: Duration) -> Result<Self, ConfigError> {
-        /// So many units per second that the policy never limits the rate of calls, and so few that
-        /// a pause of 5 hours uses at most half of the maximum cost of a check.
+        /// The units per second are enough that the policy never limits the rate of calls, and few
+        /// enough that a pause of 5 hours uses at most half of the maximum cost of a check.
         const QUOTA: Quota = Quota::per_second(100_000);
         let mut policy = Self::new(name, Strategy::Gcra, QUOTA.burst(QUOTA.units_in(max)))?;
         if let Some(inner) = Arc::get_mut(&mut policy.0) {
@@ -672,9 +672,9 @@ mod tests {
         assert!(one != two && one != policy && one.stated() == policy.quota());
     }
 
-    /// Requests wait differently under a pause, so no other policy may be taken for one.
+    /// Requests wait differently under a pause.
     #[test]
-    fn a_pause_is_told_by_more_than_its_quota() {
+    fn only_pauses_are_pauses() {
         let pause = Policy::pause("p", Duration::from_secs(60)).unwrap();
         let same = Policy::new("p", Strategy::Gcra, pause.quota()).unwrap();
         assert!(pause.is_pause() && !same.is_pause() && same == pause);

@@ -11,7 +11,8 @@ use tower_redis_ratelimit::extract::Global;
 use tower_redis_ratelimit::settle::Settlement;
 use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{
-    CallLimitLayer, Fallback, Key, Limiter, LocalStore, RateLimitLayer, RedisStore, Strategy,
+    CallLimitLayer, Fallback, Key, Limiter, LocalStore, Policies, Policy, RateLimitLayer,
+    RedisStore, Strategy,
 };
 
 use crate::support::{RedisServer, policy, until};
@@ -108,6 +109,43 @@ async fn calls_and_limiters_share_ids() {
     assert_eq!(take(9).await.unwrap().remaining(), 70);
     service.clone().oneshot(9).await.unwrap();
     assert_eq!(limiter.peek(acme, 1).await.unwrap().remaining(), 70);
+}
+
+/// A repeated reply would let a request pass without a slot.
+#[tokio::test]
+async fn no_id_exceeds_requests_in_flight() {
+    async fn at_most_two<S: Store>(store: S) {
+        let rate = policy(Strategy::Gcra, QUOTA)[0].clone();
+        let policies = Policies::new([rate, Policy::in_flight("uploads", 2).unwrap()]).unwrap();
+        let limiter = Limiter::new(store.clone(), policies.clone());
+        let layer = RateLimitLayer::new(store, Global, policies)
+            .id(|request| request.headers.get("idempotency-key").map(Key::new))
+            .until_body_end();
+        let service = layer.layer(service_fn(hello));
+        // The responses hold their slots.
+        let mut responses = vec![];
+        for _ in 0..5 {
+            responses.push(
+                service
+                    .clone()
+                    .oneshot(request(Some("same")))
+                    .await
+                    .unwrap(),
+            );
+        }
+        let codes = responses.iter().map(|response| response.status().as_u16());
+        assert_eq!(codes.collect::<Vec<_>>(), [200, 200, 429, 429, 429]);
+        let take = |id| limiter.take_with_id(Key::GLOBAL, 1, id);
+        assert!(!take("same").await.unwrap().is_allowed());
+        responses.clear();
+        until("the slots are released", async || {
+            take("other").await.unwrap().is_allowed()
+        })
+        .await;
+    }
+    let server = RedisServer::start();
+    at_most_two(LocalStore::default()).await;
+    at_most_two(store(&server)).await;
 }
 
 /// All retries get the first one's reservation: only one of them may refund the rest.

@@ -27,8 +27,11 @@ use crate::limit::Key;
 ///   decoded value, with [`key_fn`](crate::extract::key_fn).
 /// - `X-Forwarded-For` and `Forwarded`: proxies append to the value that the client has sent, so the client could get a
 ///   new key for every request. [`ClientIp`](crate::extract::ClientIp) reads the part that your proxies wrote.
-/// - `X-Real-IP`, `CF-Connecting-IP` and `True-Client-IP`: a client that bypasses the proxy would choose its key, and each
-///   address of an IPv6 network would have a separate count. [`ClientIp`](crate::extract::ClientIp) reads them too.
+/// - `X-Real-IP`, `X-Client-IP`, `CF-Connecting-IP`, `True-Client-IP`, `Fastly-Client-IP` and other headers with an
+///   address: a client that bypasses the proxy would choose its key, and each address of an IPv6 network would have a
+///   separate count. [`ClientIp`](crate::extract::ClientIp) reads them too.
+/// - `Host`: the client writes it, `example.org`, `Example.org` and `example.org:443` are the same host, and over HTTP/2
+///   it is not a header. Count by the tenant that your service has found for the host.
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::HeaderKey;
@@ -50,7 +53,8 @@ impl HeaderKey {
     /// # Errors
     ///
     /// If `name` is not a valid header name, such as `"api key"`, or if its values have several spellings:
-    /// `Authorization`, `Proxy-Authorization`, `Cookie`, names that end with `-bin`, and the headers with a client's address.
+    /// `Authorization`, `Proxy-Authorization`, `Cookie`, `Host`, names that end with `-bin`, and the headers with a
+    /// client's address.
     pub fn new(name: impl AsRef<str>) -> Result<Self, ConfigError> {
         let name = header_name(name.as_ref())?;
         if let Some(fix) = several_spellings(name.as_str()) {
@@ -134,12 +138,31 @@ impl KeyExtractor for HeaderKey {
 /// Returns the problem and the fix if the values of the header have several spellings.
 fn several_spellings(name: &str) -> Option<&'static str> {
     match name {
-        "forwarded" | "x-forwarded-for" => Some(
+        "forwarded" | "x-forwarded-for" | "x-original-forwarded-for" => Some(
             "clients control this header and could choose their key; use `ClientIp::x_forwarded_for()` with your trusted proxies",
         ),
-        "x-real-ip" | "cf-connecting-ip" | "true-client-ip" => Some(
+        "x-real-ip"
+        | "x-client-ip"
+        | "client-ip"
+        | "true-client-ip"
+        | "x-cluster-client-ip"
+        | "x-remote-addr"
+        | "x-remote-ip"
+        | "x-envoy-external-address"
+        | "cf-connecting-ip"
+        | "cf-connecting-ipv6"
+        | "cf-pseudo-ipv4"
+        | "do-connecting-ip"
+        | "fastly-client-ip"
+        | "fly-client-ip"
+        | "x-appengine-user-ip"
+        | "x-azure-clientip"
+        | "x-azure-socketip" => Some(
             "clients that bypass the proxy control this header, and an IPv6 client has many addresses: use `ClientIp::header(..)` with \
              your trusted proxies",
+        ),
+        "host" => Some(
+            "clients control this header, and one host has several spellings; count by the tenant of the host, with `by_extension`",
         ),
         "authorization" | "proxy-authorization" => Some(
             "`Bearer x` and `bearer x` are one credential, but would be two keys; count by the authenticated user, with `by_extension`",
@@ -265,6 +288,14 @@ mod tests {
                 "use `ClientIp::header(..)` with your trusted proxies",
             ),
             (
+                "Fastly-Client-IP",
+                "use `ClientIp::header(..)` with your trusted proxies",
+            ),
+            (
+                "Host",
+                "count by the tenant of the host, with `by_extension`",
+            ),
+            (
                 "Authorization",
                 "count by the authenticated user, with `by_extension`",
             ),
@@ -290,6 +321,36 @@ mod tests {
                 error.starts_with(&format!("{name:?} is not a valid header name: use")),
                 "{error}"
             );
+        }
+    }
+
+    #[test]
+    fn headers_with_addresses_are_refused() {
+        for name in [
+            "x-forwarded-for",
+            "x-original-forwarded-for",
+            "x-envoy-external-address",
+            "x-real-ip",
+            "x-client-ip",
+            "client-ip",
+            "x-cluster-client-ip",
+            "cf-connecting-ip",
+            "cf-connecting-ipv6",
+            "cf-pseudo-ipv4",
+            "true-client-ip",
+            "fastly-client-ip",
+            "fly-client-ip",
+            "x-azure-clientip",
+            "x-azure-socketip",
+            "x-appengine-user-ip",
+            "do-connecting-ip",
+            "x-remote-addr",
+        ] {
+            let error = HeaderKey::new(name).unwrap_err().to_string();
+            assert!(error.contains("use `ClientIp::"), "{error}");
+        }
+        for name in ["x-forwarded-user", "x-client-id", "x-api-key", "user-agent"] {
+            assert!(HeaderKey::new(name).is_ok(), "{name}");
         }
     }
 

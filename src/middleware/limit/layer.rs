@@ -106,8 +106,8 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     /// - **A request that waits** for its [turn](Self::wait) is charged without its id.
     /// - **In an outage** each instance charges an id once: a [`Fallback`](crate::Fallback) does not
     ///   carry ids from or to Redis.
-    /// - **Requests in flight:** a repeated request takes its slot when that is renewed first, even
-    ///   beyond the limit.
+    /// - **Under policies with requests [in flight](crate::Policy::in_flight)** an id has no effect:
+    ///   each request needs its own slot, so each is charged.
     #[doc(alias("idempotency", "Idempotency-Key"))]
     #[must_use]
     pub fn id(self, id: impl Fn(&P::Head) -> Option<Key> + Send + Sync + 'static) -> Self {

@@ -39,14 +39,21 @@ use crate::limit::{Key, Policies};
 ///
 /// A request is under the most specific pattern that its raw path matches, as in axum. If the path
 /// was rewritten after axum had matched it (with the feature `axum`), the route's template counts
-/// instead. The request is exempt only if a more lenient server would also read the path as exempt:
-/// decoded repeatedly, with `\` as `/`, without parameters (`;v=1`), `.` and empty segments, with
-/// or without a trailing slash. A path with a `..`, in any spelling, is never exempt by a pattern
-/// with parameters, since servers resolve it differently.
+/// instead.
 ///
-/// So `/static/../login` is not exempt under an exempt `/static/{*path}`. If `/static/{*path}` has
-/// a limit instead, that limit applies, not the one of `/login`. Middleware that rewrites paths,
-/// such as tower-http's `NormalizePath`, must therefore wrap the layer.
+/// If no pattern matches, the path is matched again as a more lenient server would read it:
+/// decoded repeatedly, with `\` as `/`, without parameters (`;v=1`), `.` and empty segments, with
+/// or without a trailing slash. So `/%6Cogin` and `/login/` are under the policy of `/login`, and no
+/// spelling avoids that limit behind a proxy, a file server or a handler of a catch-all route.
+///
+/// The request is exempt only if the lenient path is exempt too. A path with a `..`, in any
+/// spelling, is never exempt by a pattern with parameters, since servers resolve it differently. So
+/// `/static/../login` is not exempt under an exempt `/static/{*path}`.
+///
+/// If `/static/{*path}` has a limit instead, that limit applies to `/static/../login`, not the one
+/// of `/login`. Middleware that rewrites paths, such as tower-http's `NormalizePath`, must therefore
+/// wrap the layer. In front of a server that decodes paths, pass the limit of all other paths to
+/// [`new`](Self::new): a pattern such as `/{*path}` also matches `/%6Cogin`.
 ///
 /// Add the layer to the outermost router or around it, or to a router nested in it. A pattern has the whole path there too: in
 /// a router nested at `/api`, the route `/users/{id}` has the pattern `/api/users/{id}`. For a router in
@@ -208,19 +215,24 @@ impl PolicySelector for Routes {
                 .map(Cow::into_owned)
         };
         match target(request) {
-            Target::Path(path) => match find(path) {
-                // The path equals the pattern, so the exemption is meant for exactly this path. An
-                // exemption by a pattern with parameters is checked against the lenient path below.
-                found @ Some(Found { is_path: true, .. }) => under(found),
-                found => under(found).or_else(|| {
-                    let Some(Lenient { path, climbs }) = lenient(path) else {
-                        return under(Some(find(&other_end(path))?));
-                    };
-                    let policies =
-                        under(find(&path)).or_else(|| under(Some(find(&other_end(&path))?)));
-                    policies.or_else(|| under(None).filter(|_| climbs))
-                }),
-            },
+            Target::Path(path) => {
+                let found = find(path);
+                let policies = found.and_then(|found| under(Some(found)));
+                // The path equals the pattern, so an exemption is meant for exactly this path.
+                if policies.is_some() || found.is_some_and(|found| found.is_path) {
+                    return policies;
+                }
+                // No pattern limits the raw path, but one may limit the lenient path.
+                let limit_of = |path: &str| under(Some(find(path)?));
+                let (policies, is_exempt) = match lenient(path) {
+                    Some(Lenient { path, climbs }) => (
+                        limit_of(&path).or_else(|| limit_of(&other_end(&path))),
+                        found.is_some() && find(&path).is_some() && !climbs,
+                    ),
+                    None => (limit_of(&other_end(path)), found.is_some()),
+                };
+                policies.or_else(|| under(None).filter(|_| !is_exempt))
+            }
             // Several paths fit the template, and the pattern may match only some of them.
             Target::Template(template) => under(find(&template)).or_else(|| under(None)),
         }

@@ -17,6 +17,8 @@ use crate::error::ConfigError;
 /// | `redis+cluster://user:password@host:6379,host:6380` | a cluster, by any of its nodes; one of them must respond at startup |
 /// | `redis+sentinel://user:password@host:26379,host:26380/mymaster/0` | the master of this name, with its user, password and database, by all of its sentinels |
 ///
+/// In a user or password, write `/` as `%2F`, `?` as `%3F`, `#` as `%23` and `@` as `%40`.
+///
 /// Each may end with `?prefix=shop`: the [prefix](crate::store::RedisStoreBuilder::prefix) of the
 /// store, which overrides the program's setting. If sentinels require a user and a password too,
 /// add `?sentinel_user=user&sentinel_password=password`. With the feature `tls`, `rediss://`,
@@ -267,8 +269,18 @@ fn nodes(scheme: &str, rest: &str) -> Result<Vec<String>, ConfigError> {
         .collect())
 }
 
-fn read(server: impl IntoConnectionInfo) -> Result<ConnectionInfo, ConfigError> {
-    server.into_connection_info().map_err(url_error)
+fn read(url: impl AsRef<str>) -> Result<ConnectionInfo, ConfigError> {
+    let url = url.as_ref();
+    // redis-rs ignores the rest of the URL, which may be the end of a password with the host.
+    if url
+        .split_once('#')
+        .is_some_and(|(_, fragment)| fragment != "insecure")
+    {
+        return wrong(
+            "it has a `#`, which ends the URL: write a `#` in a user or password as `%23`",
+        );
+    }
+    url.into_connection_info().map_err(url_error)
 }
 
 /// The master and its sentinels in `user:password@host:port,host:port/name/database?query`.
@@ -574,12 +586,44 @@ mod tests {
     }
 
     #[test]
-    fn an_unparsable_url_may_have_a_special_password() {
+    fn a_fragment_is_refused() {
         for url in [
-            "redis://:hun/ter2@a",
             "redis://:hun#ter2@a",
-            "redis://:hun?ter2@a",
+            "redis://limiter:6379#ter2@a:1/",
+            "redis://a/#prefix=ter2",
+            "redis://a#?prefix=ter2",
+            "redis://a/#",
+            "redis://a/#insecure&ter2",
+            "redis+unix:///tmp/redis#ter2",
+            "redis+cluster://limiter:6379#ter2@a:1,b:2",
+            "redis+cluster://a:1,b:2#ter2",
+            "redis+sentinel://limiter:6379#ter2@a:1/mymaster",
+            "redis+sentinel://a:1/mymaster#ter2",
+            "redis+sentinel://a:1/mymaster?sentinel_password=hun#ter2",
         ] {
+            let servers = Servers::from(url);
+            assert_eq!(format!("{servers:?}"), "unreadable", "{url}");
+            let error = servers.into_kind().map(drop).unwrap_err().to_string();
+            assert!(
+                error.starts_with("the Redis URL cannot be used: ")
+                    && error.contains("write a `#` in a user or password as `%23`")
+                    && !["ter2", "6379"].iter().any(|secret| error.contains(secret)),
+                "{url}: {error}"
+            );
+        }
+        let node = Servers::cluster(["redis://a:1", "redis://limiter:6379#ter2@b:2"]);
+        assert!(node.into_kind().is_err());
+        let master = Servers::sentinel("redis://limiter:6379#ter2@mymaster", ["redis://a:1"]);
+        assert!(master.into_kind().is_err());
+        let Ok(Kind::Server(server)) = Servers::from("redis://:hun%23ter2@a").into_kind() else {
+            panic!("it is readable");
+        };
+        assert_eq!(server.redis_settings().password(), Some("hun#ter2"));
+    }
+
+    #[test]
+    fn an_unparsable_url_may_have_a_special_password() {
+        for url in ["redis://:hun/ter2@a", "redis://:hun?ter2@a"] {
             let error = Servers::from(url).into_kind().map(drop).unwrap_err();
             assert_eq!(
                 error.to_string(),

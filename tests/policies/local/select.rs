@@ -612,7 +612,7 @@ mod with_axum {
         ("/api/more", "api"),
         ("/api/service/items/7", "api"),
         ("/api/nowhere", "api"),
-        ("/exact/", "default"),
+        ("/exact/", "exact"),
         ("/nowhere", "default"),
     ];
 

@@ -35,8 +35,9 @@ impl ClientIpBuilder {
     ///
     /// # Errors
     ///
-    /// For any other text; if the networks cover all addresses, such as `0.0.0.0/0` or its two
-    /// halves; if there is no network; and if the name is not a valid header name.
+    /// For any other text; for an address within a network, such as `10.0.0.5/8`; if the networks
+    /// cover all addresses, such as `0.0.0.0/0` or its two halves; if there is no network; and if the
+    /// name is not a valid header name.
     pub fn trust<T: AsRef<str>>(
         self,
         proxies: impl IntoIterator<Item = T>,

@@ -90,12 +90,19 @@ impl FromStr for Trusted {
                 .or_else(|_| text.parse().map(|address: IpAddr| address.into())),
         };
         let unknown = |_| untrusted(text, "it is not one of the words, a network or an address");
-        let network = unmapped(network.map_err(unknown)?);
+        let written: IpNet = network.map_err(unknown)?;
+        let network = unmapped(written);
         if network.prefix_len() == 0 {
             return Err(untrusted(
                 text,
                 "it covers every address, so any client could forge the header",
             ));
+        }
+        if written != written.trunc() {
+            let (address, network) = (written.addr(), written.trunc());
+            return Err(ConfigError::new(format!(
+                "{text:?} cannot be trusted: it is an address within a network: use `{address}` or `{network}`"
+            )));
         }
         Ok(Self::Network(network))
     }
