@@ -34,6 +34,15 @@ use crate::wait_queues::{Bounds, Spent, WaitQueues};
 /// # Ok(())
 /// # }
 /// ```
+///
+/// # Runtimes
+///
+/// The tasks that settle and release [reservations](Self::reserve) and renew their slots run on the tokio
+/// runtime that first needed them. After that runtime has shut down, the next check starts them on its
+/// own runtime. While that runtime is alive and runs nothing, no reservation of any runtime is settled,
+/// released or renewed. A multi-threaded runtime always runs, and so does `#[tokio::main]`. A
+/// current-thread runtime runs only inside of `block_on`: with a `block_on` for each check, a refund may
+/// never be sent. Keep one thread in `block_on` there, or use a multi-threaded runtime.
 #[derive(Clone)]
 pub struct Limiter<S> {
     store: S,

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use super::MissingKey;
 use crate::error::StoreError;
-use crate::limit::{Check, Decision, Key, Outcome, Policies};
+use crate::limit::{Check, Decision, Key, Outcome, Policies, Policy};
 use crate::observe::mistakes::{COUNTED_TWICE, NEVER_PASSES, NOT_LEASED, ONE_NAME_TWO_QUOTAS};
 use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, Store};
@@ -147,6 +147,7 @@ impl Notifier {
         let policy = decision
             .policies()
             .iter()
+            .map(Policy::whole)
             .find(|policy| policy.quota().capacity() < cost);
         if let Some(policy) = policy
             && !self.misconfiguration.reported_cost.swap(true, Relaxed)

@@ -15,6 +15,7 @@
 mod tests;
 
 use std::collections::{BTreeSet, HashMap};
+use std::mem;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
@@ -22,7 +23,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::background::{OpQueue, PendingOp, Task, TaskOwner};
 use crate::error::StoreError;
-use crate::limit::{Check, Decision, Key, Policies, Policy, SlotId};
+use crate::limit::{ChargedAt, Check, Decision, Key, Policies, Policy, SlotId};
 use crate::observe::Observer;
 use crate::store::{Store, op_queue};
 use crate::util::{RandomState, instant, lock};
@@ -179,14 +180,16 @@ impl TrackedSlots {
         Some(tracked)
     }
 
-    /// Returns the checks that renew the slots that are due before the next tick.
-    fn due(&mut self, now: Instant) -> Vec<(SlotId, Check)> {
+    /// Returns the checks that renew the slots that are due before the next tick. The `bool` is whether an earlier check
+    /// of the slot has no reply yet.
+    fn due(&mut self, now: Instant) -> Vec<(SlotId, bool, Check)> {
         let due = self.renewals.iter().take_while(|(at, _)| *at <= now + TICK);
         let due: Vec<SlotId> = due.map(|(_, id)| *id).collect();
         let renewals = due.into_iter().filter_map(|id| {
             let tracked = self.schedule(id, now)?;
-            tracked.is_unanswered = true;
-            Some((id, Check::renew(tracked.key, &tracked.policies, id)))
+            let was_unanswered = mem::replace(&mut tracked.is_unanswered, true);
+            let check = Check::renew(tracked.key, &tracked.policies, id);
+            Some((id, was_unanswered, check))
         });
         renewals.collect()
     }
@@ -203,7 +206,7 @@ impl SharedSlots {
     }
 
     /// Starts the renewals of a slot, unless they are started. `is_unsure` is `true` if the store's
-    /// reply to its take or renewal is still missing.
+    /// reply to its take or to a renewal is still missing.
     fn confirm(&self, id: SlotId, is_unsure: bool) {
         let mut slots = lock(&self.slots);
         if let Some(tracked) = slots.by_id.get_mut(&id) {
@@ -225,11 +228,13 @@ impl SharedSlots {
 
     fn tick(self: &Arc<Self>, now: Instant) {
         let renewals = lock(&self.slots).due(now);
-        for (id, check) in renewals {
+        for (id, was_unanswered, check) in renewals {
             let this = Arc::downgrade(self);
             self.ops.put(PendingOp::of_check(check).then(move |reply| {
                 if let (Ok(decision), Some(this)) = (reply, this.upgrade()) {
-                    this.confirm(id, decision.is_unsure());
+                    // A fallback's renewal is no reply to earlier checks.
+                    let is_local = matches!(decision.charged_at(), ChargedAt::Local(_));
+                    this.confirm(id, decision.is_unsure() || is_local && was_unanswered);
                 }
             }));
         }

@@ -95,7 +95,8 @@ impl Policy {
     ///
     /// Each request takes a slot, which expires after its [time to live](Self::slot_ttl), the
     /// quota's period. So the slots of a dead instance are freed. A layer renews the slots of
-    /// longer requests every third of that time. A request may end at any time, so
+    /// longer requests every third of that time, on the tokio runtime that first needed it: see
+    /// ["Runtimes"](crate::Limiter#runtimes). A request may end at any time, so
     /// [`Decision::retry_after`](super::Decision::retry_after) is always 100 ms.
     ///
     /// The policy works like a semaphore whose permits expire, such as Redisson's

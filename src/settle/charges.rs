@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use crate::background::{OpQueue, PendingOp};
 use crate::in_flight::Slot;
 use crate::limit::{Charge, Check, Decision};
-use crate::util::lock;
+use crate::util::{instant, lock};
 
 /// The charges of one request. Dropping it settles them.
 pub(crate) struct RequestCharges {
@@ -41,8 +41,10 @@ struct Unsettled {
     reserved: SmallVec<[Charge; 1]>,
     /// Whether the first of `reserved` is under policies that the layer enforces.
     enforced: bool,
-    /// The handler's additions to the first of `reserved`.
+    /// The handler's additions to the first of `reserved`, without `expired`.
     extra: Vec<Charge>,
+    /// The cost of the additions that can no longer be refunded.
+    expired: u32,
 }
 
 /// The cost of a request, and the reserved cost that it replaces.
@@ -123,7 +125,7 @@ impl RequestCharges {
         let unsettled = Unsettled {
             reserved: reserved.into_iter().collect(),
             enforced,
-            extra: Vec::new(),
+            ..Unsettled::default()
         };
         let state = ChargesState {
             unsettled,
@@ -210,7 +212,7 @@ impl RequestCharges {
         let settlement = {
             let mut state = lock(&self.state);
             if state.settlement.cost_at_head(units).is_none() {
-                state.unsettled.extra.push(reserved);
+                state.unsettled.add_extra(reserved);
                 for sum in [&self.reserved, &self.extra] {
                     sum.store(sum.load(Relaxed).saturating_add(units), Relaxed);
                 }
@@ -237,7 +239,7 @@ impl RequestCharges {
             };
             self.reserved.fetch_sub(units, Relaxed);
             self.extra.fetch_sub(units, Relaxed);
-            extra.swap_remove(at)
+            extra.remove(at)
         };
         settle(&given, 0, &self.ops);
     }
@@ -307,26 +309,54 @@ impl Drop for RequestCharges {
 }
 
 impl Unsettled {
+    /// Adds an addition. Before the list grows, folds the additions that can no longer be refunded into one number, so
+    /// that a long stream keeps the additions of about one period.
+    fn add_extra(&mut self, reserved: Charge) {
+        if self.extra.len() == self.extra.capacity() {
+            let (now, expired) = (instant(), &mut self.expired);
+            self.extra.retain(|reserved| {
+                let counts = reserved.refund(reserved.cost(), now).is_some();
+                if !counts {
+                    *expired = expired.saturating_add(reserved.cost());
+                }
+                counts
+            });
+            self.extra.reserve(self.extra.len());
+        }
+        self.extra.push(reserved);
+    }
+
     /// Settles each reservation. `cost` returns the cost of the request, given the reserved cost.
     fn settle(self, cost: impl Fn(u32) -> u32, ops: &OpQueue) {
         let Self {
-            reserved, extra, ..
+            reserved,
+            extra,
+            expired,
+            ..
         } = self;
-        let extra_cost = extra.iter().map(Charge::cost).fold(0, u32::saturating_add);
+        let extra_cost = extra
+            .iter()
+            .map(Charge::cost)
+            .fold(expired, u32::saturating_add);
         let mut reserved = reserved.into_iter();
-        if !extra.is_empty()
+        if extra_cost > 0
             && let Some(first) = reserved.next()
         {
             let all = first.cost().saturating_add(extra_cost);
             let cost = cost(all);
             let (mut back, mut missing) = (all.saturating_sub(cost), cost.saturating_sub(all));
-            // Refund the newest reservation first, since all of it still counts.
-            for part in extra.into_iter().rev().chain([first]) {
-                let refunded = back.min(part.cost());
-                back -= refunded;
+            let mut settle_part = |part: &Charge, back: &mut u32| {
+                let refunded = part.cost().min(*back);
+                *back -= refunded;
                 let cost = part.cost() - refunded + std::mem::take(&mut missing);
-                settle(&part, cost, ops);
+                settle(part, cost, ops);
+            };
+            // Refund the newest reservation first, since all of it still counts.
+            for part in extra.iter().rev() {
+                settle_part(part, &mut back);
             }
+            back = back.saturating_sub(expired);
+            settle_part(&first, &mut back);
         }
         for tried in reserved {
             let cost = cost(tried.cost().saturating_add(extra_cost));
@@ -353,7 +383,45 @@ fn settle(charge: &Charge, cost: u32, ops: &OpQueue) {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use tokio::time::sleep;
+
     use super::*;
+    use crate::limit::{Key, Policy, Quota, Strategy};
+    use crate::limiter::Limiter;
+    use crate::settle::RequestCost;
+    use crate::store::{LocalStore, op_queue};
+
+    /// A stream adds 1 every 10 ms for 40 periods of the policy.
+    #[tokio::test(start_paused = true)]
+    async fn a_long_stream_keeps_the_additions_that_count() {
+        for (cost, refunded) in [(3_951, 50), (4_001, 0), (4_006, -5), (0, 99)] {
+            let policy = Policy::new("test", Strategy::SlidingLog, Quota::per_second(1_000));
+            let (key, store) = (Key::GLOBAL, LocalStore::default());
+            let limiter = Limiter::new(store.clone(), policy.unwrap());
+            let first = limiter.take(key, 1).await.unwrap();
+            let first = Charge::new(key, first, 1, instant());
+            let stream = RequestCost::new(op_queue(store, None), Some(first), None);
+            for _ in 0..4_000 {
+                stream.reserve(1).await.unwrap();
+                sleep(Duration::from_millis(10)).await;
+            }
+            assert_eq!(stream.reserved(), 4_001);
+            let kept = lock(&stream.charges().state).unsettled.extra.capacity();
+            assert!(kept <= 400, "{kept} additions are kept");
+            let remaining = async || limiter.peek(key, 0).await.unwrap().remaining();
+            let before = remaining().await;
+            stream.set(cost);
+            drop(stream);
+            let after = remaining().await;
+            assert_eq!(
+                i64::from(after) - i64::from(before),
+                refunded,
+                "costs {cost}"
+            );
+        }
+    }
 
     #[test]
     fn each_rule_determines_the_cost() {

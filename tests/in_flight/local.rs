@@ -48,6 +48,27 @@ async fn a_body_is_in_flight_until_dropped() {
     assert_eq!(taken(&store, 2), 0);
 }
 
+/// A clone of the handle is in flight, also after an error.
+#[tokio::test]
+async fn an_error_ends_the_request_before_its_future_is_dropped() {
+    for kept in [0, 1] {
+        let (store, handles) = (LocalStore::default(), Handles::default());
+        let layer = RateLimitLayer::new(store.clone(), Global, uploads(2)).until_body_end();
+        let mut service = layer.layer(service_fn(async |request: Request<String>| {
+            let handle: &RequestCost = request.extensions().get().unwrap();
+            let handles = &mut *handles.lock().unwrap();
+            handles.extend((0..kept).map(|_| handle.clone()));
+            Err::<Response<String>, _>("gone")
+        }));
+        let service = service.ready().await.unwrap();
+        let mut response = std::pin::pin!(service.call(request("alice")));
+        assert_eq!(response.as_mut().await.unwrap_err(), "gone");
+        assert_eq!(taken(&store, 2), kept);
+        handles.lock().unwrap().clear();
+        assert_eq!(taken(&store, 2), 0);
+    }
+}
+
 #[tokio::test]
 async fn a_kept_handle_keeps_requests_in_flight() {
     let store = LocalStore::default();

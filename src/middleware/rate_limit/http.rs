@@ -144,7 +144,8 @@ where
         result: Result<Response<ResBody>, T::Error>,
         grant: &mut Grant<D>,
     ) -> Result<Self::Response, T::Error> {
-        let mut response = result?;
+        // End the request even if its completed future is kept.
+        let mut response = result.inspect_err(|_| *grant = Grant::default())?;
         if let Some(decisions) = grant.take_shadows() {
             response
                 .extensions_mut()

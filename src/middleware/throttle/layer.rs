@@ -116,6 +116,9 @@ impl<W> ThrottleLayer<W> {
     /// as in tower's own layers. As with [`Limiter::wait`](crate::Limiter::wait), store calls do
     /// not count towards `max`.
     ///
+    /// A service that is ready to fail may be idle before its call. After the reported wait, or 250 ms after a
+    /// [`StoreError`](crate::store::StoreError), that call is charged and proceeds without a permit.
+    ///
     /// ```
     /// use std::convert::Infallible;
     /// use std::time::Duration;

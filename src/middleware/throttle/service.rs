@@ -51,8 +51,9 @@ enum State {
     Pausing(Pin<Box<Sleep>>, Option<Id>),
     /// `None` if calls are unlimited, or if the store could not decide and `allow_on_error` is set.
     Ready(Option<Permit>),
-    /// With a maximum wait: the error of the next call.
-    Refused(BoxError),
+    /// With a maximum wait: the error of the next call, until this time. After that, the call is charged
+    /// without a permit. `None` if waiting never helps.
+    Refused(BoxError, Option<Instant>),
 }
 
 /// Delay before the next attempt.
@@ -110,9 +111,12 @@ impl Settings {
         };
         self.notifier.answered(&self.key, 1, since, &answer, false);
         match answer {
-            Ok(denied) => State::Refused(RateLimited::new(denied).into()),
+            Ok(denied) => {
+                let until = denied.retry_after().and_then(later);
+                State::Refused(RateLimited::new(denied).into(), until)
+            }
             Err(_) if self.allow_on_error => State::Ready(None),
-            Err(error) if is_timed => State::Refused(error.into()),
+            Err(error) if is_timed => State::Refused(error.into(), later(PAUSE)),
             Err(_) => State::pausing(),
         }
     }
@@ -128,9 +132,13 @@ impl State {
         match self {
             Self::Waiting(turn, _) => runtime().is_some_and(|here| here != turn.runtime()),
             Self::Pausing(_, there) => runtime() != *there,
-            Self::Idle | Self::Ready(_) | Self::Refused(_) => false,
+            Self::Idle | Self::Ready(_) | Self::Refused(..) => false,
         }
     }
+}
+
+fn later(wait: Duration) -> Option<Instant> {
+    instant().checked_add(wait)
 }
 
 fn runtime() -> Option<Id> {
@@ -174,7 +182,7 @@ impl<T, W> Throttle<T, W> {
             return Poll::Ready(ready);
         }
         // Try again after a refusal: a permit may arrive in time now.
-        if self.state.is_elsewhere() || matches!(self.state, State::Refused(_)) {
+        if self.state.is_elsewhere() || matches!(self.state, State::Refused(..)) {
             self.state = State::Idle;
         }
         loop {
@@ -197,7 +205,7 @@ impl<T, W> Throttle<T, W> {
                     ready!(pause.as_mut().poll(cx));
                     State::Idle
                 }
-                State::Ready(_) | State::Refused(_) => return Poll::Ready(Ok(())),
+                State::Ready(_) | State::Refused(..) => return Poll::Ready(Ok(())),
             }
         }
     }
@@ -210,7 +218,9 @@ impl<T, W> Throttle<T, W> {
     fn use_permit(&mut self) -> Result<(), BoxError> {
         match mem::replace(&mut self.state, State::Idle) {
             State::Ready(permit) => drop(permit.map(Permit::spend)),
-            State::Refused(error) => return Err(error),
+            State::Refused(error, until) if until.is_none_or(|until| instant() < until) => {
+                return Err(error);
+            }
             _ => self.settings.charge(),
         }
         Ok(())
@@ -279,7 +289,7 @@ impl<T: fmt::Debug, W> fmt::Debug for Throttle<T, W> {
             State::Waiting(..) => "waiting",
             State::Pausing(..) => "pausing",
             State::Ready(_) => "ready",
-            State::Refused(_) => "refused",
+            State::Refused(..) => "refused",
         };
         f.debug_struct("Throttle")
             .field("inner", &self.inner)

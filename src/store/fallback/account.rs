@@ -121,22 +121,22 @@ impl Account {
 
     /// Returns where a refund goes.
     pub(super) fn refund_to(&self, check: &Check, now: i64) -> RefundTo {
-        match check.charged().first().map(|charged| charged.at) {
-            Some(ChargedAt::Redis(_)) => RefundTo::Primary,
-            Some(ChargedAt::Local(at)) if at <= self.sent_until => {
-                if self.lacks_reset {
-                    // The reset has dropped the charge.
-                    RefundTo::Account(0)
-                } else if self.before_charge.is_some() {
-                    RefundTo::Later
-                } else {
-                    RefundTo::Primary
-                }
-            }
+        let unsent = self.unsent(now);
+        let is_sent = match check.charged().first().map(|charged| charged.at) {
+            Some(ChargedAt::Redis(_)) => return RefundTo::Primary,
+            Some(ChargedAt::Local(at)) => at <= self.sent_until,
             // A refund that names no charge applies to any unsent one.
-            Some(ChargedAt::Local(_)) | None => {
-                RefundTo::Account(check.cost().min(limited(self.unsent(now))))
-            }
+            None => unsent == 0,
+        };
+        if !is_sent {
+            RefundTo::Account(check.cost().min(limited(unsent)))
+        } else if self.lacks_reset {
+            // The reset has dropped the charge.
+            RefundTo::Account(0)
+        } else if self.before_charge.is_some() {
+            RefundTo::Later
+        } else {
+            RefundTo::Primary
         }
     }
 
@@ -345,15 +345,21 @@ mod tests {
     fn unsent_charges_stay_refundable() {
         let policies = log("a", "10/h").into();
         let (mut account, decision) = account(&policies, 5, SECOND);
+        let unnamed = Check::refund(Key::GLOBAL, &policies, 5);
+        let both = |account: &Account| {
+            [
+                refund_to(account, &decision, SECOND),
+                account.refund_to(&unnamed, SECOND),
+            ]
+        };
         let sent = send(&mut account, SECOND);
+        assert_eq!(both(&account), [RefundTo::Later; 2]);
         account.replied(&sent, &Err(unsent_error()));
-        let here = RefundTo::Account(5);
-        assert_eq!(refund_to(&account, &decision, SECOND), here);
+        assert_eq!(both(&account), [RefundTo::Account(5); 2]);
         // A charge without a reply is not repeated.
         let sent = send(&mut account, SECOND);
         account.replied(&sent, &Err(StoreError::new(ErrorKind::Timeout)));
-        let there = RefundTo::Primary;
-        assert_eq!(refund_to(&account, &decision, SECOND), there);
+        assert_eq!(both(&account), [RefundTo::Primary; 2]);
         assert!(!account.is_owed(SECOND));
     }
 

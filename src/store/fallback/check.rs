@@ -222,8 +222,7 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     fn failed(self: &Arc<Self>, check: &Check, error: &StoreError, admission: Admission) {
         self.observe(|observer| observer.failed(&event::Failed::new(Some(check.key()), error)));
-        // A full queue is no evidence about the store: the outcome of the queued checks is.
-        if error.is_check_only() || error.kind() == ErrorKind::QueueFull {
+        if !shows_failure(error) {
             return self.breaker.learned_nothing(admission.ticket);
         }
         self.count(error, admission.ticket);
@@ -256,10 +255,10 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// Lets the fallback decide. `in_doubt` is whether the primary store may have run the check too. Then a grant is
     /// neither charged there afterwards nor ever refunded, but a reset is repeated.
     fn fall_back(self: &Arc<Self>, check: &Check, in_doubt: bool) -> Next<P, F> {
-        if let Some(waiters) = self.primary.backend().waiters() {
-            waiters.freed(check);
-        }
         let elsewhere = || {
+            if in_doubt {
+                self.freed(check);
+            }
             let error = StoreError::new(ErrorKind::NotReady).check_only();
             Answer::ready(Err(if in_doubt { error } else { error.not_sent() }))
         };
@@ -268,6 +267,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         if check.mode() == Mode::Release {
             // The primary store may still count the slot, so report an error that lets the release be retried.
             drop(self.fallback.check(share_of(check.clone(), instances)));
+            self.freed(check);
             return elsewhere();
         }
         let mut caller = self.accounts.caller(check.key());
@@ -328,11 +328,24 @@ impl<P: Store, F: Store> Partition<P, F> {
         let records = !in_doubt || check.mode() == Mode::Reset;
         let is_recorded = records && caller.record(check, &decision, now);
         drop(caller);
+        self.freed(check);
         if !self.accounts.is_empty() {
             self.attend();
         }
         Ok(decision.charged_locally(now, !is_recorded))
     }
+
+    /// Wakes the requests that wait for this caller's quota. They check again, so call it after the effect.
+    fn freed(&self, check: &Check) {
+        if let Some(waiters) = self.primary.backend().waiters() {
+            waiters.freed(check);
+        }
+    }
+}
+
+/// Returns `true` if an error is evidence that the store fails. A full queue is not: the outcome of the queued checks is.
+pub(super) fn shows_failure(error: &StoreError) -> bool {
+    !error.is_check_only() && error.kind() != ErrorKind::QueueFull
 }
 
 /// The check under the share of one of these instances.

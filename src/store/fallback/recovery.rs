@@ -26,7 +26,7 @@ use tokio::time::{sleep, timeout};
 
 use super::account::{Account, is_reply};
 use super::breaker::{Breaker, Ticket};
-use super::check::Partition;
+use super::check::{Partition, shows_failure};
 use crate::background::Task;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Policies, Policy, Quota, Strategy};
@@ -138,11 +138,18 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// reconciles the fallback's grants. Returns `false` if the primary store fails again or takes nothing.
     async fn tend(&self) -> bool {
         if self.abandoned.swap(false, Ordering::AcqRel) || !self.breaker.is_closed() {
-            if let Err(error) = self.ping().await {
-                self.count(&error, Ticket::Probe);
-                return false;
+            match self.ping().await {
+                Ok(()) => self.breaker.succeeded(Ticket::Probe),
+                Err(error) => {
+                    if shows_failure(&error) {
+                        self.count(&error, Ticket::Probe);
+                    } else if error.is_not_sent() {
+                        // The next probe must find out.
+                        self.abandoned.store(true, Ordering::Release);
+                    }
+                    return false;
+                }
             }
-            self.breaker.succeeded(Ticket::Probe);
         }
         let well = self.reconcile().await;
         // Pause longer if the store has rejected all checks, even if it works.

@@ -1,12 +1,14 @@
 //! Costs of requests, and the time at which a denied request passes.
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use tokio::time::advance;
 use tower_redis_ratelimit::check::Outcome;
 use tower_redis_ratelimit::extract::Global;
+use tower_redis_ratelimit::store::{ErrorKind, MockStore, Share, StoreError};
 use tower_redis_ratelimit::strategy::Align;
-use tower_redis_ratelimit::{LocalStore, Policy, RateLimitLayer, Strategy};
+use tower_redis_ratelimit::{Fallback, Key, Limiter, LocalStore, Policy, RateLimitLayer, Strategy};
 
 use crate::mocks::*;
 
@@ -64,6 +66,36 @@ async fn a_cost_above_capacity_has_no_retry() {
         assert_eq!(problem["violated-policies"], serde_json::json!(["api"]));
     }
     assert_eq!(send(&service, costing(5)).await.status(), 200);
+}
+
+/// The fallback decides under a share of 25, but Redis would never allow a cost above 100.
+#[tokio::test]
+async fn an_outage_reports_the_whole_burst() {
+    let redis = MockStore::new();
+    redis.fail(StoreError::new(ErrorKind::Unreachable));
+    let share = Share::Fixed(NonZeroU32::new(4).unwrap());
+    let store = Fallback::new(redis, LocalStore::default()).share(share);
+    let (policy, problems) = (gcra("api", "100/h"), Problems::default());
+    let service = limited(
+        RateLimitLayer::new(store.clone(), Global, policy.clone())
+            .cost(by_header)
+            .observer(problems.clone()),
+    );
+    let problem = json(send(&service, costing(101)).await).await;
+    assert_eq!(
+        problem["detail"],
+        "The request's cost exceeds the maximum burst of 100."
+    );
+    let seen = problems.0.lock().unwrap().clone();
+    assert!(
+        seen[0].contains("the burst of the policy \"api\" is 100"),
+        "{seen:?}"
+    );
+    let denied = Limiter::new(store, policy).reserve(Key::GLOBAL, 101).await;
+    assert_eq!(
+        denied.unwrap_err().to_string(),
+        "the call's cost exceeds the maximum burst of 100 (api)"
+    );
 }
 
 #[tokio::test(start_paused = true)]

@@ -480,6 +480,33 @@ async fn an_outage_limits_waiters_by_share() {
     );
 }
 
+/// The caller is idle between `ready` and `call`.
+#[tokio::test(start_paused = true)]
+async fn a_refusal_expires() {
+    async fn call(store: impl Store, idle: Duration) -> Result<(), BoxError> {
+        let layer = ThrottleLayer::new(store, KEY, policy(Strategy::Gcra, "1/m"));
+        let mut client = layer.max_wait(Duration::from_secs(1)).layer(service_fn(ok));
+        let ready = client.ready().await?;
+        sleep(idle).await;
+        ready.call("").await
+    }
+    let policies = policy(Strategy::Gcra, "1/m");
+    for (seconds, passes) in [(0, false), (59, false), (61, true), (3_600, true)] {
+        let local = LocalStore::default();
+        let take = Check::take(KEY, &policies, 1);
+        let _ = local.check(take).await.unwrap();
+        let answer = call(local.clone(), Duration::from_secs(seconds)).await;
+        assert_eq!(answer.is_ok(), passes, "after {seconds} s");
+        assert_eq!(charged(&local, &policies).await, 1);
+    }
+    let failing = MockStore::new();
+    failing.fail(StoreError::new(ErrorKind::Unreachable));
+    for (millis, passes) in [(0, false), (249, false), (251, true)] {
+        let answer = call(failing.clone(), Duration::from_millis(millis)).await;
+        assert_eq!(answer.is_ok(), passes, "after {millis} ms");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn an_undecided_permit_is_requested_again() {
     #[derive(Clone, Default)]

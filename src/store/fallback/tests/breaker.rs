@@ -56,6 +56,24 @@ async fn a_brief_full_queue_never_counts() {
     assert!(!store.is_degraded());
 }
 
+/// A client gives up while the queue is full, so a probe follows, and finds the full queue.
+#[tokio::test(start_paused = true)]
+async fn a_full_queue_fails_no_probe() {
+    let (store, primary, _) = pair(1);
+    primary.set(Manner::Silent);
+    let cancelled = timeout(Duration::from_millis(20), take(&store)).await;
+    assert!(cancelled.is_err());
+    primary.set(Manner::Each(queue_full));
+    for _ in 0..200 {
+        sleep(Duration::from_millis(10)).await;
+        assert!(!store.is_degraded());
+    }
+    primary.set(Manner::After(Duration::from_millis(5)));
+    let asked = primary.asked();
+    all(&store, 64).await;
+    assert_eq!(primary.asked() - asked, 64, "no trials one at a time");
+}
+
 /// A dropped check must not block the next trial.
 #[tokio::test(start_paused = true)]
 async fn a_dropped_trial_does_not_block_recovery() {

@@ -2,6 +2,8 @@
 
 use super::*;
 use crate::in_flight::InFlightTracker;
+use crate::limit::Mode;
+use crate::limiter::Limiter;
 use crate::util::instant;
 
 /// The primary store grants a slot, its reply is lost, and the fallback denies the request.
@@ -40,6 +42,28 @@ async fn a_denied_slot_is_released() {
     drop(held);
     sleep(Duration::from_secs(5)).await;
     assert_eq!(primary.used(&policies).await, 0, "nothing is in flight");
+}
+
+/// The reply to a take is lost, and the fallback decides a renewal, which reaches the primary store neither before the
+/// take nor after it.
+#[tokio::test(start_paused = true)]
+async fn a_local_renewal_confirms_no_take() {
+    for held in [100, 1_500] {
+        let (store, primary, _) = pair(1);
+        let policy = Policy::in_flight("jobs", 3).unwrap();
+        let policy = policy.slot_ttl(Duration::from_secs(3)).unwrap();
+        let jobs = Limiter::new(store.clone(), policy);
+        primary.set(Manner::Swallows);
+        let one = jobs.reserve(ann(), 1).await.unwrap();
+        open(&store, &primary).await;
+        sleep(Duration::from_millis(held)).await;
+        drop(one);
+        close(&store, &primary).await;
+        sleep(Duration::from_millis(1_500)).await;
+        let asked = &lock(&primary.script).asked;
+        let releases = asked.iter().filter(|check| check.mode() == Mode::Release);
+        assert_eq!(releases.count(), 2, "repeated, after {held} ms");
+    }
 }
 
 #[tokio::test(start_paused = true)]

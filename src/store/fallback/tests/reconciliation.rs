@@ -120,7 +120,7 @@ async fn no_more_is_refunded_than_was_granted() {
     assert!(refund().await.unwrap_err().is_not_sent());
     assert!(ask(&store, take(&policies, 5)).await.is_allowed());
     assert_eq!(refund().await.unwrap().granted(), 5);
-    assert_eq!(refund().await.unwrap().granted(), 0);
+    assert!(refund().await.unwrap_err().is_not_sent());
     close(&store, &primary).await;
     assert_eq!(primary.used(&policies).await, 60);
     assert_eq!(reconciled.events(), []);

@@ -109,6 +109,31 @@ async fn refunds_survive_a_full_queue() {
     }
 }
 
+/// The only grant that the primary store lacks is on its way there.
+#[tokio::test(start_paused = true)]
+async fn an_unnamed_refund_is_not_lost_in_a_reconciliation() {
+    for &strategy in Strategy::ALL {
+        let (store, primary, _) = pair(1);
+        let policies = policies(strategy, "100/100d");
+        let _ = take(&store, &policies, 50).await;
+        primary.set(Manner::Each(queue_full));
+        let _ = take(&store, &policies, 1).await;
+        let asked = primary.asked();
+        primary.set(Manner::After(Duration::from_millis(80)));
+        while primary.asked() == asked {
+            sleep(Duration::from_millis(1)).await;
+        }
+        let refund = || store.check(Check::refund(ann(), &policies, 30));
+        let error = refund().await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotReady);
+        assert!(error.is_not_sent(), "it can be retried");
+        rest().await;
+        let refunded = refund().await.unwrap();
+        assert_eq!(refunded.source(), Source::Redis);
+        assert_eq!(primary.used(&policies).await, 21, "{strategy}");
+    }
+}
+
 /// The reconciling charge is in flight. It succeeds, or fails unsent and is sent again.
 #[tokio::test(start_paused = true)]
 async fn a_refund_waits_for_its_reconciliation() {

@@ -3,12 +3,14 @@
 use std::future::Pending;
 use std::num::NonZeroU32;
 use std::panic::panic_any;
+use std::pin::pin;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::mpsc;
+use std::task::{Context, Wake as TaskWake, Waker};
 
 use super::far::{Far, cut, recovery, take};
 use super::*;
-use crate::store::{Backend, Hooks, Instances};
+use crate::store::{Backend, Hooks, Instances, Waiters, Wake};
 
 /// Panics at each notification.
 struct Panics(Arc<AtomicUsize>);
@@ -220,4 +222,77 @@ fn the_instances_are_counted_under_no_lock() {
         lock(&whole).take();
         done.send(()).unwrap();
     });
+}
+
+/// Fails each check.
+#[derive(Clone, Default)]
+struct Down(Waiters);
+
+impl Store for Down {
+    type Future = Pending<Result<Decision, StoreError>>;
+
+    fn check(&self, _: Check) -> Answer<Self::Future> {
+        Answer::ready(Err(unsent()))
+    }
+
+    fn backend(&self) -> Backend<'_, Self::Future> {
+        Backend::new(&self.0)
+    }
+}
+
+/// The task of a waiter on another thread, which checks the fallback when it is woken.
+struct ChecksImmediately {
+    counts: LocalStore,
+    policies: Policies,
+    remaining: Mutex<Vec<u32>>,
+}
+
+impl TaskWake for ChecksImmediately {
+    fn wake(self: Arc<Self>) {
+        let peek = Check::peek(ann(), &self.policies, 1);
+        let Answer::Ready { answer } = self.counts.check(peek) else {
+            unreachable!("it never waits")
+        };
+        lock(&self.remaining).push(answer.unwrap().remaining());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn waiters_are_woken_after_the_effect() {
+    let policies = policies(Strategy::SlidingLog, "10/100d");
+    let in_flight: Policies = Policy::in_flight("streams", 1).unwrap().into();
+    let took = Check::take(ann(), &in_flight, 1);
+    let release = Check::release(ann(), &in_flight, took.slot().unwrap());
+    let refund = Check::refund(ann(), &policies, 4);
+    let reset = Check::reset(ann(), &policies);
+    for (take, freeing, seen) in [
+        (Check::take(ann(), &policies, 10), refund.clone(), &[4][..]),
+        (Check::take(ann(), &policies, 10), reset, &[10]),
+        (took, release, &[1]),
+        // No grant is refunded.
+        (Check::take(ann(), &policies, 0), refund, &[]),
+    ] {
+        let (primary, counts) = (Down::default(), LocalStore::default());
+        let store = Fallback::new(primary.clone(), counts.clone());
+        assert!(store.check(take).await.unwrap().is_allowed());
+        let policies = freeing.policies().clone();
+        let wake = Arc::new(Wake::default());
+        let listener = primary.0.listen(ann(), policies.clone(), Arc::clone(&wake));
+        let waiter = Arc::new(ChecksImmediately {
+            counts,
+            policies,
+            remaining: Mutex::default(),
+        });
+        let waker = Waker::from(Arc::clone(&waiter));
+        let mut woken = pin!(wake.notify.notified());
+        assert!(
+            woken
+                .as_mut()
+                .poll(&mut Context::from_waker(&waker))
+                .is_pending()
+        );
+        let _ = store.check(freeing.clone()).await;
+        assert_eq!(*lock(&waiter.remaining), seen, "{:?}", freeing.mode());
+        drop(listener);
+    }
 }
