@@ -16,37 +16,43 @@ const SHARDS: usize = 32;
 /// A bounded number of accounts. They also determine which replies of the primary store the fallback
 /// may follow: only replies that include all of its grants.
 pub(super) struct Accounts {
-    shards: Shards<Mutex<Shard>>,
+    shards: Shards<Shard>,
     /// Number of accounts.
     held: AtomicUsize,
     /// Number of accounts that may be opened, in all partitions of a primary store together.
     free: Arc<AtomicUsize>,
-    /// Number of the epoch. An epoch ends when the breaker opens, and when an account is removed
-    /// whose charges were sent: a reply to a check of an earlier epoch may lack these.
-    epoch: AtomicU64,
+    /// Number of times that the breaker has opened.
+    openings: AtomicU64,
     /// Since the last report: the cost that was charged to the primary store, and the cost that was
     /// sent and has not been granted there, or was granted without an account.
     pub(super) charged: AtomicU64,
     pub(super) dropped: AtomicU64,
 }
 
+#[derive(Default)]
+pub(super) struct Shard {
+    accounts: Mutex<ByCaller>,
+    /// Number of times that accounts were removed whose charges were sent.
+    removals: AtomicU64,
+}
+
 /// The accounts of each caller, one for each list of policies.
-pub(super) type Shard = HashMap<Key, SmallVec<[Account; 1]>, RandomState>;
+type ByCaller = HashMap<Key, SmallVec<[Account; 1]>, RandomState>;
 
 /// A caller, locked: one thread at a time decides its checks.
 pub(super) struct Caller<'a> {
     key: &'a Key,
     all: &'a Accounts,
-    shard: MutexGuard<'a, Shard>,
+    shard: MutexGuard<'a, ByCaller>,
 }
 
 impl Accounts {
     pub(super) fn new(free: Arc<AtomicUsize>) -> Self {
         Self {
-            shards: Shards::new(SHARDS, |_| Mutex::default()),
+            shards: Shards::new(SHARDS, |_| Shard::default()),
             held: AtomicUsize::new(0),
             free,
-            epoch: AtomicU64::new(0),
+            openings: AtomicU64::new(0),
             charged: AtomicU64::new(0),
             dropped: AtomicU64::new(0),
         }
@@ -61,13 +67,18 @@ impl Accounts {
         self.free.load(Ordering::Acquire) == 0
     }
 
-    /// The present epoch. Read it before a check is sent to the primary store.
-    pub(super) fn epoch(&self) -> u64 {
-        self.epoch.load(Ordering::Acquire)
+    /// Returns the number of a caller's present epoch. Read it before a check is sent to the primary store.
+    ///
+    /// An epoch ends when the breaker opens, and when an account of the caller is removed whose charges were sent: a reply
+    /// to a check of an earlier epoch may lack these. The callers of a shard share their epoch.
+    pub(super) fn epoch(&self, key: &Key) -> u64 {
+        let removals = &self.shards.of(key).0.removals;
+        self.openings.load(Ordering::Acquire) + removals.load(Ordering::Acquire)
     }
 
-    pub(super) fn end_epoch(&self) {
-        self.epoch.fetch_add(1, Ordering::AcqRel);
+    /// Ends the epochs of all callers.
+    pub(super) fn end_epochs(&self) {
+        self.openings.fetch_add(1, Ordering::AcqRel);
     }
 
     /// Locks a caller. Until this is dropped, no other thread decides a check of the caller or warms the fallback with
@@ -76,39 +87,35 @@ impl Accounts {
         Caller {
             key,
             all: self,
-            shard: lock(self.shards.of(key).0),
+            shard: lock(&self.shards.of(key).0.accounts),
         }
     }
 
-    pub(super) fn shards(&self) -> impl Iterator<Item = &Mutex<Shard>> {
+    pub(super) fn shards(&self) -> impl Iterator<Item = &Shard> {
         self.shards.iter()
     }
 
     /// Removes the accounts of a shard that do not `stay`.
-    pub(super) fn sweep(
-        &self,
-        shard: &Mutex<Shard>,
-        mut stays: impl FnMut(&Key, &Account) -> bool,
-    ) {
-        let (mut shard, mut removed, mut is_sent) = (lock(shard), 0, false);
-        shard.retain(|key, accounts| {
-            accounts.retain(|account| {
+    pub(super) fn sweep(&self, shard: &Shard, mut stays: impl FnMut(&Key, &Account) -> bool) {
+        let (mut accounts, mut removed, mut is_sent) = (lock(&shard.accounts), 0, false);
+        accounts.retain(|key, each| {
+            each.retain(|account| {
                 let stays = stays(key, account);
                 removed += usize::from(!stays);
                 is_sent |= !stays && account.is_sent;
                 stays
             });
-            !accounts.is_empty()
+            !each.is_empty()
         });
         if is_sent {
-            self.end_epoch();
+            shard.removals.fetch_add(1, Ordering::AcqRel);
         }
         if removed > 0 {
             self.held.fetch_sub(removed, Ordering::AcqRel);
             self.free.fetch_add(removed, Ordering::AcqRel);
         }
-        if shard.is_empty() {
-            shard.shrink_to_fit();
+        if accounts.is_empty() {
+            accounts.shrink_to_fit();
         }
     }
 }
@@ -120,7 +127,7 @@ impl Caller<'_> {
     /// The fallback decides and records under the same lock, so each earlier grant is in an account, or was charged
     /// before its account was removed. That has ended the epoch, so a check of the present epoch was sent later.
     pub(super) fn has_all_grants(&self, sent: u64) -> bool {
-        self.all.epoch() == sent && !self.shard.contains_key(self.key)
+        self.all.epoch(self.key) == sent && !self.shard.contains_key(self.key)
     }
 
     /// Returns the account with the counts of `policies`. Requests in flight have none.

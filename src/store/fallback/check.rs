@@ -50,7 +50,7 @@ pub(super) struct Partition<P, F> {
 /// The permission to send a check to the primary store. Its outcome must be reported to the breaker.
 #[derive(Debug, Clone, Copy)]
 struct Admission {
-    /// The epoch of the accounts.
+    /// The epoch of the caller.
     epoch: u64,
     ticket: Ticket,
 }
@@ -153,7 +153,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// Returns `None` if the fallback must decide a check.
     fn admit(self: &Arc<Self>, check: &Check) -> Option<Admission> {
         // Read the epoch before the breaker, so that a check sent before the breaker opened is of an earlier epoch.
-        let epoch = self.accounts.epoch();
+        let epoch = self.accounts.epoch(check.key());
         // Within two deadlines a check has failed, or its future was dropped.
         let patience = self.settings.deadline.saturating_mul(2);
         let admit = || self.breaker.admit(|| self.clock.micros(), patience);
@@ -235,7 +235,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         if !self.breaker.failed(ticket, lasting, now) {
             return;
         }
-        self.accounts.end_epoch();
+        self.accounts.end_epochs();
         if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
             let mut degraded = event::Degraded::new(error);
             degraded.share = self.settings.share.instances();

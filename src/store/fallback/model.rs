@@ -163,7 +163,7 @@ fn warming_keeps_what_was_granted() {
             } = &*asking;
             let check = Check::take(Key::GLOBAL, policies, 1);
             for _ in 0..3 {
-                let epoch = accounts.epoch();
+                let epoch = accounts.epoch(&Key::GLOBAL);
                 if let Some(ticket) = breaker.admit(|| 0, Duration::MAX) {
                     let decision = decide(primary, &check);
                     yield_now();
@@ -186,7 +186,7 @@ fn warming_keeps_what_was_granted() {
         let failing = Arc::clone(&partition);
         let fail = move || {
             if failing.breaker.failed(Ticket::Free, false, 0) {
-                failing.accounts.end_epoch();
+                failing.accounts.end_epochs();
             }
         };
         let reconciling = Arc::clone(&partition);
