@@ -188,10 +188,17 @@ impl Queue {
     pub(super) fn denial(&self, now: Instant) -> Option<Decision> {
         let (decision, at) = self.last_decision.clone()?;
         let last_due = self.turns.keys().next_back().map(|(due, _)| *due);
-        let wait = last_due.or(self.no_capacity_before);
-        let wait = wait.map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
+        let free_at = last_due.or(self.no_capacity_before);
+        let free_at = free_at.unwrap_or(at + time_for_unit(&decision));
+        let wait = free_at.saturating_duration_since(now);
         Some(decision.denied_for(wait, now.saturating_duration_since(at)))
     }
+}
+
+/// After a grant, in part or not: no more is likely to be freed before a unit is refilled or the window ends.
+pub(super) fn time_for_unit(decision: &Decision) -> Duration {
+    let unit = decision.policy().quota().time_for(1);
+    unit.min(decision.reset_after())
 }
 
 /// After a denial of a check sent at this time: no capacity is expected before the returned time. Slots in flight may be

@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout_at};
 
 use super::permit::Permit;
-use super::queue::Queue;
+use super::queue::{Queue, time_for_unit};
 use super::{NoPermit, QueueRef};
 use crate::background::panicked;
 use crate::error::StoreError;
@@ -42,7 +42,7 @@ pub(super) struct Task {
 struct Checks {
     /// The time of the next one.
     next: Instant,
-    /// The time at which the last denied one was sent.
+    /// The time at which the last one was sent that was denied, or granted in part.
     denied_at: Option<Instant>,
     /// Units left after the last one, under policies that charge units.
     units: u32,
@@ -175,7 +175,8 @@ impl Task {
             let late = queue.take_late(now, |deadline, number| match self.by_turns {
                 // The turn of this or an earlier one has no reply yet.
                 true => first.is_some_and(|first| first <= number),
-                // The reply decides whether there is a check for it. A denial after the deadline is the last one.
+                // The reply decides whether there is a check for it. After the deadline, the first one that leaves nothing
+                // is the last one.
                 false => was_pending || number <= last && Some(deadline) > self.checks.denied_at,
             });
             for waiter in late {
@@ -456,9 +457,9 @@ impl Checks {
             }
             return;
         } else if decision.granted() < request.check.cost() {
-            // The reply does not say when more is freed. It is unlikely before a unit is refilled or the window ends.
-            let unit = decision.policy().quota().time_for(1);
-            unit.min(decision.reset_after())
+            // Nothing is left, as after a denial.
+            self.denied_at = Some(request.sent_at);
+            time_for_unit(decision)
         } else {
             return;
         };

@@ -810,3 +810,48 @@ async fn a_refund_before_the_wait_is_not_missed() {
     );
     assert!(start.elapsed() < Duration::from_millis(100));
 }
+
+/// A store that replies after a delay.
+fn delayed(
+    delay: Duration,
+    answer: impl Fn(Check) -> Result<Decision, StoreError> + Send + Sync + 'static,
+) -> Scripted {
+    Scripted::new(move |check| {
+        let answer = answer(check);
+        Box::pin(async move {
+            sleep(delay).await;
+            answer
+        })
+    })
+}
+
+/// Checks that are granted in part extend no wait, although each round trip frees a unit.
+#[tokio::test(start_paused = true)]
+async fn a_partial_grant_extends_no_wait() {
+    for strategy in [Strategy::SlidingLog, Strategy::SlidingCounter] {
+        let (store, policies) = (LocalStore::default(), policies(strategy, "20/s"));
+        for _ in 0..40 {
+            let _ = local(&store, Check::take(ANN, &policies, 1)).unwrap();
+            sleep(Duration::from_millis(50)).await;
+        }
+        let store = delayed(Duration::from_millis(50), move |check| local(&store, check));
+        let limiter = Limiter::new(store, policies);
+        let start = instant();
+        let waits = (0..60).map(async |_| {
+            let decision = limiter.wait(ANN, 1, Duration::from_millis(300)).await;
+            (decision.unwrap(), start.elapsed().as_millis())
+        });
+        let ended = join_all(waits).await;
+        let allowed = ended.iter().filter(|(decision, _)| decision.is_allowed());
+        assert!(allowed.count() >= 4, "{strategy:?}");
+        let last = ended.iter().map(|(_, after)| *after).max().unwrap();
+        // A check may be pending at the deadline, and the last one follows.
+        assert!(last <= 300 + 2 * 50 + 1, "{strategy:?}: {last} ms");
+        for (decision, _) in ended {
+            let wait = decision.retry_after();
+            // The time of a unit, not the microsecond of a grant in part.
+            let is_true = wait.is_none_or(|wait| wait > Duration::from_millis(10));
+            assert!(is_true, "{strategy:?}: {wait:?}");
+        }
+    }
+}
