@@ -341,7 +341,7 @@ impl QueueRef {
 
     /// The denial of a waiter. Before a reply of the store: try again when a unit has been freed.
     fn denial(&self, queue: Option<&Queue>, cost: u32, now: Instant) -> Decision {
-        let known = queue.and_then(|queue| queue.denial(now));
+        let known = queue.and_then(|queue| queue.denial(cost, now));
         known.unwrap_or_else(|| {
             let check = Check::take(self.id.key, &self.policies, cost);
             check.decided(Source::Local, 0, |policy| {

@@ -29,8 +29,8 @@ pub(super) struct Queue {
     pub(super) requested: BTreeSet<u64>,
     /// The last decision of the store, and its time.
     last_decision: Option<(Decision, Instant)>,
-    /// After a denial: no capacity is expected before this time for those without a turn.
-    no_capacity_before: Option<Instant>,
+    /// After a denial: before this time no capacity is expected for this cost or a larger one, except turns.
+    no_capacity_before: Option<(Instant, u32)>,
     /// Wakes the task.
     pub(super) wake: Arc<Wake>,
 }
@@ -142,24 +142,23 @@ impl Queue {
         waiters.skip(others)
     }
 
-    /// Removes the waiters that are too late, unless they are `open`: the deadline has passed; or they have no turn, and no
-    /// capacity is expected before the deadline.
-    pub(super) fn take_late(
-        &mut self,
-        now: Instant,
-        is_open: impl Fn(Instant, u64) -> bool,
-    ) -> Vec<Waiter> {
-        let free_at = self.no_capacity_before.filter(|free_at| *free_at > now);
-        let without_turn = free_at.and_then(|_| self.first_without_turn());
+    /// The waiters that are too late, unless they are `open`: the deadline has passed; or they have no turn, and no
+    /// capacity is expected for their cost before the deadline.
+    pub(super) fn late(&self, now: Instant, is_open: impl Fn(Instant, u64) -> bool) -> Vec<u64> {
+        let denied = self.no_capacity_before.filter(|(at, _)| *at > now);
+        let without_turn = denied.and_then(|_| self.first_without_turn());
         let late = self.deadlines.range(..=(now, u64::MAX));
         let hopeless = self.deadlines.range((now, u64::MAX)..);
-        let hopeless = hopeless.take_while(|(deadline, _)| Some(*deadline) < free_at);
-        let hopeless = hopeless.filter(|(_, number)| without_turn.is_some_and(|n| n <= *number));
+        let hopeless =
+            hopeless.take_while(|(deadline, _)| denied.is_some_and(|(at, _)| *deadline < at));
+        let hopeless = hopeless.filter(|(_, number)| {
+            let waiter = self.waiters.get(number);
+            without_turn.is_some_and(|first| first <= *number)
+                && waiter.is_some_and(|waiter| denied.is_some_and(|(_, cost)| waiter.cost >= cost))
+        });
         let late = late.chain(hopeless);
         let late = late.filter(|(deadline, number)| !is_open(*deadline, *number));
-        let late: Vec<u64> = late.map(|(_, number)| *number).collect();
-        let late = late.into_iter();
-        late.filter_map(|number| self.remove(number)).collect()
+        late.map(|(_, number)| *number).collect()
     }
 
     /// The first deadline after this time, or of all.
@@ -177,18 +176,21 @@ impl Queue {
         after.next().map(|((due, _), _)| *due)
     }
 
-    /// Records the last decision, on a check sent at this time.
-    pub(super) fn record_decision(&mut self, decision: &Decision, sent_at: Instant) {
+    /// Records the last decision, on a check of this cost, or of each unit up to some, sent at this time.
+    pub(super) fn record_decision(&mut self, decision: &Decision, cost: u32, sent_at: Instant) {
         self.last_decision = Some((decision.clone(), instant()));
-        self.no_capacity_before = capacity_time(decision, sent_at);
+        self.no_capacity_before = capacity_time(decision, sent_at).map(|at| (at, cost));
     }
 
-    /// The denial for a waiter. Its wait is the time until the last turn is due, or until capacity is expected. `None`
-    /// before the first reply.
-    pub(super) fn denial(&self, now: Instant) -> Option<Decision> {
+    /// The denial for a waiter of this cost. Its wait is the time until the last turn is due, or until capacity is
+    /// expected. `None` before the first reply.
+    pub(super) fn denial(&self, cost: u32, now: Instant) -> Option<Decision> {
         let (decision, at) = self.last_decision.clone()?;
         let last_due = self.turns.keys().next_back().map(|(due, _)| *due);
-        let free_at = last_due.or(self.no_capacity_before);
+        let denied = self
+            .no_capacity_before
+            .filter(|(_, denied)| cost >= *denied);
+        let free_at = last_due.or(denied.map(|(at, _)| at));
         let free_at = free_at.unwrap_or(at + time_for_unit(&decision));
         let wait = free_at.saturating_duration_since(now);
         Some(decision.denied_for(wait, now.saturating_duration_since(at)))

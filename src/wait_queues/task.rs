@@ -172,14 +172,17 @@ impl Task {
                 .extend(requests.iter().map(|request| request.first));
             let first = queue.requested.first().copied();
             let last = requests.last().map_or(0, |request| request.last);
-            let late = queue.take_late(now, |deadline, number| match self.by_turns {
+            let late = queue.late(now, |deadline, number| match self.by_turns {
                 // The turn of this or an earlier one has no reply yet.
                 true => first.is_some_and(|first| first <= number),
                 // The reply decides whether there is a check for it. After the deadline, the first one that leaves nothing
                 // is the last one.
                 false => was_pending || number <= last && Some(deadline) > self.checks.denied_at,
             });
-            for waiter in late {
+            for number in late {
+                let Some(waiter) = queue.remove(number) else {
+                    continue;
+                };
                 let denial = self.queue_ref.denial(Some(queue), waiter.cost, now);
                 answers.push((waiter, Err(NoPermit::Denied(denial))));
             }
@@ -365,8 +368,12 @@ impl Task {
                 return;
             }
         }
+        let cost = match request.check.mode() {
+            Mode::UpTo => 1,
+            _ => request.check.cost(),
+        };
         self.queue_ref
-            .with(|queue| queue.record_decision(decision, request.sent_at));
+            .with(|queue| queue.record_decision(decision, cost, request.sent_at));
         let is_denied = decision.retry_after().is_some();
         self.by_turns = !is_denied && (self.by_turns || decision.due_in().is_some());
         self.checks

@@ -855,3 +855,29 @@ async fn a_partial_grant_extends_no_wait() {
         }
     }
 }
+
+/// The denial of a large cost refuses no smaller one, and each refused waiter gets the wait of its own cost.
+#[tokio::test(start_paused = true)]
+async fn a_large_denial_refuses_no_smaller_cost() {
+    for strategy in [WINDOW, Strategy::SlidingLog] {
+        let (store, policies) = (LocalStore::default(), policies(strategy, "10/m"));
+        let used = local(&store, Check::take(ANN, &policies, 6)).unwrap();
+        assert!(used.is_allowed());
+        let store = delayed(Duration::from_millis(1), move |check| local(&store, check));
+        let limiter = Limiter::new(store, policies);
+        let (start, max) = (instant(), Duration::from_secs(1));
+        let waits = [5, 1, 1, 1, 1, 1, 6].map(|cost| limiter.wait(ANN, cost, max));
+        let answers = join_all(waits).await;
+        let answers: Vec<_> = answers.into_iter().map(Result::unwrap).collect();
+        let are_allowed: Vec<_> = answers.iter().map(Decision::is_allowed).collect();
+        let expected = [false, true, true, true, true, false, false];
+        assert_eq!(are_allowed, expected, "{strategy:?}");
+        for denied in answers.iter().filter_map(Decision::retry_after) {
+            assert!(denied > Duration::from_secs(58), "{strategy:?}: {denied:?}");
+        }
+        assert!(
+            start.elapsed() < Duration::from_millis(1_010),
+            "{strategy:?}"
+        );
+    }
+}
