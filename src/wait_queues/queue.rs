@@ -71,6 +71,19 @@ impl Queue {
         Some(waiter)
     }
 
+    /// Extends the wait of a waiter by the time of its store call, which does not count.
+    pub(super) fn extend_wait(&mut self, number: u64, by: Duration) {
+        let waiter = self.waiters.get_mut(&number);
+        let deadline = waiter.and_then(|waiter| waiter.deadline.as_mut());
+        if let Some(deadline) = deadline
+            && let Some(later) = deadline.checked_add(by)
+        {
+            self.deadlines.remove(&(*deadline, number));
+            self.deadlines.insert((later, number));
+            *deadline = later;
+        }
+    }
+
     pub(super) fn add_turn(&mut self, turn: Permit) {
         self.last_turn += 1;
         self.turns.insert((turn.due(), self.last_turn), turn);

@@ -406,8 +406,14 @@ impl Task {
             Permit::new(self.queue_ref.clone(), charge, due, slot.take())
         });
         let turns: Vec<_> = turns.collect();
-        self.queue_ref
-            .with(|queue| turns.into_iter().for_each(|turn| queue.add_turn(turn)));
+        self.queue_ref.with(|queue| {
+            turns.into_iter().for_each(|turn| queue.add_turn(turn));
+            if decision.due_in().is_some() {
+                // The store has reserved the turn within the wait that was left when the request was sent.
+                let took = instant().saturating_duration_since(request.sent_at);
+                queue.extend_wait(request.first, took);
+            }
+        });
     }
 
     /// Fails the first waiter of a request. After several failures in a row, fails each waiter without a turn.

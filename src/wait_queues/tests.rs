@@ -881,3 +881,36 @@ async fn a_large_denial_refuses_no_smaller_cost() {
         );
     }
 }
+
+/// A turn that the store has reserved within the longest wait is granted, although it is due a round trip after the
+/// deadline.
+#[tokio::test(start_paused = true)]
+async fn a_reserved_turn_outlives_the_deadline() {
+    for (quota, rtt, max, every) in [("1/s burst 1", 20, 990, 400), ("50/s burst 1", 25, 500, 5)] {
+        let store = LocalStore::default();
+        let later = Arc::new(AtomicU32::new(0));
+        let counted = Arc::clone(&later);
+        let store = delayed(Duration::from_millis(rtt), move |check| {
+            let answer = local(&store, check);
+            let due = answer.as_ref().ok().and_then(Decision::due_in);
+            counted.fetch_add(u32::from(due.is_some()), SeqCst);
+            answer
+        });
+        let limiter = Arc::new(Limiter::new(store, policies(Strategy::Gcra, quota)));
+        assert!(limiter.take(ANN, 1).await.unwrap().is_allowed());
+        let waits = (0..400).map(async |i| {
+            sleep(Duration::from_millis(i * every)).await;
+            let start = instant();
+            let answer = limiter.wait(ANN, 1, Duration::from_millis(max)).await;
+            (answer.unwrap().is_allowed(), start.elapsed())
+        });
+        let ended = join_all(waits).await;
+        let allowed = ended.iter().filter(|(is_allowed, _)| *is_allowed).count();
+        assert!(allowed >= later.load(SeqCst) as usize, "{quota}: {allowed}");
+        let longest = ended.iter().map(|(_, took)| *took).max().unwrap();
+        assert!(
+            longest <= Duration::from_millis(max + rtt + 2),
+            "{quota}: {longest:?}"
+        );
+    }
+}
