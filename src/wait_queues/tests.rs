@@ -1,3 +1,4 @@
+use std::convert::Infallible;
 use std::future::{Ready, pending, poll_fn, ready};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
@@ -9,10 +10,10 @@ use futures_util::future::join_all;
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
 use tokio::time::sleep;
+use tower::{Layer, ServiceExt, service_fn};
 
 use super::queue::{Queue, Waiter};
 use super::{Acquire, Bounds, NoPermit, Permit, QueueId, QueueRef, Reply, WaitQueues};
-use crate::Limiter;
 use crate::error::{ErrorKind, StoreError};
 use crate::in_flight::{InFlightTracker, Slot};
 use crate::limit::{
@@ -21,6 +22,7 @@ use crate::limit::{
 use crate::store::{Answer, Backend, LocalStore, Store};
 use crate::strategy::Align;
 use crate::util::{instant, lock};
+use crate::{CallLimitLayer, Limiter};
 
 /// A store that charges in Redis, or in this process.
 #[derive(Clone, Default)]
@@ -913,4 +915,45 @@ async fn a_reserved_turn_outlives_the_deadline() {
             "{quota}: {longest:?}"
         );
     }
+}
+
+/// A failed wait under requests in flight has no slot of its own to release, if it does not pass.
+#[tokio::test(start_paused = true)]
+async fn in_flight_failed_waits_release_no_slots() {
+    let store = LocalStore::default();
+    let (fails, released) = (
+        Arc::new(AtomicBool::new(false)),
+        Arc::new(Mutex::new(vec![])),
+    );
+    let (failing, releases) = (Arc::clone(&fails), Arc::clone(&released));
+    let store = delayed(Duration::from_millis(1), move |check| {
+        if failing.load(SeqCst) {
+            lock(&releases).push(check.mode());
+            return Err(StoreError::new(ErrorKind::Timeout));
+        }
+        local(&store, check)
+    });
+    let jobs = Policy::in_flight("jobs", 1).unwrap();
+    let service = CallLimitLayer::new(store, |_: &()| Some(ANN), jobs)
+        .wait(MINUTE)
+        .layer(service_fn(|(): ()| async {
+            sleep(MINUTE).await;
+            Ok::<_, Infallible>(())
+        }));
+    let calls = (0..100).map(|_| tokio::spawn(service.clone().oneshot(())));
+    let calls: Vec<_> = calls.collect();
+    sleep(Duration::from_secs(1)).await;
+    fails.store(true, SeqCst);
+    sleep(Duration::from_secs(1)).await;
+    let failed = calls.iter().filter(|call| call.is_finished()).count();
+    assert_eq!(failed, 99);
+    let modes = lock(&released).clone();
+    let takes = modes.iter().filter(|mode| **mode == Mode::Take).count();
+    // The slots of the takes, whose replies were lost, are released repeatedly.
+    let releases = modes.len() - takes;
+    assert!(
+        releases <= 10 * takes,
+        "{releases} releases of {takes} takes"
+    );
+    calls.iter().for_each(tokio::task::JoinHandle::abort);
 }
