@@ -23,8 +23,7 @@
 //!   is dropped unused goes to the first waiter if that has its cost; otherwise it is refunded.
 //! - **A reply is lost.** The waiter that it was for fails, if it still waits, and the queue is served by checks, the first
 //!   one 100 ms later. After three failures in a row, each waiter without a turn fails. The charge is not refunded, since
-//!   it may not have been made. An empty queue stays until that check would be due, so that requests that try again share
-//!   its checks.
+//!   it may not have been made. An empty queue stays for another second, so that requests that try again share its checks.
 //! - **A deadline passes.** The task refuses the waiter, unless a pending reply may serve it; by checks, the last one is
 //!   sent at the deadline. So only a slow store call delays that. It refuses earlier each waiter that is certain to be
 //!   too late.

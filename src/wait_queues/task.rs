@@ -74,6 +74,9 @@ const MAX_CHECK_INTERVAL: Duration = Duration::from_secs(30);
 const CHECKS_PER_WAIT: u32 = 16;
 /// Maximum number of requests without a reply.
 const MAX_REQUESTS: usize = 128;
+/// Time after a failure for which an empty queue stays: longer than the pause of a throttle, so that throttles that pause
+/// together share checks again.
+const FAILURE_TTL: Duration = Duration::from_secs(1);
 /// Number of consecutive failures at which all waiters fail.
 const MAX_FAILURES: u32 = 3;
 
@@ -190,12 +193,13 @@ impl Task {
                 (requests, Some(now))
             } else if queue.waiters.is_empty() && queue.turns.is_empty() && self.pending.is_empty()
             {
-                if self.failures == 0 || self.checks.next <= now {
+                let until = self.checks.next + FAILURE_TTL;
+                if self.failures == 0 || until <= now {
                     queues.each.remove(&self.queue_ref.id);
                     self.has_ended = true;
                     return ControlFlow::Break(());
                 }
-                (requests, Some(self.checks.next))
+                (requests, Some(until))
             } else {
                 let deadline = queue.deadline_after(Some(now));
                 let times = [queue.next_due(now), deadline, next_check];

@@ -22,7 +22,7 @@ use crate::limit::{
 use crate::store::{Answer, Backend, LocalStore, Store};
 use crate::strategy::Align;
 use crate::util::{instant, lock};
-use crate::{CallLimitLayer, Limiter};
+use crate::{CallLimitLayer, Limiter, ThrottleLayer};
 
 /// A store that charges in Redis, or in this process.
 #[derive(Clone, Default)]
@@ -956,4 +956,28 @@ async fn in_flight_failed_waits_release_no_slots() {
         "{releases} releases of {takes} takes"
     );
     calls.iter().for_each(tokio::task::JoinHandle::abort);
+}
+
+/// The throttles that start together in an outage share a call, although they all pause meanwhile.
+#[tokio::test(start_paused = true)]
+async fn throttles_that_start_together_rarely_retry() {
+    let calls = Arc::new(AtomicU32::new(0));
+    let counted = Arc::clone(&calls);
+    let store = delayed(Duration::from_millis(1), move |_| {
+        counted.fetch_add(1, SeqCst);
+        Err(StoreError::new(ErrorKind::Unreachable))
+    });
+    let layer = ThrottleLayer::new(store, ANN, policies(Strategy::Gcra, "10000/s"));
+    let tasks = (0..100).map(|_| {
+        let mut service = layer.layer(service_fn(|(): ()| ready(Ok::<_, Infallible>(()))));
+        tokio::spawn(async move { service.ready().await.is_ok() })
+    });
+    let tasks: Vec<_> = tasks.collect();
+    sleep(Duration::from_secs(1)).await;
+    let before = calls.load(SeqCst);
+    sleep(Duration::from_secs(10)).await;
+    let calls = calls.load(SeqCst) - before;
+    // A call every 100 ms, and at least one in each pause.
+    assert!((20..=100).contains(&calls), "{calls} calls in 10 s");
+    tasks.iter().for_each(tokio::task::JoinHandle::abort);
 }

@@ -17,7 +17,7 @@ use crate::gate::{Notifier, Selector};
 use crate::limit::{Check, Key, Policies, RateLimited};
 use crate::middleware::call_limit::BoxError;
 use crate::observe::mistakes::IN_FLIGHT_IN_THROTTLE;
-use crate::util::instant;
+use crate::util::{instant, jittered};
 use crate::wait_queues::{Acquire, NoPermit, Permit, WaitQueues};
 
 /// The service that a [`ThrottleLayer`](crate::ThrottleLayer) makes. It is ready when it has a
@@ -56,7 +56,7 @@ enum State {
     Refused(BoxError, Option<Instant>),
 }
 
-/// Delay before the next attempt.
+/// Delay before the next attempt. Shorter than the time for which a wait queue remembers a failure.
 const PAUSE: Duration = Duration::from_millis(250);
 
 const NEVER_ENDS: &str = "a `ThrottleLayer` cannot limit requests in flight: move that policy to a `CallLimitLayer` or \
@@ -124,7 +124,7 @@ impl Settings {
 
 impl State {
     fn pausing() -> Self {
-        Self::Pausing(Box::pin(sleep(PAUSE)), runtime())
+        Self::Pausing(Box::pin(sleep(jittered(PAUSE, 1.0..1.2))), runtime())
     }
 
     /// Returns `true` if it waits on another runtime, which may have shut down or be blocked.
