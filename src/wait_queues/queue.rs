@@ -132,8 +132,9 @@ impl Queue {
     pub(super) fn without_turn(&self) -> impl Iterator<Item = (&u64, &Waiter)> {
         let (mut numbers, turns) = (self.waiters.keys(), self.turns.len());
         let first = match self.waiters.len().checked_sub(turns + 1) {
+            None => None,
             Some(later) if later < turns => numbers.nth_back(later),
-            _ => numbers.nth(turns),
+            Some(_) => numbers.nth(turns),
         };
         let waiters = first.map(|first| self.waiters.range(first..));
         waiters.into_iter().flatten()
