@@ -248,7 +248,8 @@ impl Task {
         let most = MAX_REQUESTS.min(slots as usize);
         let (mut sum, costs) = (0, queue.without_turn().map(|(_, waiter)| waiter.cost));
         let fitting = costs.take(most).take_while(|cost| {
-            sum += u64::from(*cost);
+            // Free requests too are checked one by one while no unit is left.
+            sum += u64::from((*cost).max(1));
             sum <= u64::from(units)
         });
         let fitting = fitting.count().max(1);

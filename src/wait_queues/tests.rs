@@ -9,7 +9,7 @@ use futures_util::FutureExt;
 use futures_util::future::join_all;
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 use tower::{Layer, ServiceExt, service_fn};
 
 use super::queue::{Queue, Waiter};
@@ -980,4 +980,30 @@ async fn throttles_that_start_together_rarely_retry() {
     // A call every 100 ms, and at least one in each pause.
     assert!((20..=100).contains(&calls), "{calls} calls in 10 s");
     tasks.iter().for_each(tokio::task::JoinHandle::abort);
+}
+
+/// A store that reserves no turns gets one check at a time for requests of cost 0 in a debt.
+#[tokio::test(start_paused = true)]
+async fn requests_of_cost_zero_share_checks() {
+    let (store, policies) = (
+        LocalStore::default(),
+        policies(Strategy::Gcra, "1/h burst 1"),
+    );
+    let _ = local(&store, Check::charge(ANN, &policies, 20)).unwrap();
+    let calls = Arc::new(AtomicU32::new(0));
+    let counted = Arc::clone(&calls);
+    let store = delayed(Duration::from_millis(1), move |check| {
+        counted.fetch_add(1, SeqCst);
+        local(&store, check.without_turn())
+    });
+    let limiter = Limiter::new(store, policies);
+    let waits = tokio::spawn(timeout(20 * MINUTE, async move {
+        join_all((0..100).map(|_| limiter.wait(ANN, 0, Duration::MAX))).await;
+    }));
+    sleep(MINUTE).await;
+    let before = calls.load(SeqCst);
+    assert!(waits.await.unwrap().is_err());
+    // One every 225 s: a sixteenth of the wait.
+    let calls = calls.load(SeqCst) - before;
+    assert!((2..=10).contains(&calls), "{calls} calls");
 }
