@@ -3,6 +3,7 @@ use std::future::{Ready, pending, poll_fn, ready};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
+use std::task::Poll;
 use std::time::Duration;
 
 use futures_util::FutureExt;
@@ -10,7 +11,7 @@ use futures_util::future::join_all;
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
-use tower::{Layer, ServiceExt, service_fn};
+use tower::{Layer, Service, ServiceExt, service_fn};
 
 use super::queue::{Queue, Waiter};
 use super::{Acquire, Bounds, NoPermit, Permit, QueueId, QueueRef, Reply, WaitQueues};
@@ -1006,4 +1007,25 @@ async fn requests_of_cost_zero_share_checks() {
     // One every 225 s: a sixteenth of the wait.
     let calls = calls.load(SeqCst) - before;
     assert!((2..=10).contains(&calls), "{calls} calls");
+}
+
+/// As tower requires, a throttle that is ready to fail stays ready, and so lets no call pass in time.
+#[tokio::test(start_paused = true)]
+async fn a_refused_throttle_stays_ready() {
+    let policies = policies(Strategy::Gcra, "1/m burst 1");
+    let layer = ThrottleLayer::new(Slow::default(), ANN, policies).max_wait(Duration::from_secs(1));
+    let calls = Arc::new(AtomicU32::new(0));
+    let counted = Arc::clone(&calls);
+    let mut service = layer.layer(service_fn(move |(): ()| {
+        counted.fetch_add(1, SeqCst);
+        ready(Ok::<_, Infallible>(()))
+    }));
+    service.ready().await.unwrap().call(()).await.unwrap();
+    for _ in 0..2 {
+        service.ready().await.unwrap();
+        let again = poll_fn(|cx| Poll::Ready(service.poll_ready(cx).is_ready()));
+        assert!(again.await);
+        assert!(service.call(()).await.is_err());
+    }
+    assert_eq!(calls.load(SeqCst), 1);
 }
