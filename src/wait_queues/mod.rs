@@ -25,10 +25,11 @@
 //!   one 100 ms later. After three failures in a row, each waiter without a turn fails. The charge is not refunded, since
 //!   it may not have been made. An empty queue stays for another second, so that requests that try again share its checks.
 //! - **A deadline passes.** The task refuses the waiter, unless a pending reply may serve it; by checks, the last one is
-//!   sent at the deadline. So only a slow store call delays that. It refuses earlier each waiter that is certain to be
-//!   too late.
+//!   sent at the deadline, unless checks fail. So only slow store calls delay that. A waiter without a turn is refused
+//!   earlier if its cost or a smaller one was denied for longer. The call that reserves a turn extends the wait by its
+//!   own time.
 //! - **A runtime ends.** It drops its tasks. With a task its queue is removed: the waiters fail, and held turns
-//!   are refunded, but not charges whose reply is pending.
+//!   are refunded when another runtime uses the queues, but not charges whose reply is pending.
 
 mod permit;
 mod queue;

@@ -26,7 +26,7 @@ use crate::util::{contain, instant, lock, random};
 pub(super) struct Task {
     queue_ref: QueueRef,
     wake: Arc<Wake>,
-    /// By checks: wakes the task when capacity is freed in this process.
+    /// Wakes the task when capacity is freed in this process. By turns, that changes nothing.
     _listener: Option<Listener>,
     pending: FuturesUnordered<Pin<Box<dyn Future<Output = Event> + Send>>>,
     /// Whether a turn is requested for each waiter. Otherwise the queue is served by checks.
