@@ -178,8 +178,8 @@ impl Task {
             let late = queue.late(now, |deadline, number| match self.by_turns {
                 // The turn of this or an earlier one has no reply yet.
                 true => first.is_some_and(|first| first <= number),
-                // The reply decides whether there is a check for it. After the deadline, the first one that leaves nothing
-                // is the last one.
+                // The reply decides whether there is a check for it. After the deadline, a check that leaves nothing is the
+                // last.
                 false => was_pending || number <= last && Some(deadline) > self.checks.denied_at,
             });
             for number in late {

@@ -859,7 +859,7 @@ async fn a_partial_grant_extends_no_wait() {
     }
 }
 
-/// The denial of a large cost refuses no smaller one, and each refused waiter gets the wait of its own cost.
+/// The denial of a large cost refuses no smaller one, and each refused waiter gets the wait of its cost.
 #[tokio::test(start_paused = true)]
 async fn a_large_denial_refuses_no_smaller_cost() {
     for strategy in [WINDOW, Strategy::SlidingLog] {
@@ -918,7 +918,7 @@ async fn a_reserved_turn_outlives_the_deadline() {
     }
 }
 
-/// A failed wait under requests in flight has no slot of its own to release, if it does not pass.
+/// A failed wait under requests in flight releases no slot, if its request does not pass.
 #[tokio::test(start_paused = true)]
 async fn in_flight_failed_waits_release_no_slots() {
     let store = LocalStore::default();
@@ -959,7 +959,7 @@ async fn in_flight_failed_waits_release_no_slots() {
     calls.iter().for_each(tokio::task::JoinHandle::abort);
 }
 
-/// The throttles that start together in an outage share a call, although they all pause meanwhile.
+/// The throttles that start together in an outage share a call, although they all pause together.
 #[tokio::test(start_paused = true)]
 async fn throttles_that_start_together_rarely_retry() {
     let calls = Arc::new(AtomicU32::new(0));
@@ -1009,7 +1009,7 @@ async fn requests_of_cost_zero_share_checks() {
     assert!((2..=10).contains(&calls), "{calls} calls");
 }
 
-/// As tower requires, a throttle that is ready to fail stays ready, and so lets no call pass in time.
+/// As tower requires, a throttle that is ready to fail stays ready, and its call fails.
 #[tokio::test(start_paused = true)]
 async fn a_refused_throttle_stays_ready() {
     let policies = policies(Strategy::Gcra, "1/m burst 1");

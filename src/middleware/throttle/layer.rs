@@ -56,8 +56,8 @@ use crate::wait_queues::{Bounds, WaitQueues};
 ///   around the throttle polls only once and then sheds the call. Put a
 ///   [`Buffer`](https://docs.rs/tower/latest/tower/buffer/struct.Buffer.html) between them.
 /// - A service that is polled on another runtime than before starts waiting again.
-/// - When a runtime shuts down, the permits that its calls wait for are refunded only if the throttles are
-///   used on another runtime.
+/// - When a runtime shuts down, its waiting calls fail. To Redis, their reserved turns are refunded when
+///   the throttle is used on another runtime.
 /// - If a service is called without being ready, the call is charged and proceeds without a permit.
 ///   The call is not charged while more than one burst is reserved ahead.
 ///
