@@ -56,8 +56,8 @@ use crate::wait_queues::{Bounds, WaitQueues};
 ///   around the throttle polls only once and then sheds the call. Put a
 ///   [`Buffer`](https://docs.rs/tower/latest/tower/buffer/struct.Buffer.html) between them.
 /// - A service that is polled on another runtime than before starts waiting again.
-/// - When a runtime shuts down, its waiting calls fail. To Redis, their reserved turns are refunded when
-///   the throttle is used on another runtime.
+/// - When a runtime shuts down, the reserved turns of its waiting calls are refunded to Redis when the
+///   throttle is used on another runtime.
 /// - If a service is called without being ready, the call is charged and proceeds without a permit.
 ///   The call is not charged while more than one burst is reserved ahead.
 ///
@@ -69,8 +69,8 @@ use crate::wait_queues::{Bounds, WaitQueues};
 /// The layer adds no errors of its own. If the store cannot decide, the call waits and the check is
 /// retried; see [`allow_on_error`](Self::allow_on_error). With a [`max_wait`](Self::max_wait), such
 /// calls fail. A failed check affects one service; after three consecutive failures all waiters
-/// without a reserved turn pause for 250 to 300 ms. With a [`Fallback`](crate::Fallback) as the store, calls continue under this
-/// instance's share.
+/// without a reserved turn pause for 250 to 300 ms. With a [`Fallback`](crate::Fallback) as the
+/// store, calls continue under this instance's share.
 ///
 /// # Panics
 ///
