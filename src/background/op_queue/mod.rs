@@ -124,6 +124,7 @@ const MAX_FLIGHTS: usize = 1_024;
 const CAPACITY: usize = 100_000;
 /// Number of scheduled retries at which a release is dropped instead of retried.
 const MAX_RELEASE_RETRIES: usize = 10_000;
+
 impl OpQueue {
     /// Creates the queue of a store. `send_check` sends a check to it. `observer` is notified of each failed operation.
     pub(crate) fn new(

@@ -14,6 +14,7 @@
 //! Windows and logs count each charge separately, so they lack the unexpired grants.
 
 use std::mem;
+use std::time::Duration;
 
 use smallvec::SmallVec;
 
@@ -106,6 +107,11 @@ impl Account {
     /// Adds a grant of the fallback. A quota of these counts may have changed since the last grant.
     pub(super) fn charge(&mut self, policies: &Policies, cost: u32, now: i64) {
         self.policies = policies.clone();
+        self.take_back(cost, now);
+    }
+
+    /// Charges the cost of a refund again that the fallback has not made.
+    pub(super) fn take_back(&mut self, cost: u32, now: i64) {
         for (policy, count) in self.policies.iter().zip(&mut self.counts) {
             Mode::Charge.count(policy, &mut count.all, cost.into(), now);
         }
@@ -205,7 +211,26 @@ impl Account {
         for (policy, count) in self.policies.iter().zip(&mut self.counts) {
             count.send(policy, cost, now);
         }
-        Some(Check::charge(key, &policies, cost))
+        let pause = self.pause(now);
+        Some(
+            if policies.iter().all(Policy::is_pause) && !pause.is_zero() {
+                // The longest pause of all instances counts, not their sum.
+                Check::charge_debt_of(key, &policies, pause)
+            } else {
+                Check::charge(key, &policies, cost)
+            },
+        )
+    }
+
+    /// Returns how long the longest pause of the account still lasts.
+    fn pause(&self, now: i64) -> Duration {
+        let counts = self.policies.iter().zip(&self.counts);
+        let pauses = counts.filter(|(policy, _)| policy.is_pause());
+        let left = pauses.map(|(policy, count)| {
+            let debt = count.all.counted(policy, now) - policy.params().capacity;
+            policy.quota().time_for(debt.max(0) as u64)
+        });
+        left.max().unwrap_or_default()
     }
 
     /// Handles the outcome of a check that was sent. A charge is repeated only if it was certainly not sent, a reset until
@@ -274,7 +299,6 @@ fn limited(cost: u64) -> u32 {
 #[cfg(test)]
 mod tests {
     use std::num::NonZeroU32;
-    use std::time::Duration;
 
     use fastrand::Rng;
     use futures_util::FutureExt;

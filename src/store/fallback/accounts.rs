@@ -1,7 +1,8 @@
 //! The accounts of all callers whose charges the primary store lacks.
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
+
+use smallvec::SmallVec;
 
 use super::account::Account;
 use super::sync::{Arc, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, lock};
@@ -29,8 +30,8 @@ pub(super) struct Accounts {
     pub(super) dropped: AtomicU64,
 }
 
-/// Accounts by caller and [list of policies](Policies::id).
-pub(super) type Shard = HashMap<(Key, u64), Account, RandomState>;
+/// The accounts of each caller, one for each list of policies.
+pub(super) type Shard = HashMap<Key, SmallVec<[Account; 1]>, RandomState>;
 
 /// A caller, locked: one thread at a time decides its checks.
 pub(super) struct Caller<'a> {
@@ -89,10 +90,13 @@ impl Accounts {
         shard: &Mutex<Shard>,
         mut stays: impl FnMut(&Key, &Account) -> bool,
     ) {
-        let mut shard = lock(shard);
-        let before = shard.len();
-        shard.retain(|(key, _), account| stays(key, account));
-        let removed = before - shard.len();
+        let (mut shard, mut removed) = (lock(shard), 0);
+        shard.retain(|key, accounts| {
+            let before = accounts.len();
+            accounts.retain(|account| stays(key, account));
+            removed += before - accounts.len();
+            !accounts.is_empty()
+        });
         if removed > 0 {
             self.end_epoch();
             self.held.fetch_sub(removed, Ordering::AcqRel);
@@ -105,28 +109,28 @@ impl Accounts {
 }
 
 impl Caller<'_> {
-    /// Returns `true` if a reply to a check that was sent in the epoch `sent` includes all grants of the fallback under
-    /// its list of policies.
+    /// Returns `true` if a reply to a check that was sent in the epoch `sent` includes all grants of the fallback, also
+    /// those under another list that shares a policy.
     ///
     /// The fallback decides and records under the same lock, so each earlier grant is in an account, or was charged
     /// before its account was removed. That has ended the epoch, so a check of the present epoch was sent later.
-    pub(super) fn is_known(&mut self, sent: u64, policies: &Policies) -> bool {
-        self.all.epoch() == sent && self.account(policies).is_none()
+    pub(super) fn is_known(&self, sent: u64) -> bool {
+        self.all.epoch() == sent && !self.shard.contains_key(self.key)
     }
 
     /// Returns the account with the counts of `policies`. Requests in flight have none.
     pub(super) fn account(&mut self, policies: &Policies) -> Option<&mut Account> {
         let id = policies.without_in_flight()?.id();
-        self.shard.get_mut(&(*self.key, id))
+        let mut accounts = self.shard.get_mut(self.key)?.iter_mut();
+        accounts.find(|account| account.policies.id() == id)
     }
 
     /// Returns the next check of an account for the primary store. Its cost counts as dropped until the reply.
     pub(super) fn send(&mut self, policies: &Policies, now: i64) -> Option<Check> {
         let key = *self.key;
         let check = self.account(policies)?.send(key, now)?;
-        self.all
-            .dropped
-            .fetch_add(check.cost().into(), Ordering::Relaxed);
+        let cost = reported(&check).into();
+        self.all.dropped.fetch_add(cost, Ordering::Relaxed);
         Some(check)
     }
 
@@ -137,9 +141,10 @@ impl Caller<'_> {
         check: &Check,
         answer: &Result<Decision, StoreError>,
     ) {
+        let cost = reported(check);
         let (charged, unsent) = match answer {
-            Ok(decision) => (decision.granted().min(check.cost()), 0),
-            Err(error) if error.is_not_sent() => (0, check.cost()),
+            Ok(decision) => (decision.granted().min(cost), 0),
+            Err(error) if error.is_not_sent() => (0, cost),
             Err(_) => (0, 0),
         };
         self.all
@@ -187,16 +192,22 @@ impl Caller<'_> {
 
     /// Returns the account with the counts of `policies`, or a new one. `None` if there is no room for it.
     fn open(&mut self, policies: &Policies, new: impl FnOnce() -> Account) -> Option<&mut Account> {
-        match self.shard.entry((*self.key, policies.id())) {
-            Entry::Occupied(account) => Some(account.into_mut()),
-            Entry::Vacant(place) => {
-                let one_less = |free: usize| free.checked_sub(1);
-                let free = &self.all.free;
-                free.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less)
-                    .ok()?;
-                self.all.held.fetch_add(1, Ordering::AcqRel);
-                Some(place.insert(new()))
-            }
+        if self.account(policies).is_none() {
+            let one_less = |free: usize| free.checked_sub(1);
+            let free = &self.all.free;
+            free.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less)
+                .ok()?;
+            self.all.held.fetch_add(1, Ordering::AcqRel);
+            self.shard.entry(*self.key).or_default().push(new());
         }
+        self.account(policies)
+    }
+}
+
+/// Returns the cost of a check in reports. A pause has none: it is a time.
+fn reported(check: &Check) -> u32 {
+    match check.within() {
+        0 => check.cost(),
+        _ => 0,
     }
 }

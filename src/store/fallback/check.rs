@@ -212,8 +212,8 @@ impl<P: Store, F: Store> Partition<P, F> {
                 // Keep the slots of this instance in the fallback too, for an outage.
                 drop(self.fallback.check(mirrored));
             }
-            let mut caller = self.accounts.caller(check.key());
-            if caller.is_known(admission.epoch, check.policies()) {
+            let caller = self.accounts.caller(check.key());
+            if caller.is_known(admission.epoch) {
                 let _caller = self.locks_while_it_decides().then_some(caller);
                 self.fallback.backend().warm(check.key(), decision);
             }
@@ -313,6 +313,15 @@ impl<P: Store, F: Store> Partition<P, F> {
         answer: Result<Decision, StoreError>,
         caller: Option<Caller<'_>>,
     ) -> Result<Decision, StoreError> {
+        let now = self.clock.micros();
+        let mut caller = caller.unwrap_or_else(|| self.accounts.caller(check.key()));
+        if check.mode() == Mode::Refund
+            && answer.as_ref().is_err_and(StoreError::is_not_sent)
+            && let Some(account) = caller.account(check.policies())
+        {
+            // The owner of the refund repeats it.
+            account.take_back(check.cost(), now);
+        }
         // A cost that exceeds the share but fits the whole policy is denied until the primary store
         // may decide it, after the next probe.
         let decision = answer?.wait_instead(|i| match check.policies().as_slice().get(i) {
@@ -322,8 +331,6 @@ impl<P: Store, F: Store> Partition<P, F> {
             // A custom fallback may have decided on other policies than requested.
             _ => Verdict::NEVER,
         });
-        let now = self.clock.micros();
-        let mut caller = caller.unwrap_or_else(|| self.accounts.caller(check.key()));
         // To repeat a reset is safe.
         let records = !in_doubt || check.mode() == Mode::Reset;
         let is_recorded = records && caller.record(check, &decision, now);

@@ -12,7 +12,7 @@
 //! something. Accounts exist in memory only. An account has two counts of each policy, with and
 //! without the grants that were not sent to the primary store, a flag for a reset, and the former
 //! counts while a charge is in flight. A reconciliation charges the difference of the counts. The
-//! account is removed when nothing is left to charge.
+//! account is removed when nothing is left to charge, during an outage only if all places are taken.
 //!
 //! - **Lost reply.** After the deadline the fallback decides. The primary store may have charged
 //!   the check, so it is neither sent again nor recorded in an account, and its grant is never

@@ -168,8 +168,8 @@ fn warming_keeps_what_was_granted() {
                     let decision = decide(primary, &check);
                     yield_now();
                     breaker.succeeded(ticket);
-                    let mut caller = accounts.caller(&Key::GLOBAL);
-                    if caller.is_known(epoch, policies) {
+                    let caller = accounts.caller(&Key::GLOBAL);
+                    if caller.is_known(epoch) {
                         yield_now();
                         local.backend().warm(&Key::GLOBAL, &decision);
                     }

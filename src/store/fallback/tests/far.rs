@@ -131,11 +131,7 @@ pub(super) fn caller(i: usize) -> Key {
     Key::new(format!("caller-{i}"))
 }
 
-pub(super) async fn take(
-    store: &Fallback<Far, LocalStore>,
-    key: Key,
-    policies: &Policies,
-) -> Decision {
+pub(super) async fn take(store: &impl Store, key: Key, policies: &Policies) -> Decision {
     store.check(Check::take(key, policies, 1)).await.unwrap()
 }
 

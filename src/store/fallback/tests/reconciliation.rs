@@ -3,6 +3,7 @@
 use super::super::accounts::Accounts;
 use super::*;
 use crate::limit::Align;
+use crate::throttle::Pause;
 use crate::util::instant;
 
 fn take(policies: &Policies, cost: u32) -> Check {
@@ -470,4 +471,43 @@ async fn rejected_charges_are_repeated_after_growing_pauses() {
     primary.set(Manner::AtOnce);
     sleep(Duration::from_millis(300)).await;
     assert_eq!(primary.used(&policies).await, 1);
+}
+
+/// A pause is a time: the longest one counts, for any number of instances and shares.
+#[tokio::test(start_paused = true)]
+async fn pauses_of_an_outage_do_not_add_up() {
+    for (share, pausing) in [(1, 1), (1, 2), (2, 1), (2, 2), (4, 4)] {
+        let (primary, reconciled) = (Primary::default(), Reconciled::default());
+        let instances: Vec<Tested> = (0..share.max(2))
+            .map(|_| {
+                let share = Share::Fixed(share.try_into().unwrap());
+                let store = Fallback::new(primary.clone(), LocalStore::default());
+                store.share(share).observer(reconciled.clone())
+            })
+            .collect();
+        for store in &instances {
+            open(store, &primary).await;
+        }
+        let pause =
+            |store: &Tested| Pause::new(store.clone(), "pause", Duration::from_secs(300)).unwrap();
+        for store in &instances[..pausing] {
+            pause(store)
+                .begin(ann(), Duration::from_secs(30))
+                .await
+                .unwrap();
+        }
+        sleep(Duration::from_secs(5)).await;
+        primary.set(Manner::AtOnce);
+        sleep(Duration::from_secs(5)).await;
+        assert!(instances.iter().all(|store| !store.is_degraded()));
+        let peek = Check::peek(ann(), &pause(&instances[0]).policy().into(), 1);
+        let left = primary.counts.check(peek).await.unwrap().retry_after();
+        assert!(
+            left.is_some_and(|left| left.abs_diff(Duration::from_secs(20)).as_millis() < 100),
+            "share {share}, {pausing} pausing: {left:?}"
+        );
+        let somebody: u64 = reconciled.events().iter().map(|(charged, _)| charged).sum();
+        assert!(somebody < 100, "{:?}", reconciled.events());
+        assert!(reconciled.events().iter().all(|(_, dropped)| *dropped == 0));
+    }
 }

@@ -10,7 +10,9 @@ use std::task::{Context, Wake as TaskWake, Waker};
 
 use super::far::{Far, cut, recovery, take};
 use super::*;
+use crate::limit::Mode;
 use crate::store::{Backend, Hooks, Instances, Waiters, Wake};
+use crate::util::instant;
 
 /// Panics at each notification.
 struct Panics(Arc<AtomicUsize>);
@@ -295,4 +297,102 @@ async fn waiters_are_woken_after_the_effect() {
         assert_eq!(*lock(&waiter.remaining), seen, "{:?}", freeing.mode());
         drop(listener);
     }
+}
+
+/// Fails this many refunds as unsent, after a while.
+#[derive(Clone, Default)]
+struct FailsRefunds {
+    counts: LocalStore,
+    left: Arc<AtomicUsize>,
+}
+
+impl Store for FailsRefunds {
+    type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        let one_less = |left: usize| left.checked_sub(1);
+        if check.mode() == Mode::Refund && self.left.fetch_update(SeqCst, SeqCst, one_less).is_ok()
+        {
+            return Answer::pending(Box::pin(async {
+                sleep(Duration::from_millis(1)).await;
+                Err(unsent())
+            }));
+        }
+        Answer::pending(Box::pin(self.counts.check(check)))
+    }
+}
+
+/// The owner of a refund repeats it while it is unsent.
+#[tokio::test(start_paused = true)]
+async fn a_repeated_refund_is_deducted_once() {
+    let (primary, fallback) = (Primary::default(), FailsRefunds::default());
+    let store = Fallback::new(primary.clone(), fallback.clone());
+    let policies = policies(Strategy::SlidingLog, "10/100s");
+    primary.set(Manner::Each(unreachable));
+    while !store.is_degraded() {
+        let somebody = Check::take(Key::new("somebody"), &policies, 1);
+        let _ = store.check(somebody).await;
+    }
+    let at = instant();
+    let granted = take(&store, ann(), &policies).await;
+    for _ in 0..9 {
+        assert!(take(&store, ann(), &policies).await.is_allowed());
+    }
+    fallback.left.store(4, SeqCst);
+    let refund = || granted.refund(ann(), 1, at.elapsed()).next().unwrap();
+    let mut repeated = 0;
+    while let Err(error) = store.check(refund()).await {
+        assert!(error.is_not_sent(), "{error}");
+        repeated += 1;
+    }
+    assert_eq!(repeated, 4);
+    primary.set(Manner::AtOnce);
+    while store.is_degraded() {
+        sleep(Duration::from_millis(5)).await;
+    }
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(primary.used(&policies).await, 9);
+}
+
+/// Fails checks of two policies, as while their slot moves to another node.
+#[derive(Clone, Default)]
+struct Split(LocalStore);
+
+impl Store for Split {
+    type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        if check.policies().iter().len() == 2 && *check.key() == ann() {
+            let moving = StoreError::new(ErrorKind::NotReady).check_only().not_sent();
+            return Answer::pending(Box::pin(std::future::ready(Err(moving))));
+        }
+        let answer = self.0.check(check);
+        Answer::pending(Box::pin(async {
+            answer.await.map(|decision| decision.decided_at(1))
+        }))
+    }
+}
+
+/// The primary store decides checks under one list, and rejects those under another with the same
+/// policy. Its replies lack the grants under the latter.
+#[tokio::test(start_paused = true)]
+async fn a_reply_hides_no_grants_under_another_list() {
+    let store = Fallback::new(Split::default(), LocalStore::default());
+    let policy = |name, quota: &str| {
+        Policy::new(name, Strategy::SlidingLog, quota.parse().unwrap()).unwrap()
+    };
+    let one: Policies = policy("a", "100/h").into();
+    let two = Policies::new([policy("a", "100/h"), policy("b", "100000/h")]).unwrap();
+    let (mut by_one, mut by_two) = (0, 0);
+    for _ in 0..200 {
+        by_one += take(&store, ann(), &one).await.granted();
+        while take(&store, ann(), &two).await.is_allowed() {
+            by_two += 1;
+        }
+        sleep(Duration::from_millis(10)).await;
+    }
+    assert!(
+        by_one <= 100 && by_two <= 100,
+        "{by_one} and {by_two} of 100"
+    );
 }
