@@ -1029,3 +1029,23 @@ async fn a_refused_throttle_stays_ready() {
     }
     assert_eq!(calls.load(SeqCst), 1);
 }
+
+/// Waits that fail together, and are repeated together after the pause of a throttle, share checks.
+#[tokio::test(start_paused = true)]
+async fn repeated_waits_in_an_outage_share_checks() {
+    let calls = Arc::new(AtomicU32::new(0));
+    let counted = Arc::clone(&calls);
+    let store = delayed(Duration::from_millis(1), move |_| {
+        counted.fetch_add(1, SeqCst);
+        Err(StoreError::new(ErrorKind::Unreachable))
+    });
+    let limiter = Limiter::new(store, policies(Strategy::Gcra, "10000/s"));
+    for round in 0..10 {
+        let before = calls.load(SeqCst);
+        let waits = join_all((0..100).map(|_| limiter.wait(ANN, 1, MINUTE)));
+        assert!(waits.await.iter().all(Result::is_err));
+        let calls = calls.load(SeqCst) - before;
+        assert!(round == 0 || calls <= 3, "{calls} calls");
+        sleep(Duration::from_millis(300)).await;
+    }
+}
