@@ -21,8 +21,8 @@ pub(super) struct Accounts {
     held: AtomicUsize,
     /// Number of accounts that may be opened, in all partitions of a primary store together.
     free: Arc<AtomicUsize>,
-    /// Number of the epoch. An epoch ends when the breaker opens, and when accounts are removed: a reply to a check of
-    /// an earlier epoch may lack their charges.
+    /// Number of the epoch. An epoch ends when the breaker opens, and when an account is removed
+    /// whose charges were sent: a reply to a check of an earlier epoch may lack these.
     epoch: AtomicU64,
     /// Since the last report: the cost that was charged to the primary store, and the cost that was
     /// sent without a reply or granted without an account.
@@ -90,15 +90,20 @@ impl Accounts {
         shard: &Mutex<Shard>,
         mut stays: impl FnMut(&Key, &Account) -> bool,
     ) {
-        let (mut shard, mut removed) = (lock(shard), 0);
+        let (mut shard, mut removed, mut is_sent) = (lock(shard), 0, false);
         shard.retain(|key, accounts| {
-            let before = accounts.len();
-            accounts.retain(|account| stays(key, account));
-            removed += before - accounts.len();
+            accounts.retain(|account| {
+                let stays = stays(key, account);
+                removed += usize::from(!stays);
+                is_sent |= !stays && account.is_sent;
+                stays
+            });
             !accounts.is_empty()
         });
-        if removed > 0 {
+        if is_sent {
             self.end_epoch();
+        }
+        if removed > 0 {
             self.held.fetch_sub(removed, Ordering::AcqRel);
             self.free.fetch_add(removed, Ordering::AcqRel);
         }
