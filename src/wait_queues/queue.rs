@@ -197,7 +197,7 @@ impl Queue {
     }
 
     /// The denial for a waiter of this cost. Its wait is the time until the last turn is due, or until capacity is
-    /// expected. `None` before the first reply.
+    /// expected; otherwise the time of a unit. `None` before the first reply.
     pub(super) fn denial(&self, cost: u32, now: Instant) -> Option<Decision> {
         let (decision, at) = self.last_decision.clone()?;
         let last_due = self.turns.keys().next_back().map(|(due, _)| *due);
@@ -205,14 +205,18 @@ impl Queue {
             .no_capacity_before
             .filter(|(_, denied)| cost >= *denied);
         let free_at = last_due.or(denied.map(|(at, _)| at));
-        let free_at = free_at.unwrap_or(at + time_for_unit(&decision));
-        let wait = free_at.saturating_duration_since(now);
+        let free_at = free_at.filter(|free_at| *free_at > now);
+        let wait = free_at.map_or_else(|| time_for_unit(&decision), |free_at| free_at - now);
         Some(decision.denied_for(wait, now.saturating_duration_since(at)))
     }
 }
 
-/// After a grant, in part or not: no more is likely to be freed before a unit is refilled or the window ends.
+/// The time in which more is likely to be freed: until a unit is refilled or the window ends. Slots in flight may be free
+/// at any time.
 pub(super) fn time_for_unit(decision: &Decision) -> Duration {
+    if decision.policies().in_flight().is_some() {
+        return Duration::ZERO;
+    }
     let unit = decision.policy().quota().time_for(1);
     unit.min(decision.reset_after())
 }
