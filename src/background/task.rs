@@ -14,7 +14,7 @@ use super::sync::{Arc, AtomicBool, Ordering};
 #[derive(Debug)]
 pub(crate) struct TaskOwner(Arc<AtomicBool>);
 
-/// The permission to run, held by the task. Dropping it ends the task.
+/// The permission to run, held by the task. After its drop another task may start.
 #[derive(Debug)]
 pub(crate) struct Task(Arc<AtomicBool>);
 

@@ -5,9 +5,11 @@
 //! renewing and releasing a slot are idempotent, so the store's count can be corrected without
 //! knowing the reply to any of them:
 //!
-//! - A release is sent until it has a reply, or the slot has expired.
+//! - A release is sent until it has a reply, or the slot has expired. A full queue drops it, and then
+//!   the slot expires.
 //! - A take or a renewal without a reply may be decided after the release, since checks use several
-//!   connections. So the release is repeated half a second later.
+//!   connections. So the release is repeated half a second later, unless the store has replied to a
+//!   later renewal.
 //! - A renewal takes the slot again if the store has lost it. So after an outage or a `FLUSHALL`,
 //!   the count is complete again within a third of the TTL.
 
@@ -66,8 +68,8 @@ pub(crate) struct Slot {
 const TICK: Duration = Duration::from_millis(250);
 
 impl InFlightTracker {
-    /// Creates a tracker of slots in `store`. `observer` is notified of slots that could not be
-    /// released.
+    /// Creates a tracker of slots in `store`. `observer` is notified of what its queue gives up: see
+    /// [`OpQueue`].
     pub(crate) fn new(store: &impl Store, observer: Option<Arc<dyn Observer>>) -> Self {
         Self(Arc::new(SharedSlots {
             ops: op_queue(store.clone(), observer),
@@ -110,7 +112,9 @@ impl Slot {
     pub(crate) fn on_reply(&mut self, reply: Result<&Decision, &StoreError>) {
         let shared = &self.tracker.0;
         match reply {
-            Ok(decision) if decision.is_allowed() => shared.confirm(self.id, decision.is_unsure()),
+            Ok(decision) if decision.is_allowed() => {
+                shared.keep_renewed(self.id, !decision.is_unsure())
+            }
             // The shared store may have granted the slot: keep it, so that `drop` releases it.
             Ok(decision) if decision.is_unsure() => {}
             Ok(_) => drop(shared.remove(self.id)),
@@ -125,7 +129,7 @@ impl Slot {
     /// Keeps the slot of a request that is admitted after an error. The next renewal takes the slot in
     /// the store.
     pub(crate) fn admitted_after_error(self) -> Self {
-        self.tracker.0.confirm(self.id, true);
+        self.tracker.0.keep_renewed(self.id, false);
         self
     }
 
@@ -205,12 +209,12 @@ impl SharedSlots {
         Some(removed)
     }
 
-    /// Starts the renewals of a slot, unless they are started. `is_unsure` is `true` if the store's
-    /// reply to its take or to a renewal is still missing.
-    fn confirm(&self, id: SlotId, is_unsure: bool) {
+    /// Starts the renewals of a slot, unless they are started. `is_answered` is `true` if the store has
+    /// replied to its take or to a renewal, so that no earlier check is still on its way.
+    fn keep_renewed(&self, id: SlotId, is_answered: bool) {
         let mut slots = lock(&self.slots);
         if let Some(tracked) = slots.by_id.get_mut(&id) {
-            tracked.is_unanswered &= is_unsure;
+            tracked.is_unanswered &= !is_answered;
             if tracked.renew_at.is_none() {
                 slots.schedule(id, instant());
             }
@@ -234,7 +238,8 @@ impl SharedSlots {
                 if let (Ok(decision), Some(this)) = (reply, this.upgrade()) {
                     // A fallback's renewal is no reply to earlier checks.
                     let is_local = matches!(decision.charged_at(), ChargedAt::Local(_));
-                    this.confirm(id, decision.is_unsure() || is_local && was_unanswered);
+                    let is_answered = !decision.is_unsure() && !(is_local && was_unanswered);
+                    this.keep_renewed(id, is_answered);
                 }
             }));
         }

@@ -149,8 +149,8 @@ impl PendingOp {
         matches!(&self.kind, Kind::Check(check) if check.mode() == Mode::Release)
     }
 
-    /// Returns `true` if it must not be retried when unsent: renewals and requests for blocks are repeated by their
-    /// callers, and a request awaits a take.
+    /// Returns `true` if its owner sends it again when it is unsent: a renewal at the next tick, a block (`UpTo`) for the
+    /// next request, a take by the request that waits for it.
     fn is_never_retried(&self) -> bool {
         matches!(&self.kind, Kind::Check(check) if matches!(check.mode(), Mode::Renew | Mode::Take | Mode::UpTo))
     }

@@ -84,8 +84,8 @@ impl Count {
 }
 
 impl Account {
-    /// Opens an account with a decision of the fallback, which has granted this. The primary store already counts
-    /// everything that the fallback counts, except the grant.
+    /// Opens an account with the count before this grant of the fallback, which the primary store already has. Then
+    /// [`charge`](Self::charge) the grant.
     pub(super) fn new(policies: &Policies, decision: &Decision, granted: u32, now: i64) -> Self {
         let mut verdicts = decision
             .verdicts()
@@ -110,11 +110,11 @@ impl Account {
     /// Adds a grant of the fallback. A quota of these counts may have changed since the last grant.
     pub(super) fn charge(&mut self, policies: &Policies, cost: u32, now: i64) {
         self.policies = policies.clone();
-        self.take_back(cost, now);
+        self.undo_refund(cost, now);
     }
 
-    /// Charges the cost of a refund again that the fallback has not made.
-    pub(super) fn take_back(&mut self, cost: u32, now: i64) {
+    /// Adds a refunded cost again, because the fallback has not executed the refund.
+    pub(super) fn undo_refund(&mut self, cost: u32, now: i64) {
         for (policy, count) in self.policies.iter().zip(&mut self.counts) {
             Mode::Charge.count(policy, &mut count.all, cost.into(), now);
         }
@@ -266,7 +266,7 @@ fn counted_before(
 ) -> State {
     let [whole, part] = [policy, share].map(|policy| policy.params().capacity);
     let (used, reset) = if policy.frees().is_gradual() {
-        // The time until such a bucket is empty shows how full it is, also in a debt.
+        // The time until such a bucket is empty shows how full it is, also in a debt: `resume` reads only that.
         let time = share.quota().time_for(granted.into()).as_micros();
         let time = i64::try_from(time).unwrap_or(i64::MAX);
         (whole, verdict.reset.saturating_sub(time))

@@ -25,7 +25,7 @@ pub(super) struct Accounts {
     /// whose charges were sent: a reply to a check of an earlier epoch may lack these.
     epoch: AtomicU64,
     /// Since the last report: the cost that was charged to the primary store, and the cost that was
-    /// sent without a reply or granted without an account.
+    /// sent and has not been granted there, or was granted without an account.
     pub(super) charged: AtomicU64,
     pub(super) dropped: AtomicU64,
 }
@@ -119,7 +119,7 @@ impl Caller<'_> {
     ///
     /// The fallback decides and records under the same lock, so each earlier grant is in an account, or was charged
     /// before its account was removed. That has ended the epoch, so a check of the present epoch was sent later.
-    pub(super) fn is_known(&self, sent: u64) -> bool {
+    pub(super) fn has_all_grants(&self, sent: u64) -> bool {
         self.all.epoch() == sent && !self.shard.contains_key(self.key)
     }
 

@@ -213,7 +213,7 @@ impl<P: Store, F: Store> Partition<P, F> {
                 drop(self.fallback.check(mirrored));
             }
             let caller = self.accounts.caller(check.key());
-            if caller.is_known(admission.epoch) {
+            if caller.has_all_grants(admission.epoch) {
                 let _caller = self.locks_while_it_decides().then_some(caller);
                 self.fallback.backend().warm(check.key(), decision);
             }
@@ -320,7 +320,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             && let Some(account) = caller.account(check.policies())
         {
             // The owner of the refund repeats it.
-            account.take_back(check.cost(), now);
+            account.undo_refund(check.cost(), now);
         }
         // A cost that exceeds the share but fits the whole policy is denied until the primary store
         // may decide it, after the next probe.

@@ -8,8 +8,9 @@
 //! | `accounts`, `account` | grants and resets of the fallback that the primary store lacks |
 //! | `recovery` | the background task that probes the primary store, reconciles and closes the breaker |
 //!
-//! A caller has an account for each list of policies under which the fallback has granted
-//! something. Accounts exist in memory only. An account has two counts of each policy, with and
+//! A caller has an account for each list of policies under which the fallback has granted or reset
+//! something. Requests in flight have none: the fallback mirrors their slots, and their owners renew
+//! and release them in the primary store. Accounts exist in memory only. An account has two counts of each policy, with and
 //! without the grants that were not sent to the primary store, a flag for a reset, and the former
 //! counts while a charge is in flight. A reconciliation charges the difference of the counts. The
 //! account is removed when nothing is left to charge, during an outage only if all places are taken.
@@ -17,7 +18,8 @@
 //! - **Lost reply.** After the deadline the fallback decides. The primary store may have charged
 //!   the check, so it is neither sent again nor recorded in an account, and its grant is never
 //!   refunded. A reconciling charge without a reply is not repeated, but reported as dropped. A
-//!   reset, of a check or of a reconciliation, is repeated until there is a reply.
+//!   reset, of a check or of a reconciliation, is repeated until there is a reply, if there is room
+//!   for an account.
 //! - **Failing store.** The breaker opens after several failures. The fallback decides and records its grants until a
 //!   reconciliation has charged them.
 //! - **Refund.** A decision states whether the fallback made it, and when. A grant that is in no

@@ -169,7 +169,7 @@ fn warming_keeps_what_was_granted() {
                     yield_now();
                     breaker.succeeded(ticket);
                     let caller = accounts.caller(&Key::GLOBAL);
-                    if caller.is_known(epoch) {
+                    if caller.has_all_grants(epoch) {
                         yield_now();
                         local.backend().warm(&Key::GLOBAL, &decision);
                     }

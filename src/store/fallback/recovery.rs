@@ -34,7 +34,7 @@ use crate::observe::event;
 use crate::store::{Answer, Store, probe};
 use crate::util::{instant, jittered};
 
-/// Maximum time to wait for other instances that reconcile.
+/// Time after which no further wait for other instances that reconcile begins, and the longest of these waits.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 /// Reconciliations before the breaker closes.
 const ROUNDS: usize = 3;
@@ -302,6 +302,7 @@ impl<P: Store, F: Store> Partition<P, F> {
                 {
                     sleep(FULL).await;
                 }
+                // Any other error stops the reconciliation, also a queue that stays full.
                 answer => return answer.is_err_and(|error| error.is_check_only()),
             }
         }
@@ -320,8 +321,8 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 }
 
-/// Maximum number of accounts that one of `instances` reconciles concurrently in one of `partitions`: for all instances
-/// together a tenth of a Redis store's queue, which keeps its connections busy.
+/// Maximum number of accounts that one of `instances` reconciles concurrently in one of `partitions`. Together they are
+/// about 1,000, or [`CONCURRENT`] each, so that they do not delay other checks in Redis.
 fn most_concurrent(partitions: usize, instances: NonZeroU32) -> usize {
     let most = (1_024 / instances.get() as usize).max(CONCURRENT);
     (most / partitions).max(16)
