@@ -375,8 +375,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
             }
             Err(refusal) => refusal.into_answer(),
         };
-        if answer.is_err() {
-            // After an error the request may pass uncounted. Then the renewals take its slot.
+        if answer.is_err() && self.settings.on_error == OnError::Allow {
+            // The request passes uncounted. The renewals take its slot.
             question.slot = self.hold(&Check::take(question.key, policies, question.cost));
             question.answered(&answer);
         }

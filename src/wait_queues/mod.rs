@@ -23,13 +23,13 @@
 //!   is dropped unused goes to the first waiter if that has its cost; otherwise it is refunded.
 //! - **A reply is lost.** The waiter that it was for fails, if it still waits, and the queue is served by checks, the first
 //!   one 100 ms later. After three failures in a row, each waiter without a turn fails. The charge is not refunded, since
-//!   it may not have been made. An empty queue stays until that check would be due, so that requests that try again share
-//!   its checks.
+//!   it may not have been made. An empty queue stays for another second, so that requests that try again share its checks.
 //! - **A deadline passes.** The task refuses the waiter, unless a pending reply may serve it; by checks, the last one is
-//!   sent at the deadline. So only a slow store call delays that. It refuses earlier each waiter that is certain to be
-//!   too late.
+//!   sent at the deadline, unless checks fail. So only slow store calls delay that. A waiter without a turn is refused
+//!   earlier if its cost or a smaller one was denied for longer. The call that reserves a turn extends the wait by its
+//!   own time.
 //! - **A runtime ends.** It drops its tasks. With a task its queue is removed: the waiters fail, and held turns
-//!   are refunded, but not charges whose reply is pending.
+//!   are refunded when another runtime uses the queues, but not charges whose reply is pending.
 
 mod permit;
 mod queue;
@@ -341,7 +341,7 @@ impl QueueRef {
 
     /// The denial of a waiter. Before a reply of the store: try again when a unit has been freed.
     fn denial(&self, queue: Option<&Queue>, cost: u32, now: Instant) -> Decision {
-        let known = queue.and_then(|queue| queue.denial(now));
+        let known = queue.and_then(|queue| queue.denial(cost, now));
         known.unwrap_or_else(|| {
             let check = Check::take(self.id.key, &self.policies, cost);
             check.decided(Source::Local, 0, |policy| {

@@ -29,8 +29,8 @@ pub(super) struct Queue {
     pub(super) requested: BTreeSet<u64>,
     /// The last decision of the store, and its time.
     last_decision: Option<(Decision, Instant)>,
-    /// After a denial: no capacity is expected before this time for those without a turn.
-    no_capacity_before: Option<Instant>,
+    /// After a denial: before this time no capacity is expected for this cost or a larger one, except turns.
+    no_capacity_before: Option<(Instant, u32)>,
     /// Wakes the task.
     pub(super) wake: Arc<Wake>,
 }
@@ -69,6 +69,19 @@ impl Queue {
             self.wake.freed();
         }
         Some(waiter)
+    }
+
+    /// Extends the wait of a waiter by the time of its store call, which does not count.
+    pub(super) fn extend_wait(&mut self, number: u64, by: Duration) {
+        let waiter = self.waiters.get_mut(&number);
+        let deadline = waiter.and_then(|waiter| waiter.deadline.as_mut());
+        if let Some(deadline) = deadline
+            && let Some(later) = deadline.checked_add(by)
+        {
+            self.deadlines.remove(&(*deadline, number));
+            self.deadlines.insert((later, number));
+            *deadline = later;
+        }
     }
 
     pub(super) fn add_turn(&mut self, turn: Permit) {
@@ -119,8 +132,9 @@ impl Queue {
     pub(super) fn without_turn(&self) -> impl Iterator<Item = (&u64, &Waiter)> {
         let (mut numbers, turns) = (self.waiters.keys(), self.turns.len());
         let first = match self.waiters.len().checked_sub(turns + 1) {
+            None => None,
             Some(later) if later < turns => numbers.nth_back(later),
-            _ => numbers.nth(turns),
+            Some(_) => numbers.nth(turns),
         };
         let waiters = first.map(|first| self.waiters.range(first..));
         waiters.into_iter().flatten()
@@ -142,24 +156,23 @@ impl Queue {
         waiters.skip(others)
     }
 
-    /// Removes the waiters that are too late, unless they are `open`: the deadline has passed; or they have no turn, and no
-    /// capacity is expected before the deadline.
-    pub(super) fn take_late(
-        &mut self,
-        now: Instant,
-        is_open: impl Fn(Instant, u64) -> bool,
-    ) -> Vec<Waiter> {
-        let free_at = self.no_capacity_before.filter(|free_at| *free_at > now);
-        let without_turn = free_at.and_then(|_| self.first_without_turn());
+    /// The waiters that are too late, unless they are `open`: the deadline has passed; or they have no turn, and no
+    /// capacity is expected for their cost before the deadline.
+    pub(super) fn late(&self, now: Instant, is_open: impl Fn(Instant, u64) -> bool) -> Vec<u64> {
+        let denied = self.no_capacity_before.filter(|(at, _)| *at > now);
+        let without_turn = denied.and_then(|_| self.first_without_turn());
         let late = self.deadlines.range(..=(now, u64::MAX));
         let hopeless = self.deadlines.range((now, u64::MAX)..);
-        let hopeless = hopeless.take_while(|(deadline, _)| Some(*deadline) < free_at);
-        let hopeless = hopeless.filter(|(_, number)| without_turn.is_some_and(|n| n <= *number));
+        let hopeless =
+            hopeless.take_while(|(deadline, _)| denied.is_some_and(|(at, _)| *deadline < at));
+        let hopeless = hopeless.filter(|(_, number)| {
+            let waiter = self.waiters.get(number);
+            without_turn.is_some_and(|first| first <= *number)
+                && waiter.is_some_and(|waiter| denied.is_some_and(|(_, cost)| waiter.cost >= cost))
+        });
         let late = late.chain(hopeless);
         let late = late.filter(|(deadline, number)| !is_open(*deadline, *number));
-        let late: Vec<u64> = late.map(|(_, number)| *number).collect();
-        let late = late.into_iter();
-        late.filter_map(|number| self.remove(number)).collect()
+        late.map(|(_, number)| *number).collect()
     }
 
     /// The first deadline after this time, or of all.
@@ -177,21 +190,35 @@ impl Queue {
         after.next().map(|((due, _), _)| *due)
     }
 
-    /// Records the last decision, on a check sent at this time.
-    pub(super) fn record_decision(&mut self, decision: &Decision, sent_at: Instant) {
+    /// Records the last decision, on a check of this cost, or of each unit up to some, sent at this time.
+    pub(super) fn record_decision(&mut self, decision: &Decision, cost: u32, sent_at: Instant) {
         self.last_decision = Some((decision.clone(), instant()));
-        self.no_capacity_before = capacity_time(decision, sent_at);
+        self.no_capacity_before = capacity_time(decision, sent_at).map(|at| (at, cost));
     }
 
-    /// The denial for a waiter. Its wait is the time until the last turn is due, or until capacity is expected. `None`
-    /// before the first reply.
-    pub(super) fn denial(&self, now: Instant) -> Option<Decision> {
+    /// The denial for a waiter of this cost. Its wait is the time until the last turn is due, or until capacity is
+    /// expected; otherwise the time of a unit. `None` before the first reply.
+    pub(super) fn denial(&self, cost: u32, now: Instant) -> Option<Decision> {
         let (decision, at) = self.last_decision.clone()?;
         let last_due = self.turns.keys().next_back().map(|(due, _)| *due);
-        let wait = last_due.or(self.no_capacity_before);
-        let wait = wait.map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
+        let denied = self
+            .no_capacity_before
+            .filter(|(_, denied)| cost >= *denied);
+        let free_at = last_due.or(denied.map(|(at, _)| at));
+        let free_at = free_at.filter(|free_at| *free_at > now);
+        let wait = free_at.map_or_else(|| time_for_unit(&decision), |free_at| free_at - now);
         Some(decision.denied_for(wait, now.saturating_duration_since(at)))
     }
+}
+
+/// The time in which more is likely to be freed: until a unit is refilled or the window ends. Slots in flight may be free
+/// at any time.
+pub(super) fn time_for_unit(decision: &Decision) -> Duration {
+    if decision.policies().in_flight().is_some() {
+        return Duration::ZERO;
+    }
+    let unit = decision.policy().quota().time_for(1);
+    unit.min(decision.reset_after())
 }
 
 /// After a denial of a check sent at this time: no capacity is expected before the returned time. Slots in flight may be

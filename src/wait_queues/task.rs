@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout_at};
 
 use super::permit::Permit;
-use super::queue::Queue;
+use super::queue::{Queue, time_for_unit};
 use super::{NoPermit, QueueRef};
 use crate::background::panicked;
 use crate::error::StoreError;
@@ -26,7 +26,7 @@ use crate::util::{contain, instant, lock, random};
 pub(super) struct Task {
     queue_ref: QueueRef,
     wake: Arc<Wake>,
-    /// By checks: wakes the task when capacity is freed in this process.
+    /// Wakes the task when capacity is freed in this process. By turns, that changes nothing.
     _listener: Option<Listener>,
     pending: FuturesUnordered<Pin<Box<dyn Future<Output = Event> + Send>>>,
     /// Whether a turn is requested for each waiter. Otherwise the queue is served by checks.
@@ -42,7 +42,7 @@ pub(super) struct Task {
 struct Checks {
     /// The time of the next one.
     next: Instant,
-    /// The time at which the last denied one was sent.
+    /// The time at which the last one was sent that was denied, or granted in part.
     denied_at: Option<Instant>,
     /// Units left after the last one, under policies that charge units.
     units: u32,
@@ -74,6 +74,9 @@ const MAX_CHECK_INTERVAL: Duration = Duration::from_secs(30);
 const CHECKS_PER_WAIT: u32 = 16;
 /// Maximum number of requests without a reply.
 const MAX_REQUESTS: usize = 128;
+/// Time after a failure for which an empty queue stays: longer than the pause of a throttle, so that throttles that pause
+/// together share checks again.
+const FAILURE_TTL: Duration = Duration::from_secs(1);
 /// Number of consecutive failures at which all waiters fail.
 const MAX_FAILURES: u32 = 3;
 
@@ -172,13 +175,17 @@ impl Task {
                 .extend(requests.iter().map(|request| request.first));
             let first = queue.requested.first().copied();
             let last = requests.last().map_or(0, |request| request.last);
-            let late = queue.take_late(now, |deadline, number| match self.by_turns {
+            let late = queue.late(now, |deadline, number| match self.by_turns {
                 // The turn of this or an earlier one has no reply yet.
                 true => first.is_some_and(|first| first <= number),
-                // The reply decides whether there is a check for it. A denial after the deadline is the last one.
+                // The reply decides whether there is a check for it. After the deadline, a check that leaves nothing is the
+                // last.
                 false => was_pending || number <= last && Some(deadline) > self.checks.denied_at,
             });
-            for waiter in late {
+            for number in late {
+                let Some(waiter) = queue.remove(number) else {
+                    continue;
+                };
                 let denial = self.queue_ref.denial(Some(queue), waiter.cost, now);
                 answers.push((waiter, Err(NoPermit::Denied(denial))));
             }
@@ -186,12 +193,13 @@ impl Task {
                 (requests, Some(now))
             } else if queue.waiters.is_empty() && queue.turns.is_empty() && self.pending.is_empty()
             {
-                if self.failures == 0 || self.checks.next <= now {
+                let until = self.checks.next + FAILURE_TTL;
+                if self.failures == 0 || until <= now {
                     queues.each.remove(&self.queue_ref.id);
                     self.has_ended = true;
                     return ControlFlow::Break(());
                 }
-                (requests, Some(self.checks.next))
+                (requests, Some(until))
             } else {
                 let deadline = queue.deadline_after(Some(now));
                 let times = [queue.next_due(now), deadline, next_check];
@@ -240,7 +248,8 @@ impl Task {
         let most = MAX_REQUESTS.min(slots as usize);
         let (mut sum, costs) = (0, queue.without_turn().map(|(_, waiter)| waiter.cost));
         let fitting = costs.take(most).take_while(|cost| {
-            sum += u64::from(*cost);
+            // Free requests too are checked one by one while no unit is left.
+            sum += u64::from((*cost).max(1));
             sum <= u64::from(units)
         });
         let fitting = fitting.count().max(1);
@@ -364,8 +373,12 @@ impl Task {
                 return;
             }
         }
+        let cost = match request.check.mode() {
+            Mode::UpTo => 1,
+            _ => request.check.cost(),
+        };
         self.queue_ref
-            .with(|queue| queue.record_decision(decision, request.sent_at));
+            .with(|queue| queue.record_decision(decision, cost, request.sent_at));
         let is_denied = decision.retry_after().is_some();
         self.by_turns = !is_denied && (self.by_turns || decision.due_in().is_some());
         self.checks
@@ -398,8 +411,14 @@ impl Task {
             Permit::new(self.queue_ref.clone(), charge, due, slot.take())
         });
         let turns: Vec<_> = turns.collect();
-        self.queue_ref
-            .with(|queue| turns.into_iter().for_each(|turn| queue.add_turn(turn)));
+        self.queue_ref.with(|queue| {
+            turns.into_iter().for_each(|turn| queue.add_turn(turn));
+            if decision.due_in().is_some() {
+                // The store has reserved the turn within the wait that was left when the request was sent.
+                let took = instant().saturating_duration_since(request.sent_at);
+                queue.extend_wait(request.first, took);
+            }
+        });
     }
 
     /// Fails the first waiter of a request. After several failures in a row, fails each waiter without a turn.
@@ -456,9 +475,9 @@ impl Checks {
             }
             return;
         } else if decision.granted() < request.check.cost() {
-            // The reply does not say when more is freed. It is unlikely before a unit is refilled or the window ends.
-            let unit = decision.policy().quota().time_for(1);
-            unit.min(decision.reset_after())
+            // Nothing is left, as after a denial.
+            self.denied_at = Some(request.sent_at);
+            time_for_unit(decision)
         } else {
             return;
         };

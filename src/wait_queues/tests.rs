@@ -1,18 +1,20 @@
+use std::convert::Infallible;
 use std::future::{Ready, pending, poll_fn, ready};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
+use std::task::Poll;
 use std::time::Duration;
 
 use futures_util::FutureExt;
 use futures_util::future::join_all;
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
+use tower::{Layer, Service, ServiceExt, service_fn};
 
 use super::queue::{Queue, Waiter};
 use super::{Acquire, Bounds, NoPermit, Permit, QueueId, QueueRef, Reply, WaitQueues};
-use crate::Limiter;
 use crate::error::{ErrorKind, StoreError};
 use crate::in_flight::{InFlightTracker, Slot};
 use crate::limit::{
@@ -21,6 +23,7 @@ use crate::limit::{
 use crate::store::{Answer, Backend, LocalStore, Store};
 use crate::strategy::Align;
 use crate::util::{instant, lock};
+use crate::{CallLimitLayer, Limiter, ThrottleLayer};
 
 /// A store that charges in Redis, or in this process.
 #[derive(Clone, Default)]
@@ -809,4 +812,240 @@ async fn a_refund_before_the_wait_is_not_missed() {
             .is_ok()
     );
     assert!(start.elapsed() < Duration::from_millis(100));
+}
+
+/// A store that replies after a delay.
+fn delayed(
+    delay: Duration,
+    answer: impl Fn(Check) -> Result<Decision, StoreError> + Send + Sync + 'static,
+) -> Scripted {
+    Scripted::new(move |check| {
+        let answer = answer(check);
+        Box::pin(async move {
+            sleep(delay).await;
+            answer
+        })
+    })
+}
+
+/// Checks that are granted in part extend no wait, although each round trip frees a unit.
+#[tokio::test(start_paused = true)]
+async fn a_partial_grant_extends_no_wait() {
+    for strategy in [Strategy::SlidingLog, Strategy::SlidingCounter] {
+        let (store, policies) = (LocalStore::default(), policies(strategy, "20/s"));
+        for _ in 0..40 {
+            let _ = local(&store, Check::take(ANN, &policies, 1)).unwrap();
+            sleep(Duration::from_millis(50)).await;
+        }
+        let store = delayed(Duration::from_millis(50), move |check| local(&store, check));
+        let limiter = Limiter::new(store, policies);
+        let start = instant();
+        let waits = (0..60).map(async |_| {
+            let decision = limiter.wait(ANN, 1, Duration::from_millis(300)).await;
+            (decision.unwrap(), start.elapsed().as_millis())
+        });
+        let ended = join_all(waits).await;
+        let allowed = ended.iter().filter(|(decision, _)| decision.is_allowed());
+        assert!(allowed.count() >= 4, "{strategy:?}");
+        let last = ended.iter().map(|(_, after)| *after).max().unwrap();
+        // A check may be pending at the deadline, and the last one follows.
+        assert!(last <= 300 + 2 * 50 + 1, "{strategy:?}: {last} ms");
+        for (decision, _) in ended {
+            let wait = decision.retry_after();
+            // At most the time of a unit, but not the least wait, as if a check would be granted immediately.
+            let is_true = wait.is_none_or(|wait| wait > Duration::from_micros(1));
+            assert!(is_true, "{strategy:?}: {wait:?}");
+        }
+    }
+}
+
+/// The denial of a large cost refuses no smaller one, and each refused waiter gets the wait of its cost.
+#[tokio::test(start_paused = true)]
+async fn a_large_denial_refuses_no_smaller_cost() {
+    for strategy in [WINDOW, Strategy::SlidingLog] {
+        let (store, policies) = (LocalStore::default(), policies(strategy, "10/m"));
+        let used = local(&store, Check::take(ANN, &policies, 6)).unwrap();
+        assert!(used.is_allowed());
+        let store = delayed(Duration::from_millis(1), move |check| local(&store, check));
+        let limiter = Limiter::new(store, policies);
+        let (start, max) = (instant(), Duration::from_secs(1));
+        let waits = [5, 1, 1, 1, 1, 1, 6].map(|cost| limiter.wait(ANN, cost, max));
+        let answers = join_all(waits).await;
+        let answers: Vec<_> = answers.into_iter().map(Result::unwrap).collect();
+        let are_allowed: Vec<_> = answers.iter().map(Decision::is_allowed).collect();
+        let expected = [false, true, true, true, true, false, false];
+        assert_eq!(are_allowed, expected, "{strategy:?}");
+        for denied in answers.iter().filter_map(Decision::retry_after) {
+            assert!(denied > Duration::from_secs(58), "{strategy:?}: {denied:?}");
+        }
+        assert!(
+            start.elapsed() < Duration::from_millis(1_010),
+            "{strategy:?}"
+        );
+    }
+}
+
+/// A turn that the store has reserved within the longest wait is granted, although it is due a round trip after the
+/// deadline.
+#[tokio::test(start_paused = true)]
+async fn a_reserved_turn_outlives_the_deadline() {
+    for (quota, rtt, max, every) in [("1/s burst 1", 20, 990, 400), ("50/s burst 1", 25, 500, 5)] {
+        let store = LocalStore::default();
+        let later = Arc::new(AtomicU32::new(0));
+        let counted = Arc::clone(&later);
+        let store = delayed(Duration::from_millis(rtt), move |check| {
+            let answer = local(&store, check);
+            let due = answer.as_ref().ok().and_then(Decision::due_in);
+            counted.fetch_add(u32::from(due.is_some()), SeqCst);
+            answer
+        });
+        let limiter = Arc::new(Limiter::new(store, policies(Strategy::Gcra, quota)));
+        assert!(limiter.take(ANN, 1).await.unwrap().is_allowed());
+        let waits = (0..400).map(async |i| {
+            sleep(Duration::from_millis(i * every)).await;
+            let start = instant();
+            let answer = limiter.wait(ANN, 1, Duration::from_millis(max)).await;
+            (answer.unwrap().is_allowed(), start.elapsed())
+        });
+        let ended = join_all(waits).await;
+        let allowed = ended.iter().filter(|(is_allowed, _)| *is_allowed).count();
+        assert!(allowed >= later.load(SeqCst) as usize, "{quota}: {allowed}");
+        let longest = ended.iter().map(|(_, took)| *took).max().unwrap();
+        assert!(
+            longest <= Duration::from_millis(max + rtt + 2),
+            "{quota}: {longest:?}"
+        );
+    }
+}
+
+/// A failed wait under requests in flight releases no slot, if its request does not pass.
+#[tokio::test(start_paused = true)]
+async fn in_flight_failed_waits_release_no_slots() {
+    let store = LocalStore::default();
+    let (fails, released) = (
+        Arc::new(AtomicBool::new(false)),
+        Arc::new(Mutex::new(vec![])),
+    );
+    let (failing, releases) = (Arc::clone(&fails), Arc::clone(&released));
+    let store = delayed(Duration::from_millis(1), move |check| {
+        if failing.load(SeqCst) {
+            lock(&releases).push(check.mode());
+            return Err(StoreError::new(ErrorKind::Timeout));
+        }
+        local(&store, check)
+    });
+    let jobs = Policy::in_flight("jobs", 1).unwrap();
+    let service = CallLimitLayer::new(store, |_: &()| Some(ANN), jobs)
+        .wait(MINUTE)
+        .layer(service_fn(|(): ()| async {
+            sleep(MINUTE).await;
+            Ok::<_, Infallible>(())
+        }));
+    let calls = (0..100).map(|_| tokio::spawn(service.clone().oneshot(())));
+    let calls: Vec<_> = calls.collect();
+    sleep(Duration::from_secs(1)).await;
+    fails.store(true, SeqCst);
+    sleep(Duration::from_secs(1)).await;
+    let failed = calls.iter().filter(|call| call.is_finished()).count();
+    assert_eq!(failed, 99);
+    let modes = lock(&released).clone();
+    let takes = modes.iter().filter(|mode| **mode == Mode::Take).count();
+    // The slots of the takes, whose replies were lost, are released repeatedly.
+    let releases = modes.len() - takes;
+    assert!(
+        releases <= 10 * takes,
+        "{releases} releases of {takes} takes"
+    );
+    calls.iter().for_each(tokio::task::JoinHandle::abort);
+}
+
+/// The throttles that start together in an outage share a call, although they all pause together.
+#[tokio::test(start_paused = true)]
+async fn throttles_that_start_together_rarely_retry() {
+    let calls = Arc::new(AtomicU32::new(0));
+    let counted = Arc::clone(&calls);
+    let store = delayed(Duration::from_millis(1), move |_| {
+        counted.fetch_add(1, SeqCst);
+        Err(StoreError::new(ErrorKind::Unreachable))
+    });
+    let layer = ThrottleLayer::new(store, ANN, policies(Strategy::Gcra, "10000/s"));
+    let tasks = (0..100).map(|_| {
+        let mut service = layer.layer(service_fn(|(): ()| ready(Ok::<_, Infallible>(()))));
+        tokio::spawn(async move { service.ready().await.is_ok() })
+    });
+    let tasks: Vec<_> = tasks.collect();
+    sleep(Duration::from_secs(1)).await;
+    let before = calls.load(SeqCst);
+    sleep(Duration::from_secs(10)).await;
+    let calls = calls.load(SeqCst) - before;
+    // A call every 100 ms, and at least one in each pause.
+    assert!((20..=100).contains(&calls), "{calls} calls in 10 s");
+    tasks.iter().for_each(tokio::task::JoinHandle::abort);
+}
+
+/// A store that reserves no turns gets one check at a time for requests of cost 0 in a debt.
+#[tokio::test(start_paused = true)]
+async fn requests_of_cost_zero_share_checks() {
+    let (store, policies) = (
+        LocalStore::default(),
+        policies(Strategy::Gcra, "1/h burst 1"),
+    );
+    let _ = local(&store, Check::charge(ANN, &policies, 20)).unwrap();
+    let calls = Arc::new(AtomicU32::new(0));
+    let counted = Arc::clone(&calls);
+    let store = delayed(Duration::from_millis(1), move |check| {
+        counted.fetch_add(1, SeqCst);
+        local(&store, check.without_turn())
+    });
+    let limiter = Limiter::new(store, policies);
+    let waits = tokio::spawn(timeout(20 * MINUTE, async move {
+        join_all((0..100).map(|_| limiter.wait(ANN, 0, Duration::MAX))).await;
+    }));
+    sleep(MINUTE).await;
+    let before = calls.load(SeqCst);
+    assert!(waits.await.unwrap().is_err());
+    // One every 225 s: a sixteenth of the wait.
+    let calls = calls.load(SeqCst) - before;
+    assert!((2..=10).contains(&calls), "{calls} calls");
+}
+
+/// As tower requires, a throttle that is ready to fail stays ready, and its call fails.
+#[tokio::test(start_paused = true)]
+async fn a_refused_throttle_stays_ready() {
+    let policies = policies(Strategy::Gcra, "1/m burst 1");
+    let layer = ThrottleLayer::new(Slow::default(), ANN, policies).max_wait(Duration::from_secs(1));
+    let calls = Arc::new(AtomicU32::new(0));
+    let counted = Arc::clone(&calls);
+    let mut service = layer.layer(service_fn(move |(): ()| {
+        counted.fetch_add(1, SeqCst);
+        ready(Ok::<_, Infallible>(()))
+    }));
+    service.ready().await.unwrap().call(()).await.unwrap();
+    for _ in 0..2 {
+        service.ready().await.unwrap();
+        let again = poll_fn(|cx| Poll::Ready(service.poll_ready(cx).is_ready()));
+        assert!(again.await);
+        assert!(service.call(()).await.is_err());
+    }
+    assert_eq!(calls.load(SeqCst), 1);
+}
+
+/// Waits that fail together, and are repeated together after the pause of a throttle, share checks.
+#[tokio::test(start_paused = true)]
+async fn repeated_waits_in_an_outage_share_checks() {
+    let calls = Arc::new(AtomicU32::new(0));
+    let counted = Arc::clone(&calls);
+    let store = delayed(Duration::from_millis(1), move |_| {
+        counted.fetch_add(1, SeqCst);
+        Err(StoreError::new(ErrorKind::Unreachable))
+    });
+    let limiter = Limiter::new(store, policies(Strategy::Gcra, "10000/s"));
+    for round in 0..10 {
+        let before = calls.load(SeqCst);
+        let waits = join_all((0..100).map(|_| limiter.wait(ANN, 1, MINUTE)));
+        assert!(waits.await.iter().all(Result::is_err));
+        let calls = calls.load(SeqCst) - before;
+        assert!(round == 0 || calls <= 3, "{calls} calls");
+        sleep(Duration::from_millis(300)).await;
+    }
 }

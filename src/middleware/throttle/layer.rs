@@ -56,7 +56,8 @@ use crate::wait_queues::{Bounds, WaitQueues};
 ///   around the throttle polls only once and then sheds the call. Put a
 ///   [`Buffer`](https://docs.rs/tower/latest/tower/buffer/struct.Buffer.html) between them.
 /// - A service that is polled on another runtime than before starts waiting again.
-/// - When a runtime shuts down, its permits are not refunded.
+/// - When a runtime shuts down, the reserved turns of its waiting calls are refunded to Redis when the
+///   throttle is used on another runtime.
 /// - If a service is called without being ready, the call is charged and proceeds without a permit.
 ///   The call is not charged while more than one burst is reserved ahead.
 ///
@@ -68,8 +69,8 @@ use crate::wait_queues::{Bounds, WaitQueues};
 /// The layer adds no errors of its own. If the store cannot decide, the call waits and the check is
 /// retried; see [`allow_on_error`](Self::allow_on_error). With a [`max_wait`](Self::max_wait), such
 /// calls fail. A failed check affects one service; after three consecutive failures all waiters
-/// pause for 250 ms. With a [`Fallback`](crate::Fallback) as the store, calls continue under this
-/// instance's share.
+/// without a reserved turn pause for 250 to 300 ms. With a [`Fallback`](crate::Fallback) as the
+/// store, calls continue under this instance's share.
 ///
 /// # Panics
 ///
@@ -116,8 +117,9 @@ impl<W> ThrottleLayer<W> {
     /// as in tower's own layers. As with [`Limiter::wait`](crate::Limiter::wait), store calls do
     /// not count towards `max`.
     ///
-    /// A service that is ready to fail may be idle before its call. After the reported wait, or 250 ms after a
-    /// [`StoreError`](crate::store::StoreError), that call is charged and proceeds without a permit.
+    /// A service that is ready to fail stays so for the reported wait, or for 250 ms after a
+    /// [`StoreError`](crate::store::StoreError). Then `poll_ready` waits again, and a call without that is charged
+    /// and proceeds without a permit.
     ///
     /// ```
     /// use std::convert::Infallible;
@@ -150,8 +152,8 @@ impl<W> ThrottleLayer<W> {
         }
     }
 
-    /// Sets how many of its services may queue; one beyond that retries after 250 ms. Defaults to
-    /// 10,000.
+    /// Sets how many of its services may queue. One beyond that retries after 250 to 300 ms, or fails
+    /// immediately if a [`max_wait`](Self::max_wait) is set. Defaults to 10,000.
     #[must_use]
     pub fn max_waiting(mut self, max: NonZeroUsize) -> Self {
         self.settings.wait_queues = self.settings.wait_queues.with_bounds(Bounds::of(max));

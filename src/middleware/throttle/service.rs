@@ -17,7 +17,7 @@ use crate::gate::{Notifier, Selector};
 use crate::limit::{Check, Key, Policies, RateLimited};
 use crate::middleware::call_limit::BoxError;
 use crate::observe::mistakes::IN_FLIGHT_IN_THROTTLE;
-use crate::util::instant;
+use crate::util::{instant, jittered};
 use crate::wait_queues::{Acquire, NoPermit, Permit, WaitQueues};
 
 /// The service that a [`ThrottleLayer`](crate::ThrottleLayer) makes. It is ready when it has a
@@ -56,7 +56,7 @@ enum State {
     Refused(BoxError, Option<Instant>),
 }
 
-/// Delay before the next attempt.
+/// Delay before the next attempt. Shorter than the time for which a wait queue remembers a failure.
 const PAUSE: Duration = Duration::from_millis(250);
 
 const NEVER_ENDS: &str = "a `ThrottleLayer` cannot limit requests in flight: move that policy to a `CallLimitLayer` or \
@@ -124,7 +124,7 @@ impl Settings {
 
 impl State {
     fn pausing() -> Self {
-        Self::Pausing(Box::pin(sleep(PAUSE)), runtime())
+        Self::Pausing(Box::pin(sleep(jittered(PAUSE, 1.0..1.2))), runtime())
     }
 
     /// Returns `true` if it waits on another runtime, which may have shut down or be blocked.
@@ -135,6 +135,14 @@ impl State {
             Self::Idle | Self::Ready(_) | Self::Refused(..) => false,
         }
     }
+
+    fn has_expired(&self) -> bool {
+        matches!(self, Self::Refused(_, until) if has_passed(*until))
+    }
+}
+
+fn has_passed(until: Option<Instant>) -> bool {
+    until.is_some_and(|until| until <= instant())
 }
 
 fn later(wait: Duration) -> Option<Instant> {
@@ -181,8 +189,8 @@ impl<T, W> Throttle<T, W> {
             self.state = State::Idle;
             return Poll::Ready(ready);
         }
-        // Try again after a refusal: a permit may arrive in time now.
-        if self.state.is_elsewhere() || matches!(self.state, State::Refused(..)) {
+        // A refusal stays ready until its end. Then a permit may arrive in time.
+        if self.state.is_elsewhere() || self.state.has_expired() {
             self.state = State::Idle;
         }
         loop {
@@ -218,9 +226,7 @@ impl<T, W> Throttle<T, W> {
     fn use_permit(&mut self) -> Result<(), BoxError> {
         match mem::replace(&mut self.state, State::Idle) {
             State::Ready(permit) => drop(permit.map(Permit::spend)),
-            State::Refused(error, until) if until.is_none_or(|until| instant() < until) => {
-                return Err(error);
-            }
+            State::Refused(error, until) if !has_passed(until) => return Err(error),
             _ => self.settings.charge(),
         }
         Ok(())
