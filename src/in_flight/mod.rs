@@ -68,8 +68,8 @@ pub(crate) struct Slot {
 const TICK: Duration = Duration::from_millis(250);
 
 impl InFlightTracker {
-    /// Creates a tracker of slots in `store`. `observer` is notified of what its queue gives up: see
-    /// [`OpQueue`].
+    /// Creates a tracker of slots in `store`. `observer` is notified of operations that its queue gives
+    /// up: see [`OpQueue`].
     pub(crate) fn new(store: &impl Store, observer: Option<Arc<dyn Observer>>) -> Self {
         Self(Arc::new(SharedSlots {
             ops: op_queue(store.clone(), observer),

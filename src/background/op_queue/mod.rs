@@ -45,9 +45,9 @@ use crate::util::{contain, instant, lock};
 ///   can batch.
 /// - **Retries.** An operation that was certainly not sent is retried until it has expired. If it may have been executed, only a
 ///   release is retried, because it may be executed twice. See [`PendingOp::after_reply`].
-/// - **Reports.** The observer is notified of each operation that is given up: it is unsent and has expired, its outcome is
-///   unknown, or the queue is full. It is notified neither of releases that are not retried, since their slots expire,
-///   nor of what is dropped with a runtime or the queue.
+/// - **Reports.** The observer is notified of each operation that is given up, for one of three reasons: it is unsent and
+///   has expired, its outcome is unknown, or the queue is full. It is not notified of releases that are given up, since
+///   their slots expire, or of operations that are dropped with a runtime or the queue.
 /// - **Runtimes.** The sender is a [background task](super). If its runtime shuts down, the operations and pending
 ///   replies stay in the queue until another operation is [put](Self::put) or a request [wakes](Self::wake) the queue.
 ///   Outside of a runtime, the sender starts on the first runtime that has used the queue. Only a reply that a request
@@ -239,7 +239,7 @@ impl SharedQueue {
     /// Sends an operation to the store, unless it has expired in the queue: the store would charge a late charge to
     /// the current window. Returns the check if its reply is pending.
     fn send(&self, op: PendingOp, now: Instant) -> Option<Flight> {
-        // A refund of which nothing counts any more is dropped.
+        // A refund of an expired charge is dropped.
         let check = op.check(now)?;
         let reply = if op.still_counts(now) {
             match contain(|| (self.send_check)(check)) {

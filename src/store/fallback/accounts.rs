@@ -216,7 +216,7 @@ impl Caller<'_> {
     }
 }
 
-/// Returns the cost of a check in reports. A pause has none: it is a time.
+/// Returns the cost of a check in reports. A pause is a time, which costs nothing.
 fn reported(check: &Check) -> u32 {
     match check.within() {
         0 => check.cost(),
