@@ -238,8 +238,8 @@ impl SharedSlots {
                 if let (Ok(decision), Some(this)) = (reply, this.upgrade()) {
                     // A fallback's renewal is no reply to earlier checks.
                     let is_local = matches!(decision.charged_at(), ChargedAt::Local(_));
-                    let is_answered = !decision.is_unsure() && !(is_local && was_unanswered);
-                    this.keep_renewed(id, is_answered);
+                    let is_unanswered = decision.is_unsure() || is_local && was_unanswered;
+                    this.keep_renewed(id, !is_unanswered);
                 }
             }));
         }
