@@ -43,7 +43,8 @@ type ByCaller = HashMap<Key, SmallVec<[Account; 1]>, RandomState>;
 pub(super) struct Caller<'a> {
     key: &'a Key,
     all: &'a Accounts,
-    shard: MutexGuard<'a, ByCaller>,
+    shard: &'a Shard,
+    accounts: MutexGuard<'a, ByCaller>,
 }
 
 impl Accounts {
@@ -72,8 +73,11 @@ impl Accounts {
     /// An epoch ends when the breaker opens, and when an account of the caller is removed whose charges were sent: a reply
     /// to a check of an earlier epoch may lack these. The callers of a shard share their epoch.
     pub(super) fn epoch(&self, key: &Key) -> u64 {
-        let removals = &self.shards.of(key).0.removals;
-        self.openings.load(Ordering::Acquire) + removals.load(Ordering::Acquire)
+        self.epoch_of(self.shards.of(key).0)
+    }
+
+    fn epoch_of(&self, shard: &Shard) -> u64 {
+        self.openings.load(Ordering::Acquire) + shard.removals.load(Ordering::Acquire)
     }
 
     /// Ends the epochs of all callers.
@@ -84,10 +88,12 @@ impl Accounts {
     /// Locks a caller. Until this is dropped, no other thread decides a check of the caller or warms the fallback with
     /// a reply.
     pub(super) fn caller<'a>(&'a self, key: &'a Key) -> Caller<'a> {
+        let (shard, _) = self.shards.of(key);
         Caller {
             key,
             all: self,
-            shard: lock(&self.shards.of(key).0.accounts),
+            shard,
+            accounts: lock(&shard.accounts),
         }
     }
 
@@ -127,13 +133,13 @@ impl Caller<'_> {
     /// The fallback decides and records under the same lock, so each earlier grant is in an account, or was charged
     /// before its account was removed. That has ended the epoch, so a check of the present epoch was sent later.
     pub(super) fn has_all_grants(&self, sent: u64) -> bool {
-        self.all.epoch(self.key) == sent && !self.shard.contains_key(self.key)
+        self.all.epoch_of(self.shard) == sent && !self.accounts.contains_key(self.key)
     }
 
     /// Returns the account with the counts of `policies`. Requests in flight have none.
     pub(super) fn account(&mut self, policies: &Policies) -> Option<&mut Account> {
         let id = policies.without_in_flight()?.id();
-        let mut accounts = self.shard.get_mut(self.key)?.iter_mut();
+        let mut accounts = self.accounts.get_mut(self.key)?.iter_mut();
         accounts.find(|account| account.policies.id() == id)
     }
 
@@ -210,7 +216,7 @@ impl Caller<'_> {
             free.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less)
                 .ok()?;
             self.all.held.fetch_add(1, Ordering::AcqRel);
-            self.shard.entry(*self.key).or_default().push(new());
+            self.accounts.entry(*self.key).or_default().push(new());
         }
         self.account(policies)
     }

@@ -38,7 +38,7 @@ use crate::util::{instant, jittered};
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 /// Reconciliations before the breaker closes.
 const ROUNDS: usize = 3;
-/// Number of accounts that are reconciled concurrently, before the reply times of the primary store are known.
+/// Number of accounts that are reconciled concurrently until the primary store has replied.
 const CONCURRENT: usize = 64;
 /// Pause after a check that found the queue full.
 const FULL: Duration = Duration::from_millis(2);
