@@ -14,7 +14,7 @@ use smallvec::SmallVec;
 
 pub use legacy::LegacyHeaders;
 
-use crate::limit::{Decision, Policies, Policy, Verdict};
+use crate::limit::{Decision, Policies, Policy, Quota, Verdict};
 
 /// Which header fields report a decision to clients: the `RateLimit` fields of the IETF's draft, a [`LegacyHeaders`]
 /// for old clients, both or none.
@@ -193,17 +193,14 @@ impl Texts {
         let mut text = String::new();
         for policy in policies.iter() {
             let (separator, quota) = (if text.is_empty() { "" } else { ", " }, policy.stated());
-            let _ = write!(
-                text,
-                "{separator}\"{}\";q={};",
-                policy.name(),
-                quota.limit()
-            );
+            let _ = write!(text, "{separator}\"{}\";", policy.name());
             let _ = match policy.is_in_flight() {
                 // The draft's unit for requests in flight, which have no window.
-                true => text.write_str("qu=\"concurrent-requests\""),
-                // The draft requires a whole number of seconds >= 1.
-                false => write!(text, "w={}", seconds(quota.period().as_micros() as u64)),
+                true => write!(text, "q={};qu=\"concurrent-requests\"", quota.limit()),
+                false => {
+                    let (limit, window) = per_seconds(quota);
+                    write!(text, "q={limit};w={window}")
+                }
             };
         }
         let each = policies.iter().map(|policy| PolicyTexts {
@@ -321,6 +318,16 @@ fn lasts(policy: &Policy, cost: u64) -> u64 {
     }
 }
 
+/// Returns a quota as a limit per whole seconds, which the draft requires. The rate is the same, rounded down: 10 in 1 s
+/// for `1/100ms`.
+fn per_seconds(quota: Quota) -> (u64, u64) {
+    let period = quota.period().as_micros().max(1);
+    let window = seconds(period as u64);
+    let limit = u128::from(quota.limit()) * u128::from(window) * 1_000_000 / period;
+    // The longest integer of a field has 15 digits.
+    (limit.min(999_999_999_999_999) as u64, window)
+}
+
 /// Converts microseconds to seconds: at least 1, and rounded up so that no client retries too
 /// early.
 fn seconds(micros: u64) -> u64 {
@@ -345,7 +352,7 @@ fn number(number: u64) -> HeaderValue {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limit::{Align, Check, Key, Quota, Source, Strategy};
+    use crate::limit::{Align, Check, Key, Source, Strategy};
 
     /// Returns the `RateLimit` field after each of `count` takes at the same moment.
     fn fields(policies: &Policies, count: usize) -> Vec<String> {
@@ -470,8 +477,25 @@ mod tests {
         append_draft(&mut headers, &check.answer(verdicts, Source::Local));
         assert_eq!(
             headers["ratelimit-policy"],
-            "\"burst\";q=5;w=1, \"daily\";q=86400;w=86400"
+            "\"burst\";q=16;w=1, \"daily\";q=86400;w=86400"
         );
+    }
+
+    #[test]
+    fn a_policy_announces_its_rate() {
+        for (quota, expected) in [
+            ("1/100ms burst 20", (10, 1)),
+            ("1/500ms", (2, 1)),
+            ("2/3ms", (666, 1)),
+            ("10/1500ms", (13, 2)),
+            ("1/1500ms", (1, 2)),
+            ("10/s burst 5", (10, 1)),
+            ("3/90s", (3, 90)),
+            ("4294967295/us", (999_999_999_999_999, 1)),
+            ("4294967295/366d", (4_294_967_295, 31_622_400)),
+        ] {
+            assert_eq!(per_seconds(quota.parse().unwrap()), expected, "{quota}");
+        }
     }
 
     #[test]
