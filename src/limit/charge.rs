@@ -86,9 +86,9 @@ pub(crate) struct PolicyCharge {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ChargedAt {
     /// In the store itself, or in the primary store of a fallback, at this time by its clock in
-    /// microseconds; 0 if the time is unknown. Redis computes the age again from this time, and
-    /// uses the greater of both ages: the refund may arrive late, and after a failover another
-    /// server may have another clock. For a turn it uses only the computed age.
+    /// microseconds; 0 if the time is unknown. Redis and `Counts` compute the age again from this time, and
+    /// use the greater of both ages: the refund may arrive late, and after a failover another
+    /// server may have another clock. For a turn they use only the computed age.
     Redis(i64),
     /// In the fallback, at this time by the clock of this process in microseconds.
     Local(i64),

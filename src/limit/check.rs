@@ -363,9 +363,9 @@ impl Check {
         }
     }
 
-    /// Returns the check with the age that Redis computes at this time.
-    #[cfg(test)]
-    pub(crate) fn at_redis(mut self, now: i64) -> Self {
+    /// Returns the check with the age of the refunded charge at the time `now` of the store that made it, as Redis
+    /// computes it: the check may have been delayed.
+    pub(crate) fn arriving(mut self, now: i64) -> Self {
         if let Some(Extra::Charged(each)) = self.extra.as_deref_mut() {
             for charged in each.iter_mut().filter(|charged| charged.at.micros() > 0) {
                 let age = if charged.is_turn { 0 } else { charged.age };

@@ -50,10 +50,14 @@ pub struct Counts {
 
 impl Counts {
     /// Decides a check of this caller at `now`, and charges what is granted. A clock that goes back
-    /// grants nothing extra.
+    /// grants nothing extra. A [refund](Decision::refund) that arrives late refunds what still counts at
+    /// `now`.
     pub fn decide(&mut self, check: &Check, now: SystemTime, source: Source) -> Decision {
         let now = since_epoch(now);
-        check.clone().answer(self.verdicts(check, now), source)
+        let check = check.clone().arriving(now);
+        let mut verdicts = self.verdicts(&check, now);
+        verdicts.at = now - verdicts.age;
+        check.answer(verdicts, source)
     }
 
     /// Returns the time at which all charges and ids have expired, so that the value can be dropped:
@@ -282,6 +286,32 @@ mod tests {
             5 if rng.u32(0..10) == 0 => Check::reset(key, policies),
             6 => Check::take(key, policies, cost).with_id([rng.u8(0..5)]),
             _ => Check::take(key, policies, cost),
+        }
+    }
+
+    /// A bucket drains while the refund is on its way, so that part is not refunded again.
+    #[test]
+    fn a_late_refund_returns_what_still_counts() {
+        let start = SystemTime::UNIX_EPOCH + Duration::from_secs(1_700_000_000);
+        let policies = Policy::new("api", Strategy::Gcra, Quota::per_second(10))
+            .unwrap()
+            .into();
+        for id in [false, true] {
+            let mut counts = Counts::default();
+            let mut take = Check::take(Key::GLOBAL, &policies, 5);
+            if id {
+                take = take.with_id("one");
+                let _ = counts.decide(&take, start, Source::Other("remote"));
+            }
+            let sent = start + Duration::from_millis(if id { 100 } else { 0 });
+            let taken = counts.decide(&take, sent, Source::Other("remote"));
+            assert_eq!((taken.granted(), taken.is_repeated()), (5, id));
+            let others = Check::take(Key::GLOBAL, &policies, 5);
+            let _ = counts.decide(&others, start + Duration::from_millis(200), Source::Local);
+            let refund = taken.refund(Key::GLOBAL, 5, Duration::ZERO).next().unwrap();
+            let late = start + Duration::from_millis(300);
+            let refunded = counts.decide(&refund, late, Source::Other("remote"));
+            assert_eq!(refunded.granted(), 2, "of 5, 3 have drained");
         }
     }
 

@@ -105,7 +105,7 @@ impl Remote for Redis {
 
     fn runs(&mut self, Request { check, .. }: &Request) -> Decision {
         let now = self.clock();
-        let check = check.clone().at_redis(now);
+        let check = check.clone().arriving(now);
         let verdicts = self.counts.decide(&check, now);
         if check.mode() == Mode::Take && verdicts.granted > 0 {
             self.spent.push((now, check.cost()));
