@@ -257,6 +257,34 @@ impl<S: Store> Limiter<S> {
         async { answer.await.map(Applied) }
     }
 
+    /// Waits until the store has replied to all charges, refunds and releases of this limiter's
+    /// [reservations](Self::reserve), for at most 1 s. Returns `false` if some are still pending. Call it at the end of
+    /// a process, which loses pending ones. In an outage, a [`Fallback`](crate::Fallback) accepts them, and loses them
+    /// with the process.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, Quota, Strategy};
+    ///
+    /// #[tokio::main(flavor = "current_thread")]
+    /// async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    ///     let rows = Policy::new("rows", Strategy::SlidingLog, Quota::per_hour(10_000))?;
+    ///     let limiter = Limiter::new(LocalStore::default(), rows);
+    ///
+    ///     let job = limiter.reserve(Key::new("user-42"), 8_000).await?;
+    ///     job.settle(1_200);
+    ///
+    ///     assert!(limiter.flush().await);
+    ///     Ok(())
+    /// }
+    /// ```
+    ///
+    /// # Panics
+    ///
+    /// Outside of a Tokio runtime.
+    pub async fn flush(&self) -> bool {
+        self.in_flight.ops().flush().await
+    }
+
     /// Takes `cost`, waiting up to `max` if necessary.
     ///
     /// Waiters for one key in this process are served in FIFO order. Under strategies that refill

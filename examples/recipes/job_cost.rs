@@ -25,5 +25,8 @@ async fn a_job_pays_its_cost() -> Result<(), Box<dyn std::error::Error>> {
     // Dropping the reservation of a failed job refunds all of it.
     drop(limiter.reserve(user, 8_000).await?);
     assert_eq!(limiter.peek(user, 0).await?.remaining(), 8_800);
+
+    // Settlements that are unsent at the end of a process are lost.
+    limiter.flush().await;
     Ok(())
 }

@@ -34,7 +34,8 @@ use crate::limit::{Charge, Decision, Key, RateLimited};
 ///
 /// Refunds and charges are sent immediately, in the background. In an outage they are retried while
 /// they matter, unless they may have been sent already, to avoid charging twice. Lost ones
-/// are reported to the limiter's [observer](crate::Limiter::observer).
+/// are reported to the limiter's [observer](crate::Limiter::observer). At the end of a process,
+/// [`Limiter::flush`](crate::Limiter::flush) waits for them.
 #[must_use = "dropping it refunds the reservation"]
 pub struct Reservation {
     decision: Decision,

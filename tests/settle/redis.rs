@@ -373,3 +373,22 @@ fn a_reservation_outlives_its_runtime() {
         until("it is refunded", refunded).await;
     });
 }
+
+/// A job on a current-thread runtime ends right after its settlement.
+#[test]
+fn a_flush_settles_before_the_end() {
+    let server = RedisServer::start();
+    let runtime = || {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+    };
+    runtime().block_on(async {
+        let limiter = Limiter::new(patient(&server), policy(WINDOW, "10000/d"));
+        let job = limiter.reserve(Key::GLOBAL, 1_000).await.unwrap();
+        job.settle(10);
+        until("it is settled", || limiter.flush()).await;
+    });
+    assert_eq!(runtime().block_on(charged(&server)), 10);
+}

@@ -26,7 +26,7 @@ use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep, timeout};
 
 pub(crate) use self::pending_op::PendingOp;
 
@@ -119,6 +119,8 @@ enum Step {
 
 /// Minimum interval between two waves.
 const WAVE_INTERVAL: Duration = Duration::from_millis(2);
+/// Maximum duration of a flush. Longer than the usual deadlines of stores.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum number of unanswered checks of the sender, so that they do not delay requests.
 const MAX_FLIGHTS: usize = 1_024;
 /// Maximum number of queued operations.
@@ -185,6 +187,18 @@ impl OpQueue {
         if self.shared.is_busy() && !self.shared.sender.is_running() {
             self.shared.ensure_sender();
         }
+    }
+
+    /// Waits until no operation and no reply is pending, for at most [`FLUSH_TIMEOUT`]. Returns `false` if some still
+    /// are.
+    pub(crate) async fn flush(&self) -> bool {
+        self.wake();
+        let flushed = async {
+            while self.shared.is_busy() {
+                sleep(WAVE_INTERVAL).await;
+            }
+        };
+        timeout(FLUSH_TIMEOUT, flushed).await.is_ok()
     }
 
     /// Clones into a new `Arc`, so that processors do not contend for its reference count.

@@ -131,6 +131,21 @@ fn an_immediate_store_needs_no_runtime() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_flush_awaits_all_replies() {
+    let (queue, mut checks, _) = queue_of_channel();
+    assert!(queue.flush().await);
+    queue.send(charge(1));
+    queue.send(charge(2));
+    let since = instant();
+    assert!(!queue.flush().await);
+    assert!(since.elapsed() >= FLUSH_TIMEOUT);
+
+    assert_eq!(grant_all(checks.take_all()), [1, 2]);
+    assert!(queue.flush().await);
+    assert!(!queue.shared.is_busy());
+}
+
+#[tokio::test(start_paused = true)]
 async fn expired_operations_are_not_sent() {
     let (queue, mut checks, failures) = queue_of_channel();
     let expired = PendingOp::of_check(charge(1));
