@@ -3,7 +3,6 @@
 use std::error::Error as _;
 use std::fmt;
 use std::io::Write as _;
-use std::num::NonZeroU32;
 use std::sync::{Arc, Once};
 
 use super::{Observer, event};
@@ -75,17 +74,12 @@ impl Observer for DefaultObserver {
                     .source()
                     .map(|cause| format!(" ({cause})"))
                     .unwrap_or_default();
-                let hint = match event.share {
-                    NonZeroU32::MIN => {
-                        "; every instance grants the whole limit: set `Fallback::share` if there are several"
-                    }
-                    _ => "",
-                };
                 print_once(
                     &PRINTED,
                     format_args!(
-                        "shared store unavailable, enforcing rate limits locally: {}{cause}{hint}",
-                        event.error
+                        "shared store unavailable, enforcing rate limits locally: {}{cause}{}",
+                        event.error,
+                        event.hint()
                     ),
                 );
             }

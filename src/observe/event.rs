@@ -107,14 +107,30 @@ pub struct Degraded<'a> {
     pub error: &'a StoreError,
     /// The number of instances that [share](crate::Fallback::share) each limit. With 1, each instance grants the whole limit.
     pub share: NonZeroU32,
+    /// Whether `share` counts [live instances](crate::store::Share::Alive), instead of being a constant.
+    pub is_counted: bool,
 }
 
 impl<'a> Degraded<'a> {
-    /// Creates an event with a share of 1.
+    /// Creates an event with a constant share of 1.
     pub const fn new(error: &'a StoreError) -> Self {
         Self {
             error,
             share: NonZeroU32::MIN,
+            is_counted: false,
+        }
+    }
+
+    /// Returns the end of the log line, which explains a share of 1.
+    pub(super) fn hint(&self) -> &'static str {
+        match (self.share, self.is_counted) {
+            (NonZeroU32::MIN, false) => {
+                "; every instance grants the whole limit: set `Fallback::share` if there are several"
+            }
+            (NonZeroU32::MIN, true) => {
+                "; no other instance was found, so this one grants the whole limit"
+            }
+            _ => "",
         }
     }
 }

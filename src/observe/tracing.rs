@@ -1,6 +1,6 @@
 use std::error::Error as StdError;
 use std::fmt;
-use std::num::{NonZeroU32, NonZeroUsize};
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use tracing::{Span, error, info, trace, warn};
@@ -222,23 +222,14 @@ impl Observer for TracingObserver {
         error!(problem, "rate limiting is misconfigured");
     }
 
-    fn degraded(&self, &event::Degraded { error, share }: &event::Degraded<'_>) {
-        let (kind, source) = (error.kind().as_str(), error as &dyn StdError);
-        match share {
-            NonZeroU32::MIN => warn!(
-                kind,
-                error = source,
-                share,
-                "shared store unavailable, enforcing rate limits locally; every instance grants the whole limit: set \
-                 `Fallback::share` if there are several"
-            ),
-            share => warn!(
-                kind,
-                error = source,
-                share,
-                "shared store unavailable, enforcing rate limits locally"
-            ),
-        }
+    fn degraded(&self, event: &event::Degraded<'_>) {
+        warn!(
+            kind = event.error.kind().as_str(),
+            error = event.error as &dyn StdError,
+            share = event.share,
+            "shared store unavailable, enforcing rate limits locally{}",
+            event.hint()
+        );
     }
 
     fn recovered(&self, &event::Recovered { after }: &event::Recovered) {

@@ -1,5 +1,6 @@
 use std::fmt;
 use std::future::Future;
+use std::num::NonZeroU32;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -10,7 +11,7 @@ use pin_project_lite::pin_project;
 use super::config::set_tls;
 use super::redis::wrong_url;
 use super::{
-    Answer, Backend, Fallback, FallbackFuture, LocalStore, RedisFuture, RedisStore,
+    Answer, Backend, Fallback, FallbackFuture, Instances, LocalStore, RedisFuture, RedisStore,
     RedisStoreBuilder, Share, ShareConfig, Store, StoreConfig, StoreKind, Withdraw,
 };
 use crate::error::{ConfigError, StoreError};
@@ -107,6 +108,31 @@ impl AnyStore {
         let observer: Arc<dyn Observer> = Arc::new(observer);
         self.backend().observe(&observer);
         self
+    }
+
+    /// Returns the [share](crate::store::StoreConfig::share) of the fallback, as the number of instances: for a
+    /// [`Leased`](crate::Leased) store. 1 without a fallback.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::Leased;
+    /// use tower_redis_ratelimit::store::{AnyStore, ShareConfig, StoreConfig};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let mut config = StoreConfig::from_env("REDIS_URL")?;
+    /// config.share = ShareConfig::Alive;
+    /// let store = AnyStore::from_config(&config)?;
+    /// let instances = store.instances();
+    /// let store = Leased::new(store).share(instances);
+    /// # let _ = store;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn instances(&self) -> Instances {
+        match self {
+            Self::Fallback(store) => store.instances(),
+            Self::Redis(_) | Self::Local(_) => Instances::new(|| NonZeroU32::MIN),
+        }
     }
 
     /// Returns `true` if Redis should decide, but the fallback does: for health checks. See

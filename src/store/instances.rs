@@ -30,6 +30,28 @@ impl Instances {
         Self(Arc::new(alive))
     }
 
+    /// Sets a minimum, for an instance that starts while Redis is down: it has found no other one, and without a
+    /// minimum it grants the whole limit. Defaults to 1.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let redis = RedisStore::connect_lazy("redis://127.0.0.1/")?;
+    /// let instances = redis.announce()?.at_least(2);
+    /// assert_eq!(instances.alive().get(), 2);
+    /// let store = Fallback::new(redis, LocalStore::default()).share(instances);
+    /// # let _ = store;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn at_least(self, min: u32) -> Self {
+        let min = NonZeroU32::new(min).unwrap_or(NonZeroU32::MIN);
+        Self::new(move || self.alive().max(min))
+    }
+
     /// How many are alive, at least this one.
     pub fn alive(&self) -> NonZeroU32 {
         (self.0)()

@@ -9,7 +9,9 @@ use futures_util::FutureExt;
 use futures_util::future::join_all;
 use tower_redis_ratelimit::check::{Check, Source};
 use tower_redis_ratelimit::observe::{Observer, event};
-use tower_redis_ratelimit::store::{ErrorKind, Share, Store, StoreError};
+use tower_redis_ratelimit::store::{
+    AnyStore, ErrorKind, Share, ShareConfig, Store, StoreConfig, StoreError, StoreKind,
+};
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, RedisStore, Strategy};
 
 use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};
@@ -380,6 +382,96 @@ async fn live_instances_are_counted() {
         first.alive().get() == 2 && second.alive().get() == 2
     })
     .await;
+}
+
+/// `Leased` takes the number from the configured store, in which each instance announces itself once.
+#[tokio::test]
+async fn a_configured_store_returns_its_instances() {
+    let server = RedisServer::start();
+    let mut config = StoreConfig::default();
+    config.url = Some(server.url());
+    config.share = ShareConfig::Alive;
+    let stores = [(); 2].map(|()| AnyStore::from_config(&config).unwrap());
+    let instances = stores.each_ref().map(AnyStore::instances);
+    until("both are counted", async || {
+        instances
+            .iter()
+            .all(|instances| instances.alive().get() == 2)
+    })
+    .await;
+    assert_eq!(server.command::<u32>("ZCARD rl:instances").await, 2);
+
+    config.share = ShareConfig::Fixed(NonZeroU32::new(4).unwrap());
+    let count = |config: &StoreConfig| {
+        let store = AnyStore::from_config(config).unwrap();
+        store.instances().alive().get()
+    };
+    assert_eq!(count(&config), 4);
+    config.kind = StoreKind::Local;
+    assert_eq!(count(&config), 1);
+}
+
+#[tokio::test]
+async fn an_outage_reports_whether_instances_are_counted() {
+    #[derive(Clone, Default)]
+    struct Shares(Arc<Mutex<Vec<(u32, bool)>>>);
+    impl Observer for Shares {
+        fn degraded(&self, event: &event::Degraded<'_>) {
+            let share = (event.share.get(), event.is_counted);
+            self.0.lock().unwrap().push(share);
+        }
+    }
+    let url = format!("redis://127.0.0.1:{}/", free_port());
+    let redis = RedisStore::connect_lazy(url).unwrap();
+    let instances = || redis.announce().unwrap();
+    for (share, expected) in [
+        (Share::from(1), (1, false)),
+        (Share::from(instances()), (1, true)),
+        (Share::from(instances().at_least(2)), (2, true)),
+    ] {
+        let shares = Shares::default();
+        let store = Fallback::new(redis.clone(), LocalStore::default())
+            .share(share)
+            .observer(shares.clone());
+        until("the outage is reported", async || {
+            let peek = Check::peek(Key::GLOBAL, &policy(Strategy::Gcra, "1/s"), 1);
+            let _ = store.check(peek).await.unwrap();
+            !shares.0.lock().unwrap().is_empty()
+        })
+        .await;
+        assert_eq!(*shares.0.lock().unwrap(), [expected]);
+    }
+}
+
+/// A restarted Redis without its data counts only the instances that have announced themselves since.
+#[tokio::test]
+async fn a_lost_announcement_keeps_the_count() {
+    let server = RedisServer::start();
+    let store = RedisStore::connect_lazy(server.url()).unwrap();
+    let instances = store.announce().unwrap();
+    let soon = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .unwrap()
+        .as_millis()
+        + 5_500;
+    let _: u32 = server
+        .command(&format!("ZADD rl:instances {soon} other"))
+        .await;
+    until("the other is counted", async || {
+        instances.alive().get() == 2
+    })
+    .await;
+
+    let before = server.calls("zadd").await;
+    let _: u32 = server.command("DEL rl:instances").await;
+    until("three further counts", async || {
+        let alive = instances.alive().get();
+        let counts = server.calls("zadd").await - before;
+        assert!(counts > 3 || alive == 2, "{alive} after {counts} counts");
+        counts >= 3
+    })
+    .await;
+    until("it is not counted", async || instances.alive().get() == 1).await;
 }
 
 /// An announcement made while the clock was ahead, or on another server, is counted no longer than

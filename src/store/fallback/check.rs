@@ -23,7 +23,7 @@ use crate::background::TaskOwner;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Source, Verdict};
 use crate::observe::{Observer, event, or_log};
-use crate::store::{Answer, LocalStore, Store};
+use crate::store::{Answer, LocalStore, Share, Store};
 use crate::util::{Clock, contain, instant, polled_after_completion};
 
 /// One partition of the primary store, or all of it, with the fallback.
@@ -239,6 +239,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
             let mut degraded = event::Degraded::new(error);
             degraded.share = self.settings.share.instances();
+            degraded.is_counted = matches!(self.settings.share, Share::Alive(_));
             self.observe(|observer| observer.degraded(&degraded));
         }
     }

@@ -233,8 +233,40 @@ impl<P: Store, F: Store> Fallback<P, F> {
         }
     }
 
-    /// Returns `true` if the breaker is open, so that the fallback decides. Use it for health checks. With
-    /// partitions, `true` if any breaker is open.
+    /// Returns the number of instances of the [share](Self::share).
+    pub(super) fn instances(&self) -> Instances {
+        match &self.partitions[0].settings.share {
+            Share::Alive(instances) => instances.clone(),
+            Share::Fixed(instances) => {
+                let instances = *instances;
+                Instances::new(move || instances)
+            }
+        }
+    }
+
+    /// Returns `true` if the breaker is open, so that the fallback decides: for health checks. With
+    /// partitions, `true` if any breaker is open. `false` until enough checks have failed, so a service
+    /// without requests does not notice an outage. A peek finds out, and charges nothing:
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::check::Source;
+    /// use tower_redis_ratelimit::{Fallback, Key, Limiter, LocalStore, Policy, Quota, RedisStore, Strategy};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// // Nothing listens there.
+    /// let store = Fallback::new(RedisStore::connect_lazy("redis://127.0.0.1:1/")?, LocalStore::default());
+    /// assert!(!store.is_degraded());
+    ///
+    /// let probe = Limiter::new(store.clone(), Policy::new("probe", Strategy::Gcra, Quota::per_second(1))?);
+    /// for _ in 0..3 {
+    ///     let decision = probe.peek(Key::new("probe"), 1).await?;
+    ///     assert_eq!(decision.source(), Source::Local);
+    /// }
+    /// assert!(store.is_degraded());
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn is_degraded(&self) -> bool {
         let mut partitions = self.partitions.iter();
         partitions.any(|partition| partition.breaker.is_open())

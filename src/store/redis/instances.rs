@@ -19,16 +19,41 @@ use crate::store::Instances;
 
 /// Interval between two announcements. An instance expires after three intervals.
 const EVERY: Duration = Duration::from_secs(2);
+/// Number of counts in the time after which an instance expires, with the first and the last one.
+const COUNTS: usize = 4;
+
+/// The last counts of the instances. The largest one is used: each live instance has announced itself since the first.
+struct RecentCounts([u32; COUNTS]);
+
+impl RecentCounts {
+    /// Replaces the oldest count. Returns the largest one.
+    fn add(&mut self, count: u32) -> u32 {
+        self.0.rotate_left(1);
+        self.0[COUNTS - 1] = count;
+        self.largest()
+    }
+
+    /// Keeps the largest count for another [`COUNTS`]: after a failure, Redis may be empty.
+    fn hold(&mut self) {
+        self.0 = [self.largest(); COUNTS];
+    }
+
+    fn largest(&self) -> u32 {
+        self.0.iter().fold(1, |largest, count| largest.max(*count))
+    }
+}
 
 impl RedisStore {
     /// Announces this instance in Redis, and counts the instances that are announced under the same
     /// key prefix: for [`Share::Alive`](crate::store::Share::Alive). The Redis user needs
     /// `+zremrangebyscore +zadd +zcard +pexpire` for it.
     ///
-    /// Each instance announces itself every 2 seconds, off the request path, and stops counting 6
-    /// seconds after its last announcement. This one continues until the last clone of the result
-    /// is dropped, or this Tokio runtime shuts down. While Redis is unreachable, or the slot of the
-    /// instances migrates in a cluster, the count does not change.
+    /// Each instance announces itself every 2 seconds, off the request path, and expires 6 seconds
+    /// after its last announcement. This one continues until the last clone of the result is
+    /// dropped, or this Tokio runtime shuts down. A lower count is used after another 6 seconds: a
+    /// Redis that restarts empty counts only the instances that have announced themselves since.
+    /// While Redis is unreachable, or the slot of the instances migrates in a cluster, the count
+    /// does not change. It starts at 1; see [`Instances::at_least`].
     ///
     /// # Errors
     ///
@@ -52,16 +77,15 @@ impl RedisStore {
 
 async fn run(inner: Weak<Shared>, alive: Arc<AtomicU32>) {
     let name = format!("{:016x}", RandomState::new().hash_one(0));
-    // After an outage, the first instance finds only itself: accept a lower count only when the next count confirms it.
-    let mut before = 1;
+    let mut recent = RecentCounts([1; COUNTS]);
     loop {
         let Some(inner) = inner.upgrade() else { return };
         match announced(&inner, &name).await {
-            Ok(count) => {
-                alive.store(count.max(before), Ordering::Relaxed);
-                before = count;
+            Ok(count) => alive.store(recent.add(count), Ordering::Relaxed),
+            Err(error) => {
+                recent.hold();
+                inner.failed(&error);
             }
-            Err(error) => inner.failed(&error),
         }
         drop(inner);
         sleep(EVERY).await;
@@ -80,4 +104,26 @@ async fn announced(inner: &Arc<Shared>, name: &str) -> Result<u32, StoreError> {
         ttl: 3 * EVERY,
     };
     inner.run_script(node, &call).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lower_count_is_used_when_others_would_have_expired() {
+        let mut recent = RecentCounts([1; COUNTS]);
+        assert_eq!(
+            [3, 1, 1, 1, 1, 2].map(|count| recent.add(count)),
+            [3, 3, 3, 3, 1, 2]
+        );
+    }
+
+    #[test]
+    fn a_failure_holds_the_count() {
+        let mut recent = RecentCounts([1; COUNTS]);
+        assert_eq!([3, 1, 1].map(|count| recent.add(count)), [3; 3]);
+        recent.hold();
+        assert_eq!([1, 1, 1, 1].map(|count| recent.add(count)), [3, 3, 3, 1]);
+    }
 }

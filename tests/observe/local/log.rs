@@ -141,17 +141,27 @@ async fn failures_are_throttled_but_breaker_changes_logged() {
     for _ in 0..2 {
         let mut degraded = event::Degraded::new(&timeout);
         observer.degraded(&degraded);
+        degraded.is_counted = true;
+        observer.degraded(&degraded);
         degraded.share = NonZeroU32::new(4).unwrap();
         observer.degraded(&degraded);
         observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
         observer.reconciled(&event::Reconciled::new(7, 1));
     }
     let logged = lines.take();
-    assert_eq!(logged.len(), 8, "{logged:?}");
-    assert!(logged[0].contains("share=1") && logged[1].contains("share=4"));
+    assert_eq!(logged.len(), 10, "{logged:?}");
+    let shares = ["share=1", "share=1", "share=4"];
+    assert!(
+        logged
+            .iter()
+            .zip(shares)
+            .all(|(line, share)| line.contains(share))
+    );
     for (line, part) in logged.iter().zip([
         "WARN shared store unavailable, enforcing rate limits locally; every instance grants the whole limit: set \
          `Fallback::share` if there are several kind",
+        "WARN shared store unavailable, enforcing rate limits locally; no other instance was found, so this one grants the \
+         whole limit kind",
         "WARN shared store unavailable, enforcing rate limits locally kind",
         "INFO shared store recovered after=3s",
         "charged=7 dropped=1",
