@@ -116,9 +116,9 @@ impl Check {
     }
 
     /// Charges `cost` even beyond the limit, for a cost that is known only afterwards. The debt is
-    /// bounded: each policy counts at most twice its capacity. Each charges as much of the cost as
-    /// that allows, independently of the others, and [`Decision::granted`] returns the largest of
-    /// these amounts. A policy of requests [in flight](crate::Policy::in_flight) counts nothing.
+    /// bounded: each policy counts at most twice its capacity, and cuts the charge to that
+    /// independently of the others. [`Decision::granted`] returns the largest amount that a policy
+    /// has charged. A policy of requests [in flight](crate::Policy::in_flight) counts nothing.
     pub fn charge(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Charge, cost)
     }
