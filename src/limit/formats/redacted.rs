@@ -7,8 +7,8 @@ use serde::forward_to_deserialize_any;
 
 use crate::error::redacted;
 
-/// Reads a table, or one of its names. serde's errors quote an unknown name, and a text in place of
-/// the table: both may be misplaced secrets, such as a URL or a caller.
+/// Reads a table, or one of its names. serde's errors quote unknown names, and a text where a table is
+/// expected. Both may be misplaced secrets, such as a URL or a caller.
 pub(crate) struct Redacted<T>(pub(crate) T);
 
 impl<'de, D: Deserializer<'de>> Deserializer<'de> for Redacted<D> {

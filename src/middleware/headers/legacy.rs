@@ -29,7 +29,7 @@ use crate::util::unix_time;
 /// The fields describe the policy that [decided](Decision::policy). With nested layers, they
 /// describe that of the layer that denied the request (and are absent if that layer adds none). If
 /// all layers allowed it, they describe the policy with the least remaining, and of two equal ones,
-/// the one with the later reset. A denial by a [`Pause`](crate::throttle::Pause) has none.
+/// the one with the later reset. A denial by a [`Pause`](crate::throttle::Pause) has no such fields.
 ///
 /// As text: `github`, `x-seconds`, `draft-6`.
 #[doc(alias = "X-RateLimit-Remaining")]

@@ -175,8 +175,8 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     /// has no key, or if the store cannot decide. The check runs concurrently with the inner call,
     /// whose response waits for the check. An error of the inner service does not wait.
     ///
-    /// The charges are those of an enforced layer. If another layer enforces the same policy for these requests, each
-    /// of them is charged twice, and no observer is notified of that: use [`shadow`](Self::shadow) instead.
+    /// It charges the same counts as an enforced layer. If another layer enforces the same policy for these requests,
+    /// each request is charged twice, and no observer is notified: use [`shadow`](Self::shadow) instead.
     #[must_use]
     pub fn dry_run(self) -> Self {
         self.change(|config| config.gate.settings.dry_run = true)

@@ -56,9 +56,9 @@ use crate::store::Store;
 /// After a pause, the other policies count as before. A [reset](crate::Limiter::reset) of the key
 /// ends the pause in all instances within a second.
 ///
-/// Without a pause, the policy allows 2,147,483,648 units of cost, and as many again in each `max`. A
-/// cost above that is never allowed. A call of cost `c`, or its refund, changes a pause by at most
-/// `c / 2,147,483,648` of `max`. Header fields and messages for clients do not show this quota.
+/// Without a pause, the policy allows 2,147,483,648 units of cost in each `max`, and never a larger
+/// cost. A call of cost `c`, or its refund, changes a pause by at most `c / 2,147,483,648` of `max`.
+/// Header fields and messages for clients do not show this quota.
 ///
 /// Clones share the store.
 #[derive(Debug, Clone)]

@@ -88,7 +88,7 @@ fn read(setting: &'static str, path: &Path) -> Result<Vec<u8>, ConfigError> {
     })
 }
 
-/// Formats a path, which may be a private key in place of its file's path.
+/// Formats a path, which may be a private key by mistake.
 #[cfg(feature = "tls")]
 fn shown(path: &Path) -> String {
     format!("{:?}", redacted(&path.to_string_lossy()))
