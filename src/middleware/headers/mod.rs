@@ -255,6 +255,7 @@ struct Item {
 }
 
 impl Item {
+    #[inline(always)]
     fn new(start: &str, policy: &Policy, verdict: &Verdict) -> Self {
         let mut item = Self {
             bytes: [0; 128],
