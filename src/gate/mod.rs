@@ -698,11 +698,11 @@ impl<D> Grant<D> {
     /// Moves the decision out of the grant, adjusted by the amounts that the handler has reserved.
     #[inline]
     pub(crate) fn take_decision(&mut self) -> Option<Decision> {
-        let decision = self.decision.take()?;
-        Some(match &self.charge {
-            Some(charge) => charge.charges().update(decision),
+        let decision = self.decision.take();
+        match &self.charge {
+            Some(charge) => decision.map(|decision| charge.charges().update(decision)),
             None => decision,
-        })
+        }
     }
 
     pub(crate) fn charge(&self) -> Option<&RequestCost> {
