@@ -268,6 +268,9 @@ impl<S: Store> Limiter<S> {
     /// towards `max`: no caller is denied because of their duration while the cost is allowed, and
     /// a denial may be returned two or three calls later.
     ///
+    /// A task that waits for one unit after another takes at most one per round trip to the store. For a faster rate,
+    /// wait for several units, or from several tasks.
+    ///
     /// Dropping the future ends the wait and takes nothing: a grant that arrives at that moment is
     /// refunded by a separate task.
     ///
