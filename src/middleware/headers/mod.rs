@@ -162,16 +162,17 @@ const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy"
 /// Adds `RateLimit` and `RateLimit-Policy`, as in draft-ietf-httpapi-ratelimit-headers-11. Both are lists,
 /// so entries of inner layers and servers are kept.
 fn append_draft(headers: &mut HeaderMap, decision: &Decision) {
-    for (name, value) in draft(decision) {
-        if !value.is_empty() {
-            headers.append(name, value);
-        }
+    let (policies, state) = draft(decision);
+    if !policies.is_empty() {
+        headers.append(RATE_LIMIT_POLICY, policies);
+        headers.append(RATE_LIMIT, state);
     }
 }
 
 /// Removes the entries that [`append_draft`] adds for this decision.
 fn remove_draft(headers: &mut HeaderMap, decision: &Decision) {
-    for (name, value) in draft(decision) {
+    let (policies, state) = draft(decision);
+    for (name, value) in [(RATE_LIMIT_POLICY, policies), (RATE_LIMIT, state)] {
         let entries = headers.get_all(&name).iter();
         let others: Vec<HeaderValue> = entries.filter(|entry| **entry != value).cloned().collect();
         headers.remove(&name);
@@ -181,14 +182,12 @@ fn remove_draft(headers: &mut HeaderMap, decision: &Decision) {
     }
 }
 
-/// Returns the draft's fields, which are empty if all policies are pauses.
-fn draft(decision: &Decision) -> [(HeaderName, HeaderValue); 2] {
+/// Returns the values of `RateLimit-Policy` and `RateLimit`, which are empty if all policies are
+/// pauses.
+fn draft(decision: &Decision) -> (HeaderValue, HeaderValue) {
     // Built once per list of policies.
     decision.policies().derived(Texts::new, |texts| {
-        [
-            (RATE_LIMIT_POLICY, texts.policy_field.clone()),
-            (RATE_LIMIT, texts.rate_limit(decision)),
-        ]
+        (texts.policy_field.clone(), texts.rate_limit(decision))
     })
 }
 
@@ -463,7 +462,7 @@ mod tests {
             "\"tokens\";q=3;w=60, \"streams\";q=2;qu=\"concurrent-requests\""
         );
         let quotas = texts.each.iter().map(|each| &*each.quota);
-        assert!(quotas.eq(["3/m", "2 concurrent requests"]));
+        assert!(quotas.eq(["3 per minute", "2 concurrent requests"]));
     }
 
     /// The store uses a period of 1.1 seconds, so `t` follows that period.
@@ -474,7 +473,7 @@ mod tests {
         let texts = Texts::new(&policies);
         assert_eq!(
             (texts.policy_field, &*texts.each[0].quota),
-            (HeaderValue::from_static("\"api\";q=2;w=1"), "2/s")
+            (HeaderValue::from_static("\"api\";q=2;w=1"), "2 per second")
         );
         assert_eq!(
             fields(&policies, 3),
