@@ -121,14 +121,18 @@ impl Reason<'_> {
         match self {
             Reason::Denied(decision) => match decision.retry_after() {
                 Some(wait) => {
-                    to.write_str("The quota of ")?;
-                    write_quota(decision, to)?;
-                    let left = decision.remaining() > 0;
-                    to.write_str(if left {
-                        " cannot cover this request"
+                    if decision.policy().is_pause() {
+                        to.write_str("Calls are paused")?;
                     } else {
-                        " is used up"
-                    })?;
+                        to.write_str("The quota of ")?;
+                        write_quota(decision, to)?;
+                        let left = decision.remaining() > 0;
+                        to.write_str(if left {
+                            " cannot cover this request"
+                        } else {
+                            " is used up"
+                        })?;
+                    }
                     to.write_str(". Try again in ")?;
                     to.write_str(itoa::Buffer::new().format(retry_after(wait)))?;
                     to.write_str(" s.")
