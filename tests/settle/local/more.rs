@@ -147,6 +147,39 @@ async fn a_denied_handler_responds_like_the_layer() {
     assert!(!decision(&denied).unwrap().is_allowed());
 }
 
+/// A handler rejects by the layer's own `Reject`.
+#[cfg(feature = "axum")]
+#[tokio::test]
+async fn a_denied_handler_may_respond_by_the_layers_reject() {
+    use axum::response::{IntoResponse, Response};
+    use axum::{Router, routing::get};
+    use http::request::Parts;
+    use http_body_util::BodyExt;
+    use tower_redis_ratelimit::headers::Headers;
+    use tower_redis_ratelimit::reject::Rejection;
+
+    fn rejected(rejection: Rejection<'_>) -> Response {
+        (rejection.status(), format!("no: {rejection}")).into_response()
+    }
+    async fn much(charge: RequestCost, request: Parts) -> Result<(), Response> {
+        let reserved = charge.reserve(991).await;
+        reserved.map_err(|error| Rejection::new(&error, &request).response(&rejected))
+    }
+    let counted = Count::new();
+    let layer = counted.layer().until_body_end();
+    for (headers, fields) in [(Headers::DRAFT_11, 1), (Headers::NONE, 0)] {
+        let layer = layer.clone().headers(headers).reject_with(rejected);
+        let app: Router = Router::new().route("/books", get(much)).layer(layer);
+        let denied = send(&app, anonymous()).await;
+        assert_eq!(denied.status(), 429);
+        let sent = denied.headers().get_all("ratelimit").iter().count();
+        assert_eq!(sent, fields);
+        assert!(denied.headers().contains_key("retry-after"));
+        let body = denied.into_body().collect().await.unwrap().to_bytes();
+        assert!(body.starts_with(b"no: The quota of"), "{body:?}");
+    }
+}
+
 /// The fields of another layer are kept.
 #[cfg(feature = "axum")]
 #[tokio::test]
