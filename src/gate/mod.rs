@@ -147,7 +147,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     pub(crate) fn observe(&mut self, observer: Arc<dyn Observer>) {
         self.store.backend().observe(&observer);
-        self.policies.observe(&observer);
+        for selector in self.settings.shadows.iter().chain([&self.policies]) {
+            selector.observe(&observer);
+        }
         self.in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));
         self.ops = self.in_flight.ops().clone();
         if let Some((_, queues)) = &mut self.wait {
@@ -158,6 +160,18 @@ impl<S: Store, R: 'static> Gate<S, R> {
 }
 
 impl<S, R> Gate<S, R> {
+    /// Adds policies that are checked but not enforced.
+    pub(crate) fn shadow(&mut self, policies: impl PolicySelector<R>)
+    where
+        R: 'static,
+    {
+        let selector = Selector::new(policies);
+        if let Some(observer) = self.notifier.observer() {
+            selector.observe(observer);
+        }
+        self.settings.shadows.push(selector);
+    }
+
     /// Enables settlement of the requests' reservations.
     pub(crate) fn settle(&mut self) {
         self.holds = Holds::Charge;
@@ -322,7 +336,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             let wait = (*max, queues);
             return self.wait_for(request, question, wait, &policies, answer.ok(), grant);
         }
-        Admission::Decided(self.conclude(request, question, None, answer, grant))
+        Admission::Decided(self.conclude(request, &mut question, None, answer, grant))
     }
 
     /// Puts a request into its queue, or concludes it if the queue refuses it: the queue is full,
@@ -380,7 +394,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             question.slot = self.hold(&Check::take(question.key, policies, question.cost));
             question.answered(&answer);
         }
-        self.conclude(request, question, charged, answer, grant)
+        self.conclude(request, &mut question, charged, answer, grant)
     }
 
     /// Admits or rejects by the final decision: notifies the observer, and fills the grant. A request that has waited was
@@ -389,16 +403,16 @@ impl<S: Store, R: 'static> Gate<S, R> {
     fn conclude(
         &self,
         request: &R,
-        mut question: Question,
+        question: &mut Question,
         charged: Option<Charge>,
         answer: Result<Decision, StoreError>,
         grant: &mut Grant<S::Future>,
     ) -> Admitted {
-        let Question {
-            key, cost, since, ..
-        } = question;
         if self.notifier.is_notified(&answer) {
-            self.notifier.answered(&key, cost, since, &answer, false);
+            let Question {
+                key, cost, since, ..
+            } = question;
+            self.notifier.answered(key, *cost, *since, &answer, false);
         }
         match answer {
             Ok(decision) if decision.is_allowed() => grant.decision = Some(decision),
@@ -406,7 +420,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             Err(error) if self.settings.on_error == OnError::Reject => {
                 return Err(Refusal::Unavailable(error));
             }
-            Err(_) => question.slot = question.slot.map(Slot::admitted_after_error),
+            Err(_) => question.slot = question.slot.take().map(Slot::admitted_after_error),
         }
         if question.slot.is_some() {
             grant.slot = question.slot.take();
@@ -417,7 +431,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             grant.charge = Some(self.charge(reserved, grant.slot.take()));
         }
         if self.has_shadows() {
-            grant.try_shadows(self, request, key);
+            grant.try_shadows(self, request, question.key);
         }
         Ok(())
     }
@@ -698,11 +712,11 @@ impl<D> Grant<D> {
     /// Moves the decision out of the grant, adjusted by the amounts that the handler has reserved.
     #[inline]
     pub(crate) fn take_decision(&mut self) -> Option<Decision> {
-        let decision = self.decision.take()?;
-        Some(match &self.charge {
-            Some(charge) => charge.charges().update(decision),
+        let decision = self.decision.take();
+        match &self.charge {
+            Some(charge) => decision.map(|decision| charge.charges().update(decision)),
             None => decision,
-        })
+        }
     }
 
     pub(crate) fn charge(&self) -> Option<&RequestCost> {
