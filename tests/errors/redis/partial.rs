@@ -1,6 +1,6 @@
 //! A check that fails for a missing right changes no count.
 
-use std::time::Instant;
+use std::time::Duration;
 
 use tower_redis_ratelimit::check::{Check, Decision};
 use tower_redis_ratelimit::store::{ErrorKind, Store};
@@ -12,9 +12,8 @@ use crate::support::RedisServer;
 
 /// Policies with each kind of state, alone and together. No charge expires during a test.
 fn lists() -> Vec<Policies> {
-    let rate = |name, strategy, quota: &str| {
-        Policy::new(name, strategy, quota.parse().unwrap()).unwrap()
-    };
+    let rate =
+        |name, strategy, quota: &str| Policy::new(name, strategy, quota.parse().unwrap()).unwrap();
     let meter = rate("meter", Strategy::Gcra, "100/100d");
     let log = rate("log", Strategy::SlidingLog, "100/100d");
     let shorter = rate("shorter", Strategy::SlidingLog, "90/70d");
@@ -25,6 +24,7 @@ fn lists() -> Vec<Policies> {
     let lists = [
         vec![log.clone()],
         vec![meter.clone(), log.clone()],
+        vec![log.clone(), meter.clone()],
         vec![log.clone(), shorter],
         vec![meter, counter, cells.clone()],
         vec![cells, window.clone()],
@@ -100,17 +100,22 @@ async fn a_failed_check_changes_nothing() {
 
 /// Sends takes, refunds and a reset. A take with an id is charged once.
 async fn modes(stores: &Stores, key: Key, policies: &Policies) {
-    let (mut taken, has_slots) = (vec![], policies.iter().any(|policy| policy.strategy().is_none()));
-    let takes = if policies.iter().any(|policy| policy.strategy() == Some(Strategy::SlidingLog)) {
+    let (mut taken, has_slots) = (
+        vec![],
+        policies.iter().any(|policy| policy.strategy().is_none()),
+    );
+    let takes = if policies
+        .iter()
+        .any(|policy| policy.strategy() == Some(Strategy::SlidingLog))
+    {
         50
     } else {
         5
     };
     for number in 0..takes {
         let take = Check::take(key, policies, 1).with_id(format!("{number}"));
-        let asked_at = Instant::now();
         let before = stores.remaining(key, policies).await;
-        taken.push((stores.check(&take).await, asked_at));
+        taken.push(stores.check(&take).await);
         let once = stores.remaining(key, policies).await;
         let expected: Vec<u32> = before.iter().map(|left| left - 1).collect();
         assert_eq!(once, expected, "{}: take {number}", stores.context);
@@ -121,8 +126,10 @@ async fn modes(stores: &Stores, key: Key, policies: &Policies) {
         }
     }
     if !has_slots {
-        for (decision, asked_at) in taken.iter().skip(2).take(takes / 2) {
-            for refund in decision.refund(key, 1, asked_at.elapsed()) {
+        // Not under a meter: it drains while the charge to refund does, so a part of a unit would leave during the test.
+        let meters = policies.iter().any(|policy| policy.name() == "meter");
+        for decision in taken.iter().skip(2).take(takes / 2).filter(|_| !meters) {
+            for refund in decision.refund(key, 1, Duration::ZERO) {
                 let _ = stores.check(&refund).await;
             }
         }
