@@ -8,7 +8,8 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use super::{
-    ChargedAt, Check, EachCharge, Key, LONGEST, Mode, Policies, Policy, PolicyCharge, duration,
+    ChargedAt, Check, EachCharge, Frees, Key, LONGEST, Mode, Policies, Policy, PolicyCharge,
+    duration,
 };
 
 /// The verdict on one check.
@@ -273,6 +274,13 @@ impl Decision {
             decider.reset = decider.reset.max(decider.wait);
         }
         denied.decided_again()
+    }
+
+    /// Returns how long a larger cost waits than the one that was decided.
+    pub(crate) fn wait_of_larger(&self, cost: u32) -> Duration {
+        let waits = self.verdicts();
+        let waits = waits.map(|(policy, verdict)| verdict.wait_of_larger(policy, cost));
+        micros(waits.max().unwrap_or_default())
     }
 
     /// Returns the checks that refund `cost` of this decision's grant, such as the unused part of
@@ -590,6 +598,23 @@ impl Verdict {
             ..0 if self.reset == 0 => policy.params().period,
             _ => self.reset,
         };
+    }
+
+    /// Returns the microseconds until a larger cost than the decided one would be allowed: exact for a meter (or one
+    /// more) and a fixed window, otherwise until all charges have expired.
+    pub(crate) fn wait_of_larger(&self, policy: &Policy, cost: u32) -> i64 {
+        if policy.never_fits(cost) {
+            return Self::NEVER;
+        }
+        if policy.is_in_flight() || i64::from(cost) <= self.remaining {
+            return self.wait;
+        }
+        let kept = match policy.frees() {
+            // The meter need not be empty.
+            Frees::Gradually => policy.params().time_for(policy.quota().capacity() - cost),
+            _ => 0,
+        };
+        self.wait.max(self.reset - kept)
     }
 
     /// Returns `true` if this policy allows the check.
