@@ -195,9 +195,10 @@ impl Decision {
         clamp(self.verdicts.granted)
     }
 
-    /// Returns the largest cost that the deciding policy ever allows in one check: its burst.
+    /// Returns the largest cost that the deciding policy ever allows in one check: its burst. An instance that decides
+    /// in an outage allows at most its share of that, which bounds [`remaining`](Self::remaining).
     pub fn capacity(&self) -> u32 {
-        self.policy().quota().capacity()
+        self.policy().whole().quota().capacity()
     }
 
     /// Returns the largest cost that would be allowed now.
@@ -221,7 +222,7 @@ impl Decision {
         micros(self.verdict().reset)
     }
 
-    /// Returns the deciding policy.
+    /// Returns the deciding policy. In an outage it has the instance's share of the quota.
     pub fn policy(&self) -> &Policy {
         &self.policies[self.decider as usize]
     }
