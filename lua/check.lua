@@ -317,7 +317,7 @@ if not only_runs then
       end
     end
     -- First, since this can be undone without its former value.
-    local remembers = plan.remember > 0 and not first_error and has_charged(plan, from)
+    local remembers = plan.remember > 0 and not first_error and (has_charged(plan, from) or plan.mode == CHARGE)
     if remembers then
       remember(plan, from)
     end
