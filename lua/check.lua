@@ -249,7 +249,7 @@ if not only_runs then
     return charged
   end
 
-  -- Remembers the answers after the place `from`. The key of the id is before those of the policies.
+  -- Remembers the answers after the place `from`. The key of the id precedes the keys of the policies.
   local function remember(plan, from)
     local forget_at = now + plan.remember
     local answer = encode(TIMES, now, forget_at)

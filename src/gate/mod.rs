@@ -574,7 +574,7 @@ struct Question {
     cost: u32,
     /// Time at which the check was sent. `None` if it is not needed.
     since: Option<Instant>,
-    /// `false` if others wait, so that it passes only if its id is known.
+    /// `false` if others wait: then it passes only if it repeats an id.
     is_next: bool,
     /// The slot under the policies that limit requests in flight. It exists before the check is
     /// sent.

@@ -220,7 +220,7 @@ impl Check {
         self
     }
 
-    /// Turns a check with an id into one that charges nothing: it finds out whether the id is known.
+    /// Turns the check into a peek. With an id, it repeats the stored decision.
     pub(crate) fn peeking(self) -> Self {
         Self {
             mode: Mode::Peek,

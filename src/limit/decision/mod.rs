@@ -277,7 +277,7 @@ impl Decision {
         denied.decided_again()
     }
 
-    /// Returns how long a larger cost waits than the one that was decided.
+    /// Returns the wait of a larger cost than the decided cost.
     pub(crate) fn wait_of_larger(&self, cost: u32) -> Duration {
         let waits = self.verdicts();
         let waits = waits.map(|(policy, verdict)| verdict.wait_of_larger(policy, cost));
