@@ -112,7 +112,7 @@ async fn damaged_replies_do_no_harm() {
     let (proxy, _server) = Proxy::start(|_| RedisServer::start()).await;
     let url = format!("redis://127.0.0.1:{}/", proxy.port);
     let store = RedisStore::builder(url)
-        .timeout(Duration::from_millis(200))
+        .timeout(Duration::from_millis(50))
         .connect()
         .await
         .unwrap();
@@ -143,7 +143,7 @@ async fn damaged_replies_of_a_cluster_do_no_harm() {
     .await;
     let url = format!("redis+cluster://127.0.0.1:{}", proxy.port);
     let store = RedisStore::builder(url)
-        .timeout(Duration::from_millis(200))
+        .timeout(Duration::from_millis(50))
         .connect()
         .await
         .unwrap();
