@@ -76,10 +76,11 @@ async fn a_larger_cost_waits_longer() {
         for _ in 0..10 {
             let _ = take(&store, &policies, 1).await;
         }
+        // A cached denial is as old as its call.
+        let asked_at = Instant::now();
         assert!(!take(&store, &policies, 1).await.is_allowed());
         let is_exact = is_gradual(strategy) || matches!(strategy, Strategy::FixedWindow(_));
         for cost in [1, 2, 5, 10] {
-            let asked_at = Instant::now();
             let cached = take(&store, &policies, cost).await;
             let exact = take(&uncached, &policies, cost).await;
             for (wait, exact) in cached.each().zip(exact.each()) {
