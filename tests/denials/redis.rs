@@ -67,9 +67,9 @@ async fn a_flood_of_denials_costs_one_call() {
 #[tokio::test]
 async fn a_larger_cost_waits_longer() {
     let server = RedisServer::start();
-    let store = RedisStore::connect(server.url()).await.unwrap();
-    let uncached = RedisStore::builder(server.url()).denials(0);
-    let uncached = uncached.connect().await.unwrap();
+    let builder = || RedisStore::builder(server.url()).timeout(Duration::from_secs(20));
+    let store = builder().connect().await.unwrap();
+    let uncached = builder().denials(0).connect().await.unwrap();
     for strategy in STRATEGIES {
         let policies = Policies::new([of("test", strategy, 10), of("other", strategy, 12)]);
         let policies = policies.unwrap();

@@ -66,7 +66,8 @@ fn without(commands: &[&str]) -> RedisServer {
     RedisServer::start_with(&args)
 }
 
-fn store(url: String) -> RedisStore {
+/// A store that waits for a busy machine.
+pub(crate) fn store(url: String) -> RedisStore {
     RedisStore::builder(url)
         .timeout(Duration::from_secs(20))
         .connect_lazy()

@@ -7,7 +7,7 @@ use tower_redis_ratelimit::store::{ErrorKind, Store};
 use tower_redis_ratelimit::strategy::Align;
 use tower_redis_ratelimit::{Key, Policies, Policy, RedisStore, Strategy};
 
-use super::forbidden::{NEEDED, OF_LOGS, OF_SLOTS};
+use super::forbidden::{NEEDED, OF_LOGS, OF_SLOTS, store};
 use crate::support::RedisServer;
 
 /// Policies with each kind of state, alone and together. No charge expires during a test.
@@ -67,7 +67,7 @@ impl Stores {
 #[tokio::test]
 async fn a_failed_check_changes_nothing() {
     let server = RedisServer::start();
-    let all = RedisStore::connect(server.url()).await.unwrap();
+    let all = store(server.url());
     let rights = || NEEDED.into_iter().chain(OF_LOGS).chain(OF_SLOTS);
     // Without the first four, nothing is written.
     for missing in rights().skip(4) {
@@ -84,7 +84,7 @@ async fn a_failed_check_changes_nothing() {
         for (number, policies) in lists().iter().enumerate() {
             let stores = Stores {
                 all: all.clone(),
-                limited: RedisStore::connect_lazy(url.clone()).unwrap(),
+                limited: store(url.clone()),
                 context: format!("without {missing}, list {number}"),
             };
             modes(&stores, Key::new(format!("{missing} {number}")), policies).await;
