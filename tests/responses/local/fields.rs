@@ -234,7 +234,7 @@ async fn an_outage_keeps_the_quota_in_the_fields() {
         assert_eq!(legacy(&denied, "x-ratelimit")[0], Some("100"));
         let detail = json(denied).await["detail"].to_string();
         assert!(
-            detail.contains("The quota of 100/m is used up."),
+            detail.contains("The quota of 100 per minute is used up."),
             "{detail}"
         );
     }
