@@ -147,7 +147,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     pub(crate) fn observe(&mut self, observer: Arc<dyn Observer>) {
         self.store.backend().observe(&observer);
-        self.policies.observe(&observer);
+        for selector in self.settings.shadows.iter().chain([&self.policies]) {
+            selector.observe(&observer);
+        }
         self.in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));
         self.ops = self.in_flight.ops().clone();
         if let Some((_, queues)) = &mut self.wait {
@@ -158,6 +160,18 @@ impl<S: Store, R: 'static> Gate<S, R> {
 }
 
 impl<S, R> Gate<S, R> {
+    /// Adds policies that are checked but not enforced.
+    pub(crate) fn shadow(&mut self, policies: impl PolicySelector<R>)
+    where
+        R: 'static,
+    {
+        let selector = Selector::new(policies);
+        if let Some(observer) = self.notifier.observer() {
+            selector.observe(observer);
+        }
+        self.settings.shadows.push(selector);
+    }
+
     /// Enables settlement of the requests' reservations.
     pub(crate) fn settle(&mut self) {
         self.holds = Holds::Charge;

@@ -5,7 +5,7 @@ use tower_layer::Layer;
 
 use super::protocol::Protocol;
 use super::service::{IsClone, Limit};
-use crate::gate::{Gate, KeyExtractor, OnError, OnMissingKey, PolicySelector, Selector, Wait};
+use crate::gate::{Gate, KeyExtractor, OnError, OnMissingKey, PolicySelector, Wait};
 use crate::limit::{Key, Policies};
 use crate::middleware::copies::Copies;
 use crate::observe::Observer;
@@ -176,6 +176,9 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     /// [`Decision`](crate::check::Decision), since nothing is limited. A request passes even if it
     /// has no key, or if the store cannot decide. The check runs concurrently with the inner call,
     /// whose response waits for the check. An error of the inner service does not wait.
+    ///
+    /// It charges the same counts as an enforced layer. If another layer enforces the same policy for these requests,
+    /// each request is charged twice, and no observer is notified: use [`shadow`](Self::shadow) instead.
     #[must_use]
     pub fn dry_run(self) -> Self {
         self.change(|config| config.gate.settings.dry_run = true)
@@ -200,7 +203,7 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     /// ```
     #[must_use]
     pub fn shadow(self, policies: impl PolicySelector<P::Head>) -> Self {
-        self.change(|config| config.gate.settings.shadows.push(Selector::new(policies)))
+        self.change(|config| config.gate.shadow(policies))
     }
 
     /// Sets what happens to a request that the store could not decide. Defaults to [`OnError::Reject`]:
