@@ -72,7 +72,8 @@ pin_project! {
     impl<P: Store, F: Store> PinnedDrop for FallbackFuture<P, F> {
         fn drop(this: Pin<&mut Self>) {
             let this = this.project();
-            if let StepProj::Primary { admission: Some(_), .. } = this.step.project() {
+            if let StepProj::Primary { admission: Some(admission), .. } = this.step.project() {
+                this.partition.breaker.learned_nothing(admission.ticket);
                 this.partition.abandoned.store(true, Ordering::Release);
                 this.partition.attend();
             }
@@ -154,10 +155,11 @@ impl<P: Store, F: Store> Partition<P, F> {
     fn admit(self: &Arc<Self>, check: &Check) -> Option<Admission> {
         // Read the epoch before the breaker, so that a check sent before the breaker opened is of an earlier epoch.
         let epoch = self.accounts.epoch(check.key());
-        // Within two deadlines a check has failed, or its future was dropped.
-        let patience = self.settings.deadline.saturating_mul(2);
-        let admit = || self.breaker.admit(|| self.clock.micros(), patience);
-        let ticket = if self.overtakes(check) { None } else { admit() };
+        let ticket = if self.overtakes(check) {
+            None
+        } else {
+            self.breaker.admit()
+        };
         if ticket.is_none() {
             // If the runtime of the recovery task has shut down, start the task on this one.
             self.attend();
