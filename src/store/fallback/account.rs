@@ -32,8 +32,6 @@ pub(super) struct Account {
     /// The time of the newest charge that is not refundable here: charges until then were sent or
     /// reset, or are of an earlier account.
     sent_until: i64,
-    /// Whether any check of the account was sent.
-    pub(super) is_sent: bool,
     /// Whether the primary store lacks a reset, which it gets before any charge.
     lacks_reset: bool,
     /// The `sent` of each count and `sent_until` before the charge in flight, which counts as sent already. `None`
@@ -101,7 +99,6 @@ impl Account {
             policies: policies.clone(),
             counts: counts.collect(),
             sent_until: now - 1,
-            is_sent: false,
             lacks_reset: false,
             before_charge: None,
         }
@@ -197,7 +194,6 @@ impl Account {
     /// policies, the next check charges the rest under the other.
     pub(super) fn send(&mut self, key: Key, now: i64) -> Option<Check> {
         if mem::take(&mut self.lacks_reset) {
-            self.is_sent = true;
             return Some(Check::reset(key, &self.policies));
         }
         let unsent: SmallVec<[u64; 1]> = self.each_unsent(now).collect();
@@ -210,7 +206,6 @@ impl Account {
         } else {
             self.policies.clone()
         };
-        self.is_sent = true;
         let sent = self.counts.iter().map(|count| count.sent.clone());
         self.before_charge = Some((sent.collect(), mem::replace(&mut self.sent_until, now)));
         for (policy, count) in self.policies.iter().zip(&mut self.counts) {

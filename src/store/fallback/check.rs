@@ -50,7 +50,6 @@ pub(super) struct Partition<P, F> {
 /// The permission to send a check to the primary store. Its outcome must be reported to the breaker.
 #[derive(Debug, Clone, Copy)]
 struct Admission {
-    /// The epoch of the caller.
     epoch: u64,
     ticket: Ticket,
 }
@@ -153,8 +152,6 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     /// Returns `None` if the fallback must decide a check.
     fn admit(self: &Arc<Self>, check: &Check) -> Option<Admission> {
-        // Read the epoch before the breaker, so that a check sent before the breaker opened is of an earlier epoch.
-        let epoch = self.accounts.epoch(check.key());
         let ticket = if self.overtakes(check) {
             None
         } else {
@@ -164,6 +161,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             // If the runtime of the recovery task has shut down, start the task on this one.
             self.attend();
         }
+        let epoch = self.accounts.epoch();
         ticket.map(|ticket| Admission { epoch, ticket })
     }
 
@@ -208,14 +206,15 @@ impl<P: Store, F: Store> Partition<P, F> {
         if !self.accounts.is_empty() {
             self.attend();
         }
-        // A decision that repeats an earlier one does not show the current counts.
+        // A decision that repeats an earlier one does not show the current counts, and one that arrives in an outage
+        // may lack grants that are in no account, since it is unknown whether the primary store has charged them.
         if !decision.is_repeated() {
             if let Some(mirrored) = check.mirrored(decision) {
                 // Keep the slots of this instance in the fallback too, for an outage.
                 drop(self.fallback.check(mirrored));
             }
             let caller = self.accounts.caller(check.key());
-            if caller.has_all_grants(admission.epoch) {
+            if !self.breaker.is_open() && caller.has_all_grants(admission.epoch) {
                 let _caller = self.locks_while_it_decides().then_some(caller);
                 self.fallback.backend().warm(check.key(), decision);
             }
@@ -237,7 +236,6 @@ impl<P: Store, F: Store> Partition<P, F> {
         if !self.breaker.failed(ticket, lasting, now) {
             return;
         }
-        self.accounts.end_epochs();
         if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
             let mut degraded = event::Degraded::new(error);
             degraded.share = self.settings.share.instances();
