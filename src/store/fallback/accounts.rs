@@ -86,17 +86,20 @@ impl Accounts {
         self.shards.iter()
     }
 
-    /// Removes the accounts of a shard that do not `stay`.
+    /// Removes the accounts of a shard that owe nothing at `now`, and adds the others to `owed`.
     pub(super) fn sweep(
         &self,
         shard: &Mutex<Shard>,
-        mut stays: impl FnMut(&Key, &Account) -> bool,
+        now: i64,
+        owed: &mut Vec<(u8, Key, Policies)>,
     ) {
         let (accounts, mut removed) = (&mut lock(shard).accounts, 0);
         accounts.retain(|key, each| {
             let held = each.len();
-            each.retain(|account| stays(key, account));
+            each.retain(|account| account.is_owed(now));
             removed += held - each.len();
+            let others = each.iter();
+            owed.extend(others.map(|each| (each.used(now), *key, each.policies.clone())));
             !each.is_empty()
         });
         self.held.fetch_sub(removed, Ordering::AcqRel);

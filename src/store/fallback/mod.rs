@@ -232,7 +232,9 @@ impl<P: Store, F: Store> Fallback<P, F> {
             }
         }
     }
+}
 
+impl<P, F> Fallback<P, F> {
     /// Returns `true` if the breaker is open, so that the fallback decides. Use it for health checks. With
     /// partitions, `true` if any breaker is open.
     pub fn is_degraded(&self) -> bool {
@@ -315,13 +317,7 @@ impl<P: fmt::Debug, F: fmt::Debug> fmt::Debug for Fallback<P, F> {
             .field("primary", primary)
             .field("fallback", fallback)
             .field("settings", settings)
-            .field(
-                "degraded",
-                &self
-                    .partitions
-                    .iter()
-                    .any(|partition| partition.breaker.is_open()),
-            )
+            .field("degraded", &self.is_degraded())
             .finish_non_exhaustive()
     }
 }

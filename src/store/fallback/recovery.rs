@@ -15,7 +15,7 @@ use std::num::NonZeroU32;
 use std::panic::AssertUnwindSafe;
 use std::pin::pin;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, LazyLock, Weak};
+use std::sync::{LazyLock, Weak};
 use std::time::Duration;
 
 use futures_util::future::{Either, select};
@@ -24,7 +24,7 @@ use futures_util::{FutureExt, StreamExt};
 use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
 
-use super::account::{Account, is_reply};
+use super::account::is_reply;
 use super::breaker::{Breaker, Ticket};
 use super::check::{Partition, shows_failure};
 use crate::background::Task;
@@ -44,34 +44,27 @@ const CONCURRENT: usize = 64;
 const FULL: Duration = Duration::from_millis(2);
 
 pub(super) async fn run<P: Store, F: Store>(partition: Weak<Partition<P, F>>, task: Task) {
-    let (mut attempts, mut was_open) = (0, false);
+    let mut attempts = 0;
     while let Some(alive) = partition.upgrade().filter(|alive| alive.needs_attention()) {
-        let open = alive.breaker.is_open();
         let longest = Breaker::longest_delay(alive.settings.share.instances());
         // Keep no store alive during the pause.
         drop(alive);
-        // Begin with short pauses again when the breaker opens or closes: earlier probes do not
-        // show the length of this outage.
-        if open != was_open {
-            (attempts, was_open) = (0, open);
-        }
         sleep(jittered(Breaker::delay(attempts, longest), 0.5..1.0)).await;
         let Some(alive) = partition.upgrade() else {
             break;
         };
         let attempt = async {
             if alive.breaker.is_open() {
-                recover(alive).await
+                alive.recover().await
             } else {
                 alive.tend().await
             }
         };
         // User code may panic.
         let well = AssertUnwindSafe(attempt).catch_unwind().await;
-        attempts = if matches!(well, Ok(true)) {
-            0
-        } else {
-            attempts.saturating_add(1)
+        attempts = match well {
+            Ok(true) => 0,
+            _ => attempts.saturating_add(1),
         };
     }
     drop(task);
@@ -81,57 +74,57 @@ pub(super) async fn run<P: Store, F: Store>(partition: Weak<Partition<P, F>>, ta
     }
 }
 
-/// With an open breaker: tries to close it. First reconciles, and waits until the other instances have reconciled
-/// too. Otherwise the primary store would grant again what the instances have already granted.
-async fn recover<P: Store, F: Store>(mut partition: Arc<Partition<P, F>>) -> bool {
-    if partition.ping().await.is_err() {
-        if partition.accounts.is_full() {
-            partition
-                .sweep(|_, account, now| account.is_owed(now))
-                .await;
-        }
-        return false;
-    }
-    let (mut well, since) = (true, instant());
-    if let Some((found, holds)) = partition.others() {
-        well = partition.announced(holds, partition.reconcile()).await;
-        let reconciled = instant();
-        let mut wait = found.saturating_sub(since.elapsed()).min(LONGEST_WAIT);
-        while well && reconciled.elapsed() < LONGEST_WAIT {
-            let weak = Arc::downgrade(&partition);
-            drop(partition);
-            sleep(wait).await;
-            let Some(again) = weak.upgrade() else {
-                return false;
-            };
-            partition = again;
-            match partition.reconciling().await {
-                Ok(None) => break,
-                Ok(Some(time)) => wait = time.min(LONGEST_WAIT),
-                Err(_) => {
-                    wait = Breaker::FIRST_DELAY;
-                    well = partition.ping().await.is_ok();
-                }
-            }
-            // Other instances wait for the same moment, so spread the checks.
-            wait += jittered(
-                Breaker::spread(partition.settings.share.instances()),
-                0.0..0.5,
-            );
-            // Charge the fallback's new grants now, so that little is left at the end.
-            well = well && partition.reconcile().await;
-        }
-    }
-    let recovered = well && partition.close().await;
-    partition.notify();
-    recovered
-}
-
 impl<P: Store, F: Store> Partition<P, F> {
     fn needs_attention(&self) -> bool {
         !self.breaker.is_closed()
             || !self.accounts.is_empty()
             || self.abandoned.load(Ordering::Acquire)
+    }
+
+    /// With an open breaker: tries to close it. First reconciles, and waits until the other instances have reconciled
+    /// too. Otherwise the primary store would grant again what the instances have already granted.
+    async fn recover(&self) -> bool {
+        if self.ping().await.is_err() {
+            if self.accounts.is_full() {
+                self.sweep().await;
+            }
+            return false;
+        }
+        let since = instant();
+        let others = match self.others() {
+            Some((found, holds)) => {
+                self.announced(holds, self.reconcile()).await
+                    && self
+                        .wait_for_others(found.saturating_sub(since.elapsed()))
+                        .await
+            }
+            None => true,
+        };
+        let recovered = others && self.close().await;
+        self.notify();
+        recovered
+    }
+
+    /// Waits for this time, and then until no announcement holds. Returns `false` if the primary store fails again.
+    async fn wait_for_others(&self, mut wait: Duration) -> bool {
+        let since = instant();
+        while since.elapsed() < LONGEST_WAIT {
+            sleep(wait.min(LONGEST_WAIT)).await;
+            wait = match self.reconciling().await {
+                Ok(None) => break,
+                Ok(Some(time)) => time,
+                Err(error) if error.is_check_only() => break,
+                Err(_) => return false,
+            };
+            // Other instances wait for the same moment, so spread the checks.
+            let spread = Breaker::spread(self.settings.share.instances());
+            wait += jittered(spread, 0.0..0.5);
+            // Charge the fallback's new grants now, so that little is left at the end.
+            if !self.reconcile().await {
+                return false;
+            }
+        }
+        true
     }
 
     /// With a breaker that is not open: probes the store if the breaker is half-open or a check was abandoned, and
@@ -143,9 +136,6 @@ impl<P: Store, F: Store> Partition<P, F> {
                 Err(error) => {
                     if shows_failure(&error) {
                         self.count(&error, Ticket::Probe);
-                    } else if error.is_not_sent() {
-                        // The next probe must find out.
-                        self.abandoned.store(true, Ordering::Release);
                     }
                     return false;
                 }
@@ -231,15 +221,8 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// Charges all accounts to the primary store, and removes them. Returns `false` if the store fails again; unsent
     /// charges are kept.
     pub(super) async fn reconcile(&self) -> bool {
-        let mut accounts = vec![];
-        let each = |key: &Key, account: &Account, now| {
-            if account.is_owed(now) {
-                accounts.push((Reverse(account.used(now)), *key, account.policies.clone()));
-            }
-            true
-        };
-        self.sweep(each).await;
-        accounts.sort_unstable_by_key(|(used, ..)| *used);
+        let mut accounts = self.sweep().await;
+        accounts.sort_unstable_by_key(|(used, ..)| Reverse(*used));
         let mut accounts = accounts.into_iter();
         let most = most_concurrent(self.partitions, self.settings.share.instances());
         let mut concurrent = most.min(CONCURRENT);
@@ -265,21 +248,20 @@ impl<P: Store, F: Store> Partition<P, F> {
                 most.min(CONCURRENT).max(concurrent - 1)
             };
         }
-        self.sweep(|_, account, now| account.is_owed(now)).await;
+        self.sweep().await;
         well
     }
 
-    /// Removes the accounts that do not `stay` now.
-    async fn sweep(&self, mut stays: impl FnMut(&Key, &Account, i64) -> bool) {
-        if self.accounts.is_empty() {
-            return;
+    /// Removes the accounts that owe nothing, and returns the others, with the part of a limit that each has used.
+    async fn sweep(&self) -> Vec<(u8, Key, Policies)> {
+        let mut owed = vec![];
+        if !self.accounts.is_empty() {
+            for shard in self.accounts.shards() {
+                self.accounts.sweep(shard, self.clock.micros(), &mut owed);
+                yield_now().await;
+            }
         }
-        for shard in self.accounts.shards() {
-            let now = self.clock.micros();
-            self.accounts
-                .sweep(shard, |key, account| stays(key, account, now));
-            yield_now().await;
-        }
+        owed
     }
 
     /// Charges an account to the primary store. Returns `false` if the store fails.
