@@ -18,9 +18,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{LazyLock, Weak};
 use std::time::Duration;
 
-use futures_util::future::{Either, select};
-use futures_util::stream::FuturesUnordered;
-use futures_util::{FutureExt, StreamExt};
+use futures_util::FutureExt;
+use futures_util::future::{Either, join_all, select};
 use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
 
@@ -38,7 +37,7 @@ use crate::util::{instant, jittered};
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 /// Reconciliations before the breaker closes.
 const ROUNDS: usize = 3;
-/// Number of accounts that are reconciled concurrently until the primary store has replied.
+/// Number of accounts in the first wave of a reconciliation: these charges may be lost if the primary store fails again.
 const CONCURRENT: usize = 64;
 /// Pause after a check that found the queue full.
 const FULL: Duration = Duration::from_millis(2);
@@ -53,15 +52,8 @@ pub(super) async fn run<P: Store, F: Store>(partition: Weak<Partition<P, F>>, ta
         let Some(alive) = partition.upgrade() else {
             break;
         };
-        let attempt = async {
-            if alive.breaker.is_open() {
-                alive.recover().await
-            } else {
-                alive.tend().await
-            }
-        };
         // User code may panic.
-        let well = AssertUnwindSafe(attempt).catch_unwind().await;
+        let well = AssertUnwindSafe(alive.attempt()).catch_unwind().await;
         attempts = match well {
             Ok(true) => 0,
             _ => attempts.saturating_add(1),
@@ -81,8 +73,21 @@ impl<P: Store, F: Store> Partition<P, F> {
             || self.abandoned.load(Ordering::Acquire)
     }
 
+    /// Returns `false` if the next attempt should come after a longer pause.
+    async fn attempt(&self) -> bool {
+        let well = if self.breaker.is_open() {
+            self.recover().await
+        } else {
+            self.tend().await
+        };
+        // Pause longer if the store has rejected all checks, even if it works.
+        let has_charged = self.notify();
+        well && (has_charged || self.accounts.is_empty())
+    }
+
     /// With an open breaker: tries to close it. First reconciles, and waits until the other instances have reconciled
-    /// too. Otherwise the primary store would grant again what the instances have already granted.
+    /// too. Otherwise the primary store would grant again what the instances have already granted. Returns `false` if the
+    /// primary store fails again.
     async fn recover(&self) -> bool {
         if self.ping().await.is_err() {
             if self.accounts.is_full() {
@@ -91,18 +96,27 @@ impl<P: Store, F: Store> Partition<P, F> {
             return false;
         }
         let since = instant();
-        let others = match self.others() {
-            Some((found, holds)) => {
-                self.announced(holds, self.reconcile()).await
-                    && self
-                        .wait_for_others(found.saturating_sub(since.elapsed()))
-                        .await
+        if let Some((found, holds)) = self.others() {
+            let well = self.announced(holds, self.reconcile()).await;
+            let wait = found.saturating_sub(since.elapsed());
+            if !well || !self.wait_for_others(wait).await {
+                return false;
             }
-            None => true,
-        };
-        let recovered = others && self.close().await;
-        self.notify();
-        recovered
+        }
+        // During a reconciliation the fallback grants more. After three rounds little is left.
+        for _ in 0..ROUNDS {
+            if !self.reconcile().await {
+                return false;
+            }
+        }
+        // Report the recovery when the last partition has recovered.
+        if let Some(after) = self.breaker.close(self.clock.micros())
+            && self.open.fetch_sub(1, Ordering::AcqRel) == 1
+        {
+            self.observe(|observer| observer.recovered(&event::Recovered::new(after)));
+        }
+        // If this fails, `tend` reconciles the rest later.
+        self.reconcile().await
     }
 
     /// Waits for this time, and then until no announcement holds. Returns `false` if the primary store fails again.
@@ -141,29 +155,7 @@ impl<P: Store, F: Store> Partition<P, F> {
                 }
             }
         }
-        let well = self.reconcile().await;
-        // Pause longer if the store has rejected all checks, even if it works.
-        let has_charged = self.notify();
-        well && (has_charged || self.accounts.is_empty())
-    }
-
-    /// With an open breaker: reconciles, and then closes it. Returns `false` if the primary store fails again.
-    async fn close(&self) -> bool {
-        // During a reconciliation the fallback grants more. After three rounds little is left.
-        for _ in 0..ROUNDS {
-            if !self.reconcile().await {
-                return false;
-            }
-        }
-        // Report the recovery when the last partition has recovered.
-        if let Some(after) = self.breaker.close(self.clock.micros())
-            && self.open.fetch_sub(1, Ordering::AcqRel) == 1
-        {
-            self.observe(|observer| observer.recovered(&event::Recovered::new(after)));
-        }
-        // If this fails, `tend` reconciles the rest later.
-        self.reconcile().await;
-        true
+        self.reconcile().await
     }
 
     /// Sends a check. Returns the primary store's decision, or an error after this number of deadlines.
@@ -223,29 +215,17 @@ impl<P: Store, F: Store> Partition<P, F> {
     pub(super) async fn reconcile(&self) -> bool {
         let mut accounts = self.sweep().await;
         accounts.sort_unstable_by_key(|(used, ..)| Reverse(*used));
-        let mut accounts = accounts.into_iter();
         let most = most_concurrent(self.partitions, self.settings.share.instances());
-        let mut concurrent = most.min(CONCURRENT);
-        let (mut working, mut well) = (FuturesUnordered::new(), true);
-        loop {
-            while well
-                && working.len() < concurrent
-                && let Some((_, key, policies)) = accounts.next()
-            {
-                working.push(async move {
-                    let since = instant();
-                    (self.settle(key, &policies).await, since.elapsed())
-                });
-            }
-            let Some((is_settled, took)) = working.next().await else {
-                break;
-            };
-            well &= is_settled;
+        let (mut wave, mut well) = (most.min(CONCURRENT), true);
+        while well && !accounts.is_empty() {
+            let (since, next) = (instant(), accounts.drain(..wave.min(accounts.len())));
+            let settled = join_all(next.map(|(_, key, policies)| self.settle(key, policies))).await;
+            well = !settled.contains(&false);
             // A distant store, or a busy one, gets few charges, so that they do not delay live traffic.
-            concurrent = if took < self.settings.deadline / 4 {
-                most.min(concurrent + 1)
+            wave = if since.elapsed() < self.settings.deadline / 4 {
+                most.min(2 * wave)
             } else {
-                most.min(CONCURRENT).max(concurrent - 1)
+                most.min(CONCURRENT)
             };
         }
         self.sweep().await;
@@ -265,17 +245,17 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// Charges an account to the primary store. Returns `false` if the store fails.
-    async fn settle(&self, key: Key, policies: &Policies) -> bool {
+    async fn settle(&self, key: Key, policies: Policies) -> bool {
         let caller = || self.accounts.caller(&key);
         // A reset, and a charge under each policy. The next reconciliation charges the grants since.
         let (since, mut checks) = (instant(), 1 + policies.iter().len());
         while checks > 0 {
-            let Some(check) = caller().send(policies, self.clock.micros()) else {
+            let Some(check) = caller().send(&policies, self.clock.micros()) else {
                 break;
             };
             // No request awaits this check, so it may take longer.
             let answer = self.send(check.clone(), 2).await;
-            caller().replied(policies, &check, &answer);
+            caller().replied(&policies, &check, &answer);
             match answer {
                 answer if is_reply(&answer) => checks -= 1,
                 Err(error)
