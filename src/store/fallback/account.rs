@@ -107,11 +107,6 @@ impl Account {
     /// Adds a grant of the fallback. A quota of these counts may have changed since the last grant.
     pub(super) fn charge(&mut self, policies: &Policies, cost: u32, now: i64) {
         self.policies = policies.clone();
-        self.undo_refund(cost, now);
-    }
-
-    /// Adds a refunded cost again, because the fallback has not executed the refund.
-    pub(super) fn undo_refund(&mut self, cost: u32, now: i64) {
         for (policy, count) in self.policies.iter().zip(&mut self.counts) {
             Mode::Charge.count(policy, &mut count.all, cost.into(), now);
         }

@@ -161,50 +161,48 @@ impl Caller<'_> {
         }
     }
 
-    /// Records the effect of a decision of the fallback. Returns `false` if no account has its
-    /// grant: there is no room for an account, or the decision repeats an earlier one.
+    /// Records a grant or reset of the fallback. Returns `false` if no account has it: there is no room for an account,
+    /// or the decision repeats an earlier one.
     pub(super) fn record(&mut self, check: &Check, decision: &Decision, now: i64) -> bool {
         // Requests in flight need no account: their owner renews the slots in the primary store.
         let Some(policies) = check.policies().without_in_flight() else {
             return true;
         };
-        let granted = decision.granted();
-        match check.mode() {
-            Mode::Reset => {
-                let new = || Account::new(policies, decision, 0, now);
-                if let Some(account) = self.open(policies, new) {
-                    account.reset(now);
-                }
-            }
-            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge if granted > 0 => {
-                if decision.is_repeated() {
-                    return false;
-                }
-                let new = || Account::new(policies, decision, granted, now);
-                let Some(account) = self.open(policies, new) else {
-                    let dropped = &self.all.dropped;
-                    dropped.fetch_add(granted.into(), Ordering::Relaxed);
-                    return false;
-                };
-                account.charge(policies, granted, now);
-            }
-            _ => {}
+        let is_reset = check.mode() == Mode::Reset;
+        let granted = match check.mode() {
+            Mode::Take | Mode::UpTo | Mode::Charge => decision.granted(),
+            _ => 0,
+        };
+        if granted == 0 && !is_reset {
+            return true;
         }
-        true
-    }
-
-    /// Returns the account with the counts of `policies`, or a new one. `None` if there is no room for it.
-    fn open(&mut self, policies: &Policies, new: impl FnOnce() -> Account) -> Option<&mut Account> {
+        if decision.is_repeated() {
+            return false;
+        }
         if self.account(policies).is_none() {
             let one_less = |free: usize| free.checked_sub(1);
             let free = &self.all.free;
-            free.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less)
-                .ok()?;
+            if free
+                .fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less)
+                .is_err()
+            {
+                let dropped = &self.all.dropped;
+                dropped.fetch_add(granted.into(), Ordering::Relaxed);
+                return false;
+            }
             self.all.held.fetch_add(1, Ordering::AcqRel);
+            let account = Account::new(policies, decision, granted, now);
             let accounts = &mut self.shard.accounts;
-            accounts.entry(*self.key).or_default().push(new());
+            accounts.entry(*self.key).or_default().push(account);
         }
-        self.account(policies)
+        if let Some(account) = self.account(policies) {
+            if is_reset {
+                account.reset(now);
+            } else {
+                account.charge(policies, granted, now);
+            }
+        }
+        true
     }
 }
 

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::task::{Context, Poll, ready};
 
 use pin_project_lite::pin_project;
-use tokio::time::{Instant, Sleep, sleep, sleep_until};
+use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::account::RefundTo;
 use super::accounts::{Accounts, Caller};
@@ -31,8 +31,6 @@ pub(super) struct Partition<P, F> {
     pub(super) primary: P,
     pub(super) fallback: F,
     pub(super) settings: Settings,
-    /// Number of partitions of the primary store.
-    pub(super) partitions: usize,
     /// The key that the probes of this partition check.
     pub(super) probe: Key,
     pub(super) breaker: Breaker,
@@ -86,13 +84,14 @@ pin_project! {
         Primary {
             #[pin]
             answer: P,
+            // `None` if the deadline is too far to express.
+            until: Option<Instant>,
             // Set at the first poll that finds no reply.
             #[pin]
             deadline: Option<Sleep>,
             // `None` after the deadline of a check for a block, which is reported once. The late
             // reply is still returned, since it shows the quota to refund.
             admission: Option<Admission>,
-            at: Instant,
             check: Check,
         },
         Fallback {
@@ -134,9 +133,9 @@ impl<P: Store, F: Store> Partition<P, F> {
                 Answer::Ready { answer } => self.judge(&check, answer, Some(admission)),
                 Answer::Pending { future } => Answer::pending(Step::Primary {
                     answer: future,
+                    until: instant().checked_add(self.settings.deadline),
                     deadline: None,
                     admission: Some(admission),
-                    at: instant(),
                     check,
                 }),
             },
@@ -255,34 +254,31 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// Lets the fallback decide. `in_doubt` is whether the primary store may have run the check too. Then a grant is
     /// neither charged there afterwards nor ever refunded, but a reset is repeated.
     fn fall_back(self: &Arc<Self>, check: &Check, in_doubt: bool) -> Next<P, F> {
-        let elsewhere = || {
-            if in_doubt {
-                self.freed(check);
-            }
-            let error = StoreError::new(ErrorKind::NotReady).check_only();
-            Answer::ready(Err(if in_doubt { error } else { error.not_sent() }))
-        };
         // User code may count the instances: call it before the caller is locked.
         let instances = self.settings.share.instances();
-        if check.mode() == Mode::Release {
-            // The primary store may still count the slot, so report an error that lets the release be retried.
-            drop(self.fallback.check(share_of(check.clone(), instances)));
-            self.freed(check);
-            return elsewhere();
-        }
         let mut caller = self.accounts.caller(check.key());
         let check = if check.mode() == Mode::Refund {
             let account = caller.account(check.policies()).filter(|_| !in_doubt);
             match account.and_then(|account| account.refund(check, self.clock.micros())) {
                 Some(refund) => refund,
-                None => return elsewhere(),
+                None => {
+                    drop(caller);
+                    if in_doubt {
+                        self.freed(check);
+                    }
+                    return Answer::ready(Err(elsewhere(in_doubt)));
+                }
             }
         } else {
             check.clone().without_turn()
         };
+        let share = match instances {
+            NonZeroU32::MIN => check.clone(),
+            _ => check.clone().under(check.policies().share(instances)),
+        };
         // Under the lock, no reply can warm the fallback between a grant and its record.
         let caller = self.locks_while_it_decides().then_some(caller);
-        match self.fallback.check(share_of(check.clone(), instances)) {
+        match self.fallback.check(share) {
             Answer::Ready { answer } => {
                 Answer::ready(self.fell_back(&check, in_doubt, answer, caller))
             }
@@ -315,13 +311,11 @@ impl<P: Store, F: Store> Partition<P, F> {
     ) -> Result<Decision, StoreError> {
         let now = self.clock.micros();
         let mut caller = caller.unwrap_or_else(|| self.accounts.caller(check.key()));
-        if check.mode() == Mode::Refund
-            && answer.as_ref().is_err_and(StoreError::is_not_sent)
-            && let Some(account) = caller.account(check.policies())
-        {
-            // The owner of the refund repeats it.
-            account.undo_refund(check.cost(), now);
-        }
+        let answer = answer.map_err(|error| match check.mode() {
+            // The account has deducted the refund, so its owner must not repeat it.
+            Mode::Refund => StoreError::new(error.kind()),
+            _ => error,
+        });
         // A cost that exceeds the share but fits the whole policy is denied until the primary store
         // may decide it, after the next probe.
         let decision = answer?.wait_instead(|i| match check.policies().as_slice().get(i) {
@@ -339,7 +333,11 @@ impl<P: Store, F: Store> Partition<P, F> {
         if !self.accounts.is_empty() {
             self.attend();
         }
-        Ok(decision.charged_locally(now, !is_recorded))
+        match check.mode() {
+            // The primary store may still count the slot.
+            Mode::Release => Err(elsewhere(in_doubt)),
+            _ => Ok(decision.charged_locally(now, !is_recorded)),
+        }
     }
 
     /// Wakes the requests that wait for this caller's quota. They check again, so call it after the effect.
@@ -355,15 +353,11 @@ pub(super) fn shows_failure(error: &StoreError) -> bool {
     !error.is_check_only() && error.kind() != ErrorKind::QueueFull
 }
 
-/// The check under the share of one of these instances.
-fn share_of(check: Check, instances: NonZeroU32) -> Check {
-    match instances {
-        NonZeroU32::MIN => check,
-        _ => {
-            let share = check.policies().share(instances);
-            check.under(share)
-        }
-    }
+/// The error for a check that only the primary store can execute. Its owner repeats a release, and a refund that is not in
+/// doubt.
+fn elsewhere(in_doubt: bool) -> StoreError {
+    let error = StoreError::new(ErrorKind::NotReady).check_only();
+    if in_doubt { error } else { error.not_sent() }
 }
 
 impl<P: Store, F: Store> FallbackFuture<P, F> {
@@ -372,12 +366,7 @@ impl<P: Store, F: Store> FallbackFuture<P, F> {
         let this = self.project();
         match this.step.project() {
             StepProj::Primary { answer, .. } => this.partition.primary.backend().withdraw(answer),
-            StepProj::Fallback {
-                answer,
-                in_doubt: false,
-                ..
-            } => this.partition.fallback.backend().withdraw(answer),
-            StepProj::Fallback { in_doubt: true, .. } | StepProj::Done => false,
+            StepProj::Fallback { .. } | StepProj::Done => false,
         }
     }
 }
@@ -401,23 +390,21 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                 }
                 StepProj::Primary {
                     mut answer,
+                    until,
                     mut deadline,
                     admission,
-                    at,
                     check,
                 } => match answer.as_mut().poll(cx) {
                     Poll::Ready(answer) => partition.judge(check, answer, admission.take()),
                     Poll::Pending if admission.is_none() => return Poll::Pending,
                     Poll::Pending => {
                         if deadline.is_none() {
-                            let after = partition.settings.deadline;
-                            // If the deadline overflows, only `sleep` accepts it.
-                            let until = at.checked_add(after);
-                            deadline.set(Some(until.map_or_else(|| sleep(after), sleep_until)));
+                            deadline.set(until.map(sleep_until));
                         }
-                        if let Some(deadline) = deadline.as_mut().as_pin_mut() {
-                            ready!(deadline.poll(cx));
-                        }
+                        let Some(deadline) = deadline.as_mut().as_pin_mut() else {
+                            return Poll::Pending;
+                        };
+                        ready!(deadline.poll(cx));
                         let late = partition.late(check.key());
                         if check.is_for_block() {
                             if let Some(admission) = admission.take() {

@@ -208,7 +208,6 @@ impl<P: Store, F: Store> Fallback<P, F> {
                 primary: primary.clone(),
                 fallback: fallback.clone(),
                 settings: settings.clone(),
-                partitions: count,
                 probe,
                 breaker: Breaker::new(settings.failures.get()),
                 open: Arc::clone(&open),

@@ -95,9 +95,14 @@ impl<P: Store, F: Store> Partition<P, F> {
             }
             return false;
         }
-        let since = instant();
-        if let Some((found, holds)) = self.others() {
+        let (since, instances) = (instant(), self.settings.share.instances());
+        if instances > NonZeroU32::MIN {
+            // Time for a probe and an announcement.
+            let both = self.settings.deadline.saturating_mul(2);
+            let holds = Breaker::spread(instances).saturating_add(both);
             let well = self.announced(holds, self.reconcile()).await;
+            // Then all others have noticed that the primary store is back, and announced that they reconcile.
+            let found = Breaker::longest_delay(instances).saturating_add(both);
             let wait = found.saturating_sub(since.elapsed());
             if !well || !self.wait_for_others(wait).await {
                 return false;
@@ -177,18 +182,6 @@ impl<P: Store, F: Store> Partition<P, F> {
         self.send(probe::check(self.probe, 1), 1).await.map(drop)
     }
 
-    /// Returns the time in which all other instances notice that the primary store is back and announce that they
-    /// reconcile, and the time for which an announcement holds. `None` without other instances.
-    fn others(&self) -> Option<(Duration, Duration)> {
-        let instances = self.settings.share.instances();
-        // One deadline for the probe, and one for the announcement.
-        let both = self.settings.deadline.saturating_mul(2);
-        (instances > NonZeroU32::MIN).then(|| {
-            let found = Breaker::longest_delay(instances).saturating_add(both);
-            (found, Breaker::spread(instances).saturating_add(both))
-        })
-    }
-
     /// Announces that this instance is reconciling until `work` is done. Each announcement holds for `time`.
     pub(super) async fn announced<T>(&self, time: Duration, work: impl Future<Output = T>) -> T {
         let announcing = pin!(async {
@@ -215,7 +208,10 @@ impl<P: Store, F: Store> Partition<P, F> {
     pub(super) async fn reconcile(&self) -> bool {
         let mut accounts = self.sweep().await;
         accounts.sort_unstable_by_key(|(used, ..)| Reverse(*used));
-        let most = most_concurrent(self.partitions, self.settings.share.instances());
+        let most = most_concurrent(
+            self.primary.backend().partitions(),
+            self.settings.share.instances(),
+        );
         let (mut wave, mut well) = (most.min(CONCURRENT), true);
         while well && !accounts.is_empty() {
             let (since, next) = (instant(), accounts.drain(..wave.min(accounts.len())));
@@ -287,7 +283,7 @@ impl<P: Store, F: Store> Partition<P, F> {
 /// about 1,000, or [`CONCURRENT`] each, so that they do not delay other checks in Redis.
 fn most_concurrent(partitions: usize, instances: NonZeroU32) -> usize {
     let most = (1_024 / instances.get() as usize).max(CONCURRENT);
-    (most / partitions).max(16)
+    (most / partitions.max(1)).max(16)
 }
 
 /// The policy of announcements. Each charges a debt, which expires with the announcement.
