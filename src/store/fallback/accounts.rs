@@ -98,8 +98,10 @@ impl Accounts {
             let held = each.len();
             each.retain(|account| account.is_owed(now));
             removed += held - each.len();
-            let others = each.iter();
-            owed.extend(others.map(|each| (each.used(now), *key, each.policies.clone())));
+            owed.extend(
+                each.iter()
+                    .map(|each| (each.used(now), *key, each.policies.clone())),
+            );
             !each.is_empty()
         });
         self.held.fetch_sub(removed, Ordering::AcqRel);
@@ -208,8 +210,5 @@ impl Caller<'_> {
 
 /// Returns the cost of a check in reports. A pause is a time, which costs nothing.
 fn reported(check: &Check) -> u32 {
-    match check.within() {
-        0 => check.cost(),
-        _ => 0,
-    }
+    if check.within() == 0 { check.cost() } else { 0 }
 }

@@ -30,7 +30,7 @@ use crate::util::{Clock, contain, instant, polled_after_completion};
 pub(super) struct Partition<P, F> {
     pub(super) primary: P,
     pub(super) fallback: F,
-    pub(super) settings: Settings,
+    pub(super) settings: Arc<Settings>,
     /// The key that the probes of this partition check.
     pub(super) probe: Key,
     pub(super) breaker: Breaker,
@@ -232,10 +232,9 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// Counts a failure.
     pub(super) fn count(&self, error: &StoreError, ticket: Ticket) {
         let (lasting, now) = (error.kind() == ErrorKind::ClusterNode, self.clock.micros());
-        if !self.breaker.failed(ticket, lasting, now) {
-            return;
-        }
-        if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
+        if self.breaker.failed(ticket, lasting, now)
+            && self.open.fetch_add(1, Ordering::AcqRel) == 0
+        {
             let mut degraded = event::Degraded::new(error);
             degraded.share = self.settings.share.instances();
             self.observe(|observer| observer.degraded(&degraded));

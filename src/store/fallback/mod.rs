@@ -195,7 +195,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
             settings,
             ..
         } = &*self.partitions[0];
-        let mut settings = settings.clone();
+        let mut settings = Settings::clone(settings);
         change(&mut settings);
         Self::build(primary.clone(), fallback.clone(), settings)
     }
@@ -203,11 +203,12 @@ impl<P: Store, F: Store> Fallback<P, F> {
     fn build(primary: P, fallback: F, settings: Settings) -> Self {
         let (count, open) = (primary.backend().partitions().max(1), Arc::default());
         let free = Arc::new(LocalStore::DEFAULT_KEYS.get().into());
+        let settings = Arc::new(settings);
         let partition = |probe| {
             Arc::new(Partition {
                 primary: primary.clone(),
                 fallback: fallback.clone(),
-                settings: settings.clone(),
+                settings: Arc::clone(&settings),
                 probe,
                 breaker: Breaker::new(settings.failures.get()),
                 open: Arc::clone(&open),
@@ -276,15 +277,13 @@ impl<P: Store, F: Store> Hooks for Fallback<P, F> {
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
-        for partition in &*self.partitions {
-            partition
-                .settings
-                .observer
-                .get_or_init(|| Arc::clone(observer));
-        }
         let Partition {
-            primary, fallback, ..
+            primary,
+            fallback,
+            settings,
+            ..
         } = &*self.partitions[0];
+        settings.observer.get_or_init(|| Arc::clone(observer));
         primary.backend().observe(observer);
         fallback.backend().observe(observer);
     }
