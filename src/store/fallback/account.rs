@@ -9,9 +9,10 @@
 //! - No more is charged than was granted, since a bucket drains its older units first.
 //! - If no other instance has granted anything, the primary store then counts the same as without the outage.
 //! - With grants of `n` instances, the primary store may count too little, but never too much. An instance does not know
-//!   the others' grants, so after the count before the outage has drained, up to `n` times the rate drains.
+//!   the others' grants, so its own count drains at the whole rate. After the count before the outage has drained, up to
+//!   `n` units drain for each unit of a shared count.
 //!
-//! Windows and logs count each charge separately, so they lack the unexpired grants.
+//! Windows and logs count each charge separately. So under these, the primary store lacks exactly the unexpired grants.
 
 use std::mem;
 use std::time::Duration;
@@ -35,7 +36,7 @@ pub(super) struct Account {
     /// Whether the primary store lacks a reset, which it gets before any charge.
     lacks_reset: bool,
     /// The `sent` of each count and `sent_until` before the charge in flight, which counts as sent already. `None`
-    /// if no charge is in flight, or if a reset has dropped it.
+    /// if no charge is in flight, or if a reset has dropped it. If the runtime ends first, it stays until the next charge.
     before_charge: Option<(SmallVec<[State; 1]>, i64)>,
 }
 
@@ -54,7 +55,7 @@ struct Count {
 pub(super) enum RefundTo {
     /// The account has the charge: deduct this part there, and in the fallback.
     Account(u32),
-    /// The charge is on its way to the primary store: its owner retries the refund.
+    /// A charge is on its way to the primary store, perhaps this one: its owner retries the refund.
     Later,
     /// The primary store has the charge.
     Primary,

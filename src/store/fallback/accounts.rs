@@ -23,9 +23,10 @@ pub(super) struct Accounts {
     free: Arc<AtomicUsize>,
     /// The present epoch. Each reply to a check that an account has sent begins another one.
     epoch: AtomicU64,
-    /// Since the last report: the cost that was charged to the primary store, and the cost that was
-    /// sent and has not been granted there, or was granted without an account.
+    /// The cost that was charged to the primary store since the last report.
     pub(super) charged: AtomicU64,
+    /// Since the last report: the cost in flight, the cost that the primary store may not have charged or has cut, and
+    /// grants without an account.
     pub(super) dropped: AtomicU64,
 }
 
@@ -37,7 +38,7 @@ pub(super) struct Shard {
     complete_since: u64,
 }
 
-/// A caller, locked: one thread at a time decides its checks.
+/// A caller, whose shard is locked.
 pub(super) struct Caller<'a> {
     key: &'a Key,
     all: &'a Accounts,
@@ -71,8 +72,8 @@ impl Accounts {
         self.epoch.load(Ordering::Acquire)
     }
 
-    /// Locks a caller. Until this is dropped, no other thread decides a check of the caller or warms the fallback with
-    /// a reply.
+    /// Locks the shard of a caller. Until this is dropped, no other thread lets a [`LocalStore`](crate::LocalStore) decide
+    /// a check of the caller, or warms it with a reply.
     pub(super) fn caller<'a>(&'a self, key: &'a Key) -> Caller<'a> {
         let shard = lock(self.shards.of(key).0);
         Caller {
@@ -116,8 +117,8 @@ impl Caller<'_> {
     /// Returns `true` if a reply to a check that was sent in this epoch includes all grants in accounts, also those under
     /// another list that shares a policy.
     ///
-    /// The fallback decides and records under the same lock, so each earlier grant is in an account, or the primary
-    /// store has replied to its charge. Then only a check that was sent after this reply includes it.
+    /// A [`LocalStore`](crate::LocalStore) decides under the lock under which its grant is recorded. So each earlier grant
+    /// is in an account, or the primary store has replied to its charge. A check that was sent after this reply includes it.
     pub(super) fn has_all_grants(&self, epoch: u64) -> bool {
         epoch >= self.shard.complete_since && !self.shard.accounts.contains_key(self.key)
     }

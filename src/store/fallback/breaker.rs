@@ -5,7 +5,7 @@
 //! | state | until | admitted checks |
 //! |---|---|---|
 //! | closed | a check fails | all |
-//! | half-open | a trial succeeds, or `threshold` failures count | one at a time, as a trial |
+//! | half-open | a trial or probe succeeds, or `threshold` failures count | one at a time, as a trial |
 //! | open | [`close`](Breaker::close) | none; the recovery task sends probes |
 //!
 //! The breaker is half-open only before it opens. The first failure of a streak counts, and then the failures of trials
@@ -34,17 +34,17 @@ const OPEN: u8 = 2;
 struct FailureStreak {
     /// The failures that count.
     failures: u32,
-    /// Whether a trial is in flight.
+    /// Whether a trial is in flight. If it is never polled, a probe ends the streak.
     has_trial: bool,
     opened_at: Option<i64>,
 }
 
-/// Permission to send a check to the primary store. Report its outcome to the breaker.
+/// Permission to send a check to the primary store. Report its outcome to the breaker, also if it is dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ticket {
     /// A check while the breaker is closed.
     Free,
-    /// No other check is admitted until the outcome of this one is reported, or a probe has ended the streak.
+    /// The only check of a half-open breaker, until its outcome is reported.
     Trial,
     /// A probe of the recovery task, which needs no admission. Its outcome counts like that of a trial.
     Probe,
@@ -52,7 +52,8 @@ pub(super) enum Ticket {
 
 impl Breaker {
     pub(super) const FIRST_DELAY: Duration = Duration::from_millis(50);
-    /// Short enough that all instances recover within a second, although each waits for the probes of the others.
+    /// Maximum pause between two probes of up to 500 instances. Short enough that all recover within a second, although
+    /// each waits for the probes of the others.
     pub(super) const LONGEST_DELAY: Duration = Duration::from_millis(250);
 
     pub(super) fn new(threshold: u32) -> Self {

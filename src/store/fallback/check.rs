@@ -2,6 +2,9 @@
 //! outcome is reported to the breaker.
 //!
 //! The methods of [`Partition`] that only the recovery task needs are in `recovery`.
+//!
+//! Only the primary store decides a check for a block of a [`Leased`](crate::Leased) store. It fails immediately while the
+//! breaker does not admit it. At the deadline it counts as a failure, and then still waits for the late reply.
 
 use std::any::TypeId;
 use std::fmt;
@@ -37,7 +40,7 @@ pub(super) struct Partition<P, F> {
     /// Number of partitions with an open breaker. Briefly too small by one if a breaker closes immediately after it has
     /// opened.
     pub(super) open: Arc<AtomicI64>,
-    /// Whether a check was dropped without a reply since the last probe.
+    /// Whether a check was dropped without a reply. If the breaker is not open then, a probe follows.
     pub(super) abandoned: AtomicBool,
     /// The owner of the recovery task.
     pub(super) recovery: TaskOwner,
@@ -45,7 +48,7 @@ pub(super) struct Partition<P, F> {
     pub(super) clock: Clock,
 }
 
-/// The permission to send a check to the primary store. Its outcome must be reported to the breaker.
+/// The permission to send a check to the primary store. Its outcome is reported to the breaker, also if it is dropped.
 #[derive(Debug, Clone, Copy)]
 struct Admission {
     epoch: u64,
@@ -209,7 +212,7 @@ impl<P: Store, F: Store> Partition<P, F> {
         // may lack grants that are in no account, since it is unknown whether the primary store has charged them.
         if !decision.is_repeated() {
             if let Some(mirrored) = check.mirrored(decision) {
-                // Keep the slots of this instance in the fallback too, for an outage.
+                // Keep the slots of this instance in the fallback too, for an outage, if it decides immediately.
                 drop(self.fallback.check(mirrored));
             }
             let caller = self.accounts.caller(check.key());
@@ -251,7 +254,8 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// Lets the fallback decide. `in_doubt` is whether the primary store may have run the check too. Then a grant is
-    /// neither charged there afterwards nor ever refunded, but a reset is repeated.
+    /// neither charged there afterwards nor ever refunded, but a reset is repeated. A release and a refund may be for the
+    /// primary store only.
     fn fall_back(self: &Arc<Self>, check: &Check, in_doubt: bool) -> Next<P, F> {
         // User code may count the instances: call it before the caller is locked.
         let instances = self.settings.share.instances();

@@ -62,7 +62,7 @@ struct Seen {
     closed: AtomicUsize,
 }
 
-/// Trials come one at a time, only `close` closes, and each opening is reported once.
+/// Trials come one at a time, only `close` closes an open breaker, and each opening is reported once.
 #[test]
 fn the_breaker() {
     explore(|| {

@@ -1,5 +1,6 @@
 //! The recovery: a background task that probes the primary store, charges the accounts to it, and closes the breaker.
-//! [`attend`](Partition::attend) starts it. It ends when no work is left, or with the last clone of the store.
+//! [`attend`](Partition::attend) starts it. It ends when no work is left, or after the present attempt when the last clone
+//! of the store is dropped.
 //!
 //! - **Reconciliation.** All accounts are charged, once, beginning with the callers that have used
 //!   most of a limit, since another instance might exceed the limit for these. An account counts a
@@ -54,9 +55,10 @@ pub(super) async fn run<P: Store, F: Store>(partition: Weak<Partition<P, F>>, ta
         };
         // User code may panic.
         let well = AssertUnwindSafe(alive.attempt()).catch_unwind().await;
-        attempts = match well {
-            Ok(true) => 0,
-            _ => attempts.saturating_add(1),
+        attempts = if well.is_ok_and(|well| well) {
+            0
+        } else {
+            attempts.saturating_add(1)
         };
     }
     drop(task);
@@ -101,7 +103,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             let both = self.settings.deadline.saturating_mul(2);
             let holds = Breaker::spread(instances).saturating_add(both);
             let well = self.announced(holds, self.reconcile()).await;
-            // Then all others have noticed that the primary store is back, and announced that they reconcile.
+            // By then, all others have noticed that the primary store is back, and have announced that they reconcile.
             let found = Breaker::longest_delay(instances).saturating_add(both);
             let wait = found.saturating_sub(since.elapsed());
             if !well || !self.wait_for_others(wait).await {
@@ -147,7 +149,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// With a breaker that is not open: probes the store if the breaker is half-open or a check was abandoned, and
-    /// reconciles the fallback's grants. Returns `false` if the primary store fails again or takes nothing.
+    /// reconciles the fallback's grants. Returns `false` if the primary store fails again.
     async fn tend(&self) -> bool {
         if self.abandoned.swap(false, Ordering::AcqRel) || !self.breaker.is_closed() {
             match self.ping().await {
@@ -212,11 +214,14 @@ impl<P: Store, F: Store> Partition<P, F> {
             self.primary.backend().partitions(),
             self.settings.share.instances(),
         );
-        let (mut wave, mut well) = (most.min(CONCURRENT), true);
-        while well && !accounts.is_empty() {
-            let (since, next) = (instant(), accounts.drain(..wave.min(accounts.len())));
-            let settled = join_all(next.map(|(_, key, policies)| self.settle(key, policies))).await;
-            well = !settled.contains(&false);
+        let (mut rest, mut wave, mut well) = (&accounts[..], most.min(CONCURRENT), true);
+        while well && !rest.is_empty() {
+            let (since, (next, later)) = (instant(), rest.split_at(wave.min(rest.len())));
+            let charges = next
+                .iter()
+                .map(|(_, key, policies)| self.reconcile_account(*key, policies));
+            well = !join_all(charges).await.contains(&false);
+            rest = later;
             // A distant store, or a busy one, gets few charges, so that they do not delay live traffic.
             wave = if since.elapsed() < self.settings.deadline / 4 {
                 most.min(2 * wave)
@@ -241,17 +246,17 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// Charges an account to the primary store. Returns `false` if the store fails.
-    async fn settle(&self, key: Key, policies: Policies) -> bool {
+    async fn reconcile_account(&self, key: Key, policies: &Policies) -> bool {
         let caller = || self.accounts.caller(&key);
         // A reset, and a charge under each policy. The next reconciliation charges the grants since.
         let (since, mut checks) = (instant(), 1 + policies.iter().len());
         while checks > 0 {
-            let Some(check) = caller().send(&policies, self.clock.micros()) else {
+            let Some(check) = caller().send(policies, self.clock.micros()) else {
                 break;
             };
             // No request awaits this check, so it may take longer.
             let answer = self.send(check.clone(), 2).await;
-            caller().replied(&policies, &check, &answer);
+            caller().replied(policies, &check, &answer);
             match answer {
                 answer if is_reply(&answer) => checks -= 1,
                 Err(error)
