@@ -164,8 +164,8 @@ impl Caller<'_> {
         }
     }
 
-    /// Records a grant or reset of the fallback. Returns `false` if no account has it: there is no room for an account,
-    /// or the decision repeats an earlier one.
+    /// Records a grant or reset of the fallback. Returns `false` if it is in no account, since there is no room or the
+    /// decision repeats an earlier one.
     pub(super) fn record(&mut self, check: &Check, decision: &Decision, now: i64) -> bool {
         // Requests in flight need no account: their owner renews the slots in the primary store.
         let Some(policies) = check.policies().without_in_flight() else {

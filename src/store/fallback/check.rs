@@ -208,8 +208,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         if !self.accounts.is_empty() {
             self.attend();
         }
-        // A decision that repeats an earlier one does not show the current counts, and one that arrives in an outage
-        // may lack grants that are in no account, since it is unknown whether the primary store has charged them.
+        // A repeated decision does not show the current counts. A decision that arrives in an outage may lack grants that
+        // are in no account, because the primary store may have charged them.
         if !decision.is_repeated() {
             if let Some(mirrored) = check.mirrored(decision) {
                 // Keep the slots of this instance in the fallback too, for an outage, if it decides immediately.

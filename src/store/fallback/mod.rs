@@ -28,7 +28,7 @@
 //!   it. After that, and for a charge that the primary store made, the primary store refunds it;
 //!   while the breaker is open, this fails as unsent too. A refund that names no charge is deducted
 //!   from the account of its policies, or else sent to the primary store. If a custom fallback
-//!   fails a refund, the account has deducted it all the same, and it is not repeated.
+//!   fails a refund, the account has deducted it nevertheless, and it is not repeated.
 //! - **End of a runtime.** The accounts stay. The next check that the fallback decides, or that succeeds while there are
 //!   accounts, starts the recovery task on its own runtime. A charge or reset in flight counts as lost. When the process
 //!   ends, its accounts are lost.
@@ -204,7 +204,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
     fn build(primary: P, fallback: F, settings: Settings) -> Self {
         let (count, open) = (primary.backend().partitions().max(1), Arc::default());
-        // As many accounts as callers in a local store, in all partitions.
+        // One account for each caller that a local store holds, in all partitions together.
         let free = Arc::new(LocalStore::DEFAULT_KEYS.get().into());
         let settings = Arc::new(settings);
         let partition = |probe| {

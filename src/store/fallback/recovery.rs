@@ -103,7 +103,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             let both = self.settings.deadline.saturating_mul(2);
             let holds = Breaker::spread(instances).saturating_add(both);
             let well = self.announced(holds, self.reconcile()).await;
-            // By then, all others have noticed that the primary store is back, and have announced that they reconcile.
+            // Time for all others to notice that the primary store is back, and to announce that they reconcile.
             let found = Breaker::longest_delay(instances).saturating_add(both);
             let wait = found.saturating_sub(since.elapsed());
             if !well || !self.wait_for_others(wait).await {
