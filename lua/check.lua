@@ -176,7 +176,7 @@ if not only_runs then
     return most
   end
 
-  -- Charges a policy with at most `most` units, or refunds or resets it. Returns the granted units.
+  -- Charges a policy, for a take at most `most` units, or refunds or resets it. Returns the granted units.
   local function decide(plan, i, most)
     local policy, mode, granted, key = plan[i], plan.mode, granting[i], KEYS[key_at + i]
     local strategy = policy.strategy
@@ -190,7 +190,7 @@ if not only_runs then
       given, a[i], b[i], c[i] = strategy.refund(policy, key, now, plan.cost, plan.of[i], a[i], b[i], c[i])
       granted = min(granted, given)
     elseif mode ~= REFUND then
-      granted = max(0, min(granted, most))
+      granted = max(0, mode == CHARGE and granted or min(granted, most))
       if granted > 0 then
         a[i], b[i], c[i] = strategy.charge(policy, key, now, granted, a[i], b[i], c[i])
       end

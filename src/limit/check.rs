@@ -87,6 +87,10 @@ impl Check {
     ///
     /// A [refund](Decision::refund) of an unused turn returns only the part on which no later turn
     /// stands: later turns keep their times.
+    ///
+    /// Several policies are all charged immediately, although the turn is due only when the slowest
+    /// one allows it. If that wait gets shorter, by checks under other lists, turns of a faster
+    /// policy may be due together: at most its rate times the longest wait, beyond its burst.
     pub fn take_ahead(key: Key, policies: &Policies, cost: u32, within: Duration) -> Self {
         let owes = policies.iter().all(|policy| policy.frees().has_burst());
         let within = if owes {
@@ -112,9 +116,9 @@ impl Check {
     }
 
     /// Charges `cost` even beyond the limit, for a cost that is known only afterwards. The debt is
-    /// bounded: each policy counts at most twice its capacity, and [`Decision::granted`] returns
-    /// the amount charged. A policy of requests [in flight](crate::Policy::in_flight) counts
-    /// nothing.
+    /// bounded: each policy counts at most twice its capacity, and cuts the charge to that
+    /// independently of the others. [`Decision::granted`] returns the largest amount that a policy
+    /// has charged. A policy of requests [in flight](crate::Policy::in_flight) counts nothing.
     pub fn charge(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Charge, cost)
     }
@@ -419,7 +423,10 @@ impl Check {
             .iter()
             .zip(self.policies.iter())
             .map(|(state, policy)| state.preview(policy.params(), ask));
-        let max = previews.map(|preview| preview.max).min().unwrap_or(0);
+        let max = match ask.mode {
+            Mode::Charge => i64::MAX,
+            _ => previews.map(|preview| preview.max).min().unwrap_or(0),
+        };
         let (mut granted, mut each) = (0, smallvec![Verdict::NONE; states.len()]);
         for (i, ((verdict, state), policy)) in each
             .iter_mut()

@@ -181,10 +181,10 @@ impl Ask<'_> {
 
     /// Decides, and charges the state. Returns the verdict and the charged amount.
     ///
-    /// A check charges all its policies the same amount, so each at most `max`, the smallest grant
-    /// of any of them: an `up_to(5)` under policies with 3 and 9 remaining charges both 3. A refund
-    /// or a reset affects each policy independently. A negative `max` means that another policy
-    /// denies the check.
+    /// A take charges all its policies the same amount, so each at most `max`, the smallest grant
+    /// of any of them: an `up_to(5)` under policies with 3 and 9 remaining charges both 3. A charge,
+    /// a refund or a reset affects each policy independently. A negative `max` means that another
+    /// policy denies the check.
     pub(in crate::limit) fn decide<T: Algorithm>(
         &self,
         state: &mut T,

@@ -167,6 +167,26 @@ async fn several_policies_settle_equally() {
     }
 }
 
+/// A policy whose debt is full cuts the settlement for itself only: otherwise a small quota of a minute would hide costs
+/// from that of the day.
+#[tokio::test]
+async fn each_policy_cuts_a_settlement_separately() {
+    let count = Count::new();
+    let minute = quota("minute", "20/d");
+    let both = Policies::new([count.policy.clone(), minute.clone()]).unwrap();
+    let layer = RateLimitLayer::new(count.store.clone(), Global, both).cost(|_| 10);
+    let service = layer
+        .settle(|_| Settlement::Cost(300))
+        .layer(service_fn(three));
+    for charged_by_now in [300, 300] {
+        drop(send(&service, request("alice")).await);
+        assert_eq!(count.charged(), charged_by_now);
+        let debt = Check::charge(Key::GLOBAL, &minute.clone().into(), 1);
+        let answer = count.store.check(debt).now_or_never().unwrap().unwrap();
+        assert!(!answer.is_allowed(), "{answer:?}");
+    }
+}
+
 #[tokio::test]
 async fn settlement_uses_the_policies_of_the_request() {
     let count = Count::new();

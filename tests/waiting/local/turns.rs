@@ -267,3 +267,44 @@ async fn small_costs_do_not_starve_a_large_one() {
         tasks.iter().for_each(tokio::task::JoinHandle::abort);
     }
 }
+
+/// Under several policies a turn is charged on arrival, and due when the slowest policy allows it. So if the queue of that
+/// one gets shorter, turns of another policy are due together: at most its rate times the longest wait. Over time it
+/// passes no more than its quota.
+#[tokio::test(start_paused = true)]
+async fn lists_that_share_a_policy_delay_its_turns() {
+    let (store, start) = (LocalStore::default(), Instant::now());
+    let tenant = policy(Strategy::Gcra, "100/s");
+    let search = Policy::new("search", Strategy::Gcra, "10/s".parse().unwrap()).unwrap();
+    let both = Policies::new([tenant[0].clone(), search]).unwrap();
+    let wait = |policies: &Policies| {
+        let limiter = Limiter::new(store.clone(), policies.clone());
+        tokio::spawn(async move {
+            let asked = start.elapsed();
+            assert!(limiter.wait(ANN, 1, LONG).await.unwrap().is_allowed());
+            (start.elapsed(), start.elapsed() - asked)
+        })
+    };
+    // A queue of 10 s, which nothing adds to.
+    let others: Vec<_> = (0..1_100).map(|_| wait(&tenant)).collect();
+    let mut searches = vec![];
+    for _ in 0..200 {
+        sleep(Duration::from_millis(100)).await;
+        searches.push(wait(&both));
+    }
+    let mut passed: Vec<_> = join_all(searches).await.into_iter().flatten().collect();
+    assert!(join_all(others).await.iter().all(Result::is_ok));
+    passed.sort_unstable();
+    let longest = passed.iter().map(|(_, waited)| *waited).max().unwrap();
+    let (mut level, mut before, mut highest) = (0.0_f64, Duration::ZERO, 0.0_f64);
+    for (i, (at, _)) in passed.iter().enumerate() {
+        level = (level - 10.0 * (*at - before).as_secs_f64()).max(0.0) + 1.0;
+        (before, highest) = (*at, highest.max(level));
+        assert!(i as f64 <= 10.0 + 10.0 * at.as_secs_f64(), "{i} by {at:?}");
+    }
+    let most = 10.0 + 10.0 * longest.as_secs_f64();
+    assert!(
+        10.0 < highest && highest <= most + 1.0,
+        "{highest} of {most}"
+    );
+}

@@ -366,21 +366,27 @@ async fn expired_accounts_make_room() {
     assert_eq!(reconciled.events().last(), Some(&(5, 0)));
 }
 
-/// Two policies are charged together, and the debt of one has less room than the cost.
+/// The debt of a policy has less room than the cost. Another policy is charged the whole cost.
 #[tokio::test(start_paused = true)]
-async fn cost_beyond_the_debt_is_reported_as_dropped() {
-    let (store, primary, reconciled) = pair(1);
+async fn cost_beyond_each_debt_is_reported_as_dropped() {
     let policy = |name, quota: &str| {
         crate::limit::Policy::new(name, Strategy::SlidingLog, quota.parse().unwrap()).unwrap()
     };
-    let policies = Policies::new([policy("low", "10/d"), policy("high", "1000/d")]).unwrap();
-    open(&store, &primary).await;
-    assert!(ask(&store, take(&policies, 8)).await.is_allowed());
-    // Other instances have exhausted the limit and the debt, except for 3.
-    let others = Check::charge(ann(), &policies, 17);
-    let _ = primary.counts.check(others).await.unwrap();
-    close(&store, &primary).await;
-    assert_eq!(reconciled.events(), [(3, 5)]);
+    let low = || policy("low", "10/d");
+    for (other, reported) in [(None, (3, 5)), (Some(policy("high", "1000/d")), (8, 0))] {
+        let (store, primary, reconciled) = pair(1);
+        let policies = Policies::new([low()].into_iter().chain(other.clone())).unwrap();
+        open(&store, &primary).await;
+        assert!(ask(&store, take(&policies, 8)).await.is_allowed());
+        // Other instances have exhausted the limit and the debt, except for 3.
+        let others = Check::charge(ann(), &low().into(), 17);
+        let _ = primary.counts.check(others).await.unwrap();
+        close(&store, &primary).await;
+        assert_eq!(reconciled.events(), [reported]);
+        if let Some(high) = other {
+            assert_eq!(primary.used(&high.into()).await, 8);
+        }
+    }
 }
 
 /// A window counts under the limit of the last check, as in the stores; each bucket has a separate count.
