@@ -223,7 +223,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             well = !join_all(charges).await.contains(&false);
             rest = later;
             // A distant store, or a busy one, gets few charges, so that they do not delay live traffic.
-            wave = if since.elapsed() < self.settings.deadline / 4 {
+            wave = if since.elapsed() < self.settings.deadline / 2 {
                 most.min(2 * wave)
             } else {
                 most.min(CONCURRENT)
