@@ -51,7 +51,7 @@ pub(super) enum Ticket {
 }
 
 impl Breaker {
-    const FIRST_DELAY: Duration = Duration::from_millis(50);
+    pub(super) const FIRST_DELAY: Duration = Duration::from_millis(50);
     /// Maximum pause between two probes of up to 500 instances. Short enough that all recover within a second, although
     /// each waits for the probes of the others.
     pub(super) const LONGEST_DELAY: Duration = Duration::from_millis(250);

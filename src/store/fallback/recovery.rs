@@ -134,7 +134,8 @@ impl<P: Store, F: Store> Partition<P, F> {
             wait = match self.reconciling().await {
                 Ok(None) => break,
                 Ok(Some(time)) => time,
-                Err(error) if error.is_check_only() => break,
+                // A single lost reply does not begin the recovery again.
+                Err(_) if self.ping().await.is_ok() => Breaker::FIRST_DELAY,
                 Err(_) => return false,
             };
             // Other instances wait for the same moment, so spread the checks.
