@@ -34,6 +34,7 @@ pub mod start {}
 ///
 /// [answers]: crate::guide::answers
 /// [changing]: crate::guide::upgrades#upgrades-that-keep-the-counts
+/// [leases]: crate::guide::leases
 /// [runbook]: crate::guide::runbook
 /// [settling]: crate::guide::settling
 /// [waiting]: crate::guide::waiting
@@ -42,6 +43,7 @@ pub mod recipes {}
 
 /// Rate-limit keys: extractors, headers, proxies.
 ///
+/// [handler]: crate::guide::recipes#costs-logins-tokens-websockets-jobs-retries
 /// [order]: crate::guide::pitfalls#the-order-of-layers
 /// [two]: crate::guide::recipes#limits-plans-routes-several-limits
 #[doc = include_str!("../docs/keys.md")]
@@ -102,6 +104,7 @@ pub mod upgrades {}
 /// [running]: crate::guide::sizing#memory
 /// [settling]: crate::guide::settling
 /// [stores]: crate::guide::options#stores
+/// [tests]: crate::guide::recipes#tests-of-your-service
 #[doc = include_str!("../docs/pitfalls.md")]
 pub mod pitfalls {}
 
@@ -121,6 +124,7 @@ pub mod runbook {}
 
 /// Quota that is charged in advance and spent in memory.
 ///
+/// [outside]: crate::guide::recipes#without-a-server-queue-workers-clients-other-code
 /// [pitfalls]: crate::guide::pitfalls#not-leased
 /// [short]: crate::guide::pitfalls#short-lease
 /// [upgrades]: crate::guide::upgrades#upgrades-that-keep-the-counts

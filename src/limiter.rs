@@ -88,8 +88,9 @@ impl<S: Store> Limiter<S> {
     /// Sets the observer. It receives a store's events, such as that a
     /// [`Fallback`](crate::Fallback) decides locally, unless the store has an observer; each
     /// [`Reservation`] that could not be settled; and each policy that is leased without effect. It
-    /// does not receive decisions, which are returned to the caller. Defaults to [a log of
-    /// problems](Observer); `()` disables that.
+    /// does not receive decisions, which are returned to the caller: report them by
+    /// [`Observer::decided`], with [`Decided::new`](crate::observe::event::Decided::new). Defaults to [a
+    /// log of problems](Observer); `()` disables that.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);
@@ -266,6 +267,9 @@ impl<S: Store> Limiter<S> {
     /// the [maximum](Self::max_waiting) number of waiters is reached. Store calls do not count
     /// towards `max`: no caller is denied because of their duration while the cost is allowed, and
     /// a denial may be returned two or three calls later.
+    ///
+    /// A task that waits for one unit after another takes at most one per round trip to the store. For a faster rate,
+    /// wait for several units, or from several tasks.
     ///
     /// Dropping the future ends the wait and takes nothing: a grant that arrives at that moment is
     /// refunded by a separate task.

@@ -35,7 +35,7 @@ async fn denials_have_a_grpc_status() -> Result<(), Box<dyn std::error::Error>> 
     assert_eq!(status.code(), Code::ResourceExhausted);
     assert_eq!(
         status.message(),
-        "The quota of 1/m is used up. Try again in 60 s."
+        "The quota of 1 per minute is used up. Try again in 60 s."
     );
     let retry_info = status.get_details_retry_info().ok_or("no RetryInfo")?;
     assert_eq!(retry_info.retry_delay, Some(Duration::from_secs(60)));

@@ -41,7 +41,7 @@ async fn denials_have_a_json_body() -> Result<(), Box<dyn std::error::Error>> {
     let body: Value = serde_json::from_slice(&to_bytes(denied.into_body(), 1_000).await?)?;
     assert_eq!(
         body,
-        json!({ "error": "The quota of 1/m is used up. Try again in 60 s." })
+        json!({ "error": "The quota of 1 per minute is used up. Try again in 60 s." })
     );
     Ok(())
 }

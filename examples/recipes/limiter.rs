@@ -19,5 +19,9 @@ async fn a_worker_waits_for_its_turn() -> Result<(), Box<dyn std::error::Error>>
         );
     }
     assert_eq!(start.elapsed().as_secs(), 5);
+    // A batch waits for the units of ten jobs.
+    let batch = limiter.wait(Key::new("ann"), 10, Duration::from_secs(15));
+    assert!(batch.await?.is_allowed());
+    assert_eq!(start.elapsed().as_secs(), 15);
     Ok(())
 }

@@ -1,42 +1,56 @@
-//! Login attempts.
+//! Login attempts, by address and by user.
 
 use std::net::SocketAddr;
 
 use axum::extract::{Path, State, connect_info::MockConnectInfo};
-use axum::http::{Request, StatusCode};
+use axum::http::{Request, StatusCode, request::Parts};
+use axum::response::{ErrorResponse, Response};
 use axum::{Router, body::Body, routing::post};
 use tower::ServiceExt;
-use tower_redis_ratelimit::extract::PeerIp;
-use tower_redis_ratelimit::settle::ReserveError;
-use tower_redis_ratelimit::{
-    ConfigError, Key, Limiter, LocalStore, Policy, RateLimitLayer, Strategy,
-};
+use tower_redis_ratelimit::extract::{KeyExtractor, PeerIp};
+use tower_redis_ratelimit::reject::{HttpReject, Reason};
+use tower_redis_ratelimit::{ConfigError, Key, Limiter, LocalStore, Policy, Strategy};
+
+#[derive(Clone)]
+struct Limits {
+    by_address: Limiter<LocalStore>,
+    by_user: Limiter<LocalStore>,
+}
 
 async fn login(
-    State(attempts): State<Limiter<LocalStore>>,
+    State(limits): State<Limits>,
     Path(user): Path<String>,
+    request: Parts,
     password: String,
-) -> Result<StatusCode, ReserveError> {
+) -> Result<StatusCode, ErrorResponse> {
     let user = Key::new(&user);
-    attempts.reserve(user, 1).await?.keep();
+    let address = PeerIp.extract(&request).map_err(|missing| -> Response {
+        HttpReject::new().response(Reason::MissingKey(&missing))
+    })?;
+    let by_address = limits.by_address.reserve(address, 1).await?;
+    // If this is denied, the end of the handler drops `by_address`, which refunds it.
+    limits.by_user.reserve(user, 1).await?.keep();
+    by_address.keep();
     if password != "open sesame" {
         return Ok(StatusCode::UNAUTHORIZED);
     }
-    let _ = attempts.reset(user).await?;
+    let _ = limits.by_user.reset(user).await?;
     Ok(StatusCode::OK)
 }
 
 fn app(store: LocalStore) -> Result<Router, ConfigError> {
+    let by_address = Policy::new("login-address", Strategy::SlidingLog, "20/m".parse()?)?;
     let by_user = Policy::new("login-user", Strategy::SlidingLog, "3 per 15m".parse()?)?;
-    let by_address = Policy::new("login-address", Strategy::Gcra, "20/m".parse()?)?;
-    let limits = RateLimitLayer::new(store.clone(), PeerIp, by_address);
     Ok(Router::new()
-        .route("/login/{user}", post(login).layer(limits))
-        .with_state(Limiter::new(store, by_user)))
+        .route("/login/{user}", post(login))
+        .with_state(Limits {
+            by_address: Limiter::new(store.clone(), by_address),
+            by_user: Limiter::new(store, by_user),
+        }))
 }
 
 #[tokio::test]
-async fn attempts_are_limited_by_user() -> Result<(), Box<dyn std::error::Error>> {
+async fn attempts_are_limited_by_user_and_address() -> Result<(), Box<dyn std::error::Error>> {
     let app = app(LocalStore::default())?
         .layer(MockConnectInfo(SocketAddr::from(([192, 0, 2, 7], 4711))));
     let attempt = async |user: &str, password: &'static str| {
@@ -56,7 +70,13 @@ async fn attempts_are_limited_by_user() -> Result<(), Box<dyn std::error::Error>
     ] {
         assert_eq!(attempt("ann", password).await?, status);
     }
-    assert_eq!(attempt("ann", "open sesame").await?, 429);
-    assert_eq!(attempt("bob", "open sesame").await?, 200);
+    // These are not charged to the address, which has 14 attempts left.
+    for _ in 0..30 {
+        assert_eq!(attempt("ann", "open sesame").await?, 429);
+    }
+    for user in 0..14 {
+        assert_eq!(attempt(&format!("user-{user}"), "open sesame").await?, 200);
+    }
+    assert_eq!(attempt("bob", "open sesame").await?, 429);
     Ok(())
 }

@@ -13,6 +13,10 @@ fn app() -> Result<Router, Box<dyn std::error::Error>> {
             Matcher::Suffix("_seconds".into()),
             &[0.0001, 0.001, 0.01, 0.1, 1.0],
         )?
+        .set_buckets_for_metric(
+            Matcher::Full("ratelimit_batch_checks".into()),
+            &[1.0, 8.0, 64.0],
+        )?
         .install_recorder()?;
     let policy = Policy::new("api", Strategy::Gcra, Quota::per_minute(1))?;
     let limits =

@@ -60,11 +60,16 @@ fn the_eleventh_request_gets_a_429() {
     assert_eq!(denied.status, 429);
     assert!(denied.head.contains("\r\nretry-after: "), "{}", denied.head);
     assert!(
-        denied.body.contains("The quota of 10/m is used up."),
+        denied
+            .body
+            .contains("The quota of 10 per minute is used up."),
         "{}",
         denied.body
     );
-    is_quoted(&["429 Too Many Requests", "The quota of 10/m is used up."]);
+    is_quoted(&[
+        "429 Too Many Requests",
+        "The quota of 10 per minute is used up.",
+    ]);
 }
 
 #[test]

@@ -51,7 +51,7 @@ fn only_failures_count_even_in_parallel() {
     );
     assert!(denied.head.contains("\r\nretry-after: "), "{}", denied.head);
     assert!(
-        denied.body.contains("The quota of 5/h is used up."),
+        denied.body.contains("The quota of 5 per hour is used up."),
         "{}",
         denied.body
     );

@@ -72,12 +72,15 @@ fn a_denied_client_passes_after_retry_after() {
         "{second}"
     );
     assert!(
-        denied.starts_with("ResourceExhausted: The quota of 2/10s is used up. Try again in "),
+        denied.starts_with(
+            "ResourceExhausted: The quota of 2 per 10 seconds is used up. Try again in "
+        ),
         "{denied}"
     );
     assert!(retry_info.starts_with("  RetryInfo: "), "{retry_info}");
     assert!(
-        quota_failure.starts_with("  QuotaFailure: example: The quota of 2/10s is used up."),
+        quota_failure
+            .starts_with("  QuotaFailure: example: The quota of 2 per 10 seconds is used up."),
         "{quota_failure}"
     );
     let millis = pushback

@@ -60,6 +60,7 @@ use crate::observe::{Observer, event};
 #[diagnostic::on_unimplemented(
     message = "`{Self}` finds no key in a request",
     label = "not a `KeyExtractor` for `{R}`",
+    note = "an extractor in a box names its type: `Box::new(extractor) as Box<dyn KeyExtractor>`",
     note = "extractors are `PeerIp`, `ClientIp`, `HeaderKey`, `Global`, with the feature `axum` `MatchedRoute` and \
             `MatchedEndpoint`, and tuples of extractors",
     note = "a `Result`: add `?`, as in `HeaderKey::new(\"x-api-key\")?`",
@@ -69,7 +70,8 @@ use crate::observe::{Observer, event};
     note = "requests that are not HTTP's: a closure with the type of its argument, as in `|job: &Job| ..`"
 )]
 pub trait KeyExtractor<R = Parts>: Send + Sync + 'static {
-    /// Returns the key that this request is counted under.
+    /// Returns the key that this request is counted under. A handler with a [`Limiter`](crate::Limiter) can call it too,
+    /// with the request's [`Parts`].
     ///
     /// # Errors
     ///

@@ -322,7 +322,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             let wait = (*max, queues);
             return self.wait_for(request, question, wait, &policies, answer.ok(), grant);
         }
-        Admission::Decided(self.conclude(request, question, None, answer, grant))
+        Admission::Decided(self.conclude(request, &mut question, None, answer, grant))
     }
 
     /// Puts a request into its queue, or concludes it if the queue refuses it: the queue is full,
@@ -380,7 +380,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             question.slot = self.hold(&Check::take(question.key, policies, question.cost));
             question.answered(&answer);
         }
-        self.conclude(request, question, charged, answer, grant)
+        self.conclude(request, &mut question, charged, answer, grant)
     }
 
     /// Admits or rejects by the final decision: notifies the observer, and fills the grant. A request that has waited was
@@ -389,16 +389,16 @@ impl<S: Store, R: 'static> Gate<S, R> {
     fn conclude(
         &self,
         request: &R,
-        mut question: Question,
+        question: &mut Question,
         charged: Option<Charge>,
         answer: Result<Decision, StoreError>,
         grant: &mut Grant<S::Future>,
     ) -> Admitted {
-        let Question {
-            key, cost, since, ..
-        } = question;
         if self.notifier.is_notified(&answer) {
-            self.notifier.answered(&key, cost, since, &answer, false);
+            let Question {
+                key, cost, since, ..
+            } = question;
+            self.notifier.answered(key, *cost, *since, &answer, false);
         }
         match answer {
             Ok(decision) if decision.is_allowed() => grant.decision = Some(decision),
@@ -406,7 +406,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             Err(error) if self.settings.on_error == OnError::Reject => {
                 return Err(Refusal::Unavailable(error));
             }
-            Err(_) => question.slot = question.slot.map(Slot::admitted_after_error),
+            Err(_) => question.slot = question.slot.take().map(Slot::admitted_after_error),
         }
         if question.slot.is_some() {
             grant.slot = question.slot.take();
@@ -417,7 +417,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             grant.charge = Some(self.charge(reserved, grant.slot.take()));
         }
         if self.has_shadows() {
-            grant.try_shadows(self, request, key);
+            grant.try_shadows(self, request, question.key);
         }
         Ok(())
     }
@@ -698,11 +698,11 @@ impl<D> Grant<D> {
     /// Moves the decision out of the grant, adjusted by the amounts that the handler has reserved.
     #[inline]
     pub(crate) fn take_decision(&mut self) -> Option<Decision> {
-        let decision = self.decision.take()?;
-        Some(match &self.charge {
-            Some(charge) => charge.charges().update(decision),
+        let decision = self.decision.take();
+        match &self.charge {
+            Some(charge) => decision.map(|decision| charge.charges().update(decision)),
             None => decision,
-        })
+        }
     }
 
     pub(crate) fn charge(&self) -> Option<&RequestCost> {

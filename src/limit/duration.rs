@@ -78,6 +78,18 @@ pub(super) fn measure(duration: Duration) -> (u128, &'static str) {
     unit.map_or((0, "s"), |(name, _, unit)| (nanos / unit, name))
 }
 
+/// Returns the duration in words, such as `minute` or `90 seconds`.
+pub(super) fn in_words(duration: Duration) -> String {
+    let (count, name) = measure(duration);
+    let words = UNITS.iter().find(|(unit, ..)| *unit == name);
+    match (count, words.map_or(&[][..], |(_, words, _)| words)) {
+        (1, [.., one, _]) => (*one).to_owned(),
+        (1, _) => name.to_owned(),
+        (_, [.., many]) => format!("{count} {many}"),
+        (_, []) => format!("{count} {name}"),
+    }
+}
+
 /// A duration as text that [`parse`] reads.
 pub(super) struct Text(pub(super) Duration);
 

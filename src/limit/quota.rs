@@ -87,6 +87,13 @@ impl Quota {
         Self { period, ..self }
     }
 
+    /// Returns the quota as text for clients, who may take the `m` of `10/m` for a month: `10 per minute`.
+    pub(crate) fn in_words(&self) -> String {
+        let period = duration::in_words(self.period);
+        let burst = self.burst.map(|burst| format!(" burst {burst}"));
+        format!("{} per {period}{}", self.limit, burst.unwrap_or_default())
+    }
+
     /// Returns the amount granted per period.
     pub const fn limit(&self) -> u32 {
         self.limit
@@ -167,6 +174,9 @@ impl FromStr for Quota {
             split_rate(text.trim()).ok_or_else(|| wrong("there is no `/` and no `per`"))?;
         let limit =
             whole(limit).ok_or_else(|| wrong("the limit is not an integer up to 4294967295"))?;
+        if rest.contains(',') {
+            return Err(wrong("there is a comma after the limit"));
+        }
 
         let mut words = rest.split_whitespace().peekable();
         let period = words.next().ok_or_else(|| wrong("the period is missing"))?;
@@ -316,6 +326,22 @@ mod tests {
     }
 
     #[test]
+    fn words_name_the_unit() {
+        for (quota, words) in [
+            ("10/m", "10 per minute"),
+            ("50/s burst 100", "50 per second burst 100"),
+            ("5/15m", "5 per 15 minutes"),
+            ("1/90s", "1 per 90 seconds"),
+            ("1/h", "1 per hour"),
+            ("2/30d", "2 per 30 days"),
+            ("1/ms", "1 per ms"),
+            ("1/500ms", "1 per 500 ms"),
+        ] {
+            assert_eq!(quota.parse::<Quota>().unwrap().in_words(), words);
+        }
+    }
+
+    #[test]
     fn a_constant_can_be_checked() {
         const GOOD: Quota = Quota::per_second(50).burst(100);
         const _: () = assert!(GOOD.is_valid());
@@ -359,7 +385,8 @@ mod tests {
             ("10/1500ns", "a whole number of microseconds"),
             ("10/99999999999999999999s", "too long"),
             ("10/s bust 5", "only `burst` may follow"),
-            ("10/s, burst 5", "not one of ns, us, ms, s, m, h, d"),
+            ("10/s, burst 5", "a comma after the limit; use the form"),
+            ("10/1s burst 5,", "a comma after the limit"),
             ("10/s burst=5", "only `burst` may follow"),
             ("10/s burst", "the burst is not an integer"),
             ("10/s burst 5 6", "more text"),
@@ -387,6 +414,7 @@ mod tests {
             quota.burst = burst;
             prop_assume!(quota.check().is_ok());
             prop_assert_eq!(quota.to_string().parse(), Ok(quota));
+            prop_assert_eq!(quota.in_words().parse(), Ok(quota));
         }
 
         #[test]

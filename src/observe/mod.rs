@@ -31,12 +31,12 @@ pub use self::tracing::TracingObserver;
 /// of error, and the denials of a dry run. Without that feature, or without a subscriber, a debug build prints the first
 /// `degraded` and the first `misconfigured` to standard error. `.observer(())` disables both.
 ///
-/// Set the observer once: [`RateLimitLayer::observer`](crate::RateLimitLayer::observer) also passes
-/// it to the layer's [`Fallback`](crate::Fallback) and to both stores in it. A store keeps the
-/// first observer that it gets, either from [its
-/// builder](crate::store::RedisStoreBuilder::observer) or from the first layer over it. So if
-/// several layers share a store, only the first layer's observer receives the store's events. A
-/// pair of observers is an observer.
+/// Set the observer on each layer, since a layer reports its decisions to its own observer only. It also passes
+/// the observer to its store, such as a [`Fallback`](crate::Fallback) and both stores in it. A store
+/// keeps the first observer that it gets, either from [its
+/// builder](crate::store::RedisStoreBuilder::observer) or from a layer or [`Limiter`](crate::Limiter) over it. A
+/// `Limiter` returns its decisions to its caller and reports none of them: call
+/// `observer.decided(&Decided::new(&key, &decision, elapsed))` for these. A pair of observers is an observer.
 ///
 /// Every method does nothing by default. Methods are called on the request path or on a task of the
 /// store, so they must not block. A panic in an event of a layer fails the request; a panic in an

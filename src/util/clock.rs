@@ -24,8 +24,12 @@ impl Clock {
     }
 
     pub(crate) fn micros(&self) -> i64 {
+        self.micros_at(instant())
+    }
+
+    pub(crate) fn micros_at(&self, instant: Instant) -> i64 {
         self.wall_at_start
-            .saturating_add(micros(instant() - self.start))
+            .saturating_add(micros(instant - self.start))
     }
 }
 

@@ -196,7 +196,7 @@ async fn tonic_clients_get_the_servers_denial() {
     assert_eq!(status.code(), Code::ResourceExhausted);
     assert_eq!(
         status.message(),
-        "The quota of 2/h is used up. Try again in 1800 s."
+        "The quota of 2 per hour is used up. Try again in 1800 s."
     );
 }
 

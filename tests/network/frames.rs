@@ -93,9 +93,10 @@ fn field(number: u8, bytes: &[u8]) -> Vec<u8> {
 }
 
 /// `google.rpc.Status` with both details, in base64 without padding.
-const DETAILS: &str = "CAgSMVRoZSBxdW90YSBvZiAxLzkwcyBpcyB1c2VkIHVwLiBUcnkgYWdhaW4gaW4gOTAgcy4aNgoodHlwZS5nb29nbGVhcGlzLmNv\
-    bS9nb29nbGUucnBjLlJldHJ5SW5mbxIKCggIWRDg0czcAxppCit0eXBlLmdvb2dsZWFwaXMuY29tL2dvb2dsZS5ycGMuUXVvdGFG\
-    YWlsdXJlEjoKOAoDYXBpEjFUaGUgcXVvdGEgb2YgMS85MHMgaXMgdXNlZCB1cC4gVHJ5IGFnYWluIGluIDkwIHMu";
+const DETAILS: &str = "CAgSPFRoZSBxdW90YSBvZiAxIHBlciA5MCBzZWNvbmRzIGlzIHVzZWQgdXAuIFRyeSBhZ2FpbiBpbiA\
+    5MCBzLho2Cih0eXBlLmdvb2dsZWFwaXMuY29tL2dvb2dsZS5ycGMuUmV0cnlJbmZvEgoKCAhZEODRzNwDGnQKK3R5cGUuZ29vZ2x\
+    lYXBpcy5jb20vZ29vZ2xlLnJwYy5RdW90YUZhaWx1cmUSRQpDCgNhcGkSPFRoZSBxdW90YSBvZiAxIHBlciA5MCBzZWNvbmRzIGl\
+    zIHVzZWQgdXAuIFRyeSBhZ2FpbiBpbiA5MCBzLg";
 
 #[tokio::test(start_paused = true)]
 async fn a_denial_is_one_frame_of_headers() {
@@ -170,7 +171,7 @@ async fn a_denial_is_one_frame_of_headers() {
             ("content-type", "application/grpc"),
             (
                 "grpc-message",
-                "The%20quota%20of%201/90s%20is%20used%20up.%20Try%20again%20in%2090%20s."
+                "The%20quota%20of%201%20per%2090%20seconds%20is%20used%20up.%20Try%20again%20in%2090%20s."
             ),
             ("grpc-retry-pushback-ms", "90000"),
             ("grpc-status", "8"),
@@ -183,7 +184,7 @@ async fn a_denial_is_one_frame_of_headers() {
 
     // These bytes, written by hand from the definitions of `google.rpc.Status` and its details.
     let status = tonic::Status::from_header_map(&head.headers).unwrap();
-    let sentence = b"The quota of 1/90s is used up. Try again in 90 s.";
+    let sentence = b"The quota of 1 per 90 seconds is used up. Try again in 90 s.";
     let any = |kind: &[u8], bytes: &[u8]| {
         let url = [b"type.googleapis.com/google.rpc.", kind].concat();
         field(3, &[field(1, &url), field(2, bytes)].concat())

@@ -41,7 +41,7 @@ async fn a_denied_client_decodes_both_details() {
 
     let denied = call(&server, from("alice")).await.unwrap_err();
     assert_eq!(denied.code(), Code::ResourceExhausted);
-    let sentence = "The quota of 1/90s is used up. Try again in 90 s.";
+    let sentence = "The quota of 1 per 90 seconds is used up. Try again in 90 s.";
     assert_eq!(denied.message(), sentence);
     assert_eq!(
         retry_delay(&denied),
@@ -72,10 +72,13 @@ async fn each_denying_policy_has_a_violation() {
     call(&server, from("alice")).await.unwrap();
     let denied = call(&server, from("alice")).await.unwrap_err();
     let expected = [
-        ("burst", "The quota of 1/s is used up. Try again in 1 s."),
+        (
+            "burst",
+            "The quota of 1 per second is used up. Try again in 1 s.",
+        ),
         (
             "hourly",
-            "The quota of 1/h is used up. Try again in 3600 s.",
+            "The quota of 1 per hour is used up. Try again in 3600 s.",
         ),
     ];
     assert_eq!(

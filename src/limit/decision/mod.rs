@@ -636,8 +636,8 @@ impl Verdicts {
     pub(super) fn decider(&self) -> usize {
         let rank = |v: &Verdict| (v.wait == Verdict::NEVER, v.wait, -v.remaining);
         let mut decider = 0;
-        for (i, verdict) in self.each.iter().enumerate().skip(1) {
-            if rank(verdict) > rank(self.of(decider)) {
+        for i in 1..self.each.len() {
+            if rank(self.of(i)) > rank(self.of(decider)) {
                 decider = i;
             }
         }

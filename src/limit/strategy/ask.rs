@@ -228,12 +228,14 @@ impl Ask<'_> {
                     .unwrap_or(PolicyCharge::just_now(self.cost));
                 (registers, granted) = state.refund(params, now, self.cost, &of, registers);
                 granted = granted.min(grants);
+                room = T::room(params, now, registers);
             }
-            _ if granted > 0 => registers = state.charge(params, now, granted, registers),
+            _ if granted > 0 => {
+                registers = state.charge(params, now, granted, registers);
+                // A charge reduces the room by exactly its cost.
+                room -= granted;
+            }
             _ => granted = 0,
-        }
-        if granted > 0 {
-            room = T::room(params, now, registers);
         }
         let reset = T::reset_after(params, now, registers);
         if granted > 0 || dirty && mode != Mode::Peek {

@@ -47,7 +47,7 @@ impl FromStr for Strategy {
         let mut all = Self::ALL.iter().copied();
         let named = all
             .find(|strategy| strategy.name() == name)
-            .ok_or_else(|| wrong("no strategy has this name"))?;
+            .ok_or_else(|| wrong("no strategy has this name (names are in lower case)"))?;
         let strategy = parameter
             .map_or(Ok(named), |parameter| named.with_parameter(parameter))
             .map_err(wrong)?;
@@ -157,7 +157,7 @@ mod tests {
     fn errors_name_what_was_wrong() {
         for (text, part) in [
             ("", "no strategy has this name"),
-            ("GCRA", "no strategy has this name"),
+            ("GCRA", "(names are in lower case)"),
             ("fixed_window", "no strategy has this name"),
             ("gcra(2)", "has no parameter"),
             ("gcra()", "has no parameter"),

@@ -218,7 +218,7 @@ impl UnknownProxy {
 
     /// Checks a request that is counted by its peer. `header` is the header that the extractor reads, or `None` for no header. A
     /// peer with a public address may be a client that forges the header, so it is not reported.
-    #[inline]
+    #[inline(always)]
     pub(super) fn notice(&self, peer: Peer, request: &Parts, header: Option<&HeaderName>) {
         let is_near = match peer {
             Peer::Address(address) => is_private(address),

@@ -161,7 +161,7 @@ fn append_draft(headers: &mut HeaderMap, decision: &Decision) {
     headers.append(RATE_LIMIT, state);
 }
 
-/// Writes the quota of the policy that decided, such as `50/s burst 100` or `4 concurrent
+/// Writes the quota of the policy that decided, such as `50 per second burst 100` or `4 concurrent
 /// requests`.
 pub(in crate::middleware) fn write_quota(
     decision: &Decision,
@@ -209,7 +209,7 @@ impl Texts {
         let each = policies.iter().map(|policy| PolicyTexts {
             quota: match policy.is_in_flight() {
                 true => format!("{} concurrent requests", policy.stated().limit()),
-                false => policy.stated().to_string(),
+                false => policy.stated().in_words(),
             },
             item: format!("\"{}\";r=", policy.name()),
         });
@@ -255,6 +255,7 @@ struct Item {
 }
 
 impl Item {
+    #[inline(always)]
     fn new(start: &str, policy: &Policy, verdict: &Verdict) -> Self {
         let mut item = Self {
             bytes: [0; 128],

@@ -217,7 +217,7 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
         self.change(|config| config.gate.settings.on_missing_key = on_missing_key)
     }
 
-    /// Sets the [`Observer`] of all decisions, store failures and misconfigurations. The store gets
+    /// Sets the [`Observer`] of this layer's decisions, store failures and misconfigurations. The store gets
     /// the same observer, unless one is set. Defaults to [a log of what needs attention](Observer);
     /// `()` disables it.
     #[must_use]

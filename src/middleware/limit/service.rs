@@ -50,11 +50,17 @@ where
 
     fn call(&mut self, request: Req) -> Self::Future {
         let (extractor, config) = self.settings.current();
-        let (head, body) = P::split(request);
+        let (mut head, body) = P::split(request);
         let mut grant = Grant::default();
         match config.gate.admit(extractor, &head, &mut grant) {
             Admission::Decided(Ok(())) => LimitFuture {
-                state: State::calling(config, &mut self.inner, head, body, grant),
+                state: State::Calling {
+                    noted: config
+                        .protocol
+                        .note(&config.gate.notifier, &mut head, &mut grant),
+                    response: self.inner.call(P::join(head, body)),
+                    grant,
+                },
             },
             Admission::Decided(Err(refusal)) => {
                 drop(take_ready(&mut self.inner));
@@ -176,24 +182,6 @@ where
     S: Store,
     P: Serve<T, Req>,
 {
-    #[inline(always)]
-    fn calling(
-        config: &Config<S, P>,
-        inner: &mut T,
-        mut head: P::Head,
-        body: P::Body,
-        mut grant: Grant<S::Future>,
-    ) -> Self {
-        let notifier = &config.gate.notifier;
-        let noted = config.protocol.note(notifier, &mut head, &mut grant);
-        let response = inner.call(P::join(head, body));
-        Self::Calling {
-            response,
-            grant,
-            noted,
-        }
-    }
-
     fn refused(config: &Config<S, P>, head: &P::Head, refusal: Refusal) -> Self {
         Self::Answered {
             result: Some(config.protocol.refuse(head, refusal)),
@@ -231,14 +219,22 @@ where
                     let Some(Held {
                         config,
                         mut inner,
-                        head,
+                        mut head,
                         body,
                     }) = held.take()
                     else {
                         polled_after_completion(P::FUTURE);
                     };
                     match admitted {
-                        Ok(()) => State::calling(&config, &mut inner, head, body, grant),
+                        Ok(()) => State::Calling {
+                            noted: config.protocol.note(
+                                &config.gate.notifier,
+                                &mut head,
+                                &mut grant,
+                            ),
+                            response: inner.call(P::join(head, body)),
+                            grant,
+                        },
                         Err(refusal) => State::refused(&config, &head, refusal),
                     }
                 }

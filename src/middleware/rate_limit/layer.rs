@@ -46,10 +46,40 @@ use crate::store::Store;
 ///
 /// # Naming the type
 ///
-/// A field or a function's return type names the store and the extractor:
-/// `RateLimitLayer<RedisStore, PeerIp>`. Box closures, which have no name, and types that are
-/// chosen at startup: `RateLimitLayer<AnyStore, Box<dyn KeyExtractor>>`. A layer that settles is a
-/// `RateLimitLayer<S, K, HttpReject, UntilBodyEnd>`.
+/// A field or a function's return type names the store, the extractor, the reject, and whether it settles. Box closures, which
+/// have no name, and types that are chosen at startup: `Box::new(extractor) as Box<dyn KeyExtractor>`.
+///
+/// ```
+/// use http::Response;
+/// use tower_redis_ratelimit::extract::{ExtensionKey, KeyExtractor, Or, PeerIp};
+/// use tower_redis_ratelimit::reject::{HttpReject, Rejection};
+/// use tower_redis_ratelimit::{RateLimitLayer, RedisStore, rate_limit::UntilBodyEnd};
+/// # use tower_redis_ratelimit::{Policy, extract::by_extension};
+/// # #[derive(Clone)]
+/// # struct User(u64);
+///
+/// struct Limits {
+///     by_address: RateLimitLayer<RedisStore, PeerIp>,
+///     /// `by_extension(|user: &User| ..).or(PeerIp)`
+///     by_user: RateLimitLayer<RedisStore, Or<ExtensionKey<User>, PeerIp>>,
+///     by_choice: RateLimitLayer<RedisStore, Box<dyn KeyExtractor>>,
+///     /// `.until_body_end()` or `.settle(..)`
+///     settled: RateLimitLayer<RedisStore, PeerIp, HttpReject, UntilBodyEnd>,
+///     /// `.reject_with(|rejection| ..)`, if the closure captures nothing
+///     rejected: RateLimitLayer<RedisStore, PeerIp, fn(Rejection<'_>) -> Response<String>>,
+/// }
+/// # fn layers(store: RedisStore, policy: Policy) -> Limits {
+/// #     let by_address = RateLimitLayer::new(store.clone(), PeerIp, policy.clone());
+/// #     let by_user = by_extension(|user: &User| user.0);
+/// #     Limits {
+/// #         by_user: RateLimitLayer::new(store.clone(), by_user.or(PeerIp), policy.clone()),
+/// #         by_choice: RateLimitLayer::new(store, Box::new(PeerIp) as Box<dyn KeyExtractor>, policy),
+/// #         settled: by_address.clone().until_body_end(),
+/// #         rejected: by_address.clone().reject_with(|rejection| HttpReject::new().response(rejection.reason())),
+/// #         by_address,
+/// #     }
+/// # }
+/// ```
 #[doc(alias("429", "throttle"))]
 pub type RateLimitLayer<S, K, R = HttpReject, E = AsIs> = LimitLayer<S, K, Http<R, E>>;
 

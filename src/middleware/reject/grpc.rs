@@ -30,7 +30,7 @@ use super::{AFTER_FAILURE, Reason, Reject, Rejection};
 ///   clients accept.
 /// - `QuotaFailure` has a violation for each policy that denied: the policy's name as `subject`, and as `description`
 ///   its quota and wait. It never contains the caller's key.
-/// - The message is a sentence, such as "The quota of 50/s is used up. Try again in 1 s."
+/// - The message is a sentence, such as "The quota of 50 per second is used up. Try again in 1 s."
 ///
 /// A client with a [retry
 /// policy](https://github.com/grpc/proposal/blob/master/A6-client-retries.md) that names the status

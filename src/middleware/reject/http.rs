@@ -83,7 +83,7 @@ impl HttpReject {
     }
 
     /// Sets the `detail` of a denial's problem body. Defaults to the quota and the wait, such as
-    /// "The quota of 50/s is used up. Try again in 1 s."
+    /// "The quota of 50 per second is used up. Try again in 1 s."
     #[must_use]
     pub fn detail(self, detail: &str) -> Self {
         let mut escaped = String::new();

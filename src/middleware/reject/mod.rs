@@ -24,7 +24,7 @@ use crate::settle::ReserveError;
 
 /// A rejected request, and the reason.
 ///
-/// Its text is a sentence for the client, such as "The quota of 50/s is used up. Try again in 1 s."
+/// Its text is a sentence for the client, such as "The quota of 50 per second is used up. Try again in 1 s."
 /// It does not reveal errors of the server, except in debug builds the reason why it is
 /// [misconfigured](MissingKey::is_misconfigured).
 ///

@@ -60,6 +60,8 @@ use crate::limit::{Key, Policies};
 /// a `route_service`, or in the fallback of a nested router, axum does not report whole templates,
 /// so patterns for whole paths do not match.
 ///
+/// A gRPC method is a route too: `.method(Method::POST, "/package.Service/Method", policies)`.
+///
 /// To count each route separately under one policy, put the route into the key: see `MatchedRoute`.
 pub struct Routes {
     all: Router<Selector>,

@@ -109,7 +109,7 @@ impl<S: Store> Pause<S> {
 
 /// Returns the pause that a response requests: the `Retry-After` of a 429 or a 503, in seconds, or
 /// the `grpc-retry-pushback-ms` of a gRPC call that failed before its first message. `None` if the
-/// response requests no pause, or gives a date.
+/// response requests no pause, or gives a date. So a 429 can return `None`, and is still a denial.
 ///
 /// ```
 /// use std::time::Duration;

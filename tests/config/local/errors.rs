@@ -113,7 +113,7 @@ fn of_a_policy() {
         .map(|strategy| format!("`{strategy}`, "))
         .collect();
     let misnamed = format!(
-        "\"gcar\" is not a valid strategy: no strategy has this name; use {names}or in a policy `in-flight`"
+        "\"gcar\" is not a valid strategy: no strategy has this name (names are in lower case); use {names}or in a policy `in-flight`"
     );
     for (value, text) in [
         (json!({ "name": "api" }), "missing field `quota`"),

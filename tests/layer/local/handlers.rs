@@ -41,7 +41,7 @@ async fn errors_of_a_limiter_are_responses() {
     assert!(!decision(&denied).unwrap().is_allowed());
     assert_eq!(
         json(denied).await["detail"],
-        "The quota of 1/90s is used up. Try again in 90 s."
+        "The quota of 1 per 90 seconds is used up. Try again in 90 s."
     );
 
     async fn fail<E: From<StoreError>>() -> Result<(), E> {

@@ -228,6 +228,24 @@ fn a_wrong_extractor_type_lists_the_extractors() {
 }
 
 #[test]
+fn a_boxed_extractor_needs_a_type() {
+    let layer = |boxed: &str| {
+        format!(
+            "let _: RateLimitLayer<LocalStore, Box<dyn KeyExtractor>> =
+                 RateLimitLayer::new(LocalStore::default(), {boxed}, policy).dry_run();"
+        )
+    };
+    fixes(
+        &layer("Box::new(PeerIp)"),
+        &[
+            "finds no key in a request",
+            "`Box::new(extractor) as Box<dyn KeyExtractor>`",
+        ],
+        &layer("Box::new(PeerIp) as Box<dyn KeyExtractor>"),
+    );
+}
+
+#[test]
 fn a_wrong_selector_type_lists_the_selectors() {
     fixes(
         "RateLimitLayer::new(LocalStore::default(), Global, \"50/s\");",

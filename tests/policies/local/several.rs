@@ -76,7 +76,7 @@ async fn the_longest_wait_counts() {
     assert_eq!(field(&denied, "retry-after"), Some("3600"));
     assert_eq!(
         json(denied).await["detail"],
-        "The quota of 1/h is used up. Try again in 3600 s."
+        "The quota of 1 per hour is used up. Try again in 3600 s."
     );
 }
 

@@ -45,7 +45,7 @@ async fn a_denial_is_the_drafts_problem_type() {
     let expected = json!({
         "type": "https://iana.org/assignments/http-problem-types#quota-exceeded",
         "title": "Too Many Requests",
-        "detail": "The quota of 1/90s is used up. Try again in 90 s.",
+        "detail": "The quota of 1 per 90 seconds is used up. Try again in 90 s.",
         "violated-policies": ["api"],
     });
     assert_eq!(problem(denied).await, expected);
@@ -371,11 +371,11 @@ async fn a_rejection_displays_as_a_sentence() {
     for (response, expected) in [
         (
             send(&scarce, request("alice")).await,
-            "The quota of 3/h cannot cover this request. Try again in 1200 s.",
+            "The quota of 3 per hour cannot cover this request. Try again in 1200 s.",
         ),
         (
             send(&service, request("alice")).await,
-            "The quota of 1/h is used up. Try again in 3600 s.",
+            "The quota of 1 per hour is used up. Try again in 3600 s.",
         ),
         (
             send(&service, all).await,

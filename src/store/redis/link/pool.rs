@@ -363,7 +363,7 @@ impl Connection {
             Some(_) => Self::IDLE_THRESHOLD,
             None => Self::UNWATCHED_THRESHOLD,
         };
-        self.used.duration_since(before) >= threshold || timeouts_before != timeouts
+        self.used >= before + threshold || timeouts_before != timeouts
     }
 
     /// Returns `true` if the server still responds. Any reply shows that, even an error that this

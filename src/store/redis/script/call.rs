@@ -86,7 +86,7 @@ impl Plan {
         Self {
             key,
             policies: check.policies().clone(),
-            charged: check.charged().into(),
+            charged: EachCharge::from_slice(check.charged()),
         }
     }
 

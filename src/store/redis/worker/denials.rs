@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering::Relaxed};
 use std::sync::{PoisonError, RwLock};
 
 use smallvec::{SmallVec, smallvec};
+use tokio::time::Instant;
 
 use crate::limit::{Check, Key, Mode, Policies, Policy, Verdict, Verdicts};
 use crate::store::bounded_map::{self, BoundedMap, Hold, Ranked};
@@ -81,11 +82,6 @@ impl DenialCache {
         }
     }
 
-    /// The time to pass to [`learn`](Self::learn), read before the call is sent.
-    pub(super) fn now(&self) -> i64 {
-        self.clock.micros()
-    }
-
     /// Returns the verdicts on this check if a cached denial covers it.
     #[inline]
     pub(super) fn verdicts(&self, check: &Check) -> Option<Verdicts> {
@@ -109,11 +105,11 @@ impl DenialCache {
     }
 
     /// Records Redis's denial of a check whose call was sent at `sent`, if it can answer other checks.
-    pub(super) fn learn(&self, check: &Check, verdicts: &Verdicts, sent: i64) {
+    pub(super) fn learn(&self, check: &Check, verdicts: &Verdicts, sent: Instant) {
         if !self.is_on {
             return;
         }
-        if let Some(denial) = Denial::new(check, verdicts, sent) {
+        if let Some(denial) = Denial::new(check, verdicts, self.clock.micros_at(sent)) {
             self.change(check.key(), |shard, caller, now| {
                 if denial.sent > shard.freed_at && denial.expires_at > now {
                     shard.remember(caller, denial, now);
@@ -262,6 +258,7 @@ impl Denial {
 mod tests {
     use super::*;
     use crate::limit::Strategy;
+    use crate::util::instant;
 
     const HOUR: i64 = 3_600_000_000;
 
@@ -284,7 +281,7 @@ mod tests {
     }
 
     fn deny(denials: &DenialCache, check: &Check) {
-        denials.learn(check, &denied(HOUR), denials.now());
+        denials.learn(check, &denied(HOUR), instant());
     }
 
     fn count(denials: &DenialCache) -> usize {
@@ -305,7 +302,7 @@ mod tests {
             (Verdict::NEVER, MAX_AGE),
         ] {
             let denials = DenialCache::new(10);
-            denials.learn(&check, &denied(wait), denials.now());
+            denials.learn(&check, &denied(wait), instant());
             for (rest, is_known) in [(holds - 1_000, true), (1_000, false)] {
                 tokio::time::advance(std::time::Duration::from_micros(rest as u64)).await;
                 assert_eq!(

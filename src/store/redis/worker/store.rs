@@ -428,7 +428,12 @@ impl Shared {
     }
 
     /// Answers a check with the outcome of a call that was sent at `sent_at`, and updates the cached denials.
-    pub(super) fn decide(&self, job: Job, verdicts: Result<Verdicts, StoreError>, sent_at: i64) {
+    pub(super) fn decide(
+        &self,
+        job: Job,
+        verdicts: Result<Verdicts, StoreError>,
+        sent_at: Instant,
+    ) {
         if let Err(error) = &verdicts
             && error.kind() == ErrorKind::Permission
         {
@@ -451,7 +456,8 @@ impl Shared {
     /// Fails a check that a worker has taken. Redis may have decided the check, so this also updates the cached
     /// denials.
     pub(super) fn fail_taken(&self, job: Job, error: StoreError) {
-        self.decide(job, Err(error), 0);
+        let sent_at = job.since;
+        self.decide(job, Err(error), sent_at);
     }
 
     /// Reports a missing right, at most once a minute. The checks that need the right fail, but Redis decides all

@@ -11,7 +11,7 @@ use std::time::Duration;
 use redis::{RedisError, ServerErrorKind, Value};
 use tokio::sync::oneshot;
 use tokio::task::yield_now;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use super::queues::{Job, Target, no_runtime};
 use super::store::{Shared, runtime_is_ending};
@@ -73,12 +73,11 @@ impl Worker {
     /// Sends the checks of this queue to `node` until the queue is empty.
     async fn send(&mut self, node: Node, pool: &Pool) -> Next {
         loop {
-            match self.take(node) {
+            let sent_at = match self.take(node) {
                 ControlFlow::Break(next) => return next,
-                ControlFlow::Continue(()) if self.batch.jobs.is_empty() => continue,
-                ControlFlow::Continue(()) => {}
-            }
-            let sent_at = self.inner.denials.now();
+                ControlFlow::Continue(_) if self.batch.jobs.is_empty() => continue,
+                ControlFlow::Continue(now) => now,
+            };
             match self.call(node, pool).await {
                 Ok(replies) => self.answer(&replies, sent_at, node),
                 Err(error) => self.fail(&error, node),
@@ -101,9 +100,10 @@ impl Worker {
                     Ok(())
                 }
             };
-            if self.take_jobs(None, usize::MAX).is_break() {
+            if self.take_jobs(usize::MAX).is_break() {
                 return;
             }
+            self.drop_late(None, instant());
             let unplaced = found
                 .err()
                 .unwrap_or_else(|| StoreError::new(ErrorKind::NotReady))
@@ -146,10 +146,13 @@ impl Worker {
         }
     }
 
-    /// Takes checks up to the size of a batch and builds their calls, or ends the worker if the queue is empty.
-    fn take(&mut self, node: Node) -> ControlFlow<Next> {
+    /// Takes checks up to the size of a batch and builds their calls, or ends the worker if the queue is empty. Returns
+    /// the time.
+    fn take(&mut self, node: Node) -> ControlFlow<Next, Instant> {
         self.batch.clear_calls();
-        let waiting = self.take_jobs(Some(node), self.inner.settings.batch.get())?;
+        let waiting = self.take_jobs(self.inner.settings.batch.get())?;
+        let now = instant();
+        self.drop_late(Some(node), now);
         let Self { inner, batch, .. } = self;
         batch.make_calls(
             &inner.topology,
@@ -162,38 +165,43 @@ impl Worker {
         {
             contain(|| observer.sent(&event::Sent::new(batch.jobs.len(), waiting)));
         }
-        ControlFlow::Continue(())
+        ControlFlow::Continue(now)
     }
 
-    /// Takes checks, drops abandoned ones, and fails those older than the timeout. Returns the number of checks left in
-    /// the queue, or ends the worker if there were none.
-    fn take_jobs(&mut self, node: Option<Node>, max: usize) -> ControlFlow<Next, usize> {
+    /// Takes checks. Returns the number of checks left in the queue, or ends the worker if there were none.
+    fn take_jobs(&mut self, max: usize) -> ControlFlow<Next, usize> {
         let jobs = &mut self.batch.jobs;
-        let waiting = {
-            let mut queues = self.inner.queues();
-            let Some(queue) = queues.of(self.queue_number) else {
-                return ControlFlow::Break(None);
-            };
-            let Some(waiting) = queue.jobs.take(max, |job| job.weight as usize, jobs) else {
-                // `fail` may have moved a whole queue into this buffer.
-                jobs.shrink_to(self.inner.settings.batch.get());
-                self.counted = false;
-                let (task, next) = oneshot::channel();
-                queue.idle.push(task);
-                return ControlFlow::Break(Some(next));
-            };
-            waiting
+        let mut queues = self.inner.queues();
+        let Some(queue) = queues.of(self.queue_number) else {
+            return ControlFlow::Break(None);
         };
-        let now = instant();
-        let is_late = |job: &Job| now.duration_since(job.since) > self.inner.settings.timeout;
-        for job in jobs.extract_if(.., |job| job.is_abandoned() || is_late(job)) {
+        if let Some(waiting) = queue.jobs.take(max, |job| job.weight as usize, jobs) {
+            return ControlFlow::Continue(waiting);
+        }
+        // `fail` may have moved a whole queue into this buffer.
+        jobs.shrink_to(self.inner.settings.batch.get());
+        self.counted = false;
+        let (task, next) = oneshot::channel();
+        queue.idle.push(task);
+        ControlFlow::Break(Some(next))
+    }
+
+    /// Drops abandoned checks, and fails those older than the timeout.
+    fn drop_late(&mut self, node: Option<Node>, now: Instant) {
+        // `None` if the clock started later: then no check is as old.
+        let oldest = now.checked_sub(self.inner.settings.timeout);
+        let is_late = |job: &Job| oldest.is_some_and(|oldest| job.since < oldest);
+        for job in self
+            .batch
+            .jobs
+            .extract_if(.., |job| job.is_abandoned() || is_late(job))
+        {
             job.fail(
                 StoreError::new(ErrorKind::Timeout)
                     .with_server(self.inner.topology.address(node))
                     .not_sent(),
             );
         }
-        ControlFlow::Continue(waiting)
     }
 
     /// Sends the calls. Returns the reply to each.
@@ -240,7 +248,7 @@ impl Worker {
     }
 
     /// Answers the checks of each call from its reply. `sent_at` is the time at which the calls were sent.
-    fn answer(&mut self, replies: &Replies, sent_at: i64, node: Node) {
+    fn answer(&mut self, replies: &Replies, sent_at: Instant, node: Node) {
         let inner = &self.inner;
         let (jobs, calls) = self.batch.parts();
         let mut jobs = jobs.drain(..);
@@ -289,7 +297,7 @@ fn answer_call(
     call: &ScriptCall,
     reply: &Value,
     jobs: impl Iterator<Item = Job>,
-    sent_at: i64,
+    sent_at: Instant,
     node: Node,
 ) {
     let named = |error: StoreError| error.with_server(inner.topology.address(Some(node)));
