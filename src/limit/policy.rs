@@ -240,9 +240,10 @@ impl Policy {
         Ok(policy)
     }
 
-    /// Returns the quota before it was leased, which people see.
+    /// Returns the quota before it was leased or divided, which people see.
     pub(crate) fn stated(&self) -> Quota {
-        self.0.lease.map_or(self.0.quota, |(stated, _)| stated)
+        let whole = &self.whole().0;
+        whole.lease.map_or(whole.quota, |(stated, _)| stated)
     }
 
     /// Returns the [lease](Self::leased) time, if the policy is leased.

@@ -61,7 +61,7 @@ impl fmt::Display for RateLimited {
                 )
             }
             None => {
-                let capacity = self.decision.policy().whole().quota().capacity();
+                let capacity = self.decision.capacity();
                 write!(
                     f,
                     "the call's cost exceeds the maximum burst of {capacity} ({name})"

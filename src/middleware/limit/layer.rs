@@ -103,7 +103,9 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     ///   Use such an id only if the service behind the layer answers a known one without new work.
     /// - **A repeated request reserves nothing.** The first one settles the charge. If that refunds
     ///   it, repetitions are free.
-    /// - **A request that waits** for its [turn](Self::wait) is charged without its id.
+    /// - **A request that [waits](Self::wait)** gets its id stored when it passes. Its repetition then passes
+    ///   without waiting. A repetition that arrives earlier, or before the store has replied to that, waits too and
+    ///   is charged.
     /// - **In an outage** each instance charges an id once: a [`Fallback`](crate::Fallback) does not
     ///   carry ids from or to Redis.
     /// - **Under policies with requests [in flight](crate::Policy::in_flight)** an id has no effect:

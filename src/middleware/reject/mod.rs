@@ -181,9 +181,7 @@ impl Reason<'_> {
                 }
                 None => {
                     to.write_str("The request's cost exceeds the maximum burst of ")?;
-                    to.write_str(
-                        itoa::Buffer::new().format(decision.policy().whole().quota().capacity()),
-                    )?;
+                    to.write_str(itoa::Buffer::new().format(decision.capacity()))?;
                     to.write_str(".")
                 }
             },

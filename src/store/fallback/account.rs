@@ -9,9 +9,10 @@
 //! - No more is charged than was granted, since a bucket drains its older units first.
 //! - If no other instance has granted anything, the primary store then counts the same as without the outage.
 //! - With grants of `n` instances, the primary store may count too little, but never too much. An instance does not know
-//!   the others' grants, so after the count before the outage has drained, up to `n` times the rate drains.
+//!   the others' grants, so its own count drains at the whole rate. After the count before the outage has drained, up to
+//!   `n` units drain for each unit of a shared count.
 //!
-//! Windows and logs count each charge separately, so they lack the unexpired grants.
+//! Windows and logs count each charge separately. So under these, the primary store lacks exactly the unexpired grants.
 
 use std::mem;
 use std::time::Duration;
@@ -32,12 +33,10 @@ pub(super) struct Account {
     /// The time of the newest charge that is not refundable here: charges until then were sent or
     /// reset, or are of an earlier account.
     sent_until: i64,
-    /// Whether any check of the account was sent.
-    pub(super) is_sent: bool,
     /// Whether the primary store lacks a reset, which it gets before any charge.
     lacks_reset: bool,
     /// The `sent` of each count and `sent_until` before the charge in flight, which counts as sent already. `None`
-    /// if no charge is in flight, or if a reset has dropped it.
+    /// if no charge is in flight, or if a reset has dropped it. If the runtime ends first, it stays until the next charge.
     before_charge: Option<(SmallVec<[State; 1]>, i64)>,
 }
 
@@ -56,7 +55,7 @@ struct Count {
 pub(super) enum RefundTo {
     /// The account has the charge: deduct this part there, and in the fallback.
     Account(u32),
-    /// The charge is on its way to the primary store: its owner retries the refund.
+    /// A charge is on its way to the primary store, perhaps the refunded one: the owner of the refund retries it.
     Later,
     /// The primary store has the charge.
     Primary,
@@ -101,7 +100,6 @@ impl Account {
             policies: policies.clone(),
             counts: counts.collect(),
             sent_until: now - 1,
-            is_sent: false,
             lacks_reset: false,
             before_charge: None,
         }
@@ -110,11 +108,6 @@ impl Account {
     /// Adds a grant of the fallback. A quota of these counts may have changed since the last grant.
     pub(super) fn charge(&mut self, policies: &Policies, cost: u32, now: i64) {
         self.policies = policies.clone();
-        self.undo_refund(cost, now);
-    }
-
-    /// Adds a refunded cost again, because the fallback has not executed the refund.
-    pub(super) fn undo_refund(&mut self, cost: u32, now: i64) {
         for (policy, count) in self.policies.iter().zip(&mut self.counts) {
             Mode::Charge.count(policy, &mut count.all, cost.into(), now);
         }
@@ -197,7 +190,6 @@ impl Account {
     /// policies, the next check charges the rest under the other.
     pub(super) fn send(&mut self, key: Key, now: i64) -> Option<Check> {
         if mem::take(&mut self.lacks_reset) {
-            self.is_sent = true;
             return Some(Check::reset(key, &self.policies));
         }
         let unsent: SmallVec<[u64; 1]> = self.each_unsent(now).collect();
@@ -210,7 +202,6 @@ impl Account {
         } else {
             self.policies.clone()
         };
-        self.is_sent = true;
         let sent = self.counts.iter().map(|count| count.sent.clone());
         self.before_charge = Some((sent.collect(), mem::replace(&mut self.sent_until, now)));
         for (policy, count) in self.policies.iter().zip(&mut self.counts) {

@@ -16,44 +16,42 @@ const SHARDS: usize = 32;
 /// A bounded number of accounts. They also determine which replies of the primary store the fallback
 /// may follow: only replies that include all of its grants.
 pub(super) struct Accounts {
-    shards: Shards<Shard>,
+    shards: Shards<Mutex<Shard>>,
     /// Number of accounts.
     held: AtomicUsize,
     /// Number of accounts that may be opened, in all partitions of a primary store together.
     free: Arc<AtomicUsize>,
-    /// Number of times that the breaker has opened.
-    openings: AtomicU64,
-    /// Since the last report: the cost that was charged to the primary store, and the cost that was
-    /// sent and has not been granted there, or was granted without an account.
+    /// The present epoch. Each reply to a check that an account has sent begins another one.
+    epoch: AtomicU64,
+    /// The cost that was charged to the primary store since the last report.
     pub(super) charged: AtomicU64,
+    /// Since the last report: the cost in flight, the cost that the primary store may not have charged or has cut, and
+    /// grants without an account.
     pub(super) dropped: AtomicU64,
 }
 
 #[derive(Default)]
 pub(super) struct Shard {
-    accounts: Mutex<ByCaller>,
-    /// Number of times that accounts were removed whose charges were sent.
-    removals: AtomicU64,
+    /// The accounts of each caller, one for each list of policies.
+    accounts: HashMap<Key, SmallVec<[Account; 1]>, RandomState>,
+    /// The epoch that the last reply to a check of these accounts has begun.
+    complete_since: u64,
 }
 
-/// The accounts of each caller, one for each list of policies.
-type ByCaller = HashMap<Key, SmallVec<[Account; 1]>, RandomState>;
-
-/// A caller, locked: one thread at a time decides its checks.
+/// A caller, whose shard is locked.
 pub(super) struct Caller<'a> {
     key: &'a Key,
     all: &'a Accounts,
-    shard: &'a Shard,
-    accounts: MutexGuard<'a, ByCaller>,
+    shard: MutexGuard<'a, Shard>,
 }
 
 impl Accounts {
     pub(super) fn new(free: Arc<AtomicUsize>) -> Self {
         Self {
-            shards: Shards::new(SHARDS, |_| Shard::default()),
+            shards: Shards::new(SHARDS, |_| Mutex::default()),
             held: AtomicUsize::new(0),
             free,
-            openings: AtomicU64::new(0),
+            epoch: AtomicU64::new(0),
             charged: AtomicU64::new(0),
             dropped: AtomicU64::new(0),
         }
@@ -68,58 +66,47 @@ impl Accounts {
         self.free.load(Ordering::Acquire) == 0
     }
 
-    /// Returns the number of a caller's present epoch. Read it before a check is sent to the primary store.
-    ///
-    /// An epoch ends when the breaker opens, and when an account of the caller is removed whose charges were sent: a reply
-    /// to a check of an earlier epoch may lack these. The callers of a shard share their epoch.
-    pub(super) fn epoch(&self, key: &Key) -> u64 {
-        self.epoch_of(self.shards.of(key).0)
+    /// Returns the present epoch. Read it before a check is sent to the primary store: see
+    /// [`has_all_grants`](Caller::has_all_grants).
+    pub(super) fn epoch(&self) -> u64 {
+        self.epoch.load(Ordering::Acquire)
     }
 
-    fn epoch_of(&self, shard: &Shard) -> u64 {
-        self.openings.load(Ordering::Acquire) + shard.removals.load(Ordering::Acquire)
-    }
-
-    /// Ends the epochs of all callers.
-    pub(super) fn end_epochs(&self) {
-        self.openings.fetch_add(1, Ordering::AcqRel);
-    }
-
-    /// Locks a caller. Until this is dropped, no other thread decides a check of the caller or warms the fallback with
-    /// a reply.
+    /// Locks the shard of a caller. Until this is dropped, no other thread lets a [`LocalStore`](crate::LocalStore) decide
+    /// a check of the caller, or warms it with a reply.
     pub(super) fn caller<'a>(&'a self, key: &'a Key) -> Caller<'a> {
-        let (shard, _) = self.shards.of(key);
+        let shard = lock(self.shards.of(key).0);
         Caller {
             key,
             all: self,
             shard,
-            accounts: lock(&shard.accounts),
         }
     }
 
-    pub(super) fn shards(&self) -> impl Iterator<Item = &Shard> {
+    pub(super) fn shards(&self) -> impl Iterator<Item = &Mutex<Shard>> {
         self.shards.iter()
     }
 
-    /// Removes the accounts of a shard that do not `stay`.
-    pub(super) fn sweep(&self, shard: &Shard, mut stays: impl FnMut(&Key, &Account) -> bool) {
-        let (mut accounts, mut removed, mut is_sent) = (lock(&shard.accounts), 0, false);
+    /// Removes the accounts of a shard that owe nothing at `now`, and adds the others to `owed`.
+    pub(super) fn sweep(
+        &self,
+        shard: &Mutex<Shard>,
+        now: i64,
+        owed: &mut Vec<(u8, Key, Policies)>,
+    ) {
+        let (accounts, mut removed) = (&mut lock(shard).accounts, 0);
         accounts.retain(|key, each| {
-            each.retain(|account| {
-                let stays = stays(key, account);
-                removed += usize::from(!stays);
-                is_sent |= !stays && account.is_sent;
-                stays
-            });
+            let held = each.len();
+            each.retain(|account| account.is_owed(now));
+            removed += held - each.len();
+            owed.extend(
+                each.iter()
+                    .map(|each| (each.used(now), *key, each.policies.clone())),
+            );
             !each.is_empty()
         });
-        if is_sent {
-            shard.removals.fetch_add(1, Ordering::AcqRel);
-        }
-        if removed > 0 {
-            self.held.fetch_sub(removed, Ordering::AcqRel);
-            self.free.fetch_add(removed, Ordering::AcqRel);
-        }
+        self.held.fetch_sub(removed, Ordering::AcqRel);
+        self.free.fetch_add(removed, Ordering::AcqRel);
         if accounts.is_empty() {
             accounts.shrink_to_fit();
         }
@@ -127,19 +114,19 @@ impl Accounts {
 }
 
 impl Caller<'_> {
-    /// Returns `true` if a reply to a check that was sent in the epoch `sent` includes all grants of the fallback, also
-    /// those under another list that shares a policy.
+    /// Returns `true` if a reply to a check that was sent in this epoch includes all grants in accounts, also those under
+    /// another list that shares a policy.
     ///
-    /// The fallback decides and records under the same lock, so each earlier grant is in an account, or was charged
-    /// before its account was removed. That has ended the epoch, so a check of the present epoch was sent later.
-    pub(super) fn has_all_grants(&self, sent: u64) -> bool {
-        self.all.epoch_of(self.shard) == sent && !self.accounts.contains_key(self.key)
+    /// A [`LocalStore`](crate::LocalStore) decides under the lock under which its grant is recorded. So each earlier grant
+    /// is in an account, or the primary store has replied to its charge. A check that was sent after this reply includes it.
+    pub(super) fn has_all_grants(&self, epoch: u64) -> bool {
+        epoch >= self.shard.complete_since && !self.shard.accounts.contains_key(self.key)
     }
 
     /// Returns the account with the counts of `policies`. Requests in flight have none.
     pub(super) fn account(&mut self, policies: &Policies) -> Option<&mut Account> {
         let id = policies.without_in_flight()?.id();
-        let mut accounts = self.accounts.get_mut(self.key)?.iter_mut();
+        let mut accounts = self.shard.accounts.get_mut(self.key)?.iter_mut();
         accounts.find(|account| account.policies.id() == id)
     }
 
@@ -159,6 +146,7 @@ impl Caller<'_> {
         check: &Check,
         answer: &Result<Decision, StoreError>,
     ) {
+        self.shard.complete_since = 1 + self.all.epoch.fetch_add(1, Ordering::AcqRel);
         let cost = reported(check);
         let (charged, unsent) = match answer {
             Ok(decision) => (decision.granted().min(cost), 0),
@@ -176,56 +164,52 @@ impl Caller<'_> {
         }
     }
 
-    /// Records the effect of a decision of the fallback. Returns `false` if no account has its
-    /// grant: there is no room for an account, or the decision repeats an earlier one.
+    /// Records a grant or reset of the fallback. Returns `false` if it is in no account, since there is no room or the
+    /// decision repeats an earlier one.
     pub(super) fn record(&mut self, check: &Check, decision: &Decision, now: i64) -> bool {
         // Requests in flight need no account: their owner renews the slots in the primary store.
         let Some(policies) = check.policies().without_in_flight() else {
             return true;
         };
-        let granted = decision.granted();
-        match check.mode() {
-            Mode::Reset => {
-                let new = || Account::new(policies, decision, 0, now);
-                if let Some(account) = self.open(policies, new) {
-                    account.reset(now);
-                }
-            }
-            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge if granted > 0 => {
-                if decision.is_repeated() {
-                    return false;
-                }
-                let new = || Account::new(policies, decision, granted, now);
-                let Some(account) = self.open(policies, new) else {
-                    let dropped = &self.all.dropped;
-                    dropped.fetch_add(granted.into(), Ordering::Relaxed);
-                    return false;
-                };
-                account.charge(policies, granted, now);
-            }
-            _ => {}
+        let is_reset = check.mode() == Mode::Reset;
+        let granted = match check.mode() {
+            Mode::Take | Mode::UpTo | Mode::Charge => decision.granted(),
+            _ => 0,
+        };
+        if granted == 0 && !is_reset {
+            return true;
         }
-        true
-    }
-
-    /// Returns the account with the counts of `policies`, or a new one. `None` if there is no room for it.
-    fn open(&mut self, policies: &Policies, new: impl FnOnce() -> Account) -> Option<&mut Account> {
+        if decision.is_repeated() {
+            return false;
+        }
         if self.account(policies).is_none() {
             let one_less = |free: usize| free.checked_sub(1);
             let free = &self.all.free;
-            free.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less)
-                .ok()?;
+            if free
+                .fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less)
+                .is_err()
+            {
+                let dropped = &self.all.dropped;
+                dropped.fetch_add(granted.into(), Ordering::Relaxed);
+                return false;
+            }
             self.all.held.fetch_add(1, Ordering::AcqRel);
-            self.accounts.entry(*self.key).or_default().push(new());
+            let account = Account::new(policies, decision, granted, now);
+            let accounts = &mut self.shard.accounts;
+            accounts.entry(*self.key).or_default().push(account);
         }
-        self.account(policies)
+        if let Some(account) = self.account(policies) {
+            if is_reset {
+                account.reset(now);
+            } else {
+                account.charge(policies, granted, now);
+            }
+        }
+        true
     }
 }
 
 /// Returns the cost of a check in reports. A pause is a time, which costs nothing.
 fn reported(check: &Check) -> u32 {
-    match check.within() {
-        0 => check.cost(),
-        _ => 0,
-    }
+    if check.within() == 0 { check.cost() } else { 0 }
 }

@@ -5,13 +5,12 @@
 //! | state | until | admitted checks |
 //! |---|---|---|
 //! | closed | a check fails | all |
-//! | half-open | a trial succeeds, or `threshold` failures count | one at a time, as a trial |
+//! | half-open | a trial or probe succeeds, or `threshold` failures count | one at a time, as a trial |
 //! | open | [`close`](Breaker::close) | none; the recovery task sends probes |
 //!
 //! The breaker is half-open only before it opens. The first failure of a streak counts, and then the failures of trials
 //! and probes. So all checks of one call, and all checks in flight when the primary store stalls, count as one failure.
-//! Only these checks wait for the deadline, and the trials after them, one at a time. A trial that ends after the next
-//! one was admitted does not count.
+//! Only these checks wait for the deadline, and the trials after them, one at a time.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -35,26 +34,26 @@ const OPEN: u8 = 2;
 struct FailureStreak {
     /// The failures that count.
     failures: u32,
-    /// The time after which the trial in flight counts as abandoned.
-    trial: Option<i64>,
+    /// Whether a trial is in flight. If it is never polled, a probe ends the streak.
+    has_trial: bool,
     opened_at: Option<i64>,
 }
 
-/// Permission to send a check to the primary store. Report its outcome to the breaker.
+/// Permission to send a check to the primary store. Report its outcome to the breaker, also if it is dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ticket {
     /// A check while the breaker is closed.
     Free,
-    /// A trial, by the time after which it counts as abandoned. No other check is admitted until then, or until its
-    /// outcome is reported.
-    Trial(i64),
+    /// The only check of a half-open breaker, until its outcome is reported.
+    Trial,
     /// A probe of the recovery task, which needs no admission. Its outcome counts like that of a trial.
     Probe,
 }
 
 impl Breaker {
     pub(super) const FIRST_DELAY: Duration = Duration::from_millis(50);
-    /// Short enough that all instances recover within a second, although each waits for the probes of the others.
+    /// Maximum pause between two probes of up to 500 instances. Short enough that all recover within a second, although
+    /// each waits for the probes of the others.
     pub(super) const LONGEST_DELAY: Duration = Duration::from_millis(250);
 
     pub(super) fn new(threshold: u32) -> Self {
@@ -73,28 +72,21 @@ impl Breaker {
         self.state.load(Ordering::Acquire) == OPEN
     }
 
-    /// Returns permission to send a check to the primary store, or `None`. A half-open breaker admits another trial
-    /// after `patience`, because the outcome of a dropped check is never reported.
-    pub(super) fn admit(&self, now: impl FnOnce() -> i64, patience: Duration) -> Option<Ticket> {
+    /// Returns permission to send a check to the primary store, or `None`.
+    pub(super) fn admit(&self) -> Option<Ticket> {
         match self.state.load(Ordering::Acquire) {
             CLOSED => return Some(Ticket::Free),
             OPEN => return None,
             _ => {}
         }
         let mut streak = lock(&self.streak);
-        if streak.opened_at.is_some() {
+        if streak.opened_at.is_some() || streak.has_trial {
             return None;
         } else if streak.failures == 0 {
             return Some(Ticket::Free);
         }
-        let now = now();
-        if streak.trial.is_some_and(|until| now < until) {
-            return None;
-        }
-        let patience = i64::try_from(patience.as_micros()).unwrap_or(i64::MAX);
-        let until = now.saturating_add(patience);
-        streak.trial = Some(until);
-        Some(Ticket::Trial(until))
+        streak.has_trial = true;
+        Some(Ticket::Trial)
     }
 
     /// Reports a reply of the primary store. While half-open, only that of a trial or probe counts: other checks may
@@ -102,7 +94,7 @@ impl Breaker {
     pub(super) fn succeeded(&self, ticket: Ticket) {
         if ticket != Ticket::Free && self.state.load(Ordering::Acquire) == HALF_OPEN {
             let mut streak = lock(&self.streak);
-            if streak.opened_at.is_none() && streak.ends(ticket) {
+            if streak.opened_at.is_none() {
                 self.end(&mut streak);
             }
         }
@@ -115,9 +107,10 @@ impl Breaker {
         if streak.opened_at.is_some() {
             return false;
         }
-        if streak.ends(ticket) || streak.failures == 0 {
+        if ticket != Ticket::Free || streak.failures == 0 {
             streak.failures = streak.failures.saturating_add(1);
         }
+        streak.has_trial &= ticket != Ticket::Trial;
         let opens = lasting || streak.failures >= self.threshold;
         streak.opened_at = opens.then_some(now);
         self.state
@@ -125,10 +118,10 @@ impl Breaker {
         opens
     }
 
-    /// Reports an outcome that is no evidence about the primary store.
+    /// Reports an outcome that is no evidence about the primary store, or that the check was dropped.
     pub(super) fn learned_nothing(&self, ticket: Ticket) {
-        if ticket != Ticket::Free {
-            lock(&self.streak).ends(ticket);
+        if ticket == Ticket::Trial {
+            lock(&self.streak).has_trial = false;
         }
     }
 
@@ -161,16 +154,5 @@ impl Breaker {
     /// Time over which the instances spread one check of each, so that at most two are sent per millisecond.
     pub(super) fn spread(instances: NonZeroU32) -> Duration {
         Duration::from_micros(500) * instances.get()
-    }
-}
-
-impl FailureStreak {
-    /// Ends this trial, so that the next one is admitted. Returns `true` if the outcome of the check counts.
-    fn ends(&mut self, ticket: Ticket) -> bool {
-        match ticket {
-            Ticket::Free => false,
-            Ticket::Trial(until) => self.trial.take_if(|trial| *trial == until).is_some(),
-            Ticket::Probe => true,
-        }
     }
 }

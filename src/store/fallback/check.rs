@@ -2,6 +2,9 @@
 //! outcome is reported to the breaker.
 //!
 //! The methods of [`Partition`] that only the recovery task needs are in `recovery`.
+//!
+//! Only the primary store decides a check for a block of a [`Leased`](crate::Leased) store. It fails immediately while the
+//! breaker does not admit it. At the deadline it counts as a failure, and then still waits for the late reply.
 
 use std::any::TypeId;
 use std::fmt;
@@ -13,7 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::task::{Context, Poll, ready};
 
 use pin_project_lite::pin_project;
-use tokio::time::{Instant, Sleep, sleep, sleep_until};
+use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::account::RefundTo;
 use super::accounts::{Accounts, Caller};
@@ -30,16 +33,14 @@ use crate::util::{Clock, contain, instant, polled_after_completion};
 pub(super) struct Partition<P, F> {
     pub(super) primary: P,
     pub(super) fallback: F,
-    pub(super) settings: Settings,
-    /// Number of partitions of the primary store.
-    pub(super) partitions: usize,
+    pub(super) settings: Arc<Settings>,
     /// The key that the probes of this partition check.
     pub(super) probe: Key,
     pub(super) breaker: Breaker,
     /// Number of partitions with an open breaker. Briefly too small by one if a breaker closes immediately after it has
     /// opened.
     pub(super) open: Arc<AtomicI64>,
-    /// Whether a check was dropped without a reply since the last probe.
+    /// Whether a check was dropped without a reply. If the breaker is not open then, a probe follows.
     pub(super) abandoned: AtomicBool,
     /// The owner of the recovery task.
     pub(super) recovery: TaskOwner,
@@ -47,10 +48,9 @@ pub(super) struct Partition<P, F> {
     pub(super) clock: Clock,
 }
 
-/// The permission to send a check to the primary store. Its outcome must be reported to the breaker.
+/// The permission to send a check to the primary store. Its outcome is reported to the breaker, also if it is dropped.
 #[derive(Debug, Clone, Copy)]
 struct Admission {
-    /// The epoch of the caller.
     epoch: u64,
     ticket: Ticket,
 }
@@ -72,7 +72,8 @@ pin_project! {
     impl<P: Store, F: Store> PinnedDrop for FallbackFuture<P, F> {
         fn drop(this: Pin<&mut Self>) {
             let this = this.project();
-            if let StepProj::Primary { admission: Some(_), .. } = this.step.project() {
+            if let StepProj::Primary { admission: Some(admission), .. } = this.step.project() {
+                this.partition.breaker.learned_nothing(admission.ticket);
                 this.partition.abandoned.store(true, Ordering::Release);
                 this.partition.attend();
             }
@@ -86,13 +87,14 @@ pin_project! {
         Primary {
             #[pin]
             answer: P,
+            // `None` if the deadline is too far to express.
+            until: Option<Instant>,
             // Set at the first poll that finds no reply.
             #[pin]
             deadline: Option<Sleep>,
             // `None` after the deadline of a check for a block, which is reported once. The late
             // reply is still returned, since it shows the quota to refund.
             admission: Option<Admission>,
-            at: Instant,
             check: Check,
         },
         Fallback {
@@ -134,9 +136,9 @@ impl<P: Store, F: Store> Partition<P, F> {
                 Answer::Ready { answer } => self.judge(&check, answer, Some(admission)),
                 Answer::Pending { future } => Answer::pending(Step::Primary {
                     answer: future,
+                    until: instant().checked_add(self.settings.deadline),
                     deadline: None,
                     admission: Some(admission),
-                    at: instant(),
                     check,
                 }),
             },
@@ -152,16 +154,16 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     /// Returns `None` if the fallback must decide a check.
     fn admit(self: &Arc<Self>, check: &Check) -> Option<Admission> {
-        // Read the epoch before the breaker, so that a check sent before the breaker opened is of an earlier epoch.
-        let epoch = self.accounts.epoch(check.key());
-        // Within two deadlines a check has failed, or its future was dropped.
-        let patience = self.settings.deadline.saturating_mul(2);
-        let admit = || self.breaker.admit(|| self.clock.micros(), patience);
-        let ticket = if self.overtakes(check) { None } else { admit() };
+        let ticket = if self.overtakes(check) {
+            None
+        } else {
+            self.breaker.admit()
+        };
         if ticket.is_none() {
             // If the runtime of the recovery task has shut down, start the task on this one.
             self.attend();
         }
+        let epoch = self.accounts.epoch();
         ticket.map(|ticket| Admission { epoch, ticket })
     }
 
@@ -206,14 +208,15 @@ impl<P: Store, F: Store> Partition<P, F> {
         if !self.accounts.is_empty() {
             self.attend();
         }
-        // A decision that repeats an earlier one does not show the current counts.
+        // A repeated decision does not show the current counts. A decision that arrives in an outage may lack grants that
+        // are in no account, because the primary store may have charged them.
         if !decision.is_repeated() {
             if let Some(mirrored) = check.mirrored(decision) {
-                // Keep the slots of this instance in the fallback too, for an outage.
+                // Keep the slots of this instance in the fallback too, for an outage, if it decides immediately.
                 drop(self.fallback.check(mirrored));
             }
             let caller = self.accounts.caller(check.key());
-            if caller.has_all_grants(admission.epoch) {
+            if !self.breaker.is_open() && caller.has_all_grants(admission.epoch) {
                 let _caller = self.locks_while_it_decides().then_some(caller);
                 self.fallback.backend().warm(check.key(), decision);
             }
@@ -232,11 +235,9 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// Counts a failure.
     pub(super) fn count(&self, error: &StoreError, ticket: Ticket) {
         let (lasting, now) = (error.kind() == ErrorKind::ClusterNode, self.clock.micros());
-        if !self.breaker.failed(ticket, lasting, now) {
-            return;
-        }
-        self.accounts.end_epochs();
-        if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
+        if self.breaker.failed(ticket, lasting, now)
+            && self.open.fetch_add(1, Ordering::AcqRel) == 0
+        {
             let mut degraded = event::Degraded::new(error);
             degraded.share = self.settings.share.instances();
             degraded.is_counted = matches!(self.settings.share, Share::Alive(_));
@@ -254,36 +255,34 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// Lets the fallback decide. `in_doubt` is whether the primary store may have run the check too. Then a grant is
-    /// neither charged there afterwards nor ever refunded, but a reset is repeated.
+    /// neither charged there afterwards nor ever refunded, but a reset is repeated. A release and a refund may be for the
+    /// primary store only.
     fn fall_back(self: &Arc<Self>, check: &Check, in_doubt: bool) -> Next<P, F> {
-        let elsewhere = || {
-            if in_doubt {
-                self.freed(check);
-            }
-            let error = StoreError::new(ErrorKind::NotReady).check_only();
-            Answer::ready(Err(if in_doubt { error } else { error.not_sent() }))
-        };
         // User code may count the instances: call it before the caller is locked.
         let instances = self.settings.share.instances();
-        if check.mode() == Mode::Release {
-            // The primary store may still count the slot, so report an error that lets the release be retried.
-            drop(self.fallback.check(share_of(check.clone(), instances)));
-            self.freed(check);
-            return elsewhere();
-        }
         let mut caller = self.accounts.caller(check.key());
         let check = if check.mode() == Mode::Refund {
             let account = caller.account(check.policies()).filter(|_| !in_doubt);
             match account.and_then(|account| account.refund(check, self.clock.micros())) {
                 Some(refund) => refund,
-                None => return elsewhere(),
+                None => {
+                    drop(caller);
+                    if in_doubt {
+                        self.freed(check);
+                    }
+                    return Answer::ready(Err(elsewhere(in_doubt)));
+                }
             }
         } else {
             check.clone().without_turn()
         };
+        let share = match instances {
+            NonZeroU32::MIN => check.clone(),
+            _ => check.clone().under(check.policies().share(instances)),
+        };
         // Under the lock, no reply can warm the fallback between a grant and its record.
         let caller = self.locks_while_it_decides().then_some(caller);
-        match self.fallback.check(share_of(check.clone(), instances)) {
+        match self.fallback.check(share) {
             Answer::Ready { answer } => {
                 Answer::ready(self.fell_back(&check, in_doubt, answer, caller))
             }
@@ -316,13 +315,11 @@ impl<P: Store, F: Store> Partition<P, F> {
     ) -> Result<Decision, StoreError> {
         let now = self.clock.micros();
         let mut caller = caller.unwrap_or_else(|| self.accounts.caller(check.key()));
-        if check.mode() == Mode::Refund
-            && answer.as_ref().is_err_and(StoreError::is_not_sent)
-            && let Some(account) = caller.account(check.policies())
-        {
-            // The owner of the refund repeats it.
-            account.undo_refund(check.cost(), now);
-        }
+        let answer = answer.map_err(|error| match check.mode() {
+            // The account has deducted the refund, so its owner must not repeat it.
+            Mode::Refund => StoreError::new(error.kind()),
+            _ => error,
+        });
         // A cost that exceeds the share but fits the whole policy is denied until the primary store
         // may decide it, after the next probe.
         let decision = answer?.wait_instead(|i| match check.policies().as_slice().get(i) {
@@ -340,7 +337,11 @@ impl<P: Store, F: Store> Partition<P, F> {
         if !self.accounts.is_empty() {
             self.attend();
         }
-        Ok(decision.charged_locally(now, !is_recorded))
+        match check.mode() {
+            // The primary store may still count the slot.
+            Mode::Release => Err(elsewhere(in_doubt)),
+            _ => Ok(decision.charged_locally(now, !is_recorded)),
+        }
     }
 
     /// Wakes the requests that wait for this caller's quota. They check again, so call it after the effect.
@@ -356,15 +357,11 @@ pub(super) fn shows_failure(error: &StoreError) -> bool {
     !error.is_check_only() && error.kind() != ErrorKind::QueueFull
 }
 
-/// The check under the share of one of these instances.
-fn share_of(check: Check, instances: NonZeroU32) -> Check {
-    match instances {
-        NonZeroU32::MIN => check,
-        _ => {
-            let share = check.policies().share(instances);
-            check.under(share)
-        }
-    }
+/// The error for a check that only the primary store can execute. Its owner repeats a release, and a refund that is not in
+/// doubt.
+fn elsewhere(in_doubt: bool) -> StoreError {
+    let error = StoreError::new(ErrorKind::NotReady).check_only();
+    if in_doubt { error } else { error.not_sent() }
 }
 
 impl<P: Store, F: Store> FallbackFuture<P, F> {
@@ -373,12 +370,7 @@ impl<P: Store, F: Store> FallbackFuture<P, F> {
         let this = self.project();
         match this.step.project() {
             StepProj::Primary { answer, .. } => this.partition.primary.backend().withdraw(answer),
-            StepProj::Fallback {
-                answer,
-                in_doubt: false,
-                ..
-            } => this.partition.fallback.backend().withdraw(answer),
-            StepProj::Fallback { in_doubt: true, .. } | StepProj::Done => false,
+            StepProj::Fallback { .. } | StepProj::Done => false,
         }
     }
 }
@@ -402,23 +394,21 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                 }
                 StepProj::Primary {
                     mut answer,
+                    until,
                     mut deadline,
                     admission,
-                    at,
                     check,
                 } => match answer.as_mut().poll(cx) {
                     Poll::Ready(answer) => partition.judge(check, answer, admission.take()),
                     Poll::Pending if admission.is_none() => return Poll::Pending,
                     Poll::Pending => {
                         if deadline.is_none() {
-                            let after = partition.settings.deadline;
-                            // If the deadline overflows, only `sleep` accepts it.
-                            let until = at.checked_add(after);
-                            deadline.set(Some(until.map_or_else(|| sleep(after), sleep_until)));
+                            deadline.set(until.map(sleep_until));
                         }
-                        if let Some(deadline) = deadline.as_mut().as_pin_mut() {
-                            ready!(deadline.poll(cx));
-                        }
+                        let Some(deadline) = deadline.as_mut().as_pin_mut() else {
+                            return Poll::Pending;
+                        };
+                        ready!(deadline.poll(cx));
                         let late = partition.late(check.key());
                         if check.is_for_block() {
                             if let Some(admission) = admission.take() {

@@ -12,8 +12,8 @@
 //! something. Requests in flight have none: the fallback mirrors their slots, and their owners renew
 //! and release them in the primary store. Accounts exist in memory only. An account has two counts of each policy, with and
 //! without the grants that were not sent to the primary store, a flag for a reset, and the former
-//! counts while a charge is in flight. A reconciliation charges the difference of the counts. The
-//! account is removed when nothing is left to charge, during an outage only if all places are taken.
+//! counts while a charge is in flight. A reconciliation charges the difference of the counts, and
+//! removes the accounts with nothing left to charge. If all places are taken, a failed probe removes these too.
 //!
 //! - **Lost reply.** After the deadline the fallback decides. The primary store may have charged
 //!   the check, so it is neither sent again nor recorded in an account, and its grant is never
@@ -27,9 +27,11 @@
 //!   charge is in flight to the primary store, the refund fails as unsent, and its owner retries
 //!   it. After that, and for a charge that the primary store made, the primary store refunds it;
 //!   while the breaker is open, this fails as unsent too. A refund that names no charge is deducted
-//!   from the account of its policies, or else sent to the primary store.
-//! - **End of a runtime.** The accounts stay, and the next check starts the recovery task on its own runtime. A charge
-//!   or reset in flight counts as lost. When the process ends, its accounts are lost.
+//!   from the account of its policies, or else sent to the primary store. If a custom fallback
+//!   fails a refund, the account has deducted it nevertheless, and it is not repeated.
+//! - **End of a runtime.** The accounts stay. The next check that the fallback decides, or that succeeds while there are
+//!   accounts, starts the recovery task on its own runtime. A charge or reset in flight counts as lost. When the process
+//!   ends, its accounts are lost.
 
 mod account;
 mod accounts;
@@ -80,7 +82,7 @@ use crate::util::Clock;
 ///   so that a master that is down degrades only its callers.
 /// - **Warm.** The fallback follows the decisions of the primary store, so that a caller keeps its
 ///   count in an outage. It ignores decisions that do not include all grants of the fallback: those
-///   on checks sent before the breaker opened, or before these grants were charged.
+///   that arrive while the breaker is open, and those on checks sent before these grants were charged.
 /// - **Share.** While the fallback decides, each instance grants its share of a policy: see
 ///   [`share`](Self::share). A cost that fits the whole policy and not the share is
 ///   [denied](crate::check::Outcome::Denied) for 250 ms: only the primary store can grant it.
@@ -187,7 +189,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
         store
     }
 
-    /// Builds a store from the same stores with other settings and a closed breaker.
+    /// Builds a store from the same stores with other settings, a closed breaker and no accounts.
     fn with(self, change: impl FnOnce(&mut Settings)) -> Self {
         let Partition {
             primary,
@@ -195,20 +197,21 @@ impl<P: Store, F: Store> Fallback<P, F> {
             settings,
             ..
         } = &*self.partitions[0];
-        let mut settings = settings.clone();
+        let mut settings = Settings::clone(settings);
         change(&mut settings);
         Self::build(primary.clone(), fallback.clone(), settings)
     }
 
     fn build(primary: P, fallback: F, settings: Settings) -> Self {
         let (count, open) = (primary.backend().partitions().max(1), Arc::default());
+        // One account for each caller that a local store holds, in all partitions together.
         let free = Arc::new(LocalStore::DEFAULT_KEYS.get().into());
+        let settings = Arc::new(settings);
         let partition = |probe| {
             Arc::new(Partition {
                 primary: primary.clone(),
                 fallback: fallback.clone(),
-                settings: settings.clone(),
-                partitions: count,
+                settings: Arc::clone(&settings),
                 probe,
                 breaker: Breaker::new(settings.failures.get()),
                 open: Arc::clone(&open),
@@ -232,7 +235,9 @@ impl<P: Store, F: Store> Fallback<P, F> {
             }
         }
     }
+}
 
+impl<P, F> Fallback<P, F> {
     /// Returns the number of instances of the [share](Self::share).
     pub(super) fn instances(&self) -> Instances {
         match &self.partitions[0].settings.share {
@@ -307,15 +312,13 @@ impl<P: Store, F: Store> Hooks for Fallback<P, F> {
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
-        for partition in &*self.partitions {
-            partition
-                .settings
-                .observer
-                .get_or_init(|| Arc::clone(observer));
-        }
         let Partition {
-            primary, fallback, ..
+            primary,
+            fallback,
+            settings,
+            ..
         } = &*self.partitions[0];
+        settings.observer.get_or_init(|| Arc::clone(observer));
         primary.backend().observe(observer);
         fallback.backend().observe(observer);
     }
@@ -347,13 +350,7 @@ impl<P: fmt::Debug, F: fmt::Debug> fmt::Debug for Fallback<P, F> {
             .field("primary", primary)
             .field("fallback", fallback)
             .field("settings", settings)
-            .field(
-                "degraded",
-                &self
-                    .partitions
-                    .iter()
-                    .any(|partition| partition.breaker.is_open()),
-            )
+            .field("degraded", &self.is_degraded())
             .finish_non_exhaustive()
     }
 }

@@ -1,5 +1,6 @@
 //! The recovery: a background task that probes the primary store, charges the accounts to it, and closes the breaker.
-//! [`attend`](Partition::attend) starts it. It ends when no work is left, or with the last clone of the store.
+//! [`attend`](Partition::attend) starts it. It ends when no work is left, or after the present attempt when the last clone
+//! of the store is dropped.
 //!
 //! - **Reconciliation.** All accounts are charged, once, beginning with the callers that have used
 //!   most of a limit, since another instance might exceed the limit for these. An account counts a
@@ -15,16 +16,15 @@ use std::num::NonZeroU32;
 use std::panic::AssertUnwindSafe;
 use std::pin::pin;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, LazyLock, Weak};
+use std::sync::{LazyLock, Weak};
 use std::time::Duration;
 
-use futures_util::future::{Either, select};
-use futures_util::stream::FuturesUnordered;
-use futures_util::{FutureExt, StreamExt};
+use futures_util::FutureExt;
+use futures_util::future::{Either, join_all, select};
 use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
 
-use super::account::{Account, is_reply};
+use super::account::is_reply;
 use super::breaker::{Breaker, Ticket};
 use super::check::{Partition, shows_failure};
 use crate::background::Task;
@@ -38,37 +38,24 @@ use crate::util::{instant, jittered};
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 /// Reconciliations before the breaker closes.
 const ROUNDS: usize = 3;
-/// Number of accounts that are reconciled concurrently until the primary store has replied.
+/// Number of accounts in the first wave of a reconciliation: these charges may be lost if the primary store fails again.
 const CONCURRENT: usize = 64;
 /// Pause after a check that found the queue full.
 const FULL: Duration = Duration::from_millis(2);
 
 pub(super) async fn run<P: Store, F: Store>(partition: Weak<Partition<P, F>>, task: Task) {
-    let (mut attempts, mut was_open) = (0, false);
+    let mut attempts = 0;
     while let Some(alive) = partition.upgrade().filter(|alive| alive.needs_attention()) {
-        let open = alive.breaker.is_open();
         let longest = Breaker::longest_delay(alive.settings.share.instances());
         // Keep no store alive during the pause.
         drop(alive);
-        // Begin with short pauses again when the breaker opens or closes: earlier probes do not
-        // show the length of this outage.
-        if open != was_open {
-            (attempts, was_open) = (0, open);
-        }
         sleep(jittered(Breaker::delay(attempts, longest), 0.5..1.0)).await;
         let Some(alive) = partition.upgrade() else {
             break;
         };
-        let attempt = async {
-            if alive.breaker.is_open() {
-                recover(alive).await
-            } else {
-                alive.tend().await
-            }
-        };
         // User code may panic.
-        let well = AssertUnwindSafe(attempt).catch_unwind().await;
-        attempts = if matches!(well, Ok(true)) {
+        let well = AssertUnwindSafe(alive.attempt()).catch_unwind().await;
+        attempts = if well.is_ok_and(|well| well) {
             0
         } else {
             attempts.saturating_add(1)
@@ -81,52 +68,6 @@ pub(super) async fn run<P: Store, F: Store>(partition: Weak<Partition<P, F>>, ta
     }
 }
 
-/// With an open breaker: tries to close it. First reconciles, and waits until the other instances have reconciled
-/// too. Otherwise the primary store would grant again what the instances have already granted.
-async fn recover<P: Store, F: Store>(mut partition: Arc<Partition<P, F>>) -> bool {
-    if partition.ping().await.is_err() {
-        if partition.accounts.is_full() {
-            partition
-                .sweep(|_, account, now| account.is_owed(now))
-                .await;
-        }
-        return false;
-    }
-    let (mut well, since) = (true, instant());
-    if let Some((found, holds)) = partition.others() {
-        well = partition.announced(holds, partition.reconcile()).await;
-        let reconciled = instant();
-        let mut wait = found.saturating_sub(since.elapsed()).min(LONGEST_WAIT);
-        while well && reconciled.elapsed() < LONGEST_WAIT {
-            let weak = Arc::downgrade(&partition);
-            drop(partition);
-            sleep(wait).await;
-            let Some(again) = weak.upgrade() else {
-                return false;
-            };
-            partition = again;
-            match partition.reconciling().await {
-                Ok(None) => break,
-                Ok(Some(time)) => wait = time.min(LONGEST_WAIT),
-                Err(_) => {
-                    wait = Breaker::FIRST_DELAY;
-                    well = partition.ping().await.is_ok();
-                }
-            }
-            // Other instances wait for the same moment, so spread the checks.
-            wait += jittered(
-                Breaker::spread(partition.settings.share.instances()),
-                0.0..0.5,
-            );
-            // Charge the fallback's new grants now, so that little is left at the end.
-            well = well && partition.reconcile().await;
-        }
-    }
-    let recovered = well && partition.close().await;
-    partition.notify();
-    recovered
-}
-
 impl<P: Store, F: Store> Partition<P, F> {
     fn needs_attention(&self) -> bool {
         !self.breaker.is_closed()
@@ -134,31 +75,41 @@ impl<P: Store, F: Store> Partition<P, F> {
             || self.abandoned.load(Ordering::Acquire)
     }
 
-    /// With a breaker that is not open: probes the store if the breaker is half-open or a check was abandoned, and
-    /// reconciles the fallback's grants. Returns `false` if the primary store fails again or takes nothing.
-    async fn tend(&self) -> bool {
-        if self.abandoned.swap(false, Ordering::AcqRel) || !self.breaker.is_closed() {
-            match self.ping().await {
-                Ok(()) => self.breaker.succeeded(Ticket::Probe),
-                Err(error) => {
-                    if shows_failure(&error) {
-                        self.count(&error, Ticket::Probe);
-                    } else if error.is_not_sent() {
-                        // The next probe must find out.
-                        self.abandoned.store(true, Ordering::Release);
-                    }
-                    return false;
-                }
-            }
-        }
-        let well = self.reconcile().await;
+    /// Returns `false` if the next attempt should come after a longer pause.
+    async fn attempt(&self) -> bool {
+        let well = if self.breaker.is_open() {
+            self.recover().await
+        } else {
+            self.tend().await
+        };
         // Pause longer if the store has rejected all checks, even if it works.
         let has_charged = self.notify();
         well && (has_charged || self.accounts.is_empty())
     }
 
-    /// With an open breaker: reconciles, and then closes it. Returns `false` if the primary store fails again.
-    async fn close(&self) -> bool {
+    /// With an open breaker: tries to close it. First reconciles, and waits until the other instances have reconciled
+    /// too. Otherwise the primary store would grant again what the instances have already granted. Returns `false` if the
+    /// primary store fails again.
+    async fn recover(&self) -> bool {
+        if self.ping().await.is_err() {
+            if self.accounts.is_full() {
+                self.sweep().await;
+            }
+            return false;
+        }
+        let (since, instances) = (instant(), self.settings.share.instances());
+        if instances > NonZeroU32::MIN {
+            // Time for a probe and an announcement.
+            let both = self.settings.deadline.saturating_mul(2);
+            let holds = Breaker::spread(instances).saturating_add(both);
+            let well = self.announced(holds, self.reconcile()).await;
+            // Time for all others to notice that the primary store is back, and to announce that they reconcile.
+            let found = Breaker::longest_delay(instances).saturating_add(both);
+            let wait = found.saturating_sub(since.elapsed());
+            if !well || !self.wait_for_others(wait).await {
+                return false;
+            }
+        }
         // During a reconciliation the fallback grants more. After three rounds little is left.
         for _ in 0..ROUNDS {
             if !self.reconcile().await {
@@ -172,8 +123,47 @@ impl<P: Store, F: Store> Partition<P, F> {
             self.observe(|observer| observer.recovered(&event::Recovered::new(after)));
         }
         // If this fails, `tend` reconciles the rest later.
-        self.reconcile().await;
+        self.reconcile().await
+    }
+
+    /// Waits for this time, and then until no announcement holds. Returns `false` if the primary store fails again.
+    async fn wait_for_others(&self, mut wait: Duration) -> bool {
+        let since = instant();
+        while since.elapsed() < LONGEST_WAIT {
+            sleep(wait.min(LONGEST_WAIT)).await;
+            wait = match self.reconciling().await {
+                Ok(None) => break,
+                Ok(Some(time)) => time,
+                // A single lost reply does not begin the recovery again.
+                Err(_) if self.ping().await.is_ok() => Breaker::FIRST_DELAY,
+                Err(_) => return false,
+            };
+            // Other instances wait for the same moment, so spread the checks.
+            let spread = Breaker::spread(self.settings.share.instances());
+            wait += jittered(spread, 0.0..0.5);
+            // Charge the fallback's new grants now, so that little is left at the end.
+            if !self.reconcile().await {
+                return false;
+            }
+        }
         true
+    }
+
+    /// With a breaker that is not open: probes the store if the breaker is half-open or a check was abandoned, and
+    /// reconciles the fallback's grants. Returns `false` if the primary store fails again.
+    async fn tend(&self) -> bool {
+        if self.abandoned.swap(false, Ordering::AcqRel) || !self.breaker.is_closed() {
+            match self.ping().await {
+                Ok(()) => self.breaker.succeeded(Ticket::Probe),
+                Err(error) => {
+                    if shows_failure(&error) {
+                        self.count(&error, Ticket::Probe);
+                    }
+                    return false;
+                }
+            }
+        }
+        self.reconcile().await
     }
 
     /// Sends a check. Returns the primary store's decision, or an error after this number of deadlines.
@@ -193,18 +183,6 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     async fn ping(&self) -> Result<(), StoreError> {
         self.send(probe::check(self.probe, 1), 1).await.map(drop)
-    }
-
-    /// Returns the time in which all other instances notice that the primary store is back and announce that they
-    /// reconcile, and the time for which an announcement holds. `None` without other instances.
-    fn others(&self) -> Option<(Duration, Duration)> {
-        let instances = self.settings.share.instances();
-        // One deadline for the probe, and one for the announcement.
-        let both = self.settings.deadline.saturating_mul(2);
-        (instances > NonZeroU32::MIN).then(|| {
-            let found = Breaker::longest_delay(instances).saturating_add(both);
-            (found, Breaker::spread(instances).saturating_add(both))
-        })
     }
 
     /// Announces that this instance is reconciling until `work` is done. Each announcement holds for `time`.
@@ -231,59 +209,45 @@ impl<P: Store, F: Store> Partition<P, F> {
     /// Charges all accounts to the primary store, and removes them. Returns `false` if the store fails again; unsent
     /// charges are kept.
     pub(super) async fn reconcile(&self) -> bool {
-        let mut accounts = vec![];
-        let each = |key: &Key, account: &Account, now| {
-            if account.is_owed(now) {
-                accounts.push((Reverse(account.used(now)), *key, account.policies.clone()));
-            }
-            true
-        };
-        self.sweep(each).await;
-        accounts.sort_unstable_by_key(|(used, ..)| *used);
-        let mut accounts = accounts.into_iter();
-        let most = most_concurrent(self.partitions, self.settings.share.instances());
-        let mut concurrent = most.min(CONCURRENT);
-        let (mut working, mut well) = (FuturesUnordered::new(), true);
-        loop {
-            while well
-                && working.len() < concurrent
-                && let Some((_, key, policies)) = accounts.next()
-            {
-                working.push(async move {
-                    let since = instant();
-                    (self.settle(key, &policies).await, since.elapsed())
-                });
-            }
-            let Some((is_settled, took)) = working.next().await else {
-                break;
-            };
-            well &= is_settled;
+        let mut accounts = self.sweep().await;
+        accounts.sort_unstable_by_key(|(used, ..)| Reverse(*used));
+        let most = most_concurrent(
+            self.primary.backend().partitions(),
+            self.settings.share.instances(),
+        );
+        let (mut rest, mut wave, mut well) = (&accounts[..], most.min(CONCURRENT), true);
+        while well && !rest.is_empty() {
+            let (since, (next, later)) = (instant(), rest.split_at(wave.min(rest.len())));
+            let charges = next
+                .iter()
+                .map(|(_, key, policies)| self.reconcile_account(*key, policies));
+            well = !join_all(charges).await.contains(&false);
+            rest = later;
             // A distant store, or a busy one, gets few charges, so that they do not delay live traffic.
-            concurrent = if took < self.settings.deadline / 4 {
-                most.min(concurrent + 1)
+            wave = if since.elapsed() < self.settings.deadline / 2 {
+                most.min(2 * wave)
             } else {
-                most.min(CONCURRENT).max(concurrent - 1)
+                most.min(CONCURRENT)
             };
         }
-        self.sweep(|_, account, now| account.is_owed(now)).await;
+        self.sweep().await;
         well
     }
 
-    /// Removes the accounts that do not `stay` now.
-    async fn sweep(&self, mut stays: impl FnMut(&Key, &Account, i64) -> bool) {
-        if self.accounts.is_empty() {
-            return;
+    /// Removes the accounts that owe nothing, and returns the others, with the part of a limit that each has used.
+    async fn sweep(&self) -> Vec<(u8, Key, Policies)> {
+        let mut owed = vec![];
+        if !self.accounts.is_empty() {
+            for shard in self.accounts.shards() {
+                self.accounts.sweep(shard, self.clock.micros(), &mut owed);
+                yield_now().await;
+            }
         }
-        for shard in self.accounts.shards() {
-            let now = self.clock.micros();
-            self.accounts
-                .sweep(shard, |key, account| stays(key, account, now));
-            yield_now().await;
-        }
+        owed
     }
 
     /// Charges an account to the primary store. Returns `false` if the store fails.
-    async fn settle(&self, key: Key, policies: &Policies) -> bool {
+    async fn reconcile_account(&self, key: Key, policies: &Policies) -> bool {
         let caller = || self.accounts.caller(&key);
         // A reset, and a charge under each policy. The next reconciliation charges the grants since.
         let (since, mut checks) = (instant(), 1 + policies.iter().len());
@@ -325,7 +289,7 @@ impl<P: Store, F: Store> Partition<P, F> {
 /// about 1,000, or [`CONCURRENT`] each, so that they do not delay other checks in Redis.
 fn most_concurrent(partitions: usize, instances: NonZeroU32) -> usize {
     let most = (1_024 / instances.get() as usize).max(CONCURRENT);
-    (most / partitions).max(16)
+    (most / partitions.max(1)).max(16)
 }
 
 /// The policy of announcements. Each charges a debt, which expires with the announcement.

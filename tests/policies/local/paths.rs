@@ -675,11 +675,11 @@ fn plain(path: &str) -> [String; 2] {
 }
 
 /// A path is under the pattern that axum would match if the patterns were its routes,
-/// independently of axum's own routes. If there is none, the plain path counts.
+/// independently of axum's own routes. Without such a pattern, the plain path counts.
 #[tokio::test]
 async fn patterns_are_matched_as_axum_would() {
     let mut random = fastrand::Rng::with_seed(19);
-    for round in 0..400 {
+    for round in 0..150 {
         let (patterns, templates) = (some(&mut random), some(&mut random));
         let would = patterns
             .iter()

@@ -10,7 +10,7 @@ use fastrand::Rng;
 use futures_util::FutureExt;
 use tokio::time::Instant;
 
-use super::streak::StreakModel;
+use super::streak::FailureStreak;
 use shown::{answered, nonsense};
 
 use super::ledger::{Granted, Heard, Ledger, Ran, Reconciled, Rule};
@@ -35,7 +35,7 @@ pub(super) struct WorldState {
     degraded: Vec<bool>,
     /// Time until which the last probe or reconciling check of each instance may have no reply.
     turned: Vec<u64>,
-    streaks: Vec<StreakModel>,
+    streaks: Vec<FailureStreak>,
     /// The time and the fate of each instance's last request. Requests that share a call share the
     /// fate.
     calls: Vec<Option<(u64, Fate)>>,
@@ -114,7 +114,7 @@ impl WorldState {
             degraded: vec![false; plan.instances],
             turned: vec![0; plan.instances],
             streaks: (0..plan.instances)
-                .map(|_| StreakModel::default())
+                .map(|_| FailureStreak::default())
                 .collect(),
             calls: vec![None; plan.instances],
             counts,
@@ -209,8 +209,8 @@ impl WorldState {
             }
         };
         self.ledger.answers(caller, &check, decision, resets_told);
-        if decision.source() == Source::Redis && !degraded {
-            self.streaks[instance].answers(since, ask);
+        if decision.source() == Source::Redis {
+            self.streaks[instance].replies(now);
         }
         // An id repeats its earlier answer, which may be under another share.
         let other = check.id().is_some() && self.ledger.changed;

@@ -18,7 +18,7 @@ impl Observer for LogObserver {
         state.degraded[instance] = true;
         state.turned[instance] = now.max(state.turned[instance]);
         state.ledger.opened += 1;
-        state.streaks[instance] = StreakModel::default();
+        state.streaks[instance] = FailureStreak::default();
         state.say(None, || {
             format!("i{instance}       is degraded: {}", kind.as_str())
         });
@@ -28,7 +28,7 @@ impl Observer for LogObserver {
         let instance = self.instance;
         let mut state = self.world.state();
         state.degraded[instance] = false;
-        state.streaks[instance] = StreakModel::default();
+        state.streaks[instance] = FailureStreak::default();
         state.say(None, || {
             format!("i{instance}       has recovered after {after:?}")
         });

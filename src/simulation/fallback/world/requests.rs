@@ -22,9 +22,7 @@ impl WorldState {
         };
         if let Some(ask) = ask {
             self.calls[instance] = Some((now, fate.clone()));
-            self.streaks[instance].sends(now, ask);
-        } else if caller.is_none() {
-            self.streaks[instance].probes(now, self.plan.deadline);
+            self.streaks[instance].sends(ask);
         }
         if ask.is_none() {
             // Until the reply, or until the instance gives up.
@@ -246,7 +244,7 @@ impl WorldState {
         let Some(error) = error else {
             if caller.is_none() {
                 let now = self.now();
-                self.streaks[instance].is_probed(now);
+                self.streaks[instance].replies(now);
             }
             return;
         };
@@ -332,9 +330,11 @@ impl WorldState {
         let Some(ask) = self.current.filter(|_| !self.degraded[instance]) else {
             return;
         };
-        let counts = !error.is_check_only() && error.kind() != ErrorKind::QueueFull;
+        if error.is_check_only() || error.kind() == ErrorKind::QueueFull {
+            return;
+        }
         let now = self.now();
-        let failures = self.streaks[instance].fails(now, ask, counts);
+        let failures = self.streaks[instance].fails(now, ask);
         if failures > self.plan.failures {
             let problem = format!(
                 "i{instance} has sent one request after another, of which {failures} failed"

@@ -74,9 +74,9 @@ async fn a_full_queue_fails_no_probe() {
     assert_eq!(primary.asked() - asked, 64, "no trials one at a time");
 }
 
-/// A dropped check must not block the next trial.
+/// Neither waits for a probe.
 #[tokio::test(start_paused = true)]
-async fn a_dropped_trial_does_not_block_recovery() {
+async fn a_dropped_trial_does_not_block_the_next() {
     let (store, primary, _) = pair(1);
     primary.set(Manner::Each(unreachable));
     let _ = take(&store).await.unwrap();
@@ -84,8 +84,9 @@ async fn a_dropped_trial_does_not_block_recovery() {
     drop(take(&store));
     primary.set(Manner::AtOnce);
     let asked = primary.asked();
-    sleep(Duration::from_millis(200)).await;
-    all(&store, 10).await;
+    for _ in 0..10 {
+        let _ = take(&store).await.unwrap();
+    }
     assert_eq!(primary.asked() - asked, 10);
 }
 

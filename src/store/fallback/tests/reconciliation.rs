@@ -293,18 +293,15 @@ fn repeatedly_failing_reconciliations_stay_within_the_bound() {
     let mut keys = (0..).map(|i: u32| Key::new(i.to_string()));
     let mut granted = 0;
     let send_all = || {
-        let mut callers = vec![];
+        let mut owed = vec![];
         for shard in accounts.shards() {
-            accounts.sweep(shard, |key, account| {
-                callers.push(*key);
-                account.is_owed(0)
-            });
+            accounts.sweep(shard, 0, &mut owed);
         }
-        let sent = |key: Key| {
+        let sent = |(_, key, policies): (u8, Key, Policies)| {
             let sent = accounts.caller(&key).send(&policies, 0);
             (key, sent.unwrap())
         };
-        callers.into_iter().map(sent).collect::<Vec<_>>()
+        owed.into_iter().map(sent).collect::<Vec<_>>()
     };
     for _ in 0..10 {
         let sent = send_all();

@@ -5,12 +5,10 @@ use std::time::Duration;
 
 use super::super::breaker::{Breaker, Ticket};
 
-const PATIENCE: Duration = Duration::from_micros(100);
-
 /// Admits the next check as a trial.
-fn trial(breaker: &Breaker, now: i64) -> Ticket {
-    let ticket = breaker.admit(|| now, PATIENCE).expect("one is let through");
-    assert!(matches!(ticket, Ticket::Trial(_)), "{ticket:?}");
+fn trial(breaker: &Breaker) -> Ticket {
+    let ticket = breaker.admit().expect("one is let through");
+    assert_eq!(ticket, Ticket::Trial);
     ticket
 }
 
@@ -19,8 +17,8 @@ fn fail(breaker: &Breaker) -> [bool; 3] {
     let begins = breaker.failed(Ticket::Free, false, 10);
     [
         begins,
-        breaker.failed(trial(breaker, 20), false, 20),
-        breaker.failed(trial(breaker, 30), false, 30),
+        breaker.failed(trial(breaker), false, 20),
+        breaker.failed(trial(breaker), false, 30),
     ]
 }
 
@@ -43,7 +41,7 @@ fn a_success_starts_the_count_again() {
     let breaker = Breaker::new(4);
     for _ in 0..10 {
         assert_eq!(fail(&breaker), [false; 3]);
-        breaker.succeeded(trial(&breaker, 40));
+        breaker.succeeded(trial(&breaker));
         assert!(breaker.is_closed());
     }
 }
@@ -60,7 +58,7 @@ fn a_recovery_resets_the_failure_count() {
 fn concurrent_failures_count_once() {
     let breaker = Breaker::new(2);
     assert!((0..100).all(|now| !breaker.failed(Ticket::Free, false, now)));
-    assert!(breaker.failed(trial(&breaker, 100), false, 100));
+    assert!(breaker.failed(trial(&breaker), false, 100));
     assert!(Breaker::new(1).failed(Ticket::Free, false, 0));
     assert!(
         Breaker::new(3).failed(Ticket::Free, true, 0),
@@ -71,58 +69,31 @@ fn concurrent_failures_count_once() {
 #[test]
 fn a_half_open_breaker_admits_one_trial() {
     let breaker = Breaker::new(3);
-    let admit = |now: i64| breaker.admit(|| now, PATIENCE);
-    assert_eq!(admit(0), Some(Ticket::Free));
+    assert_eq!(breaker.admit(), Some(Ticket::Free));
     breaker.failed(Ticket::Free, false, 0);
-    let _gone = trial(&breaker, 0);
-    assert_eq!(admit(99), None);
-    let second = trial(&breaker, 100);
+    let first = trial(&breaker);
     // A check that was sent before the trial is no evidence about it.
     breaker.failed(Ticket::Free, false, 110);
-    assert_eq!(admit(110), None);
-    breaker.failed(second, false, 120);
-    let third = trial(&breaker, 120);
-    assert_eq!(admit(120), None);
-    breaker.learned_nothing(third);
     breaker.succeeded(Ticket::Free);
-    breaker.succeeded(trial(&breaker, 130));
-    assert_eq!([admit(140), admit(140)], [Some(Ticket::Free); 2]);
-}
-
-/// The future of the late trial was not polled until the next trial was admitted, in the same or
-/// another streak.
-#[test]
-fn a_late_trial_does_not_affect_another() {
-    for another in [false, true] {
-        let breaker = Breaker::new(2);
-        breaker.failed(Ticket::Free, false, 0);
-        let late = trial(&breaker, 0);
-        if another {
-            breaker.succeeded(trial(&breaker, 100));
-            breaker.failed(Ticket::Free, false, 150);
-        }
-        let next = trial(&breaker, 200);
-        assert!(!breaker.failed(late, false, 210));
-        breaker.learned_nothing(late);
-        breaker.succeeded(late);
-        assert_eq!(
-            breaker.admit(|| 220, PATIENCE),
-            None,
-            "the next one is still waited for"
-        );
-        assert!(breaker.failed(next, false, 230));
-    }
+    breaker.learned_nothing(Ticket::Free);
+    assert_eq!(breaker.admit(), None);
+    breaker.failed(first, false, 120);
+    let second = trial(&breaker);
+    assert_eq!(breaker.admit(), None);
+    breaker.learned_nothing(second);
+    breaker.succeeded(Ticket::Free);
+    breaker.succeeded(trial(&breaker));
+    assert_eq!([breaker.admit(), breaker.admit()], [Some(Ticket::Free); 2]);
 }
 
 /// A check is still in flight when the probe fails.
 #[test]
 fn a_failed_probe_admits_no_second_trial() {
     let breaker = Breaker::new(5);
-    let admit = |now: i64| breaker.admit(|| now, PATIENCE);
     breaker.failed(Ticket::Free, false, 0);
-    trial(&breaker, 0);
+    trial(&breaker);
     assert!(!breaker.failed(Ticket::Probe, false, 10));
-    assert_eq!(admit(20), None);
+    assert_eq!(breaker.admit(), None);
     assert!((0..2).all(|now| !breaker.failed(Ticket::Probe, false, now)));
     assert!(breaker.failed(Ticket::Probe, false, 30), "it counts");
     breaker.close(40);
