@@ -110,7 +110,7 @@ for i = 1, plan_count do
   plans[i], only_runs = plan, only_runs and plan.run
 end
 
--- The rarer checks: `check` decides one entry, `check_once` one with an id, whose answer is remembered.
+-- The rarer checks: `check` decides one entry, and remembers the answer of one with an id; `check_once` repeats that.
 local check, check_once
 if not only_runs then
   -- Returns the room that a policy must have to allow the check.
@@ -234,10 +234,72 @@ if not only_runs then
     end
   end
 
-  -- Decides an entry of `times` equal checks. `slots` is a text with the ids of their slots, starting at `at`. Returns
-  -- the largest grant of a policy in the last check.
+  -- The remembered answer of an id: the time of the charge, the time until which the answer is valid, and the answer of
+  -- each policy. The key may expire up to a millisecond later.
+  local TIMES, TIMES_LENGTH = '<I7I7', 14
+  local ANSWER, ANSWER_LENGTH = '<I6I6I7', 19
+
+  -- Returns whether one of the answers after the place `from` grants a cost. A granted slot in flight counts only if no
+  -- policy of the plan limits a rate.
+  local function has_charged(plan, from)
+    local charged = false
+    for i = 1, #plan do
+      charged = charged or reply[from + 4 * i - 3] > 0 and not (plan[i].in_flight and plan.has_rate)
+    end
+    return charged
+  end
+
+  -- Remembers the answers after the place `from`. The key of the id precedes the keys of the policies.
+  local function remember(plan, from)
+    local forget_at = now + plan.remember
+    local answer = encode(TIMES, now, forget_at)
+    for i = from + 1, replied, 4 do
+      answer = answer .. encode(ANSWER, max(0, reply[i]), reply[i + 1], reply[i + 3])
+    end
+    write(KEYS[key_at], answer, expiry(forget_at + keep))
+  end
+
+  -- Undoes what the check has changed under a policy whose key had this value, since a later write has failed: the user
+  -- lacks a right. For any other reason Redis rejects the first write already.
+  local function undo(plan, i, value, times, slots, at)
+    local policy, key = plan[i], KEYS[key_at + i]
+    local strategy, charged = policy.strategy, plan.mode == REFUND and -totals[i] or totals[i]
+    if policy.in_flight then
+      strategy.undo(policy, key, times, slots, at, now + resets[i] + keep)
+    elseif value and policy.expires then
+      -- The key expires no earlier than before. A value that was written in place has kept its length.
+      if redis_pcall('SET', key, value, 'KEEPTTL').err then
+        redis_pcall('SETRANGE', key, '0', value)
+      end
+    elseif strategy.has_lists and not value and a[i] > charged then
+      -- The former list is lost, but not its sum.
+      strategy.save(policy, key, now, now + policy.period + keep, 0, a[i] - charged, nil, c[i])
+    else
+      local first, second, third = strategy.load(policy, key, now, value or '')
+      local reset = strategy.reset(policy, now, first, second, third)
+      redis_pcall('SET', key, value or '', 'PXAT', expiry(now + reset + keep))
+    end
+  end
+
+  -- Saves all states of an entry, or none if a write fails. `values` are the strings that the keys had.
+  local function save_all(plan, values, times, slots, at)
+    local count, mode, tried = #plan, plan.mode, 0
+    while tried < count and not first_error do
+      tried = tried + 1
+      save(plan, tried)
+    end
+    if first_error and mode ~= RESET and mode ~= RELEASE then
+      for i = 1, count do
+        if totals[i] > 0 and (i < tried or plan[i].in_flight) then
+          undo(plan, i, values[i], times, slots, at)
+        end
+      end
+    end
+  end
+
+  -- Decides an entry of `times` equal checks. `slots` is a text with the ids of their slots, starting at `at`.
   function check(plan, times, slots, at)
-    local count, granted, from = #plan, 0, replied
+    local count, from, first_slot = #plan, replied, at
     first_error = nil
     -- If this fails, nothing is saved.
     local values = read(key_at + 1, key_at + count)
@@ -249,29 +311,25 @@ if not only_runs then
     end
     for time = 1, times do
       slot, at = sub(slots, at, at + SLOT_LENGTH - 1), at + SLOT_LENGTH
-      granted = decide_once(plan)
-      if granted == 0 and slot == '' then
+      if decide_once(plan) == 0 and slot == '' then
         replied = repeat_last(replied, 4 * count, times - time)
         break
       end
     end
-    for i = 1, count do
-      if not first_error then
-        save(plan, i)
-      end
+    -- First, since this can be undone without its former value.
+    local remembers = plan.remember > 0 and not first_error and (has_charged(plan, from) or plan.mode == CHARGE)
+    if remembers then
+      remember(plan, from)
+    end
+    save_all(plan, values, times, slots, first_slot)
+    if first_error and remembers then
+      redis_pcall('SET', KEYS[key_at], '', 'PX', '1')
     end
     key_at = key_at + count
     if first_error then
-      granted = 0
       fail(from, replied)
     end
-    return granted
   end
-
-  -- The remembered answer of an id: the time of the charge, the time until which the answer is valid, and the answer of
-  -- each policy. The key may expire up to a millisecond later.
-  local TIMES, TIMES_LENGTH = '<I7I7', 14
-  local ANSWER, ANSWER_LENGTH = '<I6I6I7', 19
 
   -- Repeats the remembered answer of the check's id, if there is one, with `remaining` limited to the present capacity.
   -- Returns the time of the charge, or nil.
@@ -299,27 +357,11 @@ if not only_runs then
     return charged_at
   end
 
-  -- Returns whether one of the answers after the place `from` grants a cost. A granted slot in flight counts only if no
-  -- policy of the plan limits a rate.
-  local function has_charged(plan, from)
-    local charged = false
-    for i = 1, #plan do
-      charged = charged or reply[from + 4 * i - 3] > 0 and not (plan[i].in_flight and plan.has_rate)
-    end
-    return charged
-  end
-
-  -- Decides a check with an id once, and remembers the answer if it was charged.
+  -- Decides a check with an id once.
   function check_once(plan, slots, at)
-    local key, from = KEYS[key_at + 1], replied
     local charged_at = repeat_answer(plan)
-    if not charged_at and check(plan, 1, slots, at) > 0 and has_charged(plan, from) then
-      local forget_at = now + plan.remember
-      local answer = encode(TIMES, now, forget_at)
-      for i = from + 1, replied, 4 do
-        answer = answer .. encode(ANSWER, max(0, reply[i]), reply[i + 1], reply[i + 3])
-      end
-      write(key, answer, expiry(forget_at + keep))
+    if not charged_at then
+      check(plan, 1, slots, at)
     end
     replied = replied + 1
     -- Make a repeated answer at least 1 us old, to distinguish it from the charge in the same call.

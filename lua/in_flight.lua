@@ -4,6 +4,8 @@
 --       the room that the check needs, and the amount that it grants
 --   hold(policy, key, now, mode, grants, most, ...)
 --       the granted amount (0 if `most` is negative, since a policy denies the check), and the new state
+--   undo(policy, key, times, slots, at, stop)
+--       removes the slots of failed checks
 --   run_of(mode)
 --       the function that decides a run of such checks, if there is one
 --
@@ -70,9 +72,16 @@ end
 
 -- The slots are already stored; this only sets the expiry of the key.
 local function save(policy, key, now, at)
-  if not try('PEXPIREAT', key, expiry(at)) then
-    -- Without permission to set the expiry, the key would never expire.
-    try('DEL', key)
+  try('PEXPIREAT', key, expiry(at))
+end
+
+-- Removes the slots of failed checks, which start at `at` of a text. If that fails, lets their key expire.
+local function undo(policy, key, times, slots, at, stop)
+  for time = 0, times - 1 do
+    local from = at + SLOT_LENGTH * time
+    if not try('ZREM', key, sub(slots, from, from + SLOT_LENGTH - 1)) and not try('PEXPIREAT', key, expiry(stop)) then
+      try('DEL', key)
+    end
   end
 end
 
@@ -106,8 +115,11 @@ local function hold(policy, key, now, mode, grants, most, count, latest)
     try('DEL', key)
     policy.foreign = nil
   end
-  count = count + (try('ZADD', key, 'GT', policy.expires_text, slot) or 0)
-  return 1, count, max(latest, policy.expires)
+  local added = try('ZADD', key, 'GT', policy.expires_text, slot)
+  if not added then
+    return 0, count, latest
+  end
+  return 1, count + added, max(latest, policy.expires)
 end
 
 -- Decides takes, renewals or releases under one policy: `times` equal checks of each of `entries` callers. `slots` is a
@@ -115,7 +127,7 @@ end
 local function run(plan, entries, times, slots, at)
   local policy, mode, reply = plan[1], plan.mode, reply
   for i = 1, entries do
-    local key, from, n, saves = KEYS[key_at + i], replied, replied, false
+    local key, from, n, saves, first_slot = KEYS[key_at + i], replied, replied, false, at
     first_error = nil
     local count, latest = 0, 0
     if mode ~= RELEASE then
@@ -137,6 +149,9 @@ local function run(plan, entries, times, slots, at)
     end
     replied = n
     if first_error then
+      if saves then
+        undo(policy, key, times, slots, first_slot, latest + keep)
+      end
       fail(from, n)
     end
   end
@@ -156,5 +171,6 @@ return {
   save = save,
   preview = preview,
   hold = hold,
+  undo = undo,
   run_of = run_of,
 }

@@ -379,8 +379,7 @@ local function set(key, place, value)
   return not reply.err
 end
 
--- Writes a list with an added charge. The head comes first: if that write fails, nothing has
--- changed. Returns whether it succeeded.
+-- Writes a list with an added charge. Returns `false` if the list has no element for the head.
 local function write_list(key, log, added)
   local count = log.blocks - (log.new and 1 or 0)
   local head = log.raw and log.raw .. added or encode(HEAD, log.front, log.blocks, log.cut) .. log.cells .. added
@@ -436,9 +435,9 @@ local function save(policy, key, now, at, cost, sum, log, newest)
       return
     end
   end
-  -- Store a single charge with the whole sum, if the list was damaged, was partly written, or would
-  -- never expire.
-  write(key, one(min(newest, now), sum), expiry(at))
+  -- Store a single charge with the whole sum, if the list was damaged. If a command has failed, so that the list is partly
+  -- written or would never expire, the sum is the former one.
+  write(key, one(min(newest, now), first_error and sum - cost or sum), expiry(at))
 end
 
 return {

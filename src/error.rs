@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 /// An invalid setting, such as a quota, a policy or a Redis URL.
 ///
-/// The message names the rejected value and the fix. It contains no password, and nothing after
-/// `secret:`.
+/// The message names the rejected value and the fix. It contains no password, no private key, and
+/// nothing after `secret:`.
 ///
 /// ```
 /// use tower_redis_ratelimit::Quota;
@@ -37,15 +37,21 @@ impl ConfigError {
     }
 }
 
-/// Replaces everything after `secret:` (the text form of a secret key) with an ellipsis. Ignores
-/// case, and also matches inside a text that is not a valid key.
-fn redacted(text: &str) -> Cow<'_, str> {
+/// Replaces a secret in a rejected value with an ellipsis: everything after `secret:` (the text form
+/// of a secret key), `://` or the `user:` before an `@` (a password), or `-----BEGIN` (a private
+/// key). Ignores case, and also matches inside a text that is not a valid key, URL or PEM.
+pub(crate) fn redacted(text: &str) -> Cow<'_, str> {
     let lower = text.to_ascii_lowercase();
-    let colon = lower
-        .find("secret")
-        .and_then(|secret| Some(secret + lower[secret..].find(':')?));
-    match colon {
-        Some(colon) if colon + 1 < text.len() => format!("{}\u{2026}", &text[..=colon]).into(),
+    let after = |mark: &str| Some(lower.find(mark)? + mark.len());
+    let colon_in = |from: usize, to: usize| Some(from + lower[from..to].find(':')? + 1);
+    let ends = [
+        after("://"),
+        after("-----begin"),
+        after("secret").and_then(|from| colon_in(from, lower.len())),
+        lower.rfind('@').and_then(|to| colon_in(0, to)),
+    ];
+    match ends.into_iter().flatten().min() {
+        Some(end) if end < text.len() => format!("{}\u{2026}", &text[..end]).into(),
         _ => text.into(),
     }
 }
@@ -605,7 +611,15 @@ mod tests {
                 .len(),
             113
         );
-        for text in ["secret:hunter2", " Secret:hunter2", "ip:secret:hunter2"] {
+        for text in [
+            "secret:hunter2",
+            " Secret:hunter2",
+            "ip:secret:hunter2",
+            "redis://user:hunter2@host/",
+            "unix:///redis.sock?pass=hunter2",
+            "user:hunter2@host",
+            "-----Begin PRIVATE KEY-----\nhunter2",
+        ] {
             let error = ConfigError::choice("caller", text, "another");
             assert!(!format!("{error} {error:?}").contains("hunter2"), "{error}");
         }

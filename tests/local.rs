@@ -78,8 +78,8 @@ mod responses {
 mod settle {
     pub(crate) mod local;
 }
-/// By what waits: `layer` (a layer with `.wait`), `limiter`, `throttle` or a throttle with a `pause`; and for all of them,
-/// the order and the costs in `queues`, the use of a quota over distances in `turns`, late replies, failures, refunds and
+/// The waiting requests of a `layer` with `.wait`, a `limiter`, a `throttle`, and a throttle with a `pause`. For all of
+/// them: order and costs in `queues`, the use of a quota over distances in `turns`, late replies, failures, refunds and
 /// runtimes in `slow_stores`.
 mod waiting {
     mod local {

@@ -54,6 +54,7 @@ mod errors {
     mod redis {
         mod connect;
         mod forbidden;
+        mod partial;
         #[cfg(feature = "tracing")]
         mod texts;
     }

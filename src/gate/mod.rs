@@ -54,7 +54,7 @@ pub(crate) use notifier::Notifier;
 
 use self::settings::Settings;
 use self::shadows::Shadows;
-use crate::background::OpQueue;
+use crate::background::{OpQueue, PendingOp};
 use crate::error::StoreError;
 use crate::in_flight::{InFlightTracker, Slot};
 use crate::limit::{Charge, Check, Decision, Key, Policies, RateLimited};
@@ -147,7 +147,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     pub(crate) fn observe(&mut self, observer: Arc<dyn Observer>) {
         self.store.backend().observe(&observer);
-        self.policies.observe(&observer);
+        for selector in self.settings.shadows.iter().chain([&self.policies]) {
+            selector.observe(&observer);
+        }
         self.in_flight = InFlightTracker::new(&self.store, Some(Arc::clone(&observer)));
         self.ops = self.in_flight.ops().clone();
         if let Some((_, queues)) = &mut self.wait {
@@ -158,6 +160,18 @@ impl<S: Store, R: 'static> Gate<S, R> {
 }
 
 impl<S, R> Gate<S, R> {
+    /// Adds policies that are checked but not enforced.
+    pub(crate) fn shadow(&mut self, policies: impl PolicySelector<R>)
+    where
+        R: 'static,
+    {
+        let selector = Selector::new(policies);
+        if let Some(observer) = self.notifier.observer() {
+            selector.observe(observer);
+        }
+        self.settings.shadows.push(selector);
+    }
+
     /// Enables settlement of the requests' reservations.
     pub(crate) fn settle(&mut self) {
         self.holds = Holds::Charge;
@@ -230,12 +244,15 @@ impl<S: Store, R: 'static> Gate<S, R> {
         let Some(policies) = self.countable(policies) else {
             return self.exempt(request, Ok(key), grant);
         };
-        let check = self.check(key, &policies, request);
+        let mut check = self.check(key, &policies, request);
         let mut question = self.question(&check);
         if let Some((max, queues)) = &self.wait
             && queues.has_queue(&check)
         {
-            return self.wait_for(request, question, (*max, queues), &policies, None, grant);
+            if check.id().is_none() {
+                return self.wait_for(request, question, (*max, queues), &policies, None, grant);
+            }
+            (check, question.is_next) = (check.peeking(), false);
         }
         question.slot = self.hold(&check);
         match self.notifier.send(&self.store, check) {
@@ -267,12 +284,15 @@ impl<S: Store, R: 'static> Gate<S, R> {
             .as_ref()
             .map_or(1, |cost| cost(request, policies));
         let mut check = Check::take(key, policies, cost).reserving(self.settles());
-        if let Some(id) = &self.settings.id
-            && let Some(id) = id(request)
-        {
+        if let Some(id) = self.id(request) {
             check.identify(id);
         }
         check
+    }
+
+    #[inline]
+    fn id(&self, request: &R) -> Option<Key> {
+        self.settings.id.as_ref().and_then(|id| id(request))
     }
 
     /// Records the send time if an observer needs the duration, or if the charge will be settled.
@@ -286,6 +306,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             } else {
                 self.notifier.since()
             },
+            is_next: true,
             slot: None,
         }
     }
@@ -312,15 +333,16 @@ impl<S: Store, R: 'static> Gate<S, R> {
     ) -> Admission<S::Future> {
         question.answered(&answer);
         if let Some((max, queues)) = &self.wait
-            && let Ok(denied) = &answer
-            && denied.retry_after().is_some()
+            && let Ok(decision) = &answer
+            && (decision.retry_after().is_some() || !question.is_next && !decision.is_repeated())
         {
-            let policies = denied.policies().whole();
+            let policies = decision.policies().whole();
             // Drop the slot, since the queue takes another one. If a fallback has denied the check
             // after a lost reply, Redis may have granted the slot: dropping it releases it there.
             question.slot = None;
             let wait = (*max, queues);
-            return self.wait_for(request, question, wait, &policies, answer.ok(), grant);
+            let denied = answer.ok().filter(|_| question.is_next);
+            return self.wait_for(request, question, wait, &policies, denied, grant);
         }
         Admission::Decided(self.conclude(request, &mut question, None, answer, grant))
     }
@@ -371,6 +393,14 @@ impl<S: Store, R: 'static> Gate<S, R> {
                     slot,
                 } = permit.spend();
                 (charged, question.slot) = (Some(charge), slot);
+                if let Some(id) = self.id(request)
+                    && policies.in_flight().is_none()
+                {
+                    // The permit was charged without the id, since any waiter may get it.
+                    let mut known = Check::charge(question.key, policies, 0);
+                    known.identify(id);
+                    self.ops.put(PendingOp::of_check(known));
+                }
                 Ok(decision)
             }
             Err(refusal) => refusal.into_answer(),
@@ -558,6 +588,8 @@ struct Question {
     cost: u32,
     /// Time at which the check was sent. `None` if it is not needed.
     since: Option<Instant>,
+    /// `false` if others wait: then it passes only if it repeats an id.
+    is_next: bool,
     /// The slot under the policies that limit requests in flight. It exists before the check is
     /// sent.
     slot: Option<Slot>,

@@ -62,6 +62,11 @@ impl Notifier {
         }
     }
 
+    /// Returns the observer that is set.
+    pub(super) fn observer(&self) -> Option<&Arc<dyn Observer>> {
+        self.observer.as_ref()
+    }
+
     /// Returns the start time of a check, if an observer needs its duration.
     #[inline]
     pub(crate) fn since(&self) -> Option<Instant> {

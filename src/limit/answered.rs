@@ -1,4 +1,4 @@
-use super::{Check, Verdicts};
+use super::{Check, Mode, Verdicts};
 
 /// The decision on a check with an id, returned again to repeated checks for the longest period of
 /// its policies.
@@ -10,6 +10,11 @@ pub(crate) struct Answered {
 }
 
 impl Answered {
+    /// Returns `true` if the id of a check is remembered: of each grant, and of a charge of any cost.
+    pub(crate) fn is_kept(check: &Check, verdicts: &Verdicts) -> bool {
+        verdicts.granted > 0 || check.mode() == Mode::Charge
+    }
+
     pub(crate) fn new(check: &Check, verdicts: &Verdicts) -> Self {
         Self {
             period: check.policies().longest_period(),

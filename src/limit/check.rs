@@ -204,7 +204,7 @@ impl Check {
     /// Adds an id, so that a repeated request is charged once. If a check of this caller with this
     /// id was granted under these policies, the repeated one gets the same decision and is not
     /// charged. A denial is not stored: the request may be repeated, and is allowed as soon as it
-    /// fits.
+    /// fits. A [charge](Self::charge) stores its id even if it charges 0.
     ///
     /// A store keeps an id for the longest period of the policies. A caller that sends the same id with
     /// every request is charged once. So a client may choose an id only if the service replays the
@@ -222,6 +222,14 @@ impl Check {
     pub fn with_id(mut self, id: impl AsRef<[u8]>) -> Self {
         self.identify(Key::new(id));
         self
+    }
+
+    /// Turns the check into a peek. With an id, it repeats the stored decision.
+    pub(crate) fn peeking(self) -> Self {
+        Self {
+            mode: Mode::Peek,
+            ..self
+        }
     }
 
     /// Adds an [id](Self::with_id).

@@ -145,7 +145,7 @@ impl Counts {
             return again;
         }
         let verdicts = self.charge(check, now);
-        if verdicts.granted > 0 {
+        if Answered::is_kept(check, &verdicts) {
             let answered = Answered::new(check, &verdicts);
             let until = now.saturating_add(answered.period);
             self.answers.insert(key.into(), (answered, until));

@@ -229,19 +229,21 @@ impl Policy {
     /// Creates the policy of pauses of at most `max`. A debt in its quota denies requests until
     /// the pause ends.
     pub(crate) fn pause(name: &str, max: Duration) -> Result<Self, ConfigError> {
-        /// The units per second are enough that the policy never limits the rate of calls, and few
-        /// enough that a pause of 5 hours uses at most half of the maximum cost of a check.
-        const QUOTA: Quota = Quota::per_second(100_000);
-        let mut policy = Self::new(name, Strategy::Gcra, QUOTA.burst(QUOTA.units_in(max)))?;
+        /// A pause is a debt of at most the burst, and may be charged before anything else. So the
+        /// burst is half of the maximum cost of a check. Calls do not use it up.
+        const BURST: u32 = 1 << 31;
+        let max = Duration::from_micros(max.as_micros() as u64);
+        let mut policy = Self::new(name, Strategy::Gcra, Quota::per(BURST, max))?;
         if let Some(inner) = Arc::get_mut(&mut policy.0) {
             inner.is_pause = true;
         }
         Ok(policy)
     }
 
-    /// Returns the quota before it was leased, which people see.
+    /// Returns the quota before it was leased or divided, which people see.
     pub(crate) fn stated(&self) -> Quota {
-        self.0.lease.map_or(self.0.quota, |(stated, _)| stated)
+        let whole = &self.whole().0;
+        whole.lease.map_or(whole.quota, |(stated, _)| stated)
     }
 
     /// Returns the [lease](Self::leased) time, if the policy is leased.

@@ -45,6 +45,9 @@ impl fmt::Display for RateLimited {
         let policy = self.decision.policy();
         let (quota, name) = (policy.stated(), policy.name());
         match self.retry_after() {
+            Some(wait) if policy.is_pause() => {
+                write!(f, "calls are paused ({name}); try again in {wait:?}")
+            }
             Some(wait) => {
                 let left = self.decision.remaining() > 0;
                 let problem = if left {
@@ -58,7 +61,7 @@ impl fmt::Display for RateLimited {
                 )
             }
             None => {
-                let capacity = self.decision.policy().whole().quota().capacity();
+                let capacity = self.decision.capacity();
                 write!(
                     f,
                     "the call's cost exceeds the maximum burst of {capacity} ({name})"

@@ -392,7 +392,7 @@ impl Shard {
             return again;
         }
         let verdicts = self.decide(check, caller, now);
-        if verdicts.granted > 0 {
+        if Answered::is_kept(check, &verdicts) {
             let value = Answered::new(check, &verdicts);
             self.answers.put(
                 answer,

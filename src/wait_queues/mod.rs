@@ -339,13 +339,13 @@ impl QueueRef {
         queues.each.get_mut(&self.id).map(act)
     }
 
-    /// The denial of a waiter. Before a reply of the store: try again when a unit has been freed.
+    /// The denial of a waiter. Before a reply of the store: try again when its cost has been refilled.
     fn denial(&self, queue: Option<&Queue>, cost: u32, now: Instant) -> Decision {
         let known = queue.and_then(|queue| queue.denial(cost, now));
         known.unwrap_or_else(|| {
             let check = Check::take(self.id.key, &self.policies, cost);
             check.decided(Source::Local, 0, |policy| {
-                Verdict::denied(policy.quota().time_for(1))
+                Verdict::denied(policy.quota().time_for(cost.into()))
             })
         })
     }

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use super::Answer;
 use super::permit::Permit;
-use crate::limit::Decision;
+use crate::limit::{Decision, Policies};
 use crate::store::Wake;
 use crate::util::instant;
 
@@ -196,19 +196,29 @@ impl Queue {
         self.no_capacity_before = capacity_time(decision, sent_at).map(|at| (at, cost));
     }
 
-    /// The denial for a waiter of this cost. Its wait is the time until the last turn is due, or until capacity is
-    /// expected; otherwise the time of a unit. `None` before the first reply.
+    /// The denial for a waiter of this cost. Its wait is the time until it fits after the last turn, or until capacity is
+    /// expected for it; otherwise the time of a unit. `None` before the first reply.
     pub(super) fn denial(&self, cost: u32, now: Instant) -> Option<Decision> {
         let (decision, at) = self.last_decision.clone()?;
-        let last_due = self.turns.keys().next_back().map(|(due, _)| *due);
-        let denied = self
-            .no_capacity_before
-            .filter(|(_, denied)| cost >= *denied);
-        let free_at = last_due.or(denied.map(|(at, _)| at));
-        let free_at = free_at.filter(|free_at| *free_at > now);
+        let last_turn = self.turns.keys().next_back();
+        let last_turn = last_turn.map(|(due, _)| *due + time_for(decision.policies(), cost));
+        let denied = self.no_capacity_before.and_then(|(free_at, denied)| {
+            match cost.checked_sub(denied)? {
+                0 => Some(free_at),
+                _ => Some(at + decision.wait_of_larger(cost)),
+            }
+        });
+        let free_at = last_turn.or(denied).filter(|free_at| *free_at > now);
         let wait = free_at.map_or_else(|| time_for_unit(&decision), |free_at| free_at - now);
         Some(decision.denied_for(wait, now.saturating_duration_since(at)))
     }
+}
+
+/// The time in which policies that refill gradually refill a cost.
+fn time_for(policies: &Policies, cost: u32) -> Duration {
+    let gradual = policies.iter().filter(|policy| policy.frees().is_gradual());
+    let times = gradual.map(|policy| policy.quota().time_for(cost.into()));
+    times.max().unwrap_or_default()
 }
 
 /// The time in which more is likely to be freed: until a unit is refilled or the window ends. Slots in flight may be free

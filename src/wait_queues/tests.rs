@@ -1,6 +1,8 @@
 use std::convert::Infallible;
 use std::future::{Ready, pending, poll_fn, ready};
+use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::task::Poll;
@@ -882,6 +884,30 @@ async fn a_large_denial_refuses_no_smaller_cost() {
             start.elapsed() < Duration::from_millis(1_010),
             "{strategy:?}"
         );
+    }
+}
+
+/// A full queue reports no shorter wait for a larger cost than the store.
+#[tokio::test(start_paused = true)]
+async fn a_full_queue_reports_the_wait_of_each_cost() {
+    for (strategy, larger) in [(Strategy::SlidingLog, 8), (WINDOW, 8), (Strategy::Gcra, 2)] {
+        let (store, policies) = (LocalStore::default(), policies(strategy, "10/m"));
+        for cost in [6, 3] {
+            let used = local(&store, Check::take(ANN, &policies, cost)).unwrap();
+            assert!(used.is_allowed());
+            sleep(Duration::from_secs(1)).await;
+        }
+        let limiter = Limiter::new(store.clone(), policies.clone()).max_waiting(NonZeroUsize::MIN);
+        let mut waiting = pin!(limiter.wait(ANN, 2, MINUTE * 5));
+        assert!(waiting.as_mut().now_or_never().is_none());
+        for cost in [2, larger] {
+            let refused = limiter.wait(ANN, cost, MINUTE * 5).await.unwrap();
+            let peek = local(&store, Check::peek(ANN, &policies, cost)).unwrap();
+            assert!(
+                refused.retry_after() >= peek.retry_after(),
+                "{strategy:?}: {refused:?} of {peek:?}"
+            );
+        }
     }
 }
 

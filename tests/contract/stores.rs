@@ -433,6 +433,18 @@ impl<S: Store> Caller<'_, S> {
             "a check without an id is charged separately"
         );
 
+        // So is the id of a charge of 0, as of a request that was charged before.
+        let zero = Check::charge(self.key("id"), &self.policies, 0).with_id("request-0");
+        let _ = self.store.check(zero).await.unwrap();
+        let known = take("id", 1, "request-0").await.unwrap();
+        assert!(known.is_allowed() && known.granted() == 0, "{known:?}");
+        let peek = Check::peek(self.key("id"), &self.policies, 1);
+        for (id, granted) in [("request-1", 3), ("request-0", 0), ("request-9", 0)] {
+            let known = self.store.check(peek.clone().with_id(id)).await.unwrap();
+            assert_eq!(known.granted(), granted, "{:?}", self.strategy);
+        }
+        assert_eq!(self.check("id", Check::peek, 1).await.remaining(), 3);
+
         assert!(!take("id", 4, "request-3").await.unwrap().is_allowed());
         let _ = self.check("id", Check::refund, 1).await;
         assert!(

@@ -3,7 +3,7 @@
 
 use std::collections::HashSet;
 use std::convert::Infallible;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use futures_util::future::join_all;
@@ -18,7 +18,7 @@ use tower_redis_ratelimit::{
     Key, Limiter, Policies, Policy, Quota, RateLimitLayer, RedisStore, Strategy,
 };
 
-use crate::support::{RedisServer, STRATEGIES, policy, until};
+use crate::support::{RedisServer, STRATEGIES, is_gradual, policy, until};
 
 const ANN: Key = Key::GLOBAL;
 
@@ -60,6 +60,40 @@ async fn a_flood_of_denials_costs_one_call() {
         assert_eq!(server.calls("evalsha").await - before, 1, "{strategy:?}");
         assert_eq!(take(&store, &policies, 0).await.outcome(), Outcome::Allowed);
         let _ = ask(&store, Check::reset(ANN, &policies)).await;
+    }
+}
+
+/// The cached denial of a smaller cost gives a larger one its own wait, or one that is certain to suffice.
+#[tokio::test]
+async fn a_larger_cost_waits_longer() {
+    let server = RedisServer::start();
+    let builder = || RedisStore::builder(server.url()).timeout(Duration::from_secs(20));
+    let store = builder().connect().await.unwrap();
+    let uncached = builder().denials(0).connect().await.unwrap();
+    for strategy in STRATEGIES {
+        let policies = Policies::new([of("test", strategy, 10), of("other", strategy, 12)]);
+        let policies = policies.unwrap();
+        for _ in 0..10 {
+            let _ = take(&store, &policies, 1).await;
+        }
+        // A cached denial is as old as its call.
+        let asked_at = Instant::now();
+        assert!(!take(&store, &policies, 1).await.is_allowed());
+        let is_exact = is_gradual(strategy) || matches!(strategy, Strategy::FixedWindow(_));
+        for cost in [1, 2, 5, 10] {
+            let cached = take(&store, &policies, cost).await;
+            let exact = take(&uncached, &policies, cost).await;
+            for (wait, exact) in cached.each().zip(exact.each()) {
+                let [wait, exact] =
+                    [wait, exact].map(|each| each.retry_after().unwrap_or_default());
+                let age = asked_at.elapsed() + Duration::from_millis(1);
+                let most = if is_exact { exact + age } else { Duration::MAX };
+                assert!(
+                    wait + age >= exact && wait <= most,
+                    "{strategy:?}: {wait:?} for {exact:?} of a cost of {cost}"
+                );
+            }
+        }
     }
 }
 
@@ -336,13 +370,18 @@ async fn denials_of_other_lists_stay() {
             tokio::time::pause();
         }
     }
-    // Redis decides a cost of 5, and then a cost of 1, whose denial applies to all.
-    assert!(
-        waits
-            .chunks(5)
-            .all(|waits| waits.iter().all(|wait| *wait == waits[0])),
-        "{waits:?}"
-    );
+    // Redis decides a cost of 5, and then a cost of 1, whose denial applies to all: a unit of the meter takes ten days,
+    // and a cell frees all units together.
+    for (list, is_equal) in waits.chunks(5).zip([false, true, true]) {
+        let days = |wait: &Duration| (wait.as_secs_f64() / 86_400.0).round() as u64;
+        let waits: Vec<u64> = list.iter().map(days).collect();
+        let expected = if is_equal {
+            vec![waits[0]; 5]
+        } else {
+            vec![50, 10, 50, 70, 30]
+        };
+        assert_eq!(waits, expected);
+    }
 
     // Equal policies that are created later use the same entries.
     let again = [
@@ -509,10 +548,14 @@ async fn mixed_floods_cost_one_call_per_check() {
                 asked.outcome() == Outcome::ExceedsCapacity,
             );
             assert_eq!(never, really_never, "seed {seed}: {check:?}");
+            // As long as the exact wait, and at most until all charges have expired.
             let slack = Duration::from_secs(60);
+            let [known, exact] =
+                [&known, &asked].map(|denied| denied.retry_after().unwrap_or_default());
+            let most = asked.each().map(|each| each.reset_after()).max().unwrap();
             assert!(
-                known.retry_after() <= asked.retry_after().map(|wait| wait + slack),
-                "seed {seed}: {check:?}"
+                never || known + slack >= exact && known <= most + slack,
+                "seed {seed}: {known:?} for {exact:?}: {check:?}"
             );
         }
         for list in &lists {

@@ -185,6 +185,24 @@ fn errors_name_the_file() {
     }
 }
 
+/// A PEM in place of its file's path.
+#[test]
+fn errors_show_no_key() {
+    let (own, folder) = (Authority::new().sign("service.example"), Folder::new());
+    let certificate = folder.write("client.pem", &own.pem);
+    let mut config = config("rediss://127.0.0.1/");
+    (config.client_certificate, config.client_key) = (certificate, Some(own.key.clone().into()));
+    let error = refused(&config);
+    assert!(
+        error.contains("cannot read the file \"-----BEGIN\u{2026}\" of `client_key` ("),
+        "{error}"
+    );
+    let line = own.key.lines().nth(1).unwrap();
+    for text in [error, format!("{config:?}")] {
+        assert!(!text.contains(line) && !text.contains("PRIVATE"), "{text}");
+    }
+}
+
 #[test]
 fn tls_settings_need_a_tls_url() {
     let folder = Folder::new();

@@ -8,7 +8,8 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use super::{
-    ChargedAt, Check, EachCharge, Key, LONGEST, Mode, Policies, Policy, PolicyCharge, duration,
+    ChargedAt, Check, EachCharge, Frees, Key, LONGEST, Mode, Policies, Policy, PolicyCharge,
+    duration,
 };
 
 /// The verdict on one check.
@@ -194,9 +195,10 @@ impl Decision {
         clamp(self.verdicts.granted)
     }
 
-    /// Returns the largest cost that the deciding policy ever allows in one check: its burst.
+    /// Returns the largest cost that the deciding policy ever allows in one check: its burst. An instance that decides
+    /// in an outage allows at most its share of that, which bounds [`remaining`](Self::remaining).
     pub fn capacity(&self) -> u32 {
-        self.policy().quota().capacity()
+        self.policy().whole().quota().capacity()
     }
 
     /// Returns the largest cost that would be allowed now.
@@ -220,7 +222,7 @@ impl Decision {
         micros(self.verdict().reset)
     }
 
-    /// Returns the deciding policy.
+    /// Returns the deciding policy. In an outage it has the instance's share of the quota.
     pub fn policy(&self) -> &Policy {
         &self.policies[self.decider as usize]
     }
@@ -273,6 +275,13 @@ impl Decision {
             decider.reset = decider.reset.max(decider.wait);
         }
         denied.decided_again()
+    }
+
+    /// Returns the wait of a larger cost than the decided cost.
+    pub(crate) fn wait_of_larger(&self, cost: u32) -> Duration {
+        let waits = self.verdicts();
+        let waits = waits.map(|(policy, verdict)| verdict.wait_of_larger(policy, cost));
+        micros(waits.max().unwrap_or_default())
     }
 
     /// Returns the checks that refund `cost` of this decision's grant, such as the unused part of
@@ -590,6 +599,23 @@ impl Verdict {
             ..0 if self.reset == 0 => policy.params().period,
             _ => self.reset,
         };
+    }
+
+    /// Returns the microseconds until a larger cost than the decided one would be allowed: exact for a meter (or one
+    /// more) and a fixed window, otherwise until all charges have expired.
+    pub(crate) fn wait_of_larger(&self, policy: &Policy, cost: u32) -> i64 {
+        if policy.never_fits(cost) {
+            return Self::NEVER;
+        }
+        if policy.is_in_flight() || i64::from(cost) <= self.remaining {
+            return self.wait;
+        }
+        let kept = match policy.frees() {
+            // The meter need not be empty.
+            Frees::Gradually => policy.params().time_for(policy.quota().capacity() - cost),
+            _ => 0,
+        };
+        self.wait.max(self.reset - kept)
     }
 
     /// Returns `true` if this policy allows the check.

@@ -2,6 +2,7 @@
 
 mod key;
 mod policies;
+mod redacted;
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -16,6 +17,7 @@ use serde::de::{
 };
 use serde::ser::Serializer;
 
+pub(crate) use self::redacted::Redacted;
 use crate::error::ConfigError;
 use crate::limit::{Kind, Quota, Strategy, duration};
 

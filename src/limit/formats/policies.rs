@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error};
 use serde::ser::{Serialize, Serializer};
 
-use super::{Field, Setting, deserialize, write_duration};
+use super::{Field, Redacted, Setting, deserialize, write_duration};
 use crate::error::ConfigError;
 use crate::limit::policy::check_name;
 use crate::limit::{Kind, Policies, Policy, Quota};
@@ -54,7 +54,7 @@ impl<'de> Deserialize<'de> for Policy {
             strategy,
             quota,
             leased,
-        } = Table::deserialize(deserializer)?;
+        } = Table::deserialize(Redacted(deserializer))?;
         check_name(&name).map_err(D::Error::custom)?;
         // The location that a format reports may be that of the whole list.
         let located = |error| D::Error::custom(format_args!("policy {name:?}: {error}"));

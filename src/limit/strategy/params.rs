@@ -98,6 +98,11 @@ impl Params {
             / self.interval
     }
 
+    /// Returns the microseconds in which a meter refills `units`, rounded down.
+    pub(in crate::limit) fn time_for(&self, units: u32) -> i64 {
+        i64::from(units) * self.interval / self.ticks
+    }
+
     /// Rescales a share so that its level drains per microsecond as fast as that of the whole
     /// policy. So a level means the same time for every number of instances.
     pub(in crate::limit) fn share_of(self, whole: &Self, instances: NonZeroU32) -> Self {

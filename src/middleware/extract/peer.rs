@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, Weak};
 
 use http::HeaderName;
 use http::header::FORWARDED;
@@ -13,6 +13,7 @@ use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::Key;
 use crate::observe::mistakes::{NO_PEER_ADDRESS, UNKNOWN_PROXY};
 use crate::observe::{Observer, event, or_log};
+use crate::util::lock;
 
 /// Counts by the address of the connection's peer; IPv6 by its /64 network.
 ///
@@ -193,7 +194,8 @@ fn unix(_: &Parts) -> Option<Peer> {
 
 /// Reports the first request of a proxy that the extractor does not trust: all of its clients share one count.
 pub(super) struct UnknownProxy {
-    observer: OnceLock<Arc<dyn Observer>>,
+    /// The first observer, while its layer exists.
+    observer: Mutex<Option<Weak<dyn Observer>>>,
     reported: AtomicBool,
 }
 
@@ -206,14 +208,17 @@ static HEADERS: [HeaderName; 2] = [HeaderName::from_static("x-forwarded-for"), F
 impl UnknownProxy {
     const fn new() -> Self {
         Self {
-            observer: OnceLock::new(),
+            observer: Mutex::new(None),
             reported: AtomicBool::new(false),
         }
     }
 
-    /// Keeps the first observer.
+    /// Keeps the first observer that still exists.
     pub(super) fn observe(&self, observer: &Arc<dyn Observer>) {
-        let _ = self.observer.set(Arc::clone(observer));
+        let mut first = lock(&self.observer);
+        if first.as_ref().is_none_or(|first| first.strong_count() == 0) {
+            *first = Some(Arc::downgrade(observer));
+        }
     }
 
     /// Checks a request that is counted by its peer. `header` is the header that the extractor reads, or `None` for no header. A
@@ -261,14 +266,13 @@ impl UnknownProxy {
             "{peer} sends `{sent}`, so it is probably a proxy, and all of its clients share one count: {fix}, or ignore this if the \
              peer is to be counted{UNKNOWN_PROXY}"
         );
-        or_log(self.observer.get()).misconfigured(&event::Misconfigured::new(&problem));
+        let observer = lock(&self.observer).as_ref().and_then(Weak::upgrade);
+        or_log(observer.as_ref()).misconfigured(&event::Misconfigured::new(&problem));
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
-
     use http::Request;
 
     use super::*;
@@ -427,6 +431,23 @@ mod tests {
             assert!(report.starts_with(expected), "{report}");
             assert!(report.ends_with("#unknown-proxy)"), "{report}");
         }
+    }
+
+    /// An observer may log its last counts when it is dropped.
+    #[test]
+    fn no_observer_outlives_its_layers() {
+        let proxies = UnknownProxy::new();
+        let [first, second] = [(); 2].map(|()| Arc::new(Problems::default()));
+        let observer: Arc<dyn Observer> = first.clone();
+        proxies.observe(&observer);
+        drop(observer);
+        assert!(Arc::into_inner(first).is_some());
+        let observer: Arc<dyn Observer> = second.clone();
+        proxies.observe(&observer);
+        let request = Request::builder().header("forwarded", "for=203.0.113.7");
+        let request = request.body(()).unwrap().into_parts().0;
+        proxies.notice(Peer::Unix, &request, None);
+        assert_eq!(second.0.lock().unwrap().len(), 1);
     }
 
     #[test]

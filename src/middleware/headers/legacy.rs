@@ -29,7 +29,7 @@ use crate::util::unix_time;
 /// The fields describe the policy that [decided](Decision::policy). With nested layers, they
 /// describe that of the layer that denied the request (and are absent if that layer adds none). If
 /// all layers allowed it, they describe the policy with the least remaining, and of two equal ones,
-/// the one with the later reset.
+/// the one with the later reset. A denial by a [`Pause`](crate::throttle::Pause) has no such fields.
 ///
 /// As text: `github`, `x-seconds`, `draft-6`.
 #[doc(alias = "X-RateLimit-Remaining")]
@@ -65,8 +65,11 @@ impl LegacyHeaders {
         }
     }
 
-    /// Sets the fields, unless the existing ones are tighter.
+    /// Sets the fields, unless the existing ones are tighter, or the decision is that of a pause.
     pub(super) fn set(self, headers: &mut HeaderMap, decision: &Decision) {
+        if decision.policy().is_pause() {
+            return;
+        }
         let reset = decision.reset_after();
         let reset = match self {
             Self::GitHub => unix_time().saturating_add(reset),

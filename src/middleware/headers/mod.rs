@@ -123,19 +123,28 @@ impl Headers {
     pub(super) fn annotate<B>(self, decision: Decision, response: &mut Response<B>, shows: bool) {
         let inner = response.extensions().get::<Decision>();
         let within = inner.map(Decision::is_allowed);
-        // Add no second `RateLimit` entry if a handler denied the request under this layer's
-        // policies: its response has their fields already.
         let is_own =
-            |inner: &Decision| decision.policies().without_in_flight() == Some(inner.policies());
-        let is_there = within == Some(false) && inner.is_some_and(is_own);
-        let fields = Self {
-            draft: self.draft && !is_there,
-            ..self
-        };
-        fields.append_around(&decision, response.headers_mut(), within == Some(false));
+            |inner: &&Decision| decision.policies().without_in_flight() == Some(inner.policies());
+        if within == Some(false)
+            && let Some(denied) = inner.filter(is_own).cloned()
+        {
+            return self.replace_draft(&denied, response.headers_mut());
+        }
+        self.append_around(&decision, response.headers_mut(), within == Some(false));
         // Nested layers keep the innermost decision, which explains the response.
         if shows && within.is_none() {
             response.extensions_mut().insert(decision);
+        }
+    }
+
+    /// Applies this setting to the response of a handler that denied the request under the layer's
+    /// policies. It has the draft's fields of that denial.
+    fn replace_draft(self, denied: &Decision, headers: &mut HeaderMap) {
+        if !self.draft {
+            remove_draft(headers, denied);
+        }
+        if let Some(legacy) = self.legacy {
+            legacy.set(headers, denied);
         }
     }
 }
@@ -153,12 +162,33 @@ const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy"
 /// Adds `RateLimit` and `RateLimit-Policy`, as in draft-ietf-httpapi-ratelimit-headers-11. Both are lists,
 /// so entries of inner layers and servers are kept.
 fn append_draft(headers: &mut HeaderMap, decision: &Decision) {
+    let (policies, state) = draft(decision);
+    if !policies.is_empty() {
+        headers.append(RATE_LIMIT_POLICY, policies);
+        headers.append(RATE_LIMIT, state);
+    }
+}
+
+/// Removes the entries that [`append_draft`] adds for this decision.
+fn remove_draft(headers: &mut HeaderMap, decision: &Decision) {
+    let (policies, state) = draft(decision);
+    for (name, value) in [(RATE_LIMIT_POLICY, policies), (RATE_LIMIT, state)] {
+        let entries = headers.get_all(&name).iter();
+        let others: Vec<HeaderValue> = entries.filter(|entry| **entry != value).cloned().collect();
+        headers.remove(&name);
+        for other in others {
+            headers.append(name.clone(), other);
+        }
+    }
+}
+
+/// Returns the values of `RateLimit-Policy` and `RateLimit`, which are empty if all policies are
+/// pauses.
+fn draft(decision: &Decision) -> (HeaderValue, HeaderValue) {
     // Built once per list of policies.
-    let (policies, state) = decision.policies().derived(Texts::new, |texts| {
+    decision.policies().derived(Texts::new, |texts| {
         (texts.policy_field.clone(), texts.rate_limit(decision))
-    });
-    headers.append(RATE_LIMIT_POLICY, policies);
-    headers.append(RATE_LIMIT, state);
+    })
 }
 
 /// Writes the quota of the policy that decided, such as `50 per second burst 100` or `4 concurrent
@@ -191,7 +221,7 @@ struct PolicyTexts {
 impl Texts {
     fn new(policies: &Policies) -> Self {
         let mut text = String::new();
-        for policy in policies.iter() {
+        for policy in policies.iter().filter(|policy| !policy.is_pause()) {
             let (separator, quota) = (if text.is_empty() { "" } else { ", " }, policy.stated());
             let _ = write!(
                 text,
@@ -221,10 +251,12 @@ impl Texts {
 
     /// Writes `"api";r=9;t=54` for each policy: the remaining units (`r`), and the seconds that they
     /// must last (`t`). A policy of requests in flight has no `t`, since a request may end at any time.
+    /// A pause is left out: its quota is not a limit of clients.
     fn rate_limit(&self, decision: &Decision) -> HeaderValue {
         let mut items = decision
             .verdicts()
             .zip(&self.each)
+            .filter(|((policy, _), _)| !policy.is_pause())
             .map(|((policy, verdict), texts)| Item::new(&texts.item, policy, verdict));
         let Some(first) = items.next() else {
             return value(b"");
@@ -430,7 +462,7 @@ mod tests {
             "\"tokens\";q=3;w=60, \"streams\";q=2;qu=\"concurrent-requests\""
         );
         let quotas = texts.each.iter().map(|each| &*each.quota);
-        assert!(quotas.eq(["3/m", "2 concurrent requests"]));
+        assert!(quotas.eq(["3 per minute", "2 concurrent requests"]));
     }
 
     /// The store uses a period of 1.1 seconds, so `t` follows that period.
@@ -441,7 +473,7 @@ mod tests {
         let texts = Texts::new(&policies);
         assert_eq!(
             (texts.policy_field, &*texts.each[0].quota),
-            (HeaderValue::from_static("\"api\";q=2;w=1"), "2/s")
+            (HeaderValue::from_static("\"api\";q=2;w=1"), "2 per second")
         );
         assert_eq!(
             fields(&policies, 3),

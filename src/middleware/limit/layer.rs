@@ -5,7 +5,7 @@ use tower_layer::Layer;
 
 use super::protocol::Protocol;
 use super::service::{IsClone, Limit};
-use crate::gate::{Gate, KeyExtractor, OnError, OnMissingKey, PolicySelector, Selector, Wait};
+use crate::gate::{Gate, KeyExtractor, OnError, OnMissingKey, PolicySelector, Wait};
 use crate::limit::{Key, Policies};
 use crate::middleware::copies::Copies;
 use crate::observe::Observer;
@@ -103,7 +103,9 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     ///   Use such an id only if the service behind the layer answers a known one without new work.
     /// - **A repeated request reserves nothing.** The first one settles the charge. If that refunds
     ///   it, repetitions are free.
-    /// - **A request that waits** for its [turn](Self::wait) is charged without its id.
+    /// - **A request that [waits](Self::wait)** gets its id stored when it passes. Its repetition then passes
+    ///   without waiting. A repetition that arrives earlier, or before the store has replied to that, waits too and
+    ///   is charged.
     /// - **In an outage** each instance charges an id once: a [`Fallback`](crate::Fallback) does not
     ///   carry ids from or to Redis.
     /// - **Under policies with requests [in flight](crate::Policy::in_flight)** an id has no effect:
@@ -174,6 +176,9 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     /// [`Decision`](crate::check::Decision), since nothing is limited. A request passes even if it
     /// has no key, or if the store cannot decide. The check runs concurrently with the inner call,
     /// whose response waits for the check. An error of the inner service does not wait.
+    ///
+    /// It charges the same counts as an enforced layer. If another layer enforces the same policy for these requests,
+    /// each request is charged twice, and no observer is notified: use [`shadow`](Self::shadow) instead.
     #[must_use]
     pub fn dry_run(self) -> Self {
         self.change(|config| config.gate.settings.dry_run = true)
@@ -198,7 +203,7 @@ impl<S: Clone, K, P: Protocol + Clone> LimitLayer<S, K, P> {
     /// ```
     #[must_use]
     pub fn shadow(self, policies: impl PolicySelector<P::Head>) -> Self {
-        self.change(|config| config.gate.settings.shadows.push(Selector::new(policies)))
+        self.change(|config| config.gate.shadow(policies))
     }
 
     /// Sets what happens to a request that the store could not decide. Defaults to [`OnError::Reject`]:

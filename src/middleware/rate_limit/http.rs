@@ -73,16 +73,18 @@ where
     /// The handler finds the decision and the [`RequestCost`](crate::settle::RequestCost) in the request's extensions.
     #[inline(always)]
     fn note<D>(&self, notifier: &Notifier, head: &mut Parts, grant: &mut Grant<D>) -> Noted {
-        if let Some(charge) = grant.charge()
-            && let Some(outer) = head.extensions.insert(charge.clone())
-        {
-            charge.count_for(outer);
-        }
         let AnswerSettings {
             headers,
             shows_decision,
         } = self.answer;
-        let is_annotated = shows_decision || headers != Headers::NONE;
+        let mut is_annotated = shows_decision || headers != Headers::NONE;
+        if let Some(charge) = grant.charge() {
+            // The handler may respond with a denial, which has header fields to remove.
+            is_annotated = true;
+            if let Some(outer) = head.extensions.insert(charge.clone()) {
+                charge.count_for(outer);
+            }
+        }
         if let Some(decision) = grant.show_decision(is_annotated)
             && let Some(outer) = head.extensions.insert(decision)
             && let Some(inner) = head.extensions.get()

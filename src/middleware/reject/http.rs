@@ -3,9 +3,8 @@ use std::fmt::{self, Write as _};
 use http::header::{CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderValue, Response};
 
-use super::{AFTER_FAILURE, Reason, Reject, Rejection, challenge};
+use super::{AFTER_FAILURE, Reason, Reject, Rejection};
 use crate::limit::Decision;
-use crate::middleware::headers::Headers;
 
 /// Rejects over HTTP, with a problem body (RFC 9457, `application/problem+json`).
 ///
@@ -112,7 +111,7 @@ impl HttpReject {
 
     /// Creates the response of a handler that rejects a request because of its
     /// [`Limiter`](crate::Limiter): for a denial, with the header fields of
-    /// [`Headers::DRAFT_11`](Headers::DRAFT_11) and `Retry-After`, or for an error of the store.
+    /// [`Headers::DRAFT_11`](crate::headers::Headers::DRAFT_11) and `Retry-After`, or for an error of the store.
     ///
     /// With the feature `axum`, the errors [`RateLimited`](crate::check::RateLimited),
     /// [`ReserveError`](crate::settle::ReserveError) and [`StoreError`](crate::store::StoreError)
@@ -134,13 +133,7 @@ impl HttpReject {
     pub fn response<'a, B: From<String>>(&self, reason: impl Into<Reason<'a>>) -> Response<B> {
         let reason = reason.into();
         let mut response = self.respond(reason);
-        match reason {
-            Reason::Denied(denied) => {
-                Headers::DRAFT_11.annotate(denied.clone(), &mut response, true)
-            }
-            Reason::MissingKey(missing) => challenge(missing, &mut response),
-            Reason::Unavailable(_) => {}
-        }
+        reason.annotate(&mut response);
         response
     }
 

@@ -16,7 +16,7 @@ pub use self::grpc::{GrpcOr, GrpcReject};
 pub use self::http::HttpReject;
 pub use crate::gate::{OnError, OnMissingKey};
 
-use super::headers::{retry_after, write_quota};
+use super::headers::{Headers, retry_after, write_quota};
 use crate::error::StoreError;
 use crate::gate::MissingKey;
 use crate::limit::{Decision, RateLimited};
@@ -64,8 +64,41 @@ pub enum Reason<'a> {
 }
 
 impl<'a> Rejection<'a> {
-    pub(super) fn new(reason: Reason<'a>, request: &'a Parts) -> Self {
-        Self { reason, request }
+    /// Rejects a request that the layer has let through, for example in a handler whose
+    /// [`RequestCost::reserve`](crate::settle::RequestCost::reserve) was denied.
+    ///
+    /// ```
+    /// use axum::response::{IntoResponse, Response};
+    /// use http::request::Parts;
+    /// use tower_redis_ratelimit::reject::Rejection;
+    /// use tower_redis_ratelimit::settle::RequestCost;
+    ///
+    /// /// For the layer too: `.reject_with(rejected)`.
+    /// fn rejected(rejection: Rejection<'_>) -> Response {
+    ///     (rejection.status(), rejection.to_string()).into_response()
+    /// }
+    ///
+    /// async fn chat(cost: RequestCost, request: Parts) -> Result<String, Response> {
+    ///     let reserved = cost.reserve(500).await;
+    ///     reserved.map_err(|error| Rejection::new(&error, &request).response(&rejected))?;
+    ///     Ok("an answer".to_owned())
+    /// }
+    /// # let _: axum::Router = axum::Router::new().route("/", axum::routing::get(chat));
+    /// ```
+    pub fn new(reason: impl Into<Reason<'a>>, request: &'a Parts) -> Self {
+        Self {
+            reason: reason.into(),
+            request,
+        }
+    }
+
+    /// Creates the response of a handler: that of `reject`, for a denial with the decision as an extension,
+    /// `Retry-After` and the header fields of [`Headers::DRAFT_11`](crate::headers::Headers::DRAFT_11), to which an outer layer under the same policies
+    /// applies its setting of [`headers`](crate::RateLimitLayer::headers).
+    pub fn response<B>(self, reject: &impl Reject<B>) -> Response<B> {
+        let mut response = reject.reject(self);
+        self.reason.annotate(&mut response);
+        response
     }
 
     /// The reason for the rejection. A denial has the decision:
@@ -115,29 +148,40 @@ impl Reason<'_> {
         }
     }
 
+    /// Completes the response of a handler.
+    fn annotate<B>(self, response: &mut Response<B>) {
+        match self {
+            Reason::Denied(denied) => Headers::DRAFT_11.annotate(denied.clone(), response, true),
+            Reason::MissingKey(missing) => challenge(missing, response),
+            Reason::Unavailable(_) => {}
+        }
+    }
+
     /// Writes the sentence for the client. Avoids formatting macros, which would take longer than
     /// the decision: this must be fast during a flood of denials.
     fn write_to(&self, to: &mut impl fmt::Write) -> fmt::Result {
         match self {
             Reason::Denied(decision) => match decision.retry_after() {
                 Some(wait) => {
-                    to.write_str("The quota of ")?;
-                    write_quota(decision, to)?;
-                    let left = decision.remaining() > 0;
-                    to.write_str(if left {
-                        " cannot cover this request"
+                    if decision.policy().is_pause() {
+                        to.write_str("Calls are paused")?;
                     } else {
-                        " is used up"
-                    })?;
+                        to.write_str("The quota of ")?;
+                        write_quota(decision, to)?;
+                        let left = decision.remaining() > 0;
+                        to.write_str(if left {
+                            " cannot cover this request"
+                        } else {
+                            " is used up"
+                        })?;
+                    }
                     to.write_str(". Try again in ")?;
                     to.write_str(itoa::Buffer::new().format(retry_after(wait)))?;
                     to.write_str(" s.")
                 }
                 None => {
                     to.write_str("The request's cost exceeds the maximum burst of ")?;
-                    to.write_str(
-                        itoa::Buffer::new().format(decision.policy().whole().quota().capacity()),
-                    )?;
+                    to.write_str(itoa::Buffer::new().format(decision.capacity()))?;
                     to.write_str(".")
                 }
             },

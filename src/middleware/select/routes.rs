@@ -1,6 +1,7 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::Arc;
 
 use http::Method;
 use http::request::Parts;
@@ -10,6 +11,7 @@ use matchit::Router;
 use crate::error::ConfigError;
 use crate::gate::{PolicySelector, Selector};
 use crate::limit::{Key, Policies};
+use crate::observe::Observer;
 
 /// Policies by method and path, for one layer around a whole service.
 ///
@@ -46,9 +48,11 @@ use crate::limit::{Key, Policies};
 /// or without a trailing slash. So `/%6Cogin` and `/login/` are under the policy of `/login`, and no
 /// spelling avoids that limit behind a proxy, a file server or a handler of a catch-all route.
 ///
-/// The request is exempt only if the lenient path is exempt too. A path with a `..`, in any
-/// spelling, is never exempt by a pattern with parameters, since servers resolve it differently. So
-/// `/static/../login` is not exempt under an exempt `/static/{*path}`.
+/// The request is exempt only if the lenient path is exempt too, and if no other pattern limits that
+/// path with or without a trailing slash. A pattern such as `/{*path}` limits no path that a more
+/// specific pattern exempts. A path with a `..`, in any spelling, is never exempt by a pattern with
+/// parameters, since servers resolve it differently. So `/static/../login` is not exempt under an
+/// exempt `/static/{*path}`.
 ///
 /// If `/static/{*path}` has a limit instead, that limit applies to `/static/../login`, not the one
 /// of `/login`. Middleware that rewrites paths, such as tower-http's `NormalizePath`, must therefore
@@ -64,8 +68,10 @@ use crate::limit::{Key, Policies};
 ///
 /// To count each route separately under one policy, put the route into the key: see `MatchedRoute`.
 pub struct Routes {
-    all: Router<Selector>,
-    methods: HashMap<Method, Router<Selector>>,
+    /// Indexes of `routes`.
+    all: Router<usize>,
+    methods: HashMap<Method, Router<usize>>,
+    routes: Vec<Route>,
     default: Selector,
 }
 
@@ -76,6 +82,7 @@ impl Routes {
         Self {
             all: Router::new(),
             methods: HashMap::new(),
+            routes: vec![],
             default: Selector::new(default),
         }
     }
@@ -91,7 +98,8 @@ impl Routes {
         pattern: &str,
         policies: impl PolicySelector,
     ) -> Result<Self, ConfigError> {
-        insert(&mut self.all, pattern, policies)?;
+        insert(&mut self.all, pattern, self.routes.len())?;
+        self.routes.push(Route::new(pattern, policies));
         Ok(self)
     }
 
@@ -106,7 +114,9 @@ impl Routes {
         pattern: &str,
         policies: impl PolicySelector,
     ) -> Result<Self, ConfigError> {
-        insert(self.methods.entry(method).or_default(), pattern, policies)?;
+        let router = self.methods.entry(method).or_default();
+        insert(router, pattern, self.routes.len())?;
+        self.routes.push(Route::new(pattern, policies));
         Ok(self)
     }
 
@@ -126,12 +136,16 @@ impl Routes {
         self.route(pattern, None::<Policies>)
     }
 
-    fn of_method(&self, method: &Method, path: &str) -> Option<Found<'_>> {
+    fn at(&self, router: &Router<usize>, path: &str) -> Option<&Route> {
+        self.routes.get(*router.at(path).ok()?.value)
+    }
+
+    fn of_method(&self, method: &Method, path: &str) -> Option<&Route> {
         // Most routers have no patterns for single methods.
         if self.methods.is_empty() {
             return None;
         }
-        let find = |method| at(self.methods.get(method)?, path);
+        let find = |method| self.at(self.methods.get(method)?, path);
         find(method).or_else(|| match *method {
             // A `CONNECT` with a path is an extended one (RFC 8441).
             Method::HEAD | Method::CONNECT => find(&Method::GET),
@@ -139,35 +153,41 @@ impl Routes {
         })
     }
 
-    fn find(&self, method: &Method, path: &str) -> Option<Found<'_>> {
-        self.of_method(method, path).or_else(|| at(&self.all, path))
+    fn find(&self, method: &Method, path: &str) -> Option<&Route> {
+        self.of_method(method, path)
+            .or_else(|| self.at(&self.all, path))
     }
 }
 
-/// A pattern that matches.
-#[derive(Clone, Copy)]
-struct Found<'a> {
-    selector: &'a Selector,
-    /// Whether the pattern has no parameter, so that the path equals the pattern.
+/// A pattern and its policies.
+struct Route {
+    selector: Selector,
+    /// Whether the pattern has no parameter, so that a matching path equals the pattern.
     is_path: bool,
+    /// Whether the pattern ends with `/{*path}`. Then it matches a path with and without a slash at
+    /// the end.
+    is_catch_all: bool,
 }
 
-fn at<'a>(router: &'a Router<Selector>, path: &str) -> Option<Found<'a>> {
-    let found = router.at(path).ok()?;
-    Some(Found {
-        selector: found.value,
-        is_path: found.params.is_empty(),
-    })
+impl Route {
+    fn new(pattern: &str, policies: impl PolicySelector) -> Self {
+        Self {
+            selector: Selector::new(policies),
+            is_path: parameters(pattern) == 0,
+            is_catch_all: pattern.contains("/{*"),
+        }
+    }
 }
 
 /// Maximum number of parameters: with more, `matchit` panics.
 const MAX_PARAMETERS: usize = 25;
 
-fn insert(
-    router: &mut Router<Selector>,
-    pattern: &str,
-    policies: impl PolicySelector,
-) -> Result<(), ConfigError> {
+/// Counts the parameters of a pattern, in which `{{` is a literal brace.
+fn parameters(pattern: &str) -> usize {
+    pattern.replace("{{", "").matches('{').count()
+}
+
+fn insert(router: &mut Router<usize>, pattern: &str, route: usize) -> Result<(), ConfigError> {
     if !pattern.starts_with('/') {
         if let Some((method, path)) = pattern.split_once(" /") {
             let method = method.to_ascii_uppercase();
@@ -190,14 +210,14 @@ fn insert(
             "a segment begins with `:` or `*`, which is not a parameter",
         ));
     }
-    if pattern.replace("{{", "").matches('{').count() > MAX_PARAMETERS {
+    if parameters(pattern) > MAX_PARAMETERS {
         return Err(wrong(
             pattern,
             format_args!("it has more than {MAX_PARAMETERS} parameters"),
         ));
     }
     router
-        .insert(pattern, Selector::new(policies))
+        .insert(pattern, route)
         .map_err(|error| wrong(pattern, error))
 }
 
@@ -210,9 +230,9 @@ fn wrong(pattern: &str, problem: impl fmt::Display) -> ConfigError {
 impl PolicySelector for Routes {
     fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
         let find = |path: &str| self.find(&request.method, path);
-        let under = |found: Option<Found<'_>>| {
+        let under = |found: Option<&Route>| {
             found
-                .map_or(&self.default, |found| found.selector)
+                .map_or(&self.default, |found| &found.selector)
                 .find(request, key)
                 .map(Cow::into_owned)
         };
@@ -225,18 +245,37 @@ impl PolicySelector for Routes {
                     return policies;
                 }
                 // No pattern limits the raw path, but one may limit the lenient path.
-                let limit_of = |path: &str| under(Some(find(path)?));
-                let (policies, is_exempt) = match lenient(path) {
-                    Some(Lenient { path, climbs }) => (
-                        limit_of(&path).or_else(|| limit_of(&other_end(&path))),
-                        found.is_some() && find(&path).is_some() && !climbs,
-                    ),
-                    None => (limit_of(&other_end(path)), found.is_some()),
+                let (path, limit, is_exempt) = match lenient(path) {
+                    Some(Lenient { path, climbs }) => {
+                        let read = find(&path);
+                        let limit = read.and_then(|read| under(Some(read)));
+                        let is_exempt = found.is_some() && read.is_some() && !climbs;
+                        (Cow::Owned(path), limit, is_exempt)
+                    }
+                    None => (Cow::Borrowed(path), None, found.is_some()),
                 };
-                policies.or_else(|| under(None).filter(|_| !is_exempt))
+                let limit_at_other_end = || {
+                    let other = find(&other_end(&path))?;
+                    // A catch-all matches at both ends, and a more specific pattern exempts this one.
+                    if is_exempt && other.is_catch_all {
+                        None
+                    } else {
+                        under(Some(other))
+                    }
+                };
+                limit
+                    .or_else(limit_at_other_end)
+                    .or_else(|| under(None).filter(|_| !is_exempt))
             }
             // Several paths fit the template, and the pattern may match only some of them.
             Target::Template(template) => under(find(&template)).or_else(|| under(None)),
+        }
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        let selectors = self.routes.iter().map(|route| &route.selector);
+        for selector in selectors.chain([&self.default]) {
+            selector.observe(observer);
         }
     }
 }

@@ -175,6 +175,7 @@ impl<W> ThrottleLayer<W> {
     pub fn observer(mut self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);
         self.settings.wait_queues = self.settings.wait_queues.observed(&observer);
+        self.settings.policies.observe(&observer);
         self.settings.notifier = Notifier::new(observer);
         self
     }

@@ -54,8 +54,11 @@ use crate::store::Store;
 ///
 /// Permits granted before the pause stay valid: at most one per service, and one more per instance.
 /// After a pause, the other policies count as before. A [reset](crate::Limiter::reset) of the key
-/// ends the pause in all instances within a second. The policy counts up to 100,000 units of cost
-/// per second without denying any.
+/// ends the pause in all instances within a second.
+///
+/// Without a pause, the policy allows 2,147,483,648 units of cost in each `max`, and never a larger
+/// cost. A call of cost `c`, or its refund, changes a pause by at most `c / 2,147,483,648` of `max`.
+/// Header fields and messages for clients do not show this quota.
 ///
 /// Clones share the store.
 #[derive(Debug, Clone)]

@@ -438,9 +438,11 @@ fn seeds_replay_exactly() {
 /// Without these events the invariants would be trivial.
 #[test]
 fn blocks_are_spent_refunded_and_expire() {
-    for seed in 0..Strategy::ALL.len() as u64 {
+    for (first, strategy) in (0..).zip(Strategy::ALL) {
         let mut sum = Decided::default();
-        for seed in (seed..270).step_by(Strategy::ALL.len()) {
+        let is_enough = |sum: &Decided| sum.leased > 500 && sum.refunded > 30 && sum.expired > 250;
+        // Each strategy has every ninth seed; the rarest event needs about thirty of them.
+        for seed in (first..270).step_by(Strategy::ALL.len()) {
             let Decided {
                 leased,
                 single,
@@ -451,11 +453,10 @@ fn blocks_are_spent_refunded_and_expire() {
             sum.single += single;
             sum.refunded += refunded;
             sum.expired += expired;
+            if is_enough(&sum) {
+                break;
+            }
         }
-        let strategy = Strategy::ALL[seed as usize];
-        assert!(
-            sum.leased > 500 && sum.refunded > 30 && sum.expired > 250,
-            "{strategy:?}: {sum:?}"
-        );
+        assert!(is_enough(&sum), "{strategy:?}: {sum:?}");
     }
 }

@@ -4,10 +4,12 @@
 //! manager. [`set_tls`] checks the bytes of each file first, so that its errors name the file.
 
 #[cfg(feature = "tls")]
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::StoreConfig;
 use crate::error::ConfigError;
+#[cfg(feature = "tls")]
+use crate::error::redacted;
 use crate::store::RedisStoreBuilder;
 #[cfg(not(feature = "tls"))]
 use crate::store::redis::no_tls;
@@ -72,15 +74,22 @@ pub(in crate::store) fn set_tls(
 /// Prefixes an error with the paths of the files that caused it.
 #[cfg(feature = "tls")]
 fn in_files(paths: &[&PathBuf], error: &ConfigError) -> ConfigError {
-    let paths: Vec<_> = paths.iter().map(|path| format!("{path:?}")).collect();
+    let paths: Vec<_> = paths.iter().map(|path| shown(path)).collect();
     ConfigError::new(format!("{}: {error}", paths.join(" and ")))
 }
 
 #[cfg(feature = "tls")]
-fn read(setting: &'static str, path: &std::path::Path) -> Result<Vec<u8>, ConfigError> {
+fn read(setting: &'static str, path: &Path) -> Result<Vec<u8>, ConfigError> {
     std::fs::read(path).map_err(|error| {
+        let path = shown(path);
         ConfigError::new(format!(
-            "cannot read the file {path:?} of `{setting}` ({error}): use the path of a file that this process may read"
+            "cannot read the file {path} of `{setting}` ({error}): use the path of a file that this process may read"
         ))
     })
+}
+
+/// Formats a path, which may be a private key by mistake.
+#[cfg(feature = "tls")]
+fn shown(path: &Path) -> String {
+    format!("{:?}", redacted(&path.to_string_lossy()))
 }

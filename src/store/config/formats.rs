@@ -6,13 +6,13 @@ use serde::de::{Deserialize, Deserializer, Error, MapAccess, Visitor};
 
 use super::{ShareConfig, StoreConfig};
 use crate::error::ConfigError;
-use crate::limit::formats::{Setting, deserialize};
+use crate::limit::formats::{Redacted, Setting, deserialize};
 
 pub(super) use crate::limit::formats::{Field, write_duration};
 
 impl<'de> Deserialize<'de> for StoreConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_struct("StoreConfig", Self::NAMES, Table)
+        Redacted(deserializer).deserialize_any(Table)
     }
 }
 

@@ -21,7 +21,7 @@ pub use kind::{ShareConfig, StoreKind};
 
 use super::redis::wrong_url;
 use super::{Fallback, LocalStore, Servers};
-use crate::error::ConfigError;
+use crate::error::{ConfigError, redacted};
 use crate::observe::log_unset;
 
 /// Declares the settings, each with its documentation, type and default: all as fields of
@@ -51,13 +51,14 @@ macro_rules! settings {
             }
         }
 
-        /// Omits the password.
+        /// Omits the password, also in a setting that should not contain it.
         impl fmt::Debug for StoreConfig {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 let address = |url| format!("{:?}", Servers::from(url));
                 let shown = Self { url: self.url.as_ref().map(address), ..self.clone() };
+                let text = |field: &dyn fmt::Debug| redacted(&format!("{field:?}")).into_owned();
                 f.debug_struct("StoreConfig")
-                    $(.field(stringify!($name), &shown.$name))*
+                    $(.field(stringify!($name), &format_args!("{}", text(&shown.$name))))*
                     .finish()
             }
         }

@@ -279,6 +279,13 @@ fn debug_shows_the_address_and_no_password() {
         text.contains(r#"url: Some("unreadable")"#) && !text.contains("hunter2"),
         "{text}"
     );
+    let misplaced = StoreConfig {
+        client_key: Some("-----BEGIN PRIVATE KEY-----\nhunter2".into()),
+        prefix: URL.to_owned(),
+        ..other()
+    };
+    let text = format!("{misplaced:?}");
+    assert!(!text.contains("hunter2"), "{text}");
     let url = "redis+cluster://:hunter2@a:1,b:2".to_owned();
     let text = format!(
         "{:?}",

@@ -3,8 +3,10 @@
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
+use tower_redis_ratelimit::extract::ClientIp;
 use tower_redis_ratelimit::headers::Headers;
 use tower_redis_ratelimit::reject::{OnError, OnMissingKey};
+use tower_redis_ratelimit::select::Tiers;
 use tower_redis_ratelimit::store::StoreConfig;
 use tower_redis_ratelimit::{Policies, Policy, Strategy};
 
@@ -236,6 +238,44 @@ struct File {
     #[serde(default)]
     #[allow(dead_code, reason = "it is only read from files that are wrong")]
     policies: Option<Policies>,
+    #[serde(default)]
+    #[allow(dead_code, reason = "it is only read from files that are wrong")]
+    limits: Option<Tiers>,
+}
+
+/// A secret in the place of another setting, such as a URL that is not in a table.
+#[test]
+fn errors_show_no_secret() {
+    let policy = || json!({ "name": "api", "quota": "10/s" });
+    for secret in [
+        "redis://user:hunter2@host/",
+        "user:hunter2@host:6379",
+        "secret:hunter2",
+        "Secret: hunter2",
+        "-----BEGIN PRIVATE KEY-----\nhunter2",
+    ] {
+        for text in [
+            error::<StoreConfig>(&json!(secret)),
+            error::<StoreConfig>(&json!({ secret: "exempt" })),
+            error::<StoreConfig>(&json!({ "kind": secret })),
+            error::<StoreConfig>(&json!({ "share": secret })),
+            error::<Tiers>(&json!(secret)),
+            error::<Tiers>(&json!({ "default": policy(), secret: "exempt" })),
+            error::<Tiers>(&json!({ "default": policy(), "callers": secret })),
+            error::<Tiers>(&json!({ "default": policy(), "tiers": secret })),
+            error::<Tiers>(&json!({ "default": policy(), "callers": { "a": secret } })),
+            error::<Tiers>(
+                &json!({ "default": { "name": "api", "quota": "10/s", secret: "exempt" } }),
+            ),
+            error::<Policies>(&json!([secret])),
+            error::<ClientIp>(&json!({ secret: 1 })),
+            error::<ClientIp>(&json!({ "header": secret })),
+        ] {
+            assert!(!text.contains("hunter2"), "{text}");
+        }
+    }
+    let text = "invalid type: string \"redis:\u{2026}\", expected the settings of a store, such as `{ url = \"redis://127.0.0.1/\" }`";
+    assert_eq!(error::<StoreConfig>(&json!("redis://:hunter2@host/")), text);
 }
 
 /// For formats with line numbers, the error names the line. It shows no other line, such as that of
@@ -256,6 +296,7 @@ fn errors_name_the_line() {
             5,
             1,
         ),
+        ("[limits]\nsecret = 1\n".to_owned(), 2, 1),
     ] {
         let error = toml::from_str::<File>(&text).unwrap_err().to_string();
         assert!(

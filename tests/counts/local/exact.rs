@@ -155,8 +155,8 @@ async fn a_full_store_keeps_exhausted_callers() {
 /// number of new keys.
 #[tokio::test(start_paused = true)]
 async fn a_flood_of_new_keys_frees_nobody() {
-    // A tenth of the default capacity, and ten new keys per entry.
-    const KEYS: usize = LocalStore::DEFAULT_KEYS.get() / 10;
+    // A twentieth of the default capacity, and ten new keys per entry.
+    const KEYS: usize = LocalStore::DEFAULT_KEYS.get() / 20;
     let mut freed = vec![];
     // New keys that use a hundredth of their limit, and new keys that use it up.
     for (strategy, limit) in STRATEGIES

@@ -353,17 +353,20 @@ async fn the_documented_rights_to_announce_are_enough() {
         .await
         .unwrap();
 
-    let instances = store.announce().unwrap();
-    let failed = tokio::time::timeout(Duration::from_secs(20), failures.recv())
-        .await
-        .unwrap()
-        .unwrap();
-    assert_helpful(&failed, ErrorKind::Permission, to_announce);
-    drop(instances);
-
-    let _: String = server
-        .command(&format!("ACL SETUSER limiter {to_announce}"))
-        .await;
+    // Without `+pexpire`, an announced instance would stay for ever.
+    for granted in ["+zremrangebyscore +zadd +zcard", to_announce] {
+        let instances = store.announce().unwrap();
+        let failed = tokio::time::timeout(Duration::from_secs(20), failures.recv())
+            .await
+            .unwrap()
+            .unwrap();
+        assert_helpful(&failed, ErrorKind::Permission, to_announce);
+        assert_eq!(server.command::<u32>("ZCARD rl:instances").await, 0);
+        drop(instances);
+        let _: String = server
+            .command(&format!("ACL SETUSER limiter {granted}"))
+            .await;
+    }
     let _instances = store.announce().unwrap();
     until("it is announced", async || {
         server.command::<u32>("ZCARD rl:instances").await == 1

@@ -44,10 +44,10 @@ const NOT_NEEDED: [&str; 30] = [
 ];
 
 /// Commands that all strategies need, and commands that only logs need.
-const NEEDED: [&str; 7] = ["evalsha", "eval", "time", "mget", "set", "setrange", "del"];
-const OF_LOGS: [&str; 6] = ["lrange", "rpush", "lset", "ltrim", "lrem", "pexpireat"];
+pub(crate) const NEEDED: [&str; 7] = ["evalsha", "eval", "time", "mget", "set", "setrange", "del"];
+pub(crate) const OF_LOGS: [&str; 6] = ["lrange", "rpush", "lset", "ltrim", "lrem", "pexpireat"];
 /// Commands of requests in flight.
-const OF_SLOTS: [&str; 7] = [
+pub(crate) const OF_SLOTS: [&str; 7] = [
     "zrange",
     "zremrangebyscore",
     "zcard",
@@ -66,7 +66,8 @@ fn without(commands: &[&str]) -> RedisServer {
     RedisServer::start_with(&args)
 }
 
-fn store(url: String) -> RedisStore {
+/// A store that waits for a busy machine.
+pub(crate) fn store(url: String) -> RedisStore {
     RedisStore::builder(url)
         .timeout(Duration::from_secs(20))
         .connect_lazy()

@@ -98,7 +98,7 @@ struct Scene {
     masters: Vec<usize>,
     /// The master that the fault affects.
     victim: usize,
-    /// Of the victim.
+    /// The connection to the victim.
     admin: Admin,
 }
 

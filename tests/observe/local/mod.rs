@@ -11,13 +11,14 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::FutureExt;
+use http::Method;
 use tokio::time::advance;
 use tower::limit::ConcurrencyLimit;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::extract::{Global, PeerIp};
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::reject::OnMissingKey;
-use tower_redis_ratelimit::select::{Live, PolicySelector, Tier, Tiers};
+use tower_redis_ratelimit::select::{Live, PolicySelector, Routes, Tier, Tiers};
 use tower_redis_ratelimit::settle::Settlement;
 use tower_redis_ratelimit::store::RedisStoreBuilder;
 use tower_redis_ratelimit::{
@@ -179,6 +180,38 @@ async fn one_call_attaches_an_observer_everywhere() {
     assert_eq!(seen[..2], ["sends", "alice failed: Unreachable"]);
     assert!(seen[2].starts_with("alice api allowed Local"), "{seen:?}");
     assert_eq!(seen.iter().filter(|note| *note == "degraded").count(), 1);
+}
+
+/// Whichever of the selector and the observer is set first.
+#[test]
+fn an_observer_reaches_every_selector() {
+    #[derive(Clone, Default)]
+    struct Watched(Arc<AtomicBool>);
+
+    impl<R> PolicySelector<R> for Watched {
+        fn policies(&self, _: &R, _: Option<&Key>) -> Option<Policies> {
+            None
+        }
+
+        fn observe(&self, _: &Arc<dyn Observer>) {
+            self.0.store(true, Relaxed);
+        }
+    }
+
+    let watched = [(); 7].map(|()| Watched::default());
+    let [alone, default, route, method, before, after, throttle] = watched.clone();
+    let routes = Routes::new(default).route("/a", route).unwrap();
+    let routes = routes.method(Method::GET, "/b", method).unwrap();
+    let layer = |selector: Routes| RateLimitLayer::new(LocalStore::default(), Global, selector);
+    let _ = (
+        layer(routes).observer(Notes::default()),
+        layer(Routes::new(alone))
+            .shadow(before)
+            .observer(Notes::default())
+            .shadow(after),
+        ThrottleLayer::new(LocalStore::default(), Key::GLOBAL, throttle).observer(Notes::default()),
+    );
+    assert_eq!(watched.map(|watched| watched.0.load(Relaxed)), [true; 7]);
 }
 
 #[tokio::test]

@@ -337,6 +337,55 @@ async fn a_slash_at_the_end_exempts_nothing() {
     assert_under(&both(routes, router), &expected).await;
 }
 
+/// A catch-all pattern matches a path with and without a slash at the end, so it must not limit a path that a more
+/// specific pattern exempts. Any other pattern for the other spelling does.
+#[tokio::test]
+async fn a_catch_all_limits_no_exempt_path() {
+    let named = |name| gcra(name, "9999/h");
+    let router = || Router::new().route("/{*path}", any(ok));
+    let limited = || {
+        Routes::new(named("default"))
+            .exempt("/health/{probe}")?
+            .exempt("/users/{id}/avatar/")?
+            .exempt("/posts/{id}")?
+            .route("/posts/{id}/", named("post"))?
+            .route("/{*path}", named("all"))
+    };
+    let expected = [
+        ("/health/live", "none"),
+        ("/health/%6cive", "none"),
+        ("/users/7/avatar/", "none"),
+        ("/health/live/", "all"),
+        ("/users/7/avatar", "all"),
+        ("/health/..%2flive", "all"),
+        ("/health/..%2fhealth%2flive", "all"),
+        ("/health/a/../live", "all"),
+        ("//health/live", "all"),
+        ("/posts/7", "post"),
+        ("/posts/%37", "post"),
+        ("/posts/7/", "post"),
+    ];
+    assert_under(&both(|| limited().unwrap(), router), &expected).await;
+    let exempt = || {
+        Routes::new(named("default"))
+            .exempt("/{*path}")?
+            .route("/users/{id}", named("user"))?
+            .route("/users/{id}/posts", named("posts"))
+    };
+    let expected = [
+        ("/users", "none"),
+        ("/users/7/avatar", "none"),
+        ("/users/7", "user"),
+        ("/users/7/", "user"),
+        ("/users//7", "user"),
+        ("/users/a/../7/", "user"),
+        ("/users/7/posts", "posts"),
+        ("/users/7/posts/", "posts"),
+        ("/users/%37/posts/", "posts"),
+    ];
+    assert_under(&both(|| exempt().unwrap(), router), &expected).await;
+}
+
 /// A path of 60 KB with the maximum number of nested escapes.
 #[tokio::test]
 async fn long_paths_take_linear_time() {
@@ -590,12 +639,18 @@ fn some(random: &mut fastrand::Rng) -> Vec<&'static str> {
 }
 
 fn named(patterns: &[&str]) -> Result<Routes, ConfigError> {
+    exempting(patterns, &[])
+}
+
+/// The patterns with these numbers have no limit.
+fn exempting(patterns: &[&str], exempt: &[usize]) -> Result<Routes, ConfigError> {
     let routes = Routes::new(gcra("default", "9999/h"));
     patterns
         .iter()
         .enumerate()
         .try_fold(routes, |routes, (number, pattern)| {
-            routes.route(pattern, gcra(&format!("p{number}"), "9999/h"))
+            let policy = gcra(&format!("p{number}"), "9999/h");
+            routes.route(pattern, (!exempt.contains(&number)).then_some(policy))
         })
 }
 
@@ -620,11 +675,11 @@ fn plain(path: &str) -> [String; 2] {
 }
 
 /// A path is under the pattern that axum would match if the patterns were its routes,
-/// independently of axum's own routes. If there is none, the plain path counts.
+/// independently of axum's own routes. Without such a pattern, the plain path counts.
 #[tokio::test]
 async fn patterns_are_matched_as_axum_would() {
     let mut random = fastrand::Rng::with_seed(19);
-    for round in 0..400 {
+    for round in 0..150 {
         let (patterns, templates) = (some(&mut random), some(&mut random));
         let would = patterns
             .iter()
@@ -670,4 +725,83 @@ async fn patterns_are_matched_as_axum_would() {
             }
         }
     }
+}
+
+/// The number of the pattern that axum matches, if the patterns are its routes.
+fn matched(patterns: &[(usize, &str)]) -> impl AsyncFn(&str) -> Option<usize> {
+    let router = patterns
+        .iter()
+        .fold(Router::new(), |router, (number, pattern)| {
+            let number = number.to_string();
+            router.route(pattern, any(async move || number))
+        });
+    let router = router.fallback(async || "");
+    async move |path| {
+        let request = Request::builder().uri(path).body(Body::empty()).unwrap();
+        text(send(&router, request).await).await.parse().ok()
+    }
+}
+
+/// A path is exempt only if its pattern and that of the plain path are, and if no pattern limits the plain path with the
+/// other end. A pattern that matches both ends has given way to a more specific one at this end.
+#[tokio::test]
+async fn no_spelling_of_a_limited_path_is_exempt() {
+    let mut random = fastrand::Rng::with_seed(23);
+    let mut seen = [0; 3];
+    for round in 0..400 {
+        let patterns = some(&mut random);
+        let exempt: Vec<usize> = (0..patterns.len()).filter(|_| random.bool()).collect();
+        let numbered: Vec<_> = patterns.iter().copied().enumerate().collect();
+        let find = matched(&numbered);
+        let is_limit = |number: &usize| !exempt.contains(number);
+        let around = Layer::layer(
+            &layer(exempting(&patterns, &exempt).unwrap()),
+            Router::new().fallback(ok),
+        );
+        let app = Router::new().fallback_service(around);
+        for _ in 0..40 {
+            let mut path: String = (0..random.usize(1..5))
+                .map(|_| format!("/{}", random.choice(SEGMENTS).unwrap()))
+                .collect();
+            if random.bool() {
+                path.push('/');
+            }
+            if path.parse::<Uri>().is_err() {
+                continue;
+            }
+            let [here, other] = plain(&path);
+            let (raw, read, at_other) = (find(&path).await, find(&here).await, find(&other).await);
+            let is_literal =
+                raw.is_some_and(|number| !patterns[number].replace("{{", "").contains('{'));
+            let climbs = path.split('/').any(|segment| segment == "..");
+            let is_exempt = raw.is_some() && read.is_some() && !climbs;
+            let is_overridden = match at_other {
+                Some(number) if is_exempt => {
+                    matched(&numbered[number..=number])(&here).await.is_some()
+                }
+                _ => false,
+            };
+            let limit = raw
+                .filter(is_limit)
+                .or(read.filter(is_limit).filter(|_| !is_literal))
+                .or(at_other
+                    .filter(is_limit)
+                    .filter(|_| !is_literal && !is_overridden));
+            let expected = match limit {
+                Some(number) => format!("p{number}"),
+                None if is_literal || is_exempt => "none".to_owned(),
+                None => "default".to_owned(),
+            };
+            seen[["none", "default"]
+                .iter()
+                .position(|name| *name == expected)
+                .unwrap_or(2)] += 1;
+            let name = under(&app, Method::GET, &path).await;
+            assert_eq!(
+                name, expected,
+                "{round}: {path}, {patterns:?}, of which {exempt:?} are exempt"
+            );
+        }
+    }
+    assert!(seen.iter().all(|count| *count > 500), "{seen:?}");
 }

@@ -1,5 +1,6 @@
 //! Results of a decision: header fields for the client, extensions for the code around the layer.
 
+use std::num::NonZeroU32;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures_util::FutureExt;
@@ -10,8 +11,11 @@ use tower_redis_ratelimit::check::{Decision, Outcome, Source};
 use tower_redis_ratelimit::extract::{Global, HeaderKey};
 use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
 use tower_redis_ratelimit::reject::{OnError, OnMissingKey, Rejection};
+use tower_redis_ratelimit::store::{ErrorKind, MockStore, Share, StoreError};
 use tower_redis_ratelimit::strategy::Align;
-use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policies, Policy, RateLimitLayer, Strategy};
+use tower_redis_ratelimit::{
+    Fallback, Key, Limiter, LocalStore, Policies, Policy, RateLimitLayer, Strategy,
+};
 
 use crate::mocks::*;
 
@@ -200,6 +204,39 @@ async fn legacy_headers_have_limit_remaining_and_reset() {
         advance(Duration::from_millis(1)).await;
         let response = send(&service, request("alice")).await;
         assert_eq!(legacy(&response, prefix)[2], Some("90"), "rounded up");
+    }
+}
+
+/// In an outage an instance grants its share. Clients see the policy's quota, and the rest of the share.
+#[tokio::test(start_paused = true)]
+async fn an_outage_keeps_the_quota_in_the_fields() {
+    for strategy in [Strategy::Gcra, Strategy::FixedWindow(Align::FirstHit)] {
+        let redis = MockStore::new();
+        redis.fail(StoreError::new(ErrorKind::Unreachable));
+        let share = Share::Fixed(NonZeroU32::new(4).unwrap());
+        let store = Fallback::new(redis, LocalStore::default()).share(share);
+        let policy = Policy::new("api", strategy, "100/m".parse().unwrap()).unwrap();
+        let layer = RateLimitLayer::new(store, Global, policy)
+            .headers(Headers::DRAFT_11.and(LegacyHeaders::XSeconds))
+            .decision_in_response();
+        let service = limited(layer);
+        for left in (0..25).rev() {
+            let response = send(&service, request("alice")).await;
+            let state = format!("\"api\";r={left};t=");
+            let (limit, policy) = both(&response);
+            assert!(limit.unwrap().starts_with(&state), "{limit:?}");
+            assert_eq!(policy, Some("\"api\";q=100;w=60"));
+            let [limit, remaining, _] = legacy(&response, "x-ratelimit");
+            assert_eq!((limit, remaining), (Some("100"), Some(&*left.to_string())));
+            assert_eq!(decision(&response).unwrap().capacity(), 100);
+        }
+        let denied = send(&service, request("alice")).await;
+        assert_eq!(legacy(&denied, "x-ratelimit")[0], Some("100"));
+        let detail = json(denied).await["detail"].to_string();
+        assert!(
+            detail.contains("The quota of 100 per minute is used up."),
+            "{detail}"
+        );
     }
 }
 

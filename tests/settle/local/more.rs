@@ -147,6 +147,81 @@ async fn a_denied_handler_responds_like_the_layer() {
     assert!(!decision(&denied).unwrap().is_allowed());
 }
 
+/// A handler rejects by the layer's own `Reject`.
+#[cfg(feature = "axum")]
+#[tokio::test]
+async fn a_denied_handler_may_respond_by_the_layers_reject() {
+    use axum::response::{IntoResponse, Response};
+    use axum::{Router, routing::get};
+    use http::request::Parts;
+    use http_body_util::BodyExt;
+    use tower_redis_ratelimit::headers::Headers;
+    use tower_redis_ratelimit::reject::Rejection;
+
+    fn rejected(rejection: Rejection<'_>) -> Response {
+        (rejection.status(), format!("no: {rejection}")).into_response()
+    }
+    async fn much(charge: RequestCost, request: Parts) -> Result<(), Response> {
+        let reserved = charge.reserve(991).await;
+        reserved.map_err(|error| Rejection::new(&error, &request).response(&rejected))
+    }
+    let counted = Count::new();
+    let layer = counted.layer().until_body_end();
+    for (headers, fields) in [(Headers::DRAFT_11, 1), (Headers::NONE, 0)] {
+        let layer = layer.clone().headers(headers).reject_with(rejected);
+        let app: Router = Router::new().route("/books", get(much)).layer(layer);
+        let denied = send(&app, anonymous()).await;
+        assert_eq!(denied.status(), 429);
+        let sent = denied.headers().get_all("ratelimit").iter().count();
+        assert_eq!(sent, fields);
+        assert!(denied.headers().contains_key("retry-after"));
+        let body = denied.into_body().collect().await.unwrap().to_bytes();
+        assert!(body.starts_with(b"no: The quota of"), "{body:?}");
+    }
+}
+
+/// The fields of another layer are kept.
+#[cfg(feature = "axum")]
+#[tokio::test]
+async fn a_denied_handler_follows_the_layers_headers() {
+    use axum::{Router, routing::get};
+    use http::HeaderValue;
+    use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
+
+    async fn much(charge: RequestCost) -> Result<(), ReserveError> {
+        charge.reserve(991).await
+    }
+    let old = Headers::NONE.and(LegacyHeaders::XSeconds);
+    let both = Headers::DRAFT_11.and(LegacyHeaders::XSeconds);
+    for (headers, draft, legacy) in [
+        (Headers::DRAFT_11, 2, None),
+        (Headers::NONE, 1, None),
+        (old, 1, Some("990")),
+        (both, 2, Some("990")),
+    ] {
+        let [counted, other] = [(); 2].map(|()| Count::new());
+        let other = RateLimitLayer::new(other.store, Global, quota("other", "9/d"));
+        let app: Router = Router::new()
+            .route("/books", get(much))
+            .layer(other)
+            .layer(counted.layer().headers(headers).until_body_end());
+        let denied = send(&app, anonymous()).await;
+        assert_eq!(denied.status(), 429);
+        for name in ["ratelimit", "ratelimit-policy"] {
+            let fields: Vec<_> = denied.headers().get_all(name).iter().collect();
+            let is_other = |field: &&HeaderValue| field.to_str().unwrap().contains("other");
+            assert_eq!(fields.len(), draft, "{headers:?}");
+            assert!(fields.iter().any(is_other), "{headers:?}");
+        }
+        assert_eq!(
+            field(&denied, "x-ratelimit-remaining"),
+            legacy,
+            "{headers:?}"
+        );
+        assert!(!decision(&denied).unwrap().is_allowed());
+    }
+}
+
 #[tokio::test]
 async fn uncounted_requests_and_dry_runs_reserve_nothing() {
     let counted = Count::new();

@@ -300,7 +300,7 @@ async fn outer_denials_have_a_body_too() {
     assert_eq!(send(&service, request("alice")).await.status(), 200);
     let denied = send(&service, request("alice")).await;
     assert_eq!(denied.status(), 429);
-    assert!(text(denied).await.contains("1000/d"));
+    assert!(text(denied).await.contains("1000 per day"));
     assert_eq!([inner.charged(), outer.charged()], [3, 600]);
 }
 

@@ -15,6 +15,7 @@ use tower_redis_ratelimit::check::{Check, Decision};
 use tower_redis_ratelimit::extract::{KeyExtractor, key_fn};
 use tower_redis_ratelimit::reject::OnError;
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
+use tower_redis_ratelimit::strategy::Align;
 use tower_redis_ratelimit::wait::Wait;
 use tower_redis_ratelimit::{Key, LocalStore, Policies, RateLimitLayer, Strategy};
 
@@ -412,4 +413,54 @@ async fn only_unexpired_charges_are_refunded() {
     tokio::time::sleep(Duration::from_millis(1)).await;
     let peek = store.check(Check::peek(key, &policies, 0)).await.unwrap();
     assert_eq!(peek.remaining(), 7, "as if only 4 had been taken");
+}
+
+/// A request with an id is charged once, whether it waits or not, and whether others wait.
+#[tokio::test(start_paused = true)]
+async fn a_repeated_id_neither_waits_nor_is_charged() {
+    for strategy in [Strategy::Gcra, Strategy::FixedWindow(Align::FirstHit)] {
+        let store = LocalStore::default();
+        let policies = policy(strategy, "1/s");
+        let layer = RateLimitLayer::new(store, by_path(), policies)
+            .wait(Duration::from_secs(10))
+            .id(|request| request.headers.get("id").map(Key::new));
+        let service = layer.layer(service_fn(ok));
+        let start = Instant::now();
+        let send = |id: &'static str| {
+            let mut request = get("/a");
+            if !id.is_empty() {
+                request.headers_mut().insert("id", id.parse().unwrap());
+            }
+            let service = service.clone();
+            tokio::spawn(async move {
+                let response = service.oneshot(request).await.unwrap();
+                (
+                    response.status().as_u16(),
+                    start.elapsed().as_millis() / 900,
+                )
+            })
+        };
+        let passes_at = async |sent: tokio::task::JoinHandle<_>| {
+            let (status, second) = sent.await.unwrap();
+            assert_eq!(status, 200, "{strategy:?}");
+            second
+        };
+        for _ in 0..2 {
+            assert_eq!(passes_at(send("one")).await, 0, "{strategy:?}");
+        }
+        assert_eq!(passes_at(send("two")).await, 1, "{strategy:?}: it waits");
+        let waits = send("");
+        tokio::task::yield_now().await;
+        // While others wait, a new id waits behind them.
+        let new = send("three");
+        assert_eq!(passes_at(send("two")).await, 1, "{strategy:?}: it is known");
+        assert_eq!(passes_at(waits).await, 2, "{strategy:?}");
+        assert_eq!(passes_at(new).await, 3, "{strategy:?}");
+        assert_eq!(passes_at(send("three")).await, 3, "{strategy:?}");
+        assert_eq!(
+            passes_at(send("")).await,
+            4,
+            "{strategy:?}: nothing else was charged"
+        );
+    }
 }

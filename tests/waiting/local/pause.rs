@@ -11,12 +11,17 @@ use tokio::time::{Instant, sleep};
 use tower::buffer::Buffer;
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Check, RateLimited};
+use tower_redis_ratelimit::extract::Global;
+use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
 use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::settle::ReserveError;
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Share, Store, StoreError};
 use tower_redis_ratelimit::throttle::{Pause, retry_after};
 use tower_redis_ratelimit::{
-    Fallback, Key, Limiter, LocalStore, Policies, Policy, Strategy, ThrottleLayer,
+    Fallback, Key, Limiter, LocalStore, Policies, Policy, RateLimitLayer, Strategy, ThrottleLayer,
 };
+
+use crate::mocks::{anonymous, field, gcra, json, limited, send};
 
 const KEY: Key = Key::GLOBAL;
 const SECOND: Duration = Duration::from_secs(1);
@@ -231,6 +236,72 @@ async fn a_429_pauses_all_instances() {
     let took = start.elapsed();
     assert!((30 * SECOND..31 * SECOND).contains(&took), "{took:?}");
     two.ready().await.unwrap().call("").await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_a_pause_large_costs_pass() {
+    for max in [
+        SECOND,
+        1_500 * Duration::from_nanos(1_000_001),
+        5 * 3_600 * SECOND,
+    ] {
+        let store = LocalStore::default();
+        let pause = Pause::new(store.clone(), "pause", max).unwrap();
+        let limiter = Limiter::new(store, pause.policy());
+        for cost in [1, 2_000_000_000, 100_000_000] {
+            let decision = limiter.take(KEY, cost).await.unwrap();
+            assert!(decision.is_allowed(), "{cost} of {max:?}");
+        }
+    }
+}
+
+/// A pause limits no rate, so clients see neither its quota nor what is left of it.
+#[tokio::test(start_paused = true)]
+async fn clients_see_no_quota_of_a_pause() {
+    for list in [true, false] {
+        let store = LocalStore::default();
+        let pause = Pause::new(store.clone(), "block", 60 * SECOND).unwrap();
+        let rate = gcra("api", "9/h");
+        let policies = match list {
+            true => Policies::new([pause.policy(), rate]).unwrap(),
+            false => pause.policy().into(),
+        };
+        let legacy = Headers::DRAFT_11.and(LegacyHeaders::XSeconds);
+        let limiter = Limiter::new(store.clone(), policies.clone());
+        let service = limited(RateLimitLayer::new(store, Global, policies).headers(legacy));
+        let allowed = send(&service, anonymous()).await;
+        pause
+            .begin(KEY, Duration::from_millis(29_500))
+            .await
+            .unwrap();
+        let denied = send(&service, anonymous()).await;
+        let policy = list.then_some("\"api\";q=9;w=3600");
+        let of = |response| {
+            (
+                field(response, "ratelimit-policy"),
+                field(response, "ratelimit"),
+            )
+        };
+        assert_eq!(of(&allowed), (policy, list.then_some("\"api\";r=8;t=3200")));
+        assert_eq!(of(&denied), (policy, list.then_some("\"api\";r=8;t=3200")));
+        let limit = |response| field(response, "x-ratelimit-limit");
+        assert_eq!(
+            (limit(&allowed), limit(&denied)),
+            (list.then_some("9"), None)
+        );
+        assert_eq!(field(&denied, "retry-after"), Some("30"));
+        let Err(ReserveError::Denied(error)) = limiter.reserve(KEY, 1).await else {
+            panic!("a denial")
+        };
+        let error = error.to_string();
+        assert!(
+            error.starts_with("calls are paused (block); try again in 29.5"),
+            "{error}"
+        );
+        let problem = json(denied).await;
+        assert_eq!(problem["detail"], "Calls are paused. Try again in 30 s.");
+        assert_eq!(problem["violated-policies"], serde_json::json!(["block"]));
+    }
 }
 
 /// An instance's share applies to the rate, not to the duration of a pause.

@@ -7,8 +7,8 @@ use serde::ser::{Serialize, Serializer};
 
 use super::trust::{Trust, Trusted};
 use super::{ClientIp, Forwarding};
-use crate::error::ConfigError;
-use crate::limit::formats::{Field, List, Setting, deserialize, text};
+use crate::error::{ConfigError, redacted};
+use crate::limit::formats::{Field, List, Redacted, Setting, deserialize, text};
 
 const PEER: &str = "peer";
 
@@ -57,7 +57,7 @@ impl Setting for ClientIp {
             trust,
             hops,
             ipv6_prefix,
-        } = Table::deserialize(table)?;
+        } = Table::deserialize(Redacted(table))?;
         let client = match (header, trust, hops) {
             (None, None, None) => Ok(Self::peer()),
             (Some(header), Some(List(trusted)), None) => Self::header(&header)
@@ -67,7 +67,8 @@ impl Setting for ClientIp {
                 .hops(hops.get())
                 .map_err(D::Error::custom),
             (Some(header), None, None) => Err(D::Error::custom(format_args!(
-                "no proxy is trusted to write {header:?}: set `trust = [\"private\"]` or `hops = 1`"
+                "no proxy is trusted to write {:?}: set `trust = [\"private\"]` or `hops = 1`",
+                redacted(&header)
             ))),
             (Some(_), Some(_), Some(_)) => Err(D::Error::custom(
                 "`trust` and `hops` are both set: remove one",

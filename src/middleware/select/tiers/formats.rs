@@ -5,12 +5,12 @@ use std::collections::hash_map::{Entry, HashMap};
 use std::fmt;
 use std::hash::Hash;
 
-use serde::de::{Deserialize, Deserializer, Error, MapAccess, Visitor};
+use serde::de::{Deserialize, Deserializer, Error, MapAccess, Unexpected, Visitor};
 use serde::ser::{Serialize, Serializer};
 
 use super::{Plans, Tiers};
 use crate::error::ConfigError;
-use crate::limit::formats::{Field, Setting};
+use crate::limit::formats::{Field, Redacted, Setting};
 use crate::limit::{Key, Policies};
 
 /// `None` means exempt.
@@ -28,14 +28,14 @@ struct Table {
 }
 
 fn tiers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Choices<String>, D::Error> {
-    deserializer.deserialize_map(Once {
+    deserializer.deserialize_any(Once {
         what: "tier",
         shown: String::as_str,
     })
 }
 
 fn callers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Choices<Key>, D::Error> {
-    deserializer.deserialize_map(Once {
+    deserializer.deserialize_any(Once {
         what: "caller",
         shown: Key::reveal,
     })
@@ -47,7 +47,7 @@ impl<'de> Deserialize<'de> for Tiers {
             default,
             tiers,
             callers,
-        } = Table::deserialize(deserializer)?;
+        } = Table::deserialize(Redacted(deserializer))?;
         let named = tiers
             .into_iter()
             .map(|(name, policies)| (name.into(), policies))
@@ -132,6 +132,11 @@ impl<'de, N: Setting + Eq + Hash> Visitor<'de> for Once<N> {
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "a table of {}s", self.what)
+    }
+
+    /// The text may be a caller's key.
+    fn visit_str<E: Error>(self, _: &str) -> Result<Self::Value, E> {
+        Err(E::invalid_type(Unexpected::Other("text"), &self))
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {

@@ -2,9 +2,10 @@
 //!
 //! Under every strategy a denied caller stays denied until its `retry_after`, unless a refund or a reset frees
 //! capacity. Until then, and for [`MAX_AGE`] at most, a denial answers every check of its cost or more under the same
-//! policies. [`MAX_AGE`] bounds how long a refund or reset by another instance goes unseen; this instance's own ones
-//! drop the caller's denials immediately. The cache keeps one denial per caller and list of policies. Checks with an id
-//! are never answered from it: the id may have been granted before.
+//! policies, a larger cost [with a longer wait](crate::limit::Verdict::wait_of_larger). [`MAX_AGE`] bounds how long a
+//! refund or reset by another instance goes unseen; this instance's own ones drop the caller's denials immediately. The
+//! cache keeps one denial per caller and list of policies. Checks with an id are never answered from it: the id may have
+//! been granted before.
 
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering::Relaxed};
 use std::sync::{PoisonError, RwLock};
@@ -12,7 +13,7 @@ use std::sync::{PoisonError, RwLock};
 use smallvec::{SmallVec, smallvec};
 use tokio::time::Instant;
 
-use crate::limit::{Check, Key, Mode, Policies, Policy, Verdict, Verdicts};
+use crate::limit::{Check, Key, Mode, Policies, Policy, Verdicts};
 use crate::store::bounded_map::{self, BoundedMap, Hold, Ranked};
 use crate::store::shards::{Digest, Shards};
 use crate::util::Clock;
@@ -245,9 +246,7 @@ impl Denial {
         let mut verdicts = self.verdicts.later(now - self.sent);
         if needs > self.needs {
             for (verdict, policy) in verdicts.each.iter_mut().zip(&self.policies) {
-                if policy.never_fits(needs) {
-                    verdict.wait = Verdict::NEVER;
-                }
+                verdict.wait = verdict.wait_of_larger(policy, needs);
             }
         }
         verdicts
@@ -257,7 +256,7 @@ impl Denial {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limit::Strategy;
+    use crate::limit::{Strategy, Verdict};
     use crate::util::instant;
 
     const HOUR: i64 = 3_600_000_000;

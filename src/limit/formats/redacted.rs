@@ -1,0 +1,69 @@
+//! Tables whose errors show no secret.
+
+use std::fmt;
+
+use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, Visitor};
+use serde::forward_to_deserialize_any;
+
+use crate::error::redacted;
+
+/// Reads a table, or one of its names. serde's errors quote unknown names, and a text where a table is
+/// expected. Both may be misplaced secrets, such as a URL or a caller.
+pub(crate) struct Redacted<T>(pub(crate) T);
+
+impl<'de, D: Deserializer<'de>> Deserializer<'de> for Redacted<D> {
+    type Error = D::Error;
+
+    /// Also for a struct: the error for another type is then the visitor's, not the format's.
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
+        self.0.deserialize_any(Redacted(visitor))
+    }
+
+    fn deserialize_identifier<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
+        self.0.deserialize_identifier(Redacted(visitor))
+    }
+
+    forward_to_deserialize_any! {
+        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf option unit
+        unit_struct newtype_struct seq tuple tuple_struct map struct enum ignored_any
+    }
+}
+
+impl<'de, V: Visitor<'de>> Visitor<'de> for Redacted<V> {
+    type Value = V::Value;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.expecting(f)
+    }
+
+    fn visit_str<E: Error>(self, text: &str) -> Result<V::Value, E> {
+        self.0.visit_str(&redacted(text))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, table: A) -> Result<V::Value, A::Error> {
+        self.0.visit_map(Redacted(table))
+    }
+}
+
+impl<'de, A: MapAccess<'de>> MapAccess<'de> for Redacted<A> {
+    type Error = A::Error;
+
+    fn next_key_seed<K: DeserializeSeed<'de>>(
+        &mut self,
+        seed: K,
+    ) -> Result<Option<K::Value>, A::Error> {
+        self.0.next_key_seed(Redacted(seed))
+    }
+
+    fn next_value_seed<K: DeserializeSeed<'de>>(&mut self, seed: K) -> Result<K::Value, A::Error> {
+        self.0.next_value_seed(seed)
+    }
+}
+
+impl<'de, K: DeserializeSeed<'de>> DeserializeSeed<'de> for Redacted<K> {
+    type Value = K::Value;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<K::Value, D::Error> {
+        self.0.deserialize(Redacted(deserializer))
+    }
+}
