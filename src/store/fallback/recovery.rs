@@ -262,7 +262,7 @@ impl<P: Store, F: Store> Partition<P, F> {
                 answer if is_reply(&answer) => checks -= 1,
                 Err(error)
                     if error.kind() == ErrorKind::QueueFull
-                        && since.elapsed() < self.settings.deadline =>
+                        && since.elapsed() / 2 < self.settings.deadline =>
                 {
                     sleep(FULL).await;
                 }
