@@ -202,7 +202,7 @@ if not only_runs then
 
   -- Decides one check on the current states, and appends the answers. Returns the largest grant of a policy.
   local function decide_once(plan)
-    local most, highest = math.huge, 0
+    local most, least, highest, from = math.huge, math.huge, 0, replied
     for i = 1, #plan do
       most = min(most, preview(plan, i))
     end
@@ -216,9 +216,14 @@ if not only_runs then
       end
       local granted = decide(plan, i, most)
       totals[i], highest = totals[i] + granted, max(highest, granted)
+      least = policy.in_flight and least or min(least, granted)
       reply[replied + 1], reply[replied + 2] = granted, max(0, rooms[i])
       reply[replied + 3], reply[replied + 4] = wait, resets[i]
       replied = replied + 4
+    end
+    -- Each policy cuts a charge separately. A refund must not exceed what one has charged.
+    for place = from + 1, plan.mode == CHARGE and plan.has_rate and replied or 0, 4 do
+      reply[place] = least
     end
     return highest
   end

@@ -15,10 +15,16 @@ impl Answered {
         verdicts.granted > 0 || check.mode() == Mode::Charge
     }
 
+    /// A repetition passes, also of a charge that a full debt has cut to nothing.
     pub(crate) fn new(check: &Check, verdicts: &Verdicts) -> Self {
+        let mut verdicts = verdicts.clone();
+        verdicts
+            .each
+            .iter_mut()
+            .for_each(|verdict| verdict.wait = 0);
         Self {
             period: check.policies().longest_period(),
-            verdicts: verdicts.clone(),
+            verdicts,
         }
     }
 

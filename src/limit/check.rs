@@ -117,8 +117,9 @@ impl Check {
 
     /// Charges `cost` even beyond the limit, for a cost that is known only afterwards. The debt is
     /// bounded: each policy counts at most twice its capacity, and cuts the charge to that
-    /// independently of the others. [`Decision::granted`] returns the largest amount that a policy
-    /// has charged. A policy of requests [in flight](crate::Policy::in_flight) counts nothing.
+    /// independently of the others: a denial means that one of them has charged nothing.
+    /// [`Decision::granted`] returns the smallest amount that a policy has charged, which is also the
+    /// most that can be refunded. A policy of requests [in flight](crate::Policy::in_flight) counts nothing.
     pub fn charge(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Charge, cost)
     }
@@ -128,7 +129,7 @@ impl Check {
     /// debt is at most the capacity.
     pub(crate) fn charge_debt_of(key: Key, policies: &Policies, time: Duration) -> Self {
         let extra = Some(Box::new(Extra::Within(
-            time.as_micros().min(LONGEST as u128) as i64,
+            time.as_nanos().div_ceil(1_000).min(LONGEST as u128) as i64,
         )));
         Self {
             extra,
@@ -435,7 +436,7 @@ impl Check {
             Mode::Charge => i64::MAX,
             _ => previews.map(|preview| preview.max).min().unwrap_or(0),
         };
-        let (mut granted, mut each) = (0, smallvec![Verdict::NONE; states.len()]);
+        let (mut granted, mut each) = (None, smallvec![Verdict::NONE; states.len()]);
         for (i, ((verdict, state), policy)) in each
             .iter_mut()
             .zip(states)
@@ -449,10 +450,10 @@ impl Check {
             let (answer, grants) = state.decide(policy.params(), &ask, max);
             *verdict = answer;
             if self.policies.tells_granted(policy) {
-                granted = granted.max(grants);
+                granted = Some(ask.mode.granted(granted, grants));
             }
         }
-        Verdicts::new(granted, each)
+        Verdicts::new(granted.unwrap_or(0), each)
     }
 
     /// Creates the decision on this check, for your own [`Store`](crate::store::Store).

@@ -119,6 +119,8 @@ fn changes(check: &Check, verdicts: &Verdicts) -> bool {
     let takes_a_request = || check.mode() != Mode::Peek && check.policies().in_flight().is_some();
     verdicts.granted > 0
         || matches!(check.mode(), Mode::Reset | Mode::Renew | Mode::Release)
+        // Another policy may have charged its part.
+        || check.mode() == Mode::Charge && verdicts.each.iter().any(Verdict::is_allowed)
         || verdicts.each.iter().all(Verdict::is_allowed) && takes_a_request()
 }
 

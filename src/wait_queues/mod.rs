@@ -345,7 +345,9 @@ impl QueueRef {
         known.unwrap_or_else(|| {
             let check = Check::take(self.id.key, &self.policies, cost);
             check.decided(Source::Local, 0, |policy| {
-                Verdict::denied(policy.quota().time_for(cost.into()))
+                // A slot in flight may be free at any time.
+                let units = if policy.is_in_flight() { 0 } else { cost };
+                Verdict::denied(policy.quota().time_for(units.into()))
             })
         })
     }

@@ -1,6 +1,6 @@
 //! The contract of `Store`, once per store and strategy.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use tower_redis_ratelimit::check::{Check, Decision, Outcome, Source};
@@ -116,6 +116,7 @@ async fn keeps_the_contract_under(
         caller.shares_its_counts_with_clones().await;
         caller.is_atomic().await;
         caller.charges_an_id_once().await;
+        caller.cuts_a_charge_for_each_policy().await;
     }
 }
 
@@ -384,6 +385,33 @@ impl<S: Store> Caller<'_, S> {
         );
     }
 
+    /// A charge is cut by each policy separately, and its refund never exceeds what a policy has charged.
+    async fn cuts_a_charge_for_each_policy(&self) {
+        let other: Policies = Policy::new("other", Strategy::Gcra, "20/100d".parse().unwrap())
+            .unwrap()
+            .into();
+        let both = Policies::new([self.policies[0].clone(), other[0].clone()]).unwrap();
+        let (key, since) = (self.key("cut"), Instant::now());
+        let check = async |check: Check| self.store.check(check).await.unwrap();
+        let _ = check(Check::charge(key, &self.policies, 18)).await;
+        let charged = check(Check::charge(key, &both, 30)).await;
+        assert_eq!(charged.granted(), 2, "{:?}", self.strategy);
+        for refund in charged.refund(key, 30, since.elapsed()) {
+            assert_eq!(refund.cost(), 2);
+            let _ = check(refund).await;
+        }
+        // A meter drains between the charge and its refund.
+        let charged = check(Check::charge(key, &both, 5)).await.granted();
+        assert!((1..=2).contains(&charged), "{:?}: {charged}", self.strategy);
+        let denied = check(Check::charge(key, &both, 1)).await;
+        let outcome = denied.outcome();
+        assert!(matches!(outcome, Outcome::Denied { .. }), "{outcome:?}");
+        for (policies, counted) in [(&self.policies, 19..=20), (&other, 34..=35)] {
+            let reset = check(Check::reset(key, policies)).await;
+            assert!(counted.contains(&reset.granted()), "{reset:?}");
+        }
+    }
+
     async fn shares_its_counts_with_clones(&self) {
         let _ = self.check("clone", Check::take, 5).await;
         let clone = self.store.clone();
@@ -438,6 +466,13 @@ impl<S: Store> Caller<'_, S> {
         let _ = self.store.check(zero).await.unwrap();
         let known = take("id", 1, "request-0").await.unwrap();
         assert!(known.is_allowed() && known.granted() == 0, "{known:?}");
+        let charge = |cost| Check::charge(self.key("full"), &self.policies, cost);
+        let _ = self.store.check(charge(20)).await.unwrap();
+        let denied = self.store.check(charge(1).with_id("request-1")).await;
+        assert!(!denied.unwrap().is_allowed());
+        let known = take("full", 1, "request-1").await.unwrap();
+        assert!(known.is_allowed() && known.granted() == 0, "{known:?}");
+
         let peek = Check::peek(self.key("id"), &self.policies, 1);
         for (id, granted) in [("request-1", 3), ("request-0", 0), ("request-9", 0)] {
             let known = self.store.check(peek.clone().with_id(id)).await.unwrap();

@@ -87,9 +87,8 @@ async fn a_larger_cost_waits_longer() {
                 let [wait, exact] =
                     [wait, exact].map(|each| each.retry_after().unwrap_or_default());
                 let age = asked_at.elapsed() + Duration::from_millis(1);
-                let most = if is_exact { exact + age } else { Duration::MAX };
                 assert!(
-                    wait + age >= exact && wait <= most,
+                    wait <= exact + age && (wait + age >= exact || !is_exact),
                     "{strategy:?}: {wait:?} for {exact:?} of a cost of {cost}"
                 );
             }
@@ -548,13 +547,11 @@ async fn mixed_floods_cost_one_call_per_check() {
                 asked.outcome() == Outcome::ExceedsCapacity,
             );
             assert_eq!(never, really_never, "seed {seed}: {check:?}");
-            // As long as the exact wait, and at most until all charges have expired.
             let slack = Duration::from_secs(60);
             let [known, exact] =
                 [&known, &asked].map(|denied| denied.retry_after().unwrap_or_default());
-            let most = asked.each().map(|each| each.reset_after()).max().unwrap();
             assert!(
-                never || known + slack >= exact && known <= most + slack,
+                never || known <= exact + slack,
                 "seed {seed}: {known:?} for {exact:?}: {check:?}"
             );
         }

@@ -603,18 +603,17 @@ impl Verdict {
     }
 
     /// Returns the microseconds until a larger cost than the decided one would be allowed: exact for a meter (or one
-    /// more) and a fixed window, otherwise until all charges have expired.
+    /// more) and a fixed window, otherwise at least the wait of the decided one.
     pub(crate) fn wait_of_larger(&self, policy: &Policy, cost: u32) -> i64 {
         if policy.never_fits(cost) {
             return Self::NEVER;
         }
-        if policy.is_in_flight() || i64::from(cost) <= self.remaining {
-            return self.wait;
-        }
+        let fits = i64::from(cost) <= self.remaining;
         let kept = match policy.frees() {
             // The meter need not be empty.
-            Frees::Gradually => policy.params().time_for(policy.quota().capacity() - cost),
-            _ => 0,
+            Frees::Gradually if !fits => policy.params().time_for(policy.quota().capacity() - cost),
+            Frees::WithWindow if !fits => 0,
+            _ => return self.wait,
         };
         self.wait.max(self.reset - kept)
     }

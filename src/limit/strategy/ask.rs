@@ -95,6 +95,16 @@ impl Mode {
         }
     }
 
+    /// Returns the amount that a check grants, by the amounts of its policies: for a charge the
+    /// smallest, so that its refund never exceeds what a policy has charged, otherwise the largest.
+    pub(crate) fn granted(self, before: Option<i64>, grants: i64) -> i64 {
+        match before {
+            None => grants,
+            Some(before) if self == Self::Charge => before.min(grants),
+            Some(before) => before.max(grants),
+        }
+    }
+
     /// Applies the operation to the state of one policy, and returns the amount charged, refunded
     /// or reset.
     pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {

@@ -264,7 +264,7 @@ impl RedisStoreBuilder {
     /// refund by another instance takes effect within a second. Each caller has one denial per list
     /// of policies, up to 16, at about 200 bytes each. It applies to all checks of its cost or
     /// more, except checks with an id. A larger cost gets its own wait under fixed windows and buckets that refill
-    /// gradually; otherwise the time until all charges have expired. The least active callers are dropped first, so a flood of
+    /// gradually; otherwise that of the smaller one. The least active callers are dropped first, so a flood of
     /// denied callers replaces itself.
     pub fn denials(mut self, denials: usize) -> Self {
         self.settings.denials = denials;

@@ -368,12 +368,12 @@ async fn expired_accounts_make_room() {
 
 /// The debt of a policy has less room than the cost. Another policy is charged the whole cost.
 #[tokio::test(start_paused = true)]
-async fn cost_beyond_each_debt_is_reported_as_dropped() {
+async fn cost_beyond_a_debt_is_reported_as_dropped() {
     let policy = |name, quota: &str| {
         crate::limit::Policy::new(name, Strategy::SlidingLog, quota.parse().unwrap()).unwrap()
     };
     let low = || policy("low", "10/d");
-    for (other, reported) in [(None, (3, 5)), (Some(policy("high", "1000/d")), (8, 0))] {
+    for other in [None, Some(policy("high", "1000/d"))] {
         let (store, primary, reconciled) = pair(1);
         let policies = Policies::new([low()].into_iter().chain(other.clone())).unwrap();
         open(&store, &primary).await;
@@ -382,7 +382,7 @@ async fn cost_beyond_each_debt_is_reported_as_dropped() {
         let others = Check::charge(ann(), &low().into(), 17);
         let _ = primary.counts.check(others).await.unwrap();
         close(&store, &primary).await;
-        assert_eq!(reconciled.events(), [reported]);
+        assert_eq!(reconciled.events(), [(3, 5)]);
         if let Some(high) = other {
             assert_eq!(primary.used(&high.into()).await, 8);
         }

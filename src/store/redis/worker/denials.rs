@@ -2,10 +2,10 @@
 //!
 //! Under every strategy a denied caller stays denied until its `retry_after`, unless a refund or a reset frees
 //! capacity. Until then, and for [`MAX_AGE`] at most, a denial answers every check of its cost or more under the same
-//! policies, a larger cost [with a longer wait](crate::limit::Verdict::wait_of_larger). [`MAX_AGE`] bounds how long a
-//! refund or reset by another instance goes unseen; this instance's own ones drop the caller's denials immediately. The
-//! cache keeps one denial per caller and list of policies. Checks with an id are never answered from it: the id may have
-//! been granted before.
+//! policies, a larger cost [with its own wait](crate::limit::Verdict::wait_of_larger) if that is known. [`MAX_AGE`]
+//! bounds how long a refund or reset by another instance goes unseen; this instance's own ones drop the caller's
+//! denials immediately. The cache keeps one denial per caller and list of policies. Checks with an id are never answered
+//! from it: the id may have been granted before.
 
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering::Relaxed};
 use std::sync::{PoisonError, RwLock};
