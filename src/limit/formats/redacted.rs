@@ -19,7 +19,7 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Redacted<D> {
         self.0.deserialize_any(Redacted(visitor))
     }
 
-    /// Of a flattened table, selects the names of the struct. Any other deserializer chooses the type itself: the
+    /// Selects the names of the struct from a flattened table. Any other deserializer chooses the type itself: the
     /// error for another type is then the visitor's, while the error of a format that expects a struct may quote a
     /// text. A flattened table can only be recognized by its type.
     fn deserialize_struct<V: Visitor<'de>>(
