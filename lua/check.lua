@@ -286,14 +286,15 @@ if not only_runs then
     end
   end
 
-  -- Saves all states of an entry, or none if a write fails. `values` are the strings that the keys had.
+  -- Saves all states of an entry, or none if a write fails. `values` are the strings that the keys had. A failed renewal
+  -- is kept, since its slot was held before.
   local function save_all(plan, values, times, slots, at)
     local count, mode, tried = #plan, plan.mode, 0
     while tried < count and not first_error do
       tried = tried + 1
       save(plan, tried)
     end
-    if first_error and mode ~= RESET and mode ~= RELEASE then
+    if first_error and mode ~= RESET and mode ~= RENEW and mode ~= RELEASE then
       for i = 1, count do
         if totals[i] > 0 and (i < tried or plan[i].in_flight) then
           undo(plan, i, values[i], times, slots, at)

@@ -5,7 +5,7 @@
 --   hold(policy, key, now, mode, grants, most, ...)
 --       the granted amount (0 if `most` is negative, since a policy denies the check), and the new state
 --   undo(policy, key, times, slots, at, stop)
---       removes the slots of failed checks
+--       removes the slots of failed takes
 --   run_of(mode)
 --       the function that decides a run of such checks, if there is one
 --
@@ -75,7 +75,7 @@ local function save(policy, key, now, at)
   try('PEXPIREAT', key, expiry(at))
 end
 
--- Removes the slots of failed checks, which start at `at` of a text. If that fails, lets their key expire.
+-- Removes the slots of failed takes, which start at `at` of a text. If that fails, lets their key expire.
 local function undo(policy, key, times, slots, at, stop)
   for time = 0, times - 1 do
     local from = at + SLOT_LENGTH * time
@@ -149,7 +149,8 @@ local function run(plan, entries, times, slots, at)
     end
     replied = n
     if first_error then
-      if saves then
+      -- The slot of a failed renewal was held before.
+      if saves and mode ~= RENEW then
         undo(policy, key, times, slots, first_slot, latest + keep)
       end
       fail(from, n)

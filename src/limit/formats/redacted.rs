@@ -1,5 +1,6 @@
 //! Tables whose errors show no secret.
 
+use std::any::type_name;
 use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, Visitor};
@@ -14,9 +15,23 @@ pub(crate) struct Redacted<T>(pub(crate) T);
 impl<'de, D: Deserializer<'de>> Deserializer<'de> for Redacted<D> {
     type Error = D::Error;
 
-    /// Also for a struct: the error for another type is then the visitor's, not the format's.
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
         self.0.deserialize_any(Redacted(visitor))
+    }
+
+    /// Selects the names of the struct from a flattened table. Any other deserializer chooses the type itself: the
+    /// error for another type is then the visitor's, while the error of a format that expects a struct may quote a
+    /// text. A flattened table can only be recognized by its type.
+    fn deserialize_struct<V: Visitor<'de>>(
+        self,
+        name: &'static str,
+        fields: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, D::Error> {
+        if type_name::<D>().contains("FlatMapDeserializer") {
+            return self.0.deserialize_struct(name, fields, Redacted(visitor));
+        }
+        self.deserialize_any(visitor)
     }
 
     fn deserialize_identifier<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
@@ -25,7 +40,7 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Redacted<D> {
 
     forward_to_deserialize_any! {
         bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf option unit
-        unit_struct newtype_struct seq tuple tuple_struct map struct enum ignored_any
+        unit_struct newtype_struct seq tuple tuple_struct map enum ignored_any
     }
 }
 

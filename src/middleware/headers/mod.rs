@@ -123,8 +123,10 @@ impl Headers {
     pub(super) fn annotate<B>(self, decision: Decision, response: &mut Response<B>, shows: bool) {
         let inner = response.extensions().get::<Decision>();
         let within = inner.map(Decision::is_allowed);
-        let is_own =
-            |inner: &&Decision| decision.policies().without_in_flight() == Some(inner.policies());
+        // The inner decision may be under an instance's share, or only that of the layer.
+        let is_own = |inner: &&Decision| {
+            decision.policies().whole().without_in_flight() == Some(&inner.policies().whole())
+        };
         if within == Some(false)
             && let Some(denied) = inner.filter(is_own).cloned()
         {

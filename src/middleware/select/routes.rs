@@ -8,7 +8,7 @@ use http::request::Parts;
 use http::uri::PathAndQuery;
 use matchit::Router;
 
-use crate::error::ConfigError;
+use crate::error::{ConfigError, redacted};
 use crate::gate::{PolicySelector, Selector};
 use crate::limit::{Key, Policies};
 use crate::observe::Observer;
@@ -189,10 +189,11 @@ fn parameters(pattern: &str) -> usize {
 
 fn insert(router: &mut Router<usize>, pattern: &str, route: usize) -> Result<(), ConfigError> {
     if !pattern.starts_with('/') {
-        if let Some((method, path)) = pattern.split_once(" /") {
+        let shown = redacted(pattern);
+        if let Some((method, path)) = shown.split_once(" /") {
             let method = method.to_ascii_uppercase();
             return Err(ConfigError::new(format!(
-                "invalid route {pattern:?} (it begins with a method): for one method, use \
+                "invalid route {shown:?} (it begins with a method): for one method, use \
                  `.method(Method::{method}, \"/{path}\", ..)`"
             )));
         }
@@ -223,7 +224,8 @@ fn insert(router: &mut Router<usize>, pattern: &str, route: usize) -> Result<(),
 
 fn wrong(pattern: &str, problem: impl fmt::Display) -> ConfigError {
     ConfigError::new(format!(
-        "invalid route {pattern:?} ({problem}): use `/users/{{id}}` or `/files/{{*path}}`, and add each pattern once"
+        "invalid route {:?} ({problem}): use `/users/{{id}}` or `/files/{{*path}}`, and add each pattern once",
+        redacted(pattern)
     ))
 }
 

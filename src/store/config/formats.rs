@@ -12,7 +12,7 @@ pub(super) use crate::limit::formats::{Field, write_duration};
 
 impl<'de> Deserialize<'de> for StoreConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Redacted(deserializer).deserialize_any(Table)
+        Redacted(deserializer).deserialize_struct("StoreConfig", Self::NAMES, Table)
     }
 }
 

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use tower_redis_ratelimit::extract::ClientIp;
 use tower_redis_ratelimit::headers::Headers;
 use tower_redis_ratelimit::reject::{OnError, OnMissingKey};
-use tower_redis_ratelimit::select::Tiers;
+use tower_redis_ratelimit::select::{Routes, Tiers};
 use tower_redis_ratelimit::store::StoreConfig;
 use tower_redis_ratelimit::{Policies, Policy, Strategy};
 
@@ -247,6 +247,12 @@ struct File {
 #[test]
 fn errors_show_no_secret() {
     let policy = || json!({ "name": "api", "quota": "10/s" });
+    let refused = |pattern: &str| {
+        // The brace makes each pattern wrong.
+        let pattern = format!("{pattern}{{");
+        let error = Routes::new(None::<Policies>).exempt(&pattern).unwrap_err();
+        error.to_string().to_lowercase()
+    };
     for secret in [
         "redis://user:hunter2@host/",
         "user:hunter2@host:6379",
@@ -270,6 +276,11 @@ fn errors_show_no_secret() {
             error::<Policies>(&json!([secret])),
             error::<ClientIp>(&json!({ secret: 1 })),
             error::<ClientIp>(&json!({ "header": secret })),
+            error::<ClientIp>(&json!({ "header": "x-forwarded-for", "trust": [secret] })),
+            refused(secret),
+            refused(&format!("/{secret}")),
+            refused(&format!("get /{secret}")),
+            refused(&format!("{secret} /users")),
         ] {
             assert!(!text.contains("hunter2"), "{text}");
         }

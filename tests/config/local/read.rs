@@ -371,3 +371,28 @@ fn a_policy_may_be_flattened() {
         ("/search", "search")
     );
 }
+
+/// Each flattened table reads its own names.
+#[test]
+fn settings_may_be_flattened_beside_others() {
+    #[derive(Deserialize)]
+    struct Log {
+        level: String,
+    }
+    #[derive(Deserialize)]
+    struct App {
+        #[serde(flatten)]
+        store: StoreConfig,
+        #[serde(flatten)]
+        policy: Policy,
+        #[serde(flatten)]
+        log: Log,
+        #[serde(flatten)]
+        rest: HashMap<String, u16>,
+    }
+    let text = r#"{ "url": "redis://10.0.0.7/", "name": "api", "quota": "5/s", "level": "info", "port": 80 }"#;
+    let app: App = serde_json::from_str(text).unwrap();
+    assert_eq!(app.store.url.as_deref(), Some("redis://10.0.0.7/"));
+    assert_eq!((app.policy.name(), app.log.level.as_str()), ("api", "info"));
+    assert_eq!(app.rest, HashMap::from([("port".to_owned(), 80)]));
+}

@@ -98,7 +98,7 @@ async fn a_failed_check_changes_nothing() {
     }
 }
 
-/// Sends takes, refunds and a reset. A take with an id is charged once.
+/// Sends takes, refunds, a renewal and a reset. A take with an id is charged once.
 async fn modes(stores: &Stores, key: Key, policies: &Policies) {
     let (mut taken, has_slots) = (
         vec![],
@@ -138,6 +138,11 @@ async fn modes(stores: &Stores, key: Key, policies: &Policies) {
         let _ = stores.check(&Check::refund(key, policies, 3)).await;
         let _ = stores.check(&Check::refund(key, policies, 1_000)).await;
     }
-    let _ = stores.check(&Check::take(key, policies, 1)).await;
+    let take = Check::take(key, policies, 1);
+    let _ = stores.check(&take).await;
+    if let Some(slot) = take.slot() {
+        // The slot is held, also if its renewal fails.
+        let _ = stores.check(&Check::renew(key, policies, slot)).await;
+    }
     let _ = stores.check(&Check::reset(key, policies)).await;
 }

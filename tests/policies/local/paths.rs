@@ -530,10 +530,12 @@ fn unmatchable_patterns_are_refused() {
     ] {
         match routes().unwrap().route(pattern, gcra("a", "1/m")) {
             Err(error) => {
+                // A URL may contain a password.
+                let shown = pattern.replace("://host/a", "://\u{2026}");
                 assert!(
                     error
                         .to_string()
-                        .starts_with(&format!("invalid route {pattern:?} (")),
+                        .starts_with(&format!("invalid route {shown:?} (")),
                     "{error}"
                 )
             }

@@ -1,6 +1,7 @@
 //! Units that a handler reserves in addition to its request's reservation.
 
 use std::error::Error;
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use tokio::task::yield_now;
@@ -8,7 +9,7 @@ use tokio::time::sleep;
 use tower_redis_ratelimit::check::{Decision, Mode};
 use tower_redis_ratelimit::extract::HeaderKey;
 use tower_redis_ratelimit::settle::ReserveError;
-use tower_redis_ratelimit::store::{Answer, Backend, ErrorKind, StoreError};
+use tower_redis_ratelimit::store::{Answer, Backend, ErrorKind, MockStore, StoreError};
 use tower_redis_ratelimit::{Fallback, Policies};
 
 use super::*;
@@ -219,6 +220,34 @@ async fn a_denied_handler_follows_the_layers_headers() {
             "{headers:?}"
         );
         assert!(!decision(&denied).unwrap().is_allowed());
+    }
+}
+
+/// The same if Redis fails after the layer's check: the denial is then under the instance's share.
+#[cfg(feature = "axum")]
+#[tokio::test]
+async fn a_denied_handler_follows_the_layers_headers_in_an_outage() {
+    use axum::{Router, routing::get};
+    use tower_redis_ratelimit::headers::Headers;
+
+    for (headers, fields) in [(Headers::DRAFT_11, 1), (Headers::NONE, 0)] {
+        let primary = MockStore::new();
+        let store = Fallback::new(primary.clone(), LocalStore::default());
+        let store = store.share(NonZeroU32::new(2).unwrap());
+        let layer = RateLimitLayer::new(store, Global, quota("api", "10/d"));
+        let much = async move |charge: RequestCost| {
+            primary.fail(StoreError::new(ErrorKind::NotReady));
+            charge.reserve(100).await
+        };
+        let app: Router = Router::new()
+            .route("/books", get(much))
+            .layer(layer.headers(headers).until_body_end());
+        let denied = send(&app, anonymous()).await;
+        assert_eq!(denied.status(), 429);
+        for name in ["ratelimit", "ratelimit-policy"] {
+            let sent = denied.headers().get_all(name).iter().count();
+            assert_eq!(sent, fields, "{headers:?}");
+        }
     }
 }
 

@@ -8,7 +8,7 @@ use std::str::FromStr;
 use ipnet::{IpNet, Ipv4Net};
 
 use super::super::peer::{Peer, is_private};
-use crate::error::ConfigError;
+use crate::error::{ConfigError, redacted};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Trust {
@@ -72,8 +72,9 @@ impl Trusted {
 
 pub(super) fn untrusted(text: &str, problem: &str) -> ConfigError {
     ConfigError::new(format!(
-        "{text:?} cannot be trusted: {problem}; write the proxies' network like `203.0.113.0/24`, an address, `private`, \
-         `loopback` or `unix`, or trust a number of hops"
+        "{:?} cannot be trusted: {problem}; write the proxies' network like `203.0.113.0/24`, an address, `private`, \
+         `loopback` or `unix`, or trust a number of hops",
+        redacted(text)
     ))
 }
 
