@@ -21,7 +21,7 @@ pub(super) struct Accounts {
     held: AtomicUsize,
     /// Number of accounts that may be opened, in all partitions of a primary store together.
     free: Arc<AtomicUsize>,
-    /// The present epoch. Each reply to a check that an account has sent begins another one.
+    /// The present epoch. Another one begins when accounts are removed.
     epoch: AtomicU64,
     /// The cost that was charged to the primary store since the last report.
     pub(super) charged: AtomicU64,
@@ -34,7 +34,7 @@ pub(super) struct Accounts {
 pub(super) struct Shard {
     /// The accounts of each caller, one for each list of policies.
     accounts: HashMap<Key, SmallVec<[Account; 1]>, RandomState>,
-    /// The epoch that the last reply to a check of these accounts has begun.
+    /// The epoch that began when accounts of the shard were removed last.
     complete_since: u64,
 }
 
@@ -94,7 +94,8 @@ impl Accounts {
         now: i64,
         owed: &mut Vec<(u8, Key, Policies)>,
     ) {
-        let (accounts, mut removed) = (&mut lock(shard).accounts, 0);
+        let (mut shard, mut removed) = (lock(shard), 0);
+        let accounts = &mut shard.accounts;
         accounts.retain(|key, each| {
             let held = each.len();
             each.retain(|account| account.is_owed(now));
@@ -110,6 +111,9 @@ impl Accounts {
         if accounts.is_empty() {
             accounts.shrink_to_fit();
         }
+        if removed > 0 {
+            shard.complete_since = 1 + self.epoch.fetch_add(1, Ordering::AcqRel);
+        }
     }
 }
 
@@ -118,7 +122,7 @@ impl Caller<'_> {
     /// another list that shares a policy.
     ///
     /// A [`LocalStore`](crate::LocalStore) decides under the lock under which its grant is recorded. So each earlier grant
-    /// is in an account, or the primary store has replied to its charge. A check that was sent after this reply includes it.
+    /// is in an account, or its charge has ended. A check that was sent after the account was removed includes it.
     pub(super) fn has_all_grants(&self, epoch: u64) -> bool {
         epoch >= self.shard.complete_since && !self.shard.accounts.contains_key(self.key)
     }
@@ -146,7 +150,6 @@ impl Caller<'_> {
         check: &Check,
         answer: &Result<Decision, StoreError>,
     ) {
-        self.shard.complete_since = 1 + self.all.epoch.fetch_add(1, Ordering::AcqRel);
         let cost = reported(check);
         let (charged, unsent) = match answer {
             Ok(decision) => (decision.granted().min(cost), 0),

@@ -280,8 +280,10 @@ impl<P: Store, F: Store> Partition<P, F> {
             NonZeroU32::MIN => check.clone(),
             _ => check.clone().under(check.policies().share(instances)),
         };
-        // Under the lock, no reply can warm the fallback between a grant and its record.
-        let caller = self.locks_while_it_decides().then_some(caller);
+        // Under the lock, no reply can warm the fallback between a grant and its record. A release grants nothing, and
+        // wakes waiters.
+        let is_locked = self.locks_while_it_decides() && check.mode() != Mode::Release;
+        let caller = is_locked.then_some(caller);
         match self.fallback.check(share) {
             Answer::Ready { answer } => {
                 Answer::ready(self.fell_back(&check, in_doubt, answer, caller))

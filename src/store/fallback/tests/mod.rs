@@ -6,6 +6,7 @@ mod breaker;
 mod ends;
 mod far;
 mod flow_back;
+mod late;
 mod partitions;
 mod reconcile;
 mod reconciliation;
