@@ -55,7 +55,7 @@ struct Count {
 pub(super) enum RefundTo {
     /// The account has the charge: deduct this part there, and in the fallback.
     Account(u32),
-    /// A charge is on its way to the primary store, perhaps the refunded one: the owner of the refund retries it.
+    /// A charge is on its way to the primary store, and may be the refunded one: the owner of the refund retries it.
     Later,
     /// The primary store has the charge.
     Primary,

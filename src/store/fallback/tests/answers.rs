@@ -6,19 +6,6 @@ use super::*;
 use crate::limit::Outcome;
 use crate::util::instant;
 
-/// Returns the total grant of `count` consecutive checks of ann.
-async fn burst(store: &Tested, policies: &Policies, count: usize) -> u32 {
-    let mut granted = 0;
-    for _ in 0..count {
-        granted += store
-            .check(Check::take(ann(), policies, 1))
-            .await
-            .unwrap()
-            .granted();
-    }
-    granted
-}
-
 /// Replies arrive while the breaker is open, between bursts of a degraded caller.
 #[tokio::test(start_paused = true)]
 async fn late_answers_keep_local_grants() {

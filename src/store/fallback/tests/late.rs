@@ -2,21 +2,8 @@
 
 use std::num::NonZeroU32;
 
-use tokio::runtime::Builder;
-
+use super::runtimes::runtime;
 use super::*;
-
-async fn burst(store: &Tested, policies: &Policies, count: usize) -> u32 {
-    let mut granted = 0;
-    for _ in 0..count {
-        granted += store
-            .check(Check::take(ann(), policies, 1))
-            .await
-            .unwrap()
-            .granted();
-    }
-    granted
-}
 
 /// The charge of a reconciliation has no reply. A reply that was decided before it arrives after it.
 #[tokio::test(start_paused = true)]
@@ -38,7 +25,7 @@ async fn a_late_reply_lacks_an_unanswered_charge() {
     assert!(granted <= 40, "{granted} granted of 40");
 }
 
-/// A reply to an earlier check arrives in an outage that began with grants in doubt.
+/// A reply to an earlier check arrives in an outage that began with lost replies.
 #[tokio::test(start_paused = true)]
 async fn a_late_reply_lacks_grants_in_doubt() {
     let (store, primary, _) = pair(1);
@@ -69,14 +56,6 @@ async fn a_late_reply_lacks_grants_in_doubt() {
 /// The runtime of the recovery ends with a charge in flight. A reply that was decided before it arrives on another runtime.
 #[test]
 fn a_late_reply_lacks_a_charge_whose_runtime_ended() {
-    let runtime = || {
-        Builder::new_current_thread()
-            .enable_time()
-            .start_paused(true)
-            .event_interval(1)
-            .build()
-            .unwrap()
-    };
     let (first, second) = (runtime(), runtime());
     let (store, primary, reconciled) = pair(1);
     let store = store.deadline(Duration::from_secs(60));

@@ -209,3 +209,16 @@ async fn close(store: &Tested, primary: &Primary) {
     }
     sleep(Duration::from_millis(5)).await;
 }
+
+/// Returns the total grant of `count` consecutive checks of ann.
+async fn burst(store: &Tested, policies: &Policies, count: usize) -> u32 {
+    let mut granted = 0;
+    for _ in 0..count {
+        granted += store
+            .check(Check::take(ann(), policies, 1))
+            .await
+            .unwrap()
+            .granted();
+    }
+    granted
+}

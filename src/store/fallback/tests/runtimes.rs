@@ -5,7 +5,7 @@ use tokio::runtime::{Builder, Runtime};
 use super::*;
 
 /// Creates a runtime whose `block_on` polls its future after every poll of a task.
-fn runtime() -> Runtime {
+pub(super) fn runtime() -> Runtime {
     Builder::new_current_thread()
         .enable_time()
         .start_paused(true)
