@@ -2,7 +2,7 @@
 //!
 //! Runs every fault of `tests/faults`, also those of a cluster, sequentially, with the same
 //! assertions, and prints them as tables. `-- server` runs only the first table, `-- leased` the
-//! same faults with leased callers, and `-- cluster` the faults of a cluster. `-- --save` also
+//! same faults with leased callers, `-- busy` with handlers that keep the threads of the runtimes, and `-- cluster` the faults of a cluster. `-- --save` also
 //! writes the first and the last of these into `benches/RESULTS.md`. `-- reconcile`
 //! measures the time to charge many callers after an outage, and `-- fleet` the time until up to
 //! 1,000 instances share their counts again.
@@ -58,6 +58,9 @@ fn main() {
     }
     if wants("leased") {
         one_server(matrix::leased);
+    }
+    if wants("busy") {
+        one_server(matrix::busy);
     }
     if wants("cluster") {
         let mut table = Table::new(&format!(

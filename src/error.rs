@@ -571,6 +571,10 @@ mod tests {
                 ..config()
             },
             StoreConfig {
+                deadline: Duration::from_secs(1),
+                ..config()
+            },
+            StoreConfig {
                 root_certificates: Some("missing.pem".into()),
                 ..config()
             },

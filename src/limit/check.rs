@@ -352,6 +352,11 @@ impl Check {
         Self { leasing, ..self }
     }
 
+    /// Returns `true` if a [`Fallback`](crate::Fallback) or a block limits the time of the check.
+    pub(crate) fn is_in_fallback(&self) -> bool {
+        self.leasing != Leasing::Possible
+    }
+
     /// Returns `true` if a block may decide the check.
     #[inline]
     pub(crate) fn is_leasable(&self) -> bool {

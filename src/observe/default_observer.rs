@@ -86,6 +86,12 @@ impl Observer for DefaultObserver {
         }
     }
 
+    fn runtime_late(&self, event: &event::RuntimeLate) {
+        if let Some(log) = shared_log() {
+            log.runtime_late(event);
+        }
+    }
+
     fn recovered(&self, event: &event::Recovered) {
         if let Some(log) = shared_log() {
             log.recovered(event);

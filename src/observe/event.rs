@@ -135,6 +135,24 @@ impl<'a> Degraded<'a> {
     }
 }
 
+/// The deadline of a check of a [`Fallback`](crate::Fallback) was noticed late: handlers keep the threads of the runtime,
+/// or the process gets too little processor time.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct RuntimeLate {
+    /// The sum of the runtime's delays while the check waited. The check waited for at most two deadlines and this time.
+    pub by: Duration,
+    /// Whether no reply was read in the [graces](crate::Fallback::deadline) either, so that the fallback decides.
+    pub gave_up: bool,
+}
+
+impl RuntimeLate {
+    /// Creates an event.
+    pub const fn new(by: Duration, gave_up: bool) -> Self {
+        Self { by, gave_up }
+    }
+}
+
 /// The primary store of a [`Fallback`](crate::Fallback) decides again.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]

@@ -16,6 +16,7 @@ use super::{Observer, event};
 /// | `ratelimit_failures_total` | counter | `kind` ([`ErrorKind::as_str`](crate::store::ErrorKind::as_str)) |
 /// | `ratelimit_unanswered_total` | counter of the requests that [no store decided](event::Failed::unanswered) | |
 /// | `ratelimit_second_key_total` | counter of the requests whose key the second extractor of an [`or`](crate::extract::KeyExtractor::or) found | |
+/// | `ratelimit_runtime_late_seconds` | histogram of the delays with which the runtime [noticed](Observer::runtime_late) deadlines | |
 /// | `ratelimit_degraded` | gauge: 1 while the fallback decides | |
 /// | `ratelimit_outage_seconds` | histogram | |
 /// | `ratelimit_reconciled_total`, `ratelimit_dropped_total` | counters, in units of cost | |
@@ -132,6 +133,11 @@ const HISTOGRAMS: &[(&str, Unit, &str)] = &[
         "Duration of a check.",
     ),
     (
+        "ratelimit_runtime_late_seconds",
+        Unit::Seconds,
+        "Delay with which the runtime noticed the deadline of a check.",
+    ),
+    (
         "ratelimit_outage_seconds",
         Unit::Seconds,
         "Duration of an outage, during which the fallback decided.",
@@ -243,6 +249,10 @@ impl Observer for MetricsObserver {
 
     fn degraded(&self, _: &event::Degraded<'_>) {
         gauge!("ratelimit_degraded", "store" => self.store()).set(1);
+    }
+
+    fn runtime_late(&self, event: &event::RuntimeLate) {
+        histogram!("ratelimit_runtime_late_seconds", "store" => self.store()).record(event.by);
     }
 
     fn recovered(&self, &event::Recovered { after }: &event::Recovered) {

@@ -29,6 +29,8 @@ mistakes! {
     ALWAYS_SECOND_KEY = "always-second-key",
     NO_TIER = "no-tier",
     UNKNOWN_PROXY = "unknown-proxy",
+    #[cfg_attr(not(feature = "tracing"), expect(dead_code))]
+    RUNTIME_LATE = "runtime-late",
 }
 
 /// Returns the code that a message ends with.

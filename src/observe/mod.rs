@@ -89,6 +89,11 @@ pub trait Observer: Send + Sync + 'static {
         let _ = event;
     }
 
+    /// The runtime noticed the deadline of a check late. The primary store is not the cause.
+    fn runtime_late(&self, event: &event::RuntimeLate) {
+        let _ = event;
+    }
+
     /// The primary store decides again.
     fn recovered(&self, event: &event::Recovered) {
         let _ = event;
@@ -135,6 +140,10 @@ macro_rules! forward {
 
         fn degraded(&$self, event: &event::Degraded<'_>) {
             $($observer.degraded(event);)+
+        }
+
+        fn runtime_late(&$self, event: &event::RuntimeLate) {
+            $($observer.runtime_late(event);)+
         }
 
         fn recovered(&$self, event: &event::Recovered) {

@@ -2,9 +2,12 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
 use tracing::{Span, error, info, trace, warn};
 
+use super::mistakes::RUNTIME_LATE;
 use super::repeats::{Count, Repeats};
 use super::{Observer, event};
 use crate::error::{ErrorKind, StoreError};
@@ -16,6 +19,7 @@ use crate::limit::{Key, Policy};
 /// |---|---|---|
 /// | a denial: `policy`, `caller`, `denied`, `dry_run` | info | immediately, then once a minute per caller and policy |
 /// | a failed check: `kind`, `error`, `failed` | warn | immediately, then once a minute per kind |
+/// | the [runtime was late](Observer::runtime_late): `longest`, `checks` | warn | immediately, then once a minute |
 /// | rate limiting is [misconfigured](Observer::misconfigured) | error | once a minute per layer |
 /// | a [`Fallback`](crate::Fallback) decides locally | warn | each time |
 /// | a [`Fallback`](crate::Fallback) has recovered or reconciled | info | each time |
@@ -87,6 +91,9 @@ struct Log {
     /// Per caller, policy, and whether it is a dry run.
     denials: Repeats<(Key, u64, bool), Denied>,
     failures: Repeats<ErrorKind, StoreError>,
+    late: Repeats<(), ()>,
+    /// The longest delay since the last line about the runtime, in microseconds.
+    longest_delay: AtomicU64,
 }
 
 #[derive(Clone)]
@@ -232,6 +239,16 @@ impl Observer for TracingObserver {
         );
     }
 
+    fn runtime_late(&self, &event::RuntimeLate { by, gave_up }: &event::RuntimeLate) {
+        trace!(?by, gave_up, "the runtime was late");
+        let delay = u64::try_from(by.as_micros()).unwrap_or(u64::MAX);
+        self.log.longest_delay.fetch_max(delay, Relaxed);
+        self.log.log_due_counts();
+        if let Some(new) = self.log.late.record((), || ()) {
+            self.log.log_late(new);
+        }
+    }
+
     fn recovered(&self, &event::Recovered { after }: &event::Recovered) {
         info!(?after, "shared store recovered");
     }
@@ -269,6 +286,8 @@ impl Log {
             denials: Repeats::new(callers.get()),
             // More than the number of error kinds: every kind is listed.
             failures: Repeats::new(64),
+            late: Repeats::new(1),
+            longest_delay: AtomicU64::new(0),
         })
     }
 
@@ -282,6 +301,20 @@ impl Log {
             .take_due()
             .into_iter()
             .for_each(|count| log_failed(&Span::none(), count));
+        for count in self.late.take_due() {
+            self.log_late(count);
+        }
+    }
+
+    fn log_late(&self, (_, checks): Count<()>) {
+        let longest = Duration::from_micros(self.longest_delay.swap(0, Relaxed));
+        warn!(
+            parent: Span::none(),
+            ?longest,
+            checks,
+            "the runtime was late: handlers keep its worker threads (move blocking work to `spawn_blocking`), or the process \
+             gets too little processor time (a CPU limit); Redis was not the cause{RUNTIME_LATE}"
+        );
     }
 }
 
@@ -295,6 +328,9 @@ impl Drop for Log {
             .take_all()
             .into_iter()
             .for_each(|count| log_failed(&Span::none(), count));
+        for count in self.late.take_all() {
+            self.log_late(count);
+        }
     }
 }
 

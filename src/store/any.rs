@@ -162,6 +162,16 @@ pub(super) fn fallback(
         );
         return Err(ConfigError::new(text).into());
     }
+    if config.deadline > config.timeout {
+        let text = format!(
+            "a deadline of {:?} above the timeout of {:?}, which ends a call to Redis first: use a timeout above two \
+             deadlines, such as {:?}",
+            config.deadline,
+            config.timeout,
+            config.deadline.saturating_mul(5) / 2
+        );
+        return Err(ConfigError::new(text).into());
+    }
     let share = match config.share {
         ShareConfig::Fixed(instances) => Share::Fixed(instances),
         ShareConfig::Alive => Share::Alive(redis.announce()?),

@@ -2,6 +2,7 @@
 
 mod clock;
 mod jitter;
+mod patience;
 mod seed;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -9,6 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub(crate) use clock::{Clock, instant, unix_time};
 pub(crate) use jitter::{jittered, random};
+pub(crate) use patience::{Notice, Patient, patient};
 pub(crate) use seed::RandomState;
 #[cfg(test)]
 pub(crate) use seed::Seed;

@@ -16,6 +16,8 @@ mod support;
 #[path = "../support/table.rs"]
 mod table;
 
+#[path = "../support/busy.rs"]
+mod busy_service;
 mod fault;
 mod fleet;
 #[path = "../support/load.rs"]
@@ -56,6 +58,96 @@ mod leased {
             "{:?}",
             run(Fault::Path(Mode::Delay(Duration::from_millis(500)))).await
         );
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn charged_and_not_answered() {
+        println!("{:?}", run(Fault::Path(Mode::Swallow)).await);
+    }
+}
+
+/// Rows with handlers that keep the threads of the runtimes; `cargo bench -p benches --bench faults -- busy` runs all
+/// rows.
+mod busy {
+    use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
+
+    use super::*;
+    use crate::busy_service::{Busy, Late, Seen, Work};
+    use crate::matrix::busy as run;
+    use crate::support::RedisServer;
+
+    /// Instances with a runtime each share one limit over a healthy Redis. `cargo bench -p benches --bench busy` has
+    /// processes, and more rows.
+    fn keeps_the_limit(workers: usize, yields: bool, work: Work) {
+        const LIMIT: u32 = 400;
+        let server = RedisServer::start();
+        let instance = || {
+            let busy = Busy {
+                workers,
+                keeps: Duration::from_millis(20),
+                clients: 32,
+                work,
+                yields,
+                limit: LIMIT,
+            };
+            let late = Late::default();
+            let redis = RedisStore::connect_lazy(server.url().as_str()).unwrap();
+            let store = Fallback::new(redis, LocalStore::default()).observer(late.clone());
+            let mut seen = busy.run(store, || std::thread::sleep(Duration::from_secs(4)));
+            seen.late = late.longest();
+            seen
+        };
+        let mut sum = Seen::default();
+        std::thread::scope(|scope| {
+            let instances: Vec<_> = (0..4).map(|_| scope.spawn(instance)).collect();
+            for instance in instances {
+                sum += instance.join().unwrap();
+            }
+        });
+        println!("{workers} workers, {work}: {sum:?}");
+        // Few checks have no reply within two deadlines and the delays of the runtime.
+        assert!(sum.granted <= u64::from(LIMIT) + 20, "{sum:?}");
+        let bound = 2 * crate::load::DEADLINE + sum.late;
+        let round = Duration::from_millis(20) * 32;
+        assert!(
+            sum.longest <= bound + 2 * round + crate::table::SLACK,
+            "{sum:?}"
+        );
+    }
+
+    #[test]
+    fn one_worker_keeps_the_limit() {
+        keeps_the_limit(1, true, Work::Sleep);
+    }
+
+    #[test]
+    fn two_workers_keep_the_limit() {
+        keeps_the_limit(2, false, Work::Sleep);
+    }
+
+    #[test]
+    fn three_computing_workers_keep_the_limit() {
+        keeps_the_limit(3, true, Work::Spin);
+    }
+
+    #[test]
+    fn a_current_thread_runtime_keeps_the_limit() {
+        keeps_the_limit(0, true, Work::Sleep);
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn killed_and_restarted_empty() {
+        println!("{:?}", run(Fault::KilledEmpty).await);
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn frozen() {
+        println!("{:?}", run(Fault::Frozen).await);
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn connections_cut() {
+        println!("{:?}", run(Fault::Cut).await);
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

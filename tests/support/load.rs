@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use tokio::task::JoinSet;
+use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::task::{JoinSet, yield_now};
 use tokio::time::sleep;
 use tower_redis_ratelimit::check::{Check, Source};
 use tower_redis_ratelimit::observe::{Observer, event};
@@ -20,6 +21,9 @@ use crate::support::{leased, policy};
 
 const INSTANCES: usize = 4;
 pub const TASKS: usize = 64;
+/// Tasks of an instance whose handlers keep their threads, and for how long.
+const BUSY_TASKS: usize = 16;
+pub const HANDLER: Duration = Duration::from_millis(20);
 pub const DEADLINE: Duration = Duration::from_millis(100);
 /// Pause between two requests of a task, so that the load is not the outage; longer on a slow
 /// machine.
@@ -56,6 +60,8 @@ pub struct Setup {
     pub timeout: Duration,
     /// Whether quota is leased.
     pub leased: bool,
+    /// Whether each instance has a runtime of two worker threads, which its handlers keep.
+    pub busy: bool,
 }
 
 impl Default for Setup {
@@ -65,6 +71,7 @@ impl Default for Setup {
             connections: 2,
             timeout: Duration::from_millis(250),
             leased: false,
+            busy: false,
         }
     }
 }
@@ -99,7 +106,10 @@ pub fn peek(caller: usize) -> Check {
 /// The events that the store of an instance has reported.
 #[derive(Default)]
 pub struct Events {
+    /// Also the checks whose reply came too late on a busy runtime.
     pub failed: AtomicU64,
+    /// The longest time by which the runtime was late for one check, in microseconds.
+    pub late: AtomicU64,
     /// The kinds of these failures.
     pub kinds: Mutex<HashSet<ErrorKind>>,
     pub degraded: AtomicU64,
@@ -133,6 +143,11 @@ impl Observer for Notes {
             .left
             .fetch_add(event.refunded + event.expired, SeqCst);
         self.0.largest.fetch_max(event.charged, SeqCst);
+    }
+
+    fn runtime_late(&self, event: &event::RuntimeLate) {
+        self.0.late.fetch_max(event.by.as_micros() as u64, SeqCst);
+        self.0.failed.fetch_add(event.gave_up.into(), SeqCst);
     }
 
     fn failed(&self, event: &event::Failed<'_>) {
@@ -230,6 +245,8 @@ pub struct Load {
     pub instances: Arc<[Instance]>,
     pub sums: Arc<Sums>,
     leased: bool,
+    /// The runtime of each busy instance.
+    runtimes: Vec<Runtime>,
     /// Whether the tight callers send requests too.
     tight: Arc<AtomicBool>,
     /// Whether they send many concurrent requests while their instance is degraded.
@@ -246,6 +263,10 @@ impl Load {
                 .collect(),
             sums: Arc::default(),
             leased: setup.leased,
+            runtimes: match setup.busy {
+                false => vec![],
+                true => (0..setup.instances).map(|_| two_workers()).collect(),
+            },
             tight: Arc::default(),
             burst: Arc::default(),
             stop: Arc::default(),
@@ -266,23 +287,25 @@ impl Load {
     /// Starts all tasks.
     pub fn start(&mut self) {
         let (count, leased) = (self.instances.len(), self.leased);
-        for i in 0..count * TASKS {
+        let is_busy = !self.runtimes.is_empty();
+        let all = count * if is_busy { BUSY_TASKS } else { TASKS };
+        for i in 0..all {
+            let own = self.runtimes.get(i % count);
+            let runtime = own.map_or_else(Handle::current, |own| own.handle().clone());
             let (instances, sums) = (Arc::clone(&self.instances), Arc::clone(&self.sums));
             let (tight, burst, stop) = (
                 Arc::clone(&self.tight),
                 Arc::clone(&self.burst),
                 Arc::clone(&self.stop),
             );
-            self.tasks.spawn(async move {
+            let task = async move {
                 let instance = &instances[i % count];
                 let checks: Vec<Check> = (0..CALLERS.len())
                     .map(|caller| take(caller, leased))
                     .collect();
                 let (mut healthy, mut open) = (vec![], vec![]);
                 // Spread the first requests.
-                let mut pause = sums
-                    .pause(LONGEST_PAUSE * i as u32 / (count * TASKS) as u32)
-                    .await;
+                let mut pause = sums.pause(LONGEST_PAUSE * i as u32 / all as u32).await;
                 for turn in i / count.. {
                     if stop.load(SeqCst) {
                         break;
@@ -305,11 +328,20 @@ impl Load {
                     } else if !tight.load(SeqCst) {
                         healthy.push(took);
                     }
-                    pause = sums.pause(pause).await;
+                    if is_busy {
+                        // The handler of a request with four checks.
+                        if turn % 4 == 3 {
+                            std::thread::sleep(HANDLER);
+                            yield_now().await;
+                        }
+                    } else {
+                        pause = sums.pause(pause).await;
+                    }
                 }
                 sums.healthy.lock().unwrap().append(&mut healthy);
                 sums.open.lock().unwrap().append(&mut open);
-            });
+            };
+            self.tasks.spawn_on(task, &runtime);
         }
     }
 
@@ -340,6 +372,23 @@ impl Load {
             .iter()
             .map(|instance| of(&instance.events).load(SeqCst))
             .sum()
+    }
+}
+
+fn two_workers() -> Runtime {
+    Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap()
+}
+
+/// A runtime may not be dropped in another one without that.
+impl Drop for Load {
+    fn drop(&mut self) {
+        for runtime in self.runtimes.drain(..) {
+            runtime.shutdown_background();
+        }
     }
 }
 

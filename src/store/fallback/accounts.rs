@@ -87,15 +87,17 @@ impl Accounts {
         self.shards.iter()
     }
 
-    /// Removes the accounts of a shard that owe nothing at `now`, and adds the others to `owed`.
+    /// Removes the accounts of a shard that owe nothing at `now`, and adds the others to `owed`. Returns the number of
+    /// callers that it has examined.
     pub(super) fn sweep(
         &self,
         shard: &Mutex<Shard>,
         now: i64,
         owed: &mut Vec<(u8, Key, Policies)>,
-    ) {
+    ) -> usize {
         let (mut shard, mut removed) = (lock(shard), 0);
         let accounts = &mut shard.accounts;
+        let examined = accounts.len();
         accounts.retain(|key, each| {
             let held = each.len();
             each.retain(|account| account.is_owed(now));
@@ -114,6 +116,7 @@ impl Accounts {
         if removed > 0 {
             shard.complete_since = 1 + self.epoch.fetch_add(1, Ordering::AcqRel);
         }
+        examined
     }
 }
 

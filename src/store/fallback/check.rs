@@ -14,9 +14,9 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use pin_project_lite::pin_project;
-use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::account::RefundTo;
 use super::accounts::{Accounts, Caller};
@@ -27,7 +27,7 @@ use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Source, Verdict};
 use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, LocalStore, Share, Store};
-use crate::util::{Clock, contain, instant, polled_after_completion};
+use crate::util::{Clock, Notice, Patient, contain, patient, polled_after_completion};
 
 /// One partition of the primary store, or all of it, with the fallback.
 pub(super) struct Partition<P, F> {
@@ -47,6 +47,10 @@ pub(super) struct Partition<P, F> {
     pub(super) accounts: Accounts,
     pub(super) clock: Clock,
 }
+
+/// Number of graces of a deadline: enough for a reply to pass the tasks that read it, on a runtime whose handlers keep
+/// its threads.
+pub(super) const GRACES: u32 = 8;
 
 /// The permission to send a check to the primary store. Its outcome is reported to the breaker, also if it is dropped.
 #[derive(Debug, Clone, Copy)]
@@ -73,9 +77,7 @@ pin_project! {
         fn drop(this: Pin<&mut Self>) {
             let this = this.project();
             if let StepProj::Primary { admission: Some(admission), .. } = this.step.project() {
-                this.partition.breaker.learned_nothing(admission.ticket);
-                this.partition.abandoned.store(true, Ordering::Release);
-                this.partition.attend();
+                this.partition.abandon(*admission);
             }
         }
     }
@@ -86,12 +88,7 @@ pin_project! {
     enum Step<P, F> {
         Primary {
             #[pin]
-            answer: P,
-            // `None` if the deadline is too far to express.
-            until: Option<Instant>,
-            // Set at the first poll that finds no reply.
-            #[pin]
-            deadline: Option<Sleep>,
+            waiting: Patient<P>,
             // `None` after the deadline of a check for a block, which is reported once. The late
             // reply is still returned, since it shows the quota to refund.
             admission: Option<Admission>,
@@ -133,11 +130,9 @@ impl<P: Store, F: Store> Partition<P, F> {
             }
             None => self.fall_back(&check, false),
             Some(admission) => match self.primary.check(check.clone().in_fallback()) {
-                Answer::Ready { answer } => self.judge(&check, answer, Some(admission)),
+                Answer::Ready { answer } => self.judge(&check, answer, admission),
                 Answer::Pending { future } => Answer::pending(Step::Primary {
-                    answer: future,
-                    until: instant().checked_add(self.settings.deadline),
-                    deadline: None,
+                    waiting: patient(self.settings.deadline, GRACES, future),
                     admission: Some(admission),
                     check,
                 }),
@@ -180,23 +175,55 @@ impl<P: Store, F: Store> Partition<P, F> {
         })
     }
 
-    /// Handles the primary store's reply, or a missed deadline. `admission` is `None` if the
-    /// outcome was already reported.
+    /// Handles the primary store's reply.
     fn judge(
         self: &Arc<Self>,
         check: &Check,
         answer: Result<Decision, StoreError>,
-        admission: Option<Admission>,
+        admission: Admission,
     ) -> Next<P, F> {
-        match (&answer, admission) {
-            (Ok(decision), Some(admission)) => self.succeeded(check, decision, admission),
-            (Err(error), Some(admission)) => self.failed(check, error, admission),
-            (_, None) => {}
+        match &answer {
+            Ok(decision) => self.succeeded(check, decision, admission),
+            Err(error) => self.failed(check, error, admission),
         }
         match answer {
             Err(error) if !check.is_for_block() => self.fall_back(check, !error.is_not_sent()),
             answer => Answer::ready(answer),
         }
+    }
+
+    /// Handles a deadline without a reply. Returns its error.
+    fn missed(
+        self: &Arc<Self>,
+        check: &Check,
+        notice: Notice,
+        admission: Admission,
+        answer: Pin<&mut P::Future>,
+    ) -> StoreError {
+        let error = if check.is_for_block() {
+            self.timed_out(check.key())
+        } else {
+            self.give_up(check.key(), answer)
+        };
+        match notice {
+            Notice::InTime => self.failed(check, &error, admission),
+            // No evidence about the primary store: let a probe find it, for which no request waits.
+            Notice::Late => self.abandon(admission),
+        }
+        error
+    }
+
+    /// Handles a check that ends without an outcome. A probe finds an outage, if there is one.
+    fn abandon(self: &Arc<Self>, admission: Admission) {
+        self.breaker.learned_nothing(admission.ticket);
+        self.abandoned.store(true, Ordering::Release);
+        self.attend();
+    }
+
+    /// Notifies the observer that the runtime was late while a check waited.
+    fn report_late(&self, by: Duration, gave_up: bool) {
+        let event = event::RuntimeLate::new(by, gave_up);
+        self.observe(|observer| observer.runtime_late(&event));
     }
 
     fn succeeded(self: &Arc<Self>, check: &Check, decision: &Decision, admission: Admission) {
@@ -245,12 +272,22 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
     }
 
+    /// Withdraws a check without a reply if it is still queued. Returns its error.
+    pub(super) fn give_up(&self, key: &Key, answer: Pin<&mut P::Future>) -> StoreError {
+        let error = self.timed_out(key);
+        if self.primary.backend().withdraw(answer) {
+            error.not_sent()
+        } else {
+            error
+        }
+    }
+
     /// The error for a check of this caller without a reply at the deadline.
-    pub(super) fn late(&self, key: &Key) -> StoreError {
-        let late = StoreError::new(ErrorKind::Timeout);
+    fn timed_out(&self, key: &Key) -> StoreError {
+        let error = StoreError::new(ErrorKind::Timeout);
         match self.primary.backend().server(key) {
-            Some(server) => late.with_server(server),
-            None => late,
+            Some(server) => error.with_server(server),
+            None => error,
         }
     }
 
@@ -371,7 +408,10 @@ impl<P: Store, F: Store> FallbackFuture<P, F> {
     pub(super) fn withdraw(self: Pin<&mut Self>) -> bool {
         let this = self.project();
         match this.step.project() {
-            StepProj::Primary { answer, .. } => this.partition.primary.backend().withdraw(answer),
+            StepProj::Primary { waiting, .. } => {
+                let backend = this.partition.primary.backend();
+                backend.withdraw(waiting.future())
+            }
             StepProj::Fallback { .. } | StepProj::Done => false,
         }
     }
@@ -395,32 +435,27 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                     Answer::ready(partition.fell_back(check, *in_doubt, answer, None))
                 }
                 StepProj::Primary {
-                    mut answer,
-                    until,
-                    mut deadline,
+                    mut waiting,
                     admission,
                     check,
-                } => match answer.as_mut().poll(cx) {
-                    Poll::Ready(answer) => partition.judge(check, answer, admission.take()),
-                    Poll::Pending if admission.is_none() => return Poll::Pending,
-                    Poll::Pending => {
-                        if deadline.is_none() {
-                            deadline.set(until.map(sleep_until));
+                } => match *admission {
+                    None => Answer::ready(ready!(waiting.future().poll(cx))),
+                    Some(sent) => {
+                        let reply = ready!(waiting.as_mut().poll(cx));
+                        if let Some(by) = waiting.late_by() {
+                            partition.report_late(by, reply.is_err());
                         }
-                        let Some(deadline) = deadline.as_mut().as_pin_mut() else {
-                            return Poll::Pending;
-                        };
-                        ready!(deadline.poll(cx));
-                        let late = partition.late(check.key());
-                        if check.is_for_block() {
-                            if let Some(admission) = admission.take() {
-                                partition.failed(check, &late, admission);
+                        match reply {
+                            Ok(answer) => partition.judge(check, answer, sent),
+                            Err(notice) => {
+                                let error = partition.missed(check, notice, sent, waiting.future());
+                                if check.is_for_block() {
+                                    *admission = None;
+                                    continue;
+                                }
+                                partition.fall_back(check, !error.is_not_sent())
                             }
-                            return Poll::Pending;
                         }
-                        let is_withdrawn = partition.primary.backend().withdraw(answer);
-                        let late = if is_withdrawn { late.not_sent() } else { late };
-                        partition.judge(check, Err(late), admission.take())
                     }
                 },
             };

@@ -20,6 +20,8 @@
 //!   refunded. A reconciling charge without a reply is not repeated, but reported as dropped. A
 //!   reset, of a check or of a reconciliation, is repeated until there is a reply, if there is room
 //!   for an account.
+//! - **Busy runtime.** If the runtime is late while a check waits, graces follow its deadline. If these pass too, the
+//!   fallback decides as after a lost reply, the breaker learns nothing, and a probe is sent.
 //! - **Failing store.** The breaker opens after several failures. The fallback decides and records its grants until a
 //!   reconciliation has charged them.
 //! - **Refund.** A decision states whether the fallback made it, and when. A grant that is in no
@@ -73,6 +75,7 @@ use crate::util::Clock;
 /// A store made of two stores: the second answers when the first cannot.
 ///
 /// - **Deadline.** The fallback decides a check that the primary store has not decided in time. A
+///   deadline that a busy runtime notices late is no evidence about the primary store, and opens no breaker. A
 ///   check that was sent to the primary store without a reply is never sent again. A check that
 ///   still waits to be sent is withdrawn.
 /// - **Breaker.** After several consecutive failures every check goes to the fallback immediately: see
@@ -149,6 +152,9 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
     /// Sets the deadline of the primary store for a check, from the call of [`check`](Store::check). Defaults to 100
     /// ms.
+    ///
+    /// If the runtime is late in that time, because handlers keep its threads, up to eight graces follow: together another
+    /// deadline, and the delays of the runtime. See [a busy runtime](crate::guide::faults#a-busy-runtime).
     #[must_use]
     pub fn deadline(self, deadline: Duration) -> Self {
         self.with(|settings| settings.deadline = deadline)

@@ -22,17 +22,17 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use futures_util::future::{Either, join_all, select};
 use tokio::task::yield_now;
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 
 use super::account::is_reply;
 use super::breaker::{Breaker, Ticket};
-use super::check::{Partition, shows_failure};
+use super::check::{GRACES, Partition, shows_failure};
 use crate::background::Task;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Policies, Policy, Quota, Strategy};
 use crate::observe::event;
 use crate::store::{Answer, Store, probe};
-use crate::util::{instant, jittered};
+use crate::util::{instant, jittered, patient};
 
 /// Time after which no further wait for other instances that reconcile begins, and the longest of these waits.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
@@ -40,6 +40,9 @@ const LONGEST_WAIT: Duration = Duration::from_secs(10);
 const ROUNDS: usize = 3;
 /// Number of accounts in the first wave of a reconciliation: these charges may be lost if the primary store fails again.
 const CONCURRENT: usize = 64;
+/// Number of callers whose accounts are examined without a yield. On a busy runtime each yield may take as long as the
+/// handlers of all requests.
+const EXAMINED: usize = 512;
 /// Pause after a check that found the queue full.
 const FULL: Duration = Duration::from_millis(2);
 
@@ -166,7 +169,8 @@ impl<P: Store, F: Store> Partition<P, F> {
         self.reconcile().await
     }
 
-    /// Sends a check. Returns the primary store's decision, or an error after this number of deadlines.
+    /// Sends a check. Returns the primary store's decision, or an error after this number of deadlines and their
+    /// graces.
     async fn send(&self, check: Check, deadlines: u32) -> Result<Decision, StoreError> {
         let key = *check.key();
         let mut answer = match self.primary.check(check) {
@@ -174,11 +178,11 @@ impl<P: Store, F: Store> Partition<P, F> {
             Answer::Pending { future } => pin!(future),
         };
         let time = self.settings.deadline.saturating_mul(deadlines);
-        timeout(time, answer.as_mut()).await.unwrap_or_else(|_| {
-            let late = self.late(&key);
-            let is_withdrawn = self.primary.backend().withdraw(answer);
-            Err(if is_withdrawn { late.not_sent() } else { late })
-        })
+        match patient(time, GRACES, answer.as_mut()).await {
+            Ok(answer) => answer,
+            // Even if noticed late: no request waits for this check, and a store that replies had time for it.
+            Err(_) => Err(self.give_up(&key, answer)),
+        }
     }
 
     async fn ping(&self) -> Result<(), StoreError> {
@@ -238,9 +242,13 @@ impl<P: Store, F: Store> Partition<P, F> {
     async fn sweep(&self) -> Vec<(u8, Key, Policies)> {
         let mut owed = vec![];
         if !self.accounts.is_empty() {
+            let mut examined = 0;
             for shard in self.accounts.shards() {
-                self.accounts.sweep(shard, self.clock.micros(), &mut owed);
-                yield_now().await;
+                examined += self.accounts.sweep(shard, self.clock.micros(), &mut owed);
+                if examined >= EXAMINED {
+                    examined = 0;
+                    yield_now().await;
+                }
             }
         }
         owed

@@ -214,9 +214,9 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// Sets the maximum time of one call, including a connect if needed, and the maximum time that
-    /// a check waits to be sent. Defaults to 250 ms; zero is an error. A
-    /// [`Fallback`](crate::Fallback) has its own, shorter deadline.
+    /// Sets the maximum time of one call, of a connect before it, and that a check waits to be sent
+    /// without a [`Fallback`](crate::Fallback), which withdraws its checks itself. Defaults to 250 ms; zero is an error. A
+    /// [`Fallback`](crate::Fallback) has its own deadline: keep this above two of them.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.settings.timeout = timeout;
         self

@@ -25,7 +25,7 @@ pub(in super::super) enum Rule {
     Silence,
     /// No request fails.
     Failed,
-    /// No request takes longer than the deadline.
+    /// No request takes longer than the deadline, or one deadline more after it is polled late.
     Wait,
     /// A decision is consistent.
     Sense,

@@ -3,6 +3,7 @@
 mod ahead;
 mod answers;
 mod breaker;
+mod busy;
 mod ends;
 mod far;
 mod flow_back;

@@ -12,12 +12,12 @@ use redis::io::tcp::TcpSettings;
 use redis::io::tcp::socket2::{SockRef, TcpKeepalive};
 use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisError};
 use tokio::net::TcpStream;
-use tokio::time::timeout;
 
-use super::errors::error_of_greeting;
+use super::errors::{STEPS, error_of_greeting};
 use super::names::{self, Host};
 use super::pool::Driven;
 use crate::error::{ErrorKind, StoreError};
+use crate::util::patient;
 
 #[derive(Debug)]
 pub(crate) struct Dialer {
@@ -95,7 +95,8 @@ impl Dialer {
     async fn open_first(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
         let opened = match server.addr() {
             ConnectionAddr::TcpTls { host, port, .. } => {
-                match timeout(self.timeout - self.timeout / 4, self.open(server)).await {
+                let time = self.timeout - self.timeout / 4;
+                match patient(time, STEPS, self.open(server)).await {
                     Ok(opened) => opened,
                     Err(_)
                         if self
@@ -153,7 +154,7 @@ impl Dialer {
                 }
             }
         };
-        matches!(timeout(self.timeout / 4, asking).await, Ok(Some(reply)) if expected(reply))
+        matches!(patient(self.timeout / 4, STEPS, asking).await, Ok(Some(reply)) if expected(reply))
     }
 }
 

@@ -3,12 +3,11 @@
 use std::future::Future;
 use std::time::Duration;
 
-use futures_util::FutureExt;
-use redis::{ConnectionInfo, ErrorKind as Kind, ProtocolVersion, RedisError, ServerErrorKind};
-use tokio::time::timeout;
-
 use super::tls;
 use crate::error::{ErrorKind, StoreError};
+use crate::util::patient;
+use futures_util::FutureExt;
+use redis::{ConnectionInfo, ErrorKind as Kind, ProtocolVersion, RedisError, ServerErrorKind};
 
 /// Converts an error of redis-rs, by the fix that it needs.
 pub(crate) fn error_of(error: &RedisError) -> StoreError {
@@ -79,7 +78,13 @@ pub(crate) fn error_of_greeting(error: &RedisError, server: &ConnectionInfo) -> 
     )
 }
 
-/// Returns the result of an attempt, or [`ErrorKind::Timeout`] after `time`.
+/// Number of graces for a reply: enough for the task that reads it, and for the task that awaits it.
+const REPLY: u32 = 2;
+/// Number of graces for several steps, such as to connect: each step waits for a thread of the runtime.
+pub(super) const STEPS: u32 = 16;
+
+/// Returns the result of an attempt of several steps, or [`ErrorKind::Timeout`] after `time` and its
+/// [graces](crate::util::Patience).
 ///
 /// Not an `async fn`, whose future would contain the attempt twice: as an argument, and while it is
 /// polled.
@@ -87,8 +92,22 @@ pub(crate) fn within<T>(
     time: Duration,
     attempt: impl Future<Output = Result<T, StoreError>>,
 ) -> impl Future<Output = Result<T, StoreError>> {
-    timeout(time, attempt)
-        .map(|result| result.unwrap_or_else(|_| Err(StoreError::new(ErrorKind::Timeout))))
+    patient(time, STEPS, attempt).map(|result| result.unwrap_or_else(|_| Err(timed_out())))
+}
+
+/// Returns the replies to calls, or [`ErrorKind::Timeout`] after `time` and its graces.
+pub(crate) fn replies_within<T>(
+    time: Duration,
+    replies: impl Future<Output = Result<T, RedisError>>,
+) -> impl Future<Output = Result<T, StoreError>> {
+    patient(time, REPLY, replies).map(|replies| match replies {
+        Ok(replies) => replies.map_err(|error| error_of(&error)),
+        Err(_) => Err(timed_out()),
+    })
+}
+
+fn timed_out() -> StoreError {
+    StoreError::new(ErrorKind::Timeout)
 }
 
 /// Converts the error of a call that was not executed.

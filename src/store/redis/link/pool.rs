@@ -32,9 +32,9 @@ use redis::{Cmd, Pipeline, RedisError, ServerErrorKind, Value};
 use smallvec::{SmallVec, smallvec};
 use tokio::sync::watch;
 use tokio::task::coop::{Unconstrained, unconstrained};
-use tokio::time::{Instant, timeout};
+use tokio::time::Instant;
 
-use super::errors::{error_of, within};
+use super::errors::{error_of, replies_within, within};
 use crate::error::{ErrorKind, StoreError};
 use crate::store::redis::script::Call;
 use crate::util::{instant, jittered, lock};
@@ -143,6 +143,8 @@ pub(crate) struct Pool<C: Connect> {
     /// The last connection failure, for the callers that wait for a connection.
     failures: watch::Receiver<Option<StoreError>>,
     spare: Mutex<Spare<C>>,
+    /// Maximum time of a checkout.
+    timeout: Duration,
     /// Number of uses that were dropped before a reply arrived: the server may have vanished.
     timeouts: Arc<AtomicU64>,
 }
@@ -172,7 +174,8 @@ impl<C: Connect> Pool<C> {
             .max_size(u32::try_from(max).unwrap_or(u32::MAX))
             .test_on_check_out(false)
             .retry_connection(false)
-            .connection_timeout(timeout)
+            // A checkout limits its time itself.
+            .connection_timeout(timeout.saturating_mul(100))
             // Disables bb8's background task.
             .idle_timeout(None)
             .max_lifetime(None)
@@ -186,12 +189,17 @@ impl<C: Connect> Pool<C> {
             connections,
             failures,
             spare: Mutex::new(spare),
+            timeout,
             timeouts,
         }
     }
 
     /// Returns a working connection, or the reason why none is available.
     pub(crate) async fn checkout(&self) -> Result<Checkout<C>, StoreError> {
+        within(self.timeout, pin!(self.find_working())).await
+    }
+
+    async fn find_working(&self) -> Result<Checkout<C>, StoreError> {
         let mut lost = false;
         loop {
             let mut connection = self.get().await?;
@@ -371,13 +379,13 @@ impl Connection {
     async fn responds_to_ping(&mut self) -> bool {
         self.broken = true;
         // NATs and others drop idle connections silently.
-        let reply = timeout(
-            self.patience,
-            self.link.inner.send_packed_command(&redis::cmd("PING")),
-        )
-        .await;
+        let ping = redis::cmd("PING");
+        let reply = {
+            let asking = pin!(self.link.inner.send_packed_command(&ping));
+            replies_within(self.patience, asking).await
+        };
         self.record_outcome(None);
-        self.broken = !matches!(reply, Ok(Ok(_)));
+        self.broken = reply.is_err();
         !self.broken
     }
 

@@ -5,7 +5,7 @@ use std::convert::Infallible;
 use std::fmt;
 use std::future::pending;
 use std::num::NonZeroU64;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
@@ -25,7 +25,7 @@ use crate::limit::{Check, Key, Source, Verdict, Verdicts};
 use crate::observe::mistakes::MISSING_RIGHT;
 use crate::observe::{Observer, event, or_log};
 use crate::store::config::RedisSettings;
-use crate::store::redis::link::{error_of, within};
+use crate::store::redis::link::{error_of, replies_within};
 use crate::store::redis::script::Call;
 use crate::store::redis::topology::{Node, Pool, Topology};
 use crate::store::{Answer, Backend, Hooks, Store, Waiters, Withdraw, probe};
@@ -390,18 +390,21 @@ impl Shared {
         let pool = self.pool(node)?;
         let attempt = async {
             let mut connection = pool.checkout().await?;
-            let replies = connection.run(std::slice::from_ref(call)).await;
+            let replies = {
+                let running = pin!(connection.run(std::slice::from_ref(call)));
+                replies_within(self.settings.timeout, running).await
+            };
             pool.give_back(connection);
-            let reply = match replies.map_err(|error| error_of(&error))?.pop() {
+            let reply = match replies?.pop() {
                 Some(Ok(reply)) => reply,
                 Some(Err(error)) => return Err(self.script_error(&error, node)),
                 None => return Err(StoreError::new(ErrorKind::Protocol)),
             };
             redis::from_redis_value(reply).map_err(|error| error_of(&error.into()))
         };
-        within(self.settings.timeout, attempt)
+        attempt
             .await
-            .map_err(|error| error.with_server(self.topology.address(Some(node))))
+            .map_err(|error: StoreError| error.with_server(self.topology.address(Some(node))))
     }
 
     /// Runs one step of a scan on a node. Returns the next cursor and the keys that match `pattern`.
@@ -417,14 +420,16 @@ impl Shared {
         scan.arg("COUNT").arg(SCAN_STEP);
         let attempt = async {
             let mut connection = pool.checkout().await?;
-            let reply = connection.ask(scan).await;
+            let reply = {
+                let asking = pin!(connection.ask(scan));
+                replies_within(self.settings.timeout, asking).await
+            };
             pool.give_back(connection);
-            redis::from_redis_value(reply.map_err(|error| error_of(&error))?)
-                .map_err(|error| error_of(&error.into()))
+            redis::from_redis_value(reply?).map_err(|error| error_of(&error.into()))
         };
-        within(self.settings.timeout, attempt)
+        attempt
             .await
-            .map_err(|error| error.with_server(self.topology.address(Some(node))))
+            .map_err(|error: StoreError| error.with_server(self.topology.address(Some(node))))
     }
 
     /// Answers a check with the outcome of a call that was sent at `sent_at`, and updates the cached denials.

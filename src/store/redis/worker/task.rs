@@ -17,7 +17,7 @@ use super::queues::{Job, Target, no_runtime};
 use super::store::{Shared, runtime_is_ending};
 use crate::error::{ErrorKind, StoreError};
 use crate::observe::event;
-use crate::store::redis::link::{Replies, error_of, within};
+use crate::store::redis::link::{Replies, error_of, replies_within};
 use crate::store::redis::script::ScriptCall;
 use crate::store::redis::topology::cluster::Why;
 use crate::store::redis::topology::{Node, Pool, Topology};
@@ -186,11 +186,14 @@ impl Worker {
         ControlFlow::Break(Some(next))
     }
 
-    /// Drops abandoned checks, and fails those older than the timeout.
+    /// Drops abandoned checks, and fails those older than the timeout. A [`Fallback`](crate::Fallback) withdraws its
+    /// checks itself: it knows whether the runtime was late.
     fn drop_late(&mut self, node: Option<Node>, now: Instant) {
         // `None` if the clock started later: then no check is as old.
         let oldest = now.checked_sub(self.inner.settings.timeout);
-        let is_late = |job: &Job| oldest.is_some_and(|oldest| job.since < oldest);
+        let is_late = |job: &Job| {
+            !job.check.is_in_fallback() && oldest.is_some_and(|oldest| job.since < oldest)
+        };
         for job in self
             .batch
             .jobs
@@ -211,8 +214,7 @@ impl Worker {
     /// Returns an error that applies to all of the calls.
     async fn call(&mut self, node: Node, pool: &Pool) -> Result<Replies, StoreError> {
         self.sent = false;
-        let timeout = self.inner.settings.timeout;
-        let outcome = within(timeout, pin!(self.attempt(pool))).await;
+        let outcome = self.attempt(pool).await;
         outcome.map_err(|error| {
             // A runtime that shuts down may drop the connection's driver before this worker. That is not a failure
             // of Redis.
@@ -232,8 +234,10 @@ impl Worker {
         } = self;
         let mut connection = pool.checkout().await?;
         *sent = true;
-        let replies = connection.run(batch.calls()).await;
-        let replies = replies.map_err(|error| error_of(&error))?;
+        let replies = {
+            let running = pin!(connection.run(batch.calls()));
+            replies_within(inner.settings.timeout, running).await?
+        };
         let mut of_calls = batch.calls().iter().zip(&replies);
         if of_calls.any(|(call, reply)| reply.as_ref().is_ok_and(|reply| call.is_read_only(reply)))
         {

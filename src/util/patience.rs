@@ -1,0 +1,132 @@
+//! Waits for replies on a runtime that may be busy.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use pin_project_lite::pin_project;
+use tokio::time::{Instant, Sleep, sleep_until};
+
+use super::instant;
+
+pin_project! {
+    /// Resolves to the output of a future, or to a [`Notice`] at the end of a wait.
+    ///
+    /// While handlers keep the threads of a runtime, its timers are noticed late. The reply may have arrived long before,
+    /// but the task that reads it waits for a thread too, even if this task happens to be in time. So the wait is divided
+    /// into looks. If one of them is late, a few more follow the end, its graces, until looks have been in time for as long
+    /// as the whole wait. The runtime polls its sockets before a timer fires, and other tasks run between two late looks,
+    /// so a reply that has arrived is read within a few graces. Tokio does not guarantee that.
+    pub(crate) struct Patient<F> {
+        #[pin]
+        future: F,
+        // `None` if it is too far to express.
+        end: Option<Instant>,
+        // The next look. Set at the first poll without an output.
+        #[pin]
+        timer: Option<Sleep>,
+        pause: Duration,
+        graces_left: u32,
+        // Number of looks in time since the last late one.
+        in_time: u32,
+        was_late: bool,
+        delay: Duration,
+    }
+}
+
+/// How the end of a wait was noticed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Notice {
+    /// The runtime was in time for as long as the wait: the future has no output.
+    InTime,
+    /// The runtime was late. The future may have an output as soon as the runtime has time for it.
+    Late,
+}
+
+/// Number of looks in a wait.
+const LOOKS: u32 = 8;
+/// Maximum delay of a look in time. Tokio's timers are exact to a millisecond.
+const IN_TIME: Duration = Duration::from_millis(5);
+
+/// Waits for a future until `time` has passed since this call. If the runtime is late, waits for at most this number of
+/// further looks, each an eighth of `time` and its delay after the one before.
+pub(crate) fn patient<F: Future>(time: Duration, graces: u32, future: F) -> Patient<F> {
+    Patient {
+        future,
+        end: instant().checked_add(time),
+        timer: None,
+        pause: time / LOOKS,
+        graces_left: graces,
+        in_time: 0,
+        was_late: false,
+        delay: Duration::ZERO,
+    }
+}
+
+impl<F: Future> Patient<F> {
+    pub(crate) fn future(self: Pin<&mut Self>) -> Pin<&mut F> {
+        self.project().future
+    }
+
+    /// Returns the sum of the delays of all looks, or `None` if all were in time.
+    pub(crate) fn late_by(&self) -> Option<Duration> {
+        self.was_late.then_some(self.delay)
+    }
+
+    /// Resolves at the next look: to `None` if another one follows.
+    fn poll_look(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Notice>> {
+        let mut this = self.project();
+        let Some(end) = *this.end else {
+            return Poll::Pending;
+        };
+        if this.timer.is_none() {
+            let first = end.min(instant() + *this.pause);
+            this.timer.set(Some(sleep_until(first)));
+        }
+        let Some(mut timer) = this.timer.as_pin_mut() else {
+            return Poll::Pending;
+        };
+        ready!(timer.as_mut().poll(cx));
+        let now = instant();
+        let delay = now.saturating_duration_since(timer.deadline());
+        *this.delay += delay;
+        if delay > IN_TIME {
+            *this.was_late = true;
+            *this.in_time = 0;
+        } else {
+            *this.in_time += 1;
+        }
+        if now < end {
+            timer.reset(end.min(now + *this.pause));
+            return Poll::Ready(None);
+        }
+        if !*this.was_late || *this.in_time >= LOOKS {
+            return Poll::Ready(Some(Notice::InTime));
+        }
+        if *this.graces_left == 0 {
+            return Poll::Ready(Some(Notice::Late));
+        }
+        *this.graces_left -= 1;
+        timer.reset(now + *this.pause);
+        Poll::Ready(None)
+    }
+}
+
+impl<F: Future> Future for Patient<F> {
+    type Output = Result<F::Output, Notice>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut end = None;
+        loop {
+            // Also after a look: the output may have arrived between the two polls.
+            if let Poll::Ready(output) = self.as_mut().future().poll(cx) {
+                return Poll::Ready(Ok(output));
+            }
+            if let Some(notice) = end {
+                return Poll::Ready(Err(notice));
+            }
+            end = ready!(self.as_mut().poll_look(cx));
+        }
+    }
+}
