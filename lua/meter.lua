@@ -89,6 +89,10 @@ local function meter()
   -- Refunds the part of a charge or turn that still counts, as in the Rust half.
   local function refund(policy, key, now, cost, of, level, at)
     local period, most = policy.period, 2 * policy.capacity
+    -- Under another policy, the charge may count for longer.
+    if of.reset <= of.age then
+      return 0, level, at
+    end
     if of.turn and period == 0 then
       local ends = max(-policy.furthest, min(of.reset - of.age - 1, policy.furthest)) * policy.ticks + 1
       local ticks = max(0, min(cost, most) * policy.interval - max(0, level - ends))

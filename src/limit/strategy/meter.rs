@@ -99,6 +99,10 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
         of: &PolicyCharge,
         [level, at, _]: Registers,
     ) -> Refunded {
+        // Under another policy, the charge may count for longer.
+        if of.left() <= 0 {
+            return ([level, at, 0], 0);
+        }
         let [cost, charge] =
             [cost, of.cost].map(|cost| cost.min(2 * params.capacity) * params.interval);
         if of.is_turn && !Self::in_batches(params) {

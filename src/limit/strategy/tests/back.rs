@@ -246,7 +246,7 @@ fn excess_reservations_do_not_exhaust_the_quota() {
 }
 
 /// In each window, and between two refills of a bucket, the kept cost is within the limit, even if
-/// a refunded charge started the window.
+/// a refunded charge started the window, and if another policy counts charges for longer.
 #[test]
 fn refunds_keep_each_window_within_limit() {
     for strategy in Strategy::ALL
@@ -262,8 +262,18 @@ fn refunds_keep_each_window_within_limit() {
                 Duration::from_micros(rng.u64(10..1_000_000)),
             );
             let (limit, period) = (i64::from(quota.limit()), quota.period().as_micros() as i64);
-            let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
-            let mut state = [State::fresh(strategy)];
+            let short = Policy::new("p", strategy, quota).unwrap();
+            let long = Quota::per(100_000, quota.period() * rng.u32(2..200));
+            let long = Policy::new("long", Strategy::SlidingLog, long).unwrap();
+            let policies: Policies = if rng.bool() {
+                short.into()
+            } else {
+                Policies::new([short, long]).unwrap()
+            };
+            let mut states: Vec<_> = policies
+                .iter()
+                .map(|policy| State::fresh(policy.kind()))
+                .collect();
             let (mut now, mut open): (i64, Vec<Reservation>) = (START, vec![]);
             // The kept cost per end of a window, or time of a refill.
             let mut kept: BTreeMap<i64, i64> = BTreeMap::new();
@@ -277,7 +287,7 @@ fn refunds_keep_each_window_within_limit() {
                 ][rng.usize(..5)];
                 if rng.bool() || open.is_empty() {
                     let check = Check::take(Key::GLOBAL, &policies, rng.u32(1..=quota.limit()));
-                    let verdicts = check.decide(&mut state, now);
+                    let verdicts = check.decide(&mut states, now);
                     let decision = check.answer(verdicts, Source::Local);
                     if decision.is_allowed() {
                         *kept
@@ -297,7 +307,7 @@ fn refunds_keep_each_window_within_limit() {
                     kept.entry(end).and_modify(|kept| *kept -= i64::from(cost));
                     let age = Duration::from_micros((now - at) as u64);
                     if let Some(check) = decision.refund(Key::GLOBAL, cost, age).next() {
-                        back += check.decide(&mut state, now).granted;
+                        back += check.decide(&mut states, now).granted;
                     }
                 }
             }
