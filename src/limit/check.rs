@@ -1,3 +1,4 @@
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
@@ -85,8 +86,8 @@ impl Check {
     /// debts, each [`take`](Self::take) of the caller is denied, in all instances, and a
     /// [`charge`](Self::charge) adds only what is missing to a debt of one capacity.
     ///
-    /// A [refund](Decision::refund) of an unused turn returns only the part on which no later turn
-    /// stands: later turns keep their times.
+    /// A [refund](Decision::refund) of a turn returns something only if nothing was charged after
+    /// that turn: later turns keep their times.
     ///
     /// Several policies are all charged immediately, although the turn is due only when the slowest
     /// one allows it. If that wait gets shorter, by checks under other lists, turns of a faster
@@ -378,14 +379,18 @@ impl Check {
 
     /// Returns the check with the age of the refunded charge at the time `now` of the store that made it, as Redis
     /// computes it: the check may have been delayed.
-    pub(crate) fn arriving(mut self, now: i64) -> Self {
-        if let Some(Extra::Charged(each)) = self.extra.as_deref_mut() {
+    pub(crate) fn arriving(&self, now: i64) -> Cow<'_, Self> {
+        if self.charged().is_empty() {
+            return Cow::Borrowed(self);
+        }
+        let mut check = self.clone();
+        if let Some(Extra::Charged(each)) = check.extra.as_deref_mut() {
             for charged in each.iter_mut().filter(|charged| charged.at.micros() > 0) {
                 let age = if charged.is_turn { 0 } else { charged.age };
                 charged.age = age.max(now - charged.at.micros());
             }
         }
-        self
+        Cow::Owned(check)
     }
 
     /// Makes a [take ahead](Self::take_ahead) a take. A fallback reserves no turns: its primary store could not count

@@ -132,9 +132,9 @@ pub struct Verdict {
 pub(crate) struct Verdicts {
     /// The amount charged or refunded.
     pub(crate) granted: i64,
-    /// When Redis or [`Counts`](super::Counts) decided, in microseconds of that clock, or the fallback
-    /// of a [`Fallback`](crate::Fallback), in microseconds of this process's clock; 0 if another store
-    /// did.
+    /// When Redis, [`Counts`](super::Counts) or a [`LocalStore`](crate::LocalStore) decided, in
+    /// microseconds of that clock, or the fallback of a [`Fallback`](crate::Fallback), in microseconds of
+    /// this process's clock; 0 if another store did.
     pub(crate) at: i64,
     /// Microseconds since the original decision, if this is a repetition under an
     /// [id](Check::with_id).
@@ -294,8 +294,8 @@ impl Decision {
     /// and logs refund the whole difference, since it is deducted from the charge itself. A window
     /// that this charge started keeps its start.
     ///
-    /// For grants by Redis and by [`Counts`](crate::store::Counts), the age is measured by the clock of
-    /// that store, even if the refund takes long to arrive. After a failover to a server whose clock differs, the greater age counts. A decision
+    /// For grants by Redis, a [`LocalStore`](crate::LocalStore) and [`Counts`](crate::store::Counts), the
+    /// age is measured by the clock of that store, even if the refund takes long to arrive. After a failover to a server whose clock differs, the greater age counts. A decision
     /// repeated under an [id](crate::check::Check::with_id) is as old as the charge.
     ///
     /// Buckets refund only what has not drained or refilled since: with 100 per second, at most 30
@@ -449,10 +449,10 @@ impl Decision {
         self.verdicts.age > 0
     }
 
-    /// Returns the decision as Redis would have made it at this time.
+    /// Returns the decision as Redis would have made it at the same time.
     #[cfg(test)]
-    pub(crate) fn decided_at(mut self, at: i64) -> Self {
-        (self.verdicts.at, self.source) = (at, Source::Redis);
+    pub(crate) fn in_redis(mut self) -> Self {
+        self.source = Source::Redis;
         self
     }
 

@@ -820,7 +820,7 @@ async fn agree(seed: u64, kind: Kind) {
 
 /// Returns the decision of the Rust halves as if Redis had made it.
 fn in_rust(check: &Check, states: &mut [State], now: i64) -> Decision {
-    let verdicts = check.clone().arriving(now).decide(states, now);
+    let verdicts = check.arriving(now).decide(states, now);
     check.clone().answer(verdicts, Source::Redis)
 }
 
