@@ -88,7 +88,7 @@ local function meter()
     return level + cost * policy.interval, at
   end
 
-  -- Refunds the part of a charge that still counts, or a turn after which nothing was charged, as in the Rust half.
+  -- Refunds the part of a charge that still counts, or the last turn, as in the Rust half.
   local function refund(policy, key, now, cost, of, level, at)
     local period, most = policy.period, 2 * policy.capacity
     -- Under another policy, the charge may count for longer.
@@ -97,10 +97,12 @@ local function meter()
     end
     if of.turn and period == 0 then
       local ends = min(of.reset - of.age, policy.furthest) * policy.ticks
-      if math.abs(level - ends) > ROUNDING * policy.ticks then
+      if math.abs(level - ends) <= ROUNDING * policy.ticks then
+        local ticks = min(min(cost, most) * policy.interval, level)
+        return div_ceil(ticks, policy.interval), level - ticks, at
+      elseif level > policy.full then
         return 0, level, at
       end
-      return min(cost, most), max(0, level - min(cost, most) * policy.interval), at
     end
     local times = min(of.age, policy.furthest)
     if period > 0 then
@@ -109,8 +111,8 @@ local function meter()
       times = max(0, min(div_ceil(due, period) - still, policy.furthest))
     end
     local left = min(of.cost, most) * policy.interval - times * policy.ticks
-    local ticks = max(0, min(left, min(cost, most) * policy.interval))
-    return div_ceil(ticks, policy.interval), max(0, level - ticks), at
+    local ticks = min(max(0, min(left, min(cost, most) * policy.interval)), level)
+    return div_ceil(ticks, policy.interval), level - ticks, at
   end
 
   local function save(policy, key, now, stop, cost, level, at)

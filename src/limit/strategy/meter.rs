@@ -108,19 +108,17 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
         }
         let [cost, charge] =
             [cost, of.cost].map(|cost| cost.min(2 * params.capacity) * params.interval);
-        let ticks = if of.is_turn && !Self::in_batches(params) {
-            if Self::is_last(params, of, level) {
-                cost
-            } else {
-                0
-            }
+        let is_turn = of.is_turn && !Self::in_batches(params);
+        let ticks = if is_turn && Self::is_last(params, of, level) {
+            cost
+        } else if is_turn && level > params.full {
+            // Later turns are not due yet. Not even a part is refunded: new turns would be due at the same times.
+            0
         } else {
             (charge - Self::times_since(params, now, of, at) * params.ticks).clamp(0, cost)
         };
-        (
-            [(level - ticks).max(0), at, 0],
-            div_ceil(ticks, params.interval),
-        )
+        let ticks = ticks.min(level);
+        ([level - ticks, at, 0], div_ceil(ticks, params.interval))
     }
 
     fn reset_after(params: &Params, now: i64, [level, at, _]: Registers) -> i64 {
@@ -180,8 +178,7 @@ impl<const LETTER: char> Meter<LETTER> {
         }
     }
 
-    /// Returns `true` if the meter is empty when this turn ends, so that nothing was charged after it. Any other turn is
-    /// not refunded, not even in part: new turns would be due at the same times as later turns.
+    /// Returns `true` if the meter is empty when this turn ends, so that nothing was charged after it.
     fn is_last(params: &Params, of: &PolicyCharge, level: i64) -> bool {
         let ends = of.left().min(params.furthest);
         (level - ends * params.ticks).abs() <= ROUNDING * params.ticks

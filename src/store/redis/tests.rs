@@ -239,6 +239,7 @@ async fn ids() {
                         cost,
                         Duration::from_millis(trace.rng.u64(..2_000)),
                     ),
+                    4 => Check::record(key, policies, Key::new("request-1"), cost),
                     _ => Check::take(key, policies, cost),
                 };
                 let check = if trace.rng.u8(..4) == 0 {

@@ -368,6 +368,26 @@ fn an_immediate_refund_restores_the_excess() {
     }
 }
 
+/// Of the previous window of a sliding counter only an estimated part counts, but a refund lowers its
+/// whole count.
+#[test]
+fn a_refund_reports_what_it_deducts() {
+    let quota = "100/10s".parse().unwrap();
+    let policies = Policy::new("p", Strategy::SlidingCounter, quota)
+        .unwrap()
+        .into();
+    let mut state = [State::fresh(Strategy::SlidingCounter)];
+    let mut decide = |check: Check, now| check.decide(&mut state, START + now * SECOND);
+    let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
+    assert_eq!(decide(take(20), 9).granted, 20);
+    assert_eq!(decide(take(10), 18).first().remaining, 100 - 4 - 10);
+    let refunded = decide(Check::refund(Key::GLOBAL, &policies, 18), 18);
+    // The rest of 12 in the previous window, of which a fifth counts.
+    assert_eq!((refunded.granted, refunded.first().remaining), (18, 97));
+    let refunded = decide(Check::refund(Key::GLOBAL, &policies, 18), 18);
+    assert_eq!((refunded.granted, refunded.first().remaining), (12, 100));
+}
+
 #[test]
 fn a_reset_allows_at_most_twice_capacity() {
     let mut rng = Rng::with_seed(5);
